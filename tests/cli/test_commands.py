@@ -30,29 +30,6 @@ def test_the_job_in_a_process_of_its_own(process, tmp_path, traces):
         assert (tmp_path / "out" / file).stat().st_size > 0
 
 
-@pytest.mark.slow
-def test_an_error_in_a_process_of_its_own(process, tmp_path):
-    done = process("run", tmp_path / "missing", "--out", tmp_path / "out")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"tracefit: {tmp_path / 'missing'}: no such file or folder\n"
-
-
-@pytest.mark.slow
-def test_ingest_then_train_are_commands_of_their_own(tracefit, tmp_path, folder, quick):
-    code, out, err = tracefit("ingest", folder, "--out", tmp_path / "tables")
-    assert (code, err) == (0, "")
-    assert str(tmp_path / "tables") in out
-    code, out, err = tracefit("train", tmp_path / "tables", "--out", tmp_path / "models", *quick)
-    assert (code, err) == (0, "")
-    assert sorted(p.name for p in (tmp_path / "models").iterdir()) == [
-        "alpha.json",
-        "beta.json",
-        "evaluation.json",
-        "report.html",
-        "report.md",
-    ]
-
-
 def test_the_text_names_every_model_and_file(tracefit, tmp_path, folder, quick):
     code, out, err = tracefit("run", folder, "--out", tmp_path / "out", *quick)
     assert (code, err) == (0, "")
@@ -82,18 +59,6 @@ def test_json_is_the_result_as_it_is_on_disk(tracefit, tmp_path, folder, quick):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["ingest", "train"])
-def test_json_of_the_parts(tracefit, tmp_path, folder, quick, command):
-    arguments = {
-        "ingest": (folder, "--out", tmp_path / "t"),
-        "train": (tmp_path / "t", "--out", tmp_path / "m"),
-    }
-    tracefit("ingest", *arguments["ingest"], "--quiet")
-    code, out, _ = tracefit(command, *arguments[command], *(quick if command == "train" else ()), "--json")
-    assert json.loads(out)["exit_code"] == code == 0
-
-
-@pytest.mark.slow
 def test_inspect_tells_facts_and_writes_nothing(tracefit, tmp_path, folder):
     before = sorted(tmp_path.rglob("*"))
     code, out, err = tracefit("inspect", folder)
@@ -104,14 +69,6 @@ def test_inspect_tells_facts_and_writes_nothing(tracefit, tmp_path, folder):
     assert (code, said["exit_code"], said["runs"][0]["run_id"]) == (0, 0, "busy")
     assert {a["what"]: a["verdict"] for a in said["scopes"][0]["allows"]}["step time"] == "yes"
     assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.slow
-def test_inspect_is_exit_code_1_when_nothing_can_be_trained(tracefit, tmp_path, traces):
-    folder = traces.request(1, 0, step=1).write(tmp_path / "one")
-    code, out, err = tracefit("inspect", folder)
-    assert (code, err) == (1, "")
-    assert out.endswith("Nothing can be trained from this.\n")
 
 
 @pytest.mark.slow
@@ -168,13 +125,6 @@ def test_a_damaged_line_is_exit_code_3_with_a_warning(tracefit, tmp_path, folder
     assert TableStore(tmp_path / "out" / "tables").read("rejects").height == 1
 
 
-@pytest.mark.slow
-def test_sample_tables_are_written_beside_the_models(tracefit, tmp_path, folder, quick):
-    assert tracefit("run", folder, "--out", tmp_path / "out", "--sample-csv", "-q", *quick)[0] == 0
-    names = {p.name for p in (tmp_path / "out" / "models").iterdir()}
-    assert names == {"alpha.json", "beta.json", "alpha_sample.csv", "beta_sample.csv"}
-
-
 def _broken_config(folder):
     (folder / "config.json").write_text('{"model_type": "llama"}')
     return ()
@@ -198,25 +148,6 @@ def test_what_is_wrong_is_one_line(tracefit, tmp_path, folder, fault):
     assert err.count("\n") == 1
     assert says in err
     assert not (tmp_path / "out").exists()
-
-
-def test_three_requests_are_exit_code_1(tracefit, tmp_path, traces):
-    for number in (1, 2, 3):
-        traces.request(number, 20_000 * number, step=6 * number)
-    code, out, err = tracefit("run", traces.write(tmp_path / "few"), "--out", tmp_path / "out")
-    assert (code, out, err.count("\n")) == (1, "", 1)
-    assert not (tmp_path / "out" / "models").exists()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["run"], ["run", "x", "--out"], ["fly"], ["run", "x", "--out", "y", "--tp", "0"], ["train", "x"]],
-)
-def test_a_wrong_command_is_exit_code_2(tracefit, arguments):
-    code, out, err = tracefit(*arguments)
-    assert (code, out) == (2, "")
-    assert err
-    assert "Traceback" not in err
 
 
 def test_an_interrupt_is_one_line(tracefit, tmp_path, folder, monkeypatch):

@@ -65,18 +65,3 @@ def test_a_step_model_that_was_not_fitted_is_a_fault_of_the_data(tracefit, tmp_p
     assert "was not fitted: no step was seen; trace steps" in err
     code, _, err = tracefit(what, tmp_path / "alpha.json", *options)
     assert (code, "no model beta.cycle_time" in err) == (2, True)
-
-
-def test_the_shipped_models_make_a_table(tracefit, tmp_path):
-    code, out, _ = tracefit(
-        "export",
-        ROOT / "fixtures/models",
-        "--to",
-        "csv",
-        "--scope",
-        "llama-2-70b",
-        "--out",
-        tmp_path,
-        "--json",
-    )
-    assert (code, len(json.loads(out)["errors"])) == (0, 4)

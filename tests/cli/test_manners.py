@@ -20,15 +20,6 @@ def test_h_is_help(tracefit):
 
 
 @pytest.mark.slow
-def test_a_setting_that_nothing_knows_is_warned_of(tracefit, traces, tmp_path):
-    folder = traces.load(steps=40, requests=5).write(tmp_path / "busy")
-    *_, err = tracefit("inspect", folder, "--set", "frobnicate=3")
-    assert "warning: --set frobnicate: no setting of this name is known" in err
-    *_, err = tracefit("inspect", folder, "--set", "max_num_seqs=64")
-    assert err == ""
-
-
-@pytest.mark.slow
 def test_a_run_without_configuration_is_warned_of(tracefit, traces, tmp_path, quick):
     folder = traces.load().write(tmp_path / "bare", config=False)
     *_, err = tracefit("run", folder, "--out", tmp_path / "out")

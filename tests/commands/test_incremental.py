@@ -12,7 +12,6 @@ import pytest
 from tracefit import ingest
 from tracefit.commands.fleet import IngestOptions
 from tracefit.commands.ingest import plan_ingest
-from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
 
 
@@ -80,18 +79,6 @@ def test_a_file_that_grew_is_decoded_again(tmp_path, lines, fresh, contents, dec
     assert TableStore(tmp_path / "tables").runs() == ["run"]
 
 
-@pytest.mark.slow
-def test_a_file_beside_one_that_grew_is_not_decoded_again(tmp_path, lines, fresh, contents, decoded):
-    folder = _write(tmp_path / "run" / "traces-1.json", lines[:20])
-    _write(folder / "traces-2.json", lines[40:])
-    ingest([folder], tmp_path / "tables")
-    assert decoded(tmp_path / "tables") == ["traces-1.json", "traces-2.json"]
-    _write(folder / "traces-1.json", lines[:40])
-    ingest([folder], tmp_path / "tables")
-    assert decoded(tmp_path / "tables") == ["traces-1.json"]
-    assert contents(tmp_path / "tables") == fresh
-
-
 def test_a_rotated_file_belongs_to_its_run_and_has_its_new_name(tmp_path, lines, fresh, contents):
     folder = _write(tmp_path / "run" / "traces.json", lines[:40])
     ingest([folder], tmp_path / "tables")
@@ -102,22 +89,6 @@ def test_a_rotated_file_belongs_to_its_run_and_has_its_new_name(tmp_path, lines,
     assert contents(tmp_path / "tables") == fresh
     files = set(TableStore(tmp_path / "tables").read("spans")["source_file"])
     assert files == {str(p) for p in folder.iterdir()}
-
-
-@pytest.mark.slow
-def test_a_run_is_its_folder_whatever_becomes_of_its_files(tmp_path, lines, contents):
-    """Retention: the oldest file goes, a new one comes. What the folder holds now is the run."""
-    folder = _write(tmp_path / "run" / "traces-1.json", lines[:20])
-    _write(folder / "traces-2.json", lines[20:40])
-    ingest([folder], tmp_path / "tables")
-    (folder / "traces-1.json").unlink()
-    _write(folder / "traces-3.json", lines[40:])
-    result = ingest([folder], tmp_path / "tables")
-    assert [r.run_id for r in result.runs] == ["run"]
-    assert TableStore(tmp_path / "tables").runs() == ["run"]
-    rest = _write(tmp_path / "other" / "run" / "traces.json", lines[20:])
-    ingest([rest], tmp_path / "rest")
-    assert contents(tmp_path / "tables") == contents(tmp_path / "rest")
 
 
 def test_other_files_of_the_same_name_are_another_run(tmp_path, lines):
@@ -176,17 +147,6 @@ def test_framed_zstd_is_cut_too(tmp_path, lines, fresh, contents, small_pieces):
 
 
 @pytest.mark.slow
-def test_the_number_of_workers_does_not_matter(tmp_path, lines, fresh, contents, small_pieces):
-    ingest(
-        [_write(tmp_path / "run" / "traces.json", lines)],
-        tmp_path / "tables",
-        workers=2,
-        options=small_pieces,
-    )
-    assert contents(tmp_path / "tables") == fresh
-
-
-@pytest.mark.slow
 def test_the_environment_is_as_it_was_after_workers_ran(tmp_path, lines):
     before = dict(os.environ)
     ingest(
@@ -196,37 +156,6 @@ def test_the_environment_is_as_it_was_after_workers_ran(tmp_path, lines):
         options=IngestOptions(bytes_per_worker=1),
     )
     assert dict(os.environ) == before
-
-
-@pytest.mark.slow
-def test_after_so_many_rejects_a_file_is_not_read_on_and_that_is_reported(tmp_path, lines, new_traces):
-    """Other files of the run are read to their end."""
-    bad = '{"resourceSpans":[{"scopeSpans":[{"spans":[{"traceId":"zz","spanId":"zz"}]}]}]}'
-    folder = _write(tmp_path / "run" / "traces-1.json", [*lines[:20], *[bad] * 50, *lines[20:40]])
-    _write(folder / "traces-2.json", lines[40:])
-    options = IngestOptions(max_rejects=10)
-    progress = _Warnings()
-    (run,) = ingest([folder], tmp_path / "tables", options=options, progress=progress).runs
-    assert run.rejects >= 10
-    assert any("traces-1.json" in text and "--max-rejects" in text for text in progress.warnings)
-    store = TableStore(tmp_path / "tables")
-    assert (
-        store.read("spans").filter(source_file=str(folder / "traces-2.json")).height == len(lines) - 41
-    )  # one is there twice
-    rejects = store.read("rejects")
-    assert int(rejects["count"].sum()) == run.rejects
-    assert rejects.height == 11
-    assert any("10 rejects" in reason for reason in rejects["reason"]), "the rest is a counted reject"
-    (everything,) = ingest([folder], tmp_path / "all").runs
-    assert everything.rejects == 50
-
-
-class _Warnings(NullProgress):
-    def __init__(self):
-        self.warnings = []
-
-    def warn(self, text):
-        self.warnings.append(text)
 
 
 def test_a_dry_run_says_what_would_be_read_and_writes_nothing(tmp_path, lines, files_in):

@@ -62,13 +62,6 @@ def test_a_single_trace_file_is_a_run_too(tmp_path, traces):
     assert inspected.events["api.ARRIVED"] == 1
 
 
-def test_nothing_is_written(tmp_path, traces, files_in):
-    folder = traces.request(1, 0, step=1).write(tmp_path / "run")
-    before = files_in(tmp_path)
-    inspect([folder])
-    assert files_in(tmp_path) == before
-
-
 @pytest.mark.slow
 def test_tables_tell_the_same_as_the_traces_they_are_of(tmp_path, traces):
     folder = traces.load(steps=120, requests=60).write(tmp_path / "busy")

@@ -10,7 +10,7 @@ import pytest
 
 from tracefit import ingest, train
 from tracefit.commands.scopes import sample_runs
-from tracefit.progress import NullProgress
+from tracefit.progress import KeptWarnings
 from tracefit.tables.store import TableStore
 
 
@@ -71,14 +71,6 @@ def test_of_runs_that_are_each_too_large_one_is_left():
     assert _sample(_runs([500] * 3), rows=100) == ["r1"]
 
 
-class _Warnings(NullProgress):
-    def __init__(self):
-        self.warnings = []
-
-    def warn(self, text):
-        self.warnings.append(text)
-
-
 def test_the_sampling_is_stated(tmp_path, new_traces, quick):
     for number in range(4):
         new_traces().load(steps=80, requests=45, seed=number).write(tmp_path / "runs" / f"r{number}")
@@ -88,7 +80,7 @@ def test_the_sampling_is_stated(tmp_path, new_traces, quick):
     claimed = pl.lit(json.dumps({"step.BATCH_SUMMARY": 900_000}))
     rows = {run_id: store.read("runs", [run_id]).with_columns(events=claimed) for run_id in store.runs()}
     store.write_runs((run_id, {"runs": row}) for run_id, row in rows.items())
-    progress = _Warnings()
+    progress = KeptWarnings(None)
     train(tmp_path / "tables", tmp_path / "models", options=quick, progress=progress)
     (scope,) = json.loads((tmp_path / "models" / "evaluation.json").read_text())["scopes"]
     (note,) = scope["notes"]

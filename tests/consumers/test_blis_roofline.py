@@ -11,7 +11,6 @@ from tracefit.consumers.blis_roofline import (
     BLIS_TERMS,
     PAIRS_COLUMN,
     add_blis_terms,
-    blis_model,
     with_prefill_pairs,
 )
 from tracefit.errors import DataError, UsageError
@@ -56,18 +55,26 @@ def test_moe_model_on_two_gpus(step, moe, gpu):
     assert found["blis_interleaved_moe_layers"] == 0.0
 
 
-def test_its_liberties_are_kept(load):
-    qwen = blis_model(load("qwen3-30b-a3b"))
-    deepseek = blis_model(load("deepseek-v3"))
-    scout, maverick = blis_model(load("llama-4-scout")), blis_model(load("llama-4-maverick"))
+def test_its_liberties_are_kept(step, load, gpu):
+    qwen, deepseek = (load(name) for name in ("qwen3-30b-a3b", "deepseek-v3"))
+    of_qwen, of_deepseek = terms(step, qwen, gpu), terms(step, deepseek, gpu)
+    per_width = 2 * 2 * 20 / 1000
 
-    assert qwen.kv_width == 4 * 64  # its head_dim of 128 is ignored
-    assert (deepseek.moe_layers, deepseek.kv_width) == (61, 7168)  # so are the dense layers and the latent
-    assert (scout.moe_layers, scout.interleaved) == (24, True)  # of 48
-    assert (maverick.moe_layers, maverick.interleaved) == (16, True)  # of 48
-    assert (
-        blis_model(load("falcon-7b")).step_weight_bytes > load("falcon-7b").fixed_weight_bytes
-    )  # three matrices
+    assert of_qwen["blis_prefill_kv_us"] == pytest.approx(qwen.layers * 4 * 64 * per_width), "not 128 wide"
+    assert of_deepseek["blis_prefill_kv_us"] == pytest.approx(61 * 7168 * per_width), "nor a latent"
+    loaded = 256 * 2048 + 2048
+    weights = 61 * 7168 * (2 * 7168 + 2 * 7168) + 61 * 3 * 7168 * loaded
+    bytes_per_weight = deepseek.expert_weight_bytes
+    assert of_deepseek["blis_weight_us"] == pytest.approx(weights * bytes_per_weight / 1000), (
+        "no dense layers"
+    )
+    interleaved = [
+        terms(step, load(name), gpu)["blis_interleaved_moe_layers"]
+        for name in ("llama-4-scout", "llama-4-maverick")
+    ]
+    assert interleaved == [24, 16], "of 48 each"
+    falcon = load("falcon-7b")
+    assert terms(step, falcon, gpu)["blis_weight_us"] * 1000 > falcon.fixed_weight_bytes, "three matrices"
 
 
 def test_kv_takes_two_bytes_whatever_the_model_says(step, dense, gpu):

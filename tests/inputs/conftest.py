@@ -11,7 +11,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from tracefit.inputs.blocks import Block, ReadLimits, load, read_blocks
 from tracefit.inputs.files import TraceFile
-from tracefit.inputs.framing import Record, records
+from tracefit.inputs.framing import records
 from tracefit.inputs.rejects import Reject
 
 if sys.version_info >= (3, 14):
@@ -97,13 +97,13 @@ def read_file(file, limits=None, **options):
         content = load(block)
         assert len(content) == block.size
         for item in records(content, block.shape):
-            if isinstance(item, Record):
+            if item.fault:
+                offset, size = block.offset + item.offset, len(item.payload)
+                found.rejects.append(Reject(block.source_file, offset, size, item.fault))
+            else:
                 found.payloads.append(item.payload)
                 found.offsets.append(block.offset + item.offset)
                 found.encodings.add(block.encoding)
-            else:
-                reject = Reject(block.source_file, block.offset + item.offset, item.length, item.reason)
-                found.rejects.append(reject)
     return found
 
 

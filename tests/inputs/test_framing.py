@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from tracefit.inputs import framing
-from tracefit.inputs.framing import Damage, Record, next_record, records, whole_records
+from tracefit.inputs.framing import Record, next_record, records, whole_records
 
 SHAPES = ["lines", "framed", "bare"]
 
@@ -24,7 +24,7 @@ def wrap(shape, payload):
 
 
 def good(block, shape):
-    return [item.payload for item in records(block, shape) if isinstance(item, Record)]
+    return [item.payload for item in records(block, shape) if not item.fault]
 
 
 def salvaged(block, shape):
@@ -39,7 +39,7 @@ def salvaged(block, shape):
 
 
 def damage(block, shape):
-    return [item for item in records(block, shape) if isinstance(item, Damage)]
+    return [item for item in records(block, shape) if item.fault]
 
 
 def payloads(otlp, shape, sizes):
@@ -128,7 +128,7 @@ def test_good_records_survive_any_damage_to_another(otlp, shape, sizes, which, m
     data = b"".join(wrapped)
     expected = parts[:which] + parts[which + 1 :]
     assert in_order(expected, salvaged(data, shape))
-    lost = sum(item.length for item in damage(data, shape))
+    lost = sum(len(item.payload) for item in damage(data, shape))
     assert lost <= len(wrapped[which])
     # The same in pieces.
     found, buffer, position = [], b"", 0
@@ -149,7 +149,7 @@ def test_a_wrong_length_costs_its_record_alone(otlp, size, which):
     parts[which] = size.to_bytes(4, "big") + messages[which]
     data = b"".join(parts)
     assert good(data, "framed") == messages[:which] + messages[which + 1 :]
-    assert sum(item.length for item in damage(data, "framed")) == len(parts[which])
+    assert sum(len(item.payload) for item in damage(data, "framed")) == len(parts[which])
 
 
 @pytest.mark.parametrize("first", [b"{", b"["])
@@ -167,8 +167,8 @@ def test_a_cut_last_frame_is_one_damage(otlp, size):
     whole = otlp.framed(messages[:1])
     first, last = records(whole + otlp.framed(messages[1:])[:size], "framed")
     assert first.payload == messages[0]
-    assert (last.offset, last.length) == (len(whole), size)
-    assert "cut" in last.reason
+    assert (last.offset, len(last.payload)) == (len(whole), size)
+    assert "cut" in last.fault
 
 
 def test_a_cut_bare_message_keeps_its_whole_resources(otlp):
@@ -176,7 +176,7 @@ def test_a_cut_bare_message_keeps_its_whole_resources(otlp):
     for size in range(1, len(messages[1])):
         first, last = records(messages[0] + messages[1][:size], "bare")
         assert first.payload == messages[0]
-        assert (last.offset, last.length) == (len(messages[0]), size)
+        assert (last.offset, len(last.payload)) == (len(messages[0]), size)
 
 
 def test_junk_in_a_bare_message_costs_one_record(otlp):

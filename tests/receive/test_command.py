@@ -178,13 +178,6 @@ def test_quiet_says_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_result_as_json(tmp_path):
-    done = call("--out", tmp_path, *ANY, "--stop-after", "0.1s", "--json")
-    said = json.loads(done.stdout)
-    assert (said["spans"], said["received_from"], said["files"]) == (0, [], [])
-
-
-@pytest.mark.slow
 def test_the_readmes_three_lines_work(lib, start, tmp_path):
     """Generated spans, sent by the SDK's exporter, stand for the server."""
     text = (ROOT / "README.md").read_text().partition("## Tracing a server")[2]

@@ -249,9 +249,7 @@ SYNTH: Group = {
     "name": _option(str, "synth-run", help="Name of the run folder."),
     "seed": _option(int, 0, min=0, help="Seed of every draw."),
     "law": _option(
-        Literal["linear", "roofline"],
-        "linear",
-        help="Step-time law; its coefficients are in truth.json.",
+        Literal["linear", "roofline"], "linear", help="Step-time law; its coefficients are in truth.json."
     ),
     "model": _option(str, "llama-8b", help="Model preset, such as llama-8b."),
     "gpu": _option(str, "H100", help="GPU preset, such as H100."),
@@ -344,10 +342,7 @@ def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Collect where traces are decoded, as the arguments of a command of the library."""
     from tracefit.engines.choice import EngineChoice
 
-    return {
-        "workers": options["workers"],
-        "engine": EngineChoice(options["engine"], options["ray_address"]),
-    }
+    return {"workers": options["workers"], "engine": EngineChoice(options["engine"], options["ray_address"])}
 
 
 def train_options(options: Mapping[str, Any]) -> TrainOptions:

@@ -114,12 +114,7 @@ def ingest(
         plan = plan_ingest(paths, out, options=kept)
         return plan, plan_text(plan)
     return tracefit.ingest(
-        paths,
-        out,
-        server=server_options(options),
-        options=kept,
-        **engine_options(options),
-        progress=terminal,
+        paths, out, server=server_options(options), options=kept, **engine_options(options), progress=terminal
     )
 
 

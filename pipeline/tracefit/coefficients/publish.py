@@ -28,7 +28,7 @@ from tracefit.statistics import mean_of
 from tracefit.tables.schema import SERVER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from tracefit.fit.fitted import FittedBoundary, FittedModel, FittedRegime, FittedScope, LinearFit
     from tracefit.fit.results import AcrossResult
@@ -265,6 +265,8 @@ def _ingest(runs: pl.DataFrame) -> cf.IngestEntry:
         name: _sum(per_run, name)
         for name in ("files", "bytes", "other_spans", "rejects", "dropped_attributes")
     }
+    seconds = (pl.col("last_unix_ns") - pl.col("first_unix_ns")) / 1e9
+    servers = runs.sort(SERVER).with_columns(seconds=seconds).select(*cf.ServerEntry.model_fields)
     return cf.IngestEntry(
         **summed,
         spans=_sum(runs, "spans"),
@@ -273,7 +275,7 @@ def _ingest(runs: pl.DataFrame) -> cf.IngestEntry:
         missing_attributes={event: tuple(sorted(keys)) for event, keys in sorted(missing.items())},
         dropped_events=_sum(runs, "dropped_events"),
         duplicates=_sum(per_run, "duplicate_spans"),
-        servers=tuple(_server(row) for row in runs.sort(SERVER).iter_rows(named=True)),
+        servers=tuple(cf.ServerEntry(**row) for row in servers.iter_rows(named=True)),
     )
 
 
@@ -283,12 +285,6 @@ def _counts(texts: pl.Series) -> dict[str, int]:
     for text in texts.drop_nulls():
         total.update(json.loads(text))
     return dict(sorted(total.items()))
-
-
-def _server(row: Mapping[str, Any]) -> cf.ServerEntry:
-    first, last = row["first_unix_ns"], row["last_unix_ns"]
-    same = {k: row[k] for k in cf.ServerEntry.model_fields if k in row}
-    return cf.ServerEntry(**same, seconds=None if first is None or last is None else (last - first) / 1e9)
 
 
 def _sum(frame: pl.DataFrame, column: str) -> int:

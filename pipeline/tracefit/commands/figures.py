@@ -59,6 +59,8 @@ from tracefit.text import count, number, percent, plural
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from polars.dataframe.group_by import GroupBy
+
     from tracefit.coefficients.model import Model, ScopeEvaluation
     from tracefit.features.expressions import Node
     from tracefit.fit.results import Overload
@@ -210,22 +212,22 @@ class Bin(NamedTuple):
 
 def bins_of(rows: pl.DataFrame, x: str, y: str) -> list[Bin]:
     """Sum up y in groups of equal size along x."""
-    place = (pl.int_range(pl.len()) * _GROUPS // pl.len()).alias("bin")
-    groups = (
-        rows.sort(x)
-        .with_columns(place)
-        .group_by("bin", maintain_order=True)
-        .agg(
-            rows=pl.len(),
-            low=pl.col(x).min(),
-            high=pl.col(x).max(),
-            middle=pl.col(x).median(),
-            median=pl.col(y).median(),
-            p10=pl.col(y).quantile(0.1),
-            p90=pl.col(y).quantile(0.9),
-        )
+    groups = _in_groups(rows, x, _GROUPS).agg(
+        rows=pl.len(),
+        low=pl.col(x).min(),
+        high=pl.col(x).max(),
+        middle=pl.col(x).median(),
+        median=pl.col(y).median(),
+        p10=pl.col(y).quantile(0.1),
+        p90=pl.col(y).quantile(0.9),
     )
-    return [Bin(*row) for row in groups.drop("bin").iter_rows()]
+    return [Bin(*row) for row in groups.drop("group").iter_rows()]
+
+
+def _in_groups(rows: pl.DataFrame, by: str, groups: int) -> GroupBy:
+    """Split rows into groups of equal size from small to large."""
+    group = (pl.int_range(pl.len()) * groups // pl.len()).alias("group")
+    return rows.sort(by).with_columns(group).group_by("group", maintain_order=True)
 
 
 def bins_by_run(rows: pl.DataFrame, x: str, y: str) -> dict[str, list[Bin]]:
@@ -339,7 +341,6 @@ def model_figures(model: Model, rows: pl.DataFrame, *, points: int) -> tuple[Fig
     held = rows.filter(split="holdout")
     servers = rows.select(SERVER).n_unique()
     overlaid = f" The runs of {servers} servers overlay each other." if servers > 1 else ""
-    ends = held.group_by(SERVER).agg(start=pl.col("at_s").min(), end=pl.col("at_s").max())
     cloud = _cloud(
         (("training rows", rows.filter(split="train")), ("held-out rows", held)),
         "at_s",
@@ -351,7 +352,7 @@ def model_figures(model: Model, rows: pl.DataFrame, *, points: int) -> tuple[Fig
         bins_of(rows, "at_s", "residual_ms"),
         "seconds into the run",
         # Where runs of several servers overlay each other, their hold-outs do too.
-        _regions("hold-out", ends) if servers == 1 else (),
+        _covered("hold-out", held, SERVER) if servers == 1 else (),
         name=f"{name}-time",
         kind=f"{model.name}-residuals",
         title=f"{model.name}: residuals over time",
@@ -477,8 +478,6 @@ def step_times_figure(scope_id: str, kept: pl.DataFrame, *, points: int) -> Figu
     # A row of nulls before every run but the first: there the lines break.
     breaks = pl.DataFrame({"begins": engines["begins"][1:], "at_s": engines["begins"][1:]})
     drawn = pl.concat([breaks, means], how="diagonal").sort("begins", "at_s", maintain_order=True)
-    held = rows.filter(split="holdout").group_by("begins", maintain_order=True)
-    ends = held.agg(start=pl.col("at_s").min(), end=pl.col("at_s").max())
     some = thinned(rows, points)
     limits, note = limited([*some["measured_ms"], *means["measured_ms"]], from_zero=True)
     several = engines.height > 1
@@ -508,7 +507,7 @@ def step_times_figure(scope_id: str, kept: pl.DataFrame, *, points: int) -> Figu
         layout={
             "xaxis": axis_of("seconds, runs one after the other" if several else "seconds into the run"),
             "yaxis": axis_of("step time, ms", **limits),
-            "shapes": shaded(_regions("hold-out", ends)),
+            "shapes": shaded(_covered("hold-out", rows.filter(split="holdout"), ["begins"])),
             "annotations": [
                 {"text": name_text(run), "x": begins, **at}
                 for run, begins in (named.iter_rows() if several else ())
@@ -616,12 +615,8 @@ def _breakdown(
     known = rows.select(whole=whole_ms, **columns, **facts).drop_nulls(["whole", *columns])
     if known.height < _QUANTILES:
         return None
-    group = (pl.int_range(pl.len()) * _QUANTILES // pl.len()).alias("group")
-    means = (
-        known.sort("whole")
-        .with_columns(group)
-        .group_by("group", maintain_order=True)
-        .agg(pl.len().alias("rows"), pl.col(["whole", *columns, *facts]).mean())
+    means = _in_groups(known, "whole", _QUANTILES).agg(
+        pl.len().alias("rows"), pl.col(["whole", *columns, *facts]).mean()
     )
     return Breakdown(
         {name: means[f"part {name}"].to_list() for name in parts_us if means[f"part {name}"].abs().max()},
@@ -964,10 +959,9 @@ def _engine_figures(
                 overload=overloads.get(run_id),
             )
             found += [engine] if engine is not None else []
-    of = max(scope.timeline.servers, len(found))
-    return found, f"{len(found)} of {count(of)} engines are drawn, overloaded ones first." if of > len(
-        found
-    ) else ""
+    are_more = scope.timeline.servers > len(found)
+    note = f"{len(found)} of {count(scope.timeline.servers)} engines are drawn, overloaded ones first."
+    return found, note if are_more else ""
 
 
 def engine_figure(
@@ -992,12 +986,18 @@ def engine_figure(
         return None
     start = int(known["ts_start_ns"][0])
     known = known.with_columns(at_s=(pl.col("ts_start_ns") - start) / 1e9)
+    training = training.with_columns(at_s=(pl.col("ts_ns") - start) / 1e9)
     seconds = float(known["at_s"][-1]) or 1.0
     bins = _time_bins(known, seconds)
-    overloaded = _overloaded(overload, server, start)
-    idle, queued = _idle(known, seconds), _queues(bins, overloaded)
-    regions = (*_warm_up(training, start), *idle, *queued, *overloaded)
-    boundary = _holdout_from(training, start)
+    overloaded = [
+        ShadedRegion("overload", max(0.0, (q.from_ns - start) / 1e9), (q.to_ns - start) / 1e9)
+        for q in (overload.queued if overload else ())
+        if q.server == server
+    ]
+    warm_up = _covered("warm-up", training.filter(excluded_reason="warm_up"), ["epoch"])
+    regions = (*warm_up, *_idle(known, seconds), *_queues(bins, overloaded), *overloaded)
+    held = training.filter(split="holdout")
+    boundary = held.select(pl.col("at_s").min()).item() if held.height else None
     shapes = shaded(regions)
     if boundary is not None:
         shapes.append(mark("hold-out begins", "x", boundary, colour=GREY))
@@ -1091,37 +1091,28 @@ def _overloaded(overload: Overload | None, server: str, start_ns: int) -> tuple[
     )
 
 
-def _queues(bins: pl.DataFrame, overloaded: tuple[ShadedRegion, ...]) -> tuple[ShadedRegion, ...]:
+def _queues(bins: pl.DataFrame, overloaded: Sequence[ShadedRegion]) -> list[ShadedRegion]:
     """Join neighbouring intervals in which requests wait at every step, but those already marked as overload."""
     middle = (pl.col("start") + pl.col("end")) / 2
     marked = pl.any_horizontal(pl.lit(value=False), *(middle.is_between(b.start, b.end) for b in overloaded))
     queued = bins.filter(pl.col("queued").fill_null(value=False) & ~marked)
     group = (pl.col("bin").diff().fill_null(1) > 1).cum_sum()
     joined = queued.with_columns(group=group).group_by("group", maintain_order=True)
-    ends = joined.agg(pl.col("start").min(), pl.col("end").max()).select("start", "end")
-    return _regions("queue never empty", ends)
+    return _regions("queue never empty", joined.agg(pl.col("start").min(), pl.col("end").max()))
 
 
-def _idle(known: pl.DataFrame, seconds: float) -> tuple[ShadedRegion, ...]:
+def _idle(known: pl.DataFrame, seconds: float) -> list[ShadedRegion]:
     length = pl.col("cycle_us") * pl.col("interval_steps") / 1e6
     gaps = known.filter(pl.col("idle_after") & (length > SHORTEST_IDLE_SHARE * seconds))
     ends = gaps.select(start="at_s", end=pl.col("at_s") + length, length=length)
-    longest = ends.sort("length", descending=True).head(MOST_IDLE_GAPS).sort("start")
-    return _regions("idle", longest)
+    return _regions("idle", ends.sort("length", descending=True).head(MOST_IDLE_GAPS).sort("start"))
 
 
-def _warm_up(training: pl.DataFrame, start_ns: int) -> tuple[ShadedRegion, ...]:
-    left_out = training.filter(pl.col("excluded_reason") == "warm_up")
-    ends = left_out.group_by("epoch").agg(a=pl.col("ts_ns").min(), b=pl.col("ts_ns").max()).sort("epoch")
-    return tuple(
-        ShadedRegion("warm-up", (a - start_ns) / 1e9, (b - start_ns) / 1e9) for _, a, b in ends.iter_rows()
-    )
+def _covered(kind: RegionKind, rows: pl.DataFrame, by: Sequence[str]) -> list[ShadedRegion]:
+    """Return the time that each group of rows covers."""
+    groups = rows.group_by(by, maintain_order=True)
+    return _regions(kind, groups.agg(start=pl.col("at_s").min(), end=pl.col("at_s").max()))
 
 
-def _regions(kind: RegionKind, ends: pl.DataFrame) -> tuple[ShadedRegion, ...]:
-    return tuple(ShadedRegion(kind, a, b) for a, b in ends.select("start", "end").iter_rows())
-
-
-def _holdout_from(training: pl.DataFrame, start_ns: int) -> float | None:
-    held = training.filter(pl.col("split") == "holdout")
-    return (held.select(pl.col("ts_ns").min()).item() - start_ns) / 1e9 if held.height else None
+def _regions(kind: RegionKind, ends: pl.DataFrame) -> list[ShadedRegion]:
+    return [ShadedRegion(kind, start, end) for start, end in ends.select("start", "end").iter_rows()]

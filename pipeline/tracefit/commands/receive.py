@@ -134,9 +134,7 @@ class _Receiver:
             listening(Listening(self._options.host, grpc_port, http_port, self._store.root))
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait(
-                {stopping, writing},
-                timeout=self._options.stop_after_s,
-                return_when=asyncio.FIRST_COMPLETED,
+                {stopping, writing}, timeout=self._options.stop_after_s, return_when=asyncio.FIRST_COMPLETED
             )
             # Servers first, then the disk: open requests are still acknowledged.
             await asyncio.gather(*(each.stop() for each in servers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,13 +42,13 @@ from tracefit.tables.runs import find_overlaps
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tracefit.coefficients.model import Evaluation
     from tracefit.commands.fleet import IngestOptions
     from tracefit.engines.jobs import TaskEngine
     from tracefit.fit.fitted import FittedModel, FittedScope
-    from tracefit.fit.results import Latency, Overload
+    from tracefit.fit.results import Latency, Metrics, Overload
 
 
 _NAMED_RUNS = 3
@@ -295,10 +295,7 @@ def scope_options(options: TrainOptions) -> ScopeOptions:
             hint='for example tracefit.coefficients.verdicts.override(["simulation.step_mape_pct=12:30"])',
         )
     return ScopeOptions(
-        options.beta_target,
-        positive=options.positive,
-        any_sign=options.any_sign,
-        reference=not options.fast,
+        options.beta_target, positive=options.positive, any_sign=options.any_sign, reference=not options.fast
     )
 
 
@@ -332,33 +329,33 @@ def _require_models(scopes: list[FittedScope], where: str) -> None:
 
 def _summary(scope: FittedScope, model: FittedModel) -> ModelSummary:
     v = model.validation
+    parts = {"holdout": v.holdout, "baseline": v.baseline, "reference": v.gradient_boosting}
     return ModelSummary(
         name=model.name,
         scope_id=scope.scope.scope_id,
-        holdout_mdape_pct=v.holdout.mdape_pct,
-        holdout_p90_ape_pct=v.holdout.p90_ape_pct,
-        holdout_mape_pct=v.holdout.mape_pct,
-        holdout_mae=v.holdout.mae,
-        baseline_mae=v.baseline.mae,
-        reference_mae=v.gradient_boosting.mae if v.gradient_boosting else None,
         skill=v.skill,
         rows_used=model.fitted.rows_used,
         rows_holdout=model.fitted.rows_holdout,
+        **_numbers(ModelSummary, parts),
     )
 
 
 def _latency_summary(scope: FittedScope, name: str, latency: Latency) -> LatencySummary:
-    return LatencySummary(
-        name=name,
-        scope_id=scope.scope.scope_id,
-        requests=latency.averages_only.n or latency.teacher_forced.n,
-        teacher_forced_mdape_pct=latency.teacher_forced.mdape_pct,
-        averages_only_mdape_pct=latency.averages_only.mdape_pct,
-        baseline_mdape_pct=latency.baseline.mdape_pct,
-        teacher_forced_mape_pct=latency.teacher_forced.mape_pct,
-        averages_only_mape_pct=latency.averages_only.mape_pct,
-        baseline_mape_pct=latency.baseline.mape_pct,
-    )
+    parts = {part: getattr(latency, part) for part in ("teacher_forced", "averages_only", "baseline")}
+    requests = latency.averages_only.n or latency.teacher_forced.n
+    return LatencySummary(name, scope.scope.scope_id, requests, **_numbers(LatencySummary, parts))
+
+
+def _numbers(
+    summary: type[ModelSummary | LatencySummary], parts: Mapping[str, Metrics | None]
+) -> dict[str, float | None]:
+    """Return the fields of a summary that are numbers of its parts: `holdout_mae` is the `mae` of `holdout`."""
+    return {
+        field.name: None if metrics is None else getattr(metrics, field.name.removeprefix(f"{part}_"))
+        for part, metrics in parts.items()
+        for field in fields(summary)
+        if field.name.startswith(f"{part}_")
+    }
 
 
 def run(

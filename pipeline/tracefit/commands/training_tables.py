@@ -69,26 +69,18 @@ def _training_part(
 ) -> pl.DataFrame:
     """Return the training rows of one run: the columns of the table, and `columns`."""
     table = schema.TABLES[f"{kind}_training"]
-    if frame is None:
-        return table.empty().with_columns(pl.lit(None, dtype).alias(c) for c, dtype in columns.items())
-    part = frame.select(
-        *(c for c in frame.columns if c in table.names),
-        *(
-            (pl.col(c).cast(dtype) if c in frame.columns else pl.lit(None, dtype)).alias(c)
-            for c, dtype in columns.items()
-        ),
-    )
-    return table.conform(part.with_columns(scope_id=pl.lit(scope.scope.scope_id)))
+    rows = table.empty() if frame is None else frame.with_columns(scope_id=pl.lit(scope.scope.scope_id))
+    further = [
+        (pl.col(c).cast(dtype) if c in rows.columns else pl.lit(None, dtype)).alias(c)
+        for c, dtype in columns.items()
+    ]
+    return table.conform(rows.select(*(c for c in rows.columns if c in table.names), *further))
 
 
 def _offered(model: FittedModel) -> list[str]:
     fitted = model.fitted
     compared = [n for part in fitted.regimes for n in part.regime.when.names]
-    return [
-        *(t.feature for t in fitted.terms),
-        *(x.feature for x in fitted.features_left_out),
-        *compared,
-    ]
+    return [*(t.feature for t in fitted.terms), *(x.feature for x in fitted.features_left_out), *compared]
 
 
 _ALPHA: Mapping[str, str | pl.Expr] = {

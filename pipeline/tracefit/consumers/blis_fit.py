@@ -9,7 +9,8 @@ amplifies errors. The steps are therefore fitted under several weightings, each 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import polars as pl
@@ -44,10 +45,10 @@ from tracefit.server.settings import DEFAULT_BLOCK_SIZE
 from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from tracefit.results.models import HeldOut
-    from tracefit.statistics import Flags, Integers, Vector
+    from tracefit.statistics import Flags, Vector
 
 _NAMES = list(BLIS_TERMS)
 _CONSTANT = _NAMES.index("blis_one")
@@ -86,37 +87,22 @@ MAX_DIFFERENCE = 0.2
 """Largest relative difference between BLIS's step and tracefit's at a full batch that needs no note."""
 
 
-class Weighting(NamedTuple):
-    """Weight of a row in the fit: requests in the step ** requests_power / time ** time_power.
+WEIGHTINGS: Mapping[str, tuple[float, float, float]] = {
+    "equal steps, least squares": (0.0, 0.0, np.inf),
+    "requests^1 / time^0, least squares": (1.0, 0.0, np.inf),
+    "requests^0.5 / time^0.5, Huber": (0.5, 0.5, HUBER),
+    "requests^0.5 / time^0.5, least squares": (0.5, 0.5, np.inf),
+    "requests^1 / time^0.5, Huber": (1.0, 0.5, HUBER),
+    "requests^1 / time^1, least squares": (1.0, 1.0, np.inf),
+}
+"""Weights that a step may have in the fit: powers of its requests and of its time, and where Huber's weights set in.
 
-    Attributes:
-        requests_power: 1 counts a step once per request in it, 0 once.
-        time_power: 2 weighs errors in percent, 0 weighs errors in us.
-        robust: Apply Huber's weights too. Without them tails count in full, which keeps the sum of all steps.
-    """
+Requests^1 counts a step once per request in it, time^2 would weigh errors in percent. Without Huber's weights tails count in
+full, which keeps the sum of all steps.
+"""
 
-    requests_power: float
-    time_power: float
-    robust: bool
-
-    @property
-    def name(self) -> str:
-        """The weighting as a formula."""
-        how = "Huber" if self.robust else "least squares"
-        if not self.requests_power and not self.time_power:
-            return f"equal steps, {how}"
-        return f"requests^{self.requests_power:g} / time^{self.time_power:g}, {how}"
-
-
-WEIGHTINGS = (
-    Weighting(0.0, 0.0, robust=False),
-    Weighting(1.0, 0.0, robust=False),
-    Weighting(0.5, 0.5, robust=True),
-    Weighting(0.5, 0.5, robust=False),
-    Weighting(1.0, 0.5, robust=True),
-    Weighting(1.0, 1.0, robust=False),
-)
-FALLBACK = WEIGHTINGS[2]
+EQUAL_STEPS, *_ = WEIGHTINGS
+FALLBACK = "requests^0.5 / time^0.5, Huber"
 """Weighting where no requests can be replayed: the best one over twenty generated runs of eight models."""
 
 
@@ -140,17 +126,20 @@ def fit_blis(source: Source) -> BlisCoefficients:
     arrival, arrival_error, folded = _arrival(source)
     departure, departure_error = _departure(source)
     steps = _steps(source)
-    fits = {w: _fit(steps, w) for w in WEIGHTINGS}
+    fits = {name: _fit(steps, *weighting) for name, weighting in WEIGHTINGS.items()}
     requests, missing = _requests(source, steps.ends)
-    replays = _Replays(source, (arrival, *departure))
+    training, alpha = _training(requests), (arrival, *departure)
+    replays = partial(_replayed, source, alpha)
+    if missing is None and training["counts"].sum() < MIN_REQUESTS:
+        missing = f"fewer than {MIN_REQUESTS} training requests to replay"
     if missing:
-        beta, reason = fits[FALLBACK], f"{FALLBACK.name}; {missing}"
+        beta, reason = fits[FALLBACK], f"{FALLBACK}; {missing}"
     else:
-        beta, reason = _choose(replays, fits, _training(requests))
+        beta, reason = _choose(replays, fits, training)
     beta = np.array([written(v) for v in beta])
     errors, notes = list(_step_errors(steps, beta)), [f"weighting: {reason}"]
     if not missing:
-        replayed, note = _replayed_errors(replays, requests, beta)
+        replayed, note = _replayed_errors(replays, requests, training, beta)
         errors += replayed
         notes.append(note)
     same = [n for i, n in enumerate(_NAMES) if not steps.varies[i] and steps.x[:, i].any()]
@@ -163,7 +152,7 @@ def fit_blis(source: Source) -> BlisCoefficients:
         *folded,
         *worse_than_baseline(errors),
     ]
-    return BlisCoefficients(replays.alpha, tuple(beta.tolist()), tuple(errors), tuple(notes))
+    return BlisCoefficients(alpha, tuple(beta.tolist()), tuple(errors), tuple(notes))
 
 
 # -- overheads -------------------------------------------------------------------------------------------
@@ -262,13 +251,12 @@ def _steps(source: Source) -> _Steps:
     return _Steps(train, held, x, y, varies, ends)
 
 
-def _fit(steps: _Steps, weighting: Weighting) -> Vector:
+def _fit(steps: _Steps, requests_power: float, time_power: float, huber: float) -> Vector:
     # A step without requests has no weight where requests count, and no infinite one.
     requests = np.maximum(steps.x[:, _REQUESTS], 1e-9)
-    weights = requests**weighting.requests_power / np.maximum(steps.y, 1.0) ** weighting.time_power
+    weights = requests**requests_power / np.maximum(steps.y, 1.0) ** time_power
     # A row of an interval is the mean of several steps.
     weights = weights * steps.train["interval_steps"].to_numpy().astype(float)
-    huber = HUBER if weighting.robust else np.inf
     return fit_nonnegative(steps.x * steps.varies, steps.y, weights / weights.mean(), huber=huber)
 
 
@@ -353,6 +341,9 @@ def _step_rates(source: Source, beta: Vector) -> StepRates:
 
 # -- replays ---------------------------------------------------------------------------------------------
 
+_Replay: TypeAlias = "Callable[[pl.DataFrame, Vector], tuple[pl.DataFrame, bool]]"
+"""Requests and beta to what `_replayed` returns."""
+
 _LATENCIES = {"TTFT": "ttft_us", "ITL": "itl_us", "E2E": "client_us"}
 
 
@@ -391,8 +382,6 @@ def _requests(source: Source, ends: pl.DataFrame) -> tuple[pl.DataFrame, str | N
     )
     if (sampled < ALL_JOURNEYS).any():
         return requests, "journeys of all requests would let their replay choose"
-    if _training(requests)["counts"].sum() < MIN_REQUESTS:
-        return requests, f"fewer than {MIN_REQUESTS} training requests to replay"
     return requests, None
 
 
@@ -403,140 +392,116 @@ def _training(requests: pl.DataFrame) -> pl.DataFrame:
     return latest.with_columns(counts=pl.col("counts") & (pl.col("departure") < pl.col("boundary")))
 
 
-def _latest(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return the last requests, of which those that arrived in the hold-out count."""
-    # Twice as many as count at most: the engine must be under load when they arrive.
-    latest = requests.group_by(ENGINE, maintain_order=True).tail(2 * MOST_REQUESTS)
-    return latest.with_columns(counts=pl.col("counts") & (pl.col("arrival") >= pl.col("boundary")))
+def _replayed(
+    source: Source, alpha: tuple[int, int, int], requests: pl.DataFrame, beta: Vector
+) -> tuple[pl.DataFrame, bool]:
+    """Replay the requests of each engine by itself, under the limits of the traced server's scheduler.
 
-
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """Measured and replayed latencies of the requests that count, by name, and whether preemptions were replayed.
-
-    `load` is the number of requests that each found in the engine.
+    Returns:
+        The requests that count, with the requests that each found in the engine (`load`) and their replayed latencies
+        (`replayed TTFT`, ...); and whether any request was preempted.
     """
-
-    measured: Mapping[str, Vector]
-    replayed: Mapping[str, Vector]
-    load: Integers
-    preempted: bool
-
-    def error_pct(self, name: str, percentile: int, rows: Flags | None = None) -> float:
-        """Return the error in percent of a percentile over all or some of the requests."""
-        chosen = slice(None) if rows is None else rows
-        actual, replayed = (
-            np.percentile(values[name][chosen], percentile) for values in (self.measured, self.replayed)
+    settings, rates = source.scope.context.settings, _step_rates(source, beta)
+    limits = ReplayLimits(
+        settings.max_num_seqs or DEFAULT_SLOTS,
+        settings.max_num_batched_tokens or DEFAULT_BUDGET,
+        settings.block_size or DEFAULT_BLOCK_SIZE,
+        kv_blocks(source),
+    )
+    found, preempted = [], False
+    for engine in requests.partition_by(ENGINE, maintain_order=True):
+        arrival, departure, prompt, output, shared = (
+            engine[name].to_numpy() for name in ("arrival", "departure", "prompt", "output", "shared")
         )
-        return float(100 * (replayed / actual - 1))
-
-    def worst(self, rows: Flags | None = None) -> float:
-        """Return the largest error over all or some of the requests, in units of the bar."""
-        return max(abs(self.error_pct(*what, rows)) / bar for what, bar in BAR_PCT.items())
-
-
-@dataclass(frozen=True, slots=True)
-class _Replays:
-    """Replays under the limits of the traced server's scheduler."""
-
-    source: Source
-    alpha: tuple[int, int, int]
-
-    def compare(self, requests: pl.DataFrame, beta: Vector) -> _Compared:
-        """Replay the requests of each engine by itself."""
-        settings, rates = self.source.scope.context.settings, _step_rates(self.source, beta)
-        limits = ReplayLimits(
-            settings.max_num_seqs or DEFAULT_SLOTS,
-            settings.max_num_batched_tokens or DEFAULT_BUDGET,
-            settings.block_size or DEFAULT_BLOCK_SIZE,
-            kv_blocks(self.source),
-        )
-        found, preempted = [], False
-        for engine in requests.partition_by(ENGINE, maintain_order=True):
-            arrival, departure, prompt, output, shared = (
-                engine[name].to_numpy() for name in ("arrival", "departure", "prompt", "output", "shared")
-            )
-            latencies = replay(arrival, prompt, output, rates, self.alpha, limits, shared=shared)
-            preempted |= latencies.preemptions > 0
-            left = np.searchsorted(np.sort(departure), arrival)
-            columns = {
-                "load": np.searchsorted(arrival, arrival) - left,
-                "replayed TTFT": latencies.ttft,
-                "replayed ITL": latencies.decode / np.maximum(output - 1, 1),
-                "replayed E2E": latencies.e2e,
-            }
-            found.append(engine.with_columns(pl.Series(name, values) for name, values in columns.items()))
-        # A request that never gets its blocks has no latency: in the replay alone, for the server served it.
-        counting = pl.concat(found).filter(pl.col("counts") & pl.col("replayed E2E").is_finite())
-        measured, replayed = (
-            {name: counting[f"{prefix}{name}"].to_numpy() for name in _LATENCIES}
-            for prefix in ("", "replayed ")
-        )
-        return _Compared(measured, replayed, counting["load"].to_numpy(), preempted)
+        latencies = replay(arrival, prompt, output, rates, alpha, limits, shared)
+        preempted |= latencies.preemptions > 0
+        left = np.searchsorted(np.sort(departure), arrival)
+        columns = {
+            "load": np.searchsorted(arrival, arrival) - left,
+            "replayed TTFT": latencies.ttft,
+            "replayed ITL": latencies.decode / np.maximum(output - 1, 1),
+            "replayed E2E": latencies.e2e,
+        }
+        found.append(engine.with_columns(pl.Series(name, values) for name, values in columns.items()))
+    # A request that never gets its blocks has no latency: in the replay alone, for the server served it.
+    return pl.concat(found).filter(pl.col("counts") & pl.col("replayed E2E").is_finite()), preempted
 
 
-def _choose(
-    replays: _Replays, fits: Mapping[Weighting, Vector], training: pl.DataFrame
-) -> tuple[Vector, str]:
+def _error_pct(requests: pl.DataFrame, name: str, percentile: int) -> float:
+    """Return the error in percent of a percentile of a replayed latency."""
+    actual, replayed = (
+        np.percentile(requests[column].to_numpy(), percentile) for column in (name, f"replayed {name}")
+    )
+    return float(100 * (replayed / actual - 1))
+
+
+def _worst(requests: pl.DataFrame) -> float:
+    """Return the largest error of the replayed latencies, in units of the bar."""
+    return max(abs(_error_pct(requests, *what)) / bar for what, bar in BAR_PCT.items())
+
+
+def _choose(replays: _Replay, fits: Mapping[str, Vector], training: pl.DataFrame) -> tuple[Vector, str]:
     """Choose the weighting with the smallest worst error over the training requests under light and under heavy load.
 
     Returns:
         Its coefficients, and how they were chosen, for the user. Where requests were preempted, all of them are scaled.
     """
-    worst, preempted = {}, False
+    worst, any_preempted = {}, False
     for weighting, beta in fits.items():
-        compared = replays.compare(training, beta)
-        busy = compared.load > np.median(compared.load)
+        compared, preempted = replays(training, beta)
+        busy = pl.col("load") > pl.col("load").median()
         # A fit that is right on average can be wrong at both loads, in opposite directions.
-        halves = [rows for rows in (busy, ~busy) if rows.sum() >= MIN_REQUESTS // 4]
-        worst[weighting] = max(map(compared.worst, halves)) if halves else compared.worst()
-        preempted |= compared.preempted
+        halves = [compared.filter(half) for half in (busy, ~busy)]
+        enough = [half for half in halves if half.height >= MIN_REQUESTS // 4]
+        worst[weighting] = max(map(_worst, enough or [compared]))
+        any_preempted |= preempted
     best = min(worst, key=lambda w: worst[w])
     reason = (
-        f"{best.name}, of {len(fits)} the closest replay of {training['counts'].sum()} training requests, "
+        f"{best}, of {len(fits)} the closest replay of {training['counts'].sum()} training requests, "
         f"light and heavy load apart: at worst {worst[best]:.2f} times what is asked (TTFT P50 within 10 %, ITL and E2E P50 "
-        f"and P90 within 3 %), equal steps {worst[WEIGHTINGS[0]]:.2f}"
+        f"and P90 within 3 %), equal steps {worst[EQUAL_STEPS]:.2f}"
     )
-    if not preempted:
+    if not any_preempted:
         return fits[best], reason
-    scale = _scale(replays, fits[best], training)
+    # By bisection: latencies grow with step times, through the queue faster than in proportion.
+    low, high = 1 / MOST_SCALE, MOST_SCALE
+    for _ in range(SCALE_ROUNDS):
+        middle = (low + high) / 2
+        compared, _preempted = replays(training, fits[best] * middle)
+        too_short = compared["replayed E2E"].sum() < compared["E2E"].sum()
+        low, high = (middle, high) if too_short else (low, middle)
+    scale = round((low + high) / 2, 4)
     return fits[best] * scale, (
         f"{reason}; step times times {scale:g}, so that latencies add up over training requests: BLIS finds the prompt of a "
         "preempted request in its cache and generates its output anew, the server computes both again"
     )
 
 
-def _scale(replays: _Replays, beta: Vector, training: pl.DataFrame) -> float:
-    """Return the factor on step times with which the replayed and the measured E2E of training requests have the same sum."""
-    # By bisection: latencies grow with step times, through the queue faster than in proportion.
-    low, high = 1 / MOST_SCALE, MOST_SCALE
-    for _ in range(SCALE_ROUNDS):
-        middle = (low + high) / 2
-        compared = replays.compare(training, beta * middle)
-        too_short = compared.replayed["E2E"].sum() < compared.measured["E2E"].sum()
-        low, high = (middle, high) if too_short else (low, middle)
-    return round((low + high) / 2, 4)
-
-
-def _replayed_errors(replays: _Replays, requests: pl.DataFrame, beta: Vector) -> tuple[list[HeldOut], str]:
+def _replayed_errors(
+    replays: _Replay, requests: pl.DataFrame, training: pl.DataFrame, beta: Vector
+) -> tuple[list[HeldOut], str]:
     """Replay the latest requests, and return the errors of those that arrived in the hold-out, with a note."""
-    compared = replays.compare(_latest(requests), beta)
-    count = len(compared.load)
-    if count < MIN_REQUESTS // 4:
-        return [], f"{count} requests came in the hold-out: too few to replay"
-    training = _training(requests)
+    # Twice as many as count at most: the engine must be under load when they arrive.
+    latest = requests.group_by(ENGINE, maintain_order=True).tail(2 * MOST_REQUESTS)
+    late = pl.col("counts") & (pl.col("arrival") >= pl.col("boundary"))
+    compared, _ = replays(latest.with_columns(counts=late), beta)
+    if compared.height < MIN_REQUESTS // 4:
+        return [], f"{compared.height} requests came in the hold-out: too few to replay"
     errors = [
         held_out(
             f"{name} of a request, replayed",
             "us",
-            compared.measured[name],
-            compared.replayed[name],
+            compared[name].to_numpy(),
+            compared[f"replayed {name}"].to_numpy(),
             training[name].drop_nulls().to_numpy(),
         )
         for name in _LATENCIES
     ]
     errors_text = "; ".join(
-        f"{name} {', '.join(f'P{p} {compared.error_pct(name, p):+.1f} %' for p in (50, 90, 99))}"
+        f"{name} {', '.join(f'P{p} {_error_pct(compared, name, p):+.1f} %' for p in (50, 90, 99))}"
         for name in _LATENCIES
     )
-    return errors, f"replayed as BLIS would, {count} held-out requests against the trace: {errors_text}"
+    return (
+        errors,
+        f"replayed as BLIS would, {compared.height} held-out requests against the trace: {errors_text}",
+    )

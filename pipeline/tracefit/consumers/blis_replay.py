@@ -8,6 +8,7 @@ alpha are cut to whole us.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -96,36 +97,27 @@ def replay(
     prefixes = [0] * len(prompts) if shared is None else shared.tolist()
     lengths = zip(prompts.tolist(), outputs.tolist(), prefixes, strict=True)
     requests = [_Request(i, *each) for i, each in enumerate(lengths)]
-    engine = _Engine(requests, limits)
-    queued_at = (arrivals + alpha[0]).tolist()
-    count, upcoming, now = len(requests), 0, 0
-    first = np.full(count, np.nan)
-    last = np.full(count, np.nan)
-    while upcoming < count or engine.running or engine.waiting:
+    engine = _Engine(requests, rates, limits)
+    arriving = deque(zip((arrivals + alpha[0]).tolist(), requests, strict=True))
+    while arriving or engine.running or engine.waiting:
         # An idle engine has no step boundary to wait for.
         if not engine.running and not engine.waiting:
-            now = max(now, queued_at[upcoming])
-        while upcoming < count and queued_at[upcoming] <= now:
-            engine.waiting.append(requests[upcoming])
-            upcoming += 1
-        now += engine.step(rates)
-        for request in engine.first_tokens:
-            first[request.index] = now
-        for request in engine.finished:
-            last[request.index] = now
+            engine.now = max(engine.now, arriving[0][0])
+        while arriving and arriving[0][0] <= engine.now:
+            engine.waiting.append(arriving.popleft()[1])
         # The first of the queue needs more blocks than there are: it and all behind it wait forever.
-        if engine.stuck:
+        if not engine.step():
             break
+    first, last = np.array([r.first for r in requests]), np.array([r.last for r in requests])
     # BLIS adds the per-token overhead to each token, and the fixed one once, at the end.
-    ttft = first - arrivals + alpha[2]
+    ttft = np.asarray(first - arrivals + alpha[2], dtype=float)
     decode = last - first + alpha[2] * (outputs - 1).astype(float)
-    e2e = np.asarray(ttft + decode + alpha[1], dtype=float)
-    return ReplayedRequests(np.asarray(ttft, dtype=float), np.asarray(decode), e2e, engine.preemptions)
+    return ReplayedRequests(ttft, decode, ttft + decode + alpha[1], engine.preemptions)
 
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """A request, and how far it is: tokens in the KV cache, and the blocks that hold them."""
+    """A request, and how far it is: tokens in the KV cache, the blocks that hold them, and when its tokens came."""
 
     index: int
     prompt: int
@@ -135,28 +127,27 @@ class _Request:
     blocks: list[int] = field(default_factory=list)
     unclaimed: int = 0
     """Prompt tokens, where the whole prompt was found: BLIS claims no block where no token is added."""
+    first: float = math.nan
+    last: float = math.nan
 
 
 class _Engine:
-    """The scheduler's state between steps."""
+    """The scheduler's state between steps; `now` is the end of the latest one."""
 
-    def __init__(self, requests: list[_Request], limits: ReplayLimits) -> None:
+    def __init__(self, requests: list[_Request], rates: StepRates, limits: ReplayLimits) -> None:
         # Memory never runs out with as many blocks as all requests together fill.
         most = sum(-(-(r.prompt + r.output) // limits.block_size) + 1 for r in requests)
         self.cache = _BlockCache(limits.num_blocks or most, limits.block_size)
-        self.limits = limits
+        self.rates, self.limits = rates, limits
         self.running: list[_Request] = []
         self.waiting = deque[_Request]()
-        self.first_tokens: list[_Request] = []
-        self.finished: list[_Request] = []
-        self.preemptions = 0
-        self.stuck = False
+        self.preemptions = self.now = 0
 
-    def step(self, rates: StepRates) -> int:
-        """Schedule and execute a step; returns its time in whole us, at least 1."""
+    def step(self) -> bool:
+        """Schedule and execute a step; return whether any request could run."""
         budget, preempted = self.limits.max_num_batched_tokens, self.preemptions
+        # Tokens of each request; 0 where the whole prompt is in the cache.
         tokens: dict[_Request, int] = {}
-        found: list[_Request] = []
         at = 0
         # Running requests first: `_reserve` may preempt from the end of the list while this walks it from the front.
         while at < len(self.running) and budget > 0:
@@ -180,13 +171,11 @@ class _Engine:
             if not self.cache.admit(request, cached, new):
                 break
             self.running.append(self.waiting.popleft())
-            if new:
-                tokens[request] = new
-            else:
-                found.append(request)
+            tokens[request] = new
             budget -= new
-        self.stuck = not self.running
-        return self._execute(tokens, found, rates)
+        could_run = bool(self.running)
+        self._execute(tokens)
+        return could_run
 
     def _reserve(self, request: _Request, new: int) -> bool:
         """Take the blocks of a running request's next tokens; preempt requests from the end of the list to free them.
@@ -203,42 +192,44 @@ class _Engine:
                 return False
         return True
 
-    def _execute(self, tokens: dict[_Request, int], found: list[_Request], rates: StepRates) -> int:
-        """Return the step's time and advance its requests; requests in `found` have their whole prompt in the cache."""
-        self.first_tokens = list(found)
-        self.finished = [request for request in found if request.output == 1]
+    def _execute(self, tokens: dict[_Request, int]) -> None:
+        """Advance the clock by the step's time, in whole us and at least 1, and its requests by their tokens."""
+        rates, batch = self.rates, 0
         prefilled = pairs = context = 0.0
         decoding = 0
+        begun, finished = list[_Request](), list[_Request]()
         for request, new in tokens.items():
             done, prompt = request.computed, request.prompt
+            batch += new > 0
             if done < prompt:
                 prefilled += new
                 pairs += new * (prompt + new / 2)
-            else:
+            elif new:
                 decoding += 1
                 context += done
             request.computed = done + new
-            if done < prompt == done + new:
-                self.first_tokens.append(request)
+            if not new or done < prompt == done + new:
+                begun.append(request)
             # The last token comes out of a step that need not put it into the cache.
             if done + new >= prompt + request.output - 1:
-                self.finished.append(request)
-        for request in self.finished:
-            self.cache.release(request)
-        if self.finished:
-            gone = set(self.finished)
-            self.running = [r for r in self.running if r not in gone]
-        if not tokens:
-            return 1
+                finished.append(request)
         took = (
             rates.constant
-            + rates.request * len(tokens)
+            + rates.request * batch
             + rates.prefill_token * prefilled
             + rates.prefill_pair * pairs
             + rates.decode_request * decoding
             + rates.context_token * context
         )
-        return max(int(took), 1)
+        self.now += max(int(took), 1) if batch else 1
+        for request in begun:
+            request.first = self.now
+        for request in finished:
+            request.last = self.now
+            self.cache.release(request)
+        if finished:
+            gone = set(finished)
+            self.running = [r for r in self.running if r not in gone]
 
 
 class _BlockCache:

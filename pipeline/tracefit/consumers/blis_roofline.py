@@ -21,7 +21,7 @@ Source: `sim/latency/trained_physics_model.go` of inference-sim, for one data-pa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -60,57 +60,6 @@ _KV_BYTES = 2.0
 _ACTIVATION_BYTES = 2.0
 
 
-class BlisModel(NamedTuple):
-    """What BLIS derives from a model's config, over all layers and ranks.
-
-    Attributes:
-        moe_layers: Layers that BLIS treats as MoE.
-        interleaved: Whether BLIS treats MoE and dense layers as alternating.
-        kv_width: KV heads times the head size.
-        flops_per_token: FLOPs per token in the matrices.
-        pair_flops: FLOPs of a (query, visible) pair.
-        weight_bytes: Bytes per weight.
-        step_weight_bytes: Weight bytes that BLIS charges to every step.
-    """
-
-    moe_layers: int
-    interleaved: bool
-    kv_width: int
-    flops_per_token: int
-    pair_flops: int
-    weight_bytes: float
-    step_weight_bytes: float
-
-
-def blis_model(arch: ModelArchitecture) -> BlisModel:
-    """Describe a model as BLIS reads its config."""
-    moe_layers = arch.layers if arch.is_moe else 0
-    interleaved = arch.is_moe and arch.model_type.startswith("llama4")
-    if interleaved:
-        # BLIS takes the step for the dense layers between two MoE layers: 24 of Scout's 48 are MoE to it (all are), 16 of Maverick's (24).
-        interleave_step = arch.moe_layer_ids[0] + 1
-        moe_layers = arch.layers // (interleave_step + 1)
-    dense_widths = (arch.layers - moe_layers) * arch.ffn
-    shared = 0 if interleaved else arch.shared_ffn  # BLIS does not read Llama 4's shared expert
-    # Summed FFN widths that a token visits, and that are loaded.
-    visited = moe_layers * (max(1, arch.experts_per_token) * arch.expert_ffn + shared) + dense_widths
-    loaded = moe_layers * (arch.experts * arch.expert_ffn + shared) + dense_widths
-    head_dim = arch.hidden // arch.heads
-    kv_width = arch.kv_heads * head_dim
-    projections = arch.layers * arch.hidden * (2 * arch.hidden + 2 * kv_width)
-    # One width for all matrices: that of the FFNs, which are most of a model.
-    weight_bytes = arch.expert_weight_bytes if arch.is_moe else arch.ffn_weight_bytes
-    return BlisModel(
-        moe_layers=moe_layers,
-        interleaved=interleaved,
-        kv_width=kv_width,
-        flops_per_token=2 * projections + 6 * arch.hidden * visited,
-        pair_flops=arch.layers * 4 * arch.heads * head_dim,
-        weight_bytes=weight_bytes,
-        step_weight_bytes=(projections + 3 * arch.hidden * loaded) * weight_bytes,
-    )
-
-
 def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: int) -> pl.DataFrame:
     """Add BLIS's terms of every step to a timeline.
 
@@ -135,33 +84,52 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
         raise UsageError(
             f"BLIS needs KV heads ({arch.kv_heads}) divisible by tensor_parallel {tp}", where=arch.name
         )
-    model = blis_model(arch)
+    moe_layers = arch.layers if arch.is_moe else 0
+    interleaved = arch.is_moe and arch.model_type.startswith("llama4")
+    if interleaved:
+        # BLIS takes the step for the dense layers between two MoE layers: 24 of Scout's 48 are MoE to it (all are), 16 of Maverick's (24).
+        interleave_step = arch.moe_layer_ids[0] + 1
+        moe_layers = arch.layers // (interleave_step + 1)
+    dense_widths = (arch.layers - moe_layers) * arch.ffn
+    shared = 0 if interleaved else arch.shared_ffn  # BLIS does not read Llama 4's shared expert
+    # Summed FFN widths that a token visits, and that are loaded.
+    visited = moe_layers * (max(1, arch.experts_per_token) * arch.expert_ffn + shared) + dense_widths
+    loaded = moe_layers * (arch.experts * arch.expert_ffn + shared) + dense_widths
+    head_dim = arch.hidden // arch.heads
+    kv_width = arch.kv_heads * head_dim
+    projections = arch.layers * arch.hidden * (2 * arch.hidden + 2 * kv_width)
+    # Of a token in the matrices, and of a (query, visible) pair.
+    token_flops = 2 * projections + 6 * arch.hidden * visited
+    pair_flops = arch.layers * 4 * arch.heads * head_dim
+    # One width for all matrices: that of the FFNs, which are most of a model.
+    weight_bytes = arch.expert_weight_bytes if arch.is_moe else arch.ffn_weight_bytes
+    step_weight_bytes = (projections + 3 * arch.hidden * loaded) * weight_bytes
+    # The peak that BLIS assumes: fp8 for weights of one byte, where the GPU has it.
+    fp8 = gpu.compute_tflops_fp8 if weight_bytes == 1.0 else None
+    flops_per_us = tp * ((fp8 or gpu.compute_tflops_fp16) * 1e6)
+    bytes_per_us = gpu.memory_bandwidth_gb_s * 1e3
+    kv_us_per_token = arch.layers * 2 * kv_width / tp * _KV_BYTES / bytes_per_us
+    all_reduce_bytes = 2 * arch.layers * arch.hidden * _ACTIVATION_BYTES * 2 * (tp - 1) / tp
     prefill_reqs, decode_reqs, prefill, decode, contexts, prefill_contexts = (
         pl.col(name).cast(pl.Float64) for name in ROOFLINE_COLUMNS
     )
-    # The peak that BLIS assumes: fp8 for weights of one byte, where the GPU has it.
-    fp8 = gpu.compute_tflops_fp8 if model.weight_bytes == 1.0 else None
-    flops_per_us = tp * ((fp8 or gpu.compute_tflops_fp16) * 1e6)
-    bytes_per_us = gpu.memory_bandwidth_gb_s * 1e3
-    kv_us_per_token = arch.layers * 2 * model.kv_width / tp * _KV_BYTES / bytes_per_us
-    all_reduce_bytes = 2 * arch.layers * arch.hidden * _ACTIVATION_BYTES * 2 * (tp - 1) / tp
     # Σ t·(s + t/2) from sums: exact for one prefill request, and for several alike (n times t/n and s/n).
     prompts = prefill_contexts + prefill
     alike = prefill * (prompts + prefill / 2) / prefill_reqs
     prefill_pairs = pl.coalesce(PAIRS_COLUMN, alike) if PAIRS_COLUMN in frame.columns else alike
     terms = {
         "blis_prefill_compute_us": _where(
-            prefill, (prefill * model.flops_per_token + prefill_pairs * model.pair_flops) / flops_per_us
+            prefill, (prefill * token_flops + prefill_pairs * pair_flops) / flops_per_us
         ),
         "blis_decode_compute_us": _where(
-            decode, (decode * model.flops_per_token + contexts * model.pair_flops) / flops_per_us
+            decode, (decode * token_flops + contexts * pair_flops) / flops_per_us
         ),
-        "blis_weight_us": pl.lit(model.step_weight_bytes / tp / bytes_per_us),
+        "blis_weight_us": pl.lit(step_weight_bytes / tp / bytes_per_us),
         "blis_tp_us": (prefill + decode) * (all_reduce_bytes / bytes_per_us),
         "blis_layers": pl.lit(arch.layers),
         "blis_requests": prefill_reqs + decode_reqs,
         "blis_one": pl.lit(1.0),
-        "blis_interleaved_moe_layers": pl.lit(model.moe_layers if model.interleaved else 0),
+        "blis_interleaved_moe_layers": pl.lit(moe_layers if interleaved else 0),
         "blis_prefill_kv_us": prefill * kv_us_per_token,
         "blis_decode_kv_us": _where(decode, (contexts + decode) * kv_us_per_token),
     }

@@ -27,7 +27,7 @@ from tracefit.features.sets import add_features
 from tracefit.fit.boundary import expected_admission, predict_admission
 from tracefit.fit.fitted import predict_regimes
 from tracefit.fit.holdout import refit_on_holdout
-from tracefit.fit.load import phases_of_servers, with_phases
+from tracefit.fit.load import with_phases
 from tracefit.fit.results import NO_ROWS, ComposedLatencies, Latency, LatencyErrors, Metrics, PhaseErrors
 from tracefit.fit.splits import counted
 from tracefit.fit.validation import distribution, measure
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from tracefit.features.sets import FeatureSet
     from tracefit.fit.fitted import FittedModel, LinearFit, ScopeTables
-    from tracefit.fit.load import ServerPhases
     from tracefit.server.context import ModelScope
     from tracefit.statistics import Vector
 
@@ -524,12 +523,11 @@ def _composed(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _measured(rows: pl.DataFrame) -> dict[str, Latency]:
-    phases = phases_of_servers(rows)
-    with_phase = with_phases(rows.sort(SERVER, maintain_order=True), "at_ns", phases)
-    return {name: _latency(with_phase, name, phases) for name in _MEASURED}
+    in_phases = with_phases(rows, "at_ns", rows)
+    return {name: _latency(in_phases, name) for name in _MEASURED}
 
 
-def _latency(rows: pl.DataFrame, name: str, phases: Mapping[tuple[str, str], ServerPhases]) -> Latency:
+def _latency(rows: pl.DataFrame, name: str) -> Latency:
     measured = _MEASURED[name]
     actual = pl.col(measured.column)
     cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
@@ -547,8 +545,8 @@ def _latency(rows: pl.DataFrame, name: str, phases: Mapping[tuple[str, str], Ser
             for (run,), rows in _groups(evaluated, ["run_id"])
         },
         by_phase=tuple(
-            PhaseErrors(*_errors(rows, name, level), **vars(phases[run, server].phases[number]))
-            for (run, server, number), rows in _groups(evaluated.drop_nulls("phase"), [*SERVER, "phase"])
+            PhaseErrors(*_errors(rows, name, level), **phase)
+            for (phase,), rows in _groups(evaluated.drop_nulls("phase"), ["phase"])
         ),
         left_out={**_left_out(held, name), **({"partly_in_training": partly} if partly else {})},
         distribution=distribution(evaluated, "actual", f"forced_{name}", f"mean_{name}"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tracefit.inputs import otlp_wire as wire
-from tracefit.inputs.framing import BOM, RECORD_START, Record, Shape, next_record, records
+from tracefit.inputs.framing import BOM, RECORD_START, Shape, next_record, records
 from tracefit.inputs.rejects import Encoding, is_json
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def detect_format(head: bytes, *, is_whole: bool) -> Contents:
     # would be larger than any file.
     is_json_text = has_traces and text.startswith((b"{", b"["))
     if not is_json_text and (binary := _binary_shape(head, is_whole=is_whole)):
-        first = next((item for item in records(head, binary) if isinstance(item, Record)), None)
+        first = next((item for item in records(head, binary) if not item.fault), None)
         return Contents(binary, "protobuf", signal=wire.signal_of(first.payload if first else head))
     other = None if has_traces else _OTHER_SIGNAL.match(head)
     if not (other or has_traces or _EMPTY_JSON.fullmatch(head)):
@@ -108,7 +108,7 @@ def _is_document(head: bytes) -> bool:
     The first conclusive line decides: one that is whole JSON is a record; one that ends in a bracket, a colon or a comma
     is part of a document, unless a record was cut there and the next line begins another.
     """
-    texts = (record.payload.strip() for record in records(head, "lines") if isinstance(record, Record))
+    texts = (record.payload.strip() for record in records(head, "lines"))
     line = next(texts, b"")
     for _, following in zip(range(_MAX_LINES), texts, strict=False):
         if line.startswith((b"{", b"[")) and is_json(line):

@@ -5,7 +5,7 @@
 - `bare`: one `TracesData` without a length; each of its `resource_spans` fields is a record, and by itself a
   `TracesData` on the wire, so that damage costs one of them.
 
-Lengths can be wrong and bytes can be missing. Bytes that are no record are `Damage`, up to the next record.
+Lengths can be wrong and bytes can be missing. Bytes that are no record are damage, up to the next record.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LENGTH_BYTES = 4
 MAX_GUESSES, _MAX_LOOKS = 10_000, 500_000
 """Candidates for a record after damage: how many are parsed in one block, and how many are considered at all."""
 
-_LINE = re.compile(rb"\S[^\n]*")
+_VISIBLE = re.compile(rb"\S")
 
 # The tag of `resource_spans` before a varint length. A match is the tag alone, as the next byte can be the true one.
 # Of a frame the 4-byte length comes before it, whose first byte is small: no message is longer than 272 MiB.
@@ -53,18 +53,11 @@ _MANY_BYTES, _MOST_BYTES = 16 << 10, 1 << 20
 
 
 class Record(NamedTuple):
-    """One record, and the offset of its payload in the block."""
+    """One record, and the offset of its payload in the block; with a fault, bytes that are none."""
 
     offset: int
     payload: bytes
-
-
-class Damage(NamedTuple):
-    """Bytes of a block that are no record."""
-
-    offset: int
-    length: int
-    reason: str
+    fault: str = ""
 
 
 class _Extent(NamedTuple):
@@ -95,7 +88,7 @@ def whole_records(buffer: bytes, shape: Shape, *, is_last: bool) -> int:
     return stop
 
 
-def records(block: bytes, shape: Shape) -> Iterator[Record | Damage]:
+def records(block: bytes, shape: Shape) -> Iterator[Record]:
     """Yield the records of a block in order, and the damage between them.
 
     Args:
@@ -114,7 +107,7 @@ def records(block: bytes, shape: Shape) -> Iterator[Record | Damage]:
         header = LENGTH_BYTES if shape == "framed" else 0
         for extent in _extents(block, shape, is_last=True):
             if extent.reason:
-                yield Damage(extent.start, extent.stop - extent.start, extent.reason)
+                yield Record(extent.start, block[extent.start : extent.stop], extent.reason)
                 continue
             payload = block[extent.start + header : extent.stop]
             if header and len(payload) > int.from_bytes(block[extent.start : extent.start + header], "big"):
@@ -122,7 +115,7 @@ def records(block: bytes, shape: Shape) -> Iterator[Record | Damage]:
                 payload = b"".join(_ONE_TINY_FRAME.findall(block, extent.start, extent.stop))
             yield Record(extent.start + header, payload)
     elif block:
-        yield Damage(0, len(block), "not OTLP traces")
+        yield Record(0, block, "not OTLP traces")
 
 
 def next_record(
@@ -146,8 +139,11 @@ def next_record(
 
 
 def _lines(block: bytes) -> Iterator[Record]:
-    for match in _LINE.finditer(block):
-        start, line = match.start(), match[0]
+    stop = 0
+    while (match := _VISIBLE.search(block, stop)) is not None:
+        start, end = match.start(), block.find(b"\n", match.end())
+        stop = len(block) if end < 0 else end
+        line = block[start:stop]
         if line == b"{}":  # holds nothing, and there can be millions of them
             continue
         if line.startswith(BOM):

@@ -1,13 +1,15 @@
 """Decode blocks of whole records into frames of spans and events: the pure half of ingestion.
 
-`decode_blocks` knows nothing of files or processes, and keeps no state. JSON and protobuf each have a reader that parses
-down to the event; one builder makes columns of both.
+`decode_blocks` knows nothing of files or processes, and keeps no state. JSON and protobuf each have a module that divides a
+record into scopes and parses its spans down to the event; columns are made here of both.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -15,22 +17,21 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from tracefit.inputs.framing import Damage, next_record, records
+from tracefit.inputs.framing import next_record, records
 from tracefit.inputs.rejects import Reject, excerpt
 from tracefit.otlp import json_records, layouts
 from tracefit.otlp.model import (
-    KINDS,
-    STATUS_CODES,
-    CheckedRecord,
+    AddReject,
+    EncodedScope,
     Events,
     FieldError,
-    MakeReject,
+    Origin,
     Pairs,
     Span,
-    SpanGroup,
-    UnreadableRecordsError,
-    UnreadScope,
+    TooManyRejectsError,
+    kind_name,
     scalar_text,
+    status_name,
 )
 from tracefit.otlp.packed import PackedTexts
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tracefit.inputs.blocks import Block
-    from tracefit.inputs.framing import Record, Shape
+    from tracefit.inputs.framing import Shape
     from tracefit.inputs.rejects import Encoding
 
 SPAN_COLUMNS: dict[str, Any] = {
@@ -88,29 +89,25 @@ REJECT_COLUMNS: dict[str, Any] = {
 
 COUNT_COLUMNS: dict[str, Any] = {"span_row": pl.UInt32, "name": pl.String, "count": pl.Int64}
 
-_KINDS = (None, *KINDS[1:])
-_MOST_SHARED_BYTES = 64 << 10
-"""Bytes of resource and scope of a record that is split: each piece repeats them."""
-
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
     """Bounds on what is held decoded at a time; they do not change what is read.
 
     Attributes:
-        piece_bytes: Bytes of spans of a piece of a long record; None is what the encoding needs.
+        piece_bytes: Bytes of spans of a piece of a long scope; None is what the encoding needs.
         records_bytes: Bytes of records whose spans are built together; columns take several times as much while they are
             made.
         batch_bytes: Bytes of pieces of a very long record that make a batch at least: a record of many small scopes has as
             many pieces, and each batch has a fixed cost.
-        max_records: Records and damage: a file of tiny ones has millions.
+        max_pieces: Pieces and rejects: a file of tiny records has millions.
         max_spans: Spans after which a batch is built: decoded, short ones take twenty times their bytes.
     """
 
     piece_bytes: int | None = None
     records_bytes: int = 32 << 20
     batch_bytes: int = 4 << 20
-    max_records: int = 1 << 16
+    max_pieces: int = 1 << 16
     max_spans: int = 1 << 16
 
 
@@ -151,46 +148,45 @@ class SpanBatch:
 
 
 class _Record(NamedTuple):
-    """A record with its origin: the number of its block, its offset in the decompressed file, and its shape.
-
-    A piece of a long record has the offset and the length of the whole one, and the number of its first span in it.
-    """
+    """A record with its origin: the number of its block, its offset in the decompressed file, and its shape."""
 
     file: int
     offset: int
     payload: bytes
     shape: Shape
-    length: int
-    first_span: int = 0
 
 
-class _Reader(Protocol):
+class _ScopePiece(NamedTuple):
+    """Encoded spans of one scope of a record; `first` is the number of the first of them in the record."""
+
+    record: _Record
+    origin: Origin
+    spans: list[Any]
+    first: int
+
+
+class _Encoding(Protocol):
     """The modules that read JSON and protobuf."""
 
-    @property
-    def PIECE_BYTES(self) -> int: ...  # noqa: N802 - a constant of the module
-    def unread_scopes(self, payload: bytes) -> list[UnreadScope] | None: ...
-    def record_of(self, resource: bytes, scope: bytes, spans: Sequence[bytes]) -> bytes: ...
-    def read_record(self, payload: bytes) -> list[SpanGroup] | None: ...
-    def check_record(
-        self, payload: bytes, reject: MakeReject, max_rejects: int, first_span: int = 0
-    ) -> CheckedRecord: ...
+    NAME: Encoding
+    SYNTAX: layouts.Syntax
+    PIECE_BYTES: int
+
+    def scopes(self, payload: bytes, reject: AddReject) -> Iterator[EncodedScope]: ...
+    def read_spans(self, encoded: Sequence[Any]) -> list[Span]: ...
+    def read_span(self, encoded: Any) -> Span: ...
+    def id_text(self, identifier: Any) -> str: ...
+    def attributes_of(self, span: Span) -> bytes: ...
     def event_columns(self, events: list[Any]) -> Events: ...
     def read_pairs(self, attributes: bytes) -> Pairs: ...
 
 
-class _Encoding(NamedTuple):
-    name: Encoding
-    reader: _Reader
-    syntax: layouts.Syntax
-
-
 def _encoding(name: Encoding) -> _Encoding:
     if name == "json":
-        return _Encoding(name, json_records, layouts.JSON)
+        return json_records
     from tracefit.otlp import protobuf_records  # noqa: PLC0415 - JSON is read without protobuf's library
 
-    return _Encoding(name, protobuf_records, layouts.PROTOBUF)
+    return protobuf_records
 
 
 def decode_blocks(
@@ -211,18 +207,18 @@ def decode_blocks(
     Yields:
         Batches of spans: one, or more where the records are long.
     """
-    encoding = _encoding(blocks[0][1].encoding if blocks else "json")
-    decoder = _BatchDecoder(encoding, wanted, limits, rejects)
+    decoder = _BatchDecoder(_encoding(blocks[0][1].encoding if blocks else "json"), wanted, limits, rejects)
     for file, block, payload in blocks:
         for item in records(payload, block.shape):
             if decoder.rejected[file] >= wanted.max_rejects:
                 break  # the reader of the file counts its rejects, and reports the limit
-            yield from decoder.add(file, block, payload, item)
+            record = _Record(file, block.offset + item.offset, item.payload, block.shape)
+            yield from decoder.add(record, item.fault)
     yield from decoder.flush()
 
 
 class _BatchDecoder:
-    """Collects records until there are enough to make frames of: each frame has a fixed cost."""
+    """Collects encoded spans until there are enough to make frames of: each frame has a fixed cost."""
 
     def __init__(
         self,
@@ -235,167 +231,114 @@ class _BatchDecoder:
         self._encoding = encoding
         self._wanted = wanted
         self._limits = limits
-        self._held: list[_Record] = []
-        self._damage = list(rejects)
-        self._size = 0
+        self._held: list[_ScopePiece] = []
+        self._rejects = list(rejects)
+        self._size = self._spans = 0
 
-    def add(self, file: int, block: Block, payload: bytes, item: Record | Damage) -> Iterator[SpanBatch]:
-        """Collect one record of a block, or damage; yield batches when there is enough."""
-        offset = block.offset + item.offset
-        if isinstance(item, Damage):
-            shown = payload[item.offset : item.offset + item.length]
-            text = excerpt(shown, self._encoding.name, show_values=self._wanted.show_values)
-            self._damage.append((file, Reject(block.source_file, offset, item.length, item.reason, text)))
-            self.rejected[file] += 1
-            if self._is_full:
-                yield from self.flush()
+    def add(self, record: _Record, fault: str) -> Iterator[SpanBatch]:
+        """Collect the spans of one record, or reject it for its fault; yield batches when there is enough."""
+        limits, beside = self._limits, len(record.payload)  # the whole record is in memory beside its pieces
+        with suppress(TooManyRejectsError):
+            for piece in self._pieces(record, fault):
+                self._held.append(piece)
+                self._spans += len(piece.spans)
+                self._size += sum(map(len, piece.spans))
+                is_batch = self._size >= limits.batch_bytes and self._size + beside >= limits.records_bytes
+                if is_batch or self._spans >= limits.max_spans or len(self._held) >= limits.max_pieces:
+                    yield from self.flush()
+        if len(self._rejects) >= limits.max_pieces:
+            yield from self.flush()
+
+    def _reject(
+        self, record: _Record, reason: str, start: int = 0, end: int | None = None, shown: bytes | None = None
+    ) -> None:
+        payload = record.payload[start:end]
+        shown = payload if shown is None else shown
+        text = excerpt(shown, self._encoding.NAME, show_values=self._wanted.show_values)
+        self._rejects.append((record.file, Reject("", record.offset + start, len(payload), reason, text)))
+        self.rejected[record.file] += 1
+        if self.rejected[record.file] >= self._wanted.max_rejects:
+            raise TooManyRejectsError("")
+
+    def _pieces(self, record: _Record, fault: str, *, is_inner: bool = False) -> Iterator[_ScopePiece]:
+        """Yield the spans of each scope of a record; of a long scope, in pieces that can be decoded at once."""
+        if fault:
+            self._reject(record, fault)
             return
-        whole = _Record(file, offset, item.payload, block.shape, len(item.payload))
-        scopes = self._scopes_to_split(item.payload)
-        beside = len(item.payload) if scopes else 0  # the whole record is in memory beside its pieces
-        for first_span, piece in self._pieces(scopes) if scopes else [(0, item.payload)]:
-            self._held.append(whole._replace(payload=piece, first_span=first_span))
-            self._size += len(piece)
-            is_batch = self._size >= self._limits.batch_bytes
-            if self._is_full or (is_batch and self._size + beside >= self._limits.records_bytes):
-                yield from self.flush()
-
-    @property
-    def _is_full(self) -> bool:
-        held = len(self._held) + len(self._damage)
-        return self._size >= self._limits.records_bytes or held >= self._limits.max_records
-
-    @property
-    def _piece_bytes(self) -> int:
-        return self._limits.piece_bytes or self._encoding.reader.PIECE_BYTES
-
-    def _scopes_to_split(self, payload: bytes) -> list[UnreadScope] | None:
-        """Return the scopes of a record that is read in pieces, so that not all of its spans are in memory decoded at once.
-
-        A short one is read whole, and so is one whose upper levels are not as exporters write them.
-        """
-        if len(payload) <= 2 * self._piece_bytes:
-            return None
-        scopes = self._encoding.reader.unread_scopes(payload)
-        is_shared = any(
-            len(resource) + len(scope) > _MOST_SHARED_BYTES for resource, scope, _ in scopes or ()
-        )
-        return None if is_shared else scopes
-
-    def _pieces(self, scopes: list[UnreadScope]) -> Iterator[tuple[int, bytes]]:
-        """Yield records of some spans of a scope each, with the number of their first span."""
+        most = self._limits.piece_bytes or self._encoding.PIECE_BYTES
         number = 0
-        for resource, scope, spans in scopes:
-            first = size = 0
-            for place, span in enumerate(spans, start=1):
-                size += len(span)
-                if size >= self._piece_bytes or place == len(spans):
-                    yield number + first, self._encoding.reader.record_of(resource, scope, spans[first:place])
-                    first, size = place, 0
-            number += len(spans)
+        try:
+            for origin, spans in self._encoding.scopes(record.payload, partial(self._reject, record)):
+                held: list[Any] = []
+                size = 0
+                for span in spans:
+                    held.append(span)
+                    size += len(span)
+                    number += 1
+                    if size >= most and origin:
+                        yield _ScopePiece(record, origin, held, number - len(held))
+                        held, size = [], 0
+                if held and origin:
+                    yield _ScopePiece(record, origin, held, number - len(held))
+        except FieldError as error:
+            # A wrong length can swallow the records behind it.
+            inside = -1 if is_inner else next_record(record.payload, record.shape, 1)
+            if inside < 0:
+                self._reject(record, error.what)
+                return
+            self._reject(record, "record cut: another begins inside", 0, inside)
+            for item in records(record.payload[inside:], record.shape):
+                inner = record._replace(offset=record.offset + inside + item.offset, payload=item.payload)
+                yield from self._pieces(inner, item.fault, is_inner=True)
 
     def flush(self) -> Iterator[SpanBatch]:
-        """Decode the collected records; those with odd attributes are read once more by the careful reader."""
-        held, damage = self._held, self._damage
-        self._held, self._damage, self._size = [], [], 0
-        start = 0
-        while start < len(held) or damage:
-            # The quick readers take attributes on trust and leave them to the builder. If it finds some that cannot be
-            # read, their records go to the careful reader, which rejects bad spans alone. Each round adds a record: the
-            # loop ends.
-            with_care: set[int] = set()
-            while True:
-                groups, found, stop = self._read(held, start, with_care)
+        """Decode the collected spans, quickly where they are as exporters write them."""
+        held = self._held
+        if not (held or self._rejects):
+            return
+        spans: list[list[Span]] = []
+        for piece in held:
+            try:
+                spans.append(self._encoding.read_spans(piece.spans))
+            except FieldError:
+                spans.append(self._read_one_by_one(piece))
+        # Attributes were taken on trust so far. Pieces with some that cannot be read are read again, to reject the spans
+        # they are in.
+        while isinstance(built := _build(held, spans, self._encoding, self._wanted), set):
+            for number in built:
+                spans[number] = self._read_one_by_one(held[number])
+        yield SpanBatch(*built, _reject_frame(self._rejects))
+        self._held, self._rejects, self._size, self._spans = [], [], 0, 0
+
+    def _read_one_by_one(self, piece: _ScopePiece) -> list[Span]:
+        """Return the spans of a piece that are valid, in any spelling; reject the others."""
+        spans: list[Span] = []
+        if self.rejected[piece.record.file] >= self._wanted.max_rejects:
+            return spans
+        with suppress(TooManyRejectsError):
+            for number, encoded in enumerate(piece.spans, piece.first):
                 try:
-                    frames = _build(groups, held, self._encoding, self._wanted)
-                except UnreadableRecordsError as error:
-                    with_care |= error.records
-                    continue
-                break
-            self.rejected.update(file for file, _ in found)
-            yield SpanBatch(*frames, _reject_frame([*damage, *found]))
-            start, damage = stop, []
-
-    def _read(
-        self, held: Sequence[_Record], start: int, with_care: set[int]
-    ) -> tuple[_Groups, list[tuple[int, Reject]], int]:
-        """Return the spans of records from `start` on, rejects for the rest, and where the next ones begin."""
-        groups: _Groups = []
-        rejects: list[tuple[int, Reject]] = []
-        rejected = self.rejected.copy()
-        spans = 0
-        for number in range(start, len(held)):
-            record = held[number]
-            usual = None if number in with_care else self._encoding.reader.read_record(record.payload)
-            if usual is None:
-                left = self._wanted.max_rejects - rejected[record.file]
-                checked = self._check(record, left) if left > 0 else CheckedRecord([], [])
-                rejects += [(record.file, reject) for reject in checked.rejects]
-                rejected[record.file] += len(checked.rejects)
-                usual = checked.groups
-            groups += [(number, group) for group in usual]
-            spans += sum(len(group.spans) for group in usual)
-            if spans >= self._limits.max_spans:
-                return groups, rejects, number + 1
-        return groups, rejects, len(held)
-
-    def _check(self, record: _Record, max_rejects: int) -> CheckedRecord:
-        """Read a record carefully; if it is unreadable, read the records inside, which a wrong length has swallowed."""
-        reject = _reject_maker(record, self._encoding, self._wanted)
-        checked = self._encoding.reader.check_record(record.payload, reject, max_rejects, record.first_span)
-        inside = next_record(record.payload, record.shape, 1) if checked.is_unreadable else -1
-        if inside < 0 or max_rejects <= 1:
-            return checked
-        groups, rejects = [], [reject("record cut: another begins inside", 0, inside)]
-        for item in records(record.payload[inside:], record.shape):
-            offset = record.offset + inside + item.offset
-            if isinstance(item, Damage):
-                rejects.append(reject(item.reason, inside + item.offset, inside + item.offset + item.length))
-                continue
-            inner = _Record(record.file, offset, item.payload, record.shape, len(item.payload))
-            maker = _reject_maker(inner, self._encoding, self._wanted)
-            found = self._encoding.reader.check_record(
-                item.payload, maker, max(max_rejects - len(rejects), 1), 0
-            )
-            groups += found.groups
-            rejects += found.rejects
-        return CheckedRecord(groups, rejects)
-
-
-_Groups = list[tuple[int, SpanGroup]]
-"""Groups of spans, each with the index of its record among the collected ones."""
-
-
-def _reject_maker(record: _Record, encoding: _Encoding, wanted: Wanted) -> MakeReject:
-    def reject(reason: str, start: int = 0, end: int | None = None, shown: bytes | None = None) -> Reject:
-        payload = record.payload[start:end]
-        text = excerpt(payload if shown is None else shown, encoding.name, show_values=wanted.show_values)
-        length = record.length if end is None and not start else len(payload)
-        return Reject("", record.offset + start, length, reason, text)
-
-    return reject
+                    spans.append(self._encoding.read_span(encoded))
+                except FieldError as error:
+                    shown = bytes(encoded) if self._encoding.NAME == "json" else None
+                    self._reject(piece.record, f"span {number}: {error.what}", shown=shown)
+        return spans
 
 
 def _build(
-    groups: _Groups, held: Sequence[_Record], encoding: _Encoding, wanted: Wanted
-) -> tuple[pl.DataFrame, dict[str, pl.DataFrame], pl.DataFrame]:
-    """Build the frames of some spans.
-
-    Raises:
-        UnreadableRecordsError: Spans or events have attributes that cannot be read.
-    """
-    spans = [span for _, group in groups for span in group.spans]
-    number = np.repeat(
-        np.array([number for number, _ in groups], np.int64), [len(g.spans) for _, g in groups]
-    )
+    held: list[_ScopePiece], decoded: list[list[Span]], encoding: _Encoding, wanted: Wanted
+) -> tuple[pl.DataFrame, dict[str, pl.DataFrame], pl.DataFrame] | set[int]:
+    """Build the frames of some spans; return instead the numbers of the pieces with attributes that cannot be read."""
+    spans = list(chain.from_iterable(decoded))
+    number = np.repeat(np.arange(len(held)), list(map(len, decoded)))
     span_row = np.repeat(np.arange(len(spans), dtype=np.uint32), [len(span.events) for span in spans])
-    events = encoding.reader.event_columns(list(chain.from_iterable([span.events for span in spans])))
-    dropped = np.array([span.dropped_attributes for span in spans], np.int64)
+    events = encoding.event_columns(list(chain.from_iterable([span.events for span in spans])))
+    dropped = np.array([span.dropped_attributes_count for span in spans], np.int64)
     if events.dropped.any():
         dropped += np.bincount(span_row, events.dropped, len(spans)).astype(np.int64)
     names = {name: code for code, name in enumerate(dict.fromkeys(events.names))}
     codes = np.fromiter(map(names.__getitem__, events.names), np.int64, len(events.names))
-    unreadable = {int(number[span_row[place]]) for place in events.bad}
+    unreadable = set(number[span_row[events.bad]].tolist())
     frames: dict[str, pl.DataFrame] = {}
     for name, keys in wanted.events.items():
         if name in names:
@@ -406,11 +349,11 @@ def _build(
                 place = found["row"].to_numpy()
                 known = pl.DataFrame({"span_row": span_row[place], "unix_ns": events.unix_ns[place]})
                 frames[name] = known.hstack(found.drop("row"))
-    attributes, bad = _span_attributes(spans, groups, encoding, wanted)
+    frame = _span_frame(spans, held, number, encoding, dropped)
+    attributes, bad = _span_attributes(spans, frame["scope"], encoding, wanted)
     unreadable |= set(number[bad].tolist())
     if unreadable:  # then rows are missing in these frames
-        raise UnreadableRecordsError(unreadable)
-    frame = _span_frame(spans, groups, number, held, dropped)
+        return unreadable
     return frame.hstack(attributes), frames, _event_counts(names, codes, span_row)
 
 
@@ -436,15 +379,13 @@ def _read_attributes(
         A frame of those that can be read, in order: `row`, and a column per key that some have. The rows of the others.
     """
     unknown = rows[~np.isin(rows, list(known))] if known else rows
-    found = layouts.read_columns(texts, unknown, keys, encoding.syntax)
+    found = layouts.read_columns(texts, unknown, keys, encoding.SYNTAX)
     rest = np.setdiff1d(rows, found.rows, assume_unique=True)
     pairs: list[dict[str, Any]] = []
     bad: list[int] = []
     for row in rest.tolist():
         try:
-            read = known.get(row) or encoding.reader.read_pairs(
-                texts.data[texts.starts[row] : texts.ends[row]]
-            )
+            read = known.get(row) or encoding.read_pairs(texts.data[texts.starts[row] : texts.ends[row]])
         except FieldError:
             bad.append(row)
         else:
@@ -477,18 +418,16 @@ def _to_types(types: Mapping[str, pl.DataType]) -> Callable[[pl.Series], pl.Seri
 
 
 def _span_attributes(
-    spans: list[Span], groups: _Groups, encoding: _Encoding, wanted: Wanted
+    spans: list[Span], scopes: pl.Series, encoding: _Encoding, wanted: Wanted
 ) -> tuple[pl.DataFrame, list[int]]:
     """Return the attributes of spans: the kept ones as a list of key and value, the wanted ones as text columns; and bad rows."""
-    texts = PackedTexts.of([span.attributes for span in spans])
+    texts = PackedTexts.of([encoding.attributes_of(span) for span in spans])
     # By scope, because one exporter writes its spans alike; not by name, as every step span has a name of its own.
-    scopes = {scope: code for code, scope in enumerate({group.origin.scope: None for _, group in groups})}
-    codes = np.array([scopes[group.origin.scope] for _, group in groups], np.int64)
-    scope_of = np.repeat(codes, [len(group.spans) for _, group in groups])
+    scope_of = scopes.rank("dense").fill_null(0).to_numpy()
     keys = wanted.kept_keys.union(wanted.span_keys)
     frames = [pl.DataFrame(schema={"row": pl.Int64, **dict.fromkeys(wanted.span_keys, pl.String)})]
     bad: list[int] = []
-    for scope in range(len(scopes)):
+    for scope in set(scope_of.tolist()):
         rows = np.flatnonzero(scope_of == scope)
         frame, unreadable = _read_attributes(texts, rows, keys, encoding, layouts.as_text, {})
         frames.append(frame)
@@ -519,42 +458,35 @@ def _key_value_lists(frame: pl.DataFrame, count: int) -> pl.Series:
 
 def _span_frame(
     spans: list[Span],
-    groups: _Groups,
+    held: list[_ScopePiece],
     number: NDArray[np.int64],
-    held: Sequence[_Record],
+    encoding: _Encoding,
     dropped: NDArray[np.int64],
 ) -> pl.DataFrame:
-    sizes = [len(group.spans) for _, group in groups]
-    origins = {
-        name: pl.Series([getattr(group.origin, name) for _, group in groups], dtype=pl.String).gather(
-            np.repeat(np.arange(len(groups)), sizes)
-        )
-        for name in ("scope", "service_name", "service_instance_id", "host_name")
-    }
+    kinds = {kind: kind_name(kind) for kind in {span.kind for span in spans}}
+    codes = {code: status_name(code) for code in {span.status.code for span in spans}}
     columns: dict[str, Any] = {
         "span_row": np.arange(len(spans), dtype=np.uint32),
-        "file": np.array([record.file for record in held], np.uint32)[number],
-        "source_offset": np.array([record.offset for record in held], np.int64)[number],
-        "trace_id": [span.trace_id for span in spans],
-        "span_id": [span.span_id for span in spans],
-        "parent_span_id": [span.parent_span_id or None for span in spans],
-        "scope": origins["scope"],
+        "trace_id": [encoding.id_text(span.trace_id) for span in spans],
+        "span_id": [encoding.id_text(span.span_id) for span in spans],
+        "parent_span_id": [encoding.id_text(span.parent_span_id) or None for span in spans],
         "name": [span.name or None for span in spans],
-        "kind": [_KINDS[span.kind] if 0 <= span.kind < len(_KINDS) else None for span in spans],
-        "start_unix_ns": [span.start_unix_ns or None for span in spans],
-        "end_unix_ns": [span.end_unix_ns or None for span in spans],
-        "status_code": [
-            STATUS_CODES[span.status_code] if 0 <= span.status_code < len(STATUS_CODES) else None
-            for span in spans
-        ],
-        "status_message": [span.status_message or None for span in spans],
-        "service_name": origins["service_name"],
-        "service_instance_id": origins["service_instance_id"],
-        "host_name": origins["host_name"],
-        "dropped_events": [span.dropped_events for span in spans],
+        "kind": [kinds[span.kind] for span in spans],
+        "start_unix_ns": [span.start_time_unix_nano or None for span in spans],
+        "end_unix_ns": [span.end_time_unix_nano or None for span in spans],
+        "status_code": [codes[span.status.code] for span in spans],
+        "status_message": [span.status.message or None for span in spans],
+        "dropped_events": [span.dropped_events_count for span in spans],
         "dropped_attributes": dropped,
     }
-    return pl.DataFrame(columns, schema=SPAN_COLUMNS)
+    of_pieces = pl.DataFrame(
+        [(piece.record.file, piece.record.offset, *astuple(piece.origin)) for piece in held],
+        schema=["file", "source_offset", "service_name", "service_instance_id", "host_name", "scope"],
+        orient="row",
+    )
+    columns |= of_pieces[number].to_dict()
+    frame = pl.DataFrame({name: columns[name] for name in SPAN_COLUMNS}, schema=SPAN_COLUMNS)
+    return frame.with_columns(pl.col("trace_id", "span_id", "parent_span_id").str.to_lowercase())
 
 
 def _event_counts(

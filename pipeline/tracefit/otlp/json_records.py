@@ -1,18 +1,18 @@
 """Read OTLP JSON: quickly where records are as exporters write them, with care where spellings are unusual or bytes damaged.
 
-The quick reader has typed structs down to the event; the attributes of spans and events stay JSON text, which `layouts`
-reads column by column. A record that these structs refuse goes through the careful reader, which accepts the output of the
-Collector, of Tempo and of hand-saved files: snake_case keys, base64 ids, nulls, numbers for strings and strings for
-numbers, names of enums, Tempo's envelopes, arrays of records, records glued together or cut. It brings each span into the
-usual form, so that both readers return the same spans; a bad span costs itself and not its siblings.
+A record is first divided into scopes whose spans stay JSON text, then each span is decoded by itself, so that a bad one
+costs itself and not its siblings. The attributes of spans and events stay JSON text, which `layouts` reads column by column.
+What the typed structs refuse goes through the careful functions, which accept the output of the Collector, of Tempo and of
+hand-saved files: snake_case keys, base64 ids, nulls, numbers for strings and strings for numbers, names of enums, Tempo's
+envelopes, arrays of records, records glued together or cut. They bring each span into the usual form.
 """
 
 from __future__ import annotations
 
 import re
 from base64 import b64decode, b64encode, urlsafe_b64decode
-from contextlib import suppress
-from functools import cache, partial
+from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -20,45 +20,43 @@ import numpy as np
 from msgspec import Meta, Raw
 
 from tracefit.inputs.framing import BOM, RECORD_START
+from tracefit.otlp import layouts
 from tracefit.otlp.model import (
     ID_BYTES,
     INT64_MAX,
-    KINDS,
-    STATUS_CODES,
+    AddReject,
     AttributeValue,
-    CheckedRecord,
+    EncodedScope,
     Events,
     FieldError,
-    MakeReject,
     Origin,
     Pairs,
     Plain,
-    Span,
-    SpanGroup,
-    UnreadScope,
     check_depth,
-    enum_number,
     finite,
+    kind_name,
     nested_text,
+    status_name,
 )
 from tracefit.otlp.packed import PackedTexts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from tracefit.inputs.rejects import Reject
+    from tracefit.inputs.rejects import Encoding
+
+NAME: Encoding = "json"
+SYNTAX = layouts.JSON
 
 _Int64 = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
 _Nanos = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 _Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
-_HEX_IDS = re.compile("(?:[0-9a-f]{16})*")
-_UPPER_CASE = re.compile("[A-F]")
+_HEX_IDS = re.compile("(?:[0-9a-fA-F]{16})*")
 _IGNORED = Raw(b"null")
 _UNSET = Raw(b"")
 _NO_ATTRIBUTES = Raw(b"[]")
-_NOTHING = Raw(b"{}")
 
 
 class _Struct(msgspec.Struct, gc=False, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -105,7 +103,7 @@ class _Status(_Struct, frozen=True):
 
 
 class _Span(_Struct, frozen=True):
-    """A span as exporters write it; its ids are not checked yet."""
+    """A span as exporters write it, a `model.Span`."""
 
     trace_id: str
     span_id: str
@@ -133,7 +131,7 @@ class _Scope(_Struct, frozen=True):
 
 
 class _ScopeSpans(_Struct, frozen=True):
-    spans: list[_Span] = []
+    spans: list[Raw] = []
     scope: _Scope = _Scope()
     schema_url: Raw = _IGNORED
 
@@ -154,23 +152,6 @@ class _TracesData(_Struct, frozen=True):
     resource_spans: list[_ResourceSpans]
 
 
-# A record whose spans stay JSON text.
-class _UnreadScopeSpans(_Struct, frozen=True):
-    spans: list[Raw] = []
-    scope: Raw = _NOTHING
-    schema_url: Raw = _IGNORED
-
-
-class _UnreadResourceSpans(_Struct, frozen=True):
-    scope_spans: list[_UnreadScopeSpans] = []
-    resource: Raw = _NOTHING
-    schema_url: Raw = _IGNORED
-
-
-class _UnreadTraces(_Struct, frozen=True):
-    resource_spans: list[_UnreadResourceSpans]
-
-
 class _ValueList(_Struct, frozen=True):
     values: list[_Value] = []
 
@@ -180,14 +161,12 @@ class _KeyValueList(_Struct, frozen=True):
 
 
 _LONG_BYTES, _SHORTEST_OBJECT = 4 << 20, 14
-_EMPTY_RECORDS = (b"{}", b"[]")
 
 PIECE_BYTES = 4 << 20
 """Bytes of spans of a piece of a long record: those of a hundred bytes each take ten times as much when decoded."""
 
 # Not strict: OTLP writes 64-bit integers as strings, which msgspec then converts without a Python str in between.
 _RECORDS = msgspec.json.Decoder(_TracesData, strict=False)
-_UNREAD = msgspec.json.Decoder(_UnreadTraces)
 _SPANS = msgspec.json.Decoder(_Span, strict=False)
 _PAIRS = msgspec.json.Decoder(list[_KeyValue], strict=False)
 _LISTS = msgspec.json.Decoder(_ValueList, strict=False)
@@ -216,96 +195,55 @@ def _is_mostly_empty(payload: bytes) -> bool:
     )
 
 
-def unread_scopes(payload: bytes) -> list[UnreadScope] | None:
-    """Return the scopes of a record, their spans still JSON text; None if its upper levels are not as exporters write them."""
+def scopes(payload: bytes, reject: AddReject) -> Iterator[EncodedScope]:
+    """Yield the scopes of one record, or of the records glued together in one line or document; reject everything else."""
     if _is_mostly_empty(payload):
-        return None
+        reject("more objects than spans and events of its length can have")
+        return
     try:
-        resources = _UNREAD.decode(payload).resource_spans
+        resources = _RECORDS.decode(payload).resource_spans
     except _DECODE_ERRORS:
-        return None
-    return [(each.resource, group.scope, group.spans) for each in resources for group in each.scope_spans]
+        yield from _read_any_record(payload, reject)
+        return
+    for each in resources:
+        texts = [(attribute.key, attribute.value.string_value) for attribute in each.resource.attributes]
+        for group in each.scope_spans:
+            yield Origin.of(texts, group.scope.name), group.spans
 
 
-def record_of(resource: bytes, scope: bytes, spans: Sequence[bytes]) -> bytes:
-    """Return a record of unread spans of one scope."""
-    frame = b'{"resourceSpans":[{"resource":%b,"scopeSpans":[{"scope":%b,"spans":[%b]}]}]}'
-    return frame % (resource, scope, b",".join(spans))
+def read_spans(encoded: Sequence[Raw]) -> list[_Span]:
+    """Decode spans as exporters write them; attributes are not checked yet.
 
-
-def read_record(payload: bytes) -> list[SpanGroup] | None:
-    """Decode a record as exporters write it; attributes are not checked yet.
-
-    Returns:
-        Its spans; None if the careful reader must decide whether the record is good or bad.
+    Raises:
+        FieldError: A span is not as exporters write it, good or bad.
     """
-    if payload in _EMPTY_RECORDS:
-        return []
-    if _is_mostly_empty(payload):
-        return None
     try:
-        data = _RECORDS.decode(payload)
-        return [
-            group
-            for resource_spans in data.resource_spans
-            if (group_spans := resource_spans.scope_spans)
-            for group in _groups(resource_spans.resource, group_spans)
-        ]
-    except (FieldError, *_DECODE_ERRORS):
-        return None
-
-
-def _read_span(raw: Raw) -> Span:
-    """Decode one span as exporters write it, the attributes of its events included.
-
-    A FieldError names an id or an attribute that is not valid; for any other field it is one of `_DECODE_ERRORS`.
-    """
-    span = _SPANS.decode(raw)
-    for attributes in (span.attributes, *(event.attributes for event in span.events)):
-        read_pairs(attributes)
-    return _checked([span])[0]
-
-
-def _groups(resource: _Resource, scope_spans: list[_ScopeSpans]) -> list[SpanGroup]:
-    pairs = [(attribute.key, attribute.value.string_value) for attribute in resource.attributes]
-    return [
-        SpanGroup(Origin.of(pairs, each.scope.name), _checked(each.spans))
-        for each in scope_spans
-        if each.spans
-    ]
-
-
-def _checked(spans: list[_Span]) -> list[Span]:
-    """Return spans whose ids and enums are right, the ids in lower case; FieldError if one is not."""
-    traces, ids = [span.trace_id for span in spans], [span.span_id for span in spans]
+        spans = list(map(_SPANS.decode, encoded))
+    except _DECODE_ERRORS as error:
+        raise FieldError(f"{_field_of(error)} is not valid") from error
+    ids = [span.trace_id for span in spans], [span.span_id for span in spans]
     parents = [span.parent_span_id for span in spans if span.parent_span_id]
-    sizes_fit = set(map(len, traces)) == {32} and {*map(len, ids), *map(len, parents), 16} == {16}
     # One regex over all ids joined: a thousand are checked in the time of a few. Sizes are checked before, so that
     # the groups of 16 digits fall on the edges of the ids.
-    every = "".join([*traces, *ids, *parents])
-    is_upper = _UPPER_CASE.search(every) is not None
-    if not (sizes_fit and _HEX_IDS.fullmatch(every.lower() if is_upper else every)):
+    sizes_fit = {*map(len, ids[0]), 32} == {32} and {*map(len, ids[1]), *map(len, parents), 16} == {16}
+    if not (sizes_fit and _HEX_IDS.fullmatch("".join([*ids[0], *ids[1], *parents]))):
         raise FieldError("ids are not hex")
-    if "0" * 32 in traces or "0" * 16 in ids or "0" * 16 in parents:
+    if "0" * 32 in ids[0] or "0" * 16 in ids[1] or "0" * 16 in parents:
         raise FieldError("an id is all zero")
-    return [
-        Span(
-            span.trace_id.lower() if is_upper else span.trace_id,
-            span.span_id.lower() if is_upper else span.span_id,
-            span.parent_span_id.lower() if is_upper else span.parent_span_id,
-            span.name,
-            enum_number(span.kind, "SPAN_KIND_", KINDS),
-            span.start_time_unix_nano,
-            span.end_time_unix_nano,
-            span.attributes,
-            span.events,
-            span.dropped_attributes_count,
-            span.dropped_events_count,
-            enum_number(span.status.code, "STATUS_CODE_", STATUS_CODES),
-            span.status.message,
-        )
-        for span in spans
-    ]
+    for kind, code in {(span.kind, span.status.code) for span in spans}:
+        kind_name(kind)
+        status_name(code)
+    return spans
+
+
+def id_text(identifier: str) -> str:
+    """Return an id as hex, in any case; none is empty."""
+    return identifier
+
+
+def attributes_of(span: _Span) -> Raw:
+    """Return the attributes of a span, encoded."""
+    return span.attributes
 
 
 def _plain_nested(value: _Value, depth: int) -> Plain:
@@ -357,9 +295,8 @@ def read_pairs(attributes: bytes | Raw) -> Pairs:
         raise FieldError(f"{_field_of(error)} is not valid") from error
 
 
-# The careful reader. The upper levels of a record are split without parsing the levels below: a record can be long, and its
-# spans are then parsed one by one, so that a bad one costs itself alone. What is not valid raises a FieldError, which becomes
-# the reject of the item it is in.
+# The careful functions. The upper levels of a record are divided without parsing the levels below. What is not valid raises a
+# FieldError, which becomes the reject of the item it is in.
 
 _Json = dict[str, Any]
 
@@ -368,137 +305,105 @@ _BETWEEN = b" \t\r\n,[]"
 _MAX_ENVELOPES = 16
 """Nested envelopes around a record that are opened; Tempo writes one."""
 
-_HEX = re.compile("[0-9a-fA-F]+")
 _OTHER_SIGNALS = {"resourceLogs": "logs", "resourceMetrics": "metrics"}
 _RECORD_KEYS = {"trace", "batches", "resourceSpans", "resource_spans"}
 
 
-def check_record(payload: bytes, reject: MakeReject, max_rejects: int, first_span: int = 0) -> CheckedRecord:
-    """Read one record, or the records glued together in one line or document.
+def _read_any_record(text: bytes, reject: AddReject) -> Iterator[EncodedScope]:
+    """Yield the scopes of a record in any spelling, or of the whole records in a text that is not whole JSON."""
+    try:
+        whole = _whole(text)
+    except FieldError as error:
+        reason = error.what
+    else:
+        yield from _read_envelopes(whole, reject)
+        return
 
-    Args:
-        payload: The record's text.
-        reject: Makes a reject.
-        max_rejects: Rejects after which reading the record stops.
-        first_span: The number of its first span, by which rejects name spans.
+    def leave_out(reason: str, start: int, end: int) -> None:
+        if text[start:end].strip(_BETWEEN):
+            reject(reason, start, end)
 
-    Returns:
-        The good spans, and a reject for everything else.
-    """
-    if _is_mostly_empty(payload):
-        return CheckedRecord([], [reject("more objects than spans and events of its length can have")])
-    reader = _CarefulReader(payload, reject, max_rejects, first_span)
-    with suppress(_TooManyRejectsError):
-        reader.read()
-    return CheckedRecord(reader.groups, reader.rejects)
-
-
-class _TooManyRejectsError(Exception):
-    """A record has more bad spans than a file may have rejects."""
-
-
-class _CarefulReader:
-    """Reads one record, and counts its spans, so that rejects can name them by number."""
-
-    def __init__(self, payload: bytes, reject: MakeReject, max_rejects: int, first_span: int) -> None:
-        self.groups: list[SpanGroup] = []
-        self.rejects: list[Reject] = []
-        self._payload = payload
-        self._reject = reject
-        self._left = max_rejects
-        self._spans_read = first_span
-
-    def read(self) -> None:
+    # No JSON string can hold the beginning of a record, whose quotes would be escaped. So a record ends where another
+    # begins, at the latest.
+    starts = [found.start() for found in RECORD_START.finditer(text)]
+    if not starts and not text.startswith(b"{"):
+        reject(reason)
+        return
+    starts = starts or [0]
+    leave_out(reason, 0, starts[0])
+    for start, stop in pairwise([*starts, len(text)]):
+        end = _object_end(text, start, stop)
+        if end < 0:
+            leave_out("record cut: another begins inside" if stop < len(text) else reason, start, stop)
+            continue
         try:
-            whole = _whole(self._payload)
+            whole = _whole(text[start:end])
         except FieldError as error:
-            self._read_pieces(error.what)
+            leave_out(error.what, start, end)
         else:
-            self._read_envelopes(whole)
+            yield from _read_envelopes(whole, reject)
+        leave_out("not a record", end, stop)
 
-    def _read_pieces(self, reason: str) -> None:
-        """Read the whole records in a text that is not whole JSON."""
-        text, size = self._payload, len(self._payload)
-        # No JSON string can hold the beginning of a record, whose quotes would be escaped. So a record ends where another
-        # begins, at the latest.
-        starts = [found.start() for found in RECORD_START.finditer(text)]
-        if not starts and not text.startswith(b"{"):
-            self._add(self._reject(reason))
-            return
-        starts = starts or [0]
-        self._leave_out(reason, 0, starts[0])
-        for start, stop in zip(starts, [*starts[1:], size], strict=True):
-            end = _object_end(text, start, stop)
-            if end < 0:
-                self._leave_out("record cut: another begins inside" if stop < size else reason, start, stop)
-                continue
-            try:
-                whole = _whole(text[start:end])
-            except FieldError as error:
-                self._leave_out(error.what, start, end)
-            else:
-                self._read_envelopes(whole)
-            self._leave_out("not a record", end, stop)
 
-    def _leave_out(self, reason: str, start: int, end: int) -> None:
-        if self._payload[start:end].strip(_BETWEEN):
-            self._add(self._reject(reason, start, end))
+def _whole(text: bytes) -> Raw:
+    """Return a text as one JSON value, still unparsed."""
+    raw: Raw = _decoded(text.removeprefix(BOM), Raw, "not JSON")
+    if not text.isascii():  # msgspec does not check the UTF-8 of a raw value
+        try:
+            text.decode()
+        except UnicodeDecodeError as error:
+            raise FieldError("not UTF-8") from error
+    return raw
 
-    def _add(self, reject: Reject) -> None:
-        self._left -= 1
-        self.rejects.append(reject)
-        if self._left <= 0:
-            raise _TooManyRejectsError
 
-    def _each(self, place: str, read: Callable[[Raw], None], items: list[Raw]) -> None:
-        """Read items, and reject the bad ones."""
-        for item in items:
-            try:
-                read(item)
-            except FieldError as error:
-                self._add(self._reject(f"{place}: {error.what}", shown=bytes(item)))
+def _each(
+    place: str, read: Callable[[Raw, AddReject], Iterator[EncodedScope]], items: list[Raw], reject: AddReject
+) -> Iterator[EncodedScope]:
+    """Read items, and reject the bad ones."""
+    for item in items:
+        try:
+            yield from read(item, reject)
+        except FieldError as error:
+            reject(f"{place}: {error.what}", shown=bytes(item))
 
-    def _read_envelopes(self, raw: Raw) -> None:
-        is_array = bytes(memoryview(raw)[:1]) == b"["
-        self._each("record", self._read_envelope, _list(raw, "it") if is_array else [raw])
 
-    def _read_envelope(self, raw: Raw) -> None:
-        record = _fields(raw, "it")
-        for _ in range(_MAX_ENVELOPES):
-            if (inner := _get(record, "trace")) is None:
-                break
-            record = _fields(inner, "trace")
-        name = next((name for name in ("resourceSpans", "batches") if _get(record, name) is not None), None)
-        if name is not None:
-            self._each(name, self._read_resource_spans, _list(_get(record, name), name))
-        elif record and not _RECORD_KEYS & record.keys():
-            signal = next((key for key in _OTHER_SIGNALS if _get(record, key) is not None), None)
-            raise FieldError(
-                f"it holds OTLP {_OTHER_SIGNALS[signal]}, not traces" if signal else "it has no resourceSpans"
-            )
+def _read_envelopes(raw: Raw, reject: AddReject) -> Iterator[EncodedScope]:
+    is_array = bytes(memoryview(raw)[:1]) == b"["
+    yield from _each("record", _read_envelope, _list(raw, "it") if is_array else [raw], reject)
 
-    def _read_resource_spans(self, raw: Raw) -> None:
-        item = _fields(raw, "it")
-        resource = _usual_of(_get(item, "resource"), _Resource, "resource")
-        # The texts alone are read: whatever else the attributes of a resource hold does not cost its spans.
-        texts = [
-            (_text(each, "key"), _text(each.get("value", {}), "stringValue"))
-            for each in resource.get("attributes", ())
-        ]
-        scopes = _list(_get(item, "scopeSpans", "instrumentationLibrarySpans"), "scopeSpans")
-        self._each("scopeSpans", partial(self._read_scope_spans, resource=texts), scopes)
 
-    def _read_scope_spans(self, raw: Raw, *, resource: list[tuple[str, str]]) -> None:
+def _read_envelope(raw: Raw, reject: AddReject) -> Iterator[EncodedScope]:
+    record = _fields(raw, "it")
+    for _ in range(_MAX_ENVELOPES):
+        if (inner := _get(record, "trace")) is None:
+            break
+        record = _fields(inner, "trace")
+    name = next((name for name in ("resourceSpans", "batches") if _get(record, name) is not None), None)
+    if name is not None:
+        yield from _each(name, _read_resource_spans, _list(_get(record, name), name), reject)
+    elif record and not _RECORD_KEYS & record.keys():
+        signal = next((key for key in _OTHER_SIGNALS if _get(record, key) is not None), None)
+        raise FieldError(
+            f"it holds OTLP {_OTHER_SIGNALS[signal]}, not traces" if signal else "it has no resourceSpans"
+        )
+
+
+def _read_resource_spans(raw: Raw, reject: AddReject) -> Iterator[EncodedScope]:
+    item = _fields(raw, "it")
+    resource = _usual_of(_get(item, "resource"), _Resource, "resource")
+    # The texts alone are read: whatever else the attributes of a resource hold does not cost its spans.
+    texts = [
+        (_text(each, "key"), _text(each.get("value", {}), "stringValue"))
+        for each in resource.get("attributes", ())
+    ]
+
+    def read_scope_spans(raw: Raw, _: AddReject) -> Iterator[EncodedScope]:
         item = _fields(raw, "it")
         scope = _usual_of(_get(item, "scope", "instrumentationLibrary"), _Scope, "scope")
-        spans: list[Span] = []
-        self.groups.append(SpanGroup(Origin.of(resource, _text(scope, "name")), spans))
-        for each in _list(_get(item, "spans"), "spans"):
-            self._spans_read += 1
-            try:
-                spans.append(_read_any_span(each))
-            except FieldError as error:
-                self._add(self._reject(f"span {self._spans_read - 1}: {error.what}", shown=bytes(each)))
+        yield Origin.of(texts, _text(scope, "name")), _list(_get(item, "spans"), "spans")
+
+    scopes = _list(_get(item, "scopeSpans", "instrumentationLibrarySpans"), "scopeSpans")
+    yield from _each("scopeSpans", read_scope_spans, scopes, reject)
 
 
 def _object_end(text: bytes, start: int, stop: int) -> int:
@@ -515,32 +420,26 @@ def _object_end(text: bytes, start: int, stop: int) -> int:
     return -1
 
 
-def _whole(text: bytes) -> Raw:
-    """Return a text as one JSON value, still unparsed."""
-    try:
-        if not text.isascii():  # msgspec does not check the UTF-8 of a raw value
-            text.decode()
-        return msgspec.json.decode(text.removeprefix(BOM), type=Raw)
-    except UnicodeDecodeError as error:
-        raise FieldError("not UTF-8") from error
-    except RecursionError as error:
-        raise FieldError("JSON is nested too deep") from error
-    except msgspec.DecodeError as error:
-        raise FieldError("not JSON") from error
+def read_span(raw: Raw) -> _Span:
+    """Read one span in any spelling, its attributes and those of its events included.
 
-
-def _read_any_span(raw: Raw) -> Span:
-    """Read one span in any spelling."""
+    Raises:
+        FieldError: It is not valid.
+    """
     # Most spans of a damaged record are good: the typed reader is several times as fast.
     try:
-        return _read_span(raw)
-    except (FieldError, *_DECODE_ERRORS):
+        return _read_usual_span(raw)
+    except FieldError:
         span = _usual_of(raw, _Span, "it")
     span |= {name: _hex_id(span, name) for name in ID_BYTES}
-    try:
-        return _read_span(Raw(msgspec.json.encode(span)))
-    except _DECODE_ERRORS as error:
-        raise FieldError(f"{_field_of(error)} is not valid") from error
+    return _read_usual_span(Raw(msgspec.json.encode(span)))
+
+
+def _read_usual_span(raw: Raw) -> _Span:
+    (span,) = read_spans([raw])
+    for attributes in (span.attributes, *(event.attributes for event in span.events)):
+        read_pairs(attributes)
+    return span
 
 
 _INSIDE: dict[type[msgspec.Struct], dict[str, type[msgspec.Struct]]] = {
@@ -608,7 +507,7 @@ def _hex_id(span: _Json, name: str) -> str:
     if is_parent and not span.get(name):
         return ""
     size, spelled = ID_BYTES[name], _text(span, name)
-    if len(spelled) == 2 * size and _HEX.fullmatch(spelled):
+    if len(spelled) == 2 * size and _HEX_IDS.fullmatch(spelled):
         plain = spelled.lower()
     else:
         plain = _from_base64(spelled, name).hex() if len(spelled) < 2 * size else ""
@@ -630,10 +529,14 @@ def _from_base64(encoded: str, name: str) -> bytes:
         raise FieldError(f"{name} is not base64") from error
 
 
-def _decoded(raw: Raw, kind: Any, fault: str) -> Any:
+def _decoded(raw: bytes | Raw, kind: Any, fault: str) -> Any:
     try:
         return msgspec.json.decode(raw, type=kind)
-    except _DECODE_ERRORS as error:
+    except UnicodeDecodeError as error:
+        raise FieldError("not UTF-8") from error
+    except RecursionError as error:
+        raise FieldError("JSON is nested too deep") from error
+    except msgspec.DecodeError as error:
         raise FieldError(fault) from error
 
 

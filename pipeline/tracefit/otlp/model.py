@@ -11,17 +11,15 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import msgspec
-
 from tracefit.errors import TracefitError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
+    import msgspec
     import numpy as np
     from numpy.typing import NDArray
 
-    from tracefit.inputs.rejects import Reject
     from tracefit.otlp.packed import PackedTexts
 
 INT64_MAX = 2**63 - 1
@@ -48,47 +46,30 @@ class FieldError(TracefitError):
     """A field has a value that OTLP does not allow; the message names the field, not the value."""
 
 
-class UnreadableRecordsError(TracefitError):
-    """Records read without checks hold unreadable attributes; `records` has their indexes."""
-
-    def __init__(self, records: set[int]) -> None:
-        super().__init__("attributes cannot be read")
-        self.records = records
+class TooManyRejectsError(TracefitError):
+    """A file has as many rejects as are listed: the rest of the record is not read."""
 
 
-UnreadScope = tuple[bytes | msgspec.Raw, bytes | msgspec.Raw, "Sequence[bytes | msgspec.Raw]"]
-"""The resource, the scope and the spans of a scope of a long record, all of them undecoded."""
-
-
-class MakeReject(Protocol):
-    """Makes the reject of a byte range of a record."""
+class AddReject(Protocol):
+    """Rejects a byte range of a record."""
 
     def __call__(
         self, reason: str, start: int = 0, end: int | None = None, shown: bytes | None = None
-    ) -> Reject:
-        """Return a reject of the bytes from `start` to `end`; its excerpt shows `shown`, or all of them."""
+    ) -> None:
+        """Reject the bytes from `start` to `end`; the excerpt shows `shown`, or all of them.
+
+        Raises:
+            TooManyRejectsError: It was the last reject that is listed.
+        """
         ...
 
 
-class Span(msgspec.Struct, frozen=True):
-    """A checked span: ids are lower-case hex, or empty for no parent; times are within int64.
+Span = Any
+"""A checked span as the parser of its encoding returns it, with the field names of OTLP: trace_id, …, status.code.
 
-    `attributes` and `events` are still in the form of their encoding, whose functions turn them into columns.
-    """
-
-    trace_id: str
-    span_id: str
-    parent_span_id: str
-    name: str
-    kind: int
-    start_unix_ns: int
-    end_unix_ns: int
-    attributes: bytes | msgspec.Raw
-    events: Sequence[Any]
-    dropped_attributes: int
-    dropped_events: int
-    status_code: int
-    status_message: str
+`kind` and `status.code` are numbers, or names of them; times are within int64. Ids, attributes and events are still in the
+form of the encoding, whose functions `id_text`, `attributes_of` and `event_columns` read them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +89,8 @@ class Origin:
         return cls(named.get("service.name"), named.get("service.instance.id"), host, scope or None)
 
 
-class SpanGroup(NamedTuple):
-    """Spans of one origin, in the record's order."""
-
-    origin: Origin
-    spans: list[Span]
+EncodedScope = tuple[Origin | None, "Iterable[bytes | msgspec.Raw]"]
+"""The encoded spans of one scope of a record, in order; without an origin they are rejected already."""
 
 
 class Events(NamedTuple):
@@ -135,28 +113,29 @@ class Events(NamedTuple):
     bad: list[int]
 
 
-class CheckedRecord(NamedTuple):
-    """The result of reading one record carefully: its good spans, and a reject for everything else."""
-
-    groups: list[SpanGroup]
-    rejects: list[Reject]
-    is_unreadable: bool = False
-    """Whether nothing of it could be read."""
+def kind_name(kind: int | str) -> str | None:
+    """Return the kind of a span by name, null if it is unspecified or unknown; see `_enum_name`."""
+    name = _enum_name(kind, "SPAN_KIND_", KINDS)
+    return None if name == KINDS[0] else name
 
 
-def enum_number(value: int | str, prefix: str, names: tuple[str, ...]) -> int:
-    """Return the number of an enum, which JSON spells as a number or as a name.
+def status_name(code: int | str) -> str | None:
+    """Return the status code of a span by name, null if it is unknown; see `_enum_name`."""
+    return _enum_name(code, "STATUS_CODE_", STATUS_CODES)
+
+
+def _enum_name(value: int | str, prefix: str, names: tuple[str, ...]) -> str | None:
+    """Return the name of an enum value, which JSON spells as a number or as a name.
 
     Raises:
         FieldError: No enum value has this name.
     """
-    if not isinstance(value, str):
-        return value
-    if re.fullmatch(r"-?\d{1,9}", value):  # unknown numbers are valid: a newer version may define them
-        return int(value)
-    if value.removeprefix(prefix) not in names:
-        raise FieldError(f"{prefix.strip('_').replace('_', ' ').lower()} has a name of no value")
-    return names.index(value.removeprefix(prefix))
+    if isinstance(value, str) and not re.fullmatch(r"-?\d{1,9}", value):
+        if value.removeprefix(prefix) not in names:
+            raise FieldError(f"{prefix.strip('_').replace('_', ' ').lower()} has a name of no value")
+        return value.removeprefix(prefix)
+    number = int(value)  # unknown numbers are valid: a newer version may define them
+    return names[number] if 0 <= number < len(names) else None
 
 
 def scalar_text(value: AttributeValue) -> str | None:

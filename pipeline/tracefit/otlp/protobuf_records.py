@@ -1,8 +1,7 @@
 """Decode OTLP protobuf, down to the event with protobuf's own parser.
 
-The schema is trimmed to the fields that become columns. It declares events and attributes as bytes, which the wire format
-writes like messages; `layouts` reads the attributes of events column by column. A record with an unusual encoding is
-read span by span, to find its bad spans.
+A record is first divided into scopes whose spans stay encoded, then each span is parsed by itself, so that a bad one costs
+itself and not its siblings. Events and attributes stay bytes: `layouts` reads the attributes of events column by column.
 """
 
 from __future__ import annotations
@@ -11,22 +10,24 @@ from base64 import b64encode
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
+from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope, KeyValue
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
+from tracefit.inputs.otlp_wire import trace_messages
+from tracefit.otlp import layouts
 from tracefit.otlp.model import (
     ID_BYTES,
+    INT64_MAX,
+    AddReject,
     AttributeValue,
-    CheckedRecord,
+    EncodedScope,
     Events,
     FieldError,
-    MakeReject,
     Origin,
     Pairs,
     Plain,
     Span,
-    SpanGroup,
-    UnreadScope,
     check_depth,
     finite,
     nested_text,
@@ -34,70 +35,15 @@ from tracefit.otlp.model import (
 from tracefit.otlp.packed import PackedTexts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from tracefit.inputs.rejects import Reject
+    from tracefit.inputs.rejects import Encoding
 
-_PACKAGE = "tracefit.otlp.trimmed"
-_Proto = descriptor_pb2.FieldDescriptorProto
-_SCALARS = {
-    "bytes": _Proto.TYPE_BYTES,
-    "string": _Proto.TYPE_STRING,
-    "int32": _Proto.TYPE_INT32,
-    "uint32": _Proto.TYPE_UINT32,
-    "sfixed64": _Proto.TYPE_SFIXED64,  # declared signed: a time beyond int64 shows as negative
-}
-_MESSAGES = {
-    "TracesData": "repeated ResourceSpans resource_spans 1",
-    "ResourceSpans": "optional Resource resource 1, repeated ScopeSpans scope_spans 2",
-    "Resource": "repeated bytes attributes 1",
-    "ScopeSpans": "optional Scope scope 1, repeated Span spans 2",
-    "Scope": "optional string name 1",
-    "Span": (
-        "optional bytes trace_id 1, optional bytes span_id 2, optional bytes parent_span_id 4, "
-        "optional string name 5, optional int32 kind 6, "
-        "optional sfixed64 start_time_unix_nano 7, optional sfixed64 end_time_unix_nano 8, "
-        "repeated bytes attributes 9, optional uint32 dropped_attributes_count 10, "
-        "repeated bytes events 11, optional uint32 dropped_events_count 12, optional Status status 15"
-    ),
-    "Event": (
-        "optional sfixed64 time_unix_nano 1, optional string name 2, repeated bytes attributes 3, "
-        "optional uint32 dropped_attributes_count 4"
-    ),
-    "Status": "optional string message 2, optional int32 code 3",
-    "UnreadTraces": "repeated UnreadResourceSpans resource_spans 1",
-    "UnreadResourceSpans": "repeated bytes resource 1, repeated UnreadScopeSpans scope_spans 2",
-    "UnreadScopeSpans": "repeated bytes scope 1, repeated bytes spans 2",
-}
-"""The last three are for records whose spans stay bytes."""
+NAME: Encoding = "protobuf"
+SYNTAX = layouts.PROTOBUF
 
-
-def _field(text: str) -> descriptor_pb2.FieldDescriptorProto:
-    label, kind, name, number = text.split()
-    field = _Proto(name=name, number=int(number))
-    field.label = _Proto.LABEL_REPEATED if label == "repeated" else _Proto.LABEL_OPTIONAL
-    if kind in _SCALARS:
-        field.type = _SCALARS[kind]
-    else:
-        field.type, field.type_name = _Proto.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
-    return field
-
-
-def _message_classes() -> dict[str, Any]:
-    file = descriptor_pb2.FileDescriptorProto(
-        name="tracefit/trimmed.proto", package=_PACKAGE, syntax="proto3"
-    )
-    for name, fields in _MESSAGES.items():
-        file.message_type.add(name=name, field=[_field(text) for text in fields.split(", ")])
-    pool = descriptor_pool.DescriptorPool()
-    pool.AddSerializedFile(file.SerializeToString())
-    found = ((name, pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")) for name in _MESSAGES)
-    return {name: message_factory.GetMessageClass(descriptor) for name, descriptor in found}
-
-
-_CLASSES = _message_classes()
-_TracesData, Event = _CLASSES["TracesData"], _CLASSES["Event"]
-_UnreadTraces = _CLASSES["UnreadTraces"]
+_TracesData, _ScopeSpans = trace_messages(("TracesData", "ScopeSpans"), as_bytes={"spans"})
+_ParsedSpans, Event = trace_messages(("ScopeSpans", "Span.Event"), as_bytes={"events"})
 
 PIECE_BYTES = 1 << 20
 """Bytes of spans of a piece of a long record: those of thirty bytes each take twenty times as much when decoded."""
@@ -108,124 +54,91 @@ _MANY_EVENTS, _SHORTEST_EVENT = 100_000, 12
 _SCALAR_KINDS = ("string_value", "int_value", "double_value", "bool_value")
 
 
-def unread_scopes(payload: bytes) -> list[UnreadScope] | None:
-    """Return the scopes of a record, their spans still encoded; None if its upper levels are not as exporters write them."""
-    try:
-        resources = _UnreadTraces.FromString(payload).resource_spans
-    except DecodeError:
-        return None
-    # A message that comes in several parts is these parts end to end.
-    return [
-        (b"".join(each.resource), b"".join(group.scope), group.spans)
-        for each in resources
-        for group in each.scope_spans
-    ]
+def scopes(payload: bytes, reject: AddReject) -> Iterator[EncodedScope]:
+    """Yield the scopes of a record.
 
-
-def record_of(resource: bytes, scope: bytes, spans: Sequence[bytes]) -> bytes:
-    """Return a record of unread spans of one scope."""
-    scope_spans = {"scope": [scope], "spans": spans}
-    record = _UnreadTraces(resource_spans=[{"resource": [resource], "scope_spans": [scope_spans]}])
-    return record.SerializeToString()  # type: ignore[no-any-return]  # a class made at run time
-
-
-def read_record(payload: bytes) -> list[SpanGroup] | None:
-    """Decode a record as exporters write it; attributes and events are not checked yet.
-
-    Returns:
-        Its spans; None if the careful reader must decide whether the record is good or bad.
+    Raises:
+        FieldError: The message cannot be parsed.
     """
-    groups = []
-    try:
-        for resource_spans in _TracesData.FromString(payload).resource_spans:
-            resource = [_pair(attribute) for attribute in resource_spans.resource.attributes]
-            for scope_spans in resource_spans.scope_spans:
-                spans = [_span(message) for message in scope_spans.spans]
-                groups.append(SpanGroup(Origin.of(resource, scope_spans.scope.name), spans))
-    except (FieldError, DecodeError):
-        return None
-    return groups
-
-
-def check_record(payload: bytes, reject: MakeReject, max_rejects: int, first_span: int = 0) -> CheckedRecord:
-    """Read a record span by span.
-
-    Args:
-        payload: The record.
-        reject: Makes a reject.
-        max_rejects: Rejects after which reading the record stops.
-        first_span: The number of its first span, by which rejects name spans.
-
-    Returns:
-        The good spans, and a reject for each bad one; a single reject if the message cannot be parsed.
-    """
-    groups: list[SpanGroup] = []
-    rejects: list[Reject] = []
-    spans_read = first_span
     try:
         data = _TracesData.FromString(payload)
-    except DecodeError:
-        return CheckedRecord([], [reject("protobuf message cannot be parsed")], is_unreadable=True)
+    except DecodeError as error:
+        raise FieldError("protobuf message cannot be parsed") from error
     for resource_spans in data.resource_spans:
+        texts: Pairs | None = None
         try:
-            resource = [_pair(attribute) for attribute in resource_spans.resource.attributes]
+            resource = Resource.FromString(resource_spans.resource)
+            texts = [(attribute.key, _scalar(attribute.value)) for attribute in resource.attributes]
+        except DecodeError:
+            reject("resourceSpans: attribute is not a protobuf message")
         except FieldError as error:
-            rejects.append(reject(f"resourceSpans: {error.what}"))
-            spans_read += sum(len(scope_spans.spans) for scope_spans in resource_spans.scope_spans)
-            continue
+            reject(f"resourceSpans: {error.what}")
         for scope_spans in resource_spans.scope_spans:
-            spans: list[Span] = []
-            groups.append(SpanGroup(Origin.of(resource, scope_spans.scope.name), spans))
-            for message in scope_spans.spans:
-                if len(rejects) >= max_rejects:
-                    return CheckedRecord(groups, rejects)
-                try:
-                    spans.append(_checked_span(message))
-                except FieldError as error:
-                    rejects.append(reject(f"span {spans_read}: {error.what}"))
-                spans_read += 1
-    return CheckedRecord(groups, rejects)
+            try:
+                scope = InstrumentationScope.FromString(scope_spans.scope)
+            except DecodeError:
+                reject("scopeSpans: scope is not a protobuf message")
+                yield None, scope_spans.spans
+            else:
+                yield None if texts is None else Origin.of(texts, scope.name), scope_spans.spans
 
 
-def _span(message: Any) -> Span:
-    if len(message.events) > _MANY_EVENTS and message.ByteSize() < len(message.events) * _SHORTEST_EVENT:
-        raise FieldError(f"{len(message.events)} events, most of them empty")
-    start, end = message.start_time_unix_nano, message.end_time_unix_nano
-    if start < 0 or end < 0:
-        raise FieldError(f"{'startTimeUnixNano' if start < 0 else 'endTimeUnixNano'} is beyond int64")
-    parent = message.parent_span_id
-    return Span(
-        _id(message.trace_id, "traceId"),
-        _id(message.span_id, "spanId"),
-        _id(parent, "parentSpanId") if any(parent) else "",
-        message.name,
-        message.kind,
-        start,
-        end,
-        # End to end, in the wire format of the attributes of an event.
-        Event(attributes=message.attributes).SerializeToString(),
-        list(message.events),
-        message.dropped_attributes_count,
-        message.dropped_events_count,
-        message.status.code,
-        message.status.message,
-    )
+def read_spans(encoded: Sequence[bytes]) -> list[Span]:
+    """Parse spans; attributes and events are not checked yet.
+
+    Raises:
+        FieldError: A span is not valid.
+    """
+    # A call for each span takes three times as long as joining them again, which is fast in the library.
+    joined = _ScopeSpans(spans=encoded).SerializeToString()
+    try:
+        spans = list(_ParsedSpans.FromString(joined).spans)
+    except DecodeError as error:
+        raise FieldError("it is not a protobuf message") from error
+    ids = {
+        "traceId": [span.trace_id for span in spans],
+        "spanId": [span.span_id for span in spans],
+        # One of zeros is none.
+        "parentSpanId": [span.parent_span_id for span in spans if any(span.parent_span_id)],
+    }
+    for name, values in ids.items():
+        size = ID_BYTES[name]
+        if not {size}.issuperset(map(len, values)):
+            raise FieldError(f"{name} is not {size} bytes")
+        if bytes(size) in values:
+            raise FieldError(f"{name} is all zero")
+    if max([span.start_time_unix_nano for span in spans], default=0) > INT64_MAX:
+        raise FieldError("startTimeUnixNano is beyond int64")
+    if max([span.end_time_unix_nano for span in spans], default=0) > INT64_MAX:
+        raise FieldError("endTimeUnixNano is beyond int64")
+    for span in spans:
+        count = len(span.events)
+        if count > _MANY_EVENTS and span.ByteSize() < count * _SHORTEST_EVENT:
+            raise FieldError(f"{count} events, most of them empty")
+    return spans
 
 
-def _checked_span(message: Any) -> Span:
-    span = _span(message)
-    read_pairs(bytes(span.attributes))
+def read_span(encoded: bytes) -> Span:
+    """Parse one span, its attributes and events included.
+
+    Raises:
+        FieldError: It is not valid.
+    """
+    (span,) = read_spans([encoded])
+    read_pairs(attributes_of(span))
     for event in span.events:
         _read_event(event)
     return span
 
 
-def _id(value: bytes, name: str) -> str:
-    if len(value) != ID_BYTES[name]:
-        raise FieldError(f"{name} is not {ID_BYTES[name]} bytes")
-    if not any(value):
-        raise FieldError(f"{name} is all zero")
-    return value.hex()
+def id_text(identifier: bytes) -> str:
+    """Return an id as hex; one of zeros is empty."""
+    return identifier.hex() if any(identifier) else ""
+
+
+def attributes_of(span: Span) -> bytes:
+    """Return the attributes of a span, encoded end to end as those of an event are."""
+    return Event(attributes=span.attributes).SerializeToString()  # type: ignore[no-any-return]  # a class made at run time
 
 
 def _read_event(event: bytes) -> tuple[int, str, Pairs, int]:
@@ -234,7 +147,7 @@ def _read_event(event: bytes) -> tuple[int, str, Pairs, int]:
         message = Event.FromString(event)
     except DecodeError as error:
         raise FieldError("event is not a protobuf message") from error
-    if message.time_unix_nano < 0:
+    if message.time_unix_nano > INT64_MAX:
         raise FieldError("timeUnixNano is beyond int64")
     pairs = [_pair(attribute) for attribute in message.attributes]
     return message.time_unix_nano, message.name, pairs, message.dropped_attributes_count
@@ -250,8 +163,6 @@ def read_pairs(attributes: bytes) -> Pairs:
 
 
 def _pair(attribute: bytes) -> tuple[str, AttributeValue]:
-    from opentelemetry.proto.common.v1.common_pb2 import KeyValue  # noqa: PLC0415
-
     try:
         message = KeyValue.FromString(attribute)
     except DecodeError as error:

@@ -12,14 +12,14 @@ import zlib
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
+from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
-from opentelemetry.proto.trace.v1 import trace_pb2
 
 from tracefit.errors import DataError
+from tracefit.inputs.otlp_wire import trace_messages
 from tracefit.tables import dialects
 
 if TYPE_CHECKING:
@@ -66,31 +66,7 @@ class SenderSpans(NamedTuple):
     spans: int
 
 
-def _messages_with_bytes() -> Any:
-    """Return the class of OTLP's `TracesData` in which messages of other files (attributes, resource, scope) are bytes.
-
-    On the wire a message and its bytes are the same. Without a Python object for each attribute, which are most of a
-    trace, the filter takes a fifth of the time. Fields that no table is made of are left out, and so become unknown ones.
-    """
-    file = descriptor_pb2.FileDescriptorProto()
-    trace_pb2.DESCRIPTOR.CopyToProto(file)
-    del file.dependency[:]
-    span = next(message for message in file.message_type if message.name == "Span")
-    for message in (*file.message_type, *span.nested_type):
-        kept = [field for field in message.field if field.name not in _DROPPED_FIELDS]
-        del message.field[:]
-        message.field.extend(kept)
-        for field in message.field:
-            if field.type_name and not field.type_name.startswith(f".{file.package}."):
-                field.type = descriptor_pb2.FieldDescriptorProto.TYPE_BYTES
-                field.ClearField("type_name")
-    pool = descriptor_pool.DescriptorPool()
-    pool.AddSerializedFile(file.SerializeToString())
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{file.package}.TracesData"))
-
-
-_DROPPED_FIELDS = frozenset({"trace_state", "links", "dropped_links_count", "schema_url"})
-_TracesData = _messages_with_bytes()
+(_TracesData,) = trace_messages(["TracesData"])
 
 
 class PrivacyFilter:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias, assert_never
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, assert_never
 
 from tracefit.errors import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from tracefit.coefficients.model import Answer
 
 
 _NUMBER = re.compile(r"[-+<]?[\d,.]+(e[-+]?\d+)?( %)?|-?")
 
+T = TypeVar("T")
 Trace: TypeAlias = dict[str, object]
 """One series of a figure, or its layout, in plotly's own terms."""
 
@@ -145,9 +146,34 @@ def every_part(parts: Iterable[ReportPart]) -> Iterator[ReportPart]:
             yield from every_part(part.parts)
 
 
+def kept(*parts: ReportPart | None) -> tuple[ReportPart, ...]:
+    """Return the parts that say something: no empty text, list, table or section."""
+    return tuple(part for part in parts if part and _content(part))
+
+
+def _content(part: ReportPart) -> object:
+    match part:
+        case Table(rows=content) | Bullets(items=content) | Verdicts(uses=content) | Section(parts=content):
+            return content
+        case _:
+            return part
+
+
+def section(title: str, *parts: ReportPart | None, folded: bool = False) -> Section:
+    """Make a section of the parts that say something; without any it is left out itself."""
+    return Section(title, kept(*parts), folded)
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, folded: str | None = None) -> Table:
     """Make a table of written cells."""
     return Table(tuple(head), tuple(tuple(r) for r in rows), folded)
+
+
+def table_of(
+    items: Iterable[T], columns: Mapping[str, Callable[[T], str]], *, folded: str | None = None
+) -> Table:
+    """Make a table with a row per item; a column is its head and what it writes of an item."""
+    return table(tuple(columns), [[cell(item) for cell in columns.values()] for item in items], folded=folded)
 
 
 # -- as Markdown ----------------------------------------------------------------------------------------

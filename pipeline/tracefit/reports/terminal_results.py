@@ -35,30 +35,7 @@ if TYPE_CHECKING:
     from tracefit.coefficients.predict import PredictedDuration, StepPrediction
     from tracefit.coefficients.requests import RequestPrediction
     from tracefit.features.sets import FeatureSet
-    from tracefit.results.models import (
-        CompareResult,
-        Drift,
-        ExportResult,
-        ModelSummary,
-        ReportResult,
-        RowPredictions,
-        RunResult,
-        SynthResult,
-        TrainResult,
-        VerifyResult,
-    )
-    from tracefit.results.traces import (
-        IngestPlan,
-        IngestResult,
-        Inspection,
-        Quantiles,
-        ReceiveResult,
-        RequestGroup,
-        RequestSummary,
-        RunFacts,
-        ScopeInspection,
-        ServerFacts,
-    )
+    from tracefit.results import models, traces
 
 
 def _wrapped(text: str, indent: str = "") -> str:
@@ -76,12 +53,12 @@ def _noted(text: str) -> str:
 # Ingesting and training
 
 
-def ingest_text(result: IngestResult) -> str:
+def ingest_text(result: traces.IngestResult) -> str:
     """Return the counts of what was read, and the tables folder."""
     return f"{_runs(result)}\n\ntables  {result.tables}"
 
 
-def _runs(result: IngestResult) -> str:
+def _runs(result: traces.IngestResult) -> str:
     head = ("run", "spans", "steps", "requests", "rejects", "dropped events", "duplicates")
     counts = [
         (r.spans, r.steps, r.requests, r.rejects, r.dropped_events, r.duplicate_spans) for r in result.runs
@@ -90,7 +67,7 @@ def _runs(result: IngestResult) -> str:
     return columns(head, rows)
 
 
-def plan_text(plan: IngestPlan) -> str:
+def plan_text(plan: traces.IngestPlan) -> str:
     """Return the files that an ingest would read, two lines each."""
     lines = []
     for f in plan.files:
@@ -102,7 +79,7 @@ def plan_text(plan: IngestPlan) -> str:
     return "\n".join([*lines, *(_wrapped(f"left out: {text}", "  ") for text in plan.left_out)])
 
 
-def train_text(result: TrainResult) -> str:
+def train_text(result: models.TrainResult) -> str:
     """Return the models' errors scope by scope, and the written files."""
     lines = [*_scopes(result), *(_wrapped(f"not fitted: {text}", "  ") for text in result.not_fitted)]
     return "\n".join([*lines, *_written(result.files)])
@@ -114,7 +91,7 @@ def _written(files: Sequence[Path]) -> list[str]:
     return [*(f"wrote   {path}" for path in files), *(f"open    {path}" for path in pages)]
 
 
-def report_text(result: ReportResult) -> str:
+def report_text(result: models.ReportResult) -> str:
     """Return what the report says first: how exact the models are, the verdict on every use of each, and the files."""
     parts = [_wrapped(result.lead)]
     for scope_id, uses in result.verdicts.items():
@@ -127,12 +104,12 @@ def report_text(result: ReportResult) -> str:
     return "\n\n".join([*parts, "\n".join(_written(result.files))])
 
 
-def run_text(result: RunResult) -> str:
+def run_text(result: models.RunResult) -> str:
     """Return a summary of what the main job read and wrote, ending with the page to open."""
     return f"{_runs(result.ingested)}\n\n{train_text(result.trained)}"
 
 
-def _scopes(result: TrainResult) -> list[str]:
+def _scopes(result: models.TrainResult) -> list[str]:
     labels = scope_labels({s.scope_id: (s.runs, s.settings) for s in result.scopes})
     head = ("model", "median error", "P90", "MAE us", "baseline us", "held out")
     lines: list[str] = []
@@ -161,7 +138,7 @@ def _scopes(result: TrainResult) -> list[str]:
     return lines
 
 
-def _model_row(m: ModelSummary) -> tuple[str, ...]:
+def _model_row(m: models.ModelSummary) -> tuple[str, ...]:
     errors = (_percent(m.holdout_mdape_pct), _percent(m.holdout_p90_ape_pct))
     return (m.name, *errors, number(m.holdout_mae), number(m.baseline_mae), count(m.rows_holdout))
 
@@ -184,7 +161,7 @@ def features_text(sets: Sequence[FeatureSet]) -> str:
     return "\n\n".join(parts)
 
 
-def receive_text(result: ReceiveResult) -> str:
+def receive_text(result: traces.ReceiveResult) -> str:
     """Return what was received, by sender, and the folder it is in."""
     head = ("service", "instance", "spans")
     rows = [
@@ -196,7 +173,7 @@ def receive_text(result: ReceiveResult) -> str:
     return f"{table}\n\nrequests  {requests}\nwritten   {files}, below {result.out}"
 
 
-def synth_text(result: SynthResult) -> str:
+def synth_text(result: models.SynthResult) -> str:
     """Return what was generated, and its folder."""
     lines = [f"{count(result.requests)} requests, {count(result.steps)} steps"]
     return "\n".join([*lines, *(f"wrote   {folder}" for folder in result.folders)])
@@ -205,7 +182,7 @@ def synth_text(result: SynthResult) -> str:
 # Inspecting
 
 
-def inspect_text(found: Inspection) -> str:
+def inspect_text(found: traces.Inspection) -> str:
     """Return what the runs hold, the health of their journeys, and what can be trained."""
     parts = [*(_run(run) for run in found.runs), *(_allowed(scope) for scope in found.scopes)]
     if found.exit_code:
@@ -213,7 +190,7 @@ def inspect_text(found: Inspection) -> str:
     return "\n\n".join(parts)
 
 
-def _run(run: RunFacts) -> str:
+def _run(run: traces.RunFacts) -> str:
     facts = [
         ("size", f"{run.bytes / 1e6:,.1f} MB"),
         *(
@@ -244,7 +221,7 @@ def _run(run: RunFacts) -> str:
     )
 
 
-def _server(s: ServerFacts) -> str:
+def _server(s: traces.ServerFacts) -> str:
     first, last = s.first_unix_ns, s.last_unix_ns
     time = "time not known"
     if first is not None and last is not None:
@@ -257,7 +234,7 @@ def _server(s: ServerFacts) -> str:
     return f"server {s.server}: {time}\n  {counts}, {dropped}\n  sampled: {rates}"
 
 
-def _allowed(scope: ScopeInspection) -> str:
+def _allowed(scope: traces.ScopeInspection) -> str:
     name = max((len(a.what) for a in scope.allows), default=0)
     # 13: two blanks before the name, two on either side of the verdict, and its seven letters.
     lines = [
@@ -273,7 +250,7 @@ _METRICS = ("ttft", "itl", "e2e", "queue")
 _POINTS = ("p50", "p90", "p99")
 
 
-def requests_text(summary: RequestSummary) -> str:
+def requests_text(summary: traces.RequestSummary) -> str:
     """Return counts, latencies and throughput of requests: in total, by phase, by run, over time; in milliseconds."""
     total = summary.total
     states = ", ".join(f"{count:,} {state}" for state, count in summary.states.items())
@@ -306,7 +283,7 @@ def requests_text(summary: RequestSummary) -> str:
     return "\n\n".join(parts)
 
 
-def requests_csv(summary: RequestSummary) -> str:
+def requests_csv(summary: traces.RequestSummary) -> str:
     """Return one line per group: all, each run, each window of time. Times in seconds."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -319,9 +296,9 @@ def requests_csv(summary: RequestSummary) -> str:
     return text.getvalue()
 
 
-def _by_run(summary: RequestSummary) -> dict[str, list[RequestGroup]]:
+def _by_run(summary: traces.RequestSummary) -> dict[str, list[traces.RequestGroup]]:
     """Return the windows of each run, named by their times alone."""
-    found: dict[str, list[RequestGroup]] = {}
+    found: dict[str, list[traces.RequestGroup]] = {}
     for window in summary.windows:
         # A name may begin with another run's.
         run = max((r.name for r in summary.runs if window.name.startswith(f"{r.name} ")), key=len)
@@ -329,7 +306,7 @@ def _by_run(summary: RequestSummary) -> dict[str, list[RequestGroup]]:
     return found
 
 
-def _groups(groups: Sequence[RequestGroup]) -> str:
+def _groups(groups: Sequence[traces.RequestGroup]) -> str:
     counts = [
         (g.name, count(g.requests), count(g.failed), number(g.output_tokens_per_s), *_points_ms(g.queue))
         for g in groups
@@ -344,11 +321,11 @@ def _groups(groups: Sequence[RequestGroup]) -> str:
     )
 
 
-def _points_ms(q: Quantiles) -> tuple[str, str]:
+def _points_ms(q: traces.Quantiles) -> tuple[str, str]:
     return _milliseconds(q.p50), _milliseconds(q.p99)
 
 
-def _quantile_row(q: Quantiles) -> tuple[str, ...]:
+def _quantile_row(q: traces.Quantiles) -> tuple[str, ...]:
     return (f"{q.n:,}", *(_milliseconds(value) for value in (q.mean, q.p50, q.p90, q.p99)))
 
 
@@ -389,7 +366,7 @@ def request_text(predicted: RequestPrediction) -> str:
     return "\n".join([*_spans(predicted.scope_id, rows), *ranges, *notes])
 
 
-def rows_text(predicted: RowPredictions) -> str:
+def rows_text(predicted: models.RowPredictions) -> str:
     """Return the predicted rows as CSV, or the file they were written to."""
     if predicted.out is not None:
         outside = (
@@ -408,7 +385,7 @@ def rows_text(predicted: RowPredictions) -> str:
     return text.getvalue()
 
 
-def export_text(result: ExportResult) -> str:
+def export_text(result: models.ExportResult) -> str:
     """Return the files written for a consumer, and the held-out error of the exported form."""
     rows = [
         (
@@ -428,7 +405,7 @@ def export_text(result: ExportResult) -> str:
     return "\n".join([*lines, f"use     {result.usage}"])
 
 
-def verify_text(result: VerifyResult) -> str:
+def verify_text(result: models.VerifyResult) -> str:
     """Return whether a refit confirms a file."""
     head = f"{result.numbers:,} values refitted, {result.differing:,} not confirmed"
     lines = [f"{result.file}: {'verified' if result.verified else 'NOT verified'}", head]
@@ -440,7 +417,7 @@ def verify_text(result: VerifyResult) -> str:
     return "\n".join([*lines, *(f"note: {text}" for text in result.notes)])
 
 
-def compare_text(result: CompareResult) -> str:
+def compare_text(result: models.CompareResult) -> str:
     """Return the differences of two files, or whether an old one is still good."""
     lines: list[str] = []
     for one in result.models:
@@ -471,7 +448,7 @@ def compare_text(result: CompareResult) -> str:
     return "\n".join([*lines, *(_wrapped(f"note: {text}", "  ") for text in result.notes)])
 
 
-def _drift_row(d: Drift) -> tuple[str, ...]:
+def _drift_row(d: models.Drift) -> tuple[str, ...]:
     errors = (d.then_mdape_pct, d.now_mdape_pct, d.limit_pct, d.now_bias_pct)
     return (d.model, *(number(v) for v in errors), count(d.rows), d.verdict)
 

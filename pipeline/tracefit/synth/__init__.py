@@ -8,15 +8,7 @@ tables. Nothing here is shared with the rooms that read traces: the two paths ag
     folder = write_run(run, Path("runs"), compress="gz")
 """
 
-from tracefit.synth.laws import (
-    GPUS,
-    MODELS,
-    AdmissionLaw,
-    Composition,
-    LinearLaw,
-    RooflineLaw,
-    ServedModel,
-)
+from tracefit.synth.laws import GPUS, MODELS, AdmissionLaw, Composition, LinearLaw, RooflineLaw, ServedModel
 from tracefit.synth.options import DEFAULT_PHASES, LengthMix, LoadPhase, SynthOptions, surge_phases
 from tracefit.synth.run import REQUEST_COLUMNS, STEP_COLUMNS, SynthRun, synth, write_run
 from tracefit.synth.scheduler import Request, Scheduler

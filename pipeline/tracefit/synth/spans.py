@@ -436,8 +436,7 @@ def _text(text: str) -> str:
 def _batch_message(batch: ExportBatch) -> trace_pb2.TracesData:
     scopes = [
         trace_pb2.ScopeSpans(
-            scope=common_pb2.InstrumentationScope(name=scope),
-            spans=[_span_message(span) for span in spans],
+            scope=common_pb2.InstrumentationScope(name=scope), spans=[_span_message(span) for span in spans]
         )
         for scope, spans in batch.by_scope().items()
     ]

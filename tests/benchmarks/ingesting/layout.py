@@ -6,7 +6,6 @@ tuned to one, as it is drawn anew per sitting. The same seed draws the same layo
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from dataclasses import dataclass, field, replace
@@ -248,11 +247,6 @@ def draw_layout(seed: int) -> Layout:
 def order_of(layout: Layout, name: str) -> tuple[str, ...]:
     """Return the order of the keys of a kind of object."""
     return layout.orders.get(name, _OBJECTS[name])
-
-
-def text(value: str, layout: Layout) -> str:
-    """Return a JSON string."""
-    return json.dumps(value, ensure_ascii=layout.is_ascii)
 
 
 def _extras(rng: random.Random) -> dict[str, tuple[Extra, ...]]:

@@ -8,15 +8,16 @@ text (JSON) or a field of its message (protobuf), so that a gigabyte takes less 
 from __future__ import annotations
 
 import base64
+import json
 import random
 import re
 import shutil
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from ingesting.layout import order_of, text
+from ingesting.layout import order_of
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.resource.v1 import resource_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from ingesting.layout import Layout, Value
 
-    from tracefit.synth import Attributes, GeneratedEvent, GeneratedSpan
+    from tracefit.synth import GeneratedEvent, GeneratedSpan
 
 Kind: TypeAlias = Literal["json", "protobuf"]
 
@@ -115,7 +116,7 @@ def write_trace(folder: Path, kind: Kind, size: int, layout: Layout) -> Written:
     _sidecars(folder)
     layout = layout.with_record_bytes(max(size // 4, 50_000))
     units = [_Unit(layout, number, kind, min(_UNIT_BYTES, size // _UNITS)) for number in range(_UNITS)]
-    encoding: _Encoding = _Json(layout) if kind == "json" else _Protobuf(layout)
+    encoding = _Json(layout) if kind == "json" else _Protobuf(layout)
     prepared = [encoding.prepare(unit) for unit in units]
     written = Written(folder / ("traces.json" if kind == "json" else "traces.binpb"))
     for unit in units:
@@ -231,13 +232,10 @@ class _Unit:
     def span_attributes(self, span: GeneratedSpan) -> list[tuple[str, Slot | Value]]:
         """Return the attributes of a span itself in this layout."""
         kind = "scheduler_steps" if span.name.startswith("scheduler_steps") else span.name
-        return self._arranged(kind, list(_pairs(self, span.attributes)))
-
-    def slot(self, key: str, value: Value) -> Slot | Value:
-        """Return a value, or its slot where it differs from copy to copy."""
-        return self._slot(key, value)
+        return self._arranged(kind, [(key, self._slot(key, value)) for key, value in span.attributes.items()])
 
     def _slot(self, key: str, value: Value) -> Slot | Value:
+        """Return a value, or its slot where it differs from copy to copy."""
         shift = _SHIFTS.get(key)
         if shift is None:
             return value
@@ -267,32 +265,11 @@ class _Unit:
         return pairs
 
 
-def _pairs(unit: _Unit, attributes: Attributes) -> Iterator[tuple[str, Slot | Value]]:
-    for key, value in attributes.items():
-        yield key, unit.slot(key, value)
-
-
-class _Encoding(Protocol):
-    """How spans become bytes, and spans of several scopes a record."""
-
-    def prepare(self, unit: _Unit) -> _Prepared:
-        """Return the spans of a unit with their slots found."""
-
-    def record(self, spans: Iterable[tuple[str, str, bytes]]) -> bytes:
-        """Return a record of spans, each with its process and scope."""
-
-
-class _Prepared(Protocol):
-    """The spans of a unit with their slots found."""
-
-    def copies(self, values: np.ndarray, kinds: np.ndarray, texts: np.ndarray) -> Iterator[bytes]:
-        """Yield every span with these values in its slots."""
-
-    slots: list[Slot]
-
-
 def _records(
-    layout: Layout, units: list[_Unit], prepared: list[_Prepared], encoding: _Encoding
+    layout: Layout,
+    units: list[_Unit],
+    prepared: list[_PreparedJson | _PreparedProtobuf],
+    encoding: _Json | _Protobuf,
 ) -> Iterator[tuple[bytes, list[dict[str, int]]]]:
     """Yield records without end, and what rows their spans make."""
     rng = np.random.default_rng(layout.seed)
@@ -390,194 +367,151 @@ class _Copies:
         return texts
 
 
+def _filled(values: np.ndarray, kinds: np.ndarray, texts: np.ndarray) -> list[Any]:
+    """Return what stands in each slot of a copy."""
+    filled = values.astype(object)
+    is_seconds, is_text = kinds == Shift.SECONDS, kinds == Shift.TEXT
+    filled[is_seconds] = (values[is_seconds] / 1e9).astype(object)
+    filled[is_text] = texts[values[is_text]]
+    return filled.tolist()
+
+
+def _by_scope(spans: Iterable[tuple[str, str, bytes]]) -> dict[str, dict[str, list[bytes]]]:
+    """Return spans by process and scope."""
+    processes: dict[str, dict[str, list[bytes]]] = {}
+    for process, scope, data in spans:
+        processes.setdefault(process, {}).setdefault(scope, []).append(data)
+    return processes
+
+
 # JSON
 
 
-_Fragment: TypeAlias = tuple[str, list[Slot]]
-"""Text with `%s` for each slot, and the slots in order."""
 _KIND_NAMES = {1: "SPAN_KIND_INTERNAL", 2: "SPAN_KIND_SERVER"}
+_MARK = re.compile(r'"\\u0001(\d+)n\\u0001"|\\u0001(\d+)\\u0001')
+"""The place of a slot in encoded text: a number, which takes its quotes with it, or a part of a string."""
 
 
 class _Json:
+    """Objects are dicts in the order of the layout; what is put in later stands in them as a mark."""
+
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._comma, self._colon = layout.separators
-        self._names: dict[str, str] = {}
-        self._scopes: dict[str, str] = {}
-        self._resources: dict[str, str] = {}
+        self._encode = json.JSONEncoder(ensure_ascii=layout.is_ascii, separators=layout.separators).encode
+        self._marked: list[Any] = []
 
     def prepare(self, unit: _Unit) -> _PreparedJson:
         prepared = _PreparedJson()
         for span in unit.spans:
-            template, slots = self._span(unit, span)
-            prepared.templates.append(template)
-            prepared.slots += slots
+            template = self._encode(self._span(unit, span)).replace("%", "%%")
+            prepared.slots += [self._marked[int(found[1] or found[2])] for found in _MARK.finditer(template)]
+            prepared.templates.append(_MARK.sub("%s", template))
             prepared.ends.append(len(prepared.slots))
+            self._marked.clear()
         return prepared
 
     def record(self, spans: Iterable[tuple[str, str, bytes]]) -> bytes:
-        processes: dict[str, dict[str, list[bytes]]] = {}
-        for process, scope, data in spans:
-            processes.setdefault(process, {}).setdefault(scope, []).append(data)
-        comma = self._comma.encode()
+        zero = "" if self._layout.writes_empty else None
         resource_spans = []
-        for process, scopes in processes.items():
+        for process, scopes in _by_scope(spans).items():
             listed = [
-                self._joined(
+                self._object(
                     "scope spans",
-                    {
-                        "scope": self._scope(scope).encode(),
-                        "spans": b"[" + comma.join(own) + b"]",
-                        "schemaUrl": self._schema_url(),
-                    },
+                    scope=self._scope(scope),
+                    spans=[self._mark(d, "n") for d in own],
+                    schemaUrl=zero,
                 )
                 for scope, own in scopes.items()
             ]
-            parts = {
-                "resource": self._resource(process).encode(),
-                "scopeSpans": b"[" + comma.join(listed) + b"]",
-                "schemaUrl": self._schema_url(),
-            }
-            resource_spans.append(self._joined("resource spans", parts))
-        head = f'{{"resourceSpans"{self._colon}['.encode()
-        return head + comma.join(resource_spans) + b"]}\n"
+            resource = {"attributes": self._attributes(_resource_pairs(self._layout, process))}
+            resource_spans.append(
+                self._object("resource spans", resource=resource, scopeSpans=listed, schemaUrl=zero)
+            )
+        text = self._encode({"resourceSpans": resource_spans})
+        record = b"".join(
+            part.encode() if n % 2 == 0 else self._marked[int(part)]
+            for n, part in enumerate(re.split(r'"\\u0001(\d+)n\\u0001"', text))
+        )
+        self._marked.clear()
+        return record + b"\n"
 
-    def _joined(self, name: str, parts: dict[str, bytes | None]) -> bytes:
-        """Return an object from encoded values, without what is None."""
-        colon = self._colon.encode()
-        given = [
-            b'"' + key.encode() + b'"' + colon + value
-            for key in order_of(self._layout, name)
-            if (value := parts.get(key)) is not None
-        ]
-        return b"{" + self._comma.encode().join(given) + b"}"
+    def _mark(self, content: Slot | bytes, kind: str = "") -> str:
+        self._marked.append(content)
+        return f"\x01{len(self._marked) - 1}{kind}\x01"
 
-    def _schema_url(self) -> bytes | None:
-        return b'""' if self._layout.writes_empty else None
+    def _object(self, name: str, /, **parts: Any) -> dict[str, Any]:
+        """Return an object in the order of the layout, without what is None."""
+        return {key: parts[key] for key in order_of(self._layout, name) if parts.get(key) is not None}
 
-    def _resource(self, process: str) -> str:
-        if process not in self._resources:
-            pairs = _resource_pairs(self._layout, process)
-            attributes = self._attributes(pairs)[0] % ()
-            self._resources[process] = f'{{"attributes"{self._colon}{attributes}}}'
-        return self._resources[process]
+    def _scope(self, scope: str) -> dict[str, Any]:
+        version = "" if self._layout.writes_empty else None
+        extras = self._attributes(_scope_pairs(self._layout)) or None
+        return self._object("scope", name=scope, version=version, attributes=extras)
 
-    def _scope(self, scope: str) -> str:
-        if scope not in self._scopes:
-            extras = _scope_pairs(self._layout)
-            parts: dict[str, _Fragment | None] = {
-                "name": (self._text(scope), []),
-                "version": (self._text(""), []) if self._layout.writes_empty else None,
-                "attributes": self._attributes(extras) if extras else None,
-            }
-            self._scopes[scope] = self._object("scope", parts)[0] % ()
-        return self._scopes[scope]
+    def _attributes(self, pairs: Iterable[tuple[str, Slot | Value]]) -> list[dict[str, Any]]:
+        return [self._object("attribute", key=key, value=self._value(value)) for key, value in pairs]
 
-    def _text(self, value: str) -> str:
-        """Return a JSON string for a template."""
-        found = self._names.get(value)
-        if found is None:
-            found = self._names[value] = text(value, self._layout).replace("%", "%%")
-        return found
+    def _value(self, value: Slot | Value) -> dict[str, Any]:
+        if not isinstance(value, Slot):
+            return self._constant(value)
+        if value.shift is Shift.TEXT:
+            return {"stringValue": self._mark(value)}
+        if value.shift is Shift.SECONDS:
+            return {"doubleValue": self._mark(value, "n")}
+        return {"intValue": self._mark(value, "" if self._layout.quotes_integers else "n")}
 
-    def _object(self, name: str, parts: dict[str, _Fragment | None]) -> _Fragment:
-        texts: list[str] = []
-        slots: list[Slot] = []
-        for key in order_of(self._layout, name):
-            part = parts.get(key)
-            if part is not None:
-                texts.append(f'"{key}"{self._colon}{part[0]}')
-                slots += part[1]
-        return f"{{{self._comma.join(texts)}}}", slots
-
-    def _list(self, parts: Iterable[_Fragment]) -> _Fragment:
-        texts: list[str] = []
-        slots: list[Slot] = []
-        for one, own in parts:
-            texts.append(one)
-            slots += own
-        return f"[{self._comma.join(texts)}]", slots
-
-    def _attributes(self, pairs: Iterable[tuple[str, Slot | Value]]) -> _Fragment:
-        return self._list(map(self._attribute, pairs))
-
-    def _attribute(self, pair: tuple[str, Slot | Value]) -> _Fragment:
-        key, value = pair
-        field_name, content, slots = self._value(value)
-        inner = f'{{"{field_name}"{self._colon}{content}}}'
-        first, second = f'"key"{self._colon}{self._text(key)}', f'"value"{self._colon}{inner}'
-        if order_of(self._layout, "attribute")[0] == "value":
-            first, second = second, first
-        return f"{{{first}{self._comma}{second}}}", slots
-
-    def _value(self, value: Slot | Value) -> tuple[str, str, list[Slot]]:
-        """Return the name of a value's kind, its text, and its slot."""
-        integer = '"%s"' if self._layout.quotes_integers else "%s"
-        if isinstance(value, Slot):
-            if value.shift is Shift.TEXT:
-                return "stringValue", '"%s"', [value]
-            is_double = value.shift is Shift.SECONDS
-            return *(("doubleValue", "%s") if is_double else ("intValue", integer)), [value]
-        if isinstance(value, int) and not isinstance(value, bool):
-            return "intValue", integer % value, []
-        return *self._constant(value), []
-
-    def _constant(self, value: str | float | bytes) -> tuple[str, str]:
-        if isinstance(value, bool):
-            return "boolValue", "true" if value else "false"
-        if isinstance(value, bytes):
-            return "bytesValue", f'"{base64.b64encode(value).decode()}"'
-        if isinstance(value, str):
-            return "stringValue", self._text(value)
-        whole = not self._layout.whole_doubles and value.is_integer() and abs(value) < 1e15
-        return "doubleValue", str(int(value)) if whole else repr(value)
-
-    def _time(self, slot: Slot) -> _Fragment:
-        return '"%s"' if self._layout.quotes_times else "%s", [slot]
-
-    def _event(self, unit: _Unit, event: GeneratedEvent) -> _Fragment:
-        parts: dict[str, _Fragment | None] = {
-            "timeUnixNano": self._time(unit.unix(event.unix_ns)),
-            "name": (self._text(self._layout.event_name(event.name)), []),
-            "attributes": self._attributes(unit.event_attributes(event)),
-            "droppedAttributesCount": ("0", []) if self._layout.has_event_zeros else None,
-        }
-        return self._object("event", parts)
-
-    def _span(self, unit: _Unit, span: GeneratedSpan) -> _Fragment:
+    def _constant(self, value: Value) -> dict[str, Any]:
         layout = self._layout
-        empty = layout.writes_empty
-        name = unit.span_name(span)
-        zero: _Fragment | None = ("0", []) if empty else None
-        parent: _Fragment | None = ('""', []) if empty else None
-        if span.parent_span_id:
-            parent = '"%s"', [unit.text("span", span.parent_span_id)]
-        kind = f'"{_KIND_NAMES[span.kind.value]}"' if layout.names_enums else str(span.kind.value)
-        events = [self._event(unit, event) for event in span.events]
-        parts: dict[str, _Fragment | None] = {
-            "traceId": ('"%s"', [unit.text("trace", span.trace_id)]),
-            "spanId": ('"%s"', [unit.text("span", span.span_id)]),
-            "traceState": ('""', []) if empty else None,
-            "parentSpanId": parent,
-            "flags": (str(span.flags), []),
-            "name": ('"scheduler_steps_%s"', [name]) if isinstance(name, Slot) else (self._text(name), []),
-            "kind": (kind, []),
-            "startTimeUnixNano": self._time(unit.unix(span.start_unix_ns)),
-            "endTimeUnixNano": self._time(unit.unix(span.end_unix_ns)),
-            "attributes": self._attributes(unit.span_attributes(span)),
-            "droppedAttributesCount": zero,
-            "events": self._list(events) if events or empty else None,
-            "droppedEventsCount": (str(span.dropped_events), []) if span.dropped_events else zero,
-            "links": ("[]", []) if empty else None,
-            "status": (self._status(span), []),
-        }
-        return self._object("span", parts)
+        if isinstance(value, bool):
+            return {"boolValue": value}
+        if isinstance(value, int):
+            return {"intValue": str(value) if layout.quotes_integers else value}
+        if isinstance(value, bytes):
+            return {"bytesValue": base64.b64encode(value).decode()}
+        if isinstance(value, str):
+            return {"stringValue": value}
+        whole = not layout.whole_doubles and value.is_integer() and abs(value) < 1e15
+        return {"doubleValue": int(value) if whole else value}
 
-    def _status(self, span: GeneratedSpan) -> str:
-        if not span.error:
-            return "{}"
-        code = '"STATUS_CODE_ERROR"' if self._layout.names_enums else "2"
-        return f'{{"message"{self._colon}{self._text(span.error)}{self._comma}"code"{self._colon}{code}}}'
+    def _time(self, slot: Slot) -> str:
+        return self._mark(slot, "" if self._layout.quotes_times else "n")
+
+    def _event(self, unit: _Unit, event: GeneratedEvent) -> dict[str, Any]:
+        return self._object(
+            "event",
+            timeUnixNano=self._time(unit.unix(event.unix_ns)),
+            name=self._layout.event_name(event.name),
+            attributes=self._attributes(unit.event_attributes(event)),
+            droppedAttributesCount=0 if self._layout.has_event_zeros else None,
+        )
+
+    def _span(self, unit: _Unit, span: GeneratedSpan) -> dict[str, Any]:
+        layout = self._layout
+        is_empty = layout.writes_empty
+        name = unit.span_name(span)
+        parent = "" if is_empty else None
+        if span.parent_span_id:
+            parent = self._mark(unit.text("span", span.parent_span_id))
+        events = [self._event(unit, event) for event in span.events]
+        error_code = "STATUS_CODE_ERROR" if layout.names_enums else 2
+        return self._object(
+            "span",
+            traceId=self._mark(unit.text("trace", span.trace_id)),
+            spanId=self._mark(unit.text("span", span.span_id)),
+            traceState="" if is_empty else None,
+            parentSpanId=parent,
+            flags=span.flags,
+            name=f"scheduler_steps_{self._mark(name)}" if isinstance(name, Slot) else name,
+            kind=_KIND_NAMES[span.kind.value] if layout.names_enums else span.kind.value,
+            startTimeUnixNano=self._time(unit.unix(span.start_unix_ns)),
+            endTimeUnixNano=self._time(unit.unix(span.end_unix_ns)),
+            attributes=self._attributes(unit.span_attributes(span)),
+            droppedAttributesCount=0 if is_empty else None,
+            events=events if events or is_empty else None,
+            droppedEventsCount=span.dropped_events if span.dropped_events or is_empty else None,
+            links=[] if is_empty else None,
+            status={"message": span.error, "code": error_code} if span.error else {},
+        )
 
 
 class _PreparedJson:
@@ -587,11 +521,8 @@ class _PreparedJson:
         self.slots: list[Slot] = []
 
     def copies(self, values: np.ndarray, kinds: np.ndarray, texts: np.ndarray) -> Iterator[bytes]:
-        filled = values.astype(object)
-        is_seconds, is_text = kinds == Shift.SECONDS, kinds == Shift.TEXT
-        filled[is_seconds] = (values[is_seconds] / 1e9).astype(object)
-        filled[is_text] = texts[values[is_text]]
-        arguments = filled.tolist()
+        """Yield every span with these values in its slots."""
+        arguments = _filled(values, kinds, texts)
         start = 0
         for template, end in zip(self.templates, self.ends, strict=True):
             yield (template % tuple(arguments[start:end])).encode()
@@ -613,11 +544,8 @@ class _Protobuf:
         return prepared
 
     def record(self, spans: Iterable[tuple[str, str, bytes]]) -> bytes:
-        processes: dict[str, dict[str, list[bytes]]] = {}
-        for process, scope, data in spans:
-            processes.setdefault(process, {}).setdefault(scope, []).append(data)
         resource_spans = []
-        for process, scopes in processes.items():
+        for process, scopes in _by_scope(spans).items():
             resource = resource_pb2.Resource(
                 attributes=[_key_value(*pair) for pair in _resource_pairs(self._layout, process)]
             )
@@ -684,11 +612,8 @@ class _PreparedProtobuf:
         self._targets.append((message, name))
 
     def copies(self, values: np.ndarray, kinds: np.ndarray, texts: np.ndarray) -> Iterator[bytes]:
-        filled = values.astype(object)
-        is_seconds, is_text = kinds == Shift.SECONDS, kinds == Shift.TEXT
-        filled[is_seconds] = (values[is_seconds] / 1e9).astype(object)
-        filled[is_text] = texts[values[is_text]]
-        for (message, name), value in zip(self._targets, filled.tolist(), strict=True):
+        """Yield every span with these values in its slots."""
+        for (message, name), value in zip(self._targets, _filled(values, kinds, texts), strict=True):
             if name.endswith("_id"):
                 setattr(message, name, bytes.fromhex(value))
             elif name == "name":
