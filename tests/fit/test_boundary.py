@@ -19,7 +19,7 @@ from tracefit.fit.alpha import fit_target
 from tracefit.fit.boundary import admission_with_clock, fit_boundary, interpolated_clock, mean_residual
 from tracefit.fit.fitted import FitOptions, LinearFit, ScopeOptions
 from tracefit.fit.train import fit_linear
-from tracefit.reports.content import burst_lines
+from tracefit.reports.content import burst_line
 from tracefit.tables.store import TableStore
 
 MS = 1_000_000
@@ -101,7 +101,7 @@ def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new
     assert burst.requests == 25
     # Requests that came alone were queued 100 us before their step: any work up to 1,100 us finds its start.
     assert 0 < model.boundary.work_us <= 1_100
-    (line,) = burst_lines(model.validation.bursts)
+    line = burst_line(model.validation.bursts)
     assert f"`bursty` {burst.from_s:.2f} to {burst.to_s:.2f} s: 25 requests" in line
 
 
