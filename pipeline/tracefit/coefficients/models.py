@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from tracefit.coefficients.files import COEFFICIENT_FILES, read_coefficients
+from tracefit.coefficients.files import coefficient_paths, read_coefficients
 from tracefit.coefficients.predict import ScopeModels, StepPrediction
 from tracefit.coefficients.requests import OneRequest, RequestPrediction
 from tracefit.coefficients.workload import REQUEST_INPUTS, STEP_INPUTS
@@ -36,27 +36,10 @@ def load(*paths: str | Path | Iterable[str | Path]) -> Models:
         UsageError: A file is missing, damaged or of another kind, or two files hold the same model.
     """
     places = [place_of(p) for one in paths for p in ([one] if isinstance(one, str | Path) else one)]
-    files = [file for place in places for file in _files(place)]
+    files = [file for place in places for file in coefficient_paths(place)]
     if not files:
         raise UsageError("no coefficient file is given")
     return Models(tuple(read_coefficients(file) for file in files), ", ".join(map(str, places)))
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    # A folder that `tracefit run` wrote holds them in `models/`.
-    folders = (path, path / "models")
-    found = next(
-        (f for f in ([d / n for n in COEFFICIENT_FILES if (d / n).exists()] for d in folders) if f), []
-    )
-    if not found:
-        raise UsageError(
-            f"holds neither {' nor '.join(COEFFICIENT_FILES)}",
-            where=str(path),
-            hint="`tracefit run RUNS --out OUT` or `tracefit train TABLES` makes them",
-        )
-    return found
 
 
 class Models:
