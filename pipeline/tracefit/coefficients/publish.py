@@ -21,6 +21,7 @@ from tracefit.coefficients import verdicts
 from tracefit.coefficients.models import Models
 from tracefit.coefficients.request_ranges import described_requests, request_ranges, workload_of
 from tracefit.features.training import definitions
+from tracefit.fit.fitted import missing_attributes
 from tracefit.fit.latency import split_requests, trained_steps
 from tracefit.fit.results import Number, Term
 from tracefit.fit.splits import counted, evaluation_rows
@@ -257,10 +258,6 @@ def _exclusions(rows: pl.DataFrame) -> dict[str, int]:
 def _ingest(runs: pl.DataFrame) -> cf.IngestEntry:
     # Files, rejects and duplicates are counted per run; spans and dropped events per server of it.
     per_run = runs.unique("run_id", keep="first", maintain_order=True)
-    missing: dict[str, set[str]] = {}
-    for text in per_run["missing_attributes"].drop_nulls():
-        for event, attributes in json.loads(text).items():
-            missing.setdefault(event, set()).update(attributes)
     summed = {
         name: _sum(per_run, name)
         for name in ("files", "bytes", "other_spans", "rejects", "dropped_attributes")
@@ -272,7 +269,7 @@ def _ingest(runs: pl.DataFrame) -> cf.IngestEntry:
         spans=_sum(runs, "spans"),
         events=_counts(per_run["events"]),
         implausible=_counts(per_run["implausible"]),
-        missing_attributes={event: tuple(sorted(keys)) for event, keys in sorted(missing.items())},
+        missing_attributes=missing_attributes(runs),
         dropped_events=_sum(runs, "dropped_events"),
         duplicates=_sum(per_run, "duplicate_spans"),
         servers=tuple(cf.ServerEntry(**row) for row in servers.iter_rows(named=True)),
