@@ -21,6 +21,7 @@ from tracefit.coefficients import verdicts
 from tracefit.coefficients.models import Models
 from tracefit.coefficients.request_ranges import described_requests, request_ranges, workload_of
 from tracefit.features.training import definitions
+from tracefit.fit.estimators import HUBER
 from tracefit.fit.fitted import missing_attributes
 from tracefit.fit.latency import split_requests, trained_steps
 from tracefit.fit.results import Number, Term
@@ -106,7 +107,7 @@ def _model(
         "name": model.name,
         "scope_id": scope.scope.scope_id,
         "target": cf.TargetFacts(name=model.target, definition=model.definition, source=model.source),
-        "estimator": _estimator(fitted, first),
+        "estimator": _estimator(first),
         "features_left_out": fitted.features_left_out,
         "training": _training(scope, fitted),
         "validation": model.validation,
@@ -156,13 +157,13 @@ def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedRegi
     )
 
 
-def _estimator(fitted: LinearFit, part: FittedRegime) -> cf.Estimator:
+def _estimator(part: FittedRegime) -> cf.Estimator:
     # Regimes choose their penalties each for itself; the one of the first is stated.
     return cf.Estimator(
         name="huber_linear",
         penalty=part.choice.penalty,
         strength=part.choice.strength,
-        huber=fitted.huber,
+        huber=HUBER,
         chosen_by="mean absolute error of time-blocked cross-validation on the training part",
         cv_mae=part.choice.score if part.choice.folds else None,
         folds=part.choice.folds,

@@ -243,7 +243,6 @@ class LinearFit:
     """A fitted linear model with its validation: one line, or one per regime; the first regime whose condition holds predicts."""
 
     regimes: tuple[FittedRegime, ...]
-    huber: float
     rows_train: int
     rows_used: int
     rows_holdout: int
