@@ -496,14 +496,10 @@ def _span_frame(
 def _event_counts(
     names: dict[str, int], codes: NDArray[np.int64], span_row: NDArray[np.uint32]
 ) -> pl.DataFrame:
-    # Row and name in one number, so that one sort groups them. `np.unique` would import `numpy.ma`, which takes as long as
-    # decoding a few megabytes.
-    pairs = np.sort(span_row.astype(np.int64) * max(len(names), 1) + codes)
-    starts = np.flatnonzero(np.append(True, pairs[1:] != pairs[:-1])) if len(pairs) else pairs
-    counts = np.diff(np.append(starts, len(pairs)))
-    texts = pl.Series(list(names), dtype=pl.String)
-    rows, code = np.divmod(pairs[starts], max(len(names), 1))
-    return pl.DataFrame({"span_row": rows, "name": texts.gather(code), "count": counts}, schema=COUNT_COLUMNS)
+    pairs = pl.DataFrame({"span_row": span_row, "code": codes})
+    counts = pairs.group_by("span_row", "code").len("count").sort("span_row", "code")
+    name = pl.Series("name", list(names), dtype=pl.String).gather(counts["code"])
+    return pl.DataFrame([counts["span_row"], name, counts["count"]], schema=COUNT_COLUMNS)
 
 
 def _as_type(column: pl.Series, dtype: pl.DataType) -> pl.Series:
