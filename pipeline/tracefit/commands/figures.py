@@ -965,12 +965,8 @@ def engine_figure(
 ) -> Figure | None:
     """Draw what one engine did over its run; null where fewer than two steps are known.
 
-    Args:
-        timeline: The server's rows of the `timeline` table, the columns `TIMELINE_COLUMNS` at least.
-        training: Its rows of `beta_training`, for the warm-up and the hold-out; may be empty.
-        run_id: The run.
-        server: The server.
-        overload: The overload of the run in the evaluation, if there was one.
+    `timeline` has the server's rows of that table (`TIMELINE_COLUMNS`), `training` those of `beta_training`, if any, for the
+    warm-up and the hold-out; `overload` is that of the run in the evaluation.
     """
     known = timeline.drop_nulls(["ts_start_ns", "running_depth"]).sort("ts_start_ns")
     if known.height < 2:

@@ -142,8 +142,7 @@ class ShadedRegion(NamedTuple):
 def shaded(regions: Iterable[ShadedRegion]) -> list[Trace]:
     """Shade intervals of the x axis; each kind is in the legend once."""
     # In the order of `SHADES`: of regions that overlap, the one that matters most is drawn last.
-    listed: set[str] = set()
-    shapes = []
+    shapes: list[Trace] = []
     for one in sorted(regions, key=lambda r: list(SHADES).index(r.kind)):
         shapes.append(
             {
@@ -159,10 +158,9 @@ def shaded(regions: Iterable[ShadedRegion]) -> list[Trace]:
                 "fillcolor": SHADES[one.kind],
                 "name": one.kind,
                 "legendgroup": one.kind,
-                "showlegend": one.kind not in listed,
+                "showlegend": all(other["name"] != one.kind for other in shapes),
             }
         )
-        listed.add(one.kind)
     return shapes
 
 
