@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from tracefit.coefficients.models import Models, load
     from tracefit.commands.compare import compare
     from tracefit.commands.export import export
+    from tracefit.commands.fleet import IngestOptions
     from tracefit.commands.ingest import ServerOptions, ingest
     from tracefit.commands.inspect import inspect
     from tracefit.commands.locate import scan
     from tracefit.commands.predict import predict
-    from tracefit.commands.reading import IngestOptions
     from tracefit.commands.report import report
     from tracefit.commands.requests import requests
     from tracefit.commands.train import TrainOptions, run, train
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "EngineChoice": "tracefit.engines.choice",
-    "IngestOptions": "tracefit.commands.reading",
+    "IngestOptions": "tracefit.commands.fleet",
     "Models": "tracefit.coefficients.models",
     "ServerOptions": "tracefit.commands.ingest",
     "TrainOptions": "tracefit.commands.train",

@@ -19,7 +19,6 @@ from narwhals.stable.v2.typing import IntoDataFrame, IntoFrame
 from tracefit.coefficients.compiled import (
     CompiledModel,
     expected_at_boundary,
-    line_expression,
     linear_forms,
     terms_of,
 )
@@ -28,6 +27,8 @@ from tracefit.coefficients.predict import MAX_NAME_SHOWN, PREDICTED, p90_ape_pct
 from tracefit.coefficients.requests import Arithmetic, RequestComposer, Value, complete
 from tracefit.coefficients.workload import LIMITS, OTHERS, REQUEST_INPUTS, RUNNING, STEP_INPUTS
 from tracefit.errors import UsageError, did_you_mean
+from tracefit.features import targets
+from tracefit.fit.results import line_expression
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -210,7 +211,7 @@ def _out_of_range(compiled: CompiledModel, known: Collection[str]) -> pl.Expr:
     of_terms = [
         _names_outside(
             {t.feature: t.training_range for t in form.terms if t.training_range is not None},
-            pl.when(line_expression(form) < 0).then(pl.lit(PREDICTED)),
+            pl.when(line_expression(form.intercept, form.terms) < 0).then(pl.lit(PREDICTED)),
         )
         for form in linear_forms(compiled.model).values()
     ]
@@ -412,7 +413,7 @@ class ManyRequests(RequestComposer):
             return _predicted(compiled, rows)
         work = _evaluated(
             compiled.computed(rows, features=[t.feature for t in model.work.terms]),
-            line_expression(model.work).clip(lower_bound=0.0),
+            line_expression(model.work.intercept, model.work.terms).clip(lower_bound=0.0),
         )
         expected, _, _ = expected_at_boundary(model, work, met, np.maximum)
         return np.where(idle, work, expected)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from tracefit.coefficients.model import Evaluation
-    from tracefit.commands.reading import IngestOptions
+    from tracefit.commands.fleet import IngestOptions
     from tracefit.engines.jobs import TaskEngine
     from tracefit.fit.fitted import FittedModel, FittedScope
     from tracefit.fit.results import Latency, Metrics, Overload

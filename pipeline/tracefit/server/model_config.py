@@ -211,7 +211,9 @@ def parse_architecture(text: bytes | str, *, where: str, name: str | None = None
         layer_windows=_windows(config, layers),
         vocabulary=config.required(*_VOCABULARY, most=_MOST_ROWS),
         tied_embeddings=_tied(config),
-        learned_positions=_learned_positions(config),
+        learned_positions=config.required(*_POSITIONS, most=_MOST_ROWS) + config.family.extra_positions
+        if config.family.learned_positions
+        else 0,
         dtype=dtype,
         dtype_bytes=size,
         **sizes,
@@ -498,19 +500,10 @@ def _chunks(config: _Config, layers: int) -> tuple[int | None, ...]:
 
 
 def _tied(config: _Config) -> bool:
-    stated = config.flag("tie_word_embeddings")
-    if stated is not None:
-        return stated
-    config.assumed.append(
-        f"tie_word_embeddings {str(config.family.tied).lower()} assumed: default of the family"
-    )
-    return config.family.tied
-
-
-def _learned_positions(config: _Config) -> int:
-    if not config.family.learned_positions:
-        return 0
-    return config.required(*_POSITIONS, most=_MOST_ROWS) + config.family.extra_positions
+    stated, default = config.flag("tie_word_embeddings"), config.family.tied
+    if stated is None:
+        config.assumed.append(f"tie_word_embeddings {str(default).lower()} assumed: default of the family")
+    return default if stated is None else stated
 
 
 def _dtype(config: _Config) -> str:
@@ -525,35 +518,18 @@ def _dtype(config: _Config) -> str:
 # -- bytes per number -------------------------------------------------------------------------------------
 
 DTYPE_BYTES: Mapping[str, float] = {
-    "float32": 4.0,
-    "float": 4.0,
-    "bfloat16": 2.0,
-    "float16": 2.0,
-    "half": 2.0,
-    "fp8": 1.0,
-    "fp8_e4m3": 1.0,
-    "fp8_e5m2": 1.0,
-    "fp8_inc": 1.0,  # of Gaudi
-    "fp8_ds_mla": 1.0,  # of DeepSeek's latent attention
-    "float8_e4m3fn": 1.0,
-    "float8_e5m2": 1.0,
-    "int8": 1.0,
+    **dict.fromkeys(("float32", "float"), 4.0),
+    **dict.fromkeys(("bfloat16", "float16", "half"), 2.0),
+    # fp8_inc is Gaudi's, fp8_ds_mla that of DeepSeek's latent attention.
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla"), 1.0),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8"), 1.0),
 }
 """Bytes per element of the data types a config or vLLM's `--dtype` and `--kv-cache-dtype` name."""
 
 _QUANTIZED_BYTES: Mapping[str, float] = {
-    "fp8": 1.0,
-    "fbgemm_fp8": 1.0,
-    "ptpc_fp8": 1.0,
-    "modelopt": 1.0,
-    "experts_int8": 1.0,
-    "awq": 0.5,
-    "awq_marlin": 0.5,
-    "gptq": 0.5,
-    "gptq_marlin": 0.5,
-    "bitsandbytes": 0.5,
-    "modelopt_fp4": 0.5625,  # 4 bits and an 8-bit scale for each 16
-    "nvfp4": 0.5625,
+    **dict.fromkeys(("fp8", "fbgemm_fp8", "ptpc_fp8", "modelopt", "experts_int8"), 1.0),
+    **dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin", "bitsandbytes"), 0.5),
+    **dict.fromkeys(("modelopt_fp4", "nvfp4"), 0.5625),  # 4 bits and an 8-bit scale for each 16
     "mxfp4": 0.53125,  # 4 bits and an 8-bit scale for each 32
 }
 """Bytes per weight of quantization methods when the config gives no bit count."""

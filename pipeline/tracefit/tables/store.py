@@ -32,7 +32,7 @@ from tracefit.tables.manifest import (
     read_manifest,
     replace_manifest,
 )
-from tracefit.tables.places import Disk, Place, digest_of, open_place
+from tracefit.tables.places import Bucket, Disk, Place, digest_of, open_place
 from tracefit.tables.staging import STAGE_NAME
 
 if TYPE_CHECKING:
@@ -116,11 +116,7 @@ class TableStore:
 
     @contextmanager
     def lock(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-        """Hold the folder for writing; if another process holds it, call `waiting` and wait. A bucket is not held.
-
-        Raises:
-            UsageError: A symbolic link lies where files of the tables are written or removed.
-        """
+        """Hold the folder for writing; if another process holds it, call `waiting` and wait. A bucket is not held."""
         before = self.place
         with before.lock(waiting or (lambda: None), _PLACES) as held:
             self.place = held
@@ -132,7 +128,7 @@ class TableStore:
     def is_intact(self, run_id: str, run: IngestedRun) -> bool:
         """Return whether the tables of a run exist and, on disk, are unchanged: a bucket checks what it stores itself."""
         names = [part_name(name, run_id, part) for name, part in run.tables.items()]
-        if not self.place.has_lock:
+        if isinstance(self.place, Bucket):
             return self.place.has(names)
         try:
             for name in names:
@@ -143,11 +139,7 @@ class TableStore:
         return True
 
     def _check(self, name: str, path: Path) -> None:
-        """Compare a part with the hash in its name, once: Parquet does not notice changed values in a page.
-
-        Raises:
-            DataError: The file has changed since it was written.
-        """
+        """Compare a part with the hash in its name, once: Parquet does not notice changed values in a page."""
         if name in self._checked:
             return
         if path.name != _content_name(path):
@@ -248,8 +240,7 @@ class TableStore:
         """Read a table: of all runs or some, with all columns or some.
 
         Raises:
-            DataError: A part is not a readable Parquet file.
-            UsageError: A part, or a folder it lies in, is a symbolic link.
+            DataError: A part is missing, has changed since it was written, or is not a readable Parquet file.
         """
         try:
             frames = self._read_parts(name, run_ids, columns)
@@ -270,11 +261,7 @@ class TableStore:
         return found.with_columns(pl.lit(None, c.polars).alias(c.name) for c in lacking)
 
     def scan(self, name: str, run_ids: list[str] | None = None) -> pl.LazyFrame:
-        """Return a table as a lazy frame, of all runs or some: only what a query needs is read, and no part is checked.
-
-        Raises:
-            UsageError: A part, or a folder it lies in, is a symbolic link.
-        """
+        """Return a table as a lazy frame, of all runs or some: only what a query needs is read, and no part is checked."""
         # Newer releases of polars read the key-value lists of Parquet as a type of their own.
         lists = [pl.col(c.name).cast(c.polars) for c in schema.TABLES[name].columns if c.kind == "map"]
         frames = [
@@ -336,7 +323,6 @@ class RunTables(Mapping[str, pl.DataFrame]):
         self._run_ids = None if run_ids is None else list(run_ids)
 
     def __repr__(self) -> str:
-        """Name the folder and the tables."""
         return f"<Tables of {self.root}: {', '.join(self)}>"
 
     def __fspath__(self) -> str:
@@ -344,11 +330,9 @@ class RunTables(Mapping[str, pl.DataFrame]):
         return str(self.root)
 
     def __iter__(self) -> Iterator[str]:
-        """Return the names of the tables."""
         return iter(schema.TABLES)
 
     def __len__(self) -> int:
-        """Return how many tables there are."""
         return len(schema.TABLES)
 
     def __getitem__(self, name: str) -> pl.DataFrame:
