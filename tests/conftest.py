@@ -29,8 +29,8 @@ from hypothesis import HealthCheck, Phase, settings
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from tracefit.cli import main
+from tracefit.commands.fleet import IngestOptions
 from tracefit.commands.ingest import ingest
-from tracefit.commands.reading import IngestOptions
 from tracefit.commands.train import TrainOptions, run
 from tracefit.server.architecture import ModelArchitecture
 from tracefit.server.hardware import Gpu

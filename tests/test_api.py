@@ -18,23 +18,6 @@ from tracefit.tables.store import TableStore
 SCHEMAS = Path(__file__).parents[1] / "schemas" / "tables"
 
 
-def test_the_package_lists_its_commands():
-    listed = dir(tracefit)
-    assert {
-        "run",
-        "ingest",
-        "train",
-        "inspect",
-        "requests",
-        "predict",
-        "export",
-        "compare",
-        "verify",
-        "report",
-    } <= set(listed)
-    assert {"load", "Models", "TrainOptions"} <= set(listed)
-
-
 @pytest.mark.parametrize("kind", [str, Path, lambda p: [str(p)], lambda p: (p for p in [p])])
 def test_paths_are_one_path_or_several(traces, tmp_path, kind):
     folder = traces.load(steps=40, requests=5).write(tmp_path / "busy")

@@ -74,8 +74,8 @@ def test_the_columns_that_follow_from_a_described_step_are_declared():
 EXAMPLES = {
     "a feature": {
         "pipeline/tracefit/features/sets.py": (
-            '        _column("prefill_tokens", "token", "prefill is bound by compute per token", _COST),\n',
-            '        Feature("ended_twice", "request", "2 * num_finished", "an example", _COST),\n',
+            "| prefill is bound by compute per token\n",
+            "+ ended_twice | request | an example | 2 * num_finished\n",
         )
     },
     "a dialect": {
@@ -112,7 +112,7 @@ def to_names(source):
         ),
         "pipeline/tracefit/features/sets.py": (
             "    for feature_set in (",
-            'FeatureSet("execution", (_column("prompt_tokens", "token", "an example"),)), ',
+            'FeatureSet("execution", _features("prompt_tokens | token | an example")), ',
         ),
     },
     "a step column": {

@@ -88,7 +88,7 @@ class Terminal:
         """Show the stage of work that begins."""
         self._stage, self._note = text, ""
         _log.info("%s", text)
-        self._measure(0)
+        self.expect(0)
 
     def note(self, text: str) -> None:
         """Show how far the stage is, beside it."""
@@ -98,13 +98,10 @@ class Terminal:
 
     def expect(self, size_bytes: int) -> None:
         """Show how much of so many bytes is read, at what rate, and how long the rest takes."""
-        self._measure(size_bytes)
-
-    def _measure(self, expected: int) -> None:
         # A bar and a spinner are two kinds of line: one cannot become the other.
-        if expected or self._expected:
+        if size_bytes or self._expected:
             self.close()
-        self._expected, self._bytes = expected, 0
+        self._expected, self._bytes = size_bytes, 0
         self._show()
 
     def read(self, size_bytes: int) -> None:
@@ -219,6 +216,9 @@ def _call(app: typer.Typer) -> int:
         else:
             _say(usage_line(error))
         code = error.exit_code
+    except OSError as error:
+        # Commands report their own errors: what typer could not write is a help text, or the version.
+        raise _unwritable(error) from error
     _on_stdout("")
     return code
 
@@ -246,9 +246,13 @@ def _on_stdout(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        _silence(sys.stdout)
-        why = os.strerror(error.errno or errno.EIO)
-        raise UsageError(f"cannot be written ({why})", where="standard output") from error
+        raise _unwritable(error) from error
+
+
+def _unwritable(error: OSError) -> UsageError:
+    _silence(sys.stdout)
+    why = os.strerror(error.errno or errno.EIO)
+    return UsageError(f"cannot be written ({why})", where="standard output")
 
 
 def _open_streams() -> None:

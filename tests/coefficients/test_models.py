@@ -590,6 +590,11 @@ def test_a_target_that_adds_to_ttft_is_part_of_it_in_predictions(small, monkeypa
     assert rows["ttft_us"].item() == pytest.approx(again.ttft.value_us)
 
 
+def test_a_column_by_name_may_mix_counts_and_fractions(small):
+    found = tracefit.load(small).predict_step({"batch": [4, 2.5, None], "prefill": 0})["predicted_us"]
+    assert found.to_list() == [1200, 1125, None]
+
+
 def test_a_misspelt_column_is_named(small):
     models = tracefit.load(small)
     with pytest.warns(UserWarning, match=r"reads prefil \(did you mean prefill\?\)$"):

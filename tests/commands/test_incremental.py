@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from tracefit import ingest
+from tracefit.commands.fleet import IngestOptions
 from tracefit.commands.ingest import plan_ingest
-from tracefit.commands.reading import IngestOptions
 from tracefit.tables.store import TableStore
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tracefit import ingest
-from tracefit.commands.reading import IngestOptions
+from tracefit.commands.fleet import IngestOptions
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
 

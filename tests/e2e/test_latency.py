@@ -168,7 +168,7 @@ def test_scheduling_a_step_ahead_is_composed_of_the_cycles_its_tokens_came_in(tm
 
 
 @pytest.mark.slow
-def test_hindsight_takes_away_what_changed_with_the_hold_out(tmp_path, new_traces, quick):
+def test_a_refit_on_the_hold_out_takes_away_what_changed_with_it(tmp_path, new_traces, quick):
     """The machine takes 0.8 of the time from there on: forecasts are a quarter too long, the same terms fitted there not."""
     folder = new_traces().load(late=0.8).write(tmp_path / "faster")
     tracefit.run([folder], tmp_path / "out", options=quick)
@@ -182,7 +182,7 @@ def test_hindsight_takes_away_what_changed_with_the_hold_out(tmp_path, new_trace
 
 
 @pytest.mark.slow
-def test_hindsight_leaves_what_no_batch_tells(tmp_path, new_traces, quick):
+def test_a_refit_on_the_hold_out_leaves_what_no_batch_tells(tmp_path, new_traces, quick):
     """Of independent noise on every step no coefficient knows more afterwards."""
     folder = new_traces().load(noise=0.2).write(tmp_path / "noisy")
     tracefit.run([folder], tmp_path / "out", options=quick)

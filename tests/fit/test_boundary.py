@@ -19,7 +19,7 @@ from tracefit.fit.alpha import fit_target
 from tracefit.fit.boundary import admission_with_clock, fit_boundary, interpolated_clock, mean_residual
 from tracefit.fit.fitted import FitOptions, LinearFit, ScopeOptions
 from tracefit.fit.train import fit_linear
-from tracefit.reports.content import burst_lines
+from tracefit.reports.content import burst_line
 from tracefit.tables.store import TableStore
 
 MS = 1_000_000
@@ -101,7 +101,7 @@ def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new
     assert burst.requests == 25
     # Requests that came alone were queued 100 us before their step: any work up to 1,100 us finds its start.
     assert 0 < model.boundary.work_us <= 1_100
-    (line,) = burst_lines(model.validation.bursts)
+    line = burst_line(model.validation.bursts)
     assert f"`bursty` {burst.from_s:.2f} to {burst.to_s:.2f} s: 25 requests" in line
 
 
@@ -192,7 +192,7 @@ def _unknown_steps(idle_after=False):
 @pytest.mark.parametrize(("arrived_ms", "until_ms"), [(15, 5), (22, 8), (31, 9), (41, 9)])
 def test_an_unknown_boundary_lies_evenly_between_those_around_it(arrived_ms, until_ms):
     """A request waits for 20, 30, 40 and 50 ms: the first two starts are not in the trace."""
-    rows = pl.DataFrame({"run_id": ["r"], "server": ["s"], "epoch": [0], "ts_ns": [arrived_ms * MS]})
+    rows = pl.DataFrame({"run_id": ["r"], "server": ["s"], "epoch": 0, "ts_ns": [arrived_ms * MS]})
     predicted, known = admission_with_clock(rows, _unknown_steps(), np.zeros(1), np.zeros(1), 0.0)
     assert (predicted[0], known[0]) == (until_ms * 1e3, True)
 
@@ -210,7 +210,7 @@ def test_the_step_that_a_request_itself_starts_is_no_boundary_it_misses(wait_ms,
         ts_start_ns=pl.Series([int(k * MS) for k in (0, 10, 21.2, 30, 40, 50)], dtype=pl.Int64),
         running_depth=pl.Series([3, 0, 3, 3, 3, 3]),
     )
-    rows = pl.DataFrame({"run_id": ["r"], "server": ["s"], "epoch": [0], "ts_ns": [20 * MS]})
+    rows = pl.DataFrame({"run_id": ["r"], "server": ["s"], "epoch": 0, "ts_ns": [20 * MS]})
     waits = np.array([wait_ms * 1e3])
     predicted, known = admission_with_clock(rows, timeline, waits, np.array([2e3]), 0.0)
     assert (predicted[0], known[0]) == (predicted_ms * 1e3, True)
@@ -218,5 +218,5 @@ def test_the_step_that_a_request_itself_starts_is_no_boundary_it_misses(wait_ms,
 
 def test_nothing_is_put_between_starts_with_idle_time_between_them():
     clock = interpolated_clock(_unknown_steps(idle_after=True))
-    assert (clock.starts / MS).tolist() == [0, 10, 40, 50]
-    assert (interpolated_clock(_unknown_steps()).starts / MS).tolist() == [0, 10, 20, 30, 40, 50]
+    assert (clock["start"] / MS).to_list() == [0, 10, 40, 50]
+    assert (interpolated_clock(_unknown_steps())["start"] / MS).to_list() == [0, 10, 20, 30, 40, 50]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from tracefit.fit.latency import averages_of, averages_only
+from tracefit.fit.latency import averages_only
 
 STEPS = pl.DataFrame(
     {
@@ -28,19 +28,16 @@ REQUESTS = pl.DataFrame(
 )
 
 
-def _averages():
-    return averages_of(STEPS, REQUESTS)
-
-
 def _step_time(rows):
     """Take 1 ms, 10 us per prompt token and 100 us per decode token."""
     return (1_000 + 10 * rows["prefill_tokens"] + 100 * rows["decode_tokens"]).to_numpy()
 
 
-def _averaged(prompt_tokens, *, budget=None, lag=0, averages=None):
+def _averaged(prompt_tokens, *, budget=None, lag=0, steps=STEPS, requests=REQUESTS):
     return averages_only(
         pl.DataFrame({"prompt_tokens": prompt_tokens}, schema={"prompt_tokens": pl.Int64}),
-        averages or _averages(),
+        steps,
+        requests,
         _step_time,
         overheads_us={
             "admission": pl.Series([2_000.0] * len(prompt_tokens)),
@@ -52,25 +49,16 @@ def _averaged(prompt_tokens, *, budget=None, lag=0, averages=None):
     )
 
 
-def test_means_are_over_the_requests_that_steps_carry():
-    averages = _averages()
-    # Two requests saw a decode step of 10 ms, one saw one of 16 ms; the batch of four is not predicted.
-    assert averages.decode_us == (2 * 10_000 + 16_000) / 3
-    # Waits after preemptions: 5 ms over the 10 tokens after the first ones; 3 ms before the first token of one of two.
-    assert (averages.requeue_per_token_us, averages.requeue_before_us) == (500, 1_500)
-    assert averages.hit_ratio == 100 / 400
-    # Of four prompts one was in the step with one decode token, three in the step with none.
-    assert averages.prompt_step["decode_tokens"].item() == 1 / 4
-    # A prompt of the second step had 400 other tokens beside it, that of the first none.
-    assert averages.other_prompts == pytest.approx(3 / 4 * 400)
-
-
 def test_a_prompt_is_computed_in_the_mean_step_with_its_own_tokens():
     averaged = _averaged([400])
-    # A quarter of the prompt is in the cache; 300 others; a quarter of a decode token.
+    # A quarter of the prompt is in the cache. Of four prompts three were in the step with no decode token, and each of them
+    # had 400 other tokens beside it: 300 others on average, and a quarter of a decode token.
     step = 1_000 + 10 * (300 + 300) + 100 / 4
+    # 3 ms of waits after preemptions, before the first token of one of two requests.
     assert averaged["mean_prefill_us"].item() == pytest.approx(step + 1_500)
-    assert averaged["mean_itl_us"].item() == 12_000 + 500
+    # Two requests saw a decode step of 10 ms, one saw one of 16 ms; the batch of four is not predicted. Waits after
+    # preemptions: 5 ms over the 10 tokens after the first ones.
+    assert averaged["mean_itl_us"].item() == (2 * 10_000 + 16_000) / 3 + 500
     assert averaged.select("mean_admission_us", "mean_queue_wait_us", "mean_departure_us").row(0) == (
         2_000,
         200,
@@ -92,6 +80,5 @@ def test_scheduling_ahead_adds_a_step_to_the_first_token():
 
 def test_unknown_values_stay_unknown():
     assert _averaged([None])["mean_prefill_us"].to_list() == [None]
-    nothing = averages_of(STEPS.clear(), REQUESTS.clear())
-    row = _averaged([400], averages=nothing).row(0, named=True)
+    row = _averaged([400], steps=STEPS.clear(), requests=REQUESTS.clear()).row(0, named=True)
     assert [row[f"mean_{n}_us"] for n in ("prefill", "itl", "departure")] == [None] * 3

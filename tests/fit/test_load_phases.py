@@ -6,7 +6,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.fit.load import ServerPhases, find_phases
+from tracefit.fit.load import find_phases, with_phases
+from tracefit.fit.results import Phase
 
 
 def _arrivals(*periods):
@@ -15,8 +16,13 @@ def _arrivals(*periods):
     return np.concatenate([[0.0], np.cumsum(gaps)])
 
 
+def _frame(at_s):
+    at_ns = pl.Series(np.round(np.asarray(at_s) * 1e9) + 5, dtype=pl.Int64)
+    return pl.DataFrame({"at_ns": at_ns}).with_columns(run_id=pl.lit("run"), server=pl.lit("server"))
+
+
 def _found(arrivals_s):
-    return find_phases(arrivals_s, "run", "server")
+    return tuple(Phase(**row) for row in find_phases(_frame(arrivals_s)).drop("from_ns").to_dicts())
 
 
 def test_a_run_is_cut_where_its_rate_changes():
@@ -33,7 +39,7 @@ def test_a_steady_run_is_one_phase(rate):
     gaps = np.random.default_rng(rate).exponential(1 / rate, 600)
     arrivals = np.cumsum(gaps) - gaps[0]
     (phase,) = _found(arrivals)
-    assert (phase.from_s, phase.to_s, phase.requests) == (0, arrivals[-1], 600)
+    assert (phase.from_s, phase.to_s, phase.requests) == (0, pytest.approx(arrivals[-1]), 600)
 
 
 def test_few_requests_are_one_phase_and_none_are_none():
@@ -43,10 +49,13 @@ def test_few_requests_are_one_phase_and_none_are_none():
 
 
 def test_requests_fall_into_the_phase_that_began_before_them():
-    phases = _found(_arrivals((60, 2), (30, 9)))
-    cut = phases[1].from_s
-    at_ns = pl.Series([0.0, 30.0, cut, cut + 1, 90.0]) * 1e9 + 5
-    assert ServerPhases(5, phases).numbers(at_ns).to_list() == [0, 0, 1, 1, 1]
+    arrivals = _arrivals((60, 2), (30, 9))
+    cut = _found(arrivals)[1].from_s
+    rows = _frame([-1.0, 30.0, cut, cut + 1, 90.0])
+    found = with_phases(rows, "at_ns", _frame(arrivals))["phase"]
+    assert found.struct["from_s"].to_list() == [0, 0, cut, cut, cut]
+    other = rows.with_columns(server=pl.lit("another"))
+    assert with_phases(other, "at_ns", _frame(arrivals))["phase"].null_count() == 5
 
 
 def test_a_run_that_changes_all_the_time_has_sixteen_phases_at_most():

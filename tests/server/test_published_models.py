@@ -66,7 +66,7 @@ def test_parameters_and_kv_sizes_are_the_published_ones(load, name):
     parameters, layers, elements = MODELS[name]
 
     assert arch.parameters == pytest.approx(parameters, rel=0.01)
-    assert (arch.layers, arch.kv_elements_per_token_per_layer) == (layers, elements)
+    assert (arch.layers, arch.kv_bytes_per_token_per_layer) == (layers, elements * arch.kv_bytes)
     assert arch.kv_bytes_per_token == layers * elements * arch.kv_bytes
 
 

@@ -6,7 +6,6 @@ configuration file of `--config`, under the names of the flags.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 import tomllib
@@ -26,8 +25,6 @@ from tracefit.console import CONFIG_FILE, LogLevel, set_log_level, warn
 from tracefit.errors import UsageError, did_you_mean
 
 PREFIX = "TRACEFIT_"
-EVERYWHERE = ("config", "log_level")
-"""Options of the program that every command takes too, so they are accepted on either side of its name."""
 
 # A file that asks for help or the version would end every command, and one that names another file may name itself.
 _NOT_SETTABLE = {"help", "version", "config", "install_completion", "show_completion"}
@@ -38,14 +35,6 @@ class Commands(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # The program knows its options only before the name of a command. Each command gets copies of them, which run the same
-        # callbacks and pass no value to the command's function.
-        everywhere = [p for p in self.params if p.name in EVERYWHERE]
-        for command in self.commands.values():
-            for option in everywhere:
-                own = copy.copy(option)
-                own.expose_value = False
-                command.params.append(own)
         for holder in (self, *self.commands.values()):
             for option in _options(holder):
                 if _settable(option) or option.name == "config":
@@ -197,22 +186,26 @@ def _log_level(context: typer.Context, level: LogLevel | None) -> LogLevel | Non
     return level
 
 
+_Config = Annotated[
+    Optional[Path],
+    typer.Option(callback=use_config, is_eager=True, help="TOML file of options, under the flags' names."),
+]
+_LogLevel = Annotated[
+    Optional[LogLevel],
+    typer.Option(callback=_log_level, help="What is logged on stderr; warning if not given."),
+]
+# Their callbacks implement them. The program takes them before the name of a command alone, so every command has them too.
+_EVERYWHERE: Group = {"config": (_Config, None), "log_level": (_LogLevel, None)}
+
+
 @app.callback()
 def _main(
     context: typer.Context,
-    version: Annotated[  # the callbacks implement these options
+    version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    config: Annotated[
-        Optional[Path],
-        typer.Option(
-            callback=use_config, is_eager=True, help="TOML file of options, under the flags' names."
-        ),
-    ] = None,
-    log_level: Annotated[
-        Optional[LogLevel],
-        typer.Option(callback=_log_level, help="What is logged on stderr; warning if not given."),
-    ] = None,
+    config: _Config = None,
+    log_level: _LogLevel = None,
 ) -> None:
     if isinstance(context.command, Commands):
         for text in unknown_variables(context.command):
@@ -236,35 +229,41 @@ def command(task: str, *groups: Group, output: Group = OUTPUT) -> Callable[[_Com
 
     def register(function: _Command) -> _Command:
         name = function.__name__
-        own = [
-            p
-            for p in inspect.signature(function, eval_str=True).parameters.values()
-            if p.kind is not p.VAR_KEYWORD
-        ]
+        signature = inspect.signature(function, eval_str=True)
+        _, *own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         last = [p for p in own if p.kind is p.KEYWORD_ONLY]
 
-        def options(*of: Group) -> list[inspect.Parameter]:
-            declared = [item for group in of for item in group.items()]
-            return [
-                inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=d)
-                for n, (kind, d) in declared
-            ]
-
-        def call(**values: Any) -> None:
-            as_json, quiet = values.pop("json"), values.pop("quiet", False)
+        def call(
+            *, json: bool, quiet: bool = False, config: object, log_level: object, **values: Any
+        ) -> None:
             with console.command(task.format_map(values), quiet=quiet) as terminal:
                 result = function(terminal, **values)
                 if isinstance(result, tuple):
                     result, text = result
                 else:
-                    text = getattr(import_module("tracefit.reports.terminal_results"), f"{name}_text")(result)
-                terminal.show(result, text, as_json=as_json)
+                    # Not at the top: a command that says its help has no result.
+                    texts = import_module("tracefit.reports.terminal_results")
+                    text = getattr(texts, f"{name}_text")(result)
+                terminal.show(result, text, as_json=json)
 
-        # What typer reads, in the order of the help; the first parameter is the terminal.
-        parameters = [*own[1 : len(own) - len(last)], *options(*groups), *last, *options(output)]
+        # What typer reads, in the order of the help.
+        parameters = [
+            *own[: len(own) - len(last)],
+            *_parameters(*groups),
+            *last,
+            *_parameters(output, _EVERYWHERE),
+        ]
         call.__name__, call.__doc__ = name, function.__doc__
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions have no declared one
         app.command()(call)
         return function
 
     return register
+
+
+def _parameters(*groups: Group) -> list[inspect.Parameter]:
+    return [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+        for group in groups
+        for name, (kind, default) in group.items()
+    ]

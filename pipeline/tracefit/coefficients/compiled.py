@@ -1,8 +1,7 @@
 """The one evaluator of a model file: a model is compiled once, then evaluated for a row or for a frame.
 
-Formulas become expression nodes (`features.expressions`) in the order in which they build on each other. Sums of terms,
-conditions and the boundary rule are written here once, over "the value of a name": a number for a row, a polars column
-for a frame. The contract is the same for both:
+Formulas become expression nodes (`features.expressions`) in the order in which they build on each other; terms and conditions
+(`fit.results`) say themselves what they are for a row and for a frame. The contract is the same for both:
 
 - An empty `any` is false, an empty `all` is true.
 - A feature that is known by name but not by value (null or NaN) is unknown: a comparison with it does not hold, a sum
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tracefit.coefficients.model import BoundaryModel, LinearForm, LinearModel, RegimesModel
 from tracefit.errors import UsageError
 from tracefit.features.expressions import evaluate, names_in, parse_formula, to_polars
+from tracefit.fit.results import line_expression
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -159,29 +159,13 @@ def _known(value: float | None) -> float | None:
     return None if value is None or math.isnan(value) else float(value)
 
 
-# -- sums of terms ----------------------- --------------------------------------------------------------
-
-
-def _sum(form: LinearForm, start: Any, value_of: Callable[[str], Any]) -> Any:
-    """Return intercept + sum of value * feature, over numbers or polars columns."""
-    total = start
-    for term in form.terms:
-        total = total + term.value * value_of(term.feature)
-    return total
-
-
 def line_value(form: LinearForm, values: Mapping[str, float | None]) -> float | None:
     """Return a linear form of one row, not clipped; null where a feature is unknown."""
-    if any(values[t.feature] is None for t in form.terms):
-        return None
-    return float(_sum(form, form.intercept.value, values.__getitem__))
-
-
-def line_expression(form: LinearForm) -> pl.Expr:
-    """Return a linear form as a polars expression, not clipped; null where a feature is null."""
-    import polars as pl
-
-    total: pl.Expr = _sum(form, pl.lit(form.intercept.value), pl.col)
+    total = form.intercept.value
+    for term in form.terms:
+        if (value := values[term.feature]) is None:
+            return None
+        total += term.value * value
     return total
 
 
@@ -317,7 +301,9 @@ class CompiledModel:
         The prediction is null where a feature of the active form is null, or no regime's condition holds.
         """
         forms = linear_forms(self.model).values()
-        return self.by_regime([line_expression(form).clip(lower_bound=0.0) for form in forms])
+        return self.by_regime(
+            [line_expression(form.intercept, form.terms).clip(lower_bound=0.0) for form in forms]
+        )
 
     def expression_with_clock(self) -> pl.Expr:
         """Return the model over a training frame: of a boundary model the next known step start counts alone.
@@ -329,7 +315,10 @@ class CompiledModel:
         model = self.model
         if not isinstance(model, BoundaryModel):
             return self.expression()
-        work, residual = line_expression(model.work).clip(lower_bound=0.0), pl.col(STEP_RESIDUAL)
+        work, residual = (
+            line_expression(model.work.intercept, model.work.terms).clip(lower_bound=0.0),
+            pl.col(STEP_RESIDUAL),
+        )
         waited = pl.when(residual >= work).then((residual + model.offset.value).clip(lower_bound=0.0))
         return pl.when(residual.is_null()).then(work).otherwise(waited)
 

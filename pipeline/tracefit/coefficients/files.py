@@ -59,6 +59,38 @@ def _round_floats(value: Any) -> Any:
     return value
 
 
+def has_models(folder: Path) -> bool:
+    """Say whether a folder holds a coefficient file."""
+    return any((folder / name).is_file() for name in COEFFICIENT_FILES)
+
+
+def find_models(path: str | Path) -> Path:
+    """Return the coefficient file or the folder of them that a path stands for: itself, or `models/` below it."""
+    path = place_of(path)
+    below = path / "models"
+    # A file of its own wins over the folder below: users may have copied models out of `models/`.
+    return below if path.is_dir() and not has_models(path) and has_models(below) else path
+
+
+def coefficient_paths(path: str | Path) -> list[Path]:
+    """Return the coefficient files that a path stands for.
+
+    Raises:
+        UsageError: It is a folder without any.
+    """
+    found = find_models(path)
+    if not found.is_dir():
+        return [found]
+    files = [found / name for name in COEFFICIENT_FILES if (found / name).is_file()]
+    if not files:
+        raise UsageError(
+            f"holds neither {' nor '.join(COEFFICIENT_FILES)}",
+            where=str(path),
+            hint="`tracefit run RUNS --out OUT` or `tracefit train TABLES` makes them",
+        )
+    return files
+
+
 def read_coefficients(path: str | Path) -> CoefficientFile:
     """Read a coefficient file.
 

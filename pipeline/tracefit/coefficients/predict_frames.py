@@ -19,7 +19,6 @@ from narwhals.stable.v2.typing import IntoDataFrame, IntoFrame
 from tracefit.coefficients.compiled import (
     CompiledModel,
     expected_at_boundary,
-    line_expression,
     linear_forms,
     terms_of,
 )
@@ -29,12 +28,14 @@ from tracefit.coefficients.requests import Arithmetic, RequestComposer, Value, c
 from tracefit.coefficients.workload import LIMITS, OTHERS, REQUEST_INPUTS, RUNNING, STEP_INPUTS
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.features import targets
+from tracefit.fit.results import line_expression
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from tracefit.coefficients.model import Model
     from tracefit.coefficients.predict import ScopeModels
+    from tracefit.features import targets
 
 
 Rows = IntoFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]]
@@ -120,19 +121,13 @@ def _frame(rows: Any) -> pl.DataFrame:
         known = known.collect(backend="polars")
     if isinstance(known, nw.DataFrame):
         return known.to_polars()
-    if isinstance(rows, Mapping):
-        return pl.DataFrame({name: _column(values) for name, values in rows.items()})
-    if hasattr(rows, "__arrow_c_stream__"):  # of a library that narwhals does not know
-        return pl.DataFrame(rows)
+    # Of a library that narwhals does not know, or columns by name: a number alone stands for every row.
+    if isinstance(rows, Mapping) or hasattr(rows, "__arrow_c_stream__"):
+        return pl.DataFrame(rows, strict=False)  # counts among fractions
     listed = list(rows)
     if wrong := next((row for row in listed if not isinstance(row, Mapping)), None):
         raise TypeError(f"{type(wrong).__name__} is no mapping of names to values")
     return pl.DataFrame([dict(row) for row in listed], infer_schema_length=None)
-
-
-def _column(values: Any) -> Any:
-    """Return the values of a column; a number alone stands for every row."""
-    return values if isinstance(values, int | float) or hasattr(values, "__array__") else list(values)
 
 
 # -- predictions ----------------------------------------------------------------------------------------
@@ -173,9 +168,6 @@ def _predict(
         beyond: Name what the server would not run, null where it would.
     """
     computed = compiled.computed(inputs, also=["prefill_tokens", *compiled.unmodeled])
-    # Predicting a frame twice would otherwise silently keep one of the two predictions.
-    if clash := [c for c in OUTPUTS if c in rows.columns]:
-        raise UsageError(f"the rows have a column {clash[0]} already", hint="rename it")
     predicted, q = compiled.expression(), _p90(compiled, computed.columns) / 100
     outside = _listed([*beyond, _out_of_range(compiled, computed.columns)])
     outputs = {
@@ -186,7 +178,14 @@ def _predict(
         "out_of_range": outside,
     }
     # `with_columns` gives the prediction of a constant to every row, as `select` alone would not.
-    return rows.hstack(computed.with_columns(**outputs).select(OUTPUTS))
+    return _joined(rows, computed.with_columns(**outputs).select(OUTPUTS))
+
+
+def _joined(rows: pl.DataFrame, predictions: pl.DataFrame) -> pl.DataFrame:
+    # Predicting a frame twice would otherwise silently keep one of the two predictions.
+    if clash := [c for c in predictions.columns if c in rows.columns]:
+        raise UsageError(f"the rows have a column {clash[0]} already", hint="rename it")
+    return rows.hstack(predictions)
 
 
 def _p90(compiled: CompiledModel, known: Collection[str]) -> pl.Expr:
@@ -212,7 +211,7 @@ def _out_of_range(compiled: CompiledModel, known: Collection[str]) -> pl.Expr:
     of_terms = [
         _names_outside(
             {t.feature: t.training_range for t in form.terms if t.training_range is not None},
-            pl.when(line_expression(form) < 0).then(pl.lit(PREDICTED)),
+            pl.when(line_expression(form.intercept, form.terms) < 0).then(pl.lit(PREDICTED)),
         )
         for form in linear_forms(compiled.model).values()
     ]
@@ -292,7 +291,7 @@ def _with_stand_ins(compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFrame
 
 
 def predict_requests(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
-    """Predict requests described by `workload.REQUEST_INPUTS`; adds the columns of `durations`.
+    """Predict requests described by `workload.REQUEST_INPUTS`; adds a `*_us` column per duration that `compose` predicts.
 
     Args:
         models: Models of one scope.
@@ -302,25 +301,10 @@ def predict_requests(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
         UsageError: A column is missing or has values that make no sense, or there is no model of step times.
     """
     given = _inputs(models, rows)
-    found = ManyRequests(models, given).compose()
     unknown = np.full(given.height, np.nan)
-    values = {
-        **{f"{name}_us": value for name, value in found.overheads.items()},
-        "prefill_us": found.prefill,
-        "itl_us": found.itl,
-        "ttft_us": found.ttft,
-        "e2e_us": found.e2e,
-    }
-    known = {name: unknown if values[name] is None else values[name] for name in durations()}
-    return rows.hstack(pl.DataFrame(known).fill_nan(None))
-
-
-def durations() -> list[str]:
-    """Return the columns that are added to requests; null where there is no model, and in what needs it."""
-    before, after = (
-        [f"{target.name}_us" for target in targets.parts_of(latency)] for latency in ("ttft", "client")
-    )
-    return [*before, "prefill_us", "itl_us", *after, "ttft_us", "e2e_us"]
+    found = ManyRequests(models, given).compose()
+    durations = {f"{name}_us": unknown if value is None else value for name, value in found.items()}
+    return _joined(rows, pl.DataFrame(durations).fill_nan(None))
 
 
 def _inputs(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
@@ -328,9 +312,6 @@ def _inputs(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     for name in ("prompt_tokens", "output_tokens"):
         if name not in rows.columns:
             raise UsageError(f"the rows have no column {name}", hint="prompt and output tokens are needed")
-    clash = [c for c in durations() if c in rows.columns]
-    if clash:
-        raise UsageError(f"the rows have a column {clash[0]} already", hint="rename it")
     known = [c for c in (*REQUEST_INPUTS, *OTHERS) if c in rows.columns]
     if not all(rows.schema[c].is_numeric() or rows.schema[c] == pl.Null for c in known):
         raise UsageError("described requests are not all of numbers", where=", ".join(known))
@@ -432,7 +413,7 @@ class ManyRequests(RequestComposer):
             return _predicted(compiled, rows)
         work = _evaluated(
             compiled.computed(rows, features=[t.feature for t in model.work.terms]),
-            line_expression(model.work).clip(lower_bound=0.0),
+            line_expression(model.work.intercept, model.work.terms).clip(lower_bound=0.0),
         )
         expected, _, _ = expected_at_boundary(model, work, met, np.maximum)
         return np.where(idle, work, expected)

@@ -94,13 +94,8 @@ def complete(
     like = others_like(mean) or dict(zip(OTHERS, (prompt, cached, output, output), strict=True))
     others = {name: a.filled(given.get(name), like[name]) for name in OTHERS}
     halfway = others["others_output"] / 2
-    running = dict(
-        zip(
-            RUNNING,
-            (others["others_prompt"] + halfway, a.most(others["others_max"] - halfway, 0.0)),
-            strict=True,
-        )
-    )
+    ends = (others["others_prompt"] + halfway, a.most(others["others_max"] - halfway, 0.0))
+    running = dict(zip(RUNNING, ends, strict=True))
     if (measured := running_like(mean)) is not None:
         # Whoever states what the others are like does not mean those of the training.
         stated = reduce(operator.or_, (a.known(given.get(name)) for name in OTHERS))
@@ -131,18 +126,6 @@ def _capacity(a: Arithmetic, context: Value, server: Mapping[str, float | None])
 
 
 # -- composing -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Durations:
-    """What is composed of the models, in us. An overhead without a model is null, and so is what needs it."""
-
-    overheads: Mapping[str, Value | None]
-    """By the name of its target."""
-    prefill: Value
-    itl: Value
-    ttft: Value | None
-    e2e: Value | None
 
 
 class RequestComposer(ABC):
@@ -193,8 +176,11 @@ class RequestComposer(ABC):
             }
         )
 
-    def compose(self) -> Durations:
-        """Predict the steps and overheads of the request, and add them up."""
+    def compose(self) -> dict[str, Value]:
+        """Predict the steps and overheads of the request, and add them up: name to us.
+
+        An overhead without a model is null, and so is what needs it.
+        """
         a, inputs = self.arithmetic, self.inputs
         batch, beside, context = inputs["batch"], inputs["beside"], inputs["context"]
         busy, mean, met = batch > 0, 0.0, None
@@ -210,14 +196,13 @@ class RequestComposer(ABC):
         arrives = {**inputs, "decode_cycle_us": met}
         # It leaves the engine from among those it decoded with.
         leaves = {**arrives, "batch": beside + 1}
-        before, after = targets.parts_of("ttft"), targets.parts_of("client")
-        overheads = {t.name: self._overhead(t, arrives) for t in before}
-        waits: list[Value] = list(overheads.values())
-        overheads |= {t.name: self._overhead(t, leaves) for t in after}
+        before = {t.name: self._overhead(t, arrives) for t in targets.parts_of("ttft")}
+        after = {t.name: self._overhead(t, leaves) for t in targets.parts_of("client")}
+        waits: list[Value] = list(before.values())
         ttft = None if any(wait is None for wait in waits) else sum(waits) + prefill
         # The first output token comes with the end of the prompt.
         e2e = None if ttft is None else ttft + itl * (inputs["output_tokens"] - 1)
-        return Durations(overheads, prefill, itl, ttft, e2e)
+        return {**before, "prefill": prefill, "itl": itl, **after, "ttft": ttft, "e2e": e2e}
 
     def _cycle(self, decoding: Value, context: Value) -> tuple[Value, Value]:
         """Return the mean time of a step, those with prompts of others among them, and of one that an arrival meets."""
@@ -296,7 +281,7 @@ class OneRequest(RequestComposer):
         """
         self.stated, self.features = stated, features
         self.assumed, self.out_of_range, self.outside = list[str](), list[str](), list[Outside]()
-        self._intervals: dict[str, PredictedDuration] = {}
+        self.overheads: dict[str, PredictedDuration | None] = {}
         self.prefill_steps = 1
         super().__init__(models, NUMBERS, self._completed(models))
 
@@ -349,9 +334,8 @@ class OneRequest(RequestComposer):
         found, queue = self.compose(), self.stated["queue"]
         if self.models.setting("async_scheduling") is True and self.inputs["batch"]:
             self.assumed.append("scheduling runs a step ahead: the prompt waits one cycle more")
-        overheads = {name: self._intervals.get(name) for name in found.overheads}
         for target in targets.around_steps():
-            wait = overheads[target.name]
+            wait = self.overheads[target.name]
             if not (wait and queue and target.state == "queue"):
                 continue
             if "queue" not in self.models.compiled(self.models.models[target.model]).inputs:
@@ -359,18 +343,24 @@ class OneRequest(RequestComposer):
                     f"{target.model}: nothing in it depends on the queue, no request waited in training"
                 )
             # Its errors are those on the work that was ahead; here that is assumed, of requests like the mean.
-            overheads[target.name] = PredictedDuration(wait.value_us)
+            self.overheads[target.name] = PredictedDuration(wait.value_us)
+        ranges = {name: self._range_of(name) for name in targets.LATENCIES}
+
+        def latency(name: str) -> PredictedDuration:
+            value = found[name]
+            return PredictedDuration(value, *(ratio * value for ratio in ranges[name][0]))
+
         return RequestPrediction(
-            self.models.scope_id,
-            overheads,
-            PredictedDuration(found.prefill),
-            self._in_range("itl", found.itl),
-            None if found.ttft is None else self._in_range("ttft", found.ttft),
-            None if found.e2e is None else self._in_range("e2e", found.e2e),
-            self.prefill_steps,
-            tuple(dict.fromkeys(self.assumed)),
-            (*self.out_of_range, *in_lines(self.outside)),
-            tuple(self._about_range(name) for name in ("ttft", "itl", "e2e")),
+            scope_id=self.models.scope_id,
+            overheads=self.overheads,
+            prefill=PredictedDuration(found["prefill"]),
+            itl=latency("itl"),
+            ttft=None if found["ttft"] is None else latency("ttft"),
+            e2e=None if found["e2e"] is None else latency("e2e"),
+            prefill_steps=self.prefill_steps,
+            assumed=tuple(dict.fromkeys(self.assumed)),
+            out_of_range=(*self.out_of_range, *in_lines(self.outside)),
+            ranges=tuple(f"{targets.LATENCIES[name]}: {text}" for name, (_, text) in ranges.items()),
         )
 
     def _evaluate_traffic(self) -> dict[str, float]:
@@ -394,35 +384,27 @@ class OneRequest(RequestComposer):
         model = self.models.models.get(target.model)
         if model is None:
             self.assumed.append(f"no model {target.model}: left out with what needs it")
+            self.overheads[target.name] = None
             return None
         compiled = self.models.compiled(model)
         given = {**self.models.known_settings(compiled), **inputs, **self.features}
         found = predict_row(compiled, given, stand_in=True, cycle_us=inputs["decode_cycle_us"])
         self._note(found)
-        self._intervals[target.name] = found.interval
+        self.overheads[target.name] = found.interval
         return found.interval.value_us
 
     def _note(self, found: Prediction) -> None:
         self.assumed += found.assumed
         self.outside += found.outside
 
-    @property
-    def _is_outside(self) -> bool:
-        return bool(self.out_of_range or self.outside)
-
-    def _about_range(self, latency: str) -> str:
-        found, name = self.models.ranges.get(latency), latency.upper()
-        if found is None:
-            return f"{name}: no range, for the files hold none of requests"
-        if found.reason is not None:
-            return f"{name}: no range, {found.reason}"
-        if self._is_outside:
-            return f"{name}: no range, the input is outside the training range"
-        return f"{name}: {found.coverage_pct:.0f} % of {found.holdout.n} held-out requests lie in it"
-
-    def _in_range(self, latency: str, value_us: float) -> PredictedDuration:
-        """Put the published range about a composed latency; none about one whose inputs are outside the training range."""
+    def _range_of(self, latency: str) -> tuple[tuple[float, ...], str]:
+        """Return the published range of a composed latency, as ratios to it, and what to say of it; empty where it has none."""
         found = self.models.ranges.get(latency)
-        if found is None or found.low_ratio is None or found.high_ratio is None or self._is_outside:
-            return PredictedDuration(value_us)
-        return PredictedDuration(value_us, found.low_ratio * value_us, found.high_ratio * value_us)
+        if found is None:
+            return (), "no range, for the files hold none of requests"
+        if found.low_ratio is None or found.high_ratio is None:
+            return (), f"no range, {found.reason}"
+        if self.out_of_range or self.outside:
+            return (), "no range, the input is outside the training range"
+        ends = (found.low_ratio, found.high_ratio)
+        return ends, f"{found.coverage_pct:.0f} % of {found.holdout.n} held-out requests lie in it"

@@ -10,10 +10,11 @@ import polars as pl
 
 from tracefit.coefficients.compiled import CompiledModel, terms_of
 from tracefit.coefficients.diff import coefficient_diffs, prediction_diffs
+from tracefit.coefficients.files import find_models, has_models
 from tracefit.coefficients.model import BoundaryModel
 from tracefit.coefficients.models import Models, load
 from tracefit.coefficients.predict_frames import predict_rows
-from tracefit.commands.locate import choose_scope, find_models, find_tables, has_models
+from tracefit.commands.locate import choose_scope, find_tables
 from tracefit.commands.scopes import load_scope, scopes_of, write_timelines
 from tracefit.errors import DataError, UsageError
 from tracefit.features import training

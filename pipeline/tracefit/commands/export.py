@@ -6,8 +6,9 @@ import shlex
 from typing import TYPE_CHECKING
 
 from tracefit import consumers
+from tracefit.coefficients.files import find_models
 from tracefit.coefficients.models import load
-from tracefit.commands.locate import choose_scope, find_models, find_tables, tables_of
+from tracefit.commands.locate import choose_scope, find_tables, tables_of
 from tracefit.commands.scopes import load_scope, scopes_of
 from tracefit.consumers.base import OUT, Source
 from tracefit.errors import DataError, UsageError, known_names

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import TYPE_CHECKING, TypeAlias
 
 import polars as pl
 
 from tracefit.commands.ingest import ServerOptions, ingest_inputs
 from tracefit.commands.locate import as_list, find_tables, is_tables
-from tracefit.commands.scopes import write_timelines
+from tracefit.commands.scopes import scopes_of, write_timelines
 from tracefit.engines.local import LocalEngine
 from tracefit.errors import UsageError
 from tracefit.features import targets
@@ -31,7 +31,6 @@ from tracefit.results.traces import (
     ScopeSpans,
     ServerFacts,
 )
-from tracefit.server.context import context_from_json, scope_of
 from tracefit.server.settings import JOURNEY_FLAGS, SNAPSHOT_FLAG, STEP_FLAGS
 from tracefit.tables.dialects import dialect_of
 from tracefit.tables.health import Check, health_checks
@@ -40,7 +39,7 @@ from tracefit.tables.store import TableStore
 from tracefit.timeline import clock_disagreements
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from tracefit.features.targets import Target
@@ -48,6 +47,10 @@ if TYPE_CHECKING:
     from tracefit.inputs.files import TraceFile
     from tracefit.results.traces import Allowed, IngestResult
     from tracefit.server.context import RunContext
+
+
+_READ = ("runs", "spans", "journey_events", "requests", "steps", "timeline", "request_snapshots")
+"""Tables that facts and evidence are taken from, read run by run."""
 
 
 def inspect(
@@ -124,38 +127,27 @@ def _scopes(spans: pl.DataFrame) -> tuple[ScopeSpans, ...]:
 def _inspect_tables(
     store: TableStore, files: dict[str, tuple[FileShape, ...]], progress: Progress
 ) -> Inspection:
-    facts: list[RunFacts] = []
-    contexts: dict[str, RunContext] = {}
-    evidence: defaultdict[str, Evidence] = defaultdict(Counter)
-    for run_id in store.runs():
-        progress.stage(f"inspecting {run_id}")
-        rows = store.read("runs", [run_id])
-        first = rows.row(0, named=True)
-        place = f"{store.root}/runs/run_id={run_id}"
-        context = context_from_json(first["settings"], first["model_config"], first["gpu"], where=place)
-        scope_id = scope_of(context).scope_id
-        facts.append(_run_facts(store, run_id, scope_id, rows, files.get(run_id, ())))
-        contexts.setdefault(scope_id, context)
-        evidence[scope_id].update(_evidence(store, run_id))
-    scopes = tuple(
-        ScopeInspection(
-            scope_id,
-            tuple(f.run_id for f in facts if f.scope_id == scope_id),
-            _allowances(evidence[scope_id], contexts[scope_id]),
-        )
-        for scope_id in sorted(evidence)
-    )
-    return Inspection(tuple(facts), scopes)
+    facts: dict[str, RunFacts] = {}
+    scopes: list[ScopeInspection] = []
+    for scope, members in scopes_of(store.read("runs"), str(store.root)):
+        evidence: Evidence = Counter()
+        for run_id in members:
+            progress.stage(f"inspecting {run_id}")
+            tables = {name: store.read(name, [run_id]) for name in _READ}
+            facts[run_id] = _run_facts(run_id, scope.scope_id, tables, files.get(run_id, ()))
+            evidence.update(_evidence(tables))
+        allows = _allowances(evidence, scope.context)
+        scopes.append(ScopeInspection(scope.scope_id, tuple(members), allows))
+    return Inspection(tuple(facts[run_id] for run_id in store.runs()), tuple(scopes))
 
 
 def _run_facts(
-    store: TableStore, run_id: str, scope_id: str, rows: pl.DataFrame, files: tuple[FileShape, ...]
+    run_id: str, scope_id: str, tables: Mapping[str, pl.DataFrame], files: tuple[FileShape, ...]
 ) -> RunFacts:
+    rows, spans, journeys = tables["runs"], tables["spans"], tables["journey_events"]
     first = rows.row(0, named=True)
-    spans = store.read("spans", [run_id])
-    journeys, requests = store.read("journey_events", [run_id]), store.read("requests", [run_id])
-    checks = health_checks(journeys, requests, store.read("steps", [run_id]))
-    clock = clock_disagreements(store.read("timeline", [run_id]), journeys)
+    checks = health_checks(journeys, tables["requests"], tables["steps"])
+    clock = clock_disagreements(tables["timeline"], journeys)
     return RunFacts(
         run_id=run_id,
         scope_id=scope_id,
@@ -189,11 +181,10 @@ Evidence: TypeAlias = "Counter[str]"
 _STEP_TIME = "step time"
 
 
-def _evidence(store: TableStore, run_id: str) -> Evidence:
+def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
     """Count the evidence in the tables of one run."""
-    steps, timeline = store.read("steps", [run_id]), store.read("timeline", [run_id])
-    requests, journeys = store.read("requests", [run_id]), store.read("journey_events", [run_id])
-    counters = step_counters(steps, journeys)
+    steps, timeline, requests = tables["steps"], tables["timeline"], tables["requests"]
+    counters = step_counters(steps, tables["journey_events"])
     adjacent = timeline.filter((pl.col("cycle_source") == "adjacent") & ~pl.col("idle_after"))
     cycles = timeline.filter(pl.col("cycle_us").is_not_null())
     compared = timeline["journey_agrees"].drop_nulls()
@@ -213,7 +204,7 @@ def _evidence(store: TableStore, run_id: str) -> Evidence:
         complete_runs=int(timeline["running_after"].is_not_null().any()),
         runs=1,
         latencies=requests.select(pl.all_horizontal(pl.col("ttft_us", "e2e_us").is_not_null()).sum()).item(),
-        snapshots=store.read("request_snapshots", [run_id]).height,
+        snapshots=tables["request_snapshots"].height,
         requests_with_cache=requests["cached_prompt_tokens"].count(),
     )
     found.update(_rows(_STEP_TIME, cycles, "ts_start_ns", "step_id", counters, idle=pl.col("idle_after")))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracefit.coefficients.files import COEFFICIENT_FILES
+from tracefit.coefficients.files import find_models
 from tracefit.errors import UsageError, did_you_mean, known_names
 from tracefit.inputs.buckets import BucketPath, place_of
 
@@ -23,19 +23,6 @@ if TYPE_CHECKING:
 def as_list(paths: str | Path | Iterable[str | Path]) -> list[str | Path]:
     """Return one path or several as a list: a string is one path, not its letters."""
     return [paths] if isinstance(paths, str | Path) else list(paths)
-
-
-def has_models(folder: Path) -> bool:
-    """Say whether a folder holds a coefficient file."""
-    return any((folder / name).is_file() for name in COEFFICIENT_FILES)
-
-
-def find_models(path: str | Path) -> Path:
-    """Return the coefficient file or the folder of them that a path stands for: itself, or `models/` below it."""
-    path = place_of(path)
-    below = path / "models"
-    # A file of its own wins over the folder below: users may have copied models out of `models/`.
-    return below if path.is_dir() and not has_models(path) and has_models(below) else path
 
 
 def is_tables(path: str | Path) -> bool:

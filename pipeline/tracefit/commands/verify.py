@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from tracefit._version import __version__
 from tracefit.coefficients import publish
-from tracefit.coefficients.files import COEFFICIENT_FILES, read_coefficients, read_plain, to_json
+from tracefit.coefficients.files import coefficient_paths, find_models, read_coefficients, read_plain, to_json
 from tracefit.coefficients.model import CoefficientFile
-from tracefit.commands.locate import find_models, find_tables, tables_of
+from tracefit.commands.locate import find_tables, tables_of
 from tracefit.commands.train import TrainOptions, fit_runs
-from tracefit.errors import DataError, TracefitError, UsageError
+from tracefit.errors import DataError, TracefitError
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.models import Difference, VerifyResult
 from tracefit.server.documents import read_bytes
@@ -64,9 +64,7 @@ def verify(
     fitted: _Fitted = {}
     if not path.is_dir():
         return _verify_file(path, store, features, progress, fitted)
-    files = [path / name for name in COEFFICIENT_FILES if (path / name).is_file()]
-    if not files:
-        raise UsageError(f"holds neither {' nor '.join(COEFFICIENT_FILES)}", where=str(path))
+    files = coefficient_paths(path)
     # Where no alpha model, or no beta model, could be fitted its file says so and holds no number.
     filled = [one for one in files if read_coefficients(one).models]
     return _together(path, [_verify_file(one, store, features, progress, fitted) for one in filled or files])

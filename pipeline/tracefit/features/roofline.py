@@ -4,33 +4,16 @@ The terms are written once, as formulas over timeline columns with one server's 
 A coefficient file carries these formulas, and `add_roofline` compiles the same ones over a frame.
 
 Each term is the time of one kind of work on one GPU of a tensor-parallel group, from the model's own architecture; a
-fit finds the factor between it and the measured time. With T_p, T_d the prefill and decode tokens of a
-step, n_p, n_d its prefill and decode requests, and tp ranks:
+fit finds the factor between it and the measured time. `TERM_FORMULAS` are their formulas, in which
 
-- visible tokens of a prompt token, on average: v_p = C_p/n_p + T_p/n_p/2, where C_p = `prefill_context_tokens` is the
-  sum over prefill requests of the tokens computed before this step. (Query, visible) pairs are T_p·v_p; the
-  truth is a sum over requests, which equals it when they are alike.
-- visible tokens of a generated token, on average: v_d = `context_tokens`/n_d; pairs are T_d·v_d.
-- a layer with a window w sees min(v, w).
-
-`prefill_compute_us` = [T_p·F + Σ_layers P_p·T_p·min(v_p, w) + min(n_p, T_p)·H] / tp / peak, `decode_compute_us` the same of
-decode, with F the FLOPs per token in the matrices of all layers (its own experts only), P the FLOPs per pair,
-H those of the output head, which only the last token of a request goes through. Peak is the fp16 rate; F runs
-at the fp8 rate when the model computes in fp8 and the GPU can.
-
-`prefill_kv_write_us` = T_p·(KV bytes per token)/shards/bandwidth; `decode_kv_read_us` = n_d·Σ_layers min(v_d, w)·(KV bytes
-per token and layer)/shards/bandwidth. KV heads fewer than ranks are repeated, so shards = min(tp, KV heads); the
-latent of MLA is whole on every rank, shards = 1.
-
-`weight_read_us` = (weights but routed experts and input embedding)/tp/bandwidth in a step that has tokens.
-`moe_expert_read_us` = (MoE layers)·(expected distinct experts of T_p + T_d tokens)·(bytes of an expert)/tp/bandwidth, beside
-and not within the former. `moe_dispatch_us` = (MoE layers)·2·(T_p + T_d)·k·hidden·bytes/bandwidth: each token's hidden vector goes
-to its k experts and back through memory. All three MoE terms are 0 for a dense model.
-
-`tp_comm_us` = (layers)·2·(T_p + T_d)·hidden·bytes·2(tp - 1)/tp/(link/2): two ring all-reduces per layer, over one direction of the
-link; PCIe 4.0 x16 where the GPU has no link of its own.
-
-Pipeline stages are not distinguished: a term is the work of all layers.
+- the visible tokens of a prompt token are, on average, (prefill_context_tokens + prefill_tokens / 2) / num_prefill_reqs, and
+  those of a generated token context_tokens / num_decode_reqs; the truth is a sum over requests, which equals it when they are
+  alike. A layer with a window sees no more tokens than that.
+- only the last token of a request goes through the output head. The peak is the fp16 rate; the matrices of all layers run at
+  the fp8 rate when the model computes in fp8 and the GPU can.
+- KV heads fewer than ranks are repeated, so that there are min(tp, KV heads) shards of the cache; the latent of MLA is whole
+  on every rank. Pipeline stages are not distinguished: a term is the work of all layers.
+- all MoE terms are 0 for a dense model: each token's hidden vector goes to its experts and back through memory.
 
 A term whose columns are unknown is null. The cached tokens of no request are 0, whether the timeline knows it or not.
 """
@@ -59,21 +42,6 @@ ROOFLINE_COLUMNS = (
 )
 """Columns of the timeline that the terms are computed from."""
 
-ROOFLINE_TERMS: dict[str, str] = {
-    "prefill_compute_us": "us",
-    "decode_compute_us": "us",
-    "prefill_kv_write_us": "us",
-    "decode_kv_read_us": "us",
-    "weight_read_us": "us",
-    "tp_comm_us": "us",
-    "moe_expert_read_us": "us",
-    "moe_dispatch_us": "us",
-    "layers": "layer",
-    "batch_requests": "request",
-    "one": "1",
-}
-"""Columns that `add_roofline` adds, in order, with their units."""
-
 TERM_FORMULAS: dict[str, str] = {
     "prefill_compute_us": "(prefill_tokens * FLOPS_PER_TOKEN + sum over layers of prefill_tokens * min(visible tokens, WINDOW) * "
     "FLOPS_PER_PAIR + min(num_prefill_reqs, prefill_tokens) * HEAD_FLOPS) / TP / PEAK_FLOPS_PER_US",
@@ -89,6 +57,9 @@ TERM_FORMULAS: dict[str, str] = {
     "batch_requests": "num_prefill_reqs + num_decode_reqs",
 }
 """The terms for a reader: names in capitals are numbers of config.json, the GPU and the settings, which a coefficient file has."""
+
+ROOFLINE_TERMS = (*TERM_FORMULAS, "one")
+"""Columns that `add_roofline` adds, in order."""
 
 WORK_TERMS: dict[str, str] = {
     "prefill_mflop": "prefill_compute_us",
@@ -140,7 +111,7 @@ def add_roofline(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: 
         _of_requests("prefill_context_tokens", "num_prefill_reqs"),
     )
     # Two rounds: the terms are formulas over the helpers.
-    for names in (_HELPERS, tuple(ROOFLINE_TERMS)):
+    for names in (_HELPERS, ROOFLINE_TERMS):
         nodes = {name: parse_formula(formulas[name], where=name) for name in names}
         columns = columns.with_columns(to_polars(node, {}).alias(name) for name, node in nodes.items())
     return frame.with_columns(columns[name] for name in ROOFLINE_TERMS)

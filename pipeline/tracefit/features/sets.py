@@ -15,7 +15,6 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringC
 
 from tracefit.errors import UsageError, known_names
 from tracefit.features.expressions import MAX_FORMULA_CHARS, Name, Node, names_in, parse_formula, to_polars
-from tracefit.features.roofline import ROOFLINE_TERMS
 from tracefit.server.documents import (
     FiniteNumber,
     Text,
@@ -228,132 +227,87 @@ _SHAPE = TypeAdapter(FeatureSet)
 
 # -- built-in sets ---------------------------------------------------------------------------------------
 
-# Free signs fit a few permille better within the training load and run away beyond it: -33 us per prefill token on one H100 run.
-_COST: Sign = "non_negative"
-"""Sign of a feature that only costs time."""
+
+def _features(table: str) -> tuple[Feature, ...]:
+    """Return the features of a table: name, with a + before one that only costs time; unit; reason; formula, if it is no column."""
+    found = []
+    for row in table.splitlines():
+        named, unit, reason, *formula = (cell.strip() for cell in row.split("|"))
+        name = named.removeprefix("+ ")
+        # Free signs fit a few permille better within the training load and run away beyond it: -33 us per prefill token on
+        # one H100 run.
+        sign: Sign | None = None if name == named else "non_negative"
+        found.append(Feature(name, unit, "".join(formula) or name, reason, sign))
+    return tuple(found)
 
 
-def _column(name: str, unit: str, reason: str, sign: Sign | None = None) -> Feature:
-    """Return a feature that is a column or a constant as it is."""
-    return Feature(name, unit, name, reason, sign)
+_CONFIGURATION = _features("""\
+  tensor_parallel        | rank      | work and weights are divided over ranks
+  size_proxy             | element   | hidden size times layers: how big the model is
+  kv_bytes_per_token     | byte      | how fast the cache fills and how much is read
+  is_moe                 | flag      | experts: weights read depend on the batch
+  compute_to_bandwidth   | FLOP/byte | where compute overtakes memory
+  gpu_memory_gb          | GB        | room for the KV cache
+  max_num_seqs           | request   | caps concurrent requests
+  max_num_batched_tokens | token     | caps the tokens of a step
+""")
 
-
-_CONFIGURATION = (
-    _column("tensor_parallel", "rank", "work and weights are divided over ranks"),
-    _column("size_proxy", "element", "hidden size times layers: how big the model is"),
-    _column("kv_bytes_per_token", "byte", "how fast the cache fills and how much is read"),
-    _column("is_moe", "flag", "experts: weights read depend on the batch"),
-    _column("compute_to_bandwidth", "FLOP/byte", "where compute overtakes memory"),
-    _column("gpu_memory_gb", "GB", "room for the KV cache"),
-    _column("max_num_seqs", "request", "caps concurrent requests"),
-    _column("max_num_batched_tokens", "token", "caps the tokens of a step"),
-)
-
+# A ratio is no amount of work, but prefill_share grows with one: below 0 a step would get shorter by a prompt.
 BATCH = FeatureSet(
     "batch",
     (
-        _column("prefill_tokens", "token", "prefill is bound by compute per token", _COST),
-        _column("num_prefill_reqs", "request", "per-request cost of a prefill", _COST),
-        _column("num_decode_reqs", "request", "per-request cost of a decode", _COST),
-        _column("context_tokens", "token", "decode reads the cache of its requests", _COST),
-        _column("kv_usage_ratio", "ratio", "memory pressure; the cache read where unknown", _COST),
-        _column("decode_tokens", "token", "one per decoding request, as a rule", _COST),
-        Feature(
-            "decode_tokens_x_kv_blocks",
-            "token*block",
-            "decode_tokens * kv_blocks_used",
-            "decode is bound by reading the cache",
-            _COST,
-        ),
-        Feature(
-            "prefill_share",
-            "1",
-            "prefill_tokens / (prefill_tokens + decode_tokens)",
-            "prefill against decode; 0 of no token",
-            # A ratio is no amount of work, but it grows with one: below 0 a step would get shorter by a prompt.
-            _COST,
-        ),
-        _column("waiting_depth", "request", "the scheduler walks the queue", _COST),
-        Feature(
-            "first_decode_reqs",
-            "request",
-            "num_prefill_reqs * max(0, 1 + num_prefill_reqs - prefill_tokens)",
-            "scheduled a step ahead, a prompt executes in the cycle after its own, where its first decode counts as a "
-            "prefill of one token",
-            _COST,
-        ),
-        _column("running_depth", "request", "batch size in requests", _COST),
-        Feature(
-            "scheduled_tokens", "token", "prefill_tokens + decode_tokens", "total work of the step", _COST
-        ),
-        Feature(
-            "prefill_tokens_x_layers",
-            "token*layer",
-            "prefill_tokens * layers",
-            "tells models apart where there are several",
-            _COST,
-        ),
+        *_features("""\
++ prefill_tokens            | token       | prefill is bound by compute per token
++ num_prefill_reqs          | request     | per-request cost of a prefill
++ num_decode_reqs           | request     | per-request cost of a decode
++ context_tokens            | token       | decode reads the cache of its requests
++ kv_usage_ratio            | ratio       | memory pressure; the cache read where unknown
++ decode_tokens             | token       | one per decoding request, as a rule
++ decode_tokens_x_kv_blocks | token*block | decode is bound by reading the cache | decode_tokens * kv_blocks_used
++ prefill_share             | 1           | prefill against decode; 0 of no token | prefill_tokens / (prefill_tokens + decode_tokens)
++ waiting_depth             | request     | the scheduler walks the queue
++ first_decode_reqs         | request     | scheduled a step ahead, a prompt executes in the cycle after its own, where its first decode counts as a prefill of one token | num_prefill_reqs * max(0, 1 + num_prefill_reqs - prefill_tokens)
++ running_depth             | request     | batch size in requests
++ scheduled_tokens          | token       | total work of the step | prefill_tokens + decode_tokens
++ prefill_tokens_x_layers   | token*layer | tells models apart where there are several | prefill_tokens * layers
+"""),
         *_CONFIGURATION,
     ),
 )
 """The specification's first set for beta: what a step carries, and what carries it."""
 
-_DECODES_SQUARED = Feature(
-    "num_decode_reqs_squared",
-    "request*request",
-    "num_decode_reqs ** 2",
-    "a batch that outgrows the hardware",
-    _COST,
-)
-
-PRODUCTS = (
-    Feature(
-        "prefill_tokens_squared", "token*token", "prefill_tokens ** 2", "attention within a prompt", _COST
-    ),
-    _DECODES_SQUARED,
-    Feature(
-        "prefill_tokens_x_num_decode_reqs",
-        "token*request",
-        "prefill_tokens * num_decode_reqs",
-        "prompts and decodes in one step share the hardware, which hides part of one behind the other",
-    ),
-)
+PRODUCTS = _features("""\
++ prefill_tokens_squared           | token*token     | attention within a prompt | prefill_tokens ** 2
++ num_decode_reqs_squared          | request*request | a batch that outgrows the hardware | num_decode_reqs ** 2
+  prefill_tokens_x_num_decode_reqs | token*request   | prompts and decodes in one step share the hardware, which hides part of one behind the other | prefill_tokens * num_decode_reqs
+""")
 """Products of a step's columns, offered to a model of step times only where cross-validation chooses them."""
 
 BATCH_PRODUCTS = FeatureSet("batch+products", (*BATCH.features, *PRODUCTS))
 
-_ROOFLINE_REASONS = {
-    "prefill_compute_us": "FLOPs of the prompt tokens at the GPU's peak",
-    "decode_compute_us": "FLOPs of the generated tokens at the GPU's peak",
-    "prefill_kv_write_us": "writing the cache at memory bandwidth",
-    "decode_kv_read_us": "reading the cache at memory bandwidth",
-    "weight_read_us": "reading the weights every step needs",
-    "tp_comm_us": "two all-reduces per layer over the link",
-    "moe_expert_read_us": "reading the experts the batch is expected to visit",
-    "moe_dispatch_us": "tokens to their experts and back",
-    "layers": "launch overhead per layer",
-    "batch_requests": "overhead per request",
-}
-
 ROOFLINE = FeatureSet(
     "roofline",
-    tuple(
-        Feature(name, ROOFLINE_TERMS[name], name, reason, _COST) for name, reason in _ROOFLINE_REASONS.items()
-    ),
+    _features("""\
++ prefill_compute_us  | us      | FLOPs of the prompt tokens at the GPU's peak
++ decode_compute_us   | us      | FLOPs of the generated tokens at the GPU's peak
++ prefill_kv_write_us | us      | writing the cache at memory bandwidth
++ decode_kv_read_us   | us      | reading the cache at memory bandwidth
++ weight_read_us      | us      | reading the weights every step needs
++ tp_comm_us          | us      | two all-reduces per layer over the link
++ moe_expert_read_us  | us      | reading the experts the batch is expected to visit
++ moe_dispatch_us     | us      | tokens to their experts and back
++ layers              | layer   | launch overhead per layer
++ batch_requests      | request | overhead per request
+"""),
 )
 """The terms of `roofline.add_roofline`; the constant is the model's intercept."""
 
 ROOFLINE_MAX = FeatureSet(
     "roofline_max",
     (
-        Feature(
-            "step_bound_us",
-            "us",
-            f"max({_RATIO} * (prefill_compute_us + decode_compute_us), "
-            "weight_read_us + moe_expert_read_us + decode_kv_read_us + prefill_kv_write_us)",
-            "a step is bound by compute or by memory, whichever takes longer; no sum says so",
-            _COST,
-        ),
+        *_features("""\
++ step_bound_us | us | a step is bound by compute or by memory, whichever takes longer; no sum says so | max(efficiency_ratio * (prefill_compute_us + decode_compute_us), weight_read_us + moe_expert_read_us + decode_kv_read_us + prefill_kv_write_us)
+"""),
         # The rest of the terms are within the bound; these are spent beside it.
         *(f for f in ROOFLINE.features if f.name in ("tp_comm_us", "moe_dispatch_us", "batch_requests")),
     ),
@@ -364,57 +318,41 @@ ROOFLINE_MAX = FeatureSet(
 
 WORK_MAX = FeatureSet(
     "work_max",
-    (
-        Feature(
-            "step_bound_mflop",
-            "MFLOP",
-            f"max(prefill_mflop + decode_mflop, {_RATIO} * (weight_kb + expert_kb + kv_read_kb + kv_write_kb))",
-            "a step is bound by compute or by memory, whichever takes longer; no sum says so",
-            _COST,
-        ),
-        _column("num_prefill_reqs", "request", "per-request cost of a prefill", _COST),
-        _column("num_decode_reqs", "request", "per-request cost of a decode", _COST),
-        _column("waiting_depth", "request", "the scheduler walks the queue", _COST),
-        _DECODES_SQUARED,
-    ),
+    _features("""\
++ step_bound_mflop        | MFLOP           | a step is bound by compute or by memory, whichever takes longer; no sum says so | max(prefill_mflop + decode_mflop, efficiency_ratio * (weight_kb + expert_kb + kv_read_kb + kv_write_kb))
++ num_prefill_reqs        | request         | per-request cost of a prefill
++ num_decode_reqs         | request         | per-request cost of a decode
++ waiting_depth           | request         | the scheduler walks the queue
++ num_decode_reqs_squared | request*request | a batch that outgrows the hardware | num_decode_reqs ** 2
+"""),
     ratios=tuple(1e-3 * 2.0**k for k in range(9)),
 )
 """The same on facts of the architecture alone, where no GPU is known. The ratio is how many 10^6 FLOPs the machine does
 while it reads 10^3 bytes: 1 to 256 FLOP per byte."""
 
-_WORKLOAD = (
-    _column("max_tokens", "token", "output the request may ask for"),
-    _column("prefix_hit_ratio", "ratio", "prompt found in the cache needs no prefill"),
-    _column("arrival_rate_per_s", "1/s", "requests that came in the 10 s before"),
-    _column("state_age_us", "us", "time since the last scheduling decision"),
-)
+_WORKLOAD = _features("""\
+  max_tokens         | token | output the request may ask for
+  prefix_hit_ratio   | ratio | prompt found in the cache needs no prefill
+  arrival_rate_per_s | 1/s   | requests that came in the 10 s before
+  state_age_us       | us    | time since the last scheduling decision
+""")
 """What a request brings, and the load it comes in."""
 
 QUEUE = FeatureSet(
     "queue",
     (
-        _column("outputs_ahead", "token", "what those ahead will hold the engine for", _COST),
-        _column("running_remaining_tokens", "token", "room comes free when those running end", _COST),
-        _column("waiting_depth", "request", "queue depth when the request came"),
-        _column("kv_usage_ratio", "ratio", "KV cache pressure"),
-        _column("prompt_tokens", "token", "a long prompt needs more budget and blocks", _COST),
-        _column("running_depth", "request", "batch size in requests"),
-        Feature(
-            "batch_fullness", "ratio", "running_depth / max_num_seqs", "share of the slots that are taken"
-        ),
-        Feature(
-            "waiting_depth_x_kv_usage_ratio",
-            "request",
-            "waiting_depth * kv_usage_ratio",
-            "a deep queue under cache pressure waits longer",
-        ),
-        Feature(
-            "prompt_tokens_x_batch_fullness",
-            "token",
-            "prompt_tokens * running_depth / max_num_seqs",
-            "long prompts are harder to fit when the batch is full",
-        ),
-        _column("tokens_ahead", "token", "prompt tokens of those waiting ahead"),
+        *_features("""\
++ outputs_ahead                  | token   | what those ahead will hold the engine for
++ running_remaining_tokens       | token   | room comes free when those running end
+  waiting_depth                  | request | queue depth when the request came
+  kv_usage_ratio                 | ratio   | KV cache pressure
++ prompt_tokens                  | token   | a long prompt needs more budget and blocks
+  running_depth                  | request | batch size in requests
+  batch_fullness                 | ratio   | share of the slots that are taken                     | running_depth / max_num_seqs
+  waiting_depth_x_kv_usage_ratio | request | a deep queue under cache pressure waits longer        | waiting_depth * kv_usage_ratio
+  prompt_tokens_x_batch_fullness | token   | long prompts are harder to fit when the batch is full | prompt_tokens * running_depth / max_num_seqs
+  tokens_ahead                   | token   | prompt tokens of those waiting ahead
+"""),
         *_WORKLOAD,
         *_CONFIGURATION,
     ),
@@ -430,11 +368,13 @@ FREE_FEATURES = ("prompt_tokens", "running_depth")
 ADMISSION = FeatureSet(
     "admission",
     (
-        _column("prompt_tokens", "token", "the API tokenizes the prompt"),
-        _column("running_depth", "request", "the wait for the step in progress grows with its batch"),
-        _column("prefill_tokens", "token", "prompts in the step in progress make it long"),
-        _column("decode_tokens", "token", "generated tokens of the step in progress"),
-        _column("waiting_depth", "request", "bursts queue in the API process too"),
+        *_features("""\
+  prompt_tokens  | token   | the API tokenizes the prompt
+  running_depth  | request | the wait for the step in progress grows with its batch
+  prefill_tokens | token   | prompts in the step in progress make it long
+  decode_tokens  | token   | generated tokens of the step in progress
+  waiting_depth  | request | bursts queue in the API process too
+"""),
         *_WORKLOAD,
     ),
 )
@@ -442,16 +382,11 @@ ADMISSION = FeatureSet(
 
 DEPARTURE = FeatureSet(
     "departure",
-    (
-        Feature(
-            "batch_requests",
-            "request",
-            "num_prefill_reqs + num_decode_reqs",
-            "the API works through the outputs of the whole step",
-        ),
-        _column("finishing_reqs", "request", "requests that finish in the same step cost more"),
-        _column("output_tokens", "token", "a cost per output token, as some consumers have it"),
-    ),
+    _features("""\
+  batch_requests | request | the API works through the outputs of the whole step | num_prefill_reqs + num_decode_reqs
+  finishing_reqs | request | requests that finish in the same step cost more
+  output_tokens  | token   | a cost per output token, as some consumers have it
+"""),
 )
 """FINISHED to DEPARTED: the API process working through the outputs of the finishing step."""
 

@@ -7,7 +7,7 @@ replaces it where it is clearly better on training rows that neither was fitted 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -74,23 +74,6 @@ _WAIT_NOTES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """A form that the model of a target may take.
-
-    Attributes:
-        name: Name in `Target.forms`, in notes and among the candidates.
-        regimes: Offered features, and whether the queue is known exactly, to the linear models it consists of.
-        label: The true value of the first regime's condition on a row; null for a form without a condition.
-        has_boundary: The wait for the next step comes on top of API work (`boundary.fit_boundary`).
-    """
-
-    name: FormName
-    regimes: Callable[[tuple[Feature, ...], bool], list[RegimeRows]]
-    label: pl.Expr | None = None
-    has_boundary: bool = False
-
-
 def _one_line(offered: tuple[Feature, ...], _exact: bool) -> list[RegimeRows]:
     return [RegimeRows("all", offered)]
 
@@ -105,14 +88,15 @@ def _queued_or_free(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRow
     return [RegimeRows("queued", queued, NO_CAPACITY), RegimeRows("free", free)]
 
 
-FORMS: Mapping[FormName, Form] = {
-    form.name: form
-    for form in (
-        Form("line", _one_line),
-        Form("regimes", _queued_or_free, label=_QUEUED),
-        Form("step_boundary", _one_line, has_boundary=True),
-    )
+FORMS: Mapping[FormName, Callable[[tuple[Feature, ...], bool], list[RegimeRows]]] = {
+    "line": _one_line,
+    "regimes": _queued_or_free,
+    "step_boundary": _one_line,
 }
+"""Forms a target may declare, to the linear models they consist of, of offered features and whether the queue is known exactly.
+
+The wait for the next step comes on top of the API work that `step_boundary` fits (`boundary.fit_boundary`).
+"""
 
 
 def fit_target(
@@ -128,24 +112,35 @@ def fit_target(
     features, exact = BUILT_IN[target.feature_set], target.state == "queue" and tables.queue is not None
     rows = request_frame(tables, target, features, constants)
     how = _options_of(target, options)
-    form, tried = _choose(target, rows, features.features, tables, how, exact=exact)
-    regimes = form.regimes(features.features, exact)
-    result = fit_regimes(rows, regimes, how)
+    regimes = {name: FORMS[name](features.features, exact) for name in target.forms}
+    form, *others = target.forms
+    tried: tuple[Candidate, ...] = ()
+    if others:
+        inner = inner_rows(rows)
+        measured = [_try(name, inner, regimes[name], how, tables.timeline) for name in (form, others[0])]
+        # None are compared where fewer than two forms can be measured.
+        tried = choose_form(*known) if len(known := [c for c in measured if c is not None]) == 2 else ()
+        form = next((name for name in others for c in tried if c.chosen and c.name == name), form)
+    result = fit_regimes(rows, regimes[form], how)
     if isinstance(result, TooFewRows):
         return Missing(target.model, f"requests with both events: {result.reason}", "trace more requests")
+    definition, source = target.definition, "journey"
+    if target.state == "queue":
+        source += ", exact queue state" if exact else ", queue state of the latest sampled step"
     # Too few steps may have a known start for a boundary. The fitted line is then the whole model.
-    boundary = fit_boundary(result, tables.timeline) if form.has_boundary else None
+    boundary = fit_boundary(result, tables.timeline) if form == "step_boundary" else None
+    if boundary is not None:
+        definition += "; includes the wait for the step in progress to end"
+        source = "journey, step clock"
     notes = (*(_BOUNDARY_NOTES if boundary else ()), *(_WAIT_NOTES if exact else ()))
     return FittedModel(
         target.model,
         target.name,
-        f"{target.definition}; includes the wait for the step in progress to end"
-        if boundary
-        else target.definition,
-        _source(target, exact=exact, has_boundary=boundary is not None),
+        definition,
+        source,
         result,
         features.name,
-        tuple(regimes),
+        tuple(regimes[form]),
         how,
         replace((boundary or result).validation, candidates=tried),
         notes=(*notes, *(f"form {c.name} chosen: {c.reason} ({FORM_RULE})" for c in tried if c.chosen)),
@@ -175,7 +170,7 @@ def _missing(tables: ScopeTables, target: Target) -> Missing | None:
 
 def _options_of(target: Target, options: ScopeOptions) -> FitOptions:
     """Return how a target is fitted. The options are the same for all of its forms, so that their errors compare."""
-    label = next((label for name in target.forms if (label := FORMS[name].label) is not None), None)
+    label = _QUEUED if "regimes" in target.forms else None
     return FitOptions(
         drop_outliers=target.drop_outliers,
         groups=() if label is None else (("queued", label), ("free", ~label)),
@@ -183,37 +178,6 @@ def _options_of(target: Target, options: ScopeOptions) -> FitOptions:
         reference=options.reference,
         signs=NON_NEGATIVE if target.non_negative else options.signs(),
     )
-
-
-def _choose(
-    target: Target,
-    rows: pl.DataFrame,
-    offered: tuple[Feature, ...],
-    tables: ScopeTables,
-    how: FitOptions,
-    *,
-    exact: bool,
-) -> tuple[Form, tuple[Candidate, ...]]:
-    """Return the form to fit and the candidates that were compared: none where fewer than two forms can be measured."""
-    first, *alternatives = (FORMS[name] for name in target.forms)
-    if not alternatives:
-        return first, ()
-    inner, measured = inner_rows(rows), list[Candidate]()
-    for form in (first, alternatives[0]):
-        found = _try(form, inner, form.regimes(offered, exact), how, tables.timeline)
-        if found is None:
-            return first, ()
-        measured.append(found)
-    tried = choose_form(*measured)
-    return next(FORMS[name] for name in target.forms for c in tried if c.chosen and c.name == name), tried
-
-
-def _source(target: Target, *, exact: bool, has_boundary: bool) -> str:
-    if has_boundary:
-        return "journey, step clock"
-    if target.state != "queue":
-        return "journey"
-    return "journey, exact queue state" if exact else "journey, queue state of the latest sampled step"
 
 
 # -- the rule ----------------------------------------------------------------------------------------------
@@ -258,14 +222,14 @@ def inner_rows(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _try(
-    form: Form, rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptions, timeline: pl.DataFrame
+    form: FormName, rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptions, timeline: pl.DataFrame
 ) -> Candidate | None:
     """Measure a form on the inner hold-out; null where rows, or known step starts, are too few."""
     fitted = fit_regimes(rows, regimes, replace(options, reference=False))
     if isinstance(fitted, TooFewRows):
         return None
-    measured = fit_boundary(fitted, timeline) if form.has_boundary else fitted
+    measured = fit_boundary(fitted, timeline) if form == "step_boundary" else fitted
     if measured is None or measured.validation.holdout.mae is None:
         return None
-    numbers = _BOUNDARY_NUMBERS if form.has_boundary else len(fitted.terms)
-    return Candidate(form.name, numbers, measured.validation.holdout.mae, None)
+    numbers = _BOUNDARY_NUMBERS if form == "step_boundary" else len(fitted.terms)
+    return Candidate(form, numbers, measured.validation.holdout.mae, None)

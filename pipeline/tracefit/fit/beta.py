@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import polars as pl
 
 from tracefit.features import training
-from tracefit.features.sets import Feature, FeatureSet
+from tracefit.features.sets import FeatureSet
 from tracefit.features.targets import CYCLE_TIME, DURATION
 from tracefit.fit.fitted import (
     COVERED_SHARE,
@@ -48,6 +48,7 @@ from tracefit.tables.schema import ENGINE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tracefit.features.sets import Feature
     from tracefit.fit.fitted import LinearFit
     from tracefit.server.context import ModelScope
 
@@ -116,11 +117,14 @@ def fit_step_times(
         sets = [candidate for candidate in sets if candidate.name != "work_max"]
     timeline = training.with_roofline(tables.timeline, scope.context)
     constants = training.constants_of(scope.context)
-    rows, load = with_load(step_frame(tables, timeline, _offered(sets), constants, whence))
+    variants = [_variants(one) for one in sets]
+    offered = {feature.name: feature for tried in variants for one in tried for feature in one.features}
+    every = FeatureSet("offered", (*offered.values(), *LOAD_FEATURES))
+    rows, load = with_load(step_frame(tables, timeline, every, constants, whence))
     how = beta_options(options)
-    chosen = _choose_set(rows, sets, how)
-    regimes = [RegimeRows("all", chosen.features.features)]
-    result = fit_regimes(chosen.rows, regimes, how)
+    features, rows, candidates = _choose_set(rows, variants, how)
+    regimes = [RegimeRows("all", features.features)]
+    result = fit_regimes(rows, regimes, how)
     if isinstance(result, TooFewRows):
         few = f"of {tables.sampled_steps} sampled steps few are consecutive"
         remedy = f"raise --step-tracing-sample-rate: {few}"
@@ -131,28 +135,28 @@ def fit_step_times(
     if measured is CYCLE_TIME and any(tables.lags.values()):
         ahead = "scheduling runs a step ahead, so that a step's time is the cycle after its own start"
         definition = f"{definition}; {ahead}"
-    reason = (f"feature set {chosen.features.name} chosen: {SET_RULE}",) if chosen.candidates else ()
+    reason = (f"feature set {features.name} chosen: {SET_RULE}",) if candidates else ()
     model = FittedModel(
         target.model,
         target.name,
         definition,
         measured.source,
         result,
-        chosen.features.name,
+        features.name,
         tuple(regimes),
         how,
         replace(
             result.validation,
             by_phase=errors_by_phase(result, tables.requests, how.eval_filter),
             error_over_load=error_over_load(result, load, how),
-            load_extrapolation=load_extrapolation(result, chosen.features.features, load, how),
-            candidates=chosen.candidates,
+            load_extrapolation=load_extrapolation(result, features.features, load, how),
+            candidates=candidates,
             prefill_reach_pct=_prefill_reach_pct(
                 result, tables.timeline, scope.context.settings.max_num_batched_tokens
             ),
         ),
         notes=(*reason, *beyond_training(result.terms, tables.timeline)),
-        feature_definitions=chosen.features,
+        feature_definitions=features,
     )
     return StepTimes(source, model)
 
@@ -181,83 +185,56 @@ def beta_options(options: ScopeOptions) -> FitOptions:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    """A feature set with a number for its ratio, and the same features under the names of their columns in the frame."""
-
-    features: FeatureSet
-    columns: tuple[Feature, ...]
+_NUMBER = "@"
+"""Between the name of a feature and the number of its ratio, in a frame with a column per ratio. Identifiers do not have it."""
 
 
-def _variants(features: FeatureSet) -> list[_Variant]:
-    """Return the set at each of its ratios; the set itself where it has none."""
-
-    def at(number: int, ratio: float) -> _Variant:
-        fixed = features.at(ratio)
-        columns = (
-            replace(f, name=f"{f.name}__{number}") if tuned.is_tuned else f
-            for f, tuned in zip(fixed.features, features.features, strict=True)
+def _variants(features: FeatureSet) -> list[FeatureSet]:
+    """Return the set at each of its ratios, with the number of the ratio in the names that depend on it."""
+    found = []
+    for number, ratio in enumerate(features.ratios):
+        named = (
+            replace(f, name=f"{f.name}{_NUMBER}{number}") if f.is_tuned else f for f in features.features
         )
-        return _Variant(fixed, tuple(columns))
-
-    found = [at(number, ratio) for number, ratio in enumerate(features.ratios)]
-    return found or [_Variant(features, features.features)]
+        found.append(replace(features, features=tuple(named)).at(ratio))
+    return found or [features]
 
 
-def _offered(sets: Sequence[FeatureSet]) -> FeatureSet:
-    """Return the features of all sets, each once (a tuned feature once per ratio), and those that measure load."""
-    features: dict[str, Feature] = {}
-    for one in sets:
-        as_they_are = (f for f in one.features if not f.is_tuned)
-        for feature in (*as_they_are, *(f for variant in _variants(one) for f in variant.columns)):
-            features.setdefault(feature.name, feature)
-    return FeatureSet("offered", (*features.values(), *LOAD_FEATURES))
-
-
-@dataclass(frozen=True, slots=True)
-class _ChosenSet:
-    """The features to fit, the frame with exactly these, and the candidates that were compared."""
-
-    features: FeatureSet
-    rows: pl.DataFrame
-    candidates: tuple[Candidate, ...] = ()
-
-
-def _choose_set(rows: pl.DataFrame, sets: Sequence[FeatureSet], options: FitOptions) -> _ChosenSet:
+def _choose_set(
+    rows: pl.DataFrame, variants: list[list[FeatureSet]], options: FitOptions
+) -> tuple[FeatureSet, pl.DataFrame, tuple[Candidate, ...]]:
     """Choose the feature set by `SET_RULE`, on the training rows alone; a single set is taken as it is.
 
-    `rows` have the features of `_offered`, and the load.
+    `rows` have the features of all `variants`, which are those of one set after the other, and the load.
+
+    Returns:
+        The features to fit, the frame with exactly these, and the candidates that were compared.
     """
-    variants = [_variants(one) for one in sets]
-    if len(sets) == len(variants[0]) == 1:
-        return _ChosenSet(sets[0], _only(rows, variants[0][0], sets))
-    # All candidates are compared on the same rows: with outliers of its own each would drop the rows it predicts worst.
-    common_rows = mark_outliers(rows, variants[0][0].columns, options)
-    tuned = [_best_of(common_rows, tried, options) for tried in variants]
-    found = [try_features(common_rows, one.features.name, one.columns, options) for one in tuned]
-    tried = choose([c for c in found if c is not None]) if any(found) else ()
-    name = next((c.name for c in tried if c.chosen), sets[0].name)
-    winner = next(one for one in tuned if one.features.name == name)
-    return _ChosenSet(winner.features, _only(rows, winner, sets), tried if len(sets) > 1 else ())
+    winner = variants[0][0]
+    compared: tuple[Candidate, ...] = ()
+    if len(variants) > 1 or len(variants[0]) > 1:
+        # All candidates are compared on the same rows: with outliers of its own each would drop the rows it predicts worst.
+        common_rows = mark_outliers(rows, winner.features, options)
+        tuned = [_best_of(common_rows, tried, options) for tried in variants]
+        found = [try_features(common_rows, one.name, one.features, options) for one in tuned]
+        tried = choose([c for c in found if c is not None]) if any(found) else ()
+        name = next((c.name for c in tried if c.chosen), tuned[0].name)
+        winner = next(one for one in tuned if one.name == name)
+        compared = tried if len(variants) > 1 else ()
+    names = {name: name.split(_NUMBER)[0] for name in winner.names}
+    unused = {name for tried in variants for one in tried for name in one.names} - names.keys()
+    features = tuple(replace(f, name=names[f.name]) for f in winner.features)
+    return replace(winner, features=features), rows.drop(unused).rename(names), compared
 
 
-def _only(rows: pl.DataFrame, chosen: _Variant, sets: Sequence[FeatureSet]) -> pl.DataFrame:
-    """Return the frame with the features of the chosen set alone, under their own names."""
-    names = dict(zip((f.name for f in chosen.columns), chosen.features.names, strict=True))
-    unused = {f.name for f in _offered(sets).features} - names.keys()
-    return rows.drop(unused & set(rows.columns)).rename(names)
-
-
-def _best_of(rows: pl.DataFrame, tried: list[_Variant], options: FitOptions) -> _Variant:
+def _best_of(rows: pl.DataFrame, tried: list[FeatureSet], options: FitOptions) -> FeatureSet:
     """Return the variant with the smallest error, by the rule for candidates."""
     if len(tried) == 1:
         return tried[0]
     # One penalty is enough to rank the ratios of one set; the sets themselves are compared with all of them.
     quick = replace(options, penalties=PENALTIES[:1])
-    scores = []
-    for one in tried:
-        found = try_features(rows, one.features.name, one.columns, quick)
-        scores.append(found.score if found else float("inf"))
+    found = [try_features(rows, one.name, one.features, quick) for one in tried]
+    scores = [one.score if one else float("inf") for one in found]
     return tried[scores.index(min(scores))]
 
 

@@ -12,7 +12,7 @@ requests met, and its evaluation with the step clock and without it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +27,7 @@ from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from tracefit.fit.fitted import LinearFit
-    from tracefit.statistics import Flags, Integers, Vector
+    from tracefit.statistics import Flags, Vector
 
 # -- the step clock --------------------------------------------------------------------------------------
 
@@ -35,45 +35,35 @@ TOLERANCE_SDS = 3.0
 """An estimated start is taken to be exact to within this many standard deviations."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepClock:
-    """Step starts in ns, engine after engine, each in time order: starts[slice(*bounds[key])] are those of one engine."""
-
-    starts: Vector
-    follows: Flags
-    """Whether the step before has a known start too, shape of `starts`."""
-    idle_before: Flags
-    """Whether the step before left nothing running and nothing waiting, shape of `starts`."""
-    bounds: dict[tuple[object, ...], tuple[int, int]]
-    """Engine key to the range of its starts."""
-    tolerance_us: float
-    """How far before an estimated start the stamp of a request queued at it may lie; 0 for exact starts."""
+Clocks = tuple[pl.DataFrame, pl.DataFrame]
+"""The known step starts alone, and with the unknown ones interpolated: two frames of `step_clock`."""
 
 
-def step_clock(timeline: pl.DataFrame) -> StepClock:
-    """Return the known step starts of the `timeline` table."""
-    known = timeline.filter(pl.col("ts_start_ns").is_not_null()).sort(*ENGINE, "ts_start_ns")
+def step_clock(timeline: pl.DataFrame) -> pl.DataFrame:
+    """Return the known step starts of the `timeline` table.
+
+    Returns:
+        Columns of the engine, start (ns), and of the step before, null where its start is not known: start_before and
+        idle_before (it left nothing running and nothing waiting). And tolerance_us, the same on all rows: how far before an
+        estimated start the stamp of a request queued at it may lie; 0 for exact starts.
+    """
+    start = pl.col("ts_start_ns").cast(pl.Float64)
     idle = (pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0)
-    known = known.with_columns(
-        follows=(pl.col("step_id").shift(1).over(ENGINE) == pl.col("step_id") - 1).fill_null(value=False),
-        idle_before=idle.shift(1).over(ENGINE).fill_null(value=False),
+    follows = pl.when(pl.col("step_id").shift(1).over(ENGINE) == pl.col("step_id") - 1)
+    return (
+        timeline.drop_nulls("ts_start_ns")
+        .sort(*ENGINE, "ts_start_ns")
+        .select(
+            *ENGINE,
+            start=start,
+            start_before=follows.then(start.shift(1).over(ENGINE)),
+            idle_before=follows.then(idle.shift(1).over(ENGINE).fill_null(value=False)),
+            tolerance_us=TOLERANCE_SDS * pl.col("start_sd_us").median().cast(pl.Float64).fill_null(0.0),
+        )
     )
-    counts = known.group_by(ENGINE, maintain_order=True).len().with_columns(end=pl.col("len").cum_sum())
-    start_sd = known.select(pl.col("start_sd_us").median().cast(pl.Float64)).item() or 0.0
-    return StepClock(
-        starts=known["ts_start_ns"].to_numpy().astype(float),
-        follows=known["follows"].to_numpy(),
-        idle_before=known["idle_before"].to_numpy(),
-        bounds={tuple(engine): (end - rows, end) for *engine, rows, end in counts.iter_rows()},
-        tolerance_us=TOLERANCE_SDS * start_sd,
-    )
 
 
-Clocks = tuple[StepClock, StepClock]
-"""The known step starts alone, and with the unknown ones interpolated."""
-
-
-def interpolated_clock(timeline: pl.DataFrame) -> StepClock:
+def interpolated_clock(timeline: pl.DataFrame) -> pl.DataFrame:
     """Return the step starts of the `timeline` table, with unknown ones spaced evenly between the known ones around them.
 
     No start is interpolated across an idle gap: which of the steps the gap followed is not known.
@@ -90,47 +80,46 @@ def _clocks(timeline: pl.DataFrame) -> Clocks:
     return step_clock(timeline), interpolated_clock(timeline)
 
 
-def _next_start(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> Integers:
-    """Return the index of the first known start at or after ARRIVED + `done_us`, -1 where there is none; shape (n,)."""
-    at = rows["ts_ns"].to_numpy().astype(float) + done_us * 1e3
-    names = rows.select(ENGINE)
-    engine = names.select(pl.struct(ENGINE).rank("dense")).to_series().to_numpy()
-    found = np.full(len(at), -1)
-    for number in np.unique(engine):
-        requests = np.flatnonzero(engine == number)
-        low, high = clock.bounds.get(names.row(int(requests[0])), (0, 0))
-        index = low + np.searchsorted(clock.starts[low:high], at[requests])
-        found[requests] = np.where(index < high, index, -1)
-    return found
+def _boundaries(rows: pl.DataFrame, clock: pl.DataFrame, done_us: Vector) -> pl.DataFrame:
+    """Find the first known start at or after ARRIVED + `done_us` of each row.
 
-
-def boundary_of(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> Integers:
-    """Return the index of the boundary each request waits for, -1 where it is unknown or the engine was idle; shape (n,)."""
-    index = _next_start(rows, clock, done_us)
+    Returns:
+        One row per row: `start` of the boundary that the request waits for, and `start_before`, null where it is unknown or
+        the engine is idle; `is_idle`, whether the engine is known to be idle.
+    """
+    at = (pl.col("ts_ns").cast(pl.Float64) + pl.Series(done_us) * 1e3).alias("at")
+    wanted = rows.select(*ENGINE, at).with_row_index("row").sort("at")
+    found = wanted.join_asof(
+        clock,
+        left_on="at",
+        right_on="start",
+        by=ENGINE,
+        strategy="forward",
+        coalesce=False,
+        check_sortedness=False,
+    )
     # After a step of unknown start another boundary may lie in between; after an idle step nothing is waited for.
-    is_known = (index >= 0) & clock.follows[index] & ~clock.idle_before[index]
-    return np.where(is_known, index, -1)
+    waits = pl.when(~pl.col("idle_before"))
+    return found.sort("row").select(
+        waits.then("start"), waits.then("start_before"), is_idle=pl.col("idle_before").fill_null(value=False)
+    )
 
 
-def true_boundary(rows: pl.DataFrame, clock: StepClock) -> Integers:
-    """Return the index of the boundary each request was queued at, -1 where unknown or the engine was idle; shape (n,)."""
-    return boundary_of(rows, clock, target_of(rows) - clock.tolerance_us)
+def _true_boundaries(rows: pl.DataFrame, clock: pl.DataFrame) -> pl.DataFrame:
+    """Return `_boundaries` that the requests were queued at."""
+    return _boundaries(
+        rows, clock, target_of(rows) - (clock.select(pl.col("tolerance_us").max()).item() or 0.0)
+    )
 
 
-def meets_idle(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> Flags:
-    """Return whether the engine was idle `done_us` after ARRIVED; shape (n,)."""
-    index = _next_start(rows, clock, done_us)
-    return np.asarray((index >= 0) & clock.follows[index] & clock.idle_before[index])
-
-
-def queued_at_once(rows: pl.DataFrame, clock: StepClock, wait_us: Vector, done_us: Vector) -> Flags:
+def _queued_at_once(rows: pl.DataFrame, clock: pl.DataFrame, wait_us: Vector, done_us: Vector) -> Flags:
     """Return whether a request is QUEUED when its API work ends, with no step to wait for; shape (n,).
 
     The engine is idle then, or it is idle when the request arrives and no other one is ahead of it: a step that starts
     within `done_us` of that is the request's own, whose work took less than is predicted.
     """
-    arrives = meets_idle(rows, clock, np.zeros(len(done_us))) & (wait_us <= 0)
-    return arrives | meets_idle(rows, clock, done_us)
+    arrives = _boundaries(rows, clock, np.zeros(len(done_us)))["is_idle"].to_numpy() & (wait_us <= 0)
+    return np.asarray(arrives | _boundaries(rows, clock, done_us)["is_idle"].to_numpy())
 
 
 def admission_with_clock(
@@ -156,12 +145,11 @@ def admission_with_clock(
 def _by_clocks(
     rows: pl.DataFrame, clocks: Clocks, wait_us: Vector, done_us: Vector, offset_us: float
 ) -> tuple[Vector, Flags]:
-    clock, between = clocks
-    idle = queued_at_once(rows, clock, wait_us, done_us)
-    arrived = rows["ts_ns"].to_numpy()
-    exact, interpolated = (boundary_of(rows, starts, done_us) for starts in clocks)
-    until = np.where(exact >= 0, clock.starts[exact] - arrived, between.starts[interpolated] - arrived) / 1e3
-    known = ((exact >= 0) | (interpolated >= 0)) & ~idle
+    start, interpolated = (_boundaries(rows, clock, done_us)["start"].to_numpy() for clock in clocks)
+    start = np.where(np.isnan(start), interpolated, start)
+    idle = _queued_at_once(rows, clocks[0], wait_us, done_us)
+    known = ~np.isnan(start) & ~idle
+    until = (start - rows["ts_ns"].to_numpy()) / 1e3
     predicted = np.where(known, until + offset_us, done_us)
     return np.asarray(np.maximum(predicted, 0.0)), np.asarray(known | idle)
 
@@ -282,7 +270,7 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
     clock = clocks[0]
     marked = mark_bursts(linear.rows)
     train = counted(marked, "train")
-    if int((true_boundary(train, clock) >= 0).sum()) < MIN_TRAIN_ROWS:
+    if _true_boundaries(train, clock)["start"].count() < MIN_TRAIN_ROWS:
         return None
     # In a burst the wait for the API process dominates: its requests say little of the work on one of them.
     outside_bursts = train.filter(~pl.col("in_burst"))
@@ -305,61 +293,46 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
 
 
 def _constants(
-    train: pl.DataFrame, clock: StepClock, per_token: float, idle_work: float | None
+    train: pl.DataFrame, clock: pl.DataFrame, per_token: float, idle_work: float | None
 ) -> tuple[float, float]:
     """Return the constant of the API work and the offset of the QUEUED stamp from the step start, both in us."""
-    slope = per_token * train["prompt_tokens"].fill_null(0).to_numpy()
-    truth = true_boundary(train, clock)
-    known = truth >= 0
-    queued = (train["ts_ns"] + train["y"] * 1e3).to_numpy()
-    offset = float(np.median((queued - clock.starts[truth])[known])) / 1e3 if known.any() else 0.0
+    known = pl.concat([train, _true_boundaries(train, clock)], how="horizontal").drop_nulls("start")
+    offset = known.select(((pl.col("ts_ns") + pl.col("y") * 1e3) - pl.col("start")).median()).item() or 0.0
     # Requests that met an idle engine measure the work directly, which few known boundaries cannot improve on.
-    if idle_work is not None and int(known.sum()) < MIN_TRAIN_ROWS:
-        return idle_work, offset
+    if idle_work is not None and known.height < MIN_TRAIN_ROWS:
+        return idle_work, offset / 1e3
     grid = np.arange(0.0, MOST_WORK_US, GRID_US)
-    shares = _shares_explained(train, clock, truth, slope, grid)
+    # A constant predicts a request's boundary when the work ends after the step start before it and no later than the
+    # boundary itself. With both ends sorted, two searches count the requests for all constants at once.
+    slope = per_token * pl.col("prompt_tokens").fill_null(0)
+    ends = (pl.col("start_before", "start") - pl.col("ts_ns")) / 1e3 - slope
+    after, until = (end.sort().to_numpy() for end in known.select(ends))
+    shares = (np.searchsorted(after, grid) - np.searchsorted(until, grid)) / known.height
     plateau = grid[shares >= shares.max() - PLATEAU]
     # Every amount on the plateau explains the boundaries equally well; the direct measurement picks one of them.
     if idle_work is not None and plateau.min() <= idle_work <= plateau.max():
-        return idle_work, offset
-    return float(np.median(plateau)), offset
+        return idle_work, offset / 1e3
+    return float(np.median(plateau)), offset / 1e3
 
 
-def _shares_explained(
-    train: pl.DataFrame, clock: StepClock, truth: Integers, slope: Vector, grid: Vector
-) -> Vector:
-    """Return the share of requests with a known boundary that each constant on `grid` predicts it for; shape of `grid`.
-
-    A constant predicts a request's boundary when the work ends after the step start before the boundary and no later than
-    the boundary itself. With both ends sorted, two searches count the requests for all constants at once.
-    """
-    known = truth >= 0
-    arrived = train["ts_ns"].to_numpy()[known].astype(float)
-    after, until = (
-        np.sort((clock.starts[boundary] - arrived) / 1e3 - slope[known])
-        for boundary in (truth[known] - 1, truth[known])
-    )
-    return np.asarray((np.searchsorted(after, grid) - np.searchsorted(until, grid)) / known.sum())
-
-
-def _work_of_idle(train: pl.DataFrame, clock: StepClock) -> tuple[float, float | None]:
+def _work_of_idle(train: pl.DataFrame, clock: pl.DataFrame) -> tuple[float, float | None]:
     """Return the API work per prompt token, and its constant, of the requests that met an idle engine.
 
     Their admission is the API work alone. The constant is null of too few such requests.
     """
-    y, tokens = train["y"].to_numpy(), train["prompt_tokens"].fill_null(0).to_numpy().astype(float)
     # Idle both on arrival and when QUEUED: a step in between would have put a wait into the admission.
-    idle = meets_idle(train, clock, np.zeros(len(y))) & meets_idle(train, clock, y)
-    if int(idle.sum()) < MIN_IDLE_ROWS:
+    idle = [_boundaries(train, clock, at)["is_idle"] for at in (np.zeros(train.height), target_of(train))]
+    met = train.filter(idle[0] & idle[1])
+    if met.height < MIN_IDLE_ROWS:
         return 0.0, None
-    line = RobustLinear().fit(tokens[idle, None], y[idle])
-    constant = float(np.median(y[idle]))
-    error = y[idle] - line.predict(tokens[idle, None])
+    y, tokens = target_of(met), met["prompt_tokens"].fill_null(0).to_numpy().astype(float)
+    line = RobustLinear().fit(tokens[:, None], y)
+    error = y - line.predict(tokens[:, None])
     # Two standard errors of a slope: 2 sd(residual) / (sd(tokens) sqrt(n)). A smaller slope is taken for zero.
-    spread = tokens[idle].std() * np.sqrt(idle.sum())
+    spread = tokens.std() * np.sqrt(len(y))
     two_errors = 2 * float(error.std()) / spread if spread > 0 else np.inf
     slope = float(line.coef_[0])
-    return (slope, line.intercept_) if slope > two_errors else (0.0, constant)
+    return (slope, line.intercept_) if slope > two_errors else (0.0, float(np.median(y)))
 
 
 def _with_done(fitted: FittedBoundary, rows: pl.DataFrame) -> pl.DataFrame:
@@ -384,11 +357,13 @@ def _validated(
     fitted: FittedBoundary, train: pl.DataFrame, held: pl.DataFrame, clocks: Clocks
 ) -> FittedBoundary:
     y, clock = target_of(held), clocks[0]
-    truth = true_boundary(held, clock)
-    known = truth >= 0
+    truth = _true_boundaries(held, clock)["start"].to_numpy()
+    known = ~np.isnan(truth)
     accuracy, accuracy_without_work = (
-        100 * float(np.mean(boundary_of(held, clock, w)[known] == truth[known])) if known.any() else None
-        for w in (held["done_us"].to_numpy(), np.zeros(len(y)))
+        100 * float(np.mean((_boundaries(held, clock, work)["start"].to_numpy() == truth)[known]))
+        if known.any()
+        else None
+        for work in (held["done_us"].to_numpy(), np.zeros(len(y)))
     )
     predicted = _predict(fitted, held, clocks)
     predicted_train = _predict(fitted, train, clocks)
@@ -402,7 +377,7 @@ def _validated(
         "without_clock": linear.validation.holdout,
         "expectation": measure(y, expected_admission(fitted, held["prompt_tokens"])),
     }
-    idle = queued_at_once(held, clock, held["wait_us"].to_numpy(), held["done_us"].to_numpy())
+    idle = _queued_at_once(held, clock, held["wait_us"].to_numpy(), held["done_us"].to_numpy())
     if idle.any():
         by_group["idle_engine"] = measure(y[idle], predicted[idle])
     burst = held["in_burst"].to_numpy()

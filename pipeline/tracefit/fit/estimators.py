@@ -191,18 +191,9 @@ _FLAT = 0.05
 certain."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowWeights:
-    """How much each training row counted in a fit.
-
-    Attributes:
-        weights: Shape (n,), final weights: given ones times Huber's.
-        slopes: Shape (n,), how much more a row pulls per unit of residual: its given weight, next to nothing beyond the bend
-            of Huber's loss.
-    """
-
-    weights: Vector
-    slopes: Vector
+RowWeights: TypeAlias = "tuple[Vector, Vector]"
+"""How much each training row counted in a fit: its final weight, the given one times Huber's; and how much more it pulls per
+unit of residual, its given weight and next to nothing beyond the bend of Huber's loss. Shape (n,) each."""
 
 
 class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
@@ -311,7 +302,7 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         self.n_iter_ = rounds
         self.coef_: Vector = slopes / scale
         self.intercept_ = intercept
-        return RowWeights(weights, given * np.where(bent < 1, _FLAT, 1.0))
+        return weights, given * np.where(bent < 1, _FLAT, 1.0)
 
     def predict(self, X: Matrix) -> Vector:  # noqa: N803  # scikit-learn's contract
         """Return intercept + X @ coefficients, shape (n,)."""
@@ -341,6 +332,7 @@ def confidence_intervals(
 
     `model` is fitted on exactly these rows, `rows` is what its `fit_rows` returned, and `blocks` the time block of each row.
     """
+    weights, pull_slopes = rows
     active = np.flatnonzero(model.coef_)
     at_least_zero, constant_at_least_zero = bounds_of(model.positive, x.shape[1])
     # A line forced through the origin has no intercept to vary: its design has no column of ones.
@@ -351,8 +343,8 @@ def confidence_intervals(
     design = np.column_stack([np.full(len(y), float(not bound)), (x[:, active] - center) / scale])
     penalty = np.full(design.shape[1], ridge_share(model.penalty) * model.strength * len(y))
     penalty[0] = 0.0
-    bread = np.linalg.pinv(design.T @ (design * rows.slopes[:, None]) + np.diag(penalty))
-    pull = rows.weights * (y - model.predict(x))
+    bread = np.linalg.pinv(design.T @ (design * pull_slopes[:, None]) + np.diag(penalty))
+    pull = weights * (y - model.predict(x))
     _, index = np.unique(blocks, return_inverse=True)
     count = int(index.max()) + 1
     scores = np.column_stack([np.bincount(index, pull * column, count) for column in design.T])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import polars as pl
 
-from tracefit.fit.results import ALWAYS, Term
+from tracefit.fit.results import ALWAYS, Term, line_expression
 from tracefit.server.settings import without_attribute
 
 if TYPE_CHECKING:
@@ -190,28 +190,19 @@ class FittedRegime:
 
     def predict(self, rows: pl.DataFrame) -> Vector:
         """Predict the rows of a training frame, clipped at 0; shape (n,)."""
-        values: Vector = np.full(rows.height, self.intercept.value)
-        for term in self.terms:
-            values += term.value * rows[term.feature].cast(pl.Float64).to_numpy()
-        return np.asarray(np.maximum(values, 0.0))
+        clipped = line_expression(self.intercept, self.terms).clip(lower_bound=0.0)
+        return rows.with_columns(_predicted=clipped)["_predicted"].to_numpy()
 
 
 def predict_regimes(regimes: Sequence[FittedRegime], rows: pl.DataFrame) -> Vector:
     """Predict rows, each by the first regime whose condition holds; shape (n,)."""
-    active = active_regime(regimes, rows)
-    predicted = np.zeros(rows.height)
-    for index, regime in enumerate(regimes):
-        predicted = np.where(active == index, regime.predict(rows), predicted)
-    return predicted
+    return np.choose(active_regime(regimes, rows), [regime.predict(rows) for regime in regimes])
 
 
 def active_regime(regimes: Sequence[FittedRegime], rows: pl.DataFrame) -> Integers:
     """Return the index of the regime that predicts each row; shape (n,)."""
-    # From the last regime to the first: where several conditions hold the earliest one is written last and stays.
-    active = np.full(rows.height, len(regimes) - 1)
-    for index in reversed(range(len(regimes) - 1)):
-        active[which(rows, regimes[index].regime.when.expression())] = index
-    return active
+    # The condition of the last one holds for every row.
+    return np.asarray(np.argmax([which(rows, r.regime.when.expression()) for r in regimes], axis=0))
 
 
 def which(rows: pl.DataFrame, condition: pl.Expr) -> Flags:

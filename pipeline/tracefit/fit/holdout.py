@@ -14,7 +14,7 @@ are named.
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import polars as pl
@@ -30,7 +30,7 @@ from tracefit.fit.fitted import (
     predict_regimes,
     target_of,
 )
-from tracefit.fit.load import phases_of_servers, with_phases
+from tracefit.fit.load import with_phases
 from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation, Number, StepPhase, SummedTime
 from tracefit.fit.select import time_blocks, usable_features
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
@@ -201,17 +201,18 @@ def errors_by_phase(
     fitted: LinearFit, requests: pl.DataFrame, eval_filter: pl.Expr | None = None
 ) -> tuple[StepPhase, ...]:
     """Measure a step-time model on the held-out rows of each phase; servers without requests have no phases."""
-    phases = phases_of_servers(requests.select(*SERVER, at_ns=pl.coalesce("arrival_ns", "queued_ns")))
+    arrivals = requests.select(*SERVER, at_ns=pl.coalesce("arrival_ns", "queued_ns"))
     median = float(np.median(target_of(counted(fitted.rows, "train"))))
-    held = evaluation_rows(counted(fitted.rows, "holdout"), eval_filter).drop_nulls("ts_ns")
-    rows = with_phases(held.sort(*SERVER, "ts_ns"), "ts_ns", phases).drop_nulls("phase")
+    held = evaluation_rows(counted(fitted.rows, "holdout"), eval_filter)
     found = []
-    for (run, server, number), phase_rows in rows.group_by(*SERVER, "phase", maintain_order=True):
-        actual = target_of(phase_rows)
+    for (phase,), rows in (
+        with_phases(held, "ts_ns", arrivals).drop_nulls("phase").group_by("phase", maintain_order=True)
+    ):
+        actual = target_of(rows)
         found.append(
             StepPhase(
-                **vars(phases[str(run), str(server)].phases[int(str(number))]),
-                holdout=measure(actual, predict_regimes(fitted.regimes, phase_rows)),
+                **cast("dict[str, Any]", phase),
+                holdout=measure(actual, predict_regimes(fitted.regimes, rows)),
                 baseline=measure(actual, np.full(len(actual), median)),
             )
         )

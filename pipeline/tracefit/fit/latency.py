@@ -4,7 +4,7 @@ TTFT = admission + queue wait + steps to the first token; ITL = steps after it /
 
 There are two ways to know the steps of a request. `teacher_forced` takes the batches and the waits that were traced and sums
 the predicted times of exactly the steps the request was in: its error is that of the models. `averages_only` knows the
-request's own prompt and output length and averages over the training part (`averages_of`): its error is what a consumer gets
+request's own prompt and output length and averages over the training part: its error is what a consumer gets
 that simulates no batches.
 
 `compose_latencies` evaluates three predictions on the requests that lie in the hold-out of every model they need: `forced`, and
@@ -15,9 +15,9 @@ workload phase, and requests without a prediction are counted by reason.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import polars as pl
@@ -27,7 +27,7 @@ from tracefit.features.sets import add_features
 from tracefit.fit.boundary import expected_admission, predict_admission
 from tracefit.fit.fitted import predict_regimes
 from tracefit.fit.holdout import refit_on_holdout
-from tracefit.fit.load import phases_of_servers, with_phases
+from tracefit.fit.load import with_phases
 from tracefit.fit.results import NO_ROWS, ComposedLatencies, Latency, LatencyErrors, Metrics, PhaseErrors
 from tracefit.fit.splits import counted
 from tracefit.fit.validation import distribution, measure
@@ -36,11 +36,10 @@ from tracefit.tables.health import CUT_OFF
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tracefit.features.sets import FeatureSet
     from tracefit.fit.fitted import FittedModel, LinearFit, ScopeTables
-    from tracefit.fit.load import ServerPhases
     from tracefit.server.context import ModelScope
     from tracefit.statistics import Vector
 
@@ -162,86 +161,56 @@ def _known_sum(values: pl.Expr) -> pl.Expr:
     return pl.when(values.null_count() == 0).then(values.sum())
 
 
-@dataclass(frozen=True, slots=True)
-class Averages:
-    """Averages over the training part, in us unless stated otherwise; null where no row gives one.
-
-    Attributes:
-        decode_us: Mean predicted step time, each step weighted by its decoding requests.
-        requeue_per_token_us: Wait after preemptions, per output token after the first.
-        requeue_before_us: Wait after preemptions before the first token, per request.
-        hit_ratio: Share of the prompt tokens found in the prefix cache; 0 where not known.
-        prompt_step: One row: the columns of the timeline, mean over the requests whose prompts steps carried.
-        other_prompts: Prompt tokens of the other requests in such a step.
-    """
-
-    decode_us: float | None
-    requeue_per_token_us: float
-    requeue_before_us: float
-    hit_ratio: float
-    prompt_step: pl.DataFrame | None
-    other_prompts: float
-
-
-def averages_of(steps: pl.DataFrame, requests: pl.DataFrame) -> Averages:
-    """Average the training part."""
-    # A request meets a step in proportion to the requests in it: means are over requests, not over steps.
-    decoding = steps.filter(pl.col("predicted_us").is_not_null() & (pl.col("num_decode_reqs") > 0))
-    weight = pl.col("num_decode_reqs")
-    has_hits = pl.col("prompt_tokens").is_not_null() & pl.col("cached_prompt_tokens").is_not_null()
-    cached, prompt = (
-        requests.filter(has_hits).select(pl.col("cached_prompt_tokens", "prompt_tokens").sum()).row(0)
-    )
-    decoded = (pl.col("output_tokens") - 1).clip(lower_bound=0)
-    known = pl.col("forced_requeue_after_us").is_not_null() & decoded.is_not_null()
-    after, tokens = (
-        requests.filter(known).select(pl.col("forced_requeue_after_us").sum(), decoded.sum()).row(0)
-    )
-    prompts = steps.filter((pl.col("num_prefill_reqs") > 0) & (pl.col("prefill_tokens") > 0))
-    share = pl.col("num_prefill_reqs") / pl.col("num_prefill_reqs").sum()
-    other_tokens = pl.col("prefill_tokens") * (1 - 1 / pl.col("num_prefill_reqs"))
-    return Averages(
-        decode_us=decoding.select((pl.col("predicted_us") * weight).sum() / weight.sum()).item()
-        if decoding.height
-        else None,
-        requeue_per_token_us=float(after) / tokens if tokens else 0.0,
-        requeue_before_us=mean_of(requests["forced_requeue_before_us"]) or 0.0,
-        hit_ratio=float(cached) / float(prompt) if prompt else 0.0,
-        prompt_step=_mean_step(prompts) if prompts.height else None,
-        other_prompts=float(prompts.select((other_tokens * share).sum()).item() or 0.0),
-    )
-
-
 def averages_only(
     requests: pl.DataFrame,
-    averages: Averages,
+    trained_steps: pl.DataFrame,
+    trained_requests: pl.DataFrame,
     step_time: Callable[[pl.DataFrame], Vector],
     *,
     overheads_us: Mapping[str, pl.Series | float | None],
     token_budget: int | None,
     lag_steps: int,
 ) -> pl.DataFrame:
-    """Predict each request from averages and its own prompt and output lengths.
+    """Predict each request from averages over the training part and its own prompt and output lengths.
 
     A prompt longer than what the mean batch leaves of the step's token budget is computed in equal chunks. With scheduling a
     step ahead the first token comes a step later.
 
     Args:
         requests: Rows with prompt_tokens.
-        averages: Averages over the training part.
+        trained_steps: Steps of the training part: columns of the timeline, and predicted_us.
+        trained_requests: Requests of the training part, as `teacher_forced` returns them.
         step_time: Timeline rows to predicted step times in us.
         overheads_us: Target name to its expected duration, per request or the same for all; null without a model.
         token_budget: max_num_batched_tokens, null where not known.
         lag_steps: Steps that scheduling runs ahead of execution.
 
     Returns:
-        `requests` with mean_prefill_us, mean_itl_us, and mean_<name>_us of every target.
+        `requests` with mean_prefill_us, mean_itl_us, and mean_<name>_us of every target; null where no row gives an average.
     """
-    itl = None if averages.decode_us is None else averages.decode_us + averages.requeue_per_token_us
+    # A request meets a step in proportion to the requests in it: means are over requests, not over steps.
+    reqs = pl.col("num_decode_reqs")
+    decoding = trained_steps.filter(pl.col("predicted_us").is_not_null() & (reqs > 0))
+    decode_us = (
+        decoding.select((pl.col("predicted_us") * reqs).sum() / reqs.sum()).item()
+        if decoding.height
+        else None
+    )
+    decoded = (pl.col("output_tokens") - 1).clip(lower_bound=0)
+    waits = trained_requests.select("forced_requeue_after_us", decoded).drop_nulls().sum()
+    after_us, tokens = waits.row(0)
+    itl = None if decode_us is None else decode_us + (after_us / tokens if tokens else 0.0)
+    prompts = trained_steps.filter((pl.col("num_prefill_reqs") > 0) & (pl.col("prefill_tokens") > 0))
     prefill: pl.Series | None = None
-    if averages.prompt_step is not None and (averages.decode_us is not None or not lag_steps):
-        extra = averages.requeue_before_us + lag_steps * (averages.decode_us or 0.0)
-        prefill = _prompt_us(requests, averages, averages.prompt_step, step_time, token_budget) + extra
+    if prompts.height and (decode_us is not None or not lag_steps):
+        cached, prompt = (
+            trained_requests.select("cached_prompt_tokens", "prompt_tokens").drop_nulls().sum().row(0)
+        )
+        hit_ratio = cached / prompt if prompt else 0.0
+        extra = (mean_of(trained_requests["forced_requeue_before_us"]) or 0.0) + lag_steps * (
+            decode_us or 0.0
+        )
+        prefill = _prompt_us(requests, prompts, hit_ratio, step_time, token_budget) + extra
     means = {**overheads_us, "prefill": prefill, "itl": itl}
     return requests.with_columns(
         pl.lit(us).cast(pl.Float64).alias(f"mean_{name}_us") for name, us in means.items()
@@ -250,23 +219,34 @@ def averages_only(
 
 def _prompt_us(
     requests: pl.DataFrame,
-    averages: Averages,
-    prompt_step: pl.DataFrame,
+    prompts: pl.DataFrame,
+    hit_ratio: float,
     step_time: Callable[[pl.DataFrame], Vector],
     token_budget: int | None,
 ) -> pl.Series:
-    """Return the time of the steps that compute each request's prompt; null where its length is not known."""
+    """Return the time of the steps that compute each request's prompt; null where its length is not known.
+
+    Such a step is the mean of `prompts`, steps with prompts, over the requests whose prompts they carried.
+    """
+    weight = pl.col("num_prefill_reqs")
+    mean_step = prompts.select(
+        ((pl.col(n) * weight).sum() / weight.filter(pl.col(n).is_not_null()).sum()).alias(n)
+        for n, kind in prompts.schema.items()
+        if kind.is_numeric()
+    ).fill_nan(None)
+    # Prompt tokens of the other requests in such a step.
+    others = prompts.select(
+        (pl.col("prefill_tokens") * (1 - 1 / weight) * (weight / weight.sum())).sum()
+    ).item()
     own = pl.col("own")
     # Running requests are scheduled first: prompts share what decodes leave of the token budget.
     left = (pl.lit(token_budget, pl.Float64) - pl.col("decode_tokens")).clip(lower_bound=1.0)
     chunks = pl.when(left.is_null()).then(1.0).otherwise((own / left).ceil()).clip(lower_bound=1.0)
-    tokens = requests.select(
-        own=(pl.col("prompt_tokens").cast(pl.Float64) * (1 - averages.hit_ratio)).clip(lower_bound=1.0),
-        cached=pl.col("prompt_tokens").cast(pl.Float64) * averages.hit_ratio,
-    )
-    rows = tokens.join(prompt_step, how="cross").with_columns(chunks=chunks)
+    length = pl.col("prompt_tokens").cast(pl.Float64)
+    tokens = requests.select(own=(length * (1 - hit_ratio)).clip(lower_bound=1.0), cached=length * hit_ratio)
+    rows = tokens.join(mean_step, how="cross").with_columns(chunks=chunks)
     chunk = own / pl.col("chunks")
-    carried = chunk + averages.other_prompts
+    carried = chunk + others
     rows = rows.with_columns(
         prefill_tokens=pl.when(left < carried).then(pl.max_horizontal(left, chunk)).otherwise(carried),
         # The k-th chunk finds k - 1 chunks in the cache: (chunks - 1) / 2 on average.
@@ -278,42 +258,21 @@ def _prompt_us(
     return rows.select(pl.when(own.is_not_null()).then(predicted * pl.col("chunks"))).to_series()
 
 
-def _mean_step(prompts: pl.DataFrame) -> pl.DataFrame:
-    """Average the numeric columns of steps over the requests whose prompts they carried."""
-    weight = pl.col("num_prefill_reqs")
-    numbers = [n for n, kind in prompts.schema.items() if kind.is_numeric()]
-    means = [
-        ((pl.col(n) * weight).sum() / weight.filter(pl.col(n).is_not_null()).sum()).alias(n) for n in numbers
-    ]
-    return prompts.select(means).fill_nan(None)
-
-
 # -- all requests of a scope -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """A latency as it is measured: the time between stamps of the server's own events."""
-
-    column: str
-    definition: str
-    is_whole: bool = True
-    """Whether a request that was cut off does not have it."""
-
-
-_MEASURED = {
-    "ttft": _Measured("ttft_us", "FIRST_TOKEN - ARRIVED", is_whole=False),
-    "itl": _Measured("itl_us", "(FINISHED - FIRST_TOKEN) / (output tokens - 1)"),
-    "e2e": _Measured("e2e_us", "FINISHED - ARRIVED = TTFT + (output tokens - 1) * ITL"),
-    "client": _Measured("client_us", "DEPARTED - ARRIVED = E2E + departure"),
-    "prefill": _Measured(
-        "prefill_us", "FIRST_TOKEN - first SCHEDULED, without waits after a preemption", is_whole=False
-    ),
-    "execution": _Measured(
-        "execution_us",
-        "FINISHED - first SCHEDULED, without waits after a preemption: the steps the request was in",
-    ),
+_DEFINITIONS = {
+    "ttft": "FIRST_TOKEN - ARRIVED",
+    "itl": "(FINISHED - FIRST_TOKEN) / (output tokens - 1)",
+    "e2e": "FINISHED - ARRIVED = TTFT + (output tokens - 1) * ITL",
+    "client": "DEPARTED - ARRIVED = E2E + departure",
+    "prefill": "FIRST_TOKEN - first SCHEDULED, without waits after a preemption",
+    "execution": "FINISHED - first SCHEDULED, without waits after a preemption: the steps the request was in",
 }
+"""Latencies, each measured between stamps of the server's own events."""
+
+_UNTIL_FIRST_TOKEN = ("ttft", "prefill")
+"""Latencies that a request which was cut off has too."""
 
 
 def compose_latencies(
@@ -468,14 +427,16 @@ def _with_averages(
         trained = steps.filter(pl.col("in_training") & (pl.col("run_id") == run))
         return averages_only(
             requests,
-            averages_of(trained, requests.filter(pl.col("split") == "train")),
+            trained,
+            requests.filter(pl.col("split") == "train"),
             step_time,
             overheads_us={t.name: _expected(models.get(t.model), requests, run) for t in targets.TARGETS},
             token_budget=scope.context.settings.max_num_batched_tokens,
             lag_steps=max((lag for (run_id, _), lag in tables.lags.items() if run_id == run), default=0),
         )
 
-    return pl.concat(of_run(run, requests) for (run,), requests in _groups(rows, ["run_id"]))
+    by_run = rows.group_by("run_id", maintain_order=True)
+    return pl.concat(of_run(str(run), requests) for (run,), requests in by_run)
 
 
 def _expected(model: FittedModel | None, rows: pl.DataFrame, run: str) -> pl.Series | float | None:
@@ -524,39 +485,33 @@ def _composed(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _measured(rows: pl.DataFrame) -> dict[str, Latency]:
-    phases = phases_of_servers(rows)
-    with_phase = with_phases(rows.sort(SERVER, maintain_order=True), "at_ns", phases)
-    return {name: _latency(with_phase, name, phases) for name in _MEASURED}
+    in_phases = with_phases(rows, "at_ns", rows)
+    return {name: _latency(in_phases, name) for name in _DEFINITIONS}
 
 
-def _latency(rows: pl.DataFrame, name: str, phases: Mapping[tuple[str, str], ServerPhases]) -> Latency:
-    measured = _MEASURED[name]
-    actual = pl.col(measured.column)
-    cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
-    rows = rows.with_columns(actual=pl.when(~cut_off).then(actual) if measured.is_whole else actual)
+def _latency(rows: pl.DataFrame, name: str) -> Latency:
+    cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False) & (name not in _UNTIL_FIRST_TOKEN)
+    # Rows are in the order of time, server by server, and so are groups of them.
+    rows = rows.with_columns(actual=pl.when(~cut_off).then(f"{name}_us"))
     median = rows.filter(pl.col("split") == "train")["actual"].median()
     level = float(median) if isinstance(median, int | float) else None
     partly = int((rows["split"] == "partly").sum())
     held = rows.filter(pl.col("split") == "holdout")
-    evaluated = held.filter(pl.col("actual").is_not_null()).sort(*SERVER, "at_ns")
+    evaluated = held.filter(pl.col("actual").is_not_null())
     return Latency(
         *_errors(evaluated, name, level),
-        definition=measured.definition,
+        definition=_DEFINITIONS[name],
         by_run={
             str(run): LatencyErrors(*_errors(rows, name, level))
-            for (run,), rows in _groups(evaluated, ["run_id"])
+            for (run,), rows in evaluated.group_by("run_id", maintain_order=True)
         },
         by_phase=tuple(
-            PhaseErrors(*_errors(rows, name, level), **vars(phases[run, server].phases[number]))
-            for (run, server, number), rows in _groups(evaluated.drop_nulls("phase"), [*SERVER, "phase"])
+            PhaseErrors(*_errors(rows, name, level), **cast("dict[str, Any]", phase))
+            for (phase,), rows in evaluated.drop_nulls("phase").group_by("phase", maintain_order=True)
         ),
         left_out={**_left_out(held, name), **({"partly_in_training": partly} if partly else {})},
         distribution=distribution(evaluated, "actual", f"forced_{name}", f"mean_{name}"),
     )
-
-
-def _groups(rows: pl.DataFrame, by: list[str]) -> Iterator[tuple[tuple[Any, ...], pl.DataFrame]]:
-    return iter(rows.sort(by, maintain_order=True).group_by(by, maintain_order=True))
 
 
 def _errors(rows: pl.DataFrame, name: str, median: float | None) -> tuple[Metrics, Metrics, Metrics, Metrics]:
@@ -574,11 +529,10 @@ def _errors(rows: pl.DataFrame, name: str, median: float | None) -> tuple[Metric
 
 def _left_out(held: pl.DataFrame, name: str) -> dict[str, int]:
     """Count held-out requests without a teacher-forced prediction, each under the first reason that applies."""
-    never = pl.lit(value=False)
     reason = (
-        pl.when(pl.col("finish_status").is_in(CUT_OFF) if _MEASURED[name].is_whole else never)
+        pl.when(pl.col("finish_status").is_in(CUT_OFF) & (name not in _UNTIL_FIRST_TOKEN))
         .then(pl.lit("cut_off"))
-        .when(pl.col("output_tokens") == 1 if name == "itl" else never)
+        .when((pl.col("output_tokens") == 1) & (name == "itl"))
         .then(pl.lit("one_token"))
         .when(pl.col("actual").is_null())
         .then(pl.lit("event_missing"))

@@ -9,7 +9,8 @@ requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import fields as fields_of
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from tracefit.fit.results import Overload, Phase, QueuePeriod
 from tracefit.tables.schema import SERVER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from tracefit.statistics import Vector
 
@@ -34,66 +35,51 @@ GAIN_PER_LOG = 3.0
 """A cut must raise the log-likelihood of n arrivals by this many log(n)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerPhases:
-    """The phases of one server, on its own clock."""
+def with_phases(rows: pl.DataFrame, at: str, arrivals: pl.DataFrame) -> pl.DataFrame:
+    """Add `phase`, a struct of the fields of `Phase`: the phase of its server that began last before the time `at` of a row.
 
-    first_ns: int
-    """Its first arrival."""
-    phases: tuple[Phase, ...]
-
-    def numbers(self, at_ns: pl.Series) -> pl.Series:
-        """Return the index of the phase at each time; null where the time is null, 0 before the first arrival."""
-        seconds = ((at_ns - self.first_ns) / 1e9).fill_null(0.0).to_numpy()
-        starts = [phase.from_s for phase in self.phases]
-        indices = pl.Series(
-            np.clip(np.searchsorted(starts, seconds, side="right") - 1, 0, None), dtype=pl.Int64
-        )
-        return pl.select(pl.when(at_ns.is_not_null()).then(indices)).to_series()
-
-
-def phases_of_servers(arrivals: pl.DataFrame) -> dict[tuple[str, str], ServerPhases]:
-    """Find the phases of every server that has arrivals: rows of run_id, server, at_ns."""
-    found = {}
-    for (run, server), requests in arrivals.drop_nulls("at_ns").group_by(SERVER):
-        at = requests["at_ns"].sort()
-        since_s = ((at - at[0]) / 1e9).to_numpy()
-        found[str(run), str(server)] = ServerPhases(int(at[0]), find_phases(since_s, str(run), str(server)))
-    return found
-
-
-def with_phases(rows: pl.DataFrame, at: str, phases: Mapping[tuple[str, str], ServerPhases]) -> pl.DataFrame:
-    """Add `phase`, the number of the phase of its server that each row's time falls in; null for a server without phases."""
-    if not rows.height:
-        return rows.with_columns(phase=pl.lit(None, pl.Int64))
-    return pl.concat(
-        requests.with_columns(
-            phase=phases[server].numbers(requests[at]) if server in phases else pl.lit(None, pl.Int64)
-        )
-        for server, requests in rows.group_by(SERVER, maintain_order=True)
+    It is null where the time is null, and for a server without arrivals (run_id, server, at_ns). Rows are then in the order
+    of time, server by server.
+    """
+    # A time before the first arrival counts to the first phase.
+    began = pl.when(pl.col("from_s") > 0).then("from_ns").otherwise(pl.lit(np.iinfo(np.int64).min))
+    fields = [field.name for field in fields_of(Phase)]
+    phases = find_phases(arrivals).select(*SERVER, phase=pl.struct(fields), from_ns=began).sort("from_ns")
+    found = rows.sort(at).join_asof(
+        phases, left_on=at, right_on="from_ns", by=SERVER, coalesce=False, check_sortedness=False
     )
+    known = pl.when(pl.col("from_ns").is_not_null()).then("phase")
+    return found.with_columns(known).drop("from_ns").sort(*SERVER, at, maintain_order=True)
 
 
-def find_phases(arrivals_s: Vector, run_id: str, server: str) -> tuple[Phase, ...]:
-    """Cut the requests of a server where their arrival rate changes.
+def find_phases(arrivals: pl.DataFrame) -> pl.DataFrame:
+    """Cut the requests of every server where their arrival rate changes.
 
     Binary segmentation of a Poisson process: n arrivals in T seconds have the log-likelihood n log(n / T) (up to a term that
     does not depend on the cut). The period is cut at the arrival that maximises the likelihood of both sides, if that gains
     3 log(n) and each side has 30 requests and 5 s. Both sides are then cut in the same way, at most four levels deep.
 
-    `arrivals_s` are sorted, in seconds after the first.
+    `arrivals` has run_id, server and at_ns, which may be null.
+
+    Returns:
+        One row per phase, in order: the fields of `Phase`, and from_ns.
     """
-    if len(arrivals_s) == 0:
-        return ()
-    ends = [0, *_cuts(arrivals_s, 0, len(arrivals_s) - 1, MOST_CUTS_DEEP), len(arrivals_s) - 1]
     found = []
-    for first, last in pairwise(ends):
-        begin, end = float(arrivals_s[first]), float(arrivals_s[last])
-        rate = (last - first) / (end - begin) if end > begin else 0.0
-        # The arrival at a cut belongs to the phase that begins with it; the very last one begins none.
-        count = last - first + (last == ends[-1])
-        found.append(Phase(run_id, server, begin, end, rate, count))
-    return tuple(found)
+    known = arrivals.drop_nulls("at_ns").sort(*SERVER, "at_ns")
+    for (run, server), requests in known.group_by(SERVER, maintain_order=True):
+        at_ns = requests["at_ns"].to_numpy()
+        at_s = (at_ns - at_ns[0]) / 1e9
+        ends = [0, *_cuts(at_s, 0, len(at_s) - 1, MOST_CUTS_DEEP), len(at_s) - 1]
+        for first, last in pairwise(ends):
+            begin, end = float(at_s[first]), float(at_s[last])
+            rate = (last - first) / (end - begin) if end > begin else 0.0
+            # The arrival at a cut belongs to the phase that begins with it; the very last one begins none.
+            count = last - first + (last == ends[-1])
+            found.append((run, server, begin, end, rate, count, at_ns[first]))
+    schema = [*SERVER, "from_s", "to_s", "arrivals_per_s", "requests", "from_ns"]
+    # Declared for servers without arrivals: there is no row to take the types from.
+    kinds = {name: arrivals.schema[name] for name in SERVER} | {"from_s": pl.Float64(), "from_ns": pl.Int64()}
+    return pl.DataFrame(found, schema=schema, schema_overrides=kinds, orient="row")
 
 
 def _cuts(arrivals_s: Vector, first: int, last: int, deep: int) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -101,6 +101,16 @@ def _check_interval(value: float, ci95: Bounds | None) -> None:
     room = _ROUNDING * max(abs(value), abs(ci95[0]), abs(ci95[1]))
     if not ci95[0] - room <= value <= ci95[1] + room:
         raise ValueError(f"ci95 {list(ci95)} does not contain the value {value}")
+
+
+def line_expression(intercept: Number, terms: Iterable[Term]) -> pl.Expr:
+    """Return intercept + sum of value * feature as a polars expression, not clipped; null where a feature is null."""
+    import polars as pl
+
+    total = pl.lit(intercept.value)
+    for term in terms:
+        total = total + term.value * pl.col(term.feature)
+    return total
 
 
 class Comparison(Strict):

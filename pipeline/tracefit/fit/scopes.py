@@ -8,7 +8,7 @@ run, model and GPU in turn.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -101,17 +101,15 @@ def _alone(fit: Callable[[], _T], without: Callable[[str], _T]) -> _T:
 
 _ONE_SCOPE = "the rest is one scope, which cannot separate reading the weights from a constant; trace two models or sizes"
 
-_WEIGHTS = Feature(
-    "weights_read_us",
-    "us",
-    "weight_read_us + moe_expert_read_us",
-    "reading weights, those of the experts visited too",
-)
-
 POOLED = FeatureSet(
     "roofline_pooled",
     (
-        _WEIGHTS,
+        Feature(
+            "weights_read_us",
+            "us",
+            "weight_read_us + moe_expert_read_us",
+            "reading weights, those of the experts visited too",
+        ),
         *(f for f in BUILT_IN["roofline"].features if f.name not in ("weight_read_us", "moe_expert_read_us")),
     ),
 )
@@ -129,14 +127,11 @@ def fit_across(scopes: Sequence[FittedScope], options: ScopeOptions) -> AcrossRe
     """
     errors = [one for scope in scopes for one in _runs_of(scope)]
     notes = [] if errors else ["leave-one-run-out: no scope has two runs"]
-    frames, unknown = _pooled_frames(scopes)
+    pooled, unknown = _pooled_rows(scopes)
     notes += unknown
-    groups: tuple[tuple[LeftOutKind, str], ...] = (
-        ("model", "leave-one-model-out"),
-        ("gpu", "leave-one-GPU-out"),
-    )
-    for kind, title in groups:
-        found, note = _leave_groups(kind, title, frames, options)
+    titles: dict[LeftOutKind, str] = {"model": "leave-one-model-out", "gpu": "leave-one-GPU-out"}
+    for kind, title in titles.items():
+        found, note = _leave_groups(kind, title, pooled, options)
         errors += found
         notes += note
     return AcrossResult(tuple(errors), tuple(notes))
@@ -174,16 +169,10 @@ def _leave_out(rows: pl.DataFrame, left_out: pl.Expr) -> pl.DataFrame:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Pooled:
-    """The step times of one scope with features that compare across scopes."""
-
-    names: dict[LeftOutKind, str]
-    rows: pl.DataFrame
-
-
-def _pooled_frames(scopes: Sequence[FittedScope]) -> tuple[list[_Pooled], list[str]]:
-    frames, notes = [], []
+def _pooled_rows(scopes: Sequence[FittedScope]) -> tuple[pl.DataFrame, list[str]]:
+    """Return the step times of all scopes, with features that compare across scopes and the names scope, model and gpu."""
+    frames = [pl.DataFrame(schema={"model": pl.String, "gpu": pl.String})]
+    notes = []
     for scope in scopes:
         context = scope.scope.context
         source = scope.source.beta_target_source
@@ -198,33 +187,36 @@ def _pooled_frames(scopes: Sequence[FittedScope]) -> tuple[list[_Pooled], list[s
         rows = step_frame(scope.tables, timeline, POOLED, constants, source)
         used = counted(rows, "train")
         if used.height:
+            names = {
+                "scope": scope.scope.scope_id,
+                "model": context.architecture.slug,
+                "gpu": context.gpu.slug,
+            }
             # Steps of a 70B model take ten times as long as those of an 8B one: without the scale they would decide the fit alone.
             scale = pl.lit(used["y"].median(), pl.Float64)
-            names: dict[LeftOutKind, str] = {"model": context.architecture.slug, "gpu": context.gpu.slug}
-            frames.append(_Pooled(names, rows.with_columns(row_scale_us=scale)))
-    return frames, notes
+            named = {name: pl.lit(value) for name, value in names.items()}
+            frames.append(rows.with_columns(row_scale_us=scale, **named))
+    return pl.concat(frames, how="diagonal_relaxed"), notes
 
 
 def _leave_groups(
-    kind: LeftOutKind, title: str, frames: Sequence[_Pooled], options: ScopeOptions
+    kind: LeftOutKind, title: str, pooled: pl.DataFrame, options: ScopeOptions
 ) -> tuple[list[LeftOutErrors], list[str]]:
-    names = sorted({frame.names[kind] for frame in frames})
+    names = sorted(pooled[kind].unique())
     if len(names) < 2:
         have = f"only {names[0]}" if names else "none"
         return [], [f"{title}: the data have {have}, two are needed"]
     found, notes = [], []
     for name in names:
         trained_on = tuple(n for n in names if n != name)
-        pooled = [_leave_out(frame.rows, pl.lit(frame.names[kind] == name)) for frame in frames]
-        rows = pl.concat(pooled, how="diagonal_relaxed")
-        training_frames = [p for p, frame in zip(pooled, frames, strict=True) if frame.names[kind] != name]
-        features = _separable_features(training_frames)
+        rows = _leave_out(pooled, pl.col(kind) == name)
+        rest = rows.filter(pl.col(kind) != name).partition_by("scope")
         how = replace(beta_options(options), signs=NON_NEGATIVE)
-        fitted = fit_linear(rows, features, how)
+        fitted = fit_linear(rows, _separable_features(rest), how)
         if isinstance(fitted, TooFewRows):
             notes.append(f"{title}, {name}: {fitted.reason}")
             continue
-        if len(training_frames) == 1:
+        if len(rest) == 1:
             notes.append(f"{title}, {name}: {_ONE_SCOPE}")
         beta = CYCLE_TIME.model
         found.append(LeftOutErrors(kind, name, beta, None, POOLED.name, trained_on, *_measured(fitted)))

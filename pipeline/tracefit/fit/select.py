@@ -217,11 +217,11 @@ def _fold_predictions(
     positive: Positive,
 ) -> Matrix:
     """Predict the rows `x` of one fold by every candidate fitted on the other folds; shape (n_candidates, n_rows)."""
-    first = RobustLinear(*penalties[0], max_iter=FOLD_ROUNDS, positive=positive).fit_rows(*train)
+    weights, _ = RobustLinear(*penalties[0], max_iter=FOLD_ROUNDS, positive=positive).fit_rows(*train)
     center, scale = train[0].mean(axis=0), train[0].std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)
     # One pass over the rows serves all candidates: with shared weights they differ in the penalty alone.
-    summed = moments(np.asfortranarray((train[0] - center) / scale), train[1], first.weights)
+    summed = moments(np.asfortranarray((train[0] - center) / scale), train[1], weights)
     lines = [line(summed, -center / scale, *candidate, positive=positive) for candidate in penalties]
     return np.array([intercept + x @ (slopes / scale) for intercept, slopes in lines])
 

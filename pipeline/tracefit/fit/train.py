@@ -350,16 +350,11 @@ class Design:
 
     def part(self, rows: Flags, columns: list[int]) -> Design:
         """Return some rows of some columns."""
-        return Design(
-            columns=[self.columns[k] for k in columns],
-            x=np.asfortranarray(self.x[rows][:, columns]),
-            y=self.y[rows],
-            weights=self.weights[rows],
-            counts=self.counts[rows],
-            run=self.run[rows],
-            time=self.time[rows],
-            folds=self.folds[rows],
-        )
+        per_row = {
+            name: getattr(self, name)[rows] for name in ("y", "weights", "counts", "run", "time", "folds")
+        }
+        x = np.asfortranarray(self.x[rows][:, columns])
+        return replace(self, columns=[self.columns[k] for k in columns], x=x, **per_row)
 
     def choose_penalty(self, options: FitOptions) -> PenaltyChoice:
         """Choose penalty and strength by cross-validation over the folds."""

@@ -14,8 +14,8 @@ from tracefit.coefficients.compiled import main_forms
 from tracefit.coefficients.model import BoundaryModel, RegimesModel
 from tracefit.features.targets import LATENCIES, around_steps
 from tracefit.fit.results import NEVER
-from tracefit.reports.document import Bullets, Report, ReportPart, Section, Table, table, table_of
-from tracefit.reports.figures import figures_of_evaluation
+from tracefit.reports.document import Bullets, Report, kept, section, table, table_of
+from tracefit.reports.figures import ScopeFigures, figures_of_evaluation
 from tracefit.reports.sentences import lead, least_exact, step_entry, verdicts
 from tracefit.server.settings import without_attribute
 from tracefit.text import (
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tracefit.coefficients import model as published
     from tracefit.fit import results
     from tracefit.fit.results import Condition, Number, Term
-    from tracefit.reports.figures import ScopeFigures
+    from tracefit.reports.document import ReportPart, Section, Table
 
 ERRORS = ("n", "median APE %", "P90 %", "P99 %", "MAPE %", "bias %", "MAE us")
 
@@ -53,6 +53,10 @@ def _mae(errors: results.Metrics | None) -> float | None:
     return errors.mae if errors else None
 
 
+_NO_TABLES = "There were no tables beside the evaluation: figures of rows, requests and runs are left out."
+_NO_FIGURES = (
+    "Figures of this scope are left out to keep the page small; train on its runs alone to get them."
+)
 _HOLDOUT_NOTE = (
     "Measured on the hold-out, the last 30 % of each run in time, which no model was fitted on. The baseline is a constant "
     "guess: the training median."
@@ -115,26 +119,39 @@ def build_report(
     `figures` holds those of the scopes that are drawn, by scope id, and is null without tables; `traced` is the first and the
     last time of the traces in Unix nanoseconds.
     """
-    scopes = _scope_parts(evaluation, alpha, beta, figures)
-    data: list[ReportPart] = [
-        Section("Data", tuple(data_parts(evaluation)), folded=True),
-        *_across_parts(evaluation),
-        Section("Terms", (table(("term", "meaning"), _TERMS),), folded=True),
-        *_provenance(alpha, beta),
-    ]
-    if figures is None:
-        data.insert(
-            0, "There were no tables beside the evaluation: figures of rows, requests and runs are left out."
+    models = {(m.scope_id, m.name): m for m in (*beta.models, *alpha.models)}
+    settings = {
+        scope_id: {k: str(v) for k, v in m.scope.settings.items()}
+        for (scope_id, _), m in models.items()
+        if m.scope is not None
+    }
+    labels = scope_labels({s.scope_id: (s.runs, settings.get(s.scope_id, {})) for s in evaluation.scopes})
+    scopes = [
+        ScopeParts(
+            scope,
+            labels[scope.scope_id],
+            {name: models[scope.scope_id, name] for name in scope.models},
+            figures_of_evaluation(scope) if figures is None else figures.get(scope.scope_id),
         )
+        for scope in evaluation.scopes
+    ]
+    data = kept(
+        _NO_TABLES if figures is None else "",
+        section("Data", *_data_parts(evaluation), folded=True),
+        _across(evaluation),
+        section("Terms", table(("term", "meaning"), _TERMS), folded=True),
+        _provenance(alpha, beta),
+    )
     subject = _subject(evaluation, traced)
     # A single scope needs no overview: its verdicts and errors are the report.
     if len(scopes) == 1:
         (only,) = scopes
         return Report(_title(only), lead(only.scope), (*_scope(only), *data), subject)
     sections = [
-        Section(
+        section(
             f"Scope `{one.label.name}`",
-            (f"**{lead(one.scope)}**", *_scope(one, several=True)),
+            f"**{lead(one.scope)}**",
+            *_scope(one, several=True),
             # The first one is open: a page of headings alone would say nothing.
             folded=place > 0,
         )
@@ -144,31 +161,6 @@ def build_report(
     titles = list(dict.fromkeys(_title(one) for one in scopes))
     title = " and ".join(titles) if len(titles) < 3 else f"{titles[0]} and {len(titles) - 1} more models"
     return Report(title, exactness, (_overview(scopes), *sections, *data), subject)
-
-
-def _scope_parts(
-    evaluation: published.Evaluation,
-    alpha: published.CoefficientFile,
-    beta: published.CoefficientFile,
-    figures: Mapping[str, ScopeFigures] | None,
-) -> list[ScopeParts]:
-    """Return the scopes of an evaluation with their models; see `build_report`."""
-    models = {(m.scope_id, m.name): m for m in (*beta.models, *alpha.models)}
-    settings = {
-        scope_id: {k: str(v) for k, v in m.scope.settings.items()}
-        for (scope_id, _), m in models.items()
-        if m.scope is not None
-    }
-    labels = scope_labels({s.scope_id: (s.runs, settings.get(s.scope_id, {})) for s in evaluation.scopes})
-    return [
-        ScopeParts(
-            scope,
-            labels[scope.scope_id],
-            {name: models[scope.scope_id, name] for name in scope.models},
-            figures_of_evaluation(scope) if figures is None else figures.get(scope.scope_id),
-        )
-        for scope in evaluation.scopes
-    ]
 
 
 def _title(one: ScopeParts) -> str:
@@ -186,12 +178,9 @@ def _subject(evaluation: published.Evaluation, traced: tuple[int, int] | None) -
         plural(sum(s.requests for s in servers), "request"),
         plural(sum(s.steps for s in servers), "traced step"),
     )
-    when = f" Traced {' to '.join(map(_moment, traced))} UTC." if traced else ""
+    moments = [f"{datetime.fromtimestamp(ns / 1e9, UTC):%Y-%m-%d %H:%M}" for ns in traced or ()]
+    when = f" Traced {' to '.join(moments)} UTC." if moments else ""
     return f"Latency models of a vLLM server, fitted on its traces: {', '.join(counts)}.{when}"
-
-
-def _moment(unix_ns: int) -> str:
-    return f"{datetime.fromtimestamp(unix_ns / 1e9, UTC):%Y-%m-%d %H:%M}"
 
 
 def _headlines(scope: published.ScopeEvaluation) -> dict[str, tuple[results.Metrics, results.Metrics]]:
@@ -240,7 +229,8 @@ def _overview(scopes: Sequence[ScopeParts]) -> Table:
         name = f"`{one.label.name}`" + (f", {_some_runs(one.scope)}" if one.label.detail else "")
         answers = [f"**{one.scope.verdicts[u].answer}**" if u in one.scope.verdicts else "-" for u in uses]
         errors = _headlines(one.scope)
-        cells = [_errors_of(errors[label][0]) if label in errors else "-" for label in labels]
+        found = [errors[label][0] if label in errors else None for label in labels]
+        cells = [f"{percent(m.mdape_pct)} / {percent(m.p90_ape_pct)} %" if m else "-" for m in found]
         rows.append((name, *answers, *cells, _holds_for(one.scope) or "-"))
     return table(("scope", *uses, *(f"{h}, median / P90 error" for h in labels), "holds for"), rows)
 
@@ -250,56 +240,58 @@ def _some_runs(scope: published.ScopeEvaluation, most: int = 2) -> str:
     return f"{'run' if len(scope.runs) == 1 else 'runs'} {', '.join(scope.runs[:most])}{more}"
 
 
-def _errors_of(found: results.Metrics) -> str:
-    return f"{percent(found.mdape_pct)} / {percent(found.p90_ape_pct)} %"
-
-
-def _scope(one: ScopeParts, *, several: bool = False) -> list[ReportPart]:
+def _scope(one: ScopeParts, *, several: bool = False) -> tuple[ReportPart, ...]:
     """Return the parts of one scope: verdicts, errors, figures, then what an expert asks, folded.
 
     Of several scopes the verdicts stand side by side before them: there the first figure comes first.
     """
-    scope, models, figures = one.scope, one.models, one.figures
-    drawn = figures.first if figures else ()
-    first = drawn[:1] if several else ()
-    parts: list[ReportPart] = (
-        [f"Of scopes alike, this one has {one.label.detail}."] if one.label.detail else []
-    )
-    parts += [*first, *([verdicts(scope)] if scope.verdicts else [])]
-    if _headlines(scope):
-        holds = [f"**Holds for {load}.**"] if (load := _holds_for(scope)) else []
-        note = " ".join([*holds, _HOLDOUT_NOTE, *([_LATENCY_NOTE] if scope.latency else [])])
-        parts += [_headline_table(scope), note]
-    parts += [f"Note: {text}." for text in scope.notes]
-    parts += [_overload(o) for o in scope.overloaded]
-    parts += drawn[len(first) :]
-    if figures is None:
-        parts.append(
-            "Figures of this scope are left out to keep the page small; train on its runs alone to get them."
-        )
-    elif figures.note:
-        parts.append(figures.note)
-    lost = [
-        f"**{m.name}** was not fitted: {m.reason}" + (f"; {m.remedy}" if m.remedy else "")
+    scope, models, load = one.scope, one.models, _holds_for(one.scope)
+    figures = one.figures or ScopeFigures((), (), note=_NO_FIGURES)
+    first = figures.first[:1] if several else ()
+    errors = _headline_table(scope)
+    notes = (f"**Holds for {load}.**" if load else "", _HOLDOUT_NOTE, _LATENCY_NOTE if scope.latency else "")
+    lost = (
+        f"**{m.name}** was not fitted: {m.reason}{f'; {m.remedy}' if m.remedy else ''}"
         for m in scope.not_fitted
-    ]
-    errors: list[ReportPart] = [_THRESHOLDS_NOTE, _errors(scope), *_bullets((*_misleading(scope), *lost))]
-    if scope.summed_step_time is not None:
-        errors.append(summed_line(scope.summed_step_time))
-    parts.append(Section("Errors on the hold-out", tuple(errors), folded=True))
-    latencies = (*(figures.latencies if figures else ()), *latency_parts(scope))
-    parts.append(Section("Request latencies", latencies, folded=True))
+    )
     # Step times before waits: latencies build on them.
-    for name, entry in sorted(scope.models.items(), key=lambda item: not item[0].startswith("beta.")):
-        described = model_parts(entry, models[name], scope.exclusions.get(name, {}))
-        of_rows = figures.models.get(name, ()) if figures else ()
-        parts.append(Section(f"`{name}`", (*described, *of_rows), folded=True))
-    server = (*_server_facts(one), *clock_parts(scope.timeline), *_ranges(models))
-    return [*parts, Section("Server, step clock and training ranges", server, folded=True)]
-
-
-def _bullets(items: Sequence[str]) -> list[ReportPart]:
-    return [Bullets(tuple(items))] if items else []
+    names = sorted(scope.models, key=lambda name: not name.startswith("beta."))
+    return kept(
+        f"Of scopes alike, this one has {one.label.detail}." if one.label.detail else "",
+        *first,
+        verdicts(scope),
+        errors,
+        " ".join(filter(None, notes)) if errors.rows else "",
+        *(f"Note: {text}." for text in scope.notes),
+        *(_overload(o) for o in scope.overloaded),
+        *figures.first[len(first) :],
+        figures.note,
+        section(
+            "Errors on the hold-out",
+            _THRESHOLDS_NOTE,
+            _errors(scope),
+            Bullets((*_misleading(scope), *lost)),
+            summed_line(scope.summed_step_time) if scope.summed_step_time else "",
+            folded=True,
+        ),
+        section("Request latencies", *figures.latencies, *_latency_parts(scope), folded=True),
+        *(
+            section(
+                f"`{name}`",
+                *_model_parts(scope.models[name], models[name], scope.exclusions.get(name, {})),
+                *figures.models.get(name, ()),
+                folded=True,
+            )
+            for name in names
+        ),
+        section(
+            "Server, step clock and training ranges",
+            *_server_facts(one),
+            _clock(scope.timeline),
+            _ranges(models),
+            folded=True,
+        ),
+    )
 
 
 def _misleading(scope: published.ScopeEvaluation) -> list[str]:
@@ -313,24 +305,24 @@ def _misleading(scope: published.ScopeEvaluation) -> list[str]:
     ]
 
 
-def _server_facts(one: ScopeParts) -> list[ReportPart]:
+def _server_facts(one: ScopeParts) -> tuple[ReportPart, ...]:
     runs = f"Scope `{one.scope.scope_id}`, runs {', '.join(f'`{r}`' for r in one.scope.runs)}."
     facts = next((m.scope for m in one.models.values()), None)
     if facts is None:
-        return [runs]
-    lines = [
+        return (runs,)
+    lines = (
         runs,
         f"Model {facts.model or 'not named'}, GPU {facts.gpu or 'not given'}.",
-    ]
-    if facts.gpu is None:
-        lines.append("Without a GPU specification, hardware features are unknown and left out.")
-    if not facts.architecture:
-        lines.append("Without a config.json, features of the model are unknown and left out.")
-    if facts.assumed:
-        lines.append("Assumed, because no input states it: " + "; ".join(facts.assumed) + ".")
+        "Without a GPU specification, hardware features are unknown and left out."
+        if facts.gpu is None
+        else "",
+        ""
+        if facts.architecture
+        else "Without a config.json, features of the model are unknown and left out.",
+        f"Assumed, because no input states it: {'; '.join(facts.assumed)}." if facts.assumed else "",
+    )
     settings = [(f"`{k}`", str(v)) for k, v in facts.settings.items() if k not in ("model", "gpu")]
-    shown: list[ReportPart] = [" ".join(lines)]
-    return [*shown, table(("setting", "value"), settings, folded="Server settings")] if settings else shown
+    return " ".join(filter(None, lines)), table(("setting", "value"), settings, folded="Server settings")
 
 
 def _overload(one: results.Overload) -> str:
@@ -357,31 +349,28 @@ def _errors(scope: published.ScopeEvaluation) -> Table:
     return table(_ERRORS, rows)
 
 
-def _ranges(models: dict[str, published.Model]) -> list[ReportPart]:
+def _ranges(models: dict[str, published.Model]) -> Section:
     """Give the training ranges: a prediction outside them extrapolates."""
     rows = [
-        (f"`{name}`{regime}", f"`{t.feature}`", interval(t.training_range))
+        (
+            f"`{name}`{f', {form}' if isinstance(model, RegimesModel) else ''}",
+            f"`{t.feature}`",
+            interval(t.training_range),
+        )
         for name, model in models.items()
-        for regime, t in _all_terms(model)
+        for form, line in main_forms(model).items()
+        for t in line.terms
         if t.training_range is not None
     ]
-    if not rows:
-        return []
     text = "Smallest and largest value in the training rows. A prediction outside them extrapolates."
-    return [Section("Training ranges", (text, table(("model", "feature", "training range"), rows)))]
+    found = table(("model", "feature", "training range"), rows)
+    return section("Training ranges", text if rows else "", found)
 
 
-def _all_terms(model: published.Model) -> list[tuple[str, Term]]:
-    """Return every term of a model, after the name of its regime where there are several."""
-    several = isinstance(model, RegimesModel)
-    forms = main_forms(model).items()
-    return [(f", {name}" if several else "", t) for name, form in forms for t in form.terms]
-
-
-def _provenance(alpha: published.CoefficientFile, beta: published.CoefficientFile) -> list[ReportPart]:
+def _provenance(alpha: published.CoefficientFile, beta: published.CoefficientFile) -> Section | None:
     made = beta.provenance or alpha.provenance
     if made is None:
-        return []
+        return None
     rows = [
         (made.tool, made.version),
         *((name, version) for name, version in made.libraries.items()),
@@ -391,36 +380,34 @@ def _provenance(alpha: published.CoefficientFile, beta: published.CoefficientFil
     # Models of one scope are fitted on the same inputs: one line for all of them.
     inputs = {m.training.inputs_sha256: m.scope_id or "" for m in (*beta.models, *alpha.models) if m.training}
     rows += [(f"inputs of `{scope}`, sha256", f"`{digest}`") for digest, scope in inputs.items()]
-    return [Section("Provenance", (table(("item", "value"), rows),), folded=True)]
+    return section("Provenance", table(("item", "value"), rows), folded=True)
 
 
 def _option(value: object) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-def _across_parts(evaluation: published.Evaluation) -> list[ReportPart]:
-    """Return the section on leaving out runs, models and GPUs; empty unless that was requested."""
+_ACROSS = "Each run, model and GPU is left out in turn and predicted by a model fitted on the others; errors are on all of its rows."
+_LEFT_OUT: dict[str, Callable[[results.LeftOutErrors], str]] = {
+    "left out": lambda one: f"{one.kind} `{one.left_out}`",
+    "model": lambda one: f"`{one.model}`",
+    "features": lambda one: one.feature_set,
+    "n": lambda one: count(one.errors.n),
+    "median APE %": lambda one: percent(one.errors.mdape_pct),
+    "MAPE %": lambda one: percent(one.errors.mape_pct),
+    "bias %": lambda one: percent(one.errors.bias_pct),
+    "MAE us": lambda one: number(one.errors.mae),
+    "baseline MAE": lambda one: number(one.baseline.mae),
+    "reference MAE": lambda one: number(_mae(one.gradient_boosting)),
+}
+
+
+def _across(evaluation: published.Evaluation) -> Section | None:
+    """Return the section on leaving out runs, models and GPUs; null unless that was requested."""
     if not evaluation.across and not evaluation.across_notes:
-        return []
-    parts: list[ReportPart] = [
-        "Each run, model and GPU is left out in turn and predicted by a model fitted on the others; errors are on all of its rows.",
-    ]
-    if evaluation.across:
-        columns: dict[str, Callable[[results.LeftOutErrors], str]] = {
-            "left out": lambda one: f"{one.kind} `{one.left_out}`",
-            "model": lambda one: f"`{one.model}`",
-            "features": lambda one: one.feature_set,
-            "n": lambda one: count(one.errors.n),
-            "median APE %": lambda one: percent(one.errors.mdape_pct),
-            "MAPE %": lambda one: percent(one.errors.mape_pct),
-            "bias %": lambda one: percent(one.errors.bias_pct),
-            "MAE us": lambda one: number(one.errors.mae),
-            "baseline MAE": lambda one: number(one.baseline.mae),
-            "reference MAE": lambda one: number(_mae(one.gradient_boosting)),
-        }
-        parts.append(table_of(evaluation.across, columns))
-    parts += _bullets([f"Note: {note}." for note in evaluation.across_notes])
-    return [Section("Across runs, models and GPUs", tuple(parts))]
+        return None
+    notes = Bullets(tuple(f"Note: {note}." for note in evaluation.across_notes))
+    return section("Across runs, models and GPUs", _ACROSS, table_of(evaluation.across, _LEFT_OUT), notes)
 
 
 # -- the data -------------------------------------------------------------------------------------------
@@ -449,34 +436,30 @@ _ROWS = (
 _MANY_ROWS = 12
 
 
-def data_parts(evaluation: published.Evaluation) -> list[ReportPart]:
-    """Return the section on the input and on the rows of each model."""
+def _data_parts(evaluation: published.Evaluation) -> tuple[ReportPart, ...]:
+    """Return what was read, and the rows of each model."""
     entry = evaluation.ingest
-    parts: list[ReportPart] = [_ingested(entry)]
-    if entry.dropped_events:
-        parts.append(
-            f"**{count(entry.dropped_events)} events were dropped by the server's SDK** and are missing from every "
-            "number here. Set `OTEL_SPAN_EVENT_COUNT_LIMIT` above 128 on the server."
-        )
-    parts += [sentence(without_attribute(*lacking)) for lacking in entry.missing_attributes.items()]
-    if entry.servers:
-        parts += [_SAMPLING, table_of(entry.servers, _SERVERS)]
+    dropped = (
+        f"**{count(entry.dropped_events)} events were dropped by the server's SDK** and are missing from every "
+        "number here. Set `OTEL_SPAN_EVENT_COUNT_LIMIT` above 128 on the server."
+    )
     rows = [
         (f"`{r.run_id}`", f"`{r.model}`", count(r.trained), count(r.held_out), reasons(r.left_out) or "none")
         for scope in evaluation.scopes
         for r in sorted(scope.rows, key=lambda r: r.run_id)
     ]
-    if rows:
-        parts += [
-            _ROWS,
-            table(
-                ("run", "model", "trained", "held out", "left out"),
-                rows,
-                folded="Rows by run and model" if len(rows) > _MANY_ROWS else None,
-            ),
-        ]
+    folded = "Rows by run and model" if len(rows) > _MANY_ROWS else None
     events = [(f"`{name}`", count(n)) for name, n in entry.events.items()]
-    return [*parts, table(("event", "count"), events, folded="Events by name")] if events else parts
+    return (
+        _ingested(entry),
+        dropped if entry.dropped_events else "",
+        *(sentence(without_attribute(*lacking)) for lacking in entry.missing_attributes.items()),
+        _SAMPLING if entry.servers else "",
+        table_of(entry.servers, _SERVERS),
+        _ROWS if rows else "",
+        table(("run", "model", "trained", "held out", "left out"), rows, folded=folded),
+        table(("event", "count"), events, folded="Events by name"),
+    )
 
 
 def _ingested(entry: published.IngestEntry) -> ReportPart:
@@ -494,9 +477,11 @@ def _ingested(entry: published.IngestEntry) -> ReportPart:
 
 
 _MOST_SAMPLED = 0.98
+_AHEAD = "Scheduling runs one step ahead of execution (asynchronous scheduling): the time of a step is the cycle after its own start."
+_SAMPLED = "Journeys are sampled: batches are known from step summaries only, and the queue state is that of the nearest sampled step."
 
 
-def clock_parts(t: published.TimelineEntry) -> list[ReportPart]:
+def _clock(t: published.TimelineEntry) -> Section:
     """Return the section on the source of step times: the coverage of `step.duration_us`, and the step clock."""
     rows = [
         ("busy time covered by `step.duration_us`", share(t.duration_coverage)),
@@ -516,22 +501,16 @@ def clock_parts(t: published.TimelineEntry) -> list[ReportPart]:
         ),
         ("API events corrected from another host's clock", count(t.clock_corrected_events)),
     ]
-    parts: list[ReportPart] = []
-    if t.beta_target_reason:
-        parts.append(f"Step times come from the {t.beta_target_source}: {t.beta_target_reason}.")
-    parts.append(table(("what", "value"), rows))
-    if t.execution_lag_steps:
-        parts.append(
-            "Scheduling runs one step ahead of execution (asynchronous scheduling): the time of a step is the cycle "
-            "after its own start."
-        )
-    # The rate is an estimate: nearly 1 may be 1.
-    if t.journey_sampling is not None and 0 < t.journey_sampling < _MOST_SAMPLED:
-        parts.append(
-            "Journeys are sampled: batches are known from step summaries only, and the queue state is that of the "
-            "nearest sampled step."
-        )
-    return [Section("`step.duration_us` and the step clock", tuple(parts))]
+    return section(
+        "`step.duration_us` and the step clock",
+        f"Step times come from the {t.beta_target_source}: {t.beta_target_reason}."
+        if t.beta_target_reason
+        else "",
+        table(("what", "value"), rows),
+        _AHEAD if t.execution_lag_steps else "",
+        # The rate is an estimate: nearly 1 may be 1.
+        _SAMPLED if t.journey_sampling is not None and 0 < t.journey_sampling < _MOST_SAMPLED else "",
+    )
 
 
 # -- request latencies ----------------------------------------------------------------------------------
@@ -553,24 +532,35 @@ _PREAMBLE = (
 )
 
 
-def latency_parts(scope: published.ScopeEvaluation) -> list[ReportPart]:
+def _latency_parts(scope: published.ScopeEvaluation) -> tuple[ReportPart, ...]:
     """Return the text and tables on composed latencies; one line where none was composed."""
     if not scope.latency:
-        reason = scope.latency_missing or "nothing was fitted"
-        return [f"Not composed: {reason}."]
-    parts: list[ReportPart] = [
+        return (f"Not composed: {scope.latency_missing or 'nothing was fitted'}.",)
+    named = [(LATENCIES.get(name, name), entry) for name, entry in scope.latency.items()]
+    errors = [
+        (label, words, *metrics(getattr(entry, way)))
+        for label, entry in named
+        for way, words in _WAYS.items()
+    ]
+    left_out = [(label, reasons(entry.left_out)) for label, entry in named if entry.left_out]
+    found = {label: scope.latency[name] for name, label in LATENCIES.items()}
+    runs = [(f"`{run}`", *_group(label, e)) for label, f in found.items() for run, e in f.by_run.items()]
+    phases = [(_phase(e), *_group(label, e)) for label, f in found.items() for e in f.by_phase]
+    return (
         _PREAMBLE,
-        table(("latency", "predicted", *ERRORS), _rows(scope)),
-    ]
-    named = [(LATENCIES.get(name, name), entry.definition) for name, entry in scope.latency.items()]
-    parts.append(table(("latency", "is"), named, folded="What each latency is"))
-    left_out = [
-        (LATENCIES.get(name, name), reasons(e.left_out)) for name, e in scope.latency.items() if e.left_out
-    ]
-    if left_out:
-        title = "Requests without a teacher-forced prediction in the hold-out"
-        parts.append(table(("latency", "requests"), left_out, folded=title))
-    return [*parts, *_by_group(scope)]
+        table(("latency", "predicted", *ERRORS), errors),
+        table(
+            ("latency", "is"), [(label, e.definition) for label, e in named], folded="What each latency is"
+        ),
+        table(
+            ("latency", "requests"),
+            left_out,
+            folded="Requests without a teacher-forced prediction in the hold-out",
+        ),
+        # The errors of a single run are those of the first table.
+        table(("run", *_GROUP_HEAD), runs if len(scope.runs) > 1 else (), folded="By run, teacher-forced"),
+        table(("phase", *_GROUP_HEAD), phases, folded=f"{_BY_PHASE}, teacher-forced"),
+    )
 
 
 def summed_line(entry: results.SummedTime) -> str:
@@ -595,10 +585,8 @@ def _drift(entry: results.SummedTime) -> str:
     )
 
 
-def burst_lines(bursts: Sequence[results.Burst]) -> list[str]:
-    """Return the bursts outside the range of the admission model."""
-    if not bursts:
-        return []
+def burst_line(bursts: Sequence[results.Burst]) -> str:
+    """Return the bursts outside the range of the admission model; empty where there are none."""
     named = "; ".join(
         f"`{b.run_id}` {b.from_s:.2f} to {b.to_s:.2f} s: {count(b.requests)} requests, {count(b.holdout_requests)} held out"
         for b in bursts
@@ -609,42 +597,16 @@ def burst_lines(bursts: Sequence[results.Burst]) -> list[str]:
         "them wait until those before it are done; a prediction for a single request cannot know of the others. The errors "
         "above include them (`burst` and `no_burst` apart)."
     )
-    return [text]
-
-
-def _rows(scope: published.ScopeEvaluation) -> Iterator[tuple[str, ...]]:
-    for name, entry in scope.latency.items():
-        for way, label in _WAYS.items():
-            yield (LATENCIES.get(name, name), label, *metrics(getattr(entry, way)))
+    return text if bursts else ""
 
 
 _BY_PHASE = "By workload phase (an interval of a run with one arrival rate)"
 _GROUP_HEAD = ("latency", *ERRORS, "averages only MAPE %", "baseline MAPE %")
 
 
-def _by_group(scope: published.ScopeEvaluation) -> Iterator[Table]:
-    """Yield the errors by run and by workload phase, where there is any of these."""
-    found = {name: scope.latency[name] for name in LATENCIES}
-    runs = [(f"`{run}`", *_group(name, e)) for name, f in found.items() for run, e in f.by_run.items()]
-    phases = [(_phase(e), *_group(name, e)) for name, f in found.items() for e in f.by_phase]
-    # The errors of a single run are those of the first table.
-    if runs and len(scope.runs) > 1:
-        yield table(("run", *_GROUP_HEAD), runs, folded="By run, teacher-forced")
-    if phases:
-        yield table(("phase", *_GROUP_HEAD), phases, folded=f"{_BY_PHASE}, teacher-forced")
-
-
-def _group(latency: str, errors: results.LatencyErrors) -> tuple[str, ...]:
+def _group(label: str, errors: results.LatencyErrors) -> tuple[str, ...]:
     others = (errors.averages_only.mape_pct, errors.baseline.mape_pct)
-    return (LATENCIES[latency], *metrics(errors.teacher_forced), *(percent(v) for v in others))
-
-
-def step_phase_parts(phases: Sequence[results.StepPhase]) -> list[ReportPart]:
-    """Return the errors of step times by workload phase, where there are at least two."""
-    if len(phases) < 2:
-        return []
-    rows = [(_phase(p), *metrics(p.holdout), percent(p.baseline.mape_pct)) for p in phases]
-    return [table(("phase", *ERRORS, "baseline MAPE %"), rows, folded=_BY_PHASE)]
+    return (label, *metrics(errors.teacher_forced), *(percent(v) for v in others))
 
 
 def _phase(phase: results.Phase) -> str:
@@ -659,35 +621,36 @@ TROUBLE = 30.0
 """Condition number above which single coefficients are poorly determined (Belsley, Kuh and Welsch 1980)."""
 
 
-def model_parts(
+_CANDIDATES: dict[str, Callable[[results.Candidate], str]] = {
+    "candidate": lambda c: f"`{c.name}`{' **chosen**' if c.chosen else ''}",
+    "features": lambda c: count(c.features),
+    "MAE inside": lambda c: number(c.inside_mae),
+    "MAE beyond the load": lambda c: number(c.beyond_mae),
+    "reason": lambda c: c.reason,
+}
+
+
+def _model_parts(
     entry: results.Validation, model: published.Model, left_out: dict[str, int]
-) -> list[ReportPart]:
+) -> tuple[ReportPart, ...]:
     """Return the section on one model, without its figures; `left_out` counts rows left out of its fit, by reason."""
-    parts: list[ReportPart] = []
-    if model.target is not None:
-        t = model.target
-        parts.append(f"Predicts {t.definition} ({t.unit}, from {t.source.replace('_', ' ')}).")
-    parts += [*_coefficients(model), *burst_lines(entry.bursts)]
+    t, phases = model.target, entry.by_phase if len(entry.by_phase) > 1 else ()
     facts = (
         *_model_facts(entry, model, left_out),
         *trust_lines(entry),
         *(f"Note: {text}." for text in model.notes),
     )
-    parts.append(Bullets(facts))
-    parts += step_phase_parts(entry.by_phase)
-    if entry.candidates:
-        columns: dict[str, Callable[[results.Candidate], str]] = {
-            "candidate": lambda c: f"`{c.name}`{' **chosen**' if c.chosen else ''}",
-            "features": lambda c: count(c.features),
-            "MAE inside": lambda c: number(c.inside_mae),
-            "MAE beyond the load": lambda c: number(c.beyond_mae),
-            "reason": lambda c: c.reason,
-        }
-        parts.append(table_of(entry.candidates, columns, folded="Candidates compared on the training part"))
-    if model.features_left_out:
-        rows = [(f"`{x.feature}`", x.reason) for x in model.features_left_out]
-        parts.append(table(("feature", "reason"), rows, folded="Features left out"))
-    return parts
+    by_phase = [(_phase(p), *metrics(p.holdout), percent(p.baseline.mape_pct)) for p in phases]
+    unused = [(f"`{x.feature}`", x.reason) for x in model.features_left_out]
+    return (
+        f"Predicts {t.definition} ({t.unit}, from {t.source.replace('_', ' ')})." if t else "",
+        *_coefficients(model),
+        burst_line(entry.bursts),
+        Bullets(facts),
+        table(("phase", *ERRORS, "baseline MAPE %"), by_phase, folded=_BY_PHASE),
+        table_of(entry.candidates, _CANDIDATES, folded="Candidates compared on the training part"),
+        table(("feature", "reason"), unused, folded="Features left out"),
+    )
 
 
 def _model_facts(
@@ -775,87 +738,62 @@ def interval(pair: tuple[float, float] | None) -> str:
 # How far the model can be trusted
 
 
-def trust_lines(entry: results.Validation) -> list[str]:
-    """Return one paragraph per fact of a model's validation."""
-    lines = [
-        _equations(entry),
-        _intervals(entry),
-        _collinearity(entry),
-        _extrapolation(entry),
-        _beyond_load(entry),
-        _learning(entry),
-    ]
-    return [line for line in lines if line]
-
-
-def _intervals(entry: results.Validation) -> str:
-    if not entry.prediction_intervals or entry.interval_coverage_pct is None:
-        return ""
-    several = len(entry.prediction_intervals) > 1
-    limits = "; ".join(
-        f"{f'*{p.regime}* ' if several else ''}{_limits(p, entry.unit)}" for p in entry.prediction_intervals
-    )
-    return f"**95 % prediction interval:** {limits}. It held {entry.interval_coverage_pct:.1f} % of the held-out rows."
+def trust_lines(entry: results.Validation) -> Iterator[str]:
+    """Yield one paragraph per fact of a model's validation."""
+    if found := entry.held_out_equations:
+        kinds = ", ".join(f"{name} {rows:,}" for name, rows in found.rows_by_source.items())
+        one, step = found.per_equation, found.per_step
+        yield (
+            f"**All held-out cycles and intervals** ({kinds}): MAPE {percent(one.mape_pct)} % each (n = {one.n:,}), "
+            f"{percent(step.mape_pct)} % and bias {percent(step.bias_pct)} % weighted by steps (n = {step.n:,} steps)."
+        )
+    if entry.prediction_intervals and entry.interval_coverage_pct is not None:
+        several = len(entry.prediction_intervals) > 1
+        limits = "; ".join(
+            f"{f'*{p.regime}* ' if several else ''}{_limits(p, entry.unit)}"
+            for p in entry.prediction_intervals
+        )
+        held = f"It held {entry.interval_coverage_pct:.1f} % of the held-out rows."
+        yield f"**95 % prediction interval:** {limits}. {held}"
+    # Predictions do not suffer from collinearity, single coefficients do: who reads them as costs has to know.
+    several = len(entry.collinearity) > 1
+    if parts := list(filter(None, (_collinear(one, several=several) for one in entry.collinearity))):
+        yield f"**Collinearity of the kept features:** {'; '.join(parts)}."
+    if entry.extrapolated_rows:
+        by_feature = ", ".join(f"`{name}` {rows:,}" for name, rows in entry.extrapolated.items())
+        yield (
+            f"**Extrapolation:** {entry.extrapolated_rows:,} of {entry.holdout.n:,} held-out rows lie outside the range of "
+            f"the training rows ({by_feature}): their predictions, and the errors above, are extrapolations."
+        )
+    if beyond := entry.load_extrapolation:
+        yield _beyond_load(beyond, entry.by_load.get("inside"))
+    if len(entry.learning_curve) > 1:
+        points = ", ".join(f"{number(p.mae)} ({p.rows:,})" for p in entry.learning_curve)
+        yield f"**Hold-out MAE, {entry.unit},** by number of training rows, the latest before the hold-out: {points}."
 
 
 def _limits(interval: results.PredictionInterval, unit: str) -> str:
     if interval.kind == "ratio":
-        return f"{interval.low:.3g} to {interval.high:.3g} times the prediction"
+        return f"{number(interval.low)} to {number(interval.high)} times the prediction"
     return f"the prediction {interval.low:+,.0f} to {interval.high:+,.0f} {unit}"
 
 
-def _collinearity(entry: results.Validation) -> str:
-    # Predictions do not suffer from collinearity, single coefficients do: who reads them as costs has to know.
-    parts = []
-    for one in entry.collinearity:
-        # One feature alone is collinear with nothing.
-        if one.condition_number is None or len(one.variance_inflation) < 2:
-            continue
-        worst = max(one.variance_inflation, key=lambda name: one.variance_inflation[name])
-        name = f"*{one.regime}* " if len(entry.collinearity) > 1 else ""
-        trouble = (
-            "; **the data do not determine single coefficients well**"
-            if one.condition_number > TROUBLE
-            else ""
-        )
-        parts.append(
-            f"{name}condition number {one.condition_number:.3g}, largest variance inflation "
-            f"{one.variance_inflation[worst]:.3g} (`{worst}`){trouble}"
-        )
-    return f"**Collinearity of the kept features:** {'; '.join(parts)}." if parts else ""
-
-
-def _extrapolation(entry: results.Validation) -> str:
-    if not entry.extrapolated_rows:
+def _collinear(one: results.Collinearity, *, several: bool) -> str:
+    # One feature alone is collinear with nothing.
+    if one.condition_number is None or len(one.variance_inflation) < 2:
         return ""
-    by_feature = ", ".join(f"`{name}` {rows:,}" for name, rows in entry.extrapolated.items())
+    worst = max(one.variance_inflation, key=lambda name: one.variance_inflation[name])
+    name = f"*{one.regime}* " if several else ""
+    trouble = "; **the data do not determine single coefficients well**"
     return (
-        f"**Extrapolation:** {entry.extrapolated_rows:,} of {entry.holdout.n:,} held-out rows lie outside the range of "
-        f"the training rows ({by_feature}): their predictions, and the errors above, are extrapolations."
+        f"{name}condition number {one.condition_number:.3g}, largest variance inflation "
+        f"{one.variance_inflation[worst]:.3g} (`{worst}`){trouble if one.condition_number > TROUBLE else ''}"
     )
 
 
-def _equations(entry: results.Validation) -> str:
-    found = entry.held_out_equations
-    if found is None:
-        return ""
-    kinds = ", ".join(f"{name} {rows:,}" for name, rows in found.rows_by_source.items())
-    one, step = found.per_equation, found.per_step
-    return (
-        f"**All held-out cycles and intervals** ({kinds}): MAPE {percent(one.mape_pct)} % each (n = {one.n:,}), "
-        f"{percent(step.mape_pct)} % and bias {percent(step.bias_pct)} % weighted by steps (n = {step.n:,} steps)."
-    )
-
-
-def _beyond_load(entry: results.Validation) -> str:
-    found, inside = entry.load_extrapolation, entry.by_load.get("inside")
-    if found is None:
-        return ""
-    beside = (
-        f", gradient boosting {percent(found.gradient_boosting.mape_pct)} %"
-        if found.gradient_boosting
-        else ""
-    )
+def _beyond_load(found: results.LoadExtrapolation, inside: results.Metrics | None) -> str:
+    boosted = found.gradient_boosting
+    beside = f", gradient boosting {percent(boosted.mape_pct)} %" if boosted else ""
     within = (
         f" On the hold-out inside the training ranges it is {percent(inside.mape_pct)} %." if inside else ""
     )
@@ -864,10 +802,3 @@ def _beyond_load(entry: results.Validation) -> str:
         f"{number(found.cut)}), MAPE {percent(found.mape_pct)} % and bias {percent(found.bias_pct)} % on the upper half "
         f"(n = {found.n:,}){beside}.{within}"
     )
-
-
-def _learning(entry: results.Validation) -> str:
-    if len(entry.learning_curve) < 2:
-        return ""
-    points = ", ".join(f"{number(p.mae)} ({p.rows:,})" for p in entry.learning_curve)
-    return f"**Hold-out MAE, {entry.unit},** by number of training rows, the latest before the hold-out: {points}."

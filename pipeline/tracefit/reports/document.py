@@ -146,6 +146,24 @@ def every_part(parts: Iterable[ReportPart]) -> Iterator[ReportPart]:
             yield from every_part(part.parts)
 
 
+def kept(*parts: ReportPart | None) -> tuple[ReportPart, ...]:
+    """Return the parts that say something: no empty text, list, table or section."""
+    return tuple(part for part in parts if part and _content(part))
+
+
+def _content(part: ReportPart) -> object:
+    match part:
+        case Table(rows=content) | Bullets(items=content) | Verdicts(uses=content) | Section(parts=content):
+            return content
+        case _:
+            return part
+
+
+def section(title: str, *parts: ReportPart | None, folded: bool = False) -> Section:
+    """Make a section of the parts that say something; without any it is left out itself."""
+    return Section(title, kept(*parts), folded)
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, folded: str | None = None) -> Table:
     """Make a table of written cells."""
     return Table(tuple(head), tuple(tuple(r) for r in rows), folded)

@@ -185,11 +185,6 @@ class ModelArchitecture:
         return (3 if self.gated_ffn else 2) * self.hidden * width
 
     @property
-    def router_parameters(self) -> int:
-        """Parameters of one MoE layer's router."""
-        return self.hidden * self.experts
-
-    @property
     def head_parameters(self) -> int:
         """Parameters of the output head, tied or not."""
         return self.vocabulary * self.hidden
@@ -200,38 +195,35 @@ class ModelArchitecture:
         copies = 1 if self.tied_embeddings else 2
         return copies * self.head_parameters + self.learned_positions * self.hidden
 
-    def _parameters(self, experts_counted: int) -> int:
-        moe = experts_counted * self.ffn_parameters(self.expert_ffn) + self.ffn_parameters(self.shared_ffn)
+    def _layer_matrices(self, experts: int) -> tuple[tuple[int, float], ...]:
+        """Return parameters over all layers, and bytes of each, per kind of matrix, with so many routed experts per MoE layer."""
+        shared = self.moe_layers * self.ffn_parameters(self.shared_ffn)
+        routed = self.moe_layers * experts * self.ffn_parameters(self.expert_ffn)
         return (
-            self.embedding_parameters
-            + self.layers * self.attention_parameters
-            + self.dense_layers * self.ffn_parameters(self.ffn)
-            + self.moe_layers * (moe + self.router_parameters)
+            (self.layers * self.attention_parameters, self.attention_weight_bytes),
+            (self.dense_layers * self.ffn_parameters(self.ffn) + shared, self.ffn_weight_bytes),
+            # The router stays in the model's own data type under every quantization method, as embeddings do.
+            (self.moe_layers * self.hidden * self.experts, self.dtype_bytes),
+            (routed, self.expert_weight_bytes),
         )
 
     @property
     def parameters(self) -> int:
         """Parameters of the whole model (text decoder; norms and biases left out)."""
-        return self._parameters(self.experts)
+        return self.embedding_parameters + sum(n for n, _ in self._layer_matrices(self.experts))
 
     @property
     def active_parameters(self) -> int:
         """Parameters one token meets: as `parameters`, with only its own experts."""
-        return self._parameters(self.experts_per_token)
+        return self.embedding_parameters + sum(n for n, _ in self._layer_matrices(self.experts_per_token))
 
     # -- KV cache ------------------------------------------------------------------------------------
 
     @property
-    def kv_elements_per_token_per_layer(self) -> int:
-        """Cached elements per token in one layer: 2·kv heads·head_dim; for MLA the latent and its position."""
-        if self.latent is not None:
-            return self.latent.cached_elements
-        return 2 * self.kv_heads * self.head_dim
-
-    @property
     def kv_bytes_per_token_per_layer(self) -> float:
-        """KV bytes per token in one layer, over all tensor-parallel ranks."""
-        return self.kv_elements_per_token_per_layer * self.kv_bytes
+        """KV bytes per token in one layer, over all ranks: 2·kv heads·head_dim elements; for MLA the latent and its position."""
+        elements = self.latent.cached_elements if self.latent else 2 * self.kv_heads * self.head_dim
+        return elements * self.kv_bytes
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -300,12 +292,8 @@ class ModelArchitecture:
     @property
     def fixed_weight_bytes(self) -> float:
         """Weight bytes that every step reads: all but routed experts and input embedding, over all ranks."""
-        attention = self.layers * self.attention_parameters * self.attention_weight_bytes
-        dense = self.dense_layers * self.ffn_parameters(self.ffn) * self.ffn_weight_bytes
-        shared = self.moe_layers * self.ffn_parameters(self.shared_ffn) * self.ffn_weight_bytes
-        # Router, head and embedding stay in the model's own data type under every quantization method.
-        router = self.moe_layers * self.router_parameters * self.dtype_bytes
-        return attention + dense + shared + router + self.head_parameters * self.dtype_bytes
+        layers = sum(n * size for n, size in self._layer_matrices(0))
+        return layers + self.head_parameters * self.dtype_bytes
 
     @property
     def expert_bytes(self) -> float:
@@ -315,9 +303,8 @@ class ModelArchitecture:
     @property
     def weight_bytes(self) -> float:
         """Bytes of the whole model in memory, over all ranks."""
-        experts = self.moe_layers * self.experts * self.expert_bytes
-        rest = self.embedding_parameters - self.head_parameters
-        return self.fixed_weight_bytes + experts + rest * self.dtype_bytes
+        layers = sum(n * size for n, size in self._layer_matrices(self.experts))
+        return layers + self.embedding_parameters * self.dtype_bytes
 
     # -- facts ---------------------------------------------------------------------------------------
 

@@ -361,17 +361,18 @@ def _keys_at(shape: TypeAdapter[_T], place: tuple[int | str, ...]) -> list[str]:
 
 def kind_of(value: object) -> str:
     """Return the kind of a decoded value, in JSON terms."""
-    names: tuple[tuple[type, str], ...] = (
-        (bool, "true/false"),
-        (int, "a number"),
-        (float, "a number"),
-        (str, "text"),
-        (list, "a list"),
-        (dict, "an object"),
-    )
-    if value is None:
-        return "null"
-    return next((name for kind, name in names if isinstance(value, kind)), type(value).__name__)
+    return _KINDS.get(type(value), type(value).__name__)
+
+
+_KINDS = {
+    bool: "true/false",
+    int: "a number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
 
 
 def excerpt(value: object) -> str:

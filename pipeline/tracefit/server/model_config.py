@@ -7,9 +7,9 @@ the options with which a server overrules the config: data types, and quantizati
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from tracefit.errors import UsageError
 from tracefit.server.architecture import LatentAttention, ModelArchitecture
@@ -190,6 +190,13 @@ def parse_architecture(text: bytes | str, *, where: str, name: str | None = None
     quantization = _quantization(config)
     dtype = _dtype(config)
     size = bytes_of_dtype(dtype, key="torch_dtype", where=where)
+    sizes: _Weights = {
+        "attention_weight_bytes": size,
+        "ffn_weight_bytes": size,
+        "expert_weight_bytes": size,
+        "kv_bytes": size,
+    }
+    sizes |= quantization
     return ModelArchitecture(
         name=_name(config, name, f"{config.model_type}-{layers}x{hidden}"),
         model_type=config.model_type,
@@ -198,25 +205,18 @@ def parse_architecture(text: bytes | str, *, where: str, name: str | None = None
         kv_heads=heads if latent else _kv_heads(config, heads),
         head_dim=latent.qk_head_dim if latent else _head_dim(config, hidden, heads),
         latent=latent,
-        moe_layer_ids=experts.layer_ids,
         ffn=_dense_ffn(config, hidden, experts, layers),
         gated_ffn=config.family.gated,
-        experts=experts.count,
-        experts_per_token=experts.per_token,
-        expert_ffn=experts.width,
-        shared_ffn=experts.shared_width,
+        **experts,
         layer_windows=_windows(config, layers),
         vocabulary=config.required(*_VOCABULARY, most=_MOST_ROWS),
         tied_embeddings=_tied(config),
-        learned_positions=_learned_positions(config),
+        learned_positions=config.required(*_POSITIONS, most=_MOST_ROWS) + config.family.extra_positions
+        if config.family.learned_positions
+        else 0,
         dtype=dtype,
         dtype_bytes=size,
-        quantization=quantization.method,
-        attention_weight_bytes=quantization.attention_bytes or size,
-        ffn_weight_bytes=quantization.ffn_bytes or size,
-        expert_weight_bytes=quantization.expert_bytes or size,
-        kv_bytes=quantization.kv_bytes or size,
-        fp8_compute=quantization.fp8_compute,
+        **sizes,
         assumed=tuple(config.assumed),
     )
 
@@ -373,13 +373,14 @@ def _latent(config: _Config) -> LatentAttention | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Experts:
-    count: int = 0
-    per_token: int = 0
-    width: int = 0
-    shared_width: int = 0
-    layer_ids: tuple[int, ...] = ()
+class _Experts(TypedDict, total=False):
+    """The fields of an architecture that only models with experts have."""
+
+    moe_layer_ids: tuple[int, ...]
+    experts: int
+    experts_per_token: int
+    expert_ffn: int
+    shared_ffn: int
 
 
 def _experts(config: _Config, layers: int) -> _Experts:
@@ -387,25 +388,23 @@ def _experts(config: _Config, layers: int) -> _Experts:
     count = config.integer(*_EXPERTS, least=0, most=_MOST_HEADS) or 0
     layer_ids = _moe_layer_ids(config, layers) if count else ()
     if not layer_ids:
-        return _Experts()
+        return {}
     per_token = config.required(*_EXPERTS_PER_TOKEN, most=_MOST_HEADS)
     if per_token > count:
         raise config.fault(f"num_experts_per_tok {per_token} is more than the {count} experts there are")
-    width = config.integer("moe_intermediate_size")
     # Mixtral and Phi-MoE have experts alone, whose width stands where others have the dense FFN's.
-    if width is None:
-        width = config.required(*_FFN)
-    return _Experts(count, per_token, width, _shared_width(config, width), layer_ids)
-
-
-def _shared_width(config: _Config, expert_width: int) -> int:
-    if config.family.shared_expert:
-        return expert_width
-    # Qwen and Granite state a width, DeepSeek a number of experts as wide as the routed ones.
-    stated = config.integer(*_SHARED_WIDTH, least=0)
-    if stated is not None:
-        return stated
-    return (config.integer("n_shared_experts", least=0, most=_MOST_HEADS) or 0) * expert_width
+    width = config.integer("moe_intermediate_size") or config.required(*_FFN)
+    # Qwen and Granite state the width of shared experts, DeepSeek a number of them, as wide as the routed ones.
+    shared = width if config.family.shared_expert else config.integer(*_SHARED_WIDTH, least=0)
+    if shared is None:
+        shared = (config.integer("n_shared_experts", least=0, most=_MOST_HEADS) or 0) * width
+    return {
+        "moe_layer_ids": layer_ids,
+        "experts": count,
+        "experts_per_token": per_token,
+        "expert_ffn": width,
+        "shared_ffn": shared,
+    }
 
 
 def _moe_layer_ids(config: _Config, layers: int) -> tuple[int, ...]:
@@ -437,9 +436,9 @@ def _moe_layer_ids(config: _Config, layers: int) -> tuple[int, ...]:
 def _dense_ffn(config: _Config, hidden: int, experts: _Experts, layers: int) -> int:
     keys = (config.family.dense_ffn_key,) if config.family.dense_ffn_key else _FFN
     # No layer is dense: `intermediate_size` is stale or the experts' own, but for a family with a key for dense layers.
-    if len(experts.layer_ids) == layers:
+    if len(experts.get("moe_layer_ids", ())) == layers:
         stated = config.integer(*keys) if config.family.dense_ffn_key else None
-        return stated or experts.width
+        return stated or experts["expert_ffn"]
     width = config.integer(*keys)
     if width is None and config.family.ffn_is_four_hidden:
         config.assumed.append(f"{_FFN[0]} {4 * hidden} assumed: 4 times hidden_size")
@@ -477,12 +476,10 @@ def _windows_by_type(config: _Config, kinds: object, layers: int) -> tuple[int |
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise config.fault(f"layer_types must be a list of {layers} names, one per layer")
     keys = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    used = {kind for kind in kinds if isinstance(kind, str)}
-    unknown = used - {*keys, "full_attention"}
-    if unknown or len([kind for kind in kinds if isinstance(kind, str)]) < layers:
-        named = excerpt(min(unknown, default="that are no text"))
+    used = {kind if isinstance(kind, str) else "that are no text" for kind in kinds}
+    if unknown := used - {*keys, "full_attention"}:
         raise config.fault(
-            f"layer_types has layers {named}, which is not supported",
+            f"layer_types has layers {excerpt(min(unknown))}, which is not supported",
             hint=f"supported: full_attention, {', '.join(keys)}",
         )
     windows = {kind: config.required(key, most=_MOST_ROWS) for kind, key in keys.items() if kind in used}
@@ -503,19 +500,10 @@ def _chunks(config: _Config, layers: int) -> tuple[int | None, ...]:
 
 
 def _tied(config: _Config) -> bool:
-    stated = config.flag("tie_word_embeddings")
-    if stated is not None:
-        return stated
-    config.assumed.append(
-        f"tie_word_embeddings {str(config.family.tied).lower()} assumed: default of the family"
-    )
-    return config.family.tied
-
-
-def _learned_positions(config: _Config) -> int:
-    if not config.family.learned_positions:
-        return 0
-    return config.required(*_POSITIONS, most=_MOST_ROWS) + config.family.extra_positions
+    stated, default = config.flag("tie_word_embeddings"), config.family.tied
+    if stated is None:
+        config.assumed.append(f"tie_word_embeddings {str(default).lower()} assumed: default of the family")
+    return default if stated is None else stated
 
 
 def _dtype(config: _Config) -> str:
@@ -530,35 +518,18 @@ def _dtype(config: _Config) -> str:
 # -- bytes per number -------------------------------------------------------------------------------------
 
 DTYPE_BYTES: Mapping[str, float] = {
-    "float32": 4.0,
-    "float": 4.0,
-    "bfloat16": 2.0,
-    "float16": 2.0,
-    "half": 2.0,
-    "fp8": 1.0,
-    "fp8_e4m3": 1.0,
-    "fp8_e5m2": 1.0,
-    "fp8_inc": 1.0,  # of Gaudi
-    "fp8_ds_mla": 1.0,  # of DeepSeek's latent attention
-    "float8_e4m3fn": 1.0,
-    "float8_e5m2": 1.0,
-    "int8": 1.0,
+    **dict.fromkeys(("float32", "float"), 4.0),
+    **dict.fromkeys(("bfloat16", "float16", "half"), 2.0),
+    # fp8_inc is Gaudi's, fp8_ds_mla that of DeepSeek's latent attention.
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla"), 1.0),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8"), 1.0),
 }
 """Bytes per element of the data types a config or vLLM's `--dtype` and `--kv-cache-dtype` name."""
 
 _QUANTIZED_BYTES: Mapping[str, float] = {
-    "fp8": 1.0,
-    "fbgemm_fp8": 1.0,
-    "ptpc_fp8": 1.0,
-    "modelopt": 1.0,
-    "experts_int8": 1.0,
-    "awq": 0.5,
-    "awq_marlin": 0.5,
-    "gptq": 0.5,
-    "gptq_marlin": 0.5,
-    "bitsandbytes": 0.5,
-    "modelopt_fp4": 0.5625,  # 4 bits and an 8-bit scale for each 16
-    "nvfp4": 0.5625,
+    **dict.fromkeys(("fp8", "fbgemm_fp8", "ptpc_fp8", "modelopt", "experts_int8"), 1.0),
+    **dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin", "bitsandbytes"), 0.5),
+    **dict.fromkeys(("modelopt_fp4", "nvfp4"), 0.5625),  # 4 bits and an 8-bit scale for each 16
     "mxfp4": 0.53125,  # 4 bits and an 8-bit scale for each 32
 }
 """Bytes per weight of quantization methods when the config gives no bit count."""
@@ -592,47 +563,66 @@ _BITS = ("bits", "w_bit", "weight_bits", "num_bits")
 _LEFT_OUT = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
 
 
-def _quantization(config: _Config) -> _Quantization:
+class _Weights(TypedDict, total=False):
+    """The fields of an architecture that quantization changes."""
+
+    quantization: str
+    attention_weight_bytes: float
+    ffn_weight_bytes: float
+    expert_weight_bytes: float
+    kv_bytes: float
+    fp8_compute: bool
+
+
+def _quantized(method: str, size: float | None) -> _Weights:
+    """Return what a method changes that stores weights in `size` bytes; null keeps the model's own data type.
+
+    Embedding, output head and router stay in the model's data type under every method.
+    """
+    if size is None:
+        return {"quantization": method}
+    if method in _EXPERT_ONLY_METHODS:
+        return {"quantization": method, "expert_weight_bytes": size}
+    return {
+        "quantization": method,
+        "attention_weight_bytes": size,
+        "ffn_weight_bytes": size,
+        "expert_weight_bytes": size,
+        "fp8_compute": method in _FP8_COMPUTE_METHODS,
+    }
+
+
+def _quantization(config: _Config) -> _Weights:
     """Read the `quantization_config` section.
 
     Bits come from `bits` (GPTQ, AWQ), `config_groups.*.weights.num_bits` (compressed-tensors, the widest group),
-    `load_in_4bit`/`load_in_8bit` (bitsandbytes), or the method's name (fp8, mxfp4, …). Embedding, output head and router stay
-    in the model's data type under every method.
+    `load_in_4bit`/`load_in_8bit` (bitsandbytes), or the method's name (fp8, mxfp4, …).
     """
     section = config.get("quantization_config")
     if section is None:
         section = config.get("compression_config")
     if section is None:
-        return _Quantization()
+        return {}
     if not isinstance(section, Mapping):
         raise config.fault(f"quantization_config is {kind_of(section)}, not an object")
-    method, where = _method(section), config.where
-    size = _weight_bytes(section, method, where=where)
+    method = _method(section)
+    groups = _part(section, "config_groups") or {}
+    parts = [group for group in groups.values() if isinstance(group, Mapping)]
+    size = _weight_bytes(section, parts, method, where=config.where)
     if size is None:
         config.assumed.append(
             f"weights in the model's data type assumed: quantization {excerpt(method)} states no bits"
         )
-    only_experts = method in _EXPERT_ONLY_METHODS
-    return _Quantization(
-        method,
-        attention_bytes=None if only_experts or _leaves_out_attention(section) else size,
-        ffn_bytes=None if only_experts else size,
-        expert_bytes=size,
-        kv_bytes=_kv_bytes(section, where=where),
-        fp8_compute=_computes_in_fp8(section, method),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Quantization:
-    """Bytes per element of a quantized model's matrices; None is the model's own data type."""
-
-    method: str | None = None
-    attention_bytes: float | None = None
-    ffn_bytes: float | None = None
-    expert_bytes: float | None = None
-    kv_bytes: float | None = None
-    fp8_compute: bool = False
+    weights = _quantized(method, size)
+    if _leaves_out_attention(section):
+        weights.pop("attention_weight_bytes", None)
+    if (kv_bits := _kv_bits(section, where=config.where)) is not None:
+        weights["kv_bytes"] = kv_bits / 8
+    # Weights alone do not change the rate of matrix products: activations must be 8-bit floats too.
+    activations = [_part(part, "input_activations") or {} for part in parts]
+    if any(a.get("num_bits") == 8 and a.get("type") == "float" for a in activations):
+        weights["fp8_compute"] = True
+    return weights
 
 
 def _method(section: Document) -> str:
@@ -643,28 +633,21 @@ def _method(section: Document) -> str:
     return method.strip().lower()[:64] if isinstance(method, str) and method.strip() else "unnamed"
 
 
-def _groups(section: Document) -> Iterator[Document]:
-    groups = section.get("config_groups")
-    if isinstance(groups, Mapping):
-        yield from (group for group in groups.values() if isinstance(group, Mapping))
-
-
-def _weight_bytes(section: Document, method: str, *, where: str) -> float | None:
-    # compressed-tensors: the section itself has no bits, each group of modules has its own.
-    bits = [_bits(weights, where=where) for group in _groups(section) if (weights := _part(group, "weights"))]
-    stated = max((bit for bit in bits if bit is not None), default=None)
-    if stated is None:
-        stated = _bits(section, where=where)
-    if stated is None and section.get("load_in_8bit") is True:
-        stated = 8
-    if stated is None and section.get("load_in_4bit") is True:
-        stated = 4
-    return _QUANTIZED_BYTES.get(method) if stated is None else stated / 8
-
-
 def _part(section: Document, key: str) -> Document | None:
     value = section.get(key)
     return value if isinstance(value, Mapping) else None
+
+
+def _weight_bytes(section: Document, groups: list[Document], method: str, *, where: str) -> float | None:
+    # compressed-tensors: the section itself has no bits, each group of modules has its own.
+    bits = [_bits(_part(group, "weights") or {}, where=where) for group in groups]
+    stated = max((bit for bit in bits if bit is not None), default=None)
+    if stated is None:
+        stated = _bits(section, where=where)
+    if stated is None:
+        loads = {8: section.get("load_in_8bit"), 4: section.get("load_in_4bit")}
+        stated = next((bit for bit, is_loaded in loads.items() if is_loaded is True), None)
+    return _QUANTIZED_BYTES.get(method) if stated is None else stated / 8
 
 
 def _bits(section: Document, *, where: str) -> int | None:
@@ -677,32 +660,15 @@ def _bits(section: Document, *, where: str) -> int | None:
 
 def _leaves_out_attention(section: Document) -> bool:
     """Return whether the attention of every layer is left unquantized, not only that of some numbered layers."""
+    patterns = [p for key in _LEFT_OUT if isinstance(listed := section.get(key), list) for p in listed]
     # `model.layers.3.self_attn` names one layer of many; `re:.*self_attn` has no digit and means all.
-    for key in _LEFT_OUT:
-        patterns = section.get(key)
-        for pattern in patterns if isinstance(patterns, list) else ():
-            if isinstance(pattern, str) and "attn" in pattern and not any(map(str.isdigit, pattern)):
-                return True
-    return False
+    return any(isinstance(p, str) and "attn" in p and not any(map(str.isdigit, p)) for p in patterns)
 
 
-def _kv_bytes(section: Document, *, where: str) -> float | None:
+def _kv_bits(section: Document, *, where: str) -> int | None:
     if str(section.get("kv_cache_quant_algo")).upper() == "FP8":
-        return 1.0
-    scheme = _part(section, "kv_cache_scheme")
-    bits = _bits(scheme, where=where) if scheme else None
-    return None if bits is None else bits / 8
-
-
-def _computes_in_fp8(section: Document, method: str) -> bool:
-    """Return whether activations are quantized to 8-bit floats too; weights alone do not change the rate."""
-    if method in _FP8_COMPUTE_METHODS:
-        return True
-    for group in _groups(section):
-        activations = _part(group, "input_activations")
-        if activations and activations.get("num_bits") == 8 and activations.get("type") == "float":
-            return True
-    return False
+        return 8
+    return _bits(_part(section, "kv_cache_scheme") or {}, where=where)
 
 
 # -- as served -------------------------------------------------------------------------------------------
@@ -739,7 +705,13 @@ def as_served(
         arch = replace(_with_dtype(arch, dtype), assumed=stated)
     # A checkpoint that is quantized stays as it is: `gptq_marlin` names a kernel for it, not other weights.
     if quantization is not None and arch.quantization is None:
-        arch = _with_quantization(arch, quantization)
+        size = _QUANTIZED_BYTES.get(quantization)
+        if size is None:
+            note = (
+                f"weights in the model's data type assumed: quantization {excerpt(quantization)} is not known"
+            )
+            arch = replace(arch, assumed=(*arch.assumed, note))
+        arch = replace(arch, **_quantized(quantization, size))
     if kv_cache_dtype is not None and kv_cache_dtype != "auto":
         arch = replace(arch, kv_bytes=bytes_of_dtype(kv_cache_dtype, key="kv_cache_dtype"))
     return arch
@@ -747,30 +719,18 @@ def as_served(
 
 def _with_dtype(arch: ModelArchitecture, dtype: str) -> ModelArchitecture:
     """Change the data type of all matrices in the model's own data type."""
-    new, old = bytes_of_dtype(dtype, key="dtype"), arch.dtype_bytes
-    # Sizes that differ from the old data type's are quantized ones, and stay.
-    quantized = arch.quantization is not None
-    sizes = (arch.attention_weight_bytes, arch.ffn_weight_bytes, arch.expert_weight_bytes, arch.kv_bytes)
-    attention, ffn, expert, kv = (new if size == old or not quantized else size for size in sizes)
+    new = bytes_of_dtype(dtype, key="dtype")
+
+    def changed(size: float) -> float:
+        # Sizes that differ from the old data type's are quantized ones, and stay.
+        return size if arch.quantization is not None and size != arch.dtype_bytes else new
+
     return replace(
         arch,
         dtype=dtype,
         dtype_bytes=new,
-        attention_weight_bytes=attention,
-        ffn_weight_bytes=ffn,
-        expert_weight_bytes=expert,
-        kv_bytes=kv,
+        attention_weight_bytes=changed(arch.attention_weight_bytes),
+        ffn_weight_bytes=changed(arch.ffn_weight_bytes),
+        expert_weight_bytes=changed(arch.expert_weight_bytes),
+        kv_bytes=changed(arch.kv_bytes),
     )
-
-
-def _with_quantization(arch: ModelArchitecture, method: str) -> ModelArchitecture:
-    """Shrink the weights of a model that the server quantizes as it loads it."""
-    size = _QUANTIZED_BYTES.get(method)
-    if size is None:
-        note = f"weights in the model's data type assumed: quantization {excerpt(method)} is not known"
-        return replace(arch, quantization=method, assumed=(*arch.assumed, note))
-    arch = replace(arch, quantization=method, expert_weight_bytes=size)
-    if method in _EXPERT_ONLY_METHODS:
-        return arch
-    fp8_compute = method in _FP8_COMPUTE_METHODS
-    return replace(arch, attention_weight_bytes=size, ffn_weight_bytes=size, fp8_compute=fp8_compute)
