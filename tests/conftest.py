@@ -26,8 +26,8 @@ from hypothesis import HealthCheck, Phase, settings
 
 from containers import to_protobuf
 from tracefit.cli import main
+from tracefit.commands.fleet import IngestOptions
 from tracefit.commands.ingest import ingest
-from tracefit.commands.reading import IngestOptions
 from tracefit.commands.train import TrainOptions, run
 from tracefit.server.architecture import ModelArchitecture
 from tracefit.server.hardware import Gpu

@@ -245,16 +245,7 @@ def thinned(rows: pl.DataFrame, points: int) -> pl.DataFrame:
     return rows.gather_every(max(1, -(-rows.height // points)))
 
 
-def _dots(
-    name: str,
-    rows: pl.DataFrame,
-    x: str,
-    y: str,
-    colour: str,
-    *,
-    symbol: str = "circle",
-    opacity: float = 0.55,
-) -> Trace:
+def _dots(name: str, rows: pl.DataFrame, x: str, y: str, **marker: object) -> Trace:
     """Draw rows as points; on hover a reader sees what was measured and predicted, and the batch."""
     batch = COMPOSITION if set(_BATCH_COLUMNS) <= set(rows.columns) else {}
     facts = rows.select(
@@ -270,7 +261,7 @@ def _dots(
         "name": name_text(name),
         "x": rounded(rows[x]),
         "y": rounded(rows[y]),
-        "marker": {"color": colour, "size": 5, "opacity": opacity, "symbol": symbol},
+        "marker": {"size": 5, "opacity": 0.55, "symbol": "circle", **marker},
         "customdata": list(zip(*written, strict=True)),
         "hovertemplate": "<br>".join(lines) + "<extra></extra>",
     }
@@ -290,7 +281,7 @@ def _cloud(parts: Sequence[tuple[str, pl.DataFrame]], x: str, y: str, points: in
     kinds = [(name, thinned(part.sort("ts_ns"), points)) for name, part in parts if part.height]
     styles = ((BLUE, "circle"), (ORANGE, "triangle-up"))
     traces = [
-        _dots(name, some, x, y, colour, symbol=symbol)
+        _dots(name, some, x, y, color=colour, symbol=symbol)
         for (name, some), (colour, symbol) in zip(kinds, styles, strict=False)
     ]
     xs, ys = ([value for _, some in kinds for value in some[column]] for column in (x, y))
@@ -498,7 +489,7 @@ def step_times_figure(scope_id: str, kept: pl.DataFrame, *, points: int) -> Figu
         hint="Hover over a point for what that step computed; drag to zoom, double-click to see everything again.",
         summary=_step_times_table(means),
         traces=(
-            _dots("single steps, measured", some, "at_s", "measured_ms", MEASURED, opacity=0.4),
+            _dots("single steps, measured", some, "at_s", "measured_ms", color=MEASURED, opacity=0.4),
             *(
                 line(name, drawn["at_s"], drawn[f"{name}_ms"], colour, connectgaps=False, hovertemplate=hover)
                 for name, colour in (("measured", MEASURED), ("predicted", PREDICTED))
@@ -974,12 +965,8 @@ def engine_figure(
 ) -> Figure | None:
     """Draw what one engine did over its run; null where fewer than two steps are known.
 
-    Args:
-        timeline: The server's rows of the `timeline` table, the columns `TIMELINE_COLUMNS` at least.
-        training: Its rows of `beta_training`, for the warm-up and the hold-out; may be empty.
-        run_id: The run.
-        server: The server.
-        overload: The overload of the run in the evaluation, if there was one.
+    `timeline` has the server's rows of that table (`TIMELINE_COLUMNS`), `training` those of `beta_training`, if any, for the
+    warm-up and the hold-out; `overload` is that of the run in the evaluation.
     """
     known = timeline.drop_nulls(["ts_start_ns", "running_depth"]).sort("ts_start_ns")
     if known.height < 2:

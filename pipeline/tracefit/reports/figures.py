@@ -142,8 +142,7 @@ class ShadedRegion(NamedTuple):
 def shaded(regions: Iterable[ShadedRegion]) -> list[Trace]:
     """Shade intervals of the x axis; each kind is in the legend once."""
     # In the order of `SHADES`: of regions that overlap, the one that matters most is drawn last.
-    listed: set[str] = set()
-    shapes = []
+    shapes: list[Trace] = []
     for one in sorted(regions, key=lambda r: list(SHADES).index(r.kind)):
         shapes.append(
             {
@@ -159,10 +158,9 @@ def shaded(regions: Iterable[ShadedRegion]) -> list[Trace]:
                 "fillcolor": SHADES[one.kind],
                 "name": one.kind,
                 "legendgroup": one.kind,
-                "showlegend": one.kind not in listed,
+                "showlegend": all(other["name"] != one.kind for other in shapes),
             }
         )
-        listed.add(one.kind)
     return shapes
 
 
@@ -384,40 +382,33 @@ def distribution_figures(
     """
     figures = []
     for key, label in LATENCIES.items():
-        entry, slo = scope.latency.get(key), slo_ms.get(key)
-        name = anchor(f"{scope.scope_id}-{key}-cdf")
-        if entry is not None and (found := entry.distribution) is not None:
+        entry = scope.latency.get(key)
+        if found := entry.distribution if entry else None:
             ways = {
                 "measured": found.measured,
                 "predicted, measured batches": found.teacher_forced,
                 "predicted from averages": found.averages_only,
             }
-            figures.append(
-                _distribution(
-                    {way: tuple(q / US_PER_MS for q in us) for way, us in ways.items() if us},
-                    found.percents,
-                    slo,
-                    name=name,
-                    kind=key,
-                    title=f"{label}, predicted and measured",
-                    look="Look for where a predicted curve leaves the measured one: with measured batches, step times are wrong "
-                    "there; from averages, waits and batches that an average does not show.",
-                    note=f"Share of {count(found.requests)} held-out requests with at most this {label}.",
-                )
+            curves = {way: tuple(q / US_PER_MS for q in us) for way, us in ways.items() if us}
+            percents, title = found.percents, f"{label}, predicted and measured"
+            look = (
+                "Look for where a predicted curve leaves the measured one: with measured batches, step times are wrong "
+                "there; from averages, waits and batches that an average does not show."
             )
+            note = f"Share of {count(found.requests)} held-out requests with at most this {label}."
         elif at_ms := measured_ms.get(key):
-            figures.append(
-                _distribution(
-                    {"measured": tuple(at_ms.values())},
-                    tuple(at_ms),
-                    slo,
-                    name=name,
-                    kind=key,
-                    title=f"{label} as measured",
-                    look="Look for a long flat end: these requests waited, and a mean hides them.",
-                    note=f"Share of requests with at most this {label}; no model predicts it here.",
-                )
+            curves, percents, title = (
+                {"measured": tuple(at_ms.values())},
+                tuple(at_ms),
+                f"{label} as measured",
             )
+            look = "Look for a long flat end: these requests waited, and a mean hides them."
+            note = f"Share of requests with at most this {label}; no model predicts it here."
+        else:
+            continue
+        name = anchor(f"{scope.scope_id}-{key}-cdf")
+        words = FigureWords(name=name, kind=key, title=title, look=look, note=note)
+        figures.append(_distribution(curves, percents, slo_ms.get(key), **words))
     return tuple(figures)
 
 
