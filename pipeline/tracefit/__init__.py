@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from tracefit.commands.requests import requests
     from tracefit.commands.train import TrainOptions, run, train
     from tracefit.commands.verify import verify
-    from tracefit.engines.choice import EngineChoice
+    from tracefit.engines.local import EngineChoice
 
 _LAZY = {
-    "EngineChoice": "tracefit.engines.choice",
+    "EngineChoice": "tracefit.engines.local",
     "IngestOptions": "tracefit.commands.fleet",
     "Models": "tracefit.coefficients.models",
     "ServerOptions": "tracefit.commands.ingest",

@@ -30,8 +30,8 @@ from tracefit.results.models import (
     VerifyResult,
 )
 from tracefit.results.traces import IngestPlan, IngestResult, Inspection, ReceiveResult, RequestSummary
-from tracefit.tables.manifest import Manifest
 from tracefit.tables.schema import TABLES, ColumnKind, TableSchema
+from tracefit.tables.store import Manifest
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -340,7 +340,7 @@ def receive_options(options: Mapping[str, Any]) -> ReceiveOptions:
 
 def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Collect where traces are decoded, as the arguments of a command of the library."""
-    from tracefit.engines.choice import EngineChoice
+    from tracefit.engines.local import EngineChoice
 
     return {"workers": options["workers"], "engine": EngineChoice(options["engine"], options["ray_address"])}
 

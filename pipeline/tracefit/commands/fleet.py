@@ -31,11 +31,10 @@ from tracefit.server.context import gpu_to_json
 from tracefit.server.settings import settings_to_json
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import BuildLimits
-from tracefit.tables.manifest import IngestedRun, Manifest, ReadFile, StagedPart
 from tracefit.tables.places import Disk
 from tracefit.tables.rows import RowOptions
 from tracefit.tables.staging import staged_parts
-from tracefit.tables.store import put_parts
+from tracefit.tables.store import IngestedRun, Manifest, ReadFile, StagedPart, put_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

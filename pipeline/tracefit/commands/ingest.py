@@ -23,7 +23,7 @@ from tracefit.commands.fleet import (
 )
 from tracefit.commands.scopes import write_timelines
 from tracefit.engines.build import is_small
-from tracefit.engines.choice import LOCAL, EngineChoice, open_engine
+from tracefit.engines.local import LOCAL, EngineChoice, open_engine
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs

@@ -24,8 +24,7 @@ from tracefit.commands.scopes import (
     write_timelines,
 )
 from tracefit.commands.training_tables import sample_tables, write_training_frames
-from tracefit.engines.choice import LOCAL, EngineChoice, open_engine
-from tracefit.engines.local import LocalEngine
+from tracefit.engines.local import LOCAL, EngineChoice, LocalEngine, open_engine
 from tracefit.engines.training import BYTES_PER_JOB, each_run, frames_of, scope_tables
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feature_set

@@ -28,18 +28,17 @@ from tracefit.tables.requests import (
     request_spans,
     sift_numbers,
 )
-from tracefit.tables.resolve import ResolvedRun, resolve
+from tracefit.tables.resolve import ResolvedRun, RunPart, parts_of, resolve
 from tracefit.tables.rows import NO_CLOCK
 from tracefit.tables.runs import missing_attributes, run_rows
-from tracefit.tables.staging import RunPart, parts_of, read_staged, staged_bytes
+from tracefit.tables.staging import read_staged, staged_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from tracefit.tables.manifest import ReadFile
     from tracefit.tables.places import Place
-    from tracefit.tables.store import RunWriter
+    from tracefit.tables.store import ReadFile, RunWriter
 
 
 @dataclass(frozen=True, slots=True)

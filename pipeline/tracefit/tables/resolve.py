@@ -21,13 +21,41 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tracefit.tables.places import Place
-    from tracefit.tables.staging import RunPart
+    from tracefit.tables.store import ReadFile
 
 _ENGINE = ("server", "start_unix_ns", "end_unix_ns", *CLOCK_FACTS)
 _NARROW = ("file", "row", "trace_id", "span_id", "parent_span_id", "scope", *_ENGINE)
 _IDS = ["trace_high", "trace_low", "span"]
 _SCOPES = pl.Enum(dialects.VLLM_SCOPES)
 _HEX_DIGITS_OF_64_BITS = 16
+_FILES = {"file": pl.UInt32, "place": pl.UInt32, "source_file": pl.String}
+
+
+@dataclass(frozen=True, slots=True)
+class RunPart:
+    """A staged part of a run.
+
+    Attributes:
+        name: Its name.
+        files: file (number in the part), place (order of the file in the run), source_file. SpanRows of other files do not
+            count.
+    """
+
+    name: str
+    files: pl.DataFrame
+
+    def of_files(self, rows: pl.DataFrame, column: str) -> pl.DataFrame:
+        """Return the rows that count, with `place` or `source_file` in place of `file`."""
+        named = self.files.select("file", column)
+        return rows.join(named, on="file", how="inner", maintain_order="left").drop("file")
+
+
+def parts_of(files: Sequence[ReadFile]) -> list[RunPart]:
+    """Return the parts of a run's files; the order of the files decides which of two equal spans counts."""
+    rows: dict[str, list[tuple[int, int, str]]] = {}
+    for place, (file, part) in enumerate((f, part) for f in files for part in f.parts):
+        rows.setdefault(part.name, []).append((part.file, place, file.path))
+    return [RunPart(name, pl.DataFrame(of, schema=_FILES, orient="row")) for name, of in rows.items()]
 
 
 @dataclass(frozen=True, slots=True)
