@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from tracefit.coefficients.models import Models, load
     from tracefit.commands.compare import compare
     from tracefit.commands.export import export
+    from tracefit.commands.fleet import IngestOptions
     from tracefit.commands.ingest import ServerOptions, ingest
     from tracefit.commands.inspect import inspect
     from tracefit.commands.locate import scan
     from tracefit.commands.predict import predict
-    from tracefit.commands.reading import IngestOptions
     from tracefit.commands.report import report
     from tracefit.commands.requests import requests
     from tracefit.commands.train import TrainOptions, run, train
     from tracefit.commands.verify import verify
-    from tracefit.engines.choice import EngineChoice
+    from tracefit.engines.local import EngineChoice
 
 _LAZY = {
-    "EngineChoice": "tracefit.engines.choice",
-    "IngestOptions": "tracefit.commands.reading",
+    "EngineChoice": "tracefit.engines.local",
+    "IngestOptions": "tracefit.commands.fleet",
     "Models": "tracefit.coefficients.models",
     "ServerOptions": "tracefit.commands.ingest",
     "TrainOptions": "tracefit.commands.train",

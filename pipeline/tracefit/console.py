@@ -216,6 +216,9 @@ def _call(app: typer.Typer) -> int:
         else:
             _say(usage_line(error))
         code = error.exit_code
+    except OSError as error:
+        # Commands report their own errors: what typer could not write is a help text, or the version.
+        raise _unwritable(error) from error
     _on_stdout("")
     return code
 
@@ -243,9 +246,13 @@ def _on_stdout(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        _silence(sys.stdout)
-        why = os.strerror(error.errno or errno.EIO)
-        raise UsageError(f"cannot be written ({why})", where="standard output") from error
+        raise _unwritable(error) from error
+
+
+def _unwritable(error: OSError) -> UsageError:
+    _silence(sys.stdout)
+    why = os.strerror(error.errno or errno.EIO)
+    return UsageError(f"cannot be written ({why})", where="standard output")
 
 
 def _open_streams() -> None:

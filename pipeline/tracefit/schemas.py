@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from pydantic import TypeAdapter
@@ -19,6 +18,7 @@ from tracefit.coefficients.model import CoefficientFile, Evaluation
 from tracefit.coefficients.predict import StepPrediction
 from tracefit.coefficients.requests import RequestPrediction
 from tracefit.features.sets import FeatureSet
+from tracefit.results import models, traces
 from tracefit.results.models import (
     CompareResult,
     ExportResult,
@@ -30,12 +30,10 @@ from tracefit.results.models import (
     VerifyResult,
 )
 from tracefit.results.traces import IngestPlan, IngestResult, Inspection, ReceiveResult, RequestSummary
-from tracefit.tables.manifest import Manifest
 from tracefit.tables.schema import TABLES, ColumnKind, TableSchema
+from tracefit.tables.store import Manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pydantic import BaseModel
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -85,10 +83,9 @@ def _json_schema(name: str, model: type[BaseModel | msgspec.Struct]) -> dict[str
 
 def _result_schema(command: str) -> dict[str, Any]:
     """Describe what `--json` prints: the result's fields, and `exit_code` where a result has one."""
-    kind = RESULTS[command]
-    schema = TypeAdapter(kind).json_schema()
+    schema = TypeAdapter(RESULTS[command]).json_schema()
     # `exit_code` is a property, which pydantic does not describe.
-    with_code = {c.__name__ for c in _dataclasses(kind) if hasattr(c, "exit_code")}
+    with_code = {n for room in (models, traces) for n, c in vars(room).items() if hasattr(c, "exit_code")}
     for part in (schema, *schema.get("$defs", {}).values()):
         if part.get("title") in with_code:
             part["properties"]["exit_code"] = {"type": "integer", "enum": [0, 1, 3]}
@@ -106,16 +103,6 @@ def _describe_properties(schema: dict[str, Any]) -> None:
         part["description"] = text
         for name, described in re.findall(r"^ {4}(\w+): ((?:.|\n {8})+)", attributes, re.MULTILINE):
             part["properties"][name]["description"] = " ".join(described.split())
-
-
-def _dataclasses(kind: Any) -> Iterator[type]:
-    """Find the dataclasses a type is made of, at any depth."""
-    inner = get_args(kind)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        yield kind
-        inner = tuple(get_type_hints(kind).values())
-    for part in inner:
-        yield from _dataclasses(part)
 
 
 _JSON_TYPES: dict[ColumnKind, str] = {

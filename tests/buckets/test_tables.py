@@ -11,11 +11,10 @@ import pytest
 
 from tracefit import UsageError, ingest, scan
 from tracefit.inputs.buckets import BucketPath, place_of
-from tracefit.tables.manifest import IngestedRun
 from tracefit.tables.places import Bucket, Disk, open_place
 from tracefit.tables.rows import FRAMES
 from tracefit.tables.schema import INGEST_TABLES
-from tracefit.tables.store import TableStore
+from tracefit.tables.store import IngestedRun, TableStore
 
 TABLES = "s3://fleet/a/tables"
 

@@ -38,9 +38,9 @@ def test_a_closed_stdout_takes_the_result_to_nowhere(shell):
     assert shell(f"{COMMAND} features >&-") == (0, "", "")
 
 
-@pytest.mark.slow
-def test_a_full_stdout_is_one_line_and_exit_code_2(shell):
-    code, _, stderr = shell(f"{COMMAND} features >/dev/full")
+@pytest.mark.parametrize("asked", ["--help", pytest.param("features", marks=pytest.mark.slow)])
+def test_a_full_stdout_is_one_line_and_exit_code_2(shell, asked):
+    code, _, stderr = shell(f"{COMMAND} {asked} >/dev/full")
     assert (code, stderr) == (
         2,
         "tracefit: standard output: cannot be written (No space left on device)\n",

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tracefit import DataError, UsageError, ingest, run, train
-from tracefit.commands.reading import IngestOptions
+from tracefit.commands.fleet import IngestOptions
 from tracefit.errors import TracefitError
 from tracefit.tables.store import TableStore
 

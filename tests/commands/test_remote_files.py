@@ -11,8 +11,8 @@ import pytest
 from pyarrow.fs import FileSystemHandler, LocalFileSystem, PyFileSystem
 
 from tracefit import DataError, UsageError, ingest
+from tracefit.commands.fleet import IngestOptions
 from tracefit.commands.ingest import ServerOptions, ingest_inputs
-from tracefit.commands.reading import IngestOptions
 from tracefit.engines.local import LocalEngine
 from tracefit.inputs.discovery import open_inputs
 from tracefit.progress import NullProgress

@@ -88,7 +88,7 @@ def test_a_term_the_held_out_rows_cannot_tell_keeps_its_value():
     assert part.intercept.value == pytest.approx(2000, rel=0.02)
 
 
-def test_what_may_not_be_negative_is_not_in_hindsight_either():
+def test_what_may_not_be_negative_is_not_in_a_refit_either():
     """Held out, y falls by 20 with every decode."""
     frame = _frame().with_columns(
         y=pl.when(pl.col("split") == "holdout").then(pl.col("y") - 70 * pl.col("decode")).otherwise("y")

@@ -15,8 +15,8 @@ import typer
 from tracefit.console import warn
 
 if TYPE_CHECKING:
+    from tracefit.commands.fleet import IngestOptions
     from tracefit.commands.ingest import ServerOptions
-    from tracefit.commands.reading import IngestOptions
     from tracefit.commands.train import TrainOptions
     from tracefit.receive.options import ReceiveOptions
 
@@ -318,7 +318,7 @@ def _keys_of(texts: list[str] | None) -> tuple[str, ...]:
 
 def ingest_options(options: Mapping[str, Any]) -> IngestOptions:
     """Collect the options that bound reading and choose which part of the traces is kept."""
-    from tracefit.commands.reading import IngestOptions
+    from tracefit.commands.fleet import IngestOptions
 
     given = {name: options[name] for name in INGEST}
     given["keep_attributes"] = _keys_of(given["keep_attributes"])
@@ -340,7 +340,7 @@ def receive_options(options: Mapping[str, Any]) -> ReceiveOptions:
 
 def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Collect where traces are decoded, as the arguments of a command of the library."""
-    from tracefit.engines.choice import EngineChoice
+    from tracefit.engines.local import EngineChoice
 
     return {"workers": options["workers"], "engine": EngineChoice(options["engine"], options["ray_address"])}
 

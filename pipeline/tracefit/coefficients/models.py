@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-    from tracefit.coefficients.model import CoefficientFile, Model, RequestRange
+    from tracefit.coefficients.model import CoefficientFile, Model
     from tracefit.coefficients.predict_frames import FrameT, Rows
     from tracefit.coefficients.regressor import LatencyRegressor
 
@@ -48,14 +48,23 @@ class Models:
     def __init__(self, files: tuple[CoefficientFile, ...], where: str = "models") -> None:
         self.files = files
         self.where = where
-        self._by_scope: dict[str, dict[str, Model]] = {}
-        self._scopes: dict[str, ScopeModels] = {}
+        by_scope: dict[str, dict[str, Model]] = {}
         for model in (m for file in files for m in file.models):
-            scope = self._by_scope.setdefault(model.scope_id or "", {})
+            scope = by_scope.setdefault(model.scope_id or "", {})
             # Two files of one model would otherwise predict by whichever was read last.
             if model.name in scope:
                 raise UsageError(f"{model.name} of scope {model.scope_id} is there twice", where=where)
             scope[model.name] = model
+        # Kept, so that each model is compiled once for all predictions.
+        self._scopes = {
+            scope_id: ScopeModels(
+                scope_id or None,
+                models,
+                {r.latency: r for file in files for r in file.requests if r.scope_id == scope_id},
+                tuple(m for file in files for m in file.not_fitted if m.scope_id == scope_id),
+            )
+            for scope_id, models in by_scope.items()
+        }
 
     @classmethod
     def load(cls, *paths: str | Path | Iterable[str | Path]) -> Models:
@@ -64,13 +73,13 @@ class Models:
 
     def __repr__(self) -> str:
         """Name the files and the models of each scope."""
-        scopes = "; ".join(f"{scope}: {', '.join(models)}" for scope, models in self._by_scope.items())
+        scopes = "; ".join(f"{scope}: {', '.join(one.models)}" for scope, one in self._scopes.items())
         return f"<Models of {self.where}: {scopes or 'none'}>"
 
     @property
     def scope_ids(self) -> tuple[str, ...]:
         """Scopes the files hold models of, in order."""
-        return tuple(self._by_scope)
+        return tuple(self._scopes)
 
     def scope(self, scope: str | None = None) -> ScopeModels:
         """Return the models of one scope.
@@ -81,28 +90,18 @@ class Models:
         Raises:
             UsageError: No scope or several match.
         """
-        matching = [s for s in self._by_scope if scope is None or scope in s]
+        if not self._scopes:
+            raise UsageError("no models are there", where=self.where)
+        matching = [s for s in self._scopes if scope is None or scope in s]
         found = [s for s in matching if s == scope] or matching
         if len(found) != 1:
-            what = (
-                "several scopes are there"
-                if scope is None
-                else f"scope {scope} is {'no' if not found else 'not one'} scope here"
-            )
+            named = f"scope {scope} is {'not one' if found else 'no'} scope here"
             raise UsageError(
-                what if self._by_scope else "no models are there",
+                "several scopes are there" if scope is None else named,
                 where=self.where,
-                hint=f"name one with --scope: {', '.join(self._by_scope)}" if self._by_scope else None,
+                hint=f"name one with --scope: {', '.join(self._scopes)}",
             )
-        # Kept, so that each model is compiled once for all predictions.
-        (scope_id,) = found
-        ranges: dict[str, RequestRange] = {
-            r.latency: r for file in self.files for r in file.requests if r.scope_id == scope_id
-        }
-        missing = tuple(m for file in self.files for m in file.not_fitted if m.scope_id == scope_id)
-        return self._scopes.setdefault(
-            scope_id, ScopeModels(scope_id or None, self._by_scope[scope_id], ranges, missing)
-        )
+        return self._scopes[found[0]]
 
     def model(self, name: str, scope: str | None = None) -> Model:
         """Return a model by name.

@@ -98,16 +98,7 @@ class StepPrediction:
 
 
 class Outside(NamedTuple):
-    """Values of a feature that are outside its training range, or of a prediction that are below 0.
-
-    Attributes:
-        model: The model.
-        feature: Its feature, or `PREDICTED`.
-        low: The lowest of the values.
-        high: The highest.
-        ends: The training range.
-        has_term: Whether the model has a term for the feature.
-    """
+    """Values of a feature, `low` to `high`, outside the `ends` of its training range; or predictions (`PREDICTED`) below 0."""
 
     model: str
     feature: str
@@ -390,21 +381,21 @@ class ScopeModels:
             features: Features that are stated themselves.
             known: Names of everything that is known.
         """
-        by_terms, checked, lacking = set[str](), set[str](), list[tuple[set[str], list[str]]]()
         compiled = [self.compiled(model) for model in models]
-        for each in compiled:
-            by_terms |= each.formulas.used(each.features, features)
-            # A training range may hold what no term depends on.
-            for name in each.unmodeled:
-                used, missing = each.formulas.used([name], features), each.formulas.missing([name], known)
-                if missing:
-                    lacking.append((used, missing))
-                else:
-                    checked |= used
+        # A training range may hold what no term depends on: names it is computed from, and those of them that are missing.
+        ranges = [
+            (each.formulas.used([name], features), each.formulas.missing([name], known))
+            for each in compiled
+            for name in each.unmodeled
+        ]
+        matters = set[str]().union(
+            *(each.formulas.used(each.features, features) for each in compiled),
+            *(used for used, missing in ranges if not missing),
+        )
         texts, names = [], ", ".join(each.model.name for each in compiled)
         for name, value in stated.items():
-            if value and name not in by_terms | checked:
-                missing = sorted({m for used, without in lacking if name in used for m in without})
+            if value and name not in matters:
+                missing = sorted({m for used, without in ranges if name in used for m in without})
                 also = f"; with {', '.join(missing)} as a feature, its range is checked" if missing else ""
                 texts.append(f"{name} {value:,.0f} changes nothing: no term of {names} depends on it{also}")
         return texts

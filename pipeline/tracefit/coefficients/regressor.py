@@ -16,6 +16,7 @@ from sklearn.utils.validation import check_array, check_consistent_length
 from tracefit.coefficients.compiled import CompiledModel
 from tracefit.coefficients.predict_frames import OUTPUTS, as_frame, predict_rows
 from tracefit.errors import UsageError
+from tracefit.fit.fitted import matrix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,8 +110,7 @@ class LatencyRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # 
                     f"X has no column {', '.join(lacking)}, which {self.model.name} needs",
                     hint=f"there are: {', '.join(frame.columns[:20])}",
                 )
-            columns = [frame[n].cast(pl.Float64).to_numpy() for n in names]
-            X = np.column_stack(columns) if columns else np.empty((frame.height, 0))  # noqa: N806
+            X = matrix(frame, names)  # noqa: N806
         # A model that is a constant has no column.
         checked = check_array(X, dtype="float64", ensure_min_features=min(1, len(names)))
         if checked.shape[1] != len(names):
@@ -119,8 +119,7 @@ class LatencyRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # 
                 f"input: {', '.join(names)}"
             )
         # A frame without a column would have no rows.
-        number = pl.DataFrame({"row": np.arange(len(checked))})
-        return number.with_columns(pl.Series(n, checked[:, i]) for i, n in enumerate(names))
+        return pl.DataFrame({"row": np.arange(len(checked)), **dict(zip(names, checked.T, strict=True))})
 
     def __sklearn_is_fitted__(self) -> bool:
         return True

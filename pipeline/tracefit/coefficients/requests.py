@@ -94,13 +94,8 @@ def complete(
     like = others_like(mean) or dict(zip(OTHERS, (prompt, cached, output, output), strict=True))
     others = {name: a.filled(given.get(name), like[name]) for name in OTHERS}
     halfway = others["others_output"] / 2
-    running = dict(
-        zip(
-            RUNNING,
-            (others["others_prompt"] + halfway, a.most(others["others_max"] - halfway, 0.0)),
-            strict=True,
-        )
-    )
+    ends = (others["others_prompt"] + halfway, a.most(others["others_max"] - halfway, 0.0))
+    running = dict(zip(RUNNING, ends, strict=True))
     if (measured := running_like(mean)) is not None:
         # Whoever states what the others are like does not mean those of the training.
         stated = reduce(operator.or_, (a.known(given.get(name)) for name in OTHERS))

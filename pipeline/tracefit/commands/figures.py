@@ -39,7 +39,6 @@ from tracefit.reports.figures import (
     axis_number,
     axis_of,
     distribution_figures,
-    domain,
     error_by_load_figure,
     limited,
     line,
@@ -47,6 +46,7 @@ from tracefit.reports.figures import (
     mark,
     name_text,
     objective,
+    panels,
     rounded,
     shaded,
     spread_axis,
@@ -245,16 +245,7 @@ def thinned(rows: pl.DataFrame, points: int) -> pl.DataFrame:
     return rows.gather_every(max(1, -(-rows.height // points)))
 
 
-def _dots(
-    name: str,
-    rows: pl.DataFrame,
-    x: str,
-    y: str,
-    colour: str,
-    *,
-    symbol: str = "circle",
-    opacity: float = 0.55,
-) -> Trace:
+def _dots(name: str, rows: pl.DataFrame, x: str, y: str, **marker: object) -> Trace:
     """Draw rows as points; on hover a reader sees what was measured and predicted, and the batch."""
     batch = COMPOSITION if set(_BATCH_COLUMNS) <= set(rows.columns) else {}
     facts = rows.select(
@@ -270,7 +261,7 @@ def _dots(
         "name": name_text(name),
         "x": rounded(rows[x]),
         "y": rounded(rows[y]),
-        "marker": {"color": colour, "size": 5, "opacity": opacity, "symbol": symbol},
+        "marker": {"size": 5, "opacity": 0.55, "symbol": "circle", **marker},
         "customdata": list(zip(*written, strict=True)),
         "hovertemplate": "<br>".join(lines) + "<extra></extra>",
     }
@@ -290,7 +281,7 @@ def _cloud(parts: Sequence[tuple[str, pl.DataFrame]], x: str, y: str, points: in
     kinds = [(name, thinned(part.sort("ts_ns"), points)) for name, part in parts if part.height]
     styles = ((BLUE, "circle"), (ORANGE, "triangle-up"))
     traces = [
-        _dots(name, some, x, y, colour, symbol=symbol)
+        _dots(name, some, x, y, color=colour, symbol=symbol)
         for (name, some), (colour, symbol) in zip(kinds, styles, strict=False)
     ]
     xs, ys = ([value for _, some in kinds for value in some[column]] for column in (x, y))
@@ -498,7 +489,7 @@ def step_times_figure(scope_id: str, kept: pl.DataFrame, *, points: int) -> Figu
         hint="Hover over a point for what that step computed; drag to zoom, double-click to see everything again.",
         summary=_step_times_table(means),
         traces=(
-            _dots("single steps, measured", some, "at_s", "measured_ms", MEASURED, opacity=0.4),
+            _dots("single steps, measured", some, "at_s", "measured_ms", color=MEASURED, opacity=0.4),
             *(
                 line(name, drawn["at_s"], drawn[f"{name}_ms"], colour, connectgaps=False, hovertemplate=hover)
                 for name, colour in (("measured", MEASURED), ("predicted", PREDICTED))
@@ -812,7 +803,7 @@ def latency_load_figure(
     several = any(len(runs) > 1 for runs in bins.values())
     traces: list[Trace] = []
     shapes: list[Trace] = []
-    axes: Trace = {}
+    axes: list[Trace] = []
     within = []
     for place, (key, runs) in enumerate(bins.items()):
         axis, label = axis_number(place), LATENCIES[key]
@@ -842,7 +833,7 @@ def latency_load_figure(
             if words := objective(slo, max(b.p90 for b in every)):
                 shapes.append(mark(f"{label}: {words}", "y", slo, on=f"y{axis}"))
         values = [v for b in every for v in (b.median, b.p90)]
-        axes[f"yaxis{axis}"] = log_axis(f"{label}, ms", values, domain=domain(place, len(bins)))
+        axes.append(log_axis(f"{label}, ms", values))
     apart = " Runs whose lines lie apart at one load differ in their servers or in their requests."
     objectives = f" Objectives (SLO): {'; '.join(within)}; `tracefit report --slo` sets others."
     return Figure(
@@ -864,11 +855,8 @@ def latency_load_figure(
         ),
         traces=tuple(traces),
         layout={
-            "xaxis": axis_of(
-                "requests in flight on arrival", anchor=f"y{axis_number(len(bins) - 1)}", rangemode="tozero"
-            ),
             "shapes": shapes,
-            **axes,
+            **panels(axis_of("requests in flight on arrival", rangemode="tozero"), axes),
         },
     )
 
@@ -974,13 +962,10 @@ def engine_figure(
 ) -> Figure | None:
     """Draw what one engine did over its run; null where fewer than two steps are known.
 
-    Args:
-        timeline: The server's rows of the `timeline` table, the columns `TIMELINE_COLUMNS` at least.
-        training: Its rows of `beta_training`, for the warm-up and the hold-out; may be empty.
-        run_id: The run.
-        server: The server.
-        overload: The overload of the run in the evaluation, if there was one.
+    `timeline` has the server's rows of that table (`TIMELINE_COLUMNS`), `training` those of `beta_training`, if any, for the
+    warm-up and the hold-out; `overload` is that of the run in the evaluation.
     """
+    # Steps that nothing anchors in time, or of unknown batch, have no place in the figure.
     known = timeline.drop_nulls(["ts_start_ns", "running_depth"]).sort("ts_start_ns")
     if known.height < 2:
         return None
@@ -1005,14 +990,12 @@ def engine_figure(
     if overload is not None:
         fate = f": overloaded, {'trained on all the same' if overload.trained_on else 'left out of training'}"
     drawn = [key for key in _QUANTITIES if bins[key].count()]
-    axes: Trace = {}
+    axes: list[Trace] = []
     traces = []
     for place, key in enumerate(drawn):
         label, full, colour = _QUANTITIES[key]
         part, axis = bins.drop_nulls(key), axis_number(place)
-        axes[f"yaxis{axis}"] = axis_of(
-            label, rangemode="tozero", nticks=4, domain=domain(place, len(drawn), 0.05)
-        )
+        axes.append(axis_of(label, rangemode="tozero", nticks=4))
         traces.append(
             line(
                 full,
@@ -1038,8 +1021,7 @@ def engine_figure(
             # One time, one label in each panel: panels share the axis.
             "hovermode": "x",
             "shapes": shapes,
-            "xaxis": axis_of("seconds into the run", anchor=f"y{axis_number(len(drawn) - 1)}"),
-            **axes,
+            **panels(axis_of("seconds into the run"), axes, 0.05),
         },
         wide=True,
     )
@@ -1062,6 +1044,7 @@ def _engine_table(bins: pl.DataFrame, boundary: float | None, regions: Sequence[
 
 
 def _time_bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
+    # The last step starts at the end of the last interval: it belongs to that one.
     width = seconds / BINS
     place = (pl.col("at_s") / width).floor().clip(0, BINS - 1)
     busy = pl.col("cycle_us").filter(~pl.col("idle_after"))

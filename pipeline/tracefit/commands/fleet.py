@@ -1,12 +1,14 @@
-"""Bring the tables of many runs up to date at once: which blocks are decoded next, and which runs are built and published.
+"""Bring the tables of many runs up to date at once: which files are read, which blocks are decoded next, and which runs are built.
 
-The largest run is read first, for its tables are built by one worker: the others have work until then. A run is built as
-soon as its last block is decoded, while blocks of other runs are. Small runs share jobs. Only this process publishes.
+A file with the same name, size and hash as in the manifest is not decoded again; any other file is. The largest run is
+read first, for its tables are built by one worker: the others have work until then. A run is built as soon as its last
+block is decoded, while blocks of other runs are. Small runs share jobs. Only this process publishes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -17,32 +19,25 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from tracefit._version import __version__
-from tracefit.commands.reading import (
-    FilePiece,
-    IngestOptions,
-    RunReading,
-    content_hash,
-    known_files,
-    options_hash,
-    resolve_run_id,
-    work_bytes,
-)
 from tracefit.engines.build import RunTask, build_runs
-from tracefit.engines.decode import Task, decode_tasks
+from tracefit.engines.decode import Task, decode_task, decode_tasks
 from tracefit.engines.jobs import Job, take_together
 from tracefit.errors import DataError
-from tracefit.inputs.blocks import Block
-from tracefit.inputs.files import content_hash_of
+from tracefit.inputs.blocks import BLOCK_BYTES, Block, ReadLimits, read_blocks
+from tracefit.inputs.discovery import refuse_other_signal
+from tracefit.inputs.files import ContentHash, content_hash_of, fetch
+from tracefit.inputs.rejects import Reject
 from tracefit.server.context import gpu_to_json
 from tracefit.server.settings import settings_to_json
-from tracefit.tables import schema
-from tracefit.tables.manifest import IngestedRun
+from tracefit.tables import dialects, schema
+from tracefit.tables.build import BuildLimits
 from tracefit.tables.places import Disk
+from tracefit.tables.rows import RowOptions
 from tracefit.tables.staging import staged_parts
-from tracefit.tables.store import put_parts
+from tracefit.tables.store import IngestedRun, Manifest, ReadFile, StagedPart, put_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     import polars as pl
@@ -52,12 +47,13 @@ if TYPE_CHECKING:
     from tracefit.engines.jobs import TaskEngine
     from tracefit.inputs.discovery import RunSource
     from tracefit.inputs.files import TraceFile
-    from tracefit.inputs.rejects import Reject
     from tracefit.kv.recordings import KvRows
     from tracefit.progress import Progress
     from tracefit.server.context import RunContext
-    from tracefit.tables.manifest import ReadFile
     from tracefit.tables.store import TableStore
+
+EXPANSION = 10
+"""Decompressed bytes of a compressed one, about."""
 
 _BUILT_APART = 4
 """Times the bytes that are worth a process to decode, from which one is worth starting to build on several cores."""
@@ -66,7 +62,158 @@ _PUBLISHING_SHARE = 0.1
 """Largest share of the time that goes into writing the manifest, which grows with the runs: meanwhile, finished runs wait."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class IngestOptions:
+    """Which part of the traces is kept. Traces are private data: text of users is not kept, except on request.
+
+    Attributes:
+        all_spans: Keep spans of other services and scopes too, in the `spans` table alone.
+        keep_attributes: Keys of span attributes to keep beside the usual ones (ids, counts, routes, the model, sampling
+            parameters).
+        show_values: Show the beginning of a rejected record as it is, not only its structure and keys.
+        max_document: Bytes of the longest record; it is held whole.
+        max_rejects: Bad records of a file after which reading it stops.
+        block_bytes: Bytes of a file that are decoded at once; with more, a worker takes more memory.
+        bytes_per_worker: Bytes that are worth another process: it takes about as long to start as to decode 64 MiB.
+        fetched_bytes: Bytes of files of buckets that lie on disk together, unless one alone is larger.
+        build: How much of a run is in memory while its tables are built.
+    """
+
+    all_spans: bool = False
+    keep_attributes: tuple[str, ...] = ()
+    show_values: bool = False
+    max_document: int = 256 << 20
+    max_rejects: int = 100_000
+    block_bytes: int = BLOCK_BYTES
+    bytes_per_worker: int = 64 << 20
+    fetched_bytes: int = 1 << 30
+    build: BuildLimits = field(default_factory=BuildLimits)
+
+    @property
+    def limits(self) -> ReadLimits:
+        """Bounds on reading one file."""
+        return ReadLimits(self.max_document, self.max_rejects, self.block_bytes)
+
+    @property
+    def rows(self) -> RowOptions:
+        """The options for the rows of the tables."""
+        attributes = tuple(sorted({*dialects.SPAN_ATTRIBUTES, *self.keep_attributes}))
+        return RowOptions(attributes, self.all_spans, self.show_values, self.max_rejects)
+
+
+def known_files(run: IngestedRun | None, options: str, there: Callable[[], set[str]]) -> dict[str, ReadFile]:
+    """Return what a run's manifest entry knows of files, by name, as far as it is of use with these options and this version.
+
+    Staged parts of them exist; `there` returns the names of all that do.
+    """
+    if run is None or run.options != options:
+        return {}
+    return {
+        file.path: file
+        for file in run.files
+        if file.tool_version == __version__ and all(part.name in there() for part in file.parts)
+    }
+
+
+def unchanged(file: TraceFile, known: ReadFile | None, sha256: str | None = None) -> ReadFile | None:
+    """Return what is known of a file if its size and hash are the same; it is hashed only if the sizes are.
+
+    A file in a bucket whose hash is not known goes by its size and modification time.
+
+    Raises:
+        UsageError: It cannot be read.
+    """
+    if known is None or known.size_bytes != file.size:
+        return None
+    if sha256 is None and file.filesystem is not None:
+        return known if file.modified_ns is not None and known.modified_ns == file.modified_ns else None
+    return known if known.sha256 == (sha256 or content_hash_of(file)) else None
+
+
+def work_bytes(file: TraceFile) -> int:
+    """Return about how many decompressed bytes a file has: that is work, and a small compressed file may have much.
+
+    Raises:
+        UsageError: It cannot be read.
+    """
+    return file.size * (EXPANSION if _is_compressed(file) else 1)
+
+
+def _is_compressed(file: TraceFile) -> bool:
+    if file.filesystem is not None:  # a look at the content costs a round trip
+        return file.name.endswith((".gz", ".zst"))
+    with file.open() as raw:
+        return raw.read(2) == b"\x1f\x8b" or b"\x28\xb5\x2f\xfd" in raw.read(8)
+
+
+def resolve_run_id(manifest: Manifest, source: RunSource) -> str:
+    """Return the id of a run: its name, with a number if another run has that name.
+
+    A stored run is the same run if it was read from the same folder, or has the files of the source.
+    """
+    hashes = cache(lambda: {content_hash_of(file) for file in source.trace_files})
+    number, run_id = 1, source.run_id
+    while (run := manifest.runs.get(run_id)) is not None:
+        if not run.tables or (source.folder is not None and run.source == source.folder):
+            break
+        if _has_files_of(run, source, hashes):
+            break
+        number += 1
+        run_id = f"{source.run_id}-{number}"
+    return run_id
+
+
+def _has_files_of(run: IngestedRun, source: RunSource, hashes: Callable[[], set[str]]) -> bool:
+    """Return whether each file of a stored run is in the source, under its name or with its content, or was rotated away.
+
+    Files were rotated away if they do not exist any more, and another one of the run is in the source with its content,
+    or begins with it. `hashes` gives the hashes of the source's files, which takes long.
+    """
+    files = {file.name: file for file in source.trace_files}
+    missing = [known for known in run.files if known.path not in files]
+    gone = [known for known in missing if known.sha256 not in hashes()]
+    if any("://" in known.path or os.path.lexists(known.path) for known in gone):
+        return False
+    return not gone or any(
+        known.sha256 in hashes() or (known.path in files and _begins_as(files[known.path], known))
+        for known in run.files
+    )
+
+
+def _begins_as(file: TraceFile, known: ReadFile) -> bool:
+    digest, left = hashlib.sha256(), known.size_bytes
+    with file.open() as raw:
+        while left and (piece := raw.read(min(left, 1 << 20))):
+            digest.update(piece)
+            left -= len(piece)
+    return not left and digest.hexdigest() == known.sha256
+
+
+def options_hash(options: RowOptions) -> str:
+    """Hash the options that decide which part of a span is kept."""
+    return hashlib.sha256(repr(options).encode()).hexdigest()
+
+
+@dataclass(slots=True, eq=False)
+class FilePiece:
+    """A block, or a reject between blocks: its place in its file, and its staged parts once it is decoded."""
+
+    file: _FileAtWork
+    offset: int
+    parts: tuple[StagedPart, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _FileAtWork:
+    """A file that is read: its hash or what takes it, what was read so far, and the rejects in what is decoded."""
+
+    file: TraceFile
+    content: ContentHash | str
+    pieces: list[FilePiece] = field(default_factory=list)
+    rejects: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class RunAtWork:
     """A run on its way from files to tables.
 
@@ -75,7 +222,10 @@ class RunAtWork:
         context: Its server.
         run_id: Its id in the tables.
         known: Its entry in the manifest, if its tables are whole.
-        reading: The reading of its files, once it has begun.
+        files: The files that are read anew.
+        unchanged: What the manifest knows of the others.
+        decoding: Pieces of its files that are on their way through a worker.
+        is_read: Whether all pieces were given out.
         columns: Values of the `runs` table for the whole run, once it is read.
         entry: Its new entry in the manifest, without tables, once it is built.
         rows: Its rows of the `runs` table, once it is published; null for a run that stays as it is.
@@ -87,7 +237,10 @@ class RunAtWork:
     context: RunContext
     run_id: str = ""
     known: IngestedRun | None = None
-    reading: RunReading | None = None
+    files: list[_FileAtWork] = field(default_factory=list)
+    unchanged: list[ReadFile] = field(default_factory=list)
+    decoding: int = 0
+    is_read: bool = False
     columns: dict[str, str | int | None] = field(default_factory=dict)
     entry: IngestedRun | None = None
     rows: pl.DataFrame | None = None
@@ -127,10 +280,7 @@ class Fleet:
         self._manifest = store.manifest()
         new = [file for run in runs for file in self._new_files(run)]
         engine.limit(max(sum(map(work_bytes, new)) // options.bytes_per_worker, 1))
-        by_path = engine.workers > 1 and not engine.carries_bytes
-        self._reading = partial(
-            RunReading, options=options, place=self._place, by_path=by_path, progress=progress
-        )
+        self._by_path = engine.workers > 1 and not engine.carries_bytes
         self._unread = deque(sorted(runs, key=lambda run: -run.size_bytes))
         self._ready: deque[RunAtWork] = deque()
         self._built: dict[str, tuple[RunAtWork, BuiltRun]] = {}
@@ -172,9 +322,10 @@ class Fleet:
 
     def _take_decoded(self, pieces: Sequence[tuple[RunAtWork, FilePiece]], result: Sequence[Decoded]) -> None:
         for (run, piece), parts in zip(pieces, chain.from_iterable(result), strict=True):
-            if run.failed is None and run.reading is not None:
-                run.reading.take(piece, parts)
-                self._look_at(run)
+            piece.parts = parts
+            piece.file.rejects += sum(part.rejects for part in parts)
+            run.decoding -= 1
+            self._look_at(run)
 
     def _take_built(self, runs: Sequence[RunAtWork], result: Sequence[BuiltRun | DataError]) -> None:
         for run, built in zip(runs, result, strict=True):
@@ -217,9 +368,8 @@ class Fleet:
         while self._unread:
             run = self._unread.popleft()
             try:
-                run.reading = self._begin(run)
-                for piece, item in run.reading.pieces():
-                    yield run, piece, item
+                yield from self._pieces_of(run)
+                run.is_read = True
             except DataError as error:
                 self._end(run, error)
             self._look_at(run)
@@ -248,7 +398,8 @@ class Fleet:
         sizes = {name: file.size_bytes for name, file in known.items()}
         return [file for file in run.source.trace_files if sizes.get(file.name) != file.size]
 
-    def _begin(self, run: RunAtWork) -> RunReading:
+    def _pieces_of(self, run: RunAtWork) -> Iterator[tuple[RunAtWork, FilePiece, Block | Reject]]:
+        """Begin a run, and yield the pieces of its files that are not known; those of a bucket are fetched first."""
         source = run.source
         run.run_id = run_id = resolve_run_id(self._manifest, source)
         run.known = self._manifest.runs.get(run_id)
@@ -262,27 +413,92 @@ class Fleet:
                 f"{source.run_id}: another run of that name is in the tables already; this one is {run_id}"
             )
         known = known_files(run.known, self._options_hash, self._there)
-        return self._reading(source.trace_files, known)
+        local: list[TraceFile] = []
+        remote: deque[TraceFile] = deque()
+        for file in source.trace_files:
+            if entry := unchanged(file, known.get(file.name)):
+                run.unchanged.append(entry)
+            else:
+                (local if file.filesystem is None else remote).append(file)
+        for file in local:
+            yield from self._pieces_in(run, _FileAtWork(file, ContentHash()), file)
+        most_bytes = self._options.fetched_bytes
+        while group := take_together(remote, lambda file: file.size, most=len(remote), most_bytes=most_bytes):
+            # The copies are gone when the last block is read, not when it is decoded: blocks carry their bytes.
+            with self._place.scratch() as scratch:
+                for file, copy in zip(group, fetch(group, scratch, self._progress.read), strict=True):
+                    refuse_other_signal(copy.file)
+                    # The time of a file in a bucket changes with every upload, its content need not.
+                    if entry := unchanged(file, known.get(file.name), copy.content_hash):
+                        run.unchanged.append(replace(entry, modified_ns=file.modified_ns))
+                    else:
+                        yield from self._pieces_in(run, _FileAtWork(file, copy.content_hash), copy.file)
+
+    def _pieces_in(
+        self, run: RunAtWork, work: _FileAtWork, copy: TraceFile
+    ) -> Iterator[tuple[RunAtWork, FilePiece, Block | Reject]]:
+        """Read a file, from its copy if it is in a bucket: the bytes of that were hashed and reported when it was made."""
+        run.files.append(work)
+        content = None if isinstance(work.content, str) else work.content
+        for item in read_blocks(
+            copy,
+            self._options.limits,
+            on_read=self._progress.read if content else None,
+            content_hash=content,
+            show_values=self._options.show_values,
+            by_path=self._by_path and content is not None,
+        ):
+            if work.rejects >= self._options.max_rejects:
+                break
+            piece = FilePiece(work, item.offset if isinstance(item, Block) else item.source_offset)
+            work.pieces.append(piece)
+            run.decoding += 1
+            yield run, piece, item
+
+    def _entry_of(self, work: _FileAtWork) -> ReadFile:
+        """Return what the manifest says of a file that was read; what counts of it does not depend on the order of decoding."""
+        file, most = work.file, self._options.max_rejects
+        parts: list[StagedPart] = []
+        rejects = 0
+        for piece in work.pieces:
+            parts += piece.parts
+            rejects += sum(part.rejects for part in piece.parts)
+            # In the order of the file, whichever block was decoded first: rows after the last listed reject do not count.
+            if rejects >= most:
+                reason = f"more than {most} rejects: the rest of the file is not read (--max-rejects sets the limit)"
+                self._progress.warn(f"{file.name}: {reason}")
+                last = Reject(file.name, piece.offset, 0, reason)
+                parts += decode_task(Task((last,), self._options.rows, self._place))[0]
+                break
+        return ReadFile(
+            path=file.name,
+            size_bytes=file.size,
+            sha256=work.content if isinstance(work.content, str) else work.content.of(file),
+            tool_version=__version__,
+            parts=tuple(parts),
+            modified_ns=None if file.filesystem is None else file.modified_ns,
+        )
 
     def _look_at(self, run: RunAtWork) -> None:
         """Have a run built when its files are read, unless it stays as it is."""
-        if run.failed is not None or run.reading is None or not run.reading.is_complete:
+        if run.failed is not None or not run.is_read or run.decoding:
             return
-        files, all_known = run.reading.files()
-        run.reading = None
+        read = [*run.unchanged, *map(self._entry_of, run.files)]
+        files = tuple(sorted(read, key=lambda file: file.path))
+        run.files.clear()
         run.columns = _run_columns(files, run.context)
         kv_hashes = sorted(map(content_hash_of, run.source.kv_files))
         # Everything that the tables follow from: where it has changed they are built anew, from the staged parts where files are known.
         facts = (__version__, self._options_hash, sorted(run.columns.items()), kv_hashes)
         built_from = hashlib.sha256(repr(facts).encode()).hexdigest()
-        known = run.known
-        if known and known.built_from == built_from and all_known and "kv_events" in known.tables:
-            self._end(run)
-            return
         run.entry = IngestedRun(
             source=run.source.folder, options=self._options_hash, built_from=built_from, files=files
         )
-        self._ready.append(run)
+        known = run.known
+        if known and (known.built_from, known.files) == (built_from, files) and "kv_events" in known.tables:
+            self._end(run)
+        else:
+            self._ready.append(run)
 
     def _run_task(self, run: RunAtWork) -> RunTask:
         assert run.entry is not None  # noqa: S101 - a run that is ready has one
@@ -344,7 +560,8 @@ def _run_columns(files: Sequence[ReadFile], context: RunContext) -> dict[str, st
         "gpu": gpu_to_json(context.gpu),
         "files": len(files),
         "bytes": sum(file.size_bytes for file in files),
-        "content_sha256": content_hash(files),
+        # Of hashes, so that the names of files and their order do not matter.
+        "content_sha256": hashlib.sha256("".join(sorted(f.sha256 for f in files)).encode()).hexdigest(),
     }
 
 

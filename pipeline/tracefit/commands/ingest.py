@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.commands.fleet import Fleet, RunAtWork
-from tracefit.commands.reading import (
+from tracefit.commands.fleet import (
+    Fleet,
     IngestOptions,
-    is_unchanged,
+    RunAtWork,
     known_files,
     options_hash,
     resolve_run_id,
+    unchanged,
 )
 from tracefit.commands.scopes import write_timelines
 from tracefit.engines.build import is_small
-from tracefit.engines.choice import LOCAL, EngineChoice, open_engine
+from tracefit.engines.local import LOCAL, EngineChoice, open_engine
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
@@ -293,10 +294,10 @@ def _planned(source: RunSource, store: TableStore, options: RowOptions) -> Itera
     for file in source.trace_files:
         contents, entry = inspect_file(file), known.get(file.name)
         # A file in a bucket that was written again may be the same all the same.
-        is_known = is_unchanged(file, entry) or (
+        is_same = unchanged(file, entry) or (
             entry is not None
             and file.filesystem is not None
-            and is_unchanged(file, entry, content_hash_of(file))
+            and unchanged(file, entry, content_hash_of(file))
         )
         yield PlannedFile(
             run_id=run_id,
@@ -304,6 +305,6 @@ def _planned(source: RunSource, store: TableStore, options: RowOptions) -> Itera
             shape=str(contents),
             compression=contents.compression,
             bytes=file.size,
-            status="known" if is_known else "grown" if entry else "new",
-            bytes_to_read=0 if is_known else file.size,
+            status="known" if is_same else "grown" if entry else "new",
+            bytes_to_read=0 if is_same else file.size,
         )

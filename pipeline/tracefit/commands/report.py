@@ -22,7 +22,7 @@ from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from plotly.graph_objects import Figure as PlotlyFigure
@@ -87,21 +87,20 @@ def report(
 def report_texts(made: Report, folder: Path, progress: Progress) -> dict[Path, str]:
     """Return the files of a report and their content; the page only where its libraries are installed."""
     texts = {folder / "report.md": markdown_text(made)}
-    html_page = _page_writer()
-    if html_page is not None:
-        texts[folder / "report.html"] = html_page(made)
-    else:
+    page = _page(made)
+    if page is None:
         progress.warn(NO_PAGE)
-    return texts
+        return texts
+    return texts | {folder / "report.html": page}
 
 
-def _page_writer() -> Callable[[Report], str] | None:
-    """Return what writes the page; null where the libraries it needs are not installed."""
+def _page(made: Report) -> str | None:
+    """Return the report as a page; null where the libraries it needs are not installed."""
     try:
         from tracefit.reports.page import html_page
     except ImportError:
         return None
-    return html_page
+    return html_page(made)
 
 
 def report_of(
@@ -131,7 +130,9 @@ def report_of(
                 for scope in evaluation.scopes[:drawn]
             }
         made = build_report(evaluation, alpha, beta, figures, traced=traced)
-        if _fits(made, page_bytes):
+        # Drawn to know its size, which depends on the numbers of every figure.
+        page = _page(made)
+        if page is None or len(page.encode()) <= page_bytes:
             break
     if figures and progress is not None:
         _warn_of_other_frames(evaluation, models, figures, progress)
@@ -151,12 +152,6 @@ def _warn_of_other_frames(
             progress.warn(
                 f"{', '.join(without)}: no figures, the tables hold the training rows of another training; train again"
             )
-
-
-def _fits(made: Report, page_bytes: int) -> bool:
-    # Drawn to know its size, which depends on the numbers of every figure.
-    html_page = _page_writer()
-    return html_page is None or len(html_page(made).encode()) <= page_bytes
 
 
 @draw_with

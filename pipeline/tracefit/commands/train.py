@@ -24,8 +24,7 @@ from tracefit.commands.scopes import (
     write_timelines,
 )
 from tracefit.commands.training_tables import sample_tables, write_training_frames
-from tracefit.engines.choice import LOCAL, EngineChoice, open_engine
-from tracefit.engines.local import LocalEngine
+from tracefit.engines.local import LOCAL, EngineChoice, LocalEngine, open_engine
 from tracefit.engines.training import BYTES_PER_JOB, each_run, frames_of, scope_tables
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feature_set
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from tracefit.coefficients.model import Evaluation
-    from tracefit.commands.reading import IngestOptions
+    from tracefit.commands.fleet import IngestOptions
     from tracefit.engines.jobs import TaskEngine
     from tracefit.fit.fitted import FittedModel, FittedScope
     from tracefit.fit.results import Latency, Metrics, Overload

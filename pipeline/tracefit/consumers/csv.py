@@ -10,40 +10,28 @@ from tracefit.coefficients.compiled import linear_forms
 from tracefit.coefficients.model import BoundaryModel, Regime
 from tracefit.consumers.base import OUT, Export, Source, consumer
 from tracefit.errors import spreadsheet_safe
+from tracefit.fit.results import Term
 from tracefit.results.models import HeldOut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tracefit.coefficients.model import Model
-    from tracefit.fit.results import Bounds, Number, Term
-
-_HEAD = (
-    "scope_id",
-    "model",
-    "part",
-    "condition",
-    "term",
-    "unit",
-    "value",
-    "ci95_low",
-    "ci95_high",
-    "training_min",
-    "training_max",
-    "formula",
-)
+    from tracefit.fit.results import Number
 
 
 @consumer("csv")
 def to_csv(source: Source) -> Export:
     """Write every number of every model of a scope; the errors are those of the models themselves."""
     models, text = source.models, io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_HEAD)
-    for model in models.models.values():
-        for form, condition, row in _rows(model):
-            cells = (models.scope_id, model.name, form, condition, *row)
-            writer.writerow([spreadsheet_safe(cell) for cell in cells])
+    rows = [
+        {"scope_id": models.scope_id, "model": model.name, **row}
+        for model in models.models.values()
+        for row in _rows(model)
+    ]
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: spreadsheet_safe(cell) for name, cell in row.items()} for row in rows)
     errors = tuple(
         HeldOut(
             m.name, "us", v.holdout.n, v.holdout.mape_pct, v.holdout.mae, v.holdout.bias_pct, v.baseline.mae
@@ -54,25 +42,28 @@ def to_csv(source: Source) -> Export:
     return Export({"coefficients.csv": text.getvalue()}, errors, (), f"column -s, -t {OUT}/coefficients.csv")
 
 
-def _rows(model: Model) -> Iterator[tuple[str, str, list[object]]]:
-    """Yield the linear form, its condition and the other cells of every number of a model."""
+def _rows(model: Model) -> Iterator[dict[str, object]]:
+    """Yield the cells of every number of a model: its linear form, the condition, and the number."""
     clock = {"work": "step starts known", "without_clock": "step starts unknown"}
     for name, form in linear_forms(model).items():
         condition = form.when.text() if isinstance(form, Regime) else clock.get(name, "")
-        yield name, condition, _number("intercept", "us", form.intercept)
-        for term in form.terms:
-            yield name, condition, _number(term.feature, term.unit, term, term.training_range, term.formula)
+        numbers: list[tuple[str, str, Number | Term]] = [("intercept", "us", form.intercept)]
+        numbers += [(term.feature, term.unit, term) for term in form.terms]
         # The offset is added behind the boundary: it is no term of the work.
         if isinstance(model, BoundaryModel) and form is model.work:
-            yield name, condition, _number("offset", "us", model.offset)
-
-
-def _number(
-    name: str,
-    unit: str,
-    found: Number | Term,
-    training_range: Bounds | None = None,
-    formula: str | None = None,
-) -> list[object]:
-    ends = (found.ci95, training_range)
-    return [name, unit, found.value, *(end for pair in ends for end in pair or ("", "")), formula or ""]
+            numbers.append(("offset", "us", model.offset))
+        for term, unit, found in numbers:
+            ranges = (found.ci95, found.training_range if isinstance(found, Term) else None)
+            low, high, least, most = (end for pair in ranges for end in pair or ("", ""))
+            yield {
+                "part": name,
+                "condition": condition,
+                "term": term,
+                "unit": unit,
+                "value": found.value,
+                "ci95_low": low,
+                "ci95_high": high,
+                "training_min": least,
+                "training_max": most,
+                "formula": (found.formula if isinstance(found, Term) else None) or "",
+            }

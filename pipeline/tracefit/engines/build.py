@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from tracefit.inputs.files import TraceFile
     from tracefit.kv.recordings import KvRows
     from tracefit.server.context import RunContext
-    from tracefit.tables.manifest import ReadFile, TableFile
     from tracefit.tables.places import Place
+    from tracefit.tables.store import ReadFile, TableFile
     from tracefit.timeline import EngineLimits
 
 

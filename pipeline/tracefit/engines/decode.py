@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from tracefit.inputs.blocks import Block, load
 from tracefit.inputs.rejects import Reject
 from tracefit.otlp.decode import decode_blocks
-from tracefit.tables.manifest import StagedPart
 from tracefit.tables.rows import RowOptions, rows_of
 from tracefit.tables.staging import write_staged
+from tracefit.tables.store import StagedPart
 
 if TYPE_CHECKING:
     from tracefit.tables.places import Place

@@ -1,4 +1,4 @@
-"""The engine of this machine: one process, or as many as there are cores.
+"""The engine of this machine: one process, or as many as there are cores; and the choice between it and Ray.
 
 Workers do not import from the working folder, share the cores' threads among them, and end with the process that started them.
 """
@@ -11,20 +11,22 @@ import sys
 import threading
 import warnings
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tracefit import memory
 from tracefit.engines.jobs import TASKS_PER_WORKER, WorkerError, attempt, available_cores
+from tracefit.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from concurrent.futures import Future, ProcessPoolExecutor
     from multiprocessing.connection import Connection
 
-    from tracefit.engines.jobs import Job
+    from tracefit.engines.jobs import Job, TaskEngine
 
     _Outcome = tuple[Any, Exception | None]
 
@@ -188,3 +190,45 @@ def _end_with_parent(ends: Connection) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """Where the work of a command runs.
+
+    Attributes:
+        name: `local` for processes of this machine, `ray` for Ray.
+        ray_address: The Ray cluster: `auto` for the one that this machine belongs to, `ray://HOST:PORT` or HOST:PORT for
+            another. Not given, Ray is started on this machine for the command.
+    """
+
+    name: Literal["local", "ray"] = "local"
+    ray_address: str | None = None
+
+
+LOCAL = EngineChoice()
+
+
+@contextmanager
+def open_engine(choice: EngineChoice, workers: int | None) -> Iterator[TaskEngine]:
+    """Open an engine.
+
+    Args:
+        choice: Which one.
+        workers: Most jobs at the same time; as many as there are cores if not given.
+
+    Raises:
+        UsageError: Ray is not installed, does not answer, or is of another version.
+    """
+    if choice.name == "ray":
+        from tracefit.engines.ray import RayEngine  # noqa: PLC0415 - an extra
+
+        with RayEngine(choice.ray_address, workers) as engine:
+            yield engine
+        return
+    if choice.ray_address is not None:
+        raise UsageError(
+            "--ray-address goes with --engine ray", hint="add --engine ray, or leave the address out"
+        )
+    with LocalEngine(workers) as local:
+        yield local

@@ -119,7 +119,22 @@ def build_report(
     `figures` holds those of the scopes that are drawn, by scope id, and is null without tables; `traced` is the first and the
     last time of the traces in Unix nanoseconds.
     """
-    scopes = _scope_parts(evaluation, alpha, beta, figures)
+    models = {(m.scope_id, m.name): m for m in (*beta.models, *alpha.models)}
+    settings = {
+        scope_id: {k: str(v) for k, v in m.scope.settings.items()}
+        for (scope_id, _), m in models.items()
+        if m.scope is not None
+    }
+    labels = scope_labels({s.scope_id: (s.runs, settings.get(s.scope_id, {})) for s in evaluation.scopes})
+    scopes = [
+        ScopeParts(
+            scope,
+            labels[scope.scope_id],
+            {name: models[scope.scope_id, name] for name in scope.models},
+            figures_of_evaluation(scope) if figures is None else figures.get(scope.scope_id),
+        )
+        for scope in evaluation.scopes
+    ]
     data = kept(
         _NO_TABLES if figures is None else "",
         section("Data", *_data_parts(evaluation), folded=True),
@@ -148,31 +163,6 @@ def build_report(
     return Report(title, exactness, (_overview(scopes), *sections, *data), subject)
 
 
-def _scope_parts(
-    evaluation: published.Evaluation,
-    alpha: published.CoefficientFile,
-    beta: published.CoefficientFile,
-    figures: Mapping[str, ScopeFigures] | None,
-) -> list[ScopeParts]:
-    """Return the scopes of an evaluation with their models; see `build_report`."""
-    models = {(m.scope_id, m.name): m for m in (*beta.models, *alpha.models)}
-    settings = {
-        scope_id: {k: str(v) for k, v in m.scope.settings.items()}
-        for (scope_id, _), m in models.items()
-        if m.scope is not None
-    }
-    labels = scope_labels({s.scope_id: (s.runs, settings.get(s.scope_id, {})) for s in evaluation.scopes})
-    return [
-        ScopeParts(
-            scope,
-            labels[scope.scope_id],
-            {name: models[scope.scope_id, name] for name in scope.models},
-            figures_of_evaluation(scope) if figures is None else figures.get(scope.scope_id),
-        )
-        for scope in evaluation.scopes
-    ]
-
-
 def _title(one: ScopeParts) -> str:
     # All models of a scope state the same facts.
     facts = next((m.scope for m in one.models.values()), None)
@@ -188,12 +178,9 @@ def _subject(evaluation: published.Evaluation, traced: tuple[int, int] | None) -
         plural(sum(s.requests for s in servers), "request"),
         plural(sum(s.steps for s in servers), "traced step"),
     )
-    when = f" Traced {' to '.join(map(_moment, traced))} UTC." if traced else ""
+    moments = [f"{datetime.fromtimestamp(ns / 1e9, UTC):%Y-%m-%d %H:%M}" for ns in traced or ()]
+    when = f" Traced {' to '.join(moments)} UTC." if moments else ""
     return f"Latency models of a vLLM server, fitted on its traces: {', '.join(counts)}.{when}"
-
-
-def _moment(unix_ns: int) -> str:
-    return f"{datetime.fromtimestamp(unix_ns / 1e9, UTC):%Y-%m-%d %H:%M}"
 
 
 def _headlines(scope: published.ScopeEvaluation) -> dict[str, tuple[results.Metrics, results.Metrics]]:
@@ -242,7 +229,8 @@ def _overview(scopes: Sequence[ScopeParts]) -> Table:
         name = f"`{one.label.name}`" + (f", {_some_runs(one.scope)}" if one.label.detail else "")
         answers = [f"**{one.scope.verdicts[u].answer}**" if u in one.scope.verdicts else "-" for u in uses]
         errors = _headlines(one.scope)
-        cells = [_errors_of(errors[label][0]) if label in errors else "-" for label in labels]
+        found = [errors[label][0] if label in errors else None for label in labels]
+        cells = [f"{percent(m.mdape_pct)} / {percent(m.p90_ape_pct)} %" if m else "-" for m in found]
         rows.append((name, *answers, *cells, _holds_for(one.scope) or "-"))
     return table(("scope", *uses, *(f"{h}, median / P90 error" for h in labels), "holds for"), rows)
 
@@ -250,10 +238,6 @@ def _overview(scopes: Sequence[ScopeParts]) -> Table:
 def _some_runs(scope: published.ScopeEvaluation, most: int = 2) -> str:
     more = f" and {len(scope.runs) - most} more" if len(scope.runs) > most else ""
     return f"{'run' if len(scope.runs) == 1 else 'runs'} {', '.join(scope.runs[:most])}{more}"
-
-
-def _errors_of(found: results.Metrics) -> str:
-    return f"{percent(found.mdape_pct)} / {percent(found.p90_ape_pct)} %"
 
 
 def _scope(one: ScopeParts, *, several: bool = False) -> tuple[ReportPart, ...]:
@@ -700,27 +684,22 @@ def _model_facts(
         yield f"**Training rows by source:** {reasons(entry.rows_by_source)}."
 
 
-def _coefficients(model: published.Model) -> list[ReportPart]:
-    if isinstance(model, RegimesModel):
-        return [
-            part
-            for regime in model.regimes
-            for part in (
-                f"Regime *{regime.name}*, {_condition(regime.when)}:",
-                _terms(regime.intercept, regime.terms),
-            )
-        ]
-    if isinstance(model, BoundaryModel):
-        # The wait itself is no coefficient: whoever simulates steps knows when the next one starts.
-        expected = model.expectation
-        return [
-            "API work:",
-            _terms(model.work.intercept, model.work.terms),
-            f"then the first step start at or after it, {exact(model.offset.value)} us; without a step clock:",
-            _terms(model.without_clock.intercept, model.without_clock.terms),
-            *([_expectation(expected)] if expected else []),
-        ]
-    return [_terms(model.intercept, model.terms)]
+def _coefficients(model: published.Model) -> Iterator[ReportPart]:
+    match model:
+        case RegimesModel():
+            for regime in model.regimes:
+                yield f"Regime *{regime.name}*, {_condition(regime.when)}:"
+                yield _terms(regime.intercept, regime.terms)
+        case BoundaryModel():
+            # The wait itself is no coefficient: whoever simulates steps knows when the next one starts.
+            yield "API work:"
+            yield _terms(model.work.intercept, model.work.terms)
+            yield f"then the first step start at or after it, {exact(model.offset.value)} us; without a step clock:"
+            yield _terms(model.without_clock.intercept, model.without_clock.terms)
+            if model.expectation:
+                yield _expectation(model.expectation)
+        case _:
+            yield _terms(model.intercept, model.terms)
 
 
 def _expectation(expected: published.Expectation) -> str:

@@ -142,8 +142,7 @@ class ShadedRegion(NamedTuple):
 def shaded(regions: Iterable[ShadedRegion]) -> list[Trace]:
     """Shade intervals of the x axis; each kind is in the legend once."""
     # In the order of `SHADES`: of regions that overlap, the one that matters most is drawn last.
-    listed: set[str] = set()
-    shapes = []
+    shapes: list[Trace] = []
     for one in sorted(regions, key=lambda r: list(SHADES).index(r.kind)):
         shapes.append(
             {
@@ -159,10 +158,9 @@ def shaded(regions: Iterable[ShadedRegion]) -> list[Trace]:
                 "fillcolor": SHADES[one.kind],
                 "name": one.kind,
                 "legendgroup": one.kind,
-                "showlegend": one.kind not in listed,
+                "showlegend": all(other["name"] != one.kind for other in shapes),
             }
         )
-        listed.add(one.kind)
     return shapes
 
 
@@ -255,13 +253,15 @@ def axis_number(place: int) -> str:
     return "" if place == 0 else str(place + 1)
 
 
-def domain(place: int, panels: int, gap: float = 0.06) -> list[float]:
-    """Return the share of the height that a panel takes, the first one on top."""
+def panels(x: Trace, ys: Sequence[Trace], gap: float = 0.06) -> Trace:
+    """Return the axes of panels on top of each other, which share the x axis below the last one."""
     # So many panels with a gap between each two fill the figure: panels * (height - gap) + (panels - 1) * gap = 1.
-    height = (1 + gap) / panels
-    top = 1 - place * height
+    height = (1 + gap) / len(ys)
+    tops = [1 - place * height for place in range(len(ys))]
     # Rounded: differences of floats would put 17 digits of each into the page.
-    return [max(0.0, round(top - height + gap, 4)), round(top, 4)]
+    domains = [[max(0.0, round(top - height + gap, 4)), round(top, 4)] for top in tops]
+    axes = {f"yaxis{axis_number(k)}": {**y, "domain": domains[k]} for k, y in enumerate(ys)}
+    return {"xaxis": {**x, "anchor": f"y{axis_number(len(ys) - 1)}"}, **axes}
 
 
 class FigureWords(TypedDict):
@@ -384,40 +384,33 @@ def distribution_figures(
     """
     figures = []
     for key, label in LATENCIES.items():
-        entry, slo = scope.latency.get(key), slo_ms.get(key)
-        name = anchor(f"{scope.scope_id}-{key}-cdf")
-        if entry is not None and (found := entry.distribution) is not None:
+        entry = scope.latency.get(key)
+        if found := entry.distribution if entry else None:
             ways = {
                 "measured": found.measured,
                 "predicted, measured batches": found.teacher_forced,
                 "predicted from averages": found.averages_only,
             }
-            figures.append(
-                _distribution(
-                    {way: tuple(q / US_PER_MS for q in us) for way, us in ways.items() if us},
-                    found.percents,
-                    slo,
-                    name=name,
-                    kind=key,
-                    title=f"{label}, predicted and measured",
-                    look="Look for where a predicted curve leaves the measured one: with measured batches, step times are wrong "
-                    "there; from averages, waits and batches that an average does not show.",
-                    note=f"Share of {count(found.requests)} held-out requests with at most this {label}.",
-                )
+            curves = {way: tuple(q / US_PER_MS for q in us) for way, us in ways.items() if us}
+            percents, title = found.percents, f"{label}, predicted and measured"
+            look = (
+                "Look for where a predicted curve leaves the measured one: with measured batches, step times are wrong "
+                "there; from averages, waits and batches that an average does not show."
             )
+            note = f"Share of {count(found.requests)} held-out requests with at most this {label}."
         elif at_ms := measured_ms.get(key):
-            figures.append(
-                _distribution(
-                    {"measured": tuple(at_ms.values())},
-                    tuple(at_ms),
-                    slo,
-                    name=name,
-                    kind=key,
-                    title=f"{label} as measured",
-                    look="Look for a long flat end: these requests waited, and a mean hides them.",
-                    note=f"Share of requests with at most this {label}; no model predicts it here.",
-                )
+            curves, percents, title = (
+                {"measured": tuple(at_ms.values())},
+                tuple(at_ms),
+                f"{label} as measured",
             )
+            look = "Look for a long flat end: these requests waited, and a mean hides them."
+            note = f"Share of requests with at most this {label}; no model predicts it here."
+        else:
+            continue
+        name = anchor(f"{scope.scope_id}-{key}-cdf")
+        words = FigureWords(name=name, kind=key, title=title, look=look, note=note)
+        figures.append(_distribution(curves, percents, slo_ms.get(key), **words))
     return tuple(figures)
 
 

@@ -6,7 +6,7 @@ Times are microseconds, sizes are tokens or requests, FLOPs and bytes are per GP
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from tracefit.errors import UsageError
 
@@ -240,7 +240,6 @@ class Composition:
         return self.decode_tokens - self.num_decode_reqs
 
 
-@runtime_checkable
 class StepLaw(Protocol):
     """A law of step times: the time of a step for its batch."""
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
 import polars as pl
 
 from tracefit import memory
@@ -29,18 +28,17 @@ from tracefit.tables.requests import (
     request_spans,
     sift_numbers,
 )
-from tracefit.tables.resolve import ResolvedPart, resolve
+from tracefit.tables.resolve import ResolvedRun, RunPart, parts_of, resolve
 from tracefit.tables.rows import NO_CLOCK
 from tracefit.tables.runs import missing_attributes, run_rows
-from tracefit.tables.staging import parts_of, read_staged, staged_bytes
+from tracefit.tables.staging import read_staged, staged_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from tracefit.tables.manifest import ReadFile
     from tracefit.tables.places import Place
-    from tracefit.tables.store import RunWriter
+    from tracefit.tables.store import ReadFile, RunWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,37 +100,24 @@ def build_tables(
     Returns:
         The counts; a run without a single span of the vLLM scopes is not written at all.
     """
+    if not (parts := parts_of(files)):
+        return IngestCounts(0, 0, 0)
     # Sorted windows of a third: what is being read, what waits for the next block, and a copy in order.
     space = SortSpace(scratch, memory_limits.sorted_bytes, memory_limits.sorted_bytes // 3)
-    run, spans_read = _sorted_rows(files, run_id, place, space, limits, memory_limits.window_bytes)
+    resolved = resolve(place, parts)
+    bounds = _window_bounds(place, resolved, memory_limits.window_bytes)
+    windows = (_Window.of(place, resolved, *each) for each in bounds)
+    starts, sieve = _epoch_starts(windows, space, _Sieve(limits, resolved.clocks))
+    run = _Run(run_id, space, starts, sieve)
+    for each in bounds:
+        run.add(_Window.of(place, resolved, *each))
+    duplicates = resolved.spans_read - run.counts["spans"]
+    del resolved, windows  # the facts of every span: what follows takes as much memory
     memory.give_back()
     other_spans = sum(part.other_spans for file in files for part in file.parts)
     if run.counts["spans"]:
-        counts = {"other_spans": other_spans, "duplicate_spans": spans_read - run.counts["spans"]}
-        run.finish(writer, {**run_columns, **counts})
+        run.finish(writer, {**run_columns, "other_spans": other_spans, "duplicate_spans": duplicates})
     return IngestCounts(run.counts["spans"], other_spans, run.counts["rejects"])
-
-
-def _sorted_rows(
-    files: Sequence[ReadFile],
-    run_id: str,
-    place: Place,
-    space: SortSpace,
-    limits: Mapping[str, float],
-    window_bytes: int,
-) -> tuple[_Run, int]:
-    """Return the rows of all tables, in sorts, and how many spans were read.
-
-    A function of its own, so that the facts of each span are freed before the tables are written.
-    """
-    parts, clocks = resolve(place, parts_of(files))
-    groups = _grouped(place, parts, window_bytes)
-    windows = (_Window.of(place, group) for group in groups)
-    starts, sieve = _epoch_starts(windows, space, _Sieve(limits, clocks))
-    run = _Run(run_id, space, starts, sieve)
-    for group in groups:
-        run.add(_Window.of(place, group))
-    return run, sum(part.spans_read for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,33 +177,36 @@ class _Sieve:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Staged parts that are read together; row numbers continue from part to part."""
+    """Staged parts that are read together.
+
+    Attributes:
+        place: Where they are.
+        parts: Each part with the number of its first row; row numbers continue from part to part.
+        facts: server, core_zero, server_zero of each row; of spans that do not count, the server is null.
+    """
 
     place: Place
-    parts: Sequence[tuple[ResolvedPart, int]]
-    """Each part with the number of its first row."""
+    parts: Sequence[tuple[RunPart, int]]
     facts: pl.DataFrame
-    """server, core_zero, server_zero of each row; of spans that do not count, the server is null."""
 
     @classmethod
-    def of(cls, place: Place, parts: Sequence[ResolvedPart]) -> _Window:
-        """Return a window of parts; only here do server names become text, to save memory until then."""
-        firsts = [0, *accumulate(part.rows for part in parts[:-1])]
-        numbered = list(zip(parts, firsts, strict=True))
-        counted = pl.concat([_moved(part.spans, first) for part, first in numbered])
-        every = pl.DataFrame({"row": np.arange(sum(part.rows for part in parts), dtype=np.uint32)})
-        facts = every.join(counted, on="row", how="left", maintain_order="left").drop("row")
-        return cls(place, numbered, facts.with_columns(pl.col("server").cast(pl.String)))
+    def of(cls, place: Place, run: ResolvedRun, begin: int, end: int) -> _Window:
+        """Return a window of the parts from one number to another."""
+        first = run.firsts[begin]
+        parts = [(run.parts[number], run.firsts[number] - first) for number in range(begin, end)]
+        # Only here do server names become text, to save memory until then.
+        facts = run.facts[first : run.firsts[end]].with_columns(pl.col("server").cast(pl.String))
+        return cls(place, parts, facts)
 
     def every(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the rows of all spans, counted or not; a file number is replaced by the name of the file."""
         frames = []
-        for resolved, first in self.parts:
-            rows = read_staged(self.place, resolved.part.name, kind, columns)
-            if "row" in rows.columns:
-                rows = _moved(rows, first)
+        for part, first in self.parts:
+            rows = read_staged(self.place, part.name, kind, columns)
+            if first and "row" in rows.columns:
+                rows = rows.with_columns(pl.col("row") + pl.lit(first, pl.UInt32))
             if "file" in rows.columns:
-                rows = resolved.part.of_files(rows, "source_file")
+                rows = part.of_files(rows, "source_file")
             frames.append(rows)
         return pl.concat(frames)
 
@@ -242,23 +230,18 @@ class _Window:
         return placed, lost, broken, moved
 
 
-def _moved(rows: pl.DataFrame, first: int) -> pl.DataFrame:
-    return rows.with_columns(pl.col("row") + pl.lit(first, pl.UInt32)) if first else rows
-
-
-def _grouped(place: Place, parts: Sequence[ResolvedPart], window_bytes: int) -> list[list[ResolvedPart]]:
-    """Return consecutive parts that make a window; small ones share one, because each frame has a fixed cost."""
-    groups: list[list[ResolvedPart]] = []
+def _window_bounds(place: Place, run: ResolvedRun, window_bytes: int) -> list[tuple[int, int]]:
+    """Return which parts make a window, each from one number to another: small ones share the fixed cost of its frames."""
+    begins: list[int] = []
     size = 0
-    sizes = staged_bytes(place, (part.part.name for part in parts))
-    for part, stored in zip(parts, sizes, strict=True):
-        own = max(stored, part.rows * _BYTES_PER_SPAN)
-        if not groups or size + own > window_bytes:
-            groups.append([])
+    sizes = staged_bytes(place, (part.name for part in run.parts))
+    for number, (stored, (first, end)) in enumerate(zip(sizes, pairwise(run.firsts), strict=True)):
+        own = max(stored, (end - first) * _BYTES_PER_SPAN)
+        if not begins or size + own > window_bytes:
+            begins.append(number)
             size = 0
-        groups[-1].append(part)
         size += own
-    return groups
+    return list(pairwise([*begins, len(run.parts)]))
 
 
 def _epoch_starts(windows: Iterable[_Window], space: SortSpace, sieve: _Sieve) -> tuple[pl.DataFrame, _Sieve]:
@@ -267,45 +250,35 @@ def _epoch_starts(windows: Iterable[_Window], space: SortSpace, sieve: _Sieve) -
     marks.add(pl.DataFrame(schema=MARKS))
     # The settings are counted, not applied, in this pass: whether the run contradicts them shows at its end.
     free = replace(sieve, limits={})
-    counted = _LimitCount(sieve.limits)
+    limited = {
+        name: [c for c in schema.TABLES[name].columns if c.limit in sieve.limits]
+        for name in ("steps", "journey_events")
+    }
+    values, above = Counter[tuple[str | None, str]](), Counter[tuple[str | None, str]]()
     for window in windows:
-        columns = ("row", "unix_ns", "ts_start_ns", "step_id", *counted.columns("steps"))
+        columns = ("row", "unix_ns", "ts_start_ns", "step_id", *(c.name for c in limited["steps"]))
         steps, _ = free.sift("steps", window.read("steps", columns))
-        columns = ("row", "unix_ns", "ts_ns", "step_id", "layer", *counted.columns("journey_events"))
+        columns = (
+            "row",
+            "unix_ns",
+            "ts_ns",
+            "step_id",
+            "layer",
+            *(c.name for c in limited["journey_events"]),
+        )
         journeys, _, _, _ = window.journeys(free, columns)
         marks.add(marks_of(steps, journeys))
-        counted.add("steps", steps)
-        counted.add("journey_events", journeys)
+        for name, rows in (("steps", steps), ("journey_events", journeys)):
+            for c in limited[name]:
+                values[c.limit, c.name] += rows[c.name].count()
+                above[c.limit, c.name] += int((rows[c.name] > sieve.limits[c.limit or ""]).sum() or 0)
     scanner = EpochScanner()
     for found in marks.windows():
         scanner.feed(found)
     starts = scanner.starts()
-    sound = replace(sieve, limits=counted.accepted(), strays=scanner.strays(), bounds=scanner.bounds())
-    return starts, sound
-
-
-@dataclass(slots=True)
-class _LimitCount:
-    """Counts how often the values of a run exceed the settings that should bound them."""
-
-    limits: Mapping[str, float]
-    values: Counter[str] = field(default_factory=Counter)
-    above: Counter[str] = field(default_factory=Counter)
-
-    def columns(self, table: str) -> list[str]:
-        """Return the columns of a table that a known setting bounds."""
-        return [c.name for c in schema.TABLES[table].columns if c.limit in self.limits]
-
-    def add(self, table: str, rows: pl.DataFrame) -> None:
-        for c in schema.TABLES[table].columns:
-            if c.limit is not None and c.limit in self.limits:
-                self.values[f"{c.limit} {c.name}"] += rows[c.name].count()
-                self.above[f"{c.limit} {c.name}"] += int((rows[c.name] > self.limits[c.limit]).sum() or 0)
-
-    def accepted(self) -> dict[str, float]:
-        """Return the settings that the run does not contradict."""
-        refuted = {key.split()[0] for key, n in self.above.items() if n > self.values[key] * _ODD_SHARE}
-        return {name: most for name, most in self.limits.items() if name not in refuted}
+    refuted = {limit for (limit, name), n in above.items() if n > values[limit, name] * _ODD_SHARE}
+    accepted = {name: most for name, most in sieve.limits.items() if name not in refuted}
+    return starts, replace(sieve, limits=accepted, strays=scanner.strays(), bounds=scanner.bounds())
 
 
 @dataclass(slots=True)

@@ -100,23 +100,6 @@ class EpochScanner:
         return pl.DataFrame(found, schema=BOUNDS, orient="row")
 
 
-@dataclass(frozen=True, slots=True)
-class _Last:
-    """The accepted marks so far, as far as they bear on the next one.
-
-    Attributes:
-        step: Step of the last mark.
-        jump_clock: Time of the last jump backwards that was larger than jitter.
-        summary_step: Step of the last summary.
-        summary_clock: Its time.
-    """
-
-    step: int = _BEFORE_ALL
-    jump_clock: int = _BEFORE_ALL
-    summary_step: int = _BEFORE_ALL
-    summary_clock: int = _BEFORE_ALL
-
-
 @dataclass(slots=True)
 class _Server:
     """The scan of one server.
@@ -126,7 +109,9 @@ class _Server:
         least: The lowest accepted step.
         most: The highest accepted step.
         strays: Marks with an impossible step.
-        last: The accepted marks so far.
+        last_step: Step of the last accepted mark.
+        last_jump: Time of the last jump backwards that was larger than jitter.
+        last_summary: Step and time of the last accepted summary.
         waiting: The last marks: the neighbours of the next ones, then those that wait for their own neighbours.
         scanned: How many of the waiting marks were scanned already, and serve as neighbours alone.
     """
@@ -135,7 +120,9 @@ class _Server:
     least: int = np.iinfo(np.int64).max
     most: int = 0
     strays: list[pl.DataFrame] = field(default_factory=list)
-    last: _Last = field(default_factory=_Last)
+    last_step: int = _BEFORE_ALL
+    last_jump: int = _BEFORE_ALL
+    last_summary: tuple[int, int] = (_BEFORE_ALL, _BEFORE_ALL)
     waiting: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=MARKS).drop("server"))
     scanned: int = 0
 
@@ -168,18 +155,18 @@ class _Server:
         self.least, self.most = min(self.least, int(step.min())), max(self.most, int(step.max()))
         if not self.epoch_starts:
             self.epoch_starts.add(int(clock[0]))
-        previous = np.concatenate([[self.last.step], step[:-1]])
+        previous = np.concatenate([[self.last_step], step[:-1]])
         # As floats: the step before the first mark is so low that the difference of integers would wrap.
         is_jump = previous.astype(np.float64) - step > STEP_JITTER
-        last_jump = np.maximum.accumulate(np.where(is_jump, clock, self.last.jump_clock))
+        jumps = np.maximum.accumulate(np.where(is_jump, clock, self.last_jump))
         self.epoch_starts.update(clock[is_jump].tolist())
         # Summaries come in the order of their steps: of two, any jump backwards is a restart, however small, unless a
         # large one in between has marked it already.
-        steps = np.concatenate([[self.last.summary_step], step[exact]])
-        clocks = np.concatenate([[self.last.summary_clock], clock[exact]])
-        is_back = (steps[:-1] >= steps[1:]) & (last_jump[exact] <= clocks[:-1])
+        steps, clocks = np.column_stack([self.last_summary, [step[exact], clock[exact]]])
+        is_back = (steps[:-1] >= steps[1:]) & (jumps[exact] <= clocks[:-1])
         self.epoch_starts.update(clocks[1:][is_back].tolist())
-        self.last = _Last(int(step[-1]), int(last_jump[-1]), int(steps[-1]), int(clocks[-1]))
+        self.last_step, self.last_jump = int(step[-1]), int(jumps[-1])
+        self.last_summary = int(steps[-1]), int(clocks[-1])
 
 
 def _is_stray(marks: pl.DataFrame) -> NDArray[np.bool_]:
@@ -188,44 +175,27 @@ def _is_stray(marks: pl.DataFrame) -> NDArray[np.bool_]:
     A counter can fall to nothing at a restart, but climb only as fast as steps end. So the last mark before a restart
     and the first one after it are no strays, however far they are from one side.
     """
-    before, after = _compare(marks, is_before=True), _compare(marks, is_before=False)
-    neighbours = before.neighbours + after.neighbours
-    is_unsupported = before.supporters + after.supporters < np.where(neighbours > 2, 2, 1)
-    is_impossible = before.is_impossible | after.is_impossible
-    # With a single neighbour either of the two could be the stray.
-    mask: NDArray[np.bool_] = is_unsupported & is_impossible & (neighbours > 1)
-    return mask
-
-
-@dataclass(frozen=True, slots=True)
-class _Comparison:
-    """Each mark compared with its neighbours on one side; arrays of shape (n,).
-
-    Attributes:
-        neighbours: How many there are: fewer than `_NEIGHBOURS` at the ends.
-        supporters: How many are a climb or a fall away that the time between would allow a counter to climb.
-        is_impossible: Whether there are neighbours, and the climb between each of them and the mark is too large.
-    """
-
-    neighbours: NDArray[np.int64]
-    supporters: NDArray[np.int64]
-    is_impossible: NDArray[np.bool_]
-
-
-def _compare(marks: pl.DataFrame, *, is_before: bool) -> _Comparison:
     # As floats: the difference of two absurd steps may be beyond 64 bits.
     clock, step = (marks[c].to_numpy().astype(np.float64) for c in ("clock", "step_id"))
-    neighbours, supporters = np.zeros((2, marks.height), np.int64)
-    is_impossible = np.ones(marks.height, np.bool_)
+    # On either side of a mark: how many neighbours it has, and whether the climb to or from each of them is too large.
+    neighbours = np.zeros((2, marks.height), np.int64)
+    is_impossible = np.ones((2, marks.height), np.bool_)
+    supporters = np.zeros(marks.height, np.int64)
     for distance in range(1, _NEIGHBOURS + 1):
         earlier, later = slice(None, -distance), slice(distance, None)
-        here = later if is_before else earlier
         climbed = step[later] - step[earlier]
         allowed = STRAY_STEPS + np.abs(clock[later] - clock[earlier]) / FASTEST_STEP_NS
-        neighbours[here] += 1
-        supporters[here] += np.abs(climbed) <= allowed
-        is_impossible[here] &= climbed > allowed
-    return _Comparison(neighbours, supporters, is_impossible & (neighbours > 0))
+        for side, here in enumerate((later, earlier)):
+            neighbours[side, here] += 1
+            supporters[here] += np.abs(climbed) <= allowed
+            is_impossible[side, here] &= climbed > allowed
+    is_impossible &= neighbours > 0
+    count = neighbours.sum(axis=0)
+    # With a single neighbour either of the two could be the stray.
+    mask: NDArray[np.bool_] = (
+        is_impossible.any(axis=0) & (supporters < np.where(count > 2, 2, 1)) & (count > 1)
+    )
+    return mask
 
 
 def in_epoch(frame: pl.DataFrame, starts: pl.DataFrame, clock: str | None) -> pl.DataFrame:

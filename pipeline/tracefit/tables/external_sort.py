@@ -8,18 +8,18 @@ are nearly in order, so that few blocks wait at any time.
 from __future__ import annotations
 
 import uuid
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import polars as pl
 import pyarrow as pa
 
 from tracefit.tables.disk import create
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 _Key = tuple[Any, ...]
@@ -112,8 +112,11 @@ class ExternalSort:
             if new_bytes >= self.space.window_bytes or last:
                 rows = pl.concat(waiting)
                 rows = rows[self._places(rows)]
-                whole = rows.height if last else _below(rows, self.key, blocks[index + 1].first)
                 # The rest may have to go after rows of the next block: it waits.
+                whole = rows.height
+                if not last:
+                    keys = rows.select(self.key)
+                    whole = bisect_left(range(whole), blocks[index + 1].first, key=_keys_of(keys))
                 if whole:
                     yield rows.head(whole)
                 waiting, new_bytes = [rows.slice(whole)], 0
@@ -129,7 +132,12 @@ class ExternalSort:
         if windows == 1:
             yield rows[places]
             return
-        for begin, end in pairwise(_cuts(rows.select(pl.col(self.key).gather(places)), windows)):
+        key_at = _keys_of(rows.select(pl.col(self.key).gather(places)))
+        every = range(rows.height)
+        wanted = (rows.height * number // windows for number in range(1, windows))
+        # Never between equal keys: behind the rows of the last one.
+        cuts = {bisect_right(every, key_at(place - 1), key=key_at) for place in wanted if place}
+        for begin, end in pairwise(sorted({0, *cuts, rows.height})):
             yield rows[places[begin:end]]
 
     def _places(self, rows: pl.DataFrame) -> pl.Series:
@@ -159,39 +167,16 @@ class ExternalSort:
             for number, start in enumerate(range(0, rows.height, self.space.block_rows)):
                 block = rows[places[start : start + self.space.block_rows]]
                 writer.write_batch(block.to_arrow().combine_chunks().to_batches()[0])
-                first = block.row(0, named=True)
-                self._blocks.append(_Block(_key_of(tuple(first[k] for k in self.key)), path, number))
+                self._blocks.append(_Block(_keys_of(block.select(self.key))(0), path, number))
 
 
-def _key_of(values: tuple[Any, ...]) -> _Key:
+def _keys_of(rows: pl.DataFrame) -> Callable[[int], _Key]:
+    """Return a function from the number of a row to its key, in a form that Python compares."""
     # Python cannot compare None; as (is null, value) a key sorts like the rows do, nulls last.
-    return tuple((value is None, 0 if value is None else value) for value in values)
+    return lambda number: tuple((value is None, 0 if value is None else value) for value in rows.row(number))
 
 
 def _frame(batch: pa.RecordBatch) -> pl.DataFrame:
     frame = pl.from_arrow(batch)
     assert isinstance(frame, pl.DataFrame)  # noqa: S101 - a record batch is always a frame
     return frame
-
-
-def _cuts(keys: pl.DataFrame, count: int) -> list[int]:
-    """Return where to cut sorted keys into about `count` pieces of similar size, never between equal keys."""
-    starts_anew = keys.select(pl.any_horizontal(pl.all().ne_missing(pl.all().shift()))).to_series().to_numpy()
-    places = np.append(np.flatnonzero(starts_anew), keys.height)
-    wanted = keys.height * np.arange(1, count) // count
-    return sorted({0, *places[np.searchsorted(places, wanted)].tolist(), keys.height})
-
-
-def _below(rows: pl.DataFrame, key: Sequence[str], bound: _Key) -> int:
-    """Return how many of the sorted rows are below a key."""
-    # Lexicographic order, from the last column to the first: less in this column, or equal in it and less in the rest.
-    is_below = pl.lit(value=False)
-    for name, (is_null, value) in reversed(list(zip(key, bound, strict=True))):
-        column = pl.col(name)
-        if is_null:
-            less, equal = column.is_not_null(), column.is_null()
-        else:
-            less = (column < value).fill_null(value=False)
-            equal = (column == value).fill_null(value=False)
-        is_below = less | (equal & is_below)
-    return int(rows.select(is_below.sum()).item())

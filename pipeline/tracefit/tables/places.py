@@ -36,7 +36,11 @@ LEFTOVER_AGE = timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A folder on disk. Symbolic links in it are refused."""
+    """A folder on disk.
+
+    Its methods raise `UsageError` where a file, or a folder it lies in, is a symbolic link: that may lead anywhere if the
+    folder came from elsewhere.
+    """
 
     root: Path
     has_lock: ClassVar[bool] = True
@@ -47,13 +51,10 @@ class Disk:
 
         Args:
             waiting: Called before waiting.
-            own: Names in the folder that are written to; others are not touched.
+            own: Names in the folder that are written to; others are not touched, and may be links.
 
         Returns:
             The place to write to.
-
-        Raises:
-            UsageError: A symbolic link lies where files are written or removed.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         # The lock is on the folder itself: the system releases it with the process.
@@ -86,32 +87,15 @@ class Disk:
 
     @contextmanager
     def fetched(self, name: str) -> Iterator[Path]:
-        """Return a file as one on disk, which stays as long as the context.
-
-        Raises:
-            FileNotFoundError: It is not there.
-            UsageError: It, or a folder it lies in, is a symbolic link.
-        """
+        """Return a file as one on disk, which stays as long as the context."""
         yield self._path(name)
 
-    def has(self, names: Iterable[str]) -> bool:
-        """Say whether all these files are there."""
-        return all(self._path(name).is_file() for name in names)
-
     def scannable(self, name: str) -> str:
-        """Return what polars scans for a file.
-
-        Raises:
-            UsageError: It, or a folder it lies in, is a symbolic link.
-        """
+        """Return what polars scans for a file."""
         return str(self._path(name))
 
     def children(self, folder: str) -> set[str]:
-        """Return the names directly in a folder.
-
-        Raises:
-            UsageError: The folder is a symbolic link.
-        """
+        """Return the names directly in a folder."""
         return {found.name for found in self._path(folder).glob("*")}
 
     def sizes(self, folders: Iterable[str]) -> list[int]:
@@ -144,7 +128,6 @@ class Disk:
         Raises:
             FileNotFoundError: It is not there.
             DataError: It cannot be read.
-            UsageError: It is a symbolic link.
         """
         path = self._path(name)
         try:
@@ -161,11 +144,6 @@ class Disk:
         return True
 
     def _path(self, name: str) -> Path:
-        """Return the path of a name, which need not exist.
-
-        Raises:
-            UsageError: It contains a symbolic link, which may lead anywhere if the folder came from elsewhere.
-        """
         path = self.root
         for part in name.split("/"):
             path = path / part
@@ -242,11 +220,7 @@ class Bucket:
 
     @contextmanager
     def fetched(self, name: str) -> Iterator[Path]:
-        """Return a copy of an object on disk, which stays as long as the context.
-
-        Raises:
-            FileNotFoundError: It is not there.
-        """
+        """Return a copy of an object on disk, which stays as long as the context."""
         if self.kept is not None and (kept := self.kept / name).is_file():
             yield kept
             return
@@ -295,18 +269,13 @@ class Bucket:
         """Do nothing: the system's folder for such files is not ours to clear."""
 
     def read_versioned(self, name: str) -> tuple[bytes, Version | None]:
-        """Return a small object and its version.
-
-        Raises:
-            FileNotFoundError: It is not there.
-        """
+        """Return a small object and its version."""
         return buckets.get(self._path(name))
 
     def replace_if(self, name: str, data: bytes, version: Version | None) -> bool:
         """Replace a small object if it is in a state, or not there (null); say whether it was.
 
-        Raises:
-            UsageError: The bucket refuses, or no answer came: it may have been replaced.
+        Where no answer comes, which is an error too, it may have been replaced.
         """
         return buckets.put_if(self._path(name), data, version)
 

@@ -7,8 +7,10 @@ of a run is in memory at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
 import polars as pl
 
 from tracefit.tables import dialects
@@ -19,82 +21,100 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tracefit.tables.places import Place
-    from tracefit.tables.staging import RunPart
+    from tracefit.tables.store import ReadFile
 
 _ENGINE = ("server", "start_unix_ns", "end_unix_ns", *CLOCK_FACTS)
 _NARROW = ("file", "row", "trace_id", "span_id", "parent_span_id", "scope", *_ENGINE)
 _IDS = ["trace_high", "trace_low", "span"]
 _SCOPES = pl.Enum(dialects.VLLM_SCOPES)
 _HEX_DIGITS_OF_64_BITS = 16
+_FILES = {"file": pl.UInt32, "place": pl.UInt32, "source_file": pl.String}
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedPart:
-    """A staged part, and facts of its spans that count.
+class RunPart:
+    """A staged part of a run.
 
     Attributes:
-        part: The part.
-        spans: row, server, core_zero (wall clock less engine clock of the core spans in the trace), server_zero (the
-            same, of the server).
-        spans_read: Spans of the run's files in the part, duplicates included.
-        rows: All spans of the part.
+        name: Its name.
+        files: file (number in the part), place (order of the file in the run), source_file. SpanRows of other files do not
+            count.
     """
 
-    part: RunPart
-    spans: pl.DataFrame
+    name: str
+    files: pl.DataFrame
+
+    def of_files(self, rows: pl.DataFrame, column: str) -> pl.DataFrame:
+        """Return the rows that count, with `place` or `source_file` in place of `file`."""
+        named = self.files.select("file", column)
+        return rows.join(named, on="file", how="inner", maintain_order="left").drop("file")
+
+
+def parts_of(files: Sequence[ReadFile]) -> list[RunPart]:
+    """Return the parts of a run's files; the order of the files decides which of two equal spans counts."""
+    rows: dict[str, list[tuple[int, int, str]]] = {}
+    for place, (file, part) in enumerate((f, part) for f in files for part in f.parts):
+        rows.setdefault(part.name, []).append((part.file, place, file.path))
+    return [RunPart(name, pl.DataFrame(of, schema=_FILES, orient="row")) for name, of in rows.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRun:
+    """The staged parts of a run, and facts of all their spans, numbered from part to part.
+
+    Attributes:
+        parts: The parts.
+        firsts: Number of the first span of each part; at the end, how many spans there are.
+        facts: server, core_zero (wall clock less engine clock of the core spans in the trace), server_zero (the same, of
+            the server) of each span; of spans that do not count, the server is null.
+        spans_read: Spans of the run's files, duplicates included.
+        clocks: The ranges of wall clock less engine clock that each server's spans agree on: server, low, high.
+    """
+
+    parts: Sequence[RunPart]
+    firsts: list[int]
+    facts: pl.DataFrame
     spans_read: int
-    rows: int
+    clocks: pl.DataFrame
 
 
-CLOCKS = {"server": pl.String, "low": pl.Int64, "high": pl.Int64}
-
-
-def resolve(place: Place, parts: Sequence[RunPart]) -> tuple[list[ResolvedPart], pl.DataFrame]:
-    """Return the spans of a run that count, with their servers, and the clocks of the servers.
+def resolve(place: Place, parts: Sequence[RunPart]) -> ResolvedRun:
+    """Find the spans of a run that count, with their servers, and the clocks of the servers.
 
     A span is identified by (trace_id, span_id): if it was read twice, the first one counts.
 
     Args:
         place: Where the staged parts are.
-        parts: The run's parts.
-
-    Returns:
-        Facts of each part, and the ranges of wall clock less engine clock that each server's spans agree on: server, low,
-        high.
+        parts: The run's parts, one at least.
     """
-    if not parts:
-        return [], pl.DataFrame(schema=CLOCKS)
-    every, rows = [], []
-    for number, part in enumerate(parts):
+    every, firsts = [], [0]
+    for part in parts:
         staged = read_staged(place, part.name, "spans", _NARROW)
-        rows.append(staged.height)
-        every.append(_narrow(part.of_files(staged, "place"), number))
+        every.append(_narrow(part.of_files(staged, "place"), firsts[-1]))
+        firsts.append(firsts[-1] + staged.height)
+        del staged
     spans = pl.concat(every)
-    del every, staged  # the largest frames of this function: free them before the joins below
+    every.clear()  # the largest frames of this function: free them before the joins below
     # A part that several files share has rows of all of them: of two equal spans the one of the first file counts.
     if not spans["place"].is_sorted():
         spans = spans.sort("place", maintain_order=True)
-    spans = spans.drop("place")
-    read = dict(spans.group_by("part").len().iter_rows())
-    spans = without_lone_clocks(_without_repeats(spans)).with_row_index("span_row")
+    spans_read = spans.height
+    spans = without_lone_clocks(_without_repeats(spans.drop("place"))).with_row_index("span_row")
 
     def marks_of(wanted: pl.DataFrame) -> pl.DataFrame:
         """Return clock and step counter of the events of some spans; read only where counters interleave."""
-        places = spans.select("span_row", "part", "row").join(wanted, on="span_row", how="semi")
+        rows = spans.select("span_row", "row").join(wanted, on="span_row", how="semi")
         marks = []
-        for (number,), rows in places.group_by("part", maintain_order=True):
-            events = _events_of(place, parts[int(str(number))].name)
-            marks.append(rows.select("span_row", "row").join(events, on="row", how="inner").drop("row"))
+        for part, (first, end) in zip(parts, pairwise(firsts), strict=True):
+            if rows["row"].is_between(first, end, closed="left").any():
+                events = _events_of(place, part.name).with_columns(pl.col("row") + pl.lit(first, pl.UInt32))
+                marks.append(rows.join(events, on="row", how="inner").drop("row"))
         return pl.concat(marks)
 
     spans = _with_server(spans, marks_of)
-    facts, clocks = _facts(spans), clocks_of(spans)
-    by_part = facts.partition_by("part", as_dict=True, maintain_order=True, include_key=False)
-    none = facts.clear().drop("part")
-    return [
-        ResolvedPart(part, by_part.get((number,), none), read.get(number, 0), rows[number])
-        for number, part in enumerate(parts)
-    ], clocks
+    numbers = pl.DataFrame({"row": np.arange(firsts[-1], dtype=np.uint32)})
+    facts = numbers.join(_facts(spans), on="row", how="left", maintain_order="left").drop("row")
+    return ResolvedRun(parts, firsts, facts, spans_read, clocks_of(spans))
 
 
 def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
@@ -110,7 +130,6 @@ def _facts(spans: pl.DataFrame) -> pl.DataFrame:
     # A median: a span with an absurd time must not move the clock of its trace.
     zeros = cores.group_by(_IDS[:2]).agg(core_zero=pl.col("zero").median().cast(pl.Int64))
     return spans.select(
-        "part",
         "row",
         "server",
         spans.select(_IDS[:2]).join(zeros, on=_IDS[:2], how="left", maintain_order="left")["core_zero"],
@@ -118,13 +137,12 @@ def _facts(spans: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _narrow(spans: pl.DataFrame, part: int) -> pl.DataFrame:
-    """Return the columns of a part that are needed here, with ids packed into numbers: 24 bytes instead of 64."""
+def _narrow(spans: pl.DataFrame, first: int) -> pl.DataFrame:
+    """Return the columns that are needed here, with ids packed into numbers: 24 bytes instead of 64."""
     trace = pl.col("trace_id").str
     return spans.select(
         "place",
-        pl.lit(part, pl.UInt32).alias("part"),
-        "row",
+        pl.col("row") + pl.lit(first, pl.UInt32),
         _number(trace.head(_HEX_DIGITS_OF_64_BITS)).alias("trace_high"),
         _number(trace.tail(_HEX_DIGITS_OF_64_BITS)).alias("trace_low"),
         _number(pl.col("span_id")).alias("span"),
@@ -176,25 +194,12 @@ def _events_of(place: Place, part: str) -> pl.DataFrame:
     # SCHEDULED and PREEMPTED are stamped at the start of a step, in schedule(); all other events after its execution, when
     # the counter already stands one higher.
     late = pl.when(pl.col("event").is_in(["SCHEDULED", "PREEMPTED"])).then(0).otherwise(1)
-    return pl.concat(
-        [
-            _mark(steps, pl.col("ts_start_ns"), pl.col("step_id"), is_summary=True),
-            _mark(snapshots, pl.lit(None, pl.Int64), pl.col("step_id"), is_summary=False),
-            _mark(
-                journeys.filter(pl.col("layer") == "core"),
-                pl.col("ts_ns"),
-                pl.col("step_id") + late,
-                is_summary=False,
-            ),
-        ]
+    kinds = (
+        (steps, pl.col("ts_start_ns"), pl.col("step_id"), True),
+        (snapshots, pl.lit(None, pl.Int64), pl.col("step_id"), False),
+        (journeys.filter(pl.col("layer") == "core"), pl.col("ts_ns"), pl.col("step_id") + late, False),
     )
-
-
-def _mark(events: pl.DataFrame, ts_ns: pl.Expr, step: pl.Expr, *, is_summary: bool) -> pl.DataFrame:
-    return events.select(
-        "row",
-        "unix_ns",
-        ts_ns=ts_ns,
-        step=step.cast(pl.Int64),
-        is_summary=pl.lit(is_summary, pl.Boolean),
+    return pl.concat(
+        rows.select("row", "unix_ns", ts_ns=ts_ns, step=step.cast(pl.Int64), is_summary=pl.lit(is_summary))
+        for rows, ts_ns, step, is_summary in kinds
     )

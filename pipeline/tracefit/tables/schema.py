@@ -8,7 +8,7 @@ still valid OTLP. So a row that breaks a rule (`TableSchema.sift`) never reaches
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Literal
 
 import polars as pl
@@ -43,8 +43,8 @@ class Column:
     """One column. A missing value is null, never 0 or an empty string.
 
     Attributes:
-        name: Its name.
         kind: Its type.
+        name: Its name.
         doc: What it holds.
         unit: Unit of its values.
         nullable: Whether a row may lack a value.
@@ -53,8 +53,8 @@ class Column:
         limit: Setting of the server that bounds the values of a run.
     """
 
-    name: str
     kind: ColumnKind
+    name: str
     doc: str
     unit: str | None = None
     nullable: bool = True
@@ -242,54 +242,19 @@ _MOST_NS = 2**62
 _HOUR_US = 3_600_000_000
 
 
-def _s(name: str, doc: str) -> Column:
-    return Column(name, "string", doc)
-
-
-def _i(name: str, doc: str, unit: str | None = None) -> Column:
-    return Column(name, "int64", doc, unit)
-
-
-def _n(name: str, doc: str, unit: str | None = None, *, limit: str | None = None) -> Column:
-    """Return a column that counts something."""
-    return Column(name, "int64", doc, unit, least=0, most=_MOST_COUNT, limit=limit)
-
-
-def _tokens(name: str, doc: str, *, limit: str | None = None) -> Column:
-    return Column(name, "int64", doc, "token", least=0, most=MOST_TOKENS, limit=limit)
-
-
-def _blocks(name: str, doc: str) -> Column:
-    return Column(name, "int64", doc, "block", least=0, most=MOST_BLOCKS)
-
-
-def _step(name: str, doc: str, *, nullable: bool = True) -> Column:
-    return Column(name, "int64", doc, nullable=nullable, least=0, most=MOST_STEP)
-
-
-def _clock(name: str, doc: str, *, nullable: bool = True) -> Column:
-    """Return a column of times on the engine's clock."""
-    return Column(name, "int64", doc, "ns", nullable=nullable, least=0, most=_MOST_NS)
-
-
-def _ns(name: str, doc: str) -> Column:
-    return Column(name, "int64", doc, "ns")
-
-
-def _us(name: str, doc: str) -> Column:
-    return Column(name, "float64", doc, "us")
-
-
-def _f(name: str, doc: str, unit: str = "ratio") -> Column:
-    return Column(name, "float64", doc, unit)
-
-
-def _json(name: str, doc: str) -> Column:
-    return Column(name, "json", doc)
-
-
-def _flag(name: str, doc: str) -> Column:
-    return Column(name, "bool", doc)
+_s = partial(Column, "string")
+_i = partial(Column, "int64")
+_json = partial(Column, "json")
+_flag = partial(Column, "bool")
+_ns = partial(Column, "int64", unit="ns")
+_us = partial(Column, "float64", unit="us")
+_f = partial(Column, "float64", unit="ratio")
+# With bounds: of what is counted, of steps, and of times on the engine's clock.
+_n = partial(Column, "int64", least=0, most=_MOST_COUNT)
+_tokens = partial(Column, "int64", unit="token", least=0, most=MOST_TOKENS)
+_blocks = partial(Column, "int64", unit="block", least=0, most=MOST_BLOCKS)
+_step = partial(Column, "int64", least=0, most=MOST_STEP)
+_clock = partial(Column, "int64", unit="ns", least=0, most=_MOST_NS)
 
 
 _RUN = (
@@ -334,10 +299,10 @@ RUNS = TableSchema(
         _f("step_sampling", "steps with a summary / steps counted"),
         _f("journey_sampling", "estimated share of requests with a journey"),
         _f("snapshot_sampling", "steps with snapshots / steps with a summary"),
-        _f("arrival_rate_per_s", "requests arriving per second, first to last arrival", "1/s"),
-        _f("prompt_tokens_mean", "mean prompt length", "token"),
-        _f("max_tokens_mean", "mean of the output tokens allowed", "token"),
-        _f("output_tokens_mean", "mean output length", "token"),
+        _f("arrival_rate_per_s", "requests arriving per second, first to last arrival", unit="1/s"),
+        _f("prompt_tokens_mean", "mean prompt length", unit="token"),
+        _f("max_tokens_mean", "mean of the output tokens allowed", unit="token"),
+        _f("output_tokens_mean", "mean output length", unit="token"),
         _i("kv_events", "KV-cache events"),
         _i("kv_duplicate_events", "beginnings of transfers that were recorded twice (of the run)"),
         _i("kv_transfers", "transfers of KV blocks that were initiated"),
@@ -370,7 +335,7 @@ SPANS = TableSchema(
         _s("status_code", "UNSET, OK or ERROR"),
         _s("status_message", "a known reason, or `other`: messages may quote prompts"),
         _s("service_name", "service.name"),
-        Column("attributes", "map", "allow-listed span attributes, scalars as JSON text"),
+        Column("map", "attributes", "allow-listed span attributes, scalars as JSON text"),
         _i("dropped_events", "events of this span the SDK dropped"),
         _s("source_file", "file the span was read from"),
         _i("source_offset", "offset of its record in the decompressed file", "byte"),
@@ -417,7 +382,7 @@ STEPS = TableSchema(
         _step("step_id", "step counter, from 1", nullable=False),
         _clock("ts_start_ns", "start of schedule()", nullable=False),
         _clock("ts_end_ns", "end of schedule()"),
-        Column("duration_us", "int64", "time inside schedule(), not the step", "us", least=0, most=_HOUR_US),
+        Column("int64", "duration_us", "time inside schedule(), not the step", "us", least=0, most=_HOUR_US),
         _n("running_depth", "running requests after scheduling", limit="max_num_seqs"),
         _n("waiting_depth", "waiting requests after scheduling"),
         _n("num_prefill_reqs", "scheduled requests without an output token", limit="max_num_seqs"),
@@ -427,7 +392,7 @@ STEPS = TableSchema(
         _tokens("decode_tokens", "tokens of decode requests", limit="max_num_batched_tokens"),
         _n("num_finished", "requests finished since the previous step"),
         _n("num_preempted", "requests preempted by this step"),
-        Column("kv_usage_ratio", "float64", "KV blocks in use / total", "ratio", least=0, most=1),
+        Column("float64", "kv_usage_ratio", "KV blocks in use / total", "ratio", least=0, most=1),
         _blocks("kv_blocks_total", "KV blocks"),
         _blocks("kv_blocks_free", "free KV blocks"),
         _ns("unix_ns", "wall clock of the event, at the end of schedule()"),
@@ -447,7 +412,7 @@ REQUEST_SNAPSHOTS = TableSchema(
     (
         *_ENGINE_COLUMNS,
         _step("step_id", "step counter", nullable=False),
-        Column("request_id", "string", "core request id", nullable=False),
+        Column("string", "request_id", "core request id", nullable=False),
         _s("phase", "PREFILL or DECODE"),
         _tokens("num_prompt_tokens", "prompt tokens", limit="max_model_len"),
         _tokens("num_computed_tokens", "tokens computed before this step", limit="max_model_len"),
@@ -526,7 +491,7 @@ REQUESTS = TableSchema(
             "forward passes of its steps, from spans: the time of a step does not show them",
         ),
         _us("model_execute_us", "execution of its steps, sampling and synchronization included"),
-        _f("tokens_per_s", "output tokens / e2e", "token/s"),
+        _f("tokens_per_s", "output tokens / e2e", unit="token/s"),
         _f("queue_ratio", "time_in_queue / e2e"),
         _f("execute_ratio", "model_execute / e2e"),
     ),

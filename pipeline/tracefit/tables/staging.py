@@ -8,7 +8,6 @@ but the rows of each stay separate: they count as long as the manifest names the
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -19,13 +18,11 @@ from tracefit.tables.disk import create
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tracefit.tables.manifest import ReadFile
     from tracefit.tables.places import Place
     from tracefit.tables.rows import SpanRows
 
 STAGE_NAME = ".stage"
 _BATCH_ROWS = 64 * 1024
-_FILES = {"file": pl.UInt32, "place": pl.UInt32, "source_file": pl.String}
 
 
 def write_staged(rows: SpanRows, place: Place) -> str:
@@ -82,30 +79,3 @@ def staged_parts(place: Place) -> set[str]:
 def staged_bytes(place: Place, parts: Iterable[str]) -> list[int]:
     """Return the size of each part as stored."""
     return place.sizes(f"{STAGE_NAME}/{part}" for part in parts)
-
-
-@dataclass(frozen=True, slots=True)
-class RunPart:
-    """A staged part of a run.
-
-    Attributes:
-        name: Its name.
-        files: file (number in the part), place (order of the file in the run), source_file. SpanRows of other files do not
-            count.
-    """
-
-    name: str
-    files: pl.DataFrame
-
-    def of_files(self, rows: pl.DataFrame, column: str) -> pl.DataFrame:
-        """Return the rows that count, with `place` or `source_file` in place of `file`."""
-        named = self.files.select("file", column)
-        return rows.join(named, on="file", how="inner", maintain_order="left").drop("file")
-
-
-def parts_of(files: Sequence[ReadFile]) -> list[RunPart]:
-    """Return the parts of a run's files; the order of the files decides which of two equal spans counts."""
-    rows: dict[str, list[tuple[int, int, str]]] = {}
-    for place, (file, part) in enumerate((f, part) for f in files for part in f.parts):
-        rows.setdefault(part.name, []).append((part.file, place, file.path))
-    return [RunPart(name, pl.DataFrame(of, schema=_FILES, orient="row")) for name, of in rows.items()]

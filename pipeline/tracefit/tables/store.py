@@ -1,4 +1,9 @@
-"""Tables on disk: `TABLES/<table>/run_id=<run>/part-<content hash>.parquet`, and the manifest that says which are valid."""
+"""Tables on disk: `TABLES/<table>/run_id=<run>/part-<content hash>.parquet`, and the manifest that says which are valid.
+
+`TABLES/manifest.json` also says which trace files were read. It is replaced last, in one rename or one conditional write: a
+reader that follows it sees each run either as before or as after an ingest, never in between. A file that it does not name
+is a leftover.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +16,138 @@ import time
 from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import msgspec
 import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
+from msgspec import Meta
 
+from tracefit._version import __version__
 from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.inputs.buckets import place_of, together
 from tracefit.inputs.files import display_name
 from tracefit.tables import schema
 from tracefit.tables.disk import create, disk_errors
-from tracefit.tables.manifest import (
-    MANIFEST_NAME,
-    IngestedRun,
-    Manifest,
-    TableFile,
-    read_manifest,
-    replace_manifest,
-)
-from tracefit.tables.places import Disk, Place, digest_of, open_place
+from tracefit.tables.places import Bucket, Disk, Place, digest_of, open_place
 from tracefit.tables.staging import STAGE_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from tracefit.inputs.buckets import Version
+
+MANIFEST_NAME = "manifest.json"
+
+RunId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]+$")]
+"""The name of a run's folder in a table; never a path."""
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of the manifest's structs. Not pydantic: loading it takes as long as ingesting a small run."""
+
+
+class StagedPart(_Strict, frozen=True):
+    """Decoded rows of a trace file."""
+
+    name: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$", description="folder below .stage")]
+    file: Annotated[
+        Count, Meta(description="number that the file's rows have in the part: small files share one")
+    ]
+    spans: Annotated[Count, Meta(description="spans of the vLLM scopes in it")]
+    other_spans: Annotated[Count, Meta(description="spans of other scopes, counted and left out")]
+    rejects: Annotated[Count, Meta(description="records in it that could not be read")]
+
+
+class ReadFile(_Strict, frozen=True):
+    """A trace file that was read; while name, size and hash are the same, it is not decoded again."""
+
+    path: Annotated[str, Meta(description="the file as it was named")]
+    size_bytes: Annotated[Count, Meta(description="its size as stored")]
+    sha256: Annotated[str, Meta(description="SHA-256 of its bytes as stored")]
+    tool_version: Annotated[str, Meta(description="version of tracefit that decoded it")]
+    parts: tuple[StagedPart, ...]
+    modified_ns: Annotated[
+        int | None,
+        Meta(
+            description="Unix time of its last change, of a file in a bucket: with that and the size it is known"
+        ),
+    ] = None
+
+
+class TableFile(_Strict, frozen=True):
+    """A Parquet file of one run and table."""
+
+    name: Annotated[str, Meta(pattern=r"^part-[0-9a-f]{16}\.parquet$")]
+
+
+class IngestedRun(_Strict, frozen=True):
+    """One ingested run: its files and its tables."""
+
+    source: Annotated[
+        str | None, Meta(description="the folder it was read from; null for files named one by one")
+    ] = None
+    options: Annotated[
+        str | None, Meta(description="hash of the options that say what of a span is kept")
+    ] = None
+    files: tuple[ReadFile, ...] = ()
+    built_from: Annotated[
+        str | None,
+        Meta(
+            description="hash of what its tables were built from, files and configuration; "
+            "null before there are any"
+        ),
+    ] = None
+    tables: dict[str, TableFile] = {}
+
+
+class Manifest(_Strict, frozen=True):
+    """The manifest of a tables folder."""
+
+    manifest_version: Literal["1"] = "1"
+    tool_version: str = __version__
+    runs: dict[RunId, IngestedRun] = {}
+
+    def with_runs(self, runs: Mapping[str, IngestedRun]) -> Manifest:
+        """Return a manifest with these runs added or replaced."""
+        return Manifest(runs={**self.runs, **runs})
+
+    def staged(self) -> set[str]:
+        """Return the names of all staged parts that are valid."""
+        return {part.name for run in self.runs.values() for file in run.files for part in file.parts}
+
+
+def read_manifest(place: Place) -> tuple[Manifest, Version | None]:
+    """Read the manifest of a place, an empty one if there is none; and its version, for `replace_manifest`.
+
+    Raises:
+        DataError: The manifest is damaged or of another version.
+        UsageError: It is a symbolic link, or the bucket cannot be read.
+    """
+    try:
+        text, version = place.read_versioned(MANIFEST_NAME)
+    except FileNotFoundError:
+        return Manifest(), None
+    try:
+        return msgspec.json.decode(text, type=Manifest), version
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(
+            "is not a manifest of this version of tracefit",
+            where=str(place.root / MANIFEST_NAME),
+            hint="ingest the traces into a new folder",
+        ) from error
+
+
+def replace_manifest(place: Place, manifest: Manifest, version: Version | None) -> bool:
+    """Replace the manifest of a place in one step, if it is still the one that was read; say whether it was."""
+    # Indented: people read it to see which files a table was made of.
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    return place.replace_if(MANIFEST_NAME, text + b"\n", version)
+
 
 ROW_GROUP_ROWS = 128 * 1024
 ROW_GROUP_BYTES = 16 << 20
@@ -116,11 +227,7 @@ class TableStore:
 
     @contextmanager
     def lock(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-        """Hold the folder for writing; if another process holds it, call `waiting` and wait. A bucket is not held.
-
-        Raises:
-            UsageError: A symbolic link lies where files of the tables are written or removed.
-        """
+        """Hold the folder for writing; if another process holds it, call `waiting` and wait. A bucket is not held."""
         before = self.place
         with before.lock(waiting or (lambda: None), _PLACES) as held:
             self.place = held
@@ -132,7 +239,7 @@ class TableStore:
     def is_intact(self, run_id: str, run: IngestedRun) -> bool:
         """Return whether the tables of a run exist and, on disk, are unchanged: a bucket checks what it stores itself."""
         names = [part_name(name, run_id, part) for name, part in run.tables.items()]
-        if not self.place.has_lock:
+        if isinstance(self.place, Bucket):
             return self.place.has(names)
         try:
             for name in names:
@@ -143,11 +250,7 @@ class TableStore:
         return True
 
     def _check(self, name: str, path: Path) -> None:
-        """Compare a part with the hash in its name, once: Parquet does not notice changed values in a page.
-
-        Raises:
-            DataError: The file has changed since it was written.
-        """
+        """Compare a part with the hash in its name, once: Parquet does not notice changed values in a page."""
         if name in self._checked:
             return
         if path.name != _content_name(path):
@@ -248,8 +351,7 @@ class TableStore:
         """Read a table: of all runs or some, with all columns or some.
 
         Raises:
-            DataError: A part is not a readable Parquet file.
-            UsageError: A part, or a folder it lies in, is a symbolic link.
+            DataError: A part is missing, has changed since it was written, or is not a readable Parquet file.
         """
         try:
             frames = self._read_parts(name, run_ids, columns)
@@ -270,11 +372,7 @@ class TableStore:
         return found.with_columns(pl.lit(None, c.polars).alias(c.name) for c in lacking)
 
     def scan(self, name: str, run_ids: list[str] | None = None) -> pl.LazyFrame:
-        """Return a table as a lazy frame, of all runs or some: only what a query needs is read, and no part is checked.
-
-        Raises:
-            UsageError: A part, or a folder it lies in, is a symbolic link.
-        """
+        """Return a table as a lazy frame, of all runs or some: only what a query needs is read, and no part is checked."""
         # Newer releases of polars read the key-value lists of Parquet as a type of their own.
         lists = [pl.col(c.name).cast(c.polars) for c in schema.TABLES[name].columns if c.kind == "map"]
         frames = [
@@ -336,7 +434,6 @@ class RunTables(Mapping[str, pl.DataFrame]):
         self._run_ids = None if run_ids is None else list(run_ids)
 
     def __repr__(self) -> str:
-        """Name the folder and the tables."""
         return f"<Tables of {self.root}: {', '.join(self)}>"
 
     def __fspath__(self) -> str:
@@ -344,11 +441,9 @@ class RunTables(Mapping[str, pl.DataFrame]):
         return str(self.root)
 
     def __iter__(self) -> Iterator[str]:
-        """Return the names of the tables."""
         return iter(schema.TABLES)
 
     def __len__(self) -> int:
-        """Return how many tables there are."""
         return len(schema.TABLES)
 
     def __getitem__(self, name: str) -> pl.DataFrame:
