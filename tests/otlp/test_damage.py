@@ -74,7 +74,7 @@ def test_one_bad_object_of_an_array_costs_itself(otlp):
     ],
 )
 @pytest.mark.parametrize("place", ["span name", "event attribute"])
-def test_a_string_that_is_no_text_costs_its_record(otlp, name, reason, place):
+def test_a_string_that_is_no_text_costs_its_span(otlp, name, reason, place):
     attributes = [otlp.attribute("s", stringValue="MARK")] if place == "event attribute" else []
     span = otlp.span(2, name="MARK" if place == "span name" else "x", events=[otlp.event("e", attributes)])
     a, c = lines_of(otlp, 1, 3)

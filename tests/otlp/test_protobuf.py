@@ -45,6 +45,17 @@ def test_an_event_beyond_int64_costs_its_span(otlp, message):
     assert "timeUnixNano" in found.reject.reason
 
 
+def test_a_span_that_is_no_message_costs_itself_and_not_its_siblings(otlp, message):
+    """The name of the second span is longer than the span."""
+    data = bytearray(message.SerializeToString())
+    name = second(message).name.encode()
+    at = data.index(name, data.index(name) + 1)
+    data[at - 1] += 100
+    found = otlp.read(otlp.framed([bytes(data)]))
+    assert found.ids == [f"{1:016x}", f"{3:016x}"]
+    assert found.reject.reason == "span 1: it is not a protobuf message"
+
+
 def test_a_parent_of_zeros_is_none(otlp, message):
     second(message).parent_span_id = bytes(8)
     assert [span["parent_span_id"] for span in otlp.read(message.SerializeToString()).spans] == [None] * 3
@@ -65,7 +76,7 @@ def test_values_nested_too_deep(otlp, message, where, depth, lost):
 
 @pytest.mark.parametrize("text", [b"event name", b"key", b"value", b"span name"])
 @pytest.mark.parametrize("count", [2, 50])
-def test_a_string_that_is_not_utf8_costs_its_record(otlp, text, count):
+def test_a_string_that_is_not_utf8_costs_its_span(otlp, text, count):
     events = [otlp.event("event name", [otlp.attribute("key", stringValue="value")])] * count
     bad = otlp.to_protobuf(otlp.record(otlp.span(2, name="span name", events=events)))
     bad = bad.replace(text, b"\xff" * len(text), 1)

@@ -171,11 +171,11 @@ class _Encoding(Protocol):
     NAME: Encoding
     SYNTAX: layouts.Syntax
     PIECE_BYTES: int
+    id_text: Callable[..., str]
 
     def scopes(self, payload: bytes, reject: AddReject) -> Iterator[EncodedScope]: ...
     def read_spans(self, encoded: Sequence[Any]) -> list[Span]: ...
     def read_span(self, encoded: Any) -> Span: ...
-    def id_text(self, identifier: Any) -> str: ...
     def attributes_of(self, span: Span) -> bytes: ...
     def event_columns(self, events: list[Any]) -> Events: ...
     def read_pairs(self, attributes: bytes) -> Pairs: ...
@@ -331,8 +331,9 @@ def _build(
     """Build the frames of some spans; return instead the numbers of the pieces with attributes that cannot be read."""
     spans = list(chain.from_iterable(decoded))
     number = np.repeat(np.arange(len(held)), list(map(len, decoded)))
-    span_row = np.repeat(np.arange(len(spans), dtype=np.uint32), [len(span.events) for span in spans])
-    events = encoding.event_columns(list(chain.from_iterable([span.events for span in spans])))
+    events_of = [list(span.events) for span in spans]
+    span_row = np.repeat(np.arange(len(spans), dtype=np.uint32), list(map(len, events_of)))
+    events = encoding.event_columns(list(chain.from_iterable(events_of)))
     dropped = np.array([span.dropped_attributes_count for span in spans], np.int64)
     if events.dropped.any():
         dropped += np.bincount(span_row, events.dropped, len(spans)).astype(np.int64)
@@ -469,7 +470,7 @@ def _span_frame(
         "span_row": np.arange(len(spans), dtype=np.uint32),
         "trace_id": [encoding.id_text(span.trace_id) for span in spans],
         "span_id": [encoding.id_text(span.span_id) for span in spans],
-        "parent_span_id": [encoding.id_text(span.parent_span_id) or None for span in spans],
+        "parent_span_id": [encoding.id_text(span.parent_span_id) for span in spans],
         "name": [span.name or None for span in spans],
         "kind": [kinds[span.kind] for span in spans],
         "start_unix_ns": [span.start_time_unix_nano or None for span in spans],
@@ -486,20 +487,19 @@ def _span_frame(
     )
     columns |= of_pieces[number].to_dict()
     frame = pl.DataFrame({name: columns[name] for name in SPAN_COLUMNS}, schema=SPAN_COLUMNS)
-    return frame.with_columns(pl.col("trace_id", "span_id", "parent_span_id").str.to_lowercase())
+    return frame.with_columns(
+        pl.col("trace_id", "span_id").str.to_lowercase(),
+        pl.col("parent_span_id").str.to_lowercase().replace(["", "0" * 16], None),  # of zeros: no parent
+    )
 
 
 def _event_counts(
     names: dict[str, int], codes: NDArray[np.int64], span_row: NDArray[np.uint32]
 ) -> pl.DataFrame:
-    # Row and name in one number, so that one sort groups them. `np.unique` would import `numpy.ma`, which takes as long as
-    # decoding a few megabytes.
-    pairs = np.sort(span_row.astype(np.int64) * max(len(names), 1) + codes)
-    starts = np.flatnonzero(np.append(True, pairs[1:] != pairs[:-1])) if len(pairs) else pairs
-    counts = np.diff(np.append(starts, len(pairs)))
-    texts = pl.Series(list(names), dtype=pl.String)
-    rows, code = np.divmod(pairs[starts], max(len(names), 1))
-    return pl.DataFrame({"span_row": rows, "name": texts.gather(code), "count": counts}, schema=COUNT_COLUMNS)
+    pairs = pl.DataFrame({"span_row": span_row, "code": codes})
+    counts = pairs.group_by("span_row", "code").len("count").sort("span_row", "code")
+    name = pl.Series("name", list(names), dtype=pl.String).gather(counts["code"])
+    return pl.DataFrame([counts["span_row"], name, counts["count"]], schema=COUNT_COLUMNS)
 
 
 def _as_type(column: pl.Series, dtype: pl.DataType) -> pl.Series:

@@ -237,7 +237,7 @@ def read_spans(encoded: Sequence[Raw]) -> list[_Span]:
 
 
 def id_text(identifier: str) -> str:
-    """Return an id as hex, in any case; none is empty."""
+    """Return an id as hex, in any case."""
     return identifier
 
 

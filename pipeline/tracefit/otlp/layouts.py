@@ -50,14 +50,12 @@ class Values(NamedTuple):
     Attributes:
         stops: Where each value ends.
         valid: Which values could be read; the other arrays mean nothing at the rest.
-        content: The number or boolean; of a text the position where it begins.
-        sizes: The size of that text in bytes.
+        content: The number or boolean; of a text the position where it begins, as it ends where the value ends.
     """
 
     stops: Positions
     valid: Mask
     content: NDArray[np.int64] | NDArray[np.float64] | Mask
-    sizes: Positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +204,7 @@ class _LayoutReader:
             every = False
             fits[fits] = valid  # narrows the matching events to those whose value could be read
             rows, is_last, after = rows[valid], is_last[valid], after[valid]
-            values = Values(values.stops[valid], valid[valid], values.content[valid], values.sizes[valid])
+            values = Values(values.stops[valid], valid[valid], values.content[valid])
         if is_wanted and len(rows):
             self.pieces.append(_Piece(rows, attribute, values))
         if every:
@@ -257,7 +255,7 @@ def _column_of_a_kind(texts: PackedTexts, pieces: Sequence[_Piece]) -> pl.Series
     attribute = pieces[0].attribute
     if not attribute.is_text:
         return pl.Series(content)
-    text = texts.strings(content, np.concatenate([piece.values.sizes for piece in pieces]))
+    text = texts.strings(content, np.concatenate([piece.values.stops for piece in pieces]) - content)
     return _doubles(text) if attribute.kind == "double" and text is not None else text
 
 
@@ -325,26 +323,24 @@ def _read_ints(texts: PackedTexts, positions: Positions) -> Values:
     if (sizes >= _INT64_DIGITS).any():
         valid &= (sizes < _INT64_DIGITS) | ((sizes == _INT64_DIGITS) & (numbers <= _INT64_MAX))
     signed = numbers.view(np.int64)
-    return Values(
-        starts + sizes, valid, np.where(negative, -signed, signed) if any_negative else signed, sizes
-    )
+    return Values(starts + sizes, valid, np.where(negative, -signed, signed) if any_negative else signed)
 
 
 def _read_doubles(texts: PackedTexts, positions: Positions, end: bytes) -> Values:
     sizes = texts.sizes_until(positions, end, _LONGEST_NUMBER)
-    return Values(positions + sizes, sizes > 0, positions, sizes)
+    return Values(positions + sizes, sizes > 0, positions)
 
 
 def _read_bools(texts: PackedTexts, positions: Positions) -> Values:
     true, false = texts.equal(positions, b"true"), texts.equal(positions, b"false")
     sizes = np.where(true, 4, 5)
-    return Values(positions + sizes, true | false, true, sizes)
+    return Values(positions + sizes, true | false, true)
 
 
 def _read_strings(texts: PackedTexts, positions: Positions) -> Values:
     # Up to the quote, or to a backslash: after that the text does not match, and the parser reads the event.
     sizes = texts.sizes_until(positions, b'"\\')
-    return Values(positions + sizes, sizes >= 0, positions, sizes)
+    return Values(positions + sizes, sizes >= 0, positions)
 
 
 def _skip_strings(texts: PackedTexts, positions: Positions) -> Values:
@@ -355,7 +351,7 @@ def _skip_strings(texts: PackedTexts, positions: Positions) -> Values:
         stops[escaped] += 2  # the backslash, and the character it escapes
         stops[escaped] += texts.sizes_until(stops[escaped], b'"\\')
         escaped = escaped[texts.array[stops[escaped]] == ord("\\")]
-    return Values(stops, stops >= positions, positions, stops)
+    return Values(stops, stops >= positions, positions)
 
 
 _JSON_READERS: dict[tuple[bytes, bool], tuple[ValueKind, _Read, _Read | None]] = {
@@ -445,22 +441,22 @@ def _size_at(texts: PackedTexts, positions: Positions, width: int) -> Positions:
 
 def _read_sized_text(texts: PackedTexts, positions: Positions, width: int) -> Values:
     sizes = _size_at(texts, positions, width)
-    return Values(positions + width + sizes, sizes >= 0, positions + width, sizes)
+    return Values(positions + width + sizes, sizes >= 0, positions + width)
 
 
 def _read_varints(texts: PackedTexts, positions: Positions) -> Values:
     sizes, numbers = texts.varints(positions)
-    return Values(positions + sizes, sizes > 0, numbers.view(np.int64), sizes)
+    return Values(positions + sizes, sizes > 0, numbers.view(np.int64))
 
 
 def _read_flags(texts: PackedTexts, positions: Positions) -> Values:
     flags = texts.array[positions]
-    return Values(positions + 1, flags <= 1, flags == 1, positions)
+    return Values(positions + 1, flags <= 1, flags == 1)
 
 
 def _read_fixed(texts: PackedTexts, positions: Positions) -> Values:
     content: NDArray[np.float64] = texts.words[positions].view(np.float64)
-    return Values(positions + 8, np.ones(len(positions), np.bool_), content, positions)
+    return Values(positions + 8, np.ones(len(positions), np.bool_), content)
 
 
 _PROTOBUF_READERS: dict[int, tuple[ValueKind, _Read]] = {
