@@ -21,7 +21,6 @@ from tracefit.coefficients.workload import (
     traffic_formulas,
 )
 from tracefit.errors import DataError, UsageError, did_you_mean
-from tracefit.server.settings import DEFAULT_BLOCK_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -305,7 +304,11 @@ class ScopeModels:
         names = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "block_size")
         values = {n: None if (v := self.limit(n)) is None else float(v) for n in names}
         # Without a block size vLLM takes its own default; of the other settings none can be guessed.
-        return {**values, "block_size": values["block_size"] or DEFAULT_BLOCK_SIZE}
+        if not values["block_size"]:
+            from tracefit.server.settings import DEFAULT_BLOCK_SIZE  # noqa: PLC0415 - files of `train` state it
+
+            values["block_size"] = DEFAULT_BLOCK_SIZE
+        return values
 
     @cached_property
     def workload(self) -> Workload | None:
