@@ -5,13 +5,11 @@ Independent of the project's own generator: what a test expects of a trace can b
 
 from __future__ import annotations
 
-import base64
 import gc
 import json
 import os
 import sys
 import time
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,10 +22,9 @@ os.environ["POLARS_MAX_THREADS"] = os.environ.get("POLARS_MAX_THREADS", "1")
 import numpy as np
 import polars as pl
 import pytest
-from google.protobuf import json_format
 from hypothesis import HealthCheck, Phase, settings
-from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
+from containers import to_protobuf
 from tracefit.cli import main
 from tracefit.commands.fleet import IngestOptions
 from tracefit.commands.ingest import ingest
@@ -255,13 +252,8 @@ class Traces:
         return [json.dumps({"resourceSpans": [record]}) for record in self.records]
 
     def protobuf(self) -> bytes:
-        """Return the records as one protobuf message; OTLP's JSON has ids in hex, protobuf's own in base64."""
-        document = {"resourceSpans": deepcopy(self.records)}
-        for record in document["resourceSpans"]:
-            for span in record["scopeSpans"][0]["spans"]:
-                for key in ("traceId", "spanId", "parentSpanId"):
-                    span[key] = base64.b64encode(bytes.fromhex(span[key])).decode()
-        return json_format.ParseDict(document, TracesData()).SerializeToString()
+        """Return the records as one protobuf message."""
+        return to_protobuf({"resourceSpans": self.records})
 
     def write(self, folder: Path, *, name="traces.json", config=True) -> Path:
         """Write a run folder: traces, and its configuration files unless they are not wanted."""

@@ -10,10 +10,9 @@ import os
 import shutil
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
-from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
+from containers import framed, record, span, to_json, to_protobuf, zstd
 from tracefit import IngestOptions, ingest
 from tracefit.features.targets import TARGETS
 from tracefit.tables.store import TableStore
@@ -225,9 +224,9 @@ def test_an_id_is_no_formula_to_a_spreadsheet(tmp_path, tracefit, traces):
 def test_what_an_error_quotes_of_a_prompt_is_kept_nowhere(tmp_path, tracefit, traces):
     quoted = "patient Jane Doe"
     traces.api(1, {"ARRIVED": 0, "ABORTED": 10}).api(2, {"ARRIVED": 0, "ABORTED": 10})
-    for span, reason in zip(traces.spans, (f"error in prompt: {quoted}", "client_disconnect"), strict=True):
-        span["status"] = {"code": 2, "message": reason}
-        span["events"][1]["attributes"].append({"key": "reason", "value": {"stringValue": reason}})
+    for one, reason in zip(traces.spans, (f"error in prompt: {quoted}", "client_disconnect"), strict=True):
+        one["status"] = {"code": 2, "message": reason}
+        one["events"][1]["attributes"].append({"key": "reason", "value": {"stringValue": reason}})
     folder, tables = traces.write(tmp_path / "run"), tmp_path / "tables"
     tracefit("ingest", folder, "--out", tables)
     store = TableStore(tables)
@@ -443,34 +442,26 @@ def test_absurd_numbers_in_kv_events_cost_their_events(tmp_path, tracefit, small
     assert offloaded == [4, 4]
 
 
+def _record(number):
+    return record(span(number, name="llm_request"), scope="vllm.api")
+
+
 def _line(number):
-    span = {"traceId": f"{number:032x}", "spanId": f"{number:016x}", "name": "llm_request"}
-    scope = {"scope": {"name": "vllm.api"}, "spans": [span]}
-    return json.dumps({"resourceSpans": [{"scopeSpans": [scope]}]}).encode() + b"\n"
+    return to_json(_record(number)) + b"\n"
 
 
 def _message(number):
-    traces = TracesData()
-    group = traces.resource_spans.add().scope_spans.add()
-    group.scope.name = "vllm.api"
-    group.spans.add(
-        trace_id=number.to_bytes(16, "big"), span_id=number.to_bytes(8, "big"), name="llm_request"
-    )
-    return traces.SerializeToString()
+    return to_protobuf(_record(number))
 
 
 def _framed(*numbers):
-    return b"".join(len(_message(n)).to_bytes(4, "big") + _message(n) for n in numbers)
-
-
-def _zstd(data):
-    return pa.compress(data, "zstd", asbytes=True)
+    return framed(map(_message, numbers))
 
 
 CHANGING = {
     "gzip, then lines": (gzip.compress(_line(1)) + _line(2), [1, 2]),
-    "lines, then zstd": (_line(1) + _zstd(_line(2)), [1, 2]),
-    "gzip, then zstd": (gzip.compress(_line(1)) + _zstd(_line(2)), [1, 2]),
+    "lines, then zstd": (_line(1) + zstd(_line(2)), [1, 2]),
+    "gzip, then zstd": (gzip.compress(_line(1)) + zstd(_line(2)), [1, 2]),
     "frames that begin with {": (b"{" + _framed(1, 2, 3)[1:], [2, 3]),
     "frames that begin with [": (b"[" + _framed(1, 2, 3)[1:], [2, 3]),
     "two junk bytes in a bare message": (

@@ -260,4 +260,4 @@ def test_a_condition_says_when_it_holds(when, cell, sentence):
     models = SimpleNamespace(models=SimpleNamespace(scope_id="s", models={"m": model}))
     rows = csv.DictReader(to_csv(models).files["coefficients.csv"].splitlines())
     assert next(rows)["condition"] == cell
-    assert content._coefficients(model)[0] == f"Regime *queued*, {sentence}:"
+    assert next(iter(content._coefficients(model))) == f"Regime *queued*, {sentence}:"

@@ -8,10 +8,10 @@ import os
 import subprocess
 import sys
 
-import pyarrow as pa
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
+from containers import framed, zstd
 from tracefit.tables.store import TableStore
 
 SIZE = 60 << 20
@@ -31,17 +31,9 @@ def _filled(start, unit, stop=b""):
     return start + unit * ((SIZE - len(start) - len(stop)) // len(unit)) + stop
 
 
-def _frame(payload):
-    return len(payload).to_bytes(4, "big") + payload
-
-
-def _zstd(data):
-    return pa.compress(data, "zstd", asbytes=True)
-
-
 FILES = {
     "gzip bomb": lambda _: gzip.compress(bytes(1 << 20), 9) * (SIZE // 1050),
-    "zstd bomb": lambda _: _zstd(b"{" + b" " * (1 << 26)) * (SIZE // 8300),
+    "zstd bomb": lambda _: zstd(b"{" + b" " * (1 << 26)) * (SIZE // 8300),
     "deep nesting": lambda good: good + _filled(b"", b"[") + b"\n" + good,
     "empty objects": lambda good: good + _filled(b"", b"{}\n") + good,
     "empty objects as spans": lambda good: (
@@ -50,7 +42,7 @@ FILES = {
     "one-letter lines": lambda good: good + _filled(b"", b"x\n") + good,
     "lengths that lie": lambda _: _filled(b"", b"\x00\x00\x01\x00\x0a\xff\x01\x12\x05hello"),
     "tiny frames": lambda _: _filled(b"", b"\x00\x00\x00\x02\x0a\x00"),
-    "tiny zstd frames": lambda _: _filled(b"", _frame(_zstd(b"{}"))),
+    "tiny zstd frames": lambda _: _filled(b"", framed([zstd(b"{}")])),
     "one huge string": lambda good: good + good.replace(b"llm_request", b"x" * SIZE) + good,
     "record starts": lambda good: good + _filled(b"", b'{"resourceSpans":[') + b"\n" + good,
     "empty events": lambda good: (
@@ -84,7 +76,7 @@ def _minimal_protobuf(_):
     group.scope.name = "vllm.api"
     for n in range(1, MINIMAL + 1):
         group.spans.add(trace_id=n.to_bytes(16, "big"), span_id=n.to_bytes(8, "big"))
-    return _frame(traces.SerializeToString())
+    return framed([traces.SerializeToString()])
 
 
 def _many_keys(good):

@@ -6,9 +6,9 @@ import json
 import os
 import random
 
-import pyarrow as pa
 import pytest
 
+from containers import framed, to_protobuf, zstd
 from tracefit import ingest
 from tracefit.commands.fleet import IngestOptions
 from tracefit.commands.ingest import plan_ingest
@@ -123,13 +123,9 @@ def test_the_order_and_cut_of_files_does_not_matter(tmp_path, lines, fresh, cont
 def test_framed_protobuf_is_cut_too(tmp_path, new_traces, lines, fresh, contents, small_pieces):
     trace = new_traces().load(steps=240, requests=60)
     trace.records.append(trace.records[3])
-    frames = []
-    for record in trace.records:
-        one = new_traces()
-        one.records = [record]
-        frames.append(len(one.protobuf()).to_bytes(4, "big") + one.protobuf())
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "traces.binpb").write_bytes(b"".join(frames))
+    frames = (to_protobuf({"resourceSpans": [record]}) for record in trace.records)
+    (tmp_path / "run" / "traces.binpb").write_bytes(framed(frames))
     ingest([tmp_path / "run"], tmp_path / "tables", workers=1, options=small_pieces)
     assert _parts(tmp_path / "tables") > 2
     assert contents(tmp_path / "tables") == fresh
@@ -137,10 +133,8 @@ def test_framed_protobuf_is_cut_too(tmp_path, new_traces, lines, fresh, contents
 
 @pytest.mark.slow
 def test_framed_zstd_is_cut_too(tmp_path, lines, fresh, contents, small_pieces):
-    packed = [pa.compress(line.encode(), "zstd", asbytes=True) for line in lines]
     (tmp_path / "run").mkdir()
-    framed = b"".join(len(frame).to_bytes(4, "big") + frame for frame in packed)
-    (tmp_path / "run" / "traces.json").write_bytes(framed)
+    (tmp_path / "run" / "traces.json").write_bytes(framed(zstd(line.encode()) for line in lines))
     ingest([tmp_path / "run"], tmp_path / "tables", workers=1, options=small_pieces)
     assert _parts(tmp_path / "tables") > 5
     assert contents(tmp_path / "tables") == fresh

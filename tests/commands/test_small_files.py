@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from containers import framed, to_json, to_protobuf
 from tracefit import ingest
 from tracefit.commands.fleet import IngestOptions
 from tracefit.tables.schema import INGEST_TABLES
@@ -22,30 +23,23 @@ FILES = 24
 
 
 def _line(records):
-    return json.dumps({"resourceSpans": records}).encode()
+    return to_json({"resourceSpans": records})
 
 
-def _message(new_traces, records):
-    trace = new_traces()
-    trace.records = records
-    return trace.protobuf()
-
-
-def _framed(new_traces, records):
-    messages = [_message(new_traces, [record]) for record in records]
-    return b"".join(len(message).to_bytes(4, "big") + message for message in messages)
+def _message(records):
+    return to_protobuf({"resourceSpans": records})
 
 
 CONTAINERS = {
-    "object": lambda _, records: gzip.compress(_line(records), mtime=0),
-    "lines": lambda _, records: b"".join(_line([record]) + b"\n" for record in records),
-    "document": lambda _, records: json.dumps({"resourceSpans": records}, indent=1).encode(),
+    "object": lambda records: gzip.compress(_line(records), mtime=0),
+    "lines": lambda records: b"".join(_line([record]) + b"\n" for record in records),
+    "document": lambda records: json.dumps({"resourceSpans": records}, indent=1).encode(),
     "bare": _message,
-    "framed": _framed,
-    "empty": lambda _, __: b"",
-    "cut": lambda _, records: gzip.compress(_line(records), mtime=0)[:-40],
-    "damaged": lambda _, records: b'{"resourceSpans": [{]\n' + _line(records) + b"\n",
-    "nothing": lambda _, __: b"no trace at all",
+    "framed": lambda records: framed(_message([record]) for record in records),
+    "empty": lambda _: b"",
+    "cut": lambda records: gzip.compress(_line(records), mtime=0)[:-40],
+    "damaged": lambda records: b'{"resourceSpans": [{]\n' + _line(records) + b"\n",
+    "nothing": lambda _: b"no trace at all",
 }
 
 
@@ -65,13 +59,13 @@ def _of_others(records):
 
 
 @pytest.fixture
-def write(tmp_path, new_traces):
+def write(tmp_path):
     """Return a function that writes a file of the run in a container; it returns the run's folder."""
 
     def one(number, records, container="object"):
         path = tmp_path / "run" / f"hour={number // 10:02}" / f"traces_{number:09}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(CONTAINERS[container](new_traces, records))
+        path.write_bytes(CONTAINERS[container](records))
         return tmp_path / "run"
 
     return one

@@ -11,6 +11,7 @@ import threading
 
 import pytest
 
+from containers import framed
 from tracefit.inputs.compression import USUAL, Expansion, Gap, compression_of, pieces
 
 if sys.version_info >= (3, 14):
@@ -34,10 +35,6 @@ def read(data, bounds=USUAL):
     assert all(len(part) <= bounds.chunk_bytes for part in parts)
     content = b"".join(parts)
     return content, [item.reason for item in items if isinstance(item, Gap)]
-
-
-def framed(payloads):
-    return b"".join(len(payload).to_bytes(4, "big") + payload for payload in payloads)
 
 
 def records(count, start=0):

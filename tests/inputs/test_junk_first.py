@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from containers import in_pieces
 from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.files import TraceFile
 
@@ -28,8 +29,8 @@ PLACES = {
     "lines before it": lambda junk, good: junk + good,
     "a first gzip member": lambda junk, good: gzip.compress(junk) + gzip.compress(good),
     "a first zstd frame": lambda junk, good: zstd.compress(junk) + zstd.compress(good),
-    "the first of many gzip members": lambda junk, good: gzip.compress(junk) + _pieces(good, gzip.compress),
-    "the first of many zstd frames": lambda junk, good: zstd.compress(junk) + _pieces(good, zstd.compress),
+    "the first of many gzip members": lambda junk, good: gzip.compress(junk) + in_pieces(good, gzip.compress),
+    "the first of many zstd frames": lambda junk, good: zstd.compress(junk) + in_pieces(good, zstd.compress),
     "a damaged first gzip member": lambda junk, good: _damaged(gzip.compress(junk)) + gzip.compress(good),
     "a damaged first zstd frame": lambda junk, good: _damaged(zstd.compress(junk)) + zstd.compress(good),
     "a gzip head alone": lambda junk, good: b"\x1f\x8b\x08\x00" + junk + gzip.compress(good),
@@ -44,12 +45,6 @@ SHAPES = (
     "bare protobuf",
     "framed protobuf",
 )
-
-
-def _pieces(data, compress):
-    """Compress data as three members or frames, cut anywhere."""
-    third = len(data) // 3
-    return b"".join(compress(piece) for piece in (data[:third], data[third : 2 * third], data[2 * third :]))
 
 
 def _prefixed(frame):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import gzip
 import io
 import json
@@ -12,9 +11,9 @@ import polars as pl
 import pyarrow as pa
 import pytest
 import yaml
-from google.protobuf import json_format
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from containers import to_protobuf
 from tracefit.errors import UsageError
 from tracefit.synth import REQUEST_COLUMNS, STEP_COLUMNS, LinearLaw, SynthOptions, synth, write_run
 
@@ -36,14 +35,7 @@ def _messages(data):
 
 def _of_json(line):
     """Return a line of OTLP's JSON as the message that protobuf's own JSON reader makes of it."""
-    data = json.loads(line)
-    for resource in data["resourceSpans"]:
-        for scope in resource["scopeSpans"]:
-            for span in scope["spans"]:
-                # OTLP writes ids in hexadecimal, protobuf's JSON in base64.
-                for key in ("traceId", "spanId", "parentSpanId"):
-                    span[key] = base64.b64encode(bytes.fromhex(span[key])).decode()
-    return json_format.ParseDict(data, trace_pb2.TracesData())
+    return trace_pb2.TracesData.FromString(to_protobuf(json.loads(line)))
 
 
 def _spans(message):

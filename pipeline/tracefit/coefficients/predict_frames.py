@@ -27,7 +27,6 @@ from tracefit.coefficients.predict import MAX_NAME_SHOWN, PREDICTED, p90_ape_pct
 from tracefit.coefficients.requests import Arithmetic, RequestComposer, Value, complete
 from tracefit.coefficients.workload import LIMITS, OTHERS, REQUEST_INPUTS, RUNNING, STEP_INPUTS
 from tracefit.errors import UsageError, did_you_mean
-from tracefit.features import targets
 from tracefit.fit.results import line_expression
 
 if TYPE_CHECKING:
@@ -121,9 +120,10 @@ def _frame(rows: Any) -> pl.DataFrame:
         known = known.collect(backend="polars")
     if isinstance(known, nw.DataFrame):
         return known.to_polars()
-    # Of a library that narwhals does not know, or columns by name: a number alone stands for every row.
+    # Of a library that narwhals does not know, or columns by name, of counts among fractions too: a number alone stands for
+    # every row.
     if isinstance(rows, Mapping) or hasattr(rows, "__arrow_c_stream__"):
-        return pl.DataFrame(rows, strict=False)  # counts among fractions
+        return pl.DataFrame(rows, strict=False)
     listed = list(rows)
     if wrong := next((row for row in listed if not isinstance(row, Mapping)), None):
         raise TypeError(f"{type(wrong).__name__} is no mapping of names to values")

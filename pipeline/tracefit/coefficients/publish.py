@@ -21,6 +21,8 @@ from tracefit.coefficients import verdicts
 from tracefit.coefficients.models import Models
 from tracefit.coefficients.request_ranges import described_requests, request_ranges, workload_of
 from tracefit.features.training import definitions
+from tracefit.fit.estimators import HUBER
+from tracefit.fit.fitted import missing_attributes
 from tracefit.fit.latency import split_requests, trained_steps
 from tracefit.fit.results import Number, Term
 from tracefit.fit.splits import counted, evaluation_rows
@@ -104,8 +106,8 @@ def _model(
     common = {
         "name": model.name,
         "scope_id": scope.scope.scope_id,
-        "target": cf.TargetFacts(name=model.target, definition=model.definition, source=model.source),
-        "estimator": _estimator(fitted, first),
+        "target": model.target,
+        "estimator": _estimator(first),
         "features_left_out": fitted.features_left_out,
         "training": _training(scope, fitted),
         "validation": model.validation,
@@ -155,13 +157,13 @@ def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedRegi
     )
 
 
-def _estimator(fitted: LinearFit, part: FittedRegime) -> cf.Estimator:
+def _estimator(part: FittedRegime) -> cf.Estimator:
     # Regimes choose their penalties each for itself; the one of the first is stated.
     return cf.Estimator(
         name="huber_linear",
         penalty=part.choice.penalty,
         strength=part.choice.strength,
-        huber=fitted.huber,
+        huber=HUBER,
         chosen_by="mean absolute error of time-blocked cross-validation on the training part",
         cv_mae=part.choice.score if part.choice.folds else None,
         folds=part.choice.folds,
@@ -257,10 +259,6 @@ def _exclusions(rows: pl.DataFrame) -> dict[str, int]:
 def _ingest(runs: pl.DataFrame) -> cf.IngestEntry:
     # Files, rejects and duplicates are counted per run; spans and dropped events per server of it.
     per_run = runs.unique("run_id", keep="first", maintain_order=True)
-    missing: dict[str, set[str]] = {}
-    for text in per_run["missing_attributes"].drop_nulls():
-        for event, attributes in json.loads(text).items():
-            missing.setdefault(event, set()).update(attributes)
     summed = {
         name: _sum(per_run, name)
         for name in ("files", "bytes", "other_spans", "rejects", "dropped_attributes")
@@ -272,7 +270,7 @@ def _ingest(runs: pl.DataFrame) -> cf.IngestEntry:
         spans=_sum(runs, "spans"),
         events=_counts(per_run["events"]),
         implausible=_counts(per_run["implausible"]),
-        missing_attributes={event: tuple(sorted(keys)) for event, keys in sorted(missing.items())},
+        missing_attributes=missing_attributes(runs),
         dropped_events=_sum(runs, "dropped_events"),
         duplicates=_sum(per_run, "duplicate_spans"),
         servers=tuple(cf.ServerEntry(**row) for row in servers.iter_rows(named=True)),

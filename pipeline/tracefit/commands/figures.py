@@ -39,7 +39,6 @@ from tracefit.reports.figures import (
     axis_number,
     axis_of,
     distribution_figures,
-    domain,
     error_by_load_figure,
     limited,
     line,
@@ -47,6 +46,7 @@ from tracefit.reports.figures import (
     mark,
     name_text,
     objective,
+    panels,
     rounded,
     shaded,
     spread_axis,
@@ -803,7 +803,7 @@ def latency_load_figure(
     several = any(len(runs) > 1 for runs in bins.values())
     traces: list[Trace] = []
     shapes: list[Trace] = []
-    axes: Trace = {}
+    axes: list[Trace] = []
     within = []
     for place, (key, runs) in enumerate(bins.items()):
         axis, label = axis_number(place), LATENCIES[key]
@@ -833,7 +833,7 @@ def latency_load_figure(
             if words := objective(slo, max(b.p90 for b in every)):
                 shapes.append(mark(f"{label}: {words}", "y", slo, on=f"y{axis}"))
         values = [v for b in every for v in (b.median, b.p90)]
-        axes[f"yaxis{axis}"] = log_axis(f"{label}, ms", values, domain=domain(place, len(bins)))
+        axes.append(log_axis(f"{label}, ms", values))
     apart = " Runs whose lines lie apart at one load differ in their servers or in their requests."
     objectives = f" Objectives (SLO): {'; '.join(within)}; `tracefit report --slo` sets others."
     return Figure(
@@ -855,11 +855,8 @@ def latency_load_figure(
         ),
         traces=tuple(traces),
         layout={
-            "xaxis": axis_of(
-                "requests in flight on arrival", anchor=f"y{axis_number(len(bins) - 1)}", rangemode="tozero"
-            ),
             "shapes": shapes,
-            **axes,
+            **panels(axis_of("requests in flight on arrival", rangemode="tozero"), axes),
         },
     )
 
@@ -968,6 +965,7 @@ def engine_figure(
     `timeline` has the server's rows of that table (`TIMELINE_COLUMNS`), `training` those of `beta_training`, if any, for the
     warm-up and the hold-out; `overload` is that of the run in the evaluation.
     """
+    # Steps that nothing anchors in time, or of unknown batch, have no place in the figure.
     known = timeline.drop_nulls(["ts_start_ns", "running_depth"]).sort("ts_start_ns")
     if known.height < 2:
         return None
@@ -992,14 +990,12 @@ def engine_figure(
     if overload is not None:
         fate = f": overloaded, {'trained on all the same' if overload.trained_on else 'left out of training'}"
     drawn = [key for key in _QUANTITIES if bins[key].count()]
-    axes: Trace = {}
+    axes: list[Trace] = []
     traces = []
     for place, key in enumerate(drawn):
         label, full, colour = _QUANTITIES[key]
         part, axis = bins.drop_nulls(key), axis_number(place)
-        axes[f"yaxis{axis}"] = axis_of(
-            label, rangemode="tozero", nticks=4, domain=domain(place, len(drawn), 0.05)
-        )
+        axes.append(axis_of(label, rangemode="tozero", nticks=4))
         traces.append(
             line(
                 full,
@@ -1025,8 +1021,7 @@ def engine_figure(
             # One time, one label in each panel: panels share the axis.
             "hovermode": "x",
             "shapes": shapes,
-            "xaxis": axis_of("seconds into the run", anchor=f"y{axis_number(len(drawn) - 1)}"),
-            **axes,
+            **panels(axis_of("seconds into the run"), axes, 0.05),
         },
         wide=True,
     )
@@ -1049,6 +1044,7 @@ def _engine_table(bins: pl.DataFrame, boundary: float | None, regions: Sequence[
 
 
 def _time_bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
+    # The last step starts at the end of the last interval: it belongs to that one.
     width = seconds / BINS
     place = (pl.col("at_s") / width).floor().clip(0, BINS - 1)
     busy = pl.col("cycle_us").filter(~pl.col("idle_after"))

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         PredictionInterval,
         StepTimeSource,
         SummedTime,
+        TargetFacts,
         Validation,
     )
     from tracefit.server.context import ModelScope
@@ -146,13 +147,18 @@ class ScopeTables:
 
     def missing_attributes(self, events: str) -> tuple[str, ...]:
         """Return a sentence for each event, by a pattern of names, that lacks attributes: which, and what gives them."""
-        # The column is JSON text of the run, the same in the row of each of its servers.
-        found: dict[str, set[str]] = {}
-        for text in self.runs["missing_attributes"].drop_nulls().unique():
-            for event, attributes in json.loads(text).items():
-                if re.fullmatch(events, event):
-                    found.setdefault(event, set()).update(attributes)
-        return tuple(without_attribute(event, sorted(found[event])) for event in sorted(found))
+        found = missing_attributes(self.runs)
+        return tuple(without_attribute(event, found[event]) for event in found if re.fullmatch(events, event))
+
+
+def missing_attributes(runs: pl.DataFrame) -> dict[str, tuple[str, ...]]:
+    """Return event to the attributes that none of these events of a run has a usable value of, in name order."""
+    found: dict[str, set[str]] = {}
+    # The column is JSON text of the run, the same in the row of each of its servers.
+    for text in runs["missing_attributes"].drop_nulls().unique():
+        for event, attributes in json.loads(text).items():
+            found.setdefault(event, set()).update(attributes)
+    return {event: tuple(sorted(found[event])) for event in sorted(found)}
 
 
 # -- what comes out --------------------------------------------------------------------------------------
@@ -238,7 +244,6 @@ class LinearFit:
     """A fitted linear model with its validation: one line, or one per regime; the first regime whose condition holds predicts."""
 
     regimes: tuple[FittedRegime, ...]
-    huber: float
     rows_train: int
     rows_used: int
     rows_holdout: int
@@ -302,9 +307,7 @@ class FittedModel:
     """A fitted model under its published name."""
 
     name: str
-    target: str
-    definition: str
-    source: str
+    target: TargetFacts
     fitted: LinearFit
     feature_set: str
     regimes: tuple[RegimeRows, ...]

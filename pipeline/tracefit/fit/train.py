@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.fit import splits
-from tracefit.fit.estimators import HUBER, RobustLinear, bounds_of, confidence_intervals
+from tracefit.fit.estimators import RobustLinear, bounds_of, confidence_intervals
 from tracefit.fit.fitted import (
     NON_NEGATIVE,
     FittedRegime,
@@ -86,7 +86,6 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptio
     evaluated = evaluation_rows(holdout, options.eval_filter)
     return LinearFit(
         regimes=tuple(fitted),
-        huber=HUBER,
         rows_train=int((rows["split"] == "train").sum()),
         rows_used=used.height,
         rows_holdout=evaluated.height,

@@ -684,27 +684,22 @@ def _model_facts(
         yield f"**Training rows by source:** {reasons(entry.rows_by_source)}."
 
 
-def _coefficients(model: published.Model) -> list[ReportPart]:
-    if isinstance(model, RegimesModel):
-        return [
-            part
-            for regime in model.regimes
-            for part in (
-                f"Regime *{regime.name}*, {_condition(regime.when)}:",
-                _terms(regime.intercept, regime.terms),
-            )
-        ]
-    if isinstance(model, BoundaryModel):
-        # The wait itself is no coefficient: whoever simulates steps knows when the next one starts.
-        expected = model.expectation
-        return [
-            "API work:",
-            _terms(model.work.intercept, model.work.terms),
-            f"then the first step start at or after it, {exact(model.offset.value)} us; without a step clock:",
-            _terms(model.without_clock.intercept, model.without_clock.terms),
-            *([_expectation(expected)] if expected else []),
-        ]
-    return [_terms(model.intercept, model.terms)]
+def _coefficients(model: published.Model) -> Iterator[ReportPart]:
+    match model:
+        case RegimesModel():
+            for regime in model.regimes:
+                yield f"Regime *{regime.name}*, {_condition(regime.when)}:"
+                yield _terms(regime.intercept, regime.terms)
+        case BoundaryModel():
+            # The wait itself is no coefficient: whoever simulates steps knows when the next one starts.
+            yield "API work:"
+            yield _terms(model.work.intercept, model.work.terms)
+            yield f"then the first step start at or after it, {exact(model.offset.value)} us; without a step clock:"
+            yield _terms(model.without_clock.intercept, model.without_clock.terms)
+            if model.expectation:
+                yield _expectation(model.expectation)
+        case _:
+            yield _terms(model.intercept, model.terms)
 
 
 def _expectation(expected: published.Expectation) -> str:

@@ -253,13 +253,15 @@ def axis_number(place: int) -> str:
     return "" if place == 0 else str(place + 1)
 
 
-def domain(place: int, panels: int, gap: float = 0.06) -> list[float]:
-    """Return the share of the height that a panel takes, the first one on top."""
+def panels(x: Trace, ys: Sequence[Trace], gap: float = 0.06) -> Trace:
+    """Return the axes of panels on top of each other, which share the x axis below the last one."""
     # So many panels with a gap between each two fill the figure: panels * (height - gap) + (panels - 1) * gap = 1.
-    height = (1 + gap) / panels
-    top = 1 - place * height
+    height = (1 + gap) / len(ys)
+    tops = [1 - place * height for place in range(len(ys))]
     # Rounded: differences of floats would put 17 digits of each into the page.
-    return [max(0.0, round(top - height + gap, 4)), round(top, 4)]
+    domains = [[max(0.0, round(top - height + gap, 4)), round(top, 4)] for top in tops]
+    axes = {f"yaxis{axis_number(k)}": {**y, "domain": domains[k]} for k, y in enumerate(ys)}
+    return {"xaxis": {**x, "anchor": f"y{axis_number(len(ys) - 1)}"}, **axes}
 
 
 class FigureWords(TypedDict):

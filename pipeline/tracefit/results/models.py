@@ -69,6 +69,7 @@ class LatencySummary:
 class TrainResult(Shown):
     """Where the models are, and how good they are."""
 
+    # Paths, not what is in the files: a notebook shows a result, and `report` and `load` open it.
     models: Path
     files: tuple[Path, ...]
     evaluation: Path
@@ -213,6 +214,7 @@ class ModelComparison:
 
     model: str
     scope_id: str | None
+    # Both: features that stand in for each other change coefficients, and no prediction.
     changes: tuple[CoefficientDiff, ...]
     shifts: tuple[PredictionDiff, ...]
 

@@ -124,6 +124,7 @@ class ScopeSpans:
 class ServerFacts:
     """One server of a run; sampling rates are estimates, null where the traces do not show them."""
 
+    # Columns of the `runs` table by name, in the order in which `--json` has always had them: the evaluation shows others.
     server: str
     epochs: int
     spans: int
@@ -151,6 +152,7 @@ class RunFacts:
     files: tuple[FileShape, ...]
     services: tuple[str, ...]
     scopes: tuple[ScopeSpans, ...]
+    # Of other programs: without the count, traces of these alone would look empty.
     other_spans: int
     servers: tuple[ServerFacts, ...]
     events: dict[str, int]

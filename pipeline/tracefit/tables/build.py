@@ -17,7 +17,7 @@ import polars as pl
 from tracefit import memory
 from tracefit.tables import dialects, schema
 from tracefit.tables.clocks import is_off_clock, on_core_clock
-from tracefit.tables.epochs import BOUNDS, MARKS, STRAY_STEPS, STRAYS, EpochScanner, in_epoch, marks_of
+from tracefit.tables.epochs import BOUNDS, MARKS, STRAY_STEPS, STRAYS, in_epoch, marks_of, scan_epochs
 from tracefit.tables.external_sort import ExternalSort, SortSpace
 from tracefit.tables.requests import (
     api_requests,
@@ -272,13 +272,10 @@ def _epoch_starts(windows: Iterable[_Window], space: SortSpace, sieve: _Sieve) -
             for c in limited[name]:
                 values[c.limit, c.name] += rows[c.name].count()
                 above[c.limit, c.name] += int((rows[c.name] > sieve.limits[c.limit or ""]).sum() or 0)
-    scanner = EpochScanner()
-    for found in marks.windows():
-        scanner.feed(found)
-    starts = scanner.starts()
+    starts, strays, bounds = scan_epochs(marks.windows())
     refuted = {limit for (limit, name), n in above.items() if n > values[limit, name] * _ODD_SHARE}
     accepted = {name: most for name, most in sieve.limits.items() if name not in refuted}
-    return starts, replace(sieve, limits=accepted, strays=scanner.strays(), bounds=scanner.bounds())
+    return starts, replace(sieve, limits=accepted, strays=strays, bounds=bounds)
 
 
 @dataclass(slots=True)
