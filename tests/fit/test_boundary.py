@@ -16,7 +16,13 @@ from tracefit.features.targets import target_named
 from tracefit.features.training import constants_of
 from tracefit.fit import splits
 from tracefit.fit.alpha import fit_target
-from tracefit.fit.boundary import admission_with_clock, fit_boundary, interpolated_clock, mean_residual
+from tracefit.fit.boundary import (
+    admission_with_clock,
+    clocks_of,
+    fit_boundary,
+    interpolated_clock,
+    mean_residual,
+)
 from tracefit.fit.fitted import FitOptions, LinearFit, ScopeOptions
 from tracefit.fit.train import fit_linear
 from tracefit.reports.content import burst_line
@@ -193,7 +199,7 @@ def _unknown_steps(idle_after=False):
 def test_an_unknown_boundary_lies_evenly_between_those_around_it(arrived_ms, until_ms):
     """A request waits for 20, 30, 40 and 50 ms: the first two starts are not in the trace."""
     rows = pl.DataFrame({"run_id": ["r"], "server": ["s"], "epoch": 0, "ts_ns": [arrived_ms * MS]})
-    predicted, known = admission_with_clock(rows, _unknown_steps(), np.zeros(1), np.zeros(1), 0.0)
+    predicted, known = admission_with_clock(rows, clocks_of(_unknown_steps()), np.zeros(1), np.zeros(1), 0.0)
     assert (predicted[0], known[0]) == (until_ms * 1e3, True)
 
 
@@ -212,7 +218,7 @@ def test_the_step_that_a_request_itself_starts_is_no_boundary_it_misses(wait_ms,
     )
     rows = pl.DataFrame({"run_id": ["r"], "server": ["s"], "epoch": 0, "ts_ns": [20 * MS]})
     waits = np.array([wait_ms * 1e3])
-    predicted, known = admission_with_clock(rows, timeline, waits, np.array([2e3]), 0.0)
+    predicted, known = admission_with_clock(rows, clocks_of(timeline), waits, np.array([2e3]), 0.0)
     assert (predicted[0], known[0]) == (predicted_ms * 1e3, True)
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-import runpy
 import signal
 import subprocess
 import sys
 from contextlib import asynccontextmanager
-from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
+from receive.sdk_spans import sdk_spans
 from tracefit.receive.grpc_server import GrpcServer
 from tracefit.receive.http_server import HttpServer
 from tracefit.receive.intake import Intake
@@ -24,6 +24,9 @@ from tracefit.receive.observed import Observed
 from tracefit.receive.options import IntakeLimits, ReceiveOptions, Rotation, Token
 from tracefit.receive.spans import PrivacyFilter
 from tracefit.receive.store import TraceStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -147,13 +150,12 @@ async def until(condition):
 @pytest.fixture(scope="session")
 def lib():
     """Return the helpers of these tests."""
-    sdk = runpy.run_path(str(Path(__file__).with_name("sdk_spans.py")))["sdk_spans"]
     return SimpleNamespace(
         records=records,
         span_ids=span_ids,
         request=request,
         running=running,
         until=until,
-        sdk_spans=sdk,
+        sdk_spans=sdk_spans,
         pairs=pairs,
     )

@@ -26,6 +26,7 @@ from tracefit.fit.results import (
     Overload,
     Strict,
     SummedTime,
+    TargetFacts,
     Term,
     Validation,
 )
@@ -225,17 +226,6 @@ class Evaluation(Strict):
 # A file may come from anyone: what it can hold is bounded.
 MAX_TERMS = 1000
 Formula = Annotated[str, Field(max_length=MAX_FORMULA_CHARS)]
-
-
-class TargetFacts(Strict):
-    """What a model predicts."""
-
-    name: str | None = None
-    unit: Literal["us"] = "us"
-    definition: str
-    source: str = Field(
-        description="which evidence the target was measured from, e.g. step_clock or duration"
-    )
 
 
 def _each_feature_once(terms: tuple[Term, ...]) -> tuple[Term, ...]:

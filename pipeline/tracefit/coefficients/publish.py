@@ -106,7 +106,7 @@ def _model(
     common = {
         "name": model.name,
         "scope_id": scope.scope.scope_id,
-        "target": cf.TargetFacts(name=model.target, definition=model.definition, source=model.source),
+        "target": model.target,
         "estimator": _estimator(first),
         "features_left_out": fitted.features_left_out,
         "training": _training(scope, fitted),

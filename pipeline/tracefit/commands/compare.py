@@ -21,7 +21,7 @@ from tracefit.features import training
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.features.targets import target_named
 from tracefit.fit import splits
-from tracefit.fit.boundary import admission_with_clock, api_waits
+from tracefit.fit.boundary import admission_with_clock, api_waits, clocks_of
 from tracefit.fit.fitted import target_of
 from tracefit.fit.splits import MIN_TRAIN_ROWS, request_frame, step_frame
 from tracefit.fit.validation import measure
@@ -215,7 +215,9 @@ def _predicted(model: Model, scope: ModelScope, tables: ScopeTables) -> tuple[pl
             float
         )
         wait = api_waits(rows, work) if model.queue else np.zeros(len(work))
-        by_clock, known = admission_with_clock(rows, tables.timeline, wait, work + wait, model.offset.value)
+        by_clock, known = admission_with_clock(
+            rows, clocks_of(tables.timeline), wait, work + wait, model.offset.value
+        )
         predicted = np.where(known, by_clock, predicted)
     return rows, np.asarray(predicted, dtype=float)
 

@@ -150,8 +150,6 @@ def ingest_inputs(
                 lambda: progress.warn(f"{store.root}: another process is writing there; waiting for it")
             )
         )
-        store.place.remove_scratch()
-        folder.callback(store.place.remove_scratch)
         folder.enter_context(store.swept())
         runs = [RunAtWork(source, context) for source, context in zip(inputs.runs, contexts, strict=True)]
         with store.place.scratch() as scratch:
@@ -163,20 +161,19 @@ def ingest_inputs(
     done = [run for run in runs if run.failed is None]
     unchanged = [run.run_id for run in done if run.rows is None]
     known = store.read("runs", unchanged).partition_by("run_id", as_dict=True) if unchanged else {}
-    rows = [known[run.run_id,] if run.rows is None else run.rows for run in done]
-    write_timelines(
-        store, [run.run_id for run, own in zip(done, rows, strict=True) if is_small(own, options.build)]
-    )
-    summaries = [_summary(run.run_id, run.context, own) for run, own in zip(done, rows, strict=True)]
-    found = iter(summaries)
+    rows = {run.run_id: known[run.run_id,] if run.rows is None else run.rows for run in done}
+    write_timelines(store, [run_id for run_id, own in rows.items() if is_small(own, options.build)])
+    summaries = {run.run_id: _summary(run.run_id, run.context, rows[run.run_id]) for run in done}
     for text in left_out:
         progress.warn(text)
     for run in runs:
-        of_run = [f"left out: {run.failed.line()}"] if run.failed else _warnings_of(store, next(found))
+        of_run = (
+            [f"left out: {run.failed.line()}"] if run.failed else _warnings_of(store, summaries[run.run_id])
+        )
         for text in (*run.warnings, *of_run):
             progress.warn(text)
     return IngestResult(
-        store.root, tuple(summaries), tuple(progress.warnings), tuple(e.line() for e in failed)
+        store.root, tuple(summaries.values()), tuple(progress.warnings), tuple(e.line() for e in failed)
     )
 
 
@@ -191,21 +188,16 @@ def _context(source: RunSource, server: ServerOptions) -> RunContext:
 
 def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary:
     first = runs.row(0, named=True)
+    # The table has a row per server: some counts are of the server, others of the run and in every row.
+    of_run = ("files", "bytes", "other_spans", "duplicate_spans", "rejects")
+    of_server = ("spans", "dropped_events", "epochs", "steps", "requests")
     return RunSummary(
         run_id=run_id,
         scope_id=scope_of(context).scope_id,
-        files=first["files"],
-        bytes=first["bytes"],
-        spans=int(runs["spans"].sum()),
-        other_spans=first["other_spans"],
-        duplicate_spans=first["duplicate_spans"],
-        rejects=first["rejects"],
         implausible=sum(json.loads(first["implausible"] or "{}").values()),
-        dropped_events=int(runs["dropped_events"].sum()),
         servers=runs.height,
-        epochs=int(runs["epochs"].sum()),
-        steps=int(runs["steps"].sum()),
-        requests=int(runs["requests"].sum()),
+        **{name: first[name] for name in of_run},
+        **{name: int(runs[name].sum()) for name in of_server},
     )
 
 

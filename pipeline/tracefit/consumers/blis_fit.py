@@ -37,7 +37,7 @@ from tracefit.errors import DataError, UsageError
 from tracefit.features.roofline import ROOFLINE_COLUMNS
 from tracefit.features.sets import FeatureSet
 from tracefit.features.targets import target_named
-from tracefit.fit.boundary import admission_with_clock, api_waits
+from tracefit.fit.boundary import admission_with_clock, api_waits, clocks_of
 from tracefit.fit.estimators import HUBER, fit_nonnegative
 from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import request_frame
@@ -176,7 +176,9 @@ def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
     alpha = round(max(model.work.intercept.value + per_token * mean, 0.0))
     done = np.full(held.height, float(alpha))
     # BLIS works on all arrivals at once; the wait says which of them another one is ahead of.
-    predicted, known = admission_with_clock(held, source.tables.timeline, api_waits(held, done), done, 0.0)
+    predicted, known = admission_with_clock(
+        held, clocks_of(source.tables.timeline), api_waits(held, done), done, 0.0
+    )
     if not known.any():
         raise DataError("no held-out request was queued at a step whose start is known")
     what = "ARRIVED to QUEUED, by alpha0 and the step boundary"

@@ -168,20 +168,16 @@ def worker_surroundings(workers: int) -> Iterator[None]:
 
 
 def _begin(ends: Connection) -> None:
-    """Set up a worker: its warnings would reach the user's terminal, past the log."""
-    warnings.simplefilter("ignore")
-    memory.reuse_freed()
-    _end_with_parent(ends)
-
-
-def _end_with_parent(ends: Connection) -> None:
-    """End this worker when its parent dies or closes the other side of `ends`.
+    """Set up a worker. It ends when its parent dies or closes the other side of `ends`.
 
     Its result is lost then, and another process may take over the folder.
     """
-    from multiprocessing import parent_process  # noqa: PLC0415
+    from multiprocessing import parent_process  # noqa: PLC0415 - takes a while to import
     from multiprocessing.connection import wait  # noqa: PLC0415
 
+    # Its warnings would reach the user's terminal, past the log.
+    warnings.simplefilter("ignore")
+    memory.reuse_freed()
     parent = parent_process()
     assert parent is not None  # noqa: S101 - only workers call this
 

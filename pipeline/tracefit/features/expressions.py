@@ -124,24 +124,29 @@ def _node(tree: ast.expr, *, calls: int) -> Node:
         case ast.Name(id=name):
             return Name(name)
         case ast.UnaryOp(op=ast.UAdd() | ast.USub()):
-            return _signed(tree, calls=calls)
+            # A chain of signs is folded in a loop: it can be as long as the formula.
+            negative = False
+            while isinstance(tree, ast.UnaryOp):
+                negative ^= isinstance(tree.op, ast.USub)
+                tree = tree.operand
+            node = _node(tree, calls=calls)
+            return Binary("-", Constant(0.0), node) if negative else node
         case ast.BinOp(op=ast.Pow(), left=left, right=right):
-            return _power(_node(left, calls=calls), right, calls=calls)
+            base = _node(left, calls=calls)
+            # A base up to 1 gives no huge numbers for any positive exponent; with any other base the exponent must be small.
+            is_small = isinstance(base, Constant) and base.value <= 1
+            return Binary("**", base, _node(right, calls=calls) if is_small else _exponent(right))
         case ast.BinOp(op=op, left=left, right=right) if type(op) in _OPERATORS:
             return Binary(_OPERATORS[type(op)], _node(left, calls=calls), _node(right, calls=calls))
-        case ast.Call(func=ast.Name(id=function), args=[_, *_] as arguments, keywords=[]):
-            return _call(function, arguments, calls=calls + 1)
+        case ast.Call(func=ast.Name(id="min" | "max" as function), args=[_, *_] as arguments, keywords=[]):
+            if calls == _MAX_NESTED_CALLS:
+                raise ValueError(f"nests more than {_MAX_NESTED_CALLS} calls")
+            inner = tuple(_node(argument, calls=calls + 1) for argument in arguments)
+            return Call("min" if function == "min" else "max", inner)
+        case ast.Call(func=ast.Name(id=function), args=[_, *_], keywords=[]):
+            raise ValueError(f"calls {excerpt(function)!r}; only min and max can be called")
         case _:
             raise ValueError("has more in it than is allowed")
-
-
-def _call(function: str, arguments: list[ast.expr], *, calls: int) -> Call:
-    if function not in {"min", "max"}:
-        raise ValueError(f"calls {excerpt(function)!r}; only min and max can be called")
-    if calls > _MAX_NESTED_CALLS:
-        raise ValueError(f"nests more than {_MAX_NESTED_CALLS} calls")
-    inner = tuple(_node(argument, calls=calls) for argument in arguments)
-    return Call("min" if function == "min" else "max", inner)
 
 
 def _constant(value: float) -> Constant:
@@ -154,27 +159,9 @@ def _constant(value: float) -> Constant:
     return Constant(number)
 
 
-def _signed(tree: ast.expr, *, calls: int) -> Node:
-    """Fold a chain of signs into one, in a loop: a chain can be as long as the formula."""
-    negative = False
-    while isinstance(tree, ast.UnaryOp):
-        negative ^= isinstance(tree.op, ast.USub)
-        tree = tree.operand
-    node = _node(tree, calls=calls)
-    return Binary("-", Constant(0.0), node) if negative else node
-
-
-def _power(base: Node, exponent: ast.expr, *, calls: int) -> Binary:
-    # A base up to 1 gives no huge numbers for any positive exponent; with any other base the exponent must be small.
-    if isinstance(base, Constant) and base.value <= 1:
-        return Binary("**", base, _node(exponent, calls=calls))
-    return Binary("**", base, _exponent(exponent))
-
-
 def _exponent(tree: ast.expr) -> Constant:
-    sign, number = 1.0, tree
-    if isinstance(tree, ast.UnaryOp):
-        sign, number = (-1.0 if isinstance(tree.op, ast.USub) else 1.0), tree.operand
+    sign = -1.0 if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub) else 1.0
+    number = tree.operand if isinstance(tree, ast.UnaryOp) else tree
     if isinstance(number, ast.Constant):
         node = _node(number, calls=0)
         if isinstance(node, Constant) and node.value <= _MAX_EXPONENT:

@@ -136,11 +136,7 @@ def step_rows(
         has_prefill=pl.col("prefill_tokens") > 0,
         is_empty=(pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0),
     )
-    return _shifted(rows, _carried(features), lags)
-
-
-def _carried(features: FeatureSet) -> list[str]:
-    return [*features.names, "preemption_heavy", "has_prefill", "is_empty"]
+    return _shifted(rows, [*features.names, "preemption_heavy", "has_prefill", "is_empty"], lags)
 
 
 def beta_rows(
@@ -162,15 +158,23 @@ def beta_rows(
         Columns of the engine, step_id, ts_ns, source, interval_steps, cycle_sd_us, y (us), excluded_reason,
         preemption_heavy, has_prefill, and the features.
     """
-    if source == "duration":
-        # Scheduler CPU time is spent on the step's own batch, whenever that executes: no lag.
-        return _duration_rows(step_rows(timeline, features, constants, {}), features)
+    by_itself = source == "duration"
+    if by_itself:
+        # Scheduler CPU time is spent on the step's own batch, whenever that executes: no lag, and no interval of steps.
+        lags = {}
+        timeline = timeline.with_columns(
+            cycle_us=pl.col("duration_us").cast(pl.Float64),
+            cycle_source=pl.lit("duration"),
+            interval_steps=pl.lit(1, pl.Int64),
+            cycle_sd_us=pl.lit(0.0),
+            idle_after=pl.lit(value=False),
+        )
     rows = step_rows(timeline, features, constants, lags)
     # The mean of a linear model is the model of the means: one equation per interval, however many steps it has.
     # Null where one of its steps is unknown.
     means = [pl.when(pl.col(n).null_count() == 0).then(pl.col(n).mean()).alias(n) for n in features.names]
     flags = [pl.col(n).any().alias(n) for n in ("preemption_heavy", "has_prefill", "is_empty")]
-    begins = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null()
+    begins = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null() | by_itself
     other_engine = pl.any_horizontal(pl.col(name) != pl.col(name).shift(1) for name in ENGINE)
     # An interval begins at every step with a cycle or a known start, and with every engine.
     spans = rows.with_columns(interval=(begins | other_engine.fill_null(value=False)).cum_sum())
@@ -188,26 +192,10 @@ def beta_rows(
         y="cycle_us",
     )
     joined = ends.join(whole, on="interval", how="left").drop("interval")
-    return _with_reason(joined, pl.col("idle_after") | pl.col("is_empty"))
-
-
-def _duration_rows(rows: pl.DataFrame, features: FeatureSet) -> pl.DataFrame:
-    known = rows.filter(pl.col("duration_us").is_not_null()).select(
-        *ENGINE,
-        "step_id",
-        *_carried(features),
-        interval_steps=pl.lit(1),
-        cycle_sd_us=pl.lit(0.0),
-        ts_ns="ts_start_ns",
-        source=pl.lit("duration"),
-        y=pl.col("duration_us").cast(pl.Float64),
+    idle = (pl.col("idle_after") | pl.col("is_empty")).fill_null(value=False)
+    return joined.with_columns(excluded_reason=pl.when(idle).then(pl.lit("idle_gap"))).sort(
+        *ENGINE, "step_id"
     )
-    return _with_reason(known, pl.col("is_empty"))
-
-
-def _with_reason(rows: pl.DataFrame, idle: pl.Expr) -> pl.DataFrame:
-    reason = pl.when(idle.fill_null(value=False)).then(pl.lit("idle_gap"))
-    return rows.with_columns(excluded_reason=reason).sort(*ENGINE, "step_id")
 
 
 def _shifted(rows: pl.DataFrame, columns: list[str], lags: Mapping[tuple[str, str], int]) -> pl.DataFrame:

@@ -24,7 +24,7 @@ from tracefit.fit.fitted import (
     ScopeTables,
     TooFewRows,
 )
-from tracefit.fit.results import Candidate, Comparison, Condition, Missing
+from tracefit.fit.results import Candidate, Comparison, Condition, Missing, TargetFacts
 from tracefit.fit.splits import request_frame
 from tracefit.fit.train import fit_regimes
 from tracefit.server.settings import INSTRUMENTED_VERSION, JOURNEY_FLAGS
@@ -135,9 +135,7 @@ def fit_target(
     notes = (*(_BOUNDARY_NOTES if boundary else ()), *(_WAIT_NOTES if exact else ()))
     return FittedModel(
         target.model,
-        target.name,
-        definition,
-        source,
+        TargetFacts(name=target.name, definition=definition, source=source),
         result,
         features.name,
         tuple(regimes[form]),

@@ -38,7 +38,7 @@ from tracefit.fit.holdout import (
     load_extrapolation,
     with_load,
 )
-from tracefit.fit.results import Candidate, Missing, StepTimeSource
+from tracefit.fit.results import Candidate, Missing, StepTimeSource, TargetFacts
 from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
 from tracefit.server.settings import STEP_FLAGS
@@ -138,9 +138,7 @@ def fit_step_times(
     reason = (f"feature set {features.name} chosen: {SET_RULE}",) if candidates else ()
     model = FittedModel(
         target.model,
-        target.name,
-        definition,
-        measured.source,
+        TargetFacts(name=target.name, definition=definition, source=measured.source),
         result,
         features.name,
         tuple(regimes),

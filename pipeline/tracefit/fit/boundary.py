@@ -76,7 +76,8 @@ def interpolated_clock(timeline: pl.DataFrame) -> pl.DataFrame:
     return step_clock(ordered.with_columns(ts_start_ns=filled))
 
 
-def _clocks(timeline: pl.DataFrame) -> Clocks:
+def clocks_of(timeline: pl.DataFrame) -> Clocks:
+    """Return both clocks of the `timeline` table."""
     return step_clock(timeline), interpolated_clock(timeline)
 
 
@@ -123,7 +124,7 @@ def _queued_at_once(rows: pl.DataFrame, clock: pl.DataFrame, wait_us: Vector, do
 
 
 def admission_with_clock(
-    rows: pl.DataFrame, timeline: pl.DataFrame, wait_us: Vector, done_us: Vector, offset_us: float
+    rows: pl.DataFrame, clocks: Clocks, wait_us: Vector, done_us: Vector, offset_us: float
 ) -> tuple[Vector, Flags]:
     """Predict admissions by the step clock: the boundary after the work, or its end itself when the engine is idle.
 
@@ -131,7 +132,7 @@ def admission_with_clock(
 
     Args:
         rows: Admission rows: engine columns and ts_ns.
-        timeline: The `timeline` table.
+        clocks: `clocks_of` the `timeline` table.
         wait_us: How long each row waits for the API process.
         done_us: From the arrival of each row to the end of its API work.
         offset_us: QUEUED less the step start it comes before.
@@ -139,12 +140,6 @@ def admission_with_clock(
     Returns:
         Predictions in us, clipped at 0, and for which rows the clock knows enough; shape (n,) each.
     """
-    return _by_clocks(rows, _clocks(timeline), wait_us, done_us, offset_us)
-
-
-def _by_clocks(
-    rows: pl.DataFrame, clocks: Clocks, wait_us: Vector, done_us: Vector, offset_us: float
-) -> tuple[Vector, Flags]:
     start, interpolated = (_boundaries(rows, clock, done_us)["start"].to_numpy() for clock in clocks)
     start = np.where(np.isnan(start), interpolated, start)
     idle = _queued_at_once(rows, clocks[0], wait_us, done_us)
@@ -254,7 +249,7 @@ def predict_admission(fitted: FittedBoundary, rows: pl.DataFrame, timeline: pl.D
 
     `rows` are all admission rows of their servers: the wait for the API process depends on the requests before.
     """
-    return _predict(fitted, _with_done(fitted, rows), _clocks(timeline))
+    return _predict(fitted, _with_done(fitted, rows), clocks_of(timeline))
 
 
 def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | None:
@@ -266,7 +261,7 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
     Returns:
         The model; null where the boundary of fewer than `MIN_TRAIN_ROWS` training requests is known.
     """
-    clocks = _clocks(timeline)
+    clocks = clocks_of(timeline)
     clock = clocks[0]
     marked = mark_bursts(linear.rows)
     train = counted(marked, "train")
@@ -349,7 +344,7 @@ def _work_us(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vector:
 
 def _predict(fitted: FittedBoundary, rows: pl.DataFrame, clocks: Clocks) -> Vector:
     wait, done = rows["wait_us"].to_numpy(), rows["done_us"].to_numpy()
-    by_clock, known = _by_clocks(rows, clocks, wait, done, fitted.offset_us)
+    by_clock, known = admission_with_clock(rows, clocks, wait, done, fitted.offset_us)
     return np.where(known, by_clock, predict_regimes(fitted.without_clock.regimes, rows))
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         PredictionInterval,
         StepTimeSource,
         SummedTime,
+        TargetFacts,
         Validation,
     )
     from tracefit.server.context import ModelScope
@@ -306,9 +307,7 @@ class FittedModel:
     """A fitted model under its published name."""
 
     name: str
-    target: str
-    definition: str
-    source: str
+    target: TargetFacts
     fitted: LinearFit
     feature_set: str
     regimes: tuple[RegimeRows, ...]

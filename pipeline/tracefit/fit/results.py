@@ -50,6 +50,17 @@ class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
 
+class TargetFacts(Strict):
+    """What a model predicts."""
+
+    name: str | None = None
+    unit: Literal["us"] = "us"
+    definition: str
+    source: str = Field(
+        description="which evidence the target was measured from, e.g. step_clock or duration"
+    )
+
+
 class Number(Strict):
     """A fitted number in the target's unit."""
 

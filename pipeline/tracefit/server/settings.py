@@ -149,18 +149,11 @@ ALIASES: Mapping[str, str] = {
     "gpu_type": "gpu",
     "gpu_name": "gpu",
     "accelerator": "gpu",
-    "tp": "tensor_parallel",
-    "tp_size": "tensor_parallel",
-    "tensor_parallelism": "tensor_parallel",
-    "tensor_parallel_size": "tensor_parallel",
-    "pp": "pipeline_parallel",
-    "pp_size": "pipeline_parallel",
-    "pipeline_parallelism": "pipeline_parallel",
-    "pipeline_parallel_size": "pipeline_parallel",
-    "dp": "data_parallel",
-    "dp_size": "data_parallel",
-    "data_parallelism": "data_parallel",
-    "data_parallel_size": "data_parallel",
+    **{
+        alias: f"{kind}_parallel"
+        for kind in ("tensor", "pipeline", "data")
+        for alias in (f"{kind[0]}p", f"{kind[0]}p_size", f"{kind}_parallelism", f"{kind}_parallel_size")
+    },
     "expert_parallel": "enable_expert_parallel",
     "ep": "enable_expert_parallel",
     "max_seq_len": "max_model_len",

@@ -1,6 +1,6 @@
 """Engine epochs: a restarted server counts its steps from 1 again on the same clock.
 
-`EpochScanner` reads the events that name a step (*marks*) in the order of time and finds where the counter falls back.
+`scan_epochs` reads the events that name a step (*marks*) in the order of time and finds where the counter falls back.
 A single absurd step id, or an event stamped late, must not look like a restart; most of this module is about that.
 """
 
@@ -13,6 +13,8 @@ import numpy as np
 import polars as pl
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
 STEP_JITTER = 8
@@ -59,45 +61,38 @@ def _clock(ts: str) -> pl.Expr:
     return pl.coalesce("unix_ns", ts).alias("clock")
 
 
-@dataclass(slots=True)
-class EpochScanner:
-    """Finds the restarts of every server in one pass over its marks, in the order of their clock.
+def scan_epochs(windows: Iterable[pl.DataFrame]) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+    """Find the restarts of every server in one pass over its marks.
 
     A new epoch begins where step ids jump backwards while the clock goes forward: by any amount between two step
     summaries, by more than `STEP_JITTER` between any two events. Marks that stray do not count.
+
+    Args:
+        windows: The marks of all servers, as in `MARKS`, in the order of their clock.
+
+    Returns:
+        One row per server and epoch, its number and `clock`, the time of its first known event; the marks that stray, as in
+        `STRAYS`; and the range of each server's accepted steps, as in `BOUNDS`.
     """
-
-    _servers: dict[str, _Server] = field(default_factory=dict)
-
-    def feed(self, window: pl.DataFrame) -> None:
-        """Read the next marks of all servers: columns as in `MARKS`, sorted by clock."""
+    servers: dict[str, _Server] = {}
+    for window in windows:
         for (name,), marks in window.group_by("server", maintain_order=True):
-            server = self._servers.setdefault(str(name), _Server())
-            server.feed(marks.drop("server"))
-
-    def starts(self) -> pl.DataFrame:
-        """Return one row per server and epoch: its number and `clock`, the time of its first known event."""
-        found = [
-            pl.DataFrame({"server": name, "clock": server.starts()}, schema_overrides={"clock": pl.Int64})
-            for name, server in self._servers.items()
-        ]
-        none = pl.DataFrame(schema={"server": pl.String, "clock": pl.Int64})
-        starts = pl.concat([none, *found]).sort("server", "clock")
-        return starts.with_columns(epoch=pl.int_range(pl.len(), dtype=pl.Int64).over("server"))
-
-    def strays(self) -> pl.DataFrame:
-        """Return the marks that stray, as in `STRAYS`; complete once `starts` was called."""
-        found = [
-            marks.select(pl.lit(name).alias("server"), "clock", "step_id")
-            for name, server in self._servers.items()
-            for marks in server.strays
-        ]
-        return pl.concat([pl.DataFrame(schema=STRAYS), *found])
-
-    def bounds(self) -> pl.DataFrame:
-        """Return the lowest and the highest accepted step of every server, as in `BOUNDS`."""
-        found = [(name, s.least, s.most) for name, s in self._servers.items() if s.epoch_starts]
-        return pl.DataFrame(found, schema=BOUNDS, orient="row")
+            servers.setdefault(str(name), _Server()).feed(marks.drop("server"))
+    begins = [(name, clock) for name, server in servers.items() for clock in server.starts()]
+    starts = pl.DataFrame(begins, {"server": pl.String, "clock": pl.Int64}, orient="row").sort(
+        "server", "clock"
+    )
+    strays = [
+        marks.select(pl.lit(name).alias("server"), "clock", "step_id")
+        for name, server in servers.items()
+        for marks in server.strays
+    ]
+    bounds = [(name, server.least, server.most) for name, server in servers.items() if server.epoch_starts]
+    return (
+        starts.with_columns(epoch=pl.int_range(pl.len(), dtype=pl.Int64).over("server")),
+        pl.concat([pl.DataFrame(schema=STRAYS), *strays]),
+        pl.DataFrame(bounds, BOUNDS, orient="row"),
+    )
 
 
 @dataclass(slots=True)
@@ -203,7 +198,7 @@ def in_epoch(frame: pl.DataFrame, starts: pl.DataFrame, clock: str | None) -> pl
 
     Args:
         frame: Columns server, unix_ns and `clock`.
-        starts: What `EpochScanner.starts` returned.
+        starts: The epochs, as `scan_epochs` returns them.
         clock: Column of the time on the engine's clock, which stands in for the wall clock; None if there is none.
     """
     if not starts.select(pl.col("epoch").max()).item():

@@ -70,7 +70,12 @@ class Disk:
                     self._path(place.name)
                     if place.is_dir():
                         _refuse_links(place)
-            yield self
+            # Scratch folders of writers that died, and of workers that an interruption stops.
+            self._remove_scratch()
+            try:
+                yield self
+            finally:
+                self._remove_scratch()
         finally:
             os.close(handle)
 
@@ -117,8 +122,7 @@ class Disk:
             while (path := path.parent) != self.root and not any(path.iterdir()):
                 path.rmdir()
 
-    def remove_scratch(self) -> None:
-        """Remove the scratch folders of writers that died; the lock is held."""
+    def _remove_scratch(self) -> None:
         for folder in self.root.glob(f"{SCRATCH_PREFIX}*"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -264,9 +268,6 @@ class Bucket:
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects."""
         buckets.delete([self._path(name) for name in names])
-
-    def remove_scratch(self) -> None:
-        """Do nothing: the system's folder for such files is not ours to clear."""
 
     def read_versioned(self, name: str) -> tuple[bytes, Version | None]:
         """Return a small object and its version."""
