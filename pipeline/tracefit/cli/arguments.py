@@ -322,6 +322,7 @@ def ingest_options(options: Mapping[str, Any]) -> IngestOptions:
 
     given = {name: options[name] for name in INGEST}
     given["keep_attributes"] = _keys_of(given["keep_attributes"])
+    # The flag is in MiB, which a person can write; the library takes bytes.
     given["max_document"] <<= 20
     return IngestOptions(**given)
 
@@ -350,5 +351,6 @@ def train_options(options: Mapping[str, Any]) -> TrainOptions:
     from tracefit.coefficients.verdicts import override
     from tracefit.commands.train import TrainOptions
 
+    # By the names of the group: one that `TrainOptions` does not have is an error in every run, none is forgotten silently.
     given = {name: options[name] for name in TRAIN}
     return TrainOptions(**given | {"thresholds": override(given["thresholds"] or [])})

@@ -13,7 +13,7 @@ from tracefit import memory
 from tracefit.errors import DataError
 from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
 from tracefit.tables import dialects, schema
-from tracefit.tables.build import BuildLimits, IngestCounts, build_tables
+from tracefit.tables.build import BuildLimits, build_tables
 from tracefit.tables.runs import COMPLETE_SHARE
 from tracefit.tables.store import RunWriter, put_parts
 
@@ -117,8 +117,9 @@ def build_run(task: RunTask) -> BuiltRun:
 
 
 def _build(task: RunTask, folder: Path) -> BuiltRun:
+    _require_spans(task)
     with RunWriter(folder) as writer:
-        counts = build_tables(
+        build_tables(
             task.files,
             run_id=task.run_id,
             place=task.place,
@@ -128,7 +129,6 @@ def _build(task: RunTask, folder: Path) -> BuiltRun:
             limits=task.limits,
             memory_limits=task.memory_limits,
         )
-        _require_spans(task.name, counts)
         # After the tables of the traces: KV events are matched with their steps and requests.
         writer.write_all(_kv_tables(task, writer.read))
         runs = writer.read("runs")
@@ -206,18 +206,20 @@ def _journeys_complete(context: RunContext, runs: pl.DataFrame, requests: pl.Dat
     return rate >= COMPLETE_SHARE
 
 
-def _require_spans(name: str, counts: IngestCounts) -> None:
-    if counts.spans:
+def _require_spans(task: RunTask) -> None:
+    parts = [part for file in task.files for part in file.parts]
+    if any(part.spans for part in parts):
         return
-    if counts.rejects and not counts.other_spans:
+    other_spans, rejects = sum(part.other_spans for part in parts), sum(part.rejects for part in parts)
+    if rejects and not other_spans:
         raise DataError(
-            f"is not OTLP: none of its records can be read as traces ({counts.rejects} rejected)",
-            where=name,
+            f"is not OTLP: none of its records can be read as traces ({rejects} rejected)",
+            where=task.name,
             hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them",
         )
-    found = f"{counts.other_spans} spans of other scopes, {counts.rejects} unreadable records"
+    found = f"{other_spans} spans of other scopes, {rejects} unreadable records"
     raise DataError(
         f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({found})",
-        where=name,
+        where=task.name,
         hint=f"start vLLM with {ENDPOINT_FLAG}; for steps and the events of each request add {STEP_FLAGS} and {JOURNEY_FLAGS}",
     )

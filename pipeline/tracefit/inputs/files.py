@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import re
+import shutil
 import stat
 import threading
 import uuid
@@ -199,13 +200,11 @@ def fetch(
                 on_read(size)
 
     def fetch_one(file: TraceFile) -> Fetched:
-        target, digest, size = folder / uuid.uuid4().hex, hashlib.sha256(), 0
-        with file.open(on_read=report) as stream, target.open("wb") as copy:
-            while piece := stream.read(1 << 20):
-                copy.write(piece)
-                digest.update(piece)
-                size += len(piece)
-        return Fetched(replace(file, path=str(target), size=size, filesystem=None), digest.hexdigest())
+        target, content_hash = folder / uuid.uuid4().hex, ContentHash()
+        with file.open(on_read=report, content_hash=content_hash) as stream, target.open("wb") as copy:
+            shutil.copyfileobj(stream, copy, 1 << 20)
+            fetched = replace(file, path=str(target), size=copy.tell(), filesystem=None)
+        return Fetched(fetched, content_hash.of(fetched))
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(pool.map(fetch_one, files))

@@ -344,7 +344,8 @@ def _build(
     for name, keys in wanted.events.items():
         if name in names:
             rows = np.flatnonzero(codes == names[name])
-            found, bad = _read_attributes(events.texts, rows, keys, encoding, _to_types(keys), events.odd)
+            to_types = partial(_as_type, types=keys)
+            found, bad = _read_attributes(events.texts, rows, keys, encoding, to_types, events.odd)
             unreadable |= set(number[span_row[bad]].tolist())
             if len(found):
                 place = found["row"].to_numpy()
@@ -380,8 +381,8 @@ def _read_attributes(
         A frame of those that can be read, in order: `row`, and a column per key that some have. The rows of the others.
     """
     unknown = rows[~np.isin(rows, list(known))] if known else rows
-    found = layouts.read_columns(texts, unknown, keys, encoding.SYNTAX)
-    rest = np.setdiff1d(rows, found.rows, assume_unique=True)
+    found, columns_found = layouts.read_columns(texts, unknown, keys, encoding.SYNTAX)
+    rest = np.setdiff1d(rows, found, assume_unique=True)
     pairs: list[dict[str, Any]] = []
     bad: list[int] = []
     for row in rest.tolist():
@@ -391,7 +392,7 @@ def _read_attributes(
             bad.append(row)
         else:
             pairs.append(dict(read))  # the last counts if a key occurs twice
-    parts = [(found.rows, found.columns), (rest[~np.isin(rest, bad)], _columns_of(pairs, keys))]
+    parts = [(found, columns_found), (rest[~np.isin(rest, bad)], _columns_of(pairs, keys))]
     frames = [
         pl.DataFrame({"row": some, **{key: convert(column) for key, column in columns.items()}})
         for some, columns in parts
@@ -412,10 +413,6 @@ def _columns_of(pairs: list[dict[str, Any]], keys: Collection[str]) -> dict[str,
             texts = values if len(kinds) == 1 else [scalar_text(value) for value in values]
             columns[key] = pl.Series(key, texts)
     return columns
-
-
-def _to_types(types: Mapping[str, pl.DataType]) -> Callable[[pl.Series], pl.Series]:
-    return lambda column: _as_type(column, types[column.name])
 
 
 def _span_attributes(
@@ -502,11 +499,12 @@ def _event_counts(
     return pl.DataFrame([counts["span_row"], name, counts["count"]], schema=COUNT_COLUMNS)
 
 
-def _as_type(column: pl.Series, dtype: pl.DataType) -> pl.Series:
-    """Return values converted to the type of their column, null if they cannot be.
+def _as_type(column: pl.Series, types: Mapping[str, pl.DataType]) -> pl.Series:
+    """Return values converted to the type of the column of their name, null if they cannot be.
 
     Exporters differ in how they write a number: 7, 7.0 and "7" are the same.
     """
+    dtype = types[column.name]
     if column.dtype == dtype:
         return column
     # A cast would turn booleans into numbers and text into booleans: no exporter means that.

@@ -93,13 +93,6 @@ class Syntax(NamedTuple):
     closing: bytes = b""
 
 
-class Columns(NamedTuple):
-    """Events that could be read: their rows (ascending, shape (n,)), and a column for each wanted key."""
-
-    rows: Positions
-    columns: dict[str, pl.Series]
-
-
 class _Piece(NamedTuple):
     """Values of one attribute in some of the events."""
 
@@ -108,7 +101,9 @@ class _Piece(NamedTuple):
     values: Values
 
 
-def read_columns(texts: PackedTexts, rows: Positions, wanted: Collection[str], syntax: Syntax) -> Columns:
+def read_columns(
+    texts: PackedTexts, rows: Positions, wanted: Collection[str], syntax: Syntax
+) -> tuple[Positions, dict[str, pl.Series]]:
     """Read the attributes of events.
 
     Args:
@@ -118,7 +113,8 @@ def read_columns(texts: PackedTexts, rows: Positions, wanted: Collection[str], s
         syntax: The syntax of the attributes.
 
     Returns:
-        The events that could be read. A value that an event lacks is null; a column with values of several kinds is text.
+        The rows of the events that could be read, ascending, and a column for each wanted key. A value that an event lacks is
+        null; a column with values of several kinds is text.
     """
     pieces: dict[str, list[_Piece]] = {}
     done: list[Positions] = [rows[:0]]
@@ -132,9 +128,9 @@ def read_columns(texts: PackedTexts, rows: Positions, wanted: Collection[str], s
     for key, found in pieces.items():
         column = _column(texts, read, found)
         if column is None:  # not UTF-8: the parser finds out where
-            return Columns(rows[:0], {})
+            return rows[:0], {}
         columns[key] = column.alias(key)
-    return Columns(read, columns)
+    return read, columns
 
 
 class _LayoutReader:

@@ -76,11 +76,6 @@ class PackedTexts:
         ends = sizes.cumsum()
         return cls(data, array, words, ends - sizes, ends)
 
-    @property
-    def nowhere(self) -> int:
-        """A position in the final zeros, where no literal and no value is found."""
-        return int(self.ends[-1]) if len(self.ends) else 0
-
     def windows(self, positions: Positions, size: int) -> NDArray[np.void]:
         """Return the `size` bytes at each position; shape (n,)."""
         every = np.ndarray((len(self.array) - size + 1,), f"V{size}", self.array, strides=(1,))
@@ -137,6 +132,7 @@ class PackedTexts:
         sizes = np.zeros(len(positions), np.int64)
         places = np.arange(len(positions))
         at = positions
+        zeros = int(self.ends.max(initial=0))  # after the last text, where no value is found
         for _ in range(0, longest, WORD):
             word = self.words[at]
             marks = np.zeros(len(at), np.uint64)
@@ -151,7 +147,7 @@ class PackedTexts:
             if not len(more):
                 break
             # Go on with the texts that do not end in this word; those at the end of the buffer stay among its zeros.
-            places, at = places[more], np.minimum(at[more] + WORD, self.nowhere)
+            places, at = places[more], np.minimum(at[more] + WORD, zeros)
         return sizes
 
     def varints(self, positions: Positions) -> tuple[Positions, Words]:

@@ -52,8 +52,7 @@ class HttpServer:
     def __init__(self, intake: Intake, token: Token) -> None:
         self._intake = intake
         self._token = token
-        self._connections: set[_Connection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], _Connection] = {}
         self._server: asyncio.Server | None = None
 
     async def start(self, options: ReceiveOptions) -> int:
@@ -83,10 +82,10 @@ class HttpServer:
         """Take no more requests and wait for those in progress."""
         if self._server is not None:
             self._server.close()
-        for connection in self._connections:
+        for connection in self._connections.values():
             connection.close_when_idle()
-        if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=self._intake.limits.drain_s)
+        if self._connections:
+            _, late = await asyncio.wait(self._connections, timeout=self._intake.limits.drain_s)
             for task in late:
                 task.cancel()
 
@@ -96,14 +95,11 @@ class HttpServer:
             writer.write(_TOO_MANY)
             writer.close()
             return
-        connection = _Connection(reader, writer, self._intake, self._token)
-        self._connections.add(connection)
-        self._tasks.add(task)
+        self._connections[task] = _Connection(reader, writer, self._intake, self._token)
         try:
-            await connection.serve()
+            await self._connections[task].serve()
         finally:
-            self._connections.discard(connection)
-            self._tasks.discard(task)
+            del self._connections[task]
             writer.close()
 
 

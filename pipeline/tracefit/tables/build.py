@@ -65,15 +65,6 @@ _ODD_SHARE = 0.01
 """A setting that a larger share of a run's values contradicts is not the server's, and bounds nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class IngestCounts:
-    """What the files of a run hold; the `runs` table has all counts: nothing is lost without a number there."""
-
-    spans: int
-    other_spans: int
-    rejects: int
-
-
 def build_tables(
     files: Sequence[ReadFile],
     *,
@@ -84,11 +75,11 @@ def build_tables(
     run_columns: Mapping[str, str | int | None],
     limits: Mapping[str, float],
     memory_limits: BuildLimits,
-) -> IngestCounts:
+) -> None:
     """Build every table of a run but `timeline` and the training frames.
 
     Args:
-        files: The trace files with their staged parts, in the order of their names.
+        files: The trace files with their staged parts, in the order of their names; there is a span of the vLLM scopes in them.
         run_id: The run.
         place: Where the staged parts are.
         scratch: A folder on disk for what does not fit into memory.
@@ -96,15 +87,10 @@ def build_tables(
         run_columns: Values of the `runs` table for the whole run, beside the counts.
         limits: Settings of the server that bound values of the tables; one that the run contradicts is not used.
         memory_limits: How much of the run is in memory at a time.
-
-    Returns:
-        The counts; a run without a single span of the vLLM scopes is not written at all.
     """
-    if not (parts := parts_of(files)):
-        return IngestCounts(0, 0, 0)
     # Sorted windows of a third: what is being read, what waits for the next block, and a copy in order.
     space = SortSpace(scratch, memory_limits.sorted_bytes, memory_limits.sorted_bytes // 3)
-    resolved = resolve(place, parts)
+    resolved = resolve(place, parts_of(files))
     bounds = _window_bounds(place, resolved, memory_limits.window_bytes)
     windows = (_Window.of(place, resolved, *each) for each in bounds)
     starts, sieve = _epoch_starts(windows, space, _Sieve(limits, resolved.clocks))
@@ -115,9 +101,7 @@ def build_tables(
     del resolved, windows  # the facts of every span: what follows takes as much memory
     memory.give_back()
     other_spans = sum(part.other_spans for file in files for part in file.parts)
-    if run.counts["spans"]:
-        run.finish(writer, {**run_columns, "other_spans": other_spans, "duplicate_spans": duplicates})
-    return IngestCounts(run.counts["spans"], other_spans, run.counts["rejects"])
+    run.finish(writer, {**run_columns, "other_spans": other_spans, "duplicate_spans": duplicates})
 
 
 @dataclass(frozen=True, slots=True)
