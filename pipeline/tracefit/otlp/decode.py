@@ -36,7 +36,7 @@ from tracefit.otlp.model import (
 from tracefit.otlp.packed import PackedTexts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -157,11 +157,12 @@ class _Record(NamedTuple):
 
 
 class _ScopePiece(NamedTuple):
-    """Encoded spans of one scope of a record; `first` is the number of the first of them in the record."""
+    """Spans of one scope of a record and their encoded length; `first` is the number of the first of them in the record."""
 
     record: _Record
     origin: Origin
     spans: list[Any]
+    size_bytes: int
     first: int
 
 
@@ -173,7 +174,7 @@ class _Encoding(Protocol):
     PIECE_BYTES: int
     id_text: Callable[..., str]
 
-    def scopes(self, payload: bytes, reject: AddReject) -> Iterator[EncodedScope]: ...
+    def scopes(self, payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[EncodedScope]: ...
     def read_spans(self, encoded: Sequence[Any]) -> list[Span]: ...
     def read_span(self, encoded: Any) -> Span: ...
     def attributes_of(self, span: Span) -> bytes: ...
@@ -242,7 +243,7 @@ class _BatchDecoder:
             for piece in self._pieces(record, fault):
                 self._held.append(piece)
                 self._spans += len(piece.spans)
-                self._size += sum(map(len, piece.spans))
+                self._size += piece.size_bytes
                 is_batch = self._size >= limits.batch_bytes and self._size + beside >= limits.records_bytes
                 if is_batch or self._spans >= limits.max_spans or len(self._held) >= limits.max_pieces:
                     yield from self.flush()
@@ -268,18 +269,12 @@ class _BatchDecoder:
         most = self._limits.piece_bytes or self._encoding.PIECE_BYTES
         number = 0
         try:
-            for origin, spans in self._encoding.scopes(record.payload, partial(self._reject, record)):
-                held: list[Any] = []
-                size = 0
-                for span in spans:
-                    held.append(span)
-                    size += len(span)
-                    number += 1
-                    if size >= most and origin:
-                        yield _ScopePiece(record, origin, held, number - len(held))
-                        held, size = [], 0
-                if held and origin:
-                    yield _ScopePiece(record, origin, held, number - len(held))
+            reject = partial(self._reject, record)
+            for origin, spans, parsed_bytes in self._encoding.scopes(record.payload, reject, most):
+                for held, size in [(list(spans), parsed_bytes)] if parsed_bytes else _divided(spans, most):
+                    if held and origin:
+                        yield _ScopePiece(record, origin, held, size, number)
+                    number += len(held)
         except FieldError as error:
             # A wrong length can swallow the records behind it.
             inside = -1 if is_inner else next_record(record.payload, record.shape, 1)
@@ -323,6 +318,19 @@ class _BatchDecoder:
                     shown = bytes(encoded) if self._encoding.NAME == "json" else None
                     self._reject(piece.record, f"span {number}: {error.what}", shown=shown)
         return spans
+
+
+def _divided(spans: Iterable[Any], most: int) -> Iterator[tuple[list[Any], int]]:
+    """Divide encoded spans into pieces that are about as long as may be at most; yield each with its length."""
+    held: list[Any] = []
+    size = 0
+    for span in spans:
+        held.append(span)
+        size += len(span)
+        if size >= most:
+            yield held, size
+            held, size = [], 0
+    yield held, size
 
 
 def _build(

@@ -195,7 +195,7 @@ def _is_mostly_empty(payload: bytes) -> bool:
     )
 
 
-def scopes(payload: bytes, reject: AddReject) -> Iterator[EncodedScope]:
+def scopes(payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[EncodedScope]:  # noqa: ARG001 - all stay encoded
     """Yield the scopes of one record, or of the records glued together in one line or document; reject everything else."""
     if _is_mostly_empty(payload):
         reject("more objects than spans and events of its length can have")
@@ -208,7 +208,7 @@ def scopes(payload: bytes, reject: AddReject) -> Iterator[EncodedScope]:
     for each in resources:
         texts = [(attribute.key, attribute.value.string_value) for attribute in each.resource.attributes]
         for group in each.scope_spans:
-            yield Origin.of(texts, group.scope.name), group.spans
+            yield EncodedScope(Origin.of(texts, group.scope.name), group.spans)
 
 
 def read_spans(encoded: Sequence[Raw]) -> list[_Span]:
@@ -400,7 +400,7 @@ def _read_resource_spans(raw: Raw, reject: AddReject) -> Iterator[EncodedScope]:
     def read_scope_spans(raw: Raw, _: AddReject) -> Iterator[EncodedScope]:
         item = _fields(raw, "it")
         scope = _usual_of(_get(item, "scope", "instrumentationLibrary"), _Scope, "scope")
-        yield Origin.of(texts, _text(scope, "name")), _list(_get(item, "spans"), "spans")
+        yield EncodedScope(Origin.of(texts, _text(scope, "name")), _list(_get(item, "spans"), "spans"))
 
     scopes = _list(_get(item, "scopeSpans", "instrumentationLibrarySpans"), "scopeSpans")
     yield from _each("scopeSpans", read_scope_spans, scopes, reject)

@@ -16,7 +16,6 @@ from tracefit.errors import TracefitError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import msgspec
     import numpy as np
     from numpy.typing import NDArray
 
@@ -89,8 +88,18 @@ class Origin:
         return cls(named.get("service.name"), named.get("service.instance.id"), host, scope or None)
 
 
-EncodedScope = tuple[Origin | None, "Iterable[bytes | msgspec.Raw]"]
-"""The encoded spans of one scope of a record, in order; without an origin they are rejected already."""
+class EncodedScope(NamedTuple):
+    """The spans of one scope of a record, in order.
+
+    Attributes:
+        origin: Where they come from; without one they are rejected already.
+        spans: Encoded ones, or parsed ones where all of a scope are valid and it is short.
+        parsed_bytes: Encoded length of parsed ones; 0 if they are encoded.
+    """
+
+    origin: Origin | None
+    spans: Iterable[Any]
+    parsed_bytes: int = 0
 
 
 class Events(NamedTuple):

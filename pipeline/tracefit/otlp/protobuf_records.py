@@ -1,12 +1,14 @@
 """Decode OTLP protobuf, down to the event with protobuf's own parser.
 
-A record is first divided into scopes whose spans stay encoded, then each span is parsed by itself, so that a bad one costs
-itself and not its siblings. Events and attributes stay bytes: `layouts` reads the attributes of events column by column.
+A record is first divided into scopes. A short scope is parsed whole; the spans of a long one, or of one with a bad span, stay
+encoded until they are parsed in pieces, or one by one, so that a bad span costs itself and not its siblings. Events and
+attributes stay bytes: `layouts` reads the attributes of events column by column.
 """
 
 from __future__ import annotations
 
 from base64 import b64encode
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +44,8 @@ if TYPE_CHECKING:
 NAME: Encoding = "protobuf"
 SYNTAX = layouts.PROTOBUF
 
-_TracesData, _ScopeSpans = trace_messages(("TracesData", "ScopeSpans"), as_bytes={"spans"})
+(_TracesData,) = trace_messages(["TracesData"], as_bytes={"scope_spans"})
+(_ScopeSpans,) = trace_messages(["ScopeSpans"], as_bytes={"spans"})
 _ParsedSpans, Event = trace_messages(("ScopeSpans", "Span.Event"), as_bytes={"events"})
 
 PIECE_BYTES = 1 << 20
@@ -54,8 +57,8 @@ _MANY_EVENTS, _SHORTEST_EVENT = 100_000, 12
 _SCALAR_KINDS = ("string_value", "int_value", "double_value", "bool_value")
 
 
-def scopes(payload: bytes, reject: AddReject) -> Iterator[EncodedScope]:
-    """Yield the scopes of a record.
+def scopes(payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[EncodedScope]:
+    """Yield the scopes of a record; those of more bytes than these, and all of a record of many, have their spans encoded.
 
     Raises:
         FieldError: The message cannot be parsed.
@@ -64,7 +67,11 @@ def scopes(payload: bytes, reject: AddReject) -> Iterator[EncodedScope]:
         data = _TracesData.FromString(payload)
     except DecodeError as error:
         raise FieldError("protobuf message cannot be parsed") from error
-    for resource_spans in data.resource_spans:
+    # All of them before the first is yielded, for a record with one that cannot be parsed may be cut. Parsed, short spans take
+    # many times their bytes.
+    most = most_bytes if len(payload) <= 2 * most_bytes else 0
+    scopes_of = [[_scope_spans(text, most) for text in each.scope_spans] for each in data.resource_spans]
+    for resource_spans, found in zip(data.resource_spans, scopes_of, strict=True):
         texts: Pairs | None = None
         try:
             resource = Resource.FromString(resource_spans.resource)
@@ -73,28 +80,42 @@ def scopes(payload: bytes, reject: AddReject) -> Iterator[EncodedScope]:
             reject("resourceSpans: attribute is not a protobuf message")
         except FieldError as error:
             reject(f"resourceSpans: {error.what}")
-        for scope_spans in resource_spans.scope_spans:
+        for scope_spans, parsed_bytes in found:
+            origin = None
             try:
                 scope = InstrumentationScope.FromString(scope_spans.scope)
             except DecodeError:
                 reject("scopeSpans: scope is not a protobuf message")
-                yield None, scope_spans.spans
             else:
-                yield None if texts is None else Origin.of(texts, scope.name), scope_spans.spans
+                origin = None if texts is None else Origin.of(texts, scope.name)
+            yield EncodedScope(origin, scope_spans.spans, parsed_bytes)
 
 
-def read_spans(encoded: Sequence[bytes]) -> list[Span]:
-    """Parse spans; attributes and events are not checked yet.
+def _scope_spans(text: bytes, most_bytes: int) -> tuple[Any, int]:
+    """Return the spans of a scope parsed, and their length; encoded, and 0, where they are long or one cannot be parsed."""
+    if len(text) <= most_bytes:
+        with suppress(DecodeError):
+            return _ParsedSpans.FromString(text), len(text)
+    try:
+        return _ScopeSpans.FromString(text), 0
+    except DecodeError as error:
+        raise FieldError("protobuf message cannot be parsed") from error
+
+
+def read_spans(encoded: Sequence[Any]) -> list[Span]:
+    """Parse spans that are not parsed yet, and check them; attributes and events are not checked yet.
 
     Raises:
         FieldError: A span is not valid.
     """
-    # A call for each span takes three times as long as joining them again, which is fast in the library.
-    joined = _ScopeSpans(spans=encoded).SerializeToString()
-    try:
-        spans = list(_ParsedSpans.FromString(joined).spans)
-    except DecodeError as error:
-        raise FieldError("it is not a protobuf message") from error
+    spans = list(encoded)
+    if spans and isinstance(spans[0], bytes):
+        # A call for each span takes three times as long as joining them again, which is fast in the library.
+        joined = _ScopeSpans(spans=spans).SerializeToString()
+        try:
+            spans = list(_ParsedSpans.FromString(joined).spans)
+        except DecodeError as error:
+            raise FieldError("it is not a protobuf message") from error
     ids = {
         "traceId": [span.trace_id for span in spans],
         "spanId": [span.span_id for span in spans],
@@ -111,15 +132,14 @@ def read_spans(encoded: Sequence[bytes]) -> list[Span]:
         raise FieldError("startTimeUnixNano is beyond int64")
     if max([span.end_time_unix_nano for span in spans], default=0) > INT64_MAX:
         raise FieldError("endTimeUnixNano is beyond int64")
-    for span, text in zip(spans, encoded, strict=True):
-        if len(text) > 2 * _MANY_EVENTS and len(span.events) > max(
-            _MANY_EVENTS, len(text) // _SHORTEST_EVENT
-        ):
-            raise FieldError(f"{len(span.events)} events, most of them empty")
+    for span in spans:
+        count = len(span.events)
+        if count > _MANY_EVENTS and span.ByteSize() < count * _SHORTEST_EVENT:
+            raise FieldError(f"{count} events, most of them empty")
     return spans
 
 
-def read_span(encoded: bytes) -> Span:
+def read_span(encoded: Any) -> Span:
     """Parse one span, its attributes and events included.
 
     Raises:
