@@ -173,7 +173,11 @@ def beta_rows(
     # The mean of a linear model is the model of the means: one equation per interval, however many steps it has.
     # Null where one of its steps is unknown.
     means = [pl.when(pl.col(n).null_count() == 0).then(pl.col(n).mean()).alias(n) for n in features.names]
-    flags = [pl.col(n).any().alias(n) for n in ("preemption_heavy", "has_prefill", "is_empty")]
+    # What is unknown of a step by itself stays unknown; an interval is what its known steps say.
+    flags = [
+        pl.col(n).any(ignore_nulls=not by_itself).alias(n)
+        for n in ("preemption_heavy", "has_prefill", "is_empty")
+    ]
     begins = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null() | by_itself
     other_engine = pl.any_horizontal(pl.col(name) != pl.col(name).shift(1) for name in ENGINE)
     # An interval begins at every step with a cycle or a known start, and with every engine.
