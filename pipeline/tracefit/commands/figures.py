@@ -2,7 +2,7 @@
 
 Four kinds of figures: models evaluated on their rows, what durations consist of, latencies and steps over load, and engines over
 time. A figure shows some rows, taken evenly in time, and sums up all of them in groups of equal size, so that a page stays
-small. Durations are drawn in ms, times in seconds into the run. What plotly is told is put together in `reports.figures`.
+small. Durations are drawn in ms, times in seconds into the run. What plotly draws is put together in `reports.figures`.
 """
 
 from __future__ import annotations
@@ -1063,14 +1063,6 @@ def _time_bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
         )
         .with_columns(start=pl.col("bin") * width, end=(pl.col("bin") + 1) * width)
         .sort("bin")
-    )
-
-
-def _overloaded(overload: Overload | None, server: str, start_ns: int) -> tuple[ShadedRegion, ...]:
-    return tuple(
-        ShadedRegion("overload", max(0.0, (q.from_ns - start_ns) / 1e9), (q.to_ns - start_ns) / 1e9)
-        for q in (overload.queued if overload else ())
-        if q.server == server
     )
 
 

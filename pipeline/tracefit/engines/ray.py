@@ -86,7 +86,7 @@ class RayEngine:
             # Ray has workers import from the folder it is started in, which may hold any file.
             with chdir("/"):
                 self._ray.init(address=address or "local", **quiet)
-        except Exception as error:
+        except Exception as error:  # Ray's own, gRPC's or a builtin one: whatever it is, there is no cluster
             self._ray.shutdown()
             text = " ".join((str(error) or type(error).__name__).split())[:200]
             hint = "--ray-address names a cluster of the same Ray and Python; RAY_AUTH_MODE=token if it wants one"
@@ -111,7 +111,7 @@ class RayEngine:
             where = f"{self._where}, node {node}"
             try:
                 (version, is_there), _ = self._ray.get(handle)
-            except Exception as error:
+            except Exception as error:  # any error of importing tracefit there, as Ray wraps it
                 raise UsageError("has no tracefit that can be imported", where=where, hint=hint) from error
             if version != __version__:
                 raise UsageError(f"has tracefit {version}, this is {__version__}", where=where, hint=hint)
