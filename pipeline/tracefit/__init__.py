@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tracefit.coefficients.models import Models, load
     from tracefit.commands.compare import compare
     from tracefit.commands.export import export
-    from tracefit.commands.fleet import IngestOptions
     from tracefit.commands.ingest import ServerOptions, ingest
     from tracefit.commands.inspect import inspect
     from tracefit.commands.locate import scan
@@ -32,10 +31,11 @@ if TYPE_CHECKING:
     from tracefit.commands.train import TrainOptions, run, train
     from tracefit.commands.verify import verify
     from tracefit.engines.local import EngineChoice
+    from tracefit.tables.options import IngestOptions
 
 _LAZY = {
     "EngineChoice": "tracefit.engines.local",
-    "IngestOptions": "tracefit.commands.fleet",
+    "IngestOptions": "tracefit.tables.options",
     "Models": "tracefit.coefficients.models",
     "ServerOptions": "tracefit.commands.ingest",
     "TrainOptions": "tracefit.commands.train",

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tracefit import DataError, UsageError, ingest, run, train
-from tracefit.commands.fleet import IngestOptions
 from tracefit.errors import TracefitError
+from tracefit.tables.options import IngestOptions
 from tracefit.tables.store import TableStore
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from containers import framed, to_protobuf, zstd
 from tracefit import ingest
-from tracefit.commands.fleet import IngestOptions
 from tracefit.commands.ingest import plan_ingest
+from tracefit.tables.options import IngestOptions
 from tracefit.tables.store import TableStore
 
 

@@ -16,7 +16,7 @@ from tracefit.engines.jobs import attempt
 from tracefit.engines.local import LocalEngine
 from tracefit.inputs.discovery import open_inputs
 from tracefit.progress import NullProgress
-from tracefit.tables.build import BuildLimits
+from tracefit.tables.options import BuildLimits
 from tracefit.tables.store import TableStore
 
 EVERY_BYTE = IngestOptions(bytes_per_worker=1)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from containers import COMPRESSIONS, SHAPES, framed, to_json, to_protobuf
-from tracefit.inputs.blocks import Block, ReadLimits, load, read_blocks
+from tracefit.inputs.blocks import Block, ReadOptions, load, read_blocks
 from tracefit.inputs.files import TraceFile
 from tracefit.inputs.framing import records
 from tracefit.inputs.rejects import Reject
@@ -54,7 +54,7 @@ class Read:
 
 def read_file(file, limits=None, **options):
     found = Read()
-    for block in read_blocks(file, limits or ReadLimits(), **options):
+    for block in read_blocks(file, limits or ReadOptions(), **options):
         if isinstance(block, Reject):
             found.rejects.append(block)
             continue

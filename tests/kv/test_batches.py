@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tracefit.inputs.blocks import ReadOptions
 from tracefit.inputs.files import TraceFile
 from tracefit.kv.batches import MAX_LOOSE_BYTES, BlockAges, hash_number
 from tracefit.kv.recordings import read_kv
@@ -70,7 +71,7 @@ def read(tmp_path):
     def of(content):
         path = tmp_path / "kv_events.jsonl"
         path.write_bytes(content)
-        return read_kv([TraceFile.local(path)])
+        return read_kv([TraceFile.local(path)], ReadOptions())
 
     return of
 

@@ -7,6 +7,7 @@ import json
 import polars as pl
 import pytest
 
+from tracefit.inputs.blocks import ReadOptions
 from tracefit.inputs.files import TraceFile
 from tracefit.kv.columns import KV_COLUMNS, kv_tables, transfers, with_kv_cache, with_prefix_hits
 from tracefit.kv.recordings import read_kv
@@ -68,7 +69,7 @@ def tables(tmp_path):
             ),
             "rejects": schema.REJECTS.empty(),
         }
-        return kv_tables(read_kv([TraceFile.local(path)]), base, run_id="run")
+        return kv_tables(read_kv([TraceFile.local(path)], ReadOptions()), base, run_id="run")
 
     return of
 

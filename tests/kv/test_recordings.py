@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tracefit.errors import UsageError
+from tracefit.inputs.blocks import ReadOptions
 from tracefit.inputs.compression import Expansion
 from tracefit.inputs.files import TraceFile
 from tracefit.inputs.rejects import Reject
@@ -58,7 +59,7 @@ def rows(tmp_path):
     def of(content, **options):
         path = tmp_path / "kv_events.bin"
         path.write_bytes(content)
-        return read_kv([TraceFile.local(path)], **options)
+        return read_kv([TraceFile.local(path)], ReadOptions(**options))
 
     return of
 
@@ -139,7 +140,7 @@ def test_a_missing_file_is_a_usage_error(tmp_path):
     file = TraceFile.local(path)
     path.unlink()
     with pytest.raises(UsageError, match="cannot be opened"):
-        read_kv([file])
+        read_kv([file], ReadOptions())
 
 
 def test_a_message_may_claim_more_than_there_is(read):
@@ -189,7 +190,9 @@ def test_of_many_bad_lines_some_are_listed_and_the_rest_is_one_reject(rows, line
 def test_reading_goes_on_with_the_next_file(tmp_path):
     for name, content in (("a", b"x\n" * 50 + LINE), ("b", LINE)):
         (tmp_path / name).write_bytes(content)
-    found = read_kv([TraceFile.local(tmp_path / "a"), TraceFile.local(tmp_path / "b")], max_rejects=5)
+    found = read_kv(
+        [TraceFile.local(tmp_path / "a"), TraceFile.local(tmp_path / "b")], ReadOptions(max_rejects=5)
+    )
     assert found.rows["source_file"].to_list() == [str(tmp_path / "b")]
     assert len(found.rejects) == 6
 

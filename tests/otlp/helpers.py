@@ -22,7 +22,7 @@ from containers import (  # noqa: F401 - tests have them of this module
     to_protobuf,
     zstd,
 )
-from tracefit.inputs.blocks import Block, ReadLimits, load, read_blocks
+from tracefit.inputs.blocks import Block, ReadOptions, load, read_blocks
 from tracefit.inputs.files import TraceFile
 from tracefit.inputs.rejects import Reject
 from tracefit.otlp.decode import DecodeLimits, SpanBatch, Wanted, decode_blocks
@@ -39,7 +39,7 @@ def attribute(key: str, **value: Any) -> Record:
     return {"key": key, "value": value}
 
 
-_USUAL, _USUAL_DECODE = ReadLimits(), DecodeLimits()
+_USUAL, _USUAL_DECODE = ReadOptions(), DecodeLimits()
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyz")
 _TYPES = {"e": {"k": pl.String(), "s": pl.String(), "n": pl.Int64(), "x": pl.Float64(), "b": pl.Boolean()}}
 
@@ -97,8 +97,7 @@ def decode(
     kept: Iterable[str] = _LETTERS,
     span_keys: tuple[str, ...] = (),
     events: Mapping[str, Mapping[str, pl.DataType]] = _TYPES,
-    limits: ReadLimits = _USUAL,
-    show_values: bool = False,
+    options: ReadOptions = _USUAL,
     block_bytes: int | None = None,
     decode_limits: DecodeLimits = _USUAL_DECODE,
 ) -> tuple[list[SpanBatch], list[Reject]]:
@@ -107,14 +106,14 @@ def decode(
     Span attributes of one letter are kept, and of events named `e` the attributes k and s (texts), n (whole numbers), x
     (numbers) and b, unless something else is asked for. `block_bytes` makes blocks as small as that.
     """
-    wanted = Wanted(span_keys, frozenset(kept), events, show_values, limits.max_rejects)
+    wanted = Wanted(span_keys, frozenset(kept), events)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "traces")
         path.write_bytes(data)
-        limits = replace(limits, block_bytes=block_bytes or limits.block_bytes)
-        items = list(read_blocks(TraceFile.local(path), limits, show_values=show_values))
+        options = replace(options, block_bytes=block_bytes or options.block_bytes)
+        items = list(read_blocks(TraceFile.local(path), options))
         blocks = [(n, item, load(item)) for n, item in enumerate(items) if isinstance(item, Block)]
-        return list(decode_blocks(blocks, wanted, decode_limits)), [
+        return list(decode_blocks(blocks, wanted, options, decode_limits)), [
             item for item in items if isinstance(item, Reject)
         ]
 
@@ -136,7 +135,7 @@ def read_records(
         Block("f", "document", encoding, n, None, len(payload), payload) for n, payload in enumerate(payloads)
     ]
     numbered = [(n, block, block.payload) for n, block in enumerate(blocks)]
-    return _plain(list(decode_blocks(numbered, Wanted((), frozenset(kept), events))), [], events)
+    return _plain(list(decode_blocks(numbered, Wanted((), frozenset(kept), events), _USUAL)), [], events)
 
 
 def _plain(

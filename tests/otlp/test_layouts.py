@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracefit.tables.rows import RowOptions, rows_of
+from tracefit.tables.options import IngestOptions
+from tracefit.tables.rows import rows_of, wanted_of
 
 whole_files = settings.get_profile("whole-files")
 seeds = st.integers(0, 2**32)
@@ -229,11 +230,11 @@ def test_the_rows_of_steps_are_what_json_loads_finds(otlp, seed, encoding):
     rng = random.Random(seed)
     keys = [*STEPS.values(), "some.other", "é"]
     text = draw_record(rng, ("step.BATCH_SUMMARY",), keys)
-    wanted = RowOptions().wanted
+    wanted = wanted_of(IngestOptions())
     found = otlp.decode(data_of(otlp, text, encoding), events=wanted.events, span_keys=wanted.span_keys)
     (batch,), rejects = found
     assert rejects == []
-    rows = rows_of(batch, RowOptions())
+    rows = rows_of(batch, IngestOptions())
     types = {key: pl.Float64() if key == "kv.usage_gpu_ratio" else pl.Int64() for key in STEPS.values()}
     expected = expected_events(text, ("step.BATCH_SUMMARY",), types)["step.BATCH_SUMMARY"]
     expected = [

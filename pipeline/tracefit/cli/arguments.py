@@ -15,10 +15,10 @@ import typer
 from tracefit.console import warn
 
 if TYPE_CHECKING:
-    from tracefit.commands.fleet import IngestOptions
     from tracefit.commands.ingest import ServerOptions
     from tracefit.commands.train import TrainOptions
     from tracefit.receive.options import ReceiveOptions
+    from tracefit.tables.options import IngestOptions
 
 
 Paths = Annotated[
@@ -318,7 +318,7 @@ def _keys_of(texts: list[str] | None) -> tuple[str, ...]:
 
 def ingest_options(options: Mapping[str, Any]) -> IngestOptions:
     """Collect the options that bound reading and choose which part of the traces is kept."""
-    from tracefit.commands.fleet import IngestOptions
+    from tracefit.tables.options import IngestOptions
 
     given = {name: options[name] for name in INGEST}
     given["keep_attributes"] = _keys_of(given["keep_attributes"])

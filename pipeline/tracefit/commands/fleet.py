@@ -23,16 +23,14 @@ from tracefit.engines.build import RunTask, build_runs
 from tracefit.engines.decode import Task, decode_task, decode_tasks
 from tracefit.engines.jobs import Job, take_together
 from tracefit.errors import DataError
-from tracefit.inputs.blocks import BLOCK_BYTES, Block, ReadLimits, read_blocks
+from tracefit.inputs.blocks import Block, read_blocks
 from tracefit.inputs.discovery import refuse_other_signal
 from tracefit.inputs.files import ContentHash, content_hash_of, fetch
 from tracefit.inputs.rejects import Reject
 from tracefit.server.context import gpu_to_json
 from tracefit.server.settings import settings_to_json
-from tracefit.tables import dialects, schema
-from tracefit.tables.build import BuildLimits
+from tracefit.tables import schema
 from tracefit.tables.places import Disk
-from tracefit.tables.rows import RowOptions
 from tracefit.tables.staging import staged_parts
 from tracefit.tables.store import IngestedRun, Manifest, ReadFile, StagedPart, put_parts
 
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
     from tracefit.kv.recordings import KvRows
     from tracefit.progress import Progress
     from tracefit.server.context import RunContext
+    from tracefit.tables.options import IngestOptions
     from tracefit.tables.store import TableStore
 
 EXPANSION = 10
@@ -60,45 +59,6 @@ _BUILT_APART = 4
 
 _PUBLISHING_SHARE = 0.1
 """Largest share of the time that goes into writing the manifest, which grows with the runs: meanwhile, finished runs wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class IngestOptions:
-    """Which part of the traces is kept. Traces are private data: text of users is not kept, except on request.
-
-    Attributes:
-        all_spans: Keep spans of other services and scopes too, in the `spans` table alone.
-        keep_attributes: Keys of span attributes to keep beside the usual ones (ids, counts, routes, the model, sampling
-            parameters).
-        show_values: Show the beginning of a rejected record as it is, not only its structure and keys.
-        max_document: Bytes of the longest record; it is held whole.
-        max_rejects: Bad records of a file after which reading it stops.
-        block_bytes: Bytes of a file that are decoded at once; with more, a worker takes more memory.
-        bytes_per_worker: Bytes that are worth another process: it takes about as long to start as to decode 64 MiB.
-        fetched_bytes: Bytes of files of buckets that lie on disk together, unless one alone is larger.
-        build: How much of a run is in memory while its tables are built.
-    """
-
-    all_spans: bool = False
-    keep_attributes: tuple[str, ...] = ()
-    show_values: bool = False
-    max_document: int = 256 << 20
-    max_rejects: int = 100_000
-    block_bytes: int = BLOCK_BYTES
-    bytes_per_worker: int = 64 << 20
-    fetched_bytes: int = 1 << 30
-    build: BuildLimits = field(default_factory=BuildLimits)
-
-    @property
-    def limits(self) -> ReadLimits:
-        """Bounds on reading one file."""
-        return ReadLimits(self.max_document, self.max_rejects, self.block_bytes)
-
-    @property
-    def rows(self) -> RowOptions:
-        """The options for the rows of the tables."""
-        attributes = tuple(sorted({*dialects.SPAN_ATTRIBUTES, *self.keep_attributes}))
-        return RowOptions(attributes, self.all_spans, self.show_values, self.max_rejects)
 
 
 def known_files(run: IngestedRun | None, options: str, there: Callable[[], set[str]]) -> dict[str, ReadFile]:
@@ -189,11 +149,6 @@ def _begins_as(file: TraceFile, known: ReadFile) -> bool:
     return not left and digest.hexdigest() == known.sha256
 
 
-def options_hash(options: RowOptions) -> str:
-    """Hash the options that decide which part of a span is kept."""
-    return hashlib.sha256(repr(options).encode()).hexdigest()
-
-
 @dataclass(slots=True, eq=False)
 class FilePiece:
     """A block, or a reject between blocks: its place in its file, and its staged parts once it is decoded."""
@@ -271,7 +226,7 @@ class Fleet:
         self._engine = engine
         self._progress = progress
         self._options = options
-        self._options_hash = options_hash(options.rows)
+        self._options_hash = options.sha256
         self._there = cache(lambda: staged_parts(store.place))
         # Workers may have another working folder.
         is_folder = isinstance(store.place, Disk)
@@ -349,7 +304,7 @@ class Fleet:
             given.append((run, piece, item))
             size += item.size if isinstance(item, Block) else 0
             # Half full, it is given out: what does not fit would be in memory beside it.
-            if size >= self._options.limits.block_bytes // 2:
+            if size >= self._options.block_bytes // 2:
                 yield self._decode_job(given)
                 given, size = [], 0
         if given:
@@ -357,9 +312,7 @@ class Fleet:
 
     def _decode_job(self, given: Sequence[tuple[RunAtWork, FilePiece, Block | Reject]]) -> Job:
         runs = [list(of_run) for _, of_run in groupby(given, key=lambda each: id(each[0]))]
-        tasks = tuple(
-            Task(tuple(item for _, _, item in run), self._options.rows, self._place) for run in runs
-        )
+        tasks = tuple(Task(tuple(item for _, _, item in run), self._options, self._place) for run in runs)
         pieces = [(run, piece) for run, piece, _ in given]
         return Job(decode_tasks, tasks, given[0][2].source_file, partial(self._take_decoded, pieces))
 
@@ -377,7 +330,7 @@ class Fleet:
     def _build_job(self) -> Job:
         """Return a job for some of the runs that wait: few enough that every worker gets some."""
         share = -(-len(self._ready) // self._engine.workers)
-        most_bytes = self._options.limits.block_bytes
+        most_bytes = self._options.block_bytes
         runs = take_together(self._ready, lambda run: run.size_bytes, most=share, most_bytes=most_bytes)
         if len(self._runs) == 1:
             self._progress.stage(f"writing {runs[0].run_id}")
@@ -442,10 +395,9 @@ class Fleet:
         content = None if isinstance(work.content, str) else work.content
         for item in read_blocks(
             copy,
-            self._options.limits,
+            self._options,
             on_read=self._progress.read if content else None,
             content_hash=content,
-            show_values=self._options.show_values,
             by_path=self._by_path and content is not None,
         ):
             if work.rejects >= self._options.max_rejects:
@@ -468,7 +420,7 @@ class Fleet:
                 reason = f"more than {most} rejects: the rest of the file is not read (--max-rejects sets the limit)"
                 self._progress.warn(f"{file.name}: {reason}")
                 last = Reject(file.name, piece.offset, 0, reason)
-                parts += decode_task(Task((last,), self._options.rows, self._place))[0]
+                parts += decode_task(Task((last,), self._options, self._place))[0]
                 break
         return ReadFile(
             path=file.name,
@@ -507,7 +459,7 @@ class Fleet:
         if files and (self._engine.carries_bytes or any(file.filesystem for file in files)):
             from tracefit.kv.recordings import read_kv  # noqa: PLC0415 - most runs have none
 
-            kv = read_kv(files, max_rejects=self._options.limits.max_rejects)
+            kv = read_kv(files, self._options)
         return RunTask(
             run_id=run.run_id,
             name=run.source.name,
@@ -518,8 +470,7 @@ class Fleet:
             limits=_limits(run.context),
             context=run.context,
             kv=kv,
-            max_rejects=self._options.limits.max_rejects,
-            memory_limits=self._options.build,
+            options=self._options,
         )
 
     def _publish(self) -> None:

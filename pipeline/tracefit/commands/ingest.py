@@ -14,10 +14,8 @@ import polars as pl
 
 from tracefit.commands.fleet import (
     Fleet,
-    IngestOptions,
     RunAtWork,
     known_files,
-    options_hash,
     resolve_run_id,
     unchanged,
 )
@@ -34,6 +32,7 @@ from tracefit.server.context import RunContext, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
 from tracefit.tables.disk import disk_errors
+from tracefit.tables.options import IngestOptions
 from tracefit.tables.staging import staged_parts
 from tracefit.tables.store import TableStore
 
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tracefit.engines.jobs import TaskEngine
-    from tracefit.tables.rows import RowOptions
 
 _MOST_REASONS = 6
 
@@ -273,16 +271,14 @@ def plan_ingest(
     """
     store = TableStore(out)
     with open_inputs(paths) as inputs:
-        files = [
-            f for source in inputs.runs for f in _planned(source, store, (options or IngestOptions()).rows)
-        ]
+        files = [f for source in inputs.runs for f in _planned(source, store, options or IngestOptions())]
         return IngestPlan(tuple(files), tuple(f"{left.name}: {left.reason}" for left in inputs.left_out))
 
 
-def _planned(source: RunSource, store: TableStore, options: RowOptions) -> Iterator[PlannedFile]:
+def _planned(source: RunSource, store: TableStore, options: IngestOptions) -> Iterator[PlannedFile]:
     manifest = store.manifest()
     run_id = resolve_run_id(manifest, source)
-    known = known_files(manifest.runs.get(run_id), options_hash(options), lambda: staged_parts(store.place))
+    known = known_files(manifest.runs.get(run_id), options.sha256, lambda: staged_parts(store.place))
     for file in source.trace_files:
         contents, entry = inspect_file(file), known.get(file.name)
         # A file in a bucket that was written again may be the same all the same.

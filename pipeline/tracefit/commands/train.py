@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from tracefit.coefficients.model import Evaluation
-    from tracefit.commands.fleet import IngestOptions
     from tracefit.engines.jobs import TaskEngine
     from tracefit.fit.fitted import FittedModel, FittedScope
     from tracefit.fit.results import Latency, Metrics, Overload
+    from tracefit.tables.options import IngestOptions
 
 
 _NAMED_RUNS = 3

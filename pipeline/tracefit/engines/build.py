@@ -13,7 +13,7 @@ from tracefit import memory
 from tracefit.errors import DataError
 from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
 from tracefit.tables import dialects, schema
-from tracefit.tables.build import BuildLimits, build_tables
+from tracefit.tables.build import build_tables
 from tracefit.tables.runs import COMPLETE_SHARE
 from tracefit.tables.store import RunWriter, put_parts
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tracefit.inputs.files import TraceFile
     from tracefit.kv.recordings import KvRows
     from tracefit.server.context import RunContext
+    from tracefit.tables.options import BuildLimits, IngestOptions
     from tracefit.tables.places import Place
     from tracefit.tables.store import ReadFile, TableFile
     from tracefit.timeline import EngineLimits
@@ -45,8 +46,7 @@ class RunTask:
         limits: Settings of the server that bound values of the tables.
         context: The server.
         kv: Its recordings of KV-cache events: the files, or their rows where workers may be without the files.
-        max_rejects: Bad events of a recording after which reading it stops.
-        memory_limits: How much of the run is in memory at a time.
+        options: Bounds on reading the recordings, and on the run's share of memory.
     """
 
     run_id: str
@@ -58,8 +58,7 @@ class RunTask:
     limits: Mapping[str, float]
     context: RunContext
     kv: tuple[TraceFile, ...] | KvRows
-    max_rejects: int
-    memory_limits: BuildLimits
+    options: IngestOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +126,12 @@ def _build(task: RunTask, folder: Path) -> BuiltRun:
             writer=writer,
             run_columns=task.columns,
             limits=task.limits,
-            memory_limits=task.memory_limits,
+            memory_limits=task.options.build,
         )
         # After the tables of the traces: KV events are matched with their steps and requests.
         writer.write_all(_kv_tables(task, writer.read))
         runs = writer.read("runs")
-        if is_small(runs, task.memory_limits):
+        if is_small(runs, task.options.build):
             writer.write_all(timeline_of(writer.read, task.context))
         return BuiltRun(writer.close(), {}, runs)
 
@@ -145,7 +144,7 @@ def _kv_tables(task: RunTask, read: Callable[[str], pl.DataFrame]) -> dict[str, 
 
     names = ("steps", "journey_events", "requests", "runs", "rejects")
     return kv_tables(
-        read_kv(task.kv, max_rejects=task.max_rejects) if isinstance(task.kv, tuple) else task.kv,
+        read_kv(task.kv, task.options) if isinstance(task.kv, tuple) else task.kv,
         {name: read(name) for name in names},
         run_id=task.run_id,
         block_size=task.context.settings.block_size,

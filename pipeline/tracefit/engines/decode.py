@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from tracefit.inputs.blocks import Block, load
 from tracefit.inputs.rejects import Reject
 from tracefit.otlp.decode import decode_blocks
-from tracefit.tables.rows import RowOptions, rows_of
+from tracefit.tables.rows import rows_of, wanted_of
 from tracefit.tables.staging import write_staged
 from tracefit.tables.store import StagedPart
 
 if TYPE_CHECKING:
+    from tracefit.tables.options import IngestOptions
     from tracefit.tables.places import Place
 
 
@@ -28,7 +29,7 @@ class Task:
     """
 
     items: tuple[Block | Reject, ...]
-    options: RowOptions
+    options: IngestOptions
     place: Place
 
 
@@ -58,9 +59,10 @@ def decode_task(task: Task) -> Decoded:
     rejects = [(number, item) for number, item in enumerate(task.items) if isinstance(item, Reject)]
     blocks = [(number, item, load(item)) for number, item in enumerate(task.items) if isinstance(item, Block)]
     alike = [list(some) for _, some in groupby(blocks, key=lambda block: block[1].encoding)]
-    batches = (decode_blocks(some, task.options.wanted) for some in alike)
-    for batch in chain(*batches, decode_blocks([], task.options.wanted, rejects=rejects)):
-        rows = rows_of(batch, task.options)
+    options, wanted = task.options, wanted_of(task.options)
+    batches = (decode_blocks(some, wanted, options) for some in alike)
+    for batch in chain(*batches, decode_blocks([], wanted, options, rejects=rejects)):
+        rows = rows_of(batch, options)
         name = write_staged(rows, task.place)
         for file, spans, other_spans, bad in rows.counts.iter_rows():
             parts[file].append(

@@ -1,7 +1,7 @@
 """Cut a trace file into blocks of whole records: the units of decoding, in this process or another.
 
 A block of an uncompressed local file is a byte range, which the decoding process reads itself; any other block carries
-its bytes. Offsets count in the decompressed file. At most a few blocks are in memory, and at most `ReadLimits.max_document`
+its bytes. Offsets count in the decompressed file. At most a few blocks are in memory, and at most `ReadOptions.max_document`
 bytes of one record.
 """
 
@@ -33,20 +33,20 @@ _SMALLEST_READ_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class ReadLimits:
-    """Bounds on reading one file.
+class ReadOptions:
+    """Bounds on reading one file, and what is shown of its rejects.
 
     Attributes:
+        show_values: Whether excerpts of rejects may show values of records, which are private.
         max_document: Bytes of the longest record that is read; a record is held whole.
         max_rejects: Rejects of a file after which reading it stops.
         block_bytes: Usual size of a block; the last one is smaller, a block with a longer record is larger.
-        expansion: Bounds on compressed content.
     """
 
+    show_values: bool = False
     max_document: int = 256 << 20
     max_rejects: int = 100_000
     block_bytes: int = BLOCK_BYTES
-    expansion: Expansion = USUAL
 
     @property
     def head_bytes(self) -> int:
@@ -80,11 +80,11 @@ class Block:
 
 def read_blocks(
     file: TraceFile,
-    limits: ReadLimits = ReadLimits(),
+    options: ReadOptions = ReadOptions(),
     *,
+    bounds: Expansion = USUAL,
     on_read: Callable[[int], object] | None = None,
     content_hash: ContentHash | None = None,
-    show_values: bool = False,
     by_path: bool = True,
 ) -> Iterator[Block | Reject]:
     """Yield the blocks of a file in order, and rejects for the bytes between them.
@@ -93,25 +93,27 @@ def read_blocks(
 
     Args:
         file: The file.
-        limits: Bounds on record length and rejects.
+        options: Bounds on record length and rejects.
+        bounds: Bounds on compressed content.
         on_read: Receives the number of bytes of the file, as stored, that were read.
         content_hash: Receives the bytes as they are read.
-        show_values: Whether excerpts of rejects may show values of records, which are private.
         by_path: Whether blocks of uncompressed local files come as ranges, for other processes to read.
 
     Raises:
         UsageError: If the file cannot be opened or read to its end.
     """
     rejects = 0
-    chunk_bytes = max(limits.block_bytes, _SMALLEST_READ_BYTES)
-    bounds = replace(limits.expansion, chunk_bytes=min(limits.expansion.chunk_bytes, chunk_bytes))
+    chunk_bytes = max(options.block_bytes, _SMALLEST_READ_BYTES)
+    bounds = replace(bounds, chunk_bytes=min(bounds.chunk_bytes, chunk_bytes))
     with file.open(on_read=on_read, content_hash=content_hash) as raw:
-        splitter = _Splitter(file, limits, pieces(raw, bounds), show_values=show_values, by_path=by_path)
+        splitter = _Splitter(file, options, bounds, pieces(raw, bounds), by_path=by_path)
         for item in splitter.blocks():
             yield item
             rejects += isinstance(item, Reject)
-            if rejects >= limits.max_rejects:
-                yield Reject(file.name, 0, 0, f"more than {limits.max_rejects} rejects: the rest is not read")
+            if rejects >= options.max_rejects:
+                yield Reject(
+                    file.name, 0, 0, f"more than {options.max_rejects} rejects: the rest is not read"
+                )
                 return
 
 
@@ -124,7 +126,7 @@ def inspect_file(file: TraceFile, bounds: Expansion = USUAL) -> Contents:
     with file.open() as raw, rewindable(raw) as stream:
         compression = compression_of(read_fully(stream, 8))
         content = pieces(stream, bounds, most_bytes=bounds.most_junk_bytes)
-        splitter = _Splitter(file, ReadLimits(expansion=bounds), content)
+        splitter = _Splitter(file, ReadOptions(), bounds, content)
         rejects = list(splitter.detect())
     found = splitter.contents
     # A file of which nothing can be decompressed is not an empty one.
@@ -154,16 +156,16 @@ class _Splitter:
     def __init__(
         self,
         file: TraceFile,
-        limits: ReadLimits,
+        options: ReadOptions,
+        bounds: Expansion,
         content: Iterator[Piece | Gap],
         *,
-        show_values: bool = False,
         by_path: bool = False,
     ) -> None:
         self._file = file
-        self._limits = limits
+        self._options = options
+        self._bounds = bounds
         self._content = content
-        self._show_values = show_values
         # Where other processes find the file: some engines' workers have a working folder of their own.
         self._path = os.path.abspath(file.path) if by_path and file.filesystem is None else None  # noqa: PTH100 - `..` of a link stays what it is
         self._buffer = b""
@@ -174,20 +176,20 @@ class _Splitter:
 
     def detect(self) -> Iterator[Reject]:
         """Find the format of the content; pass over a beginning that is junk, a head at a time, and yield one reject for it."""
-        yield from self._fill(self._limits.head_bytes)
+        yield from self._fill(self._options.head_bytes)
         contents = detect_format(self._buffer, is_whole=self._is_last)
-        most = self._limits.expansion.most_junk_bytes
+        most = self._bounds.most_junk_bytes
         while contents.shape == "unknown" and not self._is_last and self._offset < most:
             # A record may begin in the last bytes of what is passed over.
             self._drop(len(self._buffer) - JUNK_EDGE_BYTES)
-            yield from self._fill(self._limits.head_bytes)
+            yield from self._fill(self._options.head_bytes)
             contents = detect_format(self._buffer, is_whole=False)
         if self._offset and contents.shape != "unknown":
             yield Reject(self._file.name, 0, self._offset, "not OTLP traces")
         self.contents = contents
 
     def blocks(self) -> Iterator[Block | Reject]:
-        yield from self._fill(self._limits.head_bytes)
+        yield from self._fill(self._options.head_bytes)
         is_text = self._buffer.lstrip().startswith((b"{", b"["))
         yield from self.detect()
         shape, encoding = self.contents.shape, self.contents.encoding or "json"
@@ -196,8 +198,8 @@ class _Splitter:
             return
         if shape == "empty":
             return
-        longest = self._limits.max_document
-        usual = wanted = min(self._limits.block_bytes, longest + 1)
+        longest = self._options.max_document
+        usual = wanted = min(self._options.block_bytes, longest + 1)
         while self._buffer or not self._is_last:
             yield from self._fill(wanted)
             size = whole_records(self._buffer, shape, is_last=self._is_last)
@@ -245,10 +247,12 @@ class _Splitter:
         while (found := next_record(self._buffer, shape, 1) if can_go_on else -1) < 0:
             # A record header may lie across the edge of the buffer, so that its last bytes are searched again.
             self._drop(max(len(self._buffer) - _EDGE_BYTES, 1))
-            yield from self._fill(self._limits.block_bytes)
+            yield from self._fill(self._options.block_bytes)
             if self._is_last and len(self._buffer) <= _EDGE_BYTES:
                 found = len(self._buffer)
                 break
         self._drop(found)
-        outline = excerpt(begins, encoding, show_values=self._show_values) if encoding == "json" else ""
+        outline = (
+            excerpt(begins, encoding, show_values=self._options.show_values) if encoding == "json" else ""
+        )
         yield Reject(self._file.name, start, self._offset - start, reason, outline)

@@ -29,10 +29,9 @@ from tracefit.kv.batches import (
 )
 
 if TYPE_CHECKING:
+    from tracefit.inputs.blocks import ReadOptions
     from tracefit.inputs.files import TraceFile
 
-MAX_REJECTS = 100_000
-"""Batches and events of a file that are listed as rejects, by default."""
 MAX_BATCH_BYTES = 32 << 20
 """A longer line or message is not held; decoded, a hostile one takes ten times as much."""
 
@@ -65,14 +64,14 @@ class KvRows:
     rejects: list[Reject]
 
 
-def read_kv(files: Iterable[TraceFile], *, max_rejects: int = MAX_REJECTS) -> KvRows:
+def read_kv(files: Iterable[TraceFile], options: ReadOptions) -> KvRows:
     """Read the KV-cache recordings of one run.
 
     Memory grows with the number of events, not with their token ids. A bad event costs only itself.
 
     Args:
         files: The recordings, in the order of their times.
-        max_rejects: Rejects of a file after which reading it stops, with one reject for the rest.
+        options: Rejects of a file after which reading it stops, with one reject for the rest.
 
     Raises:
         UsageError: A file cannot be opened, or not be read to its end.
@@ -82,7 +81,7 @@ def read_kv(files: Iterable[TraceFile], *, max_rejects: int = MAX_REJECTS) -> Kv
     rows: list[tuple[Any, ...]] = []
     rejects: list[Reject] = []
     for file in files:
-        left = max_rejects
+        left = options.max_rejects
         for item in _rows_of_file(file, ages):
             if not isinstance(item, Reject):
                 rows.append(item)
@@ -93,7 +92,7 @@ def read_kv(files: Iterable[TraceFile], *, max_rejects: int = MAX_REJECTS) -> Kv
                 rejects.append(item)
                 left -= 1
             else:
-                reason = f"more than {max_rejects} rejects: the rest is not read"
+                reason = f"more than {options.max_rejects} rejects: the rest is not read"
                 rejects.append(replace(item, reason=reason, excerpt=""))
                 break
     return KvRows(pl.concat([*frames, _frame(rows)]), rejects)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tracefit.inputs.blocks import Block
+    from tracefit.inputs.blocks import Block, ReadOptions
     from tracefit.inputs.framing import Shape
     from tracefit.inputs.rejects import Encoding
 
@@ -119,15 +119,11 @@ class Wanted:
         span_keys: Attribute keys of spans that get a String column each.
         kept_keys: Attribute keys of spans that are kept in `attributes`.
         events: Event name to attribute key to the type of its column.
-        show_values: Whether excerpts of rejects may show values of records, which are private.
-        max_rejects: Rejects of a block after which the rest of it is not decoded.
     """
 
     span_keys: tuple[str, ...] = ()
     kept_keys: frozenset[str] = frozenset()
     events: Mapping[str, Mapping[str, pl.DataType]] = field(default_factory=dict)
-    show_values: bool = False
-    max_rejects: int = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +189,7 @@ def _encoding(name: Encoding) -> _Encoding:
 def decode_blocks(
     blocks: Sequence[tuple[int, Block, bytes]],
     wanted: Wanted,
+    options: ReadOptions,
     limits: DecodeLimits = DecodeLimits(),
     *,
     rejects: Sequence[tuple[int, Reject]] = (),
@@ -202,16 +199,18 @@ def decode_blocks(
     Args:
         blocks: Each block with its number (column `file` of the frames) and its bytes.
         wanted: Which data become columns.
+        options: Rejects of a block after which the rest of it is not decoded, and what is shown of them.
         limits: Bounds on what is held at a time.
         rejects: Rejects of the bytes around the blocks, numbered likewise; they come in the first batch.
 
     Yields:
         Batches of spans: one, or more where the records are long.
     """
-    decoder = _BatchDecoder(_encoding(blocks[0][1].encoding if blocks else "json"), wanted, limits, rejects)
+    encoding = _encoding(blocks[0][1].encoding if blocks else "json")
+    decoder = _BatchDecoder(encoding, wanted, options, limits, rejects)
     for file, block, payload in blocks:
         for item in records(payload, block.shape):
-            if decoder.rejected[file] >= wanted.max_rejects:
+            if decoder.rejected[file] >= options.max_rejects:
                 break  # the reader of the file counts its rejects, and reports the limit
             record = _Record(file, block.offset + item.offset, item.payload, block.shape)
             yield from decoder.add(record, item.fault)
@@ -225,12 +224,14 @@ class _BatchDecoder:
         self,
         encoding: _Encoding,
         wanted: Wanted,
+        options: ReadOptions,
         limits: DecodeLimits,
         rejects: Sequence[tuple[int, Reject]],
     ) -> None:
         self.rejected: Counter[int] = Counter()
         self._encoding = encoding
         self._wanted = wanted
+        self._options = options
         self._limits = limits
         self._held: list[_ScopePiece] = []
         self._rejects = list(rejects)
@@ -255,10 +256,10 @@ class _BatchDecoder:
     ) -> None:
         payload = record.payload[start:end]
         shown = payload if shown is None else shown
-        text = excerpt(shown, self._encoding.NAME, show_values=self._wanted.show_values)
+        text = excerpt(shown, self._encoding.NAME, show_values=self._options.show_values)
         self._rejects.append((record.file, Reject("", record.offset + start, len(payload), reason, text)))
         self.rejected[record.file] += 1
-        if self.rejected[record.file] >= self._wanted.max_rejects:
+        if self.rejected[record.file] >= self._options.max_rejects:
             raise TooManyRejectsError("")
 
     def _pieces(self, record: _Record, fault: str, *, is_inner: bool = False) -> Iterator[_ScopePiece]:
@@ -308,7 +309,7 @@ class _BatchDecoder:
     def _read_one_by_one(self, piece: _ScopePiece) -> list[Span]:
         """Return the spans of a piece that are valid, in any spelling; reject the others."""
         spans: list[Span] = []
-        if self.rejected[piece.record.file] >= self._wanted.max_rejects:
+        if self.rejected[piece.record.file] >= self._options.max_rejects:
             return spans
         with suppress(TooManyRejectsError):
             for number, encoded in enumerate(piece.spans, piece.first):

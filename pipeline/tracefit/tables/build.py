@@ -37,25 +37,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from tracefit.tables.options import BuildLimits
     from tracefit.tables.places import Place
     from tracefit.tables.store import ReadFile, RunWriter
-
-
-@dataclass(frozen=True, slots=True)
-class BuildLimits:
-    """How much of a run is in memory while its tables are built.
-
-    Attributes:
-        window_bytes: Bytes on disk of the staged parts that are read together; in memory they take several times as much.
-        sorted_bytes: Bytes of rows that wait to be sorted; beyond it they are spilled to disk.
-        small_run_rows: Steps, journey events and snapshots of a run up to which its tables stay in memory until they are
-            written, and its timeline is built from them. The timeline of a larger run is left to `train`, which has more
-            memory: about 1 KiB for each step.
-    """
-
-    window_bytes: int = 8 << 20
-    sorted_bytes: int = 48 << 20
-    small_run_rows: int = 100_000
 
 
 _BYTES_PER_SPAN = 128

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from tracefit.otlp.decode import SpanBatch, Wanted
+    from tracefit.tables.options import IngestOptions
 
 UNKNOWN_SERVER = "unknown"
 OTHER_REASON = "other"
@@ -41,34 +42,11 @@ _NO_EVENTS = pl.DataFrame(schema={"row": pl.UInt32, "unix_ns": pl.Int64, "span_s
 """In place of events that a batch has none of: their attributes are null."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowOptions:
-    """Which part of the input is kept.
+def wanted_of(options: IngestOptions) -> Wanted:
+    """Return the data that the decoder turns into columns."""
+    from tracefit.otlp.decode import Wanted  # noqa: PLC0415 - staged rows are read without the decoder
 
-    Attributes:
-        attributes: Keys of the span attributes that go into `spans.attributes`.
-        all_spans: Whether spans of other scopes go into `spans` too.
-        show_values: Whether excerpts of rejects may show values of records, which are private.
-        max_rejects: Rejects of a file after which reading it stops.
-    """
-
-    attributes: tuple[str, ...] = dialects.SPAN_ATTRIBUTES
-    all_spans: bool = False
-    show_values: bool = False
-    max_rejects: int = 100_000
-
-    @property
-    def wanted(self) -> Wanted:
-        """The data that the decoder turns into columns."""
-        from tracefit.otlp.decode import Wanted  # noqa: PLC0415 - staged rows are read without the decoder
-
-        return Wanted(
-            span_keys=dialects.SPAN_KEYS,
-            kept_keys=frozenset(self.attributes),
-            events=_event_types(),
-            show_values=self.show_values,
-            max_rejects=self.max_rejects,
-        )
+    return Wanted(dialects.SPAN_KEYS, options.attributes, _event_types())
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +99,11 @@ def _types(keys: Mapping[str, tuple[str, ...]], table: schema.TableSchema) -> di
     return {key: types[name] for name, spellings in keys.items() for key in spellings}
 
 
-def rows_of(batch: SpanBatch, options: RowOptions) -> SpanRows:
+def rows_of(batch: SpanBatch, options: IngestOptions) -> SpanRows:
     """Return one batch as rows with the column names of the tables.
 
     Args:
-        batch: Decoded spans, with the data of `RowOptions.wanted`.
+        batch: Decoded spans, with the data of `wanted_of`.
         options: Which of them are kept.
     """
     spans = batch.spans.with_columns(
