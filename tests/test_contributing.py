@@ -133,8 +133,9 @@ import json, sys
 from pathlib import Path
 from tracefit import ingest, run
 from tracefit.coefficients.files import read_evaluation
-from tracefit.commands.figures import scope_figures
 from tracefit.commands.train import TrainOptions
+from tracefit.diagnostics.scope import diagnose
+from tracefit.reports.figures.scope import scope_figures
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
 
@@ -144,7 +145,7 @@ run([busy], out, options=TrainOptions(fast=True, features="batch"))
 ingest([acme], out / "acme")
 store = TableStore(out / "tables")
 (scope,) = read_evaluation(out / "evaluation.json").scopes
-figures = scope_figures(scope, (), store, points=10).by_name()
+figures = scope_figures(scope, (), diagnose(scope, (), store), points=10).by_name()
 print(json.dumps({
     "a feature": "ended_twice" in store.read("beta_training").columns,
     "a dialect": TableStore(out / "acme").read("requests").select("prompt_tokens", "ttft_us").rows(),

@@ -27,7 +27,7 @@ ORDER = (
     ("features",),
     ("fit",),
     ("coefficients",),
-    ("consumers",),
+    ("consumers", "diagnostics"),
     ("engines",),
     ("reports",),
     ("synth",),

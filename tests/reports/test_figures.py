@@ -8,10 +8,13 @@ import polars as pl
 import pytest
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
-from tracefit.commands.figures import engine_figure, evaluated, model_figures, thinned
+from tracefit.diagnostics.engines import engine_run
+from tracefit.diagnostics.rows import evaluated
 from tracefit.features.targets import TARGETS
 from tracefit.fit.results import Overload, QueuePeriod
-from tracefit.reports.figures import robust_limits
+from tracefit.reports.figures.elements import robust_limits
+from tracefit.reports.figures.engines import engine_figure
+from tracefit.reports.figures.models import model_figures, step_times_figure, thinned
 from tracefit.tables.store import TableStore
 
 
@@ -136,7 +139,7 @@ def test_the_engine_over_its_run_by_hand():
         for s in ("s", "another")
     ]
     overload = Overload(run_id="r", reasons=("why",), trained_on=False, queued=tuple(queued))
-    figure = engine_figure(timeline, training, run_id="r", server="s", overload=overload)
+    figure = engine_figure(engine_run(timeline, training, run_id="r", server="s", overload=overload))
     assert figure.title == "The engine of r, s: overloaded, left out of training"
     lines = {t["name"]: t for t in figure.traces}
     assert set(lines["requests running"]["y"]) == {4.0}
@@ -161,7 +164,7 @@ def _marked(figure):
 def test_tokens_are_those_of_the_steps_that_are_known():
     """One step in ten is traced: a sum over time would be a tenth of the truth."""
     timeline = _timeline(running_depth=[4] * 801).gather_every(10)
-    figure = engine_figure(timeline, NO_TRAINING, run_id="r", server="s")
+    figure = engine_figure(engine_run(timeline, NO_TRAINING, run_id="r", server="s"))
     (tokens,) = (t for t in figure.traces if t["name"] == "tokens per step")
     assert set(tokens["y"]) == {15.0}
 
@@ -176,14 +179,14 @@ def test_of_many_idle_gaps_the_longest_are_marked():
         cycle_us=[*(s * 1e6 for s in lengths), None],
         idle_after=[True] * 63 + [False],
     )
-    figure = engine_figure(timeline, NO_TRAINING, run_id="r", server="s")
+    figure = engine_figure(engine_run(timeline, NO_TRAINING, run_id="r", server="s"))
     assert [name for name, *_ in _marked(figure)] == ["idle"] * 60
     assert [start for _, start, _ in _marked(figure)] == pytest.approx(starts[3:-1])
     assert [s["showlegend"] for s in figure.layout["shapes"]] == [True, *[False] * 59], "in the legend once"
 
 
 def test_an_engine_of_which_little_is_known_is_not_drawn():
-    assert engine_figure(_timeline(running_depth=[1]), NO_TRAINING, run_id="r", server="s") is None
+    assert engine_run(_timeline(running_depth=[1]), NO_TRAINING, run_id="r", server="s") is None
 
 
 def test_a_few_outliers_do_not_stretch_an_axis():
@@ -206,3 +209,21 @@ def test_medians_of_residuals_are_those_of_the_rows(drawn):
     middle = residuals[half] if len(residuals) % 2 else (residuals[half - 1] + residuals[half]) / 2
     assert len(medians["y"]) == 8
     assert medians["y"][0] == pytest.approx(middle, abs=1e-5)
+
+
+def test_time_goes_on_through_several_runs(trained):
+    """The busy run twice, as two servers' runs: the second begins after the first, with a gap where lines break."""
+    (model,) = read_coefficients(trained / "models/beta.json").models
+    rows = TableStore(trained / "tables").read("beta_training")
+    twice = pl.concat([rows, rows.with_columns(run_id=pl.lit("second"))])
+    figure = step_times_figure("s", evaluated(model, twice), points=1000)
+    first, second = figure.layout["annotations"]
+    points, measured, predicted = figure.traces
+    kept = rows.filter(pl.col("excluded_reason").is_null())
+    seconds = (kept["ts_ns"].max() - kept["ts_ns"].min()) / 1e9
+    assert (first["x"], second["text"]) == (0.0, "second")
+    assert second["x"] == pytest.approx(seconds * 1.04), "2 % of both runs' time lie between them"
+    assert measured["x"] == sorted(measured["x"])
+    assert measured["y"].count(None) == predicted["y"].count(None) == 1
+    assert len(figure.layout["shapes"]) == 2
+    assert max(points["x"]) == pytest.approx(second["x"] + seconds, rel=1e-4)

@@ -8,8 +8,8 @@ import polars as pl
 import pytest
 
 from tracefit.coefficients.files import read_evaluation
-from tracefit.commands.figures import measured_latencies
-from tracefit.reports.figures import distribution_figures
+from tracefit.diagnostics.load import measured_latencies
+from tracefit.reports.figures.evaluation import distribution_figures
 
 
 @pytest.fixture

@@ -7,16 +7,12 @@ import pytest
 
 import tracefit
 from tracefit.coefficients.files import read_evaluation
-from tracefit.commands.figures import (
-    bins_by_run,
-    latencies_over_load,
-    latency_load_figure,
-    runs_figure,
-    step_times_over_batch,
-)
 from tracefit.commands.report import parse_slo
+from tracefit.diagnostics.groups import bins_by_run
+from tracefit.diagnostics.load import latencies_over_load, step_times_over_batch
 from tracefit.errors import UsageError
-from tracefit.reports.figures import distribution_figures
+from tracefit.reports.figures.evaluation import distribution_figures
+from tracefit.reports.figures.load import latency_load_figure, runs_figure
 
 MS = 1_000_000
 

@@ -17,7 +17,7 @@ from plotly.graph_objects import Figure as PlotlyFigure
 from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.commands.report import report, report_of
 from tracefit.reports.document import Bullets, Figure, Report, Section, Table, UseVerdict, Verdicts
-from tracefit.reports.figures import name_text
+from tracefit.reports.figures.elements import name_text
 from tracefit.reports.page import html_page
 from tracefit.tables.store import TableStore
 

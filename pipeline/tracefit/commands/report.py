@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
-from tracefit.commands.figures import SLO_MS, scope_figures
+from tracefit.diagnostics.scope import diagnose
 from tracefit.errors import TracefitError, UsageError, known_names
 from tracefit.features.targets import LATENCIES
 from tracefit.inputs.buckets import place_of
 from tracefit.progress import NullProgress, Progress
 from tracefit.reports.content import build_report
 from tracefit.reports.document import markdown_text, plain
+from tracefit.reports.figures.scope import SLO_MS, ScopeFigures, scope_figures
 from tracefit.reports.sentences import verdicts
 from tracefit.results.models import ReportResult
 from tracefit.results.notebook import draw_with
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.model import CoefficientFile, Evaluation, Model, ScopeEvaluation
     from tracefit.reports.document import Report
-    from tracefit.reports.figures import ScopeFigures
 
 MAX_PAGE_BYTES = 6_000_000
 """Of these plotly itself takes 4.8 million."""
@@ -124,9 +124,7 @@ def report_of(
         figures: dict[str, ScopeFigures] | None = None
         if store is not None:
             figures = {
-                scope.scope_id: scope_figures(
-                    scope, _models_of(scope, models), store, points=points, slo_ms=slo_ms
-                )
+                scope.scope_id: _figures_of(scope, _models_of(scope, models), store, points, slo_ms)
                 for scope in evaluation.scopes[:drawn]
             }
         made = build_report(evaluation, alpha, beta, figures, traced=traced)
@@ -137,6 +135,16 @@ def report_of(
     if figures and progress is not None:
         _warn_of_other_frames(evaluation, models, figures, progress)
     return made
+
+
+def _figures_of(
+    scope: ScopeEvaluation,
+    models: Sequence[Model],
+    store: TableStore,
+    points: int,
+    slo_ms: Mapping[str, float] = SLO_MS,
+) -> ScopeFigures:
+    return scope_figures(scope, models, diagnose(scope, models, store), points=points, slo_ms=slo_ms)
 
 
 def _warn_of_other_frames(
@@ -165,7 +173,7 @@ def draw(evaluation: Path, models: Path, tables: Path, figure: str, scope: str |
     chosen = _scope_of(published, scope)
     fitted = [m for kind in ("beta", "alpha") for m in read_coefficients(models / f"{kind}.json").models]
     own = _models_of(chosen, fitted)
-    figures = scope_figures(chosen, own, TableStore(tables), points=_NOTEBOOK_POINTS).by_name()
+    figures = _figures_of(chosen, own, TableStore(tables), _NOTEBOOK_POINTS).by_name()
     if figure not in figures:
         raise UsageError(f"there is no figure {figure}", hint=known_names(figure, figures, title="figures"))
     return plotly_figure(figures[figure])

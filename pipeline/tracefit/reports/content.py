@@ -15,7 +15,7 @@ from tracefit.coefficients.model import BoundaryModel, RegimesModel
 from tracefit.features.targets import LATENCIES, around_steps
 from tracefit.fit.results import NEVER
 from tracefit.reports.document import Bullets, Report, kept, section, table, table_of
-from tracefit.reports.figures import ScopeFigures, figures_of_evaluation
+from tracefit.reports.figures.scope import ScopeFigures, figures_of_evaluation
 from tracefit.reports.sentences import lead, least_exact, step_entry, verdicts
 from tracefit.server.settings import without_attribute
 from tracefit.text import (

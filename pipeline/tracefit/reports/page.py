@@ -21,7 +21,7 @@ from plotly.graph_objects import Figure as PlotlyFigure
 from plotly.offline import get_plotlyjs
 
 from tracefit.reports.document import Section, every_part, plain
-from tracefit.reports.figures import CONFIG, TEMPLATES, anchor, name_text
+from tracefit.reports.figures.elements import CONFIG, TEMPLATES, anchor, name_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

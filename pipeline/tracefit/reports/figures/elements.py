@@ -1,7 +1,4 @@
-"""What figures of the report are put together from, and those that show the published evaluation.
-
-A figure has a sentence that says what to look for, and its numbers in a few rows. Those of rows, requests and engines are
-drawn in `commands.figures`, which reads the tables; nothing is computed here but units and the limits of an axis.
+"""What figures of the report are put together from; nothing is computed here but units and the limits of an axis.
 
 Traces and layouts are dictionaries in the terms of plotly: whoever writes Markdown or JSON needs no plotly, and `page` makes the
 figures of the library of them. Colours of the page come from a template, one for light and one for dark.
@@ -11,23 +8,19 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
-from itertools import chain
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, Unpack
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypedDict
 
 from tracefit.errors import printable
-from tracefit.features.targets import LATENCIES
-from tracefit.reports.document import Figure, Table
-from tracefit.reports.sentences import step_entry
-from tracefit.text import count, number, percent, plural
+from tracefit.text import count, number, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from tracefit.coefficients.model import ScopeEvaluation
+    import polars as pl
+
+    from tracefit.diagnostics.engines import PeriodKind
+    from tracefit.diagnostics.groups import Bin
     from tracefit.reports.document import Trace
-
-US_PER_MS = 1e3
 
 # Colours: at least 3:1 against white and against the dark page, so that one palette serves both.
 BLUE, ORANGE, GREEN, PURPLE = "#3987d6", "#d9730d", "#2f9e63", "#9a6bd6"
@@ -128,7 +121,7 @@ def line(
     }
 
 
-RegionKind = Literal["training range", "hold-out", "warm-up", "idle", "queue never empty", "overload"]
+RegionKind: TypeAlias = "PeriodKind | Literal['training range', 'hold-out']"
 
 
 class ShadedRegion(NamedTuple):
@@ -277,92 +270,21 @@ class FigureWords(TypedDict):
 MEASURED, PREDICTED = BLUE, ORANGE
 
 
-@dataclass(frozen=True, slots=True)
-class ScopeFigures:
-    """The figures of one scope.
-
-    Attributes:
-        first: Those every reader looks at, in reading order.
-        latencies: Distributions of the request latencies.
-        models: Those of the rows of each model, by its name.
-        note: On engines that are not drawn; empty where all are.
-    """
-
-    first: tuple[Figure, ...]
-    latencies: tuple[Figure, ...]
-    models: Mapping[str, tuple[Figure, ...]] = field(default_factory=dict)
-    note: str = ""
-
-    def by_name(self) -> dict[str, Figure]:
-        """Return every figure by the name that `plot` knows it by."""
-        named: dict[str, Figure] = {}
-        for figure in (*self.first, *self.latencies, *chain.from_iterable(self.models.values())):
-            # Each engine has a figure of one kind: the second one is `timeline-2`.
-            taken = sum(f.kind == figure.kind for f in named.values())
-            named[f"{figure.kind}-{taken + 1}" if taken else figure.kind] = figure
-        return named
+def regions(kind: RegionKind, ends: pl.DataFrame) -> list[ShadedRegion]:
+    """Return the intervals of one kind, one per row of start and end."""
+    return [ShadedRegion(kind, start, end) for start, end in ends.select("start", "end").iter_rows()]
 
 
-def figures_of_evaluation(scope: ScopeEvaluation) -> ScopeFigures:
-    """Return the figures that need no tables."""
-    by_load = error_by_load_figure(scope)
-    return ScopeFigures((by_load,) if by_load else (), distribution_figures(scope, {}, {}))
+def ends_of(one: Bin) -> str:
+    """Write both ends of a group of rows."""
+    return f"{number(one.low)} to {number(one.high)}"
 
 
-_LOADS = {"running_tokens": "tokens in the caches of the batch", "batch_requests": "requests in the batch"}
+def cells_of(one: Bin) -> tuple[str, ...]:
+    """Write a group of rows as cells of a table: its ends, its rows, and the three values of y."""
+    return (ends_of(one), count(one.rows), *(number(v) for v in (one.median, one.p10, one.p90)))
 
 
-def error_by_load_figure(scope: ScopeEvaluation) -> Figure | None:
-    """Draw errors of step times over the load of held-out rows, the training range shaded."""
-    entry = step_entry(scope)
-    found = entry.error_over_load if entry else None
-    # Rows whose measurement is zero have no error in percent.
-    bins = [b for b in found.bins if b.holdout.mdape_pct is not None] if found else []
-    if found is None or not bins:
-        return None
-    low, high = found.training_range
-    at = [(b.low + b.high) / 2 for b in bins]
-    hover = "%{y:.2~f} %<br>%{customdata}<extra>%{fullData.name}</extra>"
-    spans = [f"load {number(b.low)} to {number(b.high)}, {count(b.holdout.n)} steps" for b in bins]
-    shown = (
-        ("typical error (median)", ORANGE, [b.holdout.mdape_pct for b in bins]),
-        ("nine in ten within (P90)", PINK, [b.holdout.p90_ape_pct for b in bins]),
-        ("bias", GREY, [b.holdout.bias_pct for b in bins]),
-    )
-    return Figure(
-        name=anchor(f"{scope.scope_id}-error-by-load"),
-        kind="error-by-load",
-        title="Errors of step times by load",
-        look="Look for errors that grow, or a bias that leaves zero, outside the shaded training range: there the model "
-        "extrapolates.",
-        note="Held-out steps in groups of equal size.",
-        summary=Table(
-            (_LOADS[found.load], "steps", "median error %", "P90 error %", "bias %", "training range"),
-            tuple(
-                (
-                    f"{number(b.low)} to {number(b.high)}",
-                    count(b.holdout.n),
-                    *(percent(v) for v in (b.holdout.mdape_pct, b.holdout.p90_ape_pct, b.holdout.bias_pct)),
-                    "inside" if b.high <= high and b.low >= low else "beyond",
-                )
-                for b in bins
-            ),
-        ),
-        traces=tuple(
-            line(name, at, values, colour, mode="lines+markers", customdata=spans, hovertemplate=hover)
-            for name, colour, values in shown
-        ),
-        layout={
-            "xaxis": axis_of(_LOADS[found.load], rangemode="tozero"),
-            "yaxis": axis_of("error, %"),
-            "shapes": shaded([ShadedRegion("training range", low, high)]),
-        },
-    )
-
-
-# Latencies of requests
-
-_WRITTEN_PERCENTS = (5, 25, 50, 75, 90, 95, 99)
 _FAR_OFF = 10.0
 """Times the largest value from which on a line would squeeze a figure."""
 
@@ -370,79 +292,3 @@ _FAR_OFF = 10.0
 def objective(slo_ms: float | None, largest: float) -> str:
     """Name an objective that is drawn; empty where there is none, or it lies far off."""
     return "" if slo_ms is None or slo_ms > _FAR_OFF * largest else f"SLO {slo_ms:,g} ms"
-
-
-def distribution_figures(
-    scope: ScopeEvaluation, measured_ms: Mapping[str, Mapping[int, float]], slo_ms: Mapping[str, float]
-) -> tuple[Figure, ...]:
-    """Draw distributions of request latencies: measured beside predicted, or measured alone where none is predicted.
-
-    Args:
-        scope: The evaluation.
-        measured_ms: Latency to its measured percentiles, percent to value; empty without tables.
-        slo_ms: The longest each latency should take.
-    """
-    figures = []
-    for key, label in LATENCIES.items():
-        entry = scope.latency.get(key)
-        if found := entry.distribution if entry else None:
-            ways = {
-                "measured": found.measured,
-                "predicted, measured batches": found.teacher_forced,
-                "predicted from averages": found.averages_only,
-            }
-            curves = {way: tuple(q / US_PER_MS for q in us) for way, us in ways.items() if us}
-            percents, title = found.percents, f"{label}, predicted and measured"
-            look = (
-                "Look for where a predicted curve leaves the measured one: with measured batches, step times are wrong "
-                "there; from averages, waits and batches that an average does not show."
-            )
-            note = f"Share of {count(found.requests)} held-out requests with at most this {label}."
-        elif at_ms := measured_ms.get(key):
-            curves, percents, title = (
-                {"measured": tuple(at_ms.values())},
-                tuple(at_ms),
-                f"{label} as measured",
-            )
-            look = "Look for a long flat end: these requests waited, and a mean hides them."
-            note = f"Share of requests with at most this {label}; no model predicts it here."
-        else:
-            continue
-        name = anchor(f"{scope.scope_id}-{key}-cdf")
-        words = FigureWords(name=name, kind=key, title=title, look=look, note=note)
-        figures.append(_distribution(curves, percents, slo_ms.get(key), **words))
-    return tuple(figures)
-
-
-def _distribution(
-    curves: Mapping[str, tuple[float, ...]],
-    percents: tuple[int, ...],
-    slo_ms: float | None,
-    **words: Unpack[FigureWords],
-) -> Figure:
-    styles = {"measured": (MEASURED, "solid"), "predicted, measured batches": (PREDICTED, "dash")}
-    hover = "%{y} % within %{x:,.4~r} ms<extra>%{fullData.name}</extra>"
-    traces = []
-    for name, values in curves.items():
-        colour, dash = styles.get(name, (GREEN, "dot"))
-        # A logarithmic axis has no place for a zero.
-        drawn = [(q, float(p)) for q, p in zip(values, percents, strict=True) if q > 0]
-        xs, ys = ([point[i] for point in drawn] for i in (0, 1))
-        traces.append(line(name, xs, ys, colour, dash=dash, hovertemplate=hover))
-    every = [v for values in curves.values() for v in values]
-    words_of_slo = objective(slo_ms, max(every, default=0.0))
-    written = [(k, p) for k, p in enumerate(percents) if p in _WRITTEN_PERCENTS]
-    return Figure(
-        **words,
-        summary=Table(
-            ("of requests", *(f"{name}, ms" for name in curves)),
-            tuple((f"P{p}", *(number(values[k]) for values in curves.values())) for k, p in written),
-        ),
-        traces=tuple(traces),
-        layout={
-            "xaxis": log_axis(f"{LATENCIES[words['kind']]}, ms", every),
-            # Beyond 100: a line along the edge would be cut in half.
-            "yaxis": axis_of("requests, %", range=[0, 102]),
-            "shapes": [mark(words_of_slo, "x", slo_ms)] if words_of_slo and slo_ms else [],
-        },
-    )

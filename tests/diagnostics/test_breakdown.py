@@ -7,13 +7,8 @@ import pytest
 
 from tracefit.coefficients.files import read_coefficients
 from tracefit.coefficients.model import LinearModel
-from tracefit.commands.figures import (
-    evaluated,
-    first_token_breakdown,
-    step_breakdown,
-    step_times_figure,
-    with_batches,
-)
+from tracefit.diagnostics.breakdown import first_token_breakdown, step_breakdown
+from tracefit.diagnostics.rows import evaluated, with_batches
 from tracefit.tables.store import TableStore
 
 
@@ -142,21 +137,3 @@ def test_requests_that_lack_a_part_are_left_out():
     rows = _requests(12, admission_us=[None, *[1e3] * 11], ttft_us=[3e3] * 12)
     assert sum(first_token_breakdown(rows).rows) == 11
     assert first_token_breakdown(rows.head(10)) is None, "too few for ten groups"
-
-
-def test_time_goes_on_through_several_runs(trained):
-    """The busy run twice, as two servers' runs: the second begins after the first, with a gap where lines break."""
-    (model,) = read_coefficients(trained / "models/beta.json").models
-    rows = TableStore(trained / "tables").read("beta_training")
-    twice = pl.concat([rows, rows.with_columns(run_id=pl.lit("second"))])
-    figure = step_times_figure("s", evaluated(model, twice), points=1000)
-    first, second = figure.layout["annotations"]
-    points, measured, predicted = figure.traces
-    kept = rows.filter(pl.col("excluded_reason").is_null())
-    seconds = (kept["ts_ns"].max() - kept["ts_ns"].min()) / 1e9
-    assert (first["x"], second["text"]) == (0.0, "second")
-    assert second["x"] == pytest.approx(seconds * 1.04), "2 % of both runs' time lie between them"
-    assert measured["x"] == sorted(measured["x"])
-    assert measured["y"].count(None) == predicted["y"].count(None) == 1
-    assert len(figure.layout["shapes"]) == 2
-    assert max(points["x"]) == pytest.approx(second["x"] + seconds, rel=1e-4)

@@ -1,0 +1,132 @@
+"""What an engine did over its run: load and step times over time, and periods with a meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import polars as pl
+
+from tracefit.diagnostics.groups import US_PER_MS
+from tracefit.diagnostics.rows import covered
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tracefit.fit.results import Overload
+
+PeriodKind = Literal["warm-up", "idle", "queue never empty", "overload"]
+
+BINS = 80
+
+SHORTEST_IDLE_SHARE = 0.005
+"""Idle gaps shorter than this share of the run are too thin to be visible."""
+
+MOST_IDLE_GAPS = 60
+
+TIMELINE_COLUMNS = (
+    *("server", "ts_start_ns", "cycle_us", "interval_steps", "idle_after", "running_depth"),
+    *("waiting_depth", "prefill_tokens", "decode_tokens", "kv_usage_ratio"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRun:
+    """One engine over its run; times in seconds since its first known step.
+
+    Attributes:
+        run_id: The run.
+        server: The server.
+        overload: That of the run in the evaluation.
+        bins: One row per interval of equal length: at_s and the means of running, waiting, tokens (per step) and kv_pct, and the
+            median of cycle_ms.
+        periods: start and end of the periods of each kind.
+        holdout_s: Where the hold-out begins; null where no row is held out.
+    """
+
+    run_id: str
+    server: str
+    overload: Overload | None
+    bins: pl.DataFrame
+    periods: Mapping[PeriodKind, pl.DataFrame]
+    holdout_s: float | None
+
+
+def engine_run(
+    timeline: pl.DataFrame,
+    training: pl.DataFrame,
+    *,
+    run_id: str,
+    server: str,
+    overload: Overload | None = None,
+) -> EngineRun | None:
+    """Return what one engine did over its run; null where fewer than two steps are known.
+
+    `timeline` has the server's rows of that table (`TIMELINE_COLUMNS`), `training` those of `beta_training`, if any, for the
+    warm-up and the hold-out; `overload` is that of the run in the evaluation.
+    """
+    # Steps that nothing anchors in time, or of unknown batch, have no place in the figure.
+    known = timeline.drop_nulls(["ts_start_ns", "running_depth"]).sort("ts_start_ns")
+    if known.height < 2:
+        return None
+    start = int(known["ts_start_ns"][0])
+    known = known.with_columns(at_s=(pl.col("ts_start_ns") - start) / 1e9)
+    training = training.with_columns(at_s=(pl.col("ts_ns") - start) / 1e9)
+    seconds = float(known["at_s"][-1]) or 1.0
+    bins = _time_bins(known, seconds)
+    queued = [q for q in (overload.queued if overload else ()) if q.server == server]
+    overloaded = pl.DataFrame(
+        [(max(0.0, (q.from_ns - start) / 1e9), (q.to_ns - start) / 1e9) for q in queued],
+        schema={"start": pl.Float64, "end": pl.Float64},
+        orient="row",
+    )
+    periods: dict[PeriodKind, pl.DataFrame] = {
+        "warm-up": covered(training.filter(excluded_reason="warm_up"), ["epoch"]),
+        "idle": _idle(known, seconds),
+        "queue never empty": _queues(bins, overloaded),
+        "overload": overloaded,
+    }
+    holdout_s = training.filter(split="holdout").select(pl.col("at_s").min()).item()
+    return EngineRun(run_id, server, overload, bins, periods, holdout_s)
+
+
+def _time_bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
+    # The last step starts at the end of the last interval: it belongs to that one.
+    width = seconds / BINS
+    place = (pl.col("at_s") / width).floor().clip(0, BINS - 1)
+    busy = pl.col("cycle_us").filter(~pl.col("idle_after"))
+    return (
+        known.with_columns(bin=place)
+        .group_by("bin", maintain_order=True)
+        .agg(
+            at_s=pl.col("at_s").mean(),
+            running=pl.col("running_depth").mean(),
+            waiting=pl.col("waiting_depth").mean(),
+            queued=pl.col("waiting_depth").min() > 0,
+            # Not per second: of sampled steps the tokens of those between are not known.
+            tokens=(pl.col("prefill_tokens") + pl.col("decode_tokens")).mean(),
+            kv_pct=100 * pl.col("kv_usage_ratio").mean(),
+            cycle_ms=busy.median() / US_PER_MS,
+        )
+        .with_columns(start=pl.col("bin") * width, end=(pl.col("bin") + 1) * width)
+        .sort("bin")
+    )
+
+
+def _queues(bins: pl.DataFrame, overloaded: pl.DataFrame) -> pl.DataFrame:
+    """Join neighbouring intervals in which requests wait at every step, but those already marked as overload."""
+    middle = (pl.col("start") + pl.col("end")) / 2
+    marked = pl.any_horizontal(
+        pl.lit(value=False), *(middle.is_between(*ends) for ends in overloaded.iter_rows())
+    )
+    queued = bins.filter(pl.col("queued").fill_null(value=False) & ~marked)
+    group = (pl.col("bin").diff().fill_null(1) > 1).cum_sum()
+    joined = queued.with_columns(group=group).group_by("group", maintain_order=True)
+    return joined.agg(pl.col("start").min(), pl.col("end").max())
+
+
+def _idle(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
+    length = pl.col("cycle_us") * pl.col("interval_steps") / 1e6
+    gaps = known.filter(pl.col("idle_after") & (length > SHORTEST_IDLE_SHARE * seconds))
+    ends = gaps.select(start="at_s", end=pl.col("at_s") + length, length=length)
+    return ends.sort("length", descending=True).head(MOST_IDLE_GAPS).sort("start")

@@ -1,0 +1,53 @@
+"""Rows in groups of equal size: a figure of thousands of rows has a few numbers that sum up all of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import polars as pl
+
+if TYPE_CHECKING:
+    from polars.dataframe.group_by import GroupBy
+
+US_PER_MS = 1e3
+
+_GROUPS = 8
+
+
+class Bin(NamedTuple):
+    """Rows whose x lies between `low` and `high`, the median of their x, and median, P10 and P90 of their y."""
+
+    # Of equal size, not of equal width: the highest values of x would be a row or two.
+    rows: int
+    low: float
+    high: float
+    middle: float
+    median: float
+    p10: float
+    p90: float
+
+
+def bins_of(rows: pl.DataFrame, x: str, y: str) -> list[Bin]:
+    """Sum up y in groups of equal size along x."""
+    groups = in_groups(rows, x, _GROUPS).agg(
+        rows=pl.len(),
+        low=pl.col(x).min(),
+        high=pl.col(x).max(),
+        middle=pl.col(x).median(),
+        median=pl.col(y).median(),
+        p10=pl.col(y).quantile(0.1),
+        p90=pl.col(y).quantile(0.9),
+    )
+    return [Bin(*row) for row in groups.drop("group").iter_rows()]
+
+
+def in_groups(rows: pl.DataFrame, by: str, groups: int) -> GroupBy:
+    """Split rows into groups of equal size from small to large."""
+    group = (pl.int_range(pl.len()) * groups // pl.len()).alias("group")
+    return rows.sort(by).with_columns(group).group_by("group", maintain_order=True)
+
+
+def bins_by_run(rows: pl.DataFrame, x: str, y: str) -> dict[str, list[Bin]]:
+    """Return `bins_of` each run."""
+    runs = rows.sort("run_id", maintain_order=True).group_by("run_id", maintain_order=True)
+    return {str(run): bins_of(part, x, y) for (run,), part in runs}

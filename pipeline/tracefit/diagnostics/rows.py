@@ -1,0 +1,144 @@
+"""Training rows beside the predictions of their models: residuals, and the batch that each step executed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import polars as pl
+
+from tracefit.coefficients.compiled import CompiledModel, main_forms
+from tracefit.coefficients.model import RegimesModel
+from tracefit.diagnostics.groups import US_PER_MS
+from tracefit.fit.splits import FEW_ROWS
+from tracefit.tables.schema import ENGINE, SERVER
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tracefit.coefficients.model import Model
+
+STEP = (*ENGINE, "step_id")
+
+BATCH_COLUMNS = (
+    *("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "prefill_context_tokens"),
+    *("decode_tokens", "context_tokens"),
+)
+"""What a step computes."""
+
+COMPOSITION = {
+    "requests": pl.col("num_prefill_reqs") + pl.col("num_decode_reqs"),
+    "prompt tokens": pl.col("prefill_tokens"),
+    "generated tokens": pl.col("decode_tokens"),
+    "context tokens": pl.col("context_tokens"),
+}
+"""What a reader sees of a step, over columns of the `timeline` table."""
+
+ROW_COLUMNS = frozenset({*STEP, "scope_id", "target", "source", "ts_ns", "y", "split", "excluded_reason"})
+"""What figures need of training rows beside the features of the models."""
+
+_STRONG = 2
+"""Features that residuals are drawn over."""
+
+MOST_RUNS = 6
+"""Runs overlaid in one figure."""
+
+TIME_BINS = 160
+
+_BETWEEN_RUNS = 0.02
+"""Room between two runs on a common time axis, as a share of all their time."""
+
+
+def with_batches(steps: pl.DataFrame, batches: pl.DataFrame, *, lag_steps: int = 0) -> pl.DataFrame:
+    """Add to rows of `beta_training` the batch that executed, by columns of `timeline`; null for an interval of several steps.
+
+    With `lag_steps` 1 the batch of the step before executes: scheduling runs that far ahead.
+    """
+    single = pl.when(pl.col("source") != "interval").then(pl.col("step_id"))
+    new = [c for c in BATCH_COLUMNS if c not in steps.columns]
+    return steps.with_columns(step_id=single).join(
+        batches.select(*STEP, *new).with_columns(pl.col("step_id") + lag_steps),
+        on=list(STEP),
+        how="left",
+        maintain_order="left",
+    )
+
+
+def evaluated(model: Model, rows: pl.DataFrame) -> pl.DataFrame | None:
+    """Return the rows of a training frame that count, with prediction, measurement and residual in ms.
+
+    Null where the frame lacks a feature of the model or has no held-out row.
+    """
+    compiled = CompiledModel(model)
+    if not compiled.columns_with_clock <= set(rows.columns):
+        return None
+    kept = rows.filter(pl.col("excluded_reason").is_null())
+    if "source" in kept.columns:
+        # A mean over an interval is no step: the errors of the report are those on single steps, if there are enough.
+        single = kept.filter(pl.col("source") != "interval")
+        kept = single if single.filter(split="holdout").height >= FEW_ROWS else kept
+    start = pl.col("ts_ns").min().over(SERVER)
+    needed = {*STEP, *BATCH_COLUMNS, "ts_ns", "split", *compiled.columns_with_clock}
+    kept = kept.select(
+        *(c for c in kept.columns if c in needed),
+        predicted_ms=compiled.expression_with_clock() / US_PER_MS,
+        measured_ms=pl.col("y") / US_PER_MS,
+        at_s=(pl.col("ts_ns") - start) / 1e9,
+        first_regime=model.regimes[0].when.expression()
+        if isinstance(model, RegimesModel)
+        else pl.lit(value=True),
+    )
+    # To a nanosecond, the resolution of the clocks: rounding errors of arithmetic are no residuals.
+    residual = (pl.col("measured_ms") - pl.col("predicted_ms")).round(6)
+    kept = kept.with_columns(residual_ms=residual).drop_nulls("residual_ms")
+    return kept if kept.filter(split="holdout").height else None
+
+
+def strongest_features(model: Model, held: pl.DataFrame) -> list[str]:
+    """Name the features that move the prediction most over the training range."""
+    effects = {
+        t.feature: abs(t.value) * (t.training_range[1] - t.training_range[0])
+        for form in main_forms(model).values()
+        for t in form.terms
+        if t.training_range is not None and t.feature in held.columns
+    }
+    return sorted(effects, key=lambda f: -effects[f])[:_STRONG]
+
+
+def covered(rows: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
+    """Return the time that each group of rows covers: start, end in seconds into the run."""
+    return rows.group_by(by, maintain_order=True).agg(start=pl.col("at_s").min(), end=pl.col("at_s").max())
+
+
+class StepsOverTime(NamedTuple):
+    """Evaluated steps over time, runs one after the other without the time between them.
+
+    Attributes:
+        runs: run_id, server and begins: where each run begins on the common axis, in s.
+        rows: The steps of these runs, with `at_s` on the common axis.
+        means: begins, at_s, measured_ms, predicted_ms: means over equal intervals of time.
+    """
+
+    runs: pl.DataFrame
+    rows: pl.DataFrame
+    means: pl.DataFrame
+
+
+def steps_over_time(kept: pl.DataFrame) -> StepsOverTime:
+    """Return the rows of `evaluated` over time, of the first runs."""
+    # Without the time between runs: traces of two days would be two dots with nothing between them.
+    runs = kept.group_by(SERVER, maintain_order=True).agg(seconds=pl.col("at_s").max()).head(MOST_RUNS)
+    total = float(runs["seconds"].sum()) or 1.0
+    begins = pl.col("seconds").cum_sum().shift(1, fill_value=0.0)
+    runs = runs.with_columns(begins=begins + _BETWEEN_RUNS * total * pl.int_range(pl.len()))
+    rows = (
+        kept.join(runs, on=SERVER, how="inner", maintain_order="left")
+        .with_columns(at_s=pl.col("at_s") + pl.col("begins"))
+        .sort("at_s")
+    )
+    place = (pl.col("at_s") / (total / TIME_BINS)).floor()
+    means = (
+        rows.group_by("begins", place.alias("bin"), maintain_order=True)
+        .agg(pl.col("at_s", "measured_ms", "predicted_ms").mean())
+        .sort("at_s")
+    )
+    return StepsOverTime(runs, rows, means)

@@ -1,0 +1,114 @@
+"""Everything that the figures of one scope are drawn from, read from its tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from tracefit.coefficients.compiled import CompiledModel
+from tracefit.diagnostics.breakdown import Breakdown, first_token_breakdown, first_token_parts
+from tracefit.diagnostics.engines import TIMELINE_COLUMNS, EngineRun, engine_run
+from tracefit.diagnostics.load import latencies_over_load, measured_latencies, step_times_over_batch
+from tracefit.diagnostics.rows import BATCH_COLUMNS, MOST_RUNS, ROW_COLUMNS, STEP, evaluated, with_batches
+from tracefit.errors import UsageError
+from tracefit.features.targets import LATENCIES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tracefit.coefficients.model import Model, ScopeEvaluation
+    from tracefit.diagnostics.groups import Bin
+    from tracefit.tables.store import TableStore
+
+MOST_ENGINES = 4
+"""Engines drawn per scope; the tables have all of them."""
+
+_REQUEST_COLUMNS = (
+    *("run_id", "server", "arrival_ns", "queued_ns", "finished_ns", "aborted_ns", "departed_ns"),
+    *("finish_status", "prompt_tokens"),
+)
+
+_STEP_COLUMNS = ("run_id", "cycle_us", "cycle_source", "idle_after", "running_depth")
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeDiagnostics:
+    """The rows of one scope, as its figures show them.
+
+    Attributes:
+        steps: Rows of `beta_training`, with the batch that executed.
+        waits: Rows of `alpha_training`.
+        first_token: What TTFT consists of; null where too few requests have all its parts.
+        latencies: Latency to its measured percentiles in ms.
+        loads: Latency to the requests that have it, and their load when they arrived; of the first runs.
+        step_times: Run to its step times over the batch; of the first runs.
+        engines: Engines over time, those of overloaded runs first.
+    """
+
+    steps: pl.DataFrame
+    waits: pl.DataFrame
+    first_token: Breakdown | None
+    latencies: dict[str, dict[int, float]]
+    loads: dict[str, pl.DataFrame]
+    step_times: dict[str, list[Bin]]
+    engines: tuple[EngineRun, ...]
+
+    def evaluated(self, model: Model) -> pl.DataFrame | None:
+        """Return the rows of a model that count, see `rows.evaluated`; null where the tables are of another training."""
+        is_step = model.name.startswith("beta.")
+        return evaluated(
+            model, self.steps if is_step else self.waits.filter(target=model.name.removeprefix("alpha."))
+        )
+
+
+def diagnose(scope: ScopeEvaluation, models: Sequence[Model], store: TableStore) -> ScopeDiagnostics:
+    """Read what the figures of a scope show.
+
+    Raises:
+        UsageError: A run of the scope has no tables.
+    """
+    missing = sorted(set(scope.runs) - set(store.runs()))
+    if missing:
+        raise UsageError(
+            f"holds no tables of {', '.join(missing)}",
+            where=str(store.root),
+            hint="name the tables folder with --tables",
+        )
+    runs = list(scope.runs)
+    own = pl.col("scope_id") == scope.scope_id
+    columns = sorted(ROW_COLUMNS.union(*(CompiledModel(m).columns_with_clock for m in models)))
+    steps = with_batches(
+        store.read("beta_training", runs, columns).filter(own),
+        store.read("timeline", runs, [*STEP, *BATCH_COLUMNS]),
+        lag_steps=scope.timeline.execution_lag_steps,
+    )
+    durations = [*(f"{name}_us" for name in LATENCIES), *first_token_parts().values()]
+    requests = store.read("requests", runs, [*_REQUEST_COLUMNS, *dict.fromkeys(durations)])
+    return ScopeDiagnostics(
+        steps,
+        store.read("alpha_training", runs, columns).filter(own),
+        first_token_breakdown(requests),
+        measured_latencies(requests),
+        latencies_over_load(requests.filter(pl.col("run_id").is_in(runs[:MOST_RUNS]))),
+        step_times_over_batch(store.read("timeline", runs[:MOST_RUNS], _STEP_COLUMNS)),
+        tuple(islice(_engines(scope, store, steps), MOST_ENGINES)),
+    )
+
+
+def _engines(scope: ScopeEvaluation, store: TableStore, steps: pl.DataFrame) -> Iterator[EngineRun]:
+    """Yield the engines of overloaded runs first, trained on or not: a reader should look at those."""
+    overloads = {o.run_id: o for o in scope.overloaded}
+    for run_id in dict.fromkeys(r for r in (*overloads, *scope.runs) if r in store.runs()):
+        timeline = store.read("timeline", [run_id], TIMELINE_COLUMNS)
+        for (server,), rows in timeline.sort("server", maintain_order=True).group_by(
+            "server", maintain_order=True
+        ):
+            training = steps.filter(run_id=run_id, server=server)
+            engine = engine_run(
+                rows, training, run_id=run_id, server=str(server), overload=overloads.get(run_id)
+            )
+            if engine is not None:
+                yield engine

@@ -1,0 +1,98 @@
+"""All figures of one scope, with its tables or without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from tracefit.coefficients.model import LinearModel
+from tracefit.diagnostics.breakdown import step_breakdown
+from tracefit.diagnostics.rows import MOST_RUNS
+from tracefit.reports.figures.breakdown import breakdown_figure, first_token_figure
+from tracefit.reports.figures.engines import engine_figure
+from tracefit.reports.figures.evaluation import distribution_figures, error_by_load_figure
+from tracefit.reports.figures.load import latency_load_figure, runs_figure
+from tracefit.reports.figures.models import model_figures, step_times_figure
+from tracefit.text import count
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tracefit.coefficients.model import Model, ScopeEvaluation
+    from tracefit.diagnostics.scope import ScopeDiagnostics
+    from tracefit.reports.document import Figure
+
+SLO_MS: Mapping[str, float] = {"ttft": 2000.0, "itl": 200.0}
+"""Limits of MLPerf Inference for Llama-2-70B in its server scenario: objectives where a user names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeFigures:
+    """The figures of one scope.
+
+    Attributes:
+        first: Those every reader looks at, in reading order.
+        latencies: Distributions of the request latencies.
+        models: Those of the rows of each model, by its name.
+        note: On engines that are not drawn; empty where all are.
+    """
+
+    first: tuple[Figure, ...]
+    latencies: tuple[Figure, ...]
+    models: Mapping[str, tuple[Figure, ...]] = field(default_factory=dict)
+    note: str = ""
+
+    def by_name(self) -> dict[str, Figure]:
+        """Return every figure by the name that `plot` knows it by."""
+        named: dict[str, Figure] = {}
+        for figure in (*self.first, *self.latencies, *chain.from_iterable(self.models.values())):
+            # Each engine has a figure of one kind: the second one is `timeline-2`.
+            taken = sum(f.kind == figure.kind for f in named.values())
+            named[f"{figure.kind}-{taken + 1}" if taken else figure.kind] = figure
+        return named
+
+
+def figures_of_evaluation(scope: ScopeEvaluation) -> ScopeFigures:
+    """Return the figures that need no tables."""
+    by_load = error_by_load_figure(scope)
+    return ScopeFigures((by_load,) if by_load else (), distribution_figures(scope, {}, {}))
+
+
+def scope_figures(
+    scope: ScopeEvaluation,
+    models: Sequence[Model],
+    rows: ScopeDiagnostics,
+    *,
+    points: int,
+    slo_ms: Mapping[str, float] = SLO_MS,
+) -> ScopeFigures:
+    """Draw the figures of one scope; `points` is the most per series, taken evenly in time."""
+    scope_id = scope.scope_id
+    first: list[Figure | None] = []
+    of_models: dict[str, tuple[Figure, ...]] = {}
+    for model in models:
+        # Tables hold the training frames of the last training alone: those of other models lack their features.
+        if (kept := rows.evaluated(model)) is None:
+            continue
+        of_models[model.name] = model_figures(model, kept, points=points)
+        if model.name.startswith("beta.") and not first:
+            first = [step_times_figure(scope_id, kept, points=points), error_by_load_figure(scope)]
+            if isinstance(model, LinearModel):
+                parts = step_breakdown(model, kept.filter(split="holdout"))
+                first.append(breakdown_figure(scope_id, parts))
+    more_runs = max(0, len(scope.runs) - MOST_RUNS)
+    first += [
+        first_token_figure(scope_id, rows.first_token),
+        latency_load_figure(scope_id, rows.loads, slo_ms, more_runs),
+        runs_figure(scope_id, rows.step_times, more_runs),
+        *map(engine_figure, rows.engines),
+    ]
+    objectives = {name: ms for name, ms in slo_ms.items() if name in rows.loads}
+    drawn, servers = len(rows.engines), scope.timeline.servers
+    return ScopeFigures(
+        tuple(figure for figure in first if figure is not None),
+        distribution_figures(scope, rows.latencies, objectives),
+        of_models,
+        f"{drawn} of {count(servers)} engines are drawn, overloaded ones first." if servers > drawn else "",
+    )
