@@ -5,7 +5,7 @@
 
 The same bytes are ingested as one run and as many, by one worker and two, as local processes and on Ray where that is
 installed. Decoding, building and this process's own work are timed apart in one process: what each takes for a byte and
-for a run is enough to simulate the scheduler of `commands/fleet.py` with any number of workers.
+for a run is enough to simulate the scheduler of `commands/scheduler.py` with any number of workers.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def measure_all(size: int, runs: int, rounds: int, folder: Path) -> dict[str, An
 
 
 class _Simulation:
-    """The scheduler of `commands/fleet.py`, on a clock of its own.
+    """The scheduler of `commands/scheduler.py`, on a clock of its own.
 
     The rules: the largest run first, builds before blocks, two jobs for each worker at most, runs smaller than a block
     share jobs, a tenth of the time for the manifest at most.

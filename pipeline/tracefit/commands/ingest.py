@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.commands.fleet import (
-    Fleet,
-    RunAtWork,
+from tracefit.commands.scheduler import (
+    IngestScheduler,
+    RunIngest,
     known_files,
     resolve_run_id,
     unchanged,
@@ -149,9 +149,9 @@ def ingest_inputs(
             )
         )
         folder.enter_context(store.swept())
-        runs = [RunAtWork(source, context) for source, context in zip(inputs.runs, contexts, strict=True)]
+        runs = [RunIngest(source, context) for source, context in zip(inputs.runs, contexts, strict=True)]
         with store.place.scratch() as scratch:
-            Fleet(runs, store, scratch, workplace, options, progress).bring_up_to_date()
+            IngestScheduler(runs, store, scratch, workplace, options, progress).ingest_all()
     # Each run stands alone; of a single one, its error is the command's.
     failed = [run.failed for run in runs if run.failed is not None]
     if len(failed) == len(runs):

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 EXPANSION = 10
 """Decompressed bytes of a compressed one, about."""
 
-_BUILT_APART = 4
-"""Times the bytes that are worth a process to decode, from which one is worth starting to build on several cores."""
+_PARALLEL_BUILD_FACTOR = 4
+"""Build processes start from this multiple of the size from which decoding in another process pays."""
 
 _PUBLISHING_SHARE = 0.1
 """Largest share of the time that goes into writing the manifest, which grows with the runs: meanwhile, finished runs wait."""
@@ -153,13 +153,13 @@ def _begins_as(file: TraceFile, known: ReadFile) -> bool:
 class FilePiece:
     """A block, or a reject between blocks: its place in its file, and its staged parts once it is decoded."""
 
-    file: _FileAtWork
+    file: _FileIngest
     offset: int
     parts: tuple[StagedPart, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
-class _FileAtWork:
+class _FileIngest:
     """A file that is read: its hash or what takes it, what was read so far, and the rejects in what is decoded."""
 
     file: TraceFile
@@ -169,7 +169,7 @@ class _FileAtWork:
 
 
 @dataclass(slots=True, eq=False)
-class RunAtWork:
+class RunIngest:
     """A run on its way from files to tables.
 
     Attributes:
@@ -192,7 +192,7 @@ class RunAtWork:
     context: RunContext
     run_id: str = ""
     known: IngestedRun | None = None
-    files: list[_FileAtWork] = field(default_factory=list)
+    files: list[_FileIngest] = field(default_factory=list)
     unchanged: list[ReadFile] = field(default_factory=list)
     decoding: int = 0
     is_read: bool = False
@@ -208,12 +208,12 @@ class RunAtWork:
         return sum(file.size for file in self.source.trace_files)
 
 
-class Fleet:
-    """The runs of one ingest. The caller holds the folder's lock."""
+class IngestScheduler:
+    """Reads, builds and publishes the runs of one ingest. The caller holds the folder's lock."""
 
     def __init__(
         self,
-        runs: Sequence[RunAtWork],
+        runs: Sequence[RunIngest],
         store: TableStore,
         scratch: Path,
         engine: TaskEngine,
@@ -227,7 +227,7 @@ class Fleet:
         self._progress = progress
         self._options = options
         self._options_hash = options.sha256
-        self._there = cache(lambda: staged_parts(store.place))
+        self._staged_names = cache(lambda: staged_parts(store.place))
         # Workers may have another working folder.
         is_folder = isinstance(store.place, Disk)
         self._place = Disk(store.place.root.absolute()) if isinstance(store.place, Disk) else store.place
@@ -237,8 +237,8 @@ class Fleet:
         engine.limit(max(sum(map(work_bytes, new)) // options.bytes_per_worker, 1))
         self._by_path = engine.workers > 1 and not engine.carries_bytes
         self._unread = deque(sorted(runs, key=lambda run: -run.size_bytes))
-        self._ready: deque[RunAtWork] = deque()
-        self._built: dict[str, tuple[RunAtWork, BuiltRun]] = {}
+        self._ready: deque[RunIngest] = deque()
+        self._built: dict[str, tuple[RunIngest, BuiltRun]] = {}
         self._ended = 0
         self._publish_from = 0.0
         progress.stage(f"reading {runs[0].source.run_id if len(runs) == 1 else f'{len(runs):,} runs'}")
@@ -247,7 +247,7 @@ class Fleet:
         if new:
             progress.expect(sum(file.size for file in new))
 
-    def bring_up_to_date(self) -> None:
+    def ingest_all(self) -> None:
         """Read, build and publish all runs; one that fails has its error.
 
         Raises:
@@ -259,12 +259,12 @@ class Fleet:
         first = {run.source.run_id: run for run in reversed(self._runs)}
         repeated = [run for run in self._runs if first[run.source.run_id] is not run]
         self._unread = deque(run for run in self._unread if first[run.source.run_id] is run)
-        self._work_off()
+        self._run_jobs()
         for run in repeated:
             self._unread.append(run)
-            self._work_off()
+            self._run_jobs()
 
-    def _work_off(self) -> None:
+    def _run_jobs(self) -> None:
         self._decoding = self._decode_jobs()
         for job, result in self._engine.run(self._next_job):
             # A job knows what takes its result: decoded blocks, or the tables of runs.
@@ -275,14 +275,14 @@ class Fleet:
                 self._publish()
         self._publish()
 
-    def _take_decoded(self, pieces: Sequence[tuple[RunAtWork, FilePiece]], result: Sequence[Decoded]) -> None:
+    def _take_decoded(self, pieces: Sequence[tuple[RunIngest, FilePiece]], result: Sequence[Decoded]) -> None:
         for (run, piece), parts in zip(pieces, chain.from_iterable(result), strict=True):
             piece.parts = parts
             piece.file.rejects += sum(part.rejects for part in parts)
             run.decoding -= 1
-            self._look_at(run)
+            self._build_when_read(run)
 
-    def _take_built(self, runs: Sequence[RunAtWork], result: Sequence[BuiltRun | DataError]) -> None:
+    def _take_built(self, runs: Sequence[RunIngest], result: Sequence[BuiltRun | DataError]) -> None:
         for run, built in zip(runs, result, strict=True):
             if isinstance(built, DataError):
                 self._end(run, built)
@@ -298,25 +298,25 @@ class Fleet:
 
     def _decode_jobs(self) -> Iterator[Job]:
         """Yield jobs of decoding; small blocks share one, also those of several runs, because each job has a fixed cost."""
-        given: list[tuple[RunAtWork, FilePiece, Block | Reject]] = []
+        given: list[tuple[RunIngest, FilePiece, Block | Reject]] = []
         size = 0
         for run, piece, item in self._pieces():
             given.append((run, piece, item))
             size += item.size if isinstance(item, Block) else 0
-            # Half full, it is given out: what does not fit would be in memory beside it.
+            # Submitted at half the block size, so that the next block does not double its memory.
             if size >= self._options.block_bytes // 2:
                 yield self._decode_job(given)
                 given, size = [], 0
         if given:
             yield self._decode_job(given)
 
-    def _decode_job(self, given: Sequence[tuple[RunAtWork, FilePiece, Block | Reject]]) -> Job:
+    def _decode_job(self, given: Sequence[tuple[RunIngest, FilePiece, Block | Reject]]) -> Job:
         runs = [list(of_run) for _, of_run in groupby(given, key=lambda each: id(each[0]))]
         tasks = tuple(Task(tuple(item for _, _, item in run), self._options, self._place) for run in runs)
         pieces = [(run, piece) for run, piece, _ in given]
         return Job(decode_tasks, tasks, given[0][2].source_file, partial(self._take_decoded, pieces))
 
-    def _pieces(self) -> Iterator[tuple[RunAtWork, FilePiece, Block | Reject]]:
+    def _pieces(self) -> Iterator[tuple[RunIngest, FilePiece, Block | Reject]]:
         """Yield what is to be decoded of one run after the other."""
         while self._unread:
             run = self._unread.popleft()
@@ -325,7 +325,7 @@ class Fleet:
                 run.is_read = True
             except DataError as error:
                 self._end(run, error)
-            self._look_at(run)
+            self._build_when_read(run)
 
     def _build_job(self) -> Job:
         """Return a job for some of the runs that wait: few enough that every worker gets some."""
@@ -339,19 +339,22 @@ class Fleet:
             tuple(map(self._run_task, runs)),
             runs[0].source.name,
             partial(self._take_built, runs),
-            is_last=sum(run.size_bytes for run in runs) >= _BUILT_APART * self._options.bytes_per_worker
+            is_last=sum(run.size_bytes for run in runs)
+            >= _PARALLEL_BUILD_FACTOR * self._options.bytes_per_worker
             and self._ended + len(self._built) + len(runs) == len(self._runs),
         )
 
     # -- one run -------------------------------------------------------------------------------------------
 
-    def _new_files(self, run: RunAtWork) -> list[TraceFile]:
+    def _new_files(self, run: RunIngest) -> list[TraceFile]:
         """Return the files that look as if they had to be read: by name and size alone, no file is opened for it."""
-        known = known_files(self._manifest.runs.get(run.source.run_id), self._options_hash, self._there)
+        known = known_files(
+            self._manifest.runs.get(run.source.run_id), self._options_hash, self._staged_names
+        )
         sizes = {name: file.size_bytes for name, file in known.items()}
         return [file for file in run.source.trace_files if sizes.get(file.name) != file.size]
 
-    def _pieces_of(self, run: RunAtWork) -> Iterator[tuple[RunAtWork, FilePiece, Block | Reject]]:
+    def _pieces_of(self, run: RunIngest) -> Iterator[tuple[RunIngest, FilePiece, Block | Reject]]:
         """Begin a run, and yield the pieces of its files that are not known; those of a bucket are fetched first."""
         source = run.source
         run.run_id = run_id = resolve_run_id(self._manifest, source)
@@ -365,7 +368,7 @@ class Fleet:
             run.warnings.append(
                 f"{source.run_id}: another run of that name is in the tables already; this one is {run_id}"
             )
-        known = known_files(run.known, self._options_hash, self._there)
+        known = known_files(run.known, self._options_hash, self._staged_names)
         local: list[TraceFile] = []
         remote: deque[TraceFile] = deque()
         for file in source.trace_files:
@@ -374,7 +377,7 @@ class Fleet:
             else:
                 (local if file.filesystem is None else remote).append(file)
         for file in local:
-            yield from self._pieces_in(run, _FileAtWork(file, ContentHash()), file)
+            yield from self._pieces_in(run, _FileIngest(file, ContentHash()), file)
         most_bytes = self._options.fetched_bytes
         while group := take_together(remote, lambda file: file.size, most=len(remote), most_bytes=most_bytes):
             # The copies are gone when the last block is read, not when it is decoded: blocks carry their bytes.
@@ -385,11 +388,11 @@ class Fleet:
                     if entry := unchanged(file, known.get(file.name), copy.content_hash):
                         run.unchanged.append(replace(entry, modified_ns=file.modified_ns))
                     else:
-                        yield from self._pieces_in(run, _FileAtWork(file, copy.content_hash), copy.file)
+                        yield from self._pieces_in(run, _FileIngest(file, copy.content_hash), copy.file)
 
     def _pieces_in(
-        self, run: RunAtWork, work: _FileAtWork, copy: TraceFile
-    ) -> Iterator[tuple[RunAtWork, FilePiece, Block | Reject]]:
+        self, run: RunIngest, work: _FileIngest, copy: TraceFile
+    ) -> Iterator[tuple[RunIngest, FilePiece, Block | Reject]]:
         """Read a file, from its copy if it is in a bucket: the bytes of that were hashed and reported when it was made."""
         run.files.append(work)
         content = None if isinstance(work.content, str) else work.content
@@ -407,7 +410,7 @@ class Fleet:
             run.decoding += 1
             yield run, piece, item
 
-    def _entry_of(self, work: _FileAtWork) -> ReadFile:
+    def _entry_of(self, work: _FileIngest) -> ReadFile:
         """Return what the manifest says of a file that was read; what counts of it does not depend on the order of decoding."""
         file, most = work.file, self._options.max_rejects
         parts: list[StagedPart] = []
@@ -431,8 +434,8 @@ class Fleet:
             modified_ns=None if file.filesystem is None else file.modified_ns,
         )
 
-    def _look_at(self, run: RunAtWork) -> None:
-        """Have a run built when its files are read, unless it stays as it is."""
+    def _build_when_read(self, run: RunIngest) -> None:
+        """Schedule the build of a run once all its files are decoded; skip it if nothing changed."""
         if run.failed is not None or not run.is_read or run.decoding:
             return
         read = [*run.unchanged, *map(self._entry_of, run.files)]
@@ -440,7 +443,7 @@ class Fleet:
         run.files.clear()
         run.columns = _run_columns(files, run.context)
         kv_hashes = sorted(map(content_hash_of, run.source.kv_files))
-        # Everything that the tables follow from: where it has changed they are built anew, from the staged parts where files are known.
+        # The hash of all inputs of the tables. If it changes, they are rebuilt; known files come from their staged parts.
         facts = (__version__, self._options_hash, sorted(run.columns.items()), kv_hashes)
         built_from = hashlib.sha256(repr(facts).encode()).hexdigest()
         run.entry = IngestedRun(
@@ -452,7 +455,7 @@ class Fleet:
         else:
             self._ready.append(run)
 
-    def _run_task(self, run: RunAtWork) -> RunTask:
+    def _run_task(self, run: RunIngest) -> RunTask:
         assert run.entry is not None  # noqa: S101 - a run that is ready has one
         files = run.source.kv_files
         kv: tuple[TraceFile, ...] | KvRows = files
@@ -492,7 +495,7 @@ class Fleet:
         now = time.monotonic()
         self._publish_from = now + (now - began) / _PUBLISHING_SHARE
 
-    def _end(self, run: RunAtWork, failed: DataError | None = None) -> None:
+    def _end(self, run: RunIngest, failed: DataError | None = None) -> None:
         run.failed = failed
         self._ended += 1
         self._show()
