@@ -93,14 +93,19 @@ EXAMPLES = {
         "pipeline/tracefit/consumers/names.py": (
             "",
             """
-from tracefit.consumers.base import Export, consumer
+from tracefit.consumers.base import Export
 
 
-@consumer("names")
 def to_names(source):
     return Export({"names.txt": " ".join(source.models.models)}, ())
 """,
-        )
+        ),
+        "pipeline/tracefit/consumers/__init__.py": (
+            "from tracefit.consumers.llmd_sim import to_llmd_sim\n",
+            "from tracefit.consumers.names import to_names\n",
+            "CONSUMERS = (\n",
+            '    Consumer("names", to_names),\n',
+        ),
     },
     "a target": {
         "pipeline/tracefit/features/targets.py": (
@@ -126,7 +131,7 @@ def to_names(source):
         ),
     },
 }
-"""Row of the table to the files that the example edits: a piece of their text, and what is put behind it."""
+"""Row of the table to the files that the example edits: pieces of their text, each with what is put behind it."""
 
 JOB = """
 import json, sys
@@ -168,11 +173,12 @@ def test_every_row_of_the_table_has_an_example_that_edits_the_files_it_names():
 def test_the_files_named_are_enough_to_add_one_of_each(tmp_path, traces):
     shutil.copytree(PACKAGE, tmp_path / "pipeline/tracefit", ignore=shutil.ignore_patterns("__pycache__"))
     for files in EXAMPLES.values():
-        for name, (piece, added) in files.items():
+        for name, edits in files.items():
             path = tmp_path / name
-            text = path.read_text() if piece else ""
-            assert text.count(piece) == 1, f"{name}: the example is put behind a text that is there once"
-            path.write_text(text.replace(piece, piece + added))
+            for piece, added in zip(edits[::2], edits[1::2], strict=True):
+                text = path.read_text() if piece else ""
+                assert text.count(piece) == 1, f"{name}: the example is put behind a text that is there once"
+                path.write_text(text.replace(piece, piece + added))
     facts = {"acme.id": "r1", "acme.prompt": 70, "acme.first_ms": 55.0}
     traces.span("acme", "generate", (1, 1, 0), [], attributes=facts).write(tmp_path / "acme", config=False)
 

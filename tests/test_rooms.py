@@ -102,6 +102,36 @@ def test_no_class_or_alias_stands_for_two_things():
     assert [name for name, count in named.items() if count > 1] == []
 
 
+def test_no_private_names_of_libraries_are_imported():
+    """They change without notice."""
+    imported = {
+        f"{path.name}: {node.module}.{alias.name}"
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        and node.module
+        and not node.module.startswith(("tracefit", "__future__"))
+        for alias in node.names
+        if re.search(r"(^|\.)_", f"{node.module}.{alias.name}")
+    }
+    assert imported == set()
+
+
+def test_an_import_changes_nothing_that_a_process_shares():
+    """A call at the top of a module is there for its effect: on a class of the module, or a handler that every library adds."""
+    calls = {
+        (path.relative_to(PACKAGE).as_posix(), ast.unparse(node.value.func))
+        for path in MODULES.values()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    }
+    assert calls == {
+        ("cli/__main__.py", "main"),
+        ("receive/grpc_server.py", "logging.getLogger('grpc._cython.cygrpc').addHandler"),
+        ("server/documents.py", "_Loader.add_constructor"),
+    }
+
+
 # -- where files are read and written --------------------------------------------------------------------
 
 FILE_METHODS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import threading
 from dataclasses import dataclass
@@ -172,6 +173,8 @@ class _Receiver:
 
 
 def _servers(intake: Intake, token: Token) -> tuple[GrpcServer, HttpServer]:
+    # grpcio reads it when it is imported. What a client does wrong is not for the receiver's terminal.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         from tracefit.receive.grpc_server import GrpcServer  # noqa: PLC0415 - packages of the extra alone
         from tracefit.receive.http_server import HttpServer  # noqa: PLC0415

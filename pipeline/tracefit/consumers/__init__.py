@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
-from tracefit.consumers.base import REGISTRY
+from tracefit.consumers.base import Consumer
+from tracefit.consumers.blis import to_blis, to_blis_registry
+from tracefit.consumers.csv import to_csv
+from tracefit.consumers.dynamo import to_dynamo
+from tracefit.consumers.llmd_sim import to_llmd_sim
+from tracefit.consumers.wva import to_wva
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-    from tracefit.consumers.base import Consumer
+CONSUMERS = (
+    Consumer("blis", to_blis),
+    Consumer("blis-registry", to_blis_registry),
+    Consumer("csv", to_csv),
+    Consumer("dynamo-mocker", to_dynamo),
+    Consumer("llm-d-inference-sim", to_llmd_sim, versioned=True),
+    Consumer("wva", to_wva),
+)
 
 
-def known() -> Mapping[str, Consumer]:
-    """Return all consumers that the modules of this room register, by name and in name order."""
-    for module in iter_modules(__path__, prefix=f"{__name__}."):
-        import_module(module.name)
-    return {name: REGISTRY[name] for name in sorted(REGISTRY)}
+def known(consumers: Iterable[Consumer] = CONSUMERS) -> Mapping[str, Consumer]:
+    """Return consumers by name, in name order.
+
+    Raises:
+        ValueError: Two have one name.
+    """
+    named: dict[str, Consumer] = {}
+    for one in sorted(consumers, key=lambda one: one.name):
+        if one.name in named:
+            raise ValueError(f"two consumers are called {one.name}")
+        named[one.name] = one
+    return named

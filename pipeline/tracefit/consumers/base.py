@@ -1,8 +1,8 @@
-"""Shared by all consumer modules: the types `Source` and `Export`, the registry, and helpers for writing and evaluating.
+"""Shared by all consumer modules: the types `Source` and `Export`, and helpers for writing and evaluating.
 
 A consumer is a program that loads latency coefficients in a form of its own, such as a simulator. Its module is a function
-from a `Source` (models and training tables of one scope) to an `Export` (files, errors, how to load them), registered by
-name with `consumer`.
+from a `Source` (models and training tables of one scope) to an `Export` (files, errors, how to load them), listed by name in
+`consumers.CONSUMERS`.
 """
 
 from __future__ import annotations
@@ -92,22 +92,6 @@ class Consumer:
     name: str
     export: Callable[[Source], Export]
     versioned: bool = False
-
-
-REGISTRY: dict[str, Consumer] = {}
-"""Consumers of the modules that are imported; `tracefit.consumers.known` imports all."""
-
-
-def consumer(
-    name: str, *, versioned: bool = False
-) -> Callable[[Callable[[Source], Export]], Callable[[Source], Export]]:
-    """Register a function as the export to a consumer."""
-
-    def register(export: Callable[[Source], Export]) -> Callable[[Source], Export]:
-        REGISTRY[name] = Consumer(name, export, versioned)
-        return export
-
-    return register
 
 
 def held_out(what: str, unit: str, actual: Vector, predicted: Vector, trained: Vector) -> HeldOut:

@@ -20,7 +20,6 @@ from tracefit.consumers.base import (
     Export,
     Source,
     commented,
-    consumer,
     flags,
     kv_blocks,
     model_name,
@@ -48,7 +47,6 @@ _CHIPS = {
 _HEADER = "trace_version: 2\ntime_unit: microseconds\nmode: real\nwarm_up_requests: 0\n"
 
 
-@consumer("blis")
 def to_blis(source: Source) -> Export:
     """Write `defaults.yaml` with the coefficients of one scope, and the other files BLIS needs.
 
@@ -248,7 +246,6 @@ _KERNEL_SETS = (
 )
 
 
-@consumer("blis-registry")
 def to_blis_registry(source: Source) -> Export:
     """Write the same coefficients as a `CoefficientSet` of the registry: units, method, scope and source per value.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tracefit.coefficients.compiled import linear_forms
 from tracefit.coefficients.model import BoundaryModel, Regime
-from tracefit.consumers.base import OUT, Export, Source, consumer
+from tracefit.consumers.base import OUT, Export, Source
 from tracefit.errors import spreadsheet_safe
 from tracefit.fit.results import Term
 from tracefit.results.models import HeldOut
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tracefit.fit.results import Number
 
 
-@consumer("csv")
 def to_csv(source: Source) -> Export:
     """Write every number of every model of a scope; the errors are those of the models themselves."""
     models, text = source.models, io.StringIO()

@@ -18,7 +18,6 @@ from tracefit.consumers.base import (
     OUT,
     Export,
     Source,
-    consumer,
     flags,
     held_out,
     kv_blocks,
@@ -46,7 +45,6 @@ _COLUMNS = (
 )
 
 
-@consumer("dynamo-mocker")
 def to_dynamo(source: Source) -> Export:
     """Evaluate the step model on the grids that the training steps span.
 

@@ -20,7 +20,6 @@ from tracefit.consumers.base import (
     Export,
     Source,
     commented,
-    consumer,
     held_out,
     model_name,
     number,
@@ -46,7 +45,6 @@ NEWEST = (0, 10, 0)
 """Version that files are written for where none is given."""
 
 
-@consumer("llm-d-inference-sim", versioned=True)
 def to_llmd_sim(source: Source) -> Export:
     """Fit prefill and decode of whole requests against the load they ran under.
 

@@ -20,7 +20,6 @@ from tracefit.consumers.base import (
     Export,
     Source,
     commented,
-    consumer,
     held_out,
     number,
     timed_requests,
@@ -43,7 +42,6 @@ SEGMENT_REQUESTS = 20
 """Requests per segment of the hold-out, whose mean input and output enter the formula."""
 
 
-@consumer("wva")
 def to_wva(source: Source) -> Export:
     """Fit both forms on steps and requests of one scope.
 

@@ -143,7 +143,8 @@ def worker_surroundings(workers: int) -> Iterator[None]:
     """Set the environment that new workers start with.
 
     They import nothing from the working folder, which may hold any file, and do not run the caller's script again.
-    Each worker has its own cores; more threads would only wait for each other.
+    Each worker has its own cores; more threads would only wait for each other. All this is changed in this process for the
+    moment, because a spawned process takes it from there: `multiprocessing` has no arguments for it.
     """
     threads = str(max(1, available_cores() // workers))
     changed = {**memory.SETTINGS, "POLARS_MAX_THREADS": threads, "PYTHONSAFEPATH": "1"}

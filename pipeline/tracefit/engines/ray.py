@@ -27,7 +27,7 @@ MOST_TRIES = 4
 
 _OBJECTS_BYTES = 512 << 20
 _MOST_CORES, _TURN_S, _ANSWER_S = 4, 0.5, 5.0
-_set_up = cache(memory.reuse_freed)
+_set_up = cache(memory.reuse_freed)  # once in a worker, which is given one job after the other
 
 
 class RayEngine:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from tracefit.errors import UsageError, known_names
 from tracefit.features.expressions import MAX_FORMULA_CHARS, Name, Node, names_in, parse_formula, to_polars
@@ -220,10 +220,8 @@ def parse_feature_set(content: bytes | str, *, where: str, is_json: bool = False
         UsageError: A field is missing, unknown, or not what it should be; a name comes twice; a formula is wrong.
     """
     read = parse_json_object if is_json else parse_yaml_object
-    return validated(_SHAPE, {"name": "custom", **read(content, where=where)}, where=where)
+    return validated(FeatureSet, {"name": "custom", **read(content, where=where)}, where=where)
 
-
-_SHAPE = TypeAdapter(FeatureSet)
 
 # -- built-in sets ---------------------------------------------------------------------------------------
 

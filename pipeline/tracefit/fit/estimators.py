@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, get_args
 
 import numpy as np
 from scipy.optimize import nnls
@@ -16,9 +16,7 @@ from scipy.special import stdtrit
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import Lasso
-from sklearn.utils._param_validation import Interval as Range
-from sklearn.utils._param_validation import StrOptions
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from tracefit.statistics import robust_sd
 
@@ -234,14 +232,6 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         Huber, Robust Statistics (1981), for the weights; Holland and Welsch (1977) for the reweighting.
     """
 
-    _parameter_constraints: ClassVar = {
-        "penalty": [StrOptions(set(get_args(Penalty)))],
-        "strength": [Range(Real, 0, None, closed="left")],
-        "huber": [Range(Real, 0, None, closed="right")],
-        "max_iter": [Range(Integral, 0, None, closed="left")],
-        "positive": [bool, tuple],
-    }
-
     def __init__(
         self,
         penalty: Penalty = "ridge",
@@ -273,7 +263,7 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
 
     def fit_rows(self, X: Matrix, y: Vector, sample_weight: Vector | None = None) -> RowWeights:  # noqa: N803  # sklearn's contract
         """Fit as `fit` does, and return how much each row counted: confidence intervals need it, predictions do not."""
-        self._validate_params()
+        self._require_parameters()
         # A model without features is allowed: it is a constant, the baseline that other models are compared with.
         x, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_features=0)
         y = np.asarray(y, dtype=float)
@@ -281,7 +271,12 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
             raise ValueError(
                 f"positive has {len(self.positive)} flags, not one per feature and one for the intercept"
             )
-        given = _check_sample_weight(sample_weight, x, dtype=np.float64, ensure_non_negative=True)
+        given = np.ones(len(y)) if sample_weight is None else sample_weight
+        given = check_array(given, ensure_2d=False, dtype=np.float64, input_name="sample_weight")
+        if given.shape != y.shape or (given < 0).any() or not given.any():
+            raise ValueError(
+                "Sample weights must contain at least one non-zero number, none below 0, one per row"
+            )
         given = given / np.mean(given)
         center, scale = x.mean(axis=0), x.std(axis=0)
         scale = np.where(scale > 0, scale, 1.0)
@@ -303,6 +298,18 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         self.coef_: Vector = slopes / scale
         self.intercept_ = intercept
         return weights, given * np.where(bent < 1, _FLAT, 1.0)
+
+    def _require_parameters(self) -> None:
+        valid = {
+            "penalty": self.penalty in get_args(Penalty),
+            "strength": isinstance(self.strength, Real) and self.strength >= 0,
+            "huber": isinstance(self.huber, Real) and self.huber > 0,
+            "max_iter": isinstance(self.max_iter, Integral) and self.max_iter >= 0,
+            "positive": isinstance(self.positive, bool | tuple),
+        }
+        for name, is_valid in valid.items():
+            if not is_valid:
+                raise ValueError(f"{name} cannot be {getattr(self, name)!r}")
 
     def predict(self, X: Matrix) -> Vector:  # noqa: N803  # scikit-learn's contract
         """Return intercept + X @ coefficients, shape (n,)."""

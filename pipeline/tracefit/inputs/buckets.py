@@ -44,6 +44,9 @@ _ENVIRONMENT = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
 }
 
+_ANSWERED: set[str] = set()
+"""Buckets that have answered: kept for the process, because every request of it may then wait longer for the next answer."""
+
 _P = ParamSpec("_P")
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -144,7 +147,7 @@ def _request(
         while True:
             try:
                 with _errors_of(path):
-                    patience_s = PATIENCE_S if path.bucket in _answered() else FIRST_ANSWER_S
+                    patience_s = PATIENCE_S if path.bucket in _ANSWERED else FIRST_ANSWER_S
                     return work(_opened(path.bucket, patience_s), path, *arguments, **options)
             except _BrokenOffError:
                 if time.monotonic() - began > FIRST_ANSWER_S:
@@ -255,13 +258,7 @@ def together(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_
         return list(pool.map(work, items))
 
 
-@cache
-def _answered() -> set[str]:
-    """Return the buckets that have answered in this process."""
-    return set()
-
-
-@cache
+@cache  # a client keeps its connections open for the next request
 def _opened(bucket: str, seconds: int) -> ObjectStore:
     from obstore.store import from_url  # noqa: PLC0415
 
@@ -291,7 +288,7 @@ def _errors_of(path: BucketPath) -> Iterator[None]:
         ) from error
     try:
         yield
-        _answered().add(path.bucket)
+        _ANSWERED.add(path.bucket)
     except FileNotFoundError as error:
         if re.search("NoSuchBucket|bucket does not exist", str(error)):
             raise _refused(path, "there is no such bucket") from error

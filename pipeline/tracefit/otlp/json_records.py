@@ -482,13 +482,13 @@ def _usual(tree: Any, struct: type[msgspec.Struct], name: str) -> _Json:
     return found
 
 
-@cache
+@cache  # records have many of the same few structs
 def _fields_read(struct: type[msgspec.Struct]) -> list[str]:
     """Return the keys of a struct that are not ignored."""
     return [each.encode_name for each in msgspec.structs.fields(struct) if each.default is not _IGNORED]
 
 
-@cache
+@cache  # the keys of OTLP are few
 def _snake_case(name: str) -> str:
     return re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", name)
 

@@ -8,10 +8,7 @@ would count compressed bytes alone.
 from __future__ import annotations
 
 import logging
-import os
 from typing import TYPE_CHECKING, Any, NoReturn
-
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what a client does wrong is not for the receiver's terminal
 
 import grpc
 from google.rpc.error_details_pb2 import RetryInfo

@@ -1,7 +1,7 @@
 """Results in a notebook: tables in place of a repr, and figures by name.
 
-Figures are drawn from files by the room of commands, which knows this one and not the other way round: it registers its
-drawing here (`draw_with`).
+Figures are drawn from files by the room of commands. `plot` is a method of results all the same, which know no room that draws:
+so the command registers its drawing here when it is imported (`draw_with`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, get_args, get_type_hints
 
 import yaml
 from pydantic import (
@@ -31,6 +31,7 @@ from tracefit.errors import UsageError, did_you_mean
 from tracefit.inputs.buckets import place_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from pydantic_core import ErrorDetails
@@ -261,14 +262,17 @@ FLAG = TypeAdapter(Annotated[bool, Strict()])
 TEXT = TypeAdapter(Text)
 
 
-@cache
+@cache  # making one takes longer than a check
 def whole_number(least: int = 1, most: int = MAX_INTEGER) -> TypeAdapter[int]:
     """Return the type of integers from `least` to `most`."""
     return TypeAdapter(Annotated[WholeNumber, Field(ge=least, le=most)])
 
 
+_adapter: Callable[[type], TypeAdapter[Any]] = cache(TypeAdapter)  # making one takes longer than a check
+
+
 def validated(
-    shape: TypeAdapter[_T],
+    shape: type[_T] | TypeAdapter[_T],
     value: object,
     *,
     where: str,
@@ -287,8 +291,9 @@ def validated(
     Raises:
         UsageError: The value is not of that type; the line names the first wrong key.
     """
+    adapter: TypeAdapter[_T] = _adapter(shape) if isinstance(shape, type) else shape
     try:
-        return shape.validate_python(value)
+        return adapter.validate_python(value)
     except ValidationError as error:
         # One line names one fault; the others show once it is mended.
         first = error.errors(include_url=False)[0]
@@ -312,7 +317,7 @@ _WORDS = {
 
 
 def _usage_error(
-    error: ErrorDetails, shape: TypeAdapter[_T], *, where: str, key: str | None, spellings: Mapping[str, str]
+    error: ErrorDetails, shape: object, *, where: str, key: str | None, spellings: Mapping[str, str]
 ) -> UsageError:
     steps = [spellings.get(str(step), step) for step in error["loc"]]
     place = "".join(f"[{step}]" if isinstance(step, int) else f".{excerpt(step)}" for step in steps)
@@ -348,9 +353,8 @@ def _shown(value: object) -> str:
     return excerpt(value) if isinstance(value, int | float) else f"{kind_of(value)} {excerpt(value)!r}"
 
 
-def _keys_at(shape: TypeAdapter[_T], place: tuple[int | str, ...]) -> list[str]:
+def _keys_at(kind: object, place: tuple[int | str, ...]) -> list[str]:
     """Return the keys that the object at a place may have; none where it is no dataclass."""
-    kind: object = shape._type  # noqa: SLF001 - the adapter's type has no public name
     for step in place[:-1]:
         kind = get_args(kind)[0] if isinstance(step, int) else get_type_hints(kind).get(step)
     return [field.name for field in fields(kind)] if isinstance(kind, type) and is_dataclass(kind) else []

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from tracefit.errors import UsageError
 from tracefit.server.documents import (
@@ -107,7 +107,6 @@ class Gpu(GpuValues):
 
 
 _VALUE_FIELDS = tuple(field.name for field in fields(GpuValues) if field.name != "name")
-_SHAPE = TypeAdapter(GpuValues)
 
 
 # Sources: sheet is the vendor's datasheet (dense rates), both that and the tables of serving simulators, which agree with it,
@@ -206,7 +205,7 @@ def parse_gpu(text: bytes | str, *, where: str, fallback_name: str = "custom") -
     # No value at the top: the file maps a name to a GPU, as tables of serving simulators do.
     if not document.keys() & set(_VALUE_FIELDS):
         fallback_name, document = _only_entry(document, where=where)
-    values = validated(_SHAPE, {"name": fallback_name, **document}, where=where)
+    values = validated(GpuValues, {"name": fallback_name, **document}, where=where)
     return Gpu(**asdict(values), confidence="given")
 
 

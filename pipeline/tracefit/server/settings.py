@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
 
 from tracefit.errors import UsageError
 from tracefit.server.documents import (
@@ -129,8 +129,6 @@ FLAGS = frozenset(name for name in SETTINGS if ServerSettings.model_fields[name]
 TEXTS = frozenset(name for name in SETTINGS if ServerSettings.model_fields[name].annotation == OptionalText)
 """Settings that are text."""
 
-_SHAPE = TypeAdapter(ServerSettings)
-
 # A scope id names model, GPU and ranks in words; sampling rates change what is traced, not what the server does.
 _KNOBS = frozenset(SETTINGS) - {
     "model",
@@ -220,7 +218,9 @@ def settings_from(
             raise UsageError(f"{spelled[name]} {first} and {key} {second} contradict", where=where)
     # In the fields' own order, so that files that state the same in another order have the same hash.
     sources = {name: source for name in SETTINGS if name in known}
-    return validated(_SHAPE, {**known, "sources": sources, "other": other}, where=where, spellings=spelled)
+    return validated(
+        ServerSettings, {**known, "sources": sources, "other": other}, where=where, spellings=spelled
+    )
 
 
 def _scalar(value: object) -> Scalar:
@@ -269,7 +269,7 @@ def settings_from_json(text: str, *, where: str) -> ServerSettings:
         other = dict(document["other"])
     except (UsageError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError("settings column is damaged", where=where, hint="ingest the run again") from error
-    return validated(_SHAPE, {**values, "sources": sources, "other": other}, where=where)
+    return validated(ServerSettings, {**values, "sources": sources, "other": other}, where=where)
 
 
 # -- files -----------------------------------------------------------------------------------------------

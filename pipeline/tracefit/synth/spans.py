@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
+from functools import cache, lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -413,7 +413,7 @@ def _attributes_json(attributes: Attributes) -> str:
     return template % tuple(value if type(value) is int else _scalar(value) for value in values)
 
 
-@cache
+@cache  # spans have a few sets of keys
 def _template(keys: tuple[str, ...], kinds: tuple[type[SpanValue], ...]) -> str:
     """Return the text of attributes with these keys and kinds, a slot for each value."""
     pairs = zip(keys, kinds, strict=True)
@@ -428,7 +428,7 @@ def _scalar(value: str | float) -> str:
     return np.format_float_positional(value, trim="-") if "e" in text else text.removesuffix(".0")
 
 
-@cache
+@lru_cache(maxsize=4096)  # names recur in every span; ids would fill the memory
 def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 

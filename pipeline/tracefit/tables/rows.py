@@ -81,7 +81,7 @@ class SpanRows:
         return {name: getattr(self, name) for name in FRAMES}
 
 
-@cache
+@cache  # the same for every batch of a process
 def _event_types() -> dict[str, dict[str, pl.DataType]]:
     """Return, by event name and attribute key, the type of the column."""
     journey = _types(dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
