@@ -150,7 +150,7 @@ run([busy], out, options=TrainOptions(fast=True, features="batch"))
 ingest([acme], out / "acme")
 store = TableStore(out / "tables")
 (scope,) = read_evaluation(out / "evaluation.json").scopes
-figures = scope_figures(scope, (), diagnose(scope, (), store), points=10).by_name()
+figures = scope_figures(diagnose(scope, (), store), points=10).by_name()
 print(json.dumps({
     "a feature": "ended_twice" in store.read("beta_training").columns,
     "a dialect": TableStore(out / "acme").read("requests").select("prompt_tokens", "ttft_us").rows(),

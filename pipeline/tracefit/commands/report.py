@@ -124,7 +124,9 @@ def report_of(
         figures: dict[str, ScopeFigures] | None = None
         if store is not None:
             figures = {
-                scope.scope_id: _figures_of(scope, _models_of(scope, models), store, points, slo_ms)
+                scope.scope_id: scope_figures(
+                    diagnose(scope, _models_of(scope, models), store), points=points, slo_ms=slo_ms
+                )
                 for scope in evaluation.scopes[:drawn]
             }
         made = build_report(evaluation, alpha, beta, figures, traced=traced)
@@ -135,16 +137,6 @@ def report_of(
     if figures and progress is not None:
         _warn_of_other_frames(evaluation, models, figures, progress)
     return made
-
-
-def _figures_of(
-    scope: ScopeEvaluation,
-    models: Sequence[Model],
-    store: TableStore,
-    points: int,
-    slo_ms: Mapping[str, float] = SLO_MS,
-) -> ScopeFigures:
-    return scope_figures(scope, models, diagnose(scope, models, store), points=points, slo_ms=slo_ms)
 
 
 def _warn_of_other_frames(
@@ -172,8 +164,8 @@ def draw(evaluation: Path, models: Path, tables: Path, figure: str, scope: str |
     published = read_evaluation(evaluation)
     chosen = _scope_of(published, scope)
     fitted = [m for kind in ("beta", "alpha") for m in read_coefficients(models / f"{kind}.json").models]
-    own = _models_of(chosen, fitted)
-    figures = _figures_of(chosen, own, TableStore(tables), _NOTEBOOK_POINTS).by_name()
+    rows = diagnose(chosen, _models_of(chosen, fitted), TableStore(tables))
+    figures = scope_figures(rows, points=_NOTEBOOK_POINTS).by_name()
     if figure not in figures:
         raise UsageError(f"there is no figure {figure}", hint=known_names(figure, figures, title="figures"))
     return plotly_figure(figures[figure])

@@ -229,9 +229,8 @@ class IngestScheduler:
         self._options_hash = options.sha256
         self._staged_names = cache(lambda: staged_parts(store.place))
         # Workers may have another working folder.
-        is_folder = isinstance(store.place, Disk)
         self._place = Disk(store.place.root.absolute()) if isinstance(store.place, Disk) else store.place
-        engine.check(self._scratch if is_folder else None)
+        engine.check(self._scratch if isinstance(self._place, Disk) else None)
         self._manifest = store.manifest()
         new = [file for run in runs for file in self._new_files(run)]
         engine.limit(max(sum(map(work_bytes, new)) // options.bytes_per_worker, 1))

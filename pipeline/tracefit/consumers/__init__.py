@@ -12,7 +12,7 @@ from tracefit.consumers.llmd_sim import to_llmd_sim
 from tracefit.consumers.wva import to_wva
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
 CONSUMERS = (
     Consumer("blis", to_blis),
@@ -24,15 +24,13 @@ CONSUMERS = (
 )
 
 
-def known(consumers: Iterable[Consumer] = CONSUMERS) -> Mapping[str, Consumer]:
+def known(consumers: Sequence[Consumer] = CONSUMERS) -> Mapping[str, Consumer]:
     """Return consumers by name, in name order.
 
     Raises:
         ValueError: Two have one name.
     """
-    named: dict[str, Consumer] = {}
-    for one in sorted(consumers, key=lambda one: one.name):
-        if one.name in named:
-            raise ValueError(f"two consumers are called {one.name}")
-        named[one.name] = one
+    named = {one.name: one for one in sorted(consumers, key=lambda one: one.name)}
+    if len(named) < len(consumers):
+        raise ValueError(f"two consumers have one name: {', '.join(one.name for one in consumers)}")
     return named

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import polars as pl
 
 from tracefit.diagnostics.groups import US_PER_MS
-from tracefit.diagnostics.rows import covered
+from tracefit.diagnostics.rows import MarkedInterval, covered, marked
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
     from tracefit.fit.results import Overload
-
-PeriodKind = Literal["warm-up", "idle", "queue never empty", "overload"]
 
 BINS = 80
 
@@ -40,7 +38,7 @@ class EngineRun:
         overload: That of the run in the evaluation.
         bins: One row per interval of equal length: at_s and the means of running, waiting, tokens (per step) and kv_pct, and the
             median of cycle_ms.
-        periods: start and end of the periods of each kind.
+        marked: Its warm-up, idle gaps, queues that never emptied, and overload.
         holdout_s: Where the hold-out begins; null where no row is held out.
     """
 
@@ -48,17 +46,17 @@ class EngineRun:
     server: str
     overload: Overload | None
     bins: pl.DataFrame
-    periods: Mapping[PeriodKind, pl.DataFrame]
+    marked: tuple[MarkedInterval, ...]
     holdout_s: float | None
 
 
 def engine_run(
     timeline: pl.DataFrame,
     training: pl.DataFrame,
+    overload: Overload | None = None,
     *,
     run_id: str,
     server: str,
-    overload: Overload | None = None,
 ) -> EngineRun | None:
     """Return what one engine did over its run; null where fewer than two steps are known.
 
@@ -74,20 +72,15 @@ def engine_run(
     training = training.with_columns(at_s=(pl.col("ts_ns") - start) / 1e9)
     seconds = float(known["at_s"][-1]) or 1.0
     bins = _time_bins(known, seconds)
-    queued = [q for q in (overload.queued if overload else ()) if q.server == server]
-    overloaded = pl.DataFrame(
-        [(max(0.0, (q.from_ns - start) / 1e9), (q.to_ns - start) / 1e9) for q in queued],
-        schema={"start": pl.Float64, "end": pl.Float64},
-        orient="row",
-    )
-    periods: dict[PeriodKind, pl.DataFrame] = {
-        "warm-up": covered(training.filter(excluded_reason="warm_up"), ["epoch"]),
-        "idle": _idle(known, seconds),
-        "queue never empty": _queues(bins, overloaded),
-        "overload": overloaded,
-    }
+    overloaded = [
+        MarkedInterval("overload", max(0.0, (q.from_ns - start) / 1e9), (q.to_ns - start) / 1e9)
+        for q in (overload.queued if overload else ())
+        if q.server == server
+    ]
+    warm_up = covered("warm-up", training.filter(excluded_reason="warm_up"), ["epoch"])
+    intervals = (*warm_up, *_idle(known, seconds), *_queues(bins, overloaded), *overloaded)
     holdout_s = training.filter(split="holdout").select(pl.col("at_s").min()).item()
-    return EngineRun(run_id, server, overload, bins, periods, holdout_s)
+    return EngineRun(run_id, server, overload, bins, intervals, holdout_s)
 
 
 def _time_bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
@@ -113,20 +106,18 @@ def _time_bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
     )
 
 
-def _queues(bins: pl.DataFrame, overloaded: pl.DataFrame) -> pl.DataFrame:
+def _queues(bins: pl.DataFrame, overloaded: Sequence[MarkedInterval]) -> list[MarkedInterval]:
     """Join neighbouring intervals in which requests wait at every step, but those already marked as overload."""
     middle = (pl.col("start") + pl.col("end")) / 2
-    marked = pl.any_horizontal(
-        pl.lit(value=False), *(middle.is_between(*ends) for ends in overloaded.iter_rows())
-    )
-    queued = bins.filter(pl.col("queued").fill_null(value=False) & ~marked)
+    known = pl.any_horizontal(pl.lit(value=False), *(middle.is_between(o.start, o.end) for o in overloaded))
+    queued = bins.filter(pl.col("queued").fill_null(value=False) & ~known)
     group = (pl.col("bin").diff().fill_null(1) > 1).cum_sum()
     joined = queued.with_columns(group=group).group_by("group", maintain_order=True)
-    return joined.agg(pl.col("start").min(), pl.col("end").max())
+    return marked("queue never empty", joined.agg(pl.col("start").min(), pl.col("end").max()))
 
 
-def _idle(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
+def _idle(known: pl.DataFrame, seconds: float) -> list[MarkedInterval]:
     length = pl.col("cycle_us") * pl.col("interval_steps") / 1e6
     gaps = known.filter(pl.col("idle_after") & (length > SHORTEST_IDLE_SHARE * seconds))
     ends = gaps.select(start="at_s", end=pl.col("at_s") + length, length=length)
-    return ends.sort("length", descending=True).head(MOST_IDLE_GAPS).sort("start")
+    return marked("idle", ends.sort("length", descending=True).head(MOST_IDLE_GAPS).sort("start"))

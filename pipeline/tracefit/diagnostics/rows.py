@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import polars as pl
 
@@ -104,27 +104,35 @@ def strongest_features(model: Model, held: pl.DataFrame) -> list[str]:
     return sorted(effects, key=lambda f: -effects[f])[:_STRONG]
 
 
-def covered(rows: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
-    """Return the time that each group of rows covers: start, end in seconds into the run."""
-    return rows.group_by(by, maintain_order=True).agg(start=pl.col("at_s").min(), end=pl.col("at_s").max())
+IntervalKind = Literal["training range", "hold-out", "warm-up", "idle", "queue never empty", "overload"]
 
 
-class StepsOverTime(NamedTuple):
-    """Evaluated steps over time, runs one after the other without the time between them.
+class MarkedInterval(NamedTuple):
+    """An interval of time, in seconds into the run, or of the load, with a meaning."""
 
-    Attributes:
-        runs: run_id, server and begins: where each run begins on the common axis, in s.
-        rows: The steps of these runs, with `at_s` on the common axis.
-        means: begins, at_s, measured_ms, predicted_ms: means over equal intervals of time.
+    kind: IntervalKind
+    start: float
+    end: float
+
+
+def covered(kind: IntervalKind, rows: pl.DataFrame, by: Sequence[str]) -> list[MarkedInterval]:
+    """Return the time that each group of rows covers."""
+    groups = rows.group_by(by, maintain_order=True)
+    return marked(kind, groups.agg(start=pl.col("at_s").min(), end=pl.col("at_s").max()))
+
+
+def marked(kind: IntervalKind, ends: pl.DataFrame) -> list[MarkedInterval]:
+    """Return the intervals from `start` to `end` of each row."""
+    return [MarkedInterval(kind, start, end) for start, end in ends.select("start", "end").iter_rows()]
+
+
+def steps_over_time(kept: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+    """Put the rows of `evaluated` on one time axis, runs one after the other without the time between them.
+
+    Returns:
+        The first runs: run_id, server and begins, where each begins on the axis in s; their rows, with `at_s` on the axis; and
+        means over equal intervals of time: begins, at_s, measured_ms, predicted_ms.
     """
-
-    runs: pl.DataFrame
-    rows: pl.DataFrame
-    means: pl.DataFrame
-
-
-def steps_over_time(kept: pl.DataFrame) -> StepsOverTime:
-    """Return the rows of `evaluated` over time, of the first runs."""
     # Without the time between runs: traces of two days would be two dots with nothing between them.
     runs = kept.group_by(SERVER, maintain_order=True).agg(seconds=pl.col("at_s").max()).head(MOST_RUNS)
     total = float(runs["seconds"].sum()) or 1.0
@@ -141,4 +149,4 @@ def steps_over_time(kept: pl.DataFrame) -> StepsOverTime:
         .agg(pl.col("at_s", "measured_ms", "predicted_ms").mean())
         .sort("at_s")
     )
-    return StepsOverTime(runs, rows, means)
+    return runs, rows, means

@@ -39,6 +39,8 @@ class ScopeDiagnostics:
     """The rows of one scope, as its figures show them.
 
     Attributes:
+        scope: Its evaluation.
+        models: Its models.
         steps: Rows of `beta_training`, with the batch that executed.
         waits: Rows of `alpha_training`.
         first_token: What TTFT consists of; null where too few requests have all its parts.
@@ -48,6 +50,8 @@ class ScopeDiagnostics:
         engines: Engines over time, those of overloaded runs first.
     """
 
+    scope: ScopeEvaluation
+    models: Sequence[Model]
     steps: pl.DataFrame
     waits: pl.DataFrame
     first_token: Breakdown | None
@@ -88,6 +92,8 @@ def diagnose(scope: ScopeEvaluation, models: Sequence[Model], store: TableStore)
     durations = [*(f"{name}_us" for name in LATENCIES), *first_token_parts().values()]
     requests = store.read("requests", runs, [*_REQUEST_COLUMNS, *dict.fromkeys(durations)])
     return ScopeDiagnostics(
+        scope,
+        models,
         steps,
         store.read("alpha_training", runs, columns).filter(own),
         first_token_breakdown(requests),
@@ -103,12 +109,8 @@ def _engines(scope: ScopeEvaluation, store: TableStore, steps: pl.DataFrame) -> 
     overloads = {o.run_id: o for o in scope.overloaded}
     for run_id in dict.fromkeys(r for r in (*overloads, *scope.runs) if r in store.runs()):
         timeline = store.read("timeline", [run_id], TIMELINE_COLUMNS)
-        for (server,), rows in timeline.sort("server", maintain_order=True).group_by(
-            "server", maintain_order=True
-        ):
+        for (server,), rows in sorted(timeline.partition_by("server", as_dict=True).items()):
             training = steps.filter(run_id=run_id, server=server)
-            engine = engine_run(
-                rows, training, run_id=run_id, server=str(server), overload=overloads.get(run_id)
-            )
+            engine = engine_run(rows, training, overloads.get(run_id), run_id=run_id, server=server)
             if engine is not None:
                 yield engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from tracefit.errors import printable
 from tracefit.text import count, number, plural
@@ -16,10 +16,8 @@ from tracefit.text import count, number, plural
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    import polars as pl
-
-    from tracefit.diagnostics.engines import PeriodKind
     from tracefit.diagnostics.groups import Bin
+    from tracefit.diagnostics.rows import MarkedInterval
     from tracefit.reports.document import Trace
 
 # Colours: at least 3:1 against white and against the dark page, so that one palette serves both.
@@ -121,22 +119,11 @@ def line(
     }
 
 
-RegionKind: TypeAlias = "PeriodKind | Literal['training range', 'hold-out']"
-
-
-class ShadedRegion(NamedTuple):
-    """An interval of the x axis with a meaning."""
-
-    kind: RegionKind
-    start: float
-    end: float
-
-
-def shaded(regions: Iterable[ShadedRegion]) -> list[Trace]:
+def shaded(intervals: Iterable[MarkedInterval]) -> list[Trace]:
     """Shade intervals of the x axis; each kind is in the legend once."""
     # In the order of `SHADES`: of regions that overlap, the one that matters most is drawn last.
     shapes: list[Trace] = []
-    for one in sorted(regions, key=lambda r: list(SHADES).index(r.kind)):
+    for one in sorted(intervals, key=lambda r: list(SHADES).index(r.kind)):
         shapes.append(
             {
                 "type": "rect",
@@ -268,11 +255,6 @@ class FigureWords(TypedDict):
 
 
 MEASURED, PREDICTED = BLUE, ORANGE
-
-
-def regions(kind: RegionKind, ends: pl.DataFrame) -> list[ShadedRegion]:
-    """Return the intervals of one kind, one per row of start and end."""
-    return [ShadedRegion(kind, start, end) for start, end in ends.select("start", "end").iter_rows()]
 
 
 def ends_of(one: Bin) -> str:

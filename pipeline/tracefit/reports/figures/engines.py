@@ -20,18 +20,14 @@ from tracefit.reports.figures.elements import (
     line,
     mark,
     panels,
-    regions,
     shaded,
 )
 from tracefit.statistics import mean_of
 from tracefit.text import number, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tracefit.diagnostics.engines import EngineRun
     from tracefit.reports.document import Trace
-    from tracefit.reports.figures.elements import ShadedRegion
 
 _QUANTITIES = {
     "running": ("running", "requests running", BLUE),
@@ -46,31 +42,21 @@ _QUANTITIES = {
 def engine_figure(engine: EngineRun) -> Figure:
     """Draw what one engine did over its run."""
     bins, overload = engine.bins, engine.overload
-    marked = [region for kind, ends in engine.periods.items() for region in regions(kind, ends)]
-    shapes = shaded(marked)
+    shapes = shaded(engine.marked)
     if engine.holdout_s is not None:
         shapes.append(mark("hold-out begins", "x", engine.holdout_s, colour=GREY))
-    fate = ""
-    if overload is not None:
-        fate = f": overloaded, {'trained on all the same' if overload.trained_on else 'left out of training'}"
+    kept = "trained on all the same" if overload and overload.trained_on else "left out of training"
+    fate = f": overloaded, {kept}" if overload else ""
     drawn = [key for key in _QUANTITIES if bins[key].count()]
+    hover = "%{y:,.4~r}<extra>%{fullData.name}</extra>"
     axes: list[Trace] = []
     traces = []
     for place, key in enumerate(drawn):
         label, full, colour = _QUANTITIES[key]
-        part, axis = bins.drop_nulls(key), axis_number(place)
+        x, y = bins.drop_nulls(key).select("at_s", key)
+        axis = f"y{axis_number(place)}"
         axes.append(axis_of(label, rangemode="tozero", nticks=4))
-        traces.append(
-            line(
-                full,
-                part["at_s"],
-                part[key],
-                colour,
-                yaxis=f"y{axis}",
-                showlegend=False,
-                hovertemplate="%{y:,.4~r}<extra>%{fullData.name}</extra>",
-            )
-        )
+        traces.append(line(full, x, y, colour, yaxis=axis, showlegend=False, hovertemplate=hover))
     return Figure(
         name=anchor(f"engine-{engine.run_id}-{engine.server}"),
         height=90 + 105 * len(drawn),
@@ -79,7 +65,7 @@ def engine_figure(engine: EngineRun) -> Figure:
         look="Look for a hold-out unlike what comes before it: then its errors say little about the rest. A queue that grows "
         "through the whole run means that the server was offered more than it can do.",
         note="Means of the traced steps over equal intervals of time; of step times the median.",
-        summary=_engine_table(engine, marked),
+        summary=_engine_table(engine),
         traces=tuple(traces),
         layout={
             # One time, one label in each panel: panels share the axis.
@@ -91,7 +77,7 @@ def engine_figure(engine: EngineRun) -> Figure:
     )
 
 
-def _engine_table(engine: EngineRun, marked: Sequence[ShadedRegion]) -> Table:
+def _engine_table(engine: EngineRun) -> Table:
     bins, boundary = engine.bins, engine.holdout_s
     is_before = pl.col("at_s") < (float("inf") if boundary is None else boundary)
     rows = []
@@ -101,8 +87,8 @@ def _engine_table(engine: EngineRun, marked: Sequence[ShadedRegion]) -> Table:
     ):
         means = [mean_of(part[key]) for key in _QUANTITIES]
         rows += [(label, *map(number, means))] if any(v is not None for v in means) else []
-    for kind in dict.fromkeys(r.kind for r in marked):
-        lengths = [r.end - r.start for r in marked if r.kind == kind]
+    for kind in dict.fromkeys(r.kind for r in engine.marked):
+        lengths = [r.end - r.start for r in engine.marked if r.kind == kind]
         label = f"{kind}: {plural(len(lengths), 'interval')}, {number(sum(lengths))} s"
         rows.append((label, *[""] * len(_QUANTITIES)))
     return Table(("part of the run", *(head for _, head, _ in _QUANTITIES.values())), tuple(rows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Unpack
 
 from tracefit.diagnostics.groups import US_PER_MS
+from tracefit.diagnostics.rows import MarkedInterval
 from tracefit.features.targets import LATENCIES
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures.elements import (
@@ -15,7 +16,6 @@ from tracefit.reports.figures.elements import (
     PINK,
     PREDICTED,
     FigureWords,
-    ShadedRegion,
     anchor,
     axis_of,
     line,
@@ -78,7 +78,7 @@ def error_by_load_figure(scope: ScopeEvaluation) -> Figure | None:
         layout={
             "xaxis": axis_of(_LOADS[found.load], rangemode="tozero"),
             "yaxis": axis_of("error, %"),
-            "shapes": shaded([ShadedRegion("training range", low, high)]),
+            "shapes": shaded([MarkedInterval("training range", low, high)]),
         },
     )
 

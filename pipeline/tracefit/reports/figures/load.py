@@ -72,8 +72,7 @@ def latency_load_figure(
             within.append(f"{percent(share)} % of {count(ms.len())} requests had {label} within {slo:,g} ms")
             if words := objective(slo, max(b.p90 for b in every)):
                 shapes.append(mark(f"{label}: {words}", "y", slo, on=f"y{axis}"))
-        values = [v for b in every for v in (b.median, b.p90)]
-        axes.append(log_axis(f"{label}, ms", values))
+        axes.append(log_axis(f"{label}, ms", [v for b in every for v in (b.median, b.p90)]))
     apart = " Runs whose lines lie apart at one load differ in their servers or in their requests."
     objectives = f" Objectives (SLO): {'; '.join(within)}; `tracefit report --slo` sets others."
     return Figure(

@@ -22,7 +22,6 @@ from tracefit.reports.figures.elements import (
     PINK,
     PREDICTED,
     FigureWords,
-    ShadedRegion,
     anchor,
     axis_of,
     cells_of,
@@ -30,7 +29,6 @@ from tracefit.reports.figures.elements import (
     line,
     log_axis,
     name_text,
-    regions,
     rounded,
     shaded,
     spread_axis,
@@ -43,6 +41,7 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.model import Model
     from tracefit.diagnostics.groups import Bin
+    from tracefit.diagnostics.rows import MarkedInterval
     from tracefit.reports.document import Trace
 
 
@@ -106,18 +105,14 @@ def model_figures(model: Model, rows: pl.DataFrame, *, points: int) -> tuple[Fig
     held = rows.filter(split="holdout")
     servers = rows.select(SERVER).n_unique()
     overlaid = f" The runs of {servers} servers overlay each other." if servers > 1 else ""
-    sample = _sample(
-        (("training rows", rows.filter(split="train")), ("held-out rows", held)),
-        "at_s",
-        "residual_ms",
-        points,
-    )
+    parts = (("training rows", rows.filter(split="train")), ("held-out rows", held))
+    sample = _sample(parts, "at_s", "residual_ms", points)
     over_time = _residuals(
         sample,
         bins_of(rows, "at_s", "residual_ms"),
         "seconds into the run",
         # Where runs of several servers overlay each other, their hold-outs do too.
-        regions("hold-out", covered(held, SERVER)) if servers == 1 else (),
+        covered("hold-out", held, SERVER) if servers == 1 else (),
         name=f"{name}-time",
         kind=f"{model.name}-residuals",
         title=f"{model.name}: residuals over time",
@@ -186,7 +181,7 @@ def _residuals(
     sample: ScatterSample,
     bins: Sequence[Bin],
     x: str,
-    marked: Iterable[ShadedRegion] = (),
+    marked: Iterable[MarkedInterval] = (),
     **words: Unpack[FigureWords],
 ) -> Figure:
     limits, beyond = limited(sample.y)
@@ -239,7 +234,7 @@ def step_times_figure(scope_id: str, kept: pl.DataFrame, *, points: int) -> Figu
         layout={
             "xaxis": axis_of("seconds, runs one after the other" if several else "seconds into the run"),
             "yaxis": axis_of("step time, ms", **limits),
-            "shapes": shaded(regions("hold-out", covered(rows.filter(split="holdout"), ["begins"]))),
+            "shapes": shaded(covered("hold-out", rows.filter(split="holdout"), ["begins"])),
             "annotations": [
                 {"text": name_text(run), "x": begins, **at}
                 for run, begins in (named.iter_rows() if several else ())

@@ -17,9 +17,9 @@ from tracefit.reports.figures.models import model_figures, step_times_figure
 from tracefit.text import count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from tracefit.coefficients.model import Model, ScopeEvaluation
+    from tracefit.coefficients.model import ScopeEvaluation
     from tracefit.diagnostics.scope import ScopeDiagnostics
     from tracefit.reports.document import Figure
 
@@ -60,18 +60,13 @@ def figures_of_evaluation(scope: ScopeEvaluation) -> ScopeFigures:
 
 
 def scope_figures(
-    scope: ScopeEvaluation,
-    models: Sequence[Model],
-    rows: ScopeDiagnostics,
-    *,
-    points: int,
-    slo_ms: Mapping[str, float] = SLO_MS,
+    rows: ScopeDiagnostics, *, points: int, slo_ms: Mapping[str, float] = SLO_MS
 ) -> ScopeFigures:
     """Draw the figures of one scope; `points` is the most per series, taken evenly in time."""
-    scope_id = scope.scope_id
+    scope, scope_id = rows.scope, rows.scope.scope_id
     first: list[Figure | None] = []
     of_models: dict[str, tuple[Figure, ...]] = {}
-    for model in models:
+    for model in rows.models:
         # Tables hold the training frames of the last training alone: those of other models lack their features.
         if (kept := rows.evaluated(model)) is None:
             continue
