@@ -249,7 +249,7 @@ def bucket(monkeypatch, tmp_path_factory):
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     buckets._opened.cache_clear()  # another server each time
-    buckets._answered.cache_clear()
+    buckets._ANSWERED.clear()
     yield bucket
     server.shutdown()
     server.server_close()

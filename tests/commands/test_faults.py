@@ -130,6 +130,15 @@ def test_rejects_that_are_too_many_to_list_end_the_reading_and_are_counted(tmp_p
     assert store.read("runs")["rejects"].to_list() == [found.rejects] == [sum(counts)]
 
 
+def test_the_limit_on_rejects_holds_for_recordings_too(tmp_path, traces):
+    folder = traces.request(1, 0, step=1).write(tmp_path / "run")
+    (folder / "kv_events.jsonl").write_text("[1700000000.5, 1]\n" * 9)
+    ingest([folder], tmp_path / "t", workers=1, options=IngestOptions(max_rejects=3))
+    reasons = TableStore(tmp_path / "t").read("rejects").sort("source_offset")["reason"].to_list()
+    assert len(reasons) == 4
+    assert reasons[-1] == "more than 3 rejects: the rest is not read"
+
+
 @pytest.mark.parametrize("trouble", ["dropped", "twice"])
 def test_dropped_events_or_duplicates_alone_are_quarantine(tmp_path, traces, quick, trouble):
     trace = traces.load(steps=120, requests=0)

@@ -226,6 +226,15 @@ def test_a_parameter_that_cannot_be_is_named(wrong):
         RobustLinear(**wrong).fit(*_noisy())
 
 
+@pytest.mark.parametrize("wrong", [-1.0, 0.0, float("nan")])
+def test_weights_that_cannot_be_are_refused(wrong):
+    x, y = _noisy()
+    with pytest.raises(ValueError, match=r"(?i)sample.weight"):
+        RobustLinear().fit(x, y, np.full(len(y), wrong))
+    with pytest.raises(ValueError, match="one per row"):
+        RobustLinear().fit(x, y, np.ones(len(y) - 1))
+
+
 def test_the_example_of_the_docstring_holds():
     assert doctest.testmod(estimators).failed == 0
     assert doctest.testmod(estimators).attempted >= 6
