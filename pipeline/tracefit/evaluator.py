@@ -47,13 +47,13 @@ def load(path: str | Path, name: str, scope: str = "") -> dict[str, Any]:
     """Return the model of this name from a file, as plain JSON.
 
     Args:
-        path: alpha.json or beta.json, of version 1 or 2.
+        path: alpha.json or beta.json, of version 2.
         name: The name of the model, for example `beta.cycle_time`.
         scope: A part of its scope_id, where the file holds several.
     """
     document = json.loads(Path(path).read_text(encoding="utf-8"))
-    if document["schema"] != "tracefit/coefficients" or document["version"] not in (1, 2):
-        raise ValueError(f"{path}: not a coefficient file of version 1 or 2")
+    if document["schema"] != "tracefit/coefficients" or document["version"] != 2:
+        raise ValueError(f"{path}: not a coefficient file of version 2")
     found = [m for m in document["models"] if m["name"] == name and scope in (m.get("scope_id") or "")]
     if len(found) != 1:
         there = ", ".join(f"{m['name']} of {m.get('scope_id')}" for m in document["models"])
