@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import subprocess
@@ -11,19 +12,19 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tracefit import evaluator
 from tracefit.coefficients.compiled import CompiledModel
 from tracefit.coefficients.files import read_coefficients
+from tracefit.coefficients.predict import predict_row
 from tracefit.coefficients.predict_frames import predict_rows
 from tracefit.errors import UsageError
 from tracefit.features.expressions import evaluate, parse_formula
 
 ROOT = Path(__file__).parents[1]
-FILES = [
-    *(ROOT / of / f"{kind}.json" for of in ("models", "fixtures/models") for kind in ("alpha", "beta")),
-    *(ROOT / "tests/coefficients/released/1" / f"{kind}.json" for kind in ("alpha", "beta")),
-]
+FILES = [ROOT / of / f"{kind}.json" for of in ("models", "fixtures/models") for kind in ("alpha", "beta")]
 MODELS = [
     pytest.param(path, index, id=f"{path.parent.relative_to(ROOT)}-{m['scope_id'][:12]}-{m['name']}")
     for path in FILES
@@ -87,16 +88,17 @@ FORMULAS = [
     "max(0, (a * 1e200) ** 3)",
     "min(0, (0 - a * 1e200) ** 3)",
     "--a - +b",
+    "(+0.5) ** b",
+    "1 / ((0 - a * 1e300 * 1e300) ** 0.5)",
 ]
 
 
 @pytest.mark.parametrize("text", FORMULAS)
 def test_formulas_mean_what_they_mean_in_the_library(text):
     node, rng = parse_formula(text, where="test"), random.Random(text)
-    model = {"form": "linear", "intercept": {"value": 0}, "terms": []}
     for _ in range(50):
         values = {n: rng.choice([0.0, rng.random() * 10, -rng.random(), None]) for n in "abc"}
-        found = evaluator._Values({**model, "definitions": {"f": text}}, values).get("f")
+        found = evaluator._values(["f"], values, {"f": text})["f"]
         wanted = evaluate(node, values)
         assert found == (None if wanted is None else pytest.approx(wanted, rel=1e-12)), values
 
@@ -113,6 +115,9 @@ REFUSED = [
     "a ** 9",
     "a ** b",
     "a ** - -2",
+    "-(not a)",
+    "a ** (not 2)",
+    "(-0.5) ** b",
     "0x1f",
     "1_000",
     "True",
@@ -133,9 +138,8 @@ REFUSED = [
 def test_what_the_library_refuses_in_a_formula_is_refused(text):
     with pytest.raises(UsageError):
         parse_formula(text, where="test")
-    model = {"form": "linear", "intercept": {"value": 0}, "terms": [], "definitions": {"f": text}}
     with pytest.raises(ValueError, match="formula"):
-        evaluator._Values(model, {"a": 1.0, "b": 2.0}).get("f")
+        evaluator._values(["f"], {"a": 1.0, "b": 2.0}, {"f": text})
 
 
 def _regimes(when):
@@ -170,8 +174,70 @@ def test_a_name_that_is_missing_is_an_error_that_names_it():
         with pytest.raises(KeyError, match="z"):
             evaluator.predict(_regimes(when), {"x": x})
     circle = {"form": "linear", "intercept": {"value": 0}, "terms": [{"feature": "a", "value": 1}]}
-    with pytest.raises(KeyError, match="a"):
+    with pytest.raises(ValueError, match="a is defined by itself"):
         evaluator.predict({**circle, "definitions": {"a": "b", "b": "a"}}, {})
+
+
+def _chain(length):
+    """Return a file in which d0 = d1 + 1, d1 = d2 + 1, …, and the last one is x."""
+    definitions = {f"d{n}": f"d{n + 1} + 1" for n in range(length - 1)} | {f"d{length - 1}": "x"}
+    terms = [{"feature": "d0", "unit": "us", "value": 2.0}]
+    return _file({"form": "linear", "intercept": {"value": 1.0}, "terms": terms, "definitions": definitions})
+
+
+def _file(model, **more):
+    return {
+        "schema": "tracefit/coefficients",
+        "version": 2,
+        "kind": "beta",
+        "models": [{"name": "m", **model}],
+        **more,
+    }
+
+
+def test_definitions_build_on_each_other_as_deep_as_a_file_may_have_them(tmp_path):
+    """Of 1,000 definitions, x passes 999 additions: 1 + 2 * (5 + 999)."""
+    path = tmp_path / "beta.json"
+    path.write_text(json.dumps(_chain(1000)))
+    assert evaluator.predict(evaluator.load(path, "m"), {"x": 5}) == 2009
+    assert predict_row(CompiledModel(read_coefficients(path).models[0]), {"x": 5}).interval.value_us == 2009
+    path.write_text(json.dumps(_chain(1001)))
+    with pytest.raises(UsageError, match="at most 1000 items"):
+        read_coefficients(path)
+    with pytest.raises(ValueError, match="definitions has more than 1,000 names"):
+        evaluator.load(path, "m")
+
+
+LINEAR = '{"form": "linear", "name": "m", "intercept": {"value": 1}, "terms": [%s]}'
+A_TERM = '{"feature": "x", "unit": "us", "value": 1}'
+FILE_OF = '{"schema": "tracefit/coefficients", "version": 2, "kind": "beta", "models": [%s]}'
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        *((FILE_OF % (LINEAR % A_TERM.replace("1", n)), "finite") for n in ("NaN", "-Infinity", "1e999", "9" * 400)),
+        (FILE_OF % (LINEAR % A_TERM.replace("1", "true")), "finite"),
+        (FILE_OF % (LINEAR % A_TERM.replace("}", ', "value": 2}')), "same key twice"),
+        (FILE_OF % (LINEAR % f"{A_TERM}, {A_TERM}"), "two terms"),
+        (FILE_OF % f"{LINEAR % A_TERM}, {LINEAR % A_TERM}", "two models"),
+        (FILE_OF % (LINEAR % ", ".join(A_TERM.replace("x", f"x{n}") for n in range(1001))), "1,000"),
+        (FILE_OF % ", ".join(["0"] * 10_001), "10,000"),
+        (FILE_OF % ", ".join(["0"] * 500_001), "values"),
+        (FILE_OF % ("[" * 100_000), "nested"),
+        (FILE_OF % (LINEAR % A_TERM.replace("1", "9" * 5000)), "digits"),
+        (FILE_OF % (" " * (16 << 20)), "larger"),
+        ('{"schema": "tracefit/coefficients"', ""),
+        ("[]", "coefficient file"),
+    ],
+)  # fmt: skip
+def test_a_file_that_the_library_refuses_is_one_error_here_too(tmp_path, text, says):
+    path = tmp_path / "beta.json"
+    path.write_text(text)
+    with pytest.raises(UsageError):
+        read_coefficients(path)
+    with pytest.raises(ValueError, match=rf"beta\.json: .*{says}"):
+        evaluator.load(path, "m")
 
 
 def test_a_model_is_found_by_its_name_and_a_part_of_its_scope(tmp_path):
@@ -183,9 +249,10 @@ def test_a_model_is_found_by_its_name_and_a_part_of_its_scope(tmp_path):
         ):
             evaluator.load(path, name, scope)
     other = tmp_path / "beta.json"
-    other.write_text(json.dumps({"schema": "tracefit/coefficients", "version": 3, "models": []}))
-    with pytest.raises(ValueError, match="version 1 or 2"):
-        evaluator.load(other, "beta.cycle_time")
+    for version in (1, 3):
+        other.write_text(json.dumps({"schema": "tracefit/coefficients", "version": version, "models": []}))
+        with pytest.raises(ValueError, match="of version 2"):
+            evaluator.load(other, "beta.cycle_time")
 
 
 def test_it_runs_alone_with_the_standard_library(tmp_path):
@@ -199,3 +266,140 @@ def test_it_runs_alone_with_the_standard_library(tmp_path):
         [sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+# -- both evaluators together, on files that anyone may have written ------------------------------------
+
+NAMES = st.sampled_from([*"abcx", "d0", "d1", "d2"])
+CONSTANTS = st.sampled_from(["0", "1", "0.5", "2", "4", "5", "1e308", "1e999", "3.", "True"])
+FORMULA = st.recursive(
+    NAMES | CONSTANTS,
+    lambda inner: st.one_of(
+        st.builds(
+            "({} {} {})".format, inner, st.sampled_from(["+", "-", "*", "/", "**", "//", "and"]), inner
+        ),
+        st.builds("{}({})".format, st.sampled_from(["-", "+", "--", "not ", "-(not ", "+-("]), inner),
+        st.builds("{}({}, {})".format, st.sampled_from(["min", "max", "abs"]), inner, inner),
+        st.builds("{} ** {}".format, inner, st.sampled_from(["2", "-2", "+0.5", "- -2", "(not 2)", "b"])),
+    ),
+    max_leaves=6,
+)
+NUMBER = st.sampled_from([0, -1, 2.5, 1e6, 1e308, 2**53 + 1, -0.0]) | st.integers(-5, 5)
+HOSTILE = st.sampled_from(
+    [
+        None,
+        True,
+        "5",
+        "",
+        math.nan,
+        math.inf,
+        10**400,
+        "@1e999",
+        [],
+        {},
+        [[]],
+        {"value": 1},
+        "x" * 201,
+        "a.b",
+        "a b",
+    ]
+)
+COMPARISON = st.fixed_dictionaries(
+    {"feature": NAMES, "op": st.sampled_from(["<", "<=", ">", ">=", "=="])}
+).flatmap(
+    lambda c: st.builds(
+        lambda more: c | more, st.builds(dict, value=NUMBER) | st.builds(dict, feature2=NAMES)
+    )
+)
+SIDE = st.none() | st.lists(COMPARISON, max_size=2)
+FITTED = st.builds(dict, value=NUMBER)
+TERM = st.builds(dict, feature=NAMES, unit=st.just("us"), value=NUMBER, formula=st.none() | FORMULA)
+LINE = {"intercept": FITTED, "terms": st.lists(TERM, max_size=3, unique_by=lambda term: term["feature"])}
+ABOUT = {"name": st.just("m"), "definitions": st.dictionaries(NAMES, FORMULA, max_size=3)}
+MODEL = st.one_of(
+    st.builds(dict, form=st.just("linear"), **ABOUT, **LINE),
+    st.builds(
+        dict,
+        form=st.just("regimes"),
+        regimes=st.lists(
+            st.builds(dict, name=st.sampled_from("rst"), when=st.builds(dict, any=SIDE, all=SIDE), **LINE), min_size=1, max_size=2
+        ),
+        **ABOUT,
+    ),
+    st.builds(
+        dict,
+        form=st.just("boundary"),
+        boundary=st.just("step_start"),
+        work=st.builds(dict, **LINE),
+        offset=FITTED,
+        without_clock=st.builds(dict, form=st.just("linear"), **LINE),
+        **ABOUT,
+    ),
+)  # fmt: skip
+VALUE = st.none() | NUMBER | st.sampled_from([math.nan, math.inf, -math.inf, True, 10**400, "5"])
+
+
+def _places(value):
+    """Return where something can be put in: each object or list of a document with each of its keys."""
+    items = (
+        list(value.items())
+        if isinstance(value, dict)
+        else list(enumerate(value))
+        if isinstance(value, list)
+        else []
+    )
+    return [(value, key) for key, _ in items] + [place for _, inner in items for place in _places(inner)]
+
+
+@st.composite
+def _files(draw):
+    """Return the text of a file of one model, in which nothing, or one thing, is not as it should be."""
+    document = {"schema": "tracefit/coefficients", "version": 2, "kind": "beta", "models": [draw(MODEL)]}
+    harm = draw(st.sampled_from(["none", "none", "other", "unknown key", "lacking"]))
+    holder, key = draw(st.sampled_from(_places(document)))
+    if harm == "other":
+        holder[key] = draw(HOSTILE | NUMBER)
+    elif harm == "unknown key" and isinstance(holder, dict):
+        holder["more"] = 1
+    elif harm == "lacking":
+        del holder[key]
+    return json.dumps(document).replace('"@1e999"', "1e999")
+
+
+def _outcome(predict):
+    """Return a prediction, or `unknown`: an error that is foreseen, or None. Any other error fails the test."""
+    try:
+        value = predict()
+    except (UsageError, KeyError):
+        return "unknown"
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
+        return "unknown"
+    return "unknown" if value is None else pytest.approx(value, rel=1e-12)
+
+
+@pytest.fixture(scope="module")
+def shared_tmp(tmp_path_factory):
+    """Return a folder that all examples of a property write to."""
+    return tmp_path_factory.mktemp("files")
+
+
+@given(text=_files(), features=st.dictionaries(st.sampled_from("abcx"), VALUE), is_idle=st.booleans())
+def test_what_the_library_refuses_is_refused_and_what_it_predicts_is_predicted(
+    shared_tmp, text, features, is_idle
+):
+    path = shared_tmp / "beta.json"
+    path.write_text(text)
+    features = dict.fromkeys("abc", 1.0) | features
+    try:
+        compiled = CompiledModel(next(iter(read_coefficients(path).models)))
+    except (UsageError, StopIteration):
+        with pytest.raises(ValueError, match=r"beta\.json: "):
+            evaluator.load(path, "m")
+        return
+    model = evaluator.load(path, compiled.model.name)
+    idle = {"batch": 0} if is_idle else {}
+    wanted = _outcome(lambda: predict_row(compiled, features | idle).interval.value_us)
+    found = _outcome(lambda: evaluator.predict(model, features, () if is_idle else None))
+    assert found == wanted, (text, features)

@@ -216,6 +216,11 @@ def _call(app: typer.Typer) -> int:
         else:
             _say(usage_line(error))
         code = error.exit_code
+    except SystemExit as error:
+        # typer ends a help text that nobody reads so, with the exit code of data that cannot support a result.
+        if isinstance(error.__context__, BrokenPipeError):
+            raise error.__context__ from None
+        raise
     except OSError as error:
         # Commands report their own errors: what typer could not write is a help text, or the version.
         raise _unwritable(error) from error
@@ -256,12 +261,15 @@ def _unwritable(error: OSError) -> UsageError:
 
 
 def _open_streams() -> None:
-    """Make streams that accept every text: a closed one discards it, one without Unicode escapes it."""
-    for name in ("stdout", "stderr"):
+    """Make streams that accept every text: one without Unicode escapes it, a closed stderr discards it.
+
+    A closed stdout stays one that cannot be written: a result that goes nowhere is no success.
+    """
+    for name, mode in (("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
         stream = getattr(sys, name)
         if stream is None:
-            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - it is open as long as the program runs
-            setattr(sys, name, nowhere)
+            # Open as long as the program runs, under the number that is free: no other file gets what is meant for a terminal.
+            setattr(sys, name, os.fdopen(os.open(os.devnull, mode), "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 

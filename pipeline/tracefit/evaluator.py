@@ -7,10 +7,14 @@ This file depends on nothing else: copy it, or read it as the description of how
     model = load("beta.json", "beta.cycle_time")
     predict(model, {"prefill_tokens": 512, "decode_tokens": 24, ...})
 
+`load` refuses, with a ValueError, what tracefit refuses in the parts of a file that a prediction reads: numbers that are not
+finite, keys that are not known or come twice, formulas that are not allowed or build on themselves, and more of anything than
+a file may hold. Ranges, errors and provenance are not looked at.
+
 `features` are values by name: columns of the tables, or features as the file names them. A value that is given wins over
-its formula; None and NaN are unknown: a comparison with it does not hold, and a sum with it is None. A name that is neither
-given nor computable is a KeyError, also in a condition that another comparison decides. A formula that tracefit does not
-accept is a ValueError. All predictions are in us and not below 0.
+its formula; None and NaN are unknown: a comparison with it does not hold, and a sum with it is None, as is one that is not
+finite. A name that is neither given nor computable is a KeyError, also in a condition that another comparison decides. All
+predictions are in us and not below 0.
 """
 
 from __future__ import annotations
@@ -20,48 +24,226 @@ import json
 import math
 import operator
 import re
-import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-_OPERATORS = {
+_COMPARE = {
     "<": operator.lt,
     "<=": operator.le,
     ">": operator.gt,
     ">=": operator.ge,
     "==": operator.eq,
 }
+_ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 _TYPESET = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u2212": "-", "\u00f7": "/"})
 
-# A file may come from anywhere: a formula is short, and what Python reads beyond these (0x1f, 1_000, strings, other scripts)
-# never gets to its parser.
+# A file may come from anywhere: what it can hold is bounded, a formula is short, and what Python reads beyond these (0x1f,
+# 1_000, strings, other scripts) never gets to its parser.
+_MAX_FILE_BYTES = 16 * 1024 * 1024
+_MAX_VALUES = 500_000
+_MAX_MODELS = 10_000
+_MAX_REGIMES = 20
+_MAX_TERMS = 1000
+_MAX_COMPARISONS = 100
+_MAX_NAME_CHARS = 200
 _MAX_FORMULA_CHARS = 400
 _MAX_NESTED_CALLS = 4
 _MAX_EXPONENT = 4
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 _LEXICON = re.compile(
     r"(?:(?>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?![\w.])|[A-Za-z_]\w*+|[-+*/(), ])*+", re.ASCII
 )
+
+# Keys that an object must have, and keys that it may have.
+_FILE_KEYS = ("schema version kind models", "not_fitted requests provenance")
+_FORM_KEYS = {
+    "linear": ("name form intercept", "terms"),
+    "regimes": ("name form regimes", ""),
+    "boundary": ("name form boundary work offset without_clock", "queue expectation"),
+}
+_MODEL_KEYS = (
+    "scope_id target estimator features_left_out training validation scope feature_set definitions notes"
+)
+_TERM_KEYS = ("feature unit value", "ci95 sign training_range formula")
+
+
+# -- reading a file --------------------------------------------------------------------------------------
 
 
 def load(path: str | Path, name: str, scope: str = "") -> dict[str, Any]:
     """Return the model of this name from a file, as plain JSON.
 
     Args:
-        path: alpha.json or beta.json, of version 1 or 2.
+        path: alpha.json or beta.json, of version 2.
         name: The name of the model, for example `beta.cycle_time`.
         scope: A part of its scope_id, where the file holds several.
+
+    Raises:
+        ValueError: It is not a coefficient file, something in it is not allowed, or not one model is meant.
+        OSError: It cannot be read.
     """
-    document = json.loads(Path(path).read_text(encoding="utf-8"))
-    if document["schema"] != "tracefit/coefficients" or document["version"] not in (1, 2):
-        raise ValueError(f"{path}: not a coefficient file of version 1 or 2")
-    found = [m for m in document["models"] if m["name"] == name and scope in (m.get("scope_id") or "")]
-    if len(found) != 1:
+    try:
+        document = _document(path)
+        found = [m for m in document["models"] if m["name"] == name and scope in (m.get("scope_id") or "")]
         there = ", ".join(f"{m['name']} of {m.get('scope_id')}" for m in document["models"])
-        raise ValueError(
-            f"{path}: {len(found)} models, not one, are {name} of scope {scope!r}; there are: {there}"
+        _require(
+            len(found) == 1,
+            f"{len(found)} models, not one, are {name} of scope {scope!r}; there are: {there}",
         )
-    model: dict[str, Any] = found[0]
+        model: dict[str, Any] = found[0]
+        formulas = _formulas(model)
+        _in_order({name: _parsed(text)[1] for name, text in formulas.items()})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return model
+
+
+def _document(path: str | Path) -> dict[str, Any]:
+    with Path(path).open("rb") as file:
+        content = file.read(_MAX_FILE_BYTES + 1)
+    text = content.decode("utf-8-sig")
+    _require(len(content) <= _MAX_FILE_BYTES, f"is larger than {_MAX_FILE_BYTES:,} bytes")
+    _require(max(map(text.count, ",[{")) <= _MAX_VALUES, f"has more than {_MAX_VALUES:,} values")
+    try:
+        document = json.loads(
+            text, object_pairs_hook=_without_repeats, parse_constant=_finite, parse_float=_finite
+        )
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    is_ours = isinstance(document, dict) and document.get("schema") == "tracefit/coefficients"
+    # Not `in`: 2.0 and true are equal to whole numbers.
+    version = document.get("version") if is_ours else None
+    _require(type(version) is int and version == 2, "not a coefficient file of version 2")
+    _check_keys(document, *_FILE_KEYS)
+    _require(document["kind"] in ("alpha", "beta"), "kind is not alpha or beta")
+    for number, model in enumerate(_items(document, "models", _MAX_MODELS)):
+        try:
+            _check_model(model)
+        except ValueError as error:
+            raise ValueError(f"models[{number}]: {error}") from None
+    names = {(model["name"], model.get("scope_id")) for model in document["models"]}
+    _require(len(names) == len(document["models"]), "a scope has two models of one name")
+    return document  # type: ignore[no-any-return]  # an object, by the check of its keys
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ValueError(problem)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _require(len(dict(pairs)) == len(pairs), "an object has the same key twice")
+    return dict(pairs)
+
+
+def _finite(text: str) -> float:
+    _require(math.isfinite(float(text)), f"{text[:40]} is not a finite number")
+    return float(text)
+
+
+def _check_keys(value: Any, needed: str, allowed: str = "") -> None:
+    _require(isinstance(value, dict), f"{value!r:.40} is not an object")
+    if lacking := sorted(set(needed.split()) - value.keys()):
+        raise ValueError(f"{lacking[0]} is missing")
+    if unknown := sorted(value.keys() - set(f"{needed} {allowed}".split())):
+        raise ValueError(f"{unknown[0]!r:.80} is not a known key")
+
+
+def _items(value: dict[str, Any], key: str, most: int) -> list[Any]:
+    items = value.get(key, [])
+    _require(isinstance(items, list) and len(items) <= most, f"{key} is not a list of up to {most:,} items")
+    return items  # type: ignore[no-any-return]  # a list, by the line above
+
+
+def _check_text(value: Any, what: str, most: int | None = None) -> None:
+    _require(isinstance(value, str), f"{what} is not text")
+    _require(most is None or len(value) <= most, f"{what} has more than {most} characters")
+
+
+def _check_name(value: Any) -> None:
+    _check_text(value, "a name", _MAX_NAME_CHARS)
+    _require(_NAME.fullmatch(value) is not None, f"{value!r:.80} is not a name")
+
+
+def _check_number(value: Any, what: str) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    try:
+        _require(is_number and math.isfinite(value), f"{what} is not a finite number")
+    except OverflowError:  # an integer of hundreds of digits
+        raise ValueError(f"{what} is not a finite number") from None
+
+
+def _check_fitted(value: Any, what: str) -> None:
+    _check_keys(value, "value", "ci95")
+    _check_number(value["value"], what)
+
+
+def _check_model(model: Any) -> None:
+    form = model.get("form") if isinstance(model, dict) else None
+    _require(isinstance(form, str) and form in _FORM_KEYS, "form is not linear, regimes or boundary")
+    needed, allowed = _FORM_KEYS[str(form)]
+    _check_keys(model, needed, f"{allowed} {_MODEL_KEYS}")
+    _check_text(model["name"], "name")
+    if model.get("scope_id") is not None:
+        _check_text(model["scope_id"], "scope_id")
+    definitions = model.get("definitions", {})
+    _require(isinstance(definitions, dict), "definitions is not an object")
+    _require(len(definitions) <= _MAX_TERMS, f"definitions has more than {_MAX_TERMS:,} names")
+    for name, text in definitions.items():
+        _check_name(name)
+        _check_text(text, f"the definition of {name}", _MAX_FORMULA_CHARS)
+    if form == "linear":
+        _check_line(model)
+    elif form == "regimes":
+        regimes = _items(model, "regimes", _MAX_REGIMES)
+        _require(bool(regimes), "regimes is empty")
+        for regime in regimes:
+            _check_keys(regime, "name when intercept", "terms")
+            _check_text(regime["name"], "the name of a regime")
+            _check_condition(regime["when"])
+            _check_line(regime)
+        _require(len({r["name"] for r in regimes}) == len(regimes), "two regimes have one name")
+    else:
+        _require(model["boundary"] == "step_start", "boundary is not step_start")
+        _require(model.get("queue") in (None, "one_at_a_time"), "queue is not one_at_a_time")
+        _check_fitted(model["offset"], "offset")
+        for key, keys in (("work", "terms"), ("without_clock", "form terms")):
+            _check_keys(model[key], "intercept", keys)
+            _check_line(model[key])
+        _require(model["without_clock"].get("form", "linear") == "linear", "without_clock is not linear")
+
+
+def _check_line(form: dict[str, Any]) -> None:
+    _check_fitted(form["intercept"], "intercept")
+    terms = _items(form, "terms", _MAX_TERMS)
+    for term in terms:
+        _check_keys(term, *_TERM_KEYS)
+        _check_name(term["feature"])
+        _check_text(term["unit"], "unit")
+        _check_number(term["value"], f"the value of {term['feature']}")
+        if term.get("formula") is not None:
+            _check_text(term["formula"], f"the formula of {term['feature']}", _MAX_FORMULA_CHARS)
+    _require(len({term["feature"] for term in terms}) == len(terms), "a feature has two terms")
+
+
+def _check_condition(when: Any) -> None:
+    _check_keys(when, "", "any all")
+    sides = [key for key in ("any", "all") if when.get(key) is not None]
+    _require(bool(sides), "a condition needs any or all")
+    for comparison in (c for key in sides for c in _items(when, key, _MAX_COMPARISONS)):
+        _check_keys(comparison, "feature op", "value feature2")
+        _check_name(comparison["feature"])
+        op, value, other = (comparison.get(key) for key in ("op", "value", "feature2"))
+        _require(isinstance(op, str) and op in _COMPARE, f"{op!r:.40} is not a comparison")
+        _require((value is None) != (other is None), "a comparison needs either value or feature2")
+        if value is None:
+            _check_name(other)
+        else:
+            _check_number(value, "what a feature is compared with")
+
+
+# -- predicting ------------------------------------------------------------------------------------------
 
 
 def predict(
@@ -73,20 +255,24 @@ def predict(
     """Return a prediction in us; None where a feature is unknown.
 
     Args:
-        model: A model of a coefficient file.
+        model: A model as `load` returns it.
         features: Values by name.
         step_starts: For form `boundary`: when the next steps start, in us after the event, in order; empty when the
             engine is idle. None if unknown: then `without_clock` is evaluated.
         api_wait_us: For form `boundary` with a `queue`: work left on the events before this one.
+
+    Raises:
+        KeyError: A name is neither given nor computable.
+        ValueError: A formula is not allowed, a value is not a number, or no regime's condition holds.
     """
-    values = _Values(model, features)
+    formulas = _formulas(model)
     if model["form"] == "linear":
-        return _line(model, values)
+        return _line(model, features, formulas)
     if model["form"] == "regimes":
-        return _line(_active(model["regimes"], values), values)
+        return _line(_active(model["regimes"], features, formulas), features, formulas)
     if step_starts is None:
-        return _line(model["without_clock"], values)
-    done = _line(model["work"], values)
+        return _line(model["without_clock"], features, formulas)
+    done = _line(model["work"], features, formulas)
     if done is None:
         return None
     if model.get("queue"):
@@ -97,128 +283,176 @@ def predict(
     return done
 
 
-def _line(form: dict[str, Any], values: _Values) -> float | None:
-    """Return intercept + sum of value * feature, not below 0; None where a feature is unknown."""
-    total: float = form["intercept"]["value"]
-    for term in form["terms"]:
-        value = values.get(term["feature"])
+def _formulas(model: dict[str, Any]) -> dict[str, str]:
+    """Return the formulas of a model by name; those of its terms win over its definitions."""
+    formulas: dict[str, str] = dict(model.get("definitions") or {})
+    forms = [model, *model.get("regimes", ()), model.get("work", {}), model.get("without_clock", {})]
+    for term in (t for form in forms for t in form.get("terms", ())):
+        # A term whose formula is its own name is a column.
+        if term.get("formula") and term["formula"] != term["feature"]:
+            formulas[term["feature"]] = term["formula"]
+    return formulas
+
+
+def _line(form: dict[str, Any], features: dict[str, Any], formulas: dict[str, str]) -> float | None:
+    """Return intercept + sum of value * feature, not below 0; None where a feature is unknown or the sum not finite."""
+    terms = form.get("terms", ())
+    values = _values([term["feature"] for term in terms], features, formulas)
+    total = float(form["intercept"]["value"])
+    for term in terms:
+        value = values[term["feature"]]
         if value is None:
             return None
         total += term["value"] * value
-    return max(total, 0.0)
+    return max(total, 0.0) if math.isfinite(total) else None
 
 
-def _active(regimes: list[dict[str, Any]], values: _Values) -> dict[str, Any]:
+def _active(
+    regimes: list[dict[str, Any]], features: dict[str, Any], formulas: dict[str, str]
+) -> dict[str, Any]:
     """Return the first regime whose condition holds."""
     comparisons = [c for regime in regimes for side in regime["when"].values() for c in side or ()]
     # Looked up before any is compared: what is missing must not depend on which comparison decides.
-    for name in [c[key] for c in comparisons for key in ("feature", "feature2") if c.get(key)]:
-        values.get(name)
+    names = [c[key] for c in comparisons for key in ("feature", "feature2") if c.get(key)]
+    values = _values(names, features, formulas)
     for regime in regimes:
         if _holds(regime["when"], values):
             return regime
     raise ValueError("no regime's condition holds")
 
 
-def _holds(when: dict[str, Any], values: _Values) -> bool:
+def _holds(when: dict[str, Any], values: dict[str, float | None]) -> bool:
     """Return whether a condition holds: an empty `any` does not, an empty `all` does, a comparison with None does not."""
 
     def one(comparison: dict[str, Any]) -> bool:
-        left, right = values.get(comparison["feature"]), comparison.get("value")
-        if comparison.get("feature2"):
-            right = values.get(comparison["feature2"])
-        return left is not None and right is not None and bool(_OPERATORS[comparison["op"]](left, right))
+        left, other = values[comparison["feature"]], comparison.get("feature2")
+        right = values[other] if other else float(comparison["value"])
+        return left is not None and right is not None and bool(_COMPARE[comparison["op"]](left, right))
 
     some, every = when.get("any"), when.get("all") or []
     return (some is None or any(map(one, some))) and all(map(one, every))
 
 
-class _Values:
-    """Values by name: given ones as they are, the others computed by their formulas, each once."""
+# -- values and formulas ---------------------------------------------------------------------------------
 
-    def __init__(self, model: dict[str, Any], given: dict[str, Any]) -> None:
-        self.known: dict[str, Any] = dict(given)
-        self.formulas: dict[str, str] = dict(model.get("definitions") or {})
-        forms = [model, *model.get("regimes", ()), model.get("work", {}), model.get("without_clock", {})]
-        for term in (t for form in forms for t in form.get("terms", ())):
-            # A term whose formula is its own name is a column.
-            if term.get("formula") and term["formula"] != term["feature"]:
-                self.formulas[term["feature"]] = term["formula"]
 
-    def get(self, name: str) -> float | None:
-        if name not in self.known:
-            if name not in self.formulas:
-                raise KeyError(name)
-            # Popped: a formula that needs itself finds no name.
-            value = self._compute(_parsed(self.formulas.pop(name)))
-            self.known[name] = value if value is not None and math.isfinite(value) else None
-        value = self.known[name]
+def _values(names: list[str], features: dict[str, Any], formulas: dict[str, str]) -> dict[str, float | None]:
+    """Return values by name: given ones as they are, the others computed, in the order in which they build on each other."""
+    nodes: dict[str, ast.expr] = {}
+    needs: dict[str, set[str]] = {}
+    wanted = list(names)
+    for name in wanted:  # it grows on the way
+        if name not in needs:
+            needs[name] = set()
+            if name in formulas and name not in features:
+                nodes[name], needs[name] = _parsed(formulas[name])
+                wanted += needs[name]
+    if missing := sorted(name for name in needs if name not in features and name not in nodes):
+        raise KeyError(", ".join(missing))
+    values: dict[str, float | None] = {}
+    for name in _in_order(needs) if nodes else needs:
+        value = _compute(nodes[name], values) if name in nodes else _given(name, features[name])
+        values[name] = value if name not in nodes or value is None or math.isfinite(value) else None
+    return values
+
+
+def _in_order(needs: dict[str, set[str]]) -> list[str]:
+    """Return names so that each comes after those it needs."""
+    try:
+        return list(TopologicalSorter(needs).static_order())
+    except CycleError as error:
+        raise ValueError(f"{error.args[1][0]} is defined by itself") from None
+
+
+def _given(name: str, value: Any) -> float | None:
+    try:
         return None if value is None or math.isnan(value) else float(value)
-
-    def _compute(self, node: ast.expr, calls: int = 0) -> float | None:
-        """Compute a formula, of which `calls` is how many min and max it is inside of; only what is named here is allowed."""
-        if isinstance(node, ast.Name):
-            return self.get(node.id)
-        if isinstance(node, ast.Constant):
-            return _constant(node)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.UAdd, ast.USub)):
-            value = self._compute(node.operand, calls)
-            return value if value is None or isinstance(node.op, ast.UAdd) else 0.0 - value
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
-            if node.keywords or not node.args or calls == _MAX_NESTED_CALLS:
-                raise ValueError(f"a formula has a call of {node.func.id} that is not allowed")
-            values = [self._compute(argument, calls + 1) for argument in node.args]
-            known = [v for v in values if v is not None and not math.isnan(v)]
-            if len(known) < len(values):
-                return None
-            return min(known) if node.func.id == "min" else max(known)
-        if isinstance(node, ast.BinOp):
-            if isinstance(node.op, ast.Pow) and not _is_bounded(node):
-                raise ValueError("a formula has an exponent that is not allowed")
-            left, right = self._compute(node.left, calls), self._compute(node.right, calls)
-            return None if left is None or right is None else _binary(node.op, left, right)
-        raise ValueError(f"a formula has a {type(node).__name__}, which is not allowed")
+    except (TypeError, OverflowError):
+        raise ValueError(f"{name} is not a number: {value!r:.40}") from None
 
 
-def _parsed(text: str) -> ast.expr:
+def _parsed(text: str) -> tuple[ast.expr, set[str]]:
+    """Return a formula that is allowed, and the names in it."""
     plain = " ".join(text.translate(_TYPESET).split())
     if len(text) > _MAX_FORMULA_CHARS or not _LEXICON.fullmatch(plain):
         raise ValueError(f"{text[:40]!r} is not allowed as a formula")
     try:
-        return ast.parse(plain, mode="eval").body
+        node = ast.parse(plain, mode="eval").body
+        return node, _names(node)
     except (SyntaxError, RecursionError, MemoryError):  # the latter two for deep nesting
         raise ValueError(f"{text[:40]!r} cannot be parsed as a formula") from None
 
 
+def _names(node: ast.expr, calls: int = 0) -> set[str]:
+    """Return the names in a formula, of which `calls` is how many min and max it is inside of; only what is here is allowed."""
+    node, _ = _unsigned(node)
+    if isinstance(node, ast.Name):
+        return {node.id}
+    if isinstance(node, ast.Constant):
+        _constant(node)
+        return set()
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
+        if node.keywords or not node.args or calls == _MAX_NESTED_CALLS:
+            raise ValueError(f"a formula has a call of {node.func.id} that is not allowed")
+        return set().union(*(_names(argument, calls + 1) for argument in node.args))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (*_ARITHMETIC, ast.Div, ast.Pow)):
+        if isinstance(node.op, ast.Pow) and not _is_bounded(node):
+            raise ValueError("a formula has an exponent that is not allowed")
+        return _names(node.left, calls) | _names(node.right, calls)
+    raise ValueError(f"a formula has a {type(node).__name__}, which is not allowed")
+
+
+def _unsigned(node: ast.expr) -> tuple[ast.expr, bool]:
+    """Return a formula without the signs before it, and whether they make it negative; there can be hundreds."""
+    negative = False
+    while isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.UAdd, ast.USub)):
+        negative ^= isinstance(node.op, ast.USub)
+        node = node.operand
+    return node, negative
+
+
 def _constant(node: ast.Constant) -> float:
-    if isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
-        # An integer of hundreds of digits is no float at all, one such as 1e999 is infinite.
-        value = float(node.value) if node.value <= sys.float_info.max else math.inf
-        if value < math.inf:
-            return value
-    raise ValueError("a formula has a constant that is not allowed")
+    try:
+        _check_number(node.value, "a constant")
+    except ValueError:
+        raise ValueError("a formula has a constant that is not allowed") from None
+    return float(node.value)  # type: ignore[arg-type]  # a number, by the check above
 
 
 def _is_bounded(power: ast.BinOp) -> bool:
     """Return whether the base is a number up to 1, or the exponent one from -4 to 4: nothing else stays within a float."""
-    if isinstance(power.left, ast.Constant) and _constant(power.left) <= 1:
+    base, negative = _unsigned(power.left)
+    if isinstance(base, ast.Constant) and not negative and _constant(base) <= 1:
         return True
     exponent = power.right.operand if isinstance(power.right, ast.UnaryOp) else power.right
     return isinstance(exponent, ast.Constant) and _constant(exponent) <= _MAX_EXPONENT
 
 
+def _compute(node: ast.expr, values: dict[str, float | None]) -> float | None:
+    """Compute a formula that `_names` allows; None where something in it is unknown."""
+    node, negative = _unsigned(node)
+    value: float | None
+    if isinstance(node, ast.Name):
+        value = values[node.id]
+    elif isinstance(node, ast.Constant):
+        value = _constant(node)
+    elif isinstance(node, ast.Call):
+        arguments = [_compute(argument, values) for argument in node.args]
+        known = [v for v in arguments if v is not None and not math.isnan(v)]
+        if len(known) < len(arguments):
+            return None
+        value = min(known) if getattr(node.func, "id", "") == "min" else max(known)
+    else:
+        assert isinstance(node, ast.BinOp)  # noqa: S101 - nothing else is allowed
+        left, right = _compute(node.left, values), _compute(node.right, values)
+        value = None if left is None or right is None else _binary(node.op, left, right)
+    return 0.0 - value if negative and value is not None else value
+
+
 def _binary(op: ast.operator, left: float, right: float) -> float:
-    if isinstance(op, ast.Add):
-        return left + right
-    if isinstance(op, ast.Sub):
-        return left - right
-    if isinstance(op, ast.Mult):
-        return left * right
     if isinstance(op, ast.Div):
         return left / (right or math.inf)  # a division by zero gives 0
-    if isinstance(op, ast.Pow):
-        return _power(left, right)
-    raise ValueError(f"a formula has a {type(op).__name__}, which is not allowed")
+    return _power(left, right) if isinstance(op, ast.Pow) else float(_ARITHMETIC[type(op)](left, right))
 
 
 def _power(base: float, exponent: float) -> float:

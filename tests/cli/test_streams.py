@@ -33,9 +33,21 @@ def shell(tmp_path):
     return call
 
 
+@pytest.mark.parametrize(
+    "asked",
+    ["--version", *(pytest.param(a, marks=pytest.mark.slow) for a in ("features", "features --json"))],
+)
+def test_a_result_that_a_closed_stdout_does_not_take_is_no_success(shell, asked):
+    line = "tracefit: standard output: cannot be written (Bad file descriptor)\n"
+    assert shell(f"{COMMAND} {asked} >&-") == (2, "", line)
+    assert shell(f"{COMMAND} {asked} >&- 2>&- <&-")[0] == 2
+
+
 @pytest.mark.slow
-def test_a_closed_stdout_takes_the_result_to_nowhere(shell):
-    assert shell(f"{COMMAND} features >&-") == (0, "", "")
+def test_a_closed_stdout_is_not_missed_by_a_command_that_has_nothing_to_say(shell, traces, tmp_path):
+    run = traces.request(1, 0, step=1).write(tmp_path / "run")
+    assert shell(f"{COMMAND} ingest {run} --out tables --quiet >&-") == (0, "", "")
+    assert (tmp_path / "tables" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("asked", ["--help", pytest.param("features", marks=pytest.mark.slow)])
@@ -47,11 +59,12 @@ def test_a_full_stdout_is_one_line_and_exit_code_2(shell, asked):
     )
 
 
-@pytest.mark.slow
-def test_a_reader_that_goes_away_is_told_of_by_the_exit_code_alone():
+@pytest.mark.parametrize("asked", ["--help", pytest.param("features", marks=pytest.mark.slow)])
+def test_a_reader_that_goes_away_is_told_of_by_the_exit_code_alone(asked):
+    """The code of a program that SIGPIPE ended: 128 + 13."""
     gone, stdout = os.pipe()
     os.close(gone)
-    command = [sys.executable, "-m", "tracefit.cli", "features"]
+    command = [sys.executable, "-m", "tracefit.cli", asked]
     done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
     os.close(stdout)
     assert (done.returncode, done.stderr) == (141, "")

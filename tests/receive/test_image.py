@@ -11,7 +11,7 @@ import yaml
 from typer.main import get_command
 
 from tracefit.cli import app
-from tracefit.server.settings import parse_serve_command
+from tracefit.server import settings
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text())
@@ -72,16 +72,25 @@ def test_the_receiver_of_the_example_has_options_that_exist():
     assert COMPOSE["networks"]["traces"]["internal"]
 
 
-def test_the_server_of_the_example_traces_what_is_needed():
+def test_the_server_of_the_example_has_flags_of_the_stock_image_alone():
+    """Stock vLLM refuses to start with flags of its fork; it sends one span per request, which the endpoint turns on."""
     service = COMPOSE["services"]["vllm"]
-    command = service["command"]
-    settings = parse_serve_command("vllm serve " + " ".join(command[1:]), where="compose.yaml")
-    assert settings.step_tracing_sample_rate == 0.1
-    assert settings.journey_tracing_sample_rate == 1.0
-    assert "--enable-journey-tracing" in command
-    assert "--step-tracing-enabled" in command
-    assert "--otlp-traces-endpoint=http://receive:4317" in command
-    assert int(service["environment"]["OTEL_SPAN_EVENT_COUNT_LIMIT"]) > 128
+    assert service["image"].startswith("vllm/vllm-openai:")
+    flags = {argument.partition("=")[0]: argument.partition("=")[2] for argument in service["command"]}
+    of_the_fork = set(f"{settings.STEP_FLAGS} {settings.JOURNEY_FLAGS} {settings.SNAPSHOT_FLAG}".split())
+    assert flags.keys().isdisjoint(of_the_fork)
+    assert flags[settings.ENDPOINT_FLAG] == "http://receive:4317"
+    assert service["environment"]["OTEL_EXPORTER_OTLP_TRACES_INSECURE"] == "true"
+
+
+def test_serve_lines_of_the_documentation_say_which_of_them_only_the_fork_knows():
+    for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
+        before, *blocks = re.split(r"```bash\n", path.read_text())
+        for block in blocks:
+            code, _, after = block.partition("```")
+            if "--step-tracing" in code or "--enable-journey-tracing" in code:
+                assert "inference-sim" in before[-600:], path
+            before = after
 
 
 @pytest.mark.slow

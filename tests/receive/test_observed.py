@@ -76,6 +76,7 @@ def test_a_server_that_traces_no_steps_is_warned_of(traces):
     observe(traces, observed)
     (text,) = observed.new_warnings()
     assert "--step-tracing-enabled" in text
+    assert "stock vLLM refuses to start with these flags" in text
 
 
 def test_a_server_that_traces_no_requests_is_warned_of(traces):
@@ -83,6 +84,7 @@ def test_a_server_that_traces_no_requests_is_warned_of(traces):
         traces.steps(*(traces.summary(n, n * 10_000) for n in range(number * 100, number * 100 + 100)))
     (text,) = observe(traces).new_warnings()
     assert "--enable-journey-tracing" in text
+    assert "stock vLLM refuses to start with these flags" in text
 
 
 def test_a_server_that_traces_both_is_not(traces):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from hashlib import sha256
 from pathlib import Path
 
 import jsonschema
@@ -225,18 +224,3 @@ def test_a_damaged_part_is_one_line(tmp_path, traces):
     part.write_bytes(b"PAR1 and nothing else")
     with pytest.raises(DataError, match=r"part-.*is not what was written; ingest the run again"):
         train(tmp_path / "tables", tmp_path / "models")
-
-
-def test_columns_of_tables_from_earlier_versions_have_their_names_of_today(tmp_path):
-    """The part is written by hand with the earlier names."""
-    store = TableStore(tmp_path)
-    rows = TABLES["runs"].conform(pl.DataFrame({"run_id": ["a"], "clock_corrected_events": [3]}))
-    store.write_runs([("a", {"runs": rows})])
-    (part,) = tmp_path.rglob("part-*.parquet")
-    earlier = tmp_path / "earlier.parquet"
-    pl.read_parquet(part).rename({"clock_corrected_events": "moved_events"}).write_parquet(earlier)
-    named = earlier.rename(part.with_name(f"part-{sha256(earlier.read_bytes()).hexdigest()[:16]}.parquet"))
-    manifest = tmp_path / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(part.name, named.name))
-    assert store.read("runs")["clock_corrected_events"].to_list() == [3]
-    assert store.read("runs", columns=["run_id", "clock_corrected_events"]).row(0) == ("a", 3)

@@ -120,7 +120,7 @@ class Formulas:
         """Compute names of one row; all of them must be computable."""
         # Only what these names need: a published model defines dozens of names, of which one row uses a few.
         used = self.used(names, given)
-        values = {n: _known(given[n]) for n in used if n in given}
+        values = {n: _known(n, given[n]) for n in used if n in given}
         for name, node in self.nodes.items():
             if name in used and name not in given:
                 values[name] = evaluate(node, values)
@@ -154,19 +154,22 @@ class Formulas:
         return rows.with_columns(found.values())
 
 
-def _known(value: float | None) -> float | None:
+def _known(name: str, value: float | None) -> float | None:
     """Return a value of a row as a float; NaN is null, as in a frame."""
-    return None if value is None or math.isnan(value) else float(value)
+    try:
+        return None if value is None or math.isnan(value) else float(value)
+    except (TypeError, OverflowError):  # text, or an integer of hundreds of digits
+        raise UsageError("is not a number", where=name) from None
 
 
 def line_value(form: LinearForm, values: Mapping[str, float | None]) -> float | None:
-    """Return a linear form of one row, not clipped; null where a feature is unknown."""
+    """Return a linear form of one row, not clipped; null where a feature is unknown or the sum not finite."""
     total = form.intercept.value
     for term in form.terms:
         if (value := values[term.feature]) is None:
             return None
         total += term.value * value
-    return total
+    return total if math.isfinite(total) else None
 
 
 # -- the model -------------------------------------------------------------------------------------------

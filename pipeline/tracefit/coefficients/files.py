@@ -1,7 +1,4 @@
-"""Read and write the published JSON files: same content, same bytes; a damaged file is one line.
-
-Files of version 1 are read too, their keys renamed to those of version 2.
-"""
+"""Read and write the published JSON files: same content, same bytes; a damaged file is one line."""
 
 from __future__ import annotations
 
@@ -110,7 +107,7 @@ def read_evaluation(path: str | Path) -> Evaluation:
 
 
 def read_plain(path: str | Path, kind: type[BaseModel]) -> dict[str, Any]:
-    """Read a published file as plain JSON with the keys of the newest version, its values not checked.
+    """Read a published file as plain JSON, its values not checked.
 
     Args:
         path: The file.
@@ -122,9 +119,9 @@ def read_plain(path: str | Path, kind: type[BaseModel]) -> dict[str, Any]:
     where = str(path)
     content = read_bytes(place_of(path), limit_bytes=MAX_FILE_BYTES)
     plain = dict(parse_json_object(content, where=where, strict=True))
-    # Before anything else: of a file of a later tracefit, no key would be an error of the user.
+    # Before anything else: of a file of another version, no key would be an error of the user.
     _check_version(plain, kind, where)
-    return {**_upgraded(plain), "version": 2} if plain["version"] == 1 else plain
+    return plain
 
 
 def _read(path: Path, kind: type[_Document]) -> _Document:
@@ -144,52 +141,15 @@ def _schema_hint(kind: type[BaseModel]) -> str:
 
 
 def _check_version(plain: dict[str, Any], kind: type[BaseModel], where: str) -> None:
-    """Raise a clear error for a file of another kind or of a later tracefit, before its fields are checked."""
+    """Raise a clear error for a file of another kind or version, before its fields are checked."""
     fields, hint = kind.model_fields, _schema_hint(kind)
-    name, version, newest = plain.get("schema"), plain.get("version"), fields["version"].default
+    name, version, known = plain.get("schema"), plain.get("version"), fields["version"].default
     if name != fields["schema_"].default:
         what = str(name)[:MAX_PLACE_CHARS] if isinstance(name, str) else "not given"
         raise UsageError(f"schema: is {what}, not {fields['schema_'].default}", where=where, hint=hint)
-    if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= newest:
+    if not isinstance(version, int) or version != known:
         raise UsageError(
-            f"version: {str(version)[:MAX_PLACE_CHARS]!r} is not one this tracefit reads (1 to {newest})",
+            f"version: {str(version)[:MAX_PLACE_CHARS]!r} is not {known}, which this tracefit reads",
             where=where,
             hint=f"use the tracefit that wrote it; {hint}",
         )
-
-
-# -- version 1 -------------------------------------------------------------------------------------------
-
-_RENAMED = {
-    "seen": "training_range",
-    "reference": "gradient_boosting",
-    "by": "by_group",
-    "equations": "rows_by_source",
-    "right_boundary_pct": "boundary_accuracy_pct",
-    "right_boundary_without_work_pct": "boundary_accuracy_without_work_pct",
-    "two_sd_pct": "bias_2sd_pct",
-    "furthest_pct": "max_contribution_pct",
-    "beta_target_because": "beta_target_reason",
-    "moved_events": "clock_corrected_events",
-    "hindsight": "refit_on_holdout",
-}
-"""Keys of version 1 to those of version 2; nothing else changed."""
-
-_KEYED_BY_NAMES = frozenset(
-    {"definitions", "exclusions", "extrapolated", "variance_inflation", "confusion", "composition_errors"}
-    | {"models", "by", "by_load", "by_run", "equations", "rows_by_source", "latency", "verdicts", "events"}
-    | {"architecture", "hardware", "settings", "libraries", "options", "files"}
-)
-"""Objects of version 1 whose keys are names of models, features, reasons, …: such a name may be any word."""
-
-
-def _upgraded(value: Any, *, names: bool = False) -> Any:
-    """Return a part of a document of version 1 with the keys of version 2; `names` where its own keys are names."""
-    if isinstance(value, list):
-        return [_upgraded(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        key if names else _RENAMED.get(key, key): _upgraded(item, names=not names and key in _KEYED_BY_NAMES)
-        for key, item in value.items()
-    }

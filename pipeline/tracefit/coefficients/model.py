@@ -387,11 +387,19 @@ class LinearModel(_ModelBase):
     terms: Terms = ()
 
 
+def _each_name_once(regimes: tuple[Regime, ...]) -> tuple[Regime, ...]:
+    if len({regime.name for regime in regimes}) != len(regimes):
+        raise ValueError("two regimes have one name")
+    return regimes
+
+
 class RegimesModel(_ModelBase):
     """The first regime whose condition holds, then linear."""
 
     form: Literal["regimes"]
-    regimes: tuple[Regime, ...] = Field(min_length=1, max_length=20)
+    regimes: Annotated[
+        tuple[Regime, ...], Field(min_length=1, max_length=20), AfterValidator(_each_name_once)
+    ]
 
 
 class Expectation(Linear):

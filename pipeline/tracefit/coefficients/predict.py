@@ -214,11 +214,14 @@ def _predict_form(
     predicted = line_value(form, {n: values.get(n) for n in names})
     if predicted is None:
         without_value = [n for n in names if n not in values]
-        known = [n for n, v in given.items() if v is not None and not math.isnan(v)]
+        known = [
+            n for n, v in given.items() if v is not None and not (isinstance(v, float) and math.isnan(v))
+        ]
         if lacking := sorted(formulas.inputs(without_value, given) - set(known)):
             raise compiled.lacks(lacking, known)
+        of = f"the formula of {without_value[0]}" if without_value else "the sum"
         raise UsageError(
-            f"the formula of {without_value[0]} gives no finite number for these values",
+            f"{of} gives no finite number for these values",
             where=model.name,
             hint="give the feature itself, or other values",
         )

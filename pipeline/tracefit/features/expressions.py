@@ -45,6 +45,8 @@ Function = Literal["min", "max"]
 
 _OPERATORS: dict[type[ast.operator], Operator] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
+_SIGNS = ast.UAdd | ast.USub  # `not` is one of Python's operators of one operand too
+
 _ARITHMETIC: dict[Operator, Callable[[Any, Any], Any]] = {"+": add, "-": sub, "*": mul}
 """What Python's operators do alike for numbers and for columns."""
 
@@ -123,10 +125,10 @@ def _node(tree: ast.expr, *, calls: int) -> Node:
             return _constant(value)
         case ast.Name(id=name):
             return Name(name)
-        case ast.UnaryOp(op=ast.UAdd() | ast.USub()):
+        case ast.UnaryOp(op=op) if isinstance(op, _SIGNS):
             # A chain of signs is folded in a loop: it can be as long as the formula.
             negative = False
-            while isinstance(tree, ast.UnaryOp):
+            while isinstance(tree, ast.UnaryOp) and isinstance(tree.op, _SIGNS):
                 negative ^= isinstance(tree.op, ast.USub)
                 tree = tree.operand
             node = _node(tree, calls=calls)
@@ -160,8 +162,9 @@ def _constant(value: float) -> Constant:
 
 
 def _exponent(tree: ast.expr) -> Constant:
-    sign = -1.0 if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub) else 1.0
-    number = tree.operand if isinstance(tree, ast.UnaryOp) else tree
+    sign, number = 1.0, tree
+    if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, _SIGNS):
+        sign, number = -1.0 if isinstance(tree.op, ast.USub) else 1.0, tree.operand
     if isinstance(number, ast.Constant):
         node = _node(number, calls=0)
         if isinstance(node, Constant) and node.value <= _MAX_EXPONENT:
@@ -285,12 +288,10 @@ def _binary_value(operator: Operator, left: float | None, right: float | None) -
 
 def _power_value(base: float, exponent: float) -> float:
     """Raise to a power; a result that is not real is NaN, one that is too large is infinite."""
-    # What polars gives where Python raises.
-    if base == 0 and exponent < 0:
-        return math.inf
-    if base < 0 and not exponent.is_integer():
-        return math.nan
     try:
         return math.pow(base, exponent)
+    # What polars gives where Python raises.
     except OverflowError:
         return math.inf if base > 0 or exponent % 2 == 0 else -math.inf
+    except ValueError:
+        return math.inf if base == 0 else math.nan

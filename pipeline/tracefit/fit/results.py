@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tracefit.features.expressions import MAX_FORMULA_CHARS
+from tracefit.server.documents import FiniteNumber
 
 if TYPE_CHECKING:
     import polars as pl
@@ -31,7 +32,7 @@ _ROUNDING = 1e-8
 """A written value and its written interval may differ by their last digit."""
 
 Relation = Literal["<", "<=", ">", ">=", "=="]
-Bounds = tuple[float, float]
+Bounds = tuple[FiniteNumber, FiniteNumber]
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$", max_length=200)]
 
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
@@ -64,7 +65,7 @@ class TargetFacts(Strict):
 class Number(Strict):
     """A fitted number in the target's unit."""
 
-    value: float
+    value: FiniteNumber
     ci95: Bounds | None = Field(default=None, description="95 % interval; contains the value")
 
     @model_validator(mode="after")
@@ -78,7 +79,7 @@ class Term(Strict):
 
     feature: Identifier
     unit: str = Field(description="unit of the value, e.g. us/token")
-    value: float
+    value: FiniteNumber
     ci95: Bounds | None = None
     sign: Literal["non_negative"] | None = Field(
         default=None, description="what physics says of the value: no load can make it negative"
@@ -115,13 +116,13 @@ def _check_interval(value: float, ci95: Bounds | None) -> None:
 
 
 def line_expression(intercept: Number, terms: Iterable[Term]) -> pl.Expr:
-    """Return intercept + sum of value * feature as a polars expression, not clipped; null where a feature is null."""
+    """Return intercept + sum of value * feature as a polars expression, not clipped; null where a feature is null or the sum not finite."""
     import polars as pl
 
     total = pl.lit(intercept.value)
     for term in terms:
         total = total + term.value * pl.col(term.feature)
-    return total
+    return pl.when(total.is_finite()).then(total)
 
 
 class Comparison(Strict):
@@ -129,7 +130,7 @@ class Comparison(Strict):
 
     feature: Identifier
     op: Relation
-    value: float | None = None
+    value: FiniteNumber | None = None
     feature2: Identifier | None = None
 
     @model_validator(mode="after")

@@ -35,6 +35,8 @@ _WINDOW_S = 10.0
 _DEFAULT_SPAN_EVENTS = 128
 """Events that OpenTelemetry's SDK keeps of a span unless OTEL_SPAN_EVENT_COUNT_LIMIT says otherwise."""
 
+_OF_FORK = "of inference-sim's fork of vLLM trace them; stock vLLM refuses to start with these flags"
+
 _ENOUGH_REQUESTS = 50
 """Finished requests after which a kind of span that has not come is missing: a request takes many steps."""
 
@@ -160,10 +162,10 @@ class Observed:
             yield "dropped", text
         if self.requests >= _ENOUGH_REQUESTS and not self.step_spans:
             flags = "--step-tracing-enabled --step-tracing-sample-rate 0.1"
-            yield "steps", f"{self.requests:,} requests and no step: start the server with {flags}"
+            yield "steps", f"{self.requests:,} requests and no step: {flags} {_OF_FORK}"
         if self.step_spans and self.steps >= 10 * _ENOUGH_REQUESTS and not self.requests:
             flags = "--enable-journey-tracing --journey-tracing-sample-rate 1.0"
-            yield "journeys", f"{self.steps:,} steps and no request: start the server with {flags}"
+            yield "journeys", f"{self.steps:,} steps and no request: {flags} {_OF_FORK}"
 
 
 async def show_live(observed: Observed, console: Console | None = None) -> None:

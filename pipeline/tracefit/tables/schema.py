@@ -222,12 +222,6 @@ def _rules_for(
     return rules, [rule.breaks.any().alias(str(n)) for n, rule in enumerate(rules)]
 
 
-EARLIER_NAMES = {
-    "excluded_because": "excluded_reason",
-    "moved_events": "clock_corrected_events",
-}
-"""Columns of tables that earlier versions wrote, by their earlier names."""
-
 _BROKEN = pl.DataFrame(schema={"row": pl.UInt32, "reason": pl.String})
 
 _MOST_COUNT = 2**31 - 1

@@ -376,9 +376,7 @@ class TableStore:
         # Newer releases of polars read the key-value lists of Parquet as a type of their own.
         lists = [pl.col(c.name).cast(c.polars) for c in schema.TABLES[name].columns if c.kind == "map"]
         frames = [
-            pl.scan_parquet(self.place.scannable(part), hive_partitioning=False)
-            .rename(schema.EARLIER_NAMES, strict=False)
-            .with_columns(lists)
+            pl.scan_parquet(self.place.scannable(part), hive_partitioning=False).with_columns(lists)
             for part in self._parts(name, run_ids)
         ]
         empty = schema.TABLES[name].empty().lazy()
@@ -661,8 +659,7 @@ def read_part(part: Path, columns: Sequence[str] | None = None, *, where: str | 
     try:
         # Not read_table, which loads pyarrow's datasets first.
         with pq.ParquetFile(part) as file:
-            today = {name: schema.EARLIER_NAMES.get(name, name) for name in file.schema_arrow.names}
-            wanted = None if columns is None else [name for name in today if today[name] in columns]
+            wanted = None if columns is None else [n for n in file.schema_arrow.names if n in columns]
             frame = pl.from_arrow(file.read(wanted))
     except FileNotFoundError:
         raise
@@ -670,6 +667,4 @@ def read_part(part: Path, columns: Sequence[str] | None = None, *, where: str | 
         raise DataError("is not a readable Parquet file", where=where, hint=_AGAIN) from error
     if not isinstance(frame, pl.DataFrame):
         raise DataError("holds no table", where=where)
-    if earlier := {name: now for name, now in today.items() if now != name and name in frame.columns}:
-        frame = frame.rename(earlier)
     return frame.with_columns(pl.col(pl.Categorical).cast(pl.String))
