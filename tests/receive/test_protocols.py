@@ -269,7 +269,7 @@ def test_a_sender_that_stalls_gives_its_place_back(lib, tmp_path):
             writer.close()
             return other[0], stalled
 
-    assert asyncio.run(main()) == (200, b"HTTP/1.1 429 \r\n")
+    assert asyncio.run(main()) == (200, b"HTTP/1.1 503 \r\n")
 
 
 def test_too_many_at_once_are_told_when_to_come_again(lib, tmp_path):
@@ -291,9 +291,9 @@ def test_too_many_at_once_are_told_when_to_come_again(lib, tmp_path):
             return over_http, over_grpc, at.intake.observed.refused
 
     (code, headers, content), (name, said, trailers), refused = asyncio.run(main())
-    assert (code, headers["retry-after"]) == (429, "1")
-    assert json.loads(content) == {"code": 8, "message": "too many requests at once"}
-    assert (name, said) == ("RESOURCE_EXHAUSTED", "too many requests at once")
+    assert (code, headers["retry-after"]) == (503, "1")
+    assert json.loads(content) == {"code": 14, "message": "too many requests at once"}
+    assert (name, said) == ("UNAVAILABLE", "too many requests at once")
     assert RetryInfo.FromString(trailers["google.rpc.retryinfo-bin"]).retry_delay.seconds == 1
     (detail,) = Status.FromString(trailers["grpc-status-details-bin"]).details
     unpacked = RetryInfo()
@@ -312,7 +312,7 @@ def test_http_connections_have_a_limit(lib, tmp_path):
             second.close()
             return answer
 
-    assert asyncio.run(main()).startswith(b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\n")
+    assert asyncio.run(main()).startswith(b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n")
 
 
 def test_servers_have_a_limit(lib, tmp_path):
@@ -445,8 +445,8 @@ def test_a_slow_disk_stops_the_senders_not_the_memory(lib, tmp_path, monkeypatch
             return refused, over_http, await first
 
     refused, over_http, first = asyncio.run(main())
-    assert refused[:2] == ("RESOURCE_EXHAUSTED", "the disk does not keep up")
+    assert refused[:2] == ("UNAVAILABLE", "the disk does not keep up")
     assert RetryInfo.FromString(refused[2]["google.rpc.retryinfo-bin"]).retry_delay.seconds == 5
-    assert (over_http[0], over_http[1]["retry-after"]) == (429, "5")
+    assert (over_http[0], over_http[1]["retry-after"]) == (503, "5")
     assert first[0] == "OK"
     assert len(lib.span_ids(tmp_path)) == 99
