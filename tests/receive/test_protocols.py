@@ -21,6 +21,7 @@ from tracefit.errors import UsageError
 from tracefit.receive.options import IntakeLimits, ReceiveOptions, Rotation, Token
 from tracefit.receive.store import TraceStore
 
+EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 PROTOBUF = {"content-type": "application/x-protobuf"}
 JSON = {"content-type": "application/json"}
 SPAN = {
@@ -57,7 +58,7 @@ def export(port, message, *, metadata=(), compression=None, credentials=None, ti
     )
     with channel:
         call = channel.unary_unary(
-            "/opentelemetry.proto.collector.trace.v1.TraceService/Export",
+            EXPORT,
             request_serializer=lambda m: m if isinstance(m, bytes) else m.SerializeToString(),
             response_deserializer=trace_service_pb2.ExportTraceServiceResponse.FromString,
         )
@@ -201,7 +202,7 @@ def test_what_is_no_request_is_not_worth_sending_again(lib, tmp_path, body):
         b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": "xy"}]}]}]}',
         b"[" * 100000,
         b'{"resourceSpans": [{"resource": 7}]}',
-        b'{"a": ' + b"9" * 10000 + b"}",
+        b'{"resourceSpans": [{"resource": {"a": ' + b"9" * 10000 + b"}}]}",
         b"\xff",
     ],
 )
@@ -326,6 +327,31 @@ def test_servers_have_a_limit(lib, tmp_path):
 
     assert asyncio.run(main()) == ["OK", "OK", "INVALID_ARGUMENT", "OK"]
     assert sorted(path.name for path in (tmp_path / "vllm").iterdir()) == ["a", "b"]
+
+
+def test_a_request_that_takes_long_does_not_hold_up_another(lib, tmp_path, monkeypatch):
+    """The second one comes while the first is decoded, and is answered before it."""
+    monkeypatch.setattr("tracefit.receive.spans.SLICE_ELEMENTS", 100)
+    order = []
+
+    async def main():
+        async with (
+            lib.running(tmp_path) as at,
+            grpc.aio.insecure_channel(f"127.0.0.1:{at.grpc_port}") as channel,
+        ):
+
+            async def send(name, message):
+                await channel.unary_unary(EXPORT)(message.SerializeToString(), timeout=60)
+                order.append(name)
+
+            steps = lib.request(*range(1, 10_000), scope="vllm.scheduler.step")
+            long = asyncio.ensure_future(send("long", steps))
+            await lib.until(lambda: at.intake.observed.step_spans)
+            await send("short", lib.request(1))
+            await long
+
+    asyncio.run(main())
+    assert order == ["short", "long"]
 
 
 TOKEN = "a-token-of-some-length"  # noqa: S105

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, cast
 
 from tracefit.errors import DataError
 from tracefit.receive.spans import RequestError, gunzip, protobuf_of_json
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
     from tracefit.receive.observed import Observed
     from tracefit.receive.options import IntakeLimits
-    from tracefit.receive.spans import PrivacyFilter, Sender, SenderSpans
+    from tracefit.receive.spans import InSlices, PrivacyFilter, Sender, SenderSpans
     from tracefit.receive.store import TraceStore
 
+_T = TypeVar("_T")
 BodyEncoding = Literal["protobuf", "json"]
 
 TRACES_ALONE = "tracefit receives traces alone; set OTEL_METRICS_EXPORTER=none and OTEL_LOGS_EXPORTER=none"
@@ -91,7 +92,7 @@ class Intake:
             async with self._place():
                 async with asyncio.timeout(self.limits.read_s):
                     body = await read()
-                received = self._decode(body, encoding, is_gzip=is_gzip)
+                received = await _in_turns(self._decode(body, encoding, is_gzip=is_gzip))
                 del body  # a decoded request would otherwise hold its bytes until the disk has them
             await self._written(received)
         except TimeoutError:
@@ -126,13 +127,15 @@ class Intake:
         finally:
             self._places.release()
 
-    def _decode(self, body: bytes, encoding: BodyEncoding, *, is_gzip: bool | None) -> list[SenderSpans]:
+    def _decode(
+        self, body: bytes, encoding: BodyEncoding, *, is_gzip: bool | None
+    ) -> InSlices[list[SenderSpans]]:
         # No protobuf message begins like gzip: its first byte would be a field of a wire type that does not exist.
         if is_gzip or (is_gzip is None and body.startswith(_GZIP_MAGIC)):
-            body = gunzip(body, limit_bytes=self.limits.message_bytes)
+            body = yield from gunzip(body, limit_bytes=self.limits.message_bytes)
         if encoding == "json":
-            body = protobuf_of_json(body)
-        received = self._privacy.by_sender(body, self.observed)
+            body = yield from protobuf_of_json(body)
+        received = yield from self._privacy.by_sender(body, self.observed)
         # A sender that makes up an instance per request must not fill the disk with folders.
         senders = self._senders.union(spans.sender for spans in received)
         if len(senders) > self.limits.folders:
@@ -170,6 +173,16 @@ class Intake:
         """Let `run` end when nothing waits for the disk."""
         self._is_closing = True
         self._wake.set()
+
+
+async def _in_turns(work: InSlices[_T]) -> _T:
+    """Do some work, with a turn for everything else that goes on wherever it yields."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            return cast("_T", done.value)
+        await asyncio.sleep(0)
 
 
 def _resolve(pending: _Pending, failed: dict[Sender, OSError]) -> None:
