@@ -56,10 +56,10 @@ What takes the time of several counts as several.
 MAX_FIELDS = 1 << 16
 """Fields of a span or an event, which are made objects together. A step span with all snapshots of 256 requests has 25,600."""
 
-MAX_JSON_OBJECTS = 1 << 13
+MAX_JSON_OBJECTS = 1 << 12
 """Objects of a span without its events, or of an event, in JSON; an attribute is two."""
 
-SLICE_ELEMENTS = 1 << 12
+SLICE_ELEMENTS = 1 << 11
 """Elements after which other requests have a turn: some 10 ms of work."""
 
 _GUNZIP_BYTES = 1 << 20
@@ -391,16 +391,18 @@ def protobuf_of_json(body: bytes) -> InSlices[bytes]:
 def _span_of_json(text: msgspec.Raw, work: _Work) -> InSlices[Span]:
     """Return a span; its events, of which it may have thousands, are parsed one by one."""
     events = msgspec.json.decode(text, type=_JsonSpan).events or []
+    if len(events) > MAX_FIELDS:
+        raise RequestError(f"a span of more than {MAX_FIELDS:,} events")
     objects = _objects(text) - sum(map(_objects, events))
-    if work.add(1 + objects):
+    if work.add(_SPAN_ELEMENTS + objects):
         yield
-    document = json.loads(bytes(text))
+    document = _document(text, objects)
     document.pop("events", None)
     document.pop("links", None)  # never kept, and their ids need not be read
     for key in _ID_KEYS:
         if document.get(key):
             document[key] = base64.b64encode(bytes.fromhex(document[key])).decode()
-    span = _of_document(document, Span(), objects)
+    span = json_format.ParseDict(document, Span(), ignore_unknown_fields=True)
     for event in events:
         if work.add(1 + _objects(event)):
             yield
@@ -414,15 +416,15 @@ def _objects(text: msgspec.Raw) -> int:
     return encoded.count(b"{") + encoded.count(b":") // 8
 
 
-def _of_json(text: msgspec.Raw, message: _MessageT) -> _MessageT:
-    document = json.loads(bytes(text))
-    return _of_document({} if document is None else document, message, _objects(text))
-
-
-def _of_document(document: Any, message: _MessageT, objects: int) -> _MessageT:
-    """Parse a resource, a scope, an event, or a span without events: of one with few objects in a moment."""
+def _document(text: msgspec.Raw, objects: int) -> Any:
+    """Return what a text says of a resource, a scope, an event, or a span; with few objects it is parsed in a moment."""
     if objects > MAX_JSON_OBJECTS:
         raise RequestError(f"a resource, span or event of more than {MAX_JSON_OBJECTS:,} objects")
+    return json.loads(bytes(text)) or {}
+
+
+def _of_json(text: msgspec.Raw, message: _MessageT) -> _MessageT:
+    document = _document(text, _objects(text))
     return json_format.ParseDict(document, message, ignore_unknown_fields=True)
 
 
