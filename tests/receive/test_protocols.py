@@ -18,6 +18,7 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metric
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
 from tracefit.errors import UsageError
+from tracefit.receive import intake
 from tracefit.receive.options import IntakeLimits, ReceiveOptions, Rotation, Token
 from tracefit.receive.store import TraceStore
 
@@ -283,7 +284,7 @@ def test_too_many_at_once_are_told_when_to_come_again(lib, tmp_path):
             writer.write(
                 b"POST /v1/traces HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
             )
-            await lib.until(at.intake._places.locked)
+            await lib.until(at.intake._places._free.locked)
             over_http = await in_thread(post, at.http_port, b"{}", JSON)
             over_grpc = await in_thread(export, at.grpc_port, lib.request(1))
             writer.write(b"        ")
@@ -352,6 +353,30 @@ def test_a_request_that_takes_long_does_not_hold_up_another(lib, tmp_path, monke
 
     asyncio.run(main())
     assert order == ["short", "long"]
+
+
+def test_short_requests_do_not_wait_for_long_ones(lib, tmp_path, monkeypatch):
+    """Long ones are decoded one after another, and while they wait others are read: there is one place to read in."""
+    monkeypatch.setattr("tracefit.receive.spans.SLICE_ELEMENTS", 100)
+    monkeypatch.setitem(intake._SHORT_BYTES, "protobuf", 1000)
+    order = []
+
+    async def main():
+        async with lib.running(tmp_path, limits=IntakeLimits(readers=1)) as at:
+
+            async def send(name, message):
+                assert (await in_thread(post, at.http_port, message.SerializeToString(), PROTOBUF))[0] == 200
+                order.append(name)
+
+            steps = lib.request(*range(1, 5_000), scope="vllm.scheduler.step")
+            long = [asyncio.ensure_future(send("long", steps)) for _ in range(3)]
+            await lib.until(lambda: at.intake._long._waiting == 2)
+            await send("short", lib.request(1))
+            await asyncio.gather(*long)
+            assert at.intake._pending_bytes == 0
+
+    asyncio.run(main())
+    assert order == ["short", "long", "long", "long"]
 
 
 TOKEN = "a-token-of-some-length"  # noqa: S105

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -12,7 +13,14 @@ from receive.conftest import at_once
 from tracefit import IngestOptions, ingest
 from tracefit.receive.observed import Observed
 from tracefit.receive.options import Rotation
-from tracefit.receive.spans import SLICE_ELEMENTS, PrivacyFilter, RequestError, Sender, protobuf_of_json
+from tracefit.receive.spans import (
+    SLICE_ELEMENTS,
+    PrivacyFilter,
+    RequestError,
+    Sender,
+    gunzip,
+    protobuf_of_json,
+)
 from tracefit.receive.spans import _ScopeSpans as PIECES
 from tracefit.receive.store import TraceStore
 from tracefit.tables.store import TableStore
@@ -264,6 +272,16 @@ def test_an_attribute_that_is_a_list_of_millions_is_not_unfolded(monkeypatch):
     part, data = written(request_of(field(0x12, event)))
     (event,) = data.resource_spans[0].scope_spans[0].spans[0].events
     assert (part.spans, keys(event.attributes), parsed) == (1, ["step.id"], [])
+
+
+@pytest.mark.parametrize("stated", [50 << 20, 10])
+def test_gzip_is_decompressed_as_far_as_it_says(stated):
+    """Fifty MiB that say so, or that they are ten bytes: neither is decompressed."""
+    body = gzip.compress(bytes(50 << 20))[:-4] + stated.to_bytes(4, "little")
+    slices = []
+    with pytest.raises(RequestError, match=r"longer than 16,777,216 bytes|something behind it"):
+        slices.extend(gunzip(body, limit_bytes=16 << 20))
+    assert len(slices) <= 1
 
 
 @pytest.mark.parametrize("spans", [[b"\x0a\x10" + b"i" * 16 + EVENT * 10] * 2000, [EVENT * 20_000]], ids=len)

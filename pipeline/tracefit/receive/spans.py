@@ -428,24 +428,31 @@ def _of_json(text: msgspec.Raw, message: _MessageT) -> _MessageT:
     return json_format.ParseDict(document, message, ignore_unknown_fields=True)
 
 
+def stated_bytes(body: bytes) -> int:
+    """Return how long a gzip member says it is when decompressed, which `gunzip` holds it to."""
+    return int.from_bytes(body[-4:], "little")
+
+
 def gunzip(body: bytes, *, limit_bytes: int) -> InSlices[bytes]:
     """Decompress one gzip member.
 
     Raises:
         RequestError: It is damaged, cut, followed by something, or longer than the limit when decompressed.
     """
-    # Bounded as it is decompressed: a MiB of gzip can hold a GiB of zeros.
+    size = stated_bytes(body)
+    if size > limit_bytes:
+        raise RequestError(f"longer than {limit_bytes:,} bytes when decompressed")
+    # A MiB of gzip can hold a GiB of zeros, and say that it does not.
     member = zlib.decompressobj(_GZIP_WINDOW)
     content = bytearray()
     try:
-        while not member.eof and (piece := member.decompress(body, _GUNZIP_BYTES)):
+        while len(content) <= size and (piece := member.decompress(body, _GUNZIP_BYTES)):
             content += piece
-            if len(content) > limit_bytes:
-                raise RequestError(f"longer than {limit_bytes:,} bytes when decompressed")
             body = member.unconsumed_tail
             yield
     except zlib.error:
         raise RequestError("not gzip") from None
-    if not member.eof or member.unused_data:  # one member: thousands of empty ones would take minutes
+    # One member: thousands of empty ones would take minutes.
+    if len(content) > size or not member.eof or member.unused_data:
         raise RequestError("gzip cut short, or with something behind it")
     return bytes(content)
