@@ -147,6 +147,15 @@ async def until(condition):
             await asyncio.sleep(0)
 
 
+def at_once(work):
+    """Do all of some work that is done in slices; return its result."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            return done.value
+
+
 @pytest.fixture(scope="session")
 def lib():
     """Return the helpers of these tests."""

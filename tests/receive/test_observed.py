@@ -8,13 +8,16 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from receive.conftest import at_once
 from tracefit.receive.observed import Observed, live_table
 from tracefit.receive.spans import PrivacyFilter
 
 
 def observe(traces, observed=None):
     observed = observed or Observed()
-    observed.spans += sum(part.spans for part in PrivacyFilter().by_sender(traces.protobuf(), observed))
+    observed.spans += sum(
+        part.spans for part in at_once(PrivacyFilter().by_sender(traces.protobuf(), observed))
+    )
     return observed
 
 

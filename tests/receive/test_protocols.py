@@ -18,9 +18,11 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metric
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
 from tracefit.errors import UsageError
+from tracefit.receive import intake
 from tracefit.receive.options import IntakeLimits, ReceiveOptions, Rotation, Token
 from tracefit.receive.store import TraceStore
 
+EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 PROTOBUF = {"content-type": "application/x-protobuf"}
 JSON = {"content-type": "application/json"}
 SPAN = {
@@ -57,7 +59,7 @@ def export(port, message, *, metadata=(), compression=None, credentials=None, ti
     )
     with channel:
         call = channel.unary_unary(
-            "/opentelemetry.proto.collector.trace.v1.TraceService/Export",
+            EXPORT,
             request_serializer=lambda m: m if isinstance(m, bytes) else m.SerializeToString(),
             response_deserializer=trace_service_pb2.ExportTraceServiceResponse.FromString,
         )
@@ -201,7 +203,7 @@ def test_what_is_no_request_is_not_worth_sending_again(lib, tmp_path, body):
         b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": "xy"}]}]}]}',
         b"[" * 100000,
         b'{"resourceSpans": [{"resource": 7}]}',
-        b'{"a": ' + b"9" * 10000 + b"}",
+        b'{"resourceSpans": [{"resource": {"a": ' + b"9" * 10000 + b"}}]}",
         b"\xff",
     ],
 )
@@ -269,7 +271,7 @@ def test_a_sender_that_stalls_gives_its_place_back(lib, tmp_path):
             writer.close()
             return other[0], stalled
 
-    assert asyncio.run(main()) == (200, b"HTTP/1.1 429 \r\n")
+    assert asyncio.run(main()) == (200, b"HTTP/1.1 503 \r\n")
 
 
 def test_too_many_at_once_are_told_when_to_come_again(lib, tmp_path):
@@ -282,7 +284,7 @@ def test_too_many_at_once_are_told_when_to_come_again(lib, tmp_path):
             writer.write(
                 b"POST /v1/traces HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
             )
-            await lib.until(at.intake._places.locked)
+            await lib.until(at.intake._places._free.locked)
             over_http = await in_thread(post, at.http_port, b"{}", JSON)
             over_grpc = await in_thread(export, at.grpc_port, lib.request(1))
             writer.write(b"        ")
@@ -291,9 +293,9 @@ def test_too_many_at_once_are_told_when_to_come_again(lib, tmp_path):
             return over_http, over_grpc, at.intake.observed.refused
 
     (code, headers, content), (name, said, trailers), refused = asyncio.run(main())
-    assert (code, headers["retry-after"]) == (429, "1")
-    assert json.loads(content) == {"code": 8, "message": "too many requests at once"}
-    assert (name, said) == ("RESOURCE_EXHAUSTED", "too many requests at once")
+    assert (code, headers["retry-after"]) == (503, "1")
+    assert json.loads(content) == {"code": 14, "message": "too many requests at once"}
+    assert (name, said) == ("UNAVAILABLE", "too many requests at once")
     assert RetryInfo.FromString(trailers["google.rpc.retryinfo-bin"]).retry_delay.seconds == 1
     (detail,) = Status.FromString(trailers["grpc-status-details-bin"]).details
     unpacked = RetryInfo()
@@ -312,7 +314,7 @@ def test_http_connections_have_a_limit(lib, tmp_path):
             second.close()
             return answer
 
-    assert asyncio.run(main()).startswith(b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\n")
+    assert asyncio.run(main()).startswith(b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n")
 
 
 def test_servers_have_a_limit(lib, tmp_path):
@@ -326,6 +328,55 @@ def test_servers_have_a_limit(lib, tmp_path):
 
     assert asyncio.run(main()) == ["OK", "OK", "INVALID_ARGUMENT", "OK"]
     assert sorted(path.name for path in (tmp_path / "vllm").iterdir()) == ["a", "b"]
+
+
+def test_a_request_that_takes_long_does_not_hold_up_another(lib, tmp_path, monkeypatch):
+    """The second one comes while the first is decoded, and is answered before it."""
+    monkeypatch.setattr("tracefit.receive.spans.SLICE_ELEMENTS", 100)
+    order = []
+
+    async def main():
+        async with (
+            lib.running(tmp_path) as at,
+            grpc.aio.insecure_channel(f"127.0.0.1:{at.grpc_port}") as channel,
+        ):
+
+            async def send(name, message):
+                await channel.unary_unary(EXPORT)(message.SerializeToString(), timeout=60)
+                order.append(name)
+
+            steps = lib.request(*range(1, 10_000), scope="vllm.scheduler.step")
+            long = asyncio.ensure_future(send("long", steps))
+            await lib.until(lambda: at.intake.observed.step_spans)
+            await send("short", lib.request(1))
+            await long
+
+    asyncio.run(main())
+    assert order == ["short", "long"]
+
+
+def test_short_requests_do_not_wait_for_long_ones(lib, tmp_path, monkeypatch):
+    """Long ones are decoded one after another, and while they wait others are read: there is one place to read in."""
+    monkeypatch.setattr("tracefit.receive.spans.SLICE_ELEMENTS", 100)
+    monkeypatch.setitem(intake._SHORT_BYTES, "protobuf", 1000)
+    order = []
+
+    async def main():
+        async with lib.running(tmp_path, limits=IntakeLimits(readers=1)) as at:
+
+            async def send(name, message):
+                assert (await in_thread(post, at.http_port, message.SerializeToString(), PROTOBUF))[0] == 200
+                order.append(name)
+
+            steps = lib.request(*range(1, 5_000), scope="vllm.scheduler.step")
+            long = [asyncio.ensure_future(send("long", steps)) for _ in range(3)]
+            await lib.until(lambda: at.intake._long._waiting == 2)
+            await send("short", lib.request(1))
+            await asyncio.gather(*long)
+            assert at.intake._pending_bytes == 0
+
+    asyncio.run(main())
+    assert order == ["short", "long", "long", "long"]
 
 
 TOKEN = "a-token-of-some-length"  # noqa: S105
@@ -445,8 +496,8 @@ def test_a_slow_disk_stops_the_senders_not_the_memory(lib, tmp_path, monkeypatch
             return refused, over_http, await first
 
     refused, over_http, first = asyncio.run(main())
-    assert refused[:2] == ("RESOURCE_EXHAUSTED", "the disk does not keep up")
+    assert refused[:2] == ("UNAVAILABLE", "the disk does not keep up")
     assert RetryInfo.FromString(refused[2]["google.rpc.retryinfo-bin"]).retry_delay.seconds == 5
-    assert (over_http[0], over_http[1]["retry-after"]) == (429, "5")
+    assert (over_http[0], over_http[1]["retry-after"]) == (503, "5")
     assert first[0] == "OK"
     assert len(lib.span_ids(tmp_path)) == 99

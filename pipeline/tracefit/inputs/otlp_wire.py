@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
 Signal = Literal["traces", "logs", "metrics"]
 Field = tuple[int, int, int, int]
@@ -65,6 +65,8 @@ def trace_messages(names: Sequence[str], *, as_bytes: Collection[str] = ()) -> l
 
 def read_varint(buffer: bytes, position: int) -> tuple[int, int]:
     """Return the base-128 number at a position and the position after it; the number is -1 if there is none."""
+    if position < len(buffer) and buffer[position] < 0x80:  # almost all are one byte long
+        return buffer[position], position + 1
     value = 0
     for shift, byte in enumerate(buffer[position : position + 10]):
         value |= (byte & 0x7F) << (7 * shift)
@@ -106,6 +108,20 @@ def fields(buffer: bytes, start: int, stop: int) -> tuple[list[Field], bool | No
         found.append(field)
         position = field[3]
     return found, True
+
+
+def submessages(buffer: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield number, begin and end of every field of a whole message; the number is 0 where the content is no message.
+
+    Raises:
+        ValueError: There is no field where one should be.
+    """
+    while start < stop:
+        field = read_field(buffer, start)
+        if field is None or field[3] > stop:
+            raise ValueError("no protobuf message")
+        number, wire_type, begin, start = field
+        yield (number if wire_type == _BYTES else 0), begin, start
 
 
 def is_traces(buffer: bytes, start: int, stop: int) -> bool | None:

@@ -111,16 +111,16 @@ class _Handlers(grpc.GenericRpcHandler):
 
 
 async def _refuse_for_now(context: _Context, error: BusyError) -> NoReturn:
-    """Refuse such that senders try again: without the delay, OTLP has them drop the spans."""
+    """Refuse such that senders try again: OTLP has them do so after UNAVAILABLE, and after the delay where one is stated."""
     retry = RetryInfo()
     retry.retry_delay.seconds = error.retry_s
-    status = Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message=error.line())
+    status = Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message=error.line())
     status.details.add().Pack(retry)
     trailers = (
         ("grpc-status-details-bin", status.SerializeToString()),
         ("google.rpc.retryinfo-bin", retry.SerializeToString()),  # where OpenTelemetry's Python SDK looks
     )
-    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.line(), trailers)
+    await context.abort(grpc.StatusCode.UNAVAILABLE, error.line(), trailers)
 
 
 async def _refuse_other(_: AsyncIterator[bytes], context: _Context) -> NoReturn:

@@ -29,12 +29,12 @@ _ENCODINGS: dict[str, BodyEncoding] = {"application/x-protobuf": "protobuf", "ap
 _OTHER_SIGNALS = ("/v1/logs", "/v1/metrics")
 # Written as it is: a connection beyond the limit gets no object that could answer.
 _TOO_MANY = (
-    b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
 _IDLE_S = 75.0  # longer than the SDK's five seconds between exports: a sender keeps its connection
 _READ_BYTES = 64 << 10
 # HTTP status to google.rpc.Code, which OTLP wants in the body of a refusal.
-_GRPC_CODES = {400: 3, 401: 16, 404: 12, 405: 12, 413: 3, 415: 3, 429: 8}
+_GRPC_CODES = {400: 3, 401: 16, 404: 12, 405: 12, 413: 3, 415: 3, 503: 14}
 
 
 class _RefusalError(RequestError):
@@ -151,7 +151,8 @@ class _Connection:
         except _RefusalError as refusal:
             answer = refusal
         except BusyError as error:
-            answer = _RefusalError(429, error.line(), (("retry-after", str(error.retry_s)),))
+            # Not 429, at which OpenTelemetry's Python SDK drops the spans.
+            answer = _RefusalError(503, error.line(), (("retry-after", str(error.retry_s)),))
         except RequestError as error:
             answer = _RefusalError(400, error.line())
         # A sender that waits for 100 Continue has sent no body: its refusal comes at once.

@@ -1,7 +1,7 @@
 """From a request to its acknowledgement, for both protocols: admission, decoding, and one disk write for many requests.
 
 A request waits for one of a few places before any of it is read, so that memory is bounded by what those hold and by
-what waits for the disk. While one group of requests is written and synced, the next one gathers: a lone sender waits for
+what waits for its turn or for the disk. Decoding takes turns of some milliseconds, so that no request holds up the others. While one group of requests is written and synced, the next one gathers: a lone sender waits for
 one sync, sixty-four of them share it.
 """
 
@@ -11,19 +11,20 @@ import asyncio
 import contextlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, cast
 
 from tracefit.errors import DataError
-from tracefit.receive.spans import RequestError, gunzip, protobuf_of_json
+from tracefit.receive.spans import RequestError, gunzip, protobuf_of_json, stated_bytes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from tracefit.receive.observed import Observed
     from tracefit.receive.options import IntakeLimits
-    from tracefit.receive.spans import PrivacyFilter, Sender, SenderSpans
+    from tracefit.receive.spans import InSlices, PrivacyFilter, Sender, SenderSpans
     from tracefit.receive.store import TraceStore
 
+_T = TypeVar("_T")
 BodyEncoding = Literal["protobuf", "json"]
 
 TRACES_ALONE = "tracefit receives traces alone; set OTEL_METRICS_EXPORTER=none and OTEL_LOGS_EXPORTER=none"
@@ -32,6 +33,8 @@ TOKEN_NEEDED = "a token is needed, as `authorization: Bearer …`"  # noqa: S105
 # A place is free again in a moment; a disk that is full or slow takes longer.
 RETRY_BUSY_S, RETRY_DISK_S = 1, 5
 _GZIP_MAGIC = b"\x1f\x8b"
+_SHORT_BYTES: dict[BodyEncoding, int] = {"protobuf": 1 << 20, "json": 128 << 10}
+"""Length of requests, decompressed, that are decoded at the same time as others; a batch of the SDK has half as much."""
 
 
 class BusyError(DataError):
@@ -50,6 +53,37 @@ class _Pending(NamedTuple):
     done: asyncio.Future[None]
 
 
+class _Places:
+    """Places of which a request holds one; a limited number waits for one, for a limited time."""
+
+    def __init__(self, places: int, limits: IntakeLimits) -> None:
+        self._free = asyncio.Semaphore(places)
+        self._limits = limits
+        self._waiting = 0
+
+    @contextlib.asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """Hold one of the places.
+
+        Raises:
+            BusyError: Too many wait, or none is free in time.
+        """
+        if self._waiting >= self._limits.queued_requests:
+            raise BusyError("too many requests at once", RETRY_BUSY_S)
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(self._limits.queue_s):
+                await self._free.acquire()
+        except TimeoutError:
+            raise BusyError("too many requests at once", RETRY_BUSY_S) from None
+        finally:
+            self._waiting -= 1
+        try:
+            yield
+        finally:
+            self._free.release()
+
+
 class Intake:
     """Takes requests in. `run` must be going on for any of them to be acknowledged."""
 
@@ -61,8 +95,8 @@ class Intake:
         self.spans_by_sender: Counter[Sender] = Counter()
         self._store = store
         self._privacy = privacy
-        self._places = asyncio.Semaphore(limits.readers)
-        self._waiting = 0
+        self._places = _Places(limits.readers, limits)
+        self._long = _Places(1, limits)
         self._senders: set[Sender] = set()
         self._pending: list[_Pending] = []
         self._pending_bytes = 0
@@ -88,11 +122,7 @@ class Intake:
             BusyError: There is no room for it now.
         """
         try:
-            async with self._place():
-                async with asyncio.timeout(self.limits.read_s):
-                    body = await read()
-                received = self._decode(body, encoding, is_gzip=is_gzip)
-                del body  # a decoded request would otherwise hold its bytes until the disk has them
+            received = await self._received(read, encoding, is_gzip=is_gzip)
             await self._written(received)
         except TimeoutError:
             self.observed.refused += 1
@@ -105,34 +135,38 @@ class Intake:
             self.observed.spans += count
         self.observed.exports += 1
 
-    @contextlib.asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        """Hold one of the places for requests that are read and decoded."""
+    async def _received(
+        self, read: Callable[[], Awaitable[bytes]], encoding: BodyEncoding, *, is_gzip: bool | None
+    ) -> list[SenderSpans]:
+        """Read a request and decode it: a short one in turns with all others, long ones one after another."""
         # Before anything is read: what is refused has cost no memory.
         if self._pending_bytes > self.limits.pending_bytes:
             raise BusyError("the disk does not keep up", RETRY_DISK_S)
-        if self._waiting >= self.limits.queued_requests:
-            raise BusyError("too many requests at once", RETRY_BUSY_S)
-        self._waiting += 1
+        async with self._places.one():
+            async with asyncio.timeout(self.limits.read_s):
+                body = await read()
+            # No protobuf message begins like gzip: its first byte would be a field of a wire type that does not exist.
+            is_gzip = body.startswith(_GZIP_MAGIC) if is_gzip is None else is_gzip
+            size_bytes = stated_bytes(body) if is_gzip else len(body)
+            work = self._decode(body, encoding, is_gzip=is_gzip)
+            if size_bytes <= _SHORT_BYTES[encoding]:
+                return await _in_turns(work)
+        # A long one waits as it came, without a place that others could read in.
+        waiting_bytes = len(body)
+        del body
+        self._pending_bytes += waiting_bytes
         try:
-            async with asyncio.timeout(self.limits.queue_s):
-                await self._places.acquire()
-        except TimeoutError:
-            raise BusyError("too many requests at once", RETRY_BUSY_S) from None
+            async with self._long.one():
+                return await _in_turns(work)
         finally:
-            self._waiting -= 1
-        try:
-            yield
-        finally:
-            self._places.release()
+            self._pending_bytes -= waiting_bytes
 
-    def _decode(self, body: bytes, encoding: BodyEncoding, *, is_gzip: bool | None) -> list[SenderSpans]:
-        # No protobuf message begins like gzip: its first byte would be a field of a wire type that does not exist.
-        if is_gzip or (is_gzip is None and body.startswith(_GZIP_MAGIC)):
-            body = gunzip(body, limit_bytes=self.limits.message_bytes)
+    def _decode(self, body: bytes, encoding: BodyEncoding, *, is_gzip: bool) -> InSlices[list[SenderSpans]]:
+        if is_gzip:
+            body = yield from gunzip(body, limit_bytes=self.limits.message_bytes)
         if encoding == "json":
-            body = protobuf_of_json(body)
-        received = self._privacy.by_sender(body, self.observed)
+            body = yield from protobuf_of_json(body)
+        received = yield from self._privacy.by_sender(body, self.observed)
         # A sender that makes up an instance per request must not fill the disk with folders.
         senders = self._senders.union(spans.sender for spans in received)
         if len(senders) > self.limits.folders:
@@ -170,6 +204,16 @@ class Intake:
         """Let `run` end when nothing waits for the disk."""
         self._is_closing = True
         self._wake.set()
+
+
+async def _in_turns(work: InSlices[_T]) -> _T:
+    """Do some work, with a turn for everything else that goes on wherever it yields."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            return cast("_T", done.value)
+        await asyncio.sleep(0)
 
 
 def _resolve(pending: _Pending, failed: dict[Sender, OSError]) -> None:

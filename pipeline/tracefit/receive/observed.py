@@ -22,7 +22,7 @@ from tracefit.tables import dialects
 from tracefit.text import UNKNOWN, columns, count
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
 _RECENT = 1000
 """Times that medians are taken of."""
@@ -39,6 +39,9 @@ _OF_FORK = "of inference-sim's fork of vLLM trace them; stock vLLM refuses to st
 
 _ENOUGH_REQUESTS = 50
 """Finished requests after which a kind of span that has not come is missing: a request takes many steps."""
+
+_MAX_NUMBER_BYTES = 256
+"""Length of an attribute that can be a number; of a longer one, whose value may be a list of millions, no objects are made."""
 
 _SPELLED = {spelled: e.event for e in dialects.JOURNEY_EVENTS for spelled in e.spellings}
 _STEP_SCOPES = {s.scope for s in dialects.SPELLINGS if s.event == dialects.STEP_EVENT}
@@ -102,7 +105,7 @@ class Observed:
             self._match(span.trace_id, "arrival", span.start_time_unix_nano)
             return
         self.requests += 1
-        attributes = map(KeyValue.FromString, span.attributes)
+        attributes = _numeric(span.attributes)
         self.ttft_s.extend(
             a.value.double_value * _TTFT_FACTORS[a.key] for a in attributes if a.key in _TTFT_FACTORS
         )
@@ -122,11 +125,10 @@ class Observed:
         self.step_spans += 1
         self.largest_span = max(self.largest_span, len(span.events) + span.dropped_events_count)
         before: tuple[int, int, int] | None = None
-        for event in span.events:
-            if event.name != dialects.STEP_EVENT:
-                continue
-            self.steps += 1
-            attributes = map(KeyValue.FromString, event.attributes)
+        steps = [event for event in span.events if event.name == dialects.STEP_EVENT]
+        self.steps += len(steps)
+        for event in steps[-_RECENT:]:
+            attributes = _numeric(event.attributes)
             numbers = {_STEP_COLUMNS.get(a.key): a.value.int_value for a in attributes}
             step, start = numbers.get("step_id", 0), numbers.get("ts_start_ns", 0)
             # Start to start while requests run or wait, as in the timeline; an idle engine waits for requests, not for a step.
@@ -166,6 +168,10 @@ class Observed:
         if self.step_spans and self.steps >= 10 * _ENOUGH_REQUESTS and not self.requests:
             flags = "--enable-journey-tracing --journey-tracing-sample-rate 1.0"
             yield "journeys", f"{self.steps:,} steps and no request: {flags} {_OF_FORK}"
+
+
+def _numeric(encoded: Iterable[bytes]) -> list[KeyValue]:
+    return [KeyValue.FromString(a) for a in encoded if len(a) <= _MAX_NUMBER_BYTES]
 
 
 async def show_live(observed: Observed, console: Console | None = None) -> None:

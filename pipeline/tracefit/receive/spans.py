@@ -9,17 +9,21 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from collections import Counter
+from collections.abc import Generator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
+import msgspec
 from google.protobuf import json_format
-from google.protobuf.message import DecodeError
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.wrappers_pb2 import StringValue
 from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tracefit.errors import DataError
-from tracefit.inputs.otlp_wire import trace_messages
+from tracefit.inputs.otlp_wire import submessages, trace_messages
 from tracefit.tables import dialects
 
 if TYPE_CHECKING:
@@ -43,8 +47,33 @@ _VLLM_SCOPES, _PHASE_SPANS = frozenset(dialects.VLLM_SCOPES), frozenset(dialects
 _ID_KEYS = ("traceId", "trace_id", "spanId", "span_id", "parentSpanId", "parent_span_id")
 _GZIP_WINDOW = 31  # zlib's largest window, 15, and 16 for a gzip header
 
+MAX_ELEMENTS = 1 << 20
+"""Resources, scopes, spans, events and attributes of a request: one in 16 bytes of the longest; real ones have one in 22.
+
+What takes the time of several counts as several.
+"""
+
+MAX_FIELDS = 1 << 16
+"""Fields of a span or an event, which are made objects together. A step span with all snapshots of 256 requests has 25,600."""
+
+MAX_JSON_OBJECTS = 1 << 12
+"""Objects of a span without its events, or of an event, in JSON; an attribute is two."""
+
+SLICE_ELEMENTS = 1 << 11
+"""Elements after which other requests have a turn: some 10 ms of work."""
+
+_GUNZIP_BYTES = 1 << 20
+_RESOURCE_ELEMENTS, _SCOPE_ELEMENTS, _SPAN_ELEMENTS = 32, 8, 4
+_PIECE_BYTES = 64 << 10
+_HEADER_BYTES, _BYTES_OF_ELEMENT = 64 << 10, 8
+# Numbers of fields: of a request, a resource, a scope, a span; and of its resource in the second and its scope in the third.
+_RESOURCE_SPANS, _SCOPE_SPANS, _SPANS, _EVENTS, _HEADER = 1, 2, 2, 11, 1
+_NO_OBJECT = msgspec.Raw(b"{}")
 
 _T = TypeVar("_T")
+_MessageT = TypeVar("_MessageT", bound=Message)
+InSlices: TypeAlias = Generator[None, None, _T]
+"""Work that yields wherever other work may have a turn, and returns its result."""
 
 
 class RequestError(DataError):
@@ -66,7 +95,36 @@ class SenderSpans(NamedTuple):
     spans: int
 
 
-(_TracesData,) = trace_messages(["TracesData"])
+# On the wire a message and its bytes are the same: what is encoded is put into a request as it is.
+(_TracesData,) = trace_messages(["TracesData"], as_bytes=["scope_spans"])
+(_ScopeSpans,) = trace_messages(["ScopeSpans"])
+(_EncodedSpans,) = trace_messages(["ScopeSpans"], as_bytes=["spans"])
+
+
+class _Work:
+    """Counts what a request has: resources, scopes, spans, events, attributes, and fields that OTLP does not know.
+
+    The count is kept while the request is read, before an object is made of what is counted: two bytes can be an object of
+    a hundred, and gzip makes two bytes of a few bits.
+    """
+
+    def __init__(self) -> None:
+        self._elements = 0
+        self._slice_end = SLICE_ELEMENTS
+
+    def add(self, elements: int) -> bool:
+        """Count some more; return whether other requests should have a turn now.
+
+        Raises:
+            RequestError: They are too many.
+        """
+        self._elements += elements
+        if self._elements > MAX_ELEMENTS:
+            raise RequestError(f"more than {MAX_ELEMENTS:,} spans, events and attributes")
+        is_due = self._elements >= self._slice_end
+        if is_due:
+            self._slice_end = self._elements + SLICE_ELEMENTS
+        return is_due
 
 
 class PrivacyFilter:
@@ -81,44 +139,75 @@ class PrivacyFilter:
         self._span_keys = _Keys({*dialects.SPAN_ATTRIBUTES, *keep_attributes})
         self._all_spans = all_spans
 
-    def by_sender(self, body: bytes, observed: Observed) -> list[SenderSpans]:
+    def by_sender(self, body: bytes, observed: Observed) -> InSlices[list[SenderSpans]]:
         """Return what is written of a request, for each sender in it.
 
         Raises:
-            RequestError: It is no export request of traces.
+            RequestError: It is no export request of traces, or one of too many elements.
         """
+        work = _Work()
+        payloads: dict[Sender, list[bytes]] = {}
+        counts: Counter[Sender] = Counter()
         try:
-            data = _TracesData.FromString(body)
-            data.DiscardUnknownFields()  # they may hold text that a user wrote
-            messages: dict[Sender, Any] = {}
-            counts: dict[Sender, int] = {}
-            for resource_spans in data.resource_spans:
-                sender, resource_spans.resource = _resource(resource_spans.resource)
-                count = self._reduce(resource_spans, observed)
-                counts[sender] = counts.get(sender, 0) + count
-                messages.setdefault(sender, _TracesData()).resource_spans.append(resource_spans)
-        except DecodeError:
+            for number, start, stop in submessages(body, 0, len(body)):
+                if work.add(_RESOURCE_ELEMENTS):
+                    yield
+                if number == _RESOURCE_SPANS:
+                    sender, payload, spans = yield from self._resource_spans(
+                        body, start, stop, observed, work
+                    )
+                    payloads.setdefault(sender, []).append(payload)
+                    counts[sender] += spans
+        except (DecodeError, ValueError):
             raise RequestError("not an ExportTraceServiceRequest") from None
-        return [
-            SenderSpans(s, messages[s].SerializeToString(), count) for s, count in counts.items() if count
-        ]
+        # Messages one behind another are one message to protobuf.
+        return [SenderSpans(s, b"".join(payloads[s]), count) for s, count in counts.items() if count]
 
-    def _reduce(self, resource_spans: Any, observed: Observed) -> int:
-        """Remove what is not kept from the spans of one resource; return how many there are."""
-        spans = 0
-        for scope_spans in resource_spans.scope_spans:
-            scope, scope_spans.scope = _scope(scope_spans.scope)
-            is_vllm, may_be = scope in _VLLM_SCOPES, scope.startswith("vllm")
-            for span in scope_spans.spans:
-                spans += 1
-                if is_vllm or (may_be and span.name in _PHASE_SPANS):
-                    self._span_keys.keep(span.attributes)
-                    for event in span.events:
-                        _EVENT_KEYS.keep(event.attributes)
-                    observed.add(scope, span)
-                else:
-                    self._reduce_other(span)
-        return spans
+    def _resource_spans(
+        self, body: bytes, start: int, stop: int, observed: Observed, work: _Work
+    ) -> InSlices[SenderSpans]:
+        encoded = yield from _header(body, start, stop, work)
+        sender, resource = _resource(encoded)
+        data, spans = _TracesData(), 0
+        resource_spans = data.resource_spans.add(resource=resource)
+        for number, scope_start, scope_stop in submessages(body, start, stop):
+            if work.add(_SCOPE_ELEMENTS):
+                yield
+            if number != _SCOPE_SPANS:
+                continue
+            encoded = yield from _header(body, scope_start, scope_stop, work)
+            scope, kept = _scope(encoded)
+            for piece, fields in _pieces(body, scope_start, scope_stop):
+                if work.add(fields):
+                    yield
+                scope_spans = _ScopeSpans.FromString(piece)
+                scope_spans.DiscardUnknownFields()  # they may hold text that a user wrote
+                spans += len(scope_spans.spans)
+                yield from self._reduce(scope, scope_spans.spans, observed, work)
+                scope_spans.scope = kept
+                if scope_spans.spans:
+                    resource_spans.scope_spans.append(scope_spans.SerializeToString())
+        return SenderSpans(sender, data.SerializeToString(), spans)
+
+    def _reduce(self, scope: str, spans: Any, observed: Observed, work: _Work) -> InSlices[None]:
+        """Remove what is not kept from spans of one scope."""
+        is_vllm, may_be = scope in _VLLM_SCOPES, scope.startswith("vllm")
+        for span in spans:
+            elements = _SPAN_ELEMENTS + len(span.attributes)
+            if is_vllm or (may_be and span.name in _PHASE_SPANS):
+                self._span_keys.keep(span.attributes)
+                for event in span.events:
+                    elements += 1 + _EVENT_KEYS.keep(event.attributes)
+                    if elements >= SLICE_ELEMENTS:
+                        work.add(elements)
+                        elements = 0
+                        yield
+                observed.add(scope, span)
+            else:
+                elements += len(span.events)
+                self._reduce_other(span)
+            if work.add(elements):
+                yield
 
     def _reduce_other(self, span: Any) -> None:
         # Exceptions and messages of other libraries quote what users sent.
@@ -131,6 +220,50 @@ class PrivacyFilter:
         span.ClearField("status")
 
 
+def _pieces(body: bytes, start: int, stop: int) -> Iterator[tuple[bytes, int]]:
+    """Yield a `ScopeSpans` in pieces that are messages too, of a long span or several short ones, and fields looked at for it.
+
+    Raises:
+        RequestError: A span or an event has too many fields.
+    """
+    position = start
+    fields = 0
+    # Objects are made of a piece at once. So many bytes are 32,768 fields at most, and need not be looked at.
+    if stop - start > _PIECE_BYTES:
+        for number, begin, end in submessages(body, start, stop):
+            fields += 1
+            if end - start > _PIECE_BYTES and position > start:
+                yield body[start:position], fields
+                start, fields = position, 0
+            if number == _SPANS and end - begin > _PIECE_BYTES:
+                _require_few_fields(body, begin, end)
+            position = end
+    yield body[start:stop], fields
+
+
+def _header(body: bytes, start: int, stop: int, work: _Work) -> InSlices[bytes]:
+    """Return the resource of a `ResourceSpans`, or the scope of a `ScopeSpans`: the first field of both, nearly always."""
+    for number, begin, end in submessages(body, start, stop):
+        if number == _HEADER:
+            if end - begin > _HEADER_BYTES:
+                raise RequestError(f"a resource or a scope of more than {_HEADER_BYTES:,} bytes")
+            if work.add((end - begin) // _BYTES_OF_ELEMENT):
+                yield
+            return body[begin:end]
+        if work.add(1):
+            yield
+    return b""
+
+
+def _require_few_fields(body: bytes, start: int, stop: int) -> None:
+    """Refuse a long span, or one with a long event, of more fields than are taken: objects are made of them all at once."""
+    for count, (number, begin, end) in enumerate(submessages(body, start, stop), 1):
+        if count > MAX_FIELDS:
+            raise RequestError(f"a span or an event of more than {MAX_FIELDS:,} fields")
+        if number == _EVENTS and end - begin > _PIECE_BYTES:
+            _require_few_fields(body, begin, end)
+
+
 class _Keys:
     """Keys of attributes that are kept, and the bytes with which an encoded attribute of each begins."""
 
@@ -138,19 +271,26 @@ class _Keys:
         self._keys = frozenset(keys)
         self._beginnings = frozenset(KeyValue(key=key).SerializeToString() for key in keys)
 
-    def keep(self, attributes: Any) -> None:
-        """Remove the attributes of other keys from a field of encoded ones; almost always there are none."""
+    def keep(self, attributes: Any) -> int:
+        """Remove the attributes of other keys from a field of encoded ones, of which there are almost never any.
+
+        Returns:
+            How many attributes there were.
+        """
         # The first byte is the tag of the key, the second its length. Other encodings of the same are allowed, and rare.
         try:
             kept = [a for a in attributes if a[: a[1] + 2] in self._beginnings or self._has_key(a)]
         except IndexError:
             kept = [a for a in attributes if self._has_key(a)]
-        if len(kept) < len(attributes):
+        count = len(attributes)
+        if len(kept) < count:
             del attributes[:]
             attributes.extend(kept)
+        return count
 
     def _has_key(self, attribute: bytes) -> bool:
-        return KeyValue.FromString(attribute).key in self._keys
+        # To this class the value is an unknown field, of which no objects are made.
+        return StringValue.FromString(attribute).value in self._keys
 
 
 _EVENT_KEYS = _Keys(
@@ -192,46 +332,127 @@ def _scope(encoded: bytes) -> tuple[str, bytes]:
     return scope.name, InstrumentationScope(name=scope.name, version=scope.version).SerializeToString()
 
 
-def protobuf_of_json(body: bytes) -> bytes:
+class _JsonScope(msgspec.Struct):
+    scope: msgspec.Raw = _NO_OBJECT
+    spans: list[msgspec.Raw] | None = None
+
+
+class _JsonResource(msgspec.Struct):
+    resource: msgspec.Raw = _NO_OBJECT
+    scope_spans: list[_JsonScope] | None = None
+    camel: list[_JsonScope] | None = msgspec.field(name="scopeSpans", default=None)
+
+
+class _JsonRequest(msgspec.Struct):
+    resource_spans: list[_JsonResource] | None = None
+    camel: list[_JsonResource] | None = msgspec.field(name="resourceSpans", default=None)
+
+
+class _JsonSpan(msgspec.Struct):
+    events: list[msgspec.Raw] | None = None
+
+
+def protobuf_of_json(body: bytes) -> InSlices[bytes]:
     """Return a request in OTLP's JSON, whose ids are hexadecimal where protobuf's own JSON has base64, as protobuf.
 
+    Resources, scopes, spans and events are parsed one by one: what stays text costs no memory.
+
     Raises:
-        RequestError: It is no export request of traces.
+        RequestError: It is no export request of traces, or one of too many elements.
     """
+    # Before anything is parsed. In strings there may be some too; attributes have one in twenty bytes.
+    if max(body.count(sign) for sign in (b"{", b"[", b",")) > MAX_ELEMENTS:
+        raise RequestError(f"more than {MAX_ELEMENTS:,} objects, lists or values")
+    work = _Work()
     try:
-        document = json.loads(body)
-        for item in _spans(document):
-            for key in _ID_KEYS:
-                if item.get(key):
-                    item[key] = base64.b64encode(bytes.fromhex(item[key])).decode()
-            item.pop("links", None)  # never kept, and their ids need not be read
-        request = json_format.ParseDict(document, ExportTraceServiceRequest(), ignore_unknown_fields=True)
+        document = msgspec.json.decode(body, type=_JsonRequest)
+        data = _TracesData()
+        for resource in document.camel or document.resource_spans or ():
+            if work.add(_RESOURCE_ELEMENTS):
+                yield
+            encoded = _of_json(resource.resource, Resource()).SerializeToString()
+            resource_spans = data.resource_spans.add(resource=encoded)
+            for scope in resource.camel or resource.scope_spans or ():
+                if work.add(_SCOPE_ELEMENTS):
+                    yield
+                scope_spans = _EncodedSpans(
+                    scope=_of_json(scope.scope, InstrumentationScope()).SerializeToString()
+                )
+                for text in scope.spans or ():
+                    span = yield from _span_of_json(text, work)
+                    scope_spans.spans.append(span.SerializeToString())
+                resource_spans.scope_spans.append(scope_spans.SerializeToString())
+        request: bytes = data.SerializeToString()
     except (json_format.ParseError, ValueError, TypeError, AttributeError, RecursionError):
         raise RequestError("not an ExportTraceServiceRequest in OTLP's JSON") from None
-    return request.SerializeToString()
+    return request
 
 
-def _spans(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the spans of a JSON request, under either spelling of its keys."""
-    for resource in document.get("resourceSpans") or document.get("resource_spans") or ():
-        for scope in resource.get("scopeSpans") or resource.get("scope_spans") or ():
-            yield from scope.get("spans") or ()
+def _span_of_json(text: msgspec.Raw, work: _Work) -> InSlices[Span]:
+    """Return a span; its events, of which it may have thousands, are parsed one by one."""
+    events = msgspec.json.decode(text, type=_JsonSpan).events or []
+    if len(events) > MAX_FIELDS:
+        raise RequestError(f"a span of more than {MAX_FIELDS:,} events")
+    objects = _objects(text) - sum(map(_objects, events))
+    if work.add(_SPAN_ELEMENTS + objects):
+        yield
+    document = _document(text, objects)
+    document.pop("events", None)
+    document.pop("links", None)  # never kept, and their ids need not be read
+    for key in _ID_KEYS:
+        if document.get(key):
+            document[key] = base64.b64encode(bytes.fromhex(document[key])).decode()
+    span = json_format.ParseDict(document, Span(), ignore_unknown_fields=True)
+    for event in events:
+        if work.add(1 + _objects(event)):
+            yield
+        _of_json(event, span.events.add())
+    return span
 
 
-def gunzip(body: bytes, *, limit_bytes: int) -> bytes:
+def _objects(text: msgspec.Raw) -> int:
+    """Return how many objects a text has, counting eight keys as one; braces and colons of its strings count too."""
+    encoded = bytes(text)
+    return encoded.count(b"{") + encoded.count(b":") // 8
+
+
+def _document(text: msgspec.Raw, objects: int) -> Any:
+    """Return what a text says of a resource, a scope, an event, or a span; with few objects it is parsed in a moment."""
+    if objects > MAX_JSON_OBJECTS:
+        raise RequestError(f"a resource, span or event of more than {MAX_JSON_OBJECTS:,} objects")
+    return json.loads(bytes(text)) or {}
+
+
+def _of_json(text: msgspec.Raw, message: _MessageT) -> _MessageT:
+    document = _document(text, _objects(text))
+    return json_format.ParseDict(document, message, ignore_unknown_fields=True)
+
+
+def stated_bytes(body: bytes) -> int:
+    """Return how long a gzip member says it is when decompressed, which `gunzip` holds it to."""
+    return int.from_bytes(body[-4:], "little")
+
+
+def gunzip(body: bytes, *, limit_bytes: int) -> InSlices[bytes]:
     """Decompress one gzip member.
 
     Raises:
         RequestError: It is damaged, cut, followed by something, or longer than the limit when decompressed.
     """
-    # Bounded as it is decompressed: a MiB of gzip can hold a GiB of zeros.
+    size = stated_bytes(body)
+    if size > limit_bytes:
+        raise RequestError(f"longer than {limit_bytes:,} bytes when decompressed")
+    # A MiB of gzip can hold a GiB of zeros, and say that it does not.
     member = zlib.decompressobj(_GZIP_WINDOW)
+    content = bytearray()
     try:
-        content = member.decompress(body, limit_bytes + 1)
+        while len(content) <= size and (piece := member.decompress(body, _GUNZIP_BYTES)):
+            content += piece
+            body = member.unconsumed_tail
+            yield
     except zlib.error:
         raise RequestError("not gzip") from None
-    if len(content) > limit_bytes:
-        raise RequestError(f"longer than {limit_bytes:,} bytes when decompressed")
-    if not member.eof or member.unused_data:  # one member: thousands of empty ones would take minutes
+    # One member: thousands of empty ones would take minutes.
+    if len(content) > size or not member.eof or member.unused_data:
         raise RequestError("gzip cut short, or with something behind it")
-    return content
+    return bytes(content)
