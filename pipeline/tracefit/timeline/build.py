@@ -87,7 +87,7 @@ def build_timeline(
     starts = step_starts(evidence.steps, evidence.core)
     rows = rows.join(starts, on="position", how="left", maintain_order="left")
     known = pl.col("ts_start_ns").is_not_null() | pl.col("composition_source").is_not_null()
-    return schema.TIMELINE.conform(axis.name(_with_cycles(rows.filter(known))))
+    return schema.TIMELINE.conform(axis.name(_with_cycles(rows.filter(known & ~pl.col("is_gap")))))
 
 
 def _placed(axis: StepAxis, rows: pl.DataFrame) -> pl.DataFrame:
@@ -186,7 +186,7 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
     idle = (pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0)
     started = pl.col("ts_start_ns").is_not_null()
     ordered = rows.with_columns(idle=idle, interval=started.cum_sum())
-    follows = pl.col("position").shift(1) == pl.col("position") - 1
+    follows = pl.col("step_id").shift(1) == pl.col("step_id") - 1
     same_engine = pl.col("engine").shift(1) == pl.col("engine")
     ordered = ordered.with_columns(idle_before=pl.when(follows & same_engine).then(pl.col("idle").shift(1)))
     # Steps of another engine that nothing anchors would join the last interval of the engine before.

@@ -281,10 +281,13 @@ def _blocks(size: int, runs: _Runs, prompts: _Prompts, block: int) -> Ints:
     first, last = runs.complete[decoding] + 1, runs.leave[decoding]
     context = (runs.prompt + runs.outputs)[decoding]
     held += range_add(size, first, last, -(-context // block))
-    # While decoding, another block is taken whenever the context reaches a multiple of the block size.
+    # While decoding, another block is taken whenever the context reaches a multiple of the block size, and kept to the end.
     next_block = first + (-context) % block
     more = np.maximum((runs.end[decoding] - next_block) // block + 1, 0)
-    owner = np.repeat(np.arange(len(first)), more)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(more) - more, more)
-    held += range_add(size, next_block[owner] + nth * block, last[owner], np.ones(len(owner)))
-    return _whole(held)
+    stride = min(block, size)
+    taken = np.zeros(-(-size // stride) * stride)
+    for at, change in ((next_block, 1.0), (next_block + more * block, -1.0)):
+        inside = at[(more > 0) & (at < size)]
+        taken += bincount_at(len(taken), inside, np.full(len(inside), change))
+    every_block = np.cumsum(taken.reshape(-1, stride), axis=0).ravel()[:size]
+    return _whole(held + np.cumsum(every_block) - np.cumsum(bincount_at(size + 1, last + 1, more)[:size]))
