@@ -171,6 +171,11 @@ def test_a_second_prompt_in_chunks_takes_what_the_first_leaves():
     ]
 
 
+def test_a_prompt_over_a_gap_of_ids_is_in_its_known_steps():
+    # As many steps as ids would not fit into any memory.
+    assert pairs([100, 40], (1, 2**40, 140)) == [100 * (140 + 50), 40 * (140 + 20)]
+
+
 def test_steps_that_do_not_come_out_even_are_not_known(step, dense, gpu):
     assert pairs([50], (1, 1, 10)) == [None], "40 tokens of a request that is not traced"
     assert pairs([10, 10], (1, 1, 10), (2, 2, 10, {"num_preemptions": 1})) == [150, None]

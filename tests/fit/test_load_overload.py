@@ -36,6 +36,10 @@ def test_a_quiet_run_is_not_overloaded():
     assert _reasons(_requests(QUIET)) == []
 
 
+def test_where_no_time_passes_no_share_of_it_is_a_queue():
+    assert _reasons(_requests([(5, 5)] * 20)) == []
+
+
 @pytest.mark.parametrize(("failed", "over"), [(10, False), (11, True)])
 @pytest.mark.parametrize("status", ["aborted", "error"])
 def test_more_than_a_tenth_failed(failed, over, status):

@@ -248,7 +248,7 @@ ODD_VALUES = (
 
 def damage(run, rng):
     """Change some of a run, in one of the ways that odd servers have; return what was done."""
-    once = (_strip, _swap, _times, _epoch, _merge_servers, _without_events, _repeat)
+    once = (_strip, _swap, _times, _epoch, _merge_servers, _without_events, _repeat, *_CLOCKS_AND_IDS)
     return rng.choice((_set, _set, _set, _scatter, _scatter, *once))(run, rng)
 
 
@@ -308,6 +308,49 @@ def _times(run, rng):
     for event, time in zip(events, times, strict=True):
         event["timeUnixNano"] = time
     return f"times of {len(events)} events shuffled, {away} ns away"
+
+
+def _api_clock(run, rng):
+    """Let the API process stamp its events on a clock that is ahead of the engine core's, or behind it."""
+    ahead_s = rng.choice((0.002, 0.01, 0.05, 0.8, 60.0)) * rng.choice((1, -1))
+    for name in (kind.event for kind in dialects.JOURNEY_EVENTS if kind.layer == "api"):
+        for event in run.carriers(name, "event.ts.monotonic"):
+            for attribute in event["attributes"]:
+                if attribute["key"] == "event.ts.monotonic" and "doubleValue" in attribute["value"]:
+                    attribute["value"]["doubleValue"] += ahead_s
+    return f"the API's clock is {ahead_s} s ahead"
+
+
+def _one_time(run, rng):
+    """Stop a clock: all of its stamps are equal."""
+    name, key = rng.choice(
+        (("", "ts.monotonic_ns"), ("", "event.ts.monotonic"), (dialects.STEP_EVENT, "step.ts_start_ns"))
+    )
+    held = [e for span in run.spans() for e in span.get("events", ()) if e["name"].endswith(name)]
+    stamps = [a for e in held for a in e["attributes"] if a["key"] == key]
+    for attribute in stamps:
+        attribute["value"] = copy.copy(stamps[0]["value"])
+    return f"{key} of {len(stamps)} events is the same"
+
+
+def _wide_ids(run, rng):
+    """Multiply the step ids of a part of the run."""
+    factor, share = rng.choice((3, 1_000, 10**6)), rng.choice((0.0, 0.5, 0.9))
+    held = [
+        a["value"]
+        for span in run.spans()
+        for e in span.get("events", ())
+        for a in e["attributes"]
+        if a["key"] in ("step.id", "scheduler.step") and "intValue" in a["value"]
+    ]
+    least = sorted(int(value["intValue"]) for value in held)[int(len(held) * share)] if held else 0
+    for value in held:
+        if int(value["intValue"]) >= least:
+            value["intValue"] = str(int(value["intValue"]) * factor)
+    return f"step ids from {least} on times {factor}"
+
+
+_CLOCKS_AND_IDS = (_api_clock, _one_time, _wide_ids)
 
 
 def _epoch(run, rng):

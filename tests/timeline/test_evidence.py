@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import polars as pl
+import pytest
 
 from tracefit.tables import schema
+from tracefit.timeline.engines import step_axis
 
 COUNTS = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_tokens")
 AGREEMENT = ("journey_agrees", "journey_error_reqs", "journey_error_tokens")
@@ -155,10 +157,42 @@ def test_damaged_step_ids_at_both_ends_of_the_integers(engine_tables, story):
     assert list(engine_tables((story,)).rows("num_decode_reqs")) == [1, 2, 3, 4]
 
 
-def test_counters_that_claim_more_steps_than_can_be_laid_out_are_not_believed(engine_tables, story):
-    for step in range(0, 30_000_000, 900_000):
-        story.summary(step)
-    assert engine_tables((story,)).timeline(complete=False).height == 0
+@pytest.mark.parametrize(
+    ("apart", "cycle_us"),
+    [
+        # In 10 ms an engine takes 50 steps of 200 us at most, and a hundred without work are nothing unusual.
+        (1_000, 10_000),
+        # Time enough, but the ids of so many steps that nothing tells of could be any numbers.
+        (900_000, 900_000 * 10_000),
+    ],
+)
+def test_a_gap_of_ids_is_no_steps(engine_tables, new_story, apart, cycle_us):
+    """One request runs on; of its 40 steps 34 have an id that lies so far behind the one before."""
+    story = new_story()
+    ids = [*range(1, 7), *range(10 * apart, 44 * apart, apart)]
+    for number, step in enumerate(ids, start=1):
+        story.summary(step, at_us=number * cycle_us - step * 10_000)
+    story.request(
+        "a",
+        ("QUEUED", 0),
+        ("SCHEDULED", 1, {"at_us": cycle_us + 200}),
+        ("FIRST_TOKEN", 1, {"at_us": 2 * cycle_us - 100}),
+        ("FINISHED", ids[-1], {"done": 40, "at_us": 41 * cycle_us - 100}),
+    )
+    tables = engine_tables((story,))
+    assert step_axis(tables.steps, tables.snapshots, tables.journeys).size == 40 + 34 * 2
+    rows = tables.rows("cycle_us", "running_depth")
+    assert [(step, rows[step][1]) for step in rows] == [(step, 1) for step in ids]
+    # Step 6 ends where nobody knows; so do all behind it.
+    assert [step for step in rows if rows[step][0] is not None] == [1, 2, 3, 4, 5]
+
+
+def test_the_narrow_gaps_of_ids_are_steps_and_only_the_widest_are_not(engine_tables, story):
+    """The engine scheduled a request, ran it for 250,000 steps, and another one for as long."""
+    for number, (first, last) in enumerate(((1, 100_001), (100_002, 350_002))):
+        story.served(number, first, last, max_tokens=10**6)
+    tables = engine_tables((story,))
+    assert step_axis(tables.steps, tables.snapshots, tables.journeys).size == 100_001 + 1 + 2 + 1
 
 
 def test_every_column_of_a_summary_that_the_timeline_declares_is_in_it(engine_tables, story):

@@ -31,6 +31,7 @@ from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSu
 from tracefit.server.context import RunContext, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
+from tracefit.tables import schema
 from tracefit.tables.disk import disk_errors
 from tracefit.tables.options import IngestOptions
 from tracefit.tables.staging import staged_parts
@@ -205,6 +206,15 @@ def _warnings_of(store: TableStore, run: RunSummary) -> list[str]:
         records = "1 record" if run.rejects == 1 else f"{run.rejects:,} records"
         texts.append(
             f"{run_id}: {records} could not be read ({_reasons(store, run_id)}); see the rejects table"
+        )
+    # By shape: tables of an earlier version lack the columns.
+    clocks = schema.RUNS.shape(store.read("runs", [run_id]))
+    known = clocks.select("server", "api_clock_ahead_us", "api_clock_error_us").drop_nulls()
+    for server, ahead_us, error_us in known.iter_rows():
+        side = "ahead of" if ahead_us > 0 else "behind"
+        texts.append(
+            f"{run_id}: the API's clock was {abs(ahead_us) / 1e3:,.1f} ms {side} the engine core's on {server}, "
+            f"to {error_us / 1e3:,.1f} ms, by the order of their events; the API's events were moved"
         )
     if run.implausible:
         texts.append(

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import polars as pl
 
 from tracefit.errors import DataError, UsageError
@@ -177,30 +178,29 @@ def _chunks(chunked: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     """
     kept = chunked.select(*ENGINE, "prompt_tokens").schema
     shape = pl.Schema({**kept, "step_id": pl.Int64(), "tokens": pl.Int64()})
-    if not chunked.height:
-        return pl.DataFrame(schema=shape)
-    spans = chunked.select(
-        *ENGINE, step_id=pl.int_ranges("first_scheduled_step", pl.col("first_token_step") + 1)
-    )
-    wanted = spans.explode("step_id").unique()
-    left = steps.join(wanted, on=[*ENGINE, "step_id"]).select(
-        *ENGINE, "step_id", pl.col("prefill_tokens") - pl.col("filled").fill_null(0)
-    )
-    # `room`: prefill tokens of a step that no prompt accounts for yet.
-    room = {tuple(row[:-1]): row[-1] or 0 for row in left.iter_rows()}
+    # `room`: prefill tokens of a step that no prompt accounts for yet. Of known steps alone: ids may lie far apart.
+    room = (pl.col("prefill_tokens") - pl.col("filled").fill_null(0)).fill_null(0).clip(lower_bound=0)
+    engines = {
+        engine: (own["step_id"].to_numpy(), own["room"].to_numpy(writable=True))
+        for engine, own in steps.sort("step_id").with_columns(room=room).group_by(ENGINE, maintain_order=True)
+    }
     # A loop, for each prompt takes what the earlier ones leave; only prompts in chunks come here.
     rows = []
     ordered = chunked.sort(*ENGINE, "first_scheduled_step", "first_scheduled_ns")
     columns = ordered.select(*ENGINE, "prompt_tokens", "first_scheduled_step", "first_token_step", "need")
     for *engine, prompt, first, last, need in columns.iter_rows():
-        rest = need
-        for step in range(first, last + 1):
-            place = (*engine, step)
-            taken = rest if step == last else min(max(room.get(place, 0), 0), rest)
-            room[place] = room.get(place, 0) - taken
-            rest -= taken
-            rows.append((*engine, prompt, step, taken))
-    return pl.DataFrame(rows, schema=shape, orient="row").filter(pl.col("tokens") > 0)
+        if tuple(engine) not in engines:
+            continue
+        step_ids, left = engines[tuple(engine)]
+        known = slice(*np.searchsorted(step_ids, [first, last + 1]))
+        taken = np.diff(np.minimum(np.cumsum(left[known]), need), prepend=0)
+        if last in step_ids[known]:
+            # It computes the rest.
+            taken[-1] = need - taken[:-1].sum()
+        left[known] = np.maximum(left[known] - taken, 0)
+        found = zip(step_ids[known].tolist(), taken.tolist(), strict=True)
+        rows += [(*engine, prompt, step, tokens) for step, tokens in found if tokens > 0]
+    return pl.DataFrame(rows, schema=shape, orient="row")
 
 
 def _where(tokens: pl.Expr, term: pl.Expr) -> pl.Expr:

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import polars as pl
+
 from tracefit import memory
 from tracefit.errors import DataError
 from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import build_tables
-from tracefit.tables.runs import COMPLETE_SHARE
+from tracefit.tables.runs import COMPLETE_SHARE, with_implausible
 from tracefit.tables.store import RunWriter, put_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    import polars as pl
 
     from tracefit.inputs.files import TraceFile
     from tracefit.kv.recordings import KvRows
@@ -133,6 +133,7 @@ def _build(task: RunTask, folder: Path) -> BuiltRun:
         runs = writer.read("runs")
         if is_small(runs, task.options.build):
             writer.write_all(timeline_of(writer.read, task.context))
+            runs = writer.read("runs")
         return BuiltRun(writer.close(), {}, runs)
 
 
@@ -161,6 +162,8 @@ def is_small(runs: pl.DataFrame, limits: BuildLimits) -> bool:
 def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dict[str, pl.DataFrame]:
     """Build the timeline of one run, and add the step times it gives to the run's requests.
 
+    Values of either that cannot be are left out, counted in `runs` and listed in `rejects`.
+
     Args:
         read: Returns a table of the run.
         context: Its server.
@@ -168,15 +171,22 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
     from tracefit.timeline import build_timeline, with_step_times  # noqa: PLC0415 - most ingests need none
 
     snapshots, journeys, requests = read("request_snapshots"), read("journey_events"), read("requests")
-    timeline = build_timeline(
+    runs = read("runs")
+    built = build_timeline(
         read("steps"),
         snapshots,
         journeys,
         engine_limits(context),
-        journeys_complete=_journeys_complete(context, read("runs"), requests),
+        journeys_complete=_journeys_complete(context, runs, requests),
     )
+    timeline, odd_steps = schema.TIMELINE.sift_derived(built)
     timed = with_step_times(schema.REQUESTS.shape(requests), timeline, journeys, snapshots)
-    return {"timeline": timeline, "requests": schema.REQUESTS.conform(timed)}
+    timed, odd_requests = schema.REQUESTS.sift_derived(timed)
+    tables = {"timeline": timeline, "requests": schema.REQUESTS.conform(timed)}
+    odd = pl.concat([odd_steps, odd_requests])
+    if odd.height:
+        tables["runs"], tables["rejects"] = with_implausible(runs, read("rejects"), odd)
+    return tables
 
 
 def engine_limits(context: RunContext) -> EngineLimits:

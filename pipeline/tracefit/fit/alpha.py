@@ -29,6 +29,7 @@ from tracefit.fit.splits import request_frame
 from tracefit.fit.train import fit_regimes
 from tracefit.server.settings import INSTRUMENTED_VERSION, JOURNEY_FLAGS
 from tracefit.tables.dialects import WITHOUT_EVENTS
+from tracefit.tables.schema import BETWEEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -123,7 +124,9 @@ def fit_target(
         form = next((name for name in others for c in tried if c.chosen and c.name == name), form)
     result = fit_regimes(rows, regimes[form], how)
     if isinstance(result, TooFewRows):
-        return Missing(target.model, f"requests with both events: {result.reason}", "trace more requests")
+        disorder, remedy = _disorder(tables.requests, target)
+        reason = f"requests with both events{' in order' if disorder else ''}: {result.reason}"
+        return Missing(target.model, "; ".join((reason, *disorder)), remedy)
     definition, source = target.definition, "journey"
     if target.state == "queue":
         source += ", exact queue state" if exact else ", queue state of the latest sampled step"
@@ -154,6 +157,13 @@ def _missing(tables: ScopeTables, target: Target) -> Missing | None:
         return Missing(target.model, "the traces hold no journeys", remedy)
     if requests[target.column].count():
         return None
+    disorder, remedy_of_disorder = _disorder(requests, target)
+    if disorder:
+        return Missing(
+            target.model,
+            f"no request has both events in order ({target.definition}); {disorder[0]}",
+            remedy_of_disorder,
+        )
     # No flag gives these spans the events: a remedy would mislead.
     if requests["dialect"].is_in(WITHOUT_EVENTS).all():
         return Missing(target.model, "the spans of these requests do not carry it", remedy)
@@ -164,6 +174,18 @@ def _missing(tables: ScopeTables, target: Target) -> Missing | None:
         )
     )
     return Missing(target.model, reason, f"vLLM {INSTRUMENTED_VERSION} writes them with {JOURNEY_FLAGS}")
+
+
+def _disorder(requests: pl.DataFrame, target: Target) -> tuple[tuple[str, ...], str]:
+    """Return what events out of order, or stamped at one time, leave of a target's values, and what to do for more of them."""
+    begins, *_, ends = BETWEEN[target.column]
+    both = requests.filter(pl.col(begins).is_not_null() & pl.col(ends).is_not_null())
+    lost = both.filter((pl.col(target.column) > 0).fill_null(value=False).not_()).height
+    if 2 * lost <= both.height:
+        return (), "trace more requests"
+    said = f"{lost:,} of {both.height:,} have events out of order, or of one time"
+    of_api = {begins, ends} & {"arrival_ns", "departed_ns"}
+    return (said,), f"check the clock{'s of the API process and' if of_api else ' of'} the engine core"
 
 
 def _options_of(target: Target, options: ScopeOptions) -> FitOptions:

@@ -181,6 +181,8 @@ def _growing_queues(requests: pl.DataFrame, steps: pl.DataFrame) -> tuple[QueueP
             period=(pl.col("waiting") == 0).cum_sum().over("server"),
             length=(pl.col("ts_ns").max() - pl.col("ts_ns").min()).over("server"),
         )
+        # Where all times are equal no time has passed: there is no share of it.
+        .filter(pl.col("length") > 0)
         .group_by("server", "period", maintain_order=True)
         .agg(
             from_ns=pl.col("ts_ns").filter(pl.col("waiting") > 0).min(),

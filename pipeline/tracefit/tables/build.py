@@ -16,17 +16,19 @@ import polars as pl
 
 from tracefit import memory
 from tracefit.tables import dialects, schema
-from tracefit.tables.clocks import is_off_clock, on_core_clock
+from tracefit.tables.clocks import api_clocks, is_off_clock, on_core_clock
 from tracefit.tables.epochs import BOUNDS, MARKS, STRAY_STEPS, STRAYS, in_epoch, marks_of, scan_epochs
 from tracefit.tables.external_sort import ExternalSort, SortSpace
 from tracefit.tables.requests import (
     api_requests,
     cached_prompt_tokens,
+    clock_bounds,
     core_requests,
     first_hits,
     join_requests,
     request_spans,
     sift_numbers,
+    with_api_moved,
 )
 from tracefit.tables.resolve import ResolvedRun, RunPart, parts_of, resolve
 from tracefit.tables.rows import NO_CLOCK
@@ -331,14 +333,16 @@ class _Run:
         run_columns: Mapping[str, str | int | None],
     ) -> None:
         """Write every table."""
-        self._finish_requests()
+        api_clock = self._finish_requests()
+        if api_clock.height:
+            self._move_api_events(api_clock)
         for name in ("requests", "journey_events", "request_snapshots", "steps", "spans", "rejects"):
             # At least one, so that a table without rows is there too.
             for window in (
                 self._sort(name).windows() if self._sort(name).rows else [schema.TABLES[name].empty()]
             ):
                 rows = _without_repeats(window) if name == "spans" and self.counts["other"] else window
-                writer.write(name, rows)
+                writer.write(name, self._requests(rows, api_clock) if name == "requests" else rows)
             del self.sorts[name]
         counted: dict[str, str | int | None] = {
             "rejects": self.counts["rejects"],
@@ -348,12 +352,39 @@ class _Run:
             "implausible": json.dumps(self.implausible, sort_keys=True),
             "missing_attributes": json.dumps(missing_attributes(writer.scan)),
         }
-        writer.write("runs", run_rows(writer.scan, self.run_id, {**run_columns, **counted}))
+        runs = run_rows(writer.scan, self.run_id, {**run_columns, **counted})
+        ahead, error = (pl.col(c) / 1e3 for c in ("ahead_ns", "error_ns"))
+        clocks = api_clock.select("server", api_clock_ahead_us=ahead, api_clock_error_us=error)
+        writer.write(
+            "runs", schema.RUNS.conform(runs.drop(clocks.columns[1:]).join(clocks, on="server", how="left"))
+        )
 
-    def _finish_requests(self) -> None:
+    def _move_api_events(self, api_clock: pl.DataFrame) -> None:
+        """Put the API's journey events on the core's clock; their order changes."""
+        unmoved = self.sorts.pop("journey_events")
+        for window in unmoved.windows():
+            known = window.join(
+                api_clock.select("server", "ahead_ns"), on="server", how="left", maintain_order="left"
+            )
+            off = (pl.col("layer") == "api") & pl.col("ahead_ns").is_not_null()
+            self.counts["clock_corrected_events"] += int(known.select(off.sum()).item())
+            moved = pl.when(off).then(pl.col("ts_ns") - pl.col("ahead_ns")).otherwise("ts_ns")
+            self._sort("journey_events").add(known.with_columns(ts_ns=moved).drop("ahead_ns"))
+
+    def _requests(self, rows: pl.DataFrame, api_clock: pl.DataFrame) -> pl.DataFrame:
+        """Return rows of requests on one clock, without values that cannot be, which are counted."""
+        moved = with_api_moved(rows, api_clock) if api_clock.height else rows
+        kept, odd = schema.REQUESTS.sift_derived(moved)
+        self.implausible.update(dict(odd.iter_rows()))
+        self._take("rejects", odd)
+        return kept
+
+    def _finish_requests(self) -> pl.DataFrame:
+        """Join the requests; return the servers whose API is on a clock of its own, as `api_clocks` does."""
         cached = first_hits(pl.concat(self.cached))
         self.cached.clear()
         self._sort("requests").add(schema.REQUESTS.empty())
+        bounds = [clock_bounds(schema.REQUESTS.empty())]
         for window in self._sort("layers").windows():
             core, api, described = (
                 window.filter(side=s).select(self.layer_columns[s]) for s in ("core", "api", "spans")
@@ -361,8 +392,11 @@ class _Run:
             hits = cached.join(
                 core, left_on=cached.columns[:3], right_on=["server", "epoch", "request_id"], how="semi"
             )
-            self._sort("requests").add(join_requests(core, api, described, hits, run_id=self.run_id))
+            joined = join_requests(core, api, described, hits, run_id=self.run_id)
+            bounds.append(clock_bounds(joined))
+            self._sort("requests").add(joined)
         del self.sorts["layers"]
+        return api_clocks(pl.concat(bounds))
 
 
 def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:

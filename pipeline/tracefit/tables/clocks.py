@@ -122,6 +122,48 @@ def on_core_clock(journeys: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     return journeys.with_columns(ts_ns=pl.when(off).then(core_time).otherwise("ts_ns")), int(corrected)
 
 
+_LEAST_ODD, _LEAST_ODD_SHARE = 10, 0.05
+"""Fewest requests out of order, and their least share, that show clocks apart: clients that reuse an id mix up events of two."""
+
+_TRIMMED = 0.02
+"""Share of requests on either side that the bounds of the clock leave out where all of them contradict each other."""
+
+
+def api_clocks(bounds: pl.DataFrame) -> pl.DataFrame:
+    """Find how far the API's clock is ahead of the core's, where events of requests are out of order.
+
+    A constant distance shifts all bounds alike. So the middle between the largest lower and the smallest upper one is at most
+    half of their distance off. Where more than a few requests allow no distance that the others do, there is none to correct.
+
+    Args:
+        bounds: server, least_ns, most_ns of every request; see `requests.clock_bounds`.
+
+    Returns:
+        server, ahead_ns, error_ns: of servers whose clocks disagree by a distance that is known.
+    """
+    least, most = pl.col("least_ns"), pl.col("most_ns")
+    sides = bounds.group_by("server").agg(
+        odd=pl.max_horizontal((least > 0).sum(), (most < 0).sum()),
+        share=pl.max_horizontal((least > 0).mean(), (most < 0).mean()),
+        least=least.max(),
+        most=most.min(),
+        trimmed_least=least.quantile(1 - _TRIMMED, "nearest"),
+        trimmed_most=most.quantile(_TRIMMED, "nearest"),
+    )
+    is_whole = pl.col("least") <= pl.col("most")
+    chosen = {side: pl.when(is_whole).then(side).otherwise(f"trimmed_{side}") for side in ("least", "most")}
+    found = (
+        sides.filter(pl.col("odd") >= _LEAST_ODD, pl.col("share") >= _LEAST_ODD_SHARE)
+        .with_columns(**chosen)
+        .filter(pl.col("least") <= pl.col("most"))
+    )
+    return found.select(
+        "server",
+        ahead_ns=((pl.col("least") + pl.col("most")) / 2).round().cast(pl.Int64),
+        error_ns=((pl.col("most") - pl.col("least")) / 2).ceil().cast(pl.Int64),
+    ).sort("server")
+
+
 def split_engines(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
     """Give every engine a server name of its own where several share one: `name#1`, `name#2`, in order of time.
 

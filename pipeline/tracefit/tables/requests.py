@@ -190,9 +190,6 @@ _DURATIONS = tuple(c.name for c in schema.REQUESTS.columns if c.unit == "us")
 
 _IDS = (*ENGINE, "trace_id")
 
-_MOST_US = 7 * 24 * 3_600_000_000
-"""The longest time that a request takes or waits: a week."""
-
 _NUMBERS = {
     **{
         rule.attribute: (rule.column.removeprefix("api_"), rule.factor)
@@ -215,7 +212,7 @@ def sift_numbers(spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """
     absurd = {}
     for name, (column, factor) in _NUMBERS.items():
-        most = _MOST_US if column in _DURATIONS else schema.MOST_TOKENS
+        most = schema.MOST_US if column in _DURATIONS else schema.MOST_TOKENS
         value = pl.col(name).cast(pl.Float64, strict=False) * factor
         absurd[name] = (~value.is_between(0, most)).fill_null(value=False)
     marks = spans.select(mark.alias(name) for name, mark in absurd.items())
@@ -410,6 +407,59 @@ def _with_state(requests: pl.DataFrame) -> pl.DataFrame:
     return requests.with_columns(state=pl.coalesce(finished, live, from_api))
 
 
+_OF_API = {
+    "admission_us": ("queued_ns", "arrival_ns"),
+    "time_in_queue_us": ("first_scheduled_ns", "arrival_ns"),
+    "ttft_us": ("first_token_ns", "arrival_ns"),
+    "e2e_us": ("finished_ns", "arrival_ns"),
+    "departure_us": ("departed_ns", "finished_ns"),
+}
+"""Durations between an event of the API and one of the core: the two events."""
+
+
+def _of_api() -> dict[str, pl.Expr]:
+    found = {name: _us(*events) for name, events in _OF_API.items()}
+    # An aborted request finishes once the server has noticed that its client left.
+    left_first = (pl.col("finish_status") == "aborted") & (pl.col("departed_ns") < pl.col("finished_ns"))
+    return found | {"departure_us": pl.when(~left_first.fill_null(value=False)).then(found["departure_us"])}
+
+
+def clock_bounds(requests: pl.DataFrame) -> pl.DataFrame:
+    """Return the bounds that causality sets to how far the API's clock is ahead of the core's: server, least_ns, most_ns.
+
+    The core queues a request after the API handed it over, and the API lets it depart after the core finished it. An abort
+    goes the other way.
+
+    Args:
+        requests: Rows of the `requests` table; those of spans without events set none.
+    """
+    departed = pl.when(pl.col("finish_status") != "aborted").then("departed_ns")
+    return requests.filter(pl.col("dialect") == dialects.JOURNEY).select(
+        "server",
+        least_ns=pl.max_horizontal("arrival_ns", "handoff_ns") - pl.col("queued_ns"),
+        most_ns=departed - pl.col("finished_ns"),
+    )
+
+
+def with_api_moved(requests: pl.DataFrame, ahead: pl.DataFrame) -> pl.DataFrame:
+    """Move the API's times of requests to the core's clock, and work out again what follows from both.
+
+    Args:
+        requests: Rows of the `requests` table.
+        ahead: What `clocks.api_clocks` returns.
+    """
+    known = requests.join(ahead.select("server", "ahead_ns"), on="server", how="left", maintain_order="left")
+    is_off = pl.col("ahead_ns").is_not_null() & (pl.col("dialect") == dialects.JOURNEY)
+    moved = known.with_columns(
+        pl.when(is_off).then(pl.col(c) - pl.col("ahead_ns")).otherwise(c).alias(c) for c in _API_TIMES
+    )
+    durations = {
+        name: pl.when(is_off).then(pl.coalesce(value, name)).otherwise(name)
+        for name, value in _of_api().items()
+    }
+    return _with_rates(moved.with_columns(**durations).drop("ahead_ns"))
+
+
 def _with_durations(requests: pl.DataFrame) -> pl.DataFrame:
     """Add the durations of requests, in us; null if one of the two times is.
 
@@ -427,18 +477,14 @@ def _with_durations(requests: pl.DataFrame) -> pl.DataFrame:
     several = pl.col("output_tokens") > 1
     return requests.with_columns(
         last_token_ns=pl.when(~cut_off & (pl.col("output_tokens") > 0)).then("finished_ns"),
-        admission_us=_us("queued_ns", "arrival_ns"),
+        **_of_api(),
         queue_wait_us=_us("first_scheduled_ns", "queued_ns"),
         requeue_wait_us=pl.when(pl.col("first_scheduled_ns").is_not_null()).then(
             requeue["before"] + requeue["after"]
         ),
-        time_in_queue_us=_us("first_scheduled_ns", "arrival_ns"),
         prefill_us=_us("first_token_ns", "first_scheduled_ns") - requeue["before"],
         decode_us=_us("finished_ns", "first_token_ns") - requeue["after"],
-        ttft_us=_us("first_token_ns", "arrival_ns"),
         engine_us=_us("finished_ns", "queued_ns"),
-        e2e_us=_us("finished_ns", "arrival_ns"),
-        departure_us=_us("departed_ns", "finished_ns"),
         client_us=_us("departed_ns", "arrival_ns"),
         itl_us=pl.when(several).then(_us("finished_ns", "first_token_ns") / (pl.col("output_tokens") - 1)),
     )

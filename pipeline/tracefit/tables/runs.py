@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -62,6 +64,25 @@ def run_rows(
             step_sampling=pl.when(traced).then(pl.col("steps") / pl.col("counted")).otherwise(0.0),
             snapshot_sampling=pl.when(traced).then(pl.col("rich_steps") / pl.col("steps")),
         )
+    )
+
+
+def with_implausible(
+    runs: pl.DataFrame, rejects: pl.DataFrame, odd: pl.DataFrame
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Add values that broke a rule to the `runs` and `rejects` tables of their run.
+
+    Args:
+        runs: The run's rows of `runs`.
+        rejects: Its rows of `rejects`.
+        odd: What `TableSchema.sift_derived` found: reason, count.
+    """
+    counts = Counter(json.loads(runs["implausible"][0] or "{}"))
+    counts.update(dict(odd.iter_rows()))
+    more = schema.REJECTS.shape(odd.with_columns(run_id=pl.lit(runs["run_id"][0])))
+    return (
+        runs.with_columns(implausible=pl.lit(json.dumps(counts, sort_keys=True))),
+        schema.REJECTS.conform(pl.concat([rejects, more])),
     )
 
 

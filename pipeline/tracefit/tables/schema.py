@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal
 
 import polars as pl
 
+from tracefit.tables.dialects import JOURNEY
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -172,6 +174,15 @@ class TableSchema:
         """Return the name under which rows that break a rule are counted: `steps.step_id is out of range`."""
         return f"{self.name}.{rule.column} is {rule.what}"
 
+    def sift_derived(self, rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+        """Clear values that break a rule, of rows that follow from several spans.
+
+        Returns:
+            The rows, and rows of `rejects` without a place in a file: reason, count.
+        """
+        kept, broken = self.sift(rows.with_row_index("row"), {})
+        return kept.drop("row"), broken.group_by("reason").agg(count=pl.len().cast(pl.Int64)).sort("reason")
+
     def sift(self, rows: pl.DataFrame, limits: Mapping[str, float]) -> tuple[pl.DataFrame, pl.DataFrame]:
         """Leave out rows, or clear values, that break a rule.
 
@@ -234,6 +245,8 @@ MOST_STEP = 2**40
 _MOST_NS = 2**62
 """146 years. Differences of times up to here do not overflow."""
 _HOUR_US = 3_600_000_000
+MOST_US = 7 * 24 * _HOUR_US
+"""The longest time that a request takes or waits: a week."""
 
 
 _s = partial(Column, "string")
@@ -243,10 +256,13 @@ _flag = partial(Column, "bool")
 _ns = partial(Column, "int64", unit="ns")
 _us = partial(Column, "float64", unit="us")
 _f = partial(Column, "float64", unit="ratio")
-# With bounds: of what is counted, of steps, and of times on the engine's clock.
+# With bounds: of what is counted, of sums over requests, of steps, and of times on the engine's clock.
 _n = partial(Column, "int64", least=0, most=_MOST_COUNT)
 _tokens = partial(Column, "int64", unit="token", least=0, most=MOST_TOKENS)
 _blocks = partial(Column, "int64", unit="block", least=0, most=MOST_BLOCKS)
+_sum = partial(Column, "int64", unit="token", least=0, most=2**53)
+_share = partial(Column, "float64", unit="ratio", least=0, most=1)
+_duration = partial(Column, "float64", unit="us", least=0, most=MOST_US)
 _step = partial(Column, "int64", least=0, most=MOST_STEP)
 _clock = partial(Column, "int64", unit="ns", least=0, most=_MOST_NS)
 
@@ -281,6 +297,11 @@ RUNS = TableSchema(
             "clock_corrected_events",
             "API events stamped on another clock than the engine core's, moved to it",
         ),
+        _us(
+            "api_clock_ahead_us",
+            "how far the API's clock was ahead of the engine core's, by causality; null where in order",
+        ),
+        _us("api_clock_error_us", "largest error of it: a request's events allow no other"),
         _json("events", "event name to count"),
         _json("implausible", "rule that rows broke to how many did (of the run); they are in `rejects`"),
         _json(
@@ -420,6 +441,43 @@ REQUEST_SNAPSHOTS = TableSchema(
     checks=(Rule("step_id", "far from the steps of the run", pl.col(STRAY_STEP)),),
 )
 
+LIFE = ("arrival_ns", "queued_ns", "first_scheduled_ns", "first_token_ns", "finished_ns", "departed_ns")
+"""Events of a request, in the order in which each causes the next."""
+
+BETWEEN = {
+    "admission_us": LIFE[:2],
+    "queue_wait_us": LIFE[1:3],
+    "time_in_queue_us": LIFE[:3],
+    "prefill_us": LIFE[2:4],
+    "decode_us": LIFE[3:5],
+    "ttft_us": LIFE[:4],
+    "engine_us": LIFE[1:5],
+    "e2e_us": LIFE[:5],
+    "departure_us": LIFE[4:],
+    "client_us": LIFE,
+    "itl_us": LIFE[3:5],
+    "tpot_us": LIFE[3:5],
+    "inference_us": LIFE[2:5],
+    "tokens_per_s": LIFE[:5],
+    "queue_ratio": LIFE[:5],
+    "execute_ratio": LIFE[:5],
+}
+"""Columns of `requests` that follow from two of its events, to these and the events between."""
+
+
+def _in_order(column: str) -> Rule:
+    """Return the rule that a value needs its events in order; what spans say of requests without events does not."""
+    # An aborted request finishes once the server has noticed that its client left.
+    is_aborted = (pl.col("finish_status") == "aborted") & (BETWEEN[column][-1] == "departed_ns")
+    times = [
+        pl.when(~is_aborted.fill_null(value=False)).then(name) if name == "finished_ns" else pl.col(name)
+        for name in BETWEEN[column]
+    ]
+    early = [time < pl.max_horizontal(times[:n]) for n, time in enumerate(times) if n]
+    has_events = pl.col(column).is_not_null() & (pl.col("dialect") == JOURNEY)
+    return Rule(column, "between events out of order", pl.any_horizontal(early) & has_events)
+
+
 REQUESTS = TableSchema(
     "requests",
     "one row per request, joined over both layers",
@@ -460,35 +518,37 @@ REQUESTS = TableSchema(
         _s("finish_status", "stopped, length, aborted, ignored or error"),
         _us("admission_us", "QUEUED - ARRIVED"),
         _us("queue_wait_us", "first SCHEDULED - QUEUED"),
-        _us("requeue_wait_us", "sum of RESUME - PREEMPTED: time preempted"),
+        _duration("requeue_wait_us", "sum of RESUME - PREEMPTED: time preempted"),
         _us("time_in_queue_us", "first SCHEDULED - ARRIVED"),
-        _us("prefill_us", "FIRST_TOKEN - first SCHEDULED - requeue before it"),
-        _us("decode_us", "FINISHED - FIRST_TOKEN - requeue after it"),
+        _duration("prefill_us", "FIRST_TOKEN - first SCHEDULED - requeue before it"),
+        _duration("decode_us", "FINISHED - FIRST_TOKEN - requeue after it"),
         _us("ttft_us", "FIRST_TOKEN - ARRIVED"),
         _us("engine_us", "FINISHED - QUEUED"),
         _us("e2e_us", "FINISHED - ARRIVED"),
-        _us("departure_us", "DEPARTED - FINISHED"),
+        _us("departure_us", "DEPARTED - FINISHED; null where an aborted request departs first"),
         _us("client_us", "DEPARTED - ARRIVED"),
         _us("itl_us", "(FINISHED - FIRST_TOKEN) / (output tokens - 1)"),
-        _us("itl_p99_us", "99th percentile of its inter-token times, where every one of them is known"),
+        _duration("itl_p99_us", "99th percentile of its inter-token times, where every one of them is known"),
         _us("tpot_us", "(last token - FIRST_TOKEN) / (output tokens - 1); null if cut off"),
         _us("inference_us", "last token - first SCHEDULED; null if cut off"),
-        _us("kv_transfer_us", "wait for KV blocks of another server, from spans"),
-        _i("steps", "steps it was in, preempted times apart"),
-        _f("steps_timed", "share of these steps whose scheduling time is known"),
-        _us(
+        _duration("kv_transfer_us", "wait for KV blocks of another server, from spans"),
+        _step("steps", "steps it was in, preempted times apart"),
+        _share("steps_timed", "share of these steps whose scheduling time is known"),
+        _duration(
             "scheduler_us",
             "scheduling time of its steps; an unknown one counts as the mean of the known ones",
         ),
-        _us(
+        _duration(
             "model_forward_us",
             "forward passes of its steps, from spans: the time of a step does not show them",
         ),
-        _us("model_execute_us", "execution of its steps, sampling and synchronization included"),
+        _duration("model_execute_us", "execution of its steps, sampling and synchronization included"),
         _f("tokens_per_s", "output tokens / e2e", unit="token/s"),
         _f("queue_ratio", "time_in_queue / e2e"),
         _f("execute_ratio", "model_execute / e2e"),
     ),
+    checks=tuple(map(_in_order, BETWEEN)),
+    clears_values=True,
 )
 
 KV_EVENTS = TableSchema(
@@ -529,32 +589,37 @@ TIMELINE = TableSchema(
         _i("step_id", "step counter"),
         _ns("ts_start_ns", "start of the step, null where nothing anchors it"),
         _s("start_source", "source of the start: summary, scheduled or update"),
-        _us("start_sd_us", "standard deviation of the start; 0 of a summary"),
-        _us("cycle_us", "mean cycle from this start to the next known one; null where not known"),
-        _us("cycle_sd_us", "standard deviation of it that comes from the starts"),
-        _s("cycle_source", "adjacent (between two summaries, consecutive) or interval"),
-        _i("interval_steps", "steps the cycle is the mean of"),
-        _i("num_prefill_reqs", "scheduled requests without an output token"),
-        _i("num_decode_reqs", "scheduled requests with output"),
-        _i("prefill_tokens", "tokens of prefill requests", "token"),
-        _i("decode_tokens", "tokens of decode requests", "token"),
-        _i(
-            "context_tokens",
-            "KV tokens in cache before the step, of decode requests; null where not known",
-            "token",
+        _duration("start_sd_us", "standard deviation of the start; 0 of a summary"),
+        Column(
+            "float64",
+            "cycle_us",
+            "mean cycle from this start to the next known one; null where not known",
+            "us",
+            least=0,
+            most=_MOST_NS / 1e3,
         ),
-        _i("prefill_context_tokens", "the same of prefill requests", "token"),
-        _i("running_depth", "running requests after scheduling"),
-        _i("waiting_depth", "waiting requests after scheduling"),
-        _i("waiting_tokens", "tokens to compute of the waiting requests", "token"),
-        _f("kv_usage_ratio", "KV blocks in use / total"),
-        _i("kv_blocks_used", "KV blocks in use", "block"),
-        _i("kv_blocks_total", "KV blocks", "block"),
-        _i("kv_blocks_freed", "KV blocks of the requests that end with this step", "block"),
-        _i("running_after", "requests still running once the step's outputs are processed"),
-        _i("remaining_after", "output tokens these may still produce (by max_tokens)", "token"),
-        _i("prefill_left_after", "prompt tokens these still have to compute", "token"),
-        _i("num_preempted", "requests preempted by this step"),
+        _duration("cycle_sd_us", "standard deviation of it that comes from the starts"),
+        _s("cycle_source", "adjacent (between two summaries, consecutive) or interval"),
+        _step("interval_steps", "steps the cycle is the mean of"),
+        _n("num_prefill_reqs", "scheduled requests without an output token"),
+        _n("num_decode_reqs", "scheduled requests with output"),
+        _sum("prefill_tokens", "tokens of prefill requests"),
+        _sum("decode_tokens", "tokens of decode requests"),
+        _sum(
+            "context_tokens", "KV tokens in cache before the step, of decode requests; null where not known"
+        ),
+        _sum("prefill_context_tokens", "the same of prefill requests"),
+        _n("running_depth", "running requests after scheduling"),
+        _n("waiting_depth", "waiting requests after scheduling"),
+        _sum("waiting_tokens", "tokens to compute of the waiting requests"),
+        _share("kv_usage_ratio", "KV blocks in use / total"),
+        _blocks("kv_blocks_used", "KV blocks in use"),
+        _blocks("kv_blocks_total", "KV blocks"),
+        _blocks("kv_blocks_freed", "KV blocks of the requests that end with this step"),
+        _n("running_after", "requests still running once the step's outputs are processed"),
+        _sum("remaining_after", "output tokens these may still produce (by max_tokens)"),
+        _sum("prefill_left_after", "prompt tokens these still have to compute"),
+        _n("num_preempted", "requests preempted by this step"),
         _i("duration_us", "time inside schedule()", "us"),
         _s("composition_source", "summary or journey"),
         _flag("journey_agrees", "requests and tokens worked out from journeys equal the summary's"),
@@ -563,6 +628,7 @@ TIMELINE = TableSchema(
         _flag("idle_before", "the engine was idle before this step"),
         _flag("idle_after", "a step up to the next known start left nothing running and nothing waiting"),
     ),
+    clears_values=True,
 )
 
 _TRAINING = (

@@ -16,7 +16,7 @@ from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.timeline.anchors import execution_lags, step_starts
 from tracefit.timeline.composition import EngineLimits, compose
 from tracefit.timeline.engines import StepAxis, bincount_at, position, step_axis
-from tracefit.timeline.segments import core_events, running_segments, waiting_segments
+from tracefit.timeline.segments import core_events, running_segments, waiting_segments, with_steps_by_time
 
 _SUMMARY = tuple(
     name
@@ -70,15 +70,12 @@ def build_timeline(
     limits = limits or EngineLimits()
     axis = step_axis(steps, snapshots, journeys)
     lags = execution_lags(steps, journeys)
+    # A step has one summary; should another claim its id, the first in time stands.
+    summaries = _placed(axis, steps).unique("position", keep="first", maintain_order=True)
     core = axis.locate(core_events(journeys)).join(lags, on=SERVER, how="left", maintain_order="left")
     # A server with too few events for a lag is taken to schedule and execute in the same cycle.
-    evidence = _Evidence(
-        axis,
-        # A step has one summary; should another claim its id, the first in time stands.
-        _placed(axis, steps).unique("position", keep="first", maintain_order=True),
-        _placed(axis, snapshots),
-        core.with_columns(pl.col("execution_lag_steps").fill_null(0)),
-    )
+    core = core.with_columns(pl.col("execution_lag_steps").fill_null(0))
+    evidence = _Evidence(axis, summaries, _placed(axis, snapshots), with_steps_by_time(core, summaries))
     # With sampled journeys a step's batch would lack the requests that have none: it stays unknown.
     rows = axis.frame()
     if journeys_complete and axis.size:
@@ -87,7 +84,7 @@ def build_timeline(
     starts = step_starts(evidence.steps, evidence.core)
     rows = rows.join(starts, on="position", how="left", maintain_order="left")
     known = pl.col("ts_start_ns").is_not_null() | pl.col("composition_source").is_not_null()
-    return schema.TIMELINE.conform(axis.name(_with_cycles(rows.filter(known))))
+    return schema.TIMELINE.conform(axis.name(_with_cycles(rows.filter(known & ~pl.col("is_gap")))))
 
 
 def _placed(axis: StepAxis, rows: pl.DataFrame) -> pl.DataFrame:
@@ -156,8 +153,11 @@ def _shared_blocks() -> pl.Expr:
 
     Journeys do not show shared blocks: their number is carried forward from the last summary.
     """
-    shared = pl.col("kv_blocks_used") - pl.col("journey.kv_blocks_used")
-    return pl.col("journey.kv_blocks_used") + shared.forward_fill().over("engine").fill_null(0)
+    held = pl.col("journey.kv_blocks_used")
+    shared = (pl.col("kv_blocks_used") - held).forward_fill().over("engine").fill_null(0)
+    # Where fewer blocks are held than were shared, the number is no longer that of the summary.
+    used = pl.when((held == 0) | (held + shared >= 0)).then((held + shared).clip(lower_bound=0))
+    return used.alias("journey.kv_blocks_used")
 
 
 def _with_usage(rows: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
@@ -186,7 +186,7 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
     idle = (pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0)
     started = pl.col("ts_start_ns").is_not_null()
     ordered = rows.with_columns(idle=idle, interval=started.cum_sum())
-    follows = pl.col("position").shift(1) == pl.col("position") - 1
+    follows = pl.col("step_id").shift(1) == pl.col("step_id") - 1
     same_engine = pl.col("engine").shift(1) == pl.col("engine")
     ordered = ordered.with_columns(idle_before=pl.when(follows & same_engine).then(pl.col("idle").shift(1)))
     # Steps of another engine that nothing anchors would join the last interval of the engine before.

@@ -55,7 +55,7 @@ class _Runs:
         cached: Tokens found in the prefix cache.
         prompt: Prompt tokens.
         outputs: Output tokens before the segment.
-        limit: Output tokens it may still produce.
+        limit: Output tokens it may still produce, -1 where not known.
         finished: 1 where it ended for good.
         lag: Steps that scheduling runs ahead of execution, on its server.
         late: Steps after its last in which the scheduler learns of its end: `lag`, but an abort takes effect at once.
@@ -87,7 +87,7 @@ class _Runs:
             cached="cached_tokens",
             prompt="prefill_total_tokens",
             outputs="outputs",
-            limit=limit,
+            limit=limit.fill_null(-1),
             finished=pl.col("has_finished").cast(pl.Int64),
             lag="execution_lag_steps",
             late=pl.when("has_finished", pl.col("next_finish_status").ne_missing("aborted"))
@@ -165,7 +165,7 @@ def compose(
     )
 
 
-def _left_after(size: int, runs: _Runs, prompts: _Prompts, block: int) -> dict[str, Ints]:
+def _left_after(size: int, runs: _Runs, prompts: _Prompts, block: int) -> dict[str, Ints | pl.Series]:
     """Return the state that a request queued after each step meets, once the available outputs are processed.
 
     These are the step's own outputs; with scheduling a step ahead, the outputs of the step before it.
@@ -185,10 +185,13 @@ def _left_after(size: int, runs: _Runs, prompts: _Prompts, block: int) -> dict[s
         - bincount_at(size, prompts.position, prompts.tokens)
         - bincount_at(size, end, runs.need - computed)
     )
+    remaining = range_add(size, start[stays], until[stays], runs.limit[stays]) - produced
+    open_ended = stays & (runs.limit < 0)
+    is_unknown = range_add(size, start[open_ended], until[open_ended], np.ones(open_ended.sum())) > 0
     freed = runs.finished * -(-held_tokens.astype(np.int64) // block)
     return {
         "running_after": _whole(range_add(size, start[stays], until[stays], np.ones(int(stays.sum())))),
-        "remaining_after": _whole(range_add(size, start[stays], until[stays], runs.limit[stays]) - produced),
+        "remaining_after": pl.Series(_whole(remaining)).set(pl.Series(is_unknown), None),
         "prefill_left_after": _whole(prompt_left),
         "kv_blocks_freed": _whole(bincount_at(size, runs.leave, freed)),
     }
@@ -281,10 +284,13 @@ def _blocks(size: int, runs: _Runs, prompts: _Prompts, block: int) -> Ints:
     first, last = runs.complete[decoding] + 1, runs.leave[decoding]
     context = (runs.prompt + runs.outputs)[decoding]
     held += range_add(size, first, last, -(-context // block))
-    # While decoding, another block is taken whenever the context reaches a multiple of the block size.
+    # While decoding, another block is taken whenever the context reaches a multiple of the block size, and kept to the end.
     next_block = first + (-context) % block
     more = np.maximum((runs.end[decoding] - next_block) // block + 1, 0)
-    owner = np.repeat(np.arange(len(first)), more)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(more) - more, more)
-    held += range_add(size, next_block[owner] + nth * block, last[owner], np.ones(len(owner)))
-    return _whole(held)
+    stride = min(block, size)
+    taken = np.zeros(-(-size // stride) * stride)
+    for at, change in ((next_block, 1.0), (next_block + more * block, -1.0)):
+        inside = at[(more > 0) & (at < size)]
+        taken += bincount_at(len(taken), inside, np.full(len(inside), change))
+    every_block = np.cumsum(taken.reshape(-1, stride), axis=0).ravel()[:size]
+    return _whole(held + np.cumsum(every_block) - np.cumsum(bincount_at(size + 1, last + 1, more)[:size]))

@@ -11,13 +11,16 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from tracefit.tables.schema import ENGINE, SERVER
+from tracefit.tables.schema import ENGINE, MOST_STEP, SERVER
 
-MAX_STEPS = 20_000_000
-"""Most steps on the axis, two days at 10 ms each and 160 MB per array; counters that claim more are not accepted."""
+_FASTEST_STEP_NS, _SLACK_STEPS = 200_000, 100
+"""Between two events of an engine are at most as many steps as fit into the time, plus a few that have no work."""
 
-MAX_GAP = 1_000_000
-"""Most consecutive steps without any event, hours of work: a step id beyond such a gap is damaged."""
+_UNNAMED, _UNNAMED_PER_NAMED = 300_000, 16
+"""Most steps without an event of their own on the axis: so many, and so many for each step with one."""
+
+_GAP_STEPS = 2
+"""Positions of a gap: of steps that events before it end in, or give the start of."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -25,28 +28,58 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class StepAxis:
-    """All steps of all engines on one axis; position = offset of the engine + step id - its first step.
+    """All steps of all engines on one axis; position = offset of the engine + step number - its first step.
+
+    A gap of step ids that holds no steps, or more than can be followed, takes `_GAP_STEPS` positions: behind it, the number of
+    a step is smaller than its id. So the size follows from the number of events, not from the ids in them.
 
     Attributes:
         engines: One row per engine: run_id, server, epoch, engine (its number), server_number, first_step,
-            last_step, offset.
+            last_step (its number), offset.
+        pieces: The step ids between gaps, at least one row per engine: columns of the engine, engine, first_id,
+            last_id, removed (id less number of its steps), positions (with those of the gap behind it).
         size: Positions on the axis.
     """
 
     engines: pl.DataFrame
+    pieces: pl.DataFrame
     size: int
 
     def locate(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """Add the columns of each row's engine, for `position`; rows of engines without a step are left out."""
-        return rows.join(self.engines, on=ENGINE, how="inner", maintain_order="left")
+        """Add the columns of each row's engine, for `position`, and make a number of its `step_id`; rows of engines without a step are left out."""
+        located = rows.join(self.engines, on=ENGINE, how="inner", maintain_order="left")
+        if self.pieces.height == self.engines.height:
+            return located
+        end = pl.col("first_id") + pl.col("positions") - 1
+        end = pl.when(end > pl.col("last_id")).then(end)
+        pieces = self.pieces.select(*ENGINE, "first_id", "removed", end=end).sort("first_id")
+        found = (
+            located.with_row_index("_row")
+            .sort("step_id")
+            .join_asof(pieces, left_on="step_id", right_on="first_id", by=ENGINE, check_sortedness=False)
+        )
+        number = pl.min_horizontal("step_id", "end") - pl.col("removed")
+        # Before the first step (QUEUED of a fresh engine) nothing was removed.
+        numbered = found.with_columns(
+            step_id=pl.coalesce(pl.when(pl.col("step_id").is_not_null()).then(number), "step_id")
+        )
+        return numbered.sort("_row").drop("_row", "first_id", "removed", "end")
 
     def frame(self) -> pl.DataFrame:
-        """Return one row per position: engine, step_id, position, in axis order."""
-        steps = (self.engines["last_step"] - self.engines["first_step"] + 1).to_numpy()
-        engine = np.repeat(np.arange(len(steps)), steps)
-        start = (self.engines["first_step"] - self.engines["offset"]).to_numpy()
-        position = np.arange(self.size)
-        return pl.DataFrame({"engine": engine, "step_id": position + start[engine], "position": position})
+        """Return one row per position: engine, step_id, position, is_gap, in axis order."""
+        first, last, engine, counts = (
+            self.pieces[c].to_numpy() for c in ("first_id", "last_id", "engine", "positions")
+        )
+        piece = np.repeat(np.arange(len(counts)), counts)
+        at = np.arange(self.size)
+        step_id = at - np.repeat(np.cumsum(counts) - counts, counts) + first[piece]
+        columns = {
+            "engine": engine[piece],
+            "step_id": step_id,
+            "position": at,
+            "is_gap": step_id > last[piece],
+        }
+        return pl.DataFrame(columns)
 
     def name(self, rows: pl.DataFrame) -> pl.DataFrame:
         """Replace the number of an engine by the columns that name it."""
@@ -61,44 +94,55 @@ def position(step: pl.Expr) -> pl.Expr:
 
 
 def step_axis(steps: pl.DataFrame, snapshots: pl.DataFrame, journeys: pl.DataFrame) -> StepAxis:
-    """Return an axis of all steps of each engine, from the first to the last one that a step, snapshot or event names.
+    """Return an axis of the steps of each engine, from the first to the last one that a step, snapshot or event names.
 
     QUEUED does not count: it carries the counter of the step before it.
     """
     named = journeys.filter(pl.col("step_id").is_not_null() & (pl.col("event") != "QUEUED"))
-    step_ids = pl.concat([frame.select(*ENGINE, "step_id") for frame in (steps, snapshots, named)])
-    engines = _accepted(step_ids).sort(ENGINE)
-    count = pl.col("last_step") - pl.col("first_step") + 1
-    engines = engines.with_columns(
-        offset=count.cum_sum() - count,
-        engine=pl.int_range(pl.len(), dtype=pl.Int64),
-        server_number=pl.struct(SERVER).rank("dense").cast(pl.Int64),
+    clocks = ((steps, pl.col("ts_start_ns")), (snapshots, pl.lit(None, pl.Int64)), (named, pl.col("ts_ns")))
+    ids = pl.concat([frame.select(*ENGINE, "step_id", at_ns=at) for frame, at in clocks])
+    ids = ids.filter(pl.col("step_id").is_between(0, MOST_STEP))
+    pieces = _pieces(ids.group_by(*ENGINE, "step_id").agg(pl.col("at_ns").min()).sort(*ENGINE, "step_id"))
+    engines = (
+        pieces.group_by(ENGINE, maintain_order=True)
+        .agg(first_step=pl.col("first_id").first(), count=pl.col("positions").sum())
+        .with_columns(
+            last_step=pl.col("first_step") + pl.col("count") - 1,
+            offset=pl.col("count").cum_sum() - pl.col("count"),
+            engine=pl.int_range(pl.len(), dtype=pl.Int64),
+            server_number=pl.struct(SERVER).rank("dense").cast(pl.Int64),
+        )
     )
-    size = int(engines.select(count.sum()).item() or 0)
-    # Many engines together can exceed the bound that each of them keeps.
-    return StepAxis(engines, size) if size <= MAX_STEPS else StepAxis(engines.clear(), 0)
+    pieces = pieces.join(engines.select(*ENGINE, "engine"), on=ENGINE, how="left", maintain_order="left")
+    return StepAxis(engines.drop("count"), pieces, int(engines["count"].sum()))
 
 
-def _accepted(step_ids: pl.DataFrame) -> pl.DataFrame:
-    """Return the first and last step of every engine; where ids lie far apart, those of the group with most ids."""
-    bounds = step_ids.group_by(ENGINE).agg(
-        first_step=pl.col("step_id").min(), last_step=pl.col("step_id").max()
+def _pieces(ids: pl.DataFrame) -> pl.DataFrame:
+    """Cut the named step ids of every engine, in order, at their gaps; see `StepAxis.pieces`.
+
+    A gap is a climb that the time did not allow, and the widest of the others, until the rest can be followed.
+    """
+    climbed = pl.col("step_id").diff().over(ENGINE) - 1
+    fit = pl.col("at_ns").diff().over(ENGINE).clip(lower_bound=0) // _FASTEST_STEP_NS + _SLACK_STEPS
+    ids = ids.with_columns(unnamed=climbed, is_gap=(climbed > fit).fill_null(value=False))
+    widths = ids.filter(~pl.col("is_gap"))["unnamed"].drop_nulls().sort()
+    too_many = widths.filter(widths.cum_sum() > _UNNAMED + _UNNAMED_PER_NAMED * ids.height)
+    if len(too_many):
+        ids = ids.with_columns(
+            is_gap=pl.col("is_gap") | (pl.col("unnamed") >= too_many[0]).fill_null(value=False)
+        )
+    pieces = (
+        ids.with_columns(piece=pl.col("is_gap").cum_sum().over(ENGINE))
+        .group_by(*ENGINE, "piece", maintain_order=True)
+        .agg(first_id=pl.col("step_id").first(), last_id=pl.col("step_id").last())
     )
-    # In floating point: ids near the ends of int64 do not overflow, and the bound is a rough one.
-    claimed = pl.col("last_step").cast(pl.Float64) - pl.col("first_step").cast(pl.Float64)
-    suspicious = bounds.filter(claimed > MAX_GAP)
-    if not suspicious.height:
-        return bounds
-    ids = step_ids.join(suspicious, on=ENGINE, how="semi").sort(*ENGINE, "step_id")
-    jump = pl.col("step_id").cast(pl.Float64).diff().over(ENGINE) > MAX_GAP
-    ids = ids.with_columns(id_group=jump.fill_null(value=False).cast(pl.Int64).cum_sum().over(ENGINE))
-    groups = ids.group_by(*ENGINE, "id_group").agg(
-        names=pl.len(), first_step=pl.col("step_id").min(), last_step=pl.col("step_id").max()
-    )
-    # Damage hits single ids: the group that most events name is the engine's.
-    most = groups.sort(*ENGINE, "names", "first_step", descending=[False] * 3 + [True, False])
-    kept = most.unique(ENGINE, keep="first", maintain_order=True).select(bounds.columns)
-    return pl.concat([bounds.join(suspicious, on=ENGINE, how="anti"), kept])
+    is_last = pl.col("piece") == pl.col("piece").max().over(ENGINE)
+    own = pl.col("last_id") - pl.col("first_id") + 1
+    pieces = pieces.with_columns(positions=own + pl.when(is_last).then(0).otherwise(_GAP_STEPS))
+    number = pl.col("first_id").first().over(ENGINE) + (
+        pl.col("positions").cum_sum() - pl.col("positions")
+    ).over(ENGINE)
+    return pieces.with_columns(removed=pl.col("first_id") - number).drop("piece")
 
 
 def range_add(size: int, first: Ints, last: Ints, amount: Floats | Ints) -> Floats:

@@ -36,7 +36,10 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
         theirs), kv_blocks_free, kv_blocks_total, block_demand (blocks of those ahead and of its own prompt). Null where not known.
     """
     queued = _waiting_ahead(journeys, limits.block_size)
-    free = pl.col("kv_blocks_total") - pl.col("kv_blocks_used") + pl.col("kv_blocks_freed")
+    # Blocks that requests share are freed once, and counted for each of them.
+    free = pl.col("kv_blocks_total") - (pl.col("kv_blocks_used") - pl.col("kv_blocks_freed")).clip(
+        lower_bound=0
+    )
     after = timeline.select(*ENGINE, "step_id", *_AFTER, kv_blocks_free=free)
     total = timeline.group_by(ENGINE).agg(
         total=pl.col("kv_blocks_total").max(), first_step=pl.col("step_id").min()
@@ -72,34 +75,32 @@ def _waiting_ahead(journeys: pl.DataFrame, block_size: int) -> pl.DataFrame:
     core = core_events(journeys).filter(pl.col("event") != "FIRST_TOKEN")
     same = pl.col("request") == pl.col("request").shift(1)
     before = pl.when(same).then(pl.col("event").shift(1))
-    enters = pl.col("event").is_in(["QUEUED", "PREEMPTED"])
-    # A request that finishes while it waits (an abort) leaves the queue; one that runs left it when scheduled.
-    leaves = (pl.col("event") == "SCHEDULED") | (
-        (pl.col("event") == "FINISHED") & before.is_in(["QUEUED", "PREEMPTED"])
+    waits, waited = (
+        event.is_in(["QUEUED", "PREEMPTED"]).fill_null(value=False) for event in (pl.col("event"), before)
     )
     tokens = pl.col("prefill_total_tokens") + pl.col("decode_done_tokens").fill_null(0)
     blocks = (tokens + block_size - 1) // block_size
-    ordered = core.with_columns(
-        outputs=(pl.col("decode_max_tokens") - pl.col("decode_done_tokens").fill_null(0)).clip(lower_bound=0),
-        change=enters.cast(pl.Int64) - leaves.fill_null(value=False).cast(pl.Int64),
-        tokens=tokens,
-        own_blocks=blocks,
+    outputs = (pl.col("decode_max_tokens") - pl.col("decode_done_tokens").fill_null(0)).clip(lower_bound=0)
+    amounts = {
+        "waiting_ahead": waits.cast(pl.Int64),
+        "tokens_ahead": tokens,
+        "blocks_ahead": blocks,
+        "outputs_ahead": outputs,
+        # Σ over outputs of the tokens in cache: what reading the caches of those ahead will cost.
+        "token_steps_ahead": outputs * (tokens + outputs / 2),
+    }
+
+    def change(amount: pl.Expr) -> pl.Expr:
+        """Add a request that begins to wait, and take off what it added as it ends: whoever was not seen to enter cannot leave."""
+        added, left = pl.when(waits & ~waited).then(amount), pl.when(waited & ~waits).then(amount.shift(1))
+        return pl.coalesce(added, -left, pl.when(waits == waited).then(0))
+
+    changes = core.with_columns(
+        own_blocks=blocks, **{name: change(amount) for name, amount in amounts.items()}
     )
-    ordered = ordered.sort(*ENGINE, "ts_ns", maintain_order=True)
-
-    def ahead(amount: pl.Expr) -> pl.Expr:
-        signed = pl.col("change") * amount
-        return signed.cum_sum().over(ENGINE) - signed
-
+    ordered = changes.sort(*ENGINE, "ts_ns", maintain_order=True)
     return (
-        ordered.with_columns(
-            outputs_ahead=ahead(pl.col("outputs")),
-            # Σ over outputs of the tokens in cache: what reading the caches of those ahead will cost.
-            token_steps_ahead=ahead(pl.col("outputs") * (pl.col("tokens") + pl.col("outputs") / 2)),
-            waiting_ahead=ahead(pl.lit(1)),
-            tokens_ahead=ahead(pl.col("tokens")),
-            blocks_ahead=ahead(pl.col("own_blocks")),
-        )
+        ordered.with_columns(pl.col(name).cum_sum().over(ENGINE) - pl.col(name) for name in amounts)
         .filter(pl.col("event") == "QUEUED")
         .unique(CORE_SPAN, keep="first", maintain_order=True)
         .select(*CORE_SPAN, "request_id", "step_id", "own_blocks", *_AHEAD)

@@ -25,6 +25,35 @@ def core_events(journeys: pl.DataFrame) -> pl.DataFrame:
     return numbered.sort("request", "ts_ns", "_rank").drop("_rank")
 
 
+def with_steps_by_time(core: pl.DataFrame, summaries: pl.DataFrame) -> pl.DataFrame:
+    """Fill in the steps that events lack: what was scheduled last before them, by a summary or another event.
+
+    Args:
+        core: `core_events`, located, with `execution_lag_steps`.
+        summaries: Located `steps`.
+    """
+    if not core["step_id"].null_count():
+        return core
+    inside = pl.col("event").is_in(["SCHEDULED", "PREEMPTED"])
+    # An update is stamped once the next steps that execution lags behind are scheduled.
+    lag = pl.when(pl.col("event").is_in(["FIRST_TOKEN", "FINISHED"])).then("execution_lag_steps").otherwise(0)
+    marks = pl.concat(
+        [
+            core.select("engine", "ts_ns", last=pl.col("step_id") + lag, begun=inside),
+            summaries.select("engine", ts_ns="ts_start_ns", last="step_id", begun=pl.lit(value=True)),
+        ]
+    ).drop_nulls()
+    found = (
+        core.with_row_index("_row")
+        .sort("ts_ns")
+        .join_asof(marks.sort("ts_ns", "last"), on="ts_ns", by="engine", check_sortedness=False)
+    )
+    # In schedule(), behind an update of the step before, a new step has begun.
+    step = pl.col("last") + pl.when(inside & ~pl.col("begun")).then(1).otherwise(-lag)
+    filled = found.with_columns(pl.coalesce("step_id", step.clip(lower_bound="first_step")))
+    return filled.sort("_row").drop("_row", "last", "begun")
+
+
 def _following(name: str) -> pl.Expr:
     """Return the value of the request's next row; rows are in the order of `core_events`."""
     same = pl.col("request") == pl.col("request").shift(-1)
@@ -61,7 +90,7 @@ def running_segments(core: pl.DataFrame, cached: pl.DataFrame) -> pl.DataFrame:
     end = pl.when(finished).then(pl.col("next_step_id")).otherwise(pl.col("next_step_id") - 1)
     is_first = pl.col("schedule_kind").fill_null("FIRST") != "RESUME"
     outputs = pl.col("decode_done_tokens").fill_null(0)
-    # Without an end in the trace a request runs to the engine's last step.
+    # Without an end in the trace a request runs to the engine's last step, or to the last token it may produce.
     rows = starts.with_columns(
         end_step=pl.coalesce(end, "last_step"),
         outputs=outputs,
@@ -73,9 +102,13 @@ def running_segments(core: pl.DataFrame, cached: pl.DataFrame) -> pl.DataFrame:
     # FIRST_TOKEN names the step itself; after a preemption there is none, and tokens must be counted back from the end.
     in_here = pl.col("first_token_step").is_between(pl.col("step_id"), pl.col("end_step"))
     complete = pl.coalesce(pl.when(in_here).then("first_token_step"), by_count)
+    most = complete + (pl.col("decode_max_tokens") - outputs).clip(lower_bound=1) - 1
+    is_open = pl.col("next_event").is_null()
     need = pl.col("prefill_total_tokens") + pl.col("outputs") - pl.col("cached_tokens")
     return rows.with_columns(
-        need_tokens=need.clip(lower_bound=1), complete_step=complete.clip(lower_bound=pl.col("step_id"))
+        need_tokens=need.clip(lower_bound=1),
+        complete_step=complete.clip(lower_bound=pl.col("step_id")),
+        end_step=pl.when(is_open).then(pl.min_horizontal("end_step", most)).otherwise("end_step"),
     ).filter(pl.col("end_step") >= pl.col("step_id"))
 
 
