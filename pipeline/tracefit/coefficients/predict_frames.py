@@ -259,7 +259,9 @@ def predict_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     unknown = {name for name, value in models.server.items() if value is None and name not in rows.columns}
     if lacking := sorted(compiled.formulas.inputs(compiled.features, described.columns) & unknown):
         raise compiled.lacks(lacking, set(described.columns) - unknown)
-    return _predict(compiled, rows, described, _beyond(models, "step", rows.columns))
+    # A term that is an input by another name says it already.
+    told = {STEP_COLUMNS.get(t.feature) for t in terms_of(model) if t.training_range is not None}
+    return _predict(compiled, rows, described, _beyond(models, "step", set(rows.columns) - told))
 
 
 def _beyond(models: ScopeModels, of: Literal["step", "request"], known: Collection[str]) -> Sequence[pl.Expr]:
