@@ -249,8 +249,17 @@ def predict_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     Raises:
         UsageError: As `predict_rows`, or the server does not run one of the steps; then none is predicted.
     """
-    model = models.step_model
     _require_possible(models, "step", rows, (*STEP_INPUTS, *STEP_COLUMNS))
+    return evaluated_steps(models, rows)
+
+
+def evaluated_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
+    """Predict steps as `predict_steps` does, also such as the server does not run: the grid of a consumer has them.
+
+    Raises:
+        UsageError: As `predict_rows`.
+    """
+    model = models.step_model
     if not any(c in rows.columns for c in STEP_INPUTS):
         return predict_rows(model, rows)
     compiled = models.compiled(model)
