@@ -10,8 +10,15 @@ import pytest
 
 import tracefit
 from tracefit.coefficients.files import read_coefficients
-from tracefit.coefficients.request_ranges import described_requests, request_ranges, workload_of
+from tracefit.coefficients.request_ranges import (
+    described_requests,
+    input_ranges,
+    predicted_requests,
+    request_ranges,
+    workload_of,
+)
 from tracefit.synth import SynthOptions, surge_phases, synth, write_run
+from tracefit.tables.schema import REQUEST
 
 ENGINE = {"run_id": "r", "server": "s", "epoch": 0}
 
@@ -30,6 +37,8 @@ def _requests(**columns):
         "itl_us": [1.0, 2.0, 3.0],
         "e2e_us": [4.0, 5.0, 6.0],
         "split": ["train", "train", "holdout"],
+        "trace_id": ["t0", "t1", "t2"],
+        "core_request_id": ["c0", "c1", "c2"],
     }
     return pl.DataFrame(rows | columns).with_columns(**{k: pl.lit(v) for k, v in ENGINE.items()})
 
@@ -84,32 +93,55 @@ def test_steps_with_prompts_are_summed_up_from_few_tokens_to_many():
     ]
 
 
-def test_a_request_is_described_by_what_ran_beside_it():
+def test_a_request_is_described_by_what_is_known_when_it_arrives():
     first, second = described_requests(_requests(), _timeline()).sort("prompt_tokens").to_dicts()
-    # It decoded in steps 3 and 4, of 5 and 3 requests with 920 tokens: 3 others, 115 tokens each.
-    assert (first["batch"], first["context"], first["queue"]) == (3, 115, 2)
-    # In steps 4 to 6 of 3, 7 and 9 requests with 2,020 tokens; 6 waited in the step before it was queued.
-    assert second["batch"] == pytest.approx(19 / 3 - 1)
-    assert second["context"] == pytest.approx(2020 / 19)
-    assert (second["queue"], second["running_depth"], second["cached"]) == (6, 3, 20)
+    # In the step before it was queued 2 waited and 1 ran, whatever it decoded beside in steps 3 and 4.
+    assert (first["queue"], first["batch"], first["cached"]) == (2, 1, 0)
+    assert (second["queue"], second["batch"], second["cached"]) == (6, 3, 20)
     assert (second["measured_ttft_us"], second["measured_e2e_us"]) == (2.0, None), "it was cut off"
 
 
 def test_the_queue_that_a_request_found_is_that_of_the_journeys_where_they_are_complete():
-    keys = [{"trace_id": f"t{i}", "core_request_id": f"c{i}"} for i in range(3)]
-    requests = _requests().hstack(pl.DataFrame(keys))
     # Requests that come together: the step before shows none of them waiting.
     queue = pl.DataFrame(
         [{"trace_id": "t1", "request_id": "c1", "waiting_ahead": 40, "running_reqs": 32}]
     ).with_columns(**{k: pl.lit(v) for k, v in ENGINE.items()})
-    first, second = described_requests(requests, _timeline(), queue).sort("prompt_tokens").to_dicts()
-    assert (second["queue"], second["running_depth"]) == (40, 32)
-    assert (first["queue"], first["running_depth"]) == (2, 1), "not in the journeys: as the step before shows"
+    first, second = described_requests(_requests(), _timeline(), queue).sort("prompt_tokens").to_dicts()
+    assert (second["queue"], second["batch"]) == (40, 32)
+    assert (first["queue"], first["batch"]) == (2, 1), "not in the journeys: as the step before shows"
+
+
+def test_what_happens_after_a_request_came_changes_nothing():
+    """Later steps may be as full as they like: nobody who asks for a prediction knows them."""
+    later = _timeline().with_columns(
+        pl.when(pl.col("step_id") > 2).then(99).otherwise(c).alias(c)
+        for c in ("num_decode_reqs", "context_tokens", "running_after", "waiting_depth")
+    )
+    assert described_requests(_requests(), later).equals(described_requests(_requests(), _timeline()))
+
+
+def test_the_ranges_of_inputs_are_those_of_the_training_part():
+    described = described_requests(_requests(), _timeline())
+    last = described.tail(1).with_columns(queue=pl.lit(90.0), split=pl.lit("holdout"))
+    found = input_ranges(pl.concat([described, last]), _timeline())
+    assert found["request"] == {
+        "prompt_tokens": (40, 60),
+        "output_tokens": (3, 5),
+        "cached": (0, 20),
+        "queue": (2, 6),
+        "batch": (1, 3),
+    }
+    assert found["step"]["batch"] == (0, 9)
+    assert found["step"]["context"] == (100, 140), "400 / 4 to 420 / 3 tokens"
+    assert (found["step"]["prefill"], found["step"]["waiting"]) == ((0, 40), (0, 6))
 
 
 @pytest.mark.slow
 def test_composed_requests_are_right_in_sum_where_the_load_stays_what_it_was(tmp_path):
-    """Four steady runs at the edge of their KV cache: what single runs miss either way, they miss by chance."""
+    """Four steady runs at the edge of their KV cache: what single runs miss either way, they miss by chance.
+
+    Not all of it: on arrival a batch is known that will be another one while the request decodes. ITL is no better than a median.
+    """
     bias, won = [], []
     for seed in range(3, 7):
         run = SynthOptions(
@@ -127,25 +159,29 @@ def test_composed_requests_are_right_in_sum_where_the_load_stays_what_it_was(tmp
         out = tracefit.run(tmp_path / run.name, tmp_path / f"out-{seed}").out
         by_name = {r.latency: r for r in read_coefficients(out / "models" / "alpha.json").requests}
         bias.append(by_name["e2e"].holdout.bias_pct)
-        won += [r.holdout.mae < r.baseline.mae for r in by_name.values()]
-    assert abs(np.mean(bias)) < 5, bias
-    assert all(won), "each latency beats a constant median on each run"
+        won += [by_name[name].holdout.mae < by_name[name].baseline.mae for name in ("ttft", "e2e")]
+    assert abs(np.mean(bias)) < 7, bias
+    assert all(won), "both beat a constant median on each run"
 
 
 @pytest.mark.parametrize("scope", ["llama-2-70b", "llama-3.1-8b"])
 def test_composed_requests_of_the_fixtures_keep_to_what_was_measured(scope):
-    """fixtures/models/ is what training makes of fixtures/generated/: ITL beats a constant median, no latency is far off in sum."""
+    """fixtures/models/ is what training makes of fixtures/generated/: TTFT and E2E beat a constant median, no latency is far off in sum.
+
+    Not ITL: its law has a large constant, and the batch that a request arrives in is not the one it decodes in.
+    """
     alpha = read_coefficients(Path(__file__).parents[2] / "fixtures/models/alpha.json")
     by_name = {r.latency: r for r in alpha.requests if r.scope_id.startswith(scope)}
-    itl, e2e = by_name["itl"], by_name["e2e"]
-    assert itl.holdout.mae < itl.baseline.mae
+    ttft, itl, e2e = by_name["ttft"], by_name["itl"], by_name["e2e"]
+    assert ttft.holdout.mae < ttft.baseline.mae
     assert e2e.holdout.mae < e2e.baseline.mae
     assert abs(itl.holdout.bias_pct) < 5
     # The 70B run ends in a longer queue than any it was trained on: part of its wait is extrapolated.
     assert abs(e2e.holdout.bias_pct) < (8 if scope == "llama-2-70b" else 5)
     for one in by_name.values():
         published = one.low_ratio is not None
-        assert published == (85 <= round(one.coverage_pct) <= 95)
+        enough = one.requests_held_out >= 10 and one.requests >= 30
+        assert published == (enough and round(one.coverage_pct) >= 85)
 
 
 def _described(models, ratios, split):
@@ -156,32 +192,54 @@ def _described(models, ratios, split):
             "cached": [0.0] * len(ratios),
             "queue": [0.0] * len(ratios),
             "batch": [2.0] * len(ratios),
-            "running_depth": [2.0] * len(ratios),
-            "context": [100.0] * len(ratios),
         }
-    )
-    predicted = models.predict_request(rows)
+    ).with_columns(pl.lit("x").alias(name) for name in REQUEST)
+    predicted = models.predict_request(rows.drop(REQUEST))
     measured = [
         (predicted[f"{n}_us"] * pl.Series(ratios)).alias(f"measured_{n}_us") for n in ("ttft", "itl", "e2e")
     ]
-    return rows.with_columns(pl.Series("split", split), *measured)
+    described = rows.with_columns(pl.Series("split", split), *measured)
+    return predicted_requests(models.scope(), described)
 
 
 def test_the_range_is_that_of_the_training_requests_where_held_out_ones_keep_to_it(small):
     models = tracefit.load(small)
     trained, later = list(np.linspace(0.8, 1.2, 101)), list(np.linspace(0.8, 1.2, 40))
     rows = _described(models, trained + later, ["train"] * 101 + ["holdout"] * 40)
-    for one in request_ranges(models.scope(None), rows):
+    ranges = request_ranges("scope", rows, reference=True)
+    assert len(ranges) == 3
+    for one in ranges:
         assert (one.low_ratio, one.high_ratio) == (pytest.approx(0.82), pytest.approx(1.18))
         assert one.coverage_pct == pytest.approx(90, abs=0.1), "2 of 40 on either side"
-        assert (one.requests, one.holdout.n, one.reason) == (101, 40, None)
+        assert (one.requests, one.requests_held_out, one.holdout.n, one.reason) == (101, 40, 40, None)
+        # All requests are alike: boosted trees can say no more of them than the median.
+        assert one.gradient_boosting.mae == pytest.approx(one.baseline.mae, rel=0.05)
+
+
+def test_a_range_that_is_too_wide_is_still_a_range(small):
+    models = tracefit.load(small)
+    rows = _described(models, [*np.linspace(0.8, 1.2, 101), *[1.0] * 40], ["train"] * 101 + ["holdout"] * 40)
+    for one in request_ranges("scope", rows, reference=False):
+        assert (one.coverage_pct, one.reason, one.gradient_boosting) == (100, None, None)
+        assert one.low_ratio == pytest.approx(0.82)
+
+
+def test_requests_that_get_no_range_do_not_count_for_it(small):
+    """Prompts of 61 tokens are outside the range of steps: they are far off, and `predict` gives them no range."""
+    models = tracefit.load(small)
+    rows = _described(models, [*np.linspace(0.8, 1.2, 141)], ["train"] * 101 + ["holdout"] * 40)
+    far = rows.with_columns(
+        measured_ttft_us=pl.col("measured_ttft_us") * 50, out_of_range=pl.lit("prefill_tokens")
+    )
+    alone, both = (request_ranges("scope", r, reference=False)[0] for r in (rows, pl.concat([rows, far])))
+    assert (both.low_ratio, both.high_ratio) == (alone.low_ratio, alone.high_ratio)
+    assert (both.requests_held_out, both.holdout.n) == (40, 80), "the errors are those of all requests"
 
 
 @pytest.mark.parametrize(
     ("later", "said"),
     [
         (np.linspace(1.3, 1.5, 40), "0 % of the held-out"),
-        (np.full(40, 1.0), "100 % of the held-out"),
         (np.full(5, 1.0), "too few"),
     ],
 )
@@ -189,6 +247,6 @@ def test_a_range_that_held_out_requests_do_not_confirm_is_none(small, later, sai
     models = tracefit.load(small)
     trained = list(np.linspace(0.8, 1.2, 101))
     rows = _described(models, trained + list(later), ["train"] * 101 + ["holdout"] * len(later))
-    for one in request_ranges(models.scope(None), rows):
+    for one in request_ranges("scope", rows, reference=False):
         assert (one.low_ratio, one.high_ratio) == (None, None)
         assert said in one.reason

@@ -12,7 +12,7 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from tracefit.fit.latency import teacher_forced
+from tracefit.fit.latency import given_state
 
 MS = 1_000_000
 ENGINE = {"run_id": "r", "server": "s", "epoch": 0}
@@ -55,9 +55,9 @@ def _waits(*waits):
 
 def _composed(*requests, steps=None, waits=(), lag=0):
     steps = _steps() if steps is None else steps
-    composed = teacher_forced(pl.DataFrame(list(requests)), steps, _waits(*waits), {("r", "s"): lag})
+    composed = given_state(pl.DataFrame(list(requests)), steps, _waits(*waits), {("r", "s"): lag})
     columns = ("queue_wait", "prefill", "decode", "requeue_before", "requeue_after")
-    rows = composed.select(f"forced_{c}_us" for c in columns).rows()
+    rows = composed.select(f"state_{c}_us" for c in columns).rows()
     return [tuple(None if v is None else v / 1e3 for v in row) for row in rows]
 
 

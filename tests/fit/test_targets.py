@@ -61,7 +61,10 @@ def test_a_target_adds_to_the_latencies_it_declares(job):
     out, _ = job((*TARGETS, twice))
     after = json.loads((out / "evaluation.json").read_text())["scopes"][0]["latency"]
     for latency in ("ttft", "e2e", "client"):
-        assert after[latency]["teacher_forced"]["bias_pct"] > before[latency]["teacher_forced"]["bias_pct"]
+        assert (
+            after[latency]["given_measured_state"]["bias_pct"]
+            > before[latency]["given_measured_state"]["bias_pct"]
+        )
     assert after["prefill"] == before["prefill"]
 
 

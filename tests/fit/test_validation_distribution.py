@@ -19,7 +19,7 @@ def test_quantiles_lie_on_the_straight_line_between_ranks():
     found = distribution(rows, "y", "a", "b")
     assert found.requests == 2
     assert found.measured == pytest.approx(PERCENTS)
-    assert found.teacher_forced == pytest.approx([2 * p for p in PERCENTS])
+    assert found.predicted == pytest.approx([2 * p for p in PERCENTS])
 
 
 def test_all_curves_are_of_the_rows_that_have_every_number():
@@ -27,7 +27,7 @@ def test_all_curves_are_of_the_rows_that_have_every_number():
     found = distribution(rows, "y", "a", "b")
     assert found.requests == 2
     assert (_at(found.measured, 0), _at(found.measured, 100)) == (1.0, 3.0)
-    assert (_at(found.averages_only, 0), _at(found.averages_only, 100)) == (7.0, 8.0)
+    assert (_at(found.given_measured_state, 0), _at(found.given_measured_state, 100)) == (7.0, 8.0)
 
 
 def test_a_prediction_without_values_removes_no_row():
@@ -35,13 +35,13 @@ def test_a_prediction_without_values_removes_no_row():
         {"y": [1.0, 3.0], "a": [None, None], "b": [2.0, 4.0]}, schema_overrides={"a": pl.Float64}
     )
     found = distribution(rows, "y", "a", "b")
-    assert (found.requests, found.teacher_forced) == (2, None)
-    assert _at(found.averages_only, 100) == 4.0
+    assert (found.requests, found.predicted) == (2, None)
+    assert _at(found.given_measured_state, 100) == 4.0
 
 
 def test_predictions_are_clipped_at_zero():
     found = distribution(pl.DataFrame({"y": [1.0, 1.0], "a": [-5.0, 1.0]}), "y", "a", "a")
-    assert _at(found.teacher_forced, 0) == 0.0
+    assert _at(found.predicted, 0) == 0.0
 
 
 def test_nothing_to_compare_is_no_distribution():

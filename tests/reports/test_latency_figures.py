@@ -24,17 +24,21 @@ def test_curves_are_the_quantiles_of_the_evaluation(scope):
         published = scope.latency[name].distribution
         figure = figures[f"{label}, predicted and measured"]
         drawn = {t["name"]: t for t in figure.traces}
-        assert list(drawn) == ["measured", "predicted, measured batches", "predicted from averages"]
+        assert list(drawn) == [
+            "measured",
+            "predicted on arrival",
+            "given the measured queue and batches",
+        ]
         for series, quantiles in (
             (drawn["measured"], published.measured),
-            (drawn["predicted, measured batches"], published.teacher_forced),
-            (drawn["predicted from averages"], published.averages_only),
+            (drawn["predicted on arrival"], published.predicted),
+            (drawn["given the measured queue and batches"], published.given_measured_state),
         ):
             assert series["x"] == pytest.approx([q / 1000 for q in quantiles], rel=1e-4)
             assert series["y"] == pytest.approx(published.percents)
         (row,) = (r for r in figure.summary.rows if r[0] == "P90")
         where = published.percents.index(90)
-        expected = [published.measured[where] / 1000, published.teacher_forced[where] / 1000]
+        expected = [published.measured[where] / 1000, published.predicted[where] / 1000]
         assert [float(c) for c in row[1:3]] == pytest.approx(expected, rel=5e-3)
         assert f"{published.requests:,} held-out requests" in figure.caption
 
@@ -60,7 +64,9 @@ def test_what_no_model_predicts_is_drawn_as_measured(scope):
 
 def test_a_zero_has_no_place_on_an_axis_of_powers_of_ten(scope):
     entry = scope.latency["ttft"]
-    with_zero = replace(entry.distribution, averages_only=(0.0, *entry.distribution.averages_only[1:]))
+    with_zero = replace(
+        entry.distribution, given_measured_state=(0.0, *entry.distribution.given_measured_state[1:])
+    )
     changed = scope.model_copy(update={"latency": {"ttft": replace(entry, distribution=with_zero)}})
     (figure,) = distribution_figures(changed, {}, {})
     lengths = [len(t["x"]) for t in figure.traces]

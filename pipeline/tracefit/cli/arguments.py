@@ -220,7 +220,7 @@ DESCRIPTION: Group = {
         Optional[float],
         None,
         min=0,
-        help="Requests that decode. For a request: those that run beside it; if not given, none with an empty queue, "
+        help="Requests that decode. For a request: those that run when it arrives; if not given, none with an empty queue, "
         "else as many as slots and KV blocks hold.",
     ),
     "context": _option(

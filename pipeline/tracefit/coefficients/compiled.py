@@ -175,6 +175,10 @@ def line_value(form: LinearForm, values: Mapping[str, float | None]) -> float | 
 # -- the model -------------------------------------------------------------------------------------------
 
 
+_MOMENTS = ("state_age_us", "step_residual_us")
+"""Features that say at which moment of a step a request comes, not how much there is of anything."""
+
+
 class CompiledModel:
     """A model that is ready to be evaluated."""
 
@@ -214,7 +218,8 @@ class CompiledModel:
         if not isinstance(self.model, LinearModel):
             return {}
         left_out = ((x.feature, x.training_range) for x in self.model.features_left_out)
-        return {name: ends for name, ends in left_out if ends is not None and name not in self.features}
+        apart = {*self.features, *_MOMENTS}
+        return {name: ends for name, ends in left_out if ends is not None and name not in apart}
 
     def require(self, names: Iterable[str], given: Collection[str]) -> None:
         """Check that names can be computed from what is given.

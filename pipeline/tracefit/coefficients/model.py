@@ -117,17 +117,22 @@ class RequestRange(Strict):
     """How measured latencies lie about those that `predict` composes of a request's lengths, its batch and the queue.
 
     `low_ratio` and `high_ratio` are the 5th and 95th percentile of measured / predicted over the requests of the training
-    part. Both are null unless 85 to 95 % of the later, held-out requests lie between the two.
+    part. Both are null unless 85 % of the later, held-out requests lie between the two. Every request is described as it was
+    known when it arrived, and only those inside the training range of the models count for the range.
     """
 
     scope_id: str
     latency: Literal["ttft", "itl", "e2e"]
     low_ratio: float | None
     high_ratio: float | None
-    requests: int = Field(description="of the training part")
-    coverage_pct: float | None = Field(description="share of the held-out requests that lie in the range")
-    holdout: Metrics
+    requests: int = Field(description="of the training part, inside the training range")
+    requests_held_out: int | None = Field(
+        default=None, description="held-out ones, inside the training range"
+    )
+    coverage_pct: float | None = Field(description="share of these held-out requests that lie in the range")
+    holdout: Metrics = Field(description="errors of `predict` on all held-out requests")
     baseline: Metrics = Field(description="the training median, for the same held-out requests")
+    gradient_boosting: Metrics | None = Field(default=None, description="on the same inputs and requests")
     reason: str | None = Field(default=None, description="why there is no range")
 
 
@@ -358,6 +363,10 @@ class ScopeFacts(Strict):
     assumed: tuple[str, ...] = ()
     workload: Workload | None = Field(
         default=None, description="null where no journeys of requests are traced"
+    )
+    input_ranges: dict[Literal["step", "request"], dict[str, tuple[float, float]]] = Field(
+        default_factory=dict,
+        description="smallest and largest value in training of what describes a step, and a request as it arrives",
     )
 
 

@@ -184,7 +184,8 @@ class Models:
 
         Raises:
             DataError: The model of step times could not be fitted.
-            UsageError: There is none, or a feature it needs is not known.
+            UsageError: There is none, a feature it needs is not known, or the server runs no such step; of a frame the first
+                such row is named, and none is predicted.
         """
         chosen = self.scope(scope)
         if rows is not None:
@@ -232,19 +233,21 @@ class Models:
 
         Args:
             rows: As in `predict_step`, with columns named as the arguments below (prompt_tokens and output_tokens at least).
-                They come back with one `*_us` column per duration too.
+                They come back with one `*_us` column per duration too, `*_low_us` and `*_high_us` of TTFT, ITL and E2E, and
+                `out_of_range`.
             scope: See `scope`.
             prompt_tokens: Prompt.
             output_tokens: Tokens to generate.
             queue: Requests waiting ahead.
-            batch: Requests that run.
+            batch: Requests that run when it arrives.
             context: Mean tokens in their caches.
             cached: Prompt tokens found in the prefix cache.
             features: Columns or features by name; they win over what follows from the rest.
 
         Raises:
             DataError: The model of step times could not be fitted.
-            UsageError: There is none, or the input makes no sense.
+            UsageError: There is none, or the server would refuse such a request; of a frame the first such row is named, and
+                none is predicted.
         """
         chosen = self.scope(scope)
         if rows is not None:

@@ -9,14 +9,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from tracefit.coefficients.compiled import CompiledModel, Formulas, expected_at_boundary, line_value
+from tracefit.coefficients.compiled import (
+    CompiledModel,
+    Formulas,
+    expected_at_boundary,
+    line_value,
+    terms_of,
+)
 from tracefit.coefficients.model import STEP_MODELS, BoundaryModel
 from tracefit.coefficients.workload import (
-    LIMITS,
     REQUEST_COLUMNS,
     STEP_COLUMNS,
+    STEP_INPUTS,
+    require_possible,
     step_inputs,
     traffic_formulas,
 )
@@ -323,6 +330,11 @@ class ScopeModels:
         """Formulas of the prompts of other requests, for the mean request; see `workload.traffic_formulas`."""
         return Formulas.parse(traffic_formulas(self.workload), where="traffic")
 
+    def knows_queue(self, model: Model) -> bool:
+        """Say whether a prediction of this model changes with the number of requests that wait."""
+        compiled = self.compiled(model)
+        return "queue" in compiled.formulas.used(term.feature for term in terms_of(model))
+
     def setting(self, name: str) -> object:
         """Return any setting of the server as the files have it."""
         scopes = (m.scope for m in self.models.values() if m.scope is not None)
@@ -360,12 +372,28 @@ class ScopeModels:
                 hint=did_you_mean(unread[0], read) or f"their features are {', '.join(terms)}",
             )
 
-    def beyond(self, name: str, value: float | None, setting: str) -> list[str]:
-        """Say that a described value is more than the server allows, if it is."""
-        limit = self.limit(setting)
-        if limit is None or value is None or value <= limit:
-            return []
-        return [f"{name} {value:,.0f} is beyond this server's {setting} of {limit:,}"]
+    def range_of(self, latency: str) -> tuple[float | None, float | None]:
+        """Return the published ratios of the ends of a composed latency's range to the prediction; null where it has none."""
+        found = self.ranges.get(latency)
+        return (None, None) if found is None else (found.low_ratio, found.high_ratio)
+
+    def input_ranges(self, of: Literal["step", "request"]) -> Mapping[str, tuple[float, float]]:
+        """Return the smallest and largest value of each input in training; empty where the files do not state them."""
+        scopes = (m.scope for m in self.models.values() if m.scope and m.scope.input_ranges)
+        return next((s.input_ranges.get(of, {}) for s in scopes), {})
+
+    def beyond(
+        self, of: Literal["step", "request"], given: Mapping[str, float | None], named: Collection[str] = ()
+    ) -> list[str]:
+        """Say which inputs lie outside their training range, those left out of which `named` has the column."""
+        columns = {STEP_COLUMNS.get(column) for column in named}
+        return [
+            f"{name} {value:,g} is outside {ends[0]:,g} to {ends[1]:,g}, the range of {of}s in training"
+            for name, ends in self.input_ranges(of).items()
+            if (value := given.get(name)) is not None
+            and not ends[0] <= value <= ends[1]
+            and name not in columns
+        ]
 
     def limit(self, setting: str) -> float | None:
         """Return a setting of the server that is a number, null where it is not known."""
@@ -428,16 +456,17 @@ class ScopeModels:
 
         Raises:
             DataError: The model of step times could not be fitted.
-            UsageError: There is none, a feature it needs is not known, or one that is given is not read.
+            UsageError: There is none, a feature it needs is not known, one that is given is not read, or the server does not
+                run such a step.
         """
         model = self.step_model
         self.require_read(features, [model])
+        given = {**dict.fromkeys(STEP_INPUTS, 0.0), **stated}
+        require_possible("step", {**given, **features}, self.limit)
         found = self.predict(stated, features)
-        beyond = [
-            text
-            for names, setting in LIMITS.items()
-            for text in self.beyond(" + ".join(names), sum(stated.get(n) or 0.0 for n in names), setting)
-        ]
+        # A model of table columns may be asked without its batch: what is not stated is not held against the training.
+        known_inputs = {name: value for name, value in stated.items() if value}
+        beyond = self.beyond("step", known_inputs, [each.feature for each in found.outside])
         known = [name for name, value in self._step_values(stated, features).items() if value is not None]
         described = {name: stated.get(name) for name in ("batch", "context", "prefill", "waiting")}
         assumed = [*found.assumed, *self.changing_nothing(described, [model], features, known)]
@@ -445,7 +474,7 @@ class ScopeModels:
         needs_context = "context" in compiled.formulas.used(compiled.features, features)
         if described["batch"] and not described["context"] and needs_context:
             assumed.append("context 0: not given, as if the batch had no tokens in its caches")
-        # What the server would not run was not measured either.
+        # What was not seen in training was not measured either.
         interval = PredictedDuration(found.interval.value_us) if beyond else found.interval
         return StepPrediction(
             self.scope_id,

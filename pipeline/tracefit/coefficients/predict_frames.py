@@ -25,16 +25,25 @@ from tracefit.coefficients.compiled import (
 from tracefit.coefficients.model import BoundaryModel, RegimesModel
 from tracefit.coefficients.predict import MAX_NAME_SHOWN, PREDICTED, p90_ape_pct, stand_ins
 from tracefit.coefficients.requests import Arithmetic, RequestComposer, Value, complete
-from tracefit.coefficients.workload import LIMITS, OTHERS, REQUEST_INPUTS, RUNNING, STEP_INPUTS
+from tracefit.coefficients.workload import (
+    OTHERS,
+    REQUEST_INPUTS,
+    RUNNING,
+    STEP_COLUMNS,
+    STEP_INPUTS,
+    impossible,
+)
 from tracefit.errors import UsageError, did_you_mean
+from tracefit.features.targets import LATENCIES
 from tracefit.fit.results import line_expression
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from tracefit.coefficients.model import Model
     from tracefit.coefficients.predict import ScopeModels
     from tracefit.features import targets
+    from tracefit.fit.results import Term
 
 
 Rows = IntoFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]]
@@ -165,7 +174,7 @@ def _predict(
         compiled: The model.
         rows: What predictions are added to.
         inputs: What they are made from.
-        beyond: Name what the server would not run, null where it would.
+        beyond: Name inputs outside their training range, null where they are inside.
     """
     computed = compiled.computed(inputs, also=["prefill_tokens", *compiled.unmodeled])
     predicted, q = compiled.expression(), _p90(compiled, computed.columns) / 100
@@ -208,14 +217,14 @@ def _out_of_range(compiled: CompiledModel, known: Collection[str]) -> pl.Expr:
     A prediction below 0 is named among them.
     """
     unmodeled = {name: ends for name, ends in compiled.unmodeled.items() if name in known}
-    of_terms = [
-        _names_outside(
-            {t.feature: t.training_range for t in form.terms if t.training_range is not None},
-            pl.when(line_expression(form.intercept, form.terms) < 0).then(pl.lit(PREDICTED)),
-        )
-        for form in linear_forms(compiled.model).values()
-    ]
+    forms = linear_forms(compiled.model).values()
+    of_terms = [_outside_of(line_expression(form.intercept, form.terms), form.terms) for form in forms]
     return pl.coalesce(compiled.by_regime(of_terms), _names_outside(unmodeled))
+
+
+def _outside_of(line: pl.Expr, terms: Iterable[Term]) -> pl.Expr:
+    ranges = {t.feature: t.training_range for t in terms if t.training_range is not None}
+    return _names_outside(ranges, pl.when(line < 0).then(pl.lit(PREDICTED)))
 
 
 def _names_outside(ranges: Mapping[str, tuple[float, float]], *also: pl.Expr) -> pl.Expr:
@@ -238,6 +247,16 @@ def predict_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     """Predict steps given as timeline columns or as a person describes them (`workload.STEP_INPUTS`).
 
     Raises:
+        UsageError: As `predict_rows`, or the server does not run one of the steps; then none is predicted.
+    """
+    _require_possible(models, "step", rows, (*STEP_INPUTS, *STEP_COLUMNS))
+    return evaluated_steps(models, rows)
+
+
+def evaluated_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
+    """Predict steps as `predict_steps` does, also such as the server does not run: the grid of a consumer has them.
+
+    Raises:
         UsageError: As `predict_rows`.
     """
     model = models.step_model
@@ -249,15 +268,43 @@ def predict_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     unknown = {name for name, value in models.server.items() if value is None and name not in rows.columns}
     if lacking := sorted(compiled.formulas.inputs(compiled.features, described.columns) & unknown):
         raise compiled.lacks(lacking, set(described.columns) - unknown)
-    limits = {names: models.limit(setting) for names, setting in LIMITS.items()}
-    beyond = [
-        pl.when(pl.sum_horizontal(pl.col(n).cast(pl.Float64, strict=False) for n in names) > limit).then(
-            pl.lit(" + ".join(names))
-        )
-        for names, limit in limits.items()
-        if limit is not None
+    # A term that is an input by another name says it already.
+    told = {STEP_COLUMNS.get(t.feature) for t in terms_of(model) if t.training_range is not None}
+    return _predict(compiled, rows, described, _beyond(models, "step", set(rows.columns) - told))
+
+
+def _beyond(models: ScopeModels, of: Literal["step", "request"], known: Collection[str]) -> Sequence[pl.Expr]:
+    """Name the inputs outside their training range, as `ScopeModels.beyond` does; null where they are inside."""
+    ranges = {n: ends for n, ends in models.input_ranges(of).items() if n in known}
+    # A step's 0 states nothing, and nobody's caches are met in an empty engine.
+    told = {
+        n: pl.col(n) != 0 if of == "step" else pl.col("batch") > 0 if n == "context" else True for n in ranges
+    }
+    return [pl.when(told[n] & ~pl.col(n).is_between(*ends)).then(pl.lit(n)) for n, ends in ranges.items()]
+
+
+def _require_possible(
+    models: ScopeModels, of: Literal["step", "request"], rows: pl.DataFrame, names: Collection[str]
+) -> None:
+    """Refuse rows of which one describes nothing that the server runs, as `workload.require_possible` does; name the first.
+
+    All or none are predicted: an answer that lacks rows would not line up with the question.
+    """
+    given = {
+        name: rows[name].cast(pl.Float64).to_numpy()
+        for name in names
+        if name in rows.columns and rows.schema[name].is_numeric()
+    }
+    found = [
+        (np.flatnonzero(broken), where, words) for broken, where, words in impossible(of, given, models.limit)
     ]
-    return _predict(compiled, rows, described, beyond)
+    broken = [(wrong[0], where, words) for wrong, where, words in found if wrong.size]
+    if broken:
+        row, where, words = min(broken, key=lambda each: each[0])
+        count = np.unique(np.concatenate([wrong for wrong, _, _ in found])).size
+        values = {name: float(column[row]) for name, column in given.items()}
+        more = f" ({count:,} such rows)" if count > 1 else ""
+        raise UsageError(f"{where}: {words(values)}{more}", where=f"row {row + 1:,}")
 
 
 def _described_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
@@ -291,23 +338,49 @@ def _with_stand_ins(compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFrame
 
 
 def predict_requests(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
-    """Predict requests described by `workload.REQUEST_INPUTS`; adds a `*_us` column per duration that `compose` predicts.
+    """Predict requests described by `workload.REQUEST_INPUTS`.
 
     Args:
         models: Models of one scope.
         rows: prompt_tokens and output_tokens at least; further columns and features win over what follows from these.
 
+    Returns:
+        The rows with a `*_us` column per duration that `compose` predicts, `*_low_us` and `*_high_us` of TTFT, ITL and E2E, and
+        `out_of_range`, which names what is outside the training range; there is no range then.
+
     Raises:
-        UsageError: A column is missing or has values that make no sense, or there is no model of step times.
+        UsageError: A column is missing, the server would refuse one of the requests (then none is predicted), or there is no
+            model of step times.
     """
-    given = _inputs(models, rows)
+    given = completed_requests(models, rows)
+    _require_possible(models, "request", given, (*REQUEST_INPUTS, *OTHERS))
+    return _joined(rows, composed_requests(models, given))
+
+
+def composed_requests(models: ScopeModels, given: pl.DataFrame) -> pl.DataFrame:
+    """Return the columns that `predict_requests` adds to requests as `completed_requests` completes them."""
     unknown = np.full(given.height, np.nan)
-    found = ManyRequests(models, given).compose()
+    many = ManyRequests(models, given)
+    found = many.compose()
     durations = {f"{name}_us": unknown if value is None else value for name, value in found.items()}
-    return _joined(rows, pl.DataFrame(durations).fill_nan(None))
+    outside = _distinct(pl.DataFrame({f"{k}": each for k, each in enumerate(many.outside)}))
+    inside = outside.is_null()
+    ranges = [
+        pl.when(inside).then(pl.col(f"{name}_us") * ratio).alias(f"{name}_{end}_us")
+        for name in LATENCIES
+        for end, ratio in zip(("low", "high"), models.range_of(name), strict=True)
+    ]
+    return pl.DataFrame(durations).fill_nan(None).with_columns(*ranges, out_of_range=outside)
 
 
-def _inputs(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
+def _distinct(texts: pl.DataFrame) -> pl.Series:
+    """Return the names in the columns of a frame, each once per row; null where there are none."""
+    names = pl.concat_str(pl.all(), separator=", ", ignore_nulls=True).str.split(", ")
+    named = names.list.unique(maintain_order=True).list.join(", ")
+    return texts.select(pl.when(named != "").then(named)).to_series()
+
+
+def completed_requests(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     """Complete described requests."""
     for name in ("prompt_tokens", "output_tokens"):
         if name not in rows.columns:
@@ -323,17 +396,15 @@ def _inputs(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     described = rows.with_columns(
         pl.Series(name, np.broadcast_to(value, rows.height), pl.Float64) for name, value in completed.items()
     )
-    wrong = described.filter(
-        (pl.min_horizontal(REQUEST_INPUTS) < 0)
-        | (pl.col("output_tokens") < 1)
-        | (pl.col("cached") >= pl.col("prompt_tokens"))
-        | pl.any_horizontal(pl.col(c).is_nan() for c in REQUEST_INPUTS)
-        # What is NaN was given so: a null stands for what is not known.
-        | pl.any_horizontal(pl.lit(value=False), *(numbers[c].is_nan().fill_null(value=False) for c in known))
-    )
-    if wrong.height:
-        row = {c: wrong[c][0] for c in REQUEST_INPUTS}
-        raise UsageError(f"{wrong.height} rows describe no request, such as {row}")
+    # What is NaN was given so: a null stands for what is not known.
+    is_nan = [pl.col(c).is_nan() for c in REQUEST_INPUTS]
+    given_so = [numbers[c].is_nan().fill_null(value=False) for c in known]
+    wrong = described.select(pl.any_horizontal(*is_nan, *given_so).arg_true()).to_series()
+    if wrong.len():
+        row = {c: described[c][wrong[0]] for c in REQUEST_INPUTS}
+        raise UsageError(
+            f"{wrong.len():,} rows describe no request, such as {row}", where=f"row {wrong[0] + 1:,}"
+        )
     return described
 
 
@@ -360,12 +431,16 @@ class ManyRequests(RequestComposer):
     """Predictions of the requests of a frame."""
 
     def __init__(self, models: ScopeModels, rows: pl.DataFrame) -> None:
-        """Take the requests, as `_inputs` completes them."""
+        """Take the requests, as `completed_requests` completes them."""
         self.rows = rows
+        self.outside = [
+            rows.with_columns(outside=_listed(_beyond(models, "request", rows.columns)))["outside"]
+        ]
+        """What is outside the training range: each a column of names, null where there is none."""
         model = models.step_model
         self._own = {t.feature for t in terms_of(model)} | CompiledModel(model).inputs
         """Columns of a step that a row may state itself; they win over what follows from the description of the step."""
-        names = (*REQUEST_INPUTS, *OTHERS, *RUNNING, "steps_of_others")
+        names = (*REQUEST_INPUTS, *OTHERS, *RUNNING, "steps_of_others", "capacity")
         super().__init__(models, ARRAYS, {name: rows[name].to_numpy() for name in names})
 
     def _evaluate_traffic(self) -> dict[str, Value]:
@@ -378,7 +453,7 @@ class ManyRequests(RequestComposer):
         compiled = self.models.compiled(self.models.step_model)
         given = self._with(stated)
         steps = given.select(n for n in given.columns if n in self._own or n in stated)
-        return _predicted(compiled, _described_steps(self.models, steps))
+        return self._predicted(compiled, _described_steps(self.models, steps))
 
     def _prefill(self) -> Value:
         budget = np.broadcast_to(self.inputs["budget"], self.rows.height)
@@ -390,14 +465,21 @@ class ManyRequests(RequestComposer):
         of = np.repeat(np.arange(counts.size), counts.astype(np.int64))
         k = np.arange(of.size) - np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64))
         steps = copy(self)
-        steps.rows = self.rows[of]
+        steps.rows, steps.outside = self.rows[of], []
         steps.inputs, steps.traffic = (
             {name: np.broadcast_to(value, counts.size)[of] for name, value in values.items()}
             for values in (self.inputs, self.traffic)
         )
-        return np.bincount(of, weights=steps.prompt_step(k), minlength=counts.size)
+        found = np.bincount(of, weights=steps.prompt_step(k), minlength=counts.size)
+        named = pl.DataFrame({"of": of, "outside": _distinct(pl.DataFrame(steps.outside))}).drop_nulls()
+        by_request = named.group_by("of").agg(pl.col("outside").unique(maintain_order=True).str.join(", "))
+        every = pl.DataFrame({"of": np.arange(counts.size)})
+        self.outside.append(every.join(by_request, on="of", how="left", maintain_order="left")["outside"])
+        return found
 
-    def _overhead(self, target: targets.Target, inputs: Mapping[str, Value]) -> Value | None:
+    def _overhead(
+        self, target: targets.Target, inputs: Mapping[str, Value], *, noted: bool = True
+    ) -> Value | None:
         model = self.models.models.get(target.model)
         if model is None:
             return None
@@ -410,13 +492,31 @@ class ManyRequests(RequestComposer):
             self.models, compiled, given.with_columns(pl.col("decode_cycle_us").fill_nan(None))
         )
         if not isinstance(model, BoundaryModel):
-            return _predicted(compiled, rows)
-        work = _evaluated(
-            compiled.computed(rows, features=[t.feature for t in model.work.terms]),
-            line_expression(model.work.intercept, model.work.terms).clip(lower_bound=0.0),
+            return self._predicted(compiled, rows, noted=noted)
+        line, terms = line_expression(model.work.intercept, model.work.terms), model.work.terms
+        work = self._evaluated(
+            compiled.computed(rows, features=[t.feature for t in terms]),
+            line.clip(lower_bound=0.0),
+            _outside_of(line, terms) if noted else None,
         )
         expected, _, _ = expected_at_boundary(model, work, met, np.maximum)
         return np.where(idle, work, expected)
+
+    def _beyond(self, name: str, where: Value, text: Callable[[], str]) -> None:  # noqa: ARG002 - rows have names alone
+        holds = pl.Series(np.broadcast_to(where, self.rows.height))
+        self.outside.append(pl.select(pl.when(holds).then(pl.lit(name))).to_series())
+
+    def _predicted(self, compiled: CompiledModel, rows: pl.DataFrame, *, noted: bool = True) -> Value:
+        known = compiled.computed(_with_stand_ins(compiled, rows), also=compiled.unmodeled)
+        outside = _out_of_range(compiled, known.columns) if noted else None
+        return self._evaluated(known, compiled.expression(), outside)
+
+    def _evaluated(self, rows: pl.DataFrame, expression: pl.Expr, outside: pl.Expr | None) -> Value:
+        # `with_columns` gives the prediction of a constant to every row, as `select` alone would not.
+        found = rows.with_columns(predicted=expression.cast(pl.Float64), outside=outside)
+        if outside is not None:
+            self.outside.append(found["outside"])
+        return found["predicted"].to_numpy()
 
     def _with(self, values: Mapping[str, Value]) -> pl.DataFrame:
         """Return the rows with values as columns."""
@@ -424,12 +524,3 @@ class ManyRequests(RequestComposer):
             pl.Series(name, np.broadcast_to(value, self.rows.height), pl.Float64)
             for name, value in values.items()
         )
-
-
-def _predicted(compiled: CompiledModel, rows: pl.DataFrame) -> Value:
-    return _evaluated(compiled.computed(_with_stand_ins(compiled, rows)), compiled.expression())
-
-
-def _evaluated(rows: pl.DataFrame, expression: pl.Expr) -> Value:
-    # `with_columns` gives the prediction of a constant to every row, as `select` alone would not.
-    return rows.with_columns(predicted=expression.cast(pl.Float64))["predicted"].to_numpy()

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
 import polars as pl
@@ -19,21 +20,27 @@ from tracefit._version import __version__
 from tracefit.coefficients import model as cf
 from tracefit.coefficients import verdicts
 from tracefit.coefficients.models import Models
-from tracefit.coefficients.request_ranges import described_requests, request_ranges, workload_of
+from tracefit.coefficients.request_ranges import (
+    described_requests,
+    input_ranges,
+    predicted_requests,
+    request_ranges,
+    workload_of,
+)
 from tracefit.features.training import definitions
 from tracefit.fit.estimators import HUBER
 from tracefit.fit.fitted import missing_attributes
-from tracefit.fit.latency import split_requests, trained_steps
+from tracefit.fit.latency import latency_errors, split_requests, trained_steps
 from tracefit.fit.results import Number, Term
 from tracefit.fit.splits import counted, evaluation_rows
 from tracefit.statistics import mean_of
 from tracefit.tables.schema import SERVER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tracefit.fit.fitted import FittedBoundary, FittedModel, FittedRegime, FittedScope, LinearFit
-    from tracefit.fit.results import AcrossResult
+    from tracefit.fit.results import AcrossResult, Metrics
     from tracefit.server.context import ModelScope
     from tracefit.server.documents import Scalar
 
@@ -59,25 +66,25 @@ def libraries() -> dict[str, str]:
 
 def coefficient_files(
     scopes: Sequence[FittedScope], made_by: cf.Provenance
-) -> tuple[cf.CoefficientFile, cf.CoefficientFile]:
-    """Return alpha.json and beta.json; the former states how far requests composed of both lie from measured ones."""
-    requests = {
-        s.scope.scope_id: split_requests(s.tables.requests, s.models)
+) -> tuple[cf.CoefficientFile, cf.CoefficientFile, dict[str, pl.DataFrame]]:
+    """Return alpha.json, beta.json, and by scope what `predict` makes of the measured requests with both.
+
+    alpha.json states how far these predictions lie from the measured latencies.
+    """
+    described = {
+        s.scope.scope_id: described_requests(
+            split_requests(s.tables.requests, s.models), s.tables.timeline, s.tables.queue
+        )
         for s in scopes
-        if s.tables.requests.height
     }
-    workloads = {
-        s.scope.scope_id: workload_of(requests[s.scope.scope_id], trained_steps(s.tables.timeline, s.models))
-        for s in scopes
-        if s.scope.scope_id in requests
-    }
+    facts = {s.scope.scope_id: _facts(s, described[s.scope.scope_id]) for s in scopes}
 
     def file(kind: cf.FileKind) -> cf.CoefficientFile:
         fitted = [(s, m) for s in scopes for m in s.models if m.name.startswith(f"{kind}.")]
         missing = [(s, m) for s in scopes for m in s.missing if m.name.startswith(f"{kind}.")]
         return cf.CoefficientFile(
             kind=kind,
-            models=tuple(_model(s, m, workloads.get(s.scope.scope_id)) for s, m in fitted),
+            models=tuple(_model(s, m, facts[s.scope.scope_id]) for s, m in fitted),
             # A file refuses keys that it does not know: a field that `Missing` gains cannot be forgotten here.
             not_fitted=tuple(cf.NotFitted(scope_id=s.scope.scope_id, **asdict(m)) for s, m in missing),
             provenance=made_by,
@@ -86,20 +93,32 @@ def coefficient_files(
     alpha, beta = (file(kind) for kind in get_args(cf.FileKind))
     # The ranges are those of what `predict` makes of exactly these files.
     models = Models((alpha, beta))
+    predicted = {
+        s.scope.scope_id: predicted_requests(models.scope(s.scope.scope_id), described[s.scope.scope_id])
+        for s in scopes
+        if described[s.scope.scope_id].height and any(m.name in cf.STEP_MODELS for m in s.models)
+    }
     ranges = [
         one
         for s in scopes
-        if s.scope.scope_id in requests and any(m.name in cf.STEP_MODELS for m in s.models)
+        if (rows := predicted.get(s.scope.scope_id)) is not None
         for one in request_ranges(
-            models.scope(s.scope.scope_id),
-            described_requests(requests[s.scope.scope_id], s.tables.timeline, s.tables.queue),
+            s.scope.scope_id, rows, reference=any(m.options.reference for m in s.models)
         )
     ]
-    return alpha.model_copy(update={"requests": tuple(ranges)}), beta
+    return alpha.model_copy(update={"requests": tuple(ranges)}), beta, predicted
+
+
+def _facts(scope: FittedScope, described: pl.DataFrame) -> cf.ScopeFacts:
+    """Return what the models of a scope hold for, and the load they were trained on."""
+    steps = trained_steps(scope.tables.timeline, scope.models)
+    requests = split_requests(scope.tables.requests, scope.models)
+    load = {"workload": workload_of(requests, steps), "input_ranges": input_ranges(described, steps)}
+    return scope_facts(scope.scope).model_copy(update=load)
 
 
 def _model(
-    scope: FittedScope, model: FittedModel, workload: cf.Workload | None
+    scope: FittedScope, model: FittedModel, facts: cf.ScopeFacts
 ) -> cf.LinearModel | cf.RegimesModel | cf.BoundaryModel:
     fitted, first = model.fitted, model.fitted.regimes[0]
     # The validation is that of the published form: of a boundary model, with the clock.
@@ -111,7 +130,7 @@ def _model(
         "features_left_out": fitted.features_left_out,
         "training": _training(scope, fitted),
         "validation": model.validation,
-        "scope": scope_facts(scope.scope).model_copy(update={"workload": workload}),
+        "scope": facts,
         "feature_set": model.feature_set,
         "definitions": definitions(_formulas(fitted), scope.scope.context),
         "notes": model.notes,
@@ -237,13 +256,28 @@ def evaluate(
     across: AcrossResult | None = None,
     *,
     requests: Sequence[cf.RequestRange] = (),
+    predicted: Mapping[str, pl.DataFrame] = MappingProxyType({}),
     thresholds: Sequence[verdicts.Threshold] = verdicts.THRESHOLDS,
 ) -> cf.Evaluation:
-    """Return everything that was measured, and what it is worth by the thresholds."""
+    """Return everything that was measured, and what it is worth by the thresholds.
+
+    Args:
+        scopes: What was fitted.
+        all_runs: Rows of the `runs` table.
+        across: Errors of what was left out in turn.
+        requests: Ranges of the coefficient files.
+        predicted: Scope to what `predict` makes of its requests, see `coefficient_files`.
+        thresholds: What each use requires.
+    """
     return cf.Evaluation(
         ingest=_ingest(all_runs),
         scopes=tuple(
-            _scope(s, thresholds, tuple(r for r in requests if r.scope_id == s.scope.scope_id))
+            _scope(
+                s,
+                thresholds,
+                tuple(r for r in requests if r.scope_id == s.scope.scope_id),
+                predicted.get(s.scope.scope_id),
+            )
             for s in scopes
         ),
         across=across.errors if across else (),
@@ -293,7 +327,9 @@ def _scope(
     scope: FittedScope,
     thresholds: Sequence[verdicts.Threshold],
     requests: tuple[cf.RequestRange, ...],
+    predicted: pl.DataFrame | None,
 ) -> cf.ScopeEvaluation:
+    boosted: dict[str, Metrics | None] = {r.latency: r.gradient_boosting for r in requests}
     models = {m.name: m.validation for m in scope.models}
     return cf.ScopeEvaluation(
         scope_id=scope.scope.scope_id,
@@ -302,7 +338,10 @@ def _scope(
         verdicts=verdicts.verdicts_of(models, thresholds),
         models=models,
         not_fitted=scope.missing,
-        latency=dict(scope.composed.latencies),
+        latency={
+            name: replace(latency, gradient_boosting=boosted.get(name))
+            for name, latency in latency_errors(scope.composed, predicted).items()
+        },
         latency_missing=scope.composed.missing,
         requests=requests,
         summed_step_time=scope.summed,

@@ -12,21 +12,27 @@ import numpy as np
 import polars as pl
 
 from tracefit.coefficients.model import PromptSteps, RequestRange, Workload
-from tracefit.coefficients.predict_frames import predict_requests
+from tracefit.coefficients.predict_frames import completed_requests, composed_requests
+from tracefit.coefficients.workload import STEP_COLUMNS, STEP_INPUTS
+from tracefit.features.targets import LATENCIES
 from tracefit.fit.results import NO_ROWS
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.fit.validation import measure
+from tracefit.fit.validation import reference as gradient_boosting
 from tracefit.tables.health import CUT_OFF
-from tracefit.tables.schema import ENGINE, SERVER
+from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 
 if TYPE_CHECKING:
     from tracefit.coefficients.predict import ScopeModels
 
 Composed = Literal["ttft", "itl", "e2e"]
 
+_ON_ARRIVAL = ("prompt_tokens", "output_tokens", "cached", "queue", "batch")
+"""What describes a request as it arrives. Few know the tokens in the caches of others: `predict` assumes them."""
+
 TAILS = (0.05, 0.95)
-COVERAGE_PCT = (85.0, 95.0)
-"""A range of nine in ten is published where held-out requests say that it is one."""
+COVERAGE_PCT = 85.0
+"""A range of nine in ten is published where at least this share of the held-out requests lie in it."""
 
 
 _PROMPT_STEP_GROUPS = 5
@@ -76,7 +82,10 @@ def _prompt_steps(steps: pl.DataFrame) -> tuple[PromptSteps, ...]:
 def described_requests(
     requests: pl.DataFrame, timeline: pl.DataFrame, queue: pl.DataFrame | None = None
 ) -> pl.DataFrame:
-    """Describe requests as a person would who asks for a prediction, of what the engine did.
+    """Describe requests as a person would who asks for a prediction when they arrive.
+
+    What a request meets later, such as the batch it decodes in, nobody knows then: with it errors would be smaller than
+    those of any user. Its output tokens are taken as known, as `predict` takes them.
 
     Args:
         requests: Columns of the `requests` table, and `split`.
@@ -84,66 +93,51 @@ def described_requests(
         queue: `timeline.queue.queue_state`, null where the journeys are not complete.
 
     Returns:
-        Requests with known lengths: prompt_tokens, output_tokens, cached, `queue` and `running_depth` (those that waited
-        ahead of it and those that ran when it was queued; without `queue_state`, those of the step before), `batch` and
-        `context` (others beside it and mean tokens in the caches of a decoding request, over the steps it decoded in);
-        split, and the measured ttft_us, itl_us and e2e_us, null where it was cut off.
+        Requests with known lengths, by `REQUEST`: prompt_tokens, output_tokens, cached, `queue` and `batch` (those that waited
+        ahead of it and those that ran when it was queued; without `queue_state`, those of the step before); split, and the
+        measured ttft_us, itl_us and e2e_us, null where it was cut off.
     """
-    steps = timeline.sort(*ENGINE, "step_id")
-    decodes = pl.col("num_decode_reqs")
-    sums = steps.select(
-        *ENGINE,
-        step="step_id",
-        decodes=decodes.fill_null(0).cum_sum().over(ENGINE),
-        steps=decodes.is_not_null().cast(pl.Int64).cum_sum().over(ENGINE),
-        tokens=pl.col("context_tokens").fill_null(0).cum_sum().over(ENGINE),
-    )
-    rows = requests.filter((pl.col("prompt_tokens") > 0) & (pl.col("output_tokens") > 0)).drop_nulls(
-        "queued_ns"
-    )
-    for column, prefix in (("first_token_step", "from"), ("finished_step", "to")):
-        ends = sums.rename({c: f"{prefix}_{c}" for c in ("decodes", "steps", "tokens")})
-        rows = rows.join(ends, left_on=[*ENGINE, column], right_on=[*ENGINE, "step"], how="left")
-    met = steps.drop_nulls("ts_start_ns").select(
+    met = timeline.drop_nulls("ts_start_ns").select(
         *SERVER,
         "ts_start_ns",
         "waiting_depth",
         "running_after",
         met=pl.col("num_decode_reqs") + pl.col("num_prefill_reqs"),
     )
-    rows = rows.sort("queued_ns").join_asof(
-        met.sort("ts_start_ns"),
-        left_on="queued_ns",
-        right_on="ts_start_ns",
-        by=SERVER,
-        check_sortedness=False,
+    rows = (
+        requests.filter((pl.col("prompt_tokens") > 0) & (pl.col("output_tokens") > 0))
+        .drop_nulls("queued_ns")
+        .sort("queued_ns")
+        .join_asof(
+            met.sort("ts_start_ns"),
+            left_on="queued_ns",
+            right_on="ts_start_ns",
+            by=SERVER,
+            check_sortedness=False,
+        )
     )
     if queue is not None:
         # Of requests that come together the step before shows none: only the journeys say who is ahead of whom.
         exact = queue.select(*ENGINE, "trace_id", "request_id", ahead="waiting_ahead", run="running_reqs")
         rows = rows.join(
             exact,
-            left_on=[*ENGINE, "trace_id", "core_request_id"],
+            left_on=REQUEST,
             right_on=[*ENGINE, "trace_id", "request_id"],
             how="left",
         ).with_columns(
             waiting_depth=pl.coalesce("ahead", "waiting_depth"),
             running_after=pl.coalesce("run", "running_after"),
         )
-    decoded, took = (pl.col(f"to_{c}") - pl.col(f"from_{c}") for c in ("decodes", "steps"))
-    beside = pl.when(took > 0).then(decoded / took - 1).otherwise("met")
-    context = pl.when(decoded > 0).then((pl.col("to_tokens") - pl.col("from_tokens")) / decoded)
     cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
     # The last prompt token is always computed: its logits give the first output token.
     cached = pl.col("cached_prompt_tokens").fill_null(0).clip(0, pl.col("prompt_tokens") - 1)
     return rows.select(
+        *REQUEST,
         pl.col("prompt_tokens", "output_tokens").cast(pl.Float64),
         cached=cached.cast(pl.Float64),
         # Journeys that lie, or lack an event, count below nobody.
         queue=pl.col("waiting_depth").fill_null(0).clip(lower_bound=0).cast(pl.Float64),
-        batch=beside.fill_null(0.0).clip(lower_bound=0.0).cast(pl.Float64),
-        running_depth=pl.coalesce("running_after", "met").clip(lower_bound=0).cast(pl.Float64),
-        context=context.cast(pl.Float64),
+        batch=pl.coalesce("running_after", "met").fill_null(0).clip(lower_bound=0).cast(pl.Float64),
         split="split",
         measured_ttft_us="ttft_us",
         measured_itl_us=pl.when(~cut_off).then("itl_us"),
@@ -151,65 +145,101 @@ def described_requests(
     )
 
 
-def request_ranges(models: ScopeModels, described: pl.DataFrame) -> tuple[RequestRange, ...]:
+def input_ranges(described: pl.DataFrame, steps: pl.DataFrame) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return the smallest and largest value in training of what describes a step, and a request as it arrives.
+
+    Args:
+        described: See `described_requests`; none of them where journeys are not traced.
+        steps: Columns of the `timeline` table, the steps of the training part alone.
+    """
+    columns = {
+        name: column
+        for column, name in STEP_COLUMNS.items()
+        if name in STEP_INPUTS and column in steps.columns
+    }
+    decodes = pl.col("num_decode_reqs") > 0
+    batches = steps.select(
+        *(pl.col(column).cast(pl.Float64).alias(name) for name, column in columns.items()),
+        context=pl.when(decodes).then(pl.col("context_tokens") / pl.col("num_decode_reqs")),
+    )
+    trained = described.filter(pl.col("split") == "train").select(_ON_ARRIVAL)
+    return {"request": _ends(trained), "step": _ends(batches)}
+
+
+def _ends(rows: pl.DataFrame) -> dict[str, tuple[float, float]]:
+    known = {column.name: (column.min(), column.max()) for column in rows.get_columns()}
+    return {
+        name: (low, high)
+        for name, (low, high) in known.items()
+        if isinstance(low, float) and isinstance(high, float)
+    }
+
+
+def predicted_requests(models: ScopeModels, described: pl.DataFrame) -> pl.DataFrame:
+    """Add what `predict` says of described requests: `ttft_us`, `itl_us`, `e2e_us`, and `out_of_range`.
+
+    A request that was measured is predicted, whatever the settings say that the server would run.
+    """
+    given = completed_requests(models, described.select(_ON_ARRIVAL))
+    columns = (*(f"{name}_us" for name in LATENCIES), "out_of_range")
+    return described.hstack(composed_requests(models, given).select(columns))
+
+
+def request_ranges(scope_id: str, predicted: pl.DataFrame, *, reference: bool) -> tuple[RequestRange, ...]:
     """Measure what `predict` makes of requests of the training part, and hold the range against later ones.
 
     Args:
-        models: The models of one scope.
-        described: See `described_requests`.
+        scope_id: Whose models predict.
+        predicted: See `predicted_requests`.
+        reference: Fit gradient boosting on the same inputs and requests too.
     """
-    if models.scope_id is None or not described.height:
-        return ()
-    predicted = predict_requests(
-        models,
-        described.select(
-            "prompt_tokens", "output_tokens", "cached", "queue", "batch", "running_depth", "context"
-        ),
-    )
-    rows = described.hstack(predicted.select("ttft_us", "itl_us", "e2e_us"))
-    return tuple(
-        found for name in get_args(Composed) if (found := _range(models.scope_id, name, rows)) is not None
-    )
+    found = (_range(scope_id, name, predicted, reference=reference) for name in get_args(Composed))
+    return tuple(one for one in found if one is not None)
 
 
-def _range(scope_id: str, latency: Composed, rows: pl.DataFrame) -> RequestRange | None:
+def _range(scope_id: str, latency: Composed, rows: pl.DataFrame, *, reference: bool) -> RequestRange | None:
     measured, predicted = pl.col(f"measured_{latency}_us"), pl.col(f"{latency}_us")
     known = rows.filter((measured > 0) & (predicted > 0)).select(
-        "split", measured=measured.cast(pl.Float64), predicted=predicted
+        *_ON_ARRIVAL, "split", "out_of_range", y=measured.cast(pl.Float64), predicted=predicted
     )
     if not known.height:
         return None
     train, held = (known.filter(pl.col("split") == side) for side in ("train", "holdout"))
+    # Outside the training range `predict` gives no range: those requests say nothing of the ones that get it.
+    inside, later = (part.filter(pl.col("out_of_range").is_null()) for part in (train, held))
     # Ratios: latencies of one run span three orders of magnitude, and their errors grow with them.
-    ratio = pl.col("measured") / pl.col("predicted")
-    low, high = (train.select(ratio.quantile(q, "linear")).item() for q in TAILS)
+    ratio = pl.col("y") / pl.col("predicted")
+    low, high = (inside.select(ratio.quantile(q, "linear")).item() for q in TAILS)
     coverage = None
-    if train.height and held.height:
-        coverage = 100 * float(held.select(ratio.is_between(low, high).mean()).item())
-    actual = held["measured"].to_numpy()
-    median = train["measured"].median()
-    reason = _no_range(train.height, held.height, coverage)
+    if inside.height and later.height:
+        coverage = 100 * float(later.select(ratio.is_between(low, high).mean()).item())
+    actual = held["y"].to_numpy()
+    median = train["y"].median()
+    reason = _no_range(inside.height, later.height, coverage)
+    boosted = reference and train.height and held.height
     return RequestRange(
         scope_id=scope_id,
         latency=latency,
         low_ratio=None if reason else low,
         high_ratio=None if reason else high,
-        requests=train.height,
+        requests=inside.height,
+        requests_held_out=later.height,
         coverage_pct=coverage,
         holdout=measure(actual, held["predicted"].to_numpy()),
         baseline=measure(actual, np.full(actual.size, median)) if isinstance(median, float) else NO_ROWS,
+        gradient_boosting=gradient_boosting(train, held, list(_ON_ARRIVAL)) if boosted else None,
         reason=reason,
     )
 
 
 def _no_range(trained: int, held_out: int, coverage: float | None) -> str | None:
+    # Both in the training range of the models.
     if trained < MIN_TRAIN_ROWS or held_out < MIN_HOLDOUT_ROWS or coverage is None:
-        return f"{trained} requests of the training part and {held_out} held-out ones are too few for one"
-    low, high = COVERAGE_PCT
-    # A range that later requests do not confirm would promise what the data deny.
-    if not low <= round(coverage) <= high:
+        return f"{trained} requests of the training part and {held_out} held-out ones, inside the training range, are too few for one"
+    # A range that later requests do not confirm would promise what the data deny; one that is too wide promises nothing false.
+    if round(coverage) < COVERAGE_PCT:
         return (
             f"{coverage:.0f} % of the held-out requests lie in the range of nine in ten of the training part, "
-            f"not {low:.0f} to {high:.0f} %"
+            f"fewer than {COVERAGE_PCT:.0f} %"
         )
     return None

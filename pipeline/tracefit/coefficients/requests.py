@@ -24,11 +24,12 @@ from tracefit.coefficients.predict import (
 )
 from tracefit.coefficients.workload import (
     OTHERS,
+    REQUEST_INPUTS,
     RUNNING,
     STEP_INPUTS,
-    counted,
     others_like,
     prompt_step_groups,
+    require_possible,
     running_like,
 )
 from tracefit.errors import UsageError
@@ -79,9 +80,10 @@ def complete(
     server: Mapping[str, float | None],
     mean: Workload | None,
 ) -> dict[str, Value]:
-    """Return the values of `REQUEST_INPUTS`, `OTHERS`, `RUNNING` and `steps_of_others` of described requests.
+    """Return the values of `REQUEST_INPUTS`, `OTHERS`, `RUNNING`, `steps_of_others` and `capacity` of described requests.
 
-    `batch` is NaN where requests wait and how many run beside them follows from nothing.
+    `capacity` is how many requests slots and KV blocks hold, NaN where neither is known; so is `batch` then, where requests wait
+    and how many run is not stated.
 
     Args:
         a: Arithmetic of the values.
@@ -101,11 +103,13 @@ def complete(
         stated = reduce(operator.or_, (a.known(given.get(name)) for name in OTHERS))
         running = {name: a.where(stated, running[name], value) for name, value in measured.items()}
     context = a.filled(given["context"], running["others_context"])
+    capacity = _capacity(a, context, server)
     return {
         "prompt_tokens": prompt,
         "output_tokens": output,
         "queue": queue,
-        "batch": a.filled(given["batch"], a.where(queue == 0, 0.0, _capacity(a, context, server))),
+        "batch": a.filled(given["batch"], a.where(queue == 0, 0.0, capacity)),
+        "capacity": capacity,
         "context": context,
         "cached": cached,
         **others,
@@ -157,8 +161,14 @@ class RequestComposer(ABC):
         """Add up the steps of the prompt (`prompt_step`), cut by what running requests leave of the token budget."""
 
     @abstractmethod
-    def _overhead(self, target: targets.Target, inputs: Mapping[str, Value]) -> Value | None:
-        """Predict a duration around the steps; null where there is no model of it."""
+    def _overhead(
+        self, target: targets.Target, inputs: Mapping[str, Value], *, noted: bool = True
+    ) -> Value | None:
+        """Predict a duration around the steps, null where there is no model of it; if `noted`, keep what is to be said of it."""
+
+    @abstractmethod
+    def _beyond(self, name: str, where: Value, text: Callable[[], str]) -> None:
+        """Say of the requests `where` a condition holds that an input leaves what the models know."""
 
     def prompt_step(self, k: Value) -> Value:
         """Predict step `k`, from 0, of the prompt; prompts of others that arrive meanwhile share it."""
@@ -196,13 +206,43 @@ class RequestComposer(ABC):
         arrives = {**inputs, "decode_cycle_us": met}
         # It leaves the engine from among those it decoded with.
         leaves = {**arrives, "batch": beside + 1}
-        before = {t.name: self._overhead(t, arrives) for t in targets.parts_of("ttft")}
+        before = {t.name: self._before(t, arrives, itl) for t in targets.parts_of("ttft")}
         after = {t.name: self._overhead(t, leaves) for t in targets.parts_of("client")}
         waits: list[Value] = list(before.values())
         ttft = None if any(wait is None for wait in waits) else sum(waits) + prefill
         # The first output token comes with the end of the prompt.
         e2e = None if ttft is None else ttft + itl * (inputs["output_tokens"] - 1)
         return {**before, "prefill": prefill, "itl": itl, **after, "ttft": ttft, "e2e": e2e}
+
+    def _before(self, target: targets.Target, arrives: Mapping[str, Value], cycle: Value) -> Value | None:
+        """Predict a duration before the first step, never shorter than the same behind an empty queue.
+
+        A model that was trained without a queue tells nothing of it. The wait is then that for the requests that have to leave
+        before this one runs: outputs ahead * step time / slots, as many leaving as the mean output lets.
+        """
+        a, inputs = self.arithmetic, self.inputs
+        queue, batch, slots = inputs["queue"], inputs["batch"], self.models.server["max_num_seqs"]
+        found = self._overhead(target, arrives)
+        if found is None:
+            return None
+        if target.state == "queue" and not self.models.knows_queue(self.models.models[target.model]):
+            # Requests wait for blocks too; where none waits, the slots alone are known to be full.
+            known = a.where(inputs["capacity"] > 0, inputs["capacity"], batch)
+            held = a.where(queue > 0, known, math.inf if slots is None else slots)
+            leaving = a.most(queue + 1 - a.most(held - batch, 0.0), 0.0)
+            wait = leaving * inputs["others_output"] * cycle / a.most(a.where(queue > 0, known, held), 1.0)
+            self._beyond(
+                "queue",
+                leaving > 0,
+                lambda: (
+                    f"{target.model}: nothing in it depends on the queue, training shows no wait behind one; "
+                    f"{wait / 1e3:,.0f} ms are added for {leaving:,.0f} of the others to leave: outputs ahead * step time / slots"
+                ),
+            )
+            return found + wait
+        if not a.anywhere(queue > 0):
+            return found
+        return a.most(found, self._overhead(target, {**arrives, "queue": 0.0 * queue}, noted=False))
 
     def _cycle(self, decoding: Value, context: Value) -> tuple[Value, Value]:
         """Return the mean time of a step, those with prompts of others among them, and of one that an arrival meets."""
@@ -277,7 +317,7 @@ class OneRequest(RequestComposer):
             features: Columns or features by name, those of `OTHERS` too; they win over what follows from the rest.
 
         Raises:
-            UsageError: A count is negative, there is no output, or how many requests run is not known.
+            UsageError: The server would refuse the request, or how many requests run is not known.
         """
         self.stated, self.features = stated, features
         self.assumed, self.out_of_range, self.outside = list[str](), list[str](), list[Outside]()
@@ -287,16 +327,11 @@ class OneRequest(RequestComposer):
 
     def _completed(self, models: ScopeModels) -> dict[str, float]:
         stated, features, mean = self.stated, self.features, models.workload
-        prompt, output, queue, cached = (
-            stated[name] or 0.0 for name in ("prompt_tokens", "output_tokens", "queue", "cached")
-        )
+        queue = stated["queue"] or 0.0
         around = {target.model for target in targets.around_steps()}
         read_by = [models.step_model, *(m for name, m in models.models.items() if name in around)]
         models.require_read(features, read_by, OTHERS)
-        if output < 1:
-            raise UsageError("a request generates at least 1 output token", where="output")
-        if not 0 <= cached < prompt:
-            raise UsageError("fewer tokens are cached than the prompt has, and it has some", where="cached")
+        require_possible("request", {**stated, **features}, models.limit)
         others = {name: value for name, value in features.items() if name in OTHERS}
         found = complete(NUMBERS, {**stated, **others}, models.server, mean)
         if stated["batch"] is None and math.isnan(found["batch"]):
@@ -307,10 +342,11 @@ class OneRequest(RequestComposer):
         names = {*found, *STEP_INPUTS, *features, *settings}
         given = {"context": stated["context"]}
         self.assumed += models.changing_nothing(given, read_by, features, names)
-        self.out_of_range += models.beyond("prompt + output", prompt + output, "max_model_len")
-        self.out_of_range += models.beyond("batch", stated["batch"], "max_num_seqs")
-        self.out_of_range += models.beyond("context", stated["context"], "max_model_len")
         batch = found["batch"]
+        # Nobody's caches are met in an empty engine.
+        self.out_of_range += models.beyond(
+            "request", {n: found[n] for n in REQUEST_INPUTS if n != "context" or batch}
+        )
         if stated["batch"] is None:
             what = "nothing else runs" if queue == 0 else "as many as slots and KV blocks hold"
             self.assumed.append(f"batch {batch:.0f}: {what}")
@@ -326,24 +362,18 @@ class OneRequest(RequestComposer):
                 "the mean of running requests in training" if measured else "halfway through their outputs"
             )
             self.assumed.append(f"context {found['context']:.0f} of the others: {where}")
-        # `steps_of_others` is no count: it is infinite where nothing is known of the others.
-        return {n: value if n == "steps_of_others" else counted(n, value) for n, value in found.items()}
+        return found
 
     def predict(self) -> RequestPrediction:
         """Compose the prediction."""
         found, queue = self.compose(), self.stated["queue"]
         if self.models.setting("async_scheduling") is True and self.inputs["batch"]:
             self.assumed.append("scheduling runs a step ahead: the prompt waits one cycle more")
-        for target in targets.around_steps():
-            wait = self.overheads[target.name]
-            if not (wait and queue and target.state == "queue"):
-                continue
-            if "queue" not in self.models.compiled(self.models.models[target.model]).inputs:
-                self.out_of_range.append(
-                    f"{target.model}: nothing in it depends on the queue, no request waited in training"
-                )
+        for target in targets.parts_of("ttft"):
+            wait, value = self.overheads[target.name], found[target.name]
             # Its errors are those on the work that was ahead; here that is assumed, of requests like the mean.
-            self.overheads[target.name] = PredictedDuration(wait.value_us)
+            if wait and ((queue and target.state == "queue") or value != wait.value_us):
+                self.overheads[target.name] = PredictedDuration(value)
         ranges = {name: self._range_of(name) for name in targets.LATENCIES}
 
         def latency(name: str) -> PredictedDuration:
@@ -380,7 +410,9 @@ class OneRequest(RequestComposer):
             raise UsageError(f"the prompt takes more than {MAX_PREFILL_STEPS:,} steps", where="prompt")
         return float(sum(map(self.prompt_step, range(self.prefill_steps))))
 
-    def _overhead(self, target: targets.Target, inputs: Mapping[str, float | None]) -> float | None:
+    def _overhead(
+        self, target: targets.Target, inputs: Mapping[str, float | None], *, noted: bool = True
+    ) -> float | None:
         model = self.models.models.get(target.model)
         if model is None:
             self.assumed.append(f"no model {target.model}: left out with what needs it")
@@ -389,9 +421,14 @@ class OneRequest(RequestComposer):
         compiled = self.models.compiled(model)
         given = {**self.models.known_settings(compiled), **inputs, **self.features}
         found = predict_row(compiled, given, stand_in=True, cycle_us=inputs["decode_cycle_us"])
-        self._note(found)
-        self.overheads[target.name] = found.interval
+        if noted:
+            self._note(found)
+            self.overheads[target.name] = found.interval
         return found.interval.value_us
+
+    def _beyond(self, name: str, where: bool, text: Callable[[], str]) -> None:  # noqa: ARG002 - the text has it
+        if where:
+            self.out_of_range.append(text())
 
     def _note(self, found: Prediction) -> None:
         self.assumed += found.assumed
@@ -402,9 +439,18 @@ class OneRequest(RequestComposer):
         found = self.models.ranges.get(latency)
         if found is None:
             return (), "no range, for the files hold none of requests"
-        if found.low_ratio is None or found.high_ratio is None:
-            return (), f"no range, {found.reason}"
-        if self.out_of_range or self.outside:
-            return (), "no range, the input is outside the training range"
-        ends = (found.low_ratio, found.high_ratio)
-        return ends, f"{found.coverage_pct:.0f} % of {found.holdout.n} held-out requests lie in it"
+        reason = (
+            "the input is outside the training range" if self.out_of_range or self.outside else found.reason
+        )
+        if found.low_ratio is not None and found.high_ratio is not None and reason is None:
+            # Files of an earlier tracefit count every held-out request.
+            requests = found.holdout.n if found.requests_held_out is None else found.requests_held_out
+            ends = (found.low_ratio, found.high_ratio)
+            return ends, f"{found.coverage_pct:.0f} % of {requests} held-out requests lie in it"
+        errors = found.holdout
+        if errors.mdape_pct is None or errors.p90_ape_pct is None:
+            return (), f"no range, {reason}"
+        return (), (
+            f"no range, {reason}; predictions of {errors.n} held-out requests were off by {errors.mdape_pct:.0f} % in the "
+            f"median, nine of ten by less than {errors.p90_ape_pct:.0f} %"
+        )

@@ -8,23 +8,17 @@ the last block of a request is counted as half full.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any, Literal
 
 from tracefit.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from tracefit.coefficients.model import Workload
 
 STEP_INPUTS = ("batch", "context", "prefill", "prefill_reqs", "prefill_done", "waiting")
-
-LIMITS = {
-    ("batch",): "max_num_seqs",
-    ("context",): "max_model_len",
-    ("batch", "prefill"): "max_num_batched_tokens",
-}
-"""Inputs of a step to the setting of the server that their sum does not exceed."""
 
 STEP_COLUMNS: dict[str, str] = {
     "num_prefill_reqs": "prefill_reqs",
@@ -93,6 +87,70 @@ def prompt_step_groups(mean: Workload | None) -> int:
     return max(len(mean.prompt_steps), 1) if mean is not None else 1
 
 
+_BATCH_LIMITS: dict[tuple[str, ...], tuple[str, str]] = {
+    ("batch",): ("max_num_seqs", "it runs no more at a time"),
+    ("context",): ("max_model_len", "no request has more"),
+}
+_LIMITS: dict[str, dict[tuple[str, ...], tuple[str, str]]] = {
+    "step": {**_BATCH_LIMITS, ("batch", "prefill"): ("max_num_batched_tokens", "no step computes more")},
+    "request": {
+        ("prompt_tokens", "output_tokens"): ("max_model_len", "it refuses such a request"),
+        **_BATCH_LIMITS,
+    },
+}
+"""Inputs to the setting of the server that their sum does not exceed, and what the server does instead."""
+
+MAX_COUNT = 1e12
+
+
+def impossible(
+    of: Literal["step", "request"], given: Mapping[str, Any], limit: Callable[[str], float | None]
+) -> Iterator[tuple[Any, str, Callable[[Mapping[str, float]], str]]]:
+    """Yield what the server does not run: where it holds, the input to name, and the words for the values of one row.
+
+    Args:
+        of: What is described.
+        given: Input to its number, or to an array of one per row; NaN is unknown and breaks no rule.
+        limit: Setting of the server to its value, null where it is not known.
+    """
+
+    def is_no_count(name: str) -> Callable[[Mapping[str, float]], str]:
+        return lambda row: f"{row[name]:g} is no count"
+
+    for name in given:
+        if name in _COUNTS:
+            yield (given[name] < 0) | (given[name] >= MAX_COUNT), name, is_no_count(name)
+    if of == "request":
+        yield given["output_tokens"] < 1, "output", lambda _: "a request generates at least 1 output token"
+        wrong = given["cached"] >= given["prompt_tokens"]
+        yield wrong, "cached", lambda _: "fewer tokens are cached than the prompt has, and it has some"
+    for names, (setting, instead) in _LIMITS[of].items():
+        most = limit(setting)
+        if most is not None and all(name in given for name in names):
+            words = f"is more than this server's {setting} of {most:,.0f}: {instead}"
+            yield sum(given[n] for n in names) > most, " + ".join(names), _exceeds(names, words)
+
+
+def _exceeds(names: tuple[str, ...], words: str) -> Callable[[Mapping[str, float]], str]:
+    return lambda row: f"{sum(row[n] for n in names):,.0f} {words}"
+
+
+def require_possible(
+    of: Literal["step", "request"], given: Mapping[str, float | None], limit: Callable[[str], float | None]
+) -> None:
+    """Refuse the description of a step or a request that the server does not run; see `impossible`.
+
+    Raises:
+        UsageError: It breaks a rule, or a value is no number.
+    """
+    if unreadable := [name for name, value in given.items() if value is not None and math.isnan(value)]:
+        raise UsageError("nan is no count", where=unreadable[0])
+    row = {name: math.nan if value is None else value for name, value in given.items()}
+    for broken, name, words in impossible(of, row, limit):
+        if broken:
+            raise UsageError(words(row), where=name)
+
+
 REQUEST_COLUMNS: dict[str, str] = {
     "max_tokens": "output_tokens",
     "cached_prompt_tokens": "cached",
@@ -103,8 +161,7 @@ REQUEST_COLUMNS: dict[str, str] = {
     "prefill_tokens": "0",
     "decode_tokens": "batch",
     "context_tokens": "batch * context",
-    # Where requests wait, the slot that this one will run in is another one's when it arrives.
-    "running_depth": "batch + min(queue, 1)",
+    "running_depth": "batch",
     "waiting_depth": "queue",
     "batch_fullness": "running_depth / max_num_seqs",
     "tokens_ahead": "queue * others_prompt",
@@ -123,26 +180,22 @@ REQUEST_COLUMNS: dict[str, str] = {
     "state_age_us": "decode_cycle_us / 2",
     "step_residual_us": "decode_cycle_us / 2",
 }
-"""What a request finds when it arrives: `queue` others wait, and `running_depth` run.
+"""What a request finds when it arrives: `queue` others wait, and `batch` run.
 
-The `batch` that runs beside it later says how many run now, unless `running_depth` is given.
 `decode_cycle_us` is the mean step time that an arrival meets, E[c^2] / E[c]: long steps meet more arrivals.
 """
 
 
-def step_inputs(stated: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Return the values of `STEP_INPUTS` of a described step: 0 where nothing is stated.
+_COUNTS = {*STEP_INPUTS, *STEP_COLUMNS, *REQUEST_INPUTS, *OTHERS}
+"""Names of which no value is negative."""
 
-    Raises:
-        UsageError: A count is negative.
-    """
+
+def step_inputs(stated: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Return the values of `STEP_INPUTS` of a described step: 0 where nothing is stated."""
     given = {name: stated.get(name) for name in STEP_INPUTS}
     # A step with prompt tokens prefills one request at least.
     implied = {"prefill_reqs": min(given["prefill"] or 0.0, 1.0)}
-    return {
-        name: counted(name, implied.get(name, 0.0) if value is None else value)
-        for name, value in given.items()
-    }
+    return {name: implied.get(name, 0.0) if value is None else value for name, value in given.items()}
 
 
 def others_like(mean: Workload | None) -> dict[str, float] | None:
@@ -164,14 +217,3 @@ def running_like(mean: Workload | None) -> dict[str, float] | None:
         return None
     values = (mean.running_context_tokens, mean.running_remaining_tokens)
     return dict(zip(RUNNING, values, strict=True))
-
-
-def counted(name: str, value: float) -> float:
-    """Return a count.
-
-    Raises:
-        UsageError: It is negative, or no number.
-    """
-    if not 0 <= value < 1e12:
-        raise UsageError(f"{value:g} is no count", where=name)
-    return float(value)

@@ -45,7 +45,8 @@ def predict(
         progress: Receives a warning that names columns which no model reads.
 
     Raises:
-        UsageError: The file cannot be read or written, or lacks what the model needs.
+        UsageError: The file cannot be read or written, lacks what the model needs, or has a row that describes nothing the
+            server runs: the first one is named, and no row is predicted.
     """
     models = models if isinstance(models, Models) else load(models)
     # A single prediction needs neither a frame library nor what the results of other commands are made of.
@@ -69,8 +70,7 @@ def predict(
     where = str(rows) if isinstance(rows, str | Path) else "rows"
     if unread := unread_columns(chosen, of, frame):
         (progress or NullProgress()).warn(f"{where}: no model that predicts this reads {', '.join(unread)}")
-    # A request is composed of many steps, each with a range of its own.
-    outside = predicted.height - predicted["out_of_range"].null_count() if of != "request" else None
+    outside = predicted.height - predicted["out_of_range"].null_count()
     if out is not None:
         _write(predicted, Path(out))
         return RowPredictions(predicted.height, outside, Path(out))

@@ -144,13 +144,18 @@ def train(
         {name: getattr(options, name) for name in TrainOptions.__slots__ if name not in _NOT_FITTED},
         files=_named_files(options),
     )
-    alpha, beta = publish.coefficient_files(scopes, made_by)
+    alpha, beta, predicted = publish.coefficient_files(scopes, made_by)
     across = None
     if options.across:
         progress.stage("leaving out runs, models and GPUs")
         across = fit_across(scopes, scope_options(options))
     evaluation = publish.evaluate(
-        scopes, runs, across, requests=alpha.requests, thresholds=options.thresholds
+        scopes,
+        runs,
+        across,
+        requests=alpha.requests,
+        predicted=predicted,
+        thresholds=options.thresholds,
     )
     models, report = place_of(out), place_of(report_folder or out)
     texts = {
@@ -194,9 +199,9 @@ def _result(
             for m in s.missing
         ),
         latencies=tuple(
-            _latency_summary(s, name, latency)
-            for s in scopes
-            for name, latency in s.composed.latencies.items()
+            _latency_summary(s.scope_id, name, latency)
+            for s in evaluation.scopes
+            for name, latency in s.latency.items()
             # The other latencies are in the report: the summary names those that users know.
             if name in LATENCIES
         ),
@@ -339,10 +344,11 @@ def _summary(scope: FittedScope, model: FittedModel) -> ModelSummary:
     )
 
 
-def _latency_summary(scope: FittedScope, name: str, latency: Latency) -> LatencySummary:
-    parts = {part: getattr(latency, part) for part in ("teacher_forced", "averages_only", "baseline")}
-    requests = latency.averages_only.n or latency.teacher_forced.n
-    return LatencySummary(name, scope.scope.scope_id, requests, **_numbers(LatencySummary, parts))
+def _latency_summary(scope_id: str, name: str, latency: Latency) -> LatencySummary:
+    ways = ("predicted", "baseline", "gradient_boosting", "given_measured_state")
+    requests = latency.predicted.n or latency.given_measured_state.n
+    numbers = _numbers(LatencySummary, {way: getattr(latency, way) for way in ways})
+    return LatencySummary(name, scope_id, requests, **numbers)
 
 
 def _numbers(

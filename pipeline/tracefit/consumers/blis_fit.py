@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.coefficients.model import BoundaryModel
-from tracefit.coefficients.predict_frames import predict_steps
+from tracefit.coefficients.predict_frames import evaluated_steps
 from tracefit.consumers.base import (
     Source,
     held_out,
@@ -317,7 +317,7 @@ def _full_batch(source: Source, steps: _Steps, beta: Vector) -> Iterator[str]:
     blis = rates.constant + slots * (rates.request + rates.decode_request + rates.context_token * context)
     full = pl.DataFrame({"batch": [float(slots)], "context": [context]})
     try:
-        predicted = predict_steps(source.models, full)["predicted_us"][0]
+        predicted = evaluated_steps(source.models, full)["predicted_us"][0]
     except UsageError:  # a feature set of the user's own that a described step does not hold
         return
     if predicted and abs(blis / predicted - 1) > MAX_DIFFERENCE:

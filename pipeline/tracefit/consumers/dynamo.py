@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.coefficients.predict_frames import predict_steps
+from tracefit.coefficients.predict_frames import evaluated_steps
 from tracefit.consumers.base import (
     OUT,
     Export,
@@ -130,7 +130,7 @@ def axes(train: pl.DataFrame) -> tuple[Vector, Vector, Vector]:
 
 def _predicted_ms(source: Source, described: pl.DataFrame) -> Vector:
     # What is not described is taken from the training steps, as `predict` does.
-    return predict_steps(source.models, described)["predicted_us"].to_numpy() / 1e3
+    return evaluated_steps(source.models, described)["predicted_us"].to_numpy() / 1e3
 
 
 def _npz(arrays: Mapping[str, Vector | Matrix]) -> bytes:

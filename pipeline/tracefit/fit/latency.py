@@ -2,14 +2,13 @@
 
 TTFT = admission + queue wait + steps to the first token; ITL = steps after it / (tokens - 1); E2E = TTFT + (tokens - 1) ITL.
 
-There are two ways to know the steps of a request. `teacher_forced` takes the batches and the waits that were traced and sums
-the predicted times of exactly the steps the request was in: its error is that of the models. `averages_only` knows the
-request's own prompt and output length and averages over the training part: its error is what a consumer gets
-that simulates no batches.
+`given_state` takes the queue and the batches that were measured and sums the predicted times of exactly the steps the request
+was in: its error is that of the models. What `predict` says on arrival is another question, and another error: `latency_errors` takes
+its answers, which only the finished coefficient files give.
 
-`compose_latencies` evaluates three predictions on the requests that lie in the hold-out of every model they need: `forced`, and
-`refit`, the same with the step-time model refitted on the hold-out, and `mean`. Errors are given overall, per run and per
-workload phase, and requests without a prediction are counted by reason.
+`compose_latencies` predicts the requests that lie in the hold-out of every model they need: `state`, and `refit`, the same with the
+step-time model refitted on the hold-out. `latency_errors` gives errors overall, per run and per workload phase, and counts
+requests without a prediction by reason.
 """
 
 from __future__ import annotations
@@ -23,20 +22,17 @@ import numpy as np
 import polars as pl
 
 from tracefit.features import targets, training
-from tracefit.features.sets import add_features
-from tracefit.fit.boundary import expected_admission, predict_admission
+from tracefit.fit.boundary import predict_admission
 from tracefit.fit.fitted import predict_regimes
 from tracefit.fit.holdout import refit_on_holdout
 from tracefit.fit.load import with_phases
 from tracefit.fit.results import NO_ROWS, ComposedLatencies, Latency, LatencyErrors, Metrics, PhaseErrors
-from tracefit.fit.splits import counted
 from tracefit.fit.validation import distribution, measure
-from tracefit.statistics import mean_of
 from tracefit.tables.health import CUT_OFF
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from tracefit.features.sets import FeatureSet
     from tracefit.fit.fitted import FittedModel, LinearFit, ScopeTables
@@ -46,7 +42,7 @@ if TYPE_CHECKING:
 # -- one request from its steps --------------------------------------------------------------------------
 
 
-def teacher_forced(
+def given_state(
     requests: pl.DataFrame, steps: pl.DataFrame, waits: pl.DataFrame, lags: Mapping[tuple[str, str], int]
 ) -> pl.DataFrame:
     """Sum the predicted times of the steps each request was in, and its traced waits.
@@ -62,8 +58,8 @@ def teacher_forced(
         lags: (run_id, server) to steps that scheduling runs ahead of execution.
 
     Returns:
-        `requests` with forced_queue_wait_us (queue), forced_prefill_us and forced_decode_us (without the waits after a
-        preemption), forced_requeue_before_us and forced_requeue_after_us (the first token); null where a step is not
+        `requests` with state_queue_wait_us (queue), state_prefill_us and state_decode_us (without the waits after a
+        preemption), state_requeue_before_us and state_requeue_after_us (the first token); null where a step is not
         known.
     """
     # A sum over consecutive steps is the difference of a cumulative sum at its two ends: no row per request and step.
@@ -82,11 +78,11 @@ def teacher_forced(
 
     return rows.select(
         *requests.columns,
-        forced_queue_wait_us=(pl.col("begin_start_ns") - pl.col("queued_ns")) / 1e3,
-        forced_prefill_us=_summed("begin", "token", inclusive=True) - requeued("skipped_before_us"),
-        forced_decode_us=_summed("token", "last", inclusive=False) - requeued("skipped_after_us"),
-        forced_requeue_before_us=requeued("requeue_before_us"),
-        forced_requeue_after_us=requeued("requeue_after_us"),
+        state_queue_wait_us=(pl.col("begin_start_ns") - pl.col("queued_ns")) / 1e3,
+        state_prefill_us=_summed("begin", "token", inclusive=True) - requeued("skipped_before_us"),
+        state_decode_us=_summed("token", "last", inclusive=False) - requeued("skipped_after_us"),
+        state_requeue_before_us=requeued("requeue_before_us"),
+        state_requeue_after_us=requeued("requeue_after_us"),
     )
 
 
@@ -161,103 +157,6 @@ def _known_sum(values: pl.Expr) -> pl.Expr:
     return pl.when(values.null_count() == 0).then(values.sum())
 
 
-def averages_only(
-    requests: pl.DataFrame,
-    trained_steps: pl.DataFrame,
-    trained_requests: pl.DataFrame,
-    step_time: Callable[[pl.DataFrame], Vector],
-    *,
-    overheads_us: Mapping[str, pl.Series | float | None],
-    token_budget: int | None,
-    lag_steps: int,
-) -> pl.DataFrame:
-    """Predict each request from averages over the training part and its own prompt and output lengths.
-
-    A prompt longer than what the mean batch leaves of the step's token budget is computed in equal chunks. With scheduling a
-    step ahead the first token comes a step later.
-
-    Args:
-        requests: Rows with prompt_tokens.
-        trained_steps: Steps of the training part: columns of the timeline, and predicted_us.
-        trained_requests: Requests of the training part, as `teacher_forced` returns them.
-        step_time: Timeline rows to predicted step times in us.
-        overheads_us: Target name to its expected duration, per request or the same for all; null without a model.
-        token_budget: max_num_batched_tokens, null where not known.
-        lag_steps: Steps that scheduling runs ahead of execution.
-
-    Returns:
-        `requests` with mean_prefill_us, mean_itl_us, and mean_<name>_us of every target; null where no row gives an average.
-    """
-    # A request meets a step in proportion to the requests in it: means are over requests, not over steps.
-    reqs = pl.col("num_decode_reqs")
-    decoding = trained_steps.filter(pl.col("predicted_us").is_not_null() & (reqs > 0))
-    decode_us = (
-        decoding.select((pl.col("predicted_us") * reqs).sum() / reqs.sum()).item()
-        if decoding.height
-        else None
-    )
-    decoded = (pl.col("output_tokens") - 1).clip(lower_bound=0)
-    waits = trained_requests.select("forced_requeue_after_us", decoded).drop_nulls().sum()
-    after_us, tokens = waits.row(0)
-    itl = None if decode_us is None else decode_us + (after_us / tokens if tokens else 0.0)
-    prompts = trained_steps.filter((pl.col("num_prefill_reqs") > 0) & (pl.col("prefill_tokens") > 0))
-    prefill: pl.Series | None = None
-    if prompts.height and (decode_us is not None or not lag_steps):
-        cached, prompt = (
-            trained_requests.select("cached_prompt_tokens", "prompt_tokens").drop_nulls().sum().row(0)
-        )
-        hit_ratio = cached / prompt if prompt else 0.0
-        extra = (mean_of(trained_requests["forced_requeue_before_us"]) or 0.0) + lag_steps * (
-            decode_us or 0.0
-        )
-        prefill = _prompt_us(requests, prompts, hit_ratio, step_time, token_budget) + extra
-    means = {**overheads_us, "prefill": prefill, "itl": itl}
-    return requests.with_columns(
-        pl.lit(us).cast(pl.Float64).alias(f"mean_{name}_us") for name, us in means.items()
-    )
-
-
-def _prompt_us(
-    requests: pl.DataFrame,
-    prompts: pl.DataFrame,
-    hit_ratio: float,
-    step_time: Callable[[pl.DataFrame], Vector],
-    token_budget: int | None,
-) -> pl.Series:
-    """Return the time of the steps that compute each request's prompt; null where its length is not known.
-
-    Such a step is the mean of `prompts`, steps with prompts, over the requests whose prompts they carried.
-    """
-    weight = pl.col("num_prefill_reqs")
-    mean_step = prompts.select(
-        ((pl.col(n) * weight).sum() / weight.filter(pl.col(n).is_not_null()).sum()).alias(n)
-        for n, kind in prompts.schema.items()
-        if kind.is_numeric()
-    ).fill_nan(None)
-    # Prompt tokens of the other requests in such a step.
-    others = prompts.select(
-        (pl.col("prefill_tokens") * (1 - 1 / weight) * (weight / weight.sum())).sum()
-    ).item()
-    own = pl.col("own")
-    # Running requests are scheduled first: prompts share what decodes leave of the token budget.
-    left = (pl.lit(token_budget, pl.Float64) - pl.col("decode_tokens")).clip(lower_bound=1.0)
-    chunks = pl.when(left.is_null()).then(1.0).otherwise((own / left).ceil()).clip(lower_bound=1.0)
-    length = pl.col("prompt_tokens").cast(pl.Float64)
-    tokens = requests.select(own=(length * (1 - hit_ratio)).clip(lower_bound=1.0), cached=length * hit_ratio)
-    rows = tokens.join(mean_step, how="cross").with_columns(chunks=chunks)
-    chunk = own / pl.col("chunks")
-    carried = chunk + others
-    rows = rows.with_columns(
-        prefill_tokens=pl.when(left < carried).then(pl.max_horizontal(left, chunk)).otherwise(carried),
-        # The k-th chunk finds k - 1 chunks in the cache: (chunks - 1) / 2 on average.
-        prefill_context_tokens=pl.col("cached") + chunk * (pl.col("chunks") - 1) / 2,
-    )
-    predicted = pl.Series(
-        step_time(rows.with_columns(own.fill_null(0.0), pl.col("prefill_tokens").fill_null(0.0)))
-    )
-    return rows.select(pl.when(own.is_not_null()).then(predicted * pl.col("chunks"))).to_series()
-
-
 # -- all requests of a scope -----------------------------------------------------------------------------
 
 
@@ -283,7 +182,7 @@ def compose_latencies(
     *,
     whole_steps: bool,
 ) -> ComposedLatencies:
-    """Compose the latencies of every request from the fitted models and evaluate them on the held-out requests.
+    """Compose the latencies of every request from the fitted models.
 
     A request is held out when each of its intervals began in the hold-out of the model for that interval: its arrival for
     the admission, its first step for the step time, its end for the departure.
@@ -291,23 +190,43 @@ def compose_latencies(
     named = {m.name: m for m in models}
     beta = next((m for name, m in named.items() if name.startswith("beta.")), None)
     if beta is None or features is None:
-        return ComposedLatencies({}, "there is no model of the step time")
+        return ComposedLatencies(None, "there is no model of the step time")
     if not whole_steps:
-        return ComposedLatencies({}, "step.duration_us, beta's target, is not the time of a step here")
+        return ComposedLatencies(None, "step.duration_us, beta's target, is not the time of a step here")
     if not tables.requests.height:
-        return ComposedLatencies({}, "the traces hold no journeys of requests")
+        return ComposedLatencies(None, "the traces hold no journeys of requests")
     requests = split_requests(tables.requests, models)
     if not (requests["split"] == "holdout").any() or not (requests["split"] == "train").any():
-        return ComposedLatencies({}, "no request lies in the hold-out of every model, or none before it")
+        return ComposedLatencies(None, "no request lies in the hold-out of every model, or none before it")
     steps = _predicted_steps(scope, tables, beta, features)
     waits, lags = tables.requeue_waits, tables.lags
-    refitted = teacher_forced(requests, steps.with_columns(predicted_us="refit_us"), waits, lags)
-    rows = teacher_forced(requests, steps, waits, lags).with_columns(
-        refit_prefill_us=refitted["forced_prefill_us"], refit_decode_us=refitted["forced_decode_us"]
+    refitted = given_state(requests, steps.with_columns(predicted_us="refit_us"), waits, lags)
+    rows = given_state(requests, steps, waits, lags).with_columns(
+        refit_prefill_us=refitted["state_prefill_us"], refit_decode_us=refitted["state_decode_us"]
     )
     rows = _with_overheads(rows, tables, named)
-    rows = _with_averages(rows, steps, scope, tables, named, beta.fitted, features)
-    return ComposedLatencies(_measured(_composed(rows)))
+    return ComposedLatencies(_composed(rows))
+
+
+def latency_errors(composed: ComposedLatencies, predicted: pl.DataFrame | None) -> dict[str, Latency]:
+    """Evaluate composed latencies on the held-out requests; empty where there are none.
+
+    Args:
+        composed: See `compose_latencies`.
+        predicted: What `predict` says of requests by `REQUEST`: ttft_us, itl_us, e2e_us; null where it cannot say anything.
+    """
+    if composed.rows is None:
+        return {}
+    said = {f"{name}_us": f"predicted_{name}" for name in targets.LATENCIES}
+    if predicted is not None:
+        keyed = predicted.drop_nulls("core_request_id").unique(REQUEST).select(*REQUEST, *said).rename(said)
+        rows = composed.rows.join(keyed, on=REQUEST, how="left", maintain_order="left")
+    else:
+        rows = composed.rows
+    unknown = {f"predicted_{name}" for name in _DEFINITIONS} - set(rows.columns)
+    rows = rows.with_columns(pl.lit(None, pl.Float64).alias(name) for name in unknown)
+    in_phases = with_phases(rows, "at_ns", rows)
+    return {name: _latency(in_phases, name) for name in _DEFINITIONS}
 
 
 def split_requests(requests: pl.DataFrame, models: Sequence[FittedModel]) -> pl.DataFrame:
@@ -389,11 +308,11 @@ def _step_times(beta: LinearFit, rows: pl.DataFrame) -> Vector:
 def _with_overheads(
     rows: pl.DataFrame, tables: ScopeTables, models: Mapping[str, FittedModel]
 ) -> pl.DataFrame:
-    """Add forced_<name>_us of every target that does not follow from the steps: the prediction of its model."""
+    """Add state_<name>_us of every target that does not follow from the steps: the prediction of its model."""
     for target in targets.TARGETS:
         if target.follows_from_steps:
             continue
-        model, column = models.get(target.model), f"forced_{target.name}_us"
+        model, column = models.get(target.model), f"state_{target.name}_us"
         if model is None:
             rows = rows.with_columns(pl.lit(None, pl.Float64).alias(column))
             continue
@@ -407,74 +326,23 @@ def _with_overheads(
     return rows
 
 
-def _with_averages(
-    rows: pl.DataFrame,
-    steps: pl.DataFrame,
-    scope: ModelScope,
-    tables: ScopeTables,
-    models: Mapping[str, FittedModel],
-    beta: LinearFit,
-    features: FeatureSet,
-) -> pl.DataFrame:
-    """Add the predictions from averages over each run's training part: a run is one workload."""
-    constants = training.constants_of(scope.context)
-
-    def step_time(timeline: pl.DataFrame) -> Vector:
-        offered = training.with_roofline(timeline, scope.context)
-        return _step_times(beta, add_features(offered, features, constants))
-
-    def of_run(run: str, requests: pl.DataFrame) -> pl.DataFrame:
-        trained = steps.filter(pl.col("in_training") & (pl.col("run_id") == run))
-        return averages_only(
-            requests,
-            trained,
-            requests.filter(pl.col("split") == "train"),
-            step_time,
-            overheads_us={t.name: _expected(models.get(t.model), requests, run) for t in targets.TARGETS},
-            token_budget=scope.context.settings.max_num_batched_tokens,
-            lag_steps=max((lag for (run_id, _), lag in tables.lags.items() if run_id == run), default=0),
-        )
-
-    by_run = rows.group_by("run_id", maintain_order=True)
-    return pl.concat(of_run(str(run), requests) for (run,), requests in by_run)
-
-
-def _expected(model: FittedModel | None, rows: pl.DataFrame, run: str) -> pl.Series | float | None:
-    """Return the expected duration of a run's requests, known by prompt length alone: per request, or the same for all."""
-    if model is None:
-        return None
-    if model.boundary is not None:
-        return pl.Series(expected_admission(model.boundary, rows["prompt_tokens"]))
-    used = counted(model.fitted.rows, "train").filter(pl.col("run_id") == run)
-    return float(predict_regimes(model.fitted.regimes, used).mean()) if used.height else None
-
-
 def _composed(rows: pl.DataFrame) -> pl.DataFrame:
-    """Add the prediction of every latency by every way: forced_ttft, refit_ttft, mean_ttft, ..."""
+    """Add the prediction of every latency by both ways: state_ttft, refit_ttft, ..."""
     decoded = pl.col("output_tokens") - 1
-    several = pl.when(decoded > 0)
     rows = rows.with_columns(execution_us=pl.col("prefill_us") + pl.col("decode_us"))
+    before, after = (
+        [pl.col(f"state_{target.name}_us") for target in targets.parts_of(latency)]
+        for latency in ("ttft", "client")
+    )
     # Only the step times are refitted: the overheads of `refit` are those of the models as trained.
-    for way, overheads in {"forced": "forced", "refit": "forced", "mean": "mean"}.items():
-        before, after = (
-            [pl.col(f"{overheads}_{target.name}_us") for target in targets.parts_of(latency)]
-            for latency in ("ttft", "client")
-        )
-        prefill = pl.col(f"{way}_prefill_us")
-        if way == "mean":
-            itl = several.then("mean_itl_us")
-            decode: pl.Expr = several.then(decoded * pl.col("mean_itl_us")).when(decoded == 0).then(0.0)
-            until_last = decode
-        else:
-            before.append(pl.col("forced_requeue_before_us"))
-            decode = pl.col(f"{way}_decode_us")
-            until_last = decode + pl.col("forced_requeue_after_us")
-            itl = several.then(until_last / decoded)
-        ttft = reduce(operator.add, before) + prefill
+    for way in ("state", "refit"):
+        prefill, decode = pl.col(f"{way}_prefill_us"), pl.col(f"{way}_decode_us")
+        until_last = decode + pl.col("state_requeue_after_us")
+        ttft = reduce(operator.add, before, pl.col("state_requeue_before_us")) + prefill
         e2e = ttft + until_last
         composed = {
             "ttft": ttft,
-            "itl": itl,
+            "itl": pl.when(decoded > 0).then(until_last / decoded),
             "prefill": prefill,
             "execution": prefill + decode,
             "e2e": e2e,
@@ -482,11 +350,6 @@ def _composed(rows: pl.DataFrame) -> pl.DataFrame:
         }
         rows = rows.with_columns(latency.alias(f"{way}_{name}") for name, latency in composed.items())
     return rows
-
-
-def _measured(rows: pl.DataFrame) -> dict[str, Latency]:
-    in_phases = with_phases(rows, "at_ns", rows)
-    return {name: _latency(in_phases, name) for name in _DEFINITIONS}
 
 
 def _latency(rows: pl.DataFrame, name: str) -> Latency:
@@ -510,7 +373,7 @@ def _latency(rows: pl.DataFrame, name: str) -> Latency:
             for (phase,), rows in evaluated.drop_nulls("phase").group_by("phase", maintain_order=True)
         ),
         left_out={**_left_out(held, name), **({"partly_in_training": partly} if partly else {})},
-        distribution=distribution(evaluated, "actual", f"forced_{name}", f"mean_{name}"),
+        distribution=distribution(evaluated, "actual", f"predicted_{name}", f"state_{name}"),
     )
 
 
@@ -524,11 +387,11 @@ def _errors(rows: pl.DataFrame, name: str, median: float | None) -> tuple[Metric
 
     actual = rows["actual"].to_numpy().astype(float)
     baseline = NO_ROWS if median is None else measure(actual, np.full(len(actual), median))
-    return against("forced"), against("refit"), against("mean"), baseline
+    return against("predicted"), against("state"), against("refit"), baseline
 
 
 def _left_out(held: pl.DataFrame, name: str) -> dict[str, int]:
-    """Count held-out requests without a teacher-forced prediction, each under the first reason that applies."""
+    """Count held-out requests without a prediction given the measured state, each under the first reason that applies."""
     reason = (
         pl.when(pl.col("finish_status").is_in(CUT_OFF) & (name not in _UNTIL_FIRST_TOKEN))
         .then(pl.lit("cut_off"))
@@ -536,9 +399,9 @@ def _left_out(held: pl.DataFrame, name: str) -> dict[str, int]:
         .then(pl.lit("one_token"))
         .when(pl.col("actual").is_null())
         .then(pl.lit("event_missing"))
-        .when(pl.col("forced_prefill_us").is_null() | pl.col("forced_decode_us").is_null())
+        .when(pl.col("state_prefill_us").is_null() | pl.col("state_decode_us").is_null())
         .then(pl.lit("steps_not_known"))
-        .when(pl.col(f"forced_{name}").is_null())
+        .when(pl.col(f"state_{name}").is_null())
         .then(pl.lit("overhead_not_known"))
     )
     counts = held.select(reason=reason).drop_nulls().group_by("reason").len().sort("reason")

@@ -240,15 +240,15 @@ class Distribution:
         requests: Requests that have all of them.
         percents: Percent of requests, one per entry of each list of quantiles.
         measured: Quantiles of the measured latency.
-        teacher_forced: Quantiles of the prediction from the real batches and waits; null where there is none.
-        averages_only: Quantiles of the prediction from averages; null where there is none.
+        predicted: Quantiles of what `predict` says on arrival; null where there is none.
+        given_measured_state: Quantiles of the prediction from the measured queue and batches; null where there is none.
     """
 
     requests: int
     percents: tuple[int, ...]
     measured: tuple[float, ...]
-    teacher_forced: tuple[float, ...] | None
-    averages_only: tuple[float, ...] | None
+    predicted: tuple[float, ...] | None
+    given_measured_state: tuple[float, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -587,16 +587,16 @@ class LatencyErrors:
     """Errors of one latency over one group of requests, each over the requests with a prediction.
 
     Attributes:
-        teacher_forced: The real batches and the real waits; step times and overheads predicted.
-        refit_on_holdout: Teacher-forced, with the terms of the step time fitted on the held-out steps themselves: an error
+        predicted: What `predict` says of a request as it is known on arrival: its lengths, the queue, and the batch that runs.
+        given_measured_state: The measured queue and batches; step times and overheads predicted.
+        refit_on_holdout: The same with the terms of the step time fitted on the held-out steps themselves: an error
             that no coefficients mend. Where it is much smaller, the machine or the load has changed since the training part.
-        averages_only: Everything predicted from averages over the training part and the request's own lengths.
         baseline: The training median.
     """
 
-    teacher_forced: Metrics
+    predicted: Metrics
+    given_measured_state: Metrics
     refit_on_holdout: Metrics
-    averages_only: Metrics
     baseline: Metrics
 
 
@@ -613,22 +613,24 @@ class Latency(LatencyErrors):
         definition: The stamps it lies between.
         by_run: Errors by run.
         by_phase: Errors by workload phase.
-        left_out: Held-out requests without a teacher-forced prediction, by reason.
+        gradient_boosting: Gradient boosting on what `predict` is given, and the same requests.
+        left_out: Held-out requests without a prediction given the measured queue and batches, by reason.
         distribution: Quantiles; null where no held-out request has a prediction.
     """
 
     definition: str
     by_run: dict[str, LatencyErrors]
     by_phase: tuple[PhaseErrors, ...]
+    gradient_boosting: Metrics | None = None
     left_out: dict[str, int] = field(default_factory=dict)
     distribution: Distribution | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ComposedLatencies:
-    """All latencies of one scope, or why there are none."""
+    """Requests with every latency as measured and as composed of the models (`fit.latency`), or why there are none."""
 
-    latencies: Mapping[str, Latency]
+    rows: pl.DataFrame | None
     missing: str | None = None
 
 

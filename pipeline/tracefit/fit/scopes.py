@@ -81,7 +81,7 @@ def fit_scope(
             lambda: compose_latencies(
                 scope, tables, models, beta.feature_definitions if beta else None, whole_steps=steps.are_whole
             ),
-            lambda reason: ComposedLatencies({}, f"{reason}; {_REMEDY}"),
+            lambda reason: ComposedLatencies(None, f"{reason}; {_REMEDY}"),
         ),
         summed=summed_holdout(beta.fitted) if beta else None,
     )

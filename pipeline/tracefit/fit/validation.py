@@ -72,22 +72,17 @@ def skill(model: Metrics, baseline: Metrics) -> float | None:
     return 1 - model.mae / baseline.mae
 
 
-def distribution(
-    rows: pl.DataFrame, measured: str, teacher_forced: str, averages_only: str
-) -> Distribution | None:
+def distribution(rows: pl.DataFrame, measured: str, *predictions: str) -> Distribution | None:
     """Return quantiles of a column and of its predictions, over the rows where all are known; null where there are none.
 
     A prediction that is null on all rows is left out and removes no row. Predictions are clipped at 0, as everywhere.
     """
-    given = [name for name in (teacher_forced, averages_only) if rows[name].count()]
+    given = [name for name in predictions if rows[name].count()]
     known = rows.drop_nulls([measured, *given])
     if not known.height or not given:
         return None
-    forced, mean = (
-        _quantiles(known[name].clip(lower_bound=0)) if name in given else None
-        for name in (teacher_forced, averages_only)
-    )
-    return Distribution(known.height, PERCENTS, _quantiles(known[measured]), forced, mean)
+    curves = (_quantiles(known[name].clip(lower_bound=0)) if name in given else None for name in predictions)
+    return Distribution(known.height, PERCENTS, _quantiles(known[measured]), *curves)
 
 
 def _quantiles(column: pl.Series) -> tuple[float, ...]:

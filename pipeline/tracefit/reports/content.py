@@ -59,11 +59,11 @@ _NO_FIGURES = (
 )
 _HOLDOUT_NOTE = (
     "Measured on the hold-out, the last 30 % of each run in time, which no model was fitted on. The baseline is a constant "
-    "guess: the training median."
+    "guess, the training median; the reference is gradient boosting on the same inputs."
 )
 _LATENCY_NOTE = (
-    "TTFT, ITL and E2E are predicted with the measured batches and waits of each request (teacher-forced): they measure the "
-    "step and overhead models. Predictions from averages are less exact: see *Request latencies*."
+    "TTFT, ITL and E2E are what `tracefit predict` says of a request with what is known when it arrives: its lengths, the queue and "
+    "the batch that runs. Given the queue and the batches it then met, the models are closer: see *Request latencies*."
 )
 _THRESHOLDS_NOTE = (
     "Each use is as good as the worst measure it needs. The thresholds are in evaluation.json; "
@@ -183,15 +183,17 @@ def _subject(evaluation: published.Evaluation, traced: tuple[int, int] | None) -
     return f"Latency models of a vLLM server, fitted on its traces: {', '.join(counts)}.{when}"
 
 
-def _headlines(scope: published.ScopeEvaluation) -> dict[str, tuple[results.Metrics, results.Metrics]]:
-    """Return the errors a reader asks for first, each with those of the baseline."""
+def _headlines(
+    scope: published.ScopeEvaluation,
+) -> dict[str, tuple[results.Metrics, results.Metrics, results.Metrics | None]]:
+    """Return the errors a reader asks for first, each with those of the baseline and of gradient boosting."""
     # In the order of a simulation: all latencies are made of step times.
     step = step_entry(scope)
-    found = {"step time": (step.holdout, step.baseline)} if step else {}
+    found = {"step time": (step.holdout, step.baseline, step.gradient_boosting)} if step else {}
     for key, label in LATENCIES.items():
-        if key in scope.latency:
-            found[label] = scope.latency[key].teacher_forced, scope.latency[key].baseline
-    return {label: both for label, both in found.items() if both[0].mdape_pct is not None}
+        if entry := scope.latency.get(key):
+            found[label] = entry.predicted, entry.baseline, entry.gradient_boosting
+    return {label: errors for label, errors in found.items() if errors[0].mdape_pct is not None}
 
 
 def _headline_table(scope: published.ScopeEvaluation) -> Table:
@@ -199,12 +201,21 @@ def _headline_table(scope: published.ScopeEvaluation) -> Table:
         (
             label,
             *(percent(v) for v in (m.mdape_pct, m.p90_ape_pct, base.mdape_pct, base.p90_ape_pct)),
+            percent(boosted.mdape_pct if boosted else None),
             count(m.n),
         )
-        for label, (m, base) in _headlines(scope).items()
+        for label, (m, base, boosted) in _headlines(scope).items()
     ]
     return table(
-        ("error of", "median %", "P90 %", "baseline median %", "baseline P90 %", "held out"),
+        (
+            "error of",
+            "median %",
+            "P90 %",
+            "baseline median %",
+            "baseline P90 %",
+            "reference median %",
+            "held out",
+        ),
         rows,
     )
 
@@ -517,18 +528,26 @@ def _clock(t: published.TimelineEntry) -> Section:
 
 
 _WAYS = {
-    "teacher_forced": "teacher forced",
+    "predicted": "on arrival",
+    "baseline": "baseline",
+    "gradient_boosting": "reference",
+}
+_STATE_WAYS = {
+    "given_measured_state": "given queue and batches",
     "refit_on_holdout": "refit on hold-out",
-    "averages_only": "averages only",
     "baseline": "baseline",
 }
 
 _PREAMBLE = (
-    "Errors on requests that arrived in the hold-out of every model. *Teacher-forced*: measured batches and waits, "
-    "predicted step times and overheads. *Refit on hold-out*: the same with the terms of the step time fitted on the "
-    "held-out steps themselves; the error that remains is in no coefficient, the error that disappears comes from changes "
-    "since the training part. *Averages only*: everything predicted from averages over the training part and the "
-    "request's own lengths. *Baseline*: the training median."
+    "Errors on requests that arrived in the hold-out of every model. *On arrival*: what `tracefit predict` says with what is known "
+    "then: prompt, output and cached tokens, the requests that wait and those that run. "
+    "*Baseline*: the training median. *Reference*: gradient boosting on the same inputs."
+)
+_STATE_PREAMBLE = (
+    "Errors on the same requests, had their future been known: measured batches and waits, predicted step times and overheads. "
+    "They measure the models, not the predictions of a user. *Refit on hold-out*: the same with the terms of the step time "
+    "fitted on the held-out steps themselves; the error that remains is in no coefficient, the error that disappears comes from "
+    "changes since the training part."
 )
 
 
@@ -537,29 +556,36 @@ def _latency_parts(scope: published.ScopeEvaluation) -> tuple[ReportPart, ...]:
     if not scope.latency:
         return (f"Not composed: {scope.latency_missing or 'nothing was fitted'}.",)
     named = [(LATENCIES.get(name, name), entry) for name, entry in scope.latency.items()]
-    errors = [
-        (label, words, *metrics(getattr(entry, way)))
-        for label, entry in named
-        for way, words in _WAYS.items()
-    ]
+    on_arrival, given_state = (
+        [
+            (label, words, *metrics(found))
+            for label, entry in named
+            for way, words in ways.items()
+            if (found := getattr(entry, way)) is not None and (ways is _STATE_WAYS or entry.predicted.n)
+        ]
+        for ways in (_WAYS, _STATE_WAYS)
+    )
     left_out = [(label, reasons(entry.left_out)) for label, entry in named if entry.left_out]
     found = {label: scope.latency[name] for name, label in LATENCIES.items()}
     runs = [(f"`{run}`", *_group(label, e)) for label, f in found.items() for run, e in f.by_run.items()]
     phases = [(_phase(e), *_group(label, e)) for label, f in found.items() for e in f.by_phase]
     return (
         _PREAMBLE,
-        table(("latency", "predicted", *ERRORS), errors),
+        table(("latency", "predicted", *ERRORS), on_arrival),
         table(
             ("latency", "is"), [(label, e.definition) for label, e in named], folded="What each latency is"
         ),
-        table(
-            ("latency", "requests"),
-            left_out,
-            folded="Requests without a teacher-forced prediction in the hold-out",
-        ),
         # The errors of a single run are those of the first table.
-        table(("run", *_GROUP_HEAD), runs if len(scope.runs) > 1 else (), folded="By run, teacher-forced"),
-        table(("phase", *_GROUP_HEAD), phases, folded=f"{_BY_PHASE}, teacher-forced"),
+        table(("run", *_GROUP_HEAD), runs if len(scope.runs) > 1 else (), folded="By run"),
+        table(("phase", *_GROUP_HEAD), phases, folded=_BY_PHASE),
+        section(
+            "Given the measured queue and batches",
+            _STATE_PREAMBLE,
+            table(("latency", "predicted", *ERRORS), given_state),
+            table(
+                ("latency", "requests"), left_out, folded="Requests in the hold-out without such a prediction"
+            ),
+        ),
     )
 
 
@@ -601,12 +627,12 @@ def burst_line(bursts: Sequence[results.Burst]) -> str:
 
 
 _BY_PHASE = "By workload phase (an interval of a run with one arrival rate)"
-_GROUP_HEAD = ("latency", *ERRORS, "averages only MAPE %", "baseline MAPE %")
+_GROUP_HEAD = ("latency", *ERRORS, "baseline median %", "given queue and batches, median %")
 
 
 def _group(label: str, errors: results.LatencyErrors) -> tuple[str, ...]:
-    others = (errors.averages_only.mape_pct, errors.baseline.mape_pct)
-    return (label, *metrics(errors.teacher_forced), *(percent(v) for v in others))
+    others = (errors.baseline.mdape_pct, errors.given_measured_state.mdape_pct)
+    return (label, *metrics(errors.predicted), *(percent(v) for v in others))
 
 
 def _phase(phase: results.Phase) -> str:

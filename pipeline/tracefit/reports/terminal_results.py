@@ -125,17 +125,23 @@ def _scopes(result: models.TrainResult) -> list[str]:
             for m in fitted
             if mape_misleads(m.holdout_mape_pct, m.holdout_mdape_pct)
         ]
-        errors = [
-            f"{x.name.upper()} {_percent(x.teacher_forced_mdape_pct)} (from averages {_percent(x.averages_only_mdape_pct)})"
-            for x in result.latencies
-            if x.scope_id == scope_id
-        ]
-        if errors:
-            lines.append(_noted(f"median errors with measured waits and batches: {'; '.join(errors)}"))
+        latencies = [x for x in result.latencies if x.scope_id == scope_id]
+        if latencies:
+            given = [f"{x.name.upper()} {_percent(x.given_measured_state_mdape_pct)}" for x in latencies]
+            lines.append(indented(columns(_LATENCY_HEAD, [_latency_row(x) for x in latencies])))
+            lines.append(_noted(f"given the measured queue and batches: {', '.join(given)}"))
         if verdicts := result.verdicts.get(scope_id, {}):
             lines.append(_noted(", ".join(f"{use}: {answer}" for use, answer in verdicts.items())))
         lines.append("")
     return lines
+
+
+_LATENCY_HEAD = ("predict", "median error", "P90", "baseline", "reference", "held out")
+
+
+def _latency_row(x: models.LatencySummary) -> tuple[str, ...]:
+    errors = (x.predicted_mdape_pct, x.predicted_p90_ape_pct, x.baseline_mdape_pct)
+    return (x.name.upper(), *map(_percent, (*errors, x.gradient_boosting_mdape_pct)), count(x.requests))
 
 
 def _model_row(m: models.ModelSummary) -> tuple[str, ...]:
@@ -369,12 +375,8 @@ def request_text(predicted: RequestPrediction) -> str:
 def rows_text(predicted: models.RowPredictions) -> str:
     """Return the predicted rows as CSV, or the file they were written to."""
     if predicted.out is not None:
-        outside = (
-            ""
-            if predicted.out_of_range is None
-            else f", {predicted.out_of_range:,} outside the training range"
-        )
-        return f"{predicted.rows:,} rows{outside}\nwrote   {predicted.out}"
+        outside = f"{predicted.out_of_range:,} outside the training range"
+        return f"{predicted.rows:,} rows, {outside}\nwrote   {predicted.out}"
     text = io.StringIO()
     if predicted.predictions:
         writer = csv.DictWriter(text, list(predicted.predictions[0]), lineterminator="\n")

@@ -52,17 +52,20 @@ class ModelSummary:
 
 @dataclass(frozen=True, slots=True)
 class LatencySummary:
-    """One request latency, composed of the models, in numbers."""
+    """Errors of one request latency, each on the held-out requests."""
 
     name: str
     scope_id: str
     requests: int
-    teacher_forced_mdape_pct: float | None
-    averages_only_mdape_pct: float | None
+    predicted_mdape_pct: float | None
+    """Of `predict`, with what is known when a request arrives."""
+    predicted_p90_ape_pct: float | None
     baseline_mdape_pct: float | None
-    teacher_forced_mape_pct: float | None
-    averages_only_mape_pct: float | None
-    baseline_mape_pct: float | None
+    """Of the training median."""
+    gradient_boosting_mdape_pct: float | None
+    """Of gradient boosting on the inputs of `predict`."""
+    given_measured_state_mdape_pct: float | None
+    """Of the models, where the measured queue and batches are given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,13 +337,13 @@ class RowPredictions(Shown):
 
     Attributes:
         rows: Number of rows.
-        out_of_range: Rows outside the training range; null for requests, which have no one range.
+        out_of_range: Rows outside the training range.
         out: The file they were written to, or null.
         predictions: The rows with their predictions, where no output file was named.
     """
 
     rows: int
-    out_of_range: int | None
+    out_of_range: int
     out: Path | None
     predictions: tuple[dict[str, object], ...] = ()
 

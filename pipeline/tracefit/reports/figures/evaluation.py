@@ -104,14 +104,14 @@ def distribution_figures(
         if found := entry.distribution if entry else None:
             ways = {
                 "measured": found.measured,
-                "predicted, measured batches": found.teacher_forced,
-                "predicted from averages": found.averages_only,
+                "predicted on arrival": found.predicted,
+                "given the measured queue and batches": found.given_measured_state,
             }
             curves = {way: tuple(q / US_PER_MS for q in us) for way, us in ways.items() if us}
             percents, title = found.percents, f"{label}, predicted and measured"
             look = (
-                "Look for where a predicted curve leaves the measured one: with measured batches, step times are wrong "
-                "there; from averages, waits and batches that an average does not show."
+                "Look for where a predicted curve leaves the measured one: given the measured batches, step times are wrong "
+                "there; on arrival, what comes after it changes the batch."
             )
             note = f"Share of {count(found.requests)} held-out requests with at most this {label}."
         elif at_ms := measured_ms.get(key):
@@ -136,7 +136,7 @@ def _distribution(
     slo_ms: float | None,
     **words: Unpack[FigureWords],
 ) -> Figure:
-    styles = {"measured": (MEASURED, "solid"), "predicted, measured batches": (PREDICTED, "dash")}
+    styles = {"measured": (MEASURED, "solid"), "predicted on arrival": (PREDICTED, "dash")}
     hover = "%{y} % within %{x:,.4~r} ms<extra>%{fullData.name}</extra>"
     traces = []
     for name, values in curves.items():
