@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from types import SimpleNamespace
 
@@ -76,6 +77,25 @@ def test_a_server_that_traces_no_steps_is_warned_of(traces):
     observe(traces, observed)
     (text,) = observed.new_warnings()
     assert "--step-tracing-enabled" in text
+
+
+@pytest.mark.parametrize(
+    ("service", "is_unnamed"),
+    [("", True), ("unknown_service", True), ("unknown_service:python", True), ("unknown-llama", False)],
+)
+def test_a_server_without_a_service_name_is_warned_of_once(lib, tmp_path, service, is_unnamed):
+    """As the SDK names it, or not named at all."""
+
+    async def main():
+        async with lib.running(tmp_path) as at:
+            body = lib.request(1, service=service).SerializeToString()
+            for _ in range(2):
+                await at.intake.take(lambda: asyncio.sleep(0, body))
+            return [at.intake.observed.new_warnings() for _ in range(2)]
+
+    first, second = asyncio.run(main())
+    assert ["OTEL_SERVICE_NAME=" in text for text in first] == [True] * is_unnamed
+    assert second == []
 
 
 def test_a_server_that_traces_no_requests_is_warned_of(traces):

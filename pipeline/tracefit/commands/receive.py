@@ -19,7 +19,7 @@ from tracefit.receive.intake import Intake
 from tracefit.receive.observed import Observed, show_live
 from tracefit.receive.options import ReceiveOptions, Token
 from tracefit.receive.spans import PrivacyFilter
-from tracefit.receive.store import TraceStore
+from tracefit.receive.store import TraceStore, require_writable
 from tracefit.results.traces import ReceivedFrom, ReceiveResult
 from tracefit.server.context import read_context
 from tracefit.server.settings import ServerSettings, merge, read_settings
@@ -79,6 +79,7 @@ def receive(
     root = Path(out)
     try:
         root.mkdir(parents=True, exist_ok=True)
+        require_writable(root)
         store = TraceStore(root.resolve(), rotation=options.rotation, configs=configs)
     except OSError as error:
         raise UsageError(f"cannot be written ({error.strerror})", where=str(out)) from error
@@ -154,6 +155,9 @@ class _Receiver:
         for text in self._observed.new_warnings():
             self._warnings.append(text)
             self._progress.warn(text)
+        # Of a receiver that runs for months these are many: the result has their counts.
+        for text in self._observed.refusals.news():
+            self._progress.warn(text)
 
     def result(self, out: Path) -> ReceiveResult:
         """Return the totals received, the most active senders first."""
@@ -164,7 +168,8 @@ class _Receiver:
             bytes=self._store.written_bytes,
             spans=self._observed.spans,
             exports=self._observed.exports,
-            refused=self._observed.refused,
+            refused=self._observed.refusals.total,
+            refused_by_cause=dict(self._observed.refusals.counts.items()),
             dropped_events=self._observed.dropped_events,
             received_from=tuple(ReceivedFrom(s.service, s.instance, spans) for s, spans in senders),
             warnings=tuple(self._warnings),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from tracefit.receive.intake import Intake
     from tracefit.receive.options import ReceiveOptions, Token
+    from tracefit.receive.refusals import Cause
 
     _Context = grpc.aio.ServicerContext[bytes, bytes]
 
@@ -96,21 +97,32 @@ class _Handlers(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         if handler_call_details.method == _EXPORT:
             return grpc.stream_unary_rpc_method_handler(self._export)
-        return grpc.stream_unary_rpc_method_handler(_refuse_other)
+        return grpc.stream_unary_rpc_method_handler(self._refuse_other)
 
     async def _export(self, messages: AsyncIterator[bytes], context: _Context) -> bytes:
         metadata = dict(context.invocation_metadata() or ())
         if not self._token.accepts(metadata.get("authorization", "")):
+            self._refused("token", TOKEN_NEEDED, context)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, TOKEN_NEEDED)
         try:
             await self._intake.take(lambda: anext(aiter(messages)))
         except BusyError as error:
+            self._refused(error.cause, error.line(), context)
             await _refuse_for_now(context, error)
         except RequestError as error:
+            self._refused(error.cause, error.line(), context)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.line())
         except StopAsyncIteration:  # no message, or one beyond the limit, which the library has refused
+            self._refused("malformed", "no message, or one too long", context)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no message")
         return _ACKNOWLEDGED
+
+    async def _refuse_other(self, _: AsyncIterator[bytes], context: _Context) -> NoReturn:
+        self._refused("other_signal", TRACES_ALONE, context)
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, TRACES_ALONE)
+
+    def _refused(self, cause: Cause, text: str, context: _Context) -> None:
+        self._intake.observed.refusals.add(cause, text, context.peer())
 
 
 async def _refuse_for_now(context: _Context, error: BusyError) -> NoReturn:
@@ -124,7 +136,3 @@ async def _refuse_for_now(context: _Context, error: BusyError) -> NoReturn:
         ("google.rpc.retryinfo-bin", retry.SerializeToString()),  # where OpenTelemetry's Python SDK looks
     )
     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.line(), trailers)
-
-
-async def _refuse_other(_: AsyncIterator[bytes], context: _Context) -> NoReturn:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, TRACES_ALONE)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from tracefit.receive.intake import BodyEncoding, Intake
     from tracefit.receive.options import ReceiveOptions, Token
+    from tracefit.receive.refusals import Cause
 
 _ENCODINGS: dict[str, BodyEncoding] = {"application/x-protobuf": "protobuf", "application/json": "json"}
 _OTHER_SIGNALS = ("/v1/logs", "/v1/metrics")
@@ -35,6 +36,7 @@ _IDLE_S = 75.0  # longer than the SDK's five seconds between exports: a sender k
 _READ_BYTES = 64 << 10
 # HTTP status to google.rpc.Code, which OTLP wants in the body of a refusal.
 _GRPC_CODES = {400: 3, 401: 16, 404: 12, 405: 12, 413: 3, 415: 3, 429: 8}
+_CAUSES: dict[int, Cause] = {401: "token", 404: "other_signal", 405: "other_signal"}
 
 
 class _RefusalError(RequestError):
@@ -42,6 +44,7 @@ class _RefusalError(RequestError):
 
     def __init__(self, code: int, text: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
         super().__init__(text)
+        self.cause = _CAUSES.get(code, "malformed")
         self.code = code
         self.headers = headers
 
@@ -92,6 +95,8 @@ class HttpServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         if task is None or len(self._connections) >= self._intake.limits.connections:
+            text = f"more than {self._intake.limits.connections:,} connections"
+            self._intake.observed.refusals.add("connections", text, "HTTP")
             writer.write(_TOO_MANY)
             writer.close()
             return
@@ -131,9 +136,9 @@ class _Connection:
                     self._http.start_next_cycle()
                     self._is_idle = True
             except h11.RemoteProtocolError as error:
-                await self._send(
-                    _RefusalError(error.error_status_hint, "not a request that HTTP/1.1 knows"), "protobuf"
-                )
+                refusal = _RefusalError(error.error_status_hint, "not a request that HTTP/1.1 knows")
+                self._refused(refusal)
+                await self._send(refusal, "protobuf")
 
     async def _serve_one(self) -> bool:
         """Answer one request; return whether another may follow."""
@@ -149,10 +154,13 @@ class _Connection:
         try:
             await self._take(request, headers, encoding)
         except _RefusalError as refusal:
+            self._refused(refusal)
             answer = refusal
         except BusyError as error:
+            self._refused(error)
             answer = _RefusalError(429, error.line(), (("retry-after", str(error.retry_s)),))
         except RequestError as error:
+            self._refused(error)
             answer = _RefusalError(400, error.line())
         # A sender that waits for 100 Continue has sent no body: its refusal comes at once.
         if answer is not None and not self._http.they_are_waiting_for_100_continue:
@@ -181,6 +189,10 @@ class _Connection:
         if int(headers.get("content-length", b"0")) > self._intake.limits.message_bytes:
             raise self._too_long()
         await self._intake.take(self._body, encoding, is_gzip=compression == b"gzip")
+
+    def _refused(self, error: RequestError | BusyError) -> None:
+        host, *_ = self._writer.get_extra_info("peername") or ("a closed connection",)
+        self._intake.observed.refusals.add(error.cause, error.line(), str(host))
 
     def _too_long(self) -> _RefusalError:
         return _RefusalError(413, f"longer than {self._intake.limits.message_bytes:,} bytes")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from tracefit.receive.observed import Observed
     from tracefit.receive.options import IntakeLimits
+    from tracefit.receive.refusals import Cause
     from tracefit.receive.spans import PrivacyFilter, Sender, SenderSpans
     from tracefit.receive.store import TraceStore
 
@@ -37,9 +38,10 @@ _GZIP_MAGIC = b"\x1f\x8b"
 class BusyError(DataError):
     """A request that can be sent again, after `retry_s` seconds."""
 
-    def __init__(self, what: str, retry_s: int) -> None:
+    def __init__(self, what: str, retry_s: int, cause: Cause = "busy") -> None:
         super().__init__(what)
         self.retry_s = retry_s
+        self.cause = cause
 
 
 class _Pending(NamedTuple):
@@ -95,14 +97,11 @@ class Intake:
                 del body  # a decoded request would otherwise hold its bytes until the disk has them
             await self._written(received)
         except TimeoutError:
-            self.observed.refused += 1
             raise BusyError(f"not delivered within {self.limits.read_s:g} s", RETRY_BUSY_S) from None
-        except DataError:
-            self.observed.refused += 1
-            raise
         for sender, _, count in received:
             self.spans_by_sender[sender] += count
             self.observed.spans += count
+            self.observed.unnamed |= sender.is_unnamed
         self.observed.exports += 1
 
     @contextlib.asynccontextmanager
@@ -110,7 +109,7 @@ class Intake:
         """Hold one of the places for requests that are read and decoded."""
         # Before anything is read: what is refused has cost no memory.
         if self._pending_bytes > self.limits.pending_bytes:
-            raise BusyError("the disk does not keep up", RETRY_DISK_S)
+            raise BusyError("the disk does not keep up", RETRY_DISK_S, "disk")
         if self._waiting >= self.limits.queued_requests:
             raise BusyError("too many requests at once", RETRY_BUSY_S)
         self._waiting += 1
@@ -178,6 +177,7 @@ def _resolve(pending: _Pending, failed: dict[Sender, OSError]) -> None:
         return
     errors = [failed[spans.sender] for spans in pending.received if spans.sender in failed]
     if errors:
-        pending.done.set_exception(BusyError(f"cannot be written ({errors[0].strerror})", RETRY_DISK_S))
+        text = f"cannot be written ({errors[0].strerror})"
+        pending.done.set_exception(BusyError(text, RETRY_DISK_S, "disk"))
     else:
         pending.done.set_result(None)

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from tracefit.receive.refusals import Refusals
 from tracefit.tables import dialects
 from tracefit.text import UNKNOWN, columns, count
 
@@ -54,7 +55,8 @@ class Observed:
     Attributes:
         spans: Spans acknowledged.
         exports: Requests to the receiver acknowledged.
-        refused: Requests to the receiver that were refused.
+        refusals: Requests to the receiver that were refused, by cause.
+        unnamed: Whether spans came from a server without a service name.
         steps: Engine steps traced.
         requests: Requests of the server that finished.
         dropped_events: Events that senders say their SDK dropped.
@@ -65,7 +67,8 @@ class Observed:
 
     spans: int = 0
     exports: int = 0
-    refused: int = 0
+    refusals: Refusals = field(default_factory=Refusals)
+    unnamed: bool = False
     steps: int = 0
     step_spans: int = 0
     requests: int = 0
@@ -150,6 +153,11 @@ class Observed:
         return [text for _, text in fresh]
 
     def _missing(self) -> Iterator[tuple[str, str]]:
+        if self.unnamed:
+            yield (
+                "service",
+                "a server has no service name: start it with OTEL_SERVICE_NAME=NAME, the name of its run",
+            )
         if self.dropped_events:
             # The next power of two: the largest span so far need not be the largest to come.
             needed = 1 << max(self.largest_span - 1, _DEFAULT_SPAN_EVENTS).bit_length()
@@ -188,6 +196,6 @@ def live_table(observed: Observed) -> Text:
         "TTFT, median": _median(observed.ttft_s, 3, "s"),
         "step time, median": _median(observed.cycle_ms, 2, "ms"),
         "events dropped by the sender": count(observed.dropped_events),
-        "requests refused": count(observed.refused),
+        "requests refused": count(observed.refusals.total),
     }
     return Text(columns(None, rows.items(), left=(0, 1)))

@@ -15,6 +15,7 @@ import itertools
 import os
 import re
 import sys
+import tempfile
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
@@ -57,6 +58,16 @@ def folder_name(text: str) -> str:
     if _PLAIN_NAME.fullmatch(text) and not text.endswith(".") and not _LIKE_OURS.fullmatch(text):
         return text
     return f"{clean_run_id(text[:200])[:80]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def require_writable(root: Path) -> None:
+    """Make a file in a folder, and remove it.
+
+    Raises:
+        OSError: It cannot be made; permissions alone would not tell, of a disk that is mounted read-only.
+    """
+    with tempfile.TemporaryFile(dir=root):
+        pass
 
 
 @dataclass(slots=True)
