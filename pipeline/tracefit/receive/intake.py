@@ -61,6 +61,7 @@ class Intake:
         self.observed = observed
         self.limits = limits
         self.spans_by_sender: Counter[Sender] = Counter()
+        self.open_requests = 0
         self._store = store
         self._privacy = privacy
         self._places = asyncio.Semaphore(limits.readers)
@@ -70,6 +71,24 @@ class Intake:
         self._pending_bytes = 0
         self._wake = asyncio.Event()
         self._is_closing = False
+        self._disk_works = True
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken: the disk has taken something since it last failed, or it failed a while ago.
+
+        A receiver that nobody sends to, because it was not ready, is ready again after that while.
+        """
+        return not self._is_closing and (self._disk_works or not self.observed.refusals.is_lasting("disk"))
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of trace files on disk."""
+        return self._store.written_bytes
+
+    async def free_bytes(self) -> int | None:
+        """Return how much is free on the disk, which may take long to say."""
+        return await asyncio.to_thread(self._store.free_bytes)
 
     async def take(
         self,
@@ -89,6 +108,7 @@ class Intake:
             RequestError: It is no request of traces; sending it again is of no use.
             BusyError: There is no room for it now.
         """
+        self.open_requests += 1
         try:
             async with self._place():
                 async with asyncio.timeout(self.limits.read_s):
@@ -98,6 +118,8 @@ class Intake:
             await self._written(received)
         except TimeoutError:
             raise BusyError(f"not delivered within {self.limits.read_s:g} s", RETRY_BUSY_S) from None
+        finally:
+            self.open_requests -= 1
         for sender, _, count in received:
             self.spans_by_sender[sender] += count
             self.observed.spans += count
@@ -160,6 +182,7 @@ class Intake:
                 group, self._pending = self._pending, []
                 received = [spans for pending in group for spans in pending.received]
                 failed = await loop.run_in_executor(disk, self._store.commit, received)
+                self._disk_works = len(failed) < len({spans.sender for spans in received}) or not received
                 for pending in group:
                     self._pending_bytes -= pending.size_bytes
                     _resolve(pending, failed)

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -114,6 +115,12 @@ class TraceStore:
             except OSError as error:
                 failed[sender] = error
         return failed
+
+    def free_bytes(self) -> int | None:
+        """Return how much is free on the disk; null where the folder is gone."""
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(self.root).free
+        return None
 
     def close(self) -> None:
         """Close every file; what was committed is on disk already."""
