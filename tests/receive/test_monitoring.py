@@ -7,6 +7,7 @@ import errno
 import http.client
 import json
 import os
+import re
 from pathlib import Path
 
 import grpc
@@ -14,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tracefit import load
+from tracefit.receive.observed import StepErrors
 from tracefit.receive.options import Token
 
 ROOT = Path(__file__).parents[2]
@@ -152,6 +154,23 @@ def test_metrics_say_what_was_received(lib, tmp_path, new_traces):
     }
     assert {name: found[name] for name in expected} == expected
     assert found[("tracefit_receive_disk_free_bytes",)] > 0
+
+
+def test_the_dashboard_and_the_page_know_every_metric_and_no_other(lib, tmp_path):
+    async def main():
+        async with lib.running(tmp_path, has_metrics=True) as at:
+            at.intake.observed.step_errors = StepErrors(0.02)
+            return (await asyncio.to_thread(get, at.http_port, "/metrics"))[1]
+
+    known = {
+        family.name + "_total" * (family.type == "counter")
+        for family in text_string_to_metric_families(asyncio.run(main()))
+    }
+    dashboard = json.loads((ROOT / "docs/how-to/receive-dashboard.json").read_text())
+    queries = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
+    for text in (queries, (ROOT / "docs/how-to/receive.md").read_text()):
+        named = re.findall(r"\btracefit_(?:receive|server|step)_\w+", text)
+        assert {name.removesuffix("_bucket") for name in named} == known
 
 
 @pytest.mark.slow
