@@ -1,4 +1,5 @@
-# tracefit as an image: `docker build -t tracefit .`, then `docker run --rm -v "$PWD:/data" tracefit run runs/ --out out/`.
+# tracefit as an image: `docker build -t tracefit .`, then
+# `docker run --rm --user "$(id -u):$(id -g)" -v "$PWD:/data" tracefit run runs/ --out out/`: as you, who may write to your folder.
 FROM python:3.12-slim AS build
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./

@@ -19,7 +19,7 @@ EXIT_NOTHING = 1
 """The data cannot support the result."""
 
 EXIT_QUARANTINE = 3
-"""Done, with something in quarantine: rejects, dropped events or duplicate spans."""
+"""Done, with something in quarantine: rejects, dropped events, duplicate spans or refused requests."""
 
 PARAMETERS = {
     "--consumer-version": "consumer_version",

@@ -124,12 +124,13 @@ def start():
 
 
 @asynccontextmanager
-async def running(out, *, options=None, store=None, limits=None, token=None, privacy=None):
+async def running(out, *, options=None, store=None, limits=None, token=None, privacy=None, has_metrics=False):
     """Run both ports in this process, with whatever the test puts in."""
     options = options or ReceiveOptions(grpc_port=0, http_port=0)
     store = store or TraceStore(out, rotation=Rotation(), configs={})
     intake = Intake(store, privacy or PrivacyFilter(), Observed(), limits or IntakeLimits())
-    servers = (GrpcServer(intake, token or Token(None)), HttpServer(intake, token or Token(None)))
+    token = token or Token(None)
+    servers = (GrpcServer(intake, token), HttpServer(intake, token, has_metrics=has_metrics))
     grpc_port, http_port = [await each.start(options) for each in servers]
     writing = asyncio.create_task(intake.run())
     try:

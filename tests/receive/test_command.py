@@ -147,6 +147,29 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_folder_on_a_read_only_disk_is_one_line_before_anything_is_received():
+    """Root may write where permissions forbid it, but not to /proc."""
+    done = call("--out", "/proc", *ANY)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "/proc: cannot be written" in done.stderr
+
+
+@pytest.mark.slow
+def test_refused_requests_are_said_once_counted_by_cause_and_in_the_exit_code(lib, start, tmp_path):
+    (tmp_path / "token").write_text("x" * 16)
+    receiver = start(tmp_path / "runs", "--token-file", tmp_path / "token", "--json")
+    for _ in range(3):
+        with pytest.raises(grpc.RpcError):
+            export(receiver.grpc_port, lib.request(1))
+    line = receiver.popen.stderr.readline()
+    assert line.startswith("warning: requests are refused (token): a token is needed")
+    code, out, err = receiver.end()
+    assert (code, err) == (3, "")
+    result = json.loads(out)
+    assert (result["refused"], result["refused_by_cause"], result["exit_code"]) == (3, {"token": 3}, 3)
+
+
+@pytest.mark.slow
 def test_without_the_extra_it_says_what_to_install(tmp_path):
     code = "import sys; sys.modules['h11'] = None; from tracefit.cli import main; main()"
     command = [sys.executable, "-c", code, "receive", "--out", tmp_path, *ANY]

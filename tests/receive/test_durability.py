@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace.export import SpanExportResult
 
-from tracefit import ingest
+from tracefit import ingest, inspect
 from tracefit.receive.options import Rotation
 from tracefit.receive.spans import Sender, SenderSpans
 from tracefit.receive.store import TraceStore, folder_name
@@ -230,7 +231,7 @@ def test_a_full_disk_makes_the_sdk_wait_and_loses_nothing(lib, start, tmp_path):
     resource.prlimit(receiver.popen.pid, resource.RLIMIT_FSIZE, (hard, hard))
     thread.join()
     code, _, _ = receiver.end()
-    assert (code, results) == (0, [SpanExportResult.SUCCESS])
+    assert (code, results) == (3, [SpanExportResult.SUCCESS])
     assert len(lib.span_ids(tmp_path)) == len(set(lib.span_ids(tmp_path))) == len(spans)
 
 
@@ -316,6 +317,50 @@ def test_many_senders_do_not_hold_many_files_open(lib, tmp_path):
     assert numbers_in(lib, tmp_path) == list(range(1, 100))
 
 
+@pytest.mark.parametrize("gone", ["vllm", "vllm/engine", "."])
+def test_after_a_folder_is_removed_spans_go_to_a_new_one(lib, tmp_path, gone):
+    store = store_at(tmp_path / "out")
+    assert store.commit([part(lib, 1)]) == {}
+    shutil.rmtree(tmp_path / "out" / gone)
+    assert store.commit([part(lib, 2)]) == {}
+    assert numbers_in(lib, tmp_path) == [2]
+    assert (tmp_path / "out" / "vllm" / "exp-config.yaml").exists()
+
+
+def test_after_a_folder_is_moved_spans_go_to_a_new_one_alone(lib, tmp_path):
+    """Rotation, too, must not look for the folder that was there."""
+    store = store_at(tmp_path, size_bytes=1)
+    for number in (1, 2, 3):
+        assert store.commit([part(lib, number)]) == {}
+        (tmp_path / "vllm").rename(tmp_path / f"moved-{number}")
+    assert [numbers_in(lib, tmp_path / f"moved-{n}") for n in (1, 2, 3)] == [[1], [2], [3]]
+    assert not (tmp_path / "vllm").exists()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_spans_written_to_a_folder_that_is_moved_meanwhile_are_acknowledged_only_in_the_new_one(
+    lib, tmp_path, monkeypatch, times
+):
+    """Moved once, they are written again; twice, the sender has to send them again."""
+    store, write, moved = store_at(tmp_path), os.write, []
+    assert store.commit([part(lib, 1)]) == {}
+
+    def moves(descriptor, data):
+        if len(moved) < times:
+            moved.append((tmp_path / "vllm").rename(tmp_path / f"moved-{len(moved)}"))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", moves)
+    failed = store.commit([part(lib, 2)])
+    assert set(failed) == ({SENDER} if times == 2 else set())
+    assert numbers_in(lib, tmp_path) == ([1] if failed else [1, 2])
+    assert store.commit([part(lib, 3)]) == {}
+    store.close()
+    assert numbers_in(lib, tmp_path) == ([1, 3] if failed else [1, 2, 3])
+    assert numbers_in(lib, tmp_path / "moved-0") == [1]
+    assert all(path.stat().st_size for path in store.files if path.exists())
+
+
 HOSTILE = [
     "../../etc",
     "/etc/passwd",
@@ -333,6 +378,7 @@ HOSTILE = [
     "-rf",
 ]
 HOSTILE += ["config.json", "exp-config.yaml", "$(reboot)", "a\nb", "2026", "year=2026", "a.", "traces.json"]
+HOSTILE += ["manifest.json", "run.yaml", "alpha.json", "a-b-c8687a08"]
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=lambda n: ascii(n)[:20])
@@ -350,9 +396,19 @@ def test_no_name_leads_out_of_the_folder(lib, tmp_path, name):
 
 
 def test_names_that_are_cleaned_to_the_same_stay_apart():
-    names = ["a/b", "a\\b", "a-b", "a b", "é", "è", "x" * 200, "x" * 201]
+    names = ["a/b", "a\\b", "a-b", "a b", "é", "è", "x" * 200, "x" * 201, "manifest.json"]
+    names += [folder_name(name) for name in names if folder_name(name) != name]  # a sender may be named so
     assert len({folder_name(name) for name in names}) == len(names)
     assert folder_name("7b8b12f1-d6ca-4761-95c1-357ffa2c3a31") == "7b8b12f1-d6ca-4761-95c1-357ffa2c3a31"
+
+
+def test_a_service_named_like_a_file_of_the_tables_can_be_inspected(tmp_path, new_traces):
+    """As `inspect` does, which takes a folder with a manifest.json for tables."""
+    store = store_at(tmp_path)
+    data = new_traces().request(1, 0, step=1).protobuf()
+    store.commit([SenderSpans(Sender("manifest.json", ""), data, 2)])
+    store.close()
+    assert [run.run_id for run in inspect(tmp_path).runs] == [folder_name("manifest.json")]
 
 
 def test_a_configuration_that_is_there_stays(lib, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,35 @@ def test_the_receiver_of_the_example_has_options_that_exist():
     assert set(flags) <= known
     assert "ports" not in service, "without TLS, it is for the server beside it alone"
     assert COMPOSE["networks"]["traces"]["internal"]
+
+
+def test_the_image_can_write_where_the_example_and_the_pages_mount():
+    """A named volume begins as the image's folder, with its owner; a folder of the host needs the host's user."""
+    (install,) = re.findall(r"install --directory --owner=(\w+) (\S+)", DOCKERFILE)
+    (user,) = re.findall(r"useradd --create-home --uid (\d+) (\w+)", DOCKERFILE)
+    final = STAGES[-1]
+    assert (user[1], words(final, "USER"), words(final, "WORKDIR")) == (install[0], [user[0]], [install[1]])
+    service = COMPOSE["services"]["receive"]
+    assert "user" not in service
+    assert [mount.split(":")[1:] for mount in service["volumes"]] == [[install[1]]]
+    assert {mount.split(":")[0] for mount in service["volumes"]} == set(COMPOSE["volumes"])
+    pages = [ROOT / "Dockerfile", ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    mounting = [c for page in pages for c in re.findall(r"docker run [^`\n]*-v [^`\n]*", page.read_text())]
+    assert mounting
+    assert all('--user "$(id -u):$(id -g)"' in command for command in mounting)
+
+
+@pytest.mark.slow
+def test_the_health_check_of_the_example_tells_a_receiver_from_none(start, tmp_path):
+    service = COMPOSE["services"]["receive"]
+    receiver = start(tmp_path)
+    _, python, *arguments = service["healthcheck"]["test"]
+    assert python == "python"
+    check = [sys.executable, *(a.replace(":4318/", f":{receiver.http_port}/") for a in arguments)]
+    assert subprocess.run(check, check=False).returncode == 0
+    receiver.end()
+    assert subprocess.run(check, capture_output=True, check=False).returncode != 0
+    assert service["restart"] == "unless-stopped"
 
 
 def test_the_server_of_the_example_has_flags_of_the_stock_image_alone():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from receive.conftest import at_once
-from tracefit.receive.observed import Observed, live_table
+from tracefit.receive.observed import ClassCounts, Observed, ObservedStep, StepErrors, live_table
 from tracefit.receive.spans import PrivacyFilter
 
 
@@ -28,20 +29,40 @@ def test_ttft_is_from_arrival_to_the_first_token(traces):
     traces.api(3, {"ARRIVED": 50_000, "DEPARTED": 91_000})
     traces.core(3, [("FIRST_TOKEN", 80_000, 1), ("FINISHED", 90_000, 2)])
     observed = observe(traces)
-    assert observed.ttft_s == pytest.approx([0.02, 0.03])
+    assert list(observed.ttft_s.recent) == pytest.approx([0.02, 0.03])
     assert (observed.requests, observed.spans) == (2, 4)
 
 
-def test_stock_servers_say_their_ttft_themselves(traces):
-    traces.span(
-        "vllm.llm_engine",
-        "llm_request",
-        (1, 1, 0),
-        [],
-        attributes={"gen_ai.latency.time_to_first_token": 0.25},
-    )
+def test_stock_servers_say_their_latencies_themselves(traces):
+    latencies = {"gen_ai.latency.time_to_first_token": 0.25, "gen_ai.latency.time_in_queue": 0.125}
+    traces.span("vllm.llm_engine", "llm_request", (1, 1, 0), [], attributes=latencies)
     observed = observe(traces)
-    assert (list(observed.ttft_s), observed.requests) == ([0.25], 1)
+    found = (list(observed.ttft_s.recent), list(observed.queue_wait_s.recent), observed.requests)
+    assert found == ([0.25], [0.125], 1)
+
+
+def test_a_queue_wait_lasts_until_a_request_is_first_scheduled(traces):
+    events = [("QUEUED", 10_000, 0), ("SCHEDULED", 17_000, 1), ("PREEMPTED", 20_000, 2)]
+    traces.core(1, [*events, ("SCHEDULED", 90_000, 5), ("FINISHED", 95_000, 6)])
+    observed = observe(traces)
+    assert list(observed.queue_wait_s.recent) == pytest.approx([0.007])
+
+
+def test_values_are_counted_by_class():
+    """A bound belongs to the class below it."""
+    values = ClassCounts((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 7.0):
+        values.add(value)
+    assert (values.counts, values.sum) == ([2, 1, 1], 10.0)
+
+
+def test_errors_of_predictions_are_relative_to_what_was_measured():
+    """100 us measured and 110 predicted, 200 and 180; of the third there is no prediction."""
+    steps = [ObservedStep(0, 1, 0, 0, None, cycle_us) for cycle_us in (100.0, 200.0, 300.0)]
+    errors = StepErrors()
+    errors.add(steps, [110.0, 180.0, None])
+    assert list(errors.errors.recent) == pytest.approx([0.1, 0.1])
+    assert (errors.measured_s, errors.predicted_s) == pytest.approx((300e-6, 290e-6))
 
 
 def test_a_step_lasts_until_the_next_one_while_the_engine_is_busy(traces):
@@ -82,6 +103,25 @@ def test_a_server_that_traces_no_steps_is_warned_of(traces):
     assert "stock vLLM refuses to start with these flags" in text
 
 
+@pytest.mark.parametrize(
+    ("service", "is_unnamed"),
+    [("", True), ("unknown_service", True), ("unknown_service:python", True), ("unknown-llama", False)],
+)
+def test_a_server_without_a_service_name_is_warned_of_once(lib, tmp_path, service, is_unnamed):
+    """As the SDK names it, or not named at all."""
+
+    async def main():
+        async with lib.running(tmp_path) as at:
+            body = lib.request(1, service=service).SerializeToString()
+            for _ in range(2):
+                await at.intake.take(lambda: asyncio.sleep(0, body))
+            return [at.intake.observed.new_warnings() for _ in range(2)]
+
+    first, second = asyncio.run(main())
+    assert ["OTEL_SERVICE_NAME=" in text for text in first] == [True] * is_unnamed
+    assert second == []
+
+
 def test_a_server_that_traces_no_requests_is_warned_of(traces):
     for number in range(5):
         traces.steps(*(traces.summary(n, n * 10_000) for n in range(number * 100, number * 100 + 100)))
@@ -120,6 +160,7 @@ def test_the_view_shows_what_there_is(traces):
         "steps": "2 (0/s)",
         "requests": "1",
         "TTFT, median": "0.011 s",
+        "queue wait, median": "0.2 ms",
         "step time, median": "9.00 ms",
         "events dropped by the sender": "7",
         "requests refused": "0",
@@ -138,4 +179,4 @@ def test_open_requests_are_forgotten_after_a_while():
             trace_id=number, dropped_events_count=0, name="llm_request", start_time_unix_nano=10
         )
         observed.add("vllm.api", api)
-    assert list(observed.ttft_s) == [20 / 1e9]
+    assert list(observed.ttft_s.recent) == [20 / 1e9]

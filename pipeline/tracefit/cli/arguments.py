@@ -204,6 +204,9 @@ RECEIVE: Group = {
         metavar="SIZE,TIME",
         help="Begin a new file at this size, or after this time.",
     ),
+    "metrics": _option(
+        bool, False, "--metrics", help="Answer GET /metrics on the HTTP port, for Prometheus."
+    ),
     "stop_after_s": _option(
         Optional[str],
         None,

@@ -129,6 +129,18 @@ def receive(
     ] = None,
     *,
     live: Annotated[bool, typer.Option("--live", help="Show on the terminal what comes in.")] = False,
+    models: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="Coefficient files of the servers: their errors on the steps that come in are shown by --live and --metrics."
+        ),
+    ] = None,
+    scope: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Scope id, or a part of it that is unique; needed where --models has several scopes."
+        ),
+    ] = None,
     **options: Any,
 ) -> object:
     """Receive traces from running servers into run folders.
@@ -150,6 +162,8 @@ def receive(
         # Before the settings of --set, which win over it.
         server=server_options(options, *([f"model={model}"] if model else [])),
         live=live,
+        models=models,
+        scope=scope,
         listening=listening,
         progress=terminal,
     )

@@ -158,8 +158,9 @@ of `--config` (`beta-target = "clock"`, at the top for every command or below `[
 the environment, the environment over the file.
 
 Exit codes: 0 done; 1 the data cannot support the result; 2 usage; 3 done, with something in quarantine (unreadable
-records, implausible values, events the server's SDK dropped, duplicate spans); 4 a defect of tracefit itself, in one line to
-report; 130 interrupted; 141 the reader of standard output is gone. A result that standard output does not take is 2.
+records, implausible values, events the server's SDK dropped, duplicate spans, requests the receiver refused); 4 a defect of
+tracefit itself, in one line to report; 130 interrupted; 141 the reader of standard output is gone. A result that standard
+output does not take is 2.
 """
 
 app = typer.Typer(

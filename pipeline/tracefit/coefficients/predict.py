@@ -82,6 +82,15 @@ def p90_ape_pct(model: Model, group: str | None) -> float | None:
     return found.p90_ape_pct
 
 
+def published_mdape_pct(model: Model) -> float | None:
+    """Return the median error of the training or of the held-out rows, the larger one.
+
+    New traces are as much like the one as like the other.
+    """
+    parts = (model.validation.train, model.validation.holdout) if model.validation else ()
+    return max((part.mdape_pct for part in parts if part.mdape_pct is not None), default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPrediction:
     """A predicted step.

@@ -13,6 +13,7 @@ from tracefit.coefficients.diff import coefficient_diffs, prediction_diffs
 from tracefit.coefficients.files import find_models, has_models
 from tracefit.coefficients.model import BoundaryModel
 from tracefit.coefficients.models import Models, load
+from tracefit.coefficients.predict import published_mdape_pct
 from tracefit.coefficients.predict_frames import predict_rows
 from tracefit.commands.locate import choose_scope, find_tables
 from tracefit.commands.scopes import load_scope, scopes_of, write_timelines
@@ -149,11 +150,8 @@ def _drift(one: Path, tables: Path, old: Models, wanted: list[str], tolerance: T
 
 
 def _drift_of(model: Model, scope: ModelScope, tables: ScopeTables, tolerance: Tolerance) -> Drift:
-    # The median: a few requests that met something else say nothing of whether the coefficients still hold. Of both
-    # parts of the training data, since the new traces are as much like the one as like the other.
-    parts = (model.validation.train, model.validation.holdout) if model.validation else ()
-    medians = [part.mdape_pct for part in parts if part.mdape_pct is not None]
-    base = (max(medians, default=None), model.validation.holdout.mae if model.validation else None)
+    # The median: a few requests that met something else say nothing of whether the coefficients still hold.
+    base = (published_mdape_pct(model), model.validation.holdout.mae if model.validation else None)
     try:
         rows, predicted = _predicted(model, scope, tables)
     except (UsageError, DataError) as error:

@@ -13,20 +13,22 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from tracefit.coefficients.models import Models, load
+from tracefit.coefficients.predict import published_mdape_pct
 from tracefit.commands.ingest import ServerOptions
 from tracefit.errors import UsageError
 from tracefit.progress import NullProgress, Progress
 from tracefit.receive.intake import Intake
-from tracefit.receive.observed import Observed, show_live
+from tracefit.receive.observed import Observed, ObservedStep, StepErrors, show_live
 from tracefit.receive.options import ReceiveOptions, Token
 from tracefit.receive.spans import PrivacyFilter
-from tracefit.receive.store import TraceStore
+from tracefit.receive.store import TraceStore, require_writable
 from tracefit.results.traces import ReceivedFrom, ReceiveResult
 from tracefit.server.context import read_context
 from tracefit.server.settings import ServerSettings, merge, read_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from tracefit.receive.grpc_server import GrpcServer
     from tracefit.receive.http_server import HttpServer
@@ -55,6 +57,8 @@ def receive(
     server: ServerOptions | None = None,
     options: ReceiveOptions | None = None,
     live: bool = False,
+    models: Models | str | Path | None = None,
+    scope: str | None = None,
     listening: Callable[[Listening], None] | None = None,
     progress: Progress | None = None,
 ) -> ReceiveResult:
@@ -67,6 +71,8 @@ def receive(
         server: Facts about the servers; they go into each run's exp-config.yaml and config.json.
         options: Where to listen, which senders are allowed, and which spans are kept.
         live: Show incoming spans on the terminal.
+        models: Coefficient files of the servers: how far off their step times are is shown on the terminal and in the metrics.
+        scope: See `Models.scope`.
         listening: Called once both ports are open.
         progress: Receives warnings about missing parts of the traces.
 
@@ -75,15 +81,17 @@ def receive(
     """
     options = options or ReceiveOptions()
     options.require_safe()
+    step_model = None if models is None else _StepModel(models, scope)
     token = Token(options.token_file)
     configs = _configs(server or ServerOptions())
     root = Path(out)
     try:
         root.mkdir(parents=True, exist_ok=True)
+        require_writable(root)
         store = TraceStore(root.resolve(), rotation=options.rotation, configs=configs)
     except OSError as error:
         raise UsageError(f"cannot be written ({error.strerror})", where=str(out)) from error
-    receiver = _Receiver(store, options, token, progress or NullProgress())
+    receiver = _Receiver(store, options, token, step_model, progress or NullProgress())
     asyncio.run(receiver.run(live=live, listening=listening or (lambda _: None)))
     return receiver.result(root)
 
@@ -105,22 +113,65 @@ def _configs(server: ServerOptions) -> dict[str, bytes]:
     return configs
 
 
+class _StepModel:
+    """Predicts the steps that come in, with the model of one scope."""
+
+    def __init__(self, models: Models | str | Path, scope: str | None) -> None:
+        chosen = (models if isinstance(models, Models) else load(models)).scope(scope)
+        published = published_mdape_pct(chosen.step_model)
+        self.errors = StepErrors(None if published is None else published / 100)
+        self._models = chosen
+        # A model that summaries do not suffice for is refused now, not when steps come in.
+        self._predicted_us([ObservedStep(0, 1, 0, 0, 1, 1.0)])
+
+    def compare(self, steps: Sequence[ObservedStep]) -> None:
+        """Predict steps and count how far off the predictions are."""
+        self.errors.add(steps, self._predicted_us(steps))
+
+    def _predicted_us(self, steps: Sequence[ObservedStep]) -> list[float | None]:
+        import polars as pl  # noqa: PLC0415 - takes long to load, and a receiver without models needs none
+
+        from tracefit.coefficients.predict_frames import predict_steps  # noqa: PLC0415
+
+        block_tokens = self._models.server["block_size"]
+        # A summary has no context: it follows from the KV blocks in use, as these follow from it in `workload.STEP_COLUMNS`.
+        requests = pl.col("num_decode_reqs") + pl.col("num_prefill_reqs")
+        cached = (pl.col("kv_blocks_used") - requests / 2) * block_tokens - pl.col("prefill_tokens")
+        schema = dict.fromkeys(ObservedStep._fields, pl.Float64)
+        rows = pl.DataFrame(steps, schema, orient="row", strict=False).select(
+            batch="num_decode_reqs",
+            context=cached.clip(0) / pl.max_horizontal("num_decode_reqs", 1),
+            prefill="prefill_tokens",
+            prefill_reqs="num_prefill_reqs",
+            waiting="waiting_depth",
+        )
+        return predict_steps(self._models, rows)["predicted_us"].to_list()
+
+
 class _Receiver:
     """Both ports, the disk, and the reports about them."""
 
-    def __init__(self, store: TraceStore, options: ReceiveOptions, token: Token, progress: Progress) -> None:
+    def __init__(
+        self,
+        store: TraceStore,
+        options: ReceiveOptions,
+        token: Token,
+        step_model: _StepModel | None,
+        progress: Progress,
+    ) -> None:
         self._store = store
         self._options = options
         self._progress = progress
         self._token = token
-        self._observed = Observed()
+        self._step_model = step_model
+        self._observed = Observed(step_errors=step_model.errors if step_model else None)
         privacy = PrivacyFilter(options.keep_attributes, all_spans=options.all_spans)
         self._intake = Intake(store, privacy, self._observed, options.limits)
         self._warnings: list[str] = []
 
     async def run(self, *, live: bool, listening: Callable[[Listening], None]) -> None:
         """Receive until a stop is requested, then finish open requests."""
-        servers = _servers(self._intake, self._token)
+        servers = _servers(self._intake, self._token, has_metrics=self._options.metrics)
         stop = asyncio.Event()
         with _signals(stop):
             try:
@@ -150,10 +201,15 @@ class _Receiver:
         while True:
             await asyncio.sleep(_CHECK_S)
             self._warn()
+            if self._step_model is not None and (steps := self._observed.take_steps()):
+                await asyncio.to_thread(self._step_model.compare, steps)
 
     def _warn(self) -> None:
         for text in self._observed.new_warnings():
             self._warnings.append(text)
+            self._progress.warn(text)
+        # Of a receiver that runs for months these are many: the result has their counts.
+        for text in self._observed.refusals.news():
             self._progress.warn(text)
 
     def result(self, out: Path) -> ReceiveResult:
@@ -165,24 +221,27 @@ class _Receiver:
             bytes=self._store.written_bytes,
             spans=self._observed.spans,
             exports=self._observed.exports,
-            refused=self._observed.refused,
+            refused=self._observed.refusals.total,
+            refused_by_cause=dict(self._observed.refusals.counts.items()),
             dropped_events=self._observed.dropped_events,
             received_from=tuple(ReceivedFrom(s.service, s.instance, spans) for s, spans in senders),
             warnings=tuple(self._warnings),
         )
 
 
-def _servers(intake: Intake, token: Token) -> tuple[GrpcServer, HttpServer]:
+def _servers(intake: Intake, token: Token, *, has_metrics: bool) -> tuple[GrpcServer, HttpServer]:
     # grpcio reads it when it is imported. What a client does wrong is not for the receiver's terminal.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
+        if has_metrics:
+            import prometheus_client  # noqa: F401, PLC0415 - better missing now than at the first scrape
         from tracefit.receive.grpc_server import GrpcServer  # noqa: PLC0415 - packages of the extra alone
         from tracefit.receive.http_server import HttpServer  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise UsageError(
             f"receiving needs the Python package {error.name}", hint="pip install 'tracefit[receive]'"
         ) from error
-    return GrpcServer(intake, token), HttpServer(intake, token)
+    return GrpcServer(intake, token), HttpServer(intake, token, has_metrics=has_metrics)
 
 
 @contextlib.contextmanager

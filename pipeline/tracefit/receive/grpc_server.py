@@ -7,10 +7,13 @@ would count compressed bytes alone.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
+from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
@@ -24,10 +27,16 @@ if TYPE_CHECKING:
 
     from tracefit.receive.intake import Intake
     from tracefit.receive.options import ReceiveOptions, Token
+    from tracefit.receive.refusals import Cause
 
     _Context = grpc.aio.ServicerContext[bytes, bytes]
 
-_EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+_TRACE_SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
+_EXPORT = f"/{_TRACE_SERVICE}/Export"
+# grpc.health.v1: its request is a string, its response an enumeration, both in field 1, as in protobuf's wrappers. The
+# package grpcio-health-checking needs a newer protobuf than OpenTelemetry's older SDKs allow.
+_HEALTH = "/grpc.health.v1.Health/Check"
+_SERVING, _NOT_SERVING = 1, 2
 _ACKNOWLEDGED = ExportTraceServiceResponse().SerializeToString()
 _IDENTITY_AND_GZIP = 0b101  # bits of grpc_compression_algorithm; the one between them is deflate
 
@@ -93,21 +102,45 @@ class _Handlers(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         if handler_call_details.method == _EXPORT:
             return grpc.stream_unary_rpc_method_handler(self._export)
-        return grpc.stream_unary_rpc_method_handler(_refuse_other)
+        if handler_call_details.method == _HEALTH:
+            return grpc.stream_unary_rpc_method_handler(self._check)
+        return grpc.stream_unary_rpc_method_handler(self._refuse_other)
 
     async def _export(self, messages: AsyncIterator[bytes], context: _Context) -> bytes:
         metadata = dict(context.invocation_metadata() or ())
         if not self._token.accepts(metadata.get("authorization", "")):
+            self._refused("token", TOKEN_NEEDED, context)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, TOKEN_NEEDED)
         try:
             await self._intake.take(lambda: anext(aiter(messages)))
         except BusyError as error:
+            self._refused(error.cause, error.line(), context)
             await _refuse_for_now(context, error)
         except RequestError as error:
+            self._refused(error.cause, error.line(), context)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.line())
         except StopAsyncIteration:  # no message, or one beyond the limit, which the library has refused
+            self._refused("malformed", "no message, or one too long", context)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no message")
         return _ACKNOWLEDGED
+
+    async def _check(self, messages: AsyncIterator[bytes], context: _Context) -> bytes:
+        """Answer a health check, which needs no token; an empty name stands for the whole server."""
+        try:
+            async with asyncio.timeout(self._intake.limits.read_s):
+                name = StringValue.FromString(await anext(aiter(messages), b"")).value
+        except (DecodeError, TimeoutError):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a HealthCheckRequest")
+        if name not in ("", _TRACE_SERVICE):
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        return Int32Value(value=_SERVING if self._intake.is_ready else _NOT_SERVING).SerializeToString()
+
+    async def _refuse_other(self, _: AsyncIterator[bytes], context: _Context) -> NoReturn:
+        self._refused("other_signal", TRACES_ALONE, context)
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, TRACES_ALONE)
+
+    def _refused(self, cause: Cause, text: str, context: _Context) -> None:
+        self._intake.observed.refusals.add(cause, text, context.peer())
 
 
 async def _refuse_for_now(context: _Context, error: BusyError) -> NoReturn:
@@ -121,7 +154,3 @@ async def _refuse_for_now(context: _Context, error: BusyError) -> NoReturn:
         ("google.rpc.retryinfo-bin", retry.SerializeToString()),  # where OpenTelemetry's Python SDK looks
     )
     await context.abort(grpc.StatusCode.UNAVAILABLE, error.line(), trailers)
-
-
-async def _refuse_other(_: AsyncIterator[bytes], context: _Context) -> NoReturn:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, TRACES_ALONE)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from tracefit.receive.intake import BodyEncoding, Intake
     from tracefit.receive.options import ReceiveOptions, Token
+    from tracefit.receive.refusals import Cause
 
 _ENCODINGS: dict[str, BodyEncoding] = {"application/x-protobuf": "protobuf", "application/json": "json"}
 _OTHER_SIGNALS = ("/v1/logs", "/v1/metrics")
@@ -35,6 +36,7 @@ _IDLE_S = 75.0  # longer than the SDK's five seconds between exports: a sender k
 _READ_BYTES = 64 << 10
 # HTTP status to google.rpc.Code, which OTLP wants in the body of a refusal.
 _GRPC_CODES = {400: 3, 401: 16, 404: 12, 405: 12, 413: 3, 415: 3, 503: 14}
+_CAUSES: dict[int, Cause] = {401: "token", 404: "other_signal", 405: "other_signal"}
 
 
 class _RefusalError(RequestError):
@@ -42,6 +44,7 @@ class _RefusalError(RequestError):
 
     def __init__(self, code: int, text: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
         super().__init__(text)
+        self.cause = _CAUSES.get(code, "malformed")
         self.code = code
         self.headers = headers
 
@@ -49,9 +52,10 @@ class _RefusalError(RequestError):
 class HttpServer:
     """The HTTP port."""
 
-    def __init__(self, intake: Intake, token: Token) -> None:
+    def __init__(self, intake: Intake, token: Token, *, has_metrics: bool = False) -> None:
         self._intake = intake
         self._token = token
+        self._has_metrics = has_metrics
         self._connections: dict[asyncio.Task[None], _Connection] = {}
         self._server: asyncio.Server | None = None
 
@@ -92,10 +96,14 @@ class HttpServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         if task is None or len(self._connections) >= self._intake.limits.connections:
+            text = f"more than {self._intake.limits.connections:,} connections"
+            self._intake.observed.refusals.add("connections", text, "HTTP")
             writer.write(_TOO_MANY)
             writer.close()
             return
-        self._connections[task] = _Connection(reader, writer, self._intake, self._token)
+        self._connections[task] = _Connection(
+            reader, writer, self._intake, self._token, has_metrics=self._has_metrics
+        )
         try:
             await self._connections[task].serve()
         finally:
@@ -107,8 +115,15 @@ class _Connection:
     """One connection of one sender, request after request."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, intake: Intake, token: Token
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        intake: Intake,
+        token: Token,
+        *,
+        has_metrics: bool,
     ) -> None:
+        self._has_metrics = has_metrics
         self._reader = reader
         self._writer = writer
         self._intake = intake
@@ -131,9 +146,9 @@ class _Connection:
                     self._http.start_next_cycle()
                     self._is_idle = True
             except h11.RemoteProtocolError as error:
-                await self._send(
-                    _RefusalError(error.error_status_hint, "not a request that HTTP/1.1 knows"), "protobuf"
-                )
+                refusal = _RefusalError(error.error_status_hint, "not a request that HTTP/1.1 knows")
+                self._refused(refusal)
+                await self._send(refusal, "protobuf")
 
     async def _serve_one(self) -> bool:
         """Answer one request; return whether another may follow."""
@@ -145,21 +160,48 @@ class _Connection:
         headers = {bytes(name).decode("latin-1"): bytes(value) for name, value in request.headers}
         kind = headers.get("content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
         encoding = _ENCODINGS.get(kind)
-        answer = None
+        answer = page = None
         try:
-            await self._take(request, headers, encoding)
+            page = await self._page(request, headers)
+            if page is None:
+                await self._take(request, headers, encoding)
         except _RefusalError as refusal:
+            self._refused(refusal)
             answer = refusal
         except BusyError as error:
+            self._refused(error)
             # Not 429, at which OpenTelemetry's Python SDK drops the spans.
             answer = _RefusalError(503, error.line(), (("retry-after", str(error.retry_s)),))
         except RequestError as error:
+            self._refused(error)
             answer = _RefusalError(400, error.line())
         # A sender that waits for 100 Continue has sent no body: its refusal comes at once.
-        if answer is not None and not self._http.they_are_waiting_for_100_continue:
+        if not self._http.they_are_waiting_for_100_continue:
             await self._discard()
-        await self._send(answer, encoding or "protobuf")
+        if page is None:
+            await self._send(answer, encoding or "protobuf")
+        else:
+            await self._answer(*page)
         return self._http.states == {h11.CLIENT: h11.DONE, h11.SERVER: h11.DONE} and not self._is_closing
+
+    async def _page(self, request: h11.Request, headers: dict[str, bytes]) -> tuple[int, str, bytes] | None:
+        """Return status, type and content of a page that is read by other programs than senders; null for other requests."""
+        path = request.target.partition(b"?")[0]
+        if request.method != b"GET" or path not in (b"/healthz", b"/metrics"):
+            return None
+        if path == b"/healthz":  # without a token: it says nothing of the servers
+            is_ready = self._intake.is_ready
+            return (200, "text/plain", b"ok\n") if is_ready else (503, "text/plain", b"not ready\n")
+        if not self._has_metrics:
+            raise _RefusalError(404, "metrics are off; --metrics turns them on")
+        self._require_token(headers)
+        from tracefit.receive.metrics import CONTENT_TYPE, metrics_page  # noqa: PLC0415 - for --metrics alone
+
+        return 200, CONTENT_TYPE, metrics_page(self._intake, await self._intake.free_bytes())
+
+    def _require_token(self, headers: dict[str, bytes]) -> None:
+        if not self._token.accepts(headers.get("authorization", b"")):
+            raise _RefusalError(401, TOKEN_NEEDED, (("www-authenticate", "Bearer"),))
 
     async def _take(
         self, request: h11.Request, headers: dict[str, bytes], encoding: BodyEncoding | None
@@ -174,14 +216,17 @@ class _Connection:
             raise _RefusalError(404, "no such path; traces are posted to /v1/traces")
         if request.method != b"POST":
             raise _RefusalError(405, "traces are posted", (("allow", "POST"),))
-        if not self._token.accepts(headers.get("authorization", b"")):
-            raise _RefusalError(401, TOKEN_NEEDED, (("www-authenticate", "Bearer"),))
+        self._require_token(headers)
         compression = headers.get("content-encoding", b"identity").strip().lower()
         if encoding is None or compression not in (b"identity", b"gzip"):
             raise _RefusalError(415, "send application/x-protobuf or application/json, plain or gzip")
         if int(headers.get("content-length", b"0")) > self._intake.limits.message_bytes:
             raise self._too_long()
         await self._intake.take(self._body, encoding, is_gzip=compression == b"gzip")
+
+    def _refused(self, error: RequestError | BusyError) -> None:
+        host, *_ = self._writer.get_extra_info("peername") or ("a closed connection",)
+        self._intake.observed.refusals.add(error.cause, error.line(), str(host))
 
     def _too_long(self) -> _RefusalError:
         return _RefusalError(413, f"longer than {self._intake.limits.message_bytes:,} bytes")
@@ -224,16 +269,18 @@ class _Connection:
             message = Status(code=_GRPC_CODES.get(refusal.code, 2), message=refusal.what)
         as_json = encoding == "json"
         body = json_format.MessageToJson(message).encode() if as_json else message.SerializeToString()
-        headers = [
-            ("content-type", "application/json" if as_json else "application/x-protobuf"),
-            ("content-length", str(len(body))),
-            *(refusal.headers if refusal else ()),
-        ]
+        kind = "application/json" if as_json else "application/x-protobuf"
+        await self._answer(refusal.code if refusal else 200, kind, body, refusal.headers if refusal else ())
+
+    async def _answer(
+        self, code: int, kind: str, body: bytes, more: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        headers = [("content-type", kind), ("content-length", str(len(body))), *more]
         # After a body that was not read to its end the next request could not be found.
         if self._is_closing or self._http.their_state is h11.SEND_BODY:
             headers.append(("connection", "close"))
         await self._write(
-            h11.Response(status_code=refusal.code if refusal else 200, headers=headers),
+            h11.Response(status_code=code, headers=headers),
             h11.Data(data=body),
             h11.EndOfMessage(),
         )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from tracefit.receive.observed import Observed
     from tracefit.receive.options import IntakeLimits
+    from tracefit.receive.refusals import Cause
     from tracefit.receive.spans import InSlices, PrivacyFilter, Sender, SenderSpans
     from tracefit.receive.store import TraceStore
 
@@ -40,9 +41,10 @@ _SHORT_BYTES: dict[BodyEncoding, int] = {"protobuf": 1 << 20, "json": 128 << 10}
 class BusyError(DataError):
     """A request that can be sent again, after `retry_s` seconds."""
 
-    def __init__(self, what: str, retry_s: int) -> None:
+    def __init__(self, what: str, retry_s: int, cause: Cause = "busy") -> None:
         super().__init__(what)
         self.retry_s = retry_s
+        self.cause = cause
 
 
 class _Pending(NamedTuple):
@@ -93,6 +95,7 @@ class Intake:
         self.observed = observed
         self.limits = limits
         self.spans_by_sender: Counter[Sender] = Counter()
+        self.open_requests = 0
         self._store = store
         self._privacy = privacy
         self._places = _Places(limits.readers, limits)
@@ -102,6 +105,24 @@ class Intake:
         self._pending_bytes = 0
         self._wake = asyncio.Event()
         self._is_closing = False
+        self._disk_works = True
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken: the disk has taken something since it last failed, or it failed a while ago.
+
+        A receiver that nobody sends to, because it was not ready, is ready again after that while.
+        """
+        return not self._is_closing and (self._disk_works or not self.observed.refusals.is_lasting("disk"))
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of trace files on disk."""
+        return self._store.written_bytes
+
+    async def free_bytes(self) -> int | None:
+        """Return how much is free on the disk, which may take long to say."""
+        return await asyncio.to_thread(self._store.free_bytes)
 
     async def take(
         self,
@@ -121,18 +142,18 @@ class Intake:
             RequestError: It is no request of traces; sending it again is of no use.
             BusyError: There is no room for it now.
         """
+        self.open_requests += 1
         try:
             received = await self._received(read, encoding, is_gzip=is_gzip)
             await self._written(received)
         except TimeoutError:
-            self.observed.refused += 1
             raise BusyError(f"not delivered within {self.limits.read_s:g} s", RETRY_BUSY_S) from None
-        except DataError:
-            self.observed.refused += 1
-            raise
+        finally:
+            self.open_requests -= 1
         for sender, _, count in received:
             self.spans_by_sender[sender] += count
             self.observed.spans += count
+            self.observed.unnamed |= sender.is_unnamed
         self.observed.exports += 1
 
     async def _received(
@@ -141,7 +162,7 @@ class Intake:
         """Read a request and decode it: a short one in turns with all others, long ones one after another."""
         # Before anything is read: what is refused has cost no memory.
         if self._pending_bytes > self.limits.pending_bytes:
-            raise BusyError("the disk does not keep up", RETRY_DISK_S)
+            raise BusyError("the disk does not keep up", RETRY_DISK_S, "disk")
         async with self._places.one():
             async with asyncio.timeout(self.limits.read_s):
                 body = await read()
@@ -195,6 +216,7 @@ class Intake:
                 group, self._pending = self._pending, []
                 received = [spans for pending in group for spans in pending.received]
                 failed = await loop.run_in_executor(disk, self._store.commit, received)
+                self._disk_works = len(failed) < len({spans.sender for spans in received}) or not received
                 for pending in group:
                     self._pending_bytes -= pending.size_bytes
                     _resolve(pending, failed)
@@ -222,6 +244,7 @@ def _resolve(pending: _Pending, failed: dict[Sender, OSError]) -> None:
         return
     errors = [failed[spans.sender] for spans in pending.received if spans.sender in failed]
     if errors:
-        pending.done.set_exception(BusyError(f"cannot be written ({errors[0].strerror})", RETRY_DISK_S))
+        text = f"cannot be written ({errors[0].strerror})"
+        pending.done.set_exception(BusyError(text, RETRY_DISK_S, "disk"))
     else:
         pending.done.set_result(None)

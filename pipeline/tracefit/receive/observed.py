@@ -9,20 +9,22 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from tracefit.receive.refusals import Refusals
 from tracefit.tables import dialects
 from tracefit.text import UNKNOWN, columns, count
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 _RECENT = 1000
 """Times that medians are taken of."""
@@ -46,10 +48,77 @@ _MAX_NUMBER_BYTES = 256
 _SPELLED = {spelled: e.event for e in dialects.JOURNEY_EVENTS for spelled in e.spellings}
 _STEP_SCOPES = {s.scope for s in dialects.SPELLINGS if s.event == dialects.STEP_EVENT}
 _STEP_COLUMNS = {key: column for column, keys in dialects.STEP_KEYS.items() for key in keys}
-_TTFT_FACTORS = {
-    s.attribute: s.factor / 1e6 for s in dialects.REQUEST_RULES if s.column == "ttft_us" and s.attribute
+_LATENCIES = {
+    s.attribute: (s.column, s.factor / 1e6)
+    for s in dialects.REQUEST_RULES
+    if s.column in ("ttft_us", "queue_wait_us") and s.attribute
 }
-"""Attributes that hold a time to the first token, to what makes seconds of their values."""
+"""Attributes that hold a TTFT or a queue wait: which of the two, and what makes seconds of their values."""
+
+LATENCY_BOUNDS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+"""Upper bounds of classes of latencies: those of vLLM's own metric of the TTFT."""
+
+ERROR_BOUNDS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+"""Upper bounds of classes of relative errors."""
+
+
+class ClassCounts:
+    """Values since the start: how many in each class, their sum, and the last ones.
+
+    Args:
+        bounds: Upper bounds of the classes, ascending; a last class has no bound.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+        self.recent: deque[float] = deque(maxlen=_RECENT)
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+        self.recent.append(value)
+
+
+class ObservedStep(NamedTuple):
+    """A step whose next one was traced too: its batch as its summary has it, and its cycle time."""
+
+    num_prefill_reqs: int
+    num_decode_reqs: int
+    prefill_tokens: int
+    waiting_depth: int
+    kv_blocks_used: int | None
+    cycle_us: float
+
+
+@dataclass(slots=True)
+class StepErrors:
+    """Measured step times beside those that a model predicts.
+
+    Attributes:
+        published: The model's median error on held-out steps, |predicted - measured| / measured; null where it has none.
+        errors: The same of the steps that came in.
+        measured_s: Sum of their measured times.
+        predicted_s: Sum of their predicted times.
+    """
+
+    published: float | None = None
+    errors: ClassCounts = field(default_factory=lambda: ClassCounts(ERROR_BOUNDS))
+    measured_s: float = 0.0
+    predicted_s: float = 0.0
+
+    def add(self, steps: Iterable[ObservedStep], predicted_us: Iterable[float | None]) -> None:
+        """Count steps and what was predicted of each; one without a prediction does not count."""
+        for step, predicted in zip(steps, predicted_us, strict=True):
+            if predicted is not None and step.cycle_us > 0:
+                self.errors.add(abs(predicted - step.cycle_us) / step.cycle_us)
+                self.measured_s += step.cycle_us / 1e6
+                self.predicted_s += predicted / 1e6
 
 
 @dataclass(slots=True)
@@ -59,25 +128,32 @@ class Observed:
     Attributes:
         spans: Spans acknowledged.
         exports: Requests to the receiver acknowledged.
-        refused: Requests to the receiver that were refused.
+        refusals: Requests to the receiver that were refused, by cause.
+        unnamed: Whether spans came from a server without a service name.
         steps: Engine steps traced.
         requests: Requests of the server that finished.
         dropped_events: Events that senders say their SDK dropped.
         largest_span: Most events of a step span, dropped ones included.
-        ttft_s: Last times from arrival to the first token.
-        cycle_ms: Last times from the start of a step to the start of the next one while requests ran.
+        ttft_s: Times from arrival to the first token.
+        queue_wait_s: Times from QUEUED to the first SCHEDULED.
+        steps_seen: Steps to compare with a model, until they are taken from here; the last ones at most.
+        step_errors: How they compare; null without a model.
     """
 
     spans: int = 0
     exports: int = 0
-    refused: int = 0
+    refusals: Refusals = field(default_factory=Refusals)
+    unnamed: bool = False
     steps: int = 0
     step_spans: int = 0
     requests: int = 0
     dropped_events: int = 0
     largest_span: int = 0
-    ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    ttft_s: ClassCounts = field(default_factory=lambda: ClassCounts(LATENCY_BOUNDS_S))
+    queue_wait_s: ClassCounts = field(default_factory=lambda: ClassCounts(LATENCY_BOUNDS_S))
     cycle_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    steps_seen: deque[ObservedStep] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    step_errors: StepErrors | None = None
     _open_requests: OrderedDict[bytes, tuple[str, int]] = field(default_factory=OrderedDict)
     _history: deque[tuple[float, int, int]] = field(default_factory=deque)
     _warned: set[str] = field(default_factory=set)
@@ -93,10 +169,16 @@ class Observed:
             self._add_api(scope, span)
 
     def _add_core(self, span: Any) -> None:
+        queued_ns = None
         for event in span.events:
             name = _SPELLED.get(event.name)
             if name == "FINISHED":
                 self.requests += 1
+            elif name == "QUEUED":
+                queued_ns = event.time_unix_nano
+            elif name == "SCHEDULED" and queued_ns is not None:
+                self.queue_wait_s.add((event.time_unix_nano - queued_ns) / 1e9)
+                queued_ns = None  # scheduled again after a preemption
             elif name == "FIRST_TOKEN":
                 self._match(span.trace_id, "first token", event.time_unix_nano)
 
@@ -105,17 +187,18 @@ class Observed:
             self._match(span.trace_id, "arrival", span.start_time_unix_nano)
             return
         self.requests += 1
-        attributes = _numeric(span.attributes)
-        self.ttft_s.extend(
-            a.value.double_value * _TTFT_FACTORS[a.key] for a in attributes if a.key in _TTFT_FACTORS
-        )
+        for attribute in _numeric(span.attributes):
+            if attribute.key in _LATENCIES:
+                column, factor = _LATENCIES[attribute.key]
+                latency = self.ttft_s if column == "ttft_us" else self.queue_wait_s
+                latency.add(attribute.value.double_value * factor)
 
     def _match(self, trace_id: bytes, what: Literal["arrival", "first token"], unix_ns: int) -> None:
         """Bring arrival and first token together: two processes export them, in any order."""
         # A second span of the same kind (n > 1) takes the place of the first.
         known, other_ns = self._open_requests.pop(trace_id, (what, 0))
         if known != what:
-            self.ttft_s.append(abs(unix_ns - other_ns) / 1e9)
+            self.ttft_s.add(abs(unix_ns - other_ns) / 1e9)
             return
         self._open_requests[trace_id] = (what, unix_ns)
         if len(self._open_requests) > _OPEN_REQUESTS:
@@ -124,18 +207,37 @@ class Observed:
     def _add_steps(self, span: Any) -> None:
         self.step_spans += 1
         self.largest_span = max(self.largest_span, len(span.events) + span.dropped_events_count)
-        before: tuple[int, int, int] | None = None
+        before: dict[str | None, int] = {}
         steps = [event for event in span.events if event.name == dialects.STEP_EVENT]
         self.steps += len(steps)
         for event in steps[-_RECENT:]:
             attributes = _numeric(event.attributes)
             numbers = {_STEP_COLUMNS.get(a.key): a.value.int_value for a in attributes}
-            step, start = numbers.get("step_id", 0), numbers.get("ts_start_ns", 0)
             # Start to start while requests run or wait, as in the timeline; an idle engine waits for requests, not for a step.
-            if before is not None and step == before[0] + 1 and before[2]:
-                self.cycle_ms.append((start - before[1]) / 1e6)
-            depth = numbers.get("running_depth", 0) + numbers.get("waiting_depth", 0)
-            before = step, start, depth
+            is_busy = before.get("running_depth", 0) + before.get("waiting_depth", 0) > 0
+            if is_busy and numbers.get("step_id", 0) == before.get("step_id", 0) + 1:
+                self._add_cycle(before, (numbers.get("ts_start_ns", 0) - before.get("ts_start_ns", 0)) / 1e3)
+            before = numbers
+
+    def _add_cycle(self, step: Mapping[str | None, int], cycle_us: float) -> None:
+        self.cycle_ms.append(cycle_us / 1e3)
+        blocks = step.get("kv_blocks_total")
+        self.steps_seen.append(
+            ObservedStep(
+                num_prefill_reqs=step.get("num_prefill_reqs", 0),
+                num_decode_reqs=step.get("num_decode_reqs", 0),
+                prefill_tokens=step.get("prefill_tokens", 0),
+                waiting_depth=step.get("waiting_depth", 0),
+                kv_blocks_used=None if blocks is None else blocks - step.get("kv_blocks_free", 0),
+                cycle_us=cycle_us,
+            )
+        )
+
+    def take_steps(self) -> list[ObservedStep]:
+        """Return the steps that came in since the last call, at most the last thousand of them."""
+        steps = list(self.steps_seen)
+        self.steps_seen.clear()
+        return steps
 
     def rates(self) -> tuple[float, float]:
         """Return spans and steps per second, of the last ten seconds."""
@@ -154,6 +256,11 @@ class Observed:
         return [text for _, text in fresh]
 
     def _missing(self) -> Iterator[tuple[str, str]]:
+        if self.unnamed:
+            yield (
+                "service",
+                "a server has no service name: start it with OTEL_SERVICE_NAME=NAME, the name of its run",
+            )
         if self.dropped_events:
             # The next power of two: the largest span so far need not be the largest to come.
             needed = 1 << max(self.largest_span - 1, _DEFAULT_SPAN_EVENTS).bit_length()
@@ -189,13 +296,19 @@ def _median(times: Collection[float], decimals: int, unit: str) -> str:
 def live_table(observed: Observed) -> Text:
     """Return the view of this moment."""
     spans_per_s, steps_per_s = observed.rates()
+    errors = {}
+    if observed.step_errors is not None:
+        percent = [100 * error for error in observed.step_errors.errors.recent]
+        errors["error of predicted step times, median"] = _median(percent, 1, "%")
     rows = {
         "spans": f"{count(observed.spans)} ({spans_per_s:,.0f}/s)",
         "steps": f"{count(observed.steps)} ({steps_per_s:,.0f}/s)",
         "requests": count(observed.requests),
-        "TTFT, median": _median(observed.ttft_s, 3, "s"),
+        "TTFT, median": _median(observed.ttft_s.recent, 3, "s"),
+        "queue wait, median": _median([1e3 * s for s in observed.queue_wait_s.recent], 1, "ms"),
         "step time, median": _median(observed.cycle_ms, 2, "ms"),
+        **errors,
         "events dropped by the sender": count(observed.dropped_events),
-        "requests refused": count(observed.refused),
+        "requests refused": count(observed.refusals.total),
     }
     return Text(columns(None, rows.items(), left=(0, 1)))

@@ -77,6 +77,7 @@ class ReceiveOptions:
         rotation: When files are rotated.
         all_spans: Keep names and attributes of spans that are not vLLM's.
         keep_attributes: Span attributes to keep beside those that `ingest` keeps.
+        metrics: Answer GET /metrics on the HTTP port, for Prometheus.
         stop_after_s: Stop by itself after so long.
         limits: Bounds on memory and time.
     """
@@ -91,6 +92,7 @@ class ReceiveOptions:
     rotation: Rotation = field(default_factory=Rotation)
     all_spans: bool = False
     keep_attributes: tuple[str, ...] = ()
+    metrics: bool = False
     stop_after_s: float | None = None
     limits: IntakeLimits = field(default_factory=IntakeLimits)
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from tracefit.receive.observed import Observed
+    from tracefit.receive.refusals import Cause
 
 _RESOURCE_KEYS = frozenset(
     {
@@ -45,6 +46,7 @@ _RESOURCE_KEYS = frozenset(
 )
 _VLLM_SCOPES, _PHASE_SPANS = frozenset(dialects.VLLM_SCOPES), frozenset(dialects.PHASE_SPANS)
 _ID_KEYS = ("traceId", "trace_id", "spanId", "span_id", "parentSpanId", "parent_span_id")
+_UNNAMED = "unknown"
 _GZIP_WINDOW = 31  # zlib's largest window, 15, and 16 for a gzip header
 
 MAX_ELEMENTS = 1 << 20
@@ -79,12 +81,19 @@ InSlices: TypeAlias = Generator[None, None, _T]
 class RequestError(DataError):
     """A request that will never be accepted, however often it is sent."""
 
+    cause: Cause = "malformed"
+
 
 class Sender(NamedTuple):
     """The resource that spans come from: `service.name`, and its instance or, without one, its host."""
 
     service: str
     instance: str
+
+    @property
+    def is_unnamed(self) -> bool:
+        """Whether the server has no name of its own: the SDK's default is `unknown_service`, often with `:` and its program."""
+        return self.service == _UNNAMED or self.service.split(":")[0] == "unknown_service"
 
 
 class SenderSpans(NamedTuple):
@@ -321,7 +330,7 @@ def _resource(encoded: bytes) -> tuple[Sender, bytes]:
     kept = [attribute for attribute in resource.attributes if attribute.key in _RESOURCE_KEYS]
     named = {attribute.key: attribute.value.string_value for attribute in kept}
     host = named.get("host.name") or named.get("host.id") or ""
-    sender = Sender(named.get("service.name") or "unknown", named.get("service.instance.id") or host)
+    sender = Sender(named.get("service.name") or _UNNAMED, named.get("service.instance.id") or host)
     return sender, Resource(attributes=kept).SerializeToString()
 
 

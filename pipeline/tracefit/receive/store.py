@@ -9,18 +9,21 @@ anew, never opened again, so that what a crash cut short is the end of a file an
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import os
 import re
+import shutil
 import sys
+import tempfile
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from tracefit.inputs.folders import CONFIG_NAMES, clean_run_id
+from tracefit.inputs.folders import clean_run_id
 from tracefit.inputs.framing import LENGTH_BYTES
 from tracefit.tables.disk import sync_folder, write_whole
 
@@ -41,18 +44,31 @@ _RECORD_BYTES = 1 << 20
 
 _OPEN_FILES = 64  # beside up to 256 connections, of the 1,024 descriptors that a process has by default
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_LIKE_OURS = re.compile(r".*(-[0-9a-f]{8}|\.(json|yaml))")
+"""Names with a hash, as cleaned ones have it, and names of files that commands look for, such as manifest.json."""
+
 _ZSTD_LEVEL = 3  # the library's default
 
 
 def folder_name(text: str) -> str:
     """Return the name of the folder for a service or an instance: as it is, or cleaned, with a hash of what it was.
 
-    Names come from the network: none leads out of the folder, hides in it or is a configuration file, and two different
-    ones do not share a folder.
+    Names come from the network: none leads out of the folder, hides in it or is that of a file, and two different ones
+    do not share a folder.
     """
-    if _PLAIN_NAME.fullmatch(text) and not text.endswith(".") and text not in CONFIG_NAMES:
+    if _PLAIN_NAME.fullmatch(text) and not text.endswith(".") and not _LIKE_OURS.fullmatch(text):
         return text
     return f"{clean_run_id(text[:200])[:80]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def require_writable(root: Path) -> None:
+    """Make a file in a folder, and remove it.
+
+    Raises:
+        OSError: It cannot be made; permissions alone would not tell, of a disk that is mounted read-only.
+    """
+    with tempfile.TemporaryFile(dir=root):
+        pass
 
 
 @dataclass(slots=True)
@@ -64,6 +80,12 @@ class _OpenFile:
     opened_at: float
     durable_bytes: int = 0
 
+    def is_in_place(self) -> bool:
+        """Return whether the path still names this file: a folder may have been removed, moved or replaced."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return os.path.samestat(self.path.stat(), os.fstat(self.descriptor))
+        return False
+
 
 class TraceStore:
     """Writes spans to the files of their senders; used by one thread at a time."""
@@ -74,7 +96,6 @@ class TraceStore:
         self.written_bytes = 0
         self._rotation = rotation
         self._configs = configs
-        self._folders: dict[Sender, Path] = {}
         self._open: OrderedDict[Sender, _OpenFile] = OrderedDict()
         self._numbers = itertools.count(1)
 
@@ -86,18 +107,28 @@ class TraceStore:
         # One sender whose disk is full or folder is gone must not cost the others their spans.
         failed = {}
         for sender, payloads in by_sender.items():
+            data = b"".join(_framed(payloads))
             try:
-                self._append(sender, b"".join(_framed(payloads)))
+                # A folder that is moved while it is written to: the spans go to a new one.
+                if not (self._append(sender, data) or self._append(sender, data)):
+                    raise FileNotFoundError(errno.ENOENT, "The folder is being moved or removed")
             except OSError as error:
                 failed[sender] = error
         return failed
+
+    def free_bytes(self) -> int | None:
+        """Return how much is free on the disk; null where the folder is gone."""
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(self.root).free
+        return None
 
     def close(self) -> None:
         """Close every file; what was committed is on disk already."""
         while self._open:
             os.close(self._open.popitem()[1].descriptor)
 
-    def _append(self, sender: Sender, data: bytes) -> None:
+    def _append(self, sender: Sender, data: bytes) -> bool:
+        """Write to the sender's file; return whether the file is still in its place once the disk has the data."""
         file = self._file_of(sender)
         try:
             # A write may take less than it is given, as on a disk that fills up.
@@ -105,21 +136,26 @@ class TraceStore:
             while view:
                 view = view[os.write(file.descriptor, view) :]
             os.fsync(file.descriptor)
+            is_in_place = file.is_in_place()
         except OSError:
             self._abandon(sender, file)
             raise
+        if not is_in_place:
+            self._abandon(sender, file)
+            return False
         file.durable_bytes += len(data)
         self.written_bytes += len(data)
+        return True
 
     def _abandon(self, sender: Sender, file: _OpenFile) -> None:
         """Cut off what was not acknowledged, and write no more to the file: after an error its state is unknown."""
         del self._open[sender]
         with contextlib.suppress(OSError):
-            if file.durable_bytes:
-                os.ftruncate(file.descriptor, file.durable_bytes)
-            else:
-                file.path.unlink()
+            os.ftruncate(file.descriptor, file.durable_bytes)
+            if not file.durable_bytes:
                 self.files.remove(file.path)
+                if file.is_in_place():
+                    file.path.unlink()
         with contextlib.suppress(OSError):
             os.close(file.descriptor)
 
@@ -127,8 +163,9 @@ class TraceStore:
         now = time.monotonic()
         file = self._open.get(sender)
         if file is not None:
-            is_large = file.durable_bytes >= self._rotation.size_bytes
-            if not (is_large or now - file.opened_at >= self._rotation.seconds):
+            is_full = file.durable_bytes >= self._rotation.size_bytes
+            is_full |= now - file.opened_at >= self._rotation.seconds
+            if not is_full and file.is_in_place():
                 self._open.move_to_end(sender)
                 return file
             os.close(self._open.pop(sender).descriptor)
@@ -138,16 +175,14 @@ class TraceStore:
         return self._open[sender]
 
     def _folder_of(self, sender: Sender) -> Path:
-        folder = self._folders.get(sender)
-        if folder is None:
-            run = self.root / folder_name(sender.service)
-            folder = run / folder_name(sender.instance) if sender.instance else run
-            _make_folder(folder, self.root)
-            for name, content in self._configs.items():
-                # A user or an earlier start may have put one there.
-                if not (run / name).exists():
-                    write_whole(run / name, content)
-            self._folders[sender] = folder
+        """Return the folder of a sender, made with its configuration where it is not there (any more)."""
+        run = self.root / folder_name(sender.service)
+        folder = run / folder_name(sender.instance) if sender.instance else run
+        _make_folder(folder, self.root)
+        for name, content in self._configs.items():
+            # A user or an earlier start may have put one there.
+            if not (run / name).exists():
+                write_whole(run / name, content)
         return folder
 
     def _new_file(self, folder: Path, now: float) -> _OpenFile:

@@ -175,7 +175,9 @@ def receive_text(result: traces.ReceiveResult) -> str:
     ]
     table = columns(head, rows, left={0, 1}) if rows else "nothing was received"
     files = f"{plural(len(result.files), 'file')}, {count(result.bytes)} bytes"
+    causes = ", ".join(f"{cause} {count(number)}" for cause, number in result.refused_by_cause.items())
     requests = f"{count(result.exports)} acknowledged, {count(result.refused)} refused"
+    requests += f" ({causes})" if causes else ""
     return f"{table}\n\nrequests  {requests}\nwritten   {files}, below {result.out}"
 
 

@@ -219,9 +219,15 @@ class ReceiveResult:
     spans: int
     exports: int
     refused: int
+    refused_by_cause: dict[str, int]
     dropped_events: int
     received_from: tuple[ReceivedFrom, ...]
     warnings: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 3 when requests were refused: what they held may never have come again."""
+        return EXIT_QUARANTINE if self.refused else EXIT_DONE
 
 
 # -- requests -------------------------------------------------------------------------------------------
