@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import polars as pl
 import pytest
 
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
@@ -173,3 +176,87 @@ def test_a_damaged_step_id_is_no_restart(tables_of, traces):
     table = tables_of(traces)
     assert table("runs")["epochs"].to_list() == [1]
     assert table("timeline")["step_id"].to_list() == list(range(1, 21))
+
+
+API_CLOCK = ["server", "api_clock_ahead_us", "api_clock_error_us", "clock_corrected_events"]
+
+
+def _api_ahead(traces, number, ahead_us):
+    span = next(s for s in traces.spans if s["name"] == "llm_request" and s["spanId"] == f"{2 * number:016x}")
+    traces.change(span["events"], lambda seconds: seconds + ahead_us / 1e6, "event.ts.monotonic")
+
+
+def _requests_of_two_clocks(traces, count, ahead_us):
+    """Requests that take 1,000 us to the core and 300 us back, the API of each on a clock so far ahead."""
+    for number in range(1, count + 1):
+        traces.request(number, 100_000 * number, step=5 * number, departs=300)
+        _api_ahead(traces, number, ahead_us(number))
+    return traces
+
+
+@pytest.mark.parametrize("ahead_us", [50_000, 10_000, 1_100, -50_000, -400])
+def test_a_clock_ahead_is_found_by_causality(tables_of, traces, ahead_us):
+    """The core may have queued a request from 0 to 1,300 us after the API: the middle is 650 us from either end."""
+    table = tables_of(_requests_of_two_clocks(traces, 12, lambda _: ahead_us))
+    # Of 1,000 us on the way there and 300 us on the way back 650 us each are left.
+    assert table("runs").select(API_CLOCK).rows() == [("engine", ahead_us - 350, 650, 24)]
+    rows = table("requests").select(pl.col("^(admission|ttft|departure|client)_us$").round(3)).unique()
+    assert rows.rows(named=True) == [
+        {"admission_us": 650.0, "ttft_us": 10_850.0, "departure_us": 650.0, "client_us": 51_500.0}
+    ]
+    api = table("journey_events").filter(layer="api", event="ARRIVED")["ts_ns"]
+    assert api.to_list() == [(100_000 * number + 350) * 1000 for number in range(1, 13)]
+    assert table("journey_events").select("ts_ns").to_series().is_sorted()
+    assert (table("runs")["implausible"][0], table("rejects").height) == ("{}", 0)
+
+
+@pytest.mark.parametrize("ahead_us", [900, 0, -200])
+def test_clocks_that_causality_allows_are_left_alone(tables_of, traces, ahead_us):
+    table = tables_of(_requests_of_two_clocks(traces, 12, lambda _: ahead_us))
+    assert table("runs").select(API_CLOCK).rows() == [("engine", None, None, 0)]
+    assert table("requests")["admission_us"].round(3).unique().to_list() == [1000 - ahead_us]
+
+
+def test_a_few_requests_out_of_order_are_no_clock(tables_of, traces):
+    """One in forty departs before it finishes, as a request whose id another one has, too."""
+    table = tables_of(_requests_of_two_clocks(traces, 400, lambda number: -400 * (number % 40 == 0)))
+    assert table("runs").select(API_CLOCK).rows() == [("engine", None, None, 0)]
+    assert table("requests")["departure_us"].null_count() == 10
+    counts = json.loads(table("runs")["implausible"][0])
+    assert counts == {
+        f"requests.{c} is between events out of order": 10 for c in ("departure_us", "client_us")
+    }
+
+
+def test_clocks_that_no_distance_explains_leave_no_value(tables_of, traces):
+    table = tables_of(_requests_of_two_clocks(traces, 40, lambda number: 50_000 * (-1) ** number))
+    assert table("runs").select(API_CLOCK).rows() == [("engine", None, None, 0)]
+    requests = table("requests")
+    assert (requests["admission_us"].null_count(), requests["departure_us"].null_count()) == (20, 20)
+    assert (
+        json.loads(table("runs")["implausible"][0])["requests.admission_us is between events out of order"]
+        == 20
+    )
+
+
+def test_a_moved_clock_is_said_and_lost_events_are_the_reason_of_a_missing_model(
+    tracefit, tmp_path, traces, new_traces
+):
+    moved = _requests_of_two_clocks(traces, 12, lambda _: 50_000).write(tmp_path / "moved")
+    code, _, stderr = tracefit("ingest", moved, "--out", tmp_path / "tables")
+    assert code == 0
+    assert "the API's clock was 49.6 ms ahead of the engine core's on engine, to 0.7 ms" in stderr
+    # Each on a clock of its own: no model of the API, and more requests would not help.
+    odd = new_traces().load(steps=300, requests=90)
+    for number in range(1, 91):
+        _api_ahead(odd, number, 50_000 + 10_000 * number)
+    code, stdout, stderr = tracefit(
+        "run", odd.write(tmp_path / "odd"), "--out", tmp_path / "out", "--fast", "--features", "batch"
+    )
+    assert code == 3
+    said = " ".join(stdout.split())
+    assert (
+        "90 of 90 have events out of order, or of one time; check the clocks of the API process and the engine core"
+        in said
+    )
+    assert "trace more requests" not in said

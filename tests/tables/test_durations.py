@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 DONE = {"finish.status": "length", "decode.done_tokens": 5}
@@ -109,3 +111,45 @@ def test_prefix_hits_are_prompt_less_effective_prompt(tables_of, traces):
     traces.steps(traces.summary(1, 1100), shown)
     rows = tables_of(traces)("requests").sort("request_id")
     assert rows["cached_prompt_tokens"].to_list() == [64, None]
+
+
+CAUSED = (
+    "admission_us",
+    "queue_wait_us",
+    "prefill_us",
+    "decode_us",
+    "ttft_us",
+    "e2e_us",
+    "departure_us",
+    "client_us",
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "lost"),
+    [
+        ({"QUEUED": -100}, {"admission_us", "ttft_us", "e2e_us", "client_us"}),
+        ({"SCHEDULED": 900}, {"queue_wait_us", "ttft_us", "e2e_us", "client_us"}),
+        ({"FIRST_TOKEN": 1100}, {"prefill_us", "ttft_us", "e2e_us", "client_us"}),
+        ({"FIRST_TOKEN": 51_300}, {"decode_us", "e2e_us", "client_us"}),
+        ({"FINISHED": 51_600}, {"departure_us", "client_us"}),
+    ],
+)
+def test_a_value_between_events_out_of_order_is_left_out_and_counted(tables_of, traces, changed, lost):
+    """Of the events of one request nobody knows which is wrong: what lies around the two goes, and the rest stays."""
+    traces.server, at_us = "engine", 1_000_000
+    events = [(name, at_us + changed.get(name, us), *more) for name, us, *more in _events()]
+    traces.api(1, {"ARRIVED": at_us, "DEPARTED": at_us + 51_500}).core(1, events)
+    table = tables_of(traces)
+    row = table("requests").row(0, named=True)
+    assert {name for name in CAUSED if row[name] is None} == lost
+    implausible = json.loads(table("runs")["implausible"][0])
+    listed = dict(table("rejects").select("reason", "count").rows())
+    assert implausible == listed
+    assert {name for name in CAUSED if any(rule.startswith(f"requests.{name} ") for rule in listed)} == lost
+
+
+def test_an_aborted_request_may_depart_first(tables_of, traces):
+    aborted = ("FINISHED", 51_900, 5, {"finish.status": "aborted", "decode.done_tokens": 5})
+    row = _row(tables_of, traces, _events(end=aborted))
+    assert (row["departure_us"], row["client_us"], row["e2e_us"]) == (None, 51_500.0, 51_900.0)

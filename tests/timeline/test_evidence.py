@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import polars as pl
 import pytest
 
@@ -204,3 +206,64 @@ def test_every_column_of_a_summary_that_the_timeline_declares_is_in_it(engine_ta
     for complete in (False, True):
         assert engine_tables((story,)).rows(*shared, complete=complete)[1] == tuple(map(values.get, shared))
     assert len(shared) > 9
+
+
+@pytest.mark.parametrize("with_summaries", [False, True])
+@pytest.mark.parametrize("lost", ["QUEUED", "SCHEDULED", "FIRST_TOKEN", "FINISHED"])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_event_without_a_step_is_of_the_step_of_its_time(
+    engine_tables, new_story, lost, with_summaries, lag
+):
+    """Every tenth of 60 requests lacks the step of an event; other events, or summaries, show what ran."""
+    names = ("running_depth", "waiting_depth", "remaining_after", "kv_blocks_used")
+    stories = []
+    for is_damaged in (False, True):
+        story = new_story(lag=lag)
+        for number in range(60):
+            story.served(number, 1 + number, 9 + number, max_tokens=9)
+        for step in range(1, 69) if with_summaries else ():
+            story.summary(step, kv_blocks_total=None, running_depth=None, waiting_depth=None)
+        for event in story.events[40::40]:
+            damaged = next(
+                e for e in story.events if e["trace_id"] == event["trace_id"] and e["event"] == lost
+            )
+            damaged["step_id"] = None if is_damaged else damaged["step_id"]
+        stories.append(engine_tables((story,)).rows(*names))
+    assert stories[1] == stories[0]
+
+
+def test_a_request_without_an_end_runs_to_the_last_token_it_may_produce(engine_tables, story):
+    story.served("a", 1, 30, max_tokens=30)
+    story.request("b", ("QUEUED", 1), ("SCHEDULED", 2), ("FIRST_TOKEN", 2), max_tokens=5)
+    rows = engine_tables((story,)).rows("running_depth", "remaining_after")
+    assert [rows[step][0] for step in (1, 2, 6, 7)] == [1, 2, 2, 1]
+    # Of a 30 less its step; of b 5 less what came out in step 2 and after.
+    assert [rows[step][1] for step in (1, 2, 6, 7)] == [29, 28 + 4, 24 + 0, 23]
+
+
+def test_tokens_left_are_unknown_where_a_limit_is(engine_tables, story):
+    story.served("a", 1, 9).served("b", 3, 5, max_tokens=None)
+    rows = engine_tables((story,)).rows("remaining_after")
+    assert [rows[step][0] for step in (2, 3, 4, 6)] == [18, None, None, 14]
+
+
+def test_shared_blocks_are_unknown_where_fewer_are_held(engine_tables, story):
+    """100 tokens hold 7 blocks; the summary says that the two requests share 6 of 14."""
+    story.served("a", 1, 9, prompt=100).served("b", 1, 3, prompt=100).served("c", 11, 12, prompt=16)
+    story.summary(2, kv_blocks_total=100, kv_blocks_free=92)
+    used = engine_tables((story,)).rows("kv_blocks_used")
+    assert [used[step][0] for step in (2, 3, 5, 10, 11)] == [8, 8, 1, 0, None]
+
+
+def test_a_derived_value_that_cannot_be_is_left_out_and_counted(tables_of, traces):
+    """A request puts out five tokens of three: in its last steps it would have -1 left."""
+    traces.request(1, 0, step=1)
+    core = traces.events("journey.FIRST_TOKEN") + traces.events("journey.SCHEDULED")
+    for event in core:
+        event["attributes"].append({"key": "decode.max_tokens", "value": {"intValue": "3"}})
+    table = tables_of(traces)
+    remaining = dict(table("timeline").select("step_id", "remaining_after").rows())
+    assert [remaining[step] for step in (1, 2, 3, 4, 5)] == [2, 1, 0, None, 0]
+    rule = {"timeline.remaining_after is out of range": 1}
+    assert json.loads(table("runs")["implausible"][0]) == rule
+    assert dict(table("rejects").select("reason", "count").rows()) == rule

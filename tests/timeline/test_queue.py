@@ -85,6 +85,30 @@ def test_an_abort_while_waiting_leaves_the_queue(engine_tables, story):
     assert [queue[name]["waiting_ahead"] for name in ("c", "d")] == [1, 0]
 
 
+def test_whoever_was_not_seen_to_enter_the_queue_does_not_leave_it(engine_tables, story):
+    """The server's SDK drops the first events of a long span."""
+    story.request("a", ("SCHEDULED", 2), ("FINISHED", 9, {"done": 8}))
+    for name, step in (("b", 1), ("c", 3)):
+        story.request(name, ("QUEUED", step), ("SCHEDULED", step + 1), ("FINISHED", step + 1, {"done": 1}))
+    assert _of(engine_tables((story,)).queue()["c"], AHEAD) == (0, 0, 0, 0)
+
+
+def test_no_more_blocks_are_freed_than_are_used(engine_tables, story):
+    """Two requests of 7 blocks each share 6: when both end, 8 are free, and not 14."""
+    story.served("a", 1, 3).served("b", 1, 3)
+    story.summary(3, kv_blocks_total=100, kv_blocks_free=92)
+    story.request("c", ("QUEUED", 3), ("SCHEDULED", 4), ("FINISHED", 4, {"done": 1}))
+    assert engine_tables((story,)).queue()["c"]["kv_blocks_free"] == 100
+
+
+def test_no_fewer_blocks_than_none_are_free(engine_tables, story):
+    """Three requests of 7 blocks each, which share many, in a cache of 15."""
+    for name in "abc":
+        story.served(name, 1, 5)
+    story.request("d", ("QUEUED", 3), ("SCHEDULED", 6), ("FINISHED", 6, {"done": 1}))
+    assert engine_tables((story,)).queue(num_blocks=15)["d"]["kv_blocks_free"] == 0
+
+
 def test_prompt_tokens_still_to_compute_take_their_part_of_the_next_step(engine_tables, story):
     """After step 2 a has 300 - 2 * 128 = 44 tokens to go; with its slot that leaves 128 - 1 - 44 of the budget."""
     story.served("a", 1, 6, prompt=300, prefilled=3)

@@ -373,7 +373,8 @@ def _with_queue(rows: pl.DataFrame, queue: pl.DataFrame | None) -> pl.DataFrame:
 
 def _states(timeline: pl.DataFrame) -> pl.DataFrame:
     """Return batch and queue of each step, as the state that requests meet."""
-    free = pl.col("kv_blocks_total") - pl.col("kv_blocks_used")
+    # Used blocks may be an estimate from the journeys, above the total.
+    free = (pl.col("kv_blocks_total") - pl.col("kv_blocks_used")).clip(lower_bound=0)
     return timeline.select(
         *ENGINE,
         "step_id",

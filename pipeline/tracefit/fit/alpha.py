@@ -125,7 +125,7 @@ def fit_target(
     result = fit_regimes(rows, regimes[form], how)
     if isinstance(result, TooFewRows):
         disorder, remedy = _disorder(tables.requests, target)
-        reason = f"requests with both events{' in order' if disorder else ''}: {result.reason}"
+        reason = f"requests with both events: {result.reason}"
         return Missing(target.model, "; ".join((reason, *disorder)), remedy)
     definition, source = target.definition, "journey"
     if target.state == "queue":
@@ -179,11 +179,14 @@ def _missing(tables: ScopeTables, target: Target) -> Missing | None:
 def _disorder(requests: pl.DataFrame, target: Target) -> tuple[tuple[str, ...], str]:
     """Return what events out of order, or stamped at one time, leave of a target's values, and what to do for more of them."""
     begins, *_, ends = BETWEEN[target.column]
-    both = requests.filter(pl.col(begins).is_not_null() & pl.col(ends).is_not_null())
+    both = requests.drop_nulls([begins, ends]).filter(~pl.col("dialect").is_in(WITHOUT_EVENTS))
     lost = both.filter((pl.col(target.column) > 0).fill_null(value=False).not_()).height
-    if 2 * lost <= both.height:
+    if both.height > 1 and both[begins].n_unique() == 1:
+        said = f"all {both.height:,} begin at one time"
+    elif 2 * lost > both.height:
+        said = f"{lost:,} of {both.height:,} have events out of order, or of one time"
+    else:
         return (), "trace more requests"
-    said = f"{lost:,} of {both.height:,} have events out of order, or of one time"
     of_api = {begins, ends} & {"arrival_ns", "departed_ns"}
     return (said,), f"check the clock{'s of the API process and' if of_api else ' of'} the engine core"
 

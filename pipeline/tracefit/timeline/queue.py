@@ -36,10 +36,9 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
         theirs), kv_blocks_free, kv_blocks_total, block_demand (blocks of those ahead and of its own prompt). Null where not known.
     """
     queued = _waiting_ahead(journeys, limits.block_size)
-    # Blocks that requests share are freed once, and counted for each of them.
-    free = pl.col("kv_blocks_total") - (pl.col("kv_blocks_used") - pl.col("kv_blocks_freed")).clip(
-        lower_bound=0
-    )
+    # Blocks that requests share are counted for each of them where no summary says how many are used.
+    used = (pl.col("kv_blocks_used") - pl.col("kv_blocks_freed")).clip(0, pl.col("kv_blocks_total"))
+    free = pl.col("kv_blocks_total") - used
     after = timeline.select(*ENGINE, "step_id", *_AFTER, kv_blocks_free=free)
     total = timeline.group_by(ENGINE).agg(
         total=pl.col("kv_blocks_total").max(), first_step=pl.col("step_id").min()
