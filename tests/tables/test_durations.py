@@ -153,3 +153,10 @@ def test_an_aborted_request_may_depart_first(tables_of, traces):
     aborted = ("FINISHED", 51_900, 5, {"finish.status": "aborted", "decode.done_tokens": 5})
     row = _row(tables_of, traces, _events(end=aborted))
     assert (row["departure_us"], row["client_us"], row["e2e_us"]) == (None, 51_500.0, 51_900.0)
+
+
+def test_a_client_may_leave_before_the_engine_has_queued_its_request(tables_of, traces):
+    """The step in progress ends after the client left: only then the request is queued, and aborted."""
+    events = [("QUEUED", 5000, 0), ("FINISHED", 5100, 0, {"finish.status": "aborted"})]
+    row = _row(tables_of, traces, events, departed=2400)
+    assert (row["client_us"], row["admission_us"]) == (2400, 5000)

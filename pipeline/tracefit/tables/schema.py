@@ -467,10 +467,11 @@ BETWEEN = {
 
 def _in_order(column: str) -> Rule:
     """Return the rule that a value needs its events in order; what spans say of requests without events does not."""
-    # An aborted request finishes once the server has noticed that its client left.
+    # A client that leaves departs at once: the engine core may queue, schedule and finish its request after that.
     is_aborted = (pl.col("finish_status") == "aborted") & (BETWEEN[column][-1] == "departed_ns")
+    core = LIFE[1:-1]
     times = [
-        pl.when(~is_aborted.fill_null(value=False)).then(name) if name == "finished_ns" else pl.col(name)
+        pl.when(~is_aborted.fill_null(value=False)).then(name) if name in core else pl.col(name)
         for name in BETWEEN[column]
     ]
     early = [time < pl.max_horizontal(times[:n]) for n, time in enumerate(times) if n]
