@@ -21,7 +21,7 @@ import typer
 from typer.exceptions import TyperException
 
 from tracefit._version import __version__
-from tracefit.errors import TracefitError, UsageError, printable
+from tracefit.errors import TracefitError, UsageError, printable, without_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -314,12 +314,12 @@ def _unexpected(error: BaseException, doing: str) -> int:
     _log.debug("%s", "".join(traceback.format_exception(error)).rstrip())
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f"{os.sep}tracefit{os.sep}" in f.filename] or frames
-    text = " ".join(str(error).split())[:_MOST_TEXT]
+    text = without_credentials(" ".join(str(error).split()))[:_MOST_TEXT]
     what = f"{type(error).__name__} ({text})" if text else type(error).__name__
     where = f" in {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
     _say(
         printable(
-            f"{doing + ': ' if doing else ''}unexpected {what}{where}; this is a defect of tracefit {__version__}, and what "
+            f"{without_credentials(doing) + ': ' if doing else ''}unexpected {what}{where}; this is a defect of tracefit {__version__}, and what "
             "was on disk before is unharmed; report this line as CONTRIBUTING.md says; "
             "--log-level debug shows the traceback"
         )

@@ -60,10 +60,10 @@ class TracefitError(Exception):
     exit_code: ClassVar[int] = EXIT_NOTHING
 
     def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
-        self.what = what
-        self.where = where
-        self.hint = hint
-        super().__init__(what)
+        self.what = without_credentials(what)
+        self.where = where and without_credentials(where)
+        self.hint = hint and without_credentials(hint)
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         """Return the whole error as one line for a Python program: options are named as parameters, not as flags."""
@@ -85,6 +85,15 @@ class UsageError(TracefitError):
     """The command, an option or a file named by the user is wrong."""
 
     exit_code = 2
+
+
+_CREDENTIALS = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]{1,20}:/+)(?:[^\s/?:]*:\S*|[^\s/?]*)@")
+"""What stands before the host of a URL. A secret key may have slashes in it, though they belong written as %2F."""
+
+
+def without_credentials(text: str) -> str:
+    """Return text with what stands before the @ of its URLs left out."""
+    return _CREDENTIALS.sub(r"\1", text)
 
 
 def printable(text: str) -> str:

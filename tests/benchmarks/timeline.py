@@ -110,7 +110,7 @@ def main() -> None:
     events = journeys(rng, starts, options.requests)
     steps = summaries(rng, starts, options.step_sampling)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    constants = dict.fromkeys(constants_of(read_context(None, None, ServerSettings())), 1.0)
+    constants = dict.fromkeys(constants_of(read_context([], None, ServerSettings())), 1.0)
     limits = EngineLimits(max_num_batched_tokens=BUDGET, max_num_seqs=256, num_blocks=50_000)
     times: dict[str, float] = {}
     with stage("timeline", times):

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tracefit import IngestOptions, ingest
 from tracefit.features.targets import TARGETS
 from tracefit.tables.store import TableStore
 
+MODELS = Path(__file__).parents[2] / "models"
 EVIL = "<img src=x onerror=alert(1)>[a](javascript:alert(1))\x1b[31m\x07"
 
 
@@ -234,6 +236,92 @@ def test_what_an_error_quotes_of_a_prompt_is_kept_nowhere(tmp_path, tracefit, tr
     assert sorted(store.read("journey_events")["reason"].drop_nulls()) == ["client_disconnect", "other"]
     kept = b"".join(path.read_bytes() for path in tables.rglob("*") if path.is_file())
     assert b"Jane" not in kept
+
+
+URLS = [
+    "https://user:sEcrEt@host/x",
+    "https:/user:sEcrEt@host/x",
+    "s3://KEY:sEcrEt@bucket/x",
+    "s3://KEY:s/EcrEt@bucket/x",
+    "gs://sEcrEt@bucket/x",
+    "file://user:sEcrEt@host/x",
+]
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_password_gets_into_no_name_and_no_line(tmp_path, monkeypatch, tracefit, small, url):
+    """Taken for a path, a URL would be a folder that has the password in its name."""
+    _refused_without_its_password(
+        tmp_path, monkeypatch, tracefit, small, ["ingest", "RUN", "--out", "URL"], url
+    )
+
+
+@pytest.mark.parametrize("url", [URLS[0], URLS[3]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ingest", "RUN", "--out", "t", "--run-config", "URL"],
+        ["ingest", "RUN", "--out", "t", "--gpu", "URL"],
+        ["run", "RUN", "--out", "URL"],
+        ["train", "URL", "--out", "m"],
+        ["report", "URL"],
+        ["requests", "URL"],
+        ["predict", "URL", "--batch", "3"],
+        ["predict", "MODELS", "--scope", "tiny", "--rows", "URL"],
+        ["export", "MODELS", "--scope", "codellama", "--to", "csv", "--out", "URL"],
+        ["compare", "URL", "MODELS"],
+        ["verify", "URL"],
+        ["verify", "MODELS", "--tables", "URL"],
+        ["features", "--config", "URL"],
+        ["synth", "--out", "URL"],
+        ["receive", "--out", "URL", "--model", "m", "--gpu", "H100", "--stop-after", "0.1s"],
+    ],
+    ids=" ".join,
+)
+def test_no_command_names_a_password(tmp_path, monkeypatch, tracefit, small, url, command):
+    _refused_without_its_password(tmp_path, monkeypatch, tracefit, small, command, url)
+
+
+def _refused_without_its_password(tmp_path, monkeypatch, tracefit, small, command, url):
+    monkeypatch.chdir(tmp_path)
+    small(tmp_path / "run")
+    words = {"URL": url, "RUN": "run", "MODELS": MODELS}
+    code, stdout, stderr = tracefit(*(words.get(word, word) for word in command))
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1)
+    assert not re.search("s?/?EcrEt", stderr), stderr
+    assert not [path for path in tmp_path.rglob("*") if "EcrEt" in str(path) or ":" in str(path)]
+
+
+@pytest.mark.parametrize(
+    "url", ["https://user:sEcrEt@host/x", "s3://KEY:s/EcrEt@bucket/x", "file://u:sEcrEt@h/x"]
+)
+@pytest.mark.parametrize("command", ["ingest", "inspect"])
+def test_a_url_to_read_from_is_named_without_its_password(tmp_path, tracefit, url, command):
+    more = ["--out", tmp_path / "t"] if command == "ingest" else []
+    code, _, stderr = tracefit(command, url, *more)
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert "EcrEt" not in stderr
+
+
+def test_two_run_descriptions_complete_each_other_or_are_refused(tmp_path, tracefit, small):
+    folder, tables = small(tmp_path / "run"), tmp_path / "tables"
+    (folder / "exp-config.yaml").write_text("model: m\nmax_num_seqs: 64\nnote: a\n")
+    (folder / "run.yaml").write_text("max_num_seqs: 64\ngpu: H100\n")
+    assert tracefit("ingest", folder, "--out", tables)[0] == 0
+    settings = json.loads(TableStore(tables).read("runs")["settings"][0])["settings"]
+    assert [settings[name]["value"] for name in ("model", "max_num_seqs", "gpu")] == ["m", 64, "H100"]
+    for text, says in (
+        ("max_num_seqs: 128\n", "max_num_seqs 128 contradicts 64"),
+        ("note: b\n", "note b contradicts a"),
+    ):
+        (folder / "run.yaml").write_text(text)
+        for given in (folder, folder / "traces.json"):
+            code, _, stderr = tracefit("ingest", given, "--out", tables)
+            assert (code, stderr.count("\n")) == (2, 1)
+            assert f"{folder / 'run.yaml'}: {says}" in stderr
+            assert "in exp-config.yaml beside it" in stderr
+    # A description that the user names stands for both.
+    assert tracefit("ingest", folder, "--out", tables, "--run-config", folder / "run.yaml")[0] == 0
 
 
 @pytest.mark.parametrize("name", ["exp-config.yaml", "run.yaml", "config.json"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from tracefit import DataError, UsageError, ingest, run, train
+from tracefit.commands.ingest import ServerOptions
 from tracefit.errors import TracefitError
 from tracefit.tables.options import IngestOptions
 from tracefit.tables.store import TableStore
@@ -170,3 +172,66 @@ def test_requests_of_one_token_alone_have_no_journey_sampling_and_no_harm(tmp_pa
         traces.request(number, start - 1100, step=number, output=1, tokens_at=(start + 9000, start + 9000))
     result = run([traces.write(tmp_path / "run")], tmp_path / "out", options=quick)
     assert "alpha.queue_wait" in {m.name for m in result.trained.fitted}
+
+
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def _flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _exchange(path):
+    path.write_bytes(path.with_name("events.arrow").read_bytes())
+
+
+@pytest.fixture
+def kept(tmp_path, new_traces):
+    """Return a run folder of two files, its tables, and a function that adds the next file; each is staged by itself."""
+    folder, tables = tmp_path / "run", tmp_path / "tables"
+
+    def add(first):
+        traces = new_traces()
+        for number in range(first, first + 5):
+            traces.request(number, 20_000 * number, step=number)
+        written = traces.steps(traces.summary(first, 20_000 * first)).write(folder)
+        (written / "traces.json").rename(written / f"traces-{first}.json")
+
+    for first in (10, 20):
+        add(first)
+        ingest([folder], tables)
+    return folder, tables, add
+
+
+def _parts_by_file(tables):
+    (entry,) = TableStore(tables).manifest().runs.values()
+    return {path.name: file.parts[0].name for file in entry.files for path in [Path(file.path)]}
+
+
+@pytest.mark.parametrize("damage", [_cut, _flip_a_bit, _exchange, Path.unlink])
+@pytest.mark.parametrize("kind", ["spans", "steps"])
+def test_a_damaged_staged_part_is_repaired_from_its_source(tmp_path, kept, damage, kind):
+    folder, tables, add = kept
+    before = _parts_by_file(tables)
+    damage(tables / ".stage" / before["traces-10.json"] / f"{kind}.arrow")
+    assert "damaged" not in " ".join(ingest([folder], tables).warnings), "nothing is built of it"
+    add(30)
+    line = "run: what was kept of 1 of its files is damaged; they are read anew"
+    assert line in ingest([folder], tables).warnings
+    after = _parts_by_file(tables)
+    assert {name for name in before if before[name] != after[name]} == {"traces-10.json"}
+    ingest([folder], tmp_path / "fresh")
+    for name in ("spans", "steps", "requests", "journey_events"):
+        assert TableStore(tables).read(name).equals(TableStore(tmp_path / "fresh").read(name))
+    assert {part.name for part in (tables / ".stage").iterdir()} == set(after.values())
+
+
+def test_a_damaged_staged_part_is_repaired_where_the_configuration_changed(kept):
+    folder, tables, _ = kept
+    _flip_a_bit(tables / ".stage" / _parts_by_file(tables)["traces-20.json"] / "journeys.arrow")
+    result = ingest([folder], tables, server=ServerOptions(settings={"max_num_seqs": 9}))
+    assert any("is damaged; they are read anew" in text for text in result.warnings)
+    assert TableStore(tables).read("requests").height == 10

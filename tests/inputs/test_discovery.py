@@ -133,8 +133,8 @@ def test_rotated_files_below_a_run_configuration_are_of_its_run(lay):
         "old": ["b/old/traces.json"],
     }
     with open_inputs(["a", "b"]) as inputs:
-        configs = {run.run_id: run.run_config for run in inputs.runs}
-    assert configs == {"a": Path("a/exp-config.yaml"), "b": None, "old": Path("b/old/run.yaml")}
+        configs = {run.run_id: run.run_configs for run in inputs.runs}
+    assert configs == {"a": (Path("a/exp-config.yaml"),), "b": (), "old": (Path("b/old/run.yaml"),)}
 
 
 def test_below_a_folder_content_counts_where_the_name_says_nothing(lay, otlp):
@@ -215,7 +215,7 @@ def test_files_named_one_by_one_are_of_the_run_whose_configuration_lies_beside_t
             run.run_id: (
                 [file.name for file in run.trace_files],
                 [file.name for file in run.kv_files],
-                run.run_config and run.run_config.relative_to(Path.cwd()).as_posix(),
+                next((path.relative_to(Path.cwd()).as_posix() for path in run.run_configs), None),
                 run.model_config and run.model_config.relative_to(Path.cwd()).as_posix(),
             )
             for run in inputs.runs
@@ -427,14 +427,14 @@ def test_a_bucket_is_read_like_a_folder(lay, bucket):
             assert [f.name for f in run.trace_files] == [
                 f"s3://bucket/prod/{dates}{n}/traces_{n}.json" for n in (1, 2)
             ]
-            assert run.run_config.read_bytes() == b"model: m\n"
+            assert [path.read_bytes() for path in run.run_configs] == [b"model: m\n"]
             assert run.model_config.read_bytes() == b"{}"
             assert [line for file in run.trace_files for line in payloads(file)] == [LINE.strip()] * 2
     assert list(runs_of("gs://bucket", filesystem_of=opened)) == ["other", "prod"]
     with open_inputs(["s3://bucket/*/**/traces*.json"], filesystem_of=opened) as inputs:
         prod, other = inputs.runs if inputs.runs[0].run_id == "prod" else inputs.runs[::-1]
-        assert (len(prod.trace_files), prod.run_config.read_bytes()) == (2, b"model: m\n")
-        assert (other.run_id, other.run_config) == ("traces", None)
+        assert (len(prod.trace_files), prod.run_configs[0].read_bytes()) == (2, b"model: m\n")
+        assert (other.run_id, other.run_configs) == ("traces", ())
 
 
 def test_objects_and_patterns_of_a_bucket(lay, bucket):

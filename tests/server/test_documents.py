@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -18,6 +19,7 @@ from tracefit.server.documents import (
     FiniteNumber,
     excerpt,
     kind_of,
+    parse_json_object,
     parse_yaml,
     parse_yaml_object,
     read_bytes,
@@ -33,6 +35,27 @@ def test_file_is_read_up_to_its_limit(tmp_path):
     assert read_bytes(path, limit_bytes=5) == b"12345"
     with pytest.raises(UsageError, match="is larger than 4 bytes; this is not a configuration file"):
         read_bytes(path, limit_bytes=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "line 3 (a stands twice)"),
+        ("a: 1\n'a': 1\n", "line 2 (a stands twice)"),
+        ("x:\n  - {b: 1, b: 2}\n", "line 2 (b stands twice)"),
+        ("1: a\n0x1: b\n", "stands twice"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(text, says):
+    """Which of the two counts, readers of YAML do not agree on."""
+    with pytest.raises(UsageError, match=re.escape(says)):
+        parse_yaml(text, where="x.yaml")
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_a_key_that_stands_twice_in_json_is_refused(is_strict):
+    with pytest.raises(UsageError, match=r"x\.json: is not JSON \(an object has the same key twice\)"):
+        parse_json_object('{"a": {"b": 1, "b": 1}}', where="x.json", strict=is_strict)
 
 
 @pytest.mark.parametrize("content", ["a: 1", b"a: 1", "\ufeffa: 1", b"\xef\xbb\xbfa: 1"])

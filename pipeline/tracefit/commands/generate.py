@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tracefit.inputs.buckets import place_of
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.models import SynthResult
 from tracefit.synth import SynthOptions, synth, write_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from tracefit.synth.run import Format, TraceSuffix
 
@@ -28,9 +29,10 @@ def generate(
     Raises:
         UsageError: An option is out of range, or the folder cannot be written.
     """
+    folder = place_of(out)
     (progress or NullProgress()).stage(f"generating {options.name}")
     run = synth(options)
-    first = write_run(run, Path(out), formats=formats, compress=compress)
+    first = write_run(run, folder, formats=formats, compress=compress)
     # Of both formats the run folder of protobuf stands beside the other: one folder would hold every span twice.
     twins = [first.with_name(f"{first.name}-proto")] if len(set(formats)) > 1 else []
     return SynthResult((first, *twins), requests=run.truth_requests.height, steps=run.truth_steps.height)

@@ -178,7 +178,7 @@ def ingest_inputs(
 
 def _context(source: RunSource, server: ServerOptions) -> RunContext:
     return read_context(
-        server.run_config or source.run_config,
+        [server.run_config] if server.run_config else source.run_configs,
         server.model_config or source.model_config,
         server.stated,
         gpu=server.gpu,

@@ -17,6 +17,7 @@ from tracefit.coefficients.models import Models, load
 from tracefit.coefficients.predict import published_mdape_pct
 from tracefit.commands.ingest import ServerOptions
 from tracefit.errors import UsageError
+from tracefit.inputs.buckets import place_of
 from tracefit.progress import NullProgress, Progress
 from tracefit.receive.intake import Intake
 from tracefit.receive.observed import Observed, ObservedStep, StepErrors, show_live
@@ -25,7 +26,7 @@ from tracefit.receive.spans import PrivacyFilter
 from tracefit.receive.store import TraceStore, require_writable
 from tracefit.results.traces import ReceivedFrom, ReceiveResult
 from tracefit.server.context import read_context
-from tracefit.server.settings import ServerSettings, merge, read_settings
+from tracefit.server.settings import merge, read_all_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -84,7 +85,7 @@ def receive(
     step_model = None if models is None else _StepModel(models, scope)
     token = Token(options.token_file)
     configs = _configs(server or ServerOptions())
-    root = Path(out)
+    root = place_of(out)
     try:
         root.mkdir(parents=True, exist_ok=True)
         require_writable(root)
@@ -99,8 +100,9 @@ def receive(
 def _configs(server: ServerOptions) -> dict[str, bytes]:
     """Return the configuration files of a run: the known facts, and lines to fill in."""
     # As `run` will read it: better refused now than when the traces are there.
-    read_context(server.run_config, server.model_config, server.stated, gpu=server.gpu)
-    given = merge(read_settings(server.run_config) if server.run_config else ServerSettings(), server.stated)
+    run_configs = [server.run_config] if server.run_config else []
+    read_context(run_configs, server.model_config, server.stated, gpu=server.gpu)
+    given = merge(read_all_settings(run_configs), server.stated)
     known = {**given.values(), **given.other}
     if server.gpu is not None:
         known["gpu"] = str(Path(server.gpu).resolve()) if server.gpu.endswith(".json") else server.gpu

@@ -31,7 +31,7 @@ from tracefit.server.context import gpu_to_json
 from tracefit.server.settings import settings_to_json
 from tracefit.tables import schema
 from tracefit.tables.places import Disk
-from tracefit.tables.staging import staged_parts
+from tracefit.tables.staging import is_whole, staged_parts
 from tracefit.tables.store import IngestedRun, Manifest, ReadFile, StagedPart, put_parts
 
 if TYPE_CHECKING:
@@ -181,6 +181,7 @@ class RunIngest:
         unchanged: What the manifest knows of the others.
         decoding: Pieces of its files that are on their way through a worker.
         is_read: Whether all pieces were given out.
+        kv_hashes: Hashes of its recordings of KV-cache events, once they are needed.
         columns: Values of the `runs` table for the whole run, once it is read.
         entry: Its new entry in the manifest, without tables, once it is built.
         rows: Its rows of the `runs` table, once it is published; null for a run that stays as it is.
@@ -196,6 +197,7 @@ class RunIngest:
     unchanged: list[ReadFile] = field(default_factory=list)
     decoding: int = 0
     is_read: bool = False
+    kv_hashes: list[str] | None = None
     columns: dict[str, str | int | None] = field(default_factory=dict)
     entry: IngestedRun | None = None
     rows: pl.DataFrame | None = None
@@ -228,6 +230,7 @@ class IngestScheduler:
         self._options = options
         self._options_hash = options.sha256
         self._staged_names = cache(lambda: staged_parts(store.place))
+        self._is_whole_part = cache(partial(is_whole, store.place))
         # Workers may have another working folder.
         self._place = Disk(store.place.root.absolute()) if isinstance(store.place, Disk) else store.place
         engine.check(self._scratch if isinstance(self._place, Disk) else None)
@@ -368,13 +371,19 @@ class IngestScheduler:
                 f"{source.run_id}: another run of that name is in the tables already; this one is {run_id}"
             )
         known = known_files(run.known, self._options_hash, self._staged_names)
-        local: list[TraceFile] = []
-        remote: deque[TraceFile] = deque()
-        for file in source.trace_files:
-            if entry := unchanged(file, known.get(file.name)):
-                run.unchanged.append(entry)
-            else:
-                (local if file.filesystem is None else remote).append(file)
+        run.unchanged = [e for f in source.trace_files if (e := unchanged(f, known.get(f.name)))]
+        # What a run that stays as it is was made of is not read.
+        if len(run.unchanged) < len(source.trace_files) or not self._stays(run, run.unchanged):
+            damaged = {entry.path for entry in run.unchanged if not self._is_whole(entry)}
+            known = {name: entry for name, entry in known.items() if name not in damaged}
+            run.unchanged = [entry for entry in run.unchanged if entry.path not in damaged]
+            if damaged:
+                run.warnings.append(
+                    f"{run_id}: what was kept of {len(damaged)} of its files is damaged; they are read anew"
+                )
+        names = {entry.path for entry in run.unchanged}
+        local = [f for f in source.trace_files if f.name not in names and f.filesystem is None]
+        remote = deque(f for f in source.trace_files if f.name not in names and f.filesystem is not None)
         for file in local:
             yield from self._pieces_in(run, _FileIngest(file, ContentHash()), file)
         most_bytes = self._options.fetched_bytes
@@ -384,10 +393,14 @@ class IngestScheduler:
                 for file, copy in zip(group, fetch(group, scratch, self._progress.read), strict=True):
                     refuse_other_signal(copy.file)
                     # The time of a file in a bucket changes with every upload, its content need not.
-                    if entry := unchanged(file, known.get(file.name), copy.content_hash):
+                    entry = unchanged(file, known.get(file.name), copy.content_hash)
+                    if entry and self._is_whole(entry):
                         run.unchanged.append(replace(entry, modified_ns=file.modified_ns))
                     else:
                         yield from self._pieces_in(run, _FileIngest(file, copy.content_hash), copy.file)
+
+    def _is_whole(self, entry: ReadFile) -> bool:
+        return all(self._is_whole_part(part.name) for part in entry.parts)
 
     def _pieces_in(
         self, run: RunIngest, work: _FileIngest, copy: TraceFile
@@ -437,22 +450,31 @@ class IngestScheduler:
         """Schedule the build of a run once all its files are decoded; skip it if nothing changed."""
         if run.failed is not None or not run.is_read or run.decoding:
             return
-        read = [*run.unchanged, *map(self._entry_of, run.files)]
-        files = tuple(sorted(read, key=lambda file: file.path))
+        stays = self._stays(run, [*run.unchanged, *map(self._entry_of, run.files)])
         run.files.clear()
+        if stays:
+            self._end(run)
+        else:
+            self._ready.append(run)
+
+    def _stays(self, run: RunIngest, read: Sequence[ReadFile]) -> bool:
+        """Return whether the tables of a run are those of its files and its configuration; its new entry says what those are."""
+        files = tuple(sorted(read, key=lambda file: file.path))
         run.columns = _run_columns(files, run.context)
-        kv_hashes = sorted(map(content_hash_of, run.source.kv_files))
+        if run.kv_hashes is None:
+            run.kv_hashes = sorted(map(content_hash_of, run.source.kv_files))
         # The hash of all inputs of the tables. If it changes, they are rebuilt; known files come from their staged parts.
-        facts = (__version__, self._options_hash, sorted(run.columns.items()), kv_hashes)
+        facts = (__version__, self._options_hash, sorted(run.columns.items()), run.kv_hashes)
         built_from = hashlib.sha256(repr(facts).encode()).hexdigest()
         run.entry = IngestedRun(
             source=run.source.folder, options=self._options_hash, built_from=built_from, files=files
         )
         known = run.known
-        if known and (known.built_from, known.files) == (built_from, files) and "kv_events" in known.tables:
-            self._end(run)
-        else:
-            self._ready.append(run)
+        return (
+            known is not None
+            and (known.built_from, known.files) == (built_from, files)
+            and "kv_events" in known.tables
+        )
 
     def _run_task(self, run: RunIngest) -> RunTask:
         assert run.entry is not None  # noqa: S101 - a run that is ready has one

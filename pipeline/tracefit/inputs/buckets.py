@@ -18,7 +18,7 @@ from pathlib import Path, PosixPath
 from typing import TYPE_CHECKING, BinaryIO, Concatenate, ParamSpec, TypeVar, cast
 
 from tracefit.errors import UsageError
-from tracefit.inputs.files import display_name, split_url
+from tracefit.inputs.files import shown_url, split_url, unknown_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,20 +56,21 @@ def place_of(path: str | os.PathLike[str]) -> Path:
     """Return what a path or a URL names: a path on disk, or a `BucketPath`.
 
     Raises:
-        UsageError: The URL names no bucket, or holds credentials or options.
+        UsageError: The URL is of another kind, names no bucket, or holds credentials or options.
     """
     if isinstance(path, BucketPath):
         return path
     scheme, rest = split_url(os.fspath(path))
+    if scheme == "file":
+        return Path(rest)
     if scheme not in _ENVIRONMENT:
-        return Path(rest if scheme == "file" else path)
+        raise unknown_url(scheme, rest)
     rest = rest.strip("/")
-    plain = rest.partition("?")[0]
-    user, at, bucket = plain.partition("/")[0].rpartition("@")
-    if not bucket or plain != rest or user or at:
+    bucket = rest.partition("/")[0]
+    if not bucket or "?" in rest or re.search("[@:]", bucket):
         raise UsageError(
-            "names no bucket" if not bucket else "credentials and options do not belong in this URL",
-            where=display_name(f"{scheme}://{bucket}"),
+            "credentials and options do not belong in this URL" if bucket.strip("?@:") else "names no bucket",
+            where=shown_url(scheme, rest),
             hint=f"{scheme}://BUCKET/FOLDER; all else is read from the environment: {_ENVIRONMENT[scheme]}",
         )
     return BucketPath(f"{scheme}:/{rest}")

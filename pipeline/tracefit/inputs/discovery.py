@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from tracefit.errors import DataError, UsageError
 from tracefit.inputs.blocks import inspect_file
-from tracefit.inputs.files import TraceFile, cannot_open, display_name, reason_of, split_url
+from tracefit.inputs.files import (
+    TraceFile,
+    cannot_open,
+    display_name,
+    reason_of,
+    split_url,
+    unknown_url,
+)
 from tracefit.inputs.folders import (
     CONFIG_NAMES,
     MODEL_CONFIG_NAME,
@@ -55,7 +62,7 @@ class RunSource:
         run_id: Its cleaned name; two runs may have the same.
         name: The name shown to the user: of its folder, or of its first file.
         trace_files: Its files, in the order of their names.
-        run_config: exp-config.yaml or run.yaml; for a bucket, a copy on disk.
+        run_configs: exp-config.yaml and run.yaml, as far as they are there; for a bucket, copies on disk.
         model_config: config.json, likewise.
         kv_files: Its files of KV-cache events.
         folder: The path of its folder, to distinguish runs of the same name; None for files named one by one.
@@ -64,7 +71,7 @@ class RunSource:
     run_id: str
     name: str
     trace_files: tuple[TraceFile, ...]
-    run_config: Path | None = None
+    run_configs: tuple[Path, ...] = ()
     model_config: Path | None = None
     kv_files: tuple[TraceFile, ...] = ()
     folder: str | None = None
@@ -277,20 +284,19 @@ class _FileFinder:
         configs: dict[str, TraceFile],
         folder: str | None,
     ) -> RunSource:
-        run_config = next((configs[known] for known in RUN_CONFIG_NAMES if known in configs), None)
         return RunSource(
             run_id=clean_run_id(run_name),
             name=name,
             trace_files=tuple(traces),
-            run_config=self._on_disk(run_config),
-            model_config=self._on_disk(configs.get(MODEL_CONFIG_NAME)),
+            run_configs=tuple(self._on_disk(configs[name]) for name in RUN_CONFIG_NAMES if name in configs),
+            model_config=self._on_disk(configs[MODEL_CONFIG_NAME]) if MODEL_CONFIG_NAME in configs else None,
             kv_files=tuple(kv_files),
             folder=folder,
         )
 
-    def _on_disk(self, config: TraceFile | None) -> Path | None:
-        if config is None or config.filesystem is None:
-            return Path(config.path) if config else None
+    def _on_disk(self, config: TraceFile) -> Path:
+        if config.filesystem is None:
+            return Path(config.path)
         target = self._target(Path(config.path).name)
         with config.open() as stream:
             target.write_bytes(stream.read(_MAX_CONFIG_BYTES))
@@ -303,7 +309,7 @@ def _find(path: str, filesystem_of: FileSystemOf) -> list[TraceFile | Folder]:
     if scheme == "file":
         return find_local(rest)
     if scheme not in ("s3", "gs"):
-        raise UsageError("is a URL of no known kind", where=path, hint="s3://, gs:// and file:// are read")
+        raise unknown_url(scheme, rest)
     return find_remote(scheme, rest, filesystem_of)
 
 

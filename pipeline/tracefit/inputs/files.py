@@ -101,13 +101,37 @@ def display_name(name: str) -> str:
 
 
 def split_url(text: str) -> tuple[str, str]:
-    """Return the scheme of a URL in lower case and what follows the slashes; of a path or file URL, `file` and the path."""
+    """Return the scheme of a URL in lower case and what follows the slashes; of a path or file URL, `file` and the path.
+
+    Raises:
+        UsageError: A file URL holds credentials.
+    """
     url = _URL.match(text)
     # A local file may be called `s3:` too, and then it is meant.
     if url is None or os.path.lexists(text):
         return "file", text
     scheme, rest = url[1].lower(), text[url.end() :]
-    return scheme, unquote(f"/{rest.removeprefix('localhost/')}") if scheme == "file" else rest
+    if scheme != "file":
+        return scheme, rest
+    if "@" in rest.partition("/")[0]:
+        raise UsageError("credentials do not belong in this URL", where="file://", hint="file:///FOLDER")
+    return scheme, unquote(f"/{rest.removeprefix('localhost/')}")
+
+
+def shown_url(scheme: str, rest: str) -> str:
+    """Return the scheme and the host or bucket of a URL: credentials and options stay out of every message."""
+    host = rest.partition("?")[0].partition("/")[0].rpartition("@")[2]
+    # A colon: a port, or a secret key with a slash in it.
+    return display_name(f"{scheme}://{'' if ':' in host else host}")
+
+
+def unknown_url(scheme: str, rest: str) -> UsageError:
+    """Return the error for a URL of another kind."""
+    return UsageError(
+        "is a URL of no known kind",
+        where=shown_url(scheme, rest),
+        hint="s3://, gs:// and file:// are known; a folder of such a name is ./NAME",
+    )
 
 
 def cannot_open(name: str, error: OSError) -> UsageError:

@@ -139,6 +139,10 @@ def find_remote(scheme: str, rest: str, filesystem_of: FileSystemOf) -> list[Tra
     """
     plain, question, options = rest.partition("?")
     location, _, key = plain.partition("/")
+    if ":" in location and "@" not in location:
+        raise UsageError(
+            "names no bucket", where=f"{scheme}://", hint="a slash in a secret key is written as %2F in a URL"
+        )
     bucket = f"{scheme}://{location.rpartition('@')[2]}"  # credentials stand before an @
     key = key.strip("/")
     try:

@@ -10,6 +10,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tracefit.errors import UsageError
 from tracefit.server.architecture import ModelArchitecture, slug_of
@@ -20,9 +21,12 @@ from tracefit.server.settings import (
     ServerSettings,
     assume_defaults,
     merge,
-    read_settings,
+    read_all_settings,
     settings_from_json,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +56,30 @@ class ModelScope:
 
 
 def read_context(
-    run_config: Path | None, model_config: Path | None, overrides: ServerSettings, *, gpu: str | None = None
+    run_configs: Sequence[Path],
+    model_config: Path | None,
+    overrides: ServerSettings,
+    *,
+    gpu: str | None = None,
 ) -> RunContext:
     """Return the server of a run, from the run's files; values given by the user win.
 
     Args:
-        run_config: exp-config.yaml, run.yaml, a `vllm serve` command line or a server log.
+        run_configs: exp-config.yaml, run.yaml, a `vllm serve` command line or a server log.
         model_config: config.json.
         overrides: Settings given by the user.
         gpu: Name of a GPU, or a JSON file that describes one; else the run's own `gpu` setting.
 
     Raises:
-        UsageError: A file is not valid, a GPU is not known, or model and tensor parallelism contradict.
+        UsageError: A file is not valid, two of them contradict, a GPU is not known, or model and tensor parallelism contradict.
     """
-    settings = read_settings(run_config) if run_config else ServerSettings()
-    settings = assume_defaults(merge(settings, overrides))
+    settings = assume_defaults(merge(read_all_settings(run_configs), overrides))
     text = as_text(read_bytes(model_config), where=str(model_config)) if model_config else None
     found = None
     if gpu:
         found = _gpu(gpu, where="--gpu")
     elif gpu is None and settings.gpu:
-        found = _gpu(settings.gpu, where=str(run_config) if run_config else None)
+        found = _gpu(settings.gpu, where=", ".join(map(str, run_configs)) or None)
     return _assemble(settings, text, str(model_config), found)
 
 

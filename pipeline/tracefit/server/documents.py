@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -107,17 +108,17 @@ def parse_json_object(content: bytes | str, *, where: str, strict: bool = False)
     `NaN` and `Infinity` are accepted here, because published configs carry them in keys that are not used; a
     number that is used is validated to be finite.
 
-    `strict` also refuses `NaN`, `Infinity` and a key that an object has twice.
+    `strict` also refuses `NaN` and `Infinity`.
 
     Raises:
-        UsageError: Not JSON, nested too deeply, of too many values, or not an object.
+        UsageError: Not JSON, nested too deeply, of too many values, with a key twice in an object, or not an object.
     """
     text = as_text(content, where=where)
     _check_json_size(text, where=where)
     try:
         value = json.loads(
             text,
-            object_pairs_hook=_no_duplicates if strict else None,
+            object_pairs_hook=_no_duplicates,
             parse_constant=_no_constant if strict else None,
         )
     except RecursionError:
@@ -142,7 +143,7 @@ def _check_json_size(text: str, *, where: str) -> None:
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    # Readers differ in which of two they take: a coefficient file must say the same to all of them.
+    # Readers differ in which of two they take: a file must say the same to all of them.
     keys = dict(pairs)
     if len(keys) != len(pairs):
         raise ValueError("an object has the same key twice")
@@ -193,10 +194,18 @@ def parse_yaml(content: bytes | str, *, where: str) -> object:
 
 # libyaml's loader where PyYAML was built with it (ten times faster), the same safe subset either way.
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """A safe loader that refuses integers of more than 300 characters.
+    """A safe loader that refuses a key that a mapping has twice, and integers of more than 300 characters.
 
-    Hexadecimal and binary ones are not covered by Python's own limit, but printing them is.
+    Of two values of a key, the library would take the last. Hexadecimal and binary ones are not covered by Python's own limit, but printing them is.
     """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        found: dict[object, object] = super().construct_mapping(node, deep)
+        if len(found) < len(node.value):
+            ((text, _),) = Counter(str(key.value) for key, _ in node.value).most_common(1)
+            *_, again = (key for key, _ in node.value if str(key.value) == text)
+            raise yaml.MarkedYAMLError(problem=f"{text} stands twice", problem_mark=again.start_mark)
+        return found
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if len(node.value) > _MAX_INTEGER_CHARS:

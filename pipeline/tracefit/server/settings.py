@@ -327,6 +327,28 @@ def read_settings(path: Path) -> ServerSettings:
     return parse_serve_command(text, where=where)
 
 
+def read_all_settings(paths: Iterable[Path]) -> ServerSettings:
+    """Read what several descriptions of one run state together.
+
+    Raises:
+        UsageError: One cannot be read, or two contradict.
+    """
+    found = ServerSettings()
+    stated: dict[str, tuple[Scalar, Path]] = {}
+    for path in paths:
+        more = read_settings(path)
+        for name, value in {**more.values(), **more.other}.items():
+            known, where = stated.setdefault(name, (value, path))
+            if known != value:
+                raise UsageError(
+                    f"{name} {excerpt(value)} contradicts {excerpt(known)} in {where.name} beside it",
+                    where=str(path),
+                    hint="keep one of the two files, or name one with --run-config",
+                )
+        found = merge(found, more)
+    return found
+
+
 def parse_settings(content: bytes | str, *, where: str, is_json: bool = False) -> ServerSettings:
     """Read a run description: `exp-config.yaml`, `run.yaml`, or a vLLM `--config` file.
 

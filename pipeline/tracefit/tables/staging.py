@@ -2,11 +2,13 @@
 
 `TABLES/.stage/<part>/` holds one Arrow IPC file per frame of `SpanRows`. It is tracefit's own store, not a published table:
 the manifest says which parts are valid, and a part of another tool version is decoded anew. Small files share a part,
-but the rows of each stay separate: they count as long as the manifest names the part for the file.
+but the rows of each stay separate: they count as long as the manifest names the part for the file. The name of a part ends
+in a hash of its files: a damaged one is found before it is read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from typing import TYPE_CHECKING
 
@@ -14,15 +16,17 @@ import polars as pl
 
 from tracefit.errors import DataError
 from tracefit.tables.disk import create
+from tracefit.tables.places import digest_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tracefit.tables.places import Place
     from tracefit.tables.rows import SpanRows
 
 STAGE_NAME = ".stage"
 _BATCH_ROWS = 64 * 1024
+_HASH_DIGITS = 16
 
 
 def write_staged(rows: SpanRows, place: Place) -> str:
@@ -32,16 +36,37 @@ def write_staged(rows: SpanRows, place: Place) -> str:
         OSError: It cannot be written.
         UsageError: The bucket cannot be written.
     """
-    # Random: two decodings of a file may be there at once, and only one is named by the manifest.
-    part = uuid.uuid4().hex
-    files = {}
     with place.scratch() as scratch:
+        paths = {kind: scratch / f"{kind}.arrow" for kind in rows.frames()}
         for kind, frame in rows.frames().items():
-            files[_name(part, kind)] = path = scratch / f"{kind}.arrow"
-            with create(path) as stream:
+            with create(paths[kind]) as stream:
                 frame.write_ipc(stream, compression="lz4", record_batch_size=_BATCH_ROWS)
-        place.put(files)
+        # Random before the hash: two decodings of a file may be there at once, and only one is named by the manifest.
+        part = uuid.uuid4().hex[:-_HASH_DIGITS] + _hash_of({p.name: digest_of(p) for p in paths.values()})
+        place.put({_name(part, kind): path for kind, path in paths.items()})
     return part
+
+
+def is_whole(place: Place, part: str) -> bool:
+    """Return whether a part is what was written; a bucket checks itself what it stores.
+
+    Raises:
+        UsageError: The part is, or holds, a symbolic link.
+    """
+    if not place.has_lock:
+        return True
+    digests = {}
+    try:
+        for name in place.children(f"{STAGE_NAME}/{part}"):
+            with place.fetched(f"{STAGE_NAME}/{part}/{name}") as path:
+                digests[name] = digest_of(path)
+    except OSError:
+        return False
+    return part.endswith(_hash_of(digests))
+
+
+def _hash_of(digests: Mapping[str, str]) -> str:
+    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:_HASH_DIGITS]
 
 
 def read_staged(place: Place, part: str, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
