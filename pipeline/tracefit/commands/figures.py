@@ -17,7 +17,7 @@ from tracefit.coefficients.model import LinearModel, RegimesModel
 from tracefit.errors import UsageError
 from tracefit.features.expressions import Binary, Call, Constant, Name
 from tracefit.features.targets import LATENCIES, parts_of
-from tracefit.fit.splits import FEW_ROWS
+from tracefit.fit.splits import FEW_ROWS, in_time
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures import (
     AMBER,
@@ -306,13 +306,14 @@ def evaluated(model: Model, rows: pl.DataFrame) -> pl.DataFrame | None:
         # A mean over an interval is no step: the errors of the report are those on single steps, if there are enough.
         single = kept.filter(pl.col("source") != "interval")
         kept = single if single.filter(split="holdout").height >= FEW_ROWS else kept
-    start = pl.col("ts_ns").min().over(SERVER)
+    # In seconds, or in steps where these have no time.
+    unit = 1 if kept["ts_ns"].null_count() else 1e9
     needed = {*_STEP, *_BATCH_COLUMNS, "ts_ns", "split", *compiled.columns_with_clock}
     kept = kept.select(
         *(c for c in kept.columns if c in needed),
         predicted_ms=compiled.expression_with_clock() / US_PER_MS,
         measured_ms=pl.col("y") / US_PER_MS,
-        at_s=(pl.col("ts_ns") - start) / 1e9,
+        at_s=(in_time() - in_time().min().over(SERVER)) / unit,
         first_regime=model.regimes[0].when.expression()
         if isinstance(model, RegimesModel)
         else pl.lit(value=True),
@@ -321,6 +322,11 @@ def evaluated(model: Model, rows: pl.DataFrame) -> pl.DataFrame | None:
     residual = (pl.col("measured_ms") - pl.col("predicted_ms")).round(6)
     kept = kept.with_columns(residual_ms=residual).drop_nulls("residual_ms")
     return kept if kept.filter(split="holdout").height else None
+
+
+def _time_unit(rows: pl.DataFrame) -> str:
+    """Return what `at_s` counts, for the label of an axis."""
+    return "steps" if rows["ts_ns"].null_count() else "seconds"
 
 
 _STRONG = 2
@@ -341,7 +347,7 @@ def model_figures(model: Model, rows: pl.DataFrame, *, points: int) -> tuple[Fig
     over_time = _residuals(
         cloud,
         bins_of(rows, "at_s", "residual_ms"),
-        "seconds into the run",
+        f"{_time_unit(rows)} into the run",
         # Where runs of several servers overlay each other, their hold-outs do too.
         _covered("hold-out", held, SERVER) if servers == 1 else (),
         name=f"{name}-time",
@@ -496,7 +502,11 @@ def step_times_figure(scope_id: str, kept: pl.DataFrame, *, points: int) -> Figu
             ),
         ),
         layout={
-            "xaxis": axis_of("seconds, runs one after the other" if several else "seconds into the run"),
+            "xaxis": axis_of(
+                f"{_time_unit(kept)}, runs one after the other"
+                if several
+                else f"{_time_unit(kept)} into the run"
+            ),
             "yaxis": axis_of("step time, ms", **limits),
             "shapes": shaded(_covered("hold-out", rows.filter(split="holdout"), ["begins"])),
             "annotations": [

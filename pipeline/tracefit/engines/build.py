@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import polars as pl
+
 from tracefit import memory
 from tracefit.errors import DataError
 from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
@@ -20,10 +22,8 @@ from tracefit.tables.store import RunWriter, put_parts
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    import polars as pl
-
     from tracefit.inputs.files import TraceFile
-    from tracefit.kv.recordings import KvRows
+    from tracefit.recordings.kv_events import KvRows
     from tracefit.server.context import RunContext
     from tracefit.tables.places import Place
     from tracefit.tables.store import ReadFile, TableFile
@@ -140,8 +140,8 @@ def _build(task: RunTask, folder: Path) -> BuiltRun:
 def _kv_tables(task: RunTask, read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame]:
     if not task.kv:
         return {"kv_events": schema.KV_EVENTS.empty()}
-    from tracefit.kv.columns import kv_tables  # noqa: PLC0415 - most runs have no recordings
-    from tracefit.kv.recordings import read_kv  # noqa: PLC0415
+    from tracefit.recordings.kv_columns import kv_tables  # noqa: PLC0415 - most runs have no recordings
+    from tracefit.recordings.kv_events import read_kv  # noqa: PLC0415
 
     names = ("steps", "journey_events", "requests", "runs", "rejects")
     return kv_tables(
@@ -176,6 +176,9 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
         engine_limits(context),
         journeys_complete=_journeys_complete(context, read("runs"), requests),
     )
+    if context.settings.is_sglang:
+        gpu_time = pl.col("cycle_source", "composition_source").replace({schema.FPM: schema.FPM_GPU})
+        timeline = timeline.with_columns(gpu_time)
     timed = with_step_times(schema.REQUESTS.shape(requests), timeline, journeys, snapshots)
     return {"timeline": timeline, "requests": schema.REQUESTS.conform(timed)}
 
@@ -208,7 +211,7 @@ def _journeys_complete(context: RunContext, runs: pl.DataFrame, requests: pl.Dat
 
 def _require_spans(task: RunTask) -> None:
     parts = [part for file in task.files for part in file.parts]
-    if any(part.spans for part in parts):
+    if any(part.spans or part.steps for part in parts):
         return
     other_spans, rejects = sum(part.other_spans for part in parts), sum(part.rejects for part in parts)
     if rejects and not other_spans:
