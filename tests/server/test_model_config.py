@@ -348,7 +348,8 @@ def test_contradiction_is_refused(parse, changes, message):
 
 def test_an_unknown_family_is_read_as_a_usual_decoder_and_says_so(parse):
     known, unknown = (
-        parse(model_type=name, architectures=[f"{name}ForCausalLM"]) for name in ("llama", "llama9")
+        parse(model_type=name, architectures=[f"{name}ForCausalLM"], _name_or_path="m")
+        for name in ("llama", "llama9")
     )
 
     assert (unknown.model_type, unknown.parameters) == ("llama9", known.parameters)

@@ -221,7 +221,8 @@ def _warnings_of(store: TableStore, run: RunSummary) -> list[str]:
             "raise OTEL_SPAN_EVENT_COUNT_LIMIT (128 by default)"
         )
     if run.duplicate_spans:
-        texts.append(f"{run_id}: {run.duplicate_spans} spans or records were there twice and count once")
+        what = "spans" if run.spans else "records"
+        texts.append(f"{run_id}: {run.duplicate_spans} {what} were there twice and count once")
     if run.lost_steps:
         texts.append(
             f"{run_id}: {run.lost_steps:,} numbers of the step counter have no record: these steps were lost, or left out of the file"

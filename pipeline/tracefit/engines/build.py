@@ -17,6 +17,7 @@ from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG, JOURNEY_
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import BuildLimits, build_tables
 from tracefit.tables.runs import COMPLETE_SHARE
+from tracefit.tables.staging import read_staged
 from tracefit.tables.store import RunWriter, put_parts
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def build_run(task: RunTask) -> BuiltRun:
     """Build every table of a run, of a large one but its timeline.
 
     Raises:
-        DataError: It holds no vLLM spans, or a staged part is damaged.
+        DataError: It holds neither vLLM spans nor recorded steps, or a staged part is damaged.
         UsageError: A recording cannot be read.
         OSError: A table cannot be written.
     """
@@ -215,10 +216,12 @@ def _require_spans(task: RunTask) -> None:
         return
     other_spans, rejects = sum(part.other_spans for part in parts), sum(part.rejects for part in parts)
     if rejects and not other_spans:
+        reasons = read_staged(task.place, next(p.name for p in parts if p.rejects), "rejects", ["reason"])
         raise DataError(
-            f"is not OTLP: none of its records can be read as traces ({rejects} rejected)",
+            f"none of its records can be read ({rejects} rejected; the first: {reasons['reason'][0]})",
             where=task.name,
-            hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them",
+            hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them; recordings are "
+            "ForwardPassMetrics",
         )
     found = f"{other_spans} spans of other scopes, {rejects} unreadable records"
     raise DataError(

@@ -38,10 +38,12 @@ _CUT = "record cut: another begins inside"
 # -- how it is recognised ----------------------------------------------------------------------------------
 
 _LINE_START = re.compile(rb'\{\s*"(?:received_at_ns|metrics)"\s*:')
-# A map that begins with its version, or an array of a version and a text.
+_MAP_START = re.compile(rb"(?=[\x85-\x8f]\xa7version)")
+# Or an array of a version and a text.
 _MESSAGE_START = re.compile(
-    rb"(?=[\x85-\x8f]\xa7version|[\x95-\x9f][\x00-\x7f](?:[\xa0-\xbf]|\xd9[\x20-\xff]))", re.DOTALL
+    _MAP_START.pattern + rb"|(?=[\x95-\x9f][\x01-\x0f](?:[\xa0-\xbf]|\xd9[\x20-\xff]))", re.DOTALL
 )
+_MOST_PIECES = 8
 _MOST_TRIED = 1000
 _MOST_BYTES = 1 << 20
 """Of a message; a usual one has 500 bytes."""
@@ -64,12 +66,11 @@ def _header_at(content: bytes, at: int) -> bytes:
     """Return the line that a place is in, if it names the columns."""
     begin = content.rfind(b"\n", max(at - _MOST_HEADER_BYTES, 0), max(at, 0)) + 1
     line = content[begin : begin + _MOST_HEADER_BYTES].partition(b"\n")[0]
-    names = _names_in(line)
-    return line if at >= 0 and names >= _CSV.keys() - _CSV_OPTIONAL else b""
+    return line if at >= 0 and _is_header(line) else b""
 
 
-def _names_in(line: bytes) -> set[str]:
-    return set(_fields_of(line)) if b"counter_id" in line else set()
+def _is_header(line: bytes) -> bool:
+    return b"counter_id" in line and set(_fields_of(line)) >= _CSV.keys() - _CSV_OPTIONAL
 
 
 def _fields_of(line: bytes) -> list[str]:
@@ -298,31 +299,32 @@ def _line(text: bytes) -> Any:
 
 def _of_msgpack(payload: bytes, rejects: _Rejects) -> Iterator[_Record]:
     """Yield the messages that can be read. A length of four bytes may be before each: it ends the bytes of the one before."""
-    begins = [match.start() for match in _MESSAGE_START.finditer(payload)] or [len(payload)]
+    # Without names a beginning is three bytes, which numbers have by chance: then several pieces are one message.
+    starts = _MAP_START if _MAP_START.search(payload) else _MESSAGE_START
+    begins = [*(match.start() for match in starts.finditer(payload)), len(payload)]
     if begins[0] not in {0, LENGTH_BYTES}:
         rejects.add(0, payload[: begins[0]], _NO_RECORD)
-    held = 0  # bytes before `begin`, of a message that does not end before what looks like the next one
-    for begin, end in pairwise([*begins, len(payload)]):
-        start = begin - held
-        size, record = _message(payload[start:end])
-        if held and record is None:
-            rejects.add(start, payload[start:begin], _CUT)
-            start = begin
-            size, record = _message(payload[start:end])
-        held = 0
-        rest = payload[start + size : end]
-        if record is not None:
-            yield start, None, record
-            if len(rest) not in {0, LENGTH_BYTES}:
-                rejects.add(start + size, rest, _NO_RECORD)
-        elif not size and end < len(payload):
-            held = end - start
+    place = 0
+    while place < len(begins) - 1:
+        begin, following = begins[place], place + 1
+        for after in range(following, min(following + _MOST_PIECES, len(begins))):
+            size, record = _message(payload[begin : begins[after]])
+            if size:
+                break
+        rest = payload[begin + size : begins[after]]
+        is_whole = size and len(rest) in {0, LENGTH_BYTES}
+        if record is None and (not size or after > following):
+            rejects.add(begin, payload[begin : begins[following]], "record cut")
+            place = following
+            continue
+        if record is None:
+            message = payload[begin : begin + size]
+            rejects.add(begin, message, _fault(message, "msgpack", _decoder_of(message)))
         else:
-            whole = payload[start : start + size]
-            reason = _fault(whole, "msgpack", _decoder_of(whole)) if size else "record cut"
-            rejects.add(start, whole or rest, reason)
-            if size and len(rest) not in {0, LENGTH_BYTES}:
-                rejects.add(start + size, rest, _NO_RECORD)
+            yield begin, None, record
+        if not is_whole:
+            rejects.add(begin + size, rest, _NO_RECORD)
+        place = after
 
 
 def _message(content: bytes) -> tuple[int, Any]:
@@ -349,7 +351,7 @@ def _tables_in(payload: bytes, header: bytes) -> Iterator[tuple[list[str], list[
     """Yield the names of the columns and the lines below them; a file may be several, one behind another."""
     lines: list[tuple[int, bytes]] = []
     for item in records(payload, "lines"):
-        if b"counter_id" in item.payload and not (header and item.payload.endswith(header)):
+        if _is_header(item.payload) and not (header and item.payload.endswith(header)):
             yield _fields_of(header), lines
             header, lines = item.payload, []
         elif item.payload != header:
@@ -359,43 +361,30 @@ def _tables_in(payload: bytes, header: bytes) -> Iterator[tuple[list[str], list[
 
 def _of_lines(columns: list[str], lines: list[tuple[int, bytes]], rejects: _Rejects) -> pl.DataFrame:
     """Read lines of a table by column."""
-    texts = pl.DataFrame({"line": pl.Series([line for _, line in lines], dtype=pl.Binary)}).with_row_index(
-        "row"
-    )
-    texts = texts.with_columns(text=pl.col("line").cast(pl.String, strict=False))
-    has_fields = pl.col("text").str.count_matches(",", literal=True) == len(columns) - 1
-    fields = pl.col("text").str.split(",").list
-    found = texts.with_columns(
-        fields.get(columns.index(name), null_on_oob=True).str.strip_chars('" \r').alias(ours)
-        for name, ours in _CSV.items()
-        if name in columns
-    )
-    faults = [pl.when(~has_fields.fill_null(value=False)).then(pl.lit("not a line of the table"))]
-    values = []
+    text = pl.Series("line", [line.decode("utf-8", errors="replace") for _, line in lines], pl.String)
+    fields = pl.col("line").str.split(",")
+    faults = [pl.when(fields.list.len() != len(columns)).then(pl.lit(f"not {len(columns)} fields"))]
+    values = {}
     for name, ours in _CSV.items():
-        if name not in columns:
-            values.append(pl.lit(None, _TYPES[ours]).alias(ours))
-            continue
-        text, value = pl.col(ours), pl.col(ours).cast(_TYPES[ours], strict=False)
-        values.append(value)
-        is_missing = (text == "") if name in _CSV_OPTIONAL else pl.lit(value=False)
-        bad = ~(value.str.len_chars() <= _MOST_NAME if ours == "worker_id" else value.is_between(0, _MOST))
-        faults.append(
-            pl.when(bad.fill_null(value=True) & ~is_missing).then(pl.lit(f"{name} is no number of a step"))
-        )
-    checked = found.with_columns(fault=pl.coalesce(faults))
-    for row, line, fault in (
-        checked.filter(pl.col("fault").is_not_null()).select("row", "line", "fault").iter_rows()
-    ):
-        rejects.add(lines[row][0], line, f"{_NO_RECORD} ({fault})")
-    good = checked.filter(pl.col("fault").is_null()).with_columns(values)
+        place = columns.index(name) if name in columns else len(columns)
+        field = fields.list.get(place, null_on_oob=True).str.strip_chars('" \r')
+        values[ours] = value = field.cast(_TYPES[ours], strict=False)
+        size = value.str.len_chars() if ours == "worker_id" else value
+        is_good = size.is_between(0, _MOST_NAME if ours == "worker_id" else _MOST).fill_null(value=False)
+        is_empty = field.fill_null("") == "" if name in _CSV_OPTIONAL else pl.lit(value=False)
+        faults.append(pl.when(~is_good & ~is_empty).then(pl.lit(f"{name} out of range, or no number")))
+    found = text.to_frame().select(
+        **values, fault=pl.coalesce(faults), row=pl.int_range(pl.len()), unix_ns=pl.lit(None, pl.Int64)
+    )
+    for row, fault in found.drop_nulls("fault").select("row", "fault").iter_rows():
+        offset, line = lines[row]
+        rejects.add(offset, line, f"{_NO_RECORD} ({fault})")
     offsets = pl.Series([offset for offset, _ in lines], dtype=pl.Int64)
-    return good.select(
-        source_offset=offsets.gather(good["row"]),
-        unix_ns=pl.lit(None, pl.Int64),
-        **{name: pl.col(name) for name in _TYPES if name not in ("source_offset", "unix_ns", "wall_time_s")},
-        wall_time_s=pl.col("wall_time_s") / 1e3,
-    ).select(list(_TYPES))
+    return (
+        found.with_columns(pl.col("wall_time_s") / 1e3, source_offset=offsets)
+        .filter(pl.col("fault").is_null())
+        .select(list(_TYPES))
+    )
 
 
 # -- rows ---------------------------------------------------------------------------------------------------
