@@ -360,3 +360,66 @@ def test_kv_cache_events_of_any_name_are_found_by_content(tmp_path):
             (run,) = inputs.runs
         assert [Path(f.name).name for f in run.trace_files] == ["recorded.bin"]
         assert [Path(f.name).name for f in run.kv_files] == ["cache.log"]
+
+
+# -- a model of step times -------------------------------------------------------------------------------
+
+LAYERS = ["linear_attention", "full_attention"] * 2
+
+
+def drawn(count, **fields):
+    """Return steps of a drawn batch whose time is 5,000 us, 20 more for each decode request and 0.01 for each token in cache."""
+    rng = np.random.default_rng(3)
+    for step in range(1, count + 1):
+        requests, context = int(rng.integers(1, 30)), int(rng.integers(100, 50_000))
+        noise = rng.normal(1, 0.01)
+        yield record(
+            step,
+            (5_000 + 20 * requests + 0.01 * context) * noise / 1e6,
+            **{"num_decode_requests": requests, "sum_decode_kv_tokens": context} | fields,
+        )
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_a_table_alone_gives_a_model_of_steps_in_their_order(tmp_path, backend):
+    folder = tmp_path / "one"
+    folder.mkdir()
+    settings = {"model": "new/model", "gpu": "X9000", "data_parallel_size": 2, "backend": backend}
+    (folder / "run.yaml").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "layer_types": LAYERS}))
+    (folder / "fpm_metrics_detail.csv").write_bytes(b"".join(csv_lines(drawn(400))))
+    options = tracefit.TrainOptions(features="batch", fast=True)
+    result = tracefit.run([folder], tmp_path / "out", options=options)
+    tables = tmp_path / "out/tables"
+    training = pl.read_parquet(tables / "beta_training/run_id=one/*.parquet").sort("step_id")
+
+    # 400 steps without a time: the first 280 train, the others are held out.
+    assert training["split"].to_list() == ["train"] * 280 + ["holdout"] * 120
+    assert training["ts_ns"].is_null().all()
+    (model,) = json.loads((tmp_path / "out/models/beta.json").read_text())["models"]
+    terms = {term["feature"]: term["value"] for term in model["terms"]}
+    assert model["intercept"]["value"] == pytest.approx(5_000, rel=0.02)
+    assert terms["num_decode_reqs"] == pytest.approx(20, rel=0.1)
+    assert terms["context_tokens"] == pytest.approx(0.01, rel=0.1)
+    kind, words = (
+        ("fpm", "output of a step to output of the next") if backend == "vllm" else ("fpm_gpu", "GPU time")
+    )
+    assert words in model["target"]["definition"]
+    assert set(pl.read_parquet(tables / "timeline/run_id=one/*.parquet")["cycle_source"]) == {kind}
+    # What is not known is said: the GPU, the model, the other rank.
+    warnings, page = " ".join(result.ingested.warnings), (tmp_path / "out/report.md").read_text()
+    assert "GPU X9000 is not in the catalogue" in warnings
+    assert "features of the model are left out" in warnings
+    assert "steps of 1 of 2 data-parallel ranks are recorded" in page
+    assert words in page
+
+
+def test_the_same_records_in_two_runs_train_once(tmp_path):
+    for name in ("one", "two"):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "run.yaml").write_text('{"model": "m"}')
+        (folder / "fpm.csv").write_bytes(b"".join(csv_lines(drawn(200))))
+    options = tracefit.TrainOptions(features="batch", fast=True)
+    result = tracefit.run([tmp_path / "runs"], tmp_path / "out", options=options)
+    assert any("200 of its spans are in run one too" in text for text in result.trained.warnings)
