@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import math
+import struct
 import tempfile
 from pathlib import Path
 
@@ -160,20 +161,30 @@ def test_known_files_are_not_decoded_again_and_grown_ones_are(ingested, monkeypa
     assert ingested(b"".join(lines))["steps"].height == 10
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     kind=st.sampled_from(list(WRITERS)),
-    size=st.integers(200, 3000),
+    size=st.integers(200, 50_000),
     worker=st.text(st.characters(exclude_categories=["Cs"], exclude_characters=',"\r\n'), max_size=20).map(
         str.strip
     ),
 )
 def test_any_size_of_blocks_gives_the_same_steps(kind, size, worker):
-    records = steady(30, worker=worker)
+    # More than is read at once to find the format.
+    records = steady(2500, worker=worker)
     steps, rejects = decoded(b"".join(WRITERS[kind](records)), block_bytes=size)
     assert not rejects
-    assert steps["step_id"].to_list() == list(range(1, 31))
+    assert steps["step_id"].to_list() == list(range(1, 2501))
     assert set(steps["server"]) == {f"{worker or 'unknown'}.dp0"}
+
+
+def test_a_number_that_looks_like_the_beginning_of_a_message_is_none():
+    # An array of seven, of version 1 and a text of one letter, inside the eight bytes of a float64.
+    (seconds,) = struct.unpack(">d", bytes.fromhex("3f809701a1000000"))
+    records = [record(step, seconds, **BUSY) for step in range(1, 3000)]
+    for size in (200, 1 << 20):
+        steps, rejects = decoded(b"".join(arrays(records)), block_bytes=size)
+        assert (steps["step_id"].to_list(), rejects) == (list(range(1, 3000)), [])
 
 
 # -- idle gaps, lost steps, ranks ------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import polars as pl
 from tracefit.inputs.blocks import Block, load
 from tracefit.inputs.rejects import Reject
 from tracefit.otlp.decode import decode_blocks, without_spans
-from tracefit.recordings import fpm
+from tracefit.recordings import RECORDINGS
 from tracefit.tables.rows import RECORDED_STEPS, RowOptions, rows_of
 from tracefit.tables.staging import write_staged
 from tracefit.tables.store import StagedPart
@@ -86,9 +86,11 @@ def _spans(
 def _recorded(blocks: _Blocks, options: RowOptions) -> Iterator[SpanRows]:
     steps, rejects = [pl.DataFrame(schema=RECORDED_STEPS)], []
     for number, block, payload in blocks:
-        found = fpm.decode(block, payload, show_values=options.show_values, max_rejects=options.max_rejects)
-        steps.append(found.steps.select(pl.lit(number, pl.UInt32).alias("file"), pl.all()))
-        rejects += [(number, reject) for reject in found.rejects]
+        decode = RECORDINGS[block.recording or ""].decode
+        assert decode is not None  # noqa: S101 - files of other formats have no blocks
+        found, bad = decode(block, payload, show_values=options.show_values, max_rejects=options.max_rejects)
+        steps.append(found.select(pl.lit(number, pl.UInt32).alias("file"), pl.all()))
+        rejects += [(number, reject) for reject in bad]
     yield rows_of(without_spans(rejects, options.wanted), options, pl.concat(steps))
 
 

@@ -26,7 +26,7 @@ from tracefit.features.roofline import (
 )
 from tracefit.features.sets import FeatureSet, add_features
 from tracefit.server.architecture import AttentionKind
-from tracefit.tables.schema import ENGINE, FPM, FPM_GPU, SERVER
+from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -179,7 +179,7 @@ def beta_rows(
         for n in ("preemption_heavy", "has_prefill", "is_empty")
     ]
     # A recorded step stands alone.
-    recorded = pl.col("composition_source").is_in([FPM, FPM_GPU]).fill_null(value=False)
+    recorded = ~pl.col("composition_source").is_in(["summary", "journey"]).fill_null(value=True)
     begins = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null() | recorded | by_itself
     other_engine = pl.any_horizontal(pl.col(name) != pl.col(name).shift(1) for name in ENGINE)
     # An interval begins at every step with a cycle or a known start, and with every engine.

@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from tracefit.server.context import ModelScope
 
 
+_INFERRED = {"adjacent", "interval", "duration"}
+"""Sources of step times that are differences of the step clock, or scheduling times."""
+
 _SUMMARY = re.escape(STEP_EVENT)
 
 
@@ -115,7 +118,7 @@ def fit_step_times(
         without = "; ".join(tables.missing_attributes(_SUMMARY)) or "the traces hold no step events"
         return StepTimes(cover, Missing(target.model, without, remedy))
     sources = set(tables.timeline["cycle_source"].drop_nulls())
-    recorded = sorted(sources & RECORDED.keys())
+    recorded = sorted(sources - _INFERRED)
     whence, why = choose_target(cover, options.beta_target, recorded=bool(recorded))
     source = replace(cover, beta_target_source=whence, beta_target_reason=why)
     if scope.context.gpu is not None and len(sets) > 1:
@@ -137,8 +140,17 @@ def fit_step_times(
         too_few = "; ".join((f"step times: {result.reason}", *tables.missing_attributes(_SUMMARY)))
         return StepTimes(source, Missing(target.model, too_few, remedy))
     measured = DURATION if whence == "duration" else CYCLE_TIME
-    clock = [measured.definition] if sources - RECORDED.keys() or measured is DURATION else []
-    definition = "; ".join([*clock, *(RECORDED[kind] for kind in recorded if measured is CYCLE_TIME)])
+    clock = [measured.definition] if sources & _INFERRED or measured is DURATION else []
+    definition = "; ".join(
+        [
+            *clock,
+            *(
+                RECORDED.get(kind, f"time of a step as recorded ({kind})")
+                for kind in recorded
+                if measured is CYCLE_TIME
+            ),
+        ]
+    )
     if measured is CYCLE_TIME and any(tables.lags.values()):
         ahead = "scheduling runs a step ahead, so that a step's time is the cycle after its own start"
         definition = f"{definition}; {ahead}"

@@ -200,7 +200,7 @@ class _Splitter:
         if shape == "unknown":
             yield from self._skipped("not OTLP traces", shape, "json" if is_text else "protobuf", start=0)
             return
-        if self.contents.recording and not self.contents.recording.is_decoded:
+        if self.contents.recording and not self.contents.recording.decode:
             yield Reject(
                 self._file.name, 0, self._file.size, f"{self.contents}: they are read from kv_events*"
             )

@@ -263,7 +263,7 @@ class _FileFinder:
             return "decoded"
         contents = inspect_file(file)
         if contents.recording is not None:
-            return "decoded" if contents.recording.is_decoded else "beside"
+            return "decoded" if contents.recording.decode else "beside"
         if contents.signal != "traces":
             self._left_out[LeftOut(file.name, f"it holds OTLP {contents.signal}", is_notable=True)] = None
             return None
@@ -358,7 +358,7 @@ def _is_beside(file: TraceFile) -> bool:
     if _matches(_KV_NAME, file) or file.filesystem is not None:
         return _matches(_KV_NAME, file)
     recording = inspect_file(file).recording
-    return recording is not None and not recording.is_decoded
+    return recording is not None and recording.decode is None
 
 
 def _without_repeats(files: Iterable[TraceFile]) -> list[TraceFile]:

@@ -19,8 +19,11 @@ from tracefit.inputs.rejects import Encoding, is_json
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import polars as pl
+
     from tracefit.inputs.compression import Compression
     from tracefit.inputs.otlp_wire import Signal
+    from tracefit.inputs.rejects import Reject
 
 HEAD_BYTES = 4 << 20
 """Bytes examined. A file with a longer first record is recognised by its JSON keys, or not at all."""
@@ -59,7 +62,8 @@ class Recording:
         clock: Its clock, and how that compares with others.
         message_start: What a message begins with, where it has `messages`.
         header: Returns the last line of some content that names the columns, empty if there is none; for tables.
-        is_decoded: Its files are decoded block by block, as traces are; otherwise they are read when the run's tables are built.
+        decode: Decodes a block and its bytes, given `show_values` and `max_rejects`, into rows of steps (columns as
+            `tables.rows.RECORDED_STEPS` but `file`) and rejects. Null where files are read when the run's tables are built.
     """
 
     name: str
@@ -70,7 +74,7 @@ class Recording:
     clock: str
     message_start: re.Pattern[bytes] | None = None
     header: Callable[[bytes], bytes] | None = None
-    is_decoded: bool = True
+    decode: Callable[..., tuple[pl.DataFrame, list[Reject]]] | None = None
 
 
 RECORDINGS: dict[str, Recording] = {}

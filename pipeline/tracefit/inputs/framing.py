@@ -12,7 +12,6 @@ Lengths can be wrong and bytes can be missing. Bytes that are no record are dama
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgpack  # type: ignore[import-untyped]  # it has no types
@@ -52,8 +51,9 @@ _ONE_TINY_FRAME = re.compile(rb"\0\0\0.(%b)" % _TINY_FIELD, re.DOTALL)
 _RESOURCE_SPANS_TAGS = b"\x0a\x12\x1a"
 """First byte of the content of `resource_spans`: the tag of its resource, its scope_spans or its schema URL."""
 
-_MESSAGES_TRIED = 64
-"""Of the messages at the end of a buffer, how many are tried: bytes of a number can look like the beginning of one."""
+_MESSAGES_TRIED, _MOST_BETWEEN, _MOST_DAMAGE_BYTES = 64, 4, 2 << 20
+"""Beginnings of messages at the end of a buffer that are tried, how many may be false between two true ones, and how much
+damage there may be before one is taken as it is."""
 
 _MANY_BYTES, _MOST_BYTES = 16 << 10, 1 << 20
 """A run of records too short to hold a span is joined to one record, if it has at least and at most so many bytes."""
@@ -155,12 +155,15 @@ def next_record(
 
 
 def _last_message(buffer: bytes, starts: re.Pattern[bytes]) -> int:
-    """Return where the last message of a buffer begins: the one before it is whole, so that its bytes are no part of that one."""
+    """Return where the last message of a buffer begins: where another one ends, for bytes of a number can look like a beginning."""
     begins = [match.start() for match in starts.finditer(buffer)][-_MESSAGES_TRIED:]
-    for before, begin in reversed(list(pairwise(begins))):
-        if begin - before - message_bytes(buffer[before:begin]) in {0, LENGTH_BYTES}:
-            return begin
-    return begins[-1] if begins else 0
+    for place in range(len(begins) - 1, 0, -1):
+        for before in reversed(begins[max(place - _MOST_BETWEEN, 0) : place]):
+            size = message_bytes(buffer[before : begins[place]])
+            if size and begins[place] - before - size in {0, LENGTH_BYTES}:
+                return begins[place]
+    # Damage as far as the eye reaches: any beginning is as good.
+    return begins[-1] if begins and len(buffer) > _MOST_DAMAGE_BYTES else 0
 
 
 def message_bytes(content: bytes) -> int:

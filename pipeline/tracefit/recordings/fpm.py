@@ -78,19 +78,6 @@ def _fields_of(line: bytes) -> list[str]:
     return [name.strip('" \r') for name in text.split(",")]
 
 
-FORMAT = register(
-    Recording(
-        name=FPM,
-        title="ForwardPassMetrics",
-        find=_find,
-        fills="`steps`, and `timeline` with context tokens and the time of each step",
-        units="s (`wall_time`), ms (`latency_ms`), ns (`received_at_ns`)",
-        clock="the receiver's wall clock; the CSV has none: its steps have an order and no time",
-        message_start=_MESSAGE_START,
-        header=lambda content: _header_at(content, content.rfind(b"counter_id")),
-    )
-)
-
 # -- its records -------------------------------------------------------------------------------------------
 
 # Bounds within which sums fit 64 bits; the rules of the tables are narrower.
@@ -410,3 +397,18 @@ def _as_steps(found: pl.DataFrame, offset: int) -> pl.DataFrame:
         waiting_depth=pl.col("queued_prefill_reqs") + pl.col("queued_decode_reqs"),
         waiting_tokens=pl.col("queued_prefill_tokens") + pl.col("queued_decode_tokens"),
     ).select(pl.col(name) for name in RECORDED_STEPS if name != "file")
+
+
+FORMAT = register(
+    Recording(
+        name=FPM,
+        title="ForwardPassMetrics",
+        find=_find,
+        fills="`steps`, and `timeline` with context tokens and the time of each step",
+        units="s (`wall_time`), ms (`latency_ms`), ns (`received_at_ns`)",
+        clock="the receiver's wall clock; the CSV has none: its steps have an order and no time",
+        decode=decode,
+        message_start=_MESSAGE_START,
+        header=lambda content: _header_at(content, content.rfind(b"counter_id")),
+    )
+)

@@ -159,7 +159,6 @@ FORMAT = register(
         fills="`kv_events`; columns of `requests`, `runs` and, in training, of steps",
         units="s (`ts` of a batch); blocks and tokens",
         clock="the server's wall clock",
-        is_decoded=False,
     )
 )
 
