@@ -141,6 +141,7 @@ def fit_step_times(
         return StepTimes(source, Missing(target.model, too_few, remedy))
     measured = DURATION if whence == "duration" else CYCLE_TIME
     clock = [measured.definition] if sources & _INFERRED or measured is DURATION else []
+    whole = "forward_pass_metrics" if recorded and not clock else None
     definition = "; ".join(
         [
             *clock,
@@ -157,7 +158,7 @@ def fit_step_times(
     reason = (f"feature set {features.name} chosen: {SET_RULE}",) if candidates else ()
     model = FittedModel(
         target.model,
-        TargetFacts(name=target.name, definition=definition, source=measured.source),
+        TargetFacts(name=target.name, definition=definition, source=whole or measured.source),
         result,
         features.name,
         tuple(regimes),
