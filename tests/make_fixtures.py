@@ -14,6 +14,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import polars as pl
+
+from recorded import json_lines, records_of
+from recorded import record as no_step
 from tracefit.synth import SynthOptions, SynthRun, synth, write_run
 
 RUNS = (
@@ -33,6 +37,7 @@ RUNS = (
         "zst",
     ),
 )
+RECORDED = SynthOptions(name="fpm-dynamo", seed=15, requests=50, rate_per_s=2.0)
 DAMAGED = SynthOptions(name="damaged", seed=14, requests=60)
 
 
@@ -55,15 +60,32 @@ def damage(lines: list[bytes]) -> tuple[bytes, int]:
     return b"".join([glued, spoiled, *lines[3:-1], lines[-1][: len(lines[-1]) // 3]]), 3
 
 
+def record(run: SynthRun, folder: Path) -> dict[str, int]:
+    """Write the steps of a run as Dynamo's recorder does, a heartbeat after each one that leaves nothing to do."""
+    written = write_run(run, folder)
+    for name in ("traces.json", "truth_steps.csv.gz", "truth_requests.csv.gz"):
+        (written / name).unlink()
+    truth = run.truth_steps.drop_nulls("cycle_us")
+    is_idle = truth.select(pl.col("start_ns").shift(-1) > pl.col("start_ns") + pl.col("cycle_us") * 1e3 + 1e6)
+    records = []
+    for one, is_last in zip(records_of(truth), is_idle.to_series(), strict=True):
+        records += [one, no_step(0, 0.0, worker=one["worker_id"])] if is_last else [one]
+    # Heartbeats count too.
+    records = [one | {"counter_id": number} for number, one in enumerate(records)]
+    (written / "fpm.jsonl.gz").write_bytes(gzip.compress(b"".join(json_lines(records)), mtime=0))
+    return {"steps": len(records), "timed": truth.height}
+
+
 def main(folder: Path) -> None:
     """Write the generated and the damaged runs below `folder`, which are removed first."""
-    for generated in ("generated", "damaged"):
+    for generated in ("generated", "recordings", "damaged"):
         shutil.rmtree(folder / generated, ignore_errors=True)
     expected: dict[str, object] = {}
     for options, kind, compress in RUNS:
         run = synth(options)
         write_run(run, folder / "generated", formats=(kind,), compress=compress)
         expected[f"generated/{options.name}"] = yields(run)
+    expected["recordings/fpm-dynamo"] = record(synth(RECORDED), folder / "recordings")
     broken = write_run(synth(DAMAGED), folder, formats=("json",))
     for truth in broken.glob("truth*"):
         truth.unlink()

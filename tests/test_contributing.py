@@ -89,6 +89,32 @@ EXAMPLES = {
 """,
         )
     },
+    "a recording": {
+        "pipeline/tracefit/recordings/ticks.py": (
+            "",
+            """
+import json
+
+import polars as pl
+
+from tracefit.inputs.formats import Recording, register
+from tracefit.tables.rows import RECORDED_STEPS
+
+
+def decode(block, payload, *, show_values, max_rejects):
+    found = [json.loads(line) for line in payload.splitlines()]
+    rows = [{"server": "s", "step_id": r["tick"], "cycle_us": r["us"], "cycle_source": "ticks"} for r in found]
+    return pl.DataFrame(rows, {n: t for n, t in RECORDED_STEPS.items() if n != "file"}), []
+
+
+def find(head):
+    return ("lines", "json") if head.startswith(b'{\"tick\"') else None
+
+
+register(Recording("ticks", "ticks", find, "steps", "us", "none", decode=decode))
+""",
+        )
+    },
     "a consumer": {
         "pipeline/tracefit/consumers/names.py": (
             "",
@@ -144,16 +170,18 @@ from tracefit.reports.figures.scope import scope_figures
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
 
-acme, out = map(Path, sys.argv[1:])
+acme, ticks, out = map(Path, sys.argv[1:])
 busy = write_run(synth(SynthOptions(requests=150)), out)
 run([busy], out, options=TrainOptions(fast=True, features="batch"))
 ingest([acme], out / "acme")
+ingest([ticks], out / "ticks")
 store = TableStore(out / "tables")
 (scope,) = read_evaluation(out / "evaluation.json").scopes
 figures = scope_figures(diagnose(scope, (), store), points=10).by_name()
 print(json.dumps({
     "a feature": "ended_twice" in store.read("beta_training").columns,
     "a dialect": TableStore(out / "acme").read("requests").select("prompt_tokens", "ttft_us").rows(),
+    "a recording": TableStore(out / "ticks").read("timeline").select("step_id", "cycle_us", "cycle_source").rows(),
     "a target": [model["name"] for model in json.loads((out / "models/alpha.json").read_text())["models"]],
     "its figure": [bars["name"] for bars in figures["first-token"].traces],
     "a step column": store.read("timeline")["num_finished"].sum(),
@@ -182,6 +210,8 @@ def test_the_files_named_are_enough_to_add_one_of_each(tmp_path, traces):
     facts = {"acme.id": "r1", "acme.prompt": 70, "acme.first_ms": 55.0}
     traces.span("acme", "generate", (1, 1, 0), [], attributes=facts).write(tmp_path / "acme", config=False)
 
+    (tmp_path / "ticks").write_text('{"tick": 1, "us": 70.0}\n{"tick": 2, "us": 80.0}\n')
+
     def call(*command):
         environment = os.environ | {"PYTHONPATH": str(tmp_path / "pipeline")}
         done = subprocess.run(
@@ -195,9 +225,10 @@ def test_the_files_named_are_enough_to_add_one_of_each(tmp_path, traces):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    found = json.loads(call("-c", JOB, "acme", "out").splitlines()[-1])
+    found = json.loads(call("-c", JOB, "acme", "ticks", "out").splitlines()[-1])
     assert found["a feature"]
     assert found["a dialect"] == [[70, 55_000.0]]
+    assert found["a recording"] == [[1, 70.0, "ticks"], [2, 80.0, "ticks"]]
     assert "alpha.execution" in found["a target"]
     assert "execution" in found["its figure"]
     assert found["a step column"] > 0

@@ -23,7 +23,7 @@ ORDER = (
     ("tables",),
     ("results",),
     ("server",),
-    ("kv", "timeline", "receive"),
+    ("recordings", "timeline", "receive"),
     ("features",),
     ("fit",),
     ("coefficients",),

@@ -50,6 +50,30 @@ def test_a_fixture_yields_what_the_generator_put_in(remade: dict[str, Path], nam
     assert requests["output_tokens"].sum() == wanted["output_tokens"]
 
 
+def test_the_recorded_fixture_is_steps_alone_and_gives_their_model(tmp_path: Path) -> None:
+    wanted = EXPECTED["recordings/fpm-dynamo"]
+    options = tracefit.TrainOptions(features="batch", fast=True)
+    result = tracefit.run([ROOT / "fixtures/recordings"], tmp_path, options=options)
+    assert (result.exit_code, result.ingested.runs[0].steps, result.ingested.runs[0].lost_steps) == (
+        0,
+        wanted["steps"],
+        0,
+    )
+    timeline = pl.read_parquet(tmp_path / "tables/timeline/run_id=fpm-dynamo/*.parquet")
+    assert timeline["cycle_us"].count() == wanted["timed"]
+    timed = timeline.drop_nulls("cycle_us")
+    assert timed["idle_before"].sum() == wanted["steps"] - wanted["timed"]
+    (model,) = json.loads((tmp_path / "models/beta.json").read_text())["models"]
+    terms = {term["feature"]: term["value"] for term in model["terms"]}
+    # The coefficients behind it are in its truth.json.
+    assert model["intercept"]["value"] == pytest.approx(7_000, rel=0.02)
+    assert terms["prefill_tokens"] == pytest.approx(26, rel=0.05)
+    assert "wall_time of ForwardPassMetrics" in model["target"]["definition"]
+    assert json.loads((tmp_path / "models/alpha.json").read_text())["models"] == []
+    reasons = "; ".join(result.trained.not_fitted)
+    assert reasons.count("no journeys") == 3
+
+
 def test_damage_costs_the_damaged_records_alone(tmp_path: Path) -> None:
     result = tracefit.ingest([ROOT / "fixtures/damaged"], tmp_path)
     assert result.exit_code == 3

@@ -126,7 +126,7 @@ def test_a_run_that_fails_leaves_the_others_whole(tmp_path, fleet, new_traces):
     result = ingest([fleet], tmp_path / "tables")
     assert [run.run_id for run in result.runs] == ["a", "c", "d", "e"]
     (line,) = result.failed
-    assert line.startswith(f"{fleet}/b: is not OTLP")
+    assert line.startswith(f"{fleet}/b: none of its records can be read")
     assert TableStore(tmp_path / "tables").runs() == ["a", "c", "d", "e"]
 
 

@@ -7,6 +7,7 @@ import copy
 import functools
 import io
 import json
+import math
 import os
 import sys
 import tempfile
@@ -17,9 +18,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
+import polars as pl
 import pytest
 import typer.main
 
+from recorded import WRITERS, csv_lines, records_of
 from tracefit import consumers
 from tracefit.cli import main
 from tracefit.features.targets import TARGETS
@@ -236,6 +239,25 @@ def attributes_of_events():
     return found
 
 
+ODD_NUMBERS = (
+    0,
+    -1,
+    1,
+    1.5,
+    10**9,
+    2**31,
+    2**53 + 1,
+    2**62,
+    2**64,
+    math.nan,
+    math.inf,
+    1e-300,
+    "",
+    "many",
+    None,
+    True,
+)
+
 ODD_VALUES = (
     *({"intValue": str(n)} for n in (0, -1, 1, 10**9, 2**31, 2**53 + 1, 2**62, 2**63 - 1, -(2**63))),
     *({"doubleValue": x} for x in (0.0, -0.5, 1e-300, 1e18, 1.7e308, "NaN", "Infinity", "-Infinity")),
@@ -268,6 +290,44 @@ def _set(run, rng):
             if attribute["key"] == key:
                 attribute["value"] = copy.copy(value)
     return f"{len(chosen)} x {name} {key} = {value}"
+
+
+def recorded(shape, rng, folder, root):
+    """Write the steps of a run as ForwardPassMetrics of some encoding, some of them odd; return the folder."""
+    truth = pl.read_csv(root / "bases" / shape / "odd" / "truth_steps.csv.gz")
+    records = records_of(truth)
+    for one in _some(records, rng)[: rng.choice((0, 1, 40, 400))]:
+        part = rng.choice((one, one["scheduled_requests"], one["queued_requests"]))
+        part[rng.choice(list(part))] = rng.choice(ODD_NUMBERS)
+    if rng.random() < 0.3:
+        rng.shuffle(records)
+    if rng.random() < 0.3:
+        records += _some(records, rng)
+    name = rng.choice(list(WRITERS))
+    parts = [part for one in records for part in _written(name, one)]
+    for place in rng.sample(range(len(parts)), min(rng.choice((0, 0, 3)), len(parts))):
+        parts[place] = parts[place][: rng.randrange(len(parts[place]) + 1)]
+    folder.mkdir(parents=True)
+    settings = {"model": "m", "gpu": rng.choice(("H100", "X9000")), "dp": rng.choice((1, 2))}
+    (folder / "run.yaml").write_text(json.dumps(settings))
+    if rng.random() < 0.7:
+        config = json.loads((root / "bases" / shape / "odd" / "config.json").read_text())
+        config.pop(rng.choice([*config, "nothing"]), None)
+        (folder / "config.json").write_text(json.dumps(config))
+    (folder / "recorded").write_bytes(b"".join([*_heads(name), *parts]))
+    return folder
+
+
+def _heads(name):
+    return csv_lines([]) if name == "csv" else []
+
+
+def _written(name, one):
+    """Return a record in an encoding; nothing where it cannot hold one of its values."""
+    try:
+        return WRITERS[name]([one])[len(_heads(name)) :]
+    except (TypeError, ValueError, OverflowError):
+        return []
 
 
 def _scatter(run, rng):
@@ -408,7 +468,12 @@ def _repeat(run, rng):
 def odd():
     """Return the tools that make odd runs and take them through every command."""
     return SimpleNamespace(
-        run=OddRun, damage=damage, shapes=tuple(SHAPES), through=through_every_command, call=call
+        run=OddRun,
+        recorded=recorded,
+        damage=damage,
+        shapes=tuple(SHAPES),
+        through=through_every_command,
+        call=call,
     )
 
 

@@ -46,6 +46,17 @@ def test_an_odd_run_goes_through_every_command(odd, root, number):
         odd.through(run.write(Path(work) / "odd"), Path(work))
 
 
+@pytest.mark.parametrize(
+    "number", [FIRST, *(pytest.param(n, marks=pytest.mark.slow) for n in range(FIRST + 1, FIRST + RUNS))]
+)
+def test_odd_recorded_steps_go_through_every_command(odd, root, tmp_path, number):
+    """A run that holds nothing to read ends with one line, as others do."""
+    rng = random.Random(number)
+    shape = rng.choice(["busy"] * len(odd.shapes) + list(odd.shapes))
+    odd.run(shape, root)
+    odd.through(odd.recorded(shape, rng, tmp_path / "odd", root), tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(14))
 def test_a_run_of_every_shape_goes_through_every_command(odd, root, tmp_path, number):

@@ -346,13 +346,16 @@ def test_contradiction_is_refused(parse, changes, message):
         parse(**changes)
 
 
-def test_unknown_family_names_the_known_ones(parse):
-    with pytest.raises(
-        UsageError, match=r"model_type 'mamba2' is not known; known families: .*llama.*qwen3"
-    ) as caught:
-        parse(model_type="mamba2", architectures=["Mamba2ForCausalLM"])
+def test_an_unknown_family_is_read_as_a_usual_decoder_and_says_so(parse):
+    known, unknown = (
+        parse(model_type=name, architectures=[f"{name}ForCausalLM"], _name_or_path="m")
+        for name in ("llama", "llama9")
+    )
 
-    assert caught.value.exit_code == 2
+    assert (unknown.model_type, unknown.parameters) == ("llama9", known.parameters)
+    assert set(unknown.assumed) - set(known.assumed) == {
+        "model_type llama9 is not known: read as a usual decoder (gated FFNs, no windows, rotary positions)"
+    }
 
 
 @pytest.mark.parametrize("architectures", [None, [], [7], {"a": 1}, "LlamaForCausalLMX"])

@@ -201,7 +201,10 @@ def test_every_column_of_a_summary_that_the_timeline_declares_is_in_it(engine_ta
     """A column that is declared in both tables needs nothing else."""
     own = {"run_id", "server", "epoch", "step_id", "ts_start_ns"}
     shared = sorted({*schema.STEPS.names} & {*schema.TIMELINE.names} - own)
-    values = {name: number for number, name in enumerate(shared, start=2)} | {"kv_usage_ratio": 0.25}
+    values = {name: number for number, name in enumerate(shared, start=2)} | {
+        "kv_usage_ratio": 0.25,
+        "cycle_source": "fpm",
+    }
     story.summary(1, **values).served("a", 1, 2)
     for complete in (False, True):
         assert engine_tables((story,)).rows(*shared, complete=complete)[1] == tuple(map(values.get, shared))

@@ -165,6 +165,8 @@ def ingest_inputs(
     summaries = {run.run_id: _summary(run.run_id, run.context, rows[run.run_id]) for run in done}
     for text in left_out:
         progress.warn(text)
+    for text in dict.fromkeys(f"{run.run_id}: {text}" for run in done for text in run.context.left_out):
+        progress.warn(text)
     for run in runs:
         of_run = (
             [f"left out: {run.failed.line()}"] if run.failed else _warnings_of(store, summaries[run.run_id])
@@ -189,7 +191,7 @@ def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary
     first = runs.row(0, named=True)
     # The table has a row per server: some counts are of the server, others of the run and in every row.
     of_run = ("files", "bytes", "other_spans", "duplicate_spans", "rejects")
-    of_server = ("spans", "dropped_events", "epochs", "steps", "requests")
+    of_server = ("spans", "dropped_events", "epochs", "steps", "requests", "lost_steps")
     return RunSummary(
         run_id=run_id,
         scope_id=scope_of(context).scope_id,
@@ -227,7 +229,12 @@ def _warnings_of(store: TableStore, run: RunSummary) -> list[str]:
             "raise OTEL_SPAN_EVENT_COUNT_LIMIT (128 by default)"
         )
     if run.duplicate_spans:
-        texts.append(f"{run_id}: {run.duplicate_spans} spans were there twice and count once")
+        what = "spans" if run.spans else "records"
+        texts.append(f"{run_id}: {run.duplicate_spans} {what} were there twice and count once")
+    if run.lost_steps:
+        texts.append(
+            f"{run_id}: {run.lost_steps:,} numbers of the step counter have no record: these steps were lost, or left out of the file"
+        )
     return texts
 
 

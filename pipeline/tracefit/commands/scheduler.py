@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from tracefit.engines.jobs import TaskEngine
     from tracefit.inputs.discovery import RunSource
     from tracefit.inputs.files import TraceFile
-    from tracefit.kv.recordings import KvRows
     from tracefit.progress import Progress
+    from tracefit.recordings.kv_events import KvRows
     from tracefit.server.context import RunContext
     from tracefit.tables.options import IngestOptions
     from tracefit.tables.store import TableStore
@@ -481,7 +481,7 @@ class IngestScheduler:
         files = run.source.kv_files
         kv: tuple[TraceFile, ...] | KvRows = files
         if files and (self._engine.carries_bytes or any(file.filesystem for file in files)):
-            from tracefit.kv.recordings import read_kv  # noqa: PLC0415 - most runs have none
+            from tracefit.recordings.kv_events import read_kv  # noqa: PLC0415 - most runs have none
 
             kv = read_kv(files, self._options)
         return RunTask(

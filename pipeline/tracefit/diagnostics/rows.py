@@ -9,7 +9,7 @@ import polars as pl
 from tracefit.coefficients.compiled import CompiledModel, main_forms
 from tracefit.coefficients.model import RegimesModel
 from tracefit.diagnostics.groups import US_PER_MS
-from tracefit.fit.splits import FEW_ROWS
+from tracefit.fit.splits import FEW_ROWS, in_time
 from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
@@ -76,13 +76,14 @@ def evaluated(model: Model, rows: pl.DataFrame) -> pl.DataFrame | None:
         # A mean over an interval is no step: the errors of the report are those on single steps, if there are enough.
         single = kept.filter(pl.col("source") != "interval")
         kept = single if single.filter(split="holdout").height >= FEW_ROWS else kept
-    start = pl.col("ts_ns").min().over(SERVER)
+    # In seconds, or in steps where these have no time.
+    unit = 1 if kept["ts_ns"].null_count() else 1e9
     needed = {*STEP, *BATCH_COLUMNS, "ts_ns", "split", *compiled.columns_with_clock}
     kept = kept.select(
         *(c for c in kept.columns if c in needed),
         predicted_ms=compiled.expression_with_clock() / US_PER_MS,
         measured_ms=pl.col("y") / US_PER_MS,
-        at_s=(pl.col("ts_ns") - start) / 1e9,
+        at_s=(in_time() - in_time().min().over(SERVER)) / unit,
         first_regime=model.regimes[0].when.expression()
         if isinstance(model, RegimesModel)
         else pl.lit(value=True),
@@ -91,6 +92,11 @@ def evaluated(model: Model, rows: pl.DataFrame) -> pl.DataFrame | None:
     residual = (pl.col("measured_ms") - pl.col("predicted_ms")).round(6)
     kept = kept.with_columns(residual_ms=residual).drop_nulls("residual_ms")
     return kept if kept.filter(split="holdout").height else None
+
+
+def time_unit(rows: pl.DataFrame) -> str:
+    """Return what `at_s` counts, for the label of an axis."""
+    return "steps" if rows["ts_ns"].null_count() else "seconds"
 
 
 def strongest_features(model: Model, held: pl.DataFrame) -> list[str]:

@@ -17,13 +17,14 @@ from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG, JOURNEY_
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import build_tables
 from tracefit.tables.runs import COMPLETE_SHARE, with_implausible
+from tracefit.tables.staging import read_staged
 from tracefit.tables.store import RunWriter, put_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from tracefit.inputs.files import TraceFile
-    from tracefit.kv.recordings import KvRows
+    from tracefit.recordings.kv_events import KvRows
     from tracefit.server.context import RunContext
     from tracefit.tables.options import BuildLimits, IngestOptions
     from tracefit.tables.places import Place
@@ -97,7 +98,7 @@ def build_run(task: RunTask) -> BuiltRun:
     """Build every table of a run, of a large one but its timeline.
 
     Raises:
-        DataError: It holds no vLLM spans, or a staged part is damaged.
+        DataError: It holds neither vLLM spans nor recorded steps, or a staged part is damaged.
         UsageError: A recording cannot be read.
         OSError: A table cannot be written.
     """
@@ -140,8 +141,8 @@ def _build(task: RunTask, folder: Path) -> BuiltRun:
 def _kv_tables(task: RunTask, read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame]:
     if not task.kv:
         return {"kv_events": schema.KV_EVENTS.empty()}
-    from tracefit.kv.columns import kv_tables  # noqa: PLC0415 - most runs have no recordings
-    from tracefit.kv.recordings import read_kv  # noqa: PLC0415
+    from tracefit.recordings.kv_columns import kv_tables  # noqa: PLC0415 - most runs have no recordings
+    from tracefit.recordings.kv_events import read_kv  # noqa: PLC0415
 
     names = ("steps", "journey_events", "requests", "runs", "rejects")
     return kv_tables(
@@ -179,6 +180,9 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
         engine_limits(context),
         journeys_complete=_journeys_complete(context, runs, requests),
     )
+    if context.settings.is_sglang:
+        gpu_time = pl.col("cycle_source", "composition_source").replace({schema.FPM: schema.FPM_GPU})
+        built = built.with_columns(gpu_time)
     timeline, odd_steps = schema.TIMELINE.sift_derived(built)
     timed = with_step_times(schema.REQUESTS.shape(requests), timeline, journeys, snapshots)
     timed, odd_requests = schema.REQUESTS.sift_derived(timed)
@@ -217,14 +221,16 @@ def _journeys_complete(context: RunContext, runs: pl.DataFrame, requests: pl.Dat
 
 def _require_spans(task: RunTask) -> None:
     parts = [part for file in task.files for part in file.parts]
-    if any(part.spans for part in parts):
+    if any(part.spans or part.steps for part in parts):
         return
     other_spans, rejects = sum(part.other_spans for part in parts), sum(part.rejects for part in parts)
     if rejects and not other_spans:
+        reasons = read_staged(task.place, next(p.name for p in parts if p.rejects), "rejects", ["reason"])
         raise DataError(
-            f"is not OTLP: none of its records can be read as traces ({rejects} rejected)",
+            f"none of its records can be read ({rejects} rejected; the first: {reasons['reason'][0]})",
             where=task.name,
-            hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them",
+            hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them; recordings are "
+            "ForwardPassMetrics",
         )
     found = f"{other_spans} spans of other scopes, {rejects} unreadable records"
     raise DataError(

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
 from typing import TYPE_CHECKING
+
+import polars as pl
 
 from tracefit.inputs.blocks import Block, load
 from tracefit.inputs.rejects import Reject
-from tracefit.otlp.decode import decode_blocks
-from tracefit.tables.rows import rows_of, wanted_of
+from tracefit.otlp.decode import decode_blocks, without_spans
+from tracefit.recordings import RECORDINGS
+from tracefit.tables.rows import RECORDED_STEPS, rows_of, wanted_of
 from tracefit.tables.staging import write_staged
 from tracefit.tables.store import StagedPart
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from tracefit.tables.options import IngestOptions
     from tracefit.tables.places import Place
+    from tracefit.tables.rows import SpanRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +64,43 @@ def decode_task(task: Task) -> Decoded:
     parts: list[list[StagedPart]] = [[] for _ in task.items]
     rejects = [(number, item) for number, item in enumerate(task.items) if isinstance(item, Reject)]
     blocks = [(number, item, load(item)) for number, item in enumerate(task.items) if isinstance(item, Block)]
-    alike = [list(some) for _, some in groupby(blocks, key=lambda block: block[1].encoding)]
-    options, wanted = task.options, wanted_of(task.options)
-    batches = (decode_blocks(some, wanted, options) for some in alike)
-    for batch in chain(*batches, decode_blocks([], wanted, options, rejects=rejects)):
-        rows = rows_of(batch, options)
-        name = write_staged(rows, task.place)
-        for file, spans, other_spans, bad in rows.counts.iter_rows():
-            parts[file].append(
-                StagedPart(name=name, file=file, spans=spans, other_spans=other_spans, rejects=bad)
-            )
+    alike = [
+        list(some) for _, some in groupby(blocks, key=lambda block: (block[1].recording, block[1].encoding))
+    ]
+    for some in alike:
+        rows = _recorded(some, task.options) if some[0][1].recording else _spans(some, task.options)
+        _write(rows, task.place, parts)
+    _write(_spans([], task.options, rejects), task.place, parts)
     return tuple(map(tuple, parts))
+
+
+_Blocks = list[tuple[int, Block, bytes]]
+
+
+def _spans(
+    blocks: _Blocks, options: IngestOptions, rejects: Sequence[tuple[int, Reject]] = ()
+) -> Iterator[SpanRows]:
+    for batch in decode_blocks(blocks, wanted_of(options), options, rejects=rejects):
+        yield rows_of(batch, options)
+
+
+def _recorded(blocks: _Blocks, options: IngestOptions) -> Iterator[SpanRows]:
+    steps, rejects = [pl.DataFrame(schema=RECORDED_STEPS)], []
+    for number, block, payload in blocks:
+        decode = RECORDINGS[block.recording or ""].decode
+        assert decode is not None  # noqa: S101 - files of other formats have no blocks
+        found, bad = decode(block, payload, show_values=options.show_values, max_rejects=options.max_rejects)
+        steps.append(found.select(pl.lit(number, pl.UInt32).alias("file"), pl.all()))
+        rejects += [(number, reject) for reject in bad]
+    yield rows_of(without_spans(rejects, wanted_of(options)), options, pl.concat(steps))
+
+
+def _write(rows: Iterator[SpanRows], place: Place, parts: list[list[StagedPart]]) -> None:
+    for some in rows:
+        name = write_staged(some, place)
+        for file, spans, other_spans, rejects, steps in some.counts.iter_rows():
+            parts[file].append(
+                StagedPart(
+                    name=name, file=file, spans=spans, other_spans=other_spans, rejects=rejects, steps=steps
+                )
+            )

@@ -17,7 +17,7 @@ from tracefit.engines.build import engine_limits, timeline_of
 from tracefit.engines.jobs import Job, take_together
 from tracefit.fit.fitted import ScopeTables
 from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads
-from tracefit.kv.columns import with_kv_cache, with_prefix_hits
+from tracefit.recordings.kv_columns import with_kv_cache, with_prefix_hits
 from tracefit.server.context import context_from_json
 from tracefit.tables.runs import step_counters
 from tracefit.tables.schema import ENGINE, SERVER

@@ -88,6 +88,12 @@ class StepTarget:
         return f"beta.{self.name}"
 
 
+RECORDED = {
+    "fpm": "wall_time of ForwardPassMetrics: output of a step to output of the next, after idling from schedule() to output",
+    "fpm_gpu": "wall_time of ForwardPassMetrics: GPU time of the step, without what the engine does between steps",
+}
+"""The interval of recorded steps, by their source in the timeline; of another source it is the time that the record states."""
+
 CYCLE_TIME = StepTarget("cycle_time", "step_clock", "start of a step to start of the next, engine busy")
 DURATION = StepTarget("duration", "duration", "step.duration_us as the server stamps it")
 

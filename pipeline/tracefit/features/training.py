@@ -178,7 +178,9 @@ def beta_rows(
         pl.col(n).any(ignore_nulls=not by_itself).alias(n)
         for n in ("preemption_heavy", "has_prefill", "is_empty")
     ]
-    begins = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null() | by_itself
+    # A recorded step stands alone.
+    recorded = ~pl.col("composition_source").is_in(["summary", "journey"]).fill_null(value=True)
+    begins = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null() | recorded | by_itself
     other_engine = pl.any_horizontal(pl.col(name) != pl.col(name).shift(1) for name in ENGINE)
     # An interval begins at every step with a cycle or a known start, and with every engine.
     spans = rows.with_columns(interval=(begins | other_engine.fill_null(value=False)).cum_sum())

@@ -15,7 +15,7 @@ import polars as pl
 
 from tracefit.features import training
 from tracefit.features.sets import FeatureSet
-from tracefit.features.targets import CYCLE_TIME, DURATION
+from tracefit.features.targets import CYCLE_TIME, DURATION, RECORDED
 from tracefit.fit.fitted import (
     COVERED_SHARE,
     PENALTIES,
@@ -46,12 +46,15 @@ from tracefit.tables.dialects import STEP_EVENT
 from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tracefit.features.sets import Feature
     from tracefit.fit.fitted import LinearFit
     from tracefit.server.context import ModelScope
 
+
+_INFERRED = {"adjacent", "interval", "duration"}
+"""Sources of step times that are differences of the step clock, or scheduling times."""
 
 _SUMMARY = re.escape(STEP_EVENT)
 
@@ -86,10 +89,14 @@ def duration_cover(timeline: pl.DataFrame) -> StepTimeSource:
     return StepTimeSource(float(busy["duration_us"].sum() or 0) / total, *medians)
 
 
-def choose_target(cover: StepTimeSource, wanted: BetaTarget) -> tuple[Literal["clock", "duration"], str]:
+def choose_target(
+    cover: StepTimeSource, wanted: BetaTarget, *, recorded: bool = False
+) -> tuple[Literal["clock", "duration"], str]:
     """Return where step times come from, and why: the durations where they cover the steps, otherwise the step clock."""
     if wanted != "auto":
         return wanted, f"asked for with --beta-target {wanted}"
+    if cover.duration_coverage is None and recorded:
+        return "clock", "each record of a step has its time"
     if cover.duration_coverage is None or cover.median_duration_us is None:
         return "clock", "no two consecutive steps in the sample with a step.duration_us to compare"
     medians = f"median cycle {cover.median_cycle_us:.0f} us, median step.duration_us {cover.median_duration_us:.0f} us"
@@ -110,7 +117,9 @@ def fit_step_times(
         remedy = f"start the server with {STEP_FLAGS}"
         without = "; ".join(tables.missing_attributes(_SUMMARY)) or "the traces hold no step events"
         return StepTimes(cover, Missing(target.model, without, remedy))
-    whence, why = choose_target(cover, options.beta_target)
+    sources = set(tables.timeline["cycle_source"].drop_nulls())
+    recorded = sorted(sources - _INFERRED)
+    whence, why = choose_target(cover, options.beta_target, recorded=bool(recorded))
     source = replace(cover, beta_target_source=whence, beta_target_reason=why)
     if scope.context.gpu is not None and len(sets) > 1:
         # With a known GPU the roofline terms are these amounts of work, scaled to times.
@@ -131,14 +140,25 @@ def fit_step_times(
         too_few = "; ".join((f"step times: {result.reason}", *tables.missing_attributes(_SUMMARY)))
         return StepTimes(source, Missing(target.model, too_few, remedy))
     measured = DURATION if whence == "duration" else CYCLE_TIME
-    definition = measured.definition
+    clock = [measured.definition] if sources & _INFERRED or measured is DURATION else []
+    whole = "forward_pass_metrics" if recorded and not clock else None
+    definition = "; ".join(
+        [
+            *clock,
+            *(
+                RECORDED.get(kind, f"time of a step as recorded ({kind})")
+                for kind in recorded
+                if measured is CYCLE_TIME
+            ),
+        ]
+    )
     if measured is CYCLE_TIME and any(tables.lags.values()):
         ahead = "scheduling runs a step ahead, so that a step's time is the cycle after its own start"
         definition = f"{definition}; {ahead}"
     reason = (f"feature set {features.name} chosen: {SET_RULE}",) if candidates else ()
     model = FittedModel(
         target.model,
-        TargetFacts(name=target.name, definition=definition, source=measured.source),
+        TargetFacts(name=target.name, definition=definition, source=whole or measured.source),
         result,
         features.name,
         tuple(regimes),
@@ -153,10 +173,27 @@ def fit_step_times(
                 result, tables.timeline, scope.context.settings.max_num_batched_tokens
             ),
         ),
-        notes=(*reason, *beyond_training(result.terms, tables.timeline)),
+        notes=(
+            *reason,
+            *beyond_training(result.terms, tables.timeline),
+            *(_notes_on_records(tables, scope) if recorded else ()),
+        ),
         feature_definitions=features,
     )
     return StepTimes(source, model)
+
+
+def _notes_on_records(tables: ScopeTables, scope: ModelScope) -> Iterator[str]:
+    """Yield what recorded steps leave unknown."""
+    yield "ForwardPassMetrics count no decode tokens: one for each decode request is assumed"
+    ranks = scope.context.settings.data_parallel or 1
+    servers = tables.runs.filter(pl.col("dialects").is_in(list(RECORDED)))
+    fewest = servers.group_by("run_id").len()["len"].min()
+    if isinstance(fewest, int) and fewest < ranks:
+        yield (
+            f"steps of {fewest} of {ranks} data-parallel ranks are recorded: what the others compute, such as the tokens that "
+            "their requests send to the experts here, and the waits for them, are not known"
+        )
 
 
 def _prefill_reach_pct(fitted: LinearFit, timeline: pl.DataFrame, token_budget: int | None) -> float | None:

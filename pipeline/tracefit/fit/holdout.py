@@ -33,7 +33,7 @@ from tracefit.fit.fitted import (
 from tracefit.fit.load import with_phases
 from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation, Number, StepPhase, SummedTime
 from tracefit.fit.select import time_blocks, usable_features
-from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows, in_time
 from tracefit.fit.train import MAX_UNKNOWN_SHARE, Design, design_of, estimator_of
 from tracefit.fit.validation import measure, reference
 from tracefit.tables.schema import SERVER
@@ -126,7 +126,7 @@ def summed_holdout(beta: LinearFit) -> SummedTime | None:
     server = held.select(s=pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1)["s"].to_numpy()
     servers = int(server.max()) + 1
     count = max(min(round(held.height / servers / length), MOST_BLOCKS // servers), FEWEST_BLOCKS)
-    blocks = time_blocks(server, held["ts_ns"].to_numpy(), count) + server * count
+    blocks = time_blocks(server, held.select(in_time()).to_series().to_numpy(), count) + server * count
     predicted, actual = _summands(beta, held)
     summed = summed_time(predicted, actual, blocks)
     return None if summed is None else replace(summed, speed_change_pct=speed_change_pct(beta))
@@ -158,7 +158,7 @@ def speed_change_pct(beta: LinearFit) -> float | None:
 
 def _training_block_length(beta: LinearFit) -> int:
     lengths = [1]
-    for _, rows in counted(beta.rows, "train").sort("ts_ns").group_by(SERVER):
+    for _, rows in counted(beta.rows, "train").sort(in_time()).group_by(SERVER):
         predicted, actual = _summands(beta, rows)
         lengths.append(block_length(predicted - actual))
     return max(lengths)

@@ -43,6 +43,12 @@ FEW_ROWS = 100
 """An error from fewer rows is uncertain: intervals are evaluated too then, and a verdict says so."""
 
 
+def in_time() -> pl.Expr:
+    """Return when each row began: its time, or, on a server that has steps without one, its number in the order of the rows."""
+    known = pl.col("ts_ns").null_count().over(SERVER) == 0
+    return pl.when(known).then("ts_ns").otherwise(pl.int_range(pl.len(), dtype=pl.Int64).over(SERVER))
+
+
 def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
     """Add `split`: the first 70 % of each server's rows in time train, the rest is held out.
 
@@ -50,20 +56,21 @@ def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
     """
     is_counted = ~pl.col("excluded_reason").is_in(ALWAYS).fill_null(value=False)
     # Each server has its own boundary: a clock is its own, and a run may start its servers one after the other.
+    ordered = rows.with_columns(_began=in_time())
     boundary = (
-        rows.filter(is_counted)
-        .sort(*SERVER, "ts_ns")
+        ordered.filter(is_counted)
+        .sort(*SERVER, "_began")
         .group_by(SERVER)
         .agg(
-            holdout_from_ns=pl.col("ts_ns").get(
+            holdout_from_ns=pl.col("_began").get(
                 (pl.len() * TRAIN_SHARE).ceil().cast(pl.Int64).clip(0, pl.len() - 1)
             )
         )
     )
-    held_out = pl.col("ts_ns") >= pl.col("holdout_from_ns")
-    joined = rows.join(boundary, on=SERVER, how="left", maintain_order="left")
+    held_out = pl.col("_began") >= pl.col("holdout_from_ns")
+    joined = ordered.join(boundary, on=SERVER, how="left", maintain_order="left")
     split = pl.when(held_out.fill_null(value=False)).then(pl.lit("holdout")).otherwise(pl.lit("train"))
-    return joined.with_columns(split=split)
+    return joined.with_columns(split=split).drop("_began")
 
 
 def mark(rows: pl.DataFrame, reason: str, condition: pl.Expr) -> pl.DataFrame:

@@ -389,7 +389,7 @@ def design_of(used: pl.DataFrame, features: Sequence[Feature]) -> tuple[Design, 
         scale = matrix(used, ["row_scale_us"])[:, 0] ** 2
         counts, weights = counts / scale, weights / scale
     run = used.select(pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
-    time = used["ts_ns"].to_numpy()
+    time = used.select(splits.in_time()).to_series().to_numpy()
     folds = time_blocks(run, time, FOLDS)
     return Design([features[k] for k in kept], x, y, weights, counts, run, time, folds), left
 

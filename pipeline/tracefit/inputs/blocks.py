@@ -19,6 +19,7 @@ from tracefit.inputs.framing import Shape, next_record, whole_records
 from tracefit.inputs.rejects import Encoding, Reject, excerpt
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Callable, Iterator
 
     from tracefit.inputs.files import ContentHash, TraceFile
@@ -67,6 +68,8 @@ class Block:
         path: The absolute path of the file to read the block from, if it has no payload.
         size: Number of bytes.
         payload: The bytes themselves, if there is no path.
+        recording: What it records, by name, if that is not spans.
+        header: The line that names the columns of its lines, if there is one before the block.
     """
 
     source_file: str
@@ -76,6 +79,8 @@ class Block:
     path: str | None
     size: int
     payload: bytes | None
+    recording: str | None = None
+    header: bytes = b""
 
 
 def read_blocks(
@@ -172,6 +177,7 @@ class _Splitter:
         self._offset = 0  # of the buffer, in the content
         self._stored = 0  # bytes of the content that the file has at the same offset
         self._is_last = False
+        self._header = b""
         self.contents = Contents("unknown", None)
 
     def detect(self) -> Iterator[Reject]:
@@ -196,15 +202,20 @@ class _Splitter:
         if shape == "unknown":
             yield from self._skipped("not OTLP traces", shape, "json" if is_text else "protobuf", start=0)
             return
+        if self.contents.recording and not self.contents.recording.decode:
+            yield Reject(
+                self._file.name, 0, self._file.size, f"{self.contents}: they are read from kv_events*"
+            )
+            return
         if shape == "empty":
             return
         longest = self._options.max_document
         usual = wanted = min(self._options.block_bytes, longest + 1)
         while self._buffer or not self._is_last:
             yield from self._fill(wanted)
-            size = whole_records(self._buffer, shape, is_last=self._is_last)
+            size = whole_records(self._buffer, shape, is_last=self._is_last, starts=self._starts)
             if size > longest:  # many records together; whether the first is too long shows when it is alone
-                size = whole_records(self._buffer[:longest], shape, is_last=False)
+                size = whole_records(self._buffer[:longest], shape, is_last=False, starts=self._starts)
             if not size and len(self._buffer) > longest:
                 advice = f"longer than {longest >> 20} MiB: raise --max-document to read it"
                 yield from self._skipped(advice, shape, encoding, start=self._offset)
@@ -236,15 +247,32 @@ class _Splitter:
         # Bytes of a plain part lie in the file at the same offset only as long as nothing compressed came before.
         path = self._path if self._offset + size <= self._stored else None
         payload = None if path else self._buffer[:size]
-        block = Block(self._file.name, shape, encoding, self._offset, path, size, payload)
+        recording = self.contents.recording
+        name = recording.name if recording else None
+        block = Block(self._file.name, shape, encoding, self._offset, path, size, payload, name, self._header)
+        if recording and recording.header:
+            # Files one behind another have several: the last one counts for the next block.
+            header = recording.header(self._buffer[:size])
+            # A cut line may be glued to it.
+            self._header = (
+                self._header if self._header and header.endswith(self._header) else header or self._header
+            )
         self._drop(size)
         return block
+
+    @property
+    def _starts(self) -> re.Pattern[bytes] | None:
+        return (
+            self.contents.recording.message_start
+            if self.contents.shape == "messages" and self.contents.recording
+            else None
+        )
 
     def _skipped(self, reason: str, shape: Shape, encoding: Encoding, *, start: int) -> Iterator[Reject]:
         """Skip to the next record, or to the end, and yield one reject for the bytes from `start` on."""
         begins = self._buffer[:_EXCERPT_BYTES]
-        can_go_on = shape in ("lines", "framed", "bare")
-        while (found := next_record(self._buffer, shape, 1) if can_go_on else -1) < 0:
+        can_go_on = shape in ("lines", "framed", "bare", "messages")
+        while (found := next_record(self._buffer, shape, 1, starts=self._starts) if can_go_on else -1) < 0:
             # A record header may lie across the edge of the buffer, so that its last bytes are searched again.
             self._drop(max(len(self._buffer) - _EDGE_BYTES, 1))
             yield from self._fill(self._options.block_bytes)

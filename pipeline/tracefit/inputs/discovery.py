@@ -15,7 +15,7 @@ import tempfile
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from tracefit.errors import DataError, UsageError
 from tracefit.inputs.blocks import inspect_file
@@ -180,7 +180,7 @@ class _FileFinder:
             is_configured = any(name in beside for name in RUN_CONFIG_NAMES)
             groups.setdefault(folder if is_configured else "", []).append(file)
         for folder, group in groups.items():
-            kv_files = [file for file in group if _matches(_KV_NAME, file)]
+            kv_files = [file for file in group if _is_beside(file)]
             # A pattern such as `run/*` also matches the configuration files, which are no traces.
             beside = configs[folder] if folder else {}
             traces = [file for file in group if file not in kv_files and _base_name(file) not in beside]
@@ -232,8 +232,8 @@ class _FileFinder:
             run = _run_folder(parts[:-1], configured)
             if _matches(_KV_NAME, file):
                 kv_files.setdefault(run, []).append(file)
-            elif parts not in configs and self._is_trace_file(file):
-                traces.setdefault(run, []).append(file)
+            elif parts not in configs and (kind := self._kind_of(file)):
+                (traces if kind == "decoded" else kv_files).setdefault(run, []).append(file)
         for name in folder.irregular:
             base = Path(name).name
             if base in CONFIG_NAMES:
@@ -245,7 +245,8 @@ class _FileFinder:
             raise UsageError(
                 f"holds no trace files{''.join(reasons)}",
                 where=folder.name,
-                hint="a run folder has traces*.json, .jsonl, .binpb or .pb, plain or with .gz or .zst",
+                hint="a run folder has traces*.json, .jsonl, .binpb or .pb, or a recording of ForwardPassMetrics, plain or "
+                "with .gz or .zst",
             )
         return [
             self._run(
@@ -261,19 +262,21 @@ class _FileFinder:
             for run, files in sorted(traces.items())
         ]
 
-    def _is_trace_file(self, file: TraceFile) -> bool:
-        """Return whether a file below a folder holds traces, by its name or its content."""
+    def _kind_of(self, file: TraceFile) -> Literal["decoded", "beside"] | None:
+        """Say whether a file below a folder is decoded or read beside decoded ones; null if neither. By its name or content."""
         # Files in a bucket are not opened to decide: that costs a round trip for each.
         is_named = _matches(_TRACE_NAME, file)
         if is_named and file.filesystem is not None:
-            return True
+            return "decoded"
         contents = inspect_file(file)
+        if contents.recording is not None:
+            return "decoded" if contents.recording.decode else "beside"
         if contents.signal != "traces":
             self._left_out[LeftOut(file.name, f"it holds OTLP {contents.signal}", is_notable=True)] = None
-            return False
+            return None
         if not (is_named or contents.is_traces):
             self._left_out[LeftOut(file.name, str(contents), is_notable=False)] = None
-        return is_named or contents.is_traces
+        return "decoded" if is_named or contents.is_traces else None
 
     def _run(
         self,
@@ -354,6 +357,14 @@ def _base_name(file: TraceFile) -> str:
 
 def _matches(pattern: re.Pattern[str], file: TraceFile) -> bool:
     return pattern.fullmatch(_base_name(file)) is not None
+
+
+def _is_beside(file: TraceFile) -> bool:
+    """Return whether a file that was named holds KV-cache events; one in a bucket goes by its name."""
+    if _matches(_KV_NAME, file) or file.filesystem is not None:
+        return _matches(_KV_NAME, file)
+    recording = inspect_file(file).recording
+    return recording is not None and recording.decode is None
 
 
 def _without_repeats(files: Iterable[TraceFile]) -> list[TraceFile]:

@@ -1,5 +1,7 @@
 """Detect the format of a file from its content alone: a file name proves nothing.
 
+OTLP is known here; what else a file can hold is declared by the modules of `recordings`, which register it.
+
 `detect_format` examines the first bytes of the content. Damage there does not decide: good records after a junk line,
 message or gzip member are found, so that most of the head decides the format.
 """
@@ -15,8 +17,13 @@ from tracefit.inputs.framing import BOM, RECORD_START, Shape, next_record, recor
 from tracefit.inputs.rejects import Encoding, is_json
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import polars as pl
+
     from tracefit.inputs.compression import Compression
     from tracefit.inputs.otlp_wire import Signal
+    from tracefit.inputs.rejects import Reject
 
 HEAD_BYTES = 4 << 20
 """Bytes examined. A file with a longer first record is recognised by its JSON keys, or not at all."""
@@ -35,9 +42,49 @@ _SHAPE_WORDS: dict[Shape, str] = {
     "document": "one {} document",
     "bare": "one {} message",
     "framed": "length-prefixed {}",
+    "messages": "{} messages",
     "unknown": "not OTLP traces",
 }
 _ENCODING_WORDS: dict[Encoding | None, str] = {"json": "OTLP JSON", "protobuf": "OTLP protobuf", None: "OTLP"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recording:
+    """A format of recordings beside spans, as one module of `recordings` declares it.
+
+    Attributes:
+        name: Its name in blocks.
+        title: Its name in words.
+        find: Returns how decompressed content that begins with some bytes lays out and encodes its records; null if it is
+            something else.
+        fills: The tables and columns that come of it.
+        units: The units of its values.
+        clock: Its clock, and how that compares with others.
+        message_start: What a message begins with, where it has `messages`.
+        header: Returns the last line of some content that names the columns, empty if there is none; for tables.
+        decode: Decodes a block and its bytes, given `show_values` and `max_rejects`, into rows of steps (columns as
+            `tables.rows.RECORDED_STEPS` but `file`) and rejects. Null where files are read when the run's tables are built.
+    """
+
+    name: str
+    title: str
+    find: Callable[[bytes], tuple[Shape, Encoding] | None]
+    fills: str
+    units: str
+    clock: str
+    message_start: re.Pattern[bytes] | None = None
+    header: Callable[[bytes], bytes] | None = None
+    decode: Callable[..., tuple[pl.DataFrame, list[Reject]]] | None = None
+
+
+RECORDINGS: dict[str, Recording] = {}
+"""Formats of recordings by name, in the order they are tried."""
+
+
+def register(recording: Recording) -> Recording:
+    """Make a format of recordings known."""
+    RECORDINGS[recording.name] = recording
+    return recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +96,26 @@ class Contents:
         encoding: How the records are encoded; None if there are none.
         compression: Compression of its first bytes.
         signal: Signal of the first record.
+        recording: What it records, if that is not spans.
     """
 
     shape: Shape
     encoding: Encoding | None
     compression: Compression | None = None
     signal: Signal = "traces"
+    recording: Recording | None = None
 
     @property
     def is_traces(self) -> bool:
         """Whether the file holds OTLP traces, as far as the head shows."""
-        return self.shape not in ("unknown", "empty") and self.signal == "traces"
+        is_known = self.shape not in ("unknown", "empty")
+        return is_known and self.signal == "traces" and self.recording is None
 
     def __str__(self) -> str:
         """Return the shape in words, and the signal if it is not traces."""
-        encoding = _ENCODING_WORDS[self.encoding]
+        encoding = _ENCODING_WORDS.get(self.encoding, "")
+        if self.recording is not None:
+            encoding = f"{self.recording.title} ({str(self.encoding).upper()})"
         words = _SHAPE_WORDS[self.shape].format(encoding)
         if self.compression == "framed zstd" and self.encoding:
             words = f"length-prefixed zstd of {encoding}"
@@ -84,6 +136,9 @@ def detect_format(head: bytes, *, is_whole: bool) -> Contents:
         return Contents(binary, "protobuf", signal=wire.signal_of(first.payload if first else head))
     other = None if has_traces else _OTHER_SIGNAL.match(head)
     if not (other or has_traces or _EMPTY_JSON.fullmatch(head)):
+        for recording in RECORDINGS.values():
+            if found := recording.find(head):
+                return Contents(*found, recording=recording)
         return Contents("unknown", None)
     signal: Signal = "traces"
     if other:

@@ -4,6 +4,7 @@
 - `framed`: repeatedly a 4-byte big-endian length and a `TracesData`.
 - `bare`: one `TracesData` without a length; each of its `resource_spans` fields is a record, and by itself a
   `TracesData` on the wire, so that damage costs one of them.
+- `messages`: msgpack values one after another, of a recording that says how one begins.
 
 Lengths can be wrong and bytes can be missing. Bytes that are no record are damage, up to the next record.
 """
@@ -13,12 +14,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import msgpack  # type: ignore[import-untyped]  # it has no types
+
 from tracefit.inputs import otlp_wire as wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Shape = Literal["lines", "document", "framed", "bare", "empty", "unknown"]
+Shape = Literal["lines", "document", "framed", "bare", "messages", "empty", "unknown"]
 
 BOM = b"\xef\xbb\xbf"
 RECORD_START = re.compile(rb'\{\s*"(?:trace"\s*:\s*\{\s*")?(?:resourceSpans|resource_spans|batches)"\s*:')
@@ -48,6 +51,10 @@ _ONE_TINY_FRAME = re.compile(rb"\0\0\0.(%b)" % _TINY_FIELD, re.DOTALL)
 _RESOURCE_SPANS_TAGS = b"\x0a\x12\x1a"
 """First byte of the content of `resource_spans`: the tag of its resource, its scope_spans or its schema URL."""
 
+_MESSAGES_TRIED, _MOST_BETWEEN, _MOST_DAMAGE_BYTES = 64, 4, 2 << 20
+"""Beginnings of messages at the end of a buffer that are tried, how many may be false between two true ones, and how much
+damage there may be before one is taken as it is."""
+
 _MANY_BYTES, _MOST_BYTES = 16 << 10, 1 << 20
 """A run of records too short to hold a span is joined to one record, if it has at least and at most so many bytes."""
 
@@ -68,16 +75,21 @@ class _Extent(NamedTuple):
     reason: str = ""
 
 
-def whole_records(buffer: bytes, shape: Shape, *, is_last: bool) -> int:
+def whole_records(
+    buffer: bytes, shape: Shape, *, is_last: bool, starts: re.Pattern[bytes] | None = None
+) -> int:
     """Return how many bytes at the beginning of a buffer are whole records, or damage between them.
 
     Args:
         buffer: Bytes of a file, from the beginning of a record.
         shape: How the file lays out its records.
         is_last: Whether the file ends with the buffer; then all of it counts.
+        starts: What each of `messages` begins with.
     """
     if is_last:
         return len(buffer)
+    if starts is not None:
+        return _last_message(buffer, starts)
     if shape == "lines":
         return buffer.rfind(b"\n") + 1
     if shape not in ("framed", "bare"):
@@ -126,6 +138,7 @@ def next_record(
     *,
     is_last: bool = True,
     max_guesses: int = MAX_GUESSES,
+    starts: re.Pattern[bytes] | None = None,
 ) -> int:
     """Return where the first record between `start` and `stop` begins, or -1.
 
@@ -134,8 +147,34 @@ def next_record(
     """
     if shape == "lines":
         return buffer.find(b"\n", start, stop) + 1 or -1
+    if starts is not None:
+        match = starts.search(buffer, start)
+        return match.start() if match else -1
     finder = _RecordFinder(buffer, shape, is_last=is_last, max_guesses=max_guesses)
     return finder.next(start, len(buffer) if stop is None else stop)
+
+
+def _last_message(buffer: bytes, starts: re.Pattern[bytes]) -> int:
+    """Return where the last message of a buffer begins: where another one ends, for bytes of a number can look like a beginning."""
+    begins = [match.start() for match in starts.finditer(buffer)][-_MESSAGES_TRIED:]
+    for place in range(len(begins) - 1, 0, -1):
+        for before in reversed(begins[max(place - _MOST_BETWEEN, 0) : place]):
+            size = message_bytes(buffer[before : begins[place]])
+            if size and begins[place] - before - size in {0, LENGTH_BYTES}:
+                return begins[place]
+    # Damage as far as the eye reaches: any beginning is as good.
+    return begins[-1] if begins and len(buffer) > _MOST_DAMAGE_BYTES else 0
+
+
+def message_bytes(content: bytes) -> int:
+    """Return the length of the msgpack value that some bytes begin with; 0 if it does not end in them, or is none."""
+    unpacker = msgpack.Unpacker(max_buffer_size=len(content))
+    unpacker.feed(content)
+    try:
+        unpacker.skip()
+    except (msgpack.UnpackException, ValueError):
+        return 0
+    return int(unpacker.tell())
 
 
 def _lines(block: bytes) -> Iterator[Record]:

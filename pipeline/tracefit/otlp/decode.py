@@ -217,6 +217,13 @@ def decode_blocks(
     yield from decoder.flush()
 
 
+def without_spans(rejects: Sequence[tuple[int, Reject]], wanted: Wanted) -> SpanBatch:
+    """Return a batch of rejects alone, numbered as in `decode_blocks`."""
+    built = _build([], [], json_records, wanted)
+    assert not isinstance(built, set)  # noqa: S101 - there is nothing that could not be read
+    return SpanBatch(*built, _reject_frame(list(rejects)))
+
+
 class _BatchDecoder:
     """Collects encoded spans until there are enough to make frames of: each frame has a fixed cost."""
 

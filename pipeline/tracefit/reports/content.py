@@ -323,13 +323,13 @@ def _server_facts(one: ScopeParts) -> tuple[ReportPart, ...]:
         return (runs,)
     lines = (
         runs,
-        f"Model {facts.model or 'not named'}, GPU {facts.gpu or 'not given'}.",
+        f"Model {facts.model or 'not named'}, GPU {facts.gpu or facts.settings.get('gpu') or 'not given'}.",
         "Without a GPU specification, hardware features are unknown and left out."
         if facts.gpu is None
         else "",
         ""
         if facts.architecture
-        else "Without a config.json, features of the model are unknown and left out.",
+        else "Without a config.json of a known kind, features of the model are unknown and left out.",
         f"Assumed, because no input states it: {'; '.join(facts.assumed)}." if facts.assumed else "",
     )
     settings = [(f"`{k}`", str(v)) for k, v in facts.settings.items() if k not in ("model", "gpu")]

@@ -34,6 +34,8 @@ class RunSummary:
     epochs: int
     steps: int
     requests: int
+    lost_steps: int = 0
+    """Numbers of the step counter between recorded steps that have no record."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.errors import UsageError
 from tracefit.server.architecture import ModelArchitecture, slug_of
-from tracefit.server.documents import as_text, read_bytes
-from tracefit.server.hardware import Gpu, find_gpu, parse_gpu, read_gpu
-from tracefit.server.model_config import as_served, parse_architecture
+from tracefit.server.documents import as_text, excerpt, read_bytes
+from tracefit.server.hardware import CATALOGUE, Gpu, UnknownGpuError, find_gpu, parse_gpu, read_gpu
+from tracefit.server.model_config import UnknownModelError, as_served, parse_architecture
 from tracefit.server.settings import (
     ServerSettings,
     assume_defaults,
@@ -38,6 +39,8 @@ class RunContext:
     gpu: Gpu | None = None
     model_config: str | None = None
     """config.json as it was read."""
+    left_out: tuple[str, ...] = ()
+    """Model and GPU that are stated and not known: a sentence each, with what is left out for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,8 @@ class ModelScope:
         settings = self.context.settings
         names = [n for n, source in settings.sources.items() if source == "assumed"]
         phrases = [f"{name} {settings.values()[name]} (vLLM's default)" for name in names]
-        return (*phrases, *(self.context.architecture.assumed if self.context.architecture else ()))
+        assumed = self.context.architecture.assumed if self.context.architecture else ()
+        return (*phrases, *assumed, *self.context.left_out)
 
 
 def read_context(
@@ -71,7 +75,8 @@ def read_context(
         gpu: Name of a GPU, or a JSON file that describes one; else the run's own `gpu` setting.
 
     Raises:
-        UsageError: A file is not valid, two of them contradict, a GPU is not known, or model and tensor parallelism contradict.
+        UsageError: A file is not valid, two of them contradict, a GPU that the user names is not known, or model and tensor
+            parallelism contradict.
     """
     settings = assume_defaults(merge(read_all_settings(run_configs), overrides))
     text = as_text(read_bytes(model_config), where=str(model_config)) if model_config else None
@@ -79,7 +84,9 @@ def read_context(
     if gpu:
         found = _gpu(gpu, where="--gpu")
     elif gpu is None and settings.gpu:
-        found = _gpu(settings.gpu, where=", ".join(map(str, run_configs)) or None)
+        # A run may be of a GPU that is newer than the catalogue; a name that the user gives is a typo.
+        with suppress(UnknownGpuError):
+            found = _gpu(settings.gpu, where=", ".join(map(str, run_configs)) or None)
     return _assemble(settings, text, str(model_config), found)
 
 
@@ -88,9 +95,17 @@ def _gpu(name: str, *, where: str | None) -> Gpu:
 
 
 def _assemble(settings: ServerSettings, text: str | None, where: str, gpu: Gpu | None) -> RunContext:
-    architecture = None
-    if text is not None:
-        architecture = parse_architecture(text, where=where, name=settings.model)
+    architecture, left_out = None, []
+    if settings.gpu and gpu is None:
+        left_out.append(
+            f"GPU {excerpt(settings.gpu)} is not in the catalogue: features of the GPU are left out (known: {', '.join(CATALOGUE)}; "
+            "--gpu takes a JSON file that describes another)"
+        )
+    try:
+        architecture = None if text is None else parse_architecture(text, where=where, name=settings.model)
+    except UnknownModelError as error:
+        left_out.append(f"features of the model are left out: {error.what} in its config.json")
+    if architecture is not None:
         architecture = as_served(
             architecture,
             dtype=settings.dtype,
@@ -98,7 +113,7 @@ def _assemble(settings: ServerSettings, text: str | None, where: str, gpu: Gpu |
             quantization=settings.quantization,
         )
         architecture.check_tensor_parallel(settings.tensor_parallel or 1)
-    return RunContext(settings, architecture, gpu, text)
+    return RunContext(settings, architecture, gpu, text, tuple(left_out))
 
 
 def gpu_to_json(gpu: Gpu | None) -> str | None:
@@ -138,10 +153,12 @@ def scope_of(context: RunContext) -> ModelScope:
     parts = {
         "architecture": architecture.facts() if architecture else None,
         "gpu": context.gpu.facts() if context.gpu else None,
+        # An unknown one distinguishes scopes all the same.
+        **({"unknown_gpu": settings.gpu} if settings.gpu and context.gpu is None else {}),
         "knobs": settings.knobs(),
         "tensor_parallel": settings.tensor_parallel,
     }
     # Everything that changes what a server does counts; the readable part before it names model, GPU and ranks only.
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
-    gpu = context.gpu.slug if context.gpu else "no-gpu"
+    gpu = context.gpu.slug if context.gpu else slug_of(settings.gpu) if settings.gpu else "no-gpu"
     return ModelScope(f"{model}.{gpu}.tp{settings.tensor_parallel or 1}.{digest}", context)

@@ -159,6 +159,10 @@ _NAMES: Mapping[str, Gpu] = {_key(name): gpu for gpu, aliases in _ENTRIES for na
 """GPUs by their folded names and aliases."""
 
 
+class UnknownGpuError(UsageError):
+    """A GPU that is not in the catalogue."""
+
+
 def find_gpu(name: str, *, where: str | None = None) -> Gpu:
     """Return a GPU of the catalogue by its name, a common alias, or the driver's name.
 
@@ -166,7 +170,7 @@ def find_gpu(name: str, *, where: str | None = None) -> Gpu:
     `NVIDIA H100 80GB HBM3`, `A100-SXM4-80GB`.
 
     Raises:
-        UsageError: No such GPU; the line names the closest and the known ones.
+        UnknownGpuError: No such GPU; the line names the closest and the known ones.
     """
     if found := _NAMES.get(_key(name)):
         return found
@@ -174,7 +178,7 @@ def find_gpu(name: str, *, where: str | None = None) -> Gpu:
     close = difflib.get_close_matches(_key(name)[:_MAX_NAME_CHARS], _NAMES, n=_SUGGESTIONS, cutoff=0.6)
     meant = dict.fromkeys(_NAMES[key].name for key in close)
     suggestion = f"did you mean {' or '.join(meant)}? " if meant else ""
-    raise UsageError(
+    raise UnknownGpuError(
         f"GPU {excerpt(name)!r} is not known",
         where=where,
         hint=f"{suggestion}known: {', '.join(CATALOGUE)}; or give a JSON file that describes it",

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from tracefit.server.documents import Document
 
 
+class UnknownModelError(UsageError):
+    """A config of a model that is not known well enough to say what a step of it costs."""
+
+
 # -- facts of families ----------------------------------------------------------------------------------
 #
 # A config names a family (`model_type`) and leaves out the family's defaults, so a few facts per family are needed beside it:
@@ -164,6 +168,7 @@ _OUTER_KEYS = frozenset(
 )
 
 # Far above what published models have. Larger values are damage, and would make lists that fill the memory.
+_MOST_NAME = 64
 _MOST_LAYERS = 4096
 _MOST_WIDTH = 2**24
 _MOST_HEADS = 2**16
@@ -179,7 +184,8 @@ def parse_architecture(text: bytes | str, *, where: str, name: str | None = None
         The architecture, with what had to be assumed listed in `assumed`.
 
     Raises:
-        UsageError: Not a JSON object, an unknown family, a missing key, or a value that cannot be.
+        UnknownModelError: A missing key, or layers of a kind that is not known.
+        UsageError: Not a JSON object, or a value that cannot be.
     """
     config = _open_config(parse_json_object(text, where=where), where=where)
     layers = config.required(*_LAYERS, most=_MOST_LAYERS)
@@ -265,7 +271,9 @@ class _Config:
         value = self.integer(*keys, most=most)
         if value is None:
             spellings = f" (also spelled {', '.join(keys[1:])})" if keys[1:] else ""
-            raise self.fault(f"{keys[0]} is missing{spellings}", hint="is this a whole config.json?")
+            raise UnknownModelError(
+                f"{keys[0]} is missing{spellings}", where=self.where, hint="is this a whole config.json?"
+            )
         return value
 
     def fault(self, what: str, *, hint: str | None = None) -> UsageError:
@@ -304,10 +312,18 @@ def _open_config(document: Document, *, where: str) -> _Config:
         if model_type is not None:
             return _Config(inner, document, where, model_type, FAMILIES[model_type])
     named = inner.get("model_type") or document.get("model_type")
-    what = (
-        f"model_type {excerpt(named)!r} is not known" if named else "model_type and architectures are missing"
-    )
-    raise UsageError(what, where=where, hint=f"known families: {', '.join(sorted(FAMILIES))}")
+    if not isinstance(named, str) or not named:
+        raise UnknownModelError(
+            "model_type and architectures are missing",
+            where=where,
+            hint=f"known families: {', '.join(sorted(FAMILIES))}",
+        )
+    # The usual decoder, as most new families are.
+    name = validated(TEXT, named, key="model_type", where=where)[:_MOST_NAME]
+    assumed = [
+        f"model_type {excerpt(named)} is not known: read as a usual decoder (gated FFNs, no windows, rotary positions)"
+    ]
+    return _Config(inner, document, where, name, Family(), assumed)
 
 
 def _family_name(part: Document) -> str | None:
@@ -478,8 +494,9 @@ def _windows_by_type(config: _Config, kinds: object, layers: int) -> tuple[int |
     keys = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     used = {kind if isinstance(kind, str) else "that are no text" for kind in kinds}
     if unknown := used - {*keys, "full_attention"}:
-        raise config.fault(
+        raise UnknownModelError(
             f"layer_types has layers {excerpt(min(unknown))}, which is not supported",
+            where=config.where,
             hint=f"supported: full_attention, {', '.join(keys)}",
         )
     windows = {kind: config.required(key, most=_MOST_ROWS) for kind, key in keys.items() if kind in used}

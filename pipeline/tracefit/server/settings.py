@@ -112,6 +112,14 @@ class ServerSettings(BaseModel):
         """Return the settings that are known, by field name, in a fixed order."""
         return {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
 
+    @property
+    def is_sglang(self) -> bool:
+        """Whether the run's files name SGLang as the engine, by its version or by a key such as `backend`."""
+        return any(
+            key.startswith("sglang") or (key in _ENGINE_KEYS and "sglang" in str(value).lower())
+            for key, value in self.other.items()
+        )
+
     def knobs(self) -> dict[str, Scalar]:
         """Return the known settings that distinguish scopes, beyond model, GPU and tensor parallelism.
 
@@ -128,6 +136,8 @@ FLAGS = frozenset(name for name in SETTINGS if ServerSettings.model_fields[name]
 
 TEXTS = frozenset(name for name in SETTINGS if ServerSettings.model_fields[name].annotation == OptionalText)
 """Settings that are text."""
+
+_ENGINE_KEYS = frozenset({"engine", "backend", "framework", "server"})
 
 # A scope id names model, GPU and ranks in words; sampling rates change what is traced, not what the server does.
 _KNOBS = frozenset(SETTINGS) - {

@@ -17,7 +17,17 @@ import polars as pl
 from tracefit import memory
 from tracefit.tables import dialects, schema
 from tracefit.tables.clocks import api_clocks, is_off_clock, on_core_clock
-from tracefit.tables.epochs import BOUNDS, MARKS, STRAY_STEPS, STRAYS, in_epoch, marks_of, scan_epochs
+from tracefit.tables.epochs import (
+    BOUNDS,
+    MARKS,
+    RECORDED_MARKS,
+    STRAY_STEPS,
+    STRAYS,
+    in_epoch,
+    marks_of,
+    marks_of_records,
+    scan_epochs,
+)
 from tracefit.tables.external_sort import ExternalSort, SortSpace
 from tracefit.tables.requests import (
     api_requests,
@@ -46,6 +56,9 @@ if TYPE_CHECKING:
 
 _BYTES_PER_SPAN = 128
 """Bytes that a span counts at least: spans without content compress to nearly nothing, and take memory all the same."""
+
+OTHER_RECORD = "steps.step_id is that of another record with other values"
+"""Reason of a record whose step is recorded already."""
 
 _ODD_SHARE = 0.01
 """A setting that a larger share of a run's values contradicts is not the server's, and bounds nothing."""
@@ -124,6 +137,10 @@ class _Sieve:
             return kept, broken
         kept, also = table.sift(kept.with_columns(**evidence), {})
         return kept.select(columns), pl.concat([broken, also])
+
+    def recorded(self) -> _Sieve:
+        """Return the sieve for recorded steps: what a scheduler says of its own steps is not checked against its settings."""
+        return replace(self, limits={}, clocks=self.clocks.clear())
 
     def _strays(self, rows: pl.DataFrame, ts: str | None) -> pl.Series:
         if not (self.bounds if ts is None else self.strays).height:
@@ -237,7 +254,10 @@ def _epoch_starts(windows: Iterable[_Window], space: SortSpace, sieve: _Sieve) -
             *(c.name for c in limited["journey_events"]),
         )
         journeys, _, _, _ = window.journeys(free, columns)
-        marks.add(marks_of(steps, journeys))
+        recorded, _ = free.recorded().sift(
+            "steps", window.every("recorded_steps", RECORDED_MARKS).with_row_index("row")
+        )
+        marks.add(pl.concat([marks_of(steps, journeys), marks_of_records(recorded)]))
         for name, rows in (("steps", steps), ("journey_events", journeys)):
             for c in limited[name]:
                 values[c.limit, c.name] += rows[c.name].count()
@@ -278,6 +298,7 @@ class _Run:
         self._take("spans", other_spans)
         steps, odd_steps = self.sieve.sift("steps", window.read("steps"))
         self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
+        odd_records = self._add_recorded(window)
         snapshots, odd_snapshots = self.sieve.sift("request_snapshots", window.read("snapshots"))
         snapshots = in_epoch(snapshots, self.starts, None)
         self._take("request_snapshots", snapshots)
@@ -285,7 +306,19 @@ class _Run:
         journeys, lost, odd_journeys, moved = window.journeys(self.sieve)
         self.counts["clock_corrected_events"] += moved
         self._add_journeys(in_epoch(journeys, self.starts, "ts_ns"), spans)
-        self._add_rejects(window, spans, lost, pl.concat([odd_spans, odd_steps, odd_snapshots, odd_journeys]))
+        self._add_rejects(
+            window, spans, lost, pl.concat([odd_spans, odd_steps, odd_snapshots, odd_journeys]), odd_records
+        )
+
+    def _add_recorded(self, window: _Window) -> pl.DataFrame:
+        """Add recorded steps; return those that break a rule, as rows of `rejects`."""
+        recorded = window.every("recorded_steps").with_row_index("row")
+        # Records have no time on the engine's clock.
+        no_clock = [pl.lit(None, pl.Int64).alias(name) for name in ("ts_start_ns", "server_zero")]
+        self.events.update({"ForwardPassMetrics": recorded.height} if recorded.height else {})
+        steps, broken = self.sieve.recorded().sift("steps", recorded.with_columns(no_clock))
+        self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
+        return _as_rejects(broken.join(recorded, on="row", how="inner"))
 
     def _add_journeys(self, journeys: pl.DataFrame, spans: pl.DataFrame) -> None:
         ids = spans.select("row", "trace_id", "span_id", "parent_span_id", "request_id")
@@ -303,16 +336,21 @@ class _Run:
         self._sort("layers").add(both)
 
     def _add_rejects(
-        self, window: _Window, spans: pl.DataFrame, lost: pl.DataFrame, odd: pl.DataFrame
+        self,
+        window: _Window,
+        spans: pl.DataFrame,
+        lost: pl.DataFrame,
+        odd: pl.DataFrame,
+        odd_records: pl.DataFrame,
     ) -> None:
         places = spans.select("row", "source_offset", "source_file")
         bad = pl.concat([window.read("incomplete").select("row", "reason"), lost, odd])
-        found = bad.join(places, on="row", how="inner").drop("row")
-        found = found.with_columns(excerpt=pl.lit(""), count=pl.lit(1, pl.Int64))
-        rejects = pl.concat([window.every("rejects"), found], how="diagonal")
-        self.implausible.update(dict(odd["reason"].value_counts().iter_rows()))
+        found = _as_rejects(bad.join(places, on="row", how="inner"))
+        rejects = pl.concat([window.every("rejects"), found, odd_records], how="diagonal")
+        for reasons in (odd["reason"], odd_records["reason"]):
+            self.implausible.update(dict(reasons.value_counts().iter_rows()))
         # What a rule has left out was read: it is listed, and counted apart.
-        self.counts["rejects"] += int(rejects["count"].sum()) - odd.height
+        self.counts["rejects"] += int(rejects["count"].sum()) - odd.height - odd_records.height
         self._take("rejects", rejects)
 
     def _take(self, name: str, rows: pl.DataFrame) -> None:
@@ -342,9 +380,13 @@ class _Run:
                 self._sort(name).windows() if self._sort(name).rows else [schema.TABLES[name].empty()]
             ):
                 rows = _without_repeats(window) if name == "spans" and self.counts["other"] else window
-                writer.write(name, self._requests(rows, api_clock) if name == "requests" else rows)
+                if name == "requests":
+                    rows = self._requests(rows, api_clock)
+                writer.write(name, self._one_record_a_step(rows) if name == "steps" else rows)
             del self.sorts[name]
+        repeats = run_columns["duplicate_spans"]
         counted: dict[str, str | int | None] = {
+            "duplicate_spans": self.counts["duplicate_steps"] + (repeats if isinstance(repeats, int) else 0),
             "rejects": self.counts["rejects"],
             "dropped_attributes": self.counts["dropped_attributes"],
             "clock_corrected_events": self.counts["clock_corrected_events"],
@@ -358,6 +400,28 @@ class _Run:
         writer.write(
             "runs", schema.RUNS.conform(runs.drop(clocks.columns[1:]).join(clocks, on="server", how="left"))
         )
+
+    def _one_record_a_step(self, steps: pl.DataFrame) -> pl.DataFrame:
+        """Return steps with one record each, the first one; another one with other values is a reject, an equal one a duplicate."""
+        recorded = steps.filter(pl.col("cycle_source").is_not_null())
+        key = ["server", "epoch", "step_id"]
+        if recorded.n_unique(key) == recorded.height:
+            return steps
+        place = ["source_file", "source_offset"]
+        different = recorded.sort(*key, *place).unique(
+            [name for name in recorded.columns if name not in (*place, "unix_ns")],
+            keep="first",
+            maintain_order=True,
+        )
+        first = different.unique(key, keep="first", maintain_order=True)
+        others = different.join(first, on=[*key, *place], how="anti").with_columns(
+            reason=pl.lit(OTHER_RECORD)
+        )
+        self.counts["duplicate_steps"] += recorded.height - different.height
+        self.implausible.update({OTHER_RECORD: others.height} if others.height else {})
+        self._take("rejects", _as_rejects(others))
+        sampled = steps.filter(pl.col("cycle_source").is_null())
+        return pl.concat([sampled, first]).sort(schema.STEPS.order[1:], nulls_last=True)
 
     def _move_api_events(self, api_clock: pl.DataFrame) -> None:
         """Put the API's journey events on the core's clock; their order changes."""
@@ -397,6 +461,13 @@ class _Run:
             self._sort("requests").add(joined)
         del self.sorts["layers"]
         return api_clocks(pl.concat(bounds))
+
+
+def _as_rejects(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return rows with a reason as rows of `rejects`."""
+    return rows.select(
+        "source_file", "source_offset", "reason", excerpt=pl.lit(""), count=pl.lit(1, pl.Int64)
+    )
 
 
 def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:

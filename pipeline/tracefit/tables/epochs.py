@@ -56,6 +56,16 @@ def marks_of(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
     ).drop_nulls("clock")
 
 
+RECORDED_MARKS = ("file", "server", "unix_ns", "step_id")
+"""Columns of recorded steps that `marks_of_records` needs."""
+
+
+def marks_of_records(recorded: pl.DataFrame) -> pl.DataFrame:
+    """Return recorded steps with a time as marks: they may be received in another order than they ran in."""
+    marks = recorded.select("server", "step_id", clock="unix_ns", exact=pl.lit(value=False))
+    return marks.drop_nulls("clock").select(list(MARKS))
+
+
 def _clock(ts: str) -> pl.Expr:
     # Wall-clock time orders restarts of the host too; the monotonic clock is the fallback.
     return pl.coalesce("unix_ns", ts).alias("clock")

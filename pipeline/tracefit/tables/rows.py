@@ -25,6 +25,25 @@ if TYPE_CHECKING:
 UNKNOWN_SERVER = "unknown"
 OTHER_REASON = "other"
 
+RECORDED_STEPS: dict[str, pl.DataType] = {
+    "file": pl.UInt32(),
+    **{
+        name: schema.STEPS.types[name]
+        for name in (
+            *("source_offset", "server", "step_id", "unix_ns", "cycle_us", "cycle_source"),
+            *("running_depth", "waiting_depth", "num_prefill_reqs", "num_decode_reqs", "scheduled_tokens"),
+            *(
+                "prefill_tokens",
+                "decode_tokens",
+                "context_tokens",
+                "prefill_context_tokens",
+                "waiting_tokens",
+            ),
+        )
+    },
+}
+"""Columns of recorded steps: those of the `steps` table that a record can have."""
+
 
 def _without(event: str, keys: Mapping[str, tuple[str, ...]], columns: Iterable[str]) -> str:
     return f"{event} without {' or '.join(keys[column][0] for column in columns)}"
@@ -63,7 +82,8 @@ class SpanRows:
         incomplete: row, reason: events without a required field.
         rejects: Input that could not be read.
         other_scope_spans: Spans of other scopes, with the columns of the `spans` table, if they are kept.
-        counts: file, spans, other_spans (kept or not), rejects: of files that have any.
+        recorded_steps: Steps of recordings beside spans, columns as `RECORDED_STEPS`.
+        counts: file, spans, other_spans (kept or not), rejects, steps (recorded ones): of files that have any.
     """
 
     spans: pl.DataFrame
@@ -74,6 +94,7 @@ class SpanRows:
     incomplete: pl.DataFrame
     rejects: pl.DataFrame
     other_scope_spans: pl.DataFrame
+    recorded_steps: pl.DataFrame
     counts: pl.DataFrame
 
     def frames(self) -> dict[str, pl.DataFrame]:
@@ -99,13 +120,15 @@ def _types(keys: Mapping[str, tuple[str, ...]], table: schema.TableSchema) -> di
     return {key: types[name] for name, spellings in keys.items() for key in spellings}
 
 
-def rows_of(batch: SpanBatch, options: IngestOptions) -> SpanRows:
+def rows_of(batch: SpanBatch, options: IngestOptions, recorded: pl.DataFrame | None = None) -> SpanRows:
     """Return one batch as rows with the column names of the tables.
 
     Args:
         batch: Decoded spans, with the data of `wanted_of`.
         options: Which of them are kept.
+        recorded: Steps of recordings, columns as `RECORDED_STEPS`.
     """
+    recorded = pl.DataFrame(schema=RECORDED_STEPS) if recorded is None else recorded
     spans = batch.spans.with_columns(
         server=pl.coalesce("service_instance_id", "host_name", "service_name", pl.lit(UNKNOWN_SERVER)),
         status_message=_or_other(pl.col("status_message")),
@@ -138,7 +161,15 @@ def rows_of(batch: SpanBatch, options: IngestOptions) -> SpanRows:
         incomplete=pl.concat([no_step, no_snapshot]),
         rejects=batch.rejects,
         other_scope_spans=other_scope_spans if options.all_spans else other_scope_spans.clear(),
-        counts=_counts({"spans": vllm_spans, "other_spans": other_scope_spans, "rejects": batch.rejects}),
+        recorded_steps=recorded,
+        counts=_counts(
+            {
+                "spans": vllm_spans,
+                "other_spans": other_scope_spans,
+                "rejects": batch.rejects,
+                "steps": recorded,
+            }
+        ),
     )
 
 

@@ -43,6 +43,7 @@ def run_rows(
         columns: Values that are the same for every server of the run.
     """
     spans = scan("spans").filter(dialects.is_known()).group_by(_SERVER).agg(**_SPANS)
+    recorded = scan("steps").filter(_IS_RECORDED).group_by(_SERVER).agg(**_RECORDED)
     naming = scan("journey_events").filter(_NAMES_A_STEP).select(_STEP)
     counters = _counters(pl.concat([naming, scan("steps").select(_STEP)]), _ENGINE)
     epochs = counters.group_by(_SERVER).agg(
@@ -50,17 +51,25 @@ def run_rows(
     )
     requests = scan("requests").group_by(_SERVER).agg(**_RATIOS, requests=pl.len())
     # In streams: none of these tables need fit into memory.
-    rows, *parts = pl.collect_all([spans, epochs, requests], engine="streaming")
+    rows, records, *parts = pl.collect_all([spans, recorded, epochs, requests], engine="streaming")
+    # A server is known by its spans or by records of its steps.
+    rows = pl.concat([rows, records], how="diagonal")
     for part in (*parts, _sampling(scan)):
         rows = rows.join(part, on=_SERVER, how="left")
     shared = {**columns, "run_id": run_id}
     traced = pl.col("steps") > 0
     return schema.RUNS.conform(
         rows.with_columns(
-            *(pl.col(c).fill_null(0) for c in ("steps", "requests", "epochs", "rich_steps")),
+            *(
+                pl.col(c).fill_null(0)
+                for c in ("steps", "requests", "epochs", "rich_steps", "spans", "dropped_events")
+            ),
             *(pl.when(pl.col(c).is_finite()).then(c).alias(c) for c in _RATIOS),
             *(pl.lit(v).alias(k) for k, v in shared.items()),
         ).with_columns(
+            lost_steps=pl.when(pl.col("recorded_steps") > 0).then(
+                pl.col("counted") - pl.col("recorded_steps")
+            ),
             step_sampling=pl.when(traced).then(pl.col("steps") / pl.col("counted")).otherwise(0.0),
             snapshot_sampling=pl.when(traced).then(pl.col("rich_steps") / pl.col("steps")),
         )
@@ -93,6 +102,7 @@ def missing_attributes(scan: Callable[[str], pl.LazyFrame]) -> dict[str, list[st
         scan: Returns a table of the run.
     """
     tables = {table: scan(table) for table in _EVENTS_OF}
+    tables["steps"] = tables["steps"].filter(~_IS_RECORDED)
     for table in ("steps", "request_snapshots"):
         tables[table] = tables[table].with_columns(event=pl.lit(table))
     counts = {
@@ -162,6 +172,13 @@ _SPANS = {
     "last_unix_ns": pl.col("end_unix_ns").max(),
     "dialects": pl.col("scope").unique().sort().str.join(","),
 }
+_IS_RECORDED = pl.col("cycle_source").is_not_null()
+_RECORDED = {
+    "recorded_steps": pl.len(),
+    "dialects": pl.col("cycle_source").first(),
+    "first_unix_ns": pl.col("unix_ns").min(),
+    "last_unix_ns": pl.col("unix_ns").max(),
+}
 _ARRIVAL = pl.col("arrival_ns")
 _CACHED = pl.col("cached_prompt_tokens")
 _RATIOS = {
@@ -226,6 +243,10 @@ _SPAN_IDS = ("trace_id", "span_id", "start_unix_ns", "end_unix_ns")
 """What a span is known by: an id that two runs use for spans of other times is no span they share."""
 
 
+_RECORD_IDS = ("server", "epoch", "step_id", "cycle_us", "cycle_source", "num_decode_reqs", "context_tokens")
+_FIRST_NS, _LAST_NS = -(2**62), 2**62
+
+
 @dataclass(frozen=True, slots=True)
 class Overlap:
     """A run with spans that also are in a run of at least the same size.
@@ -255,14 +276,24 @@ def find_overlaps(store: TableStore, runs: pl.DataFrame) -> tuple[Overlap, ...]:
         One overlap per run to leave out, in the order of the rows.
     """
     spans = runs.group_by("run_id", maintain_order=True).agg(
-        pl.col("spans").sum(), pl.col("first_unix_ns").min(), pl.col("last_unix_ns").max()
+        pl.col("spans").sum() + pl.col("steps").filter(pl.col("lost_steps").is_not_null()).sum(),
+        # Of records without a time nothing is known: they may have any.
+        pl.col("first_unix_ns").min().fill_null(_FIRST_NS),
+        pl.col("last_unix_ns").max().fill_null(_LAST_NS),
     )
     ordered = spans.sort(pl.col("spans"), pl.col("run_id"), descending=[True, False])
     held: dict[str, pl.Series] = {}
 
     def ids(run_id: str) -> pl.Series:
         if run_id not in held:
-            held[run_id] = store.read("spans", [run_id], _SPAN_IDS).select(_SPAN_IDS).hash_rows()
+            spans = store.read("spans", [run_id], _SPAN_IDS).select(_SPAN_IDS).hash_rows()
+            steps = (
+                store.read("steps", [run_id], _RECORD_IDS)
+                .filter(_IS_RECORDED)
+                .select(_RECORD_IDS)
+                .hash_rows()
+            )
+            held[run_id] = pl.concat([spans, steps])
         return held[run_id]
 
     kept: list[tuple[str, int, int]] = []

@@ -86,6 +86,11 @@ class Rule:
     breaks: pl.Expr
 
 
+FPM = "fpm"
+"""Source of the time of a step: `wall_time` of ForwardPassMetrics, from the output of the step before it to its own."""
+FPM_GPU = "fpm_gpu"
+"""The same where it is GPU time alone, as SGLang measures it."""
+
 OFF_CLOCK, STRAY_STEP = "is_off_clock", "is_stray_step"
 """Evidence of the whole run on a row: its time is on none of the server's clocks, its step is far from those around it."""
 
@@ -309,9 +314,12 @@ RUNS = TableSchema(
             "event to its attributes that none of these events has a usable value of (of the run)",
         ),
         _i("epochs", "engine starts in the traces"),
-        _i("steps", "steps with a summary"),
+        _i("steps", "steps with a summary or a record"),
+        _i(
+            "lost_steps", "of recorded steps: numbers of the counter that no record has; null of sampled ones"
+        ),
         _i("requests", "requests"),
-        _f("step_sampling", "steps with a summary / steps counted"),
+        _f("step_sampling", "steps with a summary or a record / steps counted"),
         _f("journey_sampling", "estimated share of requests with a journey"),
         _f("snapshot_sampling", "steps with snapshots / steps with a summary"),
         _f("arrival_rate_per_s", "requests arriving per second, first to last arrival", unit="1/s"),
@@ -390,12 +398,12 @@ JOURNEY_EVENTS = TableSchema(
 
 STEPS = TableSchema(
     "steps",
-    "one row per sampled engine step (BATCH_SUMMARY)",
+    "one row per sampled engine step (BATCH_SUMMARY), or recorded one (ForwardPassMetrics)",
     ("run_id", "server", "epoch", "step_id"),
     (
         *_ENGINE_COLUMNS,
         _step("step_id", "step counter, from 1", nullable=False),
-        _clock("ts_start_ns", "start of schedule()", nullable=False),
+        _clock("ts_start_ns", "start of schedule(); null of a recorded step"),
         _clock("ts_end_ns", "end of schedule()"),
         Column("int64", "duration_us", "time inside schedule(), not the step", "us", least=0, most=_HOUR_US),
         _n("running_depth", "running requests after scheduling", limit="max_num_seqs"),
@@ -410,7 +418,21 @@ STEPS = TableSchema(
         Column("float64", "kv_usage_ratio", "KV blocks in use / total", "ratio", least=0, most=1),
         _blocks("kv_blocks_total", "KV blocks"),
         _blocks("kv_blocks_free", "free KV blocks"),
-        _ns("unix_ns", "wall clock of the event, at the end of schedule()"),
+        _ns("unix_ns", "wall clock of the event, at the end of schedule(), or of the receipt of a record"),
+        Column(
+            "float64",
+            "cycle_us",
+            "time of a recorded step; null of a heartbeat",
+            "us",
+            least=0,
+            most=_HOUR_US,
+        ),
+        _s("cycle_source", "fpm: wall_time of ForwardPassMetrics; null of a sampled step"),
+        _sum("context_tokens", "KV tokens in cache before the step, of decode requests"),
+        _sum("prefill_context_tokens", "the same of prefill requests"),
+        _sum("waiting_tokens", "tokens to compute of the waiting requests"),
+        _s("source_file", "of a recorded step: file it was read from"),
+        _i("source_offset", "offset of its record in the decompressed file", "byte"),
     ),
     checks=(
         Rule("ts_start_ns", "off the run's clock", pl.col(OFF_CLOCK)),
@@ -600,7 +622,10 @@ TIMELINE = TableSchema(
             most=_MOST_NS / 1e3,
         ),
         _duration("cycle_sd_us", "standard deviation of it that comes from the starts"),
-        _s("cycle_source", "adjacent (between two summaries, consecutive) or interval"),
+        _s(
+            "cycle_source",
+            "adjacent (between two summaries, consecutive), interval, fpm (recorded) or fpm_gpu (recorded, GPU time)",
+        ),
         _step("interval_steps", "steps the cycle is the mean of"),
         _n("num_prefill_reqs", "scheduled requests without an output token"),
         _n("num_decode_reqs", "scheduled requests with output"),
@@ -622,7 +647,7 @@ TIMELINE = TableSchema(
         _sum("prefill_left_after", "prompt tokens these still have to compute"),
         _n("num_preempted", "requests preempted by this step"),
         _i("duration_us", "time inside schedule()", "us"),
-        _s("composition_source", "summary or journey"),
+        _s("composition_source", "summary, fpm or journey"),
         _flag("journey_agrees", "requests and tokens worked out from journeys equal the summary's"),
         _i("journey_error_reqs", "scheduled requests worked out from journeys less the summary's"),
         _i("journey_error_tokens", "tokens worked out from journeys less the summary's", "token"),
@@ -662,7 +687,7 @@ BETA_TRAINING = TableSchema(
         _s("scope_id", "scope the row was fitted in"),
         _i("step_id", "step counter"),
         _ns("ts_ns", "start of the interval"),
-        _s("source", "adjacent, interval or duration"),
+        _s("source", "adjacent, interval, duration, fpm or fpm_gpu"),
         *_TRAINING,
     ),
     open_ended=True,

@@ -61,6 +61,7 @@ class StagedPart(_Strict, frozen=True):
     spans: Annotated[Count, Meta(description="spans of the vLLM scopes in it")]
     other_spans: Annotated[Count, Meta(description="spans of other scopes, counted and left out")]
     rejects: Annotated[Count, Meta(description="records in it that could not be read")]
+    steps: Annotated[Count, Meta(description="steps of recordings beside spans")] = 0
 
 
 class ReadFile(_Strict, frozen=True):

@@ -117,7 +117,7 @@ def step_starts(steps: pl.DataFrame, core: pl.DataFrame) -> pl.DataFrame:
         position, ts_start_ns, start_source (`summary`, `scheduled`, `update`), start_sd_us; one row per anchored
         step, starts increasing within an engine.
     """
-    exact = steps.select("position", "engine", "server_number", at="ts_start_ns")
+    exact = steps.select("position", "engine", "server_number", at="ts_start_ns").drop_nulls("at")
     # Events inside schedule() give their own step's start, the earliest first. An update ends its step: it gives the start of
     # the next one (with scheduling ahead, of the one after), and the latest event is nearest to it.
     kinds = {

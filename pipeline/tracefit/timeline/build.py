@@ -29,6 +29,9 @@ _COMPARED = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_to
 """What both summaries and journeys say, and must agree in."""
 
 
+_CONTEXTS = ("context_tokens", "prefill_context_tokens")
+
+
 @dataclass(frozen=True, slots=True)
 class _Evidence:
     """The input tables, located on the step axis: `steps` and `snapshots` have a `position`."""
@@ -120,10 +123,13 @@ def _with_summaries(rows: pl.DataFrame, evidence: _Evidence) -> pl.DataFrame:
     )
     shown = _contexts(evidence.steps, evidence.snapshots)
     joined = rows.join(steps, on="position", how="left", maintain_order="left")
-    joined = joined.join(shown, on="position", how="left", maintain_order="left")
+    # A recorded step has its contexts itself.
+    joined = joined.join(shown, on="position", how="left", maintain_order="left", suffix="_shown")
+    joined = joined.with_columns(pl.coalesce(name, f"{name}_shown").alias(name) for name in _CONTEXTS)
     have = set(joined.columns)
 
-    source = pl.when("has_summary").then(pl.lit("summary"))
+    kind = pl.when(pl.col("cycle_source").is_null()).then(pl.lit("summary")).otherwise("cycle_source")
+    source = pl.when("has_summary").then(kind)
     inferred = [name.removeprefix("journey.") for name in joined.columns if name.startswith("journey.")]
     if not inferred:
         return joined.with_columns(composition_source=source)
@@ -182,7 +188,8 @@ def _contexts(steps: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:
 
 
 def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
-    """Add cycles between consecutive known starts, and whether the engine was idle between them."""
+    """Add cycles between consecutive known starts, and whether the engine was idle between them; those of records stay."""
+    rows = rows.rename({"cycle_us": "recorded_us", "cycle_source": "recorded_source"})
     idle = (pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0)
     started = pl.col("ts_start_ns").is_not_null()
     ordered = rows.with_columns(idle=idle, interval=started.cum_sum())
@@ -221,4 +228,11 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
         cycle_source=pl.when(adjacent).then(pl.lit("adjacent")).otherwise(pl.lit("interval")),
     )
     joined = ordered.join(spans, on="position", how="left", maintain_order="left")
-    return joined.with_columns(idle_after=pl.coalesce("idle_after", "idle"))
+    is_recorded = pl.col("recorded_us").is_not_null()
+    return joined.with_columns(
+        idle_after=pl.coalesce("idle_after", "idle"),
+        cycle_us=pl.coalesce("recorded_us", "cycle_us"),
+        cycle_source=pl.when(is_recorded).then("recorded_source").otherwise("cycle_source"),
+        interval_steps=pl.when(is_recorded).then(1).otherwise("interval_steps"),
+        cycle_sd_us=pl.when(is_recorded).then(0.0).otherwise("cycle_sd_us"),
+    )

@@ -12,7 +12,14 @@ import polars as pl
 
 from tracefit.coefficients.model import RegimesModel
 from tracefit.diagnostics.groups import bins_of
-from tracefit.diagnostics.rows import BATCH_COLUMNS, COMPOSITION, covered, steps_over_time, strongest_features
+from tracefit.diagnostics.rows import (
+    BATCH_COLUMNS,
+    COMPOSITION,
+    covered,
+    steps_over_time,
+    strongest_features,
+    time_unit,
+)
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures.elements import (
     BLUE,
@@ -110,7 +117,7 @@ def model_figures(model: Model, rows: pl.DataFrame, *, points: int) -> tuple[Fig
     over_time = _residuals(
         sample,
         bins_of(rows, "at_s", "residual_ms"),
-        "seconds into the run",
+        f"{time_unit(rows)} into the run",
         # Where runs of several servers overlay each other, their hold-outs do too.
         covered("hold-out", held, SERVER) if servers == 1 else (),
         name=f"{name}-time",
@@ -223,7 +230,7 @@ def step_times_figure(scope_id: str, kept: pl.DataFrame, *, points: int) -> Figu
         look="Look for times at which the two lines part: what the server did then, the model does not know.",
         note=f"Lines are means over equal intervals of time, points single steps. {note}".rstrip(),
         hint="Hover over a point for what that step computed; drag to zoom, double-click to see everything again.",
-        summary=_step_times_table(means),
+        summary=_step_times_table(means, time_unit(kept)),
         traces=(
             _dots("single steps, measured", some, "at_s", "measured_ms", color=MEASURED, opacity=0.4),
             *(
@@ -232,7 +239,11 @@ def step_times_figure(scope_id: str, kept: pl.DataFrame, *, points: int) -> Figu
             ),
         ),
         layout={
-            "xaxis": axis_of("seconds, runs one after the other" if several else "seconds into the run"),
+            "xaxis": axis_of(
+                f"{time_unit(kept)}, runs one after the other"
+                if several
+                else f"{time_unit(kept)} into the run"
+            ),
             "yaxis": axis_of("step time, ms", **limits),
             "shapes": shaded(covered("hold-out", rows.filter(split="holdout"), ["begins"])),
             "annotations": [
@@ -245,7 +256,7 @@ def step_times_figure(scope_id: str, kept: pl.DataFrame, *, points: int) -> Figu
     )
 
 
-def _step_times_table(means: pl.DataFrame, parts: int = 8) -> Table:
+def _step_times_table(means: pl.DataFrame, unit: str, parts: int = 8) -> Table:
     rows = []
     for k in range(parts):
         some = means[k * means.height // parts : (k + 1) * means.height // parts]
@@ -254,4 +265,4 @@ def _step_times_table(means: pl.DataFrame, parts: int = 8) -> Table:
             off = percent(100 * (predicted / measured - 1)) if measured else "-"
             span = f"{number(some['at_s'][0])} to {number(some['at_s'][-1])}"
             rows.append((span, number(measured), number(predicted), off))
-    return Table(("seconds", "measured, ms", "predicted, ms", "off by %"), tuple(rows))
+    return Table((unit, "measured, ms", "predicted, ms", "off by %"), tuple(rows))

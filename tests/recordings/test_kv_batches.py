@@ -11,8 +11,8 @@ import pytest
 
 from tracefit.inputs.blocks import ReadOptions
 from tracefit.inputs.files import TraceFile
-from tracefit.kv.batches import MAX_LOOSE_BYTES, BlockAges, hash_number
-from tracefit.kv.recordings import read_kv
+from tracefit.recordings.kv_batches import MAX_LOOSE_BYTES, BlockAges, hash_number
+from tracefit.recordings.kv_events import read_kv
 
 TS = 1_700_000_000.5
 

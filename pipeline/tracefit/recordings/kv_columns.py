@@ -19,7 +19,7 @@ from tracefit.tables.schema import ENGINE
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tracefit.kv.recordings import KvRows
+    from tracefit.recordings.kv_events import KvRows
 
 KV_COLUMNS = {
     **dict.fromkeys(("kv_blocks_stored", "kv_blocks_evicted", "kv_blocks_transferred"), "block"),
@@ -105,7 +105,8 @@ def _with_epoch(rows: pl.DataFrame, steps: pl.DataFrame, journeys: pl.DataFrame)
 
 def _with_step(rows: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     """Fill `step_id` by the clock where the event has none, and name the source in `step_source`."""
-    known = steps.drop_nulls("unix_ns").sort(*ENGINE, "step_id")
+    # A record of a step has the time at which it was received, after the step.
+    known = steps.filter(pl.col("cycle_source").is_null()).drop_nulls("unix_ns").sort(*ENGINE, "step_id")
     following = pl.col("step_id", "unix_ns").shift(-1).over(ENGINE).name.prefix("next_")
     between = known.select(*ENGINE, "unix_ns", "step_id", following).filter(
         pl.col("next_step_id") == pl.col("step_id") + 1

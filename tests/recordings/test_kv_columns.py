@@ -9,8 +9,8 @@ import pytest
 
 from tracefit.inputs.blocks import ReadOptions
 from tracefit.inputs.files import TraceFile
-from tracefit.kv.columns import KV_COLUMNS, kv_tables, transfers, with_kv_cache, with_prefix_hits
-from tracefit.kv.recordings import read_kv
+from tracefit.recordings.kv_columns import KV_COLUMNS, kv_tables, transfers, with_kv_cache, with_prefix_hits
+from tracefit.recordings.kv_events import read_kv
 from tracefit.tables import schema
 
 BOOT_S = 1_700_000_000

@@ -16,9 +16,10 @@ import msgpack  # type: ignore[import-untyped]  # it has no types
 import polars as pl
 
 from tracefit.inputs.compression import USUAL, Expansion, Gap, pieces
+from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.framing import BOM, LENGTH_BYTES
 from tracefit.inputs.rejects import Reject, excerpt
-from tracefit.kv.batches import (
+from tracefit.recordings.kv_batches import (
     ROW_COLUMNS,
     Batch,
     BlockAges,
@@ -31,6 +32,8 @@ from tracefit.kv.batches import (
 if TYPE_CHECKING:
     from tracefit.inputs.blocks import ReadOptions
     from tracefit.inputs.files import TraceFile
+    from tracefit.inputs.framing import Shape
+    from tracefit.inputs.rejects import Encoding
 
 MAX_BATCH_BYTES = 32 << 20
 """A longer line or message is not held; decoded, a hostile one takes ten times as much."""
@@ -138,6 +141,25 @@ def read_recording(
             read = read or (_read_lines if _is_text(head) else _read_messages)
             # No record continues across a gap.
             offset = yield from read(file.name, chain([head], chunks), offset, max_batch_bytes)
+
+
+def _find(head: bytes) -> tuple[Shape, Encoding] | None:
+    if _BATCH_IN_LINE.match(head.removeprefix(BOM).lstrip()):
+        return "lines", "json"
+    begins = _MESSAGE_START.match(head) or _MESSAGE_START.match(head, LENGTH_BYTES)
+    return ("messages", "msgpack") if begins else None
+
+
+FORMAT = register(
+    Recording(
+        name="kv_events",
+        title="KV-cache events",
+        find=_find,
+        fills="`kv_events`; columns of `requests`, `runs` and, in training, of steps",
+        units="s (`ts` of a batch); blocks and tokens",
+        clock="the server's wall clock",
+    )
+)
 
 
 def _is_text(head: bytes) -> bool:

@@ -15,7 +15,7 @@ from tracefit.inputs.blocks import ReadOptions
 from tracefit.inputs.compression import Expansion
 from tracefit.inputs.files import TraceFile
 from tracefit.inputs.rejects import Reject
-from tracefit.kv.recordings import read_kv, read_recording
+from tracefit.recordings.kv_events import read_kv, read_recording
 
 TS = 1_700_000_000.25
 EVENTS = [

@@ -1,0 +1,414 @@
+"""ForwardPassMetrics: one record for each engine step, by workers of Dynamo (vLLM, TensorRT-LLM) and by SGLang.
+
+Files are Dynamo's JSON lines (`{"received_at_ns": …, "metrics": {…}}`), AIConfigurator's `fpm_metrics_detail.csv`, or msgpack
+messages one after another, as maps or arrays. Fields are those of version 1 in `dynamo/common/forward_pass_metrics.py`
+(ai-dynamo 1.6.1), which `sglang/srt/observability/forward_pass_metrics.py` (sglang 0.5.23) repeats.
+
+`wall_time` is in Dynamo the time from one step's output to the next one's, after idling from `schedule()` to the output; in
+SGLang it is GPU time. A heartbeat has none: the engine is idle.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from itertools import pairwise
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import msgspec
+import polars as pl
+
+from tracefit.inputs.formats import Recording, register
+from tracefit.inputs.framing import BOM, LENGTH_BYTES, message_bytes, records
+from tracefit.inputs.rejects import Encoding, Reject, excerpt
+from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
+from tracefit.tables.schema import FPM
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tracefit.inputs.blocks import Block
+    from tracefit.inputs.framing import Shape
+
+VERSION = 1
+_NO_RECORD = "not a record of ForwardPassMetrics"
+_CUT = "record cut: another begins inside"
+
+# -- how it is recognised ----------------------------------------------------------------------------------
+
+_LINE_START = re.compile(rb'\{\s*"(?:received_at_ns|metrics)"\s*:')
+_MAP_START = re.compile(rb"(?=[\x85-\x8f]\xa7version)")
+# Or an array of a version and a text.
+_MESSAGE_START = re.compile(
+    _MAP_START.pattern + rb"|(?=[\x95-\x9f][\x01-\x0f](?:[\xa0-\xbf]|\xd9[\x20-\xff]))", re.DOTALL
+)
+_MOST_PIECES = 8
+_MOST_TRIED = 1000
+_MOST_BYTES = 1 << 20
+"""Of a message; a usual one has 500 bytes."""
+_MOST_HEADER_BYTES = 4096
+
+
+def _find(head: bytes) -> tuple[Shape, Encoding] | None:
+    if b'"scheduled_requests"' in head and b'"counter_id"' in head and _LINE_START.search(head):
+        return "lines", "json"
+    if _header_at(head, head.find(b"counter_id")):
+        return "lines", "csv"
+    for _, match in zip(range(_MOST_TRIED), _MESSAGE_START.finditer(head), strict=False):
+        message = head[match.start() : match.start() + _MOST_BYTES]
+        if _version_of(message[: message_bytes(message)], "msgpack") is not None:
+            return "messages", "msgpack"
+    return None
+
+
+def _header_at(content: bytes, at: int) -> bytes:
+    """Return the line that a place is in, if it names the columns."""
+    begin = content.rfind(b"\n", max(at - _MOST_HEADER_BYTES, 0), max(at, 0)) + 1
+    line = content[begin : begin + _MOST_HEADER_BYTES].partition(b"\n")[0]
+    return line if at >= 0 and _is_header(line) else b""
+
+
+def _is_header(line: bytes) -> bool:
+    return b"counter_id" in line and set(_fields_of(line)) >= _CSV.keys() - _CSV_OPTIONAL
+
+
+def _fields_of(line: bytes) -> list[str]:
+    text = line.removeprefix(BOM).decode("utf-8", errors="replace")
+    return [name.strip('" \r') for name in text.split(",")]
+
+
+# -- its records -------------------------------------------------------------------------------------------
+
+# Bounds within which sums fit 64 bits; the rules of the tables are narrower.
+_MOST = 2**40
+_MOST_NAME = 200
+_Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+_Name = Annotated[str, msgspec.Meta(max_length=_MOST_NAME)]
+_UnixNs = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+def _metrics_type(*, array_like: bool) -> Any:
+    """Return the type of a record; arrays have the fields in this order."""
+    tokens: list[Any] = [("num_prefill_requests", _Count), ("sum_prefill_tokens", _Count)]
+    tokens += [("var_prefill_length", float)]
+    decodes: list[Any] = [("num_decode_requests", _Count), ("sum_decode_kv_tokens", _Count)]
+    decodes += [("var_decode_kv_tokens", float, 0.0)]
+    scheduled, queued = (
+        msgspec.defstruct(name, fields, array_like=array_like, gc=False)
+        for name, fields in (
+            ("Scheduled", [*tokens, ("sum_prefill_kv_tokens", _Count), *decodes]),
+            ("Queued", [*tokens, *decodes]),
+        )
+    )
+    fields: list[Any] = [("version", int), ("worker_id", _Name), ("dp_rank", _Count), ("counter_id", _Count)]
+    fields += [("wall_time", _Seconds), ("scheduled_requests", scheduled)]
+    fields += [("queued_requests", queued | None, None)]
+    return msgspec.defstruct("Metrics", fields, array_like=array_like)
+
+
+_MAP, _ARRAY = (_metrics_type(array_like=flag) for flag in (False, True))
+_LINE = msgspec.defstruct("Line", [("metrics", _MAP), ("received_at_ns", _UnixNs | None, None)])
+_DECODE_LINE = msgspec.json.Decoder(_LINE).decode
+_DECODE_MAP, _DECODE_ARRAY = (msgspec.msgpack.Decoder(kind).decode for kind in (_MAP, _ARRAY))
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+class _VersionLine(msgspec.Struct):
+    metrics: _Version
+
+
+class _VersionArray(msgspec.Struct, array_like=True):
+    version: int
+    worker_id: str
+    dp_rank: int
+
+
+def _version_of(record: bytes, encoding: Encoding) -> int | None:
+    """Return the version that a record states; null if it states none."""
+    try:
+        if encoding == "json":
+            line: Any = msgspec.json.decode(record, type=_VersionLine)
+            return int(line.metrics.version)
+        kind: Any = _Version if record[:1] < b"\x90" else _VersionArray
+        found: int = msgspec.msgpack.decode(record, type=kind).version
+    except _UNREADABLE:
+        return None
+    return found
+
+
+def _fault(record: bytes, encoding: Encoding, decode_record: Callable[[bytes], Any]) -> str:
+    """Return why a record is not read: types and places, never values."""
+    version = _version_of(record, encoding)
+    if version is not None and version != VERSION:
+        return f"ForwardPassMetrics of another version: {VERSION} is read"
+    detail = "malformed"
+    try:
+        decode_record(record)
+    except msgspec.ValidationError as error:
+        detail = str(error)
+    except _UNREADABLE:
+        pass
+    return f"{_NO_RECORD} ({detail})"
+
+
+_FIELDS = {
+    "worker_id": "worker_id",
+    "dp_rank": "dp_rank",
+    "step_id": "counter_id",
+    "wall_time_s": "wall_time",
+    "num_prefill_reqs": "scheduled_requests.num_prefill_requests",
+    "prefill_tokens": "scheduled_requests.sum_prefill_tokens",
+    "prefill_context_tokens": "scheduled_requests.sum_prefill_kv_tokens",
+    "num_decode_reqs": "scheduled_requests.num_decode_requests",
+    "context_tokens": "scheduled_requests.sum_decode_kv_tokens",
+}
+_QUEUE_FIELDS = {
+    "queued_prefill_reqs": "num_prefill_requests",
+    "queued_prefill_tokens": "sum_prefill_tokens",
+    "queued_decode_reqs": "num_decode_requests",
+    "queued_decode_tokens": "sum_decode_kv_tokens",
+}
+"""Column to the field of a record it is read from."""
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("source_offset", "unix_ns", *_FIELDS, *_QUEUE_FIELDS), pl.Int64),
+    "worker_id": pl.String,
+    "wall_time_s": pl.Float64,
+}
+_CSV = {
+    "worker_id": "worker_id",
+    "dp_rank": "dp_rank",
+    "counter_id": "step_id",
+    "latency_ms": "wall_time_s",
+    "num_prefill_requests": "num_prefill_reqs",
+    "sum_prefill_tokens": "prefill_tokens",
+    "sum_prefill_kv_tokens": "prefill_context_tokens",
+    "num_decode_requests": "num_decode_reqs",
+    "sum_decode_kv_tokens": "context_tokens",
+    "queued_prefill_requests": "queued_prefill_reqs",
+    "queued_prefill_tokens": "queued_prefill_tokens",
+    "queued_decode_requests": "queued_decode_reqs",
+    "queued_decode_kv_tokens": "queued_decode_tokens",
+}
+"""Column of AIConfigurator's CSV to our name of it."""
+_CSV_OPTIONAL = {name for name in _CSV if name.startswith("queued")} | {"worker_id", "dp_rank"}
+
+_fields_of_record, _fields_of_queue = attrgetter(*_FIELDS.values()), attrgetter(*_QUEUE_FIELDS.values())
+
+
+_Record = tuple[int, int | None, Any]
+"""Offset, time of receipt in unix ns, and metrics of a record."""
+
+
+class RecordedBlock(NamedTuple):
+    """What a block holds: rows as `RECORDED_STEPS` but `file`, and rejects of bytes that cannot be read."""
+
+    steps: pl.DataFrame
+    rejects: list[Reject]
+
+
+class _TooManyRejectsError(Exception):
+    """The rest of a block is not decoded."""
+
+
+class _Rejects:
+    """Collects the rejects of one block."""
+
+    def __init__(self, block: Block, *, show_values: bool, most: int) -> None:
+        self.found: list[Reject] = []
+        self._block = block
+        self._show_values = show_values
+        self._most = most
+
+    def add(self, offset: int, record: bytes, reason: str) -> None:
+        shown = excerpt(record, self._block.encoding, show_values=self._show_values)
+        place = self._block.offset + offset
+        self.found.append(Reject(self._block.source_file, place, len(record), reason, shown))
+        if len(self.found) >= self._most:
+            raise _TooManyRejectsError
+
+
+def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
+    """Decode a block of whole records; a bad one costs itself alone.
+
+    Args:
+        block: The place of the bytes, and how they are encoded.
+        payload: The bytes.
+        show_values: Whether excerpts of rejects may show values of records.
+        max_rejects: Rejects after which the rest is not decoded.
+    """
+    rejects = _Rejects(block, show_values=show_values, most=max_rejects)
+    frames: list[pl.DataFrame] = [pl.DataFrame(schema=_TYPES)]
+    rows: list[tuple[Any, ...]] = []
+    with suppress(_TooManyRejectsError):
+        if block.encoding == "csv":
+            for columns, lines in _tables_in(payload, block.header):
+                frames.append(_of_lines(columns, lines, rejects))
+        else:
+            read = _of_json if block.encoding == "json" else _of_msgpack
+            for offset, unix_ns, record in read(payload, rejects):
+                queued = record.queued_requests
+                queue = _fields_of_queue(queued) if queued else (None,) * len(_QUEUE_FIELDS)
+                rows.append((offset, unix_ns, *_fields_of_record(record), *queue))
+    frames.append(pl.DataFrame(rows, schema=_TYPES, orient="row"))
+    return RecordedBlock(_as_steps(pl.concat(frames), block.offset), rejects.found)
+
+
+def _of_json(payload: bytes, rejects: _Rejects) -> Iterator[_Record]:
+    for item in records(payload, "lines"):
+        line = item.payload
+        found = _line(line)
+        # Where lines are glued, each begins like a record.
+        begins = [] if found else [match.start() for match in _LINE_START.finditer(line, 1)]
+        for begin, end in pairwise([0, *begins, len(line)]):
+            part = line[begin:end] if begins else line
+            found = _line(part) if begins else found
+            if found:
+                yield item.offset + begin, found.received_at_ns, found.metrics
+            else:
+                reason = _fault(part, "json", _DECODE_LINE) if end == len(line) else _CUT
+                rejects.add(item.offset + begin, part, reason)
+
+
+def _line(text: bytes) -> Any:
+    found: Any
+    try:
+        found = _DECODE_LINE(text)
+    except _UNREADABLE:
+        return None
+    return found if found.metrics.version == VERSION else None
+
+
+def _of_msgpack(payload: bytes, rejects: _Rejects) -> Iterator[_Record]:
+    """Yield the messages that can be read. A length of four bytes may be before each: it ends the bytes of the one before."""
+    # Without names a beginning is three bytes, which numbers have by chance: then several pieces are one message.
+    starts = _MAP_START if _MAP_START.search(payload) else _MESSAGE_START
+    begins = [*(match.start() for match in starts.finditer(payload)), len(payload)]
+    if begins[0] not in {0, LENGTH_BYTES}:
+        rejects.add(0, payload[: begins[0]], _NO_RECORD)
+    place = 0
+    while place < len(begins) - 1:
+        begin, following = begins[place], place + 1
+        for after in range(following, min(following + _MOST_PIECES, len(begins))):
+            size, record = _message(payload[begin : begins[after]])
+            if size:
+                break
+        rest = payload[begin + size : begins[after]]
+        is_whole = size and len(rest) in {0, LENGTH_BYTES}
+        if record is None and (not size or after > following):
+            rejects.add(begin, payload[begin : begins[following]], "record cut")
+            place = following
+            continue
+        if record is None:
+            message = payload[begin : begin + size]
+            rejects.add(begin, message, _fault(message, "msgpack", _decoder_of(message)))
+        else:
+            yield begin, None, record
+        if not is_whole:
+            rejects.add(begin + size, rest, _NO_RECORD)
+        place = after
+
+
+def _message(content: bytes) -> tuple[int, Any]:
+    """Return the length of the message that some bytes begin with, 0 if it does not end, and its record if it can be read."""
+    decode_record = _decoder_of(content)
+    with suppress(*_UNREADABLE):
+        found = decode_record(content)
+        return len(content), found if found.version == VERSION else None
+    size = message_bytes(content)
+    with suppress(*_UNREADABLE):
+        found = decode_record(content[:size])
+        return size, found if found.version == VERSION else None
+    return size, None
+
+
+def _decoder_of(message: bytes) -> Callable[[bytes], Any]:
+    return _DECODE_MAP if message[:1] < b"\x90" else _DECODE_ARRAY
+
+
+# -- AIConfigurator's table -------------------------------------------------------------------------------
+
+
+def _tables_in(payload: bytes, header: bytes) -> Iterator[tuple[list[str], list[tuple[int, bytes]]]]:
+    """Yield the names of the columns and the lines below them; a file may be several, one behind another."""
+    lines: list[tuple[int, bytes]] = []
+    for item in records(payload, "lines"):
+        if _is_header(item.payload) and not (header and item.payload.endswith(header)):
+            yield _fields_of(header), lines
+            header, lines = item.payload, []
+        elif item.payload != header:
+            lines.append((item.offset, item.payload))
+    yield _fields_of(header), lines
+
+
+def _of_lines(columns: list[str], lines: list[tuple[int, bytes]], rejects: _Rejects) -> pl.DataFrame:
+    """Read lines of a table by column."""
+    text = pl.Series("line", [line.decode("utf-8", errors="replace") for _, line in lines], pl.String)
+    fields = pl.col("line").str.split(",")
+    faults = [pl.when(fields.list.len() != len(columns)).then(pl.lit(f"not {len(columns)} fields"))]
+    values = {}
+    for name, ours in _CSV.items():
+        place = columns.index(name) if name in columns else len(columns)
+        field = fields.list.get(place, null_on_oob=True).str.strip_chars('" \r')
+        values[ours] = value = field.cast(_TYPES[ours], strict=False)
+        size = value.str.len_chars() if ours == "worker_id" else value
+        is_good = size.is_between(0, _MOST_NAME if ours == "worker_id" else _MOST).fill_null(value=False)
+        is_empty = field.fill_null("") == "" if name in _CSV_OPTIONAL else pl.lit(value=False)
+        faults.append(pl.when(~is_good & ~is_empty).then(pl.lit(f"{name} out of range, or no number")))
+    found = text.to_frame().select(
+        **values, fault=pl.coalesce(faults), row=pl.int_range(pl.len()), unix_ns=pl.lit(None, pl.Int64)
+    )
+    for row, fault in found.drop_nulls("fault").select("row", "fault").iter_rows():
+        offset, line = lines[row]
+        rejects.add(offset, line, f"{_NO_RECORD} ({fault})")
+    offsets = pl.Series([offset for offset, _ in lines], dtype=pl.Int64)
+    return (
+        found.with_columns(pl.col("wall_time_s") / 1e3, source_offset=offsets)
+        .filter(pl.col("fault").is_null())
+        .select(list(_TYPES))
+    )
+
+
+# -- rows ---------------------------------------------------------------------------------------------------
+
+
+def _as_steps(found: pl.DataFrame, offset: int) -> pl.DataFrame:
+    """Return records as rows of steps; a heartbeat is a step of nothing, without a time.
+
+    Each decode request is taken to compute one token: the record has no count of them.
+    """
+    worker = (
+        pl.when(pl.col("worker_id").str.len_chars() > 0).then("worker_id").otherwise(pl.lit(UNKNOWN_SERVER))
+    )
+    requests = pl.col("num_prefill_reqs") + pl.col("num_decode_reqs")
+    return found.with_columns(
+        pl.col("source_offset") + offset,
+        server=pl.concat_str(worker, pl.lit(".dp"), pl.col("dp_rank").fill_null(0)),
+        cycle_us=pl.when(pl.col("wall_time_s") != 0).then(pl.col("wall_time_s") * 1e6),
+        cycle_source=pl.lit(FPM),
+        decode_tokens=pl.col("num_decode_reqs"),
+        scheduled_tokens=pl.col("prefill_tokens") + pl.col("num_decode_reqs"),
+        running_depth=requests,
+        waiting_depth=pl.col("queued_prefill_reqs") + pl.col("queued_decode_reqs"),
+        waiting_tokens=pl.col("queued_prefill_tokens") + pl.col("queued_decode_tokens"),
+    ).select(pl.col(name) for name in RECORDED_STEPS if name != "file")
+
+
+FORMAT = register(
+    Recording(
+        name=FPM,
+        title="ForwardPassMetrics",
+        find=_find,
+        fills="`steps`, and `timeline` with context tokens and the time of each step",
+        units="s (`wall_time`), ms (`latency_ms`), ns (`received_at_ns`)",
+        clock="the receiver's wall clock; the CSV has none: its steps have an order and no time",
+        decode=decode,
+        message_start=_MESSAGE_START,
+        header=lambda content: _header_at(content, content.rfind(b"counter_id")),
+    )
+)
