@@ -64,6 +64,9 @@ _BOUNDARY_NOTES = (
     "without_clock is the mean admission, the wait for the boundary included: not to be added to simulated boundaries",
 )
 
+EXACT_QUEUE, SAMPLED_QUEUE = "exact queue state", "queue state of the latest sampled step"
+"""What a published model of the queue knows of it."""
+
 _WAIT_NOTES = (
     "free_slots = max_num_seqs - running requests - requests waiting ahead",
     "free_tokens = max_num_batched_tokens - running requests - their prompt tokens still to compute - tokens_ahead",
@@ -131,7 +134,7 @@ def fit_target(
         return Missing(target.model, f"requests with both events: {result.reason}", "trace more requests")
     definition, source = target.definition, "journey"
     if target.state == "queue":
-        source += ", exact queue state" if exact else ", queue state of the latest sampled step"
+        source += f", {EXACT_QUEUE if exact else SAMPLED_QUEUE}"
     # Too few steps may have a known start for a boundary. The fitted line is then the whole model.
     boundary = fit_boundary(result, tables.timeline) if form == "step_boundary" else None
     if boundary is not None:

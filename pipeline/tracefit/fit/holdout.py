@@ -35,7 +35,7 @@ from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation, Numb
 from tracefit.fit.select import time_blocks, usable_features
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
 from tracefit.fit.train import MAX_UNKNOWN_SHARE, Design, design_of, estimator_of
-from tracefit.fit.validation import measure, reference
+from tracefit.fit.validation import extrapolated_rows, measure, reference
 from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ MOST_BLOCKS = 1_000
 
 RESAMPLES = 2_000
 
-_TENTHS = 10
+_TENTHS, _FIFTHS = 10, 5
 
 
 def summed_time(predicted_us: Vector, actual_us: Vector, blocks: Integers) -> SummedTime | None:
@@ -165,8 +165,8 @@ def _time_blocks(rows: pl.DataFrame, length: int) -> Integers:
     return np.asarray(time_blocks(server, rows["ts_ns"].to_numpy(), count) + server * count)
 
 
-MIN_SPEED_CHANGE_PCT = 2.0
-"""Smallest change of speed that is called one: batches of equal predictions differ in what no model knows of them."""
+MIN_SPEED_CHANGE_PCT = 3.0
+"""Smallest change of speed that is called one. A form that does not suit the server, and a load that changes, look like 1 to 2 %."""
 
 
 def speed_change(
@@ -174,9 +174,9 @@ def speed_change(
 ) -> tuple[float | None, float | None]:
     """Return how much longer steps of equal batches take in the hold-out than in the training part, in percent.
 
-    Batches count as equal within a tenth of the model's predictions. Within each tenth the medians of measured over
-    predicted time are compared, so that an error of the model on such batches cancels. Tenths are weighted by their rows in
-    the part that has fewer. Null where no tenth has 10 rows of both parts.
+    Within each group of equal batches the medians of measured over predicted time are compared, so that an error of the model
+    on such batches cancels. Groups are weighted by their rows in the part that has fewer. Null where no group has 10 rows
+    of both parts.
 
     The second value is two standard deviations of the first: each part has the standard error of the medians of its blocks
     of time, of measured time relative to that of equal batches in the training part.
@@ -191,12 +191,11 @@ def speed_change(
     if not all(p.size and (p > 0).all() for p in predicted):
         return None, None
     measured = [target_of(rows) / p for rows, p in zip(parts, predicted, strict=True)]
-    cuts = np.quantile(np.concatenate(predicted), np.arange(1, _TENTHS) / _TENTHS)
-    place = [np.searchsorted(cuts, p) for p in predicted]
+    groups = _equal_batches(beta, parts, predicted)
     ratios, rows = [], []
     relative = [np.full(len(m), np.nan) for m in measured]
-    for tenth in range(_TENTHS):
-        inside = [p == tenth for p in place]
+    for group in np.intersect1d(groups[0], groups[1]):
+        inside = [g == group for g in groups]
         fewest = min(int(i.sum()) for i in inside)
         if fewest >= MIN_HOLDOUT_ROWS:
             before = float(np.median(measured[0][inside[0]]))
@@ -212,6 +211,29 @@ def speed_change(
     )
     two_sd = 200 * float(np.sqrt(variance))
     return 100 * (float(np.average(ratios, weights=rows)) - 1), two_sd if np.isfinite(two_sd) else None
+
+
+def _equal_batches(
+    beta: LinearFit, parts: Sequence[pl.DataFrame], predicted: Sequence[Vector]
+) -> list[Integers]:
+    """Return the group of equal batches of each row, by part.
+
+    Equal are batches within a tenth of the model's predictions and a fifth of the term that moves predictions most: of two terms
+    the other is then about equal too. Rows outside the training range have a group of their own part.
+    """
+    deciding = max(
+        beta.terms,
+        key=lambda t: abs(t.value) * float(np.std(matrix(parts[0], [t.feature]))),
+        default=None,
+    )
+    second = [matrix(rows, [deciding.feature])[:, 0] if deciding else np.zeros(rows.height) for rows in parts]
+    places = []
+    for values, count in ((predicted, _TENTHS), (second, _FIFTHS)):
+        cuts = np.quantile(np.concatenate(values), np.arange(1, count) / count)
+        places.append([np.searchsorted(cuts, v) for v in values])
+    groups = [tenth * _FIFTHS + fifth for tenth, fifth in zip(*places, strict=True)]
+    outside, _ = extrapolated_rows(beta.regimes, parts[1])
+    return [groups[0], np.where(outside, -1, groups[1])]
 
 
 def _variance_of_level(values: Vector, blocks: Integers) -> float:

@@ -570,7 +570,7 @@ class SummedTime:
             points: large for a hiccup.
         speed_change_pct: How much longer steps of equal batches take in the hold-out than in the training part; null where
             too few batches are equal.
-        drifting: The server's speed changed: speed_change_pct is more than two standard deviations and more than 2 %.
+        drifting: The server's speed changed: speed_change_pct is more than two standard deviations and more than 3 %.
         speed_change_2sd_pct: Two standard deviations of speed_change_pct, from blocks of time; null with it.
         load_change_pct: How much longer the model takes a step of the hold-out to be than one of the training part: its
             batches are larger.
