@@ -196,11 +196,11 @@ CLOCK_US = 1.0
 
 FORM_RULE = (
     "by the mean absolute error on the last 30 % of the training rows in time, fitted on those before; the form that the "
-    "engine's laws give unless another is better by more than 5 %, and the training median unless the form is better than it"
+    "engine's laws give unless another is better by more than 5 %, and the training median where it is better still"
 )
 
 CONSTANT: FormName = "constant"
-"""The training median, the baseline of every report: what predicts no better than it is not worth its inputs."""
+"""The training median, the baseline of every report: what predicts worse than it is not worth its inputs."""
 
 _BOUNDARY_NUMBERS = 2
 """Fitted numbers of the step boundary: the API work and the offset of the stamp."""
@@ -214,7 +214,7 @@ def choose_form(lawful: Candidate, *others: Candidate) -> tuple[Candidate, ...]:
         if gained > max(MIN_GAIN * winner.inside_mae, CLOCK_US):
             winner = other
     constant = next((c for c in others if c.name == CONSTANT), None)
-    if constant is not None and constant.inside_mae <= winner.inside_mae:
+    if constant is not None and constant.inside_mae < winner.inside_mae:
         winner = constant
     best = min(c.inside_mae for c in (lawful, *others))
     if winner.inside_mae == best:
