@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+import polars as pl
 import pytest
 
+from tracefit import TrainOptions, run
 from tracefit.commands.ingest import ingest
+from tracefit.synth import SynthOptions, synth, write_run
 
 
 def _file(
@@ -104,10 +108,10 @@ def test_a_trained_file_against_itself_has_not_moved(tracefit, trained):
 CLOCK = ("step.ts_start_ns", "step.ts_end_ns", "ts.monotonic_ns", "ts.monotonic", "event.ts.monotonic")
 
 
-def _tables(tmp_path, new_traces, change=None, *, slower=1.0, **load):
-    """Ingest a busy run of which everything took so many times as long."""
+def _tables(tmp_path, new_traces, change=None, *, slower=1.0, move=None, **load):
+    """Ingest a busy run of which everything took so many times as long, or happened when `move` says."""
     trace = new_traces().load(**load)
-    trace.change(trace.events(), lambda time: type(time)(time * slower), *CLOCK)
+    trace.change(trace.events(), move or (lambda time: type(time)(time * slower)), *CLOCK)
     folder = trace.write(tmp_path / "new")
     if change:
         change(folder)
@@ -122,7 +126,7 @@ def test_an_old_file_is_good_on_more_of_the_same(tracefit, trained, tmp_path, ne
     assert (code, err, result["verdict"]) == (0, "", "good")
     drift = {d["model"]: d for d in result["drift"]}
     beta = drift["beta.cycle_time"]
-    assert beta["rows"] == 239, "every cycle of the new run but idle gaps"
+    assert beta["rows"] + beta["rows_outside"] == 239, "every cycle of the new run but idle gaps"
     assert beta["now_mdape_pct"] < 2
     assert beta["then_mdape_pct"] < 2
     assert drift["alpha.admission"]["verdict"] == drift["alpha.departure"]["verdict"] == "good"
@@ -158,6 +162,61 @@ def test_new_traces_that_are_too_short_cannot_tell(tracefit, trained, tmp_path, 
     result = json.loads(out)
     assert (code, result["verdict"]) == (1, "unknown")
     assert "fewer than 30" in result["drift"][0]["reason"]
+
+
+def test_rows_outside_the_training_range_say_nothing_of_the_file(tracefit, trained, tmp_path, new_traces):
+    """The file claims to know steps without prompts alone, and to be 20 % off on any other."""
+    tables = _tables(tmp_path, new_traces, seed=8)
+    document = json.loads((trained / "models/beta.json").read_text())
+    (prefill,) = (t for t in document["models"][0]["terms"] if t["feature"] == "prefill_tokens")
+    prefill["training_range"] = [0, 0]
+    prefill |= {"value": 2 * prefill["value"], "ci95": None}
+    (tmp_path / "narrow.json").write_text(json.dumps(document))
+    code, out, _ = tracefit("compare", tmp_path / "narrow.json", tables, "--json")
+    (beta,) = json.loads(out)["drift"]
+    assert (code, beta["verdict"]) == (0, "good")
+    steps = pl.read_parquet(f"{tables}/timeline/*/*.parquet").filter(pl.col("cycle_us").is_not_null())
+    prompts = steps.filter(pl.col("prefill_tokens") > 0).height
+    assert beta["rows_outside"] == pytest.approx(prompts, abs=10), "and a few with larger batches"
+
+
+def test_a_server_whose_speed_wanders_cannot_tell(tracefit, trained, tmp_path, new_traces):
+    """Every other quarter of a second takes twice as long: half of the steps are 50 % off, and the next run's may not be."""
+
+    def wander(time):
+        # The events of a trace are stamped in nanoseconds, and in seconds.
+        seconds = time / 1e9 if isinstance(time, int) else time
+        quarters, rest = divmod(seconds, 0.25)
+        slow = (quarters + 1) // 2 * 0.25 + (0.0 if quarters % 2 else rest)
+        return type(time)((seconds + slow) * (1e9 if isinstance(time, int) else 1))
+
+    tables = _tables(tmp_path, new_traces, move=wander, seed=8)
+    code, out, _ = tracefit("compare", trained / "models/beta.json", tables, "--json")
+    (beta,) = json.loads(out)["drift"]
+    assert beta["now_mdape_pct"] > beta["limit_pct"]
+    assert (code, beta["verdict"]) == (1, "unknown")
+    assert "varies between parts of these runs" in beta["reason"]
+    text = tracefit("compare", trained / "models/beta.json", tables)[1]
+    assert "verdict: these traces cannot tell" in text
+
+
+@pytest.fixture
+def sampled_later(tmp_path):
+    """Return models of a run that traced everything, and tables of one that traced a tenth of the steps and half of the requests."""
+    options = SynthOptions(name="full", seed=1, requests=200)
+    run([write_run(synth(options), tmp_path)], tmp_path / "out", options=TrainOptions(fast=True))
+    later = replace(options, name="sampled", seed=2, requests=400, step_sampling=0.1, journey_sampling=0.5)
+    ingest([write_run(synth(later), tmp_path)], tmp_path / "tables")
+    return tmp_path / "out/models", tmp_path / "tables"
+
+
+@pytest.mark.slow
+def test_another_sampling_is_no_drift(tracefit, sampled_later):
+    """One law made both. The steps that requests met are not known in the later run, so that admissions are 100 % off."""
+    code, out, _ = tracefit("compare", *sampled_later, "--json")
+    result = json.loads(out)
+    assert (code, result["verdict"]) == (1, "unknown")
+    assert "drifted" not in {d["verdict"] for d in result["drift"]}
 
 
 def test_new_traces_of_another_server_are_one_line(tracefit, trained, tmp_path, new_traces):

@@ -6,7 +6,7 @@ import pytest
 
 from tracefit.coefficients.verdicts import THRESHOLDS, Threshold, override, verdicts_of
 from tracefit.errors import UsageError
-from tracefit.fit.results import Classifier, Metrics, Validation
+from tracefit.fit.results import Classifier, Metrics, SummedTime, Validation
 
 
 def _entry(
@@ -43,8 +43,19 @@ def _models(**changes):
     return {name: _entry(**changes) for name in ("beta.cycle_time", "alpha.queue_wait", "alpha.admission")}
 
 
-def _answers(models, thresholds=THRESHOLDS):
-    return {use: v.answer for use, v in verdicts_of(models, thresholds).items()}
+def _summed(bias=-1.0):
+    return SummedTime(
+        predicted_us=100 + bias,
+        actual_us=100.0,
+        bias_pct=bias,
+        bias_2sd_pct=0.1,
+        blocks=10,
+        max_contribution_pct=0.0,
+    )
+
+
+def _answers(models, thresholds=THRESHOLDS, bias=-1.0):
+    return {use: v.answer for use, v in verdicts_of(models, _summed(bias), thresholds).items()}
 
 
 USES = ("simulation", "capacity planning", "autoscaling", "alerting")
@@ -61,13 +72,21 @@ def test_a_measure_at_its_threshold_still_passes(mape, answer):
     assert _answers(_models(mape=mape))["simulation"] == answer
 
 
-def test_a_bias_counts_in_either_direction():
+def test_the_bias_that_counts_is_that_of_all_steps_in_either_direction():
+    """Not that of the rows whose errors are measured: with a sampled server these are the steps of the others."""
     for bias in (-16.0, 16.0):
-        assert _answers(_models(bias=bias))["simulation"] == "no"
+        assert _answers(_models(bias=0.5), bias=bias)["simulation"] == "no"
+    assert _answers(_models(bias=-16.0), bias=0.5)["simulation"] == "yes"
+
+
+@pytest.mark.parametrize(("skill", "answer"), [(-0.01, "no"), (0.0, "yes")])
+def test_an_admission_worse_than_the_training_median_serves_no_simulation(skill, answer):
+    models = _models() | {"alpha.admission": _entry(skill=skill)}
+    assert _answers(models)["simulation"] == answer
 
 
 def test_the_worst_measure_decides_and_is_the_reason():
-    verdict = verdicts_of(_models(mape=12.0, extrapolated=60))["simulation"]
+    verdict = verdicts_of(_models(mape=12.0, extrapolated=60), _summed())["simulation"]
     assert verdict.answer == "no"
     assert verdict.reasons == ("held-out steps outside the training range: 60 % (at most 50 % required)",)
     assert {c.measure: c.answer for c in verdict.criteria}["step_mape_pct"] == "with limits"
@@ -78,7 +97,7 @@ def test_a_model_that_is_not_there_forbids_what_needs_it():
     del models["alpha.queue_wait"]
     answers = _answers(models)
     assert answers == {"simulation": "yes", "capacity planning": "yes", "autoscaling": "no", "alerting": "no"}
-    verdict = verdicts_of(models)["alerting"]
+    verdict = verdicts_of(models, _summed())["alerting"]
     assert "alpha.queue_wait is not fitted" in verdict.reasons
 
 
@@ -126,5 +145,5 @@ def test_wrong_thresholds_are_refused(text, says):
 
 @pytest.mark.parametrize(("rows", "said"), [(99, True), (100, False)])
 def test_a_measure_from_few_rows_says_so(rows, said):
-    simulation = verdicts_of(_models(n=rows))["simulation"]
+    simulation = verdicts_of(_models(n=rows), _summed())["simulation"]
     assert all((f"from {rows} rows only" in reason) is said for reason in simulation.reasons)

@@ -29,6 +29,14 @@ def test_the_form_of_the_laws_stays_unless_another_is_clearly_better(lawful, oth
     assert all(c.reason for c in tried)
 
 
+@pytest.mark.parametrize(("constant", "chosen"), [(99.9, "constant"), (100.0, "lawful"), (100.1, "lawful")])
+def test_the_training_median_competes_with_every_form(constant, chosen):
+    median = Candidate("constant", 0, constant, None)
+    for others in ((), (Candidate("other", 4, 98.0, None),)):
+        tried = choose_form(Candidate("lawful", 2, 100.0, None), *others, median)
+        assert [c.name for c in tried if c.chosen] == [chosen], "the other form gains less than 5 %"
+
+
 @pytest.fixture(scope="module", params=["step_start", pytest.param("arrival", marks=pytest.mark.slow)])
 def admission(request, tmp_path_factory):
     """Return the stamp, the admission model and its entry, of a run with this stamp."""
@@ -47,7 +55,7 @@ def test_the_form_follows_the_stamp_and_the_file_says_why(admission):
     stamp, model, out = admission
     entry = json.loads((out / "evaluation.json").read_text())["scopes"][0]["models"]["alpha.admission"]
     assert model["form"] == ("boundary" if stamp == "step_start" else "linear")
-    assert {c["name"] for c in entry["candidates"]} == {"step_boundary", "line"}
+    assert {c["name"] for c in entry["candidates"]} == {"step_boundary", "line", "constant"}
     chosen = next(c for c in entry["candidates"] if c["chosen"])
     assert chosen["name"] == ("step_boundary" if stamp == "step_start" else "line")
     assert chosen["reason"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import polars as pl
@@ -11,11 +10,10 @@ import pytest
 
 import tracefit
 from tracefit.commands.scopes import load_scope, scopes_of
-from tracefit.features.sets import Feature
+from tracefit.features.sets import BUILT_IN, Feature
 from tracefit.features.targets import target_named
 from tracefit.features.training import constants_of
 from tracefit.fit import splits
-from tracefit.fit.alpha import fit_target
 from tracefit.fit.boundary import (
     admission_with_clock,
     clocks_of,
@@ -23,7 +21,8 @@ from tracefit.fit.boundary import (
     interpolated_clock,
     mean_residual,
 )
-from tracefit.fit.fitted import FitOptions, LinearFit, ScopeOptions
+from tracefit.fit.fitted import FitOptions, LinearFit
+from tracefit.fit.splits import request_frame
 from tracefit.fit.train import fit_linear
 from tracefit.reports.content import burst_line
 from tracefit.tables.store import TableStore
@@ -99,15 +98,16 @@ def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new
     store = TableStore(tmp_path / "tables")
     runs = store.read("runs")
     ((scope, members),) = scopes_of(runs, "tables")
-    # All of them are queued after the same time, which a line fits as well: this test needs the boundary.
-    target = replace(target_named("admission"), forms=("step_boundary",))
-    tables = load_scope(store, members)
-    model = fit_target(tables, target, constants_of(scope.context), ScopeOptions(reference=False))
-    (burst,) = model.validation.bursts
+    # All of them are queued after the same time, which a line or a constant fits as well: this test needs the boundary.
+    tables, features = load_scope(store, members), BUILT_IN["admission"]
+    rows = request_frame(tables, target_named("admission"), features, constants_of(scope.context))
+    linear = fit_linear(rows, features.features, FitOptions(drop_outliers=False, reference=False))
+    fitted = fit_boundary(linear, tables.timeline)
+    (burst,) = fitted.validation.bursts
     assert burst.requests == 25
     # Requests that came alone were queued 100 us before their step: any work up to 1,100 us finds its start.
-    assert 0 < model.boundary.work_us <= 1_100
-    line = burst_line(model.validation.bursts)
+    assert 0 < fitted.work_us <= 1_100
+    line = burst_line(fitted.validation.bursts)
     assert f"`bursty` {burst.from_s:.2f} to {burst.to_s:.2f} s: 25 requests" in line
 
 

@@ -200,6 +200,21 @@ def test_a_few_unknown_values_cost_training_rows_but_no_held_out_ones():
     assert fitted.rows_holdout == 90
 
 
+def test_a_held_out_row_with_an_unknown_feature_is_left_out_where_nothing_stands_in_for_it():
+    unknown = pl.when(~pl.col("ts_ns").is_in([5000, 250_000])).then("decode")
+    fitted = _fit(_frame(decode=unknown), options=replace(QUICK, fill_unknown=False))
+    assert fitted.rows.filter(excluded_reason="unknown_features")["ts_ns"].to_list() == [5000, 250_000]
+    assert fitted.rows_holdout == 89
+
+
+def test_without_features_the_line_is_the_training_median():
+    """Of waits of which some are very long: what the baseline predicts, no better and no worse."""
+    waits = pl.Series("y", np.random.default_rng(3).lognormal(5, 1.5, 300))
+    fitted = _fit(_frame(y=waits), [], replace(QUICK, drop_outliers=False))
+    assert fitted.regimes[0].intercept.value == fitted.rows.filter(split="train")["y"].median()
+    assert fitted.validation.skill == 0
+
+
 def test_a_feature_the_lasso_emptied_is_named():
     noise = np.random.default_rng(5).standard_normal(300)
     lasso = replace(QUICK, penalties=(("lasso", 0.5),))

@@ -8,8 +8,8 @@ import pytest
 
 from tracefit.coefficients.files import read_evaluation
 from tracefit.coefficients.model import Criterion, Verdict
-from tracefit.fit.results import Missing, Overload
-from tracefit.reports.sentences import fraction, lead, least_exact, verdicts
+from tracefit.fit.results import Missing, Overload, SummedTime
+from tracefit.reports.sentences import fraction, lead, least_exact, verdicts, worse_than_median
 from tracefit.text import percent
 
 
@@ -48,6 +48,47 @@ def test_the_lead_is_the_error_and_what_most_limits_it(scope):
         update={"overloaded": (Overload(run_id="r", reasons=("why",), trained_on=True),)}
     )
     assert lead(overloaded) == f"{START}but they describe a server that was overloaded."
+
+
+def test_the_server_changed_only_if_its_speed_did(scope):
+    """A bias of the model beyond chance is stated as that, and one below 3 % limits nothing."""
+    summed = SummedTime(
+        predicted_us=1.0,
+        actual_us=1.0,
+        bias_pct=-0.39,
+        bias_2sd_pct=0.2,
+        blocks=40,
+        max_contribution_pct=0.0,
+        speed_change_pct=-0.35,
+        speed_change_2sd_pct=0.3,
+    )
+
+    def said(**changes):
+        with_sum = _with(scope).model_copy(update={"summed_step_time": replace(summed, **changes)})
+        return lead(with_sum).removeprefix(START)
+
+    assert said() == "measured on load like the load they were trained on."
+    assert said(bias_pct=-9.6, bias_2sd_pct=8.3) == "but summed over time they are 9.6 % too low."
+    assert said(bias_pct=8.2, speed_change_pct=-8.6, speed_change_2sd_pct=4.3, drifting=True) == (
+        "but the server changed: steps of equal batches take 8.6 % shorter in the hold-out than before it (± 4.3 %)."
+    )
+    # Files before called a bias beyond chance a drift.
+    assert "changed" not in said(drifting=True, speed_change_2sd_pct=None)
+
+
+def test_a_model_worse_than_the_training_median_is_named(scope):
+    entry = scope.models["alpha.admission"]
+    poor = replace(
+        entry,
+        skill=-0.23,
+        holdout=replace(entry.holdout, mae=1905.0),
+        baseline=replace(entry.baseline, mae=1547.0),
+    )
+    (said,) = worse_than_median(scope.model_copy(update={"models": {"alpha.admission": poor}}))
+    assert "worse than the training median" in said
+    assert "1,905 us" in said
+    assert "1,547 us" in said
+    assert not worse_than_median(scope.model_copy(update={"models": {"a": replace(poor, skill=0.0)}}))
 
 
 def test_without_a_model_of_step_times_the_lead_says_why(scope):

@@ -239,7 +239,7 @@ def compare(
 ) -> object:
     """Compare two coefficient files, or check one on new traces.
 
-    A drift check exits with 0 if the file is still good, and with 1 if it has drifted or the new traces are too few to decide.
+    A drift check exits with 0 if the file is still good, and with 1 if it has drifted or the new traces cannot tell.
 
     Example: `tracefit compare models/ new-tables/`
     """

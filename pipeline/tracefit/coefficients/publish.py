@@ -335,7 +335,7 @@ def _scope(
         scope_id=scope.scope.scope_id,
         runs=tuple(sorted(scope.tables.runs["run_id"].unique())),
         overloaded=scope.overloads,
-        verdicts=verdicts.verdicts_of(models, thresholds),
+        verdicts=verdicts.verdicts_of(models, scope.summed, thresholds),
         models=models,
         not_fitted=scope.missing,
         latency={

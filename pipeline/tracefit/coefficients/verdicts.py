@@ -19,7 +19,7 @@ from tracefit.text import number
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from tracefit.fit.results import Validation
+    from tracefit.fit.results import SummedTime, Validation
 
 _RANK: dict[Answer, int] = {"yes": 0, "with limits": 1, "no": 2}
 
@@ -32,17 +32,18 @@ class Measure:
     what: str
     unit: str
     higher_is_better: bool
-    of: Callable[[Validation], float | None]
+    of: Callable[[Validation, SummedTime | None], float | None]
     needed: bool = True
     """Where the model does not give it, the answer is no yes."""
 
 
-def _extrapolated_pct(entry: Validation) -> float | None:
+def _extrapolated_pct(entry: Validation, _: object) -> float | None:
     return 100 * entry.extrapolated_rows / entry.holdout.n if entry.holdout.n else None
 
 
-def _absolute_bias_pct(entry: Validation) -> float | None:
-    return None if entry.holdout.bias_pct is None else abs(entry.holdout.bias_pct)
+def _summed_bias_pct(_: Validation, summed: SummedTime | None) -> float | None:
+    # Not the bias of single steps: of a server that traces a sample few are single.
+    return None if summed is None else abs(summed.bias_pct)
 
 
 def _has_queued(entry: Validation) -> bool:
@@ -51,11 +52,11 @@ def _has_queued(entry: Validation) -> bool:
     return counts.get("true_positive", 0) + counts.get("false_negative", 0) > 0
 
 
-def _regime_accuracy(entry: Validation) -> float | None:
+def _regime_accuracy(entry: Validation, _: object) -> float | None:
     return entry.classifier.balanced_accuracy if entry.classifier and _has_queued(entry) else None
 
 
-def _wait_skill(entry: Validation) -> float | None:
+def _wait_skill(entry: Validation, _: object) -> float | None:
     # Without a queue in the hold-out every wait is the same 0.2 ms: skill over them says nothing of waits that matter.
     return entry.skill if entry.classifier is None or _has_queued(entry) else None
 
@@ -64,13 +65,13 @@ _of_steps = partial(Measure, STEP_MODELS)
 _of_waits = partial(Measure, (target_named("queue_wait").model,))
 _of_admission = partial(Measure, (target_named("admission").model,))
 MEASURES: dict[str, Measure] = {
-    "step_mape_pct": _of_steps("mean error of step times", " %", False, lambda e: e.holdout.mape_pct),
+    "step_mape_pct": _of_steps("mean error of step times", " %", False, lambda e, _: e.holdout.mape_pct),
     "step_p90_ape_pct": _of_steps(
-        "90th percentile of the errors of step times", " %", False, lambda e: e.holdout.p90_ape_pct
+        "90th percentile of the errors of step times", " %", False, lambda e, _: e.holdout.p90_ape_pct
     ),
-    "step_bias_pct": _of_steps("bias of the summed step times", " %", False, _absolute_bias_pct),
+    "step_bias_pct": _of_steps("bias of the summed step times", " %", False, _summed_bias_pct),
     "step_skill": _of_steps(
-        "share of the baseline's error that the step model removes:", "", True, lambda e: e.skill
+        "share of the baseline's error that the step model removes:", "", True, lambda e, _: e.skill
     ),
     "step_extrapolated_pct": _of_steps(
         "held-out steps outside the training range:", " %", False, _extrapolated_pct
@@ -79,7 +80,7 @@ MEASURES: dict[str, Measure] = {
         "prompt tokens of the fullest training step, as a share of a step's token budget:",
         " %",
         True,
-        lambda e: e.prefill_reach_pct,
+        lambda e, _: e.prefill_reach_pct,
         needed=False,
     ),
     "queue_wait_skill": _of_waits(
@@ -88,8 +89,15 @@ MEASURES: dict[str, Measure] = {
     "queue_regime_accuracy": _of_waits(
         "balanced accuracy of predicting which requests wait for room:", "", True, _regime_accuracy
     ),
+    "admission_skill": _of_admission(
+        "share of the baseline's error that the admission model removes:",
+        "",
+        True,
+        lambda e, _: e.skill,
+        needed=False,
+    ),
     "admission_mdape_pct": _of_admission(
-        "median error of admission", " %", False, lambda e: e.holdout.mdape_pct
+        "median error of admission", " %", False, lambda e, _: e.holdout.mdape_pct
     ),
 }
 
@@ -116,6 +124,7 @@ THRESHOLDS: tuple[Threshold, ...] = (
     Threshold("simulation", "step_extrapolated_pct", 10.0, 50.0),
     Threshold("simulation", "step_prefill_reach_pct", 25.0, 0.0),
     Threshold("simulation", "admission_mdape_pct", 10.0, 50.0),
+    Threshold("simulation", "admission_skill", 0.0, 0.0),
     Threshold("capacity planning", "step_bias_pct", 3.0, 10.0),
     Threshold("capacity planning", "step_mape_pct", 15.0, 30.0),
     Threshold("capacity planning", "step_extrapolated_pct", 10.0, 50.0),
@@ -136,17 +145,20 @@ planning ask about prompts of any length: a model that was trained on short ones
 
 
 def verdicts_of(
-    models: Mapping[str, Validation], thresholds: Iterable[Threshold] = THRESHOLDS
+    models: Mapping[str, Validation],
+    summed: SummedTime | None,
+    thresholds: Iterable[Threshold] = THRESHOLDS,
 ) -> dict[str, Verdict]:
     """Return use to verdict.
 
     Args:
         models: Published name to validation, of one scope.
+        summed: The step times of its hold-out, summed.
         thresholds: What is required, in the order of their uses.
     """
     by_use: dict[str, list[Criterion]] = {}
     for threshold in thresholds:
-        criterion = _criterion(models, threshold)
+        criterion = _criterion(models, summed, threshold)
         if MEASURES[threshold.measure].needed or criterion.value is not None:
             by_use.setdefault(threshold.use, []).append(criterion)
     return {use: _verdict(tuple(criteria)) for use, criteria in by_use.items()}
@@ -159,11 +171,13 @@ def _verdict(criteria: tuple[Criterion, ...]) -> Verdict:
     return Verdict(answer=worst, reasons=tuple(reasons), criteria=criteria)
 
 
-def _criterion(models: Mapping[str, Validation], threshold: Threshold) -> Criterion:
+def _criterion(
+    models: Mapping[str, Validation], summed: SummedTime | None, threshold: Threshold
+) -> Criterion:
     """Compare one measure with its threshold."""
     measure = MEASURES[threshold.measure]
     entry = next((models[m] for m in measure.models if m in models), None)
-    value = None if entry is None else measure.of(entry)
+    value = None if entry is None else measure.of(entry, summed)
     answer: Answer
     if entry is None:
         answer, reason = "no", f"{measure.models[0]} is not fitted"

@@ -16,7 +16,7 @@ from typing import Literal
 State = Literal["queue", "latest_step", "own_step"]
 """Engine state that the features of a target describe; see `features.training.alpha_rows`."""
 
-FormName = Literal["line", "regimes", "step_boundary"]
+FormName = Literal["line", "regimes", "step_boundary", "constant"]
 
 # In the order of a request's life: a latency is composed of its parts in the order in which they begin.
 _EVENT_ORDER = ("arrival_ns", "queued_ns", "first_scheduled_ns", "first_token_ns", "finished_ns")

@@ -25,7 +25,7 @@ from tracefit.fit.fitted import (
     TooFewRows,
 )
 from tracefit.fit.results import Candidate, Comparison, Condition, Missing, TargetFacts
-from tracefit.fit.splits import request_frame
+from tracefit.fit.splits import MIN_TRAIN_ROWS, counted, request_frame
 from tracefit.fit.train import fit_regimes
 from tracefit.server.settings import INSTRUMENTED_VERSION, JOURNEY_FLAGS
 from tracefit.tables.dialects import WITHOUT_EVENTS
@@ -65,6 +65,9 @@ _BOUNDARY_NOTES = (
     "without_clock is the mean admission, the wait for the boundary included: not to be added to simulated boundaries",
 )
 
+EXACT_QUEUE, SAMPLED_QUEUE = "exact queue state", "queue state of the latest sampled step"
+"""What a published model of the queue knows of it."""
+
 _WAIT_NOTES = (
     "free_slots = max_num_seqs - running requests - requests waiting ahead",
     "free_tokens = max_num_batched_tokens - running requests - their prompt tokens still to compute - tokens_ahead",
@@ -93,6 +96,7 @@ FORMS: Mapping[FormName, Callable[[tuple[Feature, ...], bool], list[RegimeRows]]
     "line": _one_line,
     "regimes": _queued_or_free,
     "step_boundary": _one_line,
+    "constant": lambda _offered, _exact: [RegimeRows("all", ())],
 }
 """Forms a target may declare, to the linear models they consist of, of offered features and whether the queue is known exactly.
 
@@ -113,15 +117,19 @@ def fit_target(
     features, exact = BUILT_IN[target.feature_set], target.state == "queue" and tables.queue is not None
     rows = request_frame(tables, target, features, constants)
     how = _options_of(target, options)
-    regimes = {name: FORMS[name](features.features, exact) for name in target.forms}
-    form, *others = target.forms
-    tried: tuple[Candidate, ...] = ()
-    if others:
-        inner = inner_rows(rows)
-        measured = [_try(name, inner, regimes[name], how, tables.timeline) for name in (form, others[0])]
-        # None are compared where fewer than two forms can be measured.
-        tried = choose_form(*known) if len(known := [c for c in measured if c is not None]) == 2 else ()
-        form = next((name for name in others for c in tried if c.chosen and c.name == name), form)
+    regimes: dict[FormName, list[RegimeRows]] = {
+        name: FORMS[name](features.features, exact) for name in target.forms
+    }
+    # A queue that builds up makes a wait no constant, whatever the last training rows show.
+    if how.label is None or counted(rows, "train").filter(how.label).height < MIN_TRAIN_ROWS:
+        regimes[CONSTANT] = FORMS[CONSTANT](features.features, exact)
+    form, inner = target.forms[0], inner_rows(rows)
+    measured = {name: _try(name, inner, regimes[name], how, tables.timeline) for name in regimes}
+    known = [candidate for candidate in measured.values() if candidate is not None]
+    tried = choose_form(*known) if len(known) > 1 else ()
+    chosen = next((name for name in regimes for c in tried if c.chosen and c.name == name), form)
+    # Where the form of the laws cannot be measured no other line replaces it, the median does.
+    form, tried = (chosen, tried) if measured[form] is not None or chosen == CONSTANT else (form, ())
     result = fit_regimes(rows, regimes[form], how)
     if isinstance(result, TooFewRows):
         disorder, remedy = _disorder(tables.requests, target)
@@ -129,7 +137,7 @@ def fit_target(
         return Missing(target.model, "; ".join((reason, *disorder)), remedy)
     definition, source = target.definition, "journey"
     if target.state == "queue":
-        source += ", exact queue state" if exact else ", queue state of the latest sampled step"
+        source += f", {EXACT_QUEUE if exact else SAMPLED_QUEUE}"
     # Too few steps may have a known start for a boundary. The fitted line is then the whole model.
     boundary = fit_boundary(result, tables.timeline) if form == "step_boundary" else None
     if boundary is not None:
@@ -213,27 +221,37 @@ CLOCK_US = 1.0
 
 FORM_RULE = (
     "by the mean absolute error on the last 30 % of the training rows in time, fitted on those before; the form that the "
-    "engine's laws give unless another is better by more than 5 %"
+    "engine's laws give unless another is better by more than 5 %, and the training median where it is better still"
 )
+
+CONSTANT: FormName = "constant"
+"""The training median, the baseline of every report: what predicts worse than it is not worth its inputs."""
 
 _BOUNDARY_NUMBERS = 2
 """Fitted numbers of the step boundary: the API work and the offset of the stamp."""
 
 
-def choose_form(lawful: Candidate, other: Candidate) -> tuple[Candidate, ...]:
-    """Mark the form to fit, by `FORM_RULE`, and give both forms their reason."""
-    gain = 1 - other.inside_mae / lawful.inside_mae if lawful.inside_mae else 0.0
-    clearly = gain > MIN_GAIN and lawful.inside_mae - other.inside_mae > CLOCK_US
-    winner, loser = (other, lawful) if clearly else (lawful, other)
-    if winner is other:
-        why = f"removes {100 * gain:.0f} % of the error of {lawful.name}"
-    elif gain > 0:
-        why = f"{other.name} removes only {100 * gain:.1f} % of its error"
-    else:
+def choose_form(lawful: Candidate, *others: Candidate) -> tuple[Candidate, ...]:
+    """Mark the form to fit, by `FORM_RULE`, and give every form its reason."""
+    winner = lawful
+    for other in (c for c in others if c.name != CONSTANT):
+        gained = winner.inside_mae - other.inside_mae
+        if gained > max(MIN_GAIN * winner.inside_mae, CLOCK_US):
+            winner = other
+    constant = next((c for c in others if c.name == CONSTANT), None)
+    if constant is not None and constant.inside_mae < winner.inside_mae:
+        winner = constant
+    best = min(c.inside_mae for c in (lawful, *others))
+    if winner.inside_mae == best:
         why = "smallest error"
-    beaten = f"error {loser.inside_mae:.4g} us, where {winner.name} has {winner.inside_mae:.4g} us"
+    else:
+        why = f"no other form removes more than {100 * MIN_GAIN:.0f} % of its error"
+    errors = f"where {winner.name} has {winner.inside_mae:.4g} us"
     return tuple(
-        replace(c, chosen=c is winner, reason=why if c is winner else beaten) for c in (lawful, other)
+        replace(
+            c, chosen=c is winner, reason=why if c is winner else f"error {c.inside_mae:.4g} us, {errors}"
+        )
+        for c in (lawful, *others)
     )
 
 

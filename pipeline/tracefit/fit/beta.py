@@ -213,6 +213,8 @@ def beta_options(options: ScopeOptions) -> FitOptions:
     single = pl.col("source") != "interval"
     return FitOptions(
         groups=(("decode_only", ~mixed), ("mixed", mixed)),
+        # The error of a typical batch in the place of an unknown one is no error of the model.
+        fill_unknown=False,
         eval_filter=single,
         reference=options.reference,
         # An empty step takes no negative time.

@@ -88,6 +88,7 @@ class FitOptions:
         drop_outliers: Leave outliers out of the training rows. Off for a target whose tail is the signal.
         groups: Name to condition: hold-out errors are also given for these rows.
         label: True value of the first regime's condition, where there are regimes.
+        fill_unknown: The training median stands in for a feature that a held-out row lacks; if not, the row is left out.
         eval_filter: Held-out rows to measure the error on, when there are enough of them; all rows if not given.
         reference: Fit the gradient-boosted reference.
         signs: Which coefficients cannot be negative.
@@ -96,6 +97,7 @@ class FitOptions:
 
     drop_outliers: bool = True
     groups: tuple[tuple[str, pl.Expr], ...] = ()
+    fill_unknown: bool = True
     eval_filter: pl.Expr | None = None
     label: pl.Expr | None = None
     reference: bool = True

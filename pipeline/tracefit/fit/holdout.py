@@ -35,8 +35,8 @@ from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation, Numb
 from tracefit.fit.select import time_blocks, usable_features
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows, in_time
 from tracefit.fit.train import MAX_UNKNOWN_SHARE, Design, design_of, estimator_of
-from tracefit.fit.validation import measure, reference
-from tracefit.tables.schema import SERVER
+from tracefit.fit.validation import extrapolated_rows, measure, reference
+from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ MOST_BLOCKS = 1_000
 
 RESAMPLES = 2_000
 
-_TENTHS = 10
+_TENTHS, _FIFTHS = 10, 5
 
 
 def summed_time(predicted_us: Vector, actual_us: Vector, blocks: Integers) -> SummedTime | None:
@@ -81,7 +81,6 @@ def summed_time(predicted_us: Vector, actual_us: Vector, blocks: Integers) -> Su
         bias_2sd_pct=2 * bias_sd,
         blocks=count,
         max_contribution_pct=100 * float(error[np.abs(error).argmax()]) / total,
-        drifting=abs(bias_pct) > 2 * bias_sd,
     )
 
 
@@ -115,45 +114,138 @@ def block_length(series: Vector) -> int:
 def summed_holdout(beta: LinearFit) -> SummedTime | None:
     """Sum the step times of beta's held-out rows; an interval counts as all of its steps.
 
+    Of a server that traces a sample of its steps few are known: its rows stand for all of its steps, or a server that traces
+    every step would decide the sum.
+
     Blocks are contiguous in the time of a server. Their length is `block_length` of the residuals of the training rows, the
     largest over the servers, with at least 10 blocks per server and at most 1,000 in total.
     """
-    held = counted(beta.rows, "holdout")
+    used, held = counted(beta.rows, "train"), counted(beta.rows, "holdout")
     if not held.height:
         return None
     # From the training residuals: those of the hold-out hold the very drift whose size is in question.
     length = _training_block_length(beta)
-    server = held.select(s=pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1)["s"].to_numpy()
-    servers = int(server.max()) + 1
-    count = max(min(round(held.height / servers / length), MOST_BLOCKS // servers), FEWEST_BLOCKS)
-    blocks = time_blocks(server, held.select(in_time()).to_series().to_numpy(), count) + server * count
+    stands_for, all_steps = _steps_stood_for(beta.rows, held)
     predicted, actual = _summands(beta, held)
-    summed = summed_time(predicted, actual, blocks)
-    return None if summed is None else replace(summed, speed_change_pct=speed_change_pct(beta))
+    summed = summed_time(predicted * stands_for, actual * stands_for, _time_blocks(held, length))
+    if summed is None:
+        return None
+    before, steps = _summands(beta, used)[0], matrix(held, ["interval_steps"])[:, 0]
+    load_before = float(before.sum()) / float(matrix(used, ["interval_steps"]).sum())
+    load = float(predicted @ stands_for) / float(steps @ stands_for)
+    speed, two_sd = speed_change(beta, *(_time_blocks(rows, length) for rows in (used, held)))
+    return replace(
+        summed,
+        speed_change_pct=speed,
+        speed_change_2sd_pct=two_sd,
+        drifting=speed is not None and two_sd is not None and abs(speed) > max(two_sd, MIN_SPEED_CHANGE_PCT),
+        load_change_pct=100 * (load / load_before - 1) if load_before > 0 else None,
+        steps_known_pct=100 * float(steps.sum()) / max(all_steps, float(steps.sum())),
+    )
 
 
-def speed_change_pct(beta: LinearFit) -> float | None:
+def _steps_stood_for(rows: pl.DataFrame, held: pl.DataFrame) -> tuple[Vector, float]:
+    """Return how many steps of its server and epoch each step of the held-out rows stands for, shape (n,), and all steps."""
+    # Idle gaps and restarts are no steps to account for.
+    idle = pl.col("excluded_reason").is_in(splits.ALWAYS).fill_null(value=False)
+    first, end = pl.col("step_id").min(), (pl.col("step_id") + pl.col("interval_steps")).max()
+    steps = end - first - pl.col("interval_steps").filter(idle).sum()
+    of_engine = rows.filter(split="holdout").group_by(ENGINE).agg(steps=steps)
+    known = held.select(*ENGINE, known=pl.col("interval_steps").sum().over(ENGINE))
+    joined = known.join(of_engine, on=ENGINE, how="left", maintain_order="left")
+    share = (pl.col("steps") / pl.col("known")).clip(lower_bound=1.0)
+    return np.asarray(joined.select(share).to_series().to_numpy()), float(of_engine["steps"].sum())
+
+
+def _time_blocks(rows: pl.DataFrame, length: int) -> Integers:
+    """Return the number of each row's block of time, of about `length` rows; blocks are numbered over all servers."""
+    server = rows.select(s=pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1)["s"].to_numpy()
+    servers = int(server.max()) + 1
+    count = max(min(round(rows.height / servers / length), MOST_BLOCKS // servers), FEWEST_BLOCKS)
+    return np.asarray(
+        time_blocks(server, rows.select(in_time()).to_series().to_numpy(), count) + server * count
+    )
+
+
+MIN_SPEED_CHANGE_PCT = 3.0
+"""Smallest change of speed that is called one. A form that does not suit the server, and a load that changes, look like 1 to 2 %."""
+
+
+def speed_change(
+    beta: LinearFit, train_blocks: Integers, holdout_blocks: Integers
+) -> tuple[float | None, float | None]:
     """Return how much longer steps of equal batches take in the hold-out than in the training part, in percent.
 
-    Batches count as equal within a tenth of the model's predictions. Within each tenth the medians of measured over
-    predicted time are compared, so that an error of the model on such batches cancels. Tenths are weighted by their rows in
-    the part that has fewer. Null where no tenth has 10 rows of both parts.
+    Within each group of equal batches the medians of measured over predicted time are compared, so that an error of the model
+    on such batches cancels. Groups are weighted by their rows in the part that has fewer. Null where no group has 10 rows
+    of both parts.
+
+    The second value is two standard deviations of the first: each part has the standard error of the medians of its blocks
+    of time, of measured time relative to that of equal batches in the training part.
+
+    Args:
+        beta: The fit.
+        train_blocks: Block of time of each counted training row.
+        holdout_blocks: Block of time of each counted held-out row.
     """
-    used, held = counted(beta.rows, "train"), counted(beta.rows, "holdout")
-    predicted = [predict_regimes(beta.regimes, rows) for rows in (used, held)]
+    parts = [counted(beta.rows, split) for split in ("train", "holdout")]
+    predicted = [predict_regimes(beta.regimes, rows) for rows in parts]
     if not all(p.size and (p > 0).all() for p in predicted):
-        return None
-    before, after = (target_of(rows) / p for rows, p in zip((used, held), predicted, strict=True))
-    cuts = np.quantile(np.concatenate(predicted), np.arange(1, _TENTHS) / _TENTHS)
-    place = [np.searchsorted(cuts, p) for p in predicted]
+        return None, None
+    measured = [target_of(rows) / p for rows, p in zip(parts, predicted, strict=True)]
+    groups = _equal_batches(beta, parts, predicted)
     ratios, rows = [], []
-    for tenth in range(_TENTHS):
-        in_training, in_holdout = before[place[0] == tenth], after[place[1] == tenth]
-        fewest = min(len(in_training), len(in_holdout))
+    relative = [np.full(len(m), np.nan) for m in measured]
+    for group in np.intersect1d(groups[0], groups[1]):
+        inside = [g == group for g in groups]
+        fewest = min(int(i.sum()) for i in inside)
         if fewest >= MIN_HOLDOUT_ROWS:
-            ratios.append(float(np.median(in_holdout) / np.median(in_training)))
+            before = float(np.median(measured[0][inside[0]]))
+            ratios.append(float(np.median(measured[1][inside[1]])) / before)
             rows.append(fewest)
-    return 100 * (float(np.average(ratios, weights=rows)) - 1) if rows else None
+            for part in (0, 1):
+                relative[part][inside[part]] = measured[part][inside[part]] / before
+    if not rows:
+        return None, None
+    variance = sum(
+        _variance_of_level(values, blocks)
+        for values, blocks in zip(relative, (train_blocks, holdout_blocks), strict=True)
+    )
+    two_sd = 200 * float(np.sqrt(variance))
+    return 100 * (float(np.average(ratios, weights=rows)) - 1), two_sd if np.isfinite(two_sd) else None
+
+
+def _equal_batches(
+    beta: LinearFit, parts: Sequence[pl.DataFrame], predicted: Sequence[Vector]
+) -> list[Integers]:
+    """Return the group of equal batches of each row, by part.
+
+    Equal are batches within a tenth of the model's predictions and a fifth of the term that moves predictions most: of two terms
+    the other is then about equal too. Rows outside the training range have a group of their own part.
+    """
+    deciding = max(
+        beta.terms,
+        key=lambda t: abs(t.value) * float(np.std(matrix(parts[0], [t.feature]))),
+        default=None,
+    )
+    second = [matrix(rows, [deciding.feature])[:, 0] if deciding else np.zeros(rows.height) for rows in parts]
+    places = []
+    for values, count in ((predicted, _TENTHS), (second, _FIFTHS)):
+        cuts = np.quantile(np.concatenate(values), np.arange(1, count) / count)
+        places.append([np.searchsorted(cuts, v) for v in values])
+    groups = [tenth * _FIFTHS + fifth for tenth, fifth in zip(*places, strict=True)]
+    outside, _ = extrapolated_rows(beta.regimes, parts[1])
+    return [groups[0], np.where(outside, -1, groups[1])]
+
+
+def _variance_of_level(values: Vector, blocks: Integers) -> float:
+    """Return the squared standard error of the level of values, by the medians of their blocks; NaN values are left out.
+
+    NaN where all are of one block.
+    """
+    known = pl.DataFrame({"value": values, "block": blocks}).drop_nans()
+    medians = known.group_by("block").agg(pl.col("value").median())["value"].to_numpy()
+    return float(np.var(medians, ddof=1)) / len(medians) if len(medians) > 1 else np.nan
 
 
 def _training_block_length(beta: LinearFit) -> int:
@@ -286,7 +378,8 @@ def load_extrapolation(
 
     Both halves hold rows of the training part and of the hold-out; null where rows are too few.
     """
-    rows = fitted.rows.filter(~pl.col("excluded_reason").is_in(splits.ALWAYS).fill_null(value=False))
+    never = (*splits.ALWAYS, splits.UNKNOWN_FEATURES)
+    rows = fitted.rows.filter(~pl.col("excluded_reason").is_in(never).fill_null(value=False))
     # Training rows lose warm-up and outliers as in any fit; held-out rows keep them, as in any evaluation.
     kept = rows.filter(pl.col("excluded_reason").is_null() | (pl.col("split") == "holdout"))
     cut = load_cut(kept[LOAD].to_numpy())

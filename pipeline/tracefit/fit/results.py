@@ -557,7 +557,9 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class SummedTime:
-    """Step times of the held-out rows, summed.
+    """Time that the engine was busy in the hold-out: step times summed, those of a server with few known steps scaled up to all.
+
+    Three statements: the bias of the model, the change of the server's speed, and the change of its load.
 
     Attributes:
         predicted_us: Sum predicted.
@@ -569,7 +571,11 @@ class SummedTime:
             points: large for a hiccup.
         speed_change_pct: How much longer steps of equal batches take in the hold-out than in the training part; null where
             too few batches are equal.
-        drifting: bias_pct is more than two standard deviations: the machine, or its workload, changed after training.
+        drifting: The server's speed changed: speed_change_pct is more than two standard deviations and more than 3 %.
+        speed_change_2sd_pct: Two standard deviations of speed_change_pct, from blocks of time; null with it.
+        load_change_pct: How much longer the model takes a step of the hold-out to be than one of the training part: its
+            batches are larger.
+        steps_known_pct: Percent of the engine's steps in the hold-out that the sum was made of.
     """
 
     predicted_us: float
@@ -580,6 +586,9 @@ class SummedTime:
     max_contribution_pct: float
     speed_change_pct: float | None = None
     drifting: bool = False
+    speed_change_2sd_pct: float | None = None
+    load_change_pct: float | None = None
+    steps_known_pct: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

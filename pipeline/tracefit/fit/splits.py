@@ -1,8 +1,8 @@
 """Training frames: which rows train, which are held out, and which are left out of either part, by the published rules.
 
 The first 70 % of each server's rows in time train, the rest is held out. Training rows also lose warm-up, outliers and steps
-that mostly repeat work after a preemption. Held-out rows lose idle gaps, epoch boundaries and impossible times only: an error
-without its hiccups is not the error that a user sees.
+that mostly repeat work after a preemption. Held-out rows lose idle gaps, epoch boundaries and impossible times, and steps
+whose batch is not known, which nothing can predict: an error without its hiccups is not the error that a user sees.
 """
 
 from __future__ import annotations
@@ -73,12 +73,11 @@ def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
     return joined.with_columns(split=split).drop("_began")
 
 
-def mark(rows: pl.DataFrame, reason: str, condition: pl.Expr) -> pl.DataFrame:
-    """Mark training rows that meet `condition` with `reason`, unless they are marked already."""
+def mark(rows: pl.DataFrame, reason: str, condition: pl.Expr, *, holdout: bool = False) -> pl.DataFrame:
+    """Mark training rows, and held-out ones on demand, that meet `condition` with `reason`, unless they are marked already."""
     # The first reason stays: the order of the marks is the order of the published rules.
-    free = (
-        pl.col("excluded_reason").is_null() & (pl.col("split") == "train") & condition.fill_null(value=False)
-    )
+    concerned = (pl.col("split") == "train") | holdout
+    free = pl.col("excluded_reason").is_null() & concerned & condition.fill_null(value=False)
     return rows.with_columns(excluded_reason=pl.when(free).then(pl.lit(reason)).otherwise("excluded_reason"))
 
 

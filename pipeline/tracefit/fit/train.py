@@ -121,7 +121,7 @@ def _prepared(
     rows: pl.DataFrame, features: Sequence[Feature], options: FitOptions
 ) -> tuple[pl.DataFrame, list[Feature], list[OmittedFeature]]:
     """Return what `_drop_unknown` returns, with outliers marked where there are enough rows to tell them."""
-    rows, known, unknown = _drop_unknown(rows, features)
+    rows, known, unknown = _drop_unknown(rows, features, fill_holdout=options.fill_unknown)
     if options.drop_outliers and counted(rows, "train").height >= MIN_TRAIN_ROWS:
         rows = _mark_outliers(rows, known)
     return rows, known, unknown
@@ -194,12 +194,16 @@ def _fit_one(
         for c, value, bound in zip(data.columns, model.coef_, bounds, strict=True)
         if value == 0
     ]
+    intercept = Number(value=model.intercept_, ci95=intercept_ci)
+    if not data.columns:
+        # As the baseline: of all constants the median has the smallest absolute error.
+        intercept = Number(value=float(np.median(data.y)))
     terms = linear_terms(data.columns, model.coef_, data.x, intervals)
     names, columns = [t.feature for t in terms], [c.name for c in data.columns]
     in_model = [columns.index(name) for name in names]
     fitted = FittedRegime(
         regime=regime,
-        intercept=Number(value=model.intercept_, ci95=intercept_ci),
+        intercept=intercept,
         terms=terms,
         features_left_out=(*left, *zeroed),
         choice=choice,
@@ -214,6 +218,8 @@ def _fit_one(
         return _fit_one(used, outlying, regime, features, replace(options, signs=NON_NEGATIVE))
     # In-sample errors would make the interval too narrow.
     predicted = out_of_fold(data.x, data.y, data.folds, data.weights, choice, positive=positive)
+    if not data.columns:
+        predicted = np.full(len(data.y), intercept.value)
     interval = _interval(fitted, used, predicted, outlying, options.eval_filter)
     return replace(fitted, prediction_interval=interval), data
 
@@ -236,9 +242,9 @@ def _interval(
 
 
 def _drop_unknown(
-    rows: pl.DataFrame, features: Sequence[Feature]
+    rows: pl.DataFrame, features: Sequence[Feature], *, fill_holdout: bool = True
 ) -> tuple[pl.DataFrame, list[Feature], list[OmittedFeature]]:
-    """Drop features that too many rows lack; mark the training rows that lack one of the others, and fill the rest in.
+    """Drop features that too many rows lack; mark the rows that lack one of the others, held-out ones unless these are filled.
 
     Returns:
         The frame, the kept features, and the dropped ones with reasons.
@@ -255,10 +261,9 @@ def _drop_unknown(
     if not kept:
         return rows, kept, left
     any_null = pl.any_horizontal(pl.col(f.name).is_null() for f in kept)
-    rows = splits.mark(rows, splits.UNKNOWN_FEATURES, any_null)
+    rows = splits.mark(rows, splits.UNKNOWN_FEATURES, any_null, holdout=not fill_holdout)
     trained = pl.col("split") == "train"
     medians = [pl.col(f.name).fill_null(pl.col(f.name).filter(trained).median()) for f in kept]
-    # A held-out row is never left out for an unknown feature: the median stands in for it, as in a prediction.
     return rows.with_columns(medians), kept, left
 
 

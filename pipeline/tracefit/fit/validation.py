@@ -34,6 +34,8 @@ from tracefit.fit.results import (
 from tracefit.statistics import PERCENTS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tracefit.fit.fitted import FitOptions
     from tracefit.statistics import Flags, Vector
 
@@ -132,7 +134,7 @@ def validate(
     measured = measure(y_held, predicted)
     baseline = measure(y_held, np.full(len(y_held), float(np.median(y))))
     groups = {name: which(evaluated, condition) for name, condition in options.groups}
-    outside, extrapolated = _extrapolated(regimes, evaluated)
+    outside, extrapolated = extrapolated_rows(regimes, evaluated)
     close = np.abs(predicted - y_held) <= WITHIN_PCT / 100 * np.abs(y_held)
     names = sorted({t.feature for regime in regimes for t in regime.terms})
     return Validation(
@@ -182,7 +184,9 @@ def _by_source(rows: pl.DataFrame) -> dict[str, int]:
     return dict(sorted(rows.group_by("source").len().iter_rows())) if "source" in rows.columns else {}
 
 
-def _extrapolated(regimes: list[FittedRegime], evaluated: pl.DataFrame) -> tuple[Flags, dict[str, int]]:
+def extrapolated_rows(
+    regimes: Sequence[FittedRegime], evaluated: pl.DataFrame
+) -> tuple[Flags, dict[str, int]]:
     """Return which rows have a feature outside the training range of their regime, and how many by feature."""
     outside = np.zeros(evaluated.height, dtype=bool)
     by_feature: dict[str, int] = {}

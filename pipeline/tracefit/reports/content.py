@@ -6,7 +6,7 @@ verdicts are in `sentences`, the figures in `figures`; here are the sections and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,15 @@ from tracefit.features.targets import LATENCIES, around_steps
 from tracefit.fit.results import NEVER
 from tracefit.reports.document import Bullets, Report, kept, section, table, table_of
 from tracefit.reports.figures.scope import ScopeFigures, figures_of_evaluation
-from tracefit.reports.sentences import lead, least_exact, step_entry, verdicts
+from tracefit.reports.sentences import (
+    lead,
+    least_exact,
+    longer,
+    speed_change,
+    step_entry,
+    verdicts,
+    worse_than_median,
+)
 from tracefit.server.settings import without_attribute
 from tracefit.text import (
     ScopeLabel,
@@ -273,6 +281,7 @@ def _scope(one: ScopeParts, *, several: bool = False) -> tuple[ReportPart, ...]:
         verdicts(scope),
         errors,
         " ".join(filter(None, notes)) if errors.rows else "",
+        *worse_than_median(scope),
         *(f"Note: {text}." for text in scope.notes),
         *(_overload(o) for o in scope.overloaded),
         *figures.first[len(first) :],
@@ -352,7 +361,11 @@ def _errors(scope: published.ScopeEvaluation) -> Table:
     rows = []
     for name, entry in scope.models.items():
         beside = (number(entry.baseline.mae), number(_mae(entry.gradient_boosting)))
-        rows.append((f"`{name}`", *metrics(entry.holdout), *beside))
+        errors = entry.holdout
+        if scope.summed_step_time is not None and entry is step_entry(scope):
+            # One bias of step times: that of all of them, not of the single ones alone.
+            errors = replace(errors, bias_pct=scope.summed_step_time.bias_pct)
+        rows.append((f"`{name}`", *metrics(errors), *beside))
         # Baseline and reference are measured on all rows together.
         rows += [
             (f"`{name}`, {kind.replace('_', ' ')}", *metrics(m), "", "") for kind, m in entry.by_group.items()
@@ -590,25 +603,30 @@ def _latency_parts(scope: published.ScopeEvaluation) -> tuple[ReportPart, ...]:
 
 
 def summed_line(entry: results.SummedTime) -> str:
-    """Return the bias of the summed step times of the hold-out, with its uncertainty."""
-    return (
-        f"**Step times of the hold-out summed:** predicted {entry.predicted_us / 1e6:,.2f} s, measured "
+    """Return the bias of the summed step times of the hold-out, the change of speed and the change of load, each by itself."""
+    known = entry.steps_known_pct
+    scaled = f", from {percent(known)} % of its steps" if known is not None and known < 99.5 else ""
+    bias = (
+        f"**Step times of the hold-out summed{scaled}:** predicted {entry.predicted_us / 1e6:,.2f} s, measured "
         f"{entry.actual_us / 1e6:,.2f} s, bias {entry.bias_pct:+.2f} % (two standard deviations {entry.bias_2sd_pct:.2f} %, "
         f"by bootstrap over {entry.blocks} blocks of time); the step or interval with the largest error contributes "
-        f"{entry.max_contribution_pct:+.2f} points.{_drift(entry)}"
+        f"{entry.max_contribution_pct:+.2f} points."
     )
+    return " ".join((bias, *_changes(entry)))
 
 
-def _drift(entry: results.SummedTime) -> str:
-    if not entry.drifting:
-        return ""
-    if entry.speed_change_pct is None:
-        return " **Drifting:** more than two standard deviations off; there are no equal batches to compare the speed by."
-    longer = "longer" if entry.speed_change_pct >= 0 else "shorter"
-    return (
-        f" **Drifting:** more than two standard deviations off. Steps of equal batches take "
-        f"{abs(entry.speed_change_pct):.1f} % {longer} in the hold-out than in the training part: no coefficient can correct that."
-    )
+def _changes(entry: results.SummedTime) -> Iterator[str]:
+    if change := speed_change(entry):
+        yield f"**The server changed:** {change}: no coefficient can correct that."
+    elif entry.speed_change_pct is None:
+        yield "**Speed of the server:** there are no equal batches in both parts to compare it by."
+    elif entry.speed_change_2sd_pct is not None:
+        yield (
+            f"**Speed of the server:** no change beyond chance; steps of equal batches take {longer(entry.speed_change_pct)} than "
+            f"in the training part (± {percent(entry.speed_change_2sd_pct)} %, two standard deviations)."
+        )
+    if entry.load_change_pct is not None:
+        yield f"**Load:** by its batch a step of the hold-out takes {longer(entry.load_change_pct)} than one of the training part."
 
 
 def burst_line(bursts: Sequence[results.Burst]) -> str:
@@ -766,7 +784,7 @@ def trust_lines(entry: results.Validation) -> Iterator[str]:
         one, step = found.per_equation, found.per_step
         yield (
             f"**All held-out cycles and intervals** ({kinds}): MAPE {percent(one.mape_pct)} % each (n = {one.n:,}), "
-            f"{percent(step.mape_pct)} % and bias {percent(step.bias_pct)} % weighted by steps (n = {step.n:,} steps)."
+            f"{percent(step.mape_pct)} % weighted by steps (n = {step.n:,} steps)."
         )
     if entry.prediction_intervals and entry.interval_coverage_pct is not None:
         several = len(entry.prediction_intervals) > 1

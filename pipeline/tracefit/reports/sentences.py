@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tracefit.reports.document import UseVerdict, Verdicts
-from tracefit.text import count, percent, sentence
+from tracefit.text import count, number, percent, sentence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tracefit.coefficients.model import Criterion, ScopeEvaluation, Verdict
-    from tracefit.fit.results import Validation
+    from tracefit.fit.results import SummedTime, Validation
 
 _FRACTIONS = (
     (5.0, "a twentieth"),
@@ -32,6 +32,9 @@ _FEW_ROWS = 50
 """Held-out steps below which the errors themselves are uncertain, and the lead says so."""
 
 _MUCH_EXTRAPOLATED_PCT = 10.0
+_MUCH_BIAS_PCT = 3.0
+"""Bias of the summed step times from which on capacity planning is no longer a yes."""
+
 _LITTLE_PROMPT_PCT = 25.0
 _MOST_REASONS = 2
 """Reasons given with a verdict: the first ones matter most, evaluation.json has all."""
@@ -86,9 +89,41 @@ def _limit(scope: ScopeEvaluation, entry: Validation) -> str:
             f"no step trained on had more than {percent(entry.prefill_reach_pct)} % of the prompt tokens a step may have: "
             "longer prompts are a guess"
         )
-    if scope.summed_step_time is not None and scope.summed_step_time.drifting:
-        return f"the server changed: their sum is off by {percent(abs(scope.summed_step_time.bias_pct))} %"
+    return "" if scope.summed_step_time is None else _summed_limit(scope.summed_step_time)
+
+
+def _summed_limit(summed: SummedTime) -> str:
+    """Name a change of the server's speed or, without one, a bias of the sum; empty where there is neither."""
+    if change := speed_change(summed):
+        return f"the server changed: {change}"
+    if abs(summed.bias_pct) > max(summed.bias_2sd_pct, _MUCH_BIAS_PCT):
+        high = "high" if summed.bias_pct > 0 else "low"
+        return f"summed over time they are {percent(abs(summed.bias_pct))} % too {high}"
     return ""
+
+
+def speed_change(summed: SummedTime) -> str:
+    """Say how the speed of the server changed after the training part; empty where that is not certain."""
+    # A file of an earlier version may call a bias a drift.
+    if not summed.drifting or summed.speed_change_pct is None or summed.speed_change_2sd_pct is None:
+        return ""
+    two_sd = percent(summed.speed_change_2sd_pct)
+    return f"steps of equal batches take {longer(summed.speed_change_pct)} in the hold-out than before it (± {two_sd} %)"
+
+
+def longer(pct: float) -> str:
+    """Write a change of a time in percent: `2.4 % longer`."""
+    return f"{percent(abs(pct))} % {'longer' if pct >= 0 else 'shorter'}"
+
+
+def worse_than_median(scope: ScopeEvaluation) -> list[str]:
+    """Name the models that predict the hold-out worse than the training median does, each in a sentence."""
+    return [
+        f"**`{name}` is worse than the training median** on the hold-out: it is off by {number(entry.holdout.mae)} us on average, "
+        f"the median by {number(entry.baseline.mae)} us."
+        for name, entry in scope.models.items()
+        if entry.skill is not None and entry.skill < 0
+    ]
 
 
 def verdicts(scope: ScopeEvaluation) -> Verdicts:
@@ -120,10 +155,15 @@ _MEASURED: Mapping[str, Callable[[float], str]] = {
     "queue_wait_skill": lambda v: (
         f"the model of the queue removes {100 * v:.0f} % of the error of a constant guess"
         if v > 0
-        else "the model of the queue is no better than a constant guess"
+        else "the model of the queue is no better than a constant guess, the training median"
     ),
     "queue_regime_accuracy": lambda v: (
         f"which requests have to wait is predicted right {100 * v:.0f} % of the time"
+    ),
+    "admission_skill": lambda v: (
+        f"the model of admission removes {100 * v:.0f} % of the error of a constant guess"
+        if v >= 0
+        else "the model of admission is worse than a constant guess, the training median"
     ),
     "admission_mdape_pct": lambda v: f"admission is typically within {percent(v)} %",
 }
@@ -141,7 +181,7 @@ def _sentence(one: Criterion) -> str:
     if one.answer == "yes":
         return text
     # The sentences of these write a share in percent: so must their threshold be.
-    scale = 100 if one.measure in ("step_skill", "queue_wait_skill", "queue_regime_accuracy") else 1
+    scale = 100 if one.measure.endswith(("_skill", "_accuracy")) else 1
     bound = scale * (one.with_limits if one.answer == "no" else one.yes)
     return f"{text} ({'at least' if one.higher_is_better else 'at most'} {bound:g} % needed)"
 

@@ -444,23 +444,37 @@ def compare_text(result: models.CompareResult) -> str:
     if result.verdict is not None:
         for scope_id in dict.fromkeys(d.scope_id for d in result.drift):
             found = [d for d in result.drift if d.scope_id == scope_id]
-            head = ("median error %", "in the file", "now", "limit", "bias % now", "rows", "verdict")
+            head = (
+                "median error %",
+                "in the file",
+                "now",
+                "limit",
+                "bias % now",
+                "rows",
+                "outside",
+                "verdict",
+            )
             lines += [f"scope {scope_id}", indented(columns(head, [_drift_row(d) for d in found])), ""]
-            lines += [f"{d.model}: undecided: {d.reason}" for d in found if d.reason]
-        lines += ["in the file: the larger of its errors in training and on held-out rows", ""]
+            lines += [_wrapped(f"{d.model}: cannot tell: {d.reason}", "  ") for d in found if d.reason]
+        lines += [
+            "in the file: the larger of its errors in training and on held-out rows",
+            "outside: rows outside its training range, which say nothing of it",
+            "",
+        ]
         lines.append(f"verdict: {_VERDICTS[result.verdict]}")
     return "\n".join([*lines, *(_wrapped(f"note: {text}", "  ") for text in result.notes)])
 
 
 def _drift_row(d: models.Drift) -> tuple[str, ...]:
     errors = (d.then_mdape_pct, d.now_mdape_pct, d.limit_pct, d.now_bias_pct)
-    return (d.model, *(number(v) for v in errors), count(d.rows), d.verdict)
+    verdict = "cannot tell" if d.verdict == "unknown" else d.verdict
+    return (d.model, *(number(v) for v in errors), count(d.rows), count(d.rows_outside), verdict)
 
 
 _VERDICTS = {
     "good": "the file is still good on these traces",
     "drifted": "the file has drifted: train a new one",
-    "unknown": "these traces are too few to decide",
+    "unknown": "these traces cannot tell whether the file is still good",
 }
 
 

@@ -226,31 +226,35 @@ class ModelComparison:
 class Drift:
     """One model of an old file on new traces.
 
+    Like is compared with like: rows within the training range, of the source that the published error is of.
+
     Attributes:
         model: Its name.
         scope_id: Its scope.
-        rows: Rows of the new traces it was evaluated on; only idle gaps are left out.
+        rows: Rows of the new traces it was evaluated on; idle gaps are left out.
+        rows_outside: Rows outside its training range, or without a feature, which it was not evaluated on.
         then_mdape_pct: Median error it was published with: that of its training or its held-out rows, the larger one.
         now_mdape_pct: Median error on the new traces.
         then_mae_us: Mean absolute error it was published with.
         now_mae_us: Mean absolute error on the new traces.
         now_bias_pct: 100 * (sum predicted - sum actual) / sum actual on the new traces.
         limit_pct: The error above which it counts as drifted.
-        verdict: good, drifted, or unknown where the new traces do not decide.
+        verdict: good, drifted, or unknown where the new traces cannot tell.
         reason: Why it is unknown.
     """
 
     model: str
     scope_id: str | None
-    rows: int
-    then_mdape_pct: float | None
-    now_mdape_pct: float | None
-    then_mae_us: float | None
-    now_mae_us: float | None
-    now_bias_pct: float | None
-    limit_pct: float | None
+    rows: int = 0
+    rows_outside: int = 0
+    then_mdape_pct: float | None = None
+    now_mdape_pct: float | None = None
+    then_mae_us: float | None = None
+    now_mae_us: float | None = None
+    now_bias_pct: float | None = None
+    limit_pct: float | None = None
     # Three answers: too few rows neither confirm a file nor refute it.
-    verdict: DriftVerdict
+    verdict: DriftVerdict = "unknown"
     reason: str | None = None
 
 
@@ -263,7 +267,7 @@ class CompareResult(Shown):
         second: The second, or the tables.
         models: Models that both files have.
         drift: Every model on the new traces, where the second is tables.
-        verdict: Of the drift check: drifted if any model is, good if one is and none drifted; null for two files.
+        verdict: Of the drift check: drifted if any model is, else unknown if any is, else good; null for two files.
         notes: What could not be compared, and why.
     """
 
@@ -276,7 +280,7 @@ class CompareResult(Shown):
 
     @property
     def exit_code(self) -> int:
-        """0; 1 where the old file has drifted or the new traces do not decide."""
+        """0; 1 where the old file has drifted or the new traces cannot tell."""
         # Not only drift: a check that cannot decide must not pass for one that did.
         return EXIT_NOTHING if self.verdict in ("drifted", "unknown") else EXIT_DONE
 
