@@ -6,6 +6,7 @@ import polars as pl
 
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 from tracefit.timeline.anchors import execution_lags
+from tracefit.timeline.step_sums import StepSums
 
 _TIMES = ("steps", "steps_timed", "scheduler_us", "model_execute_us")
 
@@ -76,21 +77,14 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
     lag = lags.select(*SERVER, lag="execution_lag_steps")
     rows = stays.join(lag, on=SERVER, how="left").with_columns(pl.col("lag").fill_null(0))
     rows = rows.with_columns(
-        before=pl.col("first_step") - 1,
         starts=pl.col("first_step") + pl.col("lag"),
         # The last step before a preemption ends where the next one starts.
         ends=pl.col("last_step") + 1 + pl.col("lag"),
     )
-    # Cumulative sums along an engine: the sum over a request's steps is the difference at its two ends.
-    sums = timeline.sort("step_id").select(
-        *ENGINE,
-        "step_id",
-        known=pl.col("duration_us").is_not_null().cast(pl.Int64).cum_sum().over(ENGINE),
-        total=pl.col("duration_us").fill_null(0).cum_sum().over(ENGINE),
+    timed = StepSums(timeline, "duration_us").between(
+        rows, pl.col("first_step") - 1, pl.col("last_step"), missing="skipped"
     )
-    for side, step in (("until", "last_step"), ("from", "before")):
-        at = sums.rename({"step_id": step, "known": f"known_{side}", "total": f"total_{side}"})
-        rows = rows.sort(step).join_asof(at, on=step, by=ENGINE, check_sortedness=False)
+    rows = rows.hstack(timed)
     starts = timeline.select(*ENGINE, "step_id", "ts_start_ns")
     for step in ("starts", "ends"):
         at = starts.rename({"step_id": step, "ts_start_ns": f"{step}_ns"})
@@ -100,14 +94,12 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
     whole = ~pl.any_horizontal(pl.col("end_event", "last_step").is_null())
     rows = rows.with_columns(
         steps=pl.when(whole).then(pl.col("last_step") - pl.col("first_step") + 1),
-        known=pl.col("known_until").fill_null(0) - pl.col("known_from").fill_null(0),
-        total=pl.col("total_until").fill_null(0) - pl.col("total_from").fill_null(0),
         engine_us=(pl.coalesce("end_ns", "ends_ns") - begin) / 1e3,
     )
     sums = rows.group_by(REQUEST).agg(
         steps=_whole_sum("steps"),
-        known=pl.col("known").sum(),
-        total=pl.col("total").sum(),
+        known=pl.col("duration_us_known").sum(),
+        total=pl.col("duration_us").sum(),
         engine_us=_whole_sum("engine_us"),
         lag=pl.col("lag").first(),
     )
