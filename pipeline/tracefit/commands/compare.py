@@ -28,6 +28,7 @@ from tracefit.fit.splits import MIN_TRAIN_ROWS, request_frame, step_frame
 from tracefit.fit.validation import measure
 from tracefit.results.models import CompareResult, Drift, DriftVerdict, ModelComparison
 from tracefit.tables.store import TableStore
+from tracefit.timeline.sources import is_one_step
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -197,7 +198,7 @@ def _predicted(model: Model, scope: ModelScope, tables: ScopeTables) -> tuple[pl
         timeline = training.with_roofline(tables.timeline, scope.context)
         rows = _all_new(step_frame(tables, timeline, features, constants, source))
         # The published error is that on single steps: a mean over an interval is easier to predict.
-        single = rows.filter(pl.col("source") != "interval")
+        single = rows.filter(is_one_step())
         rows = single if single.height >= MIN_TRAIN_ROWS else rows
     else:
         rows = _all_new(

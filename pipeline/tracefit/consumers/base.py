@@ -22,6 +22,7 @@ from tracefit.fit.validation import measure
 from tracefit.results.models import HeldOut
 from tracefit.server.settings import JOURNEY_FLAGS
 from tracefit.tables.schema import ENGINE
+from tracefit.timeline.sources import is_one_step
 from tracefit.timeline.step_sums import StepSums
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def train_and_holdout(
     train, held = counted(known, "train"), counted(known, "holdout")
     # An interval is a mean of steps, whose error is smaller than a step's: where there are enough steps, these are evaluated.
     if "source" in held.columns:
-        single = held.filter(pl.col("source") != "interval")
+        single = held.filter(is_one_step())
         held = single if single.height >= MIN_HOLDOUT_ROWS else held
     if train.height < MIN_TRAIN_ROWS or held.height < MIN_HOLDOUT_ROWS:
         raise DataError(

@@ -44,6 +44,7 @@ from tracefit.fit.train import fit_regimes, mark_outliers, training_design
 from tracefit.server.settings import STEP_FLAGS
 from tracefit.tables.dialects import STEP_EVENT
 from tracefit.tables.schema import ENGINE
+from tracefit.timeline.sources import is_one_step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -173,7 +174,7 @@ def beta_options(options: ScopeOptions) -> FitOptions:
     """Return how step times are fitted."""
     mixed = pl.col("has_prefill")
     # A mean over an interval is easier to predict than a single step: the published error is that on single steps.
-    single = pl.col("source") != "interval"
+    single = is_one_step()
     return FitOptions(
         groups=(("decode_only", ~mixed), ("mixed", mixed)),
         eval_filter=single,

@@ -17,6 +17,7 @@ from tracefit.timeline.anchors import execution_lags, step_starts
 from tracefit.timeline.composition import EngineLimits, compose
 from tracefit.timeline.engines import StepAxis, bincount_at, position, step_axis
 from tracefit.timeline.segments import core_events, running_segments, waiting_segments, with_steps_by_time
+from tracefit.timeline.sources import CycleSource
 
 _SUMMARY = tuple(
     name
@@ -218,7 +219,9 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
         "cycle_us",
         "cycle_sd_us",
         "idle_after",
-        cycle_source=pl.when(adjacent).then(pl.lit("adjacent")).otherwise(pl.lit("interval")),
+        cycle_source=pl.when(adjacent)
+        .then(pl.lit(CycleSource.ADJACENT.value))
+        .otherwise(pl.lit(CycleSource.INTERVAL.value)),
     )
     joined = ordered.join(spans, on="position", how="left", maintain_order="left")
     return joined.with_columns(idle_after=pl.coalesce("idle_after", "idle"))
