@@ -387,6 +387,11 @@ class _ModelBase(Strict):
     )
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_step_model(self) -> bool:
+        """Whether it predicts the time of a step."""
+        return targets.is_step_model(self.name)
+
 
 class LinearModel(_ModelBase):
     """A linear model."""

@@ -295,7 +295,7 @@ class ScopeModels:
     def compiled(self, model: Model) -> CompiledModel:
         """Return a model of the scope compiled for inputs as `workload` describes them; each is compiled once."""
         if model.name not in self._compiled:
-            columns = STEP_COLUMNS if model.name.startswith("beta.") else REQUEST_COLUMNS
+            columns = STEP_COLUMNS if model.is_step_model else REQUEST_COLUMNS
             self._compiled[model.name] = CompiledModel(model, columns)
         return self._compiled[model.name]
 

@@ -193,7 +193,7 @@ def _predicted(model: Model, scope: ModelScope, tables: ScopeTables) -> tuple[pl
         tuple({t.feature: Feature(t.feature, "", t.formula or t.feature) for t in terms_of(model)}.values()),
     )
     constants = training.constants_of(scope.context)
-    if model.name.startswith("beta."):
+    if model.is_step_model:
         source = "duration" if model.target is not None and model.target.source == "duration" else "clock"
         timeline = training.with_roofline(tables.timeline, scope.context)
         rows = _all_new(step_frame(tables, timeline, features, constants, source))

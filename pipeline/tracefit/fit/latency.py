@@ -157,7 +157,7 @@ def compose_latencies(
     the admission, its first step for the step time, its end for the departure.
     """
     named = {m.name: m for m in models}
-    beta = next((m for name, m in named.items() if name.startswith("beta.")), None)
+    beta = _step_model(models)
     if beta is None or features is None:
         return ComposedLatencies(None, "there is no model of the step time")
     if not whole_steps:
@@ -221,10 +221,14 @@ def split_requests(requests: pl.DataFrame, models: Sequence[FittedModel]) -> pl.
 
 def trained_steps(timeline: pl.DataFrame, models: Sequence[FittedModel]) -> pl.DataFrame:
     """Return the steps before the hold-out of the step model; all of them where there is none."""
-    beta = next((m for m in models if m.name.startswith("beta.")), None)
+    beta = _step_model(models)
     if beta is None:
         return timeline
     return _with_training(timeline.sort(*ENGINE, "step_id"), beta).filter("in_training").drop("in_training")
+
+
+def _step_model(models: Sequence[FittedModel]) -> FittedModel | None:
+    return next((model for model in models if model.is_step_model), None)
 
 
 def _with_training(steps: pl.DataFrame, beta: FittedModel) -> pl.DataFrame:
