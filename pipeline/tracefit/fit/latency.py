@@ -28,7 +28,8 @@ from tracefit.fit.holdout import refit_on_holdout
 from tracefit.fit.load import with_phases
 from tracefit.fit.results import NO_ROWS, ComposedLatencies, Latency, LatencyErrors, Metrics, PhaseErrors
 from tracefit.fit.validation import distribution, measure
-from tracefit.tables.health import CUT_OFF
+from tracefit.statistics import sum_if_all_known
+from tracefit.tables.requests import is_cut_off
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 from tracefit.timeline.step_sums import StepSums
 
@@ -115,15 +116,11 @@ def _requeued(
     return known.group_by(REQUEST).agg(
         pl.len().alias("requeues"),
         *(
-            _known_sum(pl.col(us).filter(side)).alias(f"{what}_{when}_us")
+            sum_if_all_known(pl.col(us).filter(side)).alias(f"{what}_{when}_us")
             for what, us in (("requeue", "waited_us"), ("skipped", "skipped_us"))
             for when, side in (("before", pl.col("before")), ("after", ~pl.col("before")))
         ),
     )
-
-
-def _known_sum(values: pl.Expr) -> pl.Expr:
-    return pl.when(values.null_count() == 0).then(values.sum())
 
 
 # -- all requests of a scope -----------------------------------------------------------------------------
@@ -326,7 +323,7 @@ def _composed(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _latency(rows: pl.DataFrame, name: str) -> Latency:
-    cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False) & (name not in _UNTIL_FIRST_TOKEN)
+    cut_off = is_cut_off() & (name not in _UNTIL_FIRST_TOKEN)
     # Rows are in the order of time, server by server, and so are groups of them.
     rows = rows.with_columns(actual=pl.when(~cut_off).then(f"{name}_us"))
     median = rows.filter(pl.col("split") == "train")["actual"].median()
@@ -366,7 +363,7 @@ def _errors(rows: pl.DataFrame, name: str, median: float | None) -> tuple[Metric
 def _left_out(held: pl.DataFrame, name: str) -> dict[str, int]:
     """Count held-out requests without a prediction given the measured state, each under the first reason that applies."""
     reason = (
-        pl.when(pl.col("finish_status").is_in(CUT_OFF) & (name not in _UNTIL_FIRST_TOKEN))
+        pl.when(is_cut_off() & (name not in _UNTIL_FIRST_TOKEN))
         .then(pl.lit("cut_off"))
         .when((pl.col("output_tokens") == 1) & (name == "itl"))
         .then(pl.lit("one_token"))

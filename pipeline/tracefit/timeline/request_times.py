@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
+from tracefit.statistics import sum_if_all_known
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 from tracefit.timeline.anchors import execution_lags
 from tracefit.timeline.step_sums import StepSums
@@ -97,10 +98,10 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
         engine_us=(pl.coalesce("end_ns", "ends_ns") - begin) / 1e3,
     )
     sums = rows.group_by(REQUEST).agg(
-        steps=_whole_sum("steps"),
+        steps=sum_if_all_known(pl.col("steps")),
         known=pl.col("duration_us_known").sum(),
         total=pl.col("duration_us").sum(),
-        engine_us=_whole_sum("engine_us"),
+        engine_us=sum_if_all_known(pl.col("engine_us")),
         lag=pl.col("lag").first(),
     )
     timed = (pl.col("known") > 0) & (pl.col("steps") > 0)
@@ -114,10 +115,6 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
         scheduler_us=scheduler,
         model_execute_us=pl.col("engine_us") - taken,
     )
-
-
-def _whole_sum(name: str) -> pl.Expr:
-    return pl.when(pl.col(name).null_count() == 0).then(pl.col(name).sum())
 
 
 def _token_gaps(requests: pl.DataFrame, timeline: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:

@@ -27,7 +27,9 @@ class StepSums:
             **{name: value.cum_sum().over(ENGINE) for name, value in (values | known).items()},
         )
 
-    def between(self, rows: pl.DataFrame, after: pl.Expr, last: pl.Expr, *, missing: MissingSteps) -> pl.DataFrame:
+    def between(
+        self, rows: pl.DataFrame, after: pl.Expr, last: pl.Expr, *, missing: MissingSteps
+    ) -> pl.DataFrame:
         """Sum over the steps that follow `after`, up to and with `last`.
 
         Args:
