@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tracefit.coefficients.model import BoundaryModel, LinearForm, LinearModel, RegimesModel
 from tracefit.errors import UsageError
 from tracefit.features.expressions import evaluate, names_in, parse_formula, to_polars
-from tracefit.fit.results import line_expression
+from tracefit.fit.results import admitted_us, line_expression
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -323,12 +323,11 @@ class CompiledModel:
         model = self.model
         if not isinstance(model, BoundaryModel):
             return self.expression()
-        work, residual = (
-            line_expression(model.work.intercept, model.work.terms).clip(lower_bound=0.0),
-            pl.col(STEP_RESIDUAL),
+        work, residual = line_expression(model.work.intercept, model.work.terms), pl.col(STEP_RESIDUAL)
+        work = work.clip(lower_bound=0.0)
+        return pl.when(residual.is_null() | (residual >= work)).then(
+            admitted_us(residual, work, model.offset.value)
         )
-        waited = pl.when(residual >= work).then((residual + model.offset.value).clip(lower_bound=0.0))
-        return pl.when(residual.is_null()).then(work).otherwise(waited)
 
     @property
     def columns_with_clock(self) -> set[str]:

@@ -443,6 +443,11 @@ class BoundaryModel(_ModelBase):
     without_clock: Linear
     expectation: Expectation | None = None
 
+    @property
+    def work_us_per_prompt_token(self) -> float:
+        """API work per prompt token; 0 if the work has no such term."""
+        return sum(term.value for term in self.work.terms if term.feature == "prompt_tokens")
+
 
 # Distinguished by `form`: the errors of a damaged model are those of its own form alone.
 Model = Annotated[LinearModel | RegimesModel | BoundaryModel, Field(discriminator="form")]

@@ -209,10 +209,8 @@ def _predicted(model: Model, scope: ModelScope, tables: ScopeTables) -> tuple[pl
     with_predictions = predict_rows(model, rows if not lacking else rows.with_columns(_nulls(model, lacking)))
     predicted = with_predictions["predicted_us"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
     if isinstance(model, BoundaryModel):
-        slope = {t.feature: t.value for t in model.work.terms}.get("prompt_tokens", 0.0)
-        work = model.work.intercept.value + slope * rows["prompt_tokens"].fill_null(0).to_numpy().astype(
-            float
-        )
+        tokens = rows["prompt_tokens"].fill_null(0).to_numpy().astype(float)
+        work = model.work.intercept.value + model.work_us_per_prompt_token * tokens
         wait = api_waits(rows, work) if model.queue else np.zeros(len(work))
         by_clock, known = admission_with_clock(
             rows, clocks_of(tables.timeline), wait, work + wait, model.offset.value

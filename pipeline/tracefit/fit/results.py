@@ -125,6 +125,19 @@ def line_expression(intercept: Number, terms: Iterable[Term]) -> pl.Expr:
     return pl.when(total.is_finite()).then(total)
 
 
+def admitted_us(start_us: pl.Expr, done_us: pl.Expr, offset_us: float) -> pl.Expr:
+    """Return the admission by the rule of the step boundary, in us after ARRIVED like both times; not below 0.
+
+    Args:
+        start_us: The first step start at or after the end of the API work; null if no step is waited for.
+        done_us: That end.
+        offset_us: QUEUED less the step start it comes before.
+    """
+    import polars as pl
+
+    return pl.coalesce(start_us + offset_us, done_us).clip(lower_bound=0.0)
+
+
 class Comparison(Strict):
     """A feature compared with a number or with another feature."""
 
