@@ -12,8 +12,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from tracefit.evaluator import MAX_FORMULA_CHARS, MAX_MODELS, MAX_REGIMES, MAX_TERMS
 from tracefit.features import targets
-from tracefit.features.expressions import MAX_FORMULA_CHARS
 from tracefit.fit.results import (
     Condition,
     Identifier,
@@ -229,7 +229,6 @@ class Evaluation(Strict):
 
 
 # A file may come from anyone: what it can hold is bounded.
-MAX_TERMS = 1000
 Formula = Annotated[str, Field(max_length=MAX_FORMULA_CHARS)]
 
 
@@ -412,7 +411,7 @@ class RegimesModel(_ModelBase):
 
     form: Literal["regimes"]
     regimes: Annotated[
-        tuple[Regime, ...], Field(min_length=1, max_length=20), AfterValidator(_each_name_once)
+        tuple[Regime, ...], Field(min_length=1, max_length=MAX_REGIMES), AfterValidator(_each_name_once)
     ]
 
 
@@ -473,7 +472,7 @@ class CoefficientFile(Strict):
     schema_: Literal["tracefit/coefficients"] = Field(default="tracefit/coefficients", alias="schema")
     version: Literal[2] = 2
     kind: FileKind
-    models: tuple[Model, ...] = Field(max_length=10_000)
+    models: tuple[Model, ...] = Field(max_length=MAX_MODELS)
     not_fitted: tuple[NotFitted, ...] = ()
     requests: tuple[RequestRange, ...] = Field(
         default=(),

@@ -82,10 +82,8 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
         # The last step before a preemption ends where the next one starts.
         ends=pl.col("last_step") + 1 + pl.col("lag"),
     )
-    timed = StepSums(timeline, "duration_us").between(
-        rows, pl.col("first_step") - 1, pl.col("last_step"), missing="skipped"
-    )
-    rows = rows.hstack(timed)
+    before, last = pl.col("first_step") - 1, pl.col("last_step")
+    rows = rows.hstack(StepSums(timeline, "duration_us").between(rows, before, last, missing="skipped"))
     starts = timeline.select(*ENGINE, "step_id", "ts_start_ns")
     for step in ("starts", "ends"):
         at = starts.rename({"step_id": step, "ts_start_ns": f"{step}_ns"})

@@ -18,14 +18,10 @@ class StepSums:
     def __init__(self, steps: pl.DataFrame, *columns: str) -> None:
         """Add up columns of numbers along each engine; `steps` has the engine's columns and step_id, one row per step."""
         self._columns = columns
-        self._known = {name: f"{name}_known" for name in columns}
-        known = {at: pl.col(name).is_not_null().cast(pl.Int64) for name, at in self._known.items()}
-        values = {name: pl.col(name).fill_null(0) for name in columns}
-        self._until = steps.sort("step_id").select(
-            *ENGINE,
-            "step_id",
-            **{name: value.cum_sum().over(ENGINE) for name, value in (values | known).items()},
-        )
+        values = pl.col(columns).fill_null(0)
+        known = pl.col(columns).is_not_null().cast(pl.Int64).name.suffix("_known")
+        sums = (sum_of.cum_sum().over(ENGINE) for sum_of in (values, known))
+        self._until = steps.sort("step_id").select(*ENGINE, "step_id", *sums)
 
     def between(
         self, rows: pl.DataFrame, after: pl.Expr, last: pl.Expr, *, missing: MissingSteps
@@ -43,14 +39,13 @@ class StepSums:
             Null where an end is null.
         """
         begin, end = self._sums_until(rows, after), self._sums_until(rows, last)
-        steps = end["step_id"] - begin["step_id"]
-        sums = {name: end[name] - begin[name] for name in (*self._columns, *self._known.values())}
-        found = pl.DataFrame(sums)
-        if missing == "skipped":
-            return found
-        return found.with_columns(
-            pl.when(pl.col(at) == steps).then(pl.col(name)) for name, at in self._known.items()
-        )
+        sums = end.select(pl.col(name) - begin[name] for name in end.columns)
+        if missing == "unknown":
+            steps = pl.col("step_id")
+            sums = sums.with_columns(
+                pl.when(pl.col(f"{name}_known") == steps).then(name).alias(name) for name in self._columns
+            )
+        return sums.drop("step_id")
 
     def _sums_until(self, rows: pl.DataFrame, step: pl.Expr) -> pl.DataFrame:
         wanted = rows.select(*ENGINE, step_id=step.cast(pl.Int64)).with_row_index("row")
@@ -58,8 +53,5 @@ class StepSums:
             self._until, on="step_id", by=ENGINE, check_sortedness=False
         )
         # An engine that has no step yet has a sum of 0.
-        sums = (
-            pl.when(pl.col("step_id").is_not_null()).then(pl.col(name).fill_null(0)).alias(name)
-            for name in (*self._columns, *self._known.values())
-        )
-        return found.sort("row").select("step_id", *sums)
+        sums = pl.exclude(*ENGINE, "row").fill_null(0)
+        return found.sort("row").select(pl.when(pl.col("step_id").is_not_null()).then(sums))
