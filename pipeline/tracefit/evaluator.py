@@ -1,6 +1,7 @@
 """Evaluate coefficient files (alpha.json, beta.json) with the Python standard library alone.
 
-This file depends on nothing else: copy it, or read it as the description of how a consumer evaluates a model.
+This file depends on nothing else: copy it, or read it as the description of how a consumer evaluates a model. tracefit has an
+evaluator of its own, for rows and for frames, and takes the limits and tables from here.
 
     from evaluator import load, predict
 
@@ -28,7 +29,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-_COMPARE = {
+COMPARE = {
     "<": operator.lt,
     "<=": operator.le,
     ">": operator.gt,
@@ -36,22 +37,22 @@ _COMPARE = {
     "==": operator.eq,
 }
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-_TYPESET = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u2212": "-", "\u00f7": "/"})
+TYPESET = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u2212": "-", "\u00f7": "/"})
 
 # A file may come from anywhere: what it can hold is bounded, a formula is short, and what Python reads beyond these (0x1f,
 # 1_000, strings, other scripts) never gets to its parser.
-_MAX_FILE_BYTES = 16 * 1024 * 1024
-_MAX_VALUES = 500_000
-_MAX_MODELS = 10_000
-_MAX_REGIMES = 20
-_MAX_TERMS = 1000
-_MAX_COMPARISONS = 100
-_MAX_NAME_CHARS = 200
-_MAX_FORMULA_CHARS = 400
-_MAX_NESTED_CALLS = 4
-_MAX_EXPONENT = 4
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
-_LEXICON = re.compile(
+MAX_FILE_BYTES = 16 * 1024 * 1024  # thousands of models; even the worst such JSON fits in memory once parsed
+MAX_VALUES = 500_000
+MAX_MODELS = 10_000
+MAX_REGIMES = 20
+MAX_TERMS = 1000
+MAX_COMPARISONS = 100
+MAX_NAME_CHARS = 200
+MAX_FORMULA_CHARS = 400
+MAX_NESTED_CALLS = 4
+MAX_EXPONENT = 4
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
+LEXICON = re.compile(
     r"(?:(?>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?![\w.])|[A-Za-z_]\w*+|[-+*/(), ])*+", re.ASCII
 )
 
@@ -101,10 +102,10 @@ def load(path: str | Path, name: str, scope: str = "") -> dict[str, Any]:
 
 def _document(path: str | Path) -> dict[str, Any]:
     with Path(path).open("rb") as file:
-        content = file.read(_MAX_FILE_BYTES + 1)
+        content = file.read(MAX_FILE_BYTES + 1)
     text = content.decode("utf-8-sig")
-    _require(len(content) <= _MAX_FILE_BYTES, f"is larger than {_MAX_FILE_BYTES:,} bytes")
-    _require(max(map(text.count, ",[{")) <= _MAX_VALUES, f"has more than {_MAX_VALUES:,} values")
+    _require(len(content) <= MAX_FILE_BYTES, f"is larger than {MAX_FILE_BYTES:,} bytes")
+    _require(max(map(text.count, ",[{")) <= MAX_VALUES, f"has more than {MAX_VALUES:,} values")
     try:
         document = json.loads(
             text, object_pairs_hook=_without_repeats, parse_constant=_finite, parse_float=_finite
@@ -117,7 +118,7 @@ def _document(path: str | Path) -> dict[str, Any]:
     _require(type(version) is int and version == 2, "not a coefficient file of version 2")
     _check_keys(document, *_FILE_KEYS)
     _require(document["kind"] in ("alpha", "beta"), "kind is not alpha or beta")
-    for number, model in enumerate(_items(document, "models", _MAX_MODELS)):
+    for number, model in enumerate(_items(document, "models", MAX_MODELS)):
         try:
             _check_model(model)
         except ValueError as error:
@@ -162,8 +163,8 @@ def _check_text(value: Any, what: str, most: int | None = None) -> None:
 
 
 def _check_name(value: Any) -> None:
-    _check_text(value, "a name", _MAX_NAME_CHARS)
-    _require(_NAME.fullmatch(value) is not None, f"{value!r:.80} is not a name")
+    _check_text(value, "a name", MAX_NAME_CHARS)
+    _require(NAME.fullmatch(value) is not None, f"{value!r:.80} is not a name")
 
 
 def _check_number(value: Any, what: str) -> None:
@@ -189,14 +190,14 @@ def _check_model(model: Any) -> None:
         _check_text(model["scope_id"], "scope_id")
     definitions = model.get("definitions", {})
     _require(isinstance(definitions, dict), "definitions is not an object")
-    _require(len(definitions) <= _MAX_TERMS, f"definitions has more than {_MAX_TERMS:,} names")
+    _require(len(definitions) <= MAX_TERMS, f"definitions has more than {MAX_TERMS:,} names")
     for name, text in definitions.items():
         _check_name(name)
-        _check_text(text, f"the definition of {name}", _MAX_FORMULA_CHARS)
+        _check_text(text, f"the definition of {name}", MAX_FORMULA_CHARS)
     if form == "linear":
         _check_line(model)
     elif form == "regimes":
-        regimes = _items(model, "regimes", _MAX_REGIMES)
+        regimes = _items(model, "regimes", MAX_REGIMES)
         _require(bool(regimes), "regimes is empty")
         for regime in regimes:
             _check_keys(regime, "name when intercept", "terms")
@@ -216,14 +217,14 @@ def _check_model(model: Any) -> None:
 
 def _check_line(form: dict[str, Any]) -> None:
     _check_fitted(form["intercept"], "intercept")
-    terms = _items(form, "terms", _MAX_TERMS)
+    terms = _items(form, "terms", MAX_TERMS)
     for term in terms:
         _check_keys(term, *_TERM_KEYS)
         _check_name(term["feature"])
         _check_text(term["unit"], "unit")
         _check_number(term["value"], f"the value of {term['feature']}")
         if term.get("formula") is not None:
-            _check_text(term["formula"], f"the formula of {term['feature']}", _MAX_FORMULA_CHARS)
+            _check_text(term["formula"], f"the formula of {term['feature']}", MAX_FORMULA_CHARS)
     _require(len({term["feature"] for term in terms}) == len(terms), "a feature has two terms")
 
 
@@ -231,11 +232,11 @@ def _check_condition(when: Any) -> None:
     _check_keys(when, "", "any all")
     sides = [key for key in ("any", "all") if when.get(key) is not None]
     _require(bool(sides), "a condition needs any or all")
-    for comparison in (c for key in sides for c in _items(when, key, _MAX_COMPARISONS)):
+    for comparison in (c for key in sides for c in _items(when, key, MAX_COMPARISONS)):
         _check_keys(comparison, "feature op", "value feature2")
         _check_name(comparison["feature"])
         op, value, other = (comparison.get(key) for key in ("op", "value", "feature2"))
-        _require(isinstance(op, str) and op in _COMPARE, f"{op!r:.40} is not a comparison")
+        _require(isinstance(op, str) and op in COMPARE, f"{op!r:.40} is not a comparison")
         _require((value is None) != (other is None), "a comparison needs either value or feature2")
         if value is None:
             _check_name(other)
@@ -327,7 +328,7 @@ def _holds(when: dict[str, Any], values: dict[str, float | None]) -> bool:
     def one(comparison: dict[str, Any]) -> bool:
         left, other = values[comparison["feature"]], comparison.get("feature2")
         right = values[other] if other else float(comparison["value"])
-        return left is not None and right is not None and bool(_COMPARE[comparison["op"]](left, right))
+        return left is not None and right is not None and bool(COMPARE[comparison["op"]](left, right))
 
     some, every = when.get("any"), when.get("all") or []
     return (some is None or any(map(one, some))) and all(map(one, every))
@@ -373,8 +374,8 @@ def _given(name: str, value: Any) -> float | None:
 
 def _parsed(text: str) -> tuple[ast.expr, set[str]]:
     """Return a formula that is allowed, and the names in it."""
-    plain = " ".join(text.translate(_TYPESET).split())
-    if len(text) > _MAX_FORMULA_CHARS or not _LEXICON.fullmatch(plain):
+    plain = " ".join(text.translate(TYPESET).split())
+    if len(text) > MAX_FORMULA_CHARS or not LEXICON.fullmatch(plain):
         raise ValueError(f"{text[:40]!r} is not allowed as a formula")
     try:
         node = ast.parse(plain, mode="eval").body
@@ -392,7 +393,7 @@ def _names(node: ast.expr, calls: int = 0) -> set[str]:
         _constant(node)
         return set()
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
-        if node.keywords or not node.args or calls == _MAX_NESTED_CALLS:
+        if node.keywords or not node.args or calls == MAX_NESTED_CALLS:
             raise ValueError(f"a formula has a call of {node.func.id} that is not allowed")
         return set().union(*(_names(argument, calls + 1) for argument in node.args))
     if isinstance(node, ast.BinOp) and isinstance(node.op, (*_ARITHMETIC, ast.Div, ast.Pow)):
@@ -425,7 +426,7 @@ def _is_bounded(power: ast.BinOp) -> bool:
     if isinstance(base, ast.Constant) and not negative and _constant(base) <= 1:
         return True
     exponent = power.right.operand if isinstance(power.right, ast.UnaryOp) else power.right
-    return isinstance(exponent, ast.Constant) and _constant(exponent) <= _MAX_EXPONENT
+    return isinstance(exponent, ast.Constant) and _constant(exponent) <= MAX_EXPONENT
 
 
 def _compute(node: ast.expr, values: dict[str, float | None]) -> float | None:
@@ -452,10 +453,10 @@ def _compute(node: ast.expr, values: dict[str, float | None]) -> float | None:
 def _binary(op: ast.operator, left: float, right: float) -> float:
     if isinstance(op, ast.Div):
         return left / (right or math.inf)  # a division by zero gives 0
-    return _power(left, right) if isinstance(op, ast.Pow) else float(_ARITHMETIC[type(op)](left, right))
+    return power(left, right) if isinstance(op, ast.Pow) else float(_ARITHMETIC[type(op)](left, right))
 
 
-def _power(base: float, exponent: float) -> float:
+def power(base: float, exponent: float) -> float:
     """Raise to a power: a result that is not real is NaN, one that is too large is infinite; both are unknown in the end."""
     try:
         return math.pow(base, exponent)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    import polars as pl
-
 
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
@@ -42,3 +37,8 @@ def mean_of(column: pl.Series) -> float | None:
 def robust_sd_expr(column: pl.Expr) -> pl.Expr:
     """Return `robust_sd` of a column, or of each group of it, as an expression."""
     return (column - column.median()).abs().median() * _SD_PER_MAD
+
+
+def sum_if_all_known(column: pl.Expr) -> pl.Expr:
+    """Return the sum of a column, or of each group of it, as an expression; null if one value is null."""
+    return pl.when(column.null_count() == 0).then(column.sum())

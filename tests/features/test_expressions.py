@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tracefit.errors import UsageError
-from tracefit.features.expressions import evaluate, names_in, parse_formula, to_polars
+from tracefit.features.columns import to_polars
+from tracefit.features.expressions import evaluate, names_in, parse_formula
 
 ROW = {
     "a": 6.0,

@@ -1,7 +1,8 @@
 """The one evaluator of a model file: a model is compiled once, then evaluated for a row or for a frame.
 
-Formulas become expression nodes (`features.expressions`) in the order in which they build on each other; terms and conditions
-(`fit.results`) say themselves what they are for a row and for a frame. The contract is the same for both:
+Formulas become expression nodes (`features.expressions`) in the order in which they build on each other. Formulas, conditions
+and lines (`fit.results`) are written once, over an `Algebra`: numbers of a row or columns of a frame. `evaluator.py` alone does
+the same a second time, as a file to copy. The contract is the same for all:
 
 - An empty `any` is false, an empty `all` is true.
 - A feature that is known by name but not by value (null or NaN) is unknown: a comparison with it does not hold, a sum
@@ -24,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from tracefit.coefficients.model import BoundaryModel, LinearForm, LinearModel, RegimesModel
 from tracefit.errors import UsageError
-from tracefit.features.expressions import evaluate, names_in, parse_formula, to_polars
-from tracefit.fit.results import line_expression
+from tracefit.features.expressions import ROW, evaluate, names_in, parse_formula
+from tracefit.fit.results import admitted_us, line_expression
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -134,6 +135,8 @@ class Formulas:
         """
         import polars as pl
 
+        from tracefit.features.columns import to_polars
+
         columns = set(rows.columns)
         used = self.used(names, columns)
         numbers = {
@@ -160,16 +163,6 @@ def _known(name: str, value: float | None) -> float | None:
         return None if value is None or math.isnan(value) else float(value)
     except (TypeError, OverflowError):  # text, or an integer of hundreds of digits
         raise UsageError("is not a number", where=name) from None
-
-
-def line_value(form: LinearForm, values: Mapping[str, float | None]) -> float | None:
-    """Return a linear form of one row, not clipped; null where a feature is unknown or the sum not finite."""
-    total = form.intercept.value
-    for term in form.terms:
-        if (value := values[term.feature]) is None:
-            return None
-        total += term.value * value
-    return total if math.isfinite(total) else None
 
 
 # -- the model -------------------------------------------------------------------------------------------
@@ -256,7 +249,7 @@ class CompiledModel:
         """
         if isinstance(self.model, RegimesModel):
             for regime in self.model.regimes:
-                if regime.when.holds(values):
+                if regime.when.holds(values.__getitem__, ROW):
                     return regime.name, regime
             raise UsageError(f"no regime of {self.model.name} holds for these features")
         # The last form of a boundary model is `without_clock`.
@@ -323,12 +316,11 @@ class CompiledModel:
         model = self.model
         if not isinstance(model, BoundaryModel):
             return self.expression()
-        work, residual = (
-            line_expression(model.work.intercept, model.work.terms).clip(lower_bound=0.0),
-            pl.col(STEP_RESIDUAL),
+        work, residual = line_expression(model.work.intercept, model.work.terms), pl.col(STEP_RESIDUAL)
+        work = work.clip(lower_bound=0.0)
+        return pl.when(residual.is_null() | (residual >= work)).then(
+            admitted_us(residual, work, model.offset.value)
         )
-        waited = pl.when(residual >= work).then((residual + model.offset.value).clip(lower_bound=0.0))
-        return pl.when(residual.is_null()).then(work).otherwise(waited)
 
     @property
     def columns_with_clock(self) -> set[str]:

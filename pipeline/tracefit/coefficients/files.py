@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from tracefit.coefficients.model import CoefficientFile, Evaluation
 from tracefit.errors import UsageError
+from tracefit.evaluator import MAX_FILE_BYTES
 from tracefit.inputs.buckets import place_of
 from tracefit.server.documents import parse_json_object, read_bytes
 
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
 
 COEFFICIENT_FILES = ("alpha.json", "beta.json")
 """Files of a models folder: the models of requests and those of steps."""
-
-MAX_FILE_BYTES = 16 * 1024 * 1024
-"""Largest file in bytes: thousands of models fit, and even the worst such JSON still fits in memory once parsed."""
 
 MAX_PLACE_CHARS = 200
 MAX_MESSAGE_CHARS = 300

@@ -12,8 +12,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from tracefit.evaluator import MAX_FORMULA_CHARS, MAX_MODELS, MAX_REGIMES, MAX_TERMS
 from tracefit.features import targets
-from tracefit.features.expressions import MAX_FORMULA_CHARS
 from tracefit.fit.results import (
     Condition,
     Identifier,
@@ -229,7 +229,6 @@ class Evaluation(Strict):
 
 
 # A file may come from anyone: what it can hold is bounded.
-MAX_TERMS = 1000
 Formula = Annotated[str, Field(max_length=MAX_FORMULA_CHARS)]
 
 
@@ -387,6 +386,11 @@ class _ModelBase(Strict):
     )
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_step_model(self) -> bool:
+        """Whether it predicts the time of a step."""
+        return targets.is_step_model(self.name)
+
 
 class LinearModel(_ModelBase):
     """A linear model."""
@@ -407,7 +411,7 @@ class RegimesModel(_ModelBase):
 
     form: Literal["regimes"]
     regimes: Annotated[
-        tuple[Regime, ...], Field(min_length=1, max_length=20), AfterValidator(_each_name_once)
+        tuple[Regime, ...], Field(min_length=1, max_length=MAX_REGIMES), AfterValidator(_each_name_once)
     ]
 
 
@@ -438,6 +442,11 @@ class BoundaryModel(_ModelBase):
     without_clock: Linear
     expectation: Expectation | None = None
 
+    @property
+    def work_us_per_prompt_token(self) -> float:
+        """API work per prompt token; 0 if the work has no such term."""
+        return sum(term.value for term in self.work.terms if term.feature == "prompt_tokens")
+
 
 # Distinguished by `form`: the errors of a damaged model are those of its own form alone.
 Model = Annotated[LinearModel | RegimesModel | BoundaryModel, Field(discriminator="form")]
@@ -463,7 +472,7 @@ class CoefficientFile(Strict):
     schema_: Literal["tracefit/coefficients"] = Field(default="tracefit/coefficients", alias="schema")
     version: Literal[2] = 2
     kind: FileKind
-    models: tuple[Model, ...] = Field(max_length=10_000)
+    models: tuple[Model, ...] = Field(max_length=MAX_MODELS)
     not_fitted: tuple[NotFitted, ...] = ()
     requests: tuple[RequestRange, ...] = Field(
         default=(),

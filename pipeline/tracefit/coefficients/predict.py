@@ -15,7 +15,6 @@ from tracefit.coefficients.compiled import (
     CompiledModel,
     Formulas,
     expected_at_boundary,
-    line_value,
     terms_of,
 )
 from tracefit.coefficients.model import STEP_MODELS, BoundaryModel
@@ -28,6 +27,8 @@ from tracefit.coefficients.workload import (
     traffic_formulas,
 )
 from tracefit.errors import DataError, UsageError, did_you_mean
+from tracefit.features.expressions import ROW
+from tracefit.fit.results import line
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -227,7 +228,7 @@ def _predict_form(
                 outside.append(Outside(model.name, term.feature, value, value, ends))
     # Features that terms stand for leave their range with them: one line is enough.
     outside = outside or _without_a_term(compiled, given)
-    predicted = line_value(form, {n: values.get(n) for n in names})
+    predicted = line(form.intercept, form.terms, values.get, ROW)
     if predicted is None:
         without_value = [n for n in names if n not in values]
         known = [
@@ -295,7 +296,7 @@ class ScopeModels:
     def compiled(self, model: Model) -> CompiledModel:
         """Return a model of the scope compiled for inputs as `workload` describes them; each is compiled once."""
         if model.name not in self._compiled:
-            columns = STEP_COLUMNS if model.name.startswith("beta.") else REQUEST_COLUMNS
+            columns = STEP_COLUMNS if model.is_step_model else REQUEST_COLUMNS
             self._compiled[model.name] = CompiledModel(model, columns)
         return self._compiled[model.name]
 

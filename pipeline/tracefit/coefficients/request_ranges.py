@@ -19,7 +19,7 @@ from tracefit.fit.results import NO_ROWS
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.fit.validation import measure
 from tracefit.fit.validation import reference as gradient_boosting
-from tracefit.tables.health import CUT_OFF
+from tracefit.tables.requests import is_cut_off
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def described_requests(
             waiting_depth=pl.coalesce("ahead", "waiting_depth"),
             running_after=pl.coalesce("run", "running_after"),
         )
-    cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
+    cut_off = is_cut_off()
     # The last prompt token is always computed: its logits give the first output token.
     cached = pl.col("cached_prompt_tokens").fill_null(0).clip(0, pl.col("prompt_tokens") - 1)
     return rows.select(

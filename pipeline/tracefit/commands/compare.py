@@ -28,6 +28,7 @@ from tracefit.fit.splits import FEW_ROWS, MIN_TRAIN_ROWS, request_frame, step_fr
 from tracefit.fit.validation import measure
 from tracefit.results.models import CompareResult, Drift, DriftVerdict, ModelComparison
 from tracefit.tables.schema import SERVER
+from tracefit.tables.sources import is_one_step
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ def _alike(model: Model, scope: ModelScope, tables: ScopeTables) -> _Alike:
     if published is not None:
         then = published.train.mdape_pct, published.holdout.mdape_pct
     differs = None
-    if model.name.startswith("beta."):
+    if model.is_step_model:
         source = "duration" if model.target is not None and model.target.source == "duration" else "clock"
         timeline = training.with_roofline(tables.timeline, scope.context)
         rows = _all_new(step_frame(tables, timeline, features, constants, source))
@@ -274,7 +275,7 @@ def _steps_alike(rows: pl.DataFrame, published: Validation | None) -> tuple[pl.D
     The second value says how the rows differ where there are none of the kind.
     """
     # The mean over an interval is easier to predict than a single step.
-    single = rows.filter(pl.col("source") != "interval")
+    single = rows.filter(is_one_step())
     held = published.held_out_equations if published else None
     of_single = held is None or held.per_equation.n - held.rows_by_source["interval"] >= FEW_ROWS
     if of_single and single.height >= MIN_TRAIN_ROWS:
@@ -288,9 +289,8 @@ def _steps_alike(rows: pl.DataFrame, published: Validation | None) -> tuple[pl.D
 
 def _by_clock(model: BoundaryModel, rows: pl.DataFrame, tables: ScopeTables) -> tuple[Vector, Flags]:
     """Predict admissions by the known step starts alone, none interpolated; return for which rows these suffice, too."""
-    slope = {t.feature: t.value for t in model.work.terms}.get("prompt_tokens", 0.0)
     tokens = rows["prompt_tokens"].fill_null(0).to_numpy().astype(float)
-    work = model.work.intercept.value + slope * tokens
+    work = model.work.intercept.value + model.work_us_per_prompt_token * tokens
     wait = api_waits(rows, work) if model.queue else np.zeros(len(work))
     clock = step_clock(tables.timeline)
     return admission_with_clock(rows, (clock, clock), wait, work + wait, model.offset.value)

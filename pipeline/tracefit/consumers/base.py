@@ -22,6 +22,8 @@ from tracefit.fit.validation import measure
 from tracefit.results.models import HeldOut
 from tracefit.server.settings import JOURNEY_FLAGS
 from tracefit.tables.schema import ENGINE
+from tracefit.tables.sources import is_one_step
+from tracefit.timeline.step_sums import StepSums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -130,7 +132,7 @@ def train_and_holdout(
     train, held = counted(known, "train"), counted(known, "holdout")
     # An interval is a mean of steps, whose error is smaller than a step's: where there are enough steps, these are evaluated.
     if "source" in held.columns:
-        single = held.filter(pl.col("source") != "interval")
+        single = held.filter(is_one_step())
         held = single if single.height >= MIN_HOLDOUT_ROWS else held
     if train.height < MIN_TRAIN_ROWS or held.height < MIN_HOLDOUT_ROWS:
         raise DataError(
@@ -147,16 +149,8 @@ def timed_requests(source: Source, target: str) -> pl.DataFrame:
         The `requests` table with `y` in us, ts_ns (first scheduled), uncached_tokens, and the running requests when each was
         first scheduled (running_start) and, on average, while it decoded (running_decode); null where not known.
     """
-    # Cumulative sums over an engine's steps: the mean over a request's decode is a difference of two of them.
-    steps = source.tables.timeline.filter(pl.col("running_depth").is_not_null()).sort(*ENGINE, "step_id")
     running = pl.col("running_depth").cast(pl.Float64)
-    steps = steps.select(
-        *ENGINE,
-        "step_id",
-        running=running,
-        total=running.cum_sum().over(ENGINE),
-        count=pl.int_range(1, pl.len() + 1).over(ENGINE).cast(pl.Float64),
-    ).sort("step_id")
+    steps = source.tables.timeline.select(*ENGINE, "step_id", running=running)
     computed = pl.col("prompt_tokens") - pl.col("cached_prompt_tokens").fill_null(0)
     rows = source.tables.requests.with_columns(
         y=pl.col(target).cast(pl.Float64),
@@ -164,16 +158,11 @@ def timed_requests(source: Source, target: str) -> pl.DataFrame:
         uncached_tokens=computed.cast(pl.Float64),
         excluded_reason=pl.lit(None, pl.String),
     )
-    at_steps = {"start": "first_scheduled_step", "first": "first_token_step", "end": "finished_step"}
-    for name, step in at_steps.items():
-        at = steps.rename({c: f"{c}_{name}" for c in ("running", "total", "count")})
-        joined = rows.sort(step, nulls_last=True).join_asof(
-            at, left_on=step, right_on="step_id", by=ENGINE, check_sortedness=False
-        )
-        rows = joined.drop("step_id")
-    between = pl.col("count_end") - pl.col("count_first")
-    mean = (pl.col("total_end") - pl.col("total_first")) / between
-    rows = rows.with_columns(running_decode=pl.when(between > 0).then(mean))
+    start = steps.rename({"step_id": "first_scheduled_step", "running": "running_start"})
+    rows = rows.join(start, on=[*ENGINE, "first_scheduled_step"], how="left", maintain_order="left")
+    first, last = pl.col("first_token_step"), pl.col("finished_step")
+    decode = StepSums(steps, "running").between(rows, first, last, missing="unknown")["running"]
+    rows = rows.with_columns(running_decode=pl.when(last > first).then(decode / (last - first)))
     return split_by_time(rows.filter((pl.col("y") > 0) & pl.col("ts_ns").is_not_null()))
 
 

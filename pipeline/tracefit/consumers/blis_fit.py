@@ -170,7 +170,7 @@ def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
         )
     rows = request_frame(source.tables, target_named("admission"), FeatureSet("none", ()), {})
     train, held = train_and_holdout(rows, ["prompt_tokens"], "ARRIVED to QUEUED")
-    per_token = sum(t.value for t in model.work.terms if t.feature == "prompt_tokens")
+    per_token = model.work_us_per_prompt_token
     mean = float(train["prompt_tokens"].cast(pl.Float64).to_numpy().mean())
     # BLIS has no API work per prompt token: the mean prompt stands for all.
     alpha = round(max(model.work.intercept.value + per_token * mean, 0.0))

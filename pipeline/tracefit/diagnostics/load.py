@@ -7,7 +7,7 @@ import polars as pl
 from tracefit.diagnostics.groups import US_PER_MS, Bin, bins_by_run
 from tracefit.features.targets import LATENCIES
 from tracefit.statistics import PERCENTS
-from tracefit.tables.health import CUT_OFF
+from tracefit.tables.requests import is_cut_off
 from tracefit.tables.schema import SERVER
 
 
@@ -35,7 +35,7 @@ def latencies_over_load(requests: pl.DataFrame) -> dict[str, pl.DataFrame]:
     ]
     if not parts:
         return {}
-    cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
+    cut_off = is_cut_off()
     found = {}
     for name in LATENCIES:
         ms = pl.col(f"{name}_us") / US_PER_MS

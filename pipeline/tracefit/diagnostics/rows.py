@@ -11,6 +11,7 @@ from tracefit.coefficients.model import RegimesModel
 from tracefit.diagnostics.groups import US_PER_MS
 from tracefit.fit.splits import FEW_ROWS, in_time
 from tracefit.tables.schema import ENGINE, SERVER
+from tracefit.tables.sources import is_one_step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +54,7 @@ def with_batches(steps: pl.DataFrame, batches: pl.DataFrame, *, lag_steps: int =
 
     With `lag_steps` 1 the batch of the step before executes: scheduling runs that far ahead.
     """
-    single = pl.when(pl.col("source") != "interval").then(pl.col("step_id"))
+    single = pl.when(is_one_step()).then(pl.col("step_id"))
     new = [c for c in BATCH_COLUMNS if c not in steps.columns]
     return steps.with_columns(step_id=single).join(
         batches.select(*STEP, *new).with_columns(pl.col("step_id") + lag_steps),
@@ -74,7 +75,7 @@ def evaluated(model: Model, rows: pl.DataFrame) -> pl.DataFrame | None:
     kept = rows.filter(pl.col("excluded_reason").is_null())
     if "source" in kept.columns:
         # A mean over an interval is no step: the errors of the report are those on single steps, if there are enough.
-        single = kept.filter(pl.col("source") != "interval")
+        single = kept.filter(is_one_step())
         kept = single if single.filter(split="holdout").height >= FEW_ROWS else kept
     # In seconds, or in steps where these have no time.
     unit = 1 if kept["ts_ns"].null_count() else 1e9

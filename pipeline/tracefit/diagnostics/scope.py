@@ -62,10 +62,9 @@ class ScopeDiagnostics:
 
     def evaluated(self, model: Model) -> pl.DataFrame | None:
         """Return the rows of a model that count, see `rows.evaluated`; null where the tables are of another training."""
-        is_step = model.name.startswith("beta.")
-        return evaluated(
-            model, self.steps if is_step else self.waits.filter(target=model.name.removeprefix("alpha."))
-        )
+        if model.is_step_model:
+            return evaluated(model, self.steps)
+        return evaluated(model, self.waits.filter(target=model.name.removeprefix("alpha.")))
 
 
 def diagnose(scope: ScopeEvaluation, models: Sequence[Model], store: TableStore) -> ScopeDiagnostics:

@@ -17,6 +17,7 @@ from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG, JOURNEY_
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import build_tables
 from tracefit.tables.runs import COMPLETE_SHARE, with_implausible
+from tracefit.tables.sources import CycleSource
 from tracefit.tables.staging import read_staged
 from tracefit.tables.store import RunWriter, put_parts
 
@@ -181,7 +182,9 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
         journeys_complete=_journeys_complete(context, runs, requests),
     )
     if context.settings.is_sglang:
-        gpu_time = pl.col("cycle_source", "composition_source").replace({schema.FPM: schema.FPM_GPU})
+        gpu_time = pl.col("cycle_source", "composition_source").replace(
+            {CycleSource.FPM.value: CycleSource.FPM_GPU.value}
+        )
         built = built.with_columns(gpu_time)
     timeline, odd_steps = schema.TIMELINE.sift_derived(built)
     timed = with_step_times(schema.REQUESTS.shape(requests), timeline, journeys, snapshots)

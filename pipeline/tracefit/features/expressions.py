@@ -1,8 +1,8 @@
 """The language in which features are declared: numbers, names, + - * / **, min and max.
 
 A formula is text from a file that anyone may have written. Python's own parser reads it, a whitelist of syntax nodes
-turns it into a small tree (`Node`), and only that tree is evaluated: as a polars expression over a frame (`to_polars`)
-or in plain Python over one row (`evaluate`, which does not import polars).
+turns it into a small tree (`Node`), and only that tree is evaluated (`compute`): in plain Python over one row (`ROW`, which does
+not import polars) or as a polars expression over a frame (`columns.COLUMNS`).
 
 Both give the same value for every input:
 
@@ -16,29 +16,24 @@ from __future__ import annotations
 
 import ast
 import math
-import re
 from dataclasses import dataclass
 from operator import add, mul, sub
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 from tracefit.errors import UsageError
+from tracefit.evaluator import (
+    COMPARE,
+    LEXICON,
+    MAX_EXPONENT,
+    MAX_FORMULA_CHARS,
+    MAX_NESTED_CALLS,
+    TYPESET,
+    power,
+)
 from tracefit.server.documents import excerpt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import polars as pl
-
-MAX_FORMULA_CHARS = 400  # twice what the longest roofline formula has
-_MAX_EXPONENT = 4.0  # a token count of 10^6 stays far within a float
-_MAX_NESTED_CALLS = 4  # a call doubles the polars expression it compiles to
-
-# Numbers as JSON and every other language have them, ASCII names, operators. Python reads more (0x1f, 1_000, 1j,
-# strings, other scripts): what is not here never gets to its parser.
-_LEXICON = re.compile(
-    r"(?:(?>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?![\w.])|[A-Za-z_]\w*+|[-+*/(), ])*+", re.ASCII
-)
-_TYPESET = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u2212": "-", "\u00f7": "/"})
+    from collections.abc import Callable, Mapping, Sequence
 
 Operator = Literal["+", "-", "*", "/", "**"]
 Function = Literal["min", "max"]
@@ -47,7 +42,7 @@ _OPERATORS: dict[type[ast.operator], Operator] = {ast.Add: "+", ast.Sub: "-", as
 
 _SIGNS = ast.UAdd | ast.USub  # `not` is one of Python's operators of one operand too
 
-_ARITHMETIC: dict[Operator, Callable[[Any, Any], Any]] = {"+": add, "-": sub, "*": mul}
+ARITHMETIC: dict[Operator, Callable[[Any, Any], Any]] = {"+": add, "-": sub, "*": mul}
 """What Python's operators do alike for numbers and for columns."""
 
 
@@ -96,8 +91,8 @@ def parse_formula(text: str, *, where: str) -> Node:
     """
     if len(text) > MAX_FORMULA_CHARS:
         raise UsageError(f"formula is longer than {MAX_FORMULA_CHARS} characters", where=where)
-    plain = " ".join(text.translate(_TYPESET).split())
-    known = _LEXICON.match(plain)
+    plain = " ".join(text.translate(TYPESET).split())
+    known = LEXICON.match(plain)
     end = known.end() if known else 0
     try:
         if end == len(plain):
@@ -141,8 +136,8 @@ def _node(tree: ast.expr, *, calls: int) -> Node:
         case ast.BinOp(op=op, left=left, right=right) if type(op) in _OPERATORS:
             return Binary(_OPERATORS[type(op)], _node(left, calls=calls), _node(right, calls=calls))
         case ast.Call(func=ast.Name(id="min" | "max" as function), args=[_, *_] as arguments, keywords=[]):
-            if calls == _MAX_NESTED_CALLS:
-                raise ValueError(f"nests more than {_MAX_NESTED_CALLS} calls")
+            if calls == MAX_NESTED_CALLS:
+                raise ValueError(f"nests more than {MAX_NESTED_CALLS} calls")
             inner = tuple(_node(argument, calls=calls + 1) for argument in arguments)
             return Call("min" if function == "min" else "max", inner)
         case ast.Call(func=ast.Name(id=function), args=[_, *_], keywords=[]):
@@ -167,7 +162,7 @@ def _exponent(tree: ast.expr) -> Constant:
         sign, number = -1.0 if isinstance(tree.op, ast.USub) else 1.0, tree.operand
     if isinstance(number, ast.Constant):
         node = _node(number, calls=0)
-        if isinstance(node, Constant) and node.value <= _MAX_EXPONENT:
+        if isinstance(node, Constant) and node.value <= MAX_EXPONENT:
             return Constant(sign * node.value)
     raise ValueError("has an exponent that is not a number from -4 to 4")
 
@@ -185,84 +180,63 @@ def names_in(node: Node) -> frozenset[str]:
             return frozenset()
 
 
-def to_polars(node: Node, constants: Mapping[str, float | None]) -> pl.Expr:
-    """Compile a formula to a polars expression of type Float64.
+Operand = TypeVar("Operand")
+Truth = TypeVar("Truth")
 
-    Args:
-        node: The formula.
-        constants: Names that are one value for the whole frame; None is null. Every other name is a column.
+
+@dataclass(frozen=True, slots=True)
+class Algebra(Generic[Operand, Truth]):
+    """What formulas, conditions and lines are computed with: the numbers of one row, or the columns of a frame.
+
+    Attributes:
+        constant: A number as a value.
+        binary: Two values and the operator between them; unknown if one of them is.
+        extreme: The smallest or largest of several values; unknown if one of them is.
+        finite: The value, unknown unless it is finite.
+        compare: Whether a relation holds; not if a side is unknown.
+        some: Whether one of several holds.
+        every: Whether all of them hold.
     """
-    import polars as pl
 
-    value = _expression(node, constants)
-    return pl.when(value.is_finite()).then(value)
+    constant: Callable[[float], Operand]
+    binary: Callable[[Operator, Operand, Operand], Operand]
+    extreme: Callable[[Function, Sequence[Operand]], Operand]
+    finite: Callable[[Operand], Operand]
+    compare: Callable[[str, Operand, Operand], Truth]
+    some: Callable[[Sequence[Truth]], Truth]
+    every: Callable[[Sequence[Truth]], Truth]
 
 
-def _expression(node: Node, constants: Mapping[str, float | None]) -> pl.Expr:
-    import polars as pl
+def compute(node: Node, value_of: Callable[[str], Operand], algebra: Algebra[Operand, Any]) -> Operand:
+    """Compute a formula, `value_of` its names."""
+    return algebra.finite(_value(node, value_of, algebra))
 
+
+def _value(node: Node, value_of: Callable[[str], Operand], algebra: Algebra[Operand, Any]) -> Operand:
     match node:
         case Constant(value):
-            return pl.lit(value, dtype=pl.Float64)
+            return algebra.constant(value)
         case Name(name):
-            if name in constants:
-                return pl.lit(constants[name], dtype=pl.Float64)
-            # A column of texts has no numbers: its rows lack the feature.
-            return pl.col(name).cast(pl.Float64, strict=False)
+            return value_of(name)
         case Binary(operator, left, right):
-            return _binary(operator, _expression(left, constants), _expression(right, constants))
+            sides = (_value(side, value_of, algebra) for side in (left, right))
+            return algebra.binary(operator, *sides)
         case Call(function, arguments):
-            return _extreme(function, [_expression(argument, constants) for argument in arguments])
+            return algebra.extreme(function, [_value(argument, value_of, algebra) for argument in arguments])
 
 
-def _binary(operator: Operator, left: pl.Expr, right: pl.Expr) -> pl.Expr:
-    match operator:
-        case "/":
-            # A quotient by infinity is the 0 that is wanted; a null stays null. Adding 0 makes -0.0 into 0.0.
-            return left / (right + 0.0).replace(0.0, math.inf)
-        case "**":
-            # Adding 0 as for a quotient: a power of -0.0 would have the other sign of infinity.
-            return (left + 0.0).pow(right)
-        case _:
-            value: pl.Expr = _ARITHMETIC[operator](left, right)
-            return value
-
-
-def _extreme(function: Function, arguments: list[pl.Expr]) -> pl.Expr:
-    import polars as pl
-
-    # The horizontal functions skip nulls and NaN; a missing operand must not look like a small one.
-    known = pl.all_horizontal(*(argument.is_not_null() & argument.is_not_nan() for argument in arguments))
-    value = pl.min_horizontal(*arguments) if function == "min" else pl.max_horizontal(*arguments)
-    return pl.when(known).then(value)
+# -- one row ---------------------------------------------------------------------------------------------
 
 
 def evaluate(node: Node, values: Mapping[str, float | None]) -> float | None:
-    """Compute a formula for one row, in plain Python; agrees with `to_polars`.
+    """Compute a formula for one row, in plain Python.
 
     Every name it needs is in `values`; None is null.
 
     Raises:
         KeyError: A name is not in `values`.
     """
-    result = _value(node, values)
-    return result if result is not None and math.isfinite(result) else None
-
-
-def _value(node: Node, values: Mapping[str, float | None]) -> float | None:
-    match node:
-        case Constant(value):
-            return value
-        case Name(name):
-            return _number(values[name])
-        case Binary(operator, left, right):
-            return _binary_value(operator, _value(left, values), _value(right, values))
-        case Call(function, arguments):
-            computed = [_value(argument, values) for argument in arguments]
-            known = [value for value in computed if value is not None and not math.isnan(value)]
-            if len(known) < len(computed):
-                return None
-            return min(known) if function == "min" else max(known)
+    return compute(node, lambda name: _number(values[name]), ROW)
 
 
 def _number(value: float | None) -> float | None:
@@ -272,7 +246,7 @@ def _number(value: float | None) -> float | None:
         return math.inf if value is not None and value > 0 else -math.inf
 
 
-def _binary_value(operator: Operator, left: float | None, right: float | None) -> float | None:
+def _binary(operator: Operator, left: float | None, right: float | None) -> float | None:
     if left is None or right is None:
         return None
     match operator:
@@ -280,18 +254,28 @@ def _binary_value(operator: Operator, left: float | None, right: float | None) -
             # The same detour as in the frame: x / inf is the 0 that is wanted, and 0 / 0 is not NaN.
             return left / (right or math.inf)
         case "**":
-            return _power_value(left, right)
+            return power(left, right)
         case _:
-            value: float = _ARITHMETIC[operator](left, right)
+            value: float = ARITHMETIC[operator](left, right)
             return value
 
 
-def _power_value(base: float, exponent: float) -> float:
-    """Raise to a power; a result that is not real is NaN, one that is too large is infinite."""
-    try:
-        return math.pow(base, exponent)
-    # What polars gives where Python raises.
-    except OverflowError:
-        return math.inf if base > 0 or exponent % 2 == 0 else -math.inf
-    except ValueError:
-        return math.inf if base == 0 else math.nan
+def _extreme(function: Function, arguments: Sequence[float | None]) -> float | None:
+    known = [value for value in arguments if value is not None and not math.isnan(value)]
+    if len(known) < len(arguments):
+        return None
+    return min(known) if function == "min" else max(known)
+
+
+ROW: Algebra[float | None, bool] = Algebra(
+    constant=float,
+    binary=_binary,
+    extreme=_extreme,
+    finite=lambda value: value if value is not None and math.isfinite(value) else None,
+    compare=lambda relation, left, right: (
+        left is not None and right is not None and bool(COMPARE[relation](left, right))
+    ),
+    some=any,
+    every=all,
+)
+"""One row in plain Python; None is unknown."""

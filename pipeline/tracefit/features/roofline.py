@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.errors import DataError
-from tracefit.features.expressions import parse_formula, to_polars
+from tracefit.features.columns import to_polars
+from tracefit.features.expressions import parse_formula
 from tracefit.server.hardware import Gpu
 
 if TYPE_CHECKING:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from tracefit.errors import UsageError, known_names
-from tracefit.features.expressions import MAX_FORMULA_CHARS, Name, Node, names_in, parse_formula, to_polars
+from tracefit.evaluator import MAX_FORMULA_CHARS
+from tracefit.features.columns import to_polars
+from tracefit.features.expressions import Name, Node, names_in, parse_formula
 from tracefit.server.documents import (
     FiniteNumber,
     Text,

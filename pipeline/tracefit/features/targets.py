@@ -97,6 +97,12 @@ RECORDED = {
 CYCLE_TIME = StepTarget("cycle_time", "step_clock", "start of a step to start of the next, engine busy")
 DURATION = StepTarget("duration", "duration", "step.duration_us as the server stamps it")
 
+
+def is_step_model(name: str) -> bool:
+    """Return whether a model of this name predicts the time of a step, not an overhead of a request."""
+    return name.startswith("beta.")
+
+
 STEP_TARGETS = (CYCLE_TIME, DURATION)
 """In order of preference: where files hold both, predictions use the first."""
 

@@ -27,6 +27,7 @@ from tracefit.features.roofline import (
 from tracefit.features.sets import FeatureSet, add_features
 from tracefit.server.architecture import AttentionKind
 from tracefit.tables.schema import ENGINE, SERVER
+from tracefit.tables.sources import CycleSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -164,7 +165,7 @@ def beta_rows(
         lags = {}
         timeline = timeline.with_columns(
             cycle_us=pl.col("duration_us").cast(pl.Float64),
-            cycle_source=pl.lit("duration"),
+            cycle_source=pl.lit(CycleSource.DURATION.value),
             interval_steps=pl.lit(1, pl.Int64),
             cycle_sd_us=pl.lit(0.0),
             idle_after=pl.lit(value=False),

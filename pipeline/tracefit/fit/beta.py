@@ -44,6 +44,7 @@ from tracefit.fit.train import fit_regimes, mark_outliers, training_design
 from tracefit.server.settings import STEP_FLAGS
 from tracefit.tables.dialects import STEP_EVENT
 from tracefit.tables.schema import ENGINE
+from tracefit.tables.sources import CycleSource, is_one_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,9 +53,6 @@ if TYPE_CHECKING:
     from tracefit.fit.fitted import LinearFit
     from tracefit.server.context import ModelScope
 
-
-_INFERRED = {"adjacent", "interval", "duration"}
-"""Sources of step times that are differences of the step clock, or scheduling times."""
 
 _SUMMARY = re.escape(STEP_EVENT)
 
@@ -117,8 +115,8 @@ def fit_step_times(
         remedy = f"start the server with {STEP_FLAGS}"
         without = "; ".join(tables.missing_attributes(_SUMMARY)) or "the traces hold no step events"
         return StepTimes(cover, Missing(target.model, without, remedy))
-    sources = set(tables.timeline["cycle_source"].drop_nulls())
-    recorded = sorted(sources - _INFERRED)
+    sources = {CycleSource(source) for source in tables.timeline["cycle_source"].drop_nulls().unique()}
+    recorded = sorted(source for source in sources if source.is_recorded)
     whence, why = choose_target(cover, options.beta_target, recorded=bool(recorded))
     source = replace(cover, beta_target_source=whence, beta_target_reason=why)
     if scope.context.gpu is not None and len(sets) > 1:
@@ -140,16 +138,12 @@ def fit_step_times(
         too_few = "; ".join((f"step times: {result.reason}", *tables.missing_attributes(_SUMMARY)))
         return StepTimes(source, Missing(target.model, too_few, remedy))
     measured = DURATION if whence == "duration" else CYCLE_TIME
-    clock = [measured.definition] if sources & _INFERRED or measured is DURATION else []
+    clock = [measured.definition] if len(sources) > len(recorded) or measured is DURATION else []
     whole = "forward_pass_metrics" if recorded and not clock else None
     definition = "; ".join(
         [
             *clock,
-            *(
-                RECORDED.get(kind, f"time of a step as recorded ({kind})")
-                for kind in recorded
-                if measured is CYCLE_TIME
-            ),
+            *(RECORDED[kind] for kind in recorded if measured is CYCLE_TIME),
         ]
     )
     if measured is CYCLE_TIME and any(tables.lags.values()):
@@ -210,7 +204,7 @@ def beta_options(options: ScopeOptions) -> FitOptions:
     """Return how step times are fitted."""
     mixed = pl.col("has_prefill")
     # A mean over an interval is easier to predict than a single step: the published error is that on single steps.
-    single = pl.col("source") != "interval"
+    single = is_one_step()
     return FitOptions(
         groups=(("decode_only", ~mixed), ("mixed", mixed)),
         # The error of a typical batch in the place of an unknown one is no error of the model.

@@ -20,7 +20,7 @@ import polars as pl
 
 from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.fitted import FittedBoundary, predict_regimes, target_of
-from tracefit.fit.results import Burst, Metrics
+from tracefit.fit.results import Burst, Metrics, admitted_us
 from tracefit.fit.splits import MIN_TRAIN_ROWS, counted
 from tracefit.fit.validation import WITHIN_PCT, coverage_pct, measure, prediction_interval, reference, skill
 from tracefit.tables.schema import ENGINE, SERVER
@@ -143,10 +143,10 @@ def admission_with_clock(
     start, interpolated = (_boundaries(rows, clock, done_us)["start"].to_numpy() for clock in clocks)
     start = np.where(np.isnan(start), interpolated, start)
     idle = _queued_at_once(rows, clocks[0], wait_us, done_us)
-    known = ~np.isnan(start) & ~idle
-    until = (start - rows["ts_ns"].to_numpy()) / 1e3
-    predicted = np.where(known, until + offset_us, done_us)
-    return np.asarray(np.maximum(predicted, 0.0)), np.asarray(known | idle)
+    until = np.where(idle, np.nan, (start - rows["ts_ns"].to_numpy()) / 1e3)
+    times = pl.DataFrame({"start_us": pl.Series(until, nan_to_null=True), "done_us": done_us})
+    predicted = times.select(admitted_us(pl.col("start_us"), pl.col("done_us"), offset_us)).to_series()
+    return predicted.to_numpy(), ~np.isnan(until) | idle
 
 
 def mean_residual(timeline: pl.DataFrame, train: pl.DataFrame) -> tuple[float, float]:

@@ -28,8 +28,10 @@ from tracefit.fit.holdout import refit_on_holdout
 from tracefit.fit.load import with_phases
 from tracefit.fit.results import NO_ROWS, ComposedLatencies, Latency, LatencyErrors, Metrics, PhaseErrors
 from tracefit.fit.validation import distribution, measure
-from tracefit.tables.health import CUT_OFF
+from tracefit.statistics import sum_if_all_known
+from tracefit.tables.requests import is_cut_off
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER
+from tracefit.timeline.step_sums import StepSums
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,99 +64,63 @@ def given_state(
         preemption), state_requeue_before_us and state_requeue_after_us (the first token); null where a step is not
         known.
     """
-    # A sum over consecutive steps is the difference of a cumulative sum at its two ends: no row per request and step.
-    axis = _axis(steps)
-    lag = pl.col("lag")
-    rows = training.with_lag(requests, lags).with_columns(
-        token_step=pl.col("first_token_step") + lag, last_step=pl.col("finished_step") + lag
+    sums, starts = StepSums(steps, "predicted_us"), steps.select(*ENGINE, "step_id", "ts_start_ns")
+    rows = training.with_lag(requests, lags)
+    rows = rows.join(_requeued(waits, sums, starts, rows), on=REQUEST, how="left", maintain_order="left")
+    begin, lag = pl.col("first_scheduled_step"), pl.col("lag")
+    token, last = pl.col("first_token_step") + lag, pl.col("finished_step") + lag
+    prefill, decode = (
+        sums.between(rows, after, until, missing="unknown")["predicted_us"]
+        for after, until in ((begin - 1, token), (token, last))
     )
-    ends = {"first_scheduled_step": "begin", "token_step": "token", "last_step": "last"}
-    for column, prefix in ends.items():
-        rows = _located(rows, axis, column, prefix)
-    rows = rows.join(_requeued(waits, axis, requests, lags), on=REQUEST, how="left", maintain_order="left")
 
     def requeued(name: str) -> pl.Expr:
         return pl.when(pl.col("requeues").is_null()).then(0.0).otherwise(pl.col(name))
 
-    return rows.select(
+    return _started(rows, starts, "first_scheduled_step", "begin_ns").select(
         *requests.columns,
-        state_queue_wait_us=(pl.col("begin_start_ns") - pl.col("queued_ns")) / 1e3,
-        state_prefill_us=_summed("begin", "token", inclusive=True) - requeued("skipped_before_us"),
-        state_decode_us=_summed("token", "last", inclusive=False) - requeued("skipped_after_us"),
+        state_queue_wait_us=(pl.col("begin_ns") - pl.col("queued_ns")) / 1e3,
+        state_prefill_us=prefill - requeued("skipped_before_us"),
+        state_decode_us=decode - requeued("skipped_after_us"),
         state_requeue_before_us=requeued("requeue_before_us"),
         state_requeue_after_us=requeued("requeue_after_us"),
     )
 
 
-def _axis(steps: pl.DataFrame) -> pl.DataFrame:
-    """Return each step with cumulative sums up to its end on its engine: predicted time, and steps of unknown time."""
-    ordered = steps.sort(*ENGINE, "step_id")
-    predicted = pl.col("predicted_us")
-    return ordered.select(
-        *ENGINE,
-        "step_id",
-        start_ns=pl.col("ts_start_ns"),
-        own_us=predicted.fill_null(0.0),
-        own_unknown=predicted.is_null().cast(pl.Int64),
-        sum_us=predicted.fill_null(0.0).cum_sum().over(ENGINE),
-        unknown=predicted.is_null().cast(pl.Int64).cum_sum().over(ENGINE),
-        # Rows and step ids advance together unless the frame lacks a step: `_summed` compares how many it lacks.
-        lacking=pl.col("step_id") - pl.int_range(pl.len()).over(ENGINE),
-    )
-
-
-def _located(rows: pl.DataFrame, axis: pl.DataFrame, column: str, prefix: str) -> pl.DataFrame:
-    named = axis.rename({c: f"{prefix}_{c}" for c in axis.columns if c not in {*ENGINE, "step_id"}})
-    return rows.join(
-        named, left_on=[*ENGINE, column], right_on=[*ENGINE, "step_id"], how="left", maintain_order="left"
-    )
-
-
-def _summed(first: str, last: str, *, inclusive: bool) -> pl.Expr:
-    """Return the predicted time between two located steps, with `last` and, if `inclusive`, `first` in it.
-
-    Null unless every step between is known.
-    """
-
-    def difference(name: str, own: str) -> pl.Expr:
-        whole = pl.col(f"{last}_{name}") - pl.col(f"{first}_{name}")
-        return whole + pl.col(f"{first}_{own}") if inclusive else whole
-
-    every = pl.col(f"{last}_lacking") == pl.col(f"{first}_lacking")
-    known = every & (difference("unknown", "own_unknown") == 0)
-    return pl.when(known).then(difference("sum_us", "own_us"))
+def _started(rows: pl.DataFrame, starts: pl.DataFrame, step: str, name: str) -> pl.DataFrame:
+    at = starts.rename({"step_id": step, "ts_start_ns": name})
+    return rows.join(at, on=[*ENGINE, step], how="left", maintain_order="left")
 
 
 def _requeued(
-    waits: pl.DataFrame, axis: pl.DataFrame, requests: pl.DataFrame, lags: Mapping[tuple[str, str], int]
+    waits: pl.DataFrame, sums: StepSums, starts: pl.DataFrame, requests: pl.DataFrame
 ) -> pl.DataFrame:
     """Sum each request's traced waits after preemptions, and the predicted time of the steps these waits skip.
 
     With scheduling ahead, the step before the preemption still executes `lag` cycles later: the wait begins after it.
     """
-    token = requests.select(*REQUEST, "first_token_step").unique(REQUEST)
-    known = training.with_lag(waits.rename({"request_id": "core_request_id"}), lags)
-    known = known.join(token, on=REQUEST, how="left").with_columns(
+    facts = requests.select(*REQUEST, "first_token_step", "lag").unique(REQUEST)
+    known = waits.rename({"request_id": "core_request_id"}).join(facts, on=REQUEST, how="left")
+    known = known.with_columns(
         from_step=pl.min_horizontal(pl.col("preempted_step") + pl.col("lag"), "resumed_step")
     )
-    for column, prefix in {"from_step": "lost", "resumed_step": "back"}.items():
-        known = _located(known, axis, column, prefix)
-    # The sum runs to the end of the step that resumes, whose own time is no wait.
-    skipped = _summed("lost", "back", inclusive=True) - pl.col("back_own_us")
-    waited = (pl.col("back_start_ns") - pl.col("lost_start_ns")) / 1e3
-    # A preemption before the first token lengthens TTFT, a later one the time between tokens.
-    before = (pl.col("preempted_step") <= pl.col("first_token_step")).fill_null(value=True)
-    return known.group_by(REQUEST).agg(
-        requeues=pl.len(),
-        requeue_before_us=_known_sum(waited.filter(before)),
-        requeue_after_us=_known_sum(waited.filter(~before)),
-        skipped_before_us=_known_sum(skipped.filter(before)),
-        skipped_after_us=_known_sum(skipped.filter(~before)),
+    known = _started(_started(known, starts, "from_step", "lost_ns"), starts, "resumed_step", "back_ns")
+    # The step that resumes is no wait.
+    skipped = sums.between(known, pl.col("from_step") - 1, pl.col("resumed_step") - 1, missing="unknown")
+    known = known.with_columns(
+        skipped_us=skipped["predicted_us"],
+        waited_us=(pl.col("back_ns") - pl.col("lost_ns")) / 1e3,
+        # A preemption before the first token lengthens TTFT, a later one the time between tokens.
+        before=(pl.col("preempted_step") <= pl.col("first_token_step")).fill_null(value=True),
     )
-
-
-def _known_sum(values: pl.Expr) -> pl.Expr:
-    return pl.when(values.null_count() == 0).then(values.sum())
+    return known.group_by(REQUEST).agg(
+        pl.len().alias("requeues"),
+        *(
+            sum_if_all_known(pl.col(us).filter(side)).alias(f"{what}_{when}_us")
+            for what, us in (("requeue", "waited_us"), ("skipped", "skipped_us"))
+            for when, side in (("before", pl.col("before")), ("after", ~pl.col("before")))
+        ),
+    )
 
 
 # -- all requests of a scope -----------------------------------------------------------------------------
@@ -188,7 +154,7 @@ def compose_latencies(
     the admission, its first step for the step time, its end for the departure.
     """
     named = {m.name: m for m in models}
-    beta = next((m for name, m in named.items() if name.startswith("beta.")), None)
+    beta = _step_model(models)
     if beta is None or features is None:
         return ComposedLatencies(None, "there is no model of the step time")
     if not whole_steps:
@@ -252,10 +218,14 @@ def split_requests(requests: pl.DataFrame, models: Sequence[FittedModel]) -> pl.
 
 def trained_steps(timeline: pl.DataFrame, models: Sequence[FittedModel]) -> pl.DataFrame:
     """Return the steps before the hold-out of the step model; all of them where there is none."""
-    beta = next((m for m in models if m.name.startswith("beta.")), None)
+    beta = _step_model(models)
     if beta is None:
         return timeline
     return _with_training(timeline.sort(*ENGINE, "step_id"), beta).filter("in_training").drop("in_training")
+
+
+def _step_model(models: Sequence[FittedModel]) -> FittedModel | None:
+    return next((model for model in models if model.is_step_model), None)
 
 
 def _with_training(steps: pl.DataFrame, beta: FittedModel) -> pl.DataFrame:
@@ -353,7 +323,7 @@ def _composed(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _latency(rows: pl.DataFrame, name: str) -> Latency:
-    cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False) & (name not in _UNTIL_FIRST_TOKEN)
+    cut_off = is_cut_off() & (name not in _UNTIL_FIRST_TOKEN)
     # Rows are in the order of time, server by server, and so are groups of them.
     rows = rows.with_columns(actual=pl.when(~cut_off).then(f"{name}_us"))
     median = rows.filter(pl.col("split") == "train")["actual"].median()
@@ -393,7 +363,7 @@ def _errors(rows: pl.DataFrame, name: str, median: float | None) -> tuple[Metric
 def _left_out(held: pl.DataFrame, name: str) -> dict[str, int]:
     """Count held-out requests without a prediction given the measured state, each under the first reason that applies."""
     reason = (
-        pl.when(pl.col("finish_status").is_in(CUT_OFF) & (name not in _UNTIL_FIRST_TOKEN))
+        pl.when(is_cut_off() & (name not in _UNTIL_FIRST_TOKEN))
         .then(pl.lit("cut_off"))
         .when((pl.col("output_tokens") == 1) & (name == "itl"))
         .then(pl.lit("one_token"))

@@ -9,14 +9,14 @@ Reading such a file and predicting a row from it need neither numpy nor polars: 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tracefit.features.expressions import MAX_FORMULA_CHARS
+from tracefit.evaluator import MAX_COMPARISONS, MAX_FORMULA_CHARS, MAX_NAME_CHARS, NAME
+from tracefit.features.expressions import Algebra, Operand, Truth
 from tracefit.server.documents import FiniteNumber
 
 if TYPE_CHECKING:
@@ -33,15 +33,7 @@ _ROUNDING = 1e-8
 
 Relation = Literal["<", "<=", ">", ">=", "=="]
 Bounds = tuple[FiniteNumber, FiniteNumber]
-Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$", max_length=200)]
-
-_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "==": operator.eq,
-}
+Identifier = Annotated[str, Field(pattern=f"^{NAME.pattern}$", max_length=MAX_NAME_CHARS)]
 
 
 class Strict(BaseModel):
@@ -115,14 +107,40 @@ def _check_interval(value: float, ci95: Bounds | None) -> None:
         raise ValueError(f"ci95 {list(ci95)} does not contain the value {value}")
 
 
+def line(
+    intercept: Number,
+    terms: Iterable[Term],
+    value_of: Callable[[str], Operand],
+    algebra: Algebra[Operand, Any],
+) -> Operand:
+    """Return intercept + sum of value * feature, not clipped; unknown if a feature is, or the sum is not finite."""
+    total = algebra.constant(intercept.value)
+    for term in terms:
+        addend = algebra.binary("*", algebra.constant(term.value), value_of(term.feature))
+        total = algebra.binary("+", total, addend)
+    return algebra.finite(total)
+
+
 def line_expression(intercept: Number, terms: Iterable[Term]) -> pl.Expr:
-    """Return intercept + sum of value * feature as a polars expression, not clipped; null where a feature is null or the sum not finite."""
+    """Return `line` as a polars expression over columns."""
     import polars as pl
 
-    total = pl.lit(intercept.value)
-    for term in terms:
-        total = total + term.value * pl.col(term.feature)
-    return pl.when(total.is_finite()).then(total)
+    from tracefit.features.columns import COLUMNS
+
+    return line(intercept, terms, pl.col, COLUMNS)
+
+
+def admitted_us(start_us: pl.Expr, done_us: pl.Expr, offset_us: float) -> pl.Expr:
+    """Return the admission by the rule of the step boundary, in us after ARRIVED like both times; not below 0.
+
+    Args:
+        start_us: The first step start at or after the end of the API work; null if no step is waited for.
+        done_us: That end.
+        offset_us: QUEUED less the step start it comes before.
+    """
+    import polars as pl
+
+    return pl.coalesce(start_us + offset_us, done_us).clip(lower_bound=0.0)
 
 
 class Comparison(Strict):
@@ -143,8 +161,8 @@ class Comparison(Strict):
 class Condition(Strict):
     """True if any / all of the comparisons hold; an empty `any` is false, an empty `all` true; null does not hold."""
 
-    any: tuple[Comparison, ...] | None = Field(default=None, max_length=100)
-    all: tuple[Comparison, ...] | None = Field(default=None, max_length=100)
+    any: tuple[Comparison, ...] | None = Field(default=None, max_length=MAX_COMPARISONS)
+    all: tuple[Comparison, ...] | None = Field(default=None, max_length=MAX_COMPARISONS)
 
     @model_validator(mode="after")
     def _has_comparisons(self) -> Self:
@@ -158,27 +176,23 @@ class Condition(Strict):
         compared = (*(self.any or ()), *(self.all or ()))
         return tuple(dict.fromkeys(n for c in compared for n in (c.feature, c.feature2) if n))
 
-    def holds(self, values: Mapping[str, float | None]) -> bool:
-        """Return whether it holds for one row."""
+    def holds(self, value_of: Callable[[str], Operand], algebra: Algebra[Operand, Truth]) -> Truth:
+        """Return whether it holds for the values of its names."""
 
-        def one(c: Comparison) -> bool:
-            left = values[c.feature]
-            right = values[c.feature2] if c.feature2 else c.value
-            return left is not None and right is not None and bool(_COMPARE[c.op](left, right))
+        def one(c: Comparison) -> Truth:
+            right = value_of(c.feature2) if c.feature2 else algebra.constant(c.value or 0.0)
+            return algebra.compare(c.op, value_of(c.feature), right)
 
-        return (self.any is None or any(map(one, self.any))) and all(map(one, self.all or ()))
+        either = [] if self.any is None else [algebra.some([one(c) for c in self.any])]
+        return algebra.every([*either, *(one(c) for c in self.all or ())])
 
     def expression(self) -> pl.Expr:
-        """Return it as a polars expression, never null."""
+        """Return it as a polars expression over columns, never null."""
         import polars as pl
 
-        def one(c: Comparison) -> pl.Expr:
-            right = pl.col(c.feature2) if c.feature2 else pl.lit(c.value)
-            return pl.Expr.fill_null(_COMPARE[c.op](pl.col(c.feature), right), value=False)
+        from tracefit.features.columns import COLUMNS
 
-        some = [one(c) for c in self.any or ()]
-        holds = pl.lit(self.any is None) if not some else pl.any_horizontal(some)
-        return pl.all_horizontal([holds, *(one(c) for c in self.all or ())])
+        return self.holds(pl.col, COLUMNS)
 
     def text(self, name: Callable[[str], str] = str, number: Callable[[float | None], str] = str) -> str:
         """Write it: comparisons joined by `or` and `and`; `never` where none can hold, empty where it always holds."""

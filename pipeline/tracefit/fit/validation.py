@@ -32,6 +32,7 @@ from tracefit.fit.results import (
     Validation,
 )
 from tracefit.statistics import PERCENTS
+from tracefit.tables.sources import is_one_step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -168,7 +169,7 @@ def validate(
 
 def equation_errors(regimes: list[FittedRegime], holdout: pl.DataFrame) -> EquationErrors | None:
     """Measure a step-time model on all held-out rows, intervals included; null where none is an interval."""
-    if "source" not in holdout.columns or not (holdout["source"] == "interval").any():
+    if "source" not in holdout.columns or holdout.select(is_one_step().all()).item():
         return None
     actual, predicted = target_of(holdout), predict_regimes(regimes, holdout)
     steps = holdout["interval_steps"].to_numpy()

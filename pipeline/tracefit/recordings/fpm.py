@@ -23,7 +23,7 @@ from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.framing import BOM, LENGTH_BYTES, message_bytes, records
 from tracefit.inputs.rejects import Encoding, Reject, excerpt
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
-from tracefit.tables.schema import FPM
+from tracefit.tables.sources import CycleSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -390,7 +390,7 @@ def _as_steps(found: pl.DataFrame, offset: int) -> pl.DataFrame:
         pl.col("source_offset") + offset,
         server=pl.concat_str(worker, pl.lit(".dp"), pl.col("dp_rank").fill_null(0)),
         cycle_us=pl.when(pl.col("wall_time_s") != 0).then(pl.col("wall_time_s") * 1e6),
-        cycle_source=pl.lit(FPM),
+        cycle_source=pl.lit(CycleSource.FPM.value),
         decode_tokens=pl.col("num_decode_reqs"),
         scheduled_tokens=pl.col("prefill_tokens") + pl.col("num_decode_reqs"),
         running_depth=requests,
@@ -401,7 +401,7 @@ def _as_steps(found: pl.DataFrame, offset: int) -> pl.DataFrame:
 
 FORMAT = register(
     Recording(
-        name=FPM,
+        name=CycleSource.FPM.value,
         title="ForwardPassMetrics",
         find=_find,
         fills="`steps`, and `timeline` with context tokens and the time of each step",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tracefit.coefficients.compiled import main_forms
 from tracefit.coefficients.model import BoundaryModel, RegimesModel
-from tracefit.features.targets import LATENCIES, around_steps
+from tracefit.features.targets import LATENCIES, around_steps, is_step_model
 from tracefit.fit.results import NEVER
 from tracefit.reports.document import Bullets, Report, kept, section, table, table_of
 from tracefit.reports.figures.scope import ScopeFigures, figures_of_evaluation
@@ -274,7 +274,7 @@ def _scope(one: ScopeParts, *, several: bool = False) -> tuple[ReportPart, ...]:
         for m in scope.not_fitted
     )
     # Step times before waits: latencies build on them.
-    names = sorted(scope.models, key=lambda name: not name.startswith("beta."))
+    names = sorted(scope.models, key=lambda name: not is_step_model(name))
     return kept(
         f"Of scopes alike, this one has {one.label.detail}." if one.label.detail else "",
         *first,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tracefit.features.targets import is_step_model
 from tracefit.reports.document import UseVerdict, Verdicts
 from tracefit.text import count, number, percent, sentence
 
@@ -51,7 +52,7 @@ def fraction(pct: float) -> str:
 
 def step_entry(scope: ScopeEvaluation) -> Validation | None:
     """Return the evaluation of the model of step times; null without one."""
-    return next((e for name, e in scope.models.items() if name.startswith("beta.")), None)
+    return next((e for name, e in scope.models.items() if is_step_model(name)), None)
 
 
 def lead(scope: ScopeEvaluation) -> str:
@@ -59,7 +60,7 @@ def lead(scope: ScopeEvaluation) -> str:
     entry = step_entry(scope)
     if entry is None or entry.holdout.mdape_pct is None:
         reason = next(
-            (m.reason for m in scope.not_fitted if m.name.startswith("beta.")), "the traces do not show them"
+            (m.reason for m in scope.not_fitted if is_step_model(m.name)), "the traces do not show them"
         )
         return f"There is no model of step times: {reason}."
     errors = f"Step times are typically within {percent(entry.holdout.mdape_pct)} %"

@@ -29,6 +29,7 @@ from pydantic import (
 )
 
 from tracefit.errors import UsageError, did_you_mean
+from tracefit.evaluator import MAX_VALUES
 from tracefit.inputs.buckets import place_of
 
 if TYPE_CHECKING:
@@ -47,8 +48,6 @@ Document: TypeAlias = Mapping[str, object]
 MAX_DOCUMENT_BYTES = 8 * 1024 * 1024
 # Far above what a configuration needs, far below where Python's own recursion ends.
 MAX_NESTING = 64
-MAX_JSON_VALUES = 500_000
-"""Values a JSON file may hold: what Python makes of so many still fits in memory."""
 
 _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
 """Brackets; strings are matched whole, so that what is in them does not count."""
@@ -133,8 +132,8 @@ def parse_json_object(content: bytes | str, *, where: str, strict: bool = False)
 def _check_json_size(text: str, *, where: str) -> None:
     """Refuse text that is too costly to parse, from counts of characters alone."""
     # Every value but the first follows one of these.
-    if max(text.count(mark) for mark in ",[{") > MAX_JSON_VALUES:
-        raise UsageError(f"is not JSON of fewer than {MAX_JSON_VALUES:,} values", where=where)
+    if max(text.count(mark) for mark in ",[{") > MAX_VALUES:
+        raise UsageError(f"is not JSON of fewer than {MAX_VALUES:,} values", where=where)
     depth = 0
     for match in _BRACKETS.finditer(text):
         depth += 1 if match[0] in "[{" else -1 if match[0] in "]}" else 0

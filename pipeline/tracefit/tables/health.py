@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from tracefit.tables.requests import is_cut_off
 from tracefit.tables.schema import ENGINE
-
-CUT_OFF = ("aborted", "error", "ignored")
-"""Finish statuses of requests that need not have produced a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ def health_checks(journeys: pl.DataFrame, requests: pl.DataFrame, steps: pl.Data
         One check per rule, in reading order; a rule without rows has `of` 0.
     """
     core = requests.filter(pl.col("core_request_id").is_not_null())
-    cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
+    cut_off = is_cut_off()
     complete = {
         "without QUEUED": pl.col("queued_ns").is_null(),
         "without SCHEDULED": pl.col("first_scheduled_ns").is_null() & ~cut_off,

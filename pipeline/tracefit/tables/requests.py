@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import polars as pl
 
+from tracefit.statistics import sum_if_all_known
 from tracefit.tables import dialects, schema
 from tracefit.tables.dialects import REQUEST_RULES, Spelling
-from tracefit.tables.health import CUT_OFF
 from tracefit.tables.schema import ENGINE
 
 _API_TIMES = {
@@ -123,13 +123,9 @@ def _requeue_waits(core: pl.DataFrame) -> pl.DataFrame:
     late = pl.col("after_first_token")
     return waits.group_by("row").agg(
         preempted_events=pl.len(),
-        requeue_before_us=_known_sum(pl.col("wait_us").filter(~late)),
-        requeue_after_us=_known_sum(pl.col("wait_us").filter(late)),
+        requeue_before_us=sum_if_all_known(pl.col("wait_us").filter(~late)),
+        requeue_after_us=sum_if_all_known(pl.col("wait_us").filter(late)),
     )
-
-
-def _known_sum(values: pl.Expr) -> pl.Expr:
-    return pl.when(values.null_count() == 0).then(values.sum())
 
 
 def api_requests(journeys: pl.DataFrame, api_spans: pl.DataFrame) -> pl.DataFrame:
@@ -390,6 +386,15 @@ def _us(end: str, start: str) -> pl.Expr:
     return _as_us(pl.col(end) - pl.col(start))
 
 
+_CUT_OFF = ("aborted", "error", "ignored")
+"""Finish statuses of requests that need not have produced a token."""
+
+
+def is_cut_off() -> pl.Expr:
+    """Return which rows of the `requests` table ended before they were complete; false where the status is not known."""
+    return pl.col("finish_status").is_in(_CUT_OFF).fill_null(value=False)
+
+
 def _with_state(requests: pl.DataFrame) -> pl.DataFrame:
     """Add `state`, from the finish status, else the last event of the core, else the end of the API span.
 
@@ -473,7 +478,7 @@ def _with_durations(requests: pl.DataFrame) -> pl.DataFrame:
         side: pl.when(lost).then(None).when(counted > 0).then(f"requeue_{side}_us").otherwise(0.0)
         for side in ("before", "after")
     }
-    cut_off = pl.col("finish_status").is_in(CUT_OFF)
+    cut_off = is_cut_off()
     several = pl.col("output_tokens") > 1
     return requests.with_columns(
         last_token_ns=pl.when(~cut_off & (pl.col("output_tokens") > 0)).then("finished_ns"),

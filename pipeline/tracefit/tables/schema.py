@@ -86,11 +86,6 @@ class Rule:
     breaks: pl.Expr
 
 
-FPM = "fpm"
-"""Source of the time of a step: `wall_time` of ForwardPassMetrics, from the output of the step before it to its own."""
-FPM_GPU = "fpm_gpu"
-"""The same where it is GPU time alone, as SGLang measures it."""
-
 OFF_CLOCK, STRAY_STEP = "is_off_clock", "is_stray_step"
 """Evidence of the whole run on a row: its time is on none of the server's clocks, its step is far from those around it."""
 

@@ -13,6 +13,7 @@ import polars as pl
 
 from tracefit.tables import schema
 from tracefit.tables.schema import ENGINE, SERVER
+from tracefit.tables.sources import CycleSource
 from tracefit.timeline.anchors import execution_lags, step_starts
 from tracefit.timeline.composition import EngineLimits, compose
 from tracefit.timeline.engines import StepAxis, bincount_at, position, step_axis
@@ -225,7 +226,9 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
         "cycle_us",
         "cycle_sd_us",
         "idle_after",
-        cycle_source=pl.when(adjacent).then(pl.lit("adjacent")).otherwise(pl.lit("interval")),
+        cycle_source=pl.when(adjacent)
+        .then(pl.lit(CycleSource.ADJACENT.value))
+        .otherwise(pl.lit(CycleSource.INTERVAL.value)),
     )
     joined = ordered.join(spans, on="position", how="left", maintain_order="left")
     is_recorded = pl.col("recorded_us").is_not_null()

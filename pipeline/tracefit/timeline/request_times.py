@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import polars as pl
 
+from tracefit.statistics import sum_if_all_known
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 from tracefit.timeline.anchors import execution_lags
+from tracefit.timeline.step_sums import StepSums
 
 _TIMES = ("steps", "steps_timed", "scheduler_us", "model_execute_us")
 
@@ -76,21 +78,12 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
     lag = lags.select(*SERVER, lag="execution_lag_steps")
     rows = stays.join(lag, on=SERVER, how="left").with_columns(pl.col("lag").fill_null(0))
     rows = rows.with_columns(
-        before=pl.col("first_step") - 1,
         starts=pl.col("first_step") + pl.col("lag"),
         # The last step before a preemption ends where the next one starts.
         ends=pl.col("last_step") + 1 + pl.col("lag"),
     )
-    # Cumulative sums along an engine: the sum over a request's steps is the difference at its two ends.
-    sums = timeline.sort("step_id").select(
-        *ENGINE,
-        "step_id",
-        known=pl.col("duration_us").is_not_null().cast(pl.Int64).cum_sum().over(ENGINE),
-        total=pl.col("duration_us").fill_null(0).cum_sum().over(ENGINE),
-    )
-    for side, step in (("until", "last_step"), ("from", "before")):
-        at = sums.rename({"step_id": step, "known": f"known_{side}", "total": f"total_{side}"})
-        rows = rows.sort(step).join_asof(at, on=step, by=ENGINE, check_sortedness=False)
+    before, last = pl.col("first_step") - 1, pl.col("last_step")
+    rows = rows.hstack(StepSums(timeline, "duration_us").between(rows, before, last, missing="skipped"))
     starts = timeline.select(*ENGINE, "step_id", "ts_start_ns")
     for step in ("starts", "ends"):
         at = starts.rename({"step_id": step, "ts_start_ns": f"{step}_ns"})
@@ -100,15 +93,13 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
     whole = ~pl.any_horizontal(pl.col("end_event", "last_step").is_null())
     rows = rows.with_columns(
         steps=pl.when(whole).then(pl.col("last_step") - pl.col("first_step") + 1),
-        known=pl.col("known_until").fill_null(0) - pl.col("known_from").fill_null(0),
-        total=pl.col("total_until").fill_null(0) - pl.col("total_from").fill_null(0),
         engine_us=(pl.coalesce("end_ns", "ends_ns") - begin) / 1e3,
     )
     sums = rows.group_by(REQUEST).agg(
-        steps=_whole_sum("steps"),
-        known=pl.col("known").sum(),
-        total=pl.col("total").sum(),
-        engine_us=_whole_sum("engine_us"),
+        steps=sum_if_all_known(pl.col("steps")),
+        known=pl.col("duration_us_known").sum(),
+        total=pl.col("duration_us").sum(),
+        engine_us=sum_if_all_known(pl.col("engine_us")),
         lag=pl.col("lag").first(),
     )
     timed = (pl.col("known") > 0) & (pl.col("steps") > 0)
@@ -122,10 +113,6 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
         scheduler_us=scheduler,
         model_execute_us=pl.col("engine_us") - taken,
     )
-
-
-def _whole_sum(name: str) -> pl.Expr:
-    return pl.when(pl.col(name).null_count() == 0).then(pl.col(name).sum())
 
 
 def _token_gaps(requests: pl.DataFrame, timeline: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:

@@ -71,7 +71,7 @@ def scope_figures(
         if (kept := rows.evaluated(model)) is None:
             continue
         of_models[model.name] = model_figures(model, kept, points=points)
-        if model.name.startswith("beta.") and not first:
+        if model.is_step_model and not first:
             first = [step_times_figure(scope_id, kept, points=points), error_by_load_figure(scope)]
             if isinstance(model, LinearModel):
                 parts = step_breakdown(model, kept.filter(split="holdout"))

@@ -1,0 +1,57 @@
+"""Sums over consecutive steps of an engine: the one place where a step that is missing counts as one thing or another."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import polars as pl
+
+from tracefit.tables.schema import ENGINE
+
+MissingSteps = Literal["unknown", "skipped"]
+"""What a sum is if a step in it is not in the table or has no value: null, or the sum of the other steps."""
+
+
+class StepSums:
+    """Sums of columns over steps. Each is a difference of two cumulative sums: there is no row per request and step."""
+
+    def __init__(self, steps: pl.DataFrame, *columns: str) -> None:
+        """Add up columns of numbers along each engine; `steps` has the engine's columns and step_id, one row per step."""
+        self._columns = columns
+        values = pl.col(columns).fill_null(0)
+        known = pl.col(columns).is_not_null().cast(pl.Int64).name.suffix("_known")
+        sums = (sum_of.cum_sum().over(ENGINE) for sum_of in (values, known))
+        self._until = steps.sort("step_id").select(*ENGINE, "step_id", *sums)
+
+    def between(
+        self, rows: pl.DataFrame, after: pl.Expr, last: pl.Expr, *, missing: MissingSteps
+    ) -> pl.DataFrame:
+        """Sum over the steps that follow `after`, up to and with `last`.
+
+        Args:
+            rows: One row per sum, with the columns of the engine.
+            after: Step id per row; the step itself is not in the sum.
+            last: Step id per row.
+            missing: The rule for missing steps.
+
+        Returns:
+            One row per row of `rows`, in its order: each column's sum, and `<column>_known`, the number of steps with a value.
+            Null where an end is null.
+        """
+        begin, end = self._sums_until(rows, after), self._sums_until(rows, last)
+        sums = end.select(pl.col(name) - begin[name] for name in end.columns)
+        if missing == "unknown":
+            steps = pl.col("step_id")
+            sums = sums.with_columns(
+                pl.when(pl.col(f"{name}_known") == steps).then(name).alias(name) for name in self._columns
+            )
+        return sums.drop("step_id")
+
+    def _sums_until(self, rows: pl.DataFrame, step: pl.Expr) -> pl.DataFrame:
+        wanted = rows.select(*ENGINE, step_id=step.cast(pl.Int64)).with_row_index("row")
+        found = wanted.sort("step_id", nulls_last=True).join_asof(
+            self._until, on="step_id", by=ENGINE, check_sortedness=False
+        )
+        # An engine that has no step yet has a sum of 0.
+        sums = pl.exclude(*ENGINE, "row").fill_null(0)
+        return found.sort("row").select(pl.when(pl.col("step_id").is_not_null()).then(sums))

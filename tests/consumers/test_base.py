@@ -1,0 +1,40 @@
+"""Requests as the refits of several consumers take them: the load they ran under, worked out by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import polars as pl
+import pytest
+
+from tracefit.consumers.base import timed_requests
+
+ENGINE = {"run_id": "r", "server": "s", "epoch": 0}
+
+
+def _load(steps, first_scheduled=4):
+    """Return the load of a request that decodes in steps 6 to 15; in step k, k requests run."""
+    timeline = pl.DataFrame([{**ENGINE, "step_id": k, "running_depth": k} for k in steps])
+    request = {
+        **ENGINE,
+        "first_scheduled_ns": 1,
+        "first_scheduled_step": first_scheduled,
+        "first_token_step": 5,
+        "finished_step": 15,
+        "prompt_tokens": 10,
+        "cached_prompt_tokens": None,
+        "itl_us": 7.0,
+    }
+    source = SimpleNamespace(tables=SimpleNamespace(timeline=timeline, requests=pl.DataFrame([request])))
+    return timed_requests(source, "itl_us").select("running_start", "running_decode").row(0)
+
+
+def test_load_of_a_request_is_of_its_first_step_and_the_mean_of_those_it_decodes_in():
+    assert _load(range(1, 21)) == (4, sum(range(6, 16)) / 10)
+
+
+@pytest.mark.parametrize("missing", [range(11, 16), (10,), (15,)])
+def test_load_is_unknown_where_a_step_is_missing(missing):
+    """Without steps 11 to 15, the mean of those up to 10 is 8.0: the load is 10.5."""
+    assert _load([k for k in range(1, 21) if k not in missing]) == (4, None)
+    assert _load([k for k in range(5, 21) if k not in missing]) == (None, None)
