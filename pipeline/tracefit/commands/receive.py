@@ -15,6 +15,7 @@ import yaml
 from tracefit.commands.ingest import ServerOptions
 from tracefit.errors import UsageError
 from tracefit.progress import NullProgress, Progress
+from tracefit.receive.connections import keep_few, want_descriptors
 from tracefit.receive.intake import Intake
 from tracefit.receive.observed import Observed, show_live
 from tracefit.receive.options import ReceiveOptions, Token
@@ -119,6 +120,7 @@ class _Receiver:
 
     async def run(self, *, live: bool, listening: Callable[[Listening], None]) -> None:
         """Receive until a stop is requested, then finish open requests."""
+        want_descriptors()
         servers = _servers(self._intake, self._token)
         stop = asyncio.Event()
         with _signals(stop):
@@ -128,7 +130,11 @@ class _Receiver:
                 await asyncio.gather(*(each.stop() for each in servers))
                 raise
             writing = asyncio.create_task(self._intake.run())
-            watching = [asyncio.create_task(self._watch())]
+            ports = (grpc_port, http_port)
+            watching = [
+                asyncio.create_task(self._watch()),
+                asyncio.create_task(keep_few(ports, self._options.limits)),
+            ]
             if live:
                 watching.append(asyncio.create_task(show_live(self._observed)))
             listening(Listening(self._options.host, grpc_port, http_port, self._store.root))

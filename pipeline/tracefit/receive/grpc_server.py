@@ -54,6 +54,9 @@ class GrpcServer:
                 ("grpc.max_concurrent_streams", limits.readers),
                 ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_AND_GZIP),
                 ("grpc.per_message_decompression", 0),
+                ("grpc.max_allowed_incoming_connections", limits.accepted),
+                ("grpc.server_handshake_timeout_ms", int(limits.read_s * 1000)),
+                ("grpc.max_connection_idle_ms", int(limits.idle_s * 1000)),
                 ("grpc.keepalive_time_ms", 60_000),
                 # The library's five minutes would close connections of senders that ping more often (too_many_pings).
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
