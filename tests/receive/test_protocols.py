@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import http.client
 import json
@@ -41,12 +42,11 @@ def in_thread(function, *arguments):
 def post(port, body, headers, *, path="/v1/traces", method="POST", context=None):
     """Return code, headers and body of an answer."""
     kind = http.client.HTTPSConnection if context else http.client.HTTPConnection
-    connection = kind("127.0.0.1", port, timeout=30, **({"context": context} if context else {}))
-    connection.request(method, path, body, headers)
-    answer = connection.getresponse()
-    content = answer.read()
-    connection.close()
-    return answer.status, dict(answer.headers.items()), content
+    more = {"context": context} if context else {}
+    with contextlib.closing(kind("127.0.0.1", port, timeout=30, **more)) as connection:
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.headers.items()), answer.read()
 
 
 def export(port, message, *, metadata=(), compression=None, credentials=None, timeout=30):
