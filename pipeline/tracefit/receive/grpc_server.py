@@ -101,19 +101,25 @@ class _Handlers(grpc.GenericRpcHandler):
             return grpc.stream_unary_rpc_method_handler(self._export)
         return grpc.stream_unary_rpc_method_handler(_refuse_other)
 
-    async def _export(self, messages: AsyncIterator[bytes], context: _Context) -> bytes:
+    async def _export(self, _: AsyncIterator[bytes], context: _Context) -> bytes:
         metadata = dict(context.invocation_metadata() or ())
         if not self._token.accepts(metadata.get("authorization", "")):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, TOKEN_NEEDED)
         try:
-            await self._intake.take(lambda: anext(aiter(messages)))
+            # Read from the context: an iterator would hold the message until the disk has it.
+            await self._intake.take(lambda: _message(context))
         except BusyError as error:
             await _refuse_for_now(context, error)
         except RequestError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.line())
-        except StopAsyncIteration:  # no message, or one beyond the limit, which the library has refused
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no message")
         return _ACKNOWLEDGED
+
+
+async def _message(context: _Context) -> bytes:
+    message = await context.read()
+    if isinstance(message, bytes):
+        return message
+    raise RequestError("no message")  # or one beyond the limit, which the library has refused
 
 
 async def _refuse_for_now(context: _Context, error: BusyError) -> NoReturn:
