@@ -158,6 +158,19 @@ def at_once(work):
 
 
 @pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    files = ["-keyout", folder / "key.pem", "-out", folder / "cert.pem"]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *files],
+        check=True,
+        capture_output=True,
+    )
+    return folder / "cert.pem", folder / "key.pem"
+
+
+@pytest.fixture(scope="session")
 def lib():
     """Return the helpers of these tests."""
     return SimpleNamespace(

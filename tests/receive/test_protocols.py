@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import http.client
 import json
 import ssl
-import subprocess
 
 import grpc
 import pytest
@@ -42,12 +42,11 @@ def in_thread(function, *arguments):
 def post(port, body, headers, *, path="/v1/traces", method="POST", context=None):
     """Return code, headers and body of an answer."""
     kind = http.client.HTTPSConnection if context else http.client.HTTPConnection
-    connection = kind("127.0.0.1", port, timeout=30, **({"context": context} if context else {}))
-    connection.request(method, path, body, headers)
-    answer = connection.getresponse()
-    content = answer.read()
-    connection.close()
-    return answer.status, dict(answer.headers.items()), content
+    more = {"context": context} if context else {}
+    with contextlib.closing(kind("127.0.0.1", port, timeout=30, **more)) as connection:
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.headers.items()), answer.read()
 
 
 def export(port, message, *, metadata=(), compression=None, credentials=None, timeout=30):
@@ -306,7 +305,7 @@ def test_too_many_at_once_are_told_when_to_come_again(lib, tmp_path):
 
 def test_http_connections_have_a_limit(lib, tmp_path):
     async def main():
-        async with lib.running(tmp_path, limits=IntakeLimits(connections=1)) as at:
+        async with lib.running(tmp_path, limits=IntakeLimits(accepted=1)) as at:
             _, writer = await asyncio.open_connection("127.0.0.1", at.http_port)
             reader, second = await asyncio.open_connection("127.0.0.1", at.http_port)
             answer = await reader.read()
@@ -414,19 +413,6 @@ def test_a_token_that_protects_nothing_is_refused(tmp_path, content):
     (tmp_path / "token").write_text(content)
     with pytest.raises(UsageError, match="token of 16 or more"):
         Token(tmp_path / "token")
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tls")
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    files = ["-keyout", folder / "key.pem", "-out", folder / "cert.pem"]
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *files],
-        check=True,
-        capture_output=True,
-    )
-    return folder / "cert.pem", folder / "key.pem"
 
 
 def test_both_ports_speak_tls_with_a_certificate(lib, tmp_path, certificate):

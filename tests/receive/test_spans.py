@@ -265,12 +265,14 @@ def test_an_attribute_that_is_a_list_of_millions_is_not_unfolded(monkeypatch):
             parsed.append(len(encoded))
             return KeyValue.FromString(encoded)
 
+    privacy = PrivacyFilter()
     monkeypatch.setattr("tracefit.receive.observed.KeyValue", Counting)
+    monkeypatch.setattr("tracefit.receive.spans.KeyValue", Counting)
     values = field(0x12, field(0x2A, b"\x0a\x00" * 1_000_000))
     kept, odd = field(0x0A, b"step.id") + values, values + field(0x0A, b"other")
     event = field(0x5A, field(0x12, b"step.BATCH_SUMMARY") + field(0x1A, kept) + field(0x1A, odd))
-    part, data = written(request_of(field(0x12, event)))
-    (event,) = data.resource_spans[0].scope_spans[0].spans[0].events
+    (part,) = at_once(privacy.by_sender(request_of(field(0x12, event)), Observed()))
+    (event,) = TracesData.FromString(part.payload).resource_spans[0].scope_spans[0].spans[0].events
     assert (part.spans, keys(event.attributes), parsed) == (1, ["step.id"], [])
 
 

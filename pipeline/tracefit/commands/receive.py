@@ -19,6 +19,7 @@ from tracefit.commands.ingest import ServerOptions
 from tracefit.errors import UsageError
 from tracefit.inputs.buckets import place_of
 from tracefit.progress import NullProgress, Progress
+from tracefit.receive.connections import keep_few, want_descriptors
 from tracefit.receive.intake import Intake
 from tracefit.receive.observed import Observed, ObservedStep, StepErrors, show_live
 from tracefit.receive.options import ReceiveOptions, Token
@@ -171,8 +172,14 @@ class _Receiver:
         self._intake = Intake(store, privacy, self._observed, options.limits)
         self._warnings: list[str] = []
 
+    def _closed_silent(self, connections: int) -> None:
+        for _ in range(connections):
+            text = "more connections than an address or a port may have; those silent longest are closed"
+            self._observed.refusals.add("connections", text, "an address with many of them")
+
     async def run(self, *, live: bool, listening: Callable[[Listening], None]) -> None:
         """Receive until a stop is requested, then finish open requests."""
+        want_descriptors()
         servers = _servers(self._intake, self._token, has_metrics=self._options.metrics)
         stop = asyncio.Event()
         with _signals(stop):
@@ -182,7 +189,11 @@ class _Receiver:
                 await asyncio.gather(*(each.stop() for each in servers))
                 raise
             writing = asyncio.create_task(self._intake.run())
-            watching = [asyncio.create_task(self._watch())]
+            ports = (grpc_port, http_port)
+            watching = [
+                asyncio.create_task(self._watch()),
+                asyncio.create_task(keep_few(ports, self._options.limits, self._closed_silent)),
+            ]
             if live:
                 watching.append(asyncio.create_task(show_live(self._observed)))
             listening(Listening(self._options.host, grpc_port, http_port, self._store.root))

@@ -60,6 +60,9 @@ class GrpcServer:
                 ("grpc.max_concurrent_streams", limits.readers),
                 ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_AND_GZIP),
                 ("grpc.per_message_decompression", 0),
+                ("grpc.max_allowed_incoming_connections", limits.accepted),
+                ("grpc.server_handshake_timeout_ms", int(limits.read_s * 1000)),
+                ("grpc.max_connection_idle_ms", int(limits.idle_s * 1000)),
                 ("grpc.keepalive_time_ms", 60_000),
                 # The library's five minutes would close connections of senders that ping more often (too_many_pings).
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
@@ -106,22 +109,20 @@ class _Handlers(grpc.GenericRpcHandler):
             return grpc.stream_unary_rpc_method_handler(self._check)
         return grpc.stream_unary_rpc_method_handler(self._refuse_other)
 
-    async def _export(self, messages: AsyncIterator[bytes], context: _Context) -> bytes:
+    async def _export(self, _: AsyncIterator[bytes], context: _Context) -> bytes:
         metadata = dict(context.invocation_metadata() or ())
         if not self._token.accepts(metadata.get("authorization", "")):
             self._refused("token", TOKEN_NEEDED, context)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, TOKEN_NEEDED)
         try:
-            await self._intake.take(lambda: anext(aiter(messages)))
+            # Read from the context: an iterator would hold the message until the disk has it.
+            await self._intake.take(lambda: _message(context))
         except BusyError as error:
             self._refused(error.cause, error.line(), context)
             await _refuse_for_now(context, error)
         except RequestError as error:
             self._refused(error.cause, error.line(), context)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.line())
-        except StopAsyncIteration:  # no message, or one beyond the limit, which the library has refused
-            self._refused("malformed", "no message, or one too long", context)
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no message")
         return _ACKNOWLEDGED
 
     async def _check(self, messages: AsyncIterator[bytes], context: _Context) -> bytes:
@@ -141,6 +142,13 @@ class _Handlers(grpc.GenericRpcHandler):
 
     def _refused(self, cause: Cause, text: str, context: _Context) -> None:
         self._intake.observed.refusals.add(cause, text, context.peer())
+
+
+async def _message(context: _Context) -> bytes:
+    message = await context.read()
+    if isinstance(message, bytes):
+        return message
+    raise RequestError("no message")  # or one beyond the limit, which the library has refused
 
 
 async def _refuse_for_now(context: _Context, error: BusyError) -> NoReturn:

@@ -32,7 +32,6 @@ _OTHER_SIGNALS = ("/v1/logs", "/v1/metrics")
 _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
-_IDLE_S = 75.0  # longer than the SDK's five seconds between exports: a sender keeps its connection
 _READ_BYTES = 64 << 10
 # HTTP status to google.rpc.Code, which OTLP wants in the body of a refusal.
 _GRPC_CODES = {400: 3, 401: 16, 404: 12, 405: 12, 413: 3, 415: 3, 503: 14}
@@ -58,6 +57,7 @@ class HttpServer:
         self._has_metrics = has_metrics
         self._connections: dict[asyncio.Task[None], _Connection] = {}
         self._server: asyncio.Server | None = None
+        self._tls: ssl.SSLContext | None = None
 
     async def start(self, options: ReceiveOptions) -> int:
         """Listen; return the port.
@@ -65,14 +65,13 @@ class HttpServer:
         Raises:
             UsageError: The port is taken, or certificate and key cannot be used.
         """
-        context = None
         where = f"HTTP, {options.host}:{options.http_port}"
         try:
             if options.tls_cert:
-                context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-                context.load_cert_chain(options.tls_cert, options.tls_key)
+                self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+                self._tls.load_cert_chain(options.tls_cert, options.tls_key)
             self._server = await asyncio.start_server(
-                self._serve, options.host, options.http_port, ssl=context, limit=_READ_BYTES
+                self._serve, options.host, options.http_port, limit=_READ_BYTES
             )
         except ssl.SSLError as error:
             raise UsageError("not a certificate and its key", where=str(options.tls_cert)) from error
@@ -95,17 +94,23 @@ class HttpServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        if task is None or len(self._connections) >= self._intake.limits.connections:
-            text = f"more than {self._intake.limits.connections:,} connections"
-            self._intake.observed.refusals.add("connections", text, "HTTP")
-            writer.write(_TOO_MANY)
+        limits = self._intake.limits
+        if task is None or len(self._connections) >= limits.accepted:
+            self._intake.observed.refusals.add(
+                "connections", f"more than {limits.accepted:,} connections", "HTTP"
+            )
+            writer.write(_TOO_MANY if self._tls is None else b"")
             writer.close()
             return
-        self._connections[task] = _Connection(
-            reader, writer, self._intake, self._token, has_metrics=self._has_metrics
-        )
+        connection = _Connection(reader, writer, self._intake, self._token, has_metrics=self._has_metrics)
+        self._connections[task] = connection
         try:
-            await self._connections[task].serve()
+            if self._tls is not None:
+                # Here, where it is counted and has a time limit of ours.
+                await writer.start_tls(self._tls, ssl_handshake_timeout=limits.read_s)
+            await connection.serve()
+        except (OSError, asyncio.CancelledError):  # gone, or too slow; or the receiver stops, and has waited
+            writer.transport.abort()
         finally:
             del self._connections[task]
             writer.close()
@@ -140,7 +145,7 @@ class _Connection:
 
     async def serve(self) -> None:
         """Answer requests until the sender closes the connection or the receiver stops."""
-        with contextlib.suppress(OSError, TimeoutError, h11.LocalProtocolError):
+        with contextlib.suppress(h11.LocalProtocolError):
             try:
                 while await self._serve_one():
                     self._http.start_next_cycle()
@@ -152,7 +157,11 @@ class _Connection:
 
     async def _serve_one(self) -> bool:
         """Answer one request; return whether another may follow."""
-        async with asyncio.timeout(_IDLE_S):
+        limits = self._intake.limits
+        if not self._http.trailing_data[0]:
+            async with asyncio.timeout(limits.idle_s):
+                await self._receive()
+        async with asyncio.timeout(limits.read_s):
             request = await self._event()
         if not isinstance(request, h11.Request):
             return False
@@ -257,10 +266,13 @@ class _Connection:
 
     async def _event(self) -> h11.Event:
         while (event := self._http.next_event()) is h11.NEED_DATA:
-            self._http.receive_data(await self._reader.read(_READ_BYTES))
+            await self._receive()
         if isinstance(event, type):  # h11.PAUSED: the sender is ahead of the answers
             return h11.ConnectionClosed()
         return event
+
+    async def _receive(self) -> None:
+        self._http.receive_data(await self._reader.read(_READ_BYTES))
 
     async def _send(self, refusal: _RefusalError | None, encoding: BodyEncoding) -> None:
         """Answer: done, or a refusal as OTLP wants it, a google.rpc.Status."""

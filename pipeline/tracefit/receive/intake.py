@@ -213,14 +213,18 @@ class Intake:
             while not (self._is_closing and not self._pending):
                 await self._wake.wait()
                 self._wake.clear()
-                group, self._pending = self._pending, []
-                received = [spans for pending in group for spans in pending.received]
-                failed = await loop.run_in_executor(disk, self._store.commit, received)
-                self._disk_works = len(failed) < len({spans.sender for spans in received}) or not received
-                for pending in group:
-                    self._pending_bytes -= pending.size_bytes
-                    _resolve(pending, failed)
+                await self._write(disk)
             await loop.run_in_executor(disk, self._store.close)
+
+    async def _write(self, disk: ThreadPoolExecutor) -> None:
+        """Write what waits; nothing of it is held any more when the next group gathers."""
+        group, self._pending = self._pending, []
+        received = [spans for pending in group for spans in pending.received]
+        failed = await asyncio.get_running_loop().run_in_executor(disk, self._store.commit, received)
+        self._disk_works = len(failed) < len({spans.sender for spans in received}) or not received
+        for pending in group:
+            self._pending_bytes -= pending.size_bytes
+            _resolve(pending, failed)
 
     def close(self) -> None:
         """Let `run` end when nothing waits for the disk."""

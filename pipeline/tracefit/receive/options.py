@@ -44,7 +44,10 @@ class IntakeLimits:
         queue_s: How long one waits, at most.
         read_s: How long a sender may take to deliver a request.
         pending_bytes: Bytes that wait for the disk; above them, requests are refused before they are read.
-        connections: HTTP connections, at most.
+        connections: Connections of a port; of more, those that have been silent longest are closed.
+        connections_of_address: Likewise, of those from one address.
+        accepted: Connections of a port at any moment: more are refused at once.
+        idle_s: How long a connection is kept without a request.
         folders: Folders made for different servers, at most.
         drain_s: How long requests in progress have to end, once the receiver has to stop.
     """
@@ -58,8 +61,12 @@ class IntakeLimits:
     read_s: float = 10.0
     pending_bytes: int = 64 << 20
     connections: int = 256
+    connections_of_address: int = 128
+    # Of both ports, with the files and the rest, fewer than the 1,024 descriptors that a process has by default.
+    accepted: int = 384
+    idle_s: float = 75.0  # longer than the SDK's five seconds between exports: a sender keeps its connection
     folders: int = 1024
-    drain_s: float = 10.0
+    drain_s: float = 5.0  # less than the ten seconds of `docker stop`
 
 
 @dataclass(frozen=True, slots=True)
