@@ -126,7 +126,7 @@ def test_a_damaged_line_is_exit_code_3_with_a_warning(tracefit, tmp_path, folder
 
 
 def _broken_config(folder):
-    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "config.json").write_text('["llama"]')
     return ()
 
 
@@ -135,7 +135,7 @@ FAULTS = {
     "a setting that cannot be": (lambda _: ("--set", "max_num_seqs=-4"), 2, "max_num_seqs"),
     "an unknown gpu": (lambda _: ("--gpu", "H9000"), 2, "H100"),
     "no such run config": (lambda f: ("--run-config", f / "none.yaml"), 2, "none.yaml"),
-    "a model configuration without keys": (_broken_config, 2, "config.json"),
+    "a model configuration that is a list": (_broken_config, 2, "config.json"),
 }
 
 
