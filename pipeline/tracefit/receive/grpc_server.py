@@ -38,6 +38,7 @@ _EXPORT = f"/{_TRACE_SERVICE}/Export"
 _HEALTH = "/grpc.health.v1.Health/Check"
 _SERVING, _NOT_SERVING = 1, 2
 _ACKNOWLEDGED = ExportTraceServiceResponse().SerializeToString()
+_LOOKAHEAD_BYTES = 64 << 10
 _IDENTITY_AND_GZIP = 0b101  # bits of grpc_compression_algorithm; the one between them is deflate
 
 # It reports clients that hang up, with a traceback.
@@ -58,6 +59,9 @@ class GrpcServer:
                 # Between the two limits the library refuses at random: they are the same.
                 ("grpc.absolute_max_metadata_size", limits.header_bytes),
                 ("grpc.max_concurrent_streams", limits.readers),
+                # What comes of a message before it is read. The library would take megabytes of each, from every connection.
+                ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
+                ("grpc.http2.bdp_probe", 0),
                 ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_AND_GZIP),
                 ("grpc.per_message_decompression", 0),
                 ("grpc.max_allowed_incoming_connections", limits.accepted),

@@ -160,10 +160,10 @@ class Intake:
         self, read: Callable[[], Awaitable[bytes]], encoding: BodyEncoding, *, is_gzip: bool | None
     ) -> list[SenderSpans]:
         """Read a request and decode it: a short one in turns with all others, long ones one after another."""
-        # Before anything is read: what is refused has cost no memory.
-        if self._pending_bytes > self.limits.pending_bytes:
-            raise BusyError("the disk does not keep up", RETRY_DISK_S, "disk")
         async with self._places.one():
+            # Before anything is read, and after those that came before: what is refused has cost no memory.
+            if self._pending_bytes > self.limits.pending_bytes:
+                raise BusyError("the disk does not keep up", RETRY_DISK_S, "disk")
             async with asyncio.timeout(self.limits.read_s):
                 body = await read()
             # No protobuf message begins like gzip: its first byte would be a field of a wire type that does not exist.

@@ -55,11 +55,11 @@ class IntakeLimits:
     # gRPC's own limit of 4 MiB is less than a batch of step spans with snapshots can be.
     message_bytes: int = 16 << 20
     header_bytes: int = 16 << 10
-    readers: int = 8
+    readers: int = 4
     queued_requests: int = 256
     queue_s: float = 5.0
     read_s: float = 10.0
-    pending_bytes: int = 64 << 20
+    pending_bytes: int = 16 << 20
     connections: int = 256
     connections_of_address: int = 128
     # Of both ports, with the files and the rest, fewer than the 1,024 descriptors that a process has by default.

@@ -12,6 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Generator
 from functools import lru_cache
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -186,16 +187,17 @@ class PrivacyFilter:
                 continue
             encoded = yield from _header(body, scope_start, scope_stop, work)
             scope, kept = _scope(encoded)
-            for piece, fields in _pieces(body, scope_start, scope_stop):
+            for begin, end, fields in _pieces(body, scope_start, scope_stop):
                 if work.add(fields):
                     yield
-                scope_spans = _ScopeSpans.FromString(piece)
+                scope_spans = _ScopeSpans.FromString(body[begin:end])
                 scope_spans.DiscardUnknownFields()  # they may hold text that a user wrote
                 spans += len(scope_spans.spans)
                 yield from self._reduce(scope, scope_spans.spans, observed, work)
                 scope_spans.scope = kept
                 if scope_spans.spans:
                     resource_spans.scope_spans.append(scope_spans.SerializeToString())
+                del scope_spans  # as long as the request, perhaps
         return SenderSpans(sender, data.SerializeToString(), spans)
 
     def _reduce(self, scope: str, spans: Any, observed: Observed, work: _Work) -> InSlices[None]:
@@ -229,8 +231,11 @@ class PrivacyFilter:
         span.ClearField("status")
 
 
-def _pieces(body: bytes, start: int, stop: int) -> Iterator[tuple[bytes, int]]:
-    """Yield a `ScopeSpans` in pieces that are messages too, of a long span or several short ones, and fields looked at for it.
+def _pieces(body: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Divide a `ScopeSpans` into pieces that are messages too, each of a long span or of several short ones.
+
+    Yields:
+        Begin and end of a piece, and the number of fields that were looked at for it.
 
     Raises:
         RequestError: A span or an event has too many fields.
@@ -242,12 +247,12 @@ def _pieces(body: bytes, start: int, stop: int) -> Iterator[tuple[bytes, int]]:
         for number, begin, end in submessages(body, start, stop):
             fields += 1
             if end - start > _PIECE_BYTES and position > start:
-                yield body[start:position], fields
+                yield start, position, fields
                 start, fields = position, 0
             if number == _SPANS and end - begin > _PIECE_BYTES:
                 _require_few_fields(body, begin, end)
             position = end
-    yield body[start:stop], fields
+    yield start, stop, fields
 
 
 def _header(body: bytes, start: int, stop: int, work: _Work) -> InSlices[bytes]:
@@ -288,14 +293,14 @@ class _Keys:
         """
         # The first byte is the tag of the key, the second its length. Other encodings of the same are allowed, and rare.
         try:
-            kept = [a for a in attributes if a[: a[1] + 2] in self._beginnings or self._has_key(a)]
+            is_kept = [a[: a[1] + 2] in self._beginnings or self._has_key(a) for a in attributes]
         except IndexError:
-            kept = [a for a in attributes if self._has_key(a)]
-        count = len(attributes)
-        if len(kept) < count:
+            is_kept = [self._has_key(a) for a in attributes]
+        if not all(is_kept):
+            kept = list(compress(attributes, is_kept))
             del attributes[:]
             attributes.extend(kept)
-        return count
+        return len(is_kept)
 
     def _has_key(self, attribute: bytes) -> bool:
         # To this class the value is an unknown field, of which no objects are made.
