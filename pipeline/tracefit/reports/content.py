@@ -319,9 +319,7 @@ def _server_facts(one: ScopeParts) -> tuple[ReportPart, ...]:
         ""
         if facts.architecture
         else "Without a config.json of a known kind, features of the model are unknown and left out.",
-        f"Assumed, because no input states it: {'; '.join(facts.assumed)}."
-        if facts.assumed
-        else "",
+        f"Assumed, because no input states it: {'; '.join(facts.assumed)}." if facts.assumed else "",
     )
     settings = [(f"`{k}`", str(v)) for k, v in facts.settings.items() if k not in ("model", "gpu")]
     return " ".join(filter(None, lines)), table(("setting", "value"), settings, folded="Server settings")
