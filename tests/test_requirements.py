@@ -133,6 +133,7 @@ MODULES = {
     "scikit-learn": "sklearn",
     "googleapis-common-protos": "google",
     "grpcio": "grpc",
+    "pyzmq": "zmq",
 }
 """Requirement to the module it is imported as, where these differ."""
 

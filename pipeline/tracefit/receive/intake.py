@@ -93,7 +93,7 @@ class Intake:
                     body = await read()
                 received = self._decode(body, encoding, is_gzip=is_gzip)
                 del body  # a decoded request would otherwise hold its bytes until the disk has them
-            await self._written(received)
+            await self.write(received)
         except TimeoutError:
             self.observed.refused += 1
             raise BusyError(f"not delivered within {self.limits.read_s:g} s", RETRY_BUSY_S) from None
@@ -140,7 +140,12 @@ class Intake:
         self._senders = senders
         return received
 
-    async def _written(self, received: list[SenderSpans]) -> None:
+    async def write(self, received: list[SenderSpans]) -> None:
+        """Return once all of it is on disk.
+
+        Raises:
+            BusyError: It cannot be written now.
+        """
         if not received:
             return
         size = sum(len(spans.payload) for spans in received)

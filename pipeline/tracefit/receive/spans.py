@@ -10,7 +10,7 @@ import base64
 import json
 import zlib
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError
@@ -51,11 +51,16 @@ class RequestError(DataError):
     """A request that will never be accepted, however often it is sent."""
 
 
+SentForm: TypeAlias = Literal["spans", "steps"]
+"""What comes: `TracesData` messages, or lines of recorded steps."""
+
+
 class Sender(NamedTuple):
     """The resource that spans come from: `service.name`, and its instance or, without one, its host."""
 
     service: str
     instance: str
+    form: SentForm = "spans"
 
 
 class SenderSpans(NamedTuple):
