@@ -134,6 +134,7 @@ MODULES = {
     "googleapis-common-protos": "google",
     "grpcio": "grpc",
     "prometheus-client": "prometheus_client",
+    "pyzmq": "zmq",
 }
 """Requirement to the module it is imported as, where these differ."""
 

@@ -142,9 +142,9 @@ def test_a_request_of_several_servers_goes_to_each(lib):
     )
     parts = at_once(PrivacyFilter().by_sender(body, Observed()))
     assert [(part.sender, part.spans) for part in parts] == [
-        (("a", "1"), 2),
-        (("b", ""), 1),
-        (("a", "2"), 1),
+        (Sender("a", "1"), 2),
+        (Sender("b", ""), 1),
+        (Sender("a", "2"), 1),
     ]
 
 

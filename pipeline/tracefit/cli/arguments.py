@@ -191,11 +191,23 @@ RECEIVE: Group = {
     "http_port": _option(int, 4318, min=0, max=65535, help="Port of OTLP/HTTP; 0 takes a free one."),
     "tls_cert": _option(Optional[Path], None, help="Certificate chain, PEM; goes with --tls-key."),
     "tls_key": _option(Optional[Path], None, help="Private key of the certificate, PEM."),
-    "insecure": _option(bool, False, "--insecure", help="Listen beyond this machine without TLS."),
+    "insecure": _option(
+        bool,
+        False,
+        "--insecure",
+        help="Listen beyond this machine without TLS, or read ForwardPassMetrics from there.",
+    ),
     "token_file": _option(
         Optional[Path],
         None,
         help="File with the token that senders present as `authorization: Bearer TOKEN`.",
+    ),
+    "forward_pass_metrics": _option(
+        Optional[list[str]],
+        None,
+        "--forward-pass-metrics",
+        metavar="tcp://HOST:PORT",
+        help="Also record ForwardPassMetrics from this ZMQ publisher; repeatable. One beyond this machine needs --insecure.",
     ),
     "rotation": _option(
         str,
@@ -269,6 +281,11 @@ SYNTH: Group = {
         int, 4097, "--blocks", min=2, help="KV blocks; few of them cause a queue and preemptions."
     ),
     "noise": _option(float, 0.03, min=0, help="Sigma of the log-normal factor on a step's time."),
+    "form": _option(
+        Literal["instrumented", "fpm"],
+        "instrumented",
+        help="Spans of the instrumented server, or ForwardPassMetrics: one record for each step, none of requests.",
+    ),
     "step_sampling": _option(float, 1.0, min=0, max=1, help="Share of steps traced."),
     "rich_sampling": _option(float, 0.0, min=0, max=1, help="Share of traced steps with request snapshots."),
     "journey_sampling": _option(float, 1.0, min=0, max=1, help="Share of requests traced."),
@@ -335,6 +352,7 @@ def receive_options(options: Mapping[str, Any]) -> ReceiveOptions:
     from tracefit.receive.options import ReceiveOptions, parse_duration, parse_rotation
 
     given = {name: options[name] for name in RECEIVE}
+    given["forward_pass_metrics"] = tuple(given["forward_pass_metrics"] or ())
     given["rotation"] = parse_rotation(given["rotation"])
     given["keep_attributes"] = _keys_of(given["keep_attributes"])
     after = given["stop_after_s"]

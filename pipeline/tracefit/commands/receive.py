@@ -25,13 +25,14 @@ from tracefit.receive.observed import Observed, ObservedStep, StepErrors, show_l
 from tracefit.receive.options import ReceiveOptions, Token
 from tracefit.receive.spans import PrivacyFilter
 from tracefit.receive.store import TraceStore, require_writable
-from tracefit.results.traces import ReceivedFrom, ReceiveResult
+from tracefit.results.traces import ReceivedFrom, ReceiveResult, RecordedFrom
 from tracefit.server.context import read_context
 from tracefit.server.settings import merge, read_all_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from tracefit.receive.forward_pass_metrics import StepRecorder
     from tracefit.receive.grpc_server import GrpcServer
     from tracefit.receive.http_server import HttpServer
 
@@ -171,6 +172,7 @@ class _Receiver:
         privacy = PrivacyFilter(options.keep_attributes, all_spans=options.all_spans)
         self._intake = Intake(store, privacy, self._observed, options.limits)
         self._warnings: list[str] = []
+        self._recorder: StepRecorder | None = None
 
     def _closed_silent(self, connections: int) -> None:
         for _ in range(connections):
@@ -182,6 +184,8 @@ class _Receiver:
         want_descriptors()
         servers = _servers(self._intake, self._token, has_metrics=self._options.metrics)
         stop = asyncio.Event()
+        if endpoints := self._options.forward_pass_metrics:
+            self._recorder = _recorder(endpoints, self._intake)
         with _signals(stop):
             try:
                 grpc_port, http_port = [await each.start(self._options) for each in servers]
@@ -189,6 +193,8 @@ class _Receiver:
                 await asyncio.gather(*(each.stop() for each in servers))
                 raise
             writing = asyncio.create_task(self._intake.run())
+            if self._recorder is not None:
+                self._recorder.start()
             ports = (grpc_port, http_port)
             watching = [
                 asyncio.create_task(self._watch()),
@@ -203,6 +209,8 @@ class _Receiver:
             )
             # Servers first, then the disk: open requests are still acknowledged.
             await asyncio.gather(*(each.stop() for each in servers))
+            if self._recorder is not None:
+                await self._recorder.stop()
             self._intake.close()
             await writing
             for task in (stopping, *watching):
@@ -225,6 +233,9 @@ class _Receiver:
         for text in self._observed.refusals.news():
             self._progress.warn(text)
 
+        for text in self._recorder.news() if self._recorder is not None else ():
+            self._progress.warn(text)
+
     def result(self, out: Path) -> ReceiveResult:
         """Return the totals received, the most active senders first."""
         senders = self._intake.spans_by_sender.most_common()
@@ -239,6 +250,12 @@ class _Receiver:
             dropped_events=self._observed.dropped_events,
             received_from=tuple(ReceivedFrom(s.service, s.instance, spans) for s, spans in senders),
             warnings=tuple(self._warnings),
+            recorded_from=tuple(
+                RecordedFrom(
+                    s.endpoint, s.records, s.lost_messages, s.refused.total(), dict(s.refused.items())
+                )
+                for s in (self._recorder.sources if self._recorder is not None else ())
+            ),
         )
 
 
@@ -255,6 +272,19 @@ def _servers(intake: Intake, token: Token, *, has_metrics: bool) -> tuple[GrpcSe
             f"receiving needs the Python package {error.name}", hint="pip install 'tracefit[receive]'"
         ) from error
     return GrpcServer(intake, token), HttpServer(intake, token, has_metrics=has_metrics)
+
+
+def _recorder(endpoints: Sequence[str], intake: Intake) -> StepRecorder:
+    # Polars takes long to load, and a receiver of spans alone needs none.
+    from tracefit.recordings.fpm import as_line  # noqa: PLC0415
+
+    try:
+        from tracefit.receive.forward_pass_metrics import StepRecorder  # noqa: PLC0415 - packages of the extra alone
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"receiving needs the Python package {error.name}", hint="pip install 'tracefit[receive]'"
+        ) from error
+    return StepRecorder(endpoints, as_line, intake)
 
 
 @contextlib.contextmanager

@@ -145,7 +145,7 @@ class Intake:
         self.open_requests += 1
         try:
             received = await self._received(read, encoding, is_gzip=is_gzip)
-            await self._written(received)
+            await self.write(received)
         except TimeoutError:
             raise BusyError(f"not delivered within {self.limits.read_s:g} s", RETRY_BUSY_S) from None
         finally:
@@ -195,7 +195,12 @@ class Intake:
         self._senders = senders
         return received
 
-    async def _written(self, received: list[SenderSpans]) -> None:
+    async def write(self, received: list[SenderSpans]) -> None:
+        """Return once all of it is on disk.
+
+        Raises:
+            BusyError: It cannot be written now.
+        """
         if not received:
             return
         size = sum(len(spans.payload) for spans in received)

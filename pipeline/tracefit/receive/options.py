@@ -21,6 +21,7 @@ _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SIZE_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _TIME_UNITS = {"S": 1.0, "MIN": 60.0, "H": 3600.0}
 _AMOUNT = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*)")
+_ENDPOINT = re.compile(r"tcp://(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,255}):([0-9]{1,5})")
 _MIN_TOKEN_BYTES, _MAX_TOKEN_BYTES = 16, 4096  # 16 hexadecimal digits are 64 bits; headers hold 16 KiB
 
 
@@ -79,8 +80,9 @@ class ReceiveOptions:
         http_port: Port of OTLP/HTTP; 0 takes a free one.
         tls_cert: Certificate chain, PEM; with `tls_key`, both ports speak TLS alone.
         tls_key: Private key, PEM.
-        insecure: Listen on an address that is not loopback without TLS.
+        insecure: Listen on an address that is not loopback without TLS, or read ForwardPassMetrics from one.
         token_file: File whose first line senders must present as `authorization: Bearer …`.
+        forward_pass_metrics: ZMQ endpoints of publishers of ForwardPassMetrics, as `tcp://host:port`.
         rotation: When files are rotated.
         all_spans: Keep names and attributes of spans that are not vLLM's.
         keep_attributes: Span attributes to keep beside those that `ingest` keeps.
@@ -96,6 +98,7 @@ class ReceiveOptions:
     tls_key: Path | None = None
     insecure: bool = False
     token_file: Path | None = None
+    forward_pass_metrics: tuple[str, ...] = ()
     rotation: Rotation = field(default_factory=Rotation)
     all_spans: bool = False
     keep_attributes: tuple[str, ...] = ()
@@ -107,7 +110,7 @@ class ReceiveOptions:
         """Refuse to listen where others could read along or send.
 
         Raises:
-            UsageError: Half a TLS configuration, or an address beyond this machine without TLS.
+            UsageError: Half a TLS configuration, an address beyond this machine without TLS, or no endpoint.
         """
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UsageError("--tls-cert and --tls-key go together", hint="give both, or neither")
@@ -115,6 +118,21 @@ class ReceiveOptions:
             raise UsageError(
                 f"--host {self.host}: other machines could send and read along without encryption",
                 hint="give --tls-cert and --tls-key, or say --insecure",
+            )
+        for endpoint in self.forward_pass_metrics:
+            self._require_safe_endpoint(endpoint)
+
+    def _require_safe_endpoint(self, endpoint: str) -> None:
+        match = _ENDPOINT.fullmatch(endpoint)
+        if match is None or not 1 <= int(match[2]) <= 65_535:
+            raise UsageError(
+                f"--forward-pass-metrics {endpoint[:200]!r}: not an endpoint",
+                hint="for example tcp://127.0.0.1:20380",
+            )
+        if not (self.insecure or _is_loopback(match[1].strip("[]"))):
+            raise UsageError(
+                f"--forward-pass-metrics {endpoint}: ZMQ has no authentication here, and no encryption",
+                hint="if the network itself is safe, say --insecure",
             )
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Generator
 from functools import lru_cache
 from itertools import compress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from google.protobuf import json_format
@@ -85,11 +85,16 @@ class RequestError(DataError):
     cause: Cause = "malformed"
 
 
+SentForm: TypeAlias = Literal["spans", "steps"]
+"""What comes: `TracesData` messages, or lines of recorded steps."""
+
+
 class Sender(NamedTuple):
     """The resource that spans come from: `service.name`, and its instance or, without one, its host."""
 
     service: str
     instance: str
+    form: SentForm = "spans"
 
     @property
     def is_unnamed(self) -> bool:

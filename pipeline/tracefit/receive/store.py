@@ -3,7 +3,8 @@
 `OUT/<service.name>/exp-config.yaml` makes a run of everything below it; its files lie in a folder for each
 service.instance.id, because the API process and the engine core of one server are two instances with newer SDKs, and
 belong to one run. A record is four bytes of length, big-endian, and one zstd frame with a `TracesData`; files are made
-anew, never opened again, so that what a crash cut short is the end of a file and nothing is written behind it.
+anew, never opened again, so that what a crash cut short is the end of a file and nothing is written behind it. Lines of recorded
+steps are zstd frames one after another, without lengths.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tracefit.receive.options import Rotation
-    from tracefit.receive.spans import Sender, SenderSpans
+    from tracefit.receive.spans import Sender, SenderSpans, SentForm
 
 _RECORD_BYTES = 1 << 20
 """Messages are joined up to so many bytes: several in one frame compress better."""
@@ -48,6 +49,9 @@ _LIKE_OURS = re.compile(r".*(-[0-9a-f]{8}|\.(json|yaml))")
 """Names with a hash, as cleaned ones have it, and names of files that commands look for, such as manifest.json."""
 
 _ZSTD_LEVEL = 3  # the library's default
+
+_NAMES: dict[SentForm, tuple[str, str]] = {"spans": ("traces", ".binpb"), "steps": ("fpm", ".jsonl.zst")}
+"""What the names of files begin and end with."""
 
 
 def folder_name(text: str) -> str:
@@ -107,7 +111,7 @@ class TraceStore:
         # One sender whose disk is full or folder is gone must not cost the others their spans.
         failed = {}
         for sender, payloads in by_sender.items():
-            data = b"".join(_framed(payloads))
+            data = _encoded(payloads, sender.form)
             try:
                 # A folder that is moved while it is written to: the spans go to a new one.
                 if not (self._append(sender, data) or self._append(sender, data)):
@@ -171,7 +175,7 @@ class TraceStore:
             os.close(self._open.pop(sender).descriptor)
         elif len(self._open) >= _OPEN_FILES:
             os.close(self._open.popitem(last=False)[1].descriptor)
-        self._open[sender] = self._new_file(self._folder_of(sender), now)
+        self._open[sender] = self._new_file(self._folder_of(sender), sender.form, now)
         return self._open[sender]
 
     def _folder_of(self, sender: Sender) -> Path:
@@ -185,16 +189,23 @@ class TraceStore:
                 write_whole(run / name, content)
         return folder
 
-    def _new_file(self, folder: Path, now: float) -> _OpenFile:
+    def _new_file(self, folder: Path, form: SentForm, now: float) -> _OpenFile:
+        begin, end = _NAMES[form]
         while True:
             stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S.%f")[:-3]
-            path = folder / f"traces-{stamp}Z-{next(self._numbers)}.binpb"
+            path = folder / f"{begin}-{stamp}Z-{next(self._numbers)}{end}"
             with contextlib.suppress(FileExistsError):
                 # Exclusive: a file that is there is another receiver's. Not for everyone: request ids are in it.
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o640)
                 sync_folder(folder)  # without it the name may be gone after a crash, with all records
                 self.files.append(path)
                 return _OpenFile(path, descriptor, now)
+
+
+def _encoded(payloads: Iterable[bytes], form: SentForm) -> bytes:
+    if form == "steps":
+        return zstd.compress(b"".join(payloads), level=_ZSTD_LEVEL)
+    return b"".join(_framed(payloads))
 
 
 def _framed(payloads: Iterable[bytes]) -> Iterator[bytes]:

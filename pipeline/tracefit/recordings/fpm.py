@@ -14,7 +14,7 @@ import re
 from contextlib import suppress
 from itertools import pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import polars as pl
@@ -282,6 +282,22 @@ def _line(text: bytes) -> Any:
     except _UNREADABLE:
         return None
     return found if found.metrics.version == VERSION else None
+
+
+def as_line(message: bytes, received_at_ns: int) -> tuple[bytes, float] | Literal["malformed", "version"]:
+    """Return a published message as the line that Dynamo's recorder writes of it, and its `wall_time`; or why it is not read.
+
+    Args:
+        message: One msgpack message, a map or an array.
+        received_at_ns: When it was received, in unix ns.
+    """
+    size, record = _message(message)
+    if record is None or size != len(message):
+        return "malformed" if _version_of(message, "msgpack") in {None, VERSION} else "version"
+    metrics = msgspec.json.encode(msgspec.convert(record, _MAP, from_attributes=True))
+    line = b'{"received_at_ns":%d,"metrics":%b}\n' % (received_at_ns, metrics)
+    # JSON has no numbers that are not finite: a line is written only if it can be read again.
+    return (line, record.wall_time) if _line(line) else "malformed"
 
 
 def _of_msgpack(payload: bytes, rejects: _Rejects) -> Iterator[_Record]:

@@ -174,11 +174,24 @@ def receive_text(result: traces.ReceiveResult) -> str:
         (printable(r.service), printable(r.instance) or "-", count(r.spans)) for r in result.received_from
     ]
     table = columns(head, rows, left={0, 1}) if rows else "nothing was received"
+    if result.recorded_from:
+        table = "\n\n".join([*([table] if rows else []), _recorded_text(result.recorded_from)])
     files = f"{plural(len(result.files), 'file')}, {count(result.bytes)} bytes"
     causes = ", ".join(f"{cause} {count(number)}" for cause, number in result.refused_by_cause.items())
     requests = f"{count(result.exports)} acknowledged, {count(result.refused)} refused"
     requests += f" ({causes})" if causes else ""
     return f"{table}\n\nrequests  {requests}\nwritten   {files}, below {result.out}"
+
+
+def _recorded_text(recorded_from: Iterable[traces.RecordedFrom]) -> str:
+    """Return what each publisher of ForwardPassMetrics sent."""
+    head = ("ForwardPassMetrics of", "records", "messages lost", "not kept")
+    rows = []
+    for each in recorded_from:
+        causes = ", ".join(f"{cause} {count(number)}" for cause, number in each.refused_by_cause.items())
+        not_kept = f"{count(each.refused)} ({causes})" if causes else "0"
+        rows.append((each.endpoint, count(each.records), count(each.lost_messages), not_kept))
+    return columns(head, rows, left={0})
 
 
 def synth_text(result: models.SynthResult) -> str:

@@ -212,8 +212,19 @@ class ReceivedFrom:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedFrom:
+    """What one publisher of ForwardPassMetrics sent: records on disk, and messages lost on the way or not kept, by cause."""
+
+    endpoint: str
+    records: int
+    lost_messages: int
+    refused: int
+    refused_by_cause: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class ReceiveResult:
-    """What was received: every span that is counted is on disk."""
+    """What was received: every span and record that is counted is on disk."""
 
     out: Path
     files: tuple[Path, ...]
@@ -225,11 +236,13 @@ class ReceiveResult:
     dropped_events: int
     received_from: tuple[ReceivedFrom, ...]
     warnings: tuple[str, ...] = ()
+    recorded_from: tuple[RecordedFrom, ...] = ()
 
     @property
     def exit_code(self) -> int:
-        """0, or 3 when requests were refused: what they held may never have come again."""
-        return EXIT_QUARANTINE if self.refused else EXIT_DONE
+        """0, or 3 when requests or messages were refused or lost: what they held may never have come again."""
+        lost = any(each.refused or each.lost_messages for each in self.recorded_from)
+        return EXIT_QUARANTINE if self.refused or lost else EXIT_DONE
 
 
 # -- requests -------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from tracefit.synth.laws import (
 _INFINITE = float("inf")
 
 LawName: TypeAlias = Literal["linear", "roofline"]
+Form: TypeAlias = Literal["instrumented", "fpm"]
 DurationMode: TypeAlias = Literal["schedule", "step"]
 InstanceIds: TypeAlias = Literal["auto", "none", "server", "process"]
 QueuedStamp: TypeAlias = Literal["step_start", "arrival"]
@@ -106,6 +107,8 @@ class SynthOptions:
     hiccup_us: float = 30_000.0  # mean of that delay (exponential)
     empty_step_us: float = 260.0  # time of a step without tokens
 
+    # What is written: the instrumented server's spans, or ForwardPassMetrics, one record for each step and none of requests.
+    form: Form = "instrumented"
     step_sampling: float = 1.0  # chance of a step to be in the trace
     rich_sampling: float = 0.0  # chance of such a step to carry request snapshots too
     journey_sampling: float = 1.0  # chance of a request to be in the trace
@@ -212,6 +215,7 @@ class SynthOptions:
 
 
 _CHOICES = (
+    ("form", Form, "form"),
     ("duration", DurationMode, "mode"),
     ("queued_stamp", QueuedStamp, "stamp"),
     ("instance_ids", InstanceIds, "choice"),

@@ -21,6 +21,7 @@ import pyarrow as pa
 import yaml
 
 from tracefit.errors import UsageError
+from tracefit.synth.fpm import fpm_lines
 from tracefit.synth.simulation import EpochLog, StepLog, simulate_server
 from tracefit.synth.spans import export, framed_protobuf, json_lines
 
@@ -42,7 +43,10 @@ class SynthRun:
 
     options: SynthOptions
     law: StepLaw  # with its coefficients
-    batches: tuple[ExportBatch, ...]  # in the order a collector received them
+    batches: tuple[
+        ExportBatch, ...
+    ]  # in the order a collector received them; none in the form of ForwardPassMetrics
+    recorded_lines: tuple[bytes, ...]  # of ForwardPassMetrics, in the order a recorder received them
     truth_steps: pl.DataFrame  # one row per step, columns as in `STEP_COLUMNS`
     truth_requests: pl.DataFrame  # one row per request, columns as in `REQUEST_COLUMNS`
 
@@ -68,10 +72,12 @@ def synth(options: SynthOptions) -> SynthRun:
     epochs = [
         life for number, rng in enumerate(servers) for life in simulate_server(options, law, number, rng)
     ]
+    is_fpm = options.form == "fpm"
     return SynthRun(
         options=options,
         law=law,
-        batches=tuple(export(options, epochs, emission)),
+        batches=() if is_fpm else tuple(export(options, epochs, emission)),
+        recorded_lines=tuple(fpm_lines(epochs)) if is_fpm else (),
         truth_steps=_frame(_STEPS, [(epoch, step) for epoch in epochs for step in epoch.steps]),
         truth_requests=_frame(
             _REQUESTS, [(epoch, request) for epoch in epochs for request in epoch.requests]
@@ -102,18 +108,25 @@ def write_run(
     kinds = list(dict.fromkeys(formats))
     if not kinds or any(kind not in ("json", "protobuf") for kind in kinds):
         raise UsageError(f"cannot write {list(formats)!r}", where="formats", hint="known: json, protobuf")
+    is_fpm = run.options.form == "fpm"
+    if is_fpm and kinds != ["json"]:
+        raise UsageError("ForwardPassMetrics are written as JSON lines alone", where="formats")
     folders = []
     for kind in kinds:
         suffix = "-proto" if kind == "protobuf" and len(kinds) > 1 else ""
         folder = out / f"{run.options.name}{suffix}"
-        name = ("traces.json" if kind == "json" else "traces.binpb") + (f".{compress}" if compress else "")
+        name = "fpm.jsonl" if is_fpm else "traces.json" if kind == "json" else "traces.binpb"
+        name += f".{compress}" if compress else ""
         _write(folder, {name: _trace(run, kind, compress), **_sidecars(run)})
         folders.append(folder)
     return folders[0]
 
 
 def _trace(run: SynthRun, kind: Format, compress: TraceSuffix | None) -> bytes:
-    data = json_lines(run.batches) if kind == "json" else framed_protobuf(run.batches)
+    if run.options.form == "fpm":
+        data = b"".join(run.recorded_lines)
+    else:
+        data = json_lines(run.batches) if kind == "json" else framed_protobuf(run.batches)
     if compress is None:
         return data
     if compress == "gz":
@@ -143,7 +156,6 @@ def _csv(frame: pl.DataFrame) -> bytes:
 
 def _exp_config(options: SynthOptions) -> dict[str, str | int | float | bool]:
     """Return the server's settings under the names real runs use."""
-    limit = options.span_event_limit
     return {
         "model": options.architecture.served_name,
         "model_config": "config.json",
@@ -158,13 +170,21 @@ def _exp_config(options: SynthOptions) -> dict[str, str | int | float | bool]:
         "enable_chunked_prefill": options.chunked_prefill,
         "async_scheduling": False,
         "num_gpu_blocks_override": options.num_blocks,
+        **(_tracing(options) if options.form == "instrumented" else {}),
+        **({} if options.gpu is None else {"gpu": options.gpu}),
+        "note": "synthetic run: simulated engine with a known step-time law",
+    }
+
+
+def _tracing(options: SynthOptions) -> dict[str, int | float]:
+    """Return the settings of the instrumented server's traces, which an unmodified one does not have."""
+    limit = options.span_event_limit
+    return {
         "journey_tracing_sample_rate": options.journey_sampling,
         "step_tracing_sample_rate": options.step_sampling,
         "step_tracing_rich_subsample_rate": options.rich_sampling,
         "step_tracing_closure_interval": options.steps_per_span,
         "otel_span_event_count_limit": 1_000_000 if limit is None else limit,
-        **({} if options.gpu is None else {"gpu": options.gpu}),
-        "note": "synthetic run: simulated engine with a known step-time law",
     }
 
 

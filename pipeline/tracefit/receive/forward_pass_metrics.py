@@ -1,0 +1,211 @@
+"""ForwardPassMetrics of running engines: messages from ZMQ publishers become lines of a run folder for each endpoint.
+
+A message has three frames: topic, sequence number (eight bytes, big-endian) and record. A publisher keeps nothing and sends
+nothing again: what is not on disk, because it was not sent, not read in time, or could not be written, is counted by the gaps of
+its sequence or by cause. What comes within a second is written together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+
+import zmq
+import zmq.asyncio
+
+from tracefit.receive.intake import BusyError
+from tracefit.receive.spans import Sender, SenderSpans
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tracefit.receive.intake import Intake
+
+MessageCause: TypeAlias = Literal["frames", "too_long", "malformed", "version", "disk"]
+"""Why a message is not kept.
+
+`frames`: not three, or the second is no number of eight bytes. `too_long`: longer than any record. `malformed`: no record.
+`version`: of another version than the one that is read. `disk`: it is full, slow or cannot be written.
+"""
+
+_FRAMES, _SEQUENCE_BYTES = 3, 8
+MESSAGE_BYTES = 4 << 10
+"""Longest message; a usual one has 500 bytes."""
+_FRAME_BYTES = 4 * MESSAGE_BYTES
+"""Longest frame that ZMQ reads: a connection with a longer one is closed, and made again."""
+_QUEUED_MESSAGES = 4096
+"""That ZMQ holds of one publisher, at most, before it drops them."""
+_QUEUED_LINES = 16_384
+"""That wait for the disk, at most: above them no message is read."""
+_WRITE_S = 1.0
+_RECONNECT_S = 0.1
+_CUT = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_MOST_LOST = 1 << 32
+"""A sequence that jumps further is another one."""
+
+
+class Line(NamedTuple):
+    """A record as a line of a trace file, and the time of its step in seconds; 0 if it is a heartbeat."""
+
+    text: bytes
+    wall_time_s: float
+
+
+class ReadRecord(Protocol):
+    """Makes a line of a record."""
+
+    def __call__(
+        self, message: bytes, received_at_ns: int
+    ) -> tuple[bytes, float] | Literal["malformed", "version"]:
+        """Return the line and the time of the step in seconds, or why there is none."""
+
+
+class Source:
+    """One endpoint: what came of it, and what was not kept.
+
+    Attributes:
+        records: Records on disk.
+        lost_messages: Numbers of the sequence that never came.
+        refused: Messages that are not kept, by cause.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.records = 0
+        self.lost_messages = 0
+        self.refused: Counter[MessageCause] = Counter()
+        # The name of its run folder: without the scheme, and colons are not for file names.
+        self.sender = Sender(endpoint.removeprefix("tcp://").replace(":", "-"), "", "steps")
+        self._last: int | None = None
+
+    def count(self, sequence: bytes) -> None:
+        """Count the numbers between the last message and this one; a publisher that starts again begins at 0."""
+        number = int.from_bytes(sequence, "big")
+        if self._last is not None and 0 < number - self._last <= _MOST_LOST:
+            self.lost_messages += number - self._last - 1
+        self._last = number
+
+
+class StepRecorder:
+    """Reads from publishers, and hands what they send to the disk."""
+
+    def __init__(self, endpoints: Sequence[str], read_record: ReadRecord, intake: Intake) -> None:
+        self.sources = [Source(endpoint) for endpoint in dict.fromkeys(endpoints)]
+        self._context = zmq.asyncio.Context()
+        self._read_record = read_record
+        self._intake = intake
+        self._lines: list[tuple[Source, Line]] = []
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._is_stopping = asyncio.Event()
+        self._reading: list[asyncio.Task[None]] = []
+        self._writing: asyncio.Task[None] | None = None
+        self._news: list[str] = []
+
+    def _socket(self, endpoint: str) -> zmq.asyncio.Socket:
+        socket = self._context.socket(zmq.SUB)
+        socket.set(zmq.MAXMSGSIZE, _FRAME_BYTES)
+        socket.set(zmq.RCVHWM, _QUEUED_MESSAGES)
+        socket.set(zmq.IPV6, int(endpoint.startswith("tcp://[")))
+        socket.set(zmq.SUBSCRIBE, b"")
+        socket.connect(endpoint)
+        return socket
+
+    def start(self) -> None:
+        """Begin to connect; a publisher may start later, or again."""
+        for source in self.sources:
+            self._reading.append(asyncio.create_task(self._read(source)))
+        self._writing = asyncio.create_task(self._write_now_and_then())
+
+    async def stop(self) -> None:
+        """Read no more, and return when what was read is on disk; the intake must still run."""
+        for task in self._reading:
+            task.cancel()
+        for task in self._reading:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._context.destroy(linger=0)
+        self._is_stopping.set()
+        if self._writing is not None:
+            await self._writing
+
+    def news(self) -> list[str]:
+        """Return a line for each cause and endpoint that is new since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    async def _read(self, source: Source) -> None:
+        while True:
+            with self._socket(source.endpoint) as socket, socket.get_monitor_socket(_CUT) as cut:
+                await self._read_connection(source, socket, cut)
+                socket.disable_monitor()
+            # ZMQ itself does not connect again after a connection that broke its rules.
+            await asyncio.sleep(_RECONNECT_S)
+
+    async def _read_connection(
+        self, source: Source, socket: zmq.asyncio.Socket, cut: zmq.asyncio.Socket
+    ) -> None:
+        """Read until the connection has ended and what it brought is taken."""
+        poller = zmq.asyncio.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(cut, zmq.POLLIN)
+        while True:
+            await self._has_room.wait()
+            has_ended = cut in dict(await poller.poll())
+            try:
+                frames = await socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                if has_ended:
+                    return
+                continue
+            self._take(source, frames, time.time_ns())
+            if len(self._lines) >= _QUEUED_LINES:
+                self._has_room.clear()
+            # While messages are there, reading them waits for nothing: everything else has its turn here.
+            await asyncio.sleep(0)
+
+    def _take(self, source: Source, frames: list[bytes], received_at_ns: int) -> None:
+        if len(frames) != _FRAMES or len(frames[1]) != _SEQUENCE_BYTES:
+            self._refuse(source, "frames")
+            return
+        source.count(frames[1])
+        if sum(map(len, frames)) > MESSAGE_BYTES:
+            self._refuse(source, "too_long")
+            return
+        found = self._read_record(frames[2], received_at_ns)
+        if isinstance(found, str):
+            self._refuse(source, found)
+        else:
+            self._lines.append((source, Line(*found)))
+
+    def _refuse(self, source: Source, cause: MessageCause, messages: int = 1) -> None:
+        if cause not in source.refused:
+            self._news.append(f"messages of {source.endpoint} are not kept ({cause})")
+        source.refused[cause] += messages
+
+    async def _write_now_and_then(self) -> None:
+        while not self._is_stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_WRITE_S):
+                    await self._is_stopping.wait()
+            await self._write()
+        await self._write()
+
+    async def _write(self) -> None:
+        lines, self._lines = self._lines, []
+        by_source: dict[Source, list[Line]] = {}
+        for source, line in lines:
+            by_source.setdefault(source, []).append(line)
+        self._has_room.set()
+        for source, kept in by_source.items():
+            payload = b"".join(line.text for line in kept)
+            try:
+                await self._intake.write([SenderSpans(source.sender, payload, len(kept))])
+            except BusyError:
+                self._refuse(source, "disk", len(kept))
+            else:
+                source.records += len(kept)
+                self._intake.observed.steps += sum(line.wall_time_s > 0 for line in kept)
