@@ -66,7 +66,7 @@ def publishing(lib, tmp_path, monkeypatch):
 
             async def done(count, source=0):
                 """Wait until so many messages of a source are on disk or refused."""
-                each = recorder.sources[source]
+                each = recorder.publishers[source]
                 await lib.until(lambda: each.records + each.refused.total() == count)
 
             try:
@@ -137,7 +137,7 @@ def test_junk_is_counted_by_cause_and_costs_itself_alone(publishing):
             await at.send(*(message for messages in junk.values() for message in messages))
             await at.send([b"", number, good[1]])
             await at.done(1 + sum(map(len, junk.values())))
-            (source,) = at.recorder.sources
+            (source,) = at.recorder.publishers
             assert source.refused == {cause: len(messages) for cause, messages in junk.items()}
             assert source.records == 1
             # Each cause is said once.
@@ -155,7 +155,7 @@ def test_gaps_of_the_sequence_are_lost_messages_and_a_publisher_that_starts_agai
             for number, payload in zip([3, 4, 10, 0, 2, 2**63], good, strict=True):
                 await at.send([b"", number.to_bytes(8, "big"), payload])
             await at.done(6)
-            assert at.recorder.sources[0].lost_messages == 5 + 1
+            assert at.recorder.publishers[0].lost_messages == 5 + 1
 
     asyncio.run(body())
 
@@ -171,7 +171,7 @@ def test_a_frame_longer_than_zmq_may_read_costs_its_connection_and_shows_as_a_ga
             await at.resubscribed()
             await at.send([b"", (2).to_bytes(8, "big"), good[1]])
             await at.done(2)
-            (source,) = at.recorder.sources
+            (source,) = at.recorder.publishers
             assert (source.records, source.lost_messages, source.refused.total()) == (2, 1, 0)
 
     asyncio.run(body())
@@ -193,7 +193,7 @@ def test_what_waits_for_the_disk_is_bounded_and_nothing_that_was_read_is_lost(
         async with publishing(store=Counting(tmp_path, rotation=Rotation(), configs={})) as at:
             await at.send(*numbered(maps(steps(200))))
             await at.done(200)
-            assert at.recorder.sources[0].lost_messages == 0
+            assert at.recorder.publishers[0].lost_messages == 0
 
     asyncio.run(body())
     assert max(most) == 5
@@ -208,7 +208,7 @@ def test_records_that_the_disk_does_not_take_are_counted(publishing, tmp_path):
         async with publishing(store=Full(tmp_path, rotation=Rotation(), configs={})) as at:
             await at.send(*numbered(maps(steps(3))))
             await at.done(3)
-            assert at.recorder.sources[0].refused == {"disk": 3}
+            assert at.recorder.publishers[0].refused == {"disk": 3}
 
     asyncio.run(body())
 

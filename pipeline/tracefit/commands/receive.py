@@ -254,7 +254,7 @@ class _Receiver:
                 RecordedFrom(
                     s.endpoint, s.records, s.lost_messages, s.refused.total(), dict(s.refused.items())
                 )
-                for s in (self._recorder.sources if self._recorder is not None else ())
+                for s in (self._recorder.publishers if self._recorder is not None else ())
             ),
         )
 

@@ -63,7 +63,7 @@ class ReadRecord(Protocol):
         """Return the line and the time of the step in seconds, or why there is none."""
 
 
-class Source:
+class Publisher:
     """One endpoint: what came of it, and what was not kept.
 
     Attributes:
@@ -93,11 +93,11 @@ class StepRecorder:
     """Reads from publishers, and hands what they send to the disk."""
 
     def __init__(self, endpoints: Sequence[str], read_record: ReadRecord, intake: Intake) -> None:
-        self.sources = [Source(endpoint) for endpoint in dict.fromkeys(endpoints)]
+        self.publishers = [Publisher(endpoint) for endpoint in dict.fromkeys(endpoints)]
         self._context = zmq.asyncio.Context()
         self._read_record = read_record
         self._intake = intake
-        self._lines: list[tuple[Source, Line]] = []
+        self._lines: list[tuple[Publisher, Line]] = []
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._is_stopping = asyncio.Event()
@@ -116,8 +116,8 @@ class StepRecorder:
 
     def start(self) -> None:
         """Begin to connect; a publisher may start later, or again."""
-        for source in self.sources:
-            self._reading.append(asyncio.create_task(self._read(source)))
+        for publisher in self.publishers:
+            self._reading.append(asyncio.create_task(self._read(publisher)))
         self._writing = asyncio.create_task(self._write_now_and_then())
 
     async def stop(self) -> None:
@@ -137,16 +137,16 @@ class StepRecorder:
         news, self._news = self._news, []
         return news
 
-    async def _read(self, source: Source) -> None:
+    async def _read(self, publisher: Publisher) -> None:
         while True:
-            with self._socket(source.endpoint) as socket, socket.get_monitor_socket(_CUT) as cut:
-                await self._read_connection(source, socket, cut)
+            with self._socket(publisher.endpoint) as socket, socket.get_monitor_socket(_CUT) as cut:
+                await self._read_connection(publisher, socket, cut)
                 socket.disable_monitor()
             # ZMQ itself does not connect again after a connection that broke its rules.
             await asyncio.sleep(_RECONNECT_S)
 
     async def _read_connection(
-        self, source: Source, socket: zmq.asyncio.Socket, cut: zmq.asyncio.Socket
+        self, publisher: Publisher, socket: zmq.asyncio.Socket, cut: zmq.asyncio.Socket
     ) -> None:
         """Read until the connection has ended and what it brought is taken."""
         poller = zmq.asyncio.Poller()
@@ -161,30 +161,30 @@ class StepRecorder:
                 if has_ended:
                     return
                 continue
-            self._take(source, frames, time.time_ns())
+            self._take(publisher, frames, time.time_ns())
             if len(self._lines) >= _QUEUED_LINES:
                 self._has_room.clear()
             # While messages are there, reading them waits for nothing: everything else has its turn here.
             await asyncio.sleep(0)
 
-    def _take(self, source: Source, frames: list[bytes], received_at_ns: int) -> None:
+    def _take(self, publisher: Publisher, frames: list[bytes], received_at_ns: int) -> None:
         if len(frames) != _FRAMES or len(frames[1]) != _SEQUENCE_BYTES:
-            self._refuse(source, "frames")
+            self._refuse(publisher, "frames")
             return
-        source.count(frames[1])
+        publisher.count(frames[1])
         if sum(map(len, frames)) > MESSAGE_BYTES:
-            self._refuse(source, "too_long")
+            self._refuse(publisher, "too_long")
             return
         found = self._read_record(frames[2], received_at_ns)
         if isinstance(found, str):
-            self._refuse(source, found)
+            self._refuse(publisher, found)
         else:
-            self._lines.append((source, Line(*found)))
+            self._lines.append((publisher, Line(*found)))
 
-    def _refuse(self, source: Source, cause: MessageCause, messages: int = 1) -> None:
-        if cause not in source.refused:
-            self._news.append(f"messages of {source.endpoint} are not kept ({cause})")
-        source.refused[cause] += messages
+    def _refuse(self, publisher: Publisher, cause: MessageCause, messages: int = 1) -> None:
+        if cause not in publisher.refused:
+            self._news.append(f"messages of {publisher.endpoint} are not kept ({cause})")
+        publisher.refused[cause] += messages
 
     async def _write_now_and_then(self) -> None:
         while not self._is_stopping.is_set():
@@ -196,16 +196,16 @@ class StepRecorder:
 
     async def _write(self) -> None:
         lines, self._lines = self._lines, []
-        by_source: dict[Source, list[Line]] = {}
-        for source, line in lines:
-            by_source.setdefault(source, []).append(line)
+        by_publisher: dict[Publisher, list[Line]] = {}
+        for publisher, line in lines:
+            by_publisher.setdefault(publisher, []).append(line)
         self._has_room.set()
-        for source, kept in by_source.items():
+        for publisher, kept in by_publisher.items():
             payload = b"".join(line.text for line in kept)
             try:
-                await self._intake.write([SenderSpans(source.sender, payload, len(kept))])
+                await self._intake.write([SenderSpans(publisher.sender, payload, len(kept))])
             except BusyError:
-                self._refuse(source, "disk", len(kept))
+                self._refuse(publisher, "disk", len(kept))
             else:
-                source.records += len(kept)
+                publisher.records += len(kept)
                 self._intake.observed.steps += sum(line.wall_time_s > 0 for line in kept)
