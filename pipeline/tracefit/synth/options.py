@@ -21,6 +21,7 @@ from tracefit.synth.laws import (
 _INFINITE = float("inf")
 
 LawName: TypeAlias = Literal["linear", "roofline"]
+Form: TypeAlias = Literal["instrumented", "stock"]
 DurationMode: TypeAlias = Literal["schedule", "step"]
 InstanceIds: TypeAlias = Literal["auto", "none", "server", "process"]
 QueuedStamp: TypeAlias = Literal["step_start", "arrival"]
@@ -106,9 +107,12 @@ class SynthOptions:
     hiccup_us: float = 30_000.0  # mean of that delay (exponential)
     empty_step_us: float = 260.0  # time of a step without tokens
 
+    # Whose spans: the instrumented server's, or the one span of a request that an unmodified server writes, which knows no step.
+    form: Form = "instrumented"
     step_sampling: float = 1.0  # chance of a step to be in the trace
     rich_sampling: float = 0.0  # chance of such a step to carry request snapshots too
-    journey_sampling: float = 1.0  # chance of a request to be in the trace
+    # Chance of a request to be in the trace; of stock spans by the trace id, as the SDK's sampler decides.
+    journey_sampling: float = 1.0
     # When QUEUED is stamped: at the step start at which the engine core drains its socket, as the real emitter does, or when
     # the API process is done with the request, as other engines do. The scheduler sees it at the next step start either way.
     queued_stamp: QueuedStamp = "step_start"
@@ -212,6 +216,7 @@ class SynthOptions:
 
 
 _CHOICES = (
+    ("form", Form, "form"),
     ("duration", DurationMode, "mode"),
     ("queued_stamp", QueuedStamp, "stamp"),
     ("instance_ids", InstanceIds, "choice"),

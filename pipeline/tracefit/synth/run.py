@@ -143,7 +143,6 @@ def _csv(frame: pl.DataFrame) -> bytes:
 
 def _exp_config(options: SynthOptions) -> dict[str, str | int | float | bool]:
     """Return the server's settings under the names real runs use."""
-    limit = options.span_event_limit
     return {
         "model": options.architecture.served_name,
         "model_config": "config.json",
@@ -158,13 +157,21 @@ def _exp_config(options: SynthOptions) -> dict[str, str | int | float | bool]:
         "enable_chunked_prefill": options.chunked_prefill,
         "async_scheduling": False,
         "num_gpu_blocks_override": options.num_blocks,
+        **(_tracing(options) if options.form == "instrumented" else {}),
+        **({} if options.gpu is None else {"gpu": options.gpu}),
+        "note": "synthetic run: simulated engine with a known step-time law",
+    }
+
+
+def _tracing(options: SynthOptions) -> dict[str, int | float]:
+    """Return the settings of the instrumented server's traces, which an unmodified one does not have."""
+    limit = options.span_event_limit
+    return {
         "journey_tracing_sample_rate": options.journey_sampling,
         "step_tracing_sample_rate": options.step_sampling,
         "step_tracing_rich_subsample_rate": options.rich_sampling,
         "step_tracing_closure_interval": options.steps_per_span,
         "otel_span_event_count_limit": 1_000_000 if limit is None else limit,
-        **({} if options.gpu is None else {"gpu": options.gpu}),
-        "note": "synthetic run: simulated engine with a known step-time law",
     }
 
 

@@ -78,6 +78,17 @@ class StepLog:
         """End of the cycle, monotonic."""
         return self.start_ns + self.cycle_ns
 
+    @property
+    def tail_ns(self) -> int:
+        """Time from the end of the execution to that of the cycle."""
+        # Real FIRST_TOKEN and FINISHED are stamped within 0.5 ms of the end of their step.
+        return min(250_000, self.cycle_ns // 4)
+
+    @property
+    def output_ns(self) -> int:
+        """Time of the step's outputs, monotonic."""
+        return self.end_ns - self.tail_ns * 3 // 4
+
 
 @dataclass(frozen=True, slots=True)
 class EpochLog:
@@ -313,17 +324,15 @@ class EngineClock:
                 snapshots=snapshots,
             )
         )
-        self._finish_step(plan, start_ns, cycle_ns)
+        self._finish_step(plan, self.steps[-1])
         return start_ns + cycle_ns
 
-    def _finish_step(self, plan: StepPlan, start_ns: int, cycle_ns: int) -> None:
+    def _finish_step(self, plan: StepPlan, step: StepLog) -> None:
         self.scheduler.launch(plan)
-        end_ns = start_ns + cycle_ns
-        # Real FIRST_TOKEN and FINISHED are stamped within 0.5 ms of the end of their step.
-        tail_ns = min(250_000, cycle_ns // 4)
+        end_ns, tail_ns = step.end_ns, step.tail_ns
         self._take_aborts(end_ns - tail_ns, end_ns - tail_ns, room_ns=tail_ns // 8)
         outcome = self.scheduler.update(plan)
-        self._note_update(plan, outcome, end_ns - tail_ns * 3 // 4, room_ns=tail_ns // 3)
+        self._note_update(plan, outcome, step.output_ns, room_ns=tail_ns // 3)
         self._drain(end_ns - tail_ns // 4, room_ns=tail_ns // 8)
 
     def _snapshots(self, plan: StepPlan) -> tuple[Scheduled, ...]:
