@@ -187,3 +187,40 @@ def test_every_column_of_the_declared_table_is_one_of_the_table_it_names():
     for s in dialects.SPELLINGS:
         if s.attribute != dialects.EVENT_NAME:
             assert s.column in {*schema.TABLES[s.table].names, *own}, s
+
+
+LATENCIES = [key for key in STOCK if "latency" in key]
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (None, None),
+        (-0.3, "requests.prefill_us is out of range"),
+        (1e7, "requests.prefill_us is out of range"),
+        ("Infinity", "requests.prefill_us is out of range"),
+        (50.0, "requests.prefill_us is longer than its span"),
+        ("0.3 s", "requests.prefill_us is no number"),
+    ],
+)
+def test_a_latency_that_cannot_be_is_left_out_alone_and_listed(tables_of, traces, value, reason):
+    sound = _stock(traces, 7)
+    table = tables_of(_stock(sound, 8, **{"gen_ai.latency.time_in_model_prefill": value}))
+    rows = table("requests").sort("request_id")
+    assert rows["prefill_us"].to_list() == [pytest.approx(20_000), None]
+    others = ["ttft_us", "e2e_us", "decode_us", "queue_wait_us", "output_tokens", "arrival_ns"]
+    assert rows.select(others).n_unique() == 1
+    assert table("rejects")["reason"].to_list() == [reason] * (reason is not None)
+    assert table("runs")["implausible"].item() == (f'{{"{reason}": 1}}' if reason else "{}")
+
+
+def test_latencies_in_nanoseconds_are_recognised_by_the_length_of_their_span(tables_of, traces):
+    agent = {key: round(STOCK[key] * 1e9) for key in LATENCIES}
+    # The server was idle: 20 us in the queue, which could be hours as seconds.
+    agent["gen_ai.latency.time_in_queue"] = 20_000
+    table = tables_of(_stock(_stock(traces, 7), 8, **agent))
+    plain, of_agent = table("requests").sort("request_id").iter_rows(named=True)
+    times = ["ttft_us", "e2e_us", "prefill_us", "decode_us", "inference_us", "itl_us"]
+    assert [of_agent[t] for t in times] == pytest.approx([plain[t] for t in times])
+    assert of_agent["queue_wait_us"] == pytest.approx(20)
+    assert table("rejects").height == 0
