@@ -172,6 +172,52 @@ def test_a_stock_span_below_the_api_span_of_a_journey_fills_its_gaps_alone(table
     assert row["model_forward_us"] == 40_000, "no event tells of it"
 
 
+def _without_parents(trace):
+    for record in trace.records:
+        record["scopeSpans"][0]["spans"][0]["parentSpanId"] = ""
+    return trace
+
+
+@pytest.mark.parametrize("layers", ["both", "core"])
+@pytest.mark.parametrize("same_trace", [True, False])
+def test_a_stock_span_beside_the_events_of_its_request_is_the_same_request(
+    tables_of, traces, layers, same_trace
+):
+    for number in (1, 2):
+        traces.request(number, number * 2_000_000, step=number * 10, output=5)
+    if layers == "core":
+        traces.records = [r for r in traces.records if r["scopeSpans"][0]["scope"]["name"] != "vllm.api"]
+        _without_parents(traces)
+    for number in (1, 2):
+        name = {"gen_ai.request.id": f"cmpl-{number}-0"}
+        facts = {**STOCK, **name, "gen_ai.usage.completion_tokens": 5, "gen_ai.latency.e2e": 0.08}
+        ids = (number if same_trace else 100 + number, 77 + number, 0)
+        begin_us = number * 2_000_000
+        _span(traces, "vllm.tracing.otel", "llm_request", ids, begin_us, begin_us + 80_000, **facts)
+    # A request that the events do not have.
+    _stock(traces, 9)
+    rows = tables_of(traces)("requests").sort("request_id")
+    assert rows["dialect"].to_list() == ["journey", "journey", "stock"]
+    assert rows["queue_wait_us"].to_list() == [200, 200, pytest.approx(10_000)], "events come first"
+    assert rows["core_request_id"][:2].to_list() == ["cmpl-1-0-00000000", "cmpl-2-0-00000000"]
+    if layers == "core":
+        assert rows["e2e_us"][:2].to_list() == pytest.approx([80_000] * 2), "no event tells of it"
+
+
+def test_an_id_that_several_requests_have_joins_none(tables_of, traces):
+    for number in (1, 2):
+        traces.request(number, number * 2_000_000, step=number * 10, output=5)
+    for record in traces.records:
+        span = record["scopeSpans"][0]["spans"][0]
+        span["attributes"] = [
+            {**a, "value": {"stringValue": "mine"}} if a["key"] == "gen_ai.request.id" else a
+            for a in span["attributes"]
+        ]
+    _stock(traces, 9, **{"gen_ai.request.id": "mine"})
+    rows = tables_of(traces)("requests")
+    assert rows["dialect"].to_list().count("stock") == 1
+
+
 def test_every_scope_and_phase_has_a_dialect():
     assert dialects.dialect_of("vllm.api") == "journey"
     assert dialects.dialect_of("vllm.scheduler.step") == "journey"

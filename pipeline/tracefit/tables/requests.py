@@ -263,8 +263,10 @@ def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
     """Return the spans that describe requests without events, with the columns that `_requests_from_spans` needs.
 
     Args:
-        spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server and server_zero.
+        spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server, server_zero, and twin: the trace in
+            which events describe the same request, which becomes the span's own.
     """
+    spans = spans.with_columns(trace_id=pl.coalesce("twin", "trace_id"))
     ids = ("trace_id", "span_id", "parent_span_id", "scope", "name", "server", "server_zero")
     return spans.filter(pl.any_horizontal(map(_matches, _KINDS))).select(
         *ids, "start_unix_ns", "end_unix_ns", *dialects.SPAN_KEYS
@@ -335,7 +337,7 @@ def _add_requests_from_spans(requests: pl.DataFrame, described: pl.DataFrame) ->
     """Add the requests described by spans to those described by events.
 
     A request described by both stays one row, with values of events first and of spans in the gaps. They are the same
-    request if the span is the request's own, or its child.
+    request if the span is the request's own, or its child, or of the same request id in one trace.
     """
     rows, described = requests.with_row_index("_row"), described.with_row_index("_span")
     pairs = _pairs(rows, described)
@@ -352,8 +354,10 @@ def _add_requests_from_spans(requests: pl.DataFrame, described: pl.DataFrame) ->
 
 def _pairs(rows: pl.DataFrame, described: pl.DataFrame) -> pl.DataFrame:
     """Return which span describes which row: `_row`, `_span`; ambiguous pairs are dropped."""
-    row_ids = _ids(rows, "_row", ("span_id_api", "span_id", "parent_span_id"))
-    span_ids = _ids(described, "_span", ("owner", "parent_span_id"))
+    client = pl.col("core_request_id").str.replace(dialects.CORE_ID_SUFFIX, "")
+    rows = rows.with_columns(client_id=pl.coalesce(client, "request_id"))
+    row_ids = _ids(rows, "_row", ("span_id_api", "span_id", "parent_span_id", "client_id"))
+    span_ids = _ids(described, "_span", ("owner", "parent_span_id", "request_id"))
     pairs = row_ids.join(span_ids, on=["trace_id", "id"]).select("_row", "_span").unique()
     return pairs.filter((pl.len().over("_row") == 1) & (pl.len().over("_span") == 1))
 
