@@ -7,7 +7,9 @@ import json
 import polars as pl
 import pytest
 
+from tracefit.commands.inspect import inspect
 from tracefit.commands.train import run
+from tracefit.reports.terminal_results import inspect_text
 from tracefit.tables.store import TableStore
 
 BOOT_NS = 1_700_000_000_000_000_000
@@ -51,8 +53,19 @@ def test_alpha_trains_on_the_wait_and_the_rest_says_what_would_give_it(stock, tm
     missing = {text.partition(" ")[0]: text for text in result.trained.not_fitted}
     assert "no step events; start the server with --step-tracing-enabled" in missing["beta.cycle_time"]
     for name in ("alpha.admission", "alpha.departure"):
-        assert "--enable-journey-tracing" in missing[name]
+        assert "no flag of an unmodified vLLM gives it" in missing[name]
     assert json.loads((tmp_path / "out" / "models" / "alpha.json").read_text())
+
+
+def test_what_inspect_advises_is_what_an_unmodified_server_can_do(stock, tmp_path, traces):
+    said = inspect_text(inspect(stock))
+    assert "OTEL_TRACES_SAMPLER=always_on" in said
+    for flag in ("--step-tracing", "--enable-journey-tracing", "journey-tracing-sample-rate"):
+        assert flag not in said
+    traces.records.clear()
+    of_fork = inspect_text(inspect(traces.load(steps=120, requests=0).write(tmp_path / "fork")))
+    assert "--enable-journey-tracing" in of_fork
+    assert "OTEL_TRACES_SAMPLER" not in of_fork
 
 
 @pytest.mark.parametrize(

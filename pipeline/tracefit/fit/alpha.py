@@ -27,7 +27,7 @@ from tracefit.fit.fitted import (
 from tracefit.fit.results import Candidate, Comparison, Condition, Missing, TargetFacts
 from tracefit.fit.splits import request_frame
 from tracefit.fit.train import fit_regimes
-from tracefit.server.settings import INSTRUMENTED_VERSION, JOURNEY_FLAGS
+from tracefit.server.settings import INSTRUMENTED_VERSION, JOURNEY_FLAGS, NOT_OF_STOCK, journey_remedy
 from tracefit.tables.dialects import WITHOUT_EVENTS
 from tracefit.tables.schema import BETWEEN
 
@@ -152,11 +152,12 @@ def fit_target(
 def _missing(tables: ScopeTables, target: Target) -> Missing | None:
     """Return why the requests hold no value of a target; null where they hold some."""
     requests = tables.requests
-    remedy = f"start the server with {JOURNEY_FLAGS}"
     if not requests.height:
-        return Missing(target.model, "the traces hold no journeys", remedy)
+        return Missing(target.model, "the traces hold no journeys", journey_remedy(stock=False))
     if requests[target.column].count():
         return None
+    if requests["dialect"].is_in(WITHOUT_EVENTS).all():
+        return Missing(target.model, "the spans of these requests do not carry it", NOT_OF_STOCK)
     disorder, remedy_of_disorder = _disorder(requests, target)
     if disorder:
         return Missing(
@@ -164,9 +165,6 @@ def _missing(tables: ScopeTables, target: Target) -> Missing | None:
             f"no request has both events in order ({target.definition}); {disorder[0]}",
             remedy_of_disorder,
         )
-    # No flag gives these spans the events: a remedy would mislead.
-    if requests["dialect"].is_in(WITHOUT_EVENTS).all():
-        return Missing(target.model, "the spans of these requests do not carry it", remedy)
     reason = "; ".join(
         (
             f"no request has both events ({target.definition})",
