@@ -60,11 +60,12 @@ def test_a_stock_span_is_a_request(tables_of, traces, scope):
         "num_preemptions": None,
         "finish_status": None,
         "state": None,
-        "admission_us": None,
         "departure_us": None,
     }
     assert {key: row[key] for key in expected} == expected
     durations = {
+        # 35 ms to the first token, less 10 in the queue and 20 of prefill.
+        "admission_us": 5_000,
         "queue_wait_us": 10_000,
         "time_in_queue_us": 10_000,
         "prefill_us": 20_000,

@@ -128,13 +128,15 @@ def fit_target(
         reason = f"requests with both events{' in order' if disorder else ''}: {result.reason}"
         return Missing(target.model, "; ".join((reason, *disorder)), remedy)
     definition, source = target.definition, "journey"
+    if tables.requests["dialect"].is_in(WITHOUT_EVENTS).all():
+        definition, source = target.without_events or definition, "request spans"
     if target.state == "queue":
         source += ", exact queue state" if exact else ", queue state of the latest sampled step"
     # Too few steps may have a known start for a boundary. The fitted line is then the whole model.
     boundary = fit_boundary(result, tables.timeline) if form == "step_boundary" else None
     if boundary is not None:
         definition += "; includes the wait for the step in progress to end"
-        source = "journey, step clock"
+        source += ", step clock"
     notes = (*(_BOUNDARY_NOTES if boundary else ()), *(_WAIT_NOTES if exact else ()))
     return FittedModel(
         target.model,

@@ -385,6 +385,10 @@ def _alone(described: pl.DataFrame) -> pl.DataFrame:
         queued_ns=pl.max_horizontal(pl.coalesce("queued_ns", queued, "arrival_ns"), "arrival_ns"),
         last_token_ns=pl.coalesce("last_token_ns", pl.col("first_token_ns") + _ns("decode_us")),
         epoch=pl.lit(0, pl.Int64),
+        # One stamp of the front end ends it: what is before the queue and on the way back cannot be told apart.
+        admission_us=pl.coalesce(
+            "admission_us", pl.col("ttft_us") - pl.col("queue_wait_us") - pl.col("prefill_us")
+        ),
     )
 
 
