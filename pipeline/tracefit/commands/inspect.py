@@ -260,6 +260,11 @@ def _step_time(e: Evidence) -> Allowance:
     return Allowance(_STEP_TIME, "no", f"{found or 'no two known starts'}; {_too_few(e, _STEP_TIME)}")
 
 
+def _without_steps(e: Evidence) -> str:
+    """Say that no step is known; what an unmodified server can do for it stands at the step time already."""
+    return "no step is known" if _is_stock(e) else f"no step is known; {step_remedy(stock=False)}"
+
+
 def _durations(e: Evidence) -> Allowance:
     name = "step.duration_us"
     if not e["busy_ns"] or not e["covered_ns"]:
@@ -281,14 +286,14 @@ def _composition(e: Evidence) -> Allowance:
         return Allowance(name, "yes", f"every step, from complete journeys{said}")
     if e["steps"]:
         return Allowance(name, "limited", f"of the {e['steps']:,} sampled steps, from their summaries")
-    return Allowance(name, "no", f"no step is known; {step_remedy(stock=_is_stock(e))}")
+    return Allowance(name, "no", _without_steps(e))
 
 
 def _context(e: Evidence) -> Allowance:
     name = "context tokens"
     if not e["steps_with_context"]:
         if _is_stock(e):
-            return Allowance(name, "no", f"no step is known; {step_remedy(stock=True)}")
+            return Allowance(name, "no", _without_steps(e))
         flags = f"{JOURNEY_FLAGS}, or {SNAPSHOT_FLAG}"
         return Allowance(
             name, "no", f"no complete journeys and no whole sets of snapshots; start with {flags}"
@@ -304,7 +309,7 @@ def _queue_state(e: Evidence) -> Allowance:
         return Allowance("queue state", "yes", "exact, from complete journeys")
     if e["steps"]:
         return Allowance("queue state", "limited", f"that of the latest of {e['steps']:,} sampled steps")
-    return Allowance("queue state", "no", f"no step is known; {step_remedy(stock=_is_stock(e))}")
+    return Allowance("queue state", "no", _without_steps(e))
 
 
 def _wait(e: Evidence, target: Target) -> Allowance:
