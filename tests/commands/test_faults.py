@@ -39,7 +39,10 @@ def test_a_file_without_a_span_is_refused_with_what_a_server_must_trace(tmp_path
     (tmp_path / "traces.json").write_bytes(content)
     line = _refused(DataError, [tmp_path / "traces.json"], tmp_path / "out")
     assert "holds no spans" in line
-    assert "--enable-journey-tracing" in line
+    assert "--otlp-traces-endpoint" in line
+    assert "--enable-journey-tracing" not in line, (
+        "whose server it was is not known: it may refuse the flags of the fork"
+    )
     assert not [name for name in files_in(tmp_path / "out") if name.endswith(".parquet")]
 
 
@@ -59,8 +62,7 @@ def test_tables_that_were_never_ingested(tmp_path):
 def test_traces_of_other_programs_alone_hold_nothing(tmp_path, traces, files_in):
     traces.span("fastapi", "GET /", (1, 1, 0), [traces.event("x", 0, {})])
     line = _refused(DataError, [traces.write(tmp_path / "run")], tmp_path / "out")
-    assert "--enable-journey-tracing" in line
-    assert "--step-tracing-enabled" in line
+    assert "--otlp-traces-endpoint" in line
     assert files_in(tmp_path / "out") == []
 
 

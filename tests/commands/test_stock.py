@@ -7,7 +7,9 @@ import json
 import polars as pl
 import pytest
 
+from tracefit.commands.inspect import inspect
 from tracefit.commands.train import run
+from tracefit.reports.terminal_results import inspect_text
 from tracefit.tables.store import TableStore
 
 BOOT_NS = 1_700_000_000_000_000_000
@@ -40,19 +42,35 @@ def stock(traces, tmp_path):
 
 def test_alpha_trains_on_the_wait_and_the_rest_says_what_would_give_it(stock, tmp_path):
     result = run([stock], tmp_path / "out")
-    assert [m.name for m in result.trained.fitted] == ["alpha.queue_wait"]
+    assert [m.name for m in result.trained.fitted] == ["alpha.queue_wait", "alpha.admission"]
     assert result.trained.fitted[0].holdout_mape_pct < 1, "the wait is a line in the prompt's length"
     rows = pl.concat(
         pl.read_parquet(p, hive_partitioning=False)
         for p in (tmp_path / "out").rglob("alpha_training/**/*.parquet")
     )
+    rows = {name: of for (name,), of in rows.partition_by("target", as_dict=True).items()}
+    # TTFT is 23 ms longer than the wait, and the prefill takes 20 of them.
+    assert rows["admission"]["y"].to_list() == pytest.approx([3_000] * 150)
+    models = json.loads((tmp_path / "out" / "models" / "alpha.json").read_text())["models"]
+    assert [m["target"]["source"].partition(",")[0] for m in models] == ["request spans"] * 2
+    assert models[1]["target"]["definition"].startswith("TTFT less queue wait and prefill")
+    rows = rows["queue_wait"]
     assert rows.height == 150
     assert rows["y"].to_list() == pytest.approx((10.0 * rows["prompt_tokens"]).to_list())
     missing = {text.partition(" ")[0]: text for text in result.trained.not_fitted}
     assert "no step events; start the server with --step-tracing-enabled" in missing["beta.cycle_time"]
-    for name in ("alpha.admission", "alpha.departure"):
-        assert "--enable-journey-tracing" in missing[name]
-    assert json.loads((tmp_path / "out" / "models" / "alpha.json").read_text())
+    assert "no flag of an unmodified vLLM gives it" in missing["alpha.departure"]
+
+
+def test_what_inspect_advises_is_what_an_unmodified_server_can_do(stock, tmp_path, traces):
+    said = inspect_text(inspect(stock))
+    assert "OTEL_TRACES_SAMPLER=always_on" in said
+    for flag in ("--step-tracing", "--enable-journey-tracing", "journey-tracing-sample-rate"):
+        assert flag not in said
+    traces.records.clear()
+    of_fork = inspect_text(inspect(traces.load(steps=120, requests=0).write(tmp_path / "fork")))
+    assert "--enable-journey-tracing" in of_fork
+    assert "OTEL_TRACES_SAMPLER" not in of_fork
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,14 @@ def test_a_server_that_traces_no_steps_is_warned_of(traces):
     assert "stock vLLM refuses to start with these flags" in text
 
 
+def test_an_unmodified_server_is_not_advised_flags_that_it_refuses(traces):
+    for number in range(1, 60):
+        traces.span("vllm.tracing.otel", "llm_request", (number, number, 0), [])
+    observed = observe(traces)
+    assert observed.requests == 59
+    assert observed.new_warnings() == []
+
+
 @pytest.mark.parametrize(
     ("service", "is_unnamed"),
     [("", True), ("unknown_service", True), ("unknown_service:python", True), ("unknown-llama", False)],

@@ -60,11 +60,12 @@ def test_a_stock_span_is_a_request(tables_of, traces, scope):
         "num_preemptions": None,
         "finish_status": None,
         "state": None,
-        "admission_us": None,
         "departure_us": None,
     }
     assert {key: row[key] for key in expected} == expected
     durations = {
+        # 35 ms to the first token, less 10 in the queue and 20 of prefill.
+        "admission_us": 5_000,
         "queue_wait_us": 10_000,
         "time_in_queue_us": 10_000,
         "prefill_us": 20_000,
@@ -172,6 +173,52 @@ def test_a_stock_span_below_the_api_span_of_a_journey_fills_its_gaps_alone(table
     assert row["model_forward_us"] == 40_000, "no event tells of it"
 
 
+def _without_parents(trace):
+    for record in trace.records:
+        record["scopeSpans"][0]["spans"][0]["parentSpanId"] = ""
+    return trace
+
+
+@pytest.mark.parametrize("layers", ["both", "core"])
+@pytest.mark.parametrize("same_trace", [True, False])
+def test_a_stock_span_beside_the_events_of_its_request_is_the_same_request(
+    tables_of, traces, layers, same_trace
+):
+    for number in (1, 2):
+        traces.request(number, number * 2_000_000, step=number * 10, output=5)
+    if layers == "core":
+        traces.records = [r for r in traces.records if r["scopeSpans"][0]["scope"]["name"] != "vllm.api"]
+        _without_parents(traces)
+    for number in (1, 2):
+        name = {"gen_ai.request.id": f"cmpl-{number}-0"}
+        facts = {**STOCK, **name, "gen_ai.usage.completion_tokens": 5, "gen_ai.latency.e2e": 0.08}
+        ids = (number if same_trace else 100 + number, 77 + number, 0)
+        begin_us = number * 2_000_000
+        _span(traces, "vllm.tracing.otel", "llm_request", ids, begin_us, begin_us + 80_000, **facts)
+    # A request that the events do not have.
+    _stock(traces, 9)
+    rows = tables_of(traces)("requests").sort("request_id")
+    assert rows["dialect"].to_list() == ["journey", "journey", "stock"]
+    assert rows["queue_wait_us"].to_list() == [200, 200, pytest.approx(10_000)], "events come first"
+    assert rows["core_request_id"][:2].to_list() == ["cmpl-1-0-00000000", "cmpl-2-0-00000000"]
+    if layers == "core":
+        assert rows["e2e_us"][:2].to_list() == pytest.approx([80_000] * 2), "no event tells of it"
+
+
+def test_an_id_that_several_requests_have_joins_none(tables_of, traces):
+    for number in (1, 2):
+        traces.request(number, number * 2_000_000, step=number * 10, output=5)
+    for record in traces.records:
+        span = record["scopeSpans"][0]["spans"][0]
+        span["attributes"] = [
+            {**a, "value": {"stringValue": "mine"}} if a["key"] == "gen_ai.request.id" else a
+            for a in span["attributes"]
+        ]
+    _stock(traces, 9, **{"gen_ai.request.id": "mine"})
+    rows = tables_of(traces)("requests")
+    assert rows["dialect"].to_list().count("stock") == 1
+
+
 def test_every_scope_and_phase_has_a_dialect():
     assert dialects.dialect_of("vllm.api") == "journey"
     assert dialects.dialect_of("vllm.scheduler.step") == "journey"
@@ -187,3 +234,40 @@ def test_every_column_of_the_declared_table_is_one_of_the_table_it_names():
     for s in dialects.SPELLINGS:
         if s.attribute != dialects.EVENT_NAME:
             assert s.column in {*schema.TABLES[s.table].names, *own}, s
+
+
+LATENCIES = [key for key in STOCK if "latency" in key]
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (None, None),
+        (-0.3, "requests.prefill_us is out of range"),
+        (1e7, "requests.prefill_us is out of range"),
+        ("Infinity", "requests.prefill_us is out of range"),
+        (50.0, "requests.prefill_us is longer than its span"),
+        ("0.3 s", "requests.prefill_us is no number"),
+    ],
+)
+def test_a_latency_that_cannot_be_is_left_out_alone_and_listed(tables_of, traces, value, reason):
+    sound = _stock(traces, 7)
+    table = tables_of(_stock(sound, 8, **{"gen_ai.latency.time_in_model_prefill": value}))
+    rows = table("requests").sort("request_id")
+    assert rows["prefill_us"].to_list() == [pytest.approx(20_000), None]
+    others = ["ttft_us", "e2e_us", "decode_us", "queue_wait_us", "output_tokens", "arrival_ns"]
+    assert rows.select(others).n_unique() == 1
+    assert table("rejects")["reason"].to_list() == [reason] * (reason is not None)
+    assert table("runs")["implausible"].item() == (f'{{"{reason}": 1}}' if reason else "{}")
+
+
+def test_latencies_in_nanoseconds_are_recognised_by_the_length_of_their_span(tables_of, traces):
+    agent = {key: round(STOCK[key] * 1e9) for key in LATENCIES}
+    # The server was idle: 20 us in the queue, which could be hours as seconds.
+    agent["gen_ai.latency.time_in_queue"] = 20_000
+    table = tables_of(_stock(_stock(traces, 7), 8, **agent))
+    plain, of_agent = table("requests").sort("request_id").iter_rows(named=True)
+    times = ["ttft_us", "e2e_us", "prefill_us", "decode_us", "inference_us", "itl_us"]
+    assert [of_agent[t] for t in times] == pytest.approx([plain[t] for t in times])
+    assert of_agent["queue_wait_us"] == pytest.approx(20)
+    assert table("rejects").height == 0

@@ -282,13 +282,18 @@ SYNTH: Group = {
     ),
     "noise": _option(float, 0.03, min=0, help="Sigma of the log-normal factor on a step's time."),
     "form": _option(
-        Literal["instrumented", "fpm"],
+        Literal["instrumented", "stock", "fpm"],
         "instrumented",
-        help="Spans of the instrumented server, or ForwardPassMetrics: one record for each step, none of requests.",
+        help=(
+            "Spans of the instrumented server; of an unmodified vLLM, one per request, none of steps; "
+            "or ForwardPassMetrics, one record for each step, none of requests."
+        ),
     ),
     "step_sampling": _option(float, 1.0, min=0, max=1, help="Share of steps traced."),
     "rich_sampling": _option(float, 0.0, min=0, max=1, help="Share of traced steps with request snapshots."),
-    "journey_sampling": _option(float, 1.0, min=0, max=1, help="Share of requests traced."),
+    "journey_sampling": _option(
+        float, 1.0, min=0, max=1, help="Share of requests traced; of stock spans by trace id."
+    ),
     "duration": _option(
         Literal["schedule", "step"],
         "schedule",

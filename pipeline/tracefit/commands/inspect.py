@@ -31,8 +31,8 @@ from tracefit.results.traces import (
     ScopeSpans,
     ServerFacts,
 )
-from tracefit.server.settings import JOURNEY_FLAGS, SNAPSHOT_FLAG, STEP_FLAGS
-from tracefit.tables.dialects import dialect_of
+from tracefit.server.settings import JOURNEY_FLAGS, NOT_OF_STOCK, SNAPSHOT_FLAG, journey_remedy, step_remedy
+from tracefit.tables.dialects import WITHOUT_EVENTS, dialect_of
 from tracefit.tables.health import Check, health_checks
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
@@ -200,6 +200,7 @@ def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
         steps_with_context=timeline["context_tokens"].count(),
         timeline_steps=timeline.height,
         requests=requests.height,
+        requests_without_events=int(requests["dialect"].is_in(WITHOUT_EVENTS).sum()),
         # Only complete journeys give the running requests of every step.
         complete_runs=int(timeline["running_after"].is_not_null().any()),
         runs=1,
@@ -223,6 +224,11 @@ def _rows(
     # The same split and marks as in training: the counts are those that a fit would see.
     split = splits.mark_warm_up(splits.split_by_time(marked), counters, step)
     return Counter({f"{target}, {part}": splits.counted(split, part).height for part in ("train", "holdout")})
+
+
+def _is_stock(e: Evidence) -> bool:
+    """Say whether all that is known of requests is of spans without events: no flag of another server is advised then."""
+    return 0 < e["requests"] == e["requests_without_events"] and not e["steps"]
 
 
 def _suffice(e: Evidence, target: str) -> bool:
@@ -250,8 +256,13 @@ def _step_time(e: Evidence) -> Allowance:
     if _suffice(e, _STEP_TIME):
         return Allowance(_STEP_TIME, "yes", f"{found}; {_split(e, _STEP_TIME)}", trains=True)
     if not e["timeline_steps"]:
-        return Allowance(_STEP_TIME, "no", f"no step is known; start the server with {STEP_FLAGS}")
+        return Allowance(_STEP_TIME, "no", f"no step is known; {step_remedy(stock=_is_stock(e))}")
     return Allowance(_STEP_TIME, "no", f"{found or 'no two known starts'}; {_too_few(e, _STEP_TIME)}")
+
+
+def _without_steps(e: Evidence) -> str:
+    """Say that no step is known; what an unmodified server can do for it stands at the step time already."""
+    return "no step is known" if _is_stock(e) else f"no step is known; {step_remedy(stock=False)}"
 
 
 def _durations(e: Evidence) -> Allowance:
@@ -275,12 +286,14 @@ def _composition(e: Evidence) -> Allowance:
         return Allowance(name, "yes", f"every step, from complete journeys{said}")
     if e["steps"]:
         return Allowance(name, "limited", f"of the {e['steps']:,} sampled steps, from their summaries")
-    return Allowance(name, "no", f"neither step summaries nor complete journeys; start with {JOURNEY_FLAGS}")
+    return Allowance(name, "no", _without_steps(e))
 
 
 def _context(e: Evidence) -> Allowance:
     name = "context tokens"
     if not e["steps_with_context"]:
+        if _is_stock(e):
+            return Allowance(name, "no", _without_steps(e))
         flags = f"{JOURNEY_FLAGS}, or {SNAPSHOT_FLAG}"
         return Allowance(
             name, "no", f"no complete journeys and no whole sets of snapshots; start with {flags}"
@@ -296,14 +309,16 @@ def _queue_state(e: Evidence) -> Allowance:
         return Allowance("queue state", "yes", "exact, from complete journeys")
     if e["steps"]:
         return Allowance("queue state", "limited", f"that of the latest of {e['steps']:,} sampled steps")
-    return Allowance("queue state", "no", f"no step events and no complete journeys; start with {STEP_FLAGS}")
+    return Allowance("queue state", "no", _without_steps(e))
 
 
 def _wait(e: Evidence, target: Target) -> Allowance:
     if _suffice(e, target.name):
         return Allowance(target.title, "yes", _split(e, target.name, "requests"), trains=True)
     if not e["requests"]:
-        return Allowance(target.title, "no", f"no journeys; start the server with {JOURNEY_FLAGS}")
+        return Allowance(target.title, "no", f"no journeys; {journey_remedy(stock=False)}")
+    if _is_stock(e) and not e[f"{target.name}, train"]:
+        return Allowance(target.title, "no", f"the spans of these requests do not carry it; {NOT_OF_STOCK}")
     return Allowance(target.title, "no", _too_few(e, target.name, "requests with both events"))
 
 
@@ -321,7 +336,7 @@ def _prefix_hits(e: Evidence) -> Allowance:
         return Allowance(
             "prefix hits", "no", f"{e['snapshots']:,} snapshots, none with request.effective_prompt_len"
         )
-    return Allowance("prefix hits", "no", "no snapshots")
+    return Allowance("prefix hits", "no", NOT_OF_STOCK if _is_stock(e) else f"no snapshots; {SNAPSHOT_FLAG}")
 
 
 def _hardware(context: RunContext) -> Allowance:

@@ -11,7 +11,7 @@ from tracefit.commands.locate import find_tables
 from tracefit.errors import DataError
 from tracefit.features import targets
 from tracefit.results.traces import PhaseSummary, Quantiles, RequestGroup, RequestSummary
-from tracefit.server.settings import ENDPOINT_FLAG, JOURNEY_FLAGS
+from tracefit.server.settings import ENDPOINT_FLAG
 from tracefit.tables import schema
 from tracefit.tables.store import TableStore
 
@@ -75,7 +75,7 @@ def read_requests(tables: str | Path) -> pl.DataFrame:
         raise DataError(
             "holds no requests",
             where=str(tables),
-            hint=f"start vLLM with {ENDPOINT_FLAG}; for the events of each request add {JOURNEY_FLAGS}",
+            hint=f"start vLLM with {ENDPOINT_FLAG} URL, which gives a span of every request",
         )
     return found
 

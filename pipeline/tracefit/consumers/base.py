@@ -126,7 +126,7 @@ def train_and_holdout(
         lacking = ", ".join(unknown) if rows.height else "no row has both ends"
         raise DataError(
             f"{what}: not known in these runs ({lacking})",
-            hint=f"journeys of every request would show it: {JOURNEY_FLAGS}",
+            hint=f"the events of every request would show it: {JOURNEY_FLAGS}; an unmodified server has none of them",
         )
     known = rows.drop_nulls(["y", *columns])
     train, held = counted(known, "train"), counted(known, "holdout")

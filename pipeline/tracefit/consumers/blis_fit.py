@@ -42,6 +42,7 @@ from tracefit.fit.estimators import HUBER, fit_nonnegative
 from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import request_frame
 from tracefit.server.settings import DEFAULT_BLOCK_SIZE
+from tracefit.tables.dialects import WITHOUT_EVENTS
 from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def fit_blis(source: Source) -> BlisCoefficients:
         UsageError: BLIS refuses the model on so many ranks.
     """
     arrival, arrival_error, folded = _arrival(source)
-    departure, departure_error = _departure(source)
+    departure, departure_errors, undeparted = _departure(source)
     steps = _steps(source)
     fits = {name: _fit(steps, *weighting) for name, weighting in WEIGHTINGS.items()}
     requests, missing = _requests(source, steps.ends)
@@ -143,13 +144,14 @@ def fit_blis(source: Source) -> BlisCoefficients:
         errors += replayed
         notes.append(note)
     same = [n for i, n in enumerate(_NAMES) if not steps.varies[i] and steps.x[:, i].any()]
-    errors += [arrival_error, departure_error]
+    errors += [arrival_error, *departure_errors]
     notes += [
         f"{', '.join(same)} do not vary in one scope: beta6 holds what they add, for this scope alone",
         *_transfer(beta, steps),
         *_full_batch(source, steps, beta),
         "ten beta: the eleventh that BLIS reads, MoE dispatch between data-parallel ranks, stays at its default, beta3",
         *folded,
+        *undeparted,
         *worse_than_baseline(errors),
     ]
     return BlisCoefficients(alpha, tuple(beta.tolist()), tuple(errors), tuple(notes))
@@ -189,13 +191,19 @@ def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
     return alpha, error, folded if per_token else ()
 
 
-def _departure(source: Source) -> tuple[tuple[int, int], HeldOut]:
+def _departure(source: Source) -> tuple[tuple[int, int], tuple[HeldOut, ...], tuple[str, ...]]:
+    """Return alpha1 and alpha2 with their error; of spans that know no departure nothing, with a note."""
+    if source.tables.requests["dialect"].is_in(WITHOUT_EVENTS).all():
+        note = (
+            "alpha1 and alpha2 are 0: no span has DEPARTED, and alpha0 holds the way back of the first token"
+        )
+        return (0, 0), (), (note,)
     rows = request_frame(source.tables, target_named("departure"), FeatureSet("none", ()), {})
     train, held = train_and_holdout(rows, ["output_tokens"], "FINISHED to DEPARTED")
     y = target_of(train)
     fixed, per_token = _whole_line(matrix(train, ["output_tokens"])[:, 0], y)
     predicted = fixed + per_token * held["output_tokens"].to_numpy()
-    return (fixed, per_token), held_out("FINISHED to DEPARTED", "us", target_of(held), predicted, y)
+    return (fixed, per_token), (held_out("FINISHED to DEPARTED", "us", target_of(held), predicted, y),), ()
 
 
 def _whole_line(tokens: Vector, y: Vector) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import polars as pl
 
 from tracefit import memory
 from tracefit.errors import DataError
-from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
+from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import build_tables
 from tracefit.tables.runs import COMPLETE_SHARE, with_implausible
@@ -239,5 +239,5 @@ def _require_spans(task: RunTask) -> None:
     raise DataError(
         f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({found})",
         where=task.name,
-        hint=f"start vLLM with {ENDPOINT_FLAG}; for steps and the events of each request add {STEP_FLAGS} and {JOURNEY_FLAGS}",
+        hint=f"start vLLM with {ENDPOINT_FLAG} URL, which gives a span of every request",
     )

@@ -42,6 +42,7 @@ class Target:
         non_negative: No coefficient can be negative, whatever its feature declares.
         adds_to: The shortest latency that includes it: TTFT (and so E2E and the client's), or the client's alone. Null for a
             target that is in no latency. Predictions of requests and the report's figure of TTFT list it by its label.
+        without_events: The definition where spans without events give its values, which may hold more; empty where none does.
         contains: What happens in it, for the list of terms; empty where `definition` says it all.
         follows_from_steps: Composed latencies take it from the steps themselves where the batches are the traced ones.
     """
@@ -59,6 +60,7 @@ class Target:
     drop_outliers: bool = True
     non_negative: bool = False
     adds_to: Literal["ttft", "client"] | None = None
+    without_events: str = ""
     contains: str = ""
     follows_from_steps: bool = False
 
@@ -143,6 +145,7 @@ TARGETS: tuple[Target, ...] = (
         # A request whose API work ran past a boundary waits a whole step more: the rule, not an outlier.
         drop_outliers=False,
         adds_to="ttft",
+        without_events="TTFT less queue wait and prefill: ARRIVED to QUEUED, and the way back of the first token",
         contains="work of the API process, and the wait for the next step",
     ),
     Target(

@@ -27,7 +27,7 @@ from tracefit.fit.fitted import (
 from tracefit.fit.results import Candidate, Comparison, Condition, Missing, TargetFacts
 from tracefit.fit.splits import MIN_TRAIN_ROWS, counted, request_frame
 from tracefit.fit.train import fit_regimes
-from tracefit.server.settings import INSTRUMENTED_VERSION, JOURNEY_FLAGS
+from tracefit.server.settings import INSTRUMENTED_VERSION, JOURNEY_FLAGS, NOT_OF_STOCK, journey_remedy
 from tracefit.tables.dialects import WITHOUT_EVENTS
 from tracefit.tables.schema import BETWEEN
 
@@ -136,13 +136,15 @@ def fit_target(
         reason = f"requests with both events: {result.reason}"
         return Missing(target.model, "; ".join((reason, *disorder)), remedy)
     definition, source = target.definition, "journey"
+    if tables.requests["dialect"].is_in(WITHOUT_EVENTS).all():
+        definition, source = target.without_events or definition, "request spans"
     if target.state == "queue":
         source += f", {EXACT_QUEUE if exact else SAMPLED_QUEUE}"
     # Too few steps may have a known start for a boundary. The fitted line is then the whole model.
     boundary = fit_boundary(result, tables.timeline) if form == "step_boundary" else None
     if boundary is not None:
         definition += "; includes the wait for the step in progress to end"
-        source = "journey, step clock"
+        source += ", step clock"
     notes = (*(_BOUNDARY_NOTES if boundary else ()), *(_WAIT_NOTES if exact else ()))
     return FittedModel(
         target.model,
@@ -160,11 +162,12 @@ def fit_target(
 def _missing(tables: ScopeTables, target: Target) -> Missing | None:
     """Return why the requests hold no value of a target; null where they hold some."""
     requests = tables.requests
-    remedy = f"start the server with {JOURNEY_FLAGS}"
     if not requests.height:
-        return Missing(target.model, "the traces hold no journeys", remedy)
+        return Missing(target.model, "the traces hold no journeys", journey_remedy(stock=False))
     if requests[target.column].count():
         return None
+    if requests["dialect"].is_in(WITHOUT_EVENTS).all():
+        return Missing(target.model, "the spans of these requests do not carry it", NOT_OF_STOCK)
     disorder, remedy_of_disorder = _disorder(requests, target)
     if disorder:
         return Missing(
@@ -172,9 +175,6 @@ def _missing(tables: ScopeTables, target: Target) -> Missing | None:
             f"no request has both events in order ({target.definition}); {disorder[0]}",
             remedy_of_disorder,
         )
-    # No flag gives these spans the events: a remedy would mislead.
-    if requests["dialect"].is_in(WITHOUT_EVENTS).all():
-        return Missing(target.model, "the spans of these requests do not carry it", remedy)
     reason = "; ".join(
         (
             f"no request has both events ({target.definition})",

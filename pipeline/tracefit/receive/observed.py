@@ -132,6 +132,7 @@ class Observed:
         unnamed: Whether spans came from a server without a service name.
         steps: Engine steps traced.
         requests: Requests of the server that finished.
+        journeys: Of these, requests whose events are traced.
         dropped_events: Events that senders say their SDK dropped.
         largest_span: Most events of a step span, dropped ones included.
         ttft_s: Times from arrival to the first token.
@@ -147,6 +148,7 @@ class Observed:
     steps: int = 0
     step_spans: int = 0
     requests: int = 0
+    journeys: int = 0
     dropped_events: int = 0
     largest_span: int = 0
     ttft_s: ClassCounts = field(default_factory=lambda: ClassCounts(LATENCY_BOUNDS_S))
@@ -174,6 +176,7 @@ class Observed:
             name = _SPELLED.get(event.name)
             if name == "FINISHED":
                 self.requests += 1
+                self.journeys += 1
             elif name == "QUEUED":
                 queued_ns = event.time_unix_nano
             elif name == "SCHEDULED" and queued_ns is not None:
@@ -269,7 +272,8 @@ class Observed:
                 f"of them; start the server with OTEL_SPAN_EVENT_COUNT_LIMIT={needed}"
             )
             yield "dropped", text
-        if self.requests >= _ENOUGH_REQUESTS and not self.step_spans:
+        # An unmodified vLLM traces no step and has no flag for it.
+        if self.requests >= _ENOUGH_REQUESTS and not self.step_spans and self.journeys:
             flags = "--step-tracing-enabled --step-tracing-sample-rate 0.1"
             yield "steps", f"{self.requests:,} requests and no step: {flags} {_OF_FORK}"
         if self.step_spans and self.steps >= 10 * _ENOUGH_REQUESTS and not self.requests:

@@ -552,6 +552,25 @@ SNAPSHOT_FLAG = f"--step-tracing-rich-subsample-rate 1.0 {_FORK}"
 """The requests of every step, with what each has computed."""
 
 
+ALL_SPANS = (
+    "step times follow from the spans of every request of one engine: OTEL_TRACES_SAMPLER=always_on, one front end, and for "
+    "each server an OTEL_SERVICE_NAME of its own"
+)
+"""What an unmodified vLLM can be asked for, and what it gains."""
+
+NOT_OF_STOCK = "no flag of an unmodified vLLM gives it"
+
+
+def step_remedy(*, stock: bool) -> str:
+    """Say how to get step times; flags of the fork are for users of the fork, since an unmodified server refuses them."""
+    return ALL_SPANS if stock else f"the summaries of all steps give it: start the server with {STEP_FLAGS}"
+
+
+def journey_remedy(*, stock: bool) -> str:
+    """Say how to get what lies between the events of a request."""
+    return NOT_OF_STOCK if stock else f"the events of requests give it: start the server with {JOURNEY_FLAGS}"
+
+
 def without_attribute(event: str, attributes: Sequence[str]) -> str:
     """Say that no event of a name has some attributes, and which flag of which vLLM gives them."""
     from tracefit.tables.dialects import SNAPSHOT_EVENT, STEP_EVENT  # noqa: PLC0415 - `predict` does without polars

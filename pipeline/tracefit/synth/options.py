@@ -21,7 +21,7 @@ from tracefit.synth.laws import (
 _INFINITE = float("inf")
 
 LawName: TypeAlias = Literal["linear", "roofline"]
-Form: TypeAlias = Literal["instrumented", "fpm"]
+Form: TypeAlias = Literal["instrumented", "stock", "fpm"]
 DurationMode: TypeAlias = Literal["schedule", "step"]
 InstanceIds: TypeAlias = Literal["auto", "none", "server", "process"]
 QueuedStamp: TypeAlias = Literal["step_start", "arrival"]
@@ -107,11 +107,13 @@ class SynthOptions:
     hiccup_us: float = 30_000.0  # mean of that delay (exponential)
     empty_step_us: float = 260.0  # time of a step without tokens
 
-    # What is written: the instrumented server's spans, or ForwardPassMetrics, one record for each step and none of requests.
+    # What is written: the instrumented server's spans; an unmodified server's one span of a request, which knows no step; or
+    # ForwardPassMetrics, one record for each step and none of requests.
     form: Form = "instrumented"
     step_sampling: float = 1.0  # chance of a step to be in the trace
     rich_sampling: float = 0.0  # chance of such a step to carry request snapshots too
-    journey_sampling: float = 1.0  # chance of a request to be in the trace
+    # Chance of a request to be in the trace; of stock spans by the trace id, as the SDK's sampler decides.
+    journey_sampling: float = 1.0
     # When QUEUED is stamped: at the step start at which the engine core drains its socket, as the real emitter does, or when
     # the API process is done with the request, as other engines do. The scheduler sees it at the next step start either way.
     queued_stamp: QueuedStamp = "step_start"

@@ -1,6 +1,6 @@
-"""The spans that the instrumented server would have sent of a simulation: as data, as OTLP JSON lines and as framed protobuf.
+"""The spans that a server would have sent of a simulation: as data, as OTLP JSON lines and as framed protobuf.
 
-Names of spans, events and attributes, their order and their clocks are those of the real emitter, odd ones included: a step's
+The server is the instrumented one, or an unmodified vLLM, which writes one span per request (`Emitter._stock_spans`). Names of spans, events and attributes, their order and their clocks are those of the real emitter, odd ones included: a step's
 `duration_us` is the time in `schedule()`, and a span that loses events loses its oldest. Both encodings are written by hand
 here, so that no code is shared with the rooms that read them.
 """
@@ -20,6 +20,8 @@ import numpy as np
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.resource.v1 import resource_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
+
+from tracefit.synth.scheduler import FinishStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -86,13 +88,16 @@ class ExportBatch:
 
 # -- emission --------------------------------------------------------------------------------------------
 
-_API, _CORE, _STEP = "vllm.api", "vllm.scheduler", "vllm.scheduler.step"
+_API, _CORE, _STEP, _STOCK = "vllm.api", "vllm.scheduler", "vllm.scheduler.step", "vllm.tracing.otel"
 # OTLP's SpanFlags: bit 8 says that bit 9, "the parent is in another process", is meant.
 _FLAGS_ROOT, _FLAGS_CHILD_OF_REMOTE = 0x100, 0x300
 # Defaults of the SDK's batch processor: OTEL_BSP_SCHEDULE_DELAY and OTEL_BSP_MAX_EXPORT_BATCH_SIZE.
 _FLUSH_NS = 5_000_000_000
 """Period in which a process exports the spans that ended."""
 _MAX_BATCH_SPANS = 512
+
+_FRONT_LATE_NS, _FRONT_JITTER = 150_000, 0.5
+"""Time from a step's outputs to the front end's stamp of them: its median, and the sigma of its logarithm."""
 
 _DETAIL_KEYS = {"SCHEDULED": "schedule.kind", "FINISHED": "finish.status"}
 
@@ -103,7 +108,7 @@ class Emitter:
     def __init__(self, options: SynthOptions, epoch: EpochLog, rng: np.random.Generator) -> None:
         self._options = options
         self._epoch = epoch
-        id_rng, journey_rng, jitter_rng = rng.spawn(3)
+        id_rng, journey_rng, jitter_rng, self._front_rng = rng.spawn(4)
         self._id_rng = id_rng
         self._is_sampled = (journey_rng.random(len(epoch.requests)) < options.journey_sampling).tolist()
         # Unix stamps follow the monotonic ones by a few microseconds; a prime number of lags repeats with no other period.
@@ -111,6 +116,8 @@ class Emitter:
 
     def spans(self) -> tuple[list[GeneratedSpan], list[GeneratedSpan]]:
         """Return the spans of the API process and of the engine core."""
+        if self._options.form == "stock":
+            return list(self._stock_spans()), []
         api: list[GeneratedSpan] = []
         core: list[GeneratedSpan] = []
         for request, is_sampled in zip(self._epoch.requests, self._is_sampled, strict=True):
@@ -121,6 +128,53 @@ class Emitter:
                 core.append(self._core_span(request, trace_id, core_id, parent_id=api_id))
         core.extend(self._step_spans())
         return api, core
+
+    def _stock_spans(self) -> Iterator[GeneratedSpan]:
+        """Yield what an unmodified vLLM 0.32 writes: one span per request, when the front end has seen its last token.
+
+        Two clocks give its times. The front end stamps the outputs of a step once, shortly after the engine core sent them, in
+        float seconds since 1970; the engine core stamps them once too, on its monotonic clock. Nothing names a step.
+        """
+        steps = self._epoch.steps
+        late_ns = _FRONT_LATE_NS * np.exp(_FRONT_JITTER * self._front_rng.standard_normal(len(steps)))
+        output_ns = np.array([self._unix_ns(step.output_ns) for step in steps], np.int64)
+        # One process takes the outputs in order.
+        seen_s = (np.maximum.accumulate(output_ns + late_ns.astype(np.int64)) / 1e9).tolist()
+        for request in self._epoch.requests:
+            trace_id, span_id, _ = self._hex(16), self._hex(8), self._hex(8)
+            first_token = request.first("FIRST_TOKEN")
+            # The span of a request is written with its last token: one that its client left has none.
+            if first_token is None or request.finish_status == FinishStatus.ABORTED:
+                continue
+            if int(trace_id[16:], 16) >= round(self._options.journey_sampling * 2**64):
+                continue
+            scheduled = next(point for point in request.points if point.event == "SCHEDULED")
+            scheduled_ns = steps[scheduled.step_id - 1].start_ns
+            first, last = first_token.step_id - 1, request.points[-1].step_id - 1
+            arrival_s = self._unix_ns(request.arrival_ns) / 1e9
+            attributes: dict[str, SpanValue] = {
+                "gen_ai.latency.time_to_first_token": seen_s[first] - arrival_s,
+                "gen_ai.latency.e2e": seen_s[last] - arrival_s,
+                "gen_ai.latency.time_in_queue": (scheduled_ns - request.points[0].ts_ns) / 1e9,
+                "gen_ai.usage.prompt_tokens": request.prompt_tokens,
+                "gen_ai.usage.completion_tokens": request.done_tokens,
+                "gen_ai.latency.time_in_model_prefill": (steps[first].output_ns - scheduled_ns) / 1e9,
+                "gen_ai.latency.time_in_model_decode": (steps[last].output_ns - steps[first].output_ns) / 1e9,
+                "gen_ai.latency.time_in_model_inference": (steps[last].output_ns - scheduled_ns) / 1e9,
+                "gen_ai.request.id": request.api_id,
+                "gen_ai.request.top_p": 1.0,
+                "gen_ai.request.max_tokens": request.max_tokens,
+                "gen_ai.request.n": 1,
+            }
+            unix_ns = int(arrival_s * 1e9), int(seen_s[last] * 1e9) + 380_000
+            yield self._span(
+                (_STOCK, "llm_request"),
+                (trace_id, span_id, ""),
+                unix_ns,
+                attributes,
+                [],
+                kind=SpanKind.SERVER,
+            )
 
     def _hex(self, size_bytes: int) -> str:
         return self._id_rng.bytes(size_bytes).hex()

@@ -320,6 +320,9 @@ JOURNEY_EVENTS = tuple(
     )
     for event, scope in dict.fromkeys((s.column, s.scope or "") for s in _NAMES)
 )
+CORE_ID_SUFFIX = r"-[0-9a-f]{8}$"
+"""What the engine core adds to the id that clients know."""
+
 API_SCOPES = _distinct(kind.scope for kind in JOURNEY_EVENTS if kind.layer == "api")
 CORE_SCOPES = _distinct(kind.scope for kind in JOURNEY_EVENTS if kind.layer == "core")
 """Scopes of the spans whose events are the journeys of the API process, and of the engine core."""

@@ -197,8 +197,32 @@ _NUMBERS = {
 """Column of spans to the column of `requests` that it gives, and the factor between them."""
 
 
+_LATENCIES = tuple(name for name, (column, _) in _NUMBERS.items() if column in _DURATIONS)
+_LASTED_S = (pl.col("end_unix_ns") - pl.col("start_unix_ns")) / 1e9
+_LONGER, _SLACK_S = 10.0, 1.0
+"""A latency is longer than its span beyond so many times the span, and so many seconds: clocks are set, and spans cut short."""
+
+
+def _in_seconds(spans: pl.DataFrame) -> pl.DataFrame:
+    """Turn latencies that an agent wrote in nanoseconds into seconds: of spans that all of them fit so, and the longest only so."""
+    values = [pl.col(name).cast(pl.Float64, strict=False) for name in _LATENCIES]
+    longest = pl.max_horizontal(values)
+    whole = pl.all_horizontal(((value == 0) | (value >= 1)).fill_null(value=True) for value in values)
+    fits = whole & (longest > 1e3 * _LASTED_S) & longest.is_between(1e8 * _LASTED_S, 1e10 * _LASTED_S)
+    in_ns = spans.select(fits.fill_null(value=False)).to_series()
+    if not in_ns.any():
+        return spans
+    return spans.with_columns(
+        pl.when(in_ns)
+        .then((pl.col(name).cast(pl.Float64, strict=False) / 1e9).cast(pl.String))
+        .otherwise(name)
+        .alias(name)
+        for name in _LATENCIES
+    )
+
+
 def sift_numbers(spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Clear attributes that no request can have: fewer tokens than none, or a wait of years.
+    """Clear attributes that no request can have: fewer tokens than none, a wait of years or one longer than its span.
 
     Args:
         spans: Rows of spans, with row and the columns `dialects.SPAN_KEYS` and `dialects.REQUEST_ATTRIBUTES`.
@@ -206,18 +230,27 @@ def sift_numbers(spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     Returns:
         The spans, and one row per cleared value: row, reason.
     """
-    absurd = {}
+    spans = _in_seconds(spans)
+    faults = {}
     for name, (column, factor) in _NUMBERS.items():
-        most = schema.MOST_US if column in _DURATIONS else schema.MOST_TOKENS
         value = pl.col(name).cast(pl.Float64, strict=False) * factor
-        absurd[name] = (~value.is_between(0, most)).fill_null(value=False)
-    marks = spans.select(mark.alias(name) for name, mark in absurd.items())
+        is_time = column in _DURATIONS
+        too_long = (_LASTED_S > 0) & (value / 1e6 > _LONGER * _LASTED_S + _SLACK_S) & is_time
+        faults[name] = (
+            pl.when(pl.col(name).is_not_null() & value.is_null())
+            .then(pl.lit("no number"))
+            .when(~value.is_between(0, schema.MOST_US if is_time else schema.MOST_TOKENS))
+            .then(pl.lit("out of range"))
+            .when(too_long)
+            .then(pl.lit("longer than its span"))
+        )
+    marks = spans.select(**faults)
     broken = [pl.DataFrame(schema={"row": pl.UInt32, "reason": pl.String})]
-    for name, is_any in marks.select(pl.all().any()).row(0, named=True).items():
-        if is_any:
-            reason = pl.lit(f"requests.{_NUMBERS[name][0]} is out of range")
-            broken.append(spans.filter(marks[name]).select("row", reason=reason))
-            spans = spans.with_columns(pl.when(~marks[name]).then(name).alias(name))
+    for name, count in marks.count().row(0, named=True).items():
+        if count:
+            reason = pl.format(f"requests.{_NUMBERS[name][0]} is {{}}", marks[name])
+            broken.append(spans.select("row", reason=reason).drop_nulls("reason"))
+            spans = spans.with_columns(pl.when(marks[name].is_null()).then(name).alias(name))
     # An attribute can be the span's own and the API's: it is one value.
     return spans, pl.concat(broken).unique(maintain_order=True)
 
@@ -226,8 +259,10 @@ def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
     """Return the spans that describe requests without events, with the columns that `_requests_from_spans` needs.
 
     Args:
-        spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server and server_zero.
+        spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server, server_zero, and twin: the trace in
+            which events describe the same request, which becomes the span's own.
     """
+    spans = spans.with_columns(trace_id=pl.coalesce("twin", "trace_id"))
     ids = ("trace_id", "span_id", "parent_span_id", "scope", "name", "server", "server_zero")
     return spans.filter(pl.any_horizontal(map(_matches, _KINDS))).select(
         *ids, "start_unix_ns", "end_unix_ns", *dialects.SPAN_KEYS
@@ -298,7 +333,7 @@ def _add_requests_from_spans(requests: pl.DataFrame, described: pl.DataFrame) ->
     """Add the requests described by spans to those described by events.
 
     A request described by both stays one row, with values of events first and of spans in the gaps. They are the same
-    request if the span is the request's own, or its child.
+    request if the span is the request's own, or its child, or of the same request id in one trace.
     """
     rows, described = requests.with_row_index("_row"), described.with_row_index("_span")
     pairs = _pairs(rows, described)
@@ -315,8 +350,10 @@ def _add_requests_from_spans(requests: pl.DataFrame, described: pl.DataFrame) ->
 
 def _pairs(rows: pl.DataFrame, described: pl.DataFrame) -> pl.DataFrame:
     """Return which span describes which row: `_row`, `_span`; ambiguous pairs are dropped."""
-    row_ids = _ids(rows, "_row", ("span_id_api", "span_id", "parent_span_id"))
-    span_ids = _ids(described, "_span", ("owner", "parent_span_id"))
+    client = pl.col("core_request_id").str.replace(dialects.CORE_ID_SUFFIX, "")
+    rows = rows.with_columns(client_id=pl.coalesce(client, "request_id"))
+    row_ids = _ids(rows, "_row", ("span_id_api", "span_id", "parent_span_id", "client_id"))
+    span_ids = _ids(described, "_span", ("owner", "parent_span_id", "request_id"))
     pairs = row_ids.join(span_ids, on=["trace_id", "id"]).select("_row", "_span").unique()
     return pairs.filter((pl.len().over("_row") == 1) & (pl.len().over("_span") == 1))
 
@@ -344,6 +381,10 @@ def _alone(described: pl.DataFrame) -> pl.DataFrame:
         queued_ns=pl.max_horizontal(pl.coalesce("queued_ns", queued, "arrival_ns"), "arrival_ns"),
         last_token_ns=pl.coalesce("last_token_ns", pl.col("first_token_ns") + _ns("decode_us")),
         epoch=pl.lit(0, pl.Int64),
+        # One stamp of the front end ends it: what is before the queue and on the way back cannot be told apart.
+        admission_us=pl.coalesce(
+            "admission_us", pl.col("ttft_us") - pl.col("queue_wait_us") - pl.col("prefill_us")
+        ),
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 
 from tracefit.tables import dialects
 from tracefit.tables.clocks import CLOCK_FACTS, clocks_of, split_engines, without_lone_clocks
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from tracefit.tables.store import ReadFile
 
 _ENGINE = ("server", "start_unix_ns", "end_unix_ns", *CLOCK_FACTS)
-_NARROW = ("file", "row", "trace_id", "span_id", "parent_span_id", "scope", *_ENGINE)
+_NARROW = ("file", "row", "trace_id", "span_id", "parent_span_id", "scope", "request_id", *_ENGINE)
 _IDS = ["trace_high", "trace_low", "span"]
 _SCOPES = pl.Enum(dialects.VLLM_SCOPES)
 _HEX_DIGITS_OF_64_BITS = 16
@@ -69,6 +70,7 @@ class ResolvedRun:
             the server) of each span; of spans that do not count, the server is null.
         spans_read: Spans of the run's files, duplicates included.
         clocks: The ranges of wall clock less engine clock that each server's spans agree on: server, low, high.
+        twins: row, twin: of spans without events, the trace in which events describe the same request.
     """
 
     parts: Sequence[RunPart]
@@ -76,6 +78,7 @@ class ResolvedRun:
     facts: pl.DataFrame
     spans_read: int
     clocks: pl.DataFrame
+    twins: pl.DataFrame
 
 
 def resolve(place: Place, parts: Sequence[RunPart]) -> ResolvedRun:
@@ -112,9 +115,34 @@ def resolve(place: Place, parts: Sequence[RunPart]) -> ResolvedRun:
         return pl.concat(marks)
 
     spans = _with_server(spans, marks_of)
+    twins = _twins(spans)
+    if twins.height:
+        spans = spans.join(twins, on="row", how="left", maintain_order="left")
+        spans = spans.with_columns(server=pl.coalesce("twin_server", "server"))
     numbers = pl.DataFrame({"row": np.arange(firsts[-1], dtype=np.uint32)})
     facts = numbers.join(_facts(spans), on="row", how="left", maintain_order="left").drop("row")
-    return ResolvedRun(parts, firsts, facts, spans_read, clocks_of(spans))
+    return ResolvedRun(parts, firsts, facts, spans_read, clocks_of(spans), twins.select("row", "twin"))
+
+
+def _twins(spans: pl.DataFrame) -> pl.DataFrame:
+    """Return, of stock spans whose request id events have too, the trace and the server of these: row, twin, twin_server.
+
+    A plugin inside the server makes traces of its own where the client names none. An id in several traces names no request.
+    """
+    scope = pl.col("scope")
+    named = spans.filter(pl.col("request").is_not_null())
+    events = named.filter(scope.is_in([*dialects.API_SCOPES, *dialects.CORE_SCOPES]))
+    known = events.group_by("request").agg(
+        pl.col("trace_high", "trace_low").first(),
+        twin_server=pl.col("server").first(),
+        traces=pl.struct("trace_high", "trace_low").n_unique(),
+    )
+    stock = named.filter(scope.is_in([s for s in dialects.FRONT_SCOPES if s not in dialects.API_SCOPES]))
+    found = stock.select("row", "request").join(known.filter(pl.col("traces") == 1), on="request")
+    ids = found.select("trace_high", "trace_low").to_numpy().astype(">u8").tobytes()
+    digits = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), found.height, [None, pa.py_buffer(ids)])
+    twin = pl.Series("twin", pl.from_arrow(digits.cast(pa.binary())), pl.Binary).bin.encode("hex")
+    return found.select("row", twin, "twin_server")
 
 
 def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
@@ -148,6 +176,12 @@ def _narrow(spans: pl.DataFrame, first: int) -> pl.DataFrame:
         _number(pl.col("span_id")).alias("span"),
         _number(pl.col("parent_span_id")).alias("parent"),
         pl.col("scope").cast(_SCOPES, strict=False),
+        # As clients know it: the same in all spans of a request.
+        pl.when(pl.col("scope").is_in(dialects.CORE_SCOPES))
+        .then(pl.col("request_id").str.replace(dialects.CORE_ID_SUFFIX, ""))
+        .otherwise("request_id")
+        .hash()
+        .alias("request"),
         pl.col("server").cast(pl.Categorical),
         *_ENGINE[1:],
     )

@@ -534,7 +534,10 @@ REQUESTS = TableSchema(
         _i("kv_blocks_offloaded", "KV blocks stored to another medium since it was last preempted", "block"),
         _i("num_preemptions", "preemptions"),
         _s("finish_status", "stopped, length, aborted, ignored or error"),
-        _us("admission_us", "QUEUED - ARRIVED"),
+        _us(
+            "admission_us",
+            "QUEUED - ARRIVED; of stock spans TTFT - queue wait - prefill, with the way back of the first token",
+        ),
         _us("queue_wait_us", "first SCHEDULED - QUEUED"),
         _duration("requeue_wait_us", "sum of RESUME - PREEMPTED: time preempted"),
         _us("time_in_queue_us", "first SCHEDULED - ARRIVED"),
