@@ -165,15 +165,22 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
         read: Returns a table of the run.
         context: Its server.
     """
-    from tracefit.timeline import build_timeline, with_step_times  # noqa: PLC0415 - most ingests need none
+    from tracefit.timeline import (  # noqa: PLC0415 - most ingests need none
+        build_timeline,
+        count_steps,
+        events_of,
+        with_step_times,
+    )
 
     snapshots, journeys, requests = read("request_snapshots"), read("journey_events"), read("requests")
+    steps, limits = read("steps"), engine_limits(context)
+    complete, starts = _journeys_complete(context, read("runs"), requests), None
+    if not steps.height and not journeys.height:
+        counted = count_steps(schema.REQUESTS.shape(requests), limits)
+        requests, starts = counted.requests, counted.starts
+        journeys, complete = events_of(requests), starts.height > 0
     timeline = build_timeline(
-        read("steps"),
-        snapshots,
-        journeys,
-        engine_limits(context),
-        journeys_complete=_journeys_complete(context, read("runs"), requests),
+        steps, snapshots, journeys, limits, journeys_complete=complete, counted_starts=starts
     )
     timed = with_step_times(schema.REQUESTS.shape(requests), timeline, journeys, snapshots)
     return {"timeline": timeline, "requests": schema.REQUESTS.conform(timed)}

@@ -46,6 +46,7 @@ def build_timeline(
     limits: EngineLimits | None = None,
     *,
     journeys_complete: bool = False,
+    counted_starts: pl.DataFrame | None = None,
 ) -> pl.DataFrame:
     """Build the `timeline` table.
 
@@ -54,7 +55,7 @@ def build_timeline(
 
     `cycle_us` is the mean cycle from this step's start to the next start that is known, `interval_steps` steps on:
     one step (`adjacent`, between two summaries), or an `interval` when a start comes from a journey event or steps
-    in between have no known start. `idle_after` says that one of those steps left nothing running and nothing
+    in between have no known start, or `request` when both were counted from requests. `idle_after` says that one of those steps left nothing running and nothing
     waiting, so that the time holds idle time.
 
     Args:
@@ -63,13 +64,14 @@ def build_timeline(
         journeys: The `journey_events` table.
         limits: Limits of the scheduler.
         journeys_complete: Every request has a journey.
+        counted_starts: Starts of steps that were counted from requests (`count_steps`), whose events `journeys` then holds.
 
     Returns:
         The `timeline` table.
     """
     limits = limits or EngineLimits()
     axis = step_axis(steps, snapshots, journeys)
-    lags = execution_lags(steps, journeys)
+    lags = execution_lags(steps if counted_starts is None else counted_starts, journeys)
     core = axis.locate(core_events(journeys)).join(lags, on=SERVER, how="left", maintain_order="left")
     # A server with too few events for a lag is taken to schedule and execute in the same cycle.
     evidence = _Evidence(
@@ -84,7 +86,11 @@ def build_timeline(
     if journeys_complete and axis.size:
         rows = pl.concat([rows, _inferred(evidence, limits)], how="horizontal")
     rows = _with_usage(_with_summaries(rows, evidence), limits)
-    starts = step_starts(evidence.steps, evidence.core)
+    if counted_starts is None:
+        starts = step_starts(evidence.steps, evidence.core)
+    else:
+        starts = _placed(axis, counted_starts).select("position", "start_source", "ts_start_ns", "start_sd_us")
+        rows = rows.with_columns(composition_source=pl.lit("request"))
     rows = rows.join(starts, on="position", how="left", maintain_order="left")
     known = pl.col("ts_start_ns").is_not_null() | pl.col("composition_source").is_not_null()
     return schema.TIMELINE.conform(axis.name(_with_cycles(rows.filter(known))))
@@ -197,6 +203,7 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
     spans = ordered.filter(started).select(
         *whole,
         "position",
+        "start_source",
         last_of_engine=pl.col("engine").shift(-1) != pl.col("engine"),
         interval_steps=count,
         cycle_us=(nexts["ts_start_ns"] - pl.col("ts_start_ns")) / 1e3 / count,
@@ -218,7 +225,11 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
         "cycle_us",
         "cycle_sd_us",
         "idle_after",
-        cycle_source=pl.when(adjacent).then(pl.lit("adjacent")).otherwise(pl.lit("interval")),
+        cycle_source=pl.when(adjacent)
+        .then(pl.lit("adjacent"))
+        .when(pl.col("start_source") == "request")
+        .then(pl.lit("request"))
+        .otherwise(pl.lit("interval")),
     )
     joined = ordered.join(spans, on="position", how="left", maintain_order="left")
     return joined.with_columns(idle_after=pl.coalesce("idle_after", "idle"))
