@@ -15,9 +15,13 @@ def stock_requests(run, *, delay_us=60.0, seed=0) -> pl.DataFrame:
     """
     rng = np.random.default_rng(seed)
     steps = run.truth_steps.select("server", "epoch", "step_id", out_ns="end_ns")
-    steps = steps.with_columns(wall_ns=pl.col("out_ns") + rng.exponential(1e3 * delay_us, steps.height).astype(int))
+    steps = steps.with_columns(
+        wall_ns=pl.col("out_ns") + rng.exponential(1e3 * delay_us, steps.height).astype(int)
+    )
     done = run.truth_requests.filter(
-        pl.col("first_token_step").is_not_null() & pl.col("finished_step").is_not_null() & pl.col("abort_ns").is_null()
+        pl.col("first_token_step").is_not_null()
+        & pl.col("finished_step").is_not_null()
+        & pl.col("abort_ns").is_null()
     )
     for name in ("first_token", "finished"):
         at = steps.rename({"step_id": f"{name}_step", "out_ns": f"{name}_out", "wall_ns": f"{name}_wall"})

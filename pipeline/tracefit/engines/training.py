@@ -21,7 +21,14 @@ from tracefit.kv.columns import with_kv_cache, with_prefix_hits
 from tracefit.server.context import context_from_json
 from tracefit.tables.runs import step_counters
 from tracefit.tables.schema import ENGINE, SERVER
-from tracefit.timeline import clock_disagreements, events_of, execution_lags, queue_state, requeue_waits
+from tracefit.timeline import (
+    clock_disagreements,
+    events_of,
+    execution_lags,
+    queue_state,
+    requeue_waits,
+    unknown_batches,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -90,6 +97,7 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
         # A server whose journeys do not show the lag is taken to schedule in step with execution.
         lags={key: found.get(key, 0) for key in runs.select(SERVER).iter_rows()},
         requeue_waits=requeue_waits(journeys),
+        unknown_batches=tuple(unknown_batches(requests, limits.max_num_batched_tokens)["reason"]),
     )
     return RunFrames(tables, overloads[0] if overloads else None)
 
@@ -114,6 +122,7 @@ def scope_tables(parts: Sequence[ScopeTables]) -> ScopeTables:
         clock_checks=_concat([part.clock_checks for part in parts]),
         lags={key: lag for part in parts for key, lag in part.lags.items()},
         requeue_waits=_concat([part.requeue_waits for part in parts]),
+        unknown_batches=tuple(dict.fromkeys(text for part in parts for text in part.unknown_batches)),
     )
 
 

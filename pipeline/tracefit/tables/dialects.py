@@ -199,9 +199,7 @@ def _stock(scope: str) -> list[Spelling]:
         Spelling(STOCK, scope, FRONT_SPAN, None, None, "requests", "arrival_ns", "start"),
         *_attributes(STOCK, scope),
         *(
-            Spelling(
-                STOCK, scope, FRONT_SPAN, None, f"gen_ai.latency.{key}", "requests", column, factor=1e6
-            )
+            Spelling(STOCK, scope, FRONT_SPAN, None, f"gen_ai.latency.{key}", "requests", column, factor=1e6)
             for column, key in _SECONDS.items()
         ),
     ]

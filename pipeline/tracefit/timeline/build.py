@@ -89,7 +89,9 @@ def build_timeline(
     if counted_starts is None:
         starts = step_starts(evidence.steps, evidence.core)
     else:
-        starts = _placed(axis, counted_starts).select("position", "start_source", "ts_start_ns", "start_sd_us")
+        starts = _placed(axis, counted_starts).select(
+            "position", "start_source", "ts_start_ns", "start_sd_us"
+        )
         rows = rows.with_columns(composition_source=pl.lit("request"))
     rows = rows.join(starts, on="position", how="left", maintain_order="left")
     known = pl.col("ts_start_ns").is_not_null() | pl.col("composition_source").is_not_null()
