@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import numpy as np
 import polars as pl
 
 from tracefit.tables import schema
 
 
-def stock_requests(run, *, delay_us=60.0, seed=0) -> pl.DataFrame:
+def stock_requests(run, *, delay_us=60.0, seed=0, ahead=False) -> pl.DataFrame:
     """Return rows of the `requests` table: the times and lengths in a run's stock spans, and nothing of its steps.
 
     Outputs of one step have one stamp of the engine, when it ends, and one of the front end, `delay_us` later on average.
+    `ahead` is an engine that schedules a step while the one before it executes.
     """
     rng = np.random.default_rng(seed)
     steps = run.truth_steps.select("server", "epoch", "step_id", out_ns="end_ns")
@@ -26,6 +30,19 @@ def stock_requests(run, *, delay_us=60.0, seed=0) -> pl.DataFrame:
     for name in ("first_token", "finished"):
         at = steps.rename({"step_id": f"{name}_step", "out_ns": f"{name}_out", "wall_ns": f"{name}_wall"})
         done = done.join(at, on=["server", "epoch", f"{name}_step"], how="left", maintain_order="left")
+
+    if ahead:
+        before = run.truth_steps.filter(pl.col("running") > 0).select(
+            "server",
+            "epoch",
+            first_scheduled_step=pl.col("step_id") + 1,
+            ahead_ns=pl.col("start_ns") + 100_000,
+        )
+        done = done.join(
+            before, on=["server", "epoch", "first_scheduled_step"], how="left", maintain_order="left"
+        )
+        done = done.with_columns(first_scheduled_ns=pl.coalesce("ahead_ns", "first_scheduled_ns"))
+        done = done.with_columns(queued_ns=pl.min_horizontal("queued_ns", "first_scheduled_ns"))
 
     def us(end, begin):
         return (pl.col(end) - pl.col(begin)) / 1e3
@@ -53,3 +70,48 @@ def stock_requests(run, *, delay_us=60.0, seed=0) -> pl.DataFrame:
         e2e_us=seconds("finished_wall"),
     )
     return schema.REQUESTS.shape(rows)
+
+
+_ATTRIBUTES = {
+    "gen_ai.latency.time_in_queue": "queue_wait_us",
+    "gen_ai.latency.time_in_model_prefill": "prefill_us",
+    "gen_ai.latency.time_in_model_decode": "decode_us",
+    "gen_ai.latency.time_to_first_token": "ttft_us",
+    "gen_ai.latency.e2e": "e2e_us",
+}
+
+
+def write_stock(requests, folder) -> None:
+    """Write requests as the spans of an unmodified server, and its settings."""
+    spans = []
+    for number, row in enumerate(requests.sort("arrival_ns").iter_rows(named=True)):
+        seconds = {key: row[name] / 1e6 for key, name in _ATTRIBUTES.items()}
+        counts = {
+            "gen_ai.usage.prompt_tokens": row["prompt_tokens"],
+            "gen_ai.usage.completion_tokens": row["output_tokens"],
+            "gen_ai.request.max_tokens": row["max_tokens"],
+        }
+        values = [
+            {"key": "gen_ai.request.id", "value": {"stringValue": row["request_id"]}},
+            *({"key": k, "value": {"intValue": str(v)}} for k, v in counts.items()),
+            *({"key": k, "value": {"doubleValue": v}} for k, v in seconds.items()),
+        ]
+        start = row["arrival_ns"] + 1_700_000_000_000_000_000
+        spans.append(
+            {
+                "traceId": row["trace_id"],
+                "spanId": f"{number + 1:016x}",
+                "name": "llm_request",
+                "kind": 2,
+                "startTimeUnixNano": str(start),
+                "endTimeUnixNano": str(start + math.ceil(row["e2e_us"] * 1e3)),
+                "attributes": values,
+            }
+        )
+    resource = {"attributes": [{"key": "service.name", "value": {"stringValue": "vllm"}}]}
+    scope = {"scope": {"name": "vllm.tracing.otel"}, "spans": spans}
+    folder.mkdir(parents=True)
+    (folder / "traces.json").write_text(
+        json.dumps({"resourceSpans": [{"resource": resource, "scopeSpans": [scope]}]})
+    )
+    (folder / "exp-config.yaml").write_text("model: tiny\nmax_num_batched_tokens: 2048\nmax_num_seqs: 64\n")

@@ -1,84 +1,74 @@
-"""The main job on traces of an unmodified vLLM: what its spans allow, and what is said of the rest."""
+"""A server that nobody instrumented: what `run` and `inspect` make of one span per request."""
 
 from __future__ import annotations
 
 import json
+import re
 
 import polars as pl
 import pytest
 
-from tracefit.commands.train import run
-from tracefit.tables.store import TableStore
-
-BOOT_NS = 1_700_000_000_000_000_000
-
-
-@pytest.fixture
-def stock(traces, tmp_path):
-    """150 requests, ten per second, of which the one with prompt length n waits 10 us per token in the queue."""
-    for number in range(1, 151):
-        prompt = 100 + 37 * number % 400
-        wait = 10e-6 * prompt
-        facts = {
-            "gen_ai.request.id": f"cmpl-{number}",
-            "gen_ai.request.max_tokens": 40,
-            "gen_ai.usage.prompt_tokens": prompt,
-            "gen_ai.usage.completion_tokens": 31,
-            "gen_ai.latency.time_in_queue": wait,
-            "gen_ai.latency.time_to_first_token": wait + 0.023,
-            "gen_ai.latency.e2e": wait + 0.323,
-            "gen_ai.latency.time_in_model_prefill": 0.02,
-            "gen_ai.latency.time_in_model_decode": 0.3,
-            "gen_ai.latency.time_in_model_inference": 0.32,
-        }
-        traces.span("vllm.llm_engine", "llm_request", (number, number, 0), [], attributes=facts)
-        span = traces.spans[-1]
-        span["startTimeUnixNano"] = str(BOOT_NS + number * 100_000_000)
-        span["endTimeUnixNano"] = str(BOOT_NS + number * 100_000_000 + round((wait + 0.323) * 1e9))
-    return traces.write(tmp_path / "stock")
+from stock import stock_requests, write_stock
+from tracefit.synth import SynthOptions, synth
+from tracefit.synth.options import LoadPhase
 
 
-def test_alpha_trains_on_the_wait_and_the_rest_says_what_would_give_it(stock, tmp_path):
-    result = run([stock], tmp_path / "out")
-    assert [m.name for m in result.trained.fitted] == ["alpha.queue_wait"]
-    assert result.trained.fitted[0].holdout_mape_pct < 1, "the wait is a line in the prompt's length"
-    rows = pl.concat(
-        pl.read_parquet(p, hive_partitioning=False)
-        for p in (tmp_path / "out").rglob("alpha_training/**/*.parquet")
-    )
-    assert rows.height == 150
-    assert rows["y"].to_list() == pytest.approx((10.0 * rows["prompt_tokens"]).to_list())
-    missing = {text.partition(" ")[0]: text for text in result.trained.not_fitted}
-    assert "no step events; start the server with --step-tracing-enabled" in missing["beta.cycle_time"]
-    for name in ("alpha.admission", "alpha.departure"):
-        assert "--enable-journey-tracing" in missing[name]
-    assert json.loads((tmp_path / "out" / "models" / "alpha.json").read_text())
+@pytest.fixture(scope="module")
+def generated():
+    """Return a generated run with a load that rises."""
+    phases = (LoadPhase("light", 0.4, 0.6), LoadPhase("heavy", 0.6, 1.3))
+    return synth(SynthOptions(rate_per_s=12.0, requests=400, seed=4, phases=phases, abort_fraction=0.0))
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "column"),
-    [
-        ("gen_ai.latency.time_in_queue", 1e9, "time_in_queue_us"),
-        pytest.param("gen_ai.latency.time_in_queue", 1e300, "time_in_queue_us", marks=pytest.mark.slow),
-        pytest.param("gen_ai.latency.time_in_queue", -5.0, "time_in_queue_us", marks=pytest.mark.slow),
-        pytest.param("gen_ai.usage.prompt_tokens", 10**18, "prompt_tokens", marks=pytest.mark.slow),
-    ],
-)
-def test_an_absurd_attribute_is_cleared_and_counted_and_the_models_stand(
-    stock, tmp_path, quick, attribute, value, column
-):
-    """One of 150 requests: a wait of thirty years made the error of the queue wait 16,000 %."""
-    lines = (stock / "traces.json").read_text().splitlines()
-    record = json.loads(lines[75])
-    span = record["resourceSpans"][0]["scopeSpans"][0]["spans"][0]
-    kind = "doubleValue" if isinstance(value, float) else "intValue"
-    next(a for a in span["attributes"] if a["key"] == attribute)["value"] = {kind: value}
-    lines[75] = json.dumps(record)
-    (stock / "traces.json").write_text("\n".join(lines) + "\n")
-    result = run([stock], tmp_path / "out", options=quick)
-    assert result.exit_code == 3
-    assert result.trained.fitted[0].holdout_mape_pct < 1
-    tables = TableStore(tmp_path / "out" / "tables")
-    assert tables.read("rejects")["reason"].to_list() == [f"requests.{column} is out of range"]
-    assert tables.read("requests").height == 150
-    assert tables.read("requests")[column].null_count() == 1
+@pytest.fixture(scope="module")
+def requests(generated):
+    """Return its requests as stock spans have them."""
+    return stock_requests(generated)
+
+
+def _run(tracefit, folder, requests):
+    write_stock(requests, folder / "stock")
+    code, out, _ = tracefit("run", folder / "stock", "--out", folder / "out", "--json")
+    return code, json.loads(out)
+
+
+def _beta(folder):
+    models = json.loads((folder / "out" / "models" / "beta.json").read_text())["models"]
+    return {m["name"]: m for m in models}.get("beta.cycle_time")
+
+
+def test_step_time_and_queue_wait_are_fitted_from_spans_of_requests(tracefit, tmp_path, generated, requests):
+    code, _ = _run(tracefit, tmp_path, requests)
+    assert code == 0
+    scope = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scopes"][0]
+    steps = scope["models"]["beta.cycle_time"]
+    assert set(steps["rows_by_source"]) == {"request"}
+    assert steps["holdout"]["n"] > 100
+    assert scope["models"]["alpha.queue_wait"]["holdout"]["n"] > 100
+    # Against the law that made the steps, at a decode batch of eight with 300 tokens of context each.
+    beta = _beta(tmp_path)
+    batch = {
+        "num_decode_reqs": 8,
+        "decode_tokens": 8,
+        "context_tokens": 2400,
+        "running_depth": 8,
+        "scheduled_tokens": 8,
+    }
+    said = beta["intercept"]["value"] + sum(t["value"] * batch.get(t["feature"], 0) for t in beta["terms"])
+    law = generated.law
+    true = law.intercept_us + 8 * law.per_decode_req_us + 2400 * law.per_context_token_us
+    assert said == pytest.approx(true, rel=0.03)
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.1])
+def test_of_sampled_spans_no_step_time_is_fitted_and_the_reason_is_said(tracefit, tmp_path, requests, rate):
+    low = pl.Series([int(x, 16) % 2**64 / 2**64 for x in requests["trace_id"]])
+    code, result = _run(tracefit, tmp_path, requests.filter(low < rate))
+    assert code in (0, 1)
+    assert _beta(tmp_path) is None if (tmp_path / "out" / "models" / "beta.json").exists() else True
+    assert "a sampler kept about" in json.dumps(result)
+    code, out, _ = tracefit("inspect", tmp_path / "stock")
+    said = " ".join(out.split())
+    found = re.search(r"a sampler kept about (\d+) %", said)
+    assert int(found[1]) == pytest.approx(100 * rate, abs=2)
+    assert "OTEL_TRACES_SAMPLER" in said

@@ -88,7 +88,7 @@ def _reasons(rows: pl.DataFrame, budget: float) -> Iterator[str]:
         )
     if graph.time_conflicts > _MOST_LACKING:
         yield f"the times of {100 * graph.time_conflicts:.0f} % of the requests contradict each other: they are of several engines"
-    if (odd := graph.conflicts()) > _MOST_ODD:
+    if (odd := graph.consistent()[-1]) > _MOST_ODD:
         yield (
             f"{100 * odd:.0f} % of the requests took more or fewer steps than tokens: preempted, by speculative decoding, or on "
             "another engine"

@@ -34,6 +34,9 @@ BUDGET = 2_048
 
 _BALANCES = 30
 
+_FAR_STEPS, _FAR_SHARE, _USUAL_ODD = 1.0, 0.03, 0.02
+"""An edge is far off beyond so many steps, and such a share of its own. Runs of one token a step have fewer than the last."""
+
 NEEDED = ("arrival_ns", "ttft_us", "e2e_us", "queue_wait_us", "prefill_us", "decode_us")
 """Times that a request must have to be placed."""
 
@@ -171,33 +174,36 @@ class Graph:
             self.between(self.scheduled, self.first, ones) > 0
         )
 
-    def consistent(self) -> tuple[Floats, Ints, Ints, Floats]:
+    def consistent(self) -> tuple[Floats, Ints, Ints, Floats, float]:
         """Return a first guess of the steps between neighbouring nodes, and the edges that do not contradict the others.
 
-        A preempted request waits for steps without a token; speculative decoding saves steps.
+        A preempted request waits for steps without a token, and speculative decoding saves steps: where edges contradict
+        each other, those go that are far off what all of them together say.
+
+        Returns:
+            The guess, shape (size - 1,); begin, end and steps of the edges; the share of all edges that are far off or
+            contradict others.
         """
         least = np.where(self.busy, 1.0, 0.0)
         mean_us = float((self.at_us[self.end] - self.at_us[self.begin]).sum() / max(self.steps.sum(), 1.0))
         guess = np.maximum(np.diff(self.at_us) / max(mean_us, 1.0), 1.0) * least
         guess = balanced(self, guess, self.begin, self.end, self.steps, least)
         edges = (self.begin, self.end, self.steps)
-        if self._agree(*edges).all():
-            return guess, *edges
         sums = np.r_[0.0, np.cumsum(guess)]
-        far = np.abs(np.log(self.steps / np.maximum(sums[self.end] - sums[self.begin], 1e-9)))
-        near = far <= max(0.02, 4 * float(np.median(far)))
+        off = np.abs(self.steps - sums[self.end] + sums[self.begin])
+        near = off <= np.maximum(_FAR_STEPS, _FAR_SHARE * self.steps)
+        odd = 1 - float(near.mean()) if near.size else 0.0
+        if odd < _USUAL_ODD and self._agree(*edges).all():
+            return guess, *edges, odd
         begin, end, steps = (edge[near] for edge in edges)
         kept = self._agree(begin, end, steps)
         begin, end, steps = begin[kept], end[kept], steps[kept]
-        return balanced(self, guess, begin, end, steps, least), begin, end, steps
+        odd = max(odd, 1 - len(steps) / max(len(self.steps), 1))
+        return balanced(self, guess, begin, end, steps, least), begin, end, steps, odd
 
     def _agree(self, begin: Ints, end: Ints, steps: Floats) -> NDArray[np.bool_]:
         _, offset = potentials(self.size, begin, end, steps)
         return np.abs(offset[end] - offset[begin] - steps) <= 0.5
-
-    def conflicts(self) -> float:
-        """Return the share of the edges that contradict the others."""
-        return 1 - len(self.consistent()[1]) / max(len(self.steps), 1)
 
 
 def graph_of(r: Spans, budget: float) -> Graph:

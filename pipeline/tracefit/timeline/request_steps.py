@@ -26,6 +26,8 @@ from tracefit.timeline.request_evidence import unknown_batches
 from tracefit.timeline.request_graph import BUDGET, Graph, Spans, balanced, graph_of, potentials, usable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from tracefit.timeline.composition import EngineLimits
@@ -39,9 +41,10 @@ _STAMP_SD_US = 100.0
 """How far the place of a node on the wall clock is off, on two machines that were measured."""
 
 _QUIET = 7.0
-"""Arrivals that the mean rate expects between the last one and the end of an engine that had run dry: e^-7 is a chance of 0.1 %."""
+"""Requests that the mean rate expects to see where none came: e^-7 is a chance of 0.1 %."""
 
-_LONG_STAY = 0.99
+_WINDOWS, _WINDOW_REQUESTS = 10, 5_000
+"""Of very many requests, those in so many windows of the recording are placed: a model needs no more, and memory is bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +80,27 @@ def count_steps(requests: pl.DataFrame, limits: EngineLimits) -> RequestSteps:
     numbered = requests.with_row_index("row")
     unknown = unknown_batches(requests, budget).select(SERVER)
     whole = usable(numbered).join(unknown, on=SERVER, how="anti").sort("arrival_ns", "row")
-    found = [_placed(rows, budget or BUDGET) for _, rows in whole.group_by(SERVER, maintain_order=True)]
+    parts = [part for _, rows in whole.group_by(SERVER, maintain_order=True) for part in _windows(rows)]
+    found = [_placed(part, budget or BUDGET) for part in parts]
     starts = pl.concat([pl.DataFrame(schema=_STARTS), *(one.starts for one in found)])
     if not found:
         return RequestSteps(requests, starts)
     placed = pl.concat([one.requests for one in found])
     updated = numbered.update(placed, on="row", how="left").drop("row")
     return RequestSteps(updated, starts)
+
+
+def _windows(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
+    """Yield the requests of a server, or where they are very many those that end in some windows, an epoch of its own each."""
+    if rows.height <= _WINDOWS * _WINDOW_REQUESTS:
+        yield rows
+        return
+    by_end = rows.with_columns(end=pl.col("arrival_ns") + (1e3 * pl.col("e2e_us")).cast(pl.Int64)).sort(
+        "end", "row"
+    )
+    for window, begin in enumerate(np.linspace(0, rows.height - _WINDOW_REQUESTS, _WINDOWS).astype(int)):
+        part = by_end[int(begin) : int(begin) + _WINDOW_REQUESTS].drop("end")
+        yield part.with_columns(epoch=pl.lit(window, pl.Int64)).sort("arrival_ns", "row")
 
 
 def _placed(rows: pl.DataFrame, budget: float) -> RequestSteps:
@@ -104,6 +121,7 @@ def _placed(rows: pl.DataFrame, budget: float) -> RequestSteps:
     placed = pl.DataFrame(
         {
             "row": rows["row"],
+            "epoch": rows["epoch"],
             "queued_ns": spans.zero_ns + (queued_us * 1e3).round().astype(np.int64),
             "first_scheduled_ns": spans.zero_ns + (g.sched_us * 1e3).round().astype(np.int64),
             "first_token_ns": at_ns[g.first],
@@ -130,10 +148,12 @@ def _inside(r: Spans, g: Graph) -> NDArray[np.bool_]:
     A span is written when its request ends: one that ended before the first span that we have, or that runs on when the
     recording ends, is missing. Where no request has come for long before the end, the engine had run dry.
     """
-    ends, arrivals = g.at_us[g.last], (r.first_ns - r.zero_ns) / 1e3
-    quiet = (ends.max() - arrivals.max()) * len(ends) / max(float(np.ptp(arrivals)), 1.0)
-    stays = ends - g.sched_us + r.queue_us
-    until = ends.max() if quiet > _QUIET else ends.max() - float(np.quantile(stays, _LONG_STAY))
+    ends = g.at_us[g.last]
+    stays = ends - r.arrival_us
+    # Requests that came since the last one that we know, and were short enough to have ended too.
+    short = np.clip(ends.max() - r.arrival_us.max() - stays, 0.0, None)
+    expected = float(short.sum()) / max(float(np.ptp(r.arrival_us)), 1.0)
+    until = ends.max() if expected > _QUIET else ends.max() - stays.max()
     inside: NDArray[np.bool_] = (g.at_us >= ends.min()) & (g.at_us <= until)
     return inside
 
@@ -193,7 +213,7 @@ def _counted(r: Spans, g: Graph) -> _Counts:
     tokens, prompts = (np.bincount(g.first, amount, g.size)[1:] for amount in (r.prompt, ones))
     prompts_running = g.between(g.first, g.last, r.prompt)
 
-    steps, begin, end, goal = g.consistent()
+    steps, begin, end, goal, _ = g.consistent()
     root, relative = potentials(g.size, begin, end, goal)
     exact = np.unique(root, return_inverse=True)[1]
     cluster, offset = exact, relative
