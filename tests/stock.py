@@ -81,37 +81,41 @@ _ATTRIBUTES = {
 }
 
 
-def write_stock(requests, folder) -> None:
-    """Write requests as the spans of an unmodified server, and its settings."""
-    spans = []
-    for number, row in enumerate(requests.sort("arrival_ns").iter_rows(named=True)):
-        seconds = {key: row[name] / 1e6 for key, name in _ATTRIBUTES.items()}
-        counts = {
-            "gen_ai.usage.prompt_tokens": row["prompt_tokens"],
-            "gen_ai.usage.completion_tokens": row["output_tokens"],
-            "gen_ai.request.max_tokens": row["max_tokens"],
-        }
-        values = [
+def span_of(row, number) -> dict:
+    """Return the span of a row of `stock_requests`, as OTLP JSON."""
+    seconds = {key: row[name] / 1e6 for key, name in _ATTRIBUTES.items()}
+    counts = {
+        "gen_ai.usage.prompt_tokens": row["prompt_tokens"],
+        "gen_ai.usage.completion_tokens": row["output_tokens"],
+        "gen_ai.request.max_tokens": row["max_tokens"],
+    }
+    start = row["arrival_ns"] + 1_700_000_000_000_000_000
+    return {
+        "traceId": row["trace_id"],
+        "spanId": f"{number + 1:016x}",
+        "name": "llm_request",
+        "kind": 2,
+        "startTimeUnixNano": str(start),
+        "endTimeUnixNano": str(start + math.ceil(row["e2e_us"] * 1e3)),
+        "attributes": [
             {"key": "gen_ai.request.id", "value": {"stringValue": row["request_id"]}},
             *({"key": k, "value": {"intValue": str(v)}} for k, v in counts.items()),
             *({"key": k, "value": {"doubleValue": v}} for k, v in seconds.items()),
-        ]
-        start = row["arrival_ns"] + 1_700_000_000_000_000_000
-        spans.append(
-            {
-                "traceId": row["trace_id"],
-                "spanId": f"{number + 1:016x}",
-                "name": "llm_request",
-                "kind": 2,
-                "startTimeUnixNano": str(start),
-                "endTimeUnixNano": str(start + math.ceil(row["e2e_us"] * 1e3)),
-                "attributes": values,
-            }
-        )
+        ],
+    }
+
+
+def write_settings(folder) -> None:
+    """Make a run folder with the settings of the server."""
+    folder.mkdir(parents=True)
+    (folder / "exp-config.yaml").write_text("model: tiny\nmax_num_batched_tokens: 2048\nmax_num_seqs: 64\n")
+
+
+def write_stock(requests, folder) -> None:
+    """Write requests as the spans of an unmodified server, and its settings."""
+    write_settings(folder)
+    spans = [span_of(row, n) for n, row in enumerate(requests.sort("arrival_ns").iter_rows(named=True))]
     resource = {"attributes": [{"key": "service.name", "value": {"stringValue": "vllm"}}]}
     scope = {"scope": {"name": "vllm.tracing.otel"}, "spans": spans}
-    folder.mkdir(parents=True)
-    (folder / "traces.json").write_text(
-        json.dumps({"resourceSpans": [{"resource": resource, "scopeSpans": [scope]}]})
-    )
-    (folder / "exp-config.yaml").write_text("model: tiny\nmax_num_batched_tokens: 2048\nmax_num_seqs: 64\n")
+    whole = {"resourceSpans": [{"resource": resource, "scopeSpans": [scope]}]}
+    (folder / "traces.json").write_text(json.dumps(whole))

@@ -20,7 +20,7 @@ from tracefit.coefficients import model as cf
 from tracefit.coefficients import verdicts
 from tracefit.coefficients.models import Models
 from tracefit.coefficients.request_ranges import described_requests, request_ranges, workload_of
-from tracefit.features.training import definitions
+from tracefit.features.training import MEANS, definitions
 from tracefit.fit.estimators import HUBER
 from tracefit.fit.fitted import missing_attributes
 from tracefit.fit.latency import split_requests, trained_steps
@@ -331,7 +331,8 @@ def _rows(model: FittedModel) -> Iterator[cf.RowsEntry]:
 
 def _timeline(scope: FittedScope) -> cf.TimelineEntry:
     tables, runs, timeline = scope.tables, scope.tables.runs, scope.tables.timeline
-    adjacent, intervals = (timeline.filter(cycle_source=source) for source in ("adjacent", "interval"))
+    adjacent = timeline.filter(cycle_source="adjacent")
+    intervals = timeline.filter(pl.col("cycle_source").is_in(MEANS))
     idle = timeline.filter(pl.col("cycle_us").is_not_null() & pl.col("idle_after"))
     return cf.TimelineEntry(
         epochs=_sum(runs, "epochs"),

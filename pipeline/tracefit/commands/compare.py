@@ -199,7 +199,7 @@ def _predicted(model: Model, scope: ModelScope, tables: ScopeTables) -> tuple[pl
         timeline = training.with_roofline(tables.timeline, scope.context)
         rows = _all_new(step_frame(tables, timeline, features, constants, source))
         # The published error is that on single steps: a mean over an interval is easier to predict.
-        single = rows.filter(pl.col("source") != "interval")
+        single = rows.filter(~pl.col("source").is_in(training.MEANS))
         rows = single if single.height >= MIN_TRAIN_ROWS else rows
     else:
         rows = _all_new(

@@ -17,6 +17,7 @@ import polars as pl
 
 from tracefit.errors import DataError
 from tracefit.features.sets import Feature, FeatureSet
+from tracefit.features.training import MEANS
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, split_by_time, step_frame
 from tracefit.fit.validation import measure
 from tracefit.results.models import HeldOut
@@ -130,7 +131,7 @@ def train_and_holdout(
     train, held = counted(known, "train"), counted(known, "holdout")
     # An interval is a mean of steps, whose error is smaller than a step's: where there are enough steps, these are evaluated.
     if "source" in held.columns:
-        single = held.filter(pl.col("source") != "interval")
+        single = held.filter(~pl.col("source").is_in(MEANS))
         held = single if single.height >= MIN_HOLDOUT_ROWS else held
     if train.height < MIN_TRAIN_ROWS or held.height < MIN_HOLDOUT_ROWS:
         raise DataError(

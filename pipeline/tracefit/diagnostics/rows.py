@@ -9,6 +9,7 @@ import polars as pl
 from tracefit.coefficients.compiled import CompiledModel, main_forms
 from tracefit.coefficients.model import RegimesModel
 from tracefit.diagnostics.groups import US_PER_MS
+from tracefit.features.training import MEANS
 from tracefit.fit.splits import FEW_ROWS
 from tracefit.tables.schema import ENGINE, SERVER
 
@@ -53,7 +54,7 @@ def with_batches(steps: pl.DataFrame, batches: pl.DataFrame, *, lag_steps: int =
 
     With `lag_steps` 1 the batch of the step before executes: scheduling runs that far ahead.
     """
-    single = pl.when(pl.col("source") != "interval").then(pl.col("step_id"))
+    single = pl.when(~pl.col("source").is_in(MEANS)).then(pl.col("step_id"))
     new = [c for c in BATCH_COLUMNS if c not in steps.columns]
     return steps.with_columns(step_id=single).join(
         batches.select(*STEP, *new).with_columns(pl.col("step_id") + lag_steps),
@@ -74,7 +75,7 @@ def evaluated(model: Model, rows: pl.DataFrame) -> pl.DataFrame | None:
     kept = rows.filter(pl.col("excluded_reason").is_null())
     if "source" in kept.columns:
         # A mean over an interval is no step: the errors of the report are those on single steps, if there are enough.
-        single = kept.filter(pl.col("source") != "interval")
+        single = kept.filter(~pl.col("source").is_in(MEANS))
         kept = single if single.filter(split="holdout").height >= FEW_ROWS else kept
     start = pl.col("ts_ns").min().over(SERVER)
     needed = {*STEP, *BATCH_COLUMNS, "ts_ns", "split", *compiled.columns_with_clock}

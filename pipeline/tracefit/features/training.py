@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from tracefit.server.context import RunContext
 
 
+MEANS = ("interval", "request")
+"""Sources of rows that are means over several steps, as a rule; the others are of single steps."""
+
 STATE_COLUMNS = (
     "running_depth",
     "waiting_depth",

@@ -187,7 +187,7 @@ def beta_options(options: ScopeOptions) -> FitOptions:
     """Return how step times are fitted."""
     mixed = pl.col("has_prefill")
     # A mean over an interval is easier to predict than a single step: the published error is that on single steps.
-    single = ~pl.col("source").is_in(["interval", "request"])
+    single = ~pl.col("source").is_in(training.MEANS)
     return FitOptions(
         groups=(("decode_only", ~mixed), ("mixed", mixed)),
         eval_filter=single,
