@@ -43,7 +43,7 @@ _STAMP_SD_US = 100.0
 _QUIET = 7.0
 """Requests that the mean rate expects to see where none came: e^-7 is a chance of 0.1 %."""
 
-_WINDOWS, _WINDOW_REQUESTS = 10, 5_000
+_WINDOWS, _WINDOW_REQUESTS = 10, 2_000
 """Of very many requests, those in so many windows of the recording are placed: a model needs no more, and memory is bounded."""
 
 
