@@ -14,7 +14,7 @@ import polars as pl
 
 from tracefit.tables.dialects import STOCK
 from tracefit.tables.schema import REQUESTS, SERVER
-from tracefit.timeline.request_graph import BUDGET, SAME_STEP_NS, Graph, Spans, graph_of, usable
+from tracefit.timeline.request_graph import BUDGET, SAME_STEP_NS, USED, Graph, Spans, graph_of, usable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _FEW = 20
 """Fewest requests that show whether some are missing."""
+
+_MOST_SHOWN = 20_000
 
 _SURPRISE = 14.0
 """A finding that chance gives once in e^14, a million, recordings is none of chance."""
@@ -55,7 +57,8 @@ def unknown_batches(requests: pl.DataFrame, budget: int | None) -> pl.DataFrame:
         One row per such server: run_id, server, reason.
     """
     # What is placed on steps was known when it was.
-    stock = requests.filter((pl.col("dialect") == STOCK) & pl.col("first_token_step").is_null())
+    unplaced = (pl.col("dialect") == STOCK) & pl.col("first_token_step").is_null()
+    stock = requests.lazy().filter(unplaced).select(*SERVER, "trace_id", *USED).collect()
     found = []
     for (run_id, server), rows in stock.group_by(SERVER, maintain_order=True):
         if (reason := next(_reasons(rows, budget or BUDGET), None)) is not None:
@@ -78,7 +81,9 @@ def _reasons(rows: pl.DataFrame, budget: float) -> Iterator[str]:
     if (lacking := 1 - known.height / rows.height) > _MOST_LACKING:
         yield f"{100 * lacking:.0f} % of the requests lack times or lengths, and were in the batches too"
         return
-    spans = Spans.of(known.sort("arrival_ns"))
+    # Of very many requests those in the middle show as much as all of them.
+    middle = known.sort("arrival_ns").slice(max(0, (known.height - _MOST_SHOWN) // 2), _MOST_SHOWN)
+    spans = Spans.of(middle)
     short_us = spans.short_step_us()
     graph = graph_of(spans, budget)
     if (close := _close_share(spans, graph, short_us)) > _MOST_CLOSE:

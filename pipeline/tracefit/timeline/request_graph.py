@@ -40,6 +40,9 @@ _FAR_STEPS, _FAR_SHARE, _USUAL_ODD = 1.0, 0.03, 0.02
 NEEDED = ("arrival_ns", "ttft_us", "e2e_us", "queue_wait_us", "prefill_us", "decode_us")
 """Times that a request must have to be placed."""
 
+USED = (*NEEDED, "dialect", "prompt_tokens", "output_tokens")
+"""Columns of a request that steps are counted from."""
+
 
 def stock_requests(requests: pl.DataFrame) -> pl.DataFrame:
     """Return the requests that an unmodified server describes."""

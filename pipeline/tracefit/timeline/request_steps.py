@@ -23,7 +23,7 @@ from tracefit.statistics import robust_sd
 from tracefit.tables.dialects import STOCK
 from tracefit.tables.schema import ENGINE, JOURNEY_EVENTS, SERVER
 from tracefit.timeline.request_evidence import unknown_batches
-from tracefit.timeline.request_graph import BUDGET, Graph, Spans, balanced, graph_of, potentials, usable
+from tracefit.timeline.request_graph import BUDGET, USED, Graph, Spans, balanced, graph_of, potentials, usable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,7 +79,11 @@ def count_steps(requests: pl.DataFrame, limits: EngineLimits) -> RequestSteps:
     budget = limits.max_num_batched_tokens
     numbered = requests.with_row_index("row")
     unknown = unknown_batches(requests, budget).select(SERVER)
-    whole = usable(numbered).join(unknown, on=SERVER, how="anti").sort("arrival_ns", "row")
+    whole = (
+        usable(numbered.select("row", *ENGINE, *USED))
+        .join(unknown, on=SERVER, how="anti")
+        .sort("arrival_ns", "row")
+    )
     parts = [part for _, rows in whole.group_by(SERVER, maintain_order=True) for part in _windows(rows)]
     found = [_placed(part, budget or BUDGET) for part in parts]
     starts = pl.concat([pl.DataFrame(schema=_STARTS), *(one.starts for one in found)])
