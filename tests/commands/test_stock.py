@@ -58,13 +58,14 @@ def test_alpha_trains_on_the_wait_and_the_rest_says_what_would_give_it(stock, tm
     assert rows.height == 150
     assert rows["y"].to_list() == pytest.approx((10.0 * rows["prompt_tokens"]).to_list())
     missing = {text.partition(" ")[0]: text for text in result.trained.not_fitted}
-    assert "no step events; start the server with --step-tracing-enabled" in missing["beta.cycle_time"]
+    # Here requests that run side by side have their tokens at times of their own, which one engine cannot do.
+    assert "token times are closer together" in missing["beta.cycle_time"]
     assert "no flag of an unmodified vLLM gives it" in missing["alpha.departure"]
 
 
 def test_what_inspect_advises_is_what_an_unmodified_server_can_do(stock, tmp_path, traces):
     said = inspect_text(inspect(stock))
-    assert "OTEL_TRACES_SAMPLER=always_on" in said
+    assert "its own service.instance.id" in " ".join(said.split())
     for flag in ("--step-tracing", "--enable-journey-tracing", "journey-tracing-sample-rate"):
         assert flag not in said
     traces.records.clear()

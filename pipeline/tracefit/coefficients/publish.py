@@ -35,6 +35,7 @@ from tracefit.fit.results import Number, Term
 from tracefit.fit.splits import counted, evaluation_rows
 from tracefit.statistics import mean_of
 from tracefit.tables.schema import SERVER
+from tracefit.tables.sources import MEANS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -370,7 +371,8 @@ def _rows(model: FittedModel) -> Iterator[cf.RowsEntry]:
 
 def _timeline(scope: FittedScope) -> cf.TimelineEntry:
     tables, runs, timeline = scope.tables, scope.tables.runs, scope.tables.timeline
-    adjacent, intervals = (timeline.filter(cycle_source=source) for source in ("adjacent", "interval"))
+    adjacent = timeline.filter(cycle_source="adjacent")
+    intervals = timeline.filter(pl.col("cycle_source").is_in(MEANS))
     idle = timeline.filter(pl.col("cycle_us").is_not_null() & pl.col("idle_after"))
     return cf.TimelineEntry(
         epochs=_sum(runs, "epochs"),

@@ -28,7 +28,7 @@ from tracefit.fit.splits import FEW_ROWS, MIN_TRAIN_ROWS, request_frame, step_fr
 from tracefit.fit.validation import measure
 from tracefit.results.models import CompareResult, Drift, DriftVerdict, ModelComparison
 from tracefit.tables.schema import SERVER
-from tracefit.tables.sources import is_one_step
+from tracefit.tables.sources import MEANS, is_one_step
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
@@ -277,7 +277,10 @@ def _steps_alike(rows: pl.DataFrame, published: Validation | None) -> tuple[pl.D
     # The mean over an interval is easier to predict than a single step.
     single = rows.filter(is_one_step())
     held = published.held_out_equations if published else None
-    of_single = held is None or held.per_equation.n - held.rows_by_source["interval"] >= FEW_ROWS
+    of_single = (
+        held is None
+        or held.per_equation.n - sum(held.rows_by_source.get(source, 0) for source in MEANS) >= FEW_ROWS
+    )
     if of_single and single.height >= MIN_TRAIN_ROWS:
         return single, None
     if of_single:

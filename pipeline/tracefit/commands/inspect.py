@@ -36,7 +36,7 @@ from tracefit.tables.dialects import WITHOUT_EVENTS, dialect_of
 from tracefit.tables.health import Check, health_checks
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
-from tracefit.timeline import clock_disagreements
+from tracefit.timeline import clock_disagreements, unknown_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -131,12 +131,15 @@ def _inspect_tables(
     scopes: list[ScopeInspection] = []
     for scope, members in scopes_of(store.read("runs"), str(store.root)):
         evidence: Evidence = Counter()
+        unknown: dict[str, None] = {}
         for run_id in members:
             progress.stage(f"inspecting {run_id}")
             tables = {name: store.read(name, [run_id]) for name in _READ}
             facts[run_id] = _run_facts(run_id, scope.scope_id, tables, files.get(run_id, ()))
             evidence.update(_evidence(tables))
-        allows = _allowances(evidence, scope.context)
+            found = unknown_batches(tables["requests"], scope.context.settings.max_num_batched_tokens)
+            unknown.update(dict.fromkeys(found["reason"]))
+        allows = _allowances(evidence, scope.context, "; ".join(unknown))
         scopes.append(ScopeInspection(scope.scope_id, tuple(members), allows))
     return Inspection(tuple(facts[run_id] for run_id in store.runs()), tuple(scopes))
 
@@ -192,6 +195,12 @@ def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
         steps=steps.height,
         adjacent=adjacent.height,
         intervals=cycles.filter((pl.col("cycle_source") == "interval") & ~pl.col("idle_after")).height,
+        counted=cycles.filter((pl.col("cycle_source") == "request") & ~pl.col("idle_after")).height,
+        cut_off=timeline.filter(
+            pl.col("composition_source") == "request",
+            (pl.col("start_source").is_not_null().cum_sum() == 0)
+            | (pl.col("start_source").is_not_null().cum_sum(reverse=True) == 0),
+        ).height,
         idle=int(cycles["idle_after"].sum() or 0),
         busy_ns=round(1000 * (adjacent["cycle_us"].sum() or 0)),
         covered_ns=round(1000 * (adjacent["duration_us"].sum() or 0)),
@@ -235,10 +244,10 @@ def _suffice(e: Evidence, target: str) -> bool:
     return e[f"{target}, train"] >= MIN_TRAIN_ROWS and e[f"{target}, holdout"] >= MIN_HOLDOUT_ROWS
 
 
-def _allowances(e: Evidence, context: RunContext) -> tuple[Allowance, ...]:
+def _allowances(e: Evidence, context: RunContext, unknown: str) -> tuple[Allowance, ...]:
     """Return which models the counts of one scope allow, in reading order."""
     return (
-        _step_time(e),
+        _step_time(e, unknown),
         _durations(e),
         _composition(e),
         _context(e),
@@ -250,11 +259,20 @@ def _allowances(e: Evidence, context: RunContext) -> tuple[Allowance, ...]:
     )
 
 
-def _step_time(e: Evidence) -> Allowance:
-    kinds = {"adjacent": "adjacent pairs", "intervals": "intervals between known starts", "idle": "idle gaps"}
+def _step_time(e: Evidence, unknown: str) -> Allowance:
+    kinds = {
+        "adjacent": "adjacent pairs",
+        "intervals": "intervals between known starts",
+        "counted": "intervals between token times",
+        "idle": "idle gaps",
+        "cut_off": "steps at the ends of the recording, where requests may be missing",
+    }
     found = ", ".join(f"{e[kind]:,} {what}" for kind, what in kinds.items() if e[kind])
     if _suffice(e, _STEP_TIME):
-        return Allowance(_STEP_TIME, "yes", f"{found}; {_split(e, _STEP_TIME)}", trains=True)
+        said = f"; of some servers no step is known: {unknown}" if unknown else ""
+        return Allowance(_STEP_TIME, "yes", f"{found}; {_split(e, _STEP_TIME)}{said}", trains=True)
+    if unknown:
+        return Allowance(_STEP_TIME, "no", f"the batches of the steps are not known: {unknown}")
     if not e["timeline_steps"]:
         return Allowance(_STEP_TIME, "no", f"no step is known; {step_remedy(stock=_is_stock(e))}")
     return Allowance(_STEP_TIME, "no", f"{found or 'no two known starts'}; {_too_few(e, _STEP_TIME)}")
@@ -283,7 +301,8 @@ def _composition(e: Evidence) -> Allowance:
             f"; {_share(e['agreeing_steps'], e['compared_steps'])} of sampled steps agree with their summary"
         )
         said = agree if e["compared_steps"] else ""
-        return Allowance(name, "yes", f"every step, from complete journeys{said}")
+        source = "the times of the requests" if e["counted"] else "complete journeys"
+        return Allowance(name, "yes", f"every step, from {source}{said}")
     if e["steps"]:
         return Allowance(name, "limited", f"of the {e['steps']:,} sampled steps, from their summaries")
     return Allowance(name, "no", _without_steps(e))
@@ -306,7 +325,8 @@ def _context(e: Evidence) -> Allowance:
 
 def _queue_state(e: Evidence) -> Allowance:
     if e["complete_runs"] and e["complete_runs"] == e["runs"]:
-        return Allowance("queue state", "yes", "exact, from complete journeys")
+        source = "steps counted from requests" if e["counted"] else "complete journeys"
+        return Allowance("queue state", "yes", f"exact, from {source}")
     if e["steps"]:
         return Allowance("queue state", "limited", f"that of the latest of {e['steps']:,} sampled steps")
     return Allowance("queue state", "no", _without_steps(e))

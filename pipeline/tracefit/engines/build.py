@@ -170,16 +170,22 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
         read: Returns a table of the run.
         context: Its server.
     """
-    from tracefit.timeline import build_timeline, with_step_times  # noqa: PLC0415 - most ingests need none
+    from tracefit.timeline import (  # noqa: PLC0415 - most ingests need none
+        build_timeline,
+        count_steps,
+        events_of,
+        with_step_times,
+    )
 
     snapshots, journeys, requests = read("request_snapshots"), read("journey_events"), read("requests")
-    runs = read("runs")
+    runs, steps, limits = read("runs"), read("steps"), engine_limits(context)
+    complete, starts = _journeys_complete(context, runs, requests), None
+    if not steps.height and not journeys.height:
+        counted = count_steps(schema.REQUESTS.shape(requests), limits)
+        requests, starts = counted.requests, counted.starts
+        journeys, complete = events_of(requests), starts.height > 0
     built = build_timeline(
-        read("steps"),
-        snapshots,
-        journeys,
-        engine_limits(context),
-        journeys_complete=_journeys_complete(context, runs, requests),
+        steps, snapshots, journeys, limits, journeys_complete=complete, counted_starts=starts
     )
     if context.settings.is_sglang:
         gpu_time = pl.col("cycle_source", "composition_source").replace(

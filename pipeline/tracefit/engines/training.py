@@ -21,7 +21,14 @@ from tracefit.recordings.kv_columns import with_kv_cache, with_prefix_hits
 from tracefit.server.context import context_from_json
 from tracefit.tables.runs import step_counters
 from tracefit.tables.schema import ENGINE, SERVER
-from tracefit.timeline import clock_disagreements, execution_lags, queue_state, requeue_waits
+from tracefit.timeline import (
+    clock_disagreements,
+    events_of,
+    execution_lags,
+    queue_state,
+    requeue_waits,
+    unknown_batches,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +74,8 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
     limits, architecture = engine_limits(context), context.architecture
     timeline, journeys = store.read("timeline", [run_id]), store.read("journey_events", [run_id])
     steps, requests = store.read("steps", [run_id]), store.read("requests", [run_id])
+    # Steps counted from requests have the events of these; they are no second witness of the clock.
+    events = journeys if journeys.height else events_of(requests)
     # Only complete journeys give the running requests of every step, and with them the queue state of each request.
     is_complete = timeline["running_after"].is_not_null().any()
     with_cache = with_kv_cache(
@@ -75,19 +84,20 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
         block_size=limits.block_size,
         kv_bytes_per_token=architecture.kv_bytes_per_token if architecture else None,
     )
-    found = {(run, server): lag for run, server, lag in execution_lags(timeline, journeys).iter_rows()}
+    found = {(run, server): lag for run, server, lag in execution_lags(timeline, events).iter_rows()}
     overloads = find_overloads([run_id], requests.select(REQUEST_COLUMNS), steps.select(STEP_COLUMNS))
     tables = ScopeTables(
         runs=runs,
         timeline=with_prefix_hits(with_cache, requests),
         sampled_steps=steps.height,
         requests=requests,
-        queue=queue_state(journeys, timeline, limits) if is_complete else None,
-        counters=step_counters(steps.select(*ENGINE, "step_id"), journeys),
+        queue=queue_state(events, timeline, limits) if is_complete else None,
+        counters=step_counters(steps.select(*ENGINE, "step_id"), events),
         clock_checks=clock_disagreements(timeline, journeys),
         # A server whose journeys do not show the lag is taken to schedule in step with execution.
         lags={key: found.get(key, 0) for key in runs.select(SERVER).iter_rows()},
         requeue_waits=requeue_waits(journeys),
+        unknown_batches=tuple(unknown_batches(requests, limits.max_num_batched_tokens)["reason"]),
     )
     return RunFrames(tables, overloads[0] if overloads else None)
 
@@ -112,6 +122,7 @@ def scope_tables(parts: Sequence[ScopeTables]) -> ScopeTables:
         clock_checks=_concat([part.clock_checks for part in parts]),
         lags={key: lag for part in parts for key, lag in part.lags.items()},
         requeue_waits=_concat([part.requeue_waits for part in parts]),
+        unknown_batches=tuple(dict.fromkeys(text for part in parts for text in part.unknown_batches)),
     )
 
 

@@ -56,6 +56,13 @@ if TYPE_CHECKING:
 
 _SUMMARY = re.escape(STEP_EVENT)
 
+COUNTED_NOTES = (
+    "steps are counted from the times of the requests: a row is an interval between two of them, its time the mean of its steps",
+    "prefix-cache hits are not in the spans: every prompt token counts as computed",
+    "nothing in the recording shows requests without a span; a sampler that leaves no mark in trace ids would not",
+)
+"""What a model says that was fitted on steps counted from requests."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
@@ -111,6 +118,9 @@ def fit_step_times(
     cover = duration_cover(tables.timeline)
     # The name follows the option. Durations that cover the busy time are cycle times measured by another clock.
     target = DURATION if options.beta_target == "duration" else CYCLE_TIME
+    unknown = "; ".join(tables.unknown_batches)
+    if not tables.timeline.height and unknown:
+        return StepTimes(cover, Missing(target.model, "the batches of the steps are not known", unknown))
     if not tables.timeline.height:
         remedy = f"start the server with {STEP_FLAGS}"
         without = "; ".join(tables.missing_attributes(_SUMMARY)) or "the traces hold no step events"
@@ -150,6 +160,12 @@ def fit_step_times(
         ahead = "scheduling runs a step ahead, so that a step's time is the cycle after its own start"
         definition = f"{definition}; {ahead}"
     reason = (f"feature set {features.name} chosen: {SET_RULE}",) if candidates else ()
+    if "request" in rows["source"]:
+        placed = tables.requests["first_token_step"].is_not_null().sum()
+        of_all = f"{placed:,} of {tables.requests.height:,} requests are placed on steps"
+        reason = (*reason, *COUNTED_NOTES, *([of_all] if placed < tables.requests.height else []))
+    if unknown:
+        reason = (*reason, f"servers of which no step is known are left out: {unknown}")
     model = FittedModel(
         target.model,
         TargetFacts(name=target.name, definition=definition, source=whole or measured.source),

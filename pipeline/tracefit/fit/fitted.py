@@ -147,6 +147,8 @@ class ScopeTables:
     """`timeline.requeue_waits`: the steps that a preempted request waited through."""
     clock_checks: pl.DataFrame
     """run_id, server, events, disagreeing: engine core events compared with the starts of their steps."""
+    unknown_batches: tuple[str, ...] = ()
+    """Why no step is known of servers that write a span per request and no events; see `timeline.unknown_batches`."""
 
     def missing_attributes(self, events: str) -> tuple[str, ...]:
         """Return a sentence for each event, by a pattern of names, that lacks attributes: which, and what gives them."""

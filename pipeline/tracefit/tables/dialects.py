@@ -190,14 +190,16 @@ def _attributes(dialect: str, scope: str) -> list[Spelling]:
     ]
 
 
+STOCK = "stock"
+"""Of requests that an unmodified server describes, one span each."""
+
+
 def _stock(scope: str) -> list[Spelling]:
     return [
-        Spelling("stock", scope, FRONT_SPAN, None, None, "requests", "arrival_ns", "start"),
-        *_attributes("stock", scope),
+        Spelling(STOCK, scope, FRONT_SPAN, None, None, "requests", "arrival_ns", "start"),
+        *_attributes(STOCK, scope),
         *(
-            Spelling(
-                "stock", scope, FRONT_SPAN, None, f"gen_ai.latency.{key}", "requests", column, factor=1e6
-            )
+            Spelling(STOCK, scope, FRONT_SPAN, None, f"gen_ai.latency.{key}", "requests", column, factor=1e6)
             for column, key in _SECONDS.items()
         ),
     ]

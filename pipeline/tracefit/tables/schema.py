@@ -609,7 +609,7 @@ TIMELINE = TableSchema(
         *_ENGINE_COLUMNS,
         _i("step_id", "step counter"),
         _ns("ts_start_ns", "start of the step, null where nothing anchors it"),
-        _s("start_source", "source of the start: summary, scheduled or update"),
+        _s("start_source", "source of the start: summary, scheduled, update or request"),
         _duration("start_sd_us", "standard deviation of the start; 0 of a summary"),
         Column(
             "float64",
@@ -622,7 +622,8 @@ TIMELINE = TableSchema(
         _duration("cycle_sd_us", "standard deviation of it that comes from the starts"),
         _s(
             "cycle_source",
-            "adjacent (between two summaries, consecutive), interval, fpm (recorded) or fpm_gpu (recorded, GPU time)",
+            "adjacent (between two summaries, consecutive), interval, request (both starts counted from requests), fpm "
+            "(recorded) or fpm_gpu (recorded, GPU time)",
         ),
         _step("interval_steps", "steps the cycle is the mean of"),
         _n("num_prefill_reqs", "scheduled requests without an output token"),
@@ -645,7 +646,7 @@ TIMELINE = TableSchema(
         _sum("prefill_left_after", "prompt tokens these still have to compute"),
         _n("num_preempted", "requests preempted by this step"),
         _i("duration_us", "time inside schedule()", "us"),
-        _s("composition_source", "summary, fpm or journey"),
+        _s("composition_source", "summary, fpm, journey or request"),
         _flag("journey_agrees", "requests and tokens worked out from journeys equal the summary's"),
         _i("journey_error_reqs", "scheduled requests worked out from journeys less the summary's"),
         _i("journey_error_tokens", "tokens worked out from journeys less the summary's", "token"),
@@ -685,7 +686,7 @@ BETA_TRAINING = TableSchema(
         _s("scope_id", "scope the row was fitted in"),
         _i("step_id", "step counter"),
         _ns("ts_ns", "start of the interval"),
-        _s("source", "adjacent, interval, duration, fpm or fpm_gpu"),
+        _s("source", "adjacent, interval, request, duration, fpm or fpm_gpu"),
         *_TRAINING,
     ),
     open_ended=True,

@@ -16,19 +16,24 @@ class CycleSource(StrEnum):
 
     ADJACENT = "adjacent"
     INTERVAL = "interval"
+    REQUEST = "request"
     DURATION = "duration"
     FPM = "fpm"
     FPM_GPU = "fpm_gpu"
 
     @property
     def is_one_step(self) -> bool:
-        """Whether a row is the time of one step as it was sampled or recorded, not the mean over several."""
-        return self is not CycleSource.INTERVAL
+        """Whether a row is the time of one step as it was sampled or recorded, not the mean over several: between anchors, or counted from requests."""
+        return self not in {CycleSource.INTERVAL, CycleSource.REQUEST}
 
     @property
     def is_recorded(self) -> bool:
         """Whether a record states the time of the step; others are differences of the step clock, or scheduling times."""
         return self in {CycleSource.FPM, CycleSource.FPM_GPU}
+
+
+MEANS = tuple(source.value for source in CycleSource if not source.is_one_step)
+"""Sources whose rows are means over several steps."""
 
 
 def is_one_step() -> pl.Expr:

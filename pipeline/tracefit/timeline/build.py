@@ -50,6 +50,7 @@ def build_timeline(
     limits: EngineLimits | None = None,
     *,
     journeys_complete: bool = False,
+    counted_starts: pl.DataFrame | None = None,
 ) -> pl.DataFrame:
     """Build the `timeline` table.
 
@@ -58,7 +59,7 @@ def build_timeline(
 
     `cycle_us` is the mean cycle from this step's start to the next start that is known, `interval_steps` steps on:
     one step (`adjacent`, between two summaries), or an `interval` when a start comes from a journey event or steps
-    in between have no known start. `idle_after` says that one of those steps left nothing running and nothing
+    in between have no known start, or `request` when both were counted from requests. `idle_after` says that one of those steps left nothing running and nothing
     waiting, so that the time holds idle time.
 
     Args:
@@ -67,13 +68,14 @@ def build_timeline(
         journeys: The `journey_events` table.
         limits: Limits of the scheduler.
         journeys_complete: Every request has a journey.
+        counted_starts: Starts of steps that were counted from requests (`count_steps`), whose events `journeys` then holds.
 
     Returns:
         The `timeline` table.
     """
     limits = limits or EngineLimits()
     axis = step_axis(steps, snapshots, journeys)
-    lags = execution_lags(steps, journeys)
+    lags = execution_lags(steps if counted_starts is None else counted_starts, journeys)
     # A step has one summary; should another claim its id, the first in time stands.
     summaries = _placed(axis, steps).unique("position", keep="first", maintain_order=True)
     core = axis.locate(core_events(journeys)).join(lags, on=SERVER, how="left", maintain_order="left")
@@ -85,7 +87,13 @@ def build_timeline(
     if journeys_complete and axis.size:
         rows = pl.concat([rows, _inferred(evidence, limits)], how="horizontal")
     rows = _with_usage(_with_summaries(rows, evidence), limits)
-    starts = step_starts(evidence.steps, evidence.core)
+    if counted_starts is None:
+        starts = step_starts(evidence.steps, evidence.core)
+    else:
+        starts = _placed(axis, counted_starts).select(
+            "position", "start_source", "ts_start_ns", "start_sd_us"
+        )
+        rows = rows.with_columns(composition_source=pl.lit("request"))
     rows = rows.join(starts, on="position", how="left", maintain_order="left")
     known = pl.col("ts_start_ns").is_not_null() | pl.col("composition_source").is_not_null()
     return schema.TIMELINE.conform(axis.name(_with_cycles(rows.filter(known & ~pl.col("is_gap")))))
@@ -205,6 +213,7 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
     spans = ordered.filter(started).select(
         *whole,
         "position",
+        "start_source",
         last_of_engine=pl.col("engine").shift(-1) != pl.col("engine"),
         interval_steps=count,
         cycle_us=(nexts["ts_start_ns"] - pl.col("ts_start_ns")) / 1e3 / count,
@@ -228,6 +237,8 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
         "idle_after",
         cycle_source=pl.when(adjacent)
         .then(pl.lit(CycleSource.ADJACENT.value))
+        .when(pl.col("start_source") == "request")
+        .then(pl.lit(CycleSource.REQUEST.value))
         .otherwise(pl.lit(CycleSource.INTERVAL.value)),
     )
     joined = ordered.join(spans, on="position", how="left", maintain_order="left")

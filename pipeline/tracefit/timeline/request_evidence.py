@@ -1,0 +1,158 @@
+"""Whether the requests of an unmodified server are all that was in its engine: without some, no batch is known.
+
+A model of step times that was fitted on half of each batch looks as sure as a right one and is wrong by a factor. What a
+recording lacks shows in it: in the ids that a sampler kept, in stamps that one engine cannot have made, in times that
+contradict each other, and in requests that waited in an engine that should have been empty.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from tracefit.tables.dialects import STOCK
+from tracefit.tables.schema import REQUESTS, SERVER
+from tracefit.timeline.request_graph import BUDGET, SAME_STEP_NS, USED, Graph, Spans, graph_of, usable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tracefit.statistics import Vector
+
+_FEW = 20
+"""Fewest requests that show whether some are missing."""
+
+_MOST_SHOWN = 20_000
+
+_SURPRISE = 14.0
+"""A finding that chance gives once in e^14, a million, recordings is none of chance."""
+
+_LEAST_RATE = 1e-4
+"""No sampler keeps less: ids that are smaller count up."""
+
+_MOST_LACKING = 0.02
+"""Largest share of requests without times or lengths, and of those that contradict the others."""
+
+_MOST_CLOSE = 0.3
+_FEW_CLOSE = 3
+_MOST_ODD = 0.1
+_CLOSE = 0.2
+"""Stamps nearer than this share of a short step are not of two steps of one engine."""
+
+_MOST_LATE = 0.25
+_LATE = 0.4
+"""A wait of this share of a short step is one for a step in progress."""
+
+
+def unknown_batches(requests: pl.DataFrame, budget: int | None) -> pl.DataFrame:
+    """Return the servers of stock requests of which the batches cannot be known, and why.
+
+    Args:
+        requests: The `requests` table.
+        budget: Token budget of a step, null where not known.
+
+    Returns:
+        One row per such server: run_id, server, reason.
+    """
+    # What is placed on steps was known when it was.
+    unplaced = (pl.col("dialect") == STOCK) & pl.col("first_token_step").is_null()
+    stock = requests.lazy().filter(unplaced).select(*SERVER, "trace_id", *USED).collect()
+    found = []
+    for (run_id, server), rows in stock.group_by(SERVER, maintain_order=True):
+        if (reason := next(_reasons(rows, budget or BUDGET), None)) is not None:
+            found.append((run_id, server, reason))
+    types = {name: REQUESTS.types[name] for name in SERVER}
+    return pl.DataFrame(found, schema={**types, "reason": pl.String()}, orient="row")
+
+
+def _reasons(rows: pl.DataFrame, budget: float) -> Iterator[str]:
+    """Yield why the batches of one server are unknown, and what to do; nothing where nothing speaks against them."""
+    if rows.height < _FEW:
+        yield f"{rows.height} requests are too few to show whether they are all; record more"
+        return
+    if (rate := sampled_rate(rows["trace_id"])) is not None:
+        yield (
+            f"a sampler kept about {100 * rate:.0f} % of the traces, as their ids show, and the batches held the other requests "
+            "too; trace every request: OTEL_TRACES_SAMPLER=always_on"
+        )
+    known = usable(rows)
+    if (lacking := 1 - known.height / rows.height) > _MOST_LACKING:
+        yield f"{100 * lacking:.0f} % of the requests lack times or lengths, and were in the batches too"
+        return
+    # Of very many requests those in the middle show as much as all of them.
+    middle = known.sort("arrival_ns").slice(max(0, (known.height - _MOST_SHOWN) // 2), _MOST_SHOWN)
+    spans = Spans.of(middle)
+    short_us = spans.short_step_us()
+    graph = graph_of(spans, budget)
+    if (close := _close_share(spans, graph, short_us)) > _MOST_CLOSE:
+        yield (
+            "token times are closer together than two steps of one engine can be, as often as those of several engines or "
+            f"front ends would be ({100 * close:.0f} %); give each its own service.instance.id, or record one"
+        )
+    if graph.time_conflicts > _MOST_LACKING:
+        yield f"the times of {100 * graph.time_conflicts:.0f} % of the requests contradict each other: they are of several engines"
+    if (odd := graph.consistent()[-1]) > _MOST_ODD:
+        yield (
+            f"{100 * odd:.0f} % of the requests took more or fewer steps than tokens: preempted, by speculative decoding, or on "
+            "another engine"
+        )
+    if (hidden := _hidden(spans, short_us)) is not None:
+        yield hidden
+
+
+def _close_share(r: Spans, graph: Graph, short_us: float) -> float:
+    """Return how many stamps are too close for two steps of one engine, as a share of those that independent ones would be."""
+    gaps = np.diff(np.sort(np.concatenate([r.first_ns, r.last_ns]))) / 1e3
+    apart = gaps[gaps > SAME_STEP_NS / 1e3]
+    close = int((apart < _CLOSE * short_us).sum())
+    busy_us = np.diff(graph.at_us)[graph.between(graph.first, graph.last, np.ones(len(r.prompt))) > 0].sum()
+    expected = len(apart) * -np.expm1(-_CLOSE * short_us * len(apart) / max(float(busy_us), 1.0))
+    return close / expected if close > _FEW_CLOSE else 0.0
+
+
+def sampled_rate(trace_ids: pl.Series) -> float | None:
+    """Return the share of traces that a sampler kept by their ids; null where it kept all, or leaves no mark in them.
+
+    Samplers of OpenTelemetry compare an end of the random id with a bound: the low 64 bits, as a number or without its sign,
+    are below it, or the low 56 bits above it. Of n even numbers the largest is below 1 by a share of 1 / n.
+    """
+    ids = trace_ids.drop_nulls().unique()
+    ids = ids.filter(ids.str.contains("^[0-9a-f]{32}$"))
+    if ids.len() < _FEW:
+        return None
+
+    def number(start: int) -> Vector:
+        return ids.str.slice(start, 8).str.to_integer(base=16).to_numpy() / 2.0**32
+
+    high, low, middle = number(16), number(24), number(18)
+    value = high + low / 2.0**32
+    for share in (value, 2 * np.minimum(value, 1 - value), 1 - middle):
+        most = float(share.max())
+        # Ids that are not random are not even below their largest either.
+        even = abs(float(share.mean()) / max(most, 1e-300) - 0.5) < 4 * 0.289 / np.sqrt(len(share))
+        if even and most > _LEAST_RATE and -np.log(most) * len(share) > _SURPRISE:
+            return most
+    return None
+
+
+def _hidden(r: Spans, short_us: float) -> str | None:
+    """Return that unknown requests were in the engine; null where nothing says so.
+
+    A request that comes while the engine is empty is scheduled at once. Where it waits for a step in progress, as most do
+    while others run, others ran.
+    """
+    arrival_us, ends = r.arrival_us, (r.last_ns - r.zero_ns) / 1e3
+    before = np.r_[-np.inf, np.maximum.accumulate(ends)[:-1]]
+    alone = np.flatnonzero(arrival_us > before)
+    if alone.size < _FEW:
+        return None
+    waited = ((r.first_ns - r.zero_ns) / 1e3 - arrival_us - r.prefill_us)[alone]
+    late = waited > np.quantile(waited, 0.1) + _LATE * short_us
+    if late.mean() <= _MOST_LATE:
+        return None
+    return (
+        f"{late.sum()} of {alone.size} requests that came while no other was in the engine waited for a step all the same: "
+        "requests without a span were in the batches; trace every request: OTEL_TRACES_SAMPLER=always_on, and no sampling after it"
+    )

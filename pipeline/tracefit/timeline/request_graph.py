@@ -1,0 +1,326 @@
+"""What the times of an unmodified server's requests say exactly: which tokens came out in one step, and how many steps lie between.
+
+Outputs of one step carry the same stamp of the front end, so that stamps that coincide are one step: a *node*. A request is
+scheduled right after the step before its first one, which may be a node too. Each request is then a chain of edges between
+nodes, each so many steps and so much time on the engine's clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from tracefit.tables.dialects import STOCK
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from tracefit.timeline.engines import Floats, Ints
+
+SAME_STEP_NS = 1_500
+"""Stamps of one step differ by the rounding of seconds as floats, 240 ns; those of different steps by a step."""
+
+_NEAR = 0.25
+"""Share of a short step: what is less apart is the same step's end."""
+
+_APART = 2.4
+"""Times as far apart are of two steps; between the two neither is sure."""
+
+BUDGET = 2_048
+"""Token budget where it is not known: vLLM's smallest default."""
+
+_BALANCES = 30
+
+_FAR_STEPS, _FAR_SHARE, _USUAL_ODD = 1.0, 0.03, 0.02
+"""An edge is far off beyond so many steps, and such a share of its own. Runs of one token a step have fewer than the last."""
+
+NEEDED = ("arrival_ns", "ttft_us", "e2e_us", "queue_wait_us", "prefill_us", "decode_us")
+"""Times that a request must have to be placed."""
+
+USED = (*NEEDED, "dialect", "prompt_tokens", "output_tokens")
+"""Columns of a request that steps are counted from."""
+
+
+def stock_requests(requests: pl.DataFrame) -> pl.DataFrame:
+    """Return the requests that an unmodified server describes."""
+    return requests.filter(pl.col("dialect") == STOCK)
+
+
+def usable(requests: pl.DataFrame) -> pl.DataFrame:
+    """Return the requests of unmodified servers that have all times and lengths."""
+    lengths = (pl.col("prompt_tokens") > 0) & (pl.col("output_tokens") > 0)
+    return stock_requests(requests).drop_nulls(NEEDED).filter(lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """The requests of one server, one element each; times in us since `zero_ns`."""
+
+    zero_ns: int
+    arrival_us: Floats
+    first_ns: Ints
+    last_ns: Ints
+    prompt: Floats
+    decodes: Floats
+    """Steps after that of the first token."""
+    queue_us: Floats
+    prefill_us: Floats
+    decode_us: Floats
+
+    @classmethod
+    def of(cls, rows: pl.DataFrame) -> Spans:
+        """Return the arrays of `usable` requests."""
+
+        def stamp(name: str) -> pl.Expr:
+            return pl.col("arrival_ns") + (pl.col(name) * 1e3).round().cast(pl.Int64)
+
+        stamps = rows.select(first=stamp("ttft_us"), last=stamp("e2e_us"))
+        decodes = (rows["output_tokens"] - 1).cast(pl.Float64).to_numpy()
+        times = (rows[f"{name}_us"].to_numpy() for name in ("queue_wait", "prefill", "decode"))
+        arrivals = rows["arrival_ns"].to_numpy()
+        zero = int(arrivals.min())
+        return cls(
+            zero,
+            (arrivals - zero) / 1e3,
+            stamps["first"].to_numpy(),
+            stamps["last"].to_numpy(),
+            rows["prompt_tokens"].cast(pl.Float64).to_numpy(),
+            decodes,
+            *times,
+        )
+
+    def short_step_us(self) -> float:
+        """Return the time per token of the quick requests: about the shortest step."""
+        several = self.decodes > 0
+        if not several.any():
+            return float(np.median(self.prefill_us))
+        return float(np.quantile(self.decode_us[several] / self.decodes[several], 0.05))
+
+
+def potentials(size: int, begin: Ints, end: Ints, difference: Floats) -> tuple[Ints, Floats]:
+    """Join nodes by edges of known differences x[end] - x[begin], shape (edges,).
+
+    Returns:
+        The root of each node's component, and x[node] - x[root], both of shape (size,).
+    """
+    root, offset = np.arange(size), np.zeros(size)
+    while True:
+        a, b = root[begin], root[end]
+        apart = np.flatnonzero(a != b)
+        if not apart.size:
+            return root, offset
+        a, b = a[apart], b[apart]
+        step = difference[apart] + offset[begin[apart]] - offset[end[apart]]
+        step[a > b] *= -1
+        # Each higher root hangs on a lower one by one edge; chains are then shortened to one link.
+        high, one = np.unique(np.maximum(a, b), return_index=True)
+        root[high], offset[high] = np.minimum(a, b)[one], step[one]
+        while True:
+            above = root[root]
+            moved = np.flatnonzero(above != root)
+            if not moved.size:
+                break
+            offset[moved] += offset[root[moved]]
+            root = above
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Nodes in the order of time, and the edges of requests between them.
+
+    Attributes:
+        at_us: Time of each node, since `Spans.zero_ns`.
+        scheduled: Node at or before which each request was scheduled.
+        first: Node of its first token.
+        last: Node of its last token.
+        begin: First node of each edge.
+        end: Last node of each edge.
+        steps: Steps of each edge.
+        lag: Steps that scheduling runs ahead of execution, 0 or 1.
+        sched_us: When each request was scheduled.
+        is_whole: Its prompt was computed by one step.
+        is_fresh: Nothing was in the engine when it was scheduled.
+        time_conflicts: Share of the requests whose decode time is not that between its nodes.
+    """
+
+    at_us: Floats
+    scheduled: Ints
+    first: Ints
+    last: Ints
+    begin: Ints
+    end: Ints
+    steps: Floats
+    lag: int
+    sched_us: Floats
+    is_whole: NDArray[np.bool_]
+    is_fresh: NDArray[np.bool_]
+    time_conflicts: float
+
+    @property
+    def size(self) -> int:
+        """Number of nodes."""
+        return len(self.at_us)
+
+    def between(self, begin: Ints, end: Ints, amount: Floats) -> Floats:
+        """Sum amounts over the intervals between neighbouring nodes that ranges of nodes cover; shape (size - 1,)."""
+        change = np.bincount(begin, amount, self.size) - np.bincount(end, amount, self.size)
+        return np.asarray(np.cumsum(change)[:-1], dtype=np.float64)
+
+    @property
+    def busy(self) -> NDArray[np.bool_]:
+        """Return whether a request is in the engine between neighbouring nodes; shape (size - 1,)."""
+        ones = np.ones(len(self.first))
+        return (self.between(self.first, self.last, ones) > 0) | (
+            self.between(self.scheduled, self.first, ones) > 0
+        )
+
+    def consistent(self) -> tuple[Floats, Ints, Ints, Floats, float]:
+        """Return a first guess of the steps between neighbouring nodes, and the edges that do not contradict the others.
+
+        A preempted request waits for steps without a token, and speculative decoding saves steps: where edges contradict
+        each other, those go that are far off what all of them together say.
+
+        Returns:
+            The guess, shape (size - 1,); begin, end and steps of the edges; the share of all edges that are far off or
+            contradict others.
+        """
+        least = np.where(self.busy, 1.0, 0.0)
+        mean_us = float((self.at_us[self.end] - self.at_us[self.begin]).sum() / max(self.steps.sum(), 1.0))
+        guess = np.maximum(np.diff(self.at_us) / max(mean_us, 1.0), 1.0) * least
+        guess = balanced(self, guess, self.begin, self.end, self.steps, least)
+        edges = (self.begin, self.end, self.steps)
+        sums = np.r_[0.0, np.cumsum(guess)]
+        off = np.abs(self.steps - sums[self.end] + sums[self.begin])
+        near = off <= np.maximum(_FAR_STEPS, _FAR_SHARE * self.steps)
+        odd = 1 - float(near.mean()) if near.size else 0.0
+        if odd < _USUAL_ODD and self._agree(*edges).all():
+            return guess, *edges, odd
+        begin, end, steps = (edge[near] for edge in edges)
+        kept = self._agree(begin, end, steps)
+        begin, end, steps = begin[kept], end[kept], steps[kept]
+        odd = max(odd, 1 - len(steps) / max(len(self.steps), 1))
+        return balanced(self, guess, begin, end, steps, least), begin, end, steps, odd
+
+    def _agree(self, begin: Ints, end: Ints, steps: Floats) -> NDArray[np.bool_]:
+        _, offset = potentials(self.size, begin, end, steps)
+        return np.abs(offset[end] - offset[begin] - steps) <= 0.5
+
+
+def graph_of(r: Spans, budget: float) -> Graph:
+    """Find the nodes of a server's requests and the edges between them.
+
+    Args:
+        r: The requests.
+        budget: Token budget of a step: longer prompts are computed in chunks.
+    """
+    first, last, at, conflicts = _token_nodes(r)
+    near = _NEAR * r.short_step_us()
+    sched, whole, fresh, lag = _scheduling(r, first, last, at, budget)
+    outs = len(at)
+    right = np.minimum(np.searchsorted(at, sched), outs - 1)
+    left = np.maximum(right - 1, 0)
+    nearest = np.where(np.abs(at[right] - sched) < np.abs(at[left] - sched), right, left)
+    apart = np.abs(at[nearest] - sched)
+    snapped = (apart < near) & (nearest != first)
+    # What is neither at a node nor clearly apart from all of them could be either: it is no node.
+    used = np.flatnonzero(whole & (snapped | (apart > _APART * near)) | fresh)
+    own = used[~snapped[used]]
+    own = own[np.argsort(sched[own], kind="stable")]
+    number = np.cumsum(np.diff(sched[own], prepend=-np.inf) > near) - 1
+    place = nearest.copy()
+    place[own] = outs + number
+    added = np.bincount(number, sched[own]) / np.bincount(number) if own.size else np.empty(0)
+
+    at = np.r_[at, added]
+    rank = np.empty(len(at), np.int64)
+    in_time = np.argsort(at, kind="stable")
+    rank[in_time] = np.arange(len(at))
+    at = at[in_time]
+    place[np.setdiff1d(np.arange(len(first)), used)] = -1
+    scheduled = np.where(
+        place >= 0, rank[place], np.maximum(np.searchsorted(at, sched + near, side="right") - 1, 0)
+    )
+    first, last = rank[first], rank[last]
+    scheduled = np.minimum(scheduled, first)
+    kept = used[whole[used] & (scheduled[used] < first[used])]
+    decoding = np.flatnonzero((last > first) & (r.decodes > 0))
+    return Graph(
+        at,
+        scheduled,
+        first,
+        last,
+        np.r_[first[decoding], scheduled[kept]],
+        np.r_[last[decoding], first[kept]],
+        np.r_[r.decodes[decoding], np.where(fresh, 1.0, 1.0 + lag)[kept]],
+        lag,
+        sched,
+        whole,
+        fresh,
+        conflicts,
+    )
+
+
+def _token_nodes(r: Spans) -> tuple[Ints, Ints, Floats, float]:
+    """Return the nodes of first and last tokens, the time of each node, and the share of requests that contradict it."""
+    n = len(r.decodes)
+    stamps = np.concatenate([r.first_ns, r.last_ns])
+    order = np.argsort(stamps, kind="stable")
+    numbers = np.cumsum(np.diff(stamps[order], prepend=stamps[order[0]]) > SAME_STEP_NS)
+    node = np.empty(2 * n, np.int64)
+    node[order] = numbers
+    first, last = node[:n], node[n:]
+    wall = np.bincount(node, (stamps - r.zero_ns) / 1e3) / np.bincount(node)
+    root, relative = potentials(len(wall), first, last, r.decode_us)
+    wrong = np.abs(relative[last] - relative[first] - r.decode_us) > _NEAR * r.short_step_us()
+    # The engine's clock is exact within a component; its place on the wall clock is the median of its stamps.
+    off = pl.DataFrame({"root": root, "off": wall - relative}).select(pl.col("off").median().over("root"))
+    at = np.maximum.accumulate(relative + off["off"].to_numpy())
+    return first, last, at, float(wrong.mean())
+
+
+def _scheduling(
+    r: Spans, first: Ints, last: Ints, at: Floats, budget: float
+) -> tuple[Floats, NDArray[np.bool_], NDArray[np.bool_], int]:
+    """Return when each request was scheduled, whether in one step, whether in an empty engine, and the steps scheduled ahead."""
+    near = _NEAR * r.short_step_us()
+    running = np.cumsum(np.bincount(first, minlength=len(at)) - np.bincount(last, minlength=len(at)))
+    sched = at[first] - r.prefill_us
+    before = np.maximum(np.searchsorted(at, sched, side="right") - 1, 0)
+    # Where the prompts scheduled together fit into one step, none is cut into chunks.
+    by_time = np.argsort(sched)
+    total, times = np.r_[0.0, np.cumsum(r.prompt[by_time])], sched[by_time]
+    until, since = np.searchsorted(times, sched + near, side="right"), np.searchsorted(times, sched - near)
+    whole = total[until] - total[since] + running[before] <= budget
+    # With scheduling a step ahead a step ends between a request's SCHEDULED and its first token: nodes lie there as
+    # densely as anywhere. Otherwise none does.
+    inside = np.searchsorted(at, at[first] - near) > np.searchsorted(at, sched + near)
+    mean_us = float(r.decode_us.sum() / max(r.decodes.sum(), 1.0))
+    busy_us = float(np.diff(at)[running[:-1] > 0].sum())
+    density = min(1.0, len(at) * mean_us / max(busy_us, mean_us, 1.0))
+    lag = int(whole.any() and inside[whole].mean() > density / 2)
+    # A step is scheduled a little after the outputs before it.
+    gap = sched - at[before]
+    close = gap[(gap >= 0) & (gap < near)]
+    sched = sched - (float(np.median(close)) if close.size else 0.0)
+    started = np.searchsorted(np.sort(sched), sched - near)
+    ended = np.searchsorted(at[np.sort(first)], sched + near)
+    now = np.maximum(np.searchsorted(at, sched + near, side="right") - 1, 0)
+    fresh = (started <= ended) & ((running[now] == 0) | (at[now] > sched + near))
+    return sched, whole, fresh, lag
+
+
+def balanced(g: Graph, steps: Floats, begin: Ints, end: Ints, goal: Floats, least: Floats) -> Floats:
+    """Scale the steps of the intervals so that each range of nodes has its number of steps, by proportional fitting."""
+    alone = np.flatnonzero(end - begin == 1)
+    cover = np.maximum(g.between(begin, end, np.ones(len(begin))), 1)
+    steps = steps.copy()
+    for _ in range(_BALANCES):
+        steps[begin[alone]] = goal[alone]
+        sums = np.r_[0.0, np.cumsum(steps)]
+        ratio = np.log(goal / np.maximum(sums[end] - sums[begin], 1e-9))
+        steps = np.maximum(steps * np.exp(g.between(begin, end, ratio) / cover), least)
+    steps[begin[alone]] = goal[alone]
+    return steps

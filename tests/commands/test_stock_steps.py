@@ -1,0 +1,74 @@
+"""A server that nobody instrumented: what `run` and `inspect` make of one span per request."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import polars as pl
+import pytest
+
+from stock import stock_requests, write_stock
+from tracefit.synth import SynthOptions, synth
+from tracefit.synth.options import LoadPhase
+
+
+@pytest.fixture(scope="module")
+def generated():
+    """Return a generated run with a load that rises."""
+    phases = (LoadPhase("light", 0.4, 0.6), LoadPhase("heavy", 0.6, 1.3))
+    return synth(SynthOptions(rate_per_s=12.0, requests=400, seed=4, phases=phases, abort_fraction=0.0))
+
+
+@pytest.fixture(scope="module")
+def requests(generated):
+    """Return its requests as stock spans have them."""
+    return stock_requests(generated)
+
+
+def _run(tracefit, folder, requests):
+    write_stock(requests, folder / "stock")
+    code, out, _ = tracefit("run", folder / "stock", "--out", folder / "out", "--json")
+    return code, json.loads(out)
+
+
+def _beta(folder):
+    models = json.loads((folder / "out" / "models" / "beta.json").read_text())["models"]
+    return {m["name"]: m for m in models}.get("beta.cycle_time")
+
+
+def test_step_time_and_queue_wait_are_fitted_from_spans_of_requests(tracefit, tmp_path, generated, requests):
+    code, _ = _run(tracefit, tmp_path, requests)
+    assert code == 0
+    scope = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scopes"][0]
+    steps = scope["models"]["beta.cycle_time"]
+    assert set(steps["rows_by_source"]) == {"request"}
+    assert steps["holdout"]["n"] > 100
+    assert scope["models"]["alpha.queue_wait"]["holdout"]["n"] > 100
+    # Against the law that made the steps, at a decode batch of eight with 300 tokens of context each.
+    beta = _beta(tmp_path)
+    batch = {
+        "num_decode_reqs": 8,
+        "decode_tokens": 8,
+        "context_tokens": 2400,
+        "running_depth": 8,
+        "scheduled_tokens": 8,
+    }
+    said = beta["intercept"]["value"] + sum(t["value"] * batch.get(t["feature"], 0) for t in beta["terms"])
+    law = generated.law
+    true = law.intercept_us + 8 * law.per_decode_req_us + 2400 * law.per_context_token_us
+    assert said == pytest.approx(true, rel=0.03)
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.1])
+def test_of_sampled_spans_no_step_time_is_fitted_and_the_reason_is_said(tracefit, tmp_path, requests, rate):
+    low = pl.Series([int(x, 16) % 2**64 / 2**64 for x in requests["trace_id"]])
+    code, result = _run(tracefit, tmp_path, requests.filter(low < rate))
+    assert code in (0, 1)
+    assert _beta(tmp_path) is None if (tmp_path / "out" / "models" / "beta.json").exists() else True
+    assert "a sampler kept about" in json.dumps(result)
+    code, out, _ = tracefit("inspect", tmp_path / "stock")
+    said = " ".join(out.split())
+    found = re.search(r"a sampler kept about (\d+) %", said)
+    assert int(found[1]) == pytest.approx(100 * rate, abs=2)
+    assert "OTEL_TRACES_SAMPLER" in said
