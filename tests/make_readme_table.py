@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 
-def _number(value: float) -> str:
+def _number(value: float | None) -> str:
+    if value is None:  # a constant has no reference on the same features
+        return "-"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
@@ -20,7 +22,8 @@ def main(readme: Path, evaluation: Path) -> None:
         for model, entry in scope["models"].items():
             held = entry["holdout"]
             errors = [held["mdape_pct"], held["p90_ape_pct"]]
-            maes = [held["mae"], entry["baseline"]["mae"], entry["gradient_boosting"]["mae"]]
+            others = [entry["baseline"], entry["gradient_boosting"]]
+            maes = [held["mae"], *(other and other["mae"] for other in others)]
             cells = [name, model, f"{held['n']:,}", *(_number(v) for v in (*errors, *maes))]
             rows.append(f"| {' | '.join(cells)} |")
     text = readme.read_text(encoding="utf-8")
