@@ -121,7 +121,7 @@ def fit_step_times(
     unknown = "; ".join(tables.unknown_batches)
     if not tables.timeline.height and unknown:
         return StepTimes(cover, Missing(target.model, "the batches of the steps are not known", unknown))
-    if not tables.timeline.height:
+    if not tables.sampled_steps and not tables.timeline["cycle_us"].count():
         remedy = f"start the server with {STEP_FLAGS}"
         without = "; ".join(tables.missing_attributes(_SUMMARY)) or "the traces hold no step events"
         return StepTimes(cover, Missing(target.model, without, remedy))
