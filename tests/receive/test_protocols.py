@@ -8,6 +8,7 @@ import gzip
 import http.client
 import json
 import ssl
+from collections.abc import Generator
 
 import grpc
 import pytest
@@ -20,9 +21,9 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from tracefit.errors import UsageError
 from tracefit.receive import intake
 from tracefit.receive.options import IntakeLimits, ReceiveOptions, Rotation, Token
+from tracefit.receive.spans import RequestError
 from tracefit.receive.store import TraceStore
 
-EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 PROTOBUF = {"content-type": "application/x-protobuf"}
 JSON = {"content-type": "application/json"}
 SPAN = {
@@ -58,7 +59,7 @@ def export(port, message, *, metadata=(), compression=None, credentials=None, ti
     )
     with channel:
         call = channel.unary_unary(
-            EXPORT,
+            "/opentelemetry.proto.collector.trace.v1.TraceService/Export",
             request_serializer=lambda m: m if isinstance(m, bytes) else m.SerializeToString(),
             response_deserializer=trace_service_pb2.ExportTraceServiceResponse.FromString,
         )
@@ -329,29 +330,61 @@ def test_servers_have_a_limit(lib, tmp_path):
     assert sorted(path.name for path in (tmp_path / "vllm").iterdir()) == ["a", "b"]
 
 
+def take(intake, message, order, name):
+    """Have a message taken in as if a sender had sent it, and note in the end that it was."""
+
+    async def read():
+        return message.SerializeToString()
+
+    async def main():
+        await intake.take(read)
+        order.append(name)
+
+    return asyncio.ensure_future(main())
+
+
 def test_a_request_that_takes_long_does_not_hold_up_another(lib, tmp_path, monkeypatch):
     """The second one comes while the first is decoded, and is answered before it."""
     monkeypatch.setattr("tracefit.receive.spans.SLICE_ELEMENTS", 100)
     order = []
 
     async def main():
-        async with (
-            lib.running(tmp_path) as at,
-            grpc.aio.insecure_channel(f"127.0.0.1:{at.grpc_port}") as channel,
-        ):
-
-            async def send(name, message):
-                await channel.unary_unary(EXPORT)(message.SerializeToString(), timeout=60)
-                order.append(name)
-
+        async with lib.running(tmp_path) as at:
             steps = lib.request(*range(1, 10_000), scope="vllm.scheduler.step")
-            long = asyncio.ensure_future(send("long", steps))
+            long = take(at.intake, steps, order, "long")
             await lib.until(lambda: at.intake.observed.step_spans)
-            await send("short", lib.request(1))
+            await take(at.intake, lib.request(1), order, "short")
             await long
 
     asyncio.run(main())
     assert order == ["short", "long"]
+
+
+def test_a_refusal_does_not_hold_the_request(lib, tmp_path):
+    """A sender may take its time to read the answer."""
+
+    def held(error):
+        """Yield what the frames of an error hold, and of what it came from."""
+        while error is not None:
+            traceback = error.__traceback__
+            while traceback is not None:
+                if traceback.tb_frame.f_code.co_filename.endswith(("intake.py", "spans.py")):
+                    yield from traceback.tb_frame.f_locals.values()
+                traceback = traceback.tb_next
+            error = error.__context__
+
+    async def main():
+        async with lib.running(tmp_path) as at:
+            for content in (b"\xff" * 100, gzip.compress(b"x")[:-9], gzip.compress(b"\xff")):
+
+                async def read(content=content):
+                    return content
+
+                with pytest.raises(RequestError) as refused:
+                    await at.intake.take(read)
+                assert not [each for each in held(refused.value) if isinstance(each, bytes | Generator)]
+
+    asyncio.run(main())
 
 
 def test_short_requests_do_not_wait_for_long_ones(lib, tmp_path, monkeypatch):
@@ -362,15 +395,10 @@ def test_short_requests_do_not_wait_for_long_ones(lib, tmp_path, monkeypatch):
 
     async def main():
         async with lib.running(tmp_path, limits=IntakeLimits(readers=1)) as at:
-
-            async def send(name, message):
-                assert (await in_thread(post, at.http_port, message.SerializeToString(), PROTOBUF))[0] == 200
-                order.append(name)
-
             steps = lib.request(*range(1, 5_000), scope="vllm.scheduler.step")
-            long = [asyncio.ensure_future(send("long", steps)) for _ in range(3)]
+            long = [take(at.intake, steps, order, "long") for _ in range(3)]
             await lib.until(lambda: at.intake._long._waiting == 2)
-            await send("short", lib.request(1))
+            await take(at.intake, lib.request(1), order, "short")
             await asyncio.gather(*long)
             assert at.intake._pending_bytes == 0
 

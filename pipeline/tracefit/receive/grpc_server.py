@@ -39,6 +39,7 @@ _HEALTH = "/grpc.health.v1.Health/Check"
 _SERVING, _NOT_SERVING = 1, 2
 _ACKNOWLEDGED = ExportTraceServiceResponse().SerializeToString()
 _LOOKAHEAD_BYTES = 64 << 10
+_STREAMS = 8  # of one connection: requests that wait for the disk have one too
 _IDENTITY_AND_GZIP = 0b101  # bits of grpc_compression_algorithm; the one between them is deflate
 
 # It reports clients that hang up, with a traceback.
@@ -58,7 +59,7 @@ class GrpcServer:
                 ("grpc.max_metadata_size", limits.header_bytes),
                 # Between the two limits the library refuses at random: they are the same.
                 ("grpc.absolute_max_metadata_size", limits.header_bytes),
-                ("grpc.max_concurrent_streams", limits.readers),
+                ("grpc.max_concurrent_streams", _STREAMS),
                 # What comes of a message before it is read. The library would take megabytes of each, from every connection.
                 ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
                 ("grpc.http2.bdp_probe", 0),

@@ -143,13 +143,20 @@ class Intake:
             BusyError: There is no room for it now.
         """
         self.open_requests += 1
+        refusal: DataError | None = None
         try:
             received = await self._received(read, encoding, is_gzip=is_gzip)
             await self.write(received)
         except TimeoutError:
-            raise BusyError(f"not delivered within {self.limits.read_s:g} s", RETRY_BUSY_S) from None
+            refusal = BusyError(f"not delivered within {self.limits.read_s:g} s", RETRY_BUSY_S)
+        except DataError as error:
+            refusal = error
         finally:
             self.open_requests -= 1
+        if refusal is not None:
+            # Its traceback would hold the request, for as long as the sender takes to read the answer.
+            refusal.__context__ = None
+            raise refusal.with_traceback(None)
         for sender, _, count in received:
             self.spans_by_sender[sender] += count
             self.observed.spans += count
@@ -169,11 +176,13 @@ class Intake:
             # No protobuf message begins like gzip: its first byte would be a field of a wire type that does not exist.
             is_gzip = body.startswith(_GZIP_MAGIC) if is_gzip is None else is_gzip
             size_bytes = stated_bytes(body) if is_gzip else len(body)
-            work = self._decode(body, encoding, is_gzip=is_gzip)
             if size_bytes <= _SHORT_BYTES[encoding]:
-                return await _in_turns(work)
-        # A long one waits as it came, without a place that others could read in.
+                return await _in_turns(self._decode(body, encoding, is_gzip=is_gzip))
+        # A long one waits as it came, without a place that others could read in, and not beside many others.
+        if self._pending_bytes > self.limits.pending_bytes // 4:
+            raise BusyError("too many long requests at once", RETRY_BUSY_S)
         waiting_bytes = len(body)
+        work = self._decode(body, encoding, is_gzip=is_gzip)
         del body
         self._pending_bytes += waiting_bytes
         try:

@@ -44,7 +44,8 @@ class IntakeLimits:
         queued_requests: Requests that wait, unread, for one of these places; the next one is refused.
         queue_s: How long one waits, at most.
         read_s: How long a sender may take to deliver a request.
-        pending_bytes: Bytes that wait for the disk; above them, requests are refused before they are read.
+        pending_bytes: Bytes that wait for the disk, or as long requests for their turn; above them, requests are refused
+            before they are read, and above a quarter of them long ones before they are decoded.
         connections: Connections of a port; of more, those that have been silent longest are closed.
         connections_of_address: Likewise, of those from one address.
         accepted: Connections of a port at any moment: more are refused at once.
@@ -60,7 +61,7 @@ class IntakeLimits:
     queued_requests: int = 256
     queue_s: float = 5.0
     read_s: float = 10.0
-    pending_bytes: int = 16 << 20
+    pending_bytes: int = 64 << 20
     connections: int = 256
     connections_of_address: int = 128
     # Of both ports, with the files and the rest, fewer than the 1,024 descriptors that a process has by default.
