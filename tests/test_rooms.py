@@ -27,6 +27,7 @@ ORDER = (
     ("features",),
     ("fit",),
     ("coefficients",),
+    ("replay",),
     ("consumers", "diagnostics"),
     ("engines",),
     ("reports",),

@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tracefit.consumers.blis_replay import ReplayLimits, StepRates, replay
+from tracefit.consumers.blis_replay import StepRates, replay_as_blis
+from tracefit.replay.engine import EngineSettings
 
 FLAT = StepRates(1000.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-WIDE = ReplayLimits(max_num_seqs=64, max_num_batched_tokens=100, block_size=4, num_blocks=None)
+WIDE = EngineSettings(max_num_seqs=64, max_num_batched_tokens=100, block_size=4, num_blocks=None)
 
 
 def run(requests, rates=FLAT, alpha=(0, 0, 0), limits=WIDE):
     arrival, prompt, output = (np.array(column, dtype=np.int64) for column in zip(*requests, strict=True))
-    return replay(arrival, prompt, output, rates, alpha, limits)
+    return replay_as_blis(arrival, prompt, output, rates, alpha, limits)
 
 
 def test_one_request_is_a_prefill_and_a_step_per_further_token():
@@ -33,7 +34,7 @@ def test_alpha_delays_the_queue_and_the_client_and_counts_per_token():
 def test_a_request_waits_for_the_step_in_progress_and_for_a_slot():
     # The first runs from 0 to 3000. The second is there at 100, its prefill is the step from 1000.
     assert run([(0, 10, 3), (100, 10, 1)]).ttft.tolist() == [1000, 1900]
-    one_slot = ReplayLimits(1, 100, 4, None)
+    one_slot = EngineSettings(1, 100, 4, None)
     assert run([(0, 10, 3), (100, 10, 1)], limits=one_slot).ttft.tolist() == [1000, 3900]
 
 
@@ -60,7 +61,7 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget():
 
 def test_the_last_that_runs_is_preempted_and_starts_anew_from_its_cached_prompt():
     """6 blocks of 4: two prompts of 8 take 4, their second tokens the others; the sixth token of the first finds none."""
-    replayed = run([(0, 8, 8), (0, 8, 8)], limits=ReplayLimits(64, 100, 4, 6))
+    replayed = run([(0, 8, 8), (0, 8, 8)], limits=EngineSettings(64, 100, 4, 6))
 
     assert replayed.preemptions == 1
     assert replayed.e2e[0] == 8000, "it lost nothing"
@@ -69,7 +70,7 @@ def test_the_last_that_runs_is_preempted_and_starts_anew_from_its_cached_prompt(
 
 
 def test_room_that_can_never_be_had_is_no_latency():
-    replayed = run([(0, 100, 1), (10, 4, 1)], limits=ReplayLimits(64, 100, 4, 6))
+    replayed = run([(0, 100, 1), (10, 4, 1)], limits=EngineSettings(64, 100, 4, 6))
 
     assert np.isnan(replayed.e2e[0])
 
@@ -77,16 +78,16 @@ def test_room_that_can_never_be_had_is_no_latency():
 @pytest.mark.parametrize("blocks", [None, 10_000])
 def test_blocks_that_never_run_out_change_nothing(blocks):
     requests = [(i * 300, 5 + i % 40, 1 + i % 17) for i in range(200)]
-    replayed = run(requests, limits=ReplayLimits(8, 64, 4, blocks))
+    replayed = run(requests, limits=EngineSettings(8, 64, 4, blocks))
 
     assert replayed.preemptions == 0
-    assert replayed.e2e.sum() == run(requests, limits=ReplayLimits(8, 64, 4, None)).e2e.sum()
+    assert replayed.e2e.sum() == run(requests, limits=EngineSettings(8, 64, 4, None)).e2e.sum()
 
 
 def test_a_prefix_in_common_is_computed_once():
     """Prompts of 10, the first 8 tokens of two of them the same; 10 us a prompt token."""
     rates = StepRates(1000.0, 0.0, 10.0, 0.0, 0.0, 0.0)
     arrival, prompt, output = (np.array(v, dtype=np.int64) for v in ([0, 5000, 9000], [10] * 3, [1] * 3))
-    replayed = replay(arrival, prompt, output, rates, (0, 0, 0), WIDE, shared=np.array([8, 8, 0]))
+    replayed = replay_as_blis(arrival, prompt, output, rates, (0, 0, 0), WIDE, shared=np.array([8, 8, 0]))
 
     assert replayed.ttft.tolist() == [1100, 1020, 1100]

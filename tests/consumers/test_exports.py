@@ -24,8 +24,9 @@ from scipy.interpolate import RegularGridInterpolator
 import tracefit
 from tracefit.commands.export import export
 from tracefit.consumers import dynamo
-from tracefit.consumers.blis_replay import ReplayLimits, StepRates, replay
+from tracefit.consumers.blis_replay import StepRates, replay_as_blis
 from tracefit.errors import DataError, UsageError
+from tracefit.replay.engine import EngineSettings
 from tracefit.synth import SynthOptions, synth, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -158,13 +159,13 @@ def test_blis_states_the_errors_of_its_own_replay(made, tmp_path):
         b[6], b[5], b[0] * token + b[8] * kv, b[0] * pair, b[1] * token + b[9] * kv, b[1] * pair + b[9] * kv
     )
     arrival = ((requests["arrival_ns"] - requests["arrival_ns"][0]).to_numpy() / 1e3).round().astype(np.int64)
-    replayed = replay(
+    replayed = replay_as_blis(
         arrival,
         requests["prompt_tokens"].to_numpy(),
         requests["output_tokens"].fill_null(1).clip(lower_bound=1).to_numpy(),
         rates,
         tuple(found["alpha_coeffs"]),
-        ReplayLimits(64, 2048, 16, 4096),
+        EngineSettings(64, 2048, 16, 4096),
     )
     begins = _table(made, "beta_training").filter(split="holdout")["ts_ns"].min()
     counts = requests.select(

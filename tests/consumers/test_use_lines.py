@@ -24,7 +24,8 @@ import yaml
 import tracefit
 from tracefit.commands.export import export
 from tracefit.consumers.base import flags
-from tracefit.consumers.blis_replay import ReplayLimits, StepRates, replay
+from tracefit.consumers.blis_replay import StepRates, replay_as_blis
+from tracefit.replay.engine import EngineSettings
 from tracefit.synth import SynthOptions, synth, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -155,11 +156,11 @@ def test_our_replay_is_what_blis_computes(exported, made, tmp_path, blocks):
     folder = result.files[0].parent
     found = yaml.safe_load((folder / "defaults.yaml").read_text())["trained_physics_coefficients"]
     traced = pl.read_csv(folder / "trace-data.csv")
-    own = replay(
+    own = replay_as_blis(
         *(traced[c].to_numpy() for c in ("arrival_time_us", "input_tokens", "output_tokens")),
         blis_rates(found["beta_coeffs"], 8192, 64, 8, 80, 28672, 4),
         tuple(found["alpha_coeffs"]),
-        ReplayLimits(64, 2048, 16, blocks),
+        EngineSettings(64, 2048, 16, blocks),
     )
     assert len(e2e) == traced.height
     assert (own.preemptions > 0) == (blocks < 4096)
@@ -263,13 +264,13 @@ def test_shared_prefixes_are_found_as_blis_finds_them(tmp_path):
     shared = traced["prefix_length"].to_numpy()
     assert shared.any()
     found = yaml.safe_load((tmp_path / "blis/defaults.yaml").read_text())["trained_physics_coefficients"]
-    own = replay(
+    own = replay_as_blis(
         traced["arrival_time_us"].to_numpy(),
         traced["input_tokens"].to_numpy() + shared,
         traced["output_tokens"].to_numpy(),
         blis_rates(found["beta_coeffs"], 4096, 32, 8, 32, 14336, 1),
         tuple(found["alpha_coeffs"]),
-        ReplayLimits(64, 2048, 16, 4096),
+        EngineSettings(64, 2048, 16, 4096),
         shared=shared,
     )
     assert [own.e2e[i] for i in range(traced.height)] == [blis[i]["e2e_us"] for i in range(traced.height)]

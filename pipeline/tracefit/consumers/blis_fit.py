@@ -26,7 +26,7 @@ from tracefit.consumers.base import (
     worse_than_baseline,
     written,
 )
-from tracefit.consumers.blis_replay import ReplayLimits, StepRates, replay
+from tracefit.consumers.blis_replay import StepRates, replay_as_blis
 from tracefit.consumers.blis_roofline import (
     BLIS_TERMS,
     PAIRS_COLUMN,
@@ -41,6 +41,7 @@ from tracefit.fit.boundary import admission_with_clock, api_waits, clocks_of
 from tracefit.fit.estimators import HUBER, fit_nonnegative
 from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import request_frame
+from tracefit.replay.engine import EngineSettings
 from tracefit.server.settings import DEFAULT_BLOCK_SIZE
 from tracefit.tables.dialects import WITHOUT_EVENTS
 from tracefit.tables.schema import ENGINE, SERVER
@@ -412,7 +413,7 @@ def _replayed(
         (`replayed TTFT`, ...); and whether any request was preempted.
     """
     settings, rates = source.scope.context.settings, _step_rates(source, beta)
-    limits = ReplayLimits(
+    limits = EngineSettings(
         settings.max_num_seqs or DEFAULT_SLOTS,
         settings.max_num_batched_tokens or DEFAULT_BUDGET,
         settings.block_size or DEFAULT_BLOCK_SIZE,
@@ -423,7 +424,7 @@ def _replayed(
         arrival, departure, prompt, output, shared = (
             engine[name].to_numpy() for name in ("arrival", "departure", "prompt", "output", "shared")
         )
-        latencies = replay(arrival, prompt, output, rates, alpha, limits, shared)
+        latencies = replay_as_blis(arrival, prompt, output, rates, alpha, limits, shared)
         preempted |= latencies.preemptions > 0
         left = np.searchsorted(np.sort(departure), arrival)
         columns = {

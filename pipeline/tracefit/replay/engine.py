@@ -1,0 +1,504 @@
+"""One engine: requests pass its queue, its scheduler and its KV cache, and steps take as long as a model says.
+
+The scheduler is that of vLLM's v1 engine: running requests first, first come first served or by priority, prompts in chunks of the
+token budget, a prefix cache of full blocks, preemption of the request that came last. `SchedulerRules` has what simulators do otherwise.
+Between an arrival and the end of a request the same requests decode: such steps are computed at once, so that the cost follows
+the number of requests and not of their tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tracefit.statistics import Vector
+
+
+MOST_AT_ONCE = 128
+"""Most steps whose times are computed at once: an arrival may cut them short."""
+
+
+class StepBatch(NamedTuple):
+    """What a step computes.
+
+    Attributes:
+        prefill_reqs: Requests that compute prompt tokens.
+        prefill_tokens: Prompt tokens computed.
+        prefill_context_tokens: Tokens of these requests that are in the cache already.
+        prefill_pairs: Sum of t * (s + t / 2) over requests that compute t tokens of a prompt of s: a term of BLIS.
+        decode_reqs: Requests that decode.
+        context_tokens: Tokens in the caches of the requests that decode.
+        waiting: Requests in the queue.
+    """
+
+    prefill_reqs: int = 0
+    prefill_tokens: float = 0.0
+    prefill_context_tokens: float = 0.0
+    prefill_pairs: float = 0.0
+    decode_reqs: int = 0
+    context_tokens: float = 0.0
+    waiting: int = 0
+
+
+class StepTimeModel(Protocol):
+    """A model of step times, in us."""
+
+    def step(self, batch: StepBatch) -> float:
+        """Return the time of one step."""
+
+    def decoding(self, batch: StepBatch, steps: int, growth: float) -> Vector:
+        """Return the times of consecutive steps in which the same requests decode, shape (steps,).
+
+        Args:
+            batch: The first of these steps.
+            steps: How many there are.
+            growth: Tokens by which the context grows from step to step.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Settings of a server that decide which requests a step has.
+
+    Attributes:
+        max_num_seqs: Most running requests.
+        max_num_batched_tokens: Token budget of a step.
+        block_size: Tokens per KV block.
+        num_blocks: KV blocks; null where memory never runs out.
+        by_priority: Whether the queue is sorted by priority (smaller first), then by arrival.
+        chunked_prefill: Whether a prompt may be computed in chunks.
+        prefix_caching: Whether full blocks of prompts are found again.
+        async_scheduling: Whether a step is scheduled when the one before it starts.
+        tokens_per_step: Tokens that a request gets from a step it decodes in: above 1 with speculative decoding.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int | None = None
+    by_priority: bool = False
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    async_scheduling: bool = False
+    tokens_per_step: float = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerRules:
+    """What the scheduler does where servers and simulators differ; the defaults are vLLM's.
+
+    Attributes:
+        keeps_output: A preempted request computes its prompt and its output so far again; otherwise it generates all output again.
+        computes_last_token: At least one token of a prompt is computed, however much of it is cached.
+    """
+
+    keeps_output: bool = True
+    computes_last_token: bool = True
+
+
+VLLM_RULES = SchedulerRules()
+"""Of vLLM: `vllm/v1/core/sched/scheduler.py` of 0.32."""
+
+BLIS_RULES = SchedulerRules(keeps_output=False, computes_last_token=False)
+"""Of inference-sim: `sim/simulator.go`, `sim/batch_formation.go` and `sim/kv/cache.go` of August 2026."""
+
+
+@dataclass(eq=False, slots=True)
+class ReplayedRequest:
+    """A request, and how far it is.
+
+    Attributes:
+        index: Number of the request, in the order of arrival.
+        queued_us: When it is in the engine's queue.
+        prompt: Prompt tokens.
+        output: Output tokens, at least 1.
+        prefix: Leading prompt tokens that others share.
+        group: Requests of one group share the same prefix.
+        priority: Smaller is served first, where the queue is sorted by it.
+        need: Tokens to compute before the next output token.
+        computed: Tokens in the cache.
+        blocks: The blocks that hold them.
+        unclaimed: Tokens without blocks: BLIS claims none for a prompt that is wholly cached.
+        cached: Prompt tokens found in the cache when it was scheduled first.
+        first_us: When its first token came; NaN before.
+        last_us: When its last token came; NaN before.
+        scheduled_us: Start of its first step; NaN before.
+        preemptions: How often it was preempted.
+    """
+
+    index: int
+    queued_us: float
+    prompt: int
+    output: int
+    prefix: int = 0
+    group: int = 0
+    priority: int = 0
+    need: int = 0
+    computed: float = 0
+    blocks: list[int] = field(default_factory=list)
+    unclaimed: int = 0
+    cached: int = 0
+    first_us: float = math.nan
+    last_us: float = math.nan
+    scheduled_us: float = math.nan
+    preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.need = self.prompt
+
+    @property
+    def end(self) -> int:
+        """Tokens in the cache when its last token comes: that one need not be put there."""
+        return self.prompt + self.output - 1
+
+
+def _turn(request: ReplayedRequest) -> tuple[int, int]:
+    return request.priority, request.index
+
+
+class ReplayEngine:
+    """The scheduler's state between steps.
+
+    Attributes:
+        now: End of the latest step, in us.
+        running: Requests that have a slot and have not ended.
+        waiting: Requests in the queue, the next one first.
+        preemptions: Preemptions so far.
+        steps: Per stretch of steps with one set of requests: its steps' ends, running requests, requests that wait.
+    """
+
+    def __init__(
+        self,
+        times: StepTimeModel,
+        settings: EngineSettings,
+        most_blocks: int,
+        rules: SchedulerRules = VLLM_RULES,
+    ) -> None:
+        """Start an empty engine.
+
+        Args:
+            times: The model of step times.
+            settings: Settings of the server.
+            most_blocks: Blocks where the settings state none: as many as all requests together fill.
+            rules: What the scheduler does where servers differ.
+        """
+        self.times, self.settings, self.rules = times, settings, rules
+        self.cache = _BlockCache(settings.num_blocks or most_blocks, settings)
+        self.running: list[ReplayedRequest] = []
+        self.waiting = deque[ReplayedRequest]()
+        self.now = 0.0
+        self.preemptions = 0
+        self.steps: list[tuple[Vector, int, int]] = []
+        self._arriving = deque[ReplayedRequest]()
+        self._started: float | None = None
+        self._ended: list[ReplayedRequest] = []
+        self._is_stuck = False
+
+    @property
+    def load(self) -> int:
+        """Requests in the engine."""
+        return len(self.running) + len(self.waiting) + len(self._arriving)
+
+    def send(self, request: ReplayedRequest) -> None:
+        """Add a request; requests come in the order of `queued_us`."""
+        self._arriving.append(request)
+
+    def advance(self, until_us: float) -> None:
+        """Execute steps until one ends at or after a time, or nothing is left to do before it."""
+        while self.now < until_us and not self._is_stuck:
+            if not self.running and not self.waiting:
+                # An idle engine has no step boundary to wait for.
+                self._release()
+                self._started = None
+                if not self._arriving or self._arriving[0].queued_us >= until_us:
+                    return
+                self.now = max(self.now, self._arriving[0].queued_us)
+            self._admit_arrivals()
+            if not self._decode_on(until_us):
+                self._step()
+
+    @property
+    def _scheduled_at(self) -> float:
+        """When the next step is scheduled: a step ahead, that is when the latest one starts."""
+        ahead = self.settings.async_scheduling and self._started is not None
+        return self._started if ahead else self.now  # type: ignore[return-value]  # it is not None
+
+    def _admit_arrivals(self) -> None:
+        """Put into the queue what has come when the next step is scheduled."""
+        seen = self._scheduled_at
+        while self._arriving and self._arriving[0].queued_us <= seen:
+            request = self._arriving.popleft()
+            if self.settings.by_priority:
+                insort(self.waiting, request, key=_turn)
+            else:
+                self.waiting.append(request)
+
+    # -- steps that are alike
+
+    def _decode_on(self, until_us: float) -> bool:
+        """Execute the steps until a request ends or one comes, where all that run decode and nobody can be admitted."""
+        running, settings = self.running, self.settings
+        growth = settings.tokens_per_step
+        if not running or self._ended or len(running) * growth > settings.max_num_batched_tokens:
+            return False
+        if any(r.computed < r.need for r in running):
+            return False
+        is_full = len(running) >= settings.max_num_seqs
+        budget = settings.max_num_batched_tokens - len(running) * growth
+        if self.waiting and not is_full and self._next(budget, admit=False) is not None:
+            return False
+        can_wait = is_full or (self.waiting and not settings.by_priority)
+        left = math.ceil(min((r.end - r.computed) / growth for r in running))
+        done = np.array([r.computed for r in running], dtype=float)
+        steps = self.cache.steps_until_full(running, done, min(left, MOST_AT_ONCE), growth)
+        if steps < 2:
+            return False
+        context = float(done.sum())
+        batch = StepBatch(decode_reqs=len(running), context_tokens=context, waiting=len(self.waiting))
+        ends = self.now + np.cumsum(self.times.decoding(batch, steps, growth * len(running)))
+        arrives = self._arriving[0].queued_us if self._arriving and not can_wait else math.inf
+        # The step in progress is scheduled already, and a step ahead the one after it too.
+        last = int(np.searchsorted(ends, min(until_us, arrives))) + settings.async_scheduling
+        taken = min(last + 1, steps)
+        self._started = self.now if taken == 1 else float(ends[taken - 2])
+        self.now = float(ends[taken - 1])
+        self.steps.append((ends[:taken], len(running), len(self.waiting)))
+        for request in running:
+            self.cache.grow(request, taken * growth)
+            request.computed += taken * growth
+        self._finish([r for r in running if r.computed >= r.end])
+        return True
+
+    # -- one step
+
+    def _next(self, budget: float, *, admit: bool) -> float | None:
+        """Return the tokens that the first of the queue computes; null where they or their blocks are too many.
+
+        Args:
+            budget: Tokens that the step has left.
+            admit: Whether the blocks are taken.
+        """
+        request, settings = self.waiting[0], self.settings
+        cached = self.cache.find(request, keep=1 if self.rules.computes_last_token else 0)
+        wanted = request.need - cached * settings.block_size
+        new = min(wanted, budget)
+        if wanted > budget and not settings.chunked_prefill:
+            return None
+        room = self.cache.admit if admit else self.cache.could_admit
+        return new if room(request, cached, new) else None
+
+    def _step(self) -> None:
+        """Schedule and execute a step."""
+        # Tokens of each request; 0 where the whole prompt is in the cache.
+        tokens: dict[ReplayedRequest, float] = {}
+        preempted = self.preemptions
+        budget = self._schedule_running(tokens)
+        # A step that preempted admits no one: the freed blocks are for the requests that run.
+        if preempted == self.preemptions:
+            self._schedule_waiting(tokens, budget)
+        # The first of the queue needs more blocks than there are: it and all behind it wait forever.
+        self._is_stuck = bool(self.waiting) and not self.running and not self._ended
+        self._release()
+        if tokens:
+            self._execute(tokens)
+        else:
+            self._started = None
+
+    def _schedule_running(self, tokens: dict[ReplayedRequest, float]) -> float:
+        """Give the running requests their tokens, and return those that the step has left."""
+        budget: float = self.settings.max_num_batched_tokens
+        lost = set[ReplayedRequest]()
+        for request in tuple(self.running):
+            if request in lost:
+                continue
+            decodes = request.computed >= request.need
+            wanted = self.settings.tokens_per_step if decodes else request.need - request.computed
+            new = min(wanted, budget)
+            # To give one its blocks, others may lose theirs.
+            while new and request not in lost and not self.cache.grow(request, new):
+                victim = self._preempt()
+                lost.add(victim)
+                budget += tokens.pop(victim, 0)
+            if not new or request in lost:
+                break
+            tokens[request] = new
+            budget -= new
+        return budget
+
+    def _schedule_waiting(self, tokens: dict[ReplayedRequest, float], budget: float) -> None:
+        """Admit requests from the queue while there are tokens, slots and blocks."""
+        slots = self.settings.max_num_seqs - len(self._ended)
+        while self.waiting and budget > 0 and len(self.running) < slots:
+            new = self._next(budget, admit=True)
+            if new is None:
+                break
+            request = self.waiting.popleft()
+            if math.isnan(request.scheduled_us):
+                request.scheduled_us, request.cached = self._scheduled_at, int(request.computed)
+            self.running.append(request)
+            tokens[request] = new
+            budget -= new
+
+    def _preempt(self) -> ReplayedRequest:
+        """Take the blocks and the slot of the request that came last, or has the least priority, and return it."""
+        victim = max(self.running, key=_turn) if self.settings.by_priority else self.running[-1]
+        self.running.remove(victim)
+        self.preemptions += 1
+        victim.preemptions += 1
+        if self.rules.keeps_output and victim.computed >= victim.need:
+            victim.need = int(victim.computed) + 1
+        self.cache.release(victim)
+        insort(self.waiting, victim, key=_turn)
+        return victim
+
+    def _execute(self, tokens: dict[ReplayedRequest, float]) -> None:
+        """Advance the clock by the step's time, and its requests by their tokens."""
+        prefill_reqs = decode_reqs = 0
+        prefilled = before = pairs = context = 0.0
+        begun, finished = list[ReplayedRequest](), list[ReplayedRequest]()
+        for request, new in tokens.items():
+            done, need = request.computed, request.need
+            if done < need:
+                prefill_reqs += 1
+                prefilled += new
+                before += done
+                pairs += new * (need + new / 2)
+            elif new:
+                decode_reqs += 1
+                context += done
+            request.computed = done + new
+            if (not new or done < need <= done + new) and not (
+                self.rules.keeps_output and request.first_us > 0
+            ):
+                begun.append(request)
+            # The last token comes out of a step that need not put it into the cache.
+            if done + new >= request.end:
+                finished.append(request)
+        batch = StepBatch(prefill_reqs, prefilled, before, pairs, decode_reqs, context, len(self.waiting))
+        self._started = self.now
+        self.now += self.times.step(batch)
+        self.steps.append((np.array([self.now]), len(tokens), len(self.waiting)))
+        for request in begun:
+            request.first_us = self.now
+        self._finish(finished)
+
+    def _finish(self, finished: Sequence[ReplayedRequest]) -> None:
+        """End requests; a step ahead, the next step is scheduled before their slots and blocks are free."""
+        if not finished:
+            return
+        for request in finished:
+            request.last_us = self.now
+        gone = set(finished)
+        self.running = [r for r in self.running if r not in gone]
+        self._ended.extend(finished)
+        if not self.settings.async_scheduling:
+            self._release()
+
+    def _release(self) -> None:
+        for request in self._ended:
+            self.cache.release(request)
+        self._ended.clear()
+
+
+class _BlockCache:
+    """KV blocks by number: free blocks in the order they are taken, and full prompt blocks by their content."""
+
+    def __init__(self, num_blocks: int, settings: EngineSettings) -> None:
+        self.block_size, self.finds = settings.block_size, settings.prefix_caching
+        # An ordered set. To find the first key of a plain dictionary takes as long as the number of keys removed before it.
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.holders: dict[int, int] = {}
+        self.content: dict[int, tuple[int, int, int]] = {}
+        self.places: dict[tuple[int, int, int], int] = {}
+
+    def _key(self, request: ReplayedRequest, index: int) -> tuple[int, int, int]:
+        """Return the key of a full block's content: a block of a shared prefix has the same key for all who share it."""
+        is_shared = (index + 1) * self.block_size <= request.prefix
+        return (request.group, request.prefix, index) if is_shared else (-1, request.index, index)
+
+    def find(self, request: ReplayedRequest, keep: int) -> int:
+        """Return the number of leading full blocks of a prompt that are in the cache, with at least `keep` tokens beside them."""
+        count = 0
+        if self.finds:
+            most = min(request.prompt, request.need - keep)
+            while (count + 1) * self.block_size <= most and self._key(request, count) in self.places:
+                count += 1
+        return count
+
+    def could_admit(self, request: ReplayedRequest, cached: int, new: float) -> bool:
+        """Say whether there are blocks for a new request."""
+        unused = sum(self.places[self._key(request, index)] in self.free for index in range(cached))
+        return math.ceil(new / self.block_size) + unused <= len(self.free)
+
+    def admit(self, request: ReplayedRequest, cached: int, new: float) -> bool:
+        """Take the blocks of a new request, `cached` of them found; return False and take none where there are too few."""
+        if not self.could_admit(request, cached, new):
+            return False
+        request.computed = cached * self.block_size
+        if not new:
+            request.unclaimed = request.prompt
+            return True
+        request.blocks = [self.places[self._key(request, index)] for index in range(cached)]
+        for block in request.blocks:
+            self.free.pop(block, None)
+            self.holders[block] = self.holders.get(block, 0) + 1
+        return self.grow(request, new)
+
+    def steps_until_full(
+        self, running: Sequence[ReplayedRequest], done: Vector, steps: int, growth: float
+    ) -> int:
+        """Return the number of steps, `steps` at most, for which there are blocks if all that run decode."""
+        held = np.array([len(r.blocks) * self.block_size + r.unclaimed for r in running])
+        room = len(self.free)
+
+        def fits(count: int) -> bool:
+            wanted = np.ceil((done + count * growth - held) / self.block_size)
+            return float(np.maximum(wanted, 0).sum()) <= room
+
+        low, high = 0, steps
+        if fits(high):
+            return high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def grow(self, request: ReplayedRequest, new: float) -> bool:
+        """Take blocks for a request's `new` next tokens; return False and take none where there are too few."""
+        done, blocks, size = request.computed, request.blocks, self.block_size
+        wanted = math.ceil((done + new - request.unclaimed) / size) - len(blocks)
+        if wanted > len(self.free):
+            return False
+        for _ in range(wanted):
+            block, _ = self.free.popitem(last=False)
+            self._forget(block)
+            self.holders[block] = 1
+            blocks.append(block)
+        # Only blocks of the prompt can be found again: outputs have no known content.
+        for index in range(int(done) // size, int(min(done + new, request.prompt)) // size):
+            key = self._key(request, index)
+            self.content[blocks[index]] = key
+            self.places[key] = blocks[index]
+        return True
+
+    def _forget(self, block: int) -> None:
+        key = self.content.pop(block, None)
+        # Two requests may have computed the same prefix at once: only the later block is found, and forgotten here.
+        if key is not None and self.places.get(key) == block:
+            del self.places[key]
+
+    def release(self, request: ReplayedRequest) -> None:
+        """Free a request's blocks, its last one first, so that the beginning of a prompt is reused last."""
+        for block in reversed(request.blocks):
+            self.holders[block] -= 1
+            if not self.holders[block]:
+                self.free[block] = None
+        request.computed, request.blocks, request.unclaimed = 0, [], 0
