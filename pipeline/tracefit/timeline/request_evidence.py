@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
+from tracefit.statistics import robust_sd
 from tracefit.tables.dialects import STOCK
 from tracefit.tables.schema import REQUESTS, SERVER
-from tracefit.timeline.request_graph import BUDGET, SAME_STEP_NS, USED, Graph, Spans, graph_of, usable
+from tracefit.timeline.request_graph import BUDGET, SAME_STEP_NS, USED, Graph, Spans, graph_of, robust_fit, usable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,6 +41,9 @@ _FEW_CLOSE = 3
 _MOST_ODD = 0.1
 _CLOSE = 0.2
 """Stamps nearer than this share of a short step are not of two steps of one engine."""
+
+_SCATTER_SD, _USUAL_SCATTER, _SURE_SHARE_SD = 3.0, 0.005, 4.0
+"""A time is odd that is so many standard deviations off; so many are without a reason; a share that is so much larger is sure."""
 
 _MOST_LATE = 0.25
 _LATE = 0.4
@@ -156,3 +160,47 @@ def _hidden(r: Spans, short_us: float) -> str | None:
         f"{late.sum()} of {alone.size} requests that came while no other was in the engine waited for a step all the same: "
         "requests without a span were in the batches; trace every request: OTEL_TRACES_SAMPLER=always_on, and no sampling after it"
     )
+
+
+def longest_whole_prompt(rows: pl.DataFrame) -> float | None:
+    """Return the length up to which prompts were computed as a whole; null where nothing shows prefix-cache hits.
+
+    A hit saves whole blocks: then the times of prompts of about equal length differ by more than those of steps without a
+    prompt do. A law of any form is smooth from one length to the next, and scatters no more than by that noise.
+
+    Args:
+        rows: One row per interval: interval_steps; y (us), prompts, prompt_tokens, decodes and contexts, means per step.
+
+    Returns:
+        Tokens, a power of two; 0 where prompts of every length scatter.
+    """
+    steps = rows["interval_steps"].cast(pl.Float64).to_numpy()
+    prompts, tokens, *batch = (rows[name].to_numpy() * steps for name in ("prompts", "prompt_tokens", "decodes", "contexts"))
+    x, time = np.c_[steps, *batch], rows["y"].to_numpy() * steps
+    number = prompts.round()
+    without = number == 0
+    one = np.flatnonzero(number == 1)
+    if min(one.size, without.sum()) < _FEW:
+        return None
+    one = one[np.argsort(tokens[one], kind="stable")]
+    decode = x @ robust_fit(x[without], time[without])
+    excess, step = time - decode, decode / steps
+    noise = (excess / step / np.sqrt(steps))[without]
+    sd = robust_sd(noise)
+    variance = (sd * step[one]) ** 2 * (steps[one] - 1) + (sd * np.maximum(time - decode + step, step)[one]) ** 2
+    length, excess = tokens[one], excess[one]
+    # Against the line between the next shorter and the next longer prompt.
+    longer = np.diff(length)[:-1] / np.maximum(length[2:] - length[:-2], 1)
+    off = excess[1:-1] - (1 - longer) * excess[:-2] - longer * excess[2:]
+    variance = variance[1:-1] + (1 - longer) ** 2 * variance[:-2] + longer**2 * variance[2:]
+    odd = np.abs(off) > _SCATTER_SD * np.sqrt(variance)
+    # What disturbs steps without a prompt disturbs those with one too.
+    usual = _USUAL_SCATTER + float((np.abs(noise - np.median(noise)) > _SCATTER_SD * sd).mean())
+
+    if odd.mean() <= usual + _SURE_SHARE_SD * np.sqrt(usual / odd.size):
+        return None
+    for most in 2.0 ** np.arange(int(np.log2(length[-1])), 3, -1):
+        short = odd[length[1:-1] <= most]
+        if short.size >= _FEW and short.sum() <= 1 + usual * short.size:
+            return float(most)
+    return 0.0

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
-from scipy.optimize import nnls
 
 from tracefit.statistics import robust_sd
 from tracefit.tables.dialects import STOCK
 from tracefit.tables.schema import ENGINE, JOURNEY_EVENTS, SERVER
 from tracefit.timeline.request_evidence import unknown_batches
-from tracefit.timeline.request_graph import BUDGET, USED, Graph, Spans, balanced, graph_of, potentials, usable
+from tracefit.timeline.request_graph import BUDGET, USED, Graph, Spans, balanced, graph_of, potentials, robust_fit, usable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -227,7 +226,7 @@ def _counted(r: Spans, g: Graph) -> _Counts:
         context = prompts_running + run * (at[1:] + at[:-1]) / 2 - g.between(g.first, g.last, at[g.first])
         x = np.c_[steps, steps * run, steps * context, tokens, prompts]
         used = busy & (time > 0)
-        beta = _robust(x[used], time[used])
+        beta = robust_fit(x[used], time[used])
         step = np.maximum(beta[0] + beta[1] * run + beta[2] * context, 1e-3)
         guess = np.where(busy, np.maximum((time - beta[3] * tokens - beta[4] * prompts) / step, least), 0.0)
         scatter = (time - x @ beta)[used] / step[used] / np.sqrt(steps[used])
@@ -281,16 +280,3 @@ def _joined(
             int(cluster.max()) + 1, *(taken[name].to_numpy() for name in ("a", "b", "whole"))
         )
         offset, cluster = offset + moved[cluster], up[cluster]
-
-
-def _robust(x: Floats, y: Floats) -> Floats:
-    """Fit non-negative coefficients to relative errors, by least absolute deviations (reweighted least squares)."""
-    weight = 1 / y
-    for _ in range(8):
-        a, b = x * weight[:, None], y * weight
-        square = a.T @ a
-        lower = np.linalg.cholesky(square + 1e-9 * np.diag(square.diagonal() + 1e-30))
-        beta = nnls(lower.T, np.linalg.solve(lower, a.T @ b))[0]
-        error = np.abs(x @ beta - y) / y
-        weight = 1 / y / np.sqrt(np.maximum(error, 0.3 * float(np.median(error)) + 1e-9))
-    return np.asarray(beta, dtype=np.float64)
