@@ -172,7 +172,12 @@ def fit_step_times(
     if "request" in rows["source"]:
         placed = tables.requests["first_token_step"].is_not_null().sum()
         of_all = f"{placed:,} of {tables.requests.height:,} requests are placed on steps"
-        reason = (*reason, *COUNTED_NOTES, *_notes_on_hits(whole_prompts), *([of_all] if placed < tables.requests.height else []))
+        reason = (
+            *reason,
+            *COUNTED_NOTES,
+            *_notes_on_hits(whole_prompts),
+            *([of_all] if placed < tables.requests.height else []),
+        )
     if unknown:
         reason = (*reason, f"servers of which no step is known are left out: {unknown}")
     model = FittedModel(
