@@ -58,7 +58,7 @@ _SUMMARY = re.escape(STEP_EVENT)
 
 COUNTED_NOTES = (
     "steps are counted from the times of the requests: a row is an interval between two of them, its time the mean of its steps",
-    "nothing in the recording shows requests without a span; a sampler that leaves no mark in trace ids would not",
+    "nothing in the recording shows requests without a span; a tenth of all, or fewer, need not show",
 )
 """What a model says that was fitted on steps counted from requests."""
 

@@ -182,14 +182,11 @@ def _hidden(r: Spans, short_us: float, scatter: float | None) -> str | None:
             return None
     if scatter is not None and scatter <= _MOST_SCATTER:
         return None
-    how_far = (
-        "are known of too few intervals"
-        if scatter is None
-        else f"are {100 * scatter:.0f} % off (90th percentile)"
-    )
+    off = "too few are known" if scatter is None else f"90th percentile {100 * scatter:.0f} %"
     return (
-        f"nothing shows that every request has a span: the times of steps {how_far} for what is known of the batches, and few "
-        f"requests came to an empty engine; {_TRACE_ALL}, and record some minutes of light load too"
+        f"nothing shows that every request has a span: few came to an empty engine, and the times of steps are far off what the "
+        f"known batches explain ({off}), as requests without a span, preemptions and several tokens a step make them; "
+        f"{_TRACE_ALL}, and record some minutes of light load too"
     )
 
 
