@@ -171,12 +171,13 @@ def fit_step_times(
     reason = (f"feature set {features.name} chosen: {SET_RULE}",) if candidates else ()
     if "request" in rows["source"]:
         placed = tables.requests["first_token_step"].is_not_null().sum()
-        of_all = f"{placed:,} of {tables.requests.height:,} requests are placed on steps"
+        recorded_requests = int(tables.runs["requests"].sum())
+        of_all = f"{placed:,} of {recorded_requests:,} requests are placed on steps"
         reason = (
             *reason,
             *COUNTED_NOTES,
             *_notes_on_hits(whole_prompts),
-            *([of_all] if placed < tables.requests.height else []),
+            *([of_all] if placed < recorded_requests else []),
         )
     if unknown:
         reason = (*reason, f"servers of which no step is known are left out: {unknown}")

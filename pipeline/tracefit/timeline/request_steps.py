@@ -32,6 +32,9 @@ _STAMP_SD_US = 100.0
 _WINDOWS, _WINDOW_REQUESTS = 10, 2_000
 """Of very many requests, those in so many windows of the recording are placed: a model needs no more, and memory is bounded."""
 
+MOST_PLACED = _WINDOWS * _WINDOW_REQUESTS
+"""Most requests of a server that are placed on steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestSteps:
@@ -82,7 +85,7 @@ def count_steps(requests: pl.DataFrame, limits: EngineLimits) -> RequestSteps:
 
 def _windows(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
     """Yield the requests of a server, or where they are very many those that end in some windows, an epoch of its own each."""
-    if rows.height <= _WINDOWS * _WINDOW_REQUESTS:
+    if rows.height <= MOST_PLACED:
         yield rows
         return
     by_end = rows.with_columns(end=pl.col("arrival_ns") + (1e3 * pl.col("e2e_us")).cast(pl.Int64)).sort(
