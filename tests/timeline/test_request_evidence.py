@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -10,11 +11,37 @@ import pytest
 
 from stock import stock_requests
 from tracefit.synth import SynthOptions, synth
+from tracefit.synth.laws import GPUS, MODELS, LinearLaw, RooflineLaw
 from tracefit.synth.options import LoadPhase
-from tracefit.timeline import EngineLimits, count_steps, unknown_batches
+from tracefit.timeline import EngineLimits, count_steps, longest_whole_prompt, unknown_batches
 from tracefit.timeline.request_evidence import sampled_rate
 
 STEADY = (LoadPhase("steady", 1.0, 1.0),)
+
+
+class Sum(RooflineLaw):
+    """Computing and reading one after the other."""
+
+    def step_us(self, step):
+        """Return the time of a step in us."""
+        return self.compute_us(step) + self.memory_us(step) + self.base_us
+
+
+@dataclass(frozen=True)
+class Padded(LinearLaw):
+    """Decode batches padded to a power of two, 60 us a request."""
+
+    def step_us(self, step):
+        """Return the time of a step in us."""
+        return super().step_us(step) + 60.0 * 2 ** max(step.num_decode_reqs - 1, 0).bit_length()
+
+
+LAWS = {
+    "linear": LinearLaw(),
+    "sum": Sum(MODELS["llama-8b"], GPUS["H100"]),
+    "max": RooflineLaw(MODELS["llama-8b"], GPUS["H100"]),
+    "padded": Padded(),
+}
 
 
 @cache
@@ -72,6 +99,25 @@ def test_a_sampler_without_a_mark_shows_where_requests_wait_in_an_empty_engine(r
     assert "no other was in the engine" in _reason(kept)
 
 
+@pytest.mark.parametrize("rate", [12.0, 24.0])
+@pytest.mark.parametrize("law", LAWS)
+def test_a_sampler_without_a_mark_shows_under_load_in_times_that_the_batches_do_not_explain(law, rate):
+    requests = _requests(rate=rate, requests=400, law=LAWS[law])
+    assert _reason(requests) is None
+    chance = np.random.default_rng(3).random(requests.height)
+    for kept in (0.5, 0.1):
+        assert "nothing shows that every request" in _reason(requests.filter(pl.Series(chance < kept)))
+
+
+def test_a_few_steps_of_two_tokens_are_seen():
+    """Speculative decoding with 1.1 tokens a step."""
+    requests = _requests()
+    more = np.random.default_rng(5).binomial(requests["output_tokens"].to_numpy() - 1, 0.1)
+    assert "several tokens a step" in _reason(
+        requests.with_columns(pl.col("output_tokens") + pl.Series(more))
+    )
+
+
 def test_two_engines_under_one_name_are_seen():
     one, other = _requests(), _requests(seed=2)
     begin = one["arrival_ns"].min() - other["arrival_ns"].min()
@@ -103,3 +149,45 @@ def test_requests_without_times_were_in_the_batches_too():
 
 def test_a_few_requests_show_nothing():
     assert "too few" in _reason(_requests().head(15))
+
+
+def _intervals(law, hits=lambda rng, tokens: 0 * tokens):
+    """Return single steps, every other one with a prompt of 20 to 500 tokens, whose time `law` gives from what is computed."""
+    rng = np.random.default_rng(6)
+    tokens = rng.integers(20, 500, 600) * (np.arange(600) % 2)
+    decodes = rng.integers(1, 12, 600)
+    time = law(tokens - hits(rng, tokens), decodes) * rng.normal(1, 0.03, 600)
+    return pl.DataFrame(
+        {
+            "interval_steps": 1,
+            "y": time,
+            "prompts": (tokens > 0).astype(float),
+            "prompt_tokens": tokens.astype(float),
+            "decodes": decodes.astype(float),
+            "contexts": 300.0 * decodes,
+        }
+    )
+
+
+def _linear(tokens, decodes):
+    return 7_000 + 26 * tokens + 100 * decodes
+
+
+def _bound(tokens, decodes):
+    return 1_000 + 100 * decodes + np.maximum(7_000, 45 * (tokens + decodes))
+
+
+@pytest.mark.parametrize("law", [_linear, _bound])
+def test_prompts_whose_times_follow_their_lengths_show_no_prefix_hit(law):
+    assert longest_whole_prompt(_intervals(law)) is None
+
+
+def test_prefix_hits_show_in_prompts_of_equal_length_and_unequal_times():
+    """A third of the prompts longer than 128 tokens found 128 of them in the cache."""
+    rows = _intervals(_linear, lambda rng, tokens: 128 * ((tokens > 128) & (rng.random(600) < 0.33)))
+    assert longest_whole_prompt(rows) == 128
+
+
+def test_of_hits_in_prompts_of_every_length_none_is_sure_to_be_whole():
+    rows = _intervals(_linear, lambda rng, tokens: (tokens * rng.choice([0, 0.9], 600)).astype(int))
+    assert longest_whole_prompt(rows) == 0

@@ -94,9 +94,9 @@ def test_scheduling_a_step_ahead_is_seen(ahead):
 
 
 def test_a_preempted_request_does_not_spoil_the_count_of_the_others():
-    run = _run(num_blocks=400, requests=150, rate=9.0)
+    run = _run(num_blocks=450, requests=150, rate=9.0)
     preempted = run.truth_requests.filter(pl.col("num_preemptions") > 0)["request_id"]
-    assert 3 <= len(preempted) <= 15
+    assert 1 <= len(preempted) <= 5
     counted = _beside_truth(run, count_steps(stock_requests(run), LIMITS))
     others = counted.filter(~pl.col("request_id").is_in(preempted.to_list()))
     took = others["finished_step"] - others["first_token_step"]

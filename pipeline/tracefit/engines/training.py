@@ -19,9 +19,11 @@ from tracefit.fit.fitted import ScopeTables
 from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads
 from tracefit.recordings.kv_columns import with_kv_cache, with_prefix_hits
 from tracefit.server.context import context_from_json
+from tracefit.tables.dialects import STOCK
 from tracefit.tables.runs import step_counters
 from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.timeline import (
+    MOST_PLACED,
     clock_disagreements,
     events_of,
     execution_lags,
@@ -73,7 +75,7 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
     context = _context(store, runs, run_id)
     limits, architecture = engine_limits(context), context.architecture
     timeline, journeys = store.read("timeline", [run_id]), store.read("journey_events", [run_id])
-    steps, requests = store.read("steps", [run_id]), store.read("requests", [run_id])
+    steps, requests = store.read("steps", [run_id]), _requests_of(store, run_id)
     # Steps counted from requests have the events of these; they are no second witness of the clock.
     events = journeys if journeys.height else events_of(requests)
     # Only complete journeys give the running requests of every step, and with them the queue state of each request.
@@ -85,7 +87,9 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
         kv_bytes_per_token=architecture.kv_bytes_per_token if architecture else None,
     )
     found = {(run, server): lag for run, server, lag in execution_lags(timeline, events).iter_rows()}
-    overloads = find_overloads([run_id], requests.select(REQUEST_COLUMNS), steps.select(STEP_COLUMNS))
+    overloads = find_overloads(
+        [run_id], store.read("requests", [run_id], REQUEST_COLUMNS), steps.select(STEP_COLUMNS)
+    )
     tables = ScopeTables(
         runs=runs,
         timeline=with_prefix_hits(with_cache, requests),
@@ -100,6 +104,18 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
         unknown_batches=tuple(unknown_batches(requests, limits.max_num_batched_tokens)["reason"]),
     )
     return RunFrames(tables, overloads[0] if overloads else None)
+
+
+def _requests_of(store: TableStore, run_id: str) -> pl.DataFrame:
+    """Read the requests of a run; of servers with very many of which some windows are placed on steps, these alone."""
+    dialects = store.read("requests", [run_id], [*SERVER, "dialect", "first_token_step"])
+    placed = pl.col("first_token_step").is_not_null() & (pl.col("dialect") == STOCK)
+    counts = dialects.group_by(SERVER).agg(placed=placed.sum())
+    some = counts.filter(pl.col("placed") >= MOST_PLACED)["server"].to_list()
+    if not some:
+        return store.read("requests", [run_id])
+    kept = store.scan("requests", [run_id]).filter(placed | ~pl.col("server").is_in(some))
+    return kept.collect(engine="streaming")
 
 
 def _context(store: TableStore, runs: pl.DataFrame, run_id: str) -> RunContext:

@@ -39,7 +39,7 @@ from tracefit.fit.holdout import (
     with_load,
 )
 from tracefit.fit.results import Candidate, Missing, StepTimeSource, TargetFacts
-from tracefit.fit.splits import counted, step_frame
+from tracefit.fit.splits import PROMPT_FEATURES, counted, mark_prefix_hits, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
 from tracefit.server.settings import STEP_FLAGS
 from tracefit.tables.dialects import STEP_EVENT
@@ -58,10 +58,15 @@ _SUMMARY = re.escape(STEP_EVENT)
 
 COUNTED_NOTES = (
     "steps are counted from the times of the requests: a row is an interval between two of them, its time the mean of its steps",
-    "prefix-cache hits are not in the spans: every prompt token counts as computed",
-    "nothing in the recording shows requests without a span; a sampler that leaves no mark in trace ids would not",
+    "nothing in the recording shows requests without a span; a tenth of all, or fewer, need not show",
 )
 """What a model says that was fitted on steps counted from requests."""
+
+_NO_HIT = "prefix-cache hits are not in the spans: every prompt token counts as computed"
+_UNCERTAIN_HITS = (
+    "prefix-cache hits show in the times of prompts, and nothing says which tokens were found: the coefficients of prompts are "
+    "uncertain, too low for one that is computed as a whole; --no-enable-prefix-caching makes them certain"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +141,12 @@ def fit_step_times(
     constants = training.constants_of(scope.context)
     variants = [_variants(one) for one in sets]
     offered = {feature.name: feature for tried in variants for one in tried for feature in one.features}
-    every = FeatureSet("offered", (*offered.values(), *LOAD_FEATURES))
-    rows, load = with_load(step_frame(tables, timeline, every, constants, whence))
+    is_counted = CycleSource.REQUEST in sources and scope.context.settings.enable_prefix_caching is not False
+    helpers = (*LOAD_FEATURES, *(PROMPT_FEATURES if is_counted else ()))
+    every = FeatureSet("offered", (*offered.values(), *helpers))
+    rows = step_frame(tables, timeline, every, constants, whence)
+    rows, whole_prompts = mark_prefix_hits(rows) if is_counted else (rows, {})
+    rows, load = with_load(rows)
     how = beta_options(options)
     features, rows, candidates = _choose_set(rows, variants, how)
     regimes = [RegimeRows("all", features.features)]
@@ -162,8 +171,14 @@ def fit_step_times(
     reason = (f"feature set {features.name} chosen: {SET_RULE}",) if candidates else ()
     if "request" in rows["source"]:
         placed = tables.requests["first_token_step"].is_not_null().sum()
-        of_all = f"{placed:,} of {tables.requests.height:,} requests are placed on steps"
-        reason = (*reason, *COUNTED_NOTES, *([of_all] if placed < tables.requests.height else []))
+        recorded_requests = int(tables.runs["requests"].sum())
+        of_all = f"{placed:,} of {recorded_requests:,} requests are placed on steps"
+        reason = (
+            *reason,
+            *COUNTED_NOTES,
+            *_notes_on_hits(whole_prompts),
+            *([of_all] if placed < recorded_requests else []),
+        )
     if unknown:
         reason = (*reason, f"servers of which no step is known are left out: {unknown}")
     model = FittedModel(
@@ -179,9 +194,10 @@ def fit_step_times(
             error_over_load=error_over_load(result, load, how),
             load_extrapolation=load_extrapolation(result, features.features, load, how),
             candidates=candidates,
-            prefill_reach_pct=_prefill_reach_pct(
-                result, tables.timeline, scope.context.settings.max_num_batched_tokens
-            ),
+            # Of no prompt is it known that it was computed as a whole.
+            prefill_reach_pct=0.0
+            if 0.0 in whole_prompts.values()
+            else _prefill_reach_pct(result, tables.timeline, scope.context.settings.max_num_batched_tokens),
         ),
         notes=(
             *reason,
@@ -191,6 +207,19 @@ def fit_step_times(
         feature_definitions=features,
     )
     return StepTimes(source, model)
+
+
+def _notes_on_hits(whole_prompts: dict[str, float]) -> Iterator[str]:
+    """Yield what prefix-cache hits leave unknown, of servers whose steps were counted from requests."""
+    if not whole_prompts:
+        yield _NO_HIT
+    for longest in sorted(set(whole_prompts.values())):
+        yield (
+            f"prefix-cache hits show in the times of prompts: intervals with more than {longest:.0f} prompt tokens, of which "
+            "some may be hits, are left out"
+            if longest
+            else _UNCERTAIN_HITS
+        )
 
 
 def _notes_on_records(tables: ScopeTables, scope: ModelScope) -> Iterator[str]:

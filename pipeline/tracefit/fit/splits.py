@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.features import training
-from tracefit.features.sets import FeatureSet, add_features
+from tracefit.features.sets import Feature, FeatureSet, add_features
 from tracefit.tables.schema import SERVER
+from tracefit.tables.sources import CycleSource
+from tracefit.timeline import longest_whole_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,12 +29,13 @@ WARM_UP_SHARE = 0.01
 
 IDLE_GAP = "idle_gap"
 EPOCH_BOUNDARY = "epoch_boundary"
+PREFIX_HIT = "prefix_hit"
 WARM_UP = "warm_up"
 OUTLIER = "outlier"
 PREEMPTION_HEAVY = "preemption_heavy"
 UNKNOWN_FEATURES = "unknown_features"
 
-ALWAYS = (IDLE_GAP, EPOCH_BOUNDARY, training.NOT_POSITIVE)
+ALWAYS = (IDLE_GAP, EPOCH_BOUNDARY, PREFIX_HIT, training.NOT_POSITIVE)
 """Reasons that apply to both parts."""
 
 MIN_TRAIN_ROWS = 30
@@ -101,6 +104,40 @@ def request_frame(
     rows = training.alpha_rows(tables.requests, tables.timeline, tables.queue, target)
     rows = split_by_time(add_features(rows, features, constants))
     return mark_warm_up(rows, tables.counters, "at_step")
+
+
+PROMPT_FEATURES = tuple(
+    Feature(f"hit_{name}", unit, formula)
+    for name, unit, formula in (
+        # With scheduling a step ahead the first decode of a request counts as a prefill of one token.
+        ("prompts", "request", "num_prefill_reqs * min(1, max(0, prefill_tokens - num_prefill_reqs))"),
+        ("prompt_tokens", "token", "prefill_tokens"),
+        ("decodes", "request", "num_decode_reqs"),
+        ("contexts", "token", "context_tokens"),
+    )
+)
+"""What shows prefix-cache hits in steps that were counted from requests."""
+
+
+def mark_prefix_hits(rows: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, float]]:
+    """Mark intervals of prompts that may have been found in the cache, where hits show; remove `PROMPT_FEATURES`.
+
+    Returns:
+        The rows; by server with hits, the length in tokens up to which prompts were computed as a whole, 0 where none is
+        known to be, whose rows all stay.
+    """
+    found, names = {}, [f.name for f in PROMPT_FEATURES]
+    plain = rows.rename(lambda name: name.removeprefix("hit_"))
+    counted = plain.filter(pl.col("source") == CycleSource.REQUEST.value, pl.col("excluded_reason").is_null())
+    for (_, server), part in counted.group_by(SERVER, maintain_order=True):
+        longest = longest_whole_prompt(part.drop_nulls(["decodes", "contexts", "prompts", "prompt_tokens"]))
+        if longest is not None:
+            found[str(server)] = longest
+    for server, longest in found.items():
+        if longest:
+            tokens = pl.col("hit_prompt_tokens") * pl.col("interval_steps")
+            rows = mark(rows, PREFIX_HIT, (pl.col("server") == server) & (tokens > longest), holdout=True)
+    return rows.drop(names), found
 
 
 def mark_warm_up(rows: pl.DataFrame, counters: pl.DataFrame, step: str) -> pl.DataFrame:

@@ -8,18 +8,20 @@ from tracefit.timeline.anchors import clock_disagreements, execution_lags
 from tracefit.timeline.build import build_timeline
 from tracefit.timeline.composition import EngineLimits
 from tracefit.timeline.queue import queue_state
-from tracefit.timeline.request_evidence import unknown_batches
-from tracefit.timeline.request_steps import count_steps, events_of
+from tracefit.timeline.request_evidence import longest_whole_prompt, unknown_batches
+from tracefit.timeline.request_steps import MOST_PLACED, count_steps, events_of
 from tracefit.timeline.request_times import with_step_times
 from tracefit.timeline.segments import requeue_waits
 
 __all__ = [
+    "MOST_PLACED",
     "EngineLimits",
     "build_timeline",
     "clock_disagreements",
     "count_steps",
     "events_of",
     "execution_lags",
+    "longest_whole_prompt",
     "queue_state",
     "requeue_waits",
     "unknown_batches",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
+from scipy.optimize import nnls
 
 from tracefit.tables.dialects import STOCK
 
@@ -324,3 +325,16 @@ def balanced(g: Graph, steps: Floats, begin: Ints, end: Ints, goal: Floats, leas
         steps = np.maximum(steps * np.exp(g.between(begin, end, ratio) / cover), least)
     steps[begin[alone]] = goal[alone]
     return steps
+
+
+def robust_fit(x: Floats, y: Floats) -> Floats:
+    """Fit non-negative coefficients to relative errors, by least absolute deviations (reweighted least squares)."""
+    weight = 1 / y
+    for _ in range(8):
+        a, b = x * weight[:, None], y * weight
+        square = a.T @ a
+        lower = np.linalg.cholesky(square + 1e-9 * np.diag(square.diagonal() + 1e-30))
+        beta = nnls(lower.T, np.linalg.solve(lower, a.T @ b))[0]
+        error = np.abs(x @ beta - y) / y
+        weight = 1 / y / np.sqrt(np.maximum(error, 0.3 * float(np.median(error)) + 1e-9))
+    return np.asarray(beta, dtype=np.float64)

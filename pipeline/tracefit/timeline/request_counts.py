@@ -1,0 +1,163 @@
+"""The number of steps at every node of a server's requests, and how far a model of the batches explains the times between.
+
+Each request is a chain of exact edges between nodes, each so many steps and so much engine time; nodes that edges join have
+exact step numbers relative to each other. One integer per such cluster is left. Between two neighbouring nodes the batch is
+constant, and a linear model of a step says how many steps the time in between holds; the numbers of steps give the model.
+Both are repeated in turn (`counted`), and clusters join where the times leave one integer only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from tracefit.statistics import robust_sd
+from tracefit.timeline.request_graph import balanced, potentials, robust_fit
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from tracefit.timeline.engines import Floats, Ints
+    from tracefit.timeline.request_graph import Graph, Spans
+
+_ROUNDS = 4
+_SURE_SD = 1.3
+"""Clusters join where every other integer is further off than this many standard deviations."""
+
+_FEW = 20
+"""Fewest intervals that show how step times scatter."""
+
+_QUIET = 7.0
+"""Requests that the mean rate expects to see where none came: e^-7 is a chance of 0.1 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """The number of every node, and what is known of the intervals between neighbouring ones.
+
+    Attributes:
+        number: Steps that had ended by each node, idle gaps apart.
+        busy: Whether a request is in the engine during each interval.
+        scatter: How far the times of steps without a prompt are off a model of the batches, 90th percentile, as a share of
+            them and per root of the steps; null where few are known.
+    """
+
+    number: Ints
+    busy: NDArray[np.bool_]
+    scatter: float | None
+
+
+def counted(r: Spans, g: Graph) -> Counts:
+    """Return the number of every node."""
+    ones = np.ones(len(r.prompt))
+    run, busy = g.between(g.first, g.last, ones), g.busy
+    least = np.where(busy, 1.0, 0.0)
+    time = np.diff(g.at_us)
+    tokens, prompts = (np.bincount(g.first, amount, g.size)[1:] for amount in (r.prompt, ones))
+    prompts_running = g.between(g.first, g.last, r.prompt)
+
+    def context(at: Floats) -> Floats:
+        """Return the mean context of the steps in each interval: the prompts of the requests and their tokens since."""
+        return prompts_running + run * (at[1:] + at[:-1]) / 2 - g.between(g.first, g.last, at[g.first])
+
+    steps, begin, end, goal, _ = g.consistent()
+    root, relative = potentials(g.size, begin, end, goal)
+    exact = np.unique(root, return_inverse=True)[1]
+    cluster, offset = exact, relative
+    for turn in range(_ROUNDS):
+        at = np.r_[0.0, np.cumsum(steps)]
+        read = context(at)
+        x = np.c_[steps, steps * run, steps * read, tokens, prompts]
+        used = busy & (time > 0)
+        beta = robust_fit(x[used], time[used])
+        step = np.maximum(beta[0] + beta[1] * run + beta[2] * read, 1e-3)
+        guess = np.where(busy, np.maximum((time - beta[3] * tokens - beta[4] * prompts) / step, least), 0.0)
+        scatter = (time - x @ beta)[used] / step[used] / np.sqrt(steps[used])
+        sd = np.sqrt(robust_sd(scatter) ** 2 * np.maximum(guess, 0.02) + 0.01)
+        cluster, offset = exact, relative
+        if turn:
+            cluster, offset = _joined(cluster, offset, guess, sd, busy)
+        order = np.lexsort((np.arange(g.size), cluster))
+        same = cluster[order][1:] == cluster[order][:-1]
+        begin, end = order[:-1][same], order[1:][same]
+        goal = offset[end] - offset[begin]
+        forward = goal > 0
+        steps = balanced(g, guess, begin[forward], end[forward], goal[forward], least)
+    at = np.r_[0.0, np.cumsum(steps)]
+    place = pl.DataFrame({"cluster": cluster, "at": at - offset}).select(
+        pl.col("at").median().round().over("cluster")
+    )
+    number = (place["at"].to_numpy() + offset).round().astype(np.int64)
+    # Two clusters whose order is not sure may cross: numbers grow with time, by one at least where a step ended.
+    grown = np.cumsum(np.r_[0, least]).astype(np.int64)
+    number = np.maximum.accumulate(number - grown) + grown
+    steps = np.diff(number).astype(np.float64)
+    known = known_nodes(r, g)
+    plain = (
+        busy
+        & (time > 0)
+        & (steps > 0)
+        & (g.between(g.scheduled, g.first, ones) == 0)
+        & known[1:]
+        & known[:-1]
+    )
+    x = np.c_[steps, steps * run, steps * context(number.astype(np.float64))][plain]
+    return Counts(number, busy, _scatter(x, time[plain]))
+
+
+def _scatter(x: Floats, time: Floats) -> float | None:
+    if len(time) < _FEW:
+        return None
+    model = np.maximum(x @ robust_fit(x, time), 1e-3)
+    return float(np.quantile(np.abs(time / model - 1) * np.sqrt(x[:, 0]), 0.9))
+
+
+def _joined(
+    cluster: Ints, offset: Floats, guess: Floats, sd: Floats, busy: NDArray[np.bool_]
+) -> tuple[Ints, Floats]:
+    """Join clusters whose distance the intervals between them agree on; each with its surest partner, again and again."""
+    while True:
+        cut = np.flatnonzero(busy & (cluster[1:] != cluster[:-1]))
+        a, b = cluster[:-1][cut], cluster[1:][cut]
+        apart = np.where(a > b, -1.0, 1.0) * (guess[cut] + offset[:-1][cut] - offset[1:][cut])
+        votes = pl.DataFrame(
+            {"a": np.minimum(a, b), "b": np.maximum(a, b), "apart": apart, "weight": sd[cut] ** -2.0}
+        )
+        weight = pl.col("weight").sum()
+        found = (
+            votes.group_by("a", "b")
+            .agg(apart=(pl.col("apart") * pl.col("weight")).sum() / weight, weight=weight)
+            .with_columns(whole=pl.col("apart").round())
+            .with_columns(z=(0.5 - (pl.col("apart") - pl.col("whole")).abs()) * pl.col("weight").sqrt())
+            .filter(pl.col("z") > _SURE_SD)
+            .sort("z", "a", "b", descending=[True, False, False])
+            .with_row_index("rank")
+        )
+        if not found.height:
+            return np.unique(cluster, return_inverse=True)[1], offset
+        sides = pl.concat([found.select("rank", cluster=side) for side in ("a", "b")])
+        surest = sides.group_by("cluster").agg(pl.col("rank").min())["rank"].unique().sort()
+        taken = found[surest.to_numpy()]
+        up, moved = potentials(
+            int(cluster.max()) + 1, *(taken[name].to_numpy() for name in ("a", "b", "whole"))
+        )
+        offset, cluster = offset + moved[cluster], up[cluster]
+
+
+def known_nodes(r: Spans, g: Graph) -> NDArray[np.bool_]:
+    """Return which nodes lie where every request in the engine has its span in the recording.
+
+    A span is written when its request ends: one that ended before the first span that we have, or that runs on when the
+    recording ends, is missing. Where no request has come for long before the end, the engine had run dry.
+    """
+    ends = g.at_us[g.last]
+    stays = ends - r.arrival_us
+    # Requests that came since the last one that we know, and were short enough to have ended too.
+    short = np.clip(ends.max() - r.arrival_us.max() - stays, 0.0, None)
+    expected = float(short.sum()) / max(float(np.ptp(r.arrival_us)), 1.0)
+    until = ends.max() if expected > _QUIET else ends.max() - stays.max()
+    inside: NDArray[np.bool_] = (g.at_us >= ends.min()) & (g.at_us <= until)
+    return inside
