@@ -142,12 +142,14 @@ def test_the_readmes_table_is_the_shipped_evaluation() -> None:
     assert table == rows
 
 
-def _numbers(entry: dict[str, Any]) -> list[float]:
-    maes = [entry[k]["mae"] for k in ("holdout", "baseline", "gradient_boosting")]
+def _numbers(entry: dict[str, Any]) -> list[float | None]:
+    maes = [entry[k] and entry[k]["mae"] for k in ("holdout", "baseline", "gradient_boosting")]
     return [entry["holdout"]["mdape_pct"], entry["holdout"]["p90_ape_pct"], *maes]
 
 
-def _written(value: float) -> str:
+def _written(value: float | None) -> str:
+    if value is None:  # a constant has no features, and no reference on them
+        return "-"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 

@@ -123,8 +123,12 @@ def _one_at_a_time(arrivals_us):
     return waits
 
 
-def test_in_a_burst_a_request_waits_for_the_work_on_those_before_it():
-    """Planted truth: 400 requests that come alone, every fifty of them followed by a burst of forty at once."""
+@pytest.mark.parametrize("way_back_us", [0, 3_000])
+def test_in_a_burst_a_request_waits_for_the_work_on_those_before_it(way_back_us):
+    """Planted truth: 400 requests that come alone, every fifty of them followed by a burst of forty at once.
+
+    The admission of a span without events ends when the first token is back, some time after QUEUED.
+    """
     rng = np.random.default_rng(0)
     arrivals = []
     for k in range(400):
@@ -138,7 +142,8 @@ def test_in_a_burst_a_request_waits_for_the_work_on_those_before_it():
             "server": "s",
             "epoch": 0,
             "ts_ns": [at * 1_000 for at in arrivals],
-            "y": admissions,
+            "queued_ns": (np.array(arrivals) + admissions.astype(int)) * 1_000,
+            "y": admissions + way_back_us,
             "prompt_tokens": rng.integers(1, 500, len(arrivals)),
             "step_residual_us": None,
             "excluded_reason": None,
@@ -170,6 +175,7 @@ def test_in_a_burst_a_request_waits_for_the_work_on_those_before_it():
     fitted = fit_boundary(linear, timeline)
     assert fitted is not None
     assert fitted.work_us == pytest.approx(WORK_US, abs=150)
+    assert fitted.offset_us == pytest.approx(way_back_us)
     assert len(fitted.validation.bursts) == 8
     # Work that begins on arrival would find the first boundary for all forty of a burst, which nine of it get.
     assert fitted.validation.boundary_accuracy_pct > 95

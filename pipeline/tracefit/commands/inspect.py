@@ -32,9 +32,9 @@ from tracefit.results.traces import (
     ServerFacts,
 )
 from tracefit.server.settings import JOURNEY_FLAGS, NOT_OF_STOCK, SNAPSHOT_FLAG, journey_remedy, step_remedy
-from tracefit.tables.dialects import WITHOUT_EVENTS, dialect_of
+from tracefit.tables.dialects import dialect_of
 from tracefit.tables.health import Check, health_checks
-from tracefit.tables.runs import step_counters
+from tracefit.tables.runs import are_stock, step_counters
 from tracefit.tables.store import TableStore
 from tracefit.timeline import clock_disagreements, unknown_batches
 
@@ -209,7 +209,7 @@ def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
         steps_with_context=timeline["context_tokens"].count(),
         timeline_steps=timeline.height,
         requests=requests.height,
-        requests_without_events=int(requests["dialect"].is_in(WITHOUT_EVENTS).sum()),
+        instrumented_runs=int(not are_stock(tables["runs"])),
         # Only complete journeys give the running requests of every step.
         complete_runs=int(timeline["running_after"].is_not_null().any()),
         runs=1,
@@ -233,11 +233,6 @@ def _rows(
     # The same split and marks as in training: the counts are those that a fit would see.
     split = splits.mark_warm_up(splits.split_by_time(marked), counters, step)
     return Counter({f"{target}, {part}": splits.counted(split, part).height for part in ("train", "holdout")})
-
-
-def _is_stock(e: Evidence) -> bool:
-    """Say whether all that is known of requests is of spans without events: no flag of another server is advised then."""
-    return 0 < e["requests"] == e["requests_without_events"] and not e["steps"]
 
 
 def _suffice(e: Evidence, target: str) -> bool:
@@ -274,13 +269,17 @@ def _step_time(e: Evidence, unknown: str) -> Allowance:
     if unknown:
         return Allowance(_STEP_TIME, "no", f"the batches of the steps are not known: {unknown}")
     if not e["timeline_steps"]:
-        return Allowance(_STEP_TIME, "no", f"no step is known; {step_remedy(stock=_is_stock(e))}")
+        return Allowance(
+            _STEP_TIME, "no", f"no step is known; {step_remedy(stock=not e['instrumented_runs'])}"
+        )
     return Allowance(_STEP_TIME, "no", f"{found or 'no two known starts'}; {_too_few(e, _STEP_TIME)}")
 
 
 def _without_steps(e: Evidence) -> str:
     """Say that no step is known; what an unmodified server can do for it stands at the step time already."""
-    return "no step is known" if _is_stock(e) else f"no step is known; {step_remedy(stock=False)}"
+    return (
+        "no step is known" if not e["instrumented_runs"] else f"no step is known; {step_remedy(stock=False)}"
+    )
 
 
 def _durations(e: Evidence) -> Allowance:
@@ -311,7 +310,7 @@ def _composition(e: Evidence) -> Allowance:
 def _context(e: Evidence) -> Allowance:
     name = "context tokens"
     if not e["steps_with_context"]:
-        if _is_stock(e):
+        if not e["instrumented_runs"]:
             return Allowance(name, "no", _without_steps(e))
         flags = f"{JOURNEY_FLAGS}, or {SNAPSHOT_FLAG}"
         return Allowance(
@@ -335,10 +334,12 @@ def _queue_state(e: Evidence) -> Allowance:
 def _wait(e: Evidence, target: Target) -> Allowance:
     if _suffice(e, target.name):
         return Allowance(target.title, "yes", _split(e, target.name, "requests"), trains=True)
+    is_stock = not e["instrumented_runs"]
+    remedy = journey_remedy(stock=is_stock, after_last_token=target.adds_to == "client")
     if not e["requests"]:
-        return Allowance(target.title, "no", f"no journeys; {journey_remedy(stock=False)}")
-    if _is_stock(e) and not e[f"{target.name}, train"]:
-        return Allowance(target.title, "no", f"the spans of these requests do not carry it; {NOT_OF_STOCK}")
+        return Allowance(target.title, "no", f"no {'requests' if is_stock else 'journeys'}; {remedy}")
+    if is_stock and not e[f"{target.name}, train"]:
+        return Allowance(target.title, "no", f"the spans of these requests do not carry it; {remedy}")
     return Allowance(target.title, "no", _too_few(e, target.name, "requests with both events"))
 
 
@@ -356,7 +357,9 @@ def _prefix_hits(e: Evidence) -> Allowance:
         return Allowance(
             "prefix hits", "no", f"{e['snapshots']:,} snapshots, none with request.effective_prompt_len"
         )
-    return Allowance("prefix hits", "no", NOT_OF_STOCK if _is_stock(e) else f"no snapshots; {SNAPSHOT_FLAG}")
+    return Allowance(
+        "prefix hits", "no", NOT_OF_STOCK if not e["instrumented_runs"] else f"no snapshots; {SNAPSHOT_FLAG}"
+    )
 
 
 def _hardware(context: RunContext) -> Allowance:

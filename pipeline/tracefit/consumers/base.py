@@ -20,7 +20,7 @@ from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, split_by_time, step_frame
 from tracefit.fit.validation import measure
 from tracefit.results.models import HeldOut
-from tracefit.server.settings import JOURNEY_FLAGS
+from tracefit.server.settings import ALL_SPANS, JOURNEY_FLAGS
 from tracefit.tables.schema import ENGINE
 from tracefit.tables.sources import is_one_step
 from tracefit.timeline.step_sums import StepSums
@@ -112,7 +112,7 @@ def held_out(what: str, unit: str, actual: Vector, predicted: Vector, trained: V
 
 
 def train_and_holdout(
-    rows: pl.DataFrame, columns: Sequence[str], what: str
+    source: Source, rows: pl.DataFrame, columns: Sequence[str], what: str
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the training and the held-out rows in which every column is known.
 
@@ -126,7 +126,9 @@ def train_and_holdout(
         lacking = ", ".join(unknown) if rows.height else "no row has both ends"
         raise DataError(
             f"{what}: not known in these runs ({lacking})",
-            hint=f"the events of every request would show it: {JOURNEY_FLAGS}; an unmodified server has none of them",
+            hint=ALL_SPANS
+            if source.tables.is_stock
+            else f"the events of every request would show it: {JOURNEY_FLAGS}",
         )
     known = rows.drop_nulls(["y", *columns])
     train, held = counted(known, "train"), counted(known, "holdout")

@@ -27,7 +27,7 @@ from tracefit.consumers.base import (
 )
 from tracefit.consumers.blis_fit import fit_blis
 from tracefit.errors import DataError
-from tracefit.server.settings import JOURNEY_FLAGS
+from tracefit.server.settings import journey_remedy
 from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _traced_requests(source: Source) -> pl.DataFrame:
     if not rows.height:
         raise DataError(
             "no request has ARRIVED, FIRST_TOKEN and prefill.total_tokens: BLIS has no workload to replay",
-            hint=f"start the server with {JOURNEY_FLAGS}",
+            hint=journey_remedy(stock=source.tables.is_stock),
         )
     ended = pl.coalesce("departed_ns", "aborted_ns", "finished_ns", "first_token_ns")
     begin = pl.col("arrival_ns").min()

@@ -37,12 +37,12 @@ from tracefit.errors import DataError, UsageError
 from tracefit.features.roofline import ROOFLINE_COLUMNS
 from tracefit.features.sets import FeatureSet
 from tracefit.features.targets import target_named
-from tracefit.fit.boundary import admission_with_clock, api_waits, clocks_of
+from tracefit.fit.boundary import admission_with_clock, api_waits, clocks_of, queued_us
 from tracefit.fit.estimators import HUBER, fit_nonnegative
 from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import request_frame
 from tracefit.replay.engine import EngineSettings
-from tracefit.server.settings import DEFAULT_BLOCK_SIZE
+from tracefit.server.settings import ALL_SPANS, DEFAULT_BLOCK_SIZE
 from tracefit.tables.dialects import WITHOUT_EVENTS
 from tracefit.tables.schema import ENGINE, SERVER
 
@@ -169,10 +169,15 @@ def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
         what = "there is no admission model" if model is None else "admission was fitted without a step clock"
         raise DataError(
             f"{what}: alpha0 is the API's own work, and BLIS simulates the step boundary and the queue itself",
-            hint="a mean of ARRIVED to QUEUED, or a queue wait, would count a wait twice; trace steps and journeys",
+            hint="a mean of ARRIVED to QUEUED, or a queue wait, would count a wait twice; "
+            + (
+                f"more requests show more starts of steps: {ALL_SPANS}"
+                if source.tables.is_stock
+                else "trace steps and journeys"
+            ),
         )
     rows = request_frame(source.tables, target_named("admission"), FeatureSet("none", ()), {})
-    train, held = train_and_holdout(rows, ["prompt_tokens"], "ARRIVED to QUEUED")
+    train, held = train_and_holdout(source, rows, ["prompt_tokens"], "ARRIVED to QUEUED")
     per_token = model.work_us_per_prompt_token
     mean = float(train["prompt_tokens"].cast(pl.Float64).to_numpy().mean())
     # BLIS has no API work per prompt token: the mean prompt stands for all.
@@ -185,7 +190,7 @@ def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
     if not known.any():
         raise DataError("no held-out request was queued at a step whose start is known")
     what = "ARRIVED to QUEUED, by alpha0 and the step boundary"
-    error = held_out(what, "us", target_of(held)[known], predicted[known], train["y"].to_numpy())
+    error = held_out(what, "us", queued_us(held)[known], predicted[known], queued_us(train))
     folded = (
         f"alpha0 holds {number(per_token)} us per prompt token at the mean prompt of {mean:.0f} tokens",
     )
@@ -195,12 +200,10 @@ def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
 def _departure(source: Source) -> tuple[tuple[int, int], tuple[HeldOut, ...], tuple[str, ...]]:
     """Return alpha1 and alpha2 with their error; of spans that know no departure nothing, with a note."""
     if source.tables.requests["dialect"].is_in(WITHOUT_EVENTS).all():
-        note = (
-            "alpha1 and alpha2 are 0: no span has DEPARTED, and alpha0 holds the way back of the first token"
-        )
+        note = "alpha1 and alpha2 are 0: these spans end with the last token, and alpha0 holds no way back of a token"
         return (0, 0), (), (note,)
     rows = request_frame(source.tables, target_named("departure"), FeatureSet("none", ()), {})
-    train, held = train_and_holdout(rows, ["output_tokens"], "FINISHED to DEPARTED")
+    train, held = train_and_holdout(source, rows, ["output_tokens"], "FINISHED to DEPARTED")
     y = target_of(train)
     fixed, per_token = _whole_line(matrix(train, ["output_tokens"])[:, 0], y)
     predicted = fixed + per_token * held["output_tokens"].to_numpy()
@@ -246,7 +249,7 @@ def _with_terms(source: Source, frame: pl.DataFrame) -> pl.DataFrame:
         lacking = "config.json" if context.architecture is None else "GPU"
         raise DataError(
             f"BLIS's step terms need the model's config.json and the GPU; the {lacking} is not known",
-            hint="ingest the run again with --model-config and --gpu",
+            hint="ingest the run again with --model-config FILE and --gpu NAME, or --gpu FILE.json with a device's rates",
         )
     return add_blis_terms(frame, context.architecture, context.gpu, tp=context.settings.tensor_parallel or 1)
 
@@ -254,7 +257,7 @@ def _with_terms(source: Source, frame: pl.DataFrame) -> pl.DataFrame:
 def _steps(source: Source) -> _Steps:
     timeline = _with_terms(source, with_prefill_pairs(source.tables.timeline, source.tables.requests))
     rows = source.steps(_NAMES, timeline)
-    train, held = train_and_holdout(rows, _NAMES, "BLIS step terms")
+    train, held = train_and_holdout(source, rows, _NAMES, "BLIS step terms")
     x, y = matrix(train, _NAMES), target_of(train)
     # Terms that do not vary within the scope cannot be separated: BLIS's constant of a step takes their sum.
     varies = np.array([i == _CONSTANT or np.ptp(x[:, i]) > 0 for i in range(len(_NAMES))])
@@ -355,7 +358,12 @@ def _step_rates(source: Source, beta: Vector) -> StepRates:
 _Replay: TypeAlias = "Callable[[pl.DataFrame, Vector], tuple[pl.DataFrame, bool]]"
 """Requests and beta to what `_replayed` returns."""
 
-_LATENCIES = {"TTFT": "ttft_us", "ITL": "itl_us", "E2E": "client_us"}
+_LATENCIES = {
+    "TTFT": pl.col("ttft_us"),
+    "ITL": pl.col("itl_us"),
+    # A span without events ends where the front end has the last token.
+    "E2E": pl.when(pl.col("dialect").is_in(WITHOUT_EVENTS)).then("e2e_us").otherwise("client_us"),
+}
 
 
 def _requests(source: Source, ends: pl.DataFrame) -> tuple[pl.DataFrame, str | None]:
@@ -387,9 +395,9 @@ def _requests(source: Source, ends: pl.DataFrame) -> tuple[pl.DataFrame, str | N
         counts=(
             pl.col("finish_status").ne_missing("aborted")
             & (pl.col("output_tokens") > 1)
-            & pl.all_horizontal(pl.col("departed_ns", *_LATENCIES.values()).is_not_null())
+            & pl.all_horizontal(measured.is_not_null() for measured in _LATENCIES.values())
         ).fill_null(value=False),
-        **{name: pl.col(column).cast(pl.Float64) for name, column in _LATENCIES.items()},
+        **{name: measured.cast(pl.Float64) for name, measured in _LATENCIES.items()},
     )
     if (sampled < ALL_JOURNEYS).any():
         return requests, "journeys of all requests would let their replay choose"

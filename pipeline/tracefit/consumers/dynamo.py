@@ -51,7 +51,7 @@ def to_dynamo(source: Source) -> Export:
     Raises:
         DataError: The data cannot support it, with the reason.
     """
-    train, held = train_and_holdout(source.steps(_COLUMNS), _COLUMNS, "step times")
+    train, held = train_and_holdout(source, source.steps(_COLUMNS), _COLUMNS, "step times")
     # The sum of both grids counts the constant of a step twice where it does both: where such steps are the rule, prefill
     # leaves it out.
     beside = train.filter((pl.col("prefill_tokens") > 0) & (pl.col("num_decode_reqs") > 0)).height

@@ -58,10 +58,10 @@ def to_llmd_sim(source: Source) -> Export:
             hint="ingest the run again with --set max_num_seqs=N",
         )
     decode, held_decode = train_and_holdout(
-        timed_requests(source, "itl_us"), ["running_decode"], "inter-token latency"
+        source, timed_requests(source, "itl_us"), ["running_decode"], "inter-token latency"
     )
     prefill, held_prefill = train_and_holdout(
-        timed_requests(source, "prefill_us"), ["running_start", "uncached_tokens"], "prefill time"
+        source, timed_requests(source, "prefill_us"), ["running_start", "uncached_tokens"], "prefill time"
     )
     itl, factor, itl_sd = _decode(decode, slots)
     overhead, per_token, sd = _prefill(prefill, slots, factor)

@@ -54,7 +54,7 @@ def to_wva(source: Source) -> Export:
         step_cache_tokens=context + prefill_context + prefill,
         step_requests=requests[0] + requests[1],
     )
-    train, _ = train_and_holdout(rows, _COLUMNS, "step times")
+    train, _ = train_and_holdout(source, rows, _COLUMNS, "step times")
     y = target_of(train) / 1e3
     x = np.column_stack([np.ones(train.height), matrix(train, ["step_tokens", "step_cache_tokens"])])
     # The formula is about means: a rare long prefill step counts in full.
@@ -136,7 +136,7 @@ def _segments(source: Source, rows: pl.DataFrame) -> pl.DataFrame:
 
 def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple[HeldOut, ...]]:
     decode = rows.filter(pl.col("num_decode_reqs") > 0)
-    train, held = train_and_holdout(decode, _REQUESTS, "steps that decode")
+    train, held = train_and_holdout(source, decode, _REQUESTS, "steps that decode")
     y, batch = target_of(train) / 1e3, matrix(train, ["step_requests"])[:, 0]
     # Every request that decodes in a step waits for all of it: a long one with prefills in it counts in full.
     weights = (train["num_decode_reqs"] * train["interval_steps"]).to_numpy().astype(float)
@@ -152,7 +152,7 @@ def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple
     requests = timed_requests(source, "prefill_us").with_columns(
         y=pl.col("y") / 1e3, work=pl.col("uncached_tokens") * pl.col("running_start").clip(lower_bound=1)
     )
-    train, held = train_and_holdout(requests, ["work"], "prefill of requests")
+    train, held = train_and_holdout(source, requests, ["work"], "prefill of requests")
     y, work = train["y"].to_numpy(), train["work"].to_numpy()
     gamma, delta = (written(v) for v in fit_nonnegative(np.column_stack([np.ones(len(y)), work]), y))
     ttft = held_out(

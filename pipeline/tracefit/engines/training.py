@@ -76,6 +76,8 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
     limits, architecture = engine_limits(context), context.architecture
     timeline, journeys = store.read("timeline", [run_id]), store.read("journey_events", [run_id])
     steps, requests = store.read("steps", [run_id]), _requests_of(store, run_id)
+    # Spans of an unmodified server do not name the engine core's request: the client's id is the key of both.
+    requests = requests.with_columns(core_request_id=pl.coalesce("core_request_id", "request_id"))
     # Steps counted from requests have the events of these; they are no second witness of the clock.
     events = journeys if journeys.height else events_of(requests)
     # Only complete journeys give the running requests of every step, and with them the queue state of each request.

@@ -27,7 +27,7 @@ from tracefit.fit.fitted import (
 from tracefit.fit.results import Candidate, Comparison, Condition, Missing, TargetFacts
 from tracefit.fit.splits import MIN_TRAIN_ROWS, counted, request_frame
 from tracefit.fit.train import fit_regimes
-from tracefit.server.settings import INSTRUMENTED_VERSION, JOURNEY_FLAGS, NOT_OF_STOCK, journey_remedy
+from tracefit.server.settings import INSTRUMENTED_VERSION, JOURNEY_FLAGS, journey_remedy
 from tracefit.tables.dialects import WITHOUT_EVENTS
 from tracefit.tables.schema import BETWEEN
 
@@ -162,12 +162,13 @@ def fit_target(
 def _missing(tables: ScopeTables, target: Target) -> Missing | None:
     """Return why the requests hold no value of a target; null where they hold some."""
     requests = tables.requests
+    remedy = journey_remedy(stock=tables.is_stock, after_last_token=target.adds_to == "client")
     if not requests.height:
-        return Missing(target.model, "the traces hold no journeys", journey_remedy(stock=False))
+        return Missing(target.model, "the traces hold no journeys", remedy)
     if requests[target.column].count():
         return None
     if requests["dialect"].is_in(WITHOUT_EVENTS).all():
-        return Missing(target.model, "the spans of these requests do not carry it", NOT_OF_STOCK)
+        return Missing(target.model, "the spans of these requests do not carry it", remedy)
     disorder, remedy_of_disorder = _disorder(requests, target)
     if disorder:
         return Missing(

@@ -41,7 +41,7 @@ from tracefit.fit.holdout import (
 from tracefit.fit.results import Candidate, Missing, StepTimeSource, TargetFacts
 from tracefit.fit.splits import PROMPT_FEATURES, counted, mark_prefix_hits, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
-from tracefit.server.settings import STEP_FLAGS
+from tracefit.server.settings import ALL_SPANS, step_remedy
 from tracefit.tables.dialects import STEP_EVENT
 from tracefit.tables.schema import ENGINE
 from tracefit.tables.sources import CycleSource, is_one_step
@@ -127,7 +127,7 @@ def fit_step_times(
     if not tables.timeline.height and unknown:
         return StepTimes(cover, Missing(target.model, "the batches of the steps are not known", unknown))
     if not tables.sampled_steps and not tables.timeline["cycle_us"].count():
-        remedy = f"start the server with {STEP_FLAGS}"
+        remedy = step_remedy(stock=tables.is_stock)
         without = "; ".join(tables.missing_attributes(_SUMMARY)) or "the traces hold no step events"
         return StepTimes(cover, Missing(target.model, without, remedy))
     sources = {CycleSource(source) for source in tables.timeline["cycle_source"].drop_nulls().unique()}
@@ -153,7 +153,7 @@ def fit_step_times(
     result = fit_regimes(rows, regimes, how)
     if isinstance(result, TooFewRows):
         few = f"of {tables.sampled_steps} sampled steps few are consecutive"
-        remedy = f"raise --step-tracing-sample-rate: {few}"
+        remedy = ALL_SPANS if tables.is_stock else f"raise --step-tracing-sample-rate: {few}"
         too_few = "; ".join((f"step times: {result.reason}", *tables.missing_attributes(_SUMMARY)))
         return StepTimes(source, Missing(target.model, too_few, remedy))
     measured = DURATION if whence == "duration" else CYCLE_TIME

@@ -108,9 +108,13 @@ def _boundaries(rows: pl.DataFrame, clock: pl.DataFrame, done_us: Vector) -> pl.
 
 def _true_boundaries(rows: pl.DataFrame, clock: pl.DataFrame) -> pl.DataFrame:
     """Return `_boundaries` that the requests were queued at."""
-    return _boundaries(
-        rows, clock, target_of(rows) - (clock.select(pl.col("tolerance_us").max()).item() or 0.0)
-    )
+    tolerance = clock.select(pl.col("tolerance_us").max()).item() or 0.0
+    return _boundaries(rows, clock, queued_us(rows) - tolerance)
+
+
+def queued_us(rows: pl.DataFrame) -> Vector:
+    """Return ARRIVED to QUEUED; the admission of spans without events is longer by the way back of the first token."""
+    return rows.select((pl.col("queued_ns") - pl.col("ts_ns")) / 1e3).to_series().to_numpy()
 
 
 def _queued_at_once(rows: pl.DataFrame, clock: pl.DataFrame, wait_us: Vector, done_us: Vector) -> Flags:
@@ -316,11 +320,11 @@ def _work_of_idle(train: pl.DataFrame, clock: pl.DataFrame) -> tuple[float, floa
     Their admission is the API work alone. The constant is null of too few such requests.
     """
     # Idle both on arrival and when QUEUED: a step in between would have put a wait into the admission.
-    idle = [_boundaries(train, clock, at)["is_idle"] for at in (np.zeros(train.height), target_of(train))]
+    idle = [_boundaries(train, clock, at)["is_idle"] for at in (np.zeros(train.height), queued_us(train))]
     met = train.filter(idle[0] & idle[1])
     if met.height < MIN_IDLE_ROWS:
         return 0.0, None
-    y, tokens = target_of(met), met["prompt_tokens"].fill_null(0).to_numpy().astype(float)
+    y, tokens = queued_us(met), met["prompt_tokens"].fill_null(0).to_numpy().astype(float)
     line = RobustLinear().fit(tokens[:, None], y)
     error = y - line.predict(tokens[:, None])
     # Two standard errors of a slope: 2 sd(residual) / (sd(tokens) sqrt(n)). A smaller slope is taken for zero.

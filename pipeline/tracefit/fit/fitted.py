@@ -18,6 +18,7 @@ import polars as pl
 from tracefit.features.targets import is_step_model
 from tracefit.fit.results import ALWAYS, Term, line_expression
 from tracefit.server.settings import without_attribute
+from tracefit.tables.runs import are_stock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -149,6 +150,11 @@ class ScopeTables:
     """run_id, server, events, disagreeing: engine core events compared with the starts of their steps."""
     unknown_batches: tuple[str, ...] = ()
     """Why no step is known of servers that write a span per request and no events; see `timeline.unknown_batches`."""
+
+    @property
+    def is_stock(self) -> bool:
+        """See `are_stock`."""
+        return are_stock(self.runs)
 
     def missing_attributes(self, events: str) -> tuple[str, ...]:
         """Return a sentence for each event, by a pattern of names, that lacks attributes: which, and what gives them."""

@@ -225,6 +225,7 @@ def _run(run: traces.RunFacts) -> str:
         *(("implausible", f"{n:,} left out: {rule}") for rule, n in run.implausible.items()),
         *((("duplicates", f"{run.duplicate_spans:,} spans"),) if run.duplicate_spans else ()),
     ]
+    events = [(name, f"{n:,}") for name, n in run.events.items()]
     checks = [(c.name, f"{c.held:,} of {c.of:,}") for c in run.checks if c.of]
     return "\n".join(
         [
@@ -233,8 +234,7 @@ def _run(run: traces.RunFacts) -> str:
             "",
             *(indented(_server(s)) for s in run.servers),
             "",
-            indented(columns(("event", "count"), [(n, f"{c:,}") for n, c in run.events.items()])),
-            "",
+            *([indented(columns(("event", "count"), events)), ""] if events else []),
             indented(columns(("check", "holds"), checks)),
             *(_noted(f"{c.name}: {c.detail}") for c in run.checks if c.of and c.detail),
             *(_noted(without_attribute(*lacking)) for lacking in run.missing_attributes.items()),
@@ -252,7 +252,9 @@ def _server(s: traces.ServerFacts) -> str:
     counts = f"{plural(s.epochs, 'epoch')}, {plural(s.requests, 'request')}, {plural(s.steps, 'step')}"
     rates = f"steps {share(s.step_sampling)}, journeys {share(s.journey_sampling)}, snapshots {share(s.snapshot_sampling)}"
     dropped = plural(s.dropped_events, "dropped event")
-    return f"server {s.server}: {time}\n  {counts}, {dropped}\n  sampled: {rates}"
+    # Spans of requests alone are sampled by no rate that a span states.
+    known = s.steps or s.journey_sampling is not None
+    return f"server {s.server}: {time}\n  {counts}, {dropped}" + (f"\n  sampled: {rates}" if known else "")
 
 
 def _allowed(scope: traces.ScopeInspection) -> str:

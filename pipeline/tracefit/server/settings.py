@@ -560,15 +560,19 @@ ALL_SPANS = (
 
 NOT_OF_STOCK = "no flag of an unmodified vLLM gives it"
 
+_REQUEST_SPANS = f"a span of every request gives it: start the server with {ENDPOINT_FLAG} URL"
+
 
 def step_remedy(*, stock: bool) -> str:
     """Say how to get step times; flags of the fork are for users of the fork, since an unmodified server refuses them."""
     return ALL_SPANS if stock else f"the summaries of all steps give it: start the server with {STEP_FLAGS}"
 
 
-def journey_remedy(*, stock: bool) -> str:
+def journey_remedy(*, stock: bool, after_last_token: bool = False) -> str:
     """Say how to get what lies between the events of a request."""
-    return NOT_OF_STOCK if stock else f"the events of requests give it: start the server with {JOURNEY_FLAGS}"
+    if not stock:
+        return f"the events of requests give it: start the server with {JOURNEY_FLAGS}"
+    return f"{NOT_OF_STOCK}; TTFT, ITL and E2E do without it" if after_last_token else _REQUEST_SPANS
 
 
 def without_attribute(event: str, attributes: Sequence[str]) -> str:

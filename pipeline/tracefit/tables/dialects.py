@@ -250,6 +250,8 @@ JOURNEY = "journey"
 _WITH_EVENTS = _distinct(s.dialect for s in SPELLINGS if s.event)
 WITHOUT_EVENTS = tuple(name for name in DIALECTS if name not in _WITH_EVENTS)
 """Dialects whose spans describe requests by themselves, without events."""
+EVENT_SCOPES = _distinct(s.scope for s in SPELLINGS if s.dialect in _WITH_EVENTS)
+"""Scopes of the instrumented server alone."""
 
 REQUEST_RULES = tuple(s for s in SPELLINGS if s.table == "requests" and s.dialect in WITHOUT_EVENTS)
 """How requests are read of such spans."""

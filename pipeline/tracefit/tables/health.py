@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from tracefit.tables.dialects import WITHOUT_EVENTS
 from tracefit.tables.requests import is_cut_off
 from tracefit.tables.schema import ENGINE
 
@@ -70,7 +71,7 @@ def health_checks(journeys: pl.DataFrame, requests: pl.DataFrame, steps: pl.Data
     tokens = pl.col("prefill_tokens") + pl.col("decode_tokens")
     return (
         _check("complete lifecycles", core, complete),
-        _check("both layers", requests, both_layers),
+        _check("both layers", requests.filter(~pl.col("dialect").is_in(WITHOUT_EVENTS)), both_layers),
         _check("time order", requests, time_order),
         _check("step order", core, step_order),
         _check("one token per step", undisturbed, {"otherwise": decode_steps != pl.col("output_tokens") - 1}),

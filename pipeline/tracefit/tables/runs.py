@@ -227,6 +227,11 @@ def _sampling(scan: Callable[[str], pl.LazyFrame]) -> pl.DataFrame:
     return sums.with_columns(journey_sampling=pl.when(share.is_finite()).then(share))
 
 
+def are_stock(runs: pl.DataFrame) -> bool:
+    """Say whether no span of the `runs` is the instrumented server's: its flags are no advice then."""
+    return not runs["dialects"].str.split(",").explode().is_in(dialects.EVENT_SCOPES).any()
+
+
 def step_counters(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
     """Return the first and last step of every epoch: (run_id, server, epoch, first_step, last_step)."""
     columns = [*schema.ENGINE, "step_id"]
