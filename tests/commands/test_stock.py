@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import polars as pl
 import pytest
@@ -12,6 +13,7 @@ from tracefit.commands.train import run
 from tracefit.reports.terminal_results import inspect_text
 from tracefit.tables.store import TableStore
 
+ROOT = Path(__file__).parents[2]
 BOOT_NS = 1_700_000_000_000_000_000
 
 
@@ -68,10 +70,21 @@ def test_what_inspect_advises_is_what_an_unmodified_server_can_do(stock, tmp_pat
     assert "its own service.instance.id" in " ".join(said.split())
     for flag in ("--step-tracing", "--enable-journey-tracing", "journey-tracing-sample-rate"):
         assert flag not in said
+    # Nor is it shown as a lack that there are no events: no such span has any.
+    assert not [text for text in ("both layers", "event", "sampled:") if f"  {text}" in said]
     traces.records.clear()
     of_fork = inspect_text(inspect(traces.load(steps=120, requests=0).write(tmp_path / "fork")))
     assert "--enable-journey-tracing" in of_fork
     assert "OTEL_TRACES_SAMPLER" not in of_fork
+
+
+def test_who_records_steps_alone_is_told_of_the_spans_that_any_vllm_has():
+    said = " ".join(inspect_text(inspect(ROOT / "fixtures/recordings/fpm-dynamo")).split())
+    assert (
+        said.count("a span of every request gives it: start the server with --otlp-traces-endpoint URL") == 2
+    )
+    assert "departure overhead no no requests; no flag of an unmodified vLLM gives it" in said
+    assert "fork of vLLM" not in said
 
 
 @pytest.mark.parametrize(
