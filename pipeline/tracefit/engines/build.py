@@ -174,6 +174,8 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
         build_timeline,
         count_steps,
         events_of,
+        is_logged,
+        log_clock,
         with_step_times,
     )
 
@@ -184,8 +186,11 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
         counted = count_steps(schema.REQUESTS.shape(requests), limits)
         requests, starts = counted.requests, counted.starts
         journeys, complete = events_of(requests), starts.height > 0
+    elif not journeys.height and steps.filter(is_logged()).height:
+        clock = log_clock(steps)
+        steps, starts = clock.steps, clock.starts
     built = build_timeline(
-        steps, snapshots, journeys, limits, journeys_complete=complete, counted_starts=starts
+        steps, snapshots, journeys, limits, journeys_complete=complete, known_starts=starts
     )
     if context.settings.is_sglang:
         gpu_time = pl.col("cycle_source", "composition_source").replace(

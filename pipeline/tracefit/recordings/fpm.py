@@ -412,7 +412,7 @@ def _as_steps(found: pl.DataFrame, offset: int) -> pl.DataFrame:
         running_depth=requests,
         waiting_depth=pl.col("queued_prefill_reqs") + pl.col("queued_decode_reqs"),
         waiting_tokens=pl.col("queued_prefill_tokens") + pl.col("queued_decode_tokens"),
-    ).select(pl.col(name) for name in RECORDED_STEPS if name != "file")
+    ).select(pl.col(name) for name in RECORDED_STEPS if name not in ("file", "kv_usage_ratio"))
 
 
 FORMAT = register(

@@ -17,6 +17,7 @@ from tracefit.tables.sources import CycleSource
 from tracefit.timeline.anchors import execution_lags, step_starts
 from tracefit.timeline.composition import EngineLimits, compose
 from tracefit.timeline.engines import StepAxis, bincount_at, position, step_axis
+from tracefit.timeline.logged_steps import CHANGE, FINE
 from tracefit.timeline.segments import core_events, running_segments, waiting_segments, with_steps_by_time
 
 _SUMMARY = tuple(
@@ -50,7 +51,7 @@ def build_timeline(
     limits: EngineLimits | None = None,
     *,
     journeys_complete: bool = False,
-    counted_starts: pl.DataFrame | None = None,
+    known_starts: pl.DataFrame | None = None,
 ) -> pl.DataFrame:
     """Build the `timeline` table.
 
@@ -68,14 +69,15 @@ def build_timeline(
         journeys: The `journey_events` table.
         limits: Limits of the scheduler.
         journeys_complete: Every request has a journey.
-        counted_starts: Starts of steps that were counted from requests (`count_steps`), whose events `journeys` then holds.
+        known_starts: Starts of steps that were counted from requests (`count_steps`), whose events `journeys` then holds, or
+            that a log gives (`log_clock`).
 
     Returns:
         The `timeline` table.
     """
     limits = limits or EngineLimits()
     axis = step_axis(steps, snapshots, journeys)
-    lags = execution_lags(steps if counted_starts is None else counted_starts, journeys)
+    lags = execution_lags(steps if known_starts is None else known_starts, journeys)
     # A step has one summary; should another claim its id, the first in time stands.
     summaries = _placed(axis, steps).unique("position", keep="first", maintain_order=True)
     core = axis.locate(core_events(journeys)).join(lags, on=SERVER, how="left", maintain_order="left")
@@ -87,13 +89,13 @@ def build_timeline(
     if journeys_complete and axis.size:
         rows = pl.concat([rows, _inferred(evidence, limits)], how="horizontal")
     rows = _with_usage(_with_summaries(rows, evidence), limits)
-    if counted_starts is None:
-        starts = step_starts(evidence.steps, evidence.core)
+    if known_starts is None:
+        starts = step_starts(evidence.steps, evidence.core).with_columns(pause=pl.lit(value=False))
     else:
-        starts = _placed(axis, counted_starts).select(
-            "position", "start_source", "ts_start_ns", "start_sd_us"
+        starts = _placed(axis, known_starts).select(
+            "position", "start_source", "ts_start_ns", "start_sd_us", "pause"
         )
-        rows = rows.with_columns(composition_source=pl.lit("request"))
+        rows = rows.with_columns(pl.col("composition_source").replace("journey", "request"))
     rows = rows.join(starts, on="position", how="left", maintain_order="left")
     known = pl.col("ts_start_ns").is_not_null() | pl.col("composition_source").is_not_null()
     return schema.TIMELINE.conform(axis.name(_with_cycles(rows.filter(known & ~pl.col("is_gap")))))
@@ -180,7 +182,12 @@ def _with_usage(rows: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
     # A server's total is constant: one summary tells it for all steps.
     total = pl.coalesce(pl.col("kv_blocks_total").max().over("engine"), pl.lit(limits.num_blocks, pl.Int64))
     usage = (pl.col("kv_blocks_used") / total).clip(0.0, 1.0)
-    return rows.with_columns(kv_usage_ratio=pl.coalesce("kv_usage_ratio", usage), kv_blocks_total=total)
+    stated = (pl.col("kv_usage_ratio") * total).round().cast(pl.Int64)
+    return rows.with_columns(
+        kv_usage_ratio=pl.coalesce("kv_usage_ratio", usage),
+        kv_blocks_used=pl.coalesce("kv_blocks_used", stated),
+        kv_blocks_total=total,
+    )
 
 
 def _contexts(steps: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:
@@ -223,7 +230,7 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
     members = ordered.group_by(whole).agg(
         members=pl.len(),
         composed=pl.col("running_depth").is_not_null().all(),
-        idle_after=pl.col("idle").any(),
+        idle_after=pl.col("idle").any() | pl.col("pause").any(),
     )
     spans = spans.filter(~pl.col("last_of_engine")).join(members, on=whole, how="left")
     # Between two starts every step must be known, or it is not known what the time was spent on.
@@ -239,6 +246,10 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
         .then(pl.lit(CycleSource.ADJACENT.value))
         .when(pl.col("start_source") == "request")
         .then(pl.lit(CycleSource.REQUEST.value))
+        .when(pl.col("start_source") == CHANGE)
+        .then(pl.lit(CycleSource.LOG_INTERVAL.value))
+        .when(pl.col("start_source") == FINE)
+        .then(pl.when(pl.col("interval_steps") == 1).then(pl.lit(CycleSource.LOG.value)).otherwise(pl.lit(CycleSource.LOG_INTERVAL.value)))
         .otherwise(pl.lit(CycleSource.INTERVAL.value)),
     )
     joined = ordered.join(spans, on="position", how="left", maintain_order="left")

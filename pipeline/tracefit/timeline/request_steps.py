@@ -53,7 +53,7 @@ class RequestSteps:
 
     Attributes:
         requests: The `requests` table, with the steps and the times of the events of those that are counted.
-        starts: The known starts of steps: ENGINE, step_id, ts_start_ns, start_sd_us, start_source.
+        starts: The known starts of steps: ENGINE, step_id, ts_start_ns, start_sd_us, start_source, pause.
     """
 
     requests: pl.DataFrame
@@ -66,6 +66,7 @@ _STARTS = {
     "ts_start_ns": pl.Int64(),
     "start_sd_us": pl.Float64(),
     "start_source": pl.String(),
+    "pause": pl.Boolean(),
 }
 
 
@@ -141,7 +142,7 @@ def _placed(rows: pl.DataFrame, budget: float) -> RequestSteps:
     engine = {name: pl.lit(rows[name][0], _STARTS[name]) for name in ENGINE}
     starts = pl.DataFrame({"step_id": ended + 1 + g.lag, "ts_start_ns": at_ns}).filter(known)
     starts = starts.unique("step_id", keep="last", maintain_order=True).with_columns(
-        **engine, start_sd_us=pl.lit(_STAMP_SD_US), start_source=pl.lit("request")
+        **engine, start_sd_us=pl.lit(_STAMP_SD_US), start_source=pl.lit("request"), pause=pl.lit(value=False)
     )
     return RequestSteps(placed, starts.select(_STARTS.keys()))
 
