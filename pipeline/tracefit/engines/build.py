@@ -244,7 +244,7 @@ def _require_spans(task: RunTask) -> None:
             f"none of its records can be read ({rejects} rejected; the first: {reasons['reason'][0]})",
             where=task.name,
             hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them; recordings are "
-            "ForwardPassMetrics",
+            "ForwardPassMetrics, or vLLM's log with its iterations",
         )
     found = f"{other_spans} spans of other scopes, {rejects} unreadable records"
     raise DataError(

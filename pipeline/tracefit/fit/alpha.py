@@ -30,6 +30,7 @@ from tracefit.fit.train import fit_regimes
 from tracefit.server.settings import INSTRUMENTED_VERSION, JOURNEY_FLAGS, NOT_OF_STOCK, journey_remedy
 from tracefit.tables.dialects import WITHOUT_EVENTS
 from tracefit.tables.schema import BETWEEN
+from tracefit.tables.sources import RECORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -163,7 +164,10 @@ def _missing(tables: ScopeTables, target: Target) -> Missing | None:
     """Return why the requests hold no value of a target; null where they hold some."""
     requests = tables.requests
     if not requests.height:
-        return Missing(target.model, "the traces hold no journeys", journey_remedy(stock=False))
+        recorded = tables.timeline["composition_source"].is_in(list(RECORDS)).any()
+        return Missing(
+            target.model, "the traces hold no journeys", journey_remedy(stock=False, recorded=recorded)
+        )
     if requests[target.column].count():
         return None
     if requests["dialect"].is_in(WITHOUT_EVENTS).all():

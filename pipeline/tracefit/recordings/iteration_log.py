@@ -22,7 +22,7 @@ from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.rejects import Reject, excerpt
 from tracefit.recordings.fpm import RecordedBlock
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import RECORDS, CycleSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +39,16 @@ _MOST_BYTES = 64 << 10
 
 _COUNTS = ("context requests", "context tokens", "generation requests", "generation tokens")
 _FIELDS = ("num_prefill_reqs", "prefill_tokens", "num_decode_reqs", "decode_tokens", "elapsed_ms")
-_FILLED = {"source_offset", "server", "step_id", "unix_ns", "cycle_us", "cycle_source", "running_depth", "waiting_depth"}
+_FILLED = {
+    "source_offset",
+    "server",
+    "step_id",
+    "unix_ns",
+    "cycle_us",
+    "cycle_source",
+    "running_depth",
+    "waiting_depth",
+}
 _FILLED |= {*_FIELDS, "scheduled_tokens", "kv_usage_ratio"}
 
 # Bounded repeats, and an engine that does not backtrack: no line costs more than its length.
@@ -104,13 +113,17 @@ def _marked(payload: bytes) -> pl.DataFrame:
     marks = pc.count_substring(lines, _MARK).to_numpy()
     is_long = np.diff(begins) > _MOST_BYTES
     alone, glued = (np.flatnonzero(found & ~is_long) for found in (marks == 1, marks > 1))
-    pieces = [(int(begins[at]) + skipped, piece) for at in glued for skipped, piece in _pieces(lines[at].as_py())]
+    pieces = [
+        (int(begins[at]) + skipped, piece) for at in glued for skipped, piece in _pieces(lines[at].as_py())
+    ]
     whole = lines.take(pa.array(alone))
     texts = pa.chunked_array([whole, pa.array([piece for _, piece in pieces], pa.large_binary())])
     far = np.flatnonzero((marks > 0) & is_long)
     found = pl.DataFrame(
         {
-            "source_offset": np.concatenate([begins[alone], [offset for offset, _ in pieces]]).astype(np.int64),
+            "source_offset": np.concatenate([begins[alone], [offset for offset, _ in pieces]]).astype(
+                np.int64
+            ),
             "length": pl.Series(pc.binary_length(texts)),
             "text": _text(texts.combine_chunks()),
         }
@@ -158,13 +171,22 @@ def _as_steps(found: pl.DataFrame, offset: int) -> pl.DataFrame:
 
 
 def _unix_ns(text: pl.Series) -> pl.Series:
-    """Return the time of each line, the finest there is; a local time without its zone counts as UTC."""
+    """Return the time of each line, the finest there is; a local time without its zone counts as UTC.
+
+    It is the last one before the iteration, for a cut line may be glued to the line, or the first one after it.
+    """
     found = pl.Series("unix_ns", [None], pl.Int64).new_from_index(0, len(text))
+    sides = pl.DataFrame({"parts": text.str.splitn(_MARK.decode(), 2)}).unnest("parts")
     for pattern, parsed in _STAMPS:
-        if not found.null_count():
-            break
-        frame = pl.DataFrame({"found": found, "parts": text.str.extract_groups(pattern)}).unnest("parts")
-        found = frame.select(pl.coalesce("found", parsed)).to_series()
+        for side, start in zip(sides, (r"^.*", ""), strict=True):
+            if found.null_count():
+                parts = side.str.extract_groups(f"{start}(?:{pattern})")
+                found = (
+                    pl.DataFrame({"found": found, "parts": parts})
+                    .unnest("parts")
+                    .select(pl.coalesce("found", parsed))
+                    .to_series()
+                )
     return found
 
 
@@ -195,7 +217,7 @@ _STAMPS = (
 FORMAT = register(
     Recording(
         name=CycleSource.LOG.value,
-        title="iteration lines of vLLM's log",
+        title=RECORDS[CycleSource.LOG.value],
         find=_find,
         fills="`steps`, and `timeline` with the exact batch of each step, without context tokens",
         units="ms (elapsed time), % (KV cache usage)",

@@ -542,6 +542,9 @@ _FORK = "(inference-sim's fork of vLLM)"
 ENDPOINT_FLAG = "--otlp-traces-endpoint"
 """A span of every request, from stock vLLM as well."""
 
+ITERATION_FLAG = "--enable-logging-iteration-details"
+"""A line of the log for every engine step, from stock vLLM."""
+
 STEP_FLAGS = f"--step-tracing-enabled --step-tracing-sample-rate 1.0 {_FORK}"
 """A summary of every engine step."""
 
@@ -566,8 +569,17 @@ def step_remedy(*, stock: bool) -> str:
     return ALL_SPANS if stock else f"the summaries of all steps give it: start the server with {STEP_FLAGS}"
 
 
-def journey_remedy(*, stock: bool) -> str:
-    """Say how to get what lies between the events of a request."""
+SPANS_BESIDE = (
+    "spans of the same requests, in the same run folder, give context tokens, queue wait and admission: start the server with "
+    f"{ENDPOINT_FLAG} URL"
+)
+"""What steps that were recorded or logged by an unmodified server lack, and how to get it."""
+
+
+def journey_remedy(*, stock: bool, recorded: bool = False) -> str:
+    """Say how to get what lies between the events of a request; `recorded` are steps without any request."""
+    if recorded:
+        return SPANS_BESIDE
     return NOT_OF_STOCK if stock else f"the events of requests give it: start the server with {JOURNEY_FLAGS}"
 
 

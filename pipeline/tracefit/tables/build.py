@@ -43,6 +43,7 @@ from tracefit.tables.requests import (
 from tracefit.tables.resolve import ResolvedRun, RunPart, parts_of, resolve
 from tracefit.tables.rows import NO_CLOCK
 from tracefit.tables.runs import missing_attributes, run_rows
+from tracefit.tables.sources import RECORDS
 from tracefit.tables.staging import read_staged, staged_bytes
 
 if TYPE_CHECKING:
@@ -319,7 +320,8 @@ class _Run:
         recorded = window.every("recorded_steps").with_row_index("row")
         # Records have no time on the engine's clock.
         no_clock = [pl.lit(None, pl.Int64).alias(name) for name in ("ts_start_ns", "server_zero")]
-        self.events.update({"ForwardPassMetrics": recorded.height} if recorded.height else {})
+        for source, count in recorded.group_by("cycle_source").len().iter_rows():
+            self.events[RECORDS[source]] += count
         steps, broken = self.sieve.recorded().sift("steps", recorded.with_columns(no_clock))
         self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
         return _as_rejects(broken.join(recorded, on="row", how="inner"))

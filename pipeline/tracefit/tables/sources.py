@@ -40,6 +40,13 @@ class CycleSource(StrEnum):
         return self in {CycleSource.LOG, CycleSource.LOG_INTERVAL}
 
 
+RECORDS = {
+    CycleSource.FPM.value: "ForwardPassMetrics",
+    CycleSource.FPM_GPU.value: "ForwardPassMetrics",
+    CycleSource.LOG.value: "iteration lines of vLLM's log",
+}
+"""Names of what a step was recorded by, by `cycle_source` in `steps`."""
+
 MEANS = tuple(source.value for source in CycleSource if not source.is_one_step)
 """Sources whose rows are means over several steps."""
 

@@ -249,7 +249,11 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
         .when(pl.col("start_source") == CHANGE)
         .then(pl.lit(CycleSource.LOG_INTERVAL.value))
         .when(pl.col("start_source") == FINE)
-        .then(pl.when(pl.col("interval_steps") == 1).then(pl.lit(CycleSource.LOG.value)).otherwise(pl.lit(CycleSource.LOG_INTERVAL.value)))
+        .then(
+            pl.when(pl.col("interval_steps") == 1)
+            .then(pl.lit(CycleSource.LOG.value))
+            .otherwise(pl.lit(CycleSource.LOG_INTERVAL.value))
+        )
         .otherwise(pl.lit(CycleSource.INTERVAL.value)),
     )
     joined = ordered.join(spans, on="position", how="left", maintain_order="left")

@@ -71,24 +71,35 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
         ),
     )
     # The line of a fine stamp ends an interval, that of a change begins one.
-    marks = pl.when("is_coarse").then(pl.col("grown") > 0).otherwise(pl.col("grown").is_null() | (pl.col("grown") > 0))
+    marks = (
+        pl.when("is_coarse")
+        .then(pl.col("grown") > 0)
+        .otherwise(pl.col("grown").is_null() | (pl.col("grown") > 0))
+    )
     rows = rows.with_columns(is_mark=marks.fill_null(value=False)).with_columns(
-        interval=(pl.col("is_mark").cum_sum() - pl.when("is_coarse").then(0).otherwise(pl.col("is_mark").cast(pl.Int64))).over(ENGINE)
+        interval=(
+            pl.col("is_mark").cum_sum()
+            - pl.when("is_coarse").then(0).otherwise(pl.col("is_mark").cast(pl.Int64))
+        ).over(ENGINE)
     )
     inside = rows.group_by(*ENGINE, "interval").agg(
         steps=pl.len(), elapsed_us=pl.col("cycle_us").sum(), any_fresh=pl.col("is_fresh").any()
     )
-    starts = rows.filter("is_mark").select(
-        *ENGINE,
-        "is_coarse",
-        "tick_ns",
-        interval=pl.int_range(1, pl.len() + 1).over(ENGINE).cast(rows.schema["interval"]),
-        step_id=step + pl.when("is_coarse").then(0).otherwise(1),
-        ts_start_ns=stamp,
-        time_us=(stamp.shift(-1).over(ENGINE) - stamp) / 1e3,
-        count=step.shift(-1).over(ENGINE) - step,
-        ends_fresh=pl.col("is_coarse") & pl.col("is_fresh").shift(-1).over(ENGINE),
-    ).join(inside, on=[*ENGINE, "interval"], how="left", maintain_order="left")
+    starts = (
+        rows.filter("is_mark")
+        .select(
+            *ENGINE,
+            "is_coarse",
+            "tick_ns",
+            interval=pl.int_range(1, pl.len() + 1).over(ENGINE).cast(rows.schema["interval"]),
+            step_id=step + pl.when("is_coarse").then(0).otherwise(1),
+            ts_start_ns=stamp,
+            time_us=(stamp.shift(-1).over(ENGINE) - stamp) / 1e3,
+            count=step.shift(-1).over(ENGINE) - step,
+            ends_fresh=pl.col("is_coarse") & pl.col("is_fresh").shift(-1).over(ENGINE),
+        )
+        .join(inside, on=[*ENGINE, "interval"], how="left", maintain_order="left")
+    )
     may_pause = (pl.col("any_fresh") | pl.col("ends_fresh")).fill_null(value=False)
     whole = (pl.col("count") == pl.col("steps")) & (pl.col("time_us") > 0)
     slack = pl.when(whole).then((pl.col("time_us") - pl.col("elapsed_us")) / pl.col("steps"))
@@ -99,8 +110,10 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     ratio = pl.when(whole & ~pl.col("pause")).then((pl.col("elapsed_us") / pl.col("time_us") - 1).abs())
     agrees = starts.group_by(SERVER).agg(agrees=pl.col("is_coarse").any() & (ratio.median() <= _AGREES))
     starts = starts.join(agrees, on=SERVER, how="left", maintain_order="left")
-    sd_us = pl.when("is_coarse").then(_EVEN_SD * pl.col("time_us") / pl.col("count")).otherwise(
-        (_STAMP_SD_US**2 + (_EVEN_SD * pl.col("tick_ns") / 1e3) ** 2).sqrt()
+    sd_us = (
+        pl.when("is_coarse")
+        .then(_EVEN_SD * pl.col("time_us") / pl.col("count"))
+        .otherwise((_STAMP_SD_US**2 + (_EVEN_SD * pl.col("tick_ns") / 1e3) ** 2).sqrt())
     )
     chosen = steps.join(agrees, on=SERVER, how="left", maintain_order="left").with_columns(
         cycle_us=pl.when(~is_logged() | pl.col("agrees")).then("cycle_us")
