@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 from datetime import UTC, datetime
-from pathlib import Path
 
 import polars as pl
 import pyarrow as pa

@@ -108,28 +108,23 @@ def _marked(payload: bytes) -> pl.DataFrame:
     """Return the lines with an iteration: source_offset, length, text (null if too long); of glued lines one row for each iteration."""
     ends = np.flatnonzero(np.frombuffer(payload, np.uint8) == ord("\n")) + 1
     begins = np.r_[0, ends, len(payload)]
+    sizes = np.diff(begins)
     buffers = [None, pa.py_buffer(begins), pa.py_buffer(payload)]
-    lines = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(begins) - 1, buffers)
-    marks = pc.count_substring(lines, _MARK).to_numpy()
-    is_long = np.diff(begins) > _MOST_BYTES
-    alone, glued = (np.flatnonzero(found & ~is_long) for found in (marks == 1, marks > 1))
-    pieces = [
-        (int(begins[at]) + skipped, piece) for at in glued for skipped, piece in _pieces(lines[at].as_py())
-    ]
-    whole = lines.take(pa.array(alone))
-    texts = pa.chunked_array([whole, pa.array([piece for _, piece in pieces], pa.large_binary())])
-    far = np.flatnonzero((marks > 0) & is_long)
-    found = pl.DataFrame(
-        {
-            "source_offset": np.concatenate([begins[alone], [offset for offset, _ in pieces]]).astype(
-                np.int64
-            ),
-            "length": pl.Series(pc.binary_length(texts)),
-            "text": _text(texts.combine_chunks()),
-        }
-    )
-    too_long = pl.DataFrame({"source_offset": begins[far], "length": np.diff(begins)[far]})
-    return pl.concat([found.filter(pl.col("text").str.contains(_IN_LINE)), too_long], how="diagonal")
+    lines = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(sizes), buffers)
+    counted = pc.count_substring(lines, _MARK)
+    marks, is_long = pl.Series(counted).to_numpy(), sizes > _MOST_BYTES
+    once = lines.filter(pc.and_(pc.equal(counted, 1), pc.less_equal(pc.binary_length(lines), _MOST_BYTES)))
+    alone, far = np.flatnonzero((marks == 1) & ~is_long), np.flatnonzero((marks > 0) & is_long)
+    parts = [pl.DataFrame({"source_offset": begins[alone], "length": sizes[alone], "text": _text(once)})]
+    for at in np.flatnonzero((marks > 1) & ~is_long):
+        pieces = [
+            (begins[at] + skipped, len(piece), _readable(piece))
+            for skipped, piece in _pieces(lines[at].as_py())
+        ]
+        parts.append(pl.DataFrame(pieces, parts[0].schema, orient="row"))
+    found = pl.concat(parts).filter(pl.col("text").str.contains(_IN_LINE))
+    too_long = pl.DataFrame({"source_offset": begins[far], "length": sizes[far]})
+    return pl.concat([found, too_long], how="diagonal")
 
 
 def _pieces(line: bytes) -> Iterator[tuple[int, bytes]]:
@@ -141,9 +136,13 @@ def _pieces(line: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _text(lines: pa.LargeBinaryArray) -> pl.Series:
     try:
-        return pl.Series(lines.cast(pa.large_string()))
+        return pl.Series(lines.cast(pa.large_string()), dtype=pl.String)
     except pa.ArrowInvalid:
-        return pl.Series([line.decode("utf-8", "replace") for line in lines.to_pylist()], dtype=pl.String)
+        return pl.Series([_readable(line) for line in lines.to_pylist()], dtype=pl.String)
+
+
+def _readable(line: bytes) -> str:
+    return line.decode("utf-8", "replace")
 
 
 # -- rows ---------------------------------------------------------------------------------------------------
