@@ -113,7 +113,7 @@ def _marked(payload: bytes) -> pl.DataFrame:
     lines = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(sizes), buffers)
     counted = pc.count_substring(lines, _MARK)
     marks, is_long = pl.Series(counted).to_numpy(), sizes > _MOST_BYTES
-    once = lines.filter(pc.and_(pc.equal(counted, 1), pc.less_equal(pc.binary_length(lines), _MOST_BYTES)))
+    once = lines.filter(pl.Series((marks == 1) & ~is_long).to_arrow())
     alone, far = np.flatnonzero((marks == 1) & ~is_long), np.flatnonzero((marks > 0) & is_long)
     parts = [pl.DataFrame({"source_offset": begins[alone], "length": sizes[alone], "text": _text(once)})]
     for at in np.flatnonzero((marks > 1) & ~is_long):
