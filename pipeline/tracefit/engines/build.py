@@ -176,6 +176,7 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
         events_of,
         is_logged,
         log_clock,
+        place_on_log,
         with_step_times,
     )
 
@@ -189,6 +190,10 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
     elif not journeys.height and steps.filter(is_logged()).height:
         clock = log_clock(steps)
         steps, starts = clock.steps, clock.starts
+        if counted := place_on_log(schema.REQUESTS.shape(requests), clock, limits):
+            requests, starts = counted.requests, counted.starts
+            steps = steps.with_columns(cycle_us=pl.when(~is_logged()).then("cycle_us"))
+            journeys, complete = events_of(requests), True
     built = build_timeline(
         steps, snapshots, journeys, limits, journeys_complete=complete, known_starts=starts
     )

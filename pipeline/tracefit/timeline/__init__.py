@@ -7,6 +7,7 @@ that a request found, `with_step_times` and `requeue_waits` for the times of req
 from tracefit.timeline.anchors import clock_disagreements, execution_lags
 from tracefit.timeline.build import build_timeline
 from tracefit.timeline.composition import EngineLimits
+from tracefit.timeline.logged_requests import place_on_log
 from tracefit.timeline.logged_steps import is_logged, log_clock
 from tracefit.timeline.queue import queue_state
 from tracefit.timeline.request_evidence import unknown_batches
@@ -23,6 +24,7 @@ __all__ = [
     "execution_lags",
     "is_logged",
     "log_clock",
+    "place_on_log",
     "queue_state",
     "requeue_waits",
     "unknown_batches",

@@ -145,10 +145,27 @@ def _with_summaries(rows: pl.DataFrame, evidence: _Evidence) -> pl.DataFrame:
     if not inferred:
         return joined.with_columns(composition_source=source)
     # A summary comes first; the journeys fill in where there is none.
-    return joined.with_columns(*_agreement(), _shared_blocks()).with_columns(
+    return joined.with_columns(*_agreement(), _shared_blocks(), *_logged_contexts()).with_columns(
         *(pl.coalesce(c for c in (name, f"journey.{name}") if c in have).alias(name) for name in inferred),
         composition_source=source.otherwise(pl.lit("journey")),
     )
+
+
+def _logged_contexts() -> list[pl.Expr]:
+    """Return the journeys' context tokens, of logged steps where both name as many requests.
+
+    The log counts the prompt tokens that are computed; those that a request has besides are of the prefix cache.
+    """
+    logged = (pl.col("cycle_source") == CycleSource.LOG.value).fill_null(value=False)
+    of = {"context_tokens": "num_decode_reqs", "prefill_context_tokens": "num_prefill_reqs"}
+    cached = (pl.col("journey.prefill_tokens") - pl.col("prefill_tokens")).clip(lower_bound=0)
+    added = {"context_tokens": pl.lit(0), "prefill_context_tokens": pl.when(logged).then(cached).otherwise(0)}
+    return [
+        pl.when(~logged | (pl.col(f"journey.{count}") == pl.col(count)))
+        .then(pl.col(f"journey.{name}") + added[name])
+        .alias(f"journey.{name}")
+        for name, count in of.items()
+    ]
 
 
 def _agreement() -> list[pl.Expr]:
