@@ -190,10 +190,11 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
     elif not journeys.height and steps.filter(is_logged()).height:
         clock = log_clock(steps)
         steps, starts = clock.steps, clock.starts
-        if counted := place_on_log(schema.REQUESTS.shape(requests), clock, limits):
-            requests, starts = counted.requests, counted.starts
+        if placed := place_on_log(schema.REQUESTS.shape(requests), clock, limits):
+            requests, starts = placed.requests, placed.starts
             steps = steps.with_columns(cycle_us=pl.when(~is_logged()).then("cycle_us"))
-            journeys, complete = events_of(requests), True
+            journeys = events_of(requests)
+            complete = requests["first_token_step"].count() >= COMPLETE_SHARE * requests.height
     built = build_timeline(
         steps, snapshots, journeys, limits, journeys_complete=complete, known_starts=starts
     )

@@ -16,13 +16,14 @@ import polars as pl
 import polars.selectors as cs
 
 from tracefit.tables.schema import ENGINE
+from tracefit.timeline.engines import range_add
 from tracefit.timeline.logged_steps import CHANGE, FINE, LoggedSteps, is_logged
-from tracefit.timeline.request_graph import BUDGET, Spans, graph_of, potentials, usable, USED
+from tracefit.timeline.request_graph import BUDGET, USED, Spans, graph_of, potentials, usable
 from tracefit.timeline.request_steps import STAMP_SD_US, RequestSteps, on_steps
 
 if TYPE_CHECKING:
     from tracefit.timeline.composition import EngineLimits
-    from tracefit.timeline.engines import Floats
+    from tracefit.timeline.engines import Floats, Ints
     from tracefit.timeline.request_graph import Graph
 
 _ZONE_S = 900
@@ -37,11 +38,11 @@ _PAIRS, _NODES = 1_000_000, 300
 _FOUND = 0.3
 """Least share of these prompts that a line computes whole, and alone. Prefix-cache hits and chunks make it smaller."""
 
-_NEAR = 0.4
-"""Share of a step that its line and its stamp are apart at most."""
+_AGREE = 0.5
+"""Least share of the steps on which log and placed requests agree, if the two are of one server."""
 
-_AGREE = 0.8
-"""Least share of the lines that vote for the same step of requests that ran together."""
+_NEAR_S = 0.05
+"""A fine stamp is at most so far from the end of its step."""
 
 
 def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimits) -> RequestSteps | None:
@@ -77,21 +78,31 @@ def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimit
     if apart_s is None:
         return None
     lines = lines.with_columns(pl.col("seconds") - apart_s)
-    ended = _numbers(g, _votes_of_prompts(ends, lines) if is_coarse else _votes_of_stamps(ends, lines))
+    ended = _numbers(g, _votes(ends, lines, is_coarse=is_coarse))
     known = np.isfinite(ended)
     placed_rows = known[g.first] & known[g.last]
     if not placed_rows.any():
         return None
     whole = np.interp(g.at_us, g.at_us[known], ended[known]).round().astype(np.int64)
+    if _agreement(lines, whole[g.first][placed_rows], whole[g.last][placed_rows]) < _AGREE:
+        return None
     epochs, bases = base["epoch"].to_numpy(), base["base"].to_numpy()
     life = np.searchsorted(bases, whole[g.last], side="right") - 1
     placed = on_steps(rows, spans, g, whole, 0).with_columns(
         cs.ends_with("_step") - pl.Series(bases[life]), epoch=pl.Series(epochs[life])
     )
-    starts = _starts(lines, clock.starts, spans, g, ended, base, apart_s)
+    starts = _starts(lines, clock.starts, spans, g, ended, apart_s)
     return RequestSteps(
         numbered.update(placed.filter(pl.Series(placed_rows)), on="row", how="left").drop("row"), starts
     )
+
+
+def _agreement(lines: pl.DataFrame, first: Ints, last: Ints) -> float:
+    """Return the share of the lines, where requests are placed, that name as many generating requests as decode there."""
+    size = int(last.max()) + 1
+    decoding = range_add(size, first + 1, last, np.ones(len(first)))
+    inside = lines.filter(pl.col("at").is_between(int(first.min()), size - 1))
+    return float((inside["num_decode_reqs"].to_numpy() == decoding[inside["at"].to_numpy()]).mean())
 
 
 def _apart_s(prompts: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> float | None:
@@ -106,7 +117,7 @@ def _apart_s(prompts: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> 
     same = lines.filter(pl.col("prefill_tokens") > 0).select("seconds", "prefill_tokens")
     counts = same.group_by("prefill_tokens").len()
     tried = prompts.join(counts, on="prefill_tokens").sort("len", "node_s")
-    tried = tried.filter(pl.col("len").cum_sum() <= max(_PAIRS, int(tried["len"].min() or 0))).head(_NODES)
+    tried = tried.filter(pl.col("len").cum_sum() <= _PAIRS).head(_NODES)
     ahead = pl.col("seconds") - pl.col("node_s")
     pairs = (
         tried.join(same, on="prefill_tokens")
@@ -122,54 +133,71 @@ def _apart_s(prompts: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> 
     return float(quarters * _ZONE_S + (0.0 if is_coarse else rest))
 
 
-def _votes_of_stamps(ends: pl.DataFrame, lines: pl.DataFrame) -> pl.DataFrame:
-    """Return the line that ends where each node is, of fine stamps: node, at."""
-    stamped = lines.select("at", "seconds").sort("seconds")
-    near_s = _NEAR * float(stamped["seconds"].diff().median() or 0.0)
-    found = ends.sort("node_s").join_asof(
-        stamped, left_on="node_s", right_on="seconds", strategy="nearest", coalesce=False
-    )
-    return found.filter((pl.col("seconds") - pl.col("node_s")).abs() < near_s).select("node", "at")
-
-
-def _votes_of_prompts(ends: pl.DataFrame, lines: pl.DataFrame) -> pl.DataFrame:
-    """Return the lines of the second of each node that compute as many tokens as its prompts have: node, at."""
+def _votes(ends: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> pl.DataFrame:
+    """Return the lines that may end at each node: of about its time with as many tokens as its prompts, or with its fine stamp: node, at."""
+    window_s = (-1.0 - _PRINTED_S, _PRINTED_S) if is_coarse else (-_NEAR_S, _NEAR_S)
     keyed = lines.filter(pl.col("prefill_tokens") > 0).select(
         "at", "seconds", "prefill_tokens", second=pl.col("seconds").floor()
     )
     places = ends.filter(pl.col("prefill_tokens") > 0).with_columns(
         second=pl.concat_list(pl.col("node_s").floor() + back for back in (-2, -1, 0, 1))
     )
-    pairs = places.explode("second").join(keyed, on=["second", "prefill_tokens"])
     ahead = pl.col("seconds") - pl.col("node_s")
-    return pairs.filter(ahead.is_between(-1.0 - _PRINTED_S, _PRINTED_S)).select("node", "at")
+    pairs = places.explode("second").join(keyed, on=["second", "prefill_tokens"])
+    found = [pairs.filter(ahead.is_between(*window_s)).select("node", "at")]
+    if not is_coarse:
+        stamped = lines.select("at", "seconds").sort("seconds")
+        nearest = ends.sort("node_s").join_asof(
+            stamped, left_on="node_s", right_on="seconds", strategy="nearest", coalesce=False
+        )
+        found.append(nearest.filter(ahead.abs() < _NEAR_S).select("node", "at"))
+    return pl.concat(found)
 
 
 def _numbers(g: Graph, votes: pl.DataFrame) -> Floats:
     """Return the number of the line that ends at each node, shape (nodes,); NaN where none is known."""
     _, begin, end, steps, _ = g.consistent()
     root, relative = potentials(g.size, begin, end, steps)
-    votes = votes.with_columns(
-        root=pl.Series(root)[votes["node"]],
-        first=votes["at"] - pl.Series(relative)[votes["node"]].round().cast(pl.Int64),
+    offsets = pl.Series(relative).round().cast(pl.Int64)
+    named = votes.with_columns(
+        root=pl.Series(root)[votes["node"]], first=votes["at"] - offsets[votes["node"]]
     )
-    voters = votes.group_by("root").agg(voters=pl.col("node").n_unique())
-    chosen = (
-        votes.group_by("root", "first")
-        .agg(votes=pl.col("node").n_unique())
-        .sort("root", "votes", "first", descending=[False, True, False])
+    voted = (
+        named.group_by("root", "first")
+        .agg(votes=pl.len())
+        .with_columns(best=pl.col("votes").max().over("root"))
+    ).filter(pl.col("votes") == pl.col("best"))
+    # Where several lines have as many votes, the one nearest to where the sure neighbours are.
+    number = _increasing(g, root, relative, voted.filter(pl.len().over("root") == 1))
+    known = np.isfinite(number)
+    if not known.any():
+        return number
+    at = np.interp(g.at_us, g.at_us[known], number[known])
+    places = (
+        pl.DataFrame({"root": root, "place": at - relative}).group_by("root").agg(pl.col("place").median())
+    )
+    nearest = (
+        voted.join(places, on="root")
+        .with_columns(away=(pl.col("first") - pl.col("place")).abs())
+        .sort("root", "away", "first")
         .unique("root", keep="first", maintain_order=True)
-        .join(voters, on="root")
-        .filter(pl.col("votes") >= _AGREE * pl.col("voters"))
     )
-    number = np.full(g.size, np.nan)
-    number[chosen["root"].to_numpy()] = chosen["first"].to_numpy()
-    number = number[root] + relative
-    # Numbers grow with time: what contradicts its neighbours is not known.
-    filled = np.where(np.isnan(number), -np.inf, number)
-    behind = np.maximum.accumulate(filled)
-    ahead = np.minimum.accumulate(np.where(np.isnan(number), np.inf, number)[::-1])[::-1]
-    return np.where((number >= behind) & (number <= ahead), number, np.nan)
+    return _increasing(g, root, relative, nearest)
+
+
+def _increasing(g: Graph, root: Ints, relative: Floats, chosen: pl.DataFrame) -> Floats:
+    """Return the numbers of the nodes of chosen clusters: of two that contradict the order of time, the one with more votes stays."""
+    first, votes = np.full(g.size, np.nan), np.zeros(g.size)
+    first[chosen["root"].to_numpy()] = chosen["first"].to_numpy()
+    votes[chosen["root"].to_numpy()] = chosen["votes"].to_numpy()
+    while True:
+        number = first[root] + relative
+        known = np.flatnonzero(np.isfinite(number))
+        back = np.flatnonzero(np.diff(number[known]) < 0)
+        if not back.size:
+            return number
+        left, right = root[known[back]], root[known[back + 1]]
+        first[np.where(votes[left] < votes[right], left, right)] = np.nan
 
 
 def _starts(
@@ -178,7 +206,6 @@ def _starts(
     spans: Spans,
     g: Graph,
     ended: Floats,
-    base: pl.DataFrame,
     apart_s: float,
 ) -> pl.DataFrame:
     """Return the starts of steps on the clock of the spans: at the nodes, and of fine stamps at the other lines."""
