@@ -88,7 +88,7 @@ def build_timeline(
     rows = axis.frame()
     if journeys_complete and axis.size:
         rows = pl.concat([rows, _inferred(evidence, limits)], how="horizontal")
-    rows = _with_usage(_with_summaries(rows, evidence), limits)
+    rows = _with_usage(_with_summaries(rows, evidence, limits), limits)
     if known_starts is None:
         starts = step_starts(evidence.steps, evidence.core).with_columns(pause=pl.lit(value=False))
     else:
@@ -124,12 +124,16 @@ def _cached(snapshots: pl.DataFrame) -> pl.DataFrame:
     return known.group_by(*ENGINE, "request_id").agg(cached_tokens=hits.first())
 
 
-def _with_summaries(rows: pl.DataFrame, evidence: _Evidence) -> pl.DataFrame:
+def _with_summaries(rows: pl.DataFrame, evidence: _Evidence, limits: EngineLimits) -> pl.DataFrame:
     """Add summaries and full snapshots, which take precedence over the composition from the journeys."""
     steps = evidence.steps.select(
         "position",
         *_SUMMARY,
-        kv_blocks_used=pl.col("kv_blocks_total") - pl.col("kv_blocks_free"),
+        # A log states their share alone.
+        kv_blocks_used=pl.coalesce(
+            pl.col("kv_blocks_total") - pl.col("kv_blocks_free"),
+            (pl.col("kv_usage_ratio") * pl.lit(limits.num_blocks, pl.Int64)).round().cast(pl.Int64),
+        ),
         has_summary=pl.lit(value=True),
     )
     shown = _contexts(evidence.steps, evidence.snapshots)
@@ -199,12 +203,7 @@ def _with_usage(rows: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
     # A server's total is constant: one summary tells it for all steps.
     total = pl.coalesce(pl.col("kv_blocks_total").max().over("engine"), pl.lit(limits.num_blocks, pl.Int64))
     usage = (pl.col("kv_blocks_used") / total).clip(0.0, 1.0)
-    stated = (pl.col("kv_usage_ratio") * total).round().cast(pl.Int64)
-    return rows.with_columns(
-        kv_usage_ratio=pl.coalesce("kv_usage_ratio", usage),
-        kv_blocks_used=pl.coalesce("kv_blocks_used", stated),
-        kv_blocks_total=total,
-    )
+    return rows.with_columns(kv_usage_ratio=pl.coalesce("kv_usage_ratio", usage), kv_blocks_total=total)
 
 
 def _contexts(steps: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:

@@ -15,6 +15,7 @@ import numpy as np
 import polars as pl
 import polars.selectors as cs
 
+from tracefit.statistics import robust_sd_expr
 from tracefit.tables.schema import ENGINE
 from tracefit.timeline.engines import range_add
 from tracefit.timeline.logged_steps import CHANGE, FINE, LoggedSteps, is_logged
@@ -223,11 +224,20 @@ def _starts(
         start_source=pl.lit(FINE),
         pause=pl.lit(value=False),
     )
+    # How far lines are from the ends of their steps shows where both are known.
     moved = logged.with_columns(pl.col("ts_start_ns") - round(apart_s * 1e9))
-    outside = ~pl.col("ts_start_ns").is_between(at_ns[known[0]], at_ns[known[-1]])
-    others = moved.filter((pl.col("start_source") == FINE) | outside).join(
-        nodes, on=[*ENGINE, "step_id"], how="anti"
+    both = moved.join(nodes, on=[*ENGINE, "step_id"], suffix="_node")
+    late = pl.col("ts_start_ns") - pl.col("ts_start_ns_node")
+    late_ns, sd_us = both.select(late.median().alias("ns"), sd_us=robust_sd_expr(late) / 1e3).row(0)
+    is_fine = pl.col("start_source") == FINE
+    moved = moved.with_columns(
+        ts_start_ns=pl.col("ts_start_ns") - pl.when(is_fine).then(round(late_ns or 0)).otherwise(0),
+        start_sd_us=pl.when(is_fine)
+        .then(pl.max_horizontal("start_sd_us", pl.lit(sd_us)))
+        .otherwise("start_sd_us"),
     )
+    outside = ~pl.col("ts_start_ns").is_between(at_ns[known[0]], at_ns[known[-1]])
+    others = moved.filter(is_fine | outside).join(nodes, on=[*ENGINE, "step_id"], how="anti")
     starts = pl.concat([nodes, others.select(nodes.columns)]).sort(*ENGINE, "step_id")
     # Idle times begin at nodes.
     idle = np.sort(at_ns[:-1][~g.busy])
