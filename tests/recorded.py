@@ -1,17 +1,17 @@
-"""ForwardPassMetrics as their writers put them into files, from the fields of the definition; independent of the package."""
+"""ForwardPassMetrics and vLLM's log as their writers put them into files, from their definitions; independent of the package."""
 
 from __future__ import annotations
 
 import json
 import math
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import polars as pl
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-    import polars as pl
 
 Record = dict[str, Any]
 
@@ -126,3 +126,28 @@ WRITERS: dict[str, Callable[[Iterable[Record]], list[bytes]]] = {
     "arrays": arrays,
     "framed": framed,
 }
+
+
+def log_lines(
+    truth: pl.DataFrame, begin_ns: int = 1_700_000_000_000_000_000, *, fine: bool = True
+) -> list[bytes]:
+    """Return the lines of vLLM's log of a generated run's steps that compute anything, numbered from 0; each ends its step.
+
+    Without `fine` stamps are the local time, two hours ahead, in whole seconds and without a year.
+    """
+    lines = []
+    computing = truth.filter(pl.col("prefill_tokens") + pl.col("decode_tokens") > 0)
+    for number, step in enumerate(computing.iter_rows(named=True)):
+        at_ns = begin_ns + step["end_ns"]
+        local = datetime.fromtimestamp(at_ns // 10**9 + 7_200, UTC).strftime("%m-%d %H:%M:%S")
+        stamp = f"{at_ns / 1e9:.6f} INFO 9" if fine else f"INFO {local} [loggers.py:198]"
+        counts = (
+            f"{step['num_prefill_reqs']} context requests, {step['prefill_tokens']} context tokens, "
+            f"{step['num_decode_reqs']} generation requests, {step['decode_tokens']} generation tokens"
+        )
+        elapsed_ms = 0.8 * (step["end_ns"] - step["start_ns"]) / 1e6
+        line = (
+            f"{stamp} Engine 000: Iteration({number}): {counts}, iteration elapsed time: {elapsed_ms:.2f} ms"
+        )
+        lines.append(f"{line}, GPU KV cache usage: 0.5%\n".encode())
+    return lines

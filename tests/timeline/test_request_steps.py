@@ -35,7 +35,7 @@ def _run(rate=12.0, requests=200, seed=1, **more):
 def _timeline(counted):
     empty = (schema.STEPS.empty(), schema.REQUEST_SNAPSHOTS.empty())
     events = events_of(counted.requests)
-    return build_timeline(*empty, events, LIMITS, journeys_complete=True, counted_starts=counted.starts)
+    return build_timeline(*empty, events, LIMITS, journeys_complete=True, known_starts=counted.starts)
 
 
 def _beside_truth(run, counted):
@@ -127,7 +127,7 @@ def test_who_waits_when_a_request_is_queued_is_known():
     counted = count_steps(stock_requests(run), limits)
     events = events_of(counted.requests)
     empty = (schema.STEPS.empty(), schema.REQUEST_SNAPSHOTS.empty())
-    timeline = build_timeline(*empty, events, limits, journeys_complete=True, counted_starts=counted.starts)
+    timeline = build_timeline(*empty, events, limits, journeys_complete=True, known_starts=counted.starts)
     both = queue_state(events, timeline, limits).join(
         run.truth_requests.select("request_id", "requests_ahead", true_running="running_reqs"),
         on="request_id",

@@ -31,10 +31,18 @@ from tracefit.results.traces import (
     ScopeSpans,
     ServerFacts,
 )
-from tracefit.server.settings import JOURNEY_FLAGS, NOT_OF_STOCK, SNAPSHOT_FLAG, journey_remedy, step_remedy
+from tracefit.server.settings import (
+    JOURNEY_FLAGS,
+    NOT_OF_STOCK,
+    SNAPSHOT_FLAG,
+    SPANS_BESIDE,
+    journey_remedy,
+    step_remedy,
+)
 from tracefit.tables.dialects import dialect_of
 from tracefit.tables.health import Check, health_checks
 from tracefit.tables.runs import are_stock, step_counters
+from tracefit.tables.sources import CycleSource
 from tracefit.tables.store import TableStore
 from tracefit.timeline import clock_disagreements, unknown_batches
 
@@ -195,6 +203,11 @@ def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
         steps=steps.height,
         adjacent=adjacent.height,
         intervals=cycles.filter((pl.col("cycle_source") == "interval") & ~pl.col("idle_after")).height,
+        logged=timeline.filter(pl.col("composition_source") == CycleSource.LOG.value).height,
+        lines=cycles.filter((pl.col("cycle_source") == CycleSource.LOG.value) & ~pl.col("idle_after")).height,
+        line_intervals=cycles.filter(
+            (pl.col("cycle_source") == CycleSource.LOG_INTERVAL.value) & ~pl.col("idle_after")
+        ).height,
         counted=cycles.filter((pl.col("cycle_source") == "request") & ~pl.col("idle_after")).height,
         cut_off=timeline.filter(
             pl.col("composition_source") == "request",
@@ -259,6 +272,8 @@ def _step_time(e: Evidence, unknown: str) -> Allowance:
         "adjacent": "adjacent pairs",
         "intervals": "intervals between known starts",
         "counted": "intervals between token times",
+        "lines": "steps from a line of the log to the next",
+        "line_intervals": "intervals between changes of the log's clock",
         "idle": "idle gaps",
         "cut_off": "steps at the ends of the recording, where requests may be missing",
     }
@@ -302,6 +317,8 @@ def _composition(e: Evidence) -> Allowance:
         said = agree if e["compared_steps"] else ""
         source = "the times of the requests" if e["counted"] else "complete journeys"
         return Allowance(name, "yes", f"every step, from {source}{said}")
+    if e["logged"] and e["logged"] == e["timeline_steps"]:
+        return Allowance(name, "yes", "every step, from the lines of the log")
     if e["steps"]:
         return Allowance(name, "limited", f"of the {e['steps']:,} sampled steps, from their summaries")
     return Allowance(name, "no", _without_steps(e))
@@ -310,6 +327,8 @@ def _composition(e: Evidence) -> Allowance:
 def _context(e: Evidence) -> Allowance:
     name = "context tokens"
     if not e["steps_with_context"]:
+        if e["logged"]:
+            return Allowance(name, "no", f"the log does not have them; {SPANS_BESIDE}")
         if not e["instrumented_runs"]:
             return Allowance(name, "no", _without_steps(e))
         flags = f"{JOURNEY_FLAGS}, or {SNAPSHOT_FLAG}"
@@ -327,7 +346,11 @@ def _queue_state(e: Evidence) -> Allowance:
         source = "steps counted from requests" if e["counted"] else "complete journeys"
         return Allowance("queue state", "yes", f"exact, from {source}")
     if e["steps"]:
-        return Allowance("queue state", "limited", f"that of the latest of {e['steps']:,} sampled steps")
+        return Allowance(
+            "queue state",
+            "limited",
+            f"that of the latest of {e['steps']:,} {'logged' if e['logged'] else 'sampled'} steps",
+        )
     return Allowance("queue state", "no", _without_steps(e))
 
 

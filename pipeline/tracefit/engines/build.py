@@ -174,6 +174,9 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
         build_timeline,
         count_steps,
         events_of,
+        is_logged,
+        log_clock,
+        place_on_log,
         with_step_times,
     )
 
@@ -184,8 +187,16 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
         counted = count_steps(schema.REQUESTS.shape(requests), limits)
         requests, starts = counted.requests, counted.starts
         journeys, complete = events_of(requests), starts.height > 0
+    elif not journeys.height and steps.filter(is_logged()).height:
+        clock = log_clock(steps)
+        steps, starts = clock.steps, clock.starts
+        if placed := place_on_log(schema.REQUESTS.shape(requests), clock, limits):
+            requests, starts = placed.requests, placed.starts
+            steps = steps.with_columns(cycle_us=pl.when(~is_logged()).then("cycle_us"))
+            journeys = events_of(requests)
+            complete = requests["first_token_step"].count() >= COMPLETE_SHARE * requests.height
     built = build_timeline(
-        steps, snapshots, journeys, limits, journeys_complete=complete, counted_starts=starts
+        steps, snapshots, journeys, limits, journeys_complete=complete, known_starts=starts
     )
     if context.settings.is_sglang:
         gpu_time = pl.col("cycle_source", "composition_source").replace(
@@ -239,7 +250,7 @@ def _require_spans(task: RunTask) -> None:
             f"none of its records can be read ({rejects} rejected; the first: {reasons['reason'][0]})",
             where=task.name,
             hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them; recordings are "
-            "ForwardPassMetrics",
+            "ForwardPassMetrics, or vLLM's log with its iterations",
         )
     found = f"{other_spans} spans of other scopes, {rejects} unreadable records"
     raise DataError(

@@ -92,7 +92,7 @@ def _recorded(blocks: _Blocks, options: IngestOptions) -> Iterator[SpanRows]:
         found, bad = decode(block, payload, show_values=options.show_values, max_rejects=options.max_rejects)
         steps.append(found.select(pl.lit(number, pl.UInt32).alias("file"), pl.all()))
         rejects += [(number, reject) for reject in bad]
-    yield rows_of(without_spans(rejects, wanted_of(options)), options, pl.concat(steps))
+    yield rows_of(without_spans(rejects, wanted_of(options)), options, pl.concat(steps, how="diagonal"))
 
 
 def _write(rows: Iterator[SpanRows], place: Place, parts: list[list[StagedPart]]) -> None:

@@ -93,8 +93,10 @@ class StepTarget:
 RECORDED = {
     "fpm": "wall_time of ForwardPassMetrics: output of a step to output of the next, after idling from schedule() to output",
     "fpm_gpu": "wall_time of ForwardPassMetrics: GPU time of the step, without what the engine does between steps",
+    "log": "a line of the server's log to the next one, which ends the step, or as it prints it where that is the same",
+    "log_interval": "mean of the steps between two changes of the clock of the server's log",
 }
-"""The interval of recorded steps, by their source in the timeline; of another source it is the time that the record states."""
+"""The interval of recorded steps, by their source in the timeline; of another source it is the step clock's."""
 
 CYCLE_TIME = StepTarget("cycle_time", "step_clock", "start of a step to start of the next, engine busy")
 DURATION = StepTarget("duration", "duration", "step.duration_us as the server stamps it")

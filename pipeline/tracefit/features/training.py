@@ -27,7 +27,7 @@ from tracefit.features.roofline import (
 from tracefit.features.sets import FeatureSet, add_features
 from tracefit.server.architecture import AttentionKind
 from tracefit.tables.schema import ENGINE, SERVER
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import RECORDED, CycleSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -180,7 +180,7 @@ def beta_rows(
         for n in ("preemption_heavy", "has_prefill", "is_empty")
     ]
     # A recorded step stands alone.
-    recorded = ~pl.col("composition_source").is_in(["summary", "journey"]).fill_null(value=True)
+    recorded = pl.col("composition_source").is_in(RECORDED).fill_null(value=False)
     begins = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null() | recorded | by_itself
     other_engine = pl.any_horizontal(pl.col(name) != pl.col(name).shift(1) for name in ENGINE)
     # An interval begins at every step with a cycle or a known start, and with every engine.

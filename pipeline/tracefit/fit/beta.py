@@ -41,7 +41,7 @@ from tracefit.fit.holdout import (
 from tracefit.fit.results import Candidate, Missing, StepTimeSource, TargetFacts
 from tracefit.fit.splits import PROMPT_FEATURES, counted, mark_prefix_hits, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
-from tracefit.server.settings import ALL_SPANS, step_remedy
+from tracefit.server.settings import ALL_SPANS, SPANS_BESIDE, step_remedy
 from tracefit.tables.dialects import STEP_EVENT
 from tracefit.tables.schema import ENGINE
 from tracefit.tables.sources import CycleSource, is_one_step
@@ -67,6 +67,13 @@ _UNCERTAIN_HITS = (
     "prefix-cache hits show in the times of prompts, and nothing says which tokens were found: the coefficients of prompts are "
     "uncertain, too low for one that is computed as a whole; --no-enable-prefix-caching makes them certain"
 )
+
+
+WITHOUT_CONTEXT = (
+    "the log does not say how many tokens of context a step reads: the model goes by the batch, and by KV-cache usage if that "
+    f"helps; {SPANS_BESIDE}"
+)
+"""What a model says that was fitted on the log alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +107,15 @@ def duration_cover(timeline: pl.DataFrame) -> StepTimeSource:
 
 
 def choose_target(
-    cover: StepTimeSource, wanted: BetaTarget, *, recorded: bool = False
+    cover: StepTimeSource, wanted: BetaTarget, *, recorded: bool = False, logged: bool = False
 ) -> tuple[Literal["clock", "duration"], str]:
     """Return where step times come from, and why: the durations where they cover the steps, otherwise the step clock."""
     if wanted != "auto":
         return wanted, f"asked for with --beta-target {wanted}"
     if cover.duration_coverage is None and recorded:
         return "clock", "each record of a step has its time"
+    if cover.duration_coverage is None and logged:
+        return "clock", "the server's log has a line for each step"
     if cover.duration_coverage is None or cover.median_duration_us is None:
         return "clock", "no two consecutive steps in the sample with a step.duration_us to compare"
     medians = f"median cycle {cover.median_cycle_us:.0f} us, median step.duration_us {cover.median_duration_us:.0f} us"
@@ -132,7 +141,8 @@ def fit_step_times(
         return StepTimes(cover, Missing(target.model, without, remedy))
     sources = {CycleSource(source) for source in tables.timeline["cycle_source"].drop_nulls().unique()}
     recorded = sorted(source for source in sources if source.is_recorded)
-    whence, why = choose_target(cover, options.beta_target, recorded=bool(recorded))
+    logged = sorted(source for source in sources if source.is_logged)
+    whence, why = choose_target(cover, options.beta_target, recorded=bool(recorded), logged=bool(logged))
     source = replace(cover, beta_target_source=whence, beta_target_reason=why)
     if scope.context.gpu is not None and len(sets) > 1:
         # With a known GPU the roofline terms are these amounts of work, scaled to times.
@@ -157,12 +167,12 @@ def fit_step_times(
         too_few = "; ".join((f"step times: {result.reason}", *tables.missing_attributes(_SUMMARY)))
         return StepTimes(source, Missing(target.model, too_few, remedy))
     measured = DURATION if whence == "duration" else CYCLE_TIME
-    clock = [measured.definition] if len(sources) > len(recorded) or measured is DURATION else []
-    whole = "forward_pass_metrics" if recorded and not clock else None
+    clock = [measured.definition] if len(sources) > len(recorded + logged) or measured is DURATION else []
+    whole = "forward_pass_metrics" if recorded and not clock and not logged else None
     definition = "; ".join(
         [
             *clock,
-            *(RECORDED[kind] for kind in recorded if measured is CYCLE_TIME),
+            *(RECORDED[kind] for kind in recorded + logged if measured is CYCLE_TIME),
         ]
     )
     if measured is CYCLE_TIME and any(tables.lags.values()):
@@ -203,6 +213,7 @@ def fit_step_times(
             *reason,
             *beyond_training(result.terms, tables.timeline),
             *(_notes_on_records(tables, scope) if recorded else ()),
+            *([WITHOUT_CONTEXT] if logged and not tables.timeline["context_tokens"].count() else []),
         ),
         feature_definitions=features,
     )

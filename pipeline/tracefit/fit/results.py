@@ -510,7 +510,7 @@ class Validation:
             that a step may have.
         collinearity: Collinearity of the features by regime.
         learning_curve: Errors of the model trained on fewer rows.
-        rows_by_source: Training rows by kind: adjacent, interval, request, duration.
+        rows_by_source: Training rows by kind: values of `CycleSource`.
         boundary_accuracy_pct: Percent of requests that get the right step boundary, of those whose step is known.
         boundary_accuracy_without_work_pct: The same with zero API work.
         bursts: Periods outside the range of an admission model: the API process has a queue.

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-Encoding = Literal["json", "protobuf", "msgpack", "csv"]
+Encoding = Literal["json", "protobuf", "msgpack", "csv", "text"]
 
 MAX_EXCERPT_CHARS = 200
 _SCANNED_BYTES = 4096
@@ -69,7 +69,7 @@ def excerpt(payload: bytes, encoding: Encoding, *, show_values: bool = False) ->
     if show_values:
         return _shortened(_escaped(payload[: 4 * MAX_EXCERPT_CHARS], encoding))
     if encoding != "json":
-        return f"<{'text' if encoding == 'csv' else 'binary'}, {len(payload)} bytes>"
+        return f"<{'text' if encoding in ('csv', 'text') else 'binary'}, {len(payload)} bytes>"
     text = payload[:_SCANNED_BYTES].decode("utf-8", errors="replace")
     is_whole = len(payload) <= _SCANNED_BYTES and is_json(payload)
     return _shortened("".join(_outline(token, is_whole=is_whole) for token in _TOKEN.finditer(text)))

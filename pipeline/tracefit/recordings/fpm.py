@@ -23,7 +23,7 @@ from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.framing import BOM, LENGTH_BYTES, message_bytes, records
 from tracefit.inputs.rejects import Encoding, Reject, excerpt
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import RECORDS, CycleSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -412,13 +412,13 @@ def _as_steps(found: pl.DataFrame, offset: int) -> pl.DataFrame:
         running_depth=requests,
         waiting_depth=pl.col("queued_prefill_reqs") + pl.col("queued_decode_reqs"),
         waiting_tokens=pl.col("queued_prefill_tokens") + pl.col("queued_decode_tokens"),
-    ).select(pl.col(name) for name in RECORDED_STEPS if name != "file")
+    ).select(pl.col(name) for name in RECORDED_STEPS if name not in ("file", "kv_usage_ratio"))
 
 
 FORMAT = register(
     Recording(
         name=CycleSource.FPM.value,
-        title="ForwardPassMetrics",
+        title=RECORDS[CycleSource.FPM.value],
         find=_find,
         fills="`steps`, and `timeline` with context tokens and the time of each step",
         units="s (`wall_time`), ms (`latency_ms`), ns (`received_at_ns`)",

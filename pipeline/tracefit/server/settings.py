@@ -542,6 +542,9 @@ _FORK = "(inference-sim's fork of vLLM)"
 ENDPOINT_FLAG = "--otlp-traces-endpoint"
 """A span of every request, from stock vLLM as well."""
 
+ITERATION_FLAG = "--enable-logging-iteration-details"
+"""A line of the log for every engine step, from stock vLLM."""
+
 STEP_FLAGS = f"--step-tracing-enabled --step-tracing-sample-rate 1.0 {_FORK}"
 """A summary of every engine step."""
 
@@ -566,6 +569,13 @@ _REQUEST_SPANS = f"a span of every request gives it: start the server with {ENDP
 def step_remedy(*, stock: bool) -> str:
     """Say how to get step times; flags of the fork are for users of the fork, since an unmodified server refuses them."""
     return ALL_SPANS if stock else f"the summaries of all steps give it: start the server with {STEP_FLAGS}"
+
+
+SPANS_BESIDE = (
+    "spans of the same requests, in the same run folder, give context tokens, queue wait and admission: start the server with "
+    f"{ENDPOINT_FLAG} URL"
+)
+"""What steps that were recorded or logged by an unmodified server lack, and how to get it."""
 
 
 def journey_remedy(*, stock: bool, after_last_token: bool = False) -> str:

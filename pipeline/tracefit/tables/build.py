@@ -43,6 +43,7 @@ from tracefit.tables.requests import (
 from tracefit.tables.resolve import ResolvedRun, RunPart, parts_of, resolve
 from tracefit.tables.rows import NO_CLOCK
 from tracefit.tables.runs import missing_attributes, run_rows
+from tracefit.tables.sources import RECORDS, CycleSource
 from tracefit.tables.staging import read_staged, staged_bytes
 
 if TYPE_CHECKING:
@@ -171,12 +172,14 @@ class _Window:
         parts: Each part with the number of its first row; row numbers continue from part to part.
         facts: server, core_zero, server_zero of each row; of spans that do not count, the server is null.
         twins: row, twin: as in `ResolvedRun`.
+        log_owner: As in `ResolvedRun`.
     """
 
     place: Place
     parts: Sequence[tuple[RunPart, int]]
     facts: pl.DataFrame
     twins: pl.DataFrame
+    log_owner: str | None
 
     @classmethod
     def of(cls, place: Place, run: ResolvedRun, begin: int, end: int) -> _Window:
@@ -186,7 +189,8 @@ class _Window:
         # Only here do server names become text, to save memory until then.
         facts = run.facts[first : run.firsts[end]].with_columns(pl.col("server").cast(pl.String))
         twins = run.twins.filter(pl.col("row").is_between(first, run.firsts[end], closed="left"))
-        return cls(place, parts, facts, twins.with_columns(pl.col("row") - pl.lit(first, pl.UInt32)))
+        twins = twins.with_columns(pl.col("row") - pl.lit(first, pl.UInt32))
+        return cls(place, parts, facts, twins, run.log_owner)
 
     def every(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the rows of all spans, counted or not; a file number is replaced by the name of the file."""
@@ -199,6 +203,12 @@ class _Window:
                 rows = part.of_files(rows, "source_file")
             frames.append(rows)
         return pl.concat(frames)
+
+    def recorded(self, columns: Sequence[str] | None = None) -> pl.DataFrame:
+        """Return the recorded steps, numbered, with the names of their servers."""
+        rows = self.every("recorded_steps", columns).with_row_index("row")
+        of_log = (pl.col("cycle_source") == CycleSource.LOG.value) & pl.lit(self.log_owner is not None)
+        return rows.with_columns(server=pl.when(of_log).then(pl.lit(self.log_owner)).otherwise("server"))
 
     def read(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the rows of the spans that count, with their facts."""
@@ -257,9 +267,7 @@ def _epoch_starts(windows: Iterable[_Window], space: SortSpace, sieve: _Sieve) -
             *(c.name for c in limited["journey_events"]),
         )
         journeys, _, _, _ = window.journeys(free, columns)
-        recorded, _ = free.recorded().sift(
-            "steps", window.every("recorded_steps", RECORDED_MARKS).with_row_index("row")
-        )
+        recorded, _ = free.recorded().sift("steps", window.recorded(RECORDED_MARKS))
         marks.add(pl.concat([marks_of(steps, journeys), marks_of_records(recorded)]))
         for name, rows in (("steps", steps), ("journey_events", journeys)):
             for c in limited[name]:
@@ -316,10 +324,11 @@ class _Run:
 
     def _add_recorded(self, window: _Window) -> pl.DataFrame:
         """Add recorded steps; return those that break a rule, as rows of `rejects`."""
-        recorded = window.every("recorded_steps").with_row_index("row")
+        recorded = window.recorded()
         # Records have no time on the engine's clock.
         no_clock = [pl.lit(None, pl.Int64).alias(name) for name in ("ts_start_ns", "server_zero")]
-        self.events.update({"ForwardPassMetrics": recorded.height} if recorded.height else {})
+        for source, count in recorded.group_by("cycle_source").len().iter_rows():
+            self.events[RECORDS[source]] += count
         steps, broken = self.sieve.recorded().sift("steps", recorded.with_columns(no_clock))
         self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
         return _as_rejects(broken.join(recorded, on="row", how="inner"))

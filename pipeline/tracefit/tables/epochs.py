@@ -56,8 +56,8 @@ def marks_of(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
     ).drop_nulls("clock")
 
 
-RECORDED_MARKS = ("file", "server", "unix_ns", "step_id")
-"""Columns of recorded steps that `marks_of_records` needs."""
+RECORDED_MARKS = ("file", "server", "unix_ns", "step_id", "cycle_source")
+"""Columns of recorded steps that their servers and `marks_of_records` need."""
 
 
 def marks_of_records(recorded: pl.DataFrame) -> pl.DataFrame:

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from tracefit.tables import dialects
 from tracefit.tables.clocks import CLOCK_FACTS, clocks_of, split_engines, without_lone_clocks
+from tracefit.tables.sources import CycleSource
 from tracefit.tables.staging import read_staged
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class ResolvedRun:
         spans_read: Spans of the run's files, duplicates included.
         clocks: The ranges of wall clock less engine clock that each server's spans agree on: server, low, high.
         twins: row, twin: of spans without events, the trace in which events describe the same request.
+        log_owner: The one server of the spans, if the log beside them is of one engine too.
     """
 
     parts: Sequence[RunPart]
@@ -79,6 +81,7 @@ class ResolvedRun:
     spans_read: int
     clocks: pl.DataFrame
     twins: pl.DataFrame
+    log_owner: str | None
 
 
 def resolve(place: Place, parts: Sequence[RunPart]) -> ResolvedRun:
@@ -121,7 +124,26 @@ def resolve(place: Place, parts: Sequence[RunPart]) -> ResolvedRun:
         spans = spans.with_columns(server=pl.coalesce("twin_server", "server"))
     numbers = pl.DataFrame({"row": np.arange(firsts[-1], dtype=np.uint32)})
     facts = numbers.join(_facts(spans), on="row", how="left", maintain_order="left").drop("row")
-    return ResolvedRun(parts, firsts, facts, spans_read, clocks_of(spans), twins.select("row", "twin"))
+    return ResolvedRun(
+        parts,
+        firsts,
+        facts,
+        spans_read,
+        clocks_of(spans),
+        twins.select("row", "twin"),
+        _log_owner(place, parts, spans["server"].unique()),
+    )
+
+
+def _log_owner(place: Place, parts: Sequence[RunPart], servers: pl.Series) -> str | None:
+    """Return the one server of the spans, where one engine has a log; null where either are several."""
+    if len(servers) != 1:
+        return None
+    engines: set[str] = set()
+    for part in parts:
+        rows = read_staged(place, part.name, "recorded_steps", ("server", "cycle_source"))
+        engines.update(rows.filter(pl.col("cycle_source") == CycleSource.LOG.value)["server"].unique())
+    return str(servers[0]) if len(engines) == 1 else None
 
 
 def _twins(spans: pl.DataFrame) -> pl.DataFrame:

@@ -38,6 +38,7 @@ RECORDED_STEPS: dict[str, pl.DataType] = {
                 "context_tokens",
                 "prefill_context_tokens",
                 "waiting_tokens",
+                "kv_usage_ratio",
             ),
         )
     },

@@ -52,8 +52,8 @@ def run_rows(
     requests = scan("requests").group_by(_SERVER).agg(**_RATIOS, requests=pl.len())
     # In streams: none of these tables need fit into memory.
     rows, records, *parts = pl.collect_all([spans, recorded, epochs, requests], engine="streaming")
-    # A server is known by its spans or by records of its steps.
-    rows = pl.concat([rows, records], how="diagonal")
+    # A server is known by its spans, by records of its steps, or by both.
+    rows = pl.concat([rows, records], how="diagonal").group_by(_SERVER, maintain_order=True).agg(**_BOTH)
     for part in (*parts, _sampling(scan)):
         rows = rows.join(part, on=_SERVER, how="left")
     shared = {**columns, "run_id": run_id}
@@ -178,6 +178,13 @@ _RECORDED = {
     "dialects": pl.col("cycle_source").first(),
     "first_unix_ns": pl.col("unix_ns").min(),
     "last_unix_ns": pl.col("unix_ns").max(),
+}
+_BOTH = {
+    **{name: pl.col(name).sum() for name in ("spans", "dropped_events")},
+    "recorded_steps": pl.col("recorded_steps").first(ignore_nulls=True),
+    # Of spans, if there are any: a log may state a local time.
+    **{name: pl.col(name).first() for name in ("first_unix_ns", "last_unix_ns")},
+    "dialects": pl.col("dialects").drop_nulls().str.join(","),
 }
 _ARRIVAL = pl.col("arrival_ns")
 _CACHED = pl.col("cached_prompt_tokens")

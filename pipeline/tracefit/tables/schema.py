@@ -393,7 +393,7 @@ JOURNEY_EVENTS = TableSchema(
 
 STEPS = TableSchema(
     "steps",
-    "one row per sampled engine step (BATCH_SUMMARY), or recorded one (ForwardPassMetrics)",
+    "one row per sampled engine step (BATCH_SUMMARY), or recorded one (ForwardPassMetrics, a line of vLLM's log)",
     ("run_id", "server", "epoch", "step_id"),
     (
         *_ENGINE_COLUMNS,
@@ -413,16 +413,22 @@ STEPS = TableSchema(
         Column("float64", "kv_usage_ratio", "KV blocks in use / total", "ratio", least=0, most=1),
         _blocks("kv_blocks_total", "KV blocks"),
         _blocks("kv_blocks_free", "free KV blocks"),
-        _ns("unix_ns", "wall clock of the event, at the end of schedule(), or of the receipt of a record"),
+        _ns(
+            "unix_ns",
+            "wall clock of the event, at the end of schedule(), of the receipt of a record, or of the line of a log",
+        ),
         Column(
             "float64",
             "cycle_us",
-            "time of a recorded step; null of a heartbeat",
+            "time of a recorded step, null of a heartbeat; elapsed time that a line of the log prints",
             "us",
             least=0,
             most=_HOUR_US,
         ),
-        _s("cycle_source", "fpm: wall_time of ForwardPassMetrics; null of a sampled step"),
+        _s(
+            "cycle_source",
+            "fpm: wall_time of ForwardPassMetrics; log: a line of vLLM's log; null of a sampled step",
+        ),
         _sum("context_tokens", "KV tokens in cache before the step, of decode requests"),
         _sum("prefill_context_tokens", "the same of prefill requests"),
         _sum("waiting_tokens", "tokens to compute of the waiting requests"),
@@ -609,7 +615,7 @@ TIMELINE = TableSchema(
         *_ENGINE_COLUMNS,
         _i("step_id", "step counter"),
         _ns("ts_start_ns", "start of the step, null where nothing anchors it"),
-        _s("start_source", "source of the start: summary, scheduled, update or request"),
+        _s("start_source", "source of the start: summary, scheduled, update, request, log or log_change"),
         _duration("start_sd_us", "standard deviation of the start; 0 of a summary"),
         Column(
             "float64",
@@ -623,7 +629,7 @@ TIMELINE = TableSchema(
         _s(
             "cycle_source",
             "adjacent (between two summaries, consecutive), interval, request (both starts counted from requests), fpm "
-            "(recorded) or fpm_gpu (recorded, GPU time)",
+            "(recorded), fpm_gpu (recorded, GPU time), log (line to line) or log_interval (between changes of its clock)",
         ),
         _step("interval_steps", "steps the cycle is the mean of"),
         _n("num_prefill_reqs", "scheduled requests without an output token"),
@@ -646,7 +652,7 @@ TIMELINE = TableSchema(
         _sum("prefill_left_after", "prompt tokens these still have to compute"),
         _n("num_preempted", "requests preempted by this step"),
         _i("duration_us", "time inside schedule()", "us"),
-        _s("composition_source", "summary, fpm, journey or request"),
+        _s("composition_source", "summary, fpm, log, journey or request"),
         _flag("journey_agrees", "requests and tokens worked out from journeys equal the summary's"),
         _i("journey_error_reqs", "scheduled requests worked out from journeys less the summary's"),
         _i("journey_error_tokens", "tokens worked out from journeys less the summary's", "token"),
@@ -686,7 +692,7 @@ BETA_TRAINING = TableSchema(
         _s("scope_id", "scope the row was fitted in"),
         _i("step_id", "step counter"),
         _ns("ts_ns", "start of the interval"),
-        _s("source", "adjacent, interval, request, duration, fpm or fpm_gpu"),
+        _s("source", "adjacent, interval, request, duration, fpm, fpm_gpu, log or log_interval"),
         *_TRAINING,
     ),
     open_ended=True,

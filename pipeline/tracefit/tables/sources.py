@@ -11,7 +11,8 @@ class CycleSource(StrEnum):
     """Values of `cycle_source` in `steps` and `timeline` and `source` in `beta_training`.
 
     `fpm` is `wall_time` of ForwardPassMetrics, from the output of the step before it to its own; `fpm_gpu` the same where it
-    is GPU time alone, as SGLang measures it.
+    is GPU time alone, as SGLang measures it. `log` is the time from a line of vLLM's log to the next one, or the elapsed time
+    printed in it where that agrees with the clock; `log_interval` is the mean of the steps between two changes of a coarse clock.
     """
 
     ADJACENT = "adjacent"
@@ -20,20 +21,37 @@ class CycleSource(StrEnum):
     DURATION = "duration"
     FPM = "fpm"
     FPM_GPU = "fpm_gpu"
+    LOG = "log"
+    LOG_INTERVAL = "log_interval"
 
     @property
     def is_one_step(self) -> bool:
         """Whether a row is the time of one step as it was sampled or recorded, not the mean over several: between anchors, or counted from requests."""
-        return self not in {CycleSource.INTERVAL, CycleSource.REQUEST}
+        return self not in {CycleSource.INTERVAL, CycleSource.REQUEST, CycleSource.LOG_INTERVAL}
 
     @property
     def is_recorded(self) -> bool:
         """Whether a record states the time of the step; others are differences of the step clock, or scheduling times."""
         return self in {CycleSource.FPM, CycleSource.FPM_GPU}
 
+    @property
+    def is_logged(self) -> bool:
+        """Whether the steps are known from vLLM's log."""
+        return self in {CycleSource.LOG, CycleSource.LOG_INTERVAL}
+
+
+RECORDS = {
+    CycleSource.FPM.value: "ForwardPassMetrics",
+    CycleSource.FPM_GPU.value: "ForwardPassMetrics",
+    CycleSource.LOG.value: "iteration lines of vLLM's log",
+}
+"""Names of what a step was recorded by, by `cycle_source` in `steps`."""
 
 MEANS = tuple(source.value for source in CycleSource if not source.is_one_step)
 """Sources whose rows are means over several steps."""
+
+RECORDED = tuple(source.value for source in CycleSource if source.is_recorded)
+"""Sources whose records state the time of their step."""
 
 
 def is_one_step() -> pl.Expr:

@@ -7,6 +7,8 @@ that a request found, `with_step_times` and `requeue_waits` for the times of req
 from tracefit.timeline.anchors import clock_disagreements, execution_lags
 from tracefit.timeline.build import build_timeline
 from tracefit.timeline.composition import EngineLimits
+from tracefit.timeline.logged_requests import place_on_log
+from tracefit.timeline.logged_steps import is_logged, log_clock
 from tracefit.timeline.queue import queue_state
 from tracefit.timeline.request_evidence import longest_whole_prompt, unknown_batches
 from tracefit.timeline.request_steps import MOST_PLACED, count_steps, events_of
@@ -21,7 +23,10 @@ __all__ = [
     "count_steps",
     "events_of",
     "execution_lags",
+    "is_logged",
+    "log_clock",
     "longest_whole_prompt",
+    "place_on_log",
     "queue_state",
     "requeue_waits",
     "unknown_batches",

@@ -17,6 +17,7 @@ from tracefit.tables.sources import CycleSource
 from tracefit.timeline.anchors import execution_lags, step_starts
 from tracefit.timeline.composition import EngineLimits, compose
 from tracefit.timeline.engines import StepAxis, bincount_at, position, step_axis
+from tracefit.timeline.logged_steps import CHANGE, FINE
 from tracefit.timeline.segments import core_events, running_segments, waiting_segments, with_steps_by_time
 
 _SUMMARY = tuple(
@@ -50,7 +51,7 @@ def build_timeline(
     limits: EngineLimits | None = None,
     *,
     journeys_complete: bool = False,
-    counted_starts: pl.DataFrame | None = None,
+    known_starts: pl.DataFrame | None = None,
 ) -> pl.DataFrame:
     """Build the `timeline` table.
 
@@ -68,14 +69,15 @@ def build_timeline(
         journeys: The `journey_events` table.
         limits: Limits of the scheduler.
         journeys_complete: Every request has a journey.
-        counted_starts: Starts of steps that were counted from requests (`count_steps`), whose events `journeys` then holds.
+        known_starts: Starts of steps that were counted from requests (`count_steps`), whose events `journeys` then holds, or
+            that a log gives (`log_clock`).
 
     Returns:
         The `timeline` table.
     """
     limits = limits or EngineLimits()
     axis = step_axis(steps, snapshots, journeys)
-    lags = execution_lags(steps if counted_starts is None else counted_starts, journeys)
+    lags = execution_lags(steps if known_starts is None else known_starts, journeys)
     # A step has one summary; should another claim its id, the first in time stands.
     summaries = _placed(axis, steps).unique("position", keep="first", maintain_order=True)
     core = axis.locate(core_events(journeys)).join(lags, on=SERVER, how="left", maintain_order="left")
@@ -86,14 +88,14 @@ def build_timeline(
     rows = axis.frame()
     if journeys_complete and axis.size:
         rows = pl.concat([rows, _inferred(evidence, limits)], how="horizontal")
-    rows = _with_usage(_with_summaries(rows, evidence), limits)
-    if counted_starts is None:
-        starts = step_starts(evidence.steps, evidence.core)
+    rows = _with_usage(_with_summaries(rows, evidence, limits), limits)
+    if known_starts is None:
+        starts = step_starts(evidence.steps, evidence.core).with_columns(pause=pl.lit(value=False))
     else:
-        starts = _placed(axis, counted_starts).select(
-            "position", "start_source", "ts_start_ns", "start_sd_us"
+        starts = _placed(axis, known_starts).select(
+            "position", "start_source", "ts_start_ns", "start_sd_us", "pause"
         )
-        rows = rows.with_columns(composition_source=pl.lit("request"))
+        rows = rows.with_columns(pl.col("composition_source").replace("journey", "request"))
     rows = rows.join(starts, on="position", how="left", maintain_order="left")
     known = pl.col("ts_start_ns").is_not_null() | pl.col("composition_source").is_not_null()
     return schema.TIMELINE.conform(axis.name(_with_cycles(rows.filter(known & ~pl.col("is_gap")))))
@@ -122,12 +124,16 @@ def _cached(snapshots: pl.DataFrame) -> pl.DataFrame:
     return known.group_by(*ENGINE, "request_id").agg(cached_tokens=hits.first())
 
 
-def _with_summaries(rows: pl.DataFrame, evidence: _Evidence) -> pl.DataFrame:
+def _with_summaries(rows: pl.DataFrame, evidence: _Evidence, limits: EngineLimits) -> pl.DataFrame:
     """Add summaries and full snapshots, which take precedence over the composition from the journeys."""
     steps = evidence.steps.select(
         "position",
         *_SUMMARY,
-        kv_blocks_used=pl.col("kv_blocks_total") - pl.col("kv_blocks_free"),
+        # A log states their share alone.
+        kv_blocks_used=pl.coalesce(
+            pl.col("kv_blocks_total") - pl.col("kv_blocks_free"),
+            (pl.col("kv_usage_ratio") * pl.lit(limits.num_blocks, pl.Int64)).round().cast(pl.Int64),
+        ),
         has_summary=pl.lit(value=True),
     )
     shown = _contexts(evidence.steps, evidence.snapshots)
@@ -143,10 +149,27 @@ def _with_summaries(rows: pl.DataFrame, evidence: _Evidence) -> pl.DataFrame:
     if not inferred:
         return joined.with_columns(composition_source=source)
     # A summary comes first; the journeys fill in where there is none.
-    return joined.with_columns(*_agreement(), _shared_blocks()).with_columns(
+    return joined.with_columns(*_agreement(), _shared_blocks(), *_logged_contexts()).with_columns(
         *(pl.coalesce(c for c in (name, f"journey.{name}") if c in have).alias(name) for name in inferred),
         composition_source=source.otherwise(pl.lit("journey")),
     )
+
+
+def _logged_contexts() -> list[pl.Expr]:
+    """Return the journeys' context tokens, of logged steps where both name as many requests.
+
+    The log counts the prompt tokens that are computed; those that a request has besides are of the prefix cache.
+    """
+    logged = (pl.col("cycle_source") == CycleSource.LOG.value).fill_null(value=False)
+    of = {"context_tokens": "num_decode_reqs", "prefill_context_tokens": "num_prefill_reqs"}
+    cached = (pl.col("journey.prefill_tokens") - pl.col("prefill_tokens")).clip(lower_bound=0)
+    added = {"context_tokens": pl.lit(0), "prefill_context_tokens": pl.when(logged).then(cached).otherwise(0)}
+    return [
+        pl.when(~logged | (pl.col(f"journey.{count}") == pl.col(count)))
+        .then(pl.col(f"journey.{name}") + added[name])
+        .alias(f"journey.{name}")
+        for name, count in of.items()
+    ]
 
 
 def _agreement() -> list[pl.Expr]:
@@ -223,7 +246,7 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
     members = ordered.group_by(whole).agg(
         members=pl.len(),
         composed=pl.col("running_depth").is_not_null().all(),
-        idle_after=pl.col("idle").any(),
+        idle_after=pl.col("idle").any() | pl.col("pause").any(),
     )
     spans = spans.filter(~pl.col("last_of_engine")).join(members, on=whole, how="left")
     # Between two starts every step must be known, or it is not known what the time was spent on.
@@ -239,6 +262,14 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
         .then(pl.lit(CycleSource.ADJACENT.value))
         .when(pl.col("start_source") == "request")
         .then(pl.lit(CycleSource.REQUEST.value))
+        .when(pl.col("start_source") == CHANGE)
+        .then(pl.lit(CycleSource.LOG_INTERVAL.value))
+        .when(pl.col("start_source") == FINE)
+        .then(
+            pl.when(pl.col("interval_steps") == 1)
+            .then(pl.lit(CycleSource.LOG.value))
+            .otherwise(pl.lit(CycleSource.LOG_INTERVAL.value))
+        )
         .otherwise(pl.lit(CycleSource.INTERVAL.value)),
     )
     joined = ordered.join(spans, on="position", how="left", maintain_order="left")

@@ -145,6 +145,7 @@ class Graph:
         is_whole: Its prompt was computed by one step.
         is_fresh: Nothing was in the engine when it was scheduled.
         time_conflicts: Share of the requests whose decode time is not that between its nodes.
+        budget: Token budget of a step.
     """
 
     at_us: Floats
@@ -159,6 +160,7 @@ class Graph:
     is_whole: NDArray[np.bool_]
     is_fresh: NDArray[np.bool_]
     time_conflicts: float
+    budget: float
 
     @property
     def size(self) -> int:
@@ -261,6 +263,7 @@ def graph_of(r: Spans, budget: float) -> Graph:
         whole,
         fresh,
         conflicts,
+        budget,
     )
 
 

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tracefit.timeline.composition import EngineLimits
+    from tracefit.timeline.engines import Ints
+    from tracefit.timeline.request_graph import Graph
 
-_STAMP_SD_US = 100.0
+STAMP_SD_US = 100.0
 """How far the place of a node on the wall clock is off, on two machines that were measured."""
 
 _WINDOWS, _WINDOW_REQUESTS = 10, 2_000
@@ -42,7 +44,7 @@ class RequestSteps:
 
     Attributes:
         requests: The `requests` table, with the steps and the times of the events of those that are counted.
-        starts: The known starts of steps: ENGINE, step_id, ts_start_ns, start_sd_us, start_source.
+        starts: The known starts of steps: ENGINE, step_id, ts_start_ns, start_sd_us, start_source, pause.
     """
 
     requests: pl.DataFrame
@@ -55,6 +57,7 @@ _STARTS = {
     "ts_start_ns": pl.Int64(),
     "start_sd_us": pl.Float64(),
     "start_source": pl.String(),
+    "pause": pl.Boolean(),
 }
 
 
@@ -103,15 +106,35 @@ def _placed(rows: pl.DataFrame, budget: float) -> RequestSteps:
     # Idle gaps have empty steps: their time is that of no batch. With scheduling ahead the step in progress comes first.
     gaps = np.r_[0, np.cumsum(~counts.busy)] * (1 + g.lag)
     ended = counts.number - counts.number[0] + gaps + 1
+    known = known_nodes(spans, g)
+    engine = {name: pl.lit(rows[name][0], _STARTS[name]) for name in ENGINE}
+    at_ns = spans.zero_ns + (g.at_us * 1e3).round().astype(np.int64)
+    starts = pl.DataFrame({"step_id": ended + 1 + g.lag, "ts_start_ns": at_ns}).filter(known)
+    starts = starts.unique("step_id", keep="last", maintain_order=True).with_columns(
+        **engine, start_sd_us=pl.lit(STAMP_SD_US), start_source=pl.lit("request"), pause=pl.lit(value=False)
+    )
+    return RequestSteps(on_steps(rows, spans, g, ended, g.lag), starts.select(_STARTS.keys()))
+
+
+def on_steps(rows: pl.DataFrame, spans: Spans, g: Graph, ended: Ints, lag: int) -> pl.DataFrame:
+    """Return the steps and the times of the events of requests.
+
+    Args:
+        rows: The requests, with their number `row`.
+        spans: The same as arrays.
+        g: Their graph.
+        ended: The last step that had ended by each node of it.
+        lag: Steps that scheduling runs ahead, as steps are numbered.
+    """
     at_ns = spans.zero_ns + (g.at_us * 1e3).round().astype(np.int64)
     first, last = ended[g.first], ended[g.last]
     # What has ended when a request is scheduled or queued, between two nodes by the time.
-    scheduled = np.interp(g.sched_us, g.at_us, ended).round() + np.where(g.is_fresh, 1, 1 + g.lag)
-    scheduled = np.where(spans.prompt <= budget, np.maximum(scheduled, first - 1), scheduled)
+    scheduled = np.interp(g.sched_us, g.at_us, ended).round() + np.where(g.is_fresh, 1, 1 + lag)
+    scheduled = np.where(spans.prompt <= g.budget, np.maximum(scheduled, first - 1), scheduled)
     scheduled = np.clip(np.where(g.is_whole, first, scheduled), 1, first).astype(np.int64)
     queued_us = g.sched_us - spans.queue_us
-    queued = np.interp(queued_us, g.at_us, ended).round().astype(np.int64) + g.lag
-    placed = pl.DataFrame(
+    queued = np.interp(queued_us, g.at_us, ended).round().astype(np.int64) + lag
+    return pl.DataFrame(
         {
             "row": rows["row"],
             "epoch": rows["epoch"],
@@ -120,19 +143,12 @@ def _placed(rows: pl.DataFrame, budget: float) -> RequestSteps:
             "first_token_ns": at_ns[g.first],
             "last_token_ns": at_ns[g.last],
             "finished_ns": at_ns[g.last],
-            "queued_step": np.minimum(queued, scheduled - 1),
+            "queued_step": np.maximum(np.minimum(queued, scheduled - 1), 0),
             "first_scheduled_step": scheduled,
             "first_token_step": first,
             "finished_step": last,
         }
     )
-    known = known_nodes(spans, g)
-    engine = {name: pl.lit(rows[name][0], _STARTS[name]) for name in ENGINE}
-    starts = pl.DataFrame({"step_id": ended + 1 + g.lag, "ts_start_ns": at_ns}).filter(known)
-    starts = starts.unique("step_id", keep="last", maintain_order=True).with_columns(
-        **engine, start_sd_us=pl.lit(_STAMP_SD_US), start_source=pl.lit("request")
-    )
-    return RequestSteps(placed, starts.select(_STARTS.keys()))
 
 
 def events_of(requests: pl.DataFrame) -> pl.DataFrame:

@@ -1,0 +1,226 @@
+"""vLLM's log with a line for each engine step, as `--enable-logging-iteration-details` makes it write.
+
+`Engine 000: Iteration(204): 0 context requests, 0 context tokens, 4 generation requests, 4 generation tokens, iteration elapsed
+time: 11.91 ms, GPU KV cache usage: 0.5%`: up to 0.28 the engine process prints it, without the engine and the usage. A line ends
+its step. `(dummy)` marks a step without a batch, which data parallelism makes; counts of encoders may follow.
+
+What is around the line is up to the logging configuration, container runtimes and terminals: whatever looks like a time is its
+time, the finest first. Lines without an iteration are other output.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tracefit.inputs.formats import Recording, register
+from tracefit.inputs.rejects import Reject, excerpt
+from tracefit.recordings.fpm import RecordedBlock
+from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
+from tracefit.tables.sources import RECORDS, CycleSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tracefit.inputs.blocks import Block
+    from tracefit.inputs.framing import Shape
+    from tracefit.inputs.rejects import Encoding
+
+_MARK = b"Iteration("
+_CUT = "iteration line cut, or not as vLLM writes it"
+_LONG = "line of the log too long"
+_MOST_BYTES = 64 << 10
+"""Of a line; a usual one has 250 bytes."""
+
+_COUNTS = ("context requests", "context tokens", "generation requests", "generation tokens")
+_FIELDS = ("num_prefill_reqs", "prefill_tokens", "num_decode_reqs", "decode_tokens", "elapsed_ms")
+_FILLED = {
+    "source_offset",
+    "server",
+    "step_id",
+    "unix_ns",
+    "cycle_us",
+    "cycle_source",
+    "running_depth",
+    "waiting_depth",
+}
+_FILLED |= {*_FIELDS, "scheduled_tokens", "kv_usage_ratio"}
+
+# Bounded repeats, and an engine that does not backtrack: no line costs more than its length.
+_LINE = (
+    r"(?:Engine ([0-9]{1,6}): )?Iteration\(([0-9]{1,18})\): "
+    + "".join(rf"([0-9]{{1,18}}) {name}, " for name in _COUNTS)
+    + r"iteration elapsed time: ([0-9]{1,9}\.[0-9]{1,9}) ms"
+)
+_IN_LINE = r"Iteration\([0-9]"
+_IN_HEAD = re.compile(_LINE.encode())
+_USAGE = r" KV cache usage: ([0-9]{1,3}(?:\.[0-9]{1,9})?)%"
+_PROCESS = r"EngineCore(?:_DP|_)([0-9]{1,6})[ )]"
+_DATE = (
+    r"(?:^|[^0-9-])(?:(?P<year>(?:19|20)[0-9]{2})[-/])?(?P<month>[01][0-9])[-/](?P<day>[0-3][0-9])[T ]"
+    r"(?P<time>[0-2][0-9]:[0-5][0-9]:[0-5][0-9])"
+)
+_ZONE = r"(?: ?(?P<hours>[+-][0-9]{2}):?(?P<minutes>[0-9]{2}))?"
+_FRACTION = r"[.,](?P<fraction>[0-9]{1,9})"
+_UNIX = r"(?:^|[^0-9.])(?P<seconds>1[0-9]{9})"
+_UNIX_FRACTION = r"\.?(?P<fraction>[0-9]{3,9})(?:[^0-9]|$)"
+_NO_YEAR = "2000"
+"""In the place of the year that the default format does not write; it is a leap year."""
+
+
+def _find(head: bytes) -> tuple[Shape, Encoding] | None:
+    return ("lines", "text") if _IN_HEAD.search(head) else None
+
+
+def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
+    """Decode a block of whole lines; a cut line costs itself alone.
+
+    Args:
+        block: The place of the bytes.
+        payload: The bytes.
+        show_values: Whether excerpts of rejects may show the text of lines.
+        max_rejects: Rejects after which no more are listed.
+    """
+    lines = _marked(payload)
+    fields = pl.col("text").str.extract_groups(_LINE).struct.rename_fields(["engine", "step_id", *_FIELDS])
+    found = lines.with_columns(fields.alias("fields")).unnest("fields")
+    is_bad = pl.col("step_id").is_null()
+    bad = found.filter(is_bad).select("source_offset", "length", "text")
+    rejects = [
+        Reject(
+            block.source_file,
+            block.offset + offset,
+            length,
+            _LONG if text is None else _CUT,
+            excerpt((text or "").encode(), "text", show_values=show_values),
+        )
+        for offset, length, text in bad.head(max_rejects).iter_rows()
+    ]
+    return RecordedBlock(_as_steps(found.filter(~is_bad), block.offset), rejects)
+
+
+def _marked(payload: bytes) -> pl.DataFrame:
+    """Return the lines with an iteration: source_offset, length, text (null if too long); of glued lines one row for each iteration."""
+    ends = np.flatnonzero(np.frombuffer(payload, np.uint8) == ord("\n")) + 1
+    begins = np.r_[0, ends, len(payload)]
+    sizes = np.diff(begins)
+    buffers = [None, pa.py_buffer(begins), pa.py_buffer(payload)]
+    lines = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(sizes), buffers)
+    counted = pc.count_substring(lines, _MARK)
+    marks, is_long = pl.Series(counted).to_numpy(), sizes > _MOST_BYTES
+    once = lines.filter(pl.Series((marks == 1) & ~is_long).to_arrow())
+    alone, far = np.flatnonzero((marks == 1) & ~is_long), np.flatnonzero((marks > 0) & is_long)
+    parts = [pl.DataFrame({"source_offset": begins[alone], "length": sizes[alone], "text": _text(once)})]
+    for at in np.flatnonzero((marks > 1) & ~is_long):
+        pieces = [
+            (begins[at] + skipped, len(piece), _readable(piece))
+            for skipped, piece in _pieces(lines[at].as_py())
+        ]
+        parts.append(pl.DataFrame(pieces, parts[0].schema, orient="row"))
+    found = pl.concat(parts).filter(pl.col("text").str.contains(_IN_LINE))
+    too_long = pl.DataFrame({"source_offset": begins[far], "length": sizes[far]})
+    return pl.concat([found, too_long], how="diagonal")
+
+
+def _pieces(line: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield what lies around each iteration of some glued lines, after the mark of the one before, and its offset."""
+    marks = [match.start() for match in re.finditer(re.escape(_MARK), line)]
+    for before, after in zip([0, *(at + len(_MARK) for at in marks)], [*marks[1:], len(line)], strict=False):
+        yield before, line[before:after]
+
+
+def _text(lines: pa.LargeBinaryArray) -> pl.Series:
+    try:
+        return pl.Series(lines.cast(pa.large_string()), dtype=pl.String)
+    except pa.ArrowInvalid:
+        return pl.Series([_readable(line) for line in lines.to_pylist()], dtype=pl.String)
+
+
+def _readable(line: bytes) -> str:
+    return line.decode("utf-8", "replace")
+
+
+# -- rows ---------------------------------------------------------------------------------------------------
+
+
+def _as_steps(found: pl.DataFrame, offset: int) -> pl.DataFrame:
+    """Return lines as rows of steps, each with the printed time; where nothing is scheduled, nothing waits."""
+    number = {name: pl.col(name).cast(pl.Int64) for name in ("step_id", *_FIELDS[:-1])}
+    engine = pl.coalesce("engine", pl.col("text").str.extract(_PROCESS), pl.lit("0")).cast(pl.Int64)
+    requests = pl.col("num_prefill_reqs") + pl.col("num_decode_reqs")
+    return (
+        found.with_columns(**number, unix_ns=_unix_ns(found["text"]))
+        .with_columns(
+            pl.col("source_offset") + offset,
+            server=pl.format("{}.dp{}", pl.lit(UNKNOWN_SERVER), engine),
+            cycle_us=pl.col("elapsed_ms").cast(pl.Float64) * 1e3,
+            cycle_source=pl.lit(CycleSource.LOG.value),
+            scheduled_tokens=pl.col("prefill_tokens") + pl.col("decode_tokens"),
+            running_depth=requests,
+            waiting_depth=pl.when(requests == 0).then(0).cast(pl.Int64),
+            kv_usage_ratio=pl.col("text").str.extract(_USAGE).cast(pl.Float64) / 100,
+        )
+        .select(pl.col(name) for name in RECORDED_STEPS if name in _FILLED)
+    )
+
+
+def _unix_ns(text: pl.Series) -> pl.Series:
+    """Return the time of each line, the finest there is; a local time without its zone counts as UTC.
+
+    It is the last one before the iteration, for a cut line may be glued to the line, or the first one after it.
+    """
+    found = pl.Series("unix_ns", [None], pl.Int64).new_from_index(0, len(text))
+    sides = pl.DataFrame({"parts": text.str.splitn(_MARK.decode(), 2)}).unnest("parts")
+    for pattern, parsed in _STAMPS:
+        for side, start in zip(sides, (r"^.*", ""), strict=True):
+            if found.null_count():
+                parts = side.str.extract_groups(f"{start}(?:{pattern})")
+                found = (
+                    pl.DataFrame({"found": found, "parts": parts})
+                    .unnest("parts")
+                    .select(pl.coalesce("found", parsed))
+                    .to_series()
+                )
+    return found
+
+
+def _of_date() -> pl.Expr:
+    date = pl.format("{}-{}-{} {}", pl.col("year").fill_null(_NO_YEAR), "month", "day", "time")
+    seconds = date.str.to_datetime("%Y-%m-%d %H:%M:%S", time_unit="ns", strict=False).cast(pl.Int64)
+    hours, minutes = (pl.col(name).cast(pl.Int64).fill_null(0) for name in ("hours", "minutes"))
+    east = 3600 * hours + 60 * minutes * pl.when(pl.col("hours").str.starts_with("-")).then(-1).otherwise(1)
+    return seconds + _fraction_ns() - 10**9 * east
+
+
+def _of_unix() -> pl.Expr:
+    return pl.col("seconds").cast(pl.Int64) * 10**9 + _fraction_ns()
+
+
+def _fraction_ns() -> pl.Expr:
+    return pl.col("fraction").fill_null("0").str.pad_end(9, "0").cast(pl.Int64)
+
+
+_STAMPS = (
+    (_DATE + _FRACTION + _ZONE, _of_date()),
+    (_UNIX + _UNIX_FRACTION, _of_unix()),
+    (_DATE + r"(?P<fraction>0)?" + _ZONE, _of_date()),
+    (_UNIX + r"(?P<fraction>0)?(?:[^0-9.]|$)", _of_unix()),
+)
+"""How times look, the finest first, and what becomes of their parts."""
+
+FORMAT = register(
+    Recording(
+        name=CycleSource.LOG.value,
+        title=RECORDS[CycleSource.LOG.value],
+        find=_find,
+        fills="`steps`, and `timeline` with the exact batch of each step, without context tokens",
+        units="ms (elapsed time), % (KV cache usage)",
+        clock="the server's wall clock, in UTC or local time, as finely as the log is configured to write it",
+        decode=decode,
+    )
+)

@@ -1,0 +1,288 @@
+"""vLLM's log with a line for each step: every form of a line, the clock of its steps, damage."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from datetime import UTC, datetime
+
+import polars as pl
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tracefit
+from tracefit.inputs.blocks import Block, inspect_file
+from tracefit.inputs.discovery import open_inputs
+from tracefit.inputs.files import TraceFile
+from tracefit.recordings import iteration_log
+
+AT = 1_795_424_149.573491
+"""2026-11-23 08:55:49.573491 UTC."""
+
+
+def message(
+    step, batch=(0, 0, 4, 4), *, elapsed_ms=11.9, engine="Engine 000: ", rest=", GPU KV cache usage: 0.5%"
+):
+    """Return what vLLM writes of a step; `batch` is context requests, their tokens, generation requests, their tokens."""
+    names = ("context requests", "context tokens", "generation requests", "generation tokens")
+    counts = ", ".join(f"{count} {name}" for count, name in zip(batch, names, strict=True))
+    return f"{engine}Iteration({step}): {counts}, iteration elapsed time: {elapsed_ms:.2f} ms{rest}"
+
+
+def line(step, at=AT, **fields):
+    return f"{at:.6f} INFO 21570 {message(step, **fields)}\n"
+
+
+def of_the_time(at, form):
+    return datetime.fromtimestamp(at, UTC).strftime(form)
+
+
+FORMS = {
+    "default": lambda m: f"INFO {of_the_time(AT, '%m-%d %H:%M:%S')} [loggers.py:198] {m}",
+    "process": lambda m: f"(APIServer pid=77) INFO {of_the_time(AT, '%m-%d %H:%M:%S')} [loggers.py:198] {m}",
+    "colours": lambda m: (
+        f"\x1b[0;36m(APIServer pid=7)\x1b[0;0m \x1b[32mINFO\x1b[0m \x1b[90m{of_the_time(AT, '%m-%d %H:%M:%S')}\x1b[0m "
+        f"\x1b[90m[loggers.py:198]\x1b[0m {m}"
+    ),
+    "json": lambda m: json.dumps(
+        {"message": m, "asctime": of_the_time(AT, "%Y-%m-%d %H:%M:%S,573"), "level": "INFO"}
+    ),
+    "docker": lambda m: json.dumps(
+        {
+            "log": f"INFO {of_the_time(AT, '%m-%d %H:%M:%S')} {m}\n",
+            "time": of_the_time(AT, "%Y-%m-%dT%H:%M:%S.573491000Z"),
+        }
+    ),
+    "kubernetes": lambda m: f"{of_the_time(AT, '%Y-%m-%dT%H:%M:%S.573491000Z')} stdout F {m}",
+    "created": lambda m: f"{AT:.6f} INFO 21570 {m}",
+    "zone": lambda m: f"{of_the_time(AT + 19800, '%Y-%m-%dT%H:%M:%S.573491+05:30')} {m}",
+    "milliseconds": lambda m: json.dumps({"ts": int(AT * 1000), "msg": m}),
+    "bare": lambda m: m,
+}
+SECOND = 1_795_424_149
+STAMPS = {
+    # Of a time without a year the year counts as 2000: 957 years of 365.25 days less make 8:55:49 on the same day.
+    **dict.fromkeys(
+        ("default", "process", "colours"),
+        int(datetime(2000, 11, 23, 8, 55, 49, tzinfo=UTC).timestamp()) * 10**9,
+    ),
+    **dict.fromkeys(("json", "milliseconds"), SECOND * 10**9 + 573_000_000),
+    **dict.fromkeys(("docker", "kubernetes", "created", "zone"), SECOND * 10**9 + 573_491_000),
+    "bare": None,
+}
+
+
+def decoded(content, *, show_values=False):
+    block = Block("f", "lines", "text", 1000, None, 0, None, "log")
+    return iteration_log.decode(block, content, show_values=show_values, max_rejects=1000)
+
+
+@pytest.fixture
+def ingested(tmp_path):
+    """Ingest logs as one run; return its tables, and the result as `result`."""
+
+    def of(*contents, **settings):
+        folder = tmp_path / "runs" / "r"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.yaml").write_text(json.dumps({"model": "m"} | settings))
+        for number, content in enumerate(contents):
+            (folder / f"server-{number}").write_bytes(
+                content if isinstance(content, bytes) else content.encode()
+            )
+        result = tracefit.ingest([folder], tmp_path / "t")
+        result_of = {
+            n: pl.read_parquet(tmp_path / f"t/{n}/run_id=r/*.parquet") for n in ("steps", "runs", "rejects")
+        }
+        tracefit.inspect(tmp_path / "t")
+        return result_of | {
+            "timeline": pl.read_parquet(tmp_path / "t/timeline/run_id=r/*.parquet"),
+            "result": result,
+        }
+
+    return of
+
+
+# -- forms of a line ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_line_is_a_step_however_the_log_is_formatted(form):
+    content = FORMS[form](message(204, (2, 96, 4, 5))).encode() + b"\n"
+    found = decoded(b"Some other output\n" + content + b"Iteration( is a word\n")
+    assert found.rejects == []
+    step = found.steps.row(0, named=True)
+    wanted = {
+        "source_offset": 1000 + len("Some other output\n"),
+        "server": "unknown.dp0",
+        "step_id": 204,
+        "unix_ns": STAMPS[form],
+        "cycle_us": 11_900.0,
+        "num_prefill_reqs": 2,
+        "prefill_tokens": 96,
+        "num_decode_reqs": 4,
+        "decode_tokens": 5,
+        "scheduled_tokens": 101,
+        "running_depth": 6,
+        "waiting_depth": None,
+        "kv_usage_ratio": 0.005,
+    }
+    assert {name: step[name] for name in wanted} == wanted
+
+
+def test_lines_of_engine_processes_have_neither_engine_nor_usage():
+    old = message(3, engine="", rest="")
+    texts = [
+        f"(EngineCore_DP1 pid=9) INFO 11-23 08:55:49 [core.py:88] {old}",
+        message(3, engine="Engine 002: "),
+        old,
+    ]
+    steps = decoded("\n".join(texts).encode()).steps
+    assert steps["server"].to_list() == ["unknown.dp1", "unknown.dp2", "unknown.dp0"]
+    assert steps["kv_usage_ratio"].to_list() == [None, 0.005, None]
+
+
+def test_a_dummy_batch_is_a_step_of_nothing_and_counts_of_encoders_are_passed_over(ingested):
+    dummy = line(2, AT + 0.01, batch=(0, 0, 0, 0), rest=" (dummy), GPU KV cache usage: 0.5%")
+    encoder = line(3, AT + 0.02, rest=", 1 encoder inputs, 50 encoder tokens, GPU KV cache usage: 0.5%")
+    tables = ingested(line(1) + dummy + encoder + line(4, AT + 0.04))
+    assert tables["steps"]["waiting_depth"].to_list() == [None, 0, None, None]
+    assert tables["timeline"]["idle_after"].to_list() == [False, True, False, False]
+    assert tables["timeline"]["cycle_us"].round(3).to_list() == [None, 10_000, 10_000, None]
+
+
+@pytest.mark.parametrize("compress", [None, "gzip", "zstd"])
+def test_a_log_is_found_by_its_content_in_any_name(tmp_path, compress):
+    content = b"\nTriton is installed\n" + line(0).encode() * 3
+    if compress:
+        content = (
+            gzip.compress(content) if compress == "gzip" else pa.Codec("zstd").compress(content, asbytes=True)
+        )
+    path = tmp_path / "photo.png"
+    path.write_bytes(content)
+    assert inspect_file(TraceFile.local(path)).recording is iteration_log.FORMAT
+    with open_inputs("-", stdin=io.BytesIO(content)) as inputs:
+        assert inspect_file(inputs.runs[0].trace_files[0]).recording is iteration_log.FORMAT
+
+
+# -- the clock ---------------------------------------------------------------------------------------------
+
+
+def test_the_time_between_two_lines_is_that_of_the_step_that_the_second_ends(ingested):
+    tables = ingested(line(0) + line(1, AT + 0.010) + line(2, AT + 0.025) + line(3, AT + 0.027))
+    timeline = tables["timeline"]
+    assert timeline["cycle_us"].round(3).to_list() == [None, 10_000, 15_000, None]
+    assert timeline["cycle_source"].to_list() == [None, "log", "log", None]
+    assert set(timeline["composition_source"]) == {"log"}
+
+
+def test_time_without_a_step_is_a_pause_where_the_elapsed_time_shows_it(ingested):
+    times = [0.010 * step for step in range(30)]
+    fresh = [line(step, AT + at, elapsed_ms=9.0) for step, at in enumerate(times)]
+    # Of two prompts that nothing ran before, the first came at once, the other after 200 ms.
+    fresh.append(line(30, AT + 0.300, batch=(1, 50, 0, 0), elapsed_ms=9.0))
+    fresh.append(line(31, AT + 0.510, batch=(1, 50, 0, 0), elapsed_ms=9.0))
+    fresh.append(line(32, AT + 0.520))
+    fresh.append(line(33, AT + 0.530))
+    timeline = ingested("".join(fresh))["timeline"].filter(pl.col("step_id").is_between(29, 32))
+    assert timeline["idle_after"].to_list() == [False, False, True, False]
+
+
+def test_steps_between_two_changes_of_whole_seconds_are_one_interval(ingested):
+    # 40 steps of 100 ms: the clock changes at steps 5, 15, 25 and 35. The elapsed time, half a step, is not used.
+    texts = [FORMS["default"](message(step, elapsed_ms=50.0)) for step in range(40)]
+    texts = [text.replace(":49 ", f":{49 + (step + 5) // 10} ") for step, text in enumerate(texts)]
+    timeline = ingested("\n".join(texts) + "\n")["timeline"].drop_nulls("cycle_us")
+    found = timeline.select("step_id", "cycle_source", "interval_steps", pl.col("cycle_us").round(6))
+    assert found.rows() == [(step, "log_interval", 10, 100_000.0) for step in (5, 15, 25)]
+
+
+def test_the_elapsed_time_is_used_where_it_adds_up_to_the_seconds(ingested):
+    # 90 and 110 ms in turn.
+    texts = [FORMS["default"](message(step, elapsed_ms=100.0 + 10 * (-1) ** step)) for step in range(40)]
+    texts = [text.replace(":49 ", f":{49 + (step + 5) // 10} ") for step, text in enumerate(texts)]
+    timeline = ingested("\n".join(texts) + "\n")["timeline"]
+    assert timeline["cycle_us"].to_list() == [110_000.0, 90_000.0] * 20
+    assert set(timeline["cycle_source"]) == {"log"}
+
+
+def test_a_restart_is_an_epoch_and_engines_are_apart(ingested):
+    first = "".join(line(step, AT + step / 100) for step in range(20))
+    again = "".join(line(step, AT + 60 + step / 100) for step in range(20))
+    other = first.replace("Engine 000", "Engine 001")
+    runs, steps = (ingested(first + other + again)[name] for name in ("runs", "steps"))
+    assert runs.select("server", "epochs", "steps", "lost_steps").rows() == [
+        ("unknown.dp0", 2, 40, 0),
+        ("unknown.dp1", 1, 20, 0),
+    ]
+    assert steps.group_by("server", "epoch").len().sort("server", "epoch")["len"].to_list() == [20, 20, 20]
+
+
+# -- damage ------------------------------------------------------------------------------------------------
+
+
+def test_a_cut_line_costs_itself_alone(ingested):
+    lines = [line(step, AT + step / 100) for step in range(8)]
+    # Step 2 is cut in the middle and step 3 glued to it; step 5 is cut before its number, where nothing shows it; the last has no end.
+    text = "".join([*lines[:2], lines[2][:60], lines[3], lines[4], lines[5][:30], lines[6], lines[7][:-40]])
+    tables = ingested(text)
+    assert tables["steps"]["step_id"].to_list() == [0, 1, 3, 4, 6]
+    assert tables["steps"]["unix_ns"].diff().drop_nulls().to_list() == [
+        10_000_000,
+        20_000_000,
+        10_000_000,
+        20_000_000,
+    ]
+    assert tables["result"].exit_code == 3
+    assert tables["rejects"]["source_offset"].to_list() == [
+        2 * len(lines[0]),
+        text.index(lines[7][:-40]),
+    ]
+    assert tables["runs"]["lost_steps"].to_list() == [2]
+
+
+def test_absurd_numbers_are_rejects(ingested):
+    text = "".join(line(step, AT + step / 100) for step in range(20))
+    odd = [
+        (10**17, (0, 0, 1, 1)),
+        (20, (0, 0, 10**15, 1)),
+        (10**18, (0, 0, 1, 1)),
+        (500_000_000, (0, 0, 1, 1)),
+    ]
+    text += "".join(line(step, AT + 0.2, batch=batch) for step, batch in odd)
+    tables = ingested(text + line(21, AT + 0.21) + line(22, AT + 0.22) + line(23, AT + 0.23))
+    assert tables["steps"]["step_id"].to_list() == [*range(20), 21, 22, 23]
+    assert tables["rejects"].height == 4
+
+
+def test_a_line_of_any_length_is_bounded_in_time():
+    long = b"Iteration(1): " * 100_000
+    found = decoded(long + b"\n" + line(1).encode())
+    assert (found.steps.height, [reject.reason for reject in found.rejects]) == (
+        1,
+        ["line of the log too long"],
+    )
+
+
+@settings(max_examples=50)
+@given(
+    steps=st.lists(st.tuples(*[st.integers(0, 2**40)] * 5, st.integers(0, 10**8)), min_size=1, max_size=20),
+    noise=st.lists(
+        st.binary(max_size=60).filter(lambda b: b"\n" not in b and b"Iteration(" not in b), max_size=5
+    ),
+    form=st.sampled_from(sorted(FORMS)),
+    cut=st.integers(0, 400),
+)
+def test_what_is_written_is_read_whatever_is_around_it(steps, noise, form, cut):
+    texts = [FORMS[form](message(step, batch, elapsed_ms=ms / 100)).encode() for step, *batch, ms in steps]
+    whole = b"\n".join([*texts[:1], *noise, *texts[1:]]) + b"\n"
+    found = decoded(whole + texts[0][:cut])
+    rows = found.steps.select("step_id", *iteration_log._FIELDS[:4], pl.col("cycle_us").round(3)).rows()
+    wanted = [(*step[:5], round(step[5] / 100 * 1e3, 3)) for step in steps]
+    assert rows in (wanted, [*wanted, wanted[0]])
+    assert len(found.rejects) <= 1
+
+
+# -- models ------------------------------------------------------------------------------------------------

@@ -1,0 +1,74 @@
+"""Requests of an unmodified server on the steps of its log: the true steps of a generated run, with fine stamps and whole seconds."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+
+from recorded import log_lines
+from stock import stock_requests
+from tracefit.inputs.blocks import Block
+from tracefit.recordings.iteration_log import decode
+from tracefit.synth import SynthOptions, synth
+from tracefit.tables import schema
+from tracefit.timeline import EngineLimits, build_timeline, events_of, is_logged, log_clock, place_on_log
+
+RUN = synth(SynthOptions(requests=300, rate_per_s=8.0, seed=5))
+LIMITS = EngineLimits(max_num_batched_tokens=8192, max_num_seqs=256)
+
+
+def logged(run, **form):
+    block = Block("f", "lines", "text", 0, None, 0, None, "log")
+    found = decode(
+        block, b"".join(log_lines(run.truth_steps, **form)), show_values=False, max_rejects=9
+    ).steps
+    engine = {"run_id": pl.lit("run"), "server": pl.lit("server"), "epoch": pl.lit(0, pl.Int64)}
+    return schema.STEPS.shape(found.with_columns(**engine))
+
+
+def in_unix(requests):
+    """Put requests on the wall clock, as spans are."""
+    times = [c for c in requests.columns if c.endswith("_ns")]
+    return requests.with_columns(pl.col(times) + 1_700_000_000_000_000_000)
+
+
+@pytest.mark.parametrize("fine", [True, False], ids=["microseconds", "seconds"])
+def test_requests_get_the_steps_that_they_were_in(fine):
+    clock = log_clock(logged(RUN, fine=fine))
+    requests = in_unix(stock_requests(RUN))
+    placed = place_on_log(requests, clock, LIMITS)
+    assert placed is not None
+    # The log numbers the steps that compute something from 0.
+    computing = RUN.truth_steps.filter(pl.col("prefill_tokens") + pl.col("decode_tokens") > 0)
+    number = computing.select("step_id").with_row_index("at", offset=0).cast(pl.Int64)
+    true = RUN.truth_requests.select("request_id", "first_token_step", "finished_step")
+    for name in ("first_token_step", "finished_step"):
+        true = true.join(number.rename({"step_id": name, "at": f"true_{name}"}), on=name, how="left")
+    both = placed.requests.join(true, on="request_id")
+    known = both.drop_nulls("first_token_step")
+    assert known.height >= 0.97 * requests.height
+    right = [known[name] == known[f"true_{name}"] for name in ("first_token_step", "finished_step")]
+    assert all(column.mean() > 0.99 for column in right)
+
+    steps = clock.steps.with_columns(cycle_us=pl.when(~is_logged()).then("cycle_us"))
+    journeys = events_of(placed.requests)
+    timeline = build_timeline(
+        steps,
+        schema.REQUEST_SNAPSHOTS.empty(),
+        journeys,
+        LIMITS,
+        journeys_complete=True,
+        known_starts=placed.starts,
+    )
+    # Contexts are the truth of the generator.
+    truth = computing.with_columns(step_id=pl.int_range(pl.len(), dtype=pl.Int64)).select(
+        "step_id", true="context_tokens"
+    )
+    contexts = timeline.join(truth, on="step_id").drop_nulls("context_tokens")
+    assert contexts.height > 0.9 * computing.height
+    assert (contexts["context_tokens"] == contexts["true"]).mean() > 0.99
+
+
+def test_spans_of_another_server_are_not_placed():
+    other = synth(SynthOptions(requests=300, rate_per_s=8.0, seed=6))
+    assert place_on_log(in_unix(stock_requests(other)), log_clock(logged(RUN)), LIMITS) is None
