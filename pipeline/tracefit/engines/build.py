@@ -182,19 +182,21 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
 
     snapshots, journeys, requests = read("request_snapshots"), read("journey_events"), read("requests")
     runs, steps, limits = read("runs"), read("steps"), engine_limits(context)
-    complete, starts = _journeys_complete(context, runs, requests), None
+    complete, own = _journeys_complete(context, runs, requests), requests
+    counted = starts = None
     if not steps.height and not journeys.height:
         counted = count_steps(schema.REQUESTS.shape(requests), limits)
-        requests, starts = counted.requests, counted.starts
-        journeys, complete = events_of(requests), starts.height > 0
+        own, starts = counted.requests, counted.starts
+        journeys, complete = events_of(own), starts.height > 0
     elif not journeys.height and steps.filter(is_logged()).height:
         clock = log_clock(steps)
         steps, starts = clock.steps, clock.starts
-        if placed := place_on_log(schema.REQUESTS.shape(requests), clock, limits):
-            requests, starts = placed.requests, placed.starts
+        counted = place_on_log(schema.REQUESTS.shape(requests), clock, limits)
+        if counted:
+            own, starts = counted.requests, counted.starts
             steps = steps.with_columns(cycle_us=pl.when(~is_logged()).then("cycle_us"))
-            journeys = events_of(requests)
-            complete = requests["first_token_step"].count() >= COMPLETE_SHARE * requests.height
+            journeys = events_of(own)
+            complete = own.height >= COMPLETE_SHARE * requests.height
     built = build_timeline(
         steps, snapshots, journeys, limits, journeys_complete=complete, known_starts=starts
     )
@@ -204,13 +206,26 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
         )
         built = built.with_columns(gpu_time)
     timeline, odd_steps = schema.TIMELINE.sift_derived(built)
-    timed = with_step_times(schema.REQUESTS.shape(requests), timeline, journeys, snapshots)
+    timed = with_step_times(schema.REQUESTS.shape(own), timeline, journeys, snapshots)
     timed, odd_requests = schema.REQUESTS.sift_derived(timed)
-    tables = {"timeline": timeline, "requests": schema.REQUESTS.conform(timed)}
+    timed = schema.REQUESTS.conform(timed)
+    if counted:
+        timed = _replaced(schema.REQUESTS.conform(requests), counted.rows, timed)
+    tables = {"timeline": timeline, "requests": timed}
     odd = pl.concat([odd_steps, odd_requests])
     if odd.height:
         tables["runs"], tables["rejects"] = with_implausible(runs, read("rejects"), odd)
     return tables
+
+
+def _replaced(whole: pl.DataFrame, places: pl.Series, rows: pl.DataFrame) -> pl.DataFrame:
+    """Replace rows of a table at their places, column by column: there may be a million, of which a second copy takes too much."""
+    changed = [name for name in rows.columns if not rows[name].equals(whole[name].gather(places))]
+    new = rows.select(changed).with_columns(places.alias("place"), is_new=pl.lit(value=True))
+    every = pl.select(place=pl.int_range(whole.height, dtype=pl.UInt32))
+    spread = every.join(new, on="place", how="left", maintain_order="left")
+    is_new = spread["is_new"].fill_null(value=False)
+    return whole.with_columns(spread[name].zip_with(is_new, whole[name]) for name in changed)
 
 
 def engine_limits(context: RunContext) -> EngineLimits:

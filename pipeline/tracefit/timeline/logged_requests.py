@@ -55,7 +55,7 @@ def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimit
         limits: Limits of the scheduler.
 
     Returns:
-        The requests with the steps of their events, and the starts of the steps on the clock of the spans.
+        Those that are placed, and the starts of the steps on the clock of the spans.
     """
     numbered = requests.with_row_index("row")
     rows = usable(numbered.select("row", *ENGINE, *USED)).sort("arrival_ns", "row")
@@ -93,9 +93,7 @@ def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimit
         cs.ends_with("_step") - pl.Series(bases[life]), epoch=pl.Series(epochs[life])
     )
     starts = _starts(lines, clock.starts, spans, g, ended, apart_s)
-    return RequestSteps(
-        numbered.update(placed.filter(pl.Series(placed_rows)), on="row", how="left").drop("row"), starts
-    )
+    return RequestSteps.of(requests, [placed.filter(pl.Series(placed_rows))], [starts])
 
 
 def _agreement(lines: pl.DataFrame, first: Ints, last: Ints) -> float:

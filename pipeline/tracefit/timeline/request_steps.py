@@ -16,13 +16,13 @@ import numpy as np
 import polars as pl
 
 from tracefit.tables.dialects import STOCK
-from tracefit.tables.schema import ENGINE, JOURNEY_EVENTS, SERVER
+from tracefit.tables.schema import ENGINE, JOURNEY_EVENTS, REQUESTS, SERVER
 from tracefit.timeline.request_counts import counted, known_nodes
 from tracefit.timeline.request_evidence import unknown_batches
 from tracefit.timeline.request_graph import BUDGET, USED, Spans, graph_of, usable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from tracefit.timeline.composition import EngineLimits
     from tracefit.timeline.engines import Ints
@@ -43,13 +43,32 @@ class RequestSteps:
     """Steps that were counted from requests.
 
     Attributes:
-        requests: The `requests` table, with the steps and the times of the events of those that are counted.
+        rows: Places of the requests that are counted in the `requests` table.
+        requests: These rows of it, with the steps and the times of their events.
         starts: The known starts of steps: ENGINE, step_id, ts_start_ns, start_sd_us, start_source, pause.
     """
 
+    rows: pl.Series
     requests: pl.DataFrame
     starts: pl.DataFrame
 
+    @classmethod
+    def of(
+        cls, requests: pl.DataFrame, placed: Iterable[pl.DataFrame], starts: Iterable[pl.DataFrame]
+    ) -> RequestSteps:
+        """Join parts of the requests of a run, each with its `row` and the columns `_PLACED`, and the starts of their steps."""
+        types = pl.Schema({"row": pl.UInt32(), **{name: REQUESTS.types[name] for name in _PLACED}})
+        rows = pl.concat([pl.DataFrame(schema=types), *(part.cast(types) for part in placed)]).sort("row")
+        own = requests[rows["row"]].with_columns(rows.drop("row").get_columns())
+        return cls(rows["row"], own, pl.concat([pl.DataFrame(schema=_STARTS), *starts]))
+
+
+_PLACED = (
+    "epoch",
+    *(f"{name}_ns" for name in ("queued", "first_scheduled", "first_token", "last_token", "finished")),
+    *(f"{name}_step" for name in ("queued", "first_scheduled", "first_token", "finished")),
+)
+"""Columns of a request that follow from its place."""
 
 _STARTS = {
     **{name: JOURNEY_EVENTS.types[name] for name in ENGINE},
@@ -78,12 +97,7 @@ def count_steps(requests: pl.DataFrame, limits: EngineLimits) -> RequestSteps:
     )
     parts = [part for _, rows in whole.group_by(SERVER, maintain_order=True) for part in _windows(rows)]
     found = [_placed(part, budget or BUDGET) for part in parts]
-    starts = pl.concat([pl.DataFrame(schema=_STARTS), *(one.starts for one in found)])
-    if not found:
-        return RequestSteps(requests, starts)
-    placed = pl.concat([one.requests for one in found])
-    updated = numbered.update(placed, on="row", how="left").drop("row")
-    return RequestSteps(updated, starts)
+    return RequestSteps.of(requests, (rows for rows, _ in found), (part for _, part in found))
 
 
 def _windows(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
@@ -99,7 +113,8 @@ def _windows(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
         yield part.with_columns(epoch=pl.lit(window, pl.Int64)).sort("arrival_ns", "row")
 
 
-def _placed(rows: pl.DataFrame, budget: float) -> RequestSteps:
+def _placed(rows: pl.DataFrame, budget: float) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Return the row and the columns `_PLACED` of the requests of one server, and the known starts of its steps."""
     spans = Spans.of(rows)
     g = graph_of(spans, budget)
     counts = counted(spans, g)
@@ -113,7 +128,7 @@ def _placed(rows: pl.DataFrame, budget: float) -> RequestSteps:
     starts = starts.unique("step_id", keep="last", maintain_order=True).with_columns(
         **engine, start_sd_us=pl.lit(STAMP_SD_US), start_source=pl.lit("request"), pause=pl.lit(value=False)
     )
-    return RequestSteps(on_steps(rows, spans, g, ended, g.lag), starts.select(_STARTS.keys()))
+    return on_steps(rows, spans, g, ended, g.lag), starts.select(_STARTS.keys())
 
 
 def on_steps(rows: pl.DataFrame, spans: Spans, g: Graph, ended: Ints, lag: int) -> pl.DataFrame:
