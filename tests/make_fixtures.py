@@ -16,7 +16,7 @@ from pathlib import Path
 
 import polars as pl
 
-from recorded import json_lines, records_of
+from recorded import json_lines, log_lines, records_of
 from recorded import record as no_step
 from tracefit.synth import SynthOptions, SynthRun, synth, write_run
 
@@ -38,6 +38,7 @@ RUNS = (
     ),
 )
 RECORDED = SynthOptions(name="fpm-dynamo", seed=15, requests=50, rate_per_s=2.0)
+LOGGED = SynthOptions(name="vllm-log", seed=16, requests=400, rate_per_s=4.0)
 DAMAGED = SynthOptions(name="damaged", seed=14, requests=60)
 
 
@@ -76,6 +77,18 @@ def record(run: SynthRun, folder: Path) -> dict[str, int]:
     return {"steps": len(records), "timed": truth.height}
 
 
+def log(run: SynthRun, folder: Path) -> dict[str, int]:
+    """Write the steps of a run as vLLM's log in its default format, whole seconds of local time, with a cut line and other output."""
+    written = write_run(run, folder)
+    for name in ("traces.json", "truth_steps.csv.gz", "truth_requests.csv.gz"):
+        (written / name).unlink()
+    lines = log_lines(run.truth_steps, fine=False)
+    cut = lines[40][: len(lines[40]) // 2]
+    text = [b"INFO Starting vLLM server\n", *lines[:40], cut, *lines[41:]]
+    (written / "server.log.gz").write_bytes(gzip.compress(b"".join(text), mtime=0))
+    return {"steps": len(lines) - 1, "rejects": 1}
+
+
 def main(folder: Path) -> None:
     """Write the generated and the damaged runs below `folder`, which are removed first."""
     for generated in ("generated", "recordings", "damaged"):
@@ -86,6 +99,7 @@ def main(folder: Path) -> None:
         write_run(run, folder / "generated", formats=(kind,), compress=compress)
         expected[f"generated/{options.name}"] = yields(run)
     expected["recordings/fpm-dynamo"] = record(synth(RECORDED), folder / "recordings")
+    expected["recordings/vllm-log"] = log(synth(LOGGED), folder / "recordings")
     broken = write_run(synth(DAMAGED), folder, formats=("json",))
     for truth in broken.glob("truth*"):
         truth.unlink()

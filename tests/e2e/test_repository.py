@@ -53,7 +53,7 @@ def test_a_fixture_yields_what_the_generator_put_in(remade: dict[str, Path], nam
 def test_the_recorded_fixture_is_steps_alone_and_gives_their_model(tmp_path: Path) -> None:
     wanted = EXPECTED["recordings/fpm-dynamo"]
     options = tracefit.TrainOptions(features="batch", fast=True)
-    result = tracefit.run([ROOT / "fixtures/recordings"], tmp_path, options=options)
+    result = tracefit.run([ROOT / "fixtures/recordings/fpm-dynamo"], tmp_path, options=options)
     assert (result.exit_code, result.ingested.runs[0].steps, result.ingested.runs[0].lost_steps) == (
         0,
         wanted["steps"],
@@ -72,6 +72,26 @@ def test_the_recorded_fixture_is_steps_alone_and_gives_their_model(tmp_path: Pat
     assert json.loads((tmp_path / "models/alpha.json").read_text())["models"] == []
     reasons = "; ".join(result.trained.not_fitted)
     assert reasons.count("no journeys") == 3
+
+
+def test_the_fixture_of_a_log_is_steps_alone_in_whole_seconds(tmp_path: Path) -> None:
+    wanted = EXPECTED["recordings/vllm-log"]
+    options = tracefit.TrainOptions(features="batch", fast=True)
+    result = tracefit.run([ROOT / "fixtures/recordings/vllm-log"], tmp_path, options=options)
+    ingested = result.ingested.runs[0]
+    assert (result.exit_code, ingested.steps, ingested.rejects, ingested.lost_steps) == (
+        3,
+        wanted["steps"],
+        wanted["rejects"],
+        1,
+    )
+    (model,) = json.loads((tmp_path / "models/beta.json").read_text())["models"]
+    assert set(model["validation"]["rows_by_source"]) == {"log_interval"}
+    # The coefficients behind it are in its truth.json.
+    terms = {term["feature"]: term["value"] for term in model["terms"]}
+    assert model["intercept"]["value"] == pytest.approx(7_000, rel=0.02)
+    assert terms["prefill_tokens"] == pytest.approx(26, rel=0.05)
+    assert any("context" in note for note in model["notes"])
 
 
 def test_damage_costs_the_damaged_records_alone(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import subprocess
+import sys
 from datetime import UTC, datetime
 
 import polars as pl
@@ -285,4 +287,17 @@ def test_what_is_written_is_read_whatever_is_around_it(steps, noise, form, cut):
     assert len(found.rejects) <= 1
 
 
-# -- models ------------------------------------------------------------------------------------------------
+# -- the command line ----------------------------------------------------------------------------------------
+
+
+def test_a_log_may_come_through_a_pipe_and_inspect_says_what_it_lacks():
+    content = b"".join(line(step, AT + step / 100).encode() for step in range(80))
+    code = "from tracefit.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "inspect", "-"], input=content, capture_output=True, check=False
+    )
+    shown = " ".join(done.stdout.decode().split())
+    assert done.returncode == 0
+    assert "78 steps from a line of the log to the next" in shown
+    assert "every step, from the lines of the log" in shown
+    assert "the log does not have them; spans of the same requests" in shown

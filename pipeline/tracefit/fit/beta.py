@@ -69,6 +69,9 @@ _UNCERTAIN_HITS = (
 )
 
 
+RECORD_LONGER = "record for longer under load, or let the log write fractions of seconds: %(created).6f in the format of a logging configuration"
+"""What helps where a log gives too few intervals."""
+
 WITHOUT_CONTEXT = (
     "the log does not say how many tokens of context a step reads: the model goes by the batch, and by KV-cache usage if that "
     f"helps; {SPANS_BESIDE}"
@@ -163,7 +166,8 @@ def fit_step_times(
     result = fit_regimes(rows, regimes, how)
     if isinstance(result, TooFewRows):
         few = f"of {tables.sampled_steps} sampled steps few are consecutive"
-        remedy = ALL_SPANS if tables.is_stock else f"raise --step-tracing-sample-rate: {few}"
+        sampled = ALL_SPANS if tables.is_stock else f"raise --step-tracing-sample-rate: {few}"
+        remedy = RECORD_LONGER if logged else sampled
         too_few = "; ".join((f"step times: {result.reason}", *tables.missing_attributes(_SUMMARY)))
         return StepTimes(source, Missing(target.model, too_few, remedy))
     measured = DURATION if whence == "duration" else CYCLE_TIME
