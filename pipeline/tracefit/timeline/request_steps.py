@@ -60,7 +60,8 @@ class RequestSteps:
         types = pl.Schema({"row": pl.UInt32(), **{name: REQUESTS.types[name] for name in _PLACED}})
         rows = pl.concat([pl.DataFrame(schema=types), *(part.cast(types) for part in placed)]).sort("row")
         own = requests[rows["row"]].with_columns(rows.drop("row").get_columns())
-        return cls(rows["row"], own, pl.concat([pl.DataFrame(schema=_STARTS), *starts]))
+        known = [pl.DataFrame(schema=_STARTS), *(part.select(*_STARTS) for part in starts)]
+        return cls(rows["row"], own, pl.concat(known))
 
 
 _PLACED = (
@@ -128,7 +129,7 @@ def _placed(rows: pl.DataFrame, budget: float) -> tuple[pl.DataFrame, pl.DataFra
     starts = starts.unique("step_id", keep="last", maintain_order=True).with_columns(
         **engine, start_sd_us=pl.lit(STAMP_SD_US), start_source=pl.lit("request"), pause=pl.lit(value=False)
     )
-    return on_steps(rows, spans, g, ended, g.lag), starts.select(_STARTS.keys())
+    return on_steps(rows, spans, g, ended, g.lag), starts
 
 
 def on_steps(rows: pl.DataFrame, spans: Spans, g: Graph, ended: Ints, lag: int) -> pl.DataFrame:
