@@ -172,7 +172,7 @@ class UnknownGpuError(UsageError):
     """A GPU that is not in the catalogue."""
 
 
-def find_gpu(name: str, *, where: str | None = None) -> Gpu:
+def find_gpu(name: str) -> Gpu:
     """Return a GPU of the catalogue by its name, a common alias, or the driver's name.
 
     Letter case, spaces and dashes do not matter, and the maker's name may lead: `H100`, `h100 sxm`,
@@ -189,7 +189,6 @@ def find_gpu(name: str, *, where: str | None = None) -> Gpu:
     suggestion = f"did you mean {' or '.join(meant)}? " if meant else ""
     raise UnknownGpuError(
         f"GPU {excerpt(name)!r} is not known",
-        where=where,
         hint=f"{suggestion}known: {', '.join(CATALOGUE)}; or give a JSON file that describes it",
     )
 
