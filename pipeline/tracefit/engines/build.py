@@ -243,7 +243,7 @@ def _require_spans(task: RunTask) -> None:
         )
     found = f"{other_spans} spans of other scopes, {rejects} unreadable records"
     raise DataError(
-        f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({found})",
+        f"holds no spans of {', '.join(dialects.READ_SCOPES)} ({found})",
         where=task.name,
         hint=f"start vLLM with {ENDPOINT_FLAG} URL, which gives a span of every request",
     )

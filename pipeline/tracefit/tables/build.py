@@ -170,13 +170,13 @@ class _Window:
         place: Where they are.
         parts: Each part with the number of its first row; row numbers continue from part to part.
         facts: server, core_zero, server_zero of each row; of spans that do not count, the server is null.
-        twins: row, twin: as in `ResolvedRun`.
+        found: row, twin, owner: the twins and owners of `ResolvedRun`.
     """
 
     place: Place
     parts: Sequence[tuple[RunPart, int]]
     facts: pl.DataFrame
-    twins: pl.DataFrame
+    found: pl.DataFrame
 
     @classmethod
     def of(cls, place: Place, run: ResolvedRun, begin: int, end: int) -> _Window:
@@ -185,8 +185,9 @@ class _Window:
         parts = [(run.parts[number], run.firsts[number] - first) for number in range(begin, end)]
         # Only here do server names become text, to save memory until then.
         facts = run.facts[first : run.firsts[end]].with_columns(pl.col("server").cast(pl.String))
-        twins = run.twins.filter(pl.col("row").is_between(first, run.firsts[end], closed="left"))
-        return cls(place, parts, facts, twins.with_columns(pl.col("row") - pl.lit(first, pl.UInt32)))
+        found = run.twins.join(run.owners, on="row", how="full", coalesce=True)
+        found = found.filter(pl.col("row").is_between(first, run.firsts[end], closed="left"))
+        return cls(place, parts, facts, found.with_columns(pl.col("row") - pl.lit(first, pl.UInt32)))
 
     def every(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the rows of all spans, counted or not; a file number is replaced by the name of the file."""
@@ -308,7 +309,7 @@ class _Run:
         self.cached.append(cached_prompt_tokens(snapshots))
         journeys, lost, odd_journeys, moved = window.journeys(self.sieve)
         self.counts["clock_corrected_events"] += moved
-        spans = spans.join(window.twins, on="row", how="left", maintain_order="left")
+        spans = spans.join(window.found, on="row", how="left", maintain_order="left")
         self._add_journeys(in_epoch(journeys, self.starts, "ts_ns"), spans)
         self._add_rejects(
             window, spans, lost, pl.concat([odd_spans, odd_steps, odd_snapshots, odd_journeys]), odd_records

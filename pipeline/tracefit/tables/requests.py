@@ -259,12 +259,13 @@ def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
     """Return the spans that describe requests without events, with the columns that `_requests_from_spans` needs.
 
     Args:
-        spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server, server_zero, and twin: the trace in
-            which events describe the same request, which becomes the span's own.
+        spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server, server_zero, twin: the trace in
+            which events describe the same request, which becomes the span's own, and owner: of a stage, the span of its request.
     """
     spans = spans.with_columns(trace_id=pl.coalesce("twin", "trace_id"))
-    ids = ("trace_id", "span_id", "parent_span_id", "scope", "name", "server", "server_zero")
-    return spans.filter(pl.any_horizontal(map(_matches, _KINDS))).select(
+    ids = ("trace_id", "span_id", "parent_span_id", "scope", "name", "server", "server_zero", "owner")
+    is_repeated = (pl.col("scope") == dialects.SGLANG_SCOPE) & pl.col("owner").is_null()
+    return spans.filter(pl.any_horizontal(map(_matches, _KINDS)), ~is_repeated.fill_null(value=False)).select(
         *ids, "start_unix_ns", "end_unix_ns", *dialects.SPAN_KEYS
     )
 
@@ -281,7 +282,7 @@ def _requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
     times = [pl.col(c) - pl.col("server_zero").fill_null(0) for c in ("start_unix_ns", "end_unix_ns")]
     own = spans.with_columns(
         *times,
-        owner=pl.when(phase).then("parent_span_id").otherwise("span_id").fill_null(""),
+        owner=pl.coalesce("owner", pl.when(phase).then("parent_span_id").otherwise("span_id")).fill_null(""),
         dialect=pl.coalesce(pl.when(_matches(rule)).then(pl.lit(rule.dialect)) for rule in _KINDS),
     ).sort("start_unix_ns", "end_unix_ns", "span_id")
     columns: dict[str, list[pl.Expr]] = {}

@@ -152,7 +152,10 @@ def rows_of(batch: SpanBatch, options: IngestOptions, recorded: pl.DataFrame | N
     snapshots, no_snapshot = _split_complete(snapshots, _PLACED_BY["request_snapshots"], NO_SNAPSHOT)
     return SpanRows(
         spans=vllm_spans.drop("span_row")
-        .with_columns(pl.coalesce(keys).alias(name) for name, keys in dialects.REQUEST_ATTRIBUTES.items())
+        .with_columns(
+            *(pl.coalesce(keys).alias(name) for name, keys in dialects.REQUEST_ATTRIBUTES.items()),
+            thread=_thread(),
+        )
         .join(_clocks(journeys, steps), on="row", how="left", maintain_order="left"),
         journeys=journeys,
         steps=steps,
@@ -170,6 +173,18 @@ def rows_of(batch: SpanBatch, options: IngestOptions, recorded: pl.DataFrame | N
                 "steps": recorded,
             }
         ),
+    )
+
+
+def _thread() -> pl.Expr:
+    """Return which of SGLang's threads a span is: label, ranks within a replica, and replica; empty of that of a request."""
+    tp, pp, dp = (pl.col(key).fill_null("") for key in dialects.THREAD_KEYS[2:])
+    thread = pl.format("{}|{}|{}", "thread_label", pl.format("{} {}", tp, pp).str.strip_chars(), dp)
+    return (
+        pl.when(pl.col("rid").is_not_null())
+        .then(pl.lit(""))
+        .when(pl.col("thread_label").is_not_null())
+        .then(thread)
     )
 
 
