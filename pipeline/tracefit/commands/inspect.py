@@ -32,7 +32,7 @@ from tracefit.results.traces import (
     ServerFacts,
 )
 from tracefit.server.settings import JOURNEY_FLAGS, NOT_OF_STOCK, SNAPSHOT_FLAG, journey_remedy, step_remedy
-from tracefit.tables.dialects import WITHOUT_EVENTS, dialect_of
+from tracefit.tables.dialects import WITHOUT_EVENTS, dialect_of, is_known
 from tracefit.tables.health import Check, health_checks
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
@@ -119,7 +119,9 @@ def _read(inputs: Inputs, result: IngestResult) -> list[RunSource]:
 
 def _scopes(spans: pl.DataFrame) -> tuple[ScopeSpans, ...]:
     found: Counter[tuple[str, str | None]] = Counter()
-    for scope, name, count in spans.group_by("scope", "name").len().sort("scope", "name").iter_rows():
+    for scope, name, count in (
+        spans.filter(is_known()).group_by("scope", "name").len().sort("scope", "name").iter_rows()
+    ):
         found[scope, dialect_of(scope, name)] += count
     return tuple(ScopeSpans(scope, count, dialect) for (scope, dialect), count in found.items())
 
@@ -159,6 +161,7 @@ def _run_facts(
         services=tuple(spans["service_name"].drop_nulls().unique().sort()),
         scopes=_scopes(spans),
         other_spans=first["other_spans"],
+        other_scopes=json.loads(first["other_scopes"] or "{}"),
         servers=tuple(ServerFacts(**row) for row in rows.select(ServerFacts.__slots__).iter_rows(named=True)),
         events=json.loads(first["events"]),
         rejects=first["rejects"],

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit import memory
-from tracefit.errors import DataError
+from tracefit.errors import DataError, printable
 from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import build_tables
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from tracefit.tables.places import Place
     from tracefit.tables.store import ReadFile, TableFile
     from tracefit.timeline import EngineLimits
+
+
+_MOST_NAMED = 5
+"""Other scopes that the error of a run without spans to read names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +245,12 @@ def _require_spans(task: RunTask) -> None:
             hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them; recordings are "
             "ForwardPassMetrics",
         )
-    found = f"{other_spans} spans of other scopes, {rejects} unreadable records"
+    staged = (read_staged(task.place, name, "other_scopes", ["scope"]) for name in {p.name for p in parts})
+    scopes = {printable(scope or "unnamed") for rows in staged for scope in rows["scope"]}
+    seen = f" ({', '.join(sorted(scopes)[:_MOST_NAMED])})" if scopes else ""
+    found = f"{other_spans} spans of other scopes{seen}, {rejects} unreadable records"
     raise DataError(
-        f"holds no spans of {', '.join(dialects.READ_SCOPES)} ({found})",
+        f"holds no spans of {', '.join(dialects.READ_SCOPES)}: {found}",
         where=task.name,
         hint=f"start vLLM with {ENDPOINT_FLAG} URL, which gives a span of every request",
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit import memory
+from tracefit.errors import printable
 from tracefit.tables import dialects, schema
 from tracefit.tables.clocks import api_clocks, is_off_clock, on_core_clock
 from tracefit.tables.epochs import (
@@ -59,6 +60,9 @@ _BYTES_PER_SPAN = 128
 
 OTHER_RECORD = "steps.step_id is that of another record with other values"
 """Reason of a record whose step is recorded already."""
+
+_MOST_SCOPES = 16
+"""Other scopes that are named: those with most spans."""
 
 _ODD_SHARE = 0.01
 """A setting that a larger share of a run's values contradicts is not the server's, and bounds nothing."""
@@ -283,6 +287,7 @@ class _Run:
     counts: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
     implausible: Counter[str] = field(default_factory=Counter)
+    other_scopes: Counter[str] = field(default_factory=Counter)
     sorts: dict[str, ExternalSort] = field(default_factory=dict)
     # Of each window, for the snapshots of a request may be in another window than its spans.
     cached: list[pl.DataFrame] = field(default_factory=list)
@@ -299,6 +304,8 @@ class _Run:
         self._take("spans", spans)
         other_spans = window.every("other_scope_spans")
         self.counts["other"] += other_spans.height
+        for scope, count in window.every("other_scopes").select("scope", "count").iter_rows():
+            self.other_scopes[printable(scope or "unnamed")] += count
         self._take("spans", other_spans)
         steps, odd_steps = self.sieve.sift("steps", window.read("steps"))
         self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
@@ -397,6 +404,7 @@ class _Run:
             "clock_corrected_events": self.counts["clock_corrected_events"],
             "events": json.dumps(self.events, sort_keys=True),
             "implausible": json.dumps(self.implausible, sort_keys=True),
+            "other_scopes": json.dumps(dict(self.other_scopes.most_common(_MOST_SCOPES))),
             "missing_attributes": json.dumps(missing_attributes(writer.scan)),
         }
         runs = run_rows(writer.scan, self.run_id, {**run_columns, **counted})

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 UNKNOWN_SERVER = "unknown"
 OTHER_REASON = "other"
+_MOST_SCOPE_CHARS = 64
 
 RECORDED_STEPS: dict[str, pl.DataType] = {
     "file": pl.UInt32(),
@@ -82,6 +83,7 @@ class SpanRows:
         incomplete: row, reason: events without a required field.
         rejects: Input that could not be read.
         other_scope_spans: Spans of other scopes, with the columns of the `spans` table, if they are kept.
+        other_scopes: file, scope (cut), count of spans: of other scopes, kept or not.
         recorded_steps: Steps of recordings beside spans, columns as `RECORDED_STEPS`.
         counts: file, spans, other_spans (kept or not), rejects, steps (recorded ones): of files that have any.
     """
@@ -94,6 +96,7 @@ class SpanRows:
     incomplete: pl.DataFrame
     rejects: pl.DataFrame
     other_scope_spans: pl.DataFrame
+    other_scopes: pl.DataFrame
     recorded_steps: pl.DataFrame
     counts: pl.DataFrame
 
@@ -164,6 +167,9 @@ def rows_of(batch: SpanBatch, options: IngestOptions, recorded: pl.DataFrame | N
         incomplete=pl.concat([no_step, no_snapshot]),
         rejects=batch.rejects,
         other_scope_spans=other_scope_spans if options.all_spans else other_scope_spans.clear(),
+        other_scopes=other_scope_spans.group_by(
+            "file", pl.col("scope").str.head(_MOST_SCOPE_CHARS), maintain_order=True
+        ).agg(count=pl.len().cast(pl.Int64)),
         recorded_steps=recorded,
         counts=_counts(
             {

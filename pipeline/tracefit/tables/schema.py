@@ -289,6 +289,7 @@ RUNS = TableSchema(
         _s("content_sha256", "hash of the trace files' contents, as in the manifest"),
         _i("spans", "spans of this server"),
         _i("other_spans", "spans of other scopes, counted and left out of the tables"),
+        _json("other_scopes", "other scope to its spans (of the run): those with most, none of them read"),
         _i("duplicate_spans", "spans read more than once"),
         _i("rejects", "records that could not be read (of the run)"),
         _i("dropped_events", "events the SDK dropped, as it says itself"),
