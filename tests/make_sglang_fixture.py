@@ -48,7 +48,10 @@ class Request:
 
 @dataclass
 class Step:
-    """A planned step: when its last result is there, the time since that of the step before it, and its batch."""
+    """A planned step: when its last result is there, the time since that of the step before it, and its batch.
+
+    The time of a step after idling is that since its request was queued; of the first step there is none.
+    """
 
     end: float
     cycle: float | None
@@ -77,9 +80,9 @@ def serve(planned: list[Request], slots: int = 6) -> list[Step]:
     while waiting or running:
         ready = [r for r in waiting if r.queued <= now]
         if not ready and not running:
-            now, last = waiting[0].queued + HOST_S, None
+            now = waiting[0].queued + HOST_S
             continue
-        batch = f"{len(steps):08x}"
+        batch, running_before = f"{len(steps):08x}", bool(running)
         if ready and len(running) < slots:
             one = ready[0]
             done = one.cached + CHUNK_TOKENS * len(one.chunks)
@@ -114,7 +117,9 @@ def serve(planned: list[Request], slots: int = 6) -> list[Step]:
             for place, one in enumerate(running):
                 one.tokens.append(end + PER_RESULT_S * place)
             running = [r for r in running if len(r.tokens) < r.output]
-        members.cycle = None if last is None else members.end - last
+        if last is not None:
+            idle_until = one.queued if members.prefill and not running_before else last
+            members.cycle = members.end - max(last, idle_until)
         steps.append(members)
         last = members.end
         now = members.end + HOST_S

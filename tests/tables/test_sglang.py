@@ -8,7 +8,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from tracefit import ingest
+from tracefit import TrainOptions, ingest
+from tracefit import run as run_all
 from tracefit.tables.store import TableStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/sglang"
@@ -83,3 +84,49 @@ def test_ranks_that_repeat_each_other_count_once(read):
     spans, runs = store.read("spans"), store.read("runs")
     assert spans.filter(pl.col("name") == "prefill_waiting").height == 2 * plan("sglang-level3-tp2").height
     assert runs.select("requests", "duplicate_spans", "dialects").rows() == [(30, 0, "sglang server")]
+
+
+def test_steps_are_the_planned_batches_where_spans_of_steps_are_there(read):
+    run = "sglang-level3-tp2"
+    store = read(run)
+    planned = json.loads((FIXTURES / run / "truth.json").read_text())["steps"]
+    chunked = {
+        r["rid"]
+        for r in json.loads((FIXTURES / run / "truth.json").read_text())["requests"]
+        if len(r["chunks"]) > 1
+    }
+    found = store.read("steps").sort("step_id")
+    assert found["step_id"].to_list() == list(range(1, len(planned) + 1))
+    for step, row in zip(planned, found.iter_rows(named=True), strict=True):
+        assert (row["num_prefill_reqs"], row["num_decode_reqs"]) == (
+            len(step["prefill"]),
+            len(step["decode"]),
+        )
+        assert row["context_tokens"] == sum(context for _, context in step["decode"])
+        assert row["decode_tokens"] == len(step["decode"])
+        if any(rid in chunked for rid, *_ in step["prefill"]):
+            # How a prompt is divided into chunks is not in the spans.
+            assert row["prefill_tokens"] is row["scheduled_tokens"] is None
+        else:
+            assert row["prefill_tokens"] == sum(tokens for _, tokens, _ in step["prefill"])
+            assert row["prefill_context_tokens"] == sum(before for *_, before in step["prefill"])
+    inner = list(zip(planned, found["cycle_us"], strict=True))[1:-1]
+    assert all(abs(1e6 * step["cycle"] - us) <= STAMP_US for step, us in inner)
+    assert found["cycle_us"].is_null().to_list() == [True, *[False] * (found.height - 2), True]
+
+
+@pytest.mark.parametrize("run", ["sglang-level1", "sglang-level2"])
+def test_no_step_is_made_up_where_spans_of_steps_are_not_there(read, run):
+    assert read(run).read("steps").height == 0
+
+
+def test_step_times_of_sglangs_spans_are_fitted(tmp_path):
+    options = TrainOptions(features="batch", fast=True)
+    result = run_all(FIXTURES / "sglang-level3-tp2", tmp_path / "out", options=options)
+    assert "beta.cycle_time" in [model.name for model in result.trained.fitted]
+    (model,) = json.loads((tmp_path / "out/models/beta.json").read_text())["models"]
+    terms = {term["feature"]: term["value"] for term in model["terms"]}
+    # The plan has 200 us for each request that decodes, and 20 for its result.
+    assert terms["running_depth"] == pytest.approx(220, rel=0.01)
+    assert "by SGLang's spans" in model["target"]["definition"]
+    assert model["target"]["source"] == "step_clock"

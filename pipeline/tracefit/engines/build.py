@@ -183,7 +183,7 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
 
     snapshots, journeys, requests = read("request_snapshots"), read("journey_events"), read("requests")
     runs, steps, limits = read("runs"), read("steps"), engine_limits(context)
-    complete, starts = _journeys_complete(context, runs, requests), None
+    complete, starts = journeys.height > 0 and _journeys_complete(context, runs, requests), None
     if not steps.height and not journeys.height:
         counted = count_steps(schema.REQUESTS.shape(requests), limits)
         requests, starts = counted.requests, counted.starts

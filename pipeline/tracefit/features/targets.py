@@ -93,6 +93,7 @@ class StepTarget:
 RECORDED = {
     "fpm": "wall_time of ForwardPassMetrics: output of a step to output of the next, after idling from schedule() to output",
     "fpm_gpu": "wall_time of ForwardPassMetrics: GPU time of the step, without what the engine does between steps",
+    "sglang": "results of a step to those of the next, after idling from the arrival to the results, by SGLang's spans",
 }
 """The interval of recorded steps, by their source in the timeline; of another source it is the time that the record states."""
 

@@ -149,7 +149,8 @@ def fit_step_times(
         return StepTimes(source, Missing(target.model, too_few, remedy))
     measured = DURATION if whence == "duration" else CYCLE_TIME
     clock = [measured.definition] if len(sources) > len(recorded) or measured is DURATION else []
-    whole = "forward_pass_metrics" if recorded and not clock else None
+    fpm = [source for source in recorded if source is not CycleSource.SGLANG]
+    whole = "forward_pass_metrics" if fpm and not clock else None
     definition = "; ".join(
         [
             *clock,
@@ -186,7 +187,7 @@ def fit_step_times(
         notes=(
             *reason,
             *beyond_training(result.terms, tables.timeline),
-            *(_notes_on_records(tables, scope) if recorded else ()),
+            *(_notes_on_records(tables, scope) if fpm else ()),
         ),
         feature_definitions=features,
     )

@@ -38,12 +38,14 @@ from tracefit.tables.requests import (
     first_hits,
     join_requests,
     request_spans,
+    requests_from_spans,
     sift_numbers,
     with_api_moved,
 )
 from tracefit.tables.resolve import ResolvedRun, RunPart, parts_of, resolve
 from tracefit.tables.rows import NO_CLOCK
 from tracefit.tables.runs import missing_attributes, run_rows
+from tracefit.tables.stages import results_of, steps_of
 from tracefit.tables.staging import read_staged, staged_bytes
 
 if TYPE_CHECKING:
@@ -462,6 +464,7 @@ class _Run:
         self.cached.clear()
         self._sort("requests").add(schema.REQUESTS.empty())
         bounds = [clock_bounds(schema.REQUESTS.empty())]
+        results = self.space.sort(key=("server", "block"), order=("server", "block", "end_ns"))
         for window in self._sort("layers").windows():
             core, api, described = (
                 window.filter(side=s).select(self.layer_columns[s]) for s in ("core", "api", "spans")
@@ -469,11 +472,27 @@ class _Run:
             hits = cached.join(
                 core, left_on=cached.columns[:3], right_on=["server", "epoch", "request_id"], how="semi"
             )
-            joined = join_requests(core, api, described, hits, run_id=self.run_id)
+            requests = requests_from_spans(described)
+            joined = join_requests(core, api, requests, hits, run_id=self.run_id)
+            results.add(results_of(described, requests))
             bounds.append(clock_bounds(joined))
             self._sort("requests").add(joined)
         del self.sorts["layers"]
+        self._add_stages(results)
         return api_clocks(pl.concat(bounds))
+
+    def _add_stages(self, results: ExternalSort) -> None:
+        """Add the steps that SGLang's spans show; only at the level that has spans of steps are prompts all that ran."""
+        count = Counter[str]()
+        for window in results.windows() if results.rows else ():
+            for (server, _), block in window.group_by("server", "block", maintain_order=True):
+                if block["is_loop"].any():
+                    found = steps_of(block, count[str(server)] + 1)
+                    count[str(server)] += found.height
+                    steps, odd = schema.STEPS.sift_derived(found)
+                    self.implausible.update(dict(odd.iter_rows()))
+                    self._take("rejects", odd)
+                    self._take("steps", steps)
 
 
 def _as_rejects(rows: pl.DataFrame) -> pl.DataFrame:

@@ -381,7 +381,7 @@ API_SCOPES = _distinct(kind.scope for kind in JOURNEY_EVENTS if kind.layer == "a
 CORE_SCOPES = _distinct(kind.scope for kind in JOURNEY_EVENTS if kind.layer == "core")
 """Scopes of the spans whose events are the journeys of the API process, and of the engine core."""
 
-SPAN_KEYS = tuple(sorted({*THREAD_KEYS, *(s.attribute or "" for s in _OF_SPANS)}))
+SPAN_KEYS = tuple(sorted({*THREAD_KEYS, "decode_ct", *(s.attribute or "" for s in _OF_SPANS)}))
 """Attributes of spans that become columns of their rows."""
 
 SPAN_ATTRIBUTES = tuple(

@@ -1,7 +1,7 @@
 """Build the `requests` table: one row per request, joined over the API and the core layer, with its durations.
 
 `core_requests` and `api_requests` aggregate the events of each layer, and `join_requests` joins them by trace and parent.
-`_requests_from_spans` reads requests of spans without events, by the rules of `dialects`: attributes of stock vLLM, phases
+`requests_from_spans` reads requests of spans without events, by the rules of `dialects`: attributes of stock vLLM, phases
 of the proposed lifecycle spans. Durations and rates follow vLLM's request metrics; `schema.REQUESTS` documents them.
 """
 
@@ -34,7 +34,7 @@ def join_requests(
     Args:
         core: What `core_requests` gives, of all core spans of some traces.
         api: What `api_requests` gives, of all API spans of the same traces.
-        described: What `request_spans` gives, of all spans of the same traces.
+        described: What `requests_from_spans` gives, of all spans of the same traces.
         cached: What `cached_prompt_tokens` gives, of the whole run.
         run_id: The run.
 
@@ -65,9 +65,7 @@ def join_requests(
     with_cache = both.join(hits, on=["server", "epoch", "core_request_id"], how="left")
     rows = _with_state(_with_durations(with_cache)).with_columns(dialect=pl.lit(dialects.JOURNEY))
     if described.height:
-        rows = _add_requests_from_spans(rows, _requests_from_spans(described)).with_columns(
-            run_id=pl.lit(run_id)
-        )
+        rows = _add_requests_from_spans(rows, described).with_columns(run_id=pl.lit(run_id))
     return _with_rates(schema.REQUESTS.shape(rows))
 
 
@@ -256,7 +254,7 @@ def sift_numbers(spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 
 
 def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
-    """Return the spans that describe requests without events, with the columns that `_requests_from_spans` needs.
+    """Return the spans that describe requests without events, with the columns that `requests_from_spans` needs.
 
     Args:
         spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server, server_zero, twin: the trace in
@@ -270,7 +268,7 @@ def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
+def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
     """Return one row per request that spans describe: trace_id, owner, parent_span_id, server, dialect, and facts of it.
 
     A stock `llm_request` span is a request; a phase belongs to the request that is its parent span. The owner is the span

@@ -52,8 +52,8 @@ def run_rows(
     requests = scan("requests").group_by(_SERVER).agg(**_RATIOS, requests=pl.len())
     # In streams: none of these tables need fit into memory.
     rows, records, *parts = pl.collect_all([spans, recorded, epochs, requests], engine="streaming")
-    # A server is known by its spans or by records of its steps.
-    rows = pl.concat([rows, records], how="diagonal")
+    # A server is known by its spans, by records of its steps, or both.
+    rows = pl.concat([rows, records], how="diagonal").group_by(_SERVER).agg(pl.all().drop_nulls().first())
     for part in (*parts, _sampling(scan)):
         rows = rows.join(part, on=_SERVER, how="left")
     shared = {**columns, "run_id": run_id}

@@ -394,7 +394,7 @@ JOURNEY_EVENTS = TableSchema(
 
 STEPS = TableSchema(
     "steps",
-    "one row per sampled engine step (BATCH_SUMMARY), or recorded one (ForwardPassMetrics)",
+    "one row per sampled engine step (BATCH_SUMMARY), recorded one (ForwardPassMetrics), or one of SGLang's spans",
     ("run_id", "server", "epoch", "step_id"),
     (
         *_ENGINE_COLUMNS,
@@ -423,7 +423,10 @@ STEPS = TableSchema(
             least=0,
             most=_HOUR_US,
         ),
-        _s("cycle_source", "fpm: wall_time of ForwardPassMetrics; null of a sampled step"),
+        _s(
+            "cycle_source",
+            "fpm: wall_time of ForwardPassMetrics; sglang: between results, by SGLang's spans; null of a sampled step",
+        ),
         _sum("context_tokens", "KV tokens in cache before the step, of decode requests"),
         _sum("prefill_context_tokens", "the same of prefill requests"),
         _sum("waiting_tokens", "tokens to compute of the waiting requests"),
@@ -624,7 +627,7 @@ TIMELINE = TableSchema(
         _s(
             "cycle_source",
             "adjacent (between two summaries, consecutive), interval, request (both starts counted from requests), fpm "
-            "(recorded) or fpm_gpu (recorded, GPU time)",
+            "(recorded), fpm_gpu (recorded, GPU time) or sglang (between results, by SGLang's spans)",
         ),
         _step("interval_steps", "steps the cycle is the mean of"),
         _n("num_prefill_reqs", "scheduled requests without an output token"),

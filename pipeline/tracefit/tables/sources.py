@@ -11,7 +11,7 @@ class CycleSource(StrEnum):
     """Values of `cycle_source` in `steps` and `timeline` and `source` in `beta_training`.
 
     `fpm` is `wall_time` of ForwardPassMetrics, from the output of the step before it to its own; `fpm_gpu` the same where it
-    is GPU time alone, as SGLang measures it.
+    is GPU time alone, as SGLang measures it. `sglang` is from the results of the step before it to its own, by SGLang's spans.
     """
 
     ADJACENT = "adjacent"
@@ -20,6 +20,7 @@ class CycleSource(StrEnum):
     DURATION = "duration"
     FPM = "fpm"
     FPM_GPU = "fpm_gpu"
+    SGLANG = "sglang"
 
     @property
     def is_one_step(self) -> bool:
@@ -29,7 +30,7 @@ class CycleSource(StrEnum):
     @property
     def is_recorded(self) -> bool:
         """Whether a record states the time of the step; others are differences of the step clock, or scheduling times."""
-        return self in {CycleSource.FPM, CycleSource.FPM_GPU}
+        return self in {CycleSource.FPM, CycleSource.FPM_GPU, CycleSource.SGLANG}
 
 
 MEANS = tuple(source.value for source in CycleSource if not source.is_one_step)
