@@ -8,7 +8,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from tracefit import TrainOptions, ingest
+from tracefit import DataError, TrainOptions, ingest, inspect
 from tracefit import run as run_all
 from tracefit.tables.store import TableStore
 
@@ -130,3 +130,15 @@ def test_step_times_of_sglangs_spans_are_fitted(tmp_path):
     assert terms["running_depth"] == pytest.approx(220, rel=0.01)
     assert "by SGLang's spans" in model["target"]["definition"]
     assert model["target"]["source"] == "step_clock"
+
+
+def test_what_gives_steps_is_said_in_sglangs_terms(tmp_path):
+    (scope,) = inspect([FIXTURES / "sglang-level1"]).scopes
+    (steps,) = [allowed for allowed in scope.allows if allowed.what == "step time"]
+    assert "SGLANG_TRACE_LEVEL=3" in steps.reason
+    (scope,) = inspect([FIXTURES / "sglang-level3-tp2"]).scopes
+    (steps,) = [allowed for allowed in scope.allows if allowed.what == "step time"]
+    assert steps.trains
+    assert "recorded steps; " in steps.reason
+    with pytest.raises(DataError, match="SGLANG_TRACE_LEVEL=3"):
+        run_all(FIXTURES / "sglang-level1", tmp_path / "out", options=TrainOptions(fast=True))

@@ -31,10 +31,18 @@ from tracefit.results.traces import (
     ScopeSpans,
     ServerFacts,
 )
-from tracefit.server.settings import JOURNEY_FLAGS, NOT_OF_STOCK, SNAPSHOT_FLAG, journey_remedy, step_remedy
-from tracefit.tables.dialects import WITHOUT_EVENTS, dialect_of, is_known
+from tracefit.server.settings import (
+    JOURNEY_FLAGS,
+    NOT_OF_STOCK,
+    SGLANG_STEPS,
+    SNAPSHOT_FLAG,
+    journey_remedy,
+    step_remedy,
+)
+from tracefit.tables.dialects import SGLANG, WITHOUT_EVENTS, dialect_of, is_known
 from tracefit.tables.health import Check, health_checks
 from tracefit.tables.runs import step_counters
+from tracefit.tables.sources import CycleSource
 from tracefit.tables.store import TableStore
 from tracefit.timeline import clock_disagreements, unknown_batches
 
@@ -212,6 +220,8 @@ def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
         steps_with_context=timeline["context_tokens"].count(),
         timeline_steps=timeline.height,
         requests=requests.height,
+        requests_of_sglang=int((requests["dialect"] == SGLANG).sum()),
+        recorded=int(cycles["cycle_source"].is_in([s.value for s in CycleSource if s.is_recorded]).sum()),
         requests_without_events=int(requests["dialect"].is_in(WITHOUT_EVENTS).sum()),
         # Only complete journeys give the running requests of every step.
         complete_runs=int(timeline["running_after"].is_not_null().any()),
@@ -265,6 +275,7 @@ def _allowances(e: Evidence, context: RunContext, unknown: str) -> tuple[Allowan
 def _step_time(e: Evidence, unknown: str) -> Allowance:
     kinds = {
         "adjacent": "adjacent pairs",
+        "recorded": "recorded steps",
         "intervals": "intervals between known starts",
         "counted": "intervals between token times",
         "idle": "idle gaps",
@@ -277,7 +288,9 @@ def _step_time(e: Evidence, unknown: str) -> Allowance:
     if unknown:
         return Allowance(_STEP_TIME, "no", f"the batches of the steps are not known: {unknown}")
     if not e["timeline_steps"]:
-        return Allowance(_STEP_TIME, "no", f"no step is known; {step_remedy(stock=_is_stock(e))}")
+        is_sglang = 0 < e["requests"] == e["requests_of_sglang"]
+        remedy = SGLANG_STEPS if is_sglang else step_remedy(stock=_is_stock(e))
+        return Allowance(_STEP_TIME, "no", f"no step is known; {remedy}")
     return Allowance(_STEP_TIME, "no", f"{found or 'no two known starts'}; {_too_few(e, _STEP_TIME)}")
 
 

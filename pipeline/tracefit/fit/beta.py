@@ -41,8 +41,8 @@ from tracefit.fit.holdout import (
 from tracefit.fit.results import Candidate, Missing, StepTimeSource, TargetFacts
 from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
-from tracefit.server.settings import STEP_FLAGS
-from tracefit.tables.dialects import STEP_EVENT
+from tracefit.server.settings import SGLANG_STEPS, STEP_FLAGS
+from tracefit.tables.dialects import SGLANG, STEP_EVENT
 from tracefit.tables.schema import ENGINE
 from tracefit.tables.sources import CycleSource, is_one_step
 
@@ -122,7 +122,8 @@ def fit_step_times(
     if not tables.timeline.height and unknown:
         return StepTimes(cover, Missing(target.model, "the batches of the steps are not known", unknown))
     if not tables.sampled_steps and not tables.timeline["cycle_us"].count():
-        remedy = f"start the server with {STEP_FLAGS}"
+        of_sglang = (tables.requests["dialect"] == SGLANG).any()
+        remedy = SGLANG_STEPS if of_sglang else f"start the server with {STEP_FLAGS}"
         without = "; ".join(tables.missing_attributes(_SUMMARY)) or "the traces hold no step events"
         return StepTimes(cover, Missing(target.model, without, remedy))
     sources = {CycleSource(source) for source in tables.timeline["cycle_source"].drop_nulls().unique()}
