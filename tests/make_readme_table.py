@@ -1,4 +1,4 @@
-"""Write the result table of README.md from models/evaluation.json."""
+"""Write the result tables of README.md from models/evaluation.json: scopes on GPUs, then those without one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def _number(value: float | None) -> str:
 
 
 def main(readme: Path, evaluation: Path) -> None:
-    """Replace the rows of the table in `readme`."""
-    rows = []
+    """Replace the rows of the tables in `readme`."""
+    tables: tuple[list[str], list[str]] = ([], [])
     for scope in json.loads(evaluation.read_text(encoding="utf-8"))["scopes"]:
         name = scope["scope_id"].rsplit(".", 1)[0]
         for model, entry in scope["models"].items():
@@ -25,10 +25,11 @@ def main(readme: Path, evaluation: Path) -> None:
             others = [entry["baseline"], entry["gradient_boosting"]]
             maes = [held["mae"], *(other and other["mae"] for other in others)]
             cells = [name, model, f"{held['n']:,}", *(_number(v) for v in (*errors, *maes))]
-            rows.append(f"| {' | '.join(cells)} |")
+            tables[".no-gpu." in name].append(f"| {' | '.join(cells)} |\n")
     text = readme.read_text(encoding="utf-8")
     table = re.compile(r"(?:^\| \S+ \| (?:alpha|beta)\..*\n)+", re.MULTILINE)
-    readme.write_text(table.sub("\n".join(rows) + "\n", text, count=1), encoding="utf-8")
+    written = iter(tables)
+    readme.write_text(table.sub(lambda _: "".join(next(written)), text, count=2), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def _broken_config(folder):
 FAULTS = {
     "a setting without a value": (lambda _: ("--set", "max_num_seqs"), 2, "KEY=VALUE"),
     "a setting that cannot be": (lambda _: ("--set", "max_num_seqs=-4"), 2, "max_num_seqs"),
-    "an unknown gpu": (lambda _: ("--gpu", "H9000"), 2, "H100"),
+    "no such gpu file": (lambda _: ("--gpu", "H9000.json"), 2, "H9000.json"),
     "no such run config": (lambda f: ("--run-config", f / "none.yaml"), 2, "none.yaml"),
     "a model configuration that is a list": (_broken_config, 2, "config.json"),
 }

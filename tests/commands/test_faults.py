@@ -76,12 +76,17 @@ def test_three_requests_are_too_few(tmp_path, traces, files_in):
     assert not list((tmp_path / "out").rglob(".writing-*"))
 
 
-def test_a_gpu_unknown_to_the_runs_own_file_is_named_and_left_out(tmp_path, traces, quick):
+@pytest.mark.parametrize("stated", ["by the run", "by the user"])
+def test_a_gpu_that_is_not_known_is_named_and_left_out(tmp_path, traces, quick, stated):
     folder = traces.load(steps=120).write(tmp_path / "run")
-    with (folder / "exp-config.yaml").open("a") as config:
-        config.write("gpu: H9000\n")
-    result = run([folder], tmp_path / "out", options=quick)
-    assert any("GPU H9000 is not in the catalogue" in text for text in result.ingested.warnings)
+    server = ServerOptions(gpu="H9000") if stated == "by the user" else ServerOptions()
+    if stated == "by the run":
+        with (folder / "exp-config.yaml").open("a") as config:
+            config.write("gpu: H9000\n")
+    result = run([folder], tmp_path / "out", server=server, options=quick)
+    (warning,) = [text for text in result.ingested.warnings if "GPU" in text]
+    assert "GPU 'H9000' is not known: features of the GPU are left out (" in warning
+    assert "known: H100-SXM, " in warning
     (scope,) = {m.scope_id for m in result.trained.fitted}
     assert ".h9000." in scope
 

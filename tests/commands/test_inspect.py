@@ -8,6 +8,7 @@ import pytest
 
 from tracefit import DataError, ingest, inspect, run
 from tracefit.features.targets import TARGETS
+from tracefit.reports.terminal_results import inspect_text
 from tracefit.tables.store import TableStore
 
 WAITS = {"beta.cycle_time": "step time"} | {target.model: target.title for target in TARGETS}
@@ -202,3 +203,18 @@ def test_prefix_hits_need_snapshots_that_tell_them(tmp_path, new_traces, allows)
         verdicts[name] = allows(inspect([one.write(tmp_path / name)]))["prefix hits"]
     assert verdicts["without"].reason == "1 snapshots, none with request.effective_prompt_len"
     assert (verdicts["with"].verdict, verdicts["with"].reason) == ("yes", "known of 1 requests")
+
+
+def test_scopes_that_were_seen_and_not_read_are_named(tmp_path, traces):
+    traces.request(1, 0, step=1).span("tgi.router\x1b[31m", "generate", (9, 9, 0), [])
+    traces.span("tgi.router\x1b[31m", "generate", (9, 10, 0), []).span("x" * 500, "y", (9, 11, 0), [])
+    found = inspect([traces.write(tmp_path / "run")])
+    assert found.runs[0].other_scopes == {r"tgi.router\x1b[31m": 2, "x" * 64: 1}
+    assert r"tgi.router\x1b[31m, 2 spans, not read" in inspect_text(found)
+    assert {scope.dialect for scope in found.runs[0].scopes} == {"journey"}
+
+
+def test_traces_of_another_engine_alone_name_it(tmp_path, traces):
+    folder = traces.span("tgi.router", "generate", (9, 9, 0), []).write(tmp_path / "run")
+    with pytest.raises(DataError, match=r"1 spans of other scopes \(tgi\.router\), 0 unreadable"):
+        inspect([folder])

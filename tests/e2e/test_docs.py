@@ -56,7 +56,7 @@ def test_the_comparison_shows_what_its_commands_print(tmp_path):
         (ROOT / "docs/explanation/comparison.md").read_text(),
         re.MULTILINE,
     )
-    assert len(shown) == 10
+    assert shown
     assert shown == printed
 
 

@@ -145,7 +145,7 @@ def _assert_same(left: Any, right: Any, where: str) -> None:
         assert left == right, where
 
 
-def test_the_readmes_table_is_the_shipped_evaluation() -> None:
+def test_the_readmes_tables_are_the_shipped_evaluation_on_gpus_and_without_one() -> None:
     evaluation = json.loads((ROOT / "models/evaluation.json").read_text())
     rows = [
         f"| {scope['scope_id'].rsplit('.', 1)[0]} | {name} | {entry['holdout']['n']:,} | "
@@ -154,12 +154,11 @@ def test_the_readmes_table_is_the_shipped_evaluation() -> None:
         for scope in evaluation["scopes"]
         for name, entry in scope["models"].items()
     ]
-    table = [
-        line
-        for line in (ROOT / "README.md").read_text().splitlines()
-        if re.match(r"\| \S+ \| (alpha|beta)\.", line)
-    ]
-    assert table == rows
+    readme = (ROOT / "README.md").read_text()
+    with_gpu, without = re.findall(r"On real GPUs: (.*?)Without a GPU: (.*?)\n## ", readme, re.DOTALL)[0]
+    for text, is_without in ((with_gpu, False), (without, True)):
+        table = [line for line in text.splitlines() if re.match(r"\| \S+ \| (alpha|beta)\.", line)]
+        assert table == [row for row in rows if (".no-gpu." in row) is is_without]
 
 
 def _numbers(entry: dict[str, Any]) -> list[float | None]:

@@ -97,6 +97,18 @@ def test_window_caps_reads_and_pairs_of_its_layers(step, dense, gpu):
     assert found["prefill_kv_write_us"] == pytest.approx(20 * 32 / 1000)
 
 
+@pytest.mark.parametrize(("windows", "context_layers"), [((0, None), 1), ((0, 0), 0)])
+def test_layers_of_linear_attention_have_no_context(step, dense, gpu, windows, context_layers):
+    found = terms(step, replace(dense, layer_windows=windows), gpu)
+
+    assert found["prefill_kv_write_us"] == pytest.approx(context_layers * 20 * 16 / 1000)
+    assert found["decode_kv_read_us"] == pytest.approx(context_layers * 3 * 10 * 16 / 1000)
+    assert found["decode_compute_us"] == pytest.approx(
+        (3 * 2304 + context_layers * 3 * 10 * 32 + 3 * 160) / 1000
+    )
+    assert found["layers"] == 2.0
+
+
 def test_latent_attention_is_whole_on_every_rank(step, dense, gpu):
     latent = LatentAttention(
         q_lora_rank=None, kv_lora_rank=6, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4

@@ -118,7 +118,7 @@ def test_a_command_line_or_a_log_is_read_of_vllm(lib, start, config_of, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--gpu", "H9000"), "H9000"),
+        (("--gpu", "H9000.json"), "H9000.json"),
         pytest.param(("--host", "0.0.0.0"), "or say --insecure", marks=pytest.mark.slow),  # noqa: S104
         pytest.param(("--rotate", "much"), "--rotate much: not a size", marks=pytest.mark.slow),
         pytest.param(("--stop-after", "soon"), "--stop-after soon: not a time", marks=pytest.mark.slow),

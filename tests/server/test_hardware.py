@@ -36,7 +36,15 @@ OWN = {"memory_bandwidth_gb_s": 1000, "compute_tflops_fp16": 100, "memory_gb": 3
         ("Tesla V100-SXM2-32GB", "V100-32GB-SXM2"),
         ("NVIDIA B200", "B200"),
         ("NVIDIA GB200", "GB200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GB300", "GB300"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("rtx 5090", "RTX-5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000"),
         ("AMD Instinct MI300X", "MI300X"),
+        ("AMD Instinct MI350X", "MI350X"),
+        ("mi355x", "MI355X"),
         ("mi325x", "MI325X"),
     ],
 )
@@ -67,8 +75,16 @@ VALUES = {
     "V100-32GB-SXM2": (125, None, 32, 900, 300, 80),
     "B200": (2250, 4500, 180, 8000, 1800, 148),
     "GB200": (2500, 5000, 186, 8000, 1800, 148),
+    "B300": (2250, 4500, 288, 8000, 1800, None),  # HGX B300, 8 GPUs: 36 and 72 PFLOPS with sparsity
+    "GB300": (2500, 5000, 288, 8000, 1800, None),  # GB300 NVL72, 72 GPUs: 360 and 720 PFLOPS with sparsity
+    "H20": (148, 296, 96, 4000, 900, 78),
+    "RTX-4090": (165.2, 330.3, 24, 1008, None, 128),
+    "RTX-5090": (209.5, 419, 32, 1792, None, 170),
+    "RTX-PRO-6000": (503.8, 1007.6, 96, 1792, None, 188),
     "MI300X": (1307, 2615, 192, 5300, 896, 304),
     "MI325X": (1307, 2615, 256, 6000, 896, 304),
+    "MI350X": (2307, 4614, 288, 8000, 1075, 256),  # 7 links of 153.6 GB/s
+    "MI355X": (2517, 5033, 288, 8000, 1075, 256),
 }
 
 

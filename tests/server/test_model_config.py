@@ -43,7 +43,7 @@ def test_spellings_mean_the_same(parse, spelling, standard):
 
 
 @pytest.mark.parametrize("key", ["num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"])
-@pytest.mark.parametrize("chosen", ["num_experts_per_tok", "moe_topk", "top_k_experts"])
+@pytest.mark.parametrize("chosen", ["num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k"])
 def test_expert_spellings(parse, key, chosen):
     arch = parse(**{key: 8, chosen: 2, "moe_intermediate_size": 32})
 
@@ -149,16 +149,11 @@ def test_unknown_wrapper_of_a_known_text_model_is_read(config_of):
     assert parse_architecture(json.dumps(config), where="x").hidden == 4096
 
 
-def test_family_is_detected_by_architectures_where_model_type_is_not_known(parse):
-    arch = parse(model_type="Yi", architectures=["LlamaForCausalLM"])
-
-    assert arch.model_type == "llama"
-
-
 @pytest.mark.parametrize(
     ("changes", "layer_ids"),
     [
         ({"first_k_dense_replace": 2}, (2, 3)),
+        ({"moe_layer_start_index": 2}, (2, 3)),
         ({"moe_layer_freq": 2}, (0, 2)),
         ({"moe_layer_freq": 2, "first_k_dense_replace": 1}, (2,)),
         ({"moe_layer_freq": [0, 1, 1, 0]}, (1, 2)),
@@ -199,6 +194,7 @@ def test_model_whose_every_layer_turns_out_dense_is_dense(parse):
     ("changes", "width"),
     [
         ({"n_shared_experts": 2}, 32),
+        ({"moe_num_shared_experts": 2}, 32),
         ({"shared_expert_intermediate_size": 99}, 99),
         ({"shared_expert_intermediate_size": 0, "n_shared_experts": 2}, 0),
         ({"n_shared_experts": None}, 0),
@@ -265,7 +261,7 @@ def test_which_layers_have_a_window(parse, changes, windows):
 @pytest.mark.parametrize(
     ("kinds", "message"),
     [
-        (["linear_attention", "full_attention"] * 2, "layer_types has layers linear_attention"),
+        (["hyena", "full_attention"] * 2, "layer_types has layers hyena"),
         (["full_attention"] * 3, "layer_types must be a list of 4 names"),
         ([1, 2, 3, 4], "layer_types has layers that are no text"),
         ("full_attention", "layer_types must be a list"),
@@ -316,7 +312,10 @@ def test_number_that_cannot_be_is_refused(parse, key, value):
             "no_rope_layers must be less than or equal to 1, not 2",
         ),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 8"),
-        ({"hidden_size": 65}, "hidden_size 65 is no multiple of num_attention_heads 8"),
+        (
+            {"hidden_size": 65},
+            "head_dim is missing, and hidden_size 65 is no multiple of num_attention_heads 8",
+        ),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5 is more than the 4 experts"),
         ({"num_experts": 4}, "num_experts_per_tok is missing"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
@@ -354,14 +353,60 @@ def test_an_unknown_family_is_read_as_a_usual_decoder_and_says_so(parse):
 
     assert (unknown.model_type, unknown.parameters) == ("llama9", known.parameters)
     assert set(unknown.assumed) - set(known.assumed) == {
-        "model_type llama9 is not known: read as a usual decoder (gated FFNs, no windows, rotary positions)"
+        "model_type llama9 is not known: read by its keys as a usual decoder (gated FFNs, rotary positions)"
     }
 
 
-@pytest.mark.parametrize("architectures", [None, [], [7], {"a": 1}, "LlamaForCausalLMX"])
-def test_config_without_a_family_is_refused(parse, architectures):
-    with pytest.raises(UsageError, match="model_type and architectures are missing"):
-        parse(model_type=None, architectures=architectures)
+def test_a_config_that_names_no_family_is_read_by_its_keys(parse):
+    arch = parse(without=("model_type",))
+
+    assert (arch.parameters, arch.model_type) == (parse().parameters, "unknown")
+    assert arch.assumed[0].startswith("model_type unknown is not known: ")
+
+
+def test_a_window_that_no_key_assigns_to_layers_is_left_out_and_named(parse):
+    arch = parse(model_type="new", sliding_window=16)
+
+    assert arch.layer_windows == (None,) * 4
+    assert "sliding_window 16 left out: no key says which layers it is for" in arch.assumed
+
+
+# Keys of Qwen3.5: 2 heads of 8 for keys, 4 of 16 for values.
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+
+
+@pytest.mark.parametrize(
+    "which",
+    [{"full_attention_interval": 4}, {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}],
+)
+def test_linear_attention_is_recognised_by_its_keys(parse, which):
+    arch, usual = parse(model_type="new", **LINEAR, **which), parse()
+
+    assert arch.layer_windows == (0, 0, 0, None)
+    assert (arch.linear_layers, arch.context_layers, arch.window_groups) == (3, 1, ((None, 1),))
+    assert (arch.kv_bytes_per_token, usual.kv_bytes_per_token) == (64, 4 * 64)  # 2 · 2 KV heads · 8 · 2 bytes
+    # Queries and keys 2·2·8, values, their gate and output 3·4·16, two scalars for each of 4 heads: 232 columns of 64.
+    assert arch.parameters == usual.parameters + 3 * (64 * 232 - usual.attention_parameters)
+    assert arch.facts()["linear_layers"] == 3
+    assert arch.facts()["windowed_layers"] == 0
+
+
+def test_layers_without_a_context_whose_sizes_are_not_stated_are_noted(parse):
+    arch = parse(layer_types=["mamba"] * 2 + ["attention"] * 2)
+
+    assert (arch.layer_windows, arch.parameters) == ((0, 0, None, None), parse().parameters)
+    assert any("linear_* keys are absent" in note for note in arch.assumed)
+
+
+def test_gate_of_attention_is_as_wide_as_its_queries(parse):
+    gated = parse(attn_output_gate=True)
+
+    assert gated.attention_parameters == parse().attention_parameters + 64 * 64  # 8 heads of 8
 
 
 @pytest.mark.parametrize(
@@ -374,7 +419,7 @@ def test_config_without_a_family_is_refused(parse, architectures):
         (b"\xff\xfe", "is not UTF-8 text"),
         ("[" * 100_000, "is nested too deeply"),
         ('{"hidden_size": ' + "9" * 5000 + "}", "is not JSON"),
-        ("{}", "model_type and architectures are missing"),
+        ("{}", "num_hidden_layers is missing"),
     ],
 )
 def test_file_that_is_no_config_is_one_line(text, message):

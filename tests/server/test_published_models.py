@@ -42,9 +42,14 @@ MODELS = {
     "qwen2.5-7b": (7_615_616_512, 28, 2 * 4 * 128),
     "qwen3-0.6b": (596_049_920, 28, 2 * 8 * 128),
     "qwen3-30b-a3b": (30_532_122_624, 48, 2 * 4 * 128),
+    # 35.95e9 of the released weights are the vision tower's 0.45e9 and the multi-token prediction module's 0.84e9 too.
+    "qwen3.6-35b-a3b": (34_659_368_960, 40, 2 * 2 * 256),
     "starcoder2-7b": (7_173_923_840, 32, 2 * 4 * 128),
     "starcoderbase": (15_517_456_384, 40, 2 * 1 * 128),
 }
+
+# Layers with a context, of models where others have none: every fourth of Qwen3.6.
+CONTEXT_LAYERS = {"qwen3.6-35b-a3b": 10}
 
 # Active parameters as reported, in 10^9.
 ACTIVE = {
@@ -57,6 +62,7 @@ ACTIVE = {
     "qwen2-57b-a14b": 14.2,
     "qwen3-30b-a3b": 3.35,
     "qwen1.5-moe-a2.7b": 2.7,
+    "qwen3.6-35b-a3b": 3.45,
 }
 
 
@@ -67,7 +73,7 @@ def test_parameters_and_kv_sizes_are_the_published_ones(load, name):
 
     assert arch.parameters == pytest.approx(parameters, rel=0.01)
     assert (arch.layers, arch.kv_bytes_per_token_per_layer) == (layers, elements * arch.kv_bytes)
-    assert arch.kv_bytes_per_token == layers * elements * arch.kv_bytes
+    assert arch.kv_bytes_per_token == CONTEXT_LAYERS.get(name, layers) * elements * arch.kv_bytes
 
 
 @pytest.mark.parametrize("name", ACTIVE)

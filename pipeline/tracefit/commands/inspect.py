@@ -34,12 +34,13 @@ from tracefit.results.traces import (
 from tracefit.server.settings import (
     JOURNEY_FLAGS,
     NOT_OF_STOCK,
+    SGLANG_STEPS,
     SNAPSHOT_FLAG,
     SPANS_BESIDE,
     journey_remedy,
     step_remedy,
 )
-from tracefit.tables.dialects import dialect_of
+from tracefit.tables.dialects import SGLANG, dialect_of, is_known
 from tracefit.tables.health import Check, health_checks
 from tracefit.tables.runs import are_stock, step_counters
 from tracefit.tables.sources import CycleSource
@@ -127,7 +128,9 @@ def _read(inputs: Inputs, result: IngestResult) -> list[RunSource]:
 
 def _scopes(spans: pl.DataFrame) -> tuple[ScopeSpans, ...]:
     found: Counter[tuple[str, str | None]] = Counter()
-    for scope, name, count in spans.group_by("scope", "name").len().sort("scope", "name").iter_rows():
+    for scope, name, count in (
+        spans.filter(is_known()).group_by("scope", "name").len().sort("scope", "name").iter_rows()
+    ):
         found[scope, dialect_of(scope, name)] += count
     return tuple(ScopeSpans(scope, count, dialect) for (scope, dialect), count in found.items())
 
@@ -167,6 +170,7 @@ def _run_facts(
         services=tuple(spans["service_name"].drop_nulls().unique().sort()),
         scopes=_scopes(spans),
         other_spans=first["other_spans"],
+        other_scopes=json.loads(first["other_scopes"] or "{}"),
         servers=tuple(ServerFacts(**row) for row in rows.select(ServerFacts.__slots__).iter_rows(named=True)),
         events=json.loads(first["events"]),
         rejects=first["rejects"],
@@ -223,6 +227,8 @@ def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
         timeline_steps=timeline.height,
         requests=requests.height,
         instrumented_runs=int(not are_stock(tables["runs"])),
+        requests_of_sglang=int((requests["dialect"] == SGLANG).sum()),
+        recorded=int(cycles["cycle_source"].is_in([s.value for s in CycleSource if s.is_recorded]).sum()),
         # Only complete journeys give the running requests of every step.
         complete_runs=int(timeline["running_after"].is_not_null().any()),
         runs=1,
@@ -270,6 +276,7 @@ def _allowances(e: Evidence, context: RunContext, unknown: str) -> tuple[Allowan
 def _step_time(e: Evidence, unknown: str) -> Allowance:
     kinds = {
         "adjacent": "adjacent pairs",
+        "recorded": "recorded steps",
         "intervals": "intervals between known starts",
         "counted": "intervals between token times",
         "lines": "steps from a line of the log to the next",
@@ -284,9 +291,9 @@ def _step_time(e: Evidence, unknown: str) -> Allowance:
     if unknown:
         return Allowance(_STEP_TIME, "no", f"the batches of the steps are not known: {unknown}")
     if not e["timeline_steps"]:
-        return Allowance(
-            _STEP_TIME, "no", f"no step is known; {step_remedy(stock=not e['instrumented_runs'])}"
-        )
+        is_sglang = 0 < e["requests"] == e["requests_of_sglang"]
+        remedy = SGLANG_STEPS if is_sglang else step_remedy(stock=not e["instrumented_runs"])
+        return Allowance(_STEP_TIME, "no", f"no step is known; {remedy}")
     return Allowance(_STEP_TIME, "no", f"{found or 'no two known starts'}; {_too_few(e, _STEP_TIME)}")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit import memory
-from tracefit.errors import DataError
+from tracefit.errors import DataError, printable
 from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import build_tables
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from tracefit.tables.places import Place
     from tracefit.tables.store import ReadFile, TableFile
     from tracefit.timeline import EngineLimits
+
+
+_MOST_NAMED = 5
+"""Other scopes that the error of a run without spans to read names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +186,7 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
 
     snapshots, journeys, requests = read("request_snapshots"), read("journey_events"), read("requests")
     runs, steps, limits = read("runs"), read("steps"), engine_limits(context)
-    complete, own = _journeys_complete(context, runs, requests), requests
+    complete, own = journeys.height > 0 and _journeys_complete(context, runs, requests), requests
     counted = starts = None
     if not steps.height and not journeys.height:
         counted = count_steps(schema.REQUESTS.shape(requests), limits)
@@ -267,9 +271,12 @@ def _require_spans(task: RunTask) -> None:
             hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them; recordings are "
             "ForwardPassMetrics, or vLLM's log with its iterations",
         )
-    found = f"{other_spans} spans of other scopes, {rejects} unreadable records"
+    staged = (read_staged(task.place, name, "other_scopes", ["scope"]) for name in {p.name for p in parts})
+    scopes = {printable(scope or "unnamed") for rows in staged for scope in rows["scope"]}
+    seen = f" ({', '.join(sorted(scopes)[:_MOST_NAMED])})" if scopes else ""
+    found = f"{other_spans} spans of other scopes{seen}, {rejects} unreadable records"
     raise DataError(
-        f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({found})",
+        f"holds no spans of {', '.join(dialects.READ_SCOPES)}: {found}",
         where=task.name,
         hint=f"start vLLM with {ENDPOINT_FLAG} URL, which gives a span of every request",
     )

@@ -165,7 +165,7 @@ def roofline_formulas(
         "decode_visible_tokens": "context_tokens / num_decode_reqs",
         "prefill_compute_us": compute("prefill", arch.prefill_pair_flops, prompt_visible),
         "decode_compute_us": compute("decode", arch.decode_pair_flops, decode_visible),
-        "prefill_kv_write_us": f"prefill_tokens * {number(arch.layers * kv)}",
+        "prefill_kv_write_us": f"prefill_tokens * {number(arch.context_layers * kv)}",
         "decode_kv_read_us": f"num_decode_reqs * ({decode_visible}) * {number(kv)}",
         "weight_read_us": "min(prefill_tokens + decode_tokens, 1) * "
         + number(arch.fixed_weight_bytes / tp / bytes_per_us),
@@ -193,7 +193,7 @@ def _visible(arch: ModelArchitecture, tokens: str) -> str:
     reached = (
         (tokens if window is None else f"min({tokens}, {window})", n) for window, n in arch.window_groups
     )
-    return " + ".join(f"{layers} * {one}" for one, layers in reached)
+    return " + ".join(f"{layers} * {one}" for one, layers in reached) or "0"
 
 
 def number_text(value: float, digits: int = _FILE_DIGITS) -> str:

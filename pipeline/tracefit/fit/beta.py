@@ -41,8 +41,8 @@ from tracefit.fit.holdout import (
 from tracefit.fit.results import Candidate, Missing, StepTimeSource, TargetFacts
 from tracefit.fit.splits import PROMPT_FEATURES, counted, mark_prefix_hits, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
-from tracefit.server.settings import ALL_SPANS, SPANS_BESIDE, step_remedy
-from tracefit.tables.dialects import STEP_EVENT
+from tracefit.server.settings import ALL_SPANS, SGLANG_STEPS, SPANS_BESIDE, step_remedy
+from tracefit.tables.dialects import SGLANG, STEP_EVENT
 from tracefit.tables.schema import ENGINE
 from tracefit.tables.sources import CycleSource, is_one_step
 
@@ -139,7 +139,7 @@ def fit_step_times(
     if not tables.timeline.height and unknown:
         return StepTimes(cover, Missing(target.model, "the batches of the steps are not known", unknown))
     if not tables.sampled_steps and not tables.timeline["cycle_us"].count():
-        remedy = step_remedy(stock=tables.is_stock)
+        remedy = SGLANG_STEPS if SGLANG in tables.requests["dialect"] else step_remedy(stock=tables.is_stock)
         without = "; ".join(tables.missing_attributes(_SUMMARY)) or "the traces hold no step events"
         return StepTimes(cover, Missing(target.model, without, remedy))
     sources = {CycleSource(source) for source in tables.timeline["cycle_source"].drop_nulls().unique()}
@@ -165,14 +165,16 @@ def fit_step_times(
     regimes = [RegimeRows("all", features.features)]
     result = fit_regimes(rows, regimes, how)
     if isinstance(result, TooFewRows):
-        few = f"of {tables.sampled_steps} sampled steps few are consecutive"
-        sampled = ALL_SPANS if tables.is_stock else f"raise --step-tracing-sample-rate: {few}"
-        remedy = RECORD_LONGER if logged else sampled
+        more = (
+            f"raise --step-tracing-sample-rate: of {tables.sampled_steps} sampled steps few are consecutive"
+        )
+        sampled = ALL_SPANS if tables.is_stock else more
         too_few = "; ".join((f"step times: {result.reason}", *tables.missing_attributes(_SUMMARY)))
-        return StepTimes(source, Missing(target.model, too_few, remedy))
+        return StepTimes(source, Missing(target.model, too_few, RECORD_LONGER if logged else sampled))
     measured = DURATION if whence == "duration" else CYCLE_TIME
     clock = [measured.definition] if len(sources) > len(recorded + logged) or measured is DURATION else []
-    whole = "forward_pass_metrics" if recorded and not clock and not logged else None
+    fpm = [source for source in recorded if source is not CycleSource.SGLANG]
+    whole = "forward_pass_metrics" if fpm and not clock and not logged else None
     definition = "; ".join(
         [
             *clock,
@@ -216,7 +218,7 @@ def fit_step_times(
         notes=(
             *reason,
             *beyond_training(result.terms, tables.timeline),
-            *(_notes_on_records(tables, scope) if recorded else ()),
+            *(_notes_on_records(tables, scope) if fpm else ()),
             *([WITHOUT_CONTEXT] if logged and not tables.timeline["context_tokens"].count() else []),
         ),
         feature_definitions=features,

@@ -45,7 +45,7 @@ _RESOURCE_KEYS = frozenset(
         "telemetry.sdk.version",
     }
 )
-_VLLM_SCOPES, _PHASE_SPANS = frozenset(dialects.VLLM_SCOPES), frozenset(dialects.PHASE_SPANS)
+_VLLM_SCOPES, _PHASE_SPANS = frozenset(dialects.READ_SCOPES), frozenset(dialects.PHASE_SPANS)
 _ID_KEYS = ("traceId", "trace_id", "spanId", "span_id", "parentSpanId", "parent_span_id")
 _UNNAMED = "unknown"
 _GZIP_WINDOW = 31  # zlib's largest window, 15, and 16 for a gzip header

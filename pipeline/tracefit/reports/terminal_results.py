@@ -220,7 +220,7 @@ def _run(run: traces.RunFacts) -> str:
         ),
         ("service", ", ".join(run.services) or "not named"),
         *(("scope", f"{s.scope}, {s.spans:,} spans, dialect {s.dialect}") for s in run.scopes),
-        *([("scope", f"others, {run.other_spans:,} spans, left out")] if run.other_spans else []),
+        *(("scope", f"{scope}, {spans:,} spans, not read") for scope, spans in run.other_scopes.items()),
         *((("rejects", f"{run.rejects:,} records could not be read"),) if run.rejects else ()),
         *(("implausible", f"{n:,} left out: {rule}") for rule, n in run.implausible.items()),
         *((("duplicates", f"{run.duplicate_spans:,} spans"),) if run.duplicate_spans else ()),

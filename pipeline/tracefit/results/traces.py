@@ -144,7 +144,7 @@ class ServerFacts:
 class RunFacts:
     """One run as it was read; `files` is empty when tables were inspected.
 
-    `implausible` counts what was left out by the rule it broke; `missing_attributes` is event to the attributes that none
+    `other_scopes` counts the spans of scopes that were seen and not read. `implausible` counts what was left out by the rule it broke; `missing_attributes` is event to the attributes that none
     of these events has a usable value of.
     """
 
@@ -156,6 +156,7 @@ class RunFacts:
     scopes: tuple[ScopeSpans, ...]
     # Of other programs: without the count, traces of these alone would look empty.
     other_spans: int
+    other_scopes: dict[str, int]
     servers: tuple[ServerFacts, ...]
     events: dict[str, int]
     rejects: int

@@ -52,6 +52,28 @@ class LatentAttention:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
+@dataclass(frozen=True, slots=True)
+class LinearAttention:
+    """Sizes of linear attention (gated delta rule), which keeps one state per request in place of a cache per token.
+
+    Attributes:
+        key_heads: Query and key heads.
+        value_heads: Value heads, each with a state of its own.
+        key_head_dim: Width of a query or key head.
+        value_head_dim: Width of a value head.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+
+    @property
+    def parameters_per_hidden(self) -> int:
+        """Columns of all matrices of a layer: queries and keys, values with gate and output, two scalars per value head."""
+        return 2 * self.key_heads * self.key_head_dim + self.value_heads * (3 * self.value_head_dim + 2)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelArchitecture:
     """A decoder-only transformer, as far as latency depends on it.
@@ -64,6 +86,8 @@ class ModelArchitecture:
         kv_heads: Key/value heads (for MLA equal to `heads`, though none of them is cached).
         head_dim: Width of one query head; not always hidden / heads.
         latent: Sizes of latent attention; None for every other kind.
+        linear: Sizes of linear attention; None where there is none, or where they are not known.
+        gated_attention: The query matrix of attention has a gate as wide as itself.
         moe_layer_ids: Which layers route tokens to experts, in order; empty for a dense model.
         ffn: FFN width of a dense layer; if no layer is dense, the stated width, or that of an expert.
         gated_ffn: Three matrices per FFN (gate, up, down) instead of two.
@@ -71,7 +95,8 @@ class ModelArchitecture:
         experts_per_token: Routed experts each token visits.
         expert_ffn: FFN width of one routed expert.
         shared_ffn: FFN width of all shared experts together; 0 for none.
-        layer_windows: Per layer, how many tokens back it reads (sliding or chunked attention); None is all.
+        layer_windows: Per layer, how many tokens back it reads (sliding or chunked attention); None is all, 0 is a layer of
+            linear attention, which has no context.
         vocabulary: Rows of the embedding.
         tied_embeddings: Input embedding and output head are one matrix.
         learned_positions: Rows of a learned position embedding; 0 for rotary or ALiBi.
@@ -93,6 +118,8 @@ class ModelArchitecture:
     kv_heads: int
     head_dim: int
     latent: LatentAttention | None = None
+    linear: LinearAttention | None = None
+    gated_attention: bool = False
     moe_layer_ids: tuple[int, ...] = ()
     ffn: int
     gated_ffn: bool = True
@@ -120,6 +147,16 @@ class ModelArchitecture:
     def layers(self) -> int:
         """Decoder layers."""
         return len(self.layer_windows)
+
+    @property
+    def linear_layers(self) -> int:
+        """Layers of linear attention: what they cost does not depend on the context."""
+        return self.layer_windows.count(0)
+
+    @property
+    def context_layers(self) -> int:
+        """Layers that cache keys and values of every token, and read them."""
+        return self.layers - self.linear_layers
 
     @property
     def moe_layers(self) -> int:
@@ -158,19 +195,21 @@ class ModelArchitecture:
 
     @cached_property
     def window_groups(self) -> tuple[tuple[int | None, int], ...]:
-        """(window in tokens or None, number of layers with it) pairs, full attention first."""
-        counts = Counter(self.layer_windows)
+        """(window in tokens or None, number of layers with it) pairs of the layers with a context, full attention first."""
+        counts = Counter(window for window in self.layer_windows if window != 0)
         return tuple(sorted(counts.items(), key=lambda item: (item[0] is not None, item[0] or 0)))
 
     # -- parameters ----------------------------------------------------------------------------------
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of one layer's attention matrices."""
+        """Parameters of the attention matrices of one layer with a context."""
         if self.latent is None:
             # Not hidden: Qwen3-30B-A3B has heads of 128 where hidden / heads is 64.
             query_width = self.heads * self.head_dim
-            return self.hidden * (2 * query_width + 2 * self.kv_heads * self.head_dim)
+            return self.hidden * (
+                (2 + self.gated_attention) * query_width + 2 * self.kv_heads * self.head_dim
+            )
         mla = self.latent
         query_width = self.heads * mla.qk_head_dim
         query = self.hidden * query_width
@@ -199,8 +238,10 @@ class ModelArchitecture:
         """Return parameters over all layers, and bytes of each, per kind of matrix, with so many routed experts per MoE layer."""
         shared = self.moe_layers * self.ffn_parameters(self.shared_ffn)
         routed = self.moe_layers * experts * self.ffn_parameters(self.expert_ffn)
+        linear = self.hidden * self.linear.parameters_per_hidden if self.linear else self.attention_parameters
+        attention = self.context_layers * self.attention_parameters + self.linear_layers * linear
         return (
-            (self.layers * self.attention_parameters, self.attention_weight_bytes),
+            (attention, self.attention_weight_bytes),
             (self.dense_layers * self.ffn_parameters(self.ffn) + shared, self.ffn_weight_bytes),
             # The router stays in the model's own data type under every quantization method, as embeddings do.
             (self.moe_layers * self.hidden * self.experts, self.dtype_bytes),
@@ -227,8 +268,8 @@ class ModelArchitecture:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """KV bytes that one token writes, over all layers and tensor-parallel ranks."""
-        return self.layers * self.kv_bytes_per_token_per_layer
+        """KV bytes that one token writes, over all layers with a context and tensor-parallel ranks."""
+        return self.context_layers * self.kv_bytes_per_token_per_layer
 
     def kv_shards(self, tp: int) -> int:
         """Into how many parts a layer's KV cache is divided under tensor parallelism.
@@ -310,11 +351,13 @@ class ModelArchitecture:
 
     def facts(self) -> dict[str, Scalar]:
         """Return the model facts of a coefficient file, as a flat mapping in a fixed order."""
-        windows = [window for window in self.layer_windows if window is not None]
+        windows = [window for window in self.layer_windows if window]
         return {
             "model": self.name,
             "model_type": self.model_type,
             "layers": self.layers,
+            # In the facts, and the scope id made of them, of models that have such layers only.
+            **({"linear_layers": self.linear_layers} if self.linear_layers else {}),
             "moe_layers": self.moe_layers,
             "hidden_size": self.hidden,
             "heads": self.heads,

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.errors import UsageError
 from tracefit.server.architecture import ModelArchitecture, slug_of
-from tracefit.server.documents import as_text, excerpt, read_bytes
-from tracefit.server.hardware import CATALOGUE, Gpu, UnknownGpuError, find_gpu, parse_gpu, read_gpu
+from tracefit.server.documents import as_text, read_bytes
+from tracefit.server.hardware import Gpu, UnknownGpuError, find_gpu, parse_gpu, read_gpu
 from tracefit.server.model_config import UnknownModelError, as_served, parse_architecture
 from tracefit.server.settings import (
     ServerSettings,
     assume_defaults,
     merge,
     read_all_settings,
+    settings_from,
     settings_from_json,
 )
 
@@ -75,32 +75,31 @@ def read_context(
         gpu: Name of a GPU, or a JSON file that describes one; else the run's own `gpu` setting.
 
     Raises:
-        UsageError: A file is not valid, two of them contradict, a GPU that the user names is not known, or model and tensor
-            parallelism contradict.
+        UsageError: A file is not valid, two of them contradict, or model and tensor parallelism contradict.
     """
     settings = assume_defaults(merge(read_all_settings(run_configs), overrides))
     text = as_text(read_bytes(model_config), where=str(model_config)) if model_config else None
+    name = settings.gpu if gpu is None else gpu
     found = None
-    if gpu:
-        found = _gpu(gpu, where="--gpu")
-    elif gpu is None and settings.gpu:
-        # A run may be of a GPU that is newer than the catalogue; a name that the user gives is a typo.
-        with suppress(UnknownGpuError):
-            found = _gpu(settings.gpu, where=", ".join(map(str, run_configs)) or None)
+    if name and name.lower().endswith(".json"):
+        found = read_gpu(Path(name))
+    elif name:
+        # A GPU may be newer than the catalogue: `_assemble` names it, and what is left out without it.
+        try:
+            found = find_gpu(name)
+        except UnknownGpuError:
+            if gpu:
+                settings = merge(settings, settings_from({"gpu": gpu}, where="--gpu"))
     return _assemble(settings, text, str(model_config), found)
-
-
-def _gpu(name: str, *, where: str | None) -> Gpu:
-    return read_gpu(Path(name)) if name.lower().endswith(".json") else find_gpu(name, where=where)
 
 
 def _assemble(settings: ServerSettings, text: str | None, where: str, gpu: Gpu | None) -> RunContext:
     architecture, left_out = None, []
     if settings.gpu and gpu is None:
-        left_out.append(
-            f"GPU {excerpt(settings.gpu)} is not in the catalogue: features of the GPU are left out (known: {', '.join(CATALOGUE)}; "
-            "--gpu takes a JSON file that describes another)"
-        )
+        try:
+            find_gpu(settings.gpu)
+        except UnknownGpuError as error:
+            left_out.append(f"{error.what}: features of the GPU are left out ({error.hint})")
     try:
         architecture = None if text is None else parse_architecture(text, where=where, name=settings.model)
     except UnknownModelError as error:

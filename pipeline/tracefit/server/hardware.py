@@ -109,7 +109,8 @@ class Gpu(GpuValues):
 _VALUE_FIELDS = tuple(field.name for field in fields(GpuValues) if field.name != "name")
 
 
-# Sources: sheet is the vendor's datasheet (dense rates), both that and the tables of serving simulators, which agree with it,
+# Sources: sheet is the vendor's datasheet (dense rates; of the RTX cards NVIDIA's architecture whitepapers, with sums in fp32, as
+# inference has them; of B300 and GB300 those of HGX B300 and GB300 NVL72, which do not state the multiprocessors in use), both that and the tables of serving simulators, which agree with it,
 # tables these alone, which disagree with the datasheet. Columns: name, source, TFLOPS at fp16 and fp8, memory in GB and GB/s, link in GB/s, multiprocessors, aliases; - is none. The bare name is what
 # the field means by it: the SXM board, and of the A100 the 80 GB one; other aliases are spellings of drivers and clouds.
 _TABLE = """\
@@ -122,13 +123,21 @@ A100-80GB-SXM   both      312       -   80  2039   600  108  A100 A100-80 A100-8
 A100-80GB-PCIe  both      312       -   80  1935   600  108  A100-PCIe A100-PCIe-80GB A100-80-PCIe
 L4              both      121     242   24   300     -   58  L4-24GB
 L40S            both      362     733   48   864     -  142  L40S-48GB
+H20             sheet     148     296   96  4000   900   78  H20-96GB H20-SXM H20-SXM5
+RTX-4090        sheet   165.2   330.3   24  1008     -  128  RTX-4090-24GB 4090
+RTX-5090        sheet   209.5     419   32  1792     -  170  RTX-5090-32GB 5090
+RTX-PRO-6000    sheet   503.8  1007.6   96  1792     -  188  RTX-PRO-6000-Blackwell RTX-PRO-6000-Blackwell-Workstation-Edition
 A10G            tables     70       -   24   600     -   80  A10G-24GB
 V100-16GB-SXM2  sheet     125       -   16   900   300   80  V100 V100-SXM2 V100-16GB V100-SXM2-16GB
 V100-32GB-SXM2  sheet     125       -   32   900   300   80  V100-32GB V100-SXM2-32GB
 B200            both     2250    4500  180  8000  1800  148  B200-180GB B200-SXM
 GB200           both     2500    5000  186  8000  1800  148  GB200-186GB
+B300            sheet    2250    4500  288  8000  1800    -  B300-288GB B300-SXM B300-SXM6 B300-SXM6-AC
+GB300           sheet    2500    5000  288  8000  1800    -  GB300-288GB
 MI300X          sheet    1307    2615  192  5300   896  304  MI300X-OAM MI300X-192GB
 MI325X          sheet    1307    2615  256  6000   896  304  MI325X-OAM MI325X-256GB
+MI350X          sheet    2307    4614  288  8000  1075  256  MI350X-OAM MI350X-288GB
+MI355X          sheet    2517    5033  288  8000  1075  256  MI355X-OAM MI355X-288GB
 """
 
 
@@ -147,7 +156,7 @@ CATALOGUE: Mapping[str, Gpu] = {gpu.name: gpu for gpu, _ in _ENTRIES}
 """Known GPUs by name."""
 
 # `NVIDIA H100 80GB HBM3`, `Tesla V100-SXM2-16GB`, `AMD Instinct MI300X`: what drivers put before the model.
-_MAKERS = re.compile(r"^(nvidia|tesla|amd|instinct|radeon)+")
+_MAKERS = re.compile(r"^(nvidia|tesla|geforce|amd|instinct|radeon)+")
 
 
 def _key(name: str) -> str:
@@ -163,7 +172,7 @@ class UnknownGpuError(UsageError):
     """A GPU that is not in the catalogue."""
 
 
-def find_gpu(name: str, *, where: str | None = None) -> Gpu:
+def find_gpu(name: str) -> Gpu:
     """Return a GPU of the catalogue by its name, a common alias, or the driver's name.
 
     Letter case, spaces and dashes do not matter, and the maker's name may lead: `H100`, `h100 sxm`,
@@ -180,7 +189,6 @@ def find_gpu(name: str, *, where: str | None = None) -> Gpu:
     suggestion = f"did you mean {' or '.join(meant)}? " if meant else ""
     raise UnknownGpuError(
         f"GPU {excerpt(name)!r} is not known",
-        where=where,
         hint=f"{suggestion}known: {', '.join(CATALOGUE)}; or give a JSON file that describes it",
     )
 

@@ -1,18 +1,19 @@
-"""Read a model's `config.json` into a `ModelArchitecture`, for all families, their spellings, and quantized models.
+"""Read a model's `config.json` into a `ModelArchitecture`: any decoder, by its keys and their spellings, and quantized ones.
 
-A value the config does not state is either refused (one line that names the key) or, where the family or vLLM defines it,
-filled in and listed in `ModelArchitecture.assumed`. `FAMILIES` has what the configs of a family leave out. `as_served` applies
-the options with which a server overrules the config: data types, and quantization, which makes weights smaller.
+Experts, grouped heads, latent and linear attention and windows are recognised by their keys. A value that the config does not
+state is either refused (one line that names the key) or, where its family or vLLM defines it, filled in and listed in
+`ModelArchitecture.assumed`; so is what is taken for granted of a family that is not known. `as_served` applies the options with
+which a server overrules the config: data types, and quantization, which makes weights smaller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from tracefit.errors import UsageError
-from tracefit.server.architecture import LatentAttention, ModelArchitecture
+from tracefit.server.architecture import LatentAttention, LinearAttention, ModelArchitecture
 from tracefit.server.documents import (
     FLAG,
     TEXT,
@@ -33,55 +34,55 @@ class UnknownModelError(UsageError):
 
 # -- facts of families ----------------------------------------------------------------------------------
 #
-# A config names a family (`model_type`) and leaves out the family's defaults, so a few facts per family are needed beside it:
-# whether FFNs are gated, whether embeddings are tied, which layers a window is for. Source: each family's configuration class
-# in the transformers library.
+# What no key of a published config says, by `model_type` (without `_text`, the type of the text part of multimodal models).
+# Source: each family's configuration class in the transformers library.
 
+_UNGATED = frozenset(["falcon", "gpt2", "gpt_bigcode", "gpt_neox", "opt", "phi", "starcoder2"])
+"""FFNs have two matrices, no gate; the width of those that do not state it is 4·hidden."""
 
-WindowRule = Literal["none", "all", "upper", "even", "pattern", "chunked"]
-"""Which layers a window applies to when `layer_types` does not say it layer by layer.
+_TIED = frozenset(["falcon", "gemma", "gemma2", "gemma3", "gpt2", "gpt_bigcode", "opt", "starcoder2"])
+"""Output head and input embedding are one matrix unless the config says otherwise."""
 
-none: no layer, whatever the config says. all: every layer, if a window is set. upper: layers from
-`max_window_layers` on, if `use_sliding_window`. even: layers 0, 2, 4, … pattern: all but each n-th layer.
-chunked: layers with rotary positions, within chunks of `attention_chunk_size`.
-"""
+_WINDOWED = frozenset(["mistral", "mixtral", "phi3", "phi4mm", "phimoe", "starcoder2"])
+"""A window, if set, is one of every layer."""
 
+_ALTERNATING = frozenset(["gemma2", "gpt_oss"])
+"""A window is one of layers 0, 2, 4, …"""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """Defaults of one model family.
+_LEARNED_POSITIONS: Mapping[str, int] = {"gpt2": 0, "gpt_bigcode": 0, "opt": 2}
+"""Positions are a learned embedding, with so many rows beyond the configured count."""
 
-    Attributes:
-        gated: FFNs have a gate matrix beside up and down.
-        tied: Output head and input embedding are one matrix unless the config says otherwise.
-        windows: Which layers a window applies to.
-        ffn_is_four_hidden: FFN width is 4·hidden when the config leaves it out.
-        learned_positions: Positions are a learned embedding.
-        extra_positions: Rows of it beyond the configured count.
-        shared_expert: One shared expert, as wide as a routed one, in each MoE layer.
-        dense_ffn_key: Where the width of dense layers stands, if `intermediate_size` is the experts'.
-        defaults: Values of keys that published configs of the family leave out.
-    """
+_KNOWN = frozenset(
+    [
+        "chatglm",
+        "deepseek",
+        "deepseek_v2",
+        "deepseek_v3",
+        "granite",
+        "granitemoe",
+        "granitemoeshared",
+        "kimi_k2",
+        "llama",
+        "llama4",
+        "olmo2",
+        "qwen2",
+        "qwen2_5_vl",
+        "qwen2_moe",
+        "qwen2_vl",
+        "qwen3",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+    ]
+).union(_UNGATED, _TIED, _WINDOWED, _ALTERNATING)
+"""Families whose keys say all the rest."""
 
-    gated: bool = True
-    tied: bool = False
-    windows: WindowRule = "none"
-    ffn_is_four_hidden: bool = False
-    learned_positions: bool = False
-    extra_positions: int = 0
-    shared_expert: bool = False
-    dense_ffn_key: str | None = None
-    defaults: Mapping[str, int] = field(default_factory=dict)
-
-
-_LLAMA = Family()
-_WINDOWED = Family(windows="all")
-_QWEN = Family(windows="upper")
-_GPT = Family(gated=False, tied=True, ffn_is_four_hidden=True, learned_positions=True)
-_GEMMA3 = Family(
-    tied=True,
-    windows="pattern",
-    defaults={
+_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "gemma2": {"sliding_window": 4096},
+    "gemma3": {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 256,
@@ -89,60 +90,10 @@ _GEMMA3 = Family(
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
     },
-)
-_LLAMA4 = Family(
-    windows="chunked",
-    shared_expert=True,
-    dense_ffn_key="intermediate_size_mlp",
-    defaults={"interleave_moe_layer_step": 1, "attention_chunk_size": 8192, "no_rope_layer_interval": 4},
-)
-
-_TABLE: Mapping[str, Family] = {
-    "llama LlamaForCausalLM": _LLAMA,
-    "mistral MistralForCausalLM": _WINDOWED,
-    "mixtral MixtralForCausalLM": _WINDOWED,
-    "qwen2 Qwen2ForCausalLM": _QWEN,
-    "qwen2_moe Qwen2MoeForCausalLM": _QWEN,
-    "qwen2_vl": _QWEN,
-    "qwen2_vl_text": _QWEN,
-    "qwen2_5_vl": _QWEN,
-    "qwen2_5_vl_text": _QWEN,
-    "qwen3 Qwen3ForCausalLM": _QWEN,
-    "qwen3_moe Qwen3MoeForCausalLM": _QWEN,
-    "qwen3_vl_text": _QWEN,
-    "qwen3_vl_moe_text": _QWEN,
-    "deepseek DeepseekForCausalLM": _LLAMA,
-    "deepseek_v2 DeepseekV2ForCausalLM": _LLAMA,
-    "deepseek_v3 DeepseekV3ForCausalLM": _LLAMA,
-    "kimi_k2": _LLAMA,
-    "gemma GemmaForCausalLM": Family(tied=True),
-    "gemma2 Gemma2ForCausalLM": Family(tied=True, windows="even", defaults={"sliding_window": 4096}),
-    "gemma3 Gemma3ForConditionalGeneration": _GEMMA3,
-    "gemma3_text Gemma3ForCausalLM": _GEMMA3,
-    "phi PhiForCausalLM": Family(gated=False),
-    "phi3 Phi3ForCausalLM": _WINDOWED,
-    "phi4mm Phi4MMForCausalLM": _WINDOWED,
-    "phimoe PhiMoEForCausalLM": _WINDOWED,
-    "gpt_oss GptOssForCausalLM": Family(windows="even", defaults={"sliding_window": 128}),
-    "llama4 Llama4ForConditionalGeneration": _LLAMA4,
-    "llama4_text Llama4ForCausalLM": _LLAMA4,
-    "granite GraniteForCausalLM": _LLAMA,
-    "granitemoe GraniteMoeForCausalLM": _LLAMA,
-    "granitemoeshared GraniteMoeSharedForCausalLM": _LLAMA,
-    "falcon FalconForCausalLM RWForCausalLM": Family(gated=False, tied=True, ffn_is_four_hidden=True),
-    "gpt2 GPT2LMHeadModel": _GPT,
-    "gpt_bigcode GPTBigCodeForCausalLM": _GPT,
-    "gpt_neox GPTNeoXForCausalLM": Family(gated=False),
-    "opt OPTForCausalLM": Family(gated=False, tied=True, learned_positions=True, extra_positions=2),
-    "starcoder2 Starcoder2ForCausalLM": Family(gated=False, tied=True, windows="all"),
-    "olmo2 Olmo2ForCausalLM": _LLAMA,
-    "chatglm ChatGLMModel ChatGLMForConditionalGeneration": _LLAMA,
+    "gpt_oss": {"sliding_window": 128},
+    "llama4": {"attention_chunk_size": 8192, "no_rope_layer_interval": 4},
 }
-"""Family by its `model_type` and the classes in `architectures`, which are what configs without a `model_type`, or with one of
-their own making, name it by."""
-
-FAMILIES: Mapping[str, Family] = {names.split()[0]: family for names, family in _TABLE.items()}
-_MODEL_TYPES: Mapping[str, str] = {name: names.split()[0] for names in _TABLE for name in names.split()[1:]}
+"""Values of keys that published configs of a family leave out."""
 
 
 # -- reading a config -----------------------------------------------------------------------------------
@@ -154,8 +105,10 @@ _HEADS = ("num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _HEAD_DIM = ("head_dim", "kv_channels")  # the second of ChatGLM
 _FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_DENSE_FFN = "intermediate_size_mlp"  # of Llama 4, whose `intermediate_size` is the experts'
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "num_experts_per_token")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "num_experts_per_token", "moe_k")
+_SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size")
 _VOCABULARY = ("vocab_size", "padded_vocab_size")
 _POSITIONS = ("max_position_embeddings", "n_positions")
@@ -193,7 +146,6 @@ def parse_architecture(text: bytes | str, *, where: str, name: str | None = None
     heads = config.required(*_HEADS, most=_MOST_HEADS)
     latent = _latent(config)
     experts = _experts(config, layers)
-    quantization = _quantization(config)
     dtype = _dtype(config)
     size = bytes_of_dtype(dtype, key="torch_dtype", where=where)
     sizes: _Weights = {
@@ -201,8 +153,10 @@ def parse_architecture(text: bytes | str, *, where: str, name: str | None = None
         "ffn_weight_bytes": size,
         "expert_weight_bytes": size,
         "kv_bytes": size,
+        **_quantization(config),
     }
-    sizes |= quantization
+    windows = _windows(config, layers)
+    positions = _LEARNED_POSITIONS.get(config.family)
     return ModelArchitecture(
         name=_name(config, name, f"{config.model_type}-{layers}x{hidden}"),
         model_type=config.model_type,
@@ -211,15 +165,17 @@ def parse_architecture(text: bytes | str, *, where: str, name: str | None = None
         kv_heads=heads if latent else _kv_heads(config, heads),
         head_dim=latent.qk_head_dim if latent else _head_dim(config, hidden, heads),
         latent=latent,
+        linear=_linear(config) if 0 in windows else None,
+        gated_attention=bool(config.flag("attn_output_gate")),
         ffn=_dense_ffn(config, hidden, experts, layers),
-        gated_ffn=config.family.gated,
+        gated_ffn=config.family not in _UNGATED,
         **experts,
-        layer_windows=_windows(config, layers),
+        layer_windows=windows,
         vocabulary=config.required(*_VOCABULARY, most=_MOST_ROWS),
         tied_embeddings=_tied(config),
-        learned_positions=config.required(*_POSITIONS, most=_MOST_ROWS) + config.family.extra_positions
-        if config.family.learned_positions
-        else 0,
+        learned_positions=0
+        if positions is None
+        else config.required(*_POSITIONS, most=_MOST_ROWS) + positions,
         dtype=dtype,
         dtype_bytes=size,
         **sizes,
@@ -238,8 +194,12 @@ class _Config:
     outer: Document
     where: str
     model_type: str
-    family: Family
     assumed: list[str] = field(default_factory=list)
+
+    @property
+    def family(self) -> str:
+        """The name under which the tables above have the model."""
+        return self.model_type.lower().removesuffix("_text")
 
     def get(self, key: str) -> object:
         """Return a key's value; None if it is absent, null, or in a section that does not count."""
@@ -261,7 +221,7 @@ class _Config:
         found = self.find(*keys)
         if found is not None:
             return validated(whole_number(least, most), found[1], key=found[0], where=self.where)
-        default = self.family.defaults.get(keys[0])
+        default = _DEFAULTS.get(self.family, {}).get(keys[0])
         if default is not None:
             self.assumed.append(f"{keys[0]} {default} assumed: default of {self.model_type}")
         return default
@@ -276,9 +236,9 @@ class _Config:
             )
         return value
 
-    def fault(self, what: str, *, hint: str | None = None) -> UsageError:
+    def fault(self, what: str) -> UsageError:
         """Return the error of a config that cannot be."""
-        return UsageError(what, where=self.where, hint=hint)
+        return UsageError(what, where=self.where)
 
     def flag(self, key: str) -> bool | None:
         """Return true, false, or None for a key that is not set."""
@@ -299,42 +259,18 @@ class _Config:
 
 def _open_config(document: Document, *, where: str) -> _Config:
     """Find the part that describes the text model, and its family."""
-    inner: Document = document
     # Multimodal configs (Llama 4, Gemma 3, Qwen-VL) describe the text model in a section of its own.
-    for key in _NESTED:
-        part = document.get(key)
-        if isinstance(part, Mapping):
-            inner = part
-            break
-    # The text model's own family first: the wrapper's name may be of no known family.
-    for part in (inner, document):
-        model_type = _family_name(part)
-        if model_type is not None:
-            return _Config(inner, document, where, model_type, FAMILIES[model_type])
-    named = inner.get("model_type") or document.get("model_type")
-    if not isinstance(named, str) or not named:
-        raise UnknownModelError(
-            "model_type and architectures are missing",
-            where=where,
-            hint=f"known families: {', '.join(sorted(FAMILIES))}",
+    sections = (part for key in _NESTED if isinstance(part := document.get(key), Mapping))
+    inner = next(sections, document)
+    # The text model's own type first: that of the wrapper says less.
+    named = inner.get("model_type") or document.get("model_type") or "unknown"
+    model_type = validated(TEXT, named, key="model_type", where=where)[:_MOST_NAME]
+    config = _Config(inner, document, where, model_type)
+    if config.family not in _KNOWN:
+        config.assumed.append(
+            f"model_type {excerpt(model_type)} is not known: read by its keys as a usual decoder (gated FFNs, rotary positions)"
         )
-    # The usual decoder, as most new families are.
-    name = validated(TEXT, named, key="model_type", where=where)[:_MOST_NAME]
-    assumed = [
-        f"model_type {excerpt(named)} is not known: read as a usual decoder (gated FFNs, no windows, rotary positions)"
-    ]
-    return _Config(inner, document, where, name, Family(), assumed)
-
-
-def _family_name(part: Document) -> str | None:
-    """Return the family of a config: by its `model_type`, else by a class in `architectures`."""
-    model_type = part.get("model_type")
-    if isinstance(model_type, str) and model_type.lower() in FAMILIES:
-        return model_type.lower()
-    classes = part.get("architectures")
-    names = classes if isinstance(classes, list) else [classes]
-    known = (_MODEL_TYPES[name] for name in names if isinstance(name, str) and name in _MODEL_TYPES)
-    return next(known, None)
+    return config
 
 
 # -- its parts -------------------------------------------------------------------------------------------
@@ -369,7 +305,7 @@ def _head_dim(config: _Config, hidden: int, heads: int) -> int:
         return stated
     if hidden % heads:
         raise config.fault(
-            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}", hint="state head_dim"
+            f"head_dim is missing, and hidden_size {hidden} is no multiple of num_attention_heads {heads}"
         )
     config.assumed.append(f"head_dim {hidden // heads} derived: hidden_size / num_attention_heads")
     return hidden // heads
@@ -410,10 +346,10 @@ def _experts(config: _Config, layers: int) -> _Experts:
         raise config.fault(f"num_experts_per_tok {per_token} is more than the {count} experts there are")
     # Mixtral and Phi-MoE have experts alone, whose width stands where others have the dense FFN's.
     width = config.integer("moe_intermediate_size") or config.required(*_FFN)
-    # Qwen and Granite state the width of shared experts, DeepSeek a number of them, as wide as the routed ones.
-    shared = width if config.family.shared_expert else config.integer(*_SHARED_WIDTH, least=0)
+    # Qwen and Granite state the width of shared experts, DeepSeek a number of them, as wide as the routed ones; Llama 4 has one.
+    shared = width if config.get(_DENSE_FFN) is not None else config.integer(*_SHARED_WIDTH, least=0)
     if shared is None:
-        shared = (config.integer("n_shared_experts", least=0, most=_MOST_HEADS) or 0) * width
+        shared = (config.integer(*_SHARED_EXPERTS, least=0, most=_MOST_HEADS) or 0) * width
     return {
         "moe_layer_ids": layer_ids,
         "experts": count,
@@ -425,18 +361,15 @@ def _experts(config: _Config, layers: int) -> _Experts:
 
 def _moe_layer_ids(config: _Config, layers: int) -> tuple[int, ...]:
     """Return which layers are MoE, by the rule of the families that the config uses."""
-    # Llama 4 lists the layers or states a step, whose first MoE layer is the step's last.
+    # Llama 4 lists the layers or states a step, whose first MoE layer is the step's last, as that of Qwen's is.
     listed = config.integers("moe_layers", least=0, most=layers - 1)
     if listed is not None:
         return tuple(sorted(set(listed)))
-    step = config.integer("interleave_moe_layer_step")
-    if step is not None:
-        return tuple(range(step - 1, layers, step))
-    # Qwen has `decoder_sparse_step` and `mlp_only_layers`; DeepSeek `first_k_dense_replace` and `moe_layer_freq`, a number or
-    # a list with 1 for each MoE layer. A key that a family does not have changes nothing here.
-    sparse_step = config.integer("decoder_sparse_step") or 1
+    step = config.integer("interleave_moe_layer_step", "decoder_sparse_step") or 1
+    # Qwen has `mlp_only_layers`; DeepSeek `first_k_dense_replace` and `moe_layer_freq`, a number or a list with 1 for each MoE
+    # layer. A key that a family does not have changes nothing here.
     dense = set(config.integers("mlp_only_layers", least=0, most=_MOST_LAYERS) or ())
-    first = config.integer("first_k_dense_replace", least=0) or 0
+    first = config.integer("first_k_dense_replace", "moe_layer_start_index", least=0) or 0
     if isinstance(config.get("moe_layer_freq"), list):
         chosen = config.integers("moe_layer_freq", least=0, most=1, length=layers) or []
     else:
@@ -445,62 +378,83 @@ def _moe_layer_ids(config: _Config, layers: int) -> tuple[int, ...]:
     return tuple(
         layer
         for layer in range(first, layers)
-        if layer not in dense and (layer + 1) % sparse_step == 0 and chosen[layer]
+        if layer not in dense and (layer + 1) % step == 0 and chosen[layer]
     )
 
 
 def _dense_ffn(config: _Config, hidden: int, experts: _Experts, layers: int) -> int:
-    keys = (config.family.dense_ffn_key,) if config.family.dense_ffn_key else _FFN
-    # No layer is dense: `intermediate_size` is stale or the experts' own, but for a family with a key for dense layers.
+    stated = config.integer(_DENSE_FFN)
+    # No layer is dense: `intermediate_size` is stale or the experts' own.
     if len(experts.get("moe_layer_ids", ())) == layers:
-        stated = config.integer(*keys) if config.family.dense_ffn_key else None
         return stated or experts["expert_ffn"]
-    width = config.integer(*keys)
-    if width is None and config.family.ffn_is_four_hidden:
+    width = stated or config.integer(*_FFN)
+    if width is None and config.family in _UNGATED:
         config.assumed.append(f"{_FFN[0]} {4 * hidden} assumed: 4 times hidden_size")
         return 4 * hidden
-    return config.required(*keys) if width is None else width
+    return width or config.required(*_FFN)
+
+
+_LINEAR_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "conv"})
+_WINDOW_KEYS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+_FULL_KINDS = frozenset({"full_attention", "attention"})
+
+
+def _linear(config: _Config) -> LinearAttention | None:
+    """Return the sizes of linear attention, or None, with a note, for layers of another kind."""
+    if config.get("linear_num_value_heads") is None:
+        config.assumed.append("layers without a context as large as those with one: linear_* keys are absent")
+        return None
+    return LinearAttention(
+        key_heads=config.required("linear_num_key_heads", most=_MOST_HEADS),
+        value_heads=config.required("linear_num_value_heads", most=_MOST_HEADS),
+        key_head_dim=config.required("linear_key_head_dim"),
+        value_head_dim=config.required("linear_value_head_dim"),
+    )
 
 
 def _windows(config: _Config, layers: int) -> tuple[int | None, ...]:
+    """Return how far back each layer reads: None for all, 0 for linear attention; by the first key that says it."""
     kinds = config.get("layer_types")
     if kinds is not None:
         return _windows_by_type(config, kinds, layers)
-    rule = config.family.windows
-    if rule == "chunked":
+    # Qwen3-Next: every n-th layer has full attention, the others a linear one.
+    if config.get("linear_num_value_heads") is not None:
+        interval = config.required("full_attention_interval")
+        return tuple(0 if (layer + 1) % interval else None for layer in range(layers))
+    if config.family == "llama4" or config.get("attention_chunk_size") is not None:
         return _chunks(config, layers)
-    # Qwen states a window even where it is not used.
-    unused = rule == "none" or (rule == "upper" and not config.flag("use_sliding_window"))
-    window = None if unused else config.integer("sliding_window", most=_MOST_ROWS)
-    if window is None:
-        return (None,) * layers
-    if rule == "all":
-        return (window,) * layers
-    if rule == "upper":
-        first = config.integer("max_window_layers", least=0) or 0
-        return tuple(window if layer >= first else None for layer in range(layers))
-    period = 2
-    if rule == "pattern":
-        # Newer versions of transformers write Gemma 3's key with an underscore.
-        is_new = config.get("_sliding_window_pattern") is not None
-        period = config.required("_sliding_window_pattern" if is_new else "sliding_window_pattern")
-    return tuple(window if (layer + 1) % period else None for layer in range(layers))
+    # Qwen states a window even where it is not used, and then from which layer on.
+    first = config.integer("max_window_layers", least=0)
+    is_used = config.flag("use_sliding_window")
+    window = None if is_used is False else config.integer("sliding_window", most=_MOST_ROWS)
+    # All but each n-th layer; newer versions of transformers write Gemma 3's key with an underscore.
+    pattern = 2 if config.family in _ALTERNATING else None
+    if window is not None and pattern is None:
+        pattern = config.integer("sliding_window_pattern", "_sliding_window_pattern")
+    if pattern is not None:
+        return tuple(window if (layer + 1) % pattern else None for layer in range(layers))
+    if is_used or config.family in _WINDOWED:
+        return tuple(window if layer >= (first or 0) else None for layer in range(layers))
+    if window is not None and config.family not in _KNOWN:
+        config.assumed.append(f"sliding_window {window} left out: no key says which layers it is for")
+    return (None,) * layers
 
 
 def _windows_by_type(config: _Config, kinds: object, layers: int) -> tuple[int | None, ...]:
     """Return windows from a list that names each layer's kind of attention."""
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise config.fault(f"layer_types must be a list of {layers} names, one per layer")
-    keys = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     used = {kind if isinstance(kind, str) else "that are no text" for kind in kinds}
-    if unknown := used - {*keys, "full_attention"}:
+    if unknown := used - {*_WINDOW_KEYS, *_LINEAR_KINDS, *_FULL_KINDS}:
         raise UnknownModelError(
             f"layer_types has layers {excerpt(min(unknown))}, which is not supported",
             where=config.where,
-            hint=f"supported: full_attention, {', '.join(keys)}",
+            hint=f"supported: {', '.join(sorted({*_WINDOW_KEYS, *_LINEAR_KINDS, *_FULL_KINDS}))}",
         )
-    windows = {kind: config.required(key, most=_MOST_ROWS) for kind, key in keys.items() if kind in used}
-    return tuple(windows.get(kind) for kind in kinds)
+    windows = {
+        kind: config.required(key, most=_MOST_ROWS) for kind, key in _WINDOW_KEYS.items() if kind in used
+    }
+    return tuple(0 if kind in _LINEAR_KINDS else windows.get(kind) for kind in kinds)
 
 
 def _chunks(config: _Config, layers: int) -> tuple[int | None, ...]:
@@ -517,7 +471,7 @@ def _chunks(config: _Config, layers: int) -> tuple[int | None, ...]:
 
 
 def _tied(config: _Config) -> bool:
-    stated, default = config.flag("tie_word_embeddings"), config.family.tied
+    stated, default = config.flag("tie_word_embeddings"), config.family in _TIED
     if stated is None:
         config.assumed.append(f"tie_word_embeddings {str(default).lower()} assumed: default of the family")
     return default if stated is None else stated
@@ -615,64 +569,56 @@ def _quantization(config: _Config) -> _Weights:
     Bits come from `bits` (GPTQ, AWQ), `config_groups.*.weights.num_bits` (compressed-tensors, the widest group),
     `load_in_4bit`/`load_in_8bit` (bitsandbytes), or the method's name (fp8, mxfp4, …).
     """
-    section = config.get("quantization_config")
-    if section is None:
-        section = config.get("compression_config")
+    section = config.get("quantization_config") or config.get("compression_config")
     if section is None:
         return {}
     if not isinstance(section, Mapping):
         raise config.fault(f"quantization_config is {kind_of(section)}, not an object")
-    method = _method(section)
-    groups = _part(section, "config_groups") or {}
-    parts = [group for group in groups.values() if isinstance(group, Mapping)]
-    size = _weight_bytes(section, parts, method, where=config.where)
+    named = section.get("quant_method")
+    method = named.strip().lower()[:_MOST_NAME] if isinstance(named, str) and named.strip() else "unnamed"
+    # NVIDIA ModelOpt names its formats here.
+    if "FP4" in str(section.get("quant_algo")).upper():
+        method = "modelopt_fp4"
+    groups = [group for group in _part(section, "config_groups").values() if isinstance(group, Mapping)]
+    # compressed-tensors: the section itself has no bits, each group of modules has its own.
+    of_groups = [_bits(_part(group, "weights"), where=config.where) or 0 for group in groups]
+    loads = (bits for bits in (8, 4) if section.get(f"load_in_{bits}bit") is True)
+    bits = max(of_groups, default=0) or _bits(section, where=config.where) or next(loads, None)
+    size = bits / 8 if bits else _QUANTIZED_BYTES.get(method)
     if size is None:
         config.assumed.append(
             f"weights in the model's data type assumed: quantization {excerpt(method)} states no bits"
         )
     weights = _quantized(method, size)
+    # DeepSeek-V4: the section is about the other matrices.
+    if config.get("expert_dtype") == "fp4":
+        weights["expert_weight_bytes"] = _QUANTIZED_BYTES["mxfp4"]
     if _leaves_out_attention(section):
         weights.pop("attention_weight_bytes", None)
-    if (kv_bits := _kv_bits(section, where=config.where)) is not None:
+    is_kv_fp8 = str(section.get("kv_cache_quant_algo")).upper() == "FP8"
+    kv_bits = 8 if is_kv_fp8 else _bits(_part(section, "kv_cache_scheme"), where=config.where)
+    if kv_bits is not None:
         weights["kv_bytes"] = kv_bits / 8
     # Weights alone do not change the rate of matrix products: activations must be 8-bit floats too.
-    activations = [_part(part, "input_activations") or {} for part in parts]
+    activations = [_part(group, "input_activations") for group in groups]
     if any(a.get("num_bits") == 8 and a.get("type") == "float" for a in activations):
         weights["fp8_compute"] = True
     return weights
 
 
-def _method(section: Document) -> str:
-    algorithm = section.get("quant_algo")  # NVIDIA ModelOpt names its formats here
-    if isinstance(algorithm, str) and "FP4" in algorithm.upper():
-        return "modelopt_fp4"
-    method = section.get("quant_method")
-    return method.strip().lower()[:64] if isinstance(method, str) and method.strip() else "unnamed"
-
-
-def _part(section: Document, key: str) -> Document | None:
+def _part(section: Document, key: str) -> Document:
     value = section.get(key)
-    return value if isinstance(value, Mapping) else None
-
-
-def _weight_bytes(section: Document, groups: list[Document], method: str, *, where: str) -> float | None:
-    # compressed-tensors: the section itself has no bits, each group of modules has its own.
-    bits = [_bits(_part(group, "weights") or {}, where=where) for group in groups]
-    stated = max((bit for bit in bits if bit is not None), default=None)
-    if stated is None:
-        stated = _bits(section, where=where)
-    if stated is None:
-        loads = {8: section.get("load_in_8bit"), 4: section.get("load_in_4bit")}
-        stated = next((bit for bit, is_loaded in loads.items() if is_loaded is True), None)
-    return _QUANTIZED_BYTES.get(method) if stated is None else stated / 8
+    return value if isinstance(value, Mapping) else {}
 
 
 def _bits(section: Document, *, where: str) -> int | None:
-    for key in _BITS:
-        value = section.get(key)
-        if value is not None:
-            return validated(whole_number(1, 32), value, key=f"quantization_config {key}", where=where)
-    return None
+    found = ((key, value) for key in _BITS if (value := section.get(key)) is not None)
+    key, value = next(found, (None, None))
+    return (
+        None
+        if key is None
+        else validated(whole_number(1, 32), value, key=f"quantization_config {key}", where=where)
+    )
 
 
 def _leaves_out_attention(section: Document) -> bool:
@@ -680,12 +626,6 @@ def _leaves_out_attention(section: Document) -> bool:
     patterns = [p for key in _LEFT_OUT if isinstance(listed := section.get(key), list) for p in listed]
     # `model.layers.3.self_attn` names one layer of many; `re:.*self_attn` has no digit and means all.
     return any(isinstance(p, str) and "attn" in p and not any(map(str.isdigit, p)) for p in patterns)
-
-
-def _kv_bits(section: Document, *, where: str) -> int | None:
-    if str(section.get("kv_cache_quant_algo")).upper() == "FP8":
-        return 8
-    return _bits(_part(section, "kv_cache_scheme") or {}, where=where)
 
 
 # -- as served -------------------------------------------------------------------------------------------

@@ -566,6 +566,9 @@ NOT_OF_STOCK = "no flag of an unmodified vLLM gives it"
 _REQUEST_SPANS = f"a span of every request gives it: start the server with {ENDPOINT_FLAG} URL"
 
 
+SGLANG_STEPS = "SGLang has spans of its steps at level 3: start it with SGLANG_TRACE_LEVEL=3"
+
+
 def step_remedy(*, stock: bool) -> str:
     """Say how to get step times; flags of the fork are for users of the fork, since an unmodified server refuses them."""
     return ALL_SPANS if stock else f"the summaries of all steps give it: start the server with {STEP_FLAGS}"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit import memory
+from tracefit.errors import printable
 from tracefit.tables import dialects, schema
 from tracefit.tables.clocks import api_clocks, is_off_clock, on_core_clock
 from tracefit.tables.epochs import (
@@ -37,6 +38,7 @@ from tracefit.tables.requests import (
     first_hits,
     join_requests,
     request_spans,
+    requests_from_spans,
     sift_numbers,
     with_api_moved,
 )
@@ -44,6 +46,7 @@ from tracefit.tables.resolve import ResolvedRun, RunPart, parts_of, resolve
 from tracefit.tables.rows import NO_CLOCK
 from tracefit.tables.runs import missing_attributes, run_rows
 from tracefit.tables.sources import RECORDS, CycleSource
+from tracefit.tables.stages import results_of, steps_of
 from tracefit.tables.staging import read_staged, staged_bytes
 
 if TYPE_CHECKING:
@@ -60,6 +63,9 @@ _BYTES_PER_SPAN = 128
 
 OTHER_RECORD = "steps.step_id is that of another record with other values"
 """Reason of a record whose step is recorded already."""
+
+_MOST_SCOPES = 16
+"""Other scopes that are named: those with most spans."""
 
 _ODD_SHARE = 0.01
 """A setting that a larger share of a run's values contradicts is not the server's, and bounds nothing."""
@@ -171,14 +177,14 @@ class _Window:
         place: Where they are.
         parts: Each part with the number of its first row; row numbers continue from part to part.
         facts: server, core_zero, server_zero of each row; of spans that do not count, the server is null.
-        twins: row, twin: as in `ResolvedRun`.
+        found: row, twin, owner: the twins and owners of `ResolvedRun`.
         log_owner: As in `ResolvedRun`.
     """
 
     place: Place
     parts: Sequence[tuple[RunPart, int]]
     facts: pl.DataFrame
-    twins: pl.DataFrame
+    found: pl.DataFrame
     log_owner: str | None
 
     @classmethod
@@ -188,9 +194,10 @@ class _Window:
         parts = [(run.parts[number], run.firsts[number] - first) for number in range(begin, end)]
         # Only here do server names become text, to save memory until then.
         facts = run.facts[first : run.firsts[end]].with_columns(pl.col("server").cast(pl.String))
-        twins = run.twins.filter(pl.col("row").is_between(first, run.firsts[end], closed="left"))
-        twins = twins.with_columns(pl.col("row") - pl.lit(first, pl.UInt32))
-        return cls(place, parts, facts, twins, run.log_owner)
+        found = run.twins.join(run.owners, on="row", how="full", coalesce=True)
+        found = found.filter(pl.col("row").is_between(first, run.firsts[end], closed="left"))
+        found = found.with_columns(pl.col("row") - pl.lit(first, pl.UInt32))
+        return cls(place, parts, facts, found, run.log_owner)
 
     def every(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the rows of all spans, counted or not; a file number is replaced by the name of the file."""
@@ -290,6 +297,7 @@ class _Run:
     counts: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
     implausible: Counter[str] = field(default_factory=Counter)
+    other_scopes: Counter[str] = field(default_factory=Counter)
     sorts: dict[str, ExternalSort] = field(default_factory=dict)
     # Of each window, for the snapshots of a request may be in another window than its spans.
     cached: list[pl.DataFrame] = field(default_factory=list)
@@ -306,6 +314,8 @@ class _Run:
         self._take("spans", spans)
         other_spans = window.every("other_scope_spans")
         self.counts["other"] += other_spans.height
+        for scope, count in window.every("other_scopes").select("scope", "count").iter_rows():
+            self.other_scopes[printable(scope or "unnamed")] += count
         self._take("spans", other_spans)
         steps, odd_steps = self.sieve.sift("steps", window.read("steps"))
         self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
@@ -316,7 +326,7 @@ class _Run:
         self.cached.append(cached_prompt_tokens(snapshots))
         journeys, lost, odd_journeys, moved = window.journeys(self.sieve)
         self.counts["clock_corrected_events"] += moved
-        spans = spans.join(window.twins, on="row", how="left", maintain_order="left")
+        spans = spans.join(window.found, on="row", how="left", maintain_order="left")
         self._add_journeys(in_epoch(journeys, self.starts, "ts_ns"), spans)
         self._add_rejects(
             window, spans, lost, pl.concat([odd_spans, odd_steps, odd_snapshots, odd_journeys]), odd_records
@@ -405,6 +415,7 @@ class _Run:
             "clock_corrected_events": self.counts["clock_corrected_events"],
             "events": json.dumps(self.events, sort_keys=True),
             "implausible": json.dumps(self.implausible, sort_keys=True),
+            "other_scopes": json.dumps(dict(self.other_scopes.most_common(_MOST_SCOPES))),
             "missing_attributes": json.dumps(missing_attributes(writer.scan)),
         }
         runs = run_rows(writer.scan, self.run_id, {**run_columns, **counted})
@@ -462,6 +473,7 @@ class _Run:
         self.cached.clear()
         self._sort("requests").add(schema.REQUESTS.empty())
         bounds = [clock_bounds(schema.REQUESTS.empty())]
+        results = self.space.sort(key=("server", "block"), order=("server", "block", "end_ns"))
         for window in self._sort("layers").windows():
             core, api, described = (
                 window.filter(side=s).select(self.layer_columns[s]) for s in ("core", "api", "spans")
@@ -469,11 +481,27 @@ class _Run:
             hits = cached.join(
                 core, left_on=cached.columns[:3], right_on=["server", "epoch", "request_id"], how="semi"
             )
-            joined = join_requests(core, api, described, hits, run_id=self.run_id)
+            requests = requests_from_spans(described)
+            joined = join_requests(core, api, requests, hits, run_id=self.run_id)
+            results.add(results_of(described, requests))
             bounds.append(clock_bounds(joined))
             self._sort("requests").add(joined)
         del self.sorts["layers"]
+        self._add_stages(results)
         return api_clocks(pl.concat(bounds))
+
+    def _add_stages(self, results: ExternalSort) -> None:
+        """Add the steps that SGLang's spans show; only at the level that has spans of steps are prompts all that ran."""
+        count = Counter[str]()
+        for window in results.windows() if results.rows else ():
+            for (server, _), block in window.group_by("server", "block", maintain_order=True):
+                if block["is_loop"].any():
+                    found = steps_of(block, count[str(server)] + 1)
+                    count[str(server)] += found.height
+                    steps, odd = schema.STEPS.sift_derived(found)
+                    self.implausible.update(dict(odd.iter_rows()))
+                    self._take("rejects", odd)
+                    self._take("steps", steps)
 
 
 def _as_rejects(rows: pl.DataFrame) -> pl.DataFrame:

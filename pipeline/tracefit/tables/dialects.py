@@ -1,9 +1,10 @@
 """The spellings of traces as one declared table: from (scope, span, event, attribute) to a column.
 
-Three dialects are known. `journey` is the instrumented server: dotted keys (`prefill.done_tokens`), which written
+Four dialects are known. `journey` is the instrumented server: dotted keys (`prefill.done_tokens`), which written
 specifications also spell with underscores, with API events without a prefix. `stock` is an unmodified vLLM: one
 `llm_request` span per request, its times as attributes in seconds. `lifecycle` is a proposal for upstream: a span
-per phase of a request, whose beginning and end are the times. A new dialect is more rows here and nothing elsewhere:
+per phase of a request, whose beginning and end are the times. `sglang` is that of another engine: a span per request, and below it
+spans of its stages in each thread that works on it. A new dialect is more rows here and nothing elsewhere:
 every other module derives its knowledge of dialects from these rows.
 """
 
@@ -209,6 +210,56 @@ def _phase(span: str, column: str, take: Take) -> Spelling:
     return Spelling("lifecycle", None, span, None, None, "requests", column, take)
 
 
+SGLANG = "sglang"
+"""Of requests of SGLang, whose stages are spans below those of threads (`sglang.srt.observability.req_time_stats`)."""
+SGLANG_SCOPE = "sglang server"
+
+THREAD_KEYS = ("rid", "thread_label", "tp_rank", "pp_rank", "dp_rank")
+"""Attributes by which SGLang's spans of requests (`rid`) and of threads (the others) are told from those of stages."""
+
+_SGLANG_REQUEST = {
+    "request_id": "rid",
+    **{
+        column: key for column, key in _REQUEST_KEYS.items() if column.startswith("api_") or column == "model"
+    },
+    "cached_prompt_tokens": "gen_ai.usage.cached_tokens",
+}
+# The other latencies of the span end or begin in the front end: stages have those of the engine.
+_SGLANG_LATENCIES = {column: _SECONDS[column] for column in ("ttft_us", "e2e_us")}
+_SGLANG_STAGES: tuple[tuple[str, Take, tuple[str, ...]], ...] = (
+    ("arrival_ns", "start", ("tokenize",)),
+    # A decode server has no stage of a prompt; where there is one, it comes first.
+    ("queued_ns", "start", ("prefill_waiting", "decode_waiting")),
+    ("queue_wait_us", "duration", ("prefill_waiting", "decode_waiting")),
+    ("first_scheduled_ns", "start", ("prefill_forward",)),
+    ("first_token_ns", "end", ("prefill_forward",)),
+    ("prefill_us", "duration", ("prefill_forward",)),
+    # Of a request of one token there is no decode. Steps are traced at level 3 alone.
+    ("last_token_ns", "end", ("decode_loop", "decode_forward", "prefill_forward")),
+    ("finished_ns", "end", ("decode_forward", "prefill_forward")),
+    ("kv_transfer_us", "duration", ("prefill_transfer_kv_cache", "decode_transferred")),
+)
+
+
+def _sglang() -> list[Spelling]:
+    scope = SGLANG_SCOPE
+    return [
+        *(
+            Spelling(SGLANG, scope, None, None, key, "requests", column)
+            for column, key in _SGLANG_REQUEST.items()
+        ),
+        *(
+            Spelling(SGLANG, scope, None, None, f"gen_ai.latency.{key}", "requests", column, factor=1e6)
+            for column, key in _SGLANG_LATENCIES.items()
+        ),
+        *(
+            Spelling(SGLANG, scope, span, None, None, "requests", column, take)
+            for column, take, spans in _SGLANG_STAGES
+            for span in spans
+        ),
+    ]
+
+
 SPELLINGS: tuple[Spelling, ...] = (
     *_journeys(_API_SCOPE, _API_EVENTS),
     *_journeys(_CORE_SCOPE, _CORE_EVENTS),
@@ -231,6 +282,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     _phase("vllm_decode", "last_token_ns", "end"),
     _phase("vllm_decode", "decode_us", "duration"),
     _phase("vllm_prefill", "prefill_us", "duration"),
+    *_sglang(),
 )
 """Everything that is read of a trace. Of several attributes for one column the first that is there counts."""
 
@@ -240,7 +292,7 @@ def _distinct(values: Iterable[str | None]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, values)))
 
 
-VLLM_SCOPES = _distinct(s.scope for s in SPELLINGS)
+READ_SCOPES = _distinct(s.scope for s in SPELLINGS)
 PHASE_SPANS = _distinct(s.span for s in SPELLINGS if s.scope is None)
 """Spans that are known by their names, in any scope that begins with `vllm`."""
 
@@ -263,11 +315,11 @@ FRONT_SCOPES = _distinct(s.scope for s in SPELLINGS if s.span == FRONT_SPAN)
 def is_known() -> pl.Expr:
     """Return whether a span is read, from its `scope` and `name`."""
     phase = pl.col("name").is_in(PHASE_SPANS) & pl.col("scope").str.starts_with("vllm")
-    return pl.col("scope").is_in(VLLM_SCOPES).fill_null(value=False) | phase.fill_null(value=False)
+    return pl.col("scope").is_in(READ_SCOPES).fill_null(value=False) | phase.fill_null(value=False)
 
 
 def dialect_of(scope: str | None, span: str | None = None) -> str | None:
-    """Return the dialect of a scope, or None if the scope is not a known one of vLLM.
+    """Return the dialect of a scope, or None if the scope is not one that is read.
 
     Args:
         scope: Instrumentation scope.
@@ -331,7 +383,7 @@ API_SCOPES = _distinct(kind.scope for kind in JOURNEY_EVENTS if kind.layer == "a
 CORE_SCOPES = _distinct(kind.scope for kind in JOURNEY_EVENTS if kind.layer == "core")
 """Scopes of the spans whose events are the journeys of the API process, and of the engine core."""
 
-SPAN_KEYS = tuple(sorted({s.attribute or "" for s in _OF_SPANS}))
+SPAN_KEYS = tuple(sorted({*THREAD_KEYS, "decode_ct", *(s.attribute or "" for s in _OF_SPANS)}))
 """Attributes of spans that become columns of their rows."""
 
 SPAN_ATTRIBUTES = tuple(

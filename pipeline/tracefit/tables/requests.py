@@ -1,7 +1,7 @@
 """Build the `requests` table: one row per request, joined over the API and the core layer, with its durations.
 
 `core_requests` and `api_requests` aggregate the events of each layer, and `join_requests` joins them by trace and parent.
-`_requests_from_spans` reads requests of spans without events, by the rules of `dialects`: attributes of stock vLLM, phases
+`requests_from_spans` reads requests of spans without events, by the rules of `dialects`: attributes of stock vLLM, phases
 of the proposed lifecycle spans. Durations and rates follow vLLM's request metrics; `schema.REQUESTS` documents them.
 """
 
@@ -34,7 +34,7 @@ def join_requests(
     Args:
         core: What `core_requests` gives, of all core spans of some traces.
         api: What `api_requests` gives, of all API spans of the same traces.
-        described: What `request_spans` gives, of all spans of the same traces.
+        described: What `requests_from_spans` gives, of all spans of the same traces.
         cached: What `cached_prompt_tokens` gives, of the whole run.
         run_id: The run.
 
@@ -65,9 +65,7 @@ def join_requests(
     with_cache = both.join(hits, on=["server", "epoch", "core_request_id"], how="left")
     rows = _with_state(_with_durations(with_cache)).with_columns(dialect=pl.lit(dialects.JOURNEY))
     if described.height:
-        rows = _add_requests_from_spans(rows, _requests_from_spans(described)).with_columns(
-            run_id=pl.lit(run_id)
-        )
+        rows = _add_requests_from_spans(rows, described).with_columns(run_id=pl.lit(run_id))
     return _with_rates(schema.REQUESTS.shape(rows))
 
 
@@ -256,20 +254,21 @@ def sift_numbers(spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 
 
 def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
-    """Return the spans that describe requests without events, with the columns that `_requests_from_spans` needs.
+    """Return the spans that describe requests without events, with the columns that `requests_from_spans` needs.
 
     Args:
-        spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server, server_zero, and twin: the trace in
-            which events describe the same request, which becomes the span's own.
+        spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server, server_zero, twin: the trace in
+            which events describe the same request, which becomes the span's own, and owner: of a stage, the span of its request.
     """
     spans = spans.with_columns(trace_id=pl.coalesce("twin", "trace_id"))
-    ids = ("trace_id", "span_id", "parent_span_id", "scope", "name", "server", "server_zero")
-    return spans.filter(pl.any_horizontal(map(_matches, _KINDS))).select(
+    ids = ("trace_id", "span_id", "parent_span_id", "scope", "name", "server", "server_zero", "owner")
+    is_repeated = (pl.col("scope") == dialects.SGLANG_SCOPE) & pl.col("owner").is_null()
+    return spans.filter(pl.any_horizontal(map(_matches, _KINDS)), ~is_repeated.fill_null(value=False)).select(
         *ids, "start_unix_ns", "end_unix_ns", *dialects.SPAN_KEYS
     )
 
 
-def _requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
+def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
     """Return one row per request that spans describe: trace_id, owner, parent_span_id, server, dialect, and facts of it.
 
     A stock `llm_request` span is a request; a phase belongs to the request that is its parent span. The owner is the span
@@ -281,7 +280,7 @@ def _requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
     times = [pl.col(c) - pl.col("server_zero").fill_null(0) for c in ("start_unix_ns", "end_unix_ns")]
     own = spans.with_columns(
         *times,
-        owner=pl.when(phase).then("parent_span_id").otherwise("span_id").fill_null(""),
+        owner=pl.coalesce("owner", pl.when(phase).then("parent_span_id").otherwise("span_id")).fill_null(""),
         dialect=pl.coalesce(pl.when(_matches(rule)).then(pl.lit(rule.dialect)) for rule in _KINDS),
     ).sort("start_unix_ns", "end_unix_ns", "span_id")
     columns: dict[str, list[pl.Expr]] = {}

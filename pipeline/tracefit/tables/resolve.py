@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from tracefit.tables.store import ReadFile
 
 _ENGINE = ("server", "start_unix_ns", "end_unix_ns", *CLOCK_FACTS)
-_NARROW = ("file", "row", "trace_id", "span_id", "parent_span_id", "scope", "request_id", *_ENGINE)
+_NARROW = ("file", "row", "trace_id", "span_id", "parent_span_id", "scope", "request_id", "thread", *_ENGINE)
 _IDS = ["trace_high", "trace_low", "span"]
-_SCOPES = pl.Enum(dialects.VLLM_SCOPES)
+_SCOPES = pl.Enum(dialects.READ_SCOPES)
 _HEX_DIGITS_OF_64_BITS = 16
 _FILES = {"file": pl.UInt32, "place": pl.UInt32, "source_file": pl.String}
 
@@ -73,6 +73,7 @@ class ResolvedRun:
         clocks: The ranges of wall clock less engine clock that each server's spans agree on: server, low, high.
         twins: row, twin: of spans without events, the trace in which events describe the same request.
         log_owner: The one server of the spans, if the log beside them is of one engine too.
+        owners: row, owner: of spans of stages, the span of the request they are of; of spans that other ranks repeat, none.
     """
 
     parts: Sequence[RunPart]
@@ -82,6 +83,7 @@ class ResolvedRun:
     clocks: pl.DataFrame
     twins: pl.DataFrame
     log_owner: str | None
+    owners: pl.DataFrame
 
 
 def resolve(place: Place, parts: Sequence[RunPart]) -> ResolvedRun:
@@ -122,6 +124,10 @@ def resolve(place: Place, parts: Sequence[RunPart]) -> ResolvedRun:
     if twins.height:
         spans = spans.join(twins, on="row", how="left", maintain_order="left")
         spans = spans.with_columns(server=pl.coalesce("twin_server", "server"))
+    owners = _owners(spans)
+    if owners.height:
+        spans = spans.join(owners.select("row", "engine"), on="row", how="left", maintain_order="left")
+        spans = spans.with_columns(server=pl.coalesce("engine", "server"))
     numbers = pl.DataFrame({"row": np.arange(firsts[-1], dtype=np.uint32)})
     facts = numbers.join(_facts(spans), on="row", how="left", maintain_order="left").drop("row")
     return ResolvedRun(
@@ -132,6 +138,7 @@ def resolve(place: Place, parts: Sequence[RunPart]) -> ResolvedRun:
         clocks_of(spans),
         twins.select("row", "twin"),
         _log_owner(place, parts, spans["server"].unique()),
+        owners.drop_nulls("owner").select("row", "owner"),
     )
 
 
@@ -161,10 +168,59 @@ def _twins(spans: pl.DataFrame) -> pl.DataFrame:
     )
     stock = named.filter(scope.is_in([s for s in dialects.FRONT_SCOPES if s not in dialects.API_SCOPES]))
     found = stock.select("row", "request").join(known.filter(pl.col("traces") == 1), on="request")
-    ids = found.select("trace_high", "trace_low").to_numpy().astype(">u8").tobytes()
-    digits = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), found.height, [None, pa.py_buffer(ids)])
-    twin = pl.Series("twin", pl.from_arrow(digits.cast(pa.binary())), pl.Binary).bin.encode("hex")
-    return found.select("row", twin, "twin_server")
+    return found.select("row", _digits(found, "trace_high", "trace_low").alias("twin"), "twin_server")
+
+
+def _owners(spans: pl.DataFrame) -> pl.DataFrame:
+    """Return, of SGLang's spans, the request each is of, and the engine: row, owner, engine.
+
+    Below the span of a request are those of threads: of the front end, and of the scheduler of each rank, which are processes
+    with names of their own. The engine is named after its first rank. Of the other ranks, which do the same, the owner is null.
+    """
+    trace, above = _IDS[:2], [*_IDS[:2], "parent"]
+    own = spans.filter(pl.col("scope") == dialects.SGLANG_SCOPE)
+    own = own.select("row", *_IDS, "parent", pl.col("thread", "server").cast(pl.String))
+    is_request = pl.col("thread") == ""
+    own = own.with_columns(
+        owner=pl.when(is_request).then("span").when(pl.col("thread").is_not_null()).then("parent")
+    )
+    # Stages are below threads, and those of single steps below stages.
+    for _ in range(2):
+        found = own.select(*trace, parent="span", owner_above="owner", thread_above="thread").drop_nulls(
+            "owner_above"
+        )
+        own = (
+            own.join(found.unique(above), on=above, how="left", maintain_order="left")
+            .with_columns(
+                owner=pl.coalesce("owner", "owner_above"), thread=pl.coalesce("thread", "thread_above")
+            )
+            .drop("owner_above", "thread_above")
+        )
+    label, rank, replica = (pl.col("thread").str.split("|").list.get(n, null_on_oob=True) for n in range(3))
+    role = label.str.extract("^(Prefill|Decode)").str.to_lowercase()
+    own = own.with_columns(
+        pl.coalesce("owner", "parent"), is_first=rank.is_in(["", "0", "0 0"]).fill_null(value=True)
+    )
+    is_engine = label.str.contains("Scheduler").fill_null(value=False) & pl.col("is_first")
+    request = [*trace, "owner"]
+    name = pl.concat_str(
+        pl.coalesce(pl.col("server").filter(is_engine).first(), pl.col("server").first()),
+        role.drop_nulls().first(),
+        pl.format("dp{}", replica.filter(is_engine & (replica != "")).first()),
+        separator=" ",
+        ignore_nulls=True,
+    )
+    named = own.with_columns(name.over(request).cast(pl.Categorical).alias("engine"))
+    owner = pl.when(pl.col("is_first")).then(_digits(named, "owner"))
+    return named.select("row", owner.alias("owner"), "engine")
+
+
+def _digits(rows: pl.DataFrame, *numbers: str) -> pl.Series:
+    """Return ids of 64 bits each, one after the other, as hexadecimal digits."""
+    ids = rows.select(pl.col(numbers).fill_null(0)).to_numpy().astype(">u8").tobytes()
+    width = pa.binary(8 * len(numbers))
+    digits = pa.FixedSizeBinaryArray.from_buffers(width, rows.height, [None, pa.py_buffer(ids)])
+    return pl.Series(pl.from_arrow(digits.cast(pa.binary())), dtype=pl.Binary).bin.encode("hex")
 
 
 def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
@@ -204,6 +260,7 @@ def _narrow(spans: pl.DataFrame, first: int) -> pl.DataFrame:
         .otherwise("request_id")
         .hash()
         .alias("request"),
+        pl.col("thread").cast(pl.Categorical),
         pl.col("server").cast(pl.Categorical),
         *_ENGINE[1:],
     )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 UNKNOWN_SERVER = "unknown"
 OTHER_REASON = "other"
+_MOST_SCOPE_CHARS = 64
 
 RECORDED_STEPS: dict[str, pl.DataType] = {
     "file": pl.UInt32(),
@@ -83,6 +84,7 @@ class SpanRows:
         incomplete: row, reason: events without a required field.
         rejects: Input that could not be read.
         other_scope_spans: Spans of other scopes, with the columns of the `spans` table, if they are kept.
+        other_scopes: file, scope (cut), count of spans: of other scopes, kept or not.
         recorded_steps: Steps of recordings beside spans, columns as `RECORDED_STEPS`.
         counts: file, spans, other_spans (kept or not), rejects, steps (recorded ones): of files that have any.
     """
@@ -95,6 +97,7 @@ class SpanRows:
     incomplete: pl.DataFrame
     rejects: pl.DataFrame
     other_scope_spans: pl.DataFrame
+    other_scopes: pl.DataFrame
     recorded_steps: pl.DataFrame
     counts: pl.DataFrame
 
@@ -153,7 +156,10 @@ def rows_of(batch: SpanBatch, options: IngestOptions, recorded: pl.DataFrame | N
     snapshots, no_snapshot = _split_complete(snapshots, _PLACED_BY["request_snapshots"], NO_SNAPSHOT)
     return SpanRows(
         spans=vllm_spans.drop("span_row")
-        .with_columns(pl.coalesce(keys).alias(name) for name, keys in dialects.REQUEST_ATTRIBUTES.items())
+        .with_columns(
+            *(pl.coalesce(keys).alias(name) for name, keys in dialects.REQUEST_ATTRIBUTES.items()),
+            thread=_thread(),
+        )
         .join(_clocks(journeys, steps), on="row", how="left", maintain_order="left"),
         journeys=journeys,
         steps=steps,
@@ -162,6 +168,9 @@ def rows_of(batch: SpanBatch, options: IngestOptions, recorded: pl.DataFrame | N
         incomplete=pl.concat([no_step, no_snapshot]),
         rejects=batch.rejects,
         other_scope_spans=other_scope_spans if options.all_spans else other_scope_spans.clear(),
+        other_scopes=other_scope_spans.group_by(
+            "file", pl.col("scope").str.head(_MOST_SCOPE_CHARS), maintain_order=True
+        ).agg(count=pl.len().cast(pl.Int64)),
         recorded_steps=recorded,
         counts=_counts(
             {
@@ -171,6 +180,18 @@ def rows_of(batch: SpanBatch, options: IngestOptions, recorded: pl.DataFrame | N
                 "steps": recorded,
             }
         ),
+    )
+
+
+def _thread() -> pl.Expr:
+    """Return which of SGLang's threads a span is: label, ranks within a replica, and replica; empty of that of a request."""
+    tp, pp, dp = (pl.col(key).fill_null("") for key in dialects.THREAD_KEYS[2:])
+    thread = pl.format("{}|{}|{}", "thread_label", pl.format("{} {}", tp, pp).str.strip_chars(), dp)
+    return (
+        pl.when(pl.col("rid").is_not_null())
+        .then(pl.lit(""))
+        .when(pl.col("thread_label").is_not_null())
+        .then(thread)
     )
 
 

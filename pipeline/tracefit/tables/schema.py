@@ -289,6 +289,7 @@ RUNS = TableSchema(
         _s("content_sha256", "hash of the trace files' contents, as in the manifest"),
         _i("spans", "spans of this server"),
         _i("other_spans", "spans of other scopes, counted and left out of the tables"),
+        _json("other_scopes", "other scope to its spans (of the run): those with most, none of them read"),
         _i("duplicate_spans", "spans read more than once"),
         _i("rejects", "records that could not be read (of the run)"),
         _i("dropped_events", "events the SDK dropped, as it says itself"),
@@ -393,7 +394,7 @@ JOURNEY_EVENTS = TableSchema(
 
 STEPS = TableSchema(
     "steps",
-    "one row per sampled engine step (BATCH_SUMMARY), or recorded one (ForwardPassMetrics, a line of vLLM's log)",
+    "one row per sampled engine step (BATCH_SUMMARY), recorded one (ForwardPassMetrics, a line of vLLM's log), or one of SGLang's spans",
     ("run_id", "server", "epoch", "step_id"),
     (
         *_ENGINE_COLUMNS,
@@ -427,7 +428,8 @@ STEPS = TableSchema(
         ),
         _s(
             "cycle_source",
-            "fpm: wall_time of ForwardPassMetrics; log: a line of vLLM's log; null of a sampled step",
+            "fpm: wall_time of ForwardPassMetrics; log: a line of vLLM's log; sglang: between results, by SGLang's spans; null of a "
+            "sampled step",
         ),
         _sum("context_tokens", "KV tokens in cache before the step, of decode requests"),
         _sum("prefill_context_tokens", "the same of prefill requests"),
@@ -629,7 +631,8 @@ TIMELINE = TableSchema(
         _s(
             "cycle_source",
             "adjacent (between two summaries, consecutive), interval, request (both starts counted from requests), fpm "
-            "(recorded), fpm_gpu (recorded, GPU time), log (line to line) or log_interval (between changes of its clock)",
+            "(recorded), fpm_gpu (recorded, GPU time), sglang (between results, by SGLang's spans), log (line to line) or log_interval "
+            "(between changes of its clock)",
         ),
         _step("interval_steps", "steps the cycle is the mean of"),
         _n("num_prefill_reqs", "scheduled requests without an output token"),

@@ -23,6 +23,7 @@ class CycleSource(StrEnum):
     FPM_GPU = "fpm_gpu"
     LOG = "log"
     LOG_INTERVAL = "log_interval"
+    SGLANG = "sglang"
 
     @property
     def is_one_step(self) -> bool:
@@ -32,7 +33,7 @@ class CycleSource(StrEnum):
     @property
     def is_recorded(self) -> bool:
         """Whether a record states the time of the step; others are differences of the step clock, or scheduling times."""
-        return self in {CycleSource.FPM, CycleSource.FPM_GPU}
+        return self in {CycleSource.FPM, CycleSource.FPM_GPU, CycleSource.SGLANG}
 
     @property
     def is_logged(self) -> bool:

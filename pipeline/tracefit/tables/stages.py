@@ -1,0 +1,124 @@
+"""The steps of SGLang, from its spans of stages: what the results of a batch ended together is one step.
+
+The scheduler handles the results of a batch request by request, within microseconds, and ends a span for each: `decode_loop`, or
+`chunked_prefill`, or `prefill_forward` of a prompt in one chunk. These spans are there at trace level 3
+(`set_last_decode_finish_time` and its like in `sglang.srt.observability.req_time_stats`).
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from tracefit.tables import dialects, schema
+from tracefit.tables.sources import CycleSource
+
+_LOOP, _CHUNK, _PROMPT = "decode_loop", "chunked_prefill", "prefill_forward"
+BLOCK_NS = 600_000_000_000
+"""Steps are made of ten minutes of results at a time, which fit into memory."""
+
+_APART = 8
+"""Results are of different batches if more than this part of the shorter of their own times lies between them."""
+
+RESULTS: dict[str, pl.DataType] = {
+    "server": pl.String(),
+    "block": pl.Int64(),
+    "end_ns": pl.Int64(),
+    "busy_ns": pl.Int64(),
+    "lasted_ns": pl.Int64(),
+    "is_loop": pl.Boolean(),
+    "tokens": pl.Int64(),
+    "context": pl.Int64(),
+}
+"""One result of a request in a batch: its end, since when the engine is known to be busy, how long it took, its tokens to compute
+and those in its cache before; null where not known."""
+
+
+def results_of(spans: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
+    """Return the results of requests whose steps are traced.
+
+    Args:
+        spans: What `request_spans` gives, of all spans of some traces.
+        requests: The requests of the same traces: trace_id, owner, prompt_tokens, output_tokens, cached_prompt_tokens, queued_ns.
+
+    Returns:
+        Columns as `RESULTS`.
+    """
+    stages = spans.filter(
+        pl.col("scope") == dialects.SGLANG_SCOPE, pl.col("name").is_in([_LOOP, _CHUNK, _PROMPT])
+    )
+    facts = requests.select(
+        "trace_id", "owner", "prompt_tokens", "output_tokens", "cached_prompt_tokens", "queued_ns"
+    )
+    loop, chunk = (pl.col("name") == name for name in (_LOOP, _CHUNK))
+    request = ["trace_id", "owner"]
+    number = pl.col("decode_ct").cast(pl.Int64, strict=False)
+    in_cache = pl.when(number.is_between(0, schema.MOST_TOKENS)).then(pl.col("prompt_tokens") + number)
+    cached = pl.col("cached_prompt_tokens").fill_null(0)
+    # How a prompt is divided into chunks is not traced. A token for each step: else several are decoded at once.
+    is_whole = chunk.any().over(request).not_()
+    is_plain = loop.sum().over(request) == pl.col("output_tokens") - 1
+    with_facts = stages.join(facts, on=request, how="inner").with_columns(
+        is_loop=loop,
+        tokens=pl.when(loop).then(1).when(is_whole).then(pl.col("prompt_tokens") - cached),
+        context=pl.when(loop & is_plain).then(in_cache).when(~loop & is_whole).then(cached),
+        is_result=loop | chunk | is_whole,
+    )
+    start, end = pl.col("start_unix_ns"), pl.col("end_unix_ns")
+    columns = {
+        "block": end // BLOCK_NS,
+        "end_ns": end,
+        # A request keeps the engine busy from when it is queued.
+        "busy_ns": pl.min_horizontal(start, "queued_ns"),
+        "lasted_ns": end - start,
+    }
+    found = with_facts.filter("is_result").with_columns(**columns)
+    return found.select(pl.col(name).cast(kind) for name, kind in RESULTS.items())
+
+
+def steps_of(results: pl.DataFrame, first_step: int) -> pl.DataFrame:
+    """Return the steps of a server in one block.
+
+    A step takes from the results of the one before it to its own, or where the engine was idle from when a request was queued.
+
+    Args:
+        results: Columns as `RESULTS`.
+        first_step: Number of the first of the steps.
+
+    Returns:
+        Rows of `steps`. Of the first and the last of a block the time is null: what is of another block is not known.
+    """
+    ordered = results.sort("end_ns")
+    gap, shorter = pl.col("end_ns").diff(), pl.min_horizontal("lasted_ns", pl.col("lasted_ns").shift(1))
+    is_new = (gap * _APART > shorter).fill_null(value=True)
+    loop, both = pl.col("is_loop"), pl.col("is_loop").len()
+
+    def total(column: str, of: pl.Expr) -> pl.Expr:
+        known = pl.col(column).filter(of)
+        return pl.when(known.null_count() == 0).then(known.sum())
+
+    steps = (
+        ordered.group_by(step_id=is_new.cum_sum() - 1 + first_step, maintain_order=True)
+        .agg(
+            pl.col("server").first(),
+            pl.col("busy_ns").min(),
+            unix_ns=pl.col("end_ns").max(),
+            running_depth=both,
+            num_prefill_reqs=(~loop).sum(),
+            num_decode_reqs=loop.sum(),
+            prefill_tokens=total("tokens", ~loop),
+            decode_tokens=total("tokens", loop),
+            context_tokens=total("context", loop),
+            prefill_context_tokens=total("context", ~loop),
+        )
+        .with_columns(
+            scheduled_tokens=pl.col("prefill_tokens") + pl.col("decode_tokens"),
+            # Requests that do not take part in a step, for prompts come first, keep the engine busy too.
+            since_ns=pl.max_horizontal(pl.col("unix_ns").shift(1), pl.col("busy_ns").cum_min(reverse=True)),
+            is_inner=pl.col("unix_ns").shift(1).is_not_null() & pl.col("unix_ns").shift(-1).is_not_null(),
+        )
+    )
+    return steps.with_columns(
+        cycle_us=pl.when("is_inner").then((pl.col("unix_ns") - pl.col("since_ns")) / 1e3),
+        cycle_source=pl.lit(CycleSource.SGLANG.value),
+        epoch=pl.lit(0, pl.Int64),
+    )
