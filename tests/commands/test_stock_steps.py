@@ -9,8 +9,10 @@ import polars as pl
 import pytest
 
 from stock import stock_requests, write_stock
+from tracefit.engines import training
 from tracefit.synth import SynthOptions, synth
 from tracefit.synth.options import LoadPhase
+from tracefit.timeline import request_steps
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +74,30 @@ def test_of_sampled_spans_no_step_time_is_fitted_and_the_reason_is_said(tracefit
     found = re.search(r"a sampler kept about (\d+) %", said)
     assert int(found[1]) == pytest.approx(100 * rate, abs=2)
     assert "OTEL_TRACES_SAMPLER" in said
+
+
+def test_of_very_many_requests_each_keeps_its_row_where_windows_are_placed(
+    tracefit, tmp_path, requests, monkeypatch
+):
+    """Four windows of 50, at fifths of the recording; the other requests stay as they were."""
+    monkeypatch.setattr(request_steps, "_WINDOWS", 4)
+    monkeypatch.setattr(request_steps, "_WINDOW_REQUESTS", 50)
+    monkeypatch.setattr(request_steps, "MOST_PLACED", 200)
+    monkeypatch.setattr(training, "MOST_PLACED", 200)
+    write_stock(requests, tmp_path / "stock")
+    folder = tmp_path / "tables"
+    assert tracefit("ingest", tmp_path / "stock", "--out", folder, "--workers", "1")[0] == 0
+    found = pl.read_parquet(next((folder / "requests").rglob("*.parquet")))
+    both = requests.join(found, on="trace_id", suffix="_found")
+    assert both.height == found.height == requests.height
+    for name in ("prompt_tokens", "output_tokens", "e2e_us", "queue_wait_us"):
+        assert both[f"{name}_found"].to_list() == pytest.approx(both[name].to_list(), abs=1e-3)
+    placed = both.filter(pl.col("first_token_step_found").is_not_null())
+    assert placed.height == 200
+    # Every output token but the first takes a step.
+    assert (placed["finished_step_found"] - placed["first_token_step_found"]).to_list() == (
+        placed["output_tokens"] - 1
+    ).to_list()
+    assert tracefit("train", folder, "--out", tmp_path / "models", "--fast")[0] in (0, 1)
+    beta = tmp_path / "models" / "beta.json"
+    assert "200 of 400 requests are placed on steps" in beta.read_text()

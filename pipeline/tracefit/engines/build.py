@@ -212,9 +212,11 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
     timeline, odd_steps = schema.TIMELINE.sift_derived(built)
     timed = with_step_times(schema.REQUESTS.shape(own), timeline, journeys, snapshots)
     timed, odd_requests = schema.REQUESTS.sift_derived(timed)
-    timed = schema.REQUESTS.conform(timed)
     if counted:
-        timed = _replaced(schema.REQUESTS.conform(requests), counted.rows, timed)
+        # They keep their order: sorting is a second copy.
+        timed = _replaced(schema.REQUESTS.shape(requests), counted.rows, schema.REQUESTS.shape(timed))
+    else:
+        timed = schema.REQUESTS.conform(timed)
     tables = {"timeline": timeline, "requests": timed}
     odd = pl.concat([odd_steps, odd_requests])
     if odd.height:
