@@ -4,12 +4,14 @@
 # disk, an index without the packages, or one that takes too long.
 set -euo pipefail
 folder=$1 lock="$(dirname "$0")/../requirements-vllm.lock" python=${PYTHON:-python3}
-[ ! -e "$folder/.ready" ] || exit 0
+! cmp -s "$lock" "$folder/.ready" || exit 0
 refuse() { rm -rf "$folder"; echo "no environment of vLLM: $*" >&2; exit 1; }
 
 "$python" -c 'import platform, sys; sys.exit((*sys.version_info[:2], sys.platform, platform.machine()) != (3, 11, "linux", "x86_64"))' ||
   refuse "its wheels are for Python 3.11 on Linux x86-64 (PYTHON=/path/to/python3.11)"
 mkdir -p "$folder"
+exec 9> "$folder.lock" && flock 9 # one clone makes it, others that share it wait
+! cmp -s "$lock" "$folder/.ready" || exit 0
 free_mb=$(df -Pm "$folder" | awk 'NR == 2 { print $4 }')
 [ "$free_mb" -ge 5000 ] || refuse "it needs 5,000 MB of disk, and $folder has $free_mb MB free"
 
@@ -31,4 +33,4 @@ for site in "$folder"/lib/python3*/site-packages; do
   mkdir "$site/vllm-$version+cpu.dist-info"
   printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" > "$site/vllm-$version+cpu.dist-info/METADATA"
 done
-touch "$folder/.ready"
+cp "$lock" "$folder/.ready"
