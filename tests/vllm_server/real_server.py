@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 WORDS = 512
@@ -116,8 +117,9 @@ class Server:
                     self._ready.set()
         self._ready.set()
 
-    def complete(self, prompt: list[int], output_tokens: int) -> Completion:
-        """Stream one completion and count its tokens, one in each chunk of text."""
+    def _stream(
+        self, prompt: list[int], output_tokens: int
+    ) -> tuple[http.client.HTTPConnection, Iterator[dict]]:
         body = {
             "model": str(self.model),
             "prompt": prompt,
@@ -130,13 +132,20 @@ class Server:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
         assert response.status == 200, response.read()
-        usage = name = None
-        for line in response:
-            if line.startswith(b"data: {"):
-                chunk = json.loads(line[6:])
-                name, usage = chunk["id"], chunk.get("usage") or usage
+        return connection, (json.loads(line[6:]) for line in response if line.startswith(b"data: {"))
+
+    def complete(self, prompt: list[int], output_tokens: int) -> Completion:
+        """Stream one completion to its end; its tokens are those that the last chunk counts."""
+        connection, chunks = self._stream(prompt, output_tokens)
+        *_, last = chunks
         connection.close()
-        return Completion(name, usage["prompt_tokens"], usage["completion_tokens"])
+        return Completion(last["id"], last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"])
+
+    def abandon(self, prompt: list[int], output_tokens: int) -> None:
+        """Begin a completion and go away after its first chunk."""
+        connection, chunks = self._stream(prompt, output_tokens)
+        next(chunks)
+        connection.close()
 
     def complete_all(self, requests: list[tuple[list[int], int]], *, at_once: int) -> list[Completion]:
         """Stream completions, several at a time."""
