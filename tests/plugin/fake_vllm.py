@@ -50,7 +50,7 @@ class Output:
     scheduled_new_reqs: list
     scheduled_cached_reqs: SimpleNamespace
     num_scheduled_tokens: dict
-    number: int
+    samples: list  # names of the requests that get a token of it
 
 
 @dataclass
@@ -61,7 +61,9 @@ class Truth:
 
 
 class FakeScheduler:
-    def __init__(self, *, slots=4, budget=64, blocks=1000, block_size=16, draft=0, endpoint="http://c:4317", rank=0):
+    def __init__(
+        self, *, slots=4, budget=64, blocks=1000, block_size=16, draft=0, endpoint="http://c:4317", rank=0
+    ):
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(data_parallel_index=rank, data_parallel_size=1),
             observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint),
@@ -97,7 +99,7 @@ class FakeScheduler:
         self.waiting.appendleft(request)
         self.truth.preempted.append((self.count, request.request_id))
 
-    def schedule(self, throttle_prefills=False):
+    def schedule(self, throttle_prefills=False):  # noqa: C901, PLR0912, PLR0915 - as vLLM's is
         self.count += 1
         budget, tokens, new = self.budget, {}, []
         ids, computed, blocks = [], [], []
@@ -136,7 +138,9 @@ class FakeScheduler:
             self.waiting.popleft()
             self.running.append(request)
             if request.status is Status.WAITING:
-                new.append(SimpleNamespace(req_id=request.request_id, num_computed_tokens=before, block_ids=got))
+                new.append(
+                    SimpleNamespace(req_id=request.request_id, num_computed_tokens=before, block_ids=got)
+                )
             else:
                 ids.append(request.request_id)
                 computed.append(before)
@@ -150,16 +154,21 @@ class FakeScheduler:
                 len(self.running),
                 len(self.waiting),
                 self.free,
-                sorted((n, t, self.requests[n].num_computed_tokens, self.requests[n].outputs) for n, t in tokens.items()),
+                sorted(
+                    (n, t, self.requests[n].num_computed_tokens, self.requests[n].outputs)
+                    for n, t in tokens.items()
+                ),
             ]
         )
+        samples = []
         for name, count in tokens.items():
             request = self.requests[name]
             request.num_computed_tokens += count
             if request.num_computed_tokens >= request.num_prompt_tokens + request.outputs + request.pending:
                 request.pending += 1
+                samples.append(name)
         cached = SimpleNamespace(req_ids=ids, num_computed_tokens=computed, new_block_ids=blocks)
-        return Output(new, cached, tokens, self.count)
+        return Output(new, cached, tokens, samples)
 
     def _just_preempted(self):
         return any(step == self.count for step, _ in self.truth.preempted)
@@ -169,7 +178,7 @@ class FakeScheduler:
         outputs = []
         for name, count in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(name)
-            if request is None or not request.pending:
+            if request is None or name not in scheduler_output.samples or not request.pending:
                 continue
             request.pending -= 1
             right = min(model_runner_output, self.draft, count - 1) if request.outputs else 0
@@ -178,9 +187,7 @@ class FakeScheduler:
             given = min(1 + right, request.max_tokens - request.outputs)
             request.outputs += given
             reason = Reason.LENGTH if request.outputs >= request.max_tokens else None
-            outputs.append(
-                SimpleNamespace(request_id=name, new_token_ids=[7] * given, finish_reason=reason)
-            )
+            outputs.append(SimpleNamespace(request_id=name, new_token_ids=[7] * given, finish_reason=reason))
             if reason:
                 self._free(request, Status.FINISHED_LENGTH_CAPPED)
         return {0: SimpleNamespace(outputs=outputs)} if outputs else {}

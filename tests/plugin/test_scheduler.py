@@ -91,18 +91,22 @@ def test_every_request_has_its_journey(ran, built):
     assert sorted(preempted) == sorted(scheduler.truth.preempted)
 
 
-def test_tokens_of_a_request_are_those_of_the_steps_between_its_first_and_last(ran, built):
-    """Law of the traces: FINISHED.step - FIRST_TOKEN.step = output tokens - 1 for whom nothing disturbs."""
+def test_a_token_is_of_the_step_that_computed_it(ran, built):
+    """Also where the next step is scheduled before the token comes: first and last step of each request as it is known."""
     scheduler, recorder = ran
-    undisturbed = 0
-    for span in built(recorder.records).journeys.values():
-        of = {event.name.partition(".")[2]: event.attributes for event in span.events}
-        last = of["FINISHED"]
-        if last["finish.status"] == "length" and not last["num_preemptions"] and not scheduler.draft:
-            between = last["scheduler.step"] - of["FIRST_TOKEN"]["scheduler.step"]
-            assert between == last["decode.done_tokens"] - 1 or scheduler.truth.preempted
-            undisturbed += 1
-    assert undisturbed or scheduler.draft
+    computed = {}
+    for step, *_, batch in scheduler.truth.steps:
+        for key, tokens, before, _ in batch:
+            computed.setdefault(key, []).append((step, before + tokens))
+    for key, span in built(recorder.records).journeys.items():
+        at = {event.name.partition(".")[2]: event.attributes["scheduler.step"] for event in span.events}
+        status, outputs, preemptions = scheduler.truth.ended[key]
+        if status == "FINISHED_LENGTH_CAPPED" and not preemptions:
+            prompt = span.events[0].attributes["prefill.total_tokens"]
+            assert at["FIRST_TOKEN"] == next(step for step, done in computed[key] if done >= prompt)
+            assert at["SCHEDULED"] == computed[key][0][0]
+            if not scheduler.draft and "PREEMPTED" not in at:
+                assert at["FINISHED"] == [step for step, done in computed[key] if done < prompt + outputs][-1]
 
 
 def test_a_resumed_request_says_so(traced, built):
@@ -230,3 +234,19 @@ def test_after_records_were_lost_nothing_is_guessed(traced, built):
         same = {k: v for k, v in whole[summary["step.id"]].items() if k not in changed}
         assert {k: v for k, v in summary.items() if k not in changed} == same
     assert sum(span.dropped_events for span in found.spans) > cut
+    journeys, of_all = found.journeys, built(recorder.records).journeys
+    ends = [key for key, span in journeys.items() if span.events[-1].name == "journey.FINISHED"]
+    assert 0 < len(ends) < len(of_all)
+    for key in ends:
+        assert journeys[key].events == of_all[key].events
+
+
+def test_a_span_holds_what_a_collector_takes(traced, built, monkeypatch):
+    monkeypatch.setenv("TRACEFIT_VLLM_STEP_TRACING_RICH_SUBSAMPLE_RATE", "1")
+    monkeypatch.setenv("TRACEFIT_VLLM_STEP_TRACING_CLOSURE_INTERVAL", "10000")
+    scheduler, recorder = traced(slots=40, budget=400)
+    engine(scheduler, load(400))
+    found = built(recorder.records)
+    assert len(found.summaries) == len(scheduler.truth.steps)
+    assert len(found.steps) > 1
+    assert max(len(span.events) for span in found.steps) <= 1000

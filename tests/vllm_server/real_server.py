@@ -48,7 +48,7 @@ TOKENIZER = {
     "padding": None,
     "model": {"type": "WordLevel", "vocab": {f"w{n}": n for n in range(WORDS)}, "unk_token": "w0"},
 }
-READY_S = 200
+READY_S = 600
 REQUEST_S = 60
 
 

@@ -10,15 +10,17 @@ from typing import NamedTuple, TypeAlias
 QUEUED, STEP, PREEMPTED, OUTPUT, ENDED, LOST = range(6)
 """The first element of each record:
 
-QUEUED: (kind, time, request, prompt tokens, most output tokens, traceparent of the request's own span or of its caller's,
+QUEUED: (kind, time, step, request, prompt tokens, most output tokens, traceparent of the request's own span or of its caller's,
     or None; whether it is the own one)
 STEP: (kind, step, start, end, running, waiting, free blocks or None, requests that come in as (request, computed tokens,
     blocks of each cache group), the other requests, their computed tokens, their new blocks, tokens by request). The
     computed tokens are those before the step.
 PREEMPTED: (kind, time, step, request)
 OUTPUT: (kind, time, step, (request, new tokens) of all, (request, status) of those that end)
-ENDED: (kind, time, step, requests, status); in place of a step the count so far
+ENDED: (kind, time, step, requests, status)
 LOST: (kind, records that found no room)
+
+The step of QUEUED, PREEMPTED and ENDED is the last that began, that of OUTPUT the one that computed it.
 """
 
 Record: TypeAlias = tuple[object, ...]

@@ -95,17 +95,8 @@ class Tracing:
             # The server's own span of the request becomes the child of ours: both are known to be of one request.
             is_own, traceparent = True, f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
             request.trace_headers = {**(headers or {}), "traceparent": traceparent}
-        limit = request.max_tokens
-        at = (
-            records.QUEUED,
-            time.monotonic_ns(),
-            name,
-            request.num_prompt_tokens,
-            limit,
-            traceparent,
-            is_own,
-        )
-        self.recorder.put(at)
+        at_ns, prompt, limit = time.monotonic_ns(), request.num_prompt_tokens, request.max_tokens
+        self.recorder.put((records.QUEUED, at_ns, self._step, name, prompt, limit, traceparent, is_own))
 
     def begin(self) -> int:
         """Count a step; return when it began."""

@@ -127,7 +127,7 @@ class SpanBuilder:
         self._requests: dict[str, _Request] = {}
         self._running: dict[str, _Request] = {}
         self._steps: _Steps | None = None
-        self._sequence = self._finished = self._preempted = self._last_step = 0
+        self._sequence = self._finished = self._preempted = 0
         self.dropped = 0
 
     def feed(self, record: Record) -> Iterator[Span]:
@@ -165,7 +165,14 @@ class SpanBuilder:
     # -- requests ------------------------------------------------------------------------------------------
 
     def _queued(
-        self, time_ns: int, name: str, prompt: int, limit: int, traceparent: str | None, is_own: bool
+        self,
+        time_ns: int,
+        step: int,
+        name: str,
+        prompt: int,
+        limit: int,
+        traceparent: str | None,
+        is_own: bool,
     ) -> None:
         match = _TRACEPARENT.match(traceparent or "")
         ids = (int(match[1], 16), int(match[2], 16)) if match else None
@@ -175,8 +182,7 @@ class SpanBuilder:
         events: list[Event] | None = [] if traced else None
         request = _Request(prompt, limit, ids if is_own else None, None if is_own else ids, events)
         self._requests[name] = request
-        # Its step is the last that was scheduled: the next one, which may carry it, has not begun.
-        self._event(request, "QUEUED", time_ns, self._last_step, phase="WAITING")
+        self._event(request, "QUEUED", time_ns, step, phase="WAITING")
 
     def _preempt(self, time_ns: int, step: int, name: str) -> None:
         self._preempted += 1
@@ -257,7 +263,6 @@ class SpanBuilder:
         blocks: list[Any],
         tokens: dict[str, int],
     ) -> Iterator[Span]:
-        self._last_step = step
         for request in self._running.values():
             request.computed += request.scheduled
             request.scheduled = 0
