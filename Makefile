@@ -55,8 +55,10 @@ test-ray: .venv-ray/.ready ## the tests of Ray, in an environment that has trace
 vllm: ## an environment with unmodified vLLM for CPUs, in .venv-vllm or, where that is named, in $TEST_CACHE: 3.5 GB
 	PYTHON=$(PYTHON) tests/vllm_environment.sh $(VLLM)
 
+test-vllm: VLLM_TESTS ?= vllm and not slow
+test-vllm: VLLM_TEST_S ?= 270
 test-vllm: $(READY) vllm ## the tests with a real vLLM server, of a tiny model on this machine's CPU: four minutes
-	SERVER_PYTHON=$(abspath $(VLLM))/bin/python timeout 270 $(BIN)/python -m pytest -m vllm tests/vllm_server
+	SERVER_PYTHON=$(abspath $(VLLM))/bin/python timeout $(VLLM_TEST_S) $(BIN)/python -m pytest -m "$(VLLM_TESTS)" tests/vllm_server
 
 check: $(READY) ## format, lint, types, tests: what a reviewer runs
 	$(BIN)/ruff format --check .

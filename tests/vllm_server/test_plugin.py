@@ -47,7 +47,7 @@ def plugin(tmp_path_factory):
     return folder / "site"
 
 
-@pytest.fixture(scope="module", params=["Async", "Sync"])
+@pytest.fixture(scope="module", params=["Async", pytest.param("Sync", marks=pytest.mark.slow)])
 def recorded(request, plugin, tmp_path_factory):
     """Eighty requests, more at a time than there are slots, in a cache that does not hold them, some with a shared prefix;
     five clients go away.

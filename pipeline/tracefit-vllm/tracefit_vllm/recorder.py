@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tracefit_vllm import records, settings
@@ -27,7 +28,7 @@ _BATCH_WEIGHT = 512
 """Requests in a frame: it is written in one go, and the engine's thread may wait for that."""
 
 _PAUSE_S = 0.05
-_LAST_S = 5.0
+_LAST_S = 2.0
 SIZE = struct.Struct(">I")
 
 
@@ -80,9 +81,11 @@ class Recorder:
             self._closing.set()
 
     def close(self) -> None:
-        """Send what is queued, for some seconds at most; the process sends the rest by itself."""
+        """Send what is queued, for some seconds at most; the process, which outlives this one, goes on with the rest."""
         self._closing.set()
         self._thread.join(_LAST_S)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_LAST_S)
 
     def _run(self) -> None:
         try:
