@@ -60,6 +60,9 @@ test-vllm: VLLM_TEST_S ?= 270
 test-vllm: $(READY) vllm ## the tests with a real vLLM server, of a tiny model on this machine's CPU: four minutes
 	SERVER_PYTHON=$(abspath $(VLLM))/bin/python timeout $(VLLM_TEST_S) $(BIN)/python -m pytest -m "$(VLLM_TESTS)" tests/vllm_server
 
+bench-vllm: vllm ## measure what tracefit-vllm costs on the engine's thread, in vLLM's own scheduler
+	VLLM_LOGGING_LEVEL=ERROR HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=pipeline/tracefit-vllm:tests $(VLLM)/bin/python tests/benchmarks/plugin.py
+
 check: $(READY) ## format, lint, types, tests: what a reviewer runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -137,4 +140,4 @@ dist: $(READY) ## build the wheel and the source distribution in dist/
 clean: ## remove what make made
 	rm -rf $(OUT) $(VENV) .venv-minimum .venv-ray .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist
 
-.PHONY: help setup run test test-all test-slow test-browser test-ray vllm test-vllm check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-scale bench-models lock test-minimum coverage dist clean
+.PHONY: help setup run test test-all test-slow test-browser test-ray vllm test-vllm bench-vllm check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-scale bench-models lock test-minimum coverage dist clean

@@ -126,7 +126,7 @@ def test_an_engine_faster_than_its_exporter_loses_records_and_counts_them(monkey
         threading.Event().wait(0.01)
     made.put(record)
     made.close()
-    assert made.process.wait(60) == 0
+    made.wait()
     with (tmp_path / "got").open("rb") as stream:
         got = [one for batch in export.frames(stream) for one in batch]
     assert got[0] == tuple(HEADER)
@@ -136,7 +136,7 @@ def test_an_engine_faster_than_its_exporter_loses_records_and_counts_them(monkey
 def test_a_process_that_ends_ends_the_tracing_with_a_line(caplog):
     with caplog.at_level(logging.WARNING):
         made = Recorder(HEADER, [sys.executable, "-c", "pass"])
-        made.process.wait(30)
+        made.wait()
         made.put((2, 1, 1, "a"))
         made.close()
     assert not made.is_on
@@ -157,7 +157,7 @@ def test_the_whole_way_to_tables(recorded, tmp_path, monkeypatch):
         for record in records[1:]:
             made.put(record)
         made.close()
-        assert made.process.wait(60) == 0
+        made.wait()
     finally:
         code, _, said = receiver.end()
     assert code == 0, said

@@ -156,7 +156,7 @@ class Server:
         """End as an operator does: what is buffered is sent."""
         self._process.send_signal(signal.SIGTERM)
         self._process.wait(60)
-        self._reader.join(10)
+        self._reader.join(60)  # its output has ended: no process that it began is left
 
     def kill(self) -> None:
         """End the server and its engine at once."""

@@ -1,4 +1,4 @@
-"""The process that makes spans of records and sends them, beside the engine: `python -m tracefit_vllm.export`.
+"""The process that makes spans of records and sends them, beside the engine.
 
 It reads frames of records from its standard input until that ends, which it does when the server ends in whatever way.
 """
@@ -189,5 +189,6 @@ def run(stream: BinaryIO, exporter: SpanExporter | None = None, *, pause_s: floa
     sender.close()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run on the standard input."""
     run(sys.stdin.buffer)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tracefit_vllm import records, settings
@@ -27,6 +26,10 @@ MOST_WEIGHT = 200_000
 _BATCH_WEIGHT = 512
 """Requests in a frame: it is written in one go, and the engine's thread may wait for that."""
 
+_DETACHED = "import os; os.fork() and os._exit(0); from tracefit_vllm.export import main; main()"
+"""No descendant of the server: that kills its own when it ends, before the last spans are sent. With a session of its own:
+Ctrl-C is for the server."""
+
 _PAUSE_S = 0.05
 _LAST_S = 2.0
 SIZE = struct.Struct(">I")
@@ -41,16 +44,19 @@ class Recorder:
     """
 
     def __init__(self, header: Header, command: list[str] | None = None) -> None:
-        command = command or [sys.executable, "-m", "tracefit_vllm.export"]
         environment = {k: v for k, v in os.environ.items() if k != settings.SWITCH}
-        # A session of its own: Ctrl-C is for the server, and what it leaves is still to be sent.
         read, self._pipe = os.pipe()
         try:
-            self.process = subprocess.Popen(  # noqa: S603 - this interpreter, and a module of ours
-                command, stdin=read, env=environment, start_new_session=True
+            process = subprocess.Popen(  # noqa: S603 - this interpreter, and a module of ours
+                command or [sys.executable, "-c", _DETACHED],
+                stdin=read,
+                stdout=subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
             )
         finally:
             os.close(read)
+        self._process = process
         self._queue: deque[tuple[Record, int]] = deque()
         self._put = self._taken = self._lost = 0
         self._closing = threading.Event()
@@ -84,8 +90,13 @@ class Recorder:
         """Send what is queued, for some seconds at most; the process, which outlives this one, goes on with the rest."""
         self._closing.set()
         self._thread.join(_LAST_S)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_LAST_S)
+
+    def wait(self) -> None:
+        """Wait until the process has ended; after `close`."""
+        assert self._process.stdout is not None  # noqa: S101 - a pipe
+        self._process.stdout.read()  # it writes nothing there, but holds it
+        self._process.stdout.close()
+        self._process.wait()
 
     def _run(self) -> None:
         try:
@@ -96,6 +107,7 @@ class Recorder:
             self.end(f"{type(error).__name__}: {error}")
         finally:
             os.close(self._pipe)  # its end: the process sends what it has, and ends
+            self._process.poll()
 
     def _send(self) -> None:
         while self._queue:

@@ -20,7 +20,7 @@ Attributes: TypeAlias = dict[str, str | int | float]
 MOST_EVENTS = 1000
 """Events of a span: with more, a message passes the 4 MiB that collectors take."""
 
-OPEN_NS = 10_000_000_000
+OPEN_NS = 5_000_000_000
 """A span of steps is closed after this time, so that an idle server's last steps are sent."""
 
 _CORE_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
