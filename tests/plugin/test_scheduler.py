@@ -9,6 +9,7 @@ import pytest
 
 from plugin.fake_vllm import FakeScheduler, Request, engine
 from tracefit_vllm.scheduler import missing
+from tracefit_vllm.spans import client_id, is_sampled
 
 KINDS = {
     "plain": ({}, {}),
@@ -154,6 +155,22 @@ def test_shares_are_sampled(traced, built, monkeypatch):
     found, steps = built(recorder.records), len(scheduler.truth.steps)
     assert 60 < len(found.journeys) < 140
     assert 0.15 * steps < len(found.summaries) < 0.35 * steps
+
+
+@pytest.mark.parametrize(
+    ("core", "client"),
+    [
+        ("cmpl-abc-0-0123abcd", "cmpl-abc"),
+        ("cmpl-a-12-3-0123abcd", "cmpl-a-12"),
+        ("chatcmpl-a-12-0123abcd", "chatcmpl-a-12"),
+        ("1_chatcmpl-abc-0123abcd", "chatcmpl-abc"),
+        ("0_cmpl-abc-0-0123abcd", "cmpl-abc"),
+    ],
+)
+def test_a_request_is_sampled_by_the_id_its_client_knows(core, client):
+    assert client_id(core) == client
+    assert is_sampled(client, 1.0)
+    assert not is_sampled(client, 0.0)
 
 
 def test_a_span_of_steps_ends_with_its_interval(traced, built, monkeypatch):

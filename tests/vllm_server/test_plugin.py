@@ -56,6 +56,7 @@ def recorded(request, plugin, tmp_path_factory):
     receiver = Process(folder / "traces")
     options = ["--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "256"]
     options += ["--num-gpu-blocks-override", "20"]
+    options += ["--shutdown-timeout", "10"]  # else vLLM kills its engine at once
     options += ["--scheduler-cls", f"recording_scheduler.Recording{request.param}"]
     options += ["--async-scheduling" if request.param == "Async" else "--no-async-scheduling"]
     environment = {

@@ -57,6 +57,8 @@ class Recorder:
         finally:
             os.close(read)
         self._process = process
+        if command is None:
+            process.wait()  # it has begun the one that stays
         self._queue: deque[tuple[Record, int]] = deque()
         self._put = self._taken = self._lost = 0
         self._closing = threading.Event()
@@ -107,7 +109,6 @@ class Recorder:
             self.end(f"{type(error).__name__}: {error}")
         finally:
             os.close(self._pipe)  # its end: the process sends what it has, and ends
-            self._process.poll()
 
     def _send(self) -> None:
         while self._queue:
