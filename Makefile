@@ -56,7 +56,7 @@ vllm: ## an environment with unmodified vLLM for CPUs, in .venv-vllm or, where t
 	PYTHON=$(PYTHON) tests/vllm_environment.sh $(VLLM)
 
 test-vllm: VLLM_TESTS ?= vllm and not slow
-test-vllm: VLLM_TEST_S ?= 270
+test-vllm: VLLM_TEST_S ?= 260
 test-vllm: $(READY) vllm ## the tests with a real vLLM server, of a tiny model on this machine's CPU: four minutes
 	SERVER_PYTHON=$(abspath $(VLLM))/bin/python timeout $(VLLM_TEST_S) $(BIN)/python -m pytest -m "$(VLLM_TESTS)" tests/vllm_server
 
