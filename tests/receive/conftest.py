@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
+from receive.process import Process
 from receive.sdk_spans import sdk_spans
 from tracefit.receive.grpc_server import GrpcServer
 from tracefit.receive.http_server import HttpServer
@@ -78,35 +78,6 @@ def request(*numbers, scope="vllm.api", name="llm_request", service="vllm", inst
         span.trace_id, span.span_id = number.to_bytes(16, "big"), number.to_bytes(8, "big")
         span.attributes.extend(pairs(attributes))
     return message
-
-
-class Process:
-    """`tracefit receive` in a process of its own."""
-
-    def __init__(self, out, *arguments):
-        command = [sys.executable, "-m", "tracefit.cli", "receive", "--out", str(out)]
-        ports = ["--grpc-port", "0", "--http-port", "0"]
-        self.popen = subprocess.Popen(
-            [*command, *ports, *map(str, arguments)],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        before = ""  # warnings come first; a command that ends at once closes the stream
-        for line in self.popen.stderr:
-            if len(found := re.findall(r":(\d+) \(", line)) == 2:
-                break
-            before += line
-        else:
-            raise AssertionError(before)
-        self.grpc_port, self.http_port = map(int, found)
-
-    def end(self, number=signal.SIGTERM):
-        """Send a signal and wait; return exit code, stdout, stderr."""
-        if self.popen.poll() is None:
-            self.popen.send_signal(number)
-        out, err = self.popen.communicate(timeout=60)
-        return self.popen.returncode, out, err
 
 
 @pytest.fixture

@@ -147,7 +147,8 @@ def unknown_variables(commands: Commands) -> list[str]:
         f"{name} is set, but there is no such option"
         + (f"; {hint}" if (hint := did_you_mean(name, known)) else "")
         for name in sorted(os.environ)
-        if name.startswith(PREFIX) and name not in known
+        # The plugin of vLLM has variables of its own.
+        if name.startswith(PREFIX) and not name.startswith(f"{PREFIX}VLLM") and name not in known
     ]
 
 

@@ -90,6 +90,9 @@ _STEP_KEYS: dict[str, tuple[str, ...]] = {
     "scheduled_tokens": ("batch.scheduled_tokens",),
     "prefill_tokens": ("batch.prefill_tokens",),
     "decode_tokens": ("batch.decode_tokens",),
+    # Of the plugin tracefit-vllm alone.
+    "context_tokens": ("batch.decode_context_tokens",),
+    "prefill_context_tokens": ("batch.prefill_context_tokens",),
     "num_finished": ("batch.num_finished",),
     "num_preempted": ("batch.num_preempted",),
     "kv_usage_ratio": ("kv.usage_gpu_ratio",),

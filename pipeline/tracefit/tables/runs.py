@@ -146,8 +146,8 @@ _CORE_EVENTS = tuple(kind.event for kind in dialects.JOURNEY_EVENTS if kind.laye
 _ONE_EVENT = {"schedule_kind": "SCHEDULED", "finish_status": "FINISHED", "reason": "ABORTED"}
 """Column to the one event that has it."""
 
-_OPTIONAL = ("effective_prompt_len",)
-"""Columns that a server without a prefix cache has no value of."""
+_OPTIONAL = ("effective_prompt_len", "context_tokens", "prefill_context_tokens")
+"""Columns that a server without a prefix cache, or without the plugin, has no value of."""
 
 
 def _expected(table: str, event: str) -> list[str]:

@@ -1,0 +1,54 @@
+"""Journeys and steps of a released vLLM as OpenTelemetry spans, in the form that tracefit reads.
+
+Nothing happens until it is switched on: by `TRACEFIT_VLLM=1`, or by `--scheduler-cls tracefit_vllm.Scheduler`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tracefit_vllm import settings
+
+if TYPE_CHECKING:
+    from tracefit_vllm.middleware import ApiTracing
+
+__all__ = ["ApiTracing", "Scheduler", "register"]
+
+
+def register() -> None:
+    """Make the server's scheduler a traced one, whichever it is, if the environment says so; an entry point of vLLM."""
+    if not settings.is_on():
+        return
+    from vllm.config import SchedulerConfig  # noqa: PLC0415 - vLLM loads this in all its processes
+
+    from tracefit_vllm.scheduler import traced  # noqa: PLC0415
+
+    choose = SchedulerConfig.get_scheduler_cls
+    if getattr(choose, "is_traced", False):
+        return
+
+    def get_scheduler_cls(config: Any) -> Any:
+        chosen = choose(config)
+        return chosen if chosen is Scheduler else traced(chosen)
+
+    get_scheduler_cls.is_traced = True  # type: ignore[attr-defined]  # so that it is done once
+    SchedulerConfig.get_scheduler_cls = get_scheduler_cls
+
+
+def Scheduler(vllm_config: Any, *args: Any, **options: Any) -> Any:  # noqa: N802 - in place of a class
+    """Return a traced scheduler of the kind that the server would use: `--scheduler-cls tracefit_vllm.Scheduler`."""
+    from tracefit_vllm.scheduler import traced  # noqa: PLC0415
+
+    if vllm_config.scheduler_config.async_scheduling:
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler as Base  # noqa: PLC0415
+    else:
+        from vllm.v1.core.sched.scheduler import Scheduler as Base  # noqa: PLC0415
+    return traced(Base)(vllm_config, *args, **options)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ApiTracing":
+        from tracefit_vllm.middleware import ApiTracing  # noqa: PLC0415
+
+        return ApiTracing
+    raise AttributeError(name)

@@ -1,0 +1,67 @@
+"""A traced scheduler whose records are kept, and the spans that they make."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from plugin.fake_vllm import FakeScheduler
+from tracefit_vllm import scheduler as plugin
+from tracefit_vllm.records import Header
+from tracefit_vllm.spans import SpanBuilder
+
+
+class Kept:
+    """In place of a recorder: keeps records."""
+
+    def __init__(self, header):
+        self.header, self.records, self.why, self.is_closed = header, [tuple(header)], None, False
+
+    def put(self, record, weight=1):
+        self.records.append(record)
+
+    def end(self, why):
+        self.why = why
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Return a function that makes a traced scheduler and the recorder it has."""
+
+    def of(base=FakeScheduler, **options):
+        kept = []
+
+        def recorder(header):
+            kept.append(Kept(header))
+            return kept[0]
+
+        monkeypatch.setattr(plugin.Tracing.__init__, "__defaults__", (recorder,))
+        made = plugin.traced(base)(**options)
+        return made, kept[0] if kept else None
+
+    return of
+
+
+@pytest.fixture
+def built():
+    """Return a function from records to their spans: steps' events and journeys by request."""
+
+    def of(records, seed=0):
+        builder = SpanBuilder(Header(*records[0]), seed=seed)
+        spans = [span for record in records[1:] for span in builder.feed(record)] + list(builder.close())
+        steps = [span for span in spans if span.scope == "vllm.scheduler.step"]
+        journeys = {s.attributes["gen_ai.request.id"]: s for s in spans if s.scope == "vllm.scheduler"}
+        events = [event for span in steps for event in span.events]
+        return SimpleNamespace(
+            spans=spans,
+            steps=steps,
+            journeys=journeys,
+            summaries=[e.attributes for e in events if e.name == "step.BATCH_SUMMARY"],
+            snapshots=[e.attributes for e in events if e.name == "step.REQUEST_SNAPSHOT"],
+        )
+
+    return of

@@ -1,0 +1,169 @@
+"""From the engine's thread to a collector: bounded, and readable whatever ends."""
+
+from __future__ import annotations
+
+import io
+import logging
+import marshal
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+import tracefit_vllm
+from plugin.fake_vllm import engine
+from plugin.test_scheduler import load
+from receive.process import Process
+from tracefit import ingest
+from tracefit.tables.store import TableStore
+from tracefit_vllm import export, recorder
+from tracefit_vllm.recorder import SIZE, Recorder
+from tracefit_vllm.records import Header
+
+HEADER = Header(10**18, None, None, 16, 100, 1.0, 1.0, 0.0, 100)
+
+
+def frames(*batches):
+    datas = [marshal.dumps(list(batch)) for batch in batches]
+    return b"".join(SIZE.pack(len(data)) + data for data in datas)
+
+
+@pytest.fixture
+def recorded(traced):
+    scheduler, kept = traced()
+    engine(scheduler, load())
+    return scheduler, kept.records
+
+
+class Collector(InMemorySpanExporter):
+    """Takes spans after it has refused some times."""
+
+    def __init__(self, refuses=0):
+        super().__init__()
+        self.refuses = refuses
+
+    def export(self, spans):
+        if self.refuses:
+            self.refuses -= 1
+            return SpanExportResult.FAILURE
+        return super().export(spans)
+
+
+def received(collector):
+    spans = collector.get_finished_spans()
+    summaries = [e for s in spans for e in s.events if e.name == "step.BATCH_SUMMARY"]
+    return spans, summaries
+
+
+def test_a_stream_becomes_spans(recorded):
+    scheduler, records = recorded
+    collector = Collector()
+    export.run(io.BytesIO(frames(records[:9], records[9:])), collector, pause_s=0.001)
+    spans, summaries = received(collector)
+    assert len(summaries) == len(scheduler.truth.steps)
+    journeys = [s for s in spans if s.instrumentation_scope.name == "vllm.scheduler"]
+    assert len(journeys) == len(scheduler.truth.ended) == 30
+    assert all(s.name == "llm_core" and s.end_time >= s.start_time > 10**18 for s in journeys)
+
+
+def test_of_a_server_that_is_killed_the_last_frame_alone_is_lost(recorded):
+    _, records = recorded
+    data, collector = frames(records[:101], records[101:]), Collector()
+    export.run(io.BytesIO(data[:-1]), collector, pause_s=0.001)
+    _, summaries = received(collector)
+    assert len(summaries) == sum(record[0] == 1 for record in records[1:101])
+
+
+def test_a_collector_that_comes_back_gets_everything(recorded, capfd):
+    scheduler, records = recorded
+    collector = Collector(refuses=3)
+    export.run(io.BytesIO(frames(records)), collector, pause_s=0.001)
+    _, summaries = received(collector)
+    assert len(summaries) == len(scheduler.truth.steps)
+    said = capfd.readouterr().err.splitlines()
+    assert [line.partition(";")[0] for line in said] == [
+        "tracefit-vllm: the collector takes no spans",
+        "tracefit-vllm: the collector takes spans again",
+    ]
+
+
+def test_what_finds_no_room_is_counted_on_the_next_span(recorded, monkeypatch):
+    """Room for 40 events: every event is either received or counted as dropped."""
+    _, records = recorded
+    monkeypatch.setattr(export, "MOST_QUEUED_EVENTS", 40)
+    collector = Collector()
+    builder = export.SpanBuilder(Header(*records[0]))
+    spans = [span for record in records[1:] for span in builder.feed(record)]
+    sender = export.Sender(collector, export.Resource.create({}))
+    for span in spans[:-1]:
+        sender.add(span)
+    sender.send()
+    sender.add(spans[-1])
+    sender.send()
+    got = collector.get_finished_spans()
+    total = sum(len(span.events) for span in spans)
+    dropped = sum(span.dropped_events for span in got)
+    assert dropped > 0
+    assert sum(len(span.events) for span in got) + dropped == total
+
+
+def test_an_engine_faster_than_its_exporter_loses_records_and_counts_them(monkeypatch, tmp_path):
+    """The process reads nothing until the engine has handed over everything: what it gets and what is counted is all."""
+    monkeypatch.setattr(recorder, "MOST_WEIGHT", 5000)
+    os.mkfifo(tmp_path / "gate")
+    program = "import sys; open(sys.argv[1]).read(); open(sys.argv[2], 'wb').write(sys.stdin.buffer.read())"
+    made = Recorder(HEADER, [sys.executable, "-c", program, tmp_path / "gate", tmp_path / "got"])
+    record = (2, 1, 1, "a" * 100)
+    for _ in range(20_000):
+        made.put(record)
+    assert made._lost >= 20_000 - 5000 - 5000, "a pipe and a frame hold some"
+    (tmp_path / "gate").write_text("now")
+    while made._taken < made._put:
+        threading.Event().wait(0.01)
+    made.put(record)
+    made.close()
+    made.wait()
+    with (tmp_path / "got").open("rb") as stream:
+        got = [one for batch in export.frames(stream) for one in batch]
+    assert got[0] == tuple(HEADER)
+    assert sum(one == record for one in got) + sum(one[1] for one in got if one[0] == 5) == 20_001
+
+
+def test_a_process_that_ends_ends_the_tracing_with_a_line(caplog):
+    with caplog.at_level(logging.WARNING):
+        made = Recorder(HEADER, [sys.executable, "-c", "pass"])
+        made.wait()
+        made.put((2, 1, 1, "a"))
+        made.close()
+    assert not made.is_on
+    (line,) = caplog.messages
+    assert "tracing ends, serving goes on: BrokenPipeError" in line
+    made.put((2, 1, 1, "a"))  # nothing happens
+
+
+def test_the_whole_way_to_tables(recorded, tmp_path, monkeypatch):
+    """A process of its own, OTLP, `tracefit receive`: the steps are the scheduler's."""
+    scheduler, records = recorded
+    receiver = Process(tmp_path / "traces")
+    try:
+        monkeypatch.setenv("OTEL_SERVICE_NAME", "fake")
+        monkeypatch.setenv("PYTHONPATH", str(Path(tracefit_vllm.__file__).parents[1]))
+        header = Header(*records[0])._replace(endpoint=f"http://127.0.0.1:{receiver.grpc_port}")
+        made = Recorder(header)
+        for record in records[1:]:
+            made.put(record)
+        made.close()
+        made.wait()
+    finally:
+        code, _, said = receiver.end()
+    assert code == 0, said
+    ingest([tmp_path / "traces"], tmp_path / "tables")
+    tables = TableStore(tmp_path / "tables")
+    steps = tables.read("steps").sort("step_id")
+    wanted = [(step, sum(one[1] for one in batch)) for step, *_, batch in scheduler.truth.steps]
+    assert steps.select("step_id", "scheduled_tokens").rows() == wanted
+    assert tables.read("requests").height == 30

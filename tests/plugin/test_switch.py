@@ -1,0 +1,69 @@
+"""Installed it does nothing; one variable or one flag switches it on, whichever scheduler the server would use."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import tracefit_vllm
+from plugin.fake_vllm import FakeScheduler
+
+
+class _Async(FakeScheduler):
+    def __init__(self, vllm_config=None):
+        super().__init__()
+
+
+class _Sync(_Async):
+    pass
+
+
+@pytest.fixture
+def config(monkeypatch, traced):
+    """Put modules in vLLM's place; return its class of settings."""
+
+    class SchedulerConfig:
+        scheduler_cls = _Sync
+
+        def get_scheduler_cls(self):
+            return self.scheduler_cls
+
+    places = {
+        "vllm.config": {"SchedulerConfig": SchedulerConfig},
+        "vllm.v1.core.sched.async_scheduler": {"AsyncScheduler": _Async},
+        "vllm.v1.core.sched.scheduler": {"Scheduler": _Sync},
+    }
+    for name, values in places.items():
+        for at in range(1, name.count(".") + 2):
+            parent = ".".join(name.split(".")[:at])
+            monkeypatch.setitem(sys.modules, parent, sys.modules.get(parent) or ModuleType(parent))
+        vars(sys.modules[name]).update(values)
+    traced()  # no recorder starts a process here
+    return SchedulerConfig
+
+
+def test_without_the_variable_nothing_is_touched(config, monkeypatch):
+    monkeypatch.delenv("TRACEFIT_VLLM", raising=False)
+    tracefit_vllm.register()
+    assert config().get_scheduler_cls() is _Sync
+
+
+def test_with_it_the_servers_own_choice_is_subclassed_once(config, monkeypatch):
+    monkeypatch.setenv("TRACEFIT_VLLM", "1")
+    tracefit_vllm.register()
+    tracefit_vllm.register()  # vLLM may load plugins again
+    made = config().get_scheduler_cls()
+    assert made.__mro__[1] is _Sync
+    assert made()._tracing is not None
+    config.scheduler_cls = staticmethod(tracefit_vllm.Scheduler)
+    assert config().get_scheduler_cls() is tracefit_vllm.Scheduler, "the flag is not traced twice"
+
+
+@pytest.mark.parametrize(("is_async", "base"), [(True, _Async), (False, _Sync)])
+def test_the_flag_takes_the_base_of_the_servers_mode(config, is_async, base):
+    settings = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
+    made = tracefit_vllm.Scheduler(vllm_config=settings)
+    assert type(made).__mro__[1] is base
+    assert made._tracing is not None

@@ -1,0 +1,168 @@
+"""A vLLM server of a tiny model with random weights on this machine's CPU, and a client that counts what it gets."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+WORDS = 512
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": WORDS,
+    "max_position_embeddings": 2048,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Whitespace"},
+    "post_processor": None,
+    "decoder": None,
+    "truncation": None,
+    "padding": None,
+    "model": {"type": "WordLevel", "vocab": {f"w{n}": n for n in range(WORDS)}, "unk_token": "w0"},
+}
+READY_S = float(os.environ.get("SERVER_READY_S", "150"))
+"""Three imports of vLLM, and a model of no size."""
+
+REQUEST_S = 60
+
+
+def write_model(folder: Path) -> Path:
+    """Write what `vllm serve --load-format dummy` reads of a model."""
+    folder.mkdir(parents=True)
+    documents = {
+        "config.json": CONFIG,
+        "tokenizer.json": TOKENIZER,
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"},
+    }
+    for name, document in documents.items():
+        (folder / name).write_text(json.dumps(document))
+    return folder
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A streamed completion as its client saw it."""
+
+    request_id: str
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Server:
+    """`vllm serve` of a tiny model, whose output goes to a file; usable once it is made."""
+
+    def __init__(self, folder: Path, otlp_port: int, *options: str, **environment: str) -> None:
+        self.model = write_model(folder / "model")
+        self.log = folder / "server.log"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        command = [os.environ["SERVER_PYTHON"], "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)]
+        command += ["--port", str(self.port), "--load-format", "dummy", "--enforce-eager"]
+        command += ["--otlp-traces-endpoint", f"http://127.0.0.1:{otlp_port}", *options]
+        settings = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OTEL_SERVICE_NAME": "tiny",
+            "OTEL_EXPORTER_OTLP_TRACES_INSECURE": "true",
+        }
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **settings, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if not self._ready.wait(READY_S) or self._process.poll() is not None:
+            self.kill()
+            raise AssertionError(f"no server after {READY_S} s:\n{self.log.read_text()[-4000:]}")
+
+    def _read(self) -> None:
+        with self._process.stdout as output, self.log.open("wb") as log:
+            for line in output:
+                log.write(line)
+                log.flush()
+                if b"Application startup complete" in line:
+                    self._ready.set()
+        self._ready.set()
+
+    def _stream(
+        self, prompt: list[int], output_tokens: int
+    ) -> tuple[http.client.HTTPConnection, Iterator[dict]]:
+        body = {
+            "model": str(self.model),
+            "prompt": prompt,
+            "max_tokens": output_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_S)
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        return connection, (json.loads(line[6:]) for line in response if line.startswith(b"data: {"))
+
+    def complete(self, prompt: list[int], output_tokens: int) -> Completion:
+        """Stream one completion to its end; its tokens are those that the last chunk counts."""
+        connection, chunks = self._stream(prompt, output_tokens)
+        *_, last = chunks
+        connection.close()
+        return Completion(last["id"], last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"])
+
+    def abandon(self, prompt: list[int], output_tokens: int) -> None:
+        """Begin a completion and go away after its first chunk."""
+        connection, chunks = self._stream(prompt, output_tokens)
+        next(chunks)
+        connection.close()
+
+    def complete_all(self, requests: list[tuple[list[int], int]], *, at_once: int) -> list[Completion]:
+        """Stream completions, several at a time."""
+        with ThreadPoolExecutor(at_once) as clients:
+            return list(clients.map(lambda one: self.complete(*one), requests))
+
+    def stop(self) -> None:
+        """End as an operator does: what is buffered is sent."""
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait(60)
+        self._reader.join(60)  # its output has ended: no process that it began is left
+
+    def kill(self) -> None:
+        """End the server and its engine at once."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._reader.join(10)

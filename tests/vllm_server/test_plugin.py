@@ -1,0 +1,132 @@
+"""tracefit-vllm in a real server: what it says of each step and request is what the scheduler did and the client got."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from receive.process import Process
+from tracefit import ingest
+from tracefit.tables.store import TableStore
+from vllm_server.real_server import Completion, Server
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif("SERVER_PYTHON" not in os.environ, reason="no vLLM: `make test-vllm` names one"),
+]
+
+ROOT = Path(__file__).parents[2]
+PREFIX = [5] * 256
+"""Two blocks of the KV cache that many prompts share: on CPUs a block has 128 tokens."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    completions: list[Completion]
+    abandoned: int
+    traces: Path
+    steps: Path
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory):
+    """Install the plugin into a folder, as pip does."""
+    folder = tmp_path_factory.mktemp("plugin")
+    source = shutil.copytree(ROOT / "pipeline/tracefit-vllm", folder / "source")  # where pip builds
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--target", folder / "site")
+    subprocess.run([os.environ["SERVER_PYTHON"], "-m", "pip", "install", *options, source], check=True)
+    return folder / "site"
+
+
+@pytest.fixture(scope="module", params=["Async", pytest.param("Sync", marks=pytest.mark.slow)])
+def recorded(request, plugin, tmp_path_factory):
+    """Eighty requests, more at a time than there are slots, in a cache that does not hold them, some with a shared prefix;
+    five clients go away.
+    """
+    folder = tmp_path_factory.mktemp("recorded")
+    receiver = Process(folder / "traces")
+    options = ["--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "256"]
+    options += ["--num-gpu-blocks-override", "20"]
+    options += ["--shutdown-timeout", "10"]  # else vLLM kills its engine at once
+    options += ["--scheduler-cls", f"recording_scheduler.Recording{request.param}"]
+    options += ["--async-scheduling" if request.param == "Async" else "--no-async-scheduling"]
+    environment = {
+        "TRACEFIT_VLLM": "1",
+        "TRACEFIT_VLLM_STEP_TRACING_RICH_SUBSAMPLE_RATE": "0.5",
+        "PYTHONPATH": f"{plugin}:{Path(__file__).parent}",
+        "RECORDED_STEPS": str(folder / "steps.jsonl"),
+    }
+    try:
+        options += ["--middleware", "tracefit_vllm.ApiTracing"]
+        server = Server(folder, receiver.grpc_port, *options, **environment)
+        try:
+            draw = random.Random(1)
+
+            def prompt():
+                rest = [draw.randrange(3, 500) for _ in range(draw.randint(4, 300))]
+                return (PREFIX if draw.random() < 0.3 else []) + rest
+
+            requests = [(prompt(), draw.randint(2, 150)) for _ in range(80)]
+            completions = server.complete_all(requests[:40], at_once=12)
+            for one in requests[:5]:
+                server.abandon(*one)
+            completions += server.complete_all(requests[40:], at_once=12)
+            server.stop()
+        finally:
+            server.kill()
+    finally:
+        code, _, said = receiver.end()
+    assert code == 0, said
+    return Recorded(completions, 5, folder / "traces", folder / "steps.jsonl", server.log)
+
+
+@pytest.fixture(scope="module")
+def tables(recorded, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tables")
+    ingest([recorded.traces], folder)
+    return TableStore(folder)
+
+
+def test_every_step_is_what_the_scheduler_did(recorded, tables):
+    columns = ["step_id", "running_depth", "waiting_depth", "num_prefill_reqs", "num_decode_reqs"]
+    columns += ["prefill_tokens", "decode_tokens", "prefill_context_tokens", "context_tokens"]
+    wanted = []
+    for line in recorded.steps.read_text().splitlines():
+        step, requests, running, waiting = json.loads(line)
+        prefill = [(tokens, before) for _, tokens, before, outputs in requests if not outputs]
+        decode = [(tokens, before) for _, tokens, before, outputs in requests if outputs]
+        sums = [sum(one[i] for one in of) for i in (0, 1) for of in (prefill, decode)]
+        wanted.append((step, running, waiting, len(prefill), len(decode), *sums))
+    found = tables.read("steps").sort("step_id").select(columns)
+    assert found.rows() == wanted
+
+
+def test_every_request_is_what_the_client_got(recorded, tables):
+    rows = tables.read("requests")
+    assert rows["request_id"].n_unique() == rows.height == len(recorded.completions) + recorded.abandoned
+    done = rows.filter(pl.col("finish_status") == "length")
+    found = set(zip(done["request_id"], done["prompt_tokens"], done["output_tokens"], strict=True))
+    assert found >= {(c.request_id, c.prompt_tokens, c.output_tokens) for c in recorded.completions}
+    assert rows["num_preemptions"].sum() > 0
+    assert rows["cached_prompt_tokens"].max() == len(PREFIX)
+    assert rows["departed_ns"].null_count() <= recorded.abandoned
+
+
+def test_they_give_all_models(recorded, tracefit, tmp_path):
+    code, out, err = tracefit("run", recorded.traces, "--run-config", recorded.log, "--out", tmp_path)
+    assert code == 0, out + err
+    models = {
+        model["name"]
+        for kind in ("alpha", "beta")
+        for model in json.loads((tmp_path / f"models/{kind}.json").read_text())["models"]
+    }
+    assert models == {"alpha.admission", "alpha.queue_wait", "alpha.departure", "beta.cycle_time"}

@@ -1,0 +1,106 @@
+"""A vLLM as it is installed: its spans come in, become models, and what is said of them is for its user."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from receive.process import Process
+from tracefit import ingest
+from tracefit.tables.store import TableStore
+from vllm_server.real_server import Completion, Server
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif("SERVER_PYTHON" not in os.environ, reason="no vLLM: `make test-vllm` names one"),
+]
+
+SLOTS = 8
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a server's client counted, the traces it sent meanwhile, and its log."""
+
+    completions: list[Completion]
+    traces: Path
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A hundred requests, two at a time and then more than there are slots."""
+    folder = tmp_path_factory.mktemp("recorded")
+    receiver = Process(folder / "traces")
+    try:
+        options = (
+            "--max-model-len",
+            "1024",
+            "--max-num-seqs",
+            str(SLOTS),
+            "--enable-logging-iteration-details",
+        )
+        server = Server(folder, receiver.grpc_port, *options)
+        try:
+            draw = random.Random(0)
+            requests = [
+                ([draw.randrange(3, 500) for _ in range(draw.randint(4, 600))], draw.randint(2, 60))
+                for _ in range(100)
+            ]
+            completions = server.complete_all(requests[:30], at_once=2)
+            completions += server.complete_all(requests[30:], at_once=SLOTS + 4)
+            server.stop()
+        finally:
+            server.kill()
+    finally:
+        code, _, said = receiver.end()
+    assert code == 0, said
+    assert [(c.prompt_tokens, c.output_tokens) for c in completions] == [(len(p), n) for p, n in requests]
+    return Recorded(completions, folder / "traces", server.log)
+
+
+def test_every_request_of_the_client_is_a_row(recorded, tmp_path):
+    ingest([recorded.traces], tmp_path)
+    rows = TableStore(tmp_path).read("requests")
+    # Its span names a prompt of a completion: the first of one is -0.
+    ids = rows["request_id"].str.strip_suffix("-0")
+    found = zip(ids, rows["prompt_tokens"], rows["output_tokens"], strict=True)
+    assert Counter(found) == Counter(
+        (c.request_id, c.prompt_tokens, c.output_tokens) for c in recorded.completions
+    )
+
+
+def test_they_give_the_models_and_advice_that_its_user_can_follow(recorded, tracefit, tmp_path):
+    code, out, err = tracefit("run", recorded.traces, "--run-config", recorded.log, "--out", tmp_path)
+    assert (code, "warning:" in err) == (0, False), err
+    models = [
+        model["name"]
+        for kind in ("alpha", "beta")
+        for model in json.loads((tmp_path / f"models/{kind}.json").read_text())["models"]
+    ]
+    assert sorted(models) == ["alpha.admission", "alpha.queue_wait", "beta.cycle_time"]
+
+    _, inspected, said = tracefit("inspect", recorded.traces)
+    text = "".join([out, err, (tmp_path / "report.md").read_text(), inspected, said])
+    assert "alpha.departure" in text  # what is missing is said
+    assert _flags(text) <= _flags((ROOT / "docs/reference/cli.md").read_text()) | _flags(_server_options())
+
+
+def _flags(text):
+    return set(re.findall(r"--[a-z][a-z-]+", text))
+
+
+def _server_options():
+    """Return the source of the server's options, which names each."""
+    (file,) = (
+        Path(os.environ["SERVER_PYTHON"]).parents[1].glob("lib/*/site-packages/vllm/engine/arg_utils.py")
+    )
+    return file.read_text()
