@@ -50,7 +50,7 @@ def test_without_the_variable_nothing_is_touched(config, monkeypatch):
     assert config().get_scheduler_cls() is _Sync
 
 
-def test_with_it_the_servers_own_choice_is_subclassed_once(config, monkeypatch):
+def test_with_it_the_servers_own_choice_is_subclassed_once(config, monkeypatch, caplog):
     monkeypatch.setenv("TRACEFIT_VLLM", "1")
     tracefit_vllm.register()
     tracefit_vllm.register()  # vLLM may load plugins again
@@ -59,6 +59,7 @@ def test_with_it_the_servers_own_choice_is_subclassed_once(config, monkeypatch):
     assert made()._tracing is not None
     config.scheduler_cls = staticmethod(tracefit_vllm.Scheduler)
     assert config().get_scheduler_cls() is tracefit_vllm.Scheduler, "the flag is not traced twice"
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(("is_async", "base"), [(True, _Async), (False, _Sync)])
