@@ -81,6 +81,11 @@ def read_context(
     text = as_text(read_bytes(model_config), where=str(model_config)) if model_config else None
     name = settings.gpu if gpu is None else gpu
     found = None
+    if gpu and "://" in gpu:
+        # Not shown: a URL may hold a password, and the name of a GPU gets into tables and reports.
+        raise UsageError(
+            "is a URL", where="--gpu", hint="give the name of a GPU, or a JSON file on this machine"
+        )
     if name and name.lower().endswith(".json"):
         found = read_gpu(Path(name))
     elif name:

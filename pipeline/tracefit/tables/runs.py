@@ -16,6 +16,7 @@ import polars as pl
 
 from tracefit.tables import dialects, schema
 from tracefit.tables.rows import INCOMPLETE
+from tracefit.tables.sources import CycleSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -175,7 +176,8 @@ _SPANS = {
 _IS_RECORDED = pl.col("cycle_source").is_not_null()
 _RECORDED = {
     "recorded_steps": pl.len(),
-    "dialects": pl.col("cycle_source").first(),
+    # Steps of SGLang come from its spans, which have a dialect of their own.
+    "dialects": pl.col("cycle_source").filter(pl.col("cycle_source") != CycleSource.SGLANG.value).first(),
     "first_unix_ns": pl.col("unix_ns").min(),
     "last_unix_ns": pl.col("unix_ns").max(),
 }
