@@ -159,15 +159,19 @@ def _twins(spans: pl.DataFrame) -> pl.DataFrame:
     A plugin inside the server makes traces of its own where the client names none. An id in several traces names no request.
     """
     scope = pl.col("scope")
-    named = spans.filter(pl.col("request").is_not_null())
-    events = named.filter(scope.is_in([*dialects.API_SCOPES, *dialects.CORE_SCOPES]))
+    columns = ("row", "request", "trace_high", "trace_low", "server")
+    is_named = pl.col("request").is_not_null()
+    stock_scopes = [s for s in dialects.FRONT_SCOPES if s not in dialects.API_SCOPES]
+    stock = spans.filter(is_named & scope.is_in(stock_scopes)).select("row", "request")
+    # Without one, the spans with events are not gathered a second time: there may be millions.
+    events_scopes = [*dialects.API_SCOPES, *dialects.CORE_SCOPES] if stock.height else []
+    events = spans.filter(is_named & scope.is_in(events_scopes)).select(columns)
     known = events.group_by("request").agg(
         pl.col("trace_high", "trace_low").first(),
         twin_server=pl.col("server").first(),
         traces=pl.struct("trace_high", "trace_low").n_unique(),
     )
-    stock = named.filter(scope.is_in([s for s in dialects.FRONT_SCOPES if s not in dialects.API_SCOPES]))
-    found = stock.select("row", "request").join(known.filter(pl.col("traces") == 1), on="request")
+    found = stock.join(known.filter(pl.col("traces") == 1), on="request")
     return found.select("row", _digits(found, "trace_high", "trace_low").alias("twin"), "twin_server")
 
 
@@ -246,6 +250,12 @@ def _facts(spans: pl.DataFrame) -> pl.DataFrame:
 def _narrow(spans: pl.DataFrame, first: int) -> pl.DataFrame:
     """Return the columns that are needed here, with ids packed into numbers: 24 bytes instead of 64."""
     trace = pl.col("trace_id").str
+    # As clients know it: the same in all spans of a request.
+    name = (
+        pl.when(pl.col("scope").is_in(dialects.CORE_SCOPES))
+        .then(pl.col("request_id").str.replace(dialects.CORE_ID_SUFFIX, ""))
+        .otherwise("request_id")
+    )
     return spans.select(
         "place",
         pl.col("row") + pl.lit(first, pl.UInt32),
@@ -254,12 +264,8 @@ def _narrow(spans: pl.DataFrame, first: int) -> pl.DataFrame:
         _number(pl.col("span_id")).alias("span"),
         _number(pl.col("parent_span_id")).alias("parent"),
         pl.col("scope").cast(_SCOPES, strict=False),
-        # As clients know it: the same in all spans of a request.
-        pl.when(pl.col("scope").is_in(dialects.CORE_SCOPES))
-        .then(pl.col("request_id").str.replace(dialects.CORE_ID_SUFFIX, ""))
-        .otherwise("request_id")
-        .hash()
-        .alias("request"),
+        # The hash of a null is a number: no two spans without an id are of one request.
+        pl.when(pl.col("request_id").is_not_null()).then(name.hash()).alias("request"),
         pl.col("thread").cast(pl.Categorical),
         pl.col("server").cast(pl.Categorical),
         *_ENGINE[1:],
