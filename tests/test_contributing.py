@@ -148,7 +148,7 @@ def to_names(source):
     },
     "a step column": {
         "pipeline/tracefit/tables/schema.py": (
-            '        _i("running_after", "requests still running once the step\'s outputs are processed"),\n',
+            '        _n("running_after", "requests still running once the step\'s outputs are processed"),\n',
             '        _i("num_finished", "an example"),\n',
         ),
         "pipeline/tracefit/coefficients/workload.py": (

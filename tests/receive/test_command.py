@@ -204,7 +204,7 @@ def test_quiet_says_nothing(tmp_path):
 def test_the_readmes_three_lines_work(lib, start, tmp_path):
     """Generated spans, sent by the SDK's exporter, stand for the server."""
     text = (ROOT / "README.md").read_text().partition("## Tracing a server")[2]
-    block = re.search(r"```bash\n(.*?)```", text, re.DOTALL)[1].replace("\\\n", " ")
+    block = re.search(r"```bash\n(tracefit receive.*?)```", text, re.DOTALL)[1].replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in block.splitlines() if line.strip()]
     receive, serve, run = lines
     assert receive[:2] == ["tracefit", "receive"]

@@ -338,7 +338,7 @@ class _Run:
         # Records have no time on the engine's clock.
         no_clock = [pl.lit(None, pl.Int64).alias(name) for name in ("ts_start_ns", "server_zero")]
         for source, count in recorded.group_by("cycle_source").len().iter_rows():
-            self.events[RECORDS[source]] += count
+            self.events[RECORDS.get(source, source)] += count
         steps, broken = self.sieve.recorded().sift("steps", recorded.with_columns(no_clock))
         self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
         return _as_rejects(broken.join(recorded, on="row", how="inner"))

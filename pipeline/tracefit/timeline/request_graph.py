@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
-from scipy.optimize import nnls
 
 from tracefit.tables.dialects import STOCK
 
@@ -332,6 +331,8 @@ def balanced(g: Graph, steps: Floats, begin: Ints, end: Ints, goal: Floats, leas
 
 def robust_fit(x: Floats, y: Floats) -> Floats:
     """Fit non-negative coefficients to relative errors, by least absolute deviations (reweighted least squares)."""
+    from scipy.optimize import nnls  # noqa: PLC0415 - commands that fit nothing do without
+
     weight = 1 / y
     for _ in range(8):
         a, b = x * weight[:, None], y * weight
