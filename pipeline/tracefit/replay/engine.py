@@ -265,9 +265,10 @@ class ReplayEngine:
         batch = StepBatch(decode_reqs=len(running), context_tokens=context, waiting=len(self.waiting))
         ends = self.now + np.cumsum(self.times.decoding(batch, steps, growth * len(running)))
         arrives = self._arriving[0].queued_us if self._arriving and not can_wait else math.inf
-        # The step in progress is scheduled already, and a step ahead the one after it too.
-        last = int(np.searchsorted(ends, min(until_us, arrives))) + settings.async_scheduling
-        taken = min(last + 1, steps)
+        # The first boundary that sees the arrival; a step ahead, the step that begins there is scheduled already.
+        stop = min(until_us, arrives)
+        seen = int(np.searchsorted(ends, stop)) + (stop > self.now)
+        taken = min(seen + settings.async_scheduling, steps)
         self._started = self.now if taken == 1 else float(ends[taken - 2])
         self.now = float(ends[taken - 1])
         self.steps.append((ends[:taken], len(running), len(self.waiting)))

@@ -1,0 +1,95 @@
+"""Requests through vLLM's scheduler, by hand: a step is 1,000 us, and 1 us for each token of context or prompt where asked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tracefit.replay.engine import EngineSettings
+from tracefit.replay.run import RequestLoad, replay
+
+
+class Steps:
+    """Step times of 1,000 us, and a rate per prompt token."""
+
+    def __init__(self, per_prompt_token=0.0):
+        self.per_prompt_token = per_prompt_token
+
+    def step(self, batch):
+        return 1000.0 + self.per_prompt_token * batch.prefill_tokens
+
+    def decoding(self, batch, steps, growth):
+        return np.full(steps, 1000.0)
+
+
+def run(requests, times=None, settings=None, *, prefix=None, priority=None, **options):
+    arrival, prompt, output = (np.array(column, dtype=np.int64) for column in zip(*requests, strict=True))
+    extra = [None if each is None else np.array(each, dtype=np.int64) for each in (prefix, None, priority)]
+    settings = settings or EngineSettings(64, 100, 4)
+    return replay(RequestLoad(arrival, prompt, output, *extra), times or Steps(), settings, **options)
+
+
+def test_a_step_ahead_a_request_waits_for_the_step_that_is_scheduled_already():
+    # At 100 the step from 1000 is scheduled already: the second request is in the one from 2000.
+    requests = [(0, 10, 9), (100, 10, 1)]
+    ahead = run(requests, settings=EngineSettings(64, 100, 4, async_scheduling=True))
+    assert run(requests).first_us.tolist() == [1000, 2000]
+    assert ahead.first_us.tolist() == [1000, 3000]
+    assert ahead.scheduled_us.tolist() == [0, 1000], "when the step before it starts"
+
+
+def test_a_step_ahead_a_slot_is_free_a_step_later():
+    requests = [(0, 10, 2), (0, 10, 1)]
+    one_slot = {"max_num_seqs": 1, "max_num_batched_tokens": 100, "block_size": 4}
+    assert run(requests, settings=EngineSettings(**one_slot)).first_us.tolist() == [1000, 3000]
+    ahead = run(requests, settings=EngineSettings(**one_slot, async_scheduling=True))
+    assert ahead.last_us.tolist() == [2000, 3000], "nothing runs between: the empty step takes no time"
+
+
+def test_a_smaller_priority_is_served_first():
+    one_slot = EngineSettings(1, 100, 4, by_priority=True)
+    found = run([(0, 10, 1), (1, 10, 1), (2, 10, 1)], settings=one_slot, priority=[0, 5, 1])
+    assert found.first_us.tolist() == [1000, 3000, 2000]
+
+
+def test_a_preempted_request_keeps_its_output_and_computes_it_again():
+    """6 blocks of 4: the sixth token of the first request takes the blocks of the second, which has five outputs."""
+    found = run([(0, 8, 8), (0, 8, 8)], Steps(per_prompt_token=1.0), EngineSettings(64, 100, 4, num_blocks=6))
+    assert found.preemptions == 1
+    assert found.first_us.tolist() == [1016, 1016]
+    # The first ends after eight steps, of which one has 16 prompt tokens. Then the second computes its prompt's last block
+    # and five outputs again, in one step that gives the sixth, and needs two more.
+    assert found.last_us[0] == 8016
+    assert found.last_us[1] - 8016 == pytest.approx(3000, abs=20)
+
+
+def test_a_prompt_that_is_wholly_cached_computes_its_last_block():
+    found = run([(0, 8, 1), (5000, 8, 1)], Steps(per_prompt_token=1.0), prefix=[8, 8])
+    assert found.cached_tokens.tolist() == [0, 4]
+    assert (found.first_us - found.queued_us).tolist() == [1008, 1004]
+
+
+def test_without_chunks_a_prompt_waits_until_it_fits():
+    settings = EngineSettings(64, 100, 4, chunked_prefill=False)
+    assert run([(0, 60, 1), (0, 60, 1)], settings=settings).first_us.tolist() == [1000, 2000]
+    assert run([(0, 60, 1), (0, 60, 1)], Steps(1.0)).first_us.tolist() == [1100, 2120]
+
+
+def test_several_tokens_a_step_shorten_the_decoding():
+    found = run([(0, 10, 9)], settings=EngineSettings(64, 100, 4, tokens_per_step=2))
+    assert found.last_us[0] - found.first_us[0] == 4000
+
+
+@pytest.mark.parametrize(
+    ("routing", "servers"),
+    [("round_robin", [0, 1, 0, 1]), ("least_loaded", [0, 1, 1, 1]), ("prefix", [0, 1, 0, 1])],
+)
+def test_requests_go_where_the_router_sends_them(routing, servers):
+    # The first is long; each of the others has ended when the next one comes.
+    requests = [(0, 8, 50), (100, 8, 1), (5000, 8, 1), (10_000, 8, 1)]
+    found = run(requests, prefix=[8, 4, 8, 4], servers=2, routing=routing)
+    assert found.server.tolist() == servers
+
+
+def test_the_api_delays_the_queue():
+    assert run([(0, 10, 1)], admission_us=70.0).first_us.tolist() == [1070]
