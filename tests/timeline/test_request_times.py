@@ -43,6 +43,16 @@ def test_steps_that_were_not_sampled_count_as_the_mean_of_the_others(tables_of, 
     assert row["model_execute_us"] == 39_500 - 1_200
 
 
+def test_durations_of_whole_steps_are_no_time_of_scheduling(tables_of, traces):
+    """Four steps of 10,000 us are longer than the 39,500 us until FINISHED: a value below zero would be a reject."""
+    events = [traces.summary(k, 10_000 * k, duration_us=10_000) for k in range(1, 8)]
+    table = tables_of(_preempted(traces).steps(*events))
+    row = table("requests").row(0, named=True)
+    assert (row["steps"], row["steps_timed"]) == (4, 1.0)
+    assert [row[c] for c in ("scheduler_us", "model_execute_us", "execute_ratio")] == [None] * 3
+    assert table("rejects").is_empty()
+
+
 def test_without_a_step_nothing_is_known_of_them(tables_of, traces):
     row = tables_of(_preempted(traces))("requests").row(0, named=True)
     assert row["steps"] == 4, "the journey tells so much"

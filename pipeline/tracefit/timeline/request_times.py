@@ -26,7 +26,8 @@ def with_step_times(
     synchronization and the processing of outputs between two steps included. Where scheduling runs a step ahead of
     execution nothing is taken off, and the steps begin to execute a step later.
 
-    Values that spans carry are kept. Null where no step of a request is known, or it has not finished.
+    Values that spans carry are kept. Null where no step of a request is known, or it has not finished; scheduling and
+    execution also where the durations exceed the request's time in the engine, as those of whole steps do.
 
     Args:
         requests: The `requests` table.
@@ -106,12 +107,15 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
     scheduler = pl.when(timed).then(pl.col("total") * pl.col("steps") / pl.col("known"))
     # Ahead of execution, scheduling costs a request no time: nothing is taken off.
     taken = pl.when(pl.col("lag") > 0).then(pl.when(timed).then(0.0)).otherwise(scheduler)
+    # Durations beyond a request's time in the engine are those of whole steps (`step.duration_us` of such a server is
+    # its step time): they are no time of scheduling, and nothing says how much of them is.
+    scheduling = (taken <= pl.col("engine_us")).fill_null(value=True)
     return sums.select(
         *REQUEST,
         "steps",
         steps_timed=pl.when(pl.col("steps") > 0).then(pl.col("known") / pl.col("steps")),
-        scheduler_us=scheduler,
-        model_execute_us=pl.col("engine_us") - taken,
+        scheduler_us=pl.when(scheduling).then(scheduler),
+        model_execute_us=pl.when(scheduling).then(pl.col("engine_us") - taken),
     )
 
 
