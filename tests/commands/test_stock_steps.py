@@ -40,13 +40,22 @@ def _beta(folder):
 
 
 def test_step_time_and_queue_wait_are_fitted_from_spans_of_requests(tracefit, tmp_path, generated, requests):
-    code, _ = _run(tracefit, tmp_path, requests)
+    code, result = _run(tracefit, tmp_path, requests)
     assert code == 0
+    fitted = {m["name"]: m for m in result["trained"]["fitted"]}
+    assert fitted["beta.cycle_time"]["of_means"]
+    assert not fitted["alpha.queue_wait"]["of_means"]
     scope = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scopes"][0]
     steps = scope["models"]["beta.cycle_time"]
     assert set(steps["rows_by_source"]) == {"request"}
     assert steps["holdout"]["n"] > 100
     assert scope["models"]["alpha.queue_wait"]["holdout"]["n"] > 100
+    # Sums were seen alone: no error is called that of a step.
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "**Mean step times are typically within" in page
+    assert "| mean step time |" in page
+    assert "points means of several steps" in page
+    assert not re.search(r"\| step time \||\*\*Step times are typically|[^n] step times are off|single steps", page)
     # Against the law that made the steps, at a decode batch of eight with 300 tokens of context each.
     beta = _beta(tmp_path)
     batch = {

@@ -216,7 +216,7 @@ def test_time_goes_on_through_several_runs(trained):
     (model,) = read_coefficients(trained / "models/beta.json").models
     rows = TableStore(trained / "tables").read("beta_training")
     twice = pl.concat([rows, rows.with_columns(run_id=pl.lit("second"))])
-    figure = step_times_figure("s", evaluated(model, twice), points=1000)
+    figure = step_times_figure("s", evaluated(model, twice), points=1000, of_means=False)
     first, second = figure.layout["annotations"]
     points, measured, predicted = figure.traces
     kept = rows.filter(pl.col("excluded_reason").is_null())

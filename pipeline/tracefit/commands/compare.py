@@ -24,11 +24,11 @@ from tracefit.fit import splits
 from tracefit.fit.alpha import EXACT_QUEUE
 from tracefit.fit.boundary import admission_with_clock, api_waits, step_clock
 from tracefit.fit.fitted import target_of
-from tracefit.fit.splits import FEW_ROWS, MIN_TRAIN_ROWS, request_frame, step_frame
+from tracefit.fit.splits import MIN_TRAIN_ROWS, of_means, request_frame, step_frame
 from tracefit.fit.validation import measure
 from tracefit.results.models import CompareResult, Drift, DriftVerdict, ModelComparison
 from tracefit.tables.schema import SERVER
-from tracefit.tables.sources import MEANS, is_one_step
+from tracefit.tables.sources import is_one_step
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
@@ -276,11 +276,7 @@ def _steps_alike(rows: pl.DataFrame, published: Validation | None) -> tuple[pl.D
     """
     # The mean over an interval is easier to predict than a single step.
     single = rows.filter(is_one_step())
-    held = published.held_out_equations if published else None
-    of_single = (
-        held is None
-        or held.per_equation.n - sum(held.rows_by_source.get(source, 0) for source in MEANS) >= FEW_ROWS
-    )
+    of_single = not of_means(published)
     if of_single and single.height >= MIN_TRAIN_ROWS:
         return single, None
     if of_single:

@@ -32,6 +32,7 @@ from tracefit.features.targets import LATENCIES
 from tracefit.fit.fitted import BetaTarget, ScopeOptions
 from tracefit.fit.load import runs_to_fit
 from tracefit.fit.scopes import fit_across, fit_scope
+from tracefit.fit.splits import of_means
 from tracefit.inputs.buckets import place_of
 from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
@@ -340,6 +341,7 @@ def _summary(scope: FittedScope, model: FittedModel) -> ModelSummary:
         skill=v.skill,
         rows_used=model.fitted.rows_used,
         rows_holdout=model.fitted.rows_holdout,
+        of_means=of_means(v),
         **_numbers(ModelSummary, parts),
     )
 

@@ -14,7 +14,7 @@ import polars as pl
 from tracefit.features import training
 from tracefit.features.sets import Feature, FeatureSet, add_features
 from tracefit.tables.schema import SERVER
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import MEANS, CycleSource
 from tracefit.timeline import longest_whole_prompt
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from tracefit.features.targets import Target
     from tracefit.fit.fitted import ScopeTables
+    from tracefit.fit.results import Validation
 
 TRAIN_SHARE = 0.7
 WARM_UP_STEPS = 20
@@ -166,3 +167,12 @@ def evaluation_rows(holdout: pl.DataFrame, eval_filter: pl.Expr | None) -> pl.Da
         return holdout
     selected = holdout.filter(eval_filter)
     return selected if selected.height >= FEW_ROWS else holdout
+
+
+def of_means(validation: Validation | None) -> bool:
+    """Return whether a model's errors are those of means over several steps, because the hold-out has too few single steps."""
+    held = validation.held_out_equations if validation else None
+    if held is None:
+        return False
+    means = sum(held.rows_by_source.get(source, 0) for source in MEANS)
+    return held.per_equation.n - means < FEW_ROWS

@@ -22,6 +22,7 @@ from tracefit.reports.sentences import (
     longer,
     speed_change,
     step_entry,
+    step_times,
     verdicts,
     worse_than_median,
 )
@@ -197,7 +198,9 @@ def _headlines(
     """Return the errors a reader asks for first, each with those of the baseline and of gradient boosting."""
     # In the order of a simulation: all latencies are made of step times.
     step = step_entry(scope)
-    found = {"step time": (step.holdout, step.baseline, step.gradient_boosting)} if step else {}
+    found = {}
+    if step:
+        found[step_times(step).removesuffix("s")] = step.holdout, step.baseline, step.gradient_boosting
     for key, label in LATENCIES.items():
         if entry := scope.latency.get(key):
             found[label] = entry.predicted, entry.baseline, entry.gradient_boosting
@@ -241,17 +244,19 @@ def _holds_for(scope: published.ScopeEvaluation) -> str:
 def _overview(scopes: Sequence[ScopeParts]) -> Table:
     """Return a table with one row per scope: what it can be used for, headline errors and the load they hold for."""
     uses = list(dict.fromkeys(use for one in scopes for use in one.scope.verdicts))
-    labels = ("step time", "TTFT")
     rows = []
     for one in scopes:
         # Where several scopes share a name but for its hash, a reader knows them by their runs.
         name = f"`{one.label.name}`" + (f", {_some_runs(one.scope)}" if one.label.detail else "")
         answers = [f"**{one.scope.verdicts[u].answer}**" if u in one.scope.verdicts else "-" for u in uses]
         errors = _headlines(one.scope)
-        found = [errors[label][0] if label in errors else None for label in labels]
+        step = next((errors[label] for label in ("step time", "mean step time") if label in errors), None)
+        found = [e[0] if e else None for e in (step, errors.get("TTFT"))]
         cells = [f"{percent(m.mdape_pct)} / {percent(m.p90_ape_pct)} %" if m else "-" for m in found]
         rows.append((name, *answers, *cells, _holds_for(one.scope) or "-"))
-    return table(("scope", *uses, *(f"{h}, median / P90 error" for h in labels), "holds for"), rows)
+    return table(
+        ("scope", *uses, *(f"{h}, median / P90 error" for h in ("step time", "TTFT")), "holds for"), rows
+    )
 
 
 def _some_runs(scope: published.ScopeEvaluation, most: int = 2) -> str:

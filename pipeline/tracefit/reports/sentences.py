@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tracefit.features.targets import is_step_model
+from tracefit.fit.splits import of_means
 from tracefit.reports.document import UseVerdict, Verdicts
 from tracefit.text import count, number, percent, sentence
 
@@ -55,6 +56,11 @@ def step_entry(scope: ScopeEvaluation) -> Validation | None:
     return next((e for name, e in scope.models.items() if is_step_model(name)), None)
 
 
+def step_times(entry: Validation) -> str:
+    """Name the quantity whose errors a model of step times has: the mean of several steps where no single one was seen."""
+    return "mean step times" if of_means(entry) else "step times"
+
+
 def lead(scope: ScopeEvaluation) -> str:
     """Say in one sentence how exact the step times are, and what most limits that."""
     entry = step_entry(scope)
@@ -63,7 +69,9 @@ def lead(scope: ScopeEvaluation) -> str:
             (m.reason for m in scope.not_fitted if is_step_model(m.name)), "the traces do not show them"
         )
         return f"There is no model of step times: {reason}."
-    errors = f"Step times are typically within {percent(entry.holdout.mdape_pct)} %"
+    errors = (
+        f"{sentence(step_times(entry)).rstrip('.')} are typically within {percent(entry.holdout.mdape_pct)} %"
+    )
     if entry.holdout.p90_ape_pct is not None:
         errors += f" (nine in ten within {percent(entry.holdout.p90_ape_pct)} %)"
     limit = _limit(scope, entry)
@@ -130,13 +138,16 @@ def worse_than_median(scope: ScopeEvaluation) -> list[str]:
 def verdicts(scope: ScopeEvaluation) -> Verdicts:
     """Return the verdict on every use, with its reason in a sentence."""
     lost = {f"{m.name} is not fitted": f"there is no model `{m.name}`: {m.reason}" for m in scope.not_fitted}
-    return Verdicts(tuple(UseVerdict(use, v.answer, _reason(v, lost)) for use, v in scope.verdicts.items()))
+    entry = step_entry(scope)
+    noun = step_times(entry) if entry else "step times"
+    answers = (UseVerdict(use, v.answer, _reason(v, lost, noun)) for use, v in scope.verdicts.items())
+    return Verdicts(tuple(answers))
 
 
-def _reason(verdict: Verdict, lost: Mapping[str, str]) -> str:
+def _reason(verdict: Verdict, lost: Mapping[str, str], step_times: str) -> str:
     """Say what decides: of a yes the measures that hold, of anything else the ones that do not."""
     deciding = [c for c in verdict.criteria if c.answer == verdict.answer]
-    sentences = list(dict.fromkeys(lost.get(c.reason, _sentence(c)) for c in deciding))
+    sentences = list(dict.fromkeys(lost.get(c.reason, _sentence(c, step_times)) for c in deciding))
     return sentence("; ".join(sentences[:_MOST_REASONS]))
 
 
@@ -171,14 +182,14 @@ _MEASURED: Mapping[str, Callable[[float], str]] = {
 """Measure to a sentence of its value."""
 
 
-def _sentence(one: Criterion) -> str:
+def _sentence(one: Criterion, step_times: str) -> str:
     if one.value is None:
         return one.reason
     # A measure of a later version has no sentence here: the reason in the file serves.
     words = _MEASURED.get(one.measure)
     if words is None:
         return one.reason
-    text = words(one.value)
+    text = words(one.value).replace("step time", step_times.removesuffix("s"))
     if one.answer == "yes":
         return text
     # The sentences of these write a share in percent: so must their threshold be.

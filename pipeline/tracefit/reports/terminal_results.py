@@ -125,6 +125,11 @@ def _scopes(result: models.TrainResult) -> list[str]:
             for m in fitted
             if mape_misleads(m.holdout_mape_pct, m.holdout_mdape_pct)
         ]
+        lines += [
+            _noted(f"{m.name}: these are errors of means over several steps, no single step was seen")
+            for m in fitted
+            if m.of_means
+        ]
         latencies = [x for x in result.latencies if x.scope_id == scope_id]
         if latencies:
             given = [f"{x.name.upper()} {_percent(x.given_measured_state_mdape_pct)}" for x in latencies]

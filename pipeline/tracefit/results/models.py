@@ -48,6 +48,8 @@ class ModelSummary:
     skill: float | None
     rows_used: int
     rows_holdout: int
+    of_means: bool = False
+    """Whether the errors are of means over several steps: no single step was seen."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 from tracefit.diagnostics.groups import US_PER_MS
 from tracefit.diagnostics.rows import MarkedInterval
 from tracefit.features.targets import LATENCIES
+from tracefit.fit.splits import of_means
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures.elements import (
     GREEN,
@@ -24,7 +25,7 @@ from tracefit.reports.figures.elements import (
     objective,
     shaded,
 )
-from tracefit.reports.sentences import step_entry
+from tracefit.reports.sentences import step_entry, step_times
 from tracefit.text import count, number, percent
 
 if TYPE_CHECKING:
@@ -41,12 +42,13 @@ def error_by_load_figure(scope: ScopeEvaluation) -> Figure | None:
     found = entry.error_over_load if entry else None
     # Rows whose measurement is zero have no error in percent.
     bins = [b for b in found.bins if b.holdout.mdape_pct is not None] if found else []
-    if found is None or not bins:
+    if entry is None or found is None or not bins:
         return None
     low, high = found.training_range
+    rows = "intervals of several steps" if of_means(entry) else "steps"
     at = [(b.low + b.high) / 2 for b in bins]
     hover = "%{y:.2~f} %<br>%{customdata}<extra>%{fullData.name}</extra>"
-    spans = [f"load {number(b.low)} to {number(b.high)}, {count(b.holdout.n)} steps" for b in bins]
+    spans = [f"load {number(b.low)} to {number(b.high)}, {count(b.holdout.n)} {rows}" for b in bins]
     shown = (
         ("typical error (median)", ORANGE, [b.holdout.mdape_pct for b in bins]),
         ("nine in ten within (P90)", PINK, [b.holdout.p90_ape_pct for b in bins]),
@@ -55,12 +57,12 @@ def error_by_load_figure(scope: ScopeEvaluation) -> Figure | None:
     return Figure(
         name=anchor(f"{scope.scope_id}-error-by-load"),
         kind="error-by-load",
-        title="Errors of step times by load",
+        title=f"Errors of {step_times(entry)} by load",
         look="Look for errors that grow, or a bias that leaves zero, outside the shaded training range: there the model "
         "extrapolates.",
-        note="Held-out steps in groups of equal size.",
+        note=f"Held-out {rows} in groups of equal size.",
         summary=Table(
-            (_LOADS[found.load], "steps", "median error %", "P90 error %", "bias %", "training range"),
+            (_LOADS[found.load], rows, "median error %", "P90 error %", "bias %", "training range"),
             tuple(
                 (
                     f"{number(b.low)} to {number(b.high)}",

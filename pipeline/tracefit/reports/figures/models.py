@@ -206,8 +206,9 @@ def _residuals(
     )
 
 
-def step_times_figure(scope_id: str, kept: pl.DataFrame, *, points: int) -> Figure:
-    """Draw measured and predicted step times over time, runs one after the other; single steps show what they computed."""
+def step_times_figure(scope_id: str, kept: pl.DataFrame, *, points: int, of_means: bool) -> Figure:
+    """Draw measured and predicted step times over time, runs one after the other; a point shows what its step, or the steps it is the mean of, computed."""
+    rows_are = "means of several steps" if of_means else "single steps"
     runs, rows, means = steps_over_time(kept)
     # A row of nulls before every run but the first: there the lines break.
     breaks = pl.DataFrame({"begins": runs["begins"][1:], "at_s": runs["begins"][1:]})
@@ -228,11 +229,11 @@ def step_times_figure(scope_id: str, kept: pl.DataFrame, *, points: int) -> Figu
         kind="step-times",
         title="Step times over time: predicted against measured",
         look="Look for times at which the two lines part: what the server did then, the model does not know.",
-        note=f"Lines are means over equal intervals of time, points single steps. {note}".rstrip(),
+        note=f"Lines are means over equal intervals of time, points {rows_are}. {note}".rstrip(),
         hint="Hover over a point for what that step computed; drag to zoom, double-click to see everything again.",
         summary=_step_times_table(means, time_unit(kept)),
         traces=(
-            _dots("single steps, measured", some, "at_s", "measured_ms", color=MEASURED, opacity=0.4),
+            _dots(f"{rows_are}, measured", some, "at_s", "measured_ms", color=MEASURED, opacity=0.4),
             *(
                 line(name, drawn["at_s"], drawn[f"{name}_ms"], colour, connectgaps=False, hovertemplate=hover)
                 for name, colour in (("measured", MEASURED), ("predicted", PREDICTED))

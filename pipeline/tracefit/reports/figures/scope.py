@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tracefit.coefficients.model import LinearModel
 from tracefit.diagnostics.breakdown import step_breakdown
 from tracefit.diagnostics.rows import MOST_RUNS
+from tracefit.fit.splits import of_means
 from tracefit.reports.figures.breakdown import breakdown_figure, first_token_figure
 from tracefit.reports.figures.engines import engine_figure
 from tracefit.reports.figures.evaluation import distribution_figures, error_by_load_figure
@@ -72,7 +73,9 @@ def scope_figures(
             continue
         of_models[model.name] = model_figures(model, kept, points=points)
         if model.is_step_model and not first:
-            first = [step_times_figure(scope_id, kept, points=points), error_by_load_figure(scope)]
+            means = of_means(scope.models.get(model.name))
+            over_time = step_times_figure(scope_id, kept, points=points, of_means=means)
+            first = [over_time, error_by_load_figure(scope)]
             if isinstance(model, LinearModel):
                 parts = step_breakdown(model, kept.filter(split="holdout"))
                 first.append(breakdown_figure(scope_id, parts))
