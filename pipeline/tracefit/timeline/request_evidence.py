@@ -112,7 +112,7 @@ def _reasons(rows: pl.DataFrame, budget: float) -> Iterator[str]:
     if (close := _close_share(spans, graph, short_us)) > _MOST_CLOSE:
         yield (
             "token times are closer together than two steps of one engine can be, as often as those of several engines or "
-            f"front ends would be ({100 * close:.0f} %); give each its own service.instance.id, or record one"
+            f"front ends would be ({100 * min(close, 1.0):.0f} % of that); give each its own service.instance.id, or record one"
         )
     if graph.time_conflicts > _MOST_LACKING:
         yield f"the times of {100 * graph.time_conflicts:.0f} % of the requests contradict each other: they are of several engines"
