@@ -1,4 +1,4 @@
-"""How many spans per second `tracefit receive` takes, per core, and how many OpenTelemetry's Python SDK sends.
+"""How many spans per second `tracefit receive` takes, per core, and how much memory, also of requests made to take much.
 
 `python tests/benchmarks/receive.py [--seconds N] [--profile FILE]`: a receiver in a process of its own, kept to one core
 where the machine lets it; requests of 512 spans, encoded before the clock starts (what the receiver can take) or by the
@@ -8,6 +8,7 @@ SDK's exporters as they go (what a server sends). CPU seconds are the receiver's
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import http.client
 import os
@@ -61,7 +62,9 @@ class Receiver:
             "0",
         ]
         pinned = ["taskset", "-c", "0"] if shutil.which("taskset") and (os.cpu_count() or 1) > 1 else []
-        self._process = subprocess.Popen([*pinned, *command], stderr=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            [*pinned, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
         assert self._process.stderr is not None
         self.grpc_port, self.http_port = map(int, re.findall(r":(\d+) \(", self._process.stderr.readline()))
 
@@ -105,8 +108,89 @@ def measure(receiver: Receiver, name: str, senders: list[Callable[[], int]], sec
     )
 
 
+def _field(number: int, body: bytes) -> bytes:
+    length, rest = b"", len(body)
+    while rest > 0x7F:
+        length, rest = length + bytes([rest & 0x7F | 0x80]), rest >> 7
+    return bytes([number << 3 | 2]) + length + bytes([rest]) + body
+
+
+def hostile_bodies() -> dict[str, tuple[str, bytes]]:
+    """Return requests whose work is far beyond their size: content type and body by name."""
+    protobuf, json = "application/x-protobuf", "application/json"
+    many = 8_000_000
+    return {
+        "empty objects, JSON": (json, b'{"resourceSpans":[' + b"{}," * (many * 5 // 8 - 1) + b"{}]}"),
+        "empty resources": (protobuf, _field(1, b"") * many),
+        "empty events": (protobuf, _field(1, _field(2, _field(2, _field(11, b"") * many)))),
+    }
+
+
+def _post(port: int, body: bytes, headers: dict[str, str]) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    # A refusal may come before the body is sent.
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        connection.request("POST", "/v1/traces", body, headers)
+        connection.getresponse().read()
+    connection.close()
+
+
+def _sender(receiver: Receiver, kind: str, body: bytes, *, is_grpc: bool) -> Callable[[], object]:
+    """Return a function that sends a hostile request once and takes any answer."""
+    if not is_grpc:
+        headers = {"content-type": kind, "content-encoding": "gzip"}
+        zipped = gzip.compress(body)
+        return lambda: _post(receiver.http_port, zipped, headers)
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
+    call = grpc.insecure_channel(f"127.0.0.1:{receiver.grpc_port}", options).unary_unary(_EXPORT)
+
+    def send() -> None:
+        with contextlib.suppress(grpc.RpcError):
+            call(body)
+
+    return send
+
+
+def attack(receiver: Receiver, name: str, senders: list[Callable[[], object]], honest: bytes) -> None:
+    """Send hostile requests for five seconds; print how long an honest sender waits beside them, and the peak memory."""
+    stop_at, waits = time.perf_counter() + 5, [0.0]
+
+    def send(sender: Callable[[], object]) -> None:
+        while time.perf_counter() < stop_at:
+            sender()
+
+    threads = [threading.Thread(target=send, args=(sender,)) for sender in senders]
+    for thread in threads:
+        thread.start()
+    while time.perf_counter() < stop_at:
+        start = time.perf_counter()
+        _post(receiver.http_port, honest, {"content-type": "application/x-protobuf"})
+        waits.append(time.perf_counter() - start)
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    print(
+        f"{name:<44} {len(senders):>3} connections  an honest sender waits {max(waits):.2f} s at most"
+        f"  peak {receiver.peak_mib()} MiB"
+    )
+
+
+def hostile(profile: str | None, honest: bytes, connections: int = 16) -> None:
+    """Attack a receiver of its own with each hostile request over each protocol."""
+    for name, (kind, body) in hostile_bodies().items():
+        for is_grpc in (False, True) if kind.endswith("protobuf") else (False,):
+            out = Path(tempfile.mkdtemp(prefix="tracefit-bench-"))
+            receiver = Receiver(out, profile)
+            senders = [_sender(receiver, kind, body, is_grpc=is_grpc) for _ in range(connections)]
+            try:
+                attack(receiver, f"{name}, {'gRPC' if is_grpc else 'HTTP, gzip'}", senders, honest)
+            finally:
+                receiver.stop()
+                shutil.rmtree(out)
+
+
 def main() -> None:
-    """Print a line per way of sending."""
+    """Print a line per way of sending, and per request that is made to take much."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--profile")
@@ -171,6 +255,7 @@ def main() -> None:
     finally:
         receiver.stop()
         shutil.rmtree(out)
+    hostile(options.profile, bodies[0])
 
 
 if __name__ == "__main__":
