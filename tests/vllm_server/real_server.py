@@ -67,6 +67,31 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
+def write_logging(folder: Path) -> Path:
+    """Write a logging configuration: the output as it is by default, in whole seconds, and `fine.log` in microseconds."""
+    handlers = {
+        "output": {"class": "logging.StreamHandler", "formatter": "vllm", "stream": "ext://sys.stdout"},
+        "fine": {"class": "logging.FileHandler", "formatter": "fine", "filename": str(folder / "fine.log")},
+    }
+    by_default = {
+        "()": "vllm.logging_utils.NewLineFormatter",
+        "datefmt": "%m-%d %H:%M:%S",
+        "format": "%(levelname)s %(asctime)s [%(fileinfo)s:%(lineno)d] %(message)s",
+    }
+    document = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"vllm": by_default, "fine": {"format": "%(created).6f %(levelname)s %(message)s"}},
+        "handlers": handlers,
+        "loggers": {
+            "vllm": {"handlers": list(handlers), "level": "INFO", "propagate": False},
+            "uvicorn": {"handlers": ["output"], "level": "INFO", "propagate": False},
+        },
+    }
+    (folder / "logging.json").write_text(json.dumps(document))
+    return folder / "logging.json"
+
+
 @dataclass(frozen=True)
 class Completion:
     """A streamed completion as its client saw it."""
