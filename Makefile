@@ -56,9 +56,9 @@ vllm: ## an environment with unmodified vLLM for CPUs, in .venv-vllm or, where t
 	PYTHON=$(PYTHON) tests/vllm_environment.sh $(VLLM)
 
 test-vllm: VLLM_TESTS ?= vllm and not slow
-test-vllm: VLLM_TEST_S ?= 260
+test-vllm: VLLM_TEST_S ?= 480
 test-vllm: $(READY) vllm ## the tests with a real vLLM server, of a tiny model on this machine's CPU: four minutes
-	SERVER_PYTHON=$(abspath $(VLLM))/bin/python timeout $(VLLM_TEST_S) $(BIN)/python -m pytest -m "$(VLLM_TESTS)" tests/vllm_server
+	SERVER_PYTHON=$(abspath $(VLLM))/bin/python timeout --signal=INT --kill-after=20 $(VLLM_TEST_S) $(BIN)/python -m pytest -rs -m "$(VLLM_TESTS)" tests/vllm_server
 
 bench-vllm: vllm ## measure what tracefit-vllm costs on the engine's thread, in vLLM's own scheduler
 	VLLM_LOGGING_LEVEL=ERROR HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=pipeline/tracefit-vllm:tests $(VLLM)/bin/python tests/benchmarks/plugin.py
