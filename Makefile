@@ -83,14 +83,17 @@ schemas: $(READY) ## write schemas/ anew from the code
 fixtures: $(READY) ## write the generated runs of fixtures/ anew
 	$(BIN)/python tests/make_fixtures.py fixtures
 
-models: $(READY) ## write models/, fixtures/models/, and the table in README.md anew: the main job's output on fixtures/
-	rm -rf build/models build/generated
+models: $(READY) ## write models/, fixtures/models/, and the tables in README.md anew: the main job's output on fixtures/
+	rm -rf build/models build/logged build/generated
 	$(BIN)/tracefit run fixtures/runs --out build/models --quiet
 	cp build/models/models/*.json build/models/evaluation.json build/models/report.md models/
+	$(BIN)/tracefit run fixtures/logged --out build/logged --quiet
+	mkdir -p models/logged
+	cp build/logged/models/*.json build/logged/evaluation.json models/logged/
 	$(BIN)/tracefit run fixtures/generated --out build/generated --quiet
 	mkdir -p fixtures/models
 	cp build/generated/models/*.json build/generated/evaluation.json fixtures/models/
-	$(BIN)/python tests/make_readme_table.py README.md models/evaluation.json
+	$(BIN)/python tests/make_readme_table.py README.md models/evaluation.json models/logged/evaluation.json
 
 screenshot: models ## take the README's picture of the report anew (needs Chromium)
 	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=5000 --window-size=1280,1100 --screenshot=docs/report.png file://$(CURDIR)/build/models/report.html
