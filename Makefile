@@ -56,9 +56,9 @@ vllm: ## an environment with unmodified vLLM for CPUs, in .venv-vllm or, where t
 	PYTHON=$(PYTHON) tests/vllm_environment.sh $(VLLM)
 
 test-vllm: VLLM_TESTS ?= vllm and not slow
-test-vllm: VLLM_TEST_S ?= 260
+test-vllm: VLLM_TEST_S ?= 480
 test-vllm: $(READY) vllm ## the tests with a real vLLM server, of a tiny model on this machine's CPU: four minutes
-	SERVER_PYTHON=$(abspath $(VLLM))/bin/python timeout $(VLLM_TEST_S) $(BIN)/python -m pytest -m "$(VLLM_TESTS)" tests/vllm_server
+	SERVER_PYTHON=$(abspath $(VLLM))/bin/python timeout --signal=INT --kill-after=20 $(VLLM_TEST_S) $(BIN)/python -m pytest -rs -m "$(VLLM_TESTS)" tests/vllm_server
 
 bench-vllm: vllm ## measure what tracefit-vllm costs on the engine's thread, in vLLM's own scheduler
 	VLLM_LOGGING_LEVEL=ERROR HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=pipeline/tracefit-vllm:tests $(VLLM)/bin/python tests/benchmarks/plugin.py
@@ -83,14 +83,17 @@ schemas: $(READY) ## write schemas/ anew from the code
 fixtures: $(READY) ## write the generated runs of fixtures/ anew
 	$(BIN)/python tests/make_fixtures.py fixtures
 
-models: $(READY) ## write models/, fixtures/models/, and the table in README.md anew: the main job's output on fixtures/
-	rm -rf build/models build/generated
+models: $(READY) ## write models/, fixtures/models/, and the tables in README.md anew: the main job's output on fixtures/
+	rm -rf build/models build/logged build/generated
 	$(BIN)/tracefit run fixtures/runs --out build/models --quiet
 	cp build/models/models/*.json build/models/evaluation.json build/models/report.md models/
+	$(BIN)/tracefit run fixtures/logged --out build/logged --quiet
+	mkdir -p models/logged
+	cp build/logged/models/*.json build/logged/evaluation.json models/logged/
 	$(BIN)/tracefit run fixtures/generated --out build/generated --quiet
 	mkdir -p fixtures/models
 	cp build/generated/models/*.json build/generated/evaluation.json fixtures/models/
-	$(BIN)/python tests/make_readme_table.py README.md models/evaluation.json
+	$(BIN)/python tests/make_readme_table.py README.md models/evaluation.json models/logged/evaluation.json
 
 screenshot: models ## take the README's picture of the report anew (needs Chromium)
 	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=5000 --window-size=1280,1100 --screenshot=docs/report.png file://$(CURDIR)/build/models/report.html

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 EXPECTED = json.loads((ROOT / "fixtures/expected.json").read_text())
 
 
-SHIPPED = {"runs": ROOT / "models", "generated": ROOT / "fixtures/models"}
+SHIPPED = {"runs": ROOT / "models", "logged": ROOT / "models/logged", "generated": ROOT / "fixtures/models"}
 """The runs of each folder of fixtures/ to what `make models` makes of them."""
 
 
@@ -145,20 +145,40 @@ def _assert_same(left: Any, right: Any, where: str) -> None:
         assert left == right, where
 
 
-def test_the_readmes_tables_are_the_shipped_evaluation_on_gpus_and_without_one() -> None:
-    evaluation = json.loads((ROOT / "models/evaluation.json").read_text())
-    rows = [
+def test_the_readmes_tables_are_the_shipped_evaluations_on_gpus_without_one_and_with_a_log() -> None:
+    rows, logged = (
+        _rows(ROOT / name) for name in ("models/evaluation.json", "models/logged/evaluation.json")
+    )
+    wanted = [[row for row in rows if (".no-gpu." in row) is without] for without in (False, True)] + [logged]
+    readme = (ROOT / "README.md").read_text()
+    parts = re.findall(
+        r"On real GPUs: (.*?)Without a GPU: (.*?)The same run with the server's log (.*?)\n## ",
+        readme,
+        re.DOTALL,
+    )
+    for text, table in zip(parts[0], wanted, strict=True):
+        assert [line for line in text.splitlines() if re.match(r"\| \S+ \| (alpha|beta)\.", line)] == table
+
+
+def _rows(evaluation: Path) -> list[str]:
+    return [
         f"| {scope['scope_id'].rsplit('.', 1)[0]} | {name} | {entry['holdout']['n']:,} | "
         + " | ".join(_written(v) for v in _numbers(entry))
         + " |"
-        for scope in evaluation["scopes"]
+        for scope in json.loads(evaluation.read_text())["scopes"]
         for name, entry in scope["models"].items()
     ]
-    readme = (ROOT / "README.md").read_text()
-    with_gpu, without = re.findall(r"On real GPUs: (.*?)Without a GPU: (.*?)\n## ", readme, re.DOTALL)[0]
-    for text, is_without in ((with_gpu, False), (without, True)):
-        table = [line for line in text.splitlines() if re.match(r"\| \S+ \| (alpha|beta)\.", line)]
-        assert table == [row for row in rows if (".no-gpu." in row) is is_without]
+
+
+def test_with_its_log_a_servers_step_times_are_closer_than_from_spans_alone() -> None:
+    of = {"": "models", "logged": "models/logged"}
+    maes = {
+        name: scope["models"]["beta.cycle_time"]["holdout"]["mae"]
+        for name, folder in of.items()
+        for scope in json.loads((ROOT / folder / "evaluation.json").read_text())["scopes"]
+        if scope["scope_id"].startswith("tiny-llama-b")
+    }
+    assert maes["logged"] < maes[""]
 
 
 def _numbers(entry: dict[str, Any]) -> list[float | None]:

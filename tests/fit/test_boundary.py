@@ -162,8 +162,6 @@ def test_in_a_burst_a_request_waits_for_the_work_on_those_before_it(way_back_us)
             "cycle_us": float(STEP_US),
             "interval_steps": 1,
             "idle_after": False,
-            "running_depth": 1,
-            "waiting_depth": 0,
         }
     )
     linear = fit_linear(
@@ -194,8 +192,6 @@ def _unknown_steps(idle_after=False):
             "step_id": list(steps),
             "ts_start_ns": pl.Series([known[k] * MS if k in known else None for k in steps], dtype=pl.Int64),
             "start_sd_us": pl.Series([0.0] * 6),
-            "running_depth": [3] * 6,
-            "waiting_depth": [0] * 6,
             "idle_after": [idle_after and k == 2 for k in steps],
         }
     )
@@ -218,10 +214,8 @@ def test_an_unknown_boundary_lies_evenly_between_those_around_it(arrived_ms, unt
 )
 def test_the_step_that_a_request_itself_starts_is_no_boundary_it_misses(wait_ms, predicted_ms):
     """The engine is idle until a step starts 1.2 ms after the arrival; work is taken to last 2 ms."""
-    timeline = _unknown_steps().with_columns(
-        ts_start_ns=pl.Series([int(k * MS) for k in (0, 10, 21.2, 30, 40, 50)], dtype=pl.Int64),
-        running_depth=pl.Series([3, 0, 3, 3, 3, 3]),
-    )
+    starts = pl.Series([int(k * MS) for k in (0, 10, 21.2, 30, 40, 50)], dtype=pl.Int64)
+    timeline = _unknown_steps(idle_after=True).with_columns(ts_start_ns=starts)
     rows = pl.DataFrame({"run_id": ["r"], "server": ["s"], "epoch": 0, "ts_ns": [20 * MS]})
     waits = np.array([wait_ms * 1e3])
     predicted, known = admission_with_clock(rows, clocks_of(timeline), waits, np.array([2e3]), 0.0)

@@ -82,7 +82,7 @@ def test_its_configuration_names_no_tracing_and_protobuf_is_refused(tmp_path):
     folder = write_run(run, tmp_path, compress="gz")
     assert gzip.decompress((folder / "fpm.jsonl.gz").read_bytes()).startswith(b'{"received_at_ns":')
     assert "tracing" not in (folder / "exp-config.yaml").read_text()
-    with pytest.raises(UsageError, match="JSON lines alone"):
+    with pytest.raises(UsageError, match="lines alone"):
         write_run(run, tmp_path, formats=("protobuf",))
 
 

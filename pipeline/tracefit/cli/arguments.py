@@ -282,11 +282,12 @@ SYNTH: Group = {
     ),
     "noise": _option(float, 0.03, min=0, help="Sigma of the log-normal factor on a step's time."),
     "form": _option(
-        Literal["instrumented", "stock", "fpm"],
+        Literal["instrumented", "stock", "fpm", "log", "log_seconds"],
         "instrumented",
         help=(
             "Spans of the instrumented server; of an unmodified vLLM, one per request, none of steps; "
-            "or ForwardPassMetrics, one record for each step, none of requests."
+            "or ForwardPassMetrics, or the iterations in vLLM's log, in microseconds or whole seconds: one record for each step, "
+            "none of requests."
         ),
     ),
     "step_sampling": _option(float, 1.0, min=0, max=1, help="Share of steps traced."),

@@ -44,11 +44,10 @@ def step_clock(timeline: pl.DataFrame) -> pl.DataFrame:
 
     Returns:
         Columns of the engine, start (ns), and of the step before, null where its start is not known: start_before and
-        idle_before (it left nothing running and nothing waiting). And tolerance_us, the same on all rows: how far before an
+        idle_before (idle time lies between the two starts). And tolerance_us, the same on all rows: how far before an
         estimated start the stamp of a request queued at it may lie; 0 for exact starts.
     """
     start = pl.col("ts_start_ns").cast(pl.Float64)
-    idle = (pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0)
     follows = pl.when(pl.col("step_id").shift(1).over(ENGINE) == pl.col("step_id") - 1)
     return (
         timeline.drop_nulls("ts_start_ns")
@@ -57,7 +56,7 @@ def step_clock(timeline: pl.DataFrame) -> pl.DataFrame:
             *ENGINE,
             start=start,
             start_before=follows.then(start.shift(1).over(ENGINE)),
-            idle_before=follows.then(idle.shift(1).over(ENGINE).fill_null(value=False)),
+            idle_before=follows.then(pl.col("idle_after").shift(1).over(ENGINE).fill_null(value=False)),
             tolerance_us=TOLERANCE_SDS * pl.col("start_sd_us").median().cast(pl.Float64).fill_null(0.0),
         )
     )

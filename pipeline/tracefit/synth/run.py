@@ -22,6 +22,7 @@ import yaml
 
 from tracefit.errors import UsageError
 from tracefit.synth.fpm import fpm_lines
+from tracefit.synth.iteration_log import iteration_lines
 from tracefit.synth.simulation import EpochLog, StepLog, simulate_server
 from tracefit.synth.spans import export, framed_protobuf, json_lines
 
@@ -43,10 +44,8 @@ class SynthRun:
 
     options: SynthOptions
     law: StepLaw  # with its coefficients
-    batches: tuple[
-        ExportBatch, ...
-    ]  # in the order a collector received them; none in the form of ForwardPassMetrics
-    recorded_lines: tuple[bytes, ...]  # of ForwardPassMetrics, in the order a recorder received them
+    batches: tuple[ExportBatch, ...]  # in the order a collector received them; none in a form of records
+    recorded_lines: tuple[bytes, ...]  # of ForwardPassMetrics or a log, in the order they were written
     truth_steps: pl.DataFrame  # one row per step, columns as in `STEP_COLUMNS`
     truth_requests: pl.DataFrame  # one row per request, columns as in `REQUEST_COLUMNS`
 
@@ -72,17 +71,27 @@ def synth(options: SynthOptions) -> SynthRun:
     epochs = [
         life for number, rng in enumerate(servers) for life in simulate_server(options, law, number, rng)
     ]
-    is_fpm = options.form == "fpm"
+    recorded = _recorded_lines(options.form, epochs)
     return SynthRun(
         options=options,
         law=law,
-        batches=() if is_fpm else tuple(export(options, epochs, emission)),
-        recorded_lines=tuple(fpm_lines(epochs)) if is_fpm else (),
+        batches=tuple(export(options, epochs, emission)) if recorded is None else (),
+        recorded_lines=tuple(recorded or ()),
         truth_steps=_frame(_STEPS, [(epoch, step) for epoch in epochs for step in epoch.steps]),
         truth_requests=_frame(
             _REQUESTS, [(epoch, request) for epoch in epochs for request in epoch.requests]
         ),
     )
+
+
+_RECORDED = {"fpm": "fpm.jsonl", "log": "vllm.log", "log_seconds": "vllm.log"}
+"""Forms of records, which are lines and no spans, and their files."""
+
+
+def _recorded_lines(form: str, epochs: Sequence[EpochLog]) -> list[bytes] | None:
+    if form not in _RECORDED:
+        return None
+    return fpm_lines(epochs) if form == "fpm" else iteration_lines(epochs, is_fine=form == "log")
 
 
 def write_run(
@@ -108,14 +117,14 @@ def write_run(
     kinds = list(dict.fromkeys(formats))
     if not kinds or any(kind not in ("json", "protobuf") for kind in kinds):
         raise UsageError(f"cannot write {list(formats)!r}", where="formats", hint="known: json, protobuf")
-    is_fpm = run.options.form == "fpm"
-    if is_fpm and kinds != ["json"]:
-        raise UsageError("ForwardPassMetrics are written as JSON lines alone", where="formats")
+    recorded = _RECORDED.get(run.options.form)
+    if recorded and kinds != ["json"]:
+        raise UsageError("records are written as lines alone", where="formats", hint="leave formats at json")
     folders = []
     for kind in kinds:
         suffix = "-proto" if kind == "protobuf" and len(kinds) > 1 else ""
         folder = out / f"{run.options.name}{suffix}"
-        name = "fpm.jsonl" if is_fpm else "traces.json" if kind == "json" else "traces.binpb"
+        name = recorded or ("traces.json" if kind == "json" else "traces.binpb")
         name += f".{compress}" if compress else ""
         _write(folder, {name: _trace(run, kind, compress), **_sidecars(run)})
         folders.append(folder)
@@ -123,7 +132,7 @@ def write_run(
 
 
 def _trace(run: SynthRun, kind: Format, compress: TraceSuffix | None) -> bytes:
-    if run.options.form == "fpm":
+    if run.options.form in _RECORDED:
         data = b"".join(run.recorded_lines)
     else:
         data = json_lines(run.batches) if kind == "json" else framed_protobuf(run.batches)

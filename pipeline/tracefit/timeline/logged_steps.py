@@ -112,7 +112,8 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     starts = starts.join(agrees, on=SERVER, how="left", maintain_order="left")
     sd_us = (
         pl.when("is_coarse")
-        .then(_EVEN_SD * pl.col("time_us") / pl.col("count"))
+        # The last change has no step time of its own: that of the steps before it.
+        .then(_EVEN_SD * (pl.col("time_us") / pl.col("count")).forward_fill().over(ENGINE))
         .otherwise((_STAMP_SD_US**2 + (_EVEN_SD * pl.col("tick_ns") / 1e3) ** 2).sqrt())
     )
     chosen = steps.join(agrees, on=SERVER, how="left", maintain_order="left").with_columns(

