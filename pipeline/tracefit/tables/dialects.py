@@ -196,6 +196,8 @@ def _attributes(dialect: str, scope: str) -> list[Spelling]:
 
 STOCK = "stock"
 """Of requests that an unmodified server describes, one span each."""
+LOG_SCOPE = "request log"
+"""Scope of the requests of a log with the same times, which no tracer wrote."""
 
 
 def _stock(scope: str) -> list[Spelling]:
@@ -273,6 +275,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *_stock("vllm.llm_engine"),
     # Newer servers trace from a module of their own.
     *_stock("vllm.tracing.otel"),
+    *_stock(LOG_SCOPE),
     Spelling("lifecycle", None, "vllm_queue", None, "gen_ai.request.id", "requests", "request_id"),
     _phase("vllm_queue", "queued_ns", "start"),
     _phase("vllm_queue", "requeue_wait_us", "later_durations"),
