@@ -9,14 +9,14 @@ queued soonest is taken to be queued as it arrives, so that admissions are known
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import polars as pl
 
 from tracefit.inputs.formats import Recording, register
 from tracefit.recordings.fpm import RecordedBlock
-from tracefit.recordings.requests import UnixSeconds, TokenCount, as_spans, json_records, seconds_to_ns
+from tracefit.recordings.requests import TokenCount, UnixSeconds, as_spans, json_records, seconds_to_ns
 from tracefit.tables.dialects import LOG_SCOPE
 from tracefit.tables.rows import RECORDED_STEPS
 
@@ -62,8 +62,13 @@ def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int)
         block, payload, _line, "no request of a log", show_values=show_values, max_rejects=max_rejects
     )
     rows = [(offset, *(getattr(line, name) for name in _Line.__struct_fields__)) for offset, line in found]
-    types = {"source_offset": pl.Int64, "request_id": pl.String, "input_toks": pl.Int64, "output_toks": pl.Int64}
-    times = dict.fromkeys(("arrival_time", *_TIMES), pl.Float64)
+    types: dict[str, Any] = {
+        "source_offset": pl.Int64,
+        "request_id": pl.String,
+        "input_toks": pl.Int64,
+        "output_toks": pl.Int64,
+    }
+    times: dict[str, Any] = dict.fromkeys(("arrival_time", *_TIMES), pl.Float64)
     lines = pl.DataFrame(rows, schema=types | times, orient="row")
     return RecordedBlock(pl.DataFrame(schema=RECORDED_STEPS).drop("file"), rejects, _as_spans(lines))
 
@@ -89,7 +94,8 @@ def _as_spans(lines: pl.DataFrame) -> pl.DataFrame:
         "e2e": ("arrival_time", "last_token_ts"),
     }
     latencies = {
-        f"gen_ai.latency.{name}": (pl.col(end) - pl.col(begin)) / 1e9 for name, (begin, end) in between.items()
+        f"gen_ai.latency.{name}": (pl.col(end) - pl.col(begin)) / 1e9
+        for name, (begin, end) in between.items()
     }
     facts = {
         "gen_ai.request.id": pl.col("request_id"),
@@ -98,7 +104,11 @@ def _as_spans(lines: pl.DataFrame) -> pl.DataFrame:
     }
     on_wall = stamps.with_columns(pl.col(name) - ahead for name in _TIMES)
     rows = on_wall.with_columns(
-        start_unix_ns="arrival_time", end_unix_ns="last_token_ts", error=pl.lit(value=False), **latencies, **facts
+        start_unix_ns="arrival_time",
+        end_unix_ns="last_token_ts",
+        error=pl.lit(value=False),
+        **latencies,
+        **facts,
     )
     return as_spans(rows, LOG_SCOPE, (*latencies, *facts))
 

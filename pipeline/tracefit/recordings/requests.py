@@ -87,7 +87,9 @@ def as_spans(requests: pl.DataFrame, scope: str, attributes: Iterable[str]) -> p
     return requests.select(
         "source_offset",
         trace_id=pl.col("start_unix_ns").map_batches(_digits, return_dtype=pl.String),
-        span_id=(pl.col("source_offset") * _MOST_OF_RECORD + number + 1).map_batches(_digits, return_dtype=pl.String),
+        span_id=(pl.col("source_offset") * _MOST_OF_RECORD + number + 1).map_batches(
+            _digits, return_dtype=pl.String
+        ),
         scope=pl.lit(scope),
         name=pl.lit(FRONT_SPAN),
         start_unix_ns="start_unix_ns",

@@ -1,10 +1,10 @@
 """The spellings of traces as one declared table: from (scope, span, event, attribute) to a column.
 
-Four dialects are known. `journey` is the instrumented server: dotted keys (`prefill.done_tokens`), which written
+Five dialects are known. `journey` is the instrumented server: dotted keys (`prefill.done_tokens`), which written
 specifications also spell with underscores, with API events without a prefix. `stock` is an unmodified vLLM: one
 `llm_request` span per request, its times as attributes in seconds. `lifecycle` is a proposal for upstream: a span
 per phase of a request, whose beginning and end are the times. `sglang` is that of another engine: a span per request, and below it
-spans of its stages in each thread that works on it. A new dialect is more rows here and nothing elsewhere:
+spans of its stages in each thread that works on it. `client` is what load generators log. A new dialect is more rows here and nothing elsewhere:
 every other module derives its knowledge of dialects from these rows.
 """
 
@@ -211,6 +211,35 @@ def _stock(scope: str) -> list[Spelling]:
     ]
 
 
+CLIENT = "client"
+"""Of requests that a load generator describes."""
+CLIENT_SCOPE = "load generator"
+CLIENT_KEYS = {
+    **{name: _REQUEST_KEYS[name] for name in ("request_id", "api_prompt_tokens", "api_completion_tokens")},
+    **{f"client_{name}_us": f"client.latency.{name}" for name in ("ttft", "itl", "e2e")},
+}
+"""Column to attribute; latencies are in seconds."""
+
+
+def _client() -> list[Spelling]:
+    return [
+        Spelling(CLIENT, CLIENT_SCOPE, FRONT_SPAN, None, None, "requests", "arrival_ns", "start"),
+        *(
+            Spelling(
+                CLIENT,
+                CLIENT_SCOPE,
+                FRONT_SPAN,
+                None,
+                key,
+                "requests",
+                column,
+                factor=1e6 if "_us" in column else 1.0,
+            )
+            for column, key in CLIENT_KEYS.items()
+        ),
+    ]
+
+
 def _phase(span: str, column: str, take: Take) -> Spelling:
     return Spelling("lifecycle", None, span, None, None, "requests", column, take)
 
@@ -289,6 +318,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     _phase("vllm_decode", "decode_us", "duration"),
     _phase("vllm_prefill", "prefill_us", "duration"),
     *_sglang(),
+    *_client(),
 )
 """Everything that is read of a trace. Of several attributes for one column the first that is there counts."""
 

@@ -556,6 +556,10 @@ REQUESTS = TableSchema(
         _us("e2e_us", "FINISHED - ARRIVED"),
         _us("departure_us", "DEPARTED - FINISHED; null where an aborted request departs first"),
         _us("client_us", "DEPARTED - ARRIVED"),
+        _duration("client_ttft_us", "send to first token at a load generator"),
+        _duration("client_itl_us", "(last token - first token) / (output tokens - 1) at a load generator"),
+        _duration("client_e2e_us", "send to last token at a load generator"),
+        _duration("network_us", "client_ttft - ttft: network and front end"),
         _us("itl_us", "(FINISHED - FIRST_TOKEN) / (output tokens - 1)"),
         _duration("itl_p99_us", "99th percentile of its inter-token times, where every one of them is known"),
         _us("tpot_us", "(last token - FIRST_TOKEN) / (output tokens - 1); null if cut off"),
@@ -631,7 +635,8 @@ TIMELINE = TableSchema(
         _s(
             "cycle_source",
             "adjacent (between two summaries, consecutive), interval, request (both starts counted from requests), fpm "
-            "(recorded), fpm_gpu (recorded, GPU time), sglang (between results, by SGLang's spans), log (line to line) or log_interval "
+            "(recorded), fpm_gpu (recorded, GPU time), sglang (between results, by SGLang's spans), "
+            "client (between tokens at a load generator), log (line to line) or log_interval "
             "(between changes of its clock)",
         ),
         _step("interval_steps", "steps the cycle is the mean of"),
@@ -655,7 +660,7 @@ TIMELINE = TableSchema(
         _sum("prefill_left_after", "prompt tokens these still have to compute"),
         _n("num_preempted", "requests preempted by this step"),
         _i("duration_us", "time inside schedule()", "us"),
-        _s("composition_source", "summary, fpm, log, journey or request"),
+        _s("composition_source", "summary, fpm, sglang, client, log, journey or request"),
         _flag("journey_agrees", "requests and tokens worked out from journeys equal the summary's"),
         _i("journey_error_reqs", "scheduled requests worked out from journeys less the summary's"),
         _i("journey_error_tokens", "tokens worked out from journeys less the summary's", "token"),
