@@ -395,7 +395,7 @@ def steps_seen(requests: pl.DataFrame) -> pl.DataFrame:
 def _odd_share(tokens: pl.DataFrame) -> float:
     """Return the share of requests that are not in every step from their first token to their last."""
     spread = (
-        batch_numbers(tokens)
+        batch_numbers(tokens, CycleSource.CLIENT)
         .group_by("request")
         .agg(odd=pl.col("batch").max() - pl.col("batch").min() + 1 != pl.len())
     )

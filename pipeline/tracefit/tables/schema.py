@@ -428,8 +428,8 @@ STEPS = TableSchema(
         ),
         _s(
             "cycle_source",
-            "fpm: wall_time of ForwardPassMetrics; log: a line of vLLM's log; sglang: between results, by SGLang's spans; null of a "
-            "sampled step",
+            "fpm: wall_time of ForwardPassMetrics; log: a line of vLLM's log; sglang: between results, by SGLang's spans; "
+            "client: between tokens at a load generator; null of a sampled step",
         ),
         _sum("context_tokens", "KV tokens in cache before the step, of decode requests"),
         _sum("prefill_context_tokens", "the same of prefill requests"),

@@ -16,7 +16,7 @@ _LOOP, _CHUNK, _PROMPT = "decode_loop", "chunked_prefill", "prefill_forward"
 BLOCK_NS = 600_000_000_000
 """Steps are made of ten minutes of results at a time, which fit into memory."""
 
-_APART = 8
+_APART = {CycleSource.SGLANG: 8, CycleSource.CLIENT: 3}
 """Results are of different batches if more than this part of the shorter of their own times lies between them."""
 
 RESULTS: dict[str, pl.DataType] = {
@@ -75,10 +75,10 @@ def results_of(spans: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
     return found.select(pl.col(name).cast(kind) for name, kind in RESULTS.items())
 
 
-def batch_numbers(results: pl.DataFrame) -> pl.DataFrame:
+def batch_numbers(results: pl.DataFrame, source: CycleSource) -> pl.DataFrame:
     """Return results in the order of time with the number of their batch, from 0: those of one come together."""
     gap, shorter = pl.col("end_ns").diff(), pl.min_horizontal("lasted_ns", pl.col("lasted_ns").shift(1))
-    is_new = (gap * _APART > shorter).fill_null(value=True)
+    is_new = (gap * _APART[source] > shorter).fill_null(value=True)
     return results.sort("end_ns", maintain_order=True).with_columns(batch=is_new.cum_sum() - 1)
 
 
@@ -104,7 +104,7 @@ def steps_of(
         return pl.when(known.null_count() == 0).then(known.sum())
 
     steps = (
-        batch_numbers(results)
+        batch_numbers(results, source)
         .group_by(step_id=pl.col("batch") + first_step, maintain_order=True)
         .agg(
             pl.col("server").first(),
