@@ -175,12 +175,12 @@ def both_sides(plan, *, ids, ahead_s=0.0, way_us=700.0):
         }
     )
     client = server.with_columns(
-        request_id=pl.lit([r.name for r in plan] if ids else None).explode()
-        if ids
-        else pl.lit(None, pl.String),
+        request_id=pl.Series([r.name for r in plan]) if ids else pl.lit(None, pl.String),
         arrival_ns=pl.col("arrival_ns") - round(1e9 * ahead_s),
         client_ttft_us=pl.col("ttft_us") + way_us,
         client_e2e_us=1e6,
+        # By ids alone: nothing else could join them.
+        output_tokens=pl.lit(None, pl.Int64) if ids else pl.col("output_tokens"),
         ttft_us=pl.lit(None, pl.Float64),
         dialect=pl.lit("client"),
     )

@@ -137,7 +137,7 @@ def _build(task: RunTask, folder: Path) -> BuiltRun:
             memory_limits=task.options.build,
         )
         if writer.scan("requests").select((pl.col("dialect") == CLIENT).any()).collect().item():
-            writer.write_all({"requests": with_client_times(writer.read("requests"))})
+            writer.write_all(_with_clients(writer.read))
         # After the tables of the traces: KV events are matched with their steps and requests.
         writer.write_all(_kv_tables(task, writer.read))
         runs = writer.read("runs")
@@ -145,6 +145,16 @@ def _build(task: RunTask, folder: Path) -> BuiltRun:
             writer.write_all(timeline_of(writer.read, task.context))
             runs = writer.read("runs")
         return BuiltRun(writer.close(), {}, runs)
+
+
+def _with_clients(read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame]:
+    requests = with_client_times(read("requests"))
+    counts = requests.group_by("server").agg(requests=pl.len().cast(pl.Int64))
+    runs = read("runs").drop("requests").join(counts, on="server", how="left")
+    return {
+        "requests": requests,
+        "runs": schema.RUNS.conform(runs.with_columns(pl.col("requests").fill_null(0))),
+    }
 
 
 def _kv_tables(task: RunTask, read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame]:

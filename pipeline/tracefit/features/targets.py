@@ -169,10 +169,25 @@ TARGETS: tuple[Target, ...] = (
 )
 """Targets of requests, in the order of the files."""
 
+OF_CLIENTS: tuple[Target, ...] = (
+    Target(
+        name="network",
+        label="network",
+        title="network and front end",
+        definition="TTFT at a load generator less TTFT at the server",
+        column="network_us",
+        begins="arrival_ns",
+        step="queued_step",
+        feature_set="network",
+        contains="the way of the request to the server and of its first token back, and what the server's TTFT does not see",
+    ),
+)
+"""Targets of requests whose client was recorded too: there is nothing to say of them where none was."""
+
 
 def target_named(name: str) -> Target:
     """Return the target of a name; KeyError where there is none."""
-    return {target.name: target for target in TARGETS}[name]
+    return {target.name: target for target in (*TARGETS, *OF_CLIENTS)}[name]
 
 
 def around_steps() -> tuple[Target, ...]:

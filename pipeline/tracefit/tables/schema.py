@@ -476,6 +476,7 @@ BETWEEN = {
     "prefill_us": LIFE[2:4],
     "decode_us": LIFE[3:5],
     "ttft_us": LIFE[:4],
+    "network_us": LIFE[:4],
     "engine_us": LIFE[1:5],
     "e2e_us": LIFE[:5],
     "departure_us": LIFE[4:],
