@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tracefit.inputs.framing import Shape
     from tracefit.inputs.rejects import Encoding
 
-_MOST_S = 2**32
+_MOST_S, _MOST_LASTED_S, _MOST_TOKENS = 2**32, 1e6, 2**31
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=_MOST_S)]
 _MOST_ODD = 0.2
 """Largest share of requests that skip a step, or have two tokens in one, where all are of one engine."""
@@ -71,6 +71,18 @@ class _Request(NamedTuple):
     error: bool
 
 
+def _checked(request: _Request) -> _Request:
+    """Return a request whose times can be."""
+    since = [time for time in (request.first_s, *(request.token_s or ()), request.last_s) if time is not None]
+    if since != sorted(since) or not all(0 <= time <= _MOST_LASTED_S for time in since):
+        raise msgspec.ValidationError("times out of order or range")
+    if not (0 <= request.start_s <= _MOST_S and 0 <= (request.output_tokens or 0) <= _MOST_TOKENS):
+        raise msgspec.ValidationError("out of range")
+    if not 0 <= (request.prompt_tokens or 0) <= _MOST_TOKENS:
+        raise msgspec.ValidationError("out of range")
+    return request
+
+
 def _tokens_since(first_s: float, gaps_s: list[float]) -> list[float]:
     times = [first_s]
     for gap in gaps_s:
@@ -97,17 +109,14 @@ _DECODE_BENCH = msgspec.json.Decoder(_Bench).decode
 def _bench(record: bytes) -> list[_Request]:
     bench = _DECODE_BENCH(record)
     columns = (bench.start_times, bench.ttfts, bench.itls, bench.input_lens, bench.output_lens)
-    sizes = {len(column) for column in columns}
-    if len(sizes) > 1:
-        raise msgspec.ValidationError("lists of different lengths")
     errors = bench.errors or [""] * len(bench.ttfts)
-    if len(errors) != len(bench.ttfts):
+    if len({len(column) for column in (*columns, errors)}) > 1:
         raise msgspec.ValidationError("lists of different lengths")
     found = []
     for (start, ttft, itl, prompt, output), error in zip(zip(*columns, strict=True), errors, strict=True):
         tokens = _tokens_since(ttft, itl)
         found.append(_Request(None, start, tokens, ttft, tokens[-1], prompt, output, error=bool(error)))
-    return _moved(found, bench.date)
+    return list(map(_checked, _moved(found, bench.date)))
 
 
 def _moved(requests: list[_Request], date: str | None) -> list[_Request]:
@@ -241,7 +250,7 @@ def _perf_parts(payload: bytes) -> Iterator[tuple[bytes, Callable[[bytes], _Requ
 # -- AIPerf -------------------------------------------------------------------------------------------------
 
 
-class _Value(msgspec.Struct):
+class _AiValue(msgspec.Struct):
     value: float | list[float]
     unit: str
 
@@ -260,7 +269,7 @@ class _AiRequest(msgspec.Struct):
 
 
 _DECODE_AI = msgspec.json.Decoder(_AiRequest).decode
-_DECODE_VALUE = msgspec.json.Decoder(_Value).decode
+_DECODE_VALUE = msgspec.json.Decoder(_AiValue).decode
 _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "sec": 1.0, "s": 1.0, "tokens": 1.0}
 
 
@@ -318,7 +327,7 @@ def _decoder(
             try:
                 for record, read in parts(payload.removeprefix(BOM)):
                     try:
-                        rows.append((block.offset, *read(record)))
+                        rows.append((block.offset, *_checked(read(record))))
                     except UNREADABLE as error:
                         shown = excerpt(record, "json", show_values=show_values)
                         reason = f"{what} ({_detail(error)})"
@@ -445,7 +454,7 @@ for _name, _title, _keys, _line, _parts, _clock, _more in (
         "aiperf",
         "AIPerf's records",
         (rb'"request_start_ns"\s*:', rb'"record_processor_id"\s*:'),
-        lambda record: [_aiperf(record)],
+        lambda record: [_checked(_aiperf(record))],
         None,
         "the client's wall clock",
         _STEPS,

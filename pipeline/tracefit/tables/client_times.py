@@ -81,6 +81,7 @@ def _by_arrival(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
         by="output_tokens",
         strategy="nearest",
         tolerance=_SAME_NS,
+        check_sortedness=False,
     )
     apart = (pl.col("at_ns") - pl.col("arrival_ns")).abs()
     nearest = found.drop_nulls("row").sort(apart, "client").unique("row", keep="first", maintain_order=True)
