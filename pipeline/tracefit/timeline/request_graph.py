@@ -297,7 +297,12 @@ def _scheduling(
     by_time = np.argsort(sched)
     total, times = np.r_[0.0, np.cumsum(r.prompt[by_time])], sched[by_time]
     until, since = np.searchsorted(times, sched + near, side="right"), np.searchsorted(times, sched - near)
-    whole = total[until] - total[since] + running[before] <= budget
+    own, room = total[until] - total[since], budget - running[before]
+    # Chunks of earlier prompts come first, and take room too.
+    by_first = np.argsort(first, kind="stable")
+    done = np.r_[0.0, np.cumsum(r.prompt[by_first])]
+    left = total[since] - done[np.searchsorted(at[first[by_first]], sched + near, side="right")]
+    whole = own + left <= room
     # With scheduling a step ahead a step ends between a request's SCHEDULED and its first token: nodes lie there as
     # densely as anywhere. Otherwise none does.
     inside = np.searchsorted(at, at[first] - near) > np.searchsorted(at, sched + near)
@@ -305,12 +310,8 @@ def _scheduling(
     busy_us = float(np.diff(at)[running[:-1] > 0].sum())
     density = min(1.0, len(at) * mean_us / max(busy_us, mean_us, 1.0))
     lag = int(whole.any() and inside[whole].mean() > density / 2)
-    # Chunks of earlier prompts come first: what of them the step in progress does not compute takes room too.
-    by_first = np.argsort(first, kind="stable")
-    done = np.r_[0.0, np.cumsum(r.prompt[by_first])]
-    left = total[since] - done[np.searchsorted(at[first[by_first]], sched + near, side="right")]
-    room = budget - running[before]
-    whole &= total[until] - total[since] + np.maximum(left - lag * room, 0) <= room
+    # A step in progress computes some of them.
+    whole = own + np.maximum(left - lag * room, 0) <= room
     # A step is scheduled a little after the outputs before it.
     gap = sched - at[before]
     close = gap[(gap >= 0) & (gap < near)]
