@@ -18,7 +18,7 @@ import tracefit
 from tracefit.cli import app
 from tracefit.features.roofline import TERM_FORMULAS
 from tracefit.features.sets import BUILT_IN
-from tracefit.recordings import fpm, iteration_log, kv_events
+from tracefit.recordings import RECORDINGS
 from tracefit.results.models import TrainResult
 from tracefit.tables.schema import TABLES
 
@@ -241,8 +241,7 @@ def _sections(doc: str) -> str:
 
 def recordings_page() -> str:
     """Describe what files hold besides spans, as each format declares itself."""
-    formats = [module.FORMAT for module in (fpm, iteration_log, kv_events)]
-    rows = [(one.title, one.fills, one.units, one.clock) for one in formats]
+    rows = [(one.title, one.fills, one.units, one.clock) for one in RECORDINGS.values()]
     intro = "What a file may hold besides spans; it is found by its content, in any name, compressed or not."
     parts = ["# Recordings", GENERATED, intro, table(("recording", "fills", "units", "its clock"), rows)]
     return "\n\n".join(parts) + "\n"

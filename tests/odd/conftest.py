@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 import warnings
@@ -22,6 +23,7 @@ import polars as pl
 import pytest
 import typer.main
 
+from clients import FORMS, planned, request_log
 from recorded import WRITERS, csv_lines, records_of
 from tracefit import consumers
 from tracefit.cli import main
@@ -318,6 +320,25 @@ def recorded(shape, rng, folder, root):
     return folder
 
 
+def logged(rng, folder):
+    """Write a log of a load generator, or of a server's requests, some numbers of it odd; return the folder."""
+    plan = planned(rng.choice((1, 4, 60, 150)))
+    names = rng.sample([*FORMS, "request_log"], rng.choice((1, 1, 2)))
+    folder.mkdir(parents=True)
+    for name in names:
+        content = FORMS.get(name, request_log)(plan)
+        places = [match.span() for match in re.finditer(rb"-?[0-9]+(?:[.][0-9]+)?(?:e-?[0-9]+)?", content)]
+        for begin, end in sorted(rng.sample(places, min(rng.choice((0, 1, 5)), len(places))), reverse=True):
+            content = content[:begin] + json.dumps(rng.choice(ODD_NUMBERS)).encode() + content[end:]
+        if rng.random() < 0.2:
+            content = content[: rng.randrange(len(content))]
+        if rng.random() < 0.2:
+            content += content
+        (folder / name).write_bytes(content)
+    (folder / "run.yaml").write_text(json.dumps({"model": "m", "gpu": "H100"}))
+    return folder
+
+
 def _heads(name):
     return csv_lines([]) if name == "csv" else []
 
@@ -470,6 +491,7 @@ def odd():
     return SimpleNamespace(
         run=OddRun,
         recorded=recorded,
+        logged=logged,
         damage=damage,
         shapes=tuple(SHAPES),
         through=through_every_command,

@@ -57,6 +57,13 @@ def test_odd_recorded_steps_go_through_every_command(odd, root, tmp_path, number
     odd.through(odd.recorded(shape, rng, tmp_path / "odd", root), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "number", [FIRST, *(pytest.param(n, marks=pytest.mark.slow) for n in range(FIRST + 1, FIRST + RUNS))]
+)
+def test_odd_logs_of_clients_go_through_every_command(odd, tmp_path, number):
+    odd.through(odd.logged(random.Random(number), tmp_path / "odd"), tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(14))
 def test_a_run_of_every_shape_goes_through_every_command(odd, root, tmp_path, number):

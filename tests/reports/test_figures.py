@@ -157,6 +157,17 @@ def test_the_engine_over_its_run_by_hand():
     ]
 
 
+@pytest.mark.parametrize(("later", "is_said"), [(1, True), (4, False)])
+def test_training_on_the_fuller_part_is_said(later, is_said):
+    timeline = _timeline(running_depth=[4] * 56 + [later] * 25)
+    training = pl.DataFrame(
+        {"split": ["holdout"], "excluded_reason": [None], "ts_ns": [56_000_000_000], "epoch": [0]}
+    )
+    figure = engine_figure(engine_run(timeline, training, run_id="r", server="s"))
+    said = "on average 4 requests run before the hold-out, 1 in it"
+    assert (said in figure.note) is is_said
+
+
 def _marked(figure):
     return sorted((s["name"], s["x0"], s["x1"]) for s in figure.layout["shapes"])
 

@@ -9,7 +9,7 @@ import pytest
 
 from stock import stock_requests
 from tracefit.synth import SynthOptions, synth
-from tracefit.synth.options import LoadPhase
+from tracefit.synth.options import LengthMix, LoadPhase
 from tracefit.tables import schema
 from tracefit.timeline import (
     EngineLimits,
@@ -91,6 +91,22 @@ def test_scheduling_a_step_ahead_is_seen(ahead):
     counted = count_steps(stock_requests(_run(), ahead=ahead), LIMITS)
     lags = execution_lags(counted.starts, events_of(counted.requests))
     assert lags["execution_lag_steps"].to_list() == [int(ahead)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_long_requests_that_all_come_at_once_are_counted(ahead):
+    """Chunks of the prompts before take room in the steps of the next ones, and every request overlaps most of the others."""
+    lengths = {
+        "prompt_tokens": LengthMix(((1.0, 900.0, 0.6),)),
+        "output_tokens": LengthMix(((1.0, 500.0, 0.2),), maximum=900),
+    }
+    run = _run(60.0, num_blocks=20_000, prefix_fraction=0.0, **lengths)
+    counted = _beside_truth(run, count_steps(stock_requests(run, ahead=ahead), LIMITS))
+    assert counted.height == 200
+    shift = counted["first_token_step"] - counted["true_first"]
+    off = counted["finished_step"] - counted["true_last"] - shift
+    assert (off == 0).mean() > 0.95
+    assert off.abs().max() <= 1
 
 
 def test_a_preempted_request_does_not_spoil_the_count_of_the_others():

@@ -16,6 +16,8 @@ from tracefit.errors import DataError, printable
 from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import build_tables
+from tracefit.tables.client_times import with_client_times
+from tracefit.tables.dialects import CLIENT
 from tracefit.tables.runs import COMPLETE_SHARE, with_implausible
 from tracefit.tables.sources import CycleSource
 from tracefit.tables.staging import read_staged
@@ -134,6 +136,8 @@ def _build(task: RunTask, folder: Path) -> BuiltRun:
             limits=task.limits,
             memory_limits=task.options.build,
         )
+        if writer.scan("requests").select((pl.col("dialect") == CLIENT).any()).collect().item():
+            writer.write_all(_with_clients(writer.read))
         # After the tables of the traces: KV events are matched with their steps and requests.
         writer.write_all(_kv_tables(task, writer.read))
         runs = writer.read("runs")
@@ -141,6 +145,16 @@ def _build(task: RunTask, folder: Path) -> BuiltRun:
             writer.write_all(timeline_of(writer.read, task.context))
             runs = writer.read("runs")
         return BuiltRun(writer.close(), {}, runs)
+
+
+def _with_clients(read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame]:
+    requests = with_client_times(read("requests"))
+    counts = requests.group_by("server").agg(requests=pl.len().cast(pl.Int64))
+    runs = read("runs").drop("requests").join(counts, on="server", how="left")
+    return {
+        "requests": requests,
+        "runs": schema.RUNS.conform(runs.with_columns(pl.col("requests").fill_null(0))),
+    }
 
 
 def _kv_tables(task: RunTask, read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame]:
@@ -186,6 +200,10 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
 
     snapshots, journeys, requests = read("request_snapshots"), read("journey_events"), read("requests")
     runs, steps, limits = read("runs"), read("steps"), engine_limits(context)
+    of_client = pl.col("cycle_source").eq_missing(CycleSource.CLIENT.value)
+    # A client's steps are what is left of them: any record of the server knows more.
+    if (requests["dialect"] != CLIENT).any() or steps.filter(~of_client).height:
+        steps = steps.filter(~of_client)
     complete, own = journeys.height > 0 and _journeys_complete(context, runs, requests), requests
     counted = starts = None
     if not steps.height and not journeys.height:

@@ -10,7 +10,7 @@ import polars as pl
 
 from tracefit.inputs.blocks import Block, load
 from tracefit.inputs.rejects import Reject
-from tracefit.otlp.decode import decode_blocks, without_spans
+from tracefit.otlp.decode import decode_blocks, without_events
 from tracefit.recordings import RECORDINGS
 from tracefit.tables.rows import RECORDED_STEPS, rows_of, wanted_of
 from tracefit.tables.staging import write_staged
@@ -85,14 +85,19 @@ def _spans(
 
 
 def _recorded(blocks: _Blocks, options: IngestOptions) -> Iterator[SpanRows]:
-    steps, rejects = [pl.DataFrame(schema=RECORDED_STEPS)], []
+    steps, spans, rejects = [pl.DataFrame(schema=RECORDED_STEPS)], [], []
     for number, block, payload in blocks:
         decode = RECORDINGS[block.recording or ""].decode
         assert decode is not None  # noqa: S101 - files of other formats have no blocks
-        found, bad = decode(block, payload, show_values=options.show_values, max_rejects=options.max_rejects)
-        steps.append(found.select(pl.lit(number, pl.UInt32).alias("file"), pl.all()))
+        found, bad, requests = decode(
+            block, payload, show_values=options.show_values, max_rejects=options.max_rejects
+        )
+        of_file = pl.lit(number, pl.UInt32).alias("file")
+        steps.append(found.select(of_file, pl.all()))
+        spans += [] if requests is None else [requests.select(of_file, pl.all())]
         rejects += [(number, reject) for reject in bad]
-    yield rows_of(without_spans(rejects, wanted_of(options)), options, pl.concat(steps, how="diagonal"))
+    batch = without_events(spans, rejects, wanted_of(options))
+    yield rows_of(batch, options, pl.concat(steps, how="diagonal"))
 
 
 def _write(rows: Iterator[SpanRows], place: Place, parts: list[list[StagedPart]]) -> None:

@@ -390,9 +390,18 @@ DEPARTURE = FeatureSet(
 )
 """FINISHED to DEPARTED: the API process working through the outputs of the finishing step."""
 
+NETWORK = FeatureSet(
+    "network",
+    _features("""\
+  prompt_tokens | token   | the prompt travels, and is parsed
+  running_depth | request | the front end writes to every running request
+"""),
+)
+"""What a client waits for beside the server's TTFT."""
+
 BUILT_IN: Mapping[str, FeatureSet] = {
     feature_set.name: feature_set
-    for feature_set in (BATCH, ROOFLINE, ROOFLINE_MAX, WORK_MAX, QUEUE, ADMISSION, DEPARTURE)
+    for feature_set in (BATCH, ROOFLINE, ROOFLINE_MAX, WORK_MAX, QUEUE, ADMISSION, DEPARTURE, NETWORK)
 }
 """Feature sets by name."""
 

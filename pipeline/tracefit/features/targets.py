@@ -95,6 +95,7 @@ RECORDED = {
     "fpm_gpu": "wall_time of ForwardPassMetrics: GPU time of the step, without what the engine does between steps",
     "log": "a line of the server's log to the next one, which ends the step, or as it prints it where that is the same",
     "log_interval": "mean of the steps between two changes of the clock of the server's log",
+    "client": "tokens of a step to those of the next, after idling from the send to the tokens, as the client received them",
     "sglang": "results of a step to those of the next, after idling from the arrival to the results, by SGLang's spans",
 }
 """The interval of recorded steps, by their source in the timeline; of another source it is the step clock's."""
@@ -168,10 +169,25 @@ TARGETS: tuple[Target, ...] = (
 )
 """Targets of requests, in the order of the files."""
 
+OF_CLIENTS: tuple[Target, ...] = (
+    Target(
+        name="network",
+        label="network",
+        title="network and front end",
+        definition="TTFT at a load generator less TTFT at the server",
+        column="network_us",
+        begins="arrival_ns",
+        step="queued_step",
+        feature_set="network",
+        contains="the way of the request to the server and of its first token back, and what the server's TTFT does not see",
+    ),
+)
+"""Targets of requests whose client was recorded too: there is nothing to say of them where none was."""
+
 
 def target_named(name: str) -> Target:
     """Return the target of a name; KeyError where there is none."""
-    return {target.name: target for target in TARGETS}[name]
+    return {target.name: target for target in (*TARGETS, *OF_CLIENTS)}[name]
 
 
 def around_steps() -> tuple[Target, ...]:

@@ -173,7 +173,7 @@ def fit_step_times(
         return StepTimes(source, Missing(target.model, too_few, RECORD_LONGER if logged else sampled))
     measured = DURATION if whence == "duration" else CYCLE_TIME
     clock = [measured.definition] if len(sources) > len(recorded + logged) or measured is DURATION else []
-    fpm = [source for source in recorded if source is not CycleSource.SGLANG]
+    fpm = [source for source in recorded if source not in {CycleSource.SGLANG, CycleSource.CLIENT}]
     whole = "forward_pass_metrics" if fpm and not clock and not logged else None
     definition = "; ".join(
         [

@@ -202,7 +202,7 @@ def split_requests(requests: pl.DataFrame, models: Sequence[FittedModel]) -> pl.
     hold-out.
     """
     rows = requests.with_columns(at_ns=pl.coalesce("arrival_ns", "queued_ns"))
-    begins = {target.model: target.begins for target in targets.TARGETS}
+    begins = {target.model: target.begins for target in (*targets.TARGETS, *targets.OF_CLIENTS)}
     sides = []
     for model in models:
         ends = _ends(model).rename({"holdout_from_ns": f"{model.name}_from_ns"})

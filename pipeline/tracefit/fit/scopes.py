@@ -59,12 +59,13 @@ def fit_scope(
     )
     beta = steps.result if isinstance(steps.result, FittedModel) else None
     constants = training.constants_of(scope.context)
+    of_clients = [t for t in targets.OF_CLIENTS if tables.requests[t.column].count()]
     results = [
         _alone(
             partial(fit_target, tables, target, constants, options),
             partial(Missing, target.model, remedy=_REMEDY),
         )
-        for target in targets.TARGETS
+        for target in (*targets.TARGETS, *of_clients)
     ]
     alphas = [result for result in results if isinstance(result, FittedModel)]
     models = (*((beta,) if beta else ()), *alphas)

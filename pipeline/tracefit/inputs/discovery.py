@@ -245,8 +245,8 @@ class _FileFinder:
             raise UsageError(
                 f"holds no trace files{''.join(reasons)}",
                 where=folder.name,
-                hint="a run folder has traces*.json, .jsonl, .binpb or .pb, a recording of ForwardPassMetrics, or vLLM's "
-                "log with --enable-logging-iteration-details, plain or with .gz or .zst",
+                hint="a run folder has traces*.json, .jsonl, .binpb or .pb, a recording of ForwardPassMetrics, vLLM's "
+                "log with --enable-logging-iteration-details, or a load generator's log, plain or with .gz or .zst",
             )
         return [
             self._run(

@@ -63,7 +63,7 @@ class Recording:
         message_start: What a message begins with, where it has `messages`.
         header: Returns the last line of some content that names the columns, empty if there is none; for tables.
         decode: Decodes a block and its bytes, given `show_values` and `max_rejects`, into rows of steps (columns as
-            `tables.rows.RECORDED_STEPS` but `file`) and rejects. Null where files are read when the run's tables are built.
+            `tables.rows.RECORDED_STEPS` but `file`), rejects, and requests as spans, if it has any. Null where files are read when the run's tables are built.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Recording:
     clock: str
     message_start: re.Pattern[bytes] | None = None
     header: Callable[[bytes], bytes] | None = None
-    decode: Callable[..., tuple[pl.DataFrame, list[Reject]]] | None = None
+    decode: Callable[..., tuple[pl.DataFrame, list[Reject], pl.DataFrame | None]] | None = None
 
 
 RECORDINGS: dict[str, Recording] = {}

@@ -217,11 +217,18 @@ def decode_blocks(
     yield from decoder.flush()
 
 
-def without_spans(rejects: Sequence[tuple[int, Reject]], wanted: Wanted) -> SpanBatch:
-    """Return a batch of rejects alone, numbered as in `decode_blocks`."""
+def without_events(
+    spans: Sequence[pl.DataFrame], rejects: Sequence[tuple[int, Reject]], wanted: Wanted
+) -> SpanBatch:
+    """Return a batch of spans that other records stand for, numbered as in `decode_blocks`; columns they lack are null."""
     built = _build([], [], json_records, wanted)
     assert not isinstance(built, set)  # noqa: S101 - there is nothing that could not be read
-    return SpanBatch(*built, _reject_frame(list(rejects)))
+    empty, events, counts = built
+    found = pl.concat([empty, *spans], how="diagonal").select(empty.columns)
+    numbered = found.with_columns(
+        span_row=pl.int_range(pl.len(), dtype=pl.UInt32), dropped_attributes=pl.lit(0, pl.Int64)
+    )
+    return SpanBatch(numbered, events, counts, _reject_frame(list(rejects)))
 
 
 class _BatchDecoder:

@@ -206,10 +206,11 @@ _Record = tuple[int, int | None, Any]
 
 
 class RecordedBlock(NamedTuple):
-    """What a block holds: rows as `RECORDED_STEPS` but `file`, and rejects of bytes that cannot be read."""
+    """What a block holds: rows as `RECORDED_STEPS` but `file`, rejects of bytes that cannot be read, and requests as spans."""
 
     steps: pl.DataFrame
     rejects: list[Reject]
+    spans: pl.DataFrame | None = None
 
 
 class _TooManyRejectsError(Exception):

@@ -1,10 +1,10 @@
 """The spellings of traces as one declared table: from (scope, span, event, attribute) to a column.
 
-Four dialects are known. `journey` is the instrumented server: dotted keys (`prefill.done_tokens`), which written
+Five dialects are known. `journey` is the instrumented server: dotted keys (`prefill.done_tokens`), which written
 specifications also spell with underscores, with API events without a prefix. `stock` is an unmodified vLLM: one
 `llm_request` span per request, its times as attributes in seconds. `lifecycle` is a proposal for upstream: a span
 per phase of a request, whose beginning and end are the times. `sglang` is that of another engine: a span per request, and below it
-spans of its stages in each thread that works on it. A new dialect is more rows here and nothing elsewhere:
+spans of its stages in each thread that works on it. `client` is what load generators log. A new dialect is more rows here and nothing elsewhere:
 every other module derives its knowledge of dialects from these rows.
 """
 
@@ -196,6 +196,8 @@ def _attributes(dialect: str, scope: str) -> list[Spelling]:
 
 STOCK = "stock"
 """Of requests that an unmodified server describes, one span each."""
+LOG_SCOPE = "request log"
+"""Scope of the requests of a log with the same times, which no tracer wrote."""
 
 
 def _stock(scope: str) -> list[Spelling]:
@@ -205,6 +207,35 @@ def _stock(scope: str) -> list[Spelling]:
         *(
             Spelling(STOCK, scope, FRONT_SPAN, None, f"gen_ai.latency.{key}", "requests", column, factor=1e6)
             for column, key in _SECONDS.items()
+        ),
+    ]
+
+
+CLIENT = "client"
+"""Of requests that a load generator describes."""
+CLIENT_SCOPE = "load generator"
+CLIENT_KEYS = {
+    **{name: _REQUEST_KEYS[name] for name in ("request_id", "api_prompt_tokens", "api_completion_tokens")},
+    **{f"client_{name}_us": f"client.latency.{name}" for name in ("ttft", "itl", "e2e")},
+}
+"""Column to attribute; latencies are in seconds."""
+
+
+def _client() -> list[Spelling]:
+    return [
+        Spelling(CLIENT, CLIENT_SCOPE, FRONT_SPAN, None, None, "requests", "arrival_ns", "start"),
+        *(
+            Spelling(
+                CLIENT,
+                CLIENT_SCOPE,
+                FRONT_SPAN,
+                None,
+                key,
+                "requests",
+                column,
+                factor=1e6 if "_us" in column else 1.0,
+            )
+            for column, key in CLIENT_KEYS.items()
         ),
     ]
 
@@ -273,6 +304,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *_stock("vllm.llm_engine"),
     # Newer servers trace from a module of their own.
     *_stock("vllm.tracing.otel"),
+    *_stock(LOG_SCOPE),
     Spelling("lifecycle", None, "vllm_queue", None, "gen_ai.request.id", "requests", "request_id"),
     _phase("vllm_queue", "queued_ns", "start"),
     _phase("vllm_queue", "requeue_wait_us", "later_durations"),
@@ -286,6 +318,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     _phase("vllm_decode", "decode_us", "duration"),
     _phase("vllm_prefill", "prefill_us", "duration"),
     *_sglang(),
+    *_client(),
 )
 """Everything that is read of a trace. Of several attributes for one column the first that is there counts."""
 

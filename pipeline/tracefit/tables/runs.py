@@ -173,11 +173,12 @@ _SPANS = {
     "last_unix_ns": pl.col("end_unix_ns").max(),
     "dialects": pl.col("scope").unique().sort().str.join(","),
 }
+_WITH_SPANS = (CycleSource.SGLANG.value, CycleSource.CLIENT.value)
 _IS_RECORDED = pl.col("cycle_source").is_not_null()
 _RECORDED = {
     "recorded_steps": pl.len(),
-    # Steps of SGLang come from its spans, which have a dialect of their own.
-    "dialects": pl.col("cycle_source").filter(pl.col("cycle_source") != CycleSource.SGLANG.value).first(),
+    # Steps of SGLang and of clients come with spans, which have a dialect of their own.
+    "dialects": pl.col("cycle_source").filter(~pl.col("cycle_source").is_in(_WITH_SPANS)).first(),
     "first_unix_ns": pl.col("unix_ns").min(),
     "last_unix_ns": pl.col("unix_ns").max(),
 }

@@ -428,8 +428,8 @@ STEPS = TableSchema(
         ),
         _s(
             "cycle_source",
-            "fpm: wall_time of ForwardPassMetrics; log: a line of vLLM's log; sglang: between results, by SGLang's spans; null of a "
-            "sampled step",
+            "fpm: wall_time of ForwardPassMetrics; log: a line of vLLM's log; sglang: between results, by SGLang's spans; "
+            "client: between tokens at a load generator; null of a sampled step",
         ),
         _sum("context_tokens", "KV tokens in cache before the step, of decode requests"),
         _sum("prefill_context_tokens", "the same of prefill requests"),
@@ -476,6 +476,7 @@ BETWEEN = {
     "prefill_us": LIFE[2:4],
     "decode_us": LIFE[3:5],
     "ttft_us": LIFE[:4],
+    "network_us": LIFE[:4],
     "engine_us": LIFE[1:5],
     "e2e_us": LIFE[:5],
     "departure_us": LIFE[4:],
@@ -556,6 +557,10 @@ REQUESTS = TableSchema(
         _us("e2e_us", "FINISHED - ARRIVED"),
         _us("departure_us", "DEPARTED - FINISHED; null where an aborted request departs first"),
         _us("client_us", "DEPARTED - ARRIVED"),
+        _duration("client_ttft_us", "send to first token at a load generator"),
+        _duration("client_itl_us", "(last token - first token) / (output tokens - 1) at a load generator"),
+        _duration("client_e2e_us", "send to last token at a load generator"),
+        _duration("network_us", "client_ttft - ttft: network and front end"),
         _us("itl_us", "(FINISHED - FIRST_TOKEN) / (output tokens - 1)"),
         _duration("itl_p99_us", "99th percentile of its inter-token times, where every one of them is known"),
         _us("tpot_us", "(last token - FIRST_TOKEN) / (output tokens - 1); null if cut off"),
@@ -631,7 +636,8 @@ TIMELINE = TableSchema(
         _s(
             "cycle_source",
             "adjacent (between two summaries, consecutive), interval, request (both starts counted from requests), fpm "
-            "(recorded), fpm_gpu (recorded, GPU time), sglang (between results, by SGLang's spans), log (line to line) or log_interval "
+            "(recorded), fpm_gpu (recorded, GPU time), sglang (between results, by SGLang's spans), "
+            "client (between tokens at a load generator), log (line to line) or log_interval "
             "(between changes of its clock)",
         ),
         _step("interval_steps", "steps the cycle is the mean of"),
@@ -655,7 +661,7 @@ TIMELINE = TableSchema(
         _sum("prefill_left_after", "prompt tokens these still have to compute"),
         _n("num_preempted", "requests preempted by this step"),
         _i("duration_us", "time inside schedule()", "us"),
-        _s("composition_source", "summary, fpm, log, journey or request"),
+        _s("composition_source", "summary, fpm, sglang, client, log, journey or request"),
         _flag("journey_agrees", "requests and tokens worked out from journeys equal the summary's"),
         _i("journey_error_reqs", "scheduled requests worked out from journeys less the summary's"),
         _i("journey_error_tokens", "tokens worked out from journeys less the summary's", "token"),

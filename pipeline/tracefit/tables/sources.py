@@ -13,6 +13,7 @@ class CycleSource(StrEnum):
     `fpm` is `wall_time` of ForwardPassMetrics, from the output of the step before it to its own; `fpm_gpu` the same where it
     is GPU time alone, as SGLang measures it. `log` is the time from a line of vLLM's log to the next one, or the elapsed time
     printed in it where that agrees with the clock; `log_interval` is the mean of the steps between two changes of a coarse clock.
+    `client` is the time between the tokens of two steps, as a load generator received them.
     """
 
     ADJACENT = "adjacent"
@@ -24,6 +25,7 @@ class CycleSource(StrEnum):
     LOG = "log"
     LOG_INTERVAL = "log_interval"
     SGLANG = "sglang"
+    CLIENT = "client"
 
     @property
     def is_one_step(self) -> bool:
@@ -33,7 +35,7 @@ class CycleSource(StrEnum):
     @property
     def is_recorded(self) -> bool:
         """Whether a record states the time of the step; others are differences of the step clock, or scheduling times."""
-        return self in {CycleSource.FPM, CycleSource.FPM_GPU, CycleSource.SGLANG}
+        return self in {CycleSource.FPM, CycleSource.FPM_GPU, CycleSource.SGLANG, CycleSource.CLIENT}
 
     @property
     def is_logged(self) -> bool:
@@ -45,6 +47,7 @@ RECORDS = {
     CycleSource.FPM.value: "ForwardPassMetrics",
     CycleSource.FPM_GPU.value: "ForwardPassMetrics",
     CycleSource.LOG.value: "iteration lines of vLLM's log",
+    CycleSource.CLIENT.value: "token times of a load generator",
 }
 """Names of what a step was recorded by, by `cycle_source` in `steps`."""
 

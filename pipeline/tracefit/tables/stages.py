@@ -16,7 +16,7 @@ _LOOP, _CHUNK, _PROMPT = "decode_loop", "chunked_prefill", "prefill_forward"
 BLOCK_NS = 600_000_000_000
 """Steps are made of ten minutes of results at a time, which fit into memory."""
 
-_APART = 8
+_APART = {CycleSource.SGLANG: 8, CycleSource.CLIENT: 3}
 """Results are of different batches if more than this part of the shorter of their own times lies between them."""
 
 RESULTS: dict[str, pl.DataType] = {
@@ -75,7 +75,16 @@ def results_of(spans: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
     return found.select(pl.col(name).cast(kind) for name, kind in RESULTS.items())
 
 
-def steps_of(results: pl.DataFrame, first_step: int) -> pl.DataFrame:
+def batch_numbers(results: pl.DataFrame, source: CycleSource) -> pl.DataFrame:
+    """Return results in the order of time with the number of their batch, from 0: those of one come together."""
+    gap, shorter = pl.col("end_ns").diff(), pl.min_horizontal("lasted_ns", pl.col("lasted_ns").shift(1))
+    is_new = (gap * _APART[source] > shorter).fill_null(value=True)
+    return results.sort("end_ns", maintain_order=True).with_columns(batch=is_new.cum_sum() - 1)
+
+
+def steps_of(
+    results: pl.DataFrame, first_step: int, source: CycleSource = CycleSource.SGLANG
+) -> pl.DataFrame:
     """Return the steps of a server in one block.
 
     A step takes from the results of the one before it to its own, or where the engine was idle from when a request was queued.
@@ -83,13 +92,11 @@ def steps_of(results: pl.DataFrame, first_step: int) -> pl.DataFrame:
     Args:
         results: Columns as `RESULTS`.
         first_step: Number of the first of the steps.
+        source: What the results are known from.
 
     Returns:
         Rows of `steps`. Of the first and the last of a block the time is null: what is of another block is not known.
     """
-    ordered = results.sort("end_ns")
-    gap, shorter = pl.col("end_ns").diff(), pl.min_horizontal("lasted_ns", pl.col("lasted_ns").shift(1))
-    is_new = (gap * _APART > shorter).fill_null(value=True)
     loop, both = pl.col("is_loop"), pl.col("is_loop").len()
 
     def total(column: str, of: pl.Expr) -> pl.Expr:
@@ -97,7 +104,8 @@ def steps_of(results: pl.DataFrame, first_step: int) -> pl.DataFrame:
         return pl.when(known.null_count() == 0).then(known.sum())
 
     steps = (
-        ordered.group_by(step_id=is_new.cum_sum() - 1 + first_step, maintain_order=True)
+        batch_numbers(results, source)
+        .group_by(step_id=pl.col("batch") + first_step, maintain_order=True)
         .agg(
             pl.col("server").first(),
             pl.col("busy_ns").min(),
@@ -119,6 +127,6 @@ def steps_of(results: pl.DataFrame, first_step: int) -> pl.DataFrame:
     )
     return steps.with_columns(
         cycle_us=pl.when("is_inner").then((pl.col("unix_ns") - pl.col("since_ns")) / 1e3),
-        cycle_source=pl.lit(CycleSource.SGLANG.value),
+        cycle_source=pl.lit(source.value),
         epoch=pl.lit(0, pl.Int64),
     )

@@ -32,7 +32,8 @@ _APART = 2.4
 BUDGET = 2_048
 """Token budget where it is not known: vLLM's smallest default."""
 
-_BALANCES = 30
+_BALANCES, _BALANCED = 300, 1e-3
+"""Rounds of proportional fitting: where requests of minutes overlap, thirty leave 2 % between them; and the change that ends them."""
 
 _FAR_STEPS, _FAR_SHARE, _USUAL_ODD = 1.0, 0.03, 0.02
 """An edge is far off beyond so many steps, and such a share of its own. Runs of one token a step have fewer than the last."""
@@ -296,7 +297,12 @@ def _scheduling(
     by_time = np.argsort(sched)
     total, times = np.r_[0.0, np.cumsum(r.prompt[by_time])], sched[by_time]
     until, since = np.searchsorted(times, sched + near, side="right"), np.searchsorted(times, sched - near)
-    whole = total[until] - total[since] + running[before] <= budget
+    own, room = total[until] - total[since], budget - running[before]
+    # Chunks of earlier prompts come first, and take room too.
+    by_first = np.argsort(first, kind="stable")
+    done = np.r_[0.0, np.cumsum(r.prompt[by_first])]
+    left = total[since] - done[np.searchsorted(at[first[by_first]], sched + near, side="right")]
+    whole = own + left <= room
     # With scheduling a step ahead a step ends between a request's SCHEDULED and its first token: nodes lie there as
     # densely as anywhere. Otherwise none does.
     inside = np.searchsorted(at, at[first] - near) > np.searchsorted(at, sched + near)
@@ -304,6 +310,8 @@ def _scheduling(
     busy_us = float(np.diff(at)[running[:-1] > 0].sum())
     density = min(1.0, len(at) * mean_us / max(busy_us, mean_us, 1.0))
     lag = int(whole.any() and inside[whole].mean() > density / 2)
+    # A step in progress computes some of them.
+    whole = own + np.maximum(left - lag * room, 0) <= room
     # A step is scheduled a little after the outputs before it.
     gap = sched - at[before]
     close = gap[(gap >= 0) & (gap < near)]
@@ -324,7 +332,10 @@ def balanced(g: Graph, steps: Floats, begin: Ints, end: Ints, goal: Floats, leas
         steps[begin[alone]] = goal[alone]
         sums = np.r_[0.0, np.cumsum(steps)]
         ratio = np.log(goal / np.maximum(sums[end] - sums[begin], 1e-9))
-        steps = np.maximum(steps * np.exp(g.between(begin, end, ratio) / cover), least)
+        change = g.between(begin, end, ratio) / cover
+        steps = np.maximum(steps * np.exp(change), least)
+        if np.abs(change).max(initial=0.0) < _BALANCED:
+            break
     steps[begin[alone]] = goal[alone]
     return steps
 

@@ -64,7 +64,8 @@ def engine_figure(engine: EngineRun) -> Figure:
         title=f"The engine of {engine.run_id}, {engine.server}{fate}",
         look="Look for a hold-out unlike what comes before it: then its errors say little about the rest. A queue that grows "
         "through the whole run means that the server was offered more than it can do.",
-        note="Means of the traced steps over equal intervals of time; of step times the median.",
+        note="Means of the traced steps over equal intervals of time; of step times the median."
+        + _fuller(engine),
         summary=_engine_table(engine),
         traces=tuple(traces),
         layout={
@@ -77,14 +78,30 @@ def engine_figure(engine: EngineRun) -> Figure:
     )
 
 
+_FULLER = 1.5
+"""How many times as many requests run before the hold-out as in it where the report says so."""
+
+
+def _fuller(engine: EngineRun) -> str:
+    """Return that training saw the fuller part of the run, where it did."""
+    trained, held_out = (mean_of(part["running"]) for part in _parts(engine))
+    if trained is None or held_out is None or trained < _FULLER * held_out:
+        return ""
+    return (
+        f" Training saw the fuller part of the run: on average {number(trained)} requests run before the hold-out, "
+        f"{number(held_out)} in it."
+    )
+
+
+def _parts(engine: EngineRun) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Return the intervals before the hold-out, and those in it."""
+    boundary = float("inf") if engine.holdout_s is None else engine.holdout_s
+    return engine.bins.filter(pl.col("at_s") < boundary), engine.bins.filter(pl.col("at_s") >= boundary)
+
+
 def _engine_table(engine: EngineRun) -> Table:
-    bins, boundary = engine.bins, engine.holdout_s
-    is_before = pl.col("at_s") < (float("inf") if boundary is None else boundary)
     rows = []
-    for label, part in (
-        ("before the hold-out", bins.filter(is_before)),
-        ("hold-out", bins.filter(~is_before)),
-    ):
+    for label, part in zip(("before the hold-out", "hold-out"), _parts(engine), strict=True):
         means = [mean_of(part[key]) for key in _QUANTITIES]
         rows += [(label, *map(number, means))] if any(v is not None for v in means) else []
     for kind in dict.fromkeys(r.kind for r in engine.marked):

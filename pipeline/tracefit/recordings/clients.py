@@ -1,0 +1,474 @@
+"""Logs of load generators: what a client measured of each request, and of each token where it says so.
+
+| program | file | version read | tokens |
+| --- | --- | --- | --- |
+| `vllm bench serve --save-result --save-detailed` | JSON, one document or a line for each benchmark | vLLM 0.32, 0.33 | every one |
+| GuideLLM `--output kind=json` | JSON, one document | 0.8.1 | first and last |
+| inference-perf `per_request_lifecycle_metrics.json` | JSON, a list | 0.7.0 | every one |
+| AIPerf `profile_export.jsonl` | JSON lines | 0.13.0 | every one, if a chunk is one |
+
+Where every token has its time and the client is the only one, the steps of the engine are seen: outputs of a step come together,
+and steps apart (`tables.stages`). A prompt is taken to be computed by the step of its first token.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import msgspec
+import polars as pl
+
+from tracefit.inputs.formats import Recording, register
+from tracefit.inputs.framing import BOM
+from tracefit.inputs.rejects import Reject, excerpt
+from tracefit.recordings.fpm import RecordedBlock
+from tracefit.recordings.requests import UNREADABLE, TokenCount, as_spans, json_records, seconds_to_ns
+from tracefit.tables.dialects import CLIENT_KEYS, CLIENT_SCOPE
+from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
+from tracefit.tables.sources import CycleSource
+from tracefit.tables.stages import batch_numbers, steps_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from tracefit.inputs.blocks import Block
+    from tracefit.inputs.framing import Shape
+    from tracefit.inputs.rejects import Encoding
+
+_MOST_S, _MOST_LASTED_S, _MOST_TOKENS = 2**32, 1e6, 2**31
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=_MOST_S)]
+_MOST_ODD = 0.2
+"""Largest share of requests that skip a step, or have two tokens in one, where all are of one engine."""
+
+REQUESTS: dict[str, Any] = {
+    "source_offset": pl.Int64,
+    "request_id": pl.String,
+    "start_s": pl.Float64,
+    "token_s": pl.List(pl.Float64),
+    "first_s": pl.Float64,
+    "last_s": pl.Float64,
+    "prompt_tokens": pl.Int64,
+    "output_tokens": pl.Int64,
+    "error": pl.Boolean,
+}
+"""Requests of a client: when each was sent, on the client's clock; since then, the times of its tokens, or of the first and
+the last alone."""
+
+
+class _Request(NamedTuple):
+    """A row of `REQUESTS`, without its offset."""
+
+    request_id: str | None
+    start_s: float
+    token_s: list[float] | None
+    first_s: float | None
+    last_s: float | None
+    prompt_tokens: int | None
+    output_tokens: int | None
+    error: bool
+
+
+def _checked(request: _Request) -> _Request:
+    """Return a request whose times can be."""
+    since = [time for time in (request.first_s, *(request.token_s or ()), request.last_s) if time is not None]
+    if since != sorted(since) or not all(0 <= time <= _MOST_LASTED_S for time in since):
+        raise msgspec.ValidationError("times out of order or range")
+    if not (0 <= request.start_s <= _MOST_S and 0 <= (request.output_tokens or 0) <= _MOST_TOKENS):
+        raise msgspec.ValidationError("out of range")
+    if not 0 <= (request.prompt_tokens or 0) <= _MOST_TOKENS:
+        raise msgspec.ValidationError("out of range")
+    return request
+
+
+def _tokens_since(first_s: float, gaps_s: list[float]) -> list[float]:
+    times = [first_s]
+    for gap in gaps_s:
+        times.append(times[-1] + gap)
+    return times
+
+
+# -- vllm bench serve ---------------------------------------------------------------------------------------
+
+
+class _Bench(msgspec.Struct):
+    start_times: list[_Seconds]
+    ttfts: list[_Seconds]
+    itls: list[list[_Seconds]]
+    input_lens: list[TokenCount]
+    output_lens: list[TokenCount]
+    errors: list[str | None] | None = None
+    date: str | None = None
+
+
+_DECODE_BENCH = msgspec.json.Decoder(_Bench).decode
+
+
+def _bench(record: bytes) -> list[_Request]:
+    bench = _DECODE_BENCH(record)
+    columns = (bench.start_times, bench.ttfts, bench.itls, bench.input_lens, bench.output_lens)
+    errors = bench.errors or [""] * len(bench.ttfts)
+    if len({len(column) for column in (*columns, errors)}) > 1:
+        raise msgspec.ValidationError("lists of different lengths")
+    found = []
+    for (start, ttft, itl, prompt, output), error in zip(zip(*columns, strict=True), errors, strict=True):
+        tokens = _tokens_since(ttft, itl)
+        found.append(_Request(None, start, tokens, ttft, tokens[-1], prompt, output, error=bool(error)))
+    return list(map(_checked, _moved(found, bench.date)))
+
+
+def _moved(requests: list[_Request], date: str | None) -> list[_Request]:
+    """Return requests of a clock that begins at boot on the wall clock: the benchmark ends at its date, local time in seconds."""
+    try:
+        end = datetime.strptime(date or "", "%Y%m%d-%H%M%S").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return requests
+    ahead = end - max((r.start_s + (r.last_s or 0.0) for r in requests), default=end)
+    return [r._replace(start_s=r.start_s + ahead) for r in requests]
+
+
+# -- GuideLLM -----------------------------------------------------------------------------------------------
+
+
+class _Timings(msgspec.Struct):
+    request_start: _Seconds
+    request_end: _Seconds | None = None
+    first_token_iteration: _Seconds | None = None
+    last_token_iteration: _Seconds | None = None
+
+
+class _GuideInfo(msgspec.Struct):
+    timings: _Timings
+
+
+class _GuideRequest(msgspec.Struct):
+    info: _GuideInfo
+    request_id: str
+    response_id: str | None = None
+    prompt_tokens: TokenCount | None = None
+    output_tokens: TokenCount | None = None
+
+
+class _GuideRequests(msgspec.Struct):
+    successful: list[msgspec.Raw] = []
+    errored: list[msgspec.Raw] = []
+    incomplete: list[msgspec.Raw] = []
+
+
+class _GuideBenchmark(msgspec.Struct):
+    requests: _GuideRequests
+
+
+class _Guide(msgspec.Struct):
+    benchmarks: list[_GuideBenchmark]
+
+
+_DECODE_GUIDE = msgspec.json.Decoder(_Guide).decode
+_DECODE_GUIDE_REQUEST = msgspec.json.Decoder(_GuideRequest).decode
+
+
+def _guide(record: bytes, *, error: bool) -> _Request:
+    found = _DECODE_GUIDE_REQUEST(record)
+    times = found.info.timings
+    start = times.request_start
+    first, last = times.first_token_iteration, times.last_token_iteration
+    return _Request(
+        found.response_id or found.request_id,
+        start,
+        None,
+        None if first is None else first - start,
+        None if last is None else last - start,
+        # It counts 0 of what it could not count.
+        found.prompt_tokens or None,
+        found.output_tokens,
+        error=error,
+    )
+
+
+def _guide_parts(payload: bytes) -> Iterator[tuple[bytes, Callable[[bytes], _Request]]]:
+    for benchmark in _DECODE_GUIDE(payload).benchmarks:
+        for kind, is_error in (("successful", False), ("errored", True), ("incomplete", True)):
+            for part in getattr(benchmark.requests, kind):
+                yield bytes(part), partial(_guide, error=is_error)
+
+
+# -- inference-perf -----------------------------------------------------------------------------------------
+
+
+class _Text(msgspec.Struct):
+    input_tokens: TokenCount | None = None
+
+
+class _RequestMetrics(msgspec.Struct):
+    text: _Text | None = None
+
+
+class _ResponseMetrics(msgspec.Struct):
+    output_tokens: TokenCount | None = None
+    output_token_times: list[_Seconds] = []
+
+
+class _PerfInfo(msgspec.Struct):
+    request_metrics: _RequestMetrics | None = None
+    response_metrics: _ResponseMetrics | None = None
+
+
+class _PerfRequest(msgspec.Struct):
+    start_time: _Seconds
+    end_time: _Seconds
+    info: _PerfInfo
+    error: Any = None
+
+
+_DECODE_LIST = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_DECODE_PERF = msgspec.json.Decoder(_PerfRequest).decode
+
+
+def _perf(record: bytes) -> _Request:
+    found = _DECODE_PERF(record)
+    request, response = found.info.request_metrics, found.info.response_metrics
+    tokens = [time - found.start_time for time in response.output_token_times] if response else []
+    return _Request(
+        None,
+        found.start_time,
+        tokens or None,
+        tokens[0] if tokens else None,
+        tokens[-1] if tokens else found.end_time - found.start_time,
+        request.text.input_tokens if request and request.text else None,
+        response.output_tokens if response else None,
+        error=found.error is not None,
+    )
+
+
+def _perf_parts(payload: bytes) -> Iterator[tuple[bytes, Callable[[bytes], _Request]]]:
+    for part in _DECODE_LIST(payload):
+        yield bytes(part), _perf
+
+
+# -- AIPerf -------------------------------------------------------------------------------------------------
+
+
+class _AiValue(msgspec.Struct):
+    value: float | list[float]
+    unit: str
+
+
+class _AiMetadata(msgspec.Struct):
+    request_start_ns: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    request_end_ns: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    x_request_id: str | None = None
+    was_cancelled: bool = False
+
+
+class _AiRequest(msgspec.Struct):
+    metadata: _AiMetadata
+    metrics: dict[str, msgspec.Raw]
+    error: Any = None
+
+
+_DECODE_AI = msgspec.json.Decoder(_AiRequest).decode
+_DECODE_VALUE = msgspec.json.Decoder(_AiValue).decode
+_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "sec": 1.0, "s": 1.0, "tokens": 1.0}
+
+
+def _aiperf(record: bytes) -> _Request:
+    found = _DECODE_AI(record)
+
+    def value(name: str) -> Any:
+        if name not in found.metrics:
+            return None
+        item = _DECODE_VALUE(found.metrics[name])
+        if item.unit not in _UNITS:
+            raise msgspec.ValidationError(f"{name} of an unknown unit")
+        factor = _UNITS[item.unit]
+        return [v * factor for v in item.value] if isinstance(item.value, list) else item.value * factor
+
+    def count(*names: str) -> int | None:
+        number = next((n for n in map(value, names) if isinstance(n, float)), None)
+        return None if number is None else int(number)
+
+    ttft, gaps, latency = value("time_to_first_token"), value("inter_chunk_latency"), value("request_latency")
+    tokens = _tokens_since(ttft, gaps or []) if isinstance(ttft, float) else None
+    return _Request(
+        found.metadata.x_request_id,
+        found.metadata.request_start_ns / 1e9,
+        tokens if gaps is not None else None,
+        ttft,
+        tokens[-1] if gaps and tokens else latency,
+        count("usage_prompt_tokens", "input_sequence_length"),
+        count("usage_completion_tokens", "output_sequence_length"),
+        error=found.error is not None or found.metadata.was_cancelled,
+    )
+
+
+# -- blocks -------------------------------------------------------------------------------------------------
+
+
+def _decoder(
+    name: str,
+    line: Callable[[bytes], list[_Request]] | None,
+    parts: Callable[[bytes], Iterable[tuple[bytes, Callable[[bytes], _Request]]]] | None = None,
+) -> Callable[..., RecordedBlock]:
+    """Return the decoder of files of lines, or of one document with parts; a bad line or part costs itself alone."""
+    what = f"no request of {name}"
+
+    def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
+        rows: list[tuple[Any, ...]] = []
+        if line is not None:
+            found, rejects = json_records(
+                block, payload, line, what, show_values=show_values, max_rejects=max_rejects
+            )
+            rows = [(offset, *request) for offset, requests in found for request in requests]
+        else:
+            assert parts is not None  # noqa: S101 - either is given
+            rejects = []
+            try:
+                for record, read in parts(payload.removeprefix(BOM)):
+                    try:
+                        rows.append((block.offset, *_checked(read(record))))
+                    except UNREADABLE as error:
+                        shown = excerpt(record, "json", show_values=show_values)
+                        reason = f"{what} ({_detail(error)})"
+                        rejects.append(Reject(block.source_file, block.offset, len(record), reason, shown))
+            except UNREADABLE as error:
+                reason = f"{what} ({_detail(error)})"
+                rejects.append(Reject(block.source_file, block.offset, len(payload), reason, ""))
+        requests = pl.DataFrame(rows, schema=REQUESTS, orient="row")
+        return RecordedBlock(steps_seen(requests), rejects[:max_rejects], requests_seen(requests))
+
+    return decode
+
+
+def _detail(error: Exception) -> str:
+    return str(error) if isinstance(error, msgspec.ValidationError) else "malformed"
+
+
+def requests_seen(requests: pl.DataFrame) -> pl.DataFrame:
+    """Return requests of a client (`REQUESTS`) as spans. One that failed has no times."""
+    is_good = ~pl.col("error") & (pl.col("first_s") <= pl.col("last_s"))
+    several = pl.col("output_tokens") > 1
+    last = pl.when(is_good).then("last_s")
+    values = {
+        "request_id": pl.col("request_id"),
+        "api_prompt_tokens": pl.col("prompt_tokens"),
+        "api_completion_tokens": pl.col("output_tokens"),
+        "client_ttft_us": pl.when(is_good).then("first_s"),
+        "client_e2e_us": last,
+        "client_itl_us": pl.when(several).then((last - pl.col("first_s")) / (pl.col("output_tokens") - 1)),
+    }
+    start = seconds_to_ns(pl.col("start_s"))
+    rows = requests.with_columns(
+        **{CLIENT_KEYS[column]: value for column, value in values.items()},
+        start_unix_ns=start,
+        end_unix_ns=start + seconds_to_ns(last.fill_null(0.0)),
+    )
+    return as_spans(rows, CLIENT_SCOPE, CLIENT_KEYS.values())
+
+
+def steps_seen(requests: pl.DataFrame) -> pl.DataFrame:
+    """Return the steps that the tokens of a client's requests (`REQUESTS`) show, columns as `RECORDED_STEPS` but `file`.
+
+    There are none where a request lacks the time of a token. Where requests skip steps, or have two tokens in one, as those of
+    several engines do, their times stay unknown.
+    """
+    good = requests.filter(~pl.col("error")).with_row_index("request")
+    names = [name for name in RECORDED_STEPS if name != "file"]
+    is_whole = (good["token_s"].list.len() == good["output_tokens"]).fill_null(value=False)
+    if not good.height or not is_whole.all():
+        return pl.DataFrame(schema=RECORDED_STEPS).select(names)
+    token = pl.int_range(pl.len()).over("request")
+    tokens = (
+        good.explode("token_s")
+        .with_columns(token=token, end_ns=seconds_to_ns(pl.col("start_s") + pl.col("token_s")))
+        .with_columns(
+            busy_ns=pl.coalesce(pl.col("end_ns").shift(1).over("request"), seconds_to_ns(pl.col("start_s"))),
+            is_loop=pl.col("token") > 0,
+        )
+        .with_columns(
+            server=pl.lit(UNKNOWN_SERVER),
+            lasted_ns=pl.col("end_ns") - pl.col("busy_ns"),
+            tokens=pl.when("is_loop").then(1).otherwise("prompt_tokens"),
+            context=pl.when("is_loop").then(pl.col("prompt_tokens") + pl.col("token") - 1).otherwise(0),
+        )
+    )
+    found = steps_of(tokens, 1, CycleSource.CLIENT)
+    if _odd_share(tokens) > _MOST_ODD:
+        found = found.with_columns(cycle_us=pl.lit(None, pl.Float64))
+    missing = [pl.lit(None).alias(name) for name in names if name not in found.columns]
+    whole = found.with_columns(missing).with_columns(source_offset=pl.lit(good["source_offset"].min()))
+    return whole.select(pl.col(name).cast(RECORDED_STEPS[name]) for name in names)
+
+
+def _odd_share(tokens: pl.DataFrame) -> float:
+    """Return the share of requests that are not in every step from their first token to their last."""
+    spread = (
+        batch_numbers(tokens, CycleSource.CLIENT)
+        .group_by("request")
+        .agg(odd=pl.col("batch").max() - pl.col("batch").min() + 1 != pl.len())
+    )
+    return float(spread["odd"].mean() or 0.0)  # type: ignore[arg-type]  # of Booleans
+
+
+# -- declarations -------------------------------------------------------------------------------------------
+
+
+def _find(shape: Shape, *patterns: bytes) -> Callable[[bytes], tuple[Shape, Encoding] | None]:
+    keys = [re.compile(pattern) for pattern in patterns]
+    return lambda head: (shape, "json") if all(key.search(head) for key in keys) else None
+
+
+_FILLS = "`requests` with the client's TTFT, ITL and E2E, beside the server's where its requests are known"
+_STEPS = "; alone, `steps` and `timeline` with the batch of each step"
+
+for _name, _title, _keys, _line, _parts, _clock, _more in (
+    (
+        "vllm_bench",
+        "`vllm bench serve --save-detailed`",
+        (rb'"input_lens"\s*:\s*\[', rb'"ttfts"\s*:\s*\[|"output_lens"\s*:\s*\['),
+        _bench,
+        None,
+        "the client's, which begins at boot; placed by the date of its end, local time in seconds",
+        _STEPS,
+    ),
+    (
+        "guidellm",
+        "GuideLLM's report",
+        (rb'"guidellm_version"\s*:',),
+        None,
+        _guide_parts,
+        "the client's wall clock",
+        "",
+    ),
+    (
+        "inference_perf",
+        "inference-perf's requests",
+        (rb"^\s*\[\s*\{\s*\"start_time\"\s*:\s*[0-9.]+\s*,\s*\"end_time\"\s*:",),
+        None,
+        _perf_parts,
+        "the client's, which begins at boot",
+        _STEPS,
+    ),
+    (
+        "aiperf",
+        "AIPerf's records",
+        (rb'"request_start_ns"\s*:', rb'"record_processor_id"\s*:'),
+        lambda record: [_checked(_aiperf(record))],
+        None,
+        "the client's wall clock",
+        _STEPS,
+    ),
+):
+    register(
+        Recording(
+            name=_name,
+            title=_title,
+            # One block: the tokens of all requests show the steps.
+            find=_find("document", *_keys),
+            fills=_FILLS + _more,
+            units="ms and ns" if _name == "aiperf" else "s",
+            clock=_clock,
+            decode=_decoder(_title, _line, _parts),
+        )
+    )

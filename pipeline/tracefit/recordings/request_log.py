@@ -1,0 +1,126 @@
+"""Logs of requests with the times of the engine, one JSON line for each request, as LLMServingSim's benchmarks of vLLM write them.
+
+`{"request_id": …, "input_toks": …, "output_toks": …, "arrival_time": …, "queued_ts": …, "scheduled_ts": …, "first_token_ts": …,
+"last_token_ts": …}`: these are vLLM's own statistics of a finished request (`RequestStateStats`), as its spans have them, but that
+arrival is of the wall clock and the others of the engine's monotonic one. No request is queued before it arrives: the one that is
+queued soonest is taken to be queued as it arrives, so that admissions are known up to a constant.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import polars as pl
+
+from tracefit.inputs.formats import Recording, register
+from tracefit.recordings.fpm import RecordedBlock
+from tracefit.recordings.requests import TokenCount, UnixSeconds, as_spans, json_records, seconds_to_ns
+from tracefit.tables.dialects import LOG_SCOPE
+from tracefit.tables.rows import RECORDED_STEPS
+
+if TYPE_CHECKING:
+    from tracefit.inputs.blocks import Block
+    from tracefit.inputs.framing import Shape
+    from tracefit.inputs.rejects import Encoding
+
+_TIMES = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
+_START = re.compile(rb'\{[^{}\[\]]{0,400}"queued_ts"\s*:\s*[0-9.]+\s*,\s*"scheduled_ts"')
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=2**32)]
+
+
+class _Line(msgspec.Struct):
+    request_id: Annotated[str, msgspec.Meta(max_length=200)]
+    input_toks: TokenCount
+    output_toks: TokenCount
+    arrival_time: UnixSeconds
+    queued_ts: _Seconds
+    scheduled_ts: _Seconds
+    first_token_ts: _Seconds
+    last_token_ts: _Seconds
+
+
+_DECODE = msgspec.json.Decoder(_Line).decode
+
+
+def _find(head: bytes) -> tuple[Shape, Encoding] | None:
+    # One block, for all of its requests show how the two clocks compare.
+    return ("document", "json") if _START.search(head) else None
+
+
+def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
+    """Decode a block of whole lines into requests; a bad one costs itself alone.
+
+    Args:
+        block: The place of the bytes.
+        payload: The bytes.
+        show_values: Whether excerpts of rejects may show values of records.
+        max_rejects: Rejects after which the rest is not decoded.
+    """
+    found, rejects = json_records(
+        block, payload, _line, "no request of a log", show_values=show_values, max_rejects=max_rejects
+    )
+    rows = [(offset, *(getattr(line, name) for name in _Line.__struct_fields__)) for offset, line in found]
+    types: dict[str, Any] = {
+        "source_offset": pl.Int64,
+        "request_id": pl.String,
+        "input_toks": pl.Int64,
+        "output_toks": pl.Int64,
+    }
+    times: dict[str, Any] = dict.fromkeys(("arrival_time", *_TIMES), pl.Float64)
+    lines = pl.DataFrame(rows, schema=types | times, orient="row")
+    return RecordedBlock(pl.DataFrame(schema=RECORDED_STEPS).drop("file"), rejects, _as_spans(lines))
+
+
+def _line(text: bytes) -> _Line:
+    line = _DECODE(text)
+    times = [getattr(line, name) for name in _TIMES]
+    if times != sorted(times):
+        raise msgspec.ValidationError("times out of order")
+    return line
+
+
+def _as_spans(lines: pl.DataFrame) -> pl.DataFrame:
+    """Return requests as spans of stock vLLM; durations on the engine's clock, exact differences of its stamps."""
+    stamps = lines.with_columns(seconds_to_ns(pl.col(name)) for name in ("arrival_time", *_TIMES))
+    ahead = (pl.col("queued_ts") - pl.col("arrival_time")).min()
+    between = {
+        "time_in_queue": ("queued_ts", "scheduled_ts"),
+        "time_in_model_prefill": ("scheduled_ts", "first_token_ts"),
+        "time_in_model_decode": ("first_token_ts", "last_token_ts"),
+        "time_in_model_inference": ("scheduled_ts", "last_token_ts"),
+        "time_to_first_token": ("arrival_time", "first_token_ts"),
+        "e2e": ("arrival_time", "last_token_ts"),
+    }
+    latencies = {
+        f"gen_ai.latency.{name}": (pl.col(end) - pl.col(begin)) / 1e9
+        for name, (begin, end) in between.items()
+    }
+    facts = {
+        "gen_ai.request.id": pl.col("request_id"),
+        "gen_ai.usage.prompt_tokens": pl.col("input_toks"),
+        "gen_ai.usage.completion_tokens": pl.col("output_toks"),
+    }
+    on_wall = stamps.with_columns(pl.col(name) - ahead for name in _TIMES)
+    rows = on_wall.with_columns(
+        start_unix_ns="arrival_time",
+        end_unix_ns="last_token_ts",
+        error=pl.lit(value=False),
+        **latencies,
+        **facts,
+    )
+    return as_spans(rows, LOG_SCOPE, (*latencies, *facts))
+
+
+FORMAT = register(
+    Recording(
+        name="request_log",
+        title="requests with the engine's times",
+        find=_find,
+        fills="`requests` with queue wait, prefill and decode; `timeline` as spans of stock vLLM do",
+        units="s",
+        clock="arrival on the server's wall clock, the others on the engine's: how they compare follows from the soonest queued",
+        decode=decode,
+    )
+)

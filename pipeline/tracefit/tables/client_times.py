@@ -1,0 +1,103 @@
+"""Join what load generators measured with the server's own record of the same requests.
+
+They are the same by their ids, as vLLM extends them (`cmpl-<id>-0`), or where a client writes none, by their lengths and the order
+of their arrivals: the two clocks differ by one constant, which most of the pairs of equal length agree on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from tracefit.tables.dialects import CLIENT
+
+TIMES = ("client_ttft_us", "client_itl_us", "client_e2e_us")
+_SERVER_ID = r"^(?:chat)?cmpl-|-[0-9]{1,2}$"
+_MOST_PAIRED = 1_000
+"""Requests of each side whose arrivals show how the clocks compare."""
+
+_SAME_NS = 100_000_000
+"""How far arrivals of one request may scatter between client and server."""
+
+_LEAST_SHARE = 0.5
+"""Of the fewer side, how many requests must agree on the difference of the clocks."""
+
+
+def with_client_times(requests: pl.DataFrame) -> pl.DataFrame:
+    """Return requests with the times of their clients; client's rows that are of a server's request are left out.
+
+    A run without requests of a server, or without a client, stays as it is.
+
+    Args:
+        requests: The `requests` table of a run.
+    """
+    is_client = pl.col("dialect") == CLIENT
+    numbered = requests.with_row_index("row")
+    ours = numbered.filter(is_client)
+    # A server's request that never ended has no lengths to compare, but an id.
+    theirs = numbered.filter(~is_client)
+    if not ours.height or not theirs.height:
+        return requests
+    pairs = _by_id(ours, theirs)
+    left = [
+        side.join(pairs, left_on="row", right_on=name, how="anti")
+        for side, name in ((ours, "client"), (theirs, "row"))
+    ]
+    pairs = pl.concat([pairs, _by_arrival(left[0], left[1])])
+    measured = pairs.join(ours.select("row", *TIMES), left_on="client", right_on="row")
+    joined = numbered.drop(TIMES).join(measured.drop("client"), on="row", how="left", maintain_order="left")
+    own = numbered.select("row", *(pl.col(name).alias(f"{name}_own") for name in TIMES))
+    filled = joined.join(own, on="row", how="left", maintain_order="left").with_columns(
+        pl.coalesce(name, f"{name}_own").alias(name) for name in TIMES
+    )
+    kept = filled.join(pairs, left_on="row", right_on="client", how="anti", maintain_order="left")
+    return kept.with_columns(network_us=pl.col("client_ttft_us") - pl.col("ttft_us")).select(requests.columns)
+
+
+def _by_id(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
+    """Return pairs of equal ids that occur once on either side: client, row."""
+    name = pl.col("request_id").str.replace_all(_SERVER_ID, "")
+    sides = [
+        side.select(row, id=name).drop_nulls("id").unique("id", keep="none")
+        for side, row in ((ours.rename({"row": "client"}), "client"), (theirs, "row"))
+    ]
+    return sides[0].join(sides[1], on="id").select("client", "row")
+
+
+def _by_arrival(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
+    """Return pairs of equal output lengths and about equal arrivals, by the difference of the clocks: client, row."""
+    columns = ["row", "arrival_ns", "output_tokens"]
+    mine, known = (
+        side.select(columns).drop_nulls().filter(pl.col("output_tokens") > 0).sort("arrival_ns", "row")
+        for side in (ours.filter(pl.col("client_ttft_us").is_not_null()), theirs)
+    )
+    none = pl.DataFrame(schema={"client": pl.UInt32, "row": pl.UInt32})
+    if (ahead := _ahead(mine, known)) is None:
+        return none
+    moved = mine.select(client="row", arrival_ns=pl.col("arrival_ns") + ahead, output_tokens="output_tokens")
+    found = moved.sort("arrival_ns").join_asof(
+        known.rename({"arrival_ns": "at_ns"}).with_columns(arrival_ns="at_ns"),
+        on="arrival_ns",
+        by="output_tokens",
+        strategy="nearest",
+        tolerance=_SAME_NS,
+        check_sortedness=False,
+    )
+    apart = (pl.col("at_ns") - pl.col("arrival_ns")).abs()
+    nearest = found.drop_nulls("row").sort(apart, "client").unique("row", keep="first", maintain_order=True)
+    return nearest.select("client", "row")
+
+
+def _ahead(mine: pl.DataFrame, known: pl.DataFrame) -> int | None:
+    """Return how far the server's clock is ahead of the client's, in ns: what most pairs of equal lengths agree on."""
+    some = [side.head(_MOST_PAIRED) for side in (mine, known)]
+    pairs = some[0].join(some[1], on="output_tokens", suffix="_server")
+    apart = np.sort((pairs["arrival_ns_server"] - pairs["arrival_ns"]).to_numpy())
+    if not apart.size:
+        return None
+    until = np.searchsorted(apart, apart + _SAME_NS, side="right")
+    within = until - np.arange(apart.size)
+    best = int(np.argmax(within))
+    if within[best] < max(2.0, _LEAST_SHARE * min(side.height for side in some)):
+        return None
+    return int(np.median(apart[best : until[best]]))

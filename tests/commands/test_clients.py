@@ -1,0 +1,39 @@
+"""Logs of load generators and of requests through the whole job."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import clients
+from tracefit import run
+
+
+def models_of(tmp_path, **logs):
+    """Return the models that some logs in one run give, by name."""
+    (tmp_path / "run").mkdir()
+    for name, content in logs.items():
+        (tmp_path / "run" / name).write_bytes(content)
+    run(tmp_path / "run", out=tmp_path / "out", workers=1)
+    files = [tmp_path / "out/models" / f"{kind}.json" for kind in ("alpha", "beta")]
+    return {model["name"]: model for file in files for model in json.loads(file.read_text())["models"]}
+
+
+def test_a_client_alone_gives_the_law_of_the_steps(tmp_path):
+    model = models_of(tmp_path, result=clients.vllm_bench(clients.planned(400)))["beta.cycle_time"]
+    assert "as the client received them" in model["target"]["definition"]
+    terms = {term["feature"]: term["value"] for term in model["terms"]}
+    assert terms["prefill_tokens"] == pytest.approx(20, rel=0.1)
+    assert terms["num_decode_reqs"] == pytest.approx(500, rel=0.1)
+    assert model["intercept"]["value"] == pytest.approx(15_000, rel=0.05)
+
+
+def test_network_stands_apart_from_the_server(tmp_path):
+    plan = clients.planned(200)
+    server = clients.request_log(plan)
+    for request in plan:
+        request.token_s = [token + 0.0007 for token in request.token_s]
+    models = models_of(tmp_path, server=server, client=clients.guidellm(plan))
+    # The log takes the soonest to be queued as it arrives: all of them are, a millisecond later.
+    assert models["alpha.network"]["intercept"]["value"] == pytest.approx(1_700, rel=0.01)

@@ -1,0 +1,212 @@
+"""Logs of load generators and of requests: their times, the steps that tokens show, their join with the server, damage."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+import clients
+from tracefit.inputs.blocks import Block, inspect_file
+from tracefit.inputs.files import TraceFile
+from tracefit.recordings import RECORDINGS
+from tracefit.tables import schema
+from tracefit.tables.client_times import with_client_times
+
+FIXTURES = Path(__file__).parents[2] / "fixtures/clients"
+
+
+def decoded(content: bytes, tmp_path, **options):
+    """Return what the format that is found in some content decodes of it."""
+    path = tmp_path / "anything"
+    path.write_bytes(content)
+    found = inspect_file(TraceFile.local(path))
+    assert found.recording is not None
+    block = Block("log", found.shape, found.encoding, 0, None, len(content), content)
+    usual = {"show_values": False, "max_rejects": 100}
+    return RECORDINGS[found.recording.name].decode(block, content, **(usual | options))
+
+
+def latencies(spans):
+    names = {name: f"client.latency.{name}" for name in ("ttft", "itl", "e2e")}
+    return spans.select(pl.col(key).cast(pl.Float64).alias(name) for name, key in names.items())
+
+
+@pytest.mark.parametrize("name", clients.FORMS)
+def test_a_client_s_times_are_those_of_the_plan(name, tmp_path):
+    plan = clients.planned()
+    found = decoded(clients.FORMS[name](plan), tmp_path)
+    assert not found.rejects
+    told = latencies(found.spans)
+    for row, request in zip(told.iter_rows(named=True), plan, strict=True):
+        lasted = request.token_s[-1] - request.token_s[0]
+        assert row["ttft"] == pytest.approx(request.token_s[0] - request.sent_s, abs=1e-6)
+        assert row["e2e"] == pytest.approx(request.token_s[-1] - request.sent_s, abs=1e-6)
+        assert row["itl"] == pytest.approx(lasted / (request.output - 1), abs=1e-6)
+    assert found.spans["gen_ai.usage.prompt_tokens"].cast(pl.Int64).to_list() == [r.prompt for r in plan]
+    sent = (found.spans["start_unix_ns"] - found.spans["start_unix_ns"][0]).to_numpy() / 1e9
+    assert sent == pytest.approx([r.sent_s - plan[0].sent_s for r in plan], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in clients.FORMS if name != "guidellm.json"])
+def test_tokens_that_come_together_are_a_step(name, tmp_path):
+    steps = decoded(clients.FORMS[name](clients.planned()), tmp_path).steps
+    inner = steps.slice(1, steps.height - 2)
+    running = inner["num_prefill_reqs"] + inner["num_decode_reqs"]
+    law_us = 15_000 + 500 * running + 20 * inner["prefill_tokens"]
+    # A step after idling begins when its request is sent, or when the engine wakes up: both are the same here.
+    assert (inner["cycle_us"] - law_us).abs().max() < 1_000
+    assert running.max() > 2
+    plan = clients.planned()
+    assert steps["prefill_tokens"].sum() == sum(r.prompt for r in plan)
+    assert steps["decode_tokens"].sum() == sum(r.output - 1 for r in plan)
+    # The n-th token but the first reads the prompt and the n - 2 tokens before it from the cache.
+    read = sum((r.output - 1) * r.prompt + sum(range(r.output - 1)) for r in plan)
+    assert steps["context_tokens"].sum() == read
+
+
+def test_first_and_last_tokens_alone_show_no_step(tmp_path):
+    assert not decoded(clients.guidellm(clients.planned()), tmp_path).steps.height
+
+
+def test_tokens_of_two_engines_have_steps_without_times(tmp_path):
+    plan = clients.planned(200)
+    for request in plan[::2]:
+        # The second engine is slower.
+        first = request.token_s[0]
+        request.token_s = [first + 1.37 * (token - first) for token in request.token_s]
+    assert not decoded(clients.vllm_bench(plan), tmp_path).steps["cycle_us"].count()
+
+
+@pytest.mark.parametrize("folder", ["vllm-bench", "guidellm", "aiperf"])
+def test_what_the_programs_wrote_is_read(folder, tmp_path):
+    (path,) = (FIXTURES / folder).iterdir()
+    found = decoded(gzip.decompress(path.read_bytes()), tmp_path)
+    assert not found.rejects
+    assert found.spans.height == (20 if folder == "guidellm" else 40)
+    told = latencies(found.spans)
+    # A step of the stub takes 15 ms and 0.5 ms a request; the process that sleeps it adds to that.
+    assert told["itl"].min() > 0.015
+    assert told["itl"].median() < 0.022
+    assert told.select((pl.col("e2e") > pl.col("ttft")).all()).item()
+    if folder != "guidellm":
+        prompts = found.spans["gen_ai.usage.prompt_tokens"].cast(pl.Int64)
+        assert found.steps["prefill_tokens"].sum() == prompts.sum()
+        assert 15_000 < found.steps["cycle_us"].median() < 22_000
+
+
+# -- damage -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", clients.FORMS)
+def test_a_record_with_a_text_for_a_time_costs_itself(name, tmp_path):
+    content = clients.FORMS[name](clients.planned(10))
+    keys = {
+        "bench.json": b'"start_times": [',
+        "guidellm.json": b'"request_start": ',
+        "per_request_lifecycle_metrics.json": b'"end_time": ',
+        "profile_export.jsonl": b'"request_end_ns": ',
+    }
+    at = content.rindex(keys[name]) + len(keys[name])
+    found = decoded(content[:at] + b'"secret", ' * name.startswith("bench") + content[at:], tmp_path)
+    if not name.startswith("bench"):
+        end = min(e for e in (content.find(b",", at), content.find(b"}", at)) if e >= 0)
+        found = decoded(content[:at] + b'"secret"' + content[end:], tmp_path)
+    # A benchmark of vLLM is one record; of the others one of ten.
+    assert len(found.rejects) == 1
+    assert found.spans.height == (0 if name == "bench.json" else 9)
+    assert "secret" not in found.rejects[0].reason + found.rejects[0].excerpt
+
+
+@pytest.mark.parametrize("name", clients.FORMS)
+def test_a_cut_file_is_a_reject_not_an_error(name, tmp_path):
+    content = clients.FORMS[name](clients.planned(10))
+    found = decoded(content[: len(content) * 3 // 4], tmp_path)
+    assert len(found.rejects) == 1
+
+
+def test_lists_of_different_lengths_are_a_reject(tmp_path):
+    content = clients.vllm_bench(clients.planned(3)).replace(b'"ttfts": [', b'"ttfts": [0.1, ')
+    assert [r.reason for r in decoded(content, tmp_path).rejects] == [
+        "no request of `vllm bench serve --save-detailed` (lists of different lengths)"
+    ]
+
+
+# -- logs with the engine's times ---------------------------------------------------------------------------
+
+
+def test_a_request_log_gives_the_engine_s_durations(tmp_path):
+    plan = clients.planned(40)
+    spans = decoded(clients.request_log(plan), tmp_path).spans
+    told = spans.select(pl.col("^gen_ai.latency.*$").cast(pl.Float64))
+    for row, request in zip(told.iter_rows(named=True), plan, strict=True):
+        assert row["gen_ai.latency.time_in_queue"] == 0
+        assert row["gen_ai.latency.time_in_model_decode"] == pytest.approx(
+            request.token_s[-1] - request.token_s[0], abs=1e-6
+        )
+        # The soonest queued is taken to be queued as it arrives: here all of them, a millisecond after.
+        first = request.token_s[0] - request.sent_s - 0.001
+        assert row["gen_ai.latency.time_to_first_token"] == pytest.approx(first, abs=1e-6)
+
+
+def test_a_line_with_times_out_of_order_costs_itself(tmp_path):
+    lines = clients.request_log(clients.planned(3)).splitlines(keepends=True)
+    lines[1] = lines[1].replace(b'"queued_ts": 5', b'"queued_ts": 6')
+    found = decoded(b"".join(lines), tmp_path)
+    assert found.spans.height == 2
+    assert found.rejects[0].source_offset == len(lines[0])
+    assert "times out of order" in found.rejects[0].reason
+
+
+# -- the server's requests ----------------------------------------------------------------------------------
+
+
+def both_sides(plan, *, ids, ahead_s=0.0, way_us=700.0):
+    """Return the requests of a server and of a client whose clock is behind, in one table."""
+    server = pl.DataFrame(
+        {
+            "request_id": [f"cmpl-{r.name}-0" for r in plan],
+            "arrival_ns": [round(1e9 * (clients.UNIX_S + ahead_s + r.sent_s)) for r in plan],
+            "output_tokens": [r.output for r in plan],
+            "ttft_us": [1e6 * (r.token_s[0] - r.sent_s) for r in plan],
+            "dialect": "stock",
+        }
+    )
+    client = server.with_columns(
+        request_id=pl.Series([r.name for r in plan]) if ids else pl.lit(None, pl.String),
+        arrival_ns=pl.col("arrival_ns") - round(1e9 * ahead_s),
+        client_ttft_us=pl.col("ttft_us") + way_us,
+        client_e2e_us=1e6,
+        # By ids alone: nothing else could join them.
+        output_tokens=pl.lit(None, pl.Int64) if ids else pl.col("output_tokens"),
+        ttft_us=pl.lit(None, pl.Float64),
+        dialect=pl.lit("client"),
+    )
+    return schema.REQUESTS.conform(
+        schema.REQUESTS.shape(
+            pl.concat([server, client.sort("arrival_ns")], how="diagonal").with_columns(run_id=pl.lit("r"))
+        )
+    )
+
+
+@pytest.mark.parametrize(("ids", "ahead_s"), [(True, 0.0), (True, 3600.0), (False, 0.0), (False, 3600.0)])
+def test_a_client_s_times_stand_beside_the_server_s(ids, ahead_s):
+    plan = clients.planned(100)
+    joined = with_client_times(both_sides(plan, ids=ids, ahead_s=ahead_s))
+    assert joined.height == 100
+    assert joined["dialect"].unique().to_list() == ["stock"]
+    assert joined["network_us"].to_list() == pytest.approx([700.0] * 100)
+
+
+def test_clients_of_other_requests_are_not_joined():
+    plan, others = clients.planned(60), clients.planned(60)
+    for n, request in enumerate(others):
+        request.sent_s = 0.31 * n + 0.2 * ((7 * n) % 5)
+        request.name = f"other{n}"
+    rows = both_sides(plan, ids=False).filter(dialect="stock")
+    alone = both_sides(others, ids=False).filter(dialect="client")
+    joined = with_client_times(pl.concat([rows, alone]))
+    assert joined.height == 120
+    assert not joined["network_us"].count()
