@@ -280,7 +280,7 @@ def _refitted(regime: FittedRegime, held: pl.DataFrame) -> FittedRegime:
     if held.height < MIN_TRAIN_ROWS:
         return regime
     offered = {f.name: f for f in regime.regime.features}
-    data, _ = design_of(held, [offered[t.feature] for t in regime.terms])
+    data, _ = design_of(held, [offered[t.feature] for t in regime.terms], relative=regime.relative)
     kept = [t for t in regime.terms if offered[t.feature] not in data.columns]
     # Terms that keep their value are subtracted: the others are fitted to what is left.
     kept_us = matrix(held, [t.feature for t in kept]) @ np.array([t.value for t in kept])
@@ -347,8 +347,8 @@ def load_cut(load: Vector) -> float | None:
     return cut if lower >= MIN_TRAIN_ROWS and load.size - lower >= MIN_HOLDOUT_ROWS else None
 
 
-def error_beyond(data: Design, load: Vector, options: FitOptions) -> float | None:
-    """Fit the lower half of the load and return the mean absolute error on the upper half; null where rows are too few.
+def beyond_load(data: Design, load: Vector, options: FitOptions) -> tuple[Vector, Flags] | None:
+    """Fit the lower half of the load; return predictions of the upper half and which rows are; null where rows are too few.
 
     Features, penalty and coefficients are all chosen anew on the lower half, as in a fit of that half alone.
     """
@@ -356,8 +356,12 @@ def error_beyond(data: Design, load: Vector, options: FitOptions) -> float | Non
     if cut is None:
         return None
     upper = load > cut
+    return _fitted_below(data, ~upper, options)(data.x[upper]), upper
+
+
+def error_beyond(data: Design, predicted: Vector, upper: Flags) -> float:
+    """Return the mean absolute error of predictions of the upper half of the load, see `beyond_load`."""
     counts = data.counts[upper]
-    predicted = _fitted_below(data, ~upper, options)(data.x[upper])
     return float(np.abs(predicted - data.y[upper]) @ counts / counts.sum())
 
 
@@ -388,7 +392,7 @@ def load_extrapolation(
     used = kept.filter(pl.col(LOAD) <= cut)
     above = evaluation_rows(rows.filter(pl.col(LOAD) > cut), options.eval_filter)
     offered = [f for f in features if f.name in rows.columns and not rows[f.name].null_count()]
-    data, _ = design_of(used, offered)
+    data, _ = design_of(used, offered, relative=options.relative)
     if not data.columns or above.height < MIN_HOLDOUT_ROWS:
         return None
     names = [c.name for c in data.columns]

@@ -420,6 +420,9 @@ class Candidate:
             few.
         chosen: Whether it is the candidate that was fitted.
         reason: Why it was chosen or not.
+        inside_pct: Typical relative error inside the training load, for step times; null for other targets.
+        beyond_pct: The same beyond it.
+        plain: Whether it is a line of the plain batch.
     """
 
     name: str
@@ -428,11 +431,20 @@ class Candidate:
     beyond_mae: float | None
     chosen: bool = False
     reason: str = ""
+    inside_pct: float | None = None
+    beyond_pct: float | None = None
+    plain: bool = False
 
     @property
     def score(self) -> float:
         """Geometric mean of both errors."""
         return self.inside_mae if self.beyond_mae is None else math.sqrt(self.inside_mae * self.beyond_mae)
+
+    @property
+    def score_pct(self) -> float:
+        """Geometric mean of both typical errors."""
+        inside = math.inf if self.inside_pct is None else self.inside_pct
+        return inside if self.beyond_pct is None else math.sqrt(inside * self.beyond_pct)
 
 
 @dataclass(frozen=True, slots=True)
