@@ -10,8 +10,9 @@ from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit import splits
 from tracefit.fit.beta import choose, try_features, typical_error_pct
 from tracefit.fit.fitted import ANY_SIGN, FitOptions
-from tracefit.fit.holdout import load_cut
+from tracefit.fit.holdout import error_in_stretches, load_cut
 from tracefit.fit.results import Candidate
+from tracefit.fit.train import fit_linear
 
 
 def _chosen(*candidates):
@@ -134,3 +135,23 @@ def test_a_typical_error_is_not_that_of_one_hiccup():
     actual = np.full(10, 100.0)
     predicted = np.array([101.0] * 9 + [1000.0])
     assert typical_error_pct(predicted, actual) == pytest.approx(15.21)
+
+
+def test_every_third_stretch_is_held_out():
+    """Of 100 rows of 10 us + load the third, sixth and ninth ten are 20 % longer: the rest predicts 1 / 1.2 of them."""
+    load = np.tile(np.arange(10.0) * 10 + 100, 10)
+    held = np.arange(100) // 10 % 3 == 2
+    rows = splits.split_by_time(
+        pl.DataFrame(
+            {
+                "run_id": "r", "server": "s", "ts_ns": np.arange(100), "excluded_reason": None,
+                "y": (10 + load) * np.where(held, 1.2, 1.0), "reqs": load,
+            },
+            schema_overrides={"excluded_reason": pl.String},
+        )
+    )  # fmt: skip
+    feature = Feature("reqs", "request", "reqs")
+    how = FitOptions(reference=False, signs=ANY_SIGN)
+    found = error_in_stretches(fit_linear(rows, [feature], how), [feature], how)
+    assert found.n == 30
+    assert found.mape_pct == pytest.approx(100 * (1 - 1 / 1.2), rel=1e-3)

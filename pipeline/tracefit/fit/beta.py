@@ -37,6 +37,7 @@ from tracefit.fit.holdout import (
     beyond_load,
     beyond_training,
     error_beyond,
+    error_in_stretches,
     error_over_load,
     errors_by_phase,
     load_extrapolation,
@@ -213,6 +214,7 @@ def fit_step_times(
             by_phase=errors_by_phase(result, tables.requests, how.eval_filter),
             error_over_load=error_over_load(result, load, how),
             load_extrapolation=load_extrapolation(result, features.features, load, how),
+            stretches=error_in_stretches(result, features.features, how),
             candidates=candidates,
             # Of no prompt is it known that it was computed as a whole.
             prefill_reach_pct=0.0

@@ -511,6 +511,7 @@ class Validation:
         held_out_equations: Errors of step times over single steps and intervals, where the hold-out has both.
         error_over_load: Errors of step times in groups of rows by load.
         load_extrapolation: Errors of step times beyond the load that the form was fitted on.
+        stretches: Errors of step times where every third of ten equal stretches of time is held out instead.
         candidates: What was tried inside the training part, and what was chosen.
         classifier: How well the regime of a row is predicted, where there are regimes.
         within_5_pct: Percent of rows predicted within 5 %.
@@ -541,6 +542,7 @@ class Validation:
     held_out_equations: EquationErrors | None = None
     error_over_load: ErrorOverLoad | None = None
     load_extrapolation: LoadExtrapolation | None = None
+    stretches: Metrics | None = None
     candidates: tuple[Candidate, ...] = ()
     classifier: Classifier | None = None
     within_5_pct: float | None = None
