@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from tracefit.fit import splits
-from tracefit.fit.train import outliers
+from tracefit.fit.train import outliers, relative_weights
 
 
 def _rows(times, *, run="r", server="s", reasons=None):
@@ -144,3 +144,10 @@ def test_warm_up_of_traced_steps_stays_out():
     rows, timeline = _recorded([8, 16, 0, 0, 0], [0, 0, 1, 2, 1], [4e3, 4e3, 5e3, 9e3, 5e3])
     kept = splits.keep_sweep(rows.with_columns(source=pl.lit("adjacent")), timeline)
     assert kept["excluded_reason"].to_list() == ["warm_up"] * 4 + [None]
+
+
+def test_relative_weights_are_finite_where_most_times_are_zero():
+    y = np.array([0.0] * 60 + [1e6] * 40)
+    weights = relative_weights(np.arange(100.0)[:, None], y, np.ones(100))
+    assert np.isfinite(weights).all()
+    assert (weights > 0).all()

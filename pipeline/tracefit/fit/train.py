@@ -479,7 +479,8 @@ def relative_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
 
     The times are those of a first fit weighted by measured ones: these alone would favour the rows that noise made short.
     """
-    least = _LEAST_SHARE * float(np.median(y))
+    # In stamps of whole seconds most times may be zero.
+    least = _LEAST_SHARE * (float(np.median(y)) or float(y.mean()) or 1.0)
     first = weights / np.maximum(y, least) ** 2
     predicted = RobustLinear(positive=True).fit(x, y, first).predict(x)
     both = weights / np.maximum(predicted, least) ** 2
