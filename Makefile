@@ -119,6 +119,9 @@ bench-scale: $(READY) ## measure one worker and two, local and on Ray (after mak
 bench-models: $(READY) ## measure how well models hold beyond their load, on generated surges (takes half an hour)
 	OMP_NUM_THREADS=1 POLARS_MAX_THREADS=1 $(BIN)/python tests/benchmarks/models.py
 
+bench-gpu: $(READY) ## measure step times on real GPUs beside a line and gradient boosting (DATA=folder of the traces)
+	OMP_NUM_THREADS=1 POLARS_MAX_THREADS=1 $(BIN)/python tests/benchmarks/gpu.py $(DATA)
+
 lock: $(READY) ## pin the newest versions (requirements{,-ray,-vllm}.lock) and the oldest ones (requirements-minimum.lock)
 	$(BIN)/python -m pip install --quiet uv
 	cd $(CURDIR) && $(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements.lock

@@ -138,7 +138,15 @@ def test_built_in_sets_can_be_written_and_read_again(name):
         for f in feature_set.features
     ]
     ratios = {"ratios": feature_set.ratios} if feature_set.ratios else {}
-    text = json.dumps({"name": name, "features": fields, **ratios})
+    text = json.dumps(
+        {
+            "name": name,
+            "features": fields,
+            "defining": feature_set.defining,
+            "is_relative": feature_set.is_relative,
+            **ratios,
+        }
+    )
 
     assert parse_feature_set(text, where="x", is_json=True) == feature_set
     assert parse_feature_set(text, where="x") == feature_set
@@ -204,7 +212,7 @@ def test_set_is_found_by_name():
     assert find_feature_set("queue") is BUILT_IN["queue"]
     with pytest.raises(
         UsageError,
-        match="feature set 'kew' is not known; known: batch, roofline, roofline_max, work_max, queue",
+        match="feature set 'kew' is not known; known: batch, roofline, roofline_max, work_max, line, ",
     ):
         find_feature_set("kew")
 
@@ -280,7 +288,7 @@ def _with(**changes):
         ('{"features": ' + json.dumps([{}] * 201) + "}", "features[0].name is missing"),
         ('{"name": 3, "features": [{"name": "a", "unit": "1", "formula": "b"}]}', "name must be text"),
         (_features(201), "features must have at most 200 items"),
-        ('{"sets": []}', "features is missing; keys: features, name, ratios"),
+        ('{"sets": []}', "features is missing; keys: defining, features, is_relative, name, ratios"),
         ("a: &a [x]\nb: *a", "uses YAML aliases"),
         ("[", "is not YAML"),
     ],

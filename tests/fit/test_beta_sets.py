@@ -6,12 +6,13 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.features.sets import Feature
+from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit import splits
-from tracefit.fit.beta import choose, try_features
+from tracefit.fit.beta import choose, try_features, typical_error_pct
 from tracefit.fit.fitted import ANY_SIGN, FitOptions
-from tracefit.fit.holdout import load_cut
+from tracefit.fit.holdout import error_in_stretches, load_cut
 from tracefit.fit.results import Candidate
+from tracefit.fit.train import fit_linear
 
 
 def _chosen(*candidates):
@@ -74,9 +75,9 @@ def test_the_error_beyond_is_that_of_a_fit_of_the_lower_half_on_the_upper():
     """A line through load 0 to 100 of 1000 + 20 l + l^2/10: l^2/10 is 10 l - 166.7 + e there, e averaging out."""
     rows = _rows()
     how = FitOptions(reference=False, signs=ANY_SIGN)
-    line = try_features(rows, "line", [Feature("reqs", "request", "reqs")], how)
-    both = [Feature("reqs", "request", "reqs"), Feature("num_decode_reqs_squared", "1", "reqs ** 2")]
-    square = try_features(rows, "square", both, how)
+    line = try_features(rows, FeatureSet("line", (Feature("reqs", "request", "reqs"),)), how)
+    both = (Feature("reqs", "request", "reqs"), Feature("num_decode_reqs_squared", "1", "reqs ** 2"))
+    square = try_features(rows, FeatureSet("square", both), how)
     assert square.inside_mae == pytest.approx(4.0, rel=0.15)
     assert square.beyond_mae == pytest.approx(4.0, rel=0.3)
     # Above the cut c the line misses l^2/10 - (c l / 10 - c^2 / 60).
@@ -89,4 +90,68 @@ def test_the_error_beyond_is_that_of_a_fit_of_the_lower_half_on_the_upper():
 
 
 def test_too_few_rows_make_no_candidate():
-    assert try_features(_rows(30), "line", [Feature("reqs", "request", "reqs")], FitOptions()) is None
+    few = FeatureSet("line", (Feature("reqs", "request", "reqs"),))
+    assert try_features(_rows(30), few, FitOptions()) is None
+
+
+def test_a_set_without_a_term_that_defines_it_does_not_compete():
+    rows = _rows().with_columns(bound=pl.lit(None, pl.Float64))
+    features = (Feature("bound", "us", "bound"), Feature("reqs", "request", "reqs"))
+    assert try_features(rows, FeatureSet("bounded", features), FitOptions()) is not None
+    assert try_features(rows, FeatureSet("bounded", features, defining=("bound",)), FitOptions()) is None
+
+
+def _line(name, features, inside, beyond):
+    return Candidate(name, features, 0, 0, inside_pct=inside, beyond_pct=beyond, plain=True)
+
+
+def _set(inside, beyond):
+    return Candidate("set", 3, 100, 100, inside_pct=inside, beyond_pct=beyond)
+
+
+@pytest.mark.parametrize(
+    ("inside", "beyond", "chosen"),
+    [
+        (2.0, 2.0, "set"),
+        (2.05, 2.0, "set"),
+        (2.2, 2.0, "line"),
+        # Better beyond the load, and worse than the line within it by more than noise.
+        (2.4, 1.5, "line"),
+        (2.2, 1.5, "set"),
+    ],
+)
+def test_no_set_is_chosen_that_is_worse_than_the_line(inside, beyond, chosen):
+    assert _chosen(_set(inside, beyond), _line("line", 5, 2.0, 2.0)) == chosen
+
+
+def test_padding_and_experts_are_chosen_where_they_help_and_experts_where_they_tie():
+    plain, experts = _line("line", 5, 3.0, 3.0), _line("padded+experts", 6, 1.01, 1.0)
+    assert _chosen(_set(5.0, 5.0), plain, _line("padded", 5, 1.0, 1.0), experts) == "padded+experts"
+    assert _chosen(_set(5.0, 5.0), plain, _line("padded", 5, 3.5, 3.0)) == "line"
+
+
+def test_a_typical_error_is_not_that_of_one_hiccup():
+    """By hand: roots of 1 % nine times and of 9 once are 0.1 and 3, their mean 0.39, its square 15.21 %."""
+    actual = np.full(10, 100.0)
+    predicted = np.array([101.0] * 9 + [1000.0])
+    assert typical_error_pct(predicted, actual) == pytest.approx(15.21)
+
+
+def test_every_third_stretch_is_held_out():
+    """Of 100 rows of 10 us + load the third, sixth and ninth ten are 20 % longer: the rest predicts 1 / 1.2 of them."""
+    load = np.tile(np.arange(10.0) * 10 + 100, 10)
+    held = np.arange(100) // 10 % 3 == 2
+    rows = splits.split_by_time(
+        pl.DataFrame(
+            {
+                "run_id": "r", "server": "s", "ts_ns": np.arange(100), "excluded_reason": None,
+                "y": (10 + load) * np.where(held, 1.2, 1.0), "reqs": load,
+            },
+            schema_overrides={"excluded_reason": pl.String},
+        )
+    )  # fmt: skip
+    feature = Feature("reqs", "request", "reqs")
+    how = FitOptions(reference=False, signs=ANY_SIGN)
+    found = error_in_stretches(fit_linear(rows, [feature], how), [feature], how)
+    assert found.n == 30
+    assert found.mape_pct == pytest.approx(100 * (1 - 1 / 1.2), rel=1e-3)

@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from tracefit.fit import splits
-from tracefit.fit.train import outliers
+from tracefit.fit.train import outliers, relative_weights
 
 
 def _rows(times, *, run="r", server="s", reasons=None):
@@ -113,3 +113,41 @@ def test_rows_that_most_are_like_are_no_outliers_of_a_fit_that_passes_them_by():
     """Nine in ten are the same to the last digit, so that the spread is none; their mean is five times as long."""
     y = np.where(np.arange(200) % 10 == 0, 40_000.0, 1000.0)
     assert np.array_equal(outliers(np.zeros((200, 0)), y), y > 1000)
+
+
+def _recorded(prompts, decodes, us):
+    steps = range(len(us))
+    rows = pl.DataFrame(
+        {
+            "run_id": "r", "server": "s", "epoch": 0, "step_id": steps, "split": "train", "source": "fpm",
+            "excluded_reason": ["warm_up"] * 4 + [None] * (len(us) - 4), "y": us,
+        }
+    )  # fmt: skip
+    timeline = rows.select("run_id", "server", "epoch", "step_id").with_columns(
+        prefill_tokens=pl.Series(prompts), num_decode_reqs=pl.Series(decodes),
+        prefill_context_tokens=0, context_tokens=pl.Series(decodes) * 100,
+    )  # fmt: skip
+    return rows, timeline
+
+
+def test_a_sweep_before_the_load_trains_and_its_warm_up_passes_do_not():
+    """The first pass of 8 prompt tokens takes 274 ms, a later one of 16 takes 4; of two decodes no other step has as many."""
+    rows, timeline = _recorded([8, 16, 0, 0, 0], [0, 0, 1, 2, 1], [274e3, 4e3, 5e3, 9e3, 2.6e3])
+    kept = splits.keep_sweep(rows, timeline)["excluded_reason"].to_list()
+    assert kept == ["warm_up", None, None, None, None]
+    rows, timeline = _recorded([8, 16, 0, 0, 0], [0, 0, 1, 2, 1], [274e3, 4e3, 5e3, 9e3, 2.4e3])
+    kept = splits.keep_sweep(rows, timeline)["excluded_reason"].to_list()
+    assert kept == ["warm_up", None, "warm_up", None, None]
+
+
+def test_warm_up_of_traced_steps_stays_out():
+    rows, timeline = _recorded([8, 16, 0, 0, 0], [0, 0, 1, 2, 1], [4e3, 4e3, 5e3, 9e3, 5e3])
+    kept = splits.keep_sweep(rows.with_columns(source=pl.lit("adjacent")), timeline)
+    assert kept["excluded_reason"].to_list() == ["warm_up"] * 4 + [None]
+
+
+def test_relative_weights_are_finite_where_most_times_are_zero():
+    y = np.array([0.0] * 60 + [1e6] * 40)
+    weights = relative_weights(np.arange(100.0)[:, None], y, np.ones(100))
+    assert np.isfinite(weights).all()
+    assert (weights > 0).all()

@@ -120,6 +120,8 @@ class FeatureSet:
         name: Its name.
         features: The features.
         ratios: What `efficiency_ratio` in its formulas may be: training chooses, and the number takes the name's place.
+        defining: Features without which it is another set: where one of them is not known, it does not compete.
+        is_relative: Whether a fit minimises errors in proportion to the time, so that short steps count as much as long ones.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -127,6 +129,8 @@ class FeatureSet:
     name: Annotated[Text, StringConstraints(max_length=80)]
     features: Annotated[tuple[Feature, ...], Field(min_length=1, max_length=200), AfterValidator(_named_once)]
     ratios: Annotated[tuple[Annotated[FiniteNumber, Field(gt=0)], ...], Field(max_length=50)] = ()
+    defining: Annotated[tuple[Text, ...], Field(max_length=200)] = ()
+    is_relative: bool = False
 
     def at(self, ratio: float) -> FeatureSet:
         """Return the set with a number for `efficiency_ratio`."""
@@ -299,6 +303,7 @@ ROOFLINE = FeatureSet(
 + layers              | layer   | launch overhead per layer
 + batch_requests      | request | overhead per request
 """),
+    defining=("decode_kv_read_us",),
 )
 """The terms of `roofline.add_roofline`; the constant is the model's intercept."""
 
@@ -313,6 +318,7 @@ ROOFLINE_MAX = FeatureSet(
     ),
     # 0.5 to 4 in steps of 19 %: the coefficient takes up the scale, so that only the ratio of the two is searched.
     ratios=tuple(2 ** (k / 4) for k in range(-4, 9)),
+    defining=("step_bound_us",),
 )
 """The larger of compute and memory over the step. The ratio is how much more of its peak memory reaches than compute."""
 
@@ -326,9 +332,42 @@ WORK_MAX = FeatureSet(
 + num_decode_reqs_squared | request*request | a batch that outgrows the hardware | num_decode_reqs ** 2
 """),
     ratios=tuple(1e-3 * 2.0**k for k in range(9)),
+    defining=("step_bound_mflop",),
 )
 """The same on facts of the architecture alone, where no GPU is known. The ratio is how many 10^6 FLOPs the machine does
 while it reads 10^3 bytes: 1 to 256 FLOP per byte."""
+
+_LINE_DECODES, _LINE_PADDED, *_LINE_REST = _features("""\
++ num_decode_reqs        | request | per-request cost of a decode
++ padded_decode_reqs     | request | a batch without prompts runs at the size of a captured CUDA graph
++ prefill_tokens         | token   | prefill is bound by compute per token
++ context_tokens         | token   | decode reads the cache of its requests
++ prompt_step            | 1       | a step with prompts does not run as one CUDA graph | min(1, num_prefill_reqs)
++ num_prefill_reqs       | request | per-request cost of a prefill
++ prefill_context_tokens | token   | a prompt reads the cache of what is before it
+""")
+_EXPERTS, _PADDED_EXPERTS = _features("""\
++ experts_read           | expert  | the weights of the experts that the tokens are routed to are read
++ padded_experts_read    | expert  | the weights of the experts that the padded batch is routed to are read
+""")
+
+
+def _line(name: str, *features: Feature) -> FeatureSet:
+    """Return the plain batch with some features first, by which it is defined."""
+    defining = tuple(feature.name for feature in features)
+    return FeatureSet(name, (*features, *_LINE_REST), defining=defining, is_relative=True)
+
+
+LINE = _line("line", _LINE_DECODES)
+"""Relative non-negative least squares on what a step computes: what no other set may be worse than."""
+
+LINES = (
+    LINE,
+    _line("line+padding", _LINE_PADDED),
+    _line("line+experts", _LINE_DECODES, _EXPERTS),
+    _line("line+padding+experts", _LINE_PADDED, _PADDED_EXPERTS),
+)
+"""The same with what a batch becomes: padded to a CUDA graph, routed to experts."""
 
 _WORKLOAD = _features("""\
   max_tokens         | token | output the request may ask for
@@ -401,9 +440,19 @@ NETWORK = FeatureSet(
 
 BUILT_IN: Mapping[str, FeatureSet] = {
     feature_set.name: feature_set
-    for feature_set in (BATCH, ROOFLINE, ROOFLINE_MAX, WORK_MAX, QUEUE, ADMISSION, DEPARTURE, NETWORK)
+    for feature_set in (
+        BATCH,
+        ROOFLINE,
+        ROOFLINE_MAX,
+        WORK_MAX,
+        *LINES,
+        QUEUE,
+        ADMISSION,
+        DEPARTURE,
+        NETWORK,
+    )
 }
 """Feature sets by name."""
 
-AUTO = (BATCH, ROOFLINE, ROOFLINE_MAX, WORK_MAX, BATCH_PRODUCTS)
+AUTO = (BATCH, ROOFLINE, ROOFLINE_MAX, WORK_MAX, BATCH_PRODUCTS, *LINES)
 """Candidates for step times, in order of preference."""

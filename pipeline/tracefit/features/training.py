@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 import polars as pl
 
+from tracefit.features.batches import add_batch_terms, batch_formulas
 from tracefit.features.expressions import names_in, parse_formula
 from tracefit.features.roofline import (
     ROOFLINE_TERMS,
@@ -84,7 +85,7 @@ def constants_of(context: RunContext) -> dict[str, float | None]:
 
 
 def with_roofline(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
-    """Add the roofline terms of every step (null without model and GPU) and its amounts of work (null without model)."""
+    """Add roofline terms (null without model and GPU), amounts of work (null without model) and `BATCH_TERMS` of every step."""
     model, gpu, tp = context.architecture, context.gpu, context.settings.tensor_parallel or 1
     terms = (*WORK_TERMS, *ROOFLINE_TERMS)
     timeline = timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in terms)
@@ -92,7 +93,7 @@ def with_roofline(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
         timeline = add_work(timeline, model, tp=tp)
         if gpu is not None:
             timeline = add_roofline(timeline, model, gpu, tp=tp)
-    return timeline
+    return add_batch_terms(timeline, context)
 
 
 def definitions(formulas: Iterable[str], context: RunContext) -> dict[str, str]:
@@ -100,6 +101,7 @@ def definitions(formulas: Iterable[str], context: RunContext) -> dict[str, str]:
     known = {name: number_text(value) for name, value in constants_of(context).items() if value is not None}
     model, gpu = context.architecture, context.gpu
     tp = context.settings.tensor_parallel or 1
+    known |= batch_formulas(context)
     if model is not None:
         known |= work_formulas(model, tp=tp)
         known |= roofline_formulas(model, gpu, tp=tp) if gpu is not None else {}

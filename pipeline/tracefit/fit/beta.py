@@ -7,10 +7,13 @@ on the rest of them, so that the hold-out remains unused.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import polars as pl
 
 from tracefit.features import training
@@ -31,8 +34,10 @@ from tracefit.fit.fitted import (
 from tracefit.fit.holdout import (
     LOAD,
     LOAD_FEATURES,
+    beyond_load,
     beyond_training,
     error_beyond,
+    error_in_stretches,
     error_over_load,
     errors_by_phase,
     load_extrapolation,
@@ -49,9 +54,9 @@ from tracefit.tables.sources import CycleSource, is_one_step
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tracefit.features.sets import Feature
     from tracefit.fit.fitted import LinearFit
     from tracefit.server.context import ModelScope
+    from tracefit.statistics import Vector
 
 
 _SUMMARY = re.escape(STEP_EVENT)
@@ -161,7 +166,7 @@ def fit_step_times(
     rows, whole_prompts = mark_prefix_hits(rows) if is_counted else (rows, {})
     rows, load = with_load(rows)
     how = beta_options(options)
-    features, rows, candidates = _choose_set(rows, variants, how)
+    features, rows, candidates, how = _choose_set(rows, variants, how)
     regimes = [RegimeRows("all", features.features)]
     result = fit_regimes(rows, regimes, how)
     if isinstance(result, TooFewRows):
@@ -209,6 +214,7 @@ def fit_step_times(
             by_phase=errors_by_phase(result, tables.requests, how.eval_filter),
             error_over_load=error_over_load(result, load, how),
             load_extrapolation=load_extrapolation(result, features.features, load, how),
+            stretches=error_in_stretches(result, features.features, how),
             candidates=candidates,
             # Of no prompt is it known that it was computed as a whole.
             prefill_reach_pct=0.0
@@ -278,6 +284,11 @@ def beta_options(options: ScopeOptions) -> FitOptions:
     )
 
 
+def _for_set(options: FitOptions, features: FeatureSet) -> FitOptions:
+    """Return how a set is fitted: a relative one without a choice of penalties."""
+    return replace(options, relative=True, penalties=PENALTIES[:1]) if features.is_relative else options
+
+
 _NUMBER = "@"
 """Between the name of a feature and the number of its ratio, in a frame with a column per ratio. Identifiers do not have it."""
 
@@ -289,19 +300,21 @@ def _variants(features: FeatureSet) -> list[FeatureSet]:
         named = (
             replace(f, name=f"{f.name}{_NUMBER}{number}") if f.is_tuned else f for f in features.features
         )
-        found.append(replace(features, features=tuple(named)).at(ratio))
+        numbered = replace(features, features=tuple(named))
+        # Of a tuned set the first feature, which the ratio is of, defines it.
+        found.append(replace(numbered, defining=(numbered.names[0],)).at(ratio))
     return found or [features]
 
 
 def _choose_set(
     rows: pl.DataFrame, variants: list[list[FeatureSet]], options: FitOptions
-) -> tuple[FeatureSet, pl.DataFrame, tuple[Candidate, ...]]:
+) -> tuple[FeatureSet, pl.DataFrame, tuple[Candidate, ...], FitOptions]:
     """Choose the feature set by `SET_RULE`, on the training rows alone; a single set is taken as it is.
 
     `rows` have the features of all `variants`, which are those of one set after the other, and the load.
 
     Returns:
-        The features to fit, the frame with exactly these, and the candidates that were compared.
+        The features to fit, the frame with exactly these, the candidates that were compared, and how the set is fitted.
     """
     winner = variants[0][0]
     compared: tuple[Candidate, ...] = ()
@@ -309,7 +322,7 @@ def _choose_set(
         # All candidates are compared on the same rows: with outliers of its own each would drop the rows it predicts worst.
         common_rows = mark_outliers(rows, winner.features, options)
         tuned = [_best_of(common_rows, tried, options) for tried in variants]
-        found = [try_features(common_rows, one.name, one.features, options) for one in tuned]
+        found = [try_features(common_rows, one, options) for one in tuned]
         tried = choose([c for c in found if c is not None]) if any(found) else ()
         name = next((c.name for c in tried if c.chosen), tuned[0].name)
         winner = next(one for one in tuned if one.name == name)
@@ -317,7 +330,8 @@ def _choose_set(
     names = {name: name.split(_NUMBER)[0] for name in winner.names}
     unused = {name for tried in variants for one in tried for name in one.names} - names.keys()
     features = tuple(replace(f, name=names[f.name]) for f in winner.features)
-    return replace(winner, features=features), rows.drop(unused).rename(names), compared
+    chosen = replace(winner, features=features)
+    return chosen, rows.drop(unused).rename(names), compared, _for_set(options, winner)
 
 
 def _best_of(rows: pl.DataFrame, tried: list[FeatureSet], options: FitOptions) -> FeatureSet:
@@ -326,7 +340,7 @@ def _best_of(rows: pl.DataFrame, tried: list[FeatureSet], options: FitOptions) -
         return tried[0]
     # One penalty is enough to rank the ratios of one set; the sets themselves are compared with all of them.
     quick = replace(options, penalties=PENALTIES[:1])
-    found = [try_features(rows, one.name, one.features, quick) for one in tried]
+    found = [try_features(rows, one, quick) for one in tried]
     scores = [one.score if one else float("inf") for one in found]
     return tried[scores.index(min(scores))]
 
@@ -336,32 +350,87 @@ def _best_of(rows: pl.DataFrame, tried: list[FeatureSet], options: FitOptions) -
 TIE = 0.02
 """Candidates whose score is within this share of the best one's tie with it; the fewest features decide."""
 
+NOISE = 0.15
+"""A set whose typical error inside the training load is above that of the line by a larger share is not chosen."""
+
 SET_RULE = (
     "smallest geometric mean of the error inside the training load (blocks of time left out in turn) and the error beyond "
-    "it (fitted on the lower half of the load, evaluated on the upper half); within 2 % of it the fewest features"
+    "it (fitted on the lower half of the load, evaluated on the upper half); within 2 % of it the fewest features; a line of "
+    "the plain batch instead where its typical relative error is smaller"
 )
 
 
-def try_features(
-    rows: pl.DataFrame, name: str, features: Sequence[Feature], options: FitOptions
-) -> Candidate | None:
-    """Measure a linear model of some features on the training rows; null where rows or features are too few."""
-    design = training_design(rows, features)
+def try_features(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) -> Candidate | None:
+    """Measure a linear model of a set on the training rows; null where rows or features are too few, or a defining one lacks."""
+    options = _for_set(options, features)
+    design = training_design(rows, features.features, relative=options.relative)
     if design is None:
         return None
     used, data = design
-    beyond = error_beyond(data, matrix(used, [LOAD])[:, 0], options)
-    return Candidate(name, len(data.columns), data.choose_penalty(options).score, beyond)
+    if not {f.name for f in data.columns}.issuperset(features.defining):
+        return None
+    choice = data.choose_penalty(options)
+    inside = data.out_of_fold(choice, options)
+    beyond = beyond_load(data, matrix(used, [LOAD])[:, 0], options)
+    return Candidate(
+        features.name,
+        len(data.columns),
+        choice.score,
+        beyond and error_beyond(data, *beyond),
+        inside_pct=typical_error_pct(inside, data.y),
+        beyond_pct=beyond and typical_error_pct(beyond[0], data.y[beyond[1]]),
+        plain=features.is_relative,
+    )
+
+
+def typical_error_pct(predicted: Vector, actual: Vector) -> float:
+    """Return the squared mean of the square roots of relative errors, in percent: hiccups and rare steps do not decide it."""
+    return float(100 * np.mean(np.sqrt(np.abs(predicted - actual) / np.maximum(actual, 1.0))) ** 2)
 
 
 def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Mark the candidate to fit, by `SET_RULE`, and give each candidate its reason."""
-    best = min(candidates, key=lambda c: c.score)
-    close = [c for c in candidates if c.score <= best.score * (1 + TIE)]
-    winner = min(close, key=lambda c: (c.features, c.score))
+    lines = [c for c in candidates if c.plain]
+    sets = [c for c in candidates if not c.plain]
+    if not sets or (lines and _gives_way(_fewest(sets), lines)):
+        line = _best_line(lines)
+        return tuple(replace(c, chosen=c is line, reason=_reason_pct(c, line)) for c in candidates)
+    best, winner = min(sets, key=attrgetter("score")), _fewest(sets)
     return tuple(
-        replace(c, chosen=c is winner, reason=_reason(c, best=best, winner=winner)) for c in candidates
+        replace(
+            c,
+            chosen=c is winner,
+            reason=_reason_pct(c, winner) if c.plain else _reason(c, best=best, winner=winner),
+        )
+        for c in candidates
     )
+
+
+def _fewest(sets: Sequence[Candidate]) -> Candidate:
+    """Return the candidate with the fewest features of those that tie with the best one."""
+    best = min(c.score for c in sets)
+    return min((c for c in sets if c.score <= best * (1 + TIE)), key=lambda c: (c.features, c.score))
+
+
+def _best_line(lines: Sequence[Candidate]) -> Candidate:
+    """Return the best line; of those that tie, one that has the experts of a model with experts."""
+    best = min(c.score_pct for c in lines)
+    return min(
+        (c for c in lines if c.score_pct <= best * (1 + TIE)), key=lambda c: (-c.features, c.score_pct)
+    )
+
+
+def _gives_way(winner: Candidate, lines: Sequence[Candidate]) -> bool:
+    """Return whether a line is better than the best of the other sets, or that is worse than the plain one inside the load."""
+    is_worse = (winner.inside_pct or 0.0) > (lines[0].inside_pct or math.inf) * (1 + NOISE)
+    return is_worse or winner.score_pct > _best_line(lines).score_pct * (1 + TIE)
+
+
+def _reason_pct(candidate: Candidate, winner: Candidate) -> str:
+    errors = f"typical error {candidate.inside_pct or 0:.2g} % inside"
+    if candidate.beyond_pct is not None:
+        errors += f" and {candidate.beyond_pct:.2g} % beyond the training load"
+    return errors if candidate is winner else f"{errors}, no better than {winner.name}"
 
 
 def _reason(candidate: Candidate, *, best: Candidate, winner: Candidate) -> str:

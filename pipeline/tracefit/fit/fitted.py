@@ -95,6 +95,7 @@ class FitOptions:
         reference: Fit the gradient-boosted reference.
         signs: Which coefficients cannot be negative.
         penalties: Penalties and strengths to choose from, in order of preference.
+        relative: Minimise errors in proportion to the target.
     """
 
     drop_outliers: bool = True
@@ -105,6 +106,7 @@ class FitOptions:
     reference: bool = True
     signs: Signs = ANY_SIGN
     penalties: tuple[tuple[Penalty, float], ...] = PENALTIES
+    relative: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,8 @@ class FittedRegime:
     prediction_interval: PredictionInterval
     signs: Signs = ANY_SIGN
     """The signs that were in force."""
+    relative: bool = False
+    """Whether errors in proportion to the target were minimised."""
 
     @property
     def least(self) -> float:

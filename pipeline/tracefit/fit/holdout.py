@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tracefit.fit.fitted import FittedRegime, LinearFit
-    from tracefit.fit.results import Term
+    from tracefit.fit.results import Metrics, Term
     from tracefit.statistics import Flags, Integers, Matrix, Vector
 
 FEWEST_BLOCKS = 10
@@ -280,7 +280,7 @@ def _refitted(regime: FittedRegime, held: pl.DataFrame) -> FittedRegime:
     if held.height < MIN_TRAIN_ROWS:
         return regime
     offered = {f.name: f for f in regime.regime.features}
-    data, _ = design_of(held, [offered[t.feature] for t in regime.terms])
+    data, _ = design_of(held, [offered[t.feature] for t in regime.terms], relative=regime.relative)
     kept = [t for t in regime.terms if offered[t.feature] not in data.columns]
     # Terms that keep their value are subtracted: the others are fitted to what is left.
     kept_us = matrix(held, [t.feature for t in kept]) @ np.array([t.value for t in kept])
@@ -347,8 +347,8 @@ def load_cut(load: Vector) -> float | None:
     return cut if lower >= MIN_TRAIN_ROWS and load.size - lower >= MIN_HOLDOUT_ROWS else None
 
 
-def error_beyond(data: Design, load: Vector, options: FitOptions) -> float | None:
-    """Fit the lower half of the load and return the mean absolute error on the upper half; null where rows are too few.
+def beyond_load(data: Design, load: Vector, options: FitOptions) -> tuple[Vector, Flags] | None:
+    """Fit the lower half of the load; return predictions of the upper half and which rows are; null where rows are too few.
 
     Features, penalty and coefficients are all chosen anew on the lower half, as in a fit of that half alone.
     """
@@ -356,8 +356,12 @@ def error_beyond(data: Design, load: Vector, options: FitOptions) -> float | Non
     if cut is None:
         return None
     upper = load > cut
+    return _fitted_below(data, ~upper, options)(data.x[upper]), upper
+
+
+def error_beyond(data: Design, predicted: Vector, upper: Flags) -> float:
+    """Return the mean absolute error of predictions of the upper half of the load, see `beyond_load`."""
     counts = data.counts[upper]
-    predicted = _fitted_below(data, ~upper, options)(data.x[upper])
     return float(np.abs(predicted - data.y[upper]) @ counts / counts.sum())
 
 
@@ -387,19 +391,56 @@ def load_extrapolation(
         return None
     used = kept.filter(pl.col(LOAD) <= cut)
     above = evaluation_rows(rows.filter(pl.col(LOAD) > cut), options.eval_filter)
-    offered = [f for f in features if f.name in rows.columns and not rows[f.name].null_count()]
-    data, _ = design_of(used, offered)
-    if not data.columns or above.height < MIN_HOLDOUT_ROWS:
+    found = _error_of_a_fit(used, above, features, options)
+    if found is None:
         return None
-    names = [c.name for c in data.columns]
-    predict = _fitted_below(data, np.ones(len(data.y), dtype=bool), options)
-    errors = measure(target_of(above), predict(matrix(above, names)))
+    errors, names = found
     return LoadExtrapolation(
         **asdict(errors),
         load=load,
         cut=cut,
         gradient_boosting=reference(used, above, names) if options.reference else None,
     )
+
+
+def _error_of_a_fit(
+    used: pl.DataFrame, tested: pl.DataFrame, features: Sequence[Feature], options: FitOptions
+) -> tuple[Metrics, list[str]] | None:
+    """Fit a form anew on some rows and measure it on others; return the features too, null where rows are too few."""
+    # The noise of the last row of a log is not known: the fit of a model has no such row, these may have.
+    used = used.drop_nulls("cycle_sd_us") if "cycle_sd_us" in used.columns else used
+    if used.height < MIN_TRAIN_ROWS or tested.height < MIN_HOLDOUT_ROWS:
+        return None
+    offered = [f for f in features if f.name in used.columns and not used[f.name].null_count()]
+    offered = [f for f in offered if not tested[f.name].null_count()]
+    data, _ = design_of(used, offered, relative=options.relative)
+    if not data.columns:
+        return None
+    names = [c.name for c in data.columns]
+    predict = _fitted_below(data, np.ones(len(data.y), dtype=bool), options)
+    return measure(target_of(tested), predict(matrix(tested, names))), names
+
+
+STRETCHES = 10
+"""Equal stretches of a server's time; every third of them is held out."""
+
+
+def error_in_stretches(fitted: LinearFit, features: Sequence[Feature], options: FitOptions) -> Metrics | None:
+    """Fit the form of a model on seven of ten equal stretches of each server's rows, and measure it on the third, sixth and ninth.
+
+    The last 30 % of a run that ends in a drain have small batches alone: the stretches have the load of the whole run. Null
+    where rows are too few.
+    """
+    never = (*splits.ALWAYS, splits.UNKNOWN_FEATURES)
+    rows = fitted.rows.filter(~pl.col("excluded_reason").is_in(never).fill_null(value=False))
+    place = rows.select(in_time().rank("ordinal").over(SERVER) - 1).to_series() * STRETCHES
+    length = rows.select(pl.len().over(SERVER)).to_series()
+    held = (place // length) % 3 == 2
+    # Rows that a fit leaves out are errors like any other once they are held out.
+    kept = rows["excluded_reason"].is_null() | (rows["split"] == "holdout")
+    tested = evaluation_rows(rows.filter(held), options.eval_filter)
+    found = _error_of_a_fit(rows.filter(~held & kept), tested, features, options)
+    return found[0] if found else None
 
 
 def error_over_load(fitted: LinearFit, load: str, options: FitOptions) -> ErrorOverLoad | None:

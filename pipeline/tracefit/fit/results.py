@@ -420,6 +420,9 @@ class Candidate:
             few.
         chosen: Whether it is the candidate that was fitted.
         reason: Why it was chosen or not.
+        inside_pct: Typical relative error inside the training load, for step times; null for other targets.
+        beyond_pct: The same beyond it.
+        plain: Whether it is a line of the plain batch.
     """
 
     name: str
@@ -428,11 +431,20 @@ class Candidate:
     beyond_mae: float | None
     chosen: bool = False
     reason: str = ""
+    inside_pct: float | None = None
+    beyond_pct: float | None = None
+    plain: bool = False
 
     @property
     def score(self) -> float:
         """Geometric mean of both errors."""
         return self.inside_mae if self.beyond_mae is None else math.sqrt(self.inside_mae * self.beyond_mae)
+
+    @property
+    def score_pct(self) -> float:
+        """Geometric mean of both typical errors."""
+        inside = math.inf if self.inside_pct is None else self.inside_pct
+        return inside if self.beyond_pct is None else math.sqrt(inside * self.beyond_pct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,6 +511,7 @@ class Validation:
         held_out_equations: Errors of step times over single steps and intervals, where the hold-out has both.
         error_over_load: Errors of step times in groups of rows by load.
         load_extrapolation: Errors of step times beyond the load that the form was fitted on.
+        stretches: Errors of step times where every third of ten equal stretches of time is held out instead.
         candidates: What was tried inside the training part, and what was chosen.
         classifier: How well the regime of a row is predicted, where there are regimes.
         within_5_pct: Percent of rows predicted within 5 %.
@@ -529,6 +542,7 @@ class Validation:
     held_out_equations: EquationErrors | None = None
     error_over_load: ErrorOverLoad | None = None
     load_extrapolation: LoadExtrapolation | None = None
+    stretches: Metrics | None = None
     candidates: tuple[Candidate, ...] = ()
     classifier: Classifier | None = None
     within_5_pct: float | None = None

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import polars as pl
 
 from tracefit.features import training
 from tracefit.features.sets import Feature, FeatureSet, add_features
-from tracefit.tables.schema import SERVER
+from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.tables.sources import MEANS, CycleSource
 from tracefit.timeline import longest_whole_prompt
 
@@ -95,6 +96,7 @@ def step_frame(
     """Return one row per step or interval of known time, split by time, with warm-up and preemption-heavy rows marked."""
     rows = training.beta_rows(timeline, features, constants, tables.lags, source)
     rows = mark_warm_up(split_by_time(rows), tables.counters, "step_id")
+    rows = keep_sweep(rows, timeline)
     return mark(rows, PREEMPTION_HEAVY, pl.col("preemption_heavy"))
 
 
@@ -154,6 +156,38 @@ def mark_warm_up(rows: pl.DataFrame, counters: pl.DataFrame, step: str) -> pl.Da
     ends = counters.select(*SERVER, "epoch", warm_up_until=pl.col("first_step") + length)
     joined = rows.join(ends, on=[*SERVER, "epoch"], how="left", maintain_order="left")
     return mark(joined, WARM_UP, pl.col(step) < pl.col("warm_up_until"))
+
+
+_WORK = ("prefill_tokens", "prefill_context_tokens", "num_decode_reqs", "context_tokens")
+_PASS_FACTOR = 2.0
+_MOST_COMPARED = 10_000
+"""A recorded step is a warm-up pass where another one with as much work or more, of so many, took less than half of its time."""
+
+
+def keep_sweep(rows: pl.DataFrame, timeline: pl.DataFrame) -> pl.DataFrame:
+    """Take recorded steps of the warm-up back into training, but for warm-up passes.
+
+    Who records steps sweeps through batch sizes before the load: small batches may occur only there. The first pass of a shape
+    may take 70 times as long as the next.
+    """
+    found = rows.join(
+        timeline.select(*ENGINE, "step_id", *(pl.col(name).alias(f"_{name}") for name in _WORK)),
+        on=[*ENGINE, "step_id"],
+        how="left",
+        maintain_order="left",
+    )
+    recorded = pl.col("source") == CycleSource.FPM.value
+    early = recorded & (pl.col("excluded_reason") == WARM_UP)
+    others = found.filter(recorded & (pl.col("excluded_reason").is_null() | early))
+    others = others.gather_every(max(1, -(-others.height // _MOST_COMPARED)))
+    work, time = others.select(f"_{name}" for name in _WORK).to_numpy(), others["y"].to_numpy()
+    steps = found.with_row_index("_row").filter(early)
+    steady = [
+        time[(work >= own).all(axis=1)].min(initial=np.inf) * _PASS_FACTOR >= took
+        for took, *own in steps.select("y", *(f"_{name}" for name in _WORK)).iter_rows()
+    ]
+    back = pl.int_range(pl.len()).is_in(steps["_row"].filter(pl.Series(steady, dtype=pl.Boolean)).implode())
+    return rows.with_columns(excluded_reason=pl.when(~back).then("excluded_reason"))
 
 
 def counted(rows: pl.DataFrame, split: str) -> pl.DataFrame:

@@ -98,7 +98,9 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptio
     )
 
 
-def training_design(rows: pl.DataFrame, features: Sequence[Feature]) -> tuple[pl.DataFrame, Design] | None:
+def training_design(
+    rows: pl.DataFrame, features: Sequence[Feature], *, relative: bool = False
+) -> tuple[pl.DataFrame, Design] | None:
     """Return the training rows of a fit of these features, as a frame and as arrays; null where rows or features are too few.
 
     At most `select.ENOUGH_ROWS` rows are taken, evenly over the frame. Outliers are those that the frame marks.
@@ -108,7 +110,7 @@ def training_design(rows: pl.DataFrame, features: Sequence[Feature]) -> tuple[pl
     used = used.gather_every(max(1, -(-used.height // ENOUGH_ROWS)))
     if used.height < MIN_TRAIN_ROWS:
         return None
-    data, _ = design_of(used, known)
+    data, _ = design_of(used, known, relative=relative)
     return (used, data) if data.columns else None
 
 
@@ -176,7 +178,7 @@ def _fit_one(
 
     `outlying` are its rows that are left out as outliers: its prediction interval covers them.
     """
-    data, left = design_of(used, features)
+    data, left = design_of(used, features, relative=options.relative)
     choice = data.choose_penalty(options)
     if is_worse_than_constant(data.x, data.y, data.folds, data.weights, choice, data.counts):
         reason = "predicts left-out blocks of time worse than a constant"
@@ -211,13 +213,14 @@ def _fit_one(
         collinearity=collinearity(data.x[:, in_model], names, regime.name),
         prediction_interval=NO_INTERVAL,
         signs=options.signs,
+        relative=options.relative,
     )
     if fitted.least <= 0 and options.signs.intercept and options.signs != NON_NEGATIVE:
         # Terms of either sign can predict times below zero within their training ranges. Refitted without negative
         # coefficients they cannot.
         return _fit_one(used, outlying, regime, features, replace(options, signs=NON_NEGATIVE))
     # In-sample errors would make the interval too narrow.
-    predicted = out_of_fold(data.x, data.y, data.folds, data.weights, choice, positive=positive)
+    predicted = data.out_of_fold(choice, options)
     if not data.columns:
         predicted = np.full(len(data.y), intercept.value)
     interval = _interval(fitted, used, predicted, outlying, options.eval_filter)
@@ -367,12 +370,19 @@ class Design:
             self.x, self.y, self.folds, self.weights, options.penalties, positive=positive, counts=self.counts
         )
 
+    def out_of_fold(self, choice: PenaltyChoice, options: FitOptions) -> Vector:
+        """Predict each block of time by a model fitted on the other blocks, clipped at 0; shape (n,)."""
+        positive = options.signs.of(self.columns)
+        return out_of_fold(self.x, self.y, self.folds, self.weights, choice, positive=positive)
+
     def latest(self, share: float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
         """Return which rows are in the last `share` of their run in time, to a permille; shape (n,)."""
         return time_blocks(self.run, self.time, _PERMILLE) >= round((1 - share) * _PERMILLE)
 
 
-def design_of(used: pl.DataFrame, features: Sequence[Feature]) -> tuple[Design, list[OmittedFeature]]:
+def design_of(
+    used: pl.DataFrame, features: Sequence[Feature], *, relative: bool = False
+) -> tuple[Design, list[OmittedFeature]]:
     """Return the rows as arrays of the features that can be fitted, and the other features with reasons.
 
     Args:
@@ -380,6 +390,7 @@ def design_of(used: pl.DataFrame, features: Sequence[Feature]) -> tuple[Design, 
             also optional, is the typical target of the row's scope where several scopes are fitted together: errors of one
             multiple of it count the same.
         features: Candidates in order of preference.
+        relative: Weigh rows by the inverse square of their time, so that errors in proportion to it are minimised.
     """
     names = [f.name for f in features]
     everything, y = matrix(used, names), target_of(used)
@@ -389,7 +400,7 @@ def design_of(used: pl.DataFrame, features: Sequence[Feature]) -> tuple[Design, 
     if "interval_steps" in used.columns:
         steps, sd = matrix(used, ["interval_steps", "cycle_sd_us"]).T
         counts = interval_weights(x, y, steps, sd)
-        weights = noise_weights(x, y, counts)
+        weights = relative_weights(x, y, counts) if relative else noise_weights(x, y, counts)
     if "row_scale_us" in used.columns:
         scale = matrix(used, ["row_scale_us"])[:, 0] ** 2
         counts, weights = counts / scale, weights / scale
@@ -460,6 +471,19 @@ def noise_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
     middle = float(np.median(predicted))
     within = np.clip(predicted, _LEAST_SHARE * middle, _MOST_SHARE * middle)
     both = weights * within ** (-2 * exponent)
+    return np.asarray(both / both.mean())
+
+
+def relative_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
+    """Return weights times the inverse square of predicted times, mean 1; shape (n_rows,).
+
+    The times are those of a first fit weighted by measured ones: these alone would favour the rows that noise made short.
+    """
+    # In stamps of whole seconds most times may be zero.
+    least = _LEAST_SHARE * (float(np.median(y)) or float(y.mean()) or 1.0)
+    first = weights / np.maximum(y, least) ** 2
+    predicted = RobustLinear(positive=True).fit(x, y, first).predict(x)
+    both = weights / np.maximum(predicted, least) ** 2
     return np.asarray(both / both.mean())
 
 

@@ -809,6 +809,11 @@ def trust_lines(entry: results.Validation) -> Iterator[str]:
             f"**Extrapolation:** {entry.extrapolated_rows:,} of {entry.holdout.n:,} held-out rows lie outside the range of "
             f"the training rows ({by_feature}): their predictions, and the errors above, are extrapolations."
         )
+    if every := entry.stretches:
+        yield (
+            f"**Every third of ten equal stretches held out,** in place of the last 30 %: MAPE {percent(every.mape_pct)} % and bias "
+            f"{percent(every.bias_pct)} % (n = {every.n:,}). The last 30 % may hold one kind of load only, such as a drain."
+        )
     if beyond := entry.load_extrapolation:
         yield _beyond_load(beyond, entry.by_load.get("inside"))
     if len(entry.learning_curve) > 1:

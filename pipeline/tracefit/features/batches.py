@@ -1,0 +1,105 @@
+"""What a batch becomes on its way through the server: padded to a captured CUDA graph, and routed to experts.
+
+vLLM captures CUDA graphs of decode batches at certain sizes and runs a batch at the next larger one, so that the time of a step
+is a staircase over its requests. Of a mixture of experts a step reads those that its tokens are routed to. Both are formulas
+over columns of the timeline with one server's numbers in them, as a coefficient file carries them.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from tracefit.features.columns import to_polars
+from tracefit.features.expressions import parse_formula
+
+if TYPE_CHECKING:
+    from tracefit.server.architecture import ModelArchitecture
+    from tracefit.server.context import RunContext
+
+PADDED, EXPERTS, PADDED_EXPERTS = "padded_decode_reqs", "experts_read", "padded_experts_read"
+BATCH_TERMS = (PADDED, EXPERTS, PADDED_EXPERTS)
+"""Columns that `add_batch_terms` adds."""
+
+_SIZES, _MOST = "cudagraph_capture_sizes", "max_cudagraph_capture_size"
+_LARGEST_GRAPH = 512
+_STEPS_PER_FORMULA = 8
+_DIGITS = 12
+
+
+def capture_sizes(context: RunContext) -> tuple[int, ...]:
+    """Return the batch sizes that CUDA graphs are captured at, in order; none without graphs, or where they are not known.
+
+    The sizes are those of the setting, or else the default of vLLM's `_set_cudagraph_sizes`: 1, 2, 4, every 8th up to 256 and
+    every 16th up to the smaller of 512 and twice `max_num_seqs`.
+    """
+    settings = context.settings
+    if context.gpu is None or settings.enforce_eager or settings.is_sglang:
+        return ()
+    stated = _numbers(settings.other.get(_SIZES))
+    if stated:
+        return stated
+    most = next(iter(_numbers(settings.other.get(_MOST))), None)
+    if most is None and settings.max_num_seqs:
+        most = min(2 * settings.max_num_seqs, _LARGEST_GRAPH)
+    return tuple(
+        n for n in (1, 2, 4, *range(8, 256, 8), *range(256, (most or 0) + 1, 16)) if n <= (most or 0)
+    )
+
+
+def _numbers(setting: object) -> tuple[int, ...]:
+    """Return the numbers of a setting, a number or the JSON text of a list of them, in order; none of anything else."""
+    try:
+        found = json.loads(str(setting))
+    except ValueError:
+        return ()
+    listed = found if isinstance(found, list) else [found]
+    return tuple(sorted({n for n in listed if type(n) is int and 0 < n <= _LARGEST_GRAPH * 16}))
+
+
+def batch_formulas(context: RunContext) -> dict[str, str]:
+    """Return the `BATCH_TERMS` that are known of a server as formulas, and the helpers these are written with, before them."""
+    sizes, model = capture_sizes(context), context.architecture
+    formulas = _staircase(sizes) if sizes else {}
+    if model is not None and model.is_moe:
+        ranks = context.settings.data_parallel or 1
+        formulas[EXPERTS] = _experts(model, "num_decode_reqs", ranks)
+        if sizes:
+            formulas[PADDED_EXPERTS] = _experts(model, PADDED, ranks)
+    return formulas
+
+
+def _staircase(sizes: tuple[int, ...]) -> dict[str, str]:
+    """Return the size at which a batch of decodes runs; a step with prompts, or beyond the largest size, is not padded."""
+    steps = [
+        f"min(num_decode_reqs, 1) * {sizes[0]}",
+        *(f"{b - a} * min(1, max(0, num_decode_reqs - {a}))" for a, b in pairwise(sizes)),
+        f"max(0, num_decode_reqs - {sizes[-1]})",
+    ]
+    parts = {
+        f"{PADDED}_{first}": " + ".join(steps[first : first + _STEPS_PER_FORMULA])
+        for first in range(0, len(steps), _STEPS_PER_FORMULA)
+    }
+    alone = "(1 - min(1, num_prefill_reqs))"
+    return {**parts, PADDED: f"min(1, num_prefill_reqs) * num_decode_reqs + {alone} * ({' + '.join(parts)})"}
+
+
+def _experts(model: ModelArchitecture, decodes: str, ranks: int) -> str:
+    """Return the distinct experts of a layer that a step reads, expected if tokens choose evenly.
+
+    Ranks of data parallelism share the experts: the tokens of all of them count, and the others are taken to have as many.
+    """
+    missed = f"{1 - model.experts_per_token / model.experts:.{_DIGITS}g}"
+    return f"{model.experts} * (1 - {missed} ** ({ranks} * ({decodes} + prefill_tokens)))"
+
+
+def add_batch_terms(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
+    """Add `BATCH_TERMS` to a timeline, null where a server does not have them."""
+    formulas = batch_formulas(context)
+    found = timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in BATCH_TERMS)
+    for name, text in formulas.items():
+        found = found.with_columns(to_polars(parse_formula(text, where=name), {}).alias(name))
+    return found.drop(formulas.keys() - set(BATCH_TERMS))
