@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tracefit.commands.inspect import inspect
     from tracefit.commands.locate import scan
     from tracefit.commands.predict import predict
+    from tracefit.commands.replay import replay_runs
     from tracefit.commands.report import report
     from tracefit.commands.requests import requests
     from tracefit.commands.train import TrainOptions, run, train
@@ -45,6 +46,7 @@ _LAZY = {
     "inspect": "tracefit.commands.inspect",
     "load": "tracefit.coefficients.models",
     "predict": "tracefit.commands.predict",
+    "replay_runs": "tracefit.commands.replay",
     "report": "tracefit.commands.report",
     "requests": "tracefit.commands.requests",
     "run": "tracefit.commands.train",
@@ -70,6 +72,7 @@ __all__ = [
     "inspect",
     "load",
     "predict",
+    "replay_runs",
     "report",
     "requests",
     "run",

@@ -22,6 +22,7 @@ from tracefit.results import models, traces
 from tracefit.results.models import (
     CompareResult,
     ExportResult,
+    ReplayResult,
     ReportResult,
     RowPredictions,
     RunResult,
@@ -58,6 +59,7 @@ RESULTS: dict[str, Any] = {
     "predict": StepPrediction | RequestPrediction | RowPredictions,
     "export": ExportResult,
     "compare": CompareResult,
+    "replay": ReplayResult,
     "verify": VerifyResult,
 }
 """Command to what it prints with `--json`."""

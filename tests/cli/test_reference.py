@@ -76,6 +76,7 @@ COMMANDS = {
     "synth": ("--out", "{out}", "--requests", "3"),
     "predict": ("{shipped}", "--scope", "llama-3.1-8b", "--batch", "32", "--context", "1500"),
     "compare": ("{shipped}", "{shipped}"),
+    "replay": ("{trained}",),
     "verify": ("{out}/beta.json", "--tables", "{out}/tables"),
     "export": ("{shipped}", "--to", "csv", "--scope", "llama-3.1-8b", "--out", "{out}"),
 }
@@ -91,10 +92,11 @@ def test_every_command_is_among_them():
     "command",
     [pytest.param(c, marks=[pytest.mark.slow] if c in _SLOW else []) for c in COMMANDS],
 )
-def test_json_is_what_its_schema_says(tracefit, tmp_path, runs, quick, command):
+def test_json_is_what_its_schema_says(tracefit, tmp_path, runs, quick, trained, command):
     def call(name):
         arguments = [
-            a.format(runs=runs, out=tmp_path, shipped=ROOT / "fixtures/models") for a in COMMANDS[name]
+            a.format(runs=runs, out=tmp_path, shipped=ROOT / "fixtures/models", trained=trained)
+            for a in COMMANDS[name]
         ]
         return tracefit(name.split()[0], *arguments, *(quick if name in ("run", "train") else ()), "--json")
 

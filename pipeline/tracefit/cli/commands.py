@@ -269,6 +269,22 @@ def verify(
     return tracefit.verify(file, tables, features=features, progress=terminal)
 
 
+@command("replay {folder}")
+def replay(
+    terminal: Terminal,
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that `tracefit run` wrote.")],
+    run: RunName = None,
+) -> object:
+    """Replay the held-out part of runs with their models: queue, batches and steps.
+
+    Requests come when they came, and are as long as they were; what is in flight at the beginning is given.
+    TTFT, ITL and E2E, throughput and the queue stand beside what was measured.
+
+    Example: `tracefit replay out/`
+    """
+    return tracefit.replay_runs(folder, run=run, progress=terminal)
+
+
 @command("requests of {tables}", output=_JSON)
 def requests(
     terminal: Terminal,

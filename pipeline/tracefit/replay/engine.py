@@ -211,6 +211,17 @@ class ReplayEngine:
         """Add a request; requests come in the order of `queued_us`."""
         self._arriving.append(request)
 
+    def resume(self, request: ReplayedRequest, generated: int) -> None:
+        """Let a request run that has output tokens already; one whose blocks do not fit waits and computes them again."""
+        request.first_us = request.scheduled_us = self.now
+        done = min(request.prompt + generated - 1, request.end - 1)
+        if len(self.running) < self.settings.max_num_seqs and self.cache.grow(request, done):
+            request.computed = done
+            self.running.append(request)
+        else:
+            request.need = done + 1
+            self.send(request)
+
     def advance(self, until_us: float) -> None:
         """Execute steps until one ends at or after a time, or nothing is left to do before it."""
         while self.now < until_us and not self._is_stuck:

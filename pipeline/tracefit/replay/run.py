@@ -28,6 +28,7 @@ class RequestLoad:
         prefix_tokens: Leading tokens of the prompt that it shares; none if not given.
         prefix_group: Requests of one group share the same prefix; if not given, those with the same `prefix_tokens`.
         priority: Smaller is served first where the queue is sorted by it.
+        generated_tokens: Output tokens that each has already at the beginning, which is at 0; those with any run from there.
     """
 
     arrival_us: Vector | Integers
@@ -36,6 +37,7 @@ class RequestLoad:
     prefix_tokens: Integers | None = None
     prefix_group: Integers | None = None
     priority: Integers | None = None
+    generated_tokens: Integers | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +99,13 @@ def replay(
     most = sum(-(-(r.prompt + r.output) // settings.block_size) + 1 for r in requests)
     engines = [ReplayEngine(times, settings, most, rules) for _ in range(servers)]
     server = nothing.copy()
+    done = nothing if load.generated_tokens is None else load.generated_tokens
+    for count, at in enumerate(np.flatnonzero(done).tolist()):
+        server[at] = count % servers
+        engines[server[at]].resume(requests[at], int(done[at]))
     homes: dict[tuple[int, int], int] = {}
-    for count, at in enumerate(np.argsort(queued, kind="stable").tolist()):
+    order = np.argsort(queued, kind="stable")
+    for count, at in enumerate(order[done[order] == 0].tolist()):
         request = requests[at]
         number = count % servers
         if routing != "round_robin" and servers > 1:

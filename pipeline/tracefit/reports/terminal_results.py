@@ -429,6 +429,27 @@ def export_text(result: models.ExportResult) -> str:
     return "\n".join([*lines, f"use     {result.usage}"])
 
 
+def replay_text(result: models.ReplayResult) -> str:
+    """Return what was measured and what the replay gives, a block per run."""
+    blocks = []
+    for run in result.runs:
+        if run.reason is not None:
+            blocks.append(_noted(f"{run.run_id}: not replayed: {run.reason}"))
+            continue
+        head = f"{run.run_id}: {plural(run.requests, 'held-out request')}, {run.in_flight} in flight before"
+        rows = [
+            (
+                q.name,
+                number(q.measured),
+                number(q.replayed),
+                "" if q.error_pct is None else f"{q.error_pct:+.1f} %",
+            )
+            for q in run.quantities
+        ]
+        blocks.append(f"{head}\n{indented(columns(('', 'measured', 'replayed', 'error'), rows))}")
+    return "\n\n".join(blocks)
+
+
 def verify_text(result: models.VerifyResult) -> str:
     """Return whether a refit confirms a file."""
     head = f"{result.numbers:,} values refitted, {result.differing:,} not confirmed"

@@ -354,6 +354,63 @@ class RowPredictions(Shown):
     predictions: tuple[dict[str, object], ...] = ()
 
 
+# -- replay ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A quantity as it was measured, and as the replay gives it.
+
+    Attributes:
+        name: ttft_p50_us, ..., output_tokens_per_s or waiting_mean.
+        measured: In the unit of its name.
+        replayed: In the same unit.
+        error_pct: 100 * (replayed - measured) / measured; null where nothing was measured.
+    """
+
+    name: str
+    measured: float
+    replayed: float
+    error_pct: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunReplay:
+    """The held-out part of a run, replayed.
+
+    Attributes:
+        run_id: The run.
+        scope_id: Whose models replay it; null where no scope was trained on it.
+        requests: Requests that count: they come in the held-out part, and end in the run and in the replay.
+        in_flight: Requests in the server when that part begins: given, not replayed from their arrival.
+        quantities: Measured and replayed; empty where a replay is not possible.
+        reason: Why it is not; null where it is.
+    """
+
+    run_id: str
+    scope_id: str | None
+    requests: int = 0
+    in_flight: int = 0
+    quantities: tuple[Replayed, ...] = ()
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult(Shown):
+    """Runs replayed with the models that were fitted on what came before.
+
+    Attributes:
+        runs: One entry per run.
+    """
+
+    runs: tuple[RunReplay, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 1 where no run can be replayed."""
+        return EXIT_DONE if any(run.quantities for run in self.runs) else EXIT_NOTHING
+
+
 # -- verify ---------------------------------------------------------------------------------------------
 
 
