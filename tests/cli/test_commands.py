@@ -162,7 +162,7 @@ def test_what_rows_lack_is_named_as_the_columns_a_user_can_give(tracefit, tmp_pa
     rows = tmp_path / "rows.csv"
     rows.write_text("num_prefill_reqs,prefill_tokens,num_decode_reqs,decode_tokens\n0,0,3,3\n")
     model = Path(__file__).parents[2] / "fixtures/models/beta.json"
-    code, _, err = tracefit("predict", model, "--scope", "llama-3.1-8b", "--rows", rows)
+    code, _, err = tracefit("predict", model, "--scope", "llama-2-70b", "--rows", rows)
     # The model is of rooflines, which are computed from the tokens that a step reads.
     assert code == 2
     assert "needs context_tokens" in err

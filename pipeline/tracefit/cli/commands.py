@@ -275,10 +275,10 @@ def replay(
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that `tracefit run` wrote.")],
     run: RunName = None,
 ) -> object:
-    """Replay the held-out part of runs with their models: queue, batches and steps.
+    """Replay the held-out part of runs with their models.
 
-    Requests come when they came, and are as long as they were; what is in flight at the beginning is given.
-    TTFT, ITL and E2E, throughput and the queue stand beside what was measured.
+    Queue, batches and steps follow from them. Requests come when they came, and are as long as they were;
+    what is in flight at the beginning is given. Times, throughput and the queue stand beside those measured.
 
     Example: `tracefit replay out/`
     """

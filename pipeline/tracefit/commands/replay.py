@@ -149,7 +149,8 @@ def _engine(
             cached=pl.col("cached_prompt_tokens").fill_null(0),
             # What is in flight has as many tokens as its share of the time between its first and its last.
             share=(cut_ns - pl.col("first_token_ns")) / (pl.col("finished_ns") - pl.col("first_token_ns")),
-            ended=pl.col("finish_status").is_in(["stopped", "length"]),
+            # An unmodified server's spans have no status: those that finished have not been aborted.
+            ended=pl.col("finish_status").fill_null("stopped").is_in(["stopped", "length"]),
         )
         .with_columns(done=(1 + pl.col("share").clip(0, 1) * (pl.col("output") - 1)).floor().cast(pl.Int64))
         .with_columns(done=pl.when(pl.col("share") > 0).then("done").otherwise(0))
