@@ -236,4 +236,5 @@ def test_the_standalone_evaluator_predicts_training_rows_as_tracefit_does(
                 assert evaluator.predict(plain, row) == pytest.approx(row["predicted_us"], rel=1e-9)
             forms.add(plain["form"])
             assert predicted.height > 20
-    assert forms == {"linear", "regimes", "boundary"}
+    # No request of the run with a log waits for room: its waits are one line.
+    assert forms == {"linear", "boundary"} | ({"regimes"} if runs != "logged" else set())

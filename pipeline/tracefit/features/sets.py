@@ -340,7 +340,7 @@ while it reads 10^3 bytes: 1 to 256 FLOP per byte."""
 _LINE_DECODES, _LINE_PADDED, *_LINE_REST = _features("""\
 + num_decode_reqs        | request | per-request cost of a decode
 + padded_decode_reqs     | request | a batch without prompts runs at the size of a captured CUDA graph
-+ prefill_tokens         | token   | prefill is bound by compute per token
++ prefill_tokens         | token   | each prompt token is computed
 + context_tokens         | token   | decode reads the cache of its requests
 + prompt_step            | 1       | a step with prompts does not run as one CUDA graph | min(1, num_prefill_reqs)
 + num_prefill_reqs       | request | per-request cost of a prefill
