@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
 import tracefit as package
 from tracefit.coefficients.model import CoefficientFile
+from tracefit.commands.replay import _missing
 from tracefit.errors import UsageError
 from tracefit.replay.engine import StepBatch
 from tracefit.replay.models import FittedStepTimes, admission_us
@@ -111,3 +113,20 @@ def test_a_run_that_is_not_there_is_named(trained, tracefit):
     code, _, error = tracefit("replay", trained, "--run", "nowhere")
     assert code == 2
     assert "there is no run nowhere" in error
+
+
+@pytest.mark.parametrize(
+    ("traced", "sampling", "reason"),
+    [
+        (0, 0.0, "no request was traced, only steps"),
+        (4, 0.5, "journeys are a sample of 50%: the requests between them are not known"),
+        # Without any journey, other spans may show every request.
+        (4, 0.0, None),
+        (4, None, None),
+    ],
+)
+def test_the_reason_against_a_replay_is_what_was_traced(traced, sampling, reason):
+    facts = {"arrival_ns": range(traced), "prompt_tokens": [5] * traced, "output_tokens": [3] * traced}
+    requests = pl.DataFrame(facts | {"max_tokens": [None] * traced})
+    run = pl.DataFrame({"journey_sampling": [sampling]}, schema={"journey_sampling": pl.Float64})
+    assert _missing(run, requests, {"server": 1}) == reason

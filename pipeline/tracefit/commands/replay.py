@@ -98,9 +98,12 @@ def _missing(run: pl.DataFrame, requests: pl.DataFrame, cuts: dict[str, int]) ->
     known = requests.filter(
         pl.all_horizontal(pl.col("arrival_ns", "prompt_tokens").is_not_null(), _OUTPUT.is_not_null())
     ).height
+    if not requests.height:
+        return "no request was traced, only steps"
     if not cuts:
         return "the model of step times has no rows of this run"
-    if (sampled < ALL_JOURNEYS).any():
+    # None at all is no sample: other spans may show every request.
+    if sampled.is_between(0, ALL_JOURNEYS, closed="none").any():
         share = float(sampled.to_numpy().min())
         return f"journeys are a sample of {share:.0%}: the requests between them are not known"
     if known < ALL_JOURNEYS * requests.height or not known:
