@@ -18,7 +18,7 @@ help: ## show what every target does
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tracefit needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	$(BIN)/python -m compileall -q pipeline
 	@touch $@
@@ -45,7 +45,7 @@ test-browser: $(READY) ## open the report in a headless browser (Chromium); skip
 
 .venv-ray/.ready: requirements-ray.lock pyproject.toml
 	$(PYTHON) -m venv --clear .venv-ray
-	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-ray.lock
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements-ray.lock
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -93,7 +93,7 @@ models: $(READY) ## write models/, fixtures/models/, and the tables in README.md
 	$(BIN)/tracefit run fixtures/generated --out build/generated --quiet
 	mkdir -p fixtures/models
 	cp build/generated/models/*.json build/generated/evaluation.json fixtures/models/
-	$(BIN)/python tests/make_readme_table.py README.md models/evaluation.json models/logged/evaluation.json
+	$(BIN)/python tests/make_readme_table.py README.md models/evaluation.json models/logged/evaluation.json fixtures/models/evaluation.json
 
 screenshot: models ## take the README's picture of the report anew (needs Chromium)
 	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=5000 --window-size=1280,1100 --screenshot=docs/report.png file://$(CURDIR)/build/models/report.html
@@ -111,7 +111,7 @@ site: $(READY) ## make a web site of docs/ in build/site (installs mkdocs-materi
 	build/site-tools/bin/mkdocs build --strict
 
 bench: $(READY) ## measure speed and memory on generated traces (takes minutes)
-	for script in ingestion timeline training receive unmodified; do $(BIN)/python tests/benchmarks/$$script.py; done
+	for script in ingestion timeline training receive unmodified replay; do $(BIN)/python tests/benchmarks/$$script.py; done
 
 bench-scale: $(READY) ## measure one worker and two, local and on Ray (after make test-ray), on 2 GB as one run and as 2,000 (SCALE="--size 200MB --runs 200" for less)
 	$(firstword $(wildcard .venv-ray/bin/python) $(BIN)/python) tests/benchmarks/scale.py $(SCALE) --out build/scale.json
