@@ -47,7 +47,7 @@ def test_what_cannot_be_converted_is_one_line_and_1(tracefit, tmp_path, trained)
 
 @pytest.mark.parametrize(
     "command",
-    [("export", "--to", "wva", "--out"), ("predict", "--batch", 4), ("predict", "--prompt", 50)],
+    [("export", "--to", "dynamo-mocker", "--out"), ("predict", "--batch", 4), ("predict", "--prompt", 50)],
     ids=lambda command: f"{command[0]} {command[1]}",
 )
 def test_a_step_model_that_was_not_fitted_is_a_fault_of_the_data(tracefit, tmp_path, trained, command):
@@ -59,7 +59,7 @@ def test_a_step_model_that_was_not_fitted_is_a_fault_of_the_data(tracefit, tmp_p
     (tmp_path / "alpha.json").write_bytes((trained / "models" / "alpha.json").read_bytes())
     what, *options = command
     if what == "export":
-        options += [tmp_path / "wva", "--tables", trained / "tables"]
+        options += [tmp_path / "mocker", "--tables", trained / "tables"]
     code, out, err = tracefit(what, tmp_path, *options)
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "was not fitted: no step was seen; trace steps" in err

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tracefit import evaluator
+
 ROOT = Path(__file__).parents[2]
 BUILD = "import sys; from setuptools import build_meta as b; print(b.build_{kind}(sys.argv[1]))"
 
@@ -39,6 +41,29 @@ def wheel(tmp_path_factory):
     )
     (built,) = root.glob("*.whl")
     return built
+
+
+def test_the_evaluator_is_a_distribution_of_its_own(tmp_path):
+    """One module without dependencies, of 20 kB, that evaluates a file as tracefit does."""
+    source = shutil.copytree(ROOT / "pipeline/tracefit-evaluator", tmp_path / "source")
+    _run(sys.executable, "-c", BUILD.format(kind="wheel"), tmp_path, cwd=source)
+    (built,) = tmp_path.glob("*.whl")
+    assert built.stat().st_size < 20_000
+    with zipfile.ZipFile(built) as packed:
+        names = packed.namelist()
+        (metadata,) = (name for name in names if name.endswith("/METADATA"))
+        assert "Requires-Dist" not in message_from_bytes(packed.read(metadata))
+        assert [name for name in names if name.endswith(".py")] == ["tracefit_evaluator.py"]
+        packed.extractall(tmp_path / "lib")
+    code = """if True:
+        from tracefit_evaluator import load, predict
+        model = load("beta.json", "beta.cycle_time", scope="codellama-34b")
+        print(predict(model, {"num_decode_reqs": 80, "num_prefill_reqs": 0, "prefill_tokens": 0}))"""
+    shutil.copy(ROOT / "models/beta.json", tmp_path / "lib")
+    told = _run(sys.executable, "-S", "-c", code, cwd=tmp_path / "lib")
+    model = evaluator.load(ROOT / "models/beta.json", "beta.cycle_time", scope="codellama-34b")
+    batch = {"num_decode_reqs": 80, "num_prefill_reqs": 0, "prefill_tokens": 0}
+    assert float(told) == evaluator.predict(model, batch)
 
 
 def _opens(page, folder):

@@ -424,7 +424,7 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            help="The consumer, such as blis, wva or csv; an unknown name lists all of them.",
+            help="The consumer, such as blis, dynamo-mocker or csv; an unknown name lists all of them.",
             autocompletion=_consumer_names,
         ),
     ],

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 # A number of millions of digits takes minutes to convert.
 _MOST_DIGITS = 6
 _BELOW_STEPS = "its tables are per operator, finer than a trace of steps can resolve"
-_REFUSED = dict.fromkeys(("vidur", "llmservingsim", "aiconfigurator"), _BELOW_STEPS)
+_REFUSED = {
+    **dict.fromkeys(("vidur", "llmservingsim", "aiconfigurator"), _BELOW_STEPS),
+    "wva": "since 2026 it learns its parameters online, and no configuration takes any; it takes targets of TTFT and ITL",
+}
 
 
 def export(

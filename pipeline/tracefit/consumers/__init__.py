@@ -8,8 +8,10 @@ from tracefit.consumers.base import Consumer
 from tracefit.consumers.blis import to_blis, to_blis_registry
 from tracefit.consumers.csv import to_csv
 from tracefit.consumers.dynamo import to_dynamo
+from tracefit.consumers.dynamo_planner import to_dynamo_planner
+from tracefit.consumers.fleet_sim import to_fleet_sim
+from tracefit.consumers.latency_predictor import to_latency_predictor
 from tracefit.consumers.llmd_sim import to_llmd_sim
-from tracefit.consumers.wva import to_wva
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,8 +21,10 @@ CONSUMERS = (
     Consumer("blis-registry", to_blis_registry),
     Consumer("csv", to_csv),
     Consumer("dynamo-mocker", to_dynamo),
+    Consumer("dynamo-planner", to_dynamo_planner),
+    Consumer("llm-d-latency-predictor", to_latency_predictor),
+    Consumer("vllm-sr-sim", to_fleet_sim),
     Consumer("llm-d-inference-sim", to_llmd_sim, versioned=True),
-    Consumer("wva", to_wva),
 )
 
 

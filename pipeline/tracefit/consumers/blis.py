@@ -26,8 +26,6 @@ from tracefit.consumers.base import (
     number,
 )
 from tracefit.consumers.blis_fit import fit_blis
-from tracefit.errors import DataError
-from tracefit.server.settings import journey_remedy
 from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
@@ -44,6 +42,9 @@ _CHIPS = {
 }
 """GPU name to BLIS's name. A GPU that is not here keeps its name and is described in hardware_config.json."""
 
+_NO_REQUESTS = (
+    "no traced request has its times: there is none to replay, and the workload of the use line is BLIS's own"
+)
 _HEADER = "trace_version: 2\ntime_unit: microseconds\nmode: real\nwarm_up_requests: 0\n"
 
 
@@ -51,7 +52,7 @@ def to_blis(source: Source) -> Export:
     """Write `defaults.yaml` with the coefficients of one scope, and the other files BLIS needs.
 
     Raises:
-        DataError: The data cannot support them, with the reason.
+        DataError: The steps cannot support them, with the reason.
         UsageError: BLIS refuses the model on so many ranks.
     """
     found = fit_blis(source)
@@ -61,10 +62,11 @@ def to_blis(source: Source) -> Export:
     files: dict[str, str | bytes] = {
         "defaults.yaml": commented(found.notes, text),
         **_server_files(source),
-        "trace-header.yaml": _HEADER,
-        "trace-data.csv": _trace_csv(traced),
     }
     server = _server_flags(source)
+    if not traced.height:
+        return Export(files, found.errors, (*found.notes, _NO_REQUESTS), f"blis run {server}")
+    files |= {"trace-header.yaml": _HEADER, "trace-data.csv": _trace_csv(traced)}
     replayed = (
         f"replay of the traced requests: blis replay --trace-header {OUT}/trace-header.yaml "
         f"--trace-data {OUT}/trace-data.csv {server}"
@@ -146,11 +148,6 @@ def _traced_requests(source: Source) -> pl.DataFrame:
     stamped = source.tables.requests.drop_nulls(["arrival_ns", "first_token_ns", "prompt_tokens"])
     largest = stamped.group_by(ENGINE).len().sort("len", *ENGINE, descending=[True, False, False, False])
     rows = stamped.join(largest.head(1), on=ENGINE).sort("arrival_ns").tail(MOST_TRACED)
-    if not rows.height:
-        raise DataError(
-            "no request has ARRIVED, FIRST_TOKEN and prefill.total_tokens: BLIS has no workload to replay",
-            hint=journey_remedy(stock=source.tables.is_stock),
-        )
     ended = pl.coalesce("departed_ns", "aborted_ns", "finished_ns", "first_token_ns")
     begin = pl.col("arrival_ns").min()
     return rows.select(
@@ -253,7 +250,8 @@ def to_blis_registry(source: Source) -> Export:
         DataError: As `to_blis`.
         UsageError: As `to_blis`.
     """
-    found, context = fit_blis(source), source.scope.context
+    # Its names are those of ten coefficients.
+    found, context = fit_blis(source, only_ten=True), source.scope.context
     # The registry writes chips in lower case.
     gpu = _chip(context.gpu).lower() if context.gpu else "unknown"
     ranks = context.settings.tensor_parallel or 1

@@ -8,7 +8,7 @@ amplifies errors. The steps are therefore fitted under several weightings, each 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -41,8 +41,8 @@ from tracefit.fit.boundary import admission_with_clock, api_waits, clocks_of, qu
 from tracefit.fit.estimators import HUBER, fit_nonnegative
 from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import request_frame
-from tracefit.replay.engine import EngineSettings
-from tracefit.server.settings import ALL_SPANS, DEFAULT_BLOCK_SIZE
+from tracefit.replay.engine import EngineSettings, StepBatch
+from tracefit.server.settings import DEFAULT_BLOCK_SIZE
 from tracefit.tables.dialects import WITHOUT_EVENTS
 from tracefit.tables.schema import ENGINE, SERVER
 
@@ -78,12 +78,19 @@ BAR_PCT: Mapping[tuple[str, int], float] = {
 }
 """The bar for a replay: latency and percentile to the largest acceptable error in percent."""
 
+_SOONEST, _LEAST_SPREAD = 0.1, 0.4
+"""Share of the requests that are the soonest queued; and the share of a step by which they spread if they wait for one. A wait for
+any moment of a step spreads 0.8 of it between these shares."""
+
 MOST_SCALE = 1.06
 SCALE_ROUNDS = 5
 """The factor on step times is found by this many bisections between 1 / `MOST_SCALE` and `MOST_SCALE`, to 0.4 %."""
 
 MOST_NOMINAL = 10.0
 """Largest multiple of its nominal value at which a coefficient still describes its own term."""
+
+_ABOUT = 1.1
+"""A replay so many times as far off as the closest is about as close."""
 
 MAX_DIFFERENCE = 0.2
 """Largest relative difference between BLIS's step and tracefit's at a full batch that needs no note."""
@@ -118,17 +125,23 @@ class BlisCoefficients:
     notes: tuple[str, ...]
 
 
-def fit_blis(source: Source) -> BlisCoefficients:
-    """Fit the overheads, and step times on BLIS's terms under the weighting whose replay is closest on training requests.
+def fit_blis(source: Source, *, only_ten: bool = False) -> BlisCoefficients:
+    """Fit the overheads, and step times on BLIS's terms, in the form and weighting whose replay is closest on training requests.
+
+    Args:
+        source: Models and tables of the scope.
+        only_ten: Whether ten coefficients are the only form.
 
     Raises:
         DataError: The data cannot support them, with the reason.
         UsageError: BLIS refuses the model on so many ranks.
     """
-    arrival, arrival_error, folded = _arrival(source)
+    arrival, arrival_errors, folded = _arrival(source)
     departure, departure_errors, undeparted = _departure(source)
     steps = _steps(source)
     fits = {name: _fit(steps, *weighting) for name, weighting in WEIGHTINGS.items()}
+    if not only_ten:
+        fits |= {f"{_EIGHT}{name}": _fit(steps, *how, eight=True) for name, how in WEIGHTINGS.items()}
     requests, missing = _requests(source, steps.ends)
     training, alpha = _training(requests), (arrival, *departure)
     replays = partial(_replayed, source, alpha)
@@ -137,7 +150,7 @@ def fit_blis(source: Source) -> BlisCoefficients:
     if missing:
         beta, reason = fits[FALLBACK], f"{FALLBACK}; {missing}"
     else:
-        beta, reason = _choose(replays, fits, training)
+        beta, reason = _choose(replays, fits, training, steps)
     beta = np.array([written(v) for v in beta])
     errors, notes = list(_step_errors(steps, beta)), [f"weighting: {reason}"]
     if not missing:
@@ -145,12 +158,13 @@ def fit_blis(source: Source) -> BlisCoefficients:
         errors += replayed
         notes.append(note)
     same = [n for i, n in enumerate(_NAMES) if not steps.varies[i] and steps.x[:, i].any()]
-    errors += [arrival_error, *departure_errors]
+    errors += [*arrival_errors, *departure_errors]
     notes += [
         f"{', '.join(same)} do not vary in one scope: beta6 holds what they add, for this scope alone",
+        "roofline, BLIS's other backend, is no candidate: its command line takes no alpha with it, and its steps have no overhead",
         *_transfer(beta, steps),
         *_full_batch(source, steps, beta),
-        "ten beta: the eleventh that BLIS reads, MoE dispatch between data-parallel ranks, stays at its default, beta3",
+        f"{len(beta)} beta: the eleventh that BLIS reads, MoE dispatch between data-parallel ranks, stays at its default, beta3",
         *folded,
         *undeparted,
         *worse_than_baseline(errors),
@@ -161,23 +175,15 @@ def fit_blis(source: Source) -> BlisCoefficients:
 # -- overheads -------------------------------------------------------------------------------------------
 
 
-def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
+def _arrival(source: Source) -> tuple[int, tuple[HeldOut, ...], tuple[str, ...]]:
     """Return alpha0, the API work of the admission model at the mean prompt, with its error and notes."""
-    # Only the boundary rule knows the API work by itself; QUEUED - ARRIVED holds the wait for the step in progress.
-    model = source.models.models.get("alpha.admission")
-    if not isinstance(model, BoundaryModel):
-        what = "there is no admission model" if model is None else "admission was fitted without a step clock"
-        raise DataError(
-            f"{what}: alpha0 is the API's own work, and BLIS simulates the step boundary and the queue itself",
-            hint="a mean of ARRIVED to QUEUED, or a queue wait, would count a wait twice; "
-            + (
-                f"more requests show more starts of steps: {ALL_SPANS}"
-                if source.tables.is_stock
-                else "trace steps and journeys"
-            ),
-        )
+    if not source.tables.requests["admission_us"].count():
+        return 0, (), ("alpha0 is 0: no request shows the API's work, and TTFT is shorter by as much",)
     rows = request_frame(source.tables, target_named("admission"), FeatureSet("none", ()), {})
     train, held = train_and_holdout(source, rows, ["prompt_tokens"], "ARRIVED to QUEUED")
+    model = source.models.models.get("alpha.admission")
+    if not isinstance(model, BoundaryModel):
+        return _arrival_without_clock(source, train, held)
     per_token = model.work_us_per_prompt_token
     mean = float(train["prompt_tokens"].cast(pl.Float64).to_numpy().mean())
     # BLIS has no API work per prompt token: the mean prompt stands for all.
@@ -194,13 +200,36 @@ def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
     folded = (
         f"alpha0 holds {number(per_token)} us per prompt token at the mean prompt of {mean:.0f} tokens",
     )
-    return alpha, error, folded if per_token else ()
+    return alpha, (error,), folded if per_token else ()
+
+
+def _arrival_without_clock(
+    source: Source, train: pl.DataFrame, held: pl.DataFrame
+) -> tuple[int, tuple[HeldOut, ...], tuple[str, ...]]:
+    """Return alpha0 where no rule takes the wait for the step in progress out of ARRIVED to QUEUED.
+
+    BLIS simulates that wait, so that a mean with it in would count it twice. Its spread is that of a step: where
+    admissions spread far less, QUEUED is stamped on arrival and their mean is the API's work. Else the soonest waited least.
+    """
+    y, trained = target_of(held), target_of(train)
+    step_us = float(np.median(source.tables.timeline["cycle_us"].drop_nulls().to_numpy()))
+    soonest, latest = np.quantile(trained, [_SOONEST, 1 - _SOONEST])
+    waits = latest - soonest > _LEAST_SPREAD * step_us
+    alpha = round(float(soonest if waits else trained.mean()))
+    said = (
+        f"alpha0 is what the soonest {100 * _SOONEST:.0f} % of the requests took: the others hold a wait for the step in progress, which "
+        "BLIS simulates"
+        if waits
+        else "alpha0 is the mean from ARRIVED to QUEUED, which holds no wait for a step: QUEUED is stamped on arrival"
+    )
+    what = "ARRIVED to QUEUED, by alpha0" + (" alone" if waits else "")
+    return alpha, (held_out(what, "us", y, np.full(len(y), float(alpha)), trained),), (said,)
 
 
 def _departure(source: Source) -> tuple[tuple[int, int], tuple[HeldOut, ...], tuple[str, ...]]:
     """Return alpha1 and alpha2 with their error; of spans that know no departure nothing, with a note."""
-    if source.tables.requests["dialect"].is_in(WITHOUT_EVENTS).all():
-        note = "alpha1 and alpha2 are 0: these spans end with the last token, and alpha0 holds no way back of a token"
+    if not source.tables.requests["departure_us"].count():
+        note = "alpha1 and alpha2 are 0: no request shows when it departs, and alpha0 holds no way back of a token"
         return (0, 0), (), (note,)
     rows = request_frame(source.tables, target_named("departure"), FeatureSet("none", ()), {})
     train, held = train_and_holdout(source, rows, ["output_tokens"], "FINISHED to DEPARTED")
@@ -265,19 +294,32 @@ def _steps(source: Source) -> _Steps:
     return _Steps(train, held, x, y, varies, ends)
 
 
-def _fit(steps: _Steps, requests_power: float, time_power: float, huber: float) -> Vector:
+_EIGHT = "eight coefficients, "
+
+
+def _folded(x: Vector) -> Vector:
+    """Return the terms of eight coefficients from those of ten: of the two terms of a phase the larger."""
+    larger = [np.maximum(x[:, compute], x[:, kv]) for compute, kv in ((0, 8), (1, 9))]
+    return np.column_stack([*larger, x[:, 2:8]])
+
+
+def _fit(
+    steps: _Steps, requests_power: float, time_power: float, huber: float, *, eight: bool = False
+) -> Vector:
     # A step without requests has no weight where requests count, and no infinite one.
     requests = np.maximum(steps.x[:, _REQUESTS], 1e-9)
     weights = requests**requests_power / np.maximum(steps.y, 1.0) ** time_power
     # A row of an interval is the mean of several steps.
     weights = weights * steps.train["interval_steps"].to_numpy().astype(float)
-    return fit_nonnegative(steps.x * steps.varies, steps.y, weights / weights.mean(), huber=huber)
+    x = steps.x * steps.varies
+    return fit_nonnegative(_folded(x) if eight else x, steps.y, weights / weights.mean(), huber=huber)
 
 
 def _step_errors(steps: _Steps, beta: Vector) -> Iterator[HeldOut]:
     y = target_of(steps.held)
     # As BLIS cuts them.
-    predicted = np.maximum(np.floor(matrix(steps.held, _NAMES) @ beta), 1.0)
+    x = matrix(steps.held, _NAMES)
+    predicted = np.maximum(np.floor((x if len(beta) == len(_NAMES) else _folded(x)) @ beta), 1.0)
     mixed = steps.held["has_prefill"].to_numpy()
     groups = {
         "step time": np.ones(len(y), dtype=bool),
@@ -301,7 +343,7 @@ def _transfer(beta: Vector, steps: _Steps) -> Iterator[str]:
     """
     implausible = []
     for phase, terms in _PHASES.items():
-        varying = {i: what for i, what in terms.items() if steps.varies[i]}
+        varying = {i: what for i, what in terms.items() if steps.varies[i] and i < len(beta)}
         most = [i for i in varying if beta[i] > MOST_NOMINAL]
         if varying and not any(beta[i] for i in varying):
             implausible.append(f"no {phase} term is above 0")
@@ -322,11 +364,10 @@ def _full_batch(source: Source, steps: _Steps, beta: Vector) -> Iterator[str]:
     trained_on = float(matrix(steps.train, [_NAMES[_REQUESTS]]).max())
     if slots is None or slots <= trained_on or not decode.height:
         return
-    rates = _step_rates(source, beta)
     each = decode[_NAMES[_DECODE_KV]] / decode[_NAMES[_REQUESTS]]
-    per_token = _step_rates(source, np.eye(len(beta))[_DECODE_KV]).context_token
+    per_token = _step_rates(source, np.eye(len(_NAMES))[_DECODE_KV]).context_token
     context = max(float(each.to_numpy().mean()) / per_token - 1, 1.0)
-    blis = rates.constant + slots * (rates.request + rates.decode_request + rates.context_token * context)
+    blis = _step_rates(source, beta).step(StepBatch(decode_reqs=slots, context_tokens=slots * context))
     full = pl.DataFrame({"batch": [float(slots)], "context": [context]})
     try:
         predicted = evaluated_steps(source.models, full)["predicted_us"][0]
@@ -341,6 +382,14 @@ def _full_batch(source: Source, steps: _Steps, beta: Vector) -> Iterator[str]:
 
 def _step_rates(source: Source, beta: Vector) -> StepRates:
     """Return BLIS's step time as a sum of products: the differences of its terms between steps that differ in one count."""
+    if len(beta) < len(_NAMES):
+        one = np.eye(len(_NAMES))
+        phases = (
+            (_step_rates(source, factor * one[compute]), _step_rates(source, factor * one[kv]))
+            for factor, compute, kv in ((beta[0], 0, 8), (beta[1], 1, 9))
+        )
+        rest = np.r_[0.0, 0.0, beta[2:], 0.0, 0.0]
+        return replace(_step_rates(source, rest), larger=tuple(phases))
     # Every term is linear in the counts of a step but the pairs, which are given: differences are exact.
     nothing = dict.fromkeys((*ROOFLINE_COLUMNS, PAIRS_COLUMN), 0.0)
     request, token = nothing | {"num_decode_reqs": 1.0}, nothing | {"prefill_tokens": 1.0}
@@ -459,8 +508,12 @@ def _worst(requests: pl.DataFrame) -> float:
     return max(abs(_error_pct(requests, *what)) / bar for what, bar in BAR_PCT.items())
 
 
-def _choose(replays: _Replay, fits: Mapping[str, Vector], training: pl.DataFrame) -> tuple[Vector, str]:
-    """Choose the weighting with the smallest worst error over the training requests under light and under heavy load.
+def _choose(
+    replays: _Replay, fits: Mapping[str, Vector], training: pl.DataFrame, steps: _Steps
+) -> tuple[Vector, str]:
+    """Choose the fit with the smallest worst error over the training requests under light and under heavy load.
+
+    One whose coefficients stand in for other terms is chosen only where no other is about as close, or as close as asked.
 
     Returns:
         Its coefficients, and how they were chosen, for the user. Where requests were preempted, all of them are scaled.
@@ -474,7 +527,9 @@ def _choose(replays: _Replay, fits: Mapping[str, Vector], training: pl.DataFrame
         enough = [half for half in halves if half.height >= MIN_REQUESTS // 4]
         worst[weighting] = max(map(_worst, enough or [compared]))
         any_preempted |= preempted
-    best = min(worst, key=lambda w: worst[w])
+    enough_error = max(1.0, _ABOUT * min(worst.values()))
+    close = [w for w in worst if worst[w] <= enough_error and not any(_transfer(fits[w], steps))]
+    best = min(close or worst, key=lambda w: worst[w])
     reason = (
         f"{best}, of {len(fits)} the closest replay of {training['counts'].sum()} training requests, "
         f"light and heavy load apart: at worst {worst[best]:.2f} times what is asked (TTFT P50 within 10 %, ITL and E2E P50 "

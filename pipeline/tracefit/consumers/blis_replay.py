@@ -35,24 +35,31 @@ class StepRates:
     decode_request: float
     context_token: float
 
-    def step(self, batch: StepBatch) -> float:
-        """Return the time of one step; 1 us where it computes nothing."""
-        requests = batch.decode_reqs + (batch.prefill_reqs if batch.prefill_tokens else 0)
+    larger: tuple[tuple[StepRates, StepRates], ...] = ()
+    """Pairs of further sums, of which the larger is added: the terms of a phase in the form of eight coefficients."""
+
+    def exact(self, batch: StepBatch, context: float | Vector) -> float | Vector:
+        """Return the time of one step before it is cut, or of several that differ in their context tokens alone."""
         took = (
             self.constant
-            + self.request * requests
+            + self.request * (batch.decode_reqs + (batch.prefill_reqs if batch.prefill_tokens else 0))
             + self.prefill_token * batch.prefill_tokens
             + self.prefill_pair * batch.prefill_pairs
             + self.decode_request * batch.decode_reqs
-            + self.context_token * batch.context_tokens
+            + self.context_token * context
         )
-        return max(int(took), 1) if requests else 1
+        for one, other in self.larger:
+            took = took + np.maximum(one.exact(batch, context), other.exact(batch, context))
+        return took
+
+    def step(self, batch: StepBatch) -> float:
+        """Return the time of one step; 1 us where it computes nothing."""
+        computes = batch.decode_reqs or (batch.prefill_reqs and batch.prefill_tokens)
+        return max(int(self.exact(batch, batch.context_tokens)), 1) if computes else 1
 
     def decoding(self, batch: StepBatch, steps: int, growth: float) -> Vector:
         """Return the times of consecutive steps in which the same requests decode."""
-        context = batch.context_tokens + growth * np.arange(steps)
-        fixed = self.constant + self.request * batch.decode_reqs
-        took = fixed + self.decode_request * batch.decode_reqs + self.context_token * context
+        took = self.exact(batch, batch.context_tokens + growth * np.arange(steps, dtype=np.float64))
         whole: Vector = np.maximum(np.floor(took), 1.0)
         return whole
 

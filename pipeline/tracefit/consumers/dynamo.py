@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 POINTS = 33
 """Points of each axis."""
 
-_COLUMNS = (
+COLUMNS = (
     "prefill_tokens",
     "decode_tokens",
     "context_tokens",
@@ -43,6 +43,7 @@ _COLUMNS = (
     "num_prefill_reqs",
     "running_depth",
 )
+"""Columns of a step that the grids and their errors are made from."""
 
 
 def to_dynamo(source: Source) -> Export:
@@ -51,20 +52,20 @@ def to_dynamo(source: Source) -> Export:
     Raises:
         DataError: The data cannot support it, with the reason.
     """
-    train, held = train_and_holdout(source, source.steps(_COLUMNS), _COLUMNS, "step times")
+    train, held = train_and_holdout(source, source.steps(COLUMNS), COLUMNS, "step times")
     # The sum of both grids counts the constant of a step twice where it does both: where such steps are the rule, prefill
     # leaves it out.
     beside = train.filter((pl.col("prefill_tokens") > 0) & (pl.col("num_decode_reqs") > 0)).height
     alone = train.filter((pl.col("prefill_tokens") > 0) & (pl.col("num_decode_reqs") == 0)).height
     constant = float(_predicted_ms(source, pl.DataFrame({"batch": [0.0]}))[0]) if beside > alone else 0.0
-    grids = _grids(source, train, constant)
+    grids = grids_of(source, train, constant)
     constant_note = (
         "leaves the constant of a step to decode_itl"
         if constant
         else "holds the constant of a step, as decode_itl does"
     )
     counts = f"{beside} training steps prefill beside decodes, {alone} alone"
-    errors = tuple(_errors(grids, train, held))
+    errors = errors_of(grids, train, held)
     notes = (
         f"a step that does both takes the sum: prefill_ttft_ms {constant_note}, {constant:.3f} ms ({counts})",
         "prompt tokens computed before, and prefill requests beyond the first, are not in its grids",
@@ -94,7 +95,7 @@ def _server_flags(source: Source) -> str:
     return flags(given) + off
 
 
-def _grids(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str, Vector | Matrix]:
+def grids_of(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str, Vector | Matrix]:
     """Evaluate the model on the range of the training steps; `constant_ms` is subtracted from prefill."""
     isl, active, context = axes(train)
     batch = active[:, None] / context[None, :]
@@ -146,7 +147,10 @@ def _npz(arrays: Mapping[str, Vector | Matrix]) -> bytes:
     return packed.getvalue()
 
 
-def _errors(grids: Mapping[str, Vector | Matrix], train: pl.DataFrame, held: pl.DataFrame) -> list[HeldOut]:
+def errors_of(
+    grids: Mapping[str, Vector | Matrix], train: pl.DataFrame, held: pl.DataFrame
+) -> tuple[HeldOut, ...]:
+    """Return the errors of the grids, as the mocker reads them, on held-out steps of each kind."""
     y, predicted = held["y"].to_numpy() / 1e3, mocked(grids, held)
     prefill, decode = (held[c].to_numpy() > 0 for c in ("prefill_tokens", "num_decode_reqs"))
     groups = {
@@ -155,11 +159,11 @@ def _errors(grids: Mapping[str, Vector | Matrix], train: pl.DataFrame, held: pl.
         "prefill and decode": prefill & decode,
     }
     trained = train["y"].to_numpy() / 1e3
-    return [
+    return tuple(
         held_out(f"step time, {what}", "ms", y[rows], predicted[rows], trained)
         for what, rows in groups.items()
         if rows.any()
-    ]
+    )
 
 
 def mocked(grids: Mapping[str, Vector | Matrix], steps: pl.DataFrame) -> Vector:

@@ -1,0 +1,1 @@
+../tracefit/evaluator.py
