@@ -282,12 +282,15 @@ SYNTH: Group = {
     ),
     "noise": _option(float, 0.03, min=0, help="Sigma of the log-normal factor on a step's time."),
     "form": _option(
-        Literal["instrumented", "stock", "fpm", "log", "log_seconds"],
+        Literal[
+            "instrumented", "stock", "fpm", "log", "log_seconds", "sglang", "request_log", "bench", "guidellm"
+        ],
         "instrumented",
         help=(
             "Spans of the instrumented server; of an unmodified vLLM, one per request, none of steps; "
-            "or ForwardPassMetrics, or the iterations in vLLM's log, in microseconds or whole seconds: one record for each step, "
-            "none of requests."
+            "ForwardPassMetrics, or the iterations in vLLM's log, in microseconds or whole seconds: one record for each step, "
+            "none of requests; SGLang's spans; the engine's times of each request; or the log of a load generator, "
+            "`vllm bench serve` with the time of every token, or GuideLLM with those of the first and the last."
         ),
     ),
     "step_sampling": _option(float, 1.0, min=0, max=1, help="Share of steps traced."),

@@ -21,7 +21,9 @@ from tracefit.synth.laws import (
 _INFINITE = float("inf")
 
 LawName: TypeAlias = Literal["linear", "roofline"]
-Form: TypeAlias = Literal["instrumented", "stock", "fpm", "log", "log_seconds"]
+Form: TypeAlias = Literal[
+    "instrumented", "stock", "fpm", "log", "log_seconds", "sglang", "request_log", "bench", "guidellm"
+]
 DurationMode: TypeAlias = Literal["schedule", "step"]
 InstanceIds: TypeAlias = Literal["auto", "none", "server", "process"]
 QueuedStamp: TypeAlias = Literal["step_start", "arrival"]
@@ -107,8 +109,9 @@ class SynthOptions:
     hiccup_us: float = 30_000.0  # mean of that delay (exponential)
     empty_step_us: float = 260.0  # time of a step without tokens
 
-    # What is written: the instrumented server's spans; an unmodified server's one span of a request, which knows no step; or
-    # ForwardPassMetrics or vLLM's log (of fine stamps or whole seconds): one record for each step and none of requests.
+    # What is written: the instrumented server's spans; an unmodified server's one span of a request, which knows no step;
+    # ForwardPassMetrics or vLLM's log (of fine stamps or whole seconds): one record for each step and none of requests; SGLang's
+    # spans; the engine's times of each request; or the log of a load generator.
     form: Form = "instrumented"
     step_sampling: float = 1.0  # chance of a step to be in the trace
     rich_sampling: float = 0.0  # chance of such a step to carry request snapshots too

@@ -23,6 +23,7 @@ import yaml
 from tracefit.errors import UsageError
 from tracefit.synth.fpm import fpm_lines
 from tracefit.synth.iteration_log import iteration_lines
+from tracefit.synth.requests import client_lines, request_log_lines
 from tracefit.synth.simulation import EpochLog, StepLog, simulate_server
 from tracefit.synth.spans import export, framed_protobuf, json_lines
 
@@ -45,7 +46,7 @@ class SynthRun:
     options: SynthOptions
     law: StepLaw  # with its coefficients
     batches: tuple[ExportBatch, ...]  # in the order a collector received them; none in a form of records
-    recorded_lines: tuple[bytes, ...]  # of ForwardPassMetrics or a log, in the order they were written
+    recorded_lines: tuple[bytes, ...]  # of a form of records, in the order they were written
     truth_steps: pl.DataFrame  # one row per step, columns as in `STEP_COLUMNS`
     truth_requests: pl.DataFrame  # one row per request, columns as in `REQUEST_COLUMNS`
 
@@ -71,7 +72,7 @@ def synth(options: SynthOptions) -> SynthRun:
     epochs = [
         life for number, rng in enumerate(servers) for life in simulate_server(options, law, number, rng)
     ]
-    recorded = _recorded_lines(options.form, epochs)
+    recorded = _recorded_lines(options.form, epochs, emission)
     return SynthRun(
         options=options,
         law=law,
@@ -84,14 +85,29 @@ def synth(options: SynthOptions) -> SynthRun:
     )
 
 
-_RECORDED = {"fpm": "fpm.jsonl", "log": "vllm.log", "log_seconds": "vllm.log"}
+_RECORDED = {
+    "fpm": "fpm.jsonl",
+    "log": "vllm.log",
+    "log_seconds": "vllm.log",
+    "request_log": "requests.jsonl",
+    "bench": "bench.json",
+    "guidellm": "guidellm.json",
+}
 """Forms of records, which are lines and no spans, and their files."""
 
 
-def _recorded_lines(form: str, epochs: Sequence[EpochLog]) -> list[bytes] | None:
-    if form not in _RECORDED:
-        return None
-    return fpm_lines(epochs) if form == "fpm" else iteration_lines(epochs, is_fine=form == "log")
+def _recorded_lines(form: str, epochs: Sequence[EpochLog], rng: np.random.Generator) -> list[bytes] | None:
+    match form:
+        case "fpm":
+            return fpm_lines(epochs)
+        case "log" | "log_seconds":
+            return iteration_lines(epochs, is_fine=form == "log")
+        case "request_log":
+            return request_log_lines(epochs)
+        case "bench" | "guidellm":
+            return client_lines(epochs, rng, form=form)
+        case _:
+            return None
 
 
 def write_run(

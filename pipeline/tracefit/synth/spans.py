@@ -1,6 +1,6 @@
 """The spans that a server would have sent of a simulation: as data, as OTLP JSON lines and as framed protobuf.
 
-The server is the instrumented one, or an unmodified vLLM, which writes one span per request (`Emitter._stock_spans`). Names of spans, events and attributes, their order and their clocks are those of the real emitter, odd ones included: a step's
+The server is the instrumented one, an unmodified vLLM, which writes one span per request (`Emitter._stock_spans`), or SGLang. Names of spans, events and attributes, their order and their clocks are those of the real emitter, odd ones included: a step's
 `duration_us` is the time in `schedule()`, and a span that loses events loses its oldest. Both encodings are written by hand
 here, so that no code is shared with the rooms that read them.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache, lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -21,6 +21,7 @@ from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.resource.v1 import resource_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from tracefit.synth.requests import outputs_ns, seen_ns, served
 from tracefit.synth.scheduler import FinishStatus
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class ExportBatch:
 # -- emission --------------------------------------------------------------------------------------------
 
 _API, _CORE, _STEP, _STOCK = "vllm.api", "vllm.scheduler", "vllm.scheduler.step", "vllm.tracing.otel"
+_SGLANG = "sglang server"
 # OTLP's SpanFlags: bit 8 says that bit 9, "the parent is in another process", is meant.
 _FLAGS_ROOT, _FLAGS_CHILD_OF_REMOTE = 0x100, 0x300
 # Defaults of the SDK's batch processor: OTEL_BSP_SCHEDULE_DELAY and OTEL_BSP_MAX_EXPORT_BATCH_SIZE.
@@ -96,8 +98,8 @@ _FLUSH_NS = 5_000_000_000
 """Period in which a process exports the spans that ended."""
 _MAX_BATCH_SPANS = 512
 
-_FRONT_LATE_NS, _FRONT_JITTER = 150_000, 0.5
-"""Time from a step's outputs to the front end's stamp of them: its median, and the sigma of its logarithm."""
+_RESULT_NS = 3_000
+"""Time that SGLang's scheduler takes for the result of one request of a batch: assumed."""
 
 _DETAIL_KEYS = {"SCHEDULED": "schedule.kind", "FINISHED": "finish.status"}
 
@@ -118,6 +120,8 @@ class Emitter:
         """Return the spans of the API process and of the engine core."""
         if self._options.form == "stock":
             return list(self._stock_spans()), []
+        if self._options.form == "sglang":
+            return list(self._sglang_spans()), []
         api: list[GeneratedSpan] = []
         core: list[GeneratedSpan] = []
         for request, is_sampled in zip(self._epoch.requests, self._is_sampled, strict=True):
@@ -136,10 +140,7 @@ class Emitter:
         float seconds since 1970; the engine core stamps them once too, on its monotonic clock. Nothing names a step.
         """
         steps = self._epoch.steps
-        late_ns = _FRONT_LATE_NS * np.exp(_FRONT_JITTER * self._front_rng.standard_normal(len(steps)))
-        output_ns = np.array([self._unix_ns(step.output_ns) for step in steps], np.int64)
-        # One process takes the outputs in order.
-        seen_s = (np.maximum.accumulate(output_ns + late_ns.astype(np.int64)) / 1e9).tolist()
+        seen_s = (seen_ns(self._epoch, self._front_rng) / 1e9).tolist()
         for request in self._epoch.requests:
             trace_id, span_id, _ = self._hex(16), self._hex(8), self._hex(8)
             first_token = request.first("FIRST_TOKEN")
@@ -175,6 +176,45 @@ class Emitter:
                 [],
                 kind=SpanKind.SERVER,
             )
+
+    def _sglang_spans(self) -> Iterator[GeneratedSpan]:
+        """Yield what SGLang 0.5.23 writes at trace level 3: of a request, of its two threads, and of its stages in each."""
+        out_ns, seen = outputs_ns(self._epoch), seen_ns(self._epoch, self._front_rng)
+        for place, one in enumerate(served(self._epoch)):
+            request, turn_ns = one.request, _RESULT_NS * (place % 16)
+            trace_id, root, front, scheduler, prefill, decode = (self._hex(n) for n in (16, 8, 8, 8, 8, 8))
+            arrival_ns, handed_ns = self._unix_ns(request.arrival_ns), self._unix_ns(request.socket_ns)
+            tokens = [int(out_ns[step]) + turn_ns for step in one.token_steps]
+            chunks = [one.scheduled_ns, *(int(out_ns[step]) + turn_ns for step in one.prompt_steps)]
+            first, last = (int(seen[one.token_steps[at]]) for at in (0, -1))
+            facts: dict[str, SpanValue] = {
+                "rid": request.api_id,
+                "module": "sglang::request",
+                "gen_ai.usage.completion_tokens": request.done_tokens,
+                "gen_ai.usage.prompt_tokens": request.prompt_tokens,
+                "gen_ai.usage.cached_tokens": request.cached_prompt_tokens,
+                "gen_ai.request.max_tokens": request.max_tokens,
+                "gen_ai.latency.time_to_first_token": (first - arrival_ns) / 1e9,
+                "gen_ai.latency.e2e": (last - arrival_ns) / 1e9,
+            }
+            thread: dict[str, SpanValue] = {"thread_label": "Scheduler", "tp_rank": 0}
+            spans: list[tuple[str, str, str, int, int, dict[str, SpanValue]]] = [
+                ("Req", root, "", arrival_ns, last, facts),
+                ("Tokenizer", front, root, arrival_ns, handed_ns, {"thread_label": "Tokenizer"}),
+                ("tokenize", "", front, arrival_ns, handed_ns, {}),
+                ("Scheduler [TP 0]", scheduler, root, one.queued_ns, tokens[-1], thread),
+                ("prefill_waiting", "", scheduler, one.queued_ns, one.scheduled_ns, {}),
+                ("prefill_forward", prefill, scheduler, one.scheduled_ns, tokens[0], {}),
+            ]
+            if len(chunks) > 2:
+                spans += (("chunked_prefill", "", prefill, *ends, {}) for ends in pairwise(chunks))
+            if len(tokens) > 1:
+                spans.append(("decode_forward", decode, scheduler, tokens[0], tokens[-1], {}))
+            for number, ends in enumerate(pairwise(tokens)):
+                spans.append(("decode_loop", "", decode, *ends, {"decode_ct": number}))
+            for name, span_id, parent, begin_ns, end_ns, attributes in spans:
+                ids = trace_id, span_id or self._hex(8), parent
+                yield self._span((_SGLANG, name), ids, (begin_ns, end_ns), attributes, [])
 
     def _hex(self, size_bytes: int) -> str:
         return self._id_rng.bytes(size_bytes).hex()
