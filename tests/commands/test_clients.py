@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
@@ -27,6 +28,19 @@ def test_a_client_alone_gives_the_law_of_the_steps(tmp_path):
     assert terms["prefill_tokens"] == pytest.approx(20, rel=0.1)
     assert terms["num_decode_reqs"] == pytest.approx(500, rel=0.1)
     assert model["intercept"]["value"] == pytest.approx(15_000, rel=0.05)
+
+
+def test_first_and_last_tokens_of_a_client_alone_give_the_law_of_the_steps(tmp_path):
+    plan, late = clients.planned(400), random.Random(1)
+    for request in plan:
+        request.token_s = [token + late.uniform(0.0004, 0.001) for token in request.token_s]
+    models = models_of(tmp_path, result=clients.guidellm(plan))
+    terms = {term["feature"]: term["value"] for term in models["beta.cycle_time"]["terms"]}
+    assert terms["prefill_tokens"] == pytest.approx(20, rel=0.1)
+    assert terms["num_decode_reqs"] == pytest.approx(500, rel=0.1)
+    assert models["beta.cycle_time"]["intercept"]["value"] == pytest.approx(15_000, rel=0.05)
+    # Nothing of the server's queue is seen.
+    assert set(models) == {"beta.cycle_time"}
 
 
 def test_network_stands_apart_from_the_server(tmp_path):

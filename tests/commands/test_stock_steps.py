@@ -52,7 +52,7 @@ def test_step_time_and_queue_wait_are_fitted_from_spans_of_requests(tracefit, tm
     assert scope["models"]["alpha.queue_wait"]["holdout"]["n"] > 100
     # Sums were seen alone: no error is called that of a step.
     page = (tmp_path / "out" / "report.md").read_text()
-    assert "**Mean step times are typically within" in page
+    assert "Mean step times are typically within" in page
     assert "| mean step time |" in page
     assert "points means of several steps" in page
     assert not re.search(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 
 import polars as pl
@@ -9,6 +10,7 @@ import pytest
 
 from tracefit import ingest, train
 from tracefit.commands.train import TrainOptions
+from tracefit.engines import training
 from tracefit.engines.local import LocalEngine
 from tracefit.engines.training import each_run, frames_of, scope_tables, timeline_in
 from tracefit.synth import SynthOptions, synth, write_run
@@ -73,6 +75,21 @@ def test_workers_get_small_runs_together_and_each_gets_some(tables):
             "abcde"
         )
         assert [len(runs) for runs in jobs] == expected
+
+
+def test_of_very_many_requests_some_are_trained_on_and_the_evaluation_says_so(tmp_path, monkeypatch):
+    """Half of the requests have a span: why the steps cannot be counted is judged by all of them."""
+    run = synth(SynthOptions(name="half", form="stock", requests=400, journey_sampling=0.5))
+    ingest([write_run(run, tmp_path)], tmp_path / "tables", workers=1)
+    monkeypatch.setattr(training, "MOST_PLACED", 60)
+    store = TableStore(tmp_path / "tables")
+    read = store.read("requests").height
+    frames = frames_of(store, "half").tables
+    assert 40 <= frames.requests.height <= 60 < read
+    assert "a sampler kept about" in frames.unknown_batches[0]
+    trained = train(tmp_path / "tables", tmp_path / "models")
+    (scope,) = json.loads(trained.evaluation.read_text())["scopes"]
+    assert f"{frames.requests.height} of {read} requests are trained on" in scope["notes"][0]
 
 
 def test_a_table_that_is_gone_is_one_line(tables, tmp_path):

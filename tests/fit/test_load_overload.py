@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from tracefit.fit.load import find_overloads, runs_to_fit
+from tracefit.fit.load import overload_of, runs_to_fit
 from tracefit.fit.results import Overload
 from tracefit.tables import schema
 
@@ -16,7 +16,6 @@ def _requests(spans, **columns):
     """Requests queued and scheduled at these seconds, none failed, none preempted."""
     frame = pl.DataFrame({"queued_ns": [int(a * 1e9) for a, _ in spans]}).with_columns(
         first_scheduled_ns=pl.Series([int(b * 1e9) for _, b in spans]),
-        run_id=pl.lit("r"),
         server=pl.lit("s"),
         finish_status=pl.lit("length"),
         num_preemptions=pl.lit(0),
@@ -25,8 +24,8 @@ def _requests(spans, **columns):
 
 
 def _reasons(requests, steps=NO_STEPS):
-    found = find_overloads(["r"], requests, steps)
-    return list(found[0].reasons) if found else []
+    found = overload_of("r", requests, steps)
+    return list(found.reasons) if found else []
 
 
 QUIET = [(at, at + 0.001) for at in range(100)]
@@ -94,17 +93,11 @@ def test_without_journeys_the_sampled_steps_tell():
 def test_the_period_names_the_server_of_its_queue():
     """From the first request that waits, at 10 s, for 30 s: of the other server's queue of 9 nothing is said."""
     both = [_requests(_queue(12, 30.0)), _requests(_queue(9, 80.0), server=pl.lit("t"))]
-    (found,) = find_overloads(["r"], pl.concat(both), NO_STEPS)
+    found = overload_of("r", pl.concat(both), NO_STEPS)
     (period,) = found.queued
     assert (period.server, period.peak) == ("s", 12)
     assert (period.from_ns, period.to_ns) == (10_000_000_000, pytest.approx(40_000_000_000, abs=2e6))
     assert period.share == pytest.approx(0.3, abs=1e-3)
-
-
-def test_runs_are_kept_separate():
-    over = _requests(_queue(20, 50.0))
-    both = pl.concat([over, _requests(QUIET, run_id=pl.lit("q"))])
-    assert [one.run_id for one in find_overloads(["q", "r"], both, NO_STEPS)] == ["r"]
 
 
 @pytest.mark.parametrize(

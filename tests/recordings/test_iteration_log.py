@@ -20,6 +20,8 @@ from tracefit.inputs.blocks import Block, inspect_file
 from tracefit.inputs.discovery import open_inputs
 from tracefit.inputs.files import TraceFile
 from tracefit.recordings import iteration_log
+from tracefit.reports.terminal_results import inspect_text
+from tracefit.synth import SynthOptions, synth, write_run
 
 AT = 1_795_424_149.573491
 """2026-11-23 08:55:49.573491 UTC."""
@@ -301,3 +303,13 @@ def test_a_log_may_come_through_a_pipe_and_inspect_says_what_it_lacks():
     assert "78 steps from a line of the log to the next" in shown
     assert "every step, from the lines of the log" in shown
     assert "the log does not have them; spans of the same requests" in shown
+
+
+def test_spans_of_another_server_beside_a_log_are_not_asked_for_once_more(tmp_path):
+    for form, seed in (("log", 5), ("stock", 6)):
+        options = SynthOptions(name=form, form=form, seed=seed, requests=60)
+        write_run(synth(options), tmp_path, formats=("json",))
+    (tmp_path / "stock/traces.json").rename(tmp_path / "log/traces.json")
+    shown = " ".join(inspect_text(tracefit.inspect(tmp_path / "log")).split())
+    assert "requests beside it could be told apart on its lines" in shown
+    assert "start the server with --otlp-traces-endpoint" not in shown

@@ -32,10 +32,14 @@ def in_unix(requests):
     return requests.with_columns(pl.col(times) + 1_700_000_000_000_000_000)
 
 
-@pytest.mark.parametrize("fine", [True, False], ids=["microseconds", "seconds"])
-def test_requests_get_the_steps_that_they_were_in(fine):
+@pytest.mark.parametrize(
+    ("fine", "delay_us"),
+    [(True, 60.0), (False, 60.0), (True, 2_000.0)],
+    ids=["microseconds", "seconds", "front end late"],
+)
+def test_requests_get_the_steps_that_they_were_in(fine, delay_us):
     clock = log_clock(logged(RUN, fine=fine))
-    requests = in_unix(stock_requests(RUN))
+    requests = in_unix(stock_requests(RUN, delay_us=delay_us))
     placed = place_on_log(requests, clock, LIMITS)
     assert placed is not None
     # The log numbers the steps that compute something from 0.

@@ -177,7 +177,11 @@ def _bound(tokens, decodes):
     return 1_000 + 100 * decodes + np.maximum(7_000, 45 * (tokens + decodes))
 
 
-@pytest.mark.parametrize("law", [_linear, _bound])
+def _padded(tokens, decodes):
+    return _linear(tokens, 0) + 600 * 2 ** np.ceil(np.log2(decodes))
+
+
+@pytest.mark.parametrize("law", [_linear, _bound, _padded])
 def test_prompts_whose_times_follow_their_lengths_show_no_prefix_hit(law):
     assert longest_whole_prompt(_intervals(law)) is None
 
@@ -186,6 +190,12 @@ def test_prefix_hits_show_in_prompts_of_equal_length_and_unequal_times():
     """A third of the prompts longer than 128 tokens found 128 of them in the cache."""
     rows = _intervals(_linear, lambda rng, tokens: 128 * ((tokens > 128) & (rng.random(600) < 0.33)))
     assert longest_whole_prompt(rows) == 128
+
+
+def test_prefix_hits_of_most_prompts_show_where_batches_are_padded():
+    """The staircase of the decode batches is no noise that hides the prompts without a hit."""
+    hits = _intervals(_padded, lambda rng, tokens: 128 * ((tokens > 128) & (rng.random(600) < 0.9)))
+    assert longest_whole_prompt(hits) == 128
 
 
 def test_of_hits_in_prompts_of_every_length_none_is_sure_to_be_whole():

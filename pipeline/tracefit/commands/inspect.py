@@ -36,11 +36,11 @@ from tracefit.server.settings import (
     NOT_OF_STOCK,
     SGLANG_STEPS,
     SNAPSHOT_FLAG,
-    SPANS_BESIDE,
+    context_remedy,
     journey_remedy,
     step_remedy,
 )
-from tracefit.tables.dialects import SGLANG, dialect_of, is_known
+from tracefit.tables.dialects import CLIENT, SGLANG, dialect_of, is_known
 from tracefit.tables.health import Check, health_checks
 from tracefit.tables.runs import are_stock, step_counters
 from tracefit.tables.sources import CycleSource
@@ -148,7 +148,8 @@ def _inspect_tables(
             tables = {name: store.read(name, [run_id]) for name in _READ}
             facts[run_id] = _run_facts(run_id, scope.scope_id, tables, files.get(run_id, ()))
             evidence.update(_evidence(tables))
-            found = unknown_batches(tables["requests"], scope.context.settings.max_num_batched_tokens)
+            budget = scope.context.settings.max_num_batched_tokens
+            found = unknown_batches(tables["requests"], budget, has_steps=bool(tables["steps"].height))
             unknown.update(dict.fromkeys(found["reason"]))
         allows = _allowances(evidence, scope.context, "; ".join(unknown))
         scopes.append(ScopeInspection(scope.scope_id, tuple(members), allows))
@@ -228,6 +229,7 @@ def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
         requests=requests.height,
         instrumented_runs=int(not are_stock(tables["runs"])),
         requests_of_sglang=int((requests["dialect"] == SGLANG).sum()),
+        requests_of_clients=int((requests["dialect"] == CLIENT).sum()),
         recorded=int(cycles["cycle_source"].is_in([s.value for s in CycleSource if s.is_recorded]).sum()),
         # Only complete journeys give the running requests of every step.
         complete_runs=int(timeline["running_after"].is_not_null().any()),
@@ -335,7 +337,7 @@ def _context(e: Evidence) -> Allowance:
     name = "context tokens"
     if not e["steps_with_context"]:
         if e["logged"]:
-            return Allowance(name, "no", f"the log does not have them; {SPANS_BESIDE}")
+            return Allowance(name, "no", f"the log does not have them; {context_remedy(e['requests'])}")
         if not e["instrumented_runs"]:
             return Allowance(name, "no", _without_steps(e))
         flags = f"{JOURNEY_FLAGS}, or {SNAPSHOT_FLAG}"
@@ -349,6 +351,8 @@ def _context(e: Evidence) -> Allowance:
 
 
 def _queue_state(e: Evidence) -> Allowance:
+    if 0 < e["requests"] == e["requests_of_clients"]:
+        return Allowance("queue state", "no", "a client does not see what waits in the server")
     if e["complete_runs"] and e["complete_runs"] == e["runs"]:
         source = "steps counted from requests" if e["counted"] else "complete journeys"
         return Allowance("queue state", "yes", f"exact, from {source}")

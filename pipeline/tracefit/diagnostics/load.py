@@ -25,21 +25,28 @@ def measured_latencies(requests: pl.DataFrame) -> dict[str, dict[int, float]]:
 
 
 def latencies_over_load(requests: pl.DataFrame) -> dict[str, pl.DataFrame]:
-    """Return the requests with each latency, `ms`, and those `in_flight` when one arrived, of the `requests` table."""
+    """Return each latency of the requests and how many were in flight when each arrived: run_id, in_flight, ms."""
     began = pl.coalesce("arrival_ns", "queued_ns")
     ended = pl.coalesce("finished_ns", "aborted_ns", "departed_ns")
     rows = requests.with_columns(began=began, ended=ended).drop_nulls("began")
     parts = [
-        part.with_columns(in_flight=_in_flight(part).cast(pl.Float64))
+        part.select(
+            "run_id",
+            *(f"{name}_us" for name in LATENCIES),
+            cut_off=is_cut_off(),
+            in_flight=_in_flight(part).cast(pl.Float64),
+        )
         for _, part in rows.group_by(SERVER, maintain_order=True)
     ]
     if not parts:
         return {}
-    cut_off = is_cut_off()
+    every = pl.concat(parts)
     found = {}
     for name in LATENCIES:
         ms = pl.col(f"{name}_us") / US_PER_MS
-        known = pl.concat(parts).filter(ms > 0, pl.lit(name == "ttft") | ~cut_off).with_columns(ms=ms)
+        known = every.filter(ms > 0, pl.lit(name == "ttft") | ~pl.col("cut_off")).select(
+            "run_id", "in_flight", ms=ms
+        )
         if known.height >= 2:
             found[name] = known
     return found

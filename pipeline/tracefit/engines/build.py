@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import polars as pl
 
@@ -24,7 +24,7 @@ from tracefit.tables.staging import read_staged
 from tracefit.tables.store import RunWriter, put_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tracefit.inputs.files import TraceFile
     from tracefit.recordings.kv_events import KvRows
@@ -142,7 +142,7 @@ def _build(task: RunTask, folder: Path) -> BuiltRun:
         writer.write_all(_kv_tables(task, writer.read))
         runs = writer.read("runs")
         if is_small(runs, task.options.build):
-            writer.write_all(timeline_of(writer.read, task.context))
+            writer.write_all(timeline_of(writer, task.context))
             runs = writer.read("runs")
         return BuiltRun(writer.close(), {}, runs)
 
@@ -179,16 +179,33 @@ def is_small(runs: pl.DataFrame, limits: BuildLimits) -> bool:
     return events <= limits.small_run_rows
 
 
-def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dict[str, pl.DataFrame]:
+class WrittenTables(Protocol):
+    """The tables of one run that were written."""
+
+    def read(self, name: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
+        """Return a table, with all columns or some."""
+
+    def pieces(self, name: str) -> Iterator[pl.DataFrame]:
+        """Yield the rows of a table in their order."""
+
+
+def timeline_of(
+    tables: WrittenTables, context: RunContext
+) -> dict[str, pl.DataFrame | Iterator[pl.DataFrame]]:
     """Build the timeline of one run, and add the step times it gives to the run's requests.
 
     Values of either that cannot be are left out, counted in `runs` and listed in `rejects`.
 
     Args:
-        read: Returns a table of the run.
+        tables: The other tables of the run.
         context: Its server.
+
+    Returns:
+        Table name to its rows, of a table that was read in pieces to its next pieces.
     """
     from tracefit.timeline import (  # noqa: PLC0415 - most ingests need none
+        COUNTED_COLUMNS,
+        PLACED_COLUMNS,
         build_timeline,
         count_steps,
         events_of,
@@ -198,58 +215,74 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
         with_step_times,
     )
 
-    snapshots, journeys, requests = read("request_snapshots"), read("journey_events"), read("requests")
-    runs, steps, limits = read("runs"), read("steps"), engine_limits(context)
+    snapshots, journeys = tables.read("request_snapshots"), tables.read("journey_events")
+    runs, steps, limits = tables.read("runs"), tables.read("steps"), engine_limits(context)
+    requests = tables.read("requests", COUNTED_COLUMNS)
     of_client = pl.col("cycle_source").eq_missing(CycleSource.CLIENT.value)
     # A client's steps are what is left of them: any record of the server knows more.
     if (requests["dialect"] != CLIENT).any() or steps.filter(~of_client).height:
         steps = steps.filter(~of_client)
-    complete, own = journeys.height > 0 and _journeys_complete(context, runs, requests), requests
+    complete = journeys.height > 0 and _journeys_complete(context, runs, requests)
     counted = starts = None
     if not steps.height and not journeys.height:
-        counted = count_steps(schema.REQUESTS.shape(requests), limits)
-        own, starts = counted.requests, counted.starts
-        journeys, complete = events_of(own), starts.height > 0
+        counted = count_steps(requests, limits)
+        complete = counted.starts.height > 0
     elif not journeys.height and steps.filter(is_logged()).height:
         clock = log_clock(steps)
         steps, starts = clock.steps, clock.starts
-        counted = place_on_log(schema.REQUESTS.shape(requests), clock, limits)
+        counted = place_on_log(requests, clock, limits)
         if counted:
-            own, starts = counted.requests, counted.starts
             steps = steps.with_columns(cycle_us=pl.when(~is_logged()).then("cycle_us"))
-            journeys = events_of(own)
-            complete = own.height >= COMPLETE_SHARE * requests.height
-    built = build_timeline(
+            complete = counted.rows.len() >= COMPLETE_SHARE * requests.height
+    del requests
+    if counted:
+        # There may be a million, of which some thousands are placed: they are read and written in pieces.
+        own = _rows_at(tables, counted.rows).with_columns(counted.requests.select(PLACED_COLUMNS))
+        journeys, starts = events_of(own), counted.starts
+    else:
+        own = tables.read("requests")
+    steps_built = build_timeline(
         steps, snapshots, journeys, limits, journeys_complete=complete, known_starts=starts
     )
     if context.settings.is_sglang:
         gpu_time = pl.col("cycle_source", "composition_source").replace(
             {CycleSource.FPM.value: CycleSource.FPM_GPU.value}
         )
-        built = built.with_columns(gpu_time)
-    timeline, odd_steps = schema.TIMELINE.sift_derived(built)
+        steps_built = steps_built.with_columns(gpu_time)
+    timeline, odd_steps = schema.TIMELINE.sift_derived(steps_built)
     timed = with_step_times(schema.REQUESTS.shape(own), timeline, journeys, snapshots)
     timed, odd_requests = schema.REQUESTS.sift_derived(timed)
+    built: dict[str, pl.DataFrame | Iterator[pl.DataFrame]] = {"timeline": timeline}
     if counted:
-        # They keep their order: sorting is a second copy.
-        timed = _replaced(schema.REQUESTS.shape(requests), counted.rows, schema.REQUESTS.shape(timed))
+        built["requests"] = _replaced(tables, counted.rows, schema.REQUESTS.shape(timed))
     else:
-        timed = schema.REQUESTS.conform(timed)
-    tables = {"timeline": timeline, "requests": timed}
+        built["requests"] = schema.REQUESTS.conform(timed)
     odd = pl.concat([odd_steps, odd_requests])
     if odd.height:
-        tables["runs"], tables["rejects"] = with_implausible(runs, read("rejects"), odd)
-    return tables
+        built["runs"], built["rejects"] = with_implausible(runs, tables.read("rejects"), odd)
+    return built
 
 
-def _replaced(whole: pl.DataFrame, places: pl.Series, rows: pl.DataFrame) -> pl.DataFrame:
-    """Replace rows of a table at their places, column by column: there may be a million, of which a second copy takes too much."""
-    changed = [name for name in rows.columns if not rows[name].equals(whole[name].gather(places))]
-    new = rows.select(changed).with_columns(places.alias("place"), is_new=pl.lit(value=True))
-    every = pl.select(place=pl.int_range(whole.height, dtype=pl.UInt32))
-    spread = every.join(new, on="place", how="left", maintain_order="left")
-    is_new = spread["is_new"].fill_null(value=False)
-    return whole.with_columns(spread[name].zip_with(is_new, whole[name]) for name in changed)
+def _numbered(tables: WrittenTables) -> Iterator[pl.DataFrame]:
+    """Yield the requests in pieces, each row with its number `row`."""
+    first = 0
+    for piece in tables.pieces("requests"):
+        yield schema.REQUESTS.shape(piece).with_row_index("row", first)
+        first += piece.height
+
+
+def _rows_at(tables: WrittenTables, rows: pl.Series) -> pl.DataFrame:
+    """Return the requests at some places, which increase."""
+    places = rows.to_frame("row")
+    found = (piece.join(places, on="row", how="semi", maintain_order="left") for piece in _numbered(tables))
+    return pl.concat([schema.REQUESTS.empty(), *(piece.drop("row") for piece in found)])
+
+
+def _replaced(tables: WrittenTables, rows: pl.Series, new: pl.DataFrame) -> Iterator[pl.DataFrame]:
+    """Yield the requests in pieces, some of them replaced."""
+    numbered = new.with_columns(row=rows)
+    for piece in _numbered(tables):
+        yield piece.update(numbered, on="row", include_nulls=True).drop("row")
 
 
 def engine_limits(context: RunContext) -> EngineLimits:

@@ -16,13 +16,14 @@ import polars as pl
 from tracefit.engines.build import engine_limits, timeline_of
 from tracefit.engines.jobs import Job, take_together
 from tracefit.fit.fitted import ScopeTables
-from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads
+from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, overload_of
 from tracefit.recordings.kv_columns import with_kv_cache, with_prefix_hits
 from tracefit.server.context import context_from_json
 from tracefit.tables.dialects import STOCK
 from tracefit.tables.runs import step_counters
 from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.timeline import (
+    COUNTED_COLUMNS,
     MOST_PLACED,
     clock_disagreements,
     events_of,
@@ -59,10 +60,23 @@ class RunFrames:
     overload: Overload | None
 
 
+@dataclass(frozen=True, slots=True)
+class _StoredTables:
+    store: TableStore
+    run_id: str
+
+    def read(self, name: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
+        return self.store.read(name, [self.run_id], columns)
+
+    def pieces(self, name: str) -> Iterator[pl.DataFrame]:
+        yield self.read(name)
+
+
 def timeline_in(store: TableStore, run_id: str) -> dict[str, pl.DataFrame]:
     """Build the timeline of a run from its tables in a folder; see `timeline_of`."""
     context = _context(store, store.read("runs", [run_id]), run_id)
-    return timeline_of(lambda name: store.read(name, [run_id]), context)
+    built = timeline_of(_StoredTables(store, run_id), context)
+    return {n: rows if isinstance(rows, pl.DataFrame) else pl.concat(rows) for n, rows in built.items()}
 
 
 def frames_of(store: TableStore, run_id: str) -> RunFrames:
@@ -75,7 +89,10 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
     context = _context(store, runs, run_id)
     limits, architecture = engine_limits(context), context.architecture
     timeline, journeys = store.read("timeline", [run_id]), store.read("journey_events", [run_id])
-    steps, requests = store.read("steps", [run_id]), _requests_of(store, run_id)
+    steps = store.read("steps", [run_id])
+    requests, unknown = _requests_of(
+        store, run_id, limits.max_num_batched_tokens, has_steps=bool(steps.height)
+    )
     # Spans of an unmodified server do not name the engine core's request: the client's id is the key of both.
     requests = requests.with_columns(core_request_id=pl.coalesce("core_request_id", "request_id"))
     # Steps counted from requests have the events of these; they are no second witness of the clock.
@@ -89,8 +106,8 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
         kv_bytes_per_token=architecture.kv_bytes_per_token if architecture else None,
     )
     found = {(run, server): lag for run, server, lag in execution_lags(timeline, events).iter_rows()}
-    overloads = find_overloads(
-        [run_id], store.read("requests", [run_id], REQUEST_COLUMNS), steps.select(STEP_COLUMNS)
+    overload = overload_of(
+        run_id, store.read("requests", [run_id], REQUEST_COLUMNS), steps.select(STEP_COLUMNS)
     )
     tables = ScopeTables(
         runs=runs,
@@ -103,21 +120,37 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
         # A server whose journeys do not show the lag is taken to schedule in step with execution.
         lags={key: found.get(key, 0) for key in runs.select(SERVER).iter_rows()},
         requeue_waits=requeue_waits(journeys),
-        unknown_batches=tuple(unknown_batches(requests, limits.max_num_batched_tokens)["reason"]),
+        unknown_batches=unknown,
     )
-    return RunFrames(tables, overloads[0] if overloads else None)
+    return RunFrames(tables, overload)
 
 
-def _requests_of(store: TableStore, run_id: str) -> pl.DataFrame:
-    """Read the requests of a run; of servers with very many of which some windows are placed on steps, these alone."""
-    dialects = store.read("requests", [run_id], [*SERVER, "dialect", "first_token_step"])
-    placed = pl.col("first_token_step").is_not_null() & (pl.col("dialect") == STOCK)
-    counts = dialects.group_by(SERVER).agg(placed=placed.sum())
-    some = counts.filter(pl.col("placed") >= MOST_PLACED)["server"].to_list()
-    if not some:
-        return store.read("requests", [run_id])
-    kept = store.scan("requests", [run_id]).filter(placed | ~pl.col("server").is_in(some))
-    return kept.collect(engine="streaming")
+def _requests_of(
+    store: TableStore, run_id: str, budget: int | None, *, has_steps: bool
+) -> tuple[pl.DataFrame, tuple[str, ...]]:
+    """Read the requests of a run, and why the batches of its unmodified servers are unknown.
+
+    Of a server with very many requests, those in the windows that are placed on steps; where none is, one in so many.
+    """
+    is_stock = pl.col("dialect") == STOCK
+    placed = pl.col("first_token_step").is_not_null() & is_stock
+    facts = store.read("requests", [run_id], [*SERVER, "dialect", "first_token_step"])
+    counts = facts.group_by(SERVER).agg(placed=placed.sum(), stock=is_stock.sum())
+    windows = counts.filter(pl.col("placed") >= MOST_PLACED)["server"].to_list()
+    rest = counts.filter(~pl.col("server").is_in(windows), pl.col("stock") > MOST_PLACED)
+    if not windows and not rest.height:
+        requests = store.read("requests", [run_id])
+        return requests, tuple(unknown_batches(requests, budget, has_steps=has_steps)["reason"])
+    of = pl.col("server")
+    every = -(-max(rest["stock"].to_list(), default=0) // MOST_PLACED)
+    kept = placed | ~of.is_in(windows)
+    if rest.height:
+        kept &= ~of.is_in(rest["server"].to_list()) | (pl.col("row") % every == 0)
+    chosen = store.scan("requests", [run_id]).with_row_index("row").filter(kept).drop("row")
+    whole = store.read("requests", [run_id], COUNTED_COLUMNS).filter(~of.is_in(windows))
+    return chosen.collect(engine="streaming"), tuple(
+        unknown_batches(whole, budget, has_steps=has_steps)["reason"]
+    )
 
 
 def _context(store: TableStore, runs: pl.DataFrame, run_id: str) -> RunContext:

@@ -219,8 +219,8 @@ def _value(node: Node, value_of: Callable[[str], Operand], algebra: Algebra[Oper
         case Name(name):
             return value_of(name)
         case Binary(operator, left, right):
-            sides = (_value(side, value_of, algebra) for side in (left, right))
-            return algebra.binary(operator, *sides)
+            # Two calls, not a loop: a replay computes formulas a million times.
+            return algebra.binary(operator, _value(left, value_of, algebra), _value(right, value_of, algebra))
         case Call(function, arguments):
             return algebra.extreme(function, [_value(argument, value_of, algebra) for argument in arguments])
 

@@ -119,26 +119,20 @@ MAX_PREEMPTIONS_PER_REQUEST = 0.1
 
 _FAILED = ("aborted", "error")
 
-REQUEST_COLUMNS = ("run_id", "server", "finish_status", "num_preemptions", "queued_ns", "first_scheduled_ns")
-STEP_COLUMNS = ("run_id", "server", "ts_start_ns", "waiting_depth", "num_preempted")
+REQUEST_COLUMNS = ("server", "finish_status", "num_preemptions", "queued_ns", "first_scheduled_ns")
+STEP_COLUMNS = ("server", "ts_start_ns", "waiting_depth", "num_preempted")
 """Columns that the rules need."""
 
 
-def find_overloads(
-    run_ids: Sequence[str], requests: pl.DataFrame, steps: pl.DataFrame
-) -> tuple[Overload, ...]:
-    """Return the overloaded runs among some runs, in order.
+def overload_of(run_id: str, requests: pl.DataFrame, steps: pl.DataFrame) -> Overload | None:
+    """Return why a run was overloaded; null if it was not.
 
     The depth of the queue comes from the journeys, or from the sampled steps of a run without journeys. The tables have the
-    columns `REQUEST_COLUMNS` and `STEP_COLUMNS` at least.
+    columns `REQUEST_COLUMNS` and `STEP_COLUMNS` at least, of this run alone.
     """
-    found = []
-    for run_id in run_ids:
-        run_requests, run_steps = (frame.filter(pl.col("run_id") == run_id) for frame in (requests, steps))
-        queued = _growing_queues(run_requests, run_steps)
-        if reasons := tuple(_broken_rules(run_requests, run_steps, queued)):
-            found.append(Overload(run_id, reasons, queued=queued))
-    return tuple(found)
+    queued = _growing_queues(requests, steps)
+    reasons = tuple(_broken_rules(requests, steps, queued))
+    return Overload(run_id, reasons, queued=queued) if reasons else None
 
 
 def runs_to_fit(

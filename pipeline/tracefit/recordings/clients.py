@@ -8,7 +8,8 @@
 | AIPerf `profile_export.jsonl` | JSON lines | 0.13.0 | every one, if a chunk is one |
 
 Where every token has its time and the client is the only one, the steps of the engine are seen: outputs of a step come together,
-and steps apart (`tables.stages`). A prompt is taken to be computed by the step of its first token.
+and steps apart (`tables.stages`). A prompt is taken to be computed by the step of its first token. Of the first and the last
+tokens alone the steps are counted, as of the spans of an unmodified server (`timeline.request_steps`).
 """
 
 from __future__ import annotations
@@ -439,7 +440,7 @@ for _name, _title, _keys, _line, _parts, _clock, _more in (
         None,
         _guide_parts,
         "the client's wall clock",
-        "",
+        "; alone, `timeline` as spans of stock vLLM do",
     ),
     (
         "inference_perf",

@@ -574,11 +574,17 @@ def step_remedy(*, stock: bool) -> str:
     return ALL_SPANS if stock else f"the summaries of all steps give it: start the server with {STEP_FLAGS}"
 
 
-SPANS_BESIDE = (
-    "spans of the same requests, in the same run folder, give context tokens, queue wait and admission: start the server with "
-    f"{ENDPOINT_FLAG} URL"
-)
-"""What steps that were recorded or logged by an unmodified server lack, and how to get it."""
+def context_remedy(requests: int) -> str:
+    """Say how to get the context tokens of the steps of a log, beside which so many requests were read."""
+    if requests:
+        return (
+            f"too few of the {requests:,} requests beside it could be told apart on its lines; microseconds in its format and "
+            "the log and spans of one server alone make it surer"
+        )
+    return (
+        "spans of the same requests, in the same run folder, give context tokens, queue wait and admission: start the server "
+        f"with {ENDPOINT_FLAG} URL"
+    )
 
 
 def journey_remedy(*, stock: bool, after_last_token: bool = False) -> str:

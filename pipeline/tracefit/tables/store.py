@@ -367,9 +367,8 @@ class TableStore:
             return empty if columns is None else empty.select(c for c in empty.columns if c in columns)
         found = pl.concat(frames, how="diagonal_relaxed")
         # Columns are added within a version of the tables: older ones lack them.
-        lacking = (
-            [c for c in schema.TABLES[name].columns if c.name not in found.columns] if columns is None else []
-        )
+        wanted = [c for c in schema.TABLES[name].columns if columns is None or c.name in columns]
+        lacking = [c for c in wanted if c.name not in found.columns]
         return found.with_columns(pl.lit(None, c.polars).alias(c.name) for c in lacking)
 
     def scan(self, name: str, run_ids: list[str] | None = None) -> pl.LazyFrame:
@@ -513,15 +512,23 @@ class RunWriter:
             self._open = _TableFileWriter(schema.TABLES[name], self._scratch / f"{name}.parquet")
         self._open.write(rows)
 
-    def write_all(self, tables: Mapping[str, pl.DataFrame]) -> None:
-        """Write whole tables."""
+    def write_all(self, tables: Mapping[str, pl.DataFrame | Iterator[pl.DataFrame]]) -> None:
+        """Write whole tables, some of them in pieces."""
         for name, rows in tables.items():
-            self.write(name, rows)
+            for piece in (rows,) if isinstance(rows, pl.DataFrame) else rows:
+                self.write(name, piece)
 
-    def read(self, name: str) -> pl.DataFrame:
-        """Return a table that was written."""
+    def read(self, name: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
+        """Return a table that was written, with all columns or some."""
         self._finish()
-        return read_part(self._parts[name])
+        return read_part(self._parts[name], columns)
+
+    def pieces(self, name: str) -> Iterator[pl.DataFrame]:
+        """Yield the rows of a table that was written; another one may be written meanwhile."""
+        self._finish()
+        with pq.ParquetFile(self._parts[name]) as file:
+            for rows in file.iter_batches(PIECE_ROWS):
+                yield _to_polars(rows)
 
     def scan(self, name: str) -> pl.LazyFrame:
         """Return a table that was written as a lazy frame."""
@@ -661,11 +668,12 @@ def read_part(part: Path, columns: Sequence[str] | None = None, *, where: str | 
         # Not read_table, which loads pyarrow's datasets first.
         with pq.ParquetFile(part) as file:
             wanted = None if columns is None else [n for n in file.schema_arrow.names if n in columns]
-            frame = pl.from_arrow(file.read(wanted))
+            return _to_polars(file.read(wanted))
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError("is not a readable Parquet file", where=where, hint=_AGAIN) from error
-    if not isinstance(frame, pl.DataFrame):
-        raise DataError("holds no table", where=where)
-    return frame.with_columns(pl.col(pl.Categorical).cast(pl.String))
+
+
+def _to_polars(rows: pa.Table | pa.RecordBatch) -> pl.DataFrame:
+    return pl.DataFrame(rows).with_columns(pl.col(pl.Categorical).cast(pl.String))

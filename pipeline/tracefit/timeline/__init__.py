@@ -11,12 +11,20 @@ from tracefit.timeline.logged_requests import place_on_log
 from tracefit.timeline.logged_steps import is_logged, log_clock
 from tracefit.timeline.queue import queue_state
 from tracefit.timeline.request_evidence import longest_whole_prompt, unknown_batches
-from tracefit.timeline.request_steps import MOST_PLACED, count_steps, events_of
+from tracefit.timeline.request_steps import (
+    COUNTED_COLUMNS,
+    MOST_PLACED,
+    PLACED_COLUMNS,
+    count_steps,
+    events_of,
+)
 from tracefit.timeline.request_times import with_step_times
 from tracefit.timeline.segments import requeue_waits
 
 __all__ = [
+    "COUNTED_COLUMNS",
     "MOST_PLACED",
+    "PLACED_COLUMNS",
     "EngineLimits",
     "build_timeline",
     "clock_disagreements",

@@ -19,7 +19,7 @@ from tracefit.statistics import robust_sd_expr
 from tracefit.tables.schema import ENGINE
 from tracefit.timeline.engines import range_add
 from tracefit.timeline.logged_steps import CHANGE, FINE, LoggedSteps, is_logged
-from tracefit.timeline.request_graph import BUDGET, USED, Spans, graph_of, potentials, usable
+from tracefit.timeline.request_graph import BUDGET, USED, Spans, graph_of, is_usable, potentials
 from tracefit.timeline.request_steps import STAMP_SD_US, RequestSteps, on_steps
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ _FOUND = 0.3
 _AGREE = 0.5
 """Least share of the steps on which log and placed requests agree, if the two are of one server."""
 
+_SURE_VOTES = 5
+"""A line with as many tokens counts as much as so many that are merely the nearest: outputs may be stamped some steps late."""
+
 _NEAR_S = 0.05
 """A fine stamp is at most so far from the end of its step."""
 
@@ -58,7 +61,7 @@ def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimit
         Those that are placed, and the starts of the steps on the clock of the spans.
     """
     numbered = requests.with_row_index("row")
-    rows = usable(numbered.select("row", *ENGINE, *USED)).sort("arrival_ns", "row")
+    rows = numbered.select("row", *ENGINE, *USED).filter(is_usable()).sort("arrival_ns", "row")
     lines = clock.steps.filter(is_logged()).drop_nulls("unix_ns").sort("epoch", "step_id")
     servers = {frame["server"].n_unique() for frame in (rows, lines)}
     if servers != {1} or rows["server"][0] != lines["server"][0]:
@@ -79,7 +82,8 @@ def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimit
     if apart_s is None:
         return None
     lines = lines.with_columns(pl.col("seconds") - apart_s)
-    ended = _numbers(g, _votes(ends, lines, is_coarse=is_coarse))
+    # Lines say where each request is: who was scheduled after whom is a guess where outputs are stamped a step late.
+    ended = _numbers(g.of_tokens(), _votes(ends, lines, is_coarse=is_coarse))
     known = np.isfinite(ended)
     placed_rows = known[g.first] & known[g.last]
     if not placed_rows.any():
@@ -133,7 +137,7 @@ def _apart_s(prompts: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> 
 
 
 def _votes(ends: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> pl.DataFrame:
-    """Return the lines that may end at each node: of about its time with as many tokens as its prompts, or with its fine stamp: node, at."""
+    """Return the lines that may end at each node: of about its time with as many tokens as its prompts, or with its fine stamp: node, at, votes."""
     window_s = (-1.0 - _PRINTED_S, _PRINTED_S) if is_coarse else (-_NEAR_S, _NEAR_S)
     keyed = lines.filter(pl.col("prefill_tokens") > 0).select(
         "at", "seconds", "prefill_tokens", second=pl.col("seconds").floor()
@@ -143,13 +147,13 @@ def _votes(ends: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> pl.Da
     )
     ahead = pl.col("seconds") - pl.col("node_s")
     pairs = places.explode("second").join(keyed, on=["second", "prefill_tokens"])
-    found = [pairs.filter(ahead.is_between(*window_s)).select("node", "at")]
+    found = [pairs.filter(ahead.is_between(*window_s)).select("node", "at", votes=pl.lit(_SURE_VOTES))]
     if not is_coarse:
         stamped = lines.select("at", "seconds").sort("seconds")
         nearest = ends.sort("node_s").join_asof(
             stamped, left_on="node_s", right_on="seconds", strategy="nearest", coalesce=False
         )
-        found.append(nearest.filter(ahead.abs() < _NEAR_S).select("node", "at"))
+        found.append(nearest.filter(ahead.abs() < _NEAR_S).select("node", "at", votes=pl.lit(1)))
     return pl.concat(found)
 
 
@@ -163,7 +167,7 @@ def _numbers(g: Graph, votes: pl.DataFrame) -> Floats:
     )
     voted = (
         named.group_by("root", "first")
-        .agg(votes=pl.len())
+        .agg(pl.col("votes").sum())
         .with_columns(best=pl.col("votes").max().over("root"))
     ).filter(pl.col("votes") == pl.col("best"))
     # Where several lines have as many votes, the one nearest to where the sure neighbours are.

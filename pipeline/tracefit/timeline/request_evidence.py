@@ -23,8 +23,9 @@ from tracefit.timeline.request_graph import (
     Graph,
     Spans,
     graph_of,
+    is_counted,
+    is_usable,
     robust_fit,
-    usable,
 )
 
 if TYPE_CHECKING:
@@ -69,44 +70,50 @@ _LATE = 0.4
 """A wait of this share of a short step is one for a step in progress."""
 
 
-def unknown_batches(requests: pl.DataFrame, budget: int | None) -> pl.DataFrame:
-    """Return the servers of stock requests of which the batches cannot be known, and why.
+def unknown_batches(requests: pl.DataFrame, budget: int | None, *, has_steps: bool = False) -> pl.DataFrame:
+    """Return the servers of requests with their own times alone of which the batches cannot be known, and why.
 
     Args:
         requests: The `requests` table.
         budget: Token budget of a step, null where not known.
+        has_steps: Steps are recorded too: a client's tokens show its batches.
 
     Returns:
         One row per such server: run_id, server, reason.
     """
     # What is placed on steps was known when it was.
-    unplaced = (pl.col("dialect") == STOCK) & pl.col("first_token_step").is_null()
-    stock = requests.lazy().filter(unplaced).select(*SERVER, "trace_id", *USED).collect()
+    of = (pl.col("dialect") == STOCK) if has_steps else is_counted()
+    unplaced = of & pl.col("first_token_step").is_null()
+    # Rows by number: of a million requests, every copy with all columns takes 200 MB.
+    numbered = requests.select(*SERVER, "arrival_ns", unplaced=unplaced, is_usable=is_usable())
+    stock = numbered.with_row_index("row").filter("unplaced")
     found = []
     for (run_id, server), rows in stock.group_by(SERVER, maintain_order=True):
-        if (reason := next(_reasons(rows, budget or BUDGET), None)) is not None:
+        if (reason := next(_reasons(requests, rows, budget or BUDGET), None)) is not None:
             found.append((run_id, server, reason))
     types = {name: REQUESTS.types[name] for name in SERVER}
     return pl.DataFrame(found, schema={**types, "reason": pl.String()}, orient="row")
 
 
-def _reasons(rows: pl.DataFrame, budget: float) -> Iterator[str]:
-    """Yield why the batches of one server are unknown, and what to do; nothing where nothing speaks against them."""
+def _reasons(requests: pl.DataFrame, rows: pl.DataFrame, budget: float) -> Iterator[str]:
+    """Yield why the batches of one server are unknown, and what to do; nothing where nothing speaks against them.
+
+    Its requests are at the places `row` of `requests`.
+    """
     if rows.height < _FEW:
         yield f"{rows.height} requests are too few to show whether they are all; record more"
         return
-    if (rate := sampled_rate(rows["trace_id"])) is not None:
+    by_arrival = rows.select("row", "arrival_ns", "is_usable").sort("arrival_ns")
+    if (rate := sampled_rate(requests["trace_id"].gather(_middle(by_arrival["row"])))) is not None:
         yield (
             f"a sampler kept about {100 * rate:.0f} % of the traces, as their ids show, and the batches held the other requests "
             "too; trace every request: OTEL_TRACES_SAMPLER=always_on"
         )
-    known = usable(rows)
-    if (lacking := 1 - known.height / rows.height) > _MOST_LACKING:
+    known = by_arrival.filter("is_usable")["row"]
+    if (lacking := 1 - known.len() / rows.height) > _MOST_LACKING:
         yield f"{100 * lacking:.0f} % of the requests lack times or lengths, and were in the batches too"
         return
-    # Of very many requests those in the middle show as much as all of them.
-    middle = known.sort("arrival_ns").slice(max(0, (known.height - _MOST_SHOWN) // 2), _MOST_SHOWN)
-    spans = Spans.of(middle)
+    spans = Spans.of(requests.select(USED)[_middle(known)])
     short_us = spans.short_step_us()
     graph = graph_of(spans, budget)
     if (close := _close_share(spans, graph, short_us)) > _MOST_CLOSE:
@@ -124,6 +131,11 @@ def _reasons(rows: pl.DataFrame, budget: float) -> Iterator[str]:
     scatter = counted(spans, graph).scatter
     if (hidden := _hidden(spans, short_us, scatter)) is not None:
         yield hidden
+
+
+def _middle(rows: pl.Series) -> pl.Series:
+    # Of very many requests those in the middle show as much as all of them.
+    return rows.slice(max(0, (rows.len() - _MOST_SHOWN) // 2), _MOST_SHOWN)
 
 
 def _close_share(r: Spans, graph: Graph, short_us: float) -> float:
@@ -170,7 +182,7 @@ def _hidden(r: Spans, short_us: float, scatter: float | None) -> str | None:
     arrival_us, ends = r.arrival_us, (r.last_ns - r.zero_ns) / 1e3
     before = np.r_[-np.inf, np.maximum.accumulate(ends)[:-1]]
     alone = np.flatnonzero(arrival_us > before)
-    if alone.size >= _FEW:
+    if alone.size >= _FEW and not r.is_client:
         waited = ((r.first_ns - r.zero_ns) / 1e3 - arrival_us - r.prefill_us)[alone]
         late = waited > np.quantile(waited, 0.1) + _LATE * short_us
         if late.mean() > _MOST_LATE:
@@ -206,7 +218,9 @@ def longest_whole_prompt(rows: pl.DataFrame) -> float | None:
     prompts, tokens, *batch = (
         rows[name].to_numpy() * steps for name in ("prompts", "prompt_tokens", "decodes", "contexts")
     )
-    x, time = np.c_[steps, *batch], rows["y"].to_numpy() * steps
+    # Servers that capture batches run one at the next larger size.
+    padded = 2 ** np.ceil(np.log2(np.maximum(rows["decodes"].to_numpy(), 1.0))) * steps
+    x, time = np.c_[steps, *batch, padded], rows["y"].to_numpy() * steps
     number = prompts.round()
     without = number == 0
     one = np.flatnonzero(number == 1)

@@ -7,13 +7,13 @@ nodes, each so many steps and so much time on the engine's clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
-from tracefit.tables.dialects import STOCK
+from tracefit.tables.dialects import CLIENT, STOCK
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 SAME_STEP_NS = 1_500
 """Stamps of one step differ by the rounding of seconds as floats, 240 ns; those of different steps by a step."""
+
+_SAME_STEP = 1 / 3
+"""Tokens that a client receives less than this share of a short step apart are of one step."""
 
 _NEAR = 0.25
 """Share of a short step: what is less apart is the same step's end."""
@@ -41,19 +44,25 @@ _FAR_STEPS, _FAR_SHARE, _USUAL_ODD = 1.0, 0.03, 0.02
 NEEDED = ("arrival_ns", "ttft_us", "e2e_us", "queue_wait_us", "prefill_us", "decode_us")
 """Times that a request must have to be placed."""
 
-USED = (*NEEDED, "dialect", "prompt_tokens", "output_tokens")
+_OF_CLIENT = ("arrival_ns", "client_ttft_us", "client_e2e_us")
+
+USED = (*NEEDED, *_OF_CLIENT[1:], "dialect", "prompt_tokens", "output_tokens")
 """Columns of a request that steps are counted from."""
 
 
-def stock_requests(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return the requests that an unmodified server describes."""
-    return requests.filter(pl.col("dialect") == STOCK)
+def is_counted() -> pl.Expr:
+    """Return which requests steps are counted from: of unmodified servers, or of a client that is the only witness of a run."""
+    of_client = pl.col("dialect") == CLIENT
+    return (pl.col("dialect") == STOCK) | (of_client & of_client.all())
 
 
-def usable(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return the requests of unmodified servers that have all times and lengths."""
-    lengths = (pl.col("prompt_tokens") > 0) & (pl.col("output_tokens") > 0)
-    return stock_requests(requests).drop_nulls(NEEDED).filter(lengths)
+def is_usable() -> pl.Expr:
+    """Say whether steps are counted from a request and it has all times and lengths; never null."""
+    needed = pl.when(pl.col("dialect") == CLIENT).then(pl.all_horizontal(pl.col(_OF_CLIENT).is_not_null()))
+    whole = needed.otherwise(pl.all_horizontal(pl.col(NEEDED).is_not_null()))
+    return (whole & (pl.min_horizontal("prompt_tokens", "output_tokens") > 0) & is_counted()).fill_null(
+        value=False
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +79,49 @@ class Spans:
     queue_us: Floats
     prefill_us: Floats
     decode_us: Floats
+    is_client: bool = False
+    """Its times are a client's, who receives the tokens of a step one after the other and does not see what is scheduled."""
 
     @classmethod
     def of(cls, rows: pl.DataFrame) -> Spans:
-        """Return the arrays of `usable` requests."""
+        """Return the arrays of usable requests. A client does not see when one is scheduled: its TTFT stands for the prefill."""
+        if is_client := CLIENT in rows["dialect"]:
+            ttft, e2e = pl.col("client_ttft_us"), pl.col("client_e2e_us")
+            rows = rows.with_columns(
+                ttft_us=ttft, e2e_us=e2e, queue_wait_us=pl.lit(0.0), prefill_us=ttft, decode_us=e2e - ttft
+            )
 
         def stamp(name: str) -> pl.Expr:
             return pl.col("arrival_ns") + (pl.col(name) * 1e3).round().cast(pl.Int64)
 
         stamps = rows.select(first=stamp("ttft_us"), last=stamp("e2e_us"))
         decodes = (rows["output_tokens"] - 1).cast(pl.Float64).to_numpy()
-        times = (rows[f"{name}_us"].to_numpy() for name in ("queue_wait", "prefill", "decode"))
+        queue, prefill, decode = (
+            rows[f"{name}_us"].to_numpy() for name in ("queue_wait", "prefill", "decode")
+        )
         arrivals = rows["arrival_ns"].to_numpy()
         zero = int(arrivals.min())
-        return cls(
+        spans = cls(
             zero,
             (arrivals - zero) / 1e3,
             stamps["first"].to_numpy(),
             stamps["last"].to_numpy(),
             rows["prompt_tokens"].cast(pl.Float64).to_numpy(),
             decodes,
-            *times,
+            queue,
+            prefill,
+            decode,
         )
+        return spans._of_steps() if is_client else spans
+
+    def _of_steps(self) -> Spans:
+        """Return the times of a client as those of the steps: each is the first that came of its step."""
+        stamps = np.concatenate([self.first_ns, self.last_ns])
+        order = np.argsort(stamps, kind="stable")
+        is_new = np.diff(stamps[order], prepend=0) > _SAME_STEP * 1e3 * self.short_step_us()
+        stamps[order] = stamps[order][np.maximum.accumulate(np.where(is_new, np.arange(len(stamps)), 0))]
+        first, last = np.split(stamps, 2)
+        return replace(self, first_ns=first, last_ns=last, decode_us=(last - first) / 1e3, is_client=True)
 
     def short_step_us(self) -> float:
         """Return the time per token of the quick requests: about the shortest step."""
@@ -140,6 +170,7 @@ class Graph:
         begin: First node of each edge.
         end: Last node of each edge.
         steps: Steps of each edge.
+        decoding: Number of the edges from a first token to the last one, which come before the others.
         lag: Steps that scheduling runs ahead of execution, 0 or 1.
         sched_us: When each request was scheduled.
         is_whole: Its prompt was computed by one step.
@@ -155,6 +186,7 @@ class Graph:
     begin: Ints
     end: Ints
     steps: Floats
+    decoding: int
     lag: int
     sched_us: Floats
     is_whole: NDArray[np.bool_]
@@ -166,6 +198,11 @@ class Graph:
     def size(self) -> int:
         """Number of nodes."""
         return len(self.at_us)
+
+    def of_tokens(self) -> Graph:
+        """Return it with the edges between tokens alone, of which the steps are exact."""
+        own = slice(self.decoding)
+        return replace(self, begin=self.begin[own], end=self.end[own], steps=self.steps[own])
 
     def between(self, begin: Ints, end: Ints, amount: Floats) -> Floats:
         """Sum amounts over the intervals between neighbouring nodes that ranges of nodes cover; shape (size - 1,)."""
@@ -229,7 +266,7 @@ def graph_of(r: Spans, budget: float) -> Graph:
     apart = np.abs(at[nearest] - sched)
     snapped = (apart < near) & (nearest != first)
     # What is neither at a node nor clearly apart from all of them could be either: it is no node.
-    used = np.flatnonzero(whole & (snapped | (apart > _APART * near)) | fresh)
+    used = np.flatnonzero((whole & (snapped | (apart > _APART * near)) | fresh) & (not r.is_client))
     own = used[~snapped[used]]
     own = own[np.argsort(sched[own], kind="stable")]
     number = np.cumsum(np.diff(sched[own], prepend=-np.inf) > near) - 1
@@ -247,6 +284,9 @@ def graph_of(r: Spans, budget: float) -> Graph:
         place >= 0, rank[place], np.maximum(np.searchsorted(at, sched + near, side="right") - 1, 0)
     )
     first, last = rank[first], rank[last]
+    if r.is_client:  # by the step of its first token, if that began as another one ended
+        running = np.cumsum(np.bincount(first, minlength=outs) - np.bincount(last, minlength=outs))
+        scheduled = np.where((first > 0) & (running[first - 1] > 0), first - 1, first)
     scheduled = np.minimum(scheduled, first)
     kept = used[whole[used] & (scheduled[used] < first[used])]
     decoding = np.flatnonzero((last > first) & (r.decodes > 0))
@@ -258,6 +298,7 @@ def graph_of(r: Spans, budget: float) -> Graph:
         np.r_[first[decoding], scheduled[kept]],
         np.r_[last[decoding], first[kept]],
         np.r_[r.decodes[decoding], np.where(fresh, 1.0, 1.0 + lag)[kept]],
+        len(decoding),
         lag,
         sched,
         whole,
@@ -290,6 +331,9 @@ def _scheduling(
 ) -> tuple[Floats, NDArray[np.bool_], NDArray[np.bool_], int]:
     """Return when each request was scheduled, whether in one step, whether in an empty engine, and the steps scheduled ahead."""
     near = _NEAR * r.short_step_us()
+    if r.is_client:
+        never = np.zeros(len(first), bool)
+        return at[first] - near, ~never, never, 0
     running = np.cumsum(np.bincount(first, minlength=len(at)) - np.bincount(last, minlength=len(at)))
     sched = at[first] - r.prefill_us
     before = np.maximum(np.searchsorted(at, sched, side="right") - 1, 0)

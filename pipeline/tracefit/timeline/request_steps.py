@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.tables.dialects import STOCK
 from tracefit.tables.schema import ENGINE, JOURNEY_EVENTS, REQUESTS, SERVER
 from tracefit.timeline.request_counts import counted, known_nodes
 from tracefit.timeline.request_evidence import unknown_batches
-from tracefit.timeline.request_graph import BUDGET, USED, Spans, graph_of, usable
+from tracefit.timeline.request_graph import BUDGET, USED, Spans, graph_of, is_counted, is_usable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 STAMP_SD_US = 100.0
 """How far the place of a node on the wall clock is off, on two machines that were measured."""
 
-_WINDOWS, _WINDOW_REQUESTS = 10, 2_000
+_WINDOWS, _WINDOW_REQUESTS = 8, 2_000
 """Of very many requests, those in so many windows of the recording are placed: a model needs no more, and memory is bounded."""
 
 MOST_PLACED = _WINDOWS * _WINDOW_REQUESTS
@@ -56,20 +55,23 @@ class RequestSteps:
     def of(
         cls, requests: pl.DataFrame, placed: Iterable[pl.DataFrame], starts: Iterable[pl.DataFrame]
     ) -> RequestSteps:
-        """Join parts of the requests of a run, each with its `row` and the columns `_PLACED`, and the starts of their steps."""
-        types = pl.Schema({"row": pl.UInt32(), **{name: REQUESTS.types[name] for name in _PLACED}})
+        """Join parts of the requests of a run, each with its `row` and the columns `PLACED_COLUMNS`, and the starts of their steps."""
+        types = pl.Schema({"row": pl.UInt32(), **{name: REQUESTS.types[name] for name in PLACED_COLUMNS}})
         rows = pl.concat([pl.DataFrame(schema=types), *(part.cast(types) for part in placed)]).sort("row")
         own = requests[rows["row"]].with_columns(rows.drop("row").get_columns())
         known = [pl.DataFrame(schema=_STARTS), *(part.select(*_STARTS) for part in starts)]
         return cls(rows["row"], own, pl.concat(known))
 
 
-_PLACED = (
+PLACED_COLUMNS = (
     "epoch",
     *(f"{name}_ns" for name in ("queued", "first_scheduled", "first_token", "last_token", "finished")),
     *(f"{name}_step" for name in ("queued", "first_scheduled", "first_token", "finished")),
 )
 """Columns of a request that follow from its place."""
+
+COUNTED_COLUMNS = (*ENGINE, "trace_id", *USED, "queued_ns", "first_token_step")
+"""Columns of the `requests` table that show which steps its requests were in."""
 
 _STARTS = {
     **{name: JOURNEY_EVENTS.types[name] for name in ENGINE},
@@ -89,38 +91,38 @@ def count_steps(requests: pl.DataFrame, limits: EngineLimits) -> RequestSteps:
         limits: Limits of the scheduler.
     """
     budget = limits.max_num_batched_tokens
-    numbered = requests.with_row_index("row")
     unknown = unknown_batches(requests, budget).select(SERVER)
-    whole = (
-        usable(numbered.select("row", *ENGINE, *USED))
-        .join(unknown, on=SERVER, how="anti")
-        .sort("arrival_ns", "row")
-    )
-    parts = [part for _, rows in whole.group_by(SERVER, maintain_order=True) for part in _windows(rows)]
-    found = [_placed(part, budget or BUDGET) for part in parts]
+    end = pl.col("arrival_ns") + (1e3 * pl.coalesce("e2e_us", "client_e2e_us")).cast(pl.Int64)
+    numbered = requests.select(*SERVER, is_usable=is_usable(), end=end).with_row_index("row")
+    whole = numbered.filter("is_usable").join(unknown, on=SERVER, how="anti").sort("end", "row")
+    columns = requests.select(*ENGINE, *USED).with_row_index("row")
+    found = []
+    for _, rows in whole.group_by(SERVER, maintain_order=True):
+        for window, places in enumerate(_windows(rows["row"])):
+            part = columns[places].sort("arrival_ns", "row")
+            if rows.height > MOST_PLACED:
+                part = part.with_columns(epoch=pl.lit(window, pl.Int64))
+            found.append(_placed(part, budget or BUDGET))
     return RequestSteps.of(requests, (rows for rows, _ in found), (part for _, part in found))
 
 
-def _windows(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
-    """Yield the requests of a server, or where they are very many those that end in some windows, an epoch of its own each."""
-    if rows.height <= MOST_PLACED:
+def _windows(rows: pl.Series) -> Iterator[pl.Series]:
+    """Yield the requests of a server by their ends, or where they are very many those of some windows, an epoch of its own each."""
+    if rows.len() <= MOST_PLACED:
         yield rows
         return
-    by_end = rows.with_columns(end=pl.col("arrival_ns") + (1e3 * pl.col("e2e_us")).cast(pl.Int64)).sort(
-        "end", "row"
-    )
-    for window, begin in enumerate(np.linspace(0, rows.height - _WINDOW_REQUESTS, _WINDOWS).astype(int)):
-        part = by_end[int(begin) : int(begin) + _WINDOW_REQUESTS].drop("end")
-        yield part.with_columns(epoch=pl.lit(window, pl.Int64)).sort("arrival_ns", "row")
+    for begin in np.linspace(0, rows.len() - _WINDOW_REQUESTS, _WINDOWS).astype(int):
+        yield rows[int(begin) : int(begin) + _WINDOW_REQUESTS]
 
 
 def _placed(rows: pl.DataFrame, budget: float) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return the row and the columns `_PLACED` of the requests of one server, and the known starts of its steps."""
+    """Return the row and the columns `PLACED_COLUMNS` of the requests of one server, and the known starts of its steps."""
     spans = Spans.of(rows)
     g = graph_of(spans, budget)
     counts = counted(spans, g)
     # Idle gaps have empty steps: their time is that of no batch. With scheduling ahead the step in progress comes first.
-    gaps = np.r_[0, np.cumsum(~counts.busy)] * (1 + g.lag)
+    # After one, a client sees the first step end and not begin: its time is that of no batch either.
+    gaps = np.r_[0, np.cumsum(~counts.busy)] * (1 + g.lag + spans.is_client)
     ended = counts.number - counts.number[0] + gaps + 1
     known = known_nodes(spans, g)
     engine = {name: pl.lit(rows[name][0], _STARTS[name]) for name in ENGINE}
@@ -169,7 +171,7 @@ def on_steps(rows: pl.DataFrame, spans: Spans, g: Graph, ended: Ints, lag: int) 
 
 def events_of(requests: pl.DataFrame) -> pl.DataFrame:
     """Return the core events that requests placed on steps have, as rows of `journey_events`; of other requests none."""
-    own = requests.filter((pl.col("dialect") == STOCK) & pl.col("first_token_step").is_not_null())
+    own = requests.filter(is_counted() & pl.col("first_token_step").is_not_null())
     events = {
         "QUEUED": ("queued", pl.lit(0, pl.Int64)),
         "SCHEDULED": ("first_scheduled", pl.lit(0, pl.Int64)),
