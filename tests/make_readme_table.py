@@ -1,9 +1,10 @@
-"""Write the result tables of README.md: of models/evaluation.json scopes on GPUs and those without one, then models/logged/evaluation.json."""
+"""Write the result tables of README.md: replays of all evaluations, then the models of each: of the first, scopes on GPUs and those without."""
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -28,16 +29,58 @@ def _rows(evaluation: Path) -> list[str]:
     return rows
 
 
-def main(readme: Path, evaluation: Path, logged: Path) -> None:
+def _replays(evaluation: Path) -> list[str]:
+    """Return errors of replayed latencies; of a run that is in two evaluations the file's folder tells them apart."""
+    rows = []
+    where = " (with its log)" if evaluation.parent.name == "logged" else ""
+    scopes = json.loads(evaluation.read_text(encoding="utf-8"))["scopes"]
+    for run in (run for scope in scopes for run in scope["replays"]):
+        found = {q["name"]: q for q in run["quantities"]}
+        for latency in ("ttft", "itl", "e2e"):
+            points = [q for p in (50, 90, 99) if (q := found.get(f"{latency}_p{p}_us"))]
+            if points:
+                p50 = points[0]
+                guesses = [
+                    p50[way] and 100 * (p50[way] / p50["measured"] - 1) for way in ("constant", "predicted")
+                ]
+                errors = [_signed(e) for e in (*(q["error_pct"] for q in points), *guesses)]
+                cells = [run["run_id"] + where, latency.upper(), f"{run['requests']:,}", *errors]
+                rows.append(f"| {' | '.join(cells)} |\n")
+    return rows
+
+
+def _medians(rows: list[str]) -> list[str]:
+    """Return the median of the absolute errors over the runs, per latency."""
+    found = []
+    for latency in ("TTFT", "ITL", "E2E"):
+        cells = [row.strip("|\n ").split(" | ") for row in rows if f" {latency} " in row]
+        errors = [
+            [abs(float(c.replace(",", ""))) for c in column if c != "-"]
+            for column in list(zip(*cells, strict=True))[3:]
+        ]
+        medians = [f"{statistics.median(e):.1f}" if e else "-" for e in errors]
+        found.append(f"| median of {len(cells)} | {latency} | | {' | '.join(medians)} |\n")
+    return found
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+,.1f}"
+
+
+def main(readme: Path, evaluation: Path, logged: Path, generated: Path) -> None:
     """Replace the rows of the tables in `readme`."""
     rows = _rows(evaluation)
     tables = [[row for row in rows if (".no-gpu." in row) is without] for without in (False, True)]
     tables.append(_rows(logged))
     text = readme.read_text(encoding="utf-8")
+    replays = [row for each in (evaluation, logged, generated) for row in _replays(each)]
+    replays += _medians(replays)
+    replayed = re.compile(r"(?:^\| [^|]+ \| (?:TTFT|ITL|E2E) \|.*\n)+", re.MULTILINE)
+    text = replayed.sub(lambda _: "".join(replays), text, count=1)
     table = re.compile(r"(?:^\| \S+ \| (?:alpha|beta)\..*\n)+", re.MULTILINE)
     written = iter(tables)
     readme.write_text(table.sub(lambda _: "".join(next(written)), text, count=3), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:4]))
+    main(*map(Path, sys.argv[1:5]))

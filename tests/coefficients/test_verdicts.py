@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tracefit.coefficients.verdicts import THRESHOLDS, Threshold, override, verdicts_of
+from tracefit.coefficients.verdicts import THRESHOLDS, BesideModels, Threshold, override, verdicts_of
 from tracefit.errors import UsageError
 from tracefit.fit.results import Classifier, Metrics, SummedTime, Validation
+from tracefit.results.replays import Replayed, RunReplay
 
 
 def _entry(
@@ -43,6 +44,21 @@ def _models(**changes):
     return {name: _entry(**changes) for name in ("beta.cycle_time", "alpha.queue_wait", "alpha.admission")}
 
 
+def _replay(ttft=5.0, e2e=2.0):
+    names = {
+        "ttft_p50_us": ttft,
+        "ttft_p99_us": 99.0,
+        "itl_p50_us": 1.0,
+        "e2e_p50_us": -0.5,
+        "e2e_p90_us": e2e,
+    }
+    return RunReplay("r", "s", 50, 0, tuple(Replayed(n, 100.0, 100 + e, e) for n, e in names.items()))
+
+
+def _evidence(bias=-1.0, replays=None):
+    return BesideModels(_summed(bias), (_replay(),) if replays is None else replays)
+
+
 def _summed(bias=-1.0):
     return SummedTime(
         predicted_us=100 + bias,
@@ -55,7 +71,7 @@ def _summed(bias=-1.0):
 
 
 def _answers(models, thresholds=THRESHOLDS, bias=-1.0):
-    return {use: v.answer for use, v in verdicts_of(models, _summed(bias), thresholds).items()}
+    return {use: v.answer for use, v in verdicts_of(models, _evidence(bias), thresholds).items()}
 
 
 USES = ("simulation", "capacity planning", "autoscaling", "alerting")
@@ -86,7 +102,7 @@ def test_an_admission_worse_than_the_training_median_serves_no_simulation(skill,
 
 
 def test_the_worst_measure_decides_and_is_the_reason():
-    verdict = verdicts_of(_models(mape=12.0, extrapolated=60), _summed())["simulation"]
+    verdict = verdicts_of(_models(mape=12.0, extrapolated=60), _evidence())["simulation"]
     assert verdict.answer == "no"
     assert verdict.reasons == ("held-out steps outside the training range: 60 % (at most 50 % required)",)
     assert {c.measure: c.answer for c in verdict.criteria}["step_mape_pct"] == "with limits"
@@ -97,7 +113,7 @@ def test_a_model_that_is_not_there_forbids_what_needs_it():
     del models["alpha.queue_wait"]
     answers = _answers(models)
     assert answers == {"simulation": "yes", "capacity planning": "yes", "autoscaling": "no", "alerting": "no"}
-    verdict = verdicts_of(models, _summed())["alerting"]
+    verdict = verdicts_of(models, _evidence())["alerting"]
     assert "alpha.queue_wait is not fitted" in verdict.reasons
 
 
@@ -115,6 +131,25 @@ def test_a_hold_out_in_which_nobody_queued_tells_nothing_of_the_queue():
 def test_telling_regimes_apart_by_hand():
     """9 of 10 queued and 8 of 10 other requests are classified right: balanced accuracy 0.85, between 0.8 and 0.95."""
     assert _answers(_models(queued=(9, 1, 2, 8)))["autoscaling"] == "with limits"
+
+
+@pytest.mark.parametrize(
+    ("replays", "answer"),
+    [
+        ((_replay(ttft=20.0, e2e=-8.0),), "yes"),
+        ((_replay(e2e=-8.1),), "with limits"),
+        ((_replay(ttft=20.1),), "with limits"),
+        # One run is not made good by another.
+        ((_replay(), _replay(e2e=20.1), _replay()), "no"),
+        ((RunReplay("r", "s", reason="only steps were traced"),), "with limits"),
+    ],
+)
+def test_simulation_and_planning_rest_on_the_replay(replays, answer):
+    found = verdicts_of(_models(), _evidence(replays=replays))
+    assert [found[use].answer for use in USES] == [answer, answer, "yes", "yes"]
+    assert not replays[0].reason or found["simulation"].reasons == (
+        "no run can be replayed: only steps were traced",
+    )
 
 
 def test_thresholds_can_be_set():
@@ -145,5 +180,5 @@ def test_wrong_thresholds_are_refused(text, says):
 
 @pytest.mark.parametrize(("rows", "said"), [(99, True), (100, False)])
 def test_a_measure_from_few_rows_says_so(rows, said):
-    simulation = verdicts_of(_models(n=rows), _summed())["simulation"]
+    simulation = verdicts_of(_models(n=rows), _evidence())["simulation"]
     assert all((f"from {rows} rows only" in reason) is said for reason in simulation.reasons)

@@ -48,16 +48,19 @@ def test_the_commands_of_a_page_run_one_after_the_other(page, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_comparison_shows_what_its_commands_print(tmp_path):
-    done = _run(ROOT / "docs/explanation/comparison.md", tmp_path)
-    printed = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    shown = re.findall(
-        r"^\| \S+ \| .+ \| [\d.]+ \| [\d.]+ \|$",
-        (ROOT / "docs/explanation/comparison.md").read_text(),
-        re.MULTILINE,
-    )
+@pytest.mark.parametrize(
+    ("page", "row"),
+    [
+        ("comparison", r"^\| \S+ \| .+ \| [\d.]+ \| [\d.]+ \|$"),
+        ("traces", r"^\| .+ \| (?:yes|limited) \| .+ \|$"),
+    ],
+)
+def test_a_page_shows_the_table_that_its_commands_print(tmp_path, page, row):
+    path = ROOT / f"docs/explanation/{page}.md"
+    done = _run(path, tmp_path)
+    shown = re.findall(row, path.read_text(), re.MULTILINE)
     assert shown
-    assert shown == printed
+    assert "\n".join(shown) == "\n".join(line for line in done.stdout.splitlines() if line.startswith("| "))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -12,10 +12,15 @@ import pytest
 
 import tracefit as package
 from tracefit.coefficients.model import CoefficientFile
-from tracefit.commands.replay import _missing
+from tracefit.consumers.blis_replay import StepRates, replay_as_blis
 from tracefit.errors import UsageError
-from tracefit.replay.engine import StepBatch
-from tracefit.replay.models import FittedStepTimes, admission_us
+from tracefit.replay.closed_loop import _counting, _first, _with_outputs, missing_for_replay
+from tracefit.replay.engine import EngineSettings, ReplayEngine, StepBatch
+from tracefit.replay.models import FittedStepTimes, admission_us, departure_us
+from tracefit.replay.run import RequestLoad, replay
+from tracefit.reports.terminal_results import replay_text
+from tracefit.results.models import ReplayResult
+from tracefit.results.replays import QueueWindow, Replayed, RunReplay
 
 PACKAGE = Path(__file__).parents[2] / "pipeline/tracefit"
 
@@ -90,16 +95,111 @@ def test_a_generated_run_is_replayed_within_the_errors_of_its_models(tmp_path):
 
 
 def test_no_scheduler_but_the_replays_is_outside_the_generator():
-    """A scheduler is what admits a queue, and preempts: BLIS's rules are settings of the one that is there."""
-    schedulers = {
-        path.relative_to(PACKAGE).parts[0]
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef)
-        and node.name.strip("_") in ("preempt", "schedule_running", "schedule_waiting")
-    }
-    assert "replay" in schedulers
-    assert schedulers <= {"replay", "synth"}
+    """Whatever its names: a scheduler takes requests from a queue in a loop until a limit of the server is reached."""
+    limits = {"max_num_seqs", "max_num_batched_tokens", "num_blocks", "num_gpu_blocks"}
+    taking = {"popleft", "pop", "popitem", "heappop"}
+
+    def names(node, kind, key):
+        return {getattr(n, key) for n in ast.walk(node) if isinstance(n, kind)}
+
+    schedulers = set()
+    for path in PACKAGE.rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            loops = [node for node in ast.walk(function) if isinstance(node, ast.While)]
+            takes = any(names(loop, ast.Attribute, "attr") & taking for loop in loops)
+            if (
+                isinstance(function, ast.FunctionDef)
+                and takes
+                and names(function, ast.Attribute, "attr") & limits
+            ):
+                schedulers.add(path.relative_to(PACKAGE).parts[0])
+    assert schedulers == {"replay", "synth"}
+
+
+def test_requests_of_blis_pass_the_one_engine(monkeypatch):
+    monkeypatch.setattr(ReplayEngine, "advance", lambda *_: pytest.fail("the engine ran"))
+    one = [np.array([value]) for value in (0, 10, 3)]
+    with pytest.raises(pytest.fail.Exception, match="the engine ran"):
+        replay_as_blis(*one, StepRates(1000.0, *[0.0] * 5), (0, 0, 0), EngineSettings(8, 64, 16))
+
+
+def requests_of(*rows):
+    """Frames of the tables for requests of (arrival, first token, end, output tokens) in ms, cut at 1000; null is not known."""
+    arrival, first, end, output = zip(*rows, strict=True)
+
+    def ns(values):
+        return pl.Series([None if v is None else v * 1_000_000 for v in values], dtype=pl.Int64)
+
+    return pl.DataFrame(
+        {
+            "arrival_ns": ns(arrival),
+            "first_token_ns": ns(first),
+            "finished_ns": ns(end),
+            "left": ns(end),
+            "cut": ns([1000] * len(rows)),
+            "output_tokens": pl.Series(output, dtype=pl.Int64),
+            "max_tokens": pl.Series([500] * len(rows), dtype=pl.Int64),
+            "itl_us": [None if e is None or not o else (e - f) * 1e3 / (o - 1) for _, f, e, o in rows],
+            "is_complete": [o is not None and e is not None for _, _, e, o in rows],
+        }
+    )
+
+
+def test_what_is_in_flight_at_the_split_is_as_far_as_the_speed_before_it_says():
+    # 10 ms a token before the split; the second has run for 195 ms then, and decodes at half that speed later.
+    rows = requests_of((0, 100, 200, 11), (700, 805, 3000, 100), (990, 1020, 1500, 9))
+    found = _with_outputs(rows, rows.filter(pl.col("left") < pl.col("cut")))
+    assert found["done"].to_list() == [91, 20, 0]
+    assert found["output"].to_list() == [11, 100, 9]
+
+
+def test_an_output_that_is_not_known_is_what_was_got_until_then_or_the_median():
+    rows = requests_of(
+        (0, 100, 200, 11), (1000, 1100, 1195, None), (1000, None, 1100, None), (1200, 1300, None, None)
+    )
+    found = _with_outputs(rows, rows.head(1))
+    # Aborted after 95 ms, aborted without a token, still there at the end.
+    assert found["output"].to_list() == [11, 10, 1, 11]
+    assert found["is_guessed"].to_list() == [False, True, True, True]
+
+
+def test_few_that_come_after_the_split_are_joined_by_those_that_end_there():
+    late = [(2000 + n, 2010, 2100, 5) for n in range(20)]
+    early = [(900, 950, 1100, 5), (900, 950, 960, 5)]
+    assert _counting(requests_of(*early, *late))["counts"].to_list() == [False, False] + 20 * [True]
+    assert _counting(requests_of(*early, *late[1:]))["counts"].to_list() == [True, False] + 19 * [True]
+
+
+def test_the_first_requests_are_compared_and_what_loads_the_server_until_they_end():
+    # One comes each ms and takes ten: the third ends at 1012, and what comes up to then loads the server.
+    rows = _counting(requests_of(*((1000 + n, 1005 + n, 1010 + n, 5) for n in range(30))))
+    kept = _first(rows, 3)
+    assert kept["counts"].sum() == 3
+    assert kept["arrival_ns"].max() == 1012 * 1_000_000
+
+
+def test_an_admission_of_another_form_counts_as_on_an_idle_server():
+    terms = [term("prompt_tokens", 2.0), term("running_depth", 50.0)]
+    alpha = model(name="alpha.admission", intercept=value(300.0), terms=terms)
+    assert admission_us(alpha, np.zeros(2), np.array([10, 20])).tolist() == [320, 340]
+    assert admission_us(None, np.zeros(2), np.array([10, 20])).tolist() == [0, 0]
+
+
+def test_a_departure_counts_the_batch_of_the_last_step():
+    class Steps:
+        def step(self, _):
+            return 1000.0
+
+        def decoding(self, _, steps, __):
+            return np.full(steps, 1000.0)
+
+    load = RequestLoad(np.zeros(3), np.full(3, 8), np.array([2, 2, 5]))
+    times = replay(load, Steps(), EngineSettings(8, 64, 4))
+    terms = [term("num_decode_reqs", 10.0), term("finishing_reqs", 1.0)]
+    found = departure_us(
+        model(name="alpha.departure", intercept=value(100.0), terms=terms), times, load.output_tokens
+    )
+    assert found.tolist() == [132, 132, 111], "three run when two of them end, one when the last does"
 
 
 def test_a_run_without_a_replay_has_the_reason(trained, tracefit):
@@ -107,6 +207,18 @@ def test_a_run_without_a_replay_has_the_reason(trained, tracefit):
     runs = json.loads(said)["runs"]
     assert all(bool(run["quantities"]) != bool(run["reason"]) for run in runs)
     assert code == (0 if any(run["quantities"] for run in runs) else 1)
+
+
+def test_training_publishes_what_the_command_replays(trained, tracefit):
+    _, said, _ = tracefit("replay", trained, "--json")
+    (scope,) = json.loads((trained / "evaluation.json").read_text())["scopes"]
+    published, replayed = scope["replays"], json.loads(said)["runs"]
+    assert [run["run_id"] for run in published] == [run["run_id"] for run in replayed]
+    for one, other in zip(published, replayed, strict=True):
+        assert [q["replayed"] for q in one["quantities"]] == pytest.approx(
+            [q["replayed"] for q in other["quantities"]]
+        )
+        assert one["reason"] == other["reason"]
 
 
 def test_a_run_that_is_not_there_is_named(trained, tracefit):
@@ -127,6 +239,18 @@ def test_a_run_that_is_not_there_is_named(trained, tracefit):
 )
 def test_the_reason_against_a_replay_is_what_was_traced(traced, sampling, reason):
     facts = {"arrival_ns": range(traced), "prompt_tokens": [5] * traced, "output_tokens": [3] * traced}
-    requests = pl.DataFrame(facts | {"max_tokens": [None] * traced})
+    requests = pl.DataFrame(facts | {"finish_status": ["length"] * traced, "finished_ns": [9] * traced})
     run = pl.DataFrame({"journey_sampling": [sampling]}, schema={"journey_sampling": pl.Float64})
-    assert _missing(run, requests, {"server": 1}) == reason
+    assert missing_for_replay(run, requests, {"server": 1}) == reason
+
+
+def test_a_replay_is_printed_with_its_queue_as_bars():
+    queue = tuple(QueueWindow(at, *sides) for at, sides in enumerate([(0.0, 0.0), (4.0, 1.0), (8.0, 8.0)]))
+    quantity = Replayed("e2e_p50_us", 200.0, 220.0, 10.0, 100.0)
+    run = RunReplay("busy", "s", 30, 1, (quantity,), queue=queue, notes=("nothing is guessed",))
+    text = replay_text(ReplayResult((run, RunReplay("sparse", None, reason="only steps were traced"))))
+    assert "e2e_p50_us       200       220  +10.0 %   -50.0 %" in text
+    assert "measured   ▄█\n" in text
+    assert "replayed   ▁█\n" in text
+    assert "note: nothing is guessed" in text
+    assert "sparse: not replayed: only steps were traced" in text

@@ -129,8 +129,39 @@ def test_several_scopes_have_their_verdicts_side_by_side(report):
     rows = _rows(text, "| scope | simulation |")
     assert len(rows) == 2
     assert set(rows[0][1:5]) <= {"**yes**", "**with limits**", "**no**"}
-    assert all(re.fullmatch(r"[\d.]+ / [\d.]+ %", cell) for cell in rows[0][5:7])
+    # A run that is not replayed has no error; the step times' is the next best.
+    assert all(re.fullmatch(r"-|[+-][\d.]+ / [+-][\d.]+ %", cell) for cell in rows[0][5:8])
+    assert re.fullmatch(r"[\d.]+ / [\d.]+ %", rows[0][8])
     assert "| scope | simulation |" not in report()
+
+
+def test_replayed_latencies_stand_above_the_errors_of_single_models(report):
+    quantities = [
+        {
+            "name": f"{n}_p{q}_us",
+            "measured": 2000.0,
+            "replayed": 2100.0,
+            "error_pct": 5.0,
+            "constant": 1000.0,
+            "predicted": None,
+        }
+        for n in ("ttft", "itl", "e2e")
+        for q in (50, 90, 99)
+    ]
+    run = {"run_id": "busy", "scope_id": "s", "requests": 50, "in_flight": 2, "quantities": quantities}
+
+    def change(evaluation):
+        evaluation["scopes"][0]["replays"] = [
+            run,
+            {"run_id": "sparse", "scope_id": "s", "reason": "only steps were traced"},
+        ]
+
+    text = report(change)
+    assert text.index("| run | replayed |") < text.index("| error of |")
+    row = _rows(text, "| run | replayed |")[0]
+    assert row == ["`busy`", "TTFT", "2", "2.1", "+5.0", "+5.0", "+5.0", "-50.0", "-", "-50.0", "-"]
+    assert "Run `sparse` is not replayed: only steps were traced." in text
+    assert "off at P50 and P90 of TTFT by +5.0 % and +5.0 %" in text.split("##")[0]
 
 
 def test_dropped_events_are_shouted(report):

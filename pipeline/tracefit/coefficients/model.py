@@ -30,6 +30,7 @@ from tracefit.fit.results import (
     Term,
     Validation,
 )
+from tracefit.results.replays import RunReplay
 from tracefit.server.documents import Scalar
 
 Answer = Literal["yes", "with limits", "no"]
@@ -144,6 +145,10 @@ class ScopeEvaluation(Strict):
     overloaded: tuple[Overload, ...] = ()
     verdicts: dict[str, Verdict] = Field(
         default_factory=dict, description="use to verdict, by the thresholds that are stated with it"
+    )
+    replays: tuple[RunReplay, ...] = Field(
+        default=(),
+        description="by run: the held-out part replayed from arrivals and lengths, measured beside replayed; or why not",
     )
     models: dict[str, Validation]
     not_fitted: tuple[Missing, ...] = ()

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from tracefit.fit.fitted import FittedBoundary, FittedModel, FittedRegime, FittedScope, LinearFit
     from tracefit.fit.results import AcrossResult, Metrics
+    from tracefit.results.replays import RunReplay
     from tracefit.server.context import ModelScope
     from tracefit.server.documents import Scalar
 
@@ -258,6 +259,7 @@ def evaluate(
     *,
     requests: Sequence[cf.RequestRange] = (),
     predicted: Mapping[str, pl.DataFrame] = MappingProxyType({}),
+    replays: Sequence[RunReplay] = (),
     thresholds: Sequence[verdicts.Threshold] = verdicts.THRESHOLDS,
 ) -> cf.Evaluation:
     """Return everything that was measured, and what it is worth by the thresholds.
@@ -268,6 +270,7 @@ def evaluate(
         across: Errors of what was left out in turn.
         requests: Ranges of the coefficient files.
         predicted: Scope to what `predict` makes of its requests, see `coefficient_files`.
+        replays: Of the scopes' runs.
         thresholds: What each use requires.
     """
     return cf.Evaluation(
@@ -278,12 +281,18 @@ def evaluate(
                 thresholds,
                 tuple(r for r in requests if r.scope_id == s.scope.scope_id),
                 predicted.get(s.scope.scope_id),
+                tuple(r for r in replays if r.run_id in runs_of(s)),
             )
             for s in scopes
         ),
         across=across.errors if across else (),
         across_notes=across.notes if across else (),
     )
+
+
+def runs_of(scope: FittedScope) -> tuple[str, ...]:
+    """Return the runs that a scope was fitted on, in name order."""
+    return tuple(sorted(scope.tables.runs["run_id"].unique()))
 
 
 def _exclusions(rows: pl.DataFrame) -> dict[str, int]:
@@ -329,14 +338,16 @@ def _scope(
     thresholds: Sequence[verdicts.Threshold],
     requests: tuple[cf.RequestRange, ...],
     predicted: pl.DataFrame | None,
+    replays: tuple[RunReplay, ...],
 ) -> cf.ScopeEvaluation:
     boosted: dict[str, Metrics | None] = {r.latency: r.gradient_boosting for r in requests}
     models = {m.name: m.validation for m in scope.models}
     return cf.ScopeEvaluation(
         scope_id=scope.scope.scope_id,
-        runs=tuple(sorted(scope.tables.runs["run_id"].unique())),
+        runs=runs_of(scope),
         overloaded=scope.overloads,
-        verdicts=verdicts.verdicts_of(models, scope.summed, thresholds),
+        verdicts=verdicts.verdicts_of(models, verdicts.BesideModels(scope.summed, replays), thresholds),
+        replays=replays,
         models=models,
         not_fitted=scope.missing,
         latency={

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tracefit.coefficients.model import STEP_MODELS, Answer, Criterion, Verdict
 from tracefit.errors import UsageError, did_you_mean
@@ -20,8 +20,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from tracefit.fit.results import SummedTime, Validation
+    from tracefit.results.replays import RunReplay
 
 _RANK: dict[Answer, int] = {"yes": 0, "with limits": 1, "no": 2}
+
+
+class BesideModels(NamedTuple):
+    """What was measured of a scope beside its models' validations: summed step times, and replays of its runs."""
+
+    summed: SummedTime | None = None
+    replays: tuple[RunReplay, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +40,7 @@ class Measure:
     what: str
     unit: str
     higher_is_better: bool
-    of: Callable[[Validation, SummedTime | None], float | None]
+    of: Callable[[Validation, BesideModels], float | None]
     needed: bool = True
     """Where the model does not give it, the answer is no yes."""
 
@@ -41,9 +49,15 @@ def _extrapolated_pct(entry: Validation, _: object) -> float | None:
     return 100 * entry.extrapolated_rows / entry.holdout.n if entry.holdout.n else None
 
 
-def _summed_bias_pct(_: Validation, summed: SummedTime | None) -> float | None:
+def _summed_bias_pct(_: Validation, evidence: BesideModels) -> float | None:
     # Not the bias of single steps: of a server that traces a sample few are single.
-    return None if summed is None else abs(summed.bias_pct)
+    return None if evidence.summed is None else abs(evidence.summed.bias_pct)
+
+
+def _replayed_pct(latencies: tuple[str, ...], _: Validation, evidence: BesideModels) -> float | None:
+    """Return the largest error of a replay at P50 and P90, over the runs: one that is wrong is not made good by others."""
+    worst = (replay.worst_pct(*latencies) for replay in evidence.replays)
+    return max((error for error in worst if error is not None), default=None)
 
 
 def _has_queued(entry: Validation) -> bool:
@@ -65,6 +79,15 @@ _of_steps = partial(Measure, STEP_MODELS)
 _of_waits = partial(Measure, (target_named("queue_wait").model,))
 _of_admission = partial(Measure, (target_named("admission").model,))
 MEASURES: dict[str, Measure] = {
+    "replay_pct": _of_steps(
+        "largest error of E2E and ITL in a replay, at P50 and P90,",
+        " %",
+        False,
+        partial(_replayed_pct, ("e2e", "itl")),
+    ),
+    "replay_ttft_pct": _of_steps(
+        "largest error of TTFT in a replay, at P50 and P90,", " %", False, partial(_replayed_pct, ("ttft",))
+    ),
     "step_mape_pct": _of_steps("mean error of step times", " %", False, lambda e, _: e.holdout.mape_pct),
     "step_p90_ape_pct": _of_steps(
         "90th percentile of the errors of step times", " %", False, lambda e, _: e.holdout.p90_ape_pct
@@ -102,6 +125,9 @@ MEASURES: dict[str, Measure] = {
 }
 
 
+_OF_REPLAYS = {"replay_pct", "replay_ttft_pct"}
+
+
 @dataclass(frozen=True, slots=True)
 class Threshold:
     """From where on a measure allows a use, and allows it with limits."""
@@ -118,6 +144,8 @@ class Threshold:
 
 
 THRESHOLDS: tuple[Threshold, ...] = (
+    Threshold("simulation", "replay_pct", 8.0, 20.0),
+    Threshold("simulation", "replay_ttft_pct", 20.0, 40.0),
     Threshold("simulation", "step_mape_pct", 10.0, 25.0),
     Threshold("simulation", "step_bias_pct", 5.0, 15.0),
     Threshold("simulation", "step_skill", 0.5, 0.1),
@@ -125,6 +153,8 @@ THRESHOLDS: tuple[Threshold, ...] = (
     Threshold("simulation", "step_prefill_reach_pct", 25.0, 0.0),
     Threshold("simulation", "admission_mdape_pct", 10.0, 50.0),
     Threshold("simulation", "admission_skill", 0.0, 0.0),
+    Threshold("capacity planning", "replay_pct", 8.0, 20.0),
+    Threshold("capacity planning", "replay_ttft_pct", 20.0, 40.0),
     Threshold("capacity planning", "step_bias_pct", 3.0, 10.0),
     Threshold("capacity planning", "step_mape_pct", 15.0, 30.0),
     Threshold("capacity planning", "step_extrapolated_pct", 10.0, 50.0),
@@ -138,7 +168,8 @@ THRESHOLDS: tuple[Threshold, ...] = (
 )
 """What each use requires of the models.
 
-A simulator needs steps that are right one by one and in sum, and the API work; capacity planning needs sums; an
+Simulation and capacity planning rest on a replay: latencies from arrivals and lengths alone. A simulator needs steps that
+are right one by one and in sum too, and the API work; capacity planning needs sums; an
 autoscaler needs to know when requests begin to queue; an alert needs few large errors and the wait itself. Simulation and
 planning ask about prompts of any length: a model that was trained on short ones alone holds for those.
 """
@@ -146,19 +177,19 @@ planning ask about prompts of any length: a model that was trained on short ones
 
 def verdicts_of(
     models: Mapping[str, Validation],
-    summed: SummedTime | None,
+    evidence: BesideModels,
     thresholds: Iterable[Threshold] = THRESHOLDS,
 ) -> dict[str, Verdict]:
     """Return use to verdict.
 
     Args:
         models: Published name to validation, of one scope.
-        summed: The step times of its hold-out, summed.
+        evidence: What else was measured of it.
         thresholds: What is required, in the order of their uses.
     """
     by_use: dict[str, list[Criterion]] = {}
     for threshold in thresholds:
-        criterion = _criterion(models, summed, threshold)
+        criterion = _criterion(models, evidence, threshold)
         if MEASURES[threshold.measure].needed or criterion.value is not None:
             by_use.setdefault(threshold.use, []).append(criterion)
     return {use: _verdict(tuple(criteria)) for use, criteria in by_use.items()}
@@ -171,19 +202,19 @@ def _verdict(criteria: tuple[Criterion, ...]) -> Verdict:
     return Verdict(answer=worst, reasons=tuple(reasons), criteria=criteria)
 
 
-def _criterion(
-    models: Mapping[str, Validation], summed: SummedTime | None, threshold: Threshold
-) -> Criterion:
+def _criterion(models: Mapping[str, Validation], evidence: BesideModels, threshold: Threshold) -> Criterion:
     """Compare one measure with its threshold."""
     measure = MEASURES[threshold.measure]
     entry = next((models[m] for m in measure.models if m in models), None)
-    value = None if entry is None else measure.of(entry, summed)
+    value = None if entry is None else measure.of(entry, evidence)
     answer: Answer
     if entry is None:
         answer, reason = "no", f"{measure.models[0]} is not fitted"
     elif value is None:
         # The hold-out has no such rows: the model is neither confirmed nor refuted.
         answer, reason = "with limits", f"{measure.what.removesuffix(':')}: not known from this hold-out"
+        if threshold.measure in _OF_REPLAYS and evidence.replays:
+            reason = f"no run can be replayed: {evidence.replays[0].reason}"
     else:
         answer = _answer(value, threshold, higher_is_better=measure.higher_is_better)
         bound = threshold.with_limits if answer == "no" else threshold.yes

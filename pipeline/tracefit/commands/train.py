@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from tracefit import memory
 from tracefit.coefficients import publish
 from tracefit.coefficients.files import as_published, to_json
+from tracefit.coefficients.models import Models
 from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
 from tracefit.commands.ingest import ServerOptions, ingest
 from tracefit.commands.locate import find_tables
+from tracefit.commands.replay import replay_all
 from tracefit.commands.report import report_of, report_texts
 from tracefit.commands.scopes import (
     MOST_ROWS,
@@ -150,12 +153,16 @@ def train(
     if options.across:
         progress.stage("leaving out runs, models and GPUs")
         across = fit_across(scopes, scope_options(options))
+    published = as_published(alpha), as_published(beta)
+    progress.stage("replaying the held-out part of each run")
+    replays = replay_all(store, Models(published), [r for s in scopes for r in publish.runs_of(s)])
     evaluation = publish.evaluate(
         scopes,
         runs,
         across,
         requests=alpha.requests,
         predicted=predicted,
+        replays=replays,
         thresholds=options.thresholds,
     )
     models, report = place_of(out), place_of(report_folder or out)
@@ -172,7 +179,7 @@ def train(
     del scopes
     progress.stage("drawing the report")
     # From the files' own numbers, so that `report` makes the same one later.
-    made = report_of(as_published(evaluation), as_published(alpha), as_published(beta), store)
+    made = report_of(as_published(evaluation), *published, store)
     texts |= report_texts(made, report, progress)
     write_files(texts)
     return replace(result, files=tuple(texts), warnings=tuple(progress.warnings))
@@ -210,10 +217,11 @@ def _result(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
             or evaluation.ingest.implausible
         ),
+        replays=tuple(one for s in evaluation.scopes for one in s.replays),
         scopes=tuple(
             ScopeSummary(
                 s.scope.scope_id,
-                tuple(sorted(s.tables.runs["run_id"].unique())),
+                publish.runs_of(s),
                 {name: str(value) for name, value in s.scope.context.settings.values().items()},
             )
             for s in scopes
@@ -402,6 +410,8 @@ def run(
         engine=engine,
         progress=progress,
     )
+    # What ingestion freed would count on top of what training takes.
+    memory.give_back()
     trained = train(
         out / "tables",
         out / "models",

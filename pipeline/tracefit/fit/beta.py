@@ -46,7 +46,7 @@ from tracefit.fit.holdout import (
 from tracefit.fit.results import Candidate, Missing, StepTimeSource, TargetFacts
 from tracefit.fit.splits import PROMPT_FEATURES, counted, mark_prefix_hits, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
-from tracefit.server.settings import ALL_SPANS, SGLANG_STEPS, SPANS_BESIDE, step_remedy
+from tracefit.server.settings import ALL_SPANS, SGLANG_STEPS, context_remedy, step_remedy
 from tracefit.tables.dialects import SGLANG, STEP_EVENT
 from tracefit.tables.schema import ENGINE
 from tracefit.tables.sources import CycleSource, is_one_step
@@ -77,11 +77,10 @@ _UNCERTAIN_HITS = (
 RECORD_LONGER = "record for longer under load, or let the log write fractions of seconds: %(created).6f in the format of a logging configuration"
 """What helps where a log gives too few intervals."""
 
-WITHOUT_CONTEXT = (
+_WITHOUT_CONTEXT = (
     "the log does not say how many tokens of context a step reads: the model goes by the batch, and by KV-cache usage if that "
-    f"helps; {SPANS_BESIDE}"
+    "helps"
 )
-"""What a model says that was fitted on the log alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +224,11 @@ def fit_step_times(
             *reason,
             *beyond_training(result.terms, tables.timeline),
             *(_notes_on_records(tables, scope) if fpm else ()),
-            *([WITHOUT_CONTEXT] if logged and not tables.timeline["context_tokens"].count() else []),
+            *(
+                [f"{_WITHOUT_CONTEXT}; {context_remedy(tables.requests.height)}"]
+                if logged and not tables.timeline["context_tokens"].count()
+                else []
+            ),
         ),
         feature_definitions=features,
     )

@@ -85,6 +85,16 @@ def fit_scope(
             lambda reason: ComposedLatencies(None, f"{reason}; {_REMEDY}"),
         ),
         summed=summed_holdout(beta.fitted) if beta else None,
+        notes=_thinned(tables),
+    )
+
+
+def _thinned(tables: ScopeTables) -> tuple[str, ...]:
+    read, whole = tables.requests.height, int(tables.runs["requests"].sum())
+    if read >= whole:
+        return ()
+    return (
+        f"{read:,} of {whole:,} requests are trained on: more of a server would take memory, and show no more",
     )
 
 

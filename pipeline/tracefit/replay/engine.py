@@ -284,7 +284,12 @@ class ReplayEngine:
         self.now = float(ends[taken - 1])
         self.steps.append((ends[:taken], len(running), len(self.waiting)))
         for request in running:
-            self.cache.grow(request, taken * growth)
+            # Its blocks often have room for the next tokens.
+            if (
+                request.computed + taken * growth - request.unclaimed
+                > len(request.blocks) * settings.block_size
+            ):
+                self.cache.grow(request, taken * growth)
             request.computed += taken * growth
         self._finish([r for r in running if r.computed >= r.end])
         return True
@@ -333,7 +338,7 @@ class ReplayEngine:
                 continue
             decodes = request.computed >= request.need
             wanted = self.settings.tokens_per_step if decodes else request.need - request.computed
-            new = min(wanted, budget)
+            new = min(budget, wanted)
             # To give one its blocks, others may lose theirs.
             while new and request not in lost and not self.cache.grow(request, new):
                 victim = self._preempt()
@@ -494,6 +499,8 @@ class _BlockCache:
             self._forget(block)
             self.holders[block] = 1
             blocks.append(block)
+        if done >= request.prompt:
+            return True
         # Only blocks of the prompt can be found again: outputs have no known content.
         for index in range(int(done) // size, int(min(done + new, request.prompt)) // size):
             key = self._key(request, index)

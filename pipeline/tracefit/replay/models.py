@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+import polars as pl
 
-from tracefit.coefficients.compiled import CompiledModel
-from tracefit.coefficients.model import BoundaryModel, RegimesModel
-from tracefit.coefficients.workload import STEP_COLUMNS
+from tracefit.coefficients.compiled import CompiledModel, linear_forms
+from tracefit.coefficients.model import BoundaryModel, Regime, RegimesModel
+from tracefit.coefficients.workload import STEP_COLUMNS, STEP_INPUTS
 from tracefit.errors import UsageError
 from tracefit.evaluator import COMPARE
-from tracefit.features.expressions import ARITHMETIC, Algebra, compute
+from tracefit.features.expressions import ARITHMETIC, ROW, Algebra, compute, evaluate
 from tracefit.fit.results import line
 
 if TYPE_CHECKING:
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
     from tracefit.coefficients.model import Model
     from tracefit.features.expressions import Function, Operator
     from tracefit.replay.engine import StepBatch
+    from tracefit.replay.run import ReplayedTimes
     from tracefit.statistics import Flags, Integers, Vector
+
+
+StepAmount = TypeVar("StepAmount", "float", "Vector")
 
 
 def _binary(operator: Operator, left: Vector, right: Vector) -> Vector:
@@ -65,35 +70,48 @@ class FittedStepTimes:
             UsageError: The model reads what a replay does not know of a step.
         """
         self._compiled = CompiledModel(model, STEP_COLUMNS)
-        self._server = {n: np.asarray(np.nan if v is None else v) for n, v in server.items()}
-        formulas, given = self._compiled.formulas, {*self._server, *_described(_NOTHING)}
+        formulas, given = self._compiled.formulas, {*server, *STEP_INPUTS}
         if missing := formulas.missing(self._compiled.features, given):
             raise UsageError(f"a replay does not know {', '.join(missing)} of a step", where=model.name)
         used = formulas.used(self._compiled.features, given)
-        self._nodes = [(n, node) for n, node in formulas.nodes.items() if n in used and n not in given]
+        self._line_form = linear_forms(model)[next(reversed(linear_forms(model)))]
+        nodes = [(n, node) for n, node in formulas.nodes.items() if n in used and n not in given]
+        # What no step changes is computed once.
+        self._row = dict(server)
+        self._nodes = []
+        for name, node in nodes:
+            if formulas.needs[name] <= self._row.keys():
+                self._row[name] = evaluate(node, self._row)
+            else:
+                self._nodes.append((name, node))
+        self._arrays = {n: np.asarray(np.nan if v is None else v) for n, v in self._row.items()}
 
     def step(self, batch: StepBatch) -> float:
         """Return the time of one step in us."""
-        return float(self._times(_described(batch)))
+        values: dict[str, float | None] = {**self._row, **_described(batch, batch.context_tokens)}
+        for name, node in self._nodes:
+            values[name] = compute(node, values.__getitem__, ROW)
+        model = self._compiled.model
+        regimes = model.regimes if isinstance(model, RegimesModel) else (self._line_form,)
+        holds = (r for r in regimes if not isinstance(r, Regime) or r.when.holds(values.__getitem__, ROW))
+        form = next(holds, None)
+        time = None if form is None else line(form.intercept, form.terms, values.__getitem__, ROW)
+        return max(time or 1.0, 1.0)
 
     def decoding(self, batch: StepBatch, steps: int, growth: float) -> Vector:
         """Return the times of consecutive steps in which the same requests decode, in us; shape (steps,)."""
         context: Vector = np.asarray(batch.context_tokens + growth * np.arange(steps), dtype=float)
-        return np.broadcast_to(self._times(_described(batch, context)), steps)
-
-    def _times(self, values: dict[str, Vector]) -> Vector:
+        values = {n: np.asarray(v, dtype=float) for n, v in _described(batch, context).items()} | self._arrays
         with np.errstate(all="ignore"):
-            values |= self._server
             for name, node in self._nodes:
                 values[name] = compute(node, values.__getitem__, ARRAYS)
-            return np.nan_to_num(np.maximum(self._line(values), 1.0), nan=1.0)
+            return np.broadcast_to(np.nan_to_num(np.maximum(self._line(values), 1.0), nan=1.0), steps)
 
     def _line(self, values: Mapping[str, Vector]) -> Vector:
         """Return the line of the first regime whose condition holds."""
         model, value_of = self._compiled.model, values.__getitem__
         if not isinstance(model, RegimesModel):
-            form = self._compiled.active({})[1]
-            return line(form.intercept, form.terms, value_of, ARRAYS)
+            return line(self._line_form.intercept, self._line_form.terms, value_of, ARRAYS)
         found: Vector = np.asarray(np.nan)
         for regime in reversed(model.regimes):
             time = line(regime.intercept, regime.terms, value_of, ARRAYS)
@@ -101,31 +119,33 @@ class FittedStepTimes:
         return found
 
 
-def _described(batch: StepBatch | tuple[float, ...], context: Vector | None = None) -> dict[str, Vector]:
+def _described(batch: StepBatch, context: StepAmount) -> dict[str, StepAmount | float]:
     """Return the inputs of `STEP_COLUMNS` of a step, or of several that differ in their context."""
-    prefill_reqs, prefill, done, _, decode_reqs, tokens, waiting = batch
-    values = {"prefill_reqs": prefill_reqs, "prefill": prefill, "prefill_done": done, "batch": decode_reqs}
-    inputs = {name: np.asarray(value, dtype=float) for name, value in values.items()}
-    mean = (np.asarray(tokens) if context is None else context) / max(decode_reqs, 1)
-    return {**inputs, "context": mean, "waiting": np.asarray(waiting, dtype=float)}
-
-
-_NOTHING = (0.0,) * 7
+    return {
+        "prefill_reqs": batch.prefill_reqs,
+        "prefill": batch.prefill_tokens,
+        "prefill_done": batch.prefill_context_tokens,
+        "batch": batch.decode_reqs,
+        "context": context / max(batch.decode_reqs, 1),
+        "waiting": batch.waiting,
+    }
 
 
 def admission_us(model: Model | None, arrival_us: Vector, prompt_tokens: Integers) -> Vector:
-    """Return the API's time of each request until it can be queued, in us; shape (n,).
+    """Return the API's time of each request until it can be queued, in us; shape (n,). 0 without a model.
 
-    The wait for a step boundary that follows is the replay's own: a boundary model's work alone counts, which is 0 where the
-    model has another form or reads more than the prompt.
+    The wait for a step boundary that follows is the replay's own: of a boundary model the work alone counts, of one of another
+    form its time on an idle server, where nothing is waited for.
 
     Args:
         model: The model of admissions; null without one.
         arrival_us: Arrivals in ascending order.
         prompt_tokens: Prompt tokens.
     """
-    if not isinstance(model, BoundaryModel) or {t.feature for t in model.work.terms} - {"prompt_tokens"}:
+    if model is None:
         return np.zeros(len(arrival_us))
+    if not isinstance(model, BoundaryModel):
+        return _of_requests(model, {"prompt_tokens": prompt_tokens}, len(arrival_us))
     work = np.maximum(model.work.intercept.value + model.work_us_per_prompt_token * prompt_tokens, 0.0)
     if model.queue is None:
         return np.asarray(work)
@@ -133,3 +153,38 @@ def admission_us(model: Model | None, arrival_us: Vector, prompt_tokens: Integer
     total = np.cumsum(work)
     ends = total + np.maximum.accumulate(arrival_us - (total - work))
     return np.asarray(ends - arrival_us)
+
+
+def departure_us(model: Model | None, times: ReplayedTimes, output_tokens: Integers) -> Vector:
+    """Return the API's time of each request after its last token, in us; shape (n,). NaN without a model or a last token.
+
+    Args:
+        model: The model of departures; null without one.
+        times: The replay of these requests.
+        output_tokens: Output tokens.
+    """
+    last, batch = times.last_us, np.zeros(len(output_tokens))
+    if model is None:
+        return np.full(len(last), np.nan)
+    for server, steps in enumerate(times.steps):
+        here = times.server == server
+        ends, running = np.array([s[0][-1] for s in steps]), np.array([s[1] for s in steps])
+        if here.any() and len(ends):
+            batch[here] = running[np.minimum(np.searchsorted(ends, last[here]), len(ends) - 1)]
+    _, which, count = np.unique(last, return_inverse=True, return_counts=True)
+    given: dict[str, Vector | Integers] = {
+        "num_decode_reqs": batch,
+        "finishing_reqs": count[which].astype(float),
+        "output_tokens": output_tokens,
+    }
+    return _of_requests(model, given, len(last)) + 0 * last
+
+
+def _of_requests(model: Model, given: Mapping[str, Vector | Integers], rows: int) -> Vector:
+    """Evaluate a model of requests, what is not given being 0; not below 0."""
+    compiled = CompiledModel(model)
+    frame = pl.DataFrame({name: np.asarray(value, dtype=float) for name, value in given.items()})
+    missing = compiled.inputs - given.keys()
+    frame = frame.with_columns(pl.lit(0.0).alias(name) for name in sorted(missing))
+    found = compiled.computed(frame).select(y=compiled.expression())["y"]
+    return np.broadcast_to(found.fill_null(0.0).to_numpy(), rows)

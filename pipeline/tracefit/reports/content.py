@@ -19,6 +19,7 @@ from tracefit.reports.figures.scope import ScopeFigures, figures_of_evaluation
 from tracefit.reports.sentences import (
     lead,
     least_exact,
+    least_exact_replay,
     longer,
     speed_change,
     step_entry,
@@ -231,6 +232,50 @@ def _headline_table(scope: published.ScopeEvaluation) -> Table:
     )
 
 
+_REPLAY_NOTE = (
+    "**In a closed loop:** the held-out part of each run is replayed from the arrivals and lengths of its requests; queue, batches and "
+    "latencies are the replay's own. *Constant* is what the training part measured, *predict* what `tracefit predict` says of "
+    "each request on its arrival. The errors of single models, given the measured queue and batches, stand below."
+)
+
+
+def _replay_parts(scope: published.ScopeEvaluation) -> tuple[ReportPart, ...]:
+    """Return measured and replayed latencies of each run, or why a run is not replayed."""
+    several, rows, lines = len(scope.replays) > 1, [], []
+    for run in scope.replays:
+        name = f"`{run.run_id}`"
+        for latency, label in (*LATENCIES.items(), ("client", "until departure")):
+            if points := run.of(latency):
+                p50, p90 = points[:2]
+                guesses = (p.error_of(g) for p in (p50, p90) for g in (p.constant, p.predicted))
+                cells = (number(p50.measured / 1e3), number(p50.replayed / 1e3))
+                errors = (*(p.error_pct for p in points), *guesses)
+                rows.append(((name,) if several else ()) + (label, *cells, *map(_signed, errors)))
+        if run.reason:
+            lines.append(f"Run {name} is not replayed: {run.reason}.")
+            continue
+        others = {q.name: q for q in run.quantities}
+        facts = [
+            f"{words} {number(q.measured)} measured, {number(q.replayed)} replayed"
+            for key, words in (
+                ("output_tokens_per_s", "output tokens/s"),
+                ("waiting_mean", "waiting on average"),
+            )
+            if (q := others.get(key))
+        ]
+        counts = f"{plural(run.requests, 'request')} compared, {count(run.in_flight)} in flight before"
+        lines.append(f"Run {name}: {'; '.join((counts, *facts, *run.notes))}.")
+    ways = ("constant", "predict")
+    head = ("measured P50 ms", "replayed", *(f"P{q} error %" for q in (50, 90, 99)))
+    beside = (f"{way} P{q} %" for q in (50, 90) for way in ways)
+    found = table((*(("run",) if several else ()), "replayed", *head, *beside), rows)
+    return kept(_REPLAY_NOTE if rows else "", found, Bullets(tuple(lines)))
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.1f}"
+
+
 def _holds_for(scope: published.ScopeEvaluation) -> str:
     # The errors beside it were measured on such load: beyond it nothing is known.
     step = step_entry(scope)
@@ -251,12 +296,13 @@ def _overview(scopes: Sequence[ScopeParts]) -> Table:
         answers = [f"**{one.scope.verdicts[u].answer}**" if u in one.scope.verdicts else "-" for u in uses]
         errors = _headlines(one.scope)
         step = next((errors[label] for label in ("step time", "mean step time") if label in errors), None)
-        found = [e[0] if e else None for e in (step, errors.get("TTFT"))]
-        cells = [f"{percent(m.mdape_pct)} / {percent(m.p90_ape_pct)} %" if m else "-" for m in found]
+        run = least_exact_replay(one.scope)
+        replayed = [[q.error_pct for q in run.of(name)[:2]] if run else [] for name in LATENCIES]
+        cells = [f"{' / '.join(map(_signed, pair))} %" if pair else "-" for pair in replayed]
+        cells.append(f"{percent(step[0].mdape_pct)} / {percent(step[0].p90_ape_pct)} %" if step else "-")
         rows.append((name, *answers, *cells, _holds_for(one.scope) or "-"))
-    return table(
-        ("scope", *uses, *(f"{h}, median / P90 error" for h in ("step time", "TTFT")), "holds for"), rows
-    )
+    heads = (f"replayed {label}, error at P50 / P90" for label in LATENCIES.values())
+    return table(("scope", *uses, *heads, "step time, median / P90 error", "holds for"), rows)
 
 
 def _some_runs(scope: published.ScopeEvaluation, most: int = 2) -> str:
@@ -284,6 +330,7 @@ def _scope(one: ScopeParts, *, several: bool = False) -> tuple[ReportPart, ...]:
         f"Of scopes alike, this one has {one.label.detail}." if one.label.detail else "",
         *first,
         verdicts(scope),
+        *_replay_parts(scope),
         errors,
         " ".join(filter(None, notes)) if errors.rows else "",
         *worse_than_median(scope),

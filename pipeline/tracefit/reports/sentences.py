@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tracefit.features.targets import is_step_model
+from tracefit.features.targets import LATENCIES, is_step_model
 from tracefit.fit.splits import of_means
 from tracefit.reports.document import UseVerdict, Verdicts
 from tracefit.text import count, number, percent, sentence
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.model import Criterion, ScopeEvaluation, Verdict
     from tracefit.fit.results import SummedTime, Validation
+    from tracefit.results.replays import RunReplay
 
 _FRACTIONS = (
     (5.0, "a twentieth"),
@@ -62,7 +63,32 @@ def step_times(entry: Validation) -> str:
 
 
 def lead(scope: ScopeEvaluation) -> str:
-    """Say in one sentence how exact the step times are, and what most limits that."""
+    """Say how well a replay reproduces the latencies, then how exact the step times are, and what most limits that."""
+    return " ".join(filter(None, (_replayed(scope), _of_steps(scope))))
+
+
+def _replayed(scope: ScopeEvaluation) -> str:
+    """Say how far a replay is from what was measured, of several runs the one that is furthest; empty without one."""
+    run = least_exact_replay(scope)
+    if run is None:
+        return ""
+    known = [r for r in scope.replays if r.quantities]
+    errors = [
+        f"{label} by {' and '.join(f'{q.error_pct:+.1f} %' for q in run.of(name)[:2])}"
+        for name, label in LATENCIES.items()
+        if all(q.error_pct is not None for q in run.of(name)[:2]) and run.of(name)
+    ]
+    which = f" of `{run.run_id}`, the least exact of {len(known)} runs," if len(known) > 1 else ""
+    return f"A replay{which} from arrivals and lengths alone is off at P50 and P90 of {', of '.join(errors)}."
+
+
+def least_exact_replay(scope: ScopeEvaluation) -> RunReplay | None:
+    """Return the run whose replay is furthest from what was measured; null where none is replayed."""
+    known = [r for r in scope.replays if r.worst_pct(*LATENCIES) is not None]
+    return max(known, key=lambda r: r.worst_pct(*LATENCIES) or 0.0, default=None)
+
+
+def _of_steps(scope: ScopeEvaluation) -> str:
     entry = step_entry(scope)
     if entry is None or entry.holdout.mdape_pct is None:
         reason = next(
@@ -152,6 +178,12 @@ def _reason(verdict: Verdict, lost: Mapping[str, str], step_times: str) -> str:
 
 
 _MEASURED: Mapping[str, Callable[[float], str]] = {
+    "replay_pct": lambda v: (
+        f"replayed from arrivals and lengths, E2E and ITL are within {percent(v)} % at P50 and P90"
+    ),
+    "replay_ttft_pct": lambda v: (
+        f"replayed from arrivals and lengths, TTFT is within {percent(v)} % at P50 and P90"
+    ),
     "step_mape_pct": lambda v: f"step times are off by {percent(v)} % on average",
     "step_p90_ape_pct": lambda v: f"one step time in ten is off by more than {percent(v)} %",
     "step_bias_pct": lambda v: f"summed over time, steps are off by {percent(v)} %",
@@ -199,7 +231,21 @@ def _sentence(one: Criterion, step_times: str) -> str:
 
 
 def least_exact(scopes: Sequence[tuple[str, ScopeEvaluation]]) -> str:
-    """Say in one sentence how exact the step times of several scopes are, each given by name and evaluation."""
+    """Say how exact the replays and the step times of several scopes are, each given by name and evaluation."""
+    replayed = {
+        n: r.worst_pct(*LATENCIES) or 0.0 for n, s in scopes if (r := least_exact_replay(s)) is not None
+    }
+    worst = max(replayed, key=replayed.__getitem__, default=None)
+    found = (
+        f"Latencies of a replay from arrivals and lengths alone are within {percent(replayed[worst])} % at P50 and P90, "
+        f"`{worst}` the least exact of {count(len(replayed))} that can be replayed."
+        if worst
+        else ""
+    )
+    return " ".join(filter(None, (found, _least_exact_steps(scopes))))
+
+
+def _least_exact_steps(scopes: Sequence[tuple[str, ScopeEvaluation]]) -> str:
     known = [
         (entry.holdout.mdape_pct, name)
         for name, scope in scopes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import textwrap
 from dataclasses import fields, replace
 from datetime import UTC, datetime
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from tracefit.coefficients.requests import RequestPrediction
     from tracefit.features.sets import FeatureSet
     from tracefit.results import models, traces
+    from tracefit.results.replays import QueueWindow, RunReplay
 
 
 def _wrapped(text: str, indent: str = "") -> str:
@@ -116,6 +118,7 @@ def _scopes(result: models.TrainResult) -> list[str]:
     for scope_id in dict.fromkeys([*labels, *(m.scope_id for m in result.fitted)]):
         label = labels.get(scope_id, ScopeLabel(scope_id))
         lines += [f"scope {label.name}", *([f"  {_wrapped(label.detail, '  ')}"] if label.detail else [])]
+        lines += _closed_loop([r for r in result.replays if r.scope_id == scope_id])
         fitted = [m for m in result.fitted if m.scope_id == scope_id]
         lines.append(indented(columns(head, [_model_row(m) for m in fitted])))
         lines += [
@@ -141,6 +144,32 @@ def _scopes(result: models.TrainResult) -> list[str]:
     return lines
 
 
+_MOST_REPLAYS = 3
+
+
+def _closed_loop(replays: Sequence[RunReplay]) -> list[str]:
+    """Return the errors of replays, the least exact runs first, and why others are not replayed."""
+    worst = {r.run_id: r.worst_pct(*targets.LATENCIES) for r in replays}
+    known = sorted((r for r in replays if r.quantities), key=lambda r: -(worst[r.run_id] or 0.0))
+    rows = []
+    for run in known[:_MOST_REPLAYS]:
+        for latency, label in targets.LATENCIES.items():
+            if points := run.of(latency):
+                beside = (points[0].error_of(points[0].constant), points[0].error_of(points[0].predicted))
+                cells = (
+                    "" if e is None else f"{e:+.1f} %" for e in (*(p.error_pct for p in points), *beside)
+                )
+                rows.append(
+                    (f"{label} {run.run_id}" if len(known) > 1 else label, *cells, count(run.requests))
+                )
+    lines = [indented(columns(_REPLAY_HEAD, rows))] if rows else []
+    if len(known) > _MOST_REPLAYS:
+        lines.append(_noted(f"{plural(len(known) - _MOST_REPLAYS, 'more run')} replayed: see the report"))
+    reasons = dict.fromkeys(r.reason for r in replays if r.reason)
+    return [*lines, *(_noted(f"not replayed: {reason}") for reason in reasons)]
+
+
+_REPLAY_HEAD = ("replayed", "P50", "P90", "P99", "constant P50", "predict P50", "requests")
 _LATENCY_HEAD = ("predict", "median error", "P90", "baseline", "reference", "held out")
 
 
@@ -442,12 +471,34 @@ def replay_text(result: models.ReplayResult) -> str:
                 q.name,
                 number(q.measured),
                 number(q.replayed),
-                "" if q.error_pct is None else f"{q.error_pct:+.1f} %",
+                *(
+                    "" if e is None else f"{e:+.1f} %"
+                    for e in (q.error_pct, *map(q.error_of, (q.constant, q.predicted)))
+                ),
             )
             for q in run.quantities
         ]
-        blocks.append(f"{head}\n{indented(columns(('', 'measured', 'replayed', 'error'), rows))}")
+        notes = [_noted(f"note: {note}") for note in run.notes]
+        table = indented(columns(("", "measured", "replayed", "error", "constant", "predict"), rows))
+        blocks.append("\n".join([head, table, *_queue_bars(run.queue), *notes]))
     return "\n\n".join(blocks)
+
+
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+def _queue_bars(queue: Sequence[QueueWindow]) -> list[str]:
+    """Draw the queue over time, a bar per window; nothing where nobody waits."""
+    most = max((w for one in queue for w in (one.measured, one.replayed)), default=0.0)
+    if not most:
+        return []
+    sides = {"measured": [w.measured for w in queue], "replayed": [w.replayed for w in queue]}
+    bars = {
+        side: "".join(_BARS[math.ceil(8 * value / most - 1e-9)] for value in values)
+        for side, values in sides.items()
+    }
+    head = f"  queue over the held-out time, a full bar is {number(most)} requests"
+    return [head, *(f"    {side}  {text}" for side, text in bars.items())]
 
 
 def verify_text(result: models.VerifyResult) -> str:

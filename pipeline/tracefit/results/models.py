@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tracefit.errors import EXIT_DONE, EXIT_NOTHING, EXIT_QUARANTINE
 from tracefit.results.notebook import Shown, drawn
+from tracefit.results.replays import RunReplay
 from tracefit.results.traces import IngestResult
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class TrainResult(Shown):
     report: Path
     fitted: tuple[ModelSummary, ...]
     not_fitted: tuple[str, ...] = ()
+    replays: tuple[RunReplay, ...] = ()
+    """The held-out part of each run, replayed: latencies from arrivals and lengths alone, beside what was measured."""
     latencies: tuple[LatencySummary, ...] = ()
     quarantined: bool = False
     scopes: tuple[ScopeSummary, ...] = ()
@@ -355,44 +358,6 @@ class RowPredictions(Shown):
 
 
 # -- replay ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """A quantity as it was measured, and as the replay gives it.
-
-    Attributes:
-        name: ttft_p50_us, ..., output_tokens_per_s or waiting_mean.
-        measured: In the unit of its name.
-        replayed: In the same unit.
-        error_pct: 100 * (replayed - measured) / measured; null where nothing was measured.
-    """
-
-    name: str
-    measured: float
-    replayed: float
-    error_pct: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class RunReplay:
-    """The held-out part of a run, replayed.
-
-    Attributes:
-        run_id: The run.
-        scope_id: Whose models replay it; null where no scope was trained on it.
-        requests: Requests that count: they come in the held-out part, and end in the run and in the replay.
-        in_flight: Requests in the server when that part begins: given, not replayed from their arrival.
-        quantities: Measured and replayed; empty where a replay is not possible.
-        reason: Why it is not; null where it is.
-    """
-
-    run_id: str
-    scope_id: str | None
-    requests: int = 0
-    in_flight: int = 0
-    quantities: tuple[Replayed, ...] = ()
-    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

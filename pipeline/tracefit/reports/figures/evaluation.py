@@ -10,6 +10,7 @@ from tracefit.features.targets import LATENCIES
 from tracefit.fit.splits import of_means
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures.elements import (
+    COLOURS,
     GREEN,
     GREY,
     MEASURED,
@@ -25,7 +26,7 @@ from tracefit.reports.figures.elements import (
     objective,
     shaded,
 )
-from tracefit.reports.sentences import step_entry, step_times
+from tracefit.reports.sentences import least_exact_replay, step_entry, step_times
 from tracefit.text import count, number, percent
 
 if TYPE_CHECKING:
@@ -83,6 +84,77 @@ def error_by_load_figure(scope: ScopeEvaluation) -> Figure | None:
             "shapes": shaded([MarkedInterval("training range", low, high)]),
         },
     )
+
+
+# Replays
+
+
+def replay_figures(scope: ScopeEvaluation) -> tuple[Figure, ...]:
+    """Draw the replay that is least exact: percentiles of each latency and the queue over time, measured and replayed."""
+    run = least_exact_replay(scope)
+    if run is None:
+        return ()
+    sides = (("measured", "solid"), ("replayed", "dash"))
+    points = {label: run.of(name) for name, label in LATENCIES.items()}
+    percents = [50, 90, 99]
+    hover = "P%{x}: %{y:,.4~r} ms<extra>%{fullData.name}</extra>"
+    values = [getattr(q, side) / US_PER_MS for side, _ in sides for all_ in points.values() for q in all_]
+    latencies = Figure(
+        name=anchor(f"{scope.scope_id}-replay"),
+        kind="replay",
+        title="Latencies in a closed loop: replayed against measured",
+        look="Look for a dashed line that leaves its solid one: there a simulation of this load would be wrong by as much.",
+        note=f"{count(run.requests)} held-out requests of run {run.run_id}.",
+        summary=Table(
+            ("latency", *(f"P{q} {side}, ms" for q in percents for side, _ in sides)),
+            tuple(
+                (label, *(number(getattr(q, side) / US_PER_MS) for q in all_ for side, _ in sides))
+                for label, all_ in points.items()
+                if all_
+            ),
+        ),
+        traces=tuple(
+            line(
+                f"{label} {side}",
+                percents,
+                [getattr(q, side) / US_PER_MS for q in all_],
+                colour,
+                dash=dash,
+                mode="lines+markers",
+                hovertemplate=hover,
+            )
+            for (label, all_), colour in zip(points.items(), COLOURS, strict=False)
+            for side, dash in sides
+            if all_
+        ),
+        layout={
+            "xaxis": axis_of("percentile of requests", tickvals=percents),
+            "yaxis": log_axis("ms", values),
+        },
+    )
+    if not any(w.measured or w.replayed for w in run.queue):
+        return (latencies,)
+    at = [w.from_s for w in run.queue]
+    queue = Figure(
+        name=anchor(f"{scope.scope_id}-replayed-queue"),
+        kind="queue",
+        title="Queue over time: replayed against measured",
+        look="Look for times at which one queue grows and the other does not: errors of a queue add up.",
+        note=f"Mean number of requests between arrival and first schedule, run {run.run_id}.",
+        summary=Table(
+            ("from, s", "measured", "replayed"),
+            tuple((number(w.from_s), number(w.measured), number(w.replayed)) for w in run.queue[::4]),
+        ),
+        traces=(
+            line("measured", at, [w.measured for w in run.queue], MEASURED),
+            line("replayed", at, [w.replayed for w in run.queue], PREDICTED, dash="dash"),
+        ),
+        layout={
+            "xaxis": axis_of("seconds of the held-out part"),
+            "yaxis": axis_of("requests", rangemode="tozero"),
+        },
+    )
+    return latencies, queue
 
 
 # Latencies of requests

@@ -12,7 +12,7 @@ from tracefit.diagnostics.rows import MOST_RUNS
 from tracefit.fit.splits import of_means
 from tracefit.reports.figures.breakdown import breakdown_figure, first_token_figure
 from tracefit.reports.figures.engines import engine_figure
-from tracefit.reports.figures.evaluation import distribution_figures, error_by_load_figure
+from tracefit.reports.figures.evaluation import distribution_figures, error_by_load_figure, replay_figures
 from tracefit.reports.figures.load import latency_load_figure, runs_figure
 from tracefit.reports.figures.models import model_figures, step_times_figure
 from tracefit.text import count
@@ -57,7 +57,8 @@ class ScopeFigures:
 def figures_of_evaluation(scope: ScopeEvaluation) -> ScopeFigures:
     """Return the figures that need no tables."""
     by_load = error_by_load_figure(scope)
-    return ScopeFigures((by_load,) if by_load else (), distribution_figures(scope, {}, {}))
+    first = (*replay_figures(scope), *((by_load,) if by_load else ()))
+    return ScopeFigures(first, distribution_figures(scope, {}, {}))
 
 
 def scope_figures(
@@ -89,7 +90,7 @@ def scope_figures(
     objectives = {name: ms for name, ms in slo_ms.items() if name in rows.loads}
     drawn, servers = len(rows.engines), scope.timeline.servers
     return ScopeFigures(
-        tuple(figure for figure in first if figure is not None),
+        (*replay_figures(scope), *(figure for figure in first if figure is not None)),
         distribution_figures(scope, rows.latencies, objectives),
         of_models,
         f"{drawn} of {count(servers)} engines are drawn, overloaded ones first." if servers > drawn else "",

@@ -1,0 +1,371 @@
+"""Replay the held-out part of a run in a closed loop: arrivals and lengths in, latencies out, beside what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from tracefit.coefficients.request_ranges import described_requests, predicted_requests
+from tracefit.errors import TracefitError, UsageError
+from tracefit.features.targets import LATENCIES
+from tracefit.replay.engine import EngineSettings
+from tracefit.replay.models import FittedStepTimes, admission_us, departure_us
+from tracefit.replay.run import RequestLoad, replay
+from tracefit.results.replays import QueueWindow, Replayed, RunReplay
+from tracefit.tables.schema import ENGINE, REQUEST, SERVER
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tracefit.coefficients.predict import ScopeModels
+    from tracefit.statistics import Vector
+
+LEAST_REQUESTS = 20
+"""Held-out requests, for percentiles that say something."""
+MOST_REQUESTS = 2_000
+"""Held-out requests of a run that are compared: the first ones. As many again may load the server while these run."""
+
+ALL_JOURNEYS = 0.999
+_SEVERAL_TOKENS = 1.05
+_WINDOWS = 20
+_POINTS = (50, 90, 99)
+_NEEDED = ("max_num_seqs", "max_num_batched_tokens")
+_TIMES = ("arrival_ns", "first_scheduled_ns", "first_token_ns", "finished_ns", "departed_ns")
+_LEFT = pl.coalesce("finished_ns", "aborted_ns", "departed_ns", "last_token_ns")
+
+
+REQUEST_COLUMNS = (
+    *dict.fromkeys((*ENGINE, *REQUEST)),
+    *(*_TIMES, "queued_ns", "last_token_ns", "aborted_ns", "first_token_step", "finished_step"),
+    *("prompt_tokens", "output_tokens", "max_tokens", "cached_prompt_tokens", "num_preemptions"),
+    *("finish_status", "ttft_us", "itl_us", "e2e_us", "client_us"),
+)
+"""Columns of `requests` that a replay reads."""
+
+_STEP_COLUMNS = (
+    *SERVER,
+    "ts_start_ns",
+    "waiting_depth",
+    "running_after",
+    "num_decode_reqs",
+    "num_prefill_reqs",
+)
+_BEFORE_NS = 60_000_000_000
+"""What an arrival meets is known from the step before it: of a server that is not idle, one of the last minute."""
+
+
+class RunTraces(NamedTuple):
+    """What was traced of one run: rows of the tables `runs` and `requests`, and `timeline`, of which little is read."""
+
+    runs: pl.DataFrame
+    requests: pl.DataFrame
+    timeline: pl.LazyFrame
+
+
+def replay_run(run_id: str, traces: RunTraces, scope: ScopeModels) -> RunReplay:
+    """Replay the held-out part of a run, or say why that is not possible.
+
+    Args:
+        run_id: The run.
+        traces: What was traced of it.
+        scope: Models that were fitted on what came before.
+    """
+    nothing = RunReplay(run_id, scope.scope_id)
+    try:
+        training = scope.step_model.training
+        ranges = training.time_range if training else ()
+        cuts = {r.server: r.holdout_from_ns for r in ranges if r.run_id == run_id}
+        if missing := missing_for_replay(traces.runs, traces.requests, cuts):
+            return replace(nothing, reason=missing)
+        return _compared(nothing, traces, scope, cuts)
+    except TracefitError as error:
+        return replace(nothing, reason=str(error))
+
+
+def missing_for_replay(run: pl.DataFrame, requests: pl.DataFrame, cuts: Mapping[str, int]) -> str | None:
+    """Return why a run cannot be replayed; null where it can.
+
+    Args:
+        run: Rows of the `runs` table.
+        requests: Rows of the `requests` table.
+        cuts: Server to the time at which its held-out part begins.
+    """
+    sampled = run["journey_sampling"].drop_nulls()
+    if not requests.height:
+        return "no request was traced, only steps"
+    if not cuts:
+        return "the model of step times has no rows of this run"
+    # None at all is no sample: other spans may show every request.
+    if sampled.is_between(0, ALL_JOURNEYS, closed="none").any():
+        share = float(sampled.to_numpy().min())
+        return f"journeys are a sample of {share:.0%}: the requests between them are not known"
+    # Of a request that the run's end or its client cut off, nobody knows how long it would have been.
+    is_known = pl.all_horizontal(pl.col("arrival_ns", "prompt_tokens").is_not_null())
+    known = requests.filter(is_known & (pl.col("output_tokens").is_not_null() | ~_is_complete())).height
+    if known < ALL_JOURNEYS * requests.height or not requests["output_tokens"].count():
+        return f"arrival and lengths are known of {known} of {requests.height} requests"
+    return None
+
+
+def _is_complete() -> pl.Expr:
+    """Say whether a request came to its end; spans of an unmodified server have no status, and only of such requests."""
+    ended = pl.col("finish_status").fill_null("stopped").is_in(["stopped", "length"])
+    return ended & pl.col("finished_ns").is_not_null()
+
+
+def _compared(
+    nothing: RunReplay, traces: RunTraces, scope: ScopeModels, cuts: Mapping[str, int]
+) -> RunReplay:
+    runs_from = pl.col("server").replace_strict(cuts, default=None, return_dtype=pl.Int64)
+    requests = traces.requests.drop_nulls(["arrival_ns", "prompt_tokens"]).with_columns(
+        cut=runs_from, left=_LEFT, is_complete=_is_complete()
+    )
+    before = requests.filter(pl.col("is_complete") & (pl.col("left") < pl.col("cut")))
+    settings, notes = _settings(scope, traces.timeline, before)
+    requests = _counting(_with_outputs(requests, before))
+    times = FittedStepTimes(scope.step_model, scope.server)
+    parts: list[pl.DataFrame] = []
+    room = MOST_REQUESTS
+    # A restart begins another engine: the later ones are left out where the first ones are enough.
+    for engine in requests.drop_nulls("cut").sort("arrival_ns").partition_by(ENGINE, maintain_order=True):
+        if room > 0:
+            parts.append(_engine(engine, scope, times, settings, most=room))
+            room -= int(parts[-1]["counts"].sum())
+    if not parts:
+        return replace(nothing, reason="no request is of a server whose steps are known")
+    found = pl.concat(parts)
+    here = found.filter("counts")
+    counted = here.drop_nulls("replayed_last")
+    if unserved := here.height - counted.height:
+        return replace(nothing, reason=f"the replay never serves {unserved} of {here.height} requests")
+    if here.height < LEAST_REQUESTS:
+        few = f"{here.height} requests end in the held-out part: fewer than {LEAST_REQUESTS}"
+        return replace(nothing, reason=few)
+    return replace(
+        nothing,
+        requests=here.height,
+        in_flight=int((found["arrival"] < 0).sum()),
+        quantities=_quantities(here, before, _predicted(traces, scope, here)),
+        queue=_queue(here),
+        notes=notes + _notes(found, scope, is_full=room <= 0),
+    )
+
+
+def _notes(found: pl.DataFrame, scope: ScopeModels, *, is_full: bool) -> tuple[str, ...]:
+    """Say what a replay takes for granted; `found` is what it replays, `is_full` where no more are compared."""
+    here, come = found.filter("counts"), found.filter(pl.col("arrival") >= 0)
+    early = here.filter(pl.col("arrival") < 0).height
+    more, guessed = come.filter(~pl.col("counts")).height, come["is_guessed"].sum()
+    notes = {
+        f"few requests come in the held-out part: {early} that end in it came before, their past is measured": early,
+        f"{more} more requests load the server and are not compared": more,
+        f"the first {MOST_REQUESTS:,} held-out requests are compared": is_full,
+        f"{guessed} requests were cut off: their output is taken to be of median length": guessed,
+        "there is no model of the admission: requests are queued as they come": "alpha.admission"
+        not in scope.models,
+    }
+    return tuple(text for text, holds in notes.items() if holds)
+
+
+def _settings(
+    scope: ScopeModels, timeline: pl.LazyFrame, before: pl.DataFrame
+) -> tuple[EngineSettings, tuple[str, ...]]:
+    """Return the settings of a scope's server, and notes on them; its KV blocks are those that the steps state.
+
+    Raises:
+        UsageError: A limit of the scheduler is not known.
+    """
+    server = scope.server
+    if unknown := [name for name in _NEEDED if not server[name]]:
+        raise UsageError(f"{' and '.join(unknown)} of the server is not known")
+    stated = scope.step_model.scope.settings if scope.step_model.scope else {}
+    traced = timeline.select(pl.col("kv_blocks_total").max()).collect().item()
+    given = server["num_gpu_blocks"]
+    # A request decodes in as many steps as it has tokens after its first one, unless a step gives it several.
+    steps = pl.col("finished_step") - pl.col("first_token_step")
+    per_step = before.filter((steps > 0) & (pl.col("num_preemptions").fill_null(0) == 0)).select(
+        ((pl.col("output_tokens") - 1) / steps).median()
+    )
+    tokens = per_step.item() or 1.0
+    several = tokens > _SEVERAL_TOKENS
+    settings = EngineSettings(
+        max_num_seqs=int(server["max_num_seqs"] or 0),
+        max_num_batched_tokens=int(server["max_num_batched_tokens"] or 0),
+        block_size=int(server["block_size"] or 0),
+        num_blocks=traced or (int(given) - 1 if given else None),
+        by_priority=stated.get("scheduling_policy") == "priority",
+        chunked_prefill=stated.get("enable_chunked_prefill") is not False,
+        prefix_caching=stated.get("enable_prefix_caching") is not False,
+        async_scheduling=stated.get("async_scheduling") is True,
+        tokens_per_step=tokens if several else 1,
+    )
+    note = f"a step gives each request {tokens:.2f} tokens, as in the training part"
+    return settings, (note,) if several else ()
+
+
+def _with_outputs(requests: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
+    """Add `output`, `is_guessed`, and `done`: tokens that each request has when the held-out part begins.
+
+    Both rest on what was known then: a request in flight decodes as fast as the median one before it.
+    """
+    lengths = requests["output_tokens"] if before["output_tokens"].count() == 0 else before["output_tokens"]
+    median, itl_us = lengths.median(), (before if before.height else requests)["itl_us"].median()
+
+    def tokens_at(time: pl.Expr) -> pl.Expr:
+        since_first_us = (time - pl.col("first_token_ns")) / 1e3
+        return 1 + (since_first_us.clip(lower_bound=0) / (itl_us or 1.0)).floor()
+
+    is_guessed = pl.col("output_tokens").is_null()
+    # Who left early has what it got until then; who is there at the end gets the median, or what it has already.
+    until = tokens_at(pl.col("left")).fill_null(1)
+    guess = (
+        pl.when(pl.col("left").is_null())
+        .then(pl.min_horizontal(pl.lit(median), "max_tokens"))
+        .otherwise(until)
+    )
+    began = pl.col("first_token_ns") < pl.col("cut")
+    return requests.with_columns(
+        is_guessed=is_guessed,
+        output=pl.coalesce("output_tokens", guess).clip(lower_bound=1).cast(pl.Int64),
+        done=pl.when(began).then(tokens_at(pl.col("cut"))).otherwise(0).cast(pl.Int64),
+    )
+
+
+def _counting(requests: pl.DataFrame) -> pl.DataFrame:
+    """Mark in `counts` what is compared: requests that come in the held-out part and end in it, or, of few such, all that end in it."""
+    is_known = pl.all_horizontal(pl.col("first_token_ns", "finished_ns", "cut").is_not_null())
+    ends = pl.col("is_complete") & is_known & (pl.col("finished_ns") >= pl.col("cut"))
+    comes = ends & (pl.col("arrival_ns") >= pl.col("cut"))
+    return requests.with_columns(counts=pl.when(comes.sum() >= LEAST_REQUESTS).then(comes).otherwise(ends))
+
+
+def _engine(
+    requests: pl.DataFrame, scope: ScopeModels, times: FittedStepTimes, settings: EngineSettings, *, most: int
+) -> pl.DataFrame:
+    """Replay what one engine has from its cut on: measured times and replayed ones, in us after it."""
+    cut = int(requests["cut"][0])
+    rows = requests.filter(pl.col("left").is_null() | (pl.col("left") >= cut)).sort("arrival_ns")
+    rows = _first(rows, most).select(
+        *REQUEST,
+        *((pl.col(name) - cut).truediv(1e3).alias(name.removesuffix("_ns")) for name in _TIMES),
+        *("output", "done", "is_guessed", "counts"),
+        prompt=pl.col("prompt_tokens").clip(lower_bound=1),
+        cached=pl.col("cached_prompt_tokens").fill_null(0),
+    )
+    arrival, prompt, output, cached, done = (
+        rows[n].to_numpy() for n in ("arrival", "prompt", "output", "cached", "done")
+    )
+    come = np.maximum(arrival, 0.0)
+    admission = admission_us(scope.models.get("alpha.admission"), arrival, prompt) + arrival - come
+    load = RequestLoad(come, prompt, output, cached, generated_tokens=np.minimum(done, output))
+    found = replay(load, times, settings, admission_us=np.maximum(admission, 0.0))
+    departs = departure_us(scope.models.get("alpha.departure"), found, output)
+    replayed = {
+        "scheduled": found.scheduled_us,
+        "first": found.first_us,
+        "last": found.last_us,
+        "departed": found.last_us + departs,
+    }
+    rows = rows.with_columns(pl.Series(f"replayed_{n}", v, nan_to_null=True) for n, v in replayed.items())
+    # What lies before the held-out part is given, not replayed.
+    past = {"replayed_scheduled": "first_scheduled", "replayed_first": "first_token"}
+    return rows.with_columns(
+        pl.when(pl.col("done") > 0).then(m).otherwise(r).alias(r) for r, m in past.items()
+    )
+
+
+def _first(rows: pl.DataFrame, most: int) -> pl.DataFrame:
+    """Compare the first `most` alone, and keep what loads the server until these end."""
+    rows = rows.with_columns(counts=pl.col("counts") & (pl.col("counts").cum_sum() <= most))
+    last = rows.filter("counts")["finished_ns"].max()
+    kept = rows.filter(pl.lit(last).is_null() | (pl.col("arrival_ns") <= last))
+    return kept.head((kept["counts"].arg_max() or 0) + 2 * MOST_REQUESTS)
+
+
+# -- measured beside replayed ----------------------------------------------------------------------------
+
+
+def _predicted(traces: RunTraces, scope: ScopeModels, counted: pl.DataFrame) -> pl.DataFrame:
+    """Return what `predict` says of the compared requests on their arrival; no rows where it cannot say anything."""
+    rows = counted.select(REQUEST).join(traces.requests, on=REQUEST, how="left", nulls_equal=True)
+    first, last = rows.select(pl.col("arrival_ns").min() - _BEFORE_NS, pl.col("finished_ns").max()).row(0)
+    steps = (
+        traces.timeline.filter(pl.col("ts_start_ns").is_between(first, last)).select(_STEP_COLUMNS).collect()
+    )
+    described = described_requests(rows.with_columns(split=pl.lit("holdout")), steps)
+    try:
+        return predicted_requests(scope, described)
+    except TracefitError:
+        return pl.DataFrame(schema=dict.fromkeys((f"{name}_us" for name in LATENCIES), pl.Float64))
+
+
+def _quantities(rows: pl.DataFrame, before: pl.DataFrame, predicted: pl.DataFrame) -> tuple[Replayed, ...]:
+    """Return percentiles, throughput and the mean queue of the same requests, measured and replayed."""
+    measured = _latencies(rows, "first_token", "finished", "departed")
+    replayed = _latencies(rows, "replayed_first", "replayed_last", "replayed_departed")
+    found = []
+    for name, values in measured.items():
+        known = ~np.isnan(values)
+        if known.sum() < LEAST_REQUESTS or np.isnan(replayed[name][known]).any():
+            continue
+        column = f"{name}_us"
+        for q in _POINTS:
+            others = (_percentile(frame, column, q) for frame in (before, predicted))
+            pair = (float(np.percentile(side[name][known], q)) for side in (measured, replayed))
+            found.append(_entry(f"{name}_p{q}_us", *pair, *others))
+    span = [
+        float(rows.select(pl.col(end).max() - pl.col("arrival").min()).item())
+        for end in ("finished", "replayed_last")
+    ]
+    tokens = float(rows["output"].sum())
+    found.append(_entry("output_tokens_per_s", *(1e6 * tokens / s for s in span if s)))
+    if rows["first_scheduled"].null_count() == 0:
+        # By Little's law, the sum of waits over the time is the mean number that wait.
+        waits = (float((rows[n] - rows["arrival"]).sum()) for n in ("first_scheduled", "replayed_scheduled"))
+        found.append(_entry("waiting_mean", *(w / s for w, s in zip(waits, span, strict=True))))
+    return tuple(found)
+
+
+def _entry(
+    name: str, measured: float, replayed: float, constant: float | None = None, predicted: float | None = None
+) -> Replayed:
+    error = 100 * (replayed / measured - 1) if measured else None
+    return Replayed(name, measured, replayed, error, constant, predicted)
+
+
+def _percentile(rows: pl.DataFrame, column: str, q: int) -> float | None:
+    values = rows[column].drop_nulls().to_numpy() if column in rows.columns else ()
+    return float(np.percentile(values, q)) if len(values) else None
+
+
+def _latencies(rows: pl.DataFrame, first: str, last: str, departed: str) -> dict[str, Vector]:
+    begin, decoded = pl.col("arrival"), pl.col("output") - 1
+    found = rows.select(
+        # A first token before the held-out part says nothing of a replay.
+        ttft=pl.when(pl.col("done") == 0).then(pl.col(first) - begin),
+        itl=pl.when(decoded > 0).then((pl.col(last) - pl.col(first)) / decoded),
+        e2e=pl.col(last) - begin,
+        client=pl.col(departed) - begin,
+    )
+    return {name: found[name].cast(pl.Float64).fill_null(float("nan")).to_numpy() for name in found.columns}
+
+
+def _queue(rows: pl.DataFrame) -> tuple[QueueWindow, ...]:
+    """Return the mean number of requests between arrival and first schedule, in equal windows of the compared time."""
+    end = max(float(rows[n].max() or 0.0) for n in ("finished", "replayed_last"))  # type: ignore[arg-type]  # of floats
+    edges = np.linspace(0.0, end, _WINDOWS + 1)
+    begin = rows["arrival"].to_numpy()
+    if rows["first_scheduled"].null_count() or end <= 0:
+        return ()
+
+    def waiting(until: Vector) -> Vector:
+        # Seconds waited before each edge, summed over requests: its differences are those within a window.
+        before = np.clip(edges[:, None] - begin, 0.0, np.maximum(until - begin, 0.0)).sum(axis=1)
+        return np.asarray(np.diff(before) / np.diff(edges))
+
+    sides = (waiting(rows[n].to_numpy()) for n in ("first_scheduled", "replayed_scheduled"))
+    columns = (edges[:-1] / 1e6, *sides)
+    return tuple(QueueWindow(*row) for row in zip(*(c.tolist() for c in columns), strict=True))
