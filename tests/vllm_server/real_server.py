@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import pytest
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -141,6 +139,8 @@ class Server:
 
     def _wait(self) -> None:
         if not self._ready.wait(READY_S):
+            import pytest  # noqa: PLC0415 - an environment with vLLM, which writes a model too, has none
+
             pytest.skip(f"this machine is too slow: no server after {READY_S:.0f} s")
         assert self._process.poll() is None, f"the server ended:\n{self.log.read_text()[-4000:]}"
 

@@ -13,10 +13,11 @@ QUEUED, STEP, PREEMPTED, OUTPUT, ENDED, LOST = range(6)
 QUEUED: (kind, time, step, request, prompt tokens, most output tokens, traceparent of the request's own span or of its caller's,
     or None; whether it is the own one)
 STEP: (kind, step, start, end, running, waiting, free blocks or None, requests that come in as (request, computed tokens,
-    blocks of each cache group), the other requests, their computed tokens, their new blocks, tokens by request). The
-    computed tokens are those before the step.
+    blocks of each cache group), the other requests, their computed tokens, their new blocks, tokens by request, requests
+    with drafts). The computed tokens are those before the step; drafts of steps whose output has not come count as right.
 PREEMPTED: (kind, time, step, request)
-OUTPUT: (kind, time, step, (request, new tokens) of all, (request, status) of those that end)
+OUTPUT: (kind, time, step, (request, new tokens) of all, (request, status) of those that end, (request, wrong drafts) of those
+    with drafts)
 ENDED: (kind, time, step, requests, status)
 LOST: (kind, records that found no room)
 
@@ -30,6 +31,7 @@ class Header(NamedTuple):
     """What does not change while an engine runs; the first thing it sends.
 
     Attributes:
+        process_id: Of the engine.
         unix_offset_ns: Wall clock less CLOCK_MONOTONIC.
         endpoint: Where spans go; None for what the variables of OpenTelemetry say.
         rank: Data-parallel rank; None where there is one engine.
@@ -41,6 +43,7 @@ class Header(NamedTuple):
         closure_interval: Steps of a span.
     """
 
+    process_id: int
     unix_offset_ns: int
     endpoint: str | None
     rank: int | None
