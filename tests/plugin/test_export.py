@@ -26,7 +26,7 @@ from tracefit_vllm.recorder import SIZE, Recorder
 from tracefit_vllm.records import Header
 from tracefit_vllm.spans import Event, Span
 
-HEADER = Header(1, 10**18, None, None, 16, 100, 1.0, 1.0, 0.0, 100)
+HEADER = Header(1, 10**18, None, None, 16, 100, 1.0, 0.0, 100)
 
 
 EVENT = Event("step.BATCH_SUMMARY", 1, {})

@@ -137,8 +137,8 @@ def test_a_prefix_hit_is_in_a_snapshot_whatever_the_sampling(traced, built):
 def test_drafts_that_were_wrong_are_taken_back_from_the_steps_ahead(built):
     """Step 3 counts three drafts of step 2 as right, of which one is; the output that would correct step 4 never comes."""
     records = [
-        (1, 0, None, None, 16, 100, 1.0, 1.0, 1.0, 100),
-        (QUEUED, 1, 0, "a", 10, 20, None, False),
+        (1, 0, None, None, 16, 100, 1.0, 1.0, 100),
+        (QUEUED, 1, 0, "a", 10, 20, None, None),
         (STEP, 1, 2, 3, 1, 0, 99, [("a", 0, ([0],))], [], [], [], {"a": 10}, []),
         (OUTPUT, 4, 1, [("a", 1)], [], []),
         (STEP, 2, 5, 6, 1, 0, 99, [], ["a"], [10], [None], {"a": 4}, ["a"]),
@@ -215,16 +215,18 @@ def test_a_span_of_steps_ends_with_its_interval(traced, built, monkeypatch):
     assert found == [(n, min(n + 9, count)) for n in range(1, count + 1, 10)]
 
 
-def test_the_callers_context_is_the_parents_and_without_one_the_server_gets_ours(traced, built):
+def test_the_callers_span_is_the_parent_and_the_server_gets_ours(traced, built):
     scheduler, recorder = traced()
     given = {"traceparent": f"00-{7:032x}-{9:016x}-01"}
     refused = {"traceparent": f"00-{7:032x}-{9:016x}-00"}
     requests = [Request(name(n), 20, 2, trace_headers=h) for n, h in ((1, given), (2, None), (3, refused))]
     engine(scheduler, {1: list(requests)})
     journeys = built(recorder.records).journeys
-    assert (journeys[name(1)].parent, journeys[name(1)].context) == ((7, 9), None)
-    own = requests[1].trace_headers["traceparent"].split("-")
-    assert journeys[name(2)].context == (int(own[1], 16), int(own[2], 16))
+    assert [journeys[name(n)].parent for n in (1, 2)] == [(7, 9), None]
+    assert journeys[name(1)].context[0] == 7
+    for n in (1, 2):
+        _, *ids, _ = requests[n - 1].trace_headers["traceparent"].split("-")
+        assert journeys[name(n)].context == tuple(int(one, 16) for one in ids)
     assert name(3) not in journeys, "its caller does not trace it"
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeAlias
 QUEUED, STEP, PREEMPTED, OUTPUT, ENDED, LOST = range(6)
 """The first element of each record:
 
-QUEUED: (kind, time, step, request, prompt tokens, most output tokens, traceparent of the request's own span or of its caller's,
-    or None; whether it is the own one)
+QUEUED: (kind, time, step, request, prompt tokens, most output tokens, its caller's trace id and span id or None, its own or None
+    where its journey is not traced)
 STEP: (kind, step, start, end, running, waiting, free blocks or None, requests that come in as (request, computed tokens,
     blocks of each cache group), the other requests, their computed tokens, their new blocks, tokens by request, requests
     with drafts). The computed tokens are those before the step; drafts of steps whose output has not come count as right.
@@ -37,7 +37,6 @@ class Header(NamedTuple):
         rank: Data-parallel rank; None where there is one engine.
         block_size: Tokens of a KV block.
         blocks: KV blocks that requests can have.
-        journey_rate: Share of requests whose journey is traced.
         step_rate: Share of steps with a summary.
         snapshot_rate: Share of the summarised steps with a snapshot of each running request.
         closure_interval: Steps of a span.
@@ -49,7 +48,6 @@ class Header(NamedTuple):
     rank: int | None
     block_size: int
     blocks: int
-    journey_rate: float
     step_rate: float
     snapshot_rate: float
     closure_interval: int

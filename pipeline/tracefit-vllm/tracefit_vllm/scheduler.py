@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import secrets
 import time
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ _STATUS = {
     "REPETITION": "stopped",
 }
 _MOST_OPEN_STEPS = 64
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
 
 
 def refuse(why: str) -> None:
@@ -86,7 +88,6 @@ class Tracing:
                 rank=index if index or parallel.data_parallel_size > 1 else None,
                 block_size=scheduler.block_size,
                 blocks=self._pool.num_gpu_blocks - 1,  # one stands for none
-                journey_rate=shares.journey_tracing_sample_rate,
                 step_rate=shares.step_tracing_sample_rate,
                 snapshot_rate=shares.step_tracing_rich_subsample_rate,
                 closure_interval=shares.step_tracing_closure_interval,
@@ -103,15 +104,17 @@ class Tracing:
 
     def queued(self, request: Any) -> None:
         """Note a request that has come into the queue."""
-        name, is_own = request.request_id, False
-        headers = request.trace_headers
-        traceparent = headers.get("traceparent") if headers else None
-        if traceparent is None and is_sampled(client_id(name), self._journey_rate):
+        name, headers = request.request_id, request.trace_headers or {}
+        caller = _TRACEPARENT.match(headers.get("traceparent", ""))
+        own = None
+        # A caller who traces a share of its requests decides for them.
+        if is_sampled(client_id(name), self._journey_rate) and (caller is None or int(caller[3], 16) & 1):
             # The server's own span of the request becomes the child of ours: both are known to be of one request.
-            is_own, traceparent = True, f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
-            request.trace_headers = {**(headers or {}), "traceparent": traceparent}
+            own = (caller[1] if caller else secrets.token_hex(16), secrets.token_hex(8))
+            request.trace_headers = {**headers, "traceparent": f"00-{own[0]}-{own[1]}-01"}
         at_ns, prompt, limit = time.monotonic_ns(), request.num_prompt_tokens, request.max_tokens
-        self.recorder.put((records.QUEUED, at_ns, self._step, name, prompt, limit, traceparent, is_own))
+        of_caller = (caller[1], caller[2]) if caller else None
+        self.recorder.put((records.QUEUED, at_ns, self._step, name, prompt, limit, of_caller, own))
 
     def begin(self) -> int:
         """Count a step; return when it began."""

@@ -25,7 +25,6 @@ OPEN_NS = 5_000_000_000
 
 _CORE_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _PROMPT_INDEX = re.compile(r"(?<=.)-\d+$")
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
 
 
 @dataclass
@@ -81,7 +80,7 @@ class _Request:
         prefilled: Most prompt tokens ever computed: a preemption does not lower it.
         cached: Prompt tokens that were there when it was first scheduled; None before.
         blocks: KV blocks of its first cache group; None where vLLM does not say.
-        context: Trace id and span id of its own span, where they are given; `parent` those of its caller's.
+        context: Trace id and span id of its own span; `parent` those of its caller's.
         events: None if its journey is not traced.
     """
 
@@ -189,16 +188,11 @@ class SpanBuilder:
         name: str,
         prompt: int,
         limit: int,
-        traceparent: str | None,
-        is_own: bool,
+        caller: tuple[str, str] | None,
+        own: tuple[str, str] | None,
     ) -> None:
-        match = _TRACEPARENT.match(traceparent or "")
-        ids = (int(match[1], 16), int(match[2], 16)) if match else None
-        # A caller who traces a share of its requests decides for them.
-        refused = match is not None and not int(match[3], 16) & 1
-        traced = is_sampled(client_id(name), self._header.journey_rate) and not refused
-        events: list[Event] | None = [] if traced else None
-        request = _Request(prompt, limit, ids if is_own else None, None if is_own else ids, events)
+        events: list[Event] | None = None if own is None else []
+        request = _Request(prompt, limit, _numbers(own), _numbers(caller), events)
         self._requests[name] = request
         self._event(request, "QUEUED", time_ns, step, phase="WAITING")
 
@@ -472,3 +466,7 @@ def _leave_out(drafts: _Drafts) -> None:
     for _, attributes, key in drafts.guesses:
         attributes.pop(key, None)
     drafts.guesses.clear()
+
+
+def _numbers(ids: tuple[str, str] | None) -> tuple[int, int] | None:
+    return None if ids is None else (int(ids[0], 16), int(ids[1], 16))
