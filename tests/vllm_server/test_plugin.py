@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +21,6 @@ pytestmark = [
     pytest.mark.skipif("SERVER_PYTHON" not in os.environ, reason="no vLLM: `make test-vllm` names one"),
 ]
 
-ROOT = Path(__file__).parents[2]
 PREFIX = [5] * 256
 """Two blocks of the KV cache that many prompts share: on CPUs a block has 128 tokens."""
 
@@ -52,16 +49,6 @@ class Recorded:
     traces: Path
     steps: list[Path]
     log: Path
-
-
-@pytest.fixture(scope="module")
-def plugin(tmp_path_factory):
-    """Install the plugin into a folder, as pip does."""
-    folder = tmp_path_factory.mktemp("plugin")
-    source = shutil.copytree(ROOT / "pipeline/tracefit-vllm", folder / "source")  # where pip builds
-    options = ("--quiet", "--no-deps", "--no-build-isolation", "--target", folder / "site")
-    subprocess.run([os.environ["SERVER_PYTHON"], "-m", "pip", "install", *options, source], check=True)
-    return folder / "site"
 
 
 @pytest.fixture(
