@@ -130,7 +130,8 @@ def test_every_request_is_what_the_client_got(recorded, tables):
     done = ones.filter(pl.col("finish_status") == "length")
     found = set(zip(done["request_id"], done["prompt_tokens"], done["output_tokens"], strict=True))
     assert found >= {(c.request_id, c.prompt_tokens, c.output_tokens) for c in recorded.completions}
-    assert rows["num_preemptions"].sum() > 0
+    if len(recorded.steps) == 1:  # two ranks have room for all
+        assert rows["num_preemptions"].sum() > 0
     assert rows["cached_prompt_tokens"].max() >= len(PREFIX)
     assert ones["departed_ns"].null_count() <= recorded.abandoned
 

@@ -34,13 +34,14 @@ REQUESTS = [
 ]
 
 
-def exporters() -> list[int]:
-    """Return the ids of the processes that send spans: each is its server's alone."""
+def exporters(folder: Path) -> list[int]:
+    """Return the processes that send the spans of the servers in a folder, which their environment names."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if b"from tracefit_vllm.export import main" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
+            is_one = b"from tracefit_vllm.export import main" in (process / "cmdline").read_bytes()
+            if is_one and os.fsencode(folder) in (process / "environ").read_bytes():
+                found.append(int(process.name))
     return found
 
 
@@ -63,12 +64,18 @@ def test_it_changes_no_token_and_its_process_may_hang_or_end(tmp_path):
         finally:
             server.kill()
         (tmp_path / "with").mkdir()
-        before = set(exporters())
         traced = ("--scheduler-cls", "tracefit_vllm.Scheduler", "--middleware", "tracefit_vllm.ApiTracing")
-        server = Server(tmp_path / "with", receiver.grpc_port, *OPTIONS, *traced, PYTHONPATH=str(PLUGIN))
+        server = Server(
+            tmp_path / "with",
+            receiver.grpc_port,
+            *OPTIONS,
+            *traced,
+            PYTHONPATH=str(PLUGIN),
+            FOLDER=str(tmp_path),
+        )
         try:
             assert tokens(server) == wanted
-            (exporter,) = set(exporters()) - before
+            (exporter,) = exporters(tmp_path)
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 os.kill(exporter, number)
                 assert tokens(server) == wanted
@@ -120,7 +127,7 @@ def test_a_collector_may_be_away_or_hang_or_restart_and_the_server_be_killed(plu
             server.kill()
             clients.shutdown(cancel_futures=True)
         until = time.monotonic() + 30
-        while exporters() and time.monotonic() < until:
+        while exporters(tmp_path) and time.monotonic() < until:
             time.sleep(0.5)
     finally:
         server.kill()
