@@ -62,7 +62,7 @@ def recorded(request, plugin, tmp_path_factory):
     folder = tmp_path_factory.mktemp("recorded")
     receiver = Process(folder / "traces")
     options = ["--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "256"]
-    options += ["--num-gpu-blocks-override", "20"]
+    options += ["--num-gpu-blocks-override", "20", "--block-size", "128"]
     options += ["--shutdown-timeout", "10"]  # else vLLM kills its engine at once
     options += ["--middleware", "tracefit_vllm.ApiTracing", *KINDS[request.param]]
     environment = {
@@ -148,4 +148,5 @@ def test_they_give_all_models(recorded, tracefit, tmp_path):
         for kind in ("alpha", "beta")
         for model in json.loads((tmp_path / f"models/{kind}.json").read_text())["models"]
     }
+    assert "not replayed" not in out
     assert models == {"alpha.admission", "alpha.queue_wait", "alpha.departure", "beta.cycle_time"}
