@@ -220,39 +220,46 @@ def _settings(
     )
     tokens = per_step.item() or 1.0
     several = tokens > _SEVERAL_TOKENS
+    blocks, stated_tokens = traced or (int(given) - 1 if given else None), int(server["block_size"] or 0)
     settings = EngineSettings(
         max_num_seqs=int(server["max_num_seqs"] or 0),
         max_num_batched_tokens=int(server["max_num_batched_tokens"] or 0),
-        block_size=_block_tokens(timeline, int(server["block_size"] or 0)),
-        num_blocks=traced or (int(given) - 1 if given else None),
+        block_size=_block_tokens(timeline, blocks, stated_tokens),
+        num_blocks=blocks,
         by_priority=stated.get("scheduling_policy") == "priority",
         chunked_prefill=stated.get("enable_chunked_prefill") is not False,
         prefix_caching=stated.get("enable_prefix_caching") is not False,
         async_scheduling=stated.get("async_scheduling") is True,
         tokens_per_step=tokens if several else 1,
     )
-    note = f"a step gives each request {tokens:.2f} tokens, as in the training part"
-    return settings, (note,) if several else ()
+    notes = {
+        f"a step gives each request {tokens:.2f} tokens, as in the training part": several,
+        f"a KV block has {settings.block_size} tokens by the steps, {stated_tokens} by the settings": settings.block_size
+        != stated_tokens,
+    }
+    return settings, tuple(text for text, holds in notes.items() if holds)
 
 
-def _block_tokens(timeline: pl.LazyFrame, stated: int) -> int:
+def _block_tokens(timeline: pl.LazyFrame, blocks: int | None, stated: int) -> int:
     """Return the tokens of a KV block: not the stated ones where the steps show others, as a platform's default may be.
 
-    Of requests that decode, each holds its context in whole blocks, the last one half full on average. Shared blocks are
-    counted once, so that only a block of twice the stated size is another one.
+    Of requests that decode, each holds its context in whole blocks, the last one half full on average. Where the blocks they
+    hold are themselves computed by the stated size, all blocks together hold at least the longest context. Shared blocks are
+    counted once, so that only a block of far more than the stated size is another one.
+
+    Args:
+        timeline: Rows of the `timeline`.
+        blocks: KV blocks of the server; null where not known.
+        stated: Tokens of a block by its settings.
     """
-    decoding = (
-        (pl.col("num_prefill_reqs") == 0) & (pl.col("num_decode_reqs") > 0) & (pl.col("kv_blocks_used") > 0)
-    )
-    seen = timeline.filter(decoding & pl.col("context_tokens").is_not_null()).select(
-        *("context_tokens", "num_decode_reqs", "kv_blocks_used")
-    )
-    per_block = pl.col("context_tokens") / (pl.col("kv_blocks_used") - pl.col("num_decode_reqs") / 2)
-    found = (
-        seen.filter(pl.col("kv_blocks_used") > pl.col("num_decode_reqs")).select(per_block.median()).collect()
-    )
-    tokens = found.item() or 0.0
-    return stated if tokens < 3 * stated else 2 ** round(math.log2(tokens))
+    held, requests, context = pl.col("kv_blocks_used"), pl.col("num_decode_reqs"), pl.col("context_tokens")
+    decoding = timeline.filter((pl.col("num_prefill_reqs") == 0) & (requests > 0) & context.is_not_null())
+    per_block = (context / (held - requests / 2)).filter(held > requests).median()
+    seen, longest = decoding.select(per_block, longest=context.max()).collect().row(0)
+    if (seen or 0.0) >= 3 * stated:
+        return int(2 ** round(math.log2(seen)))
+    least = (longest or 0) / blocks if blocks else 0.0
+    return stated if least < 1.5 * stated else int(2 ** math.ceil(math.log2(least)))
 
 
 def _with_outputs(requests: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
