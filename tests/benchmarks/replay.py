@@ -1,34 +1,91 @@
-"""Speed of a replay: requests with a million tokens through the scheduler, with the models of a folder, on one core.
+"""Speed and errors of replays.
 
-    python tests/benchmarks/replay.py [--models fixtures/models] [--tokens 1000000] [--rate 10]
+    python tests/benchmarks/replay.py [--models fixtures/models] [--tokens 1000000] [--rate 10] [--requests 1000] [--speed]
 
-Prompts and outputs are drawn evenly from 50 to 350 tokens. Prints seconds of the processor per scope, and says where the limit of
-two seconds for a million tokens does not hold.
+Speed: requests with a million tokens through the scheduler, with the models of a folder, on one core; prompts and outputs are drawn
+evenly from 50 to 350 tokens. Prints seconds of the processor per scope, and says where the limit of two seconds for a million
+tokens does not hold. Errors: generated runs of four step-time laws under a steady load, and under surges of 2 and 3 times in the
+held-out part; prints errors of the replay in percent, and what of the bars does not hold.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
+import tracefit
 from tracefit.coefficients.models import load
 from tracefit.replay.engine import EngineSettings
 from tracefit.replay.models import FittedStepTimes
 from tracefit.replay.run import RequestLoad, replay
+from tracefit.synth import SynthOptions, surge_phases, synth, write_run
 
 MOST_S_PER_MILLION = 2.0
+LAWS = (
+    ("llama-8b", "H100", 1, 16.0, "linear"),
+    ("llama-8b", "A100", 1, 8.0, "roofline"),
+    ("llama-70b", "H100", 4, 8.0, "roofline"),
+    ("qwen-moe-30b", "H100", 1, 10.0, "roofline"),
+)
+"""Model, GPU, tensor-parallel ranks, arrivals per second of the steady load, and step-time law."""
+QUANTITIES = tuple(f"{name}_p{q}_us" for name in ("ttft", "itl", "e2e") for q in (50, 90))
+IN_LOAD = dict(zip(QUANTITIES, (5.0, 10.0, 3.0, 3.0, 3.0, 3.0), strict=True))
+UNDER_SURGE = dict(zip(QUANTITIES, (25.0, 25.0, 8.0, 8.0, 8.0, 8.0), strict=True))
+"""Largest errors in percent; those of a surge are allowed where the verdict on simulation says no."""
+
+
+def errors(requests: int, seed: int) -> bool:
+    """Replay generated runs, print their errors, and say whether all bars hold."""
+    holds = True
+    print(" | ".join(("run", *(n.removesuffix("_us") for n in QUANTITIES), "requests", "simulation")))
+    with tempfile.TemporaryDirectory() as folder:
+        for surge in (1.0, 2.0, 3.0):
+            for model, gpu, tp, rate, law in LAWS:
+                options = SynthOptions(
+                    name=f"{model}-{gpu.lower()}-{law}-x{surge:g}",
+                    seed=seed,
+                    law=law,
+                    model=model,
+                    gpu=gpu,
+                    tp=tp,
+                    rate_per_s=rate,
+                    max_num_seqs=256,
+                    num_blocks=40_000,
+                    phases=surge_phases(surge),
+                    requests=round(requests * (0.7 + 0.3 * surge)),
+                )
+                out = Path(folder) / options.name
+                tracefit.run(
+                    [write_run(synth(options), Path(folder), formats=("protobuf",), compress="zst")], out
+                )
+                scope = json.loads((out / "evaluation.json").read_text())["scopes"][0]
+                (found,), answer = scope["replays"], scope["verdicts"]["simulation"]["answer"]
+                wrong = {q["name"]: q["error_pct"] for q in found["quantities"]}
+                bars = IN_LOAD if surge == 1.0 else UNDER_SURGE
+                missed = [n for n, most in bars.items() if abs(wrong.get(n, np.inf)) > most]
+                is_good = not missed or (surge > 1.0 and answer == "no")
+                holds &= is_good
+                numbers = (f"{wrong.get(n, np.nan):+.1f}{'!' if n in missed else ''}" for n in QUANTITIES)
+                cells = (f"{'ok  ' if is_good else 'MISS'} {options.name}", *numbers)
+                print(" | ".join((*cells, str(found["requests"]), answer)), flush=True)
+    return holds
 
 
 def main() -> int:
-    """Replay with the models of every scope."""
+    """Replay with the models of every scope, and generated runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=Path, default=Path(__file__).parents[2] / "fixtures/models")
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--rate", type=float, default=10.0)
+    parser.add_argument("--requests", type=int, default=1_000, help="of a generated run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--speed", action="store_true", help="no generated runs")
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     prompt, output = (rng.integers(50, 350, options.tokens // 400) for _ in range(2))
@@ -50,7 +107,7 @@ def main() -> int:
         print(
             f"{'MISS' if took > limit else 'ok  '} {scope_id}: {tokens:,} tokens in {took:.2f} s (at most {limit:.2f}), {steps:,} steps, {found.preemptions:,} preemptions"
         )
-    return int(slow)
+    return int(slow | (not options.speed and not errors(options.requests, options.seed)))
 
 
 if __name__ == "__main__":

@@ -14,13 +14,21 @@ import tracefit as package
 from tracefit.coefficients.model import CoefficientFile
 from tracefit.consumers.blis_replay import StepRates, replay_as_blis
 from tracefit.errors import UsageError
-from tracefit.replay.closed_loop import _counting, _first, _with_outputs, missing_for_replay
+from tracefit.replay.closed_loop import (
+    _block_tokens,
+    _counting,
+    _first,
+    _with_hits,
+    _with_outputs,
+    missing_for_replay,
+)
 from tracefit.replay.engine import EngineSettings, ReplayEngine, StepBatch
 from tracefit.replay.models import FittedStepTimes, admission_us, departure_us
 from tracefit.replay.run import RequestLoad, replay
 from tracefit.reports.terminal_results import replay_text
 from tracefit.results.models import ReplayResult
 from tracefit.results.replays import QueueWindow, Replayed, RunReplay
+from tracefit.synth import SynthOptions, synth, write_run
 
 PACKAGE = Path(__file__).parents[2] / "pipeline/tracefit"
 
@@ -141,6 +149,7 @@ def requests_of(*rows):
             "max_tokens": pl.Series([500] * len(rows), dtype=pl.Int64),
             "itl_us": [None if e is None or not o else (e - f) * 1e3 / (o - 1) for _, f, e, o in rows],
             "is_complete": [o is not None and e is not None for _, _, e, o in rows],
+            "dialect": "journey",
         }
     )
 
@@ -176,6 +185,82 @@ def test_the_first_requests_are_compared_and_what_loads_the_server_until_they_en
     kept = _first(rows, 3)
     assert kept["counts"].sum() == 3
     assert kept["arrival_ns"].max() == 1012 * 1_000_000
+
+
+def test_blocks_of_a_platform_s_own_size_are_seen_in_the_steps():
+    # Ten requests of 500 tokens in blocks of 128: 39 of them full, and on average half a block more for each.
+    steps = {"num_prefill_reqs": 0, "num_decode_reqs": [10] * 3, "context_tokens": 5000, "kv_blocks_used": 44}
+    assert _block_tokens(pl.DataFrame(steps).lazy(), None, 16) == 128
+    assert _block_tokens(pl.DataFrame(steps | {"kv_blocks_used": 318}).lazy(), 400, 16) == 16
+    # Half of the context is shared, and counted once.
+    assert _block_tokens(pl.DataFrame(steps | {"kv_blocks_used": 162}).lazy(), 400, 16) == 16
+    # Nobody knows how many are used, but 100 of 16 tokens cannot hold 5,000.
+    unknown = pl.DataFrame(steps).with_columns(kv_blocks_used=pl.lit(None, pl.Int64)).lazy()
+    assert [_block_tokens(unknown, blocks, 16) for blocks in (100, 300, None)] == [64, 16, 16]
+
+
+ENGINE_OF = {"run_id": "r", "server": "s", "epoch": 0}
+
+
+def test_a_step_that_computes_fewer_tokens_than_its_prompts_had_the_rest_in_the_cache():
+    prompts = pl.DataFrame(
+        {"prompt_tokens": [300, 100, 200, 50], "cut": 1000, "cached_prompt_tokens": None}
+    ).with_columns(
+        pl.col("cached_prompt_tokens").cast(pl.Int64), **{k: pl.lit(v) for k, v in ENGINE_OF.items()}
+    )
+    steps = pl.DataFrame(
+        {"step_id": [1, 2, 3], "ts_start_ns": [1, 2, 2000], "num_prefill_reqs": [1, 2, 2]}
+    ).with_columns(prefill_tokens=pl.Series([44, 150, 50]), **{k: pl.lit(v) for k, v in ENGINE_OF.items()})
+    # The last step has a request that is not in the table.
+    placed = prompts.with_columns(
+        first_token_step=pl.Series([1, 2, 2, 3]), first_scheduled_step=pl.Series([1, 2, 2, 3])
+    )
+    assert _with_hits(placed, steps.lazy())["cached_prompt_tokens"].to_list() == [256, 50, 100, None]
+    # Without places: 194 tokens of three prompts before the cut.
+    alone = prompts.with_columns(first_token_step=pl.lit(None, pl.Int64), first_scheduled_step=None)
+    assert _with_hits(alone, steps.lazy())["cached_prompt_tokens"].to_list() == [235, 35, 135, 0]
+
+
+def test_requests_that_a_client_sent_are_replayed_on_the_steps_of_the_server(tmp_path):
+    run = synth(
+        SynthOptions(
+            name="sampled", requests=400, journey_sampling=0.0, step_sampling=0.2, abort_fraction=0.0
+        )
+    )
+    folder = write_run(run, tmp_path)
+    sent = run.truth_requests.sort("arrival_ns")
+    front_s = 0.02
+    rows = [
+        (n, (r["arrival_ns"] - sent["arrival_ns"][0]) / 1e3, r)
+        for n, r in enumerate(sent.iter_rows(named=True))
+    ]
+    lengths = [
+        {
+            "index": n,
+            "arrival_time_us": at,
+            "input_tokens": r["prompt_tokens"],
+            "output_tokens": r["output_tokens"],
+        }
+        for n, at, r in rows
+    ]
+    latencies = [
+        {
+            "index": n,
+            "ttft_s": (r["first_token_ns"] - r["arrival_ns"]) / 1e9 + front_s,
+            "e2e_s": (r["finished_ns"] - r["arrival_ns"]) / 1e9 + front_s,
+        }
+        for n, _, r in rows
+    ]
+    (folder / "requests.json").write_text(json.dumps({"requests": lengths}))
+    (folder / "measured.json").write_text(json.dumps(latencies))
+    package.run([folder], tmp_path / "out")
+    (found,) = package.replay_runs(tmp_path / "out").runs
+    errors = {q.name: abs(q.error_pct) for q in found.quantities}
+    assert found.reason is None
+    assert found.requests > 80
+    assert all(errors[f"{name}_p{q}_us"] < 5 for name in ("itl", "e2e", "ttft") for q in (50, 90))
+    # Admissions are between the send and the queue too.
+    assert "ms around the engine" in found.notes[-1]
 
 
 def test_an_admission_of_another_form_counts_as_on_an_idle_server():

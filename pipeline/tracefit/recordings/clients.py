@@ -6,6 +6,7 @@
 | GuideLLM `--output kind=json` | JSON, one document | 0.8.1 | first and last |
 | inference-perf `per_request_lifecycle_metrics.json` | JSON, a list | 0.7.0 | every one |
 | AIPerf `profile_export.jsonl` | JSON lines | 0.13.0 | every one, if a chunk is one |
+| experiments of inference-sim: `requests.json` and `measured.json` | JSON, a document and a list | February 2026 | first and last |
 
 Where every token has its time and the client is the only one, the steps of the engine are seen: outputs of a step come together,
 and steps apart (`tables.stages`). A prompt is taken to be computed by the step of its first token. Of the first and the last
@@ -27,7 +28,7 @@ from tracefit.inputs.framing import BOM
 from tracefit.inputs.rejects import Reject, excerpt
 from tracefit.recordings.fpm import RecordedBlock
 from tracefit.recordings.requests import UNREADABLE, TokenCount, as_spans, json_records, seconds_to_ns
-from tracefit.tables.dialects import CLIENT_KEYS, CLIENT_SCOPE
+from tracefit.tables.dialects import CLIENT_KEYS, CLIENT_SCOPE, NOT_SENT_S
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
 from tracefit.tables.sources import CycleSource
 from tracefit.tables.stages import batch_numbers, steps_of
@@ -304,6 +305,56 @@ def _aiperf(record: bytes) -> _Request:
     )
 
 
+# -- inference-sim's experiments ------------------------------------------------------------------------------
+
+
+class _Sent(msgspec.Struct):
+    index: TokenCount
+    arrival_time_us: Annotated[float, msgspec.Meta(ge=0, le=_MOST_S * 1e6)]
+    input_tokens: TokenCount
+    output_tokens: TokenCount
+    has_error: bool = False
+
+
+class _Experiment(msgspec.Struct):
+    requests: list[msgspec.Raw]
+
+
+class _Received(msgspec.Struct):
+    index: TokenCount
+    ttft_s: _Seconds
+    e2e_s: _Seconds
+    has_error: bool = False
+
+
+_DECODE_EXPERIMENT = msgspec.json.Decoder(_Experiment).decode
+_DECODE_SENT = msgspec.json.Decoder(_Sent).decode
+_DECODE_RECEIVED = msgspec.json.Decoder(_Received).decode
+
+
+def _sent(record: bytes) -> _Request:
+    found = _DECODE_SENT(record)
+    start = found.arrival_time_us / 1e6
+    lengths = (found.input_tokens, found.output_tokens)
+    return _Request(str(found.index), start, None, None, None, *lengths, error=found.has_error)
+
+
+def _received(record: bytes) -> _Request:
+    found = _DECODE_RECEIVED(record)
+    times = (found.ttft_s, found.e2e_s)
+    return _Request(str(found.index), NOT_SENT_S, None, *times, None, None, error=found.has_error)
+
+
+def _sent_parts(payload: bytes) -> Iterator[tuple[bytes, Callable[[bytes], _Request]]]:
+    for part in _DECODE_EXPERIMENT(payload).requests:
+        yield bytes(part), _sent
+
+
+def _received_parts(payload: bytes) -> Iterator[tuple[bytes, Callable[[bytes], _Request]]]:
+    for part in _DECODE_LIST(payload):
+        yield bytes(part), _received
+
+
 # -- blocks -------------------------------------------------------------------------------------------------
 
 
@@ -421,6 +472,7 @@ def _find(shape: Shape, *patterns: bytes) -> Callable[[bytes], tuple[Shape, Enco
 
 
 _FILLS = "`requests` with the client's TTFT, ITL and E2E, beside the server's where its requests are known"
+_COUNTED = "; alone, `timeline` as spans of stock vLLM do"
 _STEPS = "; alone, `steps` and `timeline` with the batch of each step"
 
 for _name, _title, _keys, _line, _parts, _clock, _more in (
@@ -440,7 +492,7 @@ for _name, _title, _keys, _line, _parts, _clock, _more in (
         None,
         _guide_parts,
         "the client's wall clock",
-        "; alone, `timeline` as spans of stock vLLM do",
+        _COUNTED,
     ),
     (
         "inference_perf",
@@ -460,6 +512,24 @@ for _name, _title, _keys, _line, _parts, _clock, _more in (
         "the client's wall clock",
         _STEPS,
     ),
+    (
+        "experiment_requests",
+        "the requests that an experiment of inference-sim sent",
+        (rb'"requests"\s*:\s*\[', rb'"arrival_time_us"\s*:'),
+        None,
+        _sent_parts,
+        "the client's, which begins at its first request",
+        _COUNTED,
+    ),
+    (
+        "experiment_latencies",
+        "the latencies that an experiment of inference-sim measured",
+        (rb'^\s*\[\s*\{\s*"index"\s*:', rb'"ttft_s"\s*:'),
+        None,
+        _received_parts,
+        "no time but durations; the requests that were sent give the others",
+        "",
+    ),
 ):
     register(
         Recording(
@@ -468,7 +538,7 @@ for _name, _title, _keys, _line, _parts, _clock, _more in (
             # One block: the tokens of all requests show the steps.
             find=_find("document", *_keys),
             fills=_FILLS + _more,
-            units="ms and ns" if _name == "aiperf" else "s",
+            units={"aiperf": "ms and ns", "experiment_requests": "us"}.get(_name, "s"),
             clock=_clock,
             decode=_decoder(_title, _line, _parts),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +16,7 @@ from tracefit.replay.engine import EngineSettings
 from tracefit.replay.models import FittedStepTimes, admission_us, departure_us
 from tracefit.replay.run import RequestLoad, replay
 from tracefit.results.replays import QueueWindow, Replayed, RunReplay
+from tracefit.tables.dialects import CLIENT
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ REQUEST_COLUMNS = (
     *(*_TIMES, "queued_ns", "last_token_ns", "aborted_ns", "first_token_step", "finished_step"),
     *("prompt_tokens", "output_tokens", "max_tokens", "cached_prompt_tokens", "num_preemptions"),
     *("finish_status", "ttft_us", "itl_us", "e2e_us", "client_us"),
+    *("dialect", "first_scheduled_step", "client_ttft_us", "client_itl_us", "client_e2e_us"),
 )
 """Columns of `requests` that a replay reads."""
 
@@ -78,11 +81,34 @@ def replay_run(run_id: str, traces: RunTraces, scope: ScopeModels) -> RunReplay:
         training = scope.step_model.training
         ranges = training.time_range if training else ()
         cuts = {r.server: r.holdout_from_ns for r in ranges if r.run_id == run_id}
+        if traces.requests.height and (traces.requests["dialect"] == CLIENT).all() and len(cuts) == 1:
+            traces = traces._replace(requests=_of_client(traces, *cuts))
         if missing := missing_for_replay(traces.runs, traces.requests, cuts):
             return replace(nothing, reason=missing)
         return _compared(nothing, traces, scope, cuts)
     except TracefitError as error:
         return replace(nothing, reason=str(error))
+
+
+def _of_client(traces: RunTraces, server: str) -> pl.DataFrame:
+    """Return requests that their client alone describes as those of a server, on the clock of its steps.
+
+    The clocks are one where the last token comes as the last step ends; of sampled steps, some of them after it.
+    """
+    requests, steps = traces.requests, traces.timeline.filter(pl.col("server") == server)
+    last = pl.col("arrival_ns") + (1e3 * pl.col("client_e2e_us")).cast(pl.Int64)
+    ends = requests.select(last.max()).item(), steps.select(pl.col("ts_start_ns").max()).collect().item()
+    ahead = 0 if None in ends else ends[1] - ends[0]
+    # A restart cannot be seen from there.
+    moved = requests.with_columns(
+        server=pl.lit(server), epoch=pl.lit(0, pl.Int64), arrival_ns=pl.col("arrival_ns") + ahead
+    )
+    first, last = (
+        pl.col("arrival_ns") + (1e3 * pl.col(name)).cast(pl.Int64)
+        for name in ("client_ttft_us", "client_e2e_us")
+    )
+    latencies = {f"{name}_us": pl.col(f"client_{name}_us") for name in ("ttft", "itl", "e2e")}
+    return moved.with_columns(first_token_ns=first, last_token_ns=last, finished_ns=last, **latencies)
 
 
 def missing_for_replay(run: pl.DataFrame, requests: pl.DataFrame, cuts: Mapping[str, int]) -> str | None:
@@ -125,7 +151,7 @@ def _compared(
     )
     before = requests.filter(pl.col("is_complete") & (pl.col("left") < pl.col("cut")))
     settings, notes = _settings(scope, traces.timeline, before)
-    requests = _counting(_with_outputs(requests, before))
+    requests = _counting(_with_outputs(_with_hits(requests, traces.timeline), before))
     times = FittedStepTimes(scope.step_model, scope.server)
     parts: list[pl.DataFrame] = []
     room = MOST_REQUESTS
@@ -156,16 +182,19 @@ def _compared(
 
 def _notes(found: pl.DataFrame, scope: ScopeModels, *, is_full: bool) -> tuple[str, ...]:
     """Say what a replay takes for granted; `found` is what it replays, `is_full` where no more are compared."""
-    here, come = found.filter("counts"), found.filter(pl.col("arrival") >= 0)
-    early = here.filter(pl.col("arrival") < 0).height
+    is_past = pl.col("arrival") < 0
+    here, come = found.filter("counts"), found.filter(~is_past & ~pl.col("is_before"))
+    early, front = here.filter(is_past).height, found["front_us"].drop_nulls().to_list()
     more, guessed = come.filter(~pl.col("counts")).height, come["is_guessed"].sum()
     notes = {
         f"few requests come in the held-out part: {early} that end in it came before, their past is measured": early,
         f"{more} more requests load the server and are not compared": more,
         f"the first {MOST_REQUESTS:,} held-out requests are compared": is_full,
         f"{guessed} requests were cut off: their output is taken to be of median length": guessed,
+        f"the client's requests are queued as they come: {sum(front[:1]) / 1e3:.2f} ms around the engine are the median of those before": front,
         "there is no model of the admission: requests are queued as they come": "alpha.admission"
-        not in scope.models,
+        not in scope.models
+        and not front,
     }
     return tuple(text for text, holds in notes.items() if holds)
 
@@ -191,19 +220,46 @@ def _settings(
     )
     tokens = per_step.item() or 1.0
     several = tokens > _SEVERAL_TOKENS
+    blocks, stated_tokens = traced or (int(given) - 1 if given else None), int(server["block_size"] or 0)
     settings = EngineSettings(
         max_num_seqs=int(server["max_num_seqs"] or 0),
         max_num_batched_tokens=int(server["max_num_batched_tokens"] or 0),
-        block_size=int(server["block_size"] or 0),
-        num_blocks=traced or (int(given) - 1 if given else None),
+        block_size=_block_tokens(timeline, blocks, stated_tokens),
+        num_blocks=blocks,
         by_priority=stated.get("scheduling_policy") == "priority",
         chunked_prefill=stated.get("enable_chunked_prefill") is not False,
         prefix_caching=stated.get("enable_prefix_caching") is not False,
         async_scheduling=stated.get("async_scheduling") is True,
         tokens_per_step=tokens if several else 1,
     )
-    note = f"a step gives each request {tokens:.2f} tokens, as in the training part"
-    return settings, (note,) if several else ()
+    notes = {
+        f"a step gives each request {tokens:.2f} tokens, as in the training part": several,
+        f"a KV block has {settings.block_size} tokens by the steps, {stated_tokens} by the settings": settings.block_size
+        != stated_tokens,
+    }
+    return settings, tuple(text for text, holds in notes.items() if holds)
+
+
+def _block_tokens(timeline: pl.LazyFrame, blocks: int | None, stated: int) -> int:
+    """Return the tokens of a KV block: not the stated ones where the steps show others, as a platform's default may be.
+
+    Of requests that decode, each holds its context in whole blocks, the last one half full on average. Where the blocks they
+    hold are themselves computed by the stated size, all blocks together hold at least the longest context. Shared blocks are
+    counted once, so that only a block of far more than the stated size is another one.
+
+    Args:
+        timeline: Rows of the `timeline`.
+        blocks: KV blocks of the server; null where not known.
+        stated: Tokens of a block by its settings.
+    """
+    held, requests, context = pl.col("kv_blocks_used"), pl.col("num_decode_reqs"), pl.col("context_tokens")
+    decoding = timeline.filter((pl.col("num_prefill_reqs") == 0) & (requests > 0) & context.is_not_null())
+    per_block = (context / (held - requests / 2)).filter(held > requests).median()
+    seen, longest = decoding.select(per_block, longest=context.max()).collect().row(0)
+    if (seen or 0.0) >= 3 * stated:
+        return int(2 ** round(math.log2(seen)))
+    least = (longest or 0) / blocks if blocks else 0.0
+    return stated if least < 1.5 * stated else int(2 ** math.ceil(math.log2(least)))
 
 
 def _with_outputs(requests: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
@@ -226,12 +282,47 @@ def _with_outputs(requests: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
         .then(pl.min_horizontal(pl.lit(median), "max_tokens"))
         .otherwise(until)
     )
-    began = pl.col("first_token_ns") < pl.col("cut")
+    # Those of a client are replayed from before the cut.
+    began, is_client = pl.col("first_token_ns") < pl.col("cut"), pl.col("dialect") == CLIENT
     return requests.with_columns(
         is_guessed=is_guessed,
         output=pl.coalesce("output_tokens", guess).clip(lower_bound=1).cast(pl.Int64),
-        done=pl.when(began).then(tokens_at(pl.col("cut"))).otherwise(0).cast(pl.Int64),
+        done=pl.when(began & ~is_client).then(tokens_at(pl.col("cut"))).otherwise(0).cast(pl.Int64),
     )
+
+
+def _with_hits(requests: pl.DataFrame, timeline: pl.LazyFrame) -> pl.DataFrame:
+    """Fill in the cached tokens of prompts that no request states: a step that computes them says how many it computed.
+
+    Where nobody knows a request's step, all prompts have as many new tokens as the mean prompt of the steps before the cut.
+    """
+    if requests["cached_prompt_tokens"].count():
+        return requests
+    columns = ["ts_start_ns", "num_prefill_reqs", "prefill_tokens"]
+    steps = timeline.filter(pl.col("num_prefill_reqs") > 0).select(*ENGINE, "step_id", *columns).collect()
+    if not requests["first_token_step"].count():
+        past = steps.filter(pl.col("ts_start_ns") < requests["cut"].max()).sum()
+        if not past["num_prefill_reqs"][0]:
+            return requests
+        new = past["prefill_tokens"][0] / past["num_prefill_reqs"][0]
+        cached = (pl.col("prompt_tokens") - new).clip(lower_bound=0)
+        return requests.with_columns(cached_prompt_tokens=cached.cast(pl.Int64))
+    # All prompts of the step whole in it, and no others.
+    whole = pl.col("first_scheduled_step") == pl.col("first_token_step")
+    by_step = (
+        requests.group_by(*ENGINE, step_id="first_token_step")
+        .agg(prompts=pl.col("prompt_tokens").sum(), count=pl.len(), whole=whole.all())
+        .join(steps, on=[*ENGINE, "step_id"])
+        .filter(pl.col("whole") & (pl.col("count") == pl.col("num_prefill_reqs")))
+        .with_columns(new=pl.col("prefill_tokens") / pl.col("prompts"))
+        .select(*ENGINE, "step_id", "new")
+    )
+    cached = (pl.col("prompt_tokens") * (1 - pl.col("new"))).round().clip(lower_bound=0).cast(pl.Int64)
+    on = [*ENGINE, "first_token_step"]
+    found = requests.join(
+        by_step, left_on=on, right_on=[*ENGINE, "step_id"], how="left", maintain_order="left"
+    )
+    return found.with_columns(cached_prompt_tokens=cached).drop("new")
 
 
 def _counting(requests: pl.DataFrame) -> pl.DataFrame:
@@ -245,13 +336,23 @@ def _counting(requests: pl.DataFrame) -> pl.DataFrame:
 def _engine(
     requests: pl.DataFrame, scope: ScopeModels, times: FittedStepTimes, settings: EngineSettings, *, most: int
 ) -> pl.DataFrame:
-    """Replay what one engine has from its cut on: measured times and replayed ones, in us after it."""
-    cut = int(requests["cut"][0])
-    rows = requests.filter(pl.col("left").is_null() | (pl.col("left") >= cut)).sort("arrival_ns")
-    rows = _first(rows, most).select(
+    """Replay what one engine has from its cut on: measured times and replayed ones, in us after it.
+
+    Of a client's requests some before the cut are replayed too: what they lack beside the client's times is the front end's.
+    """
+    cut = start = int(requests["cut"][0])
+    is_client = (requests["dialect"] == CLIENT).all()
+    if is_client:
+        earlier = requests.filter(pl.col("arrival_ns") < cut)["arrival_ns"].sort(descending=True)
+        start = earlier.head(MOST_REQUESTS).min() or cut  # type: ignore[assignment]  # of integers
+        of_part = pl.col("arrival_ns") >= start
+    else:
+        of_part = pl.col("left").is_null() | (pl.col("left") >= cut)
+    rows = _first(requests.filter(of_part).sort("arrival_ns"), most).select(
         *REQUEST,
-        *((pl.col(name) - cut).truediv(1e3).alias(name.removesuffix("_ns")) for name in _TIMES),
+        *((pl.col(name) - start).truediv(1e3).alias(name.removesuffix("_ns")) for name in _TIMES),
         *("output", "done", "is_guessed", "counts"),
+        is_before=pl.col("arrival_ns") < cut,
         prompt=pl.col("prompt_tokens").clip(lower_bound=1),
         cached=pl.col("cached_prompt_tokens").fill_null(0),
     )
@@ -270,10 +371,21 @@ def _engine(
         "departed": found.last_us + departs,
     }
     rows = rows.with_columns(pl.Series(f"replayed_{n}", v, nan_to_null=True) for n, v in replayed.items())
+    if is_client:
+        # From the send to the queue, and from the step's end to the client: a constant, of what ended before the cut.
+        is_past = pl.col("is_before") & (pl.col("finished") < (cut - start) / 1e3)
+        front = (
+            rows.filter(is_past).select((pl.col("first_token") - pl.col("replayed_first")).median()).item()
+        )
+        return rows.with_columns(
+            (pl.col(f"replayed_{n}") + max(front or 0.0, 0.0)).alias(f"replayed_{n}")
+            for n in ("first", "last")
+        ).with_columns(front_us=pl.lit(front, pl.Float64))
     # What lies before the held-out part is given, not replayed.
     past = {"replayed_scheduled": "first_scheduled", "replayed_first": "first_token"}
     return rows.with_columns(
-        pl.when(pl.col("done") > 0).then(m).otherwise(r).alias(r) for r, m in past.items()
+        *(pl.when(pl.col("done") > 0).then(m).otherwise(r).alias(r) for r, m in past.items()),
+        front_us=pl.lit(None, pl.Float64),
     )
 
 

@@ -19,6 +19,9 @@ _MOST_PAIRED = 1_000
 _SAME_NS = 100_000_000
 """How far arrivals of one request may scatter between client and server."""
 
+_LEAST_LATENCIES = 2
+"""Requests without lengths that came at one time: a single one is the last that was sent."""
+
 _LEAST_SHARE = 0.5
 """Of the fewer side, how many requests must agree on the difference of the clocks."""
 
@@ -32,6 +35,7 @@ def with_client_times(requests: pl.DataFrame) -> pl.DataFrame:
         requests: The `requests` table of a run.
     """
     is_client = pl.col("dialect") == CLIENT
+    requests = _with_latencies(requests)
     numbered = requests.with_row_index("row")
     ours = numbered.filter(is_client)
     # A server's request that never ended has no lengths to compare, but an id.
@@ -52,6 +56,36 @@ def with_client_times(requests: pl.DataFrame) -> pl.DataFrame:
     )
     kept = filled.join(pairs, left_on="row", right_on="client", how="anti", maintain_order="left")
     return kept.with_columns(network_us=pl.col("client_ttft_us") - pl.col("ttft_us")).select(requests.columns)
+
+
+def _with_latencies(requests: pl.DataFrame) -> pl.DataFrame:
+    """Return requests with the latencies that another file of the same client has; those that nobody sent have no arrival."""
+    is_client = pl.col("dialect") == CLIENT
+    # A log of latencies has no lengths, and one arrival for all of its requests, after every other (`NOT_SENT_S`).
+    has_lengths = pl.any_horizontal(pl.col("prompt_tokens", "output_tokens").is_not_null())
+    is_latest = pl.col("arrival_ns") == pl.col("arrival_ns").filter(is_client).max()
+    is_sent = ~(is_client & ~has_lengths & is_latest.fill_null(value=False))
+    rest = requests.filter(~is_sent)
+    if rest.height < _LEAST_LATENCIES:
+        return requests
+    # As many rows may have an id as benchmarks were recorded: nobody knows which is which.
+    measured = rest.select("request_id", *TIMES).unique("request_id", keep="none")
+    sent = requests.filter(is_sent)
+    is_alone = pl.len().over("request_id", "dialect") == 1
+    found = sent.with_columns(is_alone=is_alone & is_client).join(
+        measured, on="request_id", how="left", suffix="_here", maintain_order="left"
+    )
+    found = found.with_columns(
+        pl.when("is_alone").then(pl.coalesce(name, f"{name}_here")).otherwise(name).alias(name)
+        for name in TIMES
+    ).with_columns(
+        client_itl_us=pl.when(pl.col("output_tokens") > 1).then(
+            (pl.col("client_e2e_us") - pl.col("client_ttft_us")) / (pl.col("output_tokens") - 1)
+        )
+    )
+    alone = rest.join(found.filter("is_alone"), on="request_id", how="anti", maintain_order="left")
+    unsent = alone.with_columns(arrival_ns=pl.lit(None, pl.Int64))
+    return pl.concat([found.select(requests.columns), unsent])
 
 
 def _by_id(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:

@@ -214,6 +214,8 @@ def _stock(scope: str) -> list[Spelling]:
 CLIENT = "client"
 """Of requests that a load generator describes."""
 CLIENT_SCOPE = "load generator"
+NOT_SENT_S = 2.0**32
+"""Arrival of all requests in a log of latencies alone, in seconds: another file says when each was sent."""
 CLIENT_KEYS = {
     **{name: _REQUEST_KEYS[name] for name in ("request_id", "api_prompt_tokens", "api_completion_tokens")},
     **{f"client_{name}_us": f"client.latency.{name}" for name in ("ttft", "itl", "e2e")},
