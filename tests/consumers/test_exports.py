@@ -458,6 +458,131 @@ def test_the_dynamo_planner_gets_measured_steps_and_the_model(made, tmp_path):
     assert decode["z_itl"] == pytest.approx(7.0 + 0.015 * batch + 3e-6 * tokens, rel=0.03)
 
 
+def test_the_dynamo_planner_itself_makes_records_of_both(made, tmp_path):
+    read = pytest.importorskip("dynamo.planner.monitoring.perf_metrics")
+    export(made / "models", "dynamo-planner", tmp_path)
+    written = json.loads((tmp_path / "benchmark_results.json").read_text())
+    for result in written["results"]:
+        kind = read.SubComponentType(result["point"]["point_type"])
+        fpms = read._extract_fpms_from_benchmark(written, kind)
+        assert len(fpms) == len(result["fpms"]) > 0
+        assert [f.wall_time for f in fpms] == [f["wall_time"] for f in result["fpms"]]
+        on_grid = read._convert_profiling_data_to_fpms(str(tmp_path), kind)
+        assert all(f.wall_time > 0 for f in on_grid)
+        assert len(on_grid) > 30
+
+
+def _fpm_table(folder):
+    rows = pl.read_parquet(folder / "fpm_forward_perf.parquet")
+    sidecar = json.loads((folder / "fpm_forward_perf.metadata.json").read_text())
+    digest = sha256((folder / "fpm_forward_perf.parquet").read_bytes()).hexdigest()
+    assert (sidecar["row_count"], sidecar["parquet_sha256"]) == (rows.height, digest)
+    return rows, sidecar
+
+
+def _linear_ms(rows):
+    decode = 0.015 * pl.col("batch_size") + 3e-6 * pl.col("total_kv_read_tokens")
+    prefill = 0.026 * pl.col("total_prefill_tokens") + 0.04 * pl.col("batch_size")
+    return (
+        rows.select(7 + pl.when(workload_kind="prefill").then(prefill).otherwise(decode))
+        .to_series()
+        .to_numpy()
+    )
+
+
+def test_aisimulate_gets_measured_steps_and_the_model_marked_as_such(made, steps, tmp_path):
+    """The rules of its loader: one row per point and kind, no prompt token in a decode step, equal labels in table and sidecar."""
+    result = export(made / "models", "aisimulate", tmp_path)
+    for what, said, within in (
+        ("measured", "medians of measured steps", 0.15),
+        ("model", "a step model on a grid", 0.03),
+    ):
+        rows, sidecar = _fpm_table(tmp_path / what)
+        assert sidecar["tracefit_rows"] == said
+        assert (sidecar["schema_name"], sidecar["schema_version"]) == ("aic_fpm_forward_perf", 7)
+        for name in ("system", "backend", "backend_version"):
+            assert rows[name].unique().to_list() == [sidecar[name]]
+        assert {
+            str(rows.schema[name]) for name in ("tp", "pp", "dp", "moe_tp", "moe_ep", "cp", "batch_size")
+        } == {"Int64"}
+        key = ["workload_kind", "batch_size", "total_prefill_tokens", "total_kv_read_tokens"]
+        assert not rows.select(key).is_duplicated().any()
+        prefill, decode = (rows.filter(workload_kind=kind) for kind in ("prefill", "decode"))
+        assert (prefill["total_prefill_tokens"] >= 1).all()
+        assert (decode["total_prefill_tokens"] == 0).all()
+        off = np.abs(rows["latency_ms"].to_numpy() / _linear_ms(rows) - 1)
+        assert np.percentile(off, 95) < within
+    measured = pl.read_parquet(tmp_path / "measured/fpm_forward_perf.parquet").filter(workload_kind="decode")
+    one = steps.filter((pl.col("prefill_tokens") == 0) & (pl.col("num_decode_reqs") > 0)).tail(1)
+    at = measured.filter(
+        batch_size=one["num_decode_reqs"].item(), total_kv_read_tokens=one["context_tokens"].item()
+    )
+    assert at.height == 1
+    assert result.errors[0].mape_pct < 3
+
+
+def test_aisimulate_itself_predicts_from_the_table(made, tmp_path):
+    sdk = pytest.importorskip("aisimulate_core.sdk")
+    export(made / "models", "aisimulate", tmp_path)
+    # It knows this architecture without the network under its own name alone.
+    name, table = "meta-llama/Meta-Llama-3.1-8B", tmp_path / "model/fpm_forward_perf.parquet"
+    pl.read_parquet(table).with_columns(model_path=pl.lit(name)).write_parquet(table)
+    sidecar = table.with_suffix(".metadata.json")
+    said = json.loads(sidecar.read_text()) | {"parquet_sha256": sha256(table.read_bytes()).hexdigest()}
+    sidecar.write_text(json.dumps(said))
+    asked = {n: said[n] for n in ("system", "backend", "backend_version")}
+    config = sdk.ForwardPassPerfModelConfig(
+        model=name,
+        worker_type="aggregated",
+        tp=1,
+        estimation_mode="fpm_interpolation",
+        fallback_policy="deny",
+        estimator_config={"fpm_interpolation": {"fpm_parquet_path": str(table)}},
+        **asked,
+    )
+    model = sdk.RustForwardPassPerfModel.best_available(config)
+    for batch, cached in ((4, 1600), (8, 4000), (30, 20000)):
+        expected = 7 + 0.015 * batch + 3e-6 * cached
+        assert model.predict_decode_latency_total(batch, cached) == pytest.approx(expected, rel=0.02)
+    for tokens in (100, 1500):
+        assert model.predict_prefill_latency_total(1, tokens, 0) == pytest.approx(
+            7.04 + 0.026 * tokens, rel=0.02
+        )
+
+
+def test_vllm_vcr_gets_requests_with_each_gap_and_the_step_that_closed_it(made, tmp_path):
+    """The rules of `validate_record` and the meaning of `TraceRecord` in its `trace.rs`."""
+    export(made / "models", "vllm-vcr", tmp_path)
+    meta, *records = map(json.loads, (tmp_path / "latency-trace.jsonl").read_text().splitlines())
+    assert meta["meta"]["max_num_seqs"] == 64
+    every = _table(made, "requests")
+    requests = every.drop_nulls(["ttft_us", "itl_us", "departed_ns"]).sort("arrival_ns")
+    requests = requests.filter((pl.col("output_tokens") > 1) & (pl.col("finish_status") != "aborted"))
+    assert len(records) == requests.height > 300
+    ended = dict(every.group_by("first_token_step").agg(pl.col("prompt_tokens").sum()).iter_rows())
+    for record, row in zip(records, requests.iter_rows(named=True), strict=True):
+        assert set(record) <= {
+            *("prompt_tokens", "cached_tokens", "output_tokens", "ttft_ms", "concurrency", "arrival_ms"),
+            *("itl_ms", "itl_ctx", "itl_summary"),
+        }
+        assert record["ttft_ms"] == pytest.approx((row["first_token_ns"] - row["queued_ns"]) / 1e6)
+        assert record["ttft_ms"] < row["ttft_us"] / 1e3 - 1.2, "the API's work of 1.45 ms is the front end's"
+        if "itl_summary" in record:
+            assert record["itl_summary"]["count"] == row["output_tokens"] - 1
+            continue
+        gaps, context = record["itl_ms"], record["itl_ctx"]
+        assert (
+            len(gaps)
+            == len(context["num_running"])
+            == len(context["prefill_tokens"])
+            == row["output_tokens"] - 1
+        )
+        assert np.mean(gaps) == pytest.approx(row["itl_us"] / 1e3, rel=0.1)
+        closing = range(row["first_token_step"] + 1, row["finished_step"] + 1)
+        assert context["prefill_tokens"] == [ended.get(step, 0) for step in closing]
+    assert sum("itl_ms" in record for record in records) > 0.9 * len(records)
+
+
 def test_the_latency_predictor_gets_rows_of_its_own_columns(made, tmp_path):
     """Those of `TrainingEntry` in its training server of August 2026."""
     export(made / "models", "llm-d-latency-predictor", tmp_path)
