@@ -28,6 +28,7 @@ from tracefit.consumers.blis_replay import StepRates, replay_as_blis
 from tracefit.errors import DataError, UsageError
 from tracefit.replay.engine import EngineSettings
 from tracefit.synth import SynthOptions, synth, write_run
+from tracefit.synth.laws import GPUS, MODELS, RooflineLaw
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
@@ -282,6 +283,49 @@ def test_blis_takes_steps_without_a_request(tmp_path):
     assert any("alpha0 is 0" in note for note in result.notes)
     assert not (tmp_path / "blis/trace-data.csv").exists()
     assert "--trace-data" not in " ".join([result.usage, *result.notes])
+
+
+@pytest.fixture(scope="module")
+def bound_run(tmp_path_factory):
+    """Steps that take the larger of compute and memory time, at 55 % of the peak and 75 % of the bandwidth, and nothing else."""
+    out = tmp_path_factory.mktemp("bound")
+    law = RooflineLaw(MODELS["llama-8b"], GPUS["H100"], base_us=0.0, per_req_us=0.0)
+    run = synth(SynthOptions(name="bound", seed=3, requests=350, rate_per_s=20.0, law=law))
+    tracefit.run(
+        [write_run(run, out)], out / "made", options=tracefit.TrainOptions(features="batch", fast=True)
+    )
+    return out / "made"
+
+
+def test_blis_takes_the_larger_of_compute_and_memory_where_steps_do(bound_run, tmp_path):
+    result = export(bound_run, "blis", tmp_path)
+    assert any(note.startswith("weighting: roofline, ") for note in result.notes)
+    assert not any("no transfer" in note for note in result.notes)
+    (gpu,) = json.loads((tmp_path / "hardware_config.json").read_text()).values()
+    # Its FFNs have two matrices of three: of the weights and of the arithmetic it sees about 0.7.
+    share = (2 * 4096 * (4096 + 1024) + 2 * 4096 * 14336) / (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)
+    assert gpu["mfuPrefill"] == pytest.approx(0.55 * share, rel=0.05)
+    assert gpu["BwPeakTBs"] == pytest.approx(3.35 * 0.75 * share, rel=0.1)
+    assert _error(result, "step time").mape_pct < 3.5, "the clock's noise alone"
+    for latency in ("TTFT", "ITL", "E2E"):
+        assert abs(_error(result, f"{latency} of a request, replayed").bias_pct) < 5
+
+
+def test_blis_by_roofline_takes_an_alpha_through_a_pool(bound_run, tmp_path):
+    """`--latency-model roofline` ends with "--alpha-coeffs/--beta-coeffs cannot be used"; a decode instance's own backend does not."""
+    result = export(bound_run, "blis", tmp_path)
+    (replayed,) = (note for note in result.notes if note.startswith("replay of the traced requests: "))
+    for command in (result.usage, replayed):
+        assert "--latency-model trained-physics" in command
+        assert (
+            "--num-instances 2 --prefill-instances 1 --decode-instances 1 --pd-decider never "
+            "--decode-latency-model roofline"
+        ) in command
+    found = yaml.safe_load((tmp_path / "defaults.yaml").read_text())["trained_physics_coefficients"]
+    assert found["alpha_coeffs"][0] == pytest.approx(1450, abs=150)
+    assert found["alpha_coeffs"][1] == 0, "the second is per prompt token here"
+    assert len(found["beta_coeffs"]) >= 7
+    assert any(found["beta_coeffs"]), "it refuses betas that are all 0, and reads none"
 
 
 UNITS = [
@@ -644,7 +688,7 @@ def test_consumers_below_steps_are_refused_with_the_reason(made, tmp_path, to):
 
 
 def test_what_an_export_needs_is_named(made, trained, tmp_path):
-    with pytest.raises(UsageError, match="known: blis, blis-registry"):
+    with pytest.raises(UsageError, match="known: aisimulate, blis, blis-registry"):
         export(made / "models", "bliss", tmp_path)
     copy = tmp_path / "beta.json"
     copy.write_text((made / "models/beta.json").read_text())

@@ -326,7 +326,9 @@ def _with_terms(source: Source, frame: pl.DataFrame) -> pl.DataFrame:
         frame[name].cast(pl.Float64).fill_null(0.0).to_numpy() for name in ROOFLINE_COLUMNS
     )
     shape = roofline_shape(context.architecture, context.gpu, tp=tp)
-    terms = shape.terms((prefill_reqs, prefill, before, decode_reqs, contexts))
+    # Prefill requests of a step count as equal: a summary has their total alone.
+    seen = prefill * (before + prefill / 2) / np.maximum(prefill_reqs, 1.0)
+    terms = shape.terms((prefill, before, seen, decode_reqs, contexts))
     columns = {name: pl.Series(terms[:, i]) for i, name in enumerate(ROOFLINE_TERMS)}
     return add_blis_terms(frame, context.architecture, context.gpu, tp=tp).with_columns(**columns)
 

@@ -87,7 +87,7 @@ class RooflineRates:
         return self._whole(batch, batch.context_tokens + growth * np.arange(steps, dtype=np.float64))
 
     def _whole(self, batch: StepBatch, context: float | Vector) -> Vector:
-        prefill = (batch.prefill_reqs, batch.prefill_tokens, batch.prefill_context_tokens)
+        prefill = (batch.prefill_tokens, batch.prefill_context_tokens, batch.prefill_seen)
         took = roofline_us(self.shape.terms((*prefill, batch.decode_reqs, context)), self.factors)
         whole: Vector = np.maximum(np.floor(took), 1.0)
         return whole

@@ -149,7 +149,7 @@ class RooflineShape:
     """The backend `roofline`: what a step computes and moves, by its own definitions, as times at the peak rates in us.
 
     It differs from the other backend: FFNs have two matrices, a step reads the experts that its tokens are expected to choose, vector
-    operations and activations count, and shared experts do not. Prefill requests of a step count as equal.
+    operations and activations count, and shared experts do not.
 
     Source: `sim/latency/roofline.go` of inference-sim, August 2026.
     """
@@ -167,11 +167,11 @@ class RooflineShape:
         """Return the columns of `ROOFLINE_TERMS`, shape (n, 3).
 
         Args:
-            counts: prefill requests, prefill tokens, their tokens in the cache, decoding requests, and their tokens in the cache,
-                each of shape (n,) or one for all.
+            counts: prefill tokens, tokens of their requests in the cache, sum of t * (c + t / 2) over requests that compute t tokens
+                with c in the cache, decoding requests, and their tokens in the cache; each of shape (n,) or one for all.
         """
-        prompts, prefill, before, decode, context = np.broadcast_arrays(*map(np.atleast_1d, counts))
-        pairs = prefill * (before + (prefill - prompts) / 2) / np.maximum(prompts, 1.0)
+        prefill, before, seen, decode, context = np.broadcast_arrays(*map(np.atleast_1d, counts))
+        pairs = seen - prefill / 2  # the first of t tokens sees c, the next c + 1
         tokens = prefill + decode
         # It expects N * (1 - ((N - k) / N)^T) experts of N to be chosen.
         missed = (1 - self.chosen / self.experts) ** tokens if self.experts else 1.0
