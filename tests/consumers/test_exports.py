@@ -52,6 +52,12 @@ def made(tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="module")
+def to_blis(made, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("blis")
+    return export(made / "models", "blis", folder), folder
+
+
 def _table(made, name):
     return pl.concat(
         [pl.read_parquet(p) for p in (made / "tables" / name).rglob("*.parquet")], how="diagonal_relaxed"
@@ -124,9 +130,9 @@ def _larger(terms):
     return [max(terms[0], terms[8]), max(terms[1], terms[9]), *terms[2:8]]
 
 
-def test_blis_by_its_own_formula(made, steps, tmp_path):
-    result = export(made / "models", "blis", tmp_path)
-    document = yaml.safe_load((tmp_path / "defaults.yaml").read_text())
+def test_blis_by_its_own_formula(made, steps, to_blis):
+    result, folder = to_blis
+    document = yaml.safe_load((folder / "defaults.yaml").read_text())
     assert list(document) == ["trained_physics_coefficients"], "unknown keys are refused"
     found = document["trained_physics_coefficients"]
     assert list(found) == ["alpha_coeffs", "beta_coeffs"]
@@ -152,10 +158,10 @@ def test_blis_by_its_own_formula(made, steps, tmp_path):
     assert _error(result, "step time, decode only").mape_pct < 2.6, "decode steps are what an ITL is made of"
 
 
-def test_blis_states_the_errors_of_its_own_replay(made, tmp_path):
+def test_blis_states_the_errors_of_its_own_replay(made, to_blis):
     """The file's numbers through its queue, scheduler and cache, on requests that came after the last training step."""
-    result = export(made / "models", "blis", tmp_path)
-    found = yaml.safe_load((tmp_path / "defaults.yaml").read_text())["trained_physics_coefficients"]
+    result, folder = to_blis
+    found = yaml.safe_load((folder / "defaults.yaml").read_text())["trained_physics_coefficients"]
     requests = _table(made, "requests").drop_nulls(["arrival_ns", "first_token_ns"]).sort("arrival_ns")
     k = SETTINGS
     dh = k["d"] // k["H"]
@@ -195,13 +201,13 @@ def test_blis_states_the_errors_of_its_own_replay(made, tmp_path):
     assert _error(result, "ITL of a request, replayed").mape_pct < 1
 
 
-def test_blis_names_its_weighting_and_what_does_not_transfer(made, tmp_path):
+def test_blis_names_its_weighting_and_what_does_not_transfer(made, to_blis, tmp_path):
     """With ten coefficients prefill compute is nothing here and prefill KV hundreds of times nominal: true of this run alone."""
     ten = export(made / "models", "blis-registry", tmp_path / "ten")
     assert any(n.startswith("no transfer: beta8 (prefill KV) is ") for n in ten.notes)
-    result = export(made / "models", "blis", tmp_path)
+    result, folder = to_blis
     assert not any(n.startswith("no transfer") for n in result.notes)
-    said = (tmp_path / "defaults.yaml").read_text()
+    said = (folder / "defaults.yaml").read_text()
     for start in ("weighting: eight coefficients, ", "replayed as BLIS would, "):
         (note,) = (n for n in result.notes if n.startswith(start))
         assert f"# {note}\n" in said, "the file says it too"
@@ -209,12 +215,13 @@ def test_blis_names_its_weighting_and_what_does_not_transfer(made, tmp_path):
     assert any("the eleventh that BLIS reads" in n for n in result.notes)
 
 
-def test_blis_alpha0_is_the_work_of_the_api_and_no_wait(made, tmp_path):
-    result = export(made / "models", "blis", tmp_path)
-    alpha = yaml.safe_load((tmp_path / "defaults.yaml").read_text())["trained_physics_coefficients"][
+def test_blis_alpha0_is_the_work_of_the_api_and_no_wait(made, to_blis):
+    result, folder = to_blis
+    alpha = yaml.safe_load((folder / "defaults.yaml").read_text())["trained_physics_coefficients"][
         "alpha_coeffs"
     ]
     assert alpha[0] == pytest.approx(1450, abs=150)
+    assert "# alpha0 is the API's work, by the admission model: " in (folder / "defaults.yaml").read_text()
     admission = _table(made, "requests")["admission_us"].mean()
     assert admission > 3 * alpha[0], "the mean of ARRIVED to QUEUED holds the wait for the boundary"
     held = _table(made, "alpha_training").filter(target="departure", split="holdout")
@@ -273,6 +280,19 @@ def test_blis_takes_the_mean_where_requests_are_queued_as_they_arrive(tmp_path):
     work_us = (queued["socket_ns"] - queued["arrival_ns"]).mean() / 1e3
     assert _alpha(tmp_path / "blis")[0] == pytest.approx(work_us, rel=0.05)
     assert any("QUEUED is stamped on arrival" in note for note in result.notes)
+
+
+def test_blis_gets_the_work_of_the_api_from_stock_spans(tmp_path):
+    """Spans of an unmodified server have neither steps nor QUEUED: both are worked out, and no wait stays in alpha0."""
+    run = synth(SynthOptions(name="stock", form="stock", requests=250))
+    tracefit.run([write_run(run, tmp_path)], tmp_path / "out", options=tracefit.TrainOptions(fast=True))
+    result = export(tmp_path / "out", "blis", tmp_path / "blis")
+    truth = run.truth_requests.drop_nulls("socket_ns")
+    assert _alpha(tmp_path / "blis")[0] == pytest.approx(
+        (truth["socket_ns"] - truth["arrival_ns"]).mean() / 1e3, rel=0.05
+    )
+    assert "# alpha0 is the API's work" in (tmp_path / "blis/defaults.yaml").read_text()
+    assert _error(result, "ARRIVED to QUEUED, by alpha0 and the step boundary").mape_pct < 5
 
 
 def test_blis_takes_steps_without_a_request(tmp_path):

@@ -235,10 +235,10 @@ def _arrival(source: Source) -> tuple[int, tuple[HeldOut, ...], tuple[str, ...]]
         raise DataError("no held-out request was queued at a step whose start is known")
     what = "ARRIVED to QUEUED, by alpha0 and the step boundary"
     error = held_out(what, "us", queued_us(held)[known], predicted[known], queued_us(train))
-    folded = (
-        f"alpha0 holds {number(per_token)} us per prompt token at the mean prompt of {mean:.0f} tokens",
-    )
-    return alpha, (error,), folded if per_token else ()
+    said = "alpha0 is the API's work, by the admission model: the wait for a step boundary, which BLIS simulates, is not in it"
+    if per_token:
+        said += f"; it holds {number(per_token)} us per prompt token at the mean prompt of {mean:.0f} tokens"
+    return alpha, (error,), (said,)
 
 
 def _arrival_without_clock(
