@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 _MOST_DIGITS = 6
 _BELOW_STEPS = "its tables are per operator, finer than a trace of steps can resolve"
 _REFUSED = {
-    **dict.fromkeys(("vidur", "llmservingsim", "aiconfigurator"), _BELOW_STEPS),
+    **dict.fromkeys(("vidur", "llmservingsim"), _BELOW_STEPS),
+    "aiconfigurator": f"{_BELOW_STEPS}; its tables of whole passes are those of AISimulate, --to aisimulate",
     "wva": "since 2026 it learns its parameters online, and no configuration takes any; it takes targets of TTFT and ITL",
 }
 

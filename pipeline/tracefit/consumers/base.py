@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -171,7 +172,8 @@ def timed_requests(source: Source, target: str) -> pl.DataFrame:
 def number(value: float) -> str:
     """Write a number for a consumer's file: six significant digits, never in exponent form."""
     # YAML 1.1 reads 1e-05 as text.
-    text = f"{float(f'{value:.6g}'):.12f}".rstrip("0").rstrip(".")
+    text = format(Decimal(f"{value:.6g}"), "f")
+    text = text.rstrip("0").rstrip(".") if "." in text else text
     return text or "0"
 
 
