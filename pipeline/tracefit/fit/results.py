@@ -84,6 +84,10 @@ class Term(Strict):
         max_length=MAX_FORMULA_CHARS,
         description="how the feature is computed from table columns and the model's definitions",
     )
+    collinear_with: tuple[Identifier, ...] = Field(
+        default=(),
+        description="features left out since they go with this one in the training rows: the value may be a cost of theirs",
+    )
 
     @property
     def limits(self) -> Bounds:
@@ -274,11 +278,13 @@ class OmittedFeature:
         reason: Why it is left out.
         training_range: Its smallest and largest value in the training rows; null where it was not known. The model says
             nothing of steps beyond it.
+        collinear_with: The feature of the model that it goes with in the training rows.
     """
 
     feature: str
     reason: str
     training_range: tuple[float, float] | None = None
+    collinear_with: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
