@@ -77,6 +77,11 @@ _UNCERTAIN_HITS = (
 RECORD_LONGER = "record for longer under load, or let the log write fractions of seconds: %(created).6f in the format of a logging configuration"
 """What helps where a log gives too few intervals."""
 
+_ESTIMATED_CONTEXT = (
+    "without journeys the context tokens of a step are estimated from its KV blocks in use: blocks that requests share count once, "
+    "and earlier chunks of a prompt count as context"
+)
+
 _WITHOUT_CONTEXT = (
     "the log does not say how many tokens of context a step reads: the model goes by the batch, and by KV-cache usage if that "
     "helps"
@@ -223,6 +228,7 @@ def fit_step_times(
         notes=(
             *reason,
             *beyond_training(result.terms, tables.timeline),
+            *([_ESTIMATED_CONTEXT] if tables.timeline["context_estimated"].any() else []),
             *(_notes_on_records(tables, scope) if fpm else ()),
             *(
                 [f"{_WITHOUT_CONTEXT}; {context_remedy(tables.requests.height)}"]
