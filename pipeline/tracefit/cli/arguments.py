@@ -170,7 +170,7 @@ TRAIN: Group = {
         bool,
         False,
         "--across",
-        help="Also leave out every run, model and GPU in turn, and measure models fitted on the others.",
+        help="Also leave out every run, model and GPU, and every scope of several of a model on a GPU, in turn, and measure models fitted on the others.",
     ),
     "thresholds": _option(
         Optional[list[str]],
