@@ -66,7 +66,7 @@ _FORM_KEYS = {
 _MODEL_KEYS = (
     "scope_id target estimator features_left_out training validation scope feature_set definitions notes"
 )
-_TERM_KEYS = ("feature unit value", "ci95 sign training_range formula")
+_TERM_KEYS = ("feature unit value", "ci95 sign training_range formula collinear_with")
 
 
 # -- reading a file --------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ TRAIN: Group = {
     "features": _option(
         str,
         "auto",
-        help="Feature set for step times: batch, roofline, roofline_max, work_max, line, line+padding, line+experts, line+padding+experts, a YAML or JSON file, or auto to let "
+        help="Feature set for step times: batch, roofline, roofline_max, work_max, line, line+padding, a YAML or JSON file, or auto to let "
         "validation inside and beyond the training load choose.",
     ),
     "sample_csv": _option(
@@ -170,7 +170,7 @@ TRAIN: Group = {
         bool,
         False,
         "--across",
-        help="Also leave out every run, model and GPU in turn, and measure models fitted on the others.",
+        help="Also leave out every run, model and GPU, and every scope of several of a model on a GPU, in turn, and measure models fitted on the others.",
     ),
     "thresholds": _option(
         Optional[list[str]],

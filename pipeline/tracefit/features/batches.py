@@ -28,6 +28,7 @@ _SIZES, _MOST = "cudagraph_capture_sizes", "max_cudagraph_capture_size"
 _LARGEST_GRAPH = 512
 _STEPS_PER_FORMULA = 8
 _DIGITS = 12
+_ALONE = "(1 - min(1, num_prefill_reqs))"
 
 
 def capture_sizes(context: RunContext) -> tuple[int, ...]:
@@ -83,17 +84,18 @@ def _staircase(sizes: tuple[int, ...]) -> dict[str, str]:
         f"{PADDED}_{first}": " + ".join(steps[first : first + _STEPS_PER_FORMULA])
         for first in range(0, len(steps), _STEPS_PER_FORMULA)
     }
-    alone = "(1 - min(1, num_prefill_reqs))"
-    return {**parts, PADDED: f"min(1, num_prefill_reqs) * num_decode_reqs + {alone} * ({' + '.join(parts)})"}
+    return {**parts, PADDED: f"min(1, num_prefill_reqs) * num_decode_reqs + {_ALONE} * ({' + '.join(parts)})"}
 
 
 def _experts(model: ModelArchitecture, decodes: str, ranks: int) -> str:
-    """Return the distinct experts of a layer that a step reads, expected if tokens choose evenly.
+    """Return the distinct experts of a layer that a batch without prompts reads, expected if tokens choose evenly.
 
-    Ranks of data parallelism share the experts: the tokens of all of them count, and the others are taken to have as many.
+    A prompt reads all of them: that is part of what a step with prompts costs, and an amount that is the same in all such steps
+    would stand for the rest of it. Ranks of data parallelism share the experts: the tokens of all of them count, and the others are
+    taken to have as many.
     """
     missed = f"{1 - model.experts_per_token / model.experts:.{_DIGITS}g}"
-    return f"{model.experts} * (1 - {missed} ** ({ranks} * ({decodes} + prefill_tokens)))"
+    return f"{_ALONE} * {model.experts} * (1 - {missed} ** ({ranks} * {decodes}))"
 
 
 def add_batch_terms(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:

@@ -120,7 +120,7 @@ class FeatureSet:
         name: Its name.
         features: The features.
         ratios: What `efficiency_ratio` in its formulas may be: training chooses, and the number takes the name's place.
-        defining: Features without which it is another set: where one of them is not known, it does not compete.
+        defining: Features without which it is another set: where a model has none of them, it does not compete.
         is_relative: Whether a fit minimises errors in proportion to the time, so that short steps count as much as long ones.
     """
 
@@ -347,27 +347,25 @@ _LINE_DECODES, _LINE_PADDED, *_LINE_REST = _features("""\
 + prefill_context_tokens | token   | a prompt reads the cache of what is before it
 """)
 _EXPERTS, _PADDED_EXPERTS = _features("""\
-+ experts_read           | expert  | the weights of the experts that the tokens are routed to are read
-+ padded_experts_read    | expert  | the weights of the experts that the padded batch is routed to are read
++ experts_read           | expert  | the weights of the experts that decodes are routed to are read; a prompt is routed to all
++ padded_experts_read    | expert  | the same of the padded batch
 """)
 
 
-def _line(name: str, *features: Feature) -> FeatureSet:
-    """Return the plain batch with some features first, by which it is defined."""
-    defining = tuple(feature.name for feature in features)
-    return FeatureSet(name, (*features, *_LINE_REST), defining=defining, is_relative=True)
+def _line(name: str, experts: Feature, decodes: Feature) -> FeatureSet:
+    """Return the plain batch with the experts it reads, where the model has them.
+
+    Small batches cannot tell experts from requests, and a line over requests alone runs away beyond them.
+    """
+    defining = (experts.name, decodes.name)
+    return FeatureSet(name, (experts, decodes, *_LINE_REST), defining=defining, is_relative=True)
 
 
-LINE = _line("line", _LINE_DECODES)
+LINE = _line("line", _EXPERTS, _LINE_DECODES)
 """Relative non-negative least squares on what a step computes: what no other set may be worse than."""
 
-LINES = (
-    LINE,
-    _line("line+padding", _LINE_PADDED),
-    _line("line+experts", _LINE_DECODES, _EXPERTS),
-    _line("line+padding+experts", _LINE_PADDED, _PADDED_EXPERTS),
-)
-"""The same with what a batch becomes: padded to a CUDA graph, routed to experts."""
+LINES = (LINE, _line("line+padding", _PADDED_EXPERTS, _LINE_PADDED))
+"""The same with decodes padded to a CUDA graph."""
 
 _WORKLOAD = _features("""\
   max_tokens         | token | output the request may ask for

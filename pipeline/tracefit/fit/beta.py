@@ -77,6 +77,11 @@ _UNCERTAIN_HITS = (
 RECORD_LONGER = "record for longer under load, or let the log write fractions of seconds: %(created).6f in the format of a logging configuration"
 """What helps where a log gives too few intervals."""
 
+_ESTIMATED_CONTEXT = (
+    "without journeys the context tokens of a step are estimated from its KV blocks in use: blocks that requests share count once, "
+    "and earlier chunks of a prompt count as context"
+)
+
 _WITHOUT_CONTEXT = (
     "the log does not say how many tokens of context a step reads: the model goes by the batch, and by KV-cache usage if that "
     "helps"
@@ -223,6 +228,7 @@ def fit_step_times(
         notes=(
             *reason,
             *beyond_training(result.terms, tables.timeline),
+            *([_ESTIMATED_CONTEXT] if tables.timeline["context_estimated"].any() else []),
             *(_notes_on_records(tables, scope) if fpm else ()),
             *(
                 [f"{_WITHOUT_CONTEXT}; {context_remedy(tables.requests.height)}"]
@@ -364,13 +370,13 @@ SET_RULE = (
 
 
 def try_features(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) -> Candidate | None:
-    """Measure a linear model of a set on the training rows; null where rows or features are too few, or a defining one lacks."""
+    """Measure a linear model of a set on the training rows; null where rows or features are too few, or the defining ones lack."""
     options = _for_set(options, features)
     design = training_design(rows, features.features, relative=options.relative)
     if design is None:
         return None
     used, data = design
-    if not {f.name for f in data.columns}.issuperset(features.defining):
+    if features.defining and {f.name for f in data.columns}.isdisjoint(features.defining):
         return None
     choice = data.choose_penalty(options)
     inside = data.out_of_fold(choice, options)
@@ -416,11 +422,9 @@ def _fewest(sets: Sequence[Candidate]) -> Candidate:
 
 
 def _best_line(lines: Sequence[Candidate]) -> Candidate:
-    """Return the best line; of those that tie, one that has the experts of a model with experts."""
+    """Return the best line; of those that tie, the earlier one."""
     best = min(c.score_pct for c in lines)
-    return min(
-        (c for c in lines if c.score_pct <= best * (1 + TIE)), key=lambda c: (-c.features, c.score_pct)
-    )
+    return next(c for c in lines if c.score_pct <= best * (1 + TIE))
 
 
 def _gives_way(winner: Candidate, lines: Sequence[Candidate]) -> bool:

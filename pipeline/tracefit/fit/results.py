@@ -84,6 +84,10 @@ class Term(Strict):
         max_length=MAX_FORMULA_CHARS,
         description="how the feature is computed from table columns and the model's definitions",
     )
+    collinear_with: tuple[Identifier, ...] = Field(
+        default=(),
+        description="features left out since they go with this one in the training rows: the value may be a cost of theirs",
+    )
 
     @property
     def limits(self) -> Bounds:
@@ -274,11 +278,13 @@ class OmittedFeature:
         reason: Why it is left out.
         training_range: Its smallest and largest value in the training rows; null where it was not known. The model says
             nothing of steps beyond it.
+        collinear_with: The feature of the model that it goes with in the training rows.
     """
 
     feature: str
     reason: str
     training_range: tuple[float, float] | None = None
+    collinear_with: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -695,18 +701,18 @@ class Overload:
     """Periods with a queue that broke the rule on queues."""
 
 
-LeftOutKind = Literal["run", "model", "gpu"]
+LeftOutKind = Literal["run", "model", "gpu", "scope"]
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOutErrors:
-    """Errors on all rows of a run, model or GPU, of a model fitted on the training rows of the rest.
+    """Errors on all rows of a run, model, GPU or scope, of a model fitted on the training rows of the rest.
 
     Attributes:
-        kind: What was left out: one run of a scope, or all scopes of a model or GPU.
+        kind: What was left out: one run of a scope, all scopes of a model or GPU, or one of the scopes of a model on a GPU.
         left_out: Its name.
         model: Name of the fitted model.
-        scope_id: The scope of a run; null where models or GPUs are left out.
+        scope_id: The scope of a run; null where models, GPUs or scopes are left out.
         feature_set: The feature set the model was offered.
         trained_on: The runs, models or GPUs it was fitted on.
         rows_used: Rows it was fitted on.
@@ -715,6 +721,8 @@ class LeftOutErrors:
         gradient_boosting: Errors of gradient boosting on the same features and rows.
         skill: 1 - errors.mae / baseline.mae.
         interval_coverage_pct: Percent of rows within their prediction interval.
+        by_batch_size: Errors of step times of a constant per batch size: the median of the training rows with as many requests,
+            or the nearest number; null for runs.
     """
 
     kind: LeftOutKind
@@ -729,6 +737,7 @@ class LeftOutErrors:
     gradient_boosting: Metrics | None
     skill: float | None
     interval_coverage_pct: float | None
+    by_batch_size: Metrics | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,7 +200,12 @@ def _fit_one(
     if not data.columns:
         # As the baseline: of all constants the median has the smallest absolute error.
         intercept = Number(value=float(np.median(data.y)))
-    terms = linear_terms(data.columns, model.coef_, data.x, intervals)
+    terms = tuple(
+        term.model_copy(
+            update={"collinear_with": tuple(x.feature for x in left if term.feature in x.collinear_with)}
+        )
+        for term in linear_terms(data.columns, model.coef_, data.x, intervals)
+    )
     names, columns = [t.feature for t in terms], [c.name for c in data.columns]
     in_model = [columns.index(name) for name in names]
     fitted = FittedRegime(

@@ -463,7 +463,7 @@ def _option(value: object) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-_ACROSS = "Each run, model and GPU is left out in turn and predicted by a model fitted on the others; errors are on all of its rows."
+_ACROSS = "Each run, model and GPU, and each scope of a model that has several on a GPU, is left out in turn and predicted by a model fitted on the others; errors are on all of its rows."
 _LEFT_OUT: dict[str, Callable[[results.LeftOutErrors], str]] = {
     "left out": lambda one: f"{one.kind} `{one.left_out}`",
     "model": lambda one: f"`{one.model}`",
@@ -472,6 +472,9 @@ _LEFT_OUT: dict[str, Callable[[results.LeftOutErrors], str]] = {
     "median APE %": lambda one: percent(one.errors.mdape_pct),
     "MAPE %": lambda one: percent(one.errors.mape_pct),
     "bias %": lambda one: percent(one.errors.bias_pct),
+    "constant per batch size, MAPE %": lambda one: (
+        percent(one.by_batch_size.mape_pct) if one.by_batch_size else "-"
+    ),
     "MAE us": lambda one: number(one.errors.mae),
     "baseline MAE": lambda one: number(one.baseline.mae),
     "reference MAE": lambda one: number(_mae(one.gradient_boosting)),

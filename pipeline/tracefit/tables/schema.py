@@ -649,6 +649,7 @@ TIMELINE = TableSchema(
             "context_tokens", "KV tokens in cache before the step, of decode requests; null where not known"
         ),
         _sum("prefill_context_tokens", "the same of prefill requests"),
+        _flag("context_estimated", "context_tokens are estimated from the KV blocks in use"),
         _n("running_depth", "running requests after scheduling"),
         _n("waiting_depth", "waiting requests after scheduling"),
         _sum("waiting_tokens", "tokens to compute of the waiting requests"),
