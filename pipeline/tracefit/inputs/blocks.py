@@ -30,7 +30,7 @@ BLOCK_BYTES = 24 << 20
 _EXCERPT_BYTES, _EDGE_BYTES = 4096, 16
 
 _SMALLEST_READ_BYTES = 4096
-"""However small blocks are: each read has its cost."""
+"""Lower limit for small blocks: each read has its cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ReadOptions:
 
     Attributes:
         show_values: Whether excerpts of rejects may show values of records, which are private.
-        max_document: Bytes of the longest record that is read; a record is held whole.
+        max_document: Bytes of the longest record that is read; a record is in memory as a whole.
         max_rejects: Rejects of a file after which reading it stops.
         block_bytes: Usual size of a block; the last one is smaller, a block with a longer record is larger.
     """
@@ -51,8 +51,8 @@ class ReadOptions:
 
     @property
     def head_bytes(self) -> int:
-        """How much of a file its format is found from."""
-        # Of a head that is junk the last `JUNK_EDGE_BYTES` are looked at again.
+        """Bytes at the beginning of a file from which its format is detected."""
+        # If no format is recognised, the last JUNK_EDGE_BYTES are kept and scanned with the next read.
         return min(HEAD_BYTES, max(self.block_bytes, 2 * JUNK_EDGE_BYTES))
 
 
@@ -68,7 +68,7 @@ class Block:
         path: The absolute path of the file to read the block from, if it has no payload.
         size: Number of bytes.
         payload: The bytes themselves, if there is no path.
-        recording: What it records, by name, if that is not spans.
+        recording: Name of the recording format, if the file does not hold spans.
         header: The line that names the columns of its lines, if there is one before the block.
     """
 
@@ -123,7 +123,7 @@ def read_blocks(
 
 
 def inspect_file(file: TraceFile, bounds: Expansion = USUAL) -> Contents:
-    """Return the format of a file, from its first few MiB; `bounds` says how many are read where these show nothing.
+    """Return the format of a file, from its first few MiB; `bounds` says how many are read if these show nothing.
 
     Raises:
         UsageError: If it cannot be read.
@@ -134,7 +134,7 @@ def inspect_file(file: TraceFile, bounds: Expansion = USUAL) -> Contents:
         splitter = _Splitter(file, ReadOptions(), bounds, content)
         rejects = list(splitter.detect())
     found = splitter.contents
-    # A file of which nothing can be decompressed is not an empty one.
+    # A file that cannot be decompressed at all is damaged, not empty.
     is_lost = found.encoding is None and rejects
     return replace(found, compression=compression, shape="unknown" if is_lost else found.shape)
 
@@ -181,12 +181,12 @@ class _Splitter:
         self.contents = Contents("unknown", None)
 
     def detect(self) -> Iterator[Reject]:
-        """Find the format of the content; pass over a beginning that is junk, a head at a time, and yield one reject for it."""
+        """Find the format of the content; skip junk at the beginning, a head at a time, and yield one reject for it."""
         yield from self._fill(self._options.head_bytes)
         contents = detect_format(self._buffer, is_whole=self._is_last)
         most = self._bounds.most_junk_bytes
         while contents.shape == "unknown" and not self._is_last and self._offset < most:
-            # A record may begin in the last bytes of what is passed over.
+            # A record may begin in the last bytes of the junk.
             self._drop(len(self._buffer) - JUNK_EDGE_BYTES)
             yield from self._fill(self._options.head_bytes)
             contents = detect_format(self._buffer, is_whole=False)
@@ -214,7 +214,9 @@ class _Splitter:
         while self._buffer or not self._is_last:
             yield from self._fill(wanted)
             size = whole_records(self._buffer, shape, is_last=self._is_last, starts=self._starts)
-            if size > longest:  # many records together; whether the first is too long shows when it is alone
+            if (
+                size > longest
+            ):  # many records together; a record that is too long is rejected once it is alone
                 size = whole_records(self._buffer[:longest], shape, is_last=False, starts=self._starts)
             if not size and len(self._buffer) > longest:
                 advice = f"longer than {longest >> 20} MiB: raise --max-document to read it"
@@ -251,7 +253,7 @@ class _Splitter:
         name = recording.name if recording else None
         block = Block(self._file.name, shape, encoding, self._offset, path, size, payload, name, self._header)
         if recording and recording.header:
-            # Files one behind another have several: the last one counts for the next block.
+            # Concatenated files have several headers: the last one applies to the next block.
             header = recording.header(self._buffer[:size])
             # A cut line may be glued to it.
             self._header = (

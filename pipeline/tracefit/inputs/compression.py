@@ -1,9 +1,9 @@
 """Decompress a file: gzip members, zstd frames, length-prefixed zstd and plain parts, in any order.
 
 A file is a sequence of *units*: a gzip member, a zstd frame, or (the old form of the Collector's file exporter) a 4-byte
-big-endian length and a zstd frame with one record. Of a damaged unit the content before the damage is yielded, then a
-`Gap`, then the next unit that can be decompressed. Where no unit begins, the bytes are plain. Memory, expansion, guesses
-and re-reading are bounded, because every size in a file is an unverified claim of its writer.
+big-endian length and a zstd frame with one record. For a damaged unit, the content before the damage is yielded, then a
+`Gap`, then the next unit that can be decompressed. Bytes outside units are plain. Memory, expansion, guesses and
+re-reading are bounded, because every size in a file is an unverified claim of its writer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Expansion:
 USUAL = Expansion()
 
 MAX_GUESSES = 10_000
-"""How many places of a file that look like the beginning of a unit are tried."""
+"""Limit on the positions of a file that are tried because they look like the beginning of a unit."""
 
 MAX_REREAD_BYTES, MAX_REREAD_SHARE = 32 << 20, 2
 """Bytes that may be read again to find the unit after damage: a fixed number, plus a multiple of the bytes read so far."""
@@ -95,7 +95,7 @@ _ZSTD_OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 27}
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A place where content is missing; `count` adjacent units of length-prefixed zstd make one gap."""
+    """A range with missing content; `count` adjacent units of length-prefixed zstd make one gap."""
 
     reason: str
     count: int = 1
@@ -137,7 +137,7 @@ def pieces(
 
 @contextmanager
 def rewindable(raw: BinaryIO) -> Iterator[BinaryIO]:
-    """Yield the same bytes as a stream that can be rewound, as damage needs: of a pipe what is read is kept on disk."""
+    """Yield the same bytes as a stream that can be rewound, which damage needs; the bytes of a pipe are copied to disk."""
     if raw.seekable():
         yield raw
     else:
@@ -181,7 +181,7 @@ class _Kept(io.RawIOBase):
 
 
 class _DamageError(Exception):
-    """A unit cannot be decompressed to its end; `position` is where reading stopped, `is_final` refuses the rest of the file."""
+    """A unit cannot be decompressed to its end; `position` is where reading stopped, if `is_final`, the rest is skipped."""
 
     def __init__(self, reason: str, position: int, *, is_final: bool = False) -> None:
         super().__init__(reason)
@@ -273,7 +273,7 @@ class _FileReader:
     ) -> Iterator[Piece]:
         """Yield the content of one unit after its first `skip` bytes; then `_unit_end` is where it ends.
 
-        The library drops the output of the call that meets a corrupt byte. To save that output, the unit is then
+        The library drops the output of the call that reaches a corrupt byte. To save that output, the unit is then
         decompressed once more, and from the piece with the corrupt byte on (`careful_from`) byte by byte.
         """
         decoder, size = _decoder(kind), 1024
@@ -329,7 +329,7 @@ class _FileReader:
         parts: list[bytes] = []
         size = 0
         most = self._bounds.max_record_bytes
-        # The length is not needed, and one that lies costs nothing: a frame says where it ends.
+        # The length is not needed, and a wrong one costs nothing: a frame says where it ends.
         for part in self._decoded("zstd", start + LENGTH_BYTES):
             size += len(part.data)
             if size > most:
@@ -388,11 +388,11 @@ class _FileReader:
                 size <= self._bounds.max_record_bytes
                 and compression_of(self._bytes(behind, 8)) == "framed zstd"
             ):
-                # A length that lies can lead to a record too, over whole ones.
+                # A wrong length can also lead to a record, past whole ones.
                 inside = start + LENGTH_BYTES + 1
                 found = self._unit_in(self._bytes(inside, behind - inside), inside, _UNIT_START)
                 return found if 0 <= found < behind else behind, Gap(damage.reason)
-        # Where the unit seems to end does not count: if it was cut, that is inside another one.
+        # The apparent end of the unit does not count: if the unit was cut, its end is inside another one.
         self._reread += max(damage.position - start, 0)
         skipped = LENGTH_BYTES + 1 if kind == "framed zstd" else 1
         found = -1 if damage.is_final else self._next_unit(start + skipped)

@@ -56,7 +56,7 @@ _PIPE_OF_PROCESS = re.compile(r"/dev/(fd/\d+|stdin)|/proc/(self|\d+)/fd/\d+")
 
 @dataclass(frozen=True, slots=True)
 class RunSource:
-    """One run as it lies on disk or in a bucket.
+    """One run on disk or in a bucket.
 
     Attributes:
         run_id: Its cleaned name; two runs may have the same.
@@ -105,7 +105,7 @@ def open_inputs(
 
     Files named one by one belong to the run whose configuration lies beside them; files without a configuration form
     one run together. Below a folder, trace files are recognised by name (`traces*.json`, …) or by content; their run is
-    the nearest folder above them with a run configuration or, if there is none, their own folder. Folders of dates
+    the nearest folder above them with a run configuration or, without one, their own folder. Folders of dates
     (`year=2026/month=02/…`, `2026/02/…`) do not count.
 
     Args:
@@ -189,13 +189,13 @@ class _FileFinder:
                 runs.append(self._run(name, traces[0].name, traces, kv_files, beside, folder or None))
             else:
                 unassigned += kv_files
-        # KV events without traces beside them: there is nothing better to go by than the order of the paths.
+        # KV events without traces beside them: only the order of the paths says which run they belong to.
         if runs and unassigned:
             runs[0] = replace(runs[0], kv_files=(*runs[0].kv_files, *unassigned))
         return runs
 
     def _piped(self, path: str) -> RunSource:
-        """Return a run of what comes through a pipe, which is kept on disk."""
+        """Return a run of the bytes of a pipe, copied to disk."""
         try:
             with self._stream(path) as stream, self._target("stdin").open("wb") as copy:
                 shutil.copyfileobj(stream, copy, 1 << 20)
@@ -398,6 +398,6 @@ def _without_dates(folders: FolderParts) -> FolderParts:
 
 
 def _common_stem(files: Iterable[TraceFile]) -> str:
-    """Return the common prefix of the names of files without a run folder; the stem of the first if there is none."""
+    """Return the common prefix of the names of files without a run folder; if there is no such prefix, the stem of the first."""
     stems = [_LOOSE_SUFFIXES.sub("", _base_name(file)) for file in files]
     return os.path.commonprefix(stems).rstrip("-._") or stems[0]  # noqa: RUF071 - names, not paths

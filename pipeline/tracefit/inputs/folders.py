@@ -26,7 +26,7 @@ FolderParts = tuple[str, ...]
 """The path of a folder: the names of the folders above it and its own."""
 
 FileSystemOf = Callable[[str], tuple["FileSystem", str]]
-"""Takes the URL of a bucket, credentials and options included; returns its file system and the path in that."""
+"""Takes the URL of a bucket, credentials and options included; returns its file system and the path within it."""
 
 RUN_CONFIG_NAMES = ("exp-config.yaml", "run.yaml")
 MODEL_CONFIG_NAME = "config.json"

@@ -1,6 +1,6 @@
 """Detect the format of a file from its content alone: a file name proves nothing.
 
-OTLP is known here; what else a file can hold is declared by the modules of `recordings`, which register it.
+OTLP is recognised here; every other format is declared and registered by a module of `recordings`.
 
 `detect_format` examines the first bytes of the content. Damage there does not decide: good records after a junk line,
 message or gzip member are found, so that most of the head decides the format.
@@ -29,7 +29,7 @@ HEAD_BYTES = 4 << 20
 """Bytes examined. A file with a longer first record is recognised by its JSON keys, or not at all."""
 
 JUNK_EDGE_BYTES = 64 << 10
-"""Of a part that is junk, how much is looked at again: a record may begin in it."""
+"""Bytes at the end of a junk part that are scanned again with the next read: a record may begin in them."""
 
 _TRACES_KEY = re.compile(rb'"(?:resourceSpans|resource_spans|batches)"\s*:')
 _OTHER_SIGNAL = re.compile(rb'(?:\xef\xbb\xbf)?[\s\[]*\{\s*"resource_?(logs|metrics)"\s*:', re.IGNORECASE)
@@ -57,13 +57,14 @@ class Recording:
         title: Its name in words.
         find: Returns how decompressed content that begins with some bytes lays out and encodes its records; null if it is
             something else.
-        fills: The tables and columns that come of it.
+        fills: The tables and columns that it fills.
         units: The units of its values.
         clock: Its clock, and how that compares with others.
-        message_start: What a message begins with, where it has `messages`.
-        header: Returns the last line of some content that names the columns, empty if there is none; for tables.
+        message_start: Pattern of the beginning of a message, if its shape is `messages`.
+        header: Returns the last line of some content that names the columns, for tables; empty if no line does.
         decode: Decodes a block and its bytes, given `show_values` and `max_rejects`, into rows of steps (columns as
-            `tables.rows.RECORDED_STEPS` but `file`), rejects, and requests as spans, if it has any. Null where files are read when the run's tables are built.
+            `tables.rows.RECORDED_STEPS` without `file`), rejects, and requests as spans, if it has any. Null if its files are
+      read when the run's tables are built.
     """
 
     name: str
@@ -82,7 +83,7 @@ RECORDINGS: dict[str, Recording] = {}
 
 
 def register(recording: Recording) -> Recording:
-    """Make a format of recordings known."""
+    """Register a format of recordings."""
     RECORDINGS[recording.name] = recording
     return recording
 
@@ -93,10 +94,10 @@ class Contents:
 
     Attributes:
         shape: How the file lays out its records; `unknown` if nothing looks like OTLP.
-        encoding: How the records are encoded; None if there are none.
+        encoding: How the records are encoded; None without records.
         compression: Compression of its first bytes.
         signal: Signal of the first record.
-        recording: What it records, if that is not spans.
+        recording: Name of the recording format, if the file does not hold spans.
     """
 
     shape: Shape
