@@ -92,10 +92,10 @@ COUNT_COLUMNS: dict[str, Any] = {"span_row": pl.UInt32, "name": pl.String, "coun
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """Bounds on what is held decoded at a time; they do not change what is read.
+    """Bounds on the decoded data in memory at a time; they do not change the result.
 
     Attributes:
-        piece_bytes: Bytes of spans of a piece of a long scope; None is what the encoding needs.
+        piece_bytes: Bytes of spans of a piece of a long scope; None takes the default of the encoding.
         records_bytes: Bytes of records whose spans are built together; columns take several times as much while they are
             made.
         batch_bytes: Bytes of pieces of a very long record that make a batch at least: a record of many small scopes has as
@@ -200,7 +200,7 @@ def decode_blocks(
         blocks: Each block with its number (column `file` of the frames) and its bytes.
         wanted: Which data become columns.
         options: Rejects of a block after which the rest of it is not decoded, and what is shown of them.
-        limits: Bounds on what is held at a time.
+        limits: Bounds on the data in memory at a time.
         rejects: Rejects of the bytes around the blocks, numbered likewise; they come in the first batch.
 
     Yields:
@@ -252,7 +252,7 @@ class _BatchDecoder:
         self._size = self._spans = 0
 
     def add(self, record: _Record, fault: str) -> Iterator[SpanBatch]:
-        """Collect the spans of one record, or reject it for its fault; yield batches when there is enough."""
+        """Collect the spans of one record, or reject it for its fault; yield full batches."""
         limits, beside = self._limits, len(record.payload)  # the whole record is in memory beside its pieces
         with suppress(TooManyRejectsError):
             for piece in self._pieces(record, fault):
@@ -277,7 +277,7 @@ class _BatchDecoder:
             raise TooManyRejectsError("")
 
     def _pieces(self, record: _Record, fault: str, *, is_inner: bool = False) -> Iterator[_ScopePiece]:
-        """Yield the spans of each scope of a record; of a long scope, in pieces that can be decoded at once."""
+        """Yield the spans of each scope of a record; a long scope comes in pieces that can be decoded at once."""
         if fault:
             self._reject(record, fault)
             return
@@ -291,7 +291,7 @@ class _BatchDecoder:
                         yield _ScopePiece(record, origin, held, size, number)
                     number += len(held)
         except FieldError as error:
-            # A wrong length can swallow the records behind it.
+            # A wrong length can swallow the records after it.
             inside = -1 if is_inner else next_record(record.payload, record.shape, 1)
             if inside < 0:
                 self._reject(record, error.what)
@@ -302,7 +302,7 @@ class _BatchDecoder:
                 yield from self._pieces(inner, item.fault, is_inner=True)
 
     def flush(self) -> Iterator[SpanBatch]:
-        """Decode the collected spans, quickly where they are as exporters write them."""
+        """Decode the collected spans, with a fast path for spans as exporters write them."""
         held = self._held
         if not (held or self._rejects):
             return
@@ -336,7 +336,7 @@ class _BatchDecoder:
 
 
 def _divided(spans: Iterable[Any], most: int) -> Iterator[tuple[list[Any], int]]:
-    """Divide encoded spans into pieces that are about as long as may be at most; yield each with its length."""
+    """Split encoded spans into pieces of about `most` bytes; yield each with its length."""
     held: list[Any] = []
     size = 0
     for span in spans:
@@ -536,7 +536,7 @@ def _as_type(column: pl.Series, types: Mapping[str, pl.DataType]) -> pl.Series:
     ):
         return pl.Series([None], dtype=dtype).new_from_index(0, len(column))
     if column.dtype == pl.String and dtype.is_integer():
-        # By way of a float only what is no integer: beyond 2^53 floats are not exact.
+        # Only values that are not integers go by way of a float: beyond 2^53 floats are not exact.
         exact = column.cast(dtype, strict=False)
         return exact.zip_with(
             exact.is_not_null(), column.cast(pl.Float64, strict=False).cast(dtype, strict=False)

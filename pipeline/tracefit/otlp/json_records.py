@@ -2,7 +2,7 @@
 
 A record is first divided into scopes whose spans stay JSON text, then each span is decoded by itself, so that a bad one
 costs itself and not its siblings. The attributes of spans and events stay JSON text, which `layouts` reads column by column.
-What the typed structs refuse goes through the careful functions, which accept the output of the Collector, of Tempo and of
+Records that the typed structs refuse go through the careful functions, which accept the output of the Collector, of Tempo and of
 hand-saved files: snake_case keys, base64 ids, nulls, numbers for strings and strings for numbers, names of enums, Tempo's
 envelopes, arrays of records, records glued together or cut. They bring each span into the usual form.
 """
@@ -163,7 +163,7 @@ class _KeyValueList(_Struct, frozen=True):
 _LONG_BYTES, _SHORTEST_OBJECT = 4 << 20, 14
 
 PIECE_BYTES = 4 << 20
-"""Bytes of spans of a piece of a long record: those of a hundred bytes each take ten times as much when decoded."""
+"""Piece size for long records, in bytes. Spans of 100 bytes need ten times their size once decoded."""
 
 # Not strict: OTLP writes 64-bit integers as strings, which msgspec then converts without a Python str in between.
 _RECORDS = msgspec.json.Decoder(_TracesData, strict=False)
@@ -272,7 +272,7 @@ def _plain(value: _Value, depth: int) -> Plain:
 
 
 def event_columns(events: list[_Event]) -> Events:
-    """Return events as columns; none is odd or bad, as their attributes are not read yet."""
+    """Return events as columns; all count as regular, because their attributes are not read yet."""
     return Events(
         [event.name for event in events],
         np.array([event.time_unix_nano for event in events], np.int64),
@@ -295,8 +295,8 @@ def read_pairs(attributes: bytes | Raw) -> Pairs:
         raise FieldError(f"{_field_of(error)} is not valid") from error
 
 
-# The careful functions. The upper levels of a record are divided without parsing the levels below. What is not valid raises a
-# FieldError, which becomes the reject of the item it is in.
+# The careful functions. The upper levels of a record are divided without parsing the levels below. An invalid value raises
+# a FieldError, which becomes the reject of the item it is in.
 
 _Json = dict[str, Any]
 

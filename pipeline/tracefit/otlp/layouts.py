@@ -149,7 +149,7 @@ class _LayoutReader:
         """Return the events that could be read to their end."""
         self._open()
         failures = rounds = advanced = 0
-        # When each attribute advances only a few events, parsing those one by one is faster.
+        # If each attribute advances only a few events, parsing those one by one is faster.
         while (
             len(self._rows) and failures < _MAX_FAILURES and advanced >= (rounds - _FREE_ROUNDS) * FEW_EVENTS
         ):
@@ -284,7 +284,7 @@ _JSON_ATTRIBUTE = re.compile(_EITHER_ORDER.replace(" ", r"\s*").encode())
 
 
 def _json_attribute(text: bytes, start: int, stop: int) -> Attribute | None:
-    """Return the layout of the attribute at `start`; None if it is no scalar in the usual spelling."""
+    """Return the layout of the attribute at `start`; None if it is not a scalar in the usual spelling."""
     found = _JSON_ATTRIBUTE.match(text, start, stop)
     if found is None:
         return None
@@ -371,7 +371,7 @@ _MORE = 0x80
 
 
 def _protobuf_attribute(text: bytes, start: int, stop: int) -> Attribute | None:
-    """Return the layout of the attribute at `start`; None if it is no scalar as exporters write it."""
+    """Return the layout of the attribute at `start`; None if it is not a scalar as exporters write it."""
     tags = []
     at, sizes, widths = start, [], []
     for level in ("attribute", "key", "value"):

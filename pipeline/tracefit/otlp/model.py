@@ -92,7 +92,7 @@ class EncodedScope(NamedTuple):
     """The spans of one scope of a record, in order.
 
     Attributes:
-        origin: Where they come from; without one they are rejected already.
+        origin: Their resource and scope; None if they are rejected already.
         spans: Encoded ones, or parsed ones where all of a scope are valid and it is short.
         parsed_bytes: Encoded length of parsed ones; 0 if they are encoded.
     """

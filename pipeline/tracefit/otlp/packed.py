@@ -201,7 +201,7 @@ class PackedTexts:
 
 
 def _bytes_before_top(marks: Words) -> Positions:
-    """Return how many bytes precede the first one with its top bit set; eight if there is none."""
+    """Return how many bytes precede the first one with its top bit set; eight without one."""
     tops = marks & _TOPS
     # `tops - 1` turns the zeros below the lowest set bit into ones; `& ~tops` keeps only those. Their number is the index
     # of that bit, 8 n + 7, and its eighth the number of whole bytes below. Without any bit all 64 are ones: 8 bytes.

@@ -49,7 +49,7 @@ SYNTAX = layouts.PROTOBUF
 _ParsedSpans, Event = trace_messages(("ScopeSpans", "Span.Event"), as_bytes={"events"})
 
 PIECE_BYTES = 1 << 20
-"""Bytes of spans of a piece of a long record: those of thirty bytes each take twenty times as much when decoded."""
+"""Piece size for long records, in bytes. Spans of 30 bytes need twenty times their size once decoded."""
 
 _MANY_EVENTS, _SHORTEST_EVENT = 100_000, 12
 """An event with its time takes eleven bytes. Decoded, empty events take many times their length in memory."""
@@ -58,7 +58,7 @@ _SCALAR_KINDS = ("string_value", "int_value", "double_value", "bool_value")
 
 
 def scopes(payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[EncodedScope]:
-    """Yield the scopes of a record; those of more bytes than these, and all of a record of many, have their spans encoded.
+    """Yield the scopes of a record; long ones, and all scopes of a record with many, keep their spans encoded.
 
     Raises:
         FieldError: The message cannot be parsed.
@@ -92,7 +92,7 @@ def scopes(payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[Encod
 
 
 def _scope_spans(text: bytes, most_bytes: int) -> tuple[Any, int]:
-    """Return the spans of a scope parsed, and their length; encoded, and 0, where they are long or one cannot be parsed."""
+    """Return the spans of a scope parsed, and their length; encoded, and 0, if they are long or one cannot be parsed."""
     if len(text) <= most_bytes:
         with suppress(DecodeError):
             return _ParsedSpans.FromString(text), len(text)
@@ -119,7 +119,7 @@ def read_spans(encoded: Sequence[Any]) -> list[Span]:
     ids = {
         "traceId": [span.trace_id for span in spans],
         "spanId": [span.span_id for span in spans],
-        # One of zeros is none.
+        # An all-zero parent id means that the span has no parent.
         "parentSpanId": [span.parent_span_id for span in spans if any(span.parent_span_id)],
     }
     for name, values in ids.items():
@@ -177,7 +177,7 @@ def read_pairs(attributes: bytes) -> Pairs:
     """Return keys and values of attributes in the wire format of an event's attributes.
 
     Raises:
-        FieldError: An attribute is no message, or nested too deep.
+        FieldError: An attribute is not a message, or is nested too deep.
     """
     return _read_event(attributes)[2]
 
