@@ -60,7 +60,7 @@ class GrpcServer:
                 # Between the two limits the library refuses at random: they are the same.
                 ("grpc.absolute_max_metadata_size", limits.header_bytes),
                 ("grpc.max_concurrent_streams", _STREAMS),
-                # What comes of a message before it is read. The library would take megabytes of each, from every connection.
+                # Bytes of a message that the library takes before it is read; its default is megabytes from every connection.
                 ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_AND_GZIP),
