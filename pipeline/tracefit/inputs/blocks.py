@@ -133,10 +133,10 @@ def inspect_file(file: TraceFile, bounds: Expansion = USUAL) -> Contents:
         content = pieces(stream, bounds, most_bytes=bounds.most_junk_bytes)
         splitter = _Splitter(file, ReadOptions(), bounds, content)
         rejects = list(splitter.detect())
-    found = splitter.contents
+    contents = splitter.contents
     # A file that cannot be decompressed at all is damaged, not empty.
-    is_lost = found.encoding is None and rejects
-    return replace(found, compression=compression, shape="unknown" if is_lost else found.shape)
+    is_lost = contents.encoding is None and rejects
+    return replace(contents, compression=compression, shape="unknown" if is_lost else contents.shape)
 
 
 def load(block: Block) -> bytes:
@@ -274,14 +274,14 @@ class _Splitter:
         """Skip to the next record, or to the end, and yield one reject for the bytes from `start` on."""
         begins = self._buffer[:_EXCERPT_BYTES]
         can_go_on = shape in ("lines", "framed", "bare", "messages")
-        while (found := next_record(self._buffer, shape, 1, starts=self._starts) if can_go_on else -1) < 0:
+        while (end := next_record(self._buffer, shape, 1, starts=self._starts) if can_go_on else -1) < 0:
             # A record header may lie across the edge of the buffer, so that its last bytes are searched again.
             self._drop(max(len(self._buffer) - _EDGE_BYTES, 1))
             yield from self._fill(self._options.block_bytes)
             if self._is_last and len(self._buffer) <= _EDGE_BYTES:
-                found = len(self._buffer)
+                end = len(self._buffer)
                 break
-        self._drop(found)
+        self._drop(end)
         outline = (
             excerpt(begins, encoding, show_values=self._options.show_values) if encoding == "json" else ""
         )

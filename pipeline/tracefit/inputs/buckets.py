@@ -170,11 +170,11 @@ def get(store: ObjectStore, path: BucketPath, *, limit_bytes: int | None = None)
         FileNotFoundError: It is not there.
         UsageError: The object is larger than the limit.
     """
-    found = store.get(path.key)
-    if limit_bytes is not None and found.meta["size"] > limit_bytes:
+    response = store.get(path.key)
+    if limit_bytes is not None and response.meta["size"] > limit_bytes:
         raise UsageError(f"is larger than {limit_bytes:,} bytes", where=str(path))
-    about = {name: found.meta.get(name) for name in ("e_tag", "version")}
-    return bytes(found.bytes()), {name: str(value) for name, value in about.items() if value}
+    about = {name: response.meta.get(name) for name in ("e_tag", "version")}
+    return bytes(response.bytes()), {name: str(value) for name, value in about.items() if value}
 
 
 @_request
@@ -225,8 +225,8 @@ def size_of(store: ObjectStore, path: BucketPath) -> int | None:
 @_request
 def children(store: ObjectStore, path: BucketPath) -> set[str]:
     """Return the names directly below a prefix, of objects and of prefixes."""
-    found = store.list_with_delimiter(path.key)
-    names = [*found["common_prefixes"], *(o["path"] for o in found["objects"])]
+    listing = store.list_with_delimiter(path.key)
+    names = [*listing["common_prefixes"], *(o["path"] for o in listing["objects"])]
     return {name.rstrip("/").rpartition("/")[2] for name in names}
 
 

@@ -390,15 +390,15 @@ class _FileReader:
             ):
                 # A wrong length can also lead to a record, past whole ones.
                 inside = start + LENGTH_BYTES + 1
-                found = self._unit_in(self._bytes(inside, behind - inside), inside, _UNIT_START)
-                return found if 0 <= found < behind else behind, Gap(damage.reason)
+                next_unit = self._unit_in(self._bytes(inside, behind - inside), inside, _UNIT_START)
+                return next_unit if 0 <= next_unit < behind else behind, Gap(damage.reason)
         # The apparent end of the unit does not count: if the unit was cut, its end is inside another one.
         self._reread += max(damage.position - start, 0)
         skipped = LENGTH_BYTES + 1 if kind == "framed zstd" else 1
-        found = -1 if damage.is_final else self._next_unit(start + skipped)
-        if found < 0:
+        next_unit = -1 if damage.is_final else self._next_unit(start + skipped)
+        if next_unit < 0:
             return -1, Gap(damage.reason)
-        return found, Gap(f"{damage.reason}; read on at the next {self._name_at(found)}")
+        return next_unit, Gap(f"{damage.reason}; read on at the next {self._name_at(next_unit)}")
 
     def _next_unit(self, start: int) -> int:
         """Return where, from `start` on, the next readable unit or plain record begins, or -1."""
@@ -408,9 +408,9 @@ class _FileReader:
         )
         while limit is None or start < limit:
             data = self._bytes(start, _PIECE_BYTES)
-            found = self._unit_in(data, start, pattern)
-            if found >= 0:
-                return found
+            unit = self._unit_in(data, start, pattern)
+            if unit >= 0:
+                return unit
             if len(data) < _PIECE_BYTES:
                 return -1
             start += len(data) - _UNIT_START_BYTES + 1
@@ -471,19 +471,19 @@ class _FileReader:
         is_text = _is_text(head)
         if not (is_text or _is_protobuf(head, 0) or _is_protobuf(head, LENGTH_BYTES)):
             # Neither JSON nor protobuf: junk before a unit, or a unit that has lost its first bytes.
-            found = self._next_unit(start + 1)
-            if found >= 0:
+            unit = self._next_unit(start + 1)
+            if unit >= 0:
                 self._is_stored = False
-                yield Gap(f"not gzip or zstd; read on at the next {self._name_at(found)}")
-                return found
+                yield Gap(f"not gzip or zstd; read on at the next {self._name_at(unit)}")
+                return unit
         while data := self._bytes(start, self._bounds.chunk_bytes):
             # UTF-8 has no byte FD, and JSON no unescaped 1F. So units show in text; in protobuf anything may look so.
             if is_text and (b"\xfd" in data or b"\x1f" in data):
                 around = self._bytes(start, self._bounds.chunk_bytes + _UNIT_START_BYTES)
-                if (found := self._unit_in(around, start, _UNIT_START)) >= 0:
-                    if found > start:
-                        yield Piece(data[: found - start], self._is_stored)
-                    return found
+                if (unit := self._unit_in(around, start, _UNIT_START)) >= 0:
+                    if unit > start:
+                        yield Piece(data[: unit - start], self._is_stored)
+                    return unit
             yield Piece(data, self._is_stored)
             start += len(data)
         return start

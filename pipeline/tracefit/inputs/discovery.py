@@ -151,14 +151,14 @@ class _FileFinder:
             if path == STDIN or _is_pipe(path):
                 runs.append(self._piped(path))
                 continue
-            for found in _find(path, self._filesystem_of):
-                if isinstance(found, Folder):
-                    runs += self._runs_in(found)
+            for match in _find(path, self._filesystem_of):
+                if isinstance(match, Folder):
+                    runs += self._runs_in(match)
                     continue
                 # A remote file is read once, while it is copied: its signal is checked then.
-                if found.filesystem is None and not _matches(_KV_NAME, found):
-                    refuse_other_signal(found)
-                named.append(found)
+                if match.filesystem is None and not _matches(_KV_NAME, match):
+                    refuse_other_signal(match)
+                named.append(match)
         runs += self._runs_of(named)  # together: several files of one folder are one run
         if not runs:
             raise UsageError("no trace files were named", hint="name a run folder, or trace files")
@@ -341,12 +341,12 @@ def _configs_in(folder: str, beside: TraceFile) -> dict[str, TraceFile]:
         }
         return {name: TraceFile.local(path) for name, path in there.items()}
     try:
-        found = beside.filesystem.get_file_info(list(paths.values()))
+        infos = beside.filesystem.get_file_info(list(paths.values()))
     except OSError as error:
         raise cannot_open(beside.name, error) from error
     return {
         name: TraceFile(display_name(info.path), info.path, info.size, filesystem=beside.filesystem)
-        for name, info in zip(paths, found, strict=True)
+        for name, info in zip(paths, infos, strict=True)
         if info.is_file
     }
 

@@ -138,8 +138,8 @@ def detect_format(head: bytes, *, is_whole: bool) -> Contents:
     other = None if has_traces else _OTHER_SIGNAL.match(head)
     if not (other or has_traces or _EMPTY_JSON.fullmatch(head)):
         for recording in RECORDINGS.values():
-            if found := recording.find(head):
-                return Contents(*found, recording=recording)
+            if layout := recording.find(head):
+                return Contents(*layout, recording=recording)
         return Contents("unknown", None)
     signal: Signal = "traces"
     if other:

@@ -222,20 +222,20 @@ def _extents(buffer: bytes, shape: Shape, *, is_last: bool) -> Iterator[_Extent]
                 return  # too few of the bytes after it are here to check what follows
             # A record that lost bytes reaches into the next one. So if no record begins after it, one is searched inside.
             is_followed = end == len(buffer) or _may_begin(buffer, shape, end, is_last=is_last)
-            found = -1 if is_followed else finder.next(position + 1, end)
-            if found < 0:
+            next_start = -1 if is_followed else finder.next(position + 1, end)
+            if next_start < 0:
                 yield _Extent(position, end)
                 position = end
                 continue
             reason = "record cut: another begins inside"
         else:
-            found = finder.next(position + 1, len(buffer))
+            next_start = finder.next(position + 1, len(buffer))
             reason = _fault(buffer, shape, position)
-        if found < 0:
+        if next_start < 0:
             # The last bytes may be the beginning of a header: they stay for the next buffer.
-            found = len(buffer) if is_last else max(len(buffer) - wire.LONGEST_HEADER, position + 1)
-        yield _Extent(position, found, reason)
-        position = found
+            next_start = len(buffer) if is_last else max(len(buffer) - wire.LONGEST_HEADER, position + 1)
+        yield _Extent(position, next_start, reason)
+        position = next_start
 
 
 def end_of_run(pattern: re.Pattern[bytes], buffer: bytes, start: int, stop: int) -> int:
@@ -244,8 +244,8 @@ def end_of_run(pattern: re.Pattern[bytes], buffer: bytes, start: int, stop: int)
     The matches are made one by one: a pattern that repeats a group a hundred thousand times can exhaust the regex engine.
     """
     match = pattern.scanner(buffer, start, stop).match  # type: ignore[attr-defined]  # not in its type stubs
-    while (found := match()) is not None:
-        start = found.end()
+    while (hit := match()) is not None:
+        start = hit.end()
     return start
 
 

@@ -59,8 +59,8 @@ def trace_messages(names: Sequence[str], *, as_bytes: Collection[str] = ()) -> l
                 field.ClearField("type_name")
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
-    found = [pool.FindMessageTypeByName(f"{file.package}.{name}") for name in names]
-    return [message_factory.GetMessageClass(descriptor) for descriptor in found]
+    descriptors = [pool.FindMessageTypeByName(f"{file.package}.{name}") for name in names]
+    return [message_factory.GetMessageClass(descriptor) for descriptor in descriptors]
 
 
 def read_varint(buffer: bytes, position: int) -> tuple[int, int]:
@@ -97,17 +97,17 @@ def fields(buffer: bytes, start: int, stop: int) -> tuple[list[Field], bool | No
     A message with more fields than are examined counts as filled if these fit. The second value is None where the buffer
     ends before it is known.
     """
-    found: list[Field] = []
+    complete: list[Field] = []
     position = start
-    while position < stop and len(found) < _MAX_FIELDS:
+    while position < stop and len(complete) < _MAX_FIELDS:
         if position + LONGEST_HEADER > len(buffer) < stop:
-            return found, None
+            return complete, None
         field = read_field(buffer, position)
         if field is None or field[3] > stop:
-            return found, False
-        found.append(field)
+            return complete, False
+        complete.append(field)
         position = field[3]
-    return found, True
+    return complete, True
 
 
 def submessages(buffer: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

@@ -224,8 +224,8 @@ def without_events(
     built = _build([], [], json_records, wanted)
     assert not isinstance(built, set)  # noqa: S101 - there is nothing that could not be read
     empty, events, counts = built
-    found = pl.concat([empty, *spans], how="diagonal").select(empty.columns)
-    numbered = found.with_columns(
+    joined = pl.concat([empty, *spans], how="diagonal").select(empty.columns)
+    numbered = joined.with_columns(
         span_row=pl.int_range(pl.len(), dtype=pl.UInt32), dropped_attributes=pl.lit(0, pl.Int64)
     )
     return SpanBatch(numbered, events, counts, _reject_frame(list(rejects)))
@@ -368,12 +368,12 @@ def _build(
         if name in names:
             rows = np.flatnonzero(codes == names[name])
             to_types = partial(_as_type, types=keys)
-            found, bad = _read_attributes(events.texts, rows, keys, encoding, to_types, events.odd)
+            columns, bad = _read_attributes(events.texts, rows, keys, encoding, to_types, events.odd)
             unreadable |= set(number[span_row[bad]].tolist())
-            if len(found):
-                place = found["row"].to_numpy()
-                known = pl.DataFrame({"span_row": span_row[place], "unix_ns": events.unix_ns[place]})
-                frames[name] = known.hstack(found.drop("row"))
+            if len(columns):
+                row = columns["row"].to_numpy()
+                known = pl.DataFrame({"span_row": span_row[row], "unix_ns": events.unix_ns[row]})
+                frames[name] = known.hstack(columns.drop("row"))
     frame = _span_frame(spans, held, number, encoding, dropped)
     attributes, bad = _span_attributes(spans, frame["scope"], encoding, wanted)
     unreadable |= set(number[bad].tolist())
@@ -404,8 +404,8 @@ def _read_attributes(
         A frame of those that can be read, in order: `row`, and a column per key that some have. The rows of the others.
     """
     unknown = rows[~np.isin(rows, list(known))] if known else rows
-    found, columns_found = layouts.read_columns(texts, unknown, keys, encoding.SYNTAX)
-    rest = np.setdiff1d(rows, found, assume_unique=True)
+    rows_read, columns_read = layouts.read_columns(texts, unknown, keys, encoding.SYNTAX)
+    rest = np.setdiff1d(rows, rows_read, assume_unique=True)
     pairs: list[dict[str, Any]] = []
     bad: list[int] = []
     for row in rest.tolist():
@@ -415,7 +415,7 @@ def _read_attributes(
             bad.append(row)
         else:
             pairs.append(dict(read))  # the last counts if a key occurs twice
-    parts = [(found, columns_found), (rest[~np.isin(rest, bad)], _columns_of(pairs, keys))]
+    parts = [(rows_read, columns_read), (rest[~np.isin(rest, bad)], _columns_of(pairs, keys))]
     frames = [
         pl.DataFrame({"row": some, **{key: convert(column) for key, column in columns.items()}})
         for some, columns in parts
@@ -453,9 +453,11 @@ def _span_attributes(
         frame, unreadable = _read_attributes(texts, rows, keys, encoding, layouts.as_text, {})
         frames.append(frame)
         bad += unreadable
-    found = pl.concat(frames, how="diagonal").sort("row")
-    kept = _key_value_lists(found.select(sorted(wanted.kept_keys.intersection(found.columns))), len(found))
-    return found.select(kept.alias("attributes"), *wanted.span_keys), bad
+    columns = pl.concat(frames, how="diagonal").sort("row")
+    kept = _key_value_lists(
+        columns.select(sorted(wanted.kept_keys.intersection(columns.columns))), len(columns)
+    )
+    return columns.select(kept.alias("attributes"), *wanted.span_keys), bad
 
 
 def _key_value_lists(frame: pl.DataFrame, count: int) -> pl.Series:

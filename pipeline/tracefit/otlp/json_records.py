@@ -325,7 +325,7 @@ def _read_any_record(text: bytes, reject: AddReject) -> Iterator[EncodedScope]:
 
     # No JSON string can hold the beginning of a record, whose quotes would be escaped. So a record ends where another
     # begins, at the latest.
-    starts = [found.start() for found in RECORD_START.finditer(text)]
+    starts = [match.start() for match in RECORD_START.finditer(text)]
     if not starts and not text.startswith(b"{"):
         reject(reason)
         return
@@ -464,7 +464,7 @@ def _usual(tree: Any, struct: type[msgspec.Struct], name: str) -> _Json:
     """Return an object as exporters spell it: the fields of its struct alone, in lowerCamelCase, without nulls."""
     if not isinstance(tree, dict):
         raise FieldError(f"{name} is not an object")
-    found: _Json = {}
+    fields: _Json = {}
     for field in _fields_read(struct):
         value = tree.get(field)
         value = tree.get(_snake_case(field)) if value is None else value
@@ -476,10 +476,10 @@ def _usual(tree: Any, struct: type[msgspec.Struct], name: str) -> _Json:
                 raise FieldError(f"{field} is not an array")
             # In an array of values null is one of them, the empty one.
             items = [{} if item is None and inside is _Value else item for item in value]
-            found[field] = [_usual(item, inside, field) for item in items]
+            fields[field] = [_usual(item, inside, field) for item in items]
         else:
-            found[field] = value if inside is None else _usual(value, inside, field)
-    return found
+            fields[field] = value if inside is None else _usual(value, inside, field)
+    return fields
 
 
 @cache  # records have many of the same few structs

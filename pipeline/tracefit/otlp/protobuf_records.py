@@ -71,7 +71,7 @@ def scopes(payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[Encod
     # many times their bytes.
     most = most_bytes if len(payload) <= 2 * most_bytes else 0
     scopes_of = [[_scope_spans(text, most) for text in each.scope_spans] for each in data.resource_spans]
-    for resource_spans, found in zip(data.resource_spans, scopes_of, strict=True):
+    for resource_spans, spans_of_scopes in zip(data.resource_spans, scopes_of, strict=True):
         texts: Pairs | None = None
         try:
             resource = Resource.FromString(resource_spans.resource)
@@ -80,7 +80,7 @@ def scopes(payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[Encod
             reject("resourceSpans: attribute is not a protobuf message")
         except FieldError as error:
             reject(f"resourceSpans: {error.what}")
-        for scope_spans, parsed_bytes in found:
+        for scope_spans, parsed_bytes in spans_of_scopes:
             origin = None
             try:
                 scope = InstrumentationScope.FromString(scope_spans.scope)

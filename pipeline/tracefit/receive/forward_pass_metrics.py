@@ -175,11 +175,11 @@ class StepRecorder:
         if sum(map(len, frames)) > MESSAGE_BYTES:
             self._refuse(publisher, "too_long")
             return
-        found = self._read_record(frames[2], received_at_ns)
-        if isinstance(found, str):
-            self._refuse(publisher, found)
+        record = self._read_record(frames[2], received_at_ns)
+        if isinstance(record, str):
+            self._refuse(publisher, record)
         else:
-            self._lines.append((publisher, Line(*found)))
+            self._lines.append((publisher, Line(*record)))
 
     def _refuse(self, publisher: Publisher, cause: MessageCause, messages: int = 1) -> None:
         if cause not in publisher.refused:

@@ -177,14 +177,14 @@ class _Window:
         place: The storage of the parts.
         parts: Each part with the number of its first row; row numbers continue from part to part.
         facts: server, core_zero, server_zero of each row; the server is null for spans that do not count.
-        found: row, twin, owner: the twins and owners of `ResolvedRun`.
+        links: row, twin, owner: the twins and owners of `ResolvedRun`.
         log_owner: As in `ResolvedRun`.
     """
 
     place: Place
     parts: Sequence[tuple[RunPart, int]]
     facts: pl.DataFrame
-    found: pl.DataFrame
+    links: pl.DataFrame
     log_owner: str | None
 
     @classmethod
@@ -194,10 +194,10 @@ class _Window:
         parts = [(run.parts[number], run.firsts[number] - first) for number in range(begin, end)]
         # Server names become text only here, to save memory until then.
         facts = run.facts[first : run.firsts[end]].with_columns(pl.col("server").cast(pl.String))
-        found = run.twins.join(run.owners, on="row", how="full", coalesce=True)
-        found = found.filter(pl.col("row").is_between(first, run.firsts[end], closed="left"))
-        found = found.with_columns(pl.col("row") - pl.lit(first, pl.UInt32))
-        return cls(place, parts, facts, found, run.log_owner)
+        links = run.twins.join(run.owners, on="row", how="full", coalesce=True)
+        links = links.filter(pl.col("row").is_between(first, run.firsts[end], closed="left"))
+        links = links.with_columns(pl.col("row") - pl.lit(first, pl.UInt32))
+        return cls(place, parts, facts, links, run.log_owner)
 
     def every(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the rows of all spans, counted or not; a file number is replaced by the name of the file."""
@@ -221,8 +221,8 @@ class _Window:
         """Return the rows of the spans that count, with their facts."""
         rows = self.every(kind, columns)
         # Facts are gathered by the number of the row: a join takes several times as long.
-        found = rows.drop("server", strict=False).hstack(self.facts[rows["row"]])
-        return found.drop_nulls("server") if found["server"].has_nulls() else found
+        joined = rows.drop("server", strict=False).hstack(self.facts[rows["row"]])
+        return joined.drop_nulls("server") if joined["server"].has_nulls() else joined
 
     def journeys(
         self, sieve: _Sieve, columns: Sequence[str] | None = None
@@ -326,7 +326,7 @@ class _Run:
         self.cached.append(cached_prompt_tokens(snapshots))
         journeys, lost, odd_journeys, moved = window.journeys(self.sieve)
         self.counts["clock_corrected_events"] += moved
-        spans = spans.join(window.found, on="row", how="left", maintain_order="left")
+        spans = spans.join(window.links, on="row", how="left", maintain_order="left")
         self._add_journeys(in_epoch(journeys, self.starts, "ts_ns"), spans)
         self._add_rejects(
             window, spans, lost, pl.concat([odd_spans, odd_steps, odd_snapshots, odd_journeys]), odd_records
@@ -496,9 +496,9 @@ class _Run:
         for window in results.windows() if results.rows else ():
             for (server, _), block in window.group_by("server", "block", maintain_order=True):
                 if block["is_loop"].any():
-                    found = steps_of(block, count[str(server)] + 1)
-                    count[str(server)] += found.height
-                    steps, odd = schema.STEPS.sift_derived(found)
+                    block_steps = steps_of(block, count[str(server)] + 1)
+                    count[str(server)] += block_steps.height
+                    steps, odd = schema.STEPS.sift_derived(block_steps)
                     self.implausible.update(dict(odd.iter_rows()))
                     self._take("rejects", odd)
                     self._take("steps", steps)

@@ -75,7 +75,7 @@ def _by_arrival(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
     if (ahead := _ahead(mine, known)) is None:
         return none
     moved = mine.select(client="row", arrival_ns=pl.col("arrival_ns") + ahead, output_tokens="output_tokens")
-    found = moved.sort("arrival_ns").join_asof(
+    joined = moved.sort("arrival_ns").join_asof(
         known.rename({"arrival_ns": "at_ns"}).with_columns(arrival_ns="at_ns"),
         on="arrival_ns",
         by="output_tokens",
@@ -84,7 +84,7 @@ def _by_arrival(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
         check_sortedness=False,
     )
     apart = (pl.col("at_ns") - pl.col("arrival_ns")).abs()
-    nearest = found.drop_nulls("row").sort(apart, "client").unique("row", keep="first", maintain_order=True)
+    nearest = joined.drop_nulls("row").sort(apart, "client").unique("row", keep="first", maintain_order=True)
     return nearest.select("client", "row")
 
 

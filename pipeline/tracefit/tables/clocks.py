@@ -155,12 +155,12 @@ def api_clocks(bounds: pl.DataFrame) -> pl.DataFrame:
     )
     is_whole = pl.col("least") <= pl.col("most")
     chosen = {side: pl.when(is_whole).then(side).otherwise(f"trimmed_{side}") for side in ("least", "most")}
-    found = (
+    fitted = (
         sides.filter(pl.col("odd") >= _LEAST_ODD, pl.col("share") >= _LEAST_ODD_SHARE)
         .with_columns(**chosen)
         .filter(pl.col("least") <= pl.col("most"))
     )
-    return found.select(
+    return fitted.select(
         "server",
         ahead_ns=((pl.col("least") + pl.col("most")) / 2).round().cast(pl.Int64),
         error_ns=((pl.col("most") - pl.col("least")) / 2).ceil().cast(pl.Int64),

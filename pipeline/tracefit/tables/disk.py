@@ -32,8 +32,8 @@ def disk_errors(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         # An error raised through polars or pyarrow has its number only in its text.
-        found = _ERRNO.match(str(error))
-        number = error.errno or int(found[1] if found else 0)
+        match = _ERRNO.match(str(error))
+        number = error.errno or int(match[1] if match else 0)
         full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         raise UsageError(
             f"cannot be written ({os.strerror(number) if number else error})",

@@ -101,7 +101,7 @@ class Disk:
 
     def children(self, folder: str) -> set[str]:
         """Return the names directly in a folder."""
-        return {found.name for found in self._path(folder).glob("*")}
+        return {child.name for child in self._path(folder).glob("*")}
 
     def sizes(self, folders: Iterable[str]) -> list[int]:
         """Return the bytes of the files in each folder."""
@@ -111,8 +111,8 @@ class Disk:
         """Return the files below a folder, and folders without any: no other writer is at work."""
         top = self._path(folder)
         # Empty folders too, as a crash leaves them.
-        found = [path for path in top.rglob("*") if not path.is_dir() or not any(path.iterdir())]
-        return [path.relative_to(self.root).as_posix() for path in found]
+        removable = [path for path in top.rglob("*") if not path.is_dir() or not any(path.iterdir())]
+        return [path.relative_to(self.root).as_posix() for path in removable]
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files and empty folders, and the folders they leave empty."""
@@ -258,12 +258,12 @@ class Bucket:
 
         The others may be those of a writer that has not written its manifest yet, or of a reader that has read one before.
         """
-        found = [
+        objects = [
             (f"{folder}/{name}".lstrip("/"), when) for name, _, when in buckets.below(self._path(folder))
         ]
         # By the clock of the bucket: its newest object shows the approximate time.
-        newest = max((when for _, when in found), default=None)
-        return [name for name, when in found if newest and when < newest - LEFTOVER_AGE]
+        newest = max((when for _, when in objects), default=None)
+        return [name for name, when in objects if newest and when < newest - LEFTOVER_AGE]
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects."""

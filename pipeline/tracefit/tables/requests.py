@@ -308,8 +308,8 @@ def _value(rule: Spelling) -> pl.Expr:
     matching = _matches(rule)
     durations = _as_us(pl.col("end_unix_ns") - pl.col("start_unix_ns")).filter(matching)
     if rule.take == "value":
-        found = pl.col(rule.attribute or "").filter(matching).drop_nulls().first()
-        return found if rule.column in _TEXT else found.cast(pl.Float64, strict=False) * rule.factor
+        value = pl.col(rule.attribute or "").filter(matching).drop_nulls().first()
+        return value if rule.column in _TEXT else value.cast(pl.Float64, strict=False) * rule.factor
     if rule.take == "start":
         return pl.col("start_unix_ns").filter(matching).min()
     if rule.take == "end":
@@ -466,10 +466,11 @@ _OF_API = {
 
 
 def _of_api() -> dict[str, pl.Expr]:
-    found = {name: _us(*events) for name, events in _OF_API.items()}
+    durations = {name: _us(*events) for name, events in _OF_API.items()}
     # An aborted request finishes once the server has noticed that its client left.
     left_first = (pl.col("finish_status") == "aborted") & (pl.col("departed_ns") < pl.col("finished_ns"))
-    return found | {"departure_us": pl.when(~left_first.fill_null(value=False)).then(found["departure_us"])}
+    departure = pl.when(~left_first.fill_null(value=False)).then(durations["departure_us"])
+    return durations | {"departure_us": departure}
 
 
 def clock_bounds(requests: pl.DataFrame) -> pl.DataFrame:

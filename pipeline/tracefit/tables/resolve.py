@@ -171,8 +171,8 @@ def _twins(spans: pl.DataFrame) -> pl.DataFrame:
         twin_server=pl.col("server").first(),
         traces=pl.struct("trace_high", "trace_low").n_unique(),
     )
-    found = stock.join(known.filter(pl.col("traces") == 1), on="request")
-    return found.select("row", _digits(found, "trace_high", "trace_low").alias("twin"), "twin_server")
+    pairs = stock.join(known.filter(pl.col("traces") == 1), on="request")
+    return pairs.select("row", _digits(pairs, "trace_high", "trace_low").alias("twin"), "twin_server")
 
 
 def _owners(spans: pl.DataFrame) -> pl.DataFrame:
@@ -190,11 +190,11 @@ def _owners(spans: pl.DataFrame) -> pl.DataFrame:
     )
     # Stages are below threads, and spans of single steps below stages.
     for _ in range(2):
-        found = own.select(*trace, parent="span", owner_above="owner", thread_above="thread").drop_nulls(
+        parents = own.select(*trace, parent="span", owner_above="owner", thread_above="thread").drop_nulls(
             "owner_above"
         )
         own = (
-            own.join(found.unique(above), on=above, how="left", maintain_order="left")
+            own.join(parents.unique(above), on=above, how="left", maintain_order="left")
             .with_columns(
                 owner=pl.coalesce("owner", "owner_above"), thread=pl.coalesce("thread", "thread_above")
             )

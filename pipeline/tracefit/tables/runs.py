@@ -111,7 +111,7 @@ def missing_attributes(scan: Callable[[str], pl.LazyFrame]) -> dict[str, list[st
         for table, keys in _EVENTS_OF.items()
     }
     reasons = scan("rejects").select(pl.col("reason").unique())
-    *counted, found = pl.collect_all([*counts.values(), reasons], engine="streaming")
+    *counted, reasons_present = pl.collect_all([*counts.values(), reasons], engine="streaming")
     missing: dict[str, list[str]] = {}
     names = set()
     for table, events in zip(counts, counted, strict=True):
@@ -124,7 +124,7 @@ def missing_attributes(scan: Callable[[str], pl.LazyFrame]) -> dict[str, list[st
     for table, reason in INCOMPLETE.items():
         # Events that lack their step or request are in no table, so the attribute is missing from all events of the run.
         event, _, attributes = reason.partition(" without ")
-        if reason in found["reason"] and event not in names:
+        if reason in reasons_present["reason"] and event not in names:
             missing[_EVENT_NAMES[table]] = [attributes]
     return dict(sorted(missing.items()))
 
@@ -313,14 +313,14 @@ def find_overlaps(store: TableStore, runs: pl.DataFrame) -> tuple[Overlap, ...]:
         return held[run_id]
 
     kept: list[tuple[str, int, int]] = []
-    found: dict[str, Overlap] = {}
+    overlaps: dict[str, Overlap] = {}
     for run_id, _, first, last in ordered.iter_rows():
         beside = [name for name, begin, end in kept if begin <= last and first <= end]
         shared = {name: int(ids(run_id).is_in(ids(name).implode()).sum()) for name in beside}
         other = max(shared, key=shared.__getitem__, default=None)
         if other is not None and shared[other]:
-            found[run_id] = Overlap(run_id, other, shared[other])
+            overlaps[run_id] = Overlap(run_id, other, shared[other])
             del held[run_id]
         else:
             kept.append((run_id, first, last))
-    return tuple(found[name] for name in spans["run_id"] if name in found)
+    return tuple(overlaps[name] for name in spans["run_id"] if name in overlaps)

@@ -195,8 +195,8 @@ class TableSchema:
         """
         rules, is_broken = _rules_for(self, tuple(sorted(limits.items())), tuple(rows.columns))
         # Usually no rule is broken, and this pass suffices.
-        found = rows.select(is_broken).row(0) if rules else ()
-        fired = [rule for rule, is_any in zip(rules, found, strict=True) if is_any]
+        any_broken = rows.select(is_broken).row(0) if rules else ()
+        fired = [rule for rule, is_any in zip(rules, any_broken, strict=True) if is_any]
         if not fired:
             return rows, _BROKEN
         nothing = pl.repeat(value=False, n=rows.height, eager=True)

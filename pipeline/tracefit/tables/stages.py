@@ -71,8 +71,8 @@ def results_of(spans: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
         "busy_ns": pl.min_horizontal(start, "queued_ns"),
         "lasted_ns": end - start,
     }
-    found = with_facts.filter("is_result").with_columns(**columns)
-    return found.select(pl.col(name).cast(kind) for name, kind in RESULTS.items())
+    results = with_facts.filter("is_result").with_columns(**columns)
+    return results.select(pl.col(name).cast(kind) for name, kind in RESULTS.items())
 
 
 def batch_numbers(results: pl.DataFrame, source: CycleSource) -> pl.DataFrame:

@@ -328,11 +328,13 @@ class TableStore:
         self._remove_unnamed([STAGE_NAME if self.place.has_lock else ""])
 
     def _remove_unnamed(self, folders: Iterable[str]) -> None:
-        found = [name for folder in folders for name in self.place.leftovers(folder) if _OWN.match(name)]
+        leftovers = [name for folder in folders for name in self.place.leftovers(folder) if _OWN.match(name)]
         # Read after the listing: an old file that is not named by now never will be.
         manifest = self.manifest()
         parts, staged = _parts_of(manifest.runs), manifest.staged()
-        self.place.remove(name for name in found if name not in parts and name.split("/")[1] not in staged)
+        self.place.remove(
+            name for name in leftovers if name not in parts and name.split("/")[1] not in staged
+        )
 
     def manifest(self) -> Manifest:
         """Return the current manifest."""
@@ -368,11 +370,11 @@ class TableStore:
         if not frames:
             empty = schema.TABLES[name].empty()
             return empty if columns is None else empty.select(c for c in empty.columns if c in columns)
-        found = pl.concat(frames, how="diagonal_relaxed")
+        table = pl.concat(frames, how="diagonal_relaxed")
         # Columns are added within a version of the tables: older files lack them.
         wanted = [c for c in schema.TABLES[name].columns if columns is None or c.name in columns]
-        lacking = [c for c in wanted if c.name not in found.columns]
-        return found.with_columns(pl.lit(None, c.polars).alias(c.name) for c in lacking)
+        lacking = [c for c in wanted if c.name not in table.columns]
+        return table.with_columns(pl.lit(None, c.polars).alias(c.name) for c in lacking)
 
     def scan(self, name: str, run_ids: list[str] | None = None) -> pl.LazyFrame:
         """Return a table as a lazy frame, of all runs or some; a query reads only the data it needs, and no part is checked."""
