@@ -86,7 +86,7 @@ class ModelArchitecture:
         kv_heads: Key/value heads (for MLA equal to `heads`, though none of them is cached).
         head_dim: Width of one query head; not always hidden / heads.
         latent: Sizes of latent attention; None for every other kind.
-        linear: Sizes of linear attention; None where there is none, or where they are not known.
+        linear: Sizes of linear attention; None for a model without it, or with unknown sizes.
         gated_attention: The query matrix of attention has a gate as wide as itself.
         moe_layer_ids: Which layers route tokens to experts, in order; empty for a dense model.
         ffn: FFN width of a dense layer; if no layer is dense, the stated width, or that of an expert.
@@ -178,7 +178,7 @@ class ModelArchitecture:
         """Kind of attention, by the ratio of KV heads to heads."""
         if self.latent is not None:
             return "MLA"
-        # By the ratio before the count: with one head in all, one KV head is still one per head.
+        # The ratio decides before the count: with a single head, one KV head is still one per head.
         if self.kv_heads == self.heads:
             return "MHA"
         return "MQA" if self.kv_heads == 1 else "GQA"
@@ -255,7 +255,7 @@ class ModelArchitecture:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters one token meets: as `parameters`, with only its own experts."""
+        """Parameters that one token uses: as `parameters`, with only its own experts."""
         return self.embedding_parameters + sum(n for n, _ in self._layer_matrices(self.experts_per_token))
 
     # -- KV cache ------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ class ModelArchitecture:
 
     @property
     def layer_flops_per_token(self) -> int:
-        """FLOPs of one token in the matrices of all layers: 2 per parameter it meets, head excluded."""
+        """FLOPs of one token in the matrices of all layers: 2 per parameter it uses, head excluded."""
         return 2 * (self.active_parameters - self.embedding_parameters)
 
     @property
@@ -356,7 +356,7 @@ class ModelArchitecture:
             "model": self.name,
             "model_type": self.model_type,
             "layers": self.layers,
-            # In the facts, and the scope id made of them, of models that have such layers only.
+            # Only for models with such layers: these facts go into the scope id, which must not change for others.
             **({"linear_layers": self.linear_layers} if self.linear_layers else {}),
             "moe_layers": self.moe_layers,
             "hidden_size": self.hidden,
@@ -392,7 +392,7 @@ def slug_of(name: str) -> str:
     `meta-llama/Llama-2-70b-hf` is `llama-2-70b`; a folder of the hub's cache is the model it holds.
 
     Returns:
-        Lower-case text of `[a-z0-9.-]`, at most 64 characters; `model` when nothing is left.
+        Lower-case text of `[a-z0-9.-]`, at most 64 characters; `model` if no character is left.
     """
     cached = _CACHE_FOLDER.search(name)
     last = cached[1] if cached else re.split(r"[/\\]+", name.rstrip("/\\ "))[-1]
