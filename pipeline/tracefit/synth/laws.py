@@ -1,4 +1,4 @@
-"""Laws with known coefficients: how long a step takes, how long requests wait around the engine; and the models and GPUs they hold for.
+"""Laws with known coefficients for step times and waits around the engine, and the models and GPUs they are defined for.
 
 Times are microseconds, sizes are tokens or requests, FLOPs and bytes are per GPU unless a name says otherwise.
 """
@@ -31,7 +31,7 @@ class LawGpu:
     link_gb_per_s: float  # between GPUs of a server
 
 
-# Written again, not taken from the catalogue of `server`: a wrong rate there must not be wrong in the truth as well.
+# Not taken from the catalogue of `server`: a wrong rate there must not be wrong in the truth as well.
 GPUS: Mapping[str, LawGpu] = {
     gpu.name: gpu
     for gpu in (
@@ -196,7 +196,7 @@ def lookup(table: Mapping[str, _T], name: str, *, option: str) -> _T:
     """Return the entry `name` of `table`.
 
     Raises:
-        UsageError: There is none; the message lists what there is.
+        UsageError: No such entry; the message lists the existing ones.
     """
     try:
         return table[name]

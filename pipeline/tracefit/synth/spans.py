@@ -125,7 +125,7 @@ class Emitter:
         api: list[GeneratedSpan] = []
         core: list[GeneratedSpan] = []
         for request, is_sampled in zip(self._epoch.requests, self._is_sampled, strict=True):
-            # Drawn whether sampled or not: another sampling rate leaves the ids of the others as they are.
+            # Drawn whether sampled or not, so that another sampling rate does not change other ids.
             trace_id, api_id, core_id = self._hex(16), self._hex(8), self._hex(8)
             if is_sampled:
                 api.append(self._api_span(request, trace_id, api_id))
@@ -134,7 +134,7 @@ class Emitter:
         return api, core
 
     def _stock_spans(self) -> Iterator[GeneratedSpan]:
-        """Yield what an unmodified vLLM 0.32 writes: one span per request, when the front end has seen its last token.
+        """Yield the spans of an unmodified vLLM 0.32: one per request, written once the front end has its last token.
 
         Two clocks give its times. The front end stamps the outputs of a step once, shortly after the engine core sent them, in
         float seconds since 1970; the engine core stamps them once too, on its monotonic clock. Nothing names a step.
@@ -144,7 +144,7 @@ class Emitter:
         for request in self._epoch.requests:
             trace_id, span_id, _ = self._hex(16), self._hex(8), self._hex(8)
             first_token = request.first("FIRST_TOKEN")
-            # The span of a request is written with its last token: one that its client left has none.
+            # The span of a request is written with its last token: an aborted request has no span.
             if first_token is None or request.finish_status == FinishStatus.ABORTED:
                 continue
             if int(trace_id[16:], 16) >= round(self._options.journey_sampling * 2**64):
@@ -178,7 +178,7 @@ class Emitter:
             )
 
     def _sglang_spans(self) -> Iterator[GeneratedSpan]:
-        """Yield what SGLang 0.5.23 writes at trace level 3: of a request, of its two threads, and of its stages in each."""
+        """Yield the spans of SGLang 0.5.23 at trace level 3: of a request, of its two threads, and of its stages in each."""
         out_ns, seen = outputs_ns(self._epoch), seen_ns(self._epoch, self._front_rng)
         for place, one in enumerate(served(self._epoch)):
             request, turn_ns = one.request, _RESULT_NS * (place % 16)
@@ -239,7 +239,7 @@ class Emitter:
         kind: SpanKind = SpanKind.INTERNAL,
         error: str = "",
     ) -> GeneratedSpan:
-        """Return a span: its scope and name; trace, span and parent; start and end; and of its events those within the limit."""
+        """Return a span: its scope and name; trace, span and parent; start and end; and its events within the limit."""
         flags = _FLAGS_CHILD_OF_REMOTE if ids[2] else _FLAGS_ROOT
         # The SDK's queue of events is bounded (128 by default) and loses its oldest.
         lost = max(len(events) - (self._options.span_event_limit or len(events)), 0)
@@ -248,7 +248,7 @@ class Emitter:
         )
 
     def _api_span(self, request: Request, trace_id: str, span_id: str) -> GeneratedSpan:
-        # Status code 2 is on aborted chat and non-streaming requests alone; a broken stream ends its span without one.
+        # Only aborted chat and non-streaming requests have status code 2; a broken stream ends its span without one.
         is_failed = request.is_aborted and (request.is_chat or not request.is_streaming)
         error = "Client disconnected" if is_failed else ""
         attributes: dict[str, SpanValue] = {
@@ -261,7 +261,7 @@ class Emitter:
             "gen_ai.request.max_tokens": request.max_tokens,
             "gen_ai.request.n": 1,
         }
-        # Of finished chat requests alone: output lengths of the others are in their journeys.
+        # Only for finished chat requests: the output lengths of others are in their journeys.
         if request.is_chat and not request.is_aborted:
             attributes["gen_ai.usage.completion_tokens"] = request.done_tokens
         return self._span(
@@ -392,7 +392,7 @@ class Emitter:
             "request.num_preemptions": request.num_preemptions,
             "request.scheduled_tokens_this_step": tokens,
             "kv.blocks_allocated_gpu": request.blocks,
-            # Full blocks, not hits: those are the prompt less `effective_prompt_len`.
+            # Full blocks, not hits: hits are the prompt less `effective_prompt_len`.
             "kv.blocks_cached_gpu": (computed_tokens + tokens) // self._options.block_size,
             "request.effective_prompt_len": request.prompt_tokens - request.cached_tokens,
         }
@@ -420,7 +420,7 @@ def _resources(options: SynthOptions, draw: Callable[[int], bytes]) -> tuple[Att
     choice = options.instance_ids
     if choice == "auto":
         choice = "none" if options.servers == 1 else "server"
-    # Drawn whether used or not: another choice leaves every other id as it is.
+    # Drawn whether used or not, so that another choice does not change other ids.
     api_id, core_id = (str(uuid.UUID(bytes=draw(16), version=4)) for _ in range(2))
 
     def resource(sdk: str, **instance: str) -> Attributes:
@@ -439,7 +439,7 @@ def _resources(options: SynthOptions, draw: Callable[[int], bytes]) -> tuple[Att
 
 
 def _flushes(resource: Attributes, spans: list[GeneratedSpan]) -> Iterator[tuple[int, ExportBatch]]:
-    """Yield what one process exports, with the time: the spans that ended since it did so last."""
+    """Yield the exports of one process with their times: the spans that ended since the last export."""
     ordered = sorted(spans, key=lambda span: (span.end_unix_ns, span.span_id))
     for period, group in groupby(ordered, key=lambda span: span.end_unix_ns // _FLUSH_NS):
         ended = tuple(group)
