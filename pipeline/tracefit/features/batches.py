@@ -1,8 +1,8 @@
-"""What a batch becomes on its way through the server: padded to a captured CUDA graph, and routed to experts.
+"""Terms for a batch as the server executes it: padded to a captured CUDA graph, and routed to experts.
 
 vLLM captures CUDA graphs of decode batches at certain sizes and runs a batch at the next larger one, so that the time of a step
-is a staircase over its requests. Of a mixture of experts a step reads those that its tokens are routed to. Both are formulas
-over columns of the timeline with one server's numbers in them, as a coefficient file carries them.
+is a staircase over its requests. In a mixture of experts, a step reads the experts that its tokens are routed to. Both are
+formulas over columns of the timeline with one server's numbers in them, as a coefficient file carries them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DIGITS = 12
 
 
 def capture_sizes(context: RunContext) -> tuple[int, ...]:
-    """Return the batch sizes that CUDA graphs are captured at, in order; none without graphs, or where they are not known.
+    """Return the batch sizes that CUDA graphs are captured at, in order; empty without graphs, or if they are unknown.
 
     The sizes are those of the setting, or else the default of vLLM's `_set_cudagraph_sizes`: 1, 2, 4, every 8th up to 256 and
     every 16th up to the smaller of 512 and twice `max_num_seqs`.
@@ -51,7 +51,7 @@ def capture_sizes(context: RunContext) -> tuple[int, ...]:
 
 
 def _numbers(setting: object) -> tuple[int, ...]:
-    """Return the numbers of a setting, a number or the JSON text of a list of them, in order; none of anything else."""
+    """Return the numbers of a setting, a number or the JSON text of a list of them, in order; empty for anything else."""
     try:
         found = json.loads(str(setting))
     except ValueError:
@@ -61,7 +61,7 @@ def _numbers(setting: object) -> tuple[int, ...]:
 
 
 def batch_formulas(context: RunContext) -> dict[str, str]:
-    """Return the `BATCH_TERMS` that are known of a server as formulas, and the helpers these are written with, before them."""
+    """Return the `BATCH_TERMS` that a server's settings determine as formulas, after the helpers these use."""
     sizes, model = capture_sizes(context), context.architecture
     formulas = _staircase(sizes) if sizes else {}
     if model is not None and model.is_moe:
@@ -90,14 +90,14 @@ def _staircase(sizes: tuple[int, ...]) -> dict[str, str]:
 def _experts(model: ModelArchitecture, decodes: str, ranks: int) -> str:
     """Return the distinct experts of a layer that a step reads, expected if tokens choose evenly.
 
-    Ranks of data parallelism share the experts: the tokens of all of them count, and the others are taken to have as many.
+    Ranks of data parallelism share the experts: tokens of all ranks count, and all ranks are assumed to have equally many.
     """
     missed = f"{1 - model.experts_per_token / model.experts:.{_DIGITS}g}"
     return f"{model.experts} * (1 - {missed} ** ({ranks} * ({decodes} + prefill_tokens)))"
 
 
 def add_batch_terms(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
-    """Add `BATCH_TERMS` to a timeline, null where a server does not have them."""
+    """Add `BATCH_TERMS` to a timeline, null for a server without them."""
     formulas = batch_formulas(context)
     found = timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in BATCH_TERMS)
     for name, text in formulas.items():

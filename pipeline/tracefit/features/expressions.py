@@ -8,8 +8,8 @@ Both give the same value for every input:
 
 - a null operand makes the result null;
 - a result that is not finite (overflow, NaN, a power of zero with a negative exponent) is null;
-- division by zero gives 0, as the coefficient file's documentation says: the ratios declared this way (a share of a
-  step's tokens, a mean over its requests) describe nothing then, and the step itself still counts.
+- division by zero gives 0, as the documentation of coefficient files says: without tokens or requests a ratio (a share
+  of a step's tokens, a mean over its requests) means nothing, but the step itself still counts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OPERATORS: dict[type[ast.operator], Operator] = {ast.Add: "+", ast.Sub: "-", as
 _SIGNS = ast.UAdd | ast.USub  # `not` is one of Python's operators of one operand too
 
 ARITHMETIC: dict[Operator, Callable[[Any, Any], Any]] = {"+": add, "-": sub, "*": mul}
-"""What Python's operators do alike for numbers and for columns."""
+"""Operators that Python applies alike to numbers and to columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def parse_formula(text: str, *, where: str) -> Node:
 
 
 def _node(tree: ast.expr, *, calls: int) -> Node:
-    """Turn a syntax tree into a formula; `calls` is how many min and max it is inside of."""
+    """Turn a syntax tree into a formula; `calls` is the nesting depth of min/max."""
     match tree:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return _constant(value)
@@ -186,14 +186,14 @@ Truth = TypeVar("Truth")
 
 @dataclass(frozen=True, slots=True)
 class Algebra(Generic[Operand, Truth]):
-    """What formulas, conditions and lines are computed with: the numbers of one row, or the columns of a frame.
+    """Operations to compute formulas, conditions and lines on the numbers of one row, or on the columns of a frame.
 
     Attributes:
         constant: A number as a value.
         binary: Two values and the operator between them; unknown if one of them is.
         extreme: The smallest or largest of several values; unknown if one of them is.
         finite: The value, unknown unless it is finite.
-        compare: Whether a relation holds; not if a side is unknown.
+        compare: Whether a relation holds; false if a side is unknown.
         some: Whether one of several holds.
         every: Whether all of them hold.
     """
@@ -251,7 +251,7 @@ def _binary(operator: Operator, left: float | None, right: float | None) -> floa
         return None
     match operator:
         case "/":
-            # The same detour as in the frame: x / inf is the 0 that is wanted, and 0 / 0 is not NaN.
+            # As in the frame: x / inf is 0, as wanted, and 0 / 0 is not NaN.
             return left / (right or math.inf)
         case "**":
             return power(left, right)

@@ -7,7 +7,7 @@ Each term is the time of one kind of work on one GPU of a tensor-parallel group,
 fit finds the factor between it and the measured time. `TERM_FORMULAS` are their formulas, in which
 
 - the visible tokens of a prompt token are, on average, (prefill_context_tokens + prefill_tokens / 2) / num_prefill_reqs, and
-  those of a generated token context_tokens / num_decode_reqs; the truth is a sum over requests, which equals it when they are
+  those of a generated token context_tokens / num_decode_reqs; the exact value is a sum over requests, which is equal if they are
   alike. A layer with a window sees no more tokens than that.
 - only the last token of a request goes through the output head. The peak is the fp16 rate; the matrices of all layers run at
   the fp8 rate when the model computes in fp8 and the GPU can.
@@ -15,7 +15,7 @@ fit finds the factor between it and the measured time. `TERM_FORMULAS` are their
   on every rank. Pipeline stages are not distinguished: a term is the work of all layers.
 - all MoE terms are 0 for a dense model: each token's hidden vector goes to its experts and back through memory.
 
-A term whose columns are unknown is null. The cached tokens of no request are 0, whether the timeline knows it or not.
+A term whose columns are unknown is null. Without requests, the cached tokens are 0 even if the timeline has null.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _FILE_DIGITS = 12
 """Significant digits of numbers in the formulas of a file: three more than its coefficients have."""
 
 _EXACT_DIGITS = 17
-"""Significant digits that name one float and no other: what training computes with."""
+"""Significant digits that identify a float exactly, for training."""
 
 _HELPERS = ("prompt_visible_tokens", "decode_visible_tokens")
 _PCIE_GB_S = 64.0  # PCIe 4.0 x16, both directions together: the slot of GPUs that have no link of their own
