@@ -51,11 +51,11 @@ class Models:
         by_scope: dict[str, dict[str, Model]] = {}
         for model in (m for file in files for m in file.models):
             scope = by_scope.setdefault(model.scope_id or "", {})
-            # Two files of one model would otherwise predict by whichever was read last.
+            # Otherwise the file read last would silently win.
             if model.name in scope:
                 raise UsageError(f"{model.name} of scope {model.scope_id} is there twice", where=where)
             scope[model.name] = model
-        # Kept, so that each model is compiled once for all predictions.
+        # Cached, so that each model is compiled once for all predictions.
         self._scopes = {
             scope_id: ScopeModels(
                 scope_id or None,
@@ -78,14 +78,14 @@ class Models:
 
     @property
     def scope_ids(self) -> tuple[str, ...]:
-        """Scopes the files hold models of, in order."""
+        """Scopes with models in the files, in order."""
         return tuple(self._scopes)
 
     def scope(self, scope: str | None = None) -> ScopeModels:
         """Return the models of one scope.
 
         Args:
-            scope: Its id or a part of it that only one has; may be left out where there is only one.
+            scope: Its id, or a part of it that no other scope has; optional if there is only one scope.
 
         Raises:
             UsageError: No scope or several match.
@@ -107,7 +107,7 @@ class Models:
         """Return a model by name.
 
         Raises:
-            UsageError: It is not there.
+            UsageError: No such model.
         """
         return self.scope(scope).require(name)
 
@@ -123,7 +123,7 @@ class Models:
         Args:
             name: The model.
             scope: See `scope`.
-            features: Columns of X; by default the columns of the tables that the model is computed from (`feature_names_in_`).
+            features: Columns of X; by default the table columns that the model is computed from (`feature_names_in_`).
 
         Raises:
             UsageError: There is no such model.
@@ -170,8 +170,8 @@ class Models:
 
         Args:
             rows: A frame of polars, pandas, pyarrow or another library, columns by name, or one mapping per row; with timeline
-                columns, or with columns named as the arguments below. They come back with `predicted_us`, `low_us`, `high_us`
-                and `out_of_range` too: a frame as one of its own library, anything else, and a lazy frame, as one of polars.
+                columns, or with columns named as the arguments below. The result adds `predicted_us`, `low_us`, `high_us`
+                and `out_of_range`: a frame comes back as one of its own library, anything else, and a lazy frame, as polars.
                 A null in a row gives a null prediction; a column that looks misspelt causes a warning.
             scope: See `scope`.
             batch: Decoding requests.
@@ -184,8 +184,8 @@ class Models:
 
         Raises:
             DataError: The model of step times could not be fitted.
-            UsageError: There is none, a feature it needs is not known, or the server runs no such step; of a frame the first
-                such row is named, and none is predicted.
+            UsageError: No such model, a required feature is missing, or the server runs no such step; for a frame the first
+                such row is named, and no row is predicted.
         """
         chosen = self.scope(scope)
         if rows is not None:
@@ -233,7 +233,7 @@ class Models:
 
         Args:
             rows: As in `predict_step`, with columns named as the arguments below (prompt_tokens and output_tokens at least).
-                They come back with one `*_us` column per duration too, `*_low_us` and `*_high_us` of TTFT, ITL and E2E, and
+                The result adds one `*_us` column per duration, `*_low_us` and `*_high_us` of TTFT, ITL and E2E, and
                 `out_of_range`.
             scope: See `scope`.
             prompt_tokens: Prompt.
@@ -241,13 +241,13 @@ class Models:
             queue: Requests waiting ahead.
             batch: Requests that run when it arrives.
             context: Mean tokens in their caches.
-            cached: Prompt tokens found in the prefix cache.
+            cached: Prompt tokens in the prefix cache.
             features: Columns or features by name; they win over what follows from the rest.
 
         Raises:
             DataError: The model of step times could not be fitted.
-            UsageError: There is none, or the server would refuse such a request; of a frame the first such row is named, and
-                none is predicted.
+            UsageError: No such model, or the server would refuse such a request; for a frame the first such row is named, and
+                no row is predicted.
         """
         chosen = self.scope(scope)
         if rows is not None:

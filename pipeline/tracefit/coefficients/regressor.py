@@ -78,7 +78,7 @@ class LatencyRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # 
 
         Raises:
             UsageError: X lacks a column.
-            ValueError: X is no array of numbers, or of other columns, or has not as many rows as y.
+            ValueError: X is not an array of numbers, has other columns, or not as many rows as y.
         """
         rows = self._rows(X)
         if y is not None:
@@ -90,14 +90,14 @@ class LatencyRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # 
 
         Raises:
             UsageError: X lacks a column that the model needs.
-            ValueError: X is no array of numbers, or of other columns.
+            ValueError: X is not an array of numbers, or has other columns.
         """
         return predict_rows(self.model, self._rows(X))[OUTPUTS[0]].to_numpy()
 
     def _rows(self, X: Any) -> pl.DataFrame:  # noqa: N803
         names = self._names
         known = nw.from_native(X, pass_through=True)
-        # A frame of pandas may number its columns: then they are taken in their order, as those of an array.
+        # A frame of pandas may number its columns: then they are taken in order, as for an array.
         if isinstance(known, nw.LazyFrame) or (
             isinstance(known, nw.DataFrame) and all(isinstance(c, str) for c in known.columns)
         ):
