@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Blocks of one run that are decoded together, and the place for their rows.
+    """Blocks of one run that are decoded together, and the storage for their rows.
 
     Attributes:
         items: Blocks, and the rejects between them.
         options: Which part of the input is kept.
-        place: Where the staged parts go.
+        place: Storage for the staged parts.
     """
 
     items: tuple[Block | Reject, ...]
