@@ -242,7 +242,7 @@ def _sections(doc: str) -> str:
 def recordings_page() -> str:
     """Describe what files hold besides spans, as each format declares itself."""
     rows = [(one.title, one.fills, one.units, one.clock) for one in RECORDINGS.values()]
-    intro = "What a file may hold besides spans; it is found by its content, in any name, compressed or not."
+    intro = "A file may hold other recordings than spans; they are detected by content, under any name, compressed or not."
     parts = ["# Recordings", GENERATED, intro, table(("recording", "fills", "units", "its clock"), rows)]
     return "\n\n".join(parts) + "\n"
 
