@@ -222,12 +222,15 @@ def _parameters(found: Any) -> Iterator[str]:
         yield f"{star}{p.name}: {p.annotation}" + ("" if p.default is p.empty else f" = {made}")
 
 
-_SECTION = re.compile(r"^(Args|Attributes|Raises|Returns):$", re.MULTILINE)
+_SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Examples):$", re.MULTILINE)
 
 
 def _sections(doc: str) -> str:
     """Turn a docstring into Markdown: sections become bold, their entries a list."""
     lines = []
+    doc, _, example = doc.partition("\nExamples:\n")
+    if example:
+        doc += f"\nExamples:\n```pycon\n{inspect.cleandoc(example)}\n```"
     for line in doc.splitlines():
         if _SECTION.match(line):
             lines += [f"**{line.removesuffix(':')}**", ""]

@@ -34,6 +34,11 @@ def load(*paths: str | Path | Iterable[str | Path]) -> Models:
 
     Raises:
         UsageError: A file is missing, damaged or of another kind, or two files hold the same model.
+
+    Examples:
+        >>> import tracefit
+        >>> tracefit.load("out/").scope_ids  # doctest: +ELLIPSIS
+        ('llama-3.1-8b-instruct.h100-sxm.tp1...',)
     """
     places = [place_of(p) for one in paths for p in ([one] if isinstance(one, str | Path) else one)]
     files = [file for place in places for file in coefficient_paths(place)]
@@ -89,6 +94,11 @@ class Models:
 
         Raises:
             UsageError: No scope or several match.
+
+        Examples:
+            >>> import tracefit
+            >>> sorted(tracefit.load("out/").scope("llama").models)
+            ['alpha.admission', 'alpha.departure', 'alpha.queue_wait', 'beta.cycle_time']
         """
         if not self._scopes:
             raise UsageError("no models are there", where=self.where)
@@ -108,6 +118,11 @@ class Models:
 
         Raises:
             UsageError: No such model.
+
+        Examples:
+            >>> import tracefit
+            >>> tracefit.load("out/").model("beta.cycle_time").terms[0].feature
+            'prefill_tokens'
         """
         return self.scope(scope).require(name)
 
@@ -127,6 +142,12 @@ class Models:
 
         Raises:
             UsageError: There is no such model.
+
+        Examples:
+            >>> import tracefit
+            >>> regressor = tracefit.load("out/").as_sklearn(features=["prefill_tokens", "num_decode_reqs"])
+            >>> regressor.predict([[256, 8]]).round(-3)
+            array([14000.])
         """
         from tracefit.coefficients.regressor import LatencyRegressor
 
@@ -186,6 +207,14 @@ class Models:
             DataError: The model of step times could not be fitted.
             UsageError: No such model, a required feature is missing, or the server runs no such step; for a frame the first
                 such row is named, and no row is predicted.
+
+        Examples:
+            >>> import tracefit
+            >>> models = tracefit.load("out/")
+            >>> round(models.predict_step(batch=8, context=500, prefill=256).step.value_us, -3)
+            14000.0
+            >>> models.predict_step([{"batch": 8}, {"batch": 16}]).columns
+            ['batch', 'predicted_us', 'low_us', 'high_us', 'out_of_range']
         """
         chosen = self.scope(scope)
         if rows is not None:
@@ -248,6 +277,15 @@ class Models:
             DataError: The model of step times could not be fitted.
             UsageError: No such model, or the server would refuse such a request; for a frame the first such row is named, and
                 no row is predicted.
+
+        Examples:
+            >>> import tracefit
+            >>> models = tracefit.load("out/")
+            >>> request = models.predict_request(prompt_tokens=400, output_tokens=100, batch=8)
+            >>> request.ttft.value_us < request.e2e.value_us
+            True
+            >>> models.predict_request([{"prompt_tokens": 400, "output_tokens": 100}]).columns[-1]
+            'out_of_range'
         """
         chosen = self.scope(scope)
         if rows is not None:

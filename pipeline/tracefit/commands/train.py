@@ -113,6 +113,13 @@ def train(
     Raises:
         UsageError: A folder is not valid.
         DataError: Not a single model can be fitted; nothing is written.
+
+    Examples:
+        >>> import tracefit
+        >>> fast = tracefit.TrainOptions(fast=True, features="batch")
+        >>> result = tracefit.train("out/tables/", "models/", options=fast)
+        >>> [path.name for path in result.files][:2]
+        ['alpha.json', 'beta.json']
     """
     options = options or TrainOptions()
     progress = KeptWarnings(progress)
@@ -399,6 +406,13 @@ def run(
     Raises:
         UsageError: A path, a file or an option is wrong.
         DataError: The traces cannot support a single model.
+
+    Examples:
+        >>> import tracefit
+        >>> fast = tracefit.TrainOptions(fast=True, features="batch")
+        >>> result = tracefit.run("runs/", "out/", options=fast)
+        >>> [model.name for model in result.trained.fitted]
+        ['beta.cycle_time', 'alpha.queue_wait', 'alpha.admission', 'alpha.departure']
     """
     out = place_of(out)
     ingested = ingest(

@@ -57,6 +57,11 @@ def verify(
     Raises:
         UsageError: The file or the folder is not valid.
         DataError: The file does not state how it was made.
+
+    Examples:
+        >>> import tracefit
+        >>> tracefit.verify("out/models/beta.json").verified
+        True
     """
     path = find_models(file)
     store = TableStore(find_tables(tables) if tables is not None else tables_of(path)).require()
