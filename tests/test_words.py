@@ -7,8 +7,6 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 
 START = r"(?:\A|(?<=[.!?:]\s)|(?<=\n\n))\s*"

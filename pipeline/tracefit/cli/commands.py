@@ -478,11 +478,10 @@ def features(
 
     Example: `tracefit features batch`
     """
-    from tracefit.commands.train import beta_feature_sets
-    from tracefit.features.sets import BUILT_IN
+    from tracefit.features.sets import BUILT_IN, feature_sets
 
     # As `train --features` reads them: what is shown here is what would be fitted.
-    return [s for name in names or BUILT_IN for s in beta_feature_sets(name)]
+    return [s for name in names or BUILT_IN for s in feature_sets(name)]
 
 
 @command("synth to {out}", SYNTH)

@@ -30,7 +30,7 @@ from tracefit.commands.training_tables import sample_tables, write_training_fram
 from tracefit.engines.local import LOCAL, EngineChoice, LocalEngine, open_engine
 from tracefit.engines.training import BYTES_PER_JOB, each_run, frames_of, scope_tables
 from tracefit.errors import DataError, UsageError
-from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feature_set
+from tracefit.features.sets import feature_sets, is_feature_file
 from tracefit.features.targets import LATENCIES
 from tracefit.fit.fitted import BetaTarget, ScopeOptions
 from tracefit.fit.load import runs_to_fit
@@ -250,7 +250,7 @@ def fit_runs(
     """
     engine = engine or LocalEngine(1)
     write_timelines(store, runs["run_id"].unique(maintain_order=True), engine)
-    sets = beta_feature_sets(options.features)
+    sets = feature_sets(options.features)
     how = scope_options(options)
     scopes = []
     for scope, members in scopes_of(runs, str(store.root)):
@@ -294,14 +294,10 @@ def overload_text(one: Overload) -> str:
 
 
 def _named_files(options: TrainOptions) -> dict[str, str]:
-    if not _is_file(options.features):
+    if not is_feature_file(options.features):
         return {}
     # `verify` refits with the file of this name: the hash tells whether it is still the same one.
     return {"features": hashlib.sha256(read_bytes(Path(options.features))).hexdigest()}
-
-
-def _is_file(choice: str) -> bool:
-    return Path(choice).suffix.lower() in {".yaml", ".yml", ".json"}
 
 
 def scope_options(options: TrainOptions) -> ScopeOptions:
@@ -317,19 +313,6 @@ def scope_options(options: TrainOptions) -> ScopeOptions:
     return ScopeOptions(
         options.beta_target, positive=options.positive, any_sign=options.any_sign, reference=not options.fast
     )
-
-
-def beta_feature_sets(choice: str) -> tuple[FeatureSet, ...]:
-    """Return the feature sets a choice stands for: `auto`, a built-in set's name, or a YAML or JSON file.
-
-    Raises:
-        UsageError: No such set or file, or the file declares none.
-    """
-    if choice == "auto":
-        return AUTO
-    if _is_file(choice):
-        return (read_feature_set(Path(choice)),)
-    return (find_feature_set(choice),)
 
 
 def _some(run_ids: list[str]) -> str:
@@ -424,17 +407,24 @@ def run(
         engine=engine,
         progress=progress,
     )
-    # What ingestion freed would count on top of what training takes.
+    # Memory freed by ingestion would add to the peak of training.
     memory.give_back()
+    # The folder may hold runs of earlier jobs: train on those of this one only.
+    run_ids = [r.run_id for r in ingested.runs]
+    kept = KeptWarnings(progress)
+    if earlier := sorted({*TableStore(out / "tables").runs()} - {*run_ids}):
+        kept.warn(
+            f"{out / 'tables'} also has {_some(earlier)} of an earlier command; models and report are of "
+            f"{_some(run_ids)} alone (`tracefit train {out} --out MODELS` trains on all runs)"
+        )
     trained = train(
         out / "tables",
         out / "models",
         options=options,
         report_folder=out,
-        # The folder may hold runs of earlier jobs: train on those of this one only.
-        run_ids=[r.run_id for r in ingested.runs],
+        run_ids=run_ids,
         workers=workers,
         engine=engine,
         progress=progress,
     )
-    return RunResult(ingested, trained, out)
+    return RunResult(ingested, replace(trained, warnings=(*kept.warnings, *trained.warnings)), out)

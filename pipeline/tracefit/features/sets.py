@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints
@@ -30,7 +31,6 @@ from tracefit.server.documents import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     import polars as pl
 
@@ -190,6 +190,22 @@ def _parsed(formula: str, where: str) -> Node:
 
 
 # -- files -----------------------------------------------------------------------------------------------
+
+
+def is_feature_file(choice: str) -> bool:
+    """Return whether a choice of features names a file, not a built-in set."""
+    return Path(choice).suffix.lower() in {".yaml", ".yml", ".json"}
+
+
+def feature_sets(choice: str) -> tuple[FeatureSet, ...]:
+    """Return the feature sets of a choice: `auto`, a built-in set's name, or a YAML or JSON file.
+
+    Raises:
+        UsageError: No such set or file, or the file is wrong.
+    """
+    if choice == "auto":
+        return AUTO
+    return (read_feature_set(Path(choice)) if is_feature_file(choice) else find_feature_set(choice),)
 
 
 def find_feature_set(name_or_file: str) -> FeatureSet:
