@@ -736,3 +736,14 @@ def test_a_misspelt_column_is_named(small):
         models.predict_step({"batch": [4], "prefil": [40], "my_number": [3]})
     with pytest.warns(UserWarning, match=r"reads que \(did you mean queue\?\)$"):
         models.predict_request([{"prompt_tokens": 50, "output_tokens": 3, "que": 1}])
+
+
+def test_rows_of_requests_have_the_names_of_flags_too(small, recwarn):
+    models = tracefit.load(small)
+    named = models.predict_request([{"prompt_tokens": 50, "output_tokens": 10, "queue": 2}])
+    flags = models.predict_request([{"prompt": 50, "output": 10, "queue": 2}])
+    assert flags.columns[:3] == ["prompt", "output", "queue"]
+    assert flags[:, 3:].equals(named[:, 3:])
+    assert not recwarn.list
+    with pytest.raises(UsageError, match=r"no column output_tokens; did you mean output_token\?"):
+        models.predict_request([{"prompt": 50, "output_token": 10}])

@@ -261,7 +261,8 @@ class Models:
         """Predict queue wait, TTFT, ITL and E2E of a request, or of every request of a frame.
 
         Args:
-            rows: As in `predict_step`, with columns named as the arguments below (prompt_tokens and output_tokens at least).
+            rows: As in `predict_step`, with columns named as the arguments below, or as the flags (prompt_tokens or prompt, and
+                output_tokens or output, at least).
                 The result adds one `*_us` column per duration, `*_low_us` and `*_high_us` of TTFT, ITL and E2E, and
                 `out_of_range`.
             scope: See `scope`.

@@ -110,7 +110,7 @@ def unread_columns(models: ScopeModels, of: str, frame: pl.DataFrame) -> dict[st
     if "run_id" in frame.columns:
         return {}
     if of == "request":
-        read = models.read(models.models.values()).union(REQUEST_INPUTS, OTHERS)
+        read = models.read(models.models.values()).union(REQUEST_INPUTS, OTHERS, FLAGS)
     else:
         read = models.read([models.step_model if of == "step" else models.require(of)])
     numbers = [name for name, kind in frame.schema.items() if kind.is_numeric() and name not in read]
@@ -142,6 +142,9 @@ def _frame(rows: Any) -> pl.DataFrame:
 
 OUTPUTS = (PREDICTED, "low_us", "high_us", "out_of_range")
 """Columns that are added to steps and to rows of features."""
+
+FLAGS = {"prompt": "prompt_tokens", "output": "output_tokens"}
+"""Flags of requests to the inputs that have another name."""
 
 MAX_PREFILL_STEPS = 5_000_000
 """Steps of all prompts together."""
@@ -379,10 +382,17 @@ def _distinct(texts: pl.DataFrame) -> pl.Series:
 
 
 def completed_requests(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
-    """Complete described requests."""
-    for name in ("prompt_tokens", "output_tokens"):
+    """Complete described requests; columns may have the names of the flags (`FLAGS`)."""
+    rows = rows.with_columns(
+        pl.col(flag).alias(name)
+        for flag, name in FLAGS.items()
+        if flag in rows.columns and name not in rows.columns
+    )
+    for name in FLAGS.values():
         if name not in rows.columns:
-            raise UsageError(f"the rows have no column {name}", hint="prompt and output tokens are needed")
+            close = did_you_mean(name, rows.columns)
+            needed = f"columns {' and '.join(FLAGS.values())}, or {' and '.join(FLAGS)}, are needed"
+            raise UsageError(f"the rows have no column {name}", hint=f"{close} {needed}" if close else needed)
     known = [c for c in (*REQUEST_INPUTS, *OTHERS) if c in rows.columns]
     if not all(rows.schema[c].is_numeric() or rows.schema[c] == pl.Null for c in known):
         raise UsageError("described requests have values that are not numbers", where=", ".join(known))
