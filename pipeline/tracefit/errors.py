@@ -67,7 +67,7 @@ class TracefitError(Exception):
 
     def __str__(self) -> str:
         """Return the whole error as one line for a Python program: options are named as parameters, not as flags."""
-        return _FLAG.sub(lambda found: f"`{PARAMETERS[found[0]]}`", self.line())
+        return _FLAG.sub(lambda flag: f"`{PARAMETERS[flag[0]]}`", self.line())
 
     def line(self) -> str:
         """Return the whole error as one line for the command line."""

@@ -86,13 +86,13 @@ def load(path: str | Path, name: str, scope: str = "") -> dict[str, Any]:
     """
     try:
         document = _document(path)
-        found = [m for m in document["models"] if m["name"] == name and scope in (m.get("scope_id") or "")]
+        matching = [m for m in document["models"] if m["name"] == name and scope in (m.get("scope_id") or "")]
         there = ", ".join(f"{m['name']} of {m.get('scope_id')}" for m in document["models"])
         _require(
-            len(found) == 1,
-            f"{len(found)} models, not one, are {name} of scope {scope!r}; there are: {there}",
+            len(matching) == 1,
+            f"{len(matching)} models, not one, are {name} of scope {scope!r}; there are: {there}",
         )
-        model: dict[str, Any] = found[0]
+        model: dict[str, Any] = matching[0]
         formulas = _formulas(model)
         _in_order({name: _parsed(text)[1] for name, text in formulas.items()})
     except ValueError as error:

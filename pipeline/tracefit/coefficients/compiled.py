@@ -100,13 +100,13 @@ class Formulas:
 
     def used(self, names: Iterable[str], given: Collection[str] = ()) -> set[str]:
         """Return the names themselves and everything they are computed from; `given` names are not expanded."""
-        found: set[str] = set()
+        used: set[str] = set()
         wanted = set(names)
         while wanted:
-            found |= wanted
+            used |= wanted
             computed = (self.needs[n] for n in wanted if n in self.nodes and n not in given)
-            wanted = set().union(*computed) - found
-        return found
+            wanted = set().union(*computed) - used
+        return used
 
     def inputs(self, names: Iterable[str], given: Collection[str] = ()) -> set[str]:
         """Return the names at the end of all definitions: those that are given, or have no formula."""
@@ -145,15 +145,15 @@ class Formulas:
             raise UsageError("is not a column of numbers", where=wrong[0])
         # One column after the other, so that a shared definition is computed once. Each is computed from a frame of its own
         # inputs: adding columns to the full frame costs time in proportion to its width.
-        found: dict[str, pl.Series] = {}
+        computed: dict[str, pl.Series] = {}
         for name, node in self.nodes.items():
             needed = self.needs[name]
             if name in used and name not in columns and needed <= columns:
-                inputs = pl.DataFrame([found[n] if n in found else rows[n] for n in sorted(needed)])
+                inputs = pl.DataFrame([computed[n] if n in computed else rows[n] for n in sorted(needed)])
                 value = inputs.select(to_polars(node, {}).alias(name)).to_series()
-                found[name] = value if needed else value.new_from_index(0, rows.height)
+                computed[name] = value if needed else value.new_from_index(0, rows.height)
                 columns.add(name)
-        return rows.with_columns(found.values())
+        return rows.with_columns(computed.values())
 
 
 def _known(name: str, value: float | None) -> float | None:
@@ -279,9 +279,9 @@ class CompiledModel:
         rows = rows.with_columns(
             pl.col(n).fill_nan(None) for n, kind in rows.schema.items() if n in given and kind.is_float()
         )
-        found = self.formulas.frame(rows, [*features, *also])
-        names = dict.fromkeys([*features, *(n for n in also if n in found.columns)])
-        return found.with_columns(pl.col(n).cast(pl.Float64) for n in names)
+        frame = self.formulas.frame(rows, [*features, *also])
+        names = dict.fromkeys([*features, *(n for n in also if n in frame.columns)])
+        return frame.with_columns(pl.col(n).cast(pl.Float64) for n in names)
 
     def by_regime(self, values: Sequence[pl.Expr]) -> pl.Expr:
         """Choose among expressions, one per linear form that may be active, as `active` does; null if no condition holds."""

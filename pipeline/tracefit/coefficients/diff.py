@@ -32,25 +32,25 @@ _SAME_COUNT = {"decode_tokens": "num_decode_reqs", "num_decode_reqs": "decode_to
 def coefficient_diffs(first: Model, second: Model) -> list[CoefficientDiff]:
     """Compare two models coefficient by coefficient; linear forms are matched by name."""
     left, right = _numbers(first), _numbers(second)
-    found = []
+    diffs = []
     for key in dict.fromkeys([*left, *right]):
         # Disjoint intervals are a change beyond chance; overlapping ones may still hide a small change.
         (one, a), (other, b) = (
             (None, None) if x is None else (x.value, x.ci95) for x in (left.get(key), right.get(key))
         )
         apart = None if a is None or b is None else a[1] < b[0] or b[1] < a[0]
-        found.append(CoefficientDiff(*key, one, a, other, b, apart))
-    return found
+        diffs.append(CoefficientDiff(*key, one, a, other, b, apart))
+    return diffs
 
 
 def _numbers(model: Model) -> dict[tuple[str, str, str], Number | Term]:
-    found: dict[tuple[str, str, str], Number | Term] = {}
+    numbers: dict[tuple[str, str, str], Number | Term] = {}
     for name, form in linear_forms(model).items():
-        found[name, "intercept", "us"] = form.intercept
-        found |= {(name, t.feature, t.unit): t for t in form.terms}
+        numbers[name, "intercept", "us"] = form.intercept
+        numbers |= {(name, t.feature, t.unit): t for t in form.terms}
     if isinstance(model, BoundaryModel):
-        found["work", "offset", "us"] = model.offset
-    return found
+        numbers["work", "offset", "us"] = model.offset
+    return numbers
 
 
 def prediction_diffs(first: Model, second: Model) -> tuple[list[PredictionDiff], list[str]]:
@@ -59,7 +59,7 @@ def prediction_diffs(first: Model, second: Model) -> tuple[list[PredictionDiff],
     Returns:
         One difference per linear form that both have and whose columns have a range, and the reasons for the other forms.
     """
-    found: list[PredictionDiff] = []
+    diffs: list[PredictionDiff] = []
     notes: list[str] = []
     left, right = linear_forms(first), linear_forms(second)
     for name in left:
@@ -69,11 +69,11 @@ def prediction_diffs(first: Model, second: Model) -> tuple[list[PredictionDiff],
         lines = _line(first, left[name]), _line(second, right[name])
         diff = _prediction_diff(name, *lines)
         if isinstance(diff, PredictionDiff):
-            found.append(diff)
+            diffs.append(diff)
         else:
             notes.append(f"{first.name}, {name}: {diff}")
     notes += [f"{first.name}, {name}: only in the second file" for name in right if name not in left]
-    return found, notes
+    return diffs, notes
 
 
 def _line(model: Model, form: LinearForm) -> LinearModel:

@@ -73,10 +73,10 @@ def coefficient_paths(path: str | Path) -> list[Path]:
     Raises:
         UsageError: The folder has no coefficient file.
     """
-    found = find_models(path)
-    if not found.is_dir():
-        return [found]
-    files = [found / name for name in COEFFICIENT_FILES if (found / name).is_file()]
+    file = find_models(path)
+    if not file.is_dir():
+        return [file]
+    files = [file / name for name in COEFFICIENT_FILES if (file / name).is_file()]
     if not files:
         raise UsageError(
             f"holds neither {' nor '.join(COEFFICIENT_FILES)}",

@@ -103,15 +103,15 @@ class Models:
         if not self._scopes:
             raise UsageError("no models are there", where=self.where)
         matching = [s for s in self._scopes if scope is None or scope in s]
-        found = [s for s in matching if s == scope] or matching
-        if len(found) != 1:
-            named = f"scope {scope} is {'not one' if found else 'no'} scope here"
+        chosen = [s for s in matching if s == scope] or matching
+        if len(chosen) != 1:
+            named = f"scope {scope} is {'not one' if chosen else 'no'} scope here"
             raise UsageError(
                 "several scopes are there" if scope is None else named,
                 where=self.where,
                 hint=f"name one with --scope: {', '.join(self._scopes)}",
             )
-        return self._scopes[found[0]]
+        return self._scopes[chosen[0]]
 
     def model(self, name: str, scope: str | None = None) -> Model:
         """Return a model by name.

@@ -79,8 +79,8 @@ def p90_ape_pct(model: Model, group: str | None) -> float | None:
     # A group with few held-out rows, such as a rare regime, says less about its errors than all rows do.
     of_group = model.validation.by_group.get(group) if group else None
     enough = of_group is not None and of_group.n >= INTERVAL_ROWS
-    found = of_group if of_group is not None and enough else model.validation.holdout
-    return found.p90_ape_pct
+    errors = of_group if of_group is not None and enough else model.validation.holdout
+    return errors.p90_ape_pct
 
 
 def published_mdape_pct(model: Model) -> float | None:
@@ -133,11 +133,11 @@ class Outside(NamedTuple):
 
 def in_lines(outside: Iterable[Outside]) -> tuple[str, ...]:
     """Return a line per model and feature: the steps of one request leave a range at many values."""
-    found: dict[tuple[str, str], Outside] = {}
+    widest: dict[tuple[str, str], Outside] = {}
     for each in outside:
-        known = found.get(each[:2], each)
-        found[each[:2]] = each._replace(low=min(each.low, known.low), high=max(each.high, known.high))
-    return tuple(map(str, found.values()))
+        known = widest.get(each[:2], each)
+        widest[each[:2]] = each._replace(low=min(each.low, known.low), high=max(each.high, known.high))
+    return tuple(map(str, widest.values()))
 
 
 # -- one row of one model --------------------------------------------------------------------------------
@@ -181,11 +181,11 @@ def predict_row(
     model = compiled.model
     # Without a cycle, a batch of 0 shows an idle engine: no step runs, and the admission is the work alone.
     if isinstance(model, BoundaryModel) and (cycle_us is not None or given.get("batch") == 0):
-        found = _predict_form(compiled, "idle_engine", model.work, given, stand_in=False)
+        work = _predict_form(compiled, "idle_engine", model.work, given, stand_in=False)
         if cycle_us is None:
-            return found
-        interval = PredictedDuration(*expected_at_boundary(model, found.interval.value_us, cycle_us))
-        return Prediction(interval, found.features, found.assumed, found.outside)
+            return work
+        interval = PredictedDuration(*expected_at_boundary(model, work.interval.value_us, cycle_us))
+        return Prediction(interval, work.features, work.assumed, work.outside)
     compiled.require(compiled.compared, given)
     group, form = compiled.active(compiled.formulas.row(given, compiled.compared))
     return _predict_form(compiled, _group(compiled, group, given), form, given, stand_in=stand_in)
@@ -212,10 +212,10 @@ def _predict_form(
     model, formulas = compiled.model, compiled.formulas
     middles = stand_ins(form.terms) if stand_in else {}
     names = [t.feature for t in form.terms]
-    found = formulas.row(given, [n for n in names if not formulas.missing([n], given)])
+    row = formulas.row(given, [n for n in names if not formulas.missing([n], given)])
     values, assumed, outside = dict[str, float](), list[str](), list[Outside]()
     for term in form.terms:
-        value = found.get(term.feature)
+        value = row.get(term.feature)
         if value is None and term.feature in middles:
             value = middles[term.feature]
             assumed.append(
@@ -309,14 +309,14 @@ class ScopeModels:
             UsageError: No such model.
         """
         # If both exist, take whole cycles: a duration is the time inside schedule() on most servers.
-        found = next((n for n in STEP_MODELS if n in self.models), STEP_MODELS[0])
+        name = next((n for n in STEP_MODELS if n in self.models), STEP_MODELS[0])
         missing = next((m for m in self.not_fitted if m.name in STEP_MODELS), None)
-        if missing is not None and found not in self.models:
+        if missing is not None and name not in self.models:
             raise DataError(
                 f"{missing.name} of scope {self.scope_id} was not fitted: {missing.reason}",
                 hint=missing.remedy,
             )
-        return self.require(found)
+        return self.require(name)
 
     @cached_property
     def server(self) -> dict[str, float | None]:
@@ -384,8 +384,8 @@ class ScopeModels:
 
     def range_of(self, latency: str) -> tuple[float | None, float | None]:
         """Return the published ratios of the ends of a composed latency's range to the prediction; null without a range."""
-        found = self.ranges.get(latency)
-        return (None, None) if found is None else (found.low_ratio, found.high_ratio)
+        published = self.ranges.get(latency)
+        return (None, None) if published is None else (published.low_ratio, published.high_ratio)
 
     def input_ranges(self, of: Literal["step", "request"]) -> Mapping[str, tuple[float, float]]:
         """Return the smallest and largest value of each input in training; empty if the files do not state them."""
@@ -473,24 +473,24 @@ class ScopeModels:
         self.require_read(features, [model])
         given = {**dict.fromkeys(STEP_INPUTS, 0.0), **stated}
         require_possible("step", {**given, **features}, self.limit)
-        found = self.predict(stated, features)
+        prediction = self.predict(stated, features)
         # A model of table columns may be used without a batch: inputs that are not given are not checked.
         known_inputs = {name: value for name, value in stated.items() if value}
-        beyond = self.beyond("step", known_inputs, [each.feature for each in found.outside])
+        beyond = self.beyond("step", known_inputs, [each.feature for each in prediction.outside])
         known = [name for name, value in self._step_values(stated, features).items() if value is not None]
         described = {name: stated.get(name) for name in ("batch", "context", "prefill", "waiting")}
-        assumed = [*found.assumed, *self.changing_nothing(described, [model], features, known)]
+        assumed = [*prediction.assumed, *self.changing_nothing(described, [model], features, known)]
         compiled = self.compiled(model)
         needs_context = "context" in compiled.formulas.used(compiled.features, features)
         if described["batch"] and not described["context"] and needs_context:
             assumed.append("context 0: not given, as if the batch had no tokens in its caches")
         # Errors were not measured outside the training range.
-        interval = PredictedDuration(found.interval.value_us) if beyond else found.interval
+        interval = PredictedDuration(prediction.interval.value_us) if beyond else prediction.interval
         return StepPrediction(
             self.scope_id,
             model.name,
             interval,
-            tuple(found.features.items()),
+            tuple(prediction.features.items()),
             tuple(assumed),
-            (*beyond, *in_lines(found.outside)),
+            (*beyond, *in_lines(prediction.outside)),
         )

@@ -296,13 +296,13 @@ def _require_possible(
         for name in names
         if name in rows.columns and rows.schema[name].is_numeric()
     }
-    found = [
+    rules = [
         (np.flatnonzero(broken), where, words) for broken, where, words in impossible(of, given, models.limit)
     ]
-    broken = [(wrong[0], where, words) for wrong, where, words in found if wrong.size]
+    broken = [(wrong[0], where, words) for wrong, where, words in rules if wrong.size]
     if broken:
         row, where, words = min(broken, key=lambda each: each[0])
-        count = np.unique(np.concatenate([wrong for wrong, _, _ in found])).size
+        count = np.unique(np.concatenate([wrong for wrong, _, _ in rules])).size
         values = {name: float(column[row]) for name, column in given.items()}
         more = f" ({count:,} such rows)" if count > 1 else ""
         raise UsageError(f"{where}: {words(values)}{more}", where=f"row {row + 1:,}")
@@ -362,8 +362,8 @@ def composed_requests(models: ScopeModels, given: pl.DataFrame) -> pl.DataFrame:
     """Return the columns that `predict_requests` adds to requests as `completed_requests` completes them."""
     unknown = np.full(given.height, np.nan)
     many = ManyRequests(models, given)
-    found = many.compose()
-    durations = {f"{name}_us": unknown if value is None else value for name, value in found.items()}
+    composed = many.compose()
+    durations = {f"{name}_us": unknown if value is None else value for name, value in composed.items()}
     outside = _distinct(pl.DataFrame({f"{k}": each for k, each in enumerate(many.outside)}))
     inside = outside.is_null()
     ranges = [
@@ -453,8 +453,8 @@ class ManyRequests(RequestComposer):
 
     def _evaluate_traffic(self) -> dict[str, Value]:
         names = list(self.models.traffic.nodes)
-        found = self.models.traffic.frame(self._with(self.inputs), names)
-        return {name: found[name].fill_null(0.0).fill_nan(0.0).to_numpy() for name in names}
+        frame = self.models.traffic.frame(self._with(self.inputs), names)
+        return {name: frame[name].fill_null(0.0).fill_nan(0.0).to_numpy() for name in names}
 
     def _step(self, stated: Mapping[str, Value]) -> Value:
         """Predict a step of every request; NaN where it is unknown."""
@@ -478,12 +478,12 @@ class ManyRequests(RequestComposer):
             {name: np.broadcast_to(value, counts.size)[of] for name, value in values.items()}
             for values in (self.inputs, self.traffic)
         )
-        found = np.bincount(of, weights=steps.prompt_step(k), minlength=counts.size)
+        prefill = np.bincount(of, weights=steps.prompt_step(k), minlength=counts.size)
         named = pl.DataFrame({"of": of, "outside": _distinct(pl.DataFrame(steps.outside))}).drop_nulls()
         by_request = named.group_by("of").agg(pl.col("outside").unique(maintain_order=True).str.join(", "))
         every = pl.DataFrame({"of": np.arange(counts.size)})
         self.outside.append(every.join(by_request, on="of", how="left", maintain_order="left")["outside"])
-        return found
+        return prefill
 
     def _overhead(
         self, target: targets.Target, inputs: Mapping[str, Value], *, noted: bool = True
@@ -521,10 +521,10 @@ class ManyRequests(RequestComposer):
 
     def _evaluated(self, rows: pl.DataFrame, expression: pl.Expr, outside: pl.Expr | None) -> Value:
         # `with_columns` gives the prediction of a constant to every row, as `select` alone would not.
-        found = rows.with_columns(predicted=expression.cast(pl.Float64), outside=outside)
+        predictions = rows.with_columns(predicted=expression.cast(pl.Float64), outside=outside)
         if outside is not None:
-            self.outside.append(found["outside"])
-        return found["predicted"].to_numpy()
+            self.outside.append(predictions["outside"])
+        return predictions["predicted"].to_numpy()
 
     def _with(self, values: Mapping[str, Value]) -> pl.DataFrame:
         """Return the rows with values as columns."""

@@ -193,8 +193,8 @@ def request_ranges(scope_id: str, predicted: pl.DataFrame, *, reference: bool) -
         predicted: See `predicted_requests`.
         reference: Fit gradient boosting on the same inputs and requests too.
     """
-    found = (_range(scope_id, name, predicted, reference=reference) for name in get_args(Composed))
-    return tuple(one for one in found if one is not None)
+    ranges = (_range(scope_id, name, predicted, reference=reference) for name in get_args(Composed))
+    return tuple(one for one in ranges if one is not None)
 
 
 def _range(scope_id: str, latency: Composed, rows: pl.DataFrame, *, reference: bool) -> RequestRange | None:

@@ -222,8 +222,8 @@ class RequestComposer(ABC):
         """
         a, inputs = self.arithmetic, self.inputs
         queue, batch, slots = inputs["queue"], inputs["batch"], self.models.server["max_num_seqs"]
-        found = self._overhead(target, arrives)
-        if found is None:
+        predicted = self._overhead(target, arrives)
+        if predicted is None:
             return None
         if target.state == "queue" and not self.models.knows_queue(self.models.models[target.model]):
             # Requests wait for blocks too; if none waits, only full slots are certain.
@@ -239,10 +239,10 @@ class RequestComposer(ABC):
                     f"{wait / 1e3:,.0f} ms are added for {leaving:,.0f} of the others to leave: outputs ahead * step time / slots"
                 ),
             )
-            return found + wait
+            return predicted + wait
         if not a.anywhere(queue > 0):
-            return found
-        return a.most(found, self._overhead(target, {**arrives, "queue": 0.0 * queue}, noted=False))
+            return predicted
+        return a.most(predicted, self._overhead(target, {**arrives, "queue": 0.0 * queue}, noted=False))
 
     def _cycle(self, decoding: Value, context: Value) -> tuple[Value, Value]:
         """Return the mean time of a step, including steps with prompts of others, and of the step in progress at an arrival."""
@@ -334,27 +334,27 @@ class OneRequest(RequestComposer):
         models.require_read(features, read_by, OTHERS)
         require_possible("request", {**stated, **features}, models.limit)
         others = {name: value for name, value in features.items() if name in OTHERS}
-        found = complete(NUMBERS, {**stated, **others}, models.server, mean)
-        if stated["batch"] is None and math.isnan(found["batch"]):
+        inputs = complete(NUMBERS, {**stated, **others}, models.server, mean)
+        if stated["batch"] is None and math.isnan(inputs["batch"]):
             raise UsageError(
                 "the number of running requests beside a queue is unknown", where="batch", hint="give --batch"
             )
         settings = (name for name, value in models.server.items() if value is not None)
-        names = {*found, *STEP_INPUTS, *features, *settings}
+        names = {*inputs, *STEP_INPUTS, *features, *settings}
         given = {"context": stated["context"]}
         self.assumed += models.changing_nothing(given, read_by, features, names)
-        batch = found["batch"]
+        batch = inputs["batch"]
         # An empty engine has no cached tokens.
         self.out_of_range += models.beyond(
-            "request", {n: found[n] for n in REQUEST_INPUTS if n != "context" or batch}
+            "request", {n: inputs[n] for n in REQUEST_INPUTS if n != "context" or batch}
         )
         if stated["batch"] is None:
             what = "nothing else runs" if queue == 0 else "as many as slots and KV blocks hold"
             self.assumed.append(f"batch {batch:.0f}: {what}")
         if batch or queue:
             like = "this request" if mean is None else f"the mean of {mean.requests:,} requests trained on"
-            lengths = f"prompt {found['others_prompt']:.0f}, output {found['others_output']:.0f}"
-            known = math.isfinite(found["steps_of_others"])
+            lengths = f"prompt {inputs['others_prompt']:.0f}, output {inputs['others_output']:.0f}"
+            known = math.isfinite(inputs["steps_of_others"])
             arrive = "as many arrive as finish" if known else "none of them arrives while it runs"
             self.assumed.append(f"the others are like {like}: {lengths}; {arrive}")
         if stated["context"] is None and batch:
@@ -362,32 +362,32 @@ class OneRequest(RequestComposer):
             where = (
                 "the mean of running requests in training" if measured else "halfway through their outputs"
             )
-            self.assumed.append(f"context {found['context']:.0f} of the others: {where}")
-        return found
+            self.assumed.append(f"context {inputs['context']:.0f} of the others: {where}")
+        return inputs
 
     def predict(self) -> RequestPrediction:
         """Compose the prediction."""
-        found, queue = self.compose(), self.stated["queue"]
+        durations, queue = self.compose(), self.stated["queue"]
         if self.models.setting("async_scheduling") is True and self.inputs["batch"]:
             self.assumed.append("scheduling runs a step ahead: the prompt waits one cycle more")
         for target in targets.parts_of("ttft"):
-            wait, value = self.overheads[target.name], found[target.name]
+            wait, value = self.overheads[target.name], durations[target.name]
             # Its errors were measured with the true work ahead; here that work is assumed.
             if wait and ((queue and target.state == "queue") or value != wait.value_us):
                 self.overheads[target.name] = PredictedDuration(value)
         ranges = {name: self._range_of(name) for name in targets.LATENCIES}
 
         def latency(name: str) -> PredictedDuration:
-            value = found[name]
+            value = durations[name]
             return PredictedDuration(value, *(ratio * value for ratio in ranges[name][0]))
 
         return RequestPrediction(
             scope_id=self.models.scope_id,
             overheads=self.overheads,
-            prefill=PredictedDuration(found["prefill"]),
+            prefill=PredictedDuration(durations["prefill"]),
             itl=latency("itl"),
-            ttft=None if found["ttft"] is None else latency("ttft"),
-            e2e=None if found["e2e"] is None else latency("e2e"),
+            ttft=None if durations["ttft"] is None else latency("ttft"),
+            e2e=None if durations["e2e"] is None else latency("e2e"),
             prefill_steps=self.prefill_steps,
             assumed=tuple(dict.fromkeys(self.assumed)),
             out_of_range=(*self.out_of_range, *in_lines(self.outside)),
@@ -396,13 +396,13 @@ class OneRequest(RequestComposer):
 
     def _evaluate_traffic(self) -> dict[str, float]:
         formulas = self.models.traffic
-        found = formulas.row(self.inputs, formulas.nodes)
-        return {name: found[name] or 0.0 for name in formulas.nodes}
+        values = formulas.row(self.inputs, formulas.nodes)
+        return {name: values[name] or 0.0 for name in formulas.nodes}
 
     def _step(self, stated: Mapping[str, float]) -> float:
-        found = self.models.predict(stated, self.features, stand_in=True)
-        self._note(found)
-        return found.interval.value_us
+        prediction = self.models.predict(stated, self.features, stand_in=True)
+        self._note(prediction)
+        return prediction.interval.value_us
 
     def _prefill(self) -> float:
         left, budget = self.inputs["prompt_tokens"] - self.inputs["cached"], self.inputs["budget"]
@@ -421,34 +421,38 @@ class OneRequest(RequestComposer):
             return None
         compiled = self.models.compiled(model)
         given = {**self.models.known_settings(compiled), **inputs, **self.features}
-        found = predict_row(compiled, given, stand_in=True, cycle_us=inputs["decode_cycle_us"])
+        prediction = predict_row(compiled, given, stand_in=True, cycle_us=inputs["decode_cycle_us"])
         if noted:
-            self._note(found)
-            self.overheads[target.name] = found.interval
-        return found.interval.value_us
+            self._note(prediction)
+            self.overheads[target.name] = prediction.interval
+        return prediction.interval.value_us
 
     def _beyond(self, name: str, where: bool, text: Callable[[], str]) -> None:  # noqa: ARG002 - the text has it
         if where:
             self.out_of_range.append(text())
 
-    def _note(self, found: Prediction) -> None:
-        self.assumed += found.assumed
-        self.outside += found.outside
+    def _note(self, prediction: Prediction) -> None:
+        self.assumed += prediction.assumed
+        self.outside += prediction.outside
 
     def _range_of(self, latency: str) -> tuple[tuple[float, ...], str]:
         """Return the published range of a composed latency as ratios to it, empty without one, and a note on it."""
-        found = self.models.ranges.get(latency)
-        if found is None:
+        published = self.models.ranges.get(latency)
+        if published is None:
             return (), "no range, because the files have no ranges of requests"
         reason = (
-            "the input is outside the training range" if self.out_of_range or self.outside else found.reason
+            "the input is outside the training range"
+            if self.out_of_range or self.outside
+            else published.reason
         )
-        if found.low_ratio is not None and found.high_ratio is not None and reason is None:
+        if published.low_ratio is not None and published.high_ratio is not None and reason is None:
             # Files of an earlier tracefit count every held-out request.
-            requests = found.holdout.n if found.requests_held_out is None else found.requests_held_out
-            ends = (found.low_ratio, found.high_ratio)
-            return ends, f"{found.coverage_pct:.0f} % of {requests} held-out requests lie in it"
-        errors = found.holdout
+            requests = (
+                published.holdout.n if published.requests_held_out is None else published.requests_held_out
+            )
+            ends = (published.low_ratio, published.high_ratio)
+            return ends, f"{published.coverage_pct:.0f} % of {requests} held-out requests lie in it"
+        errors = published.holdout
         if errors.mdape_pct is None or errors.p90_ape_pct is None:
             return (), f"no range, {reason}"
         return (), (

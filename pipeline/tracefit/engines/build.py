@@ -92,13 +92,13 @@ def build_runs(tasks: tuple[RunTask, ...]) -> tuple[BuiltRun | DataError, ...]:
         OSError: A table cannot be written.
     """
     # Errors are returned: raised, one would discard the finished runs of the job.
-    found: list[BuiltRun | DataError] = []
+    results: list[BuiltRun | DataError] = []
     for task in tasks:
         try:
-            found.append(build_run(task))
+            results.append(build_run(task))
         except DataError as error:
-            found.append(error)
-    return tuple(found)
+            results.append(error)
+    return tuple(results)
 
 
 def build_run(task: RunTask) -> BuiltRun:
@@ -274,8 +274,8 @@ def _numbered(tables: WrittenTables) -> Iterator[pl.DataFrame]:
 def _rows_at(tables: WrittenTables, rows: pl.Series) -> pl.DataFrame:
     """Return the requests at some row numbers, which increase."""
     places = rows.to_frame("row")
-    found = (piece.join(places, on="row", how="semi", maintain_order="left") for piece in _numbered(tables))
-    return pl.concat([schema.REQUESTS.empty(), *(piece.drop("row") for piece in found)])
+    pieces = (piece.join(places, on="row", how="semi", maintain_order="left") for piece in _numbered(tables))
+    return pl.concat([schema.REQUESTS.empty(), *(piece.drop("row") for piece in pieces)])
 
 
 def _replaced(tables: WrittenTables, rows: pl.Series, new: pl.DataFrame) -> Iterator[pl.DataFrame]:
@@ -327,9 +327,9 @@ def _require_spans(task: RunTask) -> None:
     staged = (read_staged(task.place, name, "other_scopes", ["scope"]) for name in {p.name for p in parts})
     scopes = {printable(scope or "unnamed") for rows in staged for scope in rows["scope"]}
     seen = f" ({', '.join(sorted(scopes)[:_MOST_NAMED])})" if scopes else ""
-    found = f"{other_spans} spans of other scopes{seen}, {rejects} unreadable records"
+    contents = f"{other_spans} spans of other scopes{seen}, {rejects} unreadable records"
     raise DataError(
-        f"holds no spans of {', '.join(dialects.READ_SCOPES)}: {found}",
+        f"holds no spans of {', '.join(dialects.READ_SCOPES)}: {contents}",
         where=task.name,
         hint=f"start vLLM with {ENDPOINT_FLAG} URL, which gives a span of every request",
     )

@@ -105,7 +105,7 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
         block_size=limits.block_size,
         kv_bytes_per_token=architecture.kv_bytes_per_token if architecture else None,
     )
-    found = {(run, server): lag for run, server, lag in execution_lags(timeline, events).iter_rows()}
+    lags = {(run, server): lag for run, server, lag in execution_lags(timeline, events).iter_rows()}
     overload = overload_of(
         run_id, store.read("requests", [run_id], REQUEST_COLUMNS), steps.select(STEP_COLUMNS)
     )
@@ -118,7 +118,7 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
         counters=step_counters(steps.select(*ENGINE, "step_id"), events),
         clock_checks=clock_disagreements(timeline, journeys),
         # Without a lag in its journeys, a server is assumed to schedule in step with execution.
-        lags={key: found.get(key, 0) for key in runs.select(SERVER).iter_rows()},
+        lags={key: lags.get(key, 0) for key in runs.select(SERVER).iter_rows()},
         requeue_waits=requeue_waits(journeys),
         unknown_batches=unknown,
     )
@@ -178,9 +178,9 @@ def scope_tables(parts: Sequence[ScopeTables]) -> ScopeTables:
 
 
 def _concat(frames: list[pl.DataFrame]) -> pl.DataFrame:
-    found = pl.concat(frames, how="diagonal_relaxed", rechunk=True)
+    joined = pl.concat(frames, how="diagonal_relaxed", rechunk=True)
     # A column of one value is a scalar until it is copied to another process; the last digit of a division by one differs.
-    return pl.DataFrame(found.get_columns())
+    return pl.DataFrame(joined.get_columns())
 
 
 def _of_each(

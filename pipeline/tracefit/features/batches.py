@@ -53,10 +53,10 @@ def capture_sizes(context: RunContext) -> tuple[int, ...]:
 def _numbers(setting: object) -> tuple[int, ...]:
     """Return the numbers of a setting, a number or the JSON text of a list of them, in order; empty for anything else."""
     try:
-        found = json.loads(str(setting))
+        value = json.loads(str(setting))
     except ValueError:
         return ()
-    listed = found if isinstance(found, list) else [found]
+    listed = value if isinstance(value, list) else [value]
     return tuple(sorted({n for n in listed if type(n) is int and 0 < n <= _LARGEST_GRAPH * 16}))
 
 
@@ -99,7 +99,7 @@ def _experts(model: ModelArchitecture, decodes: str, ranks: int) -> str:
 def add_batch_terms(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
     """Add `BATCH_TERMS` to a timeline, null for a server without them."""
     formulas = batch_formulas(context)
-    found = timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in BATCH_TERMS)
+    frame = timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in BATCH_TERMS)
     for name, text in formulas.items():
-        found = found.with_columns(to_polars(parse_formula(text, where=name), {}).alias(name))
-    return found.drop(formulas.keys() - set(BATCH_TERMS))
+        frame = frame.with_columns(to_polars(parse_formula(text, where=name), {}).alias(name))
+    return frame.drop(formulas.keys() - set(BATCH_TERMS))

@@ -214,13 +214,13 @@ def find_feature_set(name_or_file: str) -> FeatureSet:
     Raises:
         UsageError: No such set; the line names the existing ones.
     """
-    found = BUILT_IN.get(name_or_file)
-    if found is None:
+    built_in = BUILT_IN.get(name_or_file)
+    if built_in is None:
         raise UsageError(
             f"feature set {excerpt(name_or_file)!r} is not known",
             hint=f"{known_names(name_or_file, BUILT_IN)}; or give a .yaml or .json file",
         )
-    return found
+    return built_in
 
 
 def read_feature_set(path: Path) -> FeatureSet:
@@ -250,15 +250,15 @@ def parse_feature_set(content: bytes | str, *, where: str, is_json: bool = False
 
 def _features(table: str) -> tuple[Feature, ...]:
     """Return the features of a table: name, with a + before one that only costs time; unit; reason; formula, unless it is a column."""
-    found = []
+    features = []
     for row in table.splitlines():
         named, unit, reason, *formula = (cell.strip() for cell in row.split("|"))
         name = named.removeprefix("+ ")
         # Free signs fit a few permille better within the training load and run away beyond it: -33 us per prefill token on
         # one H100 run.
         sign: Sign | None = None if name == named else "non_negative"
-        found.append(Feature(name, unit, "".join(formula) or name, reason, sign))
-    return tuple(found)
+        features.append(Feature(name, unit, "".join(formula) or name, reason, sign))
+    return tuple(features)
 
 
 _CONFIGURATION = _features("""\

@@ -196,5 +196,5 @@ def around_steps() -> tuple[Target, ...]:
 
 def parts_of(latency: Literal["ttft", "client"]) -> tuple[Target, ...]:
     """Return the targets whose `adds_to` is `latency`, in the order a request goes through them."""
-    found = (target for target in TARGETS if target.adds_to == latency)
-    return tuple(sorted(found, key=lambda target: _EVENT_ORDER.index(target.begins)))
+    parts = (target for target in TARGETS if target.adds_to == latency)
+    return tuple(sorted(parts, key=lambda target: _EVENT_ORDER.index(target.begins)))

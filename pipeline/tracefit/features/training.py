@@ -105,15 +105,15 @@ def definitions(formulas: Iterable[str], context: RunContext) -> dict[str, str]:
     if model is not None:
         known |= work_formulas(model, tp=tp)
         known |= roofline_formulas(model, gpu, tp=tp) if gpu is not None else {}
-    found: dict[str, str] = {}
+    needed: dict[str, str] = {}
     # A definition may use further names: repeat until no new one appears.
     pending = list(formulas)
     while pending:
         names = set().union(*(names_in(parse_formula(formula, where="feature")) for formula in pending))
-        new = {name: known[name] for name in names & known.keys() - found.keys()}
-        found |= new
+        new = {name: known[name] for name in names & known.keys() - needed.keys()}
+        needed |= new
         pending = list(new.values())
-    return dict(sorted(found.items()))
+    return dict(sorted(needed.items()))
 
 
 # -- step times ------------------------------------------------------------------------------------------

@@ -210,12 +210,12 @@ def _read_lines(name: str, chunks: Iterable[bytes], offset: int, most_bytes: int
         starts = (match.start() for match in _BATCH_IN_LINE.finditer(line, 1))
         for begin, end in pairwise(chain([0], starts, [len(line)])):
             part = line[begin:end]
-            found = decode_batch(part, "json") if len(part) < len(line) else batch
-            if isinstance(found, str):
-                reason = found if end == len(line) else "record cut: another begins inside"
+            decoded = decode_batch(part, "json") if len(part) < len(line) else batch
+            if isinstance(decoded, str):
+                reason = decoded if end == len(line) else "record cut: another begins inside"
                 yield Reject(name, start + begin, len(part), reason, excerpt(part, "json"))
             else:
-                yield RecordedBatch(start + begin, "json", found)
+                yield RecordedBatch(start + begin, "json", decoded)
     return offset + size
 
 

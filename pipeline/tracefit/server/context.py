@@ -80,22 +80,22 @@ def read_context(
     settings = assume_defaults(merge(read_all_settings(run_configs), overrides))
     text = as_text(read_bytes(model_config), where=str(model_config)) if model_config else None
     name = settings.gpu if gpu is None else gpu
-    found = None
+    known_gpu = None
     if gpu and "://" in gpu:
         # Refused without showing it: a URL may contain a password, and a GPU's name gets into tables and reports.
         raise UsageError(
             "is a URL", where="--gpu", hint="give the name of a GPU, or a JSON file on this machine"
         )
     if name and name.lower().endswith(".json"):
-        found = read_gpu(Path(name))
+        known_gpu = read_gpu(Path(name))
     elif name:
         # A GPU may be newer than the catalogue: `_assemble` names it, and the features that are left out without it.
         try:
-            found = find_gpu(name)
+            known_gpu = find_gpu(name)
         except UnknownGpuError:
             if gpu:
                 settings = merge(settings, settings_from({"gpu": gpu}, where="--gpu"))
-    return _assemble(settings, text, str(model_config), found)
+    return _assemble(settings, text, str(model_config), known_gpu)
 
 
 def _assemble(settings: ServerSettings, text: str | None, where: str, gpu: Gpu | None) -> RunContext:

@@ -200,12 +200,12 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-        found: dict[object, object] = super().construct_mapping(node, deep)
-        if len(found) < len(node.value):
+        mapping: dict[object, object] = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
             ((text, _),) = Counter(str(key.value) for key, _ in node.value).most_common(1)
             *_, again = (key for key, _ in node.value if str(key.value) == text)
             raise yaml.MarkedYAMLError(problem=f"{text} stands twice", problem_mark=again.start_mark)
-        return found
+        return mapping
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if len(node.value) > _MAX_INTEGER_CHARS:

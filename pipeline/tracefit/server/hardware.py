@@ -188,8 +188,8 @@ def find_gpu(name: str) -> Gpu:
     Raises:
         UnknownGpuError: No such GPU; the line names the closest and all others of the catalogue.
     """
-    if found := _NAMES.get(_key(name)):
-        return found
+    if gpu := _NAMES.get(_key(name)):
+        return gpu
     # Cut first: matching takes time with the square of the length.
     close = difflib.get_close_matches(_key(name)[:_MAX_NAME_CHARS], _NAMES, n=_SUGGESTIONS, cutoff=0.6)
     meant = dict.fromkeys(_NAMES[key].name for key in close)

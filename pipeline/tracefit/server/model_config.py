@@ -209,18 +209,18 @@ class _Config:
     def find(self, *keys: str) -> tuple[str, object] | None:
         """Return the first of several spellings that is set; they may not contradict each other."""
         # Conversion scripts leave several spellings in one file; if they differ, either value may be wrong.
-        found = [(key, value) for key in keys if (value := self.get(key)) is not None]
-        for key, value in found[1:]:
-            if value != found[0][1]:
-                first, other = excerpt(found[0][1]), excerpt(value)
-                raise self.fault(f"{found[0][0]} {first} and {key} {other} contradict")
-        return found[0] if found else None
+        stated = [(key, value) for key in keys if (value := self.get(key)) is not None]
+        for key, value in stated[1:]:
+            if value != stated[0][1]:
+                first, other = excerpt(stated[0][1]), excerpt(value)
+                raise self.fault(f"{stated[0][0]} {first} and {key} {other} contradict")
+        return stated[0] if stated else None
 
     def integer(self, *keys: str, least: int = 1, most: int = _MOST_WIDTH) -> int | None:
         """Return a whole number under one of several spellings, or the family's default, or None."""
-        found = self.find(*keys)
-        if found is not None:
-            return validated(whole_number(least, most), found[1], key=found[0], where=self.where)
+        stated = self.find(*keys)
+        if stated is not None:
+            return validated(whole_number(least, most), stated[1], key=stated[0], where=self.where)
         default = _DEFAULTS.get(self.family, {}).get(keys[0])
         if default is not None:
             self.assumed.append(f"{keys[0]} {default} assumed: default of {self.model_type}")
@@ -478,12 +478,12 @@ def _tied(config: _Config) -> bool:
 
 
 def _dtype(config: _Config) -> str:
-    found = config.find(*_DTYPE)
+    stated = config.find(*_DTYPE)
     # vLLM's choice if no type is stated.
-    if found is None or found[1] == "auto":
+    if stated is None or stated[1] == "auto":
         config.assumed.append("dtype bfloat16 assumed: torch_dtype is absent")
         return "bfloat16"
-    return validated(TEXT, found[1], key=found[0], where=config.where).removeprefix("torch.")
+    return validated(TEXT, stated[1], key=stated[0], where=config.where).removeprefix("torch.")
 
 
 # -- bytes per number -------------------------------------------------------------------------------------
@@ -612,8 +612,8 @@ def _part(section: Document, key: str) -> Document:
 
 
 def _bits(section: Document, *, where: str) -> int | None:
-    found = ((key, value) for key in _BITS if (value := section.get(key)) is not None)
-    key, value = next(found, (None, None))
+    stated = ((key, value) for key in _BITS if (value := section.get(key)) is not None)
+    key, value = next(stated, (None, None))
     return (
         None
         if key is None

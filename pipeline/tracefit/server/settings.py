@@ -343,7 +343,7 @@ def read_all_settings(paths: Iterable[Path]) -> ServerSettings:
     Raises:
         UsageError: One cannot be read, or two contradict.
     """
-    found = ServerSettings()
+    merged = ServerSettings()
     stated: dict[str, tuple[Scalar, Path]] = {}
     for path in paths:
         more = read_settings(path)
@@ -355,8 +355,8 @@ def read_all_settings(paths: Iterable[Path]) -> ServerSettings:
                     where=str(path),
                     hint="keep one of the two files, or name one with --run-config",
                 )
-        found = merge(found, more)
-    return found
+        merged = merge(merged, more)
+    return merged
 
 
 def parse_settings(content: bytes | str, *, where: str, is_json: bool = False) -> ServerSettings:
