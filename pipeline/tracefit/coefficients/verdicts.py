@@ -214,7 +214,7 @@ def _criterion(models: Mapping[str, Validation], evidence: BesideModels, thresho
         # The hold-out has no such rows: the model is neither confirmed nor refuted.
         answer, reason = (
             "with limits",
-            f"{measure.what.removesuffix(':')}: the hold-out has no rows that show it",
+            f"{measure.what.removesuffix(':')}: the hold-out does not show it",
         )
         if threshold.measure in _OF_REPLAYS and evidence.replays:
             reason = f"no run can be replayed: {evidence.replays[0].reason}"
