@@ -277,7 +277,7 @@ def _alike(model: Model, scope: ModelScope, tables: ScopeTables) -> _Alike:
 def _steps_alike(rows: pl.DataFrame, published: Validation | None) -> tuple[pl.DataFrame, str | None]:
     """Return the rows of the kind that a published error of step times is of: single steps, or intervals too.
 
-    The second value says how the rows differ where there are none of the kind.
+    The second value says how the rows differ if none is of that kind.
     """
     # The mean over an interval is easier to predict than a single step.
     single = rows.filter(is_one_step())

@@ -68,7 +68,7 @@ class ServerOptions:
         """The single settings.
 
         Raises:
-            UsageError: A name is nearly that of a setting, or a value is none that its setting can have.
+            UsageError: A setting's name looks misspelt, or its value is not allowed.
         """
         if isinstance(self.settings, ServerSettings):
             return self.settings

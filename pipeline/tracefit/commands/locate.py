@@ -30,7 +30,7 @@ def is_tables(path: str | Path) -> bool:
     from tracefit.tables.store import TableStore  # noqa: PLC0415
 
     place = place_of(path)
-    # Of a bucket, the manifest alone is asked for.
+    # In a bucket, only the manifest is read.
     return (isinstance(place, BucketPath) or place.is_dir()) and bool(TableStore(place).runs())
 
 
@@ -44,7 +44,7 @@ def tables_of(models: str | Path) -> Path:
     """Return the tables that models were trained on: `tables/` in their folder, or beside it.
 
     Raises:
-        UsageError: There are none.
+        UsageError: No tables are there.
     """
     path = find_models(models)
     folder = path if path.is_dir() else path.parent

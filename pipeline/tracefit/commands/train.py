@@ -73,7 +73,7 @@ class TrainOptions:
         fast: Skip the gradient-boosted references, most of the time training takes.
         include_overloaded: Train on overloaded runs too, where their scope has others.
         across: Also leave out every run, model and GPU in turn and measure the models fitted on the others.
-        thresholds: What each use requires of the models.
+        thresholds: Requirements of each use.
     """
 
     beta_target: BetaTarget = "auto"
@@ -270,7 +270,7 @@ def fit_runs(
 def _sampled(
     store: TableStore, runs: pl.DataFrame, progress: Progress
 ) -> tuple[pl.DataFrame, dict[str, tuple[str, ...]]]:
-    """Return the rows of the runs to train on, and a note for each scope of which some are left out."""
+    """Return the rows of the runs to train on, and a note for each scope with some left out."""
     kept: list[str] = []
     notes: dict[str, tuple[str, ...]] = {}
     for scope, members in scopes_of(runs, str(store.root)):

@@ -203,7 +203,7 @@ def _compare(there: object, here: object, place: str) -> Iterator[Difference | N
 
 def _same(there: object, here: object) -> bool:
     if isinstance(there, float) and isinstance(here, float):
-        # A number that is zero but for rounding has no relative error.
+        # A number that is zero up to rounding has no relative error.
         return math.isclose(there, here, rel_tol=RELATIVE, abs_tol=_SMALLEST)
     return there == here
 

@@ -42,9 +42,7 @@ _CHIPS = {
 }
 """GPU name to BLIS's name. A GPU that is not here keeps its name and is described in hardware_config.json."""
 
-_NO_REQUESTS = (
-    "no traced request has its times: there is none to replay, and the workload of the use line is BLIS's own"
-)
+_NO_REQUESTS = "no traced request has its times, so no request can be replayed, and the workload of the use line is BLIS's own"
 _HEADER = "trace_version: 2\ntime_unit: microseconds\nmode: real\nwarm_up_requests: 0\n"
 
 

@@ -130,7 +130,7 @@ def axes(train: pl.DataFrame) -> tuple[Vector, Vector, Vector]:
 
 
 def _predicted_ms(source: Source, described: pl.DataFrame) -> Vector:
-    # What is not described is taken from the training steps, as `predict` does.
+    # Inputs that are not given come from the training steps, as in `predict`.
     return evaluated_steps(source.models, described)["predicted_us"].to_numpy() / 1e3
 
 
