@@ -182,8 +182,8 @@ def command(task: str, *, quiet: bool = False) -> Iterator[Terminal]:
         raise
     # Here, not only in `called`: typer would handle an interrupt and a closed pipe itself.
     except BaseException as error:
-        # Rust has already written the text of a panic to file descriptor 2. Buffering that would also hide why a process was
-        # aborted, for example out of memory.
+        # Rust has already written the text of a panic to file descriptor 2. Buffering that would also hide
+        # why a process was aborted, for example out of memory.
         terminal.close()
         raise typer.Exit(_exit_code(error, terminal.doing)) from error
     finally:
@@ -268,7 +268,8 @@ def _open_streams() -> None:
     for name, mode in (("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
         stream = getattr(sys, name)
         if stream is None:
-            # Open for the program's lifetime under the free number, so that no other file receives text meant for a terminal.
+            # Open for the program's lifetime under the free number, so that no other file receives text meant
+            # for a terminal.
             setattr(sys, name, os.fdopen(os.open(os.devnull, mode), "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

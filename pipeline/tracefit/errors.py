@@ -88,7 +88,8 @@ class UsageError(TracefitError):
 
 
 _CREDENTIALS = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]{1,20}:/+)(?:[^\s/?:]*:\S*|[^\s/?]*)@")
-"""The credentials before the host of a URL. A secret key may contain slashes, although they should be written as %2F."""
+"""The credentials before the host of a URL. A secret key may contain slashes, although they should be written
+as %2F."""
 
 
 def without_credentials(text: str) -> str:

@@ -1,21 +1,21 @@
 """Evaluate coefficient files (alpha.json, beta.json) with the Python standard library alone.
 
-This file depends on nothing else: copy it, or read it as the description of how a consumer evaluates a model. tracefit has an
-evaluator of its own, for rows and for frames, and takes the limits and tables from here.
+This file depends on nothing else: copy it, or read it as the description of how a consumer evaluates a model.
+tracefit has an evaluator of its own, for rows and for frames, and takes the limits and tables from here.
 
     from evaluator import load, predict
 
     model = load("beta.json", "beta.cycle_time")
     predict(model, {"prefill_tokens": 512, "decode_tokens": 24, ...})
 
-`load` refuses, with a ValueError, what tracefit refuses in the parts of a file that a prediction reads: numbers that are not
-finite, unknown or duplicate keys, formulas that are not allowed or build on themselves, and more of anything than a file may
-hold. Ranges, errors and provenance are not checked.
+`load` refuses, with a ValueError, what tracefit refuses in the parts of a file that a prediction reads:
+numbers that are not finite, unknown or duplicate keys, formulas that are not allowed or build on themselves,
+and more of anything than a file may hold. Ranges, errors and provenance are not checked.
 
-`features` are values by name: columns of the tables, or features as the file names them. A value that is given wins over
-its formula; None and NaN are unknown: a comparison with it does not hold, and a sum with it is None, as is one that is not
-finite. A name that is neither given nor computable is a KeyError, even in a condition that another comparison decides. All
-predictions are in us and not below 0.
+`features` are values by name: columns of the tables, or features as the file names them. A value that is
+given wins over its formula; None and NaN are unknown: a comparison with it does not hold, and a sum with it
+is None, as is one that is not finite. A name that is neither given nor computable is a KeyError, even in a
+condition that another comparison decides. All predictions are in us and not below 0.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ COMPARE = {
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 TYPESET = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u2212": "-", "\u00f7": "/"})
 
-# A file may come from anywhere: its contents are bounded, a formula is short, and other Python syntax (0x1f, 1_000, strings,
-# other scripts) never reaches the parser.
+# A file may come from anywhere: its contents are bounded, a formula is short, and other Python syntax (0x1f,
+# 1_000, strings, other scripts) never reaches the parser.
 MAX_FILE_BYTES = 16 * 1024 * 1024  # thousands of models; even the worst such JSON fits in memory once parsed
 MAX_VALUES = 500_000
 MAX_MODELS = 10_000

@@ -22,7 +22,8 @@ SETTINGS = {
 """Variables that are read at the start of a process, polars or pyarrow."""
 
 _MANY_OBJECTS = 50_000
-"""New objects after which the collector looks for cycles: imports and spans make very many objects, but hardly any cycles."""
+"""New objects after which the collector looks for cycles: imports and spans make very many objects, but
+hardly any cycles."""
 
 # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

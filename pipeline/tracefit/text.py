@@ -1,7 +1,7 @@
 """Numbers, tables and names of scopes as text, the same in a terminal, in a pipe, on the page and in a test.
 
-A number is written to its significant digits, an unknown one as `-`; scopes are named without the hash of their settings
-if that is enough to distinguish them.
+A number is written to its significant digits, an unknown one as `-`; scopes are named without the hash of
+their settings if that is enough to distinguish them.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class ScopeLabel:
 
     Attributes:
         name: The id without its hash if that identifies the scope; else the whole id.
-        detail: Its runs and the settings that differ from those of scopes with the same name; empty if the name is unique.
+        detail: Its runs and the settings that differ from those of scopes with the same name; empty if the
+            name is unique.
     """
 
     name: str

@@ -1,8 +1,9 @@
 """The evaluator of model files: a model is compiled once, then evaluated for a row or for a frame.
 
-Formulas become expression nodes (`features.expressions`) in the order in which they build on each other. Formulas, conditions
-and lines (`fit.results`) are written once, over an `Algebra`: numbers of a row or columns of a frame. Only `evaluator.py`, a
-standalone file to copy, repeats this. All evaluators share one contract:
+Formulas become expression nodes (`features.expressions`) in the order in which they build on each other.
+Formulas, conditions and lines (`fit.results`) are written once, over an `Algebra`: numbers of a row or
+columns of a frame. Only `evaluator.py`, a standalone file to copy, repeats this. All evaluators share one
+contract:
 
 - An empty `any` is false, an empty `all` is true.
 - A feature without a value (null or NaN) is unknown: a comparison with it does not hold, a sum with it is unknown too.
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 
 MAX_NAMES_SHOWN = 40
 STEP_RESIDUAL = "step_residual_us"
-"""Column of a training frame: time from a request's arrival to the next known step start; null when the engine is idle."""
+"""Column of a training frame: time from a request's arrival to the next known step start; null when the
+engine is idle."""
 
 
 # -- the linear forms of a model ---------------------------------------------------------------------------
@@ -143,8 +145,8 @@ class Formulas:
         }
         if wrong := sorted(used & columns - numbers):
             raise UsageError("is not a column of numbers", where=wrong[0])
-        # One column after the other, so that a shared definition is computed once. Each is computed from a frame of its own
-        # inputs: adding columns to the full frame costs time in proportion to its width.
+        # One column after the other, so that a shared definition is computed once. Each is computed from a
+        # frame of its own inputs: adding columns to the full frame costs time in proportion to its width.
         computed: dict[str, pl.Series] = {}
         for name, node in self.nodes.items():
             needed = self.needs[name]

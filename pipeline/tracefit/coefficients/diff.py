@@ -57,7 +57,8 @@ def prediction_diffs(first: Model, second: Model) -> tuple[list[PredictionDiff],
     """Compare the predictions of the linear forms of two models over their shared training range.
 
     Returns:
-        One difference per linear form that both have and whose columns have a range, and the reasons for the other forms.
+        One difference per linear form that both have and whose columns have a range, and the reasons for the
+        other forms.
     """
     diffs: list[PredictionDiff] = []
     notes: list[str] = []

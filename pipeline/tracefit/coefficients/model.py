@@ -1,9 +1,10 @@
 """The published files, as pydantic models: coefficient files (alpha.json, beta.json) and the evaluation.
 
-A coefficient file holds one model per name and scope, in one of three forms: one line (`LinearModel`), one line per regime
-(`RegimesModel`), or API work followed by the wait for a step boundary (`BoundaryModel`). Results of the fit (`fit.results`) are
-published as they are; the classes here compose them and add what is computed for the files alone. The rules of the files (no
-unknown keys, finite numbers) hold for those results too.
+A coefficient file holds one model per name and scope, in one of three forms: one line (`LinearModel`), one
+line per regime (`RegimesModel`), or API work followed by the wait for a step boundary (`BoundaryModel`).
+Results of the fit (`fit.results`) are published as they are; the classes here compose them and add what is
+computed for the files alone. The rules of the files (no unknown keys, finite numbers) hold for those results
+too.
 """
 
 from __future__ import annotations
@@ -117,9 +118,10 @@ class Verdict(Strict):
 class RequestRange(Strict):
     """Range of measured latencies around those that `predict` composes from a request's lengths, its batch and the queue.
 
-    `low_ratio` and `high_ratio` are the 5th and 95th percentile of measured / predicted over the requests of the training
-    part. Both are null unless 85 % of the later, held-out requests lie between the two. Every request is described by the
-    facts at its arrival, and only requests inside the training range of the models count for the range.
+    `low_ratio` and `high_ratio` are the 5th and 95th percentile of measured / predicted over the requests of
+    the training part. Both are null unless 85 % of the later, held-out requests lie between the two. Every
+    request is described by the facts at its arrival, and only requests inside the training range of the
+    models count for the range.
     """
 
     scope_id: str

@@ -1,7 +1,8 @@
 """Load coefficient files and predict steps and requests from them: the library's `tracefit.load`.
 
-`Models` holds files and finds the models of a scope; `predict` and `requests` compute single predictions, `predict_frames` those of
-a frame. A single prediction is made in plain Python: neither numpy nor polars nor scikit-learn is imported for it.
+`Models` holds files and finds the models of a scope; `predict` and `requests` compute single predictions,
+`predict_frames` those of a frame. A single prediction is made in plain Python: neither numpy nor polars nor
+scikit-learn is imported for it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def load(*paths: str | Path | Iterable[str | Path]) -> Models:
     """Read coefficient files.
 
     Args:
-        paths: Files, or folders that hold alpha.json, beta.json or both, themselves or in `models/`; also lists of these.
+        paths: Files, or folders that hold alpha.json, beta.json or both, themselves or in `models/`; also
+            lists of these.
 
     Raises:
         UsageError: A file is missing, damaged or of another kind, or two files hold the same model.
@@ -190,10 +192,11 @@ class Models:
         """Predict how long a step takes, or every step of a frame.
 
         Args:
-            rows: A frame of polars, pandas, pyarrow or another library, columns by name, or one mapping per row; with timeline
-                columns, or with columns named as the arguments below. The result adds `predicted_us`, `low_us`, `high_us`
-                and `out_of_range`: a frame comes back as one of its own library, anything else, and a lazy frame, as polars.
-                A null in a row gives a null prediction; a column that looks misspelt causes a warning.
+            rows: A frame of polars, pandas, pyarrow or another library, columns by name, or one mapping per
+                row; with timeline columns, or with columns named as the arguments below. The result adds
+                `predicted_us`, `low_us`, `high_us` and `out_of_range`: a frame comes back as one of its own
+                library, anything else, and a lazy frame, as polars. A null in a row gives a null prediction;
+                a column that looks misspelt causes a warning.
             scope: See `scope`.
             batch: Decoding requests.
             context: Mean tokens in their caches.
@@ -205,8 +208,8 @@ class Models:
 
         Raises:
             DataError: The model of step times could not be fitted.
-            UsageError: No such model, a required feature is missing, or the server runs no such step; for a frame the first
-                such row is named, and no row is predicted.
+            UsageError: No such model, a required feature is missing, or the server runs no such step; for a
+                frame the first such row is named, and no row is predicted.
 
         Examples:
             >>> import tracefit
@@ -261,10 +264,9 @@ class Models:
         """Predict queue wait, TTFT, ITL and E2E of a request, or of every request of a frame.
 
         Args:
-            rows: As in `predict_step`, with columns named as the arguments below, or as the flags (prompt_tokens or prompt, and
-                output_tokens or output, at least).
-                The result adds one `*_us` column per duration, `*_low_us` and `*_high_us` of TTFT, ITL and E2E, and
-                `out_of_range`.
+            rows: As in `predict_step`, with columns named as the arguments below, or as the flags
+                (prompt_tokens or prompt, and output_tokens or output, at least). The result adds one `*_us`
+                column per duration, `*_low_us` and `*_high_us` of TTFT, ITL and E2E, and `out_of_range`.
             scope: See `scope`.
             prompt_tokens: Prompt.
             output_tokens: Tokens to generate.
@@ -276,8 +278,8 @@ class Models:
 
         Raises:
             DataError: The model of step times could not be fitted.
-            UsageError: No such model, or the server would refuse such a request; for a frame the first such row is named, and
-                no row is predicted.
+            UsageError: No such model, or the server would refuse such a request; for a frame the first such
+                row is named, and no row is predicted.
 
         Examples:
             >>> import tracefit

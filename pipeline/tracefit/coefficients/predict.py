@@ -466,8 +466,8 @@ class ScopeModels:
 
         Raises:
             DataError: The model of step times could not be fitted.
-            UsageError: No such model, a required feature is missing, an unused feature was passed, or the server does not
-                run such a step.
+            UsageError: No such model, a required feature is missing, an unused feature was passed, or the
+                server does not run such a step.
         """
         model = self.step_model
         self.require_read(features, [model])

@@ -127,8 +127,8 @@ def _frame(rows: Any) -> pl.DataFrame:
         known = known.collect(backend="polars")
     if isinstance(known, nw.DataFrame):
         return known.to_polars()
-    # A frame that narwhals does not support, or columns by name, which may mix integers and floats; a single number fills
-    # its column.
+    # A frame that narwhals does not support, or columns by name, which may mix integers and floats; a single
+    # number fills its column.
     if isinstance(rows, Mapping) or hasattr(rows, "__arrow_c_stream__"):
         return pl.DataFrame(rows, strict=False)
     listed = list(rows)
@@ -346,12 +346,13 @@ def predict_requests(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
         rows: prompt_tokens and output_tokens at least; further columns and features win over what follows from these.
 
     Returns:
-        The rows with a `*_us` column per duration that `compose` predicts, `*_low_us` and `*_high_us` of TTFT, ITL and E2E, and
-        `out_of_range`, which names the inputs outside the training range; these rows have no range.
+        The rows with a `*_us` column per duration that `compose` predicts, `*_low_us` and `*_high_us` of
+        TTFT, ITL and E2E, and `out_of_range`, which names the inputs outside the training range; these rows
+        have no range.
 
     Raises:
-        UsageError: A column is missing, the server would refuse one of the requests (then no request is predicted), or the
-            model of step times is missing.
+        UsageError: A column is missing, the server would refuse one of the requests (then no request is
+            predicted), or the model of step times is missing.
     """
     given = completed_requests(models, rows)
     _require_possible(models, "request", given, (*REQUEST_INPUTS, *OTHERS))

@@ -1,7 +1,8 @@
 """Publish fitted scopes: as coefficient files, and as the evaluation of everything that was measured.
 
-The results of the fit (`fit.fitted`, `fit.results`) become the published types of `model`; nothing is fitted here. Only the
-ranges in alpha.json are measured here, because they compare traced requests with predictions by the finished files.
+The results of the fit (`fit.fitted`, `fit.results`) become the published types of `model`; nothing is fitted
+here. Only the ranges in alpha.json are measured here, because they compare traced requests with predictions
+by the finished files.
 """
 
 from __future__ import annotations

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 class LatencyRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
     """Predicts the target of a fitted model, in microseconds, from the rows of X.
 
-    X is an array whose columns are `feature_names_in_`, in this order, or a frame of any library that has these columns, or
-    features that are computed from them, among others: `timeline` and the training tables do. A missing value in X is an
-    error, as for most regressors of scikit-learn.
+    X is an array whose columns are `feature_names_in_`, in this order, or a frame of any library that has
+    these columns, or features that are computed from them, among others: `timeline` and the training tables
+    do. A missing value in X is an error, as for most regressors of scikit-learn.
 
     Args:
         model: The model, from a coefficient file; `Models.as_sklearn` gives it.
-        features: Columns of X: features of the model, or columns of the tables that they are computed from. By default these
-            columns, in alphabetical order.
+        features: Columns of X: features of the model, or columns of the tables that they are computed from.
+            By default these columns, in alphabetical order.
 
     Examples:
         Steps of 1 ms and 50 us per decode token, predicted for 4 and for 10 tokens:

@@ -1,7 +1,8 @@
 """Compare predictions of whole requests with measurements: the ranges of TTFT, ITL and E2E around what `predict` composes.
 
-The intervals of the single models do not add up to one of a composed latency: errors of a step repeat in every step of a
-request, and the batch changes while it runs. The range is therefore measured on the composed latencies themselves.
+The intervals of the single models do not add up to one of a composed latency: errors of a step repeat in
+every step of a request, and the batch changes while it runs. The range is therefore measured on the composed
+latencies themselves.
 """
 
 from __future__ import annotations
@@ -93,9 +94,9 @@ def described_requests(
         queue: `timeline.queue.queue_state`, null if journeys are incomplete.
 
     Returns:
-        Requests with known lengths, by `REQUEST`: prompt_tokens, output_tokens, cached, `queue` and `batch` (those that waited
-        ahead of it and those that ran when it was queued; without `queue_state`, those of the step before); split, and the
-        measured ttft_us, itl_us and e2e_us, null if it was cut off.
+        Requests with known lengths, by `REQUEST`: prompt_tokens, output_tokens, cached, `queue` and `batch`
+        (those that waited ahead of it and those that ran when it was queued; without `queue_state`, those of
+        the step before); split, and the measured ttft_us, itl_us and e2e_us, null if it was cut off.
     """
     met = timeline.drop_nulls("ts_start_ns").select(
         *SERVER,

@@ -1,8 +1,8 @@
 """Compose the latencies of a request from the models of a scope: written once, for one request and for many.
 
-A value is a number, or a numpy array with one number per request. Python's operators are the same for both; `Arithmetic`
-has the few operations that differ. `OneRequest` predicts steps and overheads of one request in plain Python,
-`predict_frames.ManyRequests` those of a frame; `RequestComposer` combines them.
+A value is a number, or a numpy array with one number per request. Python's operators are the same for both;
+`Arithmetic` has the few operations that differ. `OneRequest` predicts steps and overheads of one request in
+plain Python, `predict_frames.ManyRequests` those of a frame; `RequestComposer` combines them.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def complete(
 ) -> dict[str, Value]:
     """Return the values of `REQUEST_INPUTS`, `OTHERS`, `RUNNING`, `steps_of_others` and `capacity` of described requests.
 
-    `capacity` is the number of requests that slots and KV blocks have room for, NaN if neither is known. Then `batch` is NaN
-    too, if requests wait and the number of running ones is not given.
+    `capacity` is the number of requests that slots and KV blocks have room for, NaN if neither is known. Then
+    `batch` is NaN too, if requests wait and the number of running ones is not given.
 
     Args:
         a: Arithmetic of the values.
@@ -217,8 +217,9 @@ class RequestComposer(ABC):
     def _before(self, target: targets.Target, arrives: Mapping[str, Value], cycle: Value) -> Value | None:
         """Predict a duration before the first step, at least as long as with an empty queue.
 
-        A model that was trained without a queue has no term for it. The wait is then that for the requests that have to leave
-        before this one runs: outputs ahead * step time / slots, with departures at the rate of the mean output.
+        A model that was trained without a queue has no term for it. The wait is then that for the requests
+        that have to leave before this one runs: outputs ahead * step time / slots, with departures at the
+        rate of the mean output.
         """
         a, inputs = self.arithmetic, self.inputs
         queue, batch, slots = inputs["queue"], inputs["batch"], self.models.server["max_num_seqs"]
@@ -260,8 +261,8 @@ class RequestComposer(ABC):
         groups = range(prompt_step_groups(self.models.workload))
         mixed = [with_prompts("prompt_step", f"_{k}") for k in groups]
         mean = (1 - share) * alone + share * sum(mixed) / len(mixed)
-        # An arrival falls into a step with probability proportional to its time: E[c^2] / E[c], over steps with the mean prompt and
-        # without.
+        # An arrival falls into a step with probability proportional to its time: E[c^2] / E[c], over steps
+        # with the mean prompt and without.
         of_mean = traffic["mean_prompt_share"]
         with_mean = with_prompts("mean_prompt")
         met = a.ratio(

@@ -168,10 +168,11 @@ THRESHOLDS: tuple[Threshold, ...] = (
 )
 """Requirements of each use.
 
-Simulation and capacity planning rest on a replay: latencies from arrivals and lengths alone. A simulator needs steps that
-are right one by one and in sum too, and the API work; capacity planning needs sums; an
-autoscaler needs to know when requests begin to queue; an alert needs few large errors and the wait itself. Simulation and
-planning need prompts of any length: a model trained only on short prompts is valid only for those.
+Simulation and capacity planning rest on a replay: latencies from arrivals and lengths alone. A simulator
+needs steps that are right one by one and in sum too, and the API work; capacity planning needs sums; an
+autoscaler needs to know when requests begin to queue; an alert needs few large errors and the wait itself.
+Simulation and planning need prompts of any length: a model trained only on short prompts is valid only for
+those.
 """
 
 

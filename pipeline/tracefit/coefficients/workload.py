@@ -1,9 +1,9 @@
 """Formulas that turn the description of a step or a request into the columns that models read.
 
-A user describes a step by its batch and its tokens, a request by its lengths and the load at its arrival; models read the
-columns of tables, such as `kv_blocks_used`. Each column is a formula over the description, so that one row in plain Python
-and a frame in polars are computed alike. A block is the unit in which vLLM hands out its KV cache, `block_size` tokens each:
-the last block of a request is counted as half full.
+A user describes a step by its batch and its tokens, a request by its lengths and the load at its arrival;
+models read the columns of tables, such as `kv_blocks_used`. Each column is a formula over the description, so
+that one row in plain Python and a frame in polars are computed alike. A block is the unit in which vLLM hands
+out its KV cache, `block_size` tokens each: the last block of a request is counted as half full.
 """
 
 from __future__ import annotations
@@ -57,16 +57,17 @@ _TRAFFIC: dict[str, str] = {
 def traffic_formulas(mean: Workload | None) -> dict[str, str]:
     """Return formulas for the load from other requests, at a steady state: requests arrive as fast as they finish.
 
-    Each of the `beside` running requests finishes after `steps_of_others` steps, one per output token, and another request
-    replaces it. Prompts differ in length and arrive together, and a step's time is not linear in their tokens (a roofline has
-    a bend), so a step with the mean prompt would be too short. Therefore a share of the steps, `prompt_step_share`, has the
-    tokens and prompts of the groups of steps measured in training (`prompt_step_groups` equally frequent ones), or else of
-    the mean prompt. The step in progress at an arrival uses the mean prompt (`mean_prompt_*`): it weighs steps by the square
-    of their time, which a few very long ones would dominate. If prompts arrive faster than these steps compute them, every
-    step computes more.
+    Each of the `beside` running requests finishes after `steps_of_others` steps, one per output token, and
+    another request replaces it. Prompts differ in length and arrive together, and a step's time is not linear
+    in their tokens (a roofline has a bend), so a step with the mean prompt would be too short. Therefore a
+    share of the steps, `prompt_step_share`, has the tokens and prompts of the groups of steps measured in
+    training (`prompt_step_groups` equally frequent ones), or else of the mean prompt. The step in progress at
+    an arrival uses the mean prompt (`mean_prompt_*`): it weighs steps by the square of their time, which a
+    few very long ones would dominate. If prompts arrive faster than these steps compute them, every step
+    computes more.
 
-    `steps_of_others` is infinite if the others are unknown: then no prompts are assumed. `budget` is the number of prompt
-    tokens a step has room for.
+    `steps_of_others` is infinite if the others are unknown: then no prompts are assumed. `budget` is the
+    number of prompt tokens a step has room for.
     """
     groups = [(1.0, 1.0)]
     if mean is not None and mean.prompt_steps:
@@ -187,7 +188,8 @@ REQUEST_COLUMNS: dict[str, str] = {
 }
 """Columns of a request's state at its arrival: `queue` others wait, and `batch` run.
 
-`decode_cycle_us` is the mean time of the step in progress at an arrival, E[c^2] / E[c]: more arrivals fall into long steps.
+`decode_cycle_us` is the mean time of the step in progress at an arrival, E[c^2] / E[c]: more arrivals fall
+into long steps.
 """
 
 

@@ -1,6 +1,7 @@
 """The engine of this machine: one process, or as many as there are cores; and the choice between it and Ray.
 
-Workers do not import from the working folder, share the cores' threads among them, and end with the process that started them.
+Workers do not import from the working folder, share the cores' threads among them, and end with the process
+that started them.
 """
 
 from __future__ import annotations
@@ -142,9 +143,10 @@ def _process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 def worker_surroundings(workers: int) -> Iterator[None]:
     """Set the environment that new workers start with.
 
-    They import nothing from the working folder, which may hold any file, and do not run the caller's script again.
-    Each worker has its own cores; more threads would only wait for each other. All this is set temporarily in this process,
-    because a spawned process inherits it: `multiprocessing` has no arguments for it.
+    They import nothing from the working folder, which may hold any file, and do not run the caller's script
+    again. Each worker has its own cores; more threads would only wait for each other. All this is set
+    temporarily in this process, because a spawned process inherits it: `multiprocessing` has no arguments for
+    it.
     """
     threads = str(max(1, available_cores() // workers))
     changed = {**memory.SETTINGS, "POLARS_MAX_THREADS": threads, "PYTHONSAFEPATH": "1"}
@@ -153,8 +155,8 @@ def worker_surroundings(workers: int) -> Iterator[None]:
     os.environ.update(changed)
     sys.modules["__main__"] = ModuleType("__main__")
     sys.path = [folder for folder in path if folder not in ("", ".", str(Path.cwd()))]
-    # Ctrl-C goes to every process of the terminal. Workers end with this one, which reports the interruption; they start
-    # with the signal blocked, because it could come before their first line of code.
+    # Ctrl-C goes to every process of the terminal. Workers end with this one, which reports the interruption;
+    # they start with the signal blocked, because it could come before their first line of code.
     before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -195,8 +197,8 @@ class EngineChoice:
 
     Attributes:
         name: `local` for processes of this machine, `ray` for Ray.
-        ray_address: The Ray cluster: `auto` for the one that this machine belongs to, `ray://HOST:PORT` or HOST:PORT for
-            another. Not given, Ray is started on this machine for the command.
+        ray_address: The Ray cluster: `auto` for the one that this machine belongs to, `ray://HOST:PORT` or
+            HOST:PORT for another. Not given, Ray is started on this machine for the command.
     """
 
     name: Literal["local", "ray"] = "local"

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from tracefit.tables.store import TableStore
 
 BYTES_PER_JOB = 32 << 20
-"""Bytes of the trace files of one job's runs: small runs share the cost of a job, whose frames are in memory together."""
+"""Bytes of the trace files of one job's runs: small runs share the cost of a job, whose frames are in memory
+together."""
 
 R = TypeVar("R")
 
@@ -179,7 +180,8 @@ def scope_tables(parts: Sequence[ScopeTables]) -> ScopeTables:
 
 def _concat(frames: list[pl.DataFrame]) -> pl.DataFrame:
     joined = pl.concat(frames, how="diagonal_relaxed", rechunk=True)
-    # A column of one value is a scalar until it is copied to another process; the last digit of a division by one differs.
+    # A column of one value is a scalar until it is copied to another process; the last digit of a division by
+    # one differs.
     return pl.DataFrame(joined.get_columns())
 
 

@@ -1,8 +1,9 @@
 """Terms for a batch as the server executes it: padded to a captured CUDA graph, and routed to experts.
 
-vLLM captures CUDA graphs of decode batches at certain sizes and runs a batch at the next larger one, so that the time of a step
-is a staircase over its requests. In a mixture of experts, a step reads the experts that its tokens are routed to. Both are
-formulas over columns of the timeline with one server's numbers in them, as a coefficient file carries them.
+vLLM captures CUDA graphs of decode batches at certain sizes and runs a batch at the next larger one, so that
+the time of a step is a staircase over its requests. In a mixture of experts, a step reads the experts that
+its tokens are routed to. Both are formulas over columns of the timeline with one server's numbers in them, as
+a coefficient file carries them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _DIGITS = 12
 def capture_sizes(context: RunContext) -> tuple[int, ...]:
     """Return the batch sizes that CUDA graphs are captured at, in order; empty without graphs, or if they are unknown.
 
-    The sizes are those of the setting, or else the default of vLLM's `_set_cudagraph_sizes`: 1, 2, 4, every 8th up to 256 and
-    every 16th up to the smaller of 512 and twice `max_num_seqs`.
+    The sizes are those of the setting, or else the default of vLLM's `_set_cudagraph_sizes`: 1, 2, 4, every
+    8th up to 256 and every 16th up to the smaller of 512 and twice `max_num_seqs`.
     """
     settings = context.settings
     if context.gpu is None or settings.enforce_eager or settings.is_sglang:
@@ -90,7 +91,8 @@ def _staircase(sizes: tuple[int, ...]) -> dict[str, str]:
 def _experts(model: ModelArchitecture, decodes: str, ranks: int) -> str:
     """Return the distinct experts of a layer that a step reads, expected if tokens choose evenly.
 
-    Ranks of data parallelism share the experts: tokens of all ranks count, and all ranks are assumed to have equally many.
+    Ranks of data parallelism share the experts: tokens of all ranks count, and all ranks are assumed to have
+    equally many.
     """
     missed = f"{1 - model.experts_per_token / model.experts:.{_DIGITS}g}"
     return f"{model.experts} * (1 - {missed} ** ({ranks} * ({decodes} + prefill_tokens)))"

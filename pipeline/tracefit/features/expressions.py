@@ -1,8 +1,8 @@
 """The language in which features are declared: numbers, names, + - * / **, min and max.
 
-A formula is text from a file that anyone may have written. Python's own parser reads it, a whitelist of syntax nodes
-turns it into a small tree (`Node`), and only that tree is evaluated (`compute`): in plain Python over one row (`ROW`, which does
-not import polars) or as a polars expression over a frame (`columns.COLUMNS`).
+A formula is text from a file that anyone may have written. Python's own parser reads it, a whitelist of
+syntax nodes turns it into a small tree (`Node`), and only that tree is evaluated (`compute`): in plain Python
+over one row (`ROW`, which does not import polars) or as a polars expression over a frame (`columns.COLUMNS`).
 
 Both give the same value for every input:
 
@@ -130,7 +130,8 @@ def _node(tree: ast.expr, *, calls: int) -> Node:
             return Binary("-", Constant(0.0), node) if negative else node
         case ast.BinOp(op=ast.Pow(), left=left, right=right):
             base = _node(left, calls=calls)
-            # A base up to 1 gives no huge numbers for any positive exponent; with any other base the exponent must be small.
+            # A base up to 1 gives no huge numbers for any positive exponent; with any other base the exponent
+            # must be small.
             is_small = isinstance(base, Constant) and base.value <= 1
             return Binary("**", base, _node(right, calls=calls) if is_small else _exponent(right))
         case ast.BinOp(op=op, left=left, right=right) if type(op) in _OPERATORS:

@@ -6,13 +6,13 @@ A coefficient file carries these formulas, and `add_roofline` compiles the same 
 Each term is the time of one kind of work on one GPU of a tensor-parallel group, from the model's own architecture; a
 fit finds the factor between it and the measured time. `TERM_FORMULAS` are their formulas, in which
 
-- the visible tokens of a prompt token are, on average, (prefill_context_tokens + prefill_tokens / 2) / num_prefill_reqs, and
-  those of a generated token context_tokens / num_decode_reqs; the exact value is a sum over requests, which is equal if they are
-  alike. A layer with a window sees no more tokens than that.
-- only the last token of a request goes through the output head. The peak is the fp16 rate; the matrices of all layers run at
-  the fp8 rate when the model computes in fp8 and the GPU can.
-- KV heads fewer than ranks are repeated, so that there are min(tp, KV heads) shards of the cache; the latent of MLA is whole
-  on every rank. Pipeline stages are not distinguished: a term is the work of all layers.
+- the visible tokens of a prompt token are, on average, (prefill_context_tokens + prefill_tokens / 2) /
+  num_prefill_reqs, and those of a generated token context_tokens / num_decode_reqs; the exact value is a sum
+  over requests, which is equal if they are alike. A layer with a window sees no more tokens than that.
+- only the last token of a request goes through the output head. The peak is the fp16 rate; the matrices of
+  all layers run at the fp8 rate when the model computes in fp8 and the GPU can.
+- KV heads fewer than ranks are repeated, so that there are min(tp, KV heads) shards of the cache; the latent
+  of MLA is whole on every rank. Pipeline stages are not distinguished: a term is the work of all layers.
 - all MoE terms are 0 for a dense model: each token's hidden vector goes to its experts and back through memory.
 
 A term whose columns are unknown is null. Without requests, the cached tokens are 0 even if the timeline has null.
@@ -57,7 +57,8 @@ TERM_FORMULAS: dict[str, str] = {
     "layers": "LAYERS",
     "batch_requests": "num_prefill_reqs + num_decode_reqs",
 }
-"""The terms for a reader: names in capitals are numbers of config.json, the GPU and the settings, which a coefficient file has."""
+"""The terms for a reader: names in capitals are numbers of config.json, the GPU and the settings, which a
+coefficient file has."""
 
 ROOFLINE_TERMS = (*TERM_FORMULAS, "one")
 """Columns that `add_roofline` adds, in order."""

@@ -72,8 +72,8 @@ class Feature:
         unit: Unit of its values: `token`, `request`, `us`, `1` for none, …
         formula: How it is computed, in the language of `expressions`.
         reason: Why it should matter.
-        sign: Sign of its coefficient by physics: time per token, per request or per byte is not negative. None if physics
-            does not decide.
+        sign: Sign of its coefficient by physics: time per token, per request or per byte is not negative.
+            None if physics does not decide.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -121,7 +121,8 @@ class FeatureSet:
         features: The features.
         ratios: Candidates for `efficiency_ratio` in its formulas: training chooses one and inserts the number.
         defining: Features that make it a set of its own: if one of them is unknown, the set does not compete.
-        is_relative: Whether a fit minimises errors in proportion to the time, so that short steps count as much as long ones.
+        is_relative: Whether a fit minimises errors in proportion to the time, so that short steps count as
+            much as long ones.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -254,8 +255,8 @@ def _features(table: str) -> tuple[Feature, ...]:
     for row in table.splitlines():
         named, unit, reason, *formula = (cell.strip() for cell in row.split("|"))
         name = named.removeprefix("+ ")
-        # Free signs fit a few permille better within the training load and run away beyond it: -33 us per prefill token on
-        # one H100 run.
+        # Free signs fit a few permille better within the training load and run away beyond it: -33 us per
+        # prefill token on one H100 run.
         sign: Sign | None = None if name == named else "non_negative"
         features.append(Feature(name, unit, "".join(formula) or name, reason, sign))
     return tuple(features)
@@ -272,7 +273,8 @@ _CONFIGURATION = _features("""\
   max_num_batched_tokens | token     | caps the tokens of a step
 """)
 
-# A ratio is not an amount of work, but prefill_share grows with one: with a coefficient below 0, a prompt would shorten a step.
+# A ratio is not an amount of work, but prefill_share grows with one: with a coefficient below 0, a prompt
+# would shorten a step.
 BATCH = FeatureSet(
     "batch",
     (
@@ -336,7 +338,8 @@ ROOFLINE_MAX = FeatureSet(
     ratios=tuple(2 ** (k / 4) for k in range(-4, 9)),
     defining=("step_bound_us",),
 )
-"""The larger of compute and memory over the step. The ratio is how much more of its peak memory reaches than compute."""
+"""The larger of compute and memory over the step. The ratio is how much more of its peak memory reaches than
+compute."""
 
 WORK_MAX = FeatureSet(
     "work_max",

@@ -1,8 +1,9 @@
 """Targets: the durations that models predict, each declared once.
 
-A declaration states the measured interval, its events, the features and forms of a model, and the latencies it adds to. Training, composition of latencies, `inspect`, `requests` and predictions read it from here. A new
-target of requests is one more `Target` below, its feature set in `features.sets`, and, if its form is new, that form in
-`fit.alpha`.
+A declaration states the measured interval, its events, the features and forms of a model, and the latencies
+it adds to. Training, composition of latencies, `inspect`, `requests` and predictions read it from here. A new
+target of requests is one more `Target` below, its feature set in `features.sets`, and, if its form is new,
+that form in `fit.alpha`.
 
 Nothing heavy is imported here: predictions need only the names.
 """
@@ -34,14 +35,17 @@ class Target:
         begins: Column of the `requests` table with the event it begins at, in ns.
         step: Column of the `requests` table with the step counter at that event.
         feature_set: Name of the built-in feature set that a model is offered.
-        state: The engine state its features describe: `queue`, the exact queue if journeys are complete; `latest_step`, the
-            latest step known before the interval began; `own_step`, the batch of the step it began in.
+        state: The engine state its features describe: `queue`, the exact queue if journeys are complete;
+            `latest_step`, the latest step known before the interval began; `own_step`, the batch of the step
+            it began in.
         forms: Forms a model may take. The first follows from the engine's laws; another one must be clearly better.
         drop_outliers: Leave outliers out of the training part. Off if the model is meant for the tail.
         non_negative: No coefficient can be negative, whatever its feature declares.
-        adds_to: The shortest latency that includes it: TTFT (and so E2E and the client's), or the client's alone. Null for a
-            target that is in no latency. Predictions of requests and the report's figure of TTFT list it by its label.
-        without_events: The definition if spans without events give its values, which may include more; empty if no such span does.
+        adds_to: The shortest latency that includes it: TTFT (and so E2E and the client's), or the client's
+            alone. Null for a target that is in no latency. Predictions of requests and the report's figure of
+            TTFT list it by its label.
+        without_events: The definition if spans without events give its values, which may include more; empty
+            if no such span does.
         contains: The work in it, for the list of terms; empty if `definition` is enough.
         follows_from_steps: Composed latencies take it from the steps themselves if the batches are the traced ones.
     """

@@ -1,10 +1,11 @@
 """Training frames: one row per step or request, with its measured time and the features known when the interval began.
 
-`step_rows` and `beta_rows` make the frame of step times, `alpha_rows` the frame of one target of requests. Features describe
-the state before the interval, never events within it: a prediction could not know them.
+`step_rows` and `beta_rows` make the frame of step times, `alpha_rows` the frame of one target of requests.
+Features describe the state before the interval, never events within it: a prediction could not know them.
 
-Names in formulas that are not columns are numbers of one server (`constants_of`) or terms over columns (`with_roofline`); a
-coefficient file carries the `definitions` of both, and needs neither config.json, the GPU catalogue nor tracefit.
+Names in formulas that are not columns are numbers of one server (`constants_of`) or terms over columns
+(`with_roofline`); a coefficient file carries the `definitions` of both, and needs neither config.json, the
+GPU catalogue nor tracefit.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def step_rows(
 ) -> pl.DataFrame:
     """Return one row per step of the timeline with the features of the batch that executes during its cycle.
 
-    `lags` are the steps that scheduling runs ahead of execution, by (run_id, server): with 1, the batch of the previous step
-    executes.
+    `lags` are the steps that scheduling runs ahead of execution, by (run_id, server): with 1, the batch of
+    the previous step executes.
 
     Returns:
         The timeline in step order with the features, preemption_heavy, has_prefill and is_empty (nothing runs and
@@ -152,9 +153,9 @@ def beta_rows(
 ) -> pl.DataFrame:
     """Return one row per step, or interval of steps, whose time is known: features and `y`, both means per step.
 
-    A model of step times is linear in its features: the mean cycle of an interval is the model at the mean features of its
-    steps. With scheduling a step ahead (`lags` 1) step k executes between the starts of steps k+1 and k+2: a
-    cycle is explained by the composition of the step before it.
+    A model of step times is linear in its features: the mean cycle of an interval is the model at the mean
+    features of its steps. With scheduling a step ahead (`lags` 1) step k executes between the starts of steps
+    k+1 and k+2: a cycle is explained by the composition of the step before it.
 
     `source` is `clock` for cycle times, `duration` for `step.duration_us` as it is.
 
@@ -238,8 +239,8 @@ def with_lag(rows: pl.DataFrame, lags: Mapping[tuple[str, str], int], column: st
 def _preemption_heavy(rows: pl.DataFrame) -> pl.Expr:
     """Return which steps preempted a request, or mostly recompute the tokens of a resumed one.
 
-    A request with output that is recomputed counts as one decode request with many tokens. In runs without any preemption
-    many decode tokens have another cause (speculative decoding).
+    A request with output that is recomputed counts as one decode request with many tokens. In runs without
+    any preemption many decode tokens have another cause (speculative decoding).
     """
     if not int(rows["num_preempted"].sum() or 0):
         return pl.lit(value=False)
@@ -273,8 +274,8 @@ def alpha_rows(
 ) -> pl.DataFrame:
     """Return one row per request whose target is known: `y` in us, and the engine's state when its interval began.
 
-    `target.state` selects the state: the exact `queue` where given, or the batch of the `own_step` of the event. Otherwise it is
-    the state of the latest step with a known start and batch, `state_age_us` earlier.
+    `target.state` selects the state: the exact `queue` where given, or the batch of the `own_step` of the
+    event. Otherwise it is the state of the latest step with a known start and batch, `state_age_us` earlier.
 
     `queue` is `queue_state`, null where the journeys are not complete; the timeline may be empty.
     """

@@ -1,8 +1,8 @@
 """Cut a trace file into blocks of whole records: the units of decoding, in this process or another.
 
-A block of an uncompressed local file is a byte range, which the decoding process reads itself; any other block carries
-its bytes. Offsets count in the decompressed file. At most a few blocks are in memory, and at most `ReadOptions.max_document`
-bytes of one record.
+A block of an uncompressed local file is a byte range, which the decoding process reads itself; any other
+block carries its bytes. Offsets count in the decompressed file. At most a few blocks are in memory, and at
+most `ReadOptions.max_document` bytes of one record.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ def place_of(path: str | os.PathLike[str]) -> Path:
 class BucketPath(PosixPath):
     """The name of an object or of a prefix in a bucket; it prints as its URL.
 
-    It has the methods that a folder of results needs. Any other use as a file raises `UsageError`: the disk is not touched.
+    It has the methods that a folder of results needs. Any other use as a file raises `UsageError`: the disk
+    is not touched.
     """
 
     __slots__ = ()

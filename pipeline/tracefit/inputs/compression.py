@@ -1,9 +1,10 @@
 """Decompress a file: gzip members, zstd frames, length-prefixed zstd and plain parts, in any order.
 
-A file is a sequence of *units*: a gzip member, a zstd frame, or (the old form of the Collector's file exporter) a 4-byte
-big-endian length and a zstd frame with one record. For a damaged unit, the content before the damage is yielded, then a
-`Gap`, then the next unit that can be decompressed. Bytes outside units are plain. Memory, expansion, guesses and
-re-reading are bounded, because every size in a file is an unverified claim of its writer.
+A file is a sequence of *units*: a gzip member, a zstd frame, or (the old form of the Collector's file
+exporter) a 4-byte big-endian length and a zstd frame with one record. For a damaged unit, the content before
+the damage is yielded, then a `Gap`, then the next unit that can be decompressed. Bytes outside units are
+plain. Memory, expansion, guesses and re-reading are bounded, because every size in a file is an unverified
+claim of its writer.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ MAX_GUESSES = 10_000
 """Limit on the positions of a file that are tried because they look like the beginning of a unit."""
 
 MAX_REREAD_BYTES, MAX_REREAD_SHARE = 32 << 20, 2
-"""Bytes that may be read again to find the unit after damage: a fixed number, plus a multiple of the bytes read so far."""
+"""Bytes that may be read again to find the unit after damage: a fixed number, plus a multiple of the bytes
+read so far."""
 
 _TEXT_BYTES, _PIECE_BYTES = 4096, 64 << 10
 _TRIAL_BYTES, _MAX_TRIALS = 16 << 10, 16
@@ -86,7 +88,8 @@ _TOO_SHORT_FRAME = re.compile(
     % b"|".join(re.escape(bytes([n]) + _ZSTD_MAGIC) + b"." * (n - 4) for n in range(4, _SHORTEST_FRAME)),
     re.DOTALL,
 )
-"""Length-prefixed zstd too short to be a frame; a hostile file can hold millions of them, which are skipped together."""
+"""Length-prefixed zstd too short to be a frame; a hostile file can hold millions of them, which are skipped
+together."""
 
 _CODEC = pa.Codec("zstd")
 # A larger window than 128 MiB is memory that a hostile header asks for.

@@ -55,15 +55,16 @@ class Recording:
     Attributes:
         name: Its name in blocks.
         title: Its name in words.
-        find: Returns how decompressed content that begins with some bytes lays out and encodes its records; null if it is
-            something else.
+        find: Returns how decompressed content that begins with some bytes lays out and encodes its records;
+            null if it is something else.
         fills: The tables and columns that it fills.
         units: The units of its values.
         clock: Its clock, and how that compares with others.
         message_start: Pattern of the beginning of a message, if its shape is `messages`.
         header: Returns the last line of some content that names the columns, for tables; empty if no line does.
-        decode: Decodes a block and its bytes, given `show_values` and `max_rejects`, into rows of steps (columns as
-            `tables.rows.RECORDED_STEPS` without `file`), rejects, and requests as spans, if it has any. Null if its files are
+        decode: Decodes a block and its bytes, given `show_values` and `max_rejects`, into rows of steps
+            (columns as `tables.rows.RECORDED_STEPS` without `file`), rejects, and requests as spans, if it
+            has any. Null if its files are
       read when the run's tables are built.
     """
 
@@ -161,8 +162,8 @@ def _binary_shape(head: bytes, *, is_whole: bool) -> Shape | None:
 def _is_document(head: bytes) -> bool:
     """Return whether JSON is one document over many lines rather than a record per line.
 
-    The first conclusive line decides: one that is whole JSON is a record; one that ends in a bracket, a colon or a comma
-    is part of a document, unless a record was cut there and the next line begins another.
+    The first conclusive line decides: one that is whole JSON is a record; one that ends in a bracket, a colon
+    or a comma is part of a document, unless a record was cut there and the next line begins another.
     """
     texts = (record.payload.strip() for record in records(head, "lines"))
     line = next(texts, b"")

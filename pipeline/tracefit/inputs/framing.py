@@ -142,8 +142,8 @@ def next_record(
 ) -> int:
     """Return where the first record between `start` and `stop` begins, or -1.
 
-    A message counts if its inner fields are plausible and it is whole; if `is_last` is false, it may end after the buffer.
-    At most `max_guesses` candidates are tried.
+    A message counts if its inner fields are plausible and it is whole; if `is_last` is false, it may end
+    after the buffer. At most `max_guesses` candidates are tried.
     """
     if shape == "lines":
         return buffer.find(b"\n", start, stop) + 1 or -1
@@ -220,7 +220,8 @@ def _extents(buffer: bytes, shape: Shape, *, is_last: bool) -> Iterator[_Extent]
         if end:
             if not is_last and len(buffer) - wire.LONGEST_HEADER < end:
                 return  # too few of the bytes after it are here to check what follows
-            # A record that lost bytes reaches into the next one. So if no record begins after it, one is searched inside.
+            # A record that lost bytes reaches into the next one. So if no record begins after it, one is
+            # searched inside.
             is_followed = end == len(buffer) or _may_begin(buffer, shape, end, is_last=is_last)
             next_start = -1 if is_followed else finder.next(position + 1, end)
             if next_start < 0:
@@ -241,7 +242,8 @@ def _extents(buffer: bytes, shape: Shape, *, is_last: bool) -> Iterator[_Extent]
 def end_of_run(pattern: re.Pattern[bytes], buffer: bytes, start: int, stop: int) -> int:
     """Return the end of the last of the consecutive matches from `start` on; `start` without a match.
 
-    The matches are made one by one: a pattern that repeats a group a hundred thousand times can exhaust the regex engine.
+    The matches are made one by one: a pattern that repeats a group a hundred thousand times can exhaust the
+    regex engine.
     """
     match = pattern.scanner(buffer, start, stop).match  # type: ignore[attr-defined]  # not in its type stubs
     while (hit := match()) is not None:
@@ -252,8 +254,8 @@ def end_of_run(pattern: re.Pattern[bytes], buffer: bytes, start: int, stop: int)
 def _plain_end(buffer: bytes, position: int, shape: Shape) -> int:
     """Return the end of a record that is valid beyond doubt, else 0.
 
-    Its only field, or its first one before another, ends exactly where the lengths say, which random bytes do at one position in a
-    million.
+    Its only field, or its first one before another, ends exactly where the lengths say, which random bytes do
+    at one position in a million.
     """
     begin = position + LENGTH_BYTES if shape == "framed" else position
     if begin + wire.LONGEST_HEADER > len(buffer) or buffer[begin] != wire.RESOURCE_SPANS_TAG:
@@ -319,8 +321,8 @@ def _fault(buffer: bytes, shape: Shape, position: int) -> str:
 class _RecordFinder:
     """Searches the next record after a length that cannot be trusted.
 
-    A candidate counts only if its inner fields are plausible, and the number of candidates is bounded: a hostile file can
-    hold millions of them.
+    A candidate counts only if its inner fields are plausible, and the number of candidates is bounded: a
+    hostile file can hold millions of them.
     """
 
     def __init__(self, buffer: bytes, shape: Shape, *, is_last: bool, max_guesses: int = MAX_GUESSES) -> None:

@@ -37,9 +37,10 @@ _UNUSED = frozenset({"trace_state", "links", "dropped_links_count", "schema_url"
 def trace_messages(names: Sequence[str], *, as_bytes: Collection[str] = ()) -> list[Any]:
     """Return the classes of OTLP's trace messages of some names, with fewer fields than OTLP declares.
 
-    Messages of other files (attributes, resource, scope) are bytes in them, and so are the fields `as_bytes`: on the wire a
-    message and its bytes are the same. Without a Python object for each attribute, which are most of a trace, a trace is
-    parsed in a fifth of the time. Fields that no table uses are left out and so become unknown fields.
+    Messages of other files (attributes, resource, scope) are bytes in them, and so are the fields `as_bytes`:
+    on the wire a message and its bytes are the same. Without a Python object for each attribute, which are
+    most of a trace, a trace is parsed in a fifth of the time. Fields that no table uses are left out and so
+    become unknown fields.
     """
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # noqa: PLC0415 - JSON is read without
     from opentelemetry.proto.trace.v1 import trace_pb2  # noqa: PLC0415
@@ -94,8 +95,8 @@ def read_field(buffer: bytes, position: int) -> Field | None:
 def fields(buffer: bytes, start: int, stop: int) -> tuple[list[Field], bool | None]:
     """Return the fields of a message that begins at `start`, and whether they fill it up to `stop`, where it ends.
 
-    A message with more fields than are examined counts as filled if these fit. The second value is None where the buffer
-    ends before it is known.
+    A message with more fields than are examined counts as filled if these fit. The second value is None where
+    the buffer ends before it is known.
     """
     complete: list[Field] = []
     position = start

@@ -55,7 +55,8 @@ class Reject:
 def excerpt(payload: bytes, encoding: Encoding, *, show_values: bool = False) -> str:
     """Return the outline of a rejected record.
 
-    In text that is not whole JSON, an apparent key may be part of a string. So only keys of OTLP itself are shown there.
+    In text that is not whole JSON, an apparent key may be part of a string. So only keys of OTLP itself are
+    shown there.
 
     Args:
         payload: The record, or any piece of it.

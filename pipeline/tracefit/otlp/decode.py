@@ -1,7 +1,7 @@
 """Decode blocks of whole records into frames of spans and events: the pure half of ingestion.
 
-`decode_blocks` knows nothing of files or processes, and keeps no state. JSON and protobuf each have a module that divides a
-record into scopes and parses its spans down to the event; columns are made here of both.
+`decode_blocks` knows nothing of files or processes, and keeps no state. JSON and protobuf each have a module
+that divides a record into scopes and parses its spans down to the event; columns are made here of both.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ class DecodeLimits:
 
     Attributes:
         piece_bytes: Bytes of spans of a piece of a long scope; None takes the default of the encoding.
-        records_bytes: Bytes of records whose spans are built together; columns take several times as much while they are
-            made.
-        batch_bytes: Bytes of pieces of a very long record that make a batch at least: a record of many small scopes has as
-            many pieces, and each batch has a fixed cost.
+        records_bytes: Bytes of records whose spans are built together; columns take several times as much
+            while they are made.
+        batch_bytes: Bytes of pieces of a very long record that make a batch at least: a record of many small
+            scopes has as many pieces, and each batch has a fixed cost.
         max_pieces: Pieces and rejects: a file of tiny records has millions.
         max_spans: Spans after which a batch is built: decoded, short ones take twenty times their bytes.
     """
@@ -312,8 +312,8 @@ class _BatchDecoder:
                 spans.append(self._encoding.read_spans(piece.spans))
             except FieldError:
                 spans.append(self._read_one_by_one(piece))
-        # Attributes were taken on trust so far. Pieces with some that cannot be read are read again, to reject the spans
-        # they are in.
+        # Attributes were taken on trust so far. Pieces with some that cannot be read are read again, to
+        # reject the spans they are in.
         while isinstance(built := _build(held, spans, self._encoding, self._wanted), set):
             for number in built:
                 spans[number] = self._read_one_by_one(held[number])

@@ -1,10 +1,11 @@
 """Read OTLP JSON: quickly where records are as exporters write them, with care where spellings are unusual or bytes damaged.
 
-A record is first divided into scopes whose spans stay JSON text, then each span is decoded by itself, so that a bad one
-costs itself and not its siblings. The attributes of spans and events stay JSON text, which `layouts` reads column by column.
-Records that the typed structs refuse go through the careful functions, which accept the output of the Collector, of Tempo and of
-hand-saved files: snake_case keys, base64 ids, nulls, numbers for strings and strings for numbers, names of enums, Tempo's
-envelopes, arrays of records, records glued together or cut. They bring each span into the usual form.
+A record is first divided into scopes whose spans stay JSON text, then each span is decoded by itself, so that
+a bad one costs itself and not its siblings. The attributes of spans and events stay JSON text, which
+`layouts` reads column by column. Records that the typed structs refuse go through the careful functions,
+which accept the output of the Collector, of Tempo and of hand-saved files: snake_case keys, base64 ids,
+nulls, numbers for strings and strings for numbers, names of enums, Tempo's envelopes, arrays of records,
+records glued together or cut. They bring each span into the usual form.
 """
 
 from __future__ import annotations
@@ -186,8 +187,8 @@ def _field_of(error: Exception) -> str:
 def _is_mostly_empty(payload: bytes) -> bool:
     """Return whether a long record has more objects than real spans and events of its length can have.
 
-    The shortest attribute takes 17 bytes for each of its two objects. Decoded, empty objects take many times their length
-    in memory, so that a hostile record of them is refused.
+    The shortest attribute takes 17 bytes for each of its two objects. Decoded, empty objects take many times
+    their length in memory, so that a hostile record of them is refused.
     """
     size = len(payload)
     return size > _LONG_BYTES and (
@@ -295,8 +296,8 @@ def read_pairs(attributes: bytes | Raw) -> Pairs:
         raise FieldError(f"{_field_of(error)} is not valid") from error
 
 
-# The careful functions. The upper levels of a record are divided without parsing the levels below. An invalid value raises
-# a FieldError, which becomes the reject of the item it is in.
+# The careful functions. The upper levels of a record are divided without parsing the levels below. An invalid
+# value raises a FieldError, which becomes the reject of the item it is in.
 
 _Json = dict[str, Any]
 

@@ -113,8 +113,8 @@ def read_columns(
         syntax: The syntax of the attributes.
 
     Returns:
-        The rows of the events that could be read, ascending, and a column for each wanted key. A value that an event lacks is
-        null; a column with values of several kinds is text.
+        The rows of the events that could be read, ascending, and a column for each wanted key. A value that
+        an event lacks is null; a column with values of several kinds is text.
     """
     pieces: dict[str, list[_Piece]] = {}
     done: list[Positions] = [rows[:0]]

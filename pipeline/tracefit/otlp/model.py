@@ -66,8 +66,8 @@ class AddReject(Protocol):
 Span = Any
 """A checked span as the parser of its encoding returns it, with the field names of OTLP: trace_id, …, status.code.
 
-`kind` and `status.code` are numbers, or names of them; times are within int64. Ids, attributes and events are still in the
-form of the encoding, whose functions `id_text`, `attributes_of` and `event_columns` read them.
+`kind` and `status.code` are numbers, or names of them; times are within int64. Ids, attributes and events are
+still in the form of the encoding, whose functions `id_text`, `attributes_of` and `event_columns` read them.
 """
 
 

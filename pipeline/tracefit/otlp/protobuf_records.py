@@ -1,8 +1,8 @@
 """Decode OTLP protobuf, down to the event with protobuf's own parser.
 
-A record is first divided into scopes. A short scope is parsed whole; the spans of a long one, or of one with a bad span, stay
-encoded until they are parsed in pieces, or one by one, so that a bad span costs itself and not its siblings. Events and
-attributes stay bytes: `layouts` reads the attributes of events column by column.
+A record is first divided into scopes. A short scope is parsed whole; the spans of a long one, or of one with
+a bad span, stay encoded until they are parsed in pieces, or one by one, so that a bad span costs itself and
+not its siblings. Events and attributes stay bytes: `layouts` reads the attributes of events column by column.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def scopes(payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[Encod
         data = _TracesData.FromString(payload)
     except DecodeError as error:
         raise FieldError("protobuf message cannot be parsed") from error
-    # All of them before the first is yielded, for a record with one that cannot be parsed may be cut. Parsed, short spans take
-    # many times their bytes.
+    # All of them before the first is yielded, for a record with one that cannot be parsed may be cut. Parsed,
+    # short spans take many times their bytes.
     most = most_bytes if len(payload) <= 2 * most_bytes else 0
     scopes_of = [[_scope_spans(text, most) for text in each.scope_spans] for each in data.resource_spans]
     for resource_spans, spans_of_scopes in zip(data.resource_spans, scopes_of, strict=True):

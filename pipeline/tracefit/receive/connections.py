@@ -1,7 +1,8 @@
 """Close the connections that have been silent longest if there are too many, so that they do not keep others out.
 
-gRPC's library has no limit per address, and neither it nor a TLS handshake says which connections are silent. The operating
-system knows both for every socket of this process. If it closes a connection, the owner sees the sender hang up.
+gRPC's library has no limit per address, and neither it nor a TLS handshake says which connections are silent.
+The operating system knows both for every socket of this process. If it closes a connection, the owner sees
+the sender hang up.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """ForwardPassMetrics of running engines: messages from ZMQ publishers become lines of a run folder for each endpoint.
 
-A message has three frames: topic, sequence number (eight bytes, big-endian) and record. A publisher keeps nothing and sends
-nothing again. Lost messages are counted: by the gaps of the sequence if they were not sent or not read in time, by cause if
-they could not be written. The messages of one second are written together.
+A message has three frames: topic, sequence number (eight bytes, big-endian) and record. A publisher keeps
+nothing and sends nothing again. Lost messages are counted: by the gaps of the sequence if they were not sent
+or not read in time, by cause if they could not be written. The messages of one second are written together.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 MessageCause: TypeAlias = Literal["frames", "too_long", "malformed", "version", "disk"]
 """Why a message is not kept.
 
-`frames`: not three, or the second is not a number of eight bytes. `too_long`: longer than any record. `malformed`: not a
-record. `version`: another version than the supported one. `disk`: the disk is full, slow or cannot be written.
+`frames`: not three, or the second is not a number of eight bytes. `too_long`: longer than any record.
+`malformed`: not a record. `version`: another version than the supported one. `disk`: the disk is full, slow
+or cannot be written.
 """
 
 _FRAMES, _SEQUENCE_BYTES = 3, 8

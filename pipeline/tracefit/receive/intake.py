@@ -1,9 +1,9 @@
 """From a request to its acknowledgement, for both protocols: admission, decoding, and one disk write for many requests.
 
-A request waits for one of a few reader slots before any of it is read. So memory is bounded by the requests in these slots
-and those that wait for their turn or for the disk. Decoding takes turns of some milliseconds, so that no request holds up
-the others. While one group of requests is written and synced, the next one gathers: a lone sender waits for one sync,
-sixty-four of them share it.
+A request waits for one of a few reader slots before any of it is read. So memory is bounded by the requests
+in these slots and those that wait for their turn or for the disk. Decoding takes turns of some milliseconds,
+so that no request holds up the others. While one group of requests is written and synced, the next one
+gathers: a lone sender waits for one sync, sixty-four of them share it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ TOKEN_NEEDED = "a token is needed, as `authorization: Bearer …`"  # noqa: S105
 RETRY_BUSY_S, RETRY_DISK_S = 1, 5
 _GZIP_MAGIC = b"\x1f\x8b"
 _SHORT_BYTES: dict[BodyEncoding, int] = {"protobuf": 1 << 20, "json": 128 << 10}
-"""Decompressed length up to which requests are decoded at the same time as others; a batch of the SDK has half as much."""
+"""Decompressed length up to which requests are decoded at the same time as others; a batch of the SDK has
+half as much."""
 
 
 class BusyError(DataError):

@@ -1,6 +1,7 @@
 """Counts of incoming spans, warnings about what they lack, and the live view of both on the terminal.
 
-They cover the last minutes, early enough to restart the server with other flags. Published numbers come from the tables.
+They cover the last minutes, early enough to restart the server with other flags. Published numbers come from
+the tables.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class StepErrors:
     """Measured step times beside those that a model predicts.
 
     Attributes:
-        published: The model's median error on held-out steps, |predicted - measured| / measured; null if it has no such error.
+        published: The model's median error on held-out steps, |predicted - measured| / measured; null if it
+            has no such error.
         errors: The same error of the steps received so far.
         measured_s: Sum of their measured times.
         predicted_s: Sum of their predicted times.
@@ -215,7 +217,8 @@ class Observed:
         for event in steps[-_RECENT:]:
             attributes = _numeric(event.attributes)
             numbers = {_STEP_COLUMNS.get(a.key): a.value.int_value for a in attributes}
-            # Start to start while requests run or wait, as in the timeline; an idle engine waits for requests, not for a step.
+            # Start to start while requests run or wait, as in the timeline; an idle engine waits for
+            # requests, not for a step.
             is_busy = before.get("running_depth", 0) + before.get("waiting_depth", 0) > 0
             if is_busy and numbers.get("step_id", 0) == before.get("step_id", 0) + 1:
                 self._add_cycle(before, (numbers.get("ts_start_ns", 0) - before.get("ts_start_ns", 0)) / 1e3)

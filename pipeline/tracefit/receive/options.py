@@ -44,8 +44,8 @@ class IntakeLimits:
         queued_requests: Requests that wait, unread, for one of these readers; the next one is refused.
         queue_s: How long one waits, at most.
         read_s: How long a sender may take to deliver a request.
-        pending_bytes: Bytes that wait for the disk, or of long requests for their turn; above this, requests are refused
-            before they are read, and above a quarter of them long ones before they are decoded.
+        pending_bytes: Bytes that wait for the disk, or of long requests for their turn; above this, requests
+            are refused before they are read, and above a quarter of them long ones before they are decoded.
         connections: Connections of a port; of more, those that have been silent longest are closed.
         connections_of_address: Likewise, of those from one address.
         accepted: Connections of a port at any moment: more are refused at once.

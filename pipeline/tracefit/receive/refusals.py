@@ -9,8 +9,9 @@ from typing import Literal
 Cause = Literal["busy", "connections", "disk", "malformed", "other_signal", "token"]
 """Why a request is refused.
 
-`busy`: too many at once, or not delivered in time. `connections`: too many of them. `disk`: the disk is full, slow or
-cannot be written. `malformed`: not a request of traces, or too long. `other_signal`: sent to a path or method that takes no traces.
+`busy`: too many at once, or not delivered in time. `connections`: too many of them. `disk`: the disk is full,
+slow or cannot be written. `malformed`: not a request of traces, or too long. `other_signal`: sent to a path
+or method that takes no traces.
 `token`: missing or wrong.
 """
 

@@ -51,13 +51,15 @@ _UNNAMED = "unknown"
 _GZIP_WINDOW = 31  # zlib's largest window, 15, and 16 for a gzip header
 
 MAX_ELEMENTS = 1 << 20
-"""Resources, scopes, spans, events and attributes of a request: one in 16 bytes of the longest; real ones have one in 22.
+"""Resources, scopes, spans, events and attributes of a request: one in 16 bytes of the longest; real ones
+have one in 22.
 
 An element that takes the time of several counts as several.
 """
 
 MAX_FIELDS = 1 << 16
-"""Most fields of a span or an event, which are parsed together. A step span with snapshots of 256 requests has 25,600."""
+"""Most fields of a span or an event, which are parsed together. A step span with snapshots of 256 requests
+has 25,600."""
 
 MAX_JSON_OBJECTS = 1 << 12
 """Objects of a span without its events, or of an event, in JSON; an attribute is two."""
@@ -69,7 +71,8 @@ _GUNZIP_BYTES = 1 << 20
 _RESOURCE_ELEMENTS, _SCOPE_ELEMENTS, _SPAN_ELEMENTS = 32, 8, 4
 _PIECE_BYTES = 64 << 10
 _HEADER_BYTES, _BYTES_OF_ELEMENT = 64 << 10, 8
-# Numbers of fields: of a request, a resource, a scope, a span; and of its resource in the second and its scope in the third.
+# Numbers of fields: of a request, a resource, a scope, a span; and of its resource in the second and its
+# scope in the third.
 _RESOURCE_SPANS, _SCOPE_SPANS, _SPANS, _EVENTS, _HEADER = 1, 2, 2, 11, 1
 _NO_OBJECT = msgspec.Raw(b"{}")
 

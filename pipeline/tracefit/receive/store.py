@@ -1,10 +1,10 @@
 """Trace files on disk: a folder per sender, rotated files of length-prefixed zstd, and no acknowledgement before the disk.
 
 `OUT/<service.name>/exp-config.yaml` makes a run of everything below it; its files lie in a folder for each
-service.instance.id, because the API process and the engine core of one server are two instances with newer SDKs, and
-belong to one run. A record is four bytes of length, big-endian, and one zstd frame with a `TracesData`; a file is
-never reopened, so that a record cut by a crash is the last of its file. Lines of recorded steps are zstd frames one after
-another, without lengths.
+service.instance.id, because the API process and the engine core of one server are two instances with newer
+SDKs, and belong to one run. A record is four bytes of length, big-endian, and one zstd frame with a
+`TracesData`; a file is never reopened, so that a record cut by a crash is the last of its file. Lines of
+recorded steps are zstd frames one after another, without lengths.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Make the `kv_events` table from recordings of vLLM's KV cache events, and the columns of other tables that follow from it.
 
-Events come without an engine and often without a step: both are determined first, by request, rank and time. The facts of events
-then become columns: of requests (blocks loaded and stored), of the run (hit ratio, lifetimes) and of steps, the ones used in
-training too (transfers in flight).
+Events come without an engine and often without a step: both are determined first, by request, rank and time.
+The facts of events then become columns: of requests (blocks loaded and stored), of the run (hit ratio,
+lifetimes) and of steps, the ones used in training too (transfers in flight).
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def build_kv_events(
 ) -> tuple[pl.DataFrame, int]:
     """Return the `kv_events` table of one run, and how many events were left out as duplicates.
 
-    An event belongs to the engine of its request, else to the only engine of the run, else to no engine.
-    Its step is the one it names, else that of its batch, else, if the steps before and after its time are both known,
-    the one that was running. The end of a transfer names the step it was initiated in: that is `initiated_step`, and the
-    step it ended in is the batch's.
+    An event belongs to the engine of its request, else to the only engine of the run, else to no engine. Its
+    step is the one it names, else that of its batch, else, if the steps before and after its time are both
+    known, the one that was running. The end of a transfer names the step it was initiated in: that is
+    `initiated_step`, and the step it ended in is the batch's.
 
     Some builds report the beginning of a transfer twice: the first event of a transfer id and step counts.
 
@@ -126,8 +126,8 @@ def _with_step(rows: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
 def transfers(events: pl.DataFrame) -> pl.DataFrame:
     """Return one row per transfer with a recorded beginning, and its end if known.
 
-    Columns are those of the event that it begins with, `step_id` and `unix_ns` as `initiated_step` and `initiated_ns`, and
-    completed_step, completed_ns (wall clock; null: no end was recorded) and success.
+    Columns are those of the event that it begins with, `step_id` and `unix_ns` as `initiated_step` and
+    `initiated_ns`, and completed_step, completed_ns (wall clock; null: no end was recorded) and success.
     """
     key = [*ENGINE, "data_parallel_rank", "event", "transfer_id"]
     # Ids may come again after a restart that left no trace: the n-th end belongs to the n-th beginning.
@@ -277,11 +277,12 @@ def with_kv_cache(
 ) -> pl.DataFrame:
     """Add `KV_COLUMNS` except the prefix hit ratio; all null for an engine without KV-cache events.
 
-    `kv_blocks_stored` and `kv_blocks_evicted` are those of the engine's own cache, `kv_blocks_transferred` those of the
-    transfers that begin with the step, `kv_blocks_offloaded` and `kv_blocks_loaded` those that the scheduler commits to
-    store to and load from other media, `kv_offload_evicted` those that these evict. A transfer is in flight from the step
-    that initiates it to the one before its end is recorded; one without a recorded end stays in flight. Pressure
-    is blocks in flight / KV blocks of the engine. The lifetime is the mean over the events that remove blocks in the step.
+    `kv_blocks_stored` and `kv_blocks_evicted` are those of the engine's own cache, `kv_blocks_transferred`
+    those of the transfers that begin with the step, `kv_blocks_offloaded` and `kv_blocks_loaded` those that
+    the scheduler commits to store to and load from other media, `kv_offload_evicted` those that these evict.
+    A transfer is in flight from the step that initiates it to the one before its end is recorded; one without
+    a recorded end stays in flight. Pressure is blocks in flight / KV blocks of the engine. The lifetime is
+    the mean over the events that remove blocks in the step.
 
     Args:
         timeline: The `timeline` table.

@@ -2,7 +2,8 @@
 
 They are separate from those of `traces`, because their parts take a while to import, which an ingest need not wait for.
 
-Fields are what `--json` prints and what `schemas/results/` describes; a change of one is a change for the programs that read it.
+Fields are what `--json` prints and what `schemas/results/` describes; a change of one is a change for the
+programs that read it.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ class TrainResult(Shown):
         """Draw a figure of the report with plotly.
 
         Args:
-            figure: Its name, such as `step-times`, `error-by-load`, `step-breakdown`, `first-token` or `timeline`; the error for
-                an unknown one lists all.
+            figure: Its name, such as `step-times`, `error-by-load`, `step-breakdown`, `first-token` or
+                `timeline`; the error for an unknown one lists all.
             scope: A scope, a part of its id, or the name of a run; optional if there is only one scope.
 
         Raises:
@@ -272,7 +273,8 @@ class CompareResult(Shown):
         second: The second, or the tables.
         models: Models that both files have.
         drift: Every model on the new traces, if the second is tables.
-        verdict: Verdict of the drift check: drifted if any model is, else unknown if any is, else good; null for two files.
+        verdict: Verdict of the drift check: drifted if any model is, else unknown if any is, else good; null
+            for two files.
         notes: Models that could not be compared, with the reason.
     """
 

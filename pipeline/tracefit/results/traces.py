@@ -1,6 +1,7 @@
 """Results of the commands that read traces or their tables: `ingest`, `inspect`, `receive` and `requests`.
 
-Fields are what `--json` prints and what `schemas/results/` describes; a change of one is a change for the programs that read it.
+Fields are what `--json` prints and what `schemas/results/` describes; a change of one is a change for the
+programs that read it.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ class ScopeSpans:
 class ServerFacts:
     """One server of a run; sampling rates are estimates, null if the traces do not show them."""
 
-    # Columns of the `runs` table by name, in the order in which `--json` has always had them: the evaluation shows others.
+    # Columns of the `runs` table by name, in the order in which `--json` has always had them: the evaluation
+    # shows others.
     server: str
     epochs: int
     spans: int
@@ -144,8 +146,9 @@ class ServerFacts:
 class RunFacts:
     """One run as it was read; `files` is empty when tables were inspected.
 
-    `other_scopes` counts the spans of scopes that are not read. `implausible` counts the values left out, by the rule they
-    broke; `missing_attributes` is event to its attributes without a usable value in any such event.
+    `other_scopes` counts the spans of scopes that are not read. `implausible` counts the values left out, by
+    the rule they broke; `missing_attributes` is event to its attributes without a usable value in any such
+    event.
     """
 
     run_id: str

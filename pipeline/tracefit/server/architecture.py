@@ -95,8 +95,8 @@ class ModelArchitecture:
         experts_per_token: Routed experts each token visits.
         expert_ffn: FFN width of one routed expert.
         shared_ffn: FFN width of all shared experts together; 0 for none.
-        layer_windows: Per layer, how many tokens back it reads (sliding or chunked attention); None is all, 0 is a layer of
-            linear attention, which has no context.
+        layer_windows: Per layer, how many tokens back it reads (sliding or chunked attention); None is all, 0
+            is a layer of linear attention, which has no context.
         vocabulary: Rows of the embedding.
         tied_embeddings: Input embedding and output head are one matrix.
         learned_positions: Rows of a learned position embedding; 0 for rotary or ALiBi.

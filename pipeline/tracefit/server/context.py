@@ -1,7 +1,7 @@
 """The server behind a run: its settings, model and GPU, how the `runs` table stores them, and their scope id.
 
-Runs of one model on one kind of GPU under the same settings share a scope and are fitted together. Its id ends in a hash
-over everything that changes what a server does.
+Runs of one model on one kind of GPU under the same settings share a scope and are fitted together. Its id
+ends in a hash over everything that changes what a server does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Read the small JSON and YAML files that a user provides, within bounds, and validate their contents.
 
-The files come from anywhere, so size, nesting and types are checked before a value is used; no other module of `server/` and
-`features/` opens files. Shapes are declared as annotated types where they belong (settings, GPU, feature set) and applied by
-`validated`. Every fault is one `UsageError` line: file, key, the fault, and the nearest known key where a key is wrong.
+The files come from anywhere, so size, nesting and types are checked before a value is used; no other module
+of `server/` and `features/` opens files. Shapes are declared as annotated types where they belong (settings,
+GPU, feature set) and applied by `validated`. Every fault is one `UsageError` line: file, key, the fault, and
+the nearest known key where a key is wrong.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def parse_json_object(content: bytes | str, *, where: str, strict: bool = False)
     `strict` also refuses `NaN` and `Infinity`.
 
     Raises:
-        UsageError: The content is not JSON, is nested too deeply, has too many values or a duplicate key, or is not an object.
+        UsageError: The content is not JSON, is nested too deeply, has too many values or a duplicate key, or
+            is not an object.
     """
     text = as_text(content, where=where)
     _check_json_size(text, where=where)

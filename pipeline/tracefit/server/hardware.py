@@ -109,17 +109,18 @@ class Gpu(GpuValues):
 _VALUE_FIELDS = tuple(field.name for field in fields(GpuValues) if field.name != "name")
 
 
-# Columns: name, source, TFLOPS at fp16 and fp8, memory in GB and GB/s, link in GB/s, multiprocessors, aliases; "-" means
-# not published.
+# Columns: name, source, TFLOPS at fp16 and fp8, memory in GB and GB/s, link in GB/s, multiprocessors,
+# aliases; "-" means not published.
 #
 # Source:
-# - sheet: the vendor's datasheet, with dense rates. For RTX cards NVIDIA's architecture whitepapers, with sums in fp32, as
-#   inference uses them; for B300 and GB300 the sheets of HGX B300 and GB300 NVL72, which omit the multiprocessors in use.
+# - sheet: the vendor's datasheet, with dense rates. For RTX cards NVIDIA's architecture whitepapers, with
+#   sums in fp32, as inference uses them; for B300 and GB300 the sheets of HGX B300 and GB300 NVL72, which
+#   omit the multiprocessors in use.
 # - tables: the tables of serving simulators, which disagree with the datasheet.
 # - both: the datasheet and these tables, which agree.
 #
-# The first alias is the common meaning of the bare name: the SXM board, and for the A100 the one with 80 GB. Other aliases
-# are spellings of drivers and clouds.
+# The first alias is the common meaning of the bare name: the SXM board, and for the A100 the one with 80 GB.
+# Other aliases are spellings of drivers and clouds.
 _TABLE = """\
 H100-SXM        both    989.5    1979   80  3350   900  132  H100 H100-80GB H100-SXM5 H100-80GB-HBM3 H100-SXM-80GB H100-SXM5-80GB
 H100-PCIe       both    756.5    1513   80  2000   600  114  H100-80GB-PCIe H100-PCIe-80GB

@@ -1,9 +1,10 @@
 """Read a model's `config.json` into a `ModelArchitecture`: any decoder, by its keys and their spellings, and quantized ones.
 
-Experts, grouped heads, latent and linear attention and windows are recognised by their keys. A value that the config does not
-state is either refused (one line that names the key) or, where its family or vLLM defines it, filled in and listed in
-`ModelArchitecture.assumed`, together with the assumptions about an unknown family. `as_served` applies the options by which
-a server overrides the config: data types, and quantization, which makes weights smaller.
+Experts, grouped heads, latent and linear attention and windows are recognised by their keys. A value that the
+config does not state is either refused (one line that names the key) or, where its family or vLLM defines it,
+filled in and listed in `ModelArchitecture.assumed`, together with the assumptions about an unknown family.
+`as_served` applies the options by which a server overrides the config: data types, and quantization, which
+makes weights smaller.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class UnknownModelError(UsageError):
 
 # -- facts of families ----------------------------------------------------------------------------------
 #
-# Facts that no key of a published config states, by `model_type` (without `_text`, the type of the text part of multimodal models).
-# Source: each family's configuration class in the transformers library.
+# Facts that no key of a published config states, by `model_type` (without `_text`, the type of the text part
+# of multimodal models). Source: each family's configuration class in the transformers library.
 
 _UNGATED = frozenset(["falcon", "gpt2", "gpt_bigcode", "gpt_neox", "opt", "phi", "starcoder2"])
 """FFNs have two matrices, no gate; the width of those that do not state it is 4·hidden."""
@@ -346,7 +347,8 @@ def _experts(config: _Config, layers: int) -> _Experts:
         raise config.fault(f"num_experts_per_tok {per_token} is more than the {count} experts there are")
     # Mixtral and Phi-MoE have only experts; their width is under the key of the dense FFN.
     width = config.integer("moe_intermediate_size") or config.required(*_FFN)
-    # Qwen and Granite state the width of shared experts, DeepSeek a number of them, as wide as the routed ones; Llama 4 has one.
+    # Qwen and Granite state the width of shared experts, DeepSeek a number of them, as wide as the routed
+    # ones; Llama 4 has one.
     shared = width if config.get(_DENSE_FFN) is not None else config.integer(*_SHARED_WIDTH, least=0)
     if shared is None:
         shared = (config.integer(*_SHARED_EXPERTS, least=0, most=_MOST_HEADS) or 0) * width
@@ -366,8 +368,8 @@ def _moe_layer_ids(config: _Config, layers: int) -> tuple[int, ...]:
     if listed is not None:
         return tuple(sorted(set(listed)))
     step = config.integer("interleave_moe_layer_step", "decoder_sparse_step") or 1
-    # Qwen has `mlp_only_layers`; DeepSeek `first_k_dense_replace` and `moe_layer_freq`, a number or a list with 1 for each MoE
-    # layer. A key that a family does not have changes nothing here.
+    # Qwen has `mlp_only_layers`; DeepSeek `first_k_dense_replace` and `moe_layer_freq`, a number or a list
+    # with 1 for each MoE layer. A key that a family does not have changes nothing here.
     dense = set(config.integers("mlp_only_layers", least=0, most=_MOST_LAYERS) or ())
     first = config.integer("first_k_dense_replace", "moe_layer_start_index", least=0) or 0
     if isinstance(config.get("moe_layer_freq"), list):

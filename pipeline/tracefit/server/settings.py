@@ -1,8 +1,8 @@
 """Settings of a vLLM server that latency depends on: their names, valid values, and sources.
 
-Settings come from run descriptions (YAML or JSON), `vllm serve` command lines, the server's own log and the user. A value keeps
-its source. Names without a field are kept in `other`, because they still identify the run. The last section has the flags that turn on
-traces, for messages.
+Settings come from run descriptions (YAML or JSON), `vllm serve` command lines, the server's own log and the
+user. A value keeps its source. Names without a field are kept in `other`, because they still identify the
+run. The last section has the flags that turn on traces, for messages.
 """
 
 from __future__ import annotations
@@ -530,8 +530,8 @@ def _literals(item: re.Pattern[str], text: str) -> dict[str, object]:
 
 # -- flags that turn on traces --------------------------------------------------------------------------
 #
-# Stock vLLM does not have these flags: they belong to the fork of vLLM that the inference-sim project instruments. Messages
-# say so, because a stock server refuses to start with them.
+# Stock vLLM does not have these flags: they belong to the fork of vLLM that the inference-sim project
+# instruments. Messages say so, because a stock server refuses to start with them.
 
 
 INSTRUMENTED_VERSION = "0.15.1"

@@ -314,7 +314,8 @@ class RooflineLaw:
         """Return the time spent exchanging activations between GPUs, in µs."""
         if self.tp == 1:
             return 0.0
-        # A ring all-reduce sends 2 (tp - 1) / tp of the data over each link; attention and MLP of a layer need one each.
+        # A ring all-reduce sends 2 (tp - 1) / tp of the data over each link; attention and MLP of a layer
+        # need one each.
         size_bytes = step.scheduled_tokens * self.model.hidden_size * self.model.dtype_bytes
         share = 2 * (self.tp - 1) / self.tp
         once_us = self.allreduce_latency_us + share * size_bytes / (self.gpu.link_gb_per_s * 1e3)
@@ -347,7 +348,8 @@ class AdmissionLaw:
 class DepartureLaw:
     """FINISHED to DEPARTED: the API process works through the outputs of the finishing step."""
 
-    # Measured: 90 to 215 us per request in the batch, 100 to 350 us per request that finishes, nothing per output token.
+    # Measured: 90 to 215 us per request in the batch, 100 to 350 us per request that finishes, nothing per
+    # output token.
     base_us: float = 700.0
     per_batch_req_us: float = 120.0
     per_finishing_req_us: float = 200.0  # itself included

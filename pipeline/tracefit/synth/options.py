@@ -103,7 +103,8 @@ class SynthOptions:
     block_size: int = 16  # tokens in a block
     chunked_prefill: bool = True  # a prompt may be split over steps
 
-    # Sigma of a log-normal factor. Real step times leave a few percent about a linear model: 2.0 to 5.0 % on H100 traces.
+    # Sigma of a log-normal factor. Real step times leave a few percent about a linear model: 2.0 to 5.0 % on
+    # H100 traces.
     noise: float = 0.03
     hiccup_rate: float = 0.0  # chance that a step is delayed by something outside the law
     hiccup_us: float = 30_000.0  # mean of that delay (exponential)
@@ -117,8 +118,9 @@ class SynthOptions:
     rich_sampling: float = 0.0  # chance of such a step to carry request snapshots too
     # Chance of a request to be in the trace; stock spans are sampled by trace id, as in the SDK.
     journey_sampling: float = 1.0
-    # When QUEUED is stamped: at the step start at which the engine core drains its socket, as the real emitter does, or when
-    # the API process is done with the request, as other engines do. The scheduler sees it at the next step start either way.
+    # When QUEUED is stamped: at the step start at which the engine core drains its socket, as the real
+    # emitter does, or when the API process is done with the request, as other engines do. The scheduler sees
+    # it at the next step start either way.
     queued_stamp: QueuedStamp = "step_start"
     duration: DurationMode = (
         "schedule"  # meaning of `step.duration_us`: as in the real emitter, or the step time
@@ -127,8 +129,8 @@ class SynthOptions:
     steps_per_span: int = 100
     epochs: int = 1  # lives of the engine: each restart counts steps from 1 again, on the same clock
     servers: int = 1  # in the same file, each with its own clock
-    # Which resource has a `service.instance.id`: none, a server as a whole, or each process, as newer SDKs do (the API's differs from
-    # the engine's). Auto is `none` for one server, else `server`.
+    # Which resource has a `service.instance.id`: none, a server as a whole, or each process, as newer SDKs do
+    # (the API's differs from the engine's). Auto is `none` for one server, else `server`.
     instance_ids: InstanceIds = "auto"
 
     @property

@@ -1,7 +1,7 @@
 """The requests of a simulation as others write them: SGLang's spans, logs with the engine's times, and logs of load generators.
 
-Fields are those of SGLang 0.5.23 at trace level 3, LLMServingSim's benchmark of vLLM, `vllm bench serve --save-detailed` (0.32)
-and GuideLLM 0.8.1. Aborted requests are left out.
+Fields are those of SGLang 0.5.23 at trace level 3, LLMServingSim's benchmark of vLLM, `vllm bench serve
+--save-detailed` (0.32) and GuideLLM 0.8.1. Aborted requests are left out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Two commands: simulate a run, and write it as a run folder with its truth.
 
-`synth` draws the load, runs every engine over time, and has its log written as spans; equal options give an equal run.
-`write_run` writes the trace as a collector would, the server's configuration beside it, and the law with the truth tables.
+`synth` draws the load, runs every engine over time, and has its log written as spans; equal options give an
+equal run. `write_run` writes the trace as a collector would, the server's configuration beside it, and the
+law with the truth tables.
 """
 
 from __future__ import annotations

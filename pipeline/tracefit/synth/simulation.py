@@ -355,7 +355,8 @@ class EngineClock:
 
     def _schedule_ns(self, plan: StepPlan, cycle_ns: int) -> int:
         """Return the time in `schedule()`: a little per running request, more where one is admitted."""
-        # Real schedule() takes 91 us (median, CPU) to 1.1 ms (H100), and stamps SCHEDULED 0.1 to 0.7 ms after its start.
+        # Real schedule() takes 91 us (median, CPU) to 1.1 ms (H100), and stamps SCHEDULED 0.1 to 0.7 ms after
+        # its start.
         admitted = len(plan.first) + len(plan.resumed)
         admit_us = 160.0 + 25.0 * admitted if admitted else 0.0
         time_us = 60.0 + 1.5 * len(plan.scheduled) + admit_us

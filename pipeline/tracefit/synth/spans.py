@@ -1,8 +1,10 @@
 """The spans that a server would have sent of a simulation: as data, as OTLP JSON lines and as framed protobuf.
 
-The server is the instrumented one, an unmodified vLLM, which writes one span per request (`Emitter._stock_spans`), or SGLang. Names of spans, events and attributes, their order and their clocks are those of the real emitter, odd ones included: a step's
-`duration_us` is the time in `schedule()`, and a span that loses events loses its oldest. Both encodings are written by hand
-here, so that no code is shared with the rooms that read them.
+The server is the instrumented one, an unmodified vLLM, which writes one span per request
+(`Emitter._stock_spans`), or SGLang. Names of spans, events and attributes, their order and their clocks are
+those of the real emitter, odd ones included: a step's `duration_us` is the time in `schedule()`, and a span
+that loses events loses its oldest. Both encodings are written by hand here, so that no code is shared with
+the rooms that read them.
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ class Emitter:
         id_rng, journey_rng, jitter_rng, self._front_rng = rng.spawn(4)
         self._id_rng = id_rng
         self._is_sampled = (journey_rng.random(len(epoch.requests)) < options.journey_sampling).tolist()
-        # Unix stamps follow the monotonic ones by a few microseconds; a prime number of lags repeats with no other period.
+        # Unix stamps follow the monotonic ones by a few microseconds; a prime number of lags repeats with no
+        # other period.
         self._lags_ns: list[int] = jitter_rng.integers(500, 9_000, 1_021).tolist()
 
     def spans(self) -> tuple[list[GeneratedSpan], list[GeneratedSpan]]:
@@ -136,8 +139,9 @@ class Emitter:
     def _stock_spans(self) -> Iterator[GeneratedSpan]:
         """Yield the spans of an unmodified vLLM 0.32: one per request, written once the front end has its last token.
 
-        Two clocks give its times. The front end stamps the outputs of a step once, shortly after the engine core sent them, in
-        float seconds since 1970; the engine core stamps them once too, on its monotonic clock. Nothing names a step.
+        Two clocks give its times. The front end stamps the outputs of a step once, shortly after the engine
+        core sent them, in float seconds since 1970; the engine core stamps them once too, on its monotonic
+        clock. Nothing names a step.
         """
         steps = self._epoch.steps
         seen_s = (seen_ns(self._epoch, self._front_rng) / 1e9).tolist()

@@ -85,7 +85,8 @@ def build_tables(
     """Build every table of a run except `timeline` and the training frames.
 
     Args:
-        files: The trace files with their staged parts, in the order of their names; there is a span of the vLLM scopes in them.
+        files: The trace files with their staged parts, in the order of their names; there is a span of the
+            vLLM scopes in them.
         run_id: The run.
         place: Where the staged parts are.
         scratch: A folder on disk for rows that do not fit into memory.
@@ -255,7 +256,8 @@ def _epoch_starts(windows: Iterable[_Window], space: SortSpace, sieve: _Sieve) -
     """Scan the marks of the whole run in the order of their clock; return the epochs, and the sieve for odd rows."""
     marks = space.sort(key=("clock",), order=("clock", "server", "step_id", "exact"))
     marks.add(pl.DataFrame(schema=MARKS))
-    # This pass counts the values beyond each setting, and rejects none: only its end shows whether the run contradicts one.
+    # This pass counts the values beyond each setting, and rejects none: only its end shows whether the run
+    # contradicts one.
     free = replace(sieve, limits={})
     limited = {
         name: [c for c in schema.TABLES[name].columns if c.limit in sieve.limits]

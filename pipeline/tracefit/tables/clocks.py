@@ -1,8 +1,9 @@
 """Clocks and step counters that do not compare: several engines behind one name, and layers on different hosts.
 
-Replicas and data-parallel ranks often share a service.name and have no instance id. Two facts separate them: each host
-has a monotonic clock with a zero of its own (*zero*: wall clock less engine clock), and each engine on a host has a step
-counter of its own. `split_engines` names the engines; the other functions handle times on different clocks.
+Replicas and data-parallel ranks often share a service.name and have no instance id. Two facts separate them:
+each host has a monotonic clock with a zero of its own (*zero*: wall clock less engine clock), and each engine
+on a host has a step counter of its own. `split_engines` names the engines; the other functions handle times
+on different clocks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 CLOCK_FACTS = ("zero", "first_ns", "last_ns", "first_step", "last_step")
-"""Facts of a span's events: wall clock less engine clock, and the range of its step summaries; null if it has no such events."""
+"""Facts of a span's events: wall clock less engine clock, and the range of its step summaries; null if it has
+no such events."""
 
 SAME_CLOCK_NS = 1_000_000_000
 """Zeros closer than this are one clock: within a boot, wall and monotonic clock agree to microseconds."""
@@ -125,7 +127,8 @@ def on_core_clock(journeys: pl.DataFrame) -> tuple[pl.DataFrame, int]:
 
 
 _LEAST_ODD, _LEAST_ODD_SHARE = 10, 0.05
-"""Least number and share of requests out of order that prove separate clocks; clients that reuse an id cause some too."""
+"""Least number and share of requests out of order that prove separate clocks; clients that reuse an id cause
+some too."""
 
 _TRIMMED = 0.02
 """Share of requests on either side that the bounds of the clock leave out if all of them contradict each other."""
@@ -134,9 +137,9 @@ _TRIMMED = 0.02
 def api_clocks(bounds: pl.DataFrame) -> pl.DataFrame:
     """Find how far the API's clock is ahead of the core's, for servers with requests whose events are out of order.
 
-    A constant distance shifts all bounds alike. So the middle between the largest lower and the smallest upper one is at most
-    half of their distance off. If more than a few requests contradict every distance that the others allow, no distance is
-    corrected.
+    A constant distance shifts all bounds alike. So the middle between the largest lower and the smallest
+    upper one is at most half of their distance off. If more than a few requests contradict every distance
+    that the others allow, no distance is corrected.
 
     Args:
         bounds: server, least_ns, most_ns of every request; see `requests.clock_bounds`.

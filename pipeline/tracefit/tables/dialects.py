@@ -1,11 +1,12 @@
 """The spellings of traces as one declared table: from (scope, span, event, attribute) to a column.
 
-There are five dialects. `journey` is the instrumented server: dotted keys (`prefill.done_tokens`), which written
-specifications also spell with underscores, with API events without a prefix. `stock` is an unmodified vLLM: one
-`llm_request` span per request, its times as attributes in seconds. `lifecycle` is a proposal for upstream: a span
-per phase of a request, whose beginning and end are the times. `sglang` is another engine: a span per request, and below
-it spans of its stages in each thread that works on it. `client` is the logs of load generators. A new dialect needs rows
-here and no change elsewhere: every other module derives its dialects from these rows.
+There are five dialects. `journey` is the instrumented server: dotted keys (`prefill.done_tokens`), which
+written specifications also spell with underscores, with API events without a prefix. `stock` is an unmodified
+vLLM: one `llm_request` span per request, its times as attributes in seconds. `lifecycle` is a proposal for
+upstream: a span per phase of a request, whose beginning and end are the times. `sglang` is another engine: a
+span per request, and below it spans of its stages in each thread that works on it. `client` is the logs of
+load generators. A new dialect needs rows here and no change elsewhere: every other module derives its
+dialects from these rows.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ class Spelling:
         event: Event of the span; None for the span itself.
         attribute: Attribute key; `EVENT_NAME` for the event as such, None for the span's own times.
         table: Table the value goes to.
-        column: Column it goes to, or the event's name in the tables. In `requests`, the API's token counts are
-            `api_prompt_tokens`, `api_completion_tokens` and `api_max_tokens`: the table's own columns follow from these.
+        column: Column it goes to, or the event's name in the tables. In `requests`, the API's token counts
+            are `api_prompt_tokens`, `api_completion_tokens` and `api_max_tokens`: the table's own columns
+            follow from these.
         take: How the value is read.
         factor: Multiplier of the value.
     """

@@ -14,11 +14,12 @@ class BuildLimits:
     """How much of a run is in memory while its tables are built.
 
     Attributes:
-        window_bytes: Bytes on disk of the staged parts that are read together; in memory they take several times as much.
+        window_bytes: Bytes on disk of the staged parts that are read together; in memory they take several
+            times as much.
         sorted_bytes: Bytes of rows that wait to be sorted; beyond it they are spilled to disk.
-        small_run_rows: Steps, journey events and snapshots of a run up to which its tables stay in memory until they are
-            written, and its timeline is built from them. The timeline of a larger run is left to `train`, which has more
-            memory: about 1 KiB for each step.
+        small_run_rows: Steps, journey events and snapshots of a run up to which its tables stay in memory
+            until they are written, and its timeline is built from them. The timeline of a larger run is left
+            to `train`, which has more memory: about 1 KiB for each step.
     """
 
     window_bytes: int = 8 << 20

@@ -38,8 +38,8 @@ LEFTOVER_AGE = timedelta(days=1)
 class Disk:
     """A folder on disk.
 
-    Its methods raise `UsageError` if a file or one of its folders is a symbolic link: in a folder from someone else, a link
-    may lead anywhere.
+    Its methods raise `UsageError` if a file or one of its folders is a symbolic link: in a folder from
+    someone else, a link may lead anywhere.
     """
 
     root: Path
@@ -191,8 +191,8 @@ class Bucket:
 
     Attributes:
         root: The prefix.
-        kept: A folder with copies of the files this writer has put, because it reads staged parts several times; missing
-            on other machines.
+        kept: A folder with copies of the files this writer has put, because it reads staged parts several
+            times; missing on other machines.
         kept_bytes: Most bytes of these copies.
     """
 
@@ -256,7 +256,8 @@ class Bucket:
     def leftovers(self, folder: str) -> list[str]:
         """Return the objects below a prefix that were written long ago.
 
-        The others may be those of a writer that has not written its manifest yet, or of a reader that has read one before.
+        The others may be those of a writer that has not written its manifest yet, or of a reader that has
+        read one before.
         """
         objects = [
             (f"{folder}/{name}".lstrip("/"), when) for name, _, when in buckets.below(self._path(folder))

@@ -1,8 +1,9 @@
 """Build the `requests` table: one row per request, joined over the API and the core layer, with its durations.
 
-`core_requests` and `api_requests` aggregate the events of each layer, and `join_requests` joins them by trace and parent.
-`requests_from_spans` reads requests of spans without events, by the rules of `dialects`: attributes of stock vLLM, phases
-of the proposed lifecycle spans. Durations and rates follow vLLM's request metrics; `schema.REQUESTS` documents them.
+`core_requests` and `api_requests` aggregate the events of each layer, and `join_requests` joins them by trace
+and parent. `requests_from_spans` reads requests of spans without events, by the rules of `dialects`:
+attributes of stock vLLM, phases of the proposed lifecycle spans. Durations and rates follow vLLM's request
+metrics; `schema.REQUESTS` documents them.
 """
 
 from __future__ import annotations
@@ -260,8 +261,9 @@ def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
     """Return the spans that describe requests without events, with the columns that `requests_from_spans` needs.
 
     Args:
-        spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server, server_zero, twin: the trace in
-            which events describe the same request (it becomes the span's own), and owner: for a stage, the span of its request.
+        spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server, server_zero, twin: the
+            trace in which events describe the same request (it becomes the span's own), and owner: for a
+            stage, the span of its request.
     """
     spans = spans.with_columns(trace_id=pl.coalesce("twin", "trace_id"))
     ids = ("trace_id", "span_id", "parent_span_id", "scope", "name", "server", "server_zero", "owner")
@@ -274,10 +276,10 @@ def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
 def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
     """Return one row per request that spans describe: trace_id, owner, parent_span_id, server, dialect, and facts of it.
 
-    A stock `llm_request` span is a request; a phase belongs to the request that is its parent span. The owner is the span
-    that stands for the request, and the parent is that of this span. Facts are columns of the `requests` table, times in
-    ns and durations in us. Wall-clock times are put on the engine's clock where journeys show their difference; elsewhere
-    the wall clock takes its place.
+    A stock `llm_request` span is a request; a phase belongs to the request that is its parent span. The owner
+    is the span that stands for the request, and the parent is that of this span. Facts are columns of the
+    `requests` table, times in ns and durations in us. Wall-clock times are put on the engine's clock where
+    journeys show their difference; elsewhere the wall clock takes its place.
     """
     phase = pl.col("name").is_in(dialects.PHASE_SPANS)
     times = [pl.col(c) - pl.col("server_zero").fill_null(0) for c in ("start_unix_ns", "end_unix_ns")]
@@ -476,8 +478,8 @@ def _of_api() -> dict[str, pl.Expr]:
 def clock_bounds(requests: pl.DataFrame) -> pl.DataFrame:
     """Return the bounds that causality sets to how far the API's clock is ahead of the core's: server, least_ns, most_ns.
 
-    The core queues a request after the API handed it over, and the API lets it depart after the core finished it. An abort
-    goes the other way.
+    The core queues a request after the API handed it over, and the API lets it depart after the core finished
+    it. An abort goes the other way.
 
     Args:
         requests: Rows of the `requests` table; requests without events set no bounds.

@@ -67,8 +67,8 @@ class ResolvedRun:
     Attributes:
         parts: The parts.
         firsts: Number of the first span of each part; at the end, the number of spans.
-        facts: server, core_zero (wall clock less engine clock of the core spans in the trace), server_zero (the same, of
-            the server) of each span; the server is null for spans that do not count.
+        facts: server, core_zero (wall clock less engine clock of the core spans in the trace), server_zero
+            (the same, of the server) of each span; the server is null for spans that do not count.
         spans_read: Spans of the run's files, duplicates included.
         clocks: The ranges of wall clock less engine clock that each server's spans agree on: server, low, high.
         twins: row, twin: for spans without events, the trace in which events describe the same request.
@@ -178,8 +178,9 @@ def _twins(spans: pl.DataFrame) -> pl.DataFrame:
 def _owners(spans: pl.DataFrame) -> pl.DataFrame:
     """Return the request and the engine of each of SGLang's spans: row, owner, engine.
 
-    Below the span of a request are those of threads: of the front end, and of the scheduler of each rank, which are processes
-    with names of their own. The engine is named after its first rank. The other ranks repeat its spans; their owner is null.
+    Below the span of a request are those of threads: of the front end, and of the scheduler of each rank,
+    which are processes with names of their own. The engine is named after its first rank. The other ranks
+    repeat its spans; their owner is null.
     """
     trace, above = _IDS[:2], [*_IDS[:2], "parent"]
     own = spans.filter(pl.col("scope") == dialects.SGLANG_SCOPE)
@@ -228,8 +229,8 @@ def _digits(rows: pl.DataFrame, *numbers: str) -> pl.Series:
 
 
 def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
-    # All spans nearly always differ, and hashes show it in a fraction of the memory of `unique`. If different spans have
-    # equal hashes, `unique` decides.
+    # All spans nearly always differ, and hashes show it in a fraction of the memory of `unique`. If different
+    # spans have equal hashes, `unique` decides.
     if spans.select(_IDS).hash_rows().n_unique() == spans.height:
         return spans
     return spans.unique(_IDS, keep="first", maintain_order=True)
@@ -310,8 +311,8 @@ def _events_of(place: Place, part: str) -> pl.DataFrame:
     steps = read_staged(place, part, "steps", ("row", "unix_ns", "ts_start_ns", "step_id"))
     snapshots = read_staged(place, part, "snapshots", ("row", "unix_ns", "step_id"))
     journeys = read_staged(place, part, "journeys", ("row", "unix_ns", "ts_ns", "step_id", "layer", "event"))
-    # SCHEDULED and PREEMPTED are stamped at the start of a step, in schedule(); all other events after its execution, when
-    # the counter already stands one higher.
+    # SCHEDULED and PREEMPTED are stamped at the start of a step, in schedule(); all other events after its
+    # execution, when the counter already stands one higher.
     late = pl.when(pl.col("event").is_in(["SCHEDULED", "PREEMPTED"])).then(0).otherwise(1)
     kinds = (
         (steps, pl.col("ts_start_ns"), pl.col("step_id"), True),

@@ -1,6 +1,8 @@
 """Turn decoded spans into rows with the column names of the tables.
 
-Everything here works on one span at a time; `resolve` later adds the facts of the whole run (duplicates, servers, epochs). Column `row` is the number of the span in its part, and column `file` the number of the file in its part.
+Everything here works on one span at a time; `resolve` later adds the facts of the whole run (duplicates,
+servers, epochs). Column `row` is the number of the span in its part, and column `file` the number of the file
+in its part.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ def missing_attributes(scan: Callable[[str], pl.LazyFrame]) -> dict[str, list[st
             if lacking:
                 missing[name] = sorted(lacking)
     for table, reason in INCOMPLETE.items():
-        # Events that lack their step or request are in no table, so the attribute is missing from all events of the run.
+        # Events that lack their step or request are in no table, so the attribute is missing from all events
+        # of the run.
         event, _, attributes = reason.partition(" without ")
         if reason in reasons_present["reason"] and event not in names:
             missing[_EVENT_NAMES[table]] = [attributes]
@@ -280,9 +281,9 @@ class Overlap:
 def find_overlaps(store: TableStore, runs: pl.DataFrame) -> tuple[Overlap, ...]:
     """Find runs that share spans with a run that is kept: the same traces under two names, as from rotating files.
 
-    Such spans would count twice, and rows held out of one run would train the model through the other. Larger runs are kept
-    before smaller ones, equal ones by name. Only runs that overlap in time are compared, with eight bytes in memory for each
-    of their spans.
+    Such spans would count twice, and rows held out of one run would train the model through the other. Larger
+    runs are kept before smaller ones, equal ones by name. Only runs that overlap in time are compared, with
+    eight bytes in memory for each of their spans.
 
     Args:
         store: The tables.

@@ -1,8 +1,8 @@
 """The published tables: name, key, columns with their types, units, meaning and bounds, and the rules of their rows.
 
-Every module that writes, reads, checks or documents a table takes its shape from here. A trace with absurd numbers is
-still valid OTLP. So a row that breaks a rule (`TableSchema.sift`) never reaches the table, is counted under the rule's name in
-`runs.implausible`, and is listed in `rejects` with that name as its reason.
+Every module that writes, reads, checks or documents a table takes its shape from here. A trace with absurd
+numbers is still valid OTLP. So a row that breaks a rule (`TableSchema.sift`) never reaches the table, is
+counted under the rule's name in `runs.implausible`, and is listed in `rejects` with that name as its reason.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Rule:
     Attributes:
         column: The column at fault in a row that breaks the rule.
         what: The fault in words: `out of range`.
-        breaks: True on rows with the fault; null counts as false. It reads columns of the table, or evidence of the run that
-            the caller of `sift` adds; rows that lack one are not checked.
+        breaks: True on rows with the fault; null counts as false. It reads columns of the table, or evidence
+            of the run that the caller of `sift` adds; rows that lack one are not checked.
     """
 
     column: str
@@ -87,7 +87,8 @@ class Rule:
 
 
 OFF_CLOCK, STRAY_STEP = "is_off_clock", "is_stray_step"
-"""Evidence of the whole run on a row: its time is on none of the server's clocks, its step is far from those around it."""
+"""Evidence of the whole run on a row: its time is on none of the server's clocks, its step is far from those
+around it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

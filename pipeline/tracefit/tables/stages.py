@@ -1,8 +1,8 @@
 """The steps of SGLang, from its spans of stages: results of a batch that end together make one step.
 
-The scheduler handles the results of a batch request by request, within microseconds, and ends a span for each: `decode_loop`, or
-`chunked_prefill`, or `prefill_forward` of a prompt in one chunk. These spans exist at trace level 3
-(`set_last_decode_finish_time` and its like in `sglang.srt.observability.req_time_stats`).
+The scheduler handles the results of a batch request by request, within microseconds, and ends a span for
+each: `decode_loop`, or `chunked_prefill`, or `prefill_forward` of a prompt in one chunk. These spans exist at
+trace level 3 (`set_last_decode_finish_time` and its like in `sglang.srt.observability.req_time_stats`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ RESULTS: dict[str, pl.DataType] = {
     "tokens": pl.Int64(),
     "context": pl.Int64(),
 }
-"""One result of a request in a batch: its end, the time from which the engine was certainly busy, its duration, its tokens to
-compute and those in its cache before; null if unknown."""
+"""One result of a request in a batch: its end, the time from which the engine was certainly busy, its
+duration, its tokens to compute and those in its cache before; null if unknown."""
 
 
 def results_of(spans: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
@@ -38,7 +38,8 @@ def results_of(spans: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
 
     Args:
         spans: The result of `request_spans` for all spans of some traces.
-        requests: The requests of the same traces: trace_id, owner, prompt_tokens, output_tokens, cached_prompt_tokens, queued_ns.
+        requests: The requests of the same traces: trace_id, owner, prompt_tokens, output_tokens,
+            cached_prompt_tokens, queued_ns.
 
     Returns:
         Columns as `RESULTS`.
@@ -87,7 +88,8 @@ def steps_of(
 ) -> pl.DataFrame:
     """Return the steps of a server in one block.
 
-    A step lasts from the results of the step before it to its own; if the engine was idle, from the queueing of a request.
+    A step lasts from the results of the step before it to its own; if the engine was idle, from the queueing
+    of a request.
 
     Args:
         results: Columns as `RESULTS`.
@@ -95,7 +97,8 @@ def steps_of(
         source: The source of the results.
 
     Returns:
-        Rows of `steps`. The first and the last of a block have a null time: their results may continue in another block.
+        Rows of `steps`. The first and the last of a block have a null time: their results may continue in
+        another block.
     """
     loop, both = pl.col("is_loop"), pl.col("is_loop").len()
 

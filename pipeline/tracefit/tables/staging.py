@@ -1,9 +1,10 @@
 """Decoded rows on disk, so that an unchanged trace file is not decoded again.
 
-`TABLES/.stage/<part>/` holds one Arrow IPC file per frame of `SpanRows`. It is tracefit's own store, not a published table:
-the manifest says which parts are valid, and a part of another tool version is decoded again. Small files share a part,
-but the rows of each stay separate: they count as long as the manifest names the part for the file. The name of a part ends
-in a hash of its files, so that damage is detected before the part is read.
+`TABLES/.stage/<part>/` holds one Arrow IPC file per frame of `SpanRows`. It is tracefit's own store, not a
+published table: the manifest says which parts are valid, and a part of another tool version is decoded again.
+Small files share a part, but the rows of each stay separate: they count as long as the manifest names the
+part for the file. The name of a part ends in a hash of its files, so that damage is detected before the part
+is read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tables on disk: `TABLES/<table>/run_id=<run>/part-<content hash>.parquet`, and the manifest that says which are valid.
 
-`TABLES/manifest.json` also says which trace files were read. It is replaced last, in one rename or one conditional write: a
-reader that follows it sees each run either as before or as after an ingest, never in between. A file that it does not name
-is a leftover.
+`TABLES/manifest.json` also says which trace files were read. It is replaced last, in one rename or one
+conditional write: a reader that follows it sees each run either as before or as after an ingest, never in
+between. A file that it does not name is a leftover.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ class TableStore:
         """Name a folder of tables, which need not exist.
 
         Raises:
-            UsageError: The name is empty, or not valid UTF-8, which the libraries that write Parquet cannot open, or a URL
-                that does not name a bucket.
+            UsageError: The name is empty, or not valid UTF-8, which the libraries that write Parquet cannot
+                open, or a URL that does not name a bucket.
         """
         if not str(root):
             raise UsageError("the name of a tables folder is empty", hint="name a folder, or . for this one")
@@ -428,7 +428,8 @@ class TableStore:
 class RunTables(Mapping[str, pl.DataFrame]):
     """The tables of some runs by name, each read on access: `tables["requests"]`.
 
-    `tables.scan("timeline")` is a lazy frame; `tables["requests"].to_pandas()` and `.to_arrow()` are other libraries' frames.
+    `tables.scan("timeline")` is a lazy frame; `tables["requests"].to_pandas()` and `.to_arrow()` are other
+    libraries' frames.
     """
 
     def __init__(self, root: str | Path, run_ids: Sequence[str] | None = None) -> None:
@@ -621,8 +622,8 @@ def _content_name(path: Path) -> str:
 def _readers_schema(written: pa.Schema) -> dict[bytes, bytes]:
     """Return the metadata from which readers of Arrow take the types of the columns.
 
-    `run_id` is a dictionary: pyarrow, and pandas with it, makes one of the `run_id=` in folder names, and stops where a file
-    has another type than that.
+    `run_id` is a dictionary: pyarrow, and pandas with it, makes one of the `run_id=` in folder names, and
+    stops where a file has another type than that.
     """
     texts = {
         pa.large_string(): pa.string(),
