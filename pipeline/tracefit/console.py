@@ -122,7 +122,7 @@ class Terminal:
         return ": ".join(text for text in (self._task, self._stage) if text)
 
     def show(self, result: Any, text: str, *, as_json: bool) -> None:
-        """Print a result: JSON for programs, text for people, nothing when quiet; exit with its code unless that is 0."""
+        """Print a result as JSON or text, nothing when quiet; exit with its code unless that is 0."""
         self.close()
         if as_json:
             _on_stdout(json.dumps(result, indent=2, default=_plain) + "\n")

@@ -323,7 +323,7 @@ def _active(
 
 
 def _holds(when: dict[str, Any], values: dict[str, float | None]) -> bool:
-    """Return whether a condition holds: an empty `any` does not, an empty `all` does, a comparison with None does not."""
+    """Return whether a condition holds: an empty `any` and a comparison with None do not, an empty `all` does."""
 
     def one(comparison: dict[str, Any]) -> bool:
         left, other = values[comparison["feature"]], comparison.get("feature2")
@@ -338,7 +338,7 @@ def _holds(when: dict[str, Any], values: dict[str, float | None]) -> bool:
 
 
 def _values(names: list[str], features: dict[str, Any], formulas: dict[str, str]) -> dict[str, float | None]:
-    """Return values by name: given ones as they are, the others computed, in the order in which they build on each other."""
+    """Return values by name: given ones as they are, the others computed in order of dependence."""
     nodes: dict[str, ast.expr] = {}
     needs: dict[str, set[str]] = {}
     wanted = list(names)
@@ -385,7 +385,7 @@ def _parsed(text: str) -> tuple[ast.expr, set[str]]:
 
 
 def _names(node: ast.expr, calls: int = 0) -> set[str]:
-    """Return the names in a formula. `calls` is the nesting depth of min/max. Only the nodes listed here are allowed."""
+    """Return the names in a formula; only these nodes are allowed. `calls` is the depth of min/max."""
     node, _ = _unsigned(node)
     if isinstance(node, ast.Name):
         return {node.id}
@@ -421,7 +421,7 @@ def _constant(node: ast.Constant) -> float:
 
 
 def _is_bounded(power: ast.BinOp) -> bool:
-    """Return whether the base is a number up to 1, or the exponent one from -4 to 4: anything else may overflow a float."""
+    """Return whether the base is a number up to 1 or the exponent one from -4 to 4; others may overflow."""
     base, negative = _unsigned(power.left)
     if isinstance(base, ast.Constant) and not negative and _constant(base) <= 1:
         return True
@@ -457,7 +457,7 @@ def _binary(op: ast.operator, left: float, right: float) -> float:
 
 
 def power(base: float, exponent: float) -> float:
-    """Raise to a power: a result that is not real is NaN, one that is too large is infinite; the caller turns both into None."""
+    """Raise to a power: NaN if not real, infinite if too large; the caller turns both into None."""
     try:
         return math.pow(base, exponent)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Arrays and statistics that several rooms need: names of array types, the mean of known values, the robust standard deviation."""
+"""Array types and statistics for several rooms: mean of known values, robust standard deviation."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ class CompiledModel:
 
     @property
     def unmodeled(self) -> dict[str, tuple[float, float]]:
-        """Training ranges of features without a term in a linear model; outside them, predictions are extrapolations."""
+        """Training ranges of features without a term in a linear model: predictions outside extrapolate."""
         if not isinstance(self.model, LinearModel):
             return {}
         left_out = ((x.feature, x.training_range) for x in self.model.features_left_out)
@@ -240,7 +240,7 @@ class CompiledModel:
     # -- one row
 
     def active(self, values: Mapping[str, float | None]) -> tuple[str, LinearForm]:
-        """Return the linear form that predicts a row, and its name; for a boundary model, the form without a step clock.
+        """Return the name and the linear form that predicts a row; for a boundary model, without a step clock.
 
         Args:
             values: Value of each compared name.
@@ -286,7 +286,7 @@ class CompiledModel:
         return frame.with_columns(pl.col(n).cast(pl.Float64) for n in names)
 
     def by_regime(self, values: Sequence[pl.Expr]) -> pl.Expr:
-        """Choose among expressions, one per linear form that may be active, as `active` does; null if no condition holds."""
+        """Choose among expressions, one per linear form, as `active` does; null if no condition holds."""
         import polars as pl
 
         if not isinstance(self.model, RegimesModel):
@@ -298,7 +298,7 @@ class CompiledModel:
         return chosen
 
     def expression(self) -> pl.Expr:
-        """Return the model over columns of its features, clipped at 0; a boundary model in its form without a step clock.
+        """Return the model over its features' columns, clipped at 0; a boundary model without a step clock.
 
         The prediction is null if a feature of the active form is null, or no regime's condition holds.
         """

@@ -116,7 +116,7 @@ class Verdict(Strict):
 
 
 class RequestRange(Strict):
-    """Range of measured latencies around those that `predict` composes from a request's lengths, its batch and the queue.
+    """Range of measured latencies around the predictions from a request's lengths, its batch and the queue.
 
     `low_ratio` and `high_ratio` are the 5th and 95th percentile of measured / predicted over the requests of
     the training part. Both are null unless 85 % of the later, held-out requests lie between the two. Every

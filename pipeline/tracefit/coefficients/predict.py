@@ -1,4 +1,4 @@
-"""The models of one scope, and predictions of single rows and steps in plain Python: neither numpy nor polars is imported.
+"""The models of one scope, and predictions of single rows and steps in plain Python, without numpy or polars.
 
 A prediction is a number, the interval that nine of ten held-out rows stayed in, the assumptions, and the inputs outside
 the training range. `predict_frames` does the same for the rows of a frame.
@@ -114,7 +114,7 @@ class StepPrediction:
 
 
 class Outside(NamedTuple):
-    """Values of a feature, `low` to `high`, outside the `ends` of its training range; or predictions (`PREDICTED`) below 0."""
+    """Values of a feature, `low` to `high`, outside its training range `ends`; or predictions below 0."""
 
     model: str
     feature: str
@@ -383,7 +383,7 @@ class ScopeModels:
             )
 
     def range_of(self, latency: str) -> tuple[float | None, float | None]:
-        """Return the published ratios of the ends of a composed latency's range to the prediction; null without a range."""
+        """Return the ratios of both ends of a latency's published range to the prediction; null without one."""
         published = self.ranges.get(latency)
         return (None, None) if published is None else (published.low_ratio, published.high_ratio)
 

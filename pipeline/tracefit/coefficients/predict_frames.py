@@ -255,7 +255,7 @@ def predict_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def evaluated_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
-    """Predict steps as `predict_steps` does, including steps that the server does not run: a consumer's grid may have them.
+    """Predict steps as `predict_steps` does, including steps that the server does not run, for a consumer's grid.
 
     Raises:
         UsageError: As `predict_rows`.

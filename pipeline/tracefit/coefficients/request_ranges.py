@@ -1,4 +1,4 @@
-"""Compare predictions of whole requests with measurements: the ranges of TTFT, ITL and E2E around what `predict` composes.
+"""Compare predictions of whole requests with measurements: the ranges of TTFT, ITL and E2E.
 
 The intervals of the single models do not add up to one of a composed latency: errors of a step repeat in
 every step of a request, and the batch changes while it runs. The range is therefore measured on the composed

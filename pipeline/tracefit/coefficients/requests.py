@@ -80,7 +80,7 @@ def complete(
     server: Mapping[str, float | None],
     mean: Workload | None,
 ) -> dict[str, Value]:
-    """Return the values of `REQUEST_INPUTS`, `OTHERS`, `RUNNING`, `steps_of_others` and `capacity` of described requests.
+    """Return `REQUEST_INPUTS`, `OTHERS`, `RUNNING`, `steps_of_others` and `capacity` of described requests.
 
     `capacity` is the number of requests that slots and KV blocks have room for, NaN if neither is known. Then
     `batch` is NaN too, if requests wait and the number of running ones is not given.
@@ -246,7 +246,7 @@ class RequestComposer(ABC):
         return a.most(predicted, self._overhead(target, {**arrives, "queue": 0.0 * queue}, noted=False))
 
     def _cycle(self, decoding: Value, context: Value) -> tuple[Value, Value]:
-        """Return the mean time of a step, including steps with prompts of others, and of the step in progress at an arrival."""
+        """Return the mean time of a step, with prompts of others, and of the step in progress at an arrival."""
         a, traffic = self.arithmetic, self.traffic
         step = {"batch": decoding, "context": context}
         alone = self._step(step)

@@ -52,7 +52,7 @@ def capture_sizes(context: RunContext) -> tuple[int, ...]:
 
 
 def _numbers(setting: object) -> tuple[int, ...]:
-    """Return the numbers of a setting, a number or the JSON text of a list of them, in order; empty for anything else."""
+    """Return the sorted numbers of a setting (a number or a list as JSON text); empty for anything else."""
     try:
         value = json.loads(str(setting))
     except ValueError:
@@ -74,7 +74,7 @@ def batch_formulas(context: RunContext) -> dict[str, str]:
 
 
 def _staircase(sizes: tuple[int, ...]) -> dict[str, str]:
-    """Return the size at which a batch of decodes runs; a step with prompts, or beyond the largest size, is not padded."""
+    """Return the padded size of a batch; a step with prompts, or beyond the largest size, is not padded."""
     steps = [
         f"min(num_decode_reqs, 1) * {sizes[0]}",
         *(f"{b - a} * min(1, max(0, num_decode_reqs - {a}))" for a, b in pairwise(sizes)),

@@ -120,7 +120,7 @@ def add_roofline(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: 
 
 
 def _of_requests(tokens: str, requests: str) -> pl.Expr:
-    """Return the tokens in the caches of a step's requests; 0 where there is no request, even if the tokens are unknown."""
+    """Return the cached tokens of a step's requests; 0 without requests, even if the tokens are unknown."""
     return pl.when(pl.col(requests) == 0).then(0).otherwise(pl.col(tokens)).alias(tokens)
 
 

@@ -250,7 +250,7 @@ def parse_feature_set(content: bytes | str, *, where: str, is_json: bool = False
 
 
 def _features(table: str) -> tuple[Feature, ...]:
-    """Return the features of a table: name, with a + before one that only costs time; unit; reason; formula, unless it is a column."""
+    """Return the features of a table: name (+: its sign is non-negative), unit, reason, formula unless a column."""
     features = []
     for row in table.splitlines():
         named, unit, reason, *formula = (cell.strip() for cell in row.split("|"))

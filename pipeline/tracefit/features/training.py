@@ -86,7 +86,7 @@ def constants_of(context: RunContext) -> dict[str, float | None]:
 
 
 def with_roofline(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
-    """Add roofline terms (null without model and GPU), amounts of work (null without model) and `BATCH_TERMS` of every step."""
+    """Add roofline terms (null without model and GPU), work (null without model) and `BATCH_TERMS` of every step."""
     model, gpu, tp = context.architecture, context.gpu, context.settings.tensor_parallel or 1
     terms = (*WORK_TERMS, *ROOFLINE_TERMS)
     timeline = timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in terms)
@@ -98,7 +98,7 @@ def with_roofline(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
 
 
 def definitions(formulas: Iterable[str], context: RunContext) -> dict[str, str]:
-    """Return the definition of every name in the formulas that is not a column of a step or a request, in name order."""
+    """Return the definitions of the names in formulas that are not columns, in name order."""
     known = {name: number_text(value) for name, value in constants_of(context).items() if value is not None}
     model, gpu = context.architecture, context.gpu
     tp = context.settings.tensor_parallel or 1
@@ -210,7 +210,7 @@ def beta_rows(
 
 
 def _shifted(rows: pl.DataFrame, columns: list[str], lags: Mapping[tuple[str, str], int]) -> pl.DataFrame:
-    """Give each step the columns of the batch that executes during its cycle: with scheduling ahead, that of the previous step.
+    """Give each step the batch that executes during its cycle: with scheduling ahead, that of the previous step.
 
     Rows are in step order, engine by engine.
     """

@@ -138,7 +138,7 @@ class _BrokenOffError(UsageError):
 def _request(
     work: Callable[Concatenate[ObjectStore, BucketPath, _P], _Result],
 ) -> Callable[Concatenate[BucketPath, _P], _Result]:
-    """Hand a request the client of its path's bucket, raise its errors as one line, and repeat it if its answer breaks off.
+    """Hand a request the client of its bucket, raise errors as one line, and repeat it if its answer breaks off.
 
     The library itself does not repeat a request that was answered in part.
     """
@@ -197,7 +197,7 @@ def put(store: ObjectStore, path: BucketPath, data: Path | bytes) -> None:
 
 
 def put_if(path: BucketPath, data: bytes, version: Version | None) -> bool:
-    """Write an object if its version is still the given one (null: the object does not exist); return whether it was written.
+    """Write an object if its version is still the given one (null: missing); return whether it was written.
 
     Raises:
         UsageError: The bucket refuses, or no answer came: it may have been written.

@@ -140,7 +140,7 @@ def pieces(
 
 @contextmanager
 def rewindable(raw: BinaryIO) -> Iterator[BinaryIO]:
-    """Yield the same bytes as a stream that can be rewound, which damage needs; the bytes of a pipe are copied to disk."""
+    """Yield the same bytes as a stream that can be rewound, as damage requires; a pipe is copied to disk."""
     if raw.seekable():
         yield raw
     else:
@@ -184,7 +184,7 @@ class _Kept(io.RawIOBase):
 
 
 class _DamageError(Exception):
-    """A unit cannot be decompressed to its end; `position` is where reading stopped, if `is_final`, the rest is skipped."""
+    """A unit is damaged; reading stopped at `position`. If `is_final`, the rest of the file is skipped."""
 
     def __init__(self, reason: str, position: int, *, is_final: bool = False) -> None:
         super().__init__(reason)
@@ -367,7 +367,7 @@ class _FileReader:
         return [text[begin:end] for begin, end in itertools.pairwise(ends)], start + position
 
     def _canonical(self, record: bytes) -> bytes:
-        """Return a record as an uncompressed file would hold it; an unrecognised one takes the encoding of the record before."""
+        """Return a record as in an uncompressed file; an unrecognised one takes the encoding of the last one."""
         if wire.is_traces(record, 0, len(record)):
             self._is_binary = True
         elif record.lstrip().startswith((b"{", b"[")):

@@ -263,7 +263,7 @@ class _FileFinder:
         ]
 
     def _kind_of(self, file: TraceFile) -> Literal["decoded", "beside"] | None:
-        """Say whether a file below a folder is decoded or read beside decoded ones; null if neither. By its name or content."""
+        """Return by name or content whether a file is decoded or read beside decoded ones; null if neither."""
         # Files in a bucket are not opened to decide: that costs a round trip for each.
         is_named = _matches(_TRACE_NAME, file)
         if is_named and file.filesystem is not None:
@@ -386,7 +386,7 @@ def _run_folder(folder: FolderParts, configured: set[FolderParts]) -> FolderPart
 
 
 def _without_dates(folders: FolderParts) -> FolderParts:
-    """Drop trailing folders that an exporter names after the time: `year=…/month=…/…`, or numbers alone as in `2026/02`."""
+    """Drop trailing folders named after the time: `year=…/month=…/…`, or numbers alone as in `2026/02`."""
     while folders and _KEYED_FOLDER.fullmatch(folders[-1]):
         folders = folders[:-1]
     digits = len(folders)
@@ -398,6 +398,6 @@ def _without_dates(folders: FolderParts) -> FolderParts:
 
 
 def _common_stem(files: Iterable[TraceFile]) -> str:
-    """Return the common prefix of the names of files without a run folder; if there is no such prefix, the stem of the first."""
+    """Return the common prefix of the names of files without a run folder, or else the stem of the first."""
     stems = [_LOOSE_SUFFIXES.sub("", _base_name(file)) for file in files]
     return os.path.commonprefix(stems).rstrip("-._") or stems[0]  # noqa: RUF071 - names, not paths

@@ -101,7 +101,7 @@ def display_name(name: str) -> str:
 
 
 def split_url(text: str) -> tuple[str, str]:
-    """Return the scheme of a URL in lower case and what follows the slashes; of a path or file URL, `file` and the path.
+    """Return the lower-case scheme of a URL and the text after the slashes; for a path or file URL, `file` and the path.
 
     Raises:
         UsageError: A file URL holds credentials.

@@ -126,7 +126,7 @@ def submessages(buffer: bytes, start: int, stop: int) -> Iterator[tuple[int, int
 
 
 def is_traces(buffer: bytes, start: int, stop: int) -> bool | None:
-    """Return whether a message is filled by fields, the first of them `resource_spans`; None if more bytes are needed."""
+    """Return whether a message is all fields, `resource_spans` first; None if more bytes are needed."""
     if start < min(stop, len(buffer)) and buffer[start] == RESOURCE_SPANS_TAG:
         return fields(buffer, start, stop)[1]
     return None if len(buffer) <= start < stop else False

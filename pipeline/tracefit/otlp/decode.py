@@ -153,7 +153,7 @@ class _Record(NamedTuple):
 
 
 class _ScopePiece(NamedTuple):
-    """Spans of one scope of a record and their encoded length; `first` is the number of the first of them in the record."""
+    """Spans of one scope of a record, their encoded length, and the number of the first in the record."""
 
     record: _Record
     origin: Origin
@@ -220,7 +220,7 @@ def decode_blocks(
 def without_events(
     spans: Sequence[pl.DataFrame], rejects: Sequence[tuple[int, Reject]], wanted: Wanted
 ) -> SpanBatch:
-    """Return a batch of spans that other records stand for, numbered as in `decode_blocks`; columns they lack are null."""
+    """Return a batch of spans made from other records, numbered as in `decode_blocks`; missing columns are null."""
     built = _build([], [], json_records, wanted)
     assert not isinstance(built, set)  # noqa: S101 - there is nothing that could not be read
     empty, events, counts = built
@@ -441,7 +441,7 @@ def _columns_of(pairs: list[dict[str, Any]], keys: Collection[str]) -> dict[str,
 def _span_attributes(
     spans: list[Span], scopes: pl.Series, encoding: _Encoding, wanted: Wanted
 ) -> tuple[pl.DataFrame, list[int]]:
-    """Return the attributes of spans: the kept ones as a list of key and value, the wanted ones as text columns; and bad rows."""
+    """Return kept attributes of spans as lists of key and value, wanted ones as text columns, and bad rows."""
     texts = PackedTexts.of([encoding.attributes_of(span) for span in spans])
     # By scope, because one exporter writes its spans alike; not by name, as every step span has a name of its own.
     scope_of = scopes.rank("dense").fill_null(0).to_numpy()

@@ -1,4 +1,4 @@
-"""Read OTLP JSON: quickly where records are as exporters write them, with care where spellings are unusual or bytes damaged.
+"""Read OTLP JSON: fast for records as exporters write them, carefully for unusual spellings or damage.
 
 A record is first divided into scopes whose spans stay JSON text, then each span is decoded by itself, so that
 a bad one costs itself and not its siblings. The attributes of spans and events stay JSON text, which
@@ -61,7 +61,7 @@ _NO_ATTRIBUTES = Raw(b"[]")
 
 
 class _Struct(msgspec.Struct, gc=False, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Structs with all fields of OTLP; any other key sends the record to the careful reader. They form no cycles (`gc`)."""
+    """Structs of OTLP; any other key sends the record to the careful reader. They form no cycles (`gc`)."""
 
 
 class _Value(_Struct, frozen=True):
@@ -197,7 +197,7 @@ def _is_mostly_empty(payload: bytes) -> bool:
 
 
 def scopes(payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[EncodedScope]:  # noqa: ARG001 - all stay encoded
-    """Yield the scopes of one record, or of the records glued together in one line or document; reject everything else."""
+    """Yield the scopes of one record, or of records glued together; reject everything else."""
     if _is_mostly_empty(payload):
         reject("more objects than spans and events of its length can have")
         return

@@ -214,7 +214,7 @@ class _LayoutReader:
         return rows
 
     def _behind(self, attribute: Attribute, values: Values, ends: Positions) -> tuple[Mask, Mask, Positions]:
-        """Check the text after values; return which are valid, which are the last, and where the next attribute begins."""
+        """Check the text after values; return valid ones, last ones, and the start of the next attribute."""
         valid, after = values.valid, values.stops
         if attribute.behind:
             valid, after = valid & self._texts.equal(after, attribute.behind), after + len(attribute.behind)

@@ -92,7 +92,7 @@ def scopes(payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[Encod
 
 
 def _scope_spans(text: bytes, most_bytes: int) -> tuple[Any, int]:
-    """Return the spans of a scope parsed, and their length; encoded, and 0, if they are long or one cannot be parsed."""
+    """Return the parsed spans of a scope and their length; encoded, and 0, if long or not all can be parsed."""
     if len(text) <= most_bytes:
         with suppress(DecodeError):
             return _ParsedSpans.FromString(text), len(text)

@@ -158,7 +158,7 @@ async def _message(context: _Context) -> bytes:
 
 
 async def _refuse_for_now(context: _Context, error: BusyError) -> NoReturn:
-    """Refuse such that senders try again: OTLP has them do so after UNAVAILABLE, and after the delay where one is stated."""
+    """Refuse such that senders retry: in OTLP they do so after UNAVAILABLE, and after the delay if given."""
     retry = RetryInfo()
     retry.retry_delay.seconds = error.retry_s
     status = Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message=error.line())

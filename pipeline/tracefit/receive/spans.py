@@ -101,7 +101,7 @@ class Sender(NamedTuple):
 
     @property
     def is_unnamed(self) -> bool:
-        """Whether the server has no name of its own: the SDK's default is `unknown_service`, often with `:` and its program."""
+        """Whether the server has no own name: the SDK's default is `unknown_service`, often with its program."""
         return self.service == _UNNAMED or self.service.split(":")[0] == "unknown_service"
 
 
@@ -264,7 +264,7 @@ def _pieces(body: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int]
 
 
 def _header(body: bytes, start: int, stop: int, work: _Work) -> InSlices[bytes]:
-    """Return the resource of a `ResourceSpans`, or the scope of a `ScopeSpans`: the first field of both, nearly always."""
+    """Return the resource of a `ResourceSpans`, or the scope of a `ScopeSpans`: nearly always the first field."""
     for number, begin, end in submessages(body, start, stop):
         if number == _HEADER:
             if end - begin > _HEADER_BYTES:

@@ -1,4 +1,4 @@
-"""Trace files on disk: a folder per sender, rotated files of length-prefixed zstd, and no acknowledgement before the disk.
+"""Trace files on disk: a folder per sender, rotated files of length-prefixed zstd; all on disk when acknowledged.
 
 `OUT/<service.name>/exp-config.yaml` makes a run of everything below it; its files lie in a folder for each
 service.instance.id, because the API process and the engine core of one server are two instances with newer

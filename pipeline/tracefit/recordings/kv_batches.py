@@ -78,7 +78,7 @@ _AnyEvent: Any = Union[tuple(_event_type(name, *fields) for name, fields in _EVE
 
 
 class Batch(msgspec.Struct, array_like=True):
-    """Events that a server publishes together at `ts`, unix time in s. Each is decoded by itself, as some may be bad."""
+    """Events published together at `ts`, unix time in s. Each is decoded by itself, as some may be bad."""
 
     ts: _UNIX_S
     events: list[msgspec.Raw]

@@ -1,4 +1,4 @@
-"""Make the `kv_events` table from recordings of vLLM's KV cache events, and the columns of other tables that follow from it.
+"""Make the `kv_events` table from recordings of vLLM's KV cache events, and columns of other tables from it.
 
 Events come without an engine and often without a step: both are determined first, by request, rank and time.
 The facts of events then become columns: of requests (blocks loaded and stored), of the run (hit ratio,

@@ -253,7 +253,7 @@ def _read_messages(name: str, chunks: Iterable[bytes], offset: int, most_bytes: 
 
 
 def _decode_message(content: bytes) -> tuple[int, Batch | str]:
-    """Return the length of the message at the start of some bytes, 0 if it is cut, and its batch or the reason for rejection."""
+    """Return the length of the message at the start of some bytes, 0 if cut, and its batch or a reject reason."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(content))
     unpacker.feed(content)
     try:

@@ -1,4 +1,4 @@
-"""Replays of runs beside what was measured: part of evaluation.json, and what `tracefit replay` prints; imports nothing heavy."""
+"""Replays of runs beside measurements, for evaluation.json and `tracefit replay`; imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ class ReceiveResult:
 
     @property
     def exit_code(self) -> int:
-        """0, or 3 when requests or messages were refused or lost, because their senders may not have sent them again."""
+        """0, or 3 when requests or messages were refused or lost: senders may not have repeated them."""
         lost = any(each.refused or each.lost_messages for each in self.recorded_from)
         return EXIT_QUARANTINE if self.refused or lost else EXIT_DONE
 

@@ -70,7 +70,7 @@ class LinearAttention:
 
     @property
     def parameters_per_hidden(self) -> int:
-        """Columns of all matrices of a layer: queries and keys, values with gate and output, two scalars per value head."""
+        """Columns of a layer's matrices: queries, keys, values with gate and output, two scalars per value head."""
         return 2 * self.key_heads * self.key_head_dim + self.value_heads * (3 * self.value_head_dim + 2)
 
 
@@ -195,7 +195,7 @@ class ModelArchitecture:
 
     @cached_property
     def window_groups(self) -> tuple[tuple[int | None, int], ...]:
-        """(window in tokens or None, number of layers with it) pairs of the layers with a context, full attention first."""
+        """(window in tokens or None, number of layers) pairs of layers with a context, full attention first."""
         counts = Counter(window for window in self.layer_windows if window != 0)
         return tuple(sorted(counts.items(), key=lambda item: (item[0] is not None, item[0] or 0)))
 
@@ -235,7 +235,7 @@ class ModelArchitecture:
         return copies * self.head_parameters + self.learned_positions * self.hidden
 
     def _layer_matrices(self, experts: int) -> tuple[tuple[int, float], ...]:
-        """Return parameters over all layers, and bytes of each, per kind of matrix, with so many routed experts per MoE layer."""
+        """Return (parameters over all layers, bytes of each) per kind of matrix, with `experts` per MoE layer."""
         shared = self.moe_layers * self.ffn_parameters(self.shared_ffn)
         routed = self.moe_layers * experts * self.ffn_parameters(self.expert_ffn)
         linear = self.hidden * self.linear.parameters_per_hidden if self.linear else self.attention_parameters
@@ -262,7 +262,7 @@ class ModelArchitecture:
 
     @property
     def kv_bytes_per_token_per_layer(self) -> float:
-        """KV bytes per token in one layer, over all ranks: 2·kv heads·head_dim elements; for MLA the latent and its position."""
+        """KV bytes per token in one layer, over all ranks: 2·kv heads·head_dim elements, or the MLA latent."""
         elements = self.latent.cached_elements if self.latent else 2 * self.kv_heads * self.head_dim
         return elements * self.kv_bytes
 

@@ -148,7 +148,7 @@ def _restore_gpu(text: str | None, *, where: str) -> Gpu | None:
 
 
 def scope_of(context: RunContext) -> ModelScope:
-    """Return the scope of a run; its id is `<model>.<gpu>.tp<n>.<8 hex digits of a hash over everything that counts>`."""
+    """Return the scope of a run; its id is `<model>.<gpu>.tp<n>.<8 hex digits of a hash>`."""
     settings, architecture = context.settings, context.architecture
     if architecture is not None:
         model = architecture.slug

@@ -1,4 +1,4 @@
-"""Read a model's `config.json` into a `ModelArchitecture`: any decoder, by its keys and their spellings, and quantized ones.
+"""Read a model's `config.json` into a `ModelArchitecture`: any decoder, quantized or not, by its keys.
 
 Experts, grouped heads, latent and linear attention and windows are recognised by their keys. A value that the
 config does not state is either refused (one line that names the key) or, where its family or vLLM defines it,

@@ -570,7 +570,7 @@ SGLANG_STEPS = "SGLang has spans of its steps at level 3: start it with SGLANG_T
 
 
 def step_remedy(*, stock: bool) -> str:
-    """Say how to get step times; the fork's flags are named only for the fork, because an unmodified server refuses them."""
+    """Say how to get step times; the fork's flags are not named for an unmodified server, which refuses them."""
     return ALL_SPANS if stock else f"the summaries of all steps give it: start the server with {STEP_FLAGS}"
 
 

@@ -1,4 +1,4 @@
-"""Laws with known coefficients for step times and waits around the engine, and the models and GPUs they are defined for.
+"""Laws with known coefficients for step times and waits around the engine, with their models and GPUs.
 
 Times are microseconds, sizes are tokens or requests, FLOPs and bytes are per GPU unless a name says otherwise.
 """

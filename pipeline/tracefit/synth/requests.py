@@ -1,4 +1,4 @@
-"""The requests of a simulation as others write them: SGLang's spans, logs with the engine's times, and logs of load generators.
+"""Requests of a simulation in other forms: SGLang's spans, logs with the engine's times, logs of load generators.
 
 Fields are those of SGLang 0.5.23 at trace level 3, LLMServingSim's benchmark of vLLM, `vllm bench serve
 --save-detailed` (0.32) and GuideLLM 0.8.1. Aborted requests are left out.
@@ -93,7 +93,7 @@ def request_log_lines(epochs: Iterable[EpochLog]) -> list[bytes]:
 
 
 def client_lines(epochs: Sequence[EpochLog], rng: np.random.Generator, *, form: str) -> list[bytes]:
-    """Return the log of a load generator: `bench`, with the time of every token, or `guidellm`, of the first and the last."""
+    """Return a load generator's log: `bench`, with the time of every token, or `guidellm`, of first and last."""
     rows = []
     for epoch in epochs:
         seen = seen_ns(epoch, rng)

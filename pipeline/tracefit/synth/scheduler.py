@@ -171,7 +171,7 @@ class BlockPool:
         return True
 
     def share(self, request: Request) -> bool:
-        """Make the first blocks of `request` the cached ones of its prefix, unless there are some; return whether it did."""
+        """Cache the first blocks of `request` as its prefix unless it is cached already; return whether it did."""
         if request.prefix in self._prefixes:
             return False
         self._prefixes[request.prefix] = _Prefix(self._prefix_blocks, users=1)

@@ -250,7 +250,7 @@ class Draws:
 
 
 class Streams(NamedTuple):
-    """Sources of randomness that must not disturb each other: another sampling rate shows more or less of the same run."""
+    """Independent sources of randomness: another sampling rate shows more or less of the same run."""
 
     engine: Draws  # step times and time in `schedule()`
     api: Draws  # the API process

@@ -182,7 +182,7 @@ class Emitter:
             )
 
     def _sglang_spans(self) -> Iterator[GeneratedSpan]:
-        """Yield the spans of SGLang 0.5.23 at trace level 3: of a request, of its two threads, and of its stages in each."""
+        """Yield the spans of SGLang 0.5.23 at trace level 3: of a request, its two threads, and their stages."""
         out_ns, seen = outputs_ns(self._epoch), seen_ns(self._epoch, self._front_rng)
         for place, one in enumerate(served(self._epoch)):
             request, turn_ns = one.request, _RESULT_NS * (place % 16)

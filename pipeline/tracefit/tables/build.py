@@ -147,7 +147,7 @@ class _Sieve:
         return kept.select(columns), pl.concat([broken, also])
 
     def recorded(self) -> _Sieve:
-        """Return the sieve for recorded steps: a scheduler's records of its own steps are not checked against its settings."""
+        """Return the sieve for recorded steps, which are not checked against the scheduler's own settings."""
         return replace(self, limits={}, clocks=self.clocks.clear())
 
     def _strays(self, rows: pl.DataFrame, ts: str | None) -> pl.Series:
@@ -228,7 +228,7 @@ class _Window:
     def journeys(
         self, sieve: _Sieve, columns: Sequence[str] | None = None
     ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame, int]:
-        """Return journey events on the engine's clock, rows without one, broken rules, and the number of corrected events."""
+        """Return journey events on the engine's clock, events without it, broken rules, and a count of corrections."""
         rows, broken = sieve.sift("journey_events", self.read("journeys", columns))
         # A layer that stamps only wall-clock time can still be put on the engine's clock: their difference is constant.
         rows = rows.with_columns(ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - pl.col("server_zero")))
@@ -493,7 +493,7 @@ class _Run:
         return api_clocks(pl.concat(bounds))
 
     def _add_stages(self, results: ExternalSort) -> None:
-        """Add the steps that SGLang's spans show; only a trace level with spans of steps shows every prompt that ran."""
+        """Add the steps in SGLang's spans; only a trace level with spans of steps shows all prompts."""
         count = Counter[str]()
         for window in results.windows() if results.rows else ():
             for (server, _), block in window.group_by("server", "block", maintain_order=True):

@@ -76,7 +76,7 @@ def clocks_of(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _clock_number() -> pl.Expr:
-    """Return the number of each clock of a server, for rows sorted by server and zero: a jump of zero is a new clock."""
+    """Return the number of each clock of a server, for rows sorted by server and zero; jumps begin new clocks."""
     is_new = (pl.col("zero").diff() > SAME_CLOCK_NS).over("server").fill_null(value=False)
     return is_new.cast(pl.Int64).cum_sum().over("server")
 
@@ -212,7 +212,7 @@ def split_engines(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Dat
 
 
 def _are_one_each(spans: pl.DataFrame) -> bool:
-    """Return whether no server has zeros far apart or step spans that interleave: the usual case, checked with few copies."""
+    """Return whether no server has zeros far apart or interleaved step spans, which is the usual case."""
     zeros = spans.group_by("server").agg(pl.col("zero").max() - pl.col("zero").min())
     if (zeros["zero"] > SAME_CLOCK_NS).any():
         return False
@@ -366,7 +366,7 @@ def _best_counters(undecided: pl.DataFrame, on_counters: pl.DataFrame) -> pl.Dat
 
 
 def _errors(undecided: pl.DataFrame, on_counter: pl.DataFrame, counter: int) -> pl.DataFrame:
-    """Return the mean distance of each span's events from one counter, interpolated: span_row, counter, error in steps."""
+    """Return the mean distance of each span's events from an interpolated counter: span_row, counter, error."""
     points = on_counter.select("ts_ns", at_ns="ts_ns", at_step="step")
     before, after = (
         points.rename({"at_ns": f"{side}_ns", "at_step": f"{side}_step"}) for side in ("before", "after")

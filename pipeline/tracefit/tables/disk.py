@@ -105,7 +105,7 @@ def _put_in_place(draft: Path, path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names in a folder: without it, files made or renamed there may be lost in a power cut."""
+    """Wait until the disk has the names in a folder; otherwise a power cut may lose new or renamed files."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

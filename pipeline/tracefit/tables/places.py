@@ -1,4 +1,4 @@
-"""Storage of tables: a folder on disk, or a prefix in a bucket. Both have the same methods and can be sent to other processes.
+"""Storage of tables: a folder on disk, or a prefix in a bucket, with the same methods; other processes can use both.
 
 Names are relative to it: `runs/run_id=a/part-0123456789abcdef.parquet`. A file appears whole or not at all, and
 counts once the manifest names it. Writers of a folder wait for each other, by a lock. A bucket has no locks: there the
@@ -203,7 +203,7 @@ class Bucket:
 
     @contextmanager
     def lock(self, waiting: Callable[[], None], own: Iterable[str]) -> Iterator[Bucket]:  # noqa: ARG002 - as `Disk`
-        """Return the storage to write to, without a lock: the first to replace the manifest wins, the other gets an error."""
+        """Return the storage itself, without a lock: the first to replace the manifest wins."""
         with self.scratch() as kept:
             yield replace(self, kept=kept)
 

@@ -224,7 +224,7 @@ def _in_seconds(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def sift_numbers(spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Clear attributes that no request can have: a negative number of tokens, a wait of years or one longer than its span.
+    """Clear impossible attributes: a negative number of tokens, a wait of years or one longer than its span.
 
     Args:
         spans: Rows of spans, with row and the columns `dialects.SPAN_KEYS` and `dialects.REQUEST_ATTRIBUTES`.
@@ -274,7 +274,7 @@ def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per request that spans describe: trace_id, owner, parent_span_id, server, dialect, and facts of it.
+    """Return a row per request in spans: trace_id, owner, parent_span_id, server, dialect, and its facts.
 
     A stock `llm_request` span is a request; a phase belongs to the request that is its parent span. The owner
     is the span that stands for the request, and the parent is that of this span. Facts are columns of the
@@ -476,7 +476,7 @@ def _of_api() -> dict[str, pl.Expr]:
 
 
 def clock_bounds(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return the bounds that causality sets to how far the API's clock is ahead of the core's: server, least_ns, most_ns.
+    """Return causality's bounds on how far the API's clock is ahead of the core's: server, least_ns, most_ns.
 
     The core queues a request after the API handed it over, and the API lets it depart after the core finished
     it. An abort goes the other way.

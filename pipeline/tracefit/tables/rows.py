@@ -185,7 +185,7 @@ def rows_of(batch: SpanBatch, options: IngestOptions, recorded: pl.DataFrame | N
 
 
 def _thread() -> pl.Expr:
-    """Return which of SGLang's threads a span is: label, ranks within a replica, and replica; empty for a request's span."""
+    """Return which of SGLang's threads a span is: label, ranks in a replica, and replica; empty for a request."""
     tp, pp, dp = (pl.col(key).fill_null("") for key in dialects.THREAD_KEYS[2:])
     thread = pl.format("{}|{}|{}", "thread_label", pl.format("{} {}", tp, pp).str.strip_chars(), dp)
     return (

@@ -30,12 +30,12 @@ class CycleSource(StrEnum):
 
     @property
     def is_one_step(self) -> bool:
-        """Whether a row is the time of one sampled or recorded step, not a mean over several (between anchors, or from requests)."""
+        """Whether a row is the time of one step, not a mean over several (between anchors, or from requests)."""
         return self not in {CycleSource.INTERVAL, CycleSource.REQUEST, CycleSource.LOG_INTERVAL}
 
     @property
     def is_recorded(self) -> bool:
-        """Whether a record states the time of the step; others are differences of the step clock, or scheduling times."""
+        """Whether a record states the time of the step; others are clock differences, or scheduling times."""
         return self in {CycleSource.FPM, CycleSource.FPM_GPU, CycleSource.SGLANG, CycleSource.CLIENT}
 
     @property

@@ -1,4 +1,4 @@
-"""Tables on disk: `TABLES/<table>/run_id=<run>/part-<content hash>.parquet`, and the manifest that says which are valid.
+"""Tables on disk: `TABLES/<table>/run_id=<run>/part-<content hash>.parquet`, and the manifest of valid ones.
 
 `TABLES/manifest.json` also says which trace files were read. It is replaced last, in one rename or one
 conditional write: a reader that follows it sees each run either as before or as after an ingest, never in
@@ -228,7 +228,7 @@ class TableStore:
 
     @contextmanager
     def lock(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-        """Lock the folder for writing; if another process has locked it, call `waiting` and wait. A bucket has no lock."""
+        """Lock the folder for writing; if it is locked, call `waiting` and wait. A bucket has no lock."""
         before = self.place
         with before.lock(waiting or (lambda: None), _PLACES) as held:
             self.place = held
@@ -377,7 +377,7 @@ class TableStore:
         return table.with_columns(pl.lit(None, c.polars).alias(c.name) for c in lacking)
 
     def scan(self, name: str, run_ids: list[str] | None = None) -> pl.LazyFrame:
-        """Return a table as a lazy frame, of all runs or some; a query reads only the data it needs, and no part is checked."""
+        """Return a table as a lazy frame, of all runs or some; queries read only what they need, unchecked."""
         # Newer releases of polars read the key-value lists of Parquet as a type of their own.
         lists = [pl.col(c.name).cast(c.polars) for c in schema.TABLES[name].columns if c.kind == "map"]
         frames = [
