@@ -47,7 +47,7 @@ SOMEONE_WAITS = Condition(
         Comparison(feature="max_num_seqs", op="<=", feature2="running_depth"),
     )
 )
-"""`NO_CAPACITY` as far as a sampled step shows it: the step left a request waiting, or no slot free."""
+"""A sampled step counts as `NO_CAPACITY` if a request was left waiting or no slot was free."""
 
 NO_CAPACITY = Condition(
     any=(

@@ -49,7 +49,8 @@ FEWEST_BLOCKS = 10
 """Fewest blocks that a variance is estimated from: blocks of a short hold-out are shorter than the rule says."""
 
 MOST_BLOCKS = 1_000
-"""More blocks estimate the variance no better and take memory to draw: those of a long hold-out are longer than the rule says."""
+"""Upper limit of bootstrap blocks; longer hold-outs use longer blocks. More blocks would cost memory and not improve the
+estimate."""
 
 RESAMPLES = 2_000
 
