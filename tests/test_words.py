@@ -1,6 +1,6 @@
 """Docstrings, comments, messages and pages avoid the sentence shapes that readers stumble over.
 
-The shapes are those that a pattern can hold; CONTRIBUTING says what plain English is beyond them.
+CONTRIBUTING asks for plain English; a pattern can hold only these shapes.
 """
 
 from __future__ import annotations
