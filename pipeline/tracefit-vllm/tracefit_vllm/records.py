@@ -1,4 +1,4 @@
-"""What the engine's thread hands over: tuples of builtin types, which `marshal` writes without a call into Python.
+"""The records that the engine's thread hands over: tuples of builtin types, which `marshal` writes without a call into Python.
 
 Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a host share. A step is the count of schedule() calls.
 """
@@ -28,7 +28,7 @@ Record: TypeAlias = tuple[object, ...]
 
 
 class Header(NamedTuple):
-    """What does not change while an engine runs; the first thing it sends.
+    """Facts that do not change while an engine runs; the first record it sends.
 
     Attributes:
         process_id: Of the engine.

@@ -69,7 +69,7 @@ def missing(base: type[Any]) -> str | None:
 
 
 class Tracing:
-    """What a scheduler hands to its recorder. An error in it ends the tracing, and nothing else."""
+    """Hands a scheduler's records to its recorder. An error in it ends the tracing, and nothing else."""
 
     def __init__(self, scheduler: Any, recorder_of: Callable[[Header], Recorder] = Recorder) -> None:
         config = scheduler.vllm_config

@@ -73,7 +73,7 @@ def is_sampled(name: str, rate: float) -> bool:
 
 @dataclass
 class _Request:
-    """What is known of a request: its journey so far, and its tokens.
+    """The state of a request: its journey so far, and its tokens.
 
     Attributes:
         computed: Tokens in the KV cache before the last step it was in; `scheduled` are those of that step.

@@ -59,6 +59,11 @@ def export(
     Raises:
         UsageError: The consumer, a file or a folder is wrong.
         DataError: The data cannot give the consumer's form; the error has the reason.
+
+    Examples:
+        >>> import tracefit
+        >>> [path.name for path in tracefit.export("out/", to="csv", out="csv/").files]
+        ['coefficients.csv']
     """
     if to.lower() in _REFUSED:
         raise DataError(f"{to} cannot be served: {_REFUSED[to.lower()]}")

@@ -78,6 +78,12 @@ def inspect(
     Raises:
         UsageError: A path, a configuration file or an option is wrong.
         DataError: A run holds no vLLM spans at all.
+
+    Examples:
+        >>> import tracefit
+        >>> (scope,) = tracefit.inspect("runs/").scopes
+        >>> {each.what: each.verdict for each in scope.allows}["queue wait"]
+        'yes'
     """
     paths = as_list(paths)
     progress = progress or NullProgress()

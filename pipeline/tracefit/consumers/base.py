@@ -222,7 +222,7 @@ def commented(notes: Iterable[str], text: str) -> str:
 
 def kv_blocks(source: Source) -> int | None:
     """Return the KV blocks available to requests: as the steps state them, otherwise all but the one vLLM reserves."""
-    # What the steps state counts: memory left over after loading decides, and no option says it.
+    # The steps' own number counts: it depends on the memory left after loading, which no option states.
     stated = source.tables.timeline["kv_blocks_total"].max()
     if isinstance(stated, int):
         return stated

@@ -284,7 +284,7 @@ def _whole_line(tokens: Vector, y: Vector) -> tuple[int, int]:
         tokens: Shape (n,).
         y: In us, shape (n,).
     """
-    # Rounding both at once can be far off: the constant is fitted anew for each whole slope beside the best one.
+    # Rounding both at once can be far off: the constant is refitted for each whole slope beside the best one.
     best = (np.inf, 0, 0)
     slope = float(fit_nonnegative(np.column_stack([np.ones(len(y)), tokens]), y)[1])
     for per_token in sorted({0, int(slope), int(slope) + 1}):
@@ -423,7 +423,7 @@ def _step_errors(steps: _Steps, beta: Vector) -> Iterator[HeldOut]:
     )
 
 
-# The two terms of each phase, of which one binds it.
+# The two terms of each phase; the larger one decides its time.
 _PHASES = {"prefill": {0: "compute", 8: "KV"}, "decode": {1: "compute", 9: "KV"}}
 
 
@@ -521,7 +521,7 @@ _LATENCIES = {
 
 
 def _requests(source: Source, ends: pl.DataFrame) -> tuple[pl.DataFrame, str | None]:
-    """Return the requests that a replay takes, or why there is none.
+    """Return the requests of a replay, or why a replay is not possible.
 
     Returns:
         A row per request, engine by engine in the order they arrived, in us since its first: `arrival` and `departure`
@@ -653,7 +653,7 @@ def _choose(
     scale = round((low + high) / 2, 4)
     return fits[best] * scale, (
         f"{reason}; step times times {scale:g}, so that latencies add up over training requests: BLIS finds the prompt of a "
-        "preempted request in its cache and generates its output anew, the server computes both again"
+        "preempted request in its cache and generates its output again, the server computes both again"
     )
 
 

@@ -37,7 +37,7 @@ class StepRates:
     context_token: float
 
     larger: tuple[tuple[StepRates, StepRates], ...] = ()
-    """Pairs of further sums, of which the larger is added: the terms of a phase in the form of eight coefficients."""
+    """Pairs of further sums whose larger one is added: the terms of a phase in the form of eight coefficients."""
 
     def exact(self, batch: StepBatch, context: float | Vector) -> float | Vector:
         """Return the time of one step before it is cut, or of several that differ in their context tokens alone."""

@@ -106,7 +106,7 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
     head_dim = arch.hidden // arch.heads
     kv_width = arch.kv_heads * head_dim
     projections = arch.layers * arch.hidden * (2 * arch.hidden + 2 * kv_width)
-    # Of a token in the matrices, and of a (query, visible) pair.
+    # FLOPs of a token in the matrices, and of a (query, visible) pair.
     token_flops = 2 * projections + 6 * arch.hidden * visited
     pair_flops = arch.layers * 4 * arch.heads * head_dim
     # One width for all matrices: that of the FFNs, which are most of a model.

@@ -1,4 +1,4 @@
-"""What durations consist of: a step, by the terms of its model; TTFT, by the intervals of a request."""
+"""The parts of durations: a step, by the terms of its model; TTFT, by the intervals of a request."""
 
 from __future__ import annotations
 

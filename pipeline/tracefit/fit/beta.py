@@ -65,7 +65,7 @@ COUNTED_NOTES = (
     "steps are counted from the times of the requests: a row is an interval between two of them, its time the mean of its steps",
     "nothing in the recording shows requests without a span; a tenth of all, or fewer, need not show",
 )
-"""What a model says that was fitted on steps counted from requests."""
+"""Notes of a model that was fitted on steps counted from requests."""
 
 _NO_HIT = "prefix-cache hits are not in the spans: every prompt token counts as computed"
 _UNCERTAIN_HITS = (
@@ -75,7 +75,7 @@ _UNCERTAIN_HITS = (
 
 
 RECORD_LONGER = "record for longer under load, or let the log write fractions of seconds: %(created).6f in the format of a logging configuration"
-"""What helps where a log gives too few intervals."""
+"""Advice if a log gives too few intervals."""
 
 _ESTIMATED_CONTEXT = (
     "without journeys the context tokens of a step are estimated from its KV blocks in use: blocks that requests share count once, "
@@ -90,11 +90,11 @@ _WITHOUT_CONTEXT = (
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The fitted step time of a scope, or why there is none.
+    """The fitted step time of a scope, or why it is missing.
 
     Attributes:
         source: Where step times come from.
-        result: The model, or why there is none.
+        result: The model, or why it is missing.
     """
 
     source: StepTimeSource
@@ -205,7 +205,7 @@ def fit_step_times(
             *([of_all] if placed < recorded_requests else []),
         )
     if unknown:
-        reason = (*reason, f"servers of which no step is known are left out: {unknown}")
+        reason = (*reason, f"servers without a known step are left out: {unknown}")
     model = FittedModel(
         target.model,
         TargetFacts(name=target.name, definition=definition, source=whole or measured.source),
@@ -247,8 +247,8 @@ def _notes_on_hits(whole_prompts: dict[str, float]) -> Iterator[str]:
         yield _NO_HIT
     for longest in sorted(set(whole_prompts.values())):
         yield (
-            f"prefix-cache hits show in the times of prompts: intervals with more than {longest:.0f} prompt tokens, of which "
-            "some may be hits, are left out"
+            f"prefix-cache hits show in the times of prompts: intervals with more than {longest:.0f} prompt tokens, "
+            "which may include hits, are left out"
             if longest
             else _UNCERTAIN_HITS
         )
@@ -310,7 +310,7 @@ def _variants(features: FeatureSet) -> list[FeatureSet]:
             replace(f, name=f"{f.name}{_NUMBER}{number}") if f.is_tuned else f for f in features.features
         )
         numbered = replace(features, features=tuple(named))
-        # Of a tuned set the first feature, which the ratio is of, defines it.
+        # The first feature of a tuned set, which has the ratio, defines it.
         found.append(replace(numbered, defining=(numbered.names[0],)).at(ratio))
     return found or [features]
 

@@ -108,7 +108,7 @@ def _thinned(tables: ScopeTables) -> tuple[str, ...]:
 
 
 def _alone(fit: Callable[[], _T], without: Callable[[str], _T]) -> _T:
-    """Return what a fit gives; one that fails in a way nobody foresaw costs its own model, not those of the scope."""
+    """Return the result of a fit; if it raises an unexpected error, only this model is reported as not fitted."""
     try:
         return fit()
     except (Exception, pl.exceptions.PanicException) as error:  # noqa: BLE001 - the reason is published

@@ -454,7 +454,7 @@ def noise_exponent(residual: Vector, predicted: Vector) -> float:
     speed of the machine varies, the noise of a step is a share of its time. The short steps then determine the intercept,
     which the noise of the long ones would drown.
 
-    `residual` is scaled to equal noise but for this growth.
+    `residual` is scaled to equal noise except for this growth.
     """
     known = (residual != 0) & (predicted > 0)
     size, time = np.log(np.abs(residual[known])), np.log(predicted[known])

@@ -57,11 +57,11 @@ _STEP_COLUMNS = (
     "num_prefill_reqs",
 )
 _BEFORE_NS = 60_000_000_000
-"""What an arrival meets is known from the step before it: of a server that is not idle, one of the last minute."""
+"""The state at an arrival comes from the step before it, which is at most a minute old unless the server is idle."""
 
 
 class RunTraces(NamedTuple):
-    """What was traced of one run: rows of the tables `runs` and `requests`, and `timeline`, of which little is read."""
+    """Traces of one run: rows of the tables `runs` and `requests`, and `timeline`, with little of it read."""
 
     runs: pl.DataFrame
     requests: pl.DataFrame
@@ -73,7 +73,7 @@ def replay_run(run_id: str, traces: RunTraces, scope: ScopeModels) -> RunReplay:
 
     Args:
         run_id: The run.
-        traces: What was traced of it.
+        traces: Its traces.
         scope: Models that were fitted on what came before.
     """
     nothing = RunReplay(run_id, scope.scope_id)
@@ -128,7 +128,7 @@ def missing_for_replay(run: pl.DataFrame, requests: pl.DataFrame, cuts: Mapping[
     if sampled.is_between(0, ALL_JOURNEYS, closed="none").any():
         share = float(sampled.to_numpy().min())
         return f"journeys are a sample of {share:.0%}: the requests between them are not known"
-    # Of a request that the run's end or its client cut off, nobody knows how long it would have been.
+    # The full length of a request that the run's end or its client cut off is unknown.
     is_known = pl.all_horizontal(pl.col("arrival_ns", "prompt_tokens").is_not_null())
     known = requests.filter(is_known & (pl.col("output_tokens").is_not_null() | ~_is_complete())).height
     if known < ALL_JOURNEYS * requests.height or not requests["output_tokens"].count():

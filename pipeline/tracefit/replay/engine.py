@@ -27,7 +27,7 @@ MOST_AT_ONCE = 128
 
 
 class StepBatch(NamedTuple):
-    """What a step computes.
+    """The work of a step.
 
     Attributes:
         prefill_reqs: Requests that compute prompt tokens.
@@ -95,7 +95,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerRules:
-    """What the scheduler does where servers and simulators differ; the defaults are vLLM's.
+    """Rules of the scheduler on which servers and simulators differ; the defaults are vLLM's.
 
     Attributes:
         keeps_output: A preempted request computes its prompt and its output so far again; otherwise it generates all output again.
@@ -190,7 +190,7 @@ class ReplayEngine:
             times: The model of step times.
             settings: Settings of the server.
             most_blocks: Blocks where the settings state none: as many as all requests together fill.
-            rules: What the scheduler does where servers differ.
+            rules: Rules of the scheduler on which servers differ.
         """
         self.times, self.settings, self.rules = times, settings, rules
         self.cache = _BlockCache(settings.num_blocks or most_blocks, settings)

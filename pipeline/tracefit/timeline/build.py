@@ -25,10 +25,10 @@ _SUMMARY = tuple(
     for name in schema.TIMELINE.names
     if name in set(schema.STEPS.names) - {*ENGINE, "step_id", "ts_start_ns"}
 )
-"""What a summary says of its step, and the timeline says after it. The start is worked out of more than summaries."""
+"""Columns that the timeline takes from a step's summary. The start is derived from more than summaries."""
 
 _COMPARED = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_tokens")
-"""What both summaries and journeys say, and must agree in."""
+"""Columns that both summaries and journeys give, and on which they must agree."""
 
 
 _CONTEXTS = ("context_tokens", "prefill_context_tokens")
@@ -151,7 +151,7 @@ def _with_summaries(rows: pl.DataFrame, evidence: _Evidence, limits: EngineLimit
     inferred = [name.removeprefix("journey.") for name in joined.columns if name.startswith("journey.")]
     if not inferred:
         return joined.with_columns(composition_source=source)
-    # A summary comes first; the journeys fill in where there is none.
+    # A summary comes first; journeys fill in the steps without one.
     return joined.with_columns(*_agreement(), _shared_blocks(), *_logged_contexts()).with_columns(
         *(pl.coalesce(c for c in (name, f"journey.{name}") if c in have).alias(name) for name in inferred),
         composition_source=source.otherwise(pl.lit("journey")),

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _PART_COLOURS = dict(zip(STEP_PARTS, (GREY, BLUE, ORANGE, GREEN, PURPLE, TEAL, PINK, AMBER), strict=True))
 
 _OVERHEAD_COLOURS = (BLUE, PINK, GREEN, PURPLE, TEAL, AMBER, GREY)
-"""Of the overheads in TTFT, in the order a request goes through them; without that of the prefill."""
+"""Colours of the overheads in TTFT, in the order a request goes through them; without that of the prefill."""
 
 
 def breakdown_figure(scope_id: str, found: Breakdown | None) -> Figure | None:
@@ -75,7 +75,7 @@ def first_token_figure(scope_id: str, found: Breakdown | None) -> Figure | None:
 def _stacked(
     found: Breakdown | None, colours: Mapping[str, str], what: str, y: str, **words: Unpack[FigureWords]
 ) -> Figure | None:
-    """Draw the parts of durations as bars on each other; null where there are none."""
+    """Draw the parts of durations as bars on each other; null without any."""
     if found is None:
         return None
     width = 100 / len(found.rows)
