@@ -31,7 +31,7 @@ class Header(NamedTuple):
     """Facts that do not change while an engine runs; the first record it sends.
 
     Attributes:
-        process_id: Of the engine.
+        process_id: The engine's process.
         unix_offset_ns: Wall clock less CLOCK_MONOTONIC.
         endpoint: Where spans go; None for what the variables of OpenTelemetry say.
         rank: Data-parallel rank; None where there is one engine.

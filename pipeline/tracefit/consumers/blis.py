@@ -52,9 +52,7 @@ _BY_ROOFLINE = "--num-instances 2 --prefill-instances 1 --decode-instances 1 --p
 """One instance that serves whole requests by `roofline`. Named as the backend of all, `roofline` refuses alpha; that of a pool takes
 what defaults.yaml holds, and without a decider nothing goes to the other pool: the same to the microsecond where alpha is 0."""
 
-_NO_REQUESTS = (
-    "no traced request has its times: there is none to replay, and the workload of the use line is BLIS's own"
-)
+_NO_REQUESTS = "no traced request has its times, so no request can be replayed, and the workload of the use line is BLIS's own"
 _HEADER = "trace_version: 2\ntime_unit: microseconds\nmode: real\nwarm_up_requests: 0\n"
 
 

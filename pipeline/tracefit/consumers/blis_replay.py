@@ -70,7 +70,7 @@ class RooflineRates:
     """Step time of BLIS's backend `roofline`: the larger of compute and memory time, cut to whole us and at least 1.
 
     Attributes:
-        shape: What a step computes and moves.
+        shape: Operations and bytes of a step.
         factors: Multiples of the peak times: prefill compute, decode compute, memory.
     """
 

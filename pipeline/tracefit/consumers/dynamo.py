@@ -131,7 +131,7 @@ def axes(train: pl.DataFrame) -> tuple[Vector, Vector, Vector]:
 
 def predicted_ms(source: Source, described: pl.DataFrame) -> Vector:
     """Return the step model's times in ms of described steps, shape (n,)."""
-    # What is not described is taken from the training steps, as `predict` does.
+    # Inputs that are not given come from the training steps, as in `predict`.
     return evaluated_steps(source.models, described)["predicted_us"].to_numpy() / 1e3
 
 

@@ -119,7 +119,7 @@ class FeatureSet:
     Attributes:
         name: Its name.
         features: The features.
-        ratios: What `efficiency_ratio` in its formulas may be: training chooses, and the number takes the name's place.
+        ratios: Candidates for `efficiency_ratio` in its formulas: training chooses one and inserts the number.
         defining: Features without which it is another set: where a model has none of them, it does not compete.
         is_relative: Whether a fit minimises errors in proportion to the time, so that short steps count as much as long ones.
     """

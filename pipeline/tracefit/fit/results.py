@@ -711,7 +711,7 @@ class LeftOutErrors:
     """Errors on all rows of a run, model, GPU or scope, of a model fitted on the training rows of the rest.
 
     Attributes:
-        kind: What was left out: one run of a scope, all scopes of a model or GPU, or one of the scopes of a model on a GPU.
+        kind: Kind of the left-out group: one run of a scope, all scopes of a model or GPU, or one of the scopes of a model on a GPU.
         left_out: Its name.
         model: Name of the fitted model.
         scope_id: The scope of a run; null where models, GPUs or scopes are left out.

@@ -338,7 +338,7 @@ def _engine(
 ) -> pl.DataFrame:
     """Replay what one engine has from its cut on: measured times and replayed ones, in us after it.
 
-    Of a client's requests some before the cut are replayed too: what they lack beside the client's times is the front end's.
+    Some of a client's requests before the cut are replayed too: their times exceed the replayed ones by the front end's.
     """
     cut = start = int(requests["cut"][0])
     is_client = (requests["dialect"] == CLIENT).all()
@@ -381,7 +381,7 @@ def _engine(
             (pl.col(f"replayed_{n}") + max(front or 0.0, 0.0)).alias(f"replayed_{n}")
             for n in ("first", "last")
         ).with_columns(front_us=pl.lit(front, pl.Float64))
-    # What lies before the held-out part is given, not replayed.
+    # Events before the held-out part are given, not replayed.
     past = {"replayed_scheduled": "first_scheduled", "replayed_first": "first_token"}
     return rows.with_columns(
         *(pl.when(pl.col("done") > 0).then(m).otherwise(r).alias(r) for r, m in past.items()),
