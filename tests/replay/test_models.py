@@ -12,9 +12,11 @@ import pytest
 
 import tracefit as package
 from tracefit.coefficients.model import CoefficientFile
+from tracefit.commands import replay as replay_command
 from tracefit.consumers.blis_replay import StepRates, replay_as_blis
 from tracefit.errors import UsageError
 from tracefit.replay.closed_loop import (
+    REQUEST_COLUMNS,
     _block_tokens,
     _counting,
     _first,
@@ -339,3 +341,30 @@ def test_a_replay_is_printed_with_its_queue_as_bars():
     assert "replayed   ▁█\n" in text
     assert "note: nothing is guessed" in text
     assert "sparse: not replayed: only steps were traced" in text
+
+
+class _Requests:
+    """Tables of a run of one server: a request every 10 ns that takes 5, and one in the engine all the time."""
+
+    rows = pl.DataFrame(
+        {"server": "s", "arrival_ns": [1, *range(10, 1010, 10)], "finished_ns": [9_999, *range(15, 1015, 10)]}
+    ).with_columns(
+        pl.lit(None).alias(name)
+        for name in REQUEST_COLUMNS
+        if name not in ("server", "arrival_ns", "finished_ns")
+    )
+
+    def read(self, _name, _runs, columns):
+        return self.rows.select(columns)
+
+    def scan(self, _name, _runs):
+        return self.rows.lazy()
+
+
+def test_of_very_many_requests_those_about_the_cut_are_read(monkeypatch):
+    monkeypatch.setattr(replay_command, "MOST_READ", 20)
+    read = replay_command._requests_near(_Requests(), "r", {"s": 705})
+    # Ten that come before the cut, ten after it, and who is inside.
+    assert read["arrival_ns"].to_list() == [1, *range(610, 810, 10)]
+    monkeypatch.setattr(replay_command, "MOST_READ", 101)
+    assert replay_command._requests_near(_Requests(), "r", {"s": 705}).height == 101

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import polars as pl
+
 from tracefit.coefficients.files import find_models
 from tracefit.coefficients.models import load
 from tracefit.commands.locate import choose_scope, tables_of
 from tracefit.errors import TracefitError, UsageError, known_names
 from tracefit.progress import NullProgress, Progress
-from tracefit.replay.closed_loop import REQUEST_COLUMNS, RunTraces, replay_run
+from tracefit.replay.closed_loop import LEFT, REQUEST_COLUMNS, RunTraces, held_out_from, replay_run
 from tracefit.results.models import ReplayResult
 from tracefit.results.replays import RunReplay
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from tracefit.coefficients.models import Models
+
+MOST_READ = 40_000
+"""Requests of a server that a replay reads: half of them come before the held-out part, for its medians and what is in flight."""
 
 MOST_COMPARED = 10_000
 """Held-out requests that a training replays, over all runs: some seconds. `tracefit replay` has no such limit."""
@@ -73,7 +78,28 @@ def _run(store: TableStore, models: Models, run_id: str) -> RunReplay:
         scope = models.scope(choose_scope(models, None, run_id))
     except TracefitError as error:
         return RunReplay(run_id, None, reason=str(error))
-    requests = store.read("requests", [run_id], REQUEST_COLUMNS)
-    return replay_run(
-        run_id, RunTraces(store.read("runs", [run_id]), requests, store.scan("timeline", [run_id])), scope
+    try:
+        cuts = held_out_from(scope, run_id)
+    except TracefitError as error:
+        return RunReplay(run_id, scope.scope_id, reason=str(error))
+    traces = RunTraces(
+        store.read("runs", [run_id]), _requests_near(store, run_id, cuts), store.scan("timeline", [run_id])
     )
+    return replay_run(run_id, traces, scope)
+
+
+def _requests_near(store: TableStore, run_id: str, cuts: Mapping[str, int]) -> pl.DataFrame:
+    """Read the requests of a run; of a server with very many, those that come next to its cut or are in the engine then."""
+    arrivals = store.read("requests", [run_id], ["server", "arrival_ns"]).drop_nulls()
+    if arrivals.height <= MOST_READ:
+        return store.read("requests", [run_id], REQUEST_COLUMNS)
+    near = pl.lit(value=False)
+    for server, cut in cuts.items():
+        times = arrivals.filter(pl.col("server") == server)["arrival_ns"].sort()
+        at = int(times.search_sorted(cut))
+        first, last = times[max(0, at - MOST_READ // 2)], times[min(len(times), at + MOST_READ // 2) - 1]
+        comes_near = pl.col("arrival_ns").is_between(first, last)
+        is_inside = (pl.col("arrival_ns") < cut) & LEFT.ge(cut)
+        near |= (pl.col("server") == server) & (comes_near | is_inside)
+    rows = store.scan("requests", [run_id]).filter(near)
+    return rows.select(REQUEST_COLUMNS).collect(engine="streaming")

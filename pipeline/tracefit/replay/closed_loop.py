@@ -36,7 +36,8 @@ _WINDOWS = 20
 _POINTS = (50, 90, 99)
 _NEEDED = ("max_num_seqs", "max_num_batched_tokens")
 _TIMES = ("arrival_ns", "first_scheduled_ns", "first_token_ns", "finished_ns", "departed_ns")
-_LEFT = pl.coalesce("finished_ns", "aborted_ns", "departed_ns", "last_token_ns")
+LEFT = pl.coalesce("finished_ns", "aborted_ns", "departed_ns", "last_token_ns")
+"""When a request left the engine."""
 
 
 REQUEST_COLUMNS = (
@@ -68,6 +69,17 @@ class RunTraces(NamedTuple):
     timeline: pl.LazyFrame
 
 
+def held_out_from(scope: ScopeModels, run_id: str) -> dict[str, int]:
+    """Return each server of a run whose step times were fitted, and the time at which its held-out part begins.
+
+    Raises:
+        TracefitError: There is no model of step times.
+    """
+    training = scope.step_model.training
+    ranges = training.time_range if training else ()
+    return {r.server: r.holdout_from_ns for r in ranges if r.run_id == run_id}
+
+
 def replay_run(run_id: str, traces: RunTraces, scope: ScopeModels) -> RunReplay:
     """Replay the held-out part of a run, or say why that is not possible.
 
@@ -78,9 +90,7 @@ def replay_run(run_id: str, traces: RunTraces, scope: ScopeModels) -> RunReplay:
     """
     nothing = RunReplay(run_id, scope.scope_id)
     try:
-        training = scope.step_model.training
-        ranges = training.time_range if training else ()
-        cuts = {r.server: r.holdout_from_ns for r in ranges if r.run_id == run_id}
+        cuts = held_out_from(scope, run_id)
         if traces.requests.height and (traces.requests["dialect"] == CLIENT).all() and len(cuts) == 1:
             traces = traces._replace(requests=_of_client(traces, *cuts))
         if missing := missing_for_replay(traces.runs, traces.requests, cuts):
@@ -147,7 +157,7 @@ def _compared(
 ) -> RunReplay:
     runs_from = pl.col("server").replace_strict(cuts, default=None, return_dtype=pl.Int64)
     requests = traces.requests.drop_nulls(["arrival_ns", "prompt_tokens"]).with_columns(
-        cut=runs_from, left=_LEFT, is_complete=_is_complete()
+        cut=runs_from, left=LEFT, is_complete=_is_complete()
     )
     before = requests.filter(pl.col("is_complete") & (pl.col("left") < pl.col("cut")))
     settings, notes = _settings(scope, traces.timeline, before)
