@@ -403,7 +403,7 @@ def _first(rows: pl.DataFrame, most: int) -> pl.DataFrame:
     """Compare the first `most` alone, and keep what loads the server until these end."""
     rows = rows.with_columns(counts=pl.col("counts") & (pl.col("counts").cum_sum() <= most))
     last = rows.filter("counts")["finished_ns"].max()
-    kept = rows.filter(pl.lit(last).is_null() | (pl.col("arrival_ns") <= last))
+    kept = rows if last is None else rows.filter(pl.col("arrival_ns") <= last)
     return kept.head((kept["counts"].arg_max() or 0) + 2 * MOST_REQUESTS)
 
 
