@@ -165,6 +165,11 @@ def replay(
     words[0] = str(blis)
     if defaults is not None:
         words[words.index("--defaults-filepath") + 1] = str(defaults)
+        # Its own GPU figures and backend, where the export has others.
+        words[words.index("--hardware-config") + 1] = str(defaults.parent / "hardware_config.json")
+        backend = "--decode-latency-model"
+        if backend in words:
+            words[words.index(backend) + 1] = "trained-physics"
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{shlex.join(words)}: exit {done.returncode}: {done.stderr.strip()[-400:]}")

@@ -222,12 +222,15 @@ def _parameters(found: Any) -> Iterator[str]:
         yield f"{star}{p.name}: {p.annotation}" + ("" if p.default is p.empty else f" = {made}")
 
 
-_SECTION = re.compile(r"^(Args|Attributes|Raises|Returns):$", re.MULTILINE)
+_SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Examples):$", re.MULTILINE)
 
 
 def _sections(doc: str) -> str:
     """Turn a docstring into Markdown: sections become bold, their entries a list."""
     lines = []
+    doc, _, example = doc.partition("\nExamples:\n")
+    if example:
+        doc += f"\nExamples:\n```pycon\n{inspect.cleandoc(example)}\n```"
     for line in doc.splitlines():
         if _SECTION.match(line):
             lines += [f"**{line.removesuffix(':')}**", ""]
@@ -242,7 +245,7 @@ def _sections(doc: str) -> str:
 def recordings_page() -> str:
     """Describe what files hold besides spans, as each format declares itself."""
     rows = [(one.title, one.fills, one.units, one.clock) for one in RECORDINGS.values()]
-    intro = "What a file may hold besides spans; it is found by its content, in any name, compressed or not."
+    intro = "A file may hold other recordings than spans; they are detected by content, under any name, compressed or not."
     parts = ["# Recordings", GENERATED, intro, table(("recording", "fills", "units", "its clock"), rows)]
     return "\n\n".join(parts) + "\n"
 

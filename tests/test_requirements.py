@@ -58,6 +58,11 @@ OTHERS = {
         "opentelemetry-proto==1.27.0",
         "protobuf<5.0,>=3.19",
     ),
+    # The oldest one that tracefit works with.
+    "opentelemetry-sdk 1.26.0 and its OTLP exporter": (
+        "opentelemetry-proto==1.26.0",
+        "protobuf<5.0,>=3.19",
+    ),
 }
 TOGETHER = ("vLLM 0.11.0", "Ray 2.49.0", "opentelemetry-sdk 1.37.0 and its OTLP exporter")
 """What one environment of late 2025 holds."""

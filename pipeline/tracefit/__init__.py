@@ -91,7 +91,7 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'tracefit' has no attribute {name!r}")
 
 
-# For the completion of notebooks: without it they would list what is imported already alone.
+# For the completion of notebooks, which would otherwise list only names that are already imported.
 def __dir__() -> list[str]:
-    """List what the package offers, imported already or not."""
+    """List the names that the package offers, already imported or not."""
     return sorted(__all__)

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 INTERRUPTED, SIGPIPE = 130, 141
-"""Exit codes of commands that a signal ended, as a shell has them."""
+"""Exit codes of commands that a signal ended, as in a shell."""
 UNEXPECTED = 4
-"""Exit code of a command that met a defect of tracefit itself."""
+"""Exit code of an internal error."""
 CONFIG_FILE = "tracefit.config"
-"""Where the context of a command has the configuration file that defaults come from."""
+"""Key of a command's context for the configuration file of its defaults."""
 
 _log = logging.getLogger("tracefit")
 
@@ -56,7 +56,7 @@ def set_log_level(level: LogLevel) -> None:
     _log.setLevel(level.upper())
     if not _log.handlers:
         _log.addHandler(_Stderr())
-        # Handlers of the root logger, which a notebook or a test may have set up, would print each line again.
+        # Handlers of the root logger, from a notebook or a test, would print each line again.
         _log.propagate = False
 
 
@@ -72,7 +72,7 @@ class Terminal:
 
     Args:
         quiet: Show nothing.
-        task: The command and what it works on, for the line of an unexpected error.
+        task: The command and its input, for the line of an unexpected error.
     """
 
     def __init__(self, *, quiet: bool, task: str = "") -> None:
@@ -91,13 +91,13 @@ class Terminal:
         self.expect(0)
 
     def note(self, text: str) -> None:
-        """Show how far the stage is, beside it."""
+        """Show the progress of the stage beside its name."""
         self._note = text
         _log.debug("%s", text)
         self._show()
 
     def expect(self, size_bytes: int) -> None:
-        """Show how much of so many bytes is read, at what rate, and how long the rest takes."""
+        """Show a bar with the share of these bytes that is read, the rate, and the remaining time."""
         # A bar and a spinner are two kinds of line: one cannot become the other.
         if size_bytes or self._expected:
             self.close()
@@ -118,11 +118,11 @@ class Terminal:
 
     @property
     def doing(self) -> str:
-        """The command, what it works on, and the stage of work it is in."""
+        """The command, its input, and its current stage."""
         return ": ".join(text for text in (self._task, self._stage) if text)
 
     def show(self, result: Any, text: str, *, as_json: bool) -> None:
-        """Print a result: JSON for programs, text for people, nothing when quiet; exit with its code where that is not 0."""
+        """Print a result as JSON or text, nothing when quiet; exit with its code unless that is 0."""
         self.close()
         if as_json:
             _on_stdout(json.dumps(result, indent=2, default=_plain) + "\n")
@@ -141,7 +141,7 @@ class Terminal:
 
     def _show(self) -> None:
         if self._line is None:
-            # Only before: rich puts a stream of its own in place of stderr, which is no terminal in older versions.
+            # Checked before: rich replaces stderr by a stream of its own, which is not a terminal in older versions.
             if self.quiet or not sys.stderr.isatty() or _log.isEnabledFor(logging.INFO):
                 return
             self._line = _changing_line(self._expected)
@@ -180,10 +180,10 @@ def command(task: str, *, quiet: bool = False) -> Iterator[Terminal]:
         yield terminal
     except (typer.Exit, typer.Abort, TyperException, SystemExit):
         raise
-    # Here, and not in `called` alone: typer would take an interrupt and a closed pipe for itself.
+    # Here, not only in `called`: typer would handle an interrupt and a closed pipe itself.
     except BaseException as error:
-        # Rust has written the text of a panic to file descriptor 2 by now. Holding that back until here would also hide
-        # why a process was aborted, such as for want of memory.
+        # Rust has already written the text of a panic to file descriptor 2. Buffering that would also hide
+        # why a process was aborted, for example out of memory.
         terminal.close()
         raise typer.Exit(_exit_code(error, terminal.doing)) from error
     finally:
@@ -217,12 +217,12 @@ def _call(app: typer.Typer) -> int:
             _say(usage_line(error))
         code = error.exit_code
     except SystemExit as error:
-        # typer ends a help text that nobody reads so, with the exit code of data that cannot support a result.
+        # typer ends a help text whose reader has gone this way, with the exit code of data that cannot support a result.
         if isinstance(error.__context__, BrokenPipeError):
             raise error.__context__ from None
         raise
     except OSError as error:
-        # Commands report their own errors: what typer could not write is a help text, or the version.
+        # Commands report their own errors, so this is a help text or the version that typer could not write.
         raise _unwritable(error) from error
     _on_stdout("")
     return code
@@ -244,7 +244,7 @@ def _exit_code(error: BaseException, doing: str = "") -> int:
 
 
 def _on_stdout(text: str) -> None:
-    """Write a result now: a failure when the interpreter ends would give its own exit code."""
+    """Write a result and flush it: a failure at the interpreter's end would have another exit code."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -263,12 +263,13 @@ def _unwritable(error: OSError) -> UsageError:
 def _open_streams() -> None:
     """Make streams that accept every text: one without Unicode escapes it, a closed stderr discards it.
 
-    A closed stdout stays one that cannot be written: a result that goes nowhere is no success.
+    A closed stdout stays closed: a result that is not written is not a success.
     """
     for name, mode in (("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
         stream = getattr(sys, name)
         if stream is None:
-            # Open as long as the program runs, under the number that is free: no other file gets what is meant for a terminal.
+            # Open for the program's lifetime under the free number, so that no other file receives text meant
+            # for a terminal.
             setattr(sys, name, os.fdopen(os.open(os.devnull, mode), "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -278,7 +279,7 @@ def _require_working_folder() -> None:
     try:
         Path.cwd()
     except OSError as error:
-        raise UsageError("the working folder is gone", hint="change to one that is there") from error
+        raise UsageError("the working folder is gone", hint="change to an existing folder") from error
 
 
 def _silence(stream: TextIO) -> None:
@@ -310,7 +311,7 @@ def _log_warning(
 
 
 def _unexpected(error: BaseException, doing: str) -> int:
-    """Report an error that nobody foresaw: what was done to what, where in the code it happened, and what to do."""
+    """Report an unexpected error: the task, the position in the code, and what to do."""
     _log.debug("%s", "".join(traceback.format_exception(error)).rstrip())
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f"{os.sep}tracefit{os.sep}" in f.filename] or frames
@@ -319,8 +320,8 @@ def _unexpected(error: BaseException, doing: str) -> int:
     where = f" in {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
     _say(
         printable(
-            f"{without_credentials(doing) + ': ' if doing else ''}unexpected {what}{where}; this is a defect of tracefit {__version__}, and what "
-            "was on disk before is unharmed; report this line as CONTRIBUTING.md says; "
+            f"{without_credentials(doing) + ': ' if doing else ''}unexpected {what}{where}; this is a defect of tracefit {__version__}; earlier "
+            "results on disk are unharmed; report this line as CONTRIBUTING.md says; "
             "--log-level debug shows the traceback"
         )
     )
@@ -328,7 +329,7 @@ def _unexpected(error: BaseException, doing: str) -> int:
 
 
 _MOST_TEXT = 300
-"""Characters of an unexpected error that are shown: a message may hold a whole table."""
+"""Characters shown of an unexpected error: a message may contain a whole table."""
 
 
 def _say(line: str) -> None:
@@ -369,7 +370,7 @@ def _source(context: Any, param: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has no type for in types that it has; a result with its exit code as a last key."""
+    """Convert values to JSON types; a result gets its exit code as a last key."""
     if dataclasses.is_dataclass(value):
         code = getattr(value, "exit_code", None)
         plain = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}

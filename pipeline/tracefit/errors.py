@@ -1,7 +1,7 @@
 """Errors: each is one line that says what happened, where, and what to do.
 
 Exit codes of the command line: 0 done, 1 the data cannot support the result, 2 usage,
-3 done with something in quarantine (a result, not an error, so it has no class here); 4 an error that nobody foresaw.
+3 done with something in quarantine (a result, not an error, so it has no class here); 4 an unexpected error.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class TracefitError(Exception):
     """Base of every error tracefit raises on purpose.
 
     Args:
-        what: What happened, in a phrase that starts in lower case.
-        where: File, offset, key or option it happened at.
-        hint: What the user can do about it.
+        what: The fault, in a phrase that starts in lower case.
+        where: File, offset, key or option at fault.
+        hint: Advice for the user.
     """
 
     exit_code: ClassVar[int] = EXIT_NOTHING
@@ -67,7 +67,7 @@ class TracefitError(Exception):
 
     def __str__(self) -> str:
         """Return the whole error as one line for a Python program: options are named as parameters, not as flags."""
-        return _FLAG.sub(lambda found: f"`{PARAMETERS[found[0]]}`", self.line())
+        return _FLAG.sub(lambda flag: f"`{PARAMETERS[flag[0]]}`", self.line())
 
     def line(self) -> str:
         """Return the whole error as one line for the command line."""
@@ -88,11 +88,12 @@ class UsageError(TracefitError):
 
 
 _CREDENTIALS = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]{1,20}:/+)(?:[^\s/?:]*:\S*|[^\s/?]*)@")
-"""What stands before the host of a URL. A secret key may have slashes in it, though they belong written as %2F."""
+"""The credentials before the host of a URL. A secret key may contain slashes, although they should be written
+as %2F."""
 
 
 def without_credentials(text: str) -> str:
-    """Return text with what stands before the @ of its URLs left out."""
+    """Return text without the credentials of its URLs."""
     return _CREDENTIALS.sub(r"\1", text)
 
 
@@ -102,21 +103,21 @@ def printable(text: str) -> str:
 
 
 def spreadsheet_safe(value: object) -> object:
-    """Return what a cell of a CSV file can hold without a spreadsheet taking it for a formula."""
-    # A quote before it makes it a text in every spreadsheet.
+    """Return a value for a cell of a CSV file that no spreadsheet reads as a formula."""
+    # A leading quote makes it text in every spreadsheet.
     is_formula = isinstance(value, str) and value[:1] in tuple("=+-@\t\r")
     return f"'{value}" if is_formula else value
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6, most: int = 1) -> str | None:
-    """Return a question that suggests the known names closest to `name`, or null if none has a similarity of `cutoff` (0 to 1)."""
+    """Return a question that suggests the closest names, or null if no name has a similarity of `cutoff` (0 to 1)."""
     # The search takes time in proportion to the length of the name, which may be a whole file by mistake.
     close = difflib.get_close_matches(name[:64], list(known), n=most, cutoff=cutoff)
     return f"did you mean {' or '.join(close)}?" if close else None
 
 
 def known_names(name: str, known: Collection[str], *, title: str = "known", most: int = 1) -> str:
-    """Return a hint that lists all known names, after those closest to `name` where some are close."""
+    """Return a hint that lists all names, after those closest to `name`, if any."""
     listed = f"{title}: {', '.join(known)}"
     close = did_you_mean(name, known, most=most)
     return f"{close} {listed}" if close else listed

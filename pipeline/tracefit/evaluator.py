@@ -1,21 +1,21 @@
 """Evaluate coefficient files (alpha.json, beta.json) with the Python standard library alone.
 
-This file depends on nothing else: copy it, or read it as the description of how a consumer evaluates a model. tracefit has an
-evaluator of its own, for rows and for frames, and takes the limits and tables from here.
+This file depends on nothing else: copy it, or read it as the description of how a consumer evaluates a model.
+tracefit has an evaluator of its own, for rows and for frames, and takes the limits and tables from here.
 
     from evaluator import load, predict
 
     model = load("beta.json", "beta.cycle_time")
     predict(model, {"prefill_tokens": 512, "decode_tokens": 24, ...})
 
-`load` refuses, with a ValueError, what tracefit refuses in the parts of a file that a prediction reads: numbers that are not
-finite, keys that are not known or come twice, formulas that are not allowed or build on themselves, and more of anything than
-a file may hold. Ranges, errors and provenance are not looked at.
+`load` refuses, with a ValueError, what tracefit refuses in the parts of a file that a prediction reads:
+numbers that are not finite, unknown or duplicate keys, formulas that are not allowed or build on themselves,
+and more of anything than a file may hold. Ranges, errors and provenance are not checked.
 
-`features` are values by name: columns of the tables, or features as the file names them. A value that is given wins over
-its formula; None and NaN are unknown: a comparison with it does not hold, and a sum with it is None, as is one that is not
-finite. A name that is neither given nor computable is a KeyError, also in a condition that another comparison decides. All
-predictions are in us and not below 0.
+`features` are values by name: columns of the tables, or features as the file names them. A value that is
+given wins over its formula; None and NaN are unknown: a comparison with it does not hold, and a sum with it
+is None, as is one that is not finite. A name that is neither given nor computable is a KeyError, even in a
+condition that another comparison decides. All predictions are in us and not below 0.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ COMPARE = {
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 TYPESET = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u2212": "-", "\u00f7": "/"})
 
-# A file may come from anywhere: what it can hold is bounded, a formula is short, and what Python reads beyond these (0x1f,
-# 1_000, strings, other scripts) never gets to its parser.
+# A file may come from anywhere: its contents are bounded, a formula is short, and other Python syntax (0x1f,
+# 1_000, strings, other scripts) never reaches the parser.
 MAX_FILE_BYTES = 16 * 1024 * 1024  # thousands of models; even the worst such JSON fits in memory once parsed
 MAX_VALUES = 500_000
 MAX_MODELS = 10_000
@@ -66,7 +66,7 @@ _FORM_KEYS = {
 _MODEL_KEYS = (
     "scope_id target estimator features_left_out training validation scope feature_set definitions notes"
 )
-_TERM_KEYS = ("feature unit value", "ci95 sign training_range formula")
+_TERM_KEYS = ("feature unit value", "ci95 sign training_range formula collinear_with")
 
 
 # -- reading a file --------------------------------------------------------------------------------------
@@ -78,21 +78,21 @@ def load(path: str | Path, name: str, scope: str = "") -> dict[str, Any]:
     Args:
         path: alpha.json or beta.json, of version 2.
         name: The name of the model, for example `beta.cycle_time`.
-        scope: A part of its scope_id, where the file holds several.
+        scope: A part of its scope_id, if the file has several.
 
     Raises:
-        ValueError: It is not a coefficient file, something in it is not allowed, or not one model is meant.
+        ValueError: It is not a coefficient file, something in it is not allowed, or not exactly one model matches.
         OSError: It cannot be read.
     """
     try:
         document = _document(path)
-        found = [m for m in document["models"] if m["name"] == name and scope in (m.get("scope_id") or "")]
+        matching = [m for m in document["models"] if m["name"] == name and scope in (m.get("scope_id") or "")]
         there = ", ".join(f"{m['name']} of {m.get('scope_id')}" for m in document["models"])
         _require(
-            len(found) == 1,
-            f"{len(found)} models, not one, are {name} of scope {scope!r}; there are: {there}",
+            len(matching) == 1,
+            f"{len(matching)} models, not one, are {name} of scope {scope!r}; there are: {there}",
         )
-        model: dict[str, Any] = found[0]
+        model: dict[str, Any] = matching[0]
         formulas = _formulas(model)
         _in_order({name: _parsed(text)[1] for name, text in formulas.items()})
     except ValueError as error:
@@ -113,7 +113,7 @@ def _document(path: str | Path) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     is_ours = isinstance(document, dict) and document.get("schema") == "tracefit/coefficients"
-    # Not `in`: 2.0 and true are equal to whole numbers.
+    # Not `in`: 2.0 and true are equal to integers.
     version = document.get("version") if is_ours else None
     _require(type(version) is int and version == 2, "not a coefficient file of version 2")
     _check_keys(document, *_FILE_KEYS)
@@ -253,7 +253,7 @@ def predict(
     step_starts: list[float] | None = None,
     api_wait_us: float = 0.0,
 ) -> float | None:
-    """Return a prediction in us; None where a feature is unknown.
+    """Return a prediction in us; None if a feature is unknown.
 
     Args:
         model: A model as `load` returns it.
@@ -296,7 +296,7 @@ def _formulas(model: dict[str, Any]) -> dict[str, str]:
 
 
 def _line(form: dict[str, Any], features: dict[str, Any], formulas: dict[str, str]) -> float | None:
-    """Return intercept + sum of value * feature, not below 0; None where a feature is unknown or the sum not finite."""
+    """Return intercept + sum of value * feature, not below 0; None if a feature is unknown or the sum is not finite."""
     terms = form.get("terms", ())
     values = _values([term["feature"] for term in terms], features, formulas)
     total = float(form["intercept"]["value"])
@@ -313,7 +313,7 @@ def _active(
 ) -> dict[str, Any]:
     """Return the first regime whose condition holds."""
     comparisons = [c for regime in regimes for side in regime["when"].values() for c in side or ()]
-    # Looked up before any is compared: what is missing must not depend on which comparison decides.
+    # All are looked up before any comparison, so that a missing name is always an error.
     names = [c[key] for c in comparisons for key in ("feature", "feature2") if c.get(key)]
     values = _values(names, features, formulas)
     for regime in regimes:
@@ -323,7 +323,7 @@ def _active(
 
 
 def _holds(when: dict[str, Any], values: dict[str, float | None]) -> bool:
-    """Return whether a condition holds: an empty `any` does not, an empty `all` does, a comparison with None does not."""
+    """Return whether a condition holds: an empty `any` and a comparison with None do not, an empty `all` does."""
 
     def one(comparison: dict[str, Any]) -> bool:
         left, other = values[comparison["feature"]], comparison.get("feature2")
@@ -338,7 +338,7 @@ def _holds(when: dict[str, Any], values: dict[str, float | None]) -> bool:
 
 
 def _values(names: list[str], features: dict[str, Any], formulas: dict[str, str]) -> dict[str, float | None]:
-    """Return values by name: given ones as they are, the others computed, in the order in which they build on each other."""
+    """Return values by name: given ones as they are, the others computed in order of dependence."""
     nodes: dict[str, ast.expr] = {}
     needs: dict[str, set[str]] = {}
     wanted = list(names)
@@ -385,7 +385,7 @@ def _parsed(text: str) -> tuple[ast.expr, set[str]]:
 
 
 def _names(node: ast.expr, calls: int = 0) -> set[str]:
-    """Return the names in a formula, of which `calls` is how many min and max it is inside of; only what is here is allowed."""
+    """Return the names in a formula; only these nodes are allowed. `calls` is the depth of min/max."""
     node, _ = _unsigned(node)
     if isinstance(node, ast.Name):
         return {node.id}
@@ -421,7 +421,7 @@ def _constant(node: ast.Constant) -> float:
 
 
 def _is_bounded(power: ast.BinOp) -> bool:
-    """Return whether the base is a number up to 1, or the exponent one from -4 to 4: nothing else stays within a float."""
+    """Return whether the base is a number up to 1 or the exponent one from -4 to 4; others may overflow."""
     base, negative = _unsigned(power.left)
     if isinstance(base, ast.Constant) and not negative and _constant(base) <= 1:
         return True
@@ -430,7 +430,7 @@ def _is_bounded(power: ast.BinOp) -> bool:
 
 
 def _compute(node: ast.expr, values: dict[str, float | None]) -> float | None:
-    """Compute a formula that `_names` allows; None where something in it is unknown."""
+    """Compute a formula that `_names` allows; None if something in it is unknown."""
     node, negative = _unsigned(node)
     value: float | None
     if isinstance(node, ast.Name):
@@ -457,7 +457,7 @@ def _binary(op: ast.operator, left: float, right: float) -> float:
 
 
 def power(base: float, exponent: float) -> float:
-    """Raise to a power: a result that is not real is NaN, one that is too large is infinite; both are unknown in the end."""
+    """Raise to a power: NaN if not real, infinite if too large; the caller turns both into None."""
     try:
         return math.pow(base, exponent)
     except OverflowError:

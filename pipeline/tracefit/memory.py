@@ -19,10 +19,11 @@ SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),  # numpy and Python, by way of the C library
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }
-"""Variables that are read where a process, polars or pyarrow begins."""
+"""Variables that are read at the start of a process, polars or pyarrow."""
 
 _MANY_OBJECTS = 50_000
-"""New objects after which the collector looks for cycles: imports and spans make very many, and no cycles to speak of."""
+"""New objects after which the collector looks for cycles: imports and spans make very many objects, but
+hardly any cycles."""
 
 # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

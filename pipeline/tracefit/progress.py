@@ -16,7 +16,7 @@ class Progress(Protocol):
         """Report that a new stage of work begins."""
 
     def note(self, text: str) -> None:
-        """Report how far this stage is, in a few words."""
+        """Report the progress of this stage in a few words."""
 
     def expect(self, size_bytes: int) -> None:
         """Report how many bytes of input this stage is going to read."""
@@ -25,7 +25,7 @@ class Progress(Protocol):
         """Report that this many more bytes of input have been read."""
 
     def warn(self, text: str) -> None:
-        """Report something the user should know."""
+        """Report a warning for the user."""
 
 
 class NullProgress:
@@ -34,7 +34,7 @@ class NullProgress:
     def stage(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
 
-    # One method under all five names: none of them says anything.
+    # One method under all five names: all of them ignore their arguments.
     note = expect = read = warn = stage
 
 

@@ -1,4 +1,4 @@
-"""Write `schemas/`: the published contract, language-neutral, from the code that follows it.
+"""Write `schemas/`: the published, language-neutral contract, generated from the code.
 
 `python -m tracefit.schemas FOLDER` writes a JSON Schema (2020-12) per file and one file per Parquet table.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 TABLES_VERSION = 1
-"""Of the tables: columns are added within a version, never changed."""
+"""Version of the tables: within a version, columns are added but never changed."""
 
 _FILES: dict[str, type[BaseModel | msgspec.Struct]] = {
     "coefficients.schema.json": CoefficientFile,
@@ -62,7 +62,7 @@ RESULTS: dict[str, Any] = {
     "replay": ReplayResult,
     "verify": VerifyResult,
 }
-"""Command to what it prints with `--json`."""
+"""Command to the type of its `--json` output."""
 
 
 def schema_texts() -> dict[str, str]:
@@ -84,7 +84,7 @@ def _json_schema(name: str, model: type[BaseModel | msgspec.Struct]) -> dict[str
 
 
 def _result_schema(command: str) -> dict[str, Any]:
-    """Describe what `--json` prints: the result's fields, and `exit_code` where a result has one."""
+    """Describe the `--json` output: the result's fields, and `exit_code` if it has one."""
     schema = TypeAdapter(RESULTS[command]).json_schema()
     # `exit_code` is a property, which pydantic does not describe.
     with_code = {n for room in (models, traces) for n, c in vars(room).items() if hasattr(c, "exit_code")}

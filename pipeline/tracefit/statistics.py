@@ -1,4 +1,4 @@
-"""Arrays and statistics that several rooms need: names of array types, the mean of what is known, the robust standard deviation."""
+"""Array types and statistics for several rooms: mean of known values, robust standard deviation."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SD_PER_MAD = 1.4826
 def robust_sd(values: Vector) -> float:
     """Return 1.4826 times the median absolute deviation from the median, in the unit of `values` of shape (n,).
 
-    Half of the values can be arbitrarily wrong without moving it far (Hampel 1974). It is 0 where more than half of them
+    Half of the values can be arbitrarily wrong without moving it far (Hampel 1974). It is 0 if more than half of them
     are equal.
     """
     return _SD_PER_MAD * float(np.median(np.abs(values - np.median(values))))
 
 
 def mean_of(column: pl.Series) -> float | None:
-    """Return the mean of the known values of a column; null where none is known."""
+    """Return the mean of the known values of a column; null if all are unknown."""
     value = column.mean()
     return float(value) if isinstance(value, int | float) else None
 

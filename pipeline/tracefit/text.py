@@ -1,7 +1,7 @@
 """Numbers, tables and names of scopes as text, the same in a terminal, in a pipe, on the page and in a test.
 
-A number is written to the digits that mean something, one that is not known as `-`; scopes are named without the hash of their
-settings where that is enough to tell them apart.
+A number is written to its significant digits, an unknown one as `-`; scopes are named without the hash of
+their settings if that is enough to distinguish them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ WIDTH = 80
 
 
 _ZERO = 1e-12
-"""What is smaller is what rounding leaves of a difference of equal numbers: no coefficient, error or time is."""
+"""Smaller absolute values are shown as 0; they are rounding noise."""
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Write a number to so many significant digits, thousands in full; `-` where it is not known."""
+    """Write a number to so many significant digits, thousands in full; `-` if unknown."""
     if value is None:
         return UNKNOWN
     if abs(value) < _ZERO:
@@ -33,17 +33,17 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def exact(value: float | None) -> str:
-    """Write a number of the report, which a reader may compute with: four digits."""
+    """Write a number with four digits, for readers of the report who compute with it."""
     return number(value, 4)
 
 
 def percent(value: float | None) -> str:
-    """Write a percentage without its sign, to the digits that mean something: 140, 13.4, 2.8, 0.04."""
+    """Write a percentage without its sign, to its significant digits: 140, 13.4, 2.8, 0.04."""
     if value is None:
         return UNKNOWN
     if value == 0:
         return "0"
-    # 0.00 would read as none at all.
+    # 0.00 would read as exactly zero.
     if abs(value) < 0.005:
         return "<0.01"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 1 else f"{value:.2f}"
@@ -76,7 +76,7 @@ def reasons(counts: Mapping[str, int]) -> str:
 
 def mape_misleads(mape_pct: float | None, mdape_pct: float | None) -> bool:
     """Return whether a few rows with large relative errors dominate the mean: it is far above the median error."""
-    # A mean below 10 % misleads nobody; tenfold the median, it is the mean of a handful of rows.
+    # A mean below 10 % does not mislead; at ten times the median, it comes from a handful of rows.
     return mape_pct is not None and mdape_pct is not None and mape_pct > max(10.0, 10 * mdape_pct)
 
 
@@ -112,8 +112,9 @@ class ScopeLabel:
     """A scope as people write it.
 
     Attributes:
-        name: The id without its hash, where that is enough to choose the scope; else the whole id.
-        detail: Its runs and the settings that differ from those of scopes with the same name; empty where the name is enough.
+        name: The id without its hash if that identifies the scope; else the whole id.
+        detail: Its runs and the settings that differ from those of scopes with the same name; empty if the
+            name is unique.
     """
 
     name: str
@@ -122,7 +123,7 @@ class ScopeLabel:
 
 def scope_labels(scopes: Mapping[str, tuple[Sequence[str], Mapping[str, str]]]) -> dict[str, ScopeLabel]:
     """Return a label for each of several scopes, unique among them; each is given by id, its runs and its settings."""
-    # The hash of settings tells apart what a reader cannot: where it has to, the settings themselves are named too.
+    # Readers cannot compare hashes: if only the hash differs, the settings are named too.
     shared = Counter(_without_hash(scope_id) for scope_id in scopes)
     labels = {}
     for scope_id, (runs, settings) in scopes.items():

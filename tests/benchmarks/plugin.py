@@ -30,6 +30,8 @@ STEPS = 200
 ROUNDS = 4
 BATCHES = (1, 8, 32, 128, 256)
 BLOCK, BLOCKS = 16, 20_000
+PARTS = ("begin", "scheduled", "wrong_drafts", "output")
+"""What the plugin does in each step."""
 
 
 def make_config(folder):
@@ -89,7 +91,7 @@ def timed(total):
 
         return call
 
-    for name in ("begin", "scheduled", "output"):
+    for name in PARTS:
         setattr(scheduler.Tracing, name, of(getattr(scheduler.Tracing, name)))
 
 
@@ -110,9 +112,7 @@ def main():
                     inside.clear()
                     spent[name] += run(kind, config, batch, number)
                     if name == "with":
-                        each = [
-                            [us for part, us in inside if part == p] for p in ("begin", "scheduled", "output")
-                        ]
+                        each = [[us for part, us in inside if part == p] for p in PARTS]
                         own += [sum(parts) for parts in zip(*each, strict=False)]
             medians = {name: statistics.median(values) for name, values in spent.items()}
             rows.append(

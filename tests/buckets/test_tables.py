@@ -110,7 +110,7 @@ def test_a_part_that_is_gone_is_made_again(bucket, run):
     lost = next(name for name in bucket.names() if "/steps/" in name)
     del bucket.objects[lost]
     result = ingest([run], TABLES)
-    assert "read anew" in result.warnings[0]
+    assert "read again" in result.warnings[0]
     assert bucket.objects[lost][0] == before[lost][0]
 
 

@@ -79,6 +79,12 @@ def test_importing_the_package_loads_nothing_heavy(process):
     assert not any(f"'{name}'" in done.stdout for name in HEAVY)
 
 
+def test_features_wait_for_no_estimators(process):
+    done = process("features", "batch", code=LOADED)
+    assert done.returncode == 0
+    assert not {"sklearn", "scipy"} & set(json.loads(done.stdout.splitlines()[-1]))
+
+
 @pytest.mark.slow
 def test_what_fits_nothing_waits_for_no_estimators(process):
     commands = ("inspect", "ingest", "requests", "report", "generate", "predict")

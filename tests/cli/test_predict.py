@@ -165,7 +165,7 @@ def test_rows_of_requests_and_of_a_named_model(tracefit, beta, tmp_path):
     (tmp_path / "r.csv").write_text("prompt_tokens,output_tokens,batch\n50,3,2\n50,3,-5\n")
     code, out, err = tracefit(*asked, tmp_path / "none.csv")
     assert (code, out, (tmp_path / "none.csv").exists()) == (2, "", False)
-    assert err == "tracefit: row 2: batch: -5 is no count\n"
+    assert err == "tracefit: row 2: batch: -5 is not a count\n"
     (tmp_path / "f.csv").write_text("prefill_tokens,num_decode_reqs\n1,2\n")
     code, out, _ = tracefit(
         "predict", beta, "--rows", tmp_path / "f.csv", "--of", "beta.cycle_time", "--json"
@@ -200,10 +200,10 @@ def test_rows_that_cannot_be_used_are_one_line(tracefit, beta, tmp_path, name, c
         (("--feature", "a"), "NAME=NUMBER"),
         (("--feature", "a=nan"), "NAME=NUMBER"),
         (("--scope", "other", "--batch", "4"), "no scope here"),
-        (("--feature", "num_decode_reqs=-5"), "num_decode_reqs: -5 is no count"),
+        (("--feature", "num_decode_reqs=-5"), "num_decode_reqs: -5 is not a count"),
         (
             ("--prompt", "10", "--output", "3", "--cached", "10"),
-            "fewer tokens are cached than the prompt has",
+            "must be less than the prompt tokens",
         ),
     ],
 )

@@ -87,7 +87,7 @@ def test_a_working_folder_that_is_gone_is_one_line(shell):
     code, _, stderr = shell(f"mkdir gone; cd gone; rmdir ../gone; {COMMAND} inspect here")
     assert (code, stderr) == (
         2,
-        "tracefit: the working folder is gone; change to one that is there\n",
+        "tracefit: the working folder is gone; change to an existing folder\n",
     )
 
 

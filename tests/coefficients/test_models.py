@@ -87,10 +87,10 @@ IMPOSSIBLE_STEPS = [
         "batch \\+ prefill: 101 is more than this server's max_num_batched_tokens of 100",
     ),
     ({"batch": 4, "context": 201}, "context: 201 is more than this server's max_model_len of 200"),
-    ({"batch": -5}, "batch: -5 is no count"),
+    ({"batch": -5}, "batch: -5 is not a count"),
     (
         {"num_decode_reqs": -4, "prefill_tokens": 1, "context_tokens": 0, "decode_tokens": 1},
-        "num_decode_reqs: -4 is no count",
+        "num_decode_reqs: -4 is not a count",
     ),
 ]
 IMPOSSIBLE_REQUESTS = [
@@ -101,8 +101,8 @@ IMPOSSIBLE_REQUESTS = [
     ({"prompt_tokens": 150, "output_tokens": 51}, "201 is more than .* 200: it refuses such a request"),
     ({"batch": 9, "queue": 1}, "batch: 9 is more than this server's max_num_seqs of 8"),
     ({"batch": 2, "context": 201}, "context: 201 is more than this server's max_model_len of 200"),
-    ({"queue": -5}, "queue: -5 is no count"),
-    ({"cached": 10}, "cached: fewer tokens are cached than the prompt has"),
+    ({"queue": -5}, "queue: -5 is not a count"),
+    ({"cached": 10}, "cached: must be less than the prompt tokens"),
 ]
 
 
@@ -188,7 +188,7 @@ def test_a_line_below_zero_is_no_prediction_of_nothing(small, parts):
     models = tracefit.load(small)
     found = models.predict_request(prompt_tokens=50, output_tokens=5, queue=1)
     assert found.overheads["queue_wait"].value_us == 0
-    line = "alpha.queue_wait: its line gives -500 us here, below 0: the 0 says that it cannot tell, not that there is none"
+    line = "alpha.queue_wait: the model extrapolates to -500 us here; reported as 0, which means unknown, not no time"
     assert line in found.out_of_range
     longer = models.predict_request(prompt_tokens=50, output_tokens=15, queue=1)
     assert longer.overheads["queue_wait"].value_us == 500
@@ -420,7 +420,7 @@ def test_a_composed_latency_has_the_range_measured_on_requests(busy):
             "median, nine of ten by less than 77 %"
         ),
         "ITL: 90 % of 50 held-out requests lie in it",
-        "E2E: no range, for the files hold none of requests",
+        "E2E: no range, because the files have no ranges of requests",
     )
 
 
@@ -597,8 +597,8 @@ def test_a_feature_that_follows_from_nothing_has_the_middle_of_its_range_and_say
 STRANGE = [
     ({"prompt_tokens": 50, "output_tokens": 0}, "at least 1 output token"),
     ({"prompt_tokens": 50, "output_tokens": 1, "cached": 50}, "cached"),
-    ({"prompt_tokens": 50, "output_tokens": 1, "queue": -1}, "queue: -1 is no count"),
-    ({"prompt_tokens": 50, "output_tokens": 1, "batch": float("nan")}, "batch: nan is no count"),
+    ({"prompt_tokens": 50, "output_tokens": 1, "queue": -1}, "queue: -1 is not a count"),
+    ({"prompt_tokens": 50, "output_tokens": 1, "batch": float("nan")}, "batch: nan is not a count"),
     ({"prompt_tokens": 1e9, "output_tokens": 1}, "more than 10,000 steps"),
 ]
 
@@ -736,3 +736,14 @@ def test_a_misspelt_column_is_named(small):
         models.predict_step({"batch": [4], "prefil": [40], "my_number": [3]})
     with pytest.warns(UserWarning, match=r"reads que \(did you mean queue\?\)$"):
         models.predict_request([{"prompt_tokens": 50, "output_tokens": 3, "que": 1}])
+
+
+def test_rows_of_requests_have_the_names_of_flags_too(small, recwarn):
+    models = tracefit.load(small)
+    named = models.predict_request([{"prompt_tokens": 50, "output_tokens": 10, "queue": 2}])
+    flags = models.predict_request([{"prompt": 50, "output": 10, "queue": 2}])
+    assert flags.columns[:3] == ["prompt", "output", "queue"]
+    assert flags[:, 3:].equals(named[:, 3:])
+    assert not recwarn.list
+    with pytest.raises(UsageError, match=r"no column output_tokens; did you mean output_token\?"):
+        models.predict_request([{"prompt": 50, "output_token": 10}])

@@ -230,7 +230,7 @@ def test_a_damaged_staged_part_is_repaired_from_its_source(tmp_path, kept, damag
     damage(tables / ".stage" / before["traces-10.json"] / f"{kind}.arrow")
     assert "damaged" not in " ".join(ingest([folder], tables).warnings), "nothing is built of it"
     add(30)
-    line = "run: what was kept of 1 of its files is damaged; they are read anew"
+    line = "run: the staged rows of 1 of its files are damaged; the files are read again"
     assert line in ingest([folder], tables).warnings
     after = _parts_by_file(tables)
     assert {name for name in before if before[name] != after[name]} == {"traces-10.json"}
@@ -244,5 +244,5 @@ def test_a_damaged_staged_part_is_repaired_where_the_configuration_changed(kept)
     folder, tables, _ = kept
     _flip_a_bit(tables / ".stage" / _parts_by_file(tables)["traces-20.json"] / "journeys.arrow")
     result = ingest([folder], tables, server=ServerOptions(settings={"max_num_seqs": 9}))
-    assert any("is damaged; they are read anew" in text for text in result.warnings)
+    assert any("are damaged; the files are read again" in text for text in result.warnings)
     assert TableStore(tables).read("requests").height == 10

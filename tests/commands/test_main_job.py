@@ -96,10 +96,15 @@ def test_runs_of_two_configurations_are_two_scopes(tmp_path, two_runs, quick):
 
 @pytest.mark.slow
 def test_a_folder_that_was_used_before_trains_on_the_named_run_alone(tmp_path, two_runs, models_of, quick):
-    run([two_runs / "one"], tmp_path / "out", options=quick)
-    run([two_runs / "more"], tmp_path / "out", options=quick)
+    first = run([two_runs / "one"], tmp_path / "out", options=quick)
+    assert not any("also has" in text for text in first.trained.warnings)
+    second = run([two_runs / "more"], tmp_path / "out", options=quick)
     beta = models_of(tmp_path / "out" / "models")["beta.cycle_time"]
     assert beta["training"]["runs"] == ["two"]
+    assert (
+        "tables also has one of an earlier command; models and report are of two alone"
+        in second.trained.warnings[0]
+    )
 
 
 def test_every_request_and_target_is_a_training_row(trained):

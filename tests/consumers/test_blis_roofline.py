@@ -11,6 +11,7 @@ from tracefit.consumers.blis_roofline import (
     BLIS_TERMS,
     PAIRS_COLUMN,
     add_blis_terms,
+    roofline_shape,
     with_prefill_pairs,
 )
 from tracefit.errors import DataError, UsageError
@@ -189,3 +190,29 @@ def test_steps_that_do_not_come_out_even_are_not_known(step, dense, gpu):
         - terms(known, dense, gpu)["blis_prefill_compute_us"]
     )
     assert found == pytest.approx(2 * 4 * 2 * 4 / 1000)
+
+
+def test_the_backend_roofline_by_hand(dense, gpu):
+    # FFNs have two matrices: 2·8·16 each; 2 layers of projections 192, 2·8 for the position of a token; 5 vector operations a head and pair
+    per_token = 2 * (2 * 192 + 2 * 8 + 2 * 2 * 8 * 16)
+    per_pair = 2 * (4 * 8 + 5 * 2)
+    # Two prompts alike: 10 tokens each beside 5 in the cache meet 5 + 9/2.
+    pairs = 2 * 10 * (5 + 9 / 2)
+    counts = (20, 10, pairs + 20 / 2, 3, 30)
+    ((prefill, decode, memory),) = roofline_shape(dense, gpu, tp=1).terms(counts)
+    assert prefill == pytest.approx((20 * per_token + pairs * per_pair) / 1000)
+    assert decode == pytest.approx((3 * per_token + 30 * per_pair) / 1000)
+    weights = 2 * (192 + 2 * 8 * 16) * 2
+    moved = 2 * 2 * 4 * 2 * (20 + 3 + 10 + 30) + 2 * 8 * 2 * 23
+    assert memory == pytest.approx((weights + moved) / 1000)
+
+
+def test_the_backend_roofline_reads_the_experts_that_tokens_choose(moe, gpu):
+    def memory(tokens):
+        return roofline_shape(moe, gpu, tp=1).terms((0, 0, 0, tokens, 0))[0, 2]
+
+    # k = 2 of N = 4: one token chooses 2, two 3, many 4; of 2·8·6 parameters in 3 layers. Other bytes grow with the tokens alike.
+    moved_per_token = (3 * 2 * 8 * 2 + 3 * 8 * 2) / 1000
+    expert = 3 * 2 * 8 * 6 * 2 / 1000
+    assert memory(2) - memory(1) == pytest.approx(1 * expert + moved_per_token)
+    assert memory(101) - memory(100) == pytest.approx(moved_per_token)

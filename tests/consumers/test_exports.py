@@ -28,6 +28,7 @@ from tracefit.consumers.blis_replay import StepRates, replay_as_blis
 from tracefit.errors import DataError, UsageError
 from tracefit.replay.engine import EngineSettings
 from tracefit.synth import SynthOptions, synth, write_run
+from tracefit.synth.laws import GPUS, MODELS, RooflineLaw
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
@@ -49,6 +50,12 @@ def made(tmp_path_factory):
     options = tracefit.TrainOptions(features="batch", fast=True)
     tracefit.run([ROOT / "fixtures/generated/llama-8b-linear"], out, options=options)
     return out
+
+
+@pytest.fixture(scope="module")
+def to_blis(made, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("blis")
+    return export(made / "models", "blis", folder), folder
 
 
 def _table(made, name):
@@ -123,9 +130,9 @@ def _larger(terms):
     return [max(terms[0], terms[8]), max(terms[1], terms[9]), *terms[2:8]]
 
 
-def test_blis_by_its_own_formula(made, steps, tmp_path):
-    result = export(made / "models", "blis", tmp_path)
-    document = yaml.safe_load((tmp_path / "defaults.yaml").read_text())
+def test_blis_by_its_own_formula(made, steps, to_blis):
+    result, folder = to_blis
+    document = yaml.safe_load((folder / "defaults.yaml").read_text())
     assert list(document) == ["trained_physics_coefficients"], "unknown keys are refused"
     found = document["trained_physics_coefficients"]
     assert list(found) == ["alpha_coeffs", "beta_coeffs"]
@@ -151,10 +158,10 @@ def test_blis_by_its_own_formula(made, steps, tmp_path):
     assert _error(result, "step time, decode only").mape_pct < 2.6, "decode steps are what an ITL is made of"
 
 
-def test_blis_states_the_errors_of_its_own_replay(made, tmp_path):
+def test_blis_states_the_errors_of_its_own_replay(made, to_blis):
     """The file's numbers through its queue, scheduler and cache, on requests that came after the last training step."""
-    result = export(made / "models", "blis", tmp_path)
-    found = yaml.safe_load((tmp_path / "defaults.yaml").read_text())["trained_physics_coefficients"]
+    result, folder = to_blis
+    found = yaml.safe_load((folder / "defaults.yaml").read_text())["trained_physics_coefficients"]
     requests = _table(made, "requests").drop_nulls(["arrival_ns", "first_token_ns"]).sort("arrival_ns")
     k = SETTINGS
     dh = k["d"] // k["H"]
@@ -194,13 +201,13 @@ def test_blis_states_the_errors_of_its_own_replay(made, tmp_path):
     assert _error(result, "ITL of a request, replayed").mape_pct < 1
 
 
-def test_blis_names_its_weighting_and_what_does_not_transfer(made, tmp_path):
+def test_blis_names_its_weighting_and_what_does_not_transfer(made, to_blis, tmp_path):
     """With ten coefficients prefill compute is nothing here and prefill KV hundreds of times nominal: true of this run alone."""
     ten = export(made / "models", "blis-registry", tmp_path / "ten")
     assert any(n.startswith("no transfer: beta8 (prefill KV) is ") for n in ten.notes)
-    result = export(made / "models", "blis", tmp_path)
+    result, folder = to_blis
     assert not any(n.startswith("no transfer") for n in result.notes)
-    said = (tmp_path / "defaults.yaml").read_text()
+    said = (folder / "defaults.yaml").read_text()
     for start in ("weighting: eight coefficients, ", "replayed as BLIS would, "):
         (note,) = (n for n in result.notes if n.startswith(start))
         assert f"# {note}\n" in said, "the file says it too"
@@ -208,12 +215,13 @@ def test_blis_names_its_weighting_and_what_does_not_transfer(made, tmp_path):
     assert any("the eleventh that BLIS reads" in n for n in result.notes)
 
 
-def test_blis_alpha0_is_the_work_of_the_api_and_no_wait(made, tmp_path):
-    result = export(made / "models", "blis", tmp_path)
-    alpha = yaml.safe_load((tmp_path / "defaults.yaml").read_text())["trained_physics_coefficients"][
+def test_blis_alpha0_is_the_work_of_the_api_and_no_wait(made, to_blis):
+    result, folder = to_blis
+    alpha = yaml.safe_load((folder / "defaults.yaml").read_text())["trained_physics_coefficients"][
         "alpha_coeffs"
     ]
     assert alpha[0] == pytest.approx(1450, abs=150)
+    assert "# alpha0 is the API's work, by the admission model: " in (folder / "defaults.yaml").read_text()
     admission = _table(made, "requests")["admission_us"].mean()
     assert admission > 3 * alpha[0], "the mean of ARRIVED to QUEUED holds the wait for the boundary"
     held = _table(made, "alpha_training").filter(target="departure", split="holdout")
@@ -274,6 +282,19 @@ def test_blis_takes_the_mean_where_requests_are_queued_as_they_arrive(tmp_path):
     assert any("QUEUED is stamped on arrival" in note for note in result.notes)
 
 
+def test_blis_gets_the_work_of_the_api_from_stock_spans(tmp_path):
+    """Spans of an unmodified server have neither steps nor QUEUED: both are worked out, and no wait stays in alpha0."""
+    run = synth(SynthOptions(name="stock", form="stock", requests=250))
+    tracefit.run([write_run(run, tmp_path)], tmp_path / "out", options=tracefit.TrainOptions(fast=True))
+    result = export(tmp_path / "out", "blis", tmp_path / "blis")
+    truth = run.truth_requests.drop_nulls("socket_ns")
+    assert _alpha(tmp_path / "blis")[0] == pytest.approx(
+        (truth["socket_ns"] - truth["arrival_ns"]).mean() / 1e3, rel=0.05
+    )
+    assert "# alpha0 is the API's work" in (tmp_path / "blis/defaults.yaml").read_text()
+    assert _error(result, "ARRIVED to QUEUED, by alpha0 and the step boundary").mape_pct < 5
+
+
 def test_blis_takes_steps_without_a_request(tmp_path):
     run = synth(SynthOptions(name="steps", form="fpm", requests=200))
     tracefit.run([write_run(run, tmp_path)], tmp_path / "out", options=tracefit.TrainOptions(fast=True))
@@ -282,6 +303,49 @@ def test_blis_takes_steps_without_a_request(tmp_path):
     assert any("alpha0 is 0" in note for note in result.notes)
     assert not (tmp_path / "blis/trace-data.csv").exists()
     assert "--trace-data" not in " ".join([result.usage, *result.notes])
+
+
+@pytest.fixture(scope="module")
+def bound_run(tmp_path_factory):
+    """Steps that take the larger of compute and memory time, at 55 % of the peak and 75 % of the bandwidth, and nothing else."""
+    out = tmp_path_factory.mktemp("bound")
+    law = RooflineLaw(MODELS["llama-8b"], GPUS["H100"], base_us=0.0, per_req_us=0.0)
+    run = synth(SynthOptions(name="bound", seed=3, requests=350, rate_per_s=20.0, law=law))
+    tracefit.run(
+        [write_run(run, out)], out / "made", options=tracefit.TrainOptions(features="batch", fast=True)
+    )
+    return out / "made"
+
+
+def test_blis_takes_the_larger_of_compute_and_memory_where_steps_do(bound_run, tmp_path):
+    result = export(bound_run, "blis", tmp_path)
+    assert any(note.startswith("weighting: roofline, ") for note in result.notes)
+    assert not any("no transfer" in note for note in result.notes)
+    (gpu,) = json.loads((tmp_path / "hardware_config.json").read_text()).values()
+    # Its FFNs have two matrices of three: of the weights and of the arithmetic it sees about 0.7.
+    share = (2 * 4096 * (4096 + 1024) + 2 * 4096 * 14336) / (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)
+    assert gpu["mfuPrefill"] == pytest.approx(0.55 * share, rel=0.05)
+    assert gpu["BwPeakTBs"] == pytest.approx(3.35 * 0.75 * share, rel=0.1)
+    assert _error(result, "step time").mape_pct < 3.5, "the clock's noise alone"
+    for latency in ("TTFT", "ITL", "E2E"):
+        assert abs(_error(result, f"{latency} of a request, replayed").bias_pct) < 5
+
+
+def test_blis_by_roofline_takes_an_alpha_through_a_pool(bound_run, tmp_path):
+    """`--latency-model roofline` ends with "--alpha-coeffs/--beta-coeffs cannot be used"; a decode instance's own backend does not."""
+    result = export(bound_run, "blis", tmp_path)
+    (replayed,) = (note for note in result.notes if note.startswith("replay of the traced requests: "))
+    for command in (result.usage, replayed):
+        assert "--latency-model trained-physics" in command
+        assert (
+            "--num-instances 2 --prefill-instances 1 --decode-instances 1 --pd-decider never "
+            "--decode-latency-model roofline"
+        ) in command
+    found = yaml.safe_load((tmp_path / "defaults.yaml").read_text())["trained_physics_coefficients"]
+    assert found["alpha_coeffs"][0] == pytest.approx(1450, abs=150)
+    assert found["alpha_coeffs"][1] == 0, "the second is per prompt token here"
+    assert len(found["beta_coeffs"]) >= 7
+    assert any(found["beta_coeffs"]), "it refuses betas that are all 0, and reads none"
 
 
 UNITS = [
@@ -458,6 +522,131 @@ def test_the_dynamo_planner_gets_measured_steps_and_the_model(made, tmp_path):
     assert decode["z_itl"] == pytest.approx(7.0 + 0.015 * batch + 3e-6 * tokens, rel=0.03)
 
 
+def test_the_dynamo_planner_itself_makes_records_of_both(made, tmp_path):
+    read = pytest.importorskip("dynamo.planner.monitoring.perf_metrics")
+    export(made / "models", "dynamo-planner", tmp_path)
+    written = json.loads((tmp_path / "benchmark_results.json").read_text())
+    for result in written["results"]:
+        kind = read.SubComponentType(result["point"]["point_type"])
+        fpms = read._extract_fpms_from_benchmark(written, kind)
+        assert len(fpms) == len(result["fpms"]) > 0
+        assert [f.wall_time for f in fpms] == [f["wall_time"] for f in result["fpms"]]
+        on_grid = read._convert_profiling_data_to_fpms(str(tmp_path), kind)
+        assert all(f.wall_time > 0 for f in on_grid)
+        assert len(on_grid) > 30
+
+
+def _fpm_table(folder):
+    rows = pl.read_parquet(folder / "fpm_forward_perf.parquet")
+    sidecar = json.loads((folder / "fpm_forward_perf.metadata.json").read_text())
+    digest = sha256((folder / "fpm_forward_perf.parquet").read_bytes()).hexdigest()
+    assert (sidecar["row_count"], sidecar["parquet_sha256"]) == (rows.height, digest)
+    return rows, sidecar
+
+
+def _linear_ms(rows):
+    decode = 0.015 * pl.col("batch_size") + 3e-6 * pl.col("total_kv_read_tokens")
+    prefill = 0.026 * pl.col("total_prefill_tokens") + 0.04 * pl.col("batch_size")
+    return (
+        rows.select(7 + pl.when(workload_kind="prefill").then(prefill).otherwise(decode))
+        .to_series()
+        .to_numpy()
+    )
+
+
+def test_aisimulate_gets_measured_steps_and_the_model_marked_as_such(made, steps, tmp_path):
+    """The rules of its loader: one row per point and kind, no prompt token in a decode step, equal labels in table and sidecar."""
+    result = export(made / "models", "aisimulate", tmp_path)
+    for what, said, within in (
+        ("measured", "medians of measured steps", 0.15),
+        ("model", "a step model on a grid", 0.03),
+    ):
+        rows, sidecar = _fpm_table(tmp_path / what)
+        assert sidecar["tracefit_rows"] == said
+        assert (sidecar["schema_name"], sidecar["schema_version"]) == ("aic_fpm_forward_perf", 7)
+        for name in ("system", "backend", "backend_version"):
+            assert rows[name].unique().to_list() == [sidecar[name]]
+        assert {
+            str(rows.schema[name]) for name in ("tp", "pp", "dp", "moe_tp", "moe_ep", "cp", "batch_size")
+        } == {"Int64"}
+        key = ["workload_kind", "batch_size", "total_prefill_tokens", "total_kv_read_tokens"]
+        assert not rows.select(key).is_duplicated().any()
+        prefill, decode = (rows.filter(workload_kind=kind) for kind in ("prefill", "decode"))
+        assert (prefill["total_prefill_tokens"] >= 1).all()
+        assert (decode["total_prefill_tokens"] == 0).all()
+        off = np.abs(rows["latency_ms"].to_numpy() / _linear_ms(rows) - 1)
+        assert np.percentile(off, 95) < within
+    measured = pl.read_parquet(tmp_path / "measured/fpm_forward_perf.parquet").filter(workload_kind="decode")
+    one = steps.filter((pl.col("prefill_tokens") == 0) & (pl.col("num_decode_reqs") > 0)).tail(1)
+    at = measured.filter(
+        batch_size=one["num_decode_reqs"].item(), total_kv_read_tokens=one["context_tokens"].item()
+    )
+    assert at.height == 1
+    assert result.errors[0].mape_pct < 3
+
+
+def test_aisimulate_itself_predicts_from_the_table(made, tmp_path):
+    sdk = pytest.importorskip("aisimulate_core.sdk")
+    export(made / "models", "aisimulate", tmp_path)
+    # It knows this architecture without the network under its own name alone.
+    name, table = "meta-llama/Meta-Llama-3.1-8B", tmp_path / "model/fpm_forward_perf.parquet"
+    pl.read_parquet(table).with_columns(model_path=pl.lit(name)).write_parquet(table)
+    sidecar = table.with_suffix(".metadata.json")
+    said = json.loads(sidecar.read_text()) | {"parquet_sha256": sha256(table.read_bytes()).hexdigest()}
+    sidecar.write_text(json.dumps(said))
+    asked = {n: said[n] for n in ("system", "backend", "backend_version")}
+    config = sdk.ForwardPassPerfModelConfig(
+        model=name,
+        worker_type="aggregated",
+        tp=1,
+        estimation_mode="fpm_interpolation",
+        fallback_policy="deny",
+        estimator_config={"fpm_interpolation": {"fpm_parquet_path": str(table)}},
+        **asked,
+    )
+    model = sdk.RustForwardPassPerfModel.best_available(config)
+    for batch, cached in ((4, 1600), (8, 4000), (30, 20000)):
+        expected = 7 + 0.015 * batch + 3e-6 * cached
+        assert model.predict_decode_latency_total(batch, cached) == pytest.approx(expected, rel=0.02)
+    for tokens in (100, 1500):
+        assert model.predict_prefill_latency_total(1, tokens, 0) == pytest.approx(
+            7.04 + 0.026 * tokens, rel=0.02
+        )
+
+
+def test_vllm_vcr_gets_requests_with_each_gap_and_the_step_that_closed_it(made, tmp_path):
+    """The rules of `validate_record` and the meaning of `TraceRecord` in its `trace.rs`."""
+    export(made / "models", "vllm-vcr", tmp_path)
+    meta, *records = map(json.loads, (tmp_path / "latency-trace.jsonl").read_text().splitlines())
+    assert meta["meta"]["max_num_seqs"] == 64
+    every = _table(made, "requests")
+    requests = every.drop_nulls(["ttft_us", "itl_us", "departed_ns"]).sort("arrival_ns")
+    requests = requests.filter((pl.col("output_tokens") > 1) & (pl.col("finish_status") != "aborted"))
+    assert len(records) == requests.height > 300
+    ended = dict(every.group_by("first_token_step").agg(pl.col("prompt_tokens").sum()).iter_rows())
+    for record, row in zip(records, requests.iter_rows(named=True), strict=True):
+        assert set(record) <= {
+            *("prompt_tokens", "cached_tokens", "output_tokens", "ttft_ms", "concurrency", "arrival_ms"),
+            *("itl_ms", "itl_ctx", "itl_summary"),
+        }
+        assert record["ttft_ms"] == pytest.approx((row["first_token_ns"] - row["queued_ns"]) / 1e6)
+        assert record["ttft_ms"] < row["ttft_us"] / 1e3 - 1.2, "the API's work of 1.45 ms is the front end's"
+        if "itl_summary" in record:
+            assert record["itl_summary"]["count"] == row["output_tokens"] - 1
+            continue
+        gaps, context = record["itl_ms"], record["itl_ctx"]
+        assert (
+            len(gaps)
+            == len(context["num_running"])
+            == len(context["prefill_tokens"])
+            == row["output_tokens"] - 1
+        )
+        assert np.mean(gaps) == pytest.approx(row["itl_us"] / 1e3, rel=0.1)
+        closing = range(row["first_token_step"] + 1, row["finished_step"] + 1)
+        assert context["prefill_tokens"] == [ended.get(step, 0) for step in closing]
+    assert sum("itl_ms" in record for record in records) > 0.9 * len(records)
+
+
 def test_the_latency_predictor_gets_rows_of_its_own_columns(made, tmp_path):
     """Those of `TrainingEntry` in its training server of August 2026."""
     export(made / "models", "llm-d-latency-predictor", tmp_path)
@@ -519,7 +708,7 @@ def test_consumers_below_steps_are_refused_with_the_reason(made, tmp_path, to):
 
 
 def test_what_an_export_needs_is_named(made, trained, tmp_path):
-    with pytest.raises(UsageError, match="known: blis, blis-registry"):
+    with pytest.raises(UsageError, match="known: aisimulate, blis, blis-registry"):
         export(made / "models", "bliss", tmp_path)
     copy = tmp_path / "beta.json"
     copy.write_text((made / "models/beta.json").read_text())

@@ -2,6 +2,7 @@
 
 BLIS: `blis run --help` and `blis replay --help` of August 2026 (commit f90a1e3a), run where BLIS=folder or ../shared/tools has it.
 llm-d-inference-sim: docs/configuration.md and docs/latency-simulation.md of v0.10.0 and v0.9.2. Dynamo's mocker: its CLI reference, v1.4.
+vllm-vcr: `src/lib.rs` of August 2026.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import yaml
 import tracefit
 from tracefit.commands.export import export
 from tracefit.consumers.base import flags
-from tracefit.consumers.blis_replay import StepRates, replay_as_blis
+from tracefit.consumers.blis_replay import RooflineRates, StepRates, replay_as_blis
+from tracefit.consumers.blis_roofline import RooflineShape
 from tracefit.replay.engine import EngineSettings
 from tracefit.synth import SynthOptions, synth, write_run
+from tracefit.synth.laws import GPUS, MODELS, RooflineLaw
 
 ROOT = Path(__file__).parents[2]
 BLIS = Path(os.environ.get("BLIS", ROOT / "../shared/tools")).resolve() / "blis"
@@ -60,6 +63,14 @@ MOCKER = {
     "--max-num-batched-tokens": int,
     "--block-size": int,
     "--num-gpu-blocks-override": int,
+}
+VCR = {
+    "--latency-trace": Path,
+    "--max-num-seqs": int,
+    "--max-num-batched-tokens": int,
+    "--max-model-len": int,
+    "--tokens-per-block": int,
+    "--kv-cache-size": int,
 }
 LLM_D_KEYS = {
     "model",
@@ -178,6 +189,48 @@ def test_our_replay_is_what_blis_computes(exported, made, tmp_path, blocks, eigh
         assert np.median(np.abs(off)) < 0.001
 
 
+@pytest.mark.slow
+@needs_blis
+def test_blis_by_roofline_is_our_replay_and_the_backend_of_all(tmp_path):
+    """One decode instance by roofline: to the microsecond what we replay, and without alpha what `--latency-model roofline` gives."""
+    law = RooflineLaw(MODELS["llama-8b"], GPUS["H100"], base_us=0.0, per_req_us=0.0)
+    run = synth(SynthOptions(name="bound", seed=3, requests=350, rate_per_s=20.0, law=law))
+    tracefit.run([write_run(run, tmp_path)], tmp_path / "made", options=tracefit.TrainOptions(fast=True))
+    result = export(tmp_path / "made", "blis", tmp_path / "blis")
+    assert "--decode-latency-model roofline" in result.usage
+    (gpu,) = json.loads((tmp_path / "blis/hardware_config.json").read_text()).values()
+    peak, bandwidth = 989.5e6, 3.35e6
+    projections, ffn = 32 * 4096 * (2 * 4096 + 2 * 1024), 32 * 2 * 4096 * 14336
+    shape = RooflineShape(
+        token_us=2 * (projections + ffn + 32 * 4096) / peak,
+        pair_us=32 * (4 * 4096 + 5 * 32) / peak,
+        weights_us=2 * (projections + ffn) / bandwidth,
+        experts_us=0.0,
+        experts=0,
+        chosen=0,
+        kv_us=32 * 2 * 1024 * 2 / bandwidth,
+        activation_us=32 * 4096 * 2 / bandwidth,
+    )
+    factors = np.array([1 / gpu["mfuPrefill"], 1 / gpu["mfuDecode"], 3.35 / gpu["BwPeakTBs"]])
+    defaults = tmp_path / "blis/defaults.yaml"
+    alpha = yaml.safe_load(defaults.read_text())["trained_physics_coefficients"]["alpha_coeffs"]
+    traced = pl.read_csv(tmp_path / "blis/trace-data.csv")
+    own = replay_as_blis(
+        *(traced[c].to_numpy() for c in ("arrival_time_us", "input_tokens", "output_tokens")),
+        RooflineRates(shape, factors),
+        tuple(alpha),
+        EngineSettings(64, 2048, 16, 4096),
+    )
+    blis = replayed(result, tmp_path, 4096)
+    for i in range(traced.height):
+        assert (blis[i]["ttft_us"], blis[i]["e2e_us"]) == (own.ttft[i], own.e2e[i])
+    defaults.write_text(re.sub(r"alpha_coeffs: .*", "alpha_coeffs: [0, 0, 0]", defaults.read_text()))
+    pool = replayed(result, tmp_path, 4096)
+    command, _ = next(n for n in result.notes if n.startswith("replay of")).split(" --num-instances 2")
+    command = command.replace("--latency-model trained-physics", "--latency-model roofline")
+    assert replayed(replace(result, notes=(command,)), tmp_path, 4096) == pool
+
+
 def replayed(result, folder, blocks):
     """Run an export's replay command in BLIS with so many KV blocks; request number to what it wrote."""
     words = [str(BLIS), *replay_words(result)[1:], "--results-path", str(folder / "res.json")]
@@ -230,6 +283,13 @@ def test_llm_d_inference_sim_takes_the_config(exported, version):
     assert us["inter-token-latency-std-dev"] <= 0.3 * us["inter-token-latency"]
     if version:
         assert us["prefill-time-std-dev"] <= 0.3 * us["prefill-time-per-token"]
+
+
+def test_vllm_vcr_is_the_traced_server(exported):
+    _, words = exported("vllm-vcr")
+    assert words[:2] == ["vllm-vcr", "play"]
+    given = parsed(words[2:], VCR)
+    assert [given[n] for n in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_size")] == [64, 2048, 899]
 
 
 def test_the_mocker_is_the_traced_server(exported):

@@ -50,6 +50,14 @@ def test_terms_of_one_kind_are_one_part():
     assert found.facts["context tokens"] == [100.0] * 10
 
 
+def test_a_part_that_goes_with_another_bears_both_names():
+    model = _model(
+        {"feature": "num_decode_reqs", "value": 500.0, "collinear_with": ["context_tokens", "decode_tokens"]}
+    )
+    found = step_breakdown(model, _steps(measured_ms=[3.0] * 20))
+    assert found.parts == {"every step": [1.0] * 10, "requests or context or generated tokens": [1.0] * 10}
+
+
 def test_the_larger_of_two_sums_is_split_into_its_addends():
     """max(2 (prompts + generated), weights + context): 10 decode steps bound by memory, 10 with prompts by compute."""
     formula = "max(2 * (prefill_mflop + decode_mflop), weight_kb + kv_read_kb)"

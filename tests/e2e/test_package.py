@@ -45,7 +45,20 @@ def wheel(tmp_path_factory):
 
 def test_the_evaluator_is_a_distribution_of_its_own(tmp_path):
     """One module without dependencies, of 20 kB, that evaluates a file as tracefit does."""
-    source = shutil.copytree(ROOT / "pipeline/tracefit-evaluator", tmp_path / "source")
+    source = shutil.copytree(
+        ROOT / "pipeline/tracefit-evaluator",
+        tmp_path / "tree/tracefit-evaluator",
+        ignore=shutil.ignore_patterns("tracefit_evaluator.py", "build", "*.egg-info"),
+    )
+    assert not any(path.is_symlink() for path in source.rglob("*")), "an archive of the tree may lose a link"
+    original = tmp_path / "tree/tracefit/evaluator.py"
+    original.parent.mkdir()
+    shutil.copy(ROOT / "pipeline/tracefit/evaluator.py", original)
+    _run(sys.executable, "-c", BUILD.format(kind="sdist"), tmp_path, cwd=source)
+    shutil.rmtree(tmp_path / "tree")
+    (packed,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(packed, tmp_path / "unpacked", filter="data")
+    (source,) = (tmp_path / "unpacked").iterdir()
     _run(sys.executable, "-c", BUILD.format(kind="wheel"), tmp_path, cwd=source)
     (built,) = tmp_path.glob("*.whl")
     assert built.stat().st_size < 20_000
@@ -60,10 +73,10 @@ def test_the_evaluator_is_a_distribution_of_its_own(tmp_path):
         model = load("beta.json", "beta.cycle_time", scope="codellama-34b")
         print(predict(model, {"num_decode_reqs": 80, "num_prefill_reqs": 0, "prefill_tokens": 0}))"""
     shutil.copy(ROOT / "models/beta.json", tmp_path / "lib")
-    told = _run(sys.executable, "-S", "-c", code, cwd=tmp_path / "lib")
+    printed = _run(sys.executable, "-S", "-c", code, cwd=tmp_path / "lib")
     model = evaluator.load(ROOT / "models/beta.json", "beta.cycle_time", scope="codellama-34b")
     batch = {"num_decode_reqs": 80, "num_prefill_reqs": 0, "prefill_tokens": 0}
-    assert float(told) == evaluator.predict(model, batch)
+    assert float(printed) == evaluator.predict(model, batch)
 
 
 def _opens(page, folder):

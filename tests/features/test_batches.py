@@ -75,11 +75,14 @@ def test_a_batch_without_prompts_runs_at_the_next_size():
     assert mixed["padded_decode_reqs"].to_list() == [5]
 
 
-def test_experts_are_those_that_tokens_of_all_ranks_are_expected_to_choose():
-    """By hand: of 8 experts a token misses one with 3/4; of 4 tokens on each of 2 ranks all miss it with (3/4)^8."""
+def test_experts_are_those_that_decodes_of_all_ranks_are_expected_to_choose():
+    """By hand: of 8 experts a token misses one with 3/4; of 4 tokens on each of 2 ranks all miss it with (3/4)^8.
+
+    A step with prompts reads all, which is a part of its flag.
+    """
     found = add_batch_terms(_steps([3, 3], [0, 1], [0, 5]), _context(moe=True, max_num_seqs=8))
-    assert found["experts_read"].to_list() == pytest.approx([8 * (1 - 0.75**3), 8 * (1 - 0.75**8)])
-    assert found["padded_experts_read"].to_list() == pytest.approx([8 * (1 - 0.75**4), 8 * (1 - 0.75**8)])
+    assert found["experts_read"].to_list() == pytest.approx([8 * (1 - 0.75**3), 0])
+    assert found["padded_experts_read"].to_list() == pytest.approx([8 * (1 - 0.75**4), 0])
     ranks = add_batch_terms(_steps([3]), _context(moe=True, max_num_seqs=8, data_parallel=2))
     assert ranks["padded_experts_read"].to_list() == pytest.approx([8 * (1 - 0.75**8)])
 

@@ -6,10 +6,10 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.features.sets import Feature, FeatureSet
+from tracefit.features.sets import LINE, Feature, FeatureSet
 from tracefit.fit import splits
 from tracefit.fit.beta import choose, try_features, typical_error_pct
-from tracefit.fit.fitted import ANY_SIGN, FitOptions
+from tracefit.fit.fitted import ANY_SIGN, FitOptions, Signs
 from tracefit.fit.holdout import error_in_stretches, load_cut
 from tracefit.fit.results import Candidate
 from tracefit.fit.train import fit_linear
@@ -124,10 +124,37 @@ def test_no_set_is_chosen_that_is_worse_than_the_line(inside, beyond, chosen):
     assert _chosen(_set(inside, beyond), _line("line", 5, 2.0, 2.0)) == chosen
 
 
-def test_padding_and_experts_are_chosen_where_they_help_and_experts_where_they_tie():
-    plain, experts = _line("line", 5, 3.0, 3.0), _line("padded+experts", 6, 1.01, 1.0)
-    assert _chosen(_set(5.0, 5.0), plain, _line("padded", 5, 1.0, 1.0), experts) == "padded+experts"
-    assert _chosen(_set(5.0, 5.0), plain, _line("padded", 5, 3.5, 3.0)) == "line"
+@pytest.mark.parametrize(("error", "chosen"), [(1.0, "padded"), (2.97, "line"), (3.5, "line")])
+def test_padding_is_chosen_where_it_helps(error, chosen):
+    plain, padded = _line("line", 5, 3.0, 3.0), _line("padded", 5, error, error)
+    assert _chosen(_set(5.0, 5.0), plain, padded) == chosen
+
+
+def test_a_line_of_a_small_batch_goes_by_its_experts():
+    """Decodes and experts are collinear in batches up to 8; beyond, experts saturate, as planted, and requests do not.
+
+    The line keeps the experts, names the requests as collinear with them, and knows how far it was trained.
+    """
+    decodes = np.tile(np.arange(1.0, 9.0), 100)
+    missed = 1 - 8 / 256
+    time = np.arange(len(decodes))
+    frame = pl.DataFrame(
+        {
+            "run_id": "r", "server": "s", "epoch": 0, "engine": 0, "ts_ns": time, "step_id": time,
+            "excluded_reason": None, "experts_read": 256 * (1 - missed**decodes), "num_decode_reqs": decodes,
+            "interval_steps": 1, "cycle_sd_us": 0.0,
+        },
+        schema_overrides={"excluded_reason": pl.String},
+    ).with_columns(y=4_000 + 20 * pl.col("experts_read"))  # fmt: skip
+    rows = splits.split_by_time(frame)
+    fitted = fit_linear(
+        rows, LINE.features[:2], FitOptions(relative=True, signs=Signs("declared", intercept=True))
+    )
+    (term,) = fitted.terms
+    assert (term.feature, term.value) == ("experts_read", pytest.approx(20, rel=1e-3))
+    assert term.collinear_with == ("num_decode_reqs",)
+    (left,) = fitted.features_left_out
+    assert (left.collinear_with, left.training_range) == (("experts_read",), (1.0, 8.0))
 
 
 def test_a_typical_error_is_not_that_of_one_hiccup():

@@ -32,6 +32,7 @@ class Request:
     max_tokens: int
     hits: int = 0
     trace_headers: dict | None = None
+    resumable: bool = False
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     num_preemptions: int = 0
@@ -50,6 +51,7 @@ class Output:
     scheduled_new_reqs: list
     scheduled_cached_reqs: SimpleNamespace
     num_scheduled_tokens: dict
+    scheduled_spec_decode_tokens: dict
     samples: list  # names of the requests that get a token of it
 
 
@@ -101,7 +103,7 @@ class FakeScheduler:
 
     def schedule(self, throttle_prefills=False):  # noqa: C901, PLR0912, PLR0915 - as vLLM's is
         self.count += 1
-        budget, tokens, new = self.budget, {}, []
+        budget, tokens, new, drafts = self.budget, {}, [], {}
         ids, computed, blocks = [], [], []
         for request in list(self.running):
             if request not in self.running:
@@ -109,13 +111,15 @@ class FakeScheduler:
             total = request.num_prompt_tokens + request.outputs + request.pending
             wanted = min(total - request.num_computed_tokens, budget)
             if wanted > 0 and wanted == total - request.num_computed_tokens and request.outputs:
-                wanted = min(wanted + self.draft, budget)  # drafts of speculative decoding
+                drafts[request.request_id] = [0] * min(self.draft, budget - wanted)
+                wanted += len(drafts[request.request_id])
             if wanted <= 0 or request.outputs + request.pending >= request.max_tokens:
                 continue
             while (got := self._take(request, wanted)) is None:
                 victim = self.running.pop()
                 if victim.request_id in tokens:
                     budget += tokens.pop(victim.request_id)
+                    drafts.pop(victim.request_id, None)
                     at = ids.index(victim.request_id)
                     del ids[at], computed[at], blocks[at]
                 self._preempt_request(victim, 0.0)
@@ -168,23 +172,22 @@ class FakeScheduler:
                 request.pending += 1
                 samples.append(name)
         cached = SimpleNamespace(req_ids=ids, num_computed_tokens=computed, new_block_ids=blocks)
-        return Output(new, cached, tokens, samples)
+        return Output(new, cached, tokens, {n: d for n, d in drafts.items() if d and n in tokens}, samples)
 
     def _just_preempted(self):
         return any(step == self.count for step, _ in self.truth.preempted)
 
     def update_from_output(self, scheduler_output, model_runner_output):
-        """`model_runner_output` is how many of its drafts each request got right."""
         outputs = []
-        for name, count in scheduler_output.num_scheduled_tokens.items():
+        for name in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(name)
             if request is None or name not in scheduler_output.samples or not request.pending:
                 continue
             request.pending -= 1
-            right = min(model_runner_output, self.draft, count - 1) if request.outputs else 0
-            if request.outputs:
-                request.num_computed_tokens -= max(count - 1 - right, 0) if count > 1 and self.draft else 0
-            given = min(1 + right, request.max_tokens - request.outputs)
+            sampled = model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[name]]
+            drafted = len(scheduler_output.scheduled_spec_decode_tokens.get(name, ()))
+            request.num_computed_tokens -= drafted - (len(sampled) - 1)
+            given = min(len(sampled), request.max_tokens - request.outputs)
             request.outputs += given
             reason = Reason.LENGTH if request.outputs >= request.max_tokens else None
             outputs.append(SimpleNamespace(request_id=name, new_token_ids=[7] * given, finish_reason=reason))
@@ -211,6 +214,14 @@ class FakeScheduler:
         self.is_shut_down = True
 
 
+def sample(output, right):
+    """Return what a model gives of a step: a token, and as many of its drafts as it gets right."""
+    drafts = output.scheduled_spec_decode_tokens
+    sampled = [[7] * (1 + min(right, len(drafts.get(name, ())))) for name in output.num_scheduled_tokens]
+    index = {name: at for at, name in enumerate(output.num_scheduled_tokens)}
+    return SimpleNamespace(sampled_token_ids=sampled, req_id_to_index=index)
+
+
 def engine(scheduler, arrivals, *, ahead=False, aborts=None, right=0):
     """Run requests to their end: `arrivals` are requests by the step before which they come, `aborts` names likewise."""
     aborts, open_, number = aborts or {}, deque(), 0
@@ -223,5 +234,6 @@ def engine(scheduler, arrivals, *, ahead=False, aborts=None, right=0):
         if scheduler.requests:
             open_.append(scheduler.schedule())
         if open_ and (not ahead or len(open_) > 1 or not scheduler.requests):
-            scheduler.update_from_output(open_.popleft(), right)
+            output = open_.popleft()
+            scheduler.update_from_output(output, sample(output, right))
         assert number < 5000, "the engine makes no progress"

@@ -21,10 +21,15 @@ from receive.process import Process
 from tracefit import ingest
 from tracefit.tables.store import TableStore
 from tracefit_vllm import export, recorder
+from tracefit_vllm import records as records_of
 from tracefit_vllm.recorder import SIZE, Recorder
 from tracefit_vllm.records import Header
+from tracefit_vllm.spans import Event, Span
 
-HEADER = Header(10**18, None, None, 16, 100, 1.0, 1.0, 0.0, 100)
+HEADER = Header(1, 10**18, None, None, 16, 100, 1.0, 0.0, 100)
+
+
+EVENT = Event("step.BATCH_SUMMARY", 1, {})
 
 
 def frames(*batches):
@@ -167,3 +172,35 @@ def test_the_whole_way_to_tables(recorded, tmp_path, monkeypatch):
     wanted = [(step, sum(one[1] for one in batch)) for step, *_, batch in scheduler.truth.steps]
     assert steps.select("step_id", "scheduled_tokens").rows() == wanted
     assert tables.read("requests").height == 30
+
+
+def test_spans_that_are_never_taken_hold_up_no_others():
+    """A collector refuses a span for good, as one that is too large for it."""
+
+    class Picky(Collector):
+        def export(self, spans):
+            if any(span.name == "scheduler_steps_1" for span in spans):
+                raise ValueError("not this one")
+            return super().export(spans)
+
+    collector = Picky()
+    sender = export.Sender(collector, export.Resource.get_empty())
+    for number in (1, 2, 3):
+        span = Span("vllm.scheduler.step", f"scheduler_steps_{number}", 1, 2, {}, [EVENT] * 600)
+        sender.add(span)
+    while not sender.send() and len(collector.get_finished_spans()) < 2:
+        pass
+    assert [span.name for span in collector.get_finished_spans()] == [
+        "scheduler_steps_2",
+        "scheduler_steps_3",
+    ]
+
+
+def test_an_error_in_the_process_ends_the_tracing_with_a_line(recorded, capfd):
+    _, records = recorded
+    collector, stream = Collector(), io.BytesIO(frames(records[:20], [(records_of.STEP, "?")], records[20:]))
+    export.run(stream, collector, pause_s=0.01)
+    assert received(collector)[1], "what came before is sent"
+    assert stream.read() == b"", "it reads on, so that the engine does not notice"
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("tracefit-vllm: tracing ends, serving goes on: TypeError")

@@ -86,3 +86,11 @@ def test_the_share_of_journeys_is_that_of_the_engine(serve, monkeypatch):
     monkeypatch.setenv("TRACEFIT_VLLM_JOURNEY_TRACING_SAMPLE_RATE", "0")
     scope, spans = serve(answers())
     assert (spans, scope["headers"]) == ((), [])
+
+
+def test_a_bad_setting_is_said_and_requests_are_served(serve, monkeypatch, caplog):
+    monkeypatch.setenv("TRACEFIT_VLLM_JOURNEY_TRACING_SAMPLE_RATE", "most")
+    scope, spans = serve(answers())
+    assert (spans, scope["headers"]) == ((), [])
+    (line,) = caplog.messages
+    assert line.startswith("tracefit-vllm: no tracing: TRACEFIT_VLLM_JOURNEY_TRACING_SAMPLE_RATE=most")

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from plugin.fake_vllm import FakeScheduler, Request, engine
+from tracefit_vllm.records import OUTPUT, QUEUED, STEP
 from tracefit_vllm.scheduler import missing
 from tracefit_vllm.spans import client_id, is_sampled
 
@@ -133,6 +134,35 @@ def test_a_prefix_hit_is_in_a_snapshot_whatever_the_sampling(traced, built):
     assert found.summaries[0]["batch.prefill_context_tokens"] == 16
 
 
+def test_drafts_that_were_wrong_are_taken_back_from_the_steps_ahead(built):
+    """Step 3 counts three drafts of step 2 as right, of which one is; the output that would correct step 4 never comes."""
+    records = [
+        (1, 0, None, None, 16, 100, 1.0, 1.0, 100),
+        (QUEUED, 1, 0, "a", 10, 20, None, None),
+        (STEP, 1, 2, 3, 1, 0, 99, [("a", 0, ([0],))], [], [], [], {"a": 10}, []),
+        (OUTPUT, 4, 1, [("a", 1)], [], []),
+        (STEP, 2, 5, 6, 1, 0, 99, [], ["a"], [10], [None], {"a": 4}, ["a"]),
+        (STEP, 3, 7, 8, 1, 0, 99, [], ["a"], [14], [None], {"a": 4}, ["a"]),
+        (OUTPUT, 9, 2, [("a", 2)], [], [("a", 2)]),
+        (STEP, 4, 10, 11, 1, 0, 99, [], ["a"], [16], [None], {"a": 4}, ["a"]),
+    ]
+    found = built(records)
+    assert [s.get("batch.decode_context_tokens") for s in found.summaries] == [0, 10, 12, None]
+    assert [s.get("request.num_computed_tokens") for s in found.snapshots] == [0, 10, 12, None]
+    assert [s["batch.decode_tokens"] for s in found.summaries] == [0, 4, 4, 4]
+
+
+def test_a_streaming_sessions_steps_are_left_out(traced, built):
+    """Its prompt grows while it runs, so that nobody knows which of its tokens are output."""
+    scheduler, recorder = traced()
+    other = Request(name(2), 20, 2, resumable=True)
+    engine(scheduler, {1: [Request(name(1), 20, 4)], 3: [other]})
+    found = built(recorder.records)
+    assert [s["step.id"] for s in found.summaries] == [1, 2]
+    assert list(found.journeys) == [name(1)]
+    assert sum(span.dropped_events for span in found.spans) == len(scheduler.truth.steps) - 2
+
+
 def test_rich_steps_show_every_running_request(traced, built, monkeypatch):
     monkeypatch.setenv("TRACEFIT_VLLM_STEP_TRACING_RICH_SUBSAMPLE_RATE", "1")
     scheduler, recorder = traced()
@@ -185,16 +215,18 @@ def test_a_span_of_steps_ends_with_its_interval(traced, built, monkeypatch):
     assert found == [(n, min(n + 9, count)) for n in range(1, count + 1, 10)]
 
 
-def test_the_callers_context_is_the_parents_and_without_one_the_server_gets_ours(traced, built):
+def test_the_callers_span_is_the_parent_and_the_server_gets_ours(traced, built):
     scheduler, recorder = traced()
     given = {"traceparent": f"00-{7:032x}-{9:016x}-01"}
     refused = {"traceparent": f"00-{7:032x}-{9:016x}-00"}
     requests = [Request(name(n), 20, 2, trace_headers=h) for n, h in ((1, given), (2, None), (3, refused))]
     engine(scheduler, {1: list(requests)})
     journeys = built(recorder.records).journeys
-    assert (journeys[name(1)].parent, journeys[name(1)].context) == ((7, 9), None)
-    own = requests[1].trace_headers["traceparent"].split("-")
-    assert journeys[name(2)].context == (int(own[1], 16), int(own[2], 16))
+    assert [journeys[name(n)].parent for n in (1, 2)] == [(7, 9), None]
+    assert journeys[name(1)].context[0] == 7
+    for n in (1, 2):
+        _, *ids, _ = requests[n - 1].trace_headers["traceparent"].split("-")
+        assert journeys[name(n)].context == tuple(int(one, 16) for one in ids)
     assert name(3) not in journeys, "its caller does not trace it"
 
 

@@ -68,3 +68,22 @@ def test_the_flag_takes_the_base_of_the_servers_mode(config, is_async, base):
     made = tracefit_vllm.Scheduler(vllm_config=settings)
     assert type(made).__mro__[1] is base
     assert made._tracing is not None
+
+
+def test_a_diffusion_model_gets_the_scheduler_it_needs(config, monkeypatch):
+    """vLLM chooses it only where no flag names another."""
+    module = ModuleType("vllm.v1.core.sched.diffusion_scheduler")
+    module.DiffusionScheduler = type("DiffusionScheduler", (_Sync,), {})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    settings = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=False), diffusion_config=object()
+    )
+    assert type(tracefit_vllm.Scheduler(vllm_config=settings)).__mro__[1] is module.DiffusionScheduler
+
+
+def test_a_vllm_without_the_place_it_hooks_into_is_served_untraced(config, monkeypatch, caplog):
+    monkeypatch.setenv("TRACEFIT_VLLM", "1")
+    monkeypatch.delattr(config, "get_scheduler_cls")
+    tracefit_vllm.register()
+    (line,) = caplog.messages
+    assert line.startswith("tracefit-vllm: no tracing, this version of vLLM is not known: ")

@@ -284,7 +284,7 @@ def test_too_many_at_once_are_told_when_to_come_again(lib, tmp_path):
             writer.write(
                 b"POST /v1/traces HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
             )
-            await lib.until(at.intake._places._free.locked)
+            await lib.until(at.intake._slots._free.locked)
             over_http = await in_thread(post, at.http_port, b"{}", JSON)
             over_grpc = await in_thread(export, at.grpc_port, lib.request(1))
             writer.write(b"        ")

@@ -139,6 +139,10 @@ def _criterion(measure, value, answer, *, higher=False, reason="as it is"):
         ),
         (_criterion("queue_wait_skill", None, "with limits", reason="not known"), "Not known."),
         (_criterion("another", 1.0, "no", reason="worded elsewhere"), "Worded elsewhere."),
+        (
+            _criterion("admission_skill", -0.2, "no", higher=True).model_copy(update={"with_limits": 0.0}),
+            "The model of admission is worse than a constant guess, the training median.",
+        ),
     ],
 )
 def test_a_verdict_is_a_sentence(scope, criterion, sentence):

@@ -314,7 +314,7 @@ def test_number_that_cannot_be_is_refused(parse, key, value):
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 8"),
         (
             {"hidden_size": 65},
-            "head_dim is missing, and hidden_size 65 is no multiple of num_attention_heads 8",
+            "head_dim is missing, and hidden_size 65 is not a multiple of num_attention_heads 8",
         ),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5 is more than the 4 experts"),
         ({"num_experts": 4}, "num_experts_per_tok is missing"),

@@ -65,6 +65,25 @@ def test_without_all_journeys_nothing_is_made_up(engine_tables, story):
     }
 
 
+def test_without_journeys_context_is_estimated_from_the_blocks_in_use(engine_tables, story):
+    """By hand, of blocks of 16: 10 * 16 slots, less half a block (7.5) for each request and the step's own tokens."""
+    story.summary(1)
+    story.summary(2, num_prefill_reqs=1, prefill_tokens=50, num_decode_reqs=2, decode_tokens=2)
+    story.summary(3, num_prefill_reqs=1, prefill_tokens=50, num_decode_reqs=0, decode_tokens=0)
+    story.summary(4, kv_blocks_free=1000).summary(5, kv_blocks_free=None)
+    columns = ("context_tokens", "context_estimated")
+    assert engine_tables((story,)).rows(*columns, complete=False) == {
+        1: (152, True),  # 151.5, to the even one
+        2: (86, True),  # 85.5, to the even one
+        3: (0, True),
+        4: (0, True),
+        5: (None, False),
+    }
+    # Sampled journeys are no reason to guess: snapshots may show the batch.
+    story.served("a", 2, 4)
+    assert engine_tables((story,)).rows(*columns, complete=False)[1] == (None, False)
+
+
 def test_a_cycle_is_known_between_a_summary_and_an_event_of_a_sampled_journey(engine_tables, story):
     story.served("a", 3, 6).summary(2)
     rows = engine_tables((story,)).rows("cycle_us", "cycle_source", "interval_steps", complete=False)

@@ -9,18 +9,35 @@ from pathlib import Path
 
 from tracefit_vllm.scheduler import OVERRIDDEN
 
-FIELDS = {
+USED = {
+    "vllm/v1/core/sched/scheduler.py": {
+        "Scheduler": {"vllm_config", "kv_cache_manager", "block_size", "requests"},
+    },
     "vllm/v1/core/sched/output.py": {
-        "SchedulerOutput": {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"},
+        "SchedulerOutput": {
+            *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"),
+            "scheduled_spec_decode_tokens",
+        },
         "CachedRequestData": {"req_ids", "num_computed_tokens", "new_block_ids"},
         "NewRequestData": {"req_id", "num_computed_tokens", "block_ids"},
     },
+    "vllm/v1/outputs.py": {"ModelRunnerOutput": {"req_id_to_index", "sampled_token_ids"}},
     "vllm/v1/engine/__init__.py": {
         "EngineCoreOutput": {"request_id", "new_token_ids", "finish_reason"},
         "EngineCoreOutputs": {"outputs"},
     },
+    "vllm/v1/request.py": {
+        "Request": {
+            *("request_id", "trace_headers", "num_prompt_tokens", "max_tokens", "resumable", "is_finished"),
+        },
+    },
+    "vllm/v1/core/kv_cache_manager.py": {"KVCacheManager": {"block_pool"}},
+    "vllm/v1/core/block_pool.py": {"BlockPool": {"num_gpu_blocks", "get_num_free_blocks"}},
+    "vllm/config/scheduler.py": {"SchedulerConfig": {"async_scheduling", "get_scheduler_cls"}},
+    "vllm/config/parallel.py": {"ParallelConfig": {"data_parallel_index", "data_parallel_size"}},
+    "vllm/config/observability.py": {"ObservabilityConfig": {"otlp_traces_endpoint"}},
 }
-"""Classes to their fields that are read."""
+"""Classes to what is read of them."""
 
 
 def classes(wheel: Path, file: str) -> dict[str, ast.ClassDef]:
@@ -30,6 +47,16 @@ def classes(wheel: Path, file: str) -> dict[str, ast.ClassDef]:
         with zipfile.ZipFile(wheel) as archive:
             source = archive.read(file).decode()
     return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+
+
+def names(of: ast.ClassDef) -> set[str]:
+    """Return fields, methods, and what methods assign to `self`."""
+    fields = {n.target.id for n in of.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    methods = {node.name for node in of.body if isinstance(node, ast.FunctionDef)}
+    stored = (n for n in ast.walk(of) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    return (
+        fields | methods | {n.attr for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self"}
+    )
 
 
 def problems(wheel: Path) -> list[str]:
@@ -43,11 +70,10 @@ def problems(wheel: Path) -> list[str]:
         has = tuple(argument.arg for argument in methods[name].args.args[1:])
         if has[: len(wanted)] != wanted:
             found.append(f"Scheduler.{name} takes {', '.join(has)}")
-    for file, fields_of in FIELDS.items():
+    for file, names_of in USED.items():
         of_file = classes(wheel, file)
-        for name, wanted in fields_of.items():
-            has = {node.target.id for node in of_file[name].body if isinstance(node, ast.AnnAssign)}
-            found += [f"{name}.{field} is not there" for field in sorted(wanted - has)]
+        for name, wanted in names_of.items():
+            found += [f"{name}.{one} is not there" for one in sorted(wanted - names(of_file[name]))]
     return found
 
 

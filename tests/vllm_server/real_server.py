@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import pytest
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -101,6 +99,7 @@ class Completion:
     request_id: str
     prompt_tokens: int
     output_tokens: int
+    text: str
 
 
 class Server:
@@ -141,6 +140,8 @@ class Server:
 
     def _wait(self) -> None:
         if not self._ready.wait(READY_S):
+            import pytest  # noqa: PLC0415 - an environment with vLLM, which writes a model too, has none
+
             pytest.skip(f"this machine is too slow: no server after {READY_S:.0f} s")
         assert self._process.poll() is None, f"the server ended:\n{self.log.read_text()[-4000:]}"
 
@@ -154,7 +155,7 @@ class Server:
         self._ready.set()
 
     def _stream(
-        self, prompt: list[int], output_tokens: int
+        self, prompt: list[int] | list[list[int]], output_tokens: int, **more: object
     ) -> tuple[http.client.HTTPConnection, Iterator[dict]]:
         body = {
             "model": str(self.model),
@@ -163,6 +164,7 @@ class Server:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **more,
         }
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_S)
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -170,12 +172,14 @@ class Server:
         assert response.status == 200, response.read()
         return connection, (json.loads(line[6:]) for line in response if line.startswith(b"data: {"))
 
-    def complete(self, prompt: list[int], output_tokens: int) -> Completion:
+    def complete(self, prompt: list[int] | list[list[int]], output_tokens: int, **more: object) -> Completion:
         """Stream one completion to its end; its tokens are those that the last chunk counts."""
-        connection, chunks = self._stream(prompt, output_tokens)
-        *_, last = chunks
+        connection, chunks = self._stream(prompt, output_tokens, **more)
+        *of, last = chunks
         connection.close()
-        return Completion(last["id"], last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"])
+        text = "".join(choice["text"] for chunk in of for choice in chunk["choices"])
+        usage = last["usage"]
+        return Completion(last["id"], usage["prompt_tokens"], usage["completion_tokens"], text)
 
     def abandon(self, prompt: list[int], output_tokens: int) -> None:
         """Begin a completion and go away after its first chunk."""

@@ -12,7 +12,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 class _Recording:
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self._rows = open(os.environ["RECORDED_STEPS"], "w", buffering=1)  # noqa: PTH123, SIM115 - while the server runs
+        name = f"{os.environ['RECORDED_STEPS']}.{self.vllm_config.parallel_config.data_parallel_index}"
+        self._rows = open(name, "w", buffering=1)  # noqa: PTH123, SIM115 - while the server runs
         self._count = 0
 
     def schedule(self, *args, **options):

@@ -5,6 +5,7 @@ Nothing happens until it is switched on: by `TRACEFIT_VLLM=1`, or by `--schedule
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tracefit_vllm import settings
@@ -19,11 +20,15 @@ def register() -> None:
     """Make the server's scheduler a traced one, whichever it is, if the environment says so; an entry point of vLLM."""
     if not settings.is_on():
         return
-    from vllm.config import SchedulerConfig  # noqa: PLC0415 - vLLM loads this in all its processes
+    from tracefit_vllm.scheduler import refuse, traced  # noqa: PLC0415 - vLLM loads this in all its processes
 
-    from tracefit_vllm.scheduler import traced  # noqa: PLC0415
+    try:
+        from vllm.config import SchedulerConfig  # noqa: PLC0415
 
-    choose = SchedulerConfig.get_scheduler_cls
+        choose = SchedulerConfig.get_scheduler_cls
+    except (ImportError, AttributeError) as error:
+        refuse(str(error))
+        return
     if getattr(choose, "is_traced", False):
         return
 
@@ -39,11 +44,12 @@ def Scheduler(vllm_config: Any, *args: Any, **options: Any) -> Any:  # noqa: N80
     """Return a traced scheduler of the kind that the server would use: `--scheduler-cls tracefit_vllm.Scheduler`."""
     from tracefit_vllm.scheduler import traced  # noqa: PLC0415
 
-    if vllm_config.scheduler_config.async_scheduling:
-        from vllm.v1.core.sched.async_scheduler import AsyncScheduler as Base  # noqa: PLC0415
-    else:
-        from vllm.v1.core.sched.scheduler import Scheduler as Base  # noqa: PLC0415
-    return traced(Base)(vllm_config, *args, **options)
+    is_async = vllm_config.scheduler_config.async_scheduling
+    module, name = ("async_scheduler", "AsyncScheduler") if is_async else ("scheduler", "Scheduler")
+    if getattr(vllm_config, "diffusion_config", None) is not None:
+        module, name = "diffusion_scheduler", f"Diffusion{name}"
+    base = getattr(import_module(f"vllm.v1.core.sched.{module}"), name)
+    return traced(base)(vllm_config, *args, **options)
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -118,28 +119,33 @@ class Sender:
             while self._spans and weight + len(self._spans[0].events) <= MOST_EVENTS:
                 batch.append(self._spans.popleft())
                 weight += len(batch[-1].events)
-            result = self._exporter.export([to_otlp(span, self._resource) for span in batch])
+            try:
+                result = self._exporter.export([to_otlp(span, self._resource) for span in batch])
+            except Exception:  # noqa: BLE001 - as if it had said no
+                result = SpanExportResult.FAILURE
             if result is not SpanExportResult.SUCCESS:
-                self._spans.extendleft(reversed(batch))
+                self._spans.extend(batch)  # after the others: it may be this one that is not taken
                 if not self._fails:
-                    self._say("the collector takes no spans; they are kept, as far as there is room")
+                    self.say("the collector takes no spans; they are kept, as far as there is room")
                 self._fails = True
                 return False
             self._sent += weight
             if self._fails:
-                self._say("the collector takes spans again")
+                self.say("the collector takes spans again")
             self._fails = False
         return True
 
     def close(self) -> None:
         """Count what is lost."""
         if lost := self._added - self._sent + self._dropped:
-            self._say(f"{lost} events could not be sent")
+            self.say(f"{lost} events could not be sent")
         self._exporter.shutdown()
 
     @staticmethod
-    def _say(what: str) -> None:
-        print(f"tracefit-vllm: {what}", file=sys.stderr, flush=True)  # noqa: T201 - the server's log
+    def say(what: str) -> None:
+        """Put a line in the server's log."""
+        with suppress(OSError):  # a full disk, or nobody reads it any more
+            print(f"tracefit-vllm: {what}", file=sys.stderr, flush=True)  # noqa: T201 - the server's log
 
 
 def frames(stream: BinaryIO) -> Iterator[list[Record]]:
@@ -161,7 +167,7 @@ def run(stream: BinaryIO, exporter: SpanExporter | None = None, *, pause_s: floa
         return
     header = Header(*first.pop(0))  # type: ignore[arg-type]  # the recorder's first record
     rank: dict[str, str | int] = {} if header.rank is None else {"vllm.data_parallel_rank": header.rank}
-    resource = Resource.create({"vllm.process_id": str(os.getppid()), **rank})
+    resource = Resource.create({"vllm.process_id": str(header.process_id), **rank})
     sender = Sender(exporter or make_exporter(header.endpoint), resource)
     builder, building, ended = SpanBuilder(header), threading.Lock(), threading.Event()
 
@@ -170,7 +176,7 @@ def run(stream: BinaryIO, exporter: SpanExporter | None = None, *, pause_s: floa
             for span in spans:
                 sender.add(span)
 
-    def send() -> None:
+    def send_all() -> None:
         while not ended.wait(pause_s):
             add(builder.tick(time.monotonic_ns()))
             if not sender.send():
@@ -179,11 +185,16 @@ def run(stream: BinaryIO, exporter: SpanExporter | None = None, *, pause_s: floa
         while not sender.send() and time.monotonic() < until:
             time.sleep(pause_s)
 
-    thread = threading.Thread(target=send, daemon=True)
+    thread = threading.Thread(target=send_all, daemon=True)
     thread.start()
-    for batch in chain([first], batches):
-        add(span for record in batch for span in builder.feed(record))
+    batches = chain([first], batches)
+    try:
+        for batch in batches:
+            add(span for record in batch for span in builder.feed(record))
+    except Exception as error:  # noqa: BLE001 - what was made before is sent
+        sender.say(f"tracing ends, serving goes on: {type(error).__name__}: {error}")
     add(builder.close())
+    deque(batches, maxlen=0)  # after an error too, it reads to the end: the engine's side needs not know
     ended.set()
     thread.join(2 * LAST_S)
     sender.close()

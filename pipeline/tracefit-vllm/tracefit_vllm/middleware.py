@@ -1,7 +1,7 @@
 """When requests reach the API server and leave it: `--middleware tracefit_vllm.ApiTracing`.
 
 A span of scope `vllm.api` per request, of the server's own tracer, that is the parent of the engine core's. The two are
-joined by what vLLM passes on: a `traceparent`, and the `X-Request-Id` of which it makes the request's id.
+joined by the headers that vLLM passes on: a `traceparent`, and the `X-Request-Id`, from which it makes the request's id.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from tracefit_vllm.settings import Settings
+from tracefit_vllm.recorder import logger
+from tracefit_vllm.settings import SettingError, Settings
 from tracefit_vllm.spans import is_sampled
 
 if TYPE_CHECKING:
@@ -34,7 +35,11 @@ class ApiTracing:
 
     def __init__(self, app: Any, tracer: trace.Tracer | None = None) -> None:
         self._app, self._tracer = app, tracer
-        self._rate = Settings.read().journey_tracing_sample_rate
+        try:
+            self._rate = Settings.read().journey_tracing_sample_rate
+        except SettingError as error:
+            self._rate = 0.0
+            logger.warning("tracefit-vllm: no tracing: %s", error)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass a request on, and trace it."""
@@ -51,7 +56,7 @@ class ApiTracing:
             _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
             added = {"x-request-id": name, **carrier}
             kept = [(k, v) for k, v in scope["headers"] if k.decode("latin-1").lower() not in added]
-            scope = {**scope, "headers": kept + [(k.encode(), v.encode()) for k, v in added.items()]}
+            scope = {**scope, "headers": kept + [(k.encode(), v.encode("latin-1")) for k, v in added.items()]}
             await self._follow(span, scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -30,6 +30,7 @@ _DETACHED = "import os; os.fork() and os._exit(0); from tracefit_vllm.export imp
 """No descendant of the server: that kills its own when it ends, before the last spans are sent. With a session of its own:
 Ctrl-C is for the server."""
 
+_START_S = 30.0
 _PAUSE_S = 0.05
 _LAST_S = 2.0
 SIZE = struct.Struct(">I")
@@ -58,7 +59,7 @@ class Recorder:
             os.close(read)
         self._process = process
         if command is None:
-            process.wait()  # it has begun the one that stays
+            process.wait(_START_S)  # it has begun the one that stays
         self._queue: deque[tuple[Record, int]] = deque()
         self._put = self._taken = self._lost = 0
         self._closing = threading.Event()

@@ -7,6 +7,8 @@ the first request; a server that lacks some of it runs without tracing.
 from __future__ import annotations
 
 import inspect
+import os
+import re
 import secrets
 import time
 from typing import TYPE_CHECKING, Any
@@ -46,6 +48,12 @@ _STATUS = {
     "REPETITION": "stopped",
 }
 _MOST_OPEN_STEPS = 64
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
+
+
+def refuse(why: str) -> None:
+    """Say that this vLLM is not traced."""
+    logger.warning("tracefit-vllm: no tracing, this version of vLLM is not known: %s", why)
 
 
 def missing(base: type[Any]) -> str | None:
@@ -61,7 +69,7 @@ def missing(base: type[Any]) -> str | None:
 
 
 class Tracing:
-    """What a scheduler hands to its recorder. An error in it ends the tracing, and nothing else."""
+    """Hands a scheduler's records to its recorder. An error in it ends the tracing, and nothing else."""
 
     def __init__(self, scheduler: Any, recorder_of: Callable[[Header], Recorder] = Recorder) -> None:
         config = scheduler.vllm_config
@@ -74,29 +82,39 @@ class Tracing:
         self._open: dict[int, int] = {}  # id of a step's output to the step
         self.recorder = recorder_of(
             Header(
+                process_id=os.getpid(),
                 unix_offset_ns=time.time_ns() - time.monotonic_ns(),
                 endpoint=config.observability_config.otlp_traces_endpoint,
                 rank=index if index or parallel.data_parallel_size > 1 else None,
                 block_size=scheduler.block_size,
                 blocks=self._pool.num_gpu_blocks - 1,  # one stands for none
-                journey_rate=shares.journey_tracing_sample_rate,
                 step_rate=shares.step_tracing_sample_rate,
                 snapshot_rate=shares.step_tracing_rich_subsample_rate,
                 closure_interval=shares.step_tracing_closure_interval,
             )
         )
 
+    @staticmethod
+    def is_new(scheduler: Any, request: Any) -> bool:
+        """Return whether a request is one to follow.
+
+        A streaming session adds its later inputs under the same id, and its prompt grows: its steps are left out.
+        """
+        return not request.resumable and request.request_id not in scheduler.requests
+
     def queued(self, request: Any) -> None:
         """Note a request that has come into the queue."""
-        name, is_own = request.request_id, False
-        headers = request.trace_headers
-        traceparent = headers.get("traceparent") if headers else None
-        if traceparent is None and is_sampled(client_id(name), self._journey_rate):
+        name, headers = request.request_id, request.trace_headers or {}
+        caller = _TRACEPARENT.match(headers.get("traceparent", ""))
+        own = None
+        # A caller who traces a share of its requests decides for them.
+        if is_sampled(client_id(name), self._journey_rate) and (caller is None or int(caller[3], 16) & 1):
             # The server's own span of the request becomes the child of ours: both are known to be of one request.
-            is_own, traceparent = True, f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
-            request.trace_headers = {**(headers or {}), "traceparent": traceparent}
+            own = (caller[1] if caller else secrets.token_hex(16), secrets.token_hex(8))
+            request.trace_headers = {**headers, "traceparent": f"00-{own[0]}-{own[1]}-01"}
         at_ns, prompt, limit = time.monotonic_ns(), request.num_prompt_tokens, request.max_tokens
-        self.recorder.put((records.QUEUED, at_ns, self._step, name, prompt, limit, traceparent, is_own))
+        of_caller = (caller[1], caller[2]) if caller else None
+        self.recorder.put((records.QUEUED, at_ns, self._step, name, prompt, limit, of_caller, own))
 
     def begin(self) -> int:
         """Count a step; return when it began."""
@@ -126,14 +144,26 @@ class Tracing:
             others.num_computed_tokens,
             others.new_block_ids,
             tokens,
+            list(output.scheduled_spec_decode_tokens),
         )
         self.recorder.put(record, 1 + len(tokens))
 
-    def preempted(self, name: str) -> None:
+    def preempted(self, request: Any) -> None:
         """Note a request that lost its place."""
-        self.recorder.put((records.PREEMPTED, time.monotonic_ns(), self._step, name))
+        self.recorder.put((records.PREEMPTED, time.monotonic_ns(), self._step, request.request_id))
 
-    def output(self, scheduler_output: Any, outputs: dict[int, Any]) -> None:
+    @staticmethod
+    def wrong_drafts(scheduler_output: Any, model_output: Any) -> list[tuple[str, int]]:
+        """Return how many drafts of each request with some were wrong; before the update, which cuts what passes a limit."""
+        wrong = []
+        if drafts := scheduler_output.scheduled_spec_decode_tokens:
+            index, sampled = model_output.req_id_to_index, model_output.sampled_token_ids
+            for name, tokens in drafts.items():
+                given = len(sampled[index[name]])
+                wrong.append((name, len(tokens) + 1 - given if given else 0))
+        return wrong
+
+    def output(self, scheduler_output: Any, outputs: dict[int, Any], wrong: list[tuple[str, int]]) -> None:
         """Note the tokens that a step gave, and the requests that end with it."""
         at_ns, step = time.monotonic_ns(), self._open.pop(id(scheduler_output), self._step)
         given: list[tuple[str, int]] = []
@@ -143,19 +173,35 @@ class Tracing:
                 given.append((one.request_id, len(one.new_token_ids)))
                 if one.finish_reason is not None:
                     ended.append((one.request_id, _STATUS.get(one.finish_reason.name, "error")))
-        if given:
-            self.recorder.put((records.OUTPUT, at_ns, step, given, ended), 1 + len(given))
+        if given or wrong:
+            self.recorder.put((records.OUTPUT, at_ns, step, given, ended, wrong), 1 + len(given))
 
-    def ended(self, names: list[str], status: str) -> None:
+    @staticmethod
+    def open_of(scheduler: Any, names: str | list[str] | None) -> list[str]:
+        """Return the requests that are not finished, of some or of all."""
+        of_all = scheduler.requests
+        wanted = of_all if names is None else [names] if isinstance(names, str) else names
+        return [name for name in wanted if name in of_all and not of_all[name].is_finished()]
+
+    def ended(self, names: list[str] | None, status: Any) -> None:
         """Note requests that somebody ended."""
         if names:
-            self.recorder.put((records.ENDED, time.monotonic_ns(), self._step, names, status), len(names))
+            of_us = _STATUS.get(status.name, "error")
+            self.recorder.put((records.ENDED, time.monotonic_ns(), self._step, names, of_us), len(names))
+
+    def close(self) -> None:
+        """Send what is queued."""
+        self.recorder.close()
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, SettingError) else f"{type(error).__name__}: {error}"
 
 
 def traced(base: type[Any]) -> type[Any]:  # noqa: C901 - one short method for each that is overridden
     """Return a subclass of a scheduler class that is traced; the class itself if it cannot be."""
     if lacks := missing(base):
-        logger.warning("tracefit-vllm: no tracing, this version of vLLM is not known: %s", lacks)
+        refuse(lacks)
         return base
 
     class TracedScheduler(base):  # type: ignore[misc]  # whichever the server uses
@@ -165,63 +211,57 @@ def traced(base: type[Any]) -> type[Any]:  # noqa: C901 - one short method for e
             super().__init__(*args, **options)
             try:
                 self._tracing = Tracing(self)
-            except (SettingError, AttributeError, OSError) as error:
-                logger.warning("tracefit-vllm: no tracing: %s", error)
+            except Exception as error:  # noqa: BLE001 - a scheduler that is not as it was
+                logger.warning("tracefit-vllm: no tracing: %s", _said(error))
 
         def _trace(self, note: str, *values: Any) -> Any:
             """Call a method of the tracing; whatever goes wrong in it ends the tracing alone."""
+            if (tracing := self._tracing) is None:
+                return None
             try:
-                return getattr(self._tracing, note)(*values)
+                return getattr(tracing, note)(*values)
             except Exception as error:  # noqa: BLE001 - the engine must not end with its tracing
-                if (tracing := self._tracing) is not None:
-                    self._tracing = None
-                    tracing.recorder.end(f"{type(error).__name__}: {error}")
+                self._tracing = None
+                tracing.recorder.end(_said(error))
                 return None
 
         def add_request(self, request: Any, *args: Any, **options: Any) -> Any:
-            # A streaming session adds its later inputs under the same id.
-            is_new = self._tracing is not None and request.request_id not in self.requests
+            is_new = self._trace("is_new", self, request)
             result = super().add_request(request, *args, **options)
             if is_new:
                 self._trace("queued", request)
             return result
 
         def schedule(self, *args: Any, **options: Any) -> Any:
-            if self._tracing is None:
-                return super().schedule(*args, **options)
             start_ns = self._trace("begin")
             output = super().schedule(*args, **options)
-            if self._tracing is not None:
-                self._trace("scheduled", self, output, start_ns)
+            self._trace("scheduled", self, output, start_ns)
             return output
 
-        def update_from_output(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:
-            outputs = super().update_from_output(scheduler_output, *args, **options)
-            if self._tracing is not None:
-                self._trace("output", scheduler_output, outputs)
+        def update_from_output(
+            self, scheduler_output: Any, model_runner_output: Any, *args: Any, **options: Any
+        ) -> Any:
+            wrong = self._trace("wrong_drafts", scheduler_output, model_runner_output)
+            outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **options)
+            self._trace("output", scheduler_output, outputs, wrong)
             return outputs
 
         def _preempt_request(self, request: Any, *args: Any, **options: Any) -> Any:
             result = super()._preempt_request(request, *args, **options)
-            if self._tracing is not None:
-                self._trace("preempted", request.request_id)
+            self._trace("preempted", request)
             return result
 
         def finish_requests(self, request_ids: Any, finished_status: Any, *args: Any, **options: Any) -> Any:
-            if self._tracing is None:
-                return super().finish_requests(request_ids, finished_status, *args, **options)
-            if request_ids is not None:
-                request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-            names = list(self.requests) if request_ids is None else request_ids
-            open_ = [n for n in names if n in self.requests and not self.requests[n].is_finished()]
+            if request_ids is not None and not isinstance(request_ids, str):
+                request_ids = list(request_ids)  # it may be read once alone
+            open_ = self._trace("open_of", self, request_ids)
             result = super().finish_requests(request_ids, finished_status, *args, **options)
-            self._trace("ended", open_, _STATUS.get(finished_status.name, "error"))
+            self._trace("ended", open_, finished_status)
             return result
 
         def shutdown(self, *args: Any, **options: Any) -> Any:
-            if (tracing := self._tracing) is not None:
-                self._tracing = None
-                tracing.recorder.close()
+            self._trace("close")
+            self._tracing = None
             return super().shutdown(*args, **options)
 
     TracedScheduler.__name__ = TracedScheduler.__qualname__ = f"Traced{base.__name__}"

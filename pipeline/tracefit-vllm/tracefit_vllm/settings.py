@@ -1,4 +1,4 @@
-"""What is switched on, by environment variables: a server's own flags admit no others."""
+"""Switches of the plugin, as environment variables: the server's own flags cannot be extended."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Settings:
     """Shares that are traced, by the names of the specification.
 
     Attributes:
-        journey_tracing_sample_rate: Of the requests.
-        step_tracing_sample_rate: Of the steps, each by itself.
-        step_tracing_rich_subsample_rate: Of these, the steps with a snapshot of each running request.
+        journey_tracing_sample_rate: Share of the requests.
+        step_tracing_sample_rate: Share of the steps, each by itself.
+        step_tracing_rich_subsample_rate: Share of these with a snapshot of each running request.
         step_tracing_closure_interval: Steps in a span.
     """
 

@@ -25,7 +25,6 @@ OPEN_NS = 5_000_000_000
 
 _CORE_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _PROMPT_INDEX = re.compile(r"(?<=.)-\d+$")
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
 
 
 @dataclass
@@ -74,14 +73,14 @@ def is_sampled(name: str, rate: float) -> bool:
 
 @dataclass
 class _Request:
-    """What is known of a request: its journey so far, and its tokens.
+    """The state of a request: its journey so far, and its tokens.
 
     Attributes:
         computed: Tokens in the KV cache before the last step it was in; `scheduled` are those of that step.
         prefilled: Most prompt tokens ever computed: a preemption does not lower it.
         cached: Prompt tokens that were there when it was first scheduled; None before.
         blocks: KV blocks of its first cache group; None where vLLM does not say.
-        context: Trace id and span id of its own span, where they are given; `parent` those of its caller's.
+        context: Trace id and span id of its own span; `parent` those of its caller's.
         events: None if its journey is not traced.
     """
 
@@ -114,11 +113,27 @@ class _Steps:
     events: list[Event] = field(default_factory=list)
 
 
+@dataclass
+class _Drafts:
+    """Drafts of a request that nobody has checked yet.
+
+    Attributes:
+        steps: Those that have them, and whose output has not come.
+        guesses: A step, its attributes, and the key of a context in which all drafts of steps before count as right.
+    """
+
+    steps: set[int] = field(default_factory=set)
+    guesses: list[tuple[int, Attributes, str]] = field(default_factory=list)
+
+
 class SpanBuilder:
     """Follows the requests of one engine.
 
     After records were lost, requests of before are no longer followed: their journeys end unfinished, and a step in which
     one of them has tokens gets no summary. Both are counted as dropped events, of the next span.
+
+    Where a step is scheduled before the output of the last has come, and that one has drafts, the scheduler counts them all
+    as right. Once the output says how many were wrong, the step's contexts are corrected; where it never does, they are left out.
     """
 
     def __init__(self, header: Header, *, seed: int | None = None) -> None:
@@ -126,6 +141,7 @@ class SpanBuilder:
         self._random = random.Random(seed)  # noqa: S311 - which steps are sampled is no secret
         self._requests: dict[str, _Request] = {}
         self._running: dict[str, _Request] = {}
+        self._drafts: dict[str, _Drafts] = {}
         self._steps: _Steps | None = None
         self._sequence = self._finished = self._preempted = 0
         self.dropped = 0
@@ -151,7 +167,8 @@ class SpanBuilder:
 
     def tick(self, now_ns: int) -> Iterator[Span]:
         """Yield the span of steps if it has been open for long."""
-        if self._steps and now_ns - self._steps.start_ns > OPEN_NS:
+        is_guessed = any(drafts.guesses for drafts in self._drafts.values())
+        if self._steps and now_ns - self._steps.start_ns > OPEN_NS and not is_guessed:
             yield self._close_steps(self._steps)
 
     def close(self) -> Iterator[Span]:
@@ -171,16 +188,11 @@ class SpanBuilder:
         name: str,
         prompt: int,
         limit: int,
-        traceparent: str | None,
-        is_own: bool,
+        caller: tuple[str, str] | None,
+        own: tuple[str, str] | None,
     ) -> None:
-        match = _TRACEPARENT.match(traceparent or "")
-        ids = (int(match[1], 16), int(match[2], 16)) if match else None
-        # A caller who traces a share of its requests decides for them.
-        refused = match is not None and not int(match[3], 16) & 1
-        traced = is_sampled(client_id(name), self._header.journey_rate) and not refused
-        events: list[Event] | None = [] if traced else None
-        request = _Request(prompt, limit, ids if is_own else None, None if is_own else ids, events)
+        events: list[Event] | None = None if own is None else []
+        request = _Request(prompt, limit, _numbers(own), _numbers(caller), events)
         self._requests[name] = request
         self._event(request, "QUEUED", time_ns, step, phase="WAITING")
 
@@ -190,10 +202,19 @@ class SpanBuilder:
             request.preemptions += 1
             request.blocks = 0
             self._event(request, "PREEMPTED", time_ns, step)
+        if (drafts := self._drafts.pop(name, None)) is not None:
+            _leave_out(drafts)  # what is computed again does not say
 
     def _output(
-        self, time_ns: int, step: int, outputs: list[tuple[str, int]], ended: list[tuple[str, str]]
+        self,
+        time_ns: int,
+        step: int,
+        outputs: list[tuple[str, int]],
+        ended: list[tuple[str, str]],
+        wrong: list[tuple[str, int]],
     ) -> Iterator[Span]:
+        for name, count in wrong:
+            self._check(name, step, count)
         for name, tokens in outputs:
             if tokens and (request := self._requests.get(name)) is not None:
                 is_first = not request.outputs
@@ -202,6 +223,20 @@ class SpanBuilder:
                     self._event(request, "FIRST_TOKEN", time_ns, step)
         for name, status in ended:
             yield from self._finish(name, time_ns, step, status)
+
+    def _check(self, name: str, step: int, wrong: int) -> None:
+        """Take what the output of a step says of its drafts."""
+        if (drafts := self._drafts.get(name)) is None or step not in drafts.steps:
+            return
+        for at, attributes, key in drafts.guesses:
+            if at > step and key in attributes:
+                attributes[key] -= wrong  # type: ignore[operator]  # a count
+        drafts.steps.remove(step)
+        drafts.guesses = [guess for guess in drafts.guesses if guess[0] > min(drafts.steps, default=guess[0])]
+        if not drafts.steps:
+            del self._drafts[name]
+        if (request := self._requests.get(name)) is not None:
+            request.computed -= wrong
 
     def _finish(self, name: str, time_ns: int, step: int, status: str) -> Iterator[Span]:
         self._running.pop(name, None)
@@ -262,7 +297,12 @@ class SpanBuilder:
         computed: list[int],
         blocks: list[Any],
         tokens: dict[str, int],
+        drafted: list[str],
     ) -> Iterator[Span]:
+        # Not with its last step: that may have contexts which the output of the one before corrects.
+        interval = self._header.closure_interval
+        if self._steps and (step - 1) // interval != (self._steps.first - 1) // interval:
+            yield self._close_steps(self._steps)
         for request in self._running.values():
             request.computed += request.scheduled
             request.scheduled = 0
@@ -311,8 +351,18 @@ class SpanBuilder:
                 ]
                 events += [self._snapshot(step, at, name, self._running[name]) for name in shown]
                 yield from self._add(step, start_ns, events)
-        if step % self._header.closure_interval == 0 and self._steps:
-            yield self._close_steps(self._steps)
+                self._guess(step, events[0], tokens, dict(zip(shown, events[1:], strict=True)))
+        for name in drafted:
+            self._drafts.setdefault(name, _Drafts()).steps.add(step)
+
+    def _guess(self, step: int, summary: Event, tokens: dict[str, int], snapshots: dict[str, Event]) -> None:
+        """Note which contexts the drafts of steps before make uncertain."""
+        for name, drafts in self._drafts.items():
+            if name in tokens:
+                of = "decode" if self._requests[name].outputs else "prefill"
+                drafts.guesses.append((step, summary.attributes, f"batch.{of}_context_tokens"))
+            if name in snapshots:
+                drafts.guesses.append((step, snapshots[name].attributes, "request.num_computed_tokens"))
 
     def _summary(self, tokens: dict[str, int]) -> Attributes | None:
         """Return the batch of a step; None if a request is not known, for the batch would be a guess."""
@@ -374,6 +424,8 @@ class SpanBuilder:
 
     def _close_steps(self, open_: _Steps) -> Span:
         self._steps = None
+        for drafts in self._drafts.values():
+            _leave_out(drafts)
         self._sequence += 1
         attributes: Attributes = {
             "scheduler.span_sequence": self._sequence,
@@ -395,6 +447,9 @@ class SpanBuilder:
 
     def _lose(self, count: int) -> None:
         self.dropped += count + sum(len(r.events or ()) for r in self._requests.values())
+        for drafts in self._drafts.values():
+            _leave_out(drafts)
+        self._drafts.clear()
         self._requests.clear()
         self._running.clear()
 
@@ -404,3 +459,14 @@ class SpanBuilder:
 
     def _unix(self, time_ns: int) -> int:
         return time_ns + self._header.unix_offset_ns
+
+
+def _leave_out(drafts: _Drafts) -> None:
+    """Remove contexts that nothing will correct."""
+    for _, attributes, key in drafts.guesses:
+        attributes.pop(key, None)
+    drafts.guesses.clear()
+
+
+def _numbers(ids: tuple[str, str] | None) -> tuple[int, int] | None:
+    return None if ids is None else (int(ids[0], 16), int(ids[1], 16))

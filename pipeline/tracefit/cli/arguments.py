@@ -106,7 +106,7 @@ INGEST: Group = {
         int, 100_000, min=1, help="Bad records after which the rest of a file is not read."
     ),
 }
-"""What is read, and which part of it is kept; read by `ingest_options`."""
+"""Options of reading traces and of the part that is kept; `ingest_options` reads them."""
 
 ENGINE: Group = {
     "workers": _option(
@@ -139,7 +139,7 @@ TRAIN: Group = {
     "features": _option(
         str,
         "auto",
-        help="Feature set for step times: batch, roofline, roofline_max, work_max, line, line+padding, line+experts, line+padding+experts, a YAML or JSON file, or auto to let "
+        help="Feature set for step times: batch, roofline, roofline_max, work_max, line, line+padding, a YAML or JSON file, or auto to let "
         "validation inside and beyond the training load choose.",
     ),
     "sample_csv": _option(
@@ -170,14 +170,14 @@ TRAIN: Group = {
         bool,
         False,
         "--across",
-        help="Also leave out every run, model and GPU in turn, and measure models fitted on the others.",
+        help="Also leave out every run, model and GPU, and every scope of several of a model on a GPU, in turn, and measure models fitted on the others.",
     ),
     "thresholds": _option(
         Optional[list[str]],
         None,
         "--threshold",
         metavar="USE.MEASURE=YES:WITH_LIMITS",
-        help="What a use requires of the models, such as simulation.step_mape_pct=12:30; repeatable.",
+        help="A requirement of a use, such as simulation.step_mape_pct=12:30; repeatable.",
     ),
 }
 """How models are fitted: each under its name in `TrainOptions`; read by `train_options`."""
@@ -301,7 +301,7 @@ SYNTH: Group = {
     "duration": _option(
         Literal["schedule", "step"],
         "schedule",
-        help="What step.duration_us holds: time in schedule(), or the step's time.",
+        help="Meaning of step.duration_us: time in schedule(), or the step's time.",
     ),
     "queued_stamp": _option(
         Literal["step_start", "arrival"],
@@ -309,7 +309,7 @@ SYNTH: Group = {
         help="QUEUED at the step start after the API work, or at the end of that work itself.",
     ),
 }
-"""What to generate: each under its name in `SynthOptions`, but `surge`, which stands for phases of the load."""
+"""Options of a generated run, by their names in `SynthOptions`, except `surge`, which stands for phases of the load."""
 
 OUTPUT: Group = {
     "json": _option(bool, False, "--json", help="Print a machine-readable summary on stdout."),

@@ -331,7 +331,7 @@ def predict(
         Optional[Path], typer.Option(help="A .csv, .parquet or .ndjson file: predicts every row.")
     ] = None,
     of: Annotated[
-        str, typer.Option(help="What the rows are: step, request, or a model's name with its features.")
+        str, typer.Option(help="Kind of the rows: step, request, or a model's name with its features.")
     ] = "step",
     out: Annotated[
         Optional[Path], typer.Option(help="Write the predicted rows here, by suffix; else CSV on stdout.")
@@ -447,7 +447,7 @@ def export(
 ) -> object:
     """Write coefficients in the form a consumer loads.
 
-    They are refitted in the consumer's form, with its held-out error. What cannot be converted is refused with the reason (exit code 1).
+    They are refitted in the consumer's form, with its held-out error. A model that cannot be converted is refused with the reason (exit code 1).
 
     Example: `tracefit export out/ --to blis --scope codellama-34b --out blis/`
     """
@@ -478,11 +478,10 @@ def features(
 
     Example: `tracefit features batch`
     """
-    from tracefit.commands.train import beta_feature_sets
-    from tracefit.features.sets import BUILT_IN
+    from tracefit.features.sets import BUILT_IN, feature_sets
 
     # As `train --features` reads them: what is shown here is what would be fitted.
-    return [s for name in names or BUILT_IN for s in beta_feature_sets(name)]
+    return [s for name in names or BUILT_IN for s in feature_sets(name)]
 
 
 @command("synth to {out}", SYNTH)

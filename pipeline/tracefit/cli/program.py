@@ -194,7 +194,7 @@ _Config = Annotated[
 ]
 _LogLevel = Annotated[
     Optional[LogLevel],
-    typer.Option(callback=_log_level, help="What is logged on stderr; warning if not given."),
+    typer.Option(callback=_log_level, help="Level of the log on stderr; warning if not given."),
 ]
 # Their callbacks implement them. The program takes them before the name of a command alone, so every command has them too.
 _EVERYWHERE: Group = {"config": (_Config, None), "log_level": (_LogLevel, None)}
@@ -224,7 +224,7 @@ def command(task: str, *groups: Group, output: Group = OUTPUT) -> Callable[[_Com
     shown as `<command>_text` of `reports.terminal_results` writes it, or a tuple of a result and its text.
 
     Args:
-        task: What the command works on, with its arguments in braces: for the line of an unexpected error.
+        task: The command and its input, with arguments in braces: for the line of an unexpected error.
         groups: The groups.
         output: How the result may be shown.
     """
@@ -248,7 +248,7 @@ def command(task: str, *groups: Group, output: Group = OUTPUT) -> Callable[[_Com
                     text = getattr(texts, f"{name}_text")(result)
                 terminal.show(result, text, as_json=json)
 
-        # What typer reads, in the order of the help.
+        # The attributes that typer reads, in the order of the help.
         parameters = [
             *own[: len(own) - len(last)],
             *_parameters(*groups),

@@ -1,19 +1,19 @@
-"""The one evaluator of a model file: a model is compiled once, then evaluated for a row or for a frame.
+"""The evaluator of model files: a model is compiled once, then evaluated for a row or for a frame.
 
-Formulas become expression nodes (`features.expressions`) in the order in which they build on each other. Formulas, conditions
-and lines (`fit.results`) are written once, over an `Algebra`: numbers of a row or columns of a frame. `evaluator.py` alone does
-the same a second time, as a file to copy. The contract is the same for all:
+Formulas become expression nodes (`features.expressions`) in the order in which they build on each other.
+Formulas, conditions and lines (`fit.results`) are written once, over an `Algebra`: numbers of a row or
+columns of a frame. Only `evaluator.py`, a standalone file to copy, repeats this. All evaluators share one
+contract:
 
 - An empty `any` is false, an empty `all` is true.
-- A feature that is known by name but not by value (null or NaN) is unknown: a comparison with it does not hold, a sum
-  with it is unknown too.
-- A feature that is neither given nor computable is an error that names what is missing, also where another comparison
-  of the same condition decides.
+- A feature without a value (null or NaN) is unknown: a comparison with it does not hold, a sum with it is unknown too.
+- A feature that is neither given nor computable is an error that names it, even if another comparison of the same
+  condition decides.
 
-In one thing they differ: a row needs the features of all conditions and of the linear form that is active for it, a frame
-those of all forms.
+They differ in one point: a row needs the features of all conditions and of its active linear form, a frame those of all
+forms.
 
-polars is imported only where a frame is evaluated: a single row is evaluated without it.
+polars is imported only to evaluate frames, not single rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 MAX_NAMES_SHOWN = 40
 STEP_RESIDUAL = "step_residual_us"
-"""Column of a training frame: time from a request's arrival to the next known step start; null when the engine is idle."""
+"""Column of a training frame: time from a request's arrival to the next known step start; null when the
+engine is idle."""
 
 
 # -- the linear forms of a model ---------------------------------------------------------------------------
@@ -55,7 +56,7 @@ def linear_forms(model: Model | LinearForm) -> dict[str, LinearForm]:
 
 
 def main_forms(model: Model) -> dict[str, LinearForm]:
-    """Return the linear forms that a prediction with a step clock comes from: all but `without_clock`."""
+    """Return the linear forms of predictions with a step clock: all except `without_clock`."""
     forms = linear_forms(model)
     return {"work": forms["work"]} if isinstance(model, BoundaryModel) else forms
 
@@ -70,14 +71,14 @@ def terms_of(model: Model) -> list[Term]:
 
 @dataclass(frozen=True, slots=True)
 class Formulas:
-    """Parsed formulas by name, in an order in which each follows those it builds on.
+    """Parsed formulas by name, each after those it builds on.
 
-    What is given by name is taken as it is, null included; its formula is not looked at.
+    A value given by name replaces its formula, even if it is null.
     """
 
     nodes: Mapping[str, Node]
     needs: Mapping[str, frozenset[str]]
-    """Name of each formula to the names in it: to look through the nodes anew took a third of the time of a prediction."""
+    """Name of each formula to the names in it; walking the nodes instead took a third of the time of a prediction."""
 
     @classmethod
     def parse(cls, texts: Mapping[str, str], *, where: str) -> Formulas:
@@ -85,7 +86,7 @@ class Formulas:
 
         Args:
             texts: Name to formula.
-            where: What they belong to, for errors.
+            where: Source of the formulas, for errors.
 
         Raises:
             UsageError: A formula is wrong, or formulas build on each other in a circle.
@@ -100,14 +101,14 @@ class Formulas:
         return cls({name: nodes[name] for name in order}, needs)
 
     def used(self, names: Iterable[str], given: Collection[str] = ()) -> set[str]:
-        """Return the names themselves and everything they are computed from, where `given` is taken as it is."""
-        found: set[str] = set()
+        """Return the names themselves and everything they are computed from; `given` names are not expanded."""
+        used: set[str] = set()
         wanted = set(names)
         while wanted:
-            found |= wanted
+            used |= wanted
             computed = (self.needs[n] for n in wanted if n in self.nodes and n not in given)
-            wanted = set().union(*computed) - found
-        return found
+            wanted = set().union(*computed) - used
+        return used
 
     def inputs(self, names: Iterable[str], given: Collection[str] = ()) -> set[str]:
         """Return the names at the end of all definitions: those that are given, or have no formula."""
@@ -119,7 +120,7 @@ class Formulas:
 
     def row(self, given: Mapping[str, float | None], names: Iterable[str]) -> dict[str, float | None]:
         """Compute names of one row; all of them must be computable."""
-        # Only what these names need: a published model defines dozens of names, of which one row uses a few.
+        # Only the formulas these names need: a published model defines dozens of names, and one row uses a few.
         used = self.used(names, given)
         values = {n: _known(n, given[n]) for n in used if n in given}
         for name, node in self.nodes.items():
@@ -128,10 +129,10 @@ class Formulas:
         return values
 
     def frame(self, rows: pl.DataFrame, names: Iterable[str]) -> pl.DataFrame:
-        """Add columns to a frame: those of the names, and of what these build on, that can be computed.
+        """Add the columns of the names, and of the names they build on, as far as they can be computed.
 
         Raises:
-            UsageError: A column that is needed does not hold numbers.
+            UsageError: A needed column is not numeric.
         """
         import polars as pl
 
@@ -144,17 +145,17 @@ class Formulas:
         }
         if wrong := sorted(used & columns - numbers):
             raise UsageError("is not a column of numbers", where=wrong[0])
-        # One column after the other: a definition that others use many times is computed once. Each is computed from its
-        # own inputs alone: adding it to the frame would cost as much as the frame is wide, for each of many definitions.
-        found: dict[str, pl.Series] = {}
+        # One column after the other, so that a shared definition is computed once. Each is computed from a
+        # frame of its own inputs: adding columns to the full frame costs time in proportion to its width.
+        computed: dict[str, pl.Series] = {}
         for name, node in self.nodes.items():
             needed = self.needs[name]
             if name in used and name not in columns and needed <= columns:
-                inputs = pl.DataFrame([found[n] if n in found else rows[n] for n in sorted(needed)])
+                inputs = pl.DataFrame([computed[n] if n in computed else rows[n] for n in sorted(needed)])
                 value = inputs.select(to_polars(node, {}).alias(name)).to_series()
-                found[name] = value if needed else value.new_from_index(0, rows.height)
+                computed[name] = value if needed else value.new_from_index(0, rows.height)
                 columns.add(name)
-        return rows.with_columns(found.values())
+        return rows.with_columns(computed.values())
 
 
 def _known(name: str, value: float | None) -> float | None:
@@ -169,7 +170,7 @@ def _known(name: str, value: float | None) -> float | None:
 
 
 _MOMENTS = ("state_age_us", "step_residual_us")
-"""Features that say at which moment of a step a request comes, not how much there is of anything."""
+"""Features that describe the moment within a step at which a request arrives; all others are amounts."""
 
 
 class CompiledModel:
@@ -202,12 +203,12 @@ class CompiledModel:
 
     @property
     def read(self) -> set[str]:
-        """Names that change a prediction or what is said of it: features, and what they are computed from."""
+        """Names that change a prediction or its notes: features, and the names they are computed from."""
         return self.formulas.used([*self.features, *self.unmodeled])
 
     @property
     def unmodeled(self) -> dict[str, tuple[float, float]]:
-        """Training ranges of features without a term in a linear model: beyond them it says nothing."""
+        """Training ranges of features without a term in a linear model: predictions outside extrapolate."""
         if not isinstance(self.model, LinearModel):
             return {}
         left_out = ((x.feature, x.training_range) for x in self.model.features_left_out)
@@ -215,17 +216,17 @@ class CompiledModel:
         return {name: ends for name, ends in left_out if ends is not None and name not in apart}
 
     def require(self, names: Iterable[str], given: Collection[str]) -> None:
-        """Check that names can be computed from what is given.
+        """Check that names can be computed from the given ones.
 
         Raises:
-            UsageError: They cannot; the line names what is missing.
+            UsageError: They cannot; the line names the missing inputs.
         """
         missing = self.formulas.missing(names, given)
         if missing:
             raise self.lacks(missing, given)
 
     def lacks(self, missing: Iterable[str], given: Collection[str]) -> UsageError:
-        """Return the error for missing inputs: what they are, and which columns made of them do as well."""
+        """Return the error for missing inputs: their names, and the columns that can replace them."""
         names = sorted(missing)
         used = self.formulas.used(self.features, given)
         instead = [n for n in self.columns if n in used and not self.formulas.inputs([n]).isdisjoint(names)]
@@ -239,7 +240,7 @@ class CompiledModel:
     # -- one row
 
     def active(self, values: Mapping[str, float | None]) -> tuple[str, LinearForm]:
-        """Return the linear form that predicts a row, and its name; of a boundary model the one without a step clock.
+        """Return the name and the linear form that predicts a row; for a boundary model, without a step clock.
 
         Args:
             values: Value of each compared name.
@@ -265,41 +266,41 @@ class CompiledModel:
 
         Args:
             rows: The features, or the columns they are computed from.
-            also: Names that are computed too, where they can be.
-            features: Some of the features, where not all are needed.
+            also: Names that are computed too, if possible.
+            features: The features to compute; all by default.
 
         Raises:
-            UsageError: A column is missing, or does not hold numbers.
+            UsageError: A column is missing or not numeric.
         """
         import polars as pl
 
         features = self.features if features is None else tuple(features)
         self.require(features, rows.columns)
-        # To polars NaN is larger than every number: a comparison with it would hold.
+        # In polars NaN is larger than every number, so a comparison with it would hold.
         given = self.formulas.used([*features, *also], rows.columns)
         rows = rows.with_columns(
             pl.col(n).fill_nan(None) for n, kind in rows.schema.items() if n in given and kind.is_float()
         )
-        found = self.formulas.frame(rows, [*features, *also])
-        names = dict.fromkeys([*features, *(n for n in also if n in found.columns)])
-        return found.with_columns(pl.col(n).cast(pl.Float64) for n in names)
+        frame = self.formulas.frame(rows, [*features, *also])
+        names = dict.fromkeys([*features, *(n for n in also if n in frame.columns)])
+        return frame.with_columns(pl.col(n).cast(pl.Float64) for n in names)
 
     def by_regime(self, values: Sequence[pl.Expr]) -> pl.Expr:
-        """Choose among expressions, one per linear form that may be active, as `active` does; null where none is."""
+        """Choose among expressions, one per linear form, as `active` does; null if no condition holds."""
         import polars as pl
 
         if not isinstance(self.model, RegimesModel):
             return values[-1]
         chosen: pl.Expr = pl.lit(None)
-        # From the last regime to the first: the outermost condition is the one that is looked at first.
+        # From the last regime to the first: the outermost condition is evaluated first.
         for regime, value in reversed(list(zip(self.model.regimes, values, strict=True))):
             chosen = pl.when(regime.when.expression()).then(value).otherwise(chosen)
         return chosen
 
     def expression(self) -> pl.Expr:
-        """Return the model over columns of its features, clipped at 0; a boundary model as without a step clock.
+        """Return the model over its features' columns, clipped at 0; a boundary model without a step clock.
 
-        The prediction is null where a feature of the active form is null, or no regime's condition holds.
+        The prediction is null if a feature of the active form is null, or no regime's condition holds.
         """
         forms = linear_forms(self.model).values()
         return self.by_regime(
@@ -307,9 +308,9 @@ class CompiledModel:
         )
 
     def expression_with_clock(self) -> pl.Expr:
-        """Return the model over a training frame: of a boundary model the next known step start counts alone.
+        """Return the model over a training frame: a boundary model uses only the next known step start.
 
-        The column `STEP_RESIDUAL` holds that start; the prediction is null where the work runs past it.
+        The column `STEP_RESIDUAL` has that start; the prediction is null if the work runs past it.
         """
         import polars as pl
 
@@ -333,10 +334,10 @@ class CompiledModel:
 def expected_at_boundary(
     model: BoundaryModel, work_us: Any, cycle_us: Any, most: Callable[[Any, Any], Any] = max
 ) -> tuple[Any, Any, Any]:
-    """Return expected, smallest and largest admission where steps of `cycle_us` run and their starts are not known.
+    """Return expected, smallest and largest admission while steps of `cycle_us` run at unknown times.
 
-    The boundary comes at any time of a step alike: half a step later on average, a whole one at most. All are numbers, or
-    arrays of which `most` takes the larger values.
+    The boundary is equally likely at any time within a step: half a step later on average, a whole step at most. All
+    arguments are numbers or arrays; `most` is the maximum function for them.
     """
     soonest = most(work_us + model.offset.value, 0.0)
     return soonest + cycle_us / 2, soonest, soonest + cycle_us

@@ -1,7 +1,7 @@
 """Compare two models of one target: coefficient by coefficient, and by their predictions where both were trained.
 
-Coefficients of two files differ without any consequence where features stand in for each other: what a user notices is the
-difference of predictions, so both models are evaluated on the same points of the training range that they share.
+If features can replace each other, coefficients of two files may differ without any effect. Users notice different
+predictions, so both models are also evaluated on the same points of their shared training range.
 """
 
 from __future__ import annotations
@@ -26,40 +26,41 @@ POINTS = 2000
 """Number of points of the shared training range at which two models are compared."""
 
 _SAME_COUNT = {"decode_tokens": "num_decode_reqs", "num_decode_reqs": "decode_tokens"}
-"""A decoding request computes one token: where only one of the two is known, it stands for the other."""
+"""A decoding request computes one token, so each of the two can stand in for the other."""
 
 
 def coefficient_diffs(first: Model, second: Model) -> list[CoefficientDiff]:
     """Compare two models coefficient by coefficient; linear forms are matched by name."""
     left, right = _numbers(first), _numbers(second)
-    found = []
+    diffs = []
     for key in dict.fromkeys([*left, *right]):
-        # Intervals that do not meet are a change beyond chance; those that do may still hide a small one.
+        # Disjoint intervals are a change beyond chance; overlapping ones may still hide a small change.
         (one, a), (other, b) = (
             (None, None) if x is None else (x.value, x.ci95) for x in (left.get(key), right.get(key))
         )
         apart = None if a is None or b is None else a[1] < b[0] or b[1] < a[0]
-        found.append(CoefficientDiff(*key, one, a, other, b, apart))
-    return found
+        diffs.append(CoefficientDiff(*key, one, a, other, b, apart))
+    return diffs
 
 
 def _numbers(model: Model) -> dict[tuple[str, str, str], Number | Term]:
-    found: dict[tuple[str, str, str], Number | Term] = {}
+    numbers: dict[tuple[str, str, str], Number | Term] = {}
     for name, form in linear_forms(model).items():
-        found[name, "intercept", "us"] = form.intercept
-        found |= {(name, t.feature, t.unit): t for t in form.terms}
+        numbers[name, "intercept", "us"] = form.intercept
+        numbers |= {(name, t.feature, t.unit): t for t in form.terms}
     if isinstance(model, BoundaryModel):
-        found["work", "offset", "us"] = model.offset
-    return found
+        numbers["work", "offset", "us"] = model.offset
+    return numbers
 
 
 def prediction_diffs(first: Model, second: Model) -> tuple[list[PredictionDiff], list[str]]:
     """Compare the predictions of the linear forms of two models over their shared training range.
 
     Returns:
-        One difference per linear form that both have and whose columns have a known range; and why the rest have none.
+        One difference per linear form that both have and whose columns have a range, and the reasons for the
+        other forms.
     """
-    found: list[PredictionDiff] = []
+    diffs: list[PredictionDiff] = []
     notes: list[str] = []
     left, right = linear_forms(first), linear_forms(second)
     for name in left:
@@ -69,11 +70,11 @@ def prediction_diffs(first: Model, second: Model) -> tuple[list[PredictionDiff],
         lines = _line(first, left[name]), _line(second, right[name])
         diff = _prediction_diff(name, *lines)
         if isinstance(diff, PredictionDiff):
-            found.append(diff)
+            diffs.append(diff)
         else:
             notes.append(f"{first.name}, {name}: {diff}")
     notes += [f"{first.name}, {name}: only in the second file" for name in right if name not in left]
-    return found, notes
+    return diffs, notes
 
 
 def _line(model: Model, form: LinearForm) -> LinearModel:
@@ -122,7 +123,7 @@ def _points(columns: set[str], ranges: Mapping[str, Bounds]) -> pl.DataFrame:
         c: rng.uniform(*ranges[c], POINTS) if ranges[c][0] < ranges[c][1] else np.full(POINTS, ranges[c][0])
         for c in free
     }
-    # Half of the values are ends of ranges: lines differ most where both features are extreme.
+    # Half of the values are ends of ranges: lines differ most at extremes of both features.
     ends = rng.integers(0, 4, (POINTS, max(len(free), 1)))
     for i, c in enumerate(free):
         points[c] = np.where(

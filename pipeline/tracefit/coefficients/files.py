@@ -40,7 +40,7 @@ def to_json(document: BaseModel) -> str:
 
 
 def as_published(document: _Document) -> _Document:
-    """Return the document with the numbers its file has."""
+    """Return the document with its numbers rounded as in the file."""
     return type(document).model_validate_json(to_json(document))
 
 
@@ -63,7 +63,7 @@ def find_models(path: str | Path) -> Path:
     """Return the coefficient file or the folder of them that a path stands for: itself, or `models/` below it."""
     path = place_of(path)
     below = path / "models"
-    # A file of its own wins over the folder below: users may have copied models out of `models/`.
+    # A file in the folder itself wins over `models/`: users may have copied models out of it.
     return below if path.is_dir() and not has_models(path) and has_models(below) else path
 
 
@@ -71,12 +71,12 @@ def coefficient_paths(path: str | Path) -> list[Path]:
     """Return the coefficient files that a path stands for.
 
     Raises:
-        UsageError: It is a folder without any.
+        UsageError: The folder has no coefficient file.
     """
-    found = find_models(path)
-    if not found.is_dir():
-        return [found]
-    files = [found / name for name in COEFFICIENT_FILES if (found / name).is_file()]
+    file = find_models(path)
+    if not file.is_dir():
+        return [file]
+    files = [file / name for name in COEFFICIENT_FILES if (file / name).is_file()]
     if not files:
         raise UsageError(
             f"holds neither {' nor '.join(COEFFICIENT_FILES)}",
@@ -117,7 +117,7 @@ def read_plain(path: str | Path, kind: type[BaseModel]) -> dict[str, Any]:
     where = str(path)
     content = read_bytes(place_of(path), limit_bytes=MAX_FILE_BYTES)
     plain = dict(parse_json_object(content, where=where, strict=True))
-    # Before anything else: of a file of another version, no key would be an error of the user.
+    # Before anything else: in a file of another version, no key is an error of the user.
     _check_version(plain, kind, where)
     return plain
 
@@ -127,7 +127,7 @@ def _read(path: Path, kind: type[_Document]) -> _Document:
     try:
         return kind.model_validate(plain)
     except ValidationError as error:
-        # One error of a damaged file often causes dozens: the first one is where to look.
+        # One fault in a damaged file often causes dozens of errors: show the first.
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])[:MAX_PLACE_CHARS] or "document"
         message = f"{place}: {first['msg'][:MAX_MESSAGE_CHARS]}"

@@ -1,9 +1,10 @@
 """The published files, as pydantic models: coefficient files (alpha.json, beta.json) and the evaluation.
 
-A coefficient file holds one model per name and scope, in one of three forms: one line (`LinearModel`), one line per regime
-(`RegimesModel`), or API work followed by the wait for a step boundary (`BoundaryModel`). Results of the fit (`fit.results`) are
-published as they are; the classes here compose them and add what is computed for the files alone. The rules of the files (no
-unknown keys, finite numbers) hold for those results too.
+A coefficient file holds one model per name and scope, in one of three forms: one line (`LinearModel`), one
+line per regime (`RegimesModel`), or API work followed by the wait for a step boundary (`BoundaryModel`).
+Results of the fit (`fit.results`) are published as they are; the classes here compose them and add what is
+computed for the files alone. The rules of the files (no unknown keys, finite numbers) hold for those results
+too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tracefit.results.replays import RunReplay
 from tracefit.server.documents import Scalar
 
 Answer = Literal["yes", "with limits", "no"]
-"""Whether the models can be used for something."""
+"""Whether the models can be used for a purpose."""
 
 FileKind = Literal["alpha", "beta"]
 """alpha: models of API, queue and departure; beta: models of step times."""
@@ -115,20 +116,21 @@ class Verdict(Strict):
 
 
 class RequestRange(Strict):
-    """How measured latencies lie about those that `predict` composes of a request's lengths, its batch and the queue.
+    """Range of measured latencies around the predictions from a request's lengths, its batch and the queue.
 
-    `low_ratio` and `high_ratio` are the 5th and 95th percentile of measured / predicted over the requests of the training
-    part. Both are null unless 85 % of the later, held-out requests lie between the two. Every request is described as it was
-    known when it arrived, and only those inside the training range of the models count for the range.
+    `low_ratio` and `high_ratio` are the 5th and 95th percentile of measured / predicted over the requests of
+    the training part. Both are null unless 85 % of the later, held-out requests lie between the two. Every
+    request is described by the facts at its arrival, and only requests inside the training range of the
+    models count for the range.
     """
 
     scope_id: str
     latency: Literal["ttft", "itl", "e2e"]
     low_ratio: float | None
     high_ratio: float | None
-    requests: int = Field(description="of the training part, inside the training range")
+    requests: int = Field(description="requests of the training part, inside the training range")
     requests_held_out: int | None = Field(
-        default=None, description="held-out ones, inside the training range"
+        default=None, description="held-out requests, inside the training range"
     )
     coverage_pct: float | None = Field(description="share of these held-out requests that lie in the range")
     holdout: Metrics = Field(description="errors of `predict` on all held-out requests")
@@ -156,9 +158,9 @@ class ScopeEvaluation(Strict):
         default_factory=dict,
         description="latencies of requests, composed of the models: ttft, itl, e2e, client, prefill, execution",
     )
-    latency_missing: str | None = Field(default=None, description="why there are none")
+    latency_missing: str | None = Field(default=None, description="why no latency is composed")
     requests: tuple[RequestRange, ...] = Field(
-        default=(), description="what `predict` makes of requests, held against what was measured"
+        default=(), description="predictions of requests by `predict`, compared with measurements"
     )
     summed_step_time: SummedTime | None = None
     timeline: TimelineEntry
@@ -181,14 +183,14 @@ class ServerEntry(Strict):
     steps: int = Field(description="steps with a summary")
     step_sampling: float | None = Field(description="steps with a summary / steps counted")
     journey_sampling: float | None = Field(
-        description="share of requests with a journey; null where no step shows it"
+        description="share of requests with a journey; null if no step shows it"
     )
     snapshot_sampling: float | None = Field(description="steps with snapshots / steps with a summary")
     dropped_events: int
 
 
 class IngestEntry(Strict):
-    """Counts of what was read, and of what was not usable."""
+    """Counts of the records read, and of the unusable ones."""
 
     files: int
     bytes: int
@@ -198,11 +200,11 @@ class IngestEntry(Strict):
     rejects: int
     implausible: dict[str, int] = Field(
         default_factory=dict,
-        description="rule of the tables that rows broke to how many did: they are left out",
+        description="rule of the tables to the number of rows that broke it and are left out",
     )
     missing_attributes: dict[str, tuple[str, ...]] = Field(
         default_factory=dict,
-        description="event to its attributes that none of these events of a run has a usable value of",
+        description="event to its attributes without a usable value in any such event of a run",
     )
     dropped_events: int
     dropped_attributes: int = 0
@@ -218,10 +220,10 @@ class Evaluation(Strict):
     ingest: IngestEntry
     scopes: tuple[ScopeEvaluation, ...]
     across: tuple[LeftOutErrors, ...] = Field(
-        default=(), description="errors on what was left out of training, where that was requested"
+        default=(), description="errors on the groups left out of training in turn, on request"
     )
     across_notes: tuple[str, ...] = Field(
-        default=(), description="what could not be left out or measured, and why"
+        default=(), description="groups that could not be left out or measured, with the reason"
     )
 
     @property
@@ -233,7 +235,7 @@ class Evaluation(Strict):
 # -- coefficient files ----------------------------------------------------------------------------------
 
 
-# A file may come from anyone: what it can hold is bounded.
+# A file may come from anyone, so its contents are bounded.
 Formula = Annotated[str, Field(max_length=MAX_FORMULA_CHARS)]
 
 
@@ -271,7 +273,7 @@ class Work(Strict):
 
 
 class Estimator(Strict):
-    """How the numbers were found."""
+    """How the numbers were fitted."""
 
     name: str
     penalty: str
@@ -295,7 +297,7 @@ class TimeRange(Strict):
 
 
 class RunInput(Strict):
-    """Content hashes of what one run's tables were made from."""
+    """Content hashes of the inputs of one run's tables."""
 
     run_id: str
     traces_sha256: str = Field(description="over the trace files' contents, names and order left out")
@@ -303,7 +305,7 @@ class RunInput(Strict):
 
 
 class Training(Strict):
-    """What the model was trained on."""
+    """Training data of the model."""
 
     runs: tuple[str, ...]
     rows: int = Field(description="rows of the training part")
@@ -335,13 +337,13 @@ class PromptSteps(Strict):
 
 
 class Workload(Strict):
-    """The mean of the requests that came in the training part: what those beside a predicted request are taken to be."""
+    """The mean request of the training part; the requests beside a predicted one are assumed to be like it."""
 
     requests: int
     prompt_tokens: float
-    cached_prompt_tokens: float = Field(description="found in the prefix cache; 0 where it is not known")
+    cached_prompt_tokens: float = Field(description="prompt tokens in the prefix cache; 0 if unknown")
     output_tokens: float
-    max_tokens: float | None = Field(description="output tokens allowed; null where it is not known")
+    max_tokens: float | None = Field(description="output tokens allowed; null if unknown")
     running_context_tokens: float | None = Field(
         default=None,
         description="tokens in the cache of a running request, mean over the steps that requests run in",
@@ -357,7 +359,7 @@ class Workload(Strict):
 
 
 class ScopeFacts(Strict):
-    """What the model holds for; everything in `assumed` was not stated by any input."""
+    """Model, GPU and settings the model is valid for; nothing in `assumed` was stated by any input."""
 
     model: str | None
     gpu: str | None
@@ -365,12 +367,10 @@ class ScopeFacts(Strict):
     hardware: dict[str, Scalar]
     settings: dict[str, Scalar]
     assumed: tuple[str, ...] = ()
-    workload: Workload | None = Field(
-        default=None, description="null where no journeys of requests are traced"
-    )
+    workload: Workload | None = Field(default=None, description="null if no journeys of requests are traced")
     input_ranges: dict[Literal["step", "request"], dict[str, tuple[float, float]]] = Field(
         default_factory=dict,
-        description="smallest and largest value in training of what describes a step, and a request as it arrives",
+        description="smallest and largest value in training of the inputs that describe a step, and a request on arrival",
     )
 
 
@@ -387,7 +387,7 @@ class _ModelBase(Strict):
     definitions: dict[Identifier, Formula] = Field(
         default_factory=dict,
         max_length=MAX_TERMS,
-        description="names in formulas that are no table columns: a number, or a formula over columns and other names here",
+        description="names in formulas that are not table columns: a number, or a formula over columns and other names here",
     )
     notes: tuple[str, ...] = ()
 
@@ -421,14 +421,12 @@ class RegimesModel(_ModelBase):
 
 
 class Expectation(Linear):
-    """What to expect when nothing is known of the steps: the work, and what is left of a step in progress.
+    """Expected admission without step times: the work, plus the expected rest of a step in progress.
 
     Its intercept is the work's + busy_share * (residual + offset).
     """
 
-    residual: Number = Field(
-        description="mean of what is left of a cycle c at any time of it: E[c^2] / (2 E[c])"
-    )
+    residual: Number = Field(description="mean rest of a cycle c at a random time in it: E[c^2] / (2 E[c])")
     busy_share: float = Field(description="share of the time in which a step is in progress", ge=0, le=1)
 
 
@@ -453,7 +451,7 @@ class BoundaryModel(_ModelBase):
         return sum(term.value for term in self.work.terms if term.feature == "prompt_tokens")
 
 
-# Distinguished by `form`: the errors of a damaged model are those of its own form alone.
+# Discriminated by `form`, so that a damaged model reports only errors of its own form.
 Model = Annotated[LinearModel | RegimesModel | BoundaryModel, Field(discriminator="form")]
 LinearForm = LinearModel | Linear | Work | Regime
 """Any type with an intercept and a sum of terms."""

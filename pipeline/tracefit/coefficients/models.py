@@ -1,7 +1,8 @@
 """Load coefficient files and predict steps and requests from them: the library's `tracefit.load`.
 
-`Models` holds files and finds the models of a scope; `predict` and `requests` compute single predictions, `predict_frames` those of
-a frame. A single prediction is made in plain Python: neither numpy nor polars nor scikit-learn is imported for it.
+`Models` holds files and finds the models of a scope; `predict` and `requests` compute single predictions,
+`predict_frames` those of a frame. A single prediction is made in plain Python: neither numpy nor polars nor
+scikit-learn is imported for it.
 """
 
 from __future__ import annotations
@@ -30,10 +31,16 @@ def load(*paths: str | Path | Iterable[str | Path]) -> Models:
     """Read coefficient files.
 
     Args:
-        paths: Files, or folders that hold alpha.json, beta.json or both, themselves or in `models/`; also lists of these.
+        paths: Files, or folders that hold alpha.json, beta.json or both, themselves or in `models/`; also
+            lists of these.
 
     Raises:
         UsageError: A file is missing, damaged or of another kind, or two files hold the same model.
+
+    Examples:
+        >>> import tracefit
+        >>> tracefit.load("out/").scope_ids  # doctest: +ELLIPSIS
+        ('llama-3.1-8b-instruct.h100-sxm.tp1...',)
     """
     places = [place_of(p) for one in paths for p in ([one] if isinstance(one, str | Path) else one)]
     files = [file for place in places for file in coefficient_paths(place)]
@@ -51,11 +58,11 @@ class Models:
         by_scope: dict[str, dict[str, Model]] = {}
         for model in (m for file in files for m in file.models):
             scope = by_scope.setdefault(model.scope_id or "", {})
-            # Two files of one model would otherwise predict by whichever was read last.
+            # Otherwise the file read last would silently win.
             if model.name in scope:
                 raise UsageError(f"{model.name} of scope {model.scope_id} is there twice", where=where)
             scope[model.name] = model
-        # Kept, so that each model is compiled once for all predictions.
+        # Cached, so that each model is compiled once for all predictions.
         self._scopes = {
             scope_id: ScopeModels(
                 scope_id or None,
@@ -78,36 +85,46 @@ class Models:
 
     @property
     def scope_ids(self) -> tuple[str, ...]:
-        """Scopes the files hold models of, in order."""
+        """Scopes with models in the files, in order."""
         return tuple(self._scopes)
 
     def scope(self, scope: str | None = None) -> ScopeModels:
         """Return the models of one scope.
 
         Args:
-            scope: Its id or a part of it that only one has; may be left out where there is only one.
+            scope: Its id, or a part of it that no other scope has; optional if there is only one scope.
 
         Raises:
             UsageError: No scope or several match.
+
+        Examples:
+            >>> import tracefit
+            >>> sorted(tracefit.load("out/").scope("llama").models)
+            ['alpha.admission', 'alpha.departure', 'alpha.queue_wait', 'beta.cycle_time']
         """
         if not self._scopes:
             raise UsageError("no models are there", where=self.where)
         matching = [s for s in self._scopes if scope is None or scope in s]
-        found = [s for s in matching if s == scope] or matching
-        if len(found) != 1:
-            named = f"scope {scope} is {'not one' if found else 'no'} scope here"
+        chosen = [s for s in matching if s == scope] or matching
+        if len(chosen) != 1:
+            named = f"scope {scope} is {'not one' if chosen else 'no'} scope here"
             raise UsageError(
                 "several scopes are there" if scope is None else named,
                 where=self.where,
                 hint=f"name one with --scope: {', '.join(self._scopes)}",
             )
-        return self._scopes[found[0]]
+        return self._scopes[chosen[0]]
 
     def model(self, name: str, scope: str | None = None) -> Model:
         """Return a model by name.
 
         Raises:
-            UsageError: It is not there.
+            UsageError: No such model.
+
+        Examples:
+            >>> import tracefit
+            >>> tracefit.load("out/").model("beta.cycle_time").terms[0].feature
+            'prefill_tokens'
         """
         return self.scope(scope).require(name)
 
@@ -123,10 +140,16 @@ class Models:
         Args:
             name: The model.
             scope: See `scope`.
-            features: Columns of X; by default the columns of the tables that the model is computed from (`feature_names_in_`).
+            features: Columns of X; by default the table columns that the model is computed from (`feature_names_in_`).
 
         Raises:
             UsageError: There is no such model.
+
+        Examples:
+            >>> import tracefit
+            >>> regressor = tracefit.load("out/").as_sklearn(features=["prefill_tokens", "num_decode_reqs"])
+            >>> regressor.predict([[256, 8]]).round(-3)
+            array([14000.])
         """
         from tracefit.coefficients.regressor import LatencyRegressor
 
@@ -169,10 +192,11 @@ class Models:
         """Predict how long a step takes, or every step of a frame.
 
         Args:
-            rows: A frame of polars, pandas, pyarrow or another library, columns by name, or one mapping per row; with timeline
-                columns, or with columns named as the arguments below. They come back with `predicted_us`, `low_us`, `high_us`
-                and `out_of_range` too: a frame as one of its own library, anything else, and a lazy frame, as one of polars.
-                A null in a row gives a null prediction; a column that looks misspelt causes a warning.
+            rows: A frame of polars, pandas, pyarrow or another library, columns by name, or one mapping per
+                row; with timeline columns, or with columns named as the arguments below. The result adds
+                `predicted_us`, `low_us`, `high_us` and `out_of_range`: a frame comes back as one of its own
+                library, anything else, and a lazy frame, as polars. A null in a row gives a null prediction;
+                a column that looks misspelt causes a warning.
             scope: See `scope`.
             batch: Decoding requests.
             context: Mean tokens in their caches.
@@ -184,8 +208,16 @@ class Models:
 
         Raises:
             DataError: The model of step times could not be fitted.
-            UsageError: There is none, a feature it needs is not known, or the server runs no such step; of a frame the first
-                such row is named, and none is predicted.
+            UsageError: No such model, a required feature is missing, or the server runs no such step; for a
+                frame the first such row is named, and no row is predicted.
+
+        Examples:
+            >>> import tracefit
+            >>> models = tracefit.load("out/")
+            >>> round(models.predict_step(batch=8, context=500, prefill=256).step.value_us, -3)
+            14000.0
+            >>> models.predict_step([{"batch": 8}, {"batch": 16}]).columns
+            ['batch', 'predicted_us', 'low_us', 'high_us', 'out_of_range']
         """
         chosen = self.scope(scope)
         if rows is not None:
@@ -232,22 +264,31 @@ class Models:
         """Predict queue wait, TTFT, ITL and E2E of a request, or of every request of a frame.
 
         Args:
-            rows: As in `predict_step`, with columns named as the arguments below (prompt_tokens and output_tokens at least).
-                They come back with one `*_us` column per duration too, `*_low_us` and `*_high_us` of TTFT, ITL and E2E, and
-                `out_of_range`.
+            rows: As in `predict_step`, with columns named as the arguments below, or as the flags
+                (prompt_tokens or prompt, and output_tokens or output, at least). The result adds one `*_us`
+                column per duration, `*_low_us` and `*_high_us` of TTFT, ITL and E2E, and `out_of_range`.
             scope: See `scope`.
             prompt_tokens: Prompt.
             output_tokens: Tokens to generate.
             queue: Requests waiting ahead.
             batch: Requests that run when it arrives.
             context: Mean tokens in their caches.
-            cached: Prompt tokens found in the prefix cache.
+            cached: Prompt tokens in the prefix cache.
             features: Columns or features by name; they win over what follows from the rest.
 
         Raises:
             DataError: The model of step times could not be fitted.
-            UsageError: There is none, or the server would refuse such a request; of a frame the first such row is named, and
-                none is predicted.
+            UsageError: No such model, or the server would refuse such a request; for a frame the first such
+                row is named, and no row is predicted.
+
+        Examples:
+            >>> import tracefit
+            >>> models = tracefit.load("out/")
+            >>> request = models.predict_request(prompt_tokens=400, output_tokens=100, batch=8)
+            >>> request.ttft.value_us < request.e2e.value_us
+            True
+            >>> models.predict_request([{"prompt_tokens": 400, "output_tokens": 100}]).columns[-1]
+            'out_of_range'
         """
         chosen = self.scope(scope)
         if rows is not None:

@@ -1,7 +1,7 @@
-"""The models of one scope, and predictions of single rows and steps in plain Python: neither numpy nor polars is imported.
+"""The models of one scope, and predictions of single rows and steps in plain Python, without numpy or polars.
 
-A prediction is a number, the interval that nine of ten held-out rows kept to, what had to be assumed, and where the
-input leaves the training range. `predict_frames` does the same for the rows of a frame.
+A prediction is a number, the interval that nine of ten held-out rows stayed in, the assumptions, and the inputs outside
+the training range. `predict_frames` does the same for the rows of a frame.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from tracefit.fit.results import Term
 
 PREDICTED = "predicted_us"
-"""Name of the prediction itself among what is outside its range: a line below 0 is cut off there."""
+"""Name of the prediction itself among values outside their range: a line below 0 is cut off at 0."""
 INTERVAL_ROWS = 20
 """Fewer held-out rows than this do not make an interval of their own."""
 MAX_NAME_SHOWN = 64
 
 
-# -- what a prediction says ------------------------------------------------------------------------------
+# -- predictions -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class PredictedDuration:
 
     Attributes:
         value_us: The prediction.
-        low_us: Lower end of the interval that nine of ten held-out rows kept to; null without a validation.
-        high_us: Its upper end; null also where held-out errors leave it open.
+        low_us: Lower end of the interval that nine of ten held-out rows stayed in; null without a validation.
+        high_us: Its upper end; also null if held-out errors are 100 % or more.
     """
 
     value_us: float
@@ -62,9 +62,9 @@ class PredictedDuration:
 
 
 def interval_about(value_us: float, p90_ape_pct: float | None) -> PredictedDuration:
-    """Put the interval around a prediction p that |p - actual| / actual <= q on nine of ten held-out rows gives.
+    """Return the interval around a prediction p if |p - actual| / actual <= q on nine of ten held-out rows.
 
-    It is p/(1 + q) to p/(1 - q), open above where q is 1 or more.
+    It is p/(1 + q) to p/(1 - q), open above if q is 1 or more.
     """
     if p90_ape_pct is None:
         return PredictedDuration(value_us)
@@ -73,20 +73,20 @@ def interval_about(value_us: float, p90_ape_pct: float | None) -> PredictedDurat
 
 
 def p90_ape_pct(model: Model, group: str | None) -> float | None:
-    """Return the 90th percentile of the held-out errors, of the group of rows like the input where it is large enough."""
+    """Return the 90th percentile of the held-out errors, over the rows of the input's group if they are enough."""
     if model.validation is None:
         return None
-    # A regime, say, that few held-out rows met says less of its own errors than all rows do.
+    # A group with few held-out rows, such as a rare regime, says less about its errors than all rows do.
     of_group = model.validation.by_group.get(group) if group else None
     enough = of_group is not None and of_group.n >= INTERVAL_ROWS
-    found = of_group if of_group is not None and enough else model.validation.holdout
-    return found.p90_ape_pct
+    errors = of_group if of_group is not None and enough else model.validation.holdout
+    return errors.p90_ape_pct
 
 
 def published_mdape_pct(model: Model) -> float | None:
     """Return the median error of the training or of the held-out rows, the larger one.
 
-    New traces are as much like the one as like the other.
+    New traces may resemble either part.
     """
     parts = (model.validation.train, model.validation.holdout) if model.validation else ()
     return max((part.mdape_pct for part in parts if part.mdape_pct is not None), default=None)
@@ -97,12 +97,12 @@ class StepPrediction:
     """A predicted step.
 
     Attributes:
-        scope_id: Whose model predicts.
-        model: Its name.
+        scope_id: The scope of the model.
+        model: Name of the model.
         step: The step's time.
-        features: What the model was evaluated on.
-        assumed: What the input leaves open, and what stands in.
-        out_of_range: Where the input leaves the training range.
+        features: The features and their values.
+        assumed: Assumptions for inputs that were not given.
+        out_of_range: Inputs outside the training range.
     """
 
     scope_id: str | None
@@ -114,7 +114,7 @@ class StepPrediction:
 
 
 class Outside(NamedTuple):
-    """Values of a feature, `low` to `high`, outside the `ends` of its training range; or predictions (`PREDICTED`) below 0."""
+    """Values of a feature, `low` to `high`, outside its training range `ends`; or predictions below 0."""
 
     model: str
     feature: str
@@ -126,18 +126,18 @@ class Outside(NamedTuple):
     def __str__(self) -> str:
         values = f"{self.low:g}" if self.low == self.high else f"{self.low:g} to {self.high:g}"
         if self.feature == PREDICTED:
-            return f"{self.model}: its line gives {values} us here, below 0: the 0 says that it cannot tell, not that there is none"
+            return f"{self.model}: the model extrapolates to {values} us here; reported as 0, which means unknown, not no time"
         text = f"{self.model}: {self.feature} {values} is outside {self.ends[0]:g} to {self.ends[1]:g}, the training range"
         return text if self.has_term else f"{text}; the model has no term for it"
 
 
 def in_lines(outside: Iterable[Outside]) -> tuple[str, ...]:
     """Return a line per model and feature: the steps of one request leave a range at many values."""
-    found: dict[tuple[str, str], Outside] = {}
+    widest: dict[tuple[str, str], Outside] = {}
     for each in outside:
-        known = found.get(each[:2], each)
-        found[each[:2]] = each._replace(low=min(each.low, known.low), high=max(each.high, known.high))
-    return tuple(map(str, found.values()))
+        known = widest.get(each[:2], each)
+        widest[each[:2]] = each._replace(low=min(each.low, known.low), high=max(each.high, known.high))
+    return tuple(map(str, widest.values()))
 
 
 # -- one row of one model --------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def in_lines(outside: Iterable[Outside]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a model predicts for a row, from which features, and how far to trust it."""
+    """A prediction of a model for a row, with its features, assumptions and values out of range."""
 
     interval: PredictedDuration
     features: dict[str, float]
@@ -170,22 +170,22 @@ def predict_row(
 
     Args:
         compiled: The model.
-        given: Its features, or what they are computed from; null is unknown.
-        stand_in: Let the middle of the training range stand in for a feature of a term that is not known, and say so.
-        cycle_us: For a boundary model: time of the steps that run. Then, or if `given` has a batch of 0, the work is
-            what is predicted, and the boundary is expected after it.
+        given: Its features, or their inputs; null is unknown.
+        stand_in: Use the middle of the training range for an unknown feature of a term, and say so.
+        cycle_us: For a boundary model: time of the running steps. With it, or with a batch of 0 in `given`, the model
+            predicts the work, and the expected wait for the boundary is added.
 
     Raises:
-        UsageError: A feature is not known and nothing stands in for it, or no regime's condition holds.
+        UsageError: A feature is unknown and has no stand-in, or no regime's condition holds.
     """
     model = compiled.model
-    # Without a cycle, an idle engine is known by its batch: no step runs, and the work alone is the admission.
+    # Without a cycle, a batch of 0 shows an idle engine: no step runs, and the admission is the work alone.
     if isinstance(model, BoundaryModel) and (cycle_us is not None or given.get("batch") == 0):
-        found = _predict_form(compiled, "idle_engine", model.work, given, stand_in=False)
+        work = _predict_form(compiled, "idle_engine", model.work, given, stand_in=False)
         if cycle_us is None:
-            return found
-        interval = PredictedDuration(*expected_at_boundary(model, found.interval.value_us, cycle_us))
-        return Prediction(interval, found.features, found.assumed, found.outside)
+            return work
+        interval = PredictedDuration(*expected_at_boundary(model, work.interval.value_us, cycle_us))
+        return Prediction(interval, work.features, work.assumed, work.outside)
     compiled.require(compiled.compared, given)
     group, form = compiled.active(compiled.formulas.row(given, compiled.compared))
     return _predict_form(compiled, _group(compiled, group, given), form, given, stand_in=stand_in)
@@ -195,7 +195,7 @@ def _group(compiled: CompiledModel, form: str, given: Mapping[str, float | None]
     """Return the group of held-out rows that a row belongs to: its regime, or whether its step prefills."""
     if form != "line":
         return form
-    # A model that knows nothing of prompts was still validated on both kinds of steps.
+    # A model without features of prompts was still validated on both kinds of steps.
     known = not compiled.formulas.missing(["prefill_tokens"], given)
     prefill = compiled.formulas.row(given, ["prefill_tokens"])["prefill_tokens"] if known else None
     return None if prefill is None else "mixed" if prefill > 0 else "decode_only"
@@ -212,10 +212,10 @@ def _predict_form(
     model, formulas = compiled.model, compiled.formulas
     middles = stand_ins(form.terms) if stand_in else {}
     names = [t.feature for t in form.terms]
-    found = formulas.row(given, [n for n in names if not formulas.missing([n], given)])
+    row = formulas.row(given, [n for n in names if not formulas.missing([n], given)])
     values, assumed, outside = dict[str, float](), list[str](), list[Outside]()
     for term in form.terms:
-        value = found.get(term.feature)
+        value = row.get(term.feature)
         if value is None and term.feature in middles:
             value = middles[term.feature]
             assumed.append(
@@ -226,7 +226,7 @@ def _predict_form(
             ends = term.training_range
             if ends is not None and not ends[0] <= value <= ends[1]:
                 outside.append(Outside(model.name, term.feature, value, value, ends))
-    # Features that terms stand for leave their range with them: one line is enough.
+    # A feature that a term covers leaves its range together with the term: one line is enough.
     outside = outside or _without_a_term(compiled, given)
     predicted = line(form.intercept, form.terms, values.get, ROW)
     if predicted is None:
@@ -244,13 +244,13 @@ def _predict_form(
         )
     if predicted < 0:
         outside.append(Outside(model.name, PREDICTED, predicted, predicted, (0.0, math.inf)))
-    # The held-out errors are those of rows in the training range: outside they say nothing.
+    # The held-out errors are from rows in the training range, so they do not apply outside it.
     interval = interval_about(max(predicted, 0.0), None if outside else p90_ape_pct(model, group))
     return Prediction(interval, values, tuple(assumed), tuple(outside))
 
 
 def _without_a_term(compiled: CompiledModel, given: Mapping[str, float | None]) -> list[Outside]:
-    """Return the features without a term that leave what the model was trained on, as far as the input tells."""
+    """Return the features without a term that are outside their training range, if the input gives them."""
     formulas, name = compiled.formulas, compiled.model.name
     known = {n: ends for n, ends in compiled.unmodeled.items() if not formulas.missing([n], given)}
     values = formulas.row(given, known)
@@ -305,25 +305,25 @@ class ScopeModels:
         """The model of step times.
 
         Raises:
-            DataError: It could not be fitted; the error has the reason.
-            UsageError: It is not there.
+            DataError: The model could not be fitted; the error has the reason.
+            UsageError: No such model.
         """
-        # With both, whole cycles: a duration is the time inside schedule() on most servers.
-        found = next((n for n in STEP_MODELS if n in self.models), STEP_MODELS[0])
+        # If both exist, take whole cycles: a duration is the time inside schedule() on most servers.
+        name = next((n for n in STEP_MODELS if n in self.models), STEP_MODELS[0])
         missing = next((m for m in self.not_fitted if m.name in STEP_MODELS), None)
-        if missing is not None and found not in self.models:
+        if missing is not None and name not in self.models:
             raise DataError(
                 f"{missing.name} of scope {self.scope_id} was not fitted: {missing.reason}",
                 hint=missing.remedy,
             )
-        return self.require(found)
+        return self.require(name)
 
     @cached_property
     def server(self) -> dict[str, float | None]:
-        """Settings of the server that formulas of workloads use, by name, null where not known."""
+        """Settings of the server that formulas of workloads use, by name, null if unknown."""
         names = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "block_size")
         values = {n: None if (v := self.limit(n)) is None else float(v) for n in names}
-        # Without a block size vLLM takes its own default; of the other settings none can be guessed.
+        # The block size has a default in vLLM; the other settings cannot be guessed.
         if not values["block_size"]:
             from tracefit.server.settings import DEFAULT_BLOCK_SIZE  # noqa: PLC0415 - files of `train` state it
 
@@ -332,7 +332,7 @@ class ScopeModels:
 
     @cached_property
     def workload(self) -> Workload | None:
-        """The mean request the models were trained on; null where the files do not state it."""
+        """The mean request the models were trained on; null if the files do not state it."""
         return next((m.scope.workload for m in self.models.values() if m.scope and m.scope.workload), None)
 
     @cached_property
@@ -341,7 +341,7 @@ class ScopeModels:
         return Formulas.parse(traffic_formulas(self.workload), where="traffic")
 
     def knows_queue(self, model: Model) -> bool:
-        """Say whether a prediction of this model changes with the number of requests that wait."""
+        """Return whether the number of waiting requests changes a prediction of this model."""
         compiled = self.compiled(model)
         return "queue" in compiled.formulas.used(term.feature for term in terms_of(model))
 
@@ -351,26 +351,26 @@ class ScopeModels:
         return next((s.settings.get(name) for s in scopes), None)
 
     def known_settings(self, compiled: CompiledModel) -> dict[str, float | None]:
-        """Return the settings of the server; one that is not known leaves its name to the model's own formula for it."""
-        # A null that is given would win over the formula.
+        """Return the settings of the server; an unknown one is left out."""
+        # A null would override the model's own formula of that name.
         return {n: v for n, v in self.server.items() if v is not None or n not in compiled.formulas.nodes}
 
     def read(self, models: Iterable[Model]) -> set[str]:
-        """Return the names that change a prediction of these models, or what is said of it."""
+        """Return the names that change a prediction of these models, or its notes."""
         return set[str]().union(*(self.compiled(model).read for model in models))
 
     def require_read(
         self, features: Iterable[str], models: Iterable[Model], also: Iterable[str] = ()
     ) -> None:
-        """Refuse features that a prediction would leave unread.
+        """Refuse features that no model uses.
 
         Args:
-            features: Names that a caller states values of.
+            features: Names of the given features.
             models: The models that predict.
-            also: What is read beside them.
+            also: Other names that are used.
 
         Raises:
-            UsageError: None of the models is computed from a feature.
+            UsageError: No model uses one of the features.
         """
         models = list(models)
         read = self.read(models).union(also)
@@ -383,19 +383,19 @@ class ScopeModels:
             )
 
     def range_of(self, latency: str) -> tuple[float | None, float | None]:
-        """Return the published ratios of the ends of a composed latency's range to the prediction; null where it has none."""
-        found = self.ranges.get(latency)
-        return (None, None) if found is None else (found.low_ratio, found.high_ratio)
+        """Return the ratios of both ends of a latency's published range to the prediction; null without one."""
+        published = self.ranges.get(latency)
+        return (None, None) if published is None else (published.low_ratio, published.high_ratio)
 
     def input_ranges(self, of: Literal["step", "request"]) -> Mapping[str, tuple[float, float]]:
-        """Return the smallest and largest value of each input in training; empty where the files do not state them."""
+        """Return the smallest and largest value of each input in training; empty if the files do not state them."""
         scopes = (m.scope for m in self.models.values() if m.scope and m.scope.input_ranges)
         return next((s.input_ranges.get(of, {}) for s in scopes), {})
 
     def beyond(
         self, of: Literal["step", "request"], given: Mapping[str, float | None], named: Collection[str] = ()
     ) -> list[str]:
-        """Say which inputs lie outside their training range, those left out of which `named` has the column."""
+        """Name the inputs outside their training range, except those whose column is in `named`."""
         columns = {STEP_COLUMNS.get(column) for column in named}
         return [
             f"{name} {value:,g} is outside {ends[0]:,g} to {ends[1]:,g}, the range of {of}s in training"
@@ -406,7 +406,7 @@ class ScopeModels:
         ]
 
     def limit(self, setting: str) -> float | None:
-        """Return a setting of the server that is a number, null where it is not known."""
+        """Return a numeric setting of the server, null if unknown."""
         value = self.setting(setting)
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -417,16 +417,16 @@ class ScopeModels:
         features: Mapping[str, float],
         known: Collection[str],
     ) -> list[str]:
-        """Say which parts of a description change nothing, and what is missing to hold them against the training.
+        """Name the inputs that do not change the prediction, and the features missing to check their training range.
 
         Args:
-            stated: Inputs and their values, null and 0 where nothing is stated.
+            stated: Inputs and their values; null or 0 if not given.
             models: The models that predict.
-            features: Features that are stated themselves.
-            known: Names of everything that is known.
+            features: Features that are given directly.
+            known: Names of all values that are available.
         """
         compiled = [self.compiled(model) for model in models]
-        # A training range may hold what no term depends on: names it is computed from, and those of them that are missing.
+        # Features with a training range but no term: the names each is computed from, and the missing ones among them.
         ranges = [
             (each.formulas.used([name], features), each.formulas.missing([name], known))
             for each in compiled
@@ -466,31 +466,31 @@ class ScopeModels:
 
         Raises:
             DataError: The model of step times could not be fitted.
-            UsageError: There is none, a feature it needs is not known, one that is given is not read, or the server does not
-                run such a step.
+            UsageError: No such model, a required feature is missing, an unused feature was passed, or the
+                server does not run such a step.
         """
         model = self.step_model
         self.require_read(features, [model])
         given = {**dict.fromkeys(STEP_INPUTS, 0.0), **stated}
         require_possible("step", {**given, **features}, self.limit)
-        found = self.predict(stated, features)
-        # A model of table columns may be asked without its batch: what is not stated is not held against the training.
+        prediction = self.predict(stated, features)
+        # A model of table columns may be used without a batch: inputs that are not given are not checked.
         known_inputs = {name: value for name, value in stated.items() if value}
-        beyond = self.beyond("step", known_inputs, [each.feature for each in found.outside])
+        beyond = self.beyond("step", known_inputs, [each.feature for each in prediction.outside])
         known = [name for name, value in self._step_values(stated, features).items() if value is not None]
         described = {name: stated.get(name) for name in ("batch", "context", "prefill", "waiting")}
-        assumed = [*found.assumed, *self.changing_nothing(described, [model], features, known)]
+        assumed = [*prediction.assumed, *self.changing_nothing(described, [model], features, known)]
         compiled = self.compiled(model)
         needs_context = "context" in compiled.formulas.used(compiled.features, features)
         if described["batch"] and not described["context"] and needs_context:
             assumed.append("context 0: not given, as if the batch had no tokens in its caches")
-        # What was not seen in training was not measured either.
-        interval = PredictedDuration(found.interval.value_us) if beyond else found.interval
+        # Errors were not measured outside the training range.
+        interval = PredictedDuration(prediction.interval.value_us) if beyond else prediction.interval
         return StepPrediction(
             self.scope_id,
             model.name,
             interval,
-            tuple(found.features.items()),
+            tuple(prediction.features.items()),
             tuple(assumed),
-            (*beyond, *in_lines(found.outside)),
+            (*beyond, *in_lines(prediction.outside)),
         )

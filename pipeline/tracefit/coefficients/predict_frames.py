@@ -1,7 +1,7 @@
-"""Predict the rows of a frame: what `predict` computes for one row, as column operations on the same compiled models.
+"""Predict the rows of a frame: the computation of `predict`, as column operations on the same compiled models.
 
-Rows may come in whatever form a Python program has them (`as_frame`), and predictions go back in the same one: narwhals reads
-and writes the frames of pandas, pyarrow and the other libraries it knows; only polars has to be installed.
+Rows may be frames of any library that narwhals supports, such as pandas and pyarrow, or plain Python (`as_frame`);
+predictions come back in the same form. Only polars has to be installed.
 """
 
 from __future__ import annotations
@@ -50,21 +50,19 @@ Rows = IntoFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]]
 """A frame, columns by name (`{"batch": [1, 2]}`), or one mapping per row (`[{"batch": 1}, {"batch": 2}]`)."""
 
 FrameT = TypeVar("FrameT", bound=IntoDataFrame)
-"""A frame in memory of a library that narwhals knows: predictions come back as another of the same library."""
+"""A frame in memory of a library that narwhals supports: predictions come back as a frame of the same library."""
 
 
 def as_frame(rows: Rows) -> pl.DataFrame:
     """Return rows as a polars frame, in their order; an index of pandas is not among the columns.
 
     Raises:
-        UsageError: They are no rows.
+        UsageError: The argument is not rows.
     """
     if isinstance(rows, pl.DataFrame):
         return rows
     if isinstance(rows, str | bytes):
-        raise UsageError(
-            f"{rows!r:.80} is no frame, no columns by name and no list of mappings", where="rows"
-        )
+        raise UsageError(f"{rows!r:.80} is not a frame, columns by name or a list of mappings", where="rows")
     try:
         return _frame(rows)
     except (TypeError, ValueError, pl.exceptions.PolarsError) as error:
@@ -77,12 +75,12 @@ def with_predictions(models: ScopeModels, rows: Rows, of: Literal["step", "reque
     A lazy frame, columns by name and mappings come back as a polars frame. Columns that look misspelt cause a warning.
 
     Raises:
-        UsageError: They are no rows, or as `predict_steps` and `predict_requests`.
+        UsageError: The argument is not rows, or as `predict_steps` and `predict_requests`.
     """
     frame = as_frame(rows)
     predicted = predict_steps(models, frame) if of == "step" else predict_requests(models, frame)
     if misspelt := [text for text, hint in unread_columns(models, of, frame).items() if hint]:
-        # At the line that called `Models.predict_step` or `predict_request`.
+        # Reported at the line that called `Models.predict_step` or `predict_request`.
         warnings.warn(f"no model that predicts this reads {', '.join(misspelt)}", stacklevel=3)
     callers = nw.from_native(cast("Any", rows), pass_through=True)
     if not isinstance(callers, nw.DataFrame) or isinstance(rows, pl.DataFrame):
@@ -100,19 +98,19 @@ def with_predictions(models: ScopeModels, rows: Rows, of: Literal["step", "reque
 
 
 def unread_columns(models: ScopeModels, of: str, frame: pl.DataFrame) -> dict[str, bool]:
-    """Return the columns that leave a prediction as it is, with the name that may have been meant and whether there is one.
+    """Return the numeric columns that no prediction uses, with the closest used name, and whether there is one.
 
-    Text labels rows, and rows of a table have columns for other uses: neither is a mistake.
+    Text columns may label rows, and rows of a table have columns for other uses: neither is reported.
 
     Args:
         models: The models of a scope.
         of: `step`, `request` or the name of a model.
-        frame: What is predicted.
+        frame: The rows to predict.
     """
     if "run_id" in frame.columns:
         return {}
     if of == "request":
-        read = models.read(models.models.values()).union(REQUEST_INPUTS, OTHERS)
+        read = models.read(models.models.values()).union(REQUEST_INPUTS, OTHERS, FLAGS)
     else:
         read = models.read([models.step_model if of == "step" else models.require(of)])
     numbers = [name for name, kind in frame.schema.items() if kind.is_numeric() and name not in read]
@@ -129,13 +127,13 @@ def _frame(rows: Any) -> pl.DataFrame:
         known = known.collect(backend="polars")
     if isinstance(known, nw.DataFrame):
         return known.to_polars()
-    # Of a library that narwhals does not know, or columns by name, of counts among fractions too: a number alone stands for
-    # every row.
+    # A frame that narwhals does not support, or columns by name, which may mix integers and floats; a single
+    # number fills its column.
     if isinstance(rows, Mapping) or hasattr(rows, "__arrow_c_stream__"):
         return pl.DataFrame(rows, strict=False)
     listed = list(rows)
     if wrong := next((row for row in listed if not isinstance(row, Mapping)), None):
-        raise TypeError(f"{type(wrong).__name__} is no mapping of names to values")
+        raise TypeError(f"{type(wrong).__name__} is not a mapping of names to values")
     return pl.DataFrame([dict(row) for row in listed], infer_schema_length=None)
 
 
@@ -144,6 +142,9 @@ def _frame(rows: Any) -> pl.DataFrame:
 
 OUTPUTS = (PREDICTED, "low_us", "high_us", "out_of_range")
 """Columns that are added to steps and to rows of features."""
+
+FLAGS = {"prompt": "prompt_tokens", "output": "output_tokens"}
+"""Flags of requests to the inputs that have another name."""
 
 MAX_PREFILL_STEPS = 5_000_000
 """Steps of all prompts together."""
@@ -157,10 +158,10 @@ def predict_rows(model: Model, rows: pl.DataFrame) -> pl.DataFrame:
 
     Args:
         model: The model; a boundary model as for a consumer without a step clock.
-        rows: Its features, or the columns they are computed from. A null in one gives a null prediction.
+        rows: Its features, or the columns they are computed from. A null gives a null prediction.
 
     Raises:
-        UsageError: A column is missing, or does not hold numbers.
+        UsageError: A column is missing or not numeric.
     """
     return _predict(CompiledModel(model), rows, rows)
 
@@ -172,16 +173,16 @@ def _predict(
 
     Args:
         compiled: The model.
-        rows: What predictions are added to.
-        inputs: What they are made from.
-        beyond: Name inputs outside their training range, null where they are inside.
+        rows: The rows that predictions are added to.
+        inputs: The columns that predictions are made from.
+        beyond: Expressions that name inputs outside their training range, null inside it.
     """
     computed = compiled.computed(inputs, also=["prefill_tokens", *compiled.unmodeled])
     predicted, q = compiled.expression(), _p90(compiled, computed.columns) / 100
     outside = _listed([*beyond, _out_of_range(compiled, computed.columns)])
     outputs = {
         "predicted_us": predicted,
-        # The held-out errors are those of rows in the training range: outside they say nothing.
+        # The held-out errors are from rows in the training range, so they do not apply outside it.
         "low_us": pl.when(outside.is_null()).then(predicted / (1 + q)),
         "high_us": pl.when(outside.is_null() & (q < 1)).then(predicted / (1 - q)),
         "out_of_range": outside,
@@ -205,14 +206,14 @@ def _p90(compiled: CompiledModel, known: Collection[str]) -> pl.Expr:
 
     if isinstance(compiled.model, RegimesModel | BoundaryModel):
         return compiled.by_regime([of(name) for name in linear_forms(compiled.model)])
-    # A model that knows nothing of prompts was still validated on both kinds of steps.
+    # A model without features of prompts was still validated on both kinds of steps.
     prefill = pl.col("prefill_tokens") if "prefill_tokens" in known else pl.lit(None, pl.Float64)
     by_prefill = pl.when(prefill > 0).then(of("mixed")).otherwise(of("decode_only"))
     return pl.when(prefill.is_null()).then(of(None)).otherwise(by_prefill)
 
 
 def _out_of_range(compiled: CompiledModel, known: Collection[str]) -> pl.Expr:
-    """Name the features outside the training range, null where there is none; those without a term where no other is.
+    """Name the features outside the training range, or else those without a term; null if all are inside.
 
     A prediction below 0 is named among them.
     """
@@ -233,7 +234,7 @@ def _names_outside(ranges: Mapping[str, tuple[float, float]], *also: pl.Expr) ->
 
 
 def _listed(texts: Sequence[pl.Expr]) -> pl.Expr:
-    """Join the texts that are not null; null where all are."""
+    """Join the texts that are not null; null if all are."""
     if not texts:
         return pl.lit(None, pl.String)
     text = pl.concat_str(texts, separator=", ", ignore_nulls=True)
@@ -244,17 +245,17 @@ def _listed(texts: Sequence[pl.Expr]) -> pl.Expr:
 
 
 def predict_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
-    """Predict steps given as timeline columns or as a person describes them (`workload.STEP_INPUTS`).
+    """Predict steps given as timeline columns or by `workload.STEP_INPUTS`.
 
     Raises:
-        UsageError: As `predict_rows`, or the server does not run one of the steps; then none is predicted.
+        UsageError: As `predict_rows`, or the server does not run one of the steps; then no step is predicted.
     """
     _require_possible(models, "step", rows, (*STEP_INPUTS, *STEP_COLUMNS))
     return evaluated_steps(models, rows)
 
 
 def evaluated_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
-    """Predict steps as `predict_steps` does, also such as the server does not run: the grid of a consumer has them.
+    """Predict steps as `predict_steps` does, including steps that the server does not run, for a consumer's grid.
 
     Raises:
         UsageError: As `predict_rows`.
@@ -264,19 +265,19 @@ def evaluated_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
         return predict_rows(model, rows)
     compiled = models.compiled(model)
     described = _described_steps(models, rows)
-    # Raised as for one step where a setting of the server is not known: nulls would hide which one it is.
+    # Raise for an unknown setting, as for a single step: nulls would hide which setting is missing.
     unknown = {name for name, value in models.server.items() if value is None and name not in rows.columns}
     if lacking := sorted(compiled.formulas.inputs(compiled.features, described.columns) & unknown):
         raise compiled.lacks(lacking, set(described.columns) - unknown)
-    # A term that is an input by another name says it already.
+    # A term that is the same input by another name is reported already.
     told = {STEP_COLUMNS.get(t.feature) for t in terms_of(model) if t.training_range is not None}
     return _predict(compiled, rows, described, _beyond(models, "step", set(rows.columns) - told))
 
 
 def _beyond(models: ScopeModels, of: Literal["step", "request"], known: Collection[str]) -> Sequence[pl.Expr]:
-    """Name the inputs outside their training range, as `ScopeModels.beyond` does; null where they are inside."""
+    """Name the inputs outside their training range, as `ScopeModels.beyond` does; null inside it."""
     ranges = {n: ends for n, ends in models.input_ranges(of).items() if n in known}
-    # A step's 0 states nothing, and nobody's caches are met in an empty engine.
+    # A 0 means not given, and an empty engine has no cached tokens.
     told = {
         n: pl.col(n) != 0 if of == "step" else pl.col("batch") > 0 if n == "context" else True for n in ranges
     }
@@ -286,29 +287,29 @@ def _beyond(models: ScopeModels, of: Literal["step", "request"], known: Collecti
 def _require_possible(
     models: ScopeModels, of: Literal["step", "request"], rows: pl.DataFrame, names: Collection[str]
 ) -> None:
-    """Refuse rows of which one describes nothing that the server runs, as `workload.require_possible` does; name the first.
+    """Refuse rows if the server would not run one of them, as `workload.require_possible` does; name the first.
 
-    All or none are predicted: an answer that lacks rows would not line up with the question.
+    Either all rows are predicted or none, so that the result has the rows of the input.
     """
     given = {
         name: rows[name].cast(pl.Float64).to_numpy()
         for name in names
         if name in rows.columns and rows.schema[name].is_numeric()
     }
-    found = [
+    rules = [
         (np.flatnonzero(broken), where, words) for broken, where, words in impossible(of, given, models.limit)
     ]
-    broken = [(wrong[0], where, words) for wrong, where, words in found if wrong.size]
+    broken = [(wrong[0], where, words) for wrong, where, words in rules if wrong.size]
     if broken:
         row, where, words = min(broken, key=lambda each: each[0])
-        count = np.unique(np.concatenate([wrong for wrong, _, _ in found])).size
+        count = np.unique(np.concatenate([wrong for wrong, _, _ in rules])).size
         values = {name: float(column[row]) for name, column in given.items()}
         more = f" ({count:,} such rows)" if count > 1 else ""
         raise UsageError(f"{where}: {words(values)}{more}", where=f"row {row + 1:,}")
 
 
 def _described_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
-    """Complete described steps: what is not described is 0, and the server's settings are columns."""
+    """Complete described steps: missing inputs are 0, and the server's settings become columns."""
     zero = [pl.lit(0.0).alias(c) for c in STEP_INPUTS if c not in rows.columns and c != "prefill_reqs"]
     given = rows.with_columns(zero)
     if "prefill_reqs" not in given.columns:
@@ -325,7 +326,7 @@ def _with_settings(models: ScopeModels, compiled: CompiledModel, rows: pl.DataFr
 
 
 def _with_stand_ins(compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFrame:
-    """Let the middle of the training range stand in for the feature of a term that is not known."""
+    """Use the middle of the training range for an unknown feature of a term."""
     middles = stand_ins(terms_of(compiled.model))
     rows = compiled.formulas.frame(rows, middles)
     known = set(rows.columns)
@@ -345,12 +346,13 @@ def predict_requests(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
         rows: prompt_tokens and output_tokens at least; further columns and features win over what follows from these.
 
     Returns:
-        The rows with a `*_us` column per duration that `compose` predicts, `*_low_us` and `*_high_us` of TTFT, ITL and E2E, and
-        `out_of_range`, which names what is outside the training range; there is no range then.
+        The rows with a `*_us` column per duration that `compose` predicts, `*_low_us` and `*_high_us` of
+        TTFT, ITL and E2E, and `out_of_range`, which names the inputs outside the training range; these rows
+        have no range.
 
     Raises:
-        UsageError: A column is missing, the server would refuse one of the requests (then none is predicted), or there is no
-            model of step times.
+        UsageError: A column is missing, the server would refuse one of the requests (then no request is
+            predicted), or the model of step times is missing.
     """
     given = completed_requests(models, rows)
     _require_possible(models, "request", given, (*REQUEST_INPUTS, *OTHERS))
@@ -361,8 +363,8 @@ def composed_requests(models: ScopeModels, given: pl.DataFrame) -> pl.DataFrame:
     """Return the columns that `predict_requests` adds to requests as `completed_requests` completes them."""
     unknown = np.full(given.height, np.nan)
     many = ManyRequests(models, given)
-    found = many.compose()
-    durations = {f"{name}_us": unknown if value is None else value for name, value in found.items()}
+    composed = many.compose()
+    durations = {f"{name}_us": unknown if value is None else value for name, value in composed.items()}
     outside = _distinct(pl.DataFrame({f"{k}": each for k, each in enumerate(many.outside)}))
     inside = outside.is_null()
     ranges = [
@@ -374,20 +376,27 @@ def composed_requests(models: ScopeModels, given: pl.DataFrame) -> pl.DataFrame:
 
 
 def _distinct(texts: pl.DataFrame) -> pl.Series:
-    """Return the names in the columns of a frame, each once per row; null where there are none."""
+    """Return the names in the columns of a frame, each once per row; null without any."""
     names = pl.concat_str(pl.all(), separator=", ", ignore_nulls=True).str.split(", ")
     named = names.list.unique(maintain_order=True).list.join(", ")
     return texts.select(pl.when(named != "").then(named)).to_series()
 
 
 def completed_requests(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
-    """Complete described requests."""
-    for name in ("prompt_tokens", "output_tokens"):
+    """Complete described requests; columns may have the names of the flags (`FLAGS`)."""
+    rows = rows.with_columns(
+        pl.col(flag).alias(name)
+        for flag, name in FLAGS.items()
+        if flag in rows.columns and name not in rows.columns
+    )
+    for name in FLAGS.values():
         if name not in rows.columns:
-            raise UsageError(f"the rows have no column {name}", hint="prompt and output tokens are needed")
+            close = did_you_mean(name, rows.columns)
+            needed = f"columns {' and '.join(FLAGS.values())}, or {' and '.join(FLAGS)}, are needed"
+            raise UsageError(f"the rows have no column {name}", hint=f"{close} {needed}" if close else needed)
     known = [c for c in (*REQUEST_INPUTS, *OTHERS) if c in rows.columns]
     if not all(rows.schema[c].is_numeric() or rows.schema[c] == pl.Null for c in known):
-        raise UsageError("described requests are not all of numbers", where=", ".join(known))
+        raise UsageError("described requests have values that are not numbers", where=", ".join(known))
     numbers = rows.select(pl.col(c).cast(pl.Float64) for c in known)
     unknown = np.full(rows.height, np.nan)
     given = {c: numbers[c].to_numpy() if c in known else unknown for c in REQUEST_INPUTS}
@@ -396,7 +405,7 @@ def completed_requests(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     described = rows.with_columns(
         pl.Series(name, np.broadcast_to(value, rows.height), pl.Float64) for name, value in completed.items()
     )
-    # What is NaN was given so: a null stands for what is not known.
+    # A NaN was given as NaN: unknown values are null.
     is_nan = [pl.col(c).is_nan() for c in REQUEST_INPUTS]
     given_so = [numbers[c].is_nan().fill_null(value=False) for c in known]
     wrong = described.select(pl.any_horizontal(*is_nan, *given_so).arg_true()).to_series()
@@ -436,17 +445,17 @@ class ManyRequests(RequestComposer):
         self.outside = [
             rows.with_columns(outside=_listed(_beyond(models, "request", rows.columns)))["outside"]
         ]
-        """What is outside the training range: each a column of names, null where there is none."""
+        """Inputs outside the training range: columns of names, null if inside."""
         model = models.step_model
         self._own = {t.feature for t in terms_of(model)} | CompiledModel(model).inputs
-        """Columns of a step that a row may state itself; they win over what follows from the description of the step."""
+        """Columns of a step that a row may give directly; they win over values derived from the description."""
         names = (*REQUEST_INPUTS, *OTHERS, *RUNNING, "steps_of_others", "capacity")
         super().__init__(models, ARRAYS, {name: rows[name].to_numpy() for name in names})
 
     def _evaluate_traffic(self) -> dict[str, Value]:
         names = list(self.models.traffic.nodes)
-        found = self.models.traffic.frame(self._with(self.inputs), names)
-        return {name: found[name].fill_null(0.0).fill_nan(0.0).to_numpy() for name in names}
+        frame = self.models.traffic.frame(self._with(self.inputs), names)
+        return {name: frame[name].fill_null(0.0).fill_nan(0.0).to_numpy() for name in names}
 
     def _step(self, stated: Mapping[str, Value]) -> Value:
         """Predict a step of every request; NaN where it is unknown."""
@@ -470,12 +479,12 @@ class ManyRequests(RequestComposer):
             {name: np.broadcast_to(value, counts.size)[of] for name, value in values.items()}
             for values in (self.inputs, self.traffic)
         )
-        found = np.bincount(of, weights=steps.prompt_step(k), minlength=counts.size)
+        prefill = np.bincount(of, weights=steps.prompt_step(k), minlength=counts.size)
         named = pl.DataFrame({"of": of, "outside": _distinct(pl.DataFrame(steps.outside))}).drop_nulls()
         by_request = named.group_by("of").agg(pl.col("outside").unique(maintain_order=True).str.join(", "))
         every = pl.DataFrame({"of": np.arange(counts.size)})
         self.outside.append(every.join(by_request, on="of", how="left", maintain_order="left")["outside"])
-        return found
+        return prefill
 
     def _overhead(
         self, target: targets.Target, inputs: Mapping[str, Value], *, noted: bool = True
@@ -485,7 +494,7 @@ class ManyRequests(RequestComposer):
             return None
         compiled = self.models.compiled(model)
         idle, cycle = self.inputs["batch"] == 0, inputs["decode_cycle_us"]
-        # No step runs in an idle engine: what is computed from its time is not known.
+        # No step runs in an idle engine: values computed from its time are unknown.
         met = np.where(idle, np.nan, np.nan if cycle is None else cycle)
         given = self._with({**inputs, "decode_cycle_us": met})
         rows = _with_settings(
@@ -513,10 +522,10 @@ class ManyRequests(RequestComposer):
 
     def _evaluated(self, rows: pl.DataFrame, expression: pl.Expr, outside: pl.Expr | None) -> Value:
         # `with_columns` gives the prediction of a constant to every row, as `select` alone would not.
-        found = rows.with_columns(predicted=expression.cast(pl.Float64), outside=outside)
+        predictions = rows.with_columns(predicted=expression.cast(pl.Float64), outside=outside)
         if outside is not None:
-            self.outside.append(found["outside"])
-        return found["predicted"].to_numpy()
+            self.outside.append(predictions["outside"])
+        return predictions["predicted"].to_numpy()
 
     def _with(self, values: Mapping[str, Value]) -> pl.DataFrame:
         """Return the rows with values as columns."""

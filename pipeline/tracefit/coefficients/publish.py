@@ -1,7 +1,8 @@
 """Publish fitted scopes: as coefficient files, and as the evaluation of everything that was measured.
 
-What the fit found (`fit.fitted`, `fit.results`) becomes the published types of `model`; nothing is fitted here. One thing is
-measured: alpha.json states how far requests composed of both files lie from the traced ones, which only the finished files tell.
+The results of the fit (`fit.fitted`, `fit.results`) become the published types of `model`; nothing is fitted
+here. Only the ranges in alpha.json are measured here, because they compare traced requests with predictions
+by the finished files.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def libraries() -> dict[str, str]:
 def coefficient_files(
     scopes: Sequence[FittedScope], made_by: cf.Provenance
 ) -> tuple[cf.CoefficientFile, cf.CoefficientFile, dict[str, pl.DataFrame]]:
-    """Return alpha.json, beta.json, and by scope what `predict` makes of the measured requests with both.
+    """Return alpha.json, beta.json, and by scope the measured requests with the predictions of both files.
 
     alpha.json states how far these predictions lie from the measured latencies.
     """
@@ -87,13 +88,13 @@ def coefficient_files(
         return cf.CoefficientFile(
             kind=kind,
             models=tuple(_model(s, m, facts[s.scope.scope_id]) for s, m in fitted),
-            # A file refuses keys that it does not know: a field that `Missing` gains cannot be forgotten here.
+            # A file refuses unknown keys, so a new field of `Missing` cannot be forgotten here.
             not_fitted=tuple(cf.NotFitted(scope_id=s.scope.scope_id, **asdict(m)) for s, m in missing),
             provenance=made_by,
         )
 
     alpha, beta = (file(kind) for kind in get_args(cf.FileKind))
-    # The ranges are those of what `predict` makes of exactly these files.
+    # The ranges describe predictions of `predict` with exactly these files.
     models = Models((alpha, beta))
     predicted = {
         s.scope.scope_id: predicted_requests(models.scope(s.scope.scope_id), described[s.scope.scope_id])
@@ -112,7 +113,7 @@ def coefficient_files(
 
 
 def _facts(scope: FittedScope, described: pl.DataFrame) -> cf.ScopeFacts:
-    """Return what the models of a scope hold for, and the load they were trained on."""
+    """Return the server that the models of a scope are valid for, and the load they were trained on."""
     steps = trained_steps(scope.tables.timeline, scope.models)
     requests = split_requests(scope.tables.requests, scope.models)
     load = {"workload": workload_of(requests, steps), "input_ranges": input_ranges(described, steps)}
@@ -123,7 +124,7 @@ def _model(
     scope: FittedScope, model: FittedModel, facts: cf.ScopeFacts
 ) -> cf.LinearModel | cf.RegimesModel | cf.BoundaryModel:
     fitted, first = model.fitted, model.fitted.regimes[0]
-    # The validation is that of the published form: of a boundary model, with the clock.
+    # The validation is that of the published form: for a boundary model, with the clock.
     common = {
         "name": model.name,
         "scope_id": scope.scope.scope_id,
@@ -159,7 +160,7 @@ def _formulas(fitted: LinearFit) -> list[str]:
 
 def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedRegime) -> cf.BoundaryModel:
     slope = fitted.work_us_per_prompt_token
-    # Work and offset are searched for on a grid of boundaries, not by least squares: they have no confidence interval.
+    # Work and offset come from a grid search, not least squares, so they have no confidence interval.
     terms = (Term(feature="prompt_tokens", unit="us/token", value=slope),) if slope else ()
     return cf.BoundaryModel(
         **common,
@@ -179,7 +180,7 @@ def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedRegi
 
 
 def _estimator(part: FittedRegime) -> cf.Estimator:
-    # Regimes choose their penalties each for itself; the one of the first is stated.
+    # Each regime chooses its own penalty; the first one is stated.
     return cf.Estimator(
         name="huber_linear",
         penalty=part.choice.penalty,
@@ -212,12 +213,12 @@ def _training(scope: FittedScope, fitted: LinearFit) -> cf.Training:
 
 
 def run_inputs(runs: pl.DataFrame) -> tuple[cf.RunInput, ...]:
-    """State what the tables of runs were made from, in run order.
+    """Return the inputs of the tables of runs, in run order.
 
     Args:
         runs: Rows of the `runs` table.
     """
-    # Settings, config.json and GPU change coefficients as traces do: `verify` tells which of them differs.
+    # Settings, config.json and GPU change coefficients as traces do: `verify` names the one that differs.
     columns = ("run_id", "content_sha256", "settings", "model_config", "gpu")
     rows = runs.unique("run_id", keep="first", maintain_order=True).select(columns).sort("run_id")
     return tuple(
@@ -237,7 +238,7 @@ def _inputs_hash(scope: FittedScope) -> str:
 
 
 def scope_facts(scope: ModelScope) -> cf.ScopeFacts:
-    """Return what a model holds for."""
+    """Return the server that a model is valid for."""
     context = scope.context
     return cf.ScopeFacts(
         model=context.settings.model or (context.architecture.name if context.architecture else None),
@@ -262,16 +263,16 @@ def evaluate(
     replays: Sequence[RunReplay] = (),
     thresholds: Sequence[verdicts.Threshold] = verdicts.THRESHOLDS,
 ) -> cf.Evaluation:
-    """Return everything that was measured, and what it is worth by the thresholds.
+    """Return all measurements, and the verdicts by the thresholds.
 
     Args:
-        scopes: What was fitted.
+        scopes: The fitted scopes.
         all_runs: Rows of the `runs` table.
-        across: Errors of what was left out in turn.
+        across: Errors on groups left out in turn.
         requests: Ranges of the coefficient files.
-        predicted: Scope to what `predict` makes of its requests, see `coefficient_files`.
-        replays: Of the scopes' runs.
-        thresholds: What each use requires.
+        predicted: Scope to its requests with predictions, see `coefficient_files`.
+        replays: Replays of the scopes' runs.
+        thresholds: Requirements of each use.
     """
     return cf.Evaluation(
         ingest=_ingest(all_runs),
@@ -366,7 +367,7 @@ def _scope(
 
 def _rows(model: FittedModel) -> Iterator[cf.RowsEntry]:
     """Yield the use of each run's rows by a model."""
-    # A mean over an interval is no step: no error is measured on it, unless single steps are too few.
+    # A mean over an interval is not a step: no error is measured on it, unless single steps are too few.
     every, eval_filter = counted(model.fitted.rows, "holdout"), model.options.eval_filter
     are_single = eval_filter is not None and evaluation_rows(every, eval_filter).height < every.height
     for (run_id,), rows in model.fitted.rows.sort("run_id").group_by("run_id", maintain_order=True):

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 class LatencyRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
     """Predicts the target of a fitted model, in microseconds, from the rows of X.
 
-    X is an array whose columns are `feature_names_in_`, in this order, or a frame of any library that has these columns, or
-    features that are computed from them, among others: `timeline` and the training tables do. A missing value in X is an
-    error, as for most regressors of scikit-learn.
+    X is an array whose columns are `feature_names_in_`, in this order, or a frame of any library that has
+    these columns, or features that are computed from them, among others: `timeline` and the training tables
+    do. A missing value in X is an error, as for most regressors of scikit-learn.
 
     Args:
         model: The model, from a coefficient file; `Models.as_sklearn` gives it.
-        features: Columns of X: features of the model, or columns of the tables that they are computed from. By default these
-            columns, in alphabetical order.
+        features: Columns of X: features of the model, or columns of the tables that they are computed from.
+            By default these columns, in alphabetical order.
 
     Examples:
         Steps of 1 ms and 50 us per decode token, predicted for 4 and for 10 tokens:
@@ -78,7 +78,7 @@ class LatencyRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # 
 
         Raises:
             UsageError: X lacks a column.
-            ValueError: X is no array of numbers, or of other columns, or has not as many rows as y.
+            ValueError: X is not an array of numbers, has other columns, or not as many rows as y.
         """
         rows = self._rows(X)
         if y is not None:
@@ -90,14 +90,14 @@ class LatencyRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # 
 
         Raises:
             UsageError: X lacks a column that the model needs.
-            ValueError: X is no array of numbers, or of other columns.
+            ValueError: X is not an array of numbers, or has other columns.
         """
         return predict_rows(self.model, self._rows(X))[OUTPUTS[0]].to_numpy()
 
     def _rows(self, X: Any) -> pl.DataFrame:  # noqa: N803
         names = self._names
         known = nw.from_native(X, pass_through=True)
-        # A frame of pandas may number its columns: then they are taken in their order, as those of an array.
+        # A frame of pandas may number its columns: then they are taken in order, as for an array.
         if isinstance(known, nw.LazyFrame) or (
             isinstance(known, nw.DataFrame) and all(isinstance(c, str) for c in known.columns)
         ):

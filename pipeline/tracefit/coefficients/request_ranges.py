@@ -1,7 +1,8 @@
-"""Predictions of whole requests held against measured ones: how far TTFT, ITL and E2E lie from what `predict` composes.
+"""Compare predictions of whole requests with measurements: the ranges of TTFT, ITL and E2E.
 
-The intervals of the single models do not add up to one of a composed latency: errors of a step repeat in every step of a
-request, and the batch changes while it runs. The range is therefore measured on the composed latencies themselves.
+The intervals of the single models do not add up to one of a composed latency: errors of a step repeat in
+every step of a request, and the batch changes while it runs. The range is therefore measured on the composed
+latencies themselves.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 Composed = Literal["ttft", "itl", "e2e"]
 
 _ON_ARRIVAL = ("prompt_tokens", "output_tokens", "cached", "queue", "batch")
-"""What describes a request as it arrives. Few know the tokens in the caches of others: `predict` assumes them."""
+"""Inputs that describe a request on arrival. Few users know the cached tokens of others: `predict` assumes them."""
 
 TAILS = (0.05, 0.95)
 COVERAGE_PCT = 85.0
-"""A range of nine in ten is published where at least this share of the held-out requests lie in it."""
+"""A range of nine in ten is published if at least this share of the held-out requests lies in it."""
 
 
 _PROMPT_STEP_GROUPS = 5
@@ -40,7 +41,7 @@ _PROMPT_STEP_GROUPS = 5
 
 
 def workload_of(requests: pl.DataFrame, steps: pl.DataFrame) -> Workload | None:
-    """Return the mean request of the training part; null where no lengths are known.
+    """Return the mean request of the training part; null if no lengths are known.
 
     Args:
         requests: Columns of the `requests` table, and `split`.
@@ -52,7 +53,7 @@ def workload_of(requests: pl.DataFrame, steps: pl.DataFrame) -> Workload | None:
     if not known.height:
         return None
     outputs = pl.col("output_tokens")
-    # A request runs in as many steps as it has output tokens: so often does another one meet it.
+    # A request runs in as many steps as it has output tokens: this is its weight in the running batch.
     context = (pl.col("prompt_tokens") + outputs / 2) * outputs
     remaining = ((pl.max_horizontal("max_tokens", outputs) - outputs / 2) * outputs).fill_null(0)
     means = known.select(
@@ -67,7 +68,7 @@ def workload_of(requests: pl.DataFrame, steps: pl.DataFrame) -> Workload | None:
 
 
 def _prompt_steps(steps: pl.DataFrame) -> tuple[PromptSteps, ...]:
-    """Sum up the steps that compute prompts, in groups of equal size; none where there are too few."""
+    """Sum up the steps that compute prompts, in groups of equal size; empty if there are too few."""
     known = steps.filter(pl.col("prefill_tokens") > 0, pl.col("num_prefill_reqs") > 0).sort("prefill_tokens")
     if known.height < _PROMPT_STEP_GROUPS:
         return ()
@@ -82,20 +83,20 @@ def _prompt_steps(steps: pl.DataFrame) -> tuple[PromptSteps, ...]:
 def described_requests(
     requests: pl.DataFrame, timeline: pl.DataFrame, queue: pl.DataFrame | None = None
 ) -> pl.DataFrame:
-    """Describe requests as a person would who asks for a prediction when they arrive.
+    """Describe requests by the facts at their arrival, as a user of `predict` does.
 
-    What a request meets later, such as the batch it decodes in, nobody knows then: with it errors would be smaller than
-    those of any user. Its output tokens are taken as known, as `predict` takes them.
+    Later facts, such as the batch a request decodes in, are unknown then: with them errors would be smaller than those
+    of any user. The output tokens count as known, as in `predict`.
 
     Args:
         requests: Columns of the `requests` table, and `split`.
         timeline: The engines' steps.
-        queue: `timeline.queue.queue_state`, null where the journeys are not complete.
+        queue: `timeline.queue.queue_state`, null if journeys are incomplete.
 
     Returns:
-        Requests with known lengths, by `REQUEST`: prompt_tokens, output_tokens, cached, `queue` and `batch` (those that waited
-        ahead of it and those that ran when it was queued; without `queue_state`, those of the step before); split, and the
-        measured ttft_us, itl_us and e2e_us, null where it was cut off.
+        Requests with known lengths, by `REQUEST`: prompt_tokens, output_tokens, cached, `queue` and `batch`
+        (those that waited ahead of it and those that ran when it was queued; without `queue_state`, those of
+        the step before); split, and the measured ttft_us, itl_us and e2e_us, null if it was cut off.
     """
     met = timeline.drop_nulls("ts_start_ns").select(
         *SERVER,
@@ -117,7 +118,7 @@ def described_requests(
         )
     )
     if queue is not None:
-        # Of requests that come together the step before shows none: only the journeys say who is ahead of whom.
+        # The step before shows no request of a simultaneous burst: only journeys say which one is ahead.
         exact = queue.select(*ENGINE, "trace_id", "request_id", ahead="waiting_ahead", run="running_reqs")
         rows = rows.join(
             exact,
@@ -135,7 +136,7 @@ def described_requests(
         *REQUEST,
         pl.col("prompt_tokens", "output_tokens").cast(pl.Float64),
         cached=cached.cast(pl.Float64),
-        # Journeys that lie, or lack an event, count below nobody.
+        # Requests with inconsistent or missing events are not counted in any queue.
         queue=pl.col("waiting_depth").fill_null(0).clip(lower_bound=0).cast(pl.Float64),
         batch=pl.coalesce("running_after", "met").fill_null(0).clip(lower_bound=0).cast(pl.Float64),
         split="split",
@@ -146,10 +147,10 @@ def described_requests(
 
 
 def input_ranges(described: pl.DataFrame, steps: pl.DataFrame) -> dict[str, dict[str, tuple[float, float]]]:
-    """Return the smallest and largest value in training of what describes a step, and a request as it arrives.
+    """Return the smallest and largest value in training of the inputs of a step, and of a request on arrival.
 
     Args:
-        described: See `described_requests`; none of them where journeys are not traced.
+        described: See `described_requests`; without rows if journeys are not traced.
         steps: Columns of the `timeline` table, the steps of the training part alone.
     """
     columns = {
@@ -176,9 +177,9 @@ def _ends(rows: pl.DataFrame) -> dict[str, tuple[float, float]]:
 
 
 def predicted_requests(models: ScopeModels, described: pl.DataFrame) -> pl.DataFrame:
-    """Add what `predict` says of described requests: `ttft_us`, `itl_us`, `e2e_us`, and `out_of_range`.
+    """Add predictions to described requests: `ttft_us`, `itl_us`, `e2e_us`, and `out_of_range`.
 
-    A request that was measured is predicted, whatever the settings say that the server would run.
+    A measured request is predicted even if the settings say that the server would refuse it.
     """
     given = completed_requests(models, described.select(_ON_ARRIVAL))
     columns = (*(f"{name}_us" for name in LATENCIES), "out_of_range")
@@ -186,15 +187,15 @@ def predicted_requests(models: ScopeModels, described: pl.DataFrame) -> pl.DataF
 
 
 def request_ranges(scope_id: str, predicted: pl.DataFrame, *, reference: bool) -> tuple[RequestRange, ...]:
-    """Measure what `predict` makes of requests of the training part, and hold the range against later ones.
+    """Measure the range of predictions on the training part, and check it on later requests.
 
     Args:
-        scope_id: Whose models predict.
+        scope_id: The scope of the models.
         predicted: See `predicted_requests`.
         reference: Fit gradient boosting on the same inputs and requests too.
     """
-    found = (_range(scope_id, name, predicted, reference=reference) for name in get_args(Composed))
-    return tuple(one for one in found if one is not None)
+    ranges = (_range(scope_id, name, predicted, reference=reference) for name in get_args(Composed))
+    return tuple(one for one in ranges if one is not None)
 
 
 def _range(scope_id: str, latency: Composed, rows: pl.DataFrame, *, reference: bool) -> RequestRange | None:
@@ -205,7 +206,7 @@ def _range(scope_id: str, latency: Composed, rows: pl.DataFrame, *, reference: b
     if not known.height:
         return None
     train, held = (known.filter(pl.col("split") == side) for side in ("train", "holdout"))
-    # Outside the training range `predict` gives no range: those requests say nothing of the ones that get it.
+    # Outside the training range `predict` gives no range, so those requests do not count.
     inside, later = (part.filter(pl.col("out_of_range").is_null()) for part in (train, held))
     # Ratios: latencies of one run span three orders of magnitude, and their errors grow with them.
     ratio = pl.col("y") / pl.col("predicted")
@@ -236,7 +237,7 @@ def _no_range(trained: int, held_out: int, coverage: float | None) -> str | None
     # Both in the training range of the models.
     if trained < MIN_TRAIN_ROWS or held_out < MIN_HOLDOUT_ROWS or coverage is None:
         return f"{trained} requests of the training part and {held_out} held-out ones, inside the training range, are too few for one"
-    # A range that later requests do not confirm would promise what the data deny; one that is too wide promises nothing false.
+    # A range that later requests contradict is not published; one that is too wide is still true.
     if round(coverage) < COVERAGE_PCT:
         return (
             f"{coverage:.0f} % of the held-out requests lie in the range of nine in ten of the training part, "

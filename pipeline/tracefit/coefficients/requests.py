@@ -1,8 +1,8 @@
-"""Compose the latencies of a request out of the models of a scope: written once, for one request and for many.
+"""Compose the latencies of a request from the models of a scope: written once, for one request and for many.
 
-A value is a number, or a numpy array with one number per request. The operators of Python are the same for both;
-`Arithmetic` holds the few operations that are not. `OneRequest` predicts steps and overheads of one request in plain Python,
-`predict_frames.ManyRequests` those of a frame; `RequestComposer` says what is made of them.
+A value is a number, or a numpy array with one number per request. Python's operators are the same for both;
+`Arithmetic` has the few operations that differ. `OneRequest` predicts steps and overheads of one request in
+plain Python, `predict_frames.ManyRequests` those of a frame; `RequestComposer` combines them.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Arithmetic:
     least: Callable[[Value, Value], Value]
     most: Callable[[Value, Value], Value]
     where: Callable[[Value, Value, Value], Value]
-    """The second value where the first, a condition, holds, else the third."""
+    """The second value if the first, a condition, holds, else the third."""
     ratio: Callable[[Value, Value], Value]
-    """The first by the second value; 0 where the second is 0."""
+    """The first value divided by the second; 0 if the second is 0."""
     known: Callable[[Value], Value]
     filled: Callable[[Value, Value], Value]
-    """The first value where it is known, else the second."""
+    """The first value if known, else the second."""
     anywhere: Callable[[Value], bool]
-    """Whether a condition holds of any request."""
+    """Whether a condition holds for any request."""
 
 
 NUMBERS = Arithmetic(
@@ -80,16 +80,16 @@ def complete(
     server: Mapping[str, float | None],
     mean: Workload | None,
 ) -> dict[str, Value]:
-    """Return the values of `REQUEST_INPUTS`, `OTHERS`, `RUNNING`, `steps_of_others` and `capacity` of described requests.
+    """Return `REQUEST_INPUTS`, `OTHERS`, `RUNNING`, `steps_of_others` and `capacity` of described requests.
 
-    `capacity` is how many requests slots and KV blocks hold, NaN where neither is known; so is `batch` then, where requests wait
-    and how many run is not stated.
+    `capacity` is the number of requests that slots and KV blocks have room for, NaN if neither is known. Then
+    `batch` is NaN too, if requests wait and the number of running ones is not given.
 
     Args:
         a: Arithmetic of the values.
         given: Values of `REQUEST_INPUTS` and of some of `OTHERS`.
         server: Settings by name, see `ScopeModels.server`.
-        mean: The mean request the models were trained on; the others are like it, or like the request itself without it.
+        mean: The mean request of the training; the other requests are like it, or without it like the request itself.
     """
     prompt, output = given["prompt_tokens"], given["output_tokens"]
     queue, cached = a.filled(given["queue"], 0.0), a.filled(given["cached"], 0.0)
@@ -99,7 +99,7 @@ def complete(
     ends = (others["others_prompt"] + halfway, a.most(others["others_max"] - halfway, 0.0))
     running = dict(zip(RUNNING, ends, strict=True))
     if (measured := running_like(mean)) is not None:
-        # Whoever states what the others are like does not mean those of the training.
+        # Given facts of the other requests replace those of the training.
         stated = reduce(operator.or_, (a.known(given.get(name)) for name in OTHERS))
         running = {name: a.where(stated, running[name], value) for name, value in measured.items()}
     context = a.filled(given["context"], running["others_context"])
@@ -121,7 +121,7 @@ def complete(
 
 
 def _capacity(a: Arithmetic, context: Value, server: Mapping[str, float | None]) -> Value:
-    """Return how many requests slots and KV blocks hold; NaN where neither is known."""
+    """Return the number of requests that slots and KV blocks have room for; NaN if neither is known."""
     slots, blocks, size = (server.get(n) for n in ("max_num_seqs", "num_gpu_blocks", "block_size"))
     if blocks is None or size is None:
         return math.nan if slots is None else max(slots, 1.0)
@@ -136,11 +136,11 @@ class RequestComposer(ABC):
     """Composes the durations of one request, or of many."""
 
     def __init__(self, models: ScopeModels, arithmetic: Arithmetic, inputs: Mapping[str, Value]) -> None:
-        """Take the completed inputs, and work out what the prompts of other requests make of the steps."""
+        """Take the completed inputs, and compute how the prompts of other requests change the steps."""
         a, server = arithmetic, models.server
         slots, limit = server["max_num_seqs"], server["max_num_batched_tokens"]
         batch = inputs["batch"]
-        # Of a full batch one request has to go before this one runs.
+        # If the batch is full, one request has to leave before this one runs.
         beside = batch if slots is None else a.most(a.least(batch, slots - 1), 0.0)
         is_cut = limit is not None and models.setting("enable_chunked_prefill") is not False
         budget = a.most((limit or 0.0) - beside, 1.0) if is_cut else math.inf
@@ -154,26 +154,26 @@ class RequestComposer(ABC):
 
     @abstractmethod
     def _step(self, stated: Mapping[str, Value]) -> Value:
-        """Predict a step of which some of `STEP_INPUTS` are stated."""
+        """Predict a step from some of `STEP_INPUTS`."""
 
     @abstractmethod
     def _prefill(self) -> Value:
-        """Add up the steps of the prompt (`prompt_step`), cut by what running requests leave of the token budget."""
+        """Add up the steps of the prompt (`prompt_step`), in chunks of the token budget that running requests leave."""
 
     @abstractmethod
     def _overhead(
         self, target: targets.Target, inputs: Mapping[str, Value], *, noted: bool = True
     ) -> Value | None:
-        """Predict a duration around the steps, null where there is no model of it; if `noted`, keep what is to be said of it."""
+        """Predict a duration around the steps, null without a model; if `noted`, keep its notes."""
 
     @abstractmethod
     def _beyond(self, name: str, where: Value, text: Callable[[], str]) -> None:
-        """Say of the requests `where` a condition holds that an input leaves what the models know."""
+        """Note for the requests that fulfil the condition `where` that an input is outside the models' range."""
 
     def prompt_step(self, k: Value) -> Value:
         """Predict step `k`, from 0, of the prompt; prompts of others that arrive meanwhile share it."""
         a, inputs, budget = self.arithmetic, self.inputs, self.inputs["budget"]
-        # Without a budget there is one step, and 0 times infinity is no number.
+        # Without a budget there is one step; 0 times infinity would be NaN.
         done = a.where(k == 0, 0.0, budget) * k
         own = a.least(budget, inputs["prompt_tokens"] - inputs["cached"] - done)
         return self._step(
@@ -189,7 +189,7 @@ class RequestComposer(ABC):
     def compose(self) -> dict[str, Value]:
         """Predict the steps and overheads of the request, and add them up: name to us.
 
-        An overhead without a model is null, and so is what needs it.
+        An overhead without a model is null, and so are durations that include it.
         """
         a, inputs = self.arithmetic, self.inputs
         batch, beside, context = inputs["batch"], inputs["beside"], inputs["context"]
@@ -204,7 +204,7 @@ class RequestComposer(ABC):
             # Scheduling runs a step ahead: the prompt waits one cycle more.
             prefill = prefill + a.where(busy, mean, 0.0)
         arrives = {**inputs, "decode_cycle_us": met}
-        # It leaves the engine from among those it decoded with.
+        # It departs together with the requests it decoded with.
         leaves = {**arrives, "batch": beside + 1}
         before = {t.name: self._before(t, arrives, itl) for t in targets.parts_of("ttft")}
         after = {t.name: self._overhead(t, leaves) for t in targets.parts_of("client")}
@@ -215,18 +215,19 @@ class RequestComposer(ABC):
         return {**before, "prefill": prefill, "itl": itl, **after, "ttft": ttft, "e2e": e2e}
 
     def _before(self, target: targets.Target, arrives: Mapping[str, Value], cycle: Value) -> Value | None:
-        """Predict a duration before the first step, never shorter than the same behind an empty queue.
+        """Predict a duration before the first step, at least as long as with an empty queue.
 
-        A model that was trained without a queue tells nothing of it. The wait is then that for the requests that have to leave
-        before this one runs: outputs ahead * step time / slots, as many leaving as the mean output lets.
+        A model that was trained without a queue has no term for it. The wait is then that for the requests
+        that have to leave before this one runs: outputs ahead * step time / slots, with departures at the
+        rate of the mean output.
         """
         a, inputs = self.arithmetic, self.inputs
         queue, batch, slots = inputs["queue"], inputs["batch"], self.models.server["max_num_seqs"]
-        found = self._overhead(target, arrives)
-        if found is None:
+        predicted = self._overhead(target, arrives)
+        if predicted is None:
             return None
         if target.state == "queue" and not self.models.knows_queue(self.models.models[target.model]):
-            # Requests wait for blocks too; where none waits, the slots alone are known to be full.
+            # Requests wait for blocks too; if none waits, only full slots are certain.
             known = a.where(inputs["capacity"] > 0, inputs["capacity"], batch)
             held = a.where(queue > 0, known, math.inf if slots is None else slots)
             leaving = a.most(queue + 1 - a.most(held - batch, 0.0), 0.0)
@@ -239,13 +240,13 @@ class RequestComposer(ABC):
                     f"{wait / 1e3:,.0f} ms are added for {leaving:,.0f} of the others to leave: outputs ahead * step time / slots"
                 ),
             )
-            return found + wait
+            return predicted + wait
         if not a.anywhere(queue > 0):
-            return found
-        return a.most(found, self._overhead(target, {**arrives, "queue": 0.0 * queue}, noted=False))
+            return predicted
+        return a.most(predicted, self._overhead(target, {**arrives, "queue": 0.0 * queue}, noted=False))
 
     def _cycle(self, decoding: Value, context: Value) -> tuple[Value, Value]:
-        """Return the mean time of a step, those with prompts of others among them, and of one that an arrival meets."""
+        """Return the mean time of a step, with prompts of others, and of the step in progress at an arrival."""
         a, traffic = self.arithmetic, self.traffic
         step = {"batch": decoding, "context": context}
         alone = self._step(step)
@@ -260,7 +261,8 @@ class RequestComposer(ABC):
         groups = range(prompt_step_groups(self.models.workload))
         mixed = [with_prompts("prompt_step", f"_{k}") for k in groups]
         mean = (1 - share) * alone + share * sum(mixed) / len(mixed)
-        # An arrival meets a step in proportion to its time: E[c^2] / E[c], of steps with the mean prompt and without.
+        # An arrival falls into a step with probability proportional to its time: E[c^2] / E[c], over steps
+        # with the mean prompt and without.
         of_mean = traffic["mean_prompt_share"]
         with_mean = with_prompts("mean_prompt")
         met = a.ratio(
@@ -276,18 +278,18 @@ MAX_PREFILL_STEPS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class RequestPrediction:
-    """A predicted request. Durations that the files have no model for are null, and what needs them too.
+    """A predicted request. Durations without a model in the files are null, and so are those that include them.
 
     Attributes:
-        scope_id: Whose models predict.
+        scope_id: The scope of the models.
         overheads: Durations around the steps, by name of their target, in the order a request goes through them.
         prefill: First SCHEDULED to FIRST_TOKEN.
-        itl: Mean time of a decode step, those with prompts of others among them.
+        itl: Mean time of a decode step, including steps with prompts of others.
         ttft: The overheads before the first step + prefill.
         e2e: ttft + (output tokens - 1) * itl, ARRIVED to FINISHED.
         prefill_steps: Steps the prompt takes.
-        assumed: What the input leaves open, and what stands in.
-        out_of_range: Where the input leaves the training range.
+        assumed: Assumptions for inputs that were not given.
+        out_of_range: Inputs outside the training range.
     """
 
     scope_id: str | None
@@ -300,7 +302,7 @@ class RequestPrediction:
     assumed: tuple[str, ...] = ()
     out_of_range: tuple[str, ...] = ()
     ranges: tuple[str, ...] = ()
-    """How well each range of a composed latency covers held-out requests, or why there is none."""
+    """How well each range of a composed latency covers held-out requests, or why the range is missing."""
 
 
 class OneRequest(RequestComposer):
@@ -317,7 +319,7 @@ class OneRequest(RequestComposer):
             features: Columns or features by name, those of `OTHERS` too; they win over what follows from the rest.
 
         Raises:
-            UsageError: The server would refuse the request, or how many requests run is not known.
+            UsageError: The server would refuse the request, or the number of running requests is unknown.
         """
         self.stated, self.features = stated, features
         self.assumed, self.out_of_range, self.outside = list[str](), list[str](), list[Outside]()
@@ -333,27 +335,27 @@ class OneRequest(RequestComposer):
         models.require_read(features, read_by, OTHERS)
         require_possible("request", {**stated, **features}, models.limit)
         others = {name: value for name, value in features.items() if name in OTHERS}
-        found = complete(NUMBERS, {**stated, **others}, models.server, mean)
-        if stated["batch"] is None and math.isnan(found["batch"]):
+        inputs = complete(NUMBERS, {**stated, **others}, models.server, mean)
+        if stated["batch"] is None and math.isnan(inputs["batch"]):
             raise UsageError(
-                "how many requests run beside a queue is not known", where="batch", hint="give --batch"
+                "the number of running requests beside a queue is unknown", where="batch", hint="give --batch"
             )
         settings = (name for name, value in models.server.items() if value is not None)
-        names = {*found, *STEP_INPUTS, *features, *settings}
+        names = {*inputs, *STEP_INPUTS, *features, *settings}
         given = {"context": stated["context"]}
         self.assumed += models.changing_nothing(given, read_by, features, names)
-        batch = found["batch"]
-        # Nobody's caches are met in an empty engine.
+        batch = inputs["batch"]
+        # An empty engine has no cached tokens.
         self.out_of_range += models.beyond(
-            "request", {n: found[n] for n in REQUEST_INPUTS if n != "context" or batch}
+            "request", {n: inputs[n] for n in REQUEST_INPUTS if n != "context" or batch}
         )
         if stated["batch"] is None:
             what = "nothing else runs" if queue == 0 else "as many as slots and KV blocks hold"
             self.assumed.append(f"batch {batch:.0f}: {what}")
         if batch or queue:
             like = "this request" if mean is None else f"the mean of {mean.requests:,} requests trained on"
-            lengths = f"prompt {found['others_prompt']:.0f}, output {found['others_output']:.0f}"
-            known = math.isfinite(found["steps_of_others"])
+            lengths = f"prompt {inputs['others_prompt']:.0f}, output {inputs['others_output']:.0f}"
+            known = math.isfinite(inputs["steps_of_others"])
             arrive = "as many arrive as finish" if known else "none of them arrives while it runs"
             self.assumed.append(f"the others are like {like}: {lengths}; {arrive}")
         if stated["context"] is None and batch:
@@ -361,32 +363,32 @@ class OneRequest(RequestComposer):
             where = (
                 "the mean of running requests in training" if measured else "halfway through their outputs"
             )
-            self.assumed.append(f"context {found['context']:.0f} of the others: {where}")
-        return found
+            self.assumed.append(f"context {inputs['context']:.0f} of the others: {where}")
+        return inputs
 
     def predict(self) -> RequestPrediction:
         """Compose the prediction."""
-        found, queue = self.compose(), self.stated["queue"]
+        durations, queue = self.compose(), self.stated["queue"]
         if self.models.setting("async_scheduling") is True and self.inputs["batch"]:
             self.assumed.append("scheduling runs a step ahead: the prompt waits one cycle more")
         for target in targets.parts_of("ttft"):
-            wait, value = self.overheads[target.name], found[target.name]
-            # Its errors are those on the work that was ahead; here that is assumed, of requests like the mean.
+            wait, value = self.overheads[target.name], durations[target.name]
+            # Its errors were measured with the true work ahead; here that work is assumed.
             if wait and ((queue and target.state == "queue") or value != wait.value_us):
                 self.overheads[target.name] = PredictedDuration(value)
         ranges = {name: self._range_of(name) for name in targets.LATENCIES}
 
         def latency(name: str) -> PredictedDuration:
-            value = found[name]
+            value = durations[name]
             return PredictedDuration(value, *(ratio * value for ratio in ranges[name][0]))
 
         return RequestPrediction(
             scope_id=self.models.scope_id,
             overheads=self.overheads,
-            prefill=PredictedDuration(found["prefill"]),
+            prefill=PredictedDuration(durations["prefill"]),
             itl=latency("itl"),
-            ttft=None if found["ttft"] is None else latency("ttft"),
-            e2e=None if found["e2e"] is None else latency("e2e"),
+            ttft=None if durations["ttft"] is None else latency("ttft"),
+            e2e=None if durations["e2e"] is None else latency("e2e"),
             prefill_steps=self.prefill_steps,
             assumed=tuple(dict.fromkeys(self.assumed)),
             out_of_range=(*self.out_of_range, *in_lines(self.outside)),
@@ -395,13 +397,13 @@ class OneRequest(RequestComposer):
 
     def _evaluate_traffic(self) -> dict[str, float]:
         formulas = self.models.traffic
-        found = formulas.row(self.inputs, formulas.nodes)
-        return {name: found[name] or 0.0 for name in formulas.nodes}
+        values = formulas.row(self.inputs, formulas.nodes)
+        return {name: values[name] or 0.0 for name in formulas.nodes}
 
     def _step(self, stated: Mapping[str, float]) -> float:
-        found = self.models.predict(stated, self.features, stand_in=True)
-        self._note(found)
-        return found.interval.value_us
+        prediction = self.models.predict(stated, self.features, stand_in=True)
+        self._note(prediction)
+        return prediction.interval.value_us
 
     def _prefill(self) -> float:
         left, budget = self.inputs["prompt_tokens"] - self.inputs["cached"], self.inputs["budget"]
@@ -420,34 +422,38 @@ class OneRequest(RequestComposer):
             return None
         compiled = self.models.compiled(model)
         given = {**self.models.known_settings(compiled), **inputs, **self.features}
-        found = predict_row(compiled, given, stand_in=True, cycle_us=inputs["decode_cycle_us"])
+        prediction = predict_row(compiled, given, stand_in=True, cycle_us=inputs["decode_cycle_us"])
         if noted:
-            self._note(found)
-            self.overheads[target.name] = found.interval
-        return found.interval.value_us
+            self._note(prediction)
+            self.overheads[target.name] = prediction.interval
+        return prediction.interval.value_us
 
     def _beyond(self, name: str, where: bool, text: Callable[[], str]) -> None:  # noqa: ARG002 - the text has it
         if where:
             self.out_of_range.append(text())
 
-    def _note(self, found: Prediction) -> None:
-        self.assumed += found.assumed
-        self.outside += found.outside
+    def _note(self, prediction: Prediction) -> None:
+        self.assumed += prediction.assumed
+        self.outside += prediction.outside
 
     def _range_of(self, latency: str) -> tuple[tuple[float, ...], str]:
-        """Return the published range of a composed latency, as ratios to it, and what to say of it; empty where it has none."""
-        found = self.models.ranges.get(latency)
-        if found is None:
-            return (), "no range, for the files hold none of requests"
+        """Return the published range of a composed latency as ratios to it, empty without one, and a note on it."""
+        published = self.models.ranges.get(latency)
+        if published is None:
+            return (), "no range, because the files have no ranges of requests"
         reason = (
-            "the input is outside the training range" if self.out_of_range or self.outside else found.reason
+            "the input is outside the training range"
+            if self.out_of_range or self.outside
+            else published.reason
         )
-        if found.low_ratio is not None and found.high_ratio is not None and reason is None:
+        if published.low_ratio is not None and published.high_ratio is not None and reason is None:
             # Files of an earlier tracefit count every held-out request.
-            requests = found.holdout.n if found.requests_held_out is None else found.requests_held_out
-            ends = (found.low_ratio, found.high_ratio)
-            return ends, f"{found.coverage_pct:.0f} % of {requests} held-out requests lie in it"
-        errors = found.holdout
+            requests = (
+                published.holdout.n if published.requests_held_out is None else published.requests_held_out
+            )
+            ends = (published.low_ratio, published.high_ratio)
+            return ends, f"{published.coverage_pct:.0f} % of {requests} held-out requests lie in it"
+        errors = published.holdout
         if errors.mdape_pct is None or errors.p90_ape_pct is None:
             return (), f"no range, {reason}"
         return (), (

@@ -1,7 +1,7 @@
 """Verdicts: the uses that a scope's models are good enough for, by stated thresholds on hold-out measures.
 
-A measure at or better than `yes` allows the use, one at or better than `with_limits` allows it with that limit, anything
-worse, or a model that is not there, forbids it. A use is as good as the worst of its measures.
+A measure at or better than `yes` allows the use, one at or better than `with_limits` allows it with that limit; a worse
+one, or a missing model, forbids it. A use is as good as the worst of its measures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RANK: dict[Answer, int] = {"yes": 0, "with limits": 1, "no": 2}
 
 
 class BesideModels(NamedTuple):
-    """What was measured of a scope beside its models' validations: summed step times, and replays of its runs."""
+    """Measurements of a scope beside its models' validations: summed step times, and replays of its runs."""
 
     summed: SummedTime | None = None
     replays: tuple[RunReplay, ...] = ()
@@ -42,7 +42,7 @@ class Measure:
     higher_is_better: bool
     of: Callable[[Validation, BesideModels], float | None]
     needed: bool = True
-    """Where the model does not give it, the answer is no yes."""
+    """Whether the answer is at best "with limits" if the model does not give it."""
 
 
 def _extrapolated_pct(entry: Validation, _: object) -> float | None:
@@ -50,12 +50,12 @@ def _extrapolated_pct(entry: Validation, _: object) -> float | None:
 
 
 def _summed_bias_pct(_: Validation, evidence: BesideModels) -> float | None:
-    # Not the bias of single steps: of a server that traces a sample few are single.
+    # Not the bias of single steps: a server that traces a sample has few of them.
     return None if evidence.summed is None else abs(evidence.summed.bias_pct)
 
 
 def _replayed_pct(latencies: tuple[str, ...], _: Validation, evidence: BesideModels) -> float | None:
-    """Return the largest error of a replay at P50 and P90, over the runs: one that is wrong is not made good by others."""
+    """Return the largest error of a replay at P50 and P90, over the runs: good replays do not offset a wrong one."""
     worst = (replay.worst_pct(*latencies) for replay in evidence.replays)
     return max((error for error in worst if error is not None), default=None)
 
@@ -71,7 +71,7 @@ def _regime_accuracy(entry: Validation, _: object) -> float | None:
 
 
 def _wait_skill(entry: Validation, _: object) -> float | None:
-    # Without a queue in the hold-out every wait is the same 0.2 ms: skill over them says nothing of waits that matter.
+    # Without a queue in the hold-out every wait is the same 0.2 ms: skill on these says nothing about real waits.
     return entry.skill if entry.classifier is None or _has_queued(entry) else None
 
 
@@ -130,7 +130,7 @@ _OF_REPLAYS = {"replay_pct", "replay_ttft_pct"}
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """From where on a measure allows a use, and allows it with limits."""
+    """Values of a measure from which on it allows a use, or allows it with limits."""
 
     use: str
     measure: str
@@ -139,7 +139,7 @@ class Threshold:
 
     @property
     def name(self) -> str:
-        """How it is named when it is overridden."""
+        """Its name in overrides."""
         return f"{self.use}.{self.measure}"
 
 
@@ -166,12 +166,13 @@ THRESHOLDS: tuple[Threshold, ...] = (
     Threshold("alerting", "queue_regime_accuracy", 0.95, 0.8),
     Threshold("alerting", "queue_wait_skill", 0.5, 0.0),
 )
-"""What each use requires of the models.
+"""Requirements of each use.
 
-Simulation and capacity planning rest on a replay: latencies from arrivals and lengths alone. A simulator needs steps that
-are right one by one and in sum too, and the API work; capacity planning needs sums; an
-autoscaler needs to know when requests begin to queue; an alert needs few large errors and the wait itself. Simulation and
-planning ask about prompts of any length: a model that was trained on short ones alone holds for those.
+Simulation and capacity planning rest on a replay: latencies from arrivals and lengths alone. A simulator
+needs steps that are right one by one and in sum too, and the API work; capacity planning needs sums; an
+autoscaler needs to know when requests begin to queue; an alert needs few large errors and the wait itself.
+Simulation and planning need prompts of any length: a model trained only on short prompts is valid only for
+those.
 """
 
 
@@ -184,8 +185,8 @@ def verdicts_of(
 
     Args:
         models: Published name to validation, of one scope.
-        evidence: What else was measured of it.
-        thresholds: What is required, in the order of their uses.
+        evidence: Other measurements of the scope.
+        thresholds: The requirements, in the order of their uses.
     """
     by_use: dict[str, list[Criterion]] = {}
     for threshold in thresholds:
@@ -212,14 +213,17 @@ def _criterion(models: Mapping[str, Validation], evidence: BesideModels, thresho
         answer, reason = "no", f"{measure.models[0]} is not fitted"
     elif value is None:
         # The hold-out has no such rows: the model is neither confirmed nor refuted.
-        answer, reason = "with limits", f"{measure.what.removesuffix(':')}: not known from this hold-out"
+        answer, reason = (
+            "with limits",
+            f"{measure.what.removesuffix(':')}: the hold-out does not show it",
+        )
         if threshold.measure in _OF_REPLAYS and evidence.replays:
             reason = f"no run can be replayed: {evidence.replays[0].reason}"
     else:
         answer = _answer(value, threshold, higher_is_better=measure.higher_is_better)
         bound = threshold.with_limits if answer == "no" else threshold.yes
         required = f"at {'least' if measure.higher_is_better else 'most'} {bound:g}{measure.unit} required"
-        # The verdict stands: it says itself on how little it rests.
+        # The verdict stands, but states how few rows it rests on.
         few = f" from {entry.holdout.n} rows only" if entry.holdout.n < FEW_ROWS else ""
         reason = f"{measure.what} {number(value)}{measure.unit}{few} ({required})"
     return Criterion(
@@ -253,7 +257,7 @@ def override(texts: Iterable[str]) -> tuple[Threshold, ...]:
         if name not in changed:
             raise UsageError(
                 f"--threshold {text}: no such threshold",
-                hint=did_you_mean(name, changed) or f"known: {', '.join(changed)}",
+                hint=did_you_mean(name, changed) or f"thresholds: {', '.join(changed)}",
             )
         try:
             yes, with_limits = (float(n) for n in numbers.split(":"))

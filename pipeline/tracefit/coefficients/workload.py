@@ -1,9 +1,9 @@
 """Formulas that turn the description of a step or a request into the columns that models read.
 
-A person describes a step by its batch and the tokens in it, a request by its lengths and what it meets; models read the
-columns of tables, such as `kv_blocks_used`. Each column is a formula over the description, so that one row in plain Python
-and a frame in polars are computed alike. A block is the unit in which vLLM hands out its KV cache, `block_size` tokens each:
-the last block of a request is counted as half full.
+A user describes a step by its batch and its tokens, a request by its lengths and the load at its arrival;
+models read the columns of tables, such as `kv_blocks_used`. Each column is a formula over the description, so
+that one row in plain Python and a frame in polars are computed alike. A block is the unit in which vLLM hands
+out its KV cache, `block_size` tokens each: the last block of a request is counted as half full.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEP_COLUMNS: dict[str, str] = {
 REQUEST_INPUTS = ("prompt_tokens", "output_tokens", "queue", "batch", "context", "cached")
 
 OTHERS = ("others_prompt", "others_cached", "others_output", "others_max")
-"""Mean lengths in tokens of the requests that wait and run beside the one described: prompt, part of it found in the
+"""Mean lengths in tokens of the requests that wait and run beside the one described: prompt, part of it in the
 prefix cache, output, and output allowed (max_tokens)."""
 
 RUNNING = ("others_context", "others_remaining")
@@ -55,23 +55,25 @@ _TRAFFIC: dict[str, str] = {
 
 
 def traffic_formulas(mean: Workload | None) -> dict[str, str]:
-    """Return formulas of the prompts of other requests among the steps of `beside` running ones, as many arriving as finish.
+    """Return formulas for the load from other requests, at a steady state: requests arrive as fast as they finish.
 
-    Each of these finishes after `steps_of_others` steps, one per output token, and another one takes its place. Prompts
-    differ in length and come together, and a step's time is no line in their tokens (a roofline has a bend): the mean
-    prompt in its own step would be too short a step. So a share of the steps, `prompt_step_share`, has the tokens and
-    the prompts of the groups of steps measured in training (`prompt_step_groups` of them, each as frequent as the next), or of
-    the mean prompt where none were. What an arrival meets is taken from the mean prompt (`mean_prompt_*`): it weighs steps by
-    the square of their time, which a few very long ones would dominate. Where prompts come faster than these steps compute them, every step computes more.
+    Each of the `beside` running requests finishes after `steps_of_others` steps, one per output token, and
+    another request replaces it. Prompts differ in length and arrive together, and a step's time is not linear
+    in their tokens (a roofline has a bend), so a step with the mean prompt would be too short. Therefore a
+    share of the steps, `prompt_step_share`, has the tokens and prompts of the groups of steps measured in
+    training (`prompt_step_groups` equally frequent ones), or else of the mean prompt. The step in progress at
+    an arrival uses the mean prompt (`mean_prompt_*`): it weighs steps by the square of their time, which a
+    few very long ones would dominate. If prompts arrive faster than these steps compute them, every step
+    computes more.
 
-    `steps_of_others` is infinite where nothing is known of the others: no prompts are assumed then. `budget` is the number
-    of prompt tokens a step has room for.
+    `steps_of_others` is infinite if the others are unknown: then no prompts are assumed. `budget` is the
+    number of prompt tokens a step has room for.
     """
     groups = [(1.0, 1.0)]
     if mean is not None and mean.prompt_steps:
         computed = max(mean.prompt_tokens - mean.cached_prompt_tokens, 1.0)
         groups = [(max(step.tokens, 1.0) / computed, step.prompts) for step in mean.prompt_steps]
-    # Above this many prompts a step, the steps with prompts of the training cannot have computed them.
+    # With more prompts per step than this, the prompt steps of the training could not compute them all.
     average = sum(tokens for tokens, _ in groups) / len(groups)
     formulas = {**_TRAFFIC, "crowding": f"max(prompts_per_step / {average!r}, 1)"}
     for k, (tokens, prompts) in enumerate(groups):
@@ -98,7 +100,7 @@ _LIMITS: dict[str, dict[tuple[str, ...], tuple[str, str]]] = {
         **_BATCH_LIMITS,
     },
 }
-"""Inputs to the setting of the server that their sum does not exceed, and what the server does instead."""
+"""Inputs to the setting of the server that bounds their sum, and the server's behaviour beyond it."""
 
 MAX_COUNT = 1e12
 
@@ -106,16 +108,16 @@ MAX_COUNT = 1e12
 def impossible(
     of: Literal["step", "request"], given: Mapping[str, Any], limit: Callable[[str], float | None]
 ) -> Iterator[tuple[Any, str, Callable[[Mapping[str, float]], str]]]:
-    """Yield what the server does not run: where it holds, the input to name, and the words for the values of one row.
+    """Yield the rules a description can break: whether it does, the input to name, and the message for one row.
 
     Args:
-        of: What is described.
+        of: The kind of description.
         given: Input to its number, or to an array of one per row; NaN is unknown and breaks no rule.
-        limit: Setting of the server to its value, null where it is not known.
+        limit: Setting of the server to its value, null if unknown.
     """
 
     def is_no_count(name: str) -> Callable[[Mapping[str, float]], str]:
-        return lambda row: f"{row[name]:g} is no count"
+        return lambda row: f"{row[name]:g} is not a count"
 
     for name in given:
         if name in _COUNTS:
@@ -123,7 +125,11 @@ def impossible(
     if of == "request":
         yield given["output_tokens"] < 1, "output", lambda _: "a request generates at least 1 output token"
         wrong = given["cached"] >= given["prompt_tokens"]
-        yield wrong, "cached", lambda _: "fewer tokens are cached than the prompt has, and it has some"
+        yield (
+            wrong,
+            "cached",
+            lambda _: "must be less than the prompt tokens, because the last one is always computed",
+        )
     for names, (setting, instead) in _LIMITS[of].items():
         most = limit(setting)
         if most is not None and all(name in given for name in names):
@@ -138,13 +144,13 @@ def _exceeds(names: tuple[str, ...], words: str) -> Callable[[Mapping[str, float
 def require_possible(
     of: Literal["step", "request"], given: Mapping[str, float | None], limit: Callable[[str], float | None]
 ) -> None:
-    """Refuse the description of a step or a request that the server does not run; see `impossible`.
+    """Refuse the description of a step or a request that the server would not run; see `impossible`.
 
     Raises:
-        UsageError: It breaks a rule, or a value is no number.
+        UsageError: The description breaks a rule, or a value is NaN.
     """
     if unreadable := [name for name, value in given.items() if value is not None and math.isnan(value)]:
-        raise UsageError("nan is no count", where=unreadable[0])
+        raise UsageError("nan is not a count", where=unreadable[0])
     row = {name: math.nan if value is None else value for name, value in given.items()}
     for broken, name, words in impossible(of, row, limit):
         if broken:
@@ -155,7 +161,7 @@ REQUEST_COLUMNS: dict[str, str] = {
     "max_tokens": "output_tokens",
     "cached_prompt_tokens": "cached",
     "prefix_hit_ratio": "cached / prompt_tokens",
-    # An arrival meets the running requests; prompts among their steps are in `_TRAFFIC`.
+    # The batch at an arrival is the running requests; prompts among their steps are in `_TRAFFIC`.
     "num_prefill_reqs": "0",
     "num_decode_reqs": "batch",
     "prefill_tokens": "0",
@@ -180,20 +186,21 @@ REQUEST_COLUMNS: dict[str, str] = {
     "state_age_us": "decode_cycle_us / 2",
     "step_residual_us": "decode_cycle_us / 2",
 }
-"""What a request finds when it arrives: `queue` others wait, and `batch` run.
+"""Columns of a request's state at its arrival: `queue` others wait, and `batch` run.
 
-`decode_cycle_us` is the mean step time that an arrival meets, E[c^2] / E[c]: long steps meet more arrivals.
+`decode_cycle_us` is the mean time of the step in progress at an arrival, E[c^2] / E[c]: more arrivals fall
+into long steps.
 """
 
 
 _COUNTS = {*STEP_INPUTS, *STEP_COLUMNS, *REQUEST_INPUTS, *OTHERS}
-"""Names of which no value is negative."""
+"""Names whose values cannot be negative."""
 
 
 def step_inputs(stated: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Return the values of `STEP_INPUTS` of a described step: 0 where nothing is stated."""
+    """Return the values of `STEP_INPUTS` of a described step: 0 if not given."""
     given = {name: stated.get(name) for name in STEP_INPUTS}
-    # A step with prompt tokens prefills one request at least.
+    # A step with prompt tokens prefills at least one request.
     implied = {"prefill_reqs": min(given["prefill"] or 0.0, 1.0)}
     return {name: implied.get(name, 0.0) if value is None else value for name, value in given.items()}
 
@@ -202,16 +209,16 @@ def others_like(mean: Workload | None) -> dict[str, float] | None:
     """Return the values of `OTHERS` for requests like the mean one; null without one."""
     if mean is None:
         return None
-    # Clients may allow fewer tokens than some requests got, where few stated a limit.
+    # If few clients state a limit, its mean may be below the mean output.
     longest = mean.output_tokens if mean.max_tokens is None else max(mean.max_tokens, mean.output_tokens)
     values = (mean.prompt_tokens, mean.cached_prompt_tokens, mean.output_tokens, longest)
     return dict(zip(OTHERS, values, strict=True))
 
 
 def running_like(mean: Workload | None) -> dict[str, float] | None:
-    """Return the values of `RUNNING` as measured in training; null where they were not.
+    """Return the values of `RUNNING` as measured in training; null if they were not.
 
-    Those that run are longer than the mean request: a request is met running in proportion to how long it runs.
+    Running requests are longer than the mean request: each counts in proportion to the time it runs.
     """
     if mean is None or mean.running_context_tokens is None or mean.running_remaining_tokens is None:
         return None

@@ -67,7 +67,7 @@ def compare(
 
     Args:
         first: A coefficient file, a folder of them, or a folder that `run` wrote.
-        second: Another one, or tables of new runs. Of a folder with both, the models are compared.
+        second: Another one, or tables of new runs. If a folder has both, the models are compared.
         scope: Compare this scope only; see `Models.scope`.
         run: Compare the scope of this run only.
         tolerance: For a drift check.
@@ -75,6 +75,11 @@ def compare(
     Raises:
         UsageError: A file or folder is not valid.
         DataError: The two have no model in common.
+
+    Examples:
+        >>> import tracefit
+        >>> tracefit.compare("out/models/", "out/tables/").verdict
+        'good'
     """
     one, other = find_models(first), find_models(second)
     old = load(one)
@@ -272,7 +277,7 @@ def _alike(model: Model, scope: ModelScope, tables: ScopeTables) -> _Alike:
 def _steps_alike(rows: pl.DataFrame, published: Validation | None) -> tuple[pl.DataFrame, str | None]:
     """Return the rows of the kind that a published error of step times is of: single steps, or intervals too.
 
-    The second value says how the rows differ where there are none of the kind.
+    The second value says how the rows differ if none is of that kind.
     """
     # The mean over an interval is easier to predict than a single step.
     single = rows.filter(is_one_step())

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 _MOST_DIGITS = 6
 _BELOW_STEPS = "its tables are per operator, finer than a trace of steps can resolve"
 _REFUSED = {
-    **dict.fromkeys(("vidur", "llmservingsim", "aiconfigurator"), _BELOW_STEPS),
+    **dict.fromkeys(("vidur", "llmservingsim"), _BELOW_STEPS),
+    "aiconfigurator": f"{_BELOW_STEPS}; its tables of whole passes are those of AISimulate, --to aisimulate",
     "wva": "since 2026 it learns its parameters online, and no configuration takes any; it takes targets of TTFT and ITL",
 }
 
@@ -58,6 +59,11 @@ def export(
     Raises:
         UsageError: The consumer, a file or a folder is wrong.
         DataError: The data cannot give the consumer's form; the error has the reason.
+
+    Examples:
+        >>> import tracefit
+        >>> [path.name for path in tracefit.export("out/", to="csv", out="csv/").files]
+        ['coefficients.csv']
     """
     if to.lower() in _REFUSED:
         raise DataError(f"{to} cannot be served: {_REFUSED[to.lower()]}")

@@ -68,7 +68,7 @@ class ServerOptions:
         """The single settings.
 
         Raises:
-            UsageError: A name is nearly that of a setting, or a value is none that its setting can have.
+            UsageError: A setting's name looks misspelt, or its value is not allowed.
         """
         if isinstance(self.settings, ServerSettings):
             return self.settings
@@ -101,7 +101,7 @@ def ingest(
             together), patterns, `s3://`, `gs://` or `file://` URLs of these, or `-` for standard input.
         out: The tables folder, or its `s3://` or `gs://` URL. One process at a time writes to a folder; a second one waits. In a
             bucket it does not wait: other runs are added beside each other.
-        server: What is known about the server beyond the run's files.
+        server: Facts about the server beyond the run's files.
         options: Which part of the traces is kept.
         workers: Processes that decode and build, at most; as many as there are cores if not given.
         engine: Where they run: on this machine, or on Ray. The tables are the same, byte for byte.
@@ -112,6 +112,12 @@ def ingest(
             has changed the same run in a bucket; the tables are as they were.
         DataError: Not a single run holds vLLM spans; nothing of them is written. One among others is left out, and the
             result names it.
+
+    Examples:
+        >>> import tracefit
+        >>> result = tracefit.ingest("runs/", "tables/")
+        >>> [(run.run_id, run.requests) for run in result.runs]
+        [('busy', 100)]
     """
     with open_inputs(paths) as inputs:
         return ingest_inputs(

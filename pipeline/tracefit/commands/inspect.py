@@ -78,6 +78,12 @@ def inspect(
     Raises:
         UsageError: A path, a configuration file or an option is wrong.
         DataError: A run holds no vLLM spans at all.
+
+    Examples:
+        >>> import tracefit
+        >>> (scope,) = tracefit.inspect("runs/").scopes
+        >>> {each.what: each.verdict for each in scope.allows}["queue wait"]
+        'yes'
     """
     paths = as_list(paths)
     progress = progress or NullProgress()
@@ -225,6 +231,7 @@ def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
         compared_steps=compared.len(),
         agreeing_steps=int(compared.sum() or 0),
         steps_with_context=timeline["context_tokens"].count(),
+        steps_with_estimate=int(timeline["context_estimated"].sum() or 0),
         timeline_steps=timeline.height,
         requests=requests.height,
         instrumented_runs=int(not are_stock(tables["runs"])),
@@ -344,10 +351,12 @@ def _context(e: Evidence) -> Allowance:
         return Allowance(
             name, "no", f"no complete journeys and no whole sets of snapshots; start with {flags}"
         )
+    known = f"known on {_share(e['steps_with_context'], e['timeline_steps'])} of steps"
+    if e["steps_with_estimate"]:
+        share = _share(e["steps_with_estimate"], e["timeline_steps"])
+        return Allowance(name, "limited", f"{known}, estimated from the KV blocks in use on {share}")
     verdict: Allowed = "yes" if e["steps_with_context"] == e["timeline_steps"] else "limited"
-    return Allowance(
-        name, verdict, f"known on {_share(e['steps_with_context'], e['timeline_steps'])} of steps"
-    )
+    return Allowance(name, verdict, known)
 
 
 def _queue_state(e: Evidence) -> Allowance:

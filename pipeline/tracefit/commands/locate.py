@@ -30,7 +30,7 @@ def is_tables(path: str | Path) -> bool:
     from tracefit.tables.store import TableStore  # noqa: PLC0415
 
     place = place_of(path)
-    # Of a bucket, the manifest alone is asked for.
+    # In a bucket, only the manifest is read.
     return (isinstance(place, BucketPath) or place.is_dir()) and bool(TableStore(place).runs())
 
 
@@ -44,7 +44,7 @@ def tables_of(models: str | Path) -> Path:
     """Return the tables that models were trained on: `tables/` in their folder, or beside it.
 
     Raises:
-        UsageError: There are none.
+        UsageError: No tables are there.
     """
     path = find_models(models)
     folder = path if path.is_dir() else path.parent
@@ -59,7 +59,7 @@ def tables_of(models: str | Path) -> Path:
 
 
 def scan(folder: str | Path, table: str, *, run: str | None = None) -> pl.LazyFrame:
-    """Return a table as a lazy polars frame, of which a query reads only the columns and rows it needs.
+    """Return a table as a lazy polars frame; a query reads only the columns and rows it needs.
 
     `scan(...).collect()` is a polars frame, whose methods `to_pandas()` and `to_arrow()` make frames of these libraries.
 
@@ -70,6 +70,12 @@ def scan(folder: str | Path, table: str, *, run: str | None = None) -> pl.LazyFr
 
     Raises:
         UsageError: The folder holds no tables, not that one or not that run.
+
+    Examples:
+        >>> import polars as pl
+        >>> import tracefit
+        >>> tracefit.scan("out/", "requests").select(pl.len()).collect().item()
+        100
     """
     from tracefit.tables.store import RunTables, TableStore  # noqa: PLC0415
 

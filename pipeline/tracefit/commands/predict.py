@@ -47,6 +47,12 @@ def predict(
     Raises:
         UsageError: The file cannot be read or written, lacks what the model needs, or has a row that describes nothing the
             server runs: the first one is named, and no row is predicted.
+
+    Examples:
+        >>> import tracefit
+        >>> result = tracefit.predict("out/", [{"batch": 8, "context": 500}, {"batch": 16, "context": 500}])
+        >>> [round(row["predicted_us"], -3) for row in result.predictions]
+        [7000.0, 7000.0]
     """
     models = models if isinstance(models, Models) else load(models)
     # A single prediction needs neither a frame library nor what the results of other commands are made of.

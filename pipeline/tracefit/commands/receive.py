@@ -229,7 +229,7 @@ class _Receiver:
         for text in self._observed.new_warnings():
             self._warnings.append(text)
             self._progress.warn(text)
-        # Of a receiver that runs for months these are many: the result has their counts.
+        # A receiver that runs for months has many of these: the result has only their counts.
         for text in self._observed.refusals.news():
             self._progress.warn(text)
 
@@ -260,7 +260,7 @@ class _Receiver:
 
 
 def _servers(intake: Intake, token: Token, *, has_metrics: bool) -> tuple[GrpcServer, HttpServer]:
-    # grpcio reads it when it is imported. What a client does wrong is not for the receiver's terminal.
+    # grpcio reads it when it is imported. Errors of clients do not belong on the receiver's terminal.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         if has_metrics:

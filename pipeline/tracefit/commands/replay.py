@@ -36,6 +36,12 @@ def replay_runs(
 
     Raises:
         UsageError: There are no models, no tables or no such run.
+
+    Examples:
+        >>> import tracefit
+        >>> (replay,) = tracefit.replay_runs("out/").runs
+        >>> max(abs(each.error_pct) for each in replay.of("e2e")) < 10
+        True
     """
     models, store = load(find_models(folder)), TableStore(tables_of(folder)).require()
     runs = store.runs()

@@ -62,6 +62,12 @@ def report(
     Raises:
         UsageError: A file is missing or not of the published shape, an objective is of no latency or not positive, or the
             report cannot be written.
+
+    Examples:
+        >>> import tracefit
+        >>> (verdicts,) = tracefit.report("out/").verdicts.values()
+        >>> sorted(verdicts)
+        ['alerting', 'autoscaling', 'capacity planning', 'simulation']
     """
     objectives = _objectives(slo_ms)
     folder = place_of(folder)

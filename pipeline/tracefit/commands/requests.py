@@ -86,6 +86,12 @@ def requests(tables: str | Path) -> RequestSummary:
     Raises:
         UsageError: The folder holds no tables.
         DataError: They hold no requests.
+
+    Examples:
+        >>> import tracefit
+        >>> total = tracefit.requests("out/").total
+        >>> total.requests, total.failed
+        (100, 4)
     """
     rows = read_requests(tables)
     # Clocks of different runs do not compare: times are since the first arrival of each run.

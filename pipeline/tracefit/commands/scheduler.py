@@ -177,15 +177,15 @@ class RunIngest:
         context: Its server.
         run_id: Its id in the tables.
         known: Its entry in the manifest, if its tables are whole.
-        files: The files that are read anew.
-        unchanged: What the manifest knows of the others.
+        files: The files that are read.
+        unchanged: Entries of the other files in the manifest.
         decoding: Pieces of its files that are on their way through a worker.
         is_read: Whether all pieces were given out.
         kv_hashes: Hashes of its recordings of KV-cache events, once they are needed.
         columns: Values of the `runs` table for the whole run, once it is read.
         entry: Its new entry in the manifest, without tables, once it is built.
         rows: Its rows of the `runs` table, once it is published; null for a run that stays as it is.
-        warnings: What the user should know of it.
+        warnings: Warnings for the user.
         failed: Why there are no tables of it.
     """
 
@@ -363,7 +363,7 @@ class IngestScheduler:
         run.known = self._manifest.runs.get(run_id)
         if run.known is not None and run.known.tables and not self._store.is_intact(run_id, run.known):
             run.warnings.append(
-                f"{run_id}: its tables are damaged, or files of them missing; it is read anew"
+                f"{run_id}: its tables are damaged, or files of them missing; it is read again"
             )
             run.known = None
         if run_id != source.run_id:
@@ -372,14 +372,14 @@ class IngestScheduler:
             )
         known = known_files(run.known, self._options_hash, self._staged_names)
         run.unchanged = [e for f in source.trace_files if (e := unchanged(f, known.get(f.name)))]
-        # What a run that stays as it is was made of is not read.
+        # The staged parts of a run that stays as it is are not read.
         if len(run.unchanged) < len(source.trace_files) or not self._stays(run, run.unchanged):
             damaged = {entry.path for entry in run.unchanged if not self._is_whole(entry)}
             known = {name: entry for name, entry in known.items() if name not in damaged}
             run.unchanged = [entry for entry in run.unchanged if entry.path not in damaged]
             if damaged:
                 run.warnings.append(
-                    f"{run_id}: what was kept of {len(damaged)} of its files is damaged; they are read anew"
+                    f"{run_id}: the staged rows of {len(damaged)} of its files are damaged; the files are read again"
                 )
         names = {entry.path for entry in run.unchanged}
         local = [f for f in source.trace_files if f.name not in names and f.filesystem is None]

@@ -30,7 +30,7 @@ from tracefit.commands.training_tables import sample_tables, write_training_fram
 from tracefit.engines.local import LOCAL, EngineChoice, LocalEngine, open_engine
 from tracefit.engines.training import BYTES_PER_JOB, each_run, frames_of, scope_tables
 from tracefit.errors import DataError, UsageError
-from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feature_set
+from tracefit.features.sets import feature_sets, is_feature_file
 from tracefit.features.targets import LATENCIES
 from tracefit.fit.fitted import BetaTarget, ScopeOptions
 from tracefit.fit.load import runs_to_fit
@@ -73,7 +73,7 @@ class TrainOptions:
         fast: Skip the gradient-boosted references, most of the time training takes.
         include_overloaded: Train on overloaded runs too, where their scope has others.
         across: Also leave out every run, model and GPU in turn and measure the models fitted on the others.
-        thresholds: What each use requires of the models.
+        thresholds: Requirements of each use.
     """
 
     beta_target: BetaTarget = "auto"
@@ -113,6 +113,13 @@ def train(
     Raises:
         UsageError: A folder is not valid.
         DataError: Not a single model can be fitted; nothing is written.
+
+    Examples:
+        >>> import tracefit
+        >>> fast = tracefit.TrainOptions(fast=True, features="batch")
+        >>> result = tracefit.train("out/tables/", "models/", options=fast)
+        >>> [path.name for path in result.files][:2]
+        ['alpha.json', 'beta.json']
     """
     options = options or TrainOptions()
     progress = KeptWarnings(progress)
@@ -243,7 +250,7 @@ def fit_runs(
     """
     engine = engine or LocalEngine(1)
     write_timelines(store, runs["run_id"].unique(maintain_order=True), engine)
-    sets = beta_feature_sets(options.features)
+    sets = feature_sets(options.features)
     how = scope_options(options)
     scopes = []
     for scope, members in scopes_of(runs, str(store.root)):
@@ -263,7 +270,7 @@ def fit_runs(
 def _sampled(
     store: TableStore, runs: pl.DataFrame, progress: Progress
 ) -> tuple[pl.DataFrame, dict[str, tuple[str, ...]]]:
-    """Return the rows of the runs to train on, and a note for each scope of which some are left out."""
+    """Return the rows of the runs to train on, and a note for each scope with some left out."""
     kept: list[str] = []
     notes: dict[str, tuple[str, ...]] = {}
     for scope, members in scopes_of(runs, str(store.root)):
@@ -287,14 +294,10 @@ def overload_text(one: Overload) -> str:
 
 
 def _named_files(options: TrainOptions) -> dict[str, str]:
-    if not _is_file(options.features):
+    if not is_feature_file(options.features):
         return {}
     # `verify` refits with the file of this name: the hash tells whether it is still the same one.
     return {"features": hashlib.sha256(read_bytes(Path(options.features))).hexdigest()}
-
-
-def _is_file(choice: str) -> bool:
-    return Path(choice).suffix.lower() in {".yaml", ".yml", ".json"}
 
 
 def scope_options(options: TrainOptions) -> ScopeOptions:
@@ -310,19 +313,6 @@ def scope_options(options: TrainOptions) -> ScopeOptions:
     return ScopeOptions(
         options.beta_target, positive=options.positive, any_sign=options.any_sign, reference=not options.fast
     )
-
-
-def beta_feature_sets(choice: str) -> tuple[FeatureSet, ...]:
-    """Return the feature sets a choice stands for: `auto`, a built-in set's name, or a YAML or JSON file.
-
-    Raises:
-        UsageError: No such set or file, or the file declares none.
-    """
-    if choice == "auto":
-        return AUTO
-    if _is_file(choice):
-        return (read_feature_set(Path(choice)),)
-    return (find_feature_set(choice),)
 
 
 def _some(run_ids: list[str]) -> str:
@@ -399,6 +389,13 @@ def run(
     Raises:
         UsageError: A path, a file or an option is wrong.
         DataError: The traces cannot support a single model.
+
+    Examples:
+        >>> import tracefit
+        >>> fast = tracefit.TrainOptions(fast=True, features="batch")
+        >>> result = tracefit.run("runs/", "out/", options=fast)
+        >>> [model.name for model in result.trained.fitted]
+        ['beta.cycle_time', 'alpha.queue_wait', 'alpha.admission', 'alpha.departure']
     """
     out = place_of(out)
     ingested = ingest(
@@ -410,17 +407,24 @@ def run(
         engine=engine,
         progress=progress,
     )
-    # What ingestion freed would count on top of what training takes.
+    # Memory freed by ingestion would add to the peak of training.
     memory.give_back()
+    # The folder may hold runs of earlier jobs: train on those of this one only.
+    run_ids = [r.run_id for r in ingested.runs]
+    kept = KeptWarnings(progress)
+    if earlier := sorted({*TableStore(out / "tables").runs()} - {*run_ids}):
+        kept.warn(
+            f"{out / 'tables'} also has {_some(earlier)} of an earlier command; models and report are of "
+            f"{_some(run_ids)} alone (`tracefit train {out} --out MODELS` trains on all runs)"
+        )
     trained = train(
         out / "tables",
         out / "models",
         options=options,
         report_folder=out,
-        # The folder may hold runs of earlier jobs: train on those of this one only.
-        run_ids=[r.run_id for r in ingested.runs],
+        run_ids=run_ids,
         workers=workers,
         engine=engine,
         progress=progress,
     )
-    return RunResult(ingested, trained, out)
+    return RunResult(ingested, replace(trained, warnings=(*kept.warnings, *trained.warnings)), out)

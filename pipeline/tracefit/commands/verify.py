@@ -57,6 +57,11 @@ def verify(
     Raises:
         UsageError: The file or the folder is not valid.
         DataError: The file does not state how it was made.
+
+    Examples:
+        >>> import tracefit
+        >>> tracefit.verify("out/models/beta.json").verified
+        True
     """
     path = find_models(file)
     store = TableStore(find_tables(tables) if tables is not None else tables_of(path)).require()
@@ -198,7 +203,7 @@ def _compare(there: object, here: object, place: str) -> Iterator[Difference | N
 
 def _same(there: object, here: object) -> bool:
     if isinstance(there, float) and isinstance(here, float):
-        # A number that is zero but for rounding has no relative error.
+        # A number that is zero up to rounding has no relative error.
         return math.isclose(there, here, rel_tol=RELATIVE, abs_tol=_SMALLEST)
     return there == here
 

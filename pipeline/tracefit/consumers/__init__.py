@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tracefit.consumers.aisimulate import to_aisimulate
 from tracefit.consumers.base import Consumer
 from tracefit.consumers.blis import to_blis, to_blis_registry
 from tracefit.consumers.csv import to_csv
@@ -12,11 +13,13 @@ from tracefit.consumers.dynamo_planner import to_dynamo_planner
 from tracefit.consumers.fleet_sim import to_fleet_sim
 from tracefit.consumers.latency_predictor import to_latency_predictor
 from tracefit.consumers.llmd_sim import to_llmd_sim
+from tracefit.consumers.vcr import to_vcr
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 CONSUMERS = (
+    Consumer("aisimulate", to_aisimulate),
     Consumer("blis", to_blis),
     Consumer("blis-registry", to_blis_registry),
     Consumer("csv", to_csv),
@@ -24,6 +27,7 @@ CONSUMERS = (
     Consumer("dynamo-planner", to_dynamo_planner),
     Consumer("llm-d-latency-predictor", to_latency_predictor),
     Consumer("vllm-sr-sim", to_fleet_sim),
+    Consumer("vllm-vcr", to_vcr),
     Consumer("llm-d-inference-sim", to_llmd_sim, versioned=True),
 )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -171,7 +172,8 @@ def timed_requests(source: Source, target: str) -> pl.DataFrame:
 def number(value: float) -> str:
     """Write a number for a consumer's file: six significant digits, never in exponent form."""
     # YAML 1.1 reads 1e-05 as text.
-    text = f"{float(f'{value:.6g}'):.12f}".rstrip("0").rstrip(".")
+    text = format(Decimal(f"{value:.6g}"), "f")
+    text = text.rstrip("0").rstrip(".") if "." in text else text
     return text or "0"
 
 
@@ -220,7 +222,7 @@ def commented(notes: Iterable[str], text: str) -> str:
 
 def kv_blocks(source: Source) -> int | None:
     """Return the KV blocks available to requests: as the steps state them, otherwise all but the one vLLM reserves."""
-    # What the steps state counts: memory left over after loading decides, and no option says it.
+    # The steps' own number counts: it depends on the memory left after loading, which no option states.
     stated = source.tables.timeline["kv_blocks_total"].max()
     if isinstance(stated, int):
         return stated

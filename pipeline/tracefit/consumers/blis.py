@@ -26,9 +26,12 @@ from tracefit.consumers.base import (
     number,
 )
 from tracefit.consumers.blis_fit import fit_blis
+from tracefit.consumers.blis_roofline import ROOFLINE_TERMS
 from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tracefit.server.hardware import Gpu
 
 MOST_TRACED = 20_000
@@ -42,9 +45,14 @@ _CHIPS = {
 }
 """GPU name to BLIS's name. A GPU that is not here keeps its name and is described in hardware_config.json."""
 
-_NO_REQUESTS = (
-    "no traced request has its times: there is none to replay, and the workload of the use line is BLIS's own"
-)
+_UNREAD = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+"""The beta of a file that no instance reads: BLIS asks for seven that are not all 0."""
+
+_BY_ROOFLINE = "--num-instances 2 --prefill-instances 1 --decode-instances 1 --pd-decider never --decode-latency-model roofline"
+"""One instance that serves whole requests by `roofline`. Named as the backend of all, `roofline` refuses alpha; that of a pool takes
+what defaults.yaml holds, and without a decider nothing goes to the other pool: the same to the microsecond where alpha is 0."""
+
+_NO_REQUESTS = "no traced request has its times, so no request can be replayed, and the workload of the use line is BLIS's own"
 _HEADER = "trace_version: 2\ntime_unit: microseconds\nmode: real\nwarm_up_requests: 0\n"
 
 
@@ -56,14 +64,16 @@ def to_blis(source: Source) -> Export:
         UsageError: BLIS refuses the model on so many ranks.
     """
     found = fit_blis(source)
-    alpha, beta = (", ".join(number(v) for v in values) for values in (found.alpha, found.beta))
+    by_roofline = len(found.beta) == len(ROOFLINE_TERMS)
+    written = _UNREAD if by_roofline else found.beta
+    alpha, beta = (", ".join(number(v) for v in values) for values in (found.alpha, written))
     text = f"trained_physics_coefficients:\n  alpha_coeffs: [{alpha}]\n  beta_coeffs: [{beta}]\n"
     traced = _traced_requests(source)
     files: dict[str, str | bytes] = {
         "defaults.yaml": commented(found.notes, text),
-        **_server_files(source),
+        **_server_files(source, found.beta if by_roofline else ()),
     }
-    server = _server_flags(source)
+    server = _server_flags(source) + (f" {_BY_ROOFLINE}" if by_roofline else "")
     if not traced.height:
         return Export(files, found.errors, (*found.notes, _NO_REQUESTS), f"blis run {server}")
     files |= {"trace-header.yaml": _HEADER, "trace-data.csv": _trace_csv(traced)}
@@ -78,12 +88,12 @@ def to_blis(source: Source) -> Export:
 # -- files that describe the traced server ---------------------------------------------------------------------
 
 
-def _server_files(source: Source) -> dict[str, str | bytes]:
+def _server_files(source: Source, factors: Sequence[float]) -> dict[str, str | bytes]:
     """Return the hardware file and the model's folder, by path relative to the coefficients."""
     context = source.scope.context
     files: dict[str, str | bytes] = {}
     if context.gpu is not None:
-        files["hardware_config.json"] = _hardware(context.gpu)
+        files["hardware_config.json"] = _hardware(context.gpu, factors)
     if context.model_config is not None:
         files["model/config.json"] = _with_dtype(context.model_config, context.settings.dtype)
     return files
@@ -94,15 +104,16 @@ def _chip(gpu: Gpu) -> str:
     return _CHIPS.get(gpu.name, gpu.name)
 
 
-def _hardware(gpu: Gpu) -> str:
-    """Describe a GPU in BLIS's keys."""
-    # BLIS's roofline backend reads the two MFU; `trained-physics` does not, but the file must have them.
+def _hardware(gpu: Gpu, factors: Sequence[float]) -> str:
+    """Describe a GPU in BLIS's keys, at the rates that multiples of the peak times make of it."""
+    # Its backend `roofline` reads the two MFU; `trained-physics` does not, but the file must have them.
+    mfu_prefill, mfu_decode, bandwidth = (1 / factor for factor in factors) if factors else (0.45, 0.3, 1.0)
     rates = {
         "TFlopsPeak": gpu.compute_tflops_fp16,
         "TFlopsFP8": gpu.compute_tflops_fp8 or 0,
-        "BwPeakTBs": gpu.memory_bandwidth_gb_s / 1e3,
-        "mfuPrefill": 0.45,
-        "mfuDecode": 0.3,
+        "BwPeakTBs": gpu.memory_bandwidth_gb_s / 1e3 * bandwidth,
+        "mfuPrefill": mfu_prefill,
+        "mfuDecode": mfu_decode,
         "MemoryGiB": gpu.memory_gb,
     }
     return json.dumps({_chip(gpu): rates}, indent=2) + "\n"

@@ -26,11 +26,13 @@ from tracefit.consumers.base import (
     worse_than_baseline,
     written,
 )
-from tracefit.consumers.blis_replay import StepRates, replay_as_blis
+from tracefit.consumers.blis_replay import RooflineRates, StepRates, replay_as_blis, roofline_us
 from tracefit.consumers.blis_roofline import (
     BLIS_TERMS,
     PAIRS_COLUMN,
+    ROOFLINE_TERMS,
     add_blis_terms,
+    roofline_shape,
     with_prefill_pairs,
 )
 from tracefit.errors import DataError, UsageError
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from tracefit.results.models import HeldOut
-    from tracefit.statistics import Flags, Vector
+    from tracefit.statistics import Flags, Matrix, Vector
 
 _NAMES = list(BLIS_TERMS)
 _CONSTANT = _NAMES.index("blis_one")
@@ -89,6 +91,10 @@ SCALE_ROUNDS = 5
 MOST_NOMINAL = 10.0
 """Largest multiple of its nominal value at which a coefficient still describes its own term."""
 
+_FIRST_COMPUTE, _FIRST_MEMORY, _LEAST_FACTOR = 2.0, 1.25, 0.05
+_TURNS = 30
+"""A fit of the roofline begins at half of the peak compute and 80 % of the bandwidth, and ends after so many turns at most."""
+
 _ABOUT = 1.1
 """A replay so many times as far off as the closest is about as close."""
 
@@ -117,7 +123,10 @@ FALLBACK = "requests^0.5 / time^0.5, Huber"
 
 @dataclass(frozen=True, slots=True)
 class BlisCoefficients:
-    """The coefficients as written for BLIS, with the errors of exactly these."""
+    """The coefficients as written for BLIS, with the errors of exactly these.
+
+    Of three beta its backend is `roofline`: these are multiples of the peak times, in the order of `ROOFLINE_TERMS`.
+    """
 
     alpha: tuple[int, int, int]
     beta: tuple[float, ...]
@@ -142,6 +151,7 @@ def fit_blis(source: Source, *, only_ten: bool = False) -> BlisCoefficients:
     fits = {name: _fit(steps, *weighting) for name, weighting in WEIGHTINGS.items()}
     if not only_ten:
         fits |= {f"{_EIGHT}{name}": _fit(steps, *how, eight=True) for name, how in WEIGHTINGS.items()}
+        fits |= {f"roofline, {name}": _fit_roofline(steps, *how) for name, how in WEIGHTINGS.items()}
     requests, missing = _requests(source, steps.ends)
     training, alpha = _training(requests), (arrival, *departure)
     replays = partial(_replayed, source, alpha)
@@ -157,19 +167,47 @@ def fit_blis(source: Source, *, only_ten: bool = False) -> BlisCoefficients:
         replayed, note = _replayed_errors(replays, requests, training, beta)
         errors += replayed
         notes.append(note)
-    same = [n for i, n in enumerate(_NAMES) if not steps.varies[i] and steps.x[:, i].any()]
-    errors += [*arrival_errors, *departure_errors]
+    errors += arrival_errors
+    if _is_roofline(beta):
+        alpha = _roofline_alpha(alpha)
+        notes += _roofline_notes(departure[0])
+    else:
+        errors += departure_errors
+        same = [n for i, n in enumerate(_NAMES) if not steps.varies[i] and steps.x[:, i].any()]
+        notes += [
+            f"{', '.join(same)} do not vary in one scope: beta6 holds what they add, for this scope alone",
+            f"{len(beta)} beta: the eleventh that BLIS reads, MoE dispatch between data-parallel ranks, stays at its default, beta3",
+        ]
     notes += [
-        f"{', '.join(same)} do not vary in one scope: beta6 holds what they add, for this scope alone",
-        "roofline, BLIS's other backend, is no candidate: its command line takes no alpha with it, and its steps have no overhead",
         *_transfer(beta, steps),
         *_full_batch(source, steps, beta),
-        f"{len(beta)} beta: the eleventh that BLIS reads, MoE dispatch between data-parallel ranks, stays at its default, beta3",
         *folded,
         *undeparted,
         *worse_than_baseline(errors),
     ]
     return BlisCoefficients(alpha, tuple(beta.tolist()), tuple(errors), tuple(notes))
+
+
+def _is_roofline(beta: Vector) -> bool:
+    return len(beta) == len(ROOFLINE_TERMS)
+
+
+def _roofline_alpha(alpha: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Return the alpha of the backend `roofline`: its second is per prompt token, and a departure has no fixed part."""
+    return alpha[0], 0, alpha[2]
+
+
+def _roofline_notes(fixed_us: int) -> Iterator[str]:
+    yield (
+        "form: roofline. hardware_config.json holds the rates that this server reaches, as mfuPrefill, mfuDecode and BwPeakTBs; the steps "
+        "have no overhead"
+    )
+    yield (
+        "--latency-model roofline refuses an alpha: one decode instance serves all requests by roofline, beside a prefill instance that "
+        "gets none, and takes alpha from defaults.yaml, which needs a beta that nothing reads"
+    )
+    if fixed_us:
+        yield f"a departure has no fixed part in this form: E2E lacks {fixed_us:,} us"
 
 
 # -- overheads -------------------------------------------------------------------------------------------
@@ -197,10 +235,10 @@ def _arrival(source: Source) -> tuple[int, tuple[HeldOut, ...], tuple[str, ...]]
         raise DataError("no held-out request was queued at a step whose start is known")
     what = "ARRIVED to QUEUED, by alpha0 and the step boundary"
     error = held_out(what, "us", queued_us(held)[known], predicted[known], queued_us(train))
-    folded = (
-        f"alpha0 holds {number(per_token)} us per prompt token at the mean prompt of {mean:.0f} tokens",
-    )
-    return alpha, (error,), folded if per_token else ()
+    said = "alpha0 is the API's work, by the admission model: the wait for a step boundary, which BLIS simulates, is not in it"
+    if per_token:
+        said += f"; it holds {number(per_token)} us per prompt token at the mean prompt of {mean:.0f} tokens"
+    return alpha, (error,), (said,)
 
 
 def _arrival_without_clock(
@@ -246,7 +284,7 @@ def _whole_line(tokens: Vector, y: Vector) -> tuple[int, int]:
         tokens: Shape (n,).
         y: In us, shape (n,).
     """
-    # Rounding both at once can be far off: the constant is fitted anew for each whole slope beside the best one.
+    # Rounding both at once can be far off: the constant is refitted for each whole slope beside the best one.
     best = (np.inf, 0, 0)
     slope = float(fit_nonnegative(np.column_stack([np.ones(len(y)), tokens]), y)[1])
     for per_token in sorted({0, int(slope), int(slope) + 1}):
@@ -267,6 +305,8 @@ class _Steps:
     held: pl.DataFrame
     x: Vector
     y: Vector
+    roofline: Matrix
+    """Training steps on `ROOFLINE_TERMS`, shape (n, 3)."""
     varies: Flags
     ends: pl.DataFrame
     """run_id, server, holdout_from_ns."""
@@ -280,18 +320,28 @@ def _with_terms(source: Source, frame: pl.DataFrame) -> pl.DataFrame:
             f"BLIS's step terms need the model's config.json and the GPU; the {lacking} is not known",
             hint="ingest the run again with --model-config FILE and --gpu NAME, or --gpu FILE.json with a device's rates",
         )
-    return add_blis_terms(frame, context.architecture, context.gpu, tp=context.settings.tensor_parallel or 1)
+    tp = context.settings.tensor_parallel or 1
+    # Unknown counts are null in BLIS's own terms as well, and such steps are left out.
+    prefill_reqs, decode_reqs, prefill, _, contexts, before = (
+        frame[name].cast(pl.Float64).fill_null(0.0).to_numpy() for name in ROOFLINE_COLUMNS
+    )
+    shape = roofline_shape(context.architecture, context.gpu, tp=tp)
+    # Prefill requests of a step count as equal: a summary has their total alone.
+    seen = prefill * (before + prefill / 2) / np.maximum(prefill_reqs, 1.0)
+    terms = shape.terms((prefill, before, seen, decode_reqs, contexts))
+    columns = {name: pl.Series(terms[:, i]) for i, name in enumerate(ROOFLINE_TERMS)}
+    return add_blis_terms(frame, context.architecture, context.gpu, tp=tp).with_columns(**columns)
 
 
 def _steps(source: Source) -> _Steps:
     timeline = _with_terms(source, with_prefill_pairs(source.tables.timeline, source.tables.requests))
-    rows = source.steps(_NAMES, timeline)
+    rows = source.steps([*_NAMES, *ROOFLINE_TERMS], timeline)
     train, held = train_and_holdout(source, rows, _NAMES, "BLIS step terms")
     x, y = matrix(train, _NAMES), target_of(train)
     # Terms that do not vary within the scope cannot be separated: BLIS's constant of a step takes their sum.
     varies = np.array([i == _CONSTANT or np.ptp(x[:, i]) > 0 for i in range(len(_NAMES))])
     ends = rows.drop_nulls("holdout_from_ns").group_by(SERVER).agg(pl.col("holdout_from_ns").first())
-    return _Steps(train, held, x, y, varies, ends)
+    return _Steps(train, held, x, y, matrix(train, ROOFLINE_TERMS), varies, ends)
 
 
 _EIGHT = "eight coefficients, "
@@ -306,20 +356,62 @@ def _folded(x: Vector) -> Vector:
 def _fit(
     steps: _Steps, requests_power: float, time_power: float, huber: float, *, eight: bool = False
 ) -> Vector:
+    x = steps.x * steps.varies
+    weights = _weights(steps, requests_power, time_power)
+    return fit_nonnegative(_folded(x) if eight else x, steps.y, weights, huber=huber)
+
+
+def _weights(steps: _Steps, requests_power: float, time_power: float) -> Vector:
     # A step without requests has no weight where requests count, and no infinite one.
     requests = np.maximum(steps.x[:, _REQUESTS], 1e-9)
     weights = requests**requests_power / np.maximum(steps.y, 1.0) ** time_power
     # A row of an interval is the mean of several steps.
     weights = weights * steps.train["interval_steps"].to_numpy().astype(float)
-    x = steps.x * steps.varies
-    return fit_nonnegative(_folded(x) if eight else x, steps.y, weights / weights.mean(), huber=huber)
+    return np.asarray(weights / weights.mean())
+
+
+def _fit_roofline(steps: _Steps, requests_power: float, time_power: float, huber: float) -> Vector:
+    """Fit the multiples of the peak times, with one for all compute where steps cannot tell decode compute from prefill compute."""
+    weights = _weights(steps, requests_power, time_power)
+    factors = _bound(steps.roofline, steps.y, weights, huber)
+    if _LEAST_FACTOR < factors[1] <= MOST_NOMINAL:
+        return factors
+    compute, memory = steps.roofline[:, :2].sum(axis=1), steps.roofline[:, 2]
+    one, memory_factor = _bound(np.column_stack([compute, memory]), steps.y, weights, huber)
+    return np.array([one, one, memory_factor])
+
+
+def _bound(terms: Matrix, y: Vector, weights: Vector, huber: float) -> Vector:
+    """Fit y = max(compute terms, memory term); which of the two binds a step is found in turns with the factors.
+
+    Args:
+        terms: Compute terms and, last, the memory term, shape (n, n_terms).
+        y: In us, shape (n,).
+        weights: Shape (n,).
+        huber: See `fit_nonnegative`.
+    """
+    factors = np.r_[np.full(terms.shape[1] - 1, _FIRST_COMPUTE), _FIRST_MEMORY]
+    for _ in range(_TURNS):
+        by_memory = terms[:, -1] * factors[-1] >= terms[:, :-1] @ factors[:-1]
+        last = np.arange(terms.shape[1]) == terms.shape[1] - 1
+        binds = np.where(by_memory[:, None] == last, terms, 0.0)
+        found = fit_nonnegative(binds, y, weights, huber=huber)
+        # A time that binds no step stays, and none is so short that its rate has no digits.
+        found = np.maximum(np.where(binds.any(axis=0), found, factors), _LEAST_FACTOR)
+        if np.allclose(found, factors, rtol=1e-4):
+            break
+        factors = found
+    return np.asarray(factors)
 
 
 def _step_errors(steps: _Steps, beta: Vector) -> Iterator[HeldOut]:
     y = target_of(steps.held)
-    # As BLIS cuts them.
-    x = matrix(steps.held, _NAMES)
-    predicted = np.maximum(np.floor((x if len(beta) == len(_NAMES) else _folded(x)) @ beta), 1.0)
+    if _is_roofline(beta):
+        took = roofline_us(matrix(steps.held, ROOFLINE_TERMS), beta)
+    else:
+        x = matrix(steps.held, _NAMES)
+        took = (x if len(beta) == len(_NAMES) else _folded(x)) @ beta
+    predicted = np.maximum(np.floor(took), 1.0)  # as BLIS cuts them
     mixed = steps.held["has_prefill"].to_numpy()
     groups = {
         "step time": np.ones(len(y), dtype=bool),
@@ -331,7 +423,7 @@ def _step_errors(steps: _Steps, beta: Vector) -> Iterator[HeldOut]:
     )
 
 
-# The two terms of each phase, of which one binds it.
+# The two terms of each phase; the larger one decides its time.
 _PHASES = {"prefill": {0: "compute", 8: "KV"}, "decode": {1: "compute", 9: "KV"}}
 
 
@@ -342,7 +434,12 @@ def _transfer(beta: Vector, steps: _Steps) -> Iterator[str]:
     large multiple of its nominal value.
     """
     implausible = []
-    for phase, terms in _PHASES.items():
+    if _is_roofline(beta):
+        rates = zip(ROOFLINE_TERMS, beta, strict=True)
+        implausible = [
+            f"{name} is {factor:.3g} times nominal" for name, factor in rates if factor > MOST_NOMINAL
+        ]
+    for phase, terms in () if _is_roofline(beta) else _PHASES.items():
         varying = {i: what for i, what in terms.items() if steps.varies[i] and i < len(beta)}
         most = [i for i in varying if beta[i] > MOST_NOMINAL]
         if varying and not any(beta[i] for i in varying):
@@ -367,7 +464,7 @@ def _full_batch(source: Source, steps: _Steps, beta: Vector) -> Iterator[str]:
     each = decode[_NAMES[_DECODE_KV]] / decode[_NAMES[_REQUESTS]]
     per_token = _step_rates(source, np.eye(len(_NAMES))[_DECODE_KV]).context_token
     context = max(float(each.to_numpy().mean()) / per_token - 1, 1.0)
-    blis = _step_rates(source, beta).step(StepBatch(decode_reqs=slots, context_tokens=slots * context))
+    blis = _times(source, beta).step(StepBatch(decode_reqs=slots, context_tokens=slots * context))
     full = pl.DataFrame({"batch": [float(slots)], "context": [context]})
     try:
         predicted = evaluated_steps(source.models, full)["predicted_us"][0]
@@ -376,8 +473,16 @@ def _full_batch(source: Source, steps: _Steps, beta: Vector) -> Iterator[str]:
     if predicted and abs(blis / predicted - 1) > MAX_DIFFERENCE:
         yield (
             f"beyond the training load BLIS's steps leave our model's: with {slots} requests decoding (trained on up to {trained_on:.0f}) "
-            f"it takes {blis / 1e3:.3g} ms, {source.models.step_model.name} {predicted / 1e3:.3g} ms; its terms are a line in the batch"
+            f"it takes {blis / 1e3:.3g} ms, {source.models.step_model.name} {predicted / 1e3:.3g} ms"
         )
+
+
+def _times(source: Source, beta: Vector) -> StepRates | RooflineRates:
+    context = source.scope.context
+    if _is_roofline(beta) and context.architecture is not None and context.gpu is not None:
+        shape = roofline_shape(context.architecture, context.gpu, tp=context.settings.tensor_parallel or 1)
+        return RooflineRates(shape, beta)
+    return _step_rates(source, beta)
 
 
 def _step_rates(source: Source, beta: Vector) -> StepRates:
@@ -416,7 +521,7 @@ _LATENCIES = {
 
 
 def _requests(source: Source, ends: pl.DataFrame) -> tuple[pl.DataFrame, str | None]:
-    """Return the requests that a replay takes, or why there is none.
+    """Return the requests of a replay, or why a replay is not possible.
 
     Returns:
         A row per request, engine by engine in the order they arrived, in us since its first: `arrival` and `departure`
@@ -469,7 +574,8 @@ def _replayed(
         The requests that count, with the requests that each found in the engine (`load`) and their replayed latencies
         (`replayed TTFT`, ...); and whether any request was preempted.
     """
-    settings, rates = source.scope.context.settings, _step_rates(source, beta)
+    settings, rates = source.scope.context.settings, _times(source, beta)
+    alpha = _roofline_alpha(alpha) if _is_roofline(beta) else alpha
     limits = EngineSettings(
         settings.max_num_seqs or DEFAULT_SLOTS,
         settings.max_num_batched_tokens or DEFAULT_BUDGET,
@@ -547,7 +653,7 @@ def _choose(
     scale = round((low + high) / 2, 4)
     return fits[best] * scale, (
         f"{reason}; step times times {scale:g}, so that latencies add up over training requests: BLIS finds the prompt of a "
-        "preempted request in its cache and generates its output anew, the server computes both again"
+        "preempted request in its cache and generates its output again, the server computes both again"
     )
 
 

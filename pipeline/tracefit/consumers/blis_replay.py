@@ -11,8 +11,9 @@ from tracefit.replay.engine import BLIS_RULES
 from tracefit.replay.run import RequestLoad, replay
 
 if TYPE_CHECKING:
-    from tracefit.replay.engine import EngineSettings, StepBatch
-    from tracefit.statistics import Integers, Vector
+    from tracefit.consumers.blis_roofline import RooflineShape
+    from tracefit.replay.engine import EngineSettings, StepBatch, StepTimeModel
+    from tracefit.statistics import Integers, Matrix, Vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class StepRates:
     context_token: float
 
     larger: tuple[tuple[StepRates, StepRates], ...] = ()
-    """Pairs of further sums, of which the larger is added: the terms of a phase in the form of eight coefficients."""
+    """Pairs of further sums whose larger one is added: the terms of a phase in the form of eight coefficients."""
 
     def exact(self, batch: StepBatch, context: float | Vector) -> float | Vector:
         """Return the time of one step before it is cut, or of several that differ in their context tokens alone."""
@@ -65,6 +66,39 @@ class StepRates:
 
 
 @dataclass(frozen=True, slots=True)
+class RooflineRates:
+    """Step time of BLIS's backend `roofline`: the larger of compute and memory time, cut to whole us and at least 1.
+
+    Attributes:
+        shape: Operations and bytes of a step.
+        factors: Multiples of the peak times: prefill compute, decode compute, memory.
+    """
+
+    shape: RooflineShape
+    factors: Vector
+
+    def step(self, batch: StepBatch) -> float:
+        """Return the time of one step; 1 us where it computes nothing."""
+        computes = batch.decode_reqs or (batch.prefill_reqs and batch.prefill_tokens)
+        return float(self._whole(batch, batch.context_tokens)[0]) if computes else 1
+
+    def decoding(self, batch: StepBatch, steps: int, growth: float) -> Vector:
+        """Return the times of consecutive steps in which the same requests decode."""
+        return self._whole(batch, batch.context_tokens + growth * np.arange(steps, dtype=np.float64))
+
+    def _whole(self, batch: StepBatch, context: float | Vector) -> Vector:
+        prefill = (batch.prefill_tokens, batch.prefill_context_tokens, batch.prefill_seen)
+        took = roofline_us(self.shape.terms((*prefill, batch.decode_reqs, context)), self.factors)
+        whole: Vector = np.maximum(np.floor(took), 1.0)
+        return whole
+
+
+def roofline_us(terms: Matrix, factors: Vector) -> Vector:
+    """Return the step times of terms, before they are cut, shape (n,)."""
+    return np.asarray(np.maximum(terms[:, :2] @ factors[:2], terms[:, 2] * factors[2]))
+
+
+@dataclass(frozen=True, slots=True)
 class ReplayedRequests:
     """Latencies in us, one per request in the order given, NaN for one that never finished.
 
@@ -85,8 +119,8 @@ def replay_as_blis(
     arrivals: Integers,
     prompts: Integers,
     outputs: Integers,
-    rates: StepRates,
-    alpha: tuple[int, int, int],
+    rates: StepTimeModel,
+    alpha: tuple[float, float, float],
     limits: EngineSettings,
     shared: Integers | None = None,
 ) -> ReplayedRequests:
@@ -97,7 +131,7 @@ def replay_as_blis(
         prompts: Prompt tokens, shape (n,).
         outputs: Output tokens, at least 1, shape (n,).
         rates: The step time.
-        alpha: Whole us: ARRIVED to QUEUED, FINISHED to DEPARTED, and FINISHED to DEPARTED per output token.
+        alpha: ARRIVED to QUEUED, FINISHED to DEPARTED, and FINISHED to DEPARTED per output token, in whole us.
         limits: Limits of the scheduler.
         shared: Length of each prompt's shared prefix, the same for all prompts with that length; none if not given.
     """

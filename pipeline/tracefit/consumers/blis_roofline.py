@@ -21,6 +21,7 @@ Source: `sim/latency/trained_physics_model.go` of inference-sim, for one data-pa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,8 +32,11 @@ from tracefit.features.roofline import ROOFLINE_COLUMNS
 from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tracefit.server.architecture import ModelArchitecture
     from tracefit.server.hardware import Gpu
+    from tracefit.statistics import Matrix, Vector
 
 
 PAIRS_COLUMN = "prefill_pairs"
@@ -55,6 +59,9 @@ BLIS_TERMS: dict[str, str] = {
     "blis_decode_kv_us": "us",
 }
 """Terms in the order of BLIS's ten beta coefficients, with their units."""
+
+ROOFLINE_TERMS = ("roofline_prefill_us", "roofline_decode_us", "roofline_memory_us")
+"""Terms of its backend `roofline` at the peak rates: a step takes the larger of compute (the sum of two) and memory time."""
 
 # BLIS's constants, whatever the model's data types are.
 _KV_BYTES = 2.0
@@ -99,7 +106,7 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
     head_dim = arch.hidden // arch.heads
     kv_width = arch.kv_heads * head_dim
     projections = arch.layers * arch.hidden * (2 * arch.hidden + 2 * kv_width)
-    # Of a token in the matrices, and of a (query, visible) pair.
+    # FLOPs of a token in the matrices, and of a (query, visible) pair.
     token_flops = 2 * projections + 6 * arch.hidden * visited
     pair_flops = arch.layers * 4 * arch.heads * head_dim
     # One width for all matrices: that of the FFNs, which are most of a model.
@@ -135,6 +142,74 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
         "blis_decode_kv_us": _where(decode, (contexts + decode) * kv_us_per_token),
     }
     return frame.with_columns(term.cast(pl.Float64).alias(name) for name, term in terms.items())
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineShape:
+    """The backend `roofline`: what a step computes and moves, by its own definitions, as times at the peak rates in us.
+
+    It differs from the other backend: FFNs have two matrices, a step reads the experts that its tokens are expected to choose, vector
+    operations and activations count, and shared experts do not.
+
+    Source: `sim/latency/roofline.go` of inference-sim, August 2026.
+    """
+
+    token_us: float
+    pair_us: float
+    weights_us: float
+    experts_us: float
+    experts: float
+    chosen: float
+    kv_us: float
+    activation_us: float
+
+    def terms(self, counts: Sequence[Vector | float]) -> Matrix:
+        """Return the columns of `ROOFLINE_TERMS`, shape (n, 3).
+
+        Args:
+            counts: prefill tokens, tokens of their requests in the cache, sum of t * (c + t / 2) over requests that compute t tokens
+                with c in the cache, decoding requests, and their tokens in the cache; each of shape (n,) or one for all.
+        """
+        prefill, before, seen, decode, context = np.broadcast_arrays(*map(np.atleast_1d, counts))
+        pairs = seen - prefill / 2  # the first of t tokens sees c, the next c + 1
+        tokens = prefill + decode
+        # It expects N * (1 - ((N - k) / N)^T) experts of N to be chosen.
+        missed = (1 - self.chosen / self.experts) ** tokens if self.experts else 1.0
+        memory = self.weights_us + self.experts_us * (1 - missed)
+        memory = memory + self.kv_us * (tokens + before + context) + self.activation_us * tokens
+        compute = (
+            count * self.token_us + pairs_of * self.pair_us
+            for count, pairs_of in ((prefill, pairs), (decode, context))
+        )
+        return np.column_stack([*compute, memory])
+
+
+def roofline_shape(arch: ModelArchitecture, gpu: Gpu, *, tp: int) -> RooflineShape:
+    """Return what the backend `roofline` makes of a model, as served, on `tp` GPUs."""
+    moe_layers = arch.layers if arch.is_moe else 0
+    if arch.is_moe and arch.model_type.startswith("llama4"):
+        moe_layers = arch.layers // (arch.moe_layer_ids[0] + 2)
+    hidden, kv_width = arch.hidden, arch.kv_heads * (arch.hidden // arch.heads)
+    projections = arch.layers * hidden * (2 * hidden + 2 * kv_width)
+    dense = (arch.layers - moe_layers) * 2 * hidden * arch.ffn
+    expert = moe_layers * 2 * hidden * arch.expert_ffn
+    weight_bytes = arch.expert_weight_bytes if arch.is_moe else arch.ffn_weight_bytes
+    flops_per_us = (
+        tp * 1e6 * ((gpu.compute_tflops_fp8 if weight_bytes == 1.0 else None) or gpu.compute_tflops_fp16)
+    )
+    bytes_per_us = tp * gpu.memory_bandwidth_gb_s * 1e3
+    rope = 2 * arch.layers * hidden
+    visited = dense + expert * max(1, arch.experts_per_token)
+    return RooflineShape(
+        token_us=(2 * projections + rope + 2 * visited) / flops_per_us,
+        pair_us=arch.layers * (4 * hidden + 5 * arch.heads) / flops_per_us,
+        weights_us=(projections + dense) * weight_bytes / bytes_per_us,
+        experts_us=expert * arch.experts * weight_bytes / bytes_per_us,
+        experts=arch.experts,
+        chosen=arch.experts_per_token,
+        kv_us=2 * arch.layers * kv_width * _KV_BYTES / bytes_per_us,
+        activation_us=arch.layers * hidden * _ACTIVATION_BYTES / bytes_per_us,
+    )
 
 
 def with_prefill_pairs(timeline: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:

@@ -57,7 +57,7 @@ def to_dynamo(source: Source) -> Export:
     # leaves it out.
     beside = train.filter((pl.col("prefill_tokens") > 0) & (pl.col("num_decode_reqs") > 0)).height
     alone = train.filter((pl.col("prefill_tokens") > 0) & (pl.col("num_decode_reqs") == 0)).height
-    constant = float(_predicted_ms(source, pl.DataFrame({"batch": [0.0]}))[0]) if beside > alone else 0.0
+    constant = float(predicted_ms(source, pl.DataFrame({"batch": [0.0]}))[0]) if beside > alone else 0.0
     grids = grids_of(source, train, constant)
     constant_note = (
         "leaves the constant of a step to decode_itl"
@@ -100,8 +100,8 @@ def grids_of(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[st
     isl, active, context = axes(train)
     batch = active[:, None] / context[None, :]
     points = pl.DataFrame({"batch": batch.ravel(), "context": np.broadcast_to(context, batch.shape).ravel()})
-    itl = _predicted_ms(source, points)
-    ttft = np.maximum(_predicted_ms(source, pl.DataFrame({"prefill": isl})) - constant_ms, 0.0)
+    itl = predicted_ms(source, points)
+    ttft = np.maximum(predicted_ms(source, pl.DataFrame({"prefill": isl})) - constant_ms, 0.0)
     return {
         "prefill_isl": isl,
         "prefill_ttft_ms": ttft,
@@ -129,8 +129,9 @@ def axes(train: pl.DataFrame) -> tuple[Vector, Vector, Vector]:
     return isl, active, context
 
 
-def _predicted_ms(source: Source, described: pl.DataFrame) -> Vector:
-    # What is not described is taken from the training steps, as `predict` does.
+def predicted_ms(source: Source, described: pl.DataFrame) -> Vector:
+    """Return the step model's times in ms of described steps, shape (n,)."""
+    # Inputs that are not given come from the training steps, as in `predict`.
     return evaluated_steps(source.models, described)["predicted_us"].to_numpy() / 1e3
 
 

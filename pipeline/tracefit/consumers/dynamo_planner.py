@@ -8,12 +8,16 @@ Read in `dynamo/planner/monitoring/perf_metrics.py` of ai-dynamo 1.6.1: the plan
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
 from tracefit.consumers.base import OUT, Export, Source, kv_blocks, train_and_holdout
 from tracefit.consumers.dynamo import COLUMNS, errors_of, grids_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MOST_RECORDS = 5_000
 """Records of each kind: the latest. The planner keeps fewer."""
@@ -56,10 +60,16 @@ def to_dynamo_planner(source: Source) -> Export:
     return Export(files, errors_of(grids, train, held), notes, f"ls {OUT}")
 
 
-def _results(steps: pl.DataFrame) -> list[dict[str, object]]:
-    # A row of an interval is a mean of steps, and no record of one.
+def steps_of_one_kind(steps: pl.DataFrame) -> Iterator[tuple[str, pl.DataFrame]]:
+    """Yield the latest single steps that prefill alone, then those that decode alone; a row of an interval is a mean of steps."""
     single = steps.filter(pl.col("interval_steps") == 1).sort("ts_ns")
     prefills, decodes = pl.col("prefill_tokens") > 0, pl.col("num_decode_reqs") > 0
+    for kind, chosen in (("prefill", prefills & ~decodes), ("decode", decodes & ~prefills)):
+        yield kind, single.filter(chosen).tail(MOST_RECORDS)
+
+
+def _results(steps: pl.DataFrame) -> list[dict[str, object]]:
+    counts = pl.col("num_prefill_reqs", "prefill_tokens", "num_decode_reqs", "context_tokens")
     return [
         {
             "point": {"point_type": kind},
@@ -73,16 +83,10 @@ def _results(steps: pl.DataFrame) -> list[dict[str, object]]:
                         "sum_decode_kv_tokens": context,
                     },
                 }
-                for y, prompts, tokens, batch, context in single.filter(chosen)
-                .tail(MOST_RECORDS)
-                .select(
-                    pl.col("y").cast(pl.Float64),
-                    pl.col("num_prefill_reqs", "prefill_tokens", "num_decode_reqs", "context_tokens").cast(
-                        pl.Int64
-                    ),
-                )
-                .iter_rows()
+                for y, prompts, tokens, batch, context in rows.select(
+                    pl.col("y").cast(pl.Float64), counts.cast(pl.Int64)
+                ).iter_rows()
             ],
         }
-        for kind, chosen in (("prefill", prefills & ~decodes), ("decode", decodes & ~prefills))
+        for kind, rows in steps_of_one_kind(steps)
     ]

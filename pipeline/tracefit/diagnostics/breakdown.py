@@ -1,4 +1,4 @@
-"""What durations consist of: a step, by the terms of its model; TTFT, by the intervals of a request."""
+"""The parts of durations: a step, by the terms of its model; TTFT, by the intervals of a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tracefit.features.expressions import Binary, Call, Constant, Name
 from tracefit.features.targets import parts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from tracefit.coefficients.model import LinearModel
     from tracefit.features.expressions import Node
@@ -24,19 +24,26 @@ EVERY_STEP = "every step"
 
 STEP_PARTS: Mapping[str, tuple[str, ...]] = {
     EVERY_STEP: ("layers",),
-    "weights": ("weight_read_us", "weight_kb", "moe_expert_read_us", "expert_kb"),
+    "weights": (
+        "weight_read_us",
+        "weight_kb",
+        "moe_expert_read_us",
+        "expert_kb",
+        "experts_read",
+        "padded_experts_read",
+    ),
     "prompt tokens": (
         *("prefill_compute_us", "prefill_mflop", "prefill_kv_write_us", "kv_write_kb", "prefill_tokens"),
-        *("prefill_tokens_squared", "prefill_tokens_x_layers", "prefill_share"),
+        *("prefill_tokens_squared", "prefill_tokens_x_layers", "prefill_share", "prompt_step"),
     ),
     "generated tokens": ("decode_compute_us", "decode_mflop", "decode_tokens"),
     "context": (
         *("decode_kv_read_us", "kv_read_kb", "context_tokens", "decode_tokens_x_kv_blocks"),
-        "kv_usage_ratio",
+        *("kv_usage_ratio", "prefill_context_tokens"),
     ),
     "requests": (
         *("batch_requests", "num_prefill_reqs", "num_decode_reqs", "num_decode_reqs_squared"),
-        *("first_decode_reqs", "running_depth"),
+        *("first_decode_reqs", "running_depth", "padded_decode_reqs"),
     ),
     "waiting requests": ("waiting_depth",),
     "communication": ("tp_comm_us", "moe_dispatch_us"),
@@ -72,9 +79,19 @@ def step_breakdown(model: LinearModel, steps: pl.DataFrame) -> Breakdown | None:
         can_split = sums and all(set(one) <= set(known.columns) for one in sums)
         addends = _split(sums) if can_split else {term.feature: pl.col(term.feature)}
         for name, value in addends.items():
-            parts.setdefault(_PART_OF.get(name, name), []).append(term.value * value)
+            part = _or_others(_PART_OF.get(name, name), term.collinear_with)
+            parts.setdefault(part, []).append(term.value * value)
     us = {name: pl.sum_horizontal(values, ignore_nulls=False) for name, values in parts.items()}
     return _breakdown(known, us, pl.col("measured_ms"), COMPOSITION)
+
+
+OR = " or "
+"""Between the parts that the time of a term may belong to."""
+
+
+def _or_others(part: str, collinear: Sequence[str]) -> str:
+    """Return the name of a part, with those of the features that go with its own in the training rows."""
+    return OR.join(dict.fromkeys([part, *(_PART_OF.get(name, name) for name in collinear)]))
 
 
 def first_token_breakdown(requests: pl.DataFrame) -> Breakdown | None:

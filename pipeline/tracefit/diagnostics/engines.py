@@ -1,4 +1,4 @@
-"""What an engine did over its run: load and step times over time, and periods with a meaning."""
+"""The course of an engine over its run: load and step times over time, and periods with a meaning."""
 
 from __future__ import annotations
 

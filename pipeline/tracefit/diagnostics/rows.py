@@ -24,7 +24,7 @@ BATCH_COLUMNS = (
     *("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "prefill_context_tokens"),
     *("decode_tokens", "context_tokens"),
 )
-"""What a step computes."""
+"""Columns of the work of a step."""
 
 COMPOSITION = {
     "requests": pl.col("num_prefill_reqs") + pl.col("num_decode_reqs"),
@@ -32,10 +32,10 @@ COMPOSITION = {
     "generated tokens": pl.col("decode_tokens"),
     "context tokens": pl.col("context_tokens"),
 }
-"""What a reader sees of a step, over columns of the `timeline` table."""
+"""Facts of a step that readers see, over columns of the `timeline` table."""
 
 ROW_COLUMNS = frozenset({*STEP, "scope_id", "target", "source", "ts_ns", "y", "split", "excluded_reason"})
-"""What figures need of training rows beside the features of the models."""
+"""Columns of training rows that figures need beside the features of the models."""
 
 _STRONG = 2
 """Features that residuals are drawn over."""

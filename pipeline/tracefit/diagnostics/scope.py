@@ -43,7 +43,7 @@ class ScopeDiagnostics:
         models: Its models.
         steps: Rows of `beta_training`, with the batch that executed.
         waits: Rows of `alpha_training`.
-        first_token: What TTFT consists of; null where too few requests have all its parts.
+        first_token: The parts of TTFT; null where too few requests have all its parts.
         latencies: Latency to its measured percentiles in ms.
         loads: Latency to the requests that have it, and their load when they arrived; of the first runs.
         step_times: Run to its step times over the batch; of the first runs.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 _MOST_NAMED = 5
-"""Other scopes that the error of a run without spans to read names."""
+"""Most other scopes that the error of a run without usable spans names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class RunTask:
 
     Attributes:
         run_id: The run.
-        name: The run as the user knows it.
+        name: The run's name for the user.
         files: Its trace files with their staged parts, in the order of their names.
-        place: Where the staged parts are, and the tables go.
-        scratch: A folder of the place for the finished tables, which the caller puts where they belong when it makes them
-            valid; null where nobody sees a table before the manifest names it, and the worker may.
+        place: Storage of the staged parts and of the tables.
+        scratch: A folder for the finished tables, which the caller moves when it makes them valid; null if the worker
+            itself may store them, because no reader sees a table before the manifest names it.
         columns: Values of the `runs` table for the whole run, beside the counts.
         limits: Settings of the server that bound values of the tables.
         context: The server.
-        kv: Its recordings of KV-cache events: the files, or their rows where workers may be without the files.
+        kv: Its recordings of KV-cache events: the files, or their rows if workers may not have the files.
         options: Bounds on reading the recordings, and on the run's share of memory.
     """
 
@@ -75,7 +75,7 @@ class BuiltRun:
 
     Attributes:
         parts: Table name to its file in the scratch folder.
-        tables: Table name to its file in its place, if it is there already.
+        tables: Table name to its stored file, if the worker stored it.
         runs: The rows of the `runs` table.
     """
 
@@ -91,25 +91,25 @@ def build_runs(tasks: tuple[RunTask, ...]) -> tuple[BuiltRun | DataError, ...]:
         UsageError: A recording cannot be read.
         OSError: A table cannot be written.
     """
-    # An error is a result here: raised, it would take the finished runs of the job with it.
-    found: list[BuiltRun | DataError] = []
+    # Errors are returned: raised, one would discard the finished runs of the job.
+    results: list[BuiltRun | DataError] = []
     for task in tasks:
         try:
-            found.append(build_run(task))
+            results.append(build_run(task))
         except DataError as error:
-            found.append(error)
-    return tuple(found)
+            results.append(error)
+    return tuple(results)
 
 
 def build_run(task: RunTask) -> BuiltRun:
-    """Build every table of a run, of a large one but its timeline.
+    """Build every table of a run; the timeline only for small runs.
 
     Raises:
-        DataError: It holds neither vLLM spans nor recorded steps, or a staged part is damaged.
+        DataError: The run has neither vLLM spans nor recorded steps, or a staged part is damaged.
         UsageError: A recording cannot be read.
         OSError: A table cannot be written.
     """
-    # What decoding freed would count on top of what building the tables takes.
+    # Memory freed by decoding would add to the peak of building the tables.
     memory.give_back()
     if task.scratch is None:
         with task.place.scratch() as folder:
@@ -194,14 +194,14 @@ def timeline_of(
 ) -> dict[str, pl.DataFrame | Iterator[pl.DataFrame]]:
     """Build the timeline of one run, and add the step times it gives to the run's requests.
 
-    Values of either that cannot be are left out, counted in `runs` and listed in `rejects`.
+    Impossible values of either are left out, counted in `runs` and listed in `rejects`.
 
     Args:
         tables: The other tables of the run.
         context: Its server.
 
     Returns:
-        Table name to its rows, of a table that was read in pieces to its next pieces.
+        Table name to its rows, or to its pieces if it is read in pieces.
     """
     from tracefit.timeline import (  # noqa: PLC0415 - most ingests need none
         COUNTED_COLUMNS,
@@ -219,7 +219,7 @@ def timeline_of(
     runs, steps, limits = tables.read("runs"), tables.read("steps"), engine_limits(context)
     requests = tables.read("requests", COUNTED_COLUMNS)
     of_client = pl.col("cycle_source").eq_missing(CycleSource.CLIENT.value)
-    # A client's steps are what is left of them: any record of the server knows more.
+    # Steps seen by a client are the last resort: any record of the server has more.
     if (requests["dialect"] != CLIENT).any() or steps.filter(~of_client).height:
         steps = steps.filter(~of_client)
     complete = journeys.height > 0 and _journeys_complete(context, runs, requests)
@@ -236,7 +236,7 @@ def timeline_of(
             complete = counted.rows.len() >= COMPLETE_SHARE * requests.height
     del requests
     if counted:
-        # There may be a million, of which some thousands are placed: they are read and written in pieces.
+        # There may be a million requests and only some thousands on steps: they are read and written in pieces.
         own = _rows_at(tables, counted.rows).with_columns(counted.requests.select(PLACED_COLUMNS))
         journeys, starts = events_of(own), counted.starts
     else:
@@ -272,10 +272,10 @@ def _numbered(tables: WrittenTables) -> Iterator[pl.DataFrame]:
 
 
 def _rows_at(tables: WrittenTables, rows: pl.Series) -> pl.DataFrame:
-    """Return the requests at some places, which increase."""
+    """Return the requests at some row numbers, which increase."""
     places = rows.to_frame("row")
-    found = (piece.join(places, on="row", how="semi", maintain_order="left") for piece in _numbered(tables))
-    return pl.concat([schema.REQUESTS.empty(), *(piece.drop("row") for piece in found)])
+    pieces = (piece.join(places, on="row", how="semi", maintain_order="left") for piece in _numbered(tables))
+    return pl.concat([schema.REQUESTS.empty(), *(piece.drop("row") for piece in pieces)])
 
 
 def _replaced(tables: WrittenTables, rows: pl.Series, new: pl.DataFrame) -> Iterator[pl.DataFrame]:
@@ -327,9 +327,9 @@ def _require_spans(task: RunTask) -> None:
     staged = (read_staged(task.place, name, "other_scopes", ["scope"]) for name in {p.name for p in parts})
     scopes = {printable(scope or "unnamed") for rows in staged for scope in rows["scope"]}
     seen = f" ({', '.join(sorted(scopes)[:_MOST_NAMED])})" if scopes else ""
-    found = f"{other_spans} spans of other scopes{seen}, {rejects} unreadable records"
+    contents = f"{other_spans} spans of other scopes{seen}, {rejects} unreadable records"
     raise DataError(
-        f"holds no spans of {', '.join(dialects.READ_SCOPES)}: {found}",
+        f"holds no spans of {', '.join(dialects.READ_SCOPES)}: {contents}",
         where=task.name,
         hint=f"start vLLM with {ENDPOINT_FLAG} URL, which gives a span of every request",
     )

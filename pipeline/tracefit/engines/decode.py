@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Blocks of one run that are decoded together, and the place for their rows.
+    """Blocks of one run that are decoded together, and the storage for their rows.
 
     Attributes:
         items: Blocks, and the rejects between them.
         options: Which part of the input is kept.
-        place: Where the staged parts go.
+        place: Storage for the staged parts.
     """
 
     items: tuple[Block | Reject, ...]
@@ -89,11 +89,11 @@ def _recorded(blocks: _Blocks, options: IngestOptions) -> Iterator[SpanRows]:
     for number, block, payload in blocks:
         decode = RECORDINGS[block.recording or ""].decode
         assert decode is not None  # noqa: S101 - files of other formats have no blocks
-        found, bad, requests = decode(
+        rows, bad, requests = decode(
             block, payload, show_values=options.show_values, max_rejects=options.max_rejects
         )
         of_file = pl.lit(number, pl.UInt32).alias("file")
-        steps.append(found.select(of_file, pl.all()))
+        steps.append(rows.select(of_file, pl.all()))
         spans += [] if requests is None else [requests.select(of_file, pl.all())]
         rejects += [(number, reject) for reject in bad]
     batch = without_events(spans, rejects, wanted_of(options))

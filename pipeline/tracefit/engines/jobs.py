@@ -1,7 +1,8 @@
-"""What an engine is: jobs go in, results come out in the order in which they end.
+"""The interface of engines: jobs go in, results come out in the order in which they end.
 
-An engine decides where the function of a job runs: in this process, in others (`local`), or on other machines (`ray`). The
-functions are the same everywhere: `decode.decode_tasks` and `build.build_runs`, and for training those of `training`.
+An engine decides where the function of a job runs: in this process, in others (`local`), or on other machines
+(`ray`). The functions are the same everywhere: `decode.decode_tasks` and `build.build_runs`, and for training
+those of `training`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _Item = TypeVar("_Item")
 
 
 class WorkerError(DataError):
-    """A worker died, and what it was at cannot be done."""
+    """A worker died, and its job cannot be completed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +37,8 @@ class Job:
         function: A function of a module, without side effects but the files it writes.
         argument: Its argument; it can be pickled.
         name: The input it works on, for the line of an error.
-        work: What the caller knows it by; it stays in this process.
-        is_last: Whether no other job is left to run beside it, so that it may have the cores of several.
+        work: The caller's key for the job; it stays in this process.
+        is_last: Whether no other job will run beside it, so that it may use several cores.
     """
 
     function: Callable[[Any], Any]
@@ -55,23 +56,23 @@ class TaskEngine(Protocol):
 
     @property
     def carries_bytes(self) -> bool:
-        """Whether workers may be without the files that this process reads: blocks carry their bytes then."""
+        """Whether workers may lack the files that this process reads, so that blocks carry their bytes."""
 
     def limit(self, workers: int) -> None:
         """Use no more workers than this many, if they are started for this command alone."""
 
     def check(self, folder: Path | None) -> None:
-        """Make sure that workers have this version of tracefit, and this folder if there is one.
+        """Make sure that workers have this version of tracefit, and this folder, if given.
 
         Raises:
-            UsageError: They have not.
+            UsageError: A worker lacks one of them.
         """
 
     def run(self, next_job: Callable[[], Job | None]) -> Iterator[tuple[Job, Any]]:
-        """Run jobs; yield each when it has ended, with what its function returned.
+        """Run jobs; yield each when it has ended, with the result of its function.
 
         Args:
-            next_job: Returns the next job, or null if there is none until another job has ended.
+            next_job: Returns the next job, or null if the next one has to wait for a running job.
 
         Raises:
             WorkerError: A worker died.
@@ -81,7 +82,7 @@ class TaskEngine(Protocol):
 
 
 def attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Exception | None]:
-    """Call a function; return its result or the error it raised on purpose, which is no failure of the worker."""
+    """Call a function; return its result, or the error it raised on purpose, which is not a failure of the worker."""
     try:
         return function(argument), None
     except (TracefitError, OSError) as error:

@@ -1,6 +1,7 @@
 """The engine of this machine: one process, or as many as there are cores; and the choice between it and Ray.
 
-Workers do not import from the working folder, share the cores' threads among them, and end with the process that started them.
+Workers do not import from the working folder, share the cores' threads among them, and end with the process
+that started them.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _TURN_S = 0.2
 
 
 class LocalEngine:
-    """Processes of this machine. They are started when two jobs are there at the same time.
+    """Processes of this machine, started once two jobs are ready at the same time.
 
-    A job that is alone runs in this process: it has all cores then, where a worker has its share.
+    A single job runs in this process with all cores; a worker has its share of them.
     """
 
     carries_bytes = False
@@ -57,7 +58,7 @@ class LocalEngine:
         self.workers = min(self.workers, workers)
 
     def check(self, folder: Path | None) -> None:
-        """Do nothing: processes of this machine have what this one has."""
+        """Do nothing: processes of this machine have the same tracefit and folders."""
 
     def run(self, next_job: Callable[[], Job | None]) -> Iterator[tuple[Job, Any]]:
         """Run jobs; see `jobs.TaskEngine`."""
@@ -80,7 +81,7 @@ class LocalEngine:
                 del future
             else:
                 return
-            job = None  # what has a name here is not freed
+            job = None  # a named object is not freed
 
     def _begin(self, job: Job) -> Future[_Outcome]:
         with worker_surroundings(self.workers):
@@ -95,7 +96,7 @@ def _ended(running: Collection[Future[_Outcome]]) -> Collection[Future[_Outcome]
     """Wait until a worker has ended a job, or several have."""
     from concurrent.futures import FIRST_COMPLETED, wait  # noqa: PLC0415 - takes a while to import
 
-    # In turns: once polars has its own handler of Ctrl-C, a wait without an end is not interrupted.
+    # With a timeout: once polars handles Ctrl-C itself, an unlimited wait is not interrupted.
     while not (done := wait(running, timeout=_TURN_S, return_when=FIRST_COMPLETED).done):
         pass
     return done
@@ -130,7 +131,7 @@ def _process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     try:
         yield pool
     except BaseException:
-        stop.close()  # what workers are at is not waited for
+        stop.close()  # running jobs are not waited for
         raise
     finally:
         pool.shutdown(cancel_futures=True)
@@ -142,9 +143,10 @@ def _process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 def worker_surroundings(workers: int) -> Iterator[None]:
     """Set the environment that new workers start with.
 
-    They import nothing from the working folder, which may hold any file, and do not run the caller's script again.
-    Each worker has its own cores; more threads would only wait for each other. All this is changed in this process for the
-    moment, because a spawned process takes it from there: `multiprocessing` has no arguments for it.
+    They import nothing from the working folder, which may hold any file, and do not run the caller's script
+    again. Each worker has its own cores; more threads would only wait for each other. All this is set
+    temporarily in this process, because a spawned process inherits it: `multiprocessing` has no arguments for
+    it.
     """
     threads = str(max(1, available_cores() // workers))
     changed = {**memory.SETTINGS, "POLARS_MAX_THREADS": threads, "PYTHONSAFEPATH": "1"}
@@ -153,8 +155,8 @@ def worker_surroundings(workers: int) -> Iterator[None]:
     os.environ.update(changed)
     sys.modules["__main__"] = ModuleType("__main__")
     sys.path = [folder for folder in path if folder not in ("", ".", str(Path.cwd()))]
-    # Ctrl-C goes to every process of the terminal. Workers end with this one, which says what happened; they are started
-    # with the signal blocked, for it could come before their first line of code.
+    # Ctrl-C goes to every process of the terminal. Workers end with this one, which reports the interruption;
+    # they start with the signal blocked, because it could come before their first line of code.
     before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -171,12 +173,12 @@ def worker_surroundings(workers: int) -> Iterator[None]:
 def _begin(ends: Connection) -> None:
     """Set up a worker. It ends when its parent dies or closes the other side of `ends`.
 
-    Its result is lost then, and another process may take over the folder.
+    Its result is then lost, and another process may lock the folder.
     """
     from multiprocessing import parent_process  # noqa: PLC0415 - takes a while to import
     from multiprocessing.connection import wait  # noqa: PLC0415
 
-    # Its warnings would reach the user's terminal, past the log.
+    # Otherwise its warnings would bypass the log and reach the user's terminal.
     warnings.simplefilter("ignore")
     memory.reuse_freed()
     parent = parent_process()
@@ -191,12 +193,12 @@ def _begin(ends: Connection) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """Where the work of a command runs.
+    """The engine of a command.
 
     Attributes:
         name: `local` for processes of this machine, `ray` for Ray.
-        ray_address: The Ray cluster: `auto` for the one that this machine belongs to, `ray://HOST:PORT` or HOST:PORT for
-            another. Not given, Ray is started on this machine for the command.
+        ray_address: The Ray cluster: `auto` for the one that this machine belongs to, `ray://HOST:PORT` or
+            HOST:PORT for another. Not given, Ray is started on this machine for the command.
     """
 
     name: Literal["local", "ray"] = "local"

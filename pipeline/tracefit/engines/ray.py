@@ -23,7 +23,7 @@ MEMORY_BYTES = 600 << 20
 """Memory of a job that Ray sets aside; a job that is run again gets twice as much, so that fewer run beside it."""
 
 MOST_TRIES = 4
-"""Runs of a job whose worker or node dies. Ray itself would run one that takes too much memory again without an end."""
+"""Attempts of a job whose worker or node dies. Ray itself would retry one that takes too much memory without end."""
 
 _OBJECTS_BYTES = 512 << 20
 _MOST_CORES, _TURN_S, _ANSWER_S = 4, 0.5, 5.0
@@ -31,9 +31,9 @@ _set_up = cache(memory.reuse_freed)  # once in a worker, which is given one job 
 
 
 class RayEngine:
-    """A Ray cluster. Jobs carry the bytes of their blocks, but to workers of this machine alone, which read them.
+    """A Ray cluster. Jobs carry the bytes of their blocks, unless all workers are on this machine and read the files.
 
-    The tables folder is one that all nodes see.
+    All nodes see the tables folder.
     """
 
     def __init__(self, address: str | None, workers: int | None) -> None:
@@ -62,7 +62,7 @@ class RayEngine:
             raise UsageError("has no CPU for jobs", where=self._where, hint="add nodes with CPUs")
         self.workers = min(workers or cores, cores)
         self._ahead = TASKS_PER_WORKER * cores if self.workers == cores else self.workers
-        # A job that asks for more than any node has would wait for ever.
+        # A job that requests more than any node has would wait for ever.
         most_cores, self._most = (
             int(max(node["Resources"].get(kind, 0) for node in self._nodes)) for kind in ("CPU", "memory")
         )
@@ -93,7 +93,7 @@ class RayEngine:
             raise UsageError(f"cannot be used ({text})", where=self._where, hint=hint) from error
 
     def limit(self, workers: int) -> None:
-        """Leave the cluster as it is: its workers are there anyway."""
+        """Do nothing: the cluster's workers exist anyway."""
 
     def check(self, folder: Path | None) -> None:
         """Make sure that every node has this version of tracefit and sees a folder; see `jobs.TaskEngine`."""
@@ -120,7 +120,7 @@ class RayEngine:
                 raise UsageError(f"does not see {folder.parent}", where=where, hint=shared)
 
     def run(self, next_job: Callable[[], Job | None]) -> Iterator[tuple[Job, Any]]:
-        """Run jobs, one whose worker or node died once more; see `jobs.TaskEngine`."""
+        """Run jobs, and retry one whose worker or node died; see `jobs.TaskEngine`."""
         running: dict[Any, tuple[Job, int]] = {}
         while True:
             while len(running) < self._ahead and (job := next_job()) is not None:
@@ -142,7 +142,7 @@ class RayEngine:
                 if error is not None:
                     raise error
                 yield job, value
-            job = ref = value = None  # what has a name here is not freed
+            job = ref = value = None  # a named object is not freed
 
     def _begin(self, job: Job, tries: int) -> Any:
         reserved = min(MEMORY_BYTES << (tries - 1), self._most)
@@ -167,7 +167,7 @@ def _version_at(folder: Path | None) -> tuple[str, bool]:
 
 
 def _require_answer(address: str) -> None:
-    """Refuse an address where nobody listens: Ray tries for a minute, and says much."""
+    """Refuse an address without a listener: Ray itself would retry for a minute with many messages."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):

@@ -1,6 +1,6 @@
-"""Make of one run's tables what training needs: its timeline where it is missing, and the frames of its scope's fits.
+"""Prepare one run's tables for training: build a missing timeline, and the frames of its scope's fits.
 
-Runs share nothing until their frames are put together, so that engines may work on many at once.
+Runs are independent until their frames are concatenated, so engines may work on many at once.
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ if TYPE_CHECKING:
     from tracefit.tables.store import TableStore
 
 BYTES_PER_JOB = 32 << 20
-"""Bytes of the trace files of one job's runs: small runs share the cost of a job, whose frames are held at once."""
+"""Bytes of the trace files of one job's runs: small runs share the cost of a job, whose frames are in memory
+together."""
 
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class RunFrames:
-    """What the fits of a scope take of one run.
+    """The data of one run for the fits of its scope.
 
     Attributes:
-        tables: The tables of a scope that has this run alone.
-        overload: Why it counts as overloaded; null if it does not.
+        tables: The tables of a scope with only this run.
+        overload: Why the run counts as overloaded; null if it does not.
     """
 
     tables: ScopeTables
@@ -80,7 +81,7 @@ def timeline_in(store: TableStore, run_id: str) -> dict[str, pl.DataFrame]:
 
 
 def frames_of(store: TableStore, run_id: str) -> RunFrames:
-    """Read what fits take of a run, which has a timeline.
+    """Read the data for the fits from a run with a timeline.
 
     Raises:
         DataError: A table is missing or damaged.
@@ -93,9 +94,9 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
     requests, unknown = _requests_of(
         store, run_id, limits.max_num_batched_tokens, has_steps=bool(steps.height)
     )
-    # Spans of an unmodified server do not name the engine core's request: the client's id is the key of both.
+    # Spans of an unmodified server do not name the engine core's request: the client-facing id joins both.
     requests = requests.with_columns(core_request_id=pl.coalesce("core_request_id", "request_id"))
-    # Steps counted from requests have the events of these; they are no second witness of the clock.
+    # Steps counted from requests reuse the events of requests, so they are not independent evidence of the clock.
     events = journeys if journeys.height else events_of(requests)
     # Only complete journeys give the running requests of every step, and with them the queue state of each request.
     is_complete = timeline["running_after"].is_not_null().any()
@@ -105,7 +106,7 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
         block_size=limits.block_size,
         kv_bytes_per_token=architecture.kv_bytes_per_token if architecture else None,
     )
-    found = {(run, server): lag for run, server, lag in execution_lags(timeline, events).iter_rows()}
+    lags = {(run, server): lag for run, server, lag in execution_lags(timeline, events).iter_rows()}
     overload = overload_of(
         run_id, store.read("requests", [run_id], REQUEST_COLUMNS), steps.select(STEP_COLUMNS)
     )
@@ -117,8 +118,8 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
         queue=queue_state(events, timeline, limits) if is_complete else None,
         counters=step_counters(steps.select(*ENGINE, "step_id"), events),
         clock_checks=clock_disagreements(timeline, journeys),
-        # A server whose journeys do not show the lag is taken to schedule in step with execution.
-        lags={key: found.get(key, 0) for key in runs.select(SERVER).iter_rows()},
+        # Without a lag in its journeys, a server is assumed to schedule in step with execution.
+        lags={key: lags.get(key, 0) for key in runs.select(SERVER).iter_rows()},
         requeue_waits=requeue_waits(journeys),
         unknown_batches=unknown,
     )
@@ -130,7 +131,7 @@ def _requests_of(
 ) -> tuple[pl.DataFrame, tuple[str, ...]]:
     """Read the requests of a run, and why the batches of its unmodified servers are unknown.
 
-    Of a server with very many requests, those in the windows that are placed on steps; where none is, one in so many.
+    A server with very many requests contributes those in the windows placed on steps, or else an even sample.
     """
     is_stock = pl.col("dialect") == STOCK
     placed = pl.col("first_token_step").is_not_null() & is_stock
@@ -178,9 +179,10 @@ def scope_tables(parts: Sequence[ScopeTables]) -> ScopeTables:
 
 
 def _concat(frames: list[pl.DataFrame]) -> pl.DataFrame:
-    found = pl.concat(frames, how="diagonal_relaxed", rechunk=True)
-    # A column of one value is a scalar until it is copied to another process; the last digit of a division by one differs.
-    return pl.DataFrame(found.get_columns())
+    joined = pl.concat(frames, how="diagonal_relaxed", rechunk=True)
+    # A column of one value is a scalar until it is copied to another process; the last digit of a division by
+    # one differs.
+    return pl.DataFrame(joined.get_columns())
 
 
 def _of_each(
@@ -192,7 +194,7 @@ def _of_each(
 def each_run(
     engine: TaskEngine, function: Callable[[TableStore, str], R], store: TableStore, run_ids: Sequence[str]
 ) -> Iterator[tuple[str, R]]:
-    """Yield each run with what a function of this module makes of it, in the order in which jobs end.
+    """Yield each run with the result of a function of this module, in the order in which jobs end.
 
     Raises:
         WorkerError: A worker died.
@@ -200,7 +202,7 @@ def each_run(
     """
     sizes = store.read("runs", list(run_ids), ["run_id", "bytes"]).unique("run_id", keep="first")
     waiting = deque(sizes.sort("run_id").iter_rows())
-    # By count too: of small runs one job would take all, and the other workers none.
+    # Limited by count too: otherwise one job would take all small runs, and other workers none.
     share = -(-len(waiting) // engine.workers)
 
     def next_job() -> Job | None:
@@ -210,7 +212,7 @@ def each_run(
         ]
         if not chosen:
             return None
-        # Pinned: the job reads the parts that the manifest names now, whatever is published meanwhile.
+        # Pinned: the job reads the parts of the current manifest, even if others are published meanwhile.
         return Job(partial(_of_each, function, store.pinned(chosen)), chosen, name=chosen[0], work=chosen)
 
     for job, made in engine.run(next_job):

@@ -1,1 +1,1 @@
-"""Timeline, model configuration, GPU and server settings become training frames with declared features."""
+"""Build training frames with declared features from timeline, model configuration, GPU and server settings."""

@@ -1,8 +1,9 @@
-"""What a batch becomes on its way through the server: padded to a captured CUDA graph, and routed to experts.
+"""Terms for a batch as the server executes it: padded to a captured CUDA graph, and routed to experts.
 
-vLLM captures CUDA graphs of decode batches at certain sizes and runs a batch at the next larger one, so that the time of a step
-is a staircase over its requests. Of a mixture of experts a step reads those that its tokens are routed to. Both are formulas
-over columns of the timeline with one server's numbers in them, as a coefficient file carries them.
+vLLM captures CUDA graphs of decode batches at certain sizes and runs a batch at the next larger one, so that
+the time of a step is a staircase over its requests. In a mixture of experts, a step reads the experts that
+its tokens are routed to. Both are formulas over columns of the timeline with one server's numbers in them, as
+a coefficient file carries them.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ _SIZES, _MOST = "cudagraph_capture_sizes", "max_cudagraph_capture_size"
 _LARGEST_GRAPH = 512
 _STEPS_PER_FORMULA = 8
 _DIGITS = 12
+_ALONE = "(1 - min(1, num_prefill_reqs))"
 
 
 def capture_sizes(context: RunContext) -> tuple[int, ...]:
-    """Return the batch sizes that CUDA graphs are captured at, in order; none without graphs, or where they are not known.
+    """Return the batch sizes that CUDA graphs are captured at, in order; empty without graphs, or if they are unknown.
 
-    The sizes are those of the setting, or else the default of vLLM's `_set_cudagraph_sizes`: 1, 2, 4, every 8th up to 256 and
-    every 16th up to the smaller of 512 and twice `max_num_seqs`.
+    The sizes are those of the setting, or else the default of vLLM's `_set_cudagraph_sizes`: 1, 2, 4, every
+    8th up to 256 and every 16th up to the smaller of 512 and twice `max_num_seqs`.
     """
     settings = context.settings
     if context.gpu is None or settings.enforce_eager or settings.is_sglang:
@@ -51,17 +53,17 @@ def capture_sizes(context: RunContext) -> tuple[int, ...]:
 
 
 def _numbers(setting: object) -> tuple[int, ...]:
-    """Return the numbers of a setting, a number or the JSON text of a list of them, in order; none of anything else."""
+    """Return the sorted numbers of a setting (a number or a list as JSON text); empty for anything else."""
     try:
-        found = json.loads(str(setting))
+        value = json.loads(str(setting))
     except ValueError:
         return ()
-    listed = found if isinstance(found, list) else [found]
+    listed = value if isinstance(value, list) else [value]
     return tuple(sorted({n for n in listed if type(n) is int and 0 < n <= _LARGEST_GRAPH * 16}))
 
 
 def batch_formulas(context: RunContext) -> dict[str, str]:
-    """Return the `BATCH_TERMS` that are known of a server as formulas, and the helpers these are written with, before them."""
+    """Return the `BATCH_TERMS` that a server's settings determine as formulas, after the helpers these use."""
     sizes, model = capture_sizes(context), context.architecture
     formulas = _staircase(sizes) if sizes else {}
     if model is not None and model.is_moe:
@@ -73,7 +75,7 @@ def batch_formulas(context: RunContext) -> dict[str, str]:
 
 
 def _staircase(sizes: tuple[int, ...]) -> dict[str, str]:
-    """Return the size at which a batch of decodes runs; a step with prompts, or beyond the largest size, is not padded."""
+    """Return the padded size of a batch; a step with prompts, or beyond the largest size, is not padded."""
     steps = [
         f"min(num_decode_reqs, 1) * {sizes[0]}",
         *(f"{b - a} * min(1, max(0, num_decode_reqs - {a}))" for a, b in pairwise(sizes)),
@@ -83,23 +85,24 @@ def _staircase(sizes: tuple[int, ...]) -> dict[str, str]:
         f"{PADDED}_{first}": " + ".join(steps[first : first + _STEPS_PER_FORMULA])
         for first in range(0, len(steps), _STEPS_PER_FORMULA)
     }
-    alone = "(1 - min(1, num_prefill_reqs))"
-    return {**parts, PADDED: f"min(1, num_prefill_reqs) * num_decode_reqs + {alone} * ({' + '.join(parts)})"}
+    return {**parts, PADDED: f"min(1, num_prefill_reqs) * num_decode_reqs + {_ALONE} * ({' + '.join(parts)})"}
 
 
 def _experts(model: ModelArchitecture, decodes: str, ranks: int) -> str:
-    """Return the distinct experts of a layer that a step reads, expected if tokens choose evenly.
+    """Return the distinct experts of a layer that a batch without prompts reads, expected if tokens choose evenly.
 
-    Ranks of data parallelism share the experts: the tokens of all of them count, and the others are taken to have as many.
+    A prompt reads all of them: that is part of what a step with prompts costs, and an amount that is the same in all such steps
+    would stand for the rest of it. Ranks of data parallelism share the experts: the tokens of all of them count, and the others are
+    taken to have as many.
     """
     missed = f"{1 - model.experts_per_token / model.experts:.{_DIGITS}g}"
-    return f"{model.experts} * (1 - {missed} ** ({ranks} * ({decodes} + prefill_tokens)))"
+    return f"{_ALONE} * {model.experts} * (1 - {missed} ** ({ranks} * {decodes}))"
 
 
 def add_batch_terms(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
-    """Add `BATCH_TERMS` to a timeline, null where a server does not have them."""
+    """Add `BATCH_TERMS` to a timeline, null for a server without them."""
     formulas = batch_formulas(context)
-    found = timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in BATCH_TERMS)
+    frame = timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in BATCH_TERMS)
     for name, text in formulas.items():
-        found = found.with_columns(to_polars(parse_formula(text, where=name), {}).alias(name))
-    return found.drop(formulas.keys() - set(BATCH_TERMS))
+        frame = frame.with_columns(to_polars(parse_formula(text, where=name), {}).alias(name))
+    return frame.drop(formulas.keys() - set(BATCH_TERMS))

@@ -27,7 +27,7 @@ def to_polars(node: Node, constants: Mapping[str, float | None]) -> pl.Expr:
     def value_of(name: str) -> pl.Expr:
         if name in constants:
             return pl.lit(constants[name], dtype=pl.Float64)
-        # A column of texts has no numbers: its rows lack the feature.
+        # A column of text has no numbers: its rows lack the feature.
         return pl.col(name).cast(pl.Float64, strict=False)
 
     return compute(node, value_of, COLUMNS)
@@ -36,7 +36,7 @@ def to_polars(node: Node, constants: Mapping[str, float | None]) -> pl.Expr:
 def _binary(operator: Operator, left: pl.Expr, right: pl.Expr) -> pl.Expr:
     match operator:
         case "/":
-            # A quotient by infinity is the 0 that is wanted; a null stays null. Adding 0 makes -0.0 into 0.0.
+            # A quotient by infinity is 0, as wanted; a null stays null. Adding 0 turns -0.0 into 0.0.
             return left / (right + 0.0).replace(0.0, math.inf)
         case "**":
             # Adding 0 as for a quotient: a power of -0.0 would have the other sign of infinity.

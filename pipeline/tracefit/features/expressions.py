@@ -1,15 +1,15 @@
 """The language in which features are declared: numbers, names, + - * / **, min and max.
 
-A formula is text from a file that anyone may have written. Python's own parser reads it, a whitelist of syntax nodes
-turns it into a small tree (`Node`), and only that tree is evaluated (`compute`): in plain Python over one row (`ROW`, which does
-not import polars) or as a polars expression over a frame (`columns.COLUMNS`).
+A formula is text from a file that anyone may have written. Python's own parser reads it, a whitelist of
+syntax nodes turns it into a small tree (`Node`), and only that tree is evaluated (`compute`): in plain Python
+over one row (`ROW`, which does not import polars) or as a polars expression over a frame (`columns.COLUMNS`).
 
 Both give the same value for every input:
 
 - a null operand makes the result null;
 - a result that is not finite (overflow, NaN, a power of zero with a negative exponent) is null;
-- division by zero gives 0, as the coefficient file's documentation says: the ratios declared this way (a share of a
-  step's tokens, a mean over its requests) describe nothing then, and the step itself still counts.
+- division by zero gives 0, as the documentation of coefficient files says: without tokens or requests a ratio (a share
+  of a step's tokens, a mean over its requests) means nothing, but the step itself still counts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OPERATORS: dict[type[ast.operator], Operator] = {ast.Add: "+", ast.Sub: "-", as
 _SIGNS = ast.UAdd | ast.USub  # `not` is one of Python's operators of one operand too
 
 ARITHMETIC: dict[Operator, Callable[[Any, Any], Any]] = {"+": add, "-": sub, "*": mul}
-"""What Python's operators do alike for numbers and for columns."""
+"""Operators that Python applies alike to numbers and to columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def parse_formula(text: str, *, where: str) -> Node:
 
 
 def _node(tree: ast.expr, *, calls: int) -> Node:
-    """Turn a syntax tree into a formula; `calls` is how many min and max it is inside of."""
+    """Turn a syntax tree into a formula; `calls` is the nesting depth of min/max."""
     match tree:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return _constant(value)
@@ -130,7 +130,8 @@ def _node(tree: ast.expr, *, calls: int) -> Node:
             return Binary("-", Constant(0.0), node) if negative else node
         case ast.BinOp(op=ast.Pow(), left=left, right=right):
             base = _node(left, calls=calls)
-            # A base up to 1 gives no huge numbers for any positive exponent; with any other base the exponent must be small.
+            # A base up to 1 gives no huge numbers for any positive exponent; with any other base the exponent
+            # must be small.
             is_small = isinstance(base, Constant) and base.value <= 1
             return Binary("**", base, _node(right, calls=calls) if is_small else _exponent(right))
         case ast.BinOp(op=op, left=left, right=right) if type(op) in _OPERATORS:
@@ -186,14 +187,14 @@ Truth = TypeVar("Truth")
 
 @dataclass(frozen=True, slots=True)
 class Algebra(Generic[Operand, Truth]):
-    """What formulas, conditions and lines are computed with: the numbers of one row, or the columns of a frame.
+    """Operations to compute formulas, conditions and lines on the numbers of one row, or on the columns of a frame.
 
     Attributes:
         constant: A number as a value.
         binary: Two values and the operator between them; unknown if one of them is.
         extreme: The smallest or largest of several values; unknown if one of them is.
         finite: The value, unknown unless it is finite.
-        compare: Whether a relation holds; not if a side is unknown.
+        compare: Whether a relation holds; false if a side is unknown.
         some: Whether one of several holds.
         every: Whether all of them hold.
     """
@@ -251,7 +252,7 @@ def _binary(operator: Operator, left: float | None, right: float | None) -> floa
         return None
     match operator:
         case "/":
-            # The same detour as in the frame: x / inf is the 0 that is wanted, and 0 / 0 is not NaN.
+            # As in the frame: x / inf is 0, as wanted, and 0 / 0 is not NaN.
             return left / (right or math.inf)
         case "**":
             return power(left, right)

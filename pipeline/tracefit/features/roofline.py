@@ -6,16 +6,16 @@ A coefficient file carries these formulas, and `add_roofline` compiles the same 
 Each term is the time of one kind of work on one GPU of a tensor-parallel group, from the model's own architecture; a
 fit finds the factor between it and the measured time. `TERM_FORMULAS` are their formulas, in which
 
-- the visible tokens of a prompt token are, on average, (prefill_context_tokens + prefill_tokens / 2) / num_prefill_reqs, and
-  those of a generated token context_tokens / num_decode_reqs; the truth is a sum over requests, which equals it when they are
-  alike. A layer with a window sees no more tokens than that.
-- only the last token of a request goes through the output head. The peak is the fp16 rate; the matrices of all layers run at
-  the fp8 rate when the model computes in fp8 and the GPU can.
-- KV heads fewer than ranks are repeated, so that there are min(tp, KV heads) shards of the cache; the latent of MLA is whole
-  on every rank. Pipeline stages are not distinguished: a term is the work of all layers.
+- the visible tokens of a prompt token are, on average, (prefill_context_tokens + prefill_tokens / 2) /
+  num_prefill_reqs, and those of a generated token context_tokens / num_decode_reqs; the exact value is a sum
+  over requests, which is equal if they are alike. A layer with a window sees no more tokens than that.
+- only the last token of a request goes through the output head. The peak is the fp16 rate; the matrices of
+  all layers run at the fp8 rate when the model computes in fp8 and the GPU can.
+- KV heads fewer than ranks are repeated, so that there are min(tp, KV heads) shards of the cache; the latent
+  of MLA is whole on every rank. Pipeline stages are not distinguished: a term is the work of all layers.
 - all MoE terms are 0 for a dense model: each token's hidden vector goes to its experts and back through memory.
 
-A term whose columns are unknown is null. The cached tokens of no request are 0, whether the timeline knows it or not.
+A term whose columns are unknown is null. Without requests, the cached tokens are 0 even if the timeline has null.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ TERM_FORMULAS: dict[str, str] = {
     "layers": "LAYERS",
     "batch_requests": "num_prefill_reqs + num_decode_reqs",
 }
-"""The terms for a reader: names in capitals are numbers of config.json, the GPU and the settings, which a coefficient file has."""
+"""The terms for a reader: names in capitals are numbers of config.json, the GPU and the settings, which a
+coefficient file has."""
 
 ROOFLINE_TERMS = (*TERM_FORMULAS, "one")
 """Columns that `add_roofline` adds, in order."""
@@ -85,7 +86,7 @@ _FILE_DIGITS = 12
 """Significant digits of numbers in the formulas of a file: three more than its coefficients have."""
 
 _EXACT_DIGITS = 17
-"""Significant digits that name one float and no other: what training computes with."""
+"""Significant digits that identify a float exactly, for training."""
 
 _HELPERS = ("prompt_visible_tokens", "decode_visible_tokens")
 _PCIE_GB_S = 64.0  # PCIe 4.0 x16, both directions together: the slot of GPUs that have no link of their own
@@ -119,7 +120,7 @@ def add_roofline(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: 
 
 
 def _of_requests(tokens: str, requests: str) -> pl.Expr:
-    """Return the tokens in the caches of a step's requests; 0 where there is no request, even if the tokens are unknown."""
+    """Return the cached tokens of a step's requests; 0 without requests, even if the tokens are unknown."""
     return pl.when(pl.col(requests) == 0).then(0).otherwise(pl.col(tokens)).alias(tokens)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints
@@ -30,7 +31,6 @@ from tracefit.server.documents import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     import polars as pl
 
@@ -72,8 +72,8 @@ class Feature:
         unit: Unit of its values: `token`, `request`, `us`, `1` for none, …
         formula: How it is computed, in the language of `expressions`.
         reason: Why it should matter.
-        sign: What physics says of its coefficient: time per token, per request or per byte is not negative. None where it
-            says nothing.
+        sign: Sign of its coefficient by physics: time per token, per request or per byte is not negative.
+            None if physics does not decide.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -114,13 +114,13 @@ def _named_once(features: tuple[Feature, ...]) -> tuple[Feature, ...]:
 
 @dataclass(frozen=True, slots=True)
 class FeatureSet:
-    """Features in order of preference: of two that carry the same information the later one is left out.
+    """Features in order of preference: if two carry the same information, the later one is left out.
 
     Attributes:
         name: Its name.
         features: The features.
-        ratios: What `efficiency_ratio` in its formulas may be: training chooses, and the number takes the name's place.
-        defining: Features without which it is another set: where one of them is not known, it does not compete.
+        ratios: Candidates for `efficiency_ratio` in its formulas: training chooses one and inserts the number.
+        defining: Features without which it is another set: where a model has none of them, it does not compete.
         is_relative: Whether a fit minimises errors in proportion to the time, so that short steps count as much as long ones.
     """
 
@@ -156,11 +156,11 @@ def add_features(
     Args:
         frame: One row per step or request.
         features: The features to add; a column of the same name is replaced by its own values as Float64.
-        constants: Values that are the same for every row, by name; null where not known. A column of the same name wins.
+        constants: Values that are the same for every row, by name; null if unknown. A column of the same name wins.
 
     Raises:
-        UsageError: A formula needs a name that is neither a column nor a constant, or a column that is not of numbers,
-            or a feature has the name of a column that it is not.
+        UsageError: A formula needs a name that is neither a column nor a constant, or a column that is not numeric,
+            or a feature has the name of a column with other values.
     """
     schema = frame.schema
     fixed = {name: value for name, value in constants.items() if name not in schema}
@@ -173,7 +173,7 @@ def add_features(
                 close = known_names(name, sorted({*schema, *fixed}), most=_SUGGESTIONS)
                 raise UsageError(f"needs {excerpt(name)}, which is not known", where=where, hint=close)
             kind = schema.get(name)
-            # A column of texts would cast to nulls in silence: the rows would all lack the feature.
+            # A column of text would silently cast to nulls: all rows would lack the feature.
             if kind is not None and not (kind.is_numeric() or str(kind) in {"Boolean", "Null"}):
                 raise UsageError(f"{name} is a column of {kind}, not of numbers", where=where)
         if feature.name in schema and node != Name(feature.name):
@@ -192,19 +192,35 @@ def _parsed(formula: str, where: str) -> Node:
 # -- files -----------------------------------------------------------------------------------------------
 
 
+def is_feature_file(choice: str) -> bool:
+    """Return whether a choice of features names a file, not a built-in set."""
+    return Path(choice).suffix.lower() in {".yaml", ".yml", ".json"}
+
+
+def feature_sets(choice: str) -> tuple[FeatureSet, ...]:
+    """Return the feature sets of a choice: `auto`, a built-in set's name, or a YAML or JSON file.
+
+    Raises:
+        UsageError: No such set or file, or the file is wrong.
+    """
+    if choice == "auto":
+        return AUTO
+    return (read_feature_set(Path(choice)) if is_feature_file(choice) else find_feature_set(choice),)
+
+
 def find_feature_set(name_or_file: str) -> FeatureSet:
     """Return a built-in set by its name.
 
     Raises:
-        UsageError: No such set; the line names the known ones.
+        UsageError: No such set; the line names the existing ones.
     """
-    found = BUILT_IN.get(name_or_file)
-    if found is None:
+    built_in = BUILT_IN.get(name_or_file)
+    if built_in is None:
         raise UsageError(
             f"feature set {excerpt(name_or_file)!r} is not known",
             hint=f"{known_names(name_or_file, BUILT_IN)}; or give a .yaml or .json file",
         )
-    return found
+    return built_in
 
 
 def read_feature_set(path: Path) -> FeatureSet:
@@ -223,7 +239,7 @@ def parse_feature_set(content: bytes | str, *, where: str, is_json: bool = False
     """Parse a feature set, see `read_feature_set`. Formulas are checked here, names when the set is used.
 
     Raises:
-        UsageError: A field is missing, unknown, or not what it should be; a name comes twice; a formula is wrong.
+        UsageError: A field is missing, unknown or of the wrong type; a name occurs twice; a formula is wrong.
     """
     read = parse_json_object if is_json else parse_yaml_object
     return validated(FeatureSet, {"name": "custom", **read(content, where=where)}, where=where)
@@ -233,16 +249,16 @@ def parse_feature_set(content: bytes | str, *, where: str, is_json: bool = False
 
 
 def _features(table: str) -> tuple[Feature, ...]:
-    """Return the features of a table: name, with a + before one that only costs time; unit; reason; formula, if it is no column."""
-    found = []
+    """Return the features of a table: name (+: its sign is non-negative), unit, reason, formula unless a column."""
+    features = []
     for row in table.splitlines():
         named, unit, reason, *formula = (cell.strip() for cell in row.split("|"))
         name = named.removeprefix("+ ")
-        # Free signs fit a few permille better within the training load and run away beyond it: -33 us per prefill token on
-        # one H100 run.
+        # Free signs fit a few permille better within the training load and run away beyond it: -33 us per
+        # prefill token on one H100 run.
         sign: Sign | None = None if name == named else "non_negative"
-        found.append(Feature(name, unit, "".join(formula) or name, reason, sign))
-    return tuple(found)
+        features.append(Feature(name, unit, "".join(formula) or name, reason, sign))
+    return tuple(features)
 
 
 _CONFIGURATION = _features("""\
@@ -256,7 +272,8 @@ _CONFIGURATION = _features("""\
   max_num_batched_tokens | token     | caps the tokens of a step
 """)
 
-# A ratio is no amount of work, but prefill_share grows with one: below 0 a step would get shorter by a prompt.
+# A ratio is not an amount of work, but prefill_share grows with one: with a coefficient below 0, a prompt
+# would shorten a step.
 BATCH = FeatureSet(
     "batch",
     (
@@ -278,14 +295,14 @@ BATCH = FeatureSet(
         *_CONFIGURATION,
     ),
 )
-"""The specification's first set for beta: what a step carries, and what carries it."""
+"""The specification's first set for beta: the batch of a step, and the server that runs it."""
 
 PRODUCTS = _features("""\
 + prefill_tokens_squared           | token*token     | attention within a prompt | prefill_tokens ** 2
 + num_decode_reqs_squared          | request*request | a batch that outgrows the hardware | num_decode_reqs ** 2
   prefill_tokens_x_num_decode_reqs | token*request   | prompts and decodes in one step share the hardware, which hides part of one behind the other | prefill_tokens * num_decode_reqs
 """)
-"""Products of a step's columns, offered to a model of step times only where cross-validation chooses them."""
+"""Products of a step's columns, offered to a model of step times only if cross-validation chooses them."""
 
 BATCH_PRODUCTS = FeatureSet("batch+products", (*BATCH.features, *PRODUCTS))
 
@@ -313,14 +330,15 @@ ROOFLINE_MAX = FeatureSet(
         *_features("""\
 + step_bound_us | us | a step is bound by compute or by memory, whichever takes longer; no sum says so | max(efficiency_ratio * (prefill_compute_us + decode_compute_us), weight_read_us + moe_expert_read_us + decode_kv_read_us + prefill_kv_write_us)
 """),
-        # The rest of the terms are within the bound; these are spent beside it.
+        # The other terms are within the bound; these come on top of it.
         *(f for f in ROOFLINE.features if f.name in ("tp_comm_us", "moe_dispatch_us", "batch_requests")),
     ),
     # 0.5 to 4 in steps of 19 %: the coefficient takes up the scale, so that only the ratio of the two is searched.
     ratios=tuple(2 ** (k / 4) for k in range(-4, 9)),
     defining=("step_bound_us",),
 )
-"""The larger of compute and memory over the step. The ratio is how much more of its peak memory reaches than compute."""
+"""The larger of compute and memory over the step. The ratio is how much more of its peak memory reaches than
+compute."""
 
 WORK_MAX = FeatureSet(
     "work_max",
@@ -334,7 +352,7 @@ WORK_MAX = FeatureSet(
     ratios=tuple(1e-3 * 2.0**k for k in range(9)),
     defining=("step_bound_mflop",),
 )
-"""The same on facts of the architecture alone, where no GPU is known. The ratio is how many 10^6 FLOPs the machine does
+"""The same from facts of the architecture alone, for an unknown GPU. The ratio is how many 10^6 FLOPs the machine does
 while it reads 10^3 bytes: 1 to 256 FLOP per byte."""
 
 _LINE_DECODES, _LINE_PADDED, *_LINE_REST = _features("""\
@@ -347,27 +365,25 @@ _LINE_DECODES, _LINE_PADDED, *_LINE_REST = _features("""\
 + prefill_context_tokens | token   | a prompt reads the cache of what is before it
 """)
 _EXPERTS, _PADDED_EXPERTS = _features("""\
-+ experts_read           | expert  | the weights of the experts that the tokens are routed to are read
-+ padded_experts_read    | expert  | the weights of the experts that the padded batch is routed to are read
++ experts_read           | expert  | the weights of the experts that decodes are routed to are read; a prompt is routed to all
++ padded_experts_read    | expert  | the same of the padded batch
 """)
 
 
-def _line(name: str, *features: Feature) -> FeatureSet:
-    """Return the plain batch with some features first, by which it is defined."""
-    defining = tuple(feature.name for feature in features)
-    return FeatureSet(name, (*features, *_LINE_REST), defining=defining, is_relative=True)
+def _line(name: str, experts: Feature, decodes: Feature) -> FeatureSet:
+    """Return the plain batch with the experts it reads, where the model has them.
+
+    Small batches cannot tell experts from requests, and a line over requests alone runs away beyond them.
+    """
+    defining = (experts.name, decodes.name)
+    return FeatureSet(name, (experts, decodes, *_LINE_REST), defining=defining, is_relative=True)
 
 
-LINE = _line("line", _LINE_DECODES)
+LINE = _line("line", _EXPERTS, _LINE_DECODES)
 """Relative non-negative least squares on what a step computes: what no other set may be worse than."""
 
-LINES = (
-    LINE,
-    _line("line+padding", _LINE_PADDED),
-    _line("line+experts", _LINE_DECODES, _EXPERTS),
-    _line("line+padding+experts", _LINE_PADDED, _PADDED_EXPERTS),
-)
-"""The same with what a batch becomes: padded to a CUDA graph, routed to experts."""
+LINES = (LINE, _line("line+padding", _PADDED_EXPERTS, _LINE_PADDED))
+"""The same with decodes padded to a CUDA graph."""
 
 _WORKLOAD = _features("""\
   max_tokens         | token | output the request may ask for
@@ -375,7 +391,7 @@ _WORKLOAD = _features("""\
   arrival_rate_per_s | 1/s   | requests that came in the 10 s before
   state_age_us       | us    | time since the last scheduling decision
 """)
-"""What a request brings, and the load it comes in."""
+"""Features of a request and of the load when it arrives."""
 
 QUEUE = FeatureSet(
     "queue",
@@ -399,7 +415,7 @@ QUEUE = FeatureSet(
 """The specification's set for the queue wait: the queue as the request found it."""
 
 QUEUED_FEATURES = ("outputs_ahead", "running_remaining_tokens", "prompt_tokens")
-"""Features of `queue` for a request that no capacity is left for: the work ahead of it."""
+"""Features of `queue` for a request without free capacity: the work ahead of it."""
 
 FREE_FEATURES = ("prompt_tokens", "running_depth")
 """Features of `queue` for a request that goes with the next step: the scheduler's own work."""
@@ -436,7 +452,7 @@ NETWORK = FeatureSet(
   running_depth | request | the front end writes to every running request
 """),
 )
-"""What a client waits for beside the server's TTFT."""
+"""The part of a client's TTFT outside the server."""
 
 BUILT_IN: Mapping[str, FeatureSet] = {
     feature_set.name: feature_set

@@ -1,11 +1,11 @@
 """Targets: the durations that models predict, each declared once.
 
-A declaration says what is measured, from which events, what a model is offered, which forms it may take, and to which
-latencies it adds. Training, composition of latencies, `inspect`, `requests` and predictions read it from here. A new
-target of requests is one more `Target` below, its feature set in `features.sets`, and, if its form is new, that form in
-`fit.alpha`.
+A declaration states the measured interval, its events, the features and forms of a model, and the latencies
+it adds to. Training, composition of latencies, `inspect`, `requests` and predictions read it from here. A new
+target of requests is one more `Target` below, its feature set in `features.sets`, and, if its form is new,
+that form in `fit.alpha`.
 
-Nothing heavy is imported here: predictions need the names alone.
+Nothing heavy is imported here: predictions need only the names.
 """
 
 from __future__ import annotations
@@ -29,22 +29,25 @@ class Target:
     Attributes:
         name: Name in files, options and training frames.
         label: Its name in reports.
-        title: Its name in messages, where a reader has no context.
+        title: Its name in messages, for readers without context.
         definition: The two events it lies between, as published with the model and in the report's list of terms.
         column: Column of the `requests` table with its duration, in us.
         begins: Column of the `requests` table with the event it begins at, in ns.
         step: Column of the `requests` table with the step counter at that event.
         feature_set: Name of the built-in feature set that a model is offered.
-        state: The engine state its features describe: `queue`, the exact queue where journeys are complete; `latest_step`, the
-            latest step known before the interval began; `own_step`, the batch of the step it began in.
+        state: The engine state its features describe: `queue`, the exact queue if journeys are complete;
+            `latest_step`, the latest step known before the interval began; `own_step`, the batch of the step
+            it began in.
         forms: Forms a model may take. The first follows from the engine's laws; another one must be clearly better.
-        drop_outliers: Leave outliers out of the training part. Off where the tail is what the model is for.
+        drop_outliers: Leave outliers out of the training part. Off if the model is meant for the tail.
         non_negative: No coefficient can be negative, whatever its feature declares.
-        adds_to: The shortest latency that includes it: TTFT (and so E2E and the client's), or the client's alone. Null for a
-            target that is in no latency. Predictions of requests and the report's figure of TTFT list it by its label.
-        without_events: The definition where spans without events give its values, which may hold more; empty where none does.
-        contains: What happens in it, for the list of terms; empty where `definition` says it all.
-        follows_from_steps: Composed latencies take it from the steps themselves where the batches are the traced ones.
+        adds_to: The shortest latency that includes it: TTFT (and so E2E and the client's), or the client's
+            alone. Null for a target that is in no latency. Predictions of requests and the report's figure of
+            TTFT list it by its label.
+        without_events: The definition if spans without events give its values, which may include more; empty
+            if no such span does.
+        contains: The work in it, for the list of terms; empty if `definition` is enough.
+        follows_from_steps: Composed latencies take it from the steps themselves if the batches are the traced ones.
     """
 
     name: str
@@ -98,7 +101,7 @@ RECORDED = {
     "client": "tokens of a step to those of the next, after idling from the send to the tokens, as the client received them",
     "sglang": "results of a step to those of the next, after idling from the arrival to the results, by SGLang's spans",
 }
-"""The interval of recorded steps, by their source in the timeline; of another source it is the step clock's."""
+"""The interval of recorded steps, by their source in the timeline; other sources have the step clock's interval."""
 
 CYCLE_TIME = StepTarget("cycle_time", "step_clock", "start of a step to start of the next, engine busy")
 DURATION = StepTarget("duration", "duration", "step.duration_us as the server stamps it")
@@ -110,10 +113,10 @@ def is_step_model(name: str) -> bool:
 
 
 STEP_TARGETS = (CYCLE_TIME, DURATION)
-"""In order of preference: where files hold both, predictions use the first."""
+"""In order of preference: if files have both, predictions use the first."""
 
 LATENCIES: dict[str, str] = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
-"""Latencies of requests that users ask for first: their names in files, and as people write them."""
+"""The main latencies of requests: names in files, and as people write them."""
 
 STEP_BEGINS = "first_scheduled_ns"
 """Event of a request at which the first of its steps begins."""
@@ -130,7 +133,7 @@ TARGETS: tuple[Target, ...] = (
         feature_set="queue",
         state="queue",
         forms=("regimes", "line"),
-        # A queue wait of seconds among waits of 0.2 ms is not an outlier, it is what the model is for.
+        # A queue wait of seconds among waits of 0.2 ms is not an outlier: the model is meant for it.
         drop_outliers=False,
         adds_to="ttft",
         follows_from_steps=True,
@@ -162,7 +165,7 @@ TARGETS: tuple[Target, ...] = (
         step="finished_step",
         feature_set="departure",
         state="own_step",
-        # Outputs to work through can only add to a departure; the load a request comes in may well take from others.
+        # Outputs can only lengthen a departure; load may shorten other targets.
         non_negative=True,
         adds_to="client",
     ),
@@ -182,11 +185,11 @@ OF_CLIENTS: tuple[Target, ...] = (
         contains="the way of the request to the server and of its first token back, and what the server's TTFT does not see",
     ),
 )
-"""Targets of requests whose client was recorded too: there is nothing to say of them where none was."""
+"""Targets of requests whose client was recorded too; left out entirely without a client."""
 
 
 def target_named(name: str) -> Target:
-    """Return the target of a name; KeyError where there is none."""
+    """Return the target of a name; KeyError if it does not exist."""
     return {target.name: target for target in (*TARGETS, *OF_CLIENTS)}[name]
 
 
@@ -197,5 +200,5 @@ def around_steps() -> tuple[Target, ...]:
 
 def parts_of(latency: Literal["ttft", "client"]) -> tuple[Target, ...]:
     """Return the targets whose `adds_to` is `latency`, in the order a request goes through them."""
-    found = (target for target in TARGETS if target.adds_to == latency)
-    return tuple(sorted(found, key=lambda target: _EVENT_ORDER.index(target.begins)))
+    parts = (target for target in TARGETS if target.adds_to == latency)
+    return tuple(sorted(parts, key=lambda target: _EVENT_ORDER.index(target.begins)))

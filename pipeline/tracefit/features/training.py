@@ -1,10 +1,11 @@
 """Training frames: one row per step or request, with its measured time and the features known when the interval began.
 
-`step_rows` and `beta_rows` make the frame of step times, `alpha_rows` the frame of one target of requests. Features describe
-the state before the interval, never what happened in it: a prediction could not know that.
+`step_rows` and `beta_rows` make the frame of step times, `alpha_rows` the frame of one target of requests.
+Features describe the state before the interval, never events within it: a prediction could not know them.
 
-Names in formulas that are no columns are numbers of one server (`constants_of`) or terms over columns (`with_roofline`); a
-coefficient file carries the `definitions` of both, and needs neither config.json, the GPU catalogue nor tracefit.
+Names in formulas that are not columns are numbers of one server (`constants_of`) or terms over columns
+(`with_roofline`); a coefficient file carries the `definitions` of both, and needs neither config.json, the
+GPU catalogue nor tracefit.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ _OF_GPU = ("compute_to_bandwidth", "relative_performance")
 
 
 def constants_of(context: RunContext) -> dict[str, float | None]:
-    """Return the values that are the same for every row of a run, by their name in formulas; null where not known."""
+    """Return the values that are the same for every row of a run, by their name in formulas; null if unknown."""
     settings, model, gpu = context.settings, context.architecture, context.gpu
     known: dict[str, float | None] = {
         **{name: getattr(model, name) if model else None for name in _OF_MODEL},
@@ -85,7 +86,7 @@ def constants_of(context: RunContext) -> dict[str, float | None]:
 
 
 def with_roofline(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
-    """Add roofline terms (null without model and GPU), amounts of work (null without model) and `BATCH_TERMS` of every step."""
+    """Add roofline terms (null without model and GPU), work (null without model) and `BATCH_TERMS` of every step."""
     model, gpu, tp = context.architecture, context.gpu, context.settings.tensor_parallel or 1
     terms = (*WORK_TERMS, *ROOFLINE_TERMS)
     timeline = timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in terms)
@@ -97,7 +98,7 @@ def with_roofline(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
 
 
 def definitions(formulas: Iterable[str], context: RunContext) -> dict[str, str]:
-    """Return the definition of every name in the formulas that is no column of a step or a request, in name order."""
+    """Return the definitions of the names in formulas that are not columns, in name order."""
     known = {name: number_text(value) for name, value in constants_of(context).items() if value is not None}
     model, gpu = context.architecture, context.gpu
     tp = context.settings.tensor_parallel or 1
@@ -105,15 +106,15 @@ def definitions(formulas: Iterable[str], context: RunContext) -> dict[str, str]:
     if model is not None:
         known |= work_formulas(model, tp=tp)
         known |= roofline_formulas(model, gpu, tp=tp) if gpu is not None else {}
-    found: dict[str, str] = {}
+    needed: dict[str, str] = {}
     # A definition may use further names: repeat until no new one appears.
     pending = list(formulas)
     while pending:
         names = set().union(*(names_in(parse_formula(formula, where="feature")) for formula in pending))
-        new = {name: known[name] for name in names & known.keys() - found.keys()}
-        found |= new
+        new = {name: known[name] for name in names & known.keys() - needed.keys()}
+        needed |= new
         pending = list(new.values())
-    return dict(sorted(found.items()))
+    return dict(sorted(needed.items()))
 
 
 # -- step times ------------------------------------------------------------------------------------------
@@ -127,7 +128,8 @@ def step_rows(
 ) -> pl.DataFrame:
     """Return one row per step of the timeline with the features of the batch that executes during its cycle.
 
-    `lags` are the steps that scheduling runs ahead of execution, by (run_id, server): with 1 the batch of the step before executes.
+    `lags` are the steps that scheduling runs ahead of execution, by (run_id, server): with 1, the batch of
+    the previous step executes.
 
     Returns:
         The timeline in step order with the features, preemption_heavy, has_prefill and is_empty (nothing runs and
@@ -151,9 +153,9 @@ def beta_rows(
 ) -> pl.DataFrame:
     """Return one row per step, or interval of steps, whose time is known: features and `y`, both means per step.
 
-    A model of step times is linear in its features: the mean cycle of an interval is the model at the mean features of its
-    steps. With scheduling a step ahead (`lags` 1) step k executes between the starts of steps k+1 and k+2: a
-    cycle is explained by the composition of the step before it.
+    A model of step times is linear in its features: the mean cycle of an interval is the model at the mean
+    features of its steps. With scheduling a step ahead (`lags` 1) step k executes between the starts of steps
+    k+1 and k+2: a cycle is explained by the composition of the step before it.
 
     `source` is `clock` for cycle times, `duration` for `step.duration_us` as it is.
 
@@ -173,10 +175,10 @@ def beta_rows(
             idle_after=pl.lit(value=False),
         )
     rows = step_rows(timeline, features, constants, lags)
-    # The mean of a linear model is the model of the means: one equation per interval, however many steps it has.
-    # Null where one of its steps is unknown.
+    # The mean of a linear model is the model of the means: one row per interval, however many steps it has.
+    # Null if one of its steps is unknown.
     means = [pl.when(pl.col(n).null_count() == 0).then(pl.col(n).mean()).alias(n) for n in features.names]
-    # What is unknown of a step by itself stays unknown; an interval is what its known steps say.
+    # An unknown value of a single step stays unknown; an interval takes the values of its known steps.
     flags = [
         pl.col(n).any(ignore_nulls=not by_itself).alias(n)
         for n in ("preemption_heavy", "has_prefill", "is_empty")
@@ -188,7 +190,7 @@ def beta_rows(
     # An interval begins at every step with a cycle or a known start, and with every engine.
     spans = rows.with_columns(interval=(begins | other_engine.fill_null(value=False)).cum_sum())
     whole = spans.group_by("interval").agg(*means, *flags)
-    # Only intervals whose whole time is known are equations; the others mark where the next one begins.
+    # Only intervals with a known total time are rows of the fit; the others mark where the next one begins.
     ends = spans.filter(pl.col("cycle_us").is_not_null()).select(
         *ENGINE,
         "interval",
@@ -208,7 +210,7 @@ def beta_rows(
 
 
 def _shifted(rows: pl.DataFrame, columns: list[str], lags: Mapping[tuple[str, str], int]) -> pl.DataFrame:
-    """Give each step the columns of the batch that executes during its cycle: with scheduling ahead, that of the step before.
+    """Give each step the batch that executes during its cycle: with scheduling ahead, that of the previous step.
 
     Rows are in step order, engine by engine.
     """
@@ -237,8 +239,8 @@ def with_lag(rows: pl.DataFrame, lags: Mapping[tuple[str, str], int], column: st
 def _preemption_heavy(rows: pl.DataFrame) -> pl.Expr:
     """Return which steps preempted a request, or mostly recompute the tokens of a resumed one.
 
-    A request with output that is recomputed counts as one decode request with many tokens. In runs without any preemption
-    many decode tokens have another cause (speculative decoding).
+    A request with output that is recomputed counts as one decode request with many tokens. In runs without
+    any preemption many decode tokens have another cause (speculative decoding).
     """
     if not int(rows["num_preempted"].sum() or 0):
         return pl.lit(value=False)
@@ -272,8 +274,8 @@ def alpha_rows(
 ) -> pl.DataFrame:
     """Return one row per request whose target is known: `y` in us, and the engine's state when its interval began.
 
-    `target.state` selects the state: the exact `queue` where given, or the batch of the `own_step` of the event. Otherwise it is
-    the state of the latest step with a known start and batch, `state_age_us` earlier.
+    `target.state` selects the state: the exact `queue` where given, or the batch of the `own_step` of the
+    event. Otherwise it is the state of the latest step with a known start and batch, `state_age_us` earlier.
 
     `queue` is `queue_state`, null where the journeys are not complete; the timeline may be empty.
     """
@@ -296,7 +298,7 @@ def alpha_rows(
             _states(timeline), left_on=[*ENGINE, "at_step"], right_on=[*ENGINE, "step_id"], how="left"
         )
         return rows.with_columns(state_age_us=pl.lit(0.0))
-    # Backward in time only: a step that starts later knows what happened in the interval.
+    # Backward in time only: a step that starts later includes the events of the interval.
     latest = _states(timeline).drop_nulls(["state_ns", "running_depth"]).sort("state_ns")
     rows = rows.sort("ts_ns").join_asof(
         latest, left_on="ts_ns", right_on="state_ns", by=ENGINE, check_sortedness=False
@@ -332,7 +334,7 @@ def _with_workload(rows: pl.DataFrame) -> pl.DataFrame:
 def _with_next_start(rows: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
     """Add step_residual_us, the time from the event to the next known step start: the rest of the step in progress.
 
-    Null where the engine was idle.
+    Null if the engine was idle.
     """
     ends = starts.select(*ENGINE, next_start_ns="state_ns").sort("next_start_ns")
     joined = rows.sort("ts_ns").join_asof(
@@ -356,7 +358,7 @@ _QUEUE_COLUMNS = (
 
 
 def _with_queue(rows: pl.DataFrame, queue: pl.DataFrame | None) -> pl.DataFrame:
-    """Replace the state of the latest step by the exact state of the queue, where known."""
+    """Replace the state of the latest step by the exact state of the queue, if known."""
     if queue is None:
         return rows.with_columns(pl.lit(None, pl.Float64).alias(name) for name in _QUEUE_COLUMNS)
     keys = [*ENGINE, "trace_id", "request_id"]
@@ -377,7 +379,7 @@ def _with_queue(rows: pl.DataFrame, queue: pl.DataFrame | None) -> pl.DataFrame:
 
 
 def _states(timeline: pl.DataFrame) -> pl.DataFrame:
-    """Return batch and queue of each step, as the state that requests meet."""
+    """Return batch and queue of each step, as the state on arrival of requests."""
     # Used blocks may be an estimate from the journeys, above the total.
     free = (pl.col("kv_blocks_total") - pl.col("kv_blocks_used")).clip(lower_bound=0)
     return timeline.select(

@@ -47,7 +47,7 @@ SOMEONE_WAITS = Condition(
         Comparison(feature="max_num_seqs", op="<=", feature2="running_depth"),
     )
 )
-"""`NO_CAPACITY` as far as a sampled step shows it: the step left a request waiting, or no slot free."""
+"""A sampled step counts as `NO_CAPACITY` if a request was left waiting or no slot was free."""
 
 NO_CAPACITY = Condition(
     any=(
@@ -66,7 +66,7 @@ _BOUNDARY_NOTES = (
 )
 
 EXACT_QUEUE, SAMPLED_QUEUE = "exact queue state", "queue state of the latest sampled step"
-"""What a published model of the queue knows of it."""
+"""The queue state that a published model of the queue uses."""
 
 _WAIT_NOTES = (
     "free_slots = max_num_seqs - running requests - requests waiting ahead",
@@ -110,7 +110,7 @@ def fit_target(
     """Fit the model of one target of requests, as far as the data allow.
 
     Returns:
-        The model, or why there is none and what to do for it.
+        The model, or why it is missing and what to do about it.
     """
     if (missing := _missing(tables, target)) is not None:
         return missing

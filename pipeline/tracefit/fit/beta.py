@@ -65,7 +65,7 @@ COUNTED_NOTES = (
     "steps are counted from the times of the requests: a row is an interval between two of them, its time the mean of its steps",
     "nothing in the recording shows requests without a span; a tenth of all, or fewer, need not show",
 )
-"""What a model says that was fitted on steps counted from requests."""
+"""Notes of a model that was fitted on steps counted from requests."""
 
 _NO_HIT = "prefix-cache hits are not in the spans: every prompt token counts as computed"
 _UNCERTAIN_HITS = (
@@ -75,7 +75,12 @@ _UNCERTAIN_HITS = (
 
 
 RECORD_LONGER = "record for longer under load, or let the log write fractions of seconds: %(created).6f in the format of a logging configuration"
-"""What helps where a log gives too few intervals."""
+"""Advice if a log gives too few intervals."""
+
+_ESTIMATED_CONTEXT = (
+    "without journeys the context tokens of a step are estimated from its KV blocks in use: blocks that requests share count once, "
+    "and earlier chunks of a prompt count as context"
+)
 
 _WITHOUT_CONTEXT = (
     "the log does not say how many tokens of context a step reads: the model goes by the batch, and by KV-cache usage if that "
@@ -85,11 +90,11 @@ _WITHOUT_CONTEXT = (
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The fitted step time of a scope, or why there is none.
+    """The fitted step time of a scope, or why it is missing.
 
     Attributes:
         source: Where step times come from.
-        result: The model, or why there is none.
+        result: The model, or why it is missing.
     """
 
     source: StepTimeSource
@@ -200,7 +205,7 @@ def fit_step_times(
             *([of_all] if placed < recorded_requests else []),
         )
     if unknown:
-        reason = (*reason, f"servers of which no step is known are left out: {unknown}")
+        reason = (*reason, f"servers without a known step are left out: {unknown}")
     model = FittedModel(
         target.model,
         TargetFacts(name=target.name, definition=definition, source=whole or measured.source),
@@ -223,6 +228,7 @@ def fit_step_times(
         notes=(
             *reason,
             *beyond_training(result.terms, tables.timeline),
+            *([_ESTIMATED_CONTEXT] if tables.timeline["context_estimated"].any() else []),
             *(_notes_on_records(tables, scope) if fpm else ()),
             *(
                 [f"{_WITHOUT_CONTEXT}; {context_remedy(tables.requests.height)}"]
@@ -241,8 +247,8 @@ def _notes_on_hits(whole_prompts: dict[str, float]) -> Iterator[str]:
         yield _NO_HIT
     for longest in sorted(set(whole_prompts.values())):
         yield (
-            f"prefix-cache hits show in the times of prompts: intervals with more than {longest:.0f} prompt tokens, of which "
-            "some may be hits, are left out"
+            f"prefix-cache hits show in the times of prompts: intervals with more than {longest:.0f} prompt tokens, "
+            "which may include hits, are left out"
             if longest
             else _UNCERTAIN_HITS
         )
@@ -304,7 +310,7 @@ def _variants(features: FeatureSet) -> list[FeatureSet]:
             replace(f, name=f"{f.name}{_NUMBER}{number}") if f.is_tuned else f for f in features.features
         )
         numbered = replace(features, features=tuple(named))
-        # Of a tuned set the first feature, which the ratio is of, defines it.
+        # The first feature of a tuned set, which has the ratio, defines it.
         found.append(replace(numbered, defining=(numbered.names[0],)).at(ratio))
     return found or [features]
 
@@ -364,13 +370,13 @@ SET_RULE = (
 
 
 def try_features(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) -> Candidate | None:
-    """Measure a linear model of a set on the training rows; null where rows or features are too few, or a defining one lacks."""
+    """Measure a linear model of a set on the training rows; null where rows or features are too few, or the defining ones lack."""
     options = _for_set(options, features)
     design = training_design(rows, features.features, relative=options.relative)
     if design is None:
         return None
     used, data = design
-    if not {f.name for f in data.columns}.issuperset(features.defining):
+    if features.defining and {f.name for f in data.columns}.isdisjoint(features.defining):
         return None
     choice = data.choose_penalty(options)
     inside = data.out_of_fold(choice, options)
@@ -416,11 +422,9 @@ def _fewest(sets: Sequence[Candidate]) -> Candidate:
 
 
 def _best_line(lines: Sequence[Candidate]) -> Candidate:
-    """Return the best line; of those that tie, one that has the experts of a model with experts."""
+    """Return the best line; of those that tie, the earlier one."""
     best = min(c.score_pct for c in lines)
-    return min(
-        (c for c in lines if c.score_pct <= best * (1 + TIE)), key=lambda c: (-c.features, c.score_pct)
-    )
+    return next(c for c in lines if c.score_pct <= best * (1 + TIE))
 
 
 def _gives_way(winner: Candidate, lines: Sequence[Candidate]) -> bool:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Penalty = Literal["ridge", "lasso", "elastic_net"]
 
 Positive: TypeAlias = bool | tuple[bool, ...]
-"""What cannot be negative: all coefficients and the intercept, or none; or one flag per feature and, last, the intercept's."""
+"""Coefficients that cannot be negative: all and the intercept, or none; or one flag per feature and, last, the intercept's."""
 
 
 _LASSO_ROUNDS = 100_000

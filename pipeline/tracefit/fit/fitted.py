@@ -1,4 +1,4 @@
-"""What fits take and return: options and the tables of one scope; linear models, and all that was fitted of a scope.
+"""Arguments and results of fits: options and the tables of one scope; linear models, and all fitted models of a scope.
 
 A linear model is one line, or one line per regime: a regime is a condition on the features with a line of its own, and the
 first regime whose condition holds predicts a row. `RegimeRows` describes one before the fit, `FittedRegime` after it. These
@@ -184,7 +184,7 @@ class RegimeRows:
     name: str
     features: tuple[Feature, ...]
     when: Condition = ALWAYS
-    """Of the rows that the regimes before leave."""
+    """Condition on the rows that the earlier regimes leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +329,7 @@ class FittedModel:
     """With `options`, all that a fit of the same model on other rows needs."""
     options: FitOptions
     validation: Validation
-    """Of the model in its published form."""
+    """Validation of the model in its published form."""
     notes: tuple[str, ...] = ()
     feature_definitions: FeatureSet | None = None
     """For step times: the features the model was offered, with their ratios chosen."""
@@ -359,7 +359,7 @@ class FittedScope:
     overloads: tuple[Overload, ...] = ()
     """Overloaded runs of the scope; `tables` hold those that were trained on."""
     notes: tuple[str, ...] = ()
-    """What to know of the rows, such as which runs were taken of many."""
+    """Notes on the rows, such as which of many runs were taken."""
 
 
 # -- columns of a training frame -----------------------------------------------------------------------

@@ -49,7 +49,8 @@ FEWEST_BLOCKS = 10
 """Fewest blocks that a variance is estimated from: blocks of a short hold-out are shorter than the rule says."""
 
 MOST_BLOCKS = 1_000
-"""More blocks estimate the variance no better and take memory to draw: those of a long hold-out are longer than the rule says."""
+"""Upper limit of bootstrap blocks; longer hold-outs use longer blocks. More blocks would cost memory and not improve the
+estimate."""
 
 RESAMPLES = 2_000
 
@@ -114,7 +115,7 @@ def block_length(series: Vector) -> int:
 def summed_holdout(beta: LinearFit) -> SummedTime | None:
     """Sum the step times of beta's held-out rows; an interval counts as all of its steps.
 
-    Of a server that traces a sample of its steps few are known: its rows stand for all of its steps, or a server that traces
+    A server that traces a sample of its steps has few rows: they stand for all of its steps, or else a server that traces
     every step would decide the sum.
 
     Blocks are contiguous in the time of a server. Their length is `block_length` of the residuals of the training rows, the
@@ -263,7 +264,7 @@ def _summands(beta: LinearFit, rows: pl.DataFrame) -> tuple[Vector, Vector]:
 
 
 def refit_on_holdout(fitted: LinearFit) -> tuple[FittedRegime, ...]:
-    """Fit the regimes of a model anew on its held-out rows, with the estimator, penalty and signs it was trained with.
+    """Refit the regimes of a model on its held-out rows, with the estimator, penalty and signs it was trained with.
 
     A term that the held-out rows do not determine (constant, or a mix of other features) keeps its value. A regime with
     fewer held-out rows than a fit needs stays as it is.
@@ -350,7 +351,7 @@ def load_cut(load: Vector) -> float | None:
 def beyond_load(data: Design, load: Vector, options: FitOptions) -> tuple[Vector, Flags] | None:
     """Fit the lower half of the load; return predictions of the upper half and which rows are; null where rows are too few.
 
-    Features, penalty and coefficients are all chosen anew on the lower half, as in a fit of that half alone.
+    Features, penalty and coefficients are all chosen again on the lower half, as in a fit of that half alone.
     """
     cut = load_cut(load)
     if cut is None:
@@ -406,7 +407,7 @@ def load_extrapolation(
 def _error_of_a_fit(
     used: pl.DataFrame, tested: pl.DataFrame, features: Sequence[Feature], options: FitOptions
 ) -> tuple[Metrics, list[str]] | None:
-    """Fit a form anew on some rows and measure it on others; return the features too, null where rows are too few."""
+    """Refit a form on some rows and measure it on others; return the features too, null where rows are too few."""
     # The noise of the last row of a log is not known: the fit of a model has no such row, these may have.
     used = used.drop_nulls("cycle_sd_us") if "cycle_sd_us" in used.columns else used
     if used.height < MIN_TRAIN_ROWS or tested.height < MIN_HOLDOUT_ROWS:

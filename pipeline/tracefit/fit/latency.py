@@ -3,8 +3,8 @@
 TTFT = admission + queue wait + steps to the first token; ITL = steps after it / (tokens - 1); E2E = TTFT + (tokens - 1) ITL.
 
 `given_state` takes the queue and the batches that were measured and sums the predicted times of exactly the steps the request
-was in: its error is that of the models. What `predict` says on arrival is another question, and another error: `latency_errors` takes
-its answers, which only the finished coefficient files give.
+was in: its error is that of the models. The error of `predict` on arrival is a different one: `latency_errors` takes its
+predictions, which only the finished coefficient files give.
 
 `compose_latencies` predicts the requests that lie in the hold-out of every model they need: `state`, and `refit`, the same with the
 step-time model refitted on the hold-out. `latency_errors` gives errors overall, per run and per workload phase, and counts
@@ -175,11 +175,11 @@ def compose_latencies(
 
 
 def latency_errors(composed: ComposedLatencies, predicted: pl.DataFrame | None) -> dict[str, Latency]:
-    """Evaluate composed latencies on the held-out requests; empty where there are none.
+    """Evaluate composed latencies on the held-out requests; empty without any.
 
     Args:
         composed: See `compose_latencies`.
-        predicted: What `predict` says of requests by `REQUEST`: ttft_us, itl_us, e2e_us; null where it cannot say anything.
+        predicted: Predictions of `predict` by `REQUEST`: ttft_us, itl_us, e2e_us; null if it has no prediction.
     """
     if composed.rows is None:
         return {}
@@ -217,7 +217,7 @@ def split_requests(requests: pl.DataFrame, models: Sequence[FittedModel]) -> pl.
 
 
 def trained_steps(timeline: pl.DataFrame, models: Sequence[FittedModel]) -> pl.DataFrame:
-    """Return the steps before the hold-out of the step model; all of them where there is none."""
+    """Return the steps before the step model's hold-out, or all steps without a step model."""
     beta = _step_model(models)
     if beta is None:
         return timeline

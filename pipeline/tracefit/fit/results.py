@@ -1,8 +1,8 @@
 """Results of a fit: lines with their terms and conditions, error metrics, choices that were made, and models that are missing.
 
 The modules of this room fill these types, and the coefficient and evaluation files publish them as they are: the order of
-the fields is the order of the keys, and `Attributes` are the descriptions in `schemas/`. What also comes in with a file that
-anyone may have written is checked on its own (`Strict`). A field with a default may be absent in a file of an older version.
+the fields is the order of the keys, and `Attributes` are the descriptions in `schemas/`. Types that are also read from files, which
+anyone may have written, check themselves (`Strict`). A field with a default may be absent in a file of an older version.
 Reading such a file and predicting a row from it need neither numpy nor polars: this module imports neither.
 """
 
@@ -44,7 +44,7 @@ class Strict(BaseModel):
 
 
 class TargetFacts(Strict):
-    """What a model predicts."""
+    """The quantity that a model predicts."""
 
     name: str | None = None
     unit: Literal["us"] = "us"
@@ -83,6 +83,10 @@ class Term(Strict):
         default=None,
         max_length=MAX_FORMULA_CHARS,
         description="how the feature is computed from table columns and the model's definitions",
+    )
+    collinear_with: tuple[Identifier, ...] = Field(
+        default=(),
+        description="features left out since they go with this one in the training rows: the value may be a cost of theirs",
     )
 
     @property
@@ -172,7 +176,7 @@ class Condition(Strict):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the comparisons compare."""
+        """Names in the comparisons."""
         compared = (*(self.any or ()), *(self.all or ()))
         return tuple(dict.fromkeys(n for c in compared for n in (c.feature, c.feature2) if n))
 
@@ -254,8 +258,8 @@ class Distribution:
         requests: Requests that have all of them.
         percents: Percent of requests, one per entry of each list of quantiles.
         measured: Quantiles of the measured latency.
-        predicted: Quantiles of what `predict` says on arrival; null where there is none.
-        given_measured_state: Quantiles of the prediction from the measured queue and batches; null where there is none.
+        predicted: Quantiles of the predictions of `predict` on arrival; null without any.
+        given_measured_state: Quantiles of the prediction from the measured queue and batches; null without any.
     """
 
     requests: int
@@ -274,11 +278,13 @@ class OmittedFeature:
         reason: Why it is left out.
         training_range: Its smallest and largest value in the training rows; null where it was not known. The model says
             nothing of steps beyond it.
+        collinear_with: The feature of the model that it goes with in the training rows.
     """
 
     feature: str
     reason: str
     training_range: tuple[float, float] | None = None
+    collinear_with: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +304,7 @@ class Collinearity:
     Attributes:
         regime: Name of the regime, or `all`.
         condition_number: Largest by smallest singular value of the standardised features (Belsley, Kuh and Welsch
-            1980): 1 is none, above 30 is trouble. Null without features.
+            1980): 1 means no collinearity, above 30 is trouble. Null without features.
         variance_inflation: Feature to how much wider the variance of its coefficient is than without the others.
     """
 
@@ -374,7 +380,9 @@ class EquationErrors:
     per_step: Metrics
 
 
-@dataclass(frozen=True)  # without slots: `PhaseErrors` has two bases, of which only one may have them
+@dataclass(
+    frozen=True
+)  # no slots: PhaseErrors inherits from two classes, and Python allows slots in only one
 class Phase:
     """A workload phase of one server: a period in which requests arrive at one rate.
 
@@ -512,14 +520,14 @@ class Validation:
         error_over_load: Errors of step times in groups of rows by load.
         load_extrapolation: Errors of step times beyond the load that the form was fitted on.
         stretches: Errors of step times where every third of ten equal stretches of time is held out instead.
-        candidates: What was tried inside the training part, and what was chosen.
+        candidates: The candidates inside the training part, and the chosen one.
         classifier: How well the regime of a row is predicted, where there are regimes.
         within_5_pct: Percent of rows predicted within 5 %.
         extrapolated_rows: Rows with a feature outside the training range of their regime.
         extrapolated: The same by feature.
         prediction_intervals: Limits by regime.
         interval_coverage_pct: Percent of rows within their prediction interval.
-        prefill_reach_pct: Of a model of step times: the most prompt tokens of a step trained on, in percent of the tokens
+        prefill_reach_pct: For a model of step times: the most prompt tokens of a step trained on, in percent of the tokens
             that a step may have.
         collinearity: Collinearity of the features by regime.
         learning_curve: Errors of the model trained on fewer rows.
@@ -624,7 +632,7 @@ class LatencyErrors:
     """Errors of one latency over one group of requests, each over the requests with a prediction.
 
     Attributes:
-        predicted: What `predict` says of a request as it is known on arrival: its lengths, the queue, and the batch that runs.
+        predicted: Predictions of `predict` from the facts at arrival: lengths, the queue, and the running batch.
         given_measured_state: The measured queue and batches; step times and overheads predicted.
         refit_on_holdout: The same with the terms of the step time fitted on the held-out steps themselves: an error
             that no coefficients mend. Where it is much smaller, the machine or the load has changed since the training part.
@@ -665,7 +673,7 @@ class Latency(LatencyErrors):
 
 @dataclass(frozen=True, slots=True)
 class ComposedLatencies:
-    """Requests with every latency as measured and as composed of the models (`fit.latency`), or why there are none."""
+    """Requests with every latency as measured and as composed of the models (`fit.latency`), or why they are missing."""
 
     rows: pl.DataFrame | None
     missing: str | None = None
@@ -695,18 +703,18 @@ class Overload:
     """Periods with a queue that broke the rule on queues."""
 
 
-LeftOutKind = Literal["run", "model", "gpu"]
+LeftOutKind = Literal["run", "model", "gpu", "scope"]
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOutErrors:
-    """Errors on all rows of a run, model or GPU, of a model fitted on the training rows of the rest.
+    """Errors on all rows of a run, model, GPU or scope, of a model fitted on the training rows of the rest.
 
     Attributes:
-        kind: What was left out: one run of a scope, or all scopes of a model or GPU.
+        kind: Kind of the left-out group: one run of a scope, all scopes of a model or GPU, or one of the scopes of a model on a GPU.
         left_out: Its name.
         model: Name of the fitted model.
-        scope_id: The scope of a run; null where models or GPUs are left out.
+        scope_id: The scope of a run; null where models, GPUs or scopes are left out.
         feature_set: The feature set the model was offered.
         trained_on: The runs, models or GPUs it was fitted on.
         rows_used: Rows it was fitted on.
@@ -715,6 +723,8 @@ class LeftOutErrors:
         gradient_boosting: Errors of gradient boosting on the same features and rows.
         skill: 1 - errors.mae / baseline.mae.
         interval_coverage_pct: Percent of rows within their prediction interval.
+        by_batch_size: Errors of step times of a constant per batch size: the median of the training rows with as many requests,
+            or the nearest number; null for runs.
     """
 
     kind: LeftOutKind
@@ -729,6 +739,7 @@ class LeftOutErrors:
     gradient_boosting: Metrics | None
     skill: float | None
     interval_coverage_pct: float | None
+    by_batch_size: Metrics | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,21 @@ from tracefit.fit import splits
 from tracefit.fit.alpha import fit_target
 from tracefit.fit.beta import StepTimes, beta_options, duration_cover, fit_step_times
 from tracefit.fit.boundary import fit_boundary
-from tracefit.fit.fitted import NON_NEGATIVE, FittedBoundary, FittedModel, FittedScope, LinearFit, TooFewRows
+from tracefit.fit.fitted import (
+    NON_NEGATIVE,
+    FittedBoundary,
+    FittedModel,
+    FittedScope,
+    LinearFit,
+    TooFewRows,
+    target_of,
+)
 from tracefit.fit.holdout import summed_holdout
 from tracefit.fit.latency import compose_latencies
 from tracefit.fit.results import AcrossResult, ComposedLatencies, LeftOutErrors, LeftOutKind, Missing
 from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_linear, fit_regimes
+from tracefit.fit.validation import measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -99,7 +108,7 @@ def _thinned(tables: ScopeTables) -> tuple[str, ...]:
 
 
 def _alone(fit: Callable[[], _T], without: Callable[[str], _T]) -> _T:
-    """Return what a fit gives; one that fails in a way nobody foresaw costs its own model, not those of the scope."""
+    """Return the result of a fit; if it raises an unexpected error, only this model is reported as not fitted."""
     try:
         return fit()
     except (Exception, pl.exceptions.PanicException) as error:  # noqa: BLE001 - the reason is published
@@ -130,7 +139,7 @@ a byte costs the same whichever weight it belongs to. Their coefficients apply t
 
 @threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]  # it has no types
 def fit_across(scopes: Sequence[FittedScope], options: ScopeOptions) -> AcrossResult:
-    """Leave out every run of a scope in turn, every model and every GPU.
+    """Leave out every run of a scope in turn, every model, every GPU, and every scope of a model that has several on a GPU.
 
     For runs, every model of a scope is refitted on the scope's other runs. For models and GPUs, the step time is fitted once
     on the roofline terms of all remaining scopes: they are times of work, so that their coefficients compare across models
@@ -145,6 +154,11 @@ def fit_across(scopes: Sequence[FittedScope], options: ScopeOptions) -> AcrossRe
         found, note = _leave_groups(kind, title, pooled, options)
         errors += found
         notes += note
+    for alike in pooled.partition_by("model", "gpu", maintain_order=True) if pooled.height else ():
+        if alike["scope"].n_unique() > 1:
+            found, note = _leave_groups("scope", "leave-one-scope-out", alike, options)
+            errors += found
+            notes += note
     return AcrossResult(tuple(errors), tuple(notes))
 
 
@@ -231,8 +245,17 @@ def _leave_groups(
         if len(rest) == 1:
             notes.append(f"{title}, {name}: {_ONE_SCOPE}")
         beta = CYCLE_TIME.model
-        found.append(LeftOutErrors(kind, name, beta, None, POOLED.name, trained_on, *_measured(fitted)))
+        measured = (*_measured(fitted), _by_batch_size(fitted.rows))
+        found.append(LeftOutErrors(kind, name, beta, None, POOLED.name, trained_on, *measured))
     return found, notes
+
+
+def _by_batch_size(rows: pl.DataFrame) -> Metrics:
+    """Return the errors of a constant per batch size on the held-out rows: a table of past steps is the simplest forecast."""
+    used, held = (counted(rows, split).sort("batch_requests") for split in ("train", "holdout"))
+    table = used.group_by("batch_requests", maintain_order=True).agg(constant=pl.col("y").median())
+    joined = held.join_asof(table, on="batch_requests", strategy="nearest", check_sortedness=False)
+    return measure(target_of(joined), joined["constant"].to_numpy())
 
 
 def _separable_features(frames: Sequence[pl.DataFrame]) -> list[Feature]:

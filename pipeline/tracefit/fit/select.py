@@ -78,8 +78,12 @@ def usable_features(x: Matrix, names: Sequence[str]) -> tuple[list[int], list[Om
                 units[:, len(kept)] = unit
                 kept.append(index)
                 continue
-            nearest = int(np.argmax(np.abs(unit @ units[:, : len(kept)])))
-            reason = _collinear(names[kept[nearest]], unexplained)
+            alike = np.abs(unit @ units[:, : len(kept)])
+            nearest = names[kept[int(np.argmax(alike))]]
+            # A mix of several goes with neither of them.
+            goes_with = (nearest,) if (1 - alike.max() ** 2) * MAX_VIF < 1 else ()
+            left_out.append(OmittedFeature(name, _collinear(nearest, unexplained), collinear_with=goes_with))
+            continue
         left_out.append(OmittedFeature(name, reason))
     return kept, left_out
 

@@ -119,7 +119,7 @@ PROMPT_FEATURES = tuple(
         ("contexts", "token", "context_tokens"),
     )
 )
-"""What shows prefix-cache hits in steps that were counted from requests."""
+"""Evidence of prefix-cache hits in steps that were counted from requests."""
 
 
 def mark_prefix_hits(rows: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, float]]:
@@ -165,7 +165,7 @@ _MOST_COMPARED = 10_000
 
 
 def keep_sweep(rows: pl.DataFrame, timeline: pl.DataFrame) -> pl.DataFrame:
-    """Take recorded steps of the warm-up back into training, but for warm-up passes.
+    """Take recorded steps of the warm-up back into training, except warm-up passes.
 
     Who records steps sweeps through batch sizes before the load: small batches may occur only there. The first pass of a shape
     may take 70 times as long as the next.

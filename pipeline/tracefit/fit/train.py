@@ -200,7 +200,12 @@ def _fit_one(
     if not data.columns:
         # As the baseline: of all constants the median has the smallest absolute error.
         intercept = Number(value=float(np.median(data.y)))
-    terms = linear_terms(data.columns, model.coef_, data.x, intervals)
+    terms = tuple(
+        term.model_copy(
+            update={"collinear_with": tuple(x.feature for x in left if term.feature in x.collinear_with)}
+        )
+        for term in linear_terms(data.columns, model.coef_, data.x, intervals)
+    )
     names, columns = [t.feature for t in terms], [c.name for c in data.columns]
     in_model = [columns.index(name) for name in names]
     fitted = FittedRegime(
@@ -449,7 +454,7 @@ def noise_exponent(residual: Vector, predicted: Vector) -> float:
     speed of the machine varies, the noise of a step is a share of its time. The short steps then determine the intercept,
     which the noise of the long ones would drown.
 
-    `residual` is scaled to equal noise but for this growth.
+    `residual` is scaled to equal noise except for this growth.
     """
     known = (residual != 0) & (predicted > 0)
     size, time = np.log(np.abs(residual[known])), np.log(predicted[known])

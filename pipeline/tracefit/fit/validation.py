@@ -76,7 +76,7 @@ def skill(model: Metrics, baseline: Metrics) -> float | None:
 
 
 def distribution(rows: pl.DataFrame, measured: str, *predictions: str) -> Distribution | None:
-    """Return quantiles of a column and of its predictions, over the rows where all are known; null where there are none.
+    """Return quantiles of a column and of its predictions, over the rows where all are known; null without such rows.
 
     A prediction that is null on all rows is left out and removes no row. Predictions are clipped at 0, as everywhere.
     """

@@ -1,1 +1,1 @@
-"""Paths, globs, folders, pipes and URLs to runs, and their files to blocks of whole records; CONTRIBUTING says who else reads."""
+"""Turn paths, globs, folders, pipes and URLs into runs, and their files into blocks of whole records."""

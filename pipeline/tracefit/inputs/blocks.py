@@ -1,8 +1,8 @@
 """Cut a trace file into blocks of whole records: the units of decoding, in this process or another.
 
-A block of an uncompressed local file is a byte range, which the decoding process reads itself; any other block carries
-its bytes. Offsets count in the decompressed file. At most a few blocks are in memory, and at most `ReadOptions.max_document`
-bytes of one record.
+A block of an uncompressed local file is a byte range, which the decoding process reads itself; any other
+block carries its bytes. Offsets count in the decompressed file. At most a few blocks are in memory, and at
+most `ReadOptions.max_document` bytes of one record.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BLOCK_BYTES = 24 << 20
 _EXCERPT_BYTES, _EDGE_BYTES = 4096, 16
 
 _SMALLEST_READ_BYTES = 4096
-"""However small blocks are: each read has its cost."""
+"""Lower limit for small blocks: each read has its cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ReadOptions:
 
     Attributes:
         show_values: Whether excerpts of rejects may show values of records, which are private.
-        max_document: Bytes of the longest record that is read; a record is held whole.
+        max_document: Bytes of the longest record that is read; a record is in memory as a whole.
         max_rejects: Rejects of a file after which reading it stops.
         block_bytes: Usual size of a block; the last one is smaller, a block with a longer record is larger.
     """
@@ -51,8 +51,8 @@ class ReadOptions:
 
     @property
     def head_bytes(self) -> int:
-        """How much of a file its format is found from."""
-        # Of a head that is junk the last `JUNK_EDGE_BYTES` are looked at again.
+        """Bytes at the beginning of a file from which its format is detected."""
+        # If no format is recognised, the last JUNK_EDGE_BYTES are kept and scanned with the next read.
         return min(HEAD_BYTES, max(self.block_bytes, 2 * JUNK_EDGE_BYTES))
 
 
@@ -68,7 +68,7 @@ class Block:
         path: The absolute path of the file to read the block from, if it has no payload.
         size: Number of bytes.
         payload: The bytes themselves, if there is no path.
-        recording: What it records, by name, if that is not spans.
+        recording: Name of the recording format, if the file does not hold spans.
         header: The line that names the columns of its lines, if there is one before the block.
     """
 
@@ -123,7 +123,7 @@ def read_blocks(
 
 
 def inspect_file(file: TraceFile, bounds: Expansion = USUAL) -> Contents:
-    """Return the format of a file, from its first few MiB; `bounds` says how many are read where these show nothing.
+    """Return the format of a file, from its first few MiB; `bounds` says how many are read if these show nothing.
 
     Raises:
         UsageError: If it cannot be read.
@@ -133,10 +133,10 @@ def inspect_file(file: TraceFile, bounds: Expansion = USUAL) -> Contents:
         content = pieces(stream, bounds, most_bytes=bounds.most_junk_bytes)
         splitter = _Splitter(file, ReadOptions(), bounds, content)
         rejects = list(splitter.detect())
-    found = splitter.contents
-    # A file of which nothing can be decompressed is not an empty one.
-    is_lost = found.encoding is None and rejects
-    return replace(found, compression=compression, shape="unknown" if is_lost else found.shape)
+    contents = splitter.contents
+    # A file that cannot be decompressed at all is damaged, not empty.
+    is_lost = contents.encoding is None and rejects
+    return replace(contents, compression=compression, shape="unknown" if is_lost else contents.shape)
 
 
 def load(block: Block) -> bytes:
@@ -181,12 +181,12 @@ class _Splitter:
         self.contents = Contents("unknown", None)
 
     def detect(self) -> Iterator[Reject]:
-        """Find the format of the content; pass over a beginning that is junk, a head at a time, and yield one reject for it."""
+        """Find the format of the content; skip junk at the beginning, a head at a time, and yield one reject for it."""
         yield from self._fill(self._options.head_bytes)
         contents = detect_format(self._buffer, is_whole=self._is_last)
         most = self._bounds.most_junk_bytes
         while contents.shape == "unknown" and not self._is_last and self._offset < most:
-            # A record may begin in the last bytes of what is passed over.
+            # A record may begin in the last bytes of the junk.
             self._drop(len(self._buffer) - JUNK_EDGE_BYTES)
             yield from self._fill(self._options.head_bytes)
             contents = detect_format(self._buffer, is_whole=False)
@@ -214,7 +214,9 @@ class _Splitter:
         while self._buffer or not self._is_last:
             yield from self._fill(wanted)
             size = whole_records(self._buffer, shape, is_last=self._is_last, starts=self._starts)
-            if size > longest:  # many records together; whether the first is too long shows when it is alone
+            if (
+                size > longest
+            ):  # many records together; a record that is too long is rejected once it is alone
                 size = whole_records(self._buffer[:longest], shape, is_last=False, starts=self._starts)
             if not size and len(self._buffer) > longest:
                 advice = f"longer than {longest >> 20} MiB: raise --max-document to read it"
@@ -251,7 +253,7 @@ class _Splitter:
         name = recording.name if recording else None
         block = Block(self._file.name, shape, encoding, self._offset, path, size, payload, name, self._header)
         if recording and recording.header:
-            # Files one behind another have several: the last one counts for the next block.
+            # Concatenated files have several headers: the last one applies to the next block.
             header = recording.header(self._buffer[:size])
             # A cut line may be glued to it.
             self._header = (
@@ -272,14 +274,14 @@ class _Splitter:
         """Skip to the next record, or to the end, and yield one reject for the bytes from `start` on."""
         begins = self._buffer[:_EXCERPT_BYTES]
         can_go_on = shape in ("lines", "framed", "bare", "messages")
-        while (found := next_record(self._buffer, shape, 1, starts=self._starts) if can_go_on else -1) < 0:
+        while (end := next_record(self._buffer, shape, 1, starts=self._starts) if can_go_on else -1) < 0:
             # A record header may lie across the edge of the buffer, so that its last bytes are searched again.
             self._drop(max(len(self._buffer) - _EDGE_BYTES, 1))
             yield from self._fill(self._options.block_bytes)
             if self._is_last and len(self._buffer) <= _EDGE_BYTES:
-                found = len(self._buffer)
+                end = len(self._buffer)
                 break
-        self._drop(found)
+        self._drop(end)
         outline = (
             excerpt(begins, encoding, show_values=self._options.show_values) if encoding == "json" else ""
         )

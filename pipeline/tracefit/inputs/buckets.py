@@ -1,8 +1,8 @@
 """Buckets that are written to: a path in one, and its objects as bytes.
 
-What is not known before is read from the environment: credentials, region, endpoint, in the names that the provider's own
-tools use. A request that fails on the way, or that the bucket answers with 5xx, is tried again for a while. Every function
-raises `UsageError`, one line, where the bucket cannot be reached or refuses.
+Credentials, region and endpoint come from the environment, under the names that the provider's own tools use. A request
+that fails on the way, or that the bucket answers with 5xx, is retried for a while. Every function raises a one-line
+`UsageError` if the bucket cannot be reached or refuses.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ AT_ONCE = 8
 """Requests under way together: a small one is a round trip and little else."""
 
 FIRST_ANSWER_S = 20
-"""How long a bucket that never answered is asked again: as long as the buckets that are only read."""
+"""How long a bucket that has never answered is retried: as long as the buckets that are only read."""
 
 PATIENCE_S = 180
-"""How long one that has answered before is asked again."""
+"""How long a bucket that has answered before is retried."""
 
 _PAUSE_S = 0.2
 _MAX_FILE_BYTES = 64 << 20
@@ -45,7 +45,7 @@ _ENVIRONMENT = {
 }
 
 _ANSWERED: set[str] = set()
-"""Buckets that have answered: kept for the process, because every request of it may then wait longer for the next answer."""
+"""Buckets that have answered this process: requests to them are retried for `PATIENCE_S`."""
 
 _P = ParamSpec("_P")
 _Item = TypeVar("_Item")
@@ -79,7 +79,8 @@ def place_of(path: str | os.PathLike[str]) -> Path:
 class BucketPath(PosixPath):
     """The name of an object or of a prefix in a bucket; it prints as its URL.
 
-    It has what a folder of results needs. Anything else that is done with files ends in one line: the disk is not touched.
+    It has the methods that a folder of results needs. Any other use as a file raises `UsageError`: the disk
+    is not touched.
     """
 
     __slots__ = ()
@@ -137,9 +138,9 @@ class _BrokenOffError(UsageError):
 def _request(
     work: Callable[Concatenate[ObjectStore, BucketPath, _P], _Result],
 ) -> Callable[Concatenate[BucketPath, _P], _Result]:
-    """Hand a request the client of its path's bucket, and raise errors as one line; make it again where its answer breaks off.
+    """Hand a request the client of its bucket, raise errors as one line, and repeat it if its answer breaks off.
 
-    The library begins no request anew that was answered in part.
+    The library itself does not repeat a request that was answered in part.
     """
 
     @wraps(work)
@@ -159,7 +160,7 @@ def _request(
 
 
 Version = dict[str, str]
-"""What a bucket says of the state of an object, for `put_if`."""
+"""The version of an object as its bucket reports it, for `put_if`."""
 
 
 @_request
@@ -170,11 +171,11 @@ def get(store: ObjectStore, path: BucketPath, *, limit_bytes: int | None = None)
         FileNotFoundError: It is not there.
         UsageError: The object is larger than the limit.
     """
-    found = store.get(path.key)
-    if limit_bytes is not None and found.meta["size"] > limit_bytes:
+    response = store.get(path.key)
+    if limit_bytes is not None and response.meta["size"] > limit_bytes:
         raise UsageError(f"is larger than {limit_bytes:,} bytes", where=str(path))
-    about = {name: found.meta.get(name) for name in ("e_tag", "version")}
-    return bytes(found.bytes()), {name: str(value) for name, value in about.items() if value}
+    about = {name: response.meta.get(name) for name in ("e_tag", "version")}
+    return bytes(response.bytes()), {name: str(value) for name, value in about.items() if value}
 
 
 @_request
@@ -196,7 +197,7 @@ def put(store: ObjectStore, path: BucketPath, data: Path | bytes) -> None:
 
 
 def put_if(path: BucketPath, data: bytes, version: Version | None) -> bool:
-    """Write an object if it is still in a state, or not there (null); say whether it was.
+    """Write an object if its version is still the given one (null: missing); return whether it was written.
 
     Raises:
         UsageError: The bucket refuses, or no answer came: it may have been written.
@@ -206,7 +207,7 @@ def put_if(path: BucketPath, data: bytes, version: Version | None) -> bool:
 
         mode: PutMode = "create" if version is None else cast("UpdateVersion", version)
         try:
-            # The caller looks what is there and tries again: it need not be patient.
+            # The caller reads the newer version and tries again, so this call need not retry.
             _opened(path.bucket, FIRST_ANSWER_S).put(path.key, data, mode=mode)
         except (AlreadyExistsError, PreconditionError):
             return False
@@ -225,8 +226,8 @@ def size_of(store: ObjectStore, path: BucketPath) -> int | None:
 @_request
 def children(store: ObjectStore, path: BucketPath) -> set[str]:
     """Return the names directly below a prefix, of objects and of prefixes."""
-    found = store.list_with_delimiter(path.key)
-    names = [*found["common_prefixes"], *(o["path"] for o in found["objects"])]
+    listing = store.list_with_delimiter(path.key)
+    names = [*listing["common_prefixes"], *(o["path"] for o in listing["objects"])]
     return {name.rstrip("/").rpartition("/")[2] for name in names}
 
 
@@ -252,7 +253,7 @@ def _delete(store: ObjectStore, _: BucketPath, keys: list[str]) -> None:
 
 
 def together(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
-    """Do some work on each item, several at a time, for it waits for the bucket."""
+    """Do some work on each item, several at a time, because it mostly waits for the bucket."""
     from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - a folder on disk needs none
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -263,7 +264,7 @@ def together(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_
 def _opened(bucket: str, seconds: int) -> ObjectStore:
     from obstore.store import from_url  # noqa: PLC0415
 
-    # An endpoint is named as the provider's tools name it, and there a scheme is enough to allow it.
+    # The endpoint has the name that the provider's tools use; as there, an http:// scheme allows plain HTTP.
     plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
     return from_url(
         bucket,
@@ -278,7 +279,7 @@ def _opened(bucket: str, seconds: int) -> ObjectStore:
 
 @contextmanager
 def _errors_of(path: BucketPath) -> Iterator[None]:
-    """Raise errors of a bucket as one line; an object that is not there as FileNotFoundError."""
+    """Raise errors of a bucket as one line, and FileNotFoundError for a missing object."""
     try:
         from obstore.exceptions import BaseError  # noqa: PLC0415
     except ImportError as error:
@@ -296,7 +297,7 @@ def _errors_of(path: BucketPath) -> Iterator[None]:
         error.filename = str(path)
         raise
     except (BaseError, ValueError) as error:
-        broken = "HTTP error" in str(error)  # as the library calls what is no answer with a status
+        broken = "HTTP error" in str(error)  # what the library calls a response without a status
         raise _refused(path, _reason(error), _BrokenOffError if broken else UsageError) from error
 
 

@@ -1,9 +1,10 @@
 """Decompress a file: gzip members, zstd frames, length-prefixed zstd and plain parts, in any order.
 
-A file is a sequence of *units*: a gzip member, a zstd frame, or (the old form of the Collector's file exporter) a 4-byte
-big-endian length and a zstd frame with one record. Of a damaged unit the content before the damage is yielded, then a
-`Gap`, then the next unit that can be decompressed. Where no unit begins, the bytes are plain. Memory, expansion, guesses
-and re-reading are bounded, because every size in a file is an unverified claim of its writer.
+A file is a sequence of *units*: a gzip member, a zstd frame, or (the old form of the Collector's file
+exporter) a 4-byte big-endian length and a zstd frame with one record. For a damaged unit, the content before
+the damage is yielded, then a `Gap`, then the next unit that can be decompressed. Bytes outside units are
+plain. Memory, expansion, guesses and re-reading are bounded, because every size in a file is an unverified
+claim of its writer.
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ class Expansion:
 USUAL = Expansion()
 
 MAX_GUESSES = 10_000
-"""How many places of a file that look like the beginning of a unit are tried."""
+"""Limit on the positions of a file that are tried because they look like the beginning of a unit."""
 
 MAX_REREAD_BYTES, MAX_REREAD_SHARE = 32 << 20, 2
-"""Bytes that may be read again to find the unit after damage: a fixed number, plus a multiple of the bytes read so far."""
+"""Bytes that may be read again to find the unit after damage: a fixed number, plus a multiple of the bytes
+read so far."""
 
 _TEXT_BYTES, _PIECE_BYTES = 4096, 64 << 10
 _TRIAL_BYTES, _MAX_TRIALS = 16 << 10, 16
@@ -86,7 +88,8 @@ _TOO_SHORT_FRAME = re.compile(
     % b"|".join(re.escape(bytes([n]) + _ZSTD_MAGIC) + b"." * (n - 4) for n in range(4, _SHORTEST_FRAME)),
     re.DOTALL,
 )
-"""Length-prefixed zstd too short to be a frame; a hostile file can hold millions of them, which are skipped together."""
+"""Length-prefixed zstd too short to be a frame; a hostile file can hold millions of them, which are skipped
+together."""
 
 _CODEC = pa.Codec("zstd")
 # A larger window than 128 MiB is memory that a hostile header asks for.
@@ -95,7 +98,7 @@ _ZSTD_OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 27}
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A place where content is missing; `count` adjacent units of length-prefixed zstd make one gap."""
+    """A range with missing content; `count` adjacent units of length-prefixed zstd make one gap."""
 
     reason: str
     count: int = 1
@@ -137,7 +140,7 @@ def pieces(
 
 @contextmanager
 def rewindable(raw: BinaryIO) -> Iterator[BinaryIO]:
-    """Yield the same bytes as a stream that can be rewound, as damage needs: of a pipe what is read is kept on disk."""
+    """Yield the same bytes as a stream that can be rewound, as damage requires; a pipe is copied to disk."""
     if raw.seekable():
         yield raw
     else:
@@ -181,7 +184,7 @@ class _Kept(io.RawIOBase):
 
 
 class _DamageError(Exception):
-    """A unit cannot be decompressed to its end; `position` is where reading stopped, `is_final` refuses the rest of the file."""
+    """A unit is damaged; reading stopped at `position`. If `is_final`, the rest of the file is skipped."""
 
     def __init__(self, reason: str, position: int, *, is_final: bool = False) -> None:
         super().__init__(reason)
@@ -273,7 +276,7 @@ class _FileReader:
     ) -> Iterator[Piece]:
         """Yield the content of one unit after its first `skip` bytes; then `_unit_end` is where it ends.
 
-        The library drops the output of the call that meets a corrupt byte. To save that output, the unit is then
+        The library drops the output of the call that reaches a corrupt byte. To save that output, the unit is then
         decompressed once more, and from the piece with the corrupt byte on (`careful_from`) byte by byte.
         """
         decoder, size = _decoder(kind), 1024
@@ -329,7 +332,7 @@ class _FileReader:
         parts: list[bytes] = []
         size = 0
         most = self._bounds.max_record_bytes
-        # The length is not needed, and one that lies costs nothing: a frame says where it ends.
+        # The length is not needed, and a wrong one costs nothing: a frame says where it ends.
         for part in self._decoded("zstd", start + LENGTH_BYTES):
             size += len(part.data)
             if size > most:
@@ -364,7 +367,7 @@ class _FileReader:
         return [text[begin:end] for begin, end in itertools.pairwise(ends)], start + position
 
     def _canonical(self, record: bytes) -> bytes:
-        """Return a record as an uncompressed file would hold it; an unrecognised one takes the encoding of the record before."""
+        """Return a record as in an uncompressed file; an unrecognised one takes the encoding of the last one."""
         if wire.is_traces(record, 0, len(record)):
             self._is_binary = True
         elif record.lstrip().startswith((b"{", b"[")):
@@ -388,17 +391,17 @@ class _FileReader:
                 size <= self._bounds.max_record_bytes
                 and compression_of(self._bytes(behind, 8)) == "framed zstd"
             ):
-                # A length that lies can lead to a record too, over whole ones.
+                # A wrong length can also lead to a record, past whole ones.
                 inside = start + LENGTH_BYTES + 1
-                found = self._unit_in(self._bytes(inside, behind - inside), inside, _UNIT_START)
-                return found if 0 <= found < behind else behind, Gap(damage.reason)
-        # Where the unit seems to end does not count: if it was cut, that is inside another one.
+                next_unit = self._unit_in(self._bytes(inside, behind - inside), inside, _UNIT_START)
+                return next_unit if 0 <= next_unit < behind else behind, Gap(damage.reason)
+        # The apparent end of the unit does not count: if the unit was cut, its end is inside another one.
         self._reread += max(damage.position - start, 0)
         skipped = LENGTH_BYTES + 1 if kind == "framed zstd" else 1
-        found = -1 if damage.is_final else self._next_unit(start + skipped)
-        if found < 0:
+        next_unit = -1 if damage.is_final else self._next_unit(start + skipped)
+        if next_unit < 0:
             return -1, Gap(damage.reason)
-        return found, Gap(f"{damage.reason}; read on at the next {self._name_at(found)}")
+        return next_unit, Gap(f"{damage.reason}; read on at the next {self._name_at(next_unit)}")
 
     def _next_unit(self, start: int) -> int:
         """Return where, from `start` on, the next readable unit or plain record begins, or -1."""
@@ -408,9 +411,9 @@ class _FileReader:
         )
         while limit is None or start < limit:
             data = self._bytes(start, _PIECE_BYTES)
-            found = self._unit_in(data, start, pattern)
-            if found >= 0:
-                return found
+            unit = self._unit_in(data, start, pattern)
+            if unit >= 0:
+                return unit
             if len(data) < _PIECE_BYTES:
                 return -1
             start += len(data) - _UNIT_START_BYTES + 1
@@ -471,19 +474,19 @@ class _FileReader:
         is_text = _is_text(head)
         if not (is_text or _is_protobuf(head, 0) or _is_protobuf(head, LENGTH_BYTES)):
             # Neither JSON nor protobuf: junk before a unit, or a unit that has lost its first bytes.
-            found = self._next_unit(start + 1)
-            if found >= 0:
+            unit = self._next_unit(start + 1)
+            if unit >= 0:
                 self._is_stored = False
-                yield Gap(f"not gzip or zstd; read on at the next {self._name_at(found)}")
-                return found
+                yield Gap(f"not gzip or zstd; read on at the next {self._name_at(unit)}")
+                return unit
         while data := self._bytes(start, self._bounds.chunk_bytes):
             # UTF-8 has no byte FD, and JSON no unescaped 1F. So units show in text; in protobuf anything may look so.
             if is_text and (b"\xfd" in data or b"\x1f" in data):
                 around = self._bytes(start, self._bounds.chunk_bytes + _UNIT_START_BYTES)
-                if (found := self._unit_in(around, start, _UNIT_START)) >= 0:
-                    if found > start:
-                        yield Piece(data[: found - start], self._is_stored)
-                    return found
+                if (unit := self._unit_in(around, start, _UNIT_START)) >= 0:
+                    if unit > start:
+                        yield Piece(data[: unit - start], self._is_stored)
+                    return unit
             yield Piece(data, self._is_stored)
             start += len(data)
         return start

@@ -56,7 +56,7 @@ _PIPE_OF_PROCESS = re.compile(r"/dev/(fd/\d+|stdin)|/proc/(self|\d+)/fd/\d+")
 
 @dataclass(frozen=True, slots=True)
 class RunSource:
-    """One run as it lies on disk or in a bucket.
+    """One run on disk or in a bucket.
 
     Attributes:
         run_id: Its cleaned name; two runs may have the same.
@@ -105,7 +105,7 @@ def open_inputs(
 
     Files named one by one belong to the run whose configuration lies beside them; files without a configuration form
     one run together. Below a folder, trace files are recognised by name (`traces*.json`, …) or by content; their run is
-    the nearest folder above them with a run configuration or, if there is none, their own folder. Folders of dates
+    the nearest folder above them with a run configuration or, without one, their own folder. Folders of dates
     (`year=2026/month=02/…`, `2026/02/…`) do not count.
 
     Args:
@@ -151,14 +151,14 @@ class _FileFinder:
             if path == STDIN or _is_pipe(path):
                 runs.append(self._piped(path))
                 continue
-            for found in _find(path, self._filesystem_of):
-                if isinstance(found, Folder):
-                    runs += self._runs_in(found)
+            for match in _find(path, self._filesystem_of):
+                if isinstance(match, Folder):
+                    runs += self._runs_in(match)
                     continue
                 # A remote file is read once, while it is copied: its signal is checked then.
-                if found.filesystem is None and not _matches(_KV_NAME, found):
-                    refuse_other_signal(found)
-                named.append(found)
+                if match.filesystem is None and not _matches(_KV_NAME, match):
+                    refuse_other_signal(match)
+                named.append(match)
         runs += self._runs_of(named)  # together: several files of one folder are one run
         if not runs:
             raise UsageError("no trace files were named", hint="name a run folder, or trace files")
@@ -189,13 +189,13 @@ class _FileFinder:
                 runs.append(self._run(name, traces[0].name, traces, kv_files, beside, folder or None))
             else:
                 unassigned += kv_files
-        # KV events without traces beside them: there is nothing better to go by than the order of the paths.
+        # KV events without traces beside them: only the order of the paths says which run they belong to.
         if runs and unassigned:
             runs[0] = replace(runs[0], kv_files=(*runs[0].kv_files, *unassigned))
         return runs
 
     def _piped(self, path: str) -> RunSource:
-        """Return a run of what comes through a pipe, which is kept on disk."""
+        """Return a run of the bytes of a pipe, copied to disk."""
         try:
             with self._stream(path) as stream, self._target("stdin").open("wb") as copy:
                 shutil.copyfileobj(stream, copy, 1 << 20)
@@ -263,7 +263,7 @@ class _FileFinder:
         ]
 
     def _kind_of(self, file: TraceFile) -> Literal["decoded", "beside"] | None:
-        """Say whether a file below a folder is decoded or read beside decoded ones; null if neither. By its name or content."""
+        """Return by name or content whether a file is decoded or read beside decoded ones; null if neither."""
         # Files in a bucket are not opened to decide: that costs a round trip for each.
         is_named = _matches(_TRACE_NAME, file)
         if is_named and file.filesystem is not None:
@@ -341,12 +341,12 @@ def _configs_in(folder: str, beside: TraceFile) -> dict[str, TraceFile]:
         }
         return {name: TraceFile.local(path) for name, path in there.items()}
     try:
-        found = beside.filesystem.get_file_info(list(paths.values()))
+        infos = beside.filesystem.get_file_info(list(paths.values()))
     except OSError as error:
         raise cannot_open(beside.name, error) from error
     return {
         name: TraceFile(display_name(info.path), info.path, info.size, filesystem=beside.filesystem)
-        for name, info in zip(paths, found, strict=True)
+        for name, info in zip(paths, infos, strict=True)
         if info.is_file
     }
 
@@ -386,7 +386,7 @@ def _run_folder(folder: FolderParts, configured: set[FolderParts]) -> FolderPart
 
 
 def _without_dates(folders: FolderParts) -> FolderParts:
-    """Drop trailing folders that an exporter names after the time: `year=…/month=…/…`, or numbers alone as in `2026/02`."""
+    """Drop trailing folders named after the time: `year=…/month=…/…`, or numbers alone as in `2026/02`."""
     while folders and _KEYED_FOLDER.fullmatch(folders[-1]):
         folders = folders[:-1]
     digits = len(folders)
@@ -398,6 +398,6 @@ def _without_dates(folders: FolderParts) -> FolderParts:
 
 
 def _common_stem(files: Iterable[TraceFile]) -> str:
-    """Return the common prefix of the names of files without a run folder; the stem of the first if there is none."""
+    """Return the common prefix of the names of files without a run folder, or else the stem of the first."""
     stems = [_LOOSE_SUFFIXES.sub("", _base_name(file)) for file in files]
     return os.path.commonprefix(stems).rstrip("-._") or stems[0]  # noqa: RUF071 - names, not paths

@@ -1,6 +1,6 @@
 """One input file: on disk, in a bucket, or copied from a pipe.
 
-A `TraceFile` has a name for the user and a place to read from. It can be read any number of times and, if it is on the
+A `TraceFile` has a name for the user and a path to read from. It can be read any number of times and, if it is on the
 local disk, sent to another process. Every failure to read it is a `UsageError` that names it.
 """
 
@@ -101,7 +101,7 @@ def display_name(name: str) -> str:
 
 
 def split_url(text: str) -> tuple[str, str]:
-    """Return the scheme of a URL in lower case and what follows the slashes; of a path or file URL, `file` and the path.
+    """Return the lower-case scheme of a URL and the text after the slashes; for a path or file URL, `file` and the path.
 
     Raises:
         UsageError: A file URL holds credentials.
@@ -148,7 +148,7 @@ def reason_of(error: OSError) -> str:
 
 
 def read_fully(raw: BinaryIO, size: int) -> bytes:
-    """Read `size` bytes, or all there are: one read of a pipe or a store may return fewer."""
+    """Read `size` bytes, or up to the end: one read of a pipe or a store may return fewer."""
     data = raw.read(size)
     while 0 < len(data) < size and (piece := raw.read(size - len(data))):
         data += piece
@@ -274,7 +274,7 @@ class _Reading(io.RawIOBase):
         if self._content_hash:
             self._content_hash.take(self._position, data)
         self._position += len(data)
-        # What is read again after damage was reported already.
+        # Bytes that are read again after damage were reported already.
         if data and self._position > self._farthest:
             if self._on_read:
                 self._on_read(self._position - self._farthest)

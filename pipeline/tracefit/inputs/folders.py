@@ -26,7 +26,7 @@ FolderParts = tuple[str, ...]
 """The path of a folder: the names of the folders above it and its own."""
 
 FileSystemOf = Callable[[str], tuple["FileSystem", str]]
-"""Takes the URL of a bucket, credentials and options included; returns its file system and the path in that."""
+"""Takes the URL of a bucket, credentials and options included; returns its file system and the path within it."""
 
 RUN_CONFIG_NAMES = ("exp-config.yaml", "run.yaml")
 MODEL_CONFIG_NAME = "config.json"
@@ -193,16 +193,16 @@ def _matching(bucket: str, key: str, files: list[TraceFile]) -> list[TraceFile |
     means = [_GLOB_MEANS.get(s) or s.replace("[!", "[^", 1).replace("\\", r"\\") for s in specials]
     parts = [re.escape(text) + mean for text, mean in zip(texts, [*means, ""], strict=True)]
     pattern = re.compile(re.escape(f"{bucket}/") + "".join(parts))
-    found: dict[str, list[TraceFile]] = {}
+    by_name: dict[str, list[TraceFile]] = {}
     for file in files:
         # A pattern may match the file, or a folder above it.
         ends = [m.start() for m in re.finditer("/", file.name)][3:]
         ways = [file.name[:end] for end in ends] + [file.name]
         if matched := next((way for way in ways if pattern.fullmatch(way)), None):
-            found.setdefault(matched, []).append(file)
-    if not found:
+            by_name.setdefault(matched, []).append(file)
+    if not by_name:
         raise UsageError("matches no file or folder", where=f"{bucket}/{key}")
     return [
         inside[0] if inside[0].name == name else _remote_folder(name, inside)
-        for name, inside in found.items()
+        for name, inside in by_name.items()
     ]

@@ -1,6 +1,6 @@
 """Detect the format of a file from its content alone: a file name proves nothing.
 
-OTLP is known here; what else a file can hold is declared by the modules of `recordings`, which register it.
+OTLP is recognised here; every other format is declared and registered by a module of `recordings`.
 
 `detect_format` examines the first bytes of the content. Damage there does not decide: good records after a junk line,
 message or gzip member are found, so that most of the head decides the format.
@@ -29,7 +29,7 @@ HEAD_BYTES = 4 << 20
 """Bytes examined. A file with a longer first record is recognised by its JSON keys, or not at all."""
 
 JUNK_EDGE_BYTES = 64 << 10
-"""Of a part that is junk, how much is looked at again: a record may begin in it."""
+"""Bytes at the end of a junk part that are scanned again with the next read: a record may begin in them."""
 
 _TRACES_KEY = re.compile(rb'"(?:resourceSpans|resource_spans|batches)"\s*:')
 _OTHER_SIGNAL = re.compile(rb'(?:\xef\xbb\xbf)?[\s\[]*\{\s*"resource_?(logs|metrics)"\s*:', re.IGNORECASE)
@@ -55,15 +55,17 @@ class Recording:
     Attributes:
         name: Its name in blocks.
         title: Its name in words.
-        find: Returns how decompressed content that begins with some bytes lays out and encodes its records; null if it is
-            something else.
-        fills: The tables and columns that come of it.
+        find: Returns how decompressed content that begins with some bytes lays out and encodes its records;
+            null if it is something else.
+        fills: The tables and columns that it fills.
         units: The units of its values.
         clock: Its clock, and how that compares with others.
-        message_start: What a message begins with, where it has `messages`.
-        header: Returns the last line of some content that names the columns, empty if there is none; for tables.
-        decode: Decodes a block and its bytes, given `show_values` and `max_rejects`, into rows of steps (columns as
-            `tables.rows.RECORDED_STEPS` but `file`), rejects, and requests as spans, if it has any. Null where files are read when the run's tables are built.
+        message_start: Pattern of the beginning of a message, if its shape is `messages`.
+        header: Returns the last line of some content that names the columns, for tables; empty if no line does.
+        decode: Decodes a block and its bytes, given `show_values` and `max_rejects`, into rows of steps
+            (columns as `tables.rows.RECORDED_STEPS` without `file`), rejects, and requests as spans, if it
+            has any. Null if its files are
+      read when the run's tables are built.
     """
 
     name: str
@@ -82,7 +84,7 @@ RECORDINGS: dict[str, Recording] = {}
 
 
 def register(recording: Recording) -> Recording:
-    """Make a format of recordings known."""
+    """Register a format of recordings."""
     RECORDINGS[recording.name] = recording
     return recording
 
@@ -93,10 +95,10 @@ class Contents:
 
     Attributes:
         shape: How the file lays out its records; `unknown` if nothing looks like OTLP.
-        encoding: How the records are encoded; None if there are none.
+        encoding: How the records are encoded; None without records.
         compression: Compression of its first bytes.
         signal: Signal of the first record.
-        recording: What it records, if that is not spans.
+        recording: Name of the recording format, if the file does not hold spans.
     """
 
     shape: Shape
@@ -137,8 +139,8 @@ def detect_format(head: bytes, *, is_whole: bool) -> Contents:
     other = None if has_traces else _OTHER_SIGNAL.match(head)
     if not (other or has_traces or _EMPTY_JSON.fullmatch(head)):
         for recording in RECORDINGS.values():
-            if found := recording.find(head):
-                return Contents(*found, recording=recording)
+            if layout := recording.find(head):
+                return Contents(*layout, recording=recording)
         return Contents("unknown", None)
     signal: Signal = "traces"
     if other:
@@ -160,8 +162,8 @@ def _binary_shape(head: bytes, *, is_whole: bool) -> Shape | None:
 def _is_document(head: bytes) -> bool:
     """Return whether JSON is one document over many lines rather than a record per line.
 
-    The first conclusive line decides: one that is whole JSON is a record; one that ends in a bracket, a colon or a comma
-    is part of a document, unless a record was cut there and the next line begins another.
+    The first conclusive line decides: one that is whole JSON is a record; one that ends in a bracket, a colon
+    or a comma is part of a document, unless a record was cut there and the next line begins another.
     """
     texts = (record.payload.strip() for record in records(head, "lines"))
     line = next(texts, b"")

@@ -6,7 +6,7 @@
   `TracesData` on the wire, so that damage costs one of them.
 - `messages`: msgpack values one after another, of a recording that says how one begins.
 
-Lengths can be wrong and bytes can be missing. Bytes that are no record are damage, up to the next record.
+Lengths can be wrong and bytes can be missing. Bytes that are not part of a record are damage, up to the next record.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_GUESSES, _MAX_LOOKS = 10_000, 500_000
 _VISIBLE = re.compile(rb"\S")
 
 # The tag of `resource_spans` before a varint length. A match is the tag alone, as the next byte can be the true one.
-# Of a frame the 4-byte length comes before it, whose first byte is small: no message is longer than 272 MiB.
+# In a frame, the 4-byte length before it begins with a small byte: no message is longer than 272 MiB.
 _FRAMED_START = re.compile(rb"(?<=[\x00-\x10].{3})\x0a(?=[\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL)
 _BARE_START = re.compile(rb"\x0a(?=[\x80-\xff]{0,4}[\x00-\x7f](?:[\x0a\x12\x1a]|\xc2\x3e))")
 # Fields and frames too short to hold a span: a file can hold millions of them. Each alternative of the patterns fixes
@@ -52,15 +52,15 @@ _RESOURCE_SPANS_TAGS = b"\x0a\x12\x1a"
 """First byte of the content of `resource_spans`: the tag of its resource, its scope_spans or its schema URL."""
 
 _MESSAGES_TRIED, _MOST_BETWEEN, _MOST_DAMAGE_BYTES = 64, 4, 2 << 20
-"""Beginnings of messages at the end of a buffer that are tried, how many may be false between two true ones, and how much
-damage there may be before one is taken as it is."""
+"""Limits at the end of a buffer: message beginnings tried, false ones between two true ones, and bytes of damage after
+which the next beginning is accepted without proof."""
 
 _MANY_BYTES, _MOST_BYTES = 16 << 10, 1 << 20
 """A run of records too short to hold a span is joined to one record, if it has at least and at most so many bytes."""
 
 
 class Record(NamedTuple):
-    """One record, and the offset of its payload in the block; with a fault, bytes that are none."""
+    """A record and its offset in the block. If `fault` is set, the bytes are not a record."""
 
     offset: int
     payload: bytes
@@ -84,7 +84,7 @@ def whole_records(
         buffer: Bytes of a file, from the beginning of a record.
         shape: How the file lays out its records.
         is_last: Whether the file ends with the buffer; then all of it counts.
-        starts: What each of `messages` begins with.
+        starts: Pattern of the beginning of each of `messages`.
     """
     if is_last:
         return len(buffer)
@@ -123,7 +123,7 @@ def records(block: bytes, shape: Shape) -> Iterator[Record]:
                 continue
             payload = block[extent.start + header : extent.stop]
             if header and len(payload) > int.from_bytes(block[extent.start : extent.start + header], "big"):
-                # A run of tiny frames: messages one behind another are one message.
+                # Concatenated protobuf messages parse as one message, so a run of tiny frames becomes one record.
                 payload = b"".join(_ONE_TINY_FRAME.findall(block, extent.start, extent.stop))
             yield Record(extent.start + header, payload)
     elif block:
@@ -142,8 +142,8 @@ def next_record(
 ) -> int:
     """Return where the first record between `start` and `stop` begins, or -1.
 
-    A message counts if its inner fields are plausible and it is whole; if `is_last` is false, it may end after the buffer.
-    Of what looks like a message, `max_guesses` are tried.
+    A message counts if its inner fields are plausible and it is whole; if `is_last` is false, it may end
+    after the buffer. At most `max_guesses` candidates are tried.
     """
     if shape == "lines":
         return buffer.find(b"\n", start, stop) + 1 or -1
@@ -155,19 +155,22 @@ def next_record(
 
 
 def _last_message(buffer: bytes, starts: re.Pattern[bytes]) -> int:
-    """Return where the last message of a buffer begins: where another one ends, for bytes of a number can look like a beginning."""
+    """Return where the last message of a buffer begins.
+
+    It must begin where another one ends: bytes of a number can look like a beginning.
+    """
     begins = [match.start() for match in starts.finditer(buffer)][-_MESSAGES_TRIED:]
     for place in range(len(begins) - 1, 0, -1):
         for before in reversed(begins[max(place - _MOST_BETWEEN, 0) : place]):
             size = message_bytes(buffer[before : begins[place]])
             if size and begins[place] - before - size in {0, LENGTH_BYTES}:
                 return begins[place]
-    # Damage as far as the eye reaches: any beginning is as good.
+    # All of the searched bytes are damaged: any beginning is as good as another.
     return begins[-1] if begins and len(buffer) > _MOST_DAMAGE_BYTES else 0
 
 
 def message_bytes(content: bytes) -> int:
-    """Return the length of the msgpack value that some bytes begin with; 0 if it does not end in them, or is none."""
+    """Return the length of the msgpack value at the start of some bytes; 0 if it is cut or not msgpack."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(content))
     unpacker.feed(content)
     try:
@@ -217,40 +220,42 @@ def _extents(buffer: bytes, shape: Shape, *, is_last: bool) -> Iterator[_Extent]
         if end:
             if not is_last and len(buffer) - wire.LONGEST_HEADER < end:
                 return  # too few of the bytes after it are here to check what follows
-            # A record that lost bytes reaches into the next one. So if no record begins after it, one is searched inside.
+            # A record that lost bytes reaches into the next one. So if no record begins after it, one is
+            # searched inside.
             is_followed = end == len(buffer) or _may_begin(buffer, shape, end, is_last=is_last)
-            found = -1 if is_followed else finder.next(position + 1, end)
-            if found < 0:
+            next_start = -1 if is_followed else finder.next(position + 1, end)
+            if next_start < 0:
                 yield _Extent(position, end)
                 position = end
                 continue
             reason = "record cut: another begins inside"
         else:
-            found = finder.next(position + 1, len(buffer))
+            next_start = finder.next(position + 1, len(buffer))
             reason = _fault(buffer, shape, position)
-        if found < 0:
+        if next_start < 0:
             # The last bytes may be the beginning of a header: they stay for the next buffer.
-            found = len(buffer) if is_last else max(len(buffer) - wire.LONGEST_HEADER, position + 1)
-        yield _Extent(position, found, reason)
-        position = found
+            next_start = len(buffer) if is_last else max(len(buffer) - wire.LONGEST_HEADER, position + 1)
+        yield _Extent(position, next_start, reason)
+        position = next_start
 
 
 def end_of_run(pattern: re.Pattern[bytes], buffer: bytes, start: int, stop: int) -> int:
-    """Return the end of the last of the consecutive matches from `start` on; `start` if there is none.
+    """Return the end of the last of the consecutive matches from `start` on; `start` without a match.
 
-    The matches are made one by one: a pattern that repeats a group a hundred thousand times can exhaust the regex engine.
+    The matches are made one by one: a pattern that repeats a group a hundred thousand times can exhaust the
+    regex engine.
     """
     match = pattern.scanner(buffer, start, stop).match  # type: ignore[attr-defined]  # not in its type stubs
-    while (found := match()) is not None:
-        start = found.end()
+    while (hit := match()) is not None:
+        start = hit.end()
     return start
 
 
 def _plain_end(buffer: bytes, position: int, shape: Shape) -> int:
     """Return the end of a record that is valid beyond doubt, else 0.
 
-    Its only field, or its first one before another, ends exactly where the lengths say: by chance that is the case at one
-    place in a million.
+    Its only field, or its first one before another, ends exactly where the lengths say, which random bytes do
+    at one position in a million.
     """
     begin = position + LENGTH_BYTES if shape == "framed" else position
     if begin + wire.LONGEST_HEADER > len(buffer) or buffer[begin] != wire.RESOURCE_SPANS_TAG:
@@ -267,7 +272,7 @@ def _plain_end(buffer: bytes, position: int, shape: Shape) -> int:
 
 
 def _frame_end(buffer: bytes, position: int) -> int | None:
-    """Return the end of the framed record at a position; 0 if there is none, None if more bytes are needed to know."""
+    """Return the end of the framed record at a position; 0 if no record is there, None if more bytes are needed."""
     begin = position + LENGTH_BYTES
     if begin >= len(buffer):
         return None
@@ -291,7 +296,7 @@ def _field_end(buffer: bytes, position: int) -> int | None:
 
 
 def _may_begin(buffer: bytes, shape: Shape, position: int, *, is_last: bool) -> bool:
-    """Return whether the bytes at a position look like a record, checked two levels deep as far as they are here."""
+    """Return whether the bytes at a position look like a record, checked two levels deep within the buffer."""
     end = _frame_end(buffer, position) if shape == "framed" else _field_end(buffer, position)
     if end == 0 or (end is None and is_last):
         return False
@@ -316,8 +321,8 @@ def _fault(buffer: bytes, shape: Shape, position: int) -> str:
 class _RecordFinder:
     """Searches the next record after a length that cannot be trusted.
 
-    A candidate counts only if its inner fields are plausible, and the number of candidates is bounded: a hostile file can
-    hold millions of them.
+    A candidate counts only if its inner fields are plausible, and the number of candidates is bounded: a
+    hostile file can hold millions of them.
     """
 
     def __init__(self, buffer: bytes, shape: Shape, *, is_last: bool, max_guesses: int = MAX_GUESSES) -> None:

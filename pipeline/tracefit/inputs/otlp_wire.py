@@ -37,9 +37,10 @@ _UNUSED = frozenset({"trace_state", "links", "dropped_links_count", "schema_url"
 def trace_messages(names: Sequence[str], *, as_bytes: Collection[str] = ()) -> list[Any]:
     """Return the classes of OTLP's trace messages of some names, with fewer fields than OTLP declares.
 
-    Messages of other files (attributes, resource, scope) are bytes in them, and so are the fields `as_bytes`: on the wire a
-    message and its bytes are the same. Without a Python object for each attribute, which are most of a trace, a trace is
-    parsed in a fifth of the time. Fields that no table is made of are left out, and so become unknown ones.
+    Messages of other files (attributes, resource, scope) are bytes in them, and so are the fields `as_bytes`:
+    on the wire a message and its bytes are the same. Without a Python object for each attribute, which are
+    most of a trace, a trace is parsed in a fifth of the time. Fields that no table uses are left out and so
+    become unknown fields.
     """
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # noqa: PLC0415 - JSON is read without
     from opentelemetry.proto.trace.v1 import trace_pb2  # noqa: PLC0415
@@ -59,12 +60,12 @@ def trace_messages(names: Sequence[str], *, as_bytes: Collection[str] = ()) -> l
                 field.ClearField("type_name")
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
-    found = [pool.FindMessageTypeByName(f"{file.package}.{name}") for name in names]
-    return [message_factory.GetMessageClass(descriptor) for descriptor in found]
+    descriptors = [pool.FindMessageTypeByName(f"{file.package}.{name}") for name in names]
+    return [message_factory.GetMessageClass(descriptor) for descriptor in descriptors]
 
 
 def read_varint(buffer: bytes, position: int) -> tuple[int, int]:
-    """Return the base-128 number at a position and the position after it; the number is -1 if there is none."""
+    """Return the base-128 number at a position and the position after it; the number is -1 if the bytes are not one."""
     if position < len(buffer) and buffer[position] < 0x80:  # almost all are one byte long
         return buffer[position], position + 1
     value = 0
@@ -76,7 +77,7 @@ def read_varint(buffer: bytes, position: int) -> tuple[int, int]:
 
 
 def read_field(buffer: bytes, position: int) -> Field | None:
-    """Return the field at a position, or None where there is none."""
+    """Return the field at a position, or None if the bytes are not a field."""
     tag, start = read_varint(buffer, position)
     wire_type = tag & 7
     if tag < 8:  # no field has the number 0
@@ -94,24 +95,24 @@ def read_field(buffer: bytes, position: int) -> Field | None:
 def fields(buffer: bytes, start: int, stop: int) -> tuple[list[Field], bool | None]:
     """Return the fields of a message that begins at `start`, and whether they fill it up to `stop`, where it ends.
 
-    A message with more fields than are examined counts as filled if these fit. The second value is None where the buffer
-    ends before it is known.
+    A message with more fields than are examined counts as filled if these fit. The second value is None where
+    the buffer ends before it is known.
     """
-    found: list[Field] = []
+    complete: list[Field] = []
     position = start
-    while position < stop and len(found) < _MAX_FIELDS:
+    while position < stop and len(complete) < _MAX_FIELDS:
         if position + LONGEST_HEADER > len(buffer) < stop:
-            return found, None
+            return complete, None
         field = read_field(buffer, position)
         if field is None or field[3] > stop:
-            return found, False
-        found.append(field)
+            return complete, False
+        complete.append(field)
         position = field[3]
-    return found, True
+    return complete, True
 
 
 def submessages(buffer: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield number, begin and end of every field of a whole message; the number is 0 where the content is no message.
+    """Yield number, begin and end of every field of a whole message; the number is 0 if the content is not a message.
 
     Raises:
         ValueError: There is no field where one should be.
@@ -125,15 +126,15 @@ def submessages(buffer: bytes, start: int, stop: int) -> Iterator[tuple[int, int
 
 
 def is_traces(buffer: bytes, start: int, stop: int) -> bool | None:
-    """Return whether a message is filled by fields, the first of them `resource_spans`; None if it is too early to tell."""
+    """Return whether a message is all fields, `resource_spans` first; None if more bytes are needed."""
     if start < min(stop, len(buffer)) and buffer[start] == RESOURCE_SPANS_TAG:
         return fields(buffer, start, stop)[1]
     return None if len(buffer) <= start < stop else False
 
 
 def is_resource_spans(buffer: bytes, start: int, stop: int) -> bool | None:
-    """Return whether the content of a field is that of `resource_spans`; None if more bytes are needed to know."""
-    # A start of the message alone can show that it is none; that it is one shows at its end.
+    """Return whether the content of a field is that of `resource_spans`; None if more bytes are needed."""
+    # A prefix is enough to reject a message, but only the complete message can confirm it.
     inside, fills = fields(buffer, start, stop)
     return fills if all(f[0] in _RESOURCE_SPANS_FIELDS and f[1] == _BYTES for f in inside) else False
 

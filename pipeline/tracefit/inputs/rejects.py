@@ -1,4 +1,4 @@
-"""The record of unreadable input: a `Reject` with place and reason, and an excerpt without private data.
+"""The record of unreadable input: a `Reject` with its position and reason, and an excerpt without private data.
 
 An excerpt shows the structure of a record and its keys. Strings and numbers, which can hold prompts, appear only if
 the user asks for values.
@@ -40,8 +40,8 @@ class Reject:
         source_offset: Where they begin in the decompressed file.
         length: How many bytes of the decompressed file they are.
         reason: The fault.
-        excerpt: Structure and keys of the record; values only on request of the user.
-        count: How many rejects it stands for, where there are too many to list.
+        excerpt: Structure and keys of the record; values only if the user asks for them.
+        count: How many rejects it stands for, if there are too many to list.
     """
 
     source_file: str
@@ -55,7 +55,8 @@ class Reject:
 def excerpt(payload: bytes, encoding: Encoding, *, show_values: bool = False) -> str:
     """Return the outline of a rejected record.
 
-    In text that is not whole JSON, an apparent key may be part of a string. So only keys of OTLP itself are shown there.
+    In text that is not whole JSON, an apparent key may be part of a string. So only keys of OTLP itself are
+    shown there.
 
     Args:
         payload: The record, or any piece of it.

@@ -1,7 +1,7 @@
 """Decode blocks of whole records into frames of spans and events: the pure half of ingestion.
 
-`decode_blocks` knows nothing of files or processes, and keeps no state. JSON and protobuf each have a module that divides a
-record into scopes and parses its spans down to the event; columns are made here of both.
+`decode_blocks` knows nothing of files or processes, and keeps no state. JSON and protobuf each have a module
+that divides a record into scopes and parses its spans down to the event; columns are made here of both.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ COUNT_COLUMNS: dict[str, Any] = {"span_row": pl.UInt32, "name": pl.String, "coun
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """Bounds on what is held decoded at a time; they do not change what is read.
+    """Bounds on the decoded data in memory at a time; they do not change the result.
 
     Attributes:
-        piece_bytes: Bytes of spans of a piece of a long scope; None is what the encoding needs.
-        records_bytes: Bytes of records whose spans are built together; columns take several times as much while they are
-            made.
-        batch_bytes: Bytes of pieces of a very long record that make a batch at least: a record of many small scopes has as
-            many pieces, and each batch has a fixed cost.
+        piece_bytes: Bytes of spans of a piece of a long scope; None takes the default of the encoding.
+        records_bytes: Bytes of records whose spans are built together; columns take several times as much
+            while they are made.
+        batch_bytes: Bytes of pieces of a very long record that make a batch at least: a record of many small
+            scopes has as many pieces, and each batch has a fixed cost.
         max_pieces: Pieces and rejects: a file of tiny records has millions.
         max_spans: Spans after which a batch is built: decoded, short ones take twenty times their bytes.
     """
@@ -153,7 +153,7 @@ class _Record(NamedTuple):
 
 
 class _ScopePiece(NamedTuple):
-    """Spans of one scope of a record and their encoded length; `first` is the number of the first of them in the record."""
+    """Spans of one scope of a record, their encoded length, and the number of the first in the record."""
 
     record: _Record
     origin: Origin
@@ -200,7 +200,7 @@ def decode_blocks(
         blocks: Each block with its number (column `file` of the frames) and its bytes.
         wanted: Which data become columns.
         options: Rejects of a block after which the rest of it is not decoded, and what is shown of them.
-        limits: Bounds on what is held at a time.
+        limits: Bounds on the data in memory at a time.
         rejects: Rejects of the bytes around the blocks, numbered likewise; they come in the first batch.
 
     Yields:
@@ -220,12 +220,12 @@ def decode_blocks(
 def without_events(
     spans: Sequence[pl.DataFrame], rejects: Sequence[tuple[int, Reject]], wanted: Wanted
 ) -> SpanBatch:
-    """Return a batch of spans that other records stand for, numbered as in `decode_blocks`; columns they lack are null."""
+    """Return a batch of spans made from other records, numbered as in `decode_blocks`; missing columns are null."""
     built = _build([], [], json_records, wanted)
     assert not isinstance(built, set)  # noqa: S101 - there is nothing that could not be read
     empty, events, counts = built
-    found = pl.concat([empty, *spans], how="diagonal").select(empty.columns)
-    numbered = found.with_columns(
+    joined = pl.concat([empty, *spans], how="diagonal").select(empty.columns)
+    numbered = joined.with_columns(
         span_row=pl.int_range(pl.len(), dtype=pl.UInt32), dropped_attributes=pl.lit(0, pl.Int64)
     )
     return SpanBatch(numbered, events, counts, _reject_frame(list(rejects)))
@@ -252,7 +252,7 @@ class _BatchDecoder:
         self._size = self._spans = 0
 
     def add(self, record: _Record, fault: str) -> Iterator[SpanBatch]:
-        """Collect the spans of one record, or reject it for its fault; yield batches when there is enough."""
+        """Collect the spans of one record, or reject it for its fault; yield full batches."""
         limits, beside = self._limits, len(record.payload)  # the whole record is in memory beside its pieces
         with suppress(TooManyRejectsError):
             for piece in self._pieces(record, fault):
@@ -277,7 +277,7 @@ class _BatchDecoder:
             raise TooManyRejectsError("")
 
     def _pieces(self, record: _Record, fault: str, *, is_inner: bool = False) -> Iterator[_ScopePiece]:
-        """Yield the spans of each scope of a record; of a long scope, in pieces that can be decoded at once."""
+        """Yield the spans of each scope of a record; a long scope comes in pieces that can be decoded at once."""
         if fault:
             self._reject(record, fault)
             return
@@ -291,7 +291,7 @@ class _BatchDecoder:
                         yield _ScopePiece(record, origin, held, size, number)
                     number += len(held)
         except FieldError as error:
-            # A wrong length can swallow the records behind it.
+            # A wrong length can swallow the records after it.
             inside = -1 if is_inner else next_record(record.payload, record.shape, 1)
             if inside < 0:
                 self._reject(record, error.what)
@@ -302,7 +302,7 @@ class _BatchDecoder:
                 yield from self._pieces(inner, item.fault, is_inner=True)
 
     def flush(self) -> Iterator[SpanBatch]:
-        """Decode the collected spans, quickly where they are as exporters write them."""
+        """Decode the collected spans, with a fast path for spans as exporters write them."""
         held = self._held
         if not (held or self._rejects):
             return
@@ -312,8 +312,8 @@ class _BatchDecoder:
                 spans.append(self._encoding.read_spans(piece.spans))
             except FieldError:
                 spans.append(self._read_one_by_one(piece))
-        # Attributes were taken on trust so far. Pieces with some that cannot be read are read again, to reject the spans
-        # they are in.
+        # Attributes were taken on trust so far. Pieces with some that cannot be read are read again, to
+        # reject the spans they are in.
         while isinstance(built := _build(held, spans, self._encoding, self._wanted), set):
             for number in built:
                 spans[number] = self._read_one_by_one(held[number])
@@ -336,7 +336,7 @@ class _BatchDecoder:
 
 
 def _divided(spans: Iterable[Any], most: int) -> Iterator[tuple[list[Any], int]]:
-    """Divide encoded spans into pieces that are about as long as may be at most; yield each with its length."""
+    """Split encoded spans into pieces of about `most` bytes; yield each with its length."""
     held: list[Any] = []
     size = 0
     for span in spans:
@@ -368,12 +368,12 @@ def _build(
         if name in names:
             rows = np.flatnonzero(codes == names[name])
             to_types = partial(_as_type, types=keys)
-            found, bad = _read_attributes(events.texts, rows, keys, encoding, to_types, events.odd)
+            columns, bad = _read_attributes(events.texts, rows, keys, encoding, to_types, events.odd)
             unreadable |= set(number[span_row[bad]].tolist())
-            if len(found):
-                place = found["row"].to_numpy()
-                known = pl.DataFrame({"span_row": span_row[place], "unix_ns": events.unix_ns[place]})
-                frames[name] = known.hstack(found.drop("row"))
+            if len(columns):
+                row = columns["row"].to_numpy()
+                known = pl.DataFrame({"span_row": span_row[row], "unix_ns": events.unix_ns[row]})
+                frames[name] = known.hstack(columns.drop("row"))
     frame = _span_frame(spans, held, number, encoding, dropped)
     attributes, bad = _span_attributes(spans, frame["scope"], encoding, wanted)
     unreadable |= set(number[bad].tolist())
@@ -404,8 +404,8 @@ def _read_attributes(
         A frame of those that can be read, in order: `row`, and a column per key that some have. The rows of the others.
     """
     unknown = rows[~np.isin(rows, list(known))] if known else rows
-    found, columns_found = layouts.read_columns(texts, unknown, keys, encoding.SYNTAX)
-    rest = np.setdiff1d(rows, found, assume_unique=True)
+    rows_read, columns_read = layouts.read_columns(texts, unknown, keys, encoding.SYNTAX)
+    rest = np.setdiff1d(rows, rows_read, assume_unique=True)
     pairs: list[dict[str, Any]] = []
     bad: list[int] = []
     for row in rest.tolist():
@@ -415,7 +415,7 @@ def _read_attributes(
             bad.append(row)
         else:
             pairs.append(dict(read))  # the last counts if a key occurs twice
-    parts = [(found, columns_found), (rest[~np.isin(rest, bad)], _columns_of(pairs, keys))]
+    parts = [(rows_read, columns_read), (rest[~np.isin(rest, bad)], _columns_of(pairs, keys))]
     frames = [
         pl.DataFrame({"row": some, **{key: convert(column) for key, column in columns.items()}})
         for some, columns in parts
@@ -441,7 +441,7 @@ def _columns_of(pairs: list[dict[str, Any]], keys: Collection[str]) -> dict[str,
 def _span_attributes(
     spans: list[Span], scopes: pl.Series, encoding: _Encoding, wanted: Wanted
 ) -> tuple[pl.DataFrame, list[int]]:
-    """Return the attributes of spans: the kept ones as a list of key and value, the wanted ones as text columns; and bad rows."""
+    """Return kept attributes of spans as lists of key and value, wanted ones as text columns, and bad rows."""
     texts = PackedTexts.of([encoding.attributes_of(span) for span in spans])
     # By scope, because one exporter writes its spans alike; not by name, as every step span has a name of its own.
     scope_of = scopes.rank("dense").fill_null(0).to_numpy()
@@ -453,9 +453,11 @@ def _span_attributes(
         frame, unreadable = _read_attributes(texts, rows, keys, encoding, layouts.as_text, {})
         frames.append(frame)
         bad += unreadable
-    found = pl.concat(frames, how="diagonal").sort("row")
-    kept = _key_value_lists(found.select(sorted(wanted.kept_keys.intersection(found.columns))), len(found))
-    return found.select(kept.alias("attributes"), *wanted.span_keys), bad
+    columns = pl.concat(frames, how="diagonal").sort("row")
+    kept = _key_value_lists(
+        columns.select(sorted(wanted.kept_keys.intersection(columns.columns))), len(columns)
+    )
+    return columns.select(kept.alias("attributes"), *wanted.span_keys), bad
 
 
 def _key_value_lists(frame: pl.DataFrame, count: int) -> pl.Series:
@@ -536,7 +538,7 @@ def _as_type(column: pl.Series, types: Mapping[str, pl.DataType]) -> pl.Series:
     ):
         return pl.Series([None], dtype=dtype).new_from_index(0, len(column))
     if column.dtype == pl.String and dtype.is_integer():
-        # By way of a float only what is no integer: beyond 2^53 floats are not exact.
+        # Only values that are not integers go by way of a float: beyond 2^53 floats are not exact.
         exact = column.cast(dtype, strict=False)
         return exact.zip_with(
             exact.is_not_null(), column.cast(pl.Float64, strict=False).cast(dtype, strict=False)

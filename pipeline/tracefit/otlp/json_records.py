@@ -1,10 +1,11 @@
-"""Read OTLP JSON: quickly where records are as exporters write them, with care where spellings are unusual or bytes damaged.
+"""Read OTLP JSON: fast for records as exporters write them, carefully for unusual spellings or damage.
 
-A record is first divided into scopes whose spans stay JSON text, then each span is decoded by itself, so that a bad one
-costs itself and not its siblings. The attributes of spans and events stay JSON text, which `layouts` reads column by column.
-What the typed structs refuse goes through the careful functions, which accept the output of the Collector, of Tempo and of
-hand-saved files: snake_case keys, base64 ids, nulls, numbers for strings and strings for numbers, names of enums, Tempo's
-envelopes, arrays of records, records glued together or cut. They bring each span into the usual form.
+A record is first divided into scopes whose spans stay JSON text, then each span is decoded by itself, so that
+a bad one costs itself and not its siblings. The attributes of spans and events stay JSON text, which
+`layouts` reads column by column. Records that the typed structs refuse go through the careful functions,
+which accept the output of the Collector, of Tempo and of hand-saved files: snake_case keys, base64 ids,
+nulls, numbers for strings and strings for numbers, names of enums, Tempo's envelopes, arrays of records,
+records glued together or cut. They bring each span into the usual form.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _NO_ATTRIBUTES = Raw(b"[]")
 
 
 class _Struct(msgspec.Struct, gc=False, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Structs with all fields of OTLP; any other key sends the record to the careful reader. They form no cycles (`gc`)."""
+    """Structs of OTLP; any other key sends the record to the careful reader. They form no cycles (`gc`)."""
 
 
 class _Value(_Struct, frozen=True):
@@ -163,7 +164,7 @@ class _KeyValueList(_Struct, frozen=True):
 _LONG_BYTES, _SHORTEST_OBJECT = 4 << 20, 14
 
 PIECE_BYTES = 4 << 20
-"""Bytes of spans of a piece of a long record: those of a hundred bytes each take ten times as much when decoded."""
+"""Piece size for long records, in bytes. Spans of 100 bytes need ten times their size once decoded."""
 
 # Not strict: OTLP writes 64-bit integers as strings, which msgspec then converts without a Python str in between.
 _RECORDS = msgspec.json.Decoder(_TracesData, strict=False)
@@ -186,8 +187,8 @@ def _field_of(error: Exception) -> str:
 def _is_mostly_empty(payload: bytes) -> bool:
     """Return whether a long record has more objects than real spans and events of its length can have.
 
-    The shortest attribute takes 17 bytes for each of its two objects. Decoded, empty objects take many times their length
-    in memory, so that a hostile record of them is refused.
+    The shortest attribute takes 17 bytes for each of its two objects. Decoded, empty objects take many times
+    their length in memory, so that a hostile record of them is refused.
     """
     size = len(payload)
     return size > _LONG_BYTES and (
@@ -196,7 +197,7 @@ def _is_mostly_empty(payload: bytes) -> bool:
 
 
 def scopes(payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[EncodedScope]:  # noqa: ARG001 - all stay encoded
-    """Yield the scopes of one record, or of the records glued together in one line or document; reject everything else."""
+    """Yield the scopes of one record, or of records glued together; reject everything else."""
     if _is_mostly_empty(payload):
         reject("more objects than spans and events of its length can have")
         return
@@ -272,7 +273,7 @@ def _plain(value: _Value, depth: int) -> Plain:
 
 
 def event_columns(events: list[_Event]) -> Events:
-    """Return events as columns; none is odd or bad, as their attributes are not read yet."""
+    """Return events as columns; all count as regular, because their attributes are not read yet."""
     return Events(
         [event.name for event in events],
         np.array([event.time_unix_nano for event in events], np.int64),
@@ -295,8 +296,8 @@ def read_pairs(attributes: bytes | Raw) -> Pairs:
         raise FieldError(f"{_field_of(error)} is not valid") from error
 
 
-# The careful functions. The upper levels of a record are divided without parsing the levels below. What is not valid raises a
-# FieldError, which becomes the reject of the item it is in.
+# The careful functions. The upper levels of a record are divided without parsing the levels below. An invalid
+# value raises a FieldError, which becomes the reject of the item it is in.
 
 _Json = dict[str, Any]
 
@@ -325,7 +326,7 @@ def _read_any_record(text: bytes, reject: AddReject) -> Iterator[EncodedScope]:
 
     # No JSON string can hold the beginning of a record, whose quotes would be escaped. So a record ends where another
     # begins, at the latest.
-    starts = [found.start() for found in RECORD_START.finditer(text)]
+    starts = [match.start() for match in RECORD_START.finditer(text)]
     if not starts and not text.startswith(b"{"):
         reject(reason)
         return
@@ -464,7 +465,7 @@ def _usual(tree: Any, struct: type[msgspec.Struct], name: str) -> _Json:
     """Return an object as exporters spell it: the fields of its struct alone, in lowerCamelCase, without nulls."""
     if not isinstance(tree, dict):
         raise FieldError(f"{name} is not an object")
-    found: _Json = {}
+    fields: _Json = {}
     for field in _fields_read(struct):
         value = tree.get(field)
         value = tree.get(_snake_case(field)) if value is None else value
@@ -476,10 +477,10 @@ def _usual(tree: Any, struct: type[msgspec.Struct], name: str) -> _Json:
                 raise FieldError(f"{field} is not an array")
             # In an array of values null is one of them, the empty one.
             items = [{} if item is None and inside is _Value else item for item in value]
-            found[field] = [_usual(item, inside, field) for item in items]
+            fields[field] = [_usual(item, inside, field) for item in items]
         else:
-            found[field] = value if inside is None else _usual(value, inside, field)
-    return found
+            fields[field] = value if inside is None else _usual(value, inside, field)
+    return fields
 
 
 @cache  # records have many of the same few structs

@@ -113,8 +113,8 @@ def read_columns(
         syntax: The syntax of the attributes.
 
     Returns:
-        The rows of the events that could be read, ascending, and a column for each wanted key. A value that an event lacks is
-        null; a column with values of several kinds is text.
+        The rows of the events that could be read, ascending, and a column for each wanted key. A value that
+        an event lacks is null; a column with values of several kinds is text.
     """
     pieces: dict[str, list[_Piece]] = {}
     done: list[Positions] = [rows[:0]]
@@ -125,8 +125,8 @@ def read_columns(
             pieces.setdefault(piece.attribute.key, []).append(piece)
     read = np.sort(np.concatenate(done))
     columns: dict[str, pl.Series] = {}
-    for key, found in pieces.items():
-        column = _column(texts, read, found)
+    for key, values in pieces.items():
+        column = _column(texts, read, values)
         if column is None:  # not UTF-8: the parser finds out where
             return rows[:0], {}
         columns[key] = column.alias(key)
@@ -149,7 +149,7 @@ class _LayoutReader:
         """Return the events that could be read to their end."""
         self._open()
         failures = rounds = advanced = 0
-        # When each attribute advances only a few events, parsing those one by one is faster.
+        # If each attribute advances only a few events, parsing those one by one is faster.
         while (
             len(self._rows) and failures < _MAX_FAILURES and advanced >= (rounds - _FREE_ROUNDS) * FEW_EVENTS
         ):
@@ -214,7 +214,7 @@ class _LayoutReader:
         return rows
 
     def _behind(self, attribute: Attribute, values: Values, ends: Positions) -> tuple[Mask, Mask, Positions]:
-        """Check the text after values; return which are valid, which are the last, and where the next attribute begins."""
+        """Check the text after values; return valid ones, last ones, and the start of the next attribute."""
         valid, after = values.valid, values.stops
         if attribute.behind:
             valid, after = valid & self._texts.equal(after, attribute.behind), after + len(attribute.behind)
@@ -230,9 +230,9 @@ def _column(texts: PackedTexts, rows: Positions, pieces: Sequence[_Piece]) -> pl
     kinds = {piece.attribute.kind for piece in pieces}
     # Pieces of one kind become a column together, because each column has a fixed cost.
     groups = [[piece] for piece in pieces] if len(kinds) > 1 else [pieces]
-    found = [_column_of_a_kind(texts, group) for group in groups]
-    series = [each for each in found if each is not None]
-    if len(series) < len(found):
+    columns = [_column_of_a_kind(texts, group) for group in groups]
+    series = [each for each in columns if each is not None]
+    if len(series) < len(columns):
         return None
     column = pl.concat(map(as_text, series)) if len(kinds) > 1 else series[0]
     own = np.concatenate([piece.rows for piece in pieces])
@@ -284,18 +284,18 @@ _JSON_ATTRIBUTE = re.compile(_EITHER_ORDER.replace(" ", r"\s*").encode())
 
 
 def _json_attribute(text: bytes, start: int, stop: int) -> Attribute | None:
-    """Return the layout of the attribute at `start`; None if it is no scalar in the usual spelling."""
-    found = _JSON_ATTRIBUTE.match(text, start, stop)
-    if found is None:
+    """Return the layout of the attribute at `start`; None if it is not a scalar in the usual spelling."""
+    match = _JSON_ATTRIBUTE.match(text, start, stop)
+    if match is None:
         return None
-    order = "1" if found["key1"] is not None else "2"
-    key, is_quoted = found[f"key{order}"], found[f"bare{order}"] is None
+    order = "1" if match["key1"] is not None else "2"
+    key, is_quoted = match[f"key{order}"], match[f"bare{order}"] is None
     value = ("quoted" if is_quoted else "bare") + order
-    how = _JSON_READERS.get((found[f"kind{order}"], is_quoted))
+    how = _JSON_READERS.get((match[f"kind{order}"], is_quoted))
     if how is None or not key.isascii():
         return None
     kind, read, skip = how
-    before, behind = text[start : found.start(value)], text[found.end(value) : found.end()]
+    before, behind = text[start : match.start(value)], text[match.end(value) : match.end()]
     return Attribute(
         key=key.decode(),
         kind=kind,
@@ -371,7 +371,7 @@ _MORE = 0x80
 
 
 def _protobuf_attribute(text: bytes, start: int, stop: int) -> Attribute | None:
-    """Return the layout of the attribute at `start`; None if it is no scalar as exporters write it."""
+    """Return the layout of the attribute at `start`; None if it is not a scalar as exporters write it."""
     tags = []
     at, sizes, widths = start, [], []
     for level in ("attribute", "key", "value"):

@@ -66,8 +66,8 @@ class AddReject(Protocol):
 Span = Any
 """A checked span as the parser of its encoding returns it, with the field names of OTLP: trace_id, …, status.code.
 
-`kind` and `status.code` are numbers, or names of them; times are within int64. Ids, attributes and events are still in the
-form of the encoding, whose functions `id_text`, `attributes_of` and `event_columns` read them.
+`kind` and `status.code` are numbers, or names of them; times are within int64. Ids, attributes and events are
+still in the form of the encoding, whose functions `id_text`, `attributes_of` and `event_columns` read them.
 """
 
 
@@ -92,7 +92,7 @@ class EncodedScope(NamedTuple):
     """The spans of one scope of a record, in order.
 
     Attributes:
-        origin: Where they come from; without one they are rejected already.
+        origin: Their resource and scope; None if they are rejected already.
         spans: Encoded ones, or parsed ones where all of a scope are valid and it is short.
         parsed_bytes: Encoded length of parsed ones; 0 if they are encoded.
     """

@@ -116,11 +116,11 @@ class PackedTexts:
     def _digits_of_word(self, positions: Positions) -> tuple[Positions, Words]:
         # "0" to "9" are 0x30 to 0x39, so that the exclusive or leaves 0 to 9 of digits, and more of all other bytes.
         word = self.words[positions] ^ _DIGIT_ZEROS
-        # Adding 0x76 sets the top bit of bytes above 9, unless it was set before. A carry out of a byte goes to the bytes
-        # after it alone, which come after the first non-digit and do not count.
+        # Adding 0x76 sets the top bit of bytes above 9, unless it was set before. A carry out of a byte goes
+        # to the bytes after it alone, which come after the first non-digit and do not count.
         count = _bytes_before_top((word + _ABOVE_NINE) | word)
-        # Shift the digits to the end of the word: zeros come first, as leading zeros, and other bytes fall off. A shift by
-        # all 64 bits is 0 in numpy.
+        # Shift the digits to the end of the word: zeros come first, as leading zeros, and other bytes fall
+        # off. A shift by all 64 bits is 0 in numpy.
         value = word << (np.uint64(64) - (count << 3).astype(np.uint64))
         # Each round multiplies and adds adjacent numbers at once: 8 digits to 4 pairs to 2 fours to 1 number.
         for factor, width, mask in _PAIRS:
@@ -137,8 +137,9 @@ class PackedTexts:
             word = self.words[at]
             marks = np.zeros(len(at), np.uint64)
             for end in ends:
-                # Zero where the byte is `end`. Subtracting 1 then borrows into the top bit, as it does from no other byte
-                # whose top bit was clear, at least up to the first match; later ones do not count.
+                # Zero where the byte is `end`. Subtracting 1 then borrows into the top bit, as it does from
+                # no other byte whose top bit was clear, at least up to the first match; later ones do not
+                # count.
                 other = word ^ (_ONES * np.uint64(end))
                 marks |= (other - _ONES) & ~other
             count = _bytes_before_top(marks)
@@ -201,10 +202,11 @@ class PackedTexts:
 
 
 def _bytes_before_top(marks: Words) -> Positions:
-    """Return how many bytes precede the first one with its top bit set; eight if there is none."""
+    """Return how many bytes precede the first one with its top bit set; eight without one."""
     tops = marks & _TOPS
-    # `tops - 1` turns the zeros below the lowest set bit into ones; `& ~tops` keeps only those. Their number is the index
-    # of that bit, 8 n + 7, and its eighth the number of whole bytes below. Without any bit all 64 are ones: 8 bytes.
+    # `tops - 1` turns the zeros below the lowest set bit into ones; `& ~tops` keeps only those. Their number
+    # is the index of that bit, 8 n + 7, and its eighth the number of whole bytes below. Without any bit all
+    # 64 are ones: 8 bytes.
     return (np.bitwise_count(~tops & (tops - _ONE)) >> _SHIFT_TO_BYTES).astype(np.int64)
 
 

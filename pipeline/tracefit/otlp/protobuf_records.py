@@ -1,8 +1,8 @@
 """Decode OTLP protobuf, down to the event with protobuf's own parser.
 
-A record is first divided into scopes. A short scope is parsed whole; the spans of a long one, or of one with a bad span, stay
-encoded until they are parsed in pieces, or one by one, so that a bad span costs itself and not its siblings. Events and
-attributes stay bytes: `layouts` reads the attributes of events column by column.
+A record is first divided into scopes. A short scope is parsed whole; the spans of a long one, or of one with
+a bad span, stay encoded until they are parsed in pieces, or one by one, so that a bad span costs itself and
+not its siblings. Events and attributes stay bytes: `layouts` reads the attributes of events column by column.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SYNTAX = layouts.PROTOBUF
 _ParsedSpans, Event = trace_messages(("ScopeSpans", "Span.Event"), as_bytes={"events"})
 
 PIECE_BYTES = 1 << 20
-"""Bytes of spans of a piece of a long record: those of thirty bytes each take twenty times as much when decoded."""
+"""Piece size for long records, in bytes. Spans of 30 bytes need twenty times their size once decoded."""
 
 _MANY_EVENTS, _SHORTEST_EVENT = 100_000, 12
 """An event with its time takes eleven bytes. Decoded, empty events take many times their length in memory."""
@@ -58,7 +58,7 @@ _SCALAR_KINDS = ("string_value", "int_value", "double_value", "bool_value")
 
 
 def scopes(payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[EncodedScope]:
-    """Yield the scopes of a record; those of more bytes than these, and all of a record of many, have their spans encoded.
+    """Yield the scopes of a record; long ones, and all scopes of a record with many, keep their spans encoded.
 
     Raises:
         FieldError: The message cannot be parsed.
@@ -67,11 +67,11 @@ def scopes(payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[Encod
         data = _TracesData.FromString(payload)
     except DecodeError as error:
         raise FieldError("protobuf message cannot be parsed") from error
-    # All of them before the first is yielded, for a record with one that cannot be parsed may be cut. Parsed, short spans take
-    # many times their bytes.
+    # All of them before the first is yielded, for a record with one that cannot be parsed may be cut. Parsed,
+    # short spans take many times their bytes.
     most = most_bytes if len(payload) <= 2 * most_bytes else 0
     scopes_of = [[_scope_spans(text, most) for text in each.scope_spans] for each in data.resource_spans]
-    for resource_spans, found in zip(data.resource_spans, scopes_of, strict=True):
+    for resource_spans, spans_of_scopes in zip(data.resource_spans, scopes_of, strict=True):
         texts: Pairs | None = None
         try:
             resource = Resource.FromString(resource_spans.resource)
@@ -80,7 +80,7 @@ def scopes(payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[Encod
             reject("resourceSpans: attribute is not a protobuf message")
         except FieldError as error:
             reject(f"resourceSpans: {error.what}")
-        for scope_spans, parsed_bytes in found:
+        for scope_spans, parsed_bytes in spans_of_scopes:
             origin = None
             try:
                 scope = InstrumentationScope.FromString(scope_spans.scope)
@@ -92,7 +92,7 @@ def scopes(payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[Encod
 
 
 def _scope_spans(text: bytes, most_bytes: int) -> tuple[Any, int]:
-    """Return the spans of a scope parsed, and their length; encoded, and 0, where they are long or one cannot be parsed."""
+    """Return the parsed spans of a scope and their length; encoded, and 0, if long or not all can be parsed."""
     if len(text) <= most_bytes:
         with suppress(DecodeError):
             return _ParsedSpans.FromString(text), len(text)
@@ -119,7 +119,7 @@ def read_spans(encoded: Sequence[Any]) -> list[Span]:
     ids = {
         "traceId": [span.trace_id for span in spans],
         "spanId": [span.span_id for span in spans],
-        # One of zeros is none.
+        # An all-zero parent id means that the span has no parent.
         "parentSpanId": [span.parent_span_id for span in spans if any(span.parent_span_id)],
     }
     for name, values in ids.items():
@@ -177,7 +177,7 @@ def read_pairs(attributes: bytes) -> Pairs:
     """Return keys and values of attributes in the wire format of an event's attributes.
 
     Raises:
-        FieldError: An attribute is no message, or nested too deep.
+        FieldError: An attribute is not a message, or is nested too deep.
     """
     return _read_event(attributes)[2]
 

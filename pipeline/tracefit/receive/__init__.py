@@ -1,1 +1,1 @@
-"""The OTLP receiver: what a server sends becomes trace files in run folders. Nothing here is needed to read them."""
+"""The OTLP receiver: writes the traces that servers send into run folders. Reading them needs nothing of this room."""

@@ -1,7 +1,8 @@
-"""Connections that do nothing must not keep others out: of too many, those that have been silent longest are closed.
+"""Close the connections that have been silent longest if there are too many, so that they do not keep others out.
 
-gRPC's library has no limit per address, and neither it nor a TLS handshake says which connections are silent. The system
-knows both, of every socket of this process, and closing a connection there is to its owner as if the sender had hung up.
+gRPC's library has no limit per address, and neither it nor a TLS handshake says which connections are silent.
+The operating system knows both for every socket of this process. If it closes a connection, the owner sees
+the sender hang up.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _LAST_DATA_RECEIVED = slice(52, 56)  # of Linux's tcp_info: milliseconds since t
 
 
 def want_descriptors() -> None:
-    """Have more descriptors than the usual 1,024 if the system allows it."""
+    """Raise the limit of open descriptors above the usual 1,024 if the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -38,7 +39,7 @@ def want_descriptors() -> None:
 
 
 async def keep_few(ports: Collection[int], limits: IntakeLimits, closed: Callable[[int], None]) -> None:
-    """Close connections beyond the limits, again and again, until cancelled; `closed` gets how many they were."""
+    """Close connections beyond the limits, again and again, until cancelled; `closed` receives their number."""
     while True:
         await asyncio.sleep(_CHECK_S)
         for port in ports:
@@ -46,8 +47,8 @@ async def keep_few(ports: Collection[int], limits: IntakeLimits, closed: Callabl
 
 
 def close_silent(port: int, limits: IntakeLimits) -> int:
-    """Close what is beyond the limits of an address, and of the port; return how many connections that are."""
-    # Counting is cheap, and tells nearly always that there is nothing to do.
+    """Close the connections beyond the limits of an address and of the port; return their number."""
+    # Counting is cheap, and nearly always shows that there is nothing to do.
     if len(list(_FOLDER.iterdir())) <= limits.connections_of_address:
         return 0
     kept: list[_Accepted] = []
@@ -76,7 +77,7 @@ class _Accepted(NamedTuple):
 def _accepted(port: int) -> Iterator[_Accepted]:
     for entry in _FOLDER.iterdir():
         descriptor = int(entry.name)
-        # Some are closed meanwhile; those that listen have no peer; the names of local ones have no parts.
+        # Some sockets are closed meanwhile; listening ones have no peer; names of Unix sockets have no parts.
         with contextlib.suppress(OSError, ValueError), _duplicate(descriptor) as connection:
             _, own_port, *_ = connection.getsockname()
             host, peer_port, *_ = connection.getpeername()
@@ -89,7 +90,7 @@ def _duplicate(descriptor: int) -> Iterator[socket.socket]:
     """Open a socket a second time: it cannot become another one while it is looked at.
 
     Raises:
-        OSError: It is no socket, or is closed.
+        OSError: The descriptor is not a socket, or is closed.
     """
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         raise OSError
@@ -104,7 +105,7 @@ def _duplicate(descriptor: int) -> Iterator[socket.socket]:
 
 
 def _silent_ms(connection: socket.socket) -> int:
-    """Return for how long nothing has come; 0 where the system does not tell."""
+    """Return how long ago the last data came; 0 if the system does not say."""
     if not hasattr(socket, "TCP_INFO"):
         return 0
     state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECEIVED.stop)

@@ -1,8 +1,8 @@
 """ForwardPassMetrics of running engines: messages from ZMQ publishers become lines of a run folder for each endpoint.
 
-A message has three frames: topic, sequence number (eight bytes, big-endian) and record. A publisher keeps nothing and sends
-nothing again: what is not on disk, because it was not sent, not read in time, or could not be written, is counted by the gaps of
-its sequence or by cause. What comes within a second is written together.
+A message has three frames: topic, sequence number (eight bytes, big-endian) and record. A publisher keeps
+nothing and sends nothing again. Lost messages are counted: by the gaps of the sequence if they were not sent
+or not read in time, by cause if they could not be written. The messages of one second are written together.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 MessageCause: TypeAlias = Literal["frames", "too_long", "malformed", "version", "disk"]
 """Why a message is not kept.
 
-`frames`: not three, or the second is no number of eight bytes. `too_long`: longer than any record. `malformed`: no record.
-`version`: of another version than the one that is read. `disk`: it is full, slow or cannot be written.
+`frames`: not three, or the second is not a number of eight bytes. `too_long`: longer than any record.
+`malformed`: not a record. `version`: another version than the supported one. `disk`: the disk is full, slow
+or cannot be written.
 """
 
 _FRAMES, _SEQUENCE_BYTES = 3, 8
@@ -37,14 +38,14 @@ MESSAGE_BYTES = 4 << 10
 _FRAME_BYTES = 4 * MESSAGE_BYTES
 """Longest frame that ZMQ reads: a connection with a longer one is closed, and made again."""
 _QUEUED_MESSAGES = 4096
-"""That ZMQ holds of one publisher, at most, before it drops them."""
+"""Messages of one publisher that ZMQ queues before it drops any."""
 _QUEUED_LINES = 16_384
-"""That wait for the disk, at most: above them no message is read."""
+"""Lines that may wait for the disk: above this, no message is read."""
 _WRITE_S = 1.0
 _RECONNECT_S = 0.1
 _CUT = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _MOST_LOST = 1 << 32
-"""A sequence that jumps further is another one."""
+"""Largest jump of a sequence that counts as lost messages; a larger one is another sequence."""
 
 
 class Line(NamedTuple):
@@ -60,15 +61,15 @@ class ReadRecord(Protocol):
     def __call__(
         self, message: bytes, received_at_ns: int
     ) -> tuple[bytes, float] | Literal["malformed", "version"]:
-        """Return the line and the time of the step in seconds, or why there is none."""
+        """Return the line and the time of the step in seconds, or why there is no line."""
 
 
 class Publisher:
-    """One endpoint: what came of it, and what was not kept.
+    """One endpoint: its records on disk, and the messages that were not kept.
 
     Attributes:
         records: Records on disk.
-        lost_messages: Numbers of the sequence that never came.
+        lost_messages: Numbers missing from the sequence.
         refused: Messages that are not kept, by cause.
     """
 
@@ -90,7 +91,7 @@ class Publisher:
 
 
 class StepRecorder:
-    """Reads from publishers, and hands what they send to the disk."""
+    """Reads the messages of publishers and hands them to the intake, which writes them."""
 
     def __init__(self, endpoints: Sequence[str], read_record: ReadRecord, intake: Intake) -> None:
         self.publishers = [Publisher(endpoint) for endpoint in dict.fromkeys(endpoints)]
@@ -121,7 +122,7 @@ class StepRecorder:
         self._writing = asyncio.create_task(self._write_now_and_then())
 
     async def stop(self) -> None:
-        """Read no more, and return when what was read is on disk; the intake must still run."""
+        """Stop reading, and return once everything read is on disk; the intake must still run."""
         for task in self._reading:
             task.cancel()
         for task in self._reading:
@@ -148,7 +149,7 @@ class StepRecorder:
     async def _read_connection(
         self, publisher: Publisher, socket: zmq.asyncio.Socket, cut: zmq.asyncio.Socket
     ) -> None:
-        """Read until the connection has ended and what it brought is taken."""
+        """Read until the connection has ended and all its messages are taken."""
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(cut, zmq.POLLIN)
@@ -175,11 +176,11 @@ class StepRecorder:
         if sum(map(len, frames)) > MESSAGE_BYTES:
             self._refuse(publisher, "too_long")
             return
-        found = self._read_record(frames[2], received_at_ns)
-        if isinstance(found, str):
-            self._refuse(publisher, found)
+        record = self._read_record(frames[2], received_at_ns)
+        if isinstance(record, str):
+            self._refuse(publisher, record)
         else:
-            self._lines.append((publisher, Line(*found)))
+            self._lines.append((publisher, Line(*record)))
 
     def _refuse(self, publisher: Publisher, cause: MessageCause, messages: int = 1) -> None:
         if cause not in publisher.refused:

@@ -1,8 +1,8 @@
 """OTLP/gRPC: the trace service of opentelemetry-proto, on grpcio.
 
-Two settings let the receiver bound the memory of the library. The method is registered as one that takes a stream, which is
-the same on the wire but hands over a request before its message is read. And the library does not decompress: its limit
-would count compressed bytes alone.
+Two settings let the receiver bound the memory of the library. The method is registered as one that takes a
+stream, which is the same on the wire but hands over a request before its message is read. And the library
+does not decompress: its limit would count compressed bytes alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class GrpcServer:
                 # Between the two limits the library refuses at random: they are the same.
                 ("grpc.absolute_max_metadata_size", limits.header_bytes),
                 ("grpc.max_concurrent_streams", _STREAMS),
-                # What comes of a message before it is read. The library would take megabytes of each, from every connection.
+                # Bytes of a message that the library takes before it is read; its default is megabytes from
+                # every connection.
                 ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_AND_GZIP),
@@ -157,7 +158,7 @@ async def _message(context: _Context) -> bytes:
 
 
 async def _refuse_for_now(context: _Context, error: BusyError) -> NoReturn:
-    """Refuse such that senders try again: OTLP has them do so after UNAVAILABLE, and after the delay where one is stated."""
+    """Refuse such that senders retry: in OTLP they do so after UNAVAILABLE, and after the delay if given."""
     retry = RetryInfo()
     retry.retry_delay.seconds = error.retry_s
     status = Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message=error.line())

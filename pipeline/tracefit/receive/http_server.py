@@ -1,6 +1,6 @@
-"""OTLP/HTTP: POST /v1/traces, protobuf and JSON, plain and gzip. h11 knows HTTP/1.1, asyncio the sockets.
+"""OTLP/HTTP: POST /v1/traces, protobuf and JSON, plain and gzip. h11 parses HTTP/1.1, asyncio serves the sockets.
 
-Every wait for a sender has a time limit, and what it may send before its token is checked has a size limit.
+Every wait for a sender has a time limit, and the bytes before its token is checked have a size limit.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _Connection:
         self._is_closing = False
 
     def close_when_idle(self) -> None:
-        """Answer the request in progress, if there is one, and close."""
+        """Answer the request in progress, if any, and close."""
         self._is_closing = True
         if self._is_idle:
             self._writer.close()
@@ -194,7 +194,7 @@ class _Connection:
         return self._http.states == {h11.CLIENT: h11.DONE, h11.SERVER: h11.DONE} and not self._is_closing
 
     async def _page(self, request: h11.Request, headers: dict[str, bytes]) -> tuple[int, str, bytes] | None:
-        """Return status, type and content of a page that is read by other programs than senders; null for other requests."""
+        """Return status, type and content of a page for programs that are not senders; null for other requests."""
         path = request.target.partition(b"?")[0]
         if request.method != b"GET" or path not in (b"/healthz", b"/metrics"):
             return None
@@ -215,7 +215,7 @@ class _Connection:
     async def _take(
         self, request: h11.Request, headers: dict[str, bytes], encoding: BodyEncoding | None
     ) -> None:
-        # h11 has a limit for headers it waits for, none for those that came at once.
+        # h11 limits the headers it waits for, but not those that came at once.
         if sum(len(name) + len(value) for name, value in headers.items()) > self._intake.limits.header_bytes:
             raise _RefusalError(431, "headers too long")
         path = request.target.partition(b"?")[0].decode("latin-1")
@@ -248,7 +248,7 @@ class _Connection:
         while isinstance(event := await self._event(), h11.Data):
             chunks.append(bytes(event.data))
             size += len(event.data)
-            # Counted as it comes: a chunked body states no length, and a stated one may be wrong.
+            # Counted on arrival: a chunked body states no length, and a stated length may be wrong.
             if size > self._intake.limits.message_bytes:
                 raise self._too_long()
         if not isinstance(event, h11.EndOfMessage):

@@ -1,8 +1,9 @@
 """From a request to its acknowledgement, for both protocols: admission, decoding, and one disk write for many requests.
 
-A request waits for one of a few places before any of it is read, so that memory is bounded by what those hold and by
-what waits for its turn or for the disk. Decoding takes turns of some milliseconds, so that no request holds up the others. While one group of requests is written and synced, the next one gathers: a lone sender waits for
-one sync, sixty-four of them share it.
+A request waits for one of a few reader slots before any of it is read. So memory is bounded by the requests
+in these slots and those that wait for their turn or for the disk. Decoding takes turns of some milliseconds,
+so that no request holds up the others. While one group of requests is written and synced, the next one
+gathers: a lone sender waits for one sync, sixty-four of them share it.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ BodyEncoding = Literal["protobuf", "json"]
 TRACES_ALONE = "tracefit receives traces alone; set OTEL_METRICS_EXPORTER=none and OTEL_LOGS_EXPORTER=none"
 TOKEN_NEEDED = "a token is needed, as `authorization: Bearer …`"  # noqa: S105 - a message
 
-# A place is free again in a moment; a disk that is full or slow takes longer.
+# A reader slot is free again in a moment; a disk that is full or slow takes longer.
 RETRY_BUSY_S, RETRY_DISK_S = 1, 5
 _GZIP_MAGIC = b"\x1f\x8b"
 _SHORT_BYTES: dict[BodyEncoding, int] = {"protobuf": 1 << 20, "json": 128 << 10}
-"""Length of requests, decompressed, that are decoded at the same time as others; a batch of the SDK has half as much."""
+"""Decompressed length up to which requests are decoded at the same time as others; a batch of the SDK has
+half as much."""
 
 
 class BusyError(DataError):
@@ -55,20 +57,20 @@ class _Pending(NamedTuple):
     done: asyncio.Future[None]
 
 
-class _Places:
-    """Places of which a request holds one; a limited number waits for one, for a limited time."""
+class _Slots:
+    """Slots for readers, one per request; a limited number of requests waits for one, for a limited time."""
 
-    def __init__(self, places: int, limits: IntakeLimits) -> None:
-        self._free = asyncio.Semaphore(places)
+    def __init__(self, slots: int, limits: IntakeLimits) -> None:
+        self._free = asyncio.Semaphore(slots)
         self._limits = limits
         self._waiting = 0
 
     @contextlib.asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
-        """Hold one of the places.
+        """Occupy one of the slots.
 
         Raises:
-            BusyError: Too many wait, or none is free in time.
+            BusyError: Too many wait, or no slot is free in time.
         """
         if self._waiting >= self._limits.queued_requests:
             raise BusyError("too many requests at once", RETRY_BUSY_S)
@@ -98,8 +100,8 @@ class Intake:
         self.open_requests = 0
         self._store = store
         self._privacy = privacy
-        self._places = _Places(limits.readers, limits)
-        self._long = _Places(1, limits)
+        self._slots = _Slots(limits.readers, limits)
+        self._long = _Slots(1, limits)
         self._senders: set[Sender] = set()
         self._pending: list[_Pending] = []
         self._pending_bytes = 0
@@ -111,7 +113,7 @@ class Intake:
     def is_ready(self) -> bool:
         """Whether requests are taken: the disk has taken something since it last failed, or it failed a while ago.
 
-        A receiver that nobody sends to, because it was not ready, is ready again after that while.
+        So a receiver that senders avoid because it was not ready becomes ready again.
         """
         return not self._is_closing and (self._disk_works or not self.observed.refusals.is_lasting("disk"))
 
@@ -121,7 +123,7 @@ class Intake:
         return self._store.written_bytes
 
     async def free_bytes(self) -> int | None:
-        """Return how much is free on the disk, which may take long to say."""
+        """Return the free bytes of the disk, which may take long to answer."""
         return await asyncio.to_thread(self._store.free_bytes)
 
     async def take(
@@ -135,12 +137,12 @@ class Intake:
 
         Args:
             read: Reads the body, of at most `limits.message_bytes`.
-            encoding: What the body is.
-            is_gzip: Whether it is compressed; found out from its first bytes if None.
+            encoding: Encoding of the body.
+            is_gzip: Whether it is compressed; detected from its first bytes if None.
 
         Raises:
-            RequestError: It is no request of traces; sending it again is of no use.
-            BusyError: There is no room for it now.
+            RequestError: The body is not a request of traces; sending it again would not help.
+            BusyError: There is no room for the request now.
         """
         self.open_requests += 1
         refusal: DataError | None = None
@@ -154,7 +156,7 @@ class Intake:
         finally:
             self.open_requests -= 1
         if refusal is not None:
-            # Its traceback would hold the request, for as long as the sender takes to read the answer.
+            # Its traceback would keep the request in memory for as long as the sender takes to read the answer.
             refusal.__context__ = None
             raise refusal.with_traceback(None)
         for sender, _, count in received:
@@ -167,8 +169,8 @@ class Intake:
         self, read: Callable[[], Awaitable[bytes]], encoding: BodyEncoding, *, is_gzip: bool | None
     ) -> list[SenderSpans]:
         """Read a request and decode it: a short one in turns with all others, long ones one after another."""
-        async with self._places.one():
-            # Before anything is read, and after those that came before: what is refused has cost no memory.
+        async with self._slots.one():
+            # Before anything is read, and after earlier requests: a refused request has cost no memory.
             if self._pending_bytes > self.limits.pending_bytes:
                 raise BusyError("the disk does not keep up", RETRY_DISK_S, "disk")
             async with asyncio.timeout(self.limits.read_s):
@@ -178,7 +180,7 @@ class Intake:
             size_bytes = stated_bytes(body) if is_gzip else len(body)
             if size_bytes <= _SHORT_BYTES[encoding]:
                 return await _in_turns(self._decode(body, encoding, is_gzip=is_gzip))
-        # A long one waits as it came, without a place that others could read in, and not beside many others.
+        # A long one waits undecoded, without occupying a slot, and only beside a few others.
         if self._pending_bytes > self.limits.pending_bytes // 4:
             raise BusyError("too many long requests at once", RETRY_BUSY_S)
         waiting_bytes = len(body)
@@ -205,7 +207,7 @@ class Intake:
         return received
 
     async def write(self, received: list[SenderSpans]) -> None:
-        """Return once all of it is on disk.
+        """Return once all of the spans are on disk.
 
         Raises:
             BusyError: It cannot be written now.
@@ -220,7 +222,7 @@ class Intake:
         await done
 
     async def run(self) -> None:
-        """Write what comes, group by group, until `close` and everything is written."""
+        """Write pending spans, group by group, until `close` is called and everything is written."""
         loop = asyncio.get_running_loop()
         # fsync blocks, which the event loop must not; one thread keeps the order of records in a file.
         with ThreadPoolExecutor(1, thread_name_prefix="disk") as disk:
@@ -231,7 +233,7 @@ class Intake:
             await loop.run_in_executor(disk, self._store.close)
 
     async def _write(self, disk: ThreadPoolExecutor) -> None:
-        """Write what waits; nothing of it is held any more when the next group gathers."""
+        """Write the pending group, and drop it before the next one gathers."""
         group, self._pending = self._pending, []
         received = [spans for pending in group for spans in pending.received]
         failed = await asyncio.get_running_loop().run_in_executor(disk, self._store.commit, received)
@@ -247,7 +249,7 @@ class Intake:
 
 
 async def _in_turns(work: InSlices[_T]) -> _T:
-    """Do some work, with a turn for everything else that goes on wherever it yields."""
+    """Do some work, and let other tasks run wherever it yields."""
     while True:
         try:
             next(work)

@@ -1,4 +1,4 @@
-"""What Prometheus reads: counts of the receiver, latencies of the servers that send, and errors of predicted step times."""
+"""The page for Prometheus: counts of the receiver, latencies of the sending servers, errors of predicted step times."""
 
 from __future__ import annotations
 

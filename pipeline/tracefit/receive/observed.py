@@ -1,6 +1,6 @@
 """Counts of incoming spans, warnings about what they lack, and the live view of both on the terminal.
 
-These are first impressions of the last minutes, in time to start the server with other flags. What is published comes from
+They cover the last minutes, early enough to restart the server with other flags. Published numbers come from
 the tables.
 """
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 _RECENT = 1000
-"""Times that medians are taken of."""
+"""Number of last times that a median is taken of."""
 
 _OPEN_REQUESTS = 10_000
-"""Requests of which one of both spans has come, remembered until the other does: with sampling some never do."""
+"""Requests with one of their two spans received. Sampling may drop the other, so the table is bounded."""
 
 _REFRESH_S = 0.5
 _WINDOW_S = 10.0
@@ -43,7 +43,7 @@ _ENOUGH_REQUESTS = 50
 """Finished requests after which a kind of span that has not come is missing: a request takes many steps."""
 
 _MAX_NUMBER_BYTES = 256
-"""Length of an attribute that can be a number; of a longer one, whose value may be a list of millions, no objects are made."""
+"""Longest attribute that can be a number. Longer ones, which may be lists of millions, are not parsed."""
 
 _SPELLED = {spelled: e.event for e in dialects.JOURNEY_EVENTS for spelled in e.spellings}
 _STEP_SCOPES = {s.scope for s in dialects.SPELLINGS if s.event == dialects.STEP_EVENT}
@@ -53,7 +53,7 @@ _LATENCIES = {
     for s in dialects.REQUEST_RULES
     if s.column in ("ttft_us", "queue_wait_us") and s.attribute
 }
-"""Attributes that hold a TTFT or a queue wait: which of the two, and what makes seconds of their values."""
+"""Attributes that hold a TTFT or a queue wait: which of the two, and the factor that converts them to seconds."""
 
 LATENCY_BOUNDS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -86,7 +86,7 @@ class ClassCounts:
 
 
 class ObservedStep(NamedTuple):
-    """A step whose next one was traced too: its batch as its summary has it, and its cycle time."""
+    """A step whose successor was traced too: the batch of its summary, and its cycle time."""
 
     num_prefill_reqs: int
     num_decode_reqs: int
@@ -101,8 +101,9 @@ class StepErrors:
     """Measured step times beside those that a model predicts.
 
     Attributes:
-        published: The model's median error on held-out steps, |predicted - measured| / measured; null where it has none.
-        errors: The same of the steps that came in.
+        published: The model's median error on held-out steps, |predicted - measured| / measured; null if it
+            has no such error.
+        errors: The same error of the steps received so far.
         measured_s: Sum of their measured times.
         predicted_s: Sum of their predicted times.
     """
@@ -113,7 +114,7 @@ class StepErrors:
     predicted_s: float = 0.0
 
     def add(self, steps: Iterable[ObservedStep], predicted_us: Iterable[float | None]) -> None:
-        """Count steps and what was predicted of each; one without a prediction does not count."""
+        """Count steps and their predictions; a step without a prediction does not count."""
         for step, predicted in zip(steps, predicted_us, strict=True):
             if predicted is not None and step.cycle_us > 0:
                 self.errors.add(abs(predicted - step.cycle_us) / step.cycle_us)
@@ -197,8 +198,8 @@ class Observed:
                 latency.add(attribute.value.double_value * factor)
 
     def _match(self, trace_id: bytes, what: Literal["arrival", "first token"], unix_ns: int) -> None:
-        """Bring arrival and first token together: two processes export them, in any order."""
-        # A second span of the same kind (n > 1) takes the place of the first.
+        """Match arrival and first token, which two processes export in any order."""
+        # A second span of the same kind (n > 1) replaces the first.
         known, other_ns = self._open_requests.pop(trace_id, (what, 0))
         if known != what:
             self.ttft_s.add(abs(unix_ns - other_ns) / 1e9)
@@ -216,7 +217,8 @@ class Observed:
         for event in steps[-_RECENT:]:
             attributes = _numeric(event.attributes)
             numbers = {_STEP_COLUMNS.get(a.key): a.value.int_value for a in attributes}
-            # Start to start while requests run or wait, as in the timeline; an idle engine waits for requests, not for a step.
+            # Start to start while requests run or wait, as in the timeline; an idle engine waits for
+            # requests, not for a step.
             is_busy = before.get("running_depth", 0) + before.get("waiting_depth", 0) > 0
             if is_busy and numbers.get("step_id", 0) == before.get("step_id", 0) + 1:
                 self._add_cycle(before, (numbers.get("ts_start_ns", 0) - before.get("ts_start_ns", 0)) / 1e3)
@@ -253,7 +255,7 @@ class Observed:
         return ((self.spans - spans) / seconds, (self.steps - steps) / seconds) if seconds else (0.0, 0.0)
 
     def new_warnings(self) -> list[str]:
-        """Return what the traces lack, each once: the server can still be started with the right flags."""
+        """Return a warning for each kind of data that the traces lack, each once: the server can still be restarted."""
         fresh = [(kind, text) for kind, text in self._missing() if kind not in self._warned]
         self._warned |= {kind for kind, _ in fresh}
         return [text for _, text in fresh]
@@ -286,7 +288,7 @@ def _numeric(encoded: Iterable[bytes]) -> list[KeyValue]:
 
 
 async def show_live(observed: Observed, console: Console | None = None) -> None:
-    """Show what comes in, on stderr, until cancelled."""
+    """Show the live view on stderr until cancelled."""
     with Live(console=console or Console(stderr=True), auto_refresh=False, transient=True) as view:
         while True:
             view.update(live_table(observed), refresh=True)
@@ -298,7 +300,7 @@ def _median(times: Collection[float], decimals: int, unit: str) -> str:
 
 
 def live_table(observed: Observed) -> Text:
-    """Return the view of this moment."""
+    """Return the current view."""
     spans_per_s, steps_per_s = observed.rates()
     errors = {}
     if observed.step_errors is not None:

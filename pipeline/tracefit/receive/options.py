@@ -1,6 +1,6 @@
 """Options of the receiver, its limits, and how sizes and times are written on the command line.
 
-Limits are not options of the command line: they bound what senders, who may be anyone, can make the receiver hold.
+Limits are not options of the command line: they bound the memory that any sender can make the receiver use.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class IntakeLimits:
-    """What one sender, and all of them together, can make the receiver hold in memory.
+    """Limits of the memory that one sender, and all of them together, can make the receiver use.
 
     Attributes:
         message_bytes: Longest request, as sent and decompressed.
         header_bytes: Longest headers of a request.
         readers: Requests that are read and decoded at the same time.
-        queued_requests: Requests that wait, unread, for one of these places; the next one is refused.
+        queued_requests: Requests that wait, unread, for one of these readers; the next one is refused.
         queue_s: How long one waits, at most.
         read_s: How long a sender may take to deliver a request.
-        pending_bytes: Bytes that wait for the disk, or as long requests for their turn; above them, requests are refused
-            before they are read, and above a quarter of them long ones before they are decoded.
+        pending_bytes: Bytes that wait for the disk, or of long requests for their turn; above this, requests
+            are refused before they are read, and above a quarter of them long ones before they are decoded.
         connections: Connections of a port; of more, those that have been silent longest are closed.
         connections_of_address: Likewise, of those from one address.
         accepted: Connections of a port at any moment: more are refused at once.
@@ -73,7 +73,7 @@ class IntakeLimits:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveOptions:
-    """Where the receiver listens, who may send, and what of it is kept.
+    """Where the receiver listens, who may send, and which data are kept.
 
     Attributes:
         host: Address to listen on.
@@ -146,7 +146,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class Token:
-    """The secret that senders must present; without a file they need none."""
+    """The secret that senders must present; without a file, every sender is accepted."""
 
     def __init__(self, path: Path | None) -> None:
         self._expected = None if path is None else b"Bearer " + _read_token(path)
@@ -177,7 +177,7 @@ def parse_duration(text: str, *, option: str) -> float:
     """Read `90s`, `5min` or `1h`, in seconds.
 
     Raises:
-        UsageError: It is not a time above zero.
+        UsageError: The text is not a time above zero.
     """
     seconds = _amount(text, _TIME_UNITS)
     if not seconds > 0:
@@ -186,13 +186,13 @@ def parse_duration(text: str, *, option: str) -> float:
 
 
 def _amount(text: str, units: Mapping[str, float]) -> float:
-    """Return a number times its unit; 0 where it is none."""
+    """Return a number times its unit; 0 if the text is not a number with a unit."""
     match = _AMOUNT.fullmatch(text.strip())
     return float(match[1]) * units.get(match[2].upper(), 0) if match else 0.0
 
 
 def parse_rotation(text: str) -> Rotation:
-    """Read `--rotate`: a size, a time, or both with a comma between; what is not given keeps its default.
+    """Read `--rotate`: a size, a time, or both with a comma between; a missing one keeps its default.
 
     Raises:
         UsageError: One of them is neither.

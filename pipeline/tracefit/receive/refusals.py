@@ -9,13 +9,14 @@ from typing import Literal
 Cause = Literal["busy", "connections", "disk", "malformed", "other_signal", "token"]
 """Why a request is refused.
 
-`busy`: too many at once, or not delivered in time. `connections`: too many of them. `disk`: it is full, slow or cannot be
-written. `malformed`: no request of traces, or too long. `other_signal`: sent to a path or method that takes no traces.
-`token`: none, or a wrong one.
+`busy`: too many at once, or not delivered in time. `connections`: too many of them. `disk`: the disk is full,
+slow or cannot be written. `malformed`: not a request of traces, or too long. `other_signal`: sent to a path
+or method that takes no traces.
+`token`: missing or wrong.
 """
 
 QUIET_S = 60.0
-"""A cause has ended when nothing was refused for it for this long: senders wait less before they try again."""
+"""A cause has ended if nothing was refused for it for this long; senders retry sooner."""
 
 
 class Refusals:
@@ -33,7 +34,7 @@ class Refusals:
         return self.counts.total()
 
     def add(self, cause: Cause, text: str, sender: str) -> None:
-        """Count a refused request; `text` and `sender`, its address, are reported where it is the first of its cause."""
+        """Count a refused request; `text` and `sender`, its address, are reported if it is the first of its cause."""
         if cause not in self._last:
             self._counts_before[cause] = self.counts[cause]
             self._news.append(f"requests are refused ({cause}): {text}; the first is from {sender}")

@@ -1,7 +1,7 @@
 """Check export requests, remove what users wrote, and divide the spans by sender.
 
-The rules are those of `tracefit ingest`: of vLLM's spans the attributes that tables are made of are kept (ids, counts,
-sampling parameters), of other spans only that they were there. What is not kept never reaches the disk.
+The rules are those of `tracefit ingest`: vLLM's spans keep the attributes that tables use (ids, counts, sampling
+parameters); other spans keep only their existence. Dropped data never reach the disk.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ _UNNAMED = "unknown"
 _GZIP_WINDOW = 31  # zlib's largest window, 15, and 16 for a gzip header
 
 MAX_ELEMENTS = 1 << 20
-"""Resources, scopes, spans, events and attributes of a request: one in 16 bytes of the longest; real ones have one in 22.
+"""Resources, scopes, spans, events and attributes of a request: one in 16 bytes of the longest; real ones
+have one in 22.
 
-What takes the time of several counts as several.
+An element that takes the time of several counts as several.
 """
 
 MAX_FIELDS = 1 << 16
-"""Fields of a span or an event, which are made objects together. A step span with all snapshots of 256 requests has 25,600."""
+"""Most fields of a span or an event, which are parsed together. A step span with snapshots of 256 requests
+has 25,600."""
 
 MAX_JSON_OBJECTS = 1 << 12
 """Objects of a span without its events, or of an event, in JSON; an attribute is two."""
@@ -69,7 +71,8 @@ _GUNZIP_BYTES = 1 << 20
 _RESOURCE_ELEMENTS, _SCOPE_ELEMENTS, _SPAN_ELEMENTS = 32, 8, 4
 _PIECE_BYTES = 64 << 10
 _HEADER_BYTES, _BYTES_OF_ELEMENT = 64 << 10, 8
-# Numbers of fields: of a request, a resource, a scope, a span; and of its resource in the second and its scope in the third.
+# Numbers of fields: of a request, a resource, a scope, a span; and of its resource in the second and its
+# scope in the third.
 _RESOURCE_SPANS, _SCOPE_SPANS, _SPANS, _EVENTS, _HEADER = 1, 2, 2, 11, 1
 _NO_OBJECT = msgspec.Raw(b"{}")
 
@@ -86,7 +89,7 @@ class RequestError(DataError):
 
 
 SentForm: TypeAlias = Literal["spans", "steps"]
-"""What comes: `TracesData` messages, or lines of recorded steps."""
+"""The form of the received data: `TracesData` messages, or lines of recorded steps."""
 
 
 class Sender(NamedTuple):
@@ -98,7 +101,7 @@ class Sender(NamedTuple):
 
     @property
     def is_unnamed(self) -> bool:
-        """Whether the server has no name of its own: the SDK's default is `unknown_service`, often with `:` and its program."""
+        """Whether the server has no own name: the SDK's default is `unknown_service`, often with its program."""
         return self.service == _UNNAMED or self.service.split(":")[0] == "unknown_service"
 
 
@@ -110,7 +113,7 @@ class SenderSpans(NamedTuple):
     spans: int
 
 
-# On the wire a message and its bytes are the same: what is encoded is put into a request as it is.
+# On the wire a message and its bytes are the same, so encoded spans are copied into a request unchanged.
 (_TracesData,) = trace_messages(["TracesData"], as_bytes=["scope_spans"])
 (_ScopeSpans,) = trace_messages(["ScopeSpans"])
 (_EncodedSpans,) = trace_messages(["ScopeSpans"], as_bytes=["spans"])
@@ -119,8 +122,8 @@ class SenderSpans(NamedTuple):
 class _Work:
     """Counts what a request has: resources, scopes, spans, events, attributes, and fields that OTLP does not know.
 
-    The count is kept while the request is read, before an object is made of what is counted: two bytes can be an object of
-    a hundred, and gzip makes two bytes of a few bits.
+    The count runs while the request is read, before its elements become objects: two bytes can become an object of a
+    hundred, and gzip makes two bytes of a few bits.
     """
 
     def __init__(self) -> None:
@@ -131,7 +134,7 @@ class _Work:
         """Count some more; return whether other requests should have a turn now.
 
         Raises:
-            RequestError: They are too many.
+            RequestError: The request has too many elements.
         """
         self._elements += elements
         if self._elements > MAX_ELEMENTS:
@@ -143,7 +146,7 @@ class _Work:
 
 
 class PrivacyFilter:
-    """Which attributes are kept, and whether spans of other scopes keep anything.
+    """Selects the attributes to keep, and whether spans of other scopes keep any.
 
     Args:
         keep_attributes: Keys of span attributes to keep beside those that `ingest` keeps.
@@ -155,10 +158,10 @@ class PrivacyFilter:
         self._all_spans = all_spans
 
     def by_sender(self, body: bytes, observed: Observed) -> InSlices[list[SenderSpans]]:
-        """Return what is written of a request, for each sender in it.
+        """Return the filtered spans of a request, for each sender in it.
 
         Raises:
-            RequestError: It is no export request of traces, or one of too many elements.
+            RequestError: The body is not an export request of traces, or has too many elements.
         """
         work = _Work()
         payloads: dict[Sender, list[bytes]] = {}
@@ -175,7 +178,7 @@ class PrivacyFilter:
                     counts[sender] += spans
         except (DecodeError, ValueError):
             raise RequestError("not an ExportTraceServiceRequest") from None
-        # Messages one behind another are one message to protobuf.
+        # Protobuf parses concatenated messages as one.
         return [SenderSpans(s, b"".join(payloads[s]), count) for s, count in counts.items() if count]
 
     def _resource_spans(
@@ -206,7 +209,7 @@ class PrivacyFilter:
         return SenderSpans(sender, data.SerializeToString(), spans)
 
     def _reduce(self, scope: str, spans: Any, observed: Observed, work: _Work) -> InSlices[None]:
-        """Remove what is not kept from spans of one scope."""
+        """Reduce the spans of one scope to the data that are kept."""
         is_vllm, may_be = scope in _VLLM_SCOPES, scope.startswith("vllm")
         for span in spans:
             elements = _SPAN_ELEMENTS + len(span.attributes)
@@ -247,7 +250,7 @@ def _pieces(body: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int]
     """
     position = start
     fields = 0
-    # Objects are made of a piece at once. So many bytes are 32,768 fields at most, and need not be looked at.
+    # A piece is parsed at once. This many bytes hold 32,768 fields at most, and need no check.
     if stop - start > _PIECE_BYTES:
         for number, begin, end in submessages(body, start, stop):
             fields += 1
@@ -261,7 +264,7 @@ def _pieces(body: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int]
 
 
 def _header(body: bytes, start: int, stop: int, work: _Work) -> InSlices[bytes]:
-    """Return the resource of a `ResourceSpans`, or the scope of a `ScopeSpans`: the first field of both, nearly always."""
+    """Return the resource of a `ResourceSpans`, or the scope of a `ScopeSpans`: nearly always the first field."""
     for number, begin, end in submessages(body, start, stop):
         if number == _HEADER:
             if end - begin > _HEADER_BYTES:
@@ -275,7 +278,7 @@ def _header(body: bytes, start: int, stop: int, work: _Work) -> InSlices[bytes]:
 
 
 def _require_few_fields(body: bytes, start: int, stop: int) -> None:
-    """Refuse a long span, or one with a long event, of more fields than are taken: objects are made of them all at once."""
+    """Refuse a span or an event with too many fields, because all of them are parsed at once."""
     for count, (number, begin, end) in enumerate(submessages(body, start, stop), 1):
         if count > MAX_FIELDS:
             raise RequestError(f"a span or an event of more than {MAX_FIELDS:,} fields")
@@ -291,12 +294,12 @@ class _Keys:
         self._beginnings = frozenset(KeyValue(key=key).SerializeToString() for key in keys)
 
     def keep(self, attributes: Any) -> int:
-        """Remove the attributes of other keys from a field of encoded ones, of which there are almost never any.
+        """Remove the attributes of other keys from a field of encoded ones; almost always there are no others.
 
         Returns:
             How many attributes there were.
         """
-        # The first byte is the tag of the key, the second its length. Other encodings of the same are allowed, and rare.
+        # The first byte is the tag of the key, the second its length. Other encodings are allowed, but rare.
         try:
             is_kept = [a[: a[1] + 2] in self._beginnings or self._has_key(a) for a in attributes]
         except IndexError:
@@ -308,7 +311,7 @@ class _Keys:
         return len(is_kept)
 
     def _has_key(self, attribute: bytes) -> bool:
-        # To this class the value is an unknown field, of which no objects are made.
+        # In this class the value is an unknown field, so it is not parsed into objects.
         return StringValue.FromString(attribute).value in self._keys
 
 
@@ -328,14 +331,14 @@ _MAX_CACHED_BYTES = 4096
 
 
 def _cached(function: Callable[[bytes], _T]) -> Callable[[bytes], _T]:
-    """Remember the results for the last short arguments: long ones are memory that a sender could ask for."""
+    """Cache the results for the last short arguments; long ones would let a sender fill the memory."""
     remembered = lru_cache(maxsize=1024)(function)
     return lambda encoded: (remembered if len(encoded) <= _MAX_CACHED_BYTES else function)(encoded)
 
 
 @_cached
 def _resource(encoded: bytes) -> tuple[Sender, bytes]:
-    """Return the sender a resource names, and the resource without what is not kept."""
+    """Return the sender that a resource names, and the resource reduced to the attributes that are kept."""
     resource = Resource.FromString(encoded)
     kept = [attribute for attribute in resource.attributes if attribute.key in _RESOURCE_KEYS]
     named = {attribute.key: attribute.value.string_value for attribute in kept}
@@ -374,10 +377,10 @@ class _JsonSpan(msgspec.Struct):
 def protobuf_of_json(body: bytes) -> InSlices[bytes]:
     """Return a request in OTLP's JSON, whose ids are hexadecimal where protobuf's own JSON has base64, as protobuf.
 
-    Resources, scopes, spans and events are parsed one by one: what stays text costs no memory.
+    Resources, scopes, spans and events are parsed one by one: unparsed text costs no extra memory.
 
     Raises:
-        RequestError: It is no export request of traces, or one of too many elements.
+        RequestError: The body is not an export request of traces, or has too many elements.
     """
     # Before anything is parsed. In strings there may be some too; attributes have one in twenty bytes.
     if max(body.count(sign) for sign in (b"{", b"[", b",")) > MAX_ELEMENTS:
@@ -408,7 +411,7 @@ def protobuf_of_json(body: bytes) -> InSlices[bytes]:
 
 
 def _span_of_json(text: msgspec.Raw, work: _Work) -> InSlices[Span]:
-    """Return a span; its events, of which it may have thousands, are parsed one by one."""
+    """Return a span; its events, perhaps thousands, are parsed one by one."""
     events = msgspec.json.decode(text, type=_JsonSpan).events or []
     if len(events) > MAX_FIELDS:
         raise RequestError(f"a span of more than {MAX_FIELDS:,} events")
@@ -436,7 +439,7 @@ def _objects(text: msgspec.Raw) -> int:
 
 
 def _document(text: msgspec.Raw, objects: int) -> Any:
-    """Return what a text says of a resource, a scope, an event, or a span; with few objects it is parsed in a moment."""
+    """Parse a resource, a scope, an event or a span, which has few objects and so takes little time."""
     if objects > MAX_JSON_OBJECTS:
         raise RequestError(f"a resource, span or event of more than {MAX_JSON_OBJECTS:,} objects")
     return json.loads(bytes(text)) or {}
@@ -448,7 +451,7 @@ def _of_json(text: msgspec.Raw, message: _MessageT) -> _MessageT:
 
 
 def stated_bytes(body: bytes) -> int:
-    """Return how long a gzip member says it is when decompressed, which `gunzip` holds it to."""
+    """Return the decompressed length that a gzip member states; `gunzip` enforces it."""
     return int.from_bytes(body[-4:], "little")
 
 
@@ -456,7 +459,7 @@ def gunzip(body: bytes, *, limit_bytes: int) -> InSlices[bytes]:
     """Decompress one gzip member.
 
     Raises:
-        RequestError: It is damaged, cut, followed by something, or longer than the limit when decompressed.
+        RequestError: The member is damaged, cut, followed by other bytes, or longer than the limit when decompressed.
     """
     size = stated_bytes(body)
     if size > limit_bytes:

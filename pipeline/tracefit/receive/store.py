@@ -1,10 +1,10 @@
-"""Trace files on disk: a folder per sender, rotated files of length-prefixed zstd, and no acknowledgement before the disk.
+"""Trace files on disk: a folder per sender, rotated files of length-prefixed zstd; all on disk when acknowledged.
 
 `OUT/<service.name>/exp-config.yaml` makes a run of everything below it; its files lie in a folder for each
-service.instance.id, because the API process and the engine core of one server are two instances with newer SDKs, and
-belong to one run. A record is four bytes of length, big-endian, and one zstd frame with a `TracesData`; files are made
-anew, never opened again, so that what a crash cut short is the end of a file and nothing is written behind it. Lines of recorded
-steps are zstd frames one after another, without lengths.
+service.instance.id, because the API process and the engine core of one server are two instances with newer
+SDKs, and belong to one run. A record is four bytes of length, big-endian, and one zstd frame with a
+`TracesData`; a file is never reopened, so that a record cut by a crash is the last of its file. Lines of
+recorded steps are zstd frames one after another, without lengths.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _LIKE_OURS = re.compile(r".*(-[0-9a-f]{8}|\.(json|yaml))")
 _ZSTD_LEVEL = 3  # the library's default
 
 _NAMES: dict[SentForm, tuple[str, str]] = {"spans": ("traces", ".binpb"), "steps": ("fpm", ".jsonl.zst")}
-"""What the names of files begin and end with."""
+"""Prefix and suffix of the names of files."""
 
 
 def folder_name(text: str) -> str:
     """Return the name of the folder for a service or an instance: as it is, or cleaned, with a hash of what it was.
 
-    Names come from the network: none leads out of the folder, hides in it or is that of a file, and two different ones
-    do not share a folder.
+    Names come from the network: no folder lies outside the root, is hidden or has the name of a file, and two different
+    names do not share a folder.
     """
     if _PLAIN_NAME.fullmatch(text) and not text.endswith(".") and not _LIKE_OURS.fullmatch(text):
         return text
@@ -69,7 +69,7 @@ def require_writable(root: Path) -> None:
     """Make a file in a folder, and remove it.
 
     Raises:
-        OSError: It cannot be made; permissions alone would not tell, of a disk that is mounted read-only.
+        OSError: The file cannot be made; permissions alone do not show a disk that is mounted read-only.
     """
     with tempfile.TemporaryFile(dir=root):
         pass
@@ -121,7 +121,7 @@ class TraceStore:
         return failed
 
     def free_bytes(self) -> int | None:
-        """Return how much is free on the disk; null where the folder is gone."""
+        """Return the free bytes of the disk; null if the folder is gone."""
         with contextlib.suppress(OSError):
             return shutil.disk_usage(self.root).free
         return None
@@ -152,7 +152,7 @@ class TraceStore:
         return True
 
     def _abandon(self, sender: Sender, file: _OpenFile) -> None:
-        """Cut off what was not acknowledged, and write no more to the file: after an error its state is unknown."""
+        """Truncate the file to its acknowledged records and close it: after an error its state is unknown."""
         del self._open[sender]
         with contextlib.suppress(OSError):
             os.ftruncate(file.descriptor, file.durable_bytes)
@@ -179,7 +179,7 @@ class TraceStore:
         return self._open[sender]
 
     def _folder_of(self, sender: Sender) -> Path:
-        """Return the folder of a sender, made with its configuration where it is not there (any more)."""
+        """Return the folder of a sender; make it with its configuration if it is missing."""
         run = self.root / folder_name(sender.service)
         folder = run / folder_name(sender.instance) if sender.instance else run
         _make_folder(folder, self.root)
@@ -209,7 +209,7 @@ def _encoded(payloads: Iterable[bytes], form: SentForm) -> bytes:
 
 
 def _framed(payloads: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield records of joined messages; protobuf reads messages one behind another as one."""
+    """Yield records of joined messages; protobuf parses concatenated messages as one."""
     left = deque(payloads)
     while left:
         record = bytearray(left.popleft())

@@ -9,8 +9,8 @@
 | experiments of inference-sim: `requests.json` and `measured.json` | JSON, a document and a list | February 2026 | first and last |
 
 Where every token has its time and the client is the only one, the steps of the engine are seen: outputs of a step come together,
-and steps apart (`tables.stages`). A prompt is taken to be computed by the step of its first token. Of the first and the last
-tokens alone the steps are counted, as of the spans of an unmodified server (`timeline.request_steps`).
+and steps apart (`tables.stages`). A prompt is assumed to be computed by the step of its first token. If only the first and
+the last token have times, steps are counted, as for the spans of an unmodified server (`timeline.request_steps`).
 """
 
 from __future__ import annotations
@@ -422,7 +422,7 @@ def requests_seen(requests: pl.DataFrame) -> pl.DataFrame:
 def steps_seen(requests: pl.DataFrame) -> pl.DataFrame:
     """Return the steps that the tokens of a client's requests (`REQUESTS`) show, columns as `RECORDED_STEPS` but `file`.
 
-    There are none where a request lacks the time of a token. Where requests skip steps, or have two tokens in one, as those of
+    The result is empty if a request lacks the time of a token. Where requests skip steps, or have two tokens in one, as those of
     several engines do, their times stay unknown.
     """
     good = requests.filter(~pl.col("error")).with_row_index("request")

@@ -46,7 +46,7 @@ _MESSAGE_START = re.compile(
 _MOST_PIECES = 8
 _MOST_TRIED = 1000
 _MOST_BYTES = 1 << 20
-"""Of a message; a usual one has 500 bytes."""
+"""Longest message; a usual one has 500 bytes."""
 _MOST_HEADER_BYTES = 4096
 
 
@@ -206,7 +206,7 @@ _Record = tuple[int, int | None, Any]
 
 
 class RecordedBlock(NamedTuple):
-    """What a block holds: rows as `RECORDED_STEPS` but `file`, rejects of bytes that cannot be read, and requests as spans."""
+    """The contents of a block: rows as `RECORDED_STEPS` without `file`, rejects of bytes that cannot be read, and requests as spans."""
 
     steps: pl.DataFrame
     rejects: list[Reject]

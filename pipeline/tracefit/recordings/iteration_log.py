@@ -4,8 +4,8 @@
 time: 11.91 ms, GPU KV cache usage: 0.5%`: up to 0.28 the engine process prints it, without the engine and the usage. A line ends
 its step. `(dummy)` marks a step without a batch, which data parallelism makes; counts of encoders may follow.
 
-What is around the line is up to the logging configuration, container runtimes and terminals: whatever looks like a time is its
-time, the finest first. Lines without an iteration are other output.
+The text around the line depends on the logging configuration, container runtimes and terminals: anything that looks like a
+time is its time, the finest first. Lines without an iteration are other output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MARK = b"Iteration("
 _CUT = "iteration line cut, or not as vLLM writes it"
 _LONG = "line of the log too long"
 _MOST_BYTES = 64 << 10
-"""Of a line; a usual one has 250 bytes."""
+"""Longest line; a usual one has 250 bytes."""
 
 _COUNTS = ("context requests", "context tokens", "generation requests", "generation tokens")
 _FIELDS = ("num_prefill_reqs", "prefill_tokens", "num_decode_reqs", "decode_tokens", "elapsed_ms")

@@ -21,14 +21,14 @@ Hash = int | bytes
 """Builds write block hashes as numbers of 64 bits, or as bytes (base64 in JSON)."""
 
 MAX_LOOSE_BYTES = 8 << 20
-"""A larger batch is read only if all its events are good: to hold them apart takes some 60 bytes for each, even for one
-of a single byte."""
+"""A larger batch is read only if all its events are good: separating them takes some 60 bytes each, even for one-byte
+events."""
 MAX_TRACKED_BLOCKS = 2_000_000
-"""Blocks of all caches whose age is known, at about 130 bytes each; the caches of a server have a tenth of that."""
+"""Most blocks whose age is tracked, at about 130 bytes each; the caches of a server have a tenth of that."""
 MAX_TRACKED_RANKS = 1 << 12
-"""Ranks with blocks whose age is known; hostile files name more."""
+"""Most ranks whose blocks are tracked; hostile files name more."""
 
-# The bounds of the same values in traces: sums and products of what is within them fit 64 bits.
+# The bounds of the same values in traces: within them, sums and products fit 64 bits.
 _BLOCKS = Annotated[int, msgspec.Meta(ge=0, le=schema.MOST_BLOCKS)]
 _TOKENS = Annotated[int, msgspec.Meta(ge=0, le=schema.MOST_TOKENS)]
 _STEP = Annotated[int, msgspec.Meta(ge=0, le=schema.MOST_STEP)]
@@ -44,7 +44,7 @@ _OTHER_TYPES: dict[str, Any] = {
     **dict.fromkeys(("parent_block_hash", "token_ids", "lora_id"), msgspec.Raw),
     "success": bool,
 }
-"""Types of fields that are not text. `Raw` is not looked into."""
+"""Types of fields that are not text. `Raw` is not parsed."""
 
 _EVENTS = {
     # Blocks enter a prefix cache, leave it, or all leave it.
@@ -63,7 +63,7 @@ _EVENTS = {
     # A medium drops blocks to make room.
     "CacheEviction": ("", "medium block_count eviction_reason own_step block_hashes"),
 }
-"""Event to its fields by position: the one it must have, and those that builds may leave away at the end."""
+"""Event to its fields by position: the required one, and those that builds may omit at the end."""
 
 
 def _event_type(name: str, required: str, optional: str) -> Any:
@@ -78,7 +78,7 @@ _AnyEvent: Any = Union[tuple(_event_type(name, *fields) for name, fields in _EVE
 
 
 class Batch(msgspec.Struct, array_like=True):
-    """Events that a server publishes together at `ts`, unix time in s. Each is decoded by itself, as some may be bad."""
+    """Events published together at `ts`, unix time in s. Each is decoded by itself, as some may be bad."""
 
     ts: _UNIX_S
     events: list[msgspec.Raw]
@@ -132,7 +132,7 @@ def _decode_event(raw: msgspec.Raw, encoding: MessageEncoding) -> Any:
 
 
 def _detail(error: Exception) -> str:
-    """Return the fault and its place in a batch: types and positions, never values."""
+    """Return the fault and its position in a batch: types and positions, never values."""
     return str(error) if isinstance(error, msgspec.ValidationError) else "malformed"
 
 
@@ -201,7 +201,7 @@ class BlockAges:
             self._count = 0
 
     def remove(self, rank: int | None, medium: str | None, hashes: list[Hash], ts: float) -> float | None:
-        """Drop blocks; return their mean age in us, or null if no store time is known."""
+        """Drop blocks; return their mean age in us, or null without a store time."""
         cache = self._stored.get(rank, {}).get(medium, {})
         stored = (cache.pop(hash_number(one), None) for one in hashes)
         lived = [(ts - since) * 1e6 for since in stored if since is not None]

@@ -1,8 +1,8 @@
-"""Make the `kv_events` table from recordings of vLLM's KV cache events, and the columns of other tables that follow from it.
+"""Make the `kv_events` table from recordings of vLLM's KV cache events, and columns of other tables from it.
 
-Events come without an engine and often without a step: both are found first, by request, rank and time. The facts of events
-then become columns: of requests (blocks loaded and stored), of the run (hit ratio, lifetimes) and of steps, the ones used in
-training too (transfers in flight).
+Events come without an engine and often without a step: both are determined first, by request, rank and time.
+The facts of events then become columns: of requests (blocks loaded and stored), of the run (hit ratio,
+lifetimes) and of steps, the ones used in training too (transfers in flight).
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def build_kv_events(
 ) -> tuple[pl.DataFrame, int]:
     """Return the `kv_events` table of one run, and how many events were left out as duplicates.
 
-    An event belongs to the engine of its request, else to the only engine of the run, else to no known engine.
-    Its step is the one it names, else that of its batch, else, where the steps before and after its time are both known,
-    the one that was running. The end of a transfer names the step it was initiated in: that is `initiated_step`, and the
-    step it ended in is the batch's.
+    An event belongs to the engine of its request, else to the only engine of the run, else to no engine. Its
+    step is the one it names, else that of its batch, else, if the steps before and after its time are both
+    known, the one that was running. The end of a transfer names the step it was initiated in: that is
+    `initiated_step`, and the step it ended in is the batch's.
 
     Some builds report the beginning of a transfer twice: the first event of a transfer id and step counts.
 
@@ -85,7 +85,7 @@ def _with_server(rows: pl.DataFrame, steps: pl.DataFrame, journeys: pl.DataFrame
         return rows.with_columns(server=pl.lit(servers[0] if len(servers) else None, pl.String))
     owners = core.group_by("request_id").agg(pl.col("server").first())
     owned = rows.join(owners, on="request_id", how="left", maintain_order="left")
-    # A data-parallel rank is one engine: the server of one of its events is that of all of them.
+    # A data-parallel rank is one engine: all its events have the same server.
     ranks = (
         owned.drop_nulls("server")
         .group_by("data_parallel_rank")
@@ -96,7 +96,7 @@ def _with_server(rows: pl.DataFrame, steps: pl.DataFrame, journeys: pl.DataFrame
 
 
 def _with_epoch(rows: pl.DataFrame, steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
-    """Attach the epoch that was running at each event's time; epoch 0 before the first known one."""
+    """Attach the epoch that was running at each event's time; epoch 0 before the first epoch."""
     times = pl.concat([frame.select("server", "epoch", "unix_ns") for frame in (steps, journeys)])
     begins = times.drop_nulls().group_by("server", "epoch").agg(pl.col("unix_ns").min()).sort("unix_ns")
     joined = rows.sort("unix_ns").join_asof(begins, on="unix_ns", by="server", check_sortedness=False)
@@ -126,8 +126,8 @@ def _with_step(rows: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
 def transfers(events: pl.DataFrame) -> pl.DataFrame:
     """Return one row per transfer with a recorded beginning, and its end if known.
 
-    Columns are those of the event that it begins with, `step_id` and `unix_ns` as `initiated_step` and `initiated_ns`, and
-    completed_step, completed_ns (wall clock; null: no end was recorded) and success.
+    Columns are those of the event that it begins with, `step_id` and `unix_ns` as `initiated_step` and
+    `initiated_ns`, and completed_step, completed_ns (wall clock; null: no end was recorded) and success.
     """
     key = [*ENGINE, "data_parallel_rank", "event", "transfer_id"]
     # Ids may come again after a restart that left no trace: the n-th end belongs to the n-th beginning.
@@ -157,7 +157,7 @@ def kv_tables(
     """Return the tables of one run with its recordings added: kv_events, requests, runs and rejects.
 
     `tables` has the steps, journey_events, requests, runs and rejects of its traces. `block_size` is the tokens of a
-    block, where the events do not have it.
+    block, if the events do not have it.
     """
     journeys = tables["journey_events"]
     events, duplicates = build_kv_events(read.rows, tables["steps"], journeys, run_id=run_id)
@@ -178,11 +178,11 @@ def kv_tables(
 def with_kv_requests(
     requests: pl.DataFrame, events: pl.DataFrame, journeys: pl.DataFrame, *, block_size: int | None = None
 ) -> pl.DataFrame:
-    """Fill `kv_blocks_offloaded`, `kv_blocks_loaded` and, where snapshots lack it, `cached_prompt_tokens`.
+    """Fill `kv_blocks_offloaded`, `kv_blocks_loaded` and, if snapshots lack it, `cached_prompt_tokens`.
 
     After a preemption the blocks of a request start over: blocks offloaded before it do not count. Prompt tokens
     loaded from another medium before the first token are prefix hits; hits in the engine's own cache leave no event, so
-    that they are a lower bound. `block_size` is the tokens of a block, where the events do not have it.
+    they are a lower bound. `block_size` is the tokens of a block, if the events do not have it.
     """
     key = [*ENGINE, "core_request_id"]
     preempted = (
@@ -207,7 +207,7 @@ def with_kv_requests(
         )
     )
     loaded = pl.col("_first_load") * pl.coalesce("_block_size", pl.lit(block_size, pl.Int64))
-    # `min_horizontal` passes over nulls: without a block size nothing is known of the hits.
+    # `min_horizontal` skips nulls: without a block size the hits are unknown.
     hits = pl.when(loaded.is_not_null()).then(pl.min_horizontal(loaded, "prompt_tokens"))
     return (
         requests.drop("kv_blocks_offloaded", "kv_blocks_loaded")
@@ -223,8 +223,8 @@ def with_kv_counts(
 ) -> pl.DataFrame:
     """Fill the columns of the `runs` table that come from KV-cache events.
 
-    Full blocks that a server's requests have and that were never stored were found in the cache. Blocks of a preempted
-    request are stored again, so that the prefix hit ratio is a lower bound where there are preemptions. `duplicates` are
+    Full blocks of a server's requests that were never stored were hits in the cache. Blocks of a preempted request are
+    stored again, so the prefix hit ratio is a lower bound with preemptions. `duplicates` are
     events that were left out, `rejects` batches and events that could not be read: they add to those of the run.
     """
     removed = pl.col("block_count").filter(pl.col("lifetime_us").is_not_null()).sum()
@@ -255,7 +255,7 @@ def with_kv_counts(
     rows = runs.drop(new, strict=False).join(sums, on="server", how="left")
     rows = rows.join(moved, on="server", how="left").join(needs, on="server", how="left")
     ratio = (pl.col("_needed") - pl.col("_stored")) / pl.col("_prompt")
-    # The blocks of requests without a journey are not known.
+    # The blocks of requests without a journey are unknown.
     is_known = (pl.col("_prompt") > 0) & (pl.col("journey_sampling") >= COMPLETE_SHARE)
     has_events = pl.col("kv_events").is_not_null()
     return schema.RUNS.conform(
@@ -275,19 +275,20 @@ def with_kv_cache(
     block_size: int | None = None,
     kv_bytes_per_token: float | None = None,
 ) -> pl.DataFrame:
-    """Add `KV_COLUMNS` but the prefix hit ratio; null throughout for an engine without KV-cache events.
+    """Add `KV_COLUMNS` except the prefix hit ratio; all null for an engine without KV-cache events.
 
-    `kv_blocks_stored` and `kv_blocks_evicted` are those of the engine's own cache, `kv_blocks_transferred` those of the
-    transfers that begin with the step, `kv_blocks_offloaded` and `kv_blocks_loaded` those that the scheduler commits to
-    store to and load from other media, `kv_offload_evicted` those that these evict. A transfer is in flight from the step
-    that initiates it to the one before its end is recorded; one without a recorded end stays in flight. Pressure
-    is blocks in flight / KV blocks of the engine. The lifetime is the mean over the events that remove blocks in the step.
+    `kv_blocks_stored` and `kv_blocks_evicted` are those of the engine's own cache, `kv_blocks_transferred`
+    those of the transfers that begin with the step, `kv_blocks_offloaded` and `kv_blocks_loaded` those that
+    the scheduler commits to store to and load from other media, `kv_offload_evicted` those that these evict.
+    A transfer is in flight from the step that initiates it to the one before its end is recorded; one without
+    a recorded end stays in flight. Pressure is blocks in flight / KV blocks of the engine. The lifetime is
+    the mean over the events that remove blocks in the step.
 
     Args:
         timeline: The `timeline` table.
         events: The `kv_events` table of the same runs.
-        block_size: Tokens of a block, where the events do not have it.
-        kv_bytes_per_token: Bytes of a token's keys and values over all layers and ranks; None where not known.
+        block_size: Tokens of a block, if the events do not have it.
+        kv_bytes_per_token: Bytes of a token's keys and values over all layers and ranks; None if unknown.
     """
     sums = (
         events.drop_nulls("step_id")
@@ -329,7 +330,7 @@ def _blocks(event: str, where: pl.Expr | None = None) -> pl.Expr:
 
 
 def _block_sizes(events: pl.DataFrame) -> pl.DataFrame:
-    """Return the engines that have events, each with its `_block_size` in tokens, null where no event has it."""
+    """Return the engines that have events, each with its `_block_size` in tokens, null if no event has it."""
     return events.group_by(ENGINE).agg(_block_size=pl.col("block_size").max())
 
 
@@ -343,7 +344,7 @@ def _in_flight(timeline: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
         *ENGINE,
         pl.lit(-1).alias("transfers"),
         blocks=-pl.col("block_count"),
-        # One that was complete within its own step was in flight in it all the same.
+        # A transfer that completed within its own step was still in flight in it.
         step_id=pl.max_horizontal("completed_step", pl.col("initiated_step") + 1),
     )
     changes = pl.concat([begins, ends]).group_by(_STEP).agg(pl.sum("transfers", "blocks")).sort("step_id")

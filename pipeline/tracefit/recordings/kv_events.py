@@ -1,7 +1,7 @@
 """Read files of KV-cache events, JSON lines or consecutive msgpack messages, into batches with their offsets.
 
 vLLM publishes events on a socket and whoever records them chooses the file: with lengths between messages or without,
-compressed or not, cut anywhere. The shape is found from the content, and what is damaged costs only itself.
+compressed or not, cut anywhere. The shape is detected from the content, and damage costs only the damaged batches.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from tracefit.inputs.rejects import Encoding
 
 MAX_BATCH_BYTES = 32 << 20
-"""A longer line or message is not held; decoded, a hostile one takes ten times as much."""
+"""A longer line or message is rejected; a hostile one takes ten times its size once decoded."""
 
 _LINE_END = re.compile(rb"\n+")
 _BATCH_IN_LINE = re.compile(rb"\[\s*\d{9,10}(?:\.\d*)?\s*,\s*\[")
-"""What a batch begins with, its unix time and its events; no event has such a thing in it."""
+"""The beginning of a batch, its unix time and its events; no event contains such a sequence."""
 
 _MESSAGE_START = re.compile(rb"(?=[\x92-\x9f]\xcb\x41[\xd0-\xdf])")
 """An array whose first element is a float64 from 2**30 to 2**31: a batch with its unix time, from 2004 to 2038."""
@@ -124,7 +124,7 @@ def read_recording(
     Args:
         file: The recording.
         bounds: Bounds on compressed content.
-        max_batch_bytes: Bytes of the longest line or message that is held.
+        max_batch_bytes: Bytes of the longest line or message that is read.
 
     Raises:
         UsageError: The file cannot be opened, or not be read to its end.
@@ -206,16 +206,16 @@ def _read_lines(name: str, chunks: Iterable[bytes], offset: int, most_bytes: int
         if not isinstance(batch, str):
             yield RecordedBatch(start, "json", batch)
             continue
-        # Where lines are glued, each begins like a batch.
+        # Each of several glued lines begins like a batch.
         starts = (match.start() for match in _BATCH_IN_LINE.finditer(line, 1))
         for begin, end in pairwise(chain([0], starts, [len(line)])):
             part = line[begin:end]
-            found = decode_batch(part, "json") if len(part) < len(line) else batch
-            if isinstance(found, str):
-                reason = found if end == len(line) else "record cut: another begins inside"
+            decoded = decode_batch(part, "json") if len(part) < len(line) else batch
+            if isinstance(decoded, str):
+                reason = decoded if end == len(line) else "record cut: another begins inside"
                 yield Reject(name, start + begin, len(part), reason, excerpt(part, "json"))
             else:
-                yield RecordedBatch(start + begin, "json", found)
+                yield RecordedBatch(start + begin, "json", decoded)
     return offset + size
 
 
@@ -229,7 +229,7 @@ def _read_messages(name: str, chunks: Iterable[bytes], offset: int, most_bytes: 
     for offset, size, content in _cut(chunks, offset, _MESSAGE_START, most_bytes):  # noqa: B020, PLR1704
         begin, end = offset - len(held), offset + size
         length, batch = _decode_message(held + content)
-        # Some block hashes look like a beginning. A message over one has nothing but good events if it is whole.
+        # Some block hashes look like a beginning. If a message that contains one is whole, all its events are good.
         if held and not isinstance(batch, WholeBatch):
             yield reject(begin, len(held), "record cut")
             begin = offset
@@ -253,7 +253,7 @@ def _read_messages(name: str, chunks: Iterable[bytes], offset: int, most_bytes: 
 
 
 def _decode_message(content: bytes) -> tuple[int, Batch | str]:
-    """Return the length of the message that some bytes begin with, 0 if it does not end, and its batch, or why it is none."""
+    """Return the length of the message at the start of some bytes, 0 if cut, and its batch or a reject reason."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(content))
     unpacker.feed(content)
     try:

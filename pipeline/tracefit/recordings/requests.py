@@ -1,7 +1,7 @@
-"""What formats of requests share: their records as one frame, and that as the rows that spans would give.
+"""Shared code of the formats of requests: their records as one frame, and its rows as spans would give them.
 
 A request of a log takes the way of a request that a span describes: its times are attributes, in seconds, in the spelling of its
-scope in `tables.dialects`. What is not in the record stays null.
+scope in `tables.dialects`. Values that the record lacks stay null.
 """
 
 from __future__ import annotations

@@ -57,11 +57,11 @@ _STEP_COLUMNS = (
     "num_prefill_reqs",
 )
 _BEFORE_NS = 60_000_000_000
-"""What an arrival meets is known from the step before it: of a server that is not idle, one of the last minute."""
+"""The state at an arrival comes from the step before it, which is at most a minute old unless the server is idle."""
 
 
 class RunTraces(NamedTuple):
-    """What was traced of one run: rows of the tables `runs` and `requests`, and `timeline`, of which little is read."""
+    """Traces of one run: rows of the tables `runs` and `requests`, and `timeline`, with little of it read."""
 
     runs: pl.DataFrame
     requests: pl.DataFrame
@@ -73,7 +73,7 @@ def replay_run(run_id: str, traces: RunTraces, scope: ScopeModels) -> RunReplay:
 
     Args:
         run_id: The run.
-        traces: What was traced of it.
+        traces: Its traces.
         scope: Models that were fitted on what came before.
     """
     nothing = RunReplay(run_id, scope.scope_id)
@@ -128,7 +128,7 @@ def missing_for_replay(run: pl.DataFrame, requests: pl.DataFrame, cuts: Mapping[
     if sampled.is_between(0, ALL_JOURNEYS, closed="none").any():
         share = float(sampled.to_numpy().min())
         return f"journeys are a sample of {share:.0%}: the requests between them are not known"
-    # Of a request that the run's end or its client cut off, nobody knows how long it would have been.
+    # The full length of a request that the run's end or its client cut off is unknown.
     is_known = pl.all_horizontal(pl.col("arrival_ns", "prompt_tokens").is_not_null())
     known = requests.filter(is_known & (pl.col("output_tokens").is_not_null() | ~_is_complete())).height
     if known < ALL_JOURNEYS * requests.height or not requests["output_tokens"].count():
@@ -338,7 +338,7 @@ def _engine(
 ) -> pl.DataFrame:
     """Replay what one engine has from its cut on: measured times and replayed ones, in us after it.
 
-    Of a client's requests some before the cut are replayed too: what they lack beside the client's times is the front end's.
+    Some of a client's requests before the cut are replayed too: their times exceed the replayed ones by the front end's.
     """
     cut = start = int(requests["cut"][0])
     is_client = (requests["dialect"] == CLIENT).all()
@@ -381,7 +381,7 @@ def _engine(
             (pl.col(f"replayed_{n}") + max(front or 0.0, 0.0)).alias(f"replayed_{n}")
             for n in ("first", "last")
         ).with_columns(front_us=pl.lit(front, pl.Float64))
-    # What lies before the held-out part is given, not replayed.
+    # Events before the held-out part are given, not replayed.
     past = {"replayed_scheduled": "first_scheduled", "replayed_first": "first_token"}
     return rows.with_columns(
         *(pl.when(pl.col("done") > 0).then(m).otherwise(r).alias(r) for r, m in past.items()),

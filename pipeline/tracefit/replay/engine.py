@@ -27,7 +27,7 @@ MOST_AT_ONCE = 128
 
 
 class StepBatch(NamedTuple):
-    """What a step computes.
+    """The work of a step.
 
     Attributes:
         prefill_reqs: Requests that compute prompt tokens.
@@ -37,6 +37,7 @@ class StepBatch(NamedTuple):
         decode_reqs: Requests that decode.
         context_tokens: Tokens in the caches of the requests that decode.
         waiting: Requests in the queue.
+        prefill_seen: Sum of t * (c + t / 2) over requests that compute t tokens with c of theirs in the cache.
     """
 
     prefill_reqs: int = 0
@@ -46,6 +47,7 @@ class StepBatch(NamedTuple):
     decode_reqs: int = 0
     context_tokens: float = 0.0
     waiting: int = 0
+    prefill_seen: float = 0.0
 
 
 class StepTimeModel(Protocol):
@@ -93,7 +95,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerRules:
-    """What the scheduler does where servers and simulators differ; the defaults are vLLM's.
+    """Rules of the scheduler on which servers and simulators differ; the defaults are vLLM's.
 
     Attributes:
         keeps_output: A preempted request computes its prompt and its output so far again; otherwise it generates all output again.
@@ -188,7 +190,7 @@ class ReplayEngine:
             times: The model of step times.
             settings: Settings of the server.
             most_blocks: Blocks where the settings state none: as many as all requests together fill.
-            rules: What the scheduler does where servers differ.
+            rules: Rules of the scheduler on which servers differ.
         """
         self.times, self.settings, self.rules = times, settings, rules
         self.cache = _BlockCache(settings.num_blocks or most_blocks, settings)
@@ -379,7 +381,7 @@ class ReplayEngine:
     def _execute(self, tokens: dict[ReplayedRequest, float]) -> None:
         """Advance the clock by the step's time, and its requests by their tokens."""
         prefill_reqs = decode_reqs = 0
-        prefilled = before = pairs = context = 0.0
+        prefilled = before = pairs = seen = context = 0.0
         begun, finished = list[ReplayedRequest](), list[ReplayedRequest]()
         for request, new in tokens.items():
             done, need = request.computed, request.need
@@ -388,6 +390,7 @@ class ReplayEngine:
                 prefilled += new
                 before += done
                 pairs += new * (need + new / 2)
+                seen += new * (done + new / 2)
             elif new:
                 decode_reqs += 1
                 context += done
@@ -399,7 +402,9 @@ class ReplayEngine:
             # The last token comes out of a step that need not put it into the cache.
             if done + new >= request.end:
                 finished.append(request)
-        batch = StepBatch(prefill_reqs, prefilled, before, pairs, decode_reqs, context, len(self.waiting))
+        batch = StepBatch(
+            prefill_reqs, prefilled, before, pairs, decode_reqs, context, len(self.waiting), seen
+        )
         self._started = self.now
         self.now += self.times.step(batch)
         self.steps.append((np.array([self.now]), len(tokens), len(self.waiting)))

@@ -76,7 +76,7 @@ class FittedStepTimes:
         used = formulas.used(self._compiled.features, given)
         self._line_form = linear_forms(model)[next(reversed(linear_forms(model)))]
         nodes = [(n, node) for n, node in formulas.nodes.items() if n in used and n not in given]
-        # What no step changes is computed once.
+        # Values that no step changes are computed once.
         self._row = dict(server)
         self._nodes = []
         for name, node in nodes:

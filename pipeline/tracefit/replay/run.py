@@ -84,7 +84,7 @@ def replay(
         admission_us: Arrival to the engine's queue, without the wait for a step boundary, shape (n,) or one for all.
         servers: Number of equal servers.
         routing: Which server a request gets: the next one, the one with the fewest requests, or the one that had its prefix before.
-        rules: What the scheduler does where servers differ.
+        rules: Rules of the scheduler on which servers differ.
     """
     queued: Vector = np.asarray(load.arrival_us + admission_us, dtype=float)
     nothing = np.zeros(len(queued), dtype=np.int64)

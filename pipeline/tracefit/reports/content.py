@@ -291,7 +291,7 @@ def _overview(scopes: Sequence[ScopeParts]) -> Table:
     uses = list(dict.fromkeys(use for one in scopes for use in one.scope.verdicts))
     rows = []
     for one in scopes:
-        # Where several scopes share a name but for its hash, a reader knows them by their runs.
+        # If scope names differ only in their hash, show their runs as well.
         name = f"`{one.label.name}`" + (f", {_some_runs(one.scope)}" if one.label.detail else "")
         answers = [f"**{one.scope.verdicts[u].answer}**" if u in one.scope.verdicts else "-" for u in uses]
         errors = _headlines(one.scope)
@@ -463,7 +463,7 @@ def _option(value: object) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-_ACROSS = "Each run, model and GPU is left out in turn and predicted by a model fitted on the others; errors are on all of its rows."
+_ACROSS = "Each run, model and GPU, and each scope of a model that has several on a GPU, is left out in turn and predicted by a model fitted on the others; errors are on all of its rows."
 _LEFT_OUT: dict[str, Callable[[results.LeftOutErrors], str]] = {
     "left out": lambda one: f"{one.kind} `{one.left_out}`",
     "model": lambda one: f"`{one.model}`",
@@ -472,6 +472,9 @@ _LEFT_OUT: dict[str, Callable[[results.LeftOutErrors], str]] = {
     "median APE %": lambda one: percent(one.errors.mdape_pct),
     "MAPE %": lambda one: percent(one.errors.mape_pct),
     "bias %": lambda one: percent(one.errors.bias_pct),
+    "constant per batch size, MAPE %": lambda one: (
+        percent(one.by_batch_size.mape_pct) if one.by_batch_size else "-"
+    ),
     "MAE us": lambda one: number(one.errors.mae),
     "baseline MAE": lambda one: number(one.baseline.mae),
     "reference MAE": lambda one: number(_mae(one.gradient_boosting)),
@@ -682,7 +685,7 @@ def _changes(entry: results.SummedTime) -> Iterator[str]:
 
 
 def burst_line(bursts: Sequence[results.Burst]) -> str:
-    """Return the bursts outside the range of the admission model; empty where there are none."""
+    """Return the bursts outside the range of the admission model; empty without any."""
     named = "; ".join(
         f"`{b.run_id}` {b.from_s:.2f} to {b.to_s:.2f} s: {count(b.requests)} requests, {count(b.holdout_requests)} held out"
         for b in bursts
@@ -822,7 +825,7 @@ def _terms(intercept: Number, terms: Iterable[Term]) -> Table:
 
 
 def interval(pair: tuple[float, float] | None) -> str:
-    """Write both ends of a range; empty where there is none."""
+    """Write both ends of a range; empty without one."""
     return f"{exact(pair[0])} to {exact(pair[1])}" if pair else ""
 
 

@@ -75,14 +75,14 @@ class Figure:
 
     Attributes:
         name: Unique in the report; letters, digits and dashes.
-        kind: What `plot` of a result calls it, such as `step-times`.
-        title: What is shown.
+        kind: Its name for `plot` of a result, such as `step-times`.
+        title: Its title.
         look: One sentence: what to look for.
         summary: The figure in a few rows, for readers without pictures.
         traces: Its series.
         layout: Its axes and marks; sizes and colours of the page come from a template.
         note: How many rows are drawn and the like; may be empty.
-        hint: What to do with a mouse, on the page alone; may be empty.
+        hint: Mouse actions, on the page alone; may be empty.
         wide: Takes the whole width of the page.
         height: In pixels.
     """
@@ -101,7 +101,7 @@ class Figure:
 
     @property
     def caption(self) -> str:
-        """What to look for, and the note."""
+        """The sentence on what to look for, and the note."""
         return f"{self.look} {self.note}".rstrip()
 
 
@@ -122,10 +122,10 @@ class Report:
     """A whole report, in reading order.
 
     Attributes:
-        title: What it is of.
+        title: Its title.
         lead: Can I use this, and how sure is it: the first sentence.
         parts: Its parts.
-        subject: What was traced, in one line.
+        subject: The traced servers, in one line.
     """
 
     title: str

@@ -222,11 +222,12 @@ def _sentence(one: Criterion, step_times: str) -> str:
     if words is None:
         return one.reason
     text = words(one.value).replace("step time", step_times.removesuffix("s"))
-    if one.answer == "yes":
-        return text
     # The sentences of these write a share in percent: so must their threshold be.
     scale = 100 if one.measure.endswith(("_skill", "_accuracy")) else 1
     bound = scale * (one.with_limits if one.answer == "no" else one.yes)
+    # A share of at least 0 is worse than a constant guess or not, which the sentence says itself.
+    if one.answer == "yes" or (one.higher_is_better and not bound):
+        return text
     return f"{text} ({'at least' if one.higher_is_better else 'at most'} {bound:g} % needed)"
 
 

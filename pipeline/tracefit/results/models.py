@@ -1,8 +1,9 @@
 """Results of the commands that make models or use them.
 
-They stand apart from those of `traces`, since their parts take a while to import, which an ingest need not wait for.
+They are separate from those of `traces`, because their parts take a while to import, which an ingest need not wait for.
 
-Fields are what `--json` prints and what `schemas/results/` describes; a change of one is a change for the programs that read it.
+Fields are what `--json` prints and what `schemas/results/` describes; a change of one is a change for the
+programs that read it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class ModelSummary:
     rows_used: int
     rows_holdout: int
     of_means: bool = False
-    """Whether the errors are of means over several steps: no single step was seen."""
+    """Whether the errors are of means over several steps, because no single step was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +62,21 @@ class LatencySummary:
     scope_id: str
     requests: int
     predicted_mdape_pct: float | None
-    """Of `predict`, with what is known when a request arrives."""
+    """Error of `predict` from the facts at a request's arrival."""
     predicted_p90_ape_pct: float | None
     baseline_mdape_pct: float | None
-    """Of the training median."""
+    """Error of the training median."""
     gradient_boosting_mdape_pct: float | None
-    """Of gradient boosting on the inputs of `predict`."""
+    """Error of gradient boosting on the inputs of `predict`."""
     given_measured_state_mdape_pct: float | None
-    """Of the models, where the measured queue and batches are given."""
+    """Error of the models with the measured queue and batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainResult(Shown):
-    """Where the models are, and how good they are."""
+    """The models' folder, and their errors."""
 
-    # Paths, not what is in the files: a notebook shows a result, and `report` and `load` open it.
+    # Paths, not file contents: a notebook shows a result, and `report` and `load` open the files.
     models: Path
     files: tuple[Path, ...]
     evaluation: Path
@@ -92,20 +93,20 @@ class TrainResult(Shown):
     tables: Path = field(default_factory=Path)
     """Folder of the tables that the models were fitted on."""
     warnings: tuple[str, ...] = ()
-    """What the user should know."""
+    """Warnings for the user."""
 
     @property
     def exit_code(self) -> int:
-        """0, or 3 when what was ingested has something in quarantine."""
+        """0, or 3 when the ingested data has something in quarantine."""
         return EXIT_QUARANTINE if self.quarantined else EXIT_DONE
 
     def plot(self, figure: str = "step-times", *, scope: str | None = None) -> Figure:
         """Draw a figure of the report with plotly.
 
         Args:
-            figure: Its name, such as `step-times`, `error-by-load`, `step-breakdown`, `first-token` or `timeline`; an
-                unknown one is answered with all of them.
-            scope: A scope, a part of its id, or the name of a run; may be left out where there is one scope alone.
+            figure: Its name, such as `step-times`, `error-by-load`, `step-breakdown`, `first-token` or
+                `timeline`; the error for an unknown one lists all.
+            scope: A scope, a part of its id, or the name of a run; optional if there is only one scope.
 
         Raises:
             UsageError: There is no such figure or scope.
@@ -143,7 +144,7 @@ class RunResult(Shown):
 
 @dataclass(frozen=True, slots=True)
 class ReportResult(Shown):
-    """Where the report is, and what it says first."""
+    """The report's files, and its verdicts."""
 
     files: tuple[Path, ...]
     verdicts: dict[str, dict[str, str]]
@@ -175,12 +176,12 @@ class CoefficientDiff:
     Attributes:
         part: Regime, or linear form of the model.
         term: Feature, `intercept` or `offset`.
-        unit: Of the values.
-        first: Value in the first file, null where it has none.
+        unit: Unit of the values.
+        first: Value in the first file, null if it is missing.
         first_ci95: Its interval.
         second: Value in the second file.
         second_ci95: Its interval.
-        apart: Whether the intervals do not meet; null where one is missing.
+        apart: Whether the intervals are disjoint; null if one is missing.
     """
 
     part: str
@@ -222,7 +223,7 @@ class ModelComparison:
 
     model: str
     scope_id: str | None
-    # Both: features that stand in for each other change coefficients, and no prediction.
+    # Both: features that replace each other change coefficients, but no prediction.
     changes: tuple[CoefficientDiff, ...]
     shifts: tuple[PredictionDiff, ...]
 
@@ -244,7 +245,7 @@ class Drift:
         now_mae_us: Mean absolute error on the new traces.
         now_bias_pct: 100 * (sum predicted - sum actual) / sum actual on the new traces.
         limit_pct: The error above which it counts as drifted.
-        verdict: good, drifted, or unknown where the new traces cannot tell.
+        verdict: good, drifted, or unknown if the new traces do not decide.
         reason: Why it is unknown.
     """
 
@@ -271,9 +272,10 @@ class CompareResult(Shown):
         first: The first file or folder.
         second: The second, or the tables.
         models: Models that both files have.
-        drift: Every model on the new traces, where the second is tables.
-        verdict: Of the drift check: drifted if any model is, else unknown if any is, else good; null for two files.
-        notes: What could not be compared, and why.
+        drift: Every model on the new traces, if the second is tables.
+        verdict: Verdict of the drift check: drifted if any model is, else unknown if any is, else good; null
+            for two files.
+        notes: Models that could not be compared, with the reason.
     """
 
     first: Path
@@ -285,8 +287,8 @@ class CompareResult(Shown):
 
     @property
     def exit_code(self) -> int:
-        """0; 1 where the old file has drifted or the new traces cannot tell."""
-        # Not only drift: a check that cannot decide must not pass for one that did.
+        """0, or 1 if the old file has drifted or the new traces do not decide."""
+        # An undecided check must not count as passed.
         return EXIT_NOTHING if self.verdict in ("drifted", "unknown") else EXIT_DONE
 
 
@@ -348,7 +350,7 @@ class RowPredictions(Shown):
         rows: Number of rows.
         out_of_range: Rows outside the training range.
         out: The file they were written to, or null.
-        predictions: The rows with their predictions, where no output file was named.
+        predictions: The rows with their predictions, if no output file was named.
     """
 
     rows: int
@@ -362,7 +364,7 @@ class RowPredictions(Shown):
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult(Shown):
-    """Runs replayed with the models that were fitted on what came before.
+    """Runs replayed with the models that were fitted on the earlier part.
 
     Attributes:
         runs: One entry per run.
@@ -372,7 +374,7 @@ class ReplayResult(Shown):
 
     @property
     def exit_code(self) -> int:
-        """0, or 1 where no run can be replayed."""
+        """0, or 1 if no run can be replayed."""
         return EXIT_DONE if any(run.quantities for run in self.runs) else EXIT_NOTHING
 
 
@@ -381,7 +383,7 @@ class ReplayResult(Shown):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A value that the refit does not confirm: where in the file, what it says, what came out."""
+    """A value that the refit does not confirm: its path in the file, the published value, the refitted one."""
 
     place: str
     in_file: str
@@ -390,7 +392,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult(Shown):
-    """Whether a coefficient file is what its inputs give.
+    """Whether a refit of its inputs reproduces a coefficient file.
 
     Attributes:
         file: The file.
@@ -399,7 +401,7 @@ class VerifyResult(Shown):
         inputs: Inputs that differ from those the file was made from.
         differing: Values that were not confirmed.
         differences: The first of them.
-        notes: What else differs: program and library versions.
+        notes: Other differences: program and library versions.
     """
 
     file: Path
@@ -413,5 +415,5 @@ class VerifyResult(Shown):
 
     @property
     def exit_code(self) -> int:
-        """0, or 1 where the file is not confirmed."""
+        """0, or 1 if the file is not confirmed."""
         return EXIT_DONE if self.verified else EXIT_NOTHING

@@ -1,7 +1,7 @@
 """Results in a notebook: tables in place of a repr, and figures by name.
 
-Figures are drawn from files by the room of commands. `plot` is a method of results all the same, which know no room that draws:
-so the command registers its drawing here when it is imported (`draw_with`).
+The room of commands draws figures from files. `plot` is a method of results, which must not import that room, so the
+command registers its drawing here when it is imported (`draw_with`).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class Shown:
 
 
 Drawing: TypeAlias = "Callable[[Path, Path, Path, str, str | None], Figure]"
-"""Draws a figure of models that were trained: of evaluation.json, the models, the tables, by name, of a scope."""
+"""Draws a figure: takes evaluation.json, the models, the tables, the figure's name, and a scope."""
 
 # A list of one at most: importing a name that is bound again later would keep the old value.
 _drawings: list[Drawing] = []
 
 
 def draw_with(drawing: Drawing) -> Drawing:
-    """Register what draws the figures of results."""
+    """Register the function that draws the figures of results."""
     _drawings[:] = [drawing]
     return drawing
 
 
 def drawn(evaluation: Path, models: Path, tables: Path, figure: str, scope: str | None) -> Figure:
-    """Return a figure of models that were trained, drawn by what is registered.
+    """Return a figure of trained models, drawn by the registered function.
 
     Raises:
         TracefitError: Nothing is registered: the result was not made by a command of this process.
@@ -71,13 +71,13 @@ def _tables(title: str, result: Any) -> Iterator[str]:
 
 
 def _rows(title: str, rows: Sequence[Any]) -> str:
-    # A field that holds rows itself has no cell: what is nested two deep is left to `--json`.
+    # A field that is itself rows has no cell: only `--json` shows rows within rows.
     shown = [f.name for f in fields(rows[0]) if any(_cell(getattr(row, f.name)) is not None for row in rows)]
     return _table(title, shown, [[_cell(getattr(row, name)) or "" for name in shown] for row in rows])
 
 
 def _cell(value: object) -> str | None:
-    """Write a plain value, or a short list of them; null for what is a table of its own."""
+    """Write a plain value, or a short list of them; null for values with a table of their own."""
     match value:
         case None:
             return ""

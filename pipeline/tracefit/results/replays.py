@@ -1,4 +1,4 @@
-"""Replays of runs beside what was measured: part of evaluation.json, and what `tracefit replay` prints; imports nothing heavy."""
+"""Replays of runs beside measurements, for evaluation.json and `tracefit replay`; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A quantity as it was measured, and as the replay gives it.
+    """A measured quantity and its replayed value.
 
     Attributes:
         name: ttft_p50_us, ..., client_p99_us (until the request departed), output_tokens_per_s or waiting_mean.
         measured: In the unit of its name.
         replayed: In the same unit.
-        error_pct: 100 * (replayed - measured) / measured; null where nothing was measured.
-        constant: What the training part measured, as a guess; null where that is not known.
-        predicted: The same percentile of what `predict` says of each request on its arrival; null where it says nothing.
+        error_pct: 100 * (replayed - measured) / measured; null without a measurement.
+        constant: The value in the training part, as a constant guess; null if unknown.
+        predicted: The same percentile of the predictions of `predict` for each request on arrival; null without any.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Replayed:
     predicted: float | None = None
 
     def error_of(self, guess: float | None) -> float | None:
-        """Return the error of another guess in percent; null where there is none."""
+        """Return the error of another guess in percent; null without a guess or a measurement."""
         return 100 * (guess / self.measured - 1) if self.measured and guess is not None else None
 
 
@@ -35,7 +35,7 @@ class QueueWindow:
     """Requests that wait in one window of the held-out time, on average.
 
     Attributes:
-        from_s: Where it begins, in seconds after the begin of the held-out part.
+        from_s: Its start, in seconds after the start of the held-out part.
         measured: As traced.
         replayed: In the replay.
     """
@@ -51,13 +51,13 @@ class RunReplay:
 
     Attributes:
         run_id: The run.
-        scope_id: Whose models replay it; null where no scope was trained on it.
-        requests: Requests that count: they come in the held-out part, and end in the run and in the replay.
+        scope_id: The scope of the models; null if no scope was trained on the run.
+        requests: Requests that count: they arrive in the held-out part, and end in the run and in the replay.
         in_flight: Requests in the server when that part begins: given, not replayed from their arrival.
-        quantities: Measured and replayed; empty where a replay is not possible.
-        reason: Why it is not; null where it is.
-        queue: The queue over time; empty where it is not known when requests were scheduled.
-        notes: What the replay takes for granted.
+        quantities: Measured and replayed values; empty if a replay is not possible.
+        reason: Why a replay is not possible; null if it is.
+        queue: The queue over time; empty if scheduling times of requests are unknown.
+        notes: Assumptions of the replay.
     """
 
     run_id: str
@@ -71,14 +71,14 @@ class RunReplay:
 
     @property
     def errors(self) -> dict[str, float]:
-        """Name of a quantity to its error in percent, where there is one."""
+        """Name of a quantity to its error in percent, if it has one."""
         return {q.name: q.error_pct for q in self.quantities if q.error_pct is not None}
 
     def worst_pct(self, *latencies: str) -> float | None:
-        """Return the largest error of latencies at P50 and P90 in percent; null where the run is not replayed."""
+        """Return the largest error of latencies at P50 and P90 in percent; null if the run is not replayed."""
         names = {f"{name}_p{q}_us" for name in latencies for q in (50, 90)}
         return max((abs(error) for name, error in self.errors.items() if name in names), default=None)
 
     def of(self, latency: str) -> tuple[Replayed, ...]:
-        """Return P50, P90 and P99 of a latency; nothing where it is not known."""
+        """Return P50, P90 and P99 of a latency; empty if unknown."""
         return tuple(q for q in self.quantities if q.name.startswith(f"{latency}_p"))

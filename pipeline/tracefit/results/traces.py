@@ -1,6 +1,7 @@
 """Results of the commands that read traces or their tables: `ingest`, `inspect`, `receive` and `requests`.
 
-Fields are what `--json` prints and what `schemas/results/` describes; a change of one is a change for the programs that read it.
+Fields are what `--json` prints and what `schemas/results/` describes; a change of one is a change for the
+programs that read it.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True)
 class IngestResult(Shown):
-    """Where the tables are, and what went into them.
+    """The tables' folder, and the runs in it.
 
     Attributes:
         tables: The folder.
         runs: Runs that were read.
-        warnings: What the user should know.
+        warnings: Warnings for the user.
         failed: Runs that could not be read, each with the reason.
     """
 
@@ -63,7 +64,7 @@ class IngestResult(Shown):
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """One trace file: what it is, and how much of it the tables do not have yet.
+    """One trace file: its format, and the bytes that are not in the tables yet.
 
     Attributes:
         run_id: The run it would belong to.
@@ -87,7 +88,7 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True)
 class IngestPlan(Shown):
-    """What an ingest would read.
+    """The files an ingest would read.
 
     Attributes:
         files: Trace files, run by run.
@@ -124,9 +125,10 @@ class ScopeSpans:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """One server of a run; sampling rates are estimates, null where the traces do not show them."""
+    """One server of a run; sampling rates are estimates, null if the traces do not show them."""
 
-    # Columns of the `runs` table by name, in the order in which `--json` has always had them: the evaluation shows others.
+    # Columns of the `runs` table by name, in the order in which `--json` has always had them: the evaluation
+    # shows others.
     server: str
     epochs: int
     spans: int
@@ -144,8 +146,9 @@ class ServerFacts:
 class RunFacts:
     """One run as it was read; `files` is empty when tables were inspected.
 
-    `other_scopes` counts the spans of scopes that were seen and not read. `implausible` counts what was left out by the rule it broke; `missing_attributes` is event to the attributes that none
-    of these events has a usable value of.
+    `other_scopes` counts the spans of scopes that are not read. `implausible` counts the values left out, by
+    the rule they broke; `missing_attributes` is event to its attributes without a usable value in any such
+    event.
     """
 
     run_id: str
@@ -154,7 +157,7 @@ class RunFacts:
     files: tuple[FileShape, ...]
     services: tuple[str, ...]
     scopes: tuple[ScopeSpans, ...]
-    # Of other programs: without the count, traces of these alone would look empty.
+    # Without this count, traces of other programs would look empty.
     other_spans: int
     other_scopes: dict[str, int]
     servers: tuple[ServerFacts, ...]
@@ -179,7 +182,7 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class ScopeInspection:
-    """What the runs of one scope allow together: models are fitted per scope."""
+    """The models that the runs of one scope allow together: models are fitted per scope."""
 
     scope_id: str
     runs: tuple[str, ...]
@@ -188,7 +191,7 @@ class ScopeInspection:
 
 @dataclass(frozen=True, slots=True)
 class Inspection(Shown):
-    """Everything `inspect` found."""
+    """The result of `inspect`."""
 
     runs: tuple[RunFacts, ...]
     scopes: tuple[ScopeInspection, ...]
@@ -205,7 +208,7 @@ class Inspection(Shown):
 
 @dataclass(frozen=True, slots=True)
 class ReceivedFrom:
-    """What one server process sent: spans acknowledged, by `service.name` and `service.instance.id` or host."""
+    """Spans received from one server process and acknowledged, by `service.name` and `service.instance.id` or host."""
 
     service: str
     instance: str
@@ -214,7 +217,7 @@ class ReceivedFrom:
 
 @dataclass(frozen=True, slots=True)
 class RecordedFrom:
-    """What one publisher of ForwardPassMetrics sent: records on disk, and messages lost on the way or not kept, by cause."""
+    """ForwardPassMetrics of one publisher: records on disk, messages lost, and messages not kept, by cause."""
 
     endpoint: str
     records: int
@@ -225,7 +228,7 @@ class RecordedFrom:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveResult:
-    """What was received: every span and record that is counted is on disk."""
+    """The received data: every counted span and record is on disk."""
 
     out: Path
     files: tuple[Path, ...]
@@ -241,7 +244,7 @@ class ReceiveResult:
 
     @property
     def exit_code(self) -> int:
-        """0, or 3 when requests or messages were refused or lost: what they held may never have come again."""
+        """0, or 3 when requests or messages were refused or lost: senders may not have repeated them."""
         lost = any(each.refused or each.lost_messages for each in self.recorded_from)
         return EXIT_QUARANTINE if self.refused or lost else EXIT_DONE
 

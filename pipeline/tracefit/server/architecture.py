@@ -70,7 +70,7 @@ class LinearAttention:
 
     @property
     def parameters_per_hidden(self) -> int:
-        """Columns of all matrices of a layer: queries and keys, values with gate and output, two scalars per value head."""
+        """Columns of a layer's matrices: queries, keys, values with gate and output, two scalars per value head."""
         return 2 * self.key_heads * self.key_head_dim + self.value_heads * (3 * self.value_head_dim + 2)
 
 
@@ -86,7 +86,7 @@ class ModelArchitecture:
         kv_heads: Key/value heads (for MLA equal to `heads`, though none of them is cached).
         head_dim: Width of one query head; not always hidden / heads.
         latent: Sizes of latent attention; None for every other kind.
-        linear: Sizes of linear attention; None where there is none, or where they are not known.
+        linear: Sizes of linear attention; None for a model without it, or with unknown sizes.
         gated_attention: The query matrix of attention has a gate as wide as itself.
         moe_layer_ids: Which layers route tokens to experts, in order; empty for a dense model.
         ffn: FFN width of a dense layer; if no layer is dense, the stated width, or that of an expert.
@@ -95,8 +95,8 @@ class ModelArchitecture:
         experts_per_token: Routed experts each token visits.
         expert_ffn: FFN width of one routed expert.
         shared_ffn: FFN width of all shared experts together; 0 for none.
-        layer_windows: Per layer, how many tokens back it reads (sliding or chunked attention); None is all, 0 is a layer of
-            linear attention, which has no context.
+        layer_windows: Per layer, how many tokens back it reads (sliding or chunked attention); None is all, 0
+            is a layer of linear attention, which has no context.
         vocabulary: Rows of the embedding.
         tied_embeddings: Input embedding and output head are one matrix.
         learned_positions: Rows of a learned position embedding; 0 for rotary or ALiBi.
@@ -178,7 +178,7 @@ class ModelArchitecture:
         """Kind of attention, by the ratio of KV heads to heads."""
         if self.latent is not None:
             return "MLA"
-        # By the ratio before the count: with one head in all, one KV head is still one per head.
+        # The ratio decides before the count: with a single head, one KV head is still one per head.
         if self.kv_heads == self.heads:
             return "MHA"
         return "MQA" if self.kv_heads == 1 else "GQA"
@@ -195,7 +195,7 @@ class ModelArchitecture:
 
     @cached_property
     def window_groups(self) -> tuple[tuple[int | None, int], ...]:
-        """(window in tokens or None, number of layers with it) pairs of the layers with a context, full attention first."""
+        """(window in tokens or None, number of layers) pairs of layers with a context, full attention first."""
         counts = Counter(window for window in self.layer_windows if window != 0)
         return tuple(sorted(counts.items(), key=lambda item: (item[0] is not None, item[0] or 0)))
 
@@ -235,7 +235,7 @@ class ModelArchitecture:
         return copies * self.head_parameters + self.learned_positions * self.hidden
 
     def _layer_matrices(self, experts: int) -> tuple[tuple[int, float], ...]:
-        """Return parameters over all layers, and bytes of each, per kind of matrix, with so many routed experts per MoE layer."""
+        """Return (parameters over all layers, bytes of each) per kind of matrix, with `experts` per MoE layer."""
         shared = self.moe_layers * self.ffn_parameters(self.shared_ffn)
         routed = self.moe_layers * experts * self.ffn_parameters(self.expert_ffn)
         linear = self.hidden * self.linear.parameters_per_hidden if self.linear else self.attention_parameters
@@ -255,14 +255,14 @@ class ModelArchitecture:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters one token meets: as `parameters`, with only its own experts."""
+        """Parameters that one token uses: as `parameters`, with only its own experts."""
         return self.embedding_parameters + sum(n for n, _ in self._layer_matrices(self.experts_per_token))
 
     # -- KV cache ------------------------------------------------------------------------------------
 
     @property
     def kv_bytes_per_token_per_layer(self) -> float:
-        """KV bytes per token in one layer, over all ranks: 2·kv heads·head_dim elements; for MLA the latent and its position."""
+        """KV bytes per token in one layer, over all ranks: 2·kv heads·head_dim elements, or the MLA latent."""
         elements = self.latent.cached_elements if self.latent else 2 * self.kv_heads * self.head_dim
         return elements * self.kv_bytes
 
@@ -299,7 +299,7 @@ class ModelArchitecture:
 
     @property
     def layer_flops_per_token(self) -> int:
-        """FLOPs of one token in the matrices of all layers: 2 per parameter it meets, head excluded."""
+        """FLOPs of one token in the matrices of all layers: 2 per parameter it uses, head excluded."""
         return 2 * (self.active_parameters - self.embedding_parameters)
 
     @property
@@ -356,7 +356,7 @@ class ModelArchitecture:
             "model": self.name,
             "model_type": self.model_type,
             "layers": self.layers,
-            # In the facts, and the scope id made of them, of models that have such layers only.
+            # Only for models with such layers: these facts go into the scope id, which must not change for others.
             **({"linear_layers": self.linear_layers} if self.linear_layers else {}),
             "moe_layers": self.moe_layers,
             "hidden_size": self.hidden,
@@ -392,7 +392,7 @@ def slug_of(name: str) -> str:
     `meta-llama/Llama-2-70b-hf` is `llama-2-70b`; a folder of the hub's cache is the model it holds.
 
     Returns:
-        Lower-case text of `[a-z0-9.-]`, at most 64 characters; `model` when nothing is left.
+        Lower-case text of `[a-z0-9.-]`, at most 64 characters; `model` if no character is left.
     """
     cached = _CACHE_FOLDER.search(name)
     last = cached[1] if cached else re.split(r"[/\\]+", name.rstrip("/\\ "))[-1]

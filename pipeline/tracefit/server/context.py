@@ -1,6 +1,6 @@
 """The server behind a run: its settings, model and GPU, how the `runs` table stores them, and their scope id.
 
-A scope is what a model holds for: runs of one model on one kind of GPU under the same settings are fitted together. Its id
+Runs of one model on one kind of GPU under the same settings share a scope and are fitted together. Its id
 ends in a hash over everything that changes what a server does.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """The server of one run: settings, and the model and GPU where they are known."""
+    """The server of one run: settings, and the model and GPU if known."""
 
     settings: ServerSettings
     architecture: ModelArchitecture | None = None
@@ -40,12 +40,12 @@ class RunContext:
     model_config: str | None = None
     """config.json as it was read."""
     left_out: tuple[str, ...] = ()
-    """Model and GPU that are stated and not known: a sentence each, with what is left out for it."""
+    """A sentence for a stated but unknown model or GPU, with the features that are left out for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelScope:
-    """What a fitted model is valid for: one model on one kind of GPU under one set of settings."""
+    """The conditions a fitted model is valid for: one model on one kind of GPU under one set of settings."""
 
     scope_id: str
     context: RunContext
@@ -80,22 +80,22 @@ def read_context(
     settings = assume_defaults(merge(read_all_settings(run_configs), overrides))
     text = as_text(read_bytes(model_config), where=str(model_config)) if model_config else None
     name = settings.gpu if gpu is None else gpu
-    found = None
+    known_gpu = None
     if gpu and "://" in gpu:
-        # Not shown: a URL may hold a password, and the name of a GPU gets into tables and reports.
+        # Refused without showing it: a URL may contain a password, and a GPU's name gets into tables and reports.
         raise UsageError(
             "is a URL", where="--gpu", hint="give the name of a GPU, or a JSON file on this machine"
         )
     if name and name.lower().endswith(".json"):
-        found = read_gpu(Path(name))
+        known_gpu = read_gpu(Path(name))
     elif name:
-        # A GPU may be newer than the catalogue: `_assemble` names it, and what is left out without it.
+        # A GPU may be newer than the catalogue: `_assemble` names it, and the features that are left out without it.
         try:
-            found = find_gpu(name)
+            known_gpu = find_gpu(name)
         except UnknownGpuError:
             if gpu:
                 settings = merge(settings, settings_from({"gpu": gpu}, where="--gpu"))
-    return _assemble(settings, text, str(model_config), found)
+    return _assemble(settings, text, str(model_config), known_gpu)
 
 
 def _assemble(settings: ServerSettings, text: str | None, where: str, gpu: Gpu | None) -> RunContext:
@@ -129,7 +129,7 @@ def context_from_json(settings: str, model_config: str | None, gpu: str | None, 
     """Restore a context from the `runs` table.
 
     Raises:
-        UsageError: The columns do not hold what tracefit writes there.
+        UsageError: tracefit did not write these columns.
     """
     restored = settings_from_json(settings, where=where)
     return _assemble(restored, model_config, where, _restore_gpu(gpu, where=where))
@@ -143,12 +143,12 @@ def _restore_gpu(text: str | None, *, where: str) -> Gpu | None:
         known = find_gpu(gpu.name)
     except UsageError:
         return gpu
-    # The column holds facts alone: a GPU of the catalogue gets its confidence back, an altered one does not.
+    # The column has only facts: a GPU of the catalogue gets its confidence back, an altered one does not.
     return known if known.facts() == {**gpu.facts(), "gpu_confidence": known.confidence} else gpu
 
 
 def scope_of(context: RunContext) -> ModelScope:
-    """Return the scope of a run; its id is `<model>.<gpu>.tp<n>.<8 hex digits of a hash over everything that counts>`."""
+    """Return the scope of a run; its id is `<model>.<gpu>.tp<n>.<8 hex digits of a hash>`."""
     settings, architecture = context.settings, context.architecture
     if architecture is not None:
         model = architecture.slug
@@ -157,7 +157,7 @@ def scope_of(context: RunContext) -> ModelScope:
     parts = {
         "architecture": architecture.facts() if architecture else None,
         "gpu": context.gpu.facts() if context.gpu else None,
-        # An unknown one distinguishes scopes all the same.
+        # An unknown GPU also distinguishes scopes.
         **({"unknown_gpu": settings.gpu} if settings.gpu and context.gpu is None else {}),
         "knobs": settings.knobs(),
         "tensor_parallel": settings.tensor_parallel,

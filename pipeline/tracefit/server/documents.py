@@ -1,8 +1,9 @@
-"""Read the small JSON and YAML files that a user provides, within bounds, and validate what they hold.
+"""Read the small JSON and YAML files that a user provides, within bounds, and validate their contents.
 
-The files come from anywhere, so size, nesting and types are checked before a value is used; no other module of `server/` and
-`features/` opens files. Shapes are declared as annotated types where they belong (settings, GPU, feature set) and applied by
-`validated`. Every fault is one `UsageError` line: file, key, the fault, and the nearest known key where a key is wrong.
+The files come from anywhere, so size, nesting and types are checked before a value is used; no other module
+of `server/` and `features/` opens files. Shapes are declared as annotated types where they belong (settings,
+GPU, feature set) and applied by `validated`. Every fault is one `UsageError` line: file, key, the fault, and
+the nearest known key where a key is wrong.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ MAX_DOCUMENT_BYTES = 8 * 1024 * 1024
 MAX_NESTING = 64
 
 _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
-"""Brackets; strings are matched whole, so that what is in them does not count."""
+"""Brackets; strings are matched whole, so that brackets in them do not count."""
 
 MAX_INTEGER = 2**53  # beyond this a JSON number is no longer exact for other readers
 _EXCERPT_CHARS = 40  # an error is one line, which also names file and key
@@ -72,7 +73,7 @@ def read_bytes(path: Path, *, limit_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     """
     try:
         with place_of(path).open("rb") as file:
-            # One byte beyond the limit tells; the size on disk does not, of a pipe or a file that grows.
+            # Read one byte beyond the limit: the size on disk is useless for a pipe or a growing file.
             content = file.read(limit_bytes + 1)
     except OSError as error:
         reason = (error.strerror or "cannot be read").lower()
@@ -110,7 +111,8 @@ def parse_json_object(content: bytes | str, *, where: str, strict: bool = False)
     `strict` also refuses `NaN` and `Infinity`.
 
     Raises:
-        UsageError: Not JSON, nested too deeply, of too many values, with a key twice in an object, or not an object.
+        UsageError: The content is not JSON, is nested too deeply, has too many values or a duplicate key, or
+            is not an object.
     """
     text = as_text(content, where=where)
     _check_json_size(text, where=where)
@@ -142,7 +144,7 @@ def _check_json_size(text: str, *, where: str) -> None:
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    # Readers differ in which of two they take: a file must say the same to all of them.
+    # Readers differ in which of two equal keys they take: a file must mean the same to all of them.
     keys = dict(pairs)
     if len(keys) != len(pairs):
         raise ValueError("an object has the same key twice")
@@ -175,11 +177,11 @@ def parse_yaml(content: bytes | str, *, where: str) -> object:
     fail in ways it does not declare.
 
     Raises:
-        UsageError: Not YAML, several documents, with aliases or tags, or nested too deeply.
+        UsageError: The content is not YAML, has several documents, aliases or tags, or is nested too deeply.
     """
     text = as_text(content, where=where)
     try:
-        # Events are a flat stream: what would expand or nest is refused before it is built.
+        # Events are a flat stream: aliases and deep nesting are refused before anything is built.
         _check_yaml_events(text, where=where)
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of a safe loader
     except yaml.YAMLError as error:
@@ -193,18 +195,19 @@ def parse_yaml(content: bytes | str, *, where: str) -> object:
 
 # libyaml's loader where PyYAML was built with it (ten times faster), the same safe subset either way.
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """A safe loader that refuses a key that a mapping has twice, and integers of more than 300 characters.
+    """A safe loader that refuses duplicate keys in a mapping, and integers of more than 300 characters.
 
-    Of two values of a key, the library would take the last. Hexadecimal and binary ones are not covered by Python's own limit, but printing them is.
+    The library would take the last of two equal keys. Python's own limit covers printing such integers, but not reading
+    hexadecimal and binary ones.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-        found: dict[object, object] = super().construct_mapping(node, deep)
-        if len(found) < len(node.value):
+        mapping: dict[object, object] = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
             ((text, _),) = Counter(str(key.value) for key, _ in node.value).most_common(1)
             *_, again = (key for key, _ in node.value if str(key.value) == text)
             raise yaml.MarkedYAMLError(problem=f"{text} stands twice", problem_mark=again.start_mark)
-        return found
+        return mapping
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if len(node.value) > _MAX_INTEGER_CHARS:
@@ -250,12 +253,12 @@ def printable_text(text: str) -> str:
     return text
 
 
-# Strict: pydantic would take "32" and true for numbers, which are a wrong type in a file that others read as well.
+# Strict: pydantic would accept "32" and true as numbers, which other readers of the file would not.
 WholeNumber = Annotated[int, Strict(), BeforeValidator(_integral)]
 """An integer; `32.0` counts as 32, `"32"` and `true` do not."""
 
 FiniteNumber = Annotated[float, Strict(), AllowInfNan(allow_inf_nan=False)]
-"""A finite number; text and true/false are none."""
+"""A finite number; text and true/false are refused."""
 
 Text = Annotated[
     str,
@@ -303,7 +306,7 @@ def validated(
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        # One line names one fault; the others show once it is mended.
+        # One line names one fault; the next one appears once it is fixed.
         first = error.errors(include_url=False)[0]
         raise _usage_error(first, shape, where=where, key=key, spellings=spellings or {}) from None
 
@@ -321,7 +324,7 @@ _WORDS = {
     "too_short": "must have {min_length} or more {unit}",
     "too_long": "must have at most {max_length} {unit}",
 }
-"""Kinds of faults in the words a reader of JSON uses; the others as pydantic words them."""
+"""Kinds of faults in the terms of JSON; all others have pydantic's wording."""
 
 
 def _usage_error(
@@ -347,7 +350,7 @@ def _usage_error(
             if kind in _WORDS:
                 unit = "characters" if isinstance(value, str) else "items"
                 text = _WORDS[kind].format(**error.get("ctx", {}), unit=unit)
-            # Validators of our own word the whole fault; a length needs no excerpt.
+            # Our own validators give the whole message; a length needs no excerpt.
             whole = kind == "value_error" or kind.endswith(("_long", "_short"))
             said = text if whole else f"{text}, not {_shown(value)}"
             return UsageError(f"{place} {said}", where=where)
@@ -362,7 +365,7 @@ def _shown(value: object) -> str:
 
 
 def _keys_at(kind: object, place: tuple[int | str, ...]) -> list[str]:
-    """Return the keys that the object at a place may have; none where it is no dataclass."""
+    """Return the keys that the object at a path may have; empty unless it is a dataclass."""
     for step in place[:-1]:
         kind = get_args(kind)[0] if isinstance(step, int) else get_type_hints(kind).get(step)
     return [field.name for field in fields(kind)] if isinstance(kind, type) and is_dataclass(kind) else []

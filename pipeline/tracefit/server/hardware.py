@@ -37,7 +37,7 @@ Confidence = Literal["high", "low", "given"]
 _SUGGESTIONS = 3
 _MAX_NAME_CHARS = 64
 
-# A thousand times the largest GPU of today: what is above is a wrong unit.
+# A thousand times the largest GPU of today: a larger value has a wrong unit.
 _Rate = Annotated[FiniteNumber, Field(gt=0, le=1e6)]
 
 
@@ -51,8 +51,8 @@ class GpuValues:
         compute_tflops_fp8: Dense fp8 rate; None for a GPU without it.
         memory_gb: Memory, in 10^9 bytes.
         memory_bandwidth_gb_s: Memory bandwidth, in 10^9 bytes/s.
-        link_gb_s: Bandwidth to the other GPUs, both directions together; None where there is only PCIe.
-        sm_count: Streaming multiprocessors (compute units for AMD); None where not given.
+        link_gb_s: Bandwidth to the other GPUs, both directions together; None with PCIe only.
+        sm_count: Streaming multiprocessors (compute units for AMD); None if not given.
     """
 
     name: Annotated[Text, Field(max_length=_MAX_NAME_CHARS)]
@@ -69,7 +69,7 @@ class Gpu(GpuValues):
     """One GPU: its values and how far to trust them.
 
     Attributes:
-        confidence: `high` for datasheet values, `low` where sources disagree, `given` for a user's own.
+        confidence: `high` for datasheet values, `low` if sources disagree, `given` for a user's own.
     """
 
     confidence: Confidence = "high"
@@ -83,7 +83,7 @@ class Gpu(GpuValues):
     def relative_performance(self) -> float:
         """Speed relative to an H100 SXM: the geometric mean of the fp16-rate and the bandwidth ratio.
 
-        A step is bound by one or the other, so that neither alone says how much faster a GPU is.
+        A step is bound by one or the other, so neither alone shows how much faster a GPU is.
         """
         reference = CATALOGUE["H100-SXM"]
         compute = self.compute_tflops_fp16 / reference.compute_tflops_fp16
@@ -109,10 +109,18 @@ class Gpu(GpuValues):
 _VALUE_FIELDS = tuple(field.name for field in fields(GpuValues) if field.name != "name")
 
 
-# Sources: sheet is the vendor's datasheet (dense rates; of the RTX cards NVIDIA's architecture whitepapers, with sums in fp32, as
-# inference has them; of B300 and GB300 those of HGX B300 and GB300 NVL72, which do not state the multiprocessors in use), both that and the tables of serving simulators, which agree with it,
-# tables these alone, which disagree with the datasheet. Columns: name, source, TFLOPS at fp16 and fp8, memory in GB and GB/s, link in GB/s, multiprocessors, aliases; - is none. The bare name is what
-# the field means by it: the SXM board, and of the A100 the 80 GB one; other aliases are spellings of drivers and clouds.
+# Columns: name, source, TFLOPS at fp16 and fp8, memory in GB and GB/s, link in GB/s, multiprocessors,
+# aliases; "-" means not published.
+#
+# Source:
+# - sheet: the vendor's datasheet, with dense rates. For RTX cards NVIDIA's architecture whitepapers, with
+#   sums in fp32, as inference uses them; for B300 and GB300 the sheets of HGX B300 and GB300 NVL72, which
+#   omit the multiprocessors in use.
+# - tables: the tables of serving simulators, which disagree with the datasheet.
+# - both: the datasheet and these tables, which agree.
+#
+# The first alias is the common meaning of the bare name: the SXM board, and for the A100 the one with 80 GB.
+# Other aliases are spellings of drivers and clouds.
 _TABLE = """\
 H100-SXM        both    989.5    1979   80  3350   900  132  H100 H100-80GB H100-SXM5 H100-80GB-HBM3 H100-SXM-80GB H100-SXM5-80GB
 H100-PCIe       both    756.5    1513   80  2000   600  114  H100-80GB-PCIe H100-PCIe-80GB
@@ -155,7 +163,7 @@ _ENTRIES = tuple(map(_entry, _TABLE.splitlines()))
 CATALOGUE: Mapping[str, Gpu] = {gpu.name: gpu for gpu, _ in _ENTRIES}
 """Known GPUs by name."""
 
-# `NVIDIA H100 80GB HBM3`, `Tesla V100-SXM2-16GB`, `AMD Instinct MI300X`: what drivers put before the model.
+# Drivers put the maker before the model: `NVIDIA H100 80GB HBM3`, `Tesla V100-SXM2-16GB`, `AMD Instinct MI300X`.
 _MAKERS = re.compile(r"^(nvidia|tesla|geforce|amd|instinct|radeon)+")
 
 
@@ -179,10 +187,10 @@ def find_gpu(name: str) -> Gpu:
     `NVIDIA H100 80GB HBM3`, `A100-SXM4-80GB`.
 
     Raises:
-        UnknownGpuError: No such GPU; the line names the closest and the known ones.
+        UnknownGpuError: No such GPU; the line names the closest and all others of the catalogue.
     """
-    if found := _NAMES.get(_key(name)):
-        return found
+    if gpu := _NAMES.get(_key(name)):
+        return gpu
     # Cut first: matching takes time with the square of the length.
     close = difflib.get_close_matches(_key(name)[:_MAX_NAME_CHARS], _NAMES, n=_SUGGESTIONS, cutoff=0.6)
     meant = dict.fromkeys(_NAMES[key].name for key in close)
@@ -208,13 +216,13 @@ def read_gpu(path: Path) -> Gpu:
 def parse_gpu(text: bytes | str, *, where: str, fallback_name: str = "custom") -> Gpu:
     """Parse the content of a GPU file, see `read_gpu`.
 
-    `fallback_name` is that of a GPU whose object has none.
+    A GPU without a name gets `fallback_name`.
 
     Raises:
         UsageError: As `read_gpu`.
     """
     document = parse_json_object(text, where=where)
-    # No value at the top: the file maps a name to a GPU, as tables of serving simulators do.
+    # Without a value at the top, the file maps a name to a GPU, as tables of serving simulators do.
     if not document.keys() & set(_VALUE_FIELDS):
         fallback_name, document = _only_entry(document, where=where)
     values = validated(GpuValues, {"name": fallback_name, **document}, where=where)

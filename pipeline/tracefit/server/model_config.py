@@ -1,9 +1,10 @@
-"""Read a model's `config.json` into a `ModelArchitecture`: any decoder, by its keys and their spellings, and quantized ones.
+"""Read a model's `config.json` into a `ModelArchitecture`: any decoder, quantized or not, by its keys.
 
-Experts, grouped heads, latent and linear attention and windows are recognised by their keys. A value that the config does not
-state is either refused (one line that names the key) or, where its family or vLLM defines it, filled in and listed in
-`ModelArchitecture.assumed`; so is what is taken for granted of a family that is not known. `as_served` applies the options with
-which a server overrules the config: data types, and quantization, which makes weights smaller.
+Experts, grouped heads, latent and linear attention and windows are recognised by their keys. A value that the
+config does not state is either refused (one line that names the key) or, where its family or vLLM defines it,
+filled in and listed in `ModelArchitecture.assumed`, together with the assumptions about an unknown family.
+`as_served` applies the options by which a server overrides the config: data types, and quantization, which
+makes weights smaller.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class UnknownModelError(UsageError):
-    """A config of a model that is not known well enough to say what a step of it costs."""
+    """A config that does not say enough to compute the cost of a step."""
 
 
 # -- facts of families ----------------------------------------------------------------------------------
 #
-# What no key of a published config says, by `model_type` (without `_text`, the type of the text part of multimodal models).
-# Source: each family's configuration class in the transformers library.
+# Facts that no key of a published config states, by `model_type` (without `_text`, the type of the text part
+# of multimodal models). Source: each family's configuration class in the transformers library.
 
 _UNGATED = frozenset(["falcon", "gpt2", "gpt_bigcode", "gpt_neox", "opt", "phi", "starcoder2"])
 """FFNs have two matrices, no gate; the width of those that do not state it is 4·hidden."""
@@ -134,11 +135,11 @@ def parse_architecture(text: bytes | str, *, where: str, name: str | None = None
     Without a `name` it is the config's `_name_or_path`.
 
     Returns:
-        The architecture, with what had to be assumed listed in `assumed`.
+        The architecture, with every assumption listed in `assumed`.
 
     Raises:
-        UnknownModelError: A missing key, or layers of a kind that is not known.
-        UsageError: Not a JSON object, or a value that cannot be.
+        UnknownModelError: A key is missing, or layers are of an unsupported kind.
+        UsageError: The content is not a JSON object, or has an impossible value.
     """
     config = _open_config(parse_json_object(text, where=where), where=where)
     layers = config.required(*_LAYERS, most=_MOST_LAYERS)
@@ -183,12 +184,12 @@ def parse_architecture(text: bytes | str, *, where: str, name: str | None = None
     )
 
 
-# -- the config as a place to look things up -------------------------------------------------------------
+# -- looking up values in the config --------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Config:
-    """A config.json with its nested text part in front, and the list of what had to be assumed."""
+    """A config.json with its nested text part in front, and the list of assumptions."""
 
     inner: Document
     outer: Document
@@ -208,19 +209,19 @@ class _Config:
 
     def find(self, *keys: str) -> tuple[str, object] | None:
         """Return the first of several spellings that is set; they may not contradict each other."""
-        # Conversion scripts leave several spellings in one file; no reader can know which of two values counts.
-        found = [(key, value) for key in keys if (value := self.get(key)) is not None]
-        for key, value in found[1:]:
-            if value != found[0][1]:
-                first, other = excerpt(found[0][1]), excerpt(value)
-                raise self.fault(f"{found[0][0]} {first} and {key} {other} contradict")
-        return found[0] if found else None
+        # Conversion scripts leave several spellings in one file; if they differ, either value may be wrong.
+        stated = [(key, value) for key in keys if (value := self.get(key)) is not None]
+        for key, value in stated[1:]:
+            if value != stated[0][1]:
+                first, other = excerpt(stated[0][1]), excerpt(value)
+                raise self.fault(f"{stated[0][0]} {first} and {key} {other} contradict")
+        return stated[0] if stated else None
 
     def integer(self, *keys: str, least: int = 1, most: int = _MOST_WIDTH) -> int | None:
         """Return a whole number under one of several spellings, or the family's default, or None."""
-        found = self.find(*keys)
-        if found is not None:
-            return validated(whole_number(least, most), found[1], key=found[0], where=self.where)
+        stated = self.find(*keys)
+        if stated is not None:
+            return validated(whole_number(least, most), stated[1], key=stated[0], where=self.where)
         default = _DEFAULTS.get(self.family, {}).get(keys[0])
         if default is not None:
             self.assumed.append(f"{keys[0]} {default} assumed: default of {self.model_type}")
@@ -237,7 +238,7 @@ class _Config:
         return value
 
     def fault(self, what: str) -> UsageError:
-        """Return the error of a config that cannot be."""
+        """Return the error of a config with an impossible value."""
         return UsageError(what, where=self.where)
 
     def flag(self, key: str) -> bool | None:
@@ -262,7 +263,7 @@ def _open_config(document: Document, *, where: str) -> _Config:
     # Multimodal configs (Llama 4, Gemma 3, Qwen-VL) describe the text model in a section of its own.
     sections = (part for key in _NESTED if isinstance(part := document.get(key), Mapping))
     inner = next(sections, document)
-    # The text model's own type first: that of the wrapper says less.
+    # The text model's own type first: it says more than the wrapper's.
     named = inner.get("model_type") or document.get("model_type") or "unknown"
     model_type = validated(TEXT, named, key="model_type", where=where)[:_MOST_NAME]
     config = _Config(inner, document, where, model_type)
@@ -305,7 +306,7 @@ def _head_dim(config: _Config, hidden: int, heads: int) -> int:
         return stated
     if hidden % heads:
         raise config.fault(
-            f"head_dim is missing, and hidden_size {hidden} is no multiple of num_attention_heads {heads}"
+            f"head_dim is missing, and hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
         )
     config.assumed.append(f"head_dim {hidden // heads} derived: hidden_size / num_attention_heads")
     return hidden // heads
@@ -344,9 +345,10 @@ def _experts(config: _Config, layers: int) -> _Experts:
     per_token = config.required(*_EXPERTS_PER_TOKEN, most=_MOST_HEADS)
     if per_token > count:
         raise config.fault(f"num_experts_per_tok {per_token} is more than the {count} experts there are")
-    # Mixtral and Phi-MoE have experts alone, whose width stands where others have the dense FFN's.
+    # Mixtral and Phi-MoE have only experts; their width is under the key of the dense FFN.
     width = config.integer("moe_intermediate_size") or config.required(*_FFN)
-    # Qwen and Granite state the width of shared experts, DeepSeek a number of them, as wide as the routed ones; Llama 4 has one.
+    # Qwen and Granite state the width of shared experts, DeepSeek a number of them, as wide as the routed
+    # ones; Llama 4 has one.
     shared = width if config.get(_DENSE_FFN) is not None else config.integer(*_SHARED_WIDTH, least=0)
     if shared is None:
         shared = (config.integer(*_SHARED_EXPERTS, least=0, most=_MOST_HEADS) or 0) * width
@@ -366,8 +368,8 @@ def _moe_layer_ids(config: _Config, layers: int) -> tuple[int, ...]:
     if listed is not None:
         return tuple(sorted(set(listed)))
     step = config.integer("interleave_moe_layer_step", "decoder_sparse_step") or 1
-    # Qwen has `mlp_only_layers`; DeepSeek `first_k_dense_replace` and `moe_layer_freq`, a number or a list with 1 for each MoE
-    # layer. A key that a family does not have changes nothing here.
+    # Qwen has `mlp_only_layers`; DeepSeek `first_k_dense_replace` and `moe_layer_freq`, a number or a list
+    # with 1 for each MoE layer. A key that a family does not have changes nothing here.
     dense = set(config.integers("mlp_only_layers", least=0, most=_MOST_LAYERS) or ())
     first = config.integer("first_k_dense_replace", "moe_layer_start_index", least=0) or 0
     if isinstance(config.get("moe_layer_freq"), list):
@@ -384,7 +386,7 @@ def _moe_layer_ids(config: _Config, layers: int) -> tuple[int, ...]:
 
 def _dense_ffn(config: _Config, hidden: int, experts: _Experts, layers: int) -> int:
     stated = config.integer(_DENSE_FFN)
-    # No layer is dense: `intermediate_size` is stale or the experts' own.
+    # All layers are MoE, so `intermediate_size` is unused or describes the experts.
     if len(experts.get("moe_layer_ids", ())) == layers:
         return stated or experts["expert_ffn"]
     width = stated or config.integer(*_FFN)
@@ -413,7 +415,7 @@ def _linear(config: _Config) -> LinearAttention | None:
 
 
 def _windows(config: _Config, layers: int) -> tuple[int | None, ...]:
-    """Return how far back each layer reads: None for all, 0 for linear attention; by the first key that says it."""
+    """Return how far back each layer reads: None for all, 0 for linear attention; by the first key that states it."""
     kinds = config.get("layer_types")
     if kinds is not None:
         return _windows_by_type(config, kinds, layers)
@@ -423,7 +425,7 @@ def _windows(config: _Config, layers: int) -> tuple[int | None, ...]:
         return tuple(0 if (layer + 1) % interval else None for layer in range(layers))
     if config.family == "llama4" or config.get("attention_chunk_size") is not None:
         return _chunks(config, layers)
-    # Qwen states a window even where it is not used, and then from which layer on.
+    # Qwen states a window even if it is unused, and the layer from which it applies.
     first = config.integer("max_window_layers", least=0)
     is_used = config.flag("use_sliding_window")
     window = None if is_used is False else config.integer("sliding_window", most=_MOST_ROWS)
@@ -458,7 +460,7 @@ def _windows_by_type(config: _Config, kinds: object, layers: int) -> tuple[int |
 
 
 def _chunks(config: _Config, layers: int) -> tuple[int | None, ...]:
-    """Return Llama 4's windows: layers with rotary positions see their own chunk alone."""
+    """Return Llama 4's windows: layers with rotary positions see only their own chunk."""
     chunk = config.required("attention_chunk_size", most=_MOST_ROWS)
     # An empty list stands for the default in published configs.
     rotary = config.integers("no_rope_layers", least=0, most=1) or None
@@ -478,12 +480,12 @@ def _tied(config: _Config) -> bool:
 
 
 def _dtype(config: _Config) -> str:
-    found = config.find(*_DTYPE)
-    # vLLM's choice for a type that is not stated.
-    if found is None or found[1] == "auto":
+    stated = config.find(*_DTYPE)
+    # vLLM's choice if no type is stated.
+    if stated is None or stated[1] == "auto":
         config.assumed.append("dtype bfloat16 assumed: torch_dtype is absent")
         return "bfloat16"
-    return validated(TEXT, found[1], key=found[0], where=config.where).removeprefix("torch.")
+    return validated(TEXT, stated[1], key=stated[0], where=config.where).removeprefix("torch.")
 
 
 # -- bytes per number -------------------------------------------------------------------------------------
@@ -516,7 +518,7 @@ def bytes_of_dtype(dtype: str, *, key: str, where: str | None = None) -> float:
     """Return the bytes per element of a named data type.
 
     Raises:
-        UsageError: The name is not known.
+        UsageError: The name is unknown.
     """
     size = DTYPE_BYTES.get(dtype)
     if size is None:
@@ -546,7 +548,7 @@ class _Weights(TypedDict, total=False):
 
 
 def _quantized(method: str, size: float | None) -> _Weights:
-    """Return what a method changes that stores weights in `size` bytes; null keeps the model's own data type.
+    """Return the fields that a method changes; it stores weights in `size` bytes, null keeps the model's data type.
 
     Embedding, output head and router stay in the model's data type under every method.
     """
@@ -590,7 +592,7 @@ def _quantization(config: _Config) -> _Weights:
             f"weights in the model's data type assumed: quantization {excerpt(method)} states no bits"
         )
     weights = _quantized(method, size)
-    # DeepSeek-V4: the section is about the other matrices.
+    # DeepSeek-V4: the section describes the other matrices.
     if config.get("expert_dtype") == "fp4":
         weights["expert_weight_bytes"] = _QUANTIZED_BYTES["mxfp4"]
     if _leaves_out_attention(section):
@@ -612,8 +614,8 @@ def _part(section: Document, key: str) -> Document:
 
 
 def _bits(section: Document, *, where: str) -> int | None:
-    found = ((key, value) for key in _BITS if (value := section.get(key)) is not None)
-    key, value = next(found, (None, None))
+    stated = ((key, value) for key in _BITS if (value := section.get(key)) is not None)
+    key, value = next(stated, (None, None))
     return (
         None
         if key is None
@@ -638,18 +640,18 @@ def as_served(
     kv_cache_dtype: str | None = None,
     quantization: str | None = None,
 ) -> ModelArchitecture:
-    """Return the model as a server holds it, where its options overrule the config.
+    """Return the model as a server holds it, with the options that override the config.
 
     Args:
         arch: The model as its config describes it.
         dtype: The server's `--dtype`; None or `auto` keeps the config's, save that a float32 checkpoint is
             served as bfloat16 (vLLM's own rule), which is noted in `assumed`.
         kv_cache_dtype: The server's `--kv-cache-dtype`; None or `auto` keeps the config's.
-        quantization: The server's `--quantization`, for a config that is not quantized itself; a method that is
-            not known is taken not to shrink weights, which is noted in `assumed`.
+        quantization: The server's `--quantization`, for a config without quantization; an unknown method is
+            assumed not to shrink weights, which is noted in `assumed`.
 
     Raises:
-        UsageError: A data type that is not known.
+        UsageError: A data type is unknown.
     """
     if dtype in {None, "auto"}:
         # vLLM's rule of `--dtype auto`: a float32 checkpoint is loaded in 16 bits.

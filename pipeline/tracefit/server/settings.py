@@ -1,8 +1,8 @@
 """Settings of a vLLM server that latency depends on: their names, valid values, and sources.
 
-Settings come from run descriptions (YAML or JSON), `vllm serve` command lines, the server's own log and the user. A value keeps
-its source. Names without a field here are kept in `other`, because they still identify the run. The flags that turn on the
-traces a message asks for come last.
+Settings come from run descriptions (YAML or JSON), `vllm serve` command lines, the server's own log and the
+user. A value keeps its source. Names without a field are kept in `other`, because they still identify the
+run. The last section has the flags that turn on traces, for messages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 SettingSource = Literal["given", "read", "assumed"]
 """given: by the user for this call. read: in the run's own files. assumed: vLLM's default."""
 
-# Bounds are far above what servers have: what is beyond is a wrong unit or damage.
+# Bounds are far above real settings: a larger value has a wrong unit or is damaged.
 Ranks = Annotated[WholeNumber, Field(ge=1, le=65_536)] | None
 OptionalCount = Annotated[WholeNumber, Field(ge=1, le=2**40)] | None
 Share = Annotated[FiniteNumber, Field(gt=0, le=1)] | None
@@ -109,7 +109,7 @@ class ServerSettings(BaseModel):
     other: Mapping[str, Scalar] = {}
 
     def values(self) -> dict[str, Scalar]:
-        """Return the settings that are known, by field name, in a fixed order."""
+        """Return the stated settings, by field name, in a fixed order."""
         return {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
 
     @property
@@ -121,7 +121,7 @@ class ServerSettings(BaseModel):
         )
 
     def knobs(self) -> dict[str, Scalar]:
-        """Return the known settings that distinguish scopes, beyond model, GPU and tensor parallelism.
+        """Return the stated settings that distinguish scopes, beyond model, GPU and tensor parallelism.
 
         The order is fixed, so that the mapping can be hashed.
         """
@@ -149,7 +149,7 @@ _KNOBS = frozenset(SETTINGS) - {
     "step_tracing_rich_subsample_rate",
 }
 
-# Short forms of vLLM's own options (-tp, -q), and the words of run descriptions in the field.
+# Short forms of vLLM's own options (-tp, -q), and the keys of run descriptions in use.
 ALIASES: Mapping[str, str] = {
     "model_id": "model",
     "model_name": "model",
@@ -173,7 +173,7 @@ ALIASES: Mapping[str, str] = {
 """Other spellings of settings, dashes already turned into underscores."""
 
 DEFAULT_BLOCK_SIZE = 16
-"""Tokens per KV block that vLLM takes on GPUs where nobody sets another."""
+"""vLLM's default of tokens per KV block on GPUs."""
 
 DEFAULTS: Mapping[str, Scalar] = {
     "tensor_parallel": 1,
@@ -204,12 +204,12 @@ def settings_from(
     """Make settings of named values, under any spelling.
 
     Args:
-        values: Names to values, or pairs of them; None is unset; names that are no settings go to `other`.
+        values: Names to values, or pairs of them; None is unset; names without a field go to `other`.
         where: File or option they come from, for errors.
-        source: Where they count as coming from.
+        source: The source to record for them.
 
     Raises:
-        UsageError: A value that its setting cannot have, or two statements of a setting that contradict each other.
+        UsageError: A value is not allowed for its setting, or two statements of a setting contradict each other.
     """
     known: dict[str, object] = {}
     spelled: dict[str, str] = {}
@@ -292,11 +292,11 @@ _MAX_COMMAND_CHARS = (
 # Sections that only group settings.
 _NESTED = frozenset({"vllm", "server", "args", "engine_args", "vllm_args"})
 _MAX_NESTED = 4
-# As vLLM reads counts: lower case is decimal, upper case binary.
+# vLLM reads counts this way: lower case is decimal, upper case binary.
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _COUNT = re.compile(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})([kmgKMG]?)", re.ASCII)
 _MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server")
-_IMAGE = "vllm/vllm-openai"  # its entry point is the server: what follows are the server's arguments
+_IMAGE = "vllm/vllm-openai"  # its entry point is the server: the rest are the server's arguments
 _ENDS = frozenset(
     {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>", "&>"}
 )  # of a command in a shell script
@@ -338,12 +338,12 @@ def read_settings(path: Path) -> ServerSettings:
 
 
 def read_all_settings(paths: Iterable[Path]) -> ServerSettings:
-    """Read what several descriptions of one run state together.
+    """Read and merge several descriptions of one run.
 
     Raises:
         UsageError: One cannot be read, or two contradict.
     """
-    found = ServerSettings()
+    merged = ServerSettings()
     stated: dict[str, tuple[Scalar, Path]] = {}
     for path in paths:
         more = read_settings(path)
@@ -355,8 +355,8 @@ def read_all_settings(paths: Iterable[Path]) -> ServerSettings:
                     where=str(path),
                     hint="keep one of the two files, or name one with --run-config",
                 )
-        found = merge(found, more)
-    return found
+        merged = merge(merged, more)
+    return merged
 
 
 def parse_settings(content: bytes | str, *, where: str, is_json: bool = False) -> ServerSettings:
@@ -366,7 +366,7 @@ def parse_settings(content: bytes | str, *, where: str, is_json: bool = False) -
     or under `vllm:`, `server:` or `args:`; `args` may also be a list or a line of options.
 
     Raises:
-        UsageError: Not such a file, or a value that its setting cannot have.
+        UsageError: The file is not a run description, or a value is not allowed for its setting.
     """
     document = (parse_json_object if is_json else parse_yaml_object)(content, where=where)
     return settings_from(_stated(document, where=where), where=where, source="read")
@@ -398,7 +398,7 @@ def parse_serve_command(text: str, *, where: str) -> ServerSettings:
     (16,000) and `16K` (16,384), as vLLM does. Nothing is executed or expanded.
 
     Raises:
-        UsageError: No such command in it, quotes that do not close, or a value that cannot be.
+        UsageError: The text has no such command, unclosed quotes, or an impossible value.
     """
     if len(text) > _MAX_BYTES:
         raise UsageError(f"is larger than {_MAX_BYTES:,} bytes", where=where)
@@ -471,7 +471,7 @@ def _option_value(flag: str, value: str | None, *, where: str) -> tuple[str, obj
         if name in SETTINGS and name not in FLAGS:
             raise UsageError(f"{flag} has no value", where=where)
         return name, True
-    # Nothing is expanded: what the variable held is not in the script.
+    # Variables are not expanded: their values are not in the script.
     if value.startswith("$") and name in SETTINGS:
         raise UsageError(
             f"{flag} is the shell variable {excerpt(value)}", where=where, hint="write the value out"
@@ -480,7 +480,7 @@ def _option_value(flag: str, value: str | None, *, where: str) -> tuple[str, obj
 
 
 def _literal(value: str) -> object:
-    """Read a word of a command line as the number or truth value it is, else as text."""
+    """Read a word of a command line as a number or a boolean if it is one, else as text."""
     words = {"true": True, "false": False, "none": None, "null": None}
     if value.lower() in words:
         return words[value.lower()]
@@ -495,9 +495,9 @@ def _literal(value: str) -> object:
 
 
 def _find_logged(text: str) -> dict[str, object] | None:
-    """Return the arguments vLLM logged: `non-default args: {…}` or `args: Namespace(…)`; null where it did not.
+    """Return the arguments vLLM logged: `non-default args: {…}` or `args: Namespace(…)`; null if it did not.
 
-    The last such line counts, since a log can hold several starts. Values that are no plain literals are passed over.
+    The last such line counts, since a log can hold several starts. Values that are not plain literals are skipped.
     """
     for line in reversed(text.splitlines()):
         # A plain search first: the patterns are slow on lines that cannot match.
@@ -530,8 +530,8 @@ def _literals(item: re.Pattern[str], text: str) -> dict[str, object]:
 
 # -- flags that turn on traces --------------------------------------------------------------------------
 #
-# Stock vLLM does not have these flags: they belong to the fork of vLLM that the inference-sim project instruments. Messages
-# say so, because a stock server refuses to start with them.
+# Stock vLLM does not have these flags: they belong to the fork of vLLM that the inference-sim project
+# instruments. Messages say so, because a stock server refuses to start with them.
 
 
 INSTRUMENTED_VERSION = "0.15.1"
@@ -559,7 +559,7 @@ ALL_SPANS = (
     "step times follow from the spans of every request of one engine: OTEL_TRACES_SAMPLER=always_on, one front end, and for "
     "each server an OTEL_SERVICE_NAME of its own"
 )
-"""What an unmodified vLLM can be asked for, and what it gains."""
+"""How to get step times from an unmodified vLLM."""
 
 NOT_OF_STOCK = "no flag of an unmodified vLLM gives it"
 
@@ -570,16 +570,16 @@ SGLANG_STEPS = "SGLang has spans of its steps at level 3: start it with SGLANG_T
 
 
 def step_remedy(*, stock: bool) -> str:
-    """Say how to get step times; flags of the fork are for users of the fork, since an unmodified server refuses them."""
+    """Say how to get step times; the fork's flags are not named for an unmodified server, which refuses them."""
     return ALL_SPANS if stock else f"the summaries of all steps give it: start the server with {STEP_FLAGS}"
 
 
 def context_remedy(requests: int) -> str:
-    """Say how to get the context tokens of the steps of a log, beside which so many requests were read."""
+    """Say how to get the context tokens of the steps of a log beside `requests` requests."""
     if requests:
         return (
-            f"too few of the {requests:,} requests beside it could be told apart on its lines; microseconds in its format and "
-            "the log and spans of one server alone make it surer"
+            f"too few of the {requests:,} requests beside it could be assigned to its lines; a log format with microseconds, and "
+            "a log and spans of one server only, help"
         )
     return (
         "spans of the same requests, in the same run folder, give context tokens, queue wait and admission: start the server "
@@ -588,14 +588,14 @@ def context_remedy(requests: int) -> str:
 
 
 def journey_remedy(*, stock: bool, after_last_token: bool = False) -> str:
-    """Say how to get what lies between the events of a request."""
+    """Say how to get the durations between the events of a request."""
     if not stock:
         return f"the events of requests give it: start the server with {JOURNEY_FLAGS}"
     return f"{NOT_OF_STOCK}; TTFT, ITL and E2E do without it" if after_last_token else _REQUEST_SPANS
 
 
 def without_attribute(event: str, attributes: Sequence[str]) -> str:
-    """Say that no event of a name has some attributes, and which flag of which vLLM gives them."""
+    """Say that no event of a name has some attributes, and name the flag and the version of vLLM that write them."""
     from tracefit.tables.dialects import SNAPSHOT_EVENT, STEP_EVENT  # noqa: PLC0415 - `predict` does without polars
 
     flags = {STEP_EVENT: STEP_FLAGS, SNAPSHOT_EVENT: SNAPSHOT_FLAG}.get(event, JOURNEY_FLAGS)

@@ -1,9 +1,9 @@
 """The ForwardPassMetrics that Dynamo's vLLM worker would have published of a simulation, as its recorder writes them.
 
-Fields and times are those of `dynamo/vllm/instrumented_scheduler.py` (ai-dynamo 1.6.1). `wall_time` is the time from one step's
-outputs to the next one's; where no step was before or an empty one, from the end of `schedule()`. An empty step has no record.
-A second without one brings a heartbeat, and heartbeats count too. The simulation keeps no variances: they are 0; and it does not
-tell apart who waits: a preempted request is counted among the prompts.
+Fields and times are those of `dynamo/vllm/instrumented_scheduler.py` (ai-dynamo 1.6.1). `wall_time` is the
+time from one step's outputs to the next one's; after no step or an empty one, from the end of `schedule()`.
+An empty step has no record. A second without one brings a heartbeat, and heartbeats count too. The simulation
+keeps no variances, so they are 0, and counts a waiting preempted request among the prompts.
 """
 
 from __future__ import annotations

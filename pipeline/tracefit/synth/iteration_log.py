@@ -1,8 +1,8 @@
 """The log that an unmodified vLLM with `--enable-logging-iteration-details` would have written of a simulation.
 
-Its lines are those of vLLM 0.32 (`vllm/v1/metrics/loggers.py`), of all servers in one file, each an engine. An empty step has no
-line and no number. `log` has stamps in microseconds, as `%(created).6f` gives them, `log_seconds` those of the default format: local
-time, here UTC, in whole seconds and without a year.
+Its lines are those of vLLM 0.32 (`vllm/v1/metrics/loggers.py`), of all servers in one file, each an engine.
+An empty step has no line and no number. `log` has stamps in microseconds, as `%(created).6f` writes them;
+`log_seconds` has those of the default format: local time, here UTC, in whole seconds and without a year.
 """
 
 from __future__ import annotations

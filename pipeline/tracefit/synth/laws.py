@@ -1,4 +1,4 @@
-"""Laws with known coefficients: how long a step takes, how long requests wait around the engine; and the models and GPUs they hold for.
+"""Laws with known coefficients for step times and waits around the engine, with their models and GPUs.
 
 Times are microseconds, sizes are tokens or requests, FLOPs and bytes are per GPU unless a name says otherwise.
 """
@@ -31,7 +31,7 @@ class LawGpu:
     link_gb_per_s: float  # between GPUs of a server
 
 
-# Written again, not taken from the catalogue of `server`: a wrong rate there must not be wrong in the truth as well.
+# Not taken from the catalogue of `server`: a wrong rate there must not be wrong in the truth as well.
 GPUS: Mapping[str, LawGpu] = {
     gpu.name: gpu
     for gpu in (
@@ -196,7 +196,7 @@ def lookup(table: Mapping[str, _T], name: str, *, option: str) -> _T:
     """Return the entry `name` of `table`.
 
     Raises:
-        UsageError: There is none; the message lists what there is.
+        UsageError: No such entry; the message lists the existing ones.
     """
     try:
         return table[name]
@@ -314,7 +314,8 @@ class RooflineLaw:
         """Return the time spent exchanging activations between GPUs, in µs."""
         if self.tp == 1:
             return 0.0
-        # A ring all-reduce sends 2 (tp - 1) / tp of the data over each link; attention and MLP of a layer need one each.
+        # A ring all-reduce sends 2 (tp - 1) / tp of the data over each link; attention and MLP of a layer
+        # need one each.
         size_bytes = step.scheduled_tokens * self.model.hidden_size * self.model.dtype_bytes
         share = 2 * (self.tp - 1) / self.tp
         once_us = self.allreduce_latency_us + share * size_bytes / (self.gpu.link_gb_per_s * 1e3)
@@ -347,7 +348,8 @@ class AdmissionLaw:
 class DepartureLaw:
     """FINISHED to DEPARTED: the API process works through the outputs of the finishing step."""
 
-    # Measured: 90 to 215 us per request in the batch, 100 to 350 us per request that finishes, nothing per output token.
+    # Measured: 90 to 215 us per request in the batch, 100 to 350 us per request that finishes, nothing per
+    # output token.
     base_us: float = 700.0
     per_batch_req_us: float = 120.0
     per_finishing_req_us: float = 200.0  # itself included

@@ -62,7 +62,7 @@ def surge_phases(factor: float) -> tuple[LoadPhase, ...]:
     """
     if not factor > 0:
         raise UsageError("must be above 0", where="surge")
-    # A phase's share is of the requests: its time times its rate.
+    # A phase's share of the requests is its time times its rate.
     return (LoadPhase("steady", 1 - _SURGE_SHARE, 1.0), LoadPhase("surge", _SURGE_SHARE * factor, factor))
 
 
@@ -70,7 +70,7 @@ def surge_phases(factor: float) -> tuple[LoadPhase, ...]:
 class SynthOptions:
     """One synthetic run; equal options give equal bytes.
 
-    Sampling rates show more or less of the same run: their draws are of a stream of their own.
+    Sampling rates show more or less of the same run: they have a random stream of their own.
     """
 
     name: str = "synth-run"  # of the run folder
@@ -103,32 +103,34 @@ class SynthOptions:
     block_size: int = 16  # tokens in a block
     chunked_prefill: bool = True  # a prompt may be split over steps
 
-    # Sigma of a log-normal factor. Real step times leave a few percent about a linear model: 2.0 to 5.0 % on H100 traces.
+    # Sigma of a log-normal factor. Real step times leave a few percent about a linear model: 2.0 to 5.0 % on
+    # H100 traces.
     noise: float = 0.03
     hiccup_rate: float = 0.0  # chance that a step is delayed by something outside the law
     hiccup_us: float = 30_000.0  # mean of that delay (exponential)
     empty_step_us: float = 260.0  # time of a step without tokens
 
-    # What is written: the instrumented server's spans; an unmodified server's one span of a request, which knows no step;
-    # ForwardPassMetrics or vLLM's log (of fine stamps or whole seconds): one record for each step and none of requests; SGLang's
-    # spans; the engine's times of each request; or the log of a load generator.
+    # Form of the output: the instrumented server's spans; an unmodified server's one span per request, without steps;
+    # ForwardPassMetrics or vLLM's log (with fine stamps or whole seconds), a record per step and none per request;
+    # SGLang's spans; the engine's times of each request; or the log of a load generator.
     form: Form = "instrumented"
     step_sampling: float = 1.0  # chance of a step to be in the trace
     rich_sampling: float = 0.0  # chance of such a step to carry request snapshots too
-    # Chance of a request to be in the trace; of stock spans by the trace id, as the SDK's sampler decides.
+    # Chance of a request to be in the trace; stock spans are sampled by trace id, as in the SDK.
     journey_sampling: float = 1.0
-    # When QUEUED is stamped: at the step start at which the engine core drains its socket, as the real emitter does, or when
-    # the API process is done with the request, as other engines do. The scheduler sees it at the next step start either way.
+    # When QUEUED is stamped: at the step start at which the engine core drains its socket, as the real
+    # emitter does, or when the API process is done with the request, as other engines do. The scheduler sees
+    # it at the next step start either way.
     queued_stamp: QueuedStamp = "step_start"
     duration: DurationMode = (
-        "schedule"  # what `step.duration_us` says: as the real emitter does, or the step time
+        "schedule"  # meaning of `step.duration_us`: as in the real emitter, or the step time
     )
     span_event_limit: int | None = None  # events a span keeps, the last ones; None keeps all
     steps_per_span: int = 100
     epochs: int = 1  # lives of the engine: each restart counts steps from 1 again, on the same clock
     servers: int = 1  # in the same file, each with its own clock
-    # Who has a `service.instance.id`: nobody, a server as a whole, or each process, as newer SDKs do (the API's differs from
-    # the engine's). Auto is `none` for one server, else `server`.
+    # Which resource has a `service.instance.id`: none, a server as a whole, or each process, as newer SDKs do
+    # (the API's differs from the engine's). Auto is `none` for one server, else `server`.
     instance_ids: InstanceIds = "auto"
 
     @property
@@ -139,7 +141,7 @@ class SynthOptions:
     @property
     def shared_prefix_tokens(self) -> int:
         """Length of every shared prefix; 0 where the prefix cache is off."""
-        # vLLM's prefix cache holds whole blocks: what is beyond the last one is computed by each request.
+        # vLLM's prefix cache has whole blocks: each request computes the tokens beyond the last one.
         return self.prefix_tokens // self.block_size * self.block_size if self.prefix_fraction else 0
 
     @property
@@ -150,7 +152,7 @@ class SynthOptions:
         return min(self.max_model_len, in_cache, in_step)
 
     def step_law(self) -> StepLaw:
-        """Return the law object, built from its name where only that was given.
+        """Return the law object, built from its name if only that was given.
 
         Raises:
             UsageError: The law is unknown, or a roofline lacks a GPU.
@@ -167,7 +169,7 @@ class SynthOptions:
         return RooflineLaw(self.architecture, lookup(GPUS, self.gpu, option="gpu"), tp=self.tp)
 
     def check(self) -> None:
-        """Refuse what cannot be simulated.
+        """Refuse options that cannot be simulated.
 
         Raises:
             UsageError: An option is out of range or unknown.
@@ -184,7 +186,7 @@ class SynthOptions:
         for names, (low, high) in _BOUNDS.items():
             for where in names:
                 value = getattr(self, where)
-                # A limit of None is none; NaN is within no bounds.
+                # None means no limit; NaN is outside all bounds.
                 if value is not None and not low <= value <= high:
                     wanted = f"at least {low:g}" if high == _INFINITE else f"between {low:g} and {high:g}"
                     raise UsageError(f"{value} is out of range", where=where, hint=f"must be {wanted}")

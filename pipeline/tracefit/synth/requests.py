@@ -1,7 +1,7 @@
-"""The requests of a simulation as others write them: SGLang's spans, logs with the engine's times, and logs of load generators.
+"""Requests of a simulation in other forms: SGLang's spans, logs with the engine's times, logs of load generators.
 
-Fields are those of SGLang 0.5.23 at trace level 3, LLMServingSim's benchmark of vLLM, `vllm bench serve --save-detailed` (0.32)
-and GuideLLM 0.8.1. Requests that their client left are in none.
+Fields are those of SGLang 0.5.23 at trace level 3, LLMServingSim's benchmark of vLLM, `vllm bench serve
+--save-detailed` (0.32) and GuideLLM 0.8.1. Aborted requests are left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Served(NamedTuple):
     request: Request
     queued_ns: int
     scheduled_ns: int
-    prompt_steps: range  # places in the log of the steps from its first to that of its first token
+    prompt_steps: range  # indexes of the steps from its first to that of its first token
     token_steps: list[int]  # of the steps whose outputs its tokens are
 
 
@@ -59,7 +59,7 @@ def served(epoch: EpochLog) -> Iterator[Served]:
 
 
 def outputs_ns(epoch: EpochLog) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return when each step's outputs were there, in Unix nanoseconds."""
+    """Return when each step's outputs were ready, in Unix nanoseconds."""
     return np.array([step.output_ns + epoch.unix_offset_ns for step in epoch.steps], np.int64)
 
 
@@ -93,7 +93,7 @@ def request_log_lines(epochs: Iterable[EpochLog]) -> list[bytes]:
 
 
 def client_lines(epochs: Sequence[EpochLog], rng: np.random.Generator, *, form: str) -> list[bytes]:
-    """Return the log of a load generator: `bench`, with the time of every token, or `guidellm`, of the first and the last."""
+    """Return a load generator's log: `bench`, with the time of every token, or `guidellm`, of first and last."""
     rows = []
     for epoch in epochs:
         seen = seen_ns(epoch, rng)

@@ -1,7 +1,8 @@
 """Two commands: simulate a run, and write it as a run folder with its truth.
 
-`synth` draws the load, runs every engine over time, and has its log written as spans; equal options give an equal run.
-`write_run` writes the trace as a collector would, the server's configuration beside it, and the law with the truth tables.
+`synth` draws the load, runs every engine over time, and has its log written as spans; equal options give an
+equal run. `write_run` writes the trace as a collector would, the server's configuration beside it, and the
+law with the truth tables.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class SynthRun:
 
     options: SynthOptions
     law: StepLaw  # with its coefficients
-    batches: tuple[ExportBatch, ...]  # in the order a collector received them; none in a form of records
-    recorded_lines: tuple[bytes, ...]  # of a form of records, in the order they were written
+    batches: tuple[ExportBatch, ...]  # in the order a collector received them; empty for a record form
+    recorded_lines: tuple[bytes, ...]  # lines of a record form, in the order they were written
     truth_steps: pl.DataFrame  # one row per step, columns as in `STEP_COLUMNS`
     truth_requests: pl.DataFrame  # one row per request, columns as in `REQUEST_COLUMNS`
 
@@ -93,7 +94,7 @@ _RECORDED = {
     "bench": "bench.json",
     "guidellm": "guidellm.json",
 }
-"""Forms of records, which are lines and no spans, and their files."""
+"""Record forms, written as lines instead of spans, and their files."""
 
 
 def _recorded_lines(form: str, epochs: Sequence[EpochLog], rng: np.random.Generator) -> list[bytes] | None:
@@ -125,7 +126,7 @@ def write_run(
         compress: Compression of the trace; None for none.
 
     Returns:
-        The run folder, of several the first.
+        The run folder; the first if there are several.
 
     Raises:
         UsageError: A format or compression is unknown, no format is given, or a folder cannot be written.
@@ -162,7 +163,7 @@ def _trace(run: SynthRun, kind: Format, compress: TraceSuffix | None) -> bytes:
 
 
 def _sidecars(run: SynthRun) -> dict[str, bytes]:
-    """Return what lies beside the trace; no name here may look like a trace."""
+    """Return the files beside the trace; their names must not look like a trace."""
     model = run.options.architecture
     return {
         "exp-config.yaml": yaml.safe_dump(_exp_config(run.options), sort_keys=False).encode(),
@@ -215,7 +216,7 @@ def _tracing(options: SynthOptions) -> dict[str, int | float]:
 
 def _truth(run: SynthRun) -> dict[str, object]:
     """Return the law with its coefficients and all options, ready for JSON."""
-    # A law of the caller's own that is no dataclass is written as its repr.
+    # A caller's own law that is not a dataclass is written as its repr.
     coefficients: object = repr(run.law)
     if is_dataclass(run.law) and not isinstance(run.law, type):
         coefficients = asdict(run.law)
@@ -225,7 +226,7 @@ def _truth(run: SynthRun) -> dict[str, object]:
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
-    """Write all files or none: each is drafted in a folder of its own before any takes its place."""
+    """Write all files or none: all are drafted in a separate folder before any is moved."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as drafts:
@@ -245,12 +246,12 @@ _Columns: TypeAlias = Mapping[str, tuple[type[pl.DataType], Callable[[EpochLog, 
 
 
 def _state(field_name: str) -> Callable[[EpochLog, Request], object]:
-    """Return a function to a field of the queue a request met; null where it was never queued."""
+    """Return a function to a field of the queue at a request's QUEUED; null if it was never queued."""
     return lambda _, request: getattr(request.queue_state, field_name, None)
 
 
 def _point(event: str, field_name: str) -> Callable[[EpochLog, Request], object]:
-    """Return a function to a field of a request's first event of a kind; null where it has none."""
+    """Return a function to a field of a request's first event of a kind; null without such an event."""
     return lambda _, request: getattr(request.first(event), field_name, None)
 
 
@@ -322,7 +323,7 @@ STEP_COLUMNS = {name: kind for name, (kind, _) in _STEPS.items()}
 """Columns of the steps' truth; times monotonic, `law_us` is `cycle_us` without noise and hiccups."""
 
 REQUEST_COLUMNS = {name: kind for name, (kind, _) in _REQUESTS.items()}
-"""Columns of the requests' truth; queue state is what the request met when it was QUEUED."""
+"""Columns of the requests' truth; queue state is that at its QUEUED."""
 
 
 def _frame(columns: _Columns[_T], rows: Sequence[tuple[EpochLog, _T]]) -> pl.DataFrame:

@@ -50,7 +50,7 @@ class JourneyPoint(NamedTuple):
 
 
 class QueueState(NamedTuple):
-    """What a request met when it was QUEUED."""
+    """The state of the queue and the engine when a request was QUEUED."""
 
     requests_ahead: int
     tokens_ahead: int  # that those ahead have to compute
@@ -61,7 +61,7 @@ class QueueState(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request: as its client sends it, as the engine core has it, and what happens to it.
+    """One request: as its client sends it, as the engine core has it, and its fate.
 
     Times are monotonic nanoseconds; those of the API process are 0 until the request has ended.
     """
@@ -92,7 +92,7 @@ class Request:
     num_preemptions: int = 0
     finish_status: FinishStatus | None = None
 
-    # What happens to it.
+    # Its fate.
     queue_state: QueueState | None = None
     points: list[JourneyPoint] = field(default_factory=list)
     abort_ns: int | None = None  # when its client went
@@ -171,7 +171,7 @@ class BlockPool:
         return True
 
     def share(self, request: Request) -> bool:
-        """Make the first blocks of `request` the cached ones of its prefix, unless there are some; return whether it did."""
+        """Cache the first blocks of `request` as its prefix unless it is cached already; return whether it did."""
         if request.prefix in self._prefixes:
             return False
         self._prefixes[request.prefix] = _Prefix(self._prefix_blocks, users=1)
@@ -310,7 +310,7 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan) -> None:
         index = 0
-        # The list shrinks from its end while we walk it: who is preempted had no turn yet.
+        # The list shrinks from its end while it is walked: a preempted request had no turn yet.
         while index < len(self.running) and plan.budget:
             request = self.running[index]
             tokens = min(request.pending_tokens, plan.budget)

@@ -1,11 +1,11 @@
-"""Simulate a server over time: who sends requests, the socket, steps and idle times of its engine, and the API process around it.
+"""Simulate a server over time: its clients, the socket, steps and idle times of its engine, and the API process.
 
 One cycle of the engine core, start to start::
 
     schedule() | execute ............... | aborts | update | drain the socket | next schedule()
     start      +schedule_ns              +cycle-tail                          start + cycle
 
-Load, engine and sampling draw from streams of their own: an option of one leaves the draws of the others as they are.
+Load, engine and sampling have separate random streams: an option of one does not change the draws of the others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 # A fixed start, in September 2026: with the time of day in them, equal options would give other bytes.
 _UNIX_START_NS = 1_790_000_000_000_000_000
-# Around a life of the engine nothing happens for seconds, so that epochs are apart on the clock as restarts are.
+# Seconds without events around each life of the engine separate epochs on the clock, as restarts do.
 _WARM_UP_NS = 5_000_000_000
 _SHUTDOWN_NS = 7_000_000_000
 _RESTART_NS = 20_000_000_000
@@ -198,7 +198,7 @@ def _lengths(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return prompt lengths, output lengths and prefix numbers that the engine can hold."""
     longest, prefix_tokens = options.longest_sequence_tokens, options.shared_prefix_tokens
-    # Both are drawn whether prefixes are shared or not: the draws after them stay as they are.
+    # Both are drawn whether prefixes are shared or not, so that later draws do not change.
     shared = rng.random(count) < options.prefix_fraction
     prefix = np.where(shared, rng.integers(0, options.num_prefixes, count), NO_PREFIX)
     if not prefix_tokens:
@@ -223,7 +223,7 @@ def _abort_stages(
     count = len(output_tokens)
     aborted = rng.random(count) < options.abort_fraction
     which = rng.integers(0, 3, count)
-    # No client leaves during decode if its request has none.
+    # No client leaves during the decode of a request without one.
     which = np.where(output_tokens < 2, which % 2, which)
     return [stages[which[i]] if aborted[i] else AbortStage.NEVER for i in range(count)]
 
@@ -234,7 +234,7 @@ def _abort_stages(
 class Draws:
     """Standard normal and uniform numbers of one generator.
 
-    The two kinds have generators of their own: an added draw of one kind leaves the sequence of the other as it is.
+    The two kinds have separate generators: an added draw of one kind does not change the sequence of the other.
     """
 
     def __init__(self, rng: np.random.Generator) -> None:
@@ -250,7 +250,7 @@ class Draws:
 
 
 class Streams(NamedTuple):
-    """Sources of randomness that must not disturb each other: another sampling rate shows more or less of the same run."""
+    """Independent sources of randomness: another sampling rate shows more or less of the same run."""
 
     engine: Draws  # step times and time in `schedule()`
     api: Draws  # the API process
@@ -286,7 +286,7 @@ class EngineClock:
                 now_ns = self._step(now_ns)
             elif self._next < len(self._socket):
                 drain_ns = max(now_ns, self._socket[self._next].socket_ns + _WAKE_NS)
-                # From idle the first schedule() follows the drain at once, with no step to wait for.
+                # After idling, schedule() follows the drain at once: no step is in progress.
                 now_ns = drain_ns + 60_000
                 self._drain(drain_ns, room_ns=30_000)
             else:
@@ -340,7 +340,7 @@ class EngineClock:
         if self._streams.sampling.uniform() >= self._options.rich_sampling:
             return ()
         tokens = {request: tokens for request, tokens, _ in plan.scheduled}
-        # Copies: the requests themselves go on.
+        # Copies, because the requests themselves change.
         return tuple(
             Scheduled(copy(request), tokens.get(request, 0), request.computed_tokens)
             for request in self.scheduler.running
@@ -348,14 +348,15 @@ class EngineClock:
 
     def _hiccup_us(self) -> float:
         draws = self._streams.engine
-        # Both are drawn for every step: another rate leaves the draws of the other steps as they are.
+        # Both are drawn for every step, so that another rate does not change the draws of other steps.
         is_hit = draws.uniform() < self._options.hiccup_rate
         delay_us = -math.log(1.0 - draws.uniform()) * self._options.hiccup_us
         return delay_us if is_hit else 0.0
 
     def _schedule_ns(self, plan: StepPlan, cycle_ns: int) -> int:
         """Return the time in `schedule()`: a little per running request, more where one is admitted."""
-        # Real schedule() takes 91 us (median, CPU) to 1.1 ms (H100), and stamps SCHEDULED 0.1 to 0.7 ms after its start.
+        # Real schedule() takes 91 us (median, CPU) to 1.1 ms (H100), and stamps SCHEDULED 0.1 to 0.7 ms after
+        # its start.
         admitted = len(plan.first) + len(plan.resumed)
         admit_us = 160.0 + 25.0 * admitted if admitted else 0.0
         time_us = 60.0 + 1.5 * len(plan.scheduled) + admit_us
@@ -437,13 +438,13 @@ class EngineClock:
         draws, options = self._streams.api, self._options
         request.handoff_ns = request.arrival_ns + round(request.api_work_us * draws.uniform(180, 240))
         response_ns = round(draws.uniform(0.5e6, 1.5e6))
-        # A departure waits for the outputs of the finishing step, not for its own tokens.
+        # A departure waits for all outputs of the finishing step, not only for its own tokens.
         law_us = options.departure.departure_us(request.batch_reqs, request.finishing_reqs)
         departure_us = law_us * math.exp(options.departure.jitter * draws.normal())
         request.departed_ns = request.points[-1].ts_ns + round(departure_us * 1e3)
         if request.abort_ns is not None and request.abort_ns < request.departed_ns:
             request.departed_ns = request.abort_ns
-            # A stream that breaks off is now and then taken for one that ended.
+            # A broken stream is sometimes recorded as one that ended.
             may_depart = request.is_streaming and not request.is_chat
             request.is_aborted = not (may_depart and draws.uniform() < 0.1)
         first_token = request.first("FIRST_TOKEN")

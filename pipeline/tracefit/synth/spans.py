@@ -1,8 +1,10 @@
 """The spans that a server would have sent of a simulation: as data, as OTLP JSON lines and as framed protobuf.
 
-The server is the instrumented one, an unmodified vLLM, which writes one span per request (`Emitter._stock_spans`), or SGLang. Names of spans, events and attributes, their order and their clocks are those of the real emitter, odd ones included: a step's
-`duration_us` is the time in `schedule()`, and a span that loses events loses its oldest. Both encodings are written by hand
-here, so that no code is shared with the rooms that read them.
+The server is the instrumented one, an unmodified vLLM, which writes one span per request
+(`Emitter._stock_spans`), or SGLang. Names of spans, events and attributes, their order and their clocks are
+those of the real emitter, odd ones included: a step's `duration_us` is the time in `schedule()`, and a span
+that loses events loses its oldest. Both encodings are written by hand here, so that no code is shared with
+the rooms that read them.
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ class Emitter:
         id_rng, journey_rng, jitter_rng, self._front_rng = rng.spawn(4)
         self._id_rng = id_rng
         self._is_sampled = (journey_rng.random(len(epoch.requests)) < options.journey_sampling).tolist()
-        # Unix stamps follow the monotonic ones by a few microseconds; a prime number of lags repeats with no other period.
+        # Unix stamps follow the monotonic ones by a few microseconds; a prime number of lags repeats with no
+        # other period.
         self._lags_ns: list[int] = jitter_rng.integers(500, 9_000, 1_021).tolist()
 
     def spans(self) -> tuple[list[GeneratedSpan], list[GeneratedSpan]]:
@@ -125,7 +128,7 @@ class Emitter:
         api: list[GeneratedSpan] = []
         core: list[GeneratedSpan] = []
         for request, is_sampled in zip(self._epoch.requests, self._is_sampled, strict=True):
-            # Drawn whether sampled or not: another sampling rate leaves the ids of the others as they are.
+            # Drawn whether sampled or not, so that another sampling rate does not change other ids.
             trace_id, api_id, core_id = self._hex(16), self._hex(8), self._hex(8)
             if is_sampled:
                 api.append(self._api_span(request, trace_id, api_id))
@@ -134,17 +137,18 @@ class Emitter:
         return api, core
 
     def _stock_spans(self) -> Iterator[GeneratedSpan]:
-        """Yield what an unmodified vLLM 0.32 writes: one span per request, when the front end has seen its last token.
+        """Yield the spans of an unmodified vLLM 0.32: one per request, written once the front end has its last token.
 
-        Two clocks give its times. The front end stamps the outputs of a step once, shortly after the engine core sent them, in
-        float seconds since 1970; the engine core stamps them once too, on its monotonic clock. Nothing names a step.
+        Two clocks give its times. The front end stamps the outputs of a step once, shortly after the engine
+        core sent them, in float seconds since 1970; the engine core stamps them once too, on its monotonic
+        clock. Nothing names a step.
         """
         steps = self._epoch.steps
         seen_s = (seen_ns(self._epoch, self._front_rng) / 1e9).tolist()
         for request in self._epoch.requests:
             trace_id, span_id, _ = self._hex(16), self._hex(8), self._hex(8)
             first_token = request.first("FIRST_TOKEN")
-            # The span of a request is written with its last token: one that its client left has none.
+            # The span of a request is written with its last token: an aborted request has no span.
             if first_token is None or request.finish_status == FinishStatus.ABORTED:
                 continue
             if int(trace_id[16:], 16) >= round(self._options.journey_sampling * 2**64):
@@ -178,7 +182,7 @@ class Emitter:
             )
 
     def _sglang_spans(self) -> Iterator[GeneratedSpan]:
-        """Yield what SGLang 0.5.23 writes at trace level 3: of a request, of its two threads, and of its stages in each."""
+        """Yield the spans of SGLang 0.5.23 at trace level 3: of a request, its two threads, and their stages."""
         out_ns, seen = outputs_ns(self._epoch), seen_ns(self._epoch, self._front_rng)
         for place, one in enumerate(served(self._epoch)):
             request, turn_ns = one.request, _RESULT_NS * (place % 16)
@@ -239,7 +243,7 @@ class Emitter:
         kind: SpanKind = SpanKind.INTERNAL,
         error: str = "",
     ) -> GeneratedSpan:
-        """Return a span: its scope and name; trace, span and parent; start and end; and of its events those within the limit."""
+        """Return a span: its scope and name; trace, span and parent; start and end; and its events within the limit."""
         flags = _FLAGS_CHILD_OF_REMOTE if ids[2] else _FLAGS_ROOT
         # The SDK's queue of events is bounded (128 by default) and loses its oldest.
         lost = max(len(events) - (self._options.span_event_limit or len(events)), 0)
@@ -248,7 +252,7 @@ class Emitter:
         )
 
     def _api_span(self, request: Request, trace_id: str, span_id: str) -> GeneratedSpan:
-        # Status code 2 is on aborted chat and non-streaming requests alone; a broken stream ends its span without one.
+        # Only aborted chat and non-streaming requests have status code 2; a broken stream ends its span without one.
         is_failed = request.is_aborted and (request.is_chat or not request.is_streaming)
         error = "Client disconnected" if is_failed else ""
         attributes: dict[str, SpanValue] = {
@@ -261,7 +265,7 @@ class Emitter:
             "gen_ai.request.max_tokens": request.max_tokens,
             "gen_ai.request.n": 1,
         }
-        # Of finished chat requests alone: output lengths of the others are in their journeys.
+        # Only for finished chat requests: the output lengths of others are in their journeys.
         if request.is_chat and not request.is_aborted:
             attributes["gen_ai.usage.completion_tokens"] = request.done_tokens
         return self._span(
@@ -392,7 +396,7 @@ class Emitter:
             "request.num_preemptions": request.num_preemptions,
             "request.scheduled_tokens_this_step": tokens,
             "kv.blocks_allocated_gpu": request.blocks,
-            # Full blocks, not hits: those are the prompt less `effective_prompt_len`.
+            # Full blocks, not hits: hits are the prompt less `effective_prompt_len`.
             "kv.blocks_cached_gpu": (computed_tokens + tokens) // self._options.block_size,
             "request.effective_prompt_len": request.prompt_tokens - request.cached_tokens,
         }
@@ -420,7 +424,7 @@ def _resources(options: SynthOptions, draw: Callable[[int], bytes]) -> tuple[Att
     choice = options.instance_ids
     if choice == "auto":
         choice = "none" if options.servers == 1 else "server"
-    # Drawn whether used or not: another choice leaves every other id as it is.
+    # Drawn whether used or not, so that another choice does not change other ids.
     api_id, core_id = (str(uuid.UUID(bytes=draw(16), version=4)) for _ in range(2))
 
     def resource(sdk: str, **instance: str) -> Attributes:
@@ -439,7 +443,7 @@ def _resources(options: SynthOptions, draw: Callable[[int], bytes]) -> tuple[Att
 
 
 def _flushes(resource: Attributes, spans: list[GeneratedSpan]) -> Iterator[tuple[int, ExportBatch]]:
-    """Yield what one process exports, with the time: the spans that ended since it did so last."""
+    """Yield the exports of one process with their times: the spans that ended since the last export."""
     ordered = sorted(spans, key=lambda span: (span.end_unix_ns, span.span_id))
     for period, group in groupby(ordered, key=lambda span: span.end_unix_ns // _FLUSH_NS):
         ended = tuple(group)

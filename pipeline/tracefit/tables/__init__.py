@@ -1,1 +1,1 @@
-"""Spans become the published tables: one schema, one dialect table, one place that joins requests."""
+"""Turn spans into the published tables: one schema, one dialect table, one module that joins requests."""

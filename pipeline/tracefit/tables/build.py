@@ -59,16 +59,16 @@ if TYPE_CHECKING:
 
 
 _BYTES_PER_SPAN = 128
-"""Bytes that a span counts at least: spans without content compress to nearly nothing, and take memory all the same."""
+"""Least bytes that a span counts: spans without content compress to nearly nothing, but still take memory."""
 
 OTHER_RECORD = "steps.step_id is that of another record with other values"
 """Reason of a record whose step is recorded already."""
 
 _MOST_SCOPES = 16
-"""Other scopes that are named: those with most spans."""
+"""How many other scopes are named: those with the most spans."""
 
 _ODD_SHARE = 0.01
-"""A setting that a larger share of a run's values contradicts is not the server's, and bounds nothing."""
+"""If a larger share of a run's values contradicts a setting, the setting is not the server's and is not used."""
 
 
 def build_tables(
@@ -82,19 +82,20 @@ def build_tables(
     limits: Mapping[str, float],
     memory_limits: BuildLimits,
 ) -> None:
-    """Build every table of a run but `timeline` and the training frames.
+    """Build every table of a run except `timeline` and the training frames.
 
     Args:
-        files: The trace files with their staged parts, in the order of their names; there is a span of the vLLM scopes in them.
+        files: The trace files with their staged parts, in the order of their names; there is a span of the
+            vLLM scopes in them.
         run_id: The run.
         place: Where the staged parts are.
-        scratch: A folder on disk for what does not fit into memory.
+        scratch: A folder on disk for rows that do not fit into memory.
         writer: Takes the tables.
         run_columns: Values of the `runs` table for the whole run, beside the counts.
         limits: Settings of the server that bound values of the tables; one that the run contradicts is not used.
         memory_limits: How much of the run is in memory at a time.
     """
-    # Sorted windows of a third: what is being read, what waits for the next block, and a copy in order.
+    # A third each for the rows being read, the rows that wait for the next block, and a sorted copy.
     space = SortSpace(scratch, memory_limits.sorted_bytes, memory_limits.sorted_bytes // 3)
     resolved = resolve(place, parts_of(files))
     bounds = _window_bounds(place, resolved, memory_limits.window_bytes)
@@ -104,7 +105,7 @@ def build_tables(
     for each in bounds:
         run.add(_Window.of(place, resolved, *each))
     duplicates = resolved.spans_read - run.counts["spans"]
-    del resolved, windows  # the facts of every span: what follows takes as much memory
+    del resolved, windows  # the facts of every span: the rest needs the memory
     memory.give_back()
     other_spans = sum(part.other_spans for file in files for part in file.parts)
     run.finish(writer, {**run_columns, "other_spans": other_spans, "duplicate_spans": duplicates})
@@ -112,7 +113,7 @@ def build_tables(
 
 @dataclass(frozen=True, slots=True)
 class _Sieve:
-    """The rules of the tables, with the facts of the whole run that they are checked against.
+    """The rules of the tables, with the facts of the whole run that they use.
 
     Attributes:
         limits: Settings of the server that bound values.
@@ -146,27 +147,27 @@ class _Sieve:
         return kept.select(columns), pl.concat([broken, also])
 
     def recorded(self) -> _Sieve:
-        """Return the sieve for recorded steps: what a scheduler says of its own steps is not checked against its settings."""
+        """Return the sieve for recorded steps, which are not checked against the scheduler's own settings."""
         return replace(self, limits={}, clocks=self.clocks.clear())
 
     def _strays(self, rows: pl.DataFrame, ts: str | None) -> pl.Series:
         if not (self.bounds if ts is None else self.strays).height:
             return pl.repeat(value=False, n=rows.height, eager=True)
         if ts is not None:
-            places = rows.select(
+            marks = rows.select(
                 pl.col("server").cast(pl.String), pl.coalesce("unix_ns", ts).alias("clock"), "step_id"
             )
             marked = self.strays.unique().with_columns(is_stray=pl.lit(value=True))
-            found = places.join(marked, on=["server", "clock", "step_id"], how="left", maintain_order="left")
-            return found["is_stray"].fill_null(value=False)
-        # Snapshots have no engine time, so that the range of accepted steps must do.
-        places = rows.select(pl.col("server").cast(pl.String), "step_id").join(
+            joined = marks.join(marked, on=["server", "clock", "step_id"], how="left", maintain_order="left")
+            return joined["is_stray"].fill_null(value=False)
+        # Snapshots have no engine time, so they are checked against the range of accepted steps.
+        bounded = rows.select(pl.col("server").cast(pl.String), "step_id").join(
             self.bounds, on="server", how="left", maintain_order="left"
         )
         outside = (pl.col("step_id") < pl.col("least") - STRAY_STEPS) | (
             pl.col("step_id") > pl.col("most") + STRAY_STEPS
         )
-        return places.select(outside.fill_null(value=False)).to_series()
+        return bounded.select(outside.fill_null(value=False)).to_series()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,17 +175,17 @@ class _Window:
     """Staged parts that are read together.
 
     Attributes:
-        place: Where they are.
+        place: The storage of the parts.
         parts: Each part with the number of its first row; row numbers continue from part to part.
-        facts: server, core_zero, server_zero of each row; of spans that do not count, the server is null.
-        found: row, twin, owner: the twins and owners of `ResolvedRun`.
+        facts: server, core_zero, server_zero of each row; the server is null for spans that do not count.
+        links: row, twin, owner: the twins and owners of `ResolvedRun`.
         log_owner: As in `ResolvedRun`.
     """
 
     place: Place
     parts: Sequence[tuple[RunPart, int]]
     facts: pl.DataFrame
-    found: pl.DataFrame
+    links: pl.DataFrame
     log_owner: str | None
 
     @classmethod
@@ -192,12 +193,12 @@ class _Window:
         """Return a window of the parts from one number to another."""
         first = run.firsts[begin]
         parts = [(run.parts[number], run.firsts[number] - first) for number in range(begin, end)]
-        # Only here do server names become text, to save memory until then.
+        # Server names become text only here, to save memory until then.
         facts = run.facts[first : run.firsts[end]].with_columns(pl.col("server").cast(pl.String))
-        found = run.twins.join(run.owners, on="row", how="full", coalesce=True)
-        found = found.filter(pl.col("row").is_between(first, run.firsts[end], closed="left"))
-        found = found.with_columns(pl.col("row") - pl.lit(first, pl.UInt32))
-        return cls(place, parts, facts, found, run.log_owner)
+        links = run.twins.join(run.owners, on="row", how="full", coalesce=True)
+        links = links.filter(pl.col("row").is_between(first, run.firsts[end], closed="left"))
+        links = links.with_columns(pl.col("row") - pl.lit(first, pl.UInt32))
+        return cls(place, parts, facts, links, run.log_owner)
 
     def every(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the rows of all spans, counted or not; a file number is replaced by the name of the file."""
@@ -221,13 +222,13 @@ class _Window:
         """Return the rows of the spans that count, with their facts."""
         rows = self.every(kind, columns)
         # Facts are gathered by the number of the row: a join takes several times as long.
-        found = rows.drop("server", strict=False).hstack(self.facts[rows["row"]])
-        return found.drop_nulls("server") if found["server"].has_nulls() else found
+        joined = rows.drop("server", strict=False).hstack(self.facts[rows["row"]])
+        return joined.drop_nulls("server") if joined["server"].has_nulls() else joined
 
     def journeys(
         self, sieve: _Sieve, columns: Sequence[str] | None = None
     ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame, int]:
-        """Return journey events on the engine's clock, rows without one, broken rules, and the number of corrected events."""
+        """Return journey events on the engine's clock, events without it, broken rules, and a count of corrections."""
         rows, broken = sieve.sift("journey_events", self.read("journeys", columns))
         # A layer that stamps only wall-clock time can still be put on the engine's clock: their difference is constant.
         rows = rows.with_columns(ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - pl.col("server_zero")))
@@ -238,7 +239,7 @@ class _Window:
 
 
 def _window_bounds(place: Place, run: ResolvedRun, window_bytes: int) -> list[tuple[int, int]]:
-    """Return which parts make a window, each from one number to another: small ones share the fixed cost of its frames."""
+    """Return the first and last number of the parts of each window; small parts share a window and its fixed cost."""
     begins: list[int] = []
     size = 0
     sizes = staged_bytes(place, (part.name for part in run.parts))
@@ -255,7 +256,8 @@ def _epoch_starts(windows: Iterable[_Window], space: SortSpace, sieve: _Sieve) -
     """Scan the marks of the whole run in the order of their clock; return the epochs, and the sieve for odd rows."""
     marks = space.sort(key=("clock",), order=("clock", "server", "step_id", "exact"))
     marks.add(pl.DataFrame(schema=MARKS))
-    # The settings are counted, not applied, in this pass: whether the run contradicts them shows at its end.
+    # This pass counts the values beyond each setting, and rejects none: only its end shows whether the run
+    # contradicts one.
     free = replace(sieve, limits={})
     limited = {
         name: [c for c in schema.TABLES[name].columns if c.limit in sieve.limits]
@@ -299,13 +301,13 @@ class _Run:
     implausible: Counter[str] = field(default_factory=Counter)
     other_scopes: Counter[str] = field(default_factory=Counter)
     sorts: dict[str, ExternalSort] = field(default_factory=dict)
-    # Of each window, for the snapshots of a request may be in another window than its spans.
+    # One per window, because the snapshots of a request may be in another window than its spans.
     cached: list[pl.DataFrame] = field(default_factory=list)
     layer_columns: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, window: _Window) -> None:
         """Add the rows of a window to the sorts of all tables."""
-        # The table of spans has no rules; what requests take of their attributes is bounded here.
+        # The table of spans has no rules; the attributes that requests use are bounded here.
         spans, odd_spans = sift_numbers(window.read("spans"))
         self.counts["spans"] += spans.height
         self.counts["dropped_attributes"] += int(spans["dropped_attributes"].sum() or 0)
@@ -326,7 +328,7 @@ class _Run:
         self.cached.append(cached_prompt_tokens(snapshots))
         journeys, lost, odd_journeys, moved = window.journeys(self.sieve)
         self.counts["clock_corrected_events"] += moved
-        spans = spans.join(window.found, on="row", how="left", maintain_order="left")
+        spans = spans.join(window.links, on="row", how="left", maintain_order="left")
         self._add_journeys(in_epoch(journeys, self.starts, "ts_ns"), spans)
         self._add_rejects(
             window, spans, lost, pl.concat([odd_spans, odd_steps, odd_snapshots, odd_journeys]), odd_records
@@ -347,7 +349,7 @@ class _Run:
         ids = spans.select("row", "trace_id", "span_id", "parent_span_id", "request_id")
         journeys = journeys.join(ids, on="row", how="left", maintain_order="left")
         self._take("journey_events", journeys)
-        # Of three kinds, in one sort by trace: those of one trace come out together, to be joined.
+        # Three kinds of rows in one sort by trace: the rows of one trace come out together, to be joined.
         api_spans = spans.filter(pl.col("scope").is_in(dialects.API_SCOPES))
         layers = {
             "core": core_requests(journeys),
@@ -366,13 +368,13 @@ class _Run:
         odd: pl.DataFrame,
         odd_records: pl.DataFrame,
     ) -> None:
-        places = spans.select("row", "source_offset", "source_file")
+        positions = spans.select("row", "source_offset", "source_file")
         bad = pl.concat([window.read("incomplete").select("row", "reason"), lost, odd])
-        found = _as_rejects(bad.join(places, on="row", how="inner"))
-        rejects = pl.concat([window.every("rejects"), found, odd_records], how="diagonal")
+        broken = _as_rejects(bad.join(positions, on="row", how="inner"))
+        rejects = pl.concat([window.every("rejects"), broken, odd_records], how="diagonal")
         for reasons in (odd["reason"], odd_records["reason"]):
             self.implausible.update(dict(reasons.value_counts().iter_rows()))
-        # What a rule has left out was read: it is listed, and counted apart.
+        # Rows that a rule leaves out were readable: they are listed and counted separately.
         self.counts["rejects"] += int(rejects["count"].sum()) - odd.height - odd_records.height
         self._take("rejects", rejects)
 
@@ -382,7 +384,7 @@ class _Run:
     def _sort(self, name: str) -> ExternalSort:
         if name not in self.sorts:
             table = schema.TABLES.get(name)
-            # The first column of a key is the run id, of which there is only one here.
+            # The first column of a key is the run id, which is constant here.
             key = table.key[1:5] if table else ("trace_id",)
             order = table.order[1:] if table else key
             self.sorts[name] = self.space.sort(key, order)
@@ -398,7 +400,7 @@ class _Run:
         if api_clock.height:
             self._move_api_events(api_clock)
         for name in ("requests", "journey_events", "request_snapshots", "steps", "spans", "rejects"):
-            # At least one, so that a table without rows is there too.
+            # At least one frame, so that a table without rows exists too.
             for window in (
                 self._sort(name).windows() if self._sort(name).rows else [schema.TABLES[name].empty()]
             ):
@@ -426,19 +428,19 @@ class _Run:
         )
 
     def _one_record_a_step(self, steps: pl.DataFrame) -> pl.DataFrame:
-        """Return steps with one record each, the first one; another one with other values is a reject, an equal one a duplicate."""
+        """Return steps with their first record each; a later one is a duplicate if equal, a reject if not."""
         recorded = steps.filter(pl.col("cycle_source").is_not_null())
         key = ["server", "epoch", "step_id"]
         if recorded.n_unique(key) == recorded.height:
             return steps
-        place = ["source_file", "source_offset"]
-        different = recorded.sort(*key, *place).unique(
-            [name for name in recorded.columns if name not in (*place, "unix_ns")],
+        position = ["source_file", "source_offset"]
+        different = recorded.sort(*key, *position).unique(
+            [name for name in recorded.columns if name not in (*position, "unix_ns")],
             keep="first",
             maintain_order=True,
         )
         first = different.unique(key, keep="first", maintain_order=True)
-        others = different.join(first, on=[*key, *place], how="anti").with_columns(
+        others = different.join(first, on=[*key, *position], how="anti").with_columns(
             reason=pl.lit(OTHER_RECORD)
         )
         self.counts["duplicate_steps"] += recorded.height - different.height
@@ -460,7 +462,7 @@ class _Run:
             self._sort("journey_events").add(known.with_columns(ts_ns=moved).drop("ahead_ns"))
 
     def _requests(self, rows: pl.DataFrame, api_clock: pl.DataFrame) -> pl.DataFrame:
-        """Return rows of requests on one clock, without values that cannot be, which are counted."""
+        """Return rows of requests on one clock; impossible values are cleared and counted."""
         moved = with_api_moved(rows, api_clock) if api_clock.height else rows
         kept, odd = schema.REQUESTS.sift_derived(moved)
         self.implausible.update(dict(odd.iter_rows()))
@@ -468,7 +470,7 @@ class _Run:
         return kept
 
     def _finish_requests(self) -> pl.DataFrame:
-        """Join the requests; return the servers whose API is on a clock of its own, as `api_clocks` does."""
+        """Join the requests; return the servers whose API has a clock of its own, as `api_clocks` does."""
         cached = first_hits(pl.concat(self.cached))
         self.cached.clear()
         self._sort("requests").add(schema.REQUESTS.empty())
@@ -491,14 +493,14 @@ class _Run:
         return api_clocks(pl.concat(bounds))
 
     def _add_stages(self, results: ExternalSort) -> None:
-        """Add the steps that SGLang's spans show; only at the level that has spans of steps are prompts all that ran."""
+        """Add the steps in SGLang's spans; only a trace level with spans of steps shows all prompts."""
         count = Counter[str]()
         for window in results.windows() if results.rows else ():
             for (server, _), block in window.group_by("server", "block", maintain_order=True):
                 if block["is_loop"].any():
-                    found = steps_of(block, count[str(server)] + 1)
-                    count[str(server)] += found.height
-                    steps, odd = schema.STEPS.sift_derived(found)
+                    block_steps = steps_of(block, count[str(server)] + 1)
+                    count[str(server)] += block_steps.height
+                    steps, odd = schema.STEPS.sift_derived(block_steps)
                     self.implausible.update(dict(odd.iter_rows()))
                     self._take("rejects", odd)
                     self._take("steps", steps)

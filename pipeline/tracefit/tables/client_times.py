@@ -1,7 +1,7 @@
-"""Join what load generators measured with the server's own record of the same requests.
+"""Join the measurements of load generators with the server's record of the same requests.
 
-They are the same by their ids, as vLLM extends them (`cmpl-<id>-0`), or where a client writes none, by their lengths and the order
-of their arrivals: the two clocks differ by one constant, which most of the pairs of equal length agree on.
+Requests match by their ids, as vLLM extends them (`cmpl-<id>-0`). If a client writes no ids, they match by length and
+order of arrival: the two clocks differ by one constant, on which most pairs of equal length agree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tracefit.tables.dialects import CLIENT
 TIMES = ("client_ttft_us", "client_itl_us", "client_e2e_us")
 _SERVER_ID = r"^(?:chat)?cmpl-|-[0-9]{1,2}$"
 _MOST_PAIRED = 1_000
-"""Requests of each side whose arrivals show how the clocks compare."""
+"""Requests of each side whose arrivals are compared to find the difference of the clocks."""
 
 _SAME_NS = 100_000_000
 """How far arrivals of one request may scatter between client and server."""
@@ -23,11 +23,11 @@ _LEAST_LATENCIES = 2
 """Requests without lengths that came at one time: a single one is the last that was sent."""
 
 _LEAST_SHARE = 0.5
-"""Of the fewer side, how many requests must agree on the difference of the clocks."""
+"""Share of the smaller side's requests that must agree on the difference of the clocks."""
 
 
 def with_client_times(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return requests with the times of their clients; client's rows that are of a server's request are left out.
+    """Return requests with the times of their clients; client rows that match a server's request are left out.
 
     A run without requests of a server, or without a client, stays as it is.
 
@@ -109,7 +109,7 @@ def _by_arrival(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
     if (ahead := _ahead(mine, known)) is None:
         return none
     moved = mine.select(client="row", arrival_ns=pl.col("arrival_ns") + ahead, output_tokens="output_tokens")
-    found = moved.sort("arrival_ns").join_asof(
+    joined = moved.sort("arrival_ns").join_asof(
         known.rename({"arrival_ns": "at_ns"}).with_columns(arrival_ns="at_ns"),
         on="arrival_ns",
         by="output_tokens",
@@ -118,12 +118,12 @@ def _by_arrival(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
         check_sortedness=False,
     )
     apart = (pl.col("at_ns") - pl.col("arrival_ns")).abs()
-    nearest = found.drop_nulls("row").sort(apart, "client").unique("row", keep="first", maintain_order=True)
+    nearest = joined.drop_nulls("row").sort(apart, "client").unique("row", keep="first", maintain_order=True)
     return nearest.select("client", "row")
 
 
 def _ahead(mine: pl.DataFrame, known: pl.DataFrame) -> int | None:
-    """Return how far the server's clock is ahead of the client's, in ns: what most pairs of equal lengths agree on."""
+    """Return how far the server's clock is ahead of the client's, in ns, as most pairs of equal length agree."""
     some = [side.head(_MOST_PAIRED) for side in (mine, known)]
     pairs = some[0].join(some[1], on="output_tokens", suffix="_server")
     apart = np.sort((pairs["arrival_ns_server"] - pairs["arrival_ns"]).to_numpy())

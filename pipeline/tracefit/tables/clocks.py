@@ -1,8 +1,9 @@
 """Clocks and step counters that do not compare: several engines behind one name, and layers on different hosts.
 
-Replicas and data-parallel ranks often share a service.name and have no instance id. Two facts separate them: each host
-has a monotonic clock with a zero of its own (*zero*: wall clock less engine clock), and each engine on a host has a step
-counter of its own. `split_engines` names the engines; the other functions handle times on different clocks.
+Replicas and data-parallel ranks often share a service.name and have no instance id. Two facts separate them:
+each host has a monotonic clock with a zero of its own (*zero*: wall clock less engine clock), and each engine
+on a host has a step counter of its own. `split_engines` names the engines; the other functions handle times
+on different clocks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 CLOCK_FACTS = ("zero", "first_ns", "last_ns", "first_step", "last_step")
-"""Facts of a span's events: wall clock less engine clock, and the range of its step summaries; null where it has none."""
+"""Facts of a span's events: wall clock less engine clock, and the range of its step summaries; null if it has
+no such events."""
 
 SAME_CLOCK_NS = 1_000_000_000
 """Zeros closer than this are one clock: within a boot, wall and monotonic clock agree to microseconds."""
@@ -48,16 +50,18 @@ def without_lone_clocks(spans: pl.DataFrame) -> pl.DataFrame:
     jump = pl.col("zero").sort().diff() > SAME_CLOCK_NS
     if not spans.select(jump.any()).item():
         return spans
-    ordered = spans.select("server", "zero").with_row_index("place").drop_nulls("zero").sort("server", "zero")
+    ordered = (
+        spans.select("server", "zero").with_row_index("row_number").drop_nulls("zero").sort("server", "zero")
+    )
     clocks = ordered.with_columns(clock=_clock_number())
     sizes = clocks.with_columns(
         spans_on_clock=pl.len().over("server", "clock"), spans_of_server=pl.len().over("server")
-    ).sort("place")
-    # Of a server with few spans, one span may well be a host: there it stays.
+    ).sort("row_number")
+    # A server with few spans may have a host with one span, so that clock stays.
     lone = sizes.filter(
         pl.col("spans_on_clock") == 1, pl.col("spans_on_clock") < pl.col("spans_of_server") * LONE_SHARE
     )
-    is_lone = pl.int_range(pl.len(), dtype=pl.UInt32).is_in(lone["place"].implode())
+    is_lone = pl.int_range(pl.len(), dtype=pl.UInt32).is_in(lone["row_number"].implode())
     return spans.with_columns(pl.when(~is_lone).then(name).alias(name) for name in CLOCK_FACTS)
 
 
@@ -72,7 +76,7 @@ def clocks_of(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _clock_number() -> pl.Expr:
-    """Return the number of each clock of a server, for rows sorted by server and zero: a jump of zero is a new clock."""
+    """Return the number of each clock of a server, for rows sorted by server and zero; jumps begin new clocks."""
     is_new = (pl.col("zero").diff() > SAME_CLOCK_NS).over("server").fill_null(value=False)
     return is_new.cast(pl.Int64).cum_sum().over("server")
 
@@ -83,7 +87,7 @@ def is_off_clock(rows: pl.DataFrame, ts: str, clocks: pl.DataFrame) -> pl.Series
     Args:
         rows: server, unix_ns, `ts` and server_zero, the clock that most of the server's spans are on.
         ts: The column of the engine time.
-        clocks: What `clocks_of` returns.
+        clocks: The result of `clocks_of`.
     """
     zero = pl.col("unix_ns") - pl.col(ts)
     suspicious = ((zero - pl.col("server_zero")).abs() > SAME_CLOCK_NS).fill_null(value=False)
@@ -93,16 +97,16 @@ def is_off_clock(rows: pl.DataFrame, ts: str, clocks: pl.DataFrame) -> pl.Series
         return marks
     placed = (
         rows.select(pl.col("server").cast(pl.String), zero=zero)
-        .with_row_index("place")
+        .with_row_index("row_number")
         .sort("zero")
         .join_asof(clocks.sort("low"), left_on="zero", right_on="low", by="server", check_sortedness=False)
-        .sort("place")
+        .sort("row_number")
     )
     return marks & placed.select((pl.col("zero") > pl.col("high")).fill_null(value=True)).to_series()
 
 
 def on_core_clock(journeys: pl.DataFrame) -> tuple[pl.DataFrame, int]:
-    """Put API events on the clock of the engine core of their trace, where the two layers ran on different hosts.
+    """Put API events on the clock of the engine core of their trace, if the two layers ran on different hosts.
 
     The corrected times go by way of the two wall clocks, and are as accurate as these agree.
 
@@ -123,23 +127,25 @@ def on_core_clock(journeys: pl.DataFrame) -> tuple[pl.DataFrame, int]:
 
 
 _LEAST_ODD, _LEAST_ODD_SHARE = 10, 0.05
-"""Fewest requests out of order, and their least share, that show clocks apart: clients that reuse an id mix up events of two."""
+"""Least number and share of requests out of order that prove separate clocks; clients that reuse an id cause
+some too."""
 
 _TRIMMED = 0.02
-"""Share of requests on either side that the bounds of the clock leave out where all of them contradict each other."""
+"""Share of requests on either side that the bounds of the clock leave out if all of them contradict each other."""
 
 
 def api_clocks(bounds: pl.DataFrame) -> pl.DataFrame:
-    """Find how far the API's clock is ahead of the core's, where events of requests are out of order.
+    """Find how far the API's clock is ahead of the core's, for servers with requests whose events are out of order.
 
-    A constant distance shifts all bounds alike. So the middle between the largest lower and the smallest upper one is at most
-    half of their distance off. Where more than a few requests allow no distance that the others do, there is none to correct.
+    A constant distance shifts all bounds alike. So the middle between the largest lower and the smallest
+    upper one is at most half of their distance off. If more than a few requests contradict every distance
+    that the others allow, no distance is corrected.
 
     Args:
         bounds: server, least_ns, most_ns of every request; see `requests.clock_bounds`.
 
     Returns:
-        server, ahead_ns, error_ns: of servers whose clocks disagree by a distance that is known.
+        server, ahead_ns, error_ns: of servers whose clocks disagree by a distance that could be estimated.
     """
     least, most = pl.col("least_ns"), pl.col("most_ns")
     sides = bounds.group_by("server").agg(
@@ -152,12 +158,12 @@ def api_clocks(bounds: pl.DataFrame) -> pl.DataFrame:
     )
     is_whole = pl.col("least") <= pl.col("most")
     chosen = {side: pl.when(is_whole).then(side).otherwise(f"trimmed_{side}") for side in ("least", "most")}
-    found = (
+    fitted = (
         sides.filter(pl.col("odd") >= _LEAST_ODD, pl.col("share") >= _LEAST_ODD_SHARE)
         .with_columns(**chosen)
         .filter(pl.col("least") <= pl.col("most"))
     )
-    return found.select(
+    return fitted.select(
         "server",
         ahead_ns=((pl.col("least") + pl.col("most")) / 2).round().cast(pl.Int64),
         error_ns=((pl.col("most") - pl.col("least")) / 2).ceil().cast(pl.Int64),
@@ -165,7 +171,7 @@ def api_clocks(bounds: pl.DataFrame) -> pl.DataFrame:
 
 
 def split_engines(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
-    """Give every engine a server name of its own where several share one: `name#1`, `name#2`, in order of time.
+    """Give engines that share a server name one each: `name#1`, `name#2`, in order of time.
 
     Hosts differ in the zero of their monotonic clock. Where step spans of one clock interleave, their step counters are
     followed from span to span, and a request belongs to the engine whose counter its events agree with. Lifetimes that
@@ -187,7 +193,7 @@ def split_engines(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Dat
     engines = pl.concat(
         [clocked.clear(), *(_with_counter(group, marks_of) for group in groups)], how="diagonal"
     )
-    # By starts alone: a request that outlives a jump of the wall clock does not make two hosts.
+    # Only starts count: a request that outlives a jump of the wall clock does not prove a second host.
     lifetimes = (
         engines.group_by("server", "clock", "counter")
         .agg(begin=pl.col("start_unix_ns").min(), end=pl.col("start_unix_ns").max())
@@ -196,7 +202,7 @@ def split_engines(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Dat
     by_server = [
         rows.with_columns(_slots(rows)) for _, rows in lifetimes.group_by("server", maintain_order=True)
     ]
-    # One slot is one server, however often it was restarted: it keeps its name.
+    # One slot is one server, restarted or not: it keeps its name.
     shared = [rows for rows in by_server if rows["slot"].n_unique() > 1]
     if not shared:
         return unchanged
@@ -206,7 +212,7 @@ def split_engines(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Dat
 
 
 def _are_one_each(spans: pl.DataFrame) -> bool:
-    """Return whether no server has zeros far apart or step spans that interleave: the usual case, found with few copies."""
+    """Return whether no server has zeros far apart or interleaved step spans, which is the usual case."""
     zeros = spans.group_by("server").agg(pl.col("zero").max() - pl.col("zero").min())
     if (zeros["zero"] > SAME_CLOCK_NS).any():
         return False
@@ -216,7 +222,7 @@ def _are_one_each(spans: pl.DataFrame) -> bool:
 
 
 def _with_clock(spans: pl.DataFrame) -> pl.DataFrame:
-    """Add the number of each span's clock; spans without a zero join the last one. `counter` is 0 for the time being."""
+    """Add the number of each span's clock; spans without a zero join the last one. `counter` is set to 0."""
     ordered = spans.sort("server", "zero", "span_row", nulls_last=True)
     clocks = ordered.with_columns(clock=_clock_number())
     return clocks.with_columns(counter=pl.lit(0, pl.Int64)).sort("server", "clock", "first_ns", "span_row")
@@ -232,7 +238,7 @@ def _with_counter(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Dat
         return spans
     known = _counters_of_step_spans(stepping)
     unassigned = spans.join(known, on="span_row", how="anti").select("span_row")
-    # Snapshots carry wall-clock time alone.
+    # Snapshots carry only wall-clock time.
     zero = spans["zero"].drop_nulls().first()
     marks = marks_of(spans.select("span_row")).with_columns(
         ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - zero)
@@ -292,7 +298,7 @@ def _chains(spans: pl.DataFrame) -> pl.Series:
             if _can_continue(last, span)
         }
         number = min(costs, key=costs.__getitem__, default=len(last_of_chain))
-        # Replaces the chain's last span, or appends where the chain is new.
+        # Replaces the chain's last span, or appends a new chain.
         last_of_chain[number : number + 1] = [span]
         numbers.append(number)
     return pl.Series("chain", numbers, pl.Int64)
@@ -318,12 +324,12 @@ def _cost_of_continuing(last: _StepSpan, span: _StepSpan, step_ns: float) -> tup
 
 
 def _slots(lifetimes: pl.DataFrame) -> pl.Series:
-    """Put lifetimes (`begin` to `end`, sorted by begin) into as few slots as hold them without overlap."""
+    """Put lifetimes (`begin` to `end`, sorted by begin) into the fewest slots without overlap."""
     ends: list[int] = []
     slots = []
     for begin, end in lifetimes.select("begin", "end").iter_rows():
         free = [slot for slot, ended in enumerate(ends) if ended < begin]
-        # Of the free slots the one that ended last: a restart follows at once.
+        # Take the free slot that ended last: a restart follows at once.
         slot = max(free, key=ends.__getitem__, default=len(ends))
         ends[slot : slot + 1] = [end]
         slots.append(slot)
@@ -333,12 +339,12 @@ def _slots(lifetimes: pl.DataFrame) -> pl.Series:
 def _by_agreement(unassigned: pl.DataFrame, known: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
     """Give each span the counter that its events agree with best: span_row, counter.
 
-    A counter is interpolated between the marks known to be on it. With few steps sampled that is rough at first. So the
-    spans with a clear best counter add their marks to it, and the assignment is repeated.
+    A counter is interpolated between its marks, which is rough at first if few steps are sampled. So the spans with a
+    clear best counter add their marks to it, and the assignment is repeated.
     """
     timed = marks.drop_nulls(["ts_ns", "step"]).sort("ts_ns")
     undecided = timed.join(unassigned, on="span_row", how="semi")
-    # Summaries alone at first: they are exact, and their counter is known.
+    # Start with summaries alone: they are exact, and their counter is certain.
     on_counters = timed.filter("is_summary").join(known, on="span_row", how="inner")
     assigned = known.clear()
     for _ in range(_ROUNDS):
@@ -360,7 +366,7 @@ def _best_counters(undecided: pl.DataFrame, on_counters: pl.DataFrame) -> pl.Dat
 
 
 def _errors(undecided: pl.DataFrame, on_counter: pl.DataFrame, counter: int) -> pl.DataFrame:
-    """Return the mean distance of each span's events from one counter, interpolated: span_row, counter, error in steps."""
+    """Return the mean distance of each span's events from an interpolated counter: span_row, counter, error."""
     points = on_counter.select("ts_ns", at_ns="ts_ns", at_step="step")
     before, after = (
         points.rename({"at_ns": f"{side}_ns", "at_step": f"{side}_step"}) for side in ("before", "after")
@@ -372,7 +378,7 @@ def _errors(undecided: pl.DataFrame, on_counter: pl.DataFrame, counter: int) -> 
     span_ns = (pl.col("after_ns") - pl.col("before_ns")).clip(lower_bound=1)
     share = (pl.col("ts_ns") - pl.col("before_ns")) / span_ns
     between = pl.col("before_step") + share * (pl.col("after_step") - pl.col("before_step"))
-    # Before the first point, or after the last, the counter is taken to stand still.
+    # Before the first point and after the last, the counter is assumed constant.
     expected = pl.coalesce(between, "before_step", "after_step")
     error = (pl.col("step") - expected).abs().clip(upper_bound=_MAX_ERROR_STEPS)
     return sides.group_by("span_row").agg(error=error.mean()).with_columns(counter=pl.lit(counter, pl.Int64))

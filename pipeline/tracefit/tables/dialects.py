@@ -1,11 +1,12 @@
 """The spellings of traces as one declared table: from (scope, span, event, attribute) to a column.
 
-Five dialects are known. `journey` is the instrumented server: dotted keys (`prefill.done_tokens`), which written
-specifications also spell with underscores, with API events without a prefix. `stock` is an unmodified vLLM: one
-`llm_request` span per request, its times as attributes in seconds. `lifecycle` is a proposal for upstream: a span
-per phase of a request, whose beginning and end are the times. `sglang` is that of another engine: a span per request, and below it
-spans of its stages in each thread that works on it. `client` is what load generators log. A new dialect is more rows here and nothing elsewhere:
-every other module derives its knowledge of dialects from these rows.
+There are five dialects. `journey` is the instrumented server: dotted keys (`prefill.done_tokens`), which
+written specifications also spell with underscores, with API events without a prefix. `stock` is an unmodified
+vLLM: one `llm_request` span per request, its times as attributes in seconds. `lifecycle` is a proposal for
+upstream: a span per phase of a request, whose beginning and end are the times. `sglang` is another engine: a
+span per request, and below it spans of its stages in each thread that works on it. `client` is the logs of
+load generators. A new dialect needs rows here and no change elsewhere: every other module derives its
+dialects from these rows.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ class Spelling:
         event: Event of the span; None for the span itself.
         attribute: Attribute key; `EVENT_NAME` for the event as such, None for the span's own times.
         table: Table the value goes to.
-        column: Column it goes to, or the event's name in the tables. Of `requests`, what the API said of its tokens is
-            `api_prompt_tokens`, `api_completion_tokens` and `api_max_tokens`: the table's own columns follow from these.
+        column: Column it goes to, or the event's name in the tables. In `requests`, the API's token counts
+            are `api_prompt_tokens`, `api_completion_tokens` and `api_max_tokens`: the table's own columns
+            follow from these.
         take: How the value is read.
         factor: Multiplier of the value.
     """
@@ -90,7 +92,7 @@ _STEP_KEYS: dict[str, tuple[str, ...]] = {
     "scheduled_tokens": ("batch.scheduled_tokens",),
     "prefill_tokens": ("batch.prefill_tokens",),
     "decode_tokens": ("batch.decode_tokens",),
-    # Of the plugin tracefit-vllm alone.
+    # Written only by the plugin tracefit-vllm.
     "context_tokens": ("batch.decode_context_tokens",),
     "prefill_context_tokens": ("batch.prefill_context_tokens",),
     "num_finished": ("batch.num_finished",),
@@ -195,7 +197,7 @@ def _attributes(dialect: str, scope: str) -> list[Spelling]:
 
 
 STOCK = "stock"
-"""Of requests that an unmodified server describes, one span each."""
+"""Dialect of requests that an unmodified server describes, one span each."""
 LOG_SCOPE = "request log"
 """Scope of the requests of a log with the same times, which no tracer wrote."""
 
@@ -212,7 +214,7 @@ def _stock(scope: str) -> list[Spelling]:
 
 
 CLIENT = "client"
-"""Of requests that a load generator describes."""
+"""Dialect of requests that a load generator describes."""
 CLIENT_SCOPE = "load generator"
 NOT_SENT_S = 2.0**32
 """Arrival of all requests in a log of latencies alone, in seconds: another file says when each was sent."""
@@ -247,11 +249,11 @@ def _phase(span: str, column: str, take: Take) -> Spelling:
 
 
 SGLANG = "sglang"
-"""Of requests of SGLang, whose stages are spans below those of threads (`sglang.srt.observability.req_time_stats`)."""
+"""Dialect of SGLang, whose stages are spans below those of threads (`sglang.srt.observability.req_time_stats`)."""
 SGLANG_SCOPE = "sglang server"
 
 THREAD_KEYS = ("rid", "thread_label", "tp_rank", "pp_rank", "dp_rank")
-"""Attributes by which SGLang's spans of requests (`rid`) and of threads (the others) are told from those of stages."""
+"""Attributes that distinguish SGLang's spans of requests (`rid`) and of threads (the others) from those of stages."""
 
 _SGLANG_REQUEST = {
     "request_id": "rid",
@@ -264,13 +266,13 @@ _SGLANG_REQUEST = {
 _SGLANG_LATENCIES = {column: _SECONDS[column] for column in ("ttft_us", "e2e_us")}
 _SGLANG_STAGES: tuple[tuple[str, Take, tuple[str, ...]], ...] = (
     ("arrival_ns", "start", ("tokenize",)),
-    # A decode server has no stage of a prompt; where there is one, it comes first.
+    # A decode server has no stage of a prompt; on other servers it comes first.
     ("queued_ns", "start", ("prefill_waiting", "decode_waiting")),
     ("queue_wait_us", "duration", ("prefill_waiting", "decode_waiting")),
     ("first_scheduled_ns", "start", ("prefill_forward",)),
     ("first_token_ns", "end", ("prefill_forward",)),
     ("prefill_us", "duration", ("prefill_forward",)),
-    # Of a request of one token there is no decode. Steps are traced at level 3 alone.
+    # A request of one token has no decode. Only level 3 traces steps.
     ("last_token_ns", "end", ("decode_loop", "decode_forward", "prefill_forward")),
     ("finished_ns", "end", ("decode_forward", "prefill_forward")),
     ("kv_transfer_us", "duration", ("prefill_transfer_kv_cache", "decode_transferred")),
@@ -313,7 +315,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     _phase("vllm_async_kv_transfer", "kv_transfer_us", "duration"),
     _phase("vllm_prefill", "first_scheduled_ns", "start"),
     _phase("vllm_decode", "first_token_ns", "start"),
-    # Of a request of one token there is no decode; after a preemption there are several prefills.
+    # A request of one token has no decode; after a preemption it has several prefills.
     _phase("vllm_prefill", "first_token_ns", "end"),
     _phase("vllm_decode", "finished_ns", "end"),
     _phase("vllm_decode", "last_token_ns", "end"),
@@ -322,21 +324,21 @@ SPELLINGS: tuple[Spelling, ...] = (
     *_sglang(),
     *_client(),
 )
-"""Everything that is read of a trace. Of several attributes for one column the first that is there counts."""
+"""Everything that is read from a trace. If several attributes give one column, the first one present counts."""
 
 
 def _distinct(values: Iterable[str | None]) -> tuple[str, ...]:
-    """Return texts once each, in the order in which they come first."""
+    """Return each text once, in the order of first occurrence."""
     return tuple(dict.fromkeys(filter(None, values)))
 
 
 READ_SCOPES = _distinct(s.scope for s in SPELLINGS)
 PHASE_SPANS = _distinct(s.span for s in SPELLINGS if s.scope is None)
-"""Spans that are known by their names, in any scope that begins with `vllm`."""
+"""Spans that are identified by name, in any scope that begins with `vllm`."""
 
 DIALECTS = _distinct(s.dialect for s in SPELLINGS)
 JOURNEY = "journey"
-"""Of requests whose events were traced."""
+"""Dialect of requests whose events were traced."""
 _WITH_EVENTS = _distinct(s.dialect for s in SPELLINGS if s.event)
 WITHOUT_EVENTS = tuple(name for name in DIALECTS if name not in _WITH_EVENTS)
 """Dialects whose spans describe requests by themselves, without events."""
@@ -344,7 +346,7 @@ EVENT_SCOPES = _distinct(s.scope for s in SPELLINGS if s.dialect in _WITH_EVENTS
 """Scopes of the instrumented server alone."""
 
 REQUEST_RULES = tuple(s for s in SPELLINGS if s.table == "requests" and s.dialect in WITHOUT_EVENTS)
-"""How requests are read of such spans."""
+"""How requests are read from such spans."""
 
 FRONT_SCOPES = _distinct(s.scope for s in SPELLINGS if s.span == FRONT_SPAN)
 """Scopes of the process in front of the engine core."""
@@ -415,7 +417,7 @@ JOURNEY_EVENTS = tuple(
     for event, scope in dict.fromkeys((s.column, s.scope or "") for s in _NAMES)
 )
 CORE_ID_SUFFIX = r"-[0-9a-f]{8}$"
-"""What the engine core adds to the id that clients know."""
+"""Suffix that the engine core adds to the client-facing id."""
 
 API_SCOPES = _distinct(kind.scope for kind in JOURNEY_EVENTS if kind.layer == "api")
 CORE_SCOPES = _distinct(kind.scope for kind in JOURNEY_EVENTS if kind.layer == "core")
@@ -463,4 +465,4 @@ REASONS = (
     "exception",
     "shutdown",
 )
-"""Words for why a request ended, kept as they are; error messages, which may quote a prompt, are not."""
+"""Reasons why a request ended that are kept; error messages may quote a prompt and are not kept."""

@@ -1,4 +1,4 @@
-"""Write files atomically, and turn errors of the disk into one line. A reader sees an old file or a new one, never a part of it."""
+"""Write files atomically, and turn errors of the disk into one line. A reader sees the old file or the new one."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def disk_errors(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # An error raised through polars or pyarrow has lost its number; only its text has it.
-        found = _ERRNO.match(str(error))
-        number = error.errno or int(found[1] if found else 0)
+        # An error raised through polars or pyarrow has its number only in its text.
+        match = _ERRNO.match(str(error))
+        number = error.errno or int(match[1] if match else 0)
         full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         raise UsageError(
             f"cannot be written ({os.strerror(number) if number else error})",
             where=str(root),
-            hint="what was there before is untouched; free some space and run the command again"
+            hint="the previous files are unchanged; free some space and run the command again"
             if full
             else None,
         ) from error
@@ -67,9 +67,9 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def write_files(contents: Mapping[Path, bytes | str]) -> None:
-    """Write the files of one result; text as UTF-8. Each is whole or not there.
+    """Write the files of one result; text as UTF-8. Each is whole or missing.
 
-    On disk none is written if one cannot be; in a bucket, those before it are.
+    On disk, either all are written or none; in a bucket, the files before a failed one are written.
 
     Raises:
         UsageError: A file cannot be written.
@@ -90,7 +90,7 @@ def write_files(contents: Mapping[Path, bytes | str]) -> None:
 
 
 def _draft(scratch: Path, path: Path, data: bytes) -> Path:
-    """Write what is to become a file, and wait until the disk has it."""
+    """Write the draft of a file, and wait until the disk has it."""
     draft = scratch / path.name
     with create(draft) as stream:
         stream.write(data)
@@ -105,7 +105,7 @@ def _put_in_place(draft: Path, path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names in a folder: without it, files made or renamed there may be lost in a power cut."""
+    """Wait until the disk has the names in a folder; otherwise a power cut may lose new or renamed files."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -30,10 +30,10 @@ _NEIGHBOURS = 3
 """Marks on either side that a mark is compared with."""
 
 _BEFORE_ALL = int(np.iinfo(np.int64).min)
-"""A step and a time below every other: the state before the first mark, to which nothing compares as a jump."""
+"""A step and a time below every other: the state before the first mark, which no mark jumps back from."""
 
 MARKS = {"server": pl.String, "clock": pl.Int64, "step_id": pl.Int64, "exact": pl.Boolean}
-"""What the scanner reads: the time of an event and the step it names, `exact` if it is the step's summary."""
+"""Columns that the scanner reads: the time of an event and the step it names, `exact` if it is the step's summary."""
 
 STRAYS = {"server": pl.String, "clock": pl.Int64, "step_id": pl.Int64}
 """Marks with an impossible step: no counter climbs to it from the marks before, or from it to the marks after."""
@@ -61,7 +61,7 @@ RECORDED_MARKS = ("file", "server", "unix_ns", "step_id", "cycle_source")
 
 
 def marks_of_records(recorded: pl.DataFrame) -> pl.DataFrame:
-    """Return recorded steps with a time as marks: they may be received in another order than they ran in."""
+    """Return recorded steps with a time as marks: they may arrive in another order than they ran."""
     marks = recorded.select("server", "step_id", clock="unix_ns", exact=pl.lit(value=False))
     return marks.drop_nulls("clock").select(list(MARKS))
 
@@ -81,7 +81,7 @@ def scan_epochs(windows: Iterable[pl.DataFrame]) -> tuple[pl.DataFrame, pl.DataF
         windows: The marks of all servers, as in `MARKS`, in the order of their clock.
 
     Returns:
-        One row per server and epoch, its number and `clock`, the time of its first known event; the marks that stray, as in
+        One row per server and epoch, its number and `clock`, the time of its first event; the marks that stray, as in
         `STRAYS`; and the range of each server's accepted steps, as in `BOUNDS`.
     """
     servers: dict[str, _Server] = {}
@@ -133,7 +133,7 @@ class _Server:
 
     def feed(self, marks: pl.DataFrame) -> None:
         self.waiting = pl.concat([self.waiting, marks])
-        # The last few wait: they are compared with marks that are not here yet.
+        # The last few wait for the marks that they are compared with.
         self._scan_waiting(stop=max(self.waiting.height - _NEIGHBOURS, self.scanned))
 
     def starts(self) -> list[int]:
@@ -155,7 +155,7 @@ class _Server:
             self._accept(marks)
 
     def _accept(self, marks: pl.DataFrame) -> None:
-        """Find the epochs that begin among marks, none of which is a stray."""
+        """Find the epochs that begin among marks without strays."""
         clock, step, exact = (marks[c].to_numpy() for c in ("clock", "step_id", "exact"))
         self.least, self.most = min(self.least, int(step.min())), max(self.most, int(step.max()))
         if not self.epoch_starts:
@@ -209,7 +209,7 @@ def in_epoch(frame: pl.DataFrame, starts: pl.DataFrame, clock: str | None) -> pl
     Args:
         frame: Columns server, unix_ns and `clock`.
         starts: The epochs, as `scan_epochs` returns them.
-        clock: Column of the time on the engine's clock, which stands in for the wall clock; None if there is none.
+        clock: Column of the time on the engine's clock, which stands in for the wall clock, or None.
     """
     if not starts.select(pl.col("epoch").max()).item():
         return frame.with_columns(epoch=pl.lit(0, pl.Int64))

@@ -68,7 +68,7 @@ class ExternalSort:
     """Sorts more rows than memory holds.
 
     Attributes:
-        space: Where the rows are kept.
+        space: The memory and the folder for the rows.
         key: Columns that decide where windows are cut: rows with equal keys share a window. Nulls are last.
         order: All columns to sort by, `key` first.
         rows: Number of rows added.
@@ -111,7 +111,7 @@ class ExternalSort:
             last = index + 1 == len(blocks)
             if new_bytes >= self.space.window_bytes or last:
                 rows = pl.concat(waiting)
-                rows = rows[self._places(rows)]
+                rows = rows[self._row_order(rows)]
                 # The rest may have to go after rows of the next block: it waits.
                 whole = rows.height
                 if not last:
@@ -127,29 +127,29 @@ class ExternalSort:
         rows = pl.concat(self._held, rechunk=True)
         windows = 1 + self.held_bytes // self.space.window_bytes
         self._held, self.held_bytes = [], 0
-        places = self._places(rows)
+        order = self._row_order(rows)
         # Gather one window at a time: a sorted copy of everything would double the memory.
         if windows == 1:
-            yield rows[places]
+            yield rows[order]
             return
-        key_at = _keys_of(rows.select(pl.col(self.key).gather(places)))
+        key_at = _keys_of(rows.select(pl.col(self.key).gather(order)))
         every = range(rows.height)
         wanted = (rows.height * number // windows for number in range(1, windows))
-        # Never between equal keys: behind the rows of the last one.
-        cuts = {bisect_right(every, key_at(place - 1), key=key_at) for place in wanted if place}
+        # Rows with equal keys stay together: cut after the last of them.
+        cuts = {bisect_right(every, key_at(row - 1), key=key_at) for row in wanted if row}
         for begin, end in pairwise(sorted({0, *cuts, rows.height})):
-            yield rows[places[begin:end]]
+            yield rows[order[begin:end]]
 
-    def _places(self, rows: pl.DataFrame) -> pl.Series:
-        """Return the places of rows in their order."""
-        # Nearly always the key alone tells rows apart, and sorting by it takes a third of the time.
-        places = rows.select(pl.arg_sort_by(*self.key, nulls_last=True)).to_series()
+    def _row_order(self, rows: pl.DataFrame) -> pl.Series:
+        """Return the row numbers in sorted order."""
+        # The key alone nearly always distinguishes rows, and sorting by it takes a third of the time.
+        order = rows.select(pl.arg_sort_by(*self.key, nulls_last=True)).to_series()
         if rows.height > 1 and len(self.order) > len(self.key):
-            keys = rows.select(pl.col(self.key).gather(places))
+            keys = rows.select(pl.col(self.key).gather(order))
             equal = (pl.col(c).eq_missing(pl.col(c).shift()).slice(1) for c in self.key)
             if keys.select(pl.all_horizontal(equal).any()).item():
                 return rows.select(pl.arg_sort_by(*self.order, nulls_last=True)).to_series()
-        return places
+        return order
 
     def spill(self) -> None:
         """Write the rows in memory to disk, as blocks in the order of the key."""
@@ -159,13 +159,13 @@ class ExternalSort:
         # block by block: a sorted copy of them all, and one more for Arrow, would take three times the memory.
         rows = pl.concat(self._held)
         self._held, self.held_bytes = [], 0
-        places = rows.select(pl.arg_sort_by(*self.key, nulls_last=True)).to_series()
+        order = rows.select(pl.arg_sort_by(*self.key, nulls_last=True)).to_series()
         path = self.space.scratch / f"sorted-{uuid.uuid4().hex}.arrow"
         options = pa.ipc.IpcWriteOptions(compression="lz4")
         schema = rows.clear().to_arrow().schema
         with create(path) as stream, pa.ipc.new_file(stream, schema, options=options) as writer:
             for number, start in enumerate(range(0, rows.height, self.space.block_rows)):
-                block = rows[places[start : start + self.space.block_rows]]
+                block = rows[order[start : start + self.space.block_rows]]
                 writer.write_batch(block.to_arrow().combine_chunks().to_batches()[0])
                 self._blocks.append(_Block(_keys_of(block.select(self.key))(0), path, number))
 

@@ -22,7 +22,7 @@ class Check:
     held: int
     of: int
     detail: str = ""
-    """The faults of the other rows, with counts; empty if there are none."""
+    """The faults of the other rows, with counts; empty if every row is correct."""
 
 
 def health_checks(journeys: pl.DataFrame, requests: pl.DataFrame, steps: pl.DataFrame) -> tuple[Check, ...]:
@@ -85,7 +85,7 @@ def health_checks(journeys: pl.DataFrame, requests: pl.DataFrame, steps: pl.Data
 
 def _check(name: str, frame: pl.DataFrame, faults: dict[str, pl.Expr]) -> Check:
     """Count the rows without fault, and each kind of fault."""
-    # A fault that cannot be seen (a time is null) is none: missing times have checks of their own.
+    # Rows with a null time pass this check; other checks cover missing times.
     marked = frame.select(expr.fill_null(value=False).alias(kind) for kind, expr in faults.items())
     bad = int(marked.select(pl.any_horizontal(pl.all())).sum().item() or 0) if marked.height else 0
     counts = marked.sum().row(0) if marked.height else ()

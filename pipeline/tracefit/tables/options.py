@@ -14,11 +14,12 @@ class BuildLimits:
     """How much of a run is in memory while its tables are built.
 
     Attributes:
-        window_bytes: Bytes on disk of the staged parts that are read together; in memory they take several times as much.
+        window_bytes: Bytes on disk of the staged parts that are read together; in memory they take several
+            times as much.
         sorted_bytes: Bytes of rows that wait to be sorted; beyond it they are spilled to disk.
-        small_run_rows: Steps, journey events and snapshots of a run up to which its tables stay in memory until they are
-            written, and its timeline is built from them. The timeline of a larger run is left to `train`, which has more
-            memory: about 1 KiB for each step.
+        small_run_rows: Steps, journey events and snapshots of a run up to which its tables stay in memory
+            until they are written, and its timeline is built from them. The timeline of a larger run is left
+            to `train`, which has more memory: about 1 KiB for each step.
     """
 
     window_bytes: int = 8 << 20
@@ -32,14 +33,14 @@ class IngestOptions(ReadOptions):
 
     Attributes:
         show_values: Show the beginning of a rejected record as it is, not only its structure and keys.
-        max_document: Bytes of the longest record; it is held whole.
+        max_document: Bytes of the longest record; a record is in memory as a whole.
         max_rejects: Bad records of a file after which reading it stops.
         block_bytes: Bytes of a file that are decoded at once; with more, a worker takes more memory.
         all_spans: Keep spans of other services and scopes too, in the `spans` table alone.
         keep_attributes: Keys of span attributes to keep beside the usual ones (ids, counts, routes, the model, sampling
             parameters).
         bytes_per_worker: Bytes that are worth another process: it takes about as long to start as to decode 64 MiB.
-        fetched_bytes: Bytes of files of buckets that lie on disk together, unless one alone is larger.
+        fetched_bytes: Most bytes of bucket files on disk at a time, unless one file is larger.
         build: How much of a run is in memory while its tables are built.
     """
 

@@ -1,8 +1,8 @@
-"""Where tables lie: a folder on disk, or a prefix in a bucket. Both have the same methods, and can be sent to other processes.
+"""Storage of tables: a folder on disk, or a prefix in a bucket, with the same methods; other processes can use both.
 
-Names are relative to the place: `runs/run_id=a/part-0123456789abcdef.parquet`. A file appears whole or not at all, and
-none counts before the manifest names it. Writers of a folder wait for each other, by a lock; a bucket has no locks, and
-there the manifest is replaced only in the state in which it was read.
+Names are relative to it: `runs/run_id=a/part-0123456789abcdef.parquet`. A file appears whole or not at all, and
+counts once the manifest names it. Writers of a folder wait for each other, by a lock. A bucket has no locks: there the
+manifest is replaced only if it is still the one that was read.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LEFTOVER_AGE = timedelta(days=1)
 class Disk:
     """A folder on disk.
 
-    Its methods raise `UsageError` where a file, or a folder it lies in, is a symbolic link: that may lead anywhere if the
-    folder came from elsewhere.
+    Its methods raise `UsageError` if a file or one of its folders is a symbolic link: in a folder from
+    someone else, a link may lead anywhere.
     """
 
     root: Path
@@ -47,7 +47,7 @@ class Disk:
 
     @contextmanager
     def lock(self, waiting: Callable[[], None], own: Iterable[str]) -> Iterator[Disk]:
-        """Hold the folder for writing; if another process holds it, call `waiting` and wait.
+        """Lock the folder for writing; if another process has locked it, call `waiting` and wait.
 
         Args:
             waiting: Called before waiting.
@@ -96,12 +96,12 @@ class Disk:
         yield self._path(name)
 
     def scannable(self, name: str) -> str:
-        """Return what polars scans for a file."""
+        """Return the path that polars scans."""
         return str(self._path(name))
 
     def children(self, folder: str) -> set[str]:
         """Return the names directly in a folder."""
-        return {found.name for found in self._path(folder).glob("*")}
+        return {child.name for child in self._path(folder).glob("*")}
 
     def sizes(self, folders: Iterable[str]) -> list[int]:
         """Return the bytes of the files in each folder."""
@@ -111,8 +111,8 @@ class Disk:
         """Return the files below a folder, and folders without any: no other writer is at work."""
         top = self._path(folder)
         # Empty folders too, as a crash leaves them.
-        found = [path for path in top.rglob("*") if not path.is_dir() or not any(path.iterdir())]
-        return [path.relative_to(self.root).as_posix() for path in found]
+        removable = [path for path in top.rglob("*") if not path.is_dir() or not any(path.iterdir())]
+        return [path.relative_to(self.root).as_posix() for path in removable]
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files and empty folders, and the folders they leave empty."""
@@ -127,7 +127,7 @@ class Disk:
             shutil.rmtree(folder, ignore_errors=True)
 
     def read_versioned(self, name: str) -> tuple[bytes, Version | None]:
-        """Return a small file, and its version where there are versions.
+        """Return a small file, and its version if the storage has versions.
 
         Raises:
             FileNotFoundError: It is not there.
@@ -143,7 +143,7 @@ class Disk:
             raise DataError(f"cannot be read ({error.strerror})", where=str(path)) from error
 
     def replace_if(self, name: str, data: bytes, version: Version | None) -> bool:  # noqa: ARG002 - the lock is held
-        """Replace a small file if it is still in the state in which it was read; say whether it was."""
+        """Replace a small file if it is still the one that was read; return whether it was replaced."""
         write_whole(self.root / name, data)
         return True
 
@@ -187,12 +187,12 @@ def _open_regular(path: Path) -> io.BufferedReader:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A prefix in a bucket. Its methods raise `UsageError` where the bucket cannot be reached or refuses.
+    """A prefix in a bucket. Its methods raise `UsageError` if the bucket cannot be reached or refuses.
 
     Attributes:
         root: The prefix.
-        kept: A folder with copies of what this writer has put, for it reads what it has staged several times over; on
-            another machine it is not there.
+        kept: A folder with copies of the files this writer has put, because it reads staged parts several
+            times; missing on other machines.
         kept_bytes: Most bytes of these copies.
     """
 
@@ -203,7 +203,7 @@ class Bucket:
 
     @contextmanager
     def lock(self, waiting: Callable[[], None], own: Iterable[str]) -> Iterator[Bucket]:  # noqa: ARG002 - as `Disk`
-        """Return the place to write to. It is not held: whoever replaces the manifest first wins; the other gets an error."""
+        """Return the storage itself, without a lock: the first to replace the manifest wins."""
         with self.scratch() as kept:
             yield replace(self, kept=kept)
 
@@ -256,14 +256,15 @@ class Bucket:
     def leftovers(self, folder: str) -> list[str]:
         """Return the objects below a prefix that were written long ago.
 
-        The others may be those of a writer that has not written its manifest yet, or of a reader that has read one before.
+        The others may be those of a writer that has not written its manifest yet, or of a reader that has
+        read one before.
         """
-        found = [
+        objects = [
             (f"{folder}/{name}".lstrip("/"), when) for name, _, when in buckets.below(self._path(folder))
         ]
-        # By the clock of the bucket: the newest object says about what time it is there.
-        newest = max((when for _, when in found), default=None)
-        return [name for name, when in found if newest and when < newest - LEFTOVER_AGE]
+        # By the clock of the bucket: its newest object shows the approximate time.
+        newest = max((when for _, when in objects), default=None)
+        return [name for name, when in objects if newest and when < newest - LEFTOVER_AGE]
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects."""
@@ -274,9 +275,9 @@ class Bucket:
         return buckets.get(self._path(name))
 
     def replace_if(self, name: str, data: bytes, version: Version | None) -> bool:
-        """Replace a small object if it is in a state, or not there (null); say whether it was.
+        """Replace a small object if its version is still the given one (null: missing); return whether it was replaced.
 
-        Where no answer comes, which is an error too, it may have been replaced.
+        Without an answer, which raises an error, it may have been replaced.
         """
         return buckets.put_if(self._path(name), data, version)
 
@@ -288,7 +289,7 @@ Place = Disk | Bucket
 
 
 def open_place(root: str | Path) -> Place:
-    """Return the place that a folder or a URL names; it need not exist.
+    """Return the storage that a folder or a URL names; it need not exist.
 
     Raises:
         UsageError: The URL names no bucket, or holds credentials or options.

@@ -1,8 +1,9 @@
 """Build the `requests` table: one row per request, joined over the API and the core layer, with its durations.
 
-`core_requests` and `api_requests` aggregate the events of each layer, and `join_requests` joins them by trace and parent.
-`requests_from_spans` reads requests of spans without events, by the rules of `dialects`: attributes of stock vLLM, phases
-of the proposed lifecycle spans. Durations and rates follow vLLM's request metrics; `schema.REQUESTS` documents them.
+`core_requests` and `api_requests` aggregate the events of each layer, and `join_requests` joins them by trace
+and parent. `requests_from_spans` reads requests of spans without events, by the rules of `dialects`:
+attributes of stock vLLM, phases of the proposed lifecycle spans. Durations and rates follow vLLM's request
+metrics; `schema.REQUESTS` documents them.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ def join_requests(
     request has no `finished_ns`.
 
     Args:
-        core: What `core_requests` gives, of all core spans of some traces.
-        api: What `api_requests` gives, of all API spans of the same traces.
-        described: What `requests_from_spans` gives, of all spans of the same traces.
-        cached: What `cached_prompt_tokens` gives, of the whole run.
+        core: The result of `core_requests` for all core spans of some traces.
+        api: The result of `api_requests` for all API spans of the same traces.
+        described: The result of `requests_from_spans` for all spans of the same traces.
+        cached: The result of `cached_prompt_tokens` for the whole run.
         run_id: The run.
 
     Returns:
         Rows of the `requests` table, in no order; times in ns on the engine's clock, durations in us.
     """
-    # Full: a sampled trace may have one layer alone.
+    # A full join: a sampled trace may have only one layer.
     joined = core.join(
         api,
         left_on=["trace_id", "parent_span_id"],
@@ -53,7 +54,7 @@ def join_requests(
     both = joined.with_columns(
         pl.coalesce(name, f"{name}_api").alias(name) for name in ("trace_id", "server", "epoch")
     ).with_columns(
-        # The API's id is the one that clients know; the core's has a suffix.
+        # Clients see the API's id; the core's has a suffix.
         request_id=pl.coalesce("request_id_api", "request_id"),
         core_request_id=pl.col("request_id"),
         prompt_tokens=pl.coalesce("prompt_tokens", "api_prompt_tokens"),
@@ -198,11 +199,14 @@ _NUMBERS = {
 _LATENCIES = tuple(name for name, (column, _) in _NUMBERS.items() if column in _DURATIONS)
 _LASTED_S = (pl.col("end_unix_ns") - pl.col("start_unix_ns")) / 1e9
 _LONGER, _SLACK_S = 10.0, 1.0
-"""A latency is longer than its span beyond so many times the span, and so many seconds: clocks are set, and spans cut short."""
+"""A latency counts as longer than its span beyond this multiple of it and this many seconds: spans may be cut short."""
 
 
 def _in_seconds(spans: pl.DataFrame) -> pl.DataFrame:
-    """Turn latencies that an agent wrote in nanoseconds into seconds: of spans that all of them fit so, and the longest only so."""
+    """Convert latencies to seconds that an agent wrote in nanoseconds.
+
+    A span is converted if all its latencies fit into it as nanoseconds, and the longest does not as seconds.
+    """
     values = [pl.col(name).cast(pl.Float64, strict=False) for name in _LATENCIES]
     longest = pl.max_horizontal(values)
     whole = pl.all_horizontal(((value == 0) | (value >= 1)).fill_null(value=True) for value in values)
@@ -220,7 +224,7 @@ def _in_seconds(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def sift_numbers(spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Clear attributes that no request can have: fewer tokens than none, a wait of years or one longer than its span.
+    """Clear impossible attributes: a negative number of tokens, a wait of years or one longer than its span.
 
     Args:
         spans: Rows of spans, with row and the columns `dialects.SPAN_KEYS` and `dialects.REQUEST_ATTRIBUTES`.
@@ -249,7 +253,7 @@ def sift_numbers(spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
             reason = pl.format(f"requests.{_NUMBERS[name][0]} is {{}}", marks[name])
             broken.append(spans.select("row", reason=reason).drop_nulls("reason"))
             spans = spans.with_columns(pl.when(marks[name].is_null()).then(name).alias(name))
-    # An attribute can be the span's own and the API's: it is one value.
+    # An attribute that both the span and the API use is one value.
     return spans, pl.concat(broken).unique(maintain_order=True)
 
 
@@ -257,8 +261,9 @@ def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
     """Return the spans that describe requests without events, with the columns that `requests_from_spans` needs.
 
     Args:
-        spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server, server_zero, twin: the trace in
-            which events describe the same request, which becomes the span's own, and owner: of a stage, the span of its request.
+        spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server, server_zero, twin: the
+            trace in which events describe the same request (it becomes the span's own), and owner: for a
+            stage, the span of its request.
     """
     spans = spans.with_columns(trace_id=pl.coalesce("twin", "trace_id"))
     ids = ("trace_id", "span_id", "parent_span_id", "scope", "name", "server", "server_zero", "owner")
@@ -269,12 +274,12 @@ def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per request that spans describe: trace_id, owner, parent_span_id, server, dialect, and facts of it.
+    """Return a row per request in spans: trace_id, owner, parent_span_id, server, dialect, and its facts.
 
-    A stock `llm_request` span is a request; a phase belongs to the request that is its parent span. The owner is the span
-    that stands for the request, and the parent is that of this span. Facts are columns of the `requests` table, times in
-    ns and durations in us. Wall-clock times are put on the engine's clock where journeys show their difference; elsewhere
-    the wall clock takes its place.
+    A stock `llm_request` span is a request; a phase belongs to the request that is its parent span. The owner
+    is the span that stands for the request, and the parent is that of this span. Facts are columns of the
+    `requests` table, times in ns and durations in us. Wall-clock times are put on the engine's clock where
+    journeys show their difference; elsewhere the wall clock takes its place.
     """
     phase = pl.col("name").is_in(dialects.PHASE_SPANS)
     times = [pl.col(c) - pl.col("server_zero").fill_null(0) for c in ("start_unix_ns", "end_unix_ns")]
@@ -288,7 +293,7 @@ def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
         columns.setdefault(rule.column, []).append(_value(rule))
     grouped = own.group_by("trace_id", "owner", maintain_order=True).agg(
         pl.col("server").first(),
-        # Where a span of the whole request and spans of its phases describe it, the former names its dialect.
+        # If both a span of the whole request and spans of its phases describe it, the former names its dialect.
         pl.coalesce(pl.col("dialect").filter(~phase).first(), pl.col("dialect").first()).alias("dialect"),
         pl.col("parent_span_id").filter(~phase).first(),
         *(pl.coalesce(values).alias(name) for name, values in columns.items()),
@@ -305,8 +310,8 @@ def _value(rule: Spelling) -> pl.Expr:
     matching = _matches(rule)
     durations = _as_us(pl.col("end_unix_ns") - pl.col("start_unix_ns")).filter(matching)
     if rule.take == "value":
-        found = pl.col(rule.attribute or "").filter(matching).drop_nulls().first()
-        return found if rule.column in _TEXT else found.cast(pl.Float64, strict=False) * rule.factor
+        value = pl.col(rule.attribute or "").filter(matching).drop_nulls().first()
+        return value if rule.column in _TEXT else value.cast(pl.Float64, strict=False) * rule.factor
     if rule.take == "start":
         return pl.col("start_unix_ns").filter(matching).min()
     if rule.take == "end":
@@ -340,7 +345,7 @@ def _add_requests_from_spans(requests: pl.DataFrame, described: pl.DataFrame) ->
     both = rows.join(pairs, on="_row", how="left", maintain_order="left").join(
         described.select("_span", *facts), on="_span", how="left", suffix="_of_span", maintain_order="left"
     )
-    # What events do not say of a request has come with its name; what they do, beside it.
+    # A fact that events lack has its own name after the join; one that both have has a suffix.
     filled = both.with_columns(
         pl.coalesce(c, f"{c}_of_span").alias(c) for c in facts if f"{c}_of_span" in both.columns
     ).select(pl.exclude("_row", "_span", r"^.*_of_span$"))
@@ -371,7 +376,7 @@ def _alone(described: pl.DataFrame) -> pl.DataFrame:
     missing = [pl.lit(None, wanted[c]).alias(c) for c in wanted if c not in described.columns]
     rows = _with_durations(described.with_columns(*missing, *(pl.col(c).alias(f"{c}_given") for c in given)))
     rows = rows.with_columns(pl.coalesce(f"{c}_given", c).alias(c) for c in given)
-    # Where phases are given as durations alone their times are counted back from the first token: good enough to order
+    # If phases are given only as durations, their times are counted back from the first token: good enough to order
     # requests by, and to split them, but the difference to the arrival holds the way back from the engine too.
     scheduled = pl.col("first_token_ns") - _ns("prefill_us")
     rows = rows.with_columns(first_scheduled_ns=pl.coalesce("first_scheduled_ns", scheduled))
@@ -380,7 +385,7 @@ def _alone(described: pl.DataFrame) -> pl.DataFrame:
         queued_ns=pl.max_horizontal(pl.coalesce("queued_ns", queued, "arrival_ns"), "arrival_ns"),
         last_token_ns=pl.coalesce("last_token_ns", pl.col("first_token_ns") + _ns("decode_us")),
         epoch=pl.lit(0, pl.Int64),
-        # One stamp of the front end ends it: what is before the queue and on the way back cannot be told apart.
+        # The front end stamps only its end: the parts before the queue and on the way back cannot be separated.
         admission_us=pl.coalesce(
             "admission_us", pl.col("ttft_us") - pl.col("queue_wait_us") - pl.col("prefill_us")
         ),
@@ -431,7 +436,7 @@ _CUT_OFF = ("aborted", "error", "ignored")
 
 
 def is_cut_off() -> pl.Expr:
-    """Return which rows of the `requests` table ended before they were complete; false where the status is not known."""
+    """Return which rows of the `requests` table ended before they were complete; false if the status is unknown."""
     return pl.col("finish_status").is_in(_CUT_OFF).fill_null(value=False)
 
 
@@ -463,20 +468,21 @@ _OF_API = {
 
 
 def _of_api() -> dict[str, pl.Expr]:
-    found = {name: _us(*events) for name, events in _OF_API.items()}
+    durations = {name: _us(*events) for name, events in _OF_API.items()}
     # An aborted request finishes once the server has noticed that its client left.
     left_first = (pl.col("finish_status") == "aborted") & (pl.col("departed_ns") < pl.col("finished_ns"))
-    return found | {"departure_us": pl.when(~left_first.fill_null(value=False)).then(found["departure_us"])}
+    departure = pl.when(~left_first.fill_null(value=False)).then(durations["departure_us"])
+    return durations | {"departure_us": departure}
 
 
 def clock_bounds(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return the bounds that causality sets to how far the API's clock is ahead of the core's: server, least_ns, most_ns.
+    """Return causality's bounds on how far the API's clock is ahead of the core's: server, least_ns, most_ns.
 
-    The core queues a request after the API handed it over, and the API lets it depart after the core finished it. An abort
-    goes the other way.
+    The core queues a request after the API handed it over, and the API lets it depart after the core finished
+    it. An abort goes the other way.
 
     Args:
-        requests: Rows of the `requests` table; those of spans without events set none.
+        requests: Rows of the `requests` table; requests without events set no bounds.
     """
     departed = pl.when(pl.col("finish_status") != "aborted").then("departed_ns")
     return requests.filter(pl.col("dialect") == dialects.JOURNEY).select(
@@ -487,11 +493,11 @@ def clock_bounds(requests: pl.DataFrame) -> pl.DataFrame:
 
 
 def with_api_moved(requests: pl.DataFrame, ahead: pl.DataFrame) -> pl.DataFrame:
-    """Move the API's times of requests to the core's clock, and work out again what follows from both.
+    """Move the API's times of requests to the core's clock, and recompute the values that follow from both.
 
     Args:
         requests: Rows of the `requests` table.
-        ahead: What `clocks.api_clocks` returns.
+        ahead: The result of `clocks.api_clocks`.
     """
     known = requests.join(ahead.select("server", "ahead_ns"), on="server", how="left", maintain_order="left")
     is_off = pl.col("ahead_ns").is_not_null() & (pl.col("dialect") == dialects.JOURNEY)
@@ -513,7 +519,7 @@ def _with_durations(requests: pl.DataFrame) -> pl.DataFrame:
     """
     counted = pl.col("preempted_events").fill_null(0)
     lost = pl.col("num_preemptions") > counted
-    # Never preempted: the requeue wait is a true zero. Preempted without the events of it: unknown.
+    # A request that was never preempted has a requeue wait of 0; one preempted without events has an unknown one.
     requeue = {
         side: pl.when(lost).then(None).when(counted > 0).then(f"requeue_{side}_us").otherwise(0.0)
         for side in ("before", "after")
@@ -538,7 +544,7 @@ def _with_durations(requests: pl.DataFrame) -> pl.DataFrame:
 def _with_rates(requests: pl.DataFrame) -> pl.DataFrame:
     """Add times per token, throughput and shares of the latency to rows with durations.
 
-    An inference time in the trace is kept; a computed one ends with the last token.
+    An inference time in the trace is kept; otherwise it is computed up to the last token.
     """
     e2e = pl.when(pl.col("e2e_us") > 0).then("e2e_us")
     later = pl.when(pl.col("output_tokens") > 1).then(pl.col("output_tokens") - 1)

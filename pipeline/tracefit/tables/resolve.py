@@ -1,4 +1,4 @@
-"""Look at all spans of a run together: which spans count, which server each belongs to, and how clocks compare.
+"""Decide from all spans of a run which ones count, which server each belongs to, and how the clocks compare.
 
 Each span takes about a hundred bytes here: its ids, its times and the clock of its events, but no events. Nothing else
 of a run is in memory at once.
@@ -30,7 +30,7 @@ _NARROW = ("file", "row", "trace_id", "span_id", "parent_span_id", "scope", "req
 _IDS = ["trace_high", "trace_low", "span"]
 _SCOPES = pl.Enum(dialects.READ_SCOPES)
 _HEX_DIGITS_OF_64_BITS = 16
-_FILES = {"file": pl.UInt32, "place": pl.UInt32, "source_file": pl.String}
+_FILES = {"file": pl.UInt32, "file_order": pl.UInt32, "source_file": pl.String}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class RunPart:
 
     Attributes:
         name: Its name.
-        files: file (number in the part), place (order of the file in the run), source_file. SpanRows of other files do not
+        files: file (number in the part), file_order (of the file in the run), source_file. Rows of other files do not
             count.
     """
 
@@ -47,7 +47,7 @@ class RunPart:
     files: pl.DataFrame
 
     def of_files(self, rows: pl.DataFrame, column: str) -> pl.DataFrame:
-        """Return the rows that count, with `place` or `source_file` in place of `file`."""
+        """Return the rows that count, with `file_order` or `source_file` instead of `file`."""
         named = self.files.select("file", column)
         return rows.join(named, on="file", how="inner", maintain_order="left").drop("file")
 
@@ -55,8 +55,8 @@ class RunPart:
 def parts_of(files: Sequence[ReadFile]) -> list[RunPart]:
     """Return the parts of a run's files; the order of the files decides which of two equal spans counts."""
     rows: dict[str, list[tuple[int, int, str]]] = {}
-    for place, (file, part) in enumerate((f, part) for f in files for part in f.parts):
-        rows.setdefault(part.name, []).append((part.file, place, file.path))
+    for order, (file, part) in enumerate((f, part) for f in files for part in f.parts):
+        rows.setdefault(part.name, []).append((part.file, order, file.path))
     return [RunPart(name, pl.DataFrame(of, schema=_FILES, orient="row")) for name, of in rows.items()]
 
 
@@ -66,14 +66,14 @@ class ResolvedRun:
 
     Attributes:
         parts: The parts.
-        firsts: Number of the first span of each part; at the end, how many spans there are.
-        facts: server, core_zero (wall clock less engine clock of the core spans in the trace), server_zero (the same, of
-            the server) of each span; of spans that do not count, the server is null.
+        firsts: Number of the first span of each part; at the end, the number of spans.
+        facts: server, core_zero (wall clock less engine clock of the core spans in the trace), server_zero
+            (the same, of the server) of each span; the server is null for spans that do not count.
         spans_read: Spans of the run's files, duplicates included.
         clocks: The ranges of wall clock less engine clock that each server's spans agree on: server, low, high.
-        twins: row, twin: of spans without events, the trace in which events describe the same request.
+        twins: row, twin: for spans without events, the trace in which events describe the same request.
         log_owner: The one server of the spans, if the log beside them is of one engine too.
-        owners: row, owner: of spans of stages, the span of the request they are of; of spans that other ranks repeat, none.
+        owners: row, owner: for spans of stages, the span of their request; null for spans that other ranks repeat.
     """
 
     parts: Sequence[RunPart]
@@ -98,19 +98,19 @@ def resolve(place: Place, parts: Sequence[RunPart]) -> ResolvedRun:
     every, firsts = [], [0]
     for part in parts:
         staged = read_staged(place, part.name, "spans", _NARROW)
-        every.append(_narrow(part.of_files(staged, "place"), firsts[-1]))
+        every.append(_narrow(part.of_files(staged, "file_order"), firsts[-1]))
         firsts.append(firsts[-1] + staged.height)
         del staged
     spans = pl.concat(every)
     every.clear()  # the largest frames of this function: free them before the joins below
-    # A part that several files share has rows of all of them: of two equal spans the one of the first file counts.
-    if not spans["place"].is_sorted():
-        spans = spans.sort("place", maintain_order=True)
+    # A part that several files share has rows of all of them: if two spans are equal, the one of the first file counts.
+    if not spans["file_order"].is_sorted():
+        spans = spans.sort("file_order", maintain_order=True)
     spans_read = spans.height
-    spans = without_lone_clocks(_without_repeats(spans.drop("place"))).with_row_index("span_row")
+    spans = without_lone_clocks(_without_repeats(spans.drop("file_order"))).with_row_index("span_row")
 
     def marks_of(wanted: pl.DataFrame) -> pl.DataFrame:
-        """Return clock and step counter of the events of some spans; read only where counters interleave."""
+        """Return clock and step counter of the events of some spans; read only if counters interleave."""
         rows = spans.select("span_row", "row").join(wanted, on="span_row", how="semi")
         marks = []
         for part, (first, end) in zip(parts, pairwise(firsts), strict=True):
@@ -143,7 +143,7 @@ def resolve(place: Place, parts: Sequence[RunPart]) -> ResolvedRun:
 
 
 def _log_owner(place: Place, parts: Sequence[RunPart], servers: pl.Series) -> str | None:
-    """Return the one server of the spans, where one engine has a log; null where either are several."""
+    """Return the server of the spans if there is one server and one engine with a log, else null."""
     if len(servers) != 1:
         return None
     engines: set[str] = set()
@@ -154,16 +154,16 @@ def _log_owner(place: Place, parts: Sequence[RunPart], servers: pl.Series) -> st
 
 
 def _twins(spans: pl.DataFrame) -> pl.DataFrame:
-    """Return, of stock spans whose request id events have too, the trace and the server of these: row, twin, twin_server.
+    """Return the trace and server of the events with the request id of a stock span: row, twin, twin_server.
 
-    A plugin inside the server makes traces of its own where the client names none. An id in several traces names no request.
+    A plugin inside the server starts its own traces if the client names none. An id in several traces names no request.
     """
     scope = pl.col("scope")
     columns = ("row", "request", "trace_high", "trace_low", "server")
     is_named = pl.col("request").is_not_null()
     stock_scopes = [s for s in dialects.FRONT_SCOPES if s not in dialects.API_SCOPES]
     stock = spans.filter(is_named & scope.is_in(stock_scopes)).select("row", "request")
-    # Without one, the spans with events are not gathered a second time: there may be millions.
+    # Without stock spans, skip a second pass over the spans with events: there may be millions.
     events_scopes = [*dialects.API_SCOPES, *dialects.CORE_SCOPES] if stock.height else []
     events = spans.filter(is_named & scope.is_in(events_scopes)).select(columns)
     known = events.group_by("request").agg(
@@ -171,15 +171,16 @@ def _twins(spans: pl.DataFrame) -> pl.DataFrame:
         twin_server=pl.col("server").first(),
         traces=pl.struct("trace_high", "trace_low").n_unique(),
     )
-    found = stock.join(known.filter(pl.col("traces") == 1), on="request")
-    return found.select("row", _digits(found, "trace_high", "trace_low").alias("twin"), "twin_server")
+    pairs = stock.join(known.filter(pl.col("traces") == 1), on="request")
+    return pairs.select("row", _digits(pairs, "trace_high", "trace_low").alias("twin"), "twin_server")
 
 
 def _owners(spans: pl.DataFrame) -> pl.DataFrame:
-    """Return, of SGLang's spans, the request each is of, and the engine: row, owner, engine.
+    """Return the request and the engine of each of SGLang's spans: row, owner, engine.
 
-    Below the span of a request are those of threads: of the front end, and of the scheduler of each rank, which are processes
-    with names of their own. The engine is named after its first rank. Of the other ranks, which do the same, the owner is null.
+    Below the span of a request are those of threads: of the front end, and of the scheduler of each rank,
+    which are processes with names of their own. The engine is named after its first rank. The other ranks
+    repeat its spans; their owner is null.
     """
     trace, above = _IDS[:2], [*_IDS[:2], "parent"]
     own = spans.filter(pl.col("scope") == dialects.SGLANG_SCOPE)
@@ -188,13 +189,13 @@ def _owners(spans: pl.DataFrame) -> pl.DataFrame:
     own = own.with_columns(
         owner=pl.when(is_request).then("span").when(pl.col("thread").is_not_null()).then("parent")
     )
-    # Stages are below threads, and those of single steps below stages.
+    # Stages are below threads, and spans of single steps below stages.
     for _ in range(2):
-        found = own.select(*trace, parent="span", owner_above="owner", thread_above="thread").drop_nulls(
+        parents = own.select(*trace, parent="span", owner_above="owner", thread_above="thread").drop_nulls(
             "owner_above"
         )
         own = (
-            own.join(found.unique(above), on=above, how="left", maintain_order="left")
+            own.join(parents.unique(above), on=above, how="left", maintain_order="left")
             .with_columns(
                 owner=pl.coalesce("owner", "owner_above"), thread=pl.coalesce("thread", "thread_above")
             )
@@ -228,8 +229,8 @@ def _digits(rows: pl.DataFrame, *numbers: str) -> pl.Series:
 
 
 def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
-    # Nearly always all spans differ, and hashes show it in a fraction of the memory that `unique` takes. Equal hashes of
-    # different spans do no harm: then `unique` decides.
+    # All spans nearly always differ, and hashes show it in a fraction of the memory of `unique`. If different
+    # spans have equal hashes, `unique` decides.
     if spans.select(_IDS).hash_rows().n_unique() == spans.height:
         return spans
     return spans.unique(_IDS, keep="first", maintain_order=True)
@@ -250,14 +251,14 @@ def _facts(spans: pl.DataFrame) -> pl.DataFrame:
 def _narrow(spans: pl.DataFrame, first: int) -> pl.DataFrame:
     """Return the columns that are needed here, with ids packed into numbers: 24 bytes instead of 64."""
     trace = pl.col("trace_id").str
-    # As clients know it: the same in all spans of a request.
+    # The client-facing id: the same in all spans of a request.
     name = (
         pl.when(pl.col("scope").is_in(dialects.CORE_SCOPES))
         .then(pl.col("request_id").str.replace(dialects.CORE_ID_SUFFIX, ""))
         .otherwise("request_id")
     )
     return spans.select(
-        "place",
+        "file_order",
         pl.col("row") + pl.lit(first, pl.UInt32),
         _number(trace.head(_HEX_DIGITS_OF_64_BITS)).alias("trace_high"),
         _number(trace.tail(_HEX_DIGITS_OF_64_BITS)).alias("trace_low"),
@@ -284,7 +285,7 @@ def _with_server(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Data
     span belongs to the server of the core span under it; without one, to the engine if there is only one. Engines that
     share a name get a name each.
     """
-    # API spans are no engines: they take part in no split, and inherit a name below.
+    # API spans are not engines: they are not split, and inherit a name below.
     is_api = pl.col("scope").is_in(dialects.FRONT_SCOPES).fill_null(value=False)
     apart = split_engines(spans.select("scope", "span_row", *_ENGINE).filter(~is_api), marks_of)
     if apart.height:
@@ -310,8 +311,8 @@ def _events_of(place: Place, part: str) -> pl.DataFrame:
     steps = read_staged(place, part, "steps", ("row", "unix_ns", "ts_start_ns", "step_id"))
     snapshots = read_staged(place, part, "snapshots", ("row", "unix_ns", "step_id"))
     journeys = read_staged(place, part, "journeys", ("row", "unix_ns", "ts_ns", "step_id", "layer", "event"))
-    # SCHEDULED and PREEMPTED are stamped at the start of a step, in schedule(); all other events after its execution, when
-    # the counter already stands one higher.
+    # SCHEDULED and PREEMPTED are stamped at the start of a step, in schedule(); all other events after its
+    # execution, when the counter already stands one higher.
     late = pl.when(pl.col("event").is_in(["SCHEDULED", "PREEMPTED"])).then(0).otherwise(1)
     kinds = (
         (steps, pl.col("ts_start_ns"), pl.col("step_id"), True),

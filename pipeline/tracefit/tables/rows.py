@@ -1,7 +1,8 @@
 """Turn decoded spans into rows with the column names of the tables.
 
-Everything here works on one span at a time; facts of the whole run (duplicates, servers, epochs) are found later, in
-`resolve`. Column `row` is the number of the span in its part, and column `file` the number of the file in its part.
+Everything here works on one span at a time; `resolve` later adds the facts of the whole run (duplicates,
+servers, epochs). Column `row` is the number of the span in its part, and column `file` the number of the file
+in its part.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ _PLACED_BY = {"steps": ("step_id", "ts_start_ns"), "request_snapshots": ("step_i
 NO_STEP = _without(dialects.STEP_EVENT, dialects.STEP_KEYS, _PLACED_BY["steps"])
 NO_SNAPSHOT = _without(dialects.SNAPSHOT_EVENT, dialects.SNAPSHOT_KEYS, _PLACED_BY["request_snapshots"])
 INCOMPLETE = {"steps": NO_STEP, "request_snapshots": NO_SNAPSHOT}
-"""Table of events to the reason of those that lack what places them."""
+"""Table of events to the reason for rejecting events that lack their step or request."""
 NO_CLOCK = "journey event without a time on the engine's clock"
 
 
 _NO_EVENTS = pl.DataFrame(schema={"row": pl.UInt32, "unix_ns": pl.Int64, "span_scope": pl.String})
-"""In place of events that a batch has none of: their attributes are null."""
+"""Stands in for events that a batch lacks: their attributes are null."""
 
 
 def wanted_of(options: IngestOptions) -> Wanted:
@@ -137,16 +138,16 @@ def rows_of(batch: SpanBatch, options: IngestOptions, recorded: pl.DataFrame | N
         server=pl.coalesce("service_instance_id", "host_name", "service_name", pl.lit(UNKNOWN_SERVER)),
         status_message=_or_other(pl.col("status_message")),
     ).drop("service_instance_id", "host_name")
-    # Rows are numbered among the spans that are read: the events of other services go with their spans.
+    # Rows are numbered among the spans that are read: events of other services are dropped with their spans.
     known = spans.select(dialects.is_known()).to_series()
     row = known.cum_sum().cast(pl.Int64) - 1
-    place = pl.DataFrame(
+    row_of_span = pl.DataFrame(
         [row.set(~known, None).cast(pl.UInt32).alias("row"), spans["scope"].alias("span_scope")]
     )
     other_scope_spans = spans.filter(~known).drop("span_row", "dropped_attributes", *dialects.SPAN_KEYS)
     vllm_spans = spans.filter(known).with_row_index("row")
     del spans  # its texts may be long: two copies of them are enough
-    events = {name: _placed(frame, place) for name, frame in batch.events.items()}
+    events = {name: _numbered(frame, row_of_span) for name, frame in batch.events.items()}
     journeys = _journeys(events)
     steps = events.get(dialects.STEP_EVENT, _NO_EVENTS)
     steps = steps.select(_columns_of(steps, dialects.STEP_KEYS, schema.STEPS))
@@ -164,7 +165,7 @@ def rows_of(batch: SpanBatch, options: IngestOptions, recorded: pl.DataFrame | N
         journeys=journeys,
         steps=steps,
         snapshots=snapshots,
-        events=_placed(batch.event_counts, place).select("row", "name", "count"),
+        events=_numbered(batch.event_counts, row_of_span).select("row", "name", "count"),
         incomplete=pl.concat([no_step, no_snapshot]),
         rejects=batch.rejects,
         other_scope_spans=other_scope_spans if options.all_spans else other_scope_spans.clear(),
@@ -184,7 +185,7 @@ def rows_of(batch: SpanBatch, options: IngestOptions, recorded: pl.DataFrame | N
 
 
 def _thread() -> pl.Expr:
-    """Return which of SGLang's threads a span is: label, ranks within a replica, and replica; empty of that of a request."""
+    """Return which of SGLang's threads a span is: label, ranks in a replica, and replica; empty for a request."""
     tp, pp, dp = (pl.col(key).fill_null("") for key in dialects.THREAD_KEYS[2:])
     thread = pl.format("{}|{}|{}", "thread_label", pl.format("{} {}", tp, pp).str.strip_chars(), dp)
     return (
@@ -195,11 +196,11 @@ def _thread() -> pl.Expr:
     )
 
 
-def _placed(frame: pl.DataFrame, place: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows of spans of the vLLM scopes, with `place` (row, span_scope; by `span_row`) for `span_row`."""
+def _numbered(frame: pl.DataFrame, row_of_span: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of spans of the vLLM scopes, with their row and span_scope (one row per span) for `span_row`."""
     # Rows are gathered by number: a join takes several times as long.
-    found = frame.drop("span_row").hstack(place[frame["span_row"]])
-    return found.drop_nulls("row") if found["row"].has_nulls() else found
+    numbered = frame.drop("span_row").hstack(row_of_span[frame["span_row"]])
+    return numbered.drop_nulls("row") if numbered["row"].has_nulls() else numbered
 
 
 def _counts(kinds: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
@@ -274,7 +275,7 @@ def _column(frame: pl.DataFrame, name: str, spellings: Iterable[str], dtype: pl.
 
 
 def _or_other(text: pl.Expr) -> pl.Expr:
-    """Return known words of servers as they are; any other text, which can hold a prompt, becomes `other`."""
+    """Return the words that servers use as they are; any other text, which can hold a prompt, becomes `other`."""
     is_known = text.is_in(dialects.REASONS) | text.is_null() | (text == "")
     return pl.when(is_known).then(text).otherwise(pl.lit(OTHER_REASON))
 
@@ -289,7 +290,7 @@ def _journeys(events: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
         for spelled in kind.spellings
         if spelled in events
     ] or [_NO_EVENTS.with_columns(pl.lit("").alias(c) for c in ("own_scope", "layer", "event"))]
-    # An event's name counts in the scope that it belongs to alone: others may use the word too.
+    # An event's name counts only in its own scope: others may use the word too.
     every = pl.concat(parts, how="diagonal").filter(pl.col("span_scope") == pl.col("own_scope"))
     columns = _columns_of(every, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
     return every.select(*columns, "layer", "event", ts_ns=_ts_ns(every))
@@ -299,7 +300,7 @@ def _ts_ns(frame: pl.DataFrame) -> pl.Expr:
     """Return the time of journey events on the engine's clock."""
     exact = _first(frame, dialects.TS_NS_KEYS, pl.Int64())
     seconds = _first(frame, dialects.TS_S_KEYS, pl.Float64())
-    # Older builds write 0 where they have no nanoseconds.
+    # Older builds write 0 if they have no nanoseconds.
     return pl.coalesce(pl.when(exact > 0).then(exact), (seconds * 1e9).round().cast(pl.Int64, strict=False))
 
 

@@ -53,7 +53,7 @@ def run_rows(
     requests = scan("requests").group_by(_SERVER).agg(**_RATIOS, requests=pl.len())
     # In streams: none of these tables need fit into memory.
     rows, records, *parts = pl.collect_all([spans, recorded, epochs, requests], engine="streaming")
-    # A server is known by its spans, by records of its steps, or by both.
+    # A server appears in spans, in records of its steps, or in both.
     rows = pl.concat([rows, records], how="diagonal").group_by(_SERVER, maintain_order=True).agg(**_BOTH)
     for part in (*parts, _sampling(scan)):
         rows = rows.join(part, on=_SERVER, how="left")
@@ -85,7 +85,7 @@ def with_implausible(
     Args:
         runs: The run's rows of `runs`.
         rejects: Its rows of `rejects`.
-        odd: What `TableSchema.sift_derived` found: reason, count.
+        odd: The second result of `TableSchema.sift_derived`: reason, count.
     """
     counts = Counter(json.loads(runs["implausible"][0] or "{}"))
     counts.update(dict(odd.iter_rows()))
@@ -97,7 +97,7 @@ def with_implausible(
 
 
 def missing_attributes(scan: Callable[[str], pl.LazyFrame]) -> dict[str, list[str]]:
-    """Return event to the attributes that none of a run's events of that name has a usable value of.
+    """Return, by event, the attributes without a usable value in any of the run's events of that name.
 
     Args:
         scan: Returns a table of the run.
@@ -111,7 +111,7 @@ def missing_attributes(scan: Callable[[str], pl.LazyFrame]) -> dict[str, list[st
         for table, keys in _EVENTS_OF.items()
     }
     reasons = scan("rejects").select(pl.col("reason").unique())
-    *counted, found = pl.collect_all([*counts.values(), reasons], engine="streaming")
+    *counted, reasons_present = pl.collect_all([*counts.values(), reasons], engine="streaming")
     missing: dict[str, list[str]] = {}
     names = set()
     for table, events in zip(counts, counted, strict=True):
@@ -122,9 +122,10 @@ def missing_attributes(scan: Callable[[str], pl.LazyFrame]) -> dict[str, list[st
             if lacking:
                 missing[name] = sorted(lacking)
     for table, reason in INCOMPLETE.items():
-        # Rows that lack what places them are in no table: here, none of the run's events has it.
+        # Events that lack their step or request are in no table, so the attribute is missing from all events
+        # of the run.
         event, _, attributes = reason.partition(" without ")
-        if reason in found["reason"] and event not in names:
+        if reason in reasons_present["reason"] and event not in names:
             missing[_EVENT_NAMES[table]] = [attributes]
     return dict(sorted(missing.items()))
 
@@ -148,11 +149,11 @@ _ONE_EVENT = {"schedule_kind": "SCHEDULED", "finish_status": "FINISHED", "reason
 """Column to the one event that has it."""
 
 _OPTIONAL = ("effective_prompt_len", "context_tokens", "prefill_context_tokens")
-"""Columns that a server without a prefix cache, or without the plugin, has no value of."""
+"""Columns without values on a server without a prefix cache, or without the plugin."""
 
 
 def _expected(table: str, event: str) -> list[str]:
-    """Return the columns that every event of a name should have a value of."""
+    """Return the columns that every event of a name should have a value in."""
     of_event = [c for c in _EVENTS_OF[table] if _ONE_EVENT.get(c, event) == event and c not in _OPTIONAL]
     of_api = table == "journey_events" and event not in _CORE_EVENTS
     return [c for c in of_event if c in _ONE_EVENT] if of_api else of_event
@@ -185,7 +186,7 @@ _RECORDED = {
 _BOTH = {
     **{name: pl.col(name).sum() for name in ("spans", "dropped_events")},
     "recorded_steps": pl.col("recorded_steps").first(ignore_nulls=True),
-    # Of spans, if there are any: a log may state a local time.
+    # From spans, if there are any: a log may state a local time.
     **{name: pl.col(name).first() for name in ("first_unix_ns", "last_unix_ns")},
     "dialects": pl.col("dialects").drop_nulls().str.join(","),
 }
@@ -194,7 +195,7 @@ _CACHED = pl.col("cached_prompt_tokens")
 _RATIOS = {
     "arrival_rate_per_s": (_ARRIVAL.count() - 1) / ((_ARRIVAL.max() - _ARRIVAL.min()) / 1e9),
     "prefix_hit_ratio": _CACHED.sum() / pl.col("prompt_tokens").filter(_CACHED.is_not_null()).sum(),
-    # Of sums of integers: a mean may depend on the order of rows, in the last digit.
+    # From sums of integers: the last digit of a mean may depend on the order of rows.
     **{
         f"{c}_mean": pl.col(c).sum() / pl.col(c).count()
         for c in ("prompt_tokens", "max_tokens", "output_tokens")
@@ -222,7 +223,7 @@ def _sampling(scan: Callable[[str], pl.LazyFrame]) -> pl.DataFrame:
     running = ordered.select(*_STEP, members=pl.col("change").cum_sum().over(_ENGINE))
     counts = []
     narrow = scan("steps").select(*_NARROW_STEP, "num_decode_reqs")
-    # None at least, for a run without steps.
+    # At least 0, for a run without steps.
     for steps in chain([narrow.clear().collect()], narrow.collect_batches(chunk_size=_STEP_WINDOW)):
         at_steps = steps.sort("step_id").join_asof(running, on="step_id", by=_ENGINE, check_sortedness=False)
         is_rich = steps.join(rich, on=_STEP, how="semi").group_by(_SERVER).agg(rich_steps=pl.len())
@@ -238,7 +239,7 @@ def _sampling(scan: Callable[[str], pl.LazyFrame]) -> pl.DataFrame:
 
 
 def are_stock(runs: pl.DataFrame) -> bool:
-    """Say whether no span of the `runs` is the instrumented server's: its flags are no advice then."""
+    """Return whether no span of the `runs` is the instrumented server's, so that its flags are no useful advice."""
     return not runs["dialects"].str.split(",").explode().is_in(dialects.EVENT_SCOPES).any()
 
 
@@ -255,7 +256,7 @@ def _counters(named: pl.LazyFrame, engine: list[str]) -> pl.LazyFrame:
 
 
 _SPAN_IDS = ("trace_id", "span_id", "start_unix_ns", "end_unix_ns")
-"""What a span is known by: an id that two runs use for spans of other times is no span they share."""
+"""Columns that identify a span across runs: equal ids with other times are different spans."""
 
 
 _RECORD_IDS = ("server", "epoch", "step_id", "cycle_us", "cycle_source", "num_decode_reqs", "context_tokens")
@@ -280,7 +281,8 @@ class Overlap:
 def find_overlaps(store: TableStore, runs: pl.DataFrame) -> tuple[Overlap, ...]:
     """Find runs that share spans with a run that is kept: the same traces under two names, as from rotating files.
 
-    Such spans would count twice, and rows held out of one run would train the model through the other. Larger runs are kept before smaller ones, equal ones by name. Only runs that overlap in time are compared, with
+    Such spans would count twice, and rows held out of one run would train the model through the other. Larger
+    runs are kept before smaller ones, equal ones by name. Only runs that overlap in time are compared, with
     eight bytes in memory for each of their spans.
 
     Args:
@@ -292,7 +294,7 @@ def find_overlaps(store: TableStore, runs: pl.DataFrame) -> tuple[Overlap, ...]:
     """
     spans = runs.group_by("run_id", maintain_order=True).agg(
         pl.col("spans").sum() + pl.col("steps").filter(pl.col("lost_steps").is_not_null()).sum(),
-        # Of records without a time nothing is known: they may have any.
+        # Records without a time may have run at any time.
         pl.col("first_unix_ns").min().fill_null(_FIRST_NS),
         pl.col("last_unix_ns").max().fill_null(_LAST_NS),
     )
@@ -312,14 +314,14 @@ def find_overlaps(store: TableStore, runs: pl.DataFrame) -> tuple[Overlap, ...]:
         return held[run_id]
 
     kept: list[tuple[str, int, int]] = []
-    found: dict[str, Overlap] = {}
+    overlaps: dict[str, Overlap] = {}
     for run_id, _, first, last in ordered.iter_rows():
         beside = [name for name, begin, end in kept if begin <= last and first <= end]
         shared = {name: int(ids(run_id).is_in(ids(name).implode()).sum()) for name in beside}
         other = max(shared, key=shared.__getitem__, default=None)
         if other is not None and shared[other]:
-            found[run_id] = Overlap(run_id, other, shared[other])
+            overlaps[run_id] = Overlap(run_id, other, shared[other])
             del held[run_id]
         else:
             kept.append((run_id, first, last))
-    return tuple(found[name] for name in spans["run_id"] if name in found)
+    return tuple(overlaps[name] for name in spans["run_id"] if name in overlaps)

@@ -1,8 +1,8 @@
 """The published tables: name, key, columns with their types, units, meaning and bounds, and the rules of their rows.
 
-Every module that writes, reads, checks or documents a table takes its shape from here. A trace with absurd numbers is
-still valid OTLP. So a row that breaks a rule (`TableSchema.sift`) never reaches the table, is counted under the rule's name in
-`runs.implausible`, and is listed in `rejects` with that name as its reason.
+Every module that writes, reads, checks or documents a table takes its shape from here. A trace with absurd
+numbers is still valid OTLP. So a row that breaks a rule (`TableSchema.sift`) never reaches the table, is
+counted under the rule's name in `runs.implausible`, and is listed in `rejects` with that name as its reason.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Column:
     Attributes:
         kind: Its type.
         name: Its name.
-        doc: What it holds.
+        doc: Its meaning.
         unit: Unit of its values.
         nullable: Whether a row may lack a value.
         least: Smallest value that is possible, in any run.
@@ -75,10 +75,10 @@ class Rule:
     """A condition that every row of a table meets.
 
     Attributes:
-        column: The column that is at fault where it is broken.
+        column: The column at fault in a row that breaks the rule.
         what: The fault in words: `out of range`.
-        breaks: True on rows with the fault; null counts as false. It reads columns of the table, or evidence of the run that
-            the caller of `sift` adds; rows that lack one are not checked.
+        breaks: True on rows with the fault; null counts as false. It reads columns of the table, or evidence
+            of the run that the caller of `sift` adds; rows that lack one are not checked.
     """
 
     column: str
@@ -87,7 +87,8 @@ class Rule:
 
 
 OFF_CLOCK, STRAY_STEP = "is_off_clock", "is_stray_step"
-"""Evidence of the whole run on a row: its time is on none of the server's clocks, its step is far from those around it."""
+"""Evidence of the whole run on a row: its time is on none of the server's clocks, its step is far from those
+around it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +97,7 @@ class TableSchema:
 
     Attributes:
         name: Its name.
-        doc: What a row is.
+        doc: Meaning of a row.
         key: Columns that rows are sorted by.
         columns: Its columns.
         open_ended: Further float columns may follow (the features of a training frame).
@@ -160,7 +161,7 @@ class TableSchema:
         """Yield the rules of a run's rows: bounds of single columns, then checks over several values.
 
         Args:
-            limits: Settings of the server, by name; a limit that is not known bounds nothing.
+            limits: Settings of the server, by name; an unknown limit bounds nothing.
         """
         for c in self.columns:
             if c.least is not None and c.most is not None:
@@ -175,10 +176,10 @@ class TableSchema:
         return f"{self.name}.{rule.column} is {rule.what}"
 
     def sift_derived(self, rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-        """Clear values that break a rule, of rows that follow from several spans.
+        """Clear values that break a rule, in rows that follow from several spans.
 
         Returns:
-            The rows, and rows of `rejects` without a place in a file: reason, count.
+            The rows, and rows of `rejects` without a position in a file: reason, count.
         """
         kept, broken = self.sift(rows.with_row_index("row"), {})
         return kept.drop("row"), broken.group_by("reason").agg(count=pl.len().cast(pl.Int64)).sort("reason")
@@ -194,9 +195,9 @@ class TableSchema:
             The rows that stay, and one row per broken rule and row: row, reason.
         """
         rules, is_broken = _rules_for(self, tuple(sorted(limits.items())), tuple(rows.columns))
-        # Nearly always no rule is broken, and this one pass is all.
-        found = rows.select(is_broken).row(0) if rules else ()
-        fired = [rule for rule, is_any in zip(rules, found, strict=True) if is_any]
+        # Usually no rule is broken, and this pass suffices.
+        any_broken = rows.select(is_broken).row(0) if rules else ()
+        fired = [rule for rule, is_any in zip(rules, any_broken, strict=True) if is_any]
         if not fired:
             return rows, _BROKEN
         nothing = pl.repeat(value=False, n=rows.height, eager=True)
@@ -216,7 +217,7 @@ class TableSchema:
         return rows.with_columns(values).filter(~left_out), pl.concat(broken)
 
     def empty(self) -> pl.DataFrame:
-        """Return a frame of no rows."""
+        """Return a frame without rows."""
         return pl.DataFrame(schema=self.types)
 
 
@@ -226,7 +227,7 @@ def _rules_for(
 ) -> tuple[list[Rule], list[pl.Expr]]:
     """Return the rules that rows with some columns can be checked by, and whether any row breaks each.
 
-    Kept, because making the expressions takes as long as the check of a small run.
+    Cached, because making the expressions takes as long as the check of a small run.
     """
     have = set(columns)
     rules = [rule for rule in table.rules(dict(limits)) if have.issuperset(rule.breaks.meta.root_names())]
@@ -239,7 +240,7 @@ _MOST_COUNT = 2**31 - 1
 MOST_TOKENS = 10**8
 """Ten times the longest context of any model, and more than a step can compute."""
 MOST_BLOCKS = 10**8
-"""Of 16 tokens of 10 kB each: sixteen terabytes."""
+"""Blocks of 16 tokens of 10 kB each: sixteen terabytes."""
 MOST_STEP = 2**40
 """A step of 100 us each for three years."""
 _MOST_NS = 2**62
@@ -256,7 +257,7 @@ _flag = partial(Column, "bool")
 _ns = partial(Column, "int64", unit="ns")
 _us = partial(Column, "float64", unit="us")
 _f = partial(Column, "float64", unit="ratio")
-# With bounds: of what is counted, of sums over requests, of steps, and of times on the engine's clock.
+# Columns with bounds: counts, sums over requests, steps, and times on the engine's clock.
 _n = partial(Column, "int64", least=0, most=_MOST_COUNT)
 _tokens = partial(Column, "int64", unit="token", least=0, most=MOST_TOKENS)
 _blocks = partial(Column, "int64", unit="block", least=0, most=MOST_BLOCKS)
@@ -283,7 +284,7 @@ RUNS = TableSchema(
         _json("model_config", "config.json as it was read"),
         _json("settings", "server settings, each with where it came from (given, read, assumed)"),
         _json("gpu", "GPU specification, null without one"),
-        _s("dialects", "trace dialects found, comma separated"),
+        _s("dialects", "dialects of the trace, comma separated"),
         _i("files", "trace files read"),
         _i("bytes", "bytes read", "byte"),
         _s("content_sha256", "hash of the trace files' contents, as in the manifest"),
@@ -300,20 +301,18 @@ RUNS = TableSchema(
         ),
         _us(
             "api_clock_ahead_us",
-            "how far the API's clock was ahead of the engine core's, by causality; null where in order",
+            "how far the API's clock was ahead of the engine core's, by causality; null if events are in order",
         ),
         _us("api_clock_error_us", "largest error of it: a request's events allow no other"),
         _json("events", "event name to count"),
-        _json("implausible", "rule that rows broke to how many did (of the run); they are in `rejects`"),
+        _json("implausible", "rule to the number of rows that broke it (of the run); they are in `rejects`"),
         _json(
             "missing_attributes",
-            "event to its attributes that none of these events has a usable value of (of the run)",
+            "event to its attributes without a usable value in any such event (of the run)",
         ),
         _i("epochs", "engine starts in the traces"),
         _i("steps", "steps with a summary or a record"),
-        _i(
-            "lost_steps", "of recorded steps: numbers of the counter that no record has; null of sampled ones"
-        ),
+        _i("lost_steps", "recorded steps: numbers of the counter without a record; null for sampled steps"),
         _i("requests", "requests"),
         _f("step_sampling", "steps with a summary or a record / steps counted"),
         _f("journey_sampling", "estimated share of requests with a journey"),
@@ -323,15 +322,15 @@ RUNS = TableSchema(
         _f("max_tokens_mean", "mean of the output tokens allowed", unit="token"),
         _f("output_tokens_mean", "mean output length", unit="token"),
         _i("kv_events", "KV-cache events"),
-        _i("kv_duplicate_events", "beginnings of transfers that were recorded twice (of the run)"),
+        _i("kv_duplicate_events", "starts of transfers that were recorded twice (of the run)"),
         _i("kv_transfers", "transfers of KV blocks that were initiated"),
         _i("kv_transfers_unfinished", "transfers without an end"),
         _us("kv_block_lifetime_us", "mean lifetime of a removed KV block"),
         _f(
             "kv_prefix_hit_ratio",
-            "KV blocks requests have that were never stored / full blocks of their prompts; null without all journeys",
+            "KV blocks of requests that were never stored / full blocks of their prompts; null without all journeys",
         ),
-        _f("prefix_hit_ratio", "prompt tokens found in the prefix cache, from snapshots"),
+        _f("prefix_hit_ratio", "share of prompt tokens in the prefix cache, from snapshots"),
         _ns("first_unix_ns", "first span's start"),
         _ns("last_unix_ns", "last span's end"),
     ),
@@ -352,7 +351,7 @@ SPANS = TableSchema(
         _ns("start_unix_ns", "start"),
         _ns("end_unix_ns", "end"),
         _s("status_code", "UNSET, OK or ERROR"),
-        _s("status_message", "a known reason, or `other`: messages may quote prompts"),
+        _s("status_message", "one of the listed reasons, or `other`: messages may quote prompts"),
         _s("service_name", "service.name"),
         Column("map", "attributes", "allow-listed span attributes, scalars as JSON text"),
         _i("dropped_events", "events of this span the SDK dropped"),
@@ -383,7 +382,7 @@ JOURNEY_EVENTS = TableSchema(
         _n("num_preemptions", "preemptions so far"),
         _s("schedule_kind", "FIRST or RESUME"),
         _s("finish_status", "stopped, length, aborted, ignored or error"),
-        _s("reason", "reason of an API abort: a known one, or `other`"),
+        _s("reason", "reason of an API abort: one of the listed reasons, or `other`"),
     ),
     checks=(
         Rule("ts_ns", "off the run's clock", pl.col(OFF_CLOCK)),
@@ -399,7 +398,7 @@ STEPS = TableSchema(
     (
         *_ENGINE_COLUMNS,
         _step("step_id", "step counter, from 1", nullable=False),
-        _clock("ts_start_ns", "start of schedule(); null of a recorded step"),
+        _clock("ts_start_ns", "start of schedule(); null for a recorded step"),
         _clock("ts_end_ns", "end of schedule()"),
         Column("int64", "duration_us", "time inside schedule(), not the step", "us", least=0, most=_HOUR_US),
         _n("running_depth", "running requests after scheduling", limit="max_num_seqs"),
@@ -421,7 +420,7 @@ STEPS = TableSchema(
         Column(
             "float64",
             "cycle_us",
-            "time of a recorded step, null of a heartbeat; elapsed time that a line of the log prints",
+            "time of a recorded step, null for a heartbeat; elapsed time that a line of the log prints",
             "us",
             least=0,
             most=_HOUR_US,
@@ -429,12 +428,12 @@ STEPS = TableSchema(
         _s(
             "cycle_source",
             "fpm: wall_time of ForwardPassMetrics; log: a line of vLLM's log; sglang: between results, by SGLang's spans; "
-            "client: between tokens at a load generator; null of a sampled step",
+            "client: between tokens at a load generator; null for a sampled step",
         ),
         _sum("context_tokens", "KV tokens in cache before the step, of decode requests"),
         _sum("prefill_context_tokens", "the same of prefill requests"),
         _sum("waiting_tokens", "tokens to compute of the waiting requests"),
-        _s("source_file", "of a recorded step: file it was read from"),
+        _s("source_file", "file that a recorded step was read from"),
         _i("source_offset", "offset of its record in the decompressed file", "byte"),
     ),
     checks=(
@@ -488,11 +487,11 @@ BETWEEN = {
     "queue_ratio": LIFE[:5],
     "execute_ratio": LIFE[:5],
 }
-"""Columns of `requests` that follow from two of its events, to these and the events between."""
+"""Columns of `requests` that follow from two of its events, to those two and the events between."""
 
 
 def _in_order(column: str) -> Rule:
-    """Return the rule that a value needs its events in order; what spans say of requests without events does not."""
+    """Return the rule that a value needs its events in order; values from spans without events are exempt."""
     # A client that leaves departs at once: the engine core may queue, schedule and finish its request after that.
     is_aborted = (pl.col("finish_status") == "aborted") & (BETWEEN[column][-1] == "departed_ns")
     core = LIFE[1:-1]
@@ -536,7 +535,7 @@ REQUESTS = TableSchema(
         _i("max_tokens", "output tokens allowed", "token"),
         _i(
             "cached_prompt_tokens",
-            "prompt tokens found in the prefix cache, by snapshots, else tokens loaded from another medium",
+            "prompt tokens in the prefix cache, by snapshots, else tokens loaded from another medium",
             "token",
         ),
         _i("kv_blocks_loaded", "KV blocks loaded from another medium", "block"),
@@ -545,7 +544,7 @@ REQUESTS = TableSchema(
         _s("finish_status", "stopped, length, aborted, ignored or error"),
         _us(
             "admission_us",
-            "QUEUED - ARRIVED; of stock spans TTFT - queue wait - prefill, with the way back of the first token",
+            "QUEUED - ARRIVED; for stock spans TTFT - queue wait - prefill, which includes the way back of the first token",
         ),
         _us("queue_wait_us", "first SCHEDULED - QUEUED"),
         _duration("requeue_wait_us", "sum of RESUME - PREEMPTED: time preempted"),
@@ -555,22 +554,22 @@ REQUESTS = TableSchema(
         _us("ttft_us", "FIRST_TOKEN - ARRIVED"),
         _us("engine_us", "FINISHED - QUEUED"),
         _us("e2e_us", "FINISHED - ARRIVED"),
-        _us("departure_us", "DEPARTED - FINISHED; null where an aborted request departs first"),
+        _us("departure_us", "DEPARTED - FINISHED; null if an aborted request departs first"),
         _us("client_us", "DEPARTED - ARRIVED"),
         _duration("client_ttft_us", "send to first token at a load generator"),
         _duration("client_itl_us", "(last token - first token) / (output tokens - 1) at a load generator"),
         _duration("client_e2e_us", "send to last token at a load generator"),
         _duration("network_us", "client_ttft - ttft: network and front end"),
         _us("itl_us", "(FINISHED - FIRST_TOKEN) / (output tokens - 1)"),
-        _duration("itl_p99_us", "99th percentile of its inter-token times, where every one of them is known"),
+        _duration("itl_p99_us", "99th percentile of its inter-token times, if all of them were measured"),
         _us("tpot_us", "(last token - FIRST_TOKEN) / (output tokens - 1); null if cut off"),
         _us("inference_us", "last token - first SCHEDULED; null if cut off"),
         _duration("kv_transfer_us", "wait for KV blocks of another server, from spans"),
-        _step("steps", "steps it was in, preempted times apart"),
-        _share("steps_timed", "share of these steps whose scheduling time is known"),
+        _step("steps", "steps it was in, without those while it was preempted"),
+        _share("steps_timed", "share of these steps with a measured scheduling time"),
         _duration(
             "scheduler_us",
-            "scheduling time of its steps; an unknown one counts as the mean of the known ones",
+            "scheduling time of its steps; an unmeasured one counts as the mean of the others",
         ),
         _duration(
             "model_forward_us",
@@ -596,7 +595,7 @@ KV_EVENTS = TableSchema(
         _i("data_parallel_rank", "rank of the engine"),
         _i("step_id", "step it happened in"),
         _s("step_source", "event (the event or its batch names it) or clock (between two summaries)"),
-        _i("initiated_step", "of the end of a transfer: the step it was initiated in"),
+        _i("initiated_step", "for the end of a transfer: the step it was initiated in"),
         _s("request_id", "core request id"),
         _s("transfer_id", "id of the transfer; unique within a rank's life"),
         _s("source_medium", "where blocks come from: GPU, CPU, DISK, …"),
@@ -608,7 +607,7 @@ KV_EVENTS = TableSchema(
         _i("block_size", "tokens of a block", "token"),
         _flag("success", "the transfer succeeded"),
         _s("eviction_reason", "lru, capacity or preemption"),
-        _us("lifetime_us", "of removed blocks: mean time since they were stored; null if unknown"),
+        _us("lifetime_us", "for removed blocks: mean time since they were stored; null if unknown"),
         _s("source_file", "file it was read from"),
         _i("source_offset", "offset of its batch in the decompressed file", "byte"),
     ),
@@ -616,23 +615,23 @@ KV_EVENTS = TableSchema(
 
 TIMELINE = TableSchema(
     "timeline",
-    "one row per engine step known",
+    "one row per engine step in traces or records",
     ("run_id", "server", "epoch", "step_id"),
     (
         *_ENGINE_COLUMNS,
         _i("step_id", "step counter"),
-        _ns("ts_start_ns", "start of the step, null where nothing anchors it"),
+        _ns("ts_start_ns", "start of the step; null without an anchor"),
         _s("start_source", "source of the start: summary, scheduled, update, request, log or log_change"),
-        _duration("start_sd_us", "standard deviation of the start; 0 of a summary"),
+        _duration("start_sd_us", "standard deviation of the start; 0 for a summary"),
         Column(
             "float64",
             "cycle_us",
-            "mean cycle from this start to the next known one; null where not known",
+            "mean cycle from this start to the next known one; null if unknown",
             "us",
             least=0,
             most=_MOST_NS / 1e3,
         ),
-        _duration("cycle_sd_us", "standard deviation of it that comes from the starts"),
+        _duration("cycle_sd_us", "standard deviation of the cycle that comes from the starts"),
         _s(
             "cycle_source",
             "adjacent (between two summaries, consecutive), interval, request (both starts counted from requests), fpm "
@@ -645,10 +644,9 @@ TIMELINE = TableSchema(
         _n("num_decode_reqs", "scheduled requests with output"),
         _sum("prefill_tokens", "tokens of prefill requests"),
         _sum("decode_tokens", "tokens of decode requests"),
-        _sum(
-            "context_tokens", "KV tokens in cache before the step, of decode requests; null where not known"
-        ),
+        _sum("context_tokens", "KV tokens in cache before the step, of decode requests; null if unknown"),
         _sum("prefill_context_tokens", "the same of prefill requests"),
+        _flag("context_estimated", "context_tokens are estimated from the KV blocks in use"),
         _n("running_depth", "running requests after scheduling"),
         _n("waiting_depth", "waiting requests after scheduling"),
         _sum("waiting_tokens", "tokens to compute of the waiting requests"),
@@ -720,7 +718,7 @@ REJECTS = TableSchema(
         _s("excerpt", "structure and keys, no values"),
         _i(
             "count",
-            "bad records, spans or events the row stands for: one, but where they were too many to list",
+            "bad records, spans or events that the row stands for: 1, unless there were too many to list",
         ),
     ),
 )

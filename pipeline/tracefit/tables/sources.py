@@ -10,10 +10,11 @@ import polars as pl
 class CycleSource(StrEnum):
     """Values of `cycle_source` in `steps` and `timeline` and `source` in `beta_training`.
 
-    `fpm` is `wall_time` of ForwardPassMetrics, from the output of the step before it to its own; `fpm_gpu` the same where it
-    is GPU time alone, as SGLang measures it. `log` is the time from a line of vLLM's log to the next one, or the elapsed time
-    printed in it where that agrees with the clock; `log_interval` is the mean of the steps between two changes of a coarse clock.
-    `client` is the time between the tokens of two steps, as a load generator received them.
+    `fpm` is `wall_time` of ForwardPassMetrics, from the output of the step before it to its own; `fpm_gpu`
+    the same field with GPU time alone, as SGLang measures it. `log` is the time from a line of vLLM's log to
+    the next one, or the elapsed time printed in it if that agrees with the clock; `log_interval` is the mean
+    of the steps between two changes of a coarse clock. `client` is the time between the tokens of two steps,
+    as a load generator received them.
     """
 
     ADJACENT = "adjacent"
@@ -29,17 +30,17 @@ class CycleSource(StrEnum):
 
     @property
     def is_one_step(self) -> bool:
-        """Whether a row is the time of one step as it was sampled or recorded, not the mean over several: between anchors, or counted from requests."""
+        """Whether a row is the time of one step, not a mean over several (between anchors, or from requests)."""
         return self not in {CycleSource.INTERVAL, CycleSource.REQUEST, CycleSource.LOG_INTERVAL}
 
     @property
     def is_recorded(self) -> bool:
-        """Whether a record states the time of the step; others are differences of the step clock, or scheduling times."""
+        """Whether a record states the time of the step; others are clock differences, or scheduling times."""
         return self in {CycleSource.FPM, CycleSource.FPM_GPU, CycleSource.SGLANG, CycleSource.CLIENT}
 
     @property
     def is_logged(self) -> bool:
-        """Whether the steps are known from vLLM's log."""
+        """Whether the steps come from vLLM's log."""
         return self in {CycleSource.LOG, CycleSource.LOG_INTERVAL}
 
 
@@ -49,7 +50,7 @@ RECORDS = {
     CycleSource.LOG.value: "iteration lines of vLLM's log",
     CycleSource.CLIENT.value: "token times of a load generator",
 }
-"""Names of what a step was recorded by, by `cycle_source` in `steps`."""
+"""Name of the recorder of a step, by `cycle_source` in `steps`."""
 
 MEANS = tuple(source.value for source in CycleSource if not source.is_one_step)
 """Sources whose rows are means over several steps."""

@@ -1,8 +1,8 @@
-"""The steps of SGLang, from its spans of stages: what the results of a batch ended together is one step.
+"""The steps of SGLang, from its spans of stages: results of a batch that end together make one step.
 
-The scheduler handles the results of a batch request by request, within microseconds, and ends a span for each: `decode_loop`, or
-`chunked_prefill`, or `prefill_forward` of a prompt in one chunk. These spans are there at trace level 3
-(`set_last_decode_finish_time` and its like in `sglang.srt.observability.req_time_stats`).
+The scheduler handles the results of a batch request by request, within microseconds, and ends a span for
+each: `decode_loop`, or `chunked_prefill`, or `prefill_forward` of a prompt in one chunk. These spans exist at
+trace level 3 (`set_last_decode_finish_time` and its like in `sglang.srt.observability.req_time_stats`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from tracefit.tables.sources import CycleSource
 
 _LOOP, _CHUNK, _PROMPT = "decode_loop", "chunked_prefill", "prefill_forward"
 BLOCK_NS = 600_000_000_000
-"""Steps are made of ten minutes of results at a time, which fit into memory."""
+"""Length of the blocks of results that steps are made from: ten minutes fit into memory."""
 
 _APART = {CycleSource.SGLANG: 8, CycleSource.CLIENT: 3}
-"""Results are of different batches if more than this part of the shorter of their own times lies between them."""
+"""Results belong to different batches if they are further apart than the shorter of their times divided by this."""
 
 RESULTS: dict[str, pl.DataType] = {
     "server": pl.String(),
@@ -29,16 +29,17 @@ RESULTS: dict[str, pl.DataType] = {
     "tokens": pl.Int64(),
     "context": pl.Int64(),
 }
-"""One result of a request in a batch: its end, since when the engine is known to be busy, how long it took, its tokens to compute
-and those in its cache before; null where not known."""
+"""One result of a request in a batch: its end, the time from which the engine was certainly busy, its
+duration, its tokens to compute and those in its cache before; null if unknown."""
 
 
 def results_of(spans: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
     """Return the results of requests whose steps are traced.
 
     Args:
-        spans: What `request_spans` gives, of all spans of some traces.
-        requests: The requests of the same traces: trace_id, owner, prompt_tokens, output_tokens, cached_prompt_tokens, queued_ns.
+        spans: The result of `request_spans` for all spans of some traces.
+        requests: The requests of the same traces: trace_id, owner, prompt_tokens, output_tokens,
+            cached_prompt_tokens, queued_ns.
 
     Returns:
         Columns as `RESULTS`.
@@ -54,7 +55,7 @@ def results_of(spans: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
     number = pl.col("decode_ct").cast(pl.Int64, strict=False)
     in_cache = pl.when(number.is_between(0, schema.MOST_TOKENS)).then(pl.col("prompt_tokens") + number)
     cached = pl.col("cached_prompt_tokens").fill_null(0)
-    # How a prompt is divided into chunks is not traced. A token for each step: else several are decoded at once.
+    # The chunks of a prompt are not traced. One token per step is required: otherwise several are decoded at once.
     is_whole = chunk.any().over(request).not_()
     is_plain = loop.sum().over(request) == pl.col("output_tokens") - 1
     with_facts = stages.join(facts, on=request, how="inner").with_columns(
@@ -67,16 +68,16 @@ def results_of(spans: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
     columns = {
         "block": end // BLOCK_NS,
         "end_ns": end,
-        # A request keeps the engine busy from when it is queued.
+        # A request keeps the engine busy from the time it is queued.
         "busy_ns": pl.min_horizontal(start, "queued_ns"),
         "lasted_ns": end - start,
     }
-    found = with_facts.filter("is_result").with_columns(**columns)
-    return found.select(pl.col(name).cast(kind) for name, kind in RESULTS.items())
+    results = with_facts.filter("is_result").with_columns(**columns)
+    return results.select(pl.col(name).cast(kind) for name, kind in RESULTS.items())
 
 
 def batch_numbers(results: pl.DataFrame, source: CycleSource) -> pl.DataFrame:
-    """Return results in the order of time with the number of their batch, from 0: those of one come together."""
+    """Return results in the order of time with the number of their batch, from 0."""
     gap, shorter = pl.col("end_ns").diff(), pl.min_horizontal("lasted_ns", pl.col("lasted_ns").shift(1))
     is_new = (gap * _APART[source] > shorter).fill_null(value=True)
     return results.sort("end_ns", maintain_order=True).with_columns(batch=is_new.cum_sum() - 1)
@@ -87,15 +88,17 @@ def steps_of(
 ) -> pl.DataFrame:
     """Return the steps of a server in one block.
 
-    A step takes from the results of the one before it to its own, or where the engine was idle from when a request was queued.
+    A step lasts from the results of the step before it to its own; if the engine was idle, from the queueing
+    of a request.
 
     Args:
         results: Columns as `RESULTS`.
         first_step: Number of the first of the steps.
-        source: What the results are known from.
+        source: The source of the results.
 
     Returns:
-        Rows of `steps`. Of the first and the last of a block the time is null: what is of another block is not known.
+        Rows of `steps`. The first and the last of a block have a null time: their results may continue in
+        another block.
     """
     loop, both = pl.col("is_loop"), pl.col("is_loop").len()
 
@@ -120,7 +123,7 @@ def steps_of(
         )
         .with_columns(
             scheduled_tokens=pl.col("prefill_tokens") + pl.col("decode_tokens"),
-            # Requests that do not take part in a step, for prompts come first, keep the engine busy too.
+            # Requests outside a step, because prompts come first, keep the engine busy too.
             since_ns=pl.max_horizontal(pl.col("unix_ns").shift(1), pl.col("busy_ns").cum_min(reverse=True)),
             is_inner=pl.col("unix_ns").shift(1).is_not_null() & pl.col("unix_ns").shift(-1).is_not_null(),
         )

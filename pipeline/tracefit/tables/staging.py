@@ -1,9 +1,10 @@
 """Decoded rows on disk, so that an unchanged trace file is not decoded again.
 
-`TABLES/.stage/<part>/` holds one Arrow IPC file per frame of `SpanRows`. It is tracefit's own store, not a published table:
-the manifest says which parts are valid, and a part of another tool version is decoded anew. Small files share a part,
-but the rows of each stay separate: they count as long as the manifest names the part for the file. The name of a part ends
-in a hash of its files: a damaged one is found before it is read.
+`TABLES/.stage/<part>/` holds one Arrow IPC file per frame of `SpanRows`. It is tracefit's own store, not a
+published table: the manifest says which parts are valid, and a part of another tool version is decoded again.
+Small files share a part, but the rows of each stay separate: they count as long as the manifest names the
+part for the file. The name of a part ends in a hash of its files, so that damage is detected before the part
+is read.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _HASH_DIGITS = 16
 
 
 def write_staged(rows: SpanRows, place: Place) -> str:
-    """Write rows as a new part. Its name is returned when all of it is there.
+    """Write rows as a new part, and return its name once all of it is written.
 
     Raises:
         OSError: It cannot be written.
@@ -41,14 +42,14 @@ def write_staged(rows: SpanRows, place: Place) -> str:
         for kind, frame in rows.frames().items():
             with create(paths[kind]) as stream:
                 frame.write_ipc(stream, compression="lz4", record_batch_size=_BATCH_ROWS)
-        # Random before the hash: two decodings of a file may be there at once, and only one is named by the manifest.
+        # Random before the hash: two decodings of a file may exist at once, and the manifest names only one.
         part = uuid.uuid4().hex[:-_HASH_DIGITS] + _hash_of({p.name: digest_of(p) for p in paths.values()})
         place.put({_name(part, kind): path for kind, path in paths.items()})
     return part
 
 
 def is_whole(place: Place, part: str) -> bool:
-    """Return whether a part is what was written; a bucket checks itself what it stores.
+    """Return whether a part is unchanged since it was written; a bucket checks its own objects.
 
     Raises:
         UsageError: The part is, or holds, a symbolic link.
@@ -93,7 +94,7 @@ def _name(part: str, kind: str) -> str:
 
 
 def staged_parts(place: Place) -> set[str]:
-    """Return the names of the parts that are there, finished or not.
+    """Return the names of the existing parts, finished or not.
 
     Raises:
         UsageError: The folder of parts is a symbolic link, or the bucket cannot be read.

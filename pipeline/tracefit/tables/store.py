@@ -1,8 +1,8 @@
-"""Tables on disk: `TABLES/<table>/run_id=<run>/part-<content hash>.parquet`, and the manifest that says which are valid.
+"""Tables on disk: `TABLES/<table>/run_id=<run>/part-<content hash>.parquet`, and the manifest of valid ones.
 
-`TABLES/manifest.json` also says which trace files were read. It is replaced last, in one rename or one conditional write: a
-reader that follows it sees each run either as before or as after an ingest, never in between. A file that it does not name
-is a leftover.
+`TABLES/manifest.json` also says which trace files were read. It is replaced last, in one rename or one
+conditional write: a reader that follows it sees each run either as before or as after an ingest, never in
+between. A file that it does not name is a leftover.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ReadFile(_Strict, frozen=True):
     modified_ns: Annotated[
         int | None,
         Meta(
-            description="Unix time of its last change, of a file in a bucket: with that and the size it is known"
+            description="Unix time of its last change, for a file in a bucket: with the size, it identifies the content"
         ),
     ] = None
 
@@ -123,7 +123,7 @@ class Manifest(_Strict, frozen=True):
 
 
 def read_manifest(place: Place) -> tuple[Manifest, Version | None]:
-    """Read the manifest of a place, an empty one if there is none; and its version, for `replace_manifest`.
+    """Read a manifest and its version, for `replace_manifest`; a missing one is empty.
 
     Raises:
         DataError: The manifest is damaged or of another version.
@@ -144,7 +144,7 @@ def read_manifest(place: Place) -> tuple[Manifest, Version | None]:
 
 
 def replace_manifest(place: Place, manifest: Manifest, version: Version | None) -> bool:
-    """Replace the manifest of a place in one step, if it is still the one that was read; say whether it was."""
+    """Replace a manifest in one step if it is still the one that was read; return whether it was replaced."""
     # Indented: people read it to see which files a table was made of.
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     return place.replace_if(MANIFEST_NAME, text + b"\n", version)
@@ -152,10 +152,10 @@ def replace_manifest(place: Place, manifest: Manifest, version: Version | None) 
 
 ROW_GROUP_ROWS = 128 * 1024
 ROW_GROUP_BYTES = 16 << 20
-"""Rows as wide as spans make a row group before there are that many."""
+"""Bytes of a row group: wide rows, such as spans, reach it before `ROW_GROUP_ROWS`."""
 
 PIECE_ROWS = 16 * 1024
-"""Rows converted at a time: the copies that takes are small."""
+"""Rows converted at a time, so that the copies stay small."""
 
 _HASH_DIGITS = 16
 _AGAIN = "ingest the run again"
@@ -164,7 +164,7 @@ _ATTEMPTS = 20
 _UNANSWERED = 5
 _PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
-"""Attempts to replace a manifest that other processes replace too, and the pauses between them, half of these on average."""
+"""Attempts to replace a manifest that other processes replace too, and the longest pauses between them."""
 
 _OWN = re.compile(rf"{re.escape(STAGE_NAME)}/|[^/]+/run_id=[^/]+/part-[0-9a-f]{{{_HASH_DIGITS}}}\.parquet$")
 """Names of staged parts and of parts of tables; no other file is ever removed."""
@@ -173,19 +173,19 @@ _PLACES = {MANIFEST_NAME, STAGE_NAME, *schema.TABLES}
 
 
 class TableStore:
-    """A folder of tables, on disk or in a bucket. What the manifest names is there and whole; a run changes in one step.
+    """A folder of tables, on disk or in a bucket. Everything in the manifest is complete; a run changes in one step.
 
     Attributes:
-        place: Where the tables are.
-        root: The name of that.
+        place: The storage of the tables.
+        root: Its name.
     """
 
     def __init__(self, root: str | Path) -> None:
-        """Name a folder of tables, there or not.
+        """Name a folder of tables, which need not exist.
 
         Raises:
-            UsageError: The name is empty, or not valid UTF-8, which the libraries that write Parquet cannot open, or a URL
-                that is none of a bucket.
+            UsageError: The name is empty, or not valid UTF-8, which the libraries that write Parquet cannot
+                open, or a URL that does not name a bucket.
         """
         if not str(root):
             raise UsageError("the name of a tables folder is empty", hint="name a folder, or . for this one")
@@ -228,7 +228,7 @@ class TableStore:
 
     @contextmanager
     def lock(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-        """Hold the folder for writing; if another process holds it, call `waiting` and wait. A bucket is not held."""
+        """Lock the folder for writing; if it is locked, call `waiting` and wait. A bucket has no lock."""
         before = self.place
         with before.lock(waiting or (lambda: None), _PLACES) as held:
             self.place = held
@@ -238,7 +238,7 @@ class TableStore:
                 self.place = before
 
     def is_intact(self, run_id: str, run: IngestedRun) -> bool:
-        """Return whether the tables of a run exist and, on disk, are unchanged: a bucket checks what it stores itself."""
+        """Return whether the tables of a run exist and, on disk, are unchanged: a bucket checks its own objects."""
         names = [part_name(name, run_id, part) for name, part in run.tables.items()]
         if isinstance(self.place, Bucket):
             return self.place.has(names)
@@ -260,7 +260,7 @@ class TableStore:
             self._checked.add(name)
 
     def commit(self, changes: Mapping[str, tuple[IngestedRun | None, IngestedRun]]) -> None:
-        """Make new entries of runs valid, all in one step. Their parts are in their places, and the lock is held.
+        """Make new entries of runs valid, all in one step. The caller has the lock and has stored the parts.
 
         Args:
             changes: Run id to its entry as it was read, null if it had none, and its new entry.
@@ -272,13 +272,13 @@ class TableStore:
         try:
             self._commit(changes, after)
         except UsageError:
-            # Who reads the folder of a table without the manifest would read these too.
+            # Readers of a table folder that ignore the manifest would read these too.
             self.place.remove(_parts_of(after) - _parts_of(self.manifest().runs))
             raise
         if self.place.has_lock:
             self._remove_unnamed(f"{name}/run_id={run_id}" for run_id in after for name in schema.TABLES)
         else:
-            # What else is not named may be what another writer is about to publish.
+            # Other unnamed files may be about to be published by another writer.
             replaced = _parts_of({run_id: entry for run_id, (entry, _) in changes.items() if entry})
             self.place.remove(replaced - _parts_of(after))
 
@@ -290,18 +290,18 @@ class TableStore:
         for attempt in range(_ATTEMPTS):
             manifest, version = read_manifest(self.place)
             if all(manifest.runs.get(run_id) == entry for run_id, entry in after.items()):
-                break  # an earlier attempt, of which no answer came
+                break  # an earlier attempt succeeded without an answer
             for run_id, (before, _) in changes.items():
                 if manifest.runs.get(run_id) != before:
                     raise UsageError(
                         f"run {run_id} was changed by another process meanwhile",
                         where=str(self.root),
-                        hint="what that one wrote is kept; run the command again",
+                        hint="the result of that process is kept; run the command again",
                     )
             try:
                 if replace_manifest(self.place, manifest.with_runs(after), version):
                     break
-            except UsageError:  # it may have been replaced all the same: what is there tells
+            except UsageError:  # the manifest may have been replaced all the same: read it to see
                 if attempt >= _UNANSWERED:
                     raise
             time.sleep(random.uniform(0, min(2**attempt * _PAUSE_S, _LONGEST_PAUSE_S)))  # noqa: S311 - spreads writers
@@ -314,29 +314,34 @@ class TableStore:
 
     @contextmanager
     def swept(self) -> Iterator[None]:
-        """Remove at the end what no manifest names; after an error on disk alone, for a bucket may not answer."""
+        """On exit, delete files that no manifest references.
+
+        After an error do so only on local disk: a bucket may be unreachable.
+        """
         try:
             yield
         except BaseException:
             if self.place.has_lock:
                 self._remove_unnamed([STAGE_NAME])
             raise
-        # In a bucket, parts of tables too: a writer that died there has left them under their names.
+        # In a bucket, parts of tables too: a writer that died has left them under their final names.
         self._remove_unnamed([STAGE_NAME if self.place.has_lock else ""])
 
     def _remove_unnamed(self, folders: Iterable[str]) -> None:
-        found = [name for folder in folders for name in self.place.leftovers(folder) if _OWN.match(name)]
-        # Read after the listing: what was listed as old and is not named now will not be.
+        leftovers = [name for folder in folders for name in self.place.leftovers(folder) if _OWN.match(name)]
+        # Read after the listing: an old file that is not named by now never will be.
         manifest = self.manifest()
         parts, staged = _parts_of(manifest.runs), manifest.staged()
-        self.place.remove(name for name in found if name not in parts and name.split("/")[1] not in staged)
+        self.place.remove(
+            name for name in leftovers if name not in parts and name.split("/")[1] not in staged
+        )
 
     def manifest(self) -> Manifest:
         """Return the current manifest."""
         return self._pinned or read_manifest(self.place)[0]
 
     def pinned(self, run_ids: Iterable[str]) -> TableStore:
-        """Return some runs as they are now, to read from: for workers, which need not read the manifest of all."""
+        """Return a read-only view of some runs as they are now; workers need not read the manifest of all."""
         store = TableStore(self.root.absolute() if isinstance(self.place, Disk) else self.root)
         runs = self.manifest().runs
         store._pinned = Manifest(runs={run_id: runs[run_id] for run_id in run_ids if run_id in runs})
@@ -365,14 +370,14 @@ class TableStore:
         if not frames:
             empty = schema.TABLES[name].empty()
             return empty if columns is None else empty.select(c for c in empty.columns if c in columns)
-        found = pl.concat(frames, how="diagonal_relaxed")
-        # Columns are added within a version of the tables: older ones lack them.
+        table = pl.concat(frames, how="diagonal_relaxed")
+        # Columns are added within a version of the tables: older files lack them.
         wanted = [c for c in schema.TABLES[name].columns if columns is None or c.name in columns]
-        lacking = [c for c in wanted if c.name not in found.columns]
-        return found.with_columns(pl.lit(None, c.polars).alias(c.name) for c in lacking)
+        lacking = [c for c in wanted if c.name not in table.columns]
+        return table.with_columns(pl.lit(None, c.polars).alias(c.name) for c in lacking)
 
     def scan(self, name: str, run_ids: list[str] | None = None) -> pl.LazyFrame:
-        """Return a table as a lazy frame, of all runs or some: only what a query needs is read, and no part is checked."""
+        """Return a table as a lazy frame, of all runs or some; queries read only what they need, unchecked."""
         # Newer releases of polars read the key-value lists of Parquet as a type of their own.
         lists = [pl.col(c.name).cast(c.polars) for c in schema.TABLES[name].columns if c.kind == "map"]
         frames = [
@@ -408,10 +413,10 @@ class TableStore:
         return [part_name(name, i, run.tables[name]) for i, run in wanted if name in run.tables]
 
     def require(self) -> TableStore:
-        """Return the store if it holds ingested runs.
+        """Return the store if it has ingested runs.
 
         Raises:
-            UsageError: It holds none.
+            UsageError: It has no runs.
         """
         if not self.runs():
             raise UsageError(
@@ -421,13 +426,14 @@ class TableStore:
 
 
 class RunTables(Mapping[str, pl.DataFrame]):
-    """The tables of some runs by name, each read when it is asked for: `tables["requests"]`.
+    """The tables of some runs by name, each read on access: `tables["requests"]`.
 
-    `tables.scan("timeline")` is a lazy frame; `tables["requests"].to_pandas()` and `.to_arrow()` are other libraries' frames.
+    `tables.scan("timeline")` is a lazy frame; `tables["requests"].to_pandas()` and `.to_arrow()` are other
+    libraries' frames.
     """
 
     def __init__(self, root: str | Path, run_ids: Sequence[str] | None = None) -> None:
-        """Name the folder of tables, and its runs; all of them if not given."""
+        """Name the folder of tables, and its runs; all of them by default."""
         self.root = place_of(root)
         self._run_ids = None if run_ids is None else list(run_ids)
 
@@ -435,7 +441,7 @@ class RunTables(Mapping[str, pl.DataFrame]):
         return f"<Tables of {self.root}: {', '.join(self)}>"
 
     def __fspath__(self) -> str:
-        """Return the folder: the tables of a result stand for it wherever one is asked for."""
+        """Return the folder, so that the tables of a result can be passed as a tables folder."""
         return str(self.root)
 
     def __iter__(self) -> Iterator[str]:
@@ -456,7 +462,7 @@ class RunTables(Mapping[str, pl.DataFrame]):
         return TableStore(self.root).read(name, self._run_ids)
 
     def scan(self, name: str) -> pl.LazyFrame:
-        """Return a table as a lazy frame: only what a query needs is read.
+        """Return a table as a lazy frame: a query reads only the data it needs.
 
         Raises:
             UsageError: There is no table of that name.
@@ -471,7 +477,7 @@ class RunTables(Mapping[str, pl.DataFrame]):
 
 
 def part_name(table: str, run_id: str, part: TableFile) -> str:
-    """Return the name of a part in its place."""
+    """Return the name of a part in its storage."""
     return f"{table}/run_id={run_id}/{part.name}"
 
 
@@ -482,10 +488,10 @@ def _parts_of(runs: Mapping[str, IngestedRun]) -> set[str]:
 
 
 def put_parts(place: Place, run_id: str, parts: Mapping[str, Path]) -> dict[str, TableFile]:
-    """Put finished parts of a run to their places; they count when a manifest names them. Any process may do this.
+    """Store finished parts of a run; they count once a manifest names them. Any process may do this.
 
     Args:
-        place: Where the tables are.
+        place: The storage of the tables.
         run_id: A cleaned run id.
         parts: Table name to its part, in a scratch folder of the place.
     """
@@ -552,7 +558,7 @@ class RunWriter:
         if self._open is None:
             return
         name, part = self._open.table.name, self._open.close()
-        # Named after their contents: one that is written again unchanged has the name of the one before.
+        # Named after their contents: an unchanged table keeps its name.
         if self._parts.get(name, part) != part:
             self._parts[name].unlink()
         self._parts[name] = part
@@ -571,10 +577,10 @@ class _TableFileWriter:
 
     def write(self, rows: pl.DataFrame) -> None:
         for start in range(0, rows.height or 1, PIECE_ROWS):
-            # A frame of no rows too: the file of an empty table has its columns.
+            # Also for a frame without rows: the file of an empty table has its columns.
             self._waiting.append(_to_arrow(rows.slice(start, PIECE_ROWS), self.table))
             if sum(piece.num_rows for piece in self._waiting) > ROW_GROUP_ROWS:
-                # A piece is smaller than a group: what is over is never more than one piece.
+                # A piece is smaller than a group, so at most one piece is left over.
                 group = pa.concat_tables(self._waiting)
                 self._write_group(group.slice(0, ROW_GROUP_ROWS))
                 self._waiting = [group.slice(ROW_GROUP_ROWS)]
@@ -614,10 +620,10 @@ def _content_name(path: Path) -> str:
 
 
 def _readers_schema(written: pa.Schema) -> dict[bytes, bytes]:
-    """Return the metadata that tells readers of Arrow which types to make of the columns.
+    """Return the metadata from which readers of Arrow take the types of the columns.
 
-    `run_id` is a dictionary: pyarrow, and pandas with it, makes one of the `run_id=` in folder names, and stops where a file
-    has another type than that.
+    `run_id` is a dictionary: pyarrow, and pandas with it, makes one of the `run_id=` in folder names, and
+    stops where a file has another type than that.
     """
     texts = {
         pa.large_string(): pa.string(),

@@ -215,7 +215,7 @@ def _increasing(anchors: pl.DataFrame) -> pl.DataFrame:
     at, exact = pl.col("at"), pl.col("start_source") == "summary"
     behind, ahead = (_middle([at.shift(sign * k).over("engine") for k in (1, 2, 3)]) for sign in (1, -1))
     near = anchors.filter(exact | (_after(at, behind) & _after(ahead, at)))
-    # What is left must increase over the whole epoch; a cycle is a difference and cannot be negative.
+    # The remaining anchors must increase over the whole epoch; a cycle is a difference and cannot be negative.
     latest_before = at.cum_max().shift(1).over("engine")
     earliest_after = at.cum_min(reverse=True).shift(-1).over("engine")
     return near.filter(exact | (_after(at, latest_before) & _after(earliest_after, at)))

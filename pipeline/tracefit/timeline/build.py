@@ -25,10 +25,10 @@ _SUMMARY = tuple(
     for name in schema.TIMELINE.names
     if name in set(schema.STEPS.names) - {*ENGINE, "step_id", "ts_start_ns"}
 )
-"""What a summary says of its step, and the timeline says after it. The start is worked out of more than summaries."""
+"""Columns that the timeline takes from a step's summary. The start is derived from more than summaries."""
 
 _COMPARED = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_tokens")
-"""What both summaries and journeys say, and must agree in."""
+"""Columns that both summaries and journeys give, and on which they must agree."""
 
 
 _CONTEXTS = ("context_tokens", "prefill_context_tokens")
@@ -89,6 +89,9 @@ def build_timeline(
     if journeys_complete and axis.size:
         rows = pl.concat([rows, _inferred(evidence, limits)], how="horizontal")
     rows = _with_usage(_with_summaries(rows, evidence, limits), limits)
+    rows = rows.with_columns(context_estimated=pl.lit(value=False))
+    if journeys.is_empty():
+        rows = _with_estimated_contexts(rows, limits.block_size)
     if known_starts is None:
         starts = step_starts(evidence.steps, evidence.core).with_columns(pause=pl.lit(value=False))
     else:
@@ -148,7 +151,7 @@ def _with_summaries(rows: pl.DataFrame, evidence: _Evidence, limits: EngineLimit
     inferred = [name.removeprefix("journey.") for name in joined.columns if name.startswith("journey.")]
     if not inferred:
         return joined.with_columns(composition_source=source)
-    # A summary comes first; the journeys fill in where there is none.
+    # A summary comes first; journeys fill in the steps without one.
     return joined.with_columns(*_agreement(), _shared_blocks(), *_logged_contexts()).with_columns(
         *(pl.coalesce(c for c in (name, f"journey.{name}") if c in have).alias(name) for name in inferred),
         composition_source=source.otherwise(pl.lit("journey")),
@@ -204,6 +207,25 @@ def _with_usage(rows: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
     total = pl.coalesce(pl.col("kv_blocks_total").max().over("engine"), pl.lit(limits.num_blocks, pl.Int64))
     usage = (pl.col("kv_blocks_used") / total).clip(0.0, 1.0)
     return rows.with_columns(kv_usage_ratio=pl.coalesce("kv_usage_ratio", usage), kv_blocks_total=total)
+
+
+def _with_estimated_contexts(rows: pl.DataFrame, block_size: int) -> pl.DataFrame:
+    """Estimate the context of summarised steps that do not have it: the slots of the KV blocks in use, less those of other tokens.
+
+    A request fills its last block by half on average. Blocks that requests share count once, and earlier chunks of a prompt
+    count as context of decodes: the estimate is right where both are rare.
+    """
+    requests = pl.col("num_prefill_reqs") + pl.col("num_decode_reqs")
+    new = pl.col("prefill_tokens") + pl.col("decode_tokens")
+    slots = pl.col("kv_blocks_used") * block_size - requests * (block_size - 1) / 2
+    estimate = pl.when(pl.col("num_decode_reqs") == 0).then(0).otherwise((slots - new).clip(lower_bound=0))
+    lacking = pl.col("context_tokens").is_null() & (pl.col("composition_source") == "summary")
+    # A sum over requests: null where the summary lacks one of its columns.
+    known = lacking & pl.col("kv_blocks_used").is_not_null() & (requests + new).is_not_null()
+    return rows.with_columns(
+        context_tokens=pl.when(known).then(estimate.round().cast(pl.Int64)).otherwise("context_tokens"),
+        context_estimated=known.fill_null(value=False),
+    )
 
 
 def _contexts(steps: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:

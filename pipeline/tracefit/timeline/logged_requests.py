@@ -116,7 +116,7 @@ def _apart_s(prompts: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> 
         lines: seconds and prefill_tokens of the steps of the log.
         is_coarse: Whether stamps are rounded down to whole seconds.
     """
-    # Of the rarest lengths, so that few lines have them by chance.
+    # Use the rarest lengths, so that few lines have them by chance.
     same = lines.filter(pl.col("prefill_tokens") > 0).select("seconds", "prefill_tokens")
     counts = same.group_by("prefill_tokens").len()
     tried = prompts.join(counts, on="prefill_tokens").sort("len", "node_s")

@@ -17,7 +17,7 @@ from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.tables.sources import CycleSource
 
 _STAMP_SD_US = 100.0
-"""How far a fine stamp is from the end of its step, on two runs of which the ends are known."""
+"""How far a fine stamp is from the end of its step, on two runs with known ends."""
 
 _AGREES = 0.03
 """Largest usual difference of the elapsed times from the clock, as a share of it, where they are the times of the steps."""

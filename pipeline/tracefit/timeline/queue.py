@@ -53,7 +53,7 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
     running, left = at_start("running_after", 0), at_start("prefill_left_after", 0)
     slots = limits.max_num_seqs
     budget = limits.max_num_batched_tokens
-    # Of the next step's budget: a token for each that runs, prompts in progress, and those ahead.
+    # Taken from the next step's budget: a token for each running request, prompts in progress, and those ahead.
     taken = running + left + pl.col("tokens_ahead")
     return found.select(
         *CORE_SPAN,

@@ -1,7 +1,7 @@
 """Whether the requests of an unmodified server are all that was in its engine: without some, no batch is known.
 
-A model of step times that was fitted on half of each batch looks as sure as a right one and is wrong by a factor. What a
-recording lacks shows in it: in the ids that a sampler kept, in stamps that one engine cannot have made, in times that
+A model of step times that was fitted on half of each batch looks as sure as a right one and is wrong by a factor. Requests
+missing from a recording show in it: in the ids that a sampler kept, in stamps that one engine cannot have made, in times that
 contradict each other, and in requests that waited in an engine that should have been empty.
 """
 
@@ -39,7 +39,7 @@ _FEW = 20
 _MOST_SHOWN = 20_000
 
 _SURPRISE = 14.0
-"""A finding that chance gives once in e^14, a million, recordings is none of chance."""
+"""A finding that chance gives once in e^14, a million, recordings is not chance."""
 
 _LEAST_RATE = 1e-4
 """No sampler keeps less: ids that are smaller count up."""
@@ -71,7 +71,7 @@ _LATE = 0.4
 
 
 def unknown_batches(requests: pl.DataFrame, budget: int | None, *, has_steps: bool = False) -> pl.DataFrame:
-    """Return the servers of requests with their own times alone of which the batches cannot be known, and why.
+    """Return the servers whose requests have only their own times and whose batches cannot be known, with the reason.
 
     Args:
         requests: The `requests` table.
@@ -81,7 +81,7 @@ def unknown_batches(requests: pl.DataFrame, budget: int | None, *, has_steps: bo
     Returns:
         One row per such server: run_id, server, reason.
     """
-    # What is placed on steps was known when it was.
+    # Requests on steps were checked when they were placed.
     of = (pl.col("dialect") == STOCK) if has_steps else is_counted()
     unplaced = of & pl.col("first_token_step").is_null()
     # Rows by number: of a million requests, every copy with all columns takes 200 MB.
@@ -240,7 +240,7 @@ def longest_whole_prompt(rows: pl.DataFrame) -> float | None:
     off = excess[1:-1] - (1 - longer) * excess[:-2] - longer * excess[2:]
     variance = variance[1:-1] + (1 - longer) ** 2 * variance[:-2] + longer**2 * variance[2:]
     odd = np.abs(off) > _SCATTER_SD * np.sqrt(variance)
-    # What disturbs steps without a prompt disturbs those with one too.
+    # Disturbances of steps without a prompt also disturb steps with one.
     usual = _USUAL_SCATTER + float((np.abs(noise - np.median(noise)) > _SCATTER_SD * sd).mean())
 
     if odd.mean() <= usual + _SURE_SHARE_SD * np.sqrt(usual / odd.size):

@@ -1,4 +1,4 @@
-"""What the times of an unmodified server's requests say exactly: which tokens came out in one step, and how many steps lie between.
+"""The exact facts in the times of an unmodified server's requests: which tokens came out in one step, and how many steps lie between.
 
 Outputs of one step carry the same stamp of the front end, so that stamps that coincide are one step: a *node*. A request is
 scheduled right after the step before its first one, which may be a node too. Each request is then a chain of edges between
@@ -200,7 +200,7 @@ class Graph:
         return len(self.at_us)
 
     def of_tokens(self) -> Graph:
-        """Return it with the edges between tokens alone, of which the steps are exact."""
+        """Return it with only the edges between tokens, whose steps are exact."""
         own = slice(self.decoding)
         return replace(self, begin=self.begin[own], end=self.end[own], steps=self.steps[own])
 
@@ -265,7 +265,7 @@ def graph_of(r: Spans, budget: float) -> Graph:
     nearest = np.where(np.abs(at[right] - sched) < np.abs(at[left] - sched), right, left)
     apart = np.abs(at[nearest] - sched)
     snapped = (apart < near) & (nearest != first)
-    # What is neither at a node nor clearly apart from all of them could be either: it is no node.
+    # A time that is neither at a node nor clearly apart from all of them is ambiguous: it is not a node.
     used = np.flatnonzero((whole & (snapped | (apart > _APART * near)) | fresh) & (not r.is_client))
     own = used[~snapped[used]]
     own = own[np.argsort(sched[own], kind="stable")]

@@ -84,7 +84,7 @@ _STARTS = {
 
 
 def count_steps(requests: pl.DataFrame, limits: EngineLimits) -> RequestSteps:
-    """Count the steps of every server of which the spans of all requests are known, and place its requests on them.
+    """Count the steps of every server with the spans of all its requests, and place its requests on them.
 
     Args:
         requests: The `requests` table of one run.
@@ -146,7 +146,7 @@ def on_steps(rows: pl.DataFrame, spans: Spans, g: Graph, ended: Ints, lag: int) 
     """
     at_ns = spans.zero_ns + (g.at_us * 1e3).round().astype(np.int64)
     first, last = ended[g.first], ended[g.last]
-    # What has ended when a request is scheduled or queued, between two nodes by the time.
+    # Steps that have ended when a request is scheduled or queued, interpolated by time between two nodes.
     scheduled = np.interp(g.sched_us, g.at_us, ended).round() + np.where(g.is_fresh, 1, 1 + lag)
     scheduled = np.where(spans.prompt <= g.budget, np.maximum(scheduled, first - 1), scheduled)
     scheduled = np.clip(np.where(g.is_whole, first, scheduled), 1, first).astype(np.int64)

@@ -22,7 +22,7 @@ def with_step_times(
 
     A request is in the steps from each SCHEDULED to the one before PREEMPTED, or to FINISHED. Its scheduling time is
     the sum of `step.duration_us`; steps that were not sampled count as the mean of those that were, and `steps_timed`
-    is the share of these. What is left of the time from the first to the last of its steps is execution, sampling,
+    is the share of these. The rest of the time from the first to the last of its steps is execution, sampling,
     synchronization and the processing of outputs between two steps included. Where scheduling runs a step ahead of
     execution nothing is taken off, and the steps begin to execute a step later.
 

@@ -99,7 +99,7 @@ def running_segments(core: pl.DataFrame, cached: pl.DataFrame) -> pl.DataFrame:
         has_finished=finished,
     )
     by_count = pl.when(pl.col("produced") > 0).then(pl.col("end_step") - pl.col("produced") + 1)
-    # FIRST_TOKEN names the step itself; after a preemption there is none, and tokens must be counted back from the end.
+    # FIRST_TOKEN names the step itself; after a preemption it is missing, and tokens must be counted back from the end.
     in_here = pl.col("first_token_step").is_between(pl.col("step_id"), pl.col("end_step"))
     complete = pl.coalesce(pl.when(in_here).then("first_token_step"), by_count)
     most = complete + (pl.col("decode_max_tokens") - outputs).clip(lower_bound=1) - 1

@@ -9,7 +9,7 @@ import polars as pl
 from tracefit.tables.schema import ENGINE
 
 MissingSteps = Literal["unknown", "skipped"]
-"""What a sum is if a step in it is not in the table or has no value: null, or the sum of the other steps."""
+"""The value of a sum with a step that is missing or has no value: null, or the sum of the other steps."""
 
 
 class StepSums:

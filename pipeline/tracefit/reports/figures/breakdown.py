@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import cycle
 from typing import TYPE_CHECKING, Unpack
 
-from tracefit.diagnostics.breakdown import STEP_PARTS
+from tracefit.diagnostics.breakdown import OR, STEP_PARTS
 from tracefit.features.targets import parts_of
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures.elements import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _PART_COLOURS = dict(zip(STEP_PARTS, (GREY, BLUE, ORANGE, GREEN, PURPLE, TEAL, PINK, AMBER), strict=True))
 
 _OVERHEAD_COLOURS = (BLUE, PINK, GREEN, PURPLE, TEAL, AMBER, GREY)
-"""Of the overheads in TTFT, in the order a request goes through them; without that of the prefill."""
+"""Colours of the overheads in TTFT, in the order a request goes through them; without that of the prefill."""
 
 
 def breakdown_figure(scope_id: str, found: Breakdown | None) -> Figure | None:
@@ -49,7 +49,7 @@ def breakdown_figure(scope_id: str, found: Breakdown | None) -> Figure | None:
         title="What a step costs",
         look="Look for the part that grows towards the long steps: that is what to change to make them shorter.",
         note="*Every step* is what even the smallest step costs: launches, and reading the weights unless they are a part of "
-        "their own.",
+        "their own. Parts joined by *or* go together in the training rows: which of them costs the time is not known.",
     )
 
 
@@ -75,7 +75,7 @@ def first_token_figure(scope_id: str, found: Breakdown | None) -> Figure | None:
 def _stacked(
     found: Breakdown | None, colours: Mapping[str, str], what: str, y: str, **words: Unpack[FigureWords]
 ) -> Figure | None:
-    """Draw the parts of durations as bars on each other; null where there are none."""
+    """Draw the parts of durations as bars on each other; null without any."""
     if found is None:
         return None
     width = 100 / len(found.rows)
@@ -93,7 +93,7 @@ def _stacked(
             "x": at,
             "y": rounded(values),
             "width": 0.84 * width,
-            "marker": {"color": colours.get(part, AMBER)},
+            "marker": {"color": colours.get(part.split(OR)[0], AMBER)},
             "customdata": [
                 f"{percent(100 * v / whole) if whole else '-'} % of {number(whole)} ms<br>mean of {plural(n, what)}, {group}<br>{fact}"
                 for v, whole, n, group, fact in zip(values, wholes, found.rows, groups, facts, strict=True)

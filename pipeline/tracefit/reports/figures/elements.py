@@ -1,4 +1,4 @@
-"""What figures of the report are put together from; nothing is computed here but units and the limits of an axis.
+"""Parts of the figures of the report; only units and the limits of an axis are computed here.
 
 Traces and layouts are dictionaries in the terms of plotly: whoever writes Markdown or JSON needs no plotly, and `page` makes the
 figures of the library of them. Colours of the page come from a template, one for light and one for dark.
@@ -245,7 +245,7 @@ def panels(x: Trace, ys: Sequence[Trace], gap: float = 0.06) -> Trace:
 
 
 class FigureWords(TypedDict):
-    """What a figure is called and says: see `Figure`."""
+    """Name and texts of a figure: see `Figure`."""
 
     name: str
     kind: str
@@ -272,5 +272,5 @@ _FAR_OFF = 10.0
 
 
 def objective(slo_ms: float | None, largest: float) -> str:
-    """Name an objective that is drawn; empty where there is none, or it lies far off."""
+    """Name an objective that is drawn; empty without one, or if it is far off."""
     return "" if slo_ms is None or slo_ms > _FAR_OFF * largest else f"SLO {slo_ms:,g} ms"

@@ -1,1 +1,0 @@
-../tracefit/evaluator.py

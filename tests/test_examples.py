@@ -1,0 +1,29 @@
+"""The examples in the docstrings of the Python API run, on a small generated run."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+
+import tracefit
+from tracefit.synth import SynthOptions, synth, write_run
+
+METHODS = ("scope", "model", "predict_step", "predict_request", "as_sklearn")
+PUBLIC = {
+    # First `run`, which makes the folder `out/` of the other examples.
+    "run": tracefit.run,
+    **{n: f for n in tracefit.__all__ if inspect.isfunction(f := getattr(tracefit, n))},
+    **{f"Models.{name}": getattr(tracefit.Models, name) for name in METHODS},
+}
+
+
+def test_examples_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(synth(SynthOptions(name="busy", requests=100, seed=3)), tmp_path / "runs")
+    finder, failures = doctest.DocTestFinder(recurse=False), []
+    runner = doctest.DocTestRunner(verbose=False)
+    for name, function in PUBLIC.items():
+        (example,) = finder.find(function, name, globs={})
+        assert example.examples, f"{name} has no example"
+        runner.run(example, out=failures.append)
+    assert not failures, "".join(failures)

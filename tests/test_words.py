@@ -1,0 +1,98 @@
+"""Docstrings, comments, messages and pages avoid the sentence shapes that readers stumble over.
+
+CONTRIBUTING asks for plain English; a pattern can hold only these shapes.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+START = r"(?:\A|(?<=[.!?:]\s)|(?<=\n\n))\s*"
+"""The beginning of a sentence or a paragraph."""
+
+FORBIDDEN = {
+    "none as a predicate": re.compile(r"\b(?:is|are|was|were) none\b"),
+    "of which: say whose or with": re.compile(r"\bof which\b", re.IGNORECASE),
+    "but for: say except": re.compile(r"\bbut for\b", re.IGNORECASE),
+    "anew: say again": re.compile(r"\banew\b", re.IGNORECASE),
+    "told: say given or distinguished": re.compile(r"\btold\b", re.IGNORECASE),
+    "a sentence that begins with 'Of a': begin with its subject": re.compile(START + r"Of (?:a|an|the)\b"),
+    # A question may begin so, and a title, which has no full stop.
+    "a sentence that begins with 'What': name the thing": re.compile(START + r"What\b(?=[^.:;?!]*[.:;])"),
+}
+
+
+def passages(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield strings and blocks of comments, or paragraphs of a page without its code, with their first line."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        prose = re.sub(
+            r"^(```+)[\s\S]*?^\1|^#.*$", lambda m: "\n" * m[0].count("\n"), text, flags=re.MULTILINE
+        )
+        line = 1
+        for paragraph in re.split(r"(\n\s*\n)", prose):
+            yield line, paragraph
+            line += paragraph.count("\n")
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+    block: list[str] = []
+    line = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            if block and token.start[0] > line + len(block):
+                yield line, "\n".join(block)
+                block = []
+            line = line if block else token.start[0]
+            block.append(token.string.lstrip("# "))
+    yield line, "\n".join(block)
+
+
+def faults(path: Path) -> Iterator[str]:
+    for line, text in passages(path):
+        for rule, shape in FORBIDDEN.items():
+            for match in shape.finditer(text):
+                at = line + text.count("\n", 0, match.end())
+                yield f"{path.relative_to(ROOT)}:{at}: {match[0].strip()!r} is {rule}"
+
+
+def test_sentences_are_plain():
+    files = [*ROOT.glob("pipeline/**/*.py"), *ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
+    assert not [fault for path in sorted(files) for fault in faults(path)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Bytes that are none."""',
+        '"""Read it.\n\nWhat it holds is shown."""',
+        "# A frame.\n# Of a head the end is kept.",
+        'message = f"{run}: files of which none is read"',
+        '"""x: What is read."""',
+    ],
+)
+def test_a_forbidden_shape_is_found(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    (tmp_path / "a.py").write_text(text)
+    assert len([*faults(tmp_path / "a.py")]) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["What does it cost?\n", "## What comes out\n", "```text\nNo run is none.\n```\n"]
+)
+def test_questions_titles_and_code_are_fine(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    (tmp_path / "a.md").write_text(text)
+    assert not [*faults(tmp_path / "a.md")]
