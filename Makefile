@@ -119,6 +119,9 @@ bench-scale: $(READY) ## measure one worker and two, local and on Ray (after mak
 bench-models: $(READY) ## measure how well models hold beyond their load, on generated surges (takes half an hour)
 	OMP_NUM_THREADS=1 POLARS_MAX_THREADS=1 $(BIN)/python tests/benchmarks/models.py
 
+bench-replay: $(READY) ## replay the held-out part of runs (RUNS="folders", SETTINGS="--set max_num_seqs=128")
+	OMP_NUM_THREADS=1 POLARS_MAX_THREADS=1 $(BIN)/python tests/benchmarks/replay.py --runs $(RUNS) $(SETTINGS)
+
 bench-gpu: $(READY) ## measure step times on real GPUs beside a line and gradient boosting (DATA=folder of the traces)
 	OMP_NUM_THREADS=1 POLARS_MAX_THREADS=1 $(BIN)/python tests/benchmarks/gpu.py $(DATA)
 
@@ -146,4 +149,4 @@ dist: $(READY) ## build the wheel and the source distribution in dist/
 clean: ## remove what make made
 	rm -rf $(OUT) $(VENV) .venv-minimum .venv-ray .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist
 
-.PHONY: help setup run test test-all test-slow test-browser test-ray vllm test-vllm bench-vllm check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-scale bench-models lock test-minimum coverage dist clean
+.PHONY: help setup run test test-all test-slow test-browser test-ray vllm test-vllm bench-vllm check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-scale bench-models bench-replay lock test-minimum coverage dist clean

@@ -1,11 +1,12 @@
 """Speed and errors of replays.
 
-    python tests/benchmarks/replay.py [--models fixtures/models] [--tokens 1000000] [--rate 10] [--requests 1000] [--speed]
+    python tests/benchmarks/replay.py [--models fixtures/models] [--tokens 1000000] [--rate 10] [--requests 3000] [--speed]
 
 Speed: requests with a million tokens through the scheduler, with the models of a folder, on one core; prompts and outputs are drawn
 evenly from 50 to 350 tokens. Prints seconds of the processor per scope, and says where the limit of two seconds for a million
 tokens does not hold. Errors: generated runs of four step-time laws under a steady load, and under surges of 2 and 3 times in the
-held-out part; prints errors of the replay in percent, and what of the bars does not hold.
+held-out part; prints errors of the replay in percent, and what of the bars does not hold. Folders of runs (--runs) are trained on and
+replayed in place of all that.
 """
 
 from __future__ import annotations
@@ -16,15 +17,23 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import mock
 
 import numpy as np
 
 import tracefit
 from tracefit.coefficients.models import load
+from tracefit.replay import closed_loop
 from tracefit.replay.engine import EngineSettings
 from tracefit.replay.models import FittedStepTimes
 from tracefit.replay.run import RequestLoad, replay
 from tracefit.synth import SynthOptions, surge_phases, synth, write_run
+
+if TYPE_CHECKING:
+    from tracefit.replay.engine import StepBatch
+    from tracefit.results.replays import RunReplay
+    from tracefit.statistics import Vector
 
 MOST_S_PER_MILLION = 2.0
 LAWS = (
@@ -38,6 +47,50 @@ QUANTITIES = tuple(f"{name}_p{q}_us" for name in ("ttft", "itl", "e2e") for q in
 IN_LOAD = dict(zip(QUANTITIES, (5.0, 10.0, 3.0, 3.0, 3.0, 3.0), strict=True))
 UNDER_SURGE = dict(zip(QUANTITIES, (25.0, 25.0, 8.0, 8.0, 8.0, 8.0), strict=True))
 """Largest errors in percent; those of a surge are allowed where the verdict on simulation says no."""
+
+
+def of_runs(folders: list[Path], settings: list[str]) -> None:
+    """Train on each run, and print the errors of its replay in percent, and those with the speed of the held-out steps."""
+    print(" | ".join(("run", *(n.removesuffix("_us") for n in QUANTITIES), "requests", "simulation")))
+    server = tracefit.ServerOptions(
+        settings={k: json.loads(v) for k, v in (one.split("=", 1) for one in settings)}
+    )
+    for run in folders:
+        with tempfile.TemporaryDirectory() as folder:
+            tracefit.run([run], folder, server=server)
+            for scope in json.loads((Path(folder) / "evaluation.json").read_text())["scopes"]:
+                answer = scope["verdicts"]["simulation"]["answer"]
+                for found in scope["replays"]:
+                    _print(run.name, found["quantities"], found["requests"], found["reason"] or answer)
+                if bias := (scope["summed_step_time"] or {}).get("bias_pct"):
+                    for replayed in _at_speed(folder, 1 / (1 + bias / 100)):
+                        quantities = [{"name": n, "error_pct": e} for n, e in replayed.errors.items()]
+                        _print(
+                            f"{run.name} at {1 / (1 + bias / 100):.2f} times",
+                            quantities,
+                            replayed.requests,
+                            "",
+                        )
+
+
+def _at_speed(folder: str, factor: float) -> tuple[RunReplay, ...]:
+    """Replay with step times as much longer as the held-out ones are: what is left is not the drift of the machine."""
+
+    class Scaled(FittedStepTimes):
+        def step(self, batch: StepBatch) -> float:
+            return factor * super().step(batch)
+
+        def decoding(self, batch: StepBatch, steps: int, growth: float) -> Vector:
+            return factor * super().decoding(batch, steps, growth)
+
+    with mock.patch.object(closed_loop, "FittedStepTimes", Scaled):
+        return tracefit.replay_runs(folder).runs
+
+
+def _print(name: str, quantities: list[dict[str, object]], requests: int, answer: str) -> None:
+    wrong = {q["name"]: q["error_pct"] for q in quantities}
+    numbers = (f"{wrong[n]:+.1f}" if n in wrong else "-" for n in QUANTITIES)
+    print(" | ".join((name, *numbers, str(requests), answer)), flush=True)
 
 
 def errors(requests: int, seed: int) -> bool:
@@ -83,10 +136,17 @@ def main() -> int:
     parser.add_argument("--models", type=Path, default=Path(__file__).parents[2] / "fixtures/models")
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--rate", type=float, default=10.0)
-    parser.add_argument("--requests", type=int, default=1_000, help="of a generated run")
+    parser.add_argument("--requests", type=int, default=3_000, help="of a generated run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--speed", action="store_true", help="no generated runs")
+    parser.add_argument("--runs", type=Path, nargs="+", help="folders of runs")
+    parser.add_argument(
+        "--set", action="append", default=[], help="a setting of their servers, as of `tracefit run`"
+    )
     options = parser.parse_args()
+    if options.runs:
+        of_runs(options.runs, options.set)
+        return 0
     rng = np.random.default_rng(0)
     prompt, output = (rng.integers(50, 350, options.tokens // 400) for _ in range(2))
     load_ = RequestLoad(np.cumsum(rng.exponential(1e6 / options.rate, len(prompt))), prompt, output)
