@@ -500,6 +500,29 @@ def test_the_dynamo_mocker_by_its_own_interpolation(made, steps, tmp_path):
     assert (tmp_path / "perf_data.npz").read_bytes() == before, "no time of day in it"
 
 
+def test_the_dynamo_mocker_itself_takes_its_steps_from_the_grids(made, tmp_path):
+    """One request in its engine: 500 prompt tokens at 26 us and 40 for the prompt, then 99 tokens at 7,015 us and 0.003 per token in cache."""
+    core = pytest.importorskip("dynamo._core")
+    export(made / "models", "dynamo-mocker", tmp_path)
+    profile = {
+        "type": "external",
+        "provider": "dynamo_profile",
+        "config": {"path": str(tmp_path / "perf_data.npz")},
+    }
+    engine = {"backend": "vllm", "num_gpu_blocks": 4096, "block_size": 16, "timing_model": profile}
+    served = core.run_mocker_synthetic_trace_replay(
+        500,
+        100,
+        1,
+        extra_engine_args={"engine": engine, "num_gpu_blocks_is_explicit": True},
+        replay_concurrency=1,
+    ).summary
+    # Prompts share most steps with decodes here: the constant of 7,000 us is in the other grid.
+    assert served["mean_ttft_ms"] == pytest.approx(13.04, rel=0.02)
+    decoding = served["duration_ms"] - served["mean_ttft_ms"]
+    assert decoding == pytest.approx(99 * (7.015 + 0.003e-3 * 550), rel=0.02)
+
+
 def test_the_dynamo_planner_gets_measured_steps_and_the_model(made, tmp_path):
     """As `_extract_fpms_from_benchmark` and `_convert_profiling_data_to_fpms` of ai-dynamo 1.6.1 read them."""
     export(made / "models", "dynamo-planner", tmp_path)
