@@ -82,7 +82,7 @@ class Generated:
     """Why it is not expected to meet what is asked."""
 
 
-ADDED = "its steps are the larger of compute and memory time, BLIS adds them: small prompts come out too long"
+ADDED = "its steps are the larger of compute and memory time plus an overhead: BLIS has the larger of the two, or the overhead"
 SEEDS = (1, 2, 3)
 """Draws of each generated run, fixed before any was replayed: one draw alone may be kind."""
 
@@ -105,12 +105,12 @@ ALSO = (
     Generated(
         SynthOptions(name="qwen-moe-waves", seed=36, requests=600, rate_per_s=10.0, phases=WAVES),
         MODELS["qwen-moe-30b"],
-        "experts that a step touches saturate with its batch, BLIS's steps are a line in it",
+        "experts that a step touches saturate with its batch, by routing that is not uniform",
     ),
     Generated(
         SynthOptions(name="qwen-moe-to-heavy", seed=23, requests=600),
         MODELS["qwen-moe-30b"],
-        "trained on up to 18 requests at once, held out at 64: the same line beyond its training load",
+        "trained on up to 18 requests at once, held out at 64: a small error of its step grows in the queue",
     ),
 )
 

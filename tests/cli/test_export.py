@@ -41,7 +41,7 @@ def test_what_cannot_be_converted_is_one_line_and_1(tracefit, tmp_path, trained)
     code, _, err = tracefit("export", trained / "models", "--to", "vidur", "--out", tmp_path / "x")
     assert (code, "per operator" in err) == (1, True)
     code, _, err = tracefit("export", trained / "models", "--to", "nobody", "--out", tmp_path / "x")
-    assert (code, "known: blis" in err) == (2, True)
+    assert (code, "known: aisimulate, blis" in err) == (2, True)
     assert not (tmp_path / "blis").exists()
 
 
