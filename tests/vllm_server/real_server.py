@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -143,7 +145,12 @@ class Server:
             import pytest  # noqa: PLC0415 - an environment with vLLM, which writes a model too, has none
 
             pytest.skip(f"this machine is too slow: no server after {READY_S:.0f} s")
-        assert self._process.poll() is None, f"the server ended:\n{self.log.read_text()[-4000:]}"
+        while True:
+            assert self._process.poll() is None, f"the server ended:\n{self.log.read_text()[-4000:]}"
+            with suppress(ConnectionRefusedError):  # its line comes before it listens
+                socket.create_connection(("127.0.0.1", self.port)).close()
+                return
+            time.sleep(0.1)
 
     def _read(self) -> None:
         with self._process.stdout as output, self.log.open("wb") as log:
