@@ -165,7 +165,7 @@ def test_evidence_of_steps_alone(tmp_path, traces, allows):
         "step time": "yes",
         "step.duration_us": "no",
         "batch composition": "limited",
-        "context tokens": "no",
+        "context tokens": "limited",  # estimated from KV blocks in use
         "queue state": "limited",
         "queue wait": "no",
         "admission overhead": "no",
