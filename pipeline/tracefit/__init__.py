@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tracefit.commands.ingest import ServerOptions, ingest
     from tracefit.commands.inspect import inspect
     from tracefit.commands.locate import scan
+    from tracefit.commands.plan import LoadOptions, plan
     from tracefit.commands.predict import predict
     from tracefit.commands.replay import replay_runs
     from tracefit.commands.report import report
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "EngineChoice": "tracefit.engines.local",
     "IngestOptions": "tracefit.tables.options",
+    "LoadOptions": "tracefit.commands.plan",
     "Models": "tracefit.coefficients.models",
     "ServerOptions": "tracefit.commands.ingest",
     "TrainOptions": "tracefit.commands.train",
@@ -45,6 +47,7 @@ _LAZY = {
     "ingest": "tracefit.commands.ingest",
     "inspect": "tracefit.commands.inspect",
     "load": "tracefit.coefficients.models",
+    "plan": "tracefit.commands.plan",
     "predict": "tracefit.commands.predict",
     "replay_runs": "tracefit.commands.replay",
     "report": "tracefit.commands.report",
@@ -60,6 +63,7 @@ __all__ = [
     "DataError",
     "EngineChoice",
     "IngestOptions",
+    "LoadOptions",
     "Models",
     "ServerOptions",
     "TracefitError",
@@ -71,6 +75,7 @@ __all__ = [
     "ingest",
     "inspect",
     "load",
+    "plan",
     "predict",
     "replay_runs",
     "report",

@@ -18,7 +18,7 @@ from tracefit.coefficients.model import CoefficientFile, Evaluation
 from tracefit.coefficients.predict import StepPrediction
 from tracefit.coefficients.requests import RequestPrediction
 from tracefit.features.sets import FeatureSet
-from tracefit.results import models, traces
+from tracefit.results import models, plans, traces
 from tracefit.results.models import (
     CompareResult,
     ExportResult,
@@ -30,6 +30,7 @@ from tracefit.results.models import (
     TrainResult,
     VerifyResult,
 )
+from tracefit.results.plans import PlanResult
 from tracefit.results.traces import IngestPlan, IngestResult, Inspection, ReceiveResult, RequestSummary
 from tracefit.tables.schema import TABLES, ColumnKind, TableSchema
 from tracefit.tables.store import Manifest
@@ -60,6 +61,7 @@ RESULTS: dict[str, Any] = {
     "export": ExportResult,
     "compare": CompareResult,
     "replay": ReplayResult,
+    "plan": PlanResult,
     "verify": VerifyResult,
 }
 """Command to the type of its `--json` output."""
@@ -87,7 +89,9 @@ def _result_schema(command: str) -> dict[str, Any]:
     """Describe the `--json` output: the result's fields, and `exit_code` if it has one."""
     schema = TypeAdapter(RESULTS[command]).json_schema()
     # `exit_code` is a property, which pydantic does not describe.
-    with_code = {n for room in (models, traces) for n, c in vars(room).items() if hasattr(c, "exit_code")}
+    with_code = {
+        n for room in (models, plans, traces) for n, c in vars(room).items() if hasattr(c, "exit_code")
+    }
     for part in (schema, *schema.get("$defs", {}).values()):
         if part.get("title") in with_code:
             part["properties"]["exit_code"] = {"type": "integer", "enum": [0, 1, 3]}

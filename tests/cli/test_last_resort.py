@@ -21,6 +21,7 @@ COMMANDS = {
     "compare": ("polars.DataFrame.filter", "compare {out} {out}"),
     "verify": ("polars.DataFrame.with_columns", "verify {out}"),
     "requests": ("polars.DataFrame.with_columns", "requests {out}"),
+    "plan": ("numpy.random.default_rng", "plan {out} --rate 9 --servers 1 --set num_gpu_blocks=4096"),
     "predict": ("json.loads", "predict {out}/models --batch 3"),
     "export": ("polars.DataFrame.with_columns", "export {out} --to blis --out {out}/blis"),
     "synth": ("polars.DataFrame.__init__", "synth --out {out}/runs --requests 3"),

@@ -77,6 +77,17 @@ COMMANDS = {
     "predict": ("{shipped}", "--scope", "llama-3.1-8b", "--batch", "32", "--context", "1500"),
     "compare": ("{shipped}", "{shipped}"),
     "replay": ("{trained}",),
+    "plan": (
+        "{trained}",
+        "--rate",
+        "30",
+        "--servers",
+        "2",
+        "--slo",
+        "ttft_p99=500",
+        "--set",
+        "num_gpu_blocks=4096",
+    ),
     "verify": ("{out}/beta.json", "--tables", "{out}/tables"),
     "export": ("{shipped}", "--to", "csv", "--scope", "llama-3.1-8b", "--out", "{out}"),
 }

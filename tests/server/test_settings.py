@@ -262,6 +262,7 @@ def test_options_as_vllm_spells_them():
         "args: [--max-num-seqs, 64, -tp, '2']\n",
         "args: --max-num-seqs=64 -tp 2\n",
         "engine_args: {max_num_seqs: 64}\ntp: 2\n",
+        '{"schema_version": 1, "engine_kwargs": {"max_num_seqs": 64, "tensor_parallel_size": 2}}',
         "max_num_seqs: 64\nvllm: {max_num_seqs: 64, tp: 2}\n",
     ],
 )

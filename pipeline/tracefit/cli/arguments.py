@@ -16,6 +16,7 @@ from tracefit.console import warn
 
 if TYPE_CHECKING:
     from tracefit.commands.ingest import ServerOptions
+    from tracefit.commands.plan import LoadOptions
     from tracefit.commands.train import TrainOptions
     from tracefit.receive.options import ReceiveOptions
     from tracefit.tables.options import IngestOptions
@@ -260,6 +261,52 @@ DESCRIPTION: Group = {
 }
 """The step or the request to predict."""
 
+PLAN: Group = {
+    "rate": _option(Optional[float], None, help="Requests per second over all servers."),
+    "servers": _option(
+        Optional[int],
+        None,
+        min=1,
+        help="Number of servers: gives the largest rate, or with --rate what they do at it.",
+    ),
+    "slo": _option(
+        Optional[list[str]],
+        None,
+        "--slo",
+        metavar="LATENCY_PQ=MS",
+        help="The longest that a percentile of ttft, itl or e2e may be, such as ttft_p99=500; repeatable.",
+    ),
+    "settings": _option(
+        Optional[list[str]],
+        None,
+        "--set",
+        metavar="KEY=VALUE",
+        help="A setting of the scheduler to change, such as max_num_batched_tokens=8192; repeatable.",
+    ),
+    "price": _option(
+        Optional[float], None, min=0, help="Price of a GPU for an hour: gives the cost of a million tokens."
+    ),
+    "prompt": _option(
+        Optional[int], None, min=1, help="Prompt tokens of every request; as traced if not given."
+    ),
+    "output": _option(Optional[int], None, min=1, help="Tokens each generates; as traced if not given."),
+    "burstiness": _option(
+        Optional[float],
+        None,
+        metavar="SHAPE",
+        help="Shape of the gamma distribution of gaps between arrivals: 1 is Poisson, less comes in bursts; as traced "
+        "if not given.",
+    ),
+    "file": _option(
+        Optional[Path],
+        None,
+        "--load",
+        help="A .csv, .parquet or .ndjson file of requests: prompt_tokens, output_tokens, and cached_tokens and arrival_s "
+        "if known.",
+    ),
+}
+"""The load to plan for, and its servers; `load_options` reads the requests."""
+
 SYNTH: Group = {
     "name": _option(str, "synth-run", help="Name of the run folder."),
     "seed": _option(int, 0, min=0, help="Seed of every draw."),
@@ -354,6 +401,13 @@ def ingest_options(options: Mapping[str, Any]) -> IngestOptions:
     # The flag is in MiB, which a person can write; the library takes bytes.
     given["max_document"] <<= 20
     return IngestOptions(**given)
+
+
+def load_options(options: Mapping[str, Any]) -> LoadOptions:
+    """Collect the lengths and the arrivals of the requests to plan for."""
+    from tracefit.commands.plan import LoadOptions
+
+    return LoadOptions(**{name: options[name] for name in ("prompt", "output", "burstiness", "file")})
 
 
 def receive_options(options: Mapping[str, Any]) -> ReceiveOptions:

@@ -16,6 +16,7 @@ from tracefit.cli.arguments import (
     ENGINE,
     INGEST,
     OUTPUT,
+    PLAN,
     RECEIVE,
     SERVER,
     SYNTH,
@@ -28,6 +29,7 @@ from tracefit.cli.arguments import (
     TablesFolder,
     engine_options,
     ingest_options,
+    load_options,
     receive_options,
     server_options,
     train_options,
@@ -109,10 +111,10 @@ def ingest(
     # A plan depends on the files and on what the tables have, not on the server: its options are not even read.
     if dry_run:
         from tracefit.commands.ingest import plan_ingest
-        from tracefit.reports.terminal_results import plan_text
+        from tracefit.reports.terminal_results import ingest_plan_text
 
-        plan = plan_ingest(paths, out, options=kept)
-        return plan, plan_text(plan)
+        reads = plan_ingest(paths, out, options=kept)
+        return reads, ingest_plan_text(reads)
     return tracefit.ingest(
         paths, out, server=server_options(options), options=kept, **engine_options(options), progress=terminal
     )
@@ -283,6 +285,44 @@ def replay(
     Example: `tracefit replay out/`
     """
     return tracefit.replay_runs(folder, run=run, progress=terminal)
+
+
+@command("plan with {folders[0]}", PLAN)
+def plan(
+    terminal: Terminal,
+    folders: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="OUT...",
+            help="Folders that `tracefit run` wrote, or with coefficient files; each scope is a kind of server.",
+        ),
+    ],
+    scope: ScopeName = None,
+    run: RunName = None,
+    **options: Any,
+) -> object:
+    """Plan servers for a load and its objectives.
+
+    The fewest servers for --rate, or the largest rate of --servers, from replays of requests like those traced; latencies
+    against the rate, with their intervals. It says where an answer rests on steps unlike those of the training.
+
+    Example: `tracefit plan out/ --rate 40 --slo ttft_p99=500 --slo itl_p99=50`
+    """
+    from tracefit.commands.ingest import parse_assignments
+    from tracefit.commands.report import parse_slo
+
+    return tracefit.plan(
+        folders,
+        rate=options["rate"],
+        servers=options["servers"],
+        slo_ms=parse_slo(options["slo"] or []),
+        settings=parse_assignments(options["settings"] or []),
+        requests=load_options(options),
+        price=options["price"],
+        scope=scope,
+        run=run,
+        progress=terminal,
+    )
 
 
 @command("requests of {tables}", output=_JSON)

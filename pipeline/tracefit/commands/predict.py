@@ -66,7 +66,7 @@ def predict(
     from tracefit.results.models import RowPredictions
 
     chosen = models.scope(choose_scope(models, scope, run))
-    frame = _read(Path(rows)) if isinstance(rows, str | Path) else as_frame(rows)
+    frame = read_rows(Path(rows)) if isinstance(rows, str | Path) else as_frame(rows)
     if of == "step":
         predicted = predict_steps(chosen, frame)
     elif of == "request":
@@ -95,7 +95,12 @@ def _scalar(value: object) -> object:
     return value if value is None or isinstance(value, str | int) else str(value)
 
 
-def _read(path: Path) -> pl.DataFrame:
+def read_rows(path: Path) -> pl.DataFrame:
+    """Read a CSV, Parquet or NDJSON file.
+
+    Raises:
+        UsageError: It cannot be read, or is of another kind.
+    """
     import polars as pl
 
     kind = _kind(path)

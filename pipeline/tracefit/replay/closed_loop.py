@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -160,7 +161,7 @@ def _compared(
         cut=runs_from, left=LEFT, is_complete=_is_complete()
     )
     before = requests.filter(pl.col("is_complete") & (pl.col("left") < pl.col("cut")))
-    settings, notes = _settings(scope, traces.timeline, before)
+    settings, notes = engine_settings(scope, traces.timeline, before)
     requests = _counting(_with_outputs(_with_hits(requests, traces.timeline), before))
     times = FittedStepTimes(scope.step_model, scope.server)
     parts: list[pl.DataFrame] = []
@@ -209,15 +210,24 @@ def _notes(found: pl.DataFrame, scope: ScopeModels, *, is_full: bool) -> tuple[s
     return tuple(text for text, holds in notes.items() if holds)
 
 
-def _settings(
-    scope: ScopeModels, timeline: pl.LazyFrame, before: pl.DataFrame
+def engine_settings(
+    scope: ScopeModels,
+    timeline: pl.LazyFrame,
+    before: pl.DataFrame,
+    changes: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[EngineSettings, tuple[str, ...]]:
     """Return the settings of a scope's server, and notes on them; its KV blocks are those that the steps state.
+
+    Args:
+        scope: The scope.
+        timeline: Steps of its runs.
+        before: Complete requests of its runs.
+        changes: Limits of the scheduler that differ from the scope's.
 
     Raises:
         UsageError: A limit of the scheduler is not known.
     """
-    server = scope.server
+    server = {**scope.server, **changes}
     if unknown := [name for name in _NEEDED if not server[name]]:
         raise UsageError(f"{' and '.join(unknown)} of the server is not known")
     stated = scope.step_model.scope.settings if scope.step_model.scope else {}

@@ -30,13 +30,14 @@ from tracefit.text import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from tracefit.coefficients.predict import PredictedDuration, StepPrediction
     from tracefit.coefficients.requests import RequestPrediction
     from tracefit.features.sets import FeatureSet
     from tracefit.results import models, traces
+    from tracefit.results.plans import PlanPoint, PlanResult, ServerPlan
     from tracefit.results.replays import QueueWindow, RunReplay
 
 
@@ -69,7 +70,7 @@ def _runs(result: traces.IngestResult) -> str:
     return columns(head, rows)
 
 
-def plan_text(plan: traces.IngestPlan) -> str:
+def ingest_plan_text(plan: traces.IngestPlan) -> str:
     """Return the files that an ingest would read, two lines each."""
     lines = []
     for f in plan.files:
@@ -482,6 +483,83 @@ def replay_text(result: models.ReplayResult) -> str:
         table = indented(columns(("", "measured", "replayed", "error", "constant", "predict"), rows))
         blocks.append("\n".join([head, table, *_queue_bars(run.queue), *notes]))
     return "\n\n".join(blocks)
+
+
+def plan_text(result: PlanResult) -> str:
+    """Return the answer for each kind of server: how many or how much, latencies, and the curve."""
+    several = len({p.folder for p in result.plans}) > 1
+    return "\n\n".join(
+        "\n".join(
+            [
+                f"{p.folder if several else 'scope'} {p.scope_id}",
+                *_planned(p),
+            ]
+        )
+        for p in result.plans
+    )
+
+
+def _planned(plan: ServerPlan) -> Iterator[str]:
+    if plan.load is not None:
+        mean = f"mean prompt {number(plan.load.prompt_tokens)}, mean output {number(plan.load.output_tokens)} tokens"
+        yield _noted(f"{plan.load.source}; {mean}")
+    if plan.reason is not None or plan.at is None or plan.servers is None:
+        yield _noted(f"no answer: {plan.reason}")
+        return
+    yield _noted(_answer(plan, plan.servers))
+    if plan.cost_per_million_tokens is not None:
+        output = number(plan.cost_per_million_output_tokens)
+        yield _noted(
+            f"a million tokens cost {number(plan.cost_per_million_tokens)}, of output tokens alone {output}"
+        )
+    limits = {one.name: one.limit_ms for one in plan.objectives}
+    rows = [
+        (
+            _percentile(one.name),
+            number(one.value),
+            f"{number(one.low)} to {'no end' if one.high is None else number(one.high)}",
+            number(limits[one.name]) if one.name in limits else "",
+        )
+        for one in plan.at.latencies
+    ]
+    yield f"  at {number(plan.at.rate_per_s)} requests per second"
+    yield indented(columns(("ms", "expected", "interval", "objective"), rows))
+    shown = list(limits) or [
+        n for n in ("ttft_p99_ms", "itl_p99_ms") if n in {x.name for x in plan.at.latencies}
+    ]
+    head = ("requests/s", *map(_percentile, shown), "running", "waiting", "")
+    yield indented(columns(head, [_rate_row(point, shown) for point in plan.curve]))
+    yield from (_noted(f"note: {note}") for note in plan.notes)
+
+
+def _answer(plan: ServerPlan, servers: int) -> str:
+    """Return the answer as a sentence: the number of servers or the rate, and the rates that bound it."""
+    most = f"the knee is at {number(plan.knee_per_s)}, and {number(plan.capacity_per_s)} is the most they put through"
+    if plan.met is None:
+        return f"{plural(servers, 'server')}: {most}"
+    largest = "no rate"
+    if plan.largest_rate_per_s is not None:
+        ends = f"{number(plan.largest_rate_low)} to {number(plan.largest_rate_high)}"
+        largest = f"{number(plan.largest_rate_per_s)} requests per second ({ends})"
+    if plan.rate_per_s is None:
+        return f"{plural(servers, 'server')} bear {largest}; {most}"
+    within = ""
+    if plan.servers_low is not None:
+        within = f" ({plan.servers_low} to {plan.servers_high or 'more than any number'})"
+    keep = "keep to the objectives" if plan.met else "miss the objectives"
+    asked = f"{plural(servers, 'server')}{within} {keep} at {number(plan.rate_per_s)} requests per second"
+    return f"{asked}; they bear {largest}; {most}"
+
+
+def _percentile(name: str) -> str:
+    latency, _, point = name.removesuffix("_ms").partition("_")
+    return f"{latency.upper()} {point.upper()}"
+
+
+def _rate_row(point: PlanPoint, names: Sequence[str]) -> tuple[str, ...]:
+    values = (number(point.latency(name).value) for name in names)
+    mark = "extrapolated" if point.extrapolates else ""
+    return (number(point.rate_per_s), *values, number(point.running_mean), number(point.waiting_mean), mark)
 
 
 _BARS = " ▁▂▃▄▅▆▇█"

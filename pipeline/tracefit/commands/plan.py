@@ -1,0 +1,558 @@
+"""Plan servers: how many a load needs to keep to its objectives, or the largest load of a number of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from tracefit.coefficients.files import find_models, read_evaluation
+from tracefit.coefficients.models import load
+from tracefit.commands.locate import as_list, choose_scope, tables_of
+from tracefit.commands.predict import read_rows
+from tracefit.errors import TracefitError, UsageError, did_you_mean
+from tracefit.features.targets import LATENCIES
+from tracefit.progress import NullProgress
+from tracefit.replay.closed_loop import engine_settings
+from tracefit.replay.plan import (
+    GAP_BLOCK,
+    Curve,
+    Fleet,
+    TrafficSample,
+    curve_of,
+    fewest_servers,
+    keeps,
+    plan_point,
+    refined,
+    relative_gaps,
+)
+from tracefit.results.plans import Objective, PlannedLoad, PlanResult, ServerPlan
+from tracefit.server.settings import canonical_name, settings_from
+from tracefit.tables.schema import ENGINE, TABLES
+from tracefit.tables.store import TableStore
+from tracefit.text import number, plural
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from tracefit.coefficients.predict import ScopeModels
+    from tracefit.progress import Progress
+    from tracefit.replay.engine import EngineSettings
+    from tracefit.results.plans import PlanPoint
+    from tracefit.results.replays import RunReplay
+    from tracefit.statistics import Vector
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """The requests of a plan.
+
+    Attributes:
+        prompt: Prompt tokens of every request; drawn from those traced if not given.
+        output: Output tokens of every request; likewise.
+        burstiness: Gaps between arrivals are drawn from a gamma distribution of this shape: 1 is a Poisson process, less comes in
+            bursts, as `vllm bench serve --burstiness` does. If not given, they are drawn from the gaps traced.
+        file: CSV, Parquet or NDJSON with `prompt_tokens` and `output_tokens`, and `cached_tokens` and `arrival_s` if known.
+    """
+
+    prompt: int | None = None
+    output: int | None = None
+    burstiness: float | None = None
+    file: str | Path | None = None
+
+
+_POINTS = tuple(f"{latency}_p{q}_ms" for latency in LATENCIES for q in (50, 90, 99))
+_NAME = re.compile(r"(ttft|itl|e2e)_p(\d{1,2}(?:\.\d{1,3})?)")
+_AT_RANDOM = "requests go to servers at random, as behind a plain load balancer"
+_MOST_REQUESTS = 50_000
+"""Traced requests that are drawn from: the last ones."""
+
+_COLUMNS = (
+    *(*ENGINE, "arrival_ns", "prompt_tokens", "output_tokens", "cached_prompt_tokens", "finish_status"),
+    *("finished_ns", "first_token_step", "finished_step", "num_preemptions"),
+)
+
+_OWN = "step times are those of {now}: record such a server, and plan with its folder beside this one"
+_REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            *("model", "gpu", "tensor_parallel", "pipeline_parallel", "enable_expert_parallel", "dtype"),
+            *("quantization", "kv_cache_dtype", "enforce_eager", "async_scheduling"),
+        ),
+        _OWN,
+    ),
+    "data_parallel": "a plan counts engines: give their number with --servers",
+    "gpu_memory_utilization": "it decides the number of KV blocks: give num_gpu_blocks, as the server logs it",
+    "scheduling_policy": "no trace says which priority a request has",
+    **dict.fromkeys(
+        (f"{name}_sample_rate" for name in ("journey_tracing", "step_tracing", "step_tracing_rich")),
+        "it changes what is traced, not what the server does",
+    ),
+    "step_tracing_rich_subsample_rate": "it changes what is traced, not what the server does",
+}
+_ANSWERED = (
+    *("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "block_size", "max_model_len"),
+    *("enable_chunked_prefill", "enable_prefix_caching"),
+)
+
+
+def plan(
+    folders: str | Path | Iterable[str | Path],
+    *,
+    rate: float | None = None,
+    servers: int | None = None,
+    slo_ms: Mapping[str, float] | None = None,
+    settings: Mapping[str, object] | None = None,
+    requests: LoadOptions | None = None,
+    price: float | None = None,
+    scope: str | None = None,
+    run: str | None = None,
+    progress: Progress | None = None,
+) -> PlanResult:
+    """Return the fewest servers for a rate, or the largest rate of a number of servers, for every kind of server.
+
+    Each answer is a replay of a steady load with the models of a folder; its interval comes from the intervals of the coefficients
+    and from the errors of replays of recorded runs, and it says where it rests on steps unlike those of the training.
+
+    Args:
+        folders: Folders that `tracefit run` wrote, or others with coefficient files; each scope in them is a kind of server.
+        rate: Requests per second over all servers.
+        servers: Number of servers. With a rate too, the two are tried as they are.
+        slo_ms: The longest, in ms, that percentiles may be, such as `{"ttft_p99": 500}`.
+        settings: Settings to change, such as `{"max_num_seqs": 256}`.
+        requests: The requests; those traced if not given.
+        price: Price of a GPU for an hour, in any currency.
+        scope: Plan this scope alone; see `Models.scope`.
+        run: Plan the scope of this run alone.
+        progress: Receives the name of each scope.
+
+    Raises:
+        UsageError: A folder, an option or an objective is wrong, or a setting changes what the models cannot say.
+
+    Examples:
+        >>> import tracefit
+        >>> (plan,) = tracefit.plan("out/", rate=40, slo_ms={"ttft_p99": 500}).plans
+        >>> plan.servers, plan.met
+        (2, True)
+    """
+    places, progress = as_list(folders), progress or NullProgress()
+    objectives = _objectives(slo_ms or {})
+    requests = requests or LoadOptions()
+    _check(rate, servers, price, requests.burstiness, objectives, has_folders=bool(places))
+    asked = _Asked(rate, servers, objectives, dict(settings or {}), requests, price)
+    found: list[ServerPlan] = []
+    for place in places:
+        models = load(find_models(place))
+        chosen = choose_scope(models, scope, run)
+        for scope_id in [models.scope(chosen).scope_id] if chosen else models.scope_ids:
+            progress.stage(f"planning {scope_id}")
+            found.append(_planned(place, models.scope(scope_id or None), asked))
+    return PlanResult(tuple(found))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    rate: float | None
+    servers: int | None
+    objectives: tuple[Objective, ...]
+    settings: dict[str, object]
+    requests: LoadOptions
+    price: float | None
+
+
+def _objectives(slo_ms: Mapping[str, float]) -> tuple[Objective, ...]:
+    found = []
+    for name, limit in slo_ms.items():
+        match = _NAME.fullmatch(name.removesuffix("_ms"))
+        if match is None or not float(match[2]) > 0 or not 0 < limit < math.inf:
+            raise UsageError(
+                f"--slo {name}={limit:g}: no objective",
+                hint="a positive number of ms for a percentile of ttft, itl or e2e, such as --slo ttft_p99=500",
+            )
+        found.append(Objective(f"{match[0]}_ms", float(limit)))
+    return tuple(found)
+
+
+def _check(
+    rate: float | None,
+    servers: int | None,
+    price: float | None,
+    burstiness: float | None,
+    objectives: Sequence[Objective],
+    *,
+    has_folders: bool,
+) -> None:
+    if not has_folders:
+        raise UsageError("no folder is given")
+    if rate is None and servers is None:
+        raise UsageError("neither --rate nor --servers is given", hint="such as --rate 40 --slo ttft_p99=500")
+    if rate is not None and not 0 < rate < math.inf:
+        raise UsageError(f"--rate {rate:g}: is no rate", hint="requests per second, above 0")
+    if servers is not None and servers < 1:
+        raise UsageError(f"--servers {servers}: at least 1 is needed")
+    if burstiness is not None and not 0 < burstiness < math.inf:
+        raise UsageError(f"--burstiness {burstiness:g}: is no shape", hint="a number above 0; 1 is Poisson")
+    if price is not None and not 0 <= price < math.inf:
+        raise UsageError(f"--price {price:g}: is no price")
+    if not objectives and (rate is None or servers is None):
+        raise UsageError("--slo: no objective is given", hint="such as --slo ttft_p99=500 --slo itl_p99=50")
+
+
+# -- one kind of server ----------------------------------------------------------------------------------
+
+
+def _planned(place: str | Path, scope: ScopeModels, asked: _Asked) -> ServerPlan:
+    """Plan one scope; what the data cannot support is the reason in its plan, what the user asked wrongly an error."""
+    gpus = int((scope.limit("tensor_parallel") or 1) * (scope.limit("pipeline_parallel") or 1))
+    plan_ = ServerPlan(
+        str(place),
+        scope.scope_id,
+        gpus_per_server=gpus,
+        settings={canonical_name(name): str(value) for name, value in asked.settings.items()},
+        objectives=asked.objectives,
+        servers=asked.servers,
+        rate_per_s=asked.rate,
+    )
+    changes = _changes(scope, asked.settings)
+    try:
+        traced, timeline = _traced(place, scope)
+        settings, notes = _settings(scope, traced, timeline, changes)
+        sample, load_, more = _sample(scope, traced, asked.requests, settings, changes)
+        blocks = None if settings.num_blocks is None else settings.num_blocks + 1.0
+        stated = {"num_gpu_blocks": blocks, "block_size": float(settings.block_size)}
+        limits = {
+            "max_num_seqs": float(settings.max_num_seqs),
+            "max_num_batched_tokens": float(settings.max_num_batched_tokens),
+        }
+        server = {name: v for name, v in {**scope.server, **limits, **stated}.items() if v is not None}
+        fleet = Fleet(scope, server, settings, sample)
+        replays, without = _replays(place, scope)
+        plan_ = replace(plan_, load=load_, notes=(*notes, *more, *without))
+        return _answered(plan_, fleet, asked, _errors(replays, _names(asked, sample)))
+    except UsageError:
+        raise
+    except TracefitError as error:
+        return replace(plan_, reason=str(error))
+
+
+def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[str, float]) -> ServerPlan:
+    objectives, names = asked.objectives, _names(asked, fleet.sample)
+    expected = asked.servers or max(1, math.ceil((asked.rate or 0.0) / (0.8 * fleet.capacity)))
+    curve = curve_of(fleet, expected, errors)
+    servers = asked.servers
+    if servers is None and asked.rate is not None:
+        servers = fewest_servers(fleet, asked.rate, objectives, curve.largest_rate(objectives))
+        if servers is None:
+            return replace(plan_, reason=_too_slow(curve, objectives), curve=_points(curve, 1, fleet, names))
+    servers = servers or 1
+    each = None if asked.rate is None else asked.rate / servers
+    if each is not None and each > fleet.capacity:
+        return replace(
+            plan_,
+            reason=f"{plural(servers, 'server')} put through {number(servers * fleet.capacity)} requests per second at most: "
+            f"at {number(asked.rate)} their queues only grow",
+            capacity_per_s=servers * fleet.capacity,
+            curve=_points(curve, servers, fleet, names),
+        )
+    largest: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    if objectives:
+        curve = refined(fleet, servers, curve, objectives)
+        largest = _largest(curve, objectives)
+        if each is not None and plan_.servers is None:
+            least, most = _servers(largest, asked.rate or 0.0, servers)
+            plan_ = replace(plan_, servers_low=least, servers_high=most)
+    at_rate = largest[1] if each is None else each
+    if at_rate <= 0:
+        return replace(
+            plan_, reason=_too_slow(curve, objectives), curve=_points(curve, servers, fleet, names)
+        )
+    if not np.isclose(curve.rates, at_rate).any():
+        curve = Curve([*curve.points, fleet.at(servers, at_rate)], errors)
+    at = plan_point(fleet.at(servers, at_rate), servers, fleet, curve, names)
+    met = (each is None or keeps(fleet, servers, each, objectives)) if objectives else None
+    plan_ = replace(
+        plan_,
+        servers=servers,
+        capacity_per_s=servers * fleet.capacity,
+        knee_per_s=servers * curve.knee(),
+        met=met,
+        at=at,
+        curve=_points(curve, servers, fleet, names),
+        notes=(*_outside(at), *plan_.notes, *([_AT_RANDOM] if servers > 1 else [])),
+        largest_rate_low=servers * largest[0] or None,
+        largest_rate_per_s=servers * largest[1] or None,
+        largest_rate_high=servers * largest[2] or None,
+    )
+    if asked.price is None:
+        return plan_
+    per_million = 1e6 * asked.price * plan_.gpus_per_server * servers / 3600 / at.output_tokens_per_s
+    of_output = float(fleet.sample.output_tokens.mean())
+    share = of_output / (of_output + float(fleet.sample.prompt_tokens.mean()))
+    return replace(
+        plan_, cost_per_million_output_tokens=per_million, cost_per_million_tokens=per_million * share
+    )
+
+
+def _names(asked: _Asked, sample: TrafficSample) -> tuple[str, ...]:
+    names = dict.fromkeys((*_POINTS, *(o.name for o in asked.objectives)))
+    # With one token there is no time between two.
+    has_itl = np.percentile(sample.output_tokens, 95) > 1
+    kept = tuple(n for n in names if has_itl or not n.startswith("itl"))
+    if lost := [o.name for o in asked.objectives if o.name not in kept]:
+        raise UsageError(
+            f"--slo {lost[0].removesuffix('_ms')}: nearly every request has one output token, and no ITL"
+        )
+    return kept
+
+
+def _points(curve: Curve, servers: int, fleet: Fleet, names: Sequence[str]) -> tuple[PlanPoint, ...]:
+    return tuple(plan_point(found, servers, fleet, curve, names) for found in curve.points)
+
+
+def _largest(curve: Curve, objectives: Sequence[Objective]) -> tuple[float, float, float]:
+    """Return the largest rate of one server, between those with latencies at the high and at the low end of their intervals."""
+
+    def at_end(*, high: bool) -> float:
+        return curve.largest_rate(objectives, lambda name, rates: curve.ends_ms(name, rates, high=high))
+
+    value = curve.largest_rate(objectives)
+    return min(at_end(high=True), value), value, max(at_end(high=False), value)
+
+
+def _servers(largest: tuple[float, float, float], rate: float, servers: int) -> tuple[int, int | None]:
+    """Return the fewest servers with latencies at the low end of their intervals, and at the high end."""
+    low, _, high = largest
+    most = max(servers, math.ceil(rate / low - 1e-9)) if low else None
+    return (min(servers, math.ceil(rate / high - 1e-9)) if high else servers), most
+
+
+def _too_slow(curve: Curve, objectives: Sequence[Objective]) -> str:
+    first = curve.points[0]
+    missed = [o for o in objectives if first.percentile_ms(o.name) > o.limit_ms]
+    shown = ", ".join(
+        f"{o.name.removesuffix('_ms')} is {number(first.percentile_ms(o.name))} ms, not {number(o.limit_ms)}"
+        for o in missed
+    )
+    return f"no number of servers is enough: at {number(first.rate)} requests per second on one, {shown}"
+
+
+def _outside(at: PlanPoint) -> tuple[str, ...]:
+    if not at.extrapolates:
+        return ()
+    share = f"for {at.outside_pct:.0f} % of the time the steps are outside what the models were trained on"
+    return (f"this rests on an extrapolation: {share} ({'; '.join(at.outside)})",)
+
+
+# -- settings --------------------------------------------------------------------------------------------
+
+
+def _changes(scope: ScopeModels, settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings that differ from those of the scope.
+
+    Raises:
+        UsageError: One of them changes what the models cannot say.
+    """
+    found = {}
+    for key, value in settings.items():
+        name = canonical_name(key)
+        # Wrong kinds of values are refused here.
+        settings_from({name: value}, where="--set")
+        now = scope.setting(name)
+        if now == value:
+            continue
+        if name in _ANSWERED:
+            found[name] = value
+            continue
+        stated = f"{name} {now}" if now is not None else f"the {name} that was recorded"
+        reason = _REFUSED.get(name, "no rule of the scheduler and no model reads it").format(now=stated)
+        hint = did_you_mean(name, _ANSWERED) or f"a plan answers for {', '.join(_ANSWERED)}"
+        raise UsageError(f"--set {key}={value}: {reason}", hint=None if name in _REFUSED else hint)
+    return found
+
+
+def _settings(
+    scope: ScopeModels, traced: pl.DataFrame, timeline: pl.LazyFrame, changes: Mapping[str, object]
+) -> tuple[EngineSettings, tuple[str, ...]]:
+    """Return the scheduler's settings with the changes, and notes on them."""
+    limits = ("max_num_seqs", "max_num_batched_tokens")
+    stated = {name: float(str(changes[name])) for name in limits if name in changes}
+    now, notes = engine_settings(scope, timeline, traced, stated)
+    given = dict(changes)
+    size = int(str(given.get("block_size", now.block_size)))
+    total = now.num_blocks
+    if total is not None and size != now.block_size:
+        total = total * now.block_size // size
+    if "num_gpu_blocks" in given:
+        # One of them is never handed out.
+        total = int(str(given["num_gpu_blocks"])) - 1
+    made = replace(
+        now,
+        block_size=size,
+        num_blocks=total,
+        chunked_prefill=bool(given.get("enable_chunked_prefill", now.chunked_prefill)),
+        prefix_caching=bool(given.get("enable_prefix_caching", now.prefix_caching)),
+    )
+    more = [] if total is not None else ["the number of KV blocks is not known: here memory never runs out"]
+    if made.prefix_caching and not now.prefix_caching:
+        more.append("the traces hold no prefix-cache hits: a plan with the cache on has none either")
+    return made, (*notes, *more)
+
+
+# -- the load --------------------------------------------------------------------------------------------
+
+
+def _traced(place: str | Path, scope: ScopeModels) -> tuple[pl.DataFrame, pl.LazyFrame]:
+    """Return the complete requests of a scope's runs, with the share that was traced, and the runs' steps; empty without tables."""
+    training, nothing = (
+        scope.step_model.training,
+        (TABLES["requests"].empty(), TABLES["timeline"].empty().lazy()),
+    )
+    try:
+        store = TableStore(tables_of(place))
+        runs = sorted(set(training.runs if training else ()) & set(store.runs()))
+    except UsageError:
+        return nothing
+    if not runs:
+        return nothing
+    known = pl.col("arrival_ns", "prompt_tokens", "output_tokens").is_not_null()
+    rows = (
+        store.read("requests", runs, _COLUMNS)
+        .filter(
+            pl.all_horizontal(known)
+            & pl.col("finish_status").fill_null("stopped").is_in(["stopped", "length"])
+        )
+        .sort(*ENGINE, "arrival_ns")
+        .tail(_MOST_REQUESTS)
+    )
+    sampled = store.read("runs", runs)["journey_sampling"].drop_nulls()
+    share = float(sampled.min()) if sampled.len() else 1.0  # type: ignore[arg-type]  # a number
+    return rows.with_columns(sampling=pl.lit(share or 1.0)), store.scan("timeline", runs)
+
+
+def _sample(
+    scope: ScopeModels,
+    traced: pl.DataFrame,
+    options: LoadOptions,
+    settings: EngineSettings,
+    changes: Mapping[str, object],
+) -> tuple[TrafficSample, PlannedLoad, tuple[str, ...]]:
+    """Return what requests are drawn from, its description, and notes on it."""
+    rows, source, gaps, traced_rate = _rows(traced, options)
+    notes: list[str] = []
+    longest = changes.get("max_model_len", scope.limit("max_model_len"))
+    if longest is not None:
+        fit = rows.filter(pl.col("prompt") + pl.col("output") <= float(str(longest)))
+        if lost := rows.height - fit.height:
+            notes.append(
+                f"{lost} of {rows.height} requests are longer than max_model_len: the server refuses them"
+            )
+        rows = fit
+    if not rows.height:
+        raise UsageError("no request is left to plan for", hint="give --prompt and --output, or --load FILE")
+    gaps = None if options.burstiness is not None else gaps
+    arrivals = "arrivals as traced"
+    if gaps is None or len(gaps) < GAP_BLOCK:
+        gaps = None
+        shape = options.burstiness or 1.0
+        arrivals = "Poisson arrivals" if shape == 1 else f"gamma arrivals of shape {shape:g}"
+    if settings.prefix_caching and rows["cached"].max():
+        share = 100 * float(rows.select(pl.col("cached").sum() / pl.col("prompt").sum()).item())
+        notes.append(f"prefix-cache hits are those traced, {share:.0f} % of the prompt tokens")
+    prompt, output, cached = (rows[n].cast(pl.Int64).to_numpy() for n in ("prompt", "output", "cached"))
+    # Those of the traces are partly beyond the training part, which is no surprise to anyone.
+    chosen = [] if source.endswith("traced requests") else [("prompt", prompt), ("output", output)]
+    notes += [
+        f"{name} tokens of {low:g} to {high:g} leave those of the requests in training, {ends[0]:g} to {ends[1]:g}"
+        for name, column in chosen
+        for ends in [scope.input_ranges("request").get(f"{name}_tokens")]
+        for low, high in [(float(column.min()), float(column.max()))]
+        if ends is not None and not (ends[0] <= low and high <= ends[1])
+    ]
+    sample = TrafficSample(prompt, output, cached, gaps, options.burstiness or 1.0)
+    load_ = PlannedLoad(f"{source}, {arrivals}", float(prompt.mean()), float(output.mean()), traced_rate)
+    return sample, load_, tuple(notes)
+
+
+def _rows(
+    traced: pl.DataFrame, options: LoadOptions
+) -> tuple[pl.DataFrame, str, Vector | None, float | None]:
+    """Return lengths (`prompt`, `output`, `cached`), where they come from, gaps between arrivals, and the rate traced."""
+    gaps, rate = None, None
+    if options.file is not None:
+        rows, gaps = _of_file(Path(options.file))
+        source = f"requests of {Path(options.file).name}"
+    elif traced.height:
+        rows = traced.select(
+            prompt="prompt_tokens", output="output_tokens", cached=pl.col("cached_prompt_tokens").fill_null(0)
+        ).with_columns(pl.col("prompt", "output").clip(lower_bound=1))
+        source = f"{traced.height:,} traced requests"
+        whole = float(traced["sampling"][0]) > 0.999
+        engines = [part["arrival_ns"].to_numpy() for part in traced.partition_by(*ENGINE)]
+        # Gaps of a sample lie between requests that are not next to each other.
+        gaps = np.concatenate([relative_gaps(np.sort(at)) for at in engines]) if whole else None
+        spans = [1e9 * (len(at) - 1) / float(np.ptp(at)) for at in engines if len(at) > 1 and np.ptp(at) > 0]
+        rate = float(np.mean(spans)) if spans and whole else None
+    elif options.prompt is not None and options.output is not None:
+        rows = pl.DataFrame({"prompt": [1], "output": [1], "cached": [0]})
+        source = ""
+    else:
+        raise UsageError(
+            "no requests are traced here",
+            hint="give --prompt and --output, or --load FILE with their lengths",
+        )
+    for name, value in (("prompt", options.prompt), ("output", options.output)):
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} {value}: at least 1 token is needed")
+    fixed = {n: v for n, v in (("prompt", options.prompt), ("output", options.output)) if v is not None}
+    rows = rows.with_columns(pl.lit(v).alias(n) for n, v in fixed.items())
+    rows = rows.with_columns(cached=pl.min_horizontal("cached", pl.col("prompt") - 1))
+    stated = ", ".join(f"{name} of {value:,} tokens" for name, value in fixed.items())
+    return rows, ", ".join(filter(None, (source, stated))), gaps, rate
+
+
+def _of_file(path: Path) -> tuple[pl.DataFrame, Vector | None]:
+    frame = read_rows(path)
+    needed = ("prompt_tokens", "output_tokens")
+    wrong = [n for n in needed if n not in frame.columns or not frame[n].dtype.is_numeric()]
+    if wrong:
+        raise UsageError(f"has no column {wrong[0]} of numbers", where=str(path))
+    if frame.select(pl.any_horizontal((pl.col(*needed) < 1) | pl.col(*needed).is_null()).any()).item():
+        raise UsageError("has requests with fewer than 1 token", where=str(path))
+    cached = pl.col("cached_tokens").fill_null(0) if "cached_tokens" in frame.columns else pl.lit(0)
+    rows = frame.select(prompt="prompt_tokens", output="output_tokens", cached=cached)
+    if "arrival_s" not in frame.columns:
+        return rows, None
+    at = np.sort(frame["arrival_s"].cast(pl.Float64, strict=False).drop_nulls().to_numpy())
+    return rows, relative_gaps((1e9 * at).astype(np.int64))
+
+
+# -- what replays of recorded runs were off by -----------------------------------------------------------
+
+
+def _replays(place: str | Path, scope: ScopeModels) -> tuple[tuple[RunReplay, ...], tuple[str, ...]]:
+    """Return the replays of a scope's runs from the evaluation beside its models, and a note if it has no replay."""
+    models = find_models(place)
+    folder = models if models.is_dir() else models.parent
+    for path in (folder / "evaluation.json", folder.parent / "evaluation.json"):
+        if path.is_file():
+            entries = [s for s in read_evaluation(path).scopes if s.scope_id == scope.scope_id]
+            found = tuple(r for s in entries for r in s.replays if r.quantities)
+            if found:
+                return found, ()
+    return (), ("no run was replayed in a closed loop: intervals come from the coefficients alone",)
+
+
+def _errors(replays: Sequence[RunReplay], names: Iterable[str]) -> dict[str, float]:
+    """Return name of a percentile to the largest factor by which replays were off, at the nearest percentile measured."""
+    found = {}
+    for name in names:
+        latency, _, q = name.removesuffix("_ms").partition("_p")
+        nearest = min((50, 90, 99), key=lambda p: abs(p - float(q)))
+        off = [e for r in replays if (e := r.errors.get(f"{latency}_p{nearest}_us")) is not None]
+        found[name] = max((math.exp(abs(math.log1p(max(e, -99.0) / 100))) for e in off), default=1.0)
+    return found

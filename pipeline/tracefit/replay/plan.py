@@ -1,0 +1,542 @@
+"""Plan servers for a load: replay a steady load at several rates, and look for the fewest servers or the largest rate.
+
+All servers are equal, and each gets its requests at random, as behind a plain load balancer: one stands for all. Every rate has the
+same requests and the same random numbers, and only gaps are scaled, so that latencies change with the rate and not with the draw.
+
+The uncertainty of the coefficients needs no replays of its own. A server whose steps take s times as long serves a load as this one
+serves s times the load, s times as slowly; s follows from the batches of a replay, for as many draws of the coefficients as one
+likes. It is exact where all steps change alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import polars as pl
+from scipy.interpolate import PchipInterpolator
+
+from tracefit.coefficients.compiled import CompiledModel, linear_forms
+from tracefit.coefficients.workload import STEP_COLUMNS
+from tracefit.errors import DataError
+from tracefit.replay.models import FittedStepTimes, admission_us
+from tracefit.replay.run import RequestLoad, replay
+from tracefit.results.plans import Objective, PlannedLatency, PlanPoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from tracefit.coefficients.model import LinearForm, Model
+    from tracefit.coefficients.predict import ScopeModels
+    from tracefit.replay.engine import EngineSettings, StepBatch, StepTimeModel
+    from tracefit.statistics import Flags, Integers, Vector
+
+REPLAYED_REQUESTS = 1_200
+"""Requests of one replay."""
+MOST_SERVERS = 100_000
+
+SHARES = (0.15, 0.35, 0.55, 0.7, 0.8, 0.88, 0.95, 1.0)
+"""Rates of a curve, as shares of the capacity."""
+SOME_OUTSIDE_PCT = 2.0
+"""Share of the busy time outside the training from which on latencies rest on an extrapolation."""
+_SLACK = 0.02
+_TEXTS = 2
+_OF_THE_QUEUE = {"waiting_depth"}
+_DRAWS = 400
+_ENDS_PCT = (5.0, 95.0)
+_Z95 = 1.959964
+_HALVINGS = 3
+_CLOSE = 0.005
+"""Rates so much apart need no rate between them."""
+
+
+# -- the load --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficSample:
+    """Requests to draw from.
+
+    Attributes:
+        prompt_tokens: Shape (n,).
+        output_tokens: Shape (n,).
+        cached_tokens: Leading tokens of each prompt that were found in the prefix cache, shape (n,).
+        gaps: Consecutive gaps between arrivals over their mean at that time, shape (m,); none where arrivals are drawn.
+        burstiness: Shape of the gamma distribution of drawn gaps: 1 is a Poisson process, less comes in bursts.
+    """
+
+    prompt_tokens: Integers
+    output_tokens: Integers
+    cached_tokens: Integers
+    gaps: Vector | None = None
+    burstiness: float = 1.0
+
+
+GAP_BLOCK = 50
+"""Consecutive gaps that are drawn together: what is correlated over a shorter time stays so."""
+_LOCAL = 101
+
+
+def relative_gaps(arrival_ns: Integers) -> Vector:
+    """Return gaps between arrivals over the mean gap of the hundred about each: bursts stay, slow changes of the load do not.
+
+    Args:
+        arrival_ns: Arrivals at one server in ascending order, shape (n,).
+    """
+    gaps = np.diff(arrival_ns).astype(float)
+    if len(gaps) < GAP_BLOCK:
+        return np.zeros(0)
+    padded = np.pad(gaps, _LOCAL // 2, mode="reflect") if len(gaps) > _LOCAL // 2 else gaps
+    kernel = np.ones(min(_LOCAL, len(padded)))
+    local = np.convolve(padded, kernel / len(kernel), mode="valid")[: len(gaps)]
+    local = local if len(local) == len(gaps) else np.full(len(gaps), gaps.mean())
+    return np.asarray(gaps / np.maximum(local, 1e-9))
+
+
+class _Drawn(NamedTuple):
+    prompt: Integers
+    output: Integers
+    cached: Integers
+    arrival: Vector
+
+
+def _draw(sample: TrafficSample, count: int, servers: int) -> _Drawn:
+    """Draw requests: lengths systematically over the sorted sample, so that their mean is the sample's, in random order.
+
+    Their arrivals are those at one of so many servers, with a mean gap of 1.
+    """
+    lengths_rng, gaps_rng, jumps_rng = np.random.default_rng(0).spawn(3)
+    order = np.lexsort((sample.prompt_tokens, sample.output_tokens))
+    picks = order[((np.arange(count) + lengths_rng.random()) * len(order) / count).astype(int)]
+    lengths_rng.shuffle(picks)
+    # These of the requests of all servers reach one.
+    own = np.cumsum(jumps_rng.geometric(1 / servers, count))
+    at = np.cumsum(_gaps(sample, int(own[-1]), gaps_rng))[own - 1]
+    lengths = (sample.prompt_tokens[picks], sample.output_tokens[picks], sample.cached_tokens[picks])
+    return _Drawn(*lengths, at * (count / at[-1]))
+
+
+def _gaps(sample: TrafficSample, count: int, rng: np.random.Generator) -> Vector:
+    """Return gaps of mean 1, shape (count,)."""
+    if sample.gaps is not None and len(sample.gaps) >= GAP_BLOCK:
+        starts = rng.integers(0, len(sample.gaps) - GAP_BLOCK + 1, -(-count // GAP_BLOCK))
+        drawn = sample.gaps[(starts[:, None] + np.arange(GAP_BLOCK)).ravel()[:count]]
+    else:
+        drawn = rng.gamma(sample.burstiness, 1.0, count)
+    return np.asarray(drawn / drawn.mean())
+
+
+# -- one rate --------------------------------------------------------------------------------------------
+
+
+class _Recorder:
+    """A model of step times that keeps the batches it is asked for, and the mean time of their steps."""
+
+    def __init__(self, times: StepTimeModel) -> None:
+        self.times = times
+        self.batches: list[tuple[StepBatch, float]] = []
+
+    def step(self, batch: StepBatch) -> float:
+        time = self.times.step(batch)
+        self.batches.append((batch, time))
+        return time
+
+    def decoding(self, batch: StepBatch, steps: int, growth: float) -> Vector:
+        times = self.times.decoding(batch, steps, growth)
+        self.batches.append((batch, float(times.mean())))
+        return times
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A steady load on one server.
+
+    Attributes:
+        rate: Requests per second at each server.
+        latencies: ttft, itl and e2e of the requests that count, in us.
+        slowness: Low and high end of the factor on step times, from the uncertainty of the coefficients.
+        running: Mean requests that run on a server.
+        waiting: Mean requests that wait at it.
+        outside_pct: Share of the busy time outside the training, in percent.
+        outside: Names, values and ranges of what is outside.
+    """
+
+    rate: float
+    latencies: Mapping[str, Vector]
+    slowness: tuple[float, float]
+    running: float
+    waiting: float
+    outside_pct: float
+    outside: tuple[str, ...]
+
+    def percentile_ms(self, name: str) -> float:
+        """Return the latency that a name such as `ttft_p99_ms` stands for."""
+        latency, q = split_name(name)
+        return float(np.percentile(self.latencies[latency], q)) / 1e3
+
+    def drawn(self, name: str, *, high: bool) -> float:
+        """Return the low or the high end of the factor on a percentile from the draw of so many requests.
+
+        Its rank is binomial if they are independent (David and Nagaraja, Order Statistics, 2003, section 7.1); 90 %.
+        """
+        latency, q = split_name(name)
+        values = self.latencies[latency]
+        room = 1.645 * math.sqrt(q * (100 - q) / len(values))
+        end = float(np.percentile(values, min(max(q + (room if high else -room), 0.0), 100.0)))
+        return end / max(1e3 * self.percentile_ms(name), 1e-6)
+
+
+def split_name(name: str) -> tuple[str, float]:
+    """Return latency and percentage of a name such as `ttft_p99_ms`."""
+    latency, _, q = name.removesuffix("_ms").partition("_p")
+    return latency, float(q)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Equal servers under a load.
+
+    Attributes:
+        scope: Their models.
+        server: Settings that formulas of the models use, as far as they are known.
+        settings: Settings of the scheduler.
+        sample: The requests to draw from.
+        requests: Requests of one replay.
+    """
+
+    scope: ScopeModels
+    server: Mapping[str, float]
+    settings: EngineSettings
+    sample: TrafficSample
+    requests: int = REPLAYED_REQUESTS
+    _known: dict[tuple[int, float], Simulated] = field(default_factory=dict)
+
+    @cached_property
+    def times(self) -> FittedStepTimes:
+        """The model of step times.
+
+        Raises:
+            UsageError: It reads what is not known of a step or of the server.
+        """
+        return FittedStepTimes(self.scope.step_model, dict(self.server))
+
+    @cached_property
+    def law(self) -> StepLawUncertainty:
+        """The limits of the model of step times."""
+        return StepLawUncertainty(self.scope.step_model, self.server)
+
+    @cached_property
+    def capacity(self) -> float:
+        """Requests per second that one server finishes when a queue never lets it rest.
+
+        Raises:
+            DataError: It never serves some of the requests.
+        """
+        drawn = _draw(self.sample, self.requests, 1)
+        load = RequestLoad(np.zeros(self.requests), drawn.prompt, drawn.output, drawn.cached)
+        last = np.sort(replay(load, self.times, self.settings).last_us)
+        if unserved := int(np.isnan(last).sum()):
+            raise DataError(
+                f"{unserved} of {self.requests} requests would never be served: they need more KV blocks or a larger token "
+                "budget than the server has"
+            )
+        # The begin, when all start at once, and the end, when slots stay empty, are no steady state.
+        first, until = int(0.2 * self.requests), int(0.8 * self.requests)
+        return 1e6 * (until - first) / float(last[until] - last[first])
+
+    def at(self, servers: int, rate: float) -> Simulated:
+        """Return what each of so many servers does at a rate, in requests per second at each."""
+        # A random part of a Poisson process is one too, whatever the number of servers.
+        is_poisson = self.sample.gaps is None and self.sample.burstiness == 1
+        key = (1 if is_poisson else servers, rate)
+        if key not in self._known:
+            self._known[key] = self._simulate(*key)
+        return self._known[key]
+
+    def _simulate(self, servers: int, rate: float) -> Simulated:
+        drawn = _draw(self.sample, self.requests, servers)
+        arrival = drawn.arrival / rate * 1e6
+        load = RequestLoad(arrival, drawn.prompt, drawn.output, drawn.cached)
+        admission = admission_us(self.scope.models.get("alpha.admission"), arrival, drawn.prompt)
+        recorder = _Recorder(self.times)
+        found = replay(load, recorder, self.settings, admission_us=admission)
+        e2e = found.last_us - arrival
+        counts = _steady(arrival, e2e)
+        several = counts & (drawn.output > 1)
+        itl = (found.last_us - found.first_us) / np.maximum(drawn.output - 1, 1)
+        span = float(arrival[-1] - arrival[0]) or 1.0
+        begins = np.clip(found.scheduled_us, 0, arrival[-1])
+        ends = np.clip(found.last_us, 0, arrival[-1])
+        batches = _batches(recorder.batches, found.steps[0], self.settings.tokens_per_step)
+        outside_pct, outside = self.law.outside(batches)
+        return Simulated(
+            rate,
+            {"ttft": (found.first_us - arrival)[counts], "itl": itl[several], "e2e": e2e[counts]},
+            self.law.slowness(batches),
+            float((ends - begins).sum()) / span,
+            float((begins - np.minimum(arrival, begins)).sum()) / span,
+            outside_pct,
+            outside,
+        )
+
+
+def _steady(arrival: Vector, e2e: Vector) -> Flags:
+    """Mark requests that neither an empty server at the begin nor a load that ends makes quicker; half of them at least."""
+    typical = float(np.median(e2e))
+    begin = min(2 * typical, float(np.percentile(arrival, 30)))
+    end = max(float(arrival[-1]) - typical, float(np.percentile(arrival, 80)))
+    return np.asarray((arrival >= begin) & (arrival <= end))
+
+
+# -- what a replay's steps say of the coefficients -------------------------------------------------------
+
+
+def _batches(
+    recorded: Sequence[tuple[StepBatch, float]],
+    steps: Sequence[tuple[Vector, int, int]],
+    growth: float,
+) -> pl.DataFrame:
+    """Return a row per stretch of steps: its inputs in the middle, its number of steps and its time."""
+    columns = np.array([batch for batch, _ in recorded], dtype=float)
+    prefill_reqs, prefill, done, _, decode, context, waiting, _ = columns.T
+    counts = np.array([len(ends) for ends, _, _ in steps], dtype=float)
+    middle = context + growth * decode * (counts - 1) / 2
+    return pl.DataFrame(
+        {
+            "prefill_reqs": prefill_reqs,
+            "prefill": prefill,
+            "prefill_done": done,
+            "batch": decode,
+            "context": middle / np.maximum(decode, 1),
+            "waiting": waiting,
+            "steps": counts,
+            "time": counts * np.array([time for _, time in recorded]),
+        }
+    )
+
+
+class StepLawUncertainty:
+    """The limits of a model of step times: its coefficients within their intervals, and its training ranges."""
+
+    def __init__(self, model: Model, server: Mapping[str, float]) -> None:
+        self._compiled = CompiledModel(model, STEP_COLUMNS)
+        self._server = server
+        self._forms = list(linear_forms(model).values())
+        rng = np.random.default_rng(0)
+        self._draws = [_coefficients(form, rng) for form in self._forms]
+
+    def _features(self, batches: pl.DataFrame) -> pl.DataFrame:
+        given = batches.with_columns(pl.lit(v).alias(n) for n, v in self._server.items())
+        return self._compiled.computed(given, also=self._compiled.unmodeled)
+
+    def slowness(self, batches: pl.DataFrame) -> tuple[float, float]:
+        """Return the 5th and 95th percentile of the factor on the mean step time, over draws of the coefficients."""
+        rows = self._features(batches)
+        weight = rows["steps"].to_numpy()
+        which = [np.ones(rows.height, dtype=bool)]
+        if len(self._forms) > 1:
+            chosen = self._compiled.by_regime([pl.lit(k) for k in range(len(self._forms))])
+            index = rows.select(k=chosen.fill_null(-1))["k"].to_numpy()
+            which = [index == k for k in range(len(self._forms))]
+        means, totals = 0.0, np.zeros(_DRAWS)
+        for form, draws, here in zip(self._forms, self._draws, which, strict=True):
+            columns = [np.ones(rows.height), *(rows[t.feature].fill_null(0).to_numpy() for t in form.terms)]
+            sums = np.array([float((weight * here * c).sum()) for c in columns])
+            means += float(sums @ [form.intercept.value, *(t.value for t in form.terms)])
+            totals = totals + draws @ sums
+        if means <= 0:
+            return 1.0, 1.0
+        low, high = np.percentile(np.maximum(totals / means, 0.01), _ENDS_PCT)
+        return min(float(low), 1.0), max(float(high), 1.0)
+
+    def outside(self, batches: pl.DataFrame) -> tuple[float, tuple[str, ...]]:
+        """Return the share of the time in steps outside the training range, in percent, and what is outside it."""
+        rows, time = self._features(batches), batches["time"].to_numpy()
+        terms = [(t.feature, t.training_range) for form in self._forms for t in form.terms]
+        ranges = {n: ends for n, ends in [*terms, *self._compiled.unmodeled.items()] if ends is not None}
+        left, texts = np.zeros(rows.height, dtype=bool), list[tuple[float, str]]()
+        for name, (low, high) in ranges.items():
+            # Requests that wait are not in the step: they matter to a model that has a term for them alone.
+            if name not in rows.columns or (name in _OF_THE_QUEUE and name not in dict(terms)):
+                continue
+            values, room = rows[name].fill_null(low).to_numpy(), _SLACK * (high - low)
+            here = (values < low - room) | (values > high + room)
+            share = 100 * float(time[here].sum()) / (float(time.sum()) or 1.0)
+            left |= here
+            if share > SOME_OUTSIDE_PCT:
+                ends = f"{low:,.4g} to {high:,.4g}"
+                reach = f"{values[here].min():,.4g} to {values[here].max():,.4g}"
+                texts.append((-share, f"{name} {reach} in {share:.0f} % of the time, trained on {ends}"))
+        worst = tuple(text for _, text in sorted(texts)[:_TEXTS])
+        return 100 * float(time[left].sum()) / (float(time.sum()) or 1.0), worst
+
+
+def _coefficients(form: LinearForm, rng: np.random.Generator) -> Vector:
+    """Draw intercept and terms of a line within their intervals, each on its own; shape (draws, 1 + terms)."""
+    numbers = [
+        (form.intercept.value, form.intercept.ci95, None),
+        *((t.value, t.ci95, t.sign) for t in form.terms),
+    ]
+    columns = []
+    for value, ci95, sign in numbers:
+        low, high = ci95 or (value, value)
+        z = rng.standard_normal(_DRAWS)
+        # An interval that is cut at 0 has two widths.
+        drawn = value + z * np.where(z < 0, value - low, high - value) / _Z95
+        columns.append(np.maximum(drawn, 0.0) if sign else drawn)
+    return np.column_stack(columns)
+
+
+# -- the search ------------------------------------------------------------------------------------------
+
+
+class Curve:
+    """Percentiles of latencies over the rate at each server, between the rates that were replayed."""
+
+    def __init__(self, points: Sequence[Simulated], errors: Mapping[str, float]) -> None:
+        """Take replayed rates.
+
+        Args:
+            points: At least two, at different rates.
+            errors: Name of a percentile to the factor, at least 1, by which replays of recorded runs were off.
+        """
+        self.points = sorted(points, key=lambda p: p.rate)
+        self.errors = errors
+        self.rates = np.array([p.rate for p in self.points])
+        self._logs: dict[str, PchipInterpolator] = {}
+
+    def _through(self, name: str) -> PchipInterpolator:
+        if name not in self._logs:
+            values = np.maximum([p.percentile_ms(name) for p in self.points], 1e-6)
+            self._logs[name] = PchipInterpolator(self.rates, np.log(values), extrapolate=False)
+        return self._logs[name]
+
+    def values_ms(self, name: str, rates: Vector) -> Vector:
+        """Return a percentile at rates, shape (n,); infinite where the servers do not keep up."""
+        inside = np.exp(self._through(name)(np.clip(rates, self.rates[0], self.rates[-1])))
+        return np.where(rates > self.rates[-1] * (1 + 1e-9), np.inf, inside)
+
+    def ends_ms(self, name: str, rates: Vector, *, high: bool) -> Vector:
+        """Return the low or the high end of the interval of a percentile at rates, shape (n,); infinite where it is open."""
+        slow = np.interp(rates, self.rates, [p.slowness[high] for p in self.points])
+        drawn = np.interp(rates, self.rates, [p.drawn(name, high=high) for p in self.points])
+        error = self.errors.get(name, 1.0)
+        return self.values_ms(name, rates * slow) * slow * drawn * (error if high else 1 / error)
+
+    def largest_rate(
+        self, objectives: Sequence[Objective], values: Callable[[str, Vector], Vector] | None = None
+    ) -> float:
+        """Return the largest rate up to which all objectives hold; 0 where they hold at none.
+
+        Args:
+            objectives: The objectives.
+            values: A percentile at rates; `values_ms` if not given.
+        """
+        values = values or self.values_ms
+        rates = np.linspace(self.rates[0], self.rates[-1], 1000)
+        kept = np.ones(len(rates), dtype=bool)
+        for one in objectives:
+            kept &= values(one.name, rates) <= one.limit_ms
+        if kept.all():
+            return float(rates[-1])
+        return float(rates[int(np.argmin(kept)) - 1]) if kept[0] else 0.0
+
+    def knee(self) -> float:
+        """Return the rate with the largest ratio of rate to mean E2E (Kleinrock 1979)."""
+        logs = np.log([p.latencies["e2e"].mean() for p in self.points])
+        rates = np.linspace(self.rates[0], self.rates[-1], 1000)
+        power = np.log(rates) - PchipInterpolator(self.rates, logs)(rates)
+        return float(rates[int(np.argmax(power))])
+
+
+def curve_of(fleet: Fleet, servers: int, errors: Mapping[str, float]) -> Curve:
+    """Replay so many servers at the rates of a curve.
+
+    Args:
+        fleet: The servers.
+        servers: How many.
+        errors: See `Curve`.
+
+    Raises:
+        DataError: The servers never serve some of the requests.
+    """
+    return Curve([fleet.at(servers, share * fleet.capacity) for share in SHARES], errors)
+
+
+def keeps(fleet: Fleet, servers: int, rate: float, objectives: Sequence[Objective]) -> bool:
+    """Say whether servers keep up with a rate at each of them, and keep to the objectives."""
+    if rate > fleet.capacity:
+        return False
+    found = fleet.at(servers, rate)
+    return all(found.percentile_ms(o.name) <= o.limit_ms for o in objectives)
+
+
+def fewest_servers(fleet: Fleet, rate: float, objectives: Sequence[Objective], guess: float) -> int | None:
+    """Return the fewest servers that keep to objectives at a rate over all of them; null where no number does.
+
+    Args:
+        fleet: The servers.
+        rate: Requests per second, over all servers.
+        objectives: The limits.
+        guess: A rate that one server is thought to bear; 0 where none seems to be.
+    """
+    least = max(1, math.ceil(rate / fleet.capacity - 1e-9))
+    most = min(max(least, math.ceil(rate / (SHARES[0] * fleet.capacity))), MOST_SERVERS)
+
+    def enough(servers: int) -> bool:
+        return keeps(fleet, servers, rate / servers, objectives)
+
+    # From the guess outwards: the curve that it comes from is seldom off by more than one.
+    at = min(max(math.ceil(rate / guess) if guess > 0 else most, least), most)
+    low, high, step = least - 1, at, 1
+    while high < most and not enough(high):
+        low, high, step = high, min(high + step, most), 2 * step
+    if not enough(high):
+        return None
+    step = 1
+    while high - low > 1:
+        at = max(high - step, (low + high) // 2)
+        low, high, step = (low, at, 2 * step) if enough(at) else (at, high, step)
+    return high
+
+
+def refined(fleet: Fleet, servers: int, curve: Curve, objectives: Sequence[Objective]) -> Curve:
+    """Replay further rates about the largest one that keeps to the objectives."""
+    for _ in range(_HALVINGS):
+        guess = curve.largest_rate(objectives)
+        if guess in (0.0, curve.rates[-1]) or np.abs(guess / curve.rates - 1).min() < _CLOSE:
+            break
+        curve = Curve([*curve.points, fleet.at(servers, guess)], curve.errors)
+    return curve
+
+
+def plan_point(found: Simulated, servers: int, fleet: Fleet, curve: Curve, names: Sequence[str]) -> PlanPoint:
+    """Return what so many servers do at a replayed rate.
+
+    Args:
+        found: The rate, at each of them.
+        servers: How many.
+        fleet: The servers.
+        curve: The curve of this rate and others.
+        names: Percentiles, such as `ttft_p99_ms`.
+    """
+    at = np.array([found.rate])
+    latencies = []
+    for name in names:
+        value = found.percentile_ms(name)
+        low, high = (float(curve.ends_ms(name, at, high=end)[0]) for end in (False, True))
+        is_open = not math.isfinite(high)
+        latencies.append(PlannedLatency(name, value, min(low, value), None if is_open else max(high, value)))
+    return PlanPoint(
+        rate_per_s=found.rate * servers,
+        latencies=tuple(latencies),
+        output_tokens_per_s=found.rate * servers * float(fleet.sample.output_tokens.mean()),
+        running_mean=found.running,
+        waiting_mean=found.waiting,
+        outside_pct=found.outside_pct,
+        outside=found.outside,
+        extrapolates=found.outside_pct > SOME_OUTSIDE_PCT,
+    )

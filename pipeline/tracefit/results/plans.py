@@ -1,0 +1,155 @@
+"""Plans: how many servers a load needs, and what they would do; what `tracefit plan` prints. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tracefit.errors import EXIT_DONE, EXIT_NOTHING
+from tracefit.results.notebook import Shown
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLatency:
+    """A percentile of a latency under a load, with its interval.
+
+    Attributes:
+        name: ttft_p50_ms, itl_p99_ms, e2e_p90_ms and the like.
+        value: In ms, of the requests of a steady load.
+        low: Lower end, in ms: coefficients at the end of their 90 % range, the error of replays of recorded runs, and the draw of the
+            requests, together.
+        high: Upper end, in ms; null where the servers may not keep up.
+    """
+
+    name: str
+    value: float
+    low: float
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPoint:
+    """The servers at one rate.
+
+    Attributes:
+        rate_per_s: Requests per second, over all servers.
+        latencies: P50, P90 and P99 of TTFT, ITL and E2E, and the percentiles of the objectives.
+        output_tokens_per_s: Over all servers.
+        running_mean: Requests that run on a server, on average.
+        waiting_mean: Requests that wait at a server, on average.
+        outside_pct: Share of the busy time in steps outside what the models were trained on, in percent.
+        outside: Features that leave the training, and how far.
+        extrapolates: Whether that is so much that the latencies rest on it.
+    """
+
+    rate_per_s: float
+    latencies: tuple[PlannedLatency, ...]
+    output_tokens_per_s: float
+    running_mean: float
+    waiting_mean: float
+    outside_pct: float
+    outside: tuple[str, ...]
+    extrapolates: bool
+
+    def latency(self, name: str) -> PlannedLatency:
+        """Return the percentile of this name."""
+        return next(one for one in self.latencies if one.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The longest that a percentile of a latency may be.
+
+    Attributes:
+        name: Such as ttft_p99_ms.
+        limit_ms: The longest, in ms.
+    """
+
+    name: str
+    limit_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoad:
+    """The requests of a plan.
+
+    Attributes:
+        source: Where their lengths and arrivals come from.
+        prompt_tokens: Mean prompt.
+        output_tokens: Mean output.
+        traced_rate_per_s: Requests per second that were traced at one engine; null where that is not known.
+    """
+
+    source: str
+    prompt_tokens: float
+    output_tokens: float
+    traced_rate_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPlan:
+    """The answer for one kind of server.
+
+    Attributes:
+        folder: Where its models are.
+        scope_id: Its scope.
+        reason: Why there is no answer; null where there is one.
+        gpus_per_server: GPUs of one server.
+        settings: Settings that the plan changes.
+        objectives: The limits of latencies.
+        load: The requests planned for, if any.
+        servers: Servers: the fewest that keep to the objectives at the rate, or those that were given.
+        servers_low: The fewest, if latencies are at the low end of their intervals.
+        servers_high: The fewest, if they are at the high end; null where no number is enough then.
+        rate_per_s: The rate that was given; null without one.
+        largest_rate_per_s: The largest rate at which these servers keep to the objectives; null where none does.
+        largest_rate_low: The same with latencies at the high end of their intervals; null where none does.
+        largest_rate_high: The same with latencies at the low end.
+        capacity_per_s: The rate above which the queue of these servers only grows.
+        knee_per_s: The rate with the largest ratio of rate to mean E2E (Kleinrock's power): beyond it latency grows faster than
+            throughput.
+        met: Whether the objectives hold at `at`.
+        at: These servers at the rate that was given, or at the largest one.
+        curve: These servers over the rates up to their capacity.
+        cost_per_million_output_tokens: At `at`, in the currency of the price; null without a price.
+        cost_per_million_tokens: The same with prompt tokens counted too.
+        notes: Assumptions behind the answer, and steps that it rests on.
+    """
+
+    folder: str
+    scope_id: str | None
+    reason: str | None = None
+    gpus_per_server: int = 1
+    settings: dict[str, str] | None = None
+    objectives: tuple[Objective, ...] = ()
+    load: PlannedLoad | None = None
+    servers: int | None = None
+    servers_low: int | None = None
+    servers_high: int | None = None
+    rate_per_s: float | None = None
+    largest_rate_per_s: float | None = None
+    largest_rate_low: float | None = None
+    largest_rate_high: float | None = None
+    capacity_per_s: float | None = None
+    knee_per_s: float | None = None
+    met: bool | None = None
+    at: PlanPoint | None = None
+    curve: tuple[PlanPoint, ...] = ()
+    cost_per_million_output_tokens: float | None = None
+    cost_per_million_tokens: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResult(Shown):
+    """How many servers a load needs, for each kind of server.
+
+    Attributes:
+        plans: One per scope, in the order of the folders.
+    """
+
+    plans: tuple[ServerPlan, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 1 where there is no answer for any kind of server."""
+        return EXIT_DONE if any(plan.reason is None for plan in self.plans) else EXIT_NOTHING
