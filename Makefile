@@ -60,6 +60,10 @@ test-vllm: VLLM_TEST_S ?= 480
 test-vllm: $(READY) vllm ## the tests with a real vLLM server, of a tiny model on this machine's CPU: four minutes
 	SERVER_PYTHON=$(abspath $(VLLM))/bin/python timeout --signal=INT --kill-after=20 $(VLLM_TEST_S) $(BIN)/python -m pytest -rs -m "$(VLLM_TESTS)" tests/vllm_server
 
+test-vllm-old: $(READY) vllm ## the tests of tracefit-vllm on the oldest vLLM that it traces: 5 GB more, half an hour
+	tests/vllm_old_environment.sh $(VLLM) $(VLLM)-old
+	SERVER_READY_S=400 SERVER_PYTHON=$(abspath $(VLLM))-old/bin/python $(BIN)/python -m pytest -rs -m vllm -k "not unmodified and not ranks" tests/vllm_server
+
 bench-vllm: vllm ## measure what tracefit-vllm costs on the engine's thread, in vLLM's own scheduler
 	VLLM_LOGGING_LEVEL=ERROR HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=pipeline/tracefit-vllm:tests $(VLLM)/bin/python tests/benchmarks/plugin.py
 
@@ -147,6 +151,6 @@ dist: $(READY) ## build the wheel and the source distribution in dist/
 	$(BIN)/python -c "from setuptools import build_meta as b; print('dist/' + b.build_sdist('dist')); print('dist/' + b.build_wheel('dist'))"
 
 clean: ## remove what make made
-	rm -rf $(OUT) $(VENV) .venv-minimum .venv-ray .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist
+	rm -rf $(OUT) $(VENV) .venv-minimum .venv-ray .venv-vllm{,-old} .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist
 
-.PHONY: help setup run test test-all test-slow test-browser test-ray vllm test-vllm bench-vllm check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-scale bench-models bench-replay lock test-minimum coverage dist clean
+.PHONY: help setup run test test-all test-slow test-browser test-ray vllm test-vllm test-vllm-old bench-vllm check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-scale bench-models bench-replay lock test-minimum coverage dist clean

@@ -1,12 +1,17 @@
-"""A traced scheduler whose records are kept, and the spans that they make."""
+"""A traced scheduler whose records are kept, and the spans that they make; the middleware in front of an app."""
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from plugin.fake_vllm import FakeScheduler
+from tracefit_vllm import ApiTracing
 from tracefit_vllm import scheduler as plugin
 from tracefit_vllm.records import Header
 from tracefit_vllm.spans import SpanBuilder
@@ -63,5 +68,28 @@ def built():
             summaries=[e.attributes for e in events if e.name == "step.BATCH_SUMMARY"],
             snapshots=[e.attributes for e in events if e.name == "step.REQUEST_SNAPSHOT"],
         )
+
+    return of
+
+
+@pytest.fixture
+def serve():
+    """Return a function that sends one request through the middleware to an app; it returns the app's scope and the spans."""
+
+    def of(app, *, path="/v1/completions", headers=()):
+        exporter, seen = InMemorySpanExporter(), []
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+
+        async def seeing(scope, receive, send):
+            seen.append(scope)
+            await app(send)
+
+        async def send(message):
+            pass
+
+        scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
+        asyncio.run(ApiTracing(seeing, provider.get_tracer("vllm.api"))(scope, None, send))
+        return seen[0], exporter.get_finished_spans()
 
     return of

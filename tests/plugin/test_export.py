@@ -96,6 +96,52 @@ def test_a_collector_that_comes_back_gets_everything(recorded, capfd):
     ]
 
 
+def test_a_span_that_is_sent_again_is_the_same(recorded):
+    """A collector that answers too late has taken it."""
+    _, records = recorded
+    seen = []
+
+    class Late(Collector):
+        def export(self, spans):
+            seen.extend((span.name, span.context.trace_id, span.context.span_id) for span in spans)
+            return super().export(spans)
+
+    export.run(io.BytesIO(frames(records)), Late(refuses=2), pause_s=0.001)
+    assert len(seen) > len(set(seen)) == len({name for name, *_ in seen if name != "llm_core"}) + 30
+
+
+def test_a_slow_collector_holds_up_no_record_and_what_it_misses_is_counted(recorded, monkeypatch, capfd):
+    """It answers its first message after the last record was read: there is room for 100 events meanwhile."""
+    _, records = recorded
+    monkeypatch.setattr(export, "MOST_QUEUED_EVENTS", 100)
+    header = Header(*records[0])._replace(closure_interval=5)
+    has_read, is_asked = threading.Event(), threading.Event()
+
+    class Slow(Collector):
+        def export(self, spans):
+            is_asked.set()
+            assert has_read.wait(30), "records wait for the collector"
+            return super().export(spans)
+
+    def batches(_):
+        yield [tuple(header), *records[1:60]]
+        assert is_asked.wait(30), "nothing is sent before the end"
+        yield records[60:]
+        has_read.set()
+
+    monkeypatch.setattr(export, "frames", batches)
+    collector = Slow()
+    export.run(io.BytesIO(), collector, pause_s=0.001)
+    builder = export.SpanBuilder(header)
+    made = [span for record in records[1:] for span in builder.feed(record)] + list(builder.close())
+    spans = collector.get_finished_spans()
+    kept, lost = sum(len(span.events) for span in spans), sum(span.dropped_events for span in spans)
+    for line in capfd.readouterr().err.splitlines():
+        lost += int(line.removeprefix("tracefit-vllm: ").removesuffix(" events could not be sent"))
+    assert 0 < kept <= 200, "it is asked for the first of them at once"
+    assert kept + lost == sum(len(span.events) for span in made)
+
+
 def test_what_finds_no_room_is_counted_on_the_next_span(recorded, monkeypatch):
     """Room for 40 events: every event is either received or counted as dropped."""
     _, records = recorded

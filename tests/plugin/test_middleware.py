@@ -2,37 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-from tracefit_vllm import ApiTracing
-
-
-@pytest.fixture
-def serve():
-    """Return a function that sends one request through the middleware to an app; it returns the app's scope and the spans."""
-
-    def of(app, *, path="/v1/completions", headers=()):
-        exporter, seen = InMemorySpanExporter(), []
-        provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(exporter))
-
-        async def seeing(scope, receive, send):
-            seen.append(scope)
-            await app(send)
-
-        async def send(message):
-            pass
-
-        scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
-        asyncio.run(ApiTracing(seeing, provider.get_tracer("vllm.api"))(scope, None, send))
-        return seen[0], exporter.get_finished_spans()
-
-    return of
 
 
 def answers(*, status=200, is_whole=True):

@@ -249,12 +249,16 @@ class _Other(FakeScheduler):
         return {}
 
 
-def test_an_unknown_version_is_not_traced(traced, caplog):
+@pytest.mark.parametrize(
+    ("module", "what"), [("vllm.v1.core.sched.scheduler", "version of vLLM"), ("mine", "--scheduler-cls")]
+)
+def test_a_scheduler_that_is_not_known_is_not_traced(traced, caplog, monkeypatch, module, what):
+    monkeypatch.setattr(_Other, "__module__", module)
     with caplog.at_level(logging.WARNING):
         scheduler, recorder = traced(_Other)
     assert (type(scheduler), recorder) == (_Other, None)
     (line,) = caplog.messages
-    assert "no tracing, this version of vLLM is not known: _Other.update_from_output takes outputs" in line
+    assert f"no tracing, this {what} is not known: _Other.update_from_output takes outputs" in line
     assert missing(FakeScheduler) is None
 
 

@@ -62,13 +62,14 @@ def test_the_versions_of_the_image_are_those_of_the_lock_file():
     assert {"grpcio", "h11", "googleapis-common-protos", "polars", "opentelemetry-proto"} <= names
 
 
-def test_the_receiver_of_the_example_has_options_that_exist():
+def test_the_receiver_of_the_example_takes_its_command_line():
+    """As the shell of compose fills in its variables."""
     service = COMPOSE["services"]["receive"]
     command, *arguments = service["command"]
-    known = {opt for p in get_command(app).commands[command].params for opt in p.opts}
-    flags = [a for a in arguments if a.startswith("--")]
-    assert flags
-    assert set(flags) <= known
+    values = {"MODEL:?the model to serve": "some/model", "GPU:-H100": "H100"}
+    arguments = [re.sub(r"\$\{(.*?)\}", lambda found: values[found[1]], one) for one in arguments]
+    context = get_command(app).commands[command].make_context(command, arguments)
+    assert (context.params["model"], context.params["gpu"]) == ("some/model", "H100")
     assert "ports" not in service, "without TLS, it is for the server beside it alone"
     assert COMPOSE["networks"]["traces"]["internal"]
 

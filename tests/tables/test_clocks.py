@@ -142,6 +142,19 @@ def test_a_host_that_was_restarted_is_one_server(tables_of, traces):
     assert table("runs").select("server", "epochs").rows() == [("vllm", 2)]
 
 
+def test_a_step_that_a_machine_suspends_stays(tables_of, traces):
+    """Its wall-clock time is at its end, seconds after it began; one that began at another time than it says does not stay."""
+    late_ns = 3_000_000_000
+    steps = [traces.summary(step, 1000.0 * step) for step in range(1, 9)]
+    for event, is_true in ((steps[6], False), (steps[7], True)):
+        event["timeUnixNano"] = str(int(event["timeUnixNano"]) + late_ns)
+        if is_true:
+            traces.change([event], lambda end: end + late_ns, "step.ts_end_ns")
+            traces.change([event], lambda us: us + late_ns // 1000, "step.duration_us")
+    traces.steps(*steps)
+    assert tables_of(traces)("steps")["step_id"].sort().to_list() == [1, 2, 3, 4, 5, 6, 8]
+
+
 def test_a_server_that_was_restarted_is_one_server(tables_of, traces):
     _engine(traces, "a", 1, 0.0)
     _engine(traces, "a", 1, 500_000.0, spans=2)

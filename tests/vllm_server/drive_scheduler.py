@@ -1,17 +1,22 @@
 """vLLM's own scheduler under the plugin, with drawn outputs in place of a model's: `drive_scheduler.py FOLDER`, by an interpreter with vLLM.
 
 Each scenario writes `NAME/traces.pb`, what the plugin sends, and `NAME/truth.json`, what a worker of these steps and a client of
-these requests would count: it is taken from neither the plugin nor the scheduler's state, but for the queue's depths.
+these requests would count: it is taken from neither the plugin nor the scheduler's state, but for the queue's depths. The plugin
+wraps vLLM's two schedulers, and that of a `--scheduler-cls`: Dynamo's where it is installed, else a stand-in with its methods.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import marshal
+import os
 import random
+import socket
 import sys
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -23,12 +28,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+import tracefit_vllm
 from tracefit_vllm import scheduler as plugin
 from tracefit_vllm.export import to_otlp
 from tracefit_vllm.records import Header
@@ -47,6 +52,36 @@ SCENARIOS = {
     "remote": {"is_remote": True, "is_cached": True, "blocks": 80},
     "rank": {"rank": 1, "resets": True},
 }
+KINDS = ("async", "sync", "other")
+
+
+class StandIn(AsyncScheduler):
+    """Overrides what Dynamo's scheduler does, to publish each step's tokens once they are computed."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._publisher = SimpleNamespace(publish=None)
+
+    def has_requests(self):
+        return super().has_requests()
+
+    def schedule(self, *args, **options):
+        return super().schedule(*args, **options)
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        result = super().update_from_output(scheduler_output, model_runner_output)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._publisher.publish(scheduler_output.num_scheduled_tokens)
+        return result
+
+    def shutdown(self):
+        self._publisher = None
+        super().shutdown()
+
+
+OTHER = "vllm_server.drive_scheduler.StandIn"
+if importlib.util.find_spec("dynamo"):
+    OTHER = "dynamo.vllm.instrumented_scheduler.InstrumentedScheduler"  # as its worker names it
 
 
 class Connector(KVConnectorBase_V1):
@@ -119,9 +154,11 @@ def make_config(model, *, drafts=0, is_cached=False, is_remote=False, rank=0, **
     return config
 
 
-def make_scheduler(base, config, blocks):
+def make_scheduler(kind, config, blocks):
+    """Return a scheduler of the class that vLLM chooses with the plugin on, and its recorder."""
     config.cache_config.num_gpu_blocks = blocks
-    config.scheduler_config.async_scheduling = base is AsyncScheduler
+    settings = config.scheduler_config
+    settings.async_scheduling, settings.scheduler_cls = kind != "sync", OTHER if kind == "other" else None
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
     cache = KVCacheConfig(blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     kept: list[Kept] = []
@@ -131,7 +168,7 @@ def make_scheduler(base, config, blocks):
         return kept[0]
 
     plugin.Tracing.__init__.__defaults__ = (recorder,)
-    made = plugin.traced(base)(
+    made = settings.get_scheduler_cls()(
         vllm_config=config,
         kv_cache_config=cache,
         structured_output_manager=StructuredOutputManager(config),
@@ -178,10 +215,13 @@ class Worker:
 
 
 def drive(  # noqa: C901, PLR0915 - an engine's loop, as vLLM's is
-    base, config, *, drafts=0, blocks=2000, is_remote=False, resets=False, is_cached=False, **_
+    kind, config, *, drafts=0, blocks=2000, is_remote=False, resets=False, is_cached=False, **_
 ):
     draw = random.Random(3)
-    engine, kept = make_scheduler(base, config, blocks)
+    engine, kept = make_scheduler(kind, config, blocks)
+    published = []
+    if kind == "other":
+        engine._publisher.publish = published.append
     LOADING.clear()
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256) if is_cached else None
@@ -197,7 +237,7 @@ def drive(  # noqa: C901, PLR0915 - an engine's loop, as vLLM's is
                 outputs[one.request_id] += len(one.new_token_ids)
                 if one.finish_reason is not None:
                     status.setdefault(one.request_id, str(one.finish_reason))
-        if drafts and base is Scheduler:
+        if drafts and kind == "sync":
             names = [n for n, got in zip(result.req_ids, result.sampled_token_ids, strict=True) if got]
             engine.update_draft_token_ids(
                 DraftTokenIds(names, [[9] * draw.randint(0, drafts) for _ in names])
@@ -232,12 +272,14 @@ def drive(  # noqa: C901, PLR0915 - an engine's loop, as vLLM's is
         of = [(n, tokens, before[n], had[n]) for n, tokens in output.num_scheduled_tokens.items()]
         steps.append([step, of, len(engine.running), sum(engine.get_request_counts()) - len(engine.running)])
         flight.append((output, result))
-        while len(flight) > (base is AsyncScheduler):
+        while len(flight) > (kind != "sync"):
             deliver()
     while flight:
         deliver()
     assert len(status) == len(prompts) >= REQUESTS, "requests are left"
     assert kept.why is None, kept.why
+    assert kind != "other" or len(published) == sum(bool(of) for _, of, *_ in steps), "not all is published"
+    engine.shutdown()
     for record, at_first in kept.records:
         assert marshal.loads(at_first) == record, "a record changed after it was handed over"  # noqa: S302
     requests = [(n, prompts[n], outputs[n], preempted[n], worker.first.get(n), status[n]) for n in prompts]
@@ -245,19 +287,25 @@ def drive(  # noqa: C901, PLR0915 - an engine's loop, as vLLM's is
 
 
 def main(folder: Path) -> None:
+    os.environ["TRACEFIT_VLLM"] = "1"
+    tracefit_vllm.register()
     model = write_model(folder / "model")
     for name, options in SCENARIOS.items():
-        for base in (AsyncScheduler, Scheduler):
-            kept, truth = drive(base, make_config(model, **options), **options)
+        for kind in KINDS:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                os.environ["DYN_FORWARDPASS_METRIC_PORT"] = str(free.getsockname()[1])
+            kept, truth = drive(kind, make_config(model, **options), **options)
             builder = SpanBuilder(Header(*kept.header), seed=0)
             made = [s for record, _ in kept.records for s in builder.feed(record)] + list(builder.close())
             resource = Resource.create({"service.name": "driven"})
-            out = folder / f"{name}-{'async' if base is AsyncScheduler else 'sync'}"
+            out = folder / f"{name}-{kind}"
             out.mkdir()
             (out / "traces.pb").write_bytes(
                 encode_spans([to_otlp(s, resource) for s in made]).SerializeToString()
             )
             (out / "truth.json").write_text(json.dumps(truth))
+    print(OTHER)  # noqa: T201 - for its caller
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -161,9 +161,10 @@ class Server:
                     self._ready.set()
         self._ready.set()
 
+    @contextmanager
     def _stream(
         self, prompt: list[int] | list[list[int]], output_tokens: int, **more: object
-    ) -> tuple[http.client.HTTPConnection, Iterator[dict]]:
+    ) -> Iterator[Iterator[dict]]:
         body = {
             "model": str(self.model),
             "prompt": prompt,
@@ -174,25 +175,28 @@ class Server:
             **more,
         }
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_S)
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        assert response.status == 200, response.read()
-        return connection, (json.loads(line[6:]) for line in response if line.startswith(b"data: {"))
+        try:  # the server may be killed meanwhile
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            with response:
+                yield (json.loads(line[6:]) for line in response if line.startswith(b"data: {"))
+        finally:
+            connection.close()
 
     def complete(self, prompt: list[int] | list[list[int]], output_tokens: int, **more: object) -> Completion:
         """Stream one completion to its end; its tokens are those that the last chunk counts."""
-        connection, chunks = self._stream(prompt, output_tokens, **more)
-        *of, last = chunks
-        connection.close()
+        with self._stream(prompt, output_tokens, **more) as chunks:
+            *of, last = chunks
         text = "".join(choice["text"] for chunk in of for choice in chunk["choices"])
         usage = last["usage"]
         return Completion(last["id"], usage["prompt_tokens"], usage["completion_tokens"], text)
 
     def abandon(self, prompt: list[int], output_tokens: int) -> None:
         """Begin a completion and go away after its first chunk."""
-        connection, chunks = self._stream(prompt, output_tokens)
-        next(chunks)
-        connection.close()
+        with self._stream(prompt, output_tokens) as chunks:
+            next(chunks)
 
     def complete_all(self, requests: list[tuple[list[int], int]], *, at_once: int) -> list[Completion]:
         """Stream completions, several at a time."""

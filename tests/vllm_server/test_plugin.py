@@ -149,4 +149,6 @@ def test_they_give_all_models(recorded, tracefit, tmp_path):
         for model in json.loads((tmp_path / f"models/{kind}.json").read_text())["models"]
     }
     assert "not replayed" not in out
+    uses = ("simulation", "capacity planning", "autoscaling", "alerting")
+    assert all(f"{use}: " in " ".join(out.split()) for use in uses), "a verdict on each"
     assert models == {"alpha.admission", "alpha.queue_wait", "alpha.departure", "beta.cycle_time"}

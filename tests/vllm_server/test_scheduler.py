@@ -1,4 +1,7 @@
-"""tracefit-vllm in vLLM's own scheduler, both kinds, feature by feature: what is read of it is what a worker and a client count."""
+"""tracefit-vllm in vLLM's own schedulers and in Dynamo's, feature by feature: what is read of it is what a worker and a client count.
+
+`DYNAMO` names a folder with the packages ai-dynamo and ai-dynamo-runtime; without it, a stand-in has the methods of its scheduler.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +27,20 @@ FEATURES = ("plain", "preempted", "prefixes", "drafts", "drafts-preempted", "rem
 @pytest.fixture(scope="module")
 def driven(tmp_path_factory):
     folder = tmp_path_factory.mktemp("driven")
-    path = f"{ROOT / 'pipeline/tracefit-vllm'}:{ROOT / 'tests'}"
+    dynamo = os.environ.get("DYNAMO", "")
+    path = ":".join(filter(None, map(str, (ROOT / "pipeline/tracefit-vllm", ROOT / "tests", dynamo))))
     environment = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [os.environ["SERVER_PYTHON"], Path(__file__).with_name("drive_scheduler.py"), folder]
     done = subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    assert ("dynamo" in done.stdout) == bool(dynamo)
     return folder
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("kind", ["async", "sync"])
+@pytest.mark.parametrize("kind", ["async", "sync", "other"])
 def test_steps_and_requests_are_exact(driven, tmp_path, feature, kind):
     run = driven / f"{feature}-{kind}"
     truth = json.loads((run / "truth.json").read_text())

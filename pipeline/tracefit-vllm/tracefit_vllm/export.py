@@ -56,10 +56,7 @@ class _ReadableSpan(ReadableSpan):
 
 def to_otlp(span: Span, resource: Resource) -> ReadableSpan:
     """Return a span as exporters take it."""
-    trace_id, span_id = span.context or (
-        span.parent[0] if span.parent else _IDS.generate_trace_id(),
-        _IDS.generate_span_id(),
-    )
+    trace_id, span_id = span.context or _new_context(span)
     parent = SpanContext(*span.parent, is_remote=True, trace_flags=_SAMPLED) if span.parent else None
     made = _ReadableSpan(
         name=span.name,
@@ -75,6 +72,11 @@ def to_otlp(span: Span, resource: Resource) -> ReadableSpan:
     )
     made.dropped = span.dropped_events
     return made
+
+
+def _new_context(span: Span) -> tuple[int, int]:
+    trace_id = span.parent[0] if span.parent else _IDS.generate_trace_id()
+    return trace_id, _IDS.generate_span_id()
 
 
 def make_exporter(endpoint: str | None) -> SpanExporter:
@@ -106,6 +108,9 @@ class Sender:
         if self._added - self._sent + weight > MOST_QUEUED_EVENTS:
             self._dropped += weight + span.dropped_events
             return
+        span.context = span.context or _new_context(
+            span
+        )  # once: a collector may have taken what is sent again
         span.dropped_events += self._dropped
         self._dropped = 0
         self._added += weight

@@ -51,9 +51,9 @@ _MOST_OPEN_STEPS = 64
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
 
 
-def refuse(why: str) -> None:
-    """Say that this vLLM is not traced."""
-    logger.warning("tracefit-vllm: no tracing, this version of vLLM is not known: %s", why)
+def refuse(why: str, *, what: str = "version of vLLM") -> None:
+    """Say that a server is not traced."""
+    logger.warning("tracefit-vllm: no tracing, this %s is not known: %s", what, why)
 
 
 def missing(base: type[Any]) -> str | None:
@@ -201,7 +201,7 @@ def _said(error: Exception) -> str:
 def traced(base: type[Any]) -> type[Any]:  # noqa: C901 - one short method for each that is overridden
     """Return a subclass of a scheduler class that is traced; the class itself if it cannot be."""
     if lacks := missing(base):
-        refuse(lacks)
+        refuse(lacks, what="version of vLLM" if base.__module__.startswith("vllm.") else "--scheduler-cls")
         return base
 
     class TracedScheduler(base):  # type: ignore[misc]  # whichever the server uses

@@ -85,12 +85,16 @@ def is_off_clock(rows: pl.DataFrame, ts: str, clocks: pl.DataFrame) -> pl.Series
     """Mark rows whose engine time, compared with their wall-clock time, is on none of the clocks of their server.
 
     Args:
-        rows: server, unix_ns, `ts` and server_zero, the clock that most of the server's spans are on.
+        rows: server, unix_ns, `ts` and server_zero, the clock that most of the server's spans are on. With duration_us, `ts`
+            may be that much earlier: a step that a machine suspends has its wall-clock time at its end.
         ts: The column of the engine time.
         clocks: The result of `clocks_of`.
     """
     zero = pl.col("unix_ns") - pl.col(ts)
     suspicious = ((zero - pl.col("server_zero")).abs() > SAME_CLOCK_NS).fill_null(value=False)
+    if "duration_us" in rows.columns:
+        of_end = zero - pl.col("duration_us").fill_null(0) * 1000
+        suspicious &= ((of_end - pl.col("server_zero")).abs() > SAME_CLOCK_NS).fill_null(value=True)
     marks = rows.select(suspicious).to_series()
     # Nearly all traces end here; the join below is for servers that have several clocks.
     if not marks.any():
