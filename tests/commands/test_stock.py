@@ -67,7 +67,7 @@ def test_alpha_trains_on_the_wait_and_the_rest_says_what_would_give_it(stock, tm
 
 def test_what_inspect_advises_is_what_an_unmodified_server_can_do(stock, tmp_path, traces):
     said = inspect_text(inspect(stock))
-    assert "its own service.instance.id" in " ".join(said.split())
+    assert "--api-server-count 1" in " ".join(said.split())
     for flag in ("--step-tracing", "--enable-journey-tracing", "journey-tracing-sample-rate"):
         assert flag not in said
     # Nor is it shown as a lack that there are no events: no such span has any.

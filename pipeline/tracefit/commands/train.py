@@ -262,7 +262,7 @@ def fit_runs(
             progress.warn(overload_text(one))
         tables = scope_tables([frames[run_id].tables for run_id in sorted(kept)])
         frames.clear()
-        # What making the frames freed would add to the peak of the fits.
+        # Memory that the frames took would add to the peak of the fits.
         memory.give_back()
         fitted = fit_scope(scope, tables, sets, how)
         scopes.append(replace(fitted, overloads=overloads))

@@ -46,10 +46,11 @@ from tracefit.fit.holdout import (
 from tracefit.fit.results import Candidate, Missing, StepTimeSource, TargetFacts
 from tracefit.fit.splits import PROMPT_FEATURES, counted, mark_prefix_hits, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
-from tracefit.server.settings import ALL_SPANS, SGLANG_STEPS, context_remedy, step_remedy
+from tracefit.server.settings import ALL_SPANS, NO_PREFIX_CACHE, SGLANG_STEPS, context_remedy, step_remedy
 from tracefit.tables.dialects import SGLANG, STEP_EVENT
 from tracefit.tables.schema import ENGINE
 from tracefit.tables.sources import CycleSource, is_one_step
+from tracefit.timeline import is_cut_off
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -69,8 +70,8 @@ COUNTED_NOTES = (
 
 _NO_HIT = "prefix-cache hits are not in the spans: every prompt token counts as computed"
 _UNCERTAIN_HITS = (
-    "prefix-cache hits show in the times of prompts, and nothing says which tokens were found: the coefficients of prompts are "
-    "uncertain, too low for one that is computed as a whole; --no-enable-prefix-caching makes them certain"
+    "prefix-cache hits show in the times of prompts, and nothing says which tokens were found: the coefficient of a prompt token is "
+    f"uncertain, too low for one that is computed as a whole; {NO_PREFIX_CACHE}"
 )
 
 
@@ -201,6 +202,7 @@ def fit_step_times(
         reason = (
             *reason,
             *COUNTED_NOTES,
+            f"{tables.timeline.filter(is_cut_off()).height:,} steps at the ends of the recording have no time: requests that were in them may be missing",
             *_notes_on_hits(whole_prompts),
             *([of_all] if placed < recorded_requests else []),
         )

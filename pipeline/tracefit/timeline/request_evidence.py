@@ -62,6 +62,8 @@ more with half of the requests of twelve generated runs. Complete, these have 0.
 
 _TRACE_ALL = "trace every request: OTEL_TRACES_SAMPLER=always_on, and no sampling after it"
 
+_APART = "record one alone: a server with --api-server-count 1, of one data-parallel rank, under its own OTEL_SERVICE_NAME"
+
 _OFTEN_ALONE = 0.05
 """Share of requests that come to an empty engine from which on they speak for the whole recording."""
 
@@ -119,7 +121,7 @@ def _reasons(requests: pl.DataFrame, rows: pl.DataFrame, budget: float) -> Itera
     if (close := _close_share(spans, graph, short_us)) > _MOST_CLOSE:
         yield (
             "token times are closer together than two steps of one engine can be, as often as those of several engines or "
-            f"front ends would be ({100 * min(close, 1.0):.0f} % of that); give each its own service.instance.id, or record one"
+            f"front ends would be ({100 * min(close, 1.0):.0f} % of that); {_APART}"
         )
     if graph.time_conflicts > _MOST_LACKING:
         yield f"the times of {100 * graph.time_conflicts:.0f} % of the requests contradict each other: they are of several engines"
