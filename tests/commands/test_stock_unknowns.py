@@ -81,7 +81,7 @@ def _is_refused(said, reason):
         assert "beta.cycle_time is not fitted" in verdict["reasons"]
 
 
-@pytest.mark.parametrize("rate", [0.5, 0.1])
+@pytest.mark.parametrize("rate", [0.5, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_of_spans_sampled_at_the_head(tmp_path, rate):
     options = replace(LOAD, journey_sampling=rate, requests=round(150 / rate))
     said = _said(write_run(synth(options), tmp_path), tmp_path / "out")
@@ -96,7 +96,7 @@ def test_of_data_parallel_ranks_behind_one_name(tmp_path):
     assert "of one data-parallel rank" in said.before
 
 
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("named", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_of_several_front_ends_of_one_engine(tmp_path, named):
     """Each stamps the outputs of a step itself, 40 us apart; newer SDKs give each process an id of its own."""
 
@@ -181,6 +181,7 @@ def test_of_prefix_cache_hits_in_nearly_every_prompt(tmp_path):
     assert said.coefficient("prefill_tokens") < 0.95 * run.law.per_prefill_token_us
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_a_recording_that_lacks_nothing(tmp_path):
     run = synth(LOAD)
     said = _said(write_run(run, tmp_path), tmp_path / "out")

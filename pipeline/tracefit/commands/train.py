@@ -184,6 +184,7 @@ def train(
     result = _result(scopes, runs, evaluation, out=models, report=report, tables=store.root)
     # The report is drawn from what was written: the frames of the fits are not kept beside it.
     del scopes
+    memory.give_back()
     progress.stage("drawing the report")
     # From the files' own numbers, so that `report` makes the same one later.
     made = report_of(as_published(evaluation), *published, store)

@@ -166,33 +166,22 @@ def _broken_rules(
 
 
 def _growing_queues(requests: pl.DataFrame, steps: pl.DataFrame) -> Iterator[QueuePeriod]:
-    depth_of = _depth_by_journeys if requests.height else _depth_by_steps
-    rows = requests if requests.height else steps
-    # One server after the other, in few columns: a recording has millions of requests.
+    depth_of, rows = (_depth_by_journeys, requests) if requests.height else (_depth_by_steps, steps)
+    # As arrays, one server after the other: a recording has millions of requests.
     for server in rows["server"].unique().sort():
         depth = depth_of(rows.filter(pl.col("server") == server))
-        times = depth["ts_ns"]
+        at_ns, waiting = depth["ts_ns"].to_numpy(), depth["waiting"].to_numpy()
         # Where all times are equal no time has passed: there is no share of it.
-        if not depth.height or times[0] == times[-1]:
+        if not at_ns.size or at_ns[0] == at_ns[-1]:
             continue
         # A period begins with the first request that waits and ends when none does.
-        periods = (
-            depth.with_columns(
-                # Each depth lasts until the next event.
-                until_ns=times.shift(-1, fill_value=times[-1]),
-                period=(pl.col("waiting") == 0).cum_sum(),
-            )
-            .group_by("period", maintain_order=True)
-            .agg(
-                from_ns=pl.col("ts_ns").filter(pl.col("waiting") > 0).min(),
-                to_ns=pl.col("until_ns").max(),
-                peak=pl.col("waiting").max(),
-            )
-            .with_columns(share=(pl.col("to_ns") - pl.col("from_ns")) / (times[-1] - times[0]))
-            .filter((pl.col("peak") >= MIN_PEAK) & (pl.col("share") > MAX_QUEUED_SHARE))
-        )
-        for row in periods.select("from_ns", "to_ns", "peak", "share").iter_rows():
-            yield QueuePeriod(server, *row)
+        begins = np.union1d(0, np.flatnonzero(waiting == 0))
+        peaks = np.maximum.reduceat(waiting, begins)
+        from_ns = at_ns[begins + (waiting[begins] == 0) * (peaks > 0)]
+        to_ns = np.append(at_ns[begins[1:]], at_ns[-1])
+        shares = (to_ns - from_ns) / (at_ns[-1] - at_ns[0])
+        for n in np.flatnonzero((peaks >= MIN_PEAK) & (shares > MAX_QUEUED_SHARE)):
+            yield QueuePeriod(server, int(from_ns[n]), int(to_ns[n]), int(peaks[n]), float(shares[n]))
 
 
 def _depth_by_journeys(requests: pl.DataFrame) -> pl.DataFrame:
