@@ -71,6 +71,9 @@ _MOST_LATE = 0.25
 _LATE = 0.4
 """A wait of this share of a short step is one for a step in progress."""
 
+_MOST_UNEVEN = 3.0
+"""Where tokens take so many times as long as the quickest ones, on average, what holds up the engine holds up arrivals too."""
+
 
 def unknown_batches(requests: pl.DataFrame, budget: int | None, *, has_steps: bool = False) -> pl.DataFrame:
     """Return the servers whose requests have only their own times and whose batches cannot be known, with the reason.
@@ -184,7 +187,11 @@ def _hidden(r: Spans, short_us: float, scatter: float | None) -> str | None:
     arrival_us, ends = r.arrival_us, (r.last_ns - r.zero_ns) / 1e3
     before = np.r_[-np.inf, np.maximum.accumulate(ends)[:-1]]
     alone = np.flatnonzero(arrival_us > before)
-    if alone.size >= _FEW and not r.is_client:
+    lack = "few came to an empty engine"
+    usual = float(r.decode_us.sum() / max(r.decodes.sum(), 1.0)) / short_us
+    if usual > _MOST_UNEVEN:
+        lack = f"a token took {usual:.1f} times as long on average as at its quickest, as on a machine with other work"
+    elif alone.size >= _FEW and not r.is_client:
         waited = ((r.first_ns - r.zero_ns) / 1e3 - arrival_us - r.prefill_us)[alone]
         late = waited > np.quantile(waited, 0.1) + _LATE * short_us
         if late.mean() > _MOST_LATE:
@@ -198,7 +205,7 @@ def _hidden(r: Spans, short_us: float, scatter: float | None) -> str | None:
         return None
     off = "too few are known" if scatter is None else f"90th percentile {100 * scatter:.0f} %"
     return (
-        f"nothing shows that every request has a span: few came to an empty engine, and the times of steps are far off what the "
+        f"nothing shows that every request has a span: {lack}, and the times of steps are far off what the "
         f"known batches explain ({off}), as requests without a span, preemptions and several tokens a step make them; "
         f"{_TRACE_ALL}, and record some minutes of light load too"
     )
