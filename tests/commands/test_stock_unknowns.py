@@ -112,6 +112,7 @@ def test_of_several_front_ends_of_one_engine(tmp_path, named):
 
     said = _said(_changed(write_run(synth(LOAD), tmp_path), share), tmp_path / "out")
     _is_refused(said, "requests without a span" if named else "engines or front ends")
+    assert "--api-server-count 1" in said.before
 
 
 def test_of_requests_cut_at_the_edges(tmp_path):

@@ -286,7 +286,7 @@ def _allowances(
     """Return which models the counts of one scope allow, in reading order."""
     return (
         _step_time(e, unknown),
-        _durations(e),
+        *([_durations(e)] if e["instrumented_runs"] else []),
         _composition(e, hits),
         _context(e),
         _queue_state(e),

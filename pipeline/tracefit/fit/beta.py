@@ -53,7 +53,7 @@ from tracefit.tables.sources import CycleSource, is_one_step
 from tracefit.timeline import is_cut_off
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from tracefit.fit.fitted import LinearFit
     from tracefit.server.context import ModelScope
@@ -120,17 +120,21 @@ def duration_cover(timeline: pl.DataFrame) -> StepTimeSource:
 
 
 def choose_target(
-    cover: StepTimeSource, wanted: BetaTarget, *, recorded: bool = False, logged: bool = False
+    cover: StepTimeSource, wanted: BetaTarget, sources: Collection[CycleSource]
 ) -> tuple[Literal["clock", "duration"], str]:
     """Return where step times come from, and why: the durations where they cover the steps, otherwise the step clock."""
     if wanted != "auto":
         return wanted, f"asked for with --beta-target {wanted}"
-    if cover.duration_coverage is None and recorded:
-        return "clock", "each record of a step has its time"
-    if cover.duration_coverage is None and logged:
-        return "clock", "the server's log has a line for each step"
     if cover.duration_coverage is None or cover.median_duration_us is None:
-        return "clock", "no two consecutive steps in the sample with a step.duration_us to compare"
+        if any(source.is_recorded for source in sources):
+            why = "each record of a step has its time"
+        elif any(source.is_logged for source in sources):
+            why = "the server's log has a line for each step"
+        elif CycleSource.REQUEST in sources:
+            why = "steps are counted from the times of the requests"
+        else:
+            why = "no two consecutive steps in the sample with a step.duration_us to compare"
+        return "clock", why
     medians = f"median cycle {cover.median_cycle_us:.0f} us, median step.duration_us {cover.median_duration_us:.0f} us"
     share = f"step.duration_us covers {100 * cover.duration_coverage:.1f} % of busy time"
     if cover.duration_coverage >= COVERED_SHARE:
@@ -155,7 +159,7 @@ def fit_step_times(
     sources = {CycleSource(source) for source in tables.timeline["cycle_source"].drop_nulls().unique()}
     recorded = sorted(source for source in sources if source.is_recorded)
     logged = sorted(source for source in sources if source.is_logged)
-    whence, why = choose_target(cover, options.beta_target, recorded=bool(recorded), logged=bool(logged))
+    whence, why = choose_target(cover, options.beta_target, sources)
     source = replace(cover, beta_target_source=whence, beta_target_reason=why)
     if scope.context.gpu is not None and len(sets) > 1:
         # With a known GPU the roofline terms are these amounts of work, scaled to times.

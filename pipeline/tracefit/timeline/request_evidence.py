@@ -61,6 +61,7 @@ _MOST_SCATTER = 0.22
 more with half of the requests of twelve generated runs. Complete, these have 0.05 to 0.12, and an overloaded CPU 0.19."""
 
 _TRACE_ALL = "trace every request: OTEL_TRACES_SAMPLER=always_on, and no sampling after it"
+_SHARED = "; or, if these servers are API processes of one engine, start it with --api-server-count 1"
 
 _APART = "record one alone: a server with --api-server-count 1, of one data-parallel rank, under its own OTEL_SERVICE_NAME"
 
@@ -93,9 +94,11 @@ def unknown_batches(requests: pl.DataFrame, budget: int | None, *, has_steps: bo
     numbered = requests.select(*SERVER, "arrival_ns", unplaced=unplaced, is_usable=is_usable())
     stock = numbered.with_row_index("row").filter("unplaced")
     found = []
-    for (run_id, server), rows in stock.group_by(SERVER, maintain_order=True):
+    servers = stock.partition_by(SERVER, as_dict=True, maintain_order=True)
+    for (run_id, server), rows in servers.items():
         if (reason := next(_reasons(requests, rows, budget or BUDGET), None)) is not None:
-            found.append((run_id, server, reason))
+            shared = _SHARED if _TRACE_ALL in reason and len(servers) > 1 else ""
+            found.append((run_id, server, reason + shared))
     types = {name: REQUESTS.types[name] for name in SERVER}
     return pl.DataFrame(found, schema={**types, "reason": pl.String()}, orient="row")
 
