@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import polars as pl
 import pytest
 
-from stock import stock_requests
+from stock import LAWS, stock_requests
 from tracefit.synth import SynthOptions, synth
-from tracefit.synth.laws import GPUS, MODELS, LinearLaw, RooflineLaw
 from tracefit.synth.options import LoadPhase
 from tracefit.timeline import EngineLimits, count_steps, longest_whole_prompt, unknown_batches
 from tracefit.timeline.request_evidence import sampled_rate
 
 STEADY = (LoadPhase("steady", 1.0, 1.0),)
-
-
-class Sum(RooflineLaw):
-    """Computing and reading one after the other."""
-
-    def step_us(self, step):
-        """Return the time of a step in us."""
-        return self.compute_us(step) + self.memory_us(step) + self.base_us
-
-
-@dataclass(frozen=True)
-class Padded(LinearLaw):
-    """Decode batches padded to a power of two, 60 us a request."""
-
-    def step_us(self, step):
-        """Return the time of a step in us."""
-        return super().step_us(step) + 60.0 * 2 ** max(step.num_decode_reqs - 1, 0).bit_length()
-
-
-LAWS = {
-    "linear": LinearLaw(),
-    "sum": Sum(MODELS["llama-8b"], GPUS["H100"]),
-    "max": RooflineLaw(MODELS["llama-8b"], GPUS["H100"]),
-    "padded": Padded(),
-}
 
 
 @cache

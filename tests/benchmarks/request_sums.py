@@ -1,6 +1,6 @@
 """What the step times of an unmodified server cost, whose spans show sums alone: its model beside one of true steps.
 
-    python tests/benchmarks/stock.py [DATA] [--seeds 1] [--requests 500]
+    python tests/benchmarks/request_sums.py [DATA] [--seeds 1] [--requests 500]
 
 Generated runs by four laws, in load and with a surge of 2: the mean error over the true steps of the last 30 % of the model from
 spans, beside that of the model from full traces of the same run (bound: 1.3 times as much and a point). DATA is a folder of real
@@ -25,7 +25,7 @@ import polars as pl
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tracefit
-from timeline.test_request_evidence import LAWS
+from stock import LAWS
 from tracefit.coefficients.predict_frames import evaluated_steps
 from tracefit.synth import SynthOptions, surge_phases, synth, write_run
 
