@@ -123,6 +123,9 @@ def _true_steps(run: Path) -> Iterator[dict[str, float]]:
 
 def _recorded(steps: pl.DataFrame) -> Iterator[str]:
     """Yield the steps as ForwardPassMetrics, which tracefit fits as they are."""
+    without = dict.fromkeys(
+        ("num_prefill_requests", "sum_prefill_tokens", "num_decode_requests", "sum_decode_kv_tokens"), 0
+    ) | dict.fromkeys(("var_prefill_length", "var_decode_kv_tokens"), 0.0)
     for number, step in enumerate(steps.iter_rows(named=True)):
         metrics = {
             "version": 1,
@@ -131,13 +134,14 @@ def _recorded(steps: pl.DataFrame) -> Iterator[str]:
             "counter_id": number,
             "wall_time": step["true_us"] / 1e6,
             "scheduled_requests": {
+                **without,
                 "num_prefill_requests": step["num_prefill_reqs"],
                 "sum_prefill_tokens": step["prefill_tokens"],
                 "sum_prefill_kv_tokens": step["prefill_context_tokens"],
                 "num_decode_requests": step["num_decode_reqs"],
                 "sum_decode_kv_tokens": step["context_tokens"],
             },
-            "queued_requests": {"num_prefill_requests": step["waiting_depth"]},
+            "queued_requests": {**without, "num_prefill_requests": step["waiting_depth"]},
         }
         at_ns = 1_700_000_000_000_000_000 + step["ended_ns"]
         yield json.dumps({"received_at_ns": at_ns, "metrics": metrics}) + "\n"
