@@ -4,11 +4,38 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
+from tracefit.synth.laws import GPUS, MODELS, LinearLaw, RooflineLaw
 from tracefit.tables import schema
+
+
+class Sum(RooflineLaw):
+    """Computing and reading one after the other."""
+
+    def step_us(self, step):
+        """Return the time of a step in us."""
+        return self.compute_us(step) + self.memory_us(step) + self.base_us
+
+
+@dataclass(frozen=True)
+class Padded(LinearLaw):
+    """Decode batches padded to a power of two, 60 us a request."""
+
+    def step_us(self, step):
+        """Return the time of a step in us."""
+        return super().step_us(step) + 60.0 * 2 ** max(step.num_decode_reqs - 1, 0).bit_length()
+
+
+LAWS = {
+    "linear": LinearLaw(),
+    "sum": Sum(MODELS["llama-8b"], GPUS["H100"]),
+    "max": RooflineLaw(MODELS["llama-8b"], GPUS["H100"]),
+    "padded": Padded(),
+}
 
 
 def stock_requests(run, *, delay_us=60.0, seed=0, ahead=False) -> pl.DataFrame:

@@ -73,20 +73,6 @@ def test_step_time_and_queue_wait_are_fitted_from_spans_of_requests(tracefit, tm
     assert said == pytest.approx(true, rel=0.03)
 
 
-@pytest.mark.parametrize("rate", [0.5, 0.1])
-def test_of_sampled_spans_no_step_time_is_fitted_and_the_reason_is_said(tracefit, tmp_path, requests, rate):
-    low = pl.Series([int(x, 16) % 2**64 / 2**64 for x in requests["trace_id"]])
-    code, result = _run(tracefit, tmp_path, requests.filter(low < rate))
-    assert code in (0, 1)
-    assert _beta(tmp_path) is None if (tmp_path / "out" / "models" / "beta.json").exists() else True
-    assert "a sampler kept about" in json.dumps(result)
-    code, out, _ = tracefit("inspect", tmp_path / "stock")
-    said = " ".join(out.split())
-    found = re.search(r"a sampler kept about (\d+) %", said)
-    assert int(found[1]) == pytest.approx(100 * rate, abs=2)
-    assert "OTEL_TRACES_SAMPLER" in said
-
-
 def test_of_very_many_requests_each_keeps_its_row_where_windows_are_placed(
     tracefit, tmp_path, requests, monkeypatch
 ):

@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import polars as pl
 import pytest
 
-from stock import stock_requests
+from stock import LAWS, stock_requests
 from tracefit.synth import SynthOptions, synth
-from tracefit.synth.laws import GPUS, MODELS, LinearLaw, RooflineLaw
 from tracefit.synth.options import LoadPhase
 from tracefit.timeline import EngineLimits, count_steps, longest_whole_prompt, unknown_batches
 from tracefit.timeline.request_evidence import sampled_rate
 
 STEADY = (LoadPhase("steady", 1.0, 1.0),)
-
-
-class Sum(RooflineLaw):
-    """Computing and reading one after the other."""
-
-    def step_us(self, step):
-        """Return the time of a step in us."""
-        return self.compute_us(step) + self.memory_us(step) + self.base_us
-
-
-@dataclass(frozen=True)
-class Padded(LinearLaw):
-    """Decode batches padded to a power of two, 60 us a request."""
-
-    def step_us(self, step):
-        """Return the time of a step in us."""
-        return super().step_us(step) + 60.0 * 2 ** max(step.num_decode_reqs - 1, 0).bit_length()
-
-
-LAWS = {
-    "linear": LinearLaw(),
-    "sum": Sum(MODELS["llama-8b"], GPUS["H100"]),
-    "max": RooflineLaw(MODELS["llama-8b"], GPUS["H100"]),
-    "padded": Padded(),
-}
 
 
 @cache
@@ -122,7 +95,7 @@ def test_two_engines_under_one_name_are_seen():
     one, other = _requests(), _requests(seed=2)
     begin = one["arrival_ns"].min() - other["arrival_ns"].min()
     both = pl.concat([one, other.with_columns(pl.col("arrival_ns") + begin + 3_456_789)])
-    assert "service.instance.id" in _reason(both)
+    assert "one data-parallel rank" in _reason(both)
 
 
 def test_two_front_ends_of_one_engine_are_seen():
@@ -201,3 +174,18 @@ def test_prefix_hits_of_most_prompts_show_where_batches_are_padded():
 def test_of_hits_in_prompts_of_every_length_none_is_sure_to_be_whole():
     rows = _intervals(_linear, lambda rng, tokens: (tokens * rng.choice([0, 0.9], 600)).astype(int))
     assert longest_whole_prompt(rows) == 0
+
+
+def _held_up(requests):
+    """Let the front end hold each request up for 9 ms on average before the engine gets it, more than a step takes."""
+    held_us = pl.Series(np.random.default_rng(7).exponential(9_000, requests.height))
+    arrived = pl.col("arrival_ns") - (1e3 * held_us).cast(pl.Int64)
+    return requests.with_columns(pl.col("ttft_us") + held_us, pl.col("e2e_us") + held_us, arrival_ns=arrived)
+
+
+def test_a_machine_with_other_work_is_no_sign_of_requests_without_a_span():
+    """Seen on a real server: what held up arrivals also held up steps."""
+    uneven = _requests(rate=0.7, hiccup_rate=0.04, hiccup_us=500_000.0)
+    assert "as on a machine with other work" in _reason(_held_up(uneven))
+    # Where steps are even, arrivals that wait look like requests that nobody traced.
+    assert "no other was in the engine" in _reason(_held_up(_requests(rate=0.7)))

@@ -16,6 +16,8 @@ from tracefit.commands.scopes import scopes_of, write_timelines
 from tracefit.engines.local import LocalEngine
 from tracefit.errors import UsageError
 from tracefit.features import targets
+from tracefit.features.sets import FeatureSet
+from tracefit.features.training import beta_rows
 from tracefit.fit import splits
 from tracefit.fit.fitted import COVERED_SHARE
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
@@ -33,6 +35,7 @@ from tracefit.results.traces import (
 )
 from tracefit.server.settings import (
     JOURNEY_FLAGS,
+    NO_PREFIX_CACHE,
     NOT_OF_STOCK,
     SGLANG_STEPS,
     SNAPSHOT_FLAG,
@@ -45,7 +48,7 @@ from tracefit.tables.health import Check, health_checks
 from tracefit.tables.runs import are_stock, step_counters
 from tracefit.tables.sources import CycleSource
 from tracefit.tables.store import TableStore
-from tracefit.timeline import clock_disagreements, unknown_batches
+from tracefit.timeline import clock_disagreements, events_of, execution_lags, is_cut_off, unknown_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -149,6 +152,7 @@ def _inspect_tables(
     for scope, members in scopes_of(store.read("runs"), str(store.root)):
         evidence: Evidence = Counter()
         unknown: dict[str, None] = {}
+        hits: dict[str, float] = {}
         for run_id in members:
             progress.stage(f"inspecting {run_id}")
             tables = {name: store.read(name, [run_id]) for name in _READ}
@@ -157,9 +161,22 @@ def _inspect_tables(
             budget = scope.context.settings.max_num_batched_tokens
             found = unknown_batches(tables["requests"], budget, has_steps=bool(tables["steps"].height))
             unknown.update(dict.fromkeys(found["reason"]))
-        allows = _allowances(evidence, scope.context, "; ".join(unknown))
+            if scope.context.settings.enable_prefix_caching is not False:
+                hits |= _whole_prompts(tables)
+        allows = _allowances(evidence, scope.context, "; ".join(unknown), hits)
         scopes.append(ScopeInspection(scope.scope_id, tuple(members), allows))
     return Inspection(tuple(facts[run_id] for run_id in store.runs()), tuple(scopes))
+
+
+def _whole_prompts(tables: Mapping[str, pl.DataFrame]) -> dict[str, float]:
+    """Return the servers whose spans show prefix-cache hits, as training finds them: tokens of prompts that are surely whole."""
+    timeline = tables["timeline"]
+    if CycleSource.REQUEST not in timeline["cycle_source"]:
+        return {}
+    lags = execution_lags(timeline, events_of(tables["requests"]))
+    ahead = {(run_id, server): lag for run_id, server, lag in lags.iter_rows()}
+    rows = beta_rows(timeline, FeatureSet("prompts", splits.PROMPT_FEATURES), {}, ahead, "clock")
+    return splits.mark_prefix_hits(splits.split_by_time(rows))[1]
 
 
 def _run_facts(
@@ -220,11 +237,7 @@ def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
             (pl.col("cycle_source") == CycleSource.LOG_INTERVAL.value) & ~pl.col("idle_after")
         ).height,
         counted=cycles.filter((pl.col("cycle_source") == "request") & ~pl.col("idle_after")).height,
-        cut_off=timeline.filter(
-            pl.col("composition_source") == "request",
-            (pl.col("start_source").is_not_null().cum_sum() == 0)
-            | (pl.col("start_source").is_not_null().cum_sum(reverse=True) == 0),
-        ).height,
+        cut_off=timeline.filter(is_cut_off()).height,
         idle=int(cycles["idle_after"].sum() or 0),
         busy_ns=round(1000 * (adjacent["cycle_us"].sum() or 0)),
         covered_ns=round(1000 * (adjacent["duration_us"].sum() or 0)),
@@ -267,17 +280,19 @@ def _suffice(e: Evidence, target: str) -> bool:
     return e[f"{target}, train"] >= MIN_TRAIN_ROWS and e[f"{target}, holdout"] >= MIN_HOLDOUT_ROWS
 
 
-def _allowances(e: Evidence, context: RunContext, unknown: str) -> tuple[Allowance, ...]:
+def _allowances(
+    e: Evidence, context: RunContext, unknown: str, hits: Mapping[str, float]
+) -> tuple[Allowance, ...]:
     """Return which models the counts of one scope allow, in reading order."""
     return (
         _step_time(e, unknown),
-        _durations(e),
-        _composition(e),
+        *([_durations(e)] if e["instrumented_runs"] else []),
+        _composition(e, hits),
         _context(e),
         _queue_state(e),
         *(_wait(e, target) for target in targets.TARGETS),
         _latency(e),
-        _prefix_hits(e),
+        _prefix_hits(e, hits),
         _hardware(context),
     )
 
@@ -324,8 +339,14 @@ def _durations(e: Evidence) -> Allowance:
     return Allowance(name, "no", reason)
 
 
-def _composition(e: Evidence) -> Allowance:
+def _composition(e: Evidence, hits: Mapping[str, float]) -> Allowance:
     name = "batch composition"
+    if hits:
+        return Allowance(
+            name,
+            "limited",
+            "every step, from the times of the requests, but prompt tokens in the cache count too",
+        )
     if e["complete_runs"] and e["complete_runs"] == e["runs"]:
         agree = (
             f"; {_share(e['agreeing_steps'], e['compared_steps'])} of sampled steps agree with their summary"
@@ -393,7 +414,17 @@ def _latency(e: Evidence) -> Allowance:
     return Allowance(name, "no", "no request with ARRIVED, FIRST_TOKEN and FINISHED")
 
 
-def _prefix_hits(e: Evidence) -> Allowance:
+def _prefix_hits(e: Evidence, hits: Mapping[str, float]) -> Allowance:
+    if hits:
+        longest = min(hits.values())
+        kept = (
+            f"step times of prompts up to {longest:.0f} tokens are without"
+            if longest
+            else "of prompts of any length: what a prompt token takes is uncertain"
+        )
+        return Allowance(
+            "prefix hits", "no", f"they show in the times, and no span names them; {kept}; {NO_PREFIX_CACHE}"
+        )
     if e["requests_with_cache"]:
         return Allowance("prefix hits", "yes", f"known of {e['requests_with_cache']:,} requests")
     if e["snapshots"]:

@@ -184,6 +184,7 @@ def train(
     result = _result(scopes, runs, evaluation, out=models, report=report, tables=store.root)
     # The report is drawn from what was written: the frames of the fits are not kept beside it.
     del scopes
+    memory.give_back()
     progress.stage("drawing the report")
     # From the files' own numbers, so that `report` makes the same one later.
     made = report_of(as_published(evaluation), *published, store)
@@ -262,6 +263,8 @@ def fit_runs(
             progress.warn(overload_text(one))
         tables = scope_tables([frames[run_id].tables for run_id in sorted(kept)])
         frames.clear()
+        # Memory that the frames took would add to the peak of the fits.
+        memory.give_back()
         fitted = fit_scope(scope, tables, sets, how)
         scopes.append(replace(fitted, overloads=overloads))
     return scopes

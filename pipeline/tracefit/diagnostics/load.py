@@ -28,12 +28,13 @@ def latencies_over_load(requests: pl.DataFrame) -> dict[str, pl.DataFrame]:
     """Return each latency of the requests and how many were in flight when each arrived: run_id, in_flight, ms."""
     began = pl.coalesce("arrival_ns", "queued_ns")
     ended = pl.coalesce("finished_ns", "aborted_ns", "departed_ns")
-    rows = requests.with_columns(began=began, ended=ended).drop_nulls("began")
+    columns = (*SERVER, *(f"{name}_us" for name in LATENCIES))
+    rows = requests.select(*columns, cut_off=is_cut_off(), began=began, ended=ended).drop_nulls("began")
     parts = [
         part.select(
             "run_id",
             *(f"{name}_us" for name in LATENCIES),
-            cut_off=is_cut_off(),
+            "cut_off",
             in_flight=_in_flight(part).cast(pl.Float64),
         )
         for _, part in rows.group_by(SERVER, maintain_order=True)

@@ -148,10 +148,11 @@ def _requests_of(
     if rest.height:
         kept &= ~of.is_in(rest["server"].to_list()) | (pl.col("row") % every == 0)
     chosen = store.scan("requests", [run_id]).with_row_index("row").filter(kept).drop("row")
+    requests = chosen.collect(engine="streaming")
+    if counts.height == len(windows):
+        return requests, ()
     whole = store.read("requests", [run_id], COUNTED_COLUMNS).filter(~of.is_in(windows))
-    return chosen.collect(engine="streaming"), tuple(
-        unknown_batches(whole, budget, has_steps=has_steps)["reason"]
-    )
+    return requests, tuple(unknown_batches(whole, budget, has_steps=has_steps)["reason"])
 
 
 def _context(store: TableStore, runs: pl.DataFrame, run_id: str) -> RunContext:

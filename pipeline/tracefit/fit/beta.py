@@ -46,13 +46,14 @@ from tracefit.fit.holdout import (
 from tracefit.fit.results import Candidate, Missing, StepTimeSource, TargetFacts
 from tracefit.fit.splits import PROMPT_FEATURES, counted, mark_prefix_hits, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
-from tracefit.server.settings import ALL_SPANS, SGLANG_STEPS, context_remedy, step_remedy
+from tracefit.server.settings import ALL_SPANS, NO_PREFIX_CACHE, SGLANG_STEPS, context_remedy, step_remedy
 from tracefit.tables.dialects import SGLANG, STEP_EVENT
 from tracefit.tables.schema import ENGINE
 from tracefit.tables.sources import CycleSource, is_one_step
+from tracefit.timeline import is_cut_off
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from tracefit.fit.fitted import LinearFit
     from tracefit.server.context import ModelScope
@@ -69,8 +70,8 @@ COUNTED_NOTES = (
 
 _NO_HIT = "prefix-cache hits are not in the spans: every prompt token counts as computed"
 _UNCERTAIN_HITS = (
-    "prefix-cache hits show in the times of prompts, and nothing says which tokens were found: the coefficients of prompts are "
-    "uncertain, too low for one that is computed as a whole; --no-enable-prefix-caching makes them certain"
+    "prefix-cache hits show in the times of prompts, and nothing says which tokens were found: the coefficient of a prompt token is "
+    f"uncertain, too low for one that is computed as a whole; {NO_PREFIX_CACHE}"
 )
 
 
@@ -119,17 +120,21 @@ def duration_cover(timeline: pl.DataFrame) -> StepTimeSource:
 
 
 def choose_target(
-    cover: StepTimeSource, wanted: BetaTarget, *, recorded: bool = False, logged: bool = False
+    cover: StepTimeSource, wanted: BetaTarget, sources: Collection[CycleSource]
 ) -> tuple[Literal["clock", "duration"], str]:
     """Return where step times come from, and why: the durations where they cover the steps, otherwise the step clock."""
     if wanted != "auto":
         return wanted, f"asked for with --beta-target {wanted}"
-    if cover.duration_coverage is None and recorded:
-        return "clock", "each record of a step has its time"
-    if cover.duration_coverage is None and logged:
-        return "clock", "the server's log has a line for each step"
     if cover.duration_coverage is None or cover.median_duration_us is None:
-        return "clock", "no two consecutive steps in the sample with a step.duration_us to compare"
+        if any(source.is_recorded for source in sources):
+            why = "each record of a step has its time"
+        elif any(source.is_logged for source in sources):
+            why = "the server's log has a line for each step"
+        elif CycleSource.REQUEST in sources:
+            why = "steps are counted from the times of the requests"
+        else:
+            why = "no two consecutive steps in the sample with a step.duration_us to compare"
+        return "clock", why
     medians = f"median cycle {cover.median_cycle_us:.0f} us, median step.duration_us {cover.median_duration_us:.0f} us"
     share = f"step.duration_us covers {100 * cover.duration_coverage:.1f} % of busy time"
     if cover.duration_coverage >= COVERED_SHARE:
@@ -154,7 +159,7 @@ def fit_step_times(
     sources = {CycleSource(source) for source in tables.timeline["cycle_source"].drop_nulls().unique()}
     recorded = sorted(source for source in sources if source.is_recorded)
     logged = sorted(source for source in sources if source.is_logged)
-    whence, why = choose_target(cover, options.beta_target, recorded=bool(recorded), logged=bool(logged))
+    whence, why = choose_target(cover, options.beta_target, sources)
     source = replace(cover, beta_target_source=whence, beta_target_reason=why)
     if scope.context.gpu is not None and len(sets) > 1:
         # With a known GPU the roofline terms are these amounts of work, scaled to times.
@@ -201,6 +206,7 @@ def fit_step_times(
         reason = (
             *reason,
             *COUNTED_NOTES,
+            f"{tables.timeline.filter(is_cut_off()).height:,} steps at the ends of the recording have no time: requests that were in them may be missing",
             *_notes_on_hits(whole_prompts),
             *([of_all] if placed < recorded_requests else []),
         )

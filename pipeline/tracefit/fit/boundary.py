@@ -50,7 +50,8 @@ def step_clock(timeline: pl.DataFrame) -> pl.DataFrame:
     start = pl.col("ts_start_ns").cast(pl.Float64)
     follows = pl.when(pl.col("step_id").shift(1).over(ENGINE) == pl.col("step_id") - 1)
     return (
-        timeline.drop_nulls("ts_start_ns")
+        timeline.select(*ENGINE, "step_id", "ts_start_ns", "start_sd_us", "idle_after")
+        .drop_nulls("ts_start_ns")
         .sort(*ENGINE, "ts_start_ns")
         .select(
             *ENGINE,
@@ -67,7 +68,8 @@ def interpolated_clock(timeline: pl.DataFrame) -> pl.DataFrame:
 
     No start is interpolated across an idle gap: which of the steps the gap followed is not known.
     """
-    ordered = timeline.sort(*ENGINE, "step_id")
+    columns = (*ENGINE, "step_id", "ts_start_ns", "start_sd_us", "idle_after")
+    ordered = timeline.select(columns).sort(*ENGINE, "step_id")
     start = pl.col("ts_start_ns")
     idle = pl.when(start.is_not_null()).then(pl.col("idle_after").fill_null(value=False)).forward_fill()
     between = start.cast(pl.Float64).interpolate_by("step_id").round().cast(pl.Int64)

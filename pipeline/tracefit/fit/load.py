@@ -130,7 +130,7 @@ def overload_of(run_id: str, requests: pl.DataFrame, steps: pl.DataFrame) -> Ove
     The depth of the queue comes from the journeys, or from the sampled steps of a run without journeys. The tables have the
     columns `REQUEST_COLUMNS` and `STEP_COLUMNS` at least, of this run alone.
     """
-    queued = _growing_queues(requests, steps)
+    queued = tuple(_growing_queues(requests, steps))
     reasons = tuple(_broken_rules(requests, steps, queued))
     return Overload(run_id, reasons, queued=queued) if reasons else None
 
@@ -165,43 +165,35 @@ def _broken_rules(
         yield f"a queue of up to {longest.peak} requests did not empty for {100 * longest.share:.0f} % of the run"
 
 
-def _growing_queues(requests: pl.DataFrame, steps: pl.DataFrame) -> tuple[QueuePeriod, ...]:
-    depth = _depth_by_journeys(requests) if requests.height else _depth_by_steps(steps)
-    # A period begins with the first request that waits and ends when none does.
-    periods = (
-        depth.with_columns(
-            # Each depth lasts until the next event of its server.
-            until_ns=pl.coalesce(pl.col("ts_ns").shift(-1).over("server"), "ts_ns"),
-            period=(pl.col("waiting") == 0).cum_sum().over("server"),
-            length=(pl.col("ts_ns").max() - pl.col("ts_ns").min()).over("server"),
-        )
+def _growing_queues(requests: pl.DataFrame, steps: pl.DataFrame) -> Iterator[QueuePeriod]:
+    depth_of, rows = (_depth_by_journeys, requests) if requests.height else (_depth_by_steps, steps)
+    # As arrays, one server after the other: a recording has millions of requests.
+    for server in rows["server"].unique().sort():
+        depth = depth_of(rows.filter(pl.col("server") == server))
+        at_ns, waiting = depth["ts_ns"].to_numpy(), depth["waiting"].to_numpy()
         # Where all times are equal no time has passed: there is no share of it.
-        .filter(pl.col("length") > 0)
-        .group_by("server", "period", maintain_order=True)
-        .agg(
-            from_ns=pl.col("ts_ns").filter(pl.col("waiting") > 0).min(),
-            to_ns=pl.col("until_ns").max(),
-            peak=pl.col("waiting").max(),
-            length=pl.col("length").first(),
-        )
-        .with_columns(share=(pl.col("to_ns") - pl.col("from_ns")) / pl.col("length"))
-        .filter((pl.col("peak") >= MIN_PEAK) & (pl.col("share") > MAX_QUEUED_SHARE))
-    )
-    return tuple(
-        QueuePeriod(*row) for row in periods.select("server", "from_ns", "to_ns", "peak", "share").rows()
-    )
+        if not at_ns.size or at_ns[0] == at_ns[-1]:
+            continue
+        # A period begins with the first request that waits and ends when none does.
+        begins = np.union1d(0, np.flatnonzero(waiting == 0))
+        peaks = np.maximum.reduceat(waiting, begins)
+        from_ns = at_ns[begins + (waiting[begins] == 0) * (peaks > 0)]
+        to_ns = np.append(at_ns[begins[1:]], at_ns[-1])
+        shares = (to_ns - from_ns) / (at_ns[-1] - at_ns[0])
+        for n in np.flatnonzero((peaks >= MIN_PEAK) & (shares > MAX_QUEUED_SHARE)):
+            yield QueuePeriod(server, int(from_ns[n]), int(to_ns[n]), int(peaks[n]), float(shares[n]))
 
 
 def _depth_by_journeys(requests: pl.DataFrame) -> pl.DataFrame:
-    waits = requests.filter(pl.col("queued_ns").is_not_null() & pl.col("first_scheduled_ns").is_not_null())
+    waits = requests.select("queued_ns", "first_scheduled_ns").drop_nulls()
     events = pl.concat(
-        waits.select("server", ts_ns=name, change=pl.lit(change, pl.Int64))
+        waits.select(ts_ns=name, change=pl.lit(change, pl.Int8))
         for name, change in (("queued_ns", 1), ("first_scheduled_ns", -1))
         # An arrival before a departure with the same stamp: otherwise the depth would drop below zero for a moment.
-    ).sort("server", "ts_ns", "change", descending=[False, False, True])
-    return events.with_columns(waiting=pl.col("change").cum_sum().over("server"))
+    ).sort("ts_ns", "change", descending=[False, True])
+    return events.select("ts_ns", waiting=pl.col("change").cast(pl.Int64).cum_sum())
 
 
 def _depth_by_steps(steps: pl.DataFrame) -> pl.DataFrame:
     known = steps.drop_nulls(["ts_start_ns", "waiting_depth"])
-    return known.select("server", ts_ns="ts_start_ns", waiting="waiting_depth").sort("server", "ts_ns")
+    return known.select(ts_ns="ts_start_ns", waiting="waiting_depth").sort("ts_ns")

@@ -561,7 +561,7 @@ _SAMPLED = "Journeys are sampled: batches are known from step summaries only, an
 
 
 def _clock(t: published.TimelineEntry) -> Section:
-    """Return the section on the source of step times: the coverage of `step.duration_us`, and the step clock."""
+    """Return the section on the source of step times: the coverage of `step.duration_us`, where steps have it, and the step clock."""
     rows = [
         ("busy time covered by `step.duration_us`", share(t.duration_coverage)),
         ("median cycle, us", number(t.median_cycle_us)),
@@ -581,11 +581,11 @@ def _clock(t: published.TimelineEntry) -> Section:
         ("API events corrected from another host's clock", count(t.clock_corrected_events)),
     ]
     return section(
-        "`step.duration_us` and the step clock",
+        "The step clock" if t.duration_coverage is None else "`step.duration_us` and the step clock",
         f"Step times come from the {t.beta_target_source}: {t.beta_target_reason}."
         if t.beta_target_reason
         else "",
-        table(("what", "value"), rows),
+        table(("what", "value"), [row for row in rows if row[1] != number(None)]),
         _AHEAD if t.execution_lag_steps else "",
         # The rate is an estimate: nearly 1 may be 1.
         _SAMPLED if t.journey_sampling is not None and 0 < t.journey_sampling < _MOST_SAMPLED else "",

@@ -563,6 +563,9 @@ ALL_SPANS = (
 
 NOT_OF_STOCK = "no flag of an unmodified vLLM gives it"
 
+NO_PREFIX_CACHE = "--no-enable-prefix-caching makes it certain"
+"""How to get the time of a prompt token from spans without prefix-cache hits."""
+
 _REQUEST_SPANS = f"a span of every request gives it: start the server with {ENDPOINT_FLAG} URL"
 
 

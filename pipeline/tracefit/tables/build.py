@@ -64,6 +64,9 @@ _BYTES_PER_SPAN = 128
 OTHER_RECORD = "steps.step_id is that of another record with other values"
 """Reason of a record whose step is recorded already."""
 
+_LAYER_BLOCK_ROWS = 1024
+"""Trace ids are random: a block of every spilled part waits while the layers are joined, at several times its size."""
+
 _MOST_SCOPES = 16
 """How many other scopes are named: those with the most spans."""
 
@@ -387,7 +390,7 @@ class _Run:
             # The first column of a key is the run id, which is constant here.
             key = table.key[1:5] if table else ("trace_id",)
             order = table.order[1:] if table else key
-            self.sorts[name] = self.space.sort(key, order)
+            self.sorts[name] = self.space.sort(key, order, block_rows=None if table else _LAYER_BLOCK_ROWS)
         return self.sorts[name]
 
     def finish(

@@ -51,9 +51,11 @@ class SortSpace:
     block_rows: int = 8 * 1024
     sorts: list[ExternalSort] = field(default_factory=list)
 
-    def sort(self, key: Sequence[str], order: Sequence[str]) -> ExternalSort:
-        """Return a new sort in this space, with the arguments of `ExternalSort`."""
-        self.sorts.append(ExternalSort(self, key, order))
+    def sort(
+        self, key: Sequence[str], order: Sequence[str], *, block_rows: int | None = None
+    ) -> ExternalSort:
+        """Return a new sort in this space, with the arguments of `ExternalSort`; `block_rows` if not those of the space."""
+        self.sorts.append(ExternalSort(self, key, order, block_rows or self.block_rows))
         return self.sorts[-1]
 
     def evict(self) -> None:
@@ -71,6 +73,7 @@ class ExternalSort:
         space: The memory and the folder for the rows.
         key: Columns that decide where windows are cut: rows with equal keys share a window. Nulls are last.
         order: All columns to sort by, `key` first.
+        block_rows: Rows of a block.
         rows: Number of rows added.
         held_bytes: Size of the rows in memory.
     """
@@ -78,6 +81,7 @@ class ExternalSort:
     space: SortSpace
     key: Sequence[str]
     order: Sequence[str]
+    block_rows: int
     rows: int = 0
     held_bytes: int = 0
     _held: list[pl.DataFrame] = field(default_factory=list)
@@ -164,8 +168,8 @@ class ExternalSort:
         options = pa.ipc.IpcWriteOptions(compression="lz4")
         schema = rows.clear().to_arrow().schema
         with create(path) as stream, pa.ipc.new_file(stream, schema, options=options) as writer:
-            for number, start in enumerate(range(0, rows.height, self.space.block_rows)):
-                block = rows[order[start : start + self.space.block_rows]]
+            for number, start in enumerate(range(0, rows.height, self.block_rows)):
+                block = rows[order[start : start + self.block_rows]]
                 writer.write_batch(block.to_arrow().combine_chunks().to_batches()[0])
                 self._blocks.append(_Block(_keys_of(block.select(self.key))(0), path, number))
 

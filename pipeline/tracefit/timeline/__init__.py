@@ -17,6 +17,7 @@ from tracefit.timeline.request_steps import (
     PLACED_COLUMNS,
     count_steps,
     events_of,
+    is_cut_off,
 )
 from tracefit.timeline.request_times import with_step_times
 from tracefit.timeline.segments import requeue_waits
@@ -31,6 +32,7 @@ __all__ = [
     "count_steps",
     "events_of",
     "execution_lags",
+    "is_cut_off",
     "is_logged",
     "log_clock",
     "longest_whole_prompt",

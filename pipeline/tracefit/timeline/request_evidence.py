@@ -61,6 +61,9 @@ _MOST_SCATTER = 0.22
 more with half of the requests of twelve generated runs. Complete, these have 0.05 to 0.12, and an overloaded CPU 0.19."""
 
 _TRACE_ALL = "trace every request: OTEL_TRACES_SAMPLER=always_on, and no sampling after it"
+_SHARED = "; or, if these servers are API processes of one engine, start it with --api-server-count 1"
+
+_APART = "record one alone: a server with --api-server-count 1, of one data-parallel rank, under its own OTEL_SERVICE_NAME"
 
 _OFTEN_ALONE = 0.05
 """Share of requests that come to an empty engine from which on they speak for the whole recording."""
@@ -68,6 +71,9 @@ _OFTEN_ALONE = 0.05
 _MOST_LATE = 0.25
 _LATE = 0.4
 """A wait of this share of a short step is one for a step in progress."""
+
+_MOST_UNEVEN = 3.0
+"""Where tokens take so many times as long as the quickest ones, on average, what holds up the engine holds up arrivals too."""
 
 
 def unknown_batches(requests: pl.DataFrame, budget: int | None, *, has_steps: bool = False) -> pl.DataFrame:
@@ -88,9 +94,11 @@ def unknown_batches(requests: pl.DataFrame, budget: int | None, *, has_steps: bo
     numbered = requests.select(*SERVER, "arrival_ns", unplaced=unplaced, is_usable=is_usable())
     stock = numbered.with_row_index("row").filter("unplaced")
     found = []
-    for (run_id, server), rows in stock.group_by(SERVER, maintain_order=True):
+    servers = stock.partition_by(SERVER, as_dict=True, maintain_order=True)
+    for (run_id, server), rows in servers.items():
         if (reason := next(_reasons(requests, rows, budget or BUDGET), None)) is not None:
-            found.append((run_id, server, reason))
+            shared = _SHARED if _TRACE_ALL in reason and len(servers) > 1 else ""
+            found.append((run_id, server, reason + shared))
     types = {name: REQUESTS.types[name] for name in SERVER}
     return pl.DataFrame(found, schema={**types, "reason": pl.String()}, orient="row")
 
@@ -119,7 +127,7 @@ def _reasons(requests: pl.DataFrame, rows: pl.DataFrame, budget: float) -> Itera
     if (close := _close_share(spans, graph, short_us)) > _MOST_CLOSE:
         yield (
             "token times are closer together than two steps of one engine can be, as often as those of several engines or "
-            f"front ends would be ({100 * min(close, 1.0):.0f} % of that); give each its own service.instance.id, or record one"
+            f"front ends would be ({100 * min(close, 1.0):.0f} % of that); {_APART}"
         )
     if graph.time_conflicts > _MOST_LACKING:
         yield f"the times of {100 * graph.time_conflicts:.0f} % of the requests contradict each other: they are of several engines"
@@ -182,7 +190,11 @@ def _hidden(r: Spans, short_us: float, scatter: float | None) -> str | None:
     arrival_us, ends = r.arrival_us, (r.last_ns - r.zero_ns) / 1e3
     before = np.r_[-np.inf, np.maximum.accumulate(ends)[:-1]]
     alone = np.flatnonzero(arrival_us > before)
-    if alone.size >= _FEW and not r.is_client:
+    lack = "few came to an empty engine"
+    usual = float(r.decode_us.sum() / max(r.decodes.sum(), 1.0)) / short_us
+    if usual > _MOST_UNEVEN:
+        lack = f"a token took {usual:.1f} times as long on average as at its quickest, as on a machine with other work"
+    elif alone.size >= _FEW and not r.is_client:
         waited = ((r.first_ns - r.zero_ns) / 1e3 - arrival_us - r.prefill_us)[alone]
         late = waited > np.quantile(waited, 0.1) + _LATE * short_us
         if late.mean() > _MOST_LATE:
@@ -196,7 +208,7 @@ def _hidden(r: Spans, short_us: float, scatter: float | None) -> str | None:
         return None
     off = "too few are known" if scatter is None else f"90th percentile {100 * scatter:.0f} %"
     return (
-        f"nothing shows that every request has a span: few came to an empty engine, and the times of steps are far off what the "
+        f"nothing shows that every request has a span: {lack}, and the times of steps are far off what the "
         f"known batches explain ({off}), as requests without a span, preemptions and several tokens a step make them; "
         f"{_TRACE_ALL}, and record some minutes of light load too"
     )

@@ -169,6 +169,16 @@ def on_steps(rows: pl.DataFrame, spans: Spans, g: Graph, ended: Ints, lag: int) 
     )
 
 
+def is_cut_off() -> pl.Expr:
+    """Return which steps counted from requests lie before the first known start of an engine, or after the last one.
+
+    Requests may be missing there, at the ends of a recording.
+    """
+    starts = pl.col("start_source").is_not_null()
+    ends = pl.min_horizontal(starts.cum_sum().over(ENGINE), starts.cum_sum(reverse=True).over(ENGINE)) == 0
+    return (pl.col("composition_source") == "request") & ends
+
+
 def events_of(requests: pl.DataFrame) -> pl.DataFrame:
     """Return the core events that requests placed on steps have, as rows of `journey_events`; of other requests none."""
     own = requests.filter(is_counted() & pl.col("first_token_step").is_not_null())
