@@ -36,7 +36,11 @@ SUMMARY = {
     "kv.blocks_total_gpu": int,
     "kv.blocks_free_gpu": int,
 }
-MORE = {"batch.prefill_context_tokens": int, "batch.decode_context_tokens": int}
+MORE = {
+    "batch.prefill_context_tokens": int,
+    "batch.decode_context_tokens": int,
+    "batch.prefix_hit_tokens": int,
+}
 SNAPSHOT = {
     "step.id": int,
     "request.id": str,

@@ -132,6 +132,7 @@ def test_a_prefix_hit_is_in_a_snapshot_whatever_the_sampling(traced, built):
     assert snapshot["request.id"] == name(1)
     assert snapshot["request.num_prompt_tokens"] - snapshot["request.effective_prompt_len"] == 16
     assert found.summaries[0]["batch.prefill_context_tokens"] == 16
+    assert [s["batch.prefix_hit_tokens"] for s in found.summaries] == [16, *[0] * (len(found.summaries) - 1)]
 
 
 def test_drafts_that_were_wrong_are_taken_back_from_the_steps_ahead(built):

@@ -307,6 +307,7 @@ class SpanBuilder:
             request.computed += request.scheduled
             request.scheduled = 0
         comes_in = set()
+        hits = 0
         entries = [*new, *zip(others, computed, blocks, strict=True)]
         for name, before, got in entries:
             if (known := self._requests.get(name)) is None:
@@ -321,6 +322,7 @@ class SpanBuilder:
                 self._event(known, "SCHEDULED", end_ns, step, **kind)
                 if is_first:
                     known.cached = before
+                    hits += before
             known.prefilled = max(known.prefilled, min(known.prompt, before + known.scheduled))
 
         is_sampled_step = self._random.random() < self._header.step_rate
@@ -340,10 +342,14 @@ class SpanBuilder:
                     "queue.running_depth": running,
                     "queue.waiting_depth": waiting,
                 }
-                counts = {"batch.num_finished": finished, "batch.num_preempted": preempted}
+                counts = {
+                    "batch.num_finished": finished,
+                    "batch.num_preempted": preempted,
+                    "batch.prefix_hit_tokens": hits,
+                }
                 at = self._unix(end_ns)
                 events = [Event("step.BATCH_SUMMARY", at, times | summary | counts | self._usage(free))]
-                # Prefix-cache hits are in snapshots alone: a request's first step with some always has its own.
+                # tracefit reads a request's prefix-cache hits from a snapshot: its first step with some always has one.
                 shown = [
                     name
                     for name, request in self._running.items()
