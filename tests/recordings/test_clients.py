@@ -80,7 +80,7 @@ def test_tokens_of_two_engines_have_steps_without_times(tmp_path):
     assert not decoded(clients.vllm_bench(plan), tmp_path).steps["cycle_us"].count()
 
 
-@pytest.mark.parametrize("folder", ["vllm-bench", "guidellm", "aiperf"])
+@pytest.mark.parametrize("folder", ["vllm-bench", "guidellm", "aiperf", "inference-perf"])
 def test_what_the_programs_wrote_is_read(folder, tmp_path):
     (path,) = (FIXTURES / folder).iterdir()
     found = decoded(gzip.decompress(path.read_bytes()), tmp_path)
