@@ -60,9 +60,8 @@ def is_usable() -> pl.Expr:
     """Say whether steps are counted from a request and it has all times and lengths; never null."""
     needed = pl.when(pl.col("dialect") == CLIENT).then(pl.all_horizontal(pl.col(_OF_CLIENT).is_not_null()))
     whole = needed.otherwise(pl.all_horizontal(pl.col(NEEDED).is_not_null()))
-    return (whole & (pl.min_horizontal("prompt_tokens", "output_tokens") > 0) & is_counted()).fill_null(
-        value=False
-    )
+    has_lengths = pl.all_horizontal(pl.col("prompt_tokens", "output_tokens") > 0)
+    return (whole & has_lengths & is_counted()).fill_null(value=False)
 
 
 @dataclass(frozen=True, slots=True)
