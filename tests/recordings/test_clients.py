@@ -121,15 +121,28 @@ def test_requests_without_prompt_lengths_are_not_counted(tmp_path):
 
 # -- damage -------------------------------------------------------------------------------------------------
 
+EVERY_FORM = clients.FORMS | clients.EXPERIMENT
 
-@pytest.mark.parametrize("name", clients.FORMS)
+
+@pytest.mark.parametrize(
+    ("form", "key"), [(clients.inference_perf, b'"start_time": '), (clients.request_log, b'"queued_ts": ')]
+)
+def test_a_log_whose_first_request_is_odd_is_one_all_the_same(form, key, tmp_path):
+    before, after = form(clients.planned(10)).split(key, 1)
+    found = decoded(before + key + b"null" + after[after.index(b",") :], tmp_path)
+    assert (found.spans.height, len(found.rejects)) == (9, 1)
+
+
+@pytest.mark.parametrize("name", EVERY_FORM)
 def test_a_record_with_a_text_for_a_time_costs_itself(name, tmp_path):
-    content = clients.FORMS[name](clients.planned(10))
+    content = EVERY_FORM[name](clients.planned(10))
     keys = {
         "bench.json": b'"start_times": [',
         "guidellm.json": b'"request_start": ',
         "per_request_lifecycle_metrics.json": b'"end_time": ',
         "profile_export.jsonl": b'"request_end_ns": ',
+        "requests.json": b'"arrival_time_us": ',
+        "measured.json": b'"e2e_s": ',
     }
     at = content.rindex(keys[name]) + len(keys[name])
     found = decoded(content[:at] + b'"secret", ' * name.startswith("bench") + content[at:], tmp_path)
@@ -142,9 +155,9 @@ def test_a_record_with_a_text_for_a_time_costs_itself(name, tmp_path):
     assert "secret" not in found.rejects[0].reason + found.rejects[0].excerpt
 
 
-@pytest.mark.parametrize("name", clients.FORMS)
+@pytest.mark.parametrize("name", EVERY_FORM)
 def test_a_cut_file_is_a_reject_not_an_error(name, tmp_path):
-    content = clients.FORMS[name](clients.planned(10))
+    content = EVERY_FORM[name](clients.planned(10))
     found = decoded(content[: len(content) * 3 // 4], tmp_path)
     assert len(found.rejects) == 1
 
