@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 
 import polars as pl
@@ -15,6 +16,7 @@ from tracefit.inputs.files import TraceFile
 from tracefit.recordings import RECORDINGS
 from tracefit.tables import schema
 from tracefit.tables.client_times import with_client_times
+from tracefit.tables.store import TableStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/clients"
 
@@ -184,6 +186,19 @@ def test_a_request_log_gives_the_engine_s_durations(tmp_path):
         # The soonest queued is taken to be queued as it arrives: here all of them, a millisecond after.
         first = request.token_s[0] - request.sent_s - 0.001
         assert row["gen_ai.latency.time_to_first_token"] == pytest.approx(first, abs=1e-6)
+
+
+def test_the_soonest_queued_of_a_log_has_no_admission(tmp_path):
+    (tmp_path / "run").mkdir()
+    lines = [json.loads(line) for line in clients.request_log(clients.planned(40)).splitlines()]
+    for n, line in enumerate(lines):
+        line["scheduled_ts"] += 1.23456789e-4 * n
+    (tmp_path / "run/requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tracefit.ingest(tmp_path / "run", tmp_path / "out")
+    # All were queued a millisecond after they came: floats leave picoseconds of that.
+    admission_us = TableStore(tmp_path / "out").read("requests")["admission_us"]
+    assert all(us == 0 or us > 1e-3 for us in admission_us)
+    assert admission_us.min() == 0
 
 
 def test_a_line_with_times_out_of_order_costs_itself(tmp_path):
