@@ -12,7 +12,7 @@ import pytest
 from stock import stock_requests
 from tracefit.synth import SynthOptions, synth
 from tracefit.synth.laws import GPUS, MODELS, LinearLaw, RooflineLaw
-from tracefit.synth.options import LoadPhase
+from tracefit.synth.options import LengthMix, LoadPhase
 from tracefit.timeline import EngineLimits, count_steps, longest_whole_prompt, unknown_batches
 from tracefit.timeline.request_evidence import sampled_rate
 
@@ -138,6 +138,13 @@ def test_steps_of_several_tokens_are_seen():
     tokens = np.random.default_rng(5).uniform(1, 3, requests.height)
     more = (pl.col("output_tokens") * pl.Series(tokens)).round().cast(pl.Int64)
     assert "speculative" in _reason(requests.with_columns(output_tokens=more))
+
+
+def test_requests_that_fill_the_cache_evenly_are_all():
+    """Where requests are preempted the cache is full: half of the requests would fill it now more, now less."""
+    requests = _requests(14.0, requests=400, num_blocks=1200, output_tokens=LengthMix(((1.0, 400.0, 0.2),)))
+    assert _reason(requests) is None
+    assert "preempted" in _reason(requests.sample(fraction=0.6, seed=1).sort("arrival_ns"))
 
 
 def test_requests_without_times_were_in_the_batches_too():
