@@ -147,6 +147,18 @@ def test_requests_that_fill_the_cache_evenly_are_all():
     assert "preempted" in _reason(requests.sample(fraction=0.6, seed=1).sort("arrival_ns"))
 
 
+def test_a_client_s_counts_of_words_are_not_the_engine_s_tokens():
+    requests = _requests(output_tokens=LengthMix(((1.0, 250.0, 0.0),)))
+    client = requests.with_columns(
+        pl.lit(None).cast(pl.Float64).alias(name) for name in ("queue_wait_us", "prefill_us", "decode_us")
+    ).with_columns(dialect=pl.lit("client"), client_ttft_us="ttft_us", client_e2e_us="e2e_us")
+    words = pl.Series(np.random.default_rng(5).uniform(0.3, 1.0, requests.height))
+    assert "usage" not in (_reason(client) or "")
+    assert "usage" in _reason(
+        client.with_columns(output_tokens=(pl.col("output_tokens") * words).round().cast(pl.Int64))
+    )
+
+
 def test_requests_without_times_were_in_the_batches_too():
     requests = _requests()
     some = pl.Series(np.arange(requests.height) % 10 == 0)
