@@ -155,6 +155,24 @@ def request_log(requests: list[Request]) -> bytes:
     return b"".join(map(line, requests))
 
 
+def experiment_requests(requests: list[Request]) -> bytes:
+    """Return what an experiment of inference-sim sent, as its `requests.json`."""
+    sent = [
+        {"index": n, "arrival_time_us": 1e6 * r.sent_s, "input_tokens": r.prompt, "output_tokens": r.output}
+        for n, r in enumerate(requests)
+    ]
+    return json.dumps({"requests": sent}).encode()
+
+
+def experiment_latencies(requests: list[Request]) -> bytes:
+    """Return what it measured, as its `measured.json`."""
+    measured = [
+        {"index": n, "ttft_s": r.token_s[0] - r.sent_s, "e2e_s": r.token_s[-1] - r.sent_s}
+        for n, r in enumerate(requests)
+    ]
+    return json.dumps(measured).encode()
+
+
 FORMS = {
     "bench.json": vllm_bench,
     "guidellm.json": guidellm,
@@ -162,3 +180,6 @@ FORMS = {
     "profile_export.jsonl": aiperf,
 }
 """Name of a file to the function that writes it."""
+
+EXPERIMENT = {"requests.json": experiment_requests, "measured.json": experiment_latencies}
+"""The two files of an experiment, likewise."""

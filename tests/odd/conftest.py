@@ -23,7 +23,7 @@ import polars as pl
 import pytest
 import typer.main
 
-from clients import FORMS, planned, request_log
+from clients import EXPERIMENT, FORMS, planned, request_log
 from recorded import WRITERS, csv_lines, records_of
 from tracefit import consumers
 from tracefit.cli import main
@@ -54,6 +54,8 @@ SHAPES: dict[str, SynthOptions] = {
     "journeys sampled": replace(_BASE, journey_sampling=0.5),
     "events dropped": replace(_BASE, span_event_limit=20),
     "whole durations": replace(_BASE, duration="step", requests=80),
+    "unmodified vLLM": replace(_BASE, form="stock", requests=150),
+    "SGLang": replace(_BASE, form="sglang", requests=100),
 }
 """Runs that hold less, or more, than a run should: what is changed in them comes on top."""
 
@@ -91,6 +93,11 @@ class OddRun:
         if name:
             holders = [e for span in holders for e in span.get("events", ()) if e["name"].endswith(name)]
         return [h for h in holders if any(a["key"] == key for a in h["attributes"])]
+
+    def attributes(self):
+        """Return every attribute that it may have: event (none: of a span), key."""
+        own = {("", a["key"]) for span in self.spans() for a in span["attributes"]}
+        return sorted({*attributes_of_events(), *own})
 
     def strip(self, name, key):
         """Leave an attribute out of every event whose name ends so (of any name, and the spans: empty); return of how many."""
@@ -284,7 +291,7 @@ def _some(holders, rng):
 
 
 def _set(run, rng):
-    name, key = rng.choice(attributes_of_events())
+    name, key = rng.choice(run.attributes())
     value = rng.choice(ODD_VALUES)
     chosen = _some(run.carriers(name, key), rng)
     for holder in chosen:
@@ -323,15 +330,19 @@ def recorded(shape, rng, folder, root):
 def logged(rng, folder):
     """Write a log of a load generator, or of a server's requests, some numbers of it odd; return the folder."""
     plan = planned(rng.choice((1, 4, 60, 150)))
-    names = rng.sample([*FORMS, "request_log"], rng.choice((1, 1, 2)))
+    forms = {**FORMS, **EXPERIMENT, "request_log": request_log}
+    names = rng.sample(list(forms), rng.choice((1, 1, 2)))
     folder.mkdir(parents=True)
+    if {*names} & {*EXPERIMENT}:
+        names = [*EXPERIMENT]
     for name in names:
-        content = FORMS.get(name, request_log)(plan)
+        content = forms[name](plan)
         places = [match.span() for match in re.finditer(rb"-?[0-9]+(?:[.][0-9]+)?(?:e-?[0-9]+)?", content)]
         for begin, end in sorted(rng.sample(places, min(rng.choice((0, 1, 5)), len(places))), reverse=True):
             content = content[:begin] + json.dumps(rng.choice(ODD_NUMBERS)).encode() + content[end:]
         if rng.random() < 0.2:
-            content = content[: rng.randrange(len(content))]
+            # What is left shows what it is.
+            content = content[: rng.randrange(len(content) // 2, len(content))]
         if rng.random() < 0.2:
             content += content
         (folder / name).write_bytes(content)
@@ -352,8 +363,8 @@ def _written(name, one):
 
 
 def _scatter(run, rng):
-    """Replace 50 to 300 values of any events by odd ones, a tenth of them by none."""
-    held = [a for span in run.spans() for e in span.get("events", ()) for a in e["attributes"]]
+    """Replace 50 to 300 values of any spans and events by odd ones, a tenth of them by none."""
+    held = [a for span in run.spans() for e in (span, *span.get("events", ())) for a in e["attributes"]]
     count = min(rng.randint(50, 300), len(held))
     for attribute in rng.sample(held, count):
         attribute["value"] = copy.copy(rng.choice(ODD_VALUES))
@@ -363,7 +374,7 @@ def _scatter(run, rng):
 
 
 def _strip(run, rng):
-    pairs = rng.sample(attributes_of_events(), rng.choice((1, 10)))
+    pairs = rng.sample(run.attributes(), rng.choice((1, 10)))
     for name, key in pairs:
         run.strip(name, key)
     return f"without {pairs}"
@@ -371,7 +382,7 @@ def _strip(run, rng):
 
 def _swap(run, rng):
     """Give the values of an attribute to other events than their own."""
-    name, key = rng.choice(attributes_of_events())
+    name, key = rng.choice(run.attributes())
     held = [a for h in _some(run.carriers(name, key), rng) for a in h["attributes"] if a["key"] == key]
     values = [a["value"] for a in held]
     rng.shuffle(values)
@@ -389,6 +400,30 @@ def _times(run, rng):
     for event, time in zip(events, times, strict=True):
         event["timeUnixNano"] = time
     return f"times of {len(events)} events shuffled, {away} ns away"
+
+
+def _span_times(run, rng):
+    """Move spans, or their ends, by odd times: those of SGLang are its stages, and one of an unmodified vLLM is a request."""
+    spans = _some(run.spans(), rng)
+    away = rng.choice((0, 10**6, 10**9, 10**17, -(10**9)))
+    keys = rng.choice((("startTimeUnixNano", "endTimeUnixNano"), ("endTimeUnixNano",)))
+    for key in keys:
+        times = [str(max(0, int(span[key]) + away)) for span in spans]
+        rng.shuffle(times)
+        for span, time in zip(spans, times, strict=True):
+            span[key] = time
+    return f"times of {len(spans)} spans shuffled, {away} ns away"
+
+
+def _span_names(run, rng):
+    """Give some spans the names, or the parents, of others, as stages that are missing or nested in another way."""
+    spans = _some(run.spans(), rng)
+    key = rng.choice(("name", "parentSpanId"))
+    values = [span.get(key, "") for span in spans]
+    rng.shuffle(values)
+    for span, value in zip(spans, values, strict=True):
+        span[key] = value
+    return f"{key} of {len(spans)} spans swapped"
 
 
 def _api_clock(run, rng):
@@ -431,7 +466,7 @@ def _wide_ids(run, rng):
     return f"step ids from {least} on times {factor}"
 
 
-_CLOCKS_AND_IDS = (_api_clock, _one_time, _wide_ids)
+_CLOCKS_AND_IDS = (_api_clock, _one_time, _wide_ids, _span_times, _span_names)
 
 
 def _epoch(run, rng):

@@ -65,7 +65,7 @@ def test_odd_logs_of_clients_go_through_every_command(odd, tmp_path, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(14))
+@pytest.mark.parametrize("number", range(16))
 def test_a_run_of_every_shape_goes_through_every_command(odd, root, tmp_path, number):
     odd.through(odd.run(odd.shapes[number], root).write(tmp_path / "odd"), tmp_path)
 

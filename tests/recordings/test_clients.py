@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 
 import polars as pl
 import pytest
 
 import clients
+import tracefit
 from tracefit.inputs.blocks import Block, inspect_file
 from tracefit.inputs.files import TraceFile
 from tracefit.recordings import RECORDINGS
 from tracefit.tables import schema
 from tracefit.tables.client_times import with_client_times
+from tracefit.tables.store import TableStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/clients"
 
@@ -80,12 +83,12 @@ def test_tokens_of_two_engines_have_steps_without_times(tmp_path):
     assert not decoded(clients.vllm_bench(plan), tmp_path).steps["cycle_us"].count()
 
 
-@pytest.mark.parametrize("folder", ["vllm-bench", "guidellm", "aiperf"])
+@pytest.mark.parametrize("folder", ["vllm-bench", "guidellm", "aiperf", "inference-perf"])
 def test_what_the_programs_wrote_is_read(folder, tmp_path):
     (path,) = (FIXTURES / folder).iterdir()
     found = decoded(gzip.decompress(path.read_bytes()), tmp_path)
     assert not found.rejects
-    assert found.spans.height == (20 if folder == "guidellm" else 40)
+    assert found.spans.height == (150 if folder == "guidellm" else 40)
     told = latencies(found.spans)
     # A step of the stub takes 15 ms and 0.5 ms a request; the process that sleeps it adds to that.
     assert told["itl"].min() > 0.015
@@ -97,17 +100,51 @@ def test_what_the_programs_wrote_is_read(folder, tmp_path):
         assert 15_000 < found.steps["cycle_us"].median() < 22_000
 
 
+def test_first_and_last_tokens_of_all_requests_give_the_steps(tmp_path):
+    tracefit.run(FIXTURES / "guidellm", out=tmp_path / "out", options=tracefit.TrainOptions(fast=True))
+    step = tracefit.load(tmp_path / "out").as_sklearn("beta.cycle_time")
+    decodes = pl.Series("num_decode_reqs", [1, 3, 5])
+    batches = pl.DataFrame([decodes, decodes.alias("decode_tokens"), (80 * decodes).alias("context_tokens")])
+    batches = batches.with_columns(pl.lit(0).alias(name) for name in ("num_prefill_reqs", "prefill_tokens"))
+    # The stub's law; its timers and the program's own stamps are late by some 0.2 ms.
+    assert step.predict(batches) == pytest.approx([15_500, 16_500, 17_500], rel=0.04)
+
+
+def test_requests_without_prompt_lengths_are_not_counted(tmp_path):
+    plan = clients.planned()
+    for request in plan:
+        request.prompt = 0
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/guidellm.json").write_bytes(clients.guidellm(plan))
+    (scope,) = tracefit.inspect(tmp_path / "run").scopes
+    reasons = {allowed.what: allowed.reason for allowed in scope.allows}
+    assert "100 % of the requests lack times or lengths" in reasons["step time"]
+
+
 # -- damage -------------------------------------------------------------------------------------------------
 
+EVERY_FORM = clients.FORMS | clients.EXPERIMENT
 
-@pytest.mark.parametrize("name", clients.FORMS)
+
+@pytest.mark.parametrize(
+    ("form", "key"), [(clients.inference_perf, b'"start_time": '), (clients.request_log, b'"queued_ts": ')]
+)
+def test_a_log_whose_first_request_is_odd_is_one_all_the_same(form, key, tmp_path):
+    before, after = form(clients.planned(10)).split(key, 1)
+    found = decoded(before + key + b"null" + after[after.index(b",") :], tmp_path)
+    assert (found.spans.height, len(found.rejects)) == (9, 1)
+
+
+@pytest.mark.parametrize("name", EVERY_FORM)
 def test_a_record_with_a_text_for_a_time_costs_itself(name, tmp_path):
-    content = clients.FORMS[name](clients.planned(10))
+    content = EVERY_FORM[name](clients.planned(10))
     keys = {
         "bench.json": b'"start_times": [',
         "guidellm.json": b'"request_start": ',
         "per_request_lifecycle_metrics.json": b'"end_time": ',
         "profile_export.jsonl": b'"request_end_ns": ',
+        "requests.json": b'"arrival_time_us": ',
+        "measured.json": b'"e2e_s": ',
     }
     at = content.rindex(keys[name]) + len(keys[name])
     found = decoded(content[:at] + b'"secret", ' * name.startswith("bench") + content[at:], tmp_path)
@@ -120,9 +157,9 @@ def test_a_record_with_a_text_for_a_time_costs_itself(name, tmp_path):
     assert "secret" not in found.rejects[0].reason + found.rejects[0].excerpt
 
 
-@pytest.mark.parametrize("name", clients.FORMS)
+@pytest.mark.parametrize("name", EVERY_FORM)
 def test_a_cut_file_is_a_reject_not_an_error(name, tmp_path):
-    content = clients.FORMS[name](clients.planned(10))
+    content = EVERY_FORM[name](clients.planned(10))
     found = decoded(content[: len(content) * 3 // 4], tmp_path)
     assert len(found.rejects) == 1
 
@@ -149,6 +186,19 @@ def test_a_request_log_gives_the_engine_s_durations(tmp_path):
         # The soonest queued is taken to be queued as it arrives: here all of them, a millisecond after.
         first = request.token_s[0] - request.sent_s - 0.001
         assert row["gen_ai.latency.time_to_first_token"] == pytest.approx(first, abs=1e-6)
+
+
+def test_the_soonest_queued_of_a_log_has_no_admission(tmp_path):
+    (tmp_path / "run").mkdir()
+    lines = [json.loads(line) for line in clients.request_log(clients.planned(40)).splitlines()]
+    for n, line in enumerate(lines):
+        line["scheduled_ts"] += 1.23456789e-4 * n
+    (tmp_path / "run/requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tracefit.ingest(tmp_path / "run", tmp_path / "out")
+    # All were queued a millisecond after they came: floats leave picoseconds of that.
+    admission_us = TableStore(tmp_path / "out").read("requests")["admission_us"]
+    assert all(us == 0 or us > 1e-3 for us in admission_us)
+    assert admission_us.min() == 0
 
 
 def test_a_line_with_times_out_of_order_costs_itself(tmp_path):

@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+import clients
 import tracefit as package
 from tracefit.coefficients.model import CoefficientFile
 from tracefit.commands import replay as replay_command
@@ -232,29 +233,19 @@ def test_requests_that_a_client_sent_are_replayed_on_the_steps_of_the_server(tmp
     folder = write_run(run, tmp_path)
     sent = run.truth_requests.sort("arrival_ns")
     front_s = 0.02
-    rows = [
-        (n, (r["arrival_ns"] - sent["arrival_ns"][0]) / 1e3, r)
-        for n, r in enumerate(sent.iter_rows(named=True))
+    zero_ns = sent["arrival_ns"][0]
+    plan = [
+        clients.Request(
+            "",
+            (r["arrival_ns"] - zero_ns) / 1e9,
+            r["prompt_tokens"],
+            r["output_tokens"],
+            [(r[name] - zero_ns) / 1e9 + front_s for name in ("first_token_ns", "finished_ns")],
+        )
+        for r in sent.iter_rows(named=True)
     ]
-    lengths = [
-        {
-            "index": n,
-            "arrival_time_us": at,
-            "input_tokens": r["prompt_tokens"],
-            "output_tokens": r["output_tokens"],
-        }
-        for n, at, r in rows
-    ]
-    latencies = [
-        {
-            "index": n,
-            "ttft_s": (r["first_token_ns"] - r["arrival_ns"]) / 1e9 + front_s,
-            "e2e_s": (r["finished_ns"] - r["arrival_ns"]) / 1e9 + front_s,
-        }
-        for n, _, r in rows
-    ]
-    (folder / "requests.json").write_text(json.dumps({"requests": lengths}))
-    (folder / "measured.json").write_text(json.dumps(latencies))
+    for name, form in clients.EXPERIMENT.items():
+        (folder / name).write_bytes(form(plan))
     package.run([folder], tmp_path / "out")
     (found,) = package.replay_runs(tmp_path / "out").runs
     errors = {q.name: abs(q.error_pct) for q in found.quantities}

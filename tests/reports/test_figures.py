@@ -157,15 +157,25 @@ def test_the_engine_over_its_run_by_hand():
     ]
 
 
-@pytest.mark.parametrize(("later", "is_said"), [(1, True), (4, False)])
-def test_training_on_the_fuller_part_is_said(later, is_said):
-    timeline = _timeline(running_depth=[4] * 56 + [later] * 25)
+@pytest.mark.parametrize(
+    ("later", "waiting", "said"),
+    [
+        (1, [0] * 81, "on average 4 requests run before the hold-out, 1 in it"),
+        (
+            3,
+            [9] * 56 + [1] * 25,
+            "on average 4 and 9 requests run and wait before the hold-out, 3 and 1 in it",
+        ),
+        (4, [0] * 81, None),
+    ],
+)
+def test_training_on_the_fuller_part_is_said(later, waiting, said):
+    timeline = _timeline(running_depth=[4] * 56 + [later] * 25, waiting_depth=waiting)
     training = pl.DataFrame(
         {"split": ["holdout"], "excluded_reason": [None], "ts_ns": [56_000_000_000], "epoch": [0]}
     )
     figure = engine_figure(engine_run(timeline, training, run_id="r", server="s"))
-    said = "on average 4 requests run before the hold-out, 1 in it"
-    assert (said in figure.note) is is_said
+    assert said in figure.note if said else "fuller" not in figure.note
 
 
 def _marked(figure):

@@ -270,6 +270,14 @@ def test_settings_may_be_grouped(text):
     assert parse_settings(text, where="x").values() == {"tensor_parallel": 2, "max_num_seqs": 64}
 
 
+def test_a_benchmark_states_the_cache_and_the_gpu_in_parts_of_their_own():
+    text = '{"kv_cache": {"num_gpu_blocks": 2588, "num_cpu_blocks": null}, "hardware": {"device_name": "NVIDIA GeForce RTX 4090"}}'
+    assert parse_settings(text, where="x").values() == {
+        "num_gpu_blocks": 2588,
+        "gpu": "NVIDIA GeForce RTX 4090",
+    }
+
+
 def test_nested_values_without_text_keys_are_kept_as_far_as_they_can_be():
     assert parse_settings("x: {2020-01-01: 1, a: 2020-01-01}\n", where="x").other == {
         "x": '{"a": "2020-01-01"}'

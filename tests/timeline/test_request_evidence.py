@@ -10,7 +10,7 @@ import pytest
 
 from stock import LAWS, stock_requests
 from tracefit.synth import SynthOptions, synth
-from tracefit.synth.options import LoadPhase
+from tracefit.synth.options import LengthMix, LoadPhase
 from tracefit.timeline import EngineLimits, count_steps, longest_whole_prompt, unknown_batches
 from tracefit.timeline.request_evidence import sampled_rate
 
@@ -111,6 +111,25 @@ def test_steps_of_several_tokens_are_seen():
     tokens = np.random.default_rng(5).uniform(1, 3, requests.height)
     more = (pl.col("output_tokens") * pl.Series(tokens)).round().cast(pl.Int64)
     assert "speculative" in _reason(requests.with_columns(output_tokens=more))
+
+
+def test_requests_that_fill_the_cache_evenly_are_all():
+    """Where requests are preempted the cache is full: half of the requests would fill it now more, now less."""
+    requests = _requests(14.0, requests=400, num_blocks=1200, output_tokens=LengthMix(((1.0, 400.0, 0.2),)))
+    assert _reason(requests) is None
+    assert "preempted" in _reason(requests.sample(fraction=0.6, seed=1).sort("arrival_ns"))
+
+
+def test_a_client_s_counts_of_words_are_not_the_engine_s_tokens():
+    requests = _requests(output_tokens=LengthMix(((1.0, 250.0, 0.0),)))
+    client = requests.with_columns(
+        pl.lit(None).cast(pl.Float64).alias(name) for name in ("queue_wait_us", "prefill_us", "decode_us")
+    ).with_columns(dialect=pl.lit("client"), client_ttft_us="ttft_us", client_e2e_us="e2e_us")
+    words = pl.Series(np.random.default_rng(5).uniform(0.3, 1.0, requests.height))
+    assert "usage" not in (_reason(client) or "")
+    assert "usage" in _reason(
+        client.with_columns(output_tokens=(pl.col("output_tokens") * words).round().cast(pl.Int64))
+    )
 
 
 def test_requests_without_times_were_in_the_batches_too():

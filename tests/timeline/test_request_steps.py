@@ -119,6 +119,24 @@ def test_a_preempted_request_does_not_spoil_the_count_of_the_others():
     assert (took == others["true_last"] - others["true_first"]).mean() > 0.9
 
 
+def test_the_batches_of_an_engine_that_preempts_half_of_its_requests():
+    run = _run(14.0, 400, num_blocks=1200, output_tokens=LengthMix(((1.0, 400.0, 0.2),)))
+    assert (run.truth_requests["num_preemptions"] > 0).mean() > 0.4
+    counted = count_steps(stock_requests(run), LIMITS)
+    beside = _beside_truth(run, counted)
+    took, true = (beside[last] - beside[first] for last, first in _TOOK)
+    assert ((took / true - 1).abs() < 0.025).mean() > 0.9
+    steps = _timeline(counted).drop_nulls("ts_start_ns").sort("ts_start_ns")
+    truth = run.truth_steps.select(pl.col("start_ns", *BATCH).name.suffix("_true")).sort("start_ns_true")
+    both = steps.join_asof(truth, left_on="ts_start_ns", right_on="start_ns_true", strategy="nearest")
+    both = both.group_by(pl.int_range(pl.len()) // 20).agg(pl.col("^(num_decode|context).*$").mean())
+    for name in ("num_decode_reqs", "context_tokens"):
+        assert ((both[name] / both[f"{name}_true"] - 1).abs() < 0.05).all(), name
+
+
+_TOOK = (("finished_step", "first_token_step"), ("true_last", "true_first"))
+
+
 def test_steps_at_the_ends_of_a_recording_that_was_cut_out_have_no_time():
     """Requests that ran on when it ended are not in it, and those that had ended before it began."""
     run = _run()

@@ -497,7 +497,7 @@ for _name, _title, _keys, _line, _parts, _clock, _more in (
     (
         "inference_perf",
         "inference-perf's requests",
-        (rb"^\s*\[\s*\{\s*\"start_time\"\s*:\s*[0-9.]+\s*,\s*\"end_time\"\s*:",),
+        (rb'^\s*\[\s*\{\s*"start_time"\s*:[^,{}\[\]]{1,40},\s*"end_time"\s*:',),
         None,
         _perf_parts,
         "the client's, which begins at boot",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tracefit.inputs.rejects import Encoding
 
 _TIMES = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
-_START = re.compile(rb'\{[^{}\[\]]{0,400}"queued_ts"\s*:\s*[0-9.]+\s*,\s*"scheduled_ts"')
+_START = re.compile(rb'\{[^{}\[\]]{0,400}"queued_ts"\s*:[^,{}\[\]]{1,40},\s*"scheduled_ts"\s*:')
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=2**32)]
 
 

@@ -157,6 +157,7 @@ ALIASES: Mapping[str, str] = {
     "gpu_type": "gpu",
     "gpu_name": "gpu",
     "accelerator": "gpu",
+    "device_name": "gpu",
     **{
         alias: f"{kind}_parallel"
         for kind in ("tensor", "pipeline", "data")
@@ -290,7 +291,9 @@ _MAX_COMMAND_CHARS = (
     64 * 1024
 )  # longer lines of a log are not its arguments, and would cost patterns their time
 # Sections that only group settings.
-_NESTED = frozenset({"vllm", "server", "args", "engine_args", "engine_kwargs", "vllm_args"})
+_NESTED = frozenset(
+    {"vllm", "server", "args", "engine_args", "engine_kwargs", "vllm_args", "kv_cache", "hardware"}
+)
 _MAX_NESTED = 4
 # vLLM reads counts this way: lower case is decimal, upper case binary.
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}

@@ -376,6 +376,8 @@ def _alone(described: pl.DataFrame) -> pl.DataFrame:
     missing = [pl.lit(None, wanted[c]).alias(c) for c in wanted if c not in described.columns]
     rows = _with_durations(described.with_columns(*missing, *(pl.col(c).alias(f"{c}_given") for c in given)))
     rows = rows.with_columns(pl.coalesce(f"{c}_given", c).alias(c) for c in given)
+    # Whole nanoseconds: where it is nothing, what floats leave of it is no time that an error could be a percentage of.
+    admission = (pl.col("ttft_us") - pl.col("queue_wait_us") - pl.col("prefill_us")).round(3)
     # If phases are given only as durations, their times are counted back from the first token: good enough to order
     # requests by, and to split them, but the difference to the arrival holds the way back from the engine too.
     scheduled = pl.col("first_token_ns") - _ns("prefill_us")
@@ -386,9 +388,7 @@ def _alone(described: pl.DataFrame) -> pl.DataFrame:
         last_token_ns=pl.coalesce("last_token_ns", pl.col("first_token_ns") + _ns("decode_us")),
         epoch=pl.lit(0, pl.Int64),
         # The front end stamps only its end: the parts before the queue and on the way back cannot be separated.
-        admission_us=pl.coalesce(
-            "admission_us", pl.col("ttft_us") - pl.col("queue_wait_us") - pl.col("prefill_us")
-        ),
+        admission_us=pl.coalesce("admission_us", admission),
     )
 
 

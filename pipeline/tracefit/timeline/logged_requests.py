@@ -159,7 +159,7 @@ def _votes(ends: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> pl.Da
 
 def _numbers(g: Graph, votes: pl.DataFrame) -> Floats:
     """Return the number of the line that ends at each node, shape (nodes,); NaN where none is known."""
-    _, begin, end, steps, _ = g.consistent()
+    _, begin, end, steps, *_ = g.consistent()
     root, relative = potentials(g.size, begin, end, steps)
     offsets = pl.Series(relative).round().cast(pl.Int64)
     named = votes.with_columns(

@@ -9,12 +9,13 @@ Both are repeated in turn (`counted`), and clusters join where the times leave o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import polars as pl
 
 from tracefit.statistics import robust_sd
+from tracefit.timeline.preemptions import steps_without_token
 from tracefit.timeline.request_graph import balanced, potentials, robust_fit
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ _SURE_SD = 1.3
 _FEW = 20
 """Fewest intervals that show how step times scatter."""
 
+_FEW_FULL = 500
+"""Fewest steps with a full cache that show whether the known requests fill it."""
+
 _QUIET = 7.0
 """Requests that the mean rate expects to see where none came: e^-7 is a chance of 0.1 %."""
 
@@ -43,38 +47,34 @@ class Counts:
         busy: Whether a request is in the engine during each interval.
         scatter: How far the times of steps without a prompt are off a model of the batches, 90th percentile, as a share of
             them and per root of the steps; null where few are known.
+        unevenness: Spread of the tokens in the caches while preempted requests wait, 10th to 90th percentile, as a share of the
+            median; null where that is rare.
     """
 
     number: Ints
     busy: NDArray[np.bool_]
     scatter: float | None
+    unevenness: float | None
 
 
 def counted(r: Spans, g: Graph) -> Counts:
     """Return the number of every node."""
-    ones = np.ones(len(r.prompt))
-    run, busy = g.between(g.first, g.last, ones), g.busy
+    busy = g.busy
     least = np.where(busy, 1.0, 0.0)
     time = np.diff(g.at_us)
-    tokens, prompts = (np.bincount(g.first, amount, g.size)[1:] for amount in (r.prompt, ones))
-    prompts_running = g.between(g.first, g.last, r.prompt)
-
-    def context(at: Floats) -> Floats:
-        """Return the mean context of the steps in each interval: the prompts of the requests and their tokens since."""
-        return prompts_running + run * (at[1:] + at[:-1]) / 2 - g.between(g.first, g.last, at[g.first])
-
-    steps, begin, end, goal, _ = g.consistent()
+    steps, begin, end, goal, _, preempted = g.consistent()
     root, relative = potentials(g.size, begin, end, goal)
     exact = np.unique(root, return_inverse=True)[1]
     cluster, offset = exact, relative
     for turn in range(_ROUNDS):
         at = np.r_[0.0, np.cumsum(steps)]
-        read = context(at)
-        x = np.c_[steps, steps * run, steps * read, tokens, prompts]
+        batch = _batches(r, g, at, preempted)
+        x = np.c_[steps, steps * batch.run, steps * batch.read, batch.tokens, batch.prompts]
         used = busy & (time > 0)
         beta = robust_fit(x[used], time[used])
-        step = np.maximum(beta[0] + beta[1] * run + beta[2] * read, 1e-3)
-        guess = np.where(busy, np.maximum((time - beta[3] * tokens - beta[4] * prompts) / step, least), 0.0)
+        step = np.maximum(beta[0] + beta[1] * batch.run + beta[2] * batch.read, 1e-3)
+        prompts_us = beta[3] * batch.tokens + beta[4] * batch.prompts
+        guess = np.where(busy, np.maximum((time - prompts_us) / step, least), 0.0)
         scatter = (time - x @ beta)[used] / step[used] / np.sqrt(steps[used])
         sd = np.sqrt(robust_sd(scatter) ** 2 * np.maximum(guess, 0.02) + 0.01)
         cluster, offset = exact, relative
@@ -96,16 +96,43 @@ def counted(r: Spans, g: Graph) -> Counts:
     number = np.maximum.accumulate(number - grown) + grown
     steps = np.diff(number).astype(np.float64)
     known = known_nodes(r, g)
-    plain = (
-        busy
-        & (time > 0)
-        & (steps > 0)
-        & (g.between(g.scheduled, g.first, ones) == 0)
-        & known[1:]
-        & known[:-1]
-    )
-    x = np.c_[steps, steps * run, steps * context(number.astype(np.float64))][plain]
-    return Counts(number, busy, _scatter(x, time[plain]))
+    scheduling = g.between(g.scheduled, g.first, np.ones(len(g.first)))
+    plain = busy & (time > 0) & (steps > 0) & (scheduling == 0) & known[1:] & known[:-1]
+    batch = _batches(r, g, number.astype(np.float64), preempted)
+    x = np.c_[steps, steps * batch.run, steps * batch.read][plain]
+    waits = batch.waiting > 0
+    return Counts(number, busy, _scatter(x, time[plain]), _unevenness(batch.read[waits], steps[waits]))
+
+
+class _Batches(NamedTuple):
+    """The steps in each interval between neighbouring nodes, arrays of shape (size - 1,).
+
+    `run` requests decode, and read `read` tokens on average; `prompts` are computed, of `tokens` together; `waiting` requests were
+    preempted.
+    """
+
+    run: Floats
+    read: Floats
+    tokens: Floats
+    prompts: Floats
+    waiting: Floats
+
+
+def _batches(r: Spans, g: Graph, at: Floats, lost: Ints) -> _Batches:
+    """Return the batches of the intervals, if nodes are at these steps, and some requests were preempted."""
+    is_lost = np.isin(np.arange(len(g.first)), lost)
+    decodes = np.where(is_lost, r.decodes, at[g.last] - at[g.first])
+    who, preempted, resumed = steps_without_token(at[g.first], at[g.last], r.prompt, decodes)
+    back = np.minimum(np.searchsorted(at, resumed), g.size - 1)
+    begin, end = np.r_[g.first, back], np.r_[g.last, g.last[who]]
+    end[who] = np.minimum(np.searchsorted(at, preempted), g.last[who])
+    # A resumed request computes its prompt and its output so far.
+    prompt = np.r_[r.prompt, r.prompt[who] + preempted - at[g.first[who]]]
+    ones = np.ones(len(begin))
+    run = g.between(begin, end, ones)
+    read = g.between(begin, end, prompt) + run * (at[1:] + at[:-1]) / 2 - g.between(begin, end, at[begin])
+    tokens, prompts = (np.bincount(begin, amount, g.size)[1:].astype(np.float64) for amount in (prompt, ones))
+    return _Batches(run, read, tokens, prompts, g.between(end[who], back, np.ones(len(who))))
 
 
 def _scatter(x: Floats, time: Floats) -> float | None:
@@ -113,6 +140,15 @@ def _scatter(x: Floats, time: Floats) -> float | None:
         return None
     model = np.maximum(x @ robust_fit(x, time), 1e-3)
     return float(np.quantile(np.abs(time / model - 1) * np.sqrt(x[:, 0]), 0.9))
+
+
+def _unevenness(read: Floats, steps: Floats) -> float | None:
+    if steps.sum() < _FEW_FULL:
+        return None
+    order = np.argsort(read)
+    share = np.cumsum(steps[order]) / steps.sum()
+    low, middle, high = (float(read[order][np.searchsorted(share, q)]) for q in (0.1, 0.5, 0.9))
+    return (high - low) / middle
 
 
 def _joined(

@@ -8,7 +8,7 @@ nodes, each so many steps and so much time on the engine's clock.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -41,6 +41,13 @@ _BALANCES, _BALANCED = 300, 1e-3
 _FAR_STEPS, _FAR_SHARE, _USUAL_ODD = 1.0, 0.03, 0.02
 """An edge is far off beyond so many steps, and such a share of its own. Runs of one token a step have fewer than the last."""
 
+MOST_ODD = 0.1
+"""Largest share of requests whose steps contradict those of the others."""
+
+_QUICK, _LATE_SHARE, _TRIMS, _MOST_PREEMPTED = 0.2, 0.01, 100, 0.5
+"""Requests that no preemption interrupts are among the quickest per token; one that is late by more than such a share of its steps was
+interrupted; rounds of trimming; and the least share that is left."""
+
 NEEDED = ("arrival_ns", "ttft_us", "e2e_us", "queue_wait_us", "prefill_us", "decode_us")
 """Times that a request must have to be placed."""
 
@@ -60,9 +67,8 @@ def is_usable() -> pl.Expr:
     """Say whether steps are counted from a request and it has all times and lengths; never null."""
     needed = pl.when(pl.col("dialect") == CLIENT).then(pl.all_horizontal(pl.col(_OF_CLIENT).is_not_null()))
     whole = needed.otherwise(pl.all_horizontal(pl.col(NEEDED).is_not_null()))
-    return (whole & (pl.min_horizontal("prompt_tokens", "output_tokens") > 0) & is_counted()).fill_null(
-        value=False
-    )
+    has_lengths = pl.all_horizontal(pl.col("prompt_tokens", "output_tokens") > 0)
+    return (whole & has_lengths & is_counted()).fill_null(value=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +164,26 @@ def potentials(size: int, begin: Ints, end: Ints, difference: Floats) -> tuple[I
             root = above
 
 
+class Consistent(NamedTuple):
+    """Edges of a graph that do not contradict each other.
+
+    Attributes:
+        guess: Steps between neighbouring nodes, a first guess, shape (size - 1,).
+        begin: First node of each edge.
+        end: Last node of each edge.
+        steps: Steps of each edge.
+        odd: Share of all edges, without those of preempted requests, that are far off or contradict others.
+        preempted: Requests that were preempted, where they are many.
+    """
+
+    guess: Floats
+    begin: Ints
+    end: Ints
+    steps: Floats
+    odd: float
+    preempted: Ints
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
     """Nodes in the order of time, and the edges of requests between them.
@@ -170,7 +196,7 @@ class Graph:
         begin: First node of each edge.
         end: Last node of each edge.
         steps: Steps of each edge.
-        decoding: Number of the edges from a first token to the last one, which come before the others.
+        decoded: Requests of the edges from a first token to the last one, which come before the others.
         lag: Steps that scheduling runs ahead of execution, 0 or 1.
         sched_us: When each request was scheduled.
         is_whole: Its prompt was computed by one step.
@@ -186,7 +212,7 @@ class Graph:
     begin: Ints
     end: Ints
     steps: Floats
-    decoding: int
+    decoded: Ints
     lag: int
     sched_us: Floats
     is_whole: NDArray[np.bool_]
@@ -201,7 +227,7 @@ class Graph:
 
     def of_tokens(self) -> Graph:
         """Return it with only the edges between tokens, whose steps are exact."""
-        own = slice(self.decoding)
+        own = slice(len(self.decoded))
         return replace(self, begin=self.begin[own], end=self.end[own], steps=self.steps[own])
 
     def between(self, begin: Ints, end: Ints, amount: Floats) -> Floats:
@@ -217,15 +243,11 @@ class Graph:
             self.between(self.scheduled, self.first, ones) > 0
         )
 
-    def consistent(self) -> tuple[Floats, Ints, Ints, Floats, float]:
+    def consistent(self) -> Consistent:
         """Return a first guess of the steps between neighbouring nodes, and the edges that do not contradict the others.
 
         A preempted request waits for steps without a token, and speculative decoding saves steps: where edges contradict
         each other, those go that are far off what all of them together say.
-
-        Returns:
-            The guess, shape (size - 1,); begin, end and steps of the edges; the share of all edges that are far off or
-            contradict others.
         """
         least = np.where(self.busy, 1.0, 0.0)
         mean_us = float((self.at_us[self.end] - self.at_us[self.begin]).sum() / max(self.steps.sum(), 1.0))
@@ -237,12 +259,48 @@ class Graph:
         near = off <= np.maximum(_FAR_STEPS, _FAR_SHARE * self.steps)
         odd = 1 - float(near.mean()) if near.size else 0.0
         if odd < _USUAL_ODD and self._agree(*edges).all():
-            return guess, *edges, odd
+            return Consistent(guess, *edges, odd, np.empty(0, np.int64))
+        whole, preempted = len(self.steps), np.empty(0, np.int64)
+        if odd > MOST_ODD and (on_time := self._never_preempted(least)) is not None:
+            near, odd, whole = on_time, 0.0, int(on_time.sum())
+            preempted = self.decoded[~on_time[: len(self.decoded)]]
         begin, end, steps = (edge[near] for edge in edges)
         kept = self._agree(begin, end, steps)
         begin, end, steps = begin[kept], end[kept], steps[kept]
-        odd = max(odd, 1 - len(steps) / max(len(self.steps), 1))
-        return balanced(self, guess, begin, end, steps, least), begin, end, steps, odd
+        odd = max(odd, 1 - len(steps) / max(whole, 1))
+        guess = balanced(self, guess, begin, end, steps, least)
+        return Consistent(guess, begin, end, steps, odd, preempted)
+
+    def _never_preempted(self, least: Floats) -> NDArray[np.bool_] | None:
+        """Return the edges of requests that had a token of every step; null where they are too few, or disagree.
+
+        A preempted request has fewer tokens than there are steps, never more: whatever is far below what the others say goes, the
+        furthest first, and comes back where it is not far any more.
+        """
+        g = self.of_tokens()
+        begin, end, steps = g.begin, g.end, g.steps
+        quick_us = float(np.quantile((self.at_us[end] - self.at_us[begin]) / steps, _QUICK))
+        guess = np.maximum(np.diff(self.at_us) / max(quick_us, 1.0), 1.0) * least
+        kept = np.ones(len(steps), bool)
+        for _ in range(_TRIMS):
+            found = balanced(self, guess, begin[kept], end[kept], steps[kept], least)
+            sums = np.r_[0.0, np.cumsum(found)]
+            ahead = steps - (sums[end] - sums[begin])
+            is_late = ahead < -np.maximum(_FAR_STEPS, _LATE_SHARE * steps)
+            furthest = is_late & (ahead <= min(float(np.quantile(ahead[kept], 0.05)), -_FAR_STEPS))
+            now = (kept & ~furthest) | ~is_late
+            if now.sum() < _MOST_PREEMPTED * len(steps):
+                return None
+            if (now == kept).all():
+                break
+            kept = now
+        near = np.abs(ahead[kept]) <= np.maximum(_FAR_STEPS, _LATE_SHARE * steps[kept])
+        if not kept.any() or 1 - near.mean() > MOST_ODD:
+            return None
+        # Edges from scheduling to a first token say little here, and may be wrong.
+        whole = np.zeros(len(self.steps), bool)
+        whole[: len(kept)] = kept
+        return whole
 
     def _agree(self, begin: Ints, end: Ints, steps: Floats) -> NDArray[np.bool_]:
         _, offset = potentials(self.size, begin, end, steps)
@@ -298,7 +356,7 @@ def graph_of(r: Spans, budget: float) -> Graph:
         np.r_[first[decoding], scheduled[kept]],
         np.r_[last[decoding], first[kept]],
         np.r_[r.decodes[decoding], np.where(fresh, 1.0, 1.0 + lag)[kept]],
-        len(decoding),
+        decoding,
         lag,
         sched,
         whole,

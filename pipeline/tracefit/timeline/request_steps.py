@@ -16,6 +16,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.tables.schema import ENGINE, JOURNEY_EVENTS, REQUESTS, SERVER
+from tracefit.timeline.preemptions import steps_without_token
 from tracefit.timeline.request_counts import counted, known_nodes
 from tracefit.timeline.request_evidence import unknown_batches
 from tracefit.timeline.request_graph import BUDGET, USED, Spans, graph_of, is_counted, is_usable
@@ -180,15 +181,31 @@ def is_cut_off() -> pl.Expr:
 
 
 def events_of(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return the core events that requests placed on steps have, as rows of `journey_events`; of other requests none."""
-    own = requests.filter(is_counted() & pl.col("first_token_step").is_not_null())
-    events = {
-        "QUEUED": ("queued", pl.lit(0, pl.Int64)),
-        "SCHEDULED": ("first_scheduled", pl.lit(0, pl.Int64)),
-        "FIRST_TOKEN": ("first_token", pl.lit(1, pl.Int64)),
-        "FINISHED": ("finished", pl.col("output_tokens")),
-    }
-    rows = own.with_row_index("span_id").select(
+    """Return the core events that requests placed on steps have, as rows of `journey_events`; of other requests none.
+
+    A request that took more steps than it has tokens was preempted, once at most (`preemptions`).
+    """
+    own = requests.filter(is_counted() & pl.col("first_token_step").is_not_null()).with_row_index("span_id")
+    own = pl.concat([own.clear().with_columns(**_NEVER), *map(_preempted, own.partition_by(ENGINE))])
+    done = pl.col("preempted_step") - pl.col("first_token_step")
+    per_step_ns = (pl.col("last_token_ns") - pl.col("first_token_ns")) / (
+        pl.col("finished_step") - pl.col("first_token_step")
+    )
+
+    def at_ns(step: str) -> pl.Expr:
+        steps = pl.col(step) - pl.col("first_token_step")
+        return pl.col("first_token_ns") + (steps * per_step_ns).cast(pl.Int64, strict=False)
+
+    own = own.with_columns(preempted_ns=at_ns("preempted_step"), resumed_ns=at_ns("resumed_step"))
+    events = (
+        ("QUEUED", "queued", pl.lit(0, pl.Int64)),
+        ("SCHEDULED", "first_scheduled", pl.lit(0, pl.Int64)),
+        ("FIRST_TOKEN", "first_token", pl.lit(1, pl.Int64)),
+        ("PREEMPTED", "preempted", done),
+        ("SCHEDULED", "resumed", done),
+        ("FINISHED", "finished", pl.col("output_tokens")),
+    )
+    rows = own.sort("span_id").select(
         *ENGINE,
         "trace_id",
         pl.col("span_id").cast(pl.String),
@@ -200,11 +217,30 @@ def events_of(requests: pl.DataFrame) -> pl.DataFrame:
         events=pl.concat_list(
             pl.struct(
                 pl.lit(event).alias("event"),
+                pl.lit("RESUME" if name == "resumed" else None, pl.String).alias("schedule_kind"),
                 pl.col(f"{name}_ns").alias("ts_ns"),
                 pl.col(f"{name}_step").alias("step_id"),
-                done.alias("decode_done_tokens"),
+                done_tokens.alias("decode_done_tokens"),
             )
-            for event, (name, done) in events.items()
+            for event, name, done_tokens in events
         ),
     )
-    return JOURNEY_EVENTS.conform(rows.explode("events").unnest("events"))
+    found = rows.explode("events").unnest("events")
+    return JOURNEY_EVENTS.conform(found.filter(pl.col("step_id").is_not_null()))
+
+
+_NEVER = {name: pl.lit(None, pl.Int64) for name in ("preempted_step", "resumed_step")}
+
+
+def _preempted(own: pl.DataFrame) -> pl.DataFrame:
+    """Add the steps that preempted and resumed the requests of an engine, null where none did."""
+    steps = ("first_token_step", "finished_step", "prompt_tokens", "output_tokens")
+    first, last, prompt, output = (own[name].cast(pl.Float64).to_numpy() for name in steps)
+    found, begins, ends = steps_without_token(first, last, prompt, output - 1)
+    # Whole steps, with a token before and one after.
+    away = np.round(ends - begins).astype(np.int64)
+    begins = np.clip(begins.round(), first[found] + 1, last[found] - away).astype(np.int64)
+    placed = own.with_columns(**_NEVER)
+    for name, values in (("preempted_step", begins), ("resumed_step", begins + away)):
+        placed = placed.with_columns(placed[name].scatter(found, values))
+    return placed

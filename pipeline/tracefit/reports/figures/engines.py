@@ -79,18 +79,21 @@ def engine_figure(engine: EngineRun) -> Figure:
 
 
 _FULLER = 1.5
-"""How many times as many requests run before the hold-out as in it where the report says so."""
+"""How many times as many requests run or wait before the hold-out as in it where the report says so."""
 
 
 def _fuller(engine: EngineRun) -> str:
     """Return that training saw the fuller part of the run, where it did."""
-    trained, held_out = (mean_of(part["running"]) for part in _parts(engine))
-    if trained is None or held_out is None or trained < _FULLER * held_out:
+    running, waiting = ([mean_of(part[key]) for part in _parts(engine)] for key in ("running", "waiting"))
+    trained, held_out = ((r or 0.0) + (w or 0.0) for r, w in zip(running, waiting, strict=True))
+    if None in running or trained < _FULLER * held_out:
         return ""
-    return (
-        f" Training saw the fuller part of the run: on average {number(trained)} requests run before the hold-out, "
-        f"{number(held_out)} in it."
+    before, inside = (
+        number(r) if not any(waiting) else f"{number(r)} and {number(w)}"
+        for r, w in zip(running, waiting, strict=True)
     )
+    what = "requests run and wait" if any(waiting) else "requests run"
+    return f" Training saw the fuller part of the run: on average {before} {what} before the hold-out, {inside} in it."
 
 
 def _parts(engine: EngineRun) -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -1,0 +1,121 @@
+"""Where requests were preempted, if only the times of their tokens are known: the steps of each that gave it none.
+
+A scheduler whose KV cache is full preempts the request that was scheduled last. How many steps a request was without a token is
+known; when they begin follows from the cache: the level at which it is full is the one that leaves it most evenly filled.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from tracefit.timeline.engines import Floats, Ints
+
+_LEAST_LOST, _LEAST_SHARE = 1.0, 0.01
+"""Steps without a token are a preemption where they are more than so many, and than such a share of a request's tokens."""
+
+_LEVELS = 0.3, 1.0, 8
+"""Levels that are tried, as shares of the most that is held where requests are preempted as late as possible."""
+
+_SHOWN = 200
+
+
+def steps_without_token(
+    first: Floats, last: Floats, prompt: Floats, decodes: Floats
+) -> tuple[Ints, Floats, Floats]:
+    """Place the steps of preempted requests that gave them no token.
+
+    Args:
+        first: Step of the first token of each request of an engine, shape (n,).
+        last: Step of its last token.
+        prompt: Its prompt tokens.
+        decodes: Its tokens but the first.
+
+    Returns:
+        Indices of the preempted requests, the step that preempted each, and the step that resumed it.
+    """
+    lost = np.maximum(last - first - decodes, 0.0)
+    lost[lost <= np.maximum(_LEAST_LOST, _LEAST_SHARE * decodes)] = 0.0
+    found = np.flatnonzero(lost)
+    if not found.size:
+        return found, lost[found], lost[found]
+    lives = (first, last, prompt, decodes, lost)
+    held, _ = _held(lives, last[found] - lost[found], found)
+    best, begins = np.inf, last[found] - lost[found]
+    for full in held.max() * np.linspace(*_LEVELS):
+        tried = _begins(*lives, full)[found]
+        held, waits = _held(lives, tried, found)
+        uneven = float(np.std(held[waits]) / np.mean(held[waits])) if waits.sum() > 1 else np.inf
+        if uneven < best:
+            best, begins = uneven, tried
+    return found, begins, begins + lost[found]
+
+
+def _begins(
+    first: Floats, last: Floats, prompt: Floats, decodes: Floats, lost: Floats, full: float
+) -> Floats:
+    """Return the step that preempts each request, if the cache is full at so many tokens; shape (n,), infinite where none does."""
+    begins = np.full(len(last), np.inf)
+    # Kinds of events: a request leaves or is away no longer than it was, then others come.
+    events = [(float(at), 0, int(i)) for i, at in enumerate(last)]
+    events += [(float(at), 2, int(i)) for i, at in enumerate(first)]
+    latest = np.maximum(last - lost, first + 1)
+    events += [(float(latest[i]), 1, int(i)) for i in np.flatnonzero(lost)]
+    heapq.heapify(events)
+    running: dict[int, None] = {}
+    used, now = 0.0, 0.0
+
+    def preempt(i: int, at: float) -> None:
+        nonlocal used
+        del running[i]
+        begins[i] = at
+        used -= prompt[i] + at - first[i]
+        heapq.heappush(events, (at + float(lost[i]), 3, i))
+
+    while events:
+        at, kind, i = events[0]
+        while used + len(running) * (at - now) > full:
+            # Of those that were preempted at all, the one that came last.
+            victim = next((j for j in reversed(running) if lost[j] and np.isinf(begins[j])), None)
+            if victim is None:
+                break
+            crossing = now + max(0.0, (full - used) / max(len(running), 1))
+            used += len(running) * (crossing - now)
+            now = crossing
+            preempt(victim, max(now, first[victim] + 1.0) if now > first[victim] else now + 1.0)
+        if events[0][0] < at:
+            continue
+        heapq.heappop(events)
+        used, now = used + len(running) * (at - now), at
+        if kind == 0 and i in running:
+            del running[i]
+            used -= prompt[i] + decodes[i]
+        elif kind == 1 and i in running and np.isinf(begins[i]):
+            preempt(i, at)
+        elif kind == 2:
+            running[i] = None
+            used += prompt[i]
+        elif kind == 3 and at < last[i]:
+            running[i] = None
+            used += prompt[i] + begins[i] - first[i]
+    return np.asarray(np.minimum(begins, latest))
+
+
+def _held(lives: tuple[Floats, ...], begins: Floats, found: Ints) -> tuple[Floats, NDArray[np.bool_]]:
+    """Return the tokens in the cache as some requests end, and whether a preempted one waits then."""
+    first, last, prompt, _, lost = lives
+    away, back = np.full(len(last), np.inf), np.full(len(last), np.inf)
+    away[found], back[found] = begins, begins + lost[found]
+    at = np.sort(last)[:: max(1, len(last) // _SHOWN)]
+    held, waits = np.empty(len(at)), np.empty(len(at), bool)
+    for row, step in enumerate(at):
+        is_out = (away <= step) & (step < back)
+        is_in = (first <= step) & (step <= last) & ~is_out
+        held[row] = (prompt + step - first - np.where(back <= step, lost, 0.0))[is_in].sum()
+        waits[row] = is_out.any()
+    return held, waits
