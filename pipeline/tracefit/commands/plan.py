@@ -15,12 +15,13 @@ from tracefit.coefficients.files import find_models, read_evaluation
 from tracefit.coefficients.models import load
 from tracefit.commands.locate import as_list, choose_scope, tables_of
 from tracefit.commands.predict import read_rows
-from tracefit.errors import TracefitError, UsageError, did_you_mean
+from tracefit.errors import DataError, TracefitError, UsageError, did_you_mean
 from tracefit.features.targets import LATENCIES
 from tracefit.progress import NullProgress
 from tracefit.replay.closed_loop import engine_settings
 from tracefit.replay.plan import (
     GAP_BLOCK,
+    REPLAYED_REQUESTS,
     Curve,
     Fleet,
     TrafficSample,
@@ -69,6 +70,8 @@ class LoadOptions:
 _POINTS = tuple(f"{latency}_p{q}_ms" for latency in LATENCIES for q in (50, 90, 99))
 _NAME = re.compile(r"(ttft|itl|e2e)_p(\d{1,2}(?:\.\d{1,3})?)")
 _AT_RANDOM = "requests go to servers at random, as behind a plain load balancer"
+_OF_A_REPORT = 600
+"""Requests of one replay for a report: half as exact as a plan, and twice as quick."""
 _MOST_REQUESTS = 50_000
 """Traced requests that are drawn from: the last ones."""
 
@@ -220,24 +223,64 @@ def _planned(place: str | Path, scope: ScopeModels, asked: _Asked) -> ServerPlan
     )
     changes = _changes(scope, asked.settings)
     try:
-        traced, timeline = _traced(place, scope)
-        settings, notes = _settings(scope, traced, timeline, changes)
-        sample, load_, more = _sample(scope, traced, asked.requests, settings, changes)
-        blocks = None if settings.num_blocks is None else settings.num_blocks + 1.0
-        stated = {"num_gpu_blocks": blocks, "block_size": float(settings.block_size)}
-        limits = {
-            "max_num_seqs": float(settings.max_num_seqs),
-            "max_num_batched_tokens": float(settings.max_num_batched_tokens),
-        }
-        server = {name: v for name, v in {**scope.server, **limits, **stated}.items() if v is not None}
-        fleet = Fleet(scope, server, settings, sample)
+        fleet, load_, notes = _fleet(_store(place), scope, asked.requests, changes)
         replays, without = _replays(place, scope)
-        plan_ = replace(plan_, load=load_, notes=(*notes, *more, *without))
-        return _answered(plan_, fleet, asked, _errors(replays, _names(asked, sample)))
+        plan_ = replace(plan_, load=load_, notes=(*notes, *without))
+        return _answered(plan_, fleet, asked, _errors(replays, _names(asked, fleet.sample)))
     except UsageError:
         raise
     except TracefitError as error:
         return replace(plan_, reason=str(error))
+
+
+def _store(place: str | Path) -> TableStore | None:
+    """Return the tables beside models; null where there are none."""
+    try:
+        return TableStore(tables_of(place))
+    except UsageError:
+        return None
+
+
+def _fleet(
+    store: TableStore | None,
+    scope: ScopeModels,
+    requests: LoadOptions,
+    changes: Mapping[str, object],
+    *,
+    replayed: int = REPLAYED_REQUESTS,
+) -> tuple[Fleet, PlannedLoad, tuple[str, ...]]:
+    """Return servers with their load, its description, and notes on both."""
+    traced, timeline = _traced(store, scope)
+    settings, notes = _settings(scope, traced, timeline, changes)
+    sample, load_, more = _sample(scope, traced, requests, settings, changes)
+    blocks = None if settings.num_blocks is None else settings.num_blocks + 1.0
+    known = {
+        **scope.server,
+        "max_num_seqs": float(settings.max_num_seqs),
+        "max_num_batched_tokens": float(settings.max_num_batched_tokens),
+        "num_gpu_blocks": blocks,
+        "block_size": float(settings.block_size),
+    }
+    server = {name: value for name, value in known.items() if value is not None}
+    return Fleet(scope, server, settings, sample, replayed), load_, (*notes, *more)
+
+
+def latencies_over_rates(
+    store: TableStore, scope: ScopeModels, replays: Sequence[RunReplay]
+) -> tuple[PlanPoint, ...]:
+    """Return what one server does with requests like those traced at rates up to its capacity; empty where it cannot be replayed.
+
+    Args:
+        store: Tables of the scope's runs.
+        scope: Its models.
+        replays: Replays of its runs: their errors are in the intervals.
+    """
+    try:
+        fleet, _, _ = _fleet(store, scope, LoadOptions(), {}, replayed=_OF_A_REPORT)
+        names = _names_of(fleet.sample)
+        return _points(curve_of(fleet, 1, _errors(replays, names)), 1, fleet, names)
+    except TracefitError:
+        return ()
 
 
 def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[str, float]) -> ServerPlan:
@@ -298,11 +341,14 @@ def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[st
     )
 
 
-def _names(asked: _Asked, sample: TrafficSample) -> tuple[str, ...]:
-    names = dict.fromkeys((*_POINTS, *(o.name for o in asked.objectives)))
+def _names_of(sample: TrafficSample, more: Iterable[str] = ()) -> tuple[str, ...]:
     # With one token there is no time between two.
     has_itl = np.percentile(sample.output_tokens, 95) > 1
-    kept = tuple(n for n in names if has_itl or not n.startswith("itl"))
+    return tuple(n for n in dict.fromkeys((*_POINTS, *more)) if has_itl or not n.startswith("itl"))
+
+
+def _names(asked: _Asked, sample: TrafficSample) -> tuple[str, ...]:
+    kept = _names_of(sample, (o.name for o in asked.objectives))
     if lost := [o.name for o in asked.objectives if o.name not in kept]:
         raise UsageError(
             f"--slo {lost[0].removesuffix('_ms')}: nearly every request has one output token, and no ITL"
@@ -406,19 +452,12 @@ def _settings(
 # -- the load --------------------------------------------------------------------------------------------
 
 
-def _traced(place: str | Path, scope: ScopeModels) -> tuple[pl.DataFrame, pl.LazyFrame]:
+def _traced(store: TableStore | None, scope: ScopeModels) -> tuple[pl.DataFrame, pl.LazyFrame]:
     """Return the complete requests of a scope's runs, with the share that was traced, and the runs' steps; empty without tables."""
-    training, nothing = (
-        scope.step_model.training,
-        (TABLES["requests"].empty(), TABLES["timeline"].empty().lazy()),
-    )
-    try:
-        store = TableStore(tables_of(place))
-        runs = sorted(set(training.runs if training else ()) & set(store.runs()))
-    except UsageError:
-        return nothing
-    if not runs:
-        return nothing
+    training = scope.step_model.training
+    runs = sorted(set(training.runs if training else ()) & set(store.runs() if store else ()))
+    if store is None or not runs:
+        return TABLES["requests"].empty(), TABLES["timeline"].empty().lazy()
     known = pl.col("arrival_ns", "prompt_tokens", "output_tokens").is_not_null()
     rows = (
         store.read("requests", runs, _COLUMNS)
@@ -501,7 +540,8 @@ def _rows(
         rows = pl.DataFrame({"prompt": [1], "output": [1], "cached": [0]})
         source = ""
     else:
-        raise UsageError(
+        # Of several kinds of servers, others may have requests.
+        raise DataError(
             "no requests are traced here",
             hint="give --prompt and --output, or --load FILE with their lengths",
         )
