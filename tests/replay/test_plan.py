@@ -20,8 +20,8 @@ TEN = tracefit.LoadOptions(prompt=10, output=10)
 def constant(tmp_path):
     """Return a coefficient file; `training` is the range of the requests that decode, `ci95` that of the step time."""
 
-    def write(training=(0, 8), ci95=None, name="beta.json"):
-        term = {"feature": "num_decode_reqs", "unit": "us/request", "value": 0.0, "training_range": training}
+    def write(training=(0, 8), ci95=None, name="beta.json", feature="num_decode_reqs"):
+        term = {"feature": feature, "unit": "us/request", "value": 0.0, "training_range": training}
         model = {
             "name": "beta.cycle_time",
             "scope_id": "small.gpu.tp1.00000000",
@@ -128,6 +128,20 @@ def test_requests_of_a_file(constant, tmp_path):
     plan = one(constant(), rate=80, servers=1, requests=tracefit.LoadOptions(file=tmp_path / "load.csv"))
     assert plan.load.output_tokens == 10
     assert plan.capacity_per_s == pytest.approx(800, rel=0.02)
+
+
+def test_what_is_not_known_of_a_step_is_no_step_without_time(constant):
+    """The share of KV blocks in use is not known without their number: such steps are not as short as can be."""
+    model = constant(feature="kv_usage_ratio")
+    assert "does not know num_gpu_blocks of a step" in one(model, rate=20, servers=1).reason
+    assert (
+        one(model, rate=20, servers=1, settings={"num_gpu_blocks": 101}).at.latency("itl_p50_ms").value == 1
+    )
+
+
+def test_a_scope_without_requests_leaves_the_others_their_answer(constant):
+    found = tracefit.plan(constant(), rate=20, servers=1).plans[0].reason
+    assert found.startswith("no requests are traced here")
 
 
 def test_folders_are_planned_side_by_side(constant):

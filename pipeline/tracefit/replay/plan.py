@@ -224,7 +224,7 @@ class Fleet:
         """The model of step times.
 
         Raises:
-            UsageError: It reads what is not known of a step or of the server.
+            DataError: It reads what is not known of a step or of the server.
         """
         return FittedStepTimes(self.scope.step_model, dict(self.server))
 

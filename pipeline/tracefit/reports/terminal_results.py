@@ -534,7 +534,11 @@ def _planned(plan: ServerPlan) -> Iterator[str]:
 
 def _answer(plan: ServerPlan, servers: int) -> str:
     """Return the answer as a sentence: the number of servers or the rate, and the rates that bound it."""
-    most = f"the knee is at {number(plan.knee_per_s)}, and {number(plan.capacity_per_s)} is the most they put through"
+    one = servers == 1
+    most = (
+        f"the knee is at {number(plan.knee_per_s)}, and {number(plan.capacity_per_s)} is the most "
+        f"{'it puts' if one else 'they put'} through"
+    )
     if plan.met is None:
         return f"{plural(servers, 'server')}: {most}"
     largest = "no rate"
@@ -542,13 +546,14 @@ def _answer(plan: ServerPlan, servers: int) -> str:
         ends = f"{number(plan.largest_rate_low)} to {number(plan.largest_rate_high)}"
         largest = f"{number(plan.largest_rate_per_s)} requests per second ({ends})"
     if plan.rate_per_s is None:
-        return f"{plural(servers, 'server')} bear {largest}; {most}"
+        return f"{plural(servers, 'server')} {'bears' if one else 'bear'} {largest}; {most}"
     within = ""
     if plan.servers_low is not None:
         within = f" ({plan.servers_low} to {plan.servers_high or 'more than any number'})"
-    keep = "keep to the objectives" if plan.met else "miss the objectives"
+    verb = ("keep" if plan.met else "miss") + ("s" if one and plan.met else "es" if one else "")
+    keep = f"{verb} {'to ' if plan.met else ''}the objectives"
     asked = f"{plural(servers, 'server')}{within} {keep} at {number(plan.rate_per_s)} requests per second"
-    return f"{asked}; they bear {largest}; {most}"
+    return f"{asked}; {'it bears' if one else 'they bear'} {largest}; {most}"
 
 
 def _percentile(name: str) -> str:
