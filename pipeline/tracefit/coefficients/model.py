@@ -31,7 +31,9 @@ from tracefit.fit.results import (
     Term,
     Validation,
 )
+from tracefit.results.plans import PlanPoint
 from tracefit.results.replays import RunReplay
+from tracefit.results.traces import RequestGroup
 from tracefit.server.documents import Scalar
 
 Answer = Literal["yes", "with limits", "no"]
@@ -151,6 +153,13 @@ class ScopeEvaluation(Strict):
     replays: tuple[RunReplay, ...] = Field(
         default=(),
         description="by run: the held-out part replayed from arrivals and lengths, measured beside replayed; or why not",
+    )
+    served: tuple[RequestGroup, ...] = Field(
+        default=(), description="by run: what the server did with the requests of the run, all of them"
+    )
+    rates: tuple[PlanPoint, ...] = Field(
+        default=(),
+        description="what one server would do at rates up to its capacity, with requests like those traced: see `tracefit plan`",
     )
     models: dict[str, Validation]
     not_fitted: tuple[Missing, ...] = ()

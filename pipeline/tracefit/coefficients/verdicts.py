@@ -20,16 +20,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from tracefit.fit.results import SummedTime, Validation
+    from tracefit.results.plans import PlanPoint
     from tracefit.results.replays import RunReplay
+    from tracefit.results.traces import RequestGroup
 
 _RANK: dict[Answer, int] = {"yes": 0, "with limits": 1, "no": 2}
 
 
 class BesideModels(NamedTuple):
-    """Measurements of a scope beside its models' validations: summed step times, and replays of its runs."""
+    """Measurements of a scope beside its models' validations: summed step times, and what its servers did and would do."""
 
     summed: SummedTime | None = None
     replays: tuple[RunReplay, ...] = ()
+    served: tuple[RequestGroup, ...] = ()
+    rates: tuple[PlanPoint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

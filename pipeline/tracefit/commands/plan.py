@@ -41,6 +41,7 @@ from tracefit.text import number, plural
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from tracefit.coefficients.models import Models
     from tracefit.coefficients.predict import ScopeModels
     from tracefit.progress import Progress
     from tracefit.replay.engine import EngineSettings
@@ -70,6 +71,8 @@ class LoadOptions:
 _POINTS = tuple(f"{latency}_p{q}_ms" for latency in LATENCIES for q in (50, 90, 99))
 _NAME = re.compile(r"(ttft|itl|e2e)_p(\d{1,2}(?:\.\d{1,3})?)")
 _AT_RANDOM = "requests go to servers at random, as behind a plain load balancer"
+MOST_SCOPES = 4
+"""Scopes for whose rates a training waits: each takes some seconds."""
 _OF_A_REPORT = 600
 """Requests of one replay for a report: half as exact as a plan, and twice as quick."""
 _MOST_REQUESTS = 50_000
@@ -265,22 +268,30 @@ def _fleet(
     return Fleet(scope, server, settings, sample, replayed), load_, (*notes, *more)
 
 
-def latencies_over_rates(
-    store: TableStore, scope: ScopeModels, replays: Sequence[RunReplay]
-) -> tuple[PlanPoint, ...]:
-    """Return what one server does with requests like those traced at rates up to its capacity; empty where it cannot be replayed.
+def rates_of(
+    store: TableStore, models: Models, replays: Sequence[RunReplay]
+) -> dict[str, tuple[PlanPoint, ...]]:
+    """Return what one server of each scope would do at rates up to its capacity, with requests like those traced.
+
+    Scopes that cannot be replayed are left out, and those behind the first `MOST_SCOPES` of them too.
 
     Args:
-        store: Tables of the scope's runs.
-        scope: Its models.
-        replays: Replays of its runs: their errors are in the intervals.
+        store: Tables of the scopes' runs.
+        models: Their models.
+        replays: Replays of the runs: their errors are in the intervals.
     """
-    try:
-        fleet, _, _ = _fleet(store, scope, LoadOptions(), {}, replayed=_OF_A_REPORT)
-        names = _names_of(fleet.sample)
-        return _points(curve_of(fleet, 1, _errors(replays, names)), 1, fleet, names)
-    except TracefitError:
-        return ()
+    found: dict[str, tuple[PlanPoint, ...]] = {}
+    for scope_id in models.scope_ids:
+        if len(found) == MOST_SCOPES:
+            break
+        try:
+            fleet, _, _ = _fleet(store, models.scope(scope_id), LoadOptions(), {}, replayed=_OF_A_REPORT)
+            names = _names_of(fleet.sample)
+            errors = _errors([r for r in replays if r.scope_id == scope_id], names)
+            found[scope_id] = _points(curve_of(fleet, 1, errors), 1, fleet, names)
+        except TracefitError:
+            continue
+    return found
 
 
 def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[str, float]) -> ServerPlan:
