@@ -85,6 +85,8 @@ class Figure:
         hint: Mouse actions, on the page alone; may be empty.
         wide: Takes the whole width of the page.
         height: In pixels.
+        curves: What its movable marks read: `rates`, percentile to `values` in ms, whether a rate is `outside` the training, and the
+            `limit` of an objective by percentile; empty without such marks.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Figure:
     hint: str = ""
     wide: bool = False
     height: int = 340
+    curves: Trace = field(default_factory=dict)
 
     @property
     def caption(self) -> str:

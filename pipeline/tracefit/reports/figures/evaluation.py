@@ -10,7 +10,6 @@ from tracefit.features.targets import LATENCIES
 from tracefit.fit.splits import of_means
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures.elements import (
-    COLOURS,
     GREEN,
     GREY,
     MEASURED,
@@ -19,20 +18,23 @@ from tracefit.reports.figures.elements import (
     PREDICTED,
     FigureWords,
     anchor,
+    axis_number,
     axis_of,
     line,
     log_axis,
     mark,
     objective,
+    panels,
     shaded,
 )
 from tracefit.reports.sentences import least_exact_replay, step_entry, step_times
 from tracefit.text import count, number, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from tracefit.coefficients.model import ScopeEvaluation
+    from tracefit.results.traces import RequestGroup
 
 _LOADS = {"running_tokens": "tokens in the caches of the batch", "batch_requests": "requests in the batch"}
 
@@ -86,56 +88,199 @@ def error_by_load_figure(scope: ScopeEvaluation) -> Figure | None:
     )
 
 
-# Replays
+# What the server did, and replays
+
+_PERCENTS = (50, 90, 99)
 
 
-def replay_figures(scope: ScopeEvaluation) -> tuple[Figure, ...]:
-    """Draw the replay that is least exact: percentiles of each latency and the queue over time, measured and replayed."""
+def _served_ms(run: RequestGroup, latency: str) -> tuple[float | None, ...]:
+    found = getattr(run, latency)
+    return tuple(None if q is None else 1e3 * q for q in (found.p50, found.p90, found.p99))
+
+
+def served_figure(scope: ScopeEvaluation) -> Figure | None:
+    """Draw what the server did in the whole run, and in its held-out part beside a replay; of several runs the least exact one."""
     run = least_exact_replay(scope)
-    if run is None:
-        return ()
-    sides = (("measured", "solid"), ("replayed", "dash"))
-    points = {label: run.of(name) for name, label in LATENCIES.items()}
-    percents = [50, 90, 99]
-    hover = "P%{x}: %{y:,.4~r} ms<extra>%{fullData.name}</extra>"
-    values = [getattr(q, side) / US_PER_MS for side, _ in sides for all_ in points.values() for q in all_]
-    latencies = Figure(
+    served = next((g for g in scope.served if run is None or g.name == run.run_id), None)
+    sides: dict[str, dict[str, tuple[float | None, ...]]] = {}
+    if served:
+        sides["the whole run"] = {name: _served_ms(served, name) for name in LATENCIES}
+    for way in ("measured", "replayed") if run else ():
+        sides[f"held-out part, {way}"] = {
+            name: tuple(getattr(q, way) / US_PER_MS for q in run.of(name)) for name in LATENCIES if run
+        }
+    known = [
+        name
+        for name in LATENCIES
+        if any(any(v is not None for v in side.get(name, ())) for side in sides.values())
+    ]
+    if not known:
+        return None
+    labels = [f"{LATENCIES[name]} P{q}" for name in known for q in _PERCENTS]
+    rows = {way: [v for n in known for v in (side[n] or (None,) * 3)] for way, side in sides.items()}
+    errors = (
+        [q.error_pct for n in known for q in (run.of(n) if run else ()) or (None,) * 3 if q] if run else []
+    )
+    written = [f"{e:+.1f} %" if e is not None else "" for e in errors]
+    styles = ((GREY, "square", "solid"), (MEASURED, "circle", "solid"), (PREDICTED, "diamond", "dash"))
+    traces = []
+    for (way, values), (colour, symbol, dash) in zip(
+        rows.items(), styles[0 if served else 1 :], strict=False
+    ):
+        is_replay = way.endswith("replayed") and len(written) == len(labels)
+        # A gap between latencies: a line from the P99 of one to the P50 of the next would mean nothing.
+        x, y = (
+            [v for k in range(0, len(labels), 3) for v in (*column[k : k + 3], None)]
+            for column in (labels, values)
+        )
+        traces.append(
+            line(way, (), y, colour, dash=dash, mode="lines+markers+text" if is_replay else "lines+markers")
+            | {
+                "x": x,
+                "marker": {"symbol": symbol, "size": 8},
+                "text": [v for k in range(0, len(labels), 3) for v in (*written[k : k + 3], "")]
+                if is_replay
+                else None,
+                "textposition": "top center",
+                "hovertemplate": "%{x}: %{y:,.4~r} ms<extra>%{fullData.name}</extra>",
+            }
+        )
+    name = run.run_id if run else served.name if served else ""
+    compared = f" {count(run.requests)} held-out requests are compared." if run else " It cannot be replayed."
+    of_many = f", the least exact of {count(len(scope.replays))}" if run and len(scope.replays) > 1 else ""
+    every = [v for values in rows.values() for v in values if v]
+    return Figure(
         name=anchor(f"{scope.scope_id}-replay"),
         kind="replay",
-        title="Latencies in a closed loop: replayed against measured",
-        look="Look for a dashed line that leaves its solid one: there a simulation of this load would be wrong by as much.",
-        note=f"{count(run.requests)} held-out requests of run {run.run_id}.",
+        title="What the server did, and what a replay makes of it" if run else "What the server did",
+        look="Look for a diamond off its circle: a simulation of this load would be wrong by as much."
+        if run
+        else "Look for a P99 far from its P50: few requests wait long.",
+        note=f"Run {name}{of_many}.{compared}",
         summary=Table(
-            ("latency", *(f"P{q} {side}, ms" for q in percents for side, _ in sides)),
+            ("latency", *(f"{way}, ms" for way in rows), *(("error %",) if written else ())),
             tuple(
-                (label, *(number(getattr(q, side) / US_PER_MS) for q in all_ for side, _ in sides))
-                for label, all_ in points.items()
-                if all_
+                (
+                    label,
+                    *(number(values[k]) for values in rows.values()),
+                    *([written[k].removesuffix(" %")] if written else []),
+                )
+                for k, label in enumerate(labels)
             ),
         ),
-        traces=tuple(
-            line(
-                f"{label} {side}",
-                percents,
-                [getattr(q, side) / US_PER_MS for q in all_],
-                colour,
-                dash=dash,
-                mode="lines+markers",
-                hovertemplate=hover,
-            )
-            for (label, all_), colour in zip(points.items(), COLOURS, strict=False)
-            for side, dash in sides
-            if all_
+        traces=tuple(traces),
+        layout={"xaxis": axis_of("", type="category"), "yaxis": log_axis("ms", every)},
+        wide=True,
+        height=300,
+    )
+
+
+def rates_figure(scope: ScopeEvaluation, slo_ms: Mapping[str, float]) -> Figure | None:
+    """Draw what one server would do over the rate, dashed beyond the training; on a page a rate and an objective can be moved."""
+    points = scope.rates
+    if len(points) < 2:
+        return None
+    names = [(latency, label, q) for latency, label in LATENCIES.items() for q in _PERCENTS]
+    known = {one.name for one in points[0].latencies}
+    names = [(latency, label, q) for latency, label, q in names if f"{latency}_p{q}_ms" in known]
+    latencies = list(dict.fromkeys(latency for latency, _, _ in names))
+    rates = [p.rate_per_s for p in points]
+    values = {
+        f"{label} P{q}": [p.latency(f"{latency}_p{q}_ms").value for p in points]
+        for latency, label, q in names
+    }
+    outside = [p.extrapolates for p in points]
+    traces, axes = [], []
+    hover = "%{y:,.4~r} ms at %{x:,.3~r} requests/s<extra>%{fullData.name}</extra>"
+    for place, latency in enumerate(latencies):
+        label = LATENCIES[latency]
+        for q, colour in zip(_PERCENTS, (MEASURED, GREEN, PINK), strict=True):
+            for dash, y in _inside_and_outside(values[f"{label} P{q}"], outside).items():
+                traces.append(
+                    line(
+                        f"P{q}" + (", beyond the training" if dash == "dot" else ""),
+                        rates,
+                        y,
+                        colour,
+                        dash=dash,
+                        yaxis=f"y{axis_number(place)}",
+                        legendgroup=f"P{q}",
+                        showlegend=place == 0 and dash == "solid",
+                        hovertemplate=hover,
+                    )
+                )
+        axes.append(log_axis(f"{label}, ms", [v for n in values if n.startswith(label) for v in values[n]]))
+    recorded = {g.name: g.requests_per_s for g in scope.served if g.requests_per_s}
+    at = min(max(next(iter(recorded.values()), rates[0]), rates[0]), rates[-1])
+    limits = {f"{LATENCIES[name]} P99": ms for name, ms in slo_ms.items() if name in latencies}
+    few = dict(list(recorded.items())[:_MARKED_RUNS])
+    shapes = [
+        {**mark("rate", "x", at, colour=GREY), "showlegend": False},
+        {**mark("objective", "y", 1.0, on="y"), "showlegend": False, "visible": False},
+        *(
+            {
+                **mark(f"recorded: {run}", "x", rate, colour=MEASURED),
+                "line": {"color": MEASURED, "width": 1, "dash": "dot"},
+                "showlegend": False,
+            }
+            for run, rate in few.items()
         ),
-        layout={
-            "xaxis": axis_of("percentile of requests", tickvals=percents),
-            "yaxis": log_axis("ms", values),
+    ]
+    ends = [p.latency("ttft_p99_ms") for p in points]
+    return Figure(
+        name=anchor(f"{scope.scope_id}-rates"),
+        kind="rates",
+        title="Latency against rate, for one server",
+        look="Look for the rate from which a line climbs: there the server is full. Dotted lines rest on steps unlike those of the training.",
+        note="Replays of requests like those traced, up to the rate that the server can serve. Thin lines are the rates of the recorded "
+        "runs. `tracefit plan` has more: several servers, other lengths, settings, costs.",
+        summary=Table(
+            ("requests/s", *values, "TTFT P99 between", "waiting", "beyond the training"),
+            tuple(
+                (
+                    number(p.rate_per_s),
+                    *(number(v[k]) for v in values.values()),
+                    f"{number(ends[k].low)} and {number(ends[k].high)}",
+                    number(p.waiting_mean),
+                    "yes" if p.extrapolates else "no",
+                )
+                for k, p in enumerate(points)
+            ),
+        ),
+        traces=tuple(traces),
+        layout={"shapes": shapes, **panels(axis_of("requests per second"), axes)},
+        wide=True,
+        height=150 + 130 * len(latencies),
+        curves={
+            "rates": rates,
+            "values": values,
+            "outside": outside,
+            "rate": at,
+            "limits": limits,
+            "axes": {f"{LATENCIES[n]} P{q}": f"y{axis_number(latencies.index(n))}" for n, _, q in names},
         },
     )
-    if not any(w.measured or w.replayed for w in run.queue):
-        return (latencies,)
+
+
+_MARKED_RUNS = 6
+
+
+def _inside_and_outside(values: Sequence[float], outside: Sequence[bool]) -> dict[str, list[float | None]]:
+    """Return a line in two styles: solid between rates inside the training, dotted from and to those outside; gaps elsewhere."""
+    styles: dict[str, list[float | None]] = {"solid": [None] * len(values), "dot": [None] * len(values)}
+    for k in range(len(values) - 1):
+        style = styles["dot" if outside[k] or outside[k + 1] else "solid"]
+        style[k], style[k + 1] = values[k], values[k + 1]
+    return {dash: y for dash, y in styles.items() if any(v is not None for v in y)}
+
+
+def queue_figure(scope: ScopeEvaluation) -> Figure | None:
+    """Draw the queue over time of the replay that is least exact, measured and replayed; null where nobody waits."""
+    run = least_exact_replay(scope)
+    if run is None or not any(w.measured or w.replayed for w in run.queue):
+        return None
     at = [w.from_s for w in run.queue]
-    queue = Figure(
+    return Figure(
         name=anchor(f"{scope.scope_id}-replayed-queue"),
         kind="queue",
         title="Queue over time: replayed against measured",
@@ -154,7 +299,6 @@ def replay_figures(scope: ScopeEvaluation) -> tuple[Figure, ...]:
             "yaxis": axis_of("requests", rangemode="tozero"),
         },
     )
-    return latencies, queue
 
 
 # Latencies of requests
