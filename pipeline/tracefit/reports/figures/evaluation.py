@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tracefit.coefficients.model import ScopeEvaluation
+    from tracefit.reports.document import Trace
     from tracefit.results.traces import RequestGroup
 
 _LOADS = {"running_tokens": "tokens in the caches of the batch", "batch_requests": "requests in the batch"}
@@ -91,6 +92,7 @@ def error_by_load_figure(scope: ScopeEvaluation) -> Figure | None:
 # What the server did, and replays
 
 _PERCENTS = (50, 90, 99)
+_BETWEEN_PANELS = 0.12
 
 
 def _served_ms(run: RequestGroup, latency: str) -> tuple[float | None, ...]:
@@ -116,39 +118,48 @@ def served_figure(scope: ScopeEvaluation) -> Figure | None:
     ]
     if not known:
         return None
-    labels = [f"{LATENCIES[name]} P{q}" for name in known for q in _PERCENTS]
-    rows = {way: [v for n in known for v in (side[n] or (None,) * 3)] for way, side in sides.items()}
-    errors = (
-        [q.error_pct for n in known for q in (run.of(n) if run else ()) or (None,) * 3 if q] if run else []
-    )
-    written = [f"{e:+.1f} %" if e is not None else "" for e in errors]
+    rows = {way: {n: side[n] or (None,) * len(_PERCENTS) for n in known} for way, side in sides.items()}
+    errors = {n: [q.error_pct for q in run.of(n)] if run else [] for n in known}
+    written = {n: [f"{e:+.1f} %" for e in of if e is not None] for n, of in errors.items()}
     styles = ((GREY, "square", "solid"), (MEASURED, "circle", "solid"), (PREDICTED, "diamond", "dash"))
-    traces = []
-    for (way, values), (colour, symbol, dash) in zip(
-        rows.items(), styles[0 if served else 1 :], strict=False
-    ):
-        is_replay = way.endswith("replayed") and len(written) == len(labels)
-        # A gap between latencies: a line from the P99 of one to the P50 of the next would mean nothing.
-        x, y = (
-            [v for k in range(0, len(labels), 3) for v in (*column[k : k + 3], None)]
-            for column in (labels, values)
+    traces: list[Trace] = []
+    axes: Trace = {}
+    width = (1 - _BETWEEN_PANELS * (len(known) - 1)) / len(known)
+    for place, latency in enumerate(known):
+        axis, left = axis_number(place), place * (width + _BETWEEN_PANELS)
+        axes[f"xaxis{axis}"] = axis_of(
+            "", type="category", anchor=f"y{axis}", domain=[round(left, 3), round(left + width, 3)]
         )
-        traces.append(
-            line(way, (), y, colour, dash=dash, mode="lines+markers+text" if is_replay else "lines+markers")
-            | {
-                "x": x,
-                "marker": {"symbol": symbol, "size": 8},
-                "text": [v for k in range(0, len(labels), 3) for v in (*written[k : k + 3], "")]
-                if is_replay
-                else None,
-                "textposition": "top center",
-                "hovertemplate": "%{x}: %{y:,.4~r} ms<extra>%{fullData.name}</extra>",
-            }
-        )
+        axes[f"yaxis{axis}"] = axis_of(f"{LATENCIES[latency]}, ms", rangemode="tozero", anchor=f"x{axis}")
+        for (way, values), (colour, symbol, dash) in zip(
+            rows.items(), styles[0 if served else 1 :], strict=False
+        ):
+            texts = written[latency] if way.endswith("replayed") else []
+            traces.append(
+                line(
+                    way,
+                    (),
+                    values[latency],
+                    colour,
+                    dash=dash,
+                    mode="lines+markers+text" if texts else "lines+markers",
+                )
+                | {
+                    "x": [f"P{q}" for q in _PERCENTS],
+                    "xaxis": f"x{axis}",
+                    "yaxis": f"y{axis}",
+                    "marker": {"symbol": symbol, "size": 8},
+                    "text": texts,
+                    "textposition": "top center",
+                    "cliponaxis": False,
+                    "legendgroup": way,
+                    "showlegend": place == 0,
+                    "hovertemplate": f"{LATENCIES[latency]} %{{x}}: %{{y:,.4~r}} ms<extra>%{{fullData.name}}</extra>",
+                }
+            )
     name = run.run_id if run else served.name if served else ""
     compared = f" {count(run.requests)} held-out requests are compared." if run else " It cannot be replayed."
     of_many = f", the least exact of {count(len(scope.replays))}" if run and len(scope.replays) > 1 else ""
-    every = [v for values in rows.values() for v in values if v]
     return Figure(
         name=anchor(f"{scope.scope_id}-replay"),
         kind="replay",
@@ -158,18 +169,19 @@ def served_figure(scope: ScopeEvaluation) -> Figure | None:
         else "Look for a P99 far from its P50: few requests wait long.",
         note=f"Run {name}{of_many}.{compared}",
         summary=Table(
-            ("latency", *(f"{way}, ms" for way in rows), *(("error %",) if written else ())),
+            ("latency", *(f"{way}, ms" for way in rows), *(("error %",) if run else ())),
             tuple(
                 (
-                    label,
-                    *(number(values[k]) for values in rows.values()),
-                    *([written[k].removesuffix(" %")] if written else []),
+                    f"{LATENCIES[n]} P{q}",
+                    *(number(values[n][k]) for values in rows.values()),
+                    *([(written[n] or [""] * 3)[k].removesuffix(" %")] if run else []),
                 )
-                for k, label in enumerate(labels)
+                for n in known
+                for k, q in enumerate(_PERCENTS)
             ),
         ),
         traces=tuple(traces),
-        layout={"xaxis": axis_of("", type="category"), "yaxis": log_axis("ms", every)},
+        layout=axes,
         wide=True,
         height=300,
     )
@@ -240,7 +252,7 @@ def rates_figure(scope: ScopeEvaluation, slo_ms: Mapping[str, float]) -> Figure 
                 (
                     number(p.rate_per_s),
                     *(number(v[k]) for v in values.values()),
-                    f"{number(ends[k].low)} and {number(ends[k].high)}",
+                    f"{number(ends[k].low)} and {number(ends[k].high) if ends[k].high else 'any'}",
                     number(p.waiting_mean),
                     "yes" if p.extrapolates else "no",
                 )
