@@ -86,7 +86,8 @@ fixtures: $(READY) ## write the generated runs of fixtures/ anew
 models: $(READY) ## write models/, fixtures/models/, and the tables in README.md anew: the main job's output on fixtures/
 	rm -rf build/models build/logged build/generated
 	$(BIN)/tracefit run fixtures/runs --out build/models --quiet
-	cp build/models/models/*.json build/models/evaluation.json build/models/report.md models/
+	rm -rf models/report
+	cp -r build/models/models/*.json build/models/evaluation.json $(wildcard build/models/report) build/models/report.md models/
 	$(BIN)/tracefit run fixtures/logged --out build/logged --quiet
 	mkdir -p models/logged
 	cp build/logged/models/*.json build/logged/evaluation.json models/logged/

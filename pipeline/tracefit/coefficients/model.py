@@ -109,12 +109,23 @@ class Criterion(Strict):
     reason: str
 
 
+class Recording(Strict):
+    """What to record so that a verdict can be yes."""
+
+    load: str = Field(description="rates of arrivals, and in what order")
+    prompts: str = Field(description="how long the prompts have to be")
+    minutes: float = Field(description="how long the load runs")
+    sampling: str = Field(description="how much of it to trace")
+    command: str = Field(description="shell commands of a load generator that makes this load")
+
+
 class Verdict(Strict):
     """Verdict on one use of the scope's models: the worst of the criteria."""
 
     answer: Answer
     reasons: tuple[str, ...] = Field(description="the criteria that decide")
     criteria: tuple[Criterion, ...]
+    record: Recording | None = Field(default=None, description="what to record for a yes; null if it is one")
 
 
 class RequestRange(Strict):

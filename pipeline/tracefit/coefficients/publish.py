@@ -293,6 +293,10 @@ def evaluate(
                     tuple(r for r in replays if r.run_id in runs_of(s)),
                     tuple(g for g in served if g.name in runs_of(s)),
                     rates.get(s.scope.scope_id, ()),
+                    {
+                        n: getattr(s.scope.context.settings, n)
+                        for n in ("max_num_batched_tokens", "max_model_len")
+                    },
                 ),
             )
             for s in scopes

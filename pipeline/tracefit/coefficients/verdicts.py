@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from tracefit.coefficients.model import STEP_MODELS, Answer, Criterion, Verdict
+from tracefit.coefficients.recording import to_record
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.features.targets import target_named
 from tracefit.fit.splits import FEW_ROWS
@@ -34,6 +36,7 @@ class BesideModels(NamedTuple):
     replays: tuple[RunReplay, ...] = ()
     served: tuple[RequestGroup, ...] = ()
     rates: tuple[PlanPoint, ...] = ()
+    limits: Mapping[str, float | None] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,14 +200,15 @@ def verdicts_of(
         criterion = _criterion(models, evidence, threshold)
         if MEASURES[threshold.measure].needed or criterion.value is not None:
             by_use.setdefault(threshold.use, []).append(criterion)
-    return {use: _verdict(tuple(criteria)) for use, criteria in by_use.items()}
+    return {use: _verdict(tuple(criteria), evidence) for use, criteria in by_use.items()}
 
 
-def _verdict(criteria: tuple[Criterion, ...]) -> Verdict:
+def _verdict(criteria: tuple[Criterion, ...], evidence: BesideModels) -> Verdict:
     """Return the worst answer of the criteria, with the reasons of those that gave it."""
     worst = max((c.answer for c in criteria), key=_RANK.__getitem__)
     reasons = dict.fromkeys(c.reason for c in criteria if c.answer == worst)
-    return Verdict(answer=worst, reasons=tuple(reasons), criteria=criteria)
+    record = to_record(criteria, evidence.served, evidence.rates, evidence.limits)
+    return Verdict(answer=worst, reasons=tuple(reasons), criteria=criteria, record=record)
 
 
 def _criterion(models: Mapping[str, Validation], evidence: BesideModels, threshold: Threshold) -> Criterion:

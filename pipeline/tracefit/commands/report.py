@@ -16,7 +16,7 @@ from tracefit.features.targets import LATENCIES
 from tracefit.inputs.buckets import place_of
 from tracefit.progress import NullProgress, Progress
 from tracefit.reports.content import Goodput, build_report
-from tracefit.reports.document import markdown_text, plain
+from tracefit.reports.document import markdown_files, plain
 from tracefit.reports.figures.scope import ScopeFigures, scope_figures
 from tracefit.reports.sentences import verdicts
 from tracefit.results.models import ReportResult
@@ -95,7 +95,7 @@ def report(
 
 def report_texts(made: Report, folder: Path, progress: Progress) -> dict[Path, str]:
     """Return the files of a report and their content; the page only where its libraries are installed."""
-    texts = {folder / "report.md": markdown_text(made)}
+    texts = {folder / name: text for name, text in markdown_files(made).items()}
     page = _page(made)
     if page is None:
         progress.warn(NO_PAGE)

@@ -282,7 +282,9 @@ def _replay_parts(scope: published.ScopeEvaluation) -> tuple[ReportPart, ...]:
     head = ("measured P50 ms", "replayed", *(f"P{q} error %" for q in (50, 90, 99)))
     beside = (f"{way} P{q} %" for q in (50, 90) for way in ways)
     found = table((*(("run",) if several else ()), "replayed", *head, *beside), rows)
-    return kept(_REPLAY_NOTE if rows else "", found, Bullets(tuple(lines)))
+    parts = kept(_REPLAY_NOTE if rows else "", found, Bullets(tuple(lines)))
+    many = len(scope.replays) > _MANY_RUNS
+    return (section(f"Replays of {count(len(scope.replays))} runs", *parts, folded=True),) if many else parts
 
 
 def _signed(value: float | None) -> str:
@@ -340,6 +342,7 @@ def _scope(one: ScopeParts) -> tuple[ReportPart, ...]:
         _served(one),
         *figures.top,
         verdicts(scope),
+        _to_record(scope),
         *_replay_parts(scope),
         errors,
         " ".join(filter(None, notes)) if errors.rows else "",
@@ -377,10 +380,25 @@ def _scope(one: ScopeParts) -> tuple[ReportPart, ...]:
     )
 
 
+def _to_record(scope: published.ScopeEvaluation) -> Bullets:
+    """Say what to record for a yes, once for the uses that need the same."""
+    uses: dict[published.Recording, list[str]] = {}
+    for use, verdict in scope.verdicts.items():
+        if verdict.record is not None:
+            uses.setdefault(verdict.record, []).append(use)
+    return Bullets(
+        tuple(
+            f"**For a yes on {', '.join(names)}, record** {one.load}; {one.prompts}; {number(one.minutes)} minutes in all; {one.sampling}. "
+            f"Against the server: `{one.command}`"
+            for one, names in uses.items()
+        )
+    )
+
+
 _MANY_RUNS = 8
 
 
-def _served(one: ScopeParts) -> Table:
+def _served(one: ScopeParts) -> Table | Section:
     """Return what the server did, a row per run."""
     rows = []
     for run in one.scope.served:
@@ -405,8 +423,9 @@ def _served(one: ScopeParts) -> Table:
     heads = ("requests", "failed", "preemptions", "requests/s", "output tokens/s", "prompt tokens/s")
     latencies = (f"{label} P50 / P90 / P99, ms" for label in LATENCIES.values())
     goodput = ("within the objectives", "goodput, requests/s") if one.goodput else ()
-    folded = f"What the servers did in {count(len(rows))} runs" if len(rows) > _MANY_RUNS else None
-    return table(("run", *heads, *latencies, *goodput), rows, folded=folded)
+    every = table(("run", *heads, *latencies, *goodput), rows)
+    title = f"What the servers did in {count(len(rows))} runs"
+    return section(title, every, folded=True) if len(rows) > _MANY_RUNS else every
 
 
 def _slowest(found: Sequence[SlowRequest], *, several: bool) -> Section | None:
