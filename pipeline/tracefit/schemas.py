@@ -31,7 +31,8 @@ from tracefit.results.models import (
     VerifyResult,
 )
 from tracefit.results.plans import PlanResult
-from tracefit.results.traces import IngestPlan, IngestResult, Inspection, ReceiveResult, RequestSummary
+from tracefit.results.requests import RequestSummary
+from tracefit.results.traces import IngestPlan, IngestResult, Inspection, ReceiveResult
 from tracefit.tables.schema import TABLES, ColumnKind, TableSchema
 from tracefit.tables.store import Manifest
 

@@ -33,7 +33,7 @@ from tracefit.fit.results import (
 )
 from tracefit.results.plans import PlanPoint
 from tracefit.results.replays import RunReplay
-from tracefit.results.traces import RequestGroup
+from tracefit.results.requests import RequestGroup
 from tracefit.server.documents import Scalar
 
 Answer = Literal["yes", "with limits", "no"]
@@ -109,8 +109,8 @@ class Criterion(Strict):
     reason: str
 
 
-class Recording(Strict):
-    """What to record so that a verdict can be yes."""
+class RecordingAdvice(Strict):
+    """A recording that could make a verdict a yes."""
 
     load: str = Field(description="rates of arrivals, and in what order")
     prompts: str = Field(description="how long the prompts have to be")
@@ -125,7 +125,9 @@ class Verdict(Strict):
     answer: Answer
     reasons: tuple[str, ...] = Field(description="the criteria that decide")
     criteria: tuple[Criterion, ...]
-    record: Recording | None = Field(default=None, description="what to record for a yes; null if it is one")
+    record: RecordingAdvice | None = Field(
+        default=None, description="what to record for a yes; null if it is one"
+    )
 
 
 class RequestRange(Strict):

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tracefit.fit.results import AcrossResult, Metrics
     from tracefit.results.plans import PlanPoint
     from tracefit.results.replays import RunReplay
-    from tracefit.results.traces import RequestGroup
+    from tracefit.results.requests import RequestGroup
     from tracefit.server.context import ModelScope
     from tracefit.server.documents import Scalar
 
@@ -276,7 +276,7 @@ def evaluate(
         requests: Ranges of the coefficient files.
         predicted: Scope to its requests with predictions, see `coefficient_files`.
         replays: Replays of the scopes' runs.
-        served: What the servers of the runs did.
+        served: The work of the servers, by run.
         rates: Scope to what one of its servers would do, over the rate.
         thresholds: Requirements of each use.
     """

@@ -1,10 +1,10 @@
-"""What to record so that a verdict can be yes: the load, its prompts, for how long, how much of it, and a load generator's command line."""
+"""The recording that could make a verdict a yes: its load, prompts, minutes and sampling, and a load generator's command line."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tracefit.coefficients.model import Recording
+from tracefit.coefficients.model import RecordingAdvice
 from tracefit.text import count, number
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.model import Criterion
     from tracefit.results.plans import PlanPoint
-    from tracefit.results.traces import RequestGroup
+    from tracefit.results.requests import RequestGroup
 
 _OF_CAPACITY = (0.2, 0.9, 0.5, 0.7)
 """Rates as shares of what a server can serve: heavy ones stand next to light ones, so that queues empty in between."""
@@ -33,13 +33,13 @@ def to_record(
     served: Sequence[RequestGroup],
     rates: Sequence[PlanPoint],
     limits: Mapping[str, float | None],
-) -> Recording | None:
+) -> RecordingAdvice | None:
     """Return what to record to make a verdict yes; null where it is yes.
 
     Args:
         criteria: The criteria of the verdict.
-        served: What the servers did so far.
-        rates: What one of them would do, up to its capacity; empty if not known.
+        served: The work of the servers so far.
+        rates: One of them at rates up to its capacity; empty if not known.
         limits: `max_num_batched_tokens` and `max_model_len`, null where not known.
     """
     missed = {c.measure for c in criteria if c.answer != "yes"}
@@ -55,7 +55,7 @@ def to_record(
         words = f"prompts of up to {count(int((1 + _SPREAD) * prompt))} tokens: a step may have {count(int(budget))} of them"
     loads, reach = _rates(served, rates, needs_queue=needs_queue)
     listed = " ".join(f"{rate:g}:{max(int(60 * rate), 20)}" for rate in loads)
-    return Recording(
+    return RecordingAdvice(
         load=f"{_ROUNDS} rounds of {', '.join(f'{r:g}' for r in loads)} requests per second, {reach}: every round has all loads, "
         "so that the held-out end of the run has none that is new",
         prompts=words,

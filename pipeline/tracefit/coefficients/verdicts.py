@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tracefit.fit.results import SummedTime, Validation
     from tracefit.results.plans import PlanPoint
     from tracefit.results.replays import RunReplay
-    from tracefit.results.traces import RequestGroup
+    from tracefit.results.requests import RequestGroup
 
 _RANK: dict[Answer, int] = {"yes": 0, "with limits": 1, "no": 2}
 

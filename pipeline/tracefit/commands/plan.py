@@ -237,7 +237,7 @@ def _planned(place: str | Path, scope: ScopeModels, asked: _Asked) -> ServerPlan
 
 
 def _store(place: str | Path) -> TableStore | None:
-    """Return the tables beside models; null where there are none."""
+    """Return the tables beside models; null without any."""
     try:
         return TableStore(tables_of(place))
     except UsageError:

@@ -382,7 +382,7 @@ def _scope(one: ScopeParts) -> tuple[ReportPart, ...]:
 
 def _to_record(scope: published.ScopeEvaluation) -> Bullets:
     """Say what to record for a yes, once for the uses that need the same."""
-    uses: dict[published.Recording, list[str]] = {}
+    uses: dict[published.RecordingAdvice, list[str]] = {}
     for use, verdict in scope.verdicts.items():
         if verdict.record is not None:
             uses.setdefault(verdict.record, []).append(use)

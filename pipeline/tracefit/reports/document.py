@@ -85,7 +85,7 @@ class Figure:
         hint: Mouse actions, on the page alone; may be empty.
         wide: Takes the whole width of the page.
         height: In pixels.
-        curves: What its movable marks read: `rates`, percentile to `values` in ms, whether a rate is `outside` the training, and the
+        curves: The numbers behind its movable marks: `rates`, percentile to `values` in ms, whether a rate is `outside` the training, and the
             `limit` of an objective by percentile; empty without such marks.
     """
 
@@ -203,7 +203,7 @@ def markdown_files(report: Report) -> dict[str, str]:
     for number, one in enumerate(sections, 1):
         name = f"{PARTS}/{number:02}-{file_name(one.title)}.md"
         files[name] = _document([f"# {one.title}", *_parts(one.parts, 2)])
-        # The link is of our own making, and its text is none: names in traces come from elsewhere.
+        # Only the name of a file is in the link: titles hold names from traces, which come from elsewhere.
         links.append(f"- {_harmless(one.title)}: [{name}]({name})")
     rest = [part for part in report.parts if not isinstance(part, Section)]
     summary = _document([*_head(report), *_parts(rest, 2)])

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.model import ScopeEvaluation
     from tracefit.reports.document import Trace
-    from tracefit.results.traces import RequestGroup
+    from tracefit.results.requests import RequestGroup
 
 _LOADS = {"running_tokens": "tokens in the caches of the batch", "batch_requests": "requests in the batch"}
 

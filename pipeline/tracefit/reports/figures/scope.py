@@ -38,7 +38,7 @@ class ScopeFigures:
     """The figures of one scope.
 
     Attributes:
-        top: What the server did and would do: those of the first screen.
+        top: Those of the first screen: the work of the server, measured and replayed, and over the rate.
         first: The others that every reader looks at, in reading order.
         latencies: Distributions of the request latencies.
         models: Those of the rows of each model, by its name.
