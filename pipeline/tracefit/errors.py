@@ -27,6 +27,7 @@ PARAMETERS = {
     "--engine": "EngineChoice.name",
     "--feature": "features",
     "--features": "features",
+    "--figure": "figure",
     "--gpu": "ServerOptions.gpu",
     "--include-overloaded": "TrainOptions.include_overloaded",
     "--load": "LoadOptions.file",

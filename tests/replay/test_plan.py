@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import polars as pl
@@ -158,6 +159,7 @@ def test_folders_are_planned_side_by_side(constant):
         (("--rate", "40", "--slo", "speed_p99=500"), "--slo speed_p99=500: no objective"),
         (("--rate", "40", "--slo", "ttft_p0=500"), "--slo ttft_p0=500: no objective"),
         (("--rate", "-1", "--servers", "1"), "--rate -1: is no rate"),
+        (("--rate", "1", "--servers", "1", "--figure", "plan.png"), "--figure plan.png: a figure is a page"),
         (("--rate", "1", "--servers", "1", "--burstiness", "0"), "--burstiness 0: is no shape"),
         (
             ("--rate", "1", "--servers", "1", "--set", "tp=4"),
@@ -190,6 +192,21 @@ def test_a_plan_reads_as_a_sentence(constant, tracefit):
     text = " ".join(stdout.split())
     assert "3 servers (3 to 3) keep to the objectives at 1,900 requests per second; they bear 2,400" in text
     assert "note: no run was replayed in a closed loop" in text
+
+
+def test_a_plan_is_drawn_on_a_page(constant, tmp_path):
+    pytest.importorskip("plotly")
+    page = tmp_path / "plan.html"
+    plan = one(constant(training=(0, 7)), rate=900, slo_ms={"ttft_p99": 3.0}, figure=page)
+    (drawn,) = json.loads(re.search(r'id="figures">(.*?)</script>', page.read_text(), re.DOTALL)[1])[
+        "figures"
+    ].values()
+    assert drawn["curves"]["rates"] == pytest.approx([p.rate_per_s for p in plan.curve])
+    assert drawn["curves"]["limits"] == {"TTFT P99": 3.0}
+    assert {t["line"]["dash"] for t in drawn["data"]} == {"solid", "dot"}, (
+        "beyond seven requests at once it is dotted"
+    )
+    assert drawn["layout"]["shapes"][0]["x0"] == pytest.approx(900)
 
 
 BARS = {"ttft": (8, 12, 12), "itl": (4, 4, 8), "e2e": (3, 3, 5)}

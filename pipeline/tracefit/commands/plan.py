@@ -32,8 +32,11 @@ from tracefit.replay.plan import (
     refined,
     relative_gaps,
 )
+from tracefit.reports.document import Report
+from tracefit.reports.figures.evaluation import plan_figure
 from tracefit.results.plans import Objective, PlannedLoad, PlanResult, ServerPlan
 from tracefit.server.settings import canonical_name, settings_from
+from tracefit.tables.disk import write_files
 from tracefit.tables.schema import ENGINE, TABLES
 from tracefit.tables.store import TableStore
 from tracefit.text import number, plural
@@ -118,6 +121,7 @@ def plan(
     price: float | None = None,
     scope: str | None = None,
     run: str | None = None,
+    figure: str | Path | None = None,
     progress: Progress | None = None,
 ) -> PlanResult:
     """Return the fewest servers for a rate, or the largest rate of a number of servers, for every kind of server.
@@ -135,10 +139,12 @@ def plan(
         price: Price of a GPU for an hour, in any currency.
         scope: Plan this scope alone; see `Models.scope`.
         run: Plan the scope of this run alone.
+        figure: A page to write, `.html`: percentiles over the rate, where a rate and an objective can be moved.
         progress: Receives the name of each scope.
 
     Raises:
         UsageError: A folder, an option or an objective is wrong, or a setting changes what the models cannot say.
+        TracefitError: There is nothing to draw, or the libraries that draw it are missing.
 
     Examples:
         >>> import tracefit
@@ -151,6 +157,8 @@ def plan(
     requests = requests or LoadOptions()
     _check(rate, servers, price, requests.burstiness, objectives, has_folders=bool(places))
     asked = _Asked(rate, servers, objectives, dict(settings or {}), requests, price)
+    if figure is not None and Path(figure).suffix != ".html":
+        raise UsageError(f"--figure {figure}: a figure is a page", hint="give it a name that ends in .html")
     found: list[ServerPlan] = []
     for place in places:
         models = load(find_models(place))
@@ -158,7 +166,21 @@ def plan(
         for scope_id in [models.scope(chosen).scope_id] if chosen else models.scope_ids:
             progress.stage(f"planning {scope_id}")
             found.append(_planned(place, models.scope(scope_id or None), asked))
+    if figure is not None:
+        _draw(found, Path(figure))
     return PlanResult(tuple(found))
+
+
+def _draw(plans: Iterable[ServerPlan], path: Path) -> None:
+    """Write a page with a figure of each plan."""
+    try:
+        from tracefit.reports.page import html_page  # noqa: PLC0415 - an extra installs it
+    except ImportError:
+        raise TracefitError("figures need plotly and jinja2", hint="pip install 'tracefit[report]'") from None
+    figures = tuple(drawn for plan_ in plans if (drawn := plan_figure(plan_)) is not None)
+    if not figures:
+        raise DataError("there is nothing to draw: no scope could be planned")
+    write_files({path: html_page(Report("Servers and their latencies over the rate", "", figures))})
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,13 +28,14 @@ from tracefit.reports.figures.elements import (
     shaded,
 )
 from tracefit.reports.sentences import least_exact_replay, step_entry, step_times
-from tracefit.text import count, number, percent
+from tracefit.text import count, number, percent, plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tracefit.coefficients.model import ScopeEvaluation
     from tracefit.reports.document import Trace
+    from tracefit.results.plans import PlanPoint, ServerPlan
     from tracefit.results.requests import RequestGroup
 
 _LOADS = {"running_tokens": "tokens in the caches of the batch", "batch_requests": "requests in the batch"}
@@ -188,10 +189,52 @@ def served_figure(scope: ScopeEvaluation) -> Figure | None:
 
 
 def rates_figure(scope: ScopeEvaluation, slo_ms: Mapping[str, float]) -> Figure | None:
-    """Draw what one server would do over the rate, dashed beyond the training; on a page a rate and an objective can be moved."""
-    points = scope.rates
-    if len(points) < 2:
+    """Draw what one server would do over the rate, dotted beyond the training; on a page a rate and an objective can be moved."""
+    if len(scope.rates) < 2:
         return None
+    recorded = {f"recorded: {g.name}": g.requests_per_s for g in scope.served if g.requests_per_s}
+    return _over_rates(
+        scope.rates,
+        dict(list(recorded.items())[:_MARKED_RUNS]),
+        {f"{name}_p99_ms": ms for name, ms in slo_ms.items()},
+        name=anchor(f"{scope.scope_id}-rates"),
+        kind="rates",
+        title="Latency against rate, for one server",
+        look=_CLIMBS,
+        note="Replays of requests like those traced, up to the rate that the server can serve. Thin lines are the rates of the recorded "
+        "runs. `tracefit plan` has more: several servers, other lengths, settings, costs.",
+    )
+
+
+def plan_figure(plan: ServerPlan) -> Figure | None:
+    """Draw planned servers over the rate, with the objectives; null where nothing could be replayed."""
+    if len(plan.curve) < 2:
+        return None
+    marks = {"at": plan.at.rate_per_s if plan.at else None, "knee": plan.knee_per_s}
+    counted = plural(plan.servers or 1, "server")
+    return _over_rates(
+        plan.curve,
+        {name: rate for name, rate in marks.items() if rate},
+        {one.name: one.limit_ms for one in plan.objectives},
+        name=anchor(f"{plan.folder}-{plan.scope_id}-plan"),
+        kind="plan",
+        title=f"Latency against rate, for {counted} of `{plan.scope_id}`",
+        look=_CLIMBS,
+        note=f"Replays of {plan.load.source if plan.load else 'requests'}, up to the rate that {counted} can serve. Thin lines are the "
+        "planned rate and the knee.",
+    )
+
+
+_CLIMBS = "Look for the rate from which a line climbs: there a server is full. Dotted lines rest on steps unlike those of the training."
+
+
+def _over_rates(
+    points: Sequence[PlanPoint],
+    marked: Mapping[str, float],
+    limits: Mapping[str, float],
+    **words: Unpack[FigureWords],
+) -> Figure:
+    """Draw percentiles over the rate; `marked` are rates by name, the first of them where the movable one begins."""
     names = [(latency, label, q) for latency, label in LATENCIES.items() for q in _PERCENTS]
     known = {one.name for one in points[0].latencies}
     names = [(latency, label, q) for latency, label, q in names if f"{latency}_p{q}_ms" in known]
@@ -222,30 +265,25 @@ def rates_figure(scope: ScopeEvaluation, slo_ms: Mapping[str, float]) -> Figure 
                     )
                 )
         axes.append(log_axis(f"{label}, ms", [v for n in values if n.startswith(label) for v in values[n]]))
-    recorded = {g.name: g.requests_per_s for g in scope.served if g.requests_per_s}
-    at = min(max(next(iter(recorded.values()), rates[0]), rates[0]), rates[-1])
-    limits = {f"{LATENCIES[name]} P99": ms for name, ms in slo_ms.items() if name in latencies}
-    few = dict(list(recorded.items())[:_MARKED_RUNS])
+    at = min(max(next(iter(marked.values()), rates[0]), rates[0]), rates[-1])
+    shown = {
+        f"{label} P{q}": limits[key] for latency, label, q in names if (key := f"{latency}_p{q}_ms") in limits
+    }
     shapes = [
         {**mark("rate", "x", at, colour=GREY), "showlegend": False},
         {**mark("objective", "y", 1.0, on="y"), "showlegend": False, "visible": False},
         *(
             {
-                **mark(f"recorded: {run}", "x", rate, colour=MEASURED),
+                **mark(words_, "x", rate, colour=MEASURED),
                 "line": {"color": MEASURED, "width": 1, "dash": "dot"},
                 "showlegend": False,
             }
-            for run, rate in few.items()
+            for words_, rate in marked.items()
         ),
     ]
     ends = [p.latency("ttft_p99_ms") for p in points]
     return Figure(
-        name=anchor(f"{scope.scope_id}-rates"),
-        kind="rates",
-        title="Latency against rate, for one server",
-        look="Look for the rate from which a line climbs: there the server is full. Dotted lines rest on steps unlike those of the training.",
-        note="Replays of requests like those traced, up to the rate that the server can serve. Thin lines are the rates of the recorded "
-        "runs. `tracefit plan` has more: several servers, other lengths, settings, costs.",
+        **words,
         summary=Table(
             ("requests/s", *values, "TTFT P99 between", "waiting", "beyond the training"),
             tuple(
@@ -268,7 +306,7 @@ def rates_figure(scope: ScopeEvaluation, slo_ms: Mapping[str, float]) -> Figure 
             "values": values,
             "outside": outside,
             "rate": at,
-            "limits": limits,
+            "limits": shown,
             "axes": {f"{LATENCIES[n]} P{q}": f"y{axis_number(latencies.index(n))}" for n, _, q in names},
         },
     )
