@@ -90,7 +90,9 @@ fixtures: $(READY) ## write the generated runs of fixtures/ anew
 models: $(READY) ## write models/, fixtures/models/, and the tables in README.md anew: the main job's output on fixtures/
 	rm -rf build/models build/logged build/generated
 	$(BIN)/tracefit run fixtures/runs --out build/models --quiet
+	rm -rf models/report
 	cp build/models/models/*.json build/models/evaluation.json build/models/report.md models/
+	if [ -d build/models/report ]; then cp -r build/models/report models/; fi
 	$(BIN)/tracefit run fixtures/logged --out build/logged --quiet
 	mkdir -p models/logged
 	cp build/logged/models/*.json build/logged/evaluation.json models/logged/

@@ -18,7 +18,7 @@ from tracefit.coefficients.model import CoefficientFile, Evaluation
 from tracefit.coefficients.predict import StepPrediction
 from tracefit.coefficients.requests import RequestPrediction
 from tracefit.features.sets import FeatureSet
-from tracefit.results import models, plans, traces
+from tracefit.results import models, plans, requests, traces
 from tracefit.results.models import (
     CompareResult,
     ExportResult,
@@ -31,7 +31,8 @@ from tracefit.results.models import (
     VerifyResult,
 )
 from tracefit.results.plans import PlanResult
-from tracefit.results.traces import IngestPlan, IngestResult, Inspection, ReceiveResult, RequestSummary
+from tracefit.results.requests import RequestSummary
+from tracefit.results.traces import IngestPlan, IngestResult, Inspection, ReceiveResult
 from tracefit.tables.schema import TABLES, ColumnKind, TableSchema
 from tracefit.tables.store import Manifest
 
@@ -90,7 +91,10 @@ def _result_schema(command: str) -> dict[str, Any]:
     schema = TypeAdapter(RESULTS[command]).json_schema()
     # `exit_code` is a property, which pydantic does not describe.
     with_code = {
-        n for room in (models, plans, traces) for n, c in vars(room).items() if hasattr(c, "exit_code")
+        n
+        for room in (models, plans, requests, traces)
+        for n, c in vars(room).items()
+        if hasattr(c, "exit_code")
     }
     for part in (schema, *schema.get("$defs", {}).values()):
         if part.get("title") in with_code:

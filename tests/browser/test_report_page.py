@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+
+from tracefit.coefficients.files import read_evaluation
 
 pytestmark = pytest.mark.browser
 WIDTHS = (390, 1280)
@@ -96,7 +100,7 @@ def test_numbers_open_below_their_figure(page):
     assert page.ask(BLOCKS_OVERLAP) == []
 
 
-FIRST = "document.querySelector('.plot')"
+FIRST = "document.querySelector('.plot[data-figure$=step-times]')"
 
 
 def test_a_step_shows_its_composition_and_its_prediction_under_the_mouse(browser, trained):
@@ -185,3 +189,49 @@ def test_figures_and_page_follow_the_colours_of_the_screen(browser, trained):
     dark = _brightness(browser.ask(INK)), _brightness(browser.ask(paper))
     assert light[1] - light[0] > 450
     assert dark[0] - dark[1] > 450
+
+
+RATE, LIMIT = "document.forms[0].elements.rate", "document.forms[0].elements.limit"
+SAID = "document.forms[0].elements.{}.value"
+
+
+def _set(browser, field, value):
+    browser.ask(f"{field}.value = '{value}', {field}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+
+
+def test_a_rate_and_an_objective_move_over_the_curves(browser, trained):
+    """At replayed rates and at limits that are replayed latencies, the page says the numbers of evaluation.json."""
+    (scope,) = read_evaluation(trained / "evaluation.json").scopes
+    browser.open(trained / "report.html", width=1280)
+    assert browser.ask(f"{LIMIT}.value") == "", "no objective that nobody set"
+    assert browser.ask(SAID.format("largest")) == ""
+    low, high = scope.rates[1], scope.rates[-2]
+    for point in (low, high):
+        _set(browser, RATE, point.rate_per_s)
+        p50, p90, p99 = (point.latency(f"ttft_p{q}_ms").value for q in (50, 90, 99))
+        said = re.search(r"TTFT ([\d.,]+) / ([\d.,]+) / ([\d.,]+),", browser.ask(SAID.format("latencies")))
+        numbers = [float(n.replace(",", "")) for n in said.groups()]
+        assert numbers == pytest.approx([p50, p90, p99], rel=0.006)
+    _set(browser, "document.forms[0].elements.percentile", "E2E P50")
+    _set(browser, LIMIT, high.latency("e2e_p50_ms").value)
+    rate = float(
+        re.search(r"up to ([\d.,]+) requests/s", browser.ask(SAID.format("largest")))[1].replace(",", "")
+    )
+    assert rate == pytest.approx(high.rate_per_s, rel=0.006)
+    _set(browser, LIMIT, 0.001)
+    assert browser.ask(SAID.format("largest")).endswith("at none of these rates")
+    assert browser.events_of("Runtime.exceptionThrown") == []
+
+
+def test_marks_of_the_figure_follow(browser, trained):
+    (scope,) = read_evaluation(trained / "evaluation.json").scopes
+    browser.open(trained / "report.html", width=1280)
+    plot = "document.querySelector('.plot[data-figure$=rates]')"
+    browser.ask(f"{plot}.scrollIntoView()")
+    browser.until(f"!!{plot}.querySelector('.main-svg')")
+    at = scope.rates[2].rate_per_s
+    _set(browser, RATE, at)
+    browser.until(f"Math.abs({plot}.layout.shapes[0].x0 - {at}) < 1e-9")
+    assert browser.ask(f"{plot}.layout.shapes[1].visible") is False
+    _set(browser, LIMIT, 25)
+    browser.until(f"{plot}.layout.shapes[1].visible === true && {plot}.layout.shapes[1].y0 === 25")

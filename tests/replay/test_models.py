@@ -15,7 +15,7 @@ import tracefit as package
 from tracefit.coefficients.model import CoefficientFile
 from tracefit.commands import replay as replay_command
 from tracefit.consumers.blis_replay import StepRates, replay_as_blis
-from tracefit.errors import UsageError
+from tracefit.errors import DataError
 from tracefit.replay.closed_loop import (
     REQUEST_COLUMNS,
     _block_tokens,
@@ -71,7 +71,7 @@ def test_each_step_is_of_the_first_regime_that_holds():
 
 
 def test_a_model_that_reads_what_a_replay_does_not_know_is_refused():
-    with pytest.raises(UsageError, match="moon_phase"):
+    with pytest.raises(DataError, match="moon_phase"):
         FittedStepTimes(model(intercept=value(1.0), terms=[term("moon_phase", 1.0)]), {})
 
 

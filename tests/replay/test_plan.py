@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import polars as pl
@@ -20,8 +21,8 @@ TEN = tracefit.LoadOptions(prompt=10, output=10)
 def constant(tmp_path):
     """Return a coefficient file; `training` is the range of the requests that decode, `ci95` that of the step time."""
 
-    def write(training=(0, 8), ci95=None, name="beta.json"):
-        term = {"feature": "num_decode_reqs", "unit": "us/request", "value": 0.0, "training_range": training}
+    def write(training=(0, 8), ci95=None, name="beta.json", feature="num_decode_reqs"):
+        term = {"feature": feature, "unit": "us/request", "value": 0.0, "training_range": training}
         model = {
             "name": "beta.cycle_time",
             "scope_id": "small.gpu.tp1.00000000",
@@ -130,6 +131,20 @@ def test_requests_of_a_file(constant, tmp_path):
     assert plan.capacity_per_s == pytest.approx(800, rel=0.02)
 
 
+def test_what_is_not_known_of_a_step_is_no_step_without_time(constant):
+    """The share of KV blocks in use is not known without their number: such steps are not as short as can be."""
+    model = constant(feature="kv_usage_ratio")
+    assert "does not know num_gpu_blocks of a step" in one(model, rate=20, servers=1).reason
+    assert (
+        one(model, rate=20, servers=1, settings={"num_gpu_blocks": 101}).at.latency("itl_p50_ms").value == 1
+    )
+
+
+def test_a_scope_without_requests_leaves_the_others_their_answer(constant):
+    found = tracefit.plan(constant(), rate=20, servers=1).plans[0].reason
+    assert found.startswith("no requests are traced here")
+
+
 def test_folders_are_planned_side_by_side(constant):
     plans = tracefit.plan([constant(), constant(name="other.json")], rate=900, servers=1, requests=TEN).plans
     assert [p.folder.rpartition("/")[2] for p in plans] == ["beta.json", "other.json"]
@@ -144,6 +159,7 @@ def test_folders_are_planned_side_by_side(constant):
         (("--rate", "40", "--slo", "speed_p99=500"), "--slo speed_p99=500: no objective"),
         (("--rate", "40", "--slo", "ttft_p0=500"), "--slo ttft_p0=500: no objective"),
         (("--rate", "-1", "--servers", "1"), "--rate -1: is no rate"),
+        (("--rate", "1", "--servers", "1", "--figure", "plan.png"), "--figure plan.png: a figure is a page"),
         (("--rate", "1", "--servers", "1", "--burstiness", "0"), "--burstiness 0: is no shape"),
         (
             ("--rate", "1", "--servers", "1", "--set", "tp=4"),
@@ -176,6 +192,21 @@ def test_a_plan_reads_as_a_sentence(constant, tracefit):
     text = " ".join(stdout.split())
     assert "3 servers (3 to 3) keep to the objectives at 1,900 requests per second; they bear 2,400" in text
     assert "note: no run was replayed in a closed loop" in text
+
+
+def test_a_plan_is_drawn_on_a_page(constant, tmp_path):
+    pytest.importorskip("plotly")
+    page = tmp_path / "plan.html"
+    plan = one(constant(training=(0, 7)), rate=900, slo_ms={"ttft_p99": 3.0}, figure=page)
+    (drawn,) = json.loads(re.search(r'id="figures">(.*?)</script>', page.read_text(), re.DOTALL)[1])[
+        "figures"
+    ].values()
+    assert drawn["curves"]["rates"] == pytest.approx([p.rate_per_s for p in plan.curve])
+    assert drawn["curves"]["limits"] == {"TTFT P99": 3.0}
+    assert {t["line"]["dash"] for t in drawn["data"]} == {"solid", "dot"}, (
+        "beyond seven requests at once it is dotted"
+    )
+    assert drawn["layout"]["shapes"][0]["x0"] == pytest.approx(900)
 
 
 BARS = {"ttft": (8, 12, 12), "itl": (4, 4, 8), "e2e": (3, 3, 5)}

@@ -75,10 +75,10 @@ def _drawn(text):
 
 
 def test_what_a_reader_decides_by_comes_first(text, page):
-    """Subject, the sentence, the four uses, the errors and the first figure, in that order."""
+    """Subject, the sentence, what the server did in numbers and a figure, and the four uses, in that order."""
     (title,) = page.all("h1")
     assert title["text"] == "meta-llama/Llama-2-7b-hf"
-    marks = ['<p class="subject">', '<p class="lead">', '<dl class="verdicts">', "<table>", "<figure id="]
+    marks = ['<p class="subject">', '<p class="lead">', "<table>", "<figure id=", '<dl class="verdicts">']
     places = [text.index(mark) for mark in marks]
     assert places == sorted(places)
     uses = [d["text"].split()[0] for d in page.all("dt")]
@@ -110,8 +110,9 @@ def test_figures_are_described_in_words_and_numbers(page, text):
 
 def test_the_figures_a_reader_asks_for_are_there_in_order(page):
     names = [re.sub(r"^.*tp1-[0-9a-f]{8}-", "", f["attrs"]["id"]) for f in page.all("figure")]
-    assert names[:5] == ["step-times", "error-by-load", "step-breakdown", "first-token", "latency-load"]
-    assert names[5].startswith("engine-busy")
+    assert names[:4] == ["replay", "rates", "step-times", "error-by-load"]
+    assert names[4:7] == ["step-breakdown", "first-token", "latency-load"]
+    assert names[7].startswith("engine-busy")
 
 
 def test_a_step_shows_what_it_computed(text):
@@ -277,7 +278,7 @@ def test_without_tables_what_the_files_tell_is_drawn(trained, tmp_path):
     text = (tmp_path / "report.html").read_text()
     titles = {h["text"] for h in _Page(text).all("h3")}
     assert {"Errors of step times by load", "TTFT, predicted and measured"} <= titles
-    assert not any("against" in t or "over time" in t or "The engine of" in t for t in titles)
+    assert not any("against load" in t or "over time" in t or "The engine of" in t for t in titles)
     assert "no tables beside the evaluation" in text
     assert '<dl class="verdicts">' in text
 

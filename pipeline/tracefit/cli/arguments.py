@@ -334,6 +334,12 @@ PLAN: Group = {
     "price": _option(
         Optional[float], None, min=0, help="Price of a GPU for an hour: gives the cost of a million tokens."
     ),
+    "figure": _option(
+        Optional[Path],
+        None,
+        metavar="PAGE.html",
+        help="Page to write with a figure of latencies over the rate.",
+    ),
     "prompt": _option(
         Optional[int], None, min=1, help="Prompt tokens of every request; as traced if not given."
     ),

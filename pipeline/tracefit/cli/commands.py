@@ -319,6 +319,7 @@ def plan(
         settings=parse_assignments(options["settings"] or []),
         requests=load_options(options),
         price=options["price"],
+        figure=options["figure"],
         scope=scope,
         run=run,
         progress=terminal,

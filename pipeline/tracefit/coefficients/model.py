@@ -31,7 +31,9 @@ from tracefit.fit.results import (
     Term,
     Validation,
 )
+from tracefit.results.plans import PlanPoint
 from tracefit.results.replays import RunReplay
+from tracefit.results.requests import RequestGroup
 from tracefit.server.documents import Scalar
 
 Answer = Literal["yes", "with limits", "no"]
@@ -107,12 +109,25 @@ class Criterion(Strict):
     reason: str
 
 
+class RecordingAdvice(Strict):
+    """A recording that could make a verdict a yes."""
+
+    load: str = Field(description="rates of arrivals, and in what order")
+    prompts: str = Field(description="how long the prompts have to be")
+    minutes: float = Field(description="how long the load runs")
+    sampling: str = Field(description="how much of it to trace")
+    command: str = Field(description="shell commands of a load generator that makes this load")
+
+
 class Verdict(Strict):
     """Verdict on one use of the scope's models: the worst of the criteria."""
 
     answer: Answer
     reasons: tuple[str, ...] = Field(description="the criteria that decide")
     criteria: tuple[Criterion, ...]
+    record: RecordingAdvice | None = Field(
+        default=None, description="what to record for a yes; null if it is one"
+    )
 
 
 class RequestRange(Strict):
@@ -151,6 +166,13 @@ class ScopeEvaluation(Strict):
     replays: tuple[RunReplay, ...] = Field(
         default=(),
         description="by run: the held-out part replayed from arrivals and lengths, measured beside replayed; or why not",
+    )
+    served: tuple[RequestGroup, ...] = Field(
+        default=(), description="by run: what the server did with the requests of the run, all of them"
+    )
+    rates: tuple[PlanPoint, ...] = Field(
+        default=(),
+        description="what one server would do at rates up to its capacity, with requests like those traced: see `tracefit plan`",
     )
     models: dict[str, Validation]
     not_fitted: tuple[Missing, ...] = ()

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 
     from tracefit.fit.fitted import FittedBoundary, FittedModel, FittedRegime, FittedScope, LinearFit
     from tracefit.fit.results import AcrossResult, Metrics
+    from tracefit.results.plans import PlanPoint
     from tracefit.results.replays import RunReplay
+    from tracefit.results.requests import RequestGroup
     from tracefit.server.context import ModelScope
     from tracefit.server.documents import Scalar
 
@@ -261,6 +263,8 @@ def evaluate(
     requests: Sequence[cf.RequestRange] = (),
     predicted: Mapping[str, pl.DataFrame] = MappingProxyType({}),
     replays: Sequence[RunReplay] = (),
+    served: Sequence[RequestGroup] = (),
+    rates: Mapping[str, tuple[PlanPoint, ...]] = MappingProxyType({}),
     thresholds: Sequence[verdicts.Threshold] = verdicts.THRESHOLDS,
 ) -> cf.Evaluation:
     """Return all measurements, and the verdicts by the thresholds.
@@ -272,6 +276,8 @@ def evaluate(
         requests: Ranges of the coefficient files.
         predicted: Scope to its requests with predictions, see `coefficient_files`.
         replays: Replays of the scopes' runs.
+        served: The work of the servers, by run.
+        rates: Scope to what one of its servers would do, over the rate.
         thresholds: Requirements of each use.
     """
     return cf.Evaluation(
@@ -282,7 +288,16 @@ def evaluate(
                 thresholds,
                 tuple(r for r in requests if r.scope_id == s.scope.scope_id),
                 predicted.get(s.scope.scope_id),
-                tuple(r for r in replays if r.run_id in runs_of(s)),
+                verdicts.BesideModels(
+                    s.summed,
+                    tuple(r for r in replays if r.run_id in runs_of(s)),
+                    tuple(g for g in served if g.name in runs_of(s)),
+                    rates.get(s.scope.scope_id, ()),
+                    {
+                        n: getattr(s.scope.context.settings, n)
+                        for n in ("max_num_batched_tokens", "max_model_len")
+                    },
+                ),
             )
             for s in scopes
         ),
@@ -339,7 +354,7 @@ def _scope(
     thresholds: Sequence[verdicts.Threshold],
     requests: tuple[cf.RequestRange, ...],
     predicted: pl.DataFrame | None,
-    replays: tuple[RunReplay, ...],
+    beside: verdicts.BesideModels,
 ) -> cf.ScopeEvaluation:
     boosted: dict[str, Metrics | None] = {r.latency: r.gradient_boosting for r in requests}
     models = {m.name: m.validation for m in scope.models}
@@ -347,8 +362,10 @@ def _scope(
         scope_id=scope.scope.scope_id,
         runs=runs_of(scope),
         overloaded=scope.overloads,
-        verdicts=verdicts.verdicts_of(models, verdicts.BesideModels(scope.summed, replays), thresholds),
-        replays=replays,
+        verdicts=verdicts.verdicts_of(models, beside, thresholds),
+        replays=beside.replays,
+        served=beside.served,
+        rates=beside.rates,
         models=models,
         not_fitted=scope.missing,
         latency={

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from tracefit.coefficients.model import STEP_MODELS, Answer, Criterion, Verdict
+from tracefit.coefficients.recording import to_record
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.features.targets import target_named
 from tracefit.fit.splits import FEW_ROWS
@@ -20,16 +22,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from tracefit.fit.results import SummedTime, Validation
+    from tracefit.results.plans import PlanPoint
     from tracefit.results.replays import RunReplay
+    from tracefit.results.requests import RequestGroup
 
 _RANK: dict[Answer, int] = {"yes": 0, "with limits": 1, "no": 2}
 
 
 class BesideModels(NamedTuple):
-    """Measurements of a scope beside its models' validations: summed step times, and replays of its runs."""
+    """Measurements of a scope beside its models' validations: summed step times, and what its servers did and would do."""
 
     summed: SummedTime | None = None
     replays: tuple[RunReplay, ...] = ()
+    served: tuple[RequestGroup, ...] = ()
+    rates: tuple[PlanPoint, ...] = ()
+    limits: Mapping[str, float | None] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +200,15 @@ def verdicts_of(
         criterion = _criterion(models, evidence, threshold)
         if MEASURES[threshold.measure].needed or criterion.value is not None:
             by_use.setdefault(threshold.use, []).append(criterion)
-    return {use: _verdict(tuple(criteria)) for use, criteria in by_use.items()}
+    return {use: _verdict(tuple(criteria), evidence) for use, criteria in by_use.items()}
 
 
-def _verdict(criteria: tuple[Criterion, ...]) -> Verdict:
+def _verdict(criteria: tuple[Criterion, ...], evidence: BesideModels) -> Verdict:
     """Return the worst answer of the criteria, with the reasons of those that gave it."""
     worst = max((c.answer for c in criteria), key=_RANK.__getitem__)
     reasons = dict.fromkeys(c.reason for c in criteria if c.answer == worst)
-    return Verdict(answer=worst, reasons=tuple(reasons), criteria=criteria)
+    record = to_record(criteria, evidence.served, evidence.rates, evidence.limits)
+    return Verdict(answer=worst, reasons=tuple(reasons), criteria=criteria, record=record)
 
 
 def _criterion(models: Mapping[str, Validation], evidence: BesideModels, threshold: Threshold) -> Criterion:

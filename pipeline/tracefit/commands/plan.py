@@ -15,12 +15,13 @@ from tracefit.coefficients.files import find_models, read_evaluation
 from tracefit.coefficients.models import load
 from tracefit.commands.locate import as_list, choose_scope, tables_of
 from tracefit.commands.predict import read_rows
-from tracefit.errors import TracefitError, UsageError, did_you_mean
+from tracefit.errors import DataError, TracefitError, UsageError, did_you_mean
 from tracefit.features.targets import LATENCIES
 from tracefit.progress import NullProgress
 from tracefit.replay.closed_loop import engine_settings
 from tracefit.replay.plan import (
     GAP_BLOCK,
+    REPLAYED_REQUESTS,
     Curve,
     Fleet,
     TrafficSample,
@@ -31,8 +32,11 @@ from tracefit.replay.plan import (
     refined,
     relative_gaps,
 )
+from tracefit.reports.document import Report
+from tracefit.reports.figures.evaluation import plan_figure
 from tracefit.results.plans import Objective, PlannedLoad, PlanResult, ServerPlan
 from tracefit.server.settings import canonical_name, settings_from
+from tracefit.tables.disk import write_files
 from tracefit.tables.schema import ENGINE, TABLES
 from tracefit.tables.store import TableStore
 from tracefit.text import number, plural
@@ -40,6 +44,7 @@ from tracefit.text import number, plural
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from tracefit.coefficients.models import Models
     from tracefit.coefficients.predict import ScopeModels
     from tracefit.progress import Progress
     from tracefit.replay.engine import EngineSettings
@@ -69,6 +74,10 @@ class LoadOptions:
 _POINTS = tuple(f"{latency}_p{q}_ms" for latency in LATENCIES for q in (50, 90, 99))
 _NAME = re.compile(r"(ttft|itl|e2e)_p(\d{1,2}(?:\.\d{1,3})?)")
 _AT_RANDOM = "requests go to servers at random, as behind a plain load balancer"
+MOST_SCOPES = 4
+"""Scopes for whose rates a training waits: each takes some seconds."""
+_OF_A_REPORT = 600
+"""Requests of one replay for a report: half as exact as a plan, and twice as quick."""
 _MOST_REQUESTS = 50_000
 """Traced requests that are drawn from: the last ones."""
 
@@ -112,6 +121,7 @@ def plan(
     price: float | None = None,
     scope: str | None = None,
     run: str | None = None,
+    figure: str | Path | None = None,
     progress: Progress | None = None,
 ) -> PlanResult:
     """Return the fewest servers for a rate, or the largest rate of a number of servers, for every kind of server.
@@ -129,10 +139,12 @@ def plan(
         price: Price of a GPU for an hour, in any currency.
         scope: Plan this scope alone; see `Models.scope`.
         run: Plan the scope of this run alone.
+        figure: A page to write, `.html`: percentiles over the rate, where a rate and an objective can be moved.
         progress: Receives the name of each scope.
 
     Raises:
         UsageError: A folder, an option or an objective is wrong, or a setting changes what the models cannot say.
+        TracefitError: There is nothing to draw, or the libraries that draw it are missing.
 
     Examples:
         >>> import tracefit
@@ -145,6 +157,8 @@ def plan(
     requests = requests or LoadOptions()
     _check(rate, servers, price, requests.burstiness, objectives, has_folders=bool(places))
     asked = _Asked(rate, servers, objectives, dict(settings or {}), requests, price)
+    if figure is not None and Path(figure).suffix != ".html":
+        raise UsageError(f"--figure {figure}: a figure is a page", hint="give it a name that ends in .html")
     found: list[ServerPlan] = []
     for place in places:
         models = load(find_models(place))
@@ -152,7 +166,21 @@ def plan(
         for scope_id in [models.scope(chosen).scope_id] if chosen else models.scope_ids:
             progress.stage(f"planning {scope_id}")
             found.append(_planned(place, models.scope(scope_id or None), asked))
+    if figure is not None:
+        _draw(found, Path(figure))
     return PlanResult(tuple(found))
+
+
+def _draw(plans: Iterable[ServerPlan], path: Path) -> None:
+    """Write a page with a figure of each plan."""
+    try:
+        from tracefit.reports.page import html_page  # noqa: PLC0415 - an extra installs it
+    except ImportError:
+        raise TracefitError("figures need plotly and jinja2", hint="pip install 'tracefit[report]'") from None
+    figures = tuple(drawn for plan_ in plans if (drawn := plan_figure(plan_)) is not None)
+    if not figures:
+        raise DataError("there is nothing to draw: no scope could be planned")
+    write_files({path: html_page(Report("Servers and their latencies over the rate", "", figures))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,24 +248,72 @@ def _planned(place: str | Path, scope: ScopeModels, asked: _Asked) -> ServerPlan
     )
     changes = _changes(scope, asked.settings)
     try:
-        traced, timeline = _traced(place, scope)
-        settings, notes = _settings(scope, traced, timeline, changes)
-        sample, load_, more = _sample(scope, traced, asked.requests, settings, changes)
-        blocks = None if settings.num_blocks is None else settings.num_blocks + 1.0
-        stated = {"num_gpu_blocks": blocks, "block_size": float(settings.block_size)}
-        limits = {
-            "max_num_seqs": float(settings.max_num_seqs),
-            "max_num_batched_tokens": float(settings.max_num_batched_tokens),
-        }
-        server = {name: v for name, v in {**scope.server, **limits, **stated}.items() if v is not None}
-        fleet = Fleet(scope, server, settings, sample)
+        fleet, load_, notes = _fleet(_store(place), scope, asked.requests, changes)
         replays, without = _replays(place, scope)
-        plan_ = replace(plan_, load=load_, notes=(*notes, *more, *without))
-        return _answered(plan_, fleet, asked, _errors(replays, _names(asked, sample)))
+        plan_ = replace(plan_, load=load_, notes=(*notes, *without))
+        return _answered(plan_, fleet, asked, _errors(replays, _names(asked, fleet.sample)))
     except UsageError:
         raise
     except TracefitError as error:
         return replace(plan_, reason=str(error))
+
+
+def _store(place: str | Path) -> TableStore | None:
+    """Return the tables beside models; null without any."""
+    try:
+        return TableStore(tables_of(place))
+    except UsageError:
+        return None
+
+
+def _fleet(
+    store: TableStore | None,
+    scope: ScopeModels,
+    requests: LoadOptions,
+    changes: Mapping[str, object],
+    *,
+    replayed: int = REPLAYED_REQUESTS,
+) -> tuple[Fleet, PlannedLoad, tuple[str, ...]]:
+    """Return servers with their load, its description, and notes on both."""
+    traced, timeline = _traced(store, scope)
+    settings, notes = _settings(scope, traced, timeline, changes)
+    sample, load_, more = _sample(scope, traced, requests, settings, changes)
+    blocks = None if settings.num_blocks is None else settings.num_blocks + 1.0
+    known = {
+        **scope.server,
+        "max_num_seqs": float(settings.max_num_seqs),
+        "max_num_batched_tokens": float(settings.max_num_batched_tokens),
+        "num_gpu_blocks": blocks,
+        "block_size": float(settings.block_size),
+    }
+    server = {name: value for name, value in known.items() if value is not None}
+    return Fleet(scope, server, settings, sample, replayed), load_, (*notes, *more)
+
+
+def rates_of(
+    store: TableStore, models: Models, replays: Sequence[RunReplay]
+) -> dict[str, tuple[PlanPoint, ...]]:
+    """Return what one server of each scope would do at rates up to its capacity, with requests like those traced.
+
+    Scopes that cannot be replayed are left out, and those behind the first `MOST_SCOPES` of them too.
+
+    Args:
+        store: Tables of the scopes' runs.
+        models: Their models.
+        replays: Replays of the runs: their errors are in the intervals.
+    """
+    found: dict[str, tuple[PlanPoint, ...]] = {}
+    for scope_id in models.scope_ids:
+        if len(found) == MOST_SCOPES:
+            break
+        try:
+            fleet, _, _ = _fleet(store, models.scope(scope_id), LoadOptions(), {}, replayed=_OF_A_REPORT)
+            names = _names_of(fleet.sample)
+            errors = _errors([r for r in replays if r.scope_id == scope_id], names)
+            found[scope_id] = _points(curve_of(fleet, 1, errors), 1, fleet, names)
+        except TracefitError:
+            continue
+    return found
 
 
 def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[str, float]) -> ServerPlan:
@@ -298,11 +374,14 @@ def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[st
     )
 
 
-def _names(asked: _Asked, sample: TrafficSample) -> tuple[str, ...]:
-    names = dict.fromkeys((*_POINTS, *(o.name for o in asked.objectives)))
+def _names_of(sample: TrafficSample, more: Iterable[str] = ()) -> tuple[str, ...]:
     # With one token there is no time between two.
     has_itl = np.percentile(sample.output_tokens, 95) > 1
-    kept = tuple(n for n in names if has_itl or not n.startswith("itl"))
+    return tuple(n for n in dict.fromkeys((*_POINTS, *more)) if has_itl or not n.startswith("itl"))
+
+
+def _names(asked: _Asked, sample: TrafficSample) -> tuple[str, ...]:
+    kept = _names_of(sample, (o.name for o in asked.objectives))
     if lost := [o.name for o in asked.objectives if o.name not in kept]:
         raise UsageError(
             f"--slo {lost[0].removesuffix('_ms')}: nearly every request has one output token, and no ITL"
@@ -406,19 +485,12 @@ def _settings(
 # -- the load --------------------------------------------------------------------------------------------
 
 
-def _traced(place: str | Path, scope: ScopeModels) -> tuple[pl.DataFrame, pl.LazyFrame]:
+def _traced(store: TableStore | None, scope: ScopeModels) -> tuple[pl.DataFrame, pl.LazyFrame]:
     """Return the complete requests of a scope's runs, with the share that was traced, and the runs' steps; empty without tables."""
-    training, nothing = (
-        scope.step_model.training,
-        (TABLES["requests"].empty(), TABLES["timeline"].empty().lazy()),
-    )
-    try:
-        store = TableStore(tables_of(place))
-        runs = sorted(set(training.runs if training else ()) & set(store.runs()))
-    except UsageError:
-        return nothing
-    if not runs:
-        return nothing
+    training = scope.step_model.training
+    runs = sorted(set(training.runs if training else ()) & set(store.runs() if store else ()))
+    if store is None or not runs:
+        return TABLES["requests"].empty(), TABLES["timeline"].empty().lazy()
     known = pl.col("arrival_ns", "prompt_tokens", "output_tokens").is_not_null()
     rows = (
         store.read("requests", runs, _COLUMNS)
@@ -501,7 +573,8 @@ def _rows(
         rows = pl.DataFrame({"prompt": [1], "output": [1], "cached": [0]})
         source = ""
     else:
-        raise UsageError(
+        # Of several kinds of servers, others may have requests.
+        raise DataError(
             "no requests are traced here",
             hint="give --prompt and --output, or --load FILE with their lengths",
         )

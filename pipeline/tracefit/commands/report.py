@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import polars as pl
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
+from tracefit.diagnostics.groups import US_PER_MS
 from tracefit.diagnostics.scope import diagnose
 from tracefit.errors import TracefitError, UsageError, known_names
 from tracefit.features.targets import LATENCIES
 from tracefit.inputs.buckets import place_of
 from tracefit.progress import NullProgress, Progress
-from tracefit.reports.content import build_report
-from tracefit.reports.document import markdown_text, plain
-from tracefit.reports.figures.scope import SLO_MS, ScopeFigures, scope_figures
+from tracefit.reports.content import Goodput, build_report
+from tracefit.reports.document import markdown_files, plain
+from tracefit.reports.figures.scope import ScopeFigures, scope_figures
 from tracefit.reports.sentences import verdicts
 from tracefit.results.models import ReportResult
 from tracefit.results.notebook import draw_with
 from tracefit.tables.disk import write_files
+from tracefit.tables.requests import is_cut_off
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
@@ -55,8 +58,8 @@ def report(
         folder: Holds evaluation.json, and alpha.json and beta.json in it or in `models/`.
         tables: The tables folder; `folder`/tables if not given. Without tables the report has no figures of rows.
         out: Where to write; `folder` if not given.
-        slo_ms: The longest each latency (`ttft`, `itl`, `e2e`) should take: a line in its figures. Limits of MLPerf Inference
-            if not given.
+        slo_ms: The longest each latency (`ttft`, `itl`, `e2e`) should take: a line in its figures, and the goodput is of requests
+            that keep to all of them.
         progress: Receives reports on the progress.
 
     Raises:
@@ -92,7 +95,7 @@ def report(
 
 def report_texts(made: Report, folder: Path, progress: Progress) -> dict[Path, str]:
     """Return the files of a report and their content; the page only where its libraries are installed."""
-    texts = {folder / "report.md": markdown_text(made)}
+    texts = {folder / name: text for name, text in markdown_files(made).items()}
     page = _page(made)
     if page is None:
         progress.warn(NO_PAGE)
@@ -115,7 +118,7 @@ def report_of(
     beta: CoefficientFile,
     store: TableStore | None,
     *,
-    slo_ms: Mapping[str, float] = SLO_MS,
+    slo_ms: Mapping[str, float] = MappingProxyType({}),
     page_bytes: int = MAX_PAGE_BYTES,
     progress: Progress | None = None,
 ) -> Report:
@@ -126,6 +129,7 @@ def report_of(
     """
     models = (*beta.models, *alpha.models)
     traced = _traced(evaluation, store) if store is not None else None
+    goodput = _goodput(evaluation, store, slo_ms) if store is not None and slo_ms else {}
     for points, drawn in _DETAIL:
         figures: dict[str, ScopeFigures] | None = None
         if store is not None:
@@ -135,7 +139,7 @@ def report_of(
                 )
                 for scope in evaluation.scopes[:drawn]
             }
-        made = build_report(evaluation, alpha, beta, figures, traced=traced)
+        made = build_report(evaluation, alpha, beta, figures, traced=traced, slo_ms=slo_ms, goodput=goodput)
         # Drawn to know its size, which depends on the numbers of every figure.
         page = _page(made)
         if page is None or len(page.encode()) <= page_bytes:
@@ -205,15 +209,29 @@ def parse_slo(texts: Iterable[str]) -> dict[str, float]:
 
 
 def _objectives(slo_ms: Mapping[str, float] | None) -> Mapping[str, float]:
-    if not slo_ms:
-        return SLO_MS
-    for name, ms in slo_ms.items():
+    for name, ms in (slo_ms or {}).items():
         if name not in LATENCIES or not 0 < ms < math.inf:
             raise UsageError(
                 f"--slo {name}={ms:g}: no objective",
                 hint=f"a positive number of ms for one of {', '.join(LATENCIES)}",
             )
-    return slo_ms
+    return slo_ms or {}
+
+
+def _goodput(evaluation: Evaluation, store: TableStore, slo_ms: Mapping[str, float]) -> dict[str, Goodput]:
+    """Return by run what its servers did within all objectives; a request that failed, or lacks a latency but ITL, is not within."""
+    # A request of one token has no time between two.
+    within = [
+        (pl.col(f"{name}_us") <= US_PER_MS * ms).fill_null((pl.col("output_tokens") == 1) & (name == "itl"))
+        for name, ms in slo_ms.items()
+    ]
+    found = {}
+    for run in (group for scope in evaluation.scopes for group in scope.served if group.name in store.runs()):
+        columns = [*(f"{name}_us" for name in LATENCIES), "output_tokens", "finish_status"]
+        rows = store.read("requests", [run.name], columns)
+        good = rows.filter(~is_cut_off(), *within).height
+        found[run.name] = Goodput(100 * good / run.requests, good / run.seconds if run.seconds else None)
+    return found
 
 
 def _models_of(scope: ScopeEvaluation, models: Sequence[Model]) -> list[Model]:

@@ -10,12 +10,13 @@ import polars as pl
 from tracefit.commands.locate import find_tables
 from tracefit.errors import DataError
 from tracefit.features import targets
-from tracefit.results.traces import PhaseSummary, Quantiles, RequestGroup, RequestSummary
+from tracefit.results.requests import PhaseSummary, Quantiles, RequestGroup, RequestSummary
 from tracefit.server.settings import ENDPOINT_FLAG
 from tracefit.tables import schema
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 _RUN = ["run_id"]
@@ -24,6 +25,10 @@ _LIVE = ("WAITING", "RUNNING", "PREEMPTED")
 WINDOWS = 10
 """Windows of time a run is cut into, about."""
 
+_OF_A_GROUP = {
+    *("arrival_ns", "queued_ns", "finished_ns", "departed_ns", "aborted_ns", "state", "num_preemptions"),
+    *("prompt_tokens", "output_tokens", "ttft_us", "itl_us", "e2e_us", "time_in_queue_us"),
+}
 _STEP_PHASES = {"requeue wait": "requeue_wait_us", "prefill": "prefill_us", "decode": "decode_us"}
 
 
@@ -108,6 +113,18 @@ def requests(tables: str | Path) -> RequestSummary:
         phases=_phases(rows),
         windows=tuple(w for n, p in runs for w in _windows(str(n), p)),
     )
+
+
+def served(store: TableStore, runs: Iterable[str]) -> tuple[RequestGroup, ...]:
+    """Summarize the requests of each run; runs without any are left out."""
+    columns = [c.name for c in schema.REQUESTS.columns if c.name in _OF_A_GROUP]
+    found = []
+    for run in runs:
+        rows = store.read("requests", [run], columns)
+        seconds = rows.select(run_s=(_last_event().max() - pl.col("arrival_ns").min()) / 1e9)
+        if rows.height:
+            found.append(_group("run", run, rows, _seconds(seconds)))
+    return tuple(found)
 
 
 def seconds_view(tables: str | Path) -> pl.DataFrame:

@@ -16,8 +16,10 @@ from tracefit.coefficients.models import Models
 from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
 from tracefit.commands.ingest import ServerOptions, ingest
 from tracefit.commands.locate import find_tables
+from tracefit.commands.plan import rates_of
 from tracefit.commands.replay import replay_all
 from tracefit.commands.report import report_of, report_texts
+from tracefit.commands.requests import served
 from tracefit.commands.scopes import (
     MOST_ROWS,
     MOST_RUNS,
@@ -70,7 +72,7 @@ class TrainOptions:
         sample_csv: Also write the specification's two sample tables beside the models.
         positive: Allow no negative coefficient and no negative intercept in any model.
         any_sign: Allow coefficients of any sign, even where physics rules out negative ones.
-        fast: Skip the gradient-boosted references, most of the time training takes.
+        fast: Skip the gradient-boosted references and the replays of other rates, most of the time training takes.
         include_overloaded: Train on overloaded runs too, where their scope has others.
         across: Also leave out every run, model and GPU in turn and measure the models fitted on the others.
         thresholds: Requirements of each use.
@@ -162,7 +164,9 @@ def train(
         across = fit_across(scopes, scope_options(options))
     published = as_published(alpha), as_published(beta)
     progress.stage("replaying the held-out part of each run")
-    replays = replay_all(store, Models(published), [r for s in scopes for r in publish.runs_of(s)])
+    of_scopes = [r for s in scopes for r in publish.runs_of(s)]
+    replays = replay_all(store, Models(published), of_scopes)
+    rates = {} if options.fast else rates_of(store, Models(published), replays)
     evaluation = publish.evaluate(
         scopes,
         runs,
@@ -170,6 +174,8 @@ def train(
         requests=alpha.requests,
         predicted=predicted,
         replays=replays,
+        served=served(store, of_scopes),
+        rates=rates,
         thresholds=options.thresholds,
     )
     models, report = place_of(out), place_of(report_folder or out)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 US_PER_MS = 1e3
 
 _GROUPS = 8
+ENOUGH_FOR_P90 = 50
+"""Rows of a group: the tenth above its P90 is five of them."""
 
 
 class Bin(NamedTuple):
@@ -27,9 +29,14 @@ class Bin(NamedTuple):
     p90: float
 
 
-def bins_of(rows: pl.DataFrame, x: str, y: str) -> list[Bin]:
-    """Sum up y in groups of equal size along x."""
-    groups = in_groups(rows, x, _GROUPS).agg(
+def bins_of(rows: pl.DataFrame, x: str, y: str, *, least: int = 1) -> list[Bin]:
+    """Sum up y in groups of about equal size along x, of so many rows at least; rows of one x are in one group."""
+    # Groups of few rows differ by chance, and so do those that split rows of one x.
+    count = min(_GROUPS, max(2, rows.height // least))
+    ranked = rows.sort(x).with_columns(
+        group=((pl.col(x).rank("min") - 1) * count).cast(pl.Int64) // pl.len().cast(pl.Int64)
+    )
+    groups = ranked.group_by("group", maintain_order=True).agg(
         rows=pl.len(),
         low=pl.col(x).min(),
         high=pl.col(x).max(),
@@ -47,7 +54,7 @@ def in_groups(rows: pl.DataFrame, by: str, groups: int) -> GroupBy:
     return rows.sort(by).with_columns(group).group_by("group", maintain_order=True)
 
 
-def bins_by_run(rows: pl.DataFrame, x: str, y: str) -> dict[str, list[Bin]]:
+def bins_by_run(rows: pl.DataFrame, x: str, y: str, *, least: int = 1) -> dict[str, list[Bin]]:
     """Return `bins_of` each run."""
     runs = rows.sort("run_id", maintain_order=True).group_by("run_id", maintain_order=True)
-    return {str(run): bins_of(part, x, y) for (run,), part in runs}
+    return {str(run): bins_of(part, x, y, least=least) for (run,), part in runs}

@@ -13,6 +13,7 @@ from tracefit.diagnostics.breakdown import Breakdown, first_token_breakdown, fir
 from tracefit.diagnostics.engines import TIMELINE_COLUMNS, EngineRun, engine_run
 from tracefit.diagnostics.load import latencies_over_load, measured_latencies, step_times_over_batch
 from tracefit.diagnostics.rows import BATCH_COLUMNS, MOST_RUNS, ROW_COLUMNS, STEP, evaluated, with_batches
+from tracefit.diagnostics.slowest import SLOWEST_COLUMNS, SlowRequest, slowest_requests
 from tracefit.errors import UsageError
 from tracefit.features.targets import LATENCIES
 
@@ -48,6 +49,7 @@ class ScopeDiagnostics:
         loads: Latency to the requests that have it, and their load when they arrived; of the first runs.
         step_times: Run to its step times over the batch; of the first runs.
         engines: Engines over time, those of overloaded runs first.
+        slowest: The slowest requests.
     """
 
     scope: ScopeEvaluation
@@ -59,6 +61,7 @@ class ScopeDiagnostics:
     loads: dict[str, pl.DataFrame]
     step_times: dict[str, list[Bin]]
     engines: tuple[EngineRun, ...]
+    slowest: tuple[SlowRequest, ...]
 
     def evaluated(self, model: Model) -> pl.DataFrame | None:
         """Return the rows of a model that count, see `rows.evaluated`; null where the tables are of another training."""
@@ -82,24 +85,26 @@ def diagnose(scope: ScopeEvaluation, models: Sequence[Model], store: TableStore)
         )
     runs = list(scope.runs)
     own = pl.col("scope_id") == scope.scope_id
-    columns = sorted(ROW_COLUMNS.union(*(CompiledModel(m).columns_with_clock for m in models)))
+    of_rows = sorted(ROW_COLUMNS.union(*(CompiledModel(m).columns_with_clock for m in models)))
     steps = with_batches(
-        store.read("beta_training", runs, columns).filter(own),
+        store.read("beta_training", runs, of_rows).filter(own),
         store.read("timeline", runs, [*STEP, *BATCH_COLUMNS]),
         lag_steps=scope.timeline.execution_lag_steps,
     )
     durations = [*(f"{name}_us" for name in LATENCIES), *first_token_parts().values()]
-    requests = store.read("requests", runs, [*_REQUEST_COLUMNS, *dict.fromkeys(durations)])
+    columns = dict.fromkeys([*_REQUEST_COLUMNS, *durations, *SLOWEST_COLUMNS])
+    requests = store.read("requests", runs, list(columns))
     return ScopeDiagnostics(
         scope,
         models,
         steps,
-        store.read("alpha_training", runs, columns).filter(own),
+        store.read("alpha_training", runs, of_rows).filter(own),
         first_token_breakdown(requests),
         measured_latencies(requests),
         latencies_over_load(requests.filter(pl.col("run_id").is_in(runs[:MOST_RUNS]))),
         step_times_over_batch(store.read("timeline", runs[:MOST_RUNS], _STEP_COLUMNS)),
         tuple(islice(_engines(scope, store, steps), MOST_ENGINES)),
+        slowest_requests(requests),
     )
 
 

@@ -11,7 +11,7 @@ import polars as pl
 from tracefit.coefficients.compiled import CompiledModel, linear_forms
 from tracefit.coefficients.model import BoundaryModel, Regime, RegimesModel
 from tracefit.coefficients.workload import STEP_COLUMNS, STEP_INPUTS
-from tracefit.errors import UsageError
+from tracefit.errors import DataError
 from tracefit.evaluator import COMPARE
 from tracefit.features.expressions import ARITHMETIC, ROW, Algebra, compute, evaluate
 from tracefit.fit.results import line
@@ -64,20 +64,21 @@ class FittedStepTimes:
 
         Args:
             model: A model of step times.
-            server: Settings of the server that its formulas use, null where not known.
+            server: Settings of the server that its formulas use; null where not known, and then no step that needs one has a time.
 
         Raises:
-            UsageError: The model reads what a replay does not know of a step.
+            DataError: The model reads what a replay does not know of a step.
         """
         self._compiled = CompiledModel(model, STEP_COLUMNS)
+        server = {name: value for name, value in server.items() if value is not None}
         formulas, given = self._compiled.formulas, {*server, *STEP_INPUTS}
         if missing := formulas.missing(self._compiled.features, given):
-            raise UsageError(f"a replay does not know {', '.join(missing)} of a step", where=model.name)
+            raise DataError(f"a replay does not know {', '.join(missing)} of a step", where=model.name)
         used = formulas.used(self._compiled.features, given)
         self._line_form = linear_forms(model)[next(reversed(linear_forms(model)))]
         nodes = [(n, node) for n, node in formulas.nodes.items() if n in used and n not in given]
         # Values that no step changes are computed once.
-        self._row = dict(server)
+        self._row: dict[str, float | None] = dict(server)
         self._nodes = []
         for name, node in nodes:
             if formulas.needs[name] <= self._row.keys():

@@ -77,11 +77,14 @@ class TrafficSample:
 
 GAP_BLOCK = 50
 """Consecutive gaps that are drawn together: what is correlated over a shorter time stays so."""
-_LOCAL = 101
+_LOCAL = (101, 1001)
 
 
 def relative_gaps(arrival_ns: Integers) -> Vector:
-    """Return gaps between arrivals over the mean gap of the hundred about each: bursts stay, slow changes of the load do not.
+    """Return gaps between arrivals over the mean gap about each: bursts stay, slow changes of the load do not.
+
+    The mean is that of a tenth of the gaps, a hundred at least and a thousand at most. One of as few gaps as are drawn together would
+    take most of a Poisson process's own slow changes away too, and queues with them.
 
     Args:
         arrival_ns: Arrivals at one server in ascending order, shape (n,).
@@ -89,8 +92,10 @@ def relative_gaps(arrival_ns: Integers) -> Vector:
     gaps = np.diff(arrival_ns).astype(float)
     if len(gaps) < GAP_BLOCK:
         return np.zeros(0)
-    padded = np.pad(gaps, _LOCAL // 2, mode="reflect") if len(gaps) > _LOCAL // 2 else gaps
-    kernel = np.ones(min(_LOCAL, len(padded)))
+    least, most = _LOCAL
+    width = min(max(len(gaps) // 20 * 2 + 1, least), most)
+    padded = np.pad(gaps, width // 2, mode="reflect") if len(gaps) > width // 2 else gaps
+    kernel = np.ones(min(width, len(padded)))
     local = np.convolve(padded, kernel / len(kernel), mode="valid")[: len(gaps)]
     local = local if len(local) == len(gaps) else np.full(len(gaps), gaps.mean())
     return np.asarray(gaps / np.maximum(local, 1e-9))
@@ -219,7 +224,7 @@ class Fleet:
         """The model of step times.
 
         Raises:
-            UsageError: It reads what is not known of a step or of the server.
+            DataError: It reads what is not known of a step or of the server.
         """
         return FittedStepTimes(self.scope.step_model, dict(self.server))
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from tracefit.coefficients.compiled import main_forms
 from tracefit.coefficients.model import BoundaryModel, RegimesModel
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from tracefit.coefficients import model as published
+    from tracefit.diagnostics.slowest import SlowRequest
     from tracefit.fit import results
     from tracefit.fit.results import Condition, Number, Term
     from tracefit.reports.document import ReportPart, Section, Table
@@ -106,14 +108,22 @@ _TERMS = (
 )
 
 
+class Goodput(NamedTuple):
+    """Requests that met all objectives: their share in percent, and how many a second."""
+
+    within_pct: float
+    requests_per_s: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class ScopeParts:
-    """One scope of the report: its evaluation, its models by name, and its figures; null where these are left out."""
+    """One scope of the report: its evaluation, its models by name, its figures, null where these are left out, and its goodput by run."""
 
     scope: published.ScopeEvaluation
     label: ScopeLabel
     models: dict[str, published.Model]
     figures: ScopeFigures | None
+    goodput: Mapping[str, Goodput]
 
 
 def build_report(
@@ -123,11 +133,13 @@ def build_report(
     figures: Mapping[str, ScopeFigures] | None,
     *,
     traced: tuple[int, int] | None = None,
+    slo_ms: Mapping[str, float] = MappingProxyType({}),
+    goodput: Mapping[str, Goodput] = MappingProxyType({}),
 ) -> Report:
     """Build the whole report.
 
     `figures` holds those of the scopes that are drawn, by scope id, and is null without tables; `traced` is the first and the
-    last time of the traces in Unix nanoseconds.
+    last time of the traces in Unix nanoseconds. `slo_ms` are objectives, and `goodput` says what each run did within all of them.
     """
     models = {(m.scope_id, m.name): m for m in (*beta.models, *alpha.models)}
     settings = {
@@ -141,7 +153,8 @@ def build_report(
             scope,
             labels[scope.scope_id],
             {name: models[scope.scope_id, name] for name in scope.models},
-            figures_of_evaluation(scope) if figures is None else figures.get(scope.scope_id),
+            figures_of_evaluation(scope, slo_ms) if figures is None else figures.get(scope.scope_id),
+            {run: goodput[run] for run in scope.runs if run in goodput},
         )
         for scope in evaluation.scopes
     ]
@@ -161,7 +174,7 @@ def build_report(
         section(
             f"Scope `{one.label.name}`",
             f"**{lead(one.scope)}**",
-            *_scope(one, several=True),
+            *_scope(one),
             # The first one is open: a page of headings alone would say nothing.
             folded=place > 0,
         )
@@ -269,7 +282,9 @@ def _replay_parts(scope: published.ScopeEvaluation) -> tuple[ReportPart, ...]:
     head = ("measured P50 ms", "replayed", *(f"P{q} error %" for q in (50, 90, 99)))
     beside = (f"{way} P{q} %" for q in (50, 90) for way in ways)
     found = table((*(("run",) if several else ()), "replayed", *head, *beside), rows)
-    return kept(_REPLAY_NOTE if rows else "", found, Bullets(tuple(lines)))
+    parts = kept(_REPLAY_NOTE if rows else "", found, Bullets(tuple(lines)))
+    many = len(scope.replays) > _MANY_RUNS
+    return (section(f"Replays of {count(len(scope.replays))} runs", *parts, folded=True),) if many else parts
 
 
 def _signed(value: float | None) -> str:
@@ -310,14 +325,10 @@ def _some_runs(scope: published.ScopeEvaluation, most: int = 2) -> str:
     return f"{'run' if len(scope.runs) == 1 else 'runs'} {', '.join(scope.runs[:most])}{more}"
 
 
-def _scope(one: ScopeParts, *, several: bool = False) -> tuple[ReportPart, ...]:
-    """Return the parts of one scope: verdicts, errors, figures, then what an expert asks, folded.
-
-    Of several scopes the verdicts stand side by side before them: there the first figure comes first.
-    """
+def _scope(one: ScopeParts) -> tuple[ReportPart, ...]:
+    """Return the parts of one scope: what its server did and would do, verdicts, errors, figures, then what an expert asks, folded."""
     scope, models, load = one.scope, one.models, _holds_for(one.scope)
-    figures = one.figures or ScopeFigures((), (), note=_NO_FIGURES)
-    first = figures.first[:1] if several else ()
+    figures = one.figures or ScopeFigures((), (), (), note=_NO_FIGURES)
     errors = _headline_table(scope)
     notes = (f"**Holds for {load}.**" if load else "", _HOLDOUT_NOTE, _LATENCY_NOTE if scope.latency else "")
     lost = (
@@ -328,15 +339,18 @@ def _scope(one: ScopeParts, *, several: bool = False) -> tuple[ReportPart, ...]:
     names = sorted(scope.models, key=lambda name: not is_step_model(name))
     return kept(
         f"Of scopes alike, this one has {one.label.detail}." if one.label.detail else "",
-        *first,
+        _served(one),
+        *figures.top,
         verdicts(scope),
+        _to_record(scope),
         *_replay_parts(scope),
         errors,
         " ".join(filter(None, notes)) if errors.rows else "",
         *worse_than_median(scope),
         *(f"Note: {text}." for text in scope.notes),
         *(_overload(o) for o in scope.overloaded),
-        *figures.first[len(first) :],
+        *figures.first,
+        _slowest(figures.slowest, several=len(scope.runs) > 1),
         figures.note,
         section(
             "Errors on the hold-out",
@@ -364,6 +378,80 @@ def _scope(one: ScopeParts, *, several: bool = False) -> tuple[ReportPart, ...]:
             folded=True,
         ),
     )
+
+
+def _to_record(scope: published.ScopeEvaluation) -> Bullets:
+    """Say what to record for a yes, once for the uses that need the same."""
+    uses: dict[published.RecordingAdvice, list[str]] = {}
+    for use, verdict in scope.verdicts.items():
+        if verdict.record is not None:
+            uses.setdefault(verdict.record, []).append(use)
+    return Bullets(
+        tuple(
+            f"**For a yes on {', '.join(names)}, record** {one.load}; {one.prompts}; {number(one.minutes)} minutes in all; {one.sampling}. "
+            f"Against the server: `{one.command}`"
+            for one, names in uses.items()
+        )
+    )
+
+
+_MANY_RUNS = 8
+
+
+def _served(one: ScopeParts) -> Table | Section:
+    """Return what the server did, a row per run."""
+    rows = []
+    for run in one.scope.served:
+        rates = [
+            None if run.seconds is None else n / run.seconds for n in (run.output_tokens, run.prompt_tokens)
+        ]
+        found = [
+            " / ".join(number(None if v is None else 1e3 * v) for v in (q.p50, q.p90, q.p99)) if q.n else "-"
+            for q in (getattr(run, name) for name in LATENCIES)
+        ]
+        good = one.goodput.get(run.name)
+        within = (f"{percent(good.within_pct)} %", number(good.requests_per_s)) if good else ("-", "-")
+        failed = f"{count(run.failed)} ({percent(100 * run.failed / run.requests)} %)" if run.failed else "0"
+        cells = (
+            count(run.requests),
+            failed,
+            count(run.preemptions),
+            number(run.requests_per_s),
+            *map(number, rates),
+        )
+        rows.append((f"`{run.name}`", *cells, *found, *(within if one.goodput else ())))
+    heads = ("requests", "failed", "preemptions", "requests/s", "output tokens/s", "prompt tokens/s")
+    latencies = (f"{label} P50 / P90 / P99, ms" for label in LATENCIES.values())
+    goodput = ("within the objectives", "goodput, requests/s") if one.goodput else ()
+    every = table(("run", *heads, *latencies, *goodput), rows)
+    title = f"What the servers did in {count(len(rows))} runs"
+    return section(title, every, folded=True) if len(rows) > _MANY_RUNS else every
+
+
+def _slowest(found: Sequence[SlowRequest], *, several: bool) -> Section | None:
+    """Return the slowest requests, each with its reason."""
+    rows = [
+        (
+            *((f"`{r.run_id}`",) if several else ()),
+            f"`{r.name}`",
+            LATENCIES[r.latency],
+            *(number(v) for v in (r.ttft_ms, r.e2e_ms)),
+            *("-" if v is None else count(v) for v in (r.prompt_tokens, r.output_tokens)),
+            sentence(r.reason),
+        )
+        for r in found
+    ]
+    head = (
+        *(("run",) if several else ()),
+        "request",
+        "slow in",
+        "TTFT, ms",
+        "E2E, ms",
+        "prompt",
+        "output",
+        "reason",
+    )
+    return section("The slowest requests", table(head, rows)) if rows else None
 
 
 def _misleading(scope: published.ScopeEvaluation) -> list[str]:

@@ -85,6 +85,8 @@ class Figure:
         hint: Mouse actions, on the page alone; may be empty.
         wide: Takes the whole width of the page.
         height: In pixels.
+        curves: The numbers behind its movable marks: `rates`, percentile to `values` in ms, whether a rate is `outside` the training, and the
+            `limit` of an objective by percentile; empty without such marks.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Figure:
     hint: str = ""
     wide: bool = False
     height: int = 340
+    curves: Trace = field(default_factory=dict)
 
     @property
     def caption(self) -> str:
@@ -179,13 +182,48 @@ def table_of(
 # -- as Markdown ----------------------------------------------------------------------------------------
 
 
+MOST_WORDS = 12_000
+"""Words of a report that is one Markdown file: more of them nobody reads in one go."""
+PARTS = "report"
+"""Folder of the other files of a longer one."""
+
+
 def markdown_text(report: Report) -> str:
     """Return the whole report as Markdown; figures in a few rows of numbers each."""
-    parts = [
+    return _document([*_head(report), *_parts(report.parts, 2)])
+
+
+def markdown_files(report: Report) -> dict[str, str]:
+    """Return the Markdown files of a report by their names, `report.md` first; a long one has a file for each section, and links."""
+    whole = markdown_text(report)
+    sections = [part for part in report.parts if isinstance(part, Section)]
+    if len(whole.split()) <= MOST_WORDS or len(sections) < 2:
+        return {"report.md": whole}
+    files, links = {}, []
+    for number, one in enumerate(sections, 1):
+        name = f"{PARTS}/{number:02}-{file_name(one.title)}.md"
+        files[name] = _document([f"# {one.title}", *_parts(one.parts, 2)])
+        # Only the name of a file is in the link: titles hold names from traces, which come from elsewhere.
+        links.append(f"- {_harmless(one.title)}: [{name}]({name})")
+    rest = [part for part in report.parts if not isinstance(part, Section)]
+    summary = _document([*_head(report), *_parts(rest, 2)])
+    return {"report.md": "\n".join([summary, *links]) + "\n"} | files
+
+
+def file_name(text: str) -> str:
+    """Return a text as the name of a file: letters, digits, dots and dashes, 60 at most."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.").lower()[:60] or "section"
+
+
+def _head(report: Report) -> list[str]:
+    return [
         f"# {report.title}",
         *filter(None, (report.subject, f"**{report.lead}**" if report.lead else "")),
     ]
-    return _harmless("\n\n".join([*parts, *_parts(report.parts, 2)])) + "\n"
+
+
+def _document(parts: Iterable[str]) -> str:
+    return _harmless("\n\n".join(parts)) + "\n"
 
 
 def _parts(parts: Iterable[ReportPart], level: int) -> Iterator[str]:

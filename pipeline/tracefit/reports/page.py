@@ -58,7 +58,11 @@ def html_page(report: Report) -> str:
     texts = files("tracefit.reports") / "templates"
     style, script = ((texts / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     plotly = get_plotlyjs()
-    drawn = {f.name: {"data": f.traces, "layout": f.layout | {"height": f.height}} for f in report.figures()}
+    drawn = {
+        f.name: {"data": f.traces, "layout": f.layout | {"height": f.height}}
+        | ({"curves": f.curves} if f.curves else {})
+        for f in report.figures()
+    }
     return (
         environment.get_template("page.html").render(
             report=report,

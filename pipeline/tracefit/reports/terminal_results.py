@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tracefit.results import models, traces
     from tracefit.results.plans import PlanPoint, PlanResult, ServerPlan
     from tracefit.results.replays import QueueWindow, RunReplay
+    from tracefit.results.requests import Quantiles, RequestGroup, RequestSummary
 
 
 def _wrapped(text: str, indent: str = "") -> str:
@@ -308,7 +309,7 @@ _METRICS = ("ttft", "itl", "e2e", "queue")
 _POINTS = ("p50", "p90", "p99")
 
 
-def requests_text(summary: traces.RequestSummary) -> str:
+def requests_text(summary: RequestSummary) -> str:
     """Return counts, latencies and throughput of requests: in total, by phase, by run, over time; in milliseconds."""
     total = summary.total
     states = ", ".join(f"{count:,} {state}" for state, count in summary.states.items())
@@ -341,7 +342,7 @@ def requests_text(summary: traces.RequestSummary) -> str:
     return "\n\n".join(parts)
 
 
-def requests_csv(summary: traces.RequestSummary) -> str:
+def requests_csv(summary: RequestSummary) -> str:
     """Return one line per group: all, each run, each window of time. Times in seconds."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -354,9 +355,9 @@ def requests_csv(summary: traces.RequestSummary) -> str:
     return text.getvalue()
 
 
-def _by_run(summary: traces.RequestSummary) -> dict[str, list[traces.RequestGroup]]:
+def _by_run(summary: RequestSummary) -> dict[str, list[RequestGroup]]:
     """Return the windows of each run, named by their times alone."""
-    found: dict[str, list[traces.RequestGroup]] = {}
+    found: dict[str, list[RequestGroup]] = {}
     for window in summary.windows:
         # A name may begin with another run's.
         run = max((r.name for r in summary.runs if window.name.startswith(f"{r.name} ")), key=len)
@@ -364,7 +365,7 @@ def _by_run(summary: traces.RequestSummary) -> dict[str, list[traces.RequestGrou
     return found
 
 
-def _groups(groups: Sequence[traces.RequestGroup]) -> str:
+def _groups(groups: Sequence[RequestGroup]) -> str:
     counts = [
         (g.name, count(g.requests), count(g.failed), number(g.output_tokens_per_s), *_points_ms(g.queue))
         for g in groups
@@ -379,11 +380,11 @@ def _groups(groups: Sequence[traces.RequestGroup]) -> str:
     )
 
 
-def _points_ms(q: traces.Quantiles) -> tuple[str, str]:
+def _points_ms(q: Quantiles) -> tuple[str, str]:
     return _milliseconds(q.p50), _milliseconds(q.p99)
 
 
-def _quantile_row(q: traces.Quantiles) -> tuple[str, ...]:
+def _quantile_row(q: Quantiles) -> tuple[str, ...]:
     return (f"{q.n:,}", *(_milliseconds(value) for value in (q.mean, q.p50, q.p90, q.p99)))
 
 
@@ -534,7 +535,11 @@ def _planned(plan: ServerPlan) -> Iterator[str]:
 
 def _answer(plan: ServerPlan, servers: int) -> str:
     """Return the answer as a sentence: the number of servers or the rate, and the rates that bound it."""
-    most = f"the knee is at {number(plan.knee_per_s)}, and {number(plan.capacity_per_s)} is the most they put through"
+    one = servers == 1
+    most = (
+        f"the knee is at {number(plan.knee_per_s)}, and {number(plan.capacity_per_s)} is the most "
+        f"{'it puts' if one else 'they put'} through"
+    )
     if plan.met is None:
         return f"{plural(servers, 'server')}: {most}"
     largest = "no rate"
@@ -542,13 +547,14 @@ def _answer(plan: ServerPlan, servers: int) -> str:
         ends = f"{number(plan.largest_rate_low)} to {number(plan.largest_rate_high)}"
         largest = f"{number(plan.largest_rate_per_s)} requests per second ({ends})"
     if plan.rate_per_s is None:
-        return f"{plural(servers, 'server')} bear {largest}; {most}"
+        return f"{plural(servers, 'server')} {'bears' if one else 'bear'} {largest}; {most}"
     within = ""
     if plan.servers_low is not None:
         within = f" ({plan.servers_low} to {plan.servers_high or 'more than any number'})"
-    keep = "keep to the objectives" if plan.met else "miss the objectives"
+    verb = ("keep" if plan.met else "miss") + ("s" if one and plan.met else "es" if one else "")
+    keep = f"{verb} {'to ' if plan.met else ''}the objectives"
     asked = f"{plural(servers, 'server')}{within} {keep} at {number(plan.rate_per_s)} requests per second"
-    return f"{asked}; they bear {largest}; {most}"
+    return f"{asked}; {'it bears' if one else 'they bear'} {largest}; {most}"
 
 
 def _percentile(name: str) -> str:

@@ -10,7 +10,6 @@ from tracefit.features.targets import LATENCIES
 from tracefit.fit.splits import of_means
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures.elements import (
-    COLOURS,
     GREEN,
     GREY,
     MEASURED,
@@ -19,20 +18,25 @@ from tracefit.reports.figures.elements import (
     PREDICTED,
     FigureWords,
     anchor,
+    axis_number,
     axis_of,
     line,
     log_axis,
     mark,
     objective,
+    panels,
     shaded,
 )
 from tracefit.reports.sentences import least_exact_replay, step_entry, step_times
-from tracefit.text import count, number, percent
+from tracefit.text import count, number, percent, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from tracefit.coefficients.model import ScopeEvaluation
+    from tracefit.reports.document import Trace
+    from tracefit.results.plans import PlanPoint, ServerPlan
+    from tracefit.results.requests import RequestGroup
 
 _LOADS = {"running_tokens": "tokens in the caches of the batch", "batch_requests": "requests in the batch"}
 
@@ -86,56 +90,247 @@ def error_by_load_figure(scope: ScopeEvaluation) -> Figure | None:
     )
 
 
-# Replays
+# What the server did, and replays
+
+_PERCENTS = (50, 90, 99)
+_BETWEEN_PANELS = 0.12
 
 
-def replay_figures(scope: ScopeEvaluation) -> tuple[Figure, ...]:
-    """Draw the replay that is least exact: percentiles of each latency and the queue over time, measured and replayed."""
+def _served_ms(run: RequestGroup, latency: str) -> tuple[float | None, ...]:
+    found = getattr(run, latency)
+    return tuple(None if q is None else 1e3 * q for q in (found.p50, found.p90, found.p99))
+
+
+def served_figure(scope: ScopeEvaluation) -> Figure | None:
+    """Draw what the server did in the whole run, and in its held-out part beside a replay; of several runs the least exact one."""
     run = least_exact_replay(scope)
-    if run is None:
-        return ()
-    sides = (("measured", "solid"), ("replayed", "dash"))
-    points = {label: run.of(name) for name, label in LATENCIES.items()}
-    percents = [50, 90, 99]
-    hover = "P%{x}: %{y:,.4~r} ms<extra>%{fullData.name}</extra>"
-    values = [getattr(q, side) / US_PER_MS for side, _ in sides for all_ in points.values() for q in all_]
-    latencies = Figure(
+    served = next((g for g in scope.served if run is None or g.name == run.run_id), None)
+    sides: dict[str, dict[str, tuple[float | None, ...]]] = {}
+    if served:
+        sides["the whole run"] = {name: _served_ms(served, name) for name in LATENCIES}
+    for way in ("measured", "replayed") if run else ():
+        sides[f"held-out part, {way}"] = {
+            name: tuple(getattr(q, way) / US_PER_MS for q in run.of(name)) for name in LATENCIES if run
+        }
+    known = [
+        name
+        for name in LATENCIES
+        if any(any(v is not None for v in side.get(name, ())) for side in sides.values())
+    ]
+    if not known:
+        return None
+    rows = {way: {n: side[n] or (None,) * len(_PERCENTS) for n in known} for way, side in sides.items()}
+    errors = {n: [q.error_pct for q in run.of(n)] if run else [] for n in known}
+    written = {n: [f"{e:+.1f} %" for e in of if e is not None] for n, of in errors.items()}
+    styles = ((GREY, "square", "solid"), (MEASURED, "circle", "solid"), (PREDICTED, "diamond", "dash"))
+    traces: list[Trace] = []
+    axes: Trace = {}
+    width = (1 - _BETWEEN_PANELS * (len(known) - 1)) / len(known)
+    for place, latency in enumerate(known):
+        axis, left = axis_number(place), place * (width + _BETWEEN_PANELS)
+        axes[f"xaxis{axis}"] = axis_of(
+            "", type="category", anchor=f"y{axis}", domain=[round(left, 3), round(left + width, 3)]
+        )
+        axes[f"yaxis{axis}"] = axis_of(f"{LATENCIES[latency]}, ms", rangemode="tozero", anchor=f"x{axis}")
+        for (way, values), (colour, symbol, dash) in zip(
+            rows.items(), styles[0 if served else 1 :], strict=False
+        ):
+            texts = written[latency] if way.endswith("replayed") else []
+            traces.append(
+                line(
+                    way,
+                    (),
+                    values[latency],
+                    colour,
+                    dash=dash,
+                    mode="lines+markers+text" if texts else "lines+markers",
+                )
+                | {
+                    "x": [f"P{q}" for q in _PERCENTS],
+                    "xaxis": f"x{axis}",
+                    "yaxis": f"y{axis}",
+                    "marker": {"symbol": symbol, "size": 8},
+                    "text": texts,
+                    "textposition": "top center",
+                    "cliponaxis": False,
+                    "legendgroup": way,
+                    "showlegend": place == 0,
+                    "hovertemplate": f"{LATENCIES[latency]} %{{x}}: %{{y:,.4~r}} ms<extra>%{{fullData.name}}</extra>",
+                }
+            )
+    name = run.run_id if run else served.name if served else ""
+    compared = f" {count(run.requests)} held-out requests are compared." if run else " It cannot be replayed."
+    of_many = f", the least exact of {count(len(scope.replays))}" if run and len(scope.replays) > 1 else ""
+    return Figure(
         name=anchor(f"{scope.scope_id}-replay"),
         kind="replay",
-        title="Latencies in a closed loop: replayed against measured",
-        look="Look for a dashed line that leaves its solid one: there a simulation of this load would be wrong by as much.",
-        note=f"{count(run.requests)} held-out requests of run {run.run_id}.",
+        title="What the server did, and what a replay makes of it" if run else "What the server did",
+        look="Look for a diamond off its circle: a simulation of this load would be wrong by as much."
+        if run
+        else "Look for a P99 far from its P50: few requests wait long.",
+        note=f"Run {name}{of_many}.{compared}",
         summary=Table(
-            ("latency", *(f"P{q} {side}, ms" for q in percents for side, _ in sides)),
+            ("latency", *(f"{way}, ms" for way in rows), *(("error %",) if run else ())),
             tuple(
-                (label, *(number(getattr(q, side) / US_PER_MS) for q in all_ for side, _ in sides))
-                for label, all_ in points.items()
-                if all_
+                (
+                    f"{LATENCIES[n]} P{q}",
+                    *(number(values[n][k]) for values in rows.values()),
+                    *([(written[n] or [""] * 3)[k].removesuffix(" %")] if run else []),
+                )
+                for n in known
+                for k, q in enumerate(_PERCENTS)
             ),
         ),
-        traces=tuple(
-            line(
-                f"{label} {side}",
-                percents,
-                [getattr(q, side) / US_PER_MS for q in all_],
-                colour,
-                dash=dash,
-                mode="lines+markers",
-                hovertemplate=hover,
-            )
-            for (label, all_), colour in zip(points.items(), COLOURS, strict=False)
-            for side, dash in sides
-            if all_
+        traces=tuple(traces),
+        layout=axes,
+        wide=True,
+        height=300,
+    )
+
+
+def rates_figure(scope: ScopeEvaluation, slo_ms: Mapping[str, float]) -> Figure | None:
+    """Draw what one server would do over the rate, dotted beyond the training; on a page a rate and an objective can be moved."""
+    if len(scope.rates) < 2:
+        return None
+    recorded = {f"recorded: {g.name}": g.requests_per_s for g in scope.served if g.requests_per_s}
+    return _over_rates(
+        scope.rates,
+        dict(list(recorded.items())[:_MARKED_RUNS]),
+        {f"{name}_p99_ms": ms for name, ms in slo_ms.items()},
+        name=anchor(f"{scope.scope_id}-rates"),
+        kind="rates",
+        title="Latency against rate, for one server",
+        look=_CLIMBS,
+        note="Replays of requests like those traced, up to the rate that the server can serve. Thin lines are the rates of the recorded "
+        "runs. `tracefit plan` has more: several servers, other lengths, settings, costs.",
+    )
+
+
+def plan_figure(plan: ServerPlan) -> Figure | None:
+    """Draw planned servers over the rate, with the objectives; null where nothing could be replayed."""
+    if len(plan.curve) < 2:
+        return None
+    marks = {"at": plan.at.rate_per_s if plan.at else None, "knee": plan.knee_per_s}
+    counted = plural(plan.servers or 1, "server")
+    return _over_rates(
+        plan.curve,
+        {name: rate for name, rate in marks.items() if rate},
+        {one.name: one.limit_ms for one in plan.objectives},
+        name=anchor(f"{plan.folder}-{plan.scope_id}-plan"),
+        kind="plan",
+        title=f"Latency against rate, for {counted} of `{plan.scope_id}`",
+        look=_CLIMBS,
+        note=f"Replays of {plan.load.source if plan.load else 'requests'}, up to the rate that {counted} can serve. Thin lines are the "
+        "planned rate and the knee.",
+    )
+
+
+_CLIMBS = "Look for the rate from which a line climbs: there a server is full. Dotted lines rest on steps unlike those of the training."
+
+
+def _over_rates(
+    points: Sequence[PlanPoint],
+    marked: Mapping[str, float],
+    limits: Mapping[str, float],
+    **words: Unpack[FigureWords],
+) -> Figure:
+    """Draw percentiles over the rate; `marked` are rates by name, the first of them where the movable one begins."""
+    names = [(latency, label, q) for latency, label in LATENCIES.items() for q in _PERCENTS]
+    known = {one.name for one in points[0].latencies}
+    names = [(latency, label, q) for latency, label, q in names if f"{latency}_p{q}_ms" in known]
+    latencies = list(dict.fromkeys(latency for latency, _, _ in names))
+    rates = [p.rate_per_s for p in points]
+    values = {
+        f"{label} P{q}": [p.latency(f"{latency}_p{q}_ms").value for p in points]
+        for latency, label, q in names
+    }
+    outside = [p.extrapolates for p in points]
+    traces, axes = [], []
+    hover = "%{y:,.4~r} ms at %{x:,.3~r} requests/s<extra>%{fullData.name}</extra>"
+    for place, latency in enumerate(latencies):
+        label = LATENCIES[latency]
+        for q, colour in zip(_PERCENTS, (MEASURED, GREEN, PINK), strict=True):
+            for dash, y in _inside_and_outside(values[f"{label} P{q}"], outside).items():
+                traces.append(
+                    line(
+                        f"P{q}" + (", beyond the training" if dash == "dot" else ""),
+                        rates,
+                        y,
+                        colour,
+                        dash=dash,
+                        yaxis=f"y{axis_number(place)}",
+                        legendgroup=f"P{q}",
+                        showlegend=place == 0 and dash == "solid",
+                        hovertemplate=hover,
+                    )
+                )
+        axes.append(log_axis(f"{label}, ms", [v for n in values if n.startswith(label) for v in values[n]]))
+    at = min(max(next(iter(marked.values()), rates[0]), rates[0]), rates[-1])
+    shown = {
+        f"{label} P{q}": limits[key] for latency, label, q in names if (key := f"{latency}_p{q}_ms") in limits
+    }
+    shapes = [
+        {**mark("rate", "x", at, colour=GREY), "showlegend": False},
+        {**mark("objective", "y", 1.0, on="y"), "showlegend": False, "visible": False},
+        *(
+            {
+                **mark(words_, "x", rate, colour=MEASURED),
+                "line": {"color": MEASURED, "width": 1, "dash": "dot"},
+                "showlegend": False,
+            }
+            for words_, rate in marked.items()
         ),
-        layout={
-            "xaxis": axis_of("percentile of requests", tickvals=percents),
-            "yaxis": log_axis("ms", values),
+    ]
+    ends = [p.latency("ttft_p99_ms") for p in points]
+    return Figure(
+        **words,
+        summary=Table(
+            ("requests/s", *values, "TTFT P99 between", "waiting", "beyond the training"),
+            tuple(
+                (
+                    number(p.rate_per_s),
+                    *(number(v[k]) for v in values.values()),
+                    f"{number(ends[k].low)} and {number(ends[k].high) if ends[k].high else 'any'}",
+                    number(p.waiting_mean),
+                    "yes" if p.extrapolates else "no",
+                )
+                for k, p in enumerate(points)
+            ),
+        ),
+        traces=tuple(traces),
+        layout={"shapes": shapes, **panels(axis_of("requests per second"), axes)},
+        wide=True,
+        height=150 + 130 * len(latencies),
+        curves={
+            "rates": rates,
+            "values": values,
+            "outside": outside,
+            "rate": at,
+            "limits": shown,
+            "axes": {f"{LATENCIES[n]} P{q}": f"y{axis_number(latencies.index(n))}" for n, _, q in names},
         },
     )
-    if not any(w.measured or w.replayed for w in run.queue):
-        return (latencies,)
+
+
+_MARKED_RUNS = 6
+
+
+def _inside_and_outside(values: Sequence[float], outside: Sequence[bool]) -> dict[str, list[float | None]]:
+    """Return a line in two styles: solid between rates inside the training, dotted from and to those outside; gaps elsewhere."""
+    styles: dict[str, list[float | None]] = {"solid": [None] * len(values), "dot": [None] * len(values)}
+    for k in range(len(values) - 1):
+        style = styles["dot" if outside[k] or outside[k + 1] else "solid"]
+        style[k], style[k + 1] = values[k], values[k + 1]
+    return {dash: y for dash, y in styles.items() if any(v is not None for v in y)}
+
+
+def queue_figure(scope: ScopeEvaluation) -> Figure | None:
+    """Draw the queue over time of the replay that is least exact, measured and replayed; null where nobody waits."""
+    run = least_exact_replay(scope)
+    if run is None or not any(w.measured or w.replayed for w in run.queue):
+        return None
     at = [w.from_s for w in run.queue]
-    queue = Figure(
+    return Figure(
         name=anchor(f"{scope.scope_id}-replayed-queue"),
         kind="queue",
         title="Queue over time: replayed against measured",
@@ -154,7 +349,6 @@ def replay_figures(scope: ScopeEvaluation) -> tuple[Figure, ...]:
             "yaxis": axis_of("requests", rangemode="tozero"),
         },
     )
-    return latencies, queue
 
 
 # Latencies of requests

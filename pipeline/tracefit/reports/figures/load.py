@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tracefit.diagnostics.groups import bins_by_run
+from tracefit.diagnostics.groups import ENOUGH_FOR_P90, bins_by_run
 from tracefit.features.targets import LATENCIES
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures.elements import (
@@ -39,7 +39,7 @@ def latency_load_figure(
     """Draw `latencies_over_load`, one line per run where there are several; objectives are lines across."""
     if not loads:
         return None
-    bins = {key: bins_by_run(rows, "in_flight", "ms") for key, rows in loads.items()}
+    bins = {key: bins_by_run(rows, "in_flight", "ms", least=ENOUGH_FOR_P90) for key, rows in loads.items()}
     several = any(len(runs) > 1 for runs in bins.values())
     traces: list[Trace] = []
     shapes: list[Trace] = []

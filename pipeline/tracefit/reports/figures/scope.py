@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from tracefit.coefficients.model import LinearModel
@@ -12,20 +13,24 @@ from tracefit.diagnostics.rows import MOST_RUNS
 from tracefit.fit.splits import of_means
 from tracefit.reports.figures.breakdown import breakdown_figure, first_token_figure
 from tracefit.reports.figures.engines import engine_figure
-from tracefit.reports.figures.evaluation import distribution_figures, error_by_load_figure, replay_figures
+from tracefit.reports.figures.evaluation import (
+    distribution_figures,
+    error_by_load_figure,
+    queue_figure,
+    rates_figure,
+    served_figure,
+)
 from tracefit.reports.figures.load import latency_load_figure, runs_figure
 from tracefit.reports.figures.models import model_figures, step_times_figure
 from tracefit.text import count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from tracefit.coefficients.model import ScopeEvaluation
     from tracefit.diagnostics.scope import ScopeDiagnostics
+    from tracefit.diagnostics.slowest import SlowRequest
     from tracefit.reports.document import Figure
-
-SLO_MS: Mapping[str, float] = {"ttft": 2000.0, "itl": 200.0}
-"""Limits of MLPerf Inference for Llama-2-70B in its server scenario: objectives where a user names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,36 +38,44 @@ class ScopeFigures:
     """The figures of one scope.
 
     Attributes:
-        first: Those every reader looks at, in reading order.
+        top: Those of the first screen: the work of the server, measured and replayed, and over the rate.
+        first: The others that every reader looks at, in reading order.
         latencies: Distributions of the request latencies.
         models: Those of the rows of each model, by its name.
         note: On engines that are not drawn; empty where all are.
+        slowest: The slowest requests, and the reason of each.
     """
 
+    top: tuple[Figure, ...]
     first: tuple[Figure, ...]
     latencies: tuple[Figure, ...]
     models: Mapping[str, tuple[Figure, ...]] = field(default_factory=dict)
     note: str = ""
+    slowest: tuple[SlowRequest, ...] = ()
 
     def by_name(self) -> dict[str, Figure]:
         """Return every figure by the name that `plot` knows it by."""
         named: dict[str, Figure] = {}
-        for figure in (*self.first, *self.latencies, *chain.from_iterable(self.models.values())):
+        for figure in (*self.top, *self.first, *self.latencies, *chain.from_iterable(self.models.values())):
             # Each engine has a figure of one kind: the second one is `timeline-2`.
             taken = sum(f.kind == figure.kind for f in named.values())
             named[f"{figure.kind}-{taken + 1}" if taken else figure.kind] = figure
         return named
 
 
-def figures_of_evaluation(scope: ScopeEvaluation) -> ScopeFigures:
+def figures_of_evaluation(scope: ScopeEvaluation, slo_ms: Mapping[str, float]) -> ScopeFigures:
     """Return the figures that need no tables."""
-    by_load = error_by_load_figure(scope)
-    first = (*replay_figures(scope), *((by_load,) if by_load else ()))
-    return ScopeFigures(first, distribution_figures(scope, {}, {}))
+    top = (served_figure(scope), rates_figure(scope, slo_ms))
+    later = (queue_figure(scope), error_by_load_figure(scope))
+    return ScopeFigures(_drawn(top), _drawn(later), distribution_figures(scope, {}, slo_ms))
+
+
+def _drawn(figures: Iterable[Figure | None]) -> tuple[Figure, ...]:
+    return tuple(figure for figure in figures if figure is not None)
 
 
 def scope_figures(
-    rows: ScopeDiagnostics, *, points: int, slo_ms: Mapping[str, float] = SLO_MS
+    rows: ScopeDiagnostics, *, points: int, slo_ms: Mapping[str, float] = MappingProxyType({})
 ) -> ScopeFigures:
     """Draw the figures of one scope; `points` is the most per series, taken evenly in time."""
     scope, scope_id = rows.scope, rows.scope.scope_id
@@ -90,8 +103,10 @@ def scope_figures(
     objectives = {name: ms for name, ms in slo_ms.items() if name in rows.loads}
     drawn, servers = len(rows.engines), scope.timeline.servers
     return ScopeFigures(
-        (*replay_figures(scope), *(figure for figure in first if figure is not None)),
+        _drawn((served_figure(scope), rates_figure(scope, slo_ms))),
+        _drawn((queue_figure(scope), *first)),
         distribution_figures(scope, rows.latencies, objectives),
         of_models,
         f"{drawn} of {count(servers)} engines are drawn, overloaded ones first." if servers > drawn else "",
+        rows.slowest,
     )

@@ -63,6 +63,64 @@
   );
   plots.forEach((plot) => near.observe(plot));
 
+  // A rate and an objective that are moved: numbers come from the curves that are drawn, straight between their points.
+  const written = (value) => value >= 1000 ? Math.round(value).toLocaleString("en") : `${Number(value.toPrecision(3))}`;
+  const between = (low, high, share) => Math.exp(Math.log(low) + share * (Math.log(high) - Math.log(low)));
+
+  function explore(form) {
+    const name = form.dataset.figure;
+    const { rates, values, outside, limits, axes } = figures[name].curves;
+    const { rate, percentile, limit, latencies, largest } = form.elements;
+    const last = rates.length - 1;
+
+    function latencyAt(points, at) {
+      const k = Math.min(Math.max(rates.findIndex((one) => one > at) - 1, 0), last - 1);
+      const place = at >= rates[last] ? last - 1 : k;
+      return between(points[place], points[place + 1], (at - rates[place]) / (rates[place + 1] - rates[place]));
+    }
+
+    // The rate at which a line first leaves its limit; null where it never does.
+    function firstAbove(points, most) {
+      if (points[0] > most) return 0;
+      const k = points.findIndex((value) => value > most);
+      if (k < 0) return null;
+      const share = Math.log(most / points[k - 1]) / Math.log(points[k] / points[k - 1]);
+      return rates[k - 1] + share * (rates[k] - rates[k - 1]);
+    }
+
+    const isOutside = (at) => rates.some((one, k) => k < last && one <= at && at <= rates[k + 1] && (outside[k] || outside[k + 1]));
+    const beyond = (at) => isOutside(at) ? ", on steps unlike those of the training" : "";
+
+    function show() {
+      const at = Number(rate.value);
+      const labels = [...percentile.options].map((option) => option.value);
+      const parts = labels.map((label) => [label.split(" "), written(latencyAt(values[label], at))]);
+      const groups = [...new Set(parts.map(([[latency]]) => latency))];
+      const texts = groups.map((latency) =>
+        `${latency} ${parts.filter(([[of]]) => of === latency).map(([, value]) => value).join(" / ")}`);
+      latencies.value = `${written(at)} requests/s: ${texts.join(", ")} ms (P50 / P90 / P99)${beyond(at)}`;
+      const most = limit.valueAsNumber;
+      const isSet = most > 0;
+      const end = isSet ? firstAbove(values[percentile.value], most) : null;
+      const until = end === null ? `up to ${written(rates[last])} requests/s, the most it serves${beyond(rates[last])}`
+        : end === 0 ? "at none of these rates" : `up to ${written(end)} requests/s${beyond(end)}`;
+      largest.value = isSet ? `${percentile.value} is within ${written(most)} ms ${until}` : "";
+      const [moved, bound, ...others] = figures[name].layout.shapes;
+      Object.assign(moved, { x0: at, x1: at });
+      // On a logarithmic axis a shape's place is in its own units, as on a linear one.
+      Object.assign(bound, { visible: isSet, yref: axes[percentile.value], xref: "paper", ...(isSet ? { y0: most, y1: most } : {}) });
+      const plot = document.querySelector(`.plot[data-figure="${name}"]`);
+      if (drawn.has(plot)) Plotly.relayout(plot, { shapes: [moved, bound, ...others] });
+    }
+
+    const [[asked, ms] = []] = Object.entries(limits);
+    if (asked) Object.assign(percentile, { value: asked }), limit.value = ms;
+    form.addEventListener("input", show);
+    form.addEventListener("submit", (event) => event.preventDefault());
+    show();
+  }
+  document.querySelectorAll(".explore").forEach(explore);
+
   // A link into a folded section opens it.
   function unfold() {
     const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));

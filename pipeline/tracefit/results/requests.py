@@ -1,0 +1,75 @@
+"""Summaries of requests: counts, failures, percentiles and throughput; `tracefit requests` prints them. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tracefit.errors import EXIT_DONE
+from tracefit.results.notebook import Shown
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Durations of some requests, in seconds."""
+
+    # Seconds, as vLLM's own metrics have them; the tables hold microseconds.
+    n: int
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestGroup:
+    """Requests of one run, of one window of it, or of all runs.
+
+    Failures are requests that were aborted, ignored or ended in an error; they count for the time to the first token
+    and in the queue, not for the others. Throughput is over the time from the first arrival to the last event.
+    """
+
+    by: str
+    name: str
+    requests: int
+    failed: int
+    in_flight: int
+    preemptions: int
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float | None
+    requests_per_s: float | None
+    output_tokens_per_s: float | None
+    ttft: Quantiles
+    itl: Quantiles
+    e2e: Quantiles
+    queue: Quantiles
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSummary:
+    """How long requests were in one phase, and its share of all their phases' time."""
+
+    phase: str
+    share: float | None
+    seconds: Quantiles
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary(Shown):
+    """Requests of all runs: in total, by run, by phase and over time."""
+
+    total: RequestGroup
+    states: dict[str, int]
+    runs: tuple[RequestGroup, ...]
+    phases: tuple[PhaseSummary, ...]
+    windows: tuple[RequestGroup, ...]
+
+    @property
+    def groups(self) -> tuple[RequestGroup, ...]:
+        """All groups, the largest first."""
+        return (self.total, *self.runs, *self.windows)
+
+    @property
+    def exit_code(self) -> int:
+        """0: there are requests."""
+        return EXIT_DONE
