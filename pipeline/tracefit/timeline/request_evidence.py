@@ -79,7 +79,7 @@ _MOST_LATE = 0.25
 _LATE = 0.4
 """A wait of this share of a short step is one for a step in progress."""
 
-_MOST_UNEVEN = 3.0
+_MOST_HELD_UP = 3.0
 """Where tokens take so many times as long as the quickest ones, on average, what holds up the engine holds up arrivals too."""
 
 
@@ -216,7 +216,7 @@ def _hidden(r: Spans, short_us: float, scatter: float | None) -> str | None:
     alone = np.flatnonzero(arrival_us > before)
     lack = "few came to an empty engine"
     usual = float(r.decode_us.sum() / max(r.decodes.sum(), 1.0)) / short_us
-    if usual > _MOST_UNEVEN:
+    if usual > _MOST_HELD_UP:
         lack = f"a token took {usual:.1f} times as long on average as at its quickest, as on a machine with other work"
     elif alone.size >= _FEW and not r.is_client:
         waited = ((r.first_ns - r.zero_ns) / 1e3 - arrival_us - r.prefill_us)[alone]
