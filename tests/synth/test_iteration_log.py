@@ -49,11 +49,10 @@ def test_planted_coefficients_are_recovered(made):
     form, _, out = made
     (model,) = json.loads((out / "models/beta.json").read_text())["models"]
     found = {term["feature"]: term for term in model["terms"]}
-    if (
-        form == "log_seconds"
-    ):  # a few dozen seconds are too few for the time of a prompt beside that of its tokens
-        found.setdefault("num_prefill_reqs", {"value": 400.0})
     assert found.keys() == TRUTH.keys()
     for name, truth in TRUTH.items():
-        assert found[name]["value"] == pytest.approx(truth, rel=0.15 if form == "log" else 0.25), name
-    assert model["intercept"]["value"] == pytest.approx(7_000.0, rel=0.02 if form == "log" else 0.05)
+        # Of a prompt the wait lacks the 185 us in schedule(), too little to be seen in whole seconds.
+        unseen = 185.0 if name == "num_prefill_reqs" and form == "log_seconds" else 0.0
+        tolerance = 0.15 * truth
+        assert truth - unseen - tolerance < found[name]["value"] < truth + tolerance, name
+    assert model["intercept"]["value"] == pytest.approx(7_000.0, rel=0.02)

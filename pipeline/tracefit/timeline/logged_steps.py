@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracefit.statistics import robust_sd, robust_sd_expr
+from tracefit.statistics import Matrix, Vector, robust_sd, robust_sd_expr
 from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.tables.sources import CycleSource
 
@@ -36,6 +36,13 @@ _FAR_SD = 4.0
 
 _EVEN_SD = 12.0**-0.5
 """Standard deviation of an even distribution, as a share of its width."""
+
+_WORK = {
+    "step": pl.col("step_id").is_not_null().cast(pl.Int64),
+    "request": pl.col("num_prefill_reqs") + pl.col("num_decode_reqs"),
+    "prompt": pl.col("num_prefill_reqs"),
+}
+"""What the engine's work between two waits depends on: each step, each of its requests, and each that has prompt tokens in it."""
 
 FINE, CHANGE = "log", "log_change"
 """Sources of starts: the stamp of the line before, or a change of a coarse stamp."""
@@ -92,9 +99,8 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
         ).over(ENGINE)
     )
     inside = rows.group_by(*ENGINE, "interval").agg(
-        steps=pl.len(),
+        *(column.sum().alias(name) for name, column in _WORK.items()),
         elapsed_us=pl.col("cycle_us").sum(),
-        requests=_requests().sum(),
         any_fresh=pl.col("is_fresh").any(),
     )
     starts = (
@@ -113,8 +119,8 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
         .join(inside, on=[*ENGINE, "interval"], how="left", maintain_order="left")
     )
     may_pause = (pl.col("any_fresh") | pl.col("ends_fresh")).fill_null(value=False)
-    whole = (pl.col("count") == pl.col("steps")) & (pl.col("time_us") > 0)
-    slack = pl.when(whole).then((pl.col("time_us") - pl.col("elapsed_us")) / pl.col("steps"))
+    whole = (pl.col("count") == pl.col("step")) & (pl.col("time_us") > 0)
+    slack = pl.when(whole).then((pl.col("time_us") - pl.col("elapsed_us")) / pl.col("step"))
     usual = pl.when(~may_pause).then(slack)
     most = (usual.median() + _FAR_SD * robust_sd_expr(usual)).over(SERVER)
     # Where every interval may hold a pause, nothing tells which do.
@@ -122,7 +128,7 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     clean = starts.filter("is_coarse", ~may_pause, whole).partition_by(SERVER, as_dict=True)
     works = pl.DataFrame(
         [(*server, *work) for server, part in clean.items() if (work := _work(part))],
-        {**{name: steps.schema[name] for name in SERVER}, "work_us": pl.Float64, "request_us": pl.Float64},
+        {**{name: steps.schema[name] for name in SERVER}, **{f"{name}_us": pl.Float64 for name in _WORK}},
         orient="row",
     )
     starts = starts.join(works, on=SERVER, how="left", maintain_order="left")
@@ -132,12 +138,14 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
         .then(_EVEN_SD * (pl.col("time_us") / pl.col("count")).forward_fill().over(ENGINE))
         .otherwise((_STAMP_SD_US**2 + (_EVEN_SD * pl.col("tick_ns") / 1e3) ** 2).sqrt())
     )
-    cycle = pl.col("cycle_us") + pl.col("work_us") + pl.col("request_us") * _requests()
+    work_us = pl.sum_horizontal(
+        (pl.col(f"{name}_us") * column for name, column in _WORK.items()), ignore_nulls=False
+    )
     chosen = steps.join(works, on=SERVER, how="left", maintain_order="left").with_columns(
-        cycle_us=pl.when(is_logged()).then(cycle).otherwise("cycle_us")
+        cycle_us=pl.when(is_logged()).then(pl.col("cycle_us") + work_us).otherwise("cycle_us")
     )
     return LoggedSteps(
-        chosen.drop("work_us", "request_us"),
+        chosen.select(steps.columns),
         starts.select(
             *ENGINE,
             "step_id",
@@ -189,30 +197,36 @@ def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
     return pl.concat(found)
 
 
-def _requests() -> pl.Expr:
-    return pl.col("num_prefill_reqs") + pl.col("num_decode_reqs")
-
-
-def _work(intervals: pl.DataFrame) -> tuple[float, float] | None:
-    """Return the engine's work between two waits, for each step and for each request in it, in us; null where waits and work disagree with the clock.
+def _work(intervals: pl.DataFrame) -> tuple[float, ...] | None:
+    """Return the engine's work between two waits, in us for each of `_WORK`; null where waits and work disagree with the clock.
 
     Args:
-        intervals: time_us, steps, elapsed_us and requests of the intervals of a server that have no idle time.
+        intervals: time_us, elapsed_us and sums of `_WORK` of the intervals of a server that have no idle time.
     """
-    time_us, steps, waits_us, requests = (
-        intervals[name].to_numpy().astype(float) for name in ("time_us", "steps", "elapsed_us", "requests")
-    )
-    if len(steps) < _LEAST_INTERVALS or waits_us.sum() < _LEAST_WAIT * time_us.sum():
+    time_us, waits_us = (intervals[name].to_numpy() for name in ("time_us", "elapsed_us"))
+    if waits_us.sum() < _LEAST_WAIT * time_us.sum():
         return None
-    design, rest_us = np.c_[steps, requests], time_us - waits_us
-    weights, found = np.ones(len(steps)), np.zeros(2)
+    design = intervals.select(*_WORK).cast(pl.Float64).to_numpy()
+    work_us = np.zeros(design.shape[1])
+    if len(design) >= _LEAST_INTERVALS:
+        # Prompts count if they show; no part of the work takes less than no time.
+        for size in (3, 2, 1):
+            found, sd = _robust(design[:, :size], time_us - waits_us)
+            if found.min() >= 0 and (size < 3 or found[2] > 2 * sd[2]):
+                work_us[:size] = found
+                break
+    apart = np.median(np.abs(waits_us + design @ work_us - time_us) / time_us)
+    return tuple(work_us.tolist()) if apart <= _AGREES else None
+
+
+def _robust(design: Matrix, target: Vector) -> tuple[Vector, Vector]:
+    """Return Huber's estimates of the coefficients of a linear model, and their standard deviations."""
+    root, found, sd = np.ones(len(target)), np.zeros(design.shape[1]), 0.0
+    weighed = design
     for _ in range(_ROUNDS):
-        # Intervals last about as long: each counts the same, far ones less (Huber's weights).
-        root = np.sqrt(weights)
-        found = np.linalg.lstsq(design * root[:, None], rest_us * root, rcond=None)[0]
-        off = rest_us - design @ found
-        weights = 1 / np.maximum(np.abs(off) / (_HUBER * max(robust_sd(off), 1e-9)), 1.0)
-    if found.min() < 0:
-        found = np.array([max(float(np.median(rest_us / steps)), 0.0), 0.0])
-    apart = np.median(np.abs(waits_us + design @ found - time_us) / time_us)
-    return (float(found[0]), float(found[1])) if apart <= _AGREES else None
+        weighed = design * root[:, None]
+        found = np.asarray(np.linalg.lstsq(weighed, target * root, rcond=None)[0], np.float64)
+        off = target - design @ found
+        sd = max(robust_sd(off), 1e-9)
+        root = 1 / np.sqrt(np.maximum(np.abs(off) / (_HUBER * sd), 1.0))
+    return found, sd * np.sqrt(np.diag(np.linalg.pinv(weighed.T @ weighed)))
