@@ -42,7 +42,7 @@ _WORK = {
     "request": pl.col("num_prefill_reqs") + pl.col("num_decode_reqs"),
     "prompt": pl.col("num_prefill_reqs"),
 }
-"""What the engine's work between two waits depends on: each step, each of its requests, and each that has prompt tokens in it."""
+"""The engine's work between two waits grows with these: each step, each of its requests, and each that has prompt tokens in it."""
 
 FINE, CHANGE = "log", "log_change"
 """Sources of starts: the stamp of the line before, or a change of a coarse stamp."""
