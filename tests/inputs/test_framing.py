@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
@@ -115,6 +115,7 @@ def mutate(part, mutation):
     mutation=mutations(),
     step=st.integers(200, 5000),
 )
+@example(shape="framed", sizes=[1, 206, 48, 12, 0], which=2, mutation=("cut", 0.34375, b"\x00"), step=200)
 def test_good_records_survive_any_damage_to_another(otlp, shape, sizes, which, mutation, step):
     parts = payloads(otlp, shape, sizes)
     which %= len(parts)

@@ -212,6 +212,46 @@ def test_the_elapsed_time_is_used_where_it_adds_up_to_the_seconds(ingested):
     assert set(timeline["cycle_source"]) == {"log"}
 
 
+def steps_of(waits_us, seconds_from=0.3):
+    """Return lines of whole seconds, and the times of their steps: each its wait, 1 ms of work, and 100 us for each request."""
+    prompts, running = [step % 7 == 0 for step in range(1500)], [1 + step // 100 % 5 for step in range(1500)]
+    times_us = [
+        (12_000 + 3_000 * at if prompt else 6_000 + 500 * at) + 1_000 + 100 * (at + prompt)
+        for prompt, at in zip(prompts, running, strict=True)
+    ]
+    texts, at_s = [], seconds_from
+    for step, (time_us, prompt, decoding) in enumerate(zip(times_us, prompts, running, strict=True)):
+        at_s += time_us / 1e6
+        batch = (int(prompt), 50 * prompt, decoding, decoding)
+        wait_us = time_us - 1_000 - 100 * (decoding + prompt) if waits_us is None else waits_us
+        text = FORMS["default"](message(step, batch, elapsed_ms=wait_us / 1e3))
+        texts.append(text.replace("08:55:49 ", of_the_time(int(AT) + int(at_s), "%H:%M:%S ")))
+    return "\n".join(texts) + "\n", times_us
+
+
+def test_waits_and_the_work_between_them_divide_whole_seconds(ingested):
+    text, times_us = steps_of(None)
+    timeline = ingested(text)["timeline"]
+    off = [abs(found / true - 1) for found, true in zip(timeline["cycle_us"], times_us, strict=True)]
+    assert max(off) < 0.03
+    assert set(timeline["cycle_source"]) == {"log"}
+    # Each step has its place in time, at most a step off.
+    begins = [0.3 + sum(times_us[:step]) / 1e6 for step in range(1500)]
+    zero_ns = STAMPS["default"]
+    assert (
+        max(
+            abs((ns - zero_ns) / 1e9 - begin)
+            for ns, begin in zip(timeline["ts_start_ns"], begins, strict=True)
+        )
+        < 0.03
+    )
+
+
+def test_waits_of_almost_nothing_leave_whole_seconds_as_they_are(ingested):
+    timeline = ingested(steps_of(50)[0])["timeline"]
+    assert set(timeline["cycle_source"].drop_nulls()) == {"log_interval"}
+
+
 def test_a_restart_is_an_epoch_and_engines_are_apart(ingested):
     first = "".join(line(step, AT + step / 100) for step in range(20))
     again = "".join(line(step, AT + 60 + step / 100) for step in range(20))

@@ -49,11 +49,31 @@ def test_planted_coefficients_are_recovered(made):
     form, _, out = made
     (model,) = json.loads((out / "models/beta.json").read_text())["models"]
     found = {term["feature"]: term for term in model["terms"]}
-    if (
-        form == "log_seconds"
-    ):  # a few dozen seconds are too few for the time of a prompt beside that of its tokens
-        found.setdefault("num_prefill_reqs", {"value": 400.0})
     assert found.keys() == TRUTH.keys()
     for name, truth in TRUTH.items():
-        assert found[name]["value"] == pytest.approx(truth, rel=0.15 if form == "log" else 0.25), name
-    assert model["intercept"]["value"] == pytest.approx(7_000.0, rel=0.02 if form == "log" else 0.05)
+        # Of a prompt the wait lacks the 185 us in schedule(), too little to be seen in whole seconds.
+        unseen = 185.0 if name == "num_prefill_reqs" and form == "log_seconds" else 0.0
+        tolerance = 0.15 * truth
+        assert truth - unseen - tolerance < found[name]["value"] < truth + tolerance, name
+    assert model["intercept"]["value"] == pytest.approx(7_000.0, rel=0.02)
+
+
+def test_a_step_needs_no_more_than_the_log_knows(made, tmp_path):
+    form, _, out = made
+    if form == "log_seconds":
+        return
+    document = json.loads((out / "models/beta.json").read_text())
+    (model,) = document["models"]
+    del model["scope"]["settings"]["num_gpu_blocks"]
+    usage = {"feature": "kv_usage_ratio", "unit": "us", "formula": "kv_usage_ratio", "value": 1_000.0}
+    model["terms"].append({**model["terms"][0], **usage, "training_range": [0.2, 0.4], "ci95": None})
+    unknown = {"feature": "context_tokens", "reason": "not known in these runs", "training_range": None}
+    model["features_left_out"].append({**unknown, "collinear_with": []})
+    (tmp_path / "beta.json").write_text(json.dumps(document))
+    models = tracefit.load(tmp_path)
+    found = models.predict_step(batch=8, prefill=100)
+    stated = models.predict_step(batch=8, prefill=100, features={"kv_usage_ratio": 0.3})
+    assert found.step.value_us == stated.step.value_us
+    assert "kv_usage_ratio 0.3: the middle of its training range" in found.assumed
+    rows = models.predict_step({"batch": [8], "prefill": [100]})
+    assert rows["predicted_us"].to_list() == [pytest.approx(found.step.value_us)]

@@ -32,6 +32,25 @@ def in_unix(requests):
     return requests.with_columns(pl.col(times) + 1_700_000_000_000_000_000)
 
 
+def computing_steps(run):
+    """Return the steps that compute something: the log numbers them from 0."""
+    return run.truth_steps.filter(pl.col("prefill_tokens") + pl.col("decode_tokens") > 0)
+
+
+def right_steps(placed, run):
+    """Return the share of the placed requests whose first and last token are at their true step."""
+    number = computing_steps(run).select("step_id").with_row_index("at", offset=0).cast(pl.Int64)
+    true = run.truth_requests.select("request_id", "first_token_step", "finished_step")
+    for name in ("first_token_step", "finished_step"):
+        true = true.join(number.rename({"step_id": name, "at": f"true_{name}"}), on=name, how="left")
+    known = placed.requests.join(true, on="request_id").drop_nulls("first_token_step")
+    return known.select(
+        pl.all_horizontal(
+            pl.col(name) == pl.col(f"true_{name}") for name in ("first_token_step", "finished_step")
+        ).mean()
+    ).item()
+
+
 @pytest.mark.parametrize(
     ("fine", "delay_us"),
     [(True, 60.0), (False, 60.0), (True, 2_000.0)],
@@ -42,17 +61,8 @@ def test_requests_get_the_steps_that_they_were_in(fine, delay_us):
     requests = in_unix(stock_requests(RUN, delay_us=delay_us))
     placed = place_on_log(requests, clock, LIMITS)
     assert placed is not None
-    # The log numbers the steps that compute something from 0.
-    computing = RUN.truth_steps.filter(pl.col("prefill_tokens") + pl.col("decode_tokens") > 0)
-    number = computing.select("step_id").with_row_index("at", offset=0).cast(pl.Int64)
-    true = RUN.truth_requests.select("request_id", "first_token_step", "finished_step")
-    for name in ("first_token_step", "finished_step"):
-        true = true.join(number.rename({"step_id": name, "at": f"true_{name}"}), on=name, how="left")
-    both = placed.requests.join(true, on="request_id")
-    known = both.drop_nulls("first_token_step")
-    assert known.height >= 0.97 * requests.height
-    right = [known[name] == known[f"true_{name}"] for name in ("first_token_step", "finished_step")]
-    assert all(column.mean() > 0.99 for column in right)
+    assert right_steps(placed, RUN) > 0.99
+    assert placed.requests["first_token_step"].count() >= 0.97 * requests.height
 
     steps = clock.steps.with_columns(cycle_us=pl.when(~is_logged()).then("cycle_us"))
     journeys = events_of(placed.requests)
@@ -65,12 +75,23 @@ def test_requests_get_the_steps_that_they_were_in(fine, delay_us):
         known_starts=placed.starts,
     )
     # Contexts are the truth of the generator.
+    computing = computing_steps(RUN)
     truth = computing.with_columns(step_id=pl.int_range(pl.len(), dtype=pl.Int64)).select(
         "step_id", true="context_tokens"
     )
     contexts = timeline.join(truth, on="step_id").drop_nulls("context_tokens")
     assert contexts.height > 0.9 * computing.height
     assert (contexts["context_tokens"] == contexts["true"]).mean() > 0.99
+
+
+def test_whole_seconds_place_requests_whose_prompts_hit_the_prefix_cache():
+    # No line has as many tokens as the prompts of half of the requests, and the server has a request in every slot.
+    run = synth(SynthOptions(requests=300, rate_per_s=20.0, seed=7, prefix_fraction=0.5, max_num_seqs=12))
+    requests = in_unix(stock_requests(run))
+    placed = place_on_log(requests, log_clock(logged(run, fine=False)), LIMITS)
+    assert placed is not None
+    assert placed.requests["first_token_step"].count() >= 0.9 * requests.height
+    assert right_steps(placed, run) > 0.95
 
 
 def test_spans_of_another_server_are_not_placed():

@@ -17,7 +17,7 @@ from tracefit.coefficients.compiled import (
     expected_at_boundary,
     terms_of,
 )
-from tracefit.coefficients.model import STEP_MODELS, BoundaryModel
+from tracefit.coefficients.model import STEP_MODELS, BoundaryModel, LinearModel
 from tracefit.coefficients.workload import (
     REQUEST_COLUMNS,
     STEP_COLUMNS,
@@ -28,6 +28,7 @@ from tracefit.coefficients.workload import (
 )
 from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.features.expressions import ROW
+from tracefit.features.targets import RECORDED
 from tracefit.fit.results import line
 
 if TYPE_CHECKING:
@@ -331,6 +332,18 @@ class ScopeModels:
         return values
 
     @cached_property
+    def usual_kv_usage(self) -> float | None:
+        """KV usage of a described step, where a server's log alone was seen: it names neither context nor KV blocks."""
+        model = self.step_model
+        definition = model.target.definition if model.target else ""
+        is_logged = any(RECORDED[kind] in definition for kind in ("log", "log_interval"))
+        left_out = model.features_left_out if isinstance(model, LinearModel) else ()
+        lacks_context = any(each.feature == "context_tokens" and not each.training_range for each in left_out)
+        if self.server["num_gpu_blocks"] or not (is_logged and lacks_context):
+            return None
+        return stand_ins(terms_of(model)).get("kv_usage_ratio")
+
+    @cached_property
     def workload(self) -> Workload | None:
         """The mean request the models were trained on; null if the files do not state it."""
         return next((m.scope.workload for m in self.models.values() if m.scope and m.scope.workload), None)
@@ -455,7 +468,11 @@ class ScopeModels:
         self, stated: Mapping[str, float | None], features: Mapping[str, float]
     ) -> dict[str, float | None]:
         settings = self.known_settings(self.compiled(self.step_model))
-        return {**settings, **step_inputs(stated), **features}
+        usual = {} if self._knows_usage(features) else {"kv_usage_ratio": self.usual_kv_usage}
+        return {**settings, **step_inputs(stated), **usual, **features}
+
+    def _knows_usage(self, features: Mapping[str, float]) -> bool:
+        return self.usual_kv_usage is None or "num_gpu_blocks" in features or "kv_usage_ratio" in features
 
     def step(self, stated: Mapping[str, float | None], features: Mapping[str, float]) -> StepPrediction:
         """Predict a step.
@@ -482,7 +499,9 @@ class ScopeModels:
         assumed = [*prediction.assumed, *self.changing_nothing(described, [model], features, known)]
         compiled = self.compiled(model)
         needs_context = "context" in compiled.formulas.used(compiled.features, features)
-        if described["batch"] and not described["context"] and needs_context:
+        if not self._knows_usage(features):
+            assumed.append(f"kv_usage_ratio {self.usual_kv_usage:.3g}: the middle of its training range")
+        elif described["batch"] and not described["context"] and needs_context:
             assumed.append("context 0: not given, as if the batch had no tokens in its caches")
         # Errors were not measured outside the training range.
         interval = PredictedDuration(prediction.interval.value_us) if beyond else prediction.interval

@@ -267,6 +267,8 @@ def evaluated_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
         return predict_rows(model, rows)
     compiled = models.compiled(model)
     described = _described_steps(models, rows)
+    if models.usual_kv_usage is not None and not {"num_gpu_blocks", "kv_usage_ratio"} & set(rows.columns):
+        described = described.with_columns(kv_usage_ratio=pl.lit(models.usual_kv_usage))
     # Raise for an unknown setting, as for a single step: nulls would hide which setting is missing.
     unknown = {name for name, value in models.server.items() if value is None and name not in rows.columns}
     if lacking := sorted(compiled.formulas.inputs(compiled.features, described.columns) & unknown):

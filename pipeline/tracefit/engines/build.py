@@ -209,6 +209,7 @@ def timeline_of(
         build_timeline,
         count_steps,
         events_of,
+        every_start,
         is_logged,
         log_clock,
         place_on_log,
@@ -226,19 +227,21 @@ def timeline_of(
     counted = starts = None
     if not steps.height and not journeys.height:
         counted = count_steps(requests, limits)
-        complete = counted.starts.height > 0
+        starts = counted.starts
+        complete = starts.height > 0
     elif not journeys.height and steps.filter(is_logged()).height:
         clock = log_clock(steps)
         steps, starts = clock.steps, clock.starts
         counted = place_on_log(requests, clock, limits)
         if counted:
-            steps = steps.with_columns(cycle_us=pl.when(~is_logged()).then("cycle_us"))
+            starts = counted.starts
             complete = counted.rows.len() >= COMPLETE_SHARE * requests.height
+        starts = every_start(steps, starts)
     del requests
     if counted:
         # There may be a million requests and only some thousands on steps: they are read and written in pieces.
         own = _rows_at(tables, counted.rows).with_columns(counted.requests.select(PLACED_COLUMNS))
-        journeys, starts = events_of(own), counted.starts
+        journeys = events_of(own)
     else:
         own = tables.read("requests")
     steps_built = build_timeline(

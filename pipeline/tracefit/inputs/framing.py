@@ -215,15 +215,16 @@ def _extents(buffer: bytes, shape: Shape, *, is_last: bool) -> Iterator[_Extent]
                 position = tried
                 continue
         end = end_of(buffer, position)
-        if end is None and not is_last:
+        # Without enough of the bytes after it, what follows cannot be checked.
+        if not is_last and (end is None or len(buffer) - wire.LONGEST_HEADER < end > 0):
             return
         if end:
-            if not is_last and len(buffer) - wire.LONGEST_HEADER < end:
-                return  # too few of the bytes after it are here to check what follows
             # A record that lost bytes reaches into the next one. So if no record begins after it, one is
             # searched inside.
-            is_followed = end == len(buffer) or _may_begin(buffer, shape, end, is_last=is_last)
+            is_followed = end == len(buffer) or _begins(buffer, shape, end, is_last=is_last)
             next_start = -1 if is_followed else finder.next(position + 1, end)
+            if next_start >= 0 and is_followed is None:
+                return  # the bytes to come decide whether this is one record or the rest of one and others
             if next_start < 0:
                 yield _Extent(position, end)
                 position = end
@@ -295,14 +296,14 @@ def _field_end(buffer: bytes, position: int) -> int | None:
     return field[3] if field[3] <= len(buffer) else None
 
 
-def _may_begin(buffer: bytes, shape: Shape, position: int, *, is_last: bool) -> bool:
-    """Return whether the bytes at a position look like a record, checked two levels deep within the buffer."""
+def _begins(buffer: bytes, shape: Shape, position: int, *, is_last: bool) -> bool | None:
+    """Return whether the bytes at a position look like a record, two levels deep; None if more bytes are needed."""
     end = _frame_end(buffer, position) if shape == "framed" else _field_end(buffer, position)
     if end == 0 or (end is None and is_last):
         return False
     field = wire.read_field(buffer, position + (LENGTH_BYTES if shape == "framed" else 0))
     # One level is not enough: after a record that lost bytes, an id also looks like a tag, a length and bytes.
-    return field is None or wire.is_resource_spans(buffer, field[2], field[3]) is not False
+    return wire.is_resource_spans(buffer, field[2], field[3]) if field else None
 
 
 def _fault(buffer: bytes, shape: Shape, position: int) -> str:

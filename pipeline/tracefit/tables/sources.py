@@ -12,7 +12,7 @@ class CycleSource(StrEnum):
 
     `fpm` is `wall_time` of ForwardPassMetrics, from the output of the step before it to its own; `fpm_gpu`
     the same field with GPU time alone, as SGLang measures it. `log` is the time from a line of vLLM's log to
-    the next one, or the elapsed time printed in it if that agrees with the clock; `log_interval` is the mean
+    the next one, or the printed wait and the engine's usual work if these agree with the clock; `log_interval` is the mean
     of the steps between two changes of a coarse clock. `client` is the time between the tokens of two steps,
     as a load generator received them.
     """

@@ -45,6 +45,9 @@ _AGREE = 0.5
 _SURE_VOTES = 5
 """A line with as many tokens counts as much as so many that are merely the nearest: outputs may be stamped some steps late."""
 
+_ROUNDS = 3
+"""Rounds of placing requests on lines of whole seconds, by the times of the lines between those that are placed."""
+
 _NEAR_S = 0.05
 """A fine stamp is at most so far from the end of its step."""
 
@@ -84,6 +87,10 @@ def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimit
     lines = lines.with_columns(pl.col("seconds") - apart_s)
     # Lines say where each request is: who was scheduled after whom is a guess where outputs are stamped a step late.
     ended = _numbers(g.of_tokens(), _votes(ends, lines, is_coarse=is_coarse))
+    for _ in range(_ROUNDS if is_coarse and np.isfinite(ended).sum() > 1 else 0):
+        # Prompts with prefix-cache hits match no line by their tokens: placed requests say when the lines between them end.
+        timed = _timed(lines, g, ended)
+        ended = _numbers(g.of_tokens(), _votes(ends, timed, is_coarse=False))
     known = np.isfinite(ended)
     placed_rows = known[g.first] & known[g.last]
     if not placed_rows.any():
@@ -155,6 +162,25 @@ def _votes(ends: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> pl.Da
         )
         found.append(nearest.filter(ahead.abs() < _NEAR_S).select("node", "at", votes=pl.lit(1)))
     return pl.concat(found)
+
+
+def _timed(lines: pl.DataFrame, g: Graph, ended: Floats) -> pl.DataFrame:
+    """Return the lines between nodes with known lines, and when they end: by their own times, or evenly without.
+
+    Args:
+        lines: at, seconds, and cycle_us of the lines that have a time of their own.
+        g: The graph of the requests.
+        ended: Numbers of the lines that end at its nodes, NaN where none is known.
+    """
+    known = np.flatnonzero(np.isfinite(ended))
+    numbers, at = ended[known], lines["at"].to_numpy()
+    own = lines["cycle_us"].fill_null(strategy="mean").fill_null(1.0).cum_sum().to_numpy()
+    seconds = np.interp(own, np.interp(numbers, at, own), g.at_us[known] / 1e6)
+    # Where the engine idled between two nodes, the time of a line between them is not known.
+    idle = np.diff(np.r_[0, np.cumsum(~g.busy)][known]) > 0
+    before = np.clip(np.searchsorted(numbers, at, side="right") - 1, 0, len(known) - 2)
+    is_timed = (at >= numbers[0]) & (at <= numbers[-1]) & (~idle[before] | np.isin(at, numbers))
+    return lines.with_columns(seconds=pl.Series(seconds)).filter(pl.Series(is_timed))
 
 
 def _numbers(g: Graph, votes: pl.DataFrame) -> Floats:

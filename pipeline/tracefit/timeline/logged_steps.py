@@ -3,30 +3,46 @@
 A line ends its step, so that the stamp of one line is the start of the next step. Of stamps finer than steps every line gives
 a start. Of coarser ones, such as the whole seconds of the default format, a change of the stamp is the start of the step whose
 line shows it, half a step off: the steps between two changes are one interval. The elapsed time that a line prints is the wait
-for its result, often a part of the step alone; where it adds up to the time between the changes, it is the time of its step.
+for its result. The engine's own work between two waits, in one thread, is the rest of the step: about a constant, and some more
+for each request. Where waits are most of the time, and with this work add up to the time between the changes, wait and work are
+the time of a step; elsewhere, as on a fast GPU with asynchronous scheduling, the intervals are all there is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import polars as pl
 
-from tracefit.statistics import robust_sd_expr
+from tracefit.statistics import Matrix, Vector, robust_sd, robust_sd_expr
 from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.tables.sources import CycleSource
 
 _STAMP_SD_US = 100.0
 """How far a fine stamp is from the end of its step, on two runs with known ends."""
 
-_AGREES = 0.03
-"""Largest usual difference of the elapsed times from the clock, as a share of it, where they are the times of the steps."""
+_AGREES = 0.05
+"""Largest usual difference of waits and work from the clock, as a share of it, where they are the times of the steps."""
+
+_LEAST_WAIT, _LEAST_INTERVALS = 0.5, 8
+"""Least share of the waits in the time, and fewest intervals without idle time, from which the work between them is found."""
+
+_HUBER, _ROUNDS = 1.345, 30
+"""Residuals, in standard deviations, from which on intervals weigh less, and rounds of reweighting."""
 
 _FAR_SD = 4.0
 """A step that none ran before comes after a pause, if its time less its elapsed time is so many standard deviations above the usual."""
 
 _EVEN_SD = 12.0**-0.5
 """Standard deviation of an even distribution, as a share of its width."""
+
+_WORK = {
+    "step": pl.col("step_id").is_not_null().cast(pl.Int64),
+    "request": pl.col("num_prefill_reqs") + pl.col("num_decode_reqs"),
+    "prompt": pl.col("num_prefill_reqs"),
+}
+"""The engine's work between two waits grows with these: each step, each of its requests, and each that has prompt tokens in it."""
 
 FINE, CHANGE = "log", "log_change"
 """Sources of starts: the stamp of the line before, or a change of a coarse stamp."""
@@ -83,7 +99,9 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
         ).over(ENGINE)
     )
     inside = rows.group_by(*ENGINE, "interval").agg(
-        steps=pl.len(), elapsed_us=pl.col("cycle_us").sum(), any_fresh=pl.col("is_fresh").any()
+        *(column.sum().alias(name) for name, column in _WORK.items()),
+        elapsed_us=pl.col("cycle_us").sum(),
+        any_fresh=pl.col("is_fresh").any(),
     )
     starts = (
         rows.filter("is_mark")
@@ -101,32 +119,114 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
         .join(inside, on=[*ENGINE, "interval"], how="left", maintain_order="left")
     )
     may_pause = (pl.col("any_fresh") | pl.col("ends_fresh")).fill_null(value=False)
-    whole = (pl.col("count") == pl.col("steps")) & (pl.col("time_us") > 0)
-    slack = pl.when(whole).then((pl.col("time_us") - pl.col("elapsed_us")) / pl.col("steps"))
+    whole = (pl.col("count") == pl.col("step")) & (pl.col("time_us") > 0)
+    slack = pl.when(whole).then((pl.col("time_us") - pl.col("elapsed_us")) / pl.col("step"))
     usual = pl.when(~may_pause).then(slack)
     most = (usual.median() + _FAR_SD * robust_sd_expr(usual)).over(SERVER)
     # Where every interval may hold a pause, nothing tells which do.
     starts = starts.with_columns(pause=may_pause & (slack > most).fill_null(value=True))
-    ratio = pl.when(whole & ~pl.col("pause")).then((pl.col("elapsed_us") / pl.col("time_us") - 1).abs())
-    agrees = starts.group_by(SERVER).agg(agrees=pl.col("is_coarse").any() & (ratio.median() <= _AGREES))
-    starts = starts.join(agrees, on=SERVER, how="left", maintain_order="left")
+    clean = starts.filter("is_coarse", ~may_pause, whole).partition_by(SERVER, as_dict=True)
+    works = pl.DataFrame(
+        [(*server, *work) for server, part in clean.items() if (work := _work(part))],
+        {**{name: steps.schema[name] for name in SERVER}, **{f"{name}_us": pl.Float64 for name in _WORK}},
+        orient="row",
+    )
+    starts = starts.join(works, on=SERVER, how="left", maintain_order="left")
     sd_us = (
         pl.when("is_coarse")
         # The last change has no step time of its own: that of the steps before it.
         .then(_EVEN_SD * (pl.col("time_us") / pl.col("count")).forward_fill().over(ENGINE))
         .otherwise((_STAMP_SD_US**2 + (_EVEN_SD * pl.col("tick_ns") / 1e3) ** 2).sqrt())
     )
-    chosen = steps.join(agrees, on=SERVER, how="left", maintain_order="left").with_columns(
-        cycle_us=pl.when(~is_logged() | pl.col("agrees")).then("cycle_us")
+    work_us = pl.sum_horizontal(
+        (pl.col(f"{name}_us") * column for name, column in _WORK.items()), ignore_nulls=False
+    )
+    chosen = steps.join(works, on=SERVER, how="left", maintain_order="left").with_columns(
+        cycle_us=pl.when(is_logged()).then(pl.col("cycle_us") + work_us).otherwise("cycle_us")
     )
     return LoggedSteps(
-        chosen.drop("agrees"),
+        chosen.select(steps.columns),
         starts.select(
             *ENGINE,
             "step_id",
             "ts_start_ns",
             start_sd_us=sd_us,
             start_source=pl.when("is_coarse").then(pl.lit(CHANGE)).otherwise(pl.lit(FINE)),
-            pause=pl.col("pause") & ~pl.col("agrees").fill_null(value=False),
+            pause="pause",
         ),
     )
+
+
+def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
+    """Add the starts of the steps between known ones, of logged steps that have a time of their own.
+
+    Args:
+        steps: The `steps` of `LoggedSteps`.
+        starts: Its starts, or those of requests that were placed on its steps.
+    """
+    timed = steps.filter(is_logged()).drop_nulls("cycle_us").select(*ENGINE, "step_id", "cycle_us")
+    timed = timed.join(starts, on=ENGINE, how="semi")
+    if not timed.height:
+        return starts
+    rows = timed.join(starts, on=[*ENGINE, "step_id"], how="full", coalesce=True).sort(*ENGINE, "step_id")
+    found = []
+    for part in rows.partition_by(ENGINE, maintain_order=True):
+        mark = np.flatnonzero(part["ts_start_ns"].is_not_null().to_numpy())
+        marked = part[mark]
+        first_ns = marked["ts_start_ns"][0]
+        at_us = (marked["ts_start_ns"] - first_ns).to_numpy() / 1e3
+        own_us = part["cycle_us"].fill_null(0.0).to_numpy(writable=True)
+        # Idle time lies at the start that it begins at; without it the steps fill the time between two starts.
+        idle_us = np.diff(at_us) - np.add.reduceat(own_us, mark)[:-1]
+        own_us[mark[:-1]] += np.where(marked["pause"].to_numpy()[:-1], np.maximum(idle_us, 0.0), 0.0)
+        passed_us = np.cumsum(own_us) - own_us
+        begin_us = np.interp(passed_us, passed_us[mark], at_us)
+        begin_us += np.minimum(passed_us - passed_us[mark[0]], 0.0) + np.maximum(
+            passed_us - passed_us[mark[-1]], 0.0
+        )
+        start_ns = first_ns + (begin_us * 1e3).round().astype(np.int64)
+        found.append(
+            part.with_columns(
+                ts_start_ns=pl.coalesce("ts_start_ns", pl.Series(start_ns)),
+                start_sd_us=pl.col("start_sd_us").forward_fill().backward_fill(),
+                start_source=pl.col("start_source").fill_null(CHANGE),
+                # Whole seconds do not show which step the idle time follows.
+                pause=(pl.col("pause") & (pl.col("start_source") == FINE)).fill_null(value=False),
+            ).select(starts.columns)
+        )
+    return pl.concat(found)
+
+
+def _work(intervals: pl.DataFrame) -> tuple[float, ...] | None:
+    """Return the engine's work between two waits, in us for each of `_WORK`; null where waits and work disagree with the clock.
+
+    Args:
+        intervals: time_us, elapsed_us and sums of `_WORK` of the intervals of a server that have no idle time.
+    """
+    time_us, waits_us = (intervals[name].to_numpy() for name in ("time_us", "elapsed_us"))
+    if waits_us.sum() < _LEAST_WAIT * time_us.sum():
+        return None
+    design = intervals.select(*_WORK).cast(pl.Float64).to_numpy()
+    work_us = np.zeros(design.shape[1])
+    if len(design) >= _LEAST_INTERVALS:
+        # Prompts count if they show; no part of the work takes less than no time.
+        for size in (3, 2, 1):
+            found, sd = _robust(design[:, :size], time_us - waits_us)
+            if found.min() >= 0 and (size < 3 or found[2] > 2 * sd[2]):
+                work_us[:size] = found
+                break
+    apart = np.median(np.abs(waits_us + design @ work_us - time_us) / time_us)
+    return tuple(work_us.tolist()) if apart <= _AGREES else None
+
+
+def _robust(design: Matrix, target: Vector) -> tuple[Vector, Vector]:
+    """Return Huber's estimates of the coefficients of a linear model, and their standard deviations."""
+    root, found, sd = np.ones(len(target)), np.zeros(design.shape[1]), 0.0
+    weighed = design
+    for _ in range(_ROUNDS):
+        weighed = design * root[:, None]
+        found = np.asarray(np.linalg.lstsq(weighed, target * root, rcond=None)[0], np.float64)
+        off = target - design @ found
+        sd = max(robust_sd(off), 1e-9)
+        root = 1 / np.sqrt(np.maximum(np.abs(off) / (_HUBER * sd), 1.0))
+    return found, sd * np.sqrt(np.diag(np.linalg.pinv(weighed.T @ weighed)))

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,12 @@ class Measured(NamedTuple):
     output: str  # what the process wrote to stdout
 
 
-def measure(command: Sequence[str], *, accepted: Sequence[int] = (0,)) -> Measured:
+def measure(
+    command: Sequence[str],
+    *,
+    accepted: Sequence[int] = (0,),
+    stdin: IO[bytes] | int | None = subprocess.DEVNULL,
+) -> Measured:
     """Run a command and measure it.
 
     Args:
@@ -42,7 +47,7 @@ def measure(command: Sequence[str], *, accepted: Sequence[int] = (0,)) -> Measur
         began = time.perf_counter()
         # An installed program has its bytecode. Where it may not be written, a second goes into compiling libraries.
         env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=env)
+        process = subprocess.Popen(command, stdin=stdin, stdout=output, stderr=errors, env=env)
         watch = _Watch(process.pid)
         watch.start()
         # What descendants took is in there too, once their parents have waited for them.
