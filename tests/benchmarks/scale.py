@@ -30,7 +30,7 @@ from ingesting.processes import measure
 from ingesting.trace_files import write_trace
 
 from tracefit.commands.ingest import ServerOptions, ingest, ingest_inputs
-from tracefit.engines.decode import decode_tasks
+from tracefit.engines.decode import decode_task
 from tracefit.engines.jobs import TASKS_PER_WORKER
 from tracefit.engines.local import LocalEngine
 from tracefit.inputs.blocks import BLOCK_BYTES
@@ -80,7 +80,7 @@ class _Timed(LocalEngine):
         while (job := next_job()) is not None:
             began = time.process_time()
             result = job.function(job.argument)
-            kind = "decode" if job.function is decode_tasks else "build"
+            kind = "decode" if job.function is decode_task else "build"
             self.seconds[kind] += time.process_time() - began
             yield job, result
 

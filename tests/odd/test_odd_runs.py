@@ -82,5 +82,7 @@ def test_a_run_without_first_tokens_gives_blis_its_steps_and_no_replay(odd, root
     )
     code, stdout, stderr = odd.call("export", tmp_path / "out", "--to", "blis", "--out", tmp_path / "blis")
     assert code == 0, stderr
-    assert "no traced request has its times, so no request can be replayed" in " ".join((stdout + stderr).split())
+    assert "no traced request has its times, so no request can be replayed" in " ".join(
+        (stdout + stderr).split()
+    )
     assert not (tmp_path / "blis" / "trace-data.csv").exists()

@@ -13,14 +13,13 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from tracefit._version import __version__
 from tracefit.engines.build import RunTask, build_runs
-from tracefit.engines.decode import Task, decode_task, decode_tasks
+from tracefit.engines.decode import Task, decode_task
 from tracefit.engines.jobs import Job, take_together
 from tracefit.errors import DataError
 from tracefit.inputs.blocks import Block, read_blocks
@@ -277,8 +276,8 @@ class IngestScheduler:
                 self._publish()
         self._publish()
 
-    def _take_decoded(self, pieces: Sequence[tuple[RunIngest, FilePiece]], result: Sequence[Decoded]) -> None:
-        for (run, piece), parts in zip(pieces, chain.from_iterable(result), strict=True):
+    def _take_decoded(self, pieces: Sequence[tuple[RunIngest, FilePiece]], result: Decoded) -> None:
+        for (run, piece), parts in zip(pieces, result, strict=True):
             piece.parts = parts
             piece.file.rejects += sum(part.rejects for part in parts)
             run.decoding -= 1
@@ -313,10 +312,9 @@ class IngestScheduler:
             yield self._decode_job(given)
 
     def _decode_job(self, given: Sequence[tuple[RunIngest, FilePiece, Block | Reject]]) -> Job:
-        runs = [list(of_run) for _, of_run in groupby(given, key=lambda each: id(each[0]))]
-        tasks = tuple(Task(tuple(item for _, _, item in run), self._options, self._place) for run in runs)
+        task = Task(tuple(item for _, _, item in given), self._options, self._place)
         pieces = [(run, piece) for run, piece, _ in given]
-        return Job(decode_tasks, tasks, given[0][2].source_file, partial(self._take_decoded, pieces))
+        return Job(decode_task, task, given[0][2].source_file, partial(self._take_decoded, pieces))
 
     def _pieces(self) -> Iterator[tuple[RunIngest, FilePiece, Block | Reject]]:
         """Yield what is to be decoded of one run after the other."""

@@ -317,14 +317,17 @@ def _require_spans(task: RunTask) -> None:
         return
     other_spans, rejects = sum(part.other_spans for part in parts), sum(part.rejects for part in parts)
     if rejects and not other_spans:
-        reasons = read_staged(task.place, next(p.name for p in parts if p.rejects), "rejects", ["reason"])
+        first = next(p for p in parts if p.rejects)
+        reasons = read_staged(task.place, first.name, "rejects", ["file", "reason"]).filter(file=first.file)
         raise DataError(
             f"none of its records can be read ({rejects} rejected; the first: {reasons['reason'][0]})",
             where=task.name,
             hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them; recordings are "
             "ForwardPassMetrics, or vLLM's log with its iterations",
         )
-    staged = (read_staged(task.place, name, "other_scopes", ["scope"]) for name in {p.name for p in parts})
+    staged = (
+        read_staged(task.place, p.name, "other_scopes", ["file", "scope"]).filter(file=p.file) for p in parts
+    )
     scopes = {printable(scope or "unnamed") for rows in staged for scope in rows["scope"]}
     seen = f" ({', '.join(sorted(scopes)[:_MOST_NAMED])})" if scopes else ""
     contents = f"{other_spans} spans of other scopes{seen}, {rejects} unreadable records"
