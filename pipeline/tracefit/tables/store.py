@@ -15,8 +15,9 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -32,6 +33,7 @@ from tracefit.inputs.files import display_name
 from tracefit.tables import schema
 from tracefit.tables.disk import create, disk_errors
 from tracefit.tables.places import Bucket, Disk, Place, digest_of, open_place
+from tracefit.tables.qualified import plain
 from tracefit.tables.staging import STAGE_NAME
 
 if TYPE_CHECKING:
@@ -500,6 +502,16 @@ def put_parts(place: Place, run_id: str, parts: Mapping[str, Path]) -> dict[str,
     return tables
 
 
+class WrittenTables(Protocol):
+    """The tables of some runs that were written."""
+
+    def read(self, name: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
+        """Return a table, with all columns or some."""
+
+    def pieces(self, name: str) -> Iterator[pl.DataFrame]:
+        """Yield the rows of a table in their order."""
+
+
 class RunWriter:
     """Writes the tables of one run one after the other, each as one Parquet file, as their rows arrive.
 
@@ -517,6 +529,11 @@ class RunWriter:
             self._finish()
             self._open = _TableFileWriter(schema.TABLES[name], self._scratch / f"{name}.parquet")
         self._open.write(rows)
+
+    def write_if_missing(self, name: str) -> None:
+        """Write a table without rows, if nothing of it was written."""
+        if name not in self._parts and (self._open is None or self._open.table.name != name):
+            self.write(name, schema.TABLES[name].empty())
 
     def write_all(self, tables: Mapping[str, pl.DataFrame | Iterator[pl.DataFrame]]) -> None:
         """Write whole tables, some of them in pieces."""
@@ -563,6 +580,91 @@ class RunWriter:
             self._parts[name].unlink()
         self._parts[name] = part
         self._open = None
+
+
+class RunsWriter:
+    """Writes the tables of some runs: of one as their rows arrive, of several small ones when all are complete."""
+
+    def __init__(self, scratch: Path, run_ids: Sequence[str]) -> None:
+        self._writers: dict[str, RunWriter] = {}
+        for run_id in run_ids:
+            folder = Path(tempfile.mkdtemp(prefix="run-", dir=scratch))
+            self._writers[run_id] = RunWriter(folder)
+        self._alone = self._writers[run_ids[0]] if len(run_ids) == 1 else None
+        self._rows: dict[str, list[pl.DataFrame]] = {}
+
+    def write(self, name: str, rows: pl.DataFrame) -> None:
+        """Write the next rows of a table; those of several runs have qualified names."""
+        if self._alone is not None:
+            self._alone.write(name, rows)
+        else:
+            self._rows.setdefault(name, []).append(rows)
+
+    def scan(self, name: str) -> pl.LazyFrame:
+        """Return a table that was written as a lazy frame."""
+        if self._alone is not None:
+            return self._alone.scan(name)
+        return pl.concat(self._rows[name]).lazy()
+
+    def complete(self) -> None:
+        """Give the rows of several runs their own names; from now on, tables are read and replaced."""
+        self._rows = {name: [plain(pl.concat(rows))] for name, rows in self._rows.items()}
+
+    def of(self, run_ids: Sequence[str]) -> WrittenTables:
+        """Return the tables of some of the runs."""
+        if self._alone is not None:
+            return self._alone
+        return _HeldTables(self._rows, frozenset(run_ids) if len(run_ids) < len(self._writers) else None)
+
+    def replace(
+        self, run_ids: Sequence[str], tables: Mapping[str, pl.DataFrame | Iterator[pl.DataFrame]]
+    ) -> None:
+        """Write whole tables of some runs, in place of those before."""
+        if self._alone is not None:
+            self._alone.write_all(tables)
+            return
+        for name, rows in tables.items():
+            others = ~pl.col("run_id").is_in(list(run_ids))
+            kept = [piece.filter(others) for piece in self._rows.get(name, ())]
+            self._rows[name] = [*kept, rows] if isinstance(rows, pl.DataFrame) else [*kept, *rows]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close files that are open, finished or not."""
+        for writer in self._writers.values():
+            writer.__exit__(*error)
+
+    def close(self) -> dict[str, dict[str, Path]]:
+        """Finish all tables; return the files of each run by table, named after their contents."""
+        for name, frames in self._rows.items():
+            for rows in frames:
+                ends = rows["run_id"].rle().struct.unnest()
+                start = 0
+                for length, run_id in ends.iter_rows():
+                    self._writers[run_id].write(name, rows.slice(start, length))
+                    start += length
+            for writer in self._writers.values():
+                writer.write_if_missing(name)
+        return {run_id: writer.close() for run_id, writer in self._writers.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldTables:
+    """Tables in memory, of some runs or of all."""
+
+    tables: Mapping[str, Sequence[pl.DataFrame]]
+    run_ids: frozenset[str] | None
+
+    def read(self, name: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
+        rows = pl.concat(self.tables[name])
+        if self.run_ids is not None:
+            rows = rows.filter(pl.col("run_id").is_in(list(self.run_ids)))
+        return rows if columns is None else rows.select(c for c in rows.columns if c in columns)
+
+    def pieces(self, name: str) -> Iterator[pl.DataFrame]:
+        yield self.read(name)
 
 
 class _TableFileWriter:
