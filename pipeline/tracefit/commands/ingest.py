@@ -29,7 +29,7 @@ from tracefit.inputs.files import content_hash_of
 from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, read_context, scope_of
-from tracefit.server.documents import excerpt, parse_yaml
+from tracefit.server.documents import excerpt, parse_yaml, read_bytes
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
 from tracefit.tables import schema
 from tracefit.tables.disk import disk_errors
@@ -38,7 +38,7 @@ from tracefit.tables.staging import staged_parts
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -143,7 +143,7 @@ def ingest_inputs(
     progress, options = KeptWarnings(progress), options or IngestOptions()
     store = TableStore(out)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
-    contexts = [_context(source, server) for source in inputs.runs]
+    contexts = _contexts(inputs.runs, server)
     # A folder of results holds logs and notes too: only what looks like traces is worth a warning.
     left_out = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.is_notable]
     # The engine before the folder: without one, nothing is written. The folder is left after the engine: only then have
@@ -175,7 +175,9 @@ def ingest_inputs(
         progress.warn(text)
     for run in runs:
         of_run = (
-            [f"left out: {run.failed.line()}"] if run.failed else _warnings_of(store, summaries[run.run_id])
+            [f"left out: {run.failed.line()}"]
+            if run.failed
+            else _warnings_of(store, summaries[run.run_id], rows[run.run_id])
         )
         for text in (*run.warnings, *of_run):
             progress.warn(text)
@@ -184,13 +186,26 @@ def ingest_inputs(
     )
 
 
-def _context(source: RunSource, server: ServerOptions) -> RunContext:
-    return read_context(
-        [server.run_config] if server.run_config else source.run_configs,
-        server.model_config or source.model_config,
-        server.stated,
-        gpu=server.gpu,
-    )
+def _contexts(sources: Sequence[RunSource], server: ServerOptions) -> list[RunContext]:
+    """Return the server of each run; the runs of a fleet have equal files, which are parsed once."""
+    stated = server.stated
+    known: dict[str, RunContext] = {}
+    contexts = []
+    for source in sources:
+        configs = [server.run_config] if server.run_config else source.run_configs
+        model_config = server.model_config or source.model_config
+        try:
+            # A file that the user names may be a pipe, which is read once.
+            key: object = (
+                server.run_config or [(file.name, read_bytes(file)) for file in configs],
+                server.model_config or (model_config and read_bytes(model_config)),
+            )
+        except UsageError:
+            key = source  # a long log, or a file that cannot be read
+        if (named := repr(key)) not in known:
+            known[named] = read_context(configs, model_config, stated, gpu=server.gpu)
+        contexts.append(known[named])
+    return contexts
 
 
 def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary:
@@ -208,16 +223,15 @@ def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary
     )
 
 
-def _warnings_of(store: TableStore, run: RunSummary) -> list[str]:
+def _warnings_of(store: TableStore, run: RunSummary, rows: pl.DataFrame) -> list[str]:
     run_id, texts = run.run_id, []
     if run.rejects:
         records = "1 record" if run.rejects == 1 else f"{run.rejects:,} records"
         texts.append(
-            f"{run_id}: {records} could not be read ({_reasons(store, run_id)}); see the rejects table"
+            f"{run_id}: {records} could not be read ({_reasons(store, run_id, rows)}); see the rejects table"
         )
     # By shape: tables of an earlier version lack the columns.
-    clocks = schema.RUNS.shape(store.read("runs", [run_id]))
-    known = clocks.select("server", "api_clock_ahead_us", "api_clock_error_us").drop_nulls()
+    known = schema.RUNS.shape(rows).select("server", "api_clock_ahead_us", "api_clock_error_us").drop_nulls()
     for server, ahead_us, error_us in known.iter_rows():
         side = "ahead of" if ahead_us > 0 else "behind"
         texts.append(
@@ -244,9 +258,9 @@ def _warnings_of(store: TableStore, run: RunSummary) -> list[str]:
     return texts
 
 
-def _reasons(store: TableStore, run_id: str) -> str:
+def _reasons(store: TableStore, run_id: str, rows: pl.DataFrame) -> str:
     """Sum up why records were rejected: "gzip data is cut" says that the rest of a file is not there, its one record does not."""
-    rules = json.loads(store.read("runs", [run_id], ["implausible"])["implausible"][0] or "{}")
+    rules = json.loads(rows["implausible"][0] or "{}")
     rejects = store.read("rejects", [run_id], ["reason", "count"]).filter(
         ~pl.col("reason").is_in(list(rules))
     )

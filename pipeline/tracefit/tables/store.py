@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self
 
@@ -721,6 +722,7 @@ def _content_name(path: Path) -> str:
     return f"part-{digest_of(path)[:_HASH_DIGITS]}.parquet"
 
 
+@lru_cache(maxsize=64)  # the same for every run
 def _readers_schema(written: pa.Schema) -> dict[bytes, bytes]:
     """Return the metadata from which readers of Arrow take the types of the columns.
 
