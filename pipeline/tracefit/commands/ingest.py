@@ -31,7 +31,6 @@ from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSu
 from tracefit.server.context import RunContext, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml, read_bytes
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
-from tracefit.tables import schema
 from tracefit.tables.disk import disk_errors
 from tracefit.tables.options import IngestOptions
 from tracefit.tables.staging import staged_parts
@@ -173,11 +172,12 @@ def ingest_inputs(
         progress.warn(text)
     for text in dict.fromkeys(f"{run.run_id}: {text}" for run in done for text in run.context.left_out):
         progress.warn(text)
+    ahead = _clocks_ahead(rows)
     for run in runs:
         of_run = (
             [f"left out: {run.failed.line()}"]
             if run.failed
-            else _warnings_of(store, summaries[run.run_id], rows[run.run_id])
+            else _warnings_of(store, summaries[run.run_id], rows[run.run_id], ahead.get(run.run_id, ()))
         )
         for text in (*run.warnings, *of_run):
             progress.warn(text)
@@ -223,16 +223,27 @@ def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary
     )
 
 
-def _warnings_of(store: TableStore, run: RunSummary, rows: pl.DataFrame) -> list[str]:
+def _clocks_ahead(rows: Mapping[str, pl.DataFrame]) -> dict[str, list[tuple[str, float, float]]]:
+    """Return the servers of each run whose API has another clock than the core, how far it is ahead and to what error (us)."""
+    names = ("run_id", "server", "api_clock_ahead_us", "api_clock_error_us")
+    # Tables of an earlier version lack the columns.
+    clocks = [own.select(names) for own in rows.values() if names[-1] in own.columns]
+    found: dict[str, list[tuple[str, float, float]]] = {}
+    for run_id, *clock in pl.concat(clocks).drop_nulls().iter_rows() if clocks else ():
+        found.setdefault(run_id, []).append(tuple(clock))
+    return found
+
+
+def _warnings_of(
+    store: TableStore, run: RunSummary, rows: pl.DataFrame, ahead: Iterable[tuple[str, float, float]]
+) -> list[str]:
     run_id, texts = run.run_id, []
     if run.rejects:
         records = "1 record" if run.rejects == 1 else f"{run.rejects:,} records"
         texts.append(
             f"{run_id}: {records} could not be read ({_reasons(store, run_id, rows)}); see the rejects table"
         )
-    # By shape: tables of an earlier version lack the columns.
-    known = schema.RUNS.shape(rows).select("server", "api_clock_ahead_us", "api_clock_error_us").drop_nulls()
-    for server, ahead_us, error_us in known.iter_rows():
+    for server, ahead_us, error_us in ahead:
         side = "ahead of" if ahead_us > 0 else "behind"
         texts.append(
             f"{run_id}: the API's clock was {abs(ahead_us) / 1e3:,.1f} ms {side} the engine core's on {server}, "

@@ -109,10 +109,11 @@ class Disk:
 
     def leftovers(self, folder: str) -> list[str]:
         """Return the files below a folder, and folders without any: no other writer is at work."""
-        top = self._path(folder)
         # Empty folders too, as a crash leaves them.
-        removable = [path for path in top.rglob("*") if not path.is_dir() or not any(path.iterdir())]
-        return [path.relative_to(self.root).as_posix() for path in removable]
+        removable = []
+        for here, folders, files in os.walk(self._path(folder)):
+            removable += [f"{here}/{name}" for name in files] if files or folders else [here]
+        return [Path(path).relative_to(self.root).as_posix() for path in removable]
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files and empty folders, and the folders they leave empty."""
@@ -148,12 +149,13 @@ class Disk:
         return True
 
     def _path(self, name: str) -> Path:
-        path = self.root
+        # Of strings: there are dozens of names in each run, and joining paths takes longer than looking at files.
+        path = str(self.root)
         for part in name.split("/"):
-            path = path / part
-            if path.is_symlink():
-                raise _link(path)
-        return path
+            path = f"{path}/{part}" if part else path
+            if os.path.islink(path):  # noqa: PTH114 - as above
+                raise _link(Path(path))
+        return Path(path)
 
 
 def _refuse_links(folder: Path) -> None:

@@ -8,7 +8,7 @@ counted under the rule's name in `runs.implausible`, and is listed in `rejects` 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Literal
 
 import polars as pl
@@ -224,7 +224,12 @@ class TableSchema:
 
     def empty(self) -> pl.DataFrame:
         """Return a frame without rows."""
-        return pl.DataFrame(schema=self.types)
+        return _empty(self).clone()
+
+
+@cache
+def _empty(table: TableSchema) -> pl.DataFrame:
+    return pl.DataFrame(schema=table.types)
 
 
 @lru_cache(maxsize=64)

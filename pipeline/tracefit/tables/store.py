@@ -16,9 +16,9 @@ import time
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -534,7 +534,10 @@ class RunWriter:
     def write_if_missing(self, name: str) -> None:
         """Write a table without rows, if nothing of it was written."""
         if name not in self._parts and (self._open is None or self._open.table.name != name):
-            self.write(name, schema.TABLES[name].empty())
+            part, data = _empty_part(name)
+            self._parts[name] = self._scratch / part
+            with create(self._parts[name]) as stream:
+                _finish(stream, data)
 
     def write_all(self, tables: Mapping[str, pl.DataFrame | Iterator[pl.DataFrame]]) -> None:
         """Write whole tables, some of them in pieces."""
@@ -641,9 +644,9 @@ class RunsWriter:
         """Finish all tables; return the files of each run by table, named after their contents."""
         for name, frames in self._rows.items():
             for rows in frames:
-                ends = rows["run_id"].rle().struct.unnest()
+                runs = rows["run_id"].rle().struct.unnest()
                 start = 0
-                for length, run_id in ends.iter_rows():
+                for length, run_id in runs.iter_rows():
                     self._writers[run_id].write(name, rows.slice(start, length))
                     start += length
             for writer in self._writers.values():
@@ -699,8 +702,7 @@ class _TableFileWriter:
         if self._writer:
             self._writer.close()
         with self.stream:
-            self.stream.flush()
-            os.fsync(self.stream.fileno())
+            _finish(self.stream)
         return self._path.rename(self._path.with_name(_content_name(self._path)))
 
     def _write_group(self, rows: pa.Table) -> None:
@@ -716,6 +718,23 @@ class _TableFileWriter:
             )
             self._writer.add_key_value_metadata(_readers_schema(rows.schema))
         self._writer.write_table(rows, row_group_size=ROW_GROUP_ROWS)
+
+
+def _finish(stream: BinaryIO, data: bytes = b"") -> None:
+    """Write the last bytes of a file, and wait until the disk has it."""
+    stream.write(data)
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+@cache  # the same for every run
+def _empty_part(name: str) -> tuple[str, bytes]:
+    """Return the name and the bytes of the part of a table without rows."""
+    with tempfile.TemporaryDirectory(prefix="tracefit-") as folder:
+        writer = _TableFileWriter(schema.TABLES[name], Path(folder, name))
+        writer.write(schema.TABLES[name].empty())
+        part = writer.close()
+        return part.name, part.read_bytes()
 
 
 def _content_name(path: Path) -> str:
