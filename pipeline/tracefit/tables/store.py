@@ -202,6 +202,7 @@ class TableStore:
         self.root: Path = self.place.root
         self._checked: set[str] = set()
         self._pinned: Manifest | None = None
+        self._known: tuple[tuple[int, ...] | None, Manifest] = None, Manifest()
 
     def write_runs(self, runs: Iterable[tuple[str, Mapping[str, pl.DataFrame]]]) -> None:
         """Replace the rows of runs in some tables, in one step.
@@ -340,8 +341,13 @@ class TableStore:
         )
 
     def manifest(self) -> Manifest:
-        """Return the current manifest."""
-        return self._pinned or read_manifest(self.place)[0]
+        """Return the current manifest, which is read again only if it was replaced."""
+        if self._pinned:
+            return self._pinned
+        signature = self.place.signature(MANIFEST_NAME)
+        if signature is None or signature != self._known[0]:
+            self._known = signature, read_manifest(self.place)[0]
+        return self._known[1]
 
     def pinned(self, run_ids: Iterable[str]) -> TableStore:
         """Return a read-only view of some runs as they are now; workers need not read the manifest of all."""
@@ -411,9 +417,9 @@ class TableStore:
             return read_part(path, columns, where=where)
 
     def _parts(self, name: str, run_ids: list[str] | None) -> list[str]:
-        runs = sorted(self.manifest().runs.items())
-        wanted = [(i, run) for i, run in runs if run_ids is None or i in run_ids]
-        return [part_name(name, i, run.tables[name]) for i, run in wanted if name in run.tables]
+        runs = self.manifest().runs
+        wanted = sorted(runs if run_ids is None else runs.keys() & set(run_ids))
+        return [part_name(name, i, runs[i].tables[name]) for i in wanted if name in runs[i].tables]
 
     def require(self) -> TableStore:
         """Return the store if it has ingested runs.
