@@ -139,7 +139,7 @@ def measured_constants(one: Path, many: Path, runs: int, size: int, folder: Path
     )
 
 
-def _write(folder: Path, size: int, runs: int) -> tuple[Path, Path, int]:
+def write_both(folder: Path, size: int, runs: int) -> tuple[Path, Path, int]:
     """Write a run, and as many bytes as many runs; return both folders and the bytes of each."""
     one, many, model = folder / "one", folder / "many", folder / "model"
     for each in (one / "run", model):
@@ -174,7 +174,7 @@ def _ingest(
 
 def measure_all(size: int, runs: int, rounds: int, folder: Path) -> dict[str, Any]:
     """Measure the table and the constants."""
-    one, many, size = _write(folder, size, runs)
+    one, many, size = write_both(folder, size, runs)
     out, start = folder / "tables", folder / "start"
     shutil.copytree(many / "run-00000", start / "run")
     engines = ["local", *(["ray"] if importlib.util.find_spec("ray") else [])]

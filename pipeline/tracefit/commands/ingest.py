@@ -45,6 +45,12 @@ if TYPE_CHECKING:
 
 _MOST_REASONS = 6
 
+_OF_RUN = ("files", "bytes", "other_spans", "duplicate_spans", "rejects")
+_OF_SERVER = ("spans", "dropped_events", "epochs", "steps", "requests", "lost_steps")
+"""Counts of the `runs` table, which has a row per server: those of the run are in every row."""
+
+_CLOCK = ("api_clock_ahead_us", "api_clock_error_us")
+
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
@@ -164,7 +170,8 @@ def ingest_inputs(
         raise failed[0]
     done = [run for run in runs if run.failed is None]
     unchanged = [run.run_id for run in done if run.rows is None]
-    known = store.read("runs", unchanged).partition_by("run_id", as_dict=True) if unchanged else {}
+    columns = ("run_id", "server", "events", "implausible", *_CLOCK, *_OF_RUN, *_OF_SERVER)
+    known = store.read("runs", unchanged, columns).partition_by("run_id", as_dict=True) if unchanged else {}
     rows = {run.run_id: known[run.run_id,] if run.rows is None else run.rows for run in done}
     write_timelines(store, [run_id for run_id, own in rows.items() if is_small(own, options.build)])
     summaries = {run.run_id: _summary(run.run_id, run.context, rows[run.run_id]) for run in done}
@@ -210,22 +217,19 @@ def _contexts(sources: Sequence[RunSource], server: ServerOptions) -> list[RunCo
 
 def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary:
     first = runs.row(0, named=True)
-    # The table has a row per server: some counts are of the server, others of the run and in every row.
-    of_run = ("files", "bytes", "other_spans", "duplicate_spans", "rejects")
-    of_server = ("spans", "dropped_events", "epochs", "steps", "requests", "lost_steps")
     return RunSummary(
         run_id=run_id,
         scope_id=scope_of(context).scope_id,
         implausible=sum(json.loads(first["implausible"] or "{}").values()),
         servers=runs.height,
-        **{name: first[name] for name in of_run},
-        **{name: int(runs[name].sum()) for name in of_server},
+        **{name: first[name] for name in _OF_RUN},
+        **{name: int(runs[name].sum()) for name in _OF_SERVER},
     )
 
 
 def _clocks_ahead(rows: Mapping[str, pl.DataFrame]) -> dict[str, list[tuple[str, float, float]]]:
     """Return the servers of each run whose API has another clock than the core, how far it is ahead and to what error (us)."""
-    names = ("run_id", "server", "api_clock_ahead_us", "api_clock_error_us")
+    names = ("run_id", "server", *_CLOCK)
     # Tables of an earlier version lack the columns.
     clocks = [own.select(names) for own in rows.values() if names[-1] in own.columns]
     found: dict[str, list[tuple[str, float, float]]] = {}
