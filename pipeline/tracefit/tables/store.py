@@ -530,7 +530,7 @@ class RunWriter:
         self._open: _TableFileWriter | None = None
         self._parts: dict[str, Path] = {}
 
-    def write(self, name: str, rows: pl.DataFrame) -> None:
+    def write(self, name: str, rows: pl.DataFrame | pa.Table) -> None:
         """Write the next rows of a table, in its columns and order."""
         if self._open is None or self._open.table.name != name:
             self._finish()
@@ -650,10 +650,11 @@ class RunsWriter:
         """Finish all tables; return the files of each run by table, named after their contents."""
         for name, frames in self._rows.items():
             for rows in frames:
-                runs = rows["run_id"].rle().struct.unnest()
+                # Converted once: that has a fixed cost for each column.
+                converted = _to_arrow(rows, schema.TABLES[name])
                 start = 0
-                for length, run_id in runs.iter_rows():
-                    self._writers[run_id].write(name, rows.slice(start, length))
+                for length, run_id in rows["run_id"].rle().struct.unnest().iter_rows():
+                    self._writers[run_id].write(name, converted.slice(start, length))
                     start += length
             for writer in self._writers.values():
                 writer.write_if_missing(name)
@@ -687,10 +688,12 @@ class _TableFileWriter:
         self._waiting: list[pa.Table] = []
         self._writer: pq.ParquetWriter | None = None
 
-    def write(self, rows: pl.DataFrame) -> None:
-        for start in range(0, rows.height or 1, PIECE_ROWS):
+    def write(self, rows: pl.DataFrame | pa.Table) -> None:
+        height = rows.num_rows if isinstance(rows, pa.Table) else rows.height
+        for start in range(0, height or 1, PIECE_ROWS):
             # Also for a frame without rows: the file of an empty table has its columns.
-            self._waiting.append(_to_arrow(rows.slice(start, PIECE_ROWS), self.table))
+            piece = rows.slice(start, PIECE_ROWS)
+            self._waiting.append(piece if isinstance(piece, pa.Table) else _to_arrow(piece, self.table))
             if sum(piece.num_rows for piece in self._waiting) > ROW_GROUP_ROWS:
                 # A piece is smaller than a group, so at most one piece is left over.
                 group = pa.concat_tables(self._waiting)
