@@ -168,7 +168,7 @@ print(models.predict_step([{"batch": 8, "context": 900}, {"batch": 32, "context"
         doc = inspect.cleandoc(found.__doc__ or "")
         parts += [f"## tracefit.{name}", f"```python\n{kind} {name}(\n    {body},\n)\n```", _sections(doc)]
         if name == "Models":
-            methods = ("load", "scope", "model", "predict_step", "predict_request", "as_sklearn")
+            methods = ("load", "scope", "model", "predict_step", "predict_request")
             parts.append(
                 table(
                     ("method", "does"),

@@ -165,6 +165,28 @@ def test_rows_of_any_frame_are_predicted(trained, kind):
     assert tracefit.predict(models, rows).rows == 2, "the command takes them too"
 
 
+def test_a_row_of_a_pandas_frame_is_a_row(trained):
+    models = tracefit.load(trained)
+    rows = _pandas({"batch": [4, 9], "kv_usage_ratio": [0.1, 0.2]})
+    (predicted,) = models.predict_step(rows.iloc[0])["predicted_us"]
+    expected = models.predict_step(batch=4, features={"kv_usage_ratio": 0.1})
+    assert predicted == pytest.approx(expected.step.value_us)
+
+
+def test_all_coefficients_are_a_frame(trained):
+    models = tracefit.load(trained)
+    frame = models.coefficients
+    step = models.model("beta.cycle_time")
+    values = frame.filter(model="beta.cycle_time", part="line").select("term", "value").rows()
+    assert values == [("intercept", step.intercept.value), *((t.feature, t.value) for t in step.terms)]
+    assert set(frame["model"]) == {
+        "beta.cycle_time",
+        "alpha.queue_wait",
+        "alpha.admission",
+        "alpha.departure",
+    }
+
+
 def test_predictions_of_a_pandas_frame_keep_its_index_and_miss_values_as_pandas_does(trained):
     pandas = pytest.importorskip("pandas")
     rows = pandas.DataFrame(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+import tracefit
+
 
 @pytest.mark.parametrize(
     ("wrong", "right"), [("--featuers", "--features"), ("--gpus", "--gpu"), ("--sampel-csv", "--sample-csv")]
@@ -26,3 +28,23 @@ def test_a_run_without_configuration_is_warned_of(tracefit, traces, tmp_path, qu
     assert "bare: no server configuration was found" in err
     assert "--run-config" in err
     assert "--gpu" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("tracefit run x --gpu H100-", ["H100-SXM", "H100-PCIe", "H100-NVL"]),
+        ("tracefit export {out} --scope {start}", ["{scope}"]),
+        ("tracefit predict {out} --run b", ["busy"]),
+        ("tracefit export {out}/nothing --scope ti", []),
+        ("tracefit predict {out}/models/beta.json --run b", []),
+    ],
+)
+def test_a_shell_completes_names(process, trained, monkeypatch, words, completed):
+    (scope,) = tracefit.load(trained).scope_ids
+    completed = [text.format(scope=scope) for text in completed]
+    monkeypatch.setenv("_TRACEFIT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words.format(out=trained, start=scope[:5]))
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    shown = process()
+    assert (shown.stdout.split(), shown.stderr) == (completed, "")

@@ -135,6 +135,7 @@ def test_built_in_sets_can_be_written_and_read_again(name):
     fields = [
         {"name": f.name, "unit": f.unit, "formula": f.formula, "reason": f.reason}
         | ({"sign": f.sign} if f.sign else {})
+        | ({"shrunk": True} if f.shrunk else {})
         for f in feature_set.features
     ]
     ratios = {"ratios": feature_set.ratios} if feature_set.ratios else {}
@@ -262,7 +263,7 @@ def _with(**changes):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (_with(name=...), "features[0].name is missing; keys: formula, name, reason, sign, unit"),
+        (_with(name=...), "features[0].name is missing; keys: formula, name, reason, shrunk, sign, unit"),
         (_with(unit=None), "features[0].unit must be text, not null"),
         (_with(formula=...), "features[0].formula is missing"),
         (_with(name="a b"), "features[0].name 'a b' is not a plain identifier"),
@@ -276,7 +277,10 @@ def _with(**changes):
         (_with(formula=True), "formula must be text"),
         (_with(formula="__import__('os')"), "which is not allowed"),
         (_with(reason=["x"]), "reason must be text"),
-        (_with(weight=3), "features[0].weight is not a known key; keys: formula, name, reason, sign, unit"),
+        (
+            _with(weight=3),
+            "features[0].weight is not a known key; keys: formula, name, reason, shrunk, sign, unit",
+        ),
         ('{"features": []}', "features must have 1 or more items"),
         ('{"features": {}}', "features must be a list, not an object"),
         ("{}", "features is missing"),

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.features.sets import LINE, Feature, FeatureSet
+from tracefit.features.sets import BUILT_IN, LINE, Feature, FeatureSet, add_features
 from tracefit.fit import splits
 from tracefit.fit.beta import choose, try_features, typical_error_pct
 from tracefit.fit.fitted import ANY_SIGN, FitOptions, Signs
@@ -87,6 +87,58 @@ def test_the_error_beyond_is_that_of_a_fit_of_the_lower_half_on_the_upper():
     missed = np.mean(np.abs(above**2 / 10 - (cut * above / 10 - cut**2 / 60)))
     assert line.beyond_mae == pytest.approx(missed, rel=0.1)
     assert line.inside_mae < 0.3 * line.beyond_mae
+
+
+def _batches_with_a_slow_kernel():
+    """Batches of 1 to 32 in any order, 5 ms + 20 us a request, and 600 us more from 9 to 16."""
+    rng = np.random.default_rng(5)
+    decodes = rng.integers(1, 33, 2000)
+    slow = (decodes > 8) & (decodes <= 16)
+    columns = ("prefill_tokens", "context_tokens", "num_prefill_reqs", "prefill_context_tokens")
+    rows = pl.DataFrame(
+        {
+            "run_id": "r",
+            "server": "s",
+            "ts_ns": np.arange(2000) * 1000,
+            "load": decodes.astype(float),
+            "num_decode_reqs": decodes,
+            "y": 5000 + 20 * decodes + 600 * slow + rng.normal(0, 50, 2000),
+            **dict.fromkeys(columns, 0),
+            **dict.fromkeys(("experts_read", "padded_experts_read", "padded_decode_reqs", "excluded_reason")),
+        },
+        schema_overrides={"excluded_reason": pl.String, "experts_read": pl.Float64},
+    )
+    return splits.split_by_time(add_features(rows, BUILT_IN["line+sizes"], {}))
+
+
+def test_a_kernel_that_is_slow_at_some_sizes_is_a_correction_of_the_line():
+    rows = _batches_with_a_slow_kernel()
+    options = FitOptions(reference=False, signs=Signs("declared", intercept=True), relative=True)
+    plain, sizes = (try_features(rows, BUILT_IN[name], options) for name in ("line", "line+sizes"))
+    assert _chosen(plain, sizes) == "line+sizes"
+    (regime,) = fit_linear(rows, BUILT_IN["line+sizes"].features, options).regimes
+    seen = rows.group_by("num_decode_reqs", maintain_order=True).first()
+    size = seen["num_decode_reqs"].to_numpy()
+    truth = 5000 + 20 * size + 600 * ((size > 8) & (size <= 16))
+    error = np.abs(regime.predict(seen) / truth - 1)
+    assert error.max() < 0.035
+    assert error.mean() < 0.01
+    # No batch of 33 to 64 was seen: the line goes on.
+    beyond = seen.head(1).with_columns(pl.col("^decodes_.*$") * 0, num_decode_reqs=48.0)
+    assert regime.predict(beyond)[0] == pytest.approx(5000 + 20 * 48, rel=0.05)
+
+
+def test_a_class_of_sizes_counts_batches_without_prompts_alone():
+    rows = pl.DataFrame({"num_decode_reqs": [0, 4, 5, 8, 9, 6], "num_prefill_reqs": [0, 0, 0, 0, 0, 1]})
+    feature = next(f for f in BUILT_IN["line+sizes"].features if f.name == "decodes_5_to_8")
+    assert add_features(rows, FeatureSet("one", (feature,)), {})["decodes_5_to_8"].to_list() == [
+        0,
+        0,
+        1,
+        1,
+        0,
+        0,
+    ]
 
 
 def test_too_few_rows_make_no_candidate():

@@ -15,7 +15,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from tracefit.fit import estimators
-from tracefit.fit.estimators import RobustLinear, confidence_intervals, huber_weights, moments
+from tracefit.fit.estimators import SHRINKAGE, RobustLinear, confidence_intervals, huber_weights, moments
 from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.select import choose_penalty, time_blocks
 
@@ -87,6 +87,17 @@ def test_ridge_is_scikit_learns_on_standardised_features(strength):
     np.testing.assert_allclose(
         RobustLinear("ridge", strength, huber=np.inf).fit(x, y).predict(x), expected, rtol=1e-9
     )
+
+
+def test_shrunk_coefficients_have_a_ridge_penalty_of_their_own():
+    """Ridge is least squares with a row of 0 = sqrt(n * strength) * slope for each standardised slope."""
+    x, y = _noisy()
+    z = StandardScaler().fit_transform(x)
+    shrunk = (False, True, False)
+    rows = np.diag(np.sqrt(len(y) * SHRINKAGE) * np.array(shrunk))
+    slopes = np.linalg.lstsq(np.vstack([z, rows]), np.append(y - y.mean(), np.zeros(3)), rcond=None)[0]
+    model = RobustLinear(strength=0.0, huber=np.inf, shrunk=shrunk).fit(x, y)
+    np.testing.assert_allclose(model.coef_ * x.std(axis=0), slopes, rtol=1e-9)
 
 
 def test_lasso_is_scikit_learns_at_that_share_of_the_emptying_penalty():
@@ -218,6 +229,8 @@ def test_rounds_of_reweighting_are_counted_up_to_the_most(most):
         {"max_iter": 2.5},
         {"positive": "yes"},
         {"positive": (True, False)},
+        {"shrunk": True},
+        {"shrunk": (True, False)},
     ],
     ids=str,
 )

@@ -7,6 +7,7 @@ values what the library expects.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
@@ -35,12 +36,54 @@ InspectPaths = Annotated[
         help="Run folders, folders of run folders, or trace files; or one folder that run or ingest wrote."
     ),
 ]
+
+
+# -- completion in a shell --------------------------------------------------------------------------------
+
+
+def _folders(context: typer.Context) -> list[str]:
+    """Return what the command line names so far and is there: a completion's arguments are not yet bound to parameters."""
+    named = [*context.args, *(v for v in context.params.values() if isinstance(v, str))]
+    return [one for one in named if Path(one).exists()]
+
+
+def _scope_ids(context: typer.Context, incomplete: str) -> list[str]:
+    from tracefit.coefficients.models import load
+    from tracefit.errors import TracefitError
+
+    with suppress(TracefitError):
+        return [s for folder in _folders(context) for s in load(folder).scope_ids if s.startswith(incomplete)]
+    return []
+
+
+def _run_ids(context: typer.Context, incomplete: str) -> list[str]:
+    from tracefit.commands.locate import scan
+    from tracefit.errors import TracefitError
+
+    with suppress(TracefitError):
+        runs = [scan(folder, "runs").select("run_id").unique().collect() for folder in _folders(context)]
+        return sorted(r for frame in runs for r in frame["run_id"] if r.startswith(incomplete))
+    return []
+
+
+def _gpu_names(incomplete: str) -> list[str]:
+    from tracefit.server.hardware import CATALOGUE
+
+    return [gpu.name for gpu in CATALOGUE.values() if gpu.name.startswith(incomplete)]
+
+
 ScopeName = Annotated[
     Optional[str],
-    typer.Option(help="Scope id, or a part of it that is unique; needed where there are several scopes."),
+    typer.Option(
+        help="Scope id, or a part of it that is unique; needed where there are several scopes.",
+        autocompletion=_scope_ids,
+    ),
 ]
 RunName = Annotated[
-    Optional[str], typer.Option("--run", metavar="NAME", help="A run of the scope, in place of --scope.")
+    Optional[str],
+    typer.Option(
+        "--run", metavar="NAME", help="A run of the scope, in place of --scope.", autocompletion=_run_ids
+    ),
 ]
 TablesFolder = Annotated[str, typer.Argument(help="A folder that ingest or run wrote.")]
 ModelFiles = Annotated[
@@ -63,7 +106,12 @@ SERVER: Group = {
         help="exp-config.yaml or run.yaml, a `vllm serve` command line, or a server log, for every run.",
     ),
     "model_config": _option(Optional[Path], None, help="The model's config.json, for every run."),
-    "gpu": _option(Optional[str], None, help="GPU name, such as H100, or a JSON file that describes one."),
+    "gpu": _option(
+        Optional[str],
+        None,
+        help="GPU name, such as H100, or a JSON file that describes one.",
+        autocompletion=_gpu_names,
+    ),
     "tp": _option(Optional[int], None, "--tp", min=1, help="Tensor-parallel ranks."),
     "settings": _option(
         Optional[list[str]],
@@ -140,7 +188,7 @@ TRAIN: Group = {
     "features": _option(
         str,
         "auto",
-        help="Feature set for step times: batch, roofline, roofline_max, work_max, line, line+padding, a YAML or JSON file, or auto to let "
+        help="Feature set for step times: batch, roofline, roofline_max, work_max, line, line+padding, line+sizes, line+padding+sizes, a YAML or JSON file, or auto to let "
         "validation inside and beyond the training load choose.",
     ),
     "sample_csv": _option(

@@ -23,19 +23,19 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any
 
-from tracefit.coefficients.model import BoundaryModel, LinearForm, LinearModel, RegimesModel
+from tracefit.coefficients.model import BoundaryModel, LinearForm, LinearModel, Regime, RegimesModel
 from tracefit.errors import UsageError
 from tracefit.features.expressions import ROW, evaluate, names_in, parse_formula
-from tracefit.fit.results import admitted_us, line_expression
+from tracefit.fit.results import Term, admitted_us, line_expression
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     import polars as pl
 
     from tracefit.coefficients.model import Model
     from tracefit.features.expressions import Node
-    from tracefit.fit.results import Term
+    from tracefit.fit.results import Number
 
 MAX_NAMES_SHOWN = 40
 STEP_RESIDUAL = "step_residual_us"
@@ -64,6 +64,36 @@ def main_forms(model: Model) -> dict[str, LinearForm]:
 def terms_of(model: Model) -> list[Term]:
     """Return the terms of all linear forms of a model, including those for consumers without a step clock."""
     return [term for form in linear_forms(model).values() for term in form.terms]
+
+
+_CLOCK = {"work": "step starts known", "without_clock": "step starts unknown"}
+
+
+def coefficient_rows(model: Model) -> Iterator[dict[str, object]]:
+    """Yield one row per number of a model: its linear form and condition, name, unit, value, interval and training range."""
+    for name, form in linear_forms(model).items():
+        numbers: list[tuple[str, str, Number | Term]] = [("intercept", "us", form.intercept)]
+        numbers += [(term.feature, term.unit, term) for term in form.terms]
+        # The offset is added behind the boundary: it is no term of the work.
+        if isinstance(model, BoundaryModel) and form is model.work:
+            numbers.append(("offset", "us", model.offset))
+        for term, unit, number in numbers:
+            bounds = (number.ci95, number.training_range if isinstance(number, Term) else None)
+            low, high, least, most = (end for pair in bounds for end in pair or (None, None))
+            yield {
+                "scope_id": model.scope_id,
+                "model": model.name,
+                "part": name,
+                "condition": form.when.text() if isinstance(form, Regime) else _CLOCK.get(name),
+                "term": term,
+                "unit": unit,
+                "value": number.value,
+                "ci95_low": low,
+                "ci95_high": high,
+                "training_min": least,
+                "training_max": most,
+                "formula": number.formula if isinstance(number, Term) else None,
+            }
 
 
 # -- formulas --------------------------------------------------------------------------------------------

@@ -18,13 +18,12 @@ from tracefit.errors import UsageError
 from tracefit.inputs.buckets import place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     import polars as pl
 
     from tracefit.coefficients.model import CoefficientFile, Model
     from tracefit.coefficients.predict_frames import FrameT, Rows
-    from tracefit.coefficients.regressor import LatencyRegressor
 
 
 def load(*paths: str | Path | Iterable[str | Path]) -> Models:
@@ -88,6 +87,22 @@ class Models:
         """Scopes with models in the files, in order."""
         return tuple(self._scopes)
 
+    @property
+    def coefficients(self) -> pl.DataFrame:
+        """All numbers of all models, one per row, with unit, 95 % interval, training range and formula. Null means that a number has no such value.
+
+        Examples:
+            >>> import tracefit
+            >>> tracefit.load("out/").coefficients.filter(model="beta.cycle_time")["term"].to_list()[:2]
+            ['intercept', 'prefill_tokens']
+        """
+        import polars as pl
+
+        from tracefit.coefficients.compiled import coefficient_rows
+
+        rows = (row for file in self.files for model in file.models for row in coefficient_rows(model))
+        return pl.DataFrame(list(rows), infer_schema_length=None)
+
     def scope(self, scope: str | None = None) -> ScopeModels:
         """Return the models of one scope.
 
@@ -127,33 +142,6 @@ class Models:
             'prefill_tokens'
         """
         return self.scope(scope).require(name)
-
-    def as_sklearn(
-        self,
-        name: str = "beta.cycle_time",
-        *,
-        scope: str | None = None,
-        features: Sequence[str] | None = None,
-    ) -> LatencyRegressor:
-        """Return a model as a regressor of scikit-learn: it predicts microseconds from the columns `features` of X.
-
-        Args:
-            name: The model.
-            scope: See `scope`.
-            features: Columns of X; by default the table columns that the model is computed from (`feature_names_in_`).
-
-        Raises:
-            UsageError: There is no such model.
-
-        Examples:
-            >>> import tracefit
-            >>> regressor = tracefit.load("out/").as_sklearn(features=["prefill_tokens", "num_decode_reqs"])
-            >>> regressor.predict([[256, 8]]).round(-3)
-            array([14000.])
-        """
-        from tracefit.coefficients.regressor import LatencyRegressor
-
-        return LatencyRegressor(self.model(name, scope), features)
 
     @overload  # a frame may also be an iterable: the first signature that fits counts
     def predict_step(self, rows: FrameT, *, scope: str | None = None) -> FrameT: ...  # type: ignore[overload-overlap]

@@ -127,6 +127,8 @@ def _frame(rows: Any) -> pl.DataFrame:
         known = known.collect(backend="polars")
     if isinstance(known, nw.DataFrame):
         return known.to_polars()
+    if hasattr(rows, "to_dict") and hasattr(rows, "iloc"):  # a row of a pandas frame
+        rows = [rows.to_dict()]
     # A frame that narwhals does not support, or columns by name, which may mix integers and floats; a single
     # number fills its column.
     if isinstance(rows, Mapping) or hasattr(rows, "__arrow_c_stream__"):

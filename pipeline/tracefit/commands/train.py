@@ -396,6 +396,8 @@ def run(
         >>> result = tracefit.run("runs/", "out/", options=fast)
         >>> [model.name for model in result.trained.fitted]
         ['beta.cycle_time', 'alpha.queue_wait', 'alpha.admission', 'alpha.departure']
+        >>> result.evaluation.filter(name="beta.cycle_time")["holdout_mdape_pct"].item() < 5
+        True
     """
     out = place_of(out)
     ingested = ingest(

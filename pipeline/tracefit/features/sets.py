@@ -30,7 +30,7 @@ from tracefit.server.documents import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     import polars as pl
 
@@ -74,6 +74,7 @@ class Feature:
         reason: Why it should matter.
         sign: Sign of its coefficient by physics: time per token, per request or per byte is not negative.
             None if physics does not decide.
+        shrunk: Whether it corrects other features where they fall short: its coefficient is drawn to zero.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -90,6 +91,7 @@ class Feature:
         ""
     )
     sign: Sign | None = None
+    shrunk: bool = False
 
     @property
     def is_tuned(self) -> bool:
@@ -364,26 +366,55 @@ _LINE_DECODES, _LINE_PADDED, *_LINE_REST = _features("""\
 + num_prefill_reqs       | request | per-request cost of a prefill
 + prefill_context_tokens | token   | a prompt reads the cache of what is before it
 """)
+_LARGEST_CLASS = 512
+
+
+def _size_classes() -> Iterator[Feature]:
+    """Yield a flag for each class of decode batches up to a power of two.
+
+    A kernel is chosen by the size of a batch, so that a step is longer or shorter than a line has it at all sizes of a class.
+    The classes are corrections to the line, which alone speaks where no batch of a class was seen.
+    """
+    for most in (2**k for k in range(_LARGEST_CLASS.bit_length())):
+        least = most // 2 + 1
+        name = f"decodes_{least}_to_{most}" if least < most else f"decodes_{most}"
+        within = f"min(1, max(0, num_decode_reqs - {least - 1})) - min(1, max(0, num_decode_reqs - {most}))"
+        yield Feature(
+            name,
+            "1",
+            f"(1 - min(1, num_prefill_reqs)) * ({within})",
+            "the kernels for batches of this size, without prompts",
+            shrunk=True,
+        )
+
+
+_SIZE_CLASSES = tuple(_size_classes())
 _EXPERTS, _PADDED_EXPERTS = _features("""\
 + experts_read           | expert  | the weights of the experts that decodes are routed to are read; a prompt is routed to all
 + padded_experts_read    | expert  | the same of the padded batch
 """)
 
 
-def _line(name: str, experts: Feature, decodes: Feature) -> FeatureSet:
+def _line(name: str, experts: Feature, decodes: Feature, corrections: tuple[Feature, ...] = ()) -> FeatureSet:
     """Return the plain batch with the experts it reads, where the model has them.
 
     Small batches cannot tell experts from requests, and a line over requests alone runs away beyond them.
     """
     defining = (experts.name, decodes.name)
-    return FeatureSet(name, (experts, decodes, *_LINE_REST), defining=defining, is_relative=True)
+    features = (experts, decodes, *_LINE_REST, *corrections)
+    return FeatureSet(name, features, defining=defining, is_relative=True)
 
 
 LINE = _line("line", _EXPERTS, _LINE_DECODES)
 """Relative non-negative least squares on what a step computes: what no other set may be worse than."""
 
-LINES = (LINE, _line("line+padding", _PADDED_EXPERTS, _LINE_PADDED))
-"""The same with decodes padded to a CUDA graph."""
+LINES = (
+    LINE,
+    _line("line+padding", _PADDED_EXPERTS, _LINE_PADDED),
+    _line("line+sizes", _EXPERTS, _LINE_DECODES, _SIZE_CLASSES),
+    _line("line+padding+sizes", _PADDED_EXPERTS, _LINE_PADDED, _SIZE_CLASSES),
+)
+"""The same with decodes padded to a CUDA graph, and with corrections by the size of the batch."""
 
 _WORKLOAD = _features("""\
   max_tokens         | token | output the request may ask for

@@ -35,6 +35,12 @@ Positive: TypeAlias = bool | tuple[bool, ...]
 """Coefficients that cannot be negative: all and the intercept, or none; or one flag per feature and, last, the intercept's."""
 
 
+Shrunk: TypeAlias = tuple[bool, ...]
+"""Coefficients that are drawn to zero by a Ridge penalty of their own: a flag per feature; empty for none of them."""
+
+SHRINKAGE = 0.3
+"""Strength of that penalty: a correction enters to the extent that the other features cannot explain its rows."""
+
 _LASSO_ROUNDS = 100_000
 _BLOCK_ROWS = 8192
 """Rows summed at once: a block of them fits into a processor's cache."""
@@ -87,15 +93,26 @@ def bounds_of(positive: Positive, features: int) -> tuple[Flags, bool]:
     return np.array(positive[:-1], dtype=bool), positive[-1]
 
 
+def extra_ridge(shrunk: Shrunk, features: int) -> Vector:
+    """Return the Ridge strength that each coefficient has on top of the common one, shape (features,)."""
+    return SHRINKAGE * np.array(shrunk or (False,) * features, dtype=float)
+
+
 def line(
-    summed: Moments, origin: Vector, penalty: Penalty, strength: float, *, positive: Positive = False
+    summed: Moments,
+    origin: Vector,
+    penalty: Penalty,
+    strength: float,
+    *,
+    positive: Positive = False,
+    shrunk: Shrunk = (),
 ) -> tuple[float, Vector]:
     """Return intercept and slopes of the line that `solve` finds; the intercept is the line's value at `origin`.
 
     The problem remains convex where the intercept cannot be negative: if the best line is below zero at the origin, the best
     allowed line goes through zero there.
     """
-    slopes = solve(summed, penalty, strength, positive=positive)
+    slopes = solve(summed, penalty, strength, positive=positive, shrunk=shrunk)
     from_origin = summed.center - origin
     intercept = summed.level - float(from_origin @ slopes)
     if not bounds_of(positive, len(slopes))[1] or intercept >= 0:
@@ -106,21 +123,29 @@ def line(
         gram=summed.gram + summed.total * np.outer(from_origin, from_origin),
         cross=summed.cross + summed.total * summed.level * from_origin,
     )
-    return 0.0, solve(about_origin, penalty, strength, positive=positive)
+    return 0.0, solve(about_origin, penalty, strength, positive=positive, shrunk=shrunk)
 
 
-def solve(summed: Moments, penalty: Penalty, strength: float, *, positive: Positive = False) -> Vector:
+def solve(
+    summed: Moments,
+    penalty: Penalty,
+    strength: float,
+    *,
+    positive: Positive = False,
+    shrunk: Shrunk = (),
+) -> Vector:
     """Return the slopes that minimise the penalised squares, shape (n_features,).
 
     Minimises |y - x.a|^2 / 2n + l1 |a|_1 + l2 |a|^2 / 2 over the moments, with n the number of rows. Ridge: l2 =
     `strength`. Lasso: l1 = `strength` times the smallest l1 that empties the model. Elastic net (Zou and Hastie 2005):
-    half of each. Slopes that `positive` bounds are not negative (Lawson and Hanson 1974 where l1 is 0).
+    half of each. Slopes that `positive` bounds are not negative (Lawson and Hanson 1974 where l1 is 0). Those that are `shrunk`
+    have `SHRINKAGE` more l2.
     """
     if not summed.cross.size:
         return np.zeros(0)
     l2 = ridge_share(penalty) * strength
     l1 = (strength - l2) * float(np.abs(summed.cross).max()) / summed.rows
-    gram = summed.gram + l2 * summed.rows * np.eye(len(summed.cross))
+    gram = summed.gram + summed.rows * np.diag(l2 + extra_ridge(shrunk, len(summed.cross)))
     bound, _ = bounds_of(positive, len(summed.cross))
     if l1 == 0 and not bound.any():
         return np.asarray(np.linalg.lstsq(gram, summed.cross, rcond=_SINGULAR)[0])
@@ -208,6 +233,7 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         huber: Tuning constant, above 0; infinity is ordinary least squares.
         max_iter: Most rounds of reweighting; 0 is penalised least squares.
         positive: Allow no negative coefficient and no negative intercept; or which of them, the intercept last.
+        shrunk: Which coefficients are drawn to zero, see `SHRINKAGE`; none of them if empty.
 
     Attributes:
         intercept_: In the unit of y, for raw features.
@@ -240,12 +266,14 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         max_iter: int = _MAX_ITER,
         *,
         positive: Positive = False,
+        shrunk: Shrunk = (),
     ) -> None:
         self.penalty = penalty
         self.strength = strength
         self.huber = huber
         self.max_iter = max_iter
         self.positive = positive
+        self.shrunk = shrunk
 
     def fit(self, X: Matrix, y: Vector, sample_weight: Vector | None = None) -> Self:  # noqa: N803  # sklearn's contract
         """Fit on raw features of shape (n, n_features) and targets of shape (n,); return the model itself.
@@ -271,6 +299,8 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
             raise ValueError(
                 f"positive has {len(self.positive)} flags, not one per feature and one for the intercept"
             )
+        if self.shrunk and len(self.shrunk) != x.shape[1]:
+            raise ValueError(f"shrunk has {len(self.shrunk)} flags, not one per feature")
         given = np.ones(len(y)) if sample_weight is None else sample_weight
         given = check_array(given, ensure_2d=False, dtype=np.float64, input_name="sample_weight")
         if given.shape != y.shape or (given < 0).any() or not given.any():
@@ -289,7 +319,9 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         for rounds in range(self.max_iter + 1):  # noqa: B007  # read after the loop
             weights = given * bent
             summed = moments(z, y, weights)
-            intercept, slopes = line(summed, origin, self.penalty, self.strength, positive=self.positive)
+            intercept, slopes = line(
+                summed, origin, self.penalty, self.strength, positive=self.positive, shrunk=self.shrunk
+            )
             before, fitted = fitted, intercept - origin @ slopes + z @ slopes
             if np.abs(fitted - before).max(initial=0.0) <= settled:
                 break
@@ -306,6 +338,7 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
             "huber": isinstance(self.huber, Real) and self.huber > 0,
             "max_iter": isinstance(self.max_iter, Integral) and self.max_iter >= 0,
             "positive": isinstance(self.positive, bool | tuple),
+            "shrunk": isinstance(self.shrunk, tuple),
         }
         for name, is_valid in valid.items():
             if not is_valid:
@@ -348,8 +381,8 @@ def confidence_intervals(
     scale = x[:, active].std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)
     design = np.column_stack([np.full(len(y), float(not bound)), (x[:, active] - center) / scale])
-    penalty = np.full(design.shape[1], ridge_share(model.penalty) * model.strength * len(y))
-    penalty[0] = 0.0
+    strengths = ridge_share(model.penalty) * model.strength + extra_ridge(model.shrunk, x.shape[1])[active]
+    penalty = len(y) * np.concatenate([[0.0], strengths])
     bread = np.linalg.pinv(design.T @ (design * pull_slopes[:, None]) + np.diag(penalty))
     pull = weights * (y - model.predict(x))
     _, index = np.unique(blocks, return_inverse=True)

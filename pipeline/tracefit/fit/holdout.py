@@ -371,7 +371,7 @@ def _fitted_below(data: Design, lower: Flags, options: FitOptions) -> Callable[[
     kept, _ = usable_features(data.x[lower], [c.name for c in data.columns])
     below = data.part(lower, kept)
     choice, positive = below.choose_penalty(options), options.signs.of(below.columns)
-    model = RobustLinear(choice.penalty, choice.strength, positive=positive)
+    model = RobustLinear(choice.penalty, choice.strength, positive=positive, shrunk=below.shrunk)
     model.fit(below.x, below.y, below.weights)
     return lambda features: np.asarray(np.maximum(model.predict(features[:, kept]), 0.0))
 

@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.features.sets import PRODUCTS
-from tracefit.fit.estimators import Penalty, Positive, RobustLinear, line, moments
+from tracefit.fit.estimators import Penalty, Positive, RobustLinear, Shrunk, line, moments
 from tracefit.fit.fitted import PENALTIES
 from tracefit.fit.results import Collinearity, OmittedFeature, PenaltyChoice
 
@@ -146,6 +146,7 @@ def choose_penalty(
     penalties: tuple[tuple[Penalty, float], ...] = PENALTIES,
     *,
     positive: Positive = False,
+    shrunk: Shrunk = (),
     counts: Vector | None = None,
 ) -> PenaltyChoice:
     """Choose penalty and strength by cross-validation over blocks of time.
@@ -173,7 +174,7 @@ def choose_penalty(
     for fold in folds:
         test = blocks == fold
         predictions = _fold_predictions(
-            (x[~test], y[~test], weights[~test]), x[test], penalties, positive=positive
+            (x[~test], y[~test], weights[~test]), x[test], penalties, positive=positive, shrunk=shrunk
         )
         absolute = np.abs(np.maximum(predictions, 0.0) - y[test])
         # Divided by the sum over all rows, the errors of the folds add up to the mean over all rows.
@@ -219,19 +220,30 @@ def _fold_predictions(
     penalties: tuple[tuple[Penalty, float], ...],
     *,
     positive: Positive,
+    shrunk: Shrunk,
 ) -> Matrix:
     """Predict the rows `x` of one fold by every candidate fitted on the other folds; shape (n_candidates, n_rows)."""
-    weights, _ = RobustLinear(*penalties[0], max_iter=FOLD_ROUNDS, positive=positive).fit_rows(*train)
+    first = RobustLinear(*penalties[0], max_iter=FOLD_ROUNDS, positive=positive, shrunk=shrunk)
+    weights, _ = first.fit_rows(*train)
     center, scale = train[0].mean(axis=0), train[0].std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)
     # One pass over the rows serves all candidates: with shared weights they differ in the penalty alone.
     summed = moments(np.asfortranarray((train[0] - center) / scale), train[1], weights)
-    lines = [line(summed, -center / scale, *candidate, positive=positive) for candidate in penalties]
+    lines = [
+        line(summed, -center / scale, *candidate, positive=positive, shrunk=shrunk) for candidate in penalties
+    ]
     return np.array([intercept + x @ (slopes / scale) for intercept, slopes in lines])
 
 
 def out_of_fold(
-    x: Matrix, y: Vector, blocks: Integers, weights: Vector, choice: PenaltyChoice, *, positive: Positive
+    x: Matrix,
+    y: Vector,
+    blocks: Integers,
+    weights: Vector,
+    choice: PenaltyChoice,
+    *,
+    positive: Positive,
+    shrunk: Shrunk = (),
 ) -> Vector:
     """Predict each block of time by a model fitted on the other blocks, clipped at 0; shape (n,).
 
@@ -241,6 +253,8 @@ def out_of_fold(
     for fold in np.unique(blocks):
         test = blocks == fold
         rest = ~test if not test.all() else test
-        model = RobustLinear(choice.penalty, choice.strength, max_iter=FOLD_ROUNDS, positive=positive)
+        model = RobustLinear(
+            choice.penalty, choice.strength, max_iter=FOLD_ROUNDS, positive=positive, shrunk=shrunk
+        )
         predicted[test] = model.fit(x[rest], y[rest], weights[rest]).predict(x[test])
     return np.asarray(np.maximum(predicted, 0.0))

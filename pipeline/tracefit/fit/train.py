@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracefit.features.sets import Feature
+    from tracefit.fit.estimators import Shrunk
     from tracefit.fit.fitted import FitOptions
     from tracefit.fit.results import PredictionInterval
     from tracefit.statistics import Vector
@@ -186,7 +187,7 @@ def _fit_one(
         fitted, design = _fit_one(used, outlying, regime, [], options)
         return replace(fitted, features_left_out=(*left, *misleading, *fitted.features_left_out)), design
     positive = options.signs.of(data.columns)
-    model = RobustLinear(choice.penalty, choice.strength, positive=positive)
+    model = RobustLinear(choice.penalty, choice.strength, positive=positive, shrunk=data.shrunk)
     rows = model.fit_rows(data.x, data.y, data.weights)
     intercept_ci, intervals = confidence_intervals(data.x, data.y, model, rows, data.blocks())
     bounds, _ = bounds_of(positive, len(data.columns))
@@ -290,8 +291,17 @@ def _mark_outliers(rows: pl.DataFrame, features: Sequence[Feature]) -> pl.DataFr
 
 def estimator_of(regime: FittedRegime, features: Sequence[Feature]) -> RobustLinear:
     """Return an estimator for some features of a regime, with the penalty and the signs the regime was fitted with."""
-    positive = regime.signs.of(features)
-    return RobustLinear(regime.choice.penalty, regime.choice.strength, positive=positive)
+    return RobustLinear(
+        regime.choice.penalty,
+        regime.choice.strength,
+        positive=regime.signs.of(features),
+        shrunk=are_shrunk(features),
+    )
+
+
+def are_shrunk(features: Sequence[Feature]) -> Shrunk:
+    """Return which coefficients of a model of these features are drawn to zero."""
+    return tuple(f.shrunk for f in features)
 
 
 SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
@@ -354,6 +364,11 @@ class Design:
     folds: Integers
     """For cross-validation: contiguous in every run's time."""
 
+    @property
+    def shrunk(self) -> Shrunk:
+        """Which coefficients are drawn to zero."""
+        return are_shrunk(self.columns)
+
     def blocks(self) -> Integers:
         """Blocks of time for intervals, numbered over all runs; shape (n,)."""
         rows = len(self.y) // (int(self.run.max()) + 1)
@@ -370,15 +385,28 @@ class Design:
 
     def choose_penalty(self, options: FitOptions) -> PenaltyChoice:
         """Choose penalty and strength by cross-validation over the folds."""
-        positive = options.signs.of(self.columns)
         return choose_penalty(
-            self.x, self.y, self.folds, self.weights, options.penalties, positive=positive, counts=self.counts
+            self.x,
+            self.y,
+            self.folds,
+            self.weights,
+            options.penalties,
+            positive=options.signs.of(self.columns),
+            shrunk=self.shrunk,
+            counts=self.counts,
         )
 
     def out_of_fold(self, choice: PenaltyChoice, options: FitOptions) -> Vector:
         """Predict each block of time by a model fitted on the other blocks, clipped at 0; shape (n,)."""
-        positive = options.signs.of(self.columns)
-        return out_of_fold(self.x, self.y, self.folds, self.weights, choice, positive=positive)
+        return out_of_fold(
+            self.x,
+            self.y,
+            self.folds,
+            self.weights,
+            choice,
+            positive=options.signs.of(self.columns),
+            shrunk=self.shrunk,
+        )
 
     def latest(self, share: float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
         """Return which rows are in the last `share` of their run in time, to a permille; shape (n,)."""

@@ -18,6 +18,7 @@ from tracefit.results.replays import RunReplay
 from tracefit.results.traces import IngestResult
 
 if TYPE_CHECKING:
+    import polars as pl
     from plotly.graph_objects import Figure
 
     from tracefit.tables.store import RunTables
@@ -132,6 +133,13 @@ class RunResult(Shown):
     def plot(self, figure: str = "step-times", *, scope: str | None = None) -> Figure:
         """Draw a figure of the report with plotly; see `TrainResult.plot`."""
         return self.trained.plot(figure, scope=scope)
+
+    @property
+    def evaluation(self) -> pl.DataFrame:
+        """The held-out errors, one model per row, beside those of the training median and of gradient boosting."""
+        import polars as pl
+
+        return pl.DataFrame(self.trained.fitted)
 
     @property
     def tables(self) -> RunTables:
