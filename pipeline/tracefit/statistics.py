@@ -42,3 +42,9 @@ def robust_sd_expr(column: pl.Expr) -> pl.Expr:
 def sum_if_all_known(column: pl.Expr) -> pl.Expr:
     """Return the sum of a column, or of each group of it, as an expression; null if one value is null."""
     return pl.when(column.null_count() == 0).then(column.sum())
+
+
+def divided(values: pl.Expr, number: float) -> pl.Expr:
+    """Return values divided by a number, equal to the last digit in frames of any length."""
+    # By a column: polars divides a long frame by a constant through its reciprocal, which can be off in the last digit.
+    return values / (values * 0 + number)

@@ -30,7 +30,7 @@ from ingesting.processes import measure
 from ingesting.trace_files import write_trace
 
 from tracefit.commands.ingest import ServerOptions, ingest, ingest_inputs
-from tracefit.engines.decode import decode_tasks
+from tracefit.engines.decode import decode_task
 from tracefit.engines.jobs import TASKS_PER_WORKER
 from tracefit.engines.local import LocalEngine
 from tracefit.inputs.blocks import BLOCK_BYTES
@@ -80,7 +80,7 @@ class _Timed(LocalEngine):
         while (job := next_job()) is not None:
             began = time.process_time()
             result = job.function(job.argument)
-            kind = "decode" if job.function is decode_tasks else "build"
+            kind = "decode" if job.function is decode_task else "build"
             self.seconds[kind] += time.process_time() - began
             yield job, result
 
@@ -139,7 +139,7 @@ def measured_constants(one: Path, many: Path, runs: int, size: int, folder: Path
     )
 
 
-def _write(folder: Path, size: int, runs: int) -> tuple[Path, Path, int]:
+def write_both(folder: Path, size: int, runs: int) -> tuple[Path, Path, int]:
     """Write a run, and as many bytes as many runs; return both folders and the bytes of each."""
     one, many, model = folder / "one", folder / "many", folder / "model"
     for each in (one / "run", model):
@@ -174,7 +174,7 @@ def _ingest(
 
 def measure_all(size: int, runs: int, rounds: int, folder: Path) -> dict[str, Any]:
     """Measure the table and the constants."""
-    one, many, size = _write(folder, size, runs)
+    one, many, size = write_both(folder, size, runs)
     out, start = folder / "tables", folder / "start"
     shutil.copytree(many / "run-00000", start / "run")
     engines = ["local", *(["ray"] if importlib.util.find_spec("ray") else [])]

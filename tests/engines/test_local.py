@@ -60,21 +60,21 @@ def _recorded(folder, out, options=EVERY_BYTE, **how):
 
 
 def _kinds(engine):
-    return [(job.function.__name__, len(job.argument)) for job in engine.jobs]
+    return [(job.function.__name__, len(getattr(job.argument, "items", job.argument))) for job in engine.jobs]
 
 
 def test_small_runs_share_jobs(tmp_path, fleet):
-    assert _kinds(_recorded(fleet, tmp_path / "tables")) == [("decode_tasks", 5), ("build_runs", 5)]
+    assert _kinds(_recorded(fleet, tmp_path / "tables")) == [("decode_task", 5), ("build_runs", 5)]
 
 
 def test_the_largest_run_is_read_first_and_built_before_others_are_read(tmp_path, fleet, small_pieces):
     engine = _recorded(fleet, tmp_path / "tables", small_pieces)
-    read = [Path(job.name).parent.name for job in engine.jobs if job.function.__name__ == "decode_tasks"]
+    read = [Path(job.name).parent.name for job in engine.jobs if job.function.__name__ == "decode_task"]
     assert read[0] == "a"
     built = [job.argument[0].run_id for job in engine.jobs if job.function.__name__ == "build_runs"]
     assert built[0] == "a"
     names = [job.function.__name__ for job in engine.jobs]
-    assert "decode_tasks" in names[names.index("build_runs") :]
+    assert "decode_task" in names[names.index("build_runs") :]
 
 
 def test_a_run_that_is_not_small_has_the_same_tables_once_its_timeline_is_built(tmp_path, fleet, bytes_of):
@@ -98,7 +98,7 @@ def test_ready_runs_are_shared_out_to_all_workers(tmp_path, fleet):
 def test_a_job_is_the_last_when_nothing_else_runs_or_waits(tmp_path, fleet, at_once, expected):
     jobs = _recorded(fleet, tmp_path / "tables", workers=2, ended_last_first=at_once).jobs
     assert [job.is_last for job in jobs if job.function.__name__ == "build_runs"] == expected
-    assert not any(job.is_last for job in jobs if job.function.__name__ == "decode_tasks")
+    assert not any(job.is_last for job in jobs if job.function.__name__ == "decode_task")
 
 
 def test_the_order_in_which_jobs_end_changes_nothing(tmp_path, fleet, bytes_of, small_pieces):

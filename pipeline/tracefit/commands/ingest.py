@@ -29,22 +29,27 @@ from tracefit.inputs.files import content_hash_of
 from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, read_context, scope_of
-from tracefit.server.documents import excerpt, parse_yaml
+from tracefit.server.documents import excerpt, parse_yaml, read_bytes
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
-from tracefit.tables import schema
 from tracefit.tables.disk import disk_errors
 from tracefit.tables.options import IngestOptions
 from tracefit.tables.staging import staged_parts
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     from tracefit.engines.jobs import TaskEngine
 
 _MOST_REASONS = 6
+
+_OF_RUN = ("files", "bytes", "other_spans", "duplicate_spans", "rejects")
+_OF_SERVER = ("spans", "dropped_events", "epochs", "steps", "requests", "lost_steps")
+"""Counts of the `runs` table, which has a row per server: those of the run are in every row."""
+
+_CLOCK = ("api_clock_ahead_us", "api_clock_error_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +148,7 @@ def ingest_inputs(
     progress, options = KeptWarnings(progress), options or IngestOptions()
     store = TableStore(out)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
-    contexts = [_context(source, server) for source in inputs.runs]
+    contexts = _contexts(inputs.runs, server)
     # A folder of results holds logs and notes too: only what looks like traces is worth a warning.
     left_out = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.is_notable]
     # The engine before the folder: without one, nothing is written. The folder is left after the engine: only then have
@@ -165,7 +170,8 @@ def ingest_inputs(
         raise failed[0]
     done = [run for run in runs if run.failed is None]
     unchanged = [run.run_id for run in done if run.rows is None]
-    known = store.read("runs", unchanged).partition_by("run_id", as_dict=True) if unchanged else {}
+    columns = ("run_id", "server", "events", "implausible", *_CLOCK, *_OF_RUN, *_OF_SERVER)
+    known = store.read("runs", unchanged, columns).partition_by("run_id", as_dict=True) if unchanged else {}
     rows = {run.run_id: known[run.run_id,] if run.rows is None else run.rows for run in done}
     write_timelines(store, [run_id for run_id, own in rows.items() if is_small(own, options.build)])
     summaries = {run.run_id: _summary(run.run_id, run.context, rows[run.run_id]) for run in done}
@@ -173,9 +179,12 @@ def ingest_inputs(
         progress.warn(text)
     for text in dict.fromkeys(f"{run.run_id}: {text}" for run in done for text in run.context.left_out):
         progress.warn(text)
+    ahead = _clocks_ahead(rows)
     for run in runs:
         of_run = (
-            [f"left out: {run.failed.line()}"] if run.failed else _warnings_of(store, summaries[run.run_id])
+            [f"left out: {run.failed.line()}"]
+            if run.failed
+            else _warnings_of(store, summaries[run.run_id], rows[run.run_id], ahead.get(run.run_id, ()))
         )
         for text in (*run.warnings, *of_run):
             progress.warn(text)
@@ -184,41 +193,61 @@ def ingest_inputs(
     )
 
 
-def _context(source: RunSource, server: ServerOptions) -> RunContext:
-    return read_context(
-        [server.run_config] if server.run_config else source.run_configs,
-        server.model_config or source.model_config,
-        server.stated,
-        gpu=server.gpu,
-    )
+def _contexts(sources: Sequence[RunSource], server: ServerOptions) -> list[RunContext]:
+    """Return the server of each run; the runs of a fleet have equal files, which are parsed once."""
+    stated = server.stated
+    known: dict[str, RunContext] = {}
+    contexts = []
+    for source in sources:
+        configs = [server.run_config] if server.run_config else source.run_configs
+        model_config = server.model_config or source.model_config
+        try:
+            # A file that the user names may be a pipe, which is read once.
+            key: object = (
+                server.run_config or [(file.name, read_bytes(file)) for file in configs],
+                server.model_config or (model_config and read_bytes(model_config)),
+            )
+        except UsageError:
+            key = source  # a long log, or a file that cannot be read
+        if (named := repr(key)) not in known:
+            known[named] = read_context(configs, model_config, stated, gpu=server.gpu)
+        contexts.append(known[named])
+    return contexts
 
 
 def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary:
     first = runs.row(0, named=True)
-    # The table has a row per server: some counts are of the server, others of the run and in every row.
-    of_run = ("files", "bytes", "other_spans", "duplicate_spans", "rejects")
-    of_server = ("spans", "dropped_events", "epochs", "steps", "requests", "lost_steps")
     return RunSummary(
         run_id=run_id,
         scope_id=scope_of(context).scope_id,
         implausible=sum(json.loads(first["implausible"] or "{}").values()),
         servers=runs.height,
-        **{name: first[name] for name in of_run},
-        **{name: int(runs[name].sum()) for name in of_server},
+        **{name: first[name] for name in _OF_RUN},
+        **{name: int(runs[name].sum()) for name in _OF_SERVER},
     )
 
 
-def _warnings_of(store: TableStore, run: RunSummary) -> list[str]:
+def _clocks_ahead(rows: Mapping[str, pl.DataFrame]) -> dict[str, list[tuple[str, float, float]]]:
+    """Return the servers of each run whose API has another clock than the core, how far it is ahead and to what error (us)."""
+    names = ("run_id", "server", *_CLOCK)
+    # Tables of an earlier version lack the columns.
+    clocks = [own.select(names) for own in rows.values() if names[-1] in own.columns]
+    found: dict[str, list[tuple[str, float, float]]] = {}
+    for run_id, *clock in pl.concat(clocks).drop_nulls().iter_rows() if clocks else ():
+        found.setdefault(run_id, []).append(tuple(clock))
+    return found
+
+
+def _warnings_of(
+    store: TableStore, run: RunSummary, rows: pl.DataFrame, ahead: Iterable[tuple[str, float, float]]
+) -> list[str]:
     run_id, texts = run.run_id, []
     if run.rejects:
         records = "1 record" if run.rejects == 1 else f"{run.rejects:,} records"
         texts.append(
-            f"{run_id}: {records} could not be read ({_reasons(store, run_id)}); see the rejects table"
+            f"{run_id}: {records} could not be read ({_reasons(store, run_id, rows)}); see the rejects table"
         )
-    # By shape: tables of an earlier version lack the columns.
-    clocks = schema.RUNS.shape(store.read("runs", [run_id]))
-    known = clocks.select("server", "api_clock_ahead_us", "api_clock_error_us").drop_nulls()
-    for server, ahead_us, error_us in known.iter_rows():
+    for server, ahead_us, error_us in ahead:
         side = "ahead of" if ahead_us > 0 else "behind"
         texts.append(
             f"{run_id}: the API's clock was {abs(ahead_us) / 1e3:,.1f} ms {side} the engine core's on {server}, "
@@ -244,9 +273,9 @@ def _warnings_of(store: TableStore, run: RunSummary) -> list[str]:
     return texts
 
 
-def _reasons(store: TableStore, run_id: str) -> str:
+def _reasons(store: TableStore, run_id: str, rows: pl.DataFrame) -> str:
     """Sum up why records were rejected: "gzip data is cut" says that the rest of a file is not there, its one record does not."""
-    rules = json.loads(store.read("runs", [run_id], ["implausible"])["implausible"][0] or "{}")
+    rules = json.loads(rows["implausible"][0] or "{}")
     rejects = store.read("rejects", [run_id], ["reason", "count"]).filter(
         ~pl.col("reason").is_in(list(rules))
     )

@@ -13,14 +13,13 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from tracefit._version import __version__
 from tracefit.engines.build import RunTask, build_runs
-from tracefit.engines.decode import Task, decode_task, decode_tasks
+from tracefit.engines.decode import Task, decode_task
 from tracefit.engines.jobs import Job, take_together
 from tracefit.errors import DataError
 from tracefit.inputs.blocks import Block, read_blocks
@@ -56,6 +55,12 @@ EXPANSION = 10
 
 _PARALLEL_BUILD_FACTOR = 4
 """Build processes start from this multiple of the size from which decoding in another process pays."""
+
+_BUILD_BLOCKS = 2
+"""Small runs are built together up to the size of so many blocks: their rows take about as much memory as decoding one."""
+
+_SPAN_BYTES = 512
+"""About the bytes in memory of a span and its events."""
 
 _PUBLISHING_SHARE = 0.1
 """Largest share of the time that goes into writing the manifest, which grows with the runs: meanwhile, finished runs wait."""
@@ -277,8 +282,8 @@ class IngestScheduler:
                 self._publish()
         self._publish()
 
-    def _take_decoded(self, pieces: Sequence[tuple[RunIngest, FilePiece]], result: Sequence[Decoded]) -> None:
-        for (run, piece), parts in zip(pieces, chain.from_iterable(result), strict=True):
+    def _take_decoded(self, pieces: Sequence[tuple[RunIngest, FilePiece]], result: Decoded) -> None:
+        for (run, piece), parts in zip(pieces, result, strict=True):
             piece.parts = parts
             piece.file.rejects += sum(part.rejects for part in parts)
             run.decoding -= 1
@@ -295,7 +300,9 @@ class IngestScheduler:
 
     def _next_job(self) -> Job | None:
         # A run whose blocks are read is built before others are read: the largest one keeps a worker busy for longest.
-        job = None if self._ready else next(self._decoding, None)
+        # Small ones wait for each other, because each build has a fixed cost.
+        is_enough = sum(map(_build_bytes, self._ready)) >= _BUILD_BLOCKS * self._options.block_bytes
+        job = None if is_enough else next(self._decoding, None)
         return self._build_job() if job is None and self._ready else job
 
     def _decode_jobs(self) -> Iterator[Job]:
@@ -303,20 +310,20 @@ class IngestScheduler:
         given: list[tuple[RunIngest, FilePiece, Block | Reject]] = []
         size = 0
         for run, piece, item in self._pieces():
-            given.append((run, piece, item))
-            size += item.size if isinstance(item, Block) else 0
-            # Submitted at half the block size, so that the next block does not double its memory.
-            if size >= self._options.block_bytes // 2:
+            own = item.size if isinstance(item, Block) else 0
+            # Submitted before a block that would make it larger than one.
+            if given and size + own > self._options.block_bytes:
                 yield self._decode_job(given)
                 given, size = [], 0
+            given.append((run, piece, item))
+            size += own
         if given:
             yield self._decode_job(given)
 
     def _decode_job(self, given: Sequence[tuple[RunIngest, FilePiece, Block | Reject]]) -> Job:
-        runs = [list(of_run) for _, of_run in groupby(given, key=lambda each: id(each[0]))]
-        tasks = tuple(Task(tuple(item for _, _, item in run), self._options, self._place) for run in runs)
+        task = Task(tuple(item for _, _, item in given), self._options, self._place)
         pieces = [(run, piece) for run, piece, _ in given]
-        return Job(decode_tasks, tasks, given[0][2].source_file, partial(self._take_decoded, pieces))
+        return Job(decode_task, task, given[0][2].source_file, partial(self._take_decoded, pieces))
 
     def _pieces(self) -> Iterator[tuple[RunIngest, FilePiece, Block | Reject]]:
         """Yield what is to be decoded of one run after the other."""
@@ -332,8 +339,8 @@ class IngestScheduler:
     def _build_job(self) -> Job:
         """Return a job for some of the runs that wait: few enough that every worker gets some."""
         share = -(-len(self._ready) // self._engine.workers)
-        most_bytes = self._options.block_bytes
-        runs = take_together(self._ready, lambda run: run.size_bytes, most=share, most_bytes=most_bytes)
+        most_bytes = _BUILD_BLOCKS * self._options.block_bytes
+        runs = take_together(self._ready, _build_bytes, most=share, most_bytes=most_bytes)
         if len(self._runs) == 1:
             self._progress.stage(f"writing {runs[0].run_id}")
         return Job(
@@ -525,6 +532,13 @@ class IngestScheduler:
         if len(self._runs) > 1:
             workers = f"{self._engine.workers} worker{'s' if self._engine.workers > 1 else ''}"
             self._progress.note(f"{self._ended:,} of {len(self._runs):,} runs, {workers}")
+
+
+def _build_bytes(run: RunIngest) -> int:
+    """Return about how many bytes of memory the rows of a run take: a compressed file has more than it is long."""
+    files = run.entry.files if run.entry else ()
+    spans = sum(part.spans + part.steps for file in files for part in file.parts)
+    return max(run.size_bytes, _SPAN_BYTES * spans)
 
 
 def _run_columns(files: Sequence[ReadFile], context: RunContext) -> dict[str, str | int | None]:

@@ -41,11 +41,15 @@ def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[ModelScope, list[str
     members: dict[str, list[str]] = {}
     # The table has a row per server; the settings are those of the run.
     one_per_run = runs.unique("run_id", keep="first", maintain_order=True)
-    for row in one_per_run.select("run_id", "settings", "model_config", "gpu").iter_rows(named=True):
-        place = f"{where}/runs/run_id={row['run_id']}"
-        scope = scope_of(context_from_json(row["settings"], row["model_config"], row["gpu"], where=place))
-        scopes.setdefault(scope.scope_id, scope)
-        members.setdefault(scope.scope_id, []).append(row["run_id"])
+    # The runs of a fleet have equal settings, which are read once.
+    known: dict[tuple[str, str | None, str | None], ModelScope] = {}
+    for run_id, *stated in one_per_run.select("run_id", "settings", "model_config", "gpu").iter_rows():
+        server = settings, model_config, gpu = tuple(stated)
+        if server not in known:
+            place = f"{where}/runs/run_id={run_id}"
+            known[server] = scope_of(context_from_json(settings, model_config, gpu, where=place))
+        scope = scopes.setdefault(known[server].scope_id, known[server])
+        members.setdefault(scope.scope_id, []).append(run_id)
     return [(scopes[i], members[i]) for i in sorted(scopes)]
 
 

@@ -111,7 +111,8 @@ def diagnose(scope: ScopeEvaluation, models: Sequence[Model], store: TableStore)
 def _engines(scope: ScopeEvaluation, store: TableStore, steps: pl.DataFrame) -> Iterator[EngineRun]:
     """Yield the engines of overloaded runs first, trained on or not: a reader should look at those."""
     overloads = {o.run_id: o for o in scope.overloaded}
-    for run_id in dict.fromkeys(r for r in (*overloads, *scope.runs) if r in store.runs()):
+    known = set(store.runs())
+    for run_id in dict.fromkeys(r for r in (*overloads, *scope.runs) if r in known):
         timeline = store.read("timeline", [run_id], TIMELINE_COLUMNS)
         for (server,), rows in sorted(timeline.partition_by("server", as_dict=True).items()):
             training = steps.filter(run_id=run_id, server=server)

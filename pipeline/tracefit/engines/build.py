@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -15,13 +15,13 @@ from tracefit import memory
 from tracefit.errors import DataError, printable
 from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG
 from tracefit.tables import dialects, schema
-from tracefit.tables.build import build_tables
+from tracefit.tables.build import TracedRun, build_tables
 from tracefit.tables.client_times import with_client_times
 from tracefit.tables.dialects import CLIENT
 from tracefit.tables.runs import COMPLETE_SHARE, with_implausible
 from tracefit.tables.sources import CycleSource
 from tracefit.tables.staging import read_staged
-from tracefit.tables.store import RunWriter, put_parts
+from tracefit.tables.store import RunsWriter, put_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tracefit.server.context import RunContext
     from tracefit.tables.options import BuildLimits, IngestOptions
     from tracefit.tables.places import Place
-    from tracefit.tables.store import ReadFile, TableFile
+    from tracefit.tables.store import ReadFile, TableFile, WrittenTables
     from tracefit.timeline import EngineLimits
 
 
@@ -85,66 +85,88 @@ class BuiltRun:
 
 
 def build_runs(tasks: tuple[RunTask, ...]) -> tuple[BuiltRun | DataError, ...]:
-    """Build several runs, one after the other: small runs share the cost of a job, and each fails alone.
+    """Build the tables of some runs, of small ones the timelines too.
+
+    Runs with equal settings are built together, as rows of the same frames; should that fail, one by one, so that each
+    fails alone.
 
     Raises:
         UsageError: A recording cannot be read.
         OSError: A table cannot be written.
     """
     # Errors are returned: raised, one would discard the finished runs of the job.
-    results: list[BuiltRun | DataError] = []
-    for task in tasks:
+    results: dict[str, BuiltRun | DataError] = {}
+    alike: dict[str, list[RunTask]] = {}
+    for task in sorted(tasks, key=lambda task: task.run_id):
         try:
-            results.append(build_run(task))
+            _require_spans(task)
+            alike.setdefault(repr(sorted(task.limits.items())), []).append(task)
         except DataError as error:
-            results.append(error)
-    return tuple(results)
+            results[task.run_id] = error
+    for some in alike.values():
+        results |= _built_together(some)
+    return tuple(results[task.run_id] for task in tasks)
 
 
-def build_run(task: RunTask) -> BuiltRun:
-    """Build every table of a run; the timeline only for small runs.
-
-    Raises:
-        DataError: The run has neither vLLM spans nor recorded steps, or a staged part is damaged.
-        UsageError: A recording cannot be read.
-        OSError: A table cannot be written.
-    """
+def _built_together(tasks: Sequence[RunTask]) -> dict[str, BuiltRun | DataError]:
     # Memory freed by decoding would add to the peak of building the tables.
     memory.give_back()
-    if task.scratch is None:
-        with task.place.scratch() as folder:
-            built = _build(task, folder)
-            return replace(built, parts={}, tables=put_parts(task.place, task.run_id, built.parts))
-    folder = Path(tempfile.mkdtemp(prefix="run-", dir=task.scratch))
     try:
-        return _build(task, folder)
+        return dict(_stored(tasks))
+    except Exception as error:
+        if len(tasks) > 1:
+            return {run_id: built for task in tasks for run_id, built in _built_together([task]).items()}
+        if isinstance(error, DataError):
+            return {tasks[0].run_id: error}
+        raise
+
+
+def _stored(tasks: Sequence[RunTask]) -> dict[str, BuiltRun]:
+    place, scratch = tasks[0].place, tasks[0].scratch
+    if scratch is None:
+        with place.scratch() as folder:
+            built = _build(tasks, folder)
+            return {
+                run_id: replace(run, parts={}, tables=put_parts(place, run_id, run.parts))
+                for run_id, run in built.items()
+            }
+    folder = Path(tempfile.mkdtemp(prefix="runs-", dir=scratch))
+    try:
+        return _build(tasks, folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _build(task: RunTask, folder: Path) -> BuiltRun:
-    _require_spans(task)
-    with RunWriter(folder) as writer:
+def _build(tasks: Sequence[RunTask], folder: Path) -> dict[str, BuiltRun]:
+    run_ids = [task.run_id for task in tasks]
+    with RunsWriter(folder, run_ids) as writer:
         build_tables(
-            task.files,
-            run_id=task.run_id,
-            place=task.place,
+            [TracedRun(task.run_id, task.files, task.columns) for task in tasks],
+            place=tasks[0].place,
             scratch=folder,
             writer=writer,
-            run_columns=task.columns,
-            limits=task.limits,
-            memory_limits=task.options.build,
+            limits=tasks[0].limits,
+            memory_limits=tasks[0].options.build,
         )
-        if writer.scan("requests").select((pl.col("dialect") == CLIENT).any()).collect().item():
-            writer.write_all(_with_clients(writer.read))
+        writer.complete()
+        tables = writer.of(run_ids)
+        client = pl.col("run_id").filter(pl.col("dialect") == CLIENT).unique()
+        measured = writer.scan("requests").select(client).collect().to_series()
+        for run_id in measured:
+            writer.replace([run_id], _with_clients(writer.of([run_id]).read))
         # After the tables of the traces: KV events are matched with their steps and requests.
-        writer.write_all(_kv_tables(task, writer.read))
-        runs = writer.read("runs")
-        if is_small(runs, task.options.build):
-            writer.write_all(timeline_of(writer, task.context))
-            runs = writer.read("runs")
-        return BuiltRun(writer.close(), {}, runs)
+        with_kv = [task for task in tasks if task.kv]
+        if len(with_kv) < len(tasks):
+            writer.replace([t.run_id for t in tasks if not t.kv], {"kv_events": schema.KV_EVENTS.empty()})
+        for task in with_kv:
+            writer.replace([task.run_id], _kv_tables(task, writer.of([task.run_id]).read))
+        runs = tables.read("runs").partition_by("run_id", as_dict=True)
+        small = [t for t in tasks if is_small(runs[t.run_id,], t.options.build)]
+        for some, built in timelines_of({t.run_id: t.context for t in small}, writer.of):
+            writer.replace(some, built)
+        runs = tables.read("runs").partition_by("run_id", as_dict=True)
+        return {run_id: BuiltRun(parts, {}, runs[run_id,]) for run_id, parts in writer.close().items()}
 
 
 def _with_clients(read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame]:
@@ -158,8 +180,6 @@ def _with_clients(read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame
 
 
 def _kv_tables(task: RunTask, read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame]:
-    if not task.kv:
-        return {"kv_events": schema.KV_EVENTS.empty()}
     from tracefit.recordings.kv_columns import kv_tables  # noqa: PLC0415 - most runs have no recordings
     from tracefit.recordings.kv_events import read_kv  # noqa: PLC0415
 
@@ -179,30 +199,88 @@ def is_small(runs: pl.DataFrame, limits: BuildLimits) -> bool:
     return events <= limits.small_run_rows
 
 
-class WrittenTables(Protocol):
-    """The tables of one run that were written."""
+def timelines_of(
+    contexts: Mapping[str, RunContext], tables_of: Callable[[Sequence[str]], WrittenTables]
+) -> Iterator[tuple[list[str], dict[str, pl.DataFrame | Iterator[pl.DataFrame]]]]:
+    """Build the timelines of some runs, and add the step times they give to the runs' requests.
 
-    def read(self, name: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
-        """Return a table, with all columns or some."""
-
-    def pieces(self, name: str) -> Iterator[pl.DataFrame]:
-        """Yield the rows of a table in their order."""
-
-
-def timeline_of(
-    tables: WrittenTables, context: RunContext
-) -> dict[str, pl.DataFrame | Iterator[pl.DataFrame]]:
-    """Build the timeline of one run, and add the step times it gives to the run's requests.
-
-    Impossible values of either are left out, counted in `runs` and listed in `rejects`.
+    Runs that are read the same way are rows of the same frames. Impossible values are left out, counted in `runs` and
+    listed in `rejects`.
 
     Args:
-        tables: The other tables of the run.
-        context: Its server.
+        contexts: Run to its server.
+        tables_of: Returns the other tables of some of the runs.
 
-    Returns:
-        Table name to its rows, or to its pieces if it is read in pieces.
+    Yields:
+        Runs, and table name to their rows, or to pieces of these if the table is read in pieces.
     """
+    if not contexts:
+        return
+    kinds: dict[str, list[str]] = {}
+    ways = _ways_of(contexts, tables_of(list(contexts)))
+    for run_id, way in ways.items():
+        # Steps are counted from the requests, or placed on a log, of one run at a time.
+        kinds.setdefault(repr((way, run_id if way.is_counted else None)), []).append(run_id)
+    for run_ids in kinds.values():
+        yield run_ids, _timeline_of(tables_of(run_ids), ways[run_ids[0]])
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How the timeline of a run is built.
+
+    Attributes:
+        limits: Limits of its scheduler.
+        is_sglang: Whether its server is SGLang.
+        without_clients: Whether steps seen by clients are left out.
+        has_journeys: Whether it has journey events.
+        is_complete: Whether every request has them.
+        is_counted: Whether steps are counted from its requests, or placed on a log.
+    """
+
+    limits: EngineLimits
+    is_sglang: bool
+    without_clients: bool
+    has_journeys: bool
+    is_complete: bool
+    is_counted: bool
+
+
+def _ways_of(contexts: Mapping[str, RunContext], tables: WrittenTables) -> dict[str, _Way]:
+    from tracefit.timeline import is_logged  # noqa: PLC0415 - most ingests need none
+
+    is_own = ~pl.col("cycle_source").eq_missing(CycleSource.CLIENT.value)
+    steps = tables.read("steps", ("run_id", "cycle_source")).group_by("run_id")
+    of_steps = steps.agg(own=is_own.any(), logged=is_logged().any())
+    counts = {run_id: facts for run_id, *facts in of_steps.iter_rows()}
+    journeys = set(tables.read("journey_events", ("run_id",))["run_id"].unique())
+    requests = tables.read("requests", ("run_id", "dialect", "queued_ns")).group_by("run_id")
+    of_server, queued = (pl.col("dialect") != CLIENT).any(), pl.col("queued_ns").is_not_null().any()
+    of_requests = requests.agg(of_server=of_server, queued=queued)
+    asked = {run_id: facts for run_id, *facts in of_requests.iter_rows()}
+    shares = tables.read("runs", ("run_id", "journey_sampling")).group_by("run_id")
+    least = dict(shares.agg(pl.col("journey_sampling").min()).iter_rows())
+    ways = {}
+    for run_id, context in contexts.items():
+        has_own_steps, is_logged_run = counts.get(run_id, (False, False))
+        has_requests, is_queued = asked.get(run_id, (False, False))
+        without_clients = has_requests or has_own_steps
+        has_steps = has_own_steps or (run_id in counts and not without_clients)
+        rate = context.settings.journey_tracing_sample_rate
+        if rate is None:
+            rate = 1.0 if least.get(run_id) is None else least[run_id]
+        ways[run_id] = _Way(
+            engine_limits(context),
+            context.settings.is_sglang,
+            without_clients,
+            run_id in journeys,
+            run_id in journeys and is_queued and rate >= COMPLETE_SHARE,
+            run_id not in journeys and (is_logged_run or not has_steps),
+        )
+    return ways
+
+
+def _timeline_of(tables: WrittenTables, way: _Way) -> dict[str, pl.DataFrame | Iterator[pl.DataFrame]]:
     from tracefit.timeline import (  # noqa: PLC0415 - most ingests need none
         COUNTED_COLUMNS,
         PLACED_COLUMNS,
@@ -210,34 +288,32 @@ def timeline_of(
         count_steps,
         events_of,
         every_start,
-        is_logged,
         log_clock,
         place_on_log,
         with_step_times,
     )
 
     snapshots, journeys = tables.read("request_snapshots"), tables.read("journey_events")
-    runs, steps, limits = tables.read("runs"), tables.read("steps"), engine_limits(context)
-    requests = tables.read("requests", COUNTED_COLUMNS)
-    of_client = pl.col("cycle_source").eq_missing(CycleSource.CLIENT.value)
+    steps, limits, complete = tables.read("steps"), way.limits, way.is_complete
     # Steps seen by a client are the last resort: any record of the server has more.
-    if (requests["dialect"] != CLIENT).any() or steps.filter(~of_client).height:
-        steps = steps.filter(~of_client)
-    complete = journeys.height > 0 and _journeys_complete(context, runs, requests)
+    if way.without_clients:
+        steps = steps.filter(~pl.col("cycle_source").eq_missing(CycleSource.CLIENT.value))
     counted = starts = None
-    if not steps.height and not journeys.height:
-        counted = count_steps(requests, limits)
-        starts = counted.starts
-        complete = starts.height > 0
-    elif not journeys.height and steps.filter(is_logged()).height:
-        clock = log_clock(steps)
-        steps, starts = clock.steps, clock.starts
-        counted = place_on_log(requests, clock, limits)
-        if counted:
+    if way.is_counted:
+        requests = tables.read("requests", COUNTED_COLUMNS)
+        if not steps.height:
+            counted = count_steps(requests, limits)
             starts = counted.starts
-            complete = counted.rows.len() >= COMPLETE_SHARE * requests.height
-        starts = every_start(steps, starts)
-    del requests
+            complete = starts.height > 0
+        else:
+            clock = log_clock(steps)
+            steps, starts = clock.steps, clock.starts
+            counted = place_on_log(requests, clock, limits)
+            if counted:
+                starts = counted.starts
+                complete = counted.rows.len() >= COMPLETE_SHARE * requests.height
+            starts = every_start(steps, starts)
+        del requests
     if counted:
         # There may be a million requests and only some thousands on steps: they are read and written in pieces.
         own = _rows_at(tables, counted.rows).with_columns(counted.requests.select(PLACED_COLUMNS))
@@ -247,14 +323,14 @@ def timeline_of(
     steps_built = build_timeline(
         steps, snapshots, journeys, limits, journeys_complete=complete, known_starts=starts
     )
-    if context.settings.is_sglang:
+    if way.is_sglang:
         gpu_time = pl.col("cycle_source", "composition_source").replace(
             {CycleSource.FPM.value: CycleSource.FPM_GPU.value}
         )
         steps_built = steps_built.with_columns(gpu_time)
-    timeline, odd_steps = schema.TIMELINE.sift_derived(steps_built)
+    timeline, odd_steps = schema.TIMELINE.sift_derived(steps_built, "run_id")
     timed = with_step_times(schema.REQUESTS.shape(own), timeline, journeys, snapshots)
-    timed, odd_requests = schema.REQUESTS.sift_derived(timed)
+    timed, odd_requests = schema.REQUESTS.sift_derived(timed, "run_id")
     built: dict[str, pl.DataFrame | Iterator[pl.DataFrame]] = {"timeline": timeline}
     if counted:
         built["requests"] = _replaced(tables, counted.rows, schema.REQUESTS.shape(timed))
@@ -262,7 +338,7 @@ def timeline_of(
         built["requests"] = schema.REQUESTS.conform(timed)
     odd = pl.concat([odd_steps, odd_requests])
     if odd.height:
-        built["runs"], built["rejects"] = with_implausible(runs, tables.read("rejects"), odd)
+        built["runs"], built["rejects"] = with_implausible(tables.read("runs"), tables.read("rejects"), odd)
     return built
 
 
@@ -303,31 +379,23 @@ def engine_limits(context: RunContext) -> EngineLimits:
     )
 
 
-def _journeys_complete(context: RunContext, runs: pl.DataFrame, requests: pl.DataFrame) -> bool:
-    """Say whether every request has a journey: by the server's setting, else by the counts of step summaries."""
-    if not requests["queued_ns"].is_not_null().any():
-        return False
-    rate = context.settings.journey_tracing_sample_rate
-    if rate is None:
-        shares = runs["journey_sampling"].drop_nulls().to_list()
-        rate = min(shares, default=1.0)
-    return rate >= COMPLETE_SHARE
-
-
 def _require_spans(task: RunTask) -> None:
     parts = [part for file in task.files for part in file.parts]
     if any(part.spans or part.steps for part in parts):
         return
     other_spans, rejects = sum(part.other_spans for part in parts), sum(part.rejects for part in parts)
     if rejects and not other_spans:
-        reasons = read_staged(task.place, next(p.name for p in parts if p.rejects), "rejects", ["reason"])
+        first = next(p for p in parts if p.rejects)
+        reasons = read_staged(task.place, first.name, "rejects", ["file", "reason"]).filter(file=first.file)
         raise DataError(
             f"none of its records can be read ({rejects} rejected; the first: {reasons['reason'][0]})",
             where=task.name,
             hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them; recordings are "
             "ForwardPassMetrics, or vLLM's log with its iterations",
         )
-    staged = (read_staged(task.place, name, "other_scopes", ["scope"]) for name in {p.name for p in parts})
+    staged = (
+        read_staged(task.place, p.name, "other_scopes", ["file", "scope"]).filter(file=p.file) for p in parts
+    )
     scopes = {printable(scope or "unnamed") for rows in staged for scope in rows["scope"]}
     seen = f" ({', '.join(sorted(scopes)[:_MOST_NAMED])})" if scopes else ""
     contents = f"{other_spans} spans of other scopes{seen}, {rejects} unreadable records"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Blocks of one run that are decoded together, and the storage for their rows.
+    """Blocks that are decoded together, of one run or of several small ones, and the storage for their rows.
 
     Attributes:
         items: Blocks, and the rejects between them.
@@ -41,16 +41,6 @@ class Task:
 
 Decoded = tuple[tuple[StagedPart, ...], ...]
 """The staged parts of each item of a task; rows know their item by `file`."""
-
-
-def decode_tasks(tasks: tuple[Task, ...]) -> tuple[Decoded, ...]:
-    """Decode the blocks of several runs, one run after the other: small runs share the cost of a task.
-
-    Raises:
-        UsageError: A file cannot be read any more.
-        OSError: A part cannot be written.
-    """
-    return tuple(map(decode_task, tasks))
 
 
 def decode_task(task: Task) -> Decoded:

@@ -1,7 +1,7 @@
 """The interface of engines: jobs go in, results come out in the order in which they end.
 
 An engine decides where the function of a job runs: in this process, in others (`local`), or on other machines
-(`ray`). The functions are the same everywhere: `decode.decode_tasks` and `build.build_runs`, and for training
+(`ray`). The functions are the same everywhere: `decode.decode_task` and `build.build_runs`, and for training
 those of `training`.
 """
 

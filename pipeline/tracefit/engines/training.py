@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import polars as pl
 
-from tracefit.engines.build import engine_limits, timeline_of
+from tracefit.engines.build import engine_limits, timelines_of
 from tracefit.engines.jobs import Job, take_together
 from tracefit.fit.fitted import ScopeTables
 from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, overload_of
@@ -74,9 +74,9 @@ class _StoredTables:
 
 
 def timeline_in(store: TableStore, run_id: str) -> dict[str, pl.DataFrame]:
-    """Build the timeline of a run from its tables in a folder; see `timeline_of`."""
+    """Build the timeline of a run from its tables in a folder; see `timelines_of`."""
     context = _context(store, store.read("runs", [run_id]), run_id)
-    built = timeline_of(_StoredTables(store, run_id), context)
+    ((_, built),) = timelines_of({run_id: context}, lambda _: _StoredTables(store, run_id))
     return {n: rows if isinstance(rows, pl.DataFrame) else pl.concat(rows) for n, rows in built.items()}
 
 

@@ -226,6 +226,9 @@ class _FileFinder:
     def _runs_in(self, folder: Folder) -> list[RunSource]:
         configs = {parts: file for parts, file in folder.files if parts[-1] in CONFIG_NAMES}
         configured = {parts[:-1] for parts in configs if parts[-1] in RUN_CONFIG_NAMES}
+        beside: dict[FolderParts, dict[str, TraceFile]] = {}
+        for parts, file in configs.items():
+            beside.setdefault(parts[:-1], {})[parts[-1]] = file
         traces: dict[FolderParts, list[TraceFile]] = {}
         kv_files: dict[FolderParts, list[TraceFile]] = {}
         for parts, file in folder.files:
@@ -254,7 +257,7 @@ class _FileFinder:
                 "/".join([folder.name.rstrip("/"), *run]),
                 _without_repeats(sorted(files, key=lambda file: file.name)),
                 _without_repeats(sorted(kv_files.get(run, []), key=lambda file: file.name)),
-                {parts[-1]: file for parts, file in configs.items() if parts[:-1] == run},
+                beside.get(run, {}),
                 "/".join(
                     [folder.name.partition("://")[0] if "://" in folder.name else "", *folder.parts, *run]
                 ),

@@ -1,4 +1,6 @@
-"""Build the published tables of one run from its staged parts, in windows, so that memory does not grow with the run.
+"""Build the published tables of runs from their staged parts, in windows, so that memory does not grow with the run.
+
+Small runs are rows of the same frames, and are divided when they are written.
 
 The parts are read twice: first only for clocks and step counters, which show restarts, then for everything. Rows leave
 in the order of their table, through sorts that spill to disk.
@@ -10,12 +12,13 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from tracefit import memory
 from tracefit.errors import printable
+from tracefit.statistics import divided
 from tracefit.tables import dialects, schema
 from tracefit.tables.clocks import api_clocks, is_off_clock, on_core_clock
 from tracefit.tables.epochs import (
@@ -30,6 +33,7 @@ from tracefit.tables.epochs import (
     scan_epochs,
 )
 from tracefit.tables.external_sort import ExternalSort, SortSpace
+from tracefit.tables.qualified import QUALIFIED, qualified, run_of
 from tracefit.tables.requests import (
     api_requests,
     cached_prompt_tokens,
@@ -42,7 +46,7 @@ from tracefit.tables.requests import (
     sift_numbers,
     with_api_moved,
 )
-from tracefit.tables.resolve import ResolvedRun, RunPart, parts_of, resolve
+from tracefit.tables.resolve import ResolvedRuns, RunPart, parts_of, resolve
 from tracefit.tables.rows import NO_CLOCK
 from tracefit.tables.runs import missing_attributes, run_rows
 from tracefit.tables.sources import RECORDS, CycleSource
@@ -50,12 +54,12 @@ from tracefit.tables.stages import results_of, steps_of
 from tracefit.tables.staging import read_staged, staged_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from tracefit.tables.options import BuildLimits
     from tracefit.tables.places import Place
-    from tracefit.tables.store import ReadFile, RunWriter
+    from tracefit.tables.store import ReadFile, RunsWriter
 
 
 _BYTES_PER_SPAN = 128
@@ -74,44 +78,61 @@ _ODD_SHARE = 0.01
 """If a larger share of a run's values contradicts a setting, the setting is not the server's and is not used."""
 
 
+@dataclass(frozen=True, slots=True)
+class TracedRun:
+    """A run whose tables are built.
+
+    Attributes:
+        run_id: Its id.
+        files: Its trace files with their staged parts, in the order of their names; there is a span of the vLLM scopes in
+            them.
+        columns: Values of the `runs` table for the whole run, beside the counts.
+    """
+
+    run_id: str
+    files: Sequence[ReadFile]
+    columns: Mapping[str, str | int | None]
+
+
+class UnlikeRunsError(Exception):
+    """Runs that cannot be built together: some of them contradict a setting, and others do not."""
+
+
 def build_tables(
-    files: Sequence[ReadFile],
+    runs: Sequence[TracedRun],
     *,
-    run_id: str,
     place: Place,
     scratch: Path,
-    writer: RunWriter,
-    run_columns: Mapping[str, str | int | None],
+    writer: RunsWriter,
     limits: Mapping[str, float],
     memory_limits: BuildLimits,
 ) -> None:
-    """Build every table of a run except `timeline` and the training frames.
+    """Build every table of some runs except `timeline` and the training frames.
 
     Args:
-        files: The trace files with their staged parts, in the order of their names; there is a span of the
-            vLLM scopes in them.
-        run_id: The run.
+        runs: The runs; several only if they are small, in the order of their ids.
         place: Where the staged parts are.
         scratch: A folder on disk for rows that do not fit into memory.
         writer: Takes the tables.
-        run_columns: Values of the `runs` table for the whole run, beside the counts.
-        limits: Settings of the server that bound values of the tables; one that the run contradicts is not used.
-        memory_limits: How much of the run is in memory at a time.
+        limits: Settings of the servers that bound values of the tables; one that a run contradicts is not used.
+        memory_limits: How much of the runs is in memory at a time.
+
+    Raises:
+        UnlikeRunsError: They have to be built one by one.
     """
     # A third each for the rows being read, the rows that wait for the next block, and a sorted copy.
     space = SortSpace(scratch, memory_limits.sorted_bytes, memory_limits.sorted_bytes // 3)
-    resolved = resolve(place, parts_of(files))
+    resolved = resolve(place, parts_of([run.files for run in runs]), several=len(runs) > 1)
     bounds = _window_bounds(place, resolved, memory_limits.window_bytes)
     windows = (_Window.of(place, resolved, *each) for each in bounds)
     starts, sieve = _epoch_starts(windows, space, _Sieve(limits, resolved.clocks))
-    run = _Run(run_id, space, starts, sieve)
+    building = _Runs(runs, space, starts, sieve)
     for each in bounds:
-        run.add(_Window.of(place, resolved, *each))
-    duplicates = resolved.spans_read - run.counts["spans"]
+        building.add(_Window.of(place, resolved, *each))
+    spans_read = resolved.spans_read
     del resolved, windows  # the facts of every span: the rest needs the memory
     memory.give_back()
-    other_spans = sum(part.other_spans for file in files for part in file.parts)
-    run.finish(writer, {**run_columns, "other_spans": other_spans, "duplicate_spans": duplicates})
+    building.finish(writer, spans_read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,18 +202,19 @@ class _Window:
         place: The storage of the parts.
         parts: Each part with the number of its first row; row numbers continue from part to part.
         facts: server, core_zero, server_zero of each row; the server is null for spans that do not count.
-        links: row, twin, owner: the twins and owners of `ResolvedRun`.
-        log_owner: As in `ResolvedRun`.
+        links: row, twin, owner: the twins and owners of `ResolvedRuns`.
+        several: As in `ResolvedRuns`, and `log_owners` too.
     """
 
     place: Place
     parts: Sequence[tuple[RunPart, int]]
     facts: pl.DataFrame
     links: pl.DataFrame
-    log_owner: str | None
+    several: bool
+    log_owners: Mapping[int, str]
 
     @classmethod
-    def of(cls, place: Place, run: ResolvedRun, begin: int, end: int) -> _Window:
+    def of(cls, place: Place, run: ResolvedRuns, begin: int, end: int) -> _Window:
         """Return a window of the parts from one number to another."""
         first = run.firsts[begin]
         parts = [(run.parts[number], run.firsts[number] - first) for number in range(begin, end)]
@@ -201,25 +223,39 @@ class _Window:
         links = run.twins.join(run.owners, on="row", how="full", coalesce=True)
         links = links.filter(pl.col("row").is_between(first, run.firsts[end], closed="left"))
         links = links.with_columns(pl.col("row") - pl.lit(first, pl.UInt32))
-        return cls(place, parts, facts, links, run.log_owner)
+        return cls(place, parts, facts, links, run.several, run.log_owners)
 
     def every(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
-        """Return the rows of all spans, counted or not; a file number is replaced by the name of the file."""
+        """Return the rows of all spans, counted or not; a file number is replaced by the name of the file.
+
+        Rows of several runs have the number of their `run` beside it, and qualified names.
+        """
         frames = []
         for part, first in self.parts:
             rows = read_staged(self.place, part.name, kind, columns)
             if first and "row" in rows.columns:
                 rows = rows.with_columns(pl.col("row") + pl.lit(first, pl.UInt32))
             if "file" in rows.columns:
-                rows = part.of_files(rows, "source_file")
+                rows = part.of_files(rows, "source_file", *(["run"] if self.several else []))
             frames.append(rows)
-        return pl.concat(frames)
+        rows = pl.concat(frames)
+        if "run" in rows.columns:
+            rows = rows.with_columns(qualified(name) for name in QUALIFIED if name in rows.columns)
+        return rows
 
     def recorded(self, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the recorded steps, numbered, with the names of their servers."""
         rows = self.every("recorded_steps", columns).with_row_index("row")
-        of_log = (pl.col("cycle_source") == CycleSource.LOG.value) & pl.lit(self.log_owner is not None)
-        return rows.with_columns(server=pl.when(of_log).then(pl.lit(self.log_owner)).otherwise("server"))
+        if not self.log_owners:
+            return rows
+        of_log, run = (
+            pl.col("cycle_source") == CycleSource.LOG.value,
+            pl.col("run") if self.several else pl.lit(0),
+        )
+        owner = run.replace_strict(self.log_owners, default=None, return_dtype=pl.String)
+        return rows.with_columns(
+            server=pl.when(of_log).then(pl.coalesce(owner, "server")).otherwise("server")
+        )
 
     def read(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the rows of the spans that count, with their facts."""
@@ -230,18 +266,19 @@ class _Window:
 
     def journeys(
         self, sieve: _Sieve, columns: Sequence[str] | None = None
-    ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame, int]:
-        """Return journey events on the engine's clock, events without it, broken rules, and a count of corrections."""
+    ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+        """Return journey events on the engine's clock, events without it, broken rules, and events that were corrected."""
         rows, broken = sieve.sift("journey_events", self.read("journeys", columns))
         # A layer that stamps only wall-clock time can still be put on the engine's clock: their difference is constant.
         rows = rows.with_columns(ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - pl.col("server_zero")))
         placed = rows.filter(pl.col("ts_ns").is_not_null())
         lost = rows.filter(pl.col("ts_ns").is_null()).select("row", reason=pl.lit(NO_CLOCK))
-        placed, moved = on_core_clock(placed)
-        return placed, lost, broken, moved
+        corrected, count = on_core_clock(placed)
+        moved = placed.filter(corrected["ts_ns"] != placed["ts_ns"]) if count else placed.clear()
+        return corrected, lost, broken, moved
 
 
-def _window_bounds(place: Place, run: ResolvedRun, window_bytes: int) -> list[tuple[int, int]]:
+def _window_bounds(place: Place, run: ResolvedRuns, window_bytes: int) -> list[tuple[int, int]]:
     """Return the first and last number of the parts of each window; small parts share a window and its fixed cost."""
     begins: list[int] = []
     size = 0
@@ -266,7 +303,8 @@ def _epoch_starts(windows: Iterable[_Window], space: SortSpace, sieve: _Sieve) -
         name: [c for c in schema.TABLES[name].columns if c.limit in sieve.limits]
         for name in ("steps", "journey_events")
     }
-    values, above = Counter[tuple[str | None, str]](), Counter[tuple[str | None, str]]()
+    # By run, setting and column: how many values there are, and how many are above the setting.
+    values, above = Counter[tuple[int, str, str]](), Counter[tuple[int, str, str]]()
     for window in windows:
         columns = ("row", "unix_ns", "ts_start_ns", "step_id", *(c.name for c in limited["steps"]))
         steps, _ = free.sift("steps", window.read("steps", columns))
@@ -282,45 +320,81 @@ def _epoch_starts(windows: Iterable[_Window], space: SortSpace, sieve: _Sieve) -
         recorded, _ = free.recorded().sift("steps", window.recorded(RECORDED_MARKS))
         marks.add(pl.concat([marks_of(steps, journeys), marks_of_records(recorded)]))
         for name, rows in (("steps", steps), ("journey_events", journeys)):
-            for c in limited[name]:
-                values[c.limit, c.name] += rows[c.name].count()
-                above[c.limit, c.name] += int((rows[c.name] > sieve.limits[c.limit or ""]).sum() or 0)
+            bounded = {c.name: c.limit for c in limited[name] if c.limit}
+            counts = {f"{c} values": pl.col(c).count() for c in bounded}
+            counts |= {f"{c} above": (pl.col(c) > sieve.limits[limit]).sum() for c, limit in bounded.items()}
+            for run, of_run in _by_run(rows, window.several, **counts) if bounded else ():
+                for c, limit in bounded.items():
+                    values[run, limit, c] += of_run[f"{c} values"]
+                    above[run, limit, c] += of_run[f"{c} above"] or 0
     starts, strays, bounds = scan_epochs(marks.windows())
-    refuted = {limit for (limit, name), n in above.items() if n > values[limit, name] * _ODD_SHARE}
-    accepted = {name: most for name, most in sieve.limits.items() if name not in refuted}
+    refuted = {run: set[str]() for run, _, _ in values}
+    for (run, limit, name), n in above.items():
+        refuted[run] |= {limit} if n > values[run, limit, name] * _ODD_SHARE else set()
+    every, *others = list(refuted.values()) or [set[str]()]
+    if any(other != every for other in others):
+        raise UnlikeRunsError
+    accepted = {name: most for name, most in sieve.limits.items() if name not in every}
     return starts, replace(sieve, limits=accepted, strays=strays, bounds=bounds)
 
 
-@dataclass(slots=True)
-class _Run:
-    """The rows of a run on their way to the tables."""
+def _by_run(rows: pl.DataFrame, several: bool, **values: pl.Expr) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number of each run with rows, and values over its rows."""
+    if not several:
+        yield 0, rows.select(**values).row(0, named=True)
+        return
+    for of_run in rows.group_by(_run_of(rows, several=True)).agg(**values).iter_rows(named=True):
+        yield of_run.pop("run"), of_run
 
-    run_id: str
-    space: SortSpace
-    starts: pl.DataFrame
-    sieve: _Sieve
+
+def _run_of(rows: pl.DataFrame, *, several: bool) -> pl.Expr:
+    """Return the number of each row's run."""
+    if not several:
+        return pl.lit(0, pl.UInt32).alias("run")
+    return (pl.col("run") if "run" in rows.columns else run_of("server")).alias("run")
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counts of one run."""
+
     counts: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
     implausible: Counter[str] = field(default_factory=Counter)
     other_scopes: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class _Runs:
+    """The rows of some runs on their way to the tables."""
+
+    runs: Sequence[TracedRun]
+    space: SortSpace
+    starts: pl.DataFrame
+    sieve: _Sieve
+    several: bool = False
+    tallies: list[_Tally] = field(default_factory=list)
     sorts: dict[str, ExternalSort] = field(default_factory=dict)
     # One per window, because the snapshots of a request may be in another window than its spans.
     cached: list[pl.DataFrame] = field(default_factory=list)
     layer_columns: dict[str, list[str]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.several = len(self.runs) > 1
+        self.tallies = [_Tally() for _ in self.runs]
+
     def add(self, window: _Window) -> None:
         """Add the rows of a window to the sorts of all tables."""
         # The table of spans has no rules; the attributes that requests use are bounded here.
         spans, odd_spans = sift_numbers(window.read("spans"))
-        self.counts["spans"] += spans.height
-        self.counts["dropped_attributes"] += int(spans["dropped_attributes"].sum() or 0)
-        counted = window.read("events").group_by("name").agg(pl.col("count").sum())
-        self.events.update(dict(counted.iter_rows()))
+        self._count(spans, spans=pl.len(), dropped_attributes=pl.col("dropped_attributes").sum())
+        for run, name, count in self._sums(window.read("events"), "name"):
+            self.tallies[run].events[name] += count
         self._take("spans", spans)
         other_spans = window.every("other_scope_spans")
-        self.counts["other"] += other_spans.height
-        for scope, count in window.every("other_scopes").select("scope", "count").iter_rows():
-            self.other_scopes[printable(scope or "unnamed")] += count
+        self._count(other_spans, other=pl.len())
+        for run, scope, count in self._sums(window.every("other_scopes"), "scope"):
+            self.tallies[run].other_scopes[printable(scope or "unnamed")] += count
         self._take("spans", other_spans)
         steps, odd_steps = self.sieve.sift("steps", window.read("steps"))
         self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
@@ -330,20 +404,35 @@ class _Run:
         self._take("request_snapshots", snapshots)
         self.cached.append(cached_prompt_tokens(snapshots))
         journeys, lost, odd_journeys, moved = window.journeys(self.sieve)
-        self.counts["clock_corrected_events"] += moved
+        self._count(moved, clock_corrected_events=pl.len())
         spans = spans.join(window.links, on="row", how="left", maintain_order="left")
         self._add_journeys(in_epoch(journeys, self.starts, "ts_ns"), spans)
         self._add_rejects(
             window, spans, lost, pl.concat([odd_spans, odd_steps, odd_snapshots, odd_journeys]), odd_records
         )
 
+    def _count(self, rows: pl.DataFrame, **values: pl.Expr) -> None:
+        for run, of_run in _by_run(rows, self.several, **values) if rows.height else ():
+            self.tallies[run].counts.update({name: int(value or 0) for name, value in of_run.items()})
+
+    def _sums(self, rows: pl.DataFrame, name: str) -> Iterator[tuple[int, Any, int]]:
+        """Yield the sum of `count` by run and name."""
+        counted = rows.group_by(_run_of(rows, several=self.several), name, maintain_order=True)
+        yield from counted.agg(pl.col("count").sum()).iter_rows()
+
+    def _count_odd(self, odd: pl.DataFrame) -> None:
+        """Count rows that break a rule: reason, count."""
+        for run, reason, count in self._sums(odd, "reason") if odd.height else ():
+            self.tallies[run].implausible[reason] += count
+
     def _add_recorded(self, window: _Window) -> pl.DataFrame:
         """Add recorded steps; return those that break a rule, as rows of `rejects`."""
         recorded = window.recorded()
         # Records have no time on the engine's clock.
         no_clock = [pl.lit(None, pl.Int64).alias(name) for name in ("ts_start_ns", "server_zero")]
-        for source, count in recorded.group_by("cycle_source").len().iter_rows():
-            self.events[RECORDS.get(source, source)] += count
+        counted = recorded.select(_run_of(recorded, several=self.several), "cycle_source", count=1)
+        for run, source, count in self._sums(counted, "cycle_source") if recorded.height else ():
+            self.tallies[run].events[RECORDS.get(source, source)] += count
         steps, broken = self.sieve.recorded().sift("steps", recorded.with_columns(no_clock))
         self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
         return _as_rejects(broken.join(recorded, on="row", how="inner"))
@@ -371,64 +460,77 @@ class _Run:
         odd: pl.DataFrame,
         odd_records: pl.DataFrame,
     ) -> None:
-        positions = spans.select("row", "source_offset", "source_file")
-        bad = pl.concat([window.read("incomplete").select("row", "reason"), lost, odd])
-        broken = _as_rejects(bad.join(positions, on="row", how="inner"))
-        rejects = pl.concat([window.every("rejects"), broken, odd_records], how="diagonal")
-        for reasons in (odd["reason"], odd_records["reason"]):
-            self.implausible.update(dict(reasons.value_counts().iter_rows()))
+        positions = spans.select("row", "source_offset", "source_file", *(["run"] if self.several else []))
+        bad = pl.concat([window.read("incomplete").select("row", "reason"), lost])
+        broken, odd = (_as_rejects(rows.join(positions, on="row", how="inner")) for rows in (bad, odd))
+        unreadable = pl.concat([window.every("rejects"), broken], how="diagonal")
+        odd = pl.concat([odd, odd_records], how="diagonal")
         # Rows that a rule leaves out were readable: they are listed and counted separately.
-        self.counts["rejects"] += int(rejects["count"].sum()) - odd.height - odd_records.height
-        self._take("rejects", rejects)
+        self._count(unreadable, rejects=pl.col("count").sum())
+        self._count_odd(odd)
+        self._take("rejects", pl.concat([unreadable, odd], how="diagonal"))
+
+    def _run_id(self, run: pl.Expr) -> pl.Expr:
+        """Return the id of a run from its number."""
+        if not self.several:
+            return pl.lit(self.runs[0].run_id)
+        return run.replace_strict({n: one.run_id for n, one in enumerate(self.runs)}, return_dtype=pl.String)
 
     def _take(self, name: str, rows: pl.DataFrame) -> None:
-        self._sort(name).add(schema.TABLES[name].shape(rows.with_columns(run_id=pl.lit(self.run_id))))
+        if rows.height or not self.several:
+            run_id = self._run_id(_run_of(rows, several=self.several))
+            self._sort(name).add(schema.TABLES[name].shape(rows.with_columns(run_id=run_id)))
 
     def _sort(self, name: str) -> ExternalSort:
         if name not in self.sorts:
             table = schema.TABLES.get(name)
-            # The first column of a key is the run id, which is constant here.
-            key = table.key[1:5] if table else ("trace_id",)
-            order = table.order[1:] if table else key
+            # The first column of a key is the run id, which is constant in one run.
+            first = 0 if self.several else 1
+            key = table.key[first:5] if table else ("trace_id",)
+            order = table.order[first:] if table else key
             self.sorts[name] = self.space.sort(key, order, block_rows=None if table else _LAYER_BLOCK_ROWS)
         return self.sorts[name]
 
-    def finish(
-        self,
-        writer: RunWriter,
-        run_columns: Mapping[str, str | int | None],
-    ) -> None:
-        """Write every table."""
+    def finish(self, writer: RunsWriter, spans_read: Mapping[int, int]) -> None:
+        """Write every table; `spans_read` are the spans of each run, by its number, duplicates included."""
         api_clock = self._finish_requests()
         if api_clock.height:
             self._move_api_events(api_clock)
+        any_other = any(tally.counts["other"] for tally in self.tallies)
         for name in ("requests", "journey_events", "request_snapshots", "steps", "spans", "rejects"):
             # At least one frame, so that a table without rows exists too.
             for window in (
                 self._sort(name).windows() if self._sort(name).rows else [schema.TABLES[name].empty()]
             ):
-                rows = _without_repeats(window) if name == "spans" and self.counts["other"] else window
+                rows = _without_repeats(window) if name == "spans" and any_other else window
                 if name == "requests":
                     rows = self._requests(rows, api_clock)
                 writer.write(name, self._one_record_a_step(rows) if name == "steps" else rows)
             del self.sorts[name]
-        repeats = run_columns["duplicate_spans"]
-        counted: dict[str, str | int | None] = {
-            "duplicate_spans": self.counts["duplicate_steps"] + (repeats if isinstance(repeats, int) else 0),
-            "rejects": self.counts["rejects"],
-            "dropped_attributes": self.counts["dropped_attributes"],
-            "clock_corrected_events": self.counts["clock_corrected_events"],
-            "events": json.dumps(self.events, sort_keys=True),
-            "implausible": json.dumps(self.implausible, sort_keys=True),
-            "other_scopes": json.dumps(dict(self.other_scopes.most_common(_MOST_SCOPES))),
-            "missing_attributes": json.dumps(missing_attributes(writer.scan)),
-        }
-        runs = run_rows(writer.scan, self.run_id, {**run_columns, **counted})
-        ahead, error = (pl.col(c) / 1e3 for c in ("ahead_ns", "error_ns"))
+        missing = missing_attributes(writer.scan)
+        columns = [
+            {"run": n, "run_id": run.run_id, **run.columns, **self._counts(n, spans_read.get(n, 0))}
+            | {"missing_attributes": json.dumps(missing.get(run.run_id, {}))}
+            for n, run in enumerate(self.runs)
+        ]
+        of_run = pl.DataFrame(columns, infer_schema_length=None)
+        runs = run_rows(writer.scan, run_of("server") if self.several else pl.lit(0), of_run)
+        ahead, error = (divided(pl.col(c), 1e3) for c in ("ahead_ns", "error_ns"))
         clocks = api_clock.select("server", api_clock_ahead_us=ahead, api_clock_error_us=error)
         writer.write(
             "runs", schema.RUNS.conform(runs.drop(clocks.columns[1:]).join(clocks, on="server", how="left"))
         )
+
+    def _counts(self, run: int, spans_read: int) -> dict[str, str | int]:
+        tally, counts = self.tallies[run], self.tallies[run].counts
+        return {
+            "other_spans": sum(part.other_spans for file in self.runs[run].files for part in file.parts),
+            "duplicate_spans": counts["duplicate_steps"] + spans_read - counts["spans"],
+            **{name: counts[name] for name in ("rejects", "dropped_attributes", "clock_corrected_events")},
+            "events": json.dumps(tally.events, sort_keys=True),
+            "implausible": json.dumps(tally.implausible, sort_keys=True),
+            "other_scopes": json.dumps(dict(tally.other_scopes.most_common(_MOST_SCOPES))),
+        }
 
     def _one_record_a_step(self, steps: pl.DataFrame) -> pl.DataFrame:
         """Return steps with their first record each; a later one is a duplicate if equal, a reject if not."""
@@ -446,9 +548,11 @@ class _Run:
         others = different.join(first, on=[*key, *position], how="anti").with_columns(
             reason=pl.lit(OTHER_RECORD)
         )
-        self.counts["duplicate_steps"] += recorded.height - different.height
-        self.implausible.update({OTHER_RECORD: others.height} if others.height else {})
-        self._take("rejects", _as_rejects(others))
+        for rows, sign in ((recorded, 1), (different, -1)):
+            self._count(rows, duplicate_steps=sign * pl.len().cast(pl.Int64))
+        others = _as_rejects(others)
+        self._count_odd(others)
+        self._take("rejects", others)
         sampled = steps.filter(pl.col("cycle_source").is_null())
         return pl.concat([sampled, first]).sort(schema.STEPS.order[1:], nulls_last=True)
 
@@ -460,15 +564,15 @@ class _Run:
                 api_clock.select("server", "ahead_ns"), on="server", how="left", maintain_order="left"
             )
             off = (pl.col("layer") == "api") & pl.col("ahead_ns").is_not_null()
-            self.counts["clock_corrected_events"] += int(known.select(off.sum()).item())
+            self._count(known, clock_corrected_events=off.sum())
             moved = pl.when(off).then(pl.col("ts_ns") - pl.col("ahead_ns")).otherwise("ts_ns")
             self._sort("journey_events").add(known.with_columns(ts_ns=moved).drop("ahead_ns"))
 
     def _requests(self, rows: pl.DataFrame, api_clock: pl.DataFrame) -> pl.DataFrame:
         """Return rows of requests on one clock; impossible values are cleared and counted."""
         moved = with_api_moved(rows, api_clock) if api_clock.height else rows
-        kept, odd = schema.REQUESTS.sift_derived(moved)
-        self.implausible.update(dict(odd.iter_rows()))
+        kept, odd = schema.REQUESTS.sift_derived(moved, "server")
+        self._count_odd(odd)
         self._take("rejects", odd)
         return kept
 
@@ -478,6 +582,7 @@ class _Run:
         self.cached.clear()
         self._sort("requests").add(schema.REQUESTS.empty())
         bounds = [clock_bounds(schema.REQUESTS.empty())]
+        run_id = self._run_id(run_of("server"))
         results = self.space.sort(key=("server", "block"), order=("server", "block", "end_ns"))
         for window in self._sort("layers").windows():
             core, api, described = (
@@ -487,7 +592,7 @@ class _Run:
                 core, left_on=cached.columns[:3], right_on=["server", "epoch", "request_id"], how="semi"
             )
             requests = requests_from_spans(described)
-            joined = join_requests(core, api, requests, hits, run_id=self.run_id)
+            joined = join_requests(core, api, requests, hits, run_id=run_id)
             results.add(results_of(described, requests))
             bounds.append(clock_bounds(joined))
             self._sort("requests").add(joined)
@@ -503,17 +608,17 @@ class _Run:
                 if block["is_loop"].any():
                     block_steps = steps_of(block, count[str(server)] + 1)
                     count[str(server)] += block_steps.height
-                    steps, odd = schema.STEPS.sift_derived(block_steps)
-                    self.implausible.update(dict(odd.iter_rows()))
+                    steps, odd = schema.STEPS.sift_derived(block_steps, "server")
+                    self._count_odd(odd)
                     self._take("rejects", odd)
                     self._take("steps", steps)
 
 
 def _as_rejects(rows: pl.DataFrame) -> pl.DataFrame:
     """Return rows with a reason as rows of `rejects`."""
-    return rows.select(
-        "source_file", "source_offset", "reason", excerpt=pl.lit(""), count=pl.lit(1, pl.Int64)
-    )
+    names = [name for name in ("run", "server") if name in rows.columns]
+    position = ("source_file", "source_offset", "reason")
+    return rows.select(*names, *position, excerpt=pl.lit(""), count=pl.lit(1, pl.Int64))
 
 
 def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:

@@ -109,10 +109,11 @@ class Disk:
 
     def leftovers(self, folder: str) -> list[str]:
         """Return the files below a folder, and folders without any: no other writer is at work."""
-        top = self._path(folder)
         # Empty folders too, as a crash leaves them.
-        removable = [path for path in top.rglob("*") if not path.is_dir() or not any(path.iterdir())]
-        return [path.relative_to(self.root).as_posix() for path in removable]
+        removable = []
+        for here, folders, files in os.walk(self._path(folder)):
+            removable += [f"{here}/{name}" for name in files] if files or folders else [here]
+        return [Path(path).relative_to(self.root).as_posix() for path in removable]
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files and empty folders, and the folders they leave empty."""
@@ -142,18 +143,27 @@ class Disk:
         except OSError as error:
             raise DataError(f"cannot be read ({error.strerror})", where=str(path)) from error
 
+    def signature(self, name: str) -> tuple[int, ...] | None:
+        """Return what changes when a small file is replaced; null if it is not there, or the storage cannot tell cheaply."""
+        try:
+            facts = os.lstat(self.root / name)
+        except OSError:
+            return None
+        return facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_size
+
     def replace_if(self, name: str, data: bytes, version: Version | None) -> bool:  # noqa: ARG002 - the lock is held
         """Replace a small file if it is still the one that was read; return whether it was replaced."""
         write_whole(self.root / name, data)
         return True
 
     def _path(self, name: str) -> Path:
-        path = self.root
+        # Of strings: there are dozens of names in each run, and joining paths takes longer than looking at files.
+        path = str(self.root)
         for part in name.split("/"):
-            path = path / part
-            if path.is_symlink():
-                raise _link(path)
-        return path
+            path = f"{path}/{part}" if part else path
+            if os.path.islink(path):  # noqa: PTH114 - as above
+                raise _link(Path(path))
+        return Path(path)
 
 
 def _refuse_links(folder: Path) -> None:
@@ -273,6 +283,10 @@ class Bucket:
     def read_versioned(self, name: str) -> tuple[bytes, Version | None]:
         """Return a small object and its version."""
         return buckets.get(self._path(name))
+
+    def signature(self, name: str) -> tuple[int, ...] | None:  # noqa: ARG002 - as `Disk`
+        """Return null: a look at an object takes as long as reading it."""
+        return None
 
     def replace_if(self, name: str, data: bytes, version: Version | None) -> bool:
         """Replace a small object if its version is still the given one (null: missing); return whether it was replaced.

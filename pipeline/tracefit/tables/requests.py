@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from tracefit.statistics import sum_if_all_known
+from tracefit.statistics import divided, sum_if_all_known
 from tracefit.tables import dialects, schema
 from tracefit.tables.dialects import REQUEST_RULES, Spelling
 from tracefit.tables.schema import ENGINE
@@ -24,7 +24,7 @@ _API_TIMES = {
 
 
 def join_requests(
-    core: pl.DataFrame, api: pl.DataFrame, described: pl.DataFrame, cached: pl.DataFrame, *, run_id: str
+    core: pl.DataFrame, api: pl.DataFrame, described: pl.DataFrame, cached: pl.DataFrame, *, run_id: pl.Expr
 ) -> pl.DataFrame:
     """Join the requests of both layers into rows of the `requests` table.
 
@@ -37,7 +37,7 @@ def join_requests(
         api: The result of `api_requests` for all API spans of the same traces.
         described: The result of `requests_from_spans` for all spans of the same traces.
         cached: The result of `cached_prompt_tokens` for the whole run.
-        run_id: The run.
+        run_id: The run, from the server.
 
     Returns:
         Rows of the `requests` table, in no order; times in ns on the engine's clock, durations in us.
@@ -60,13 +60,13 @@ def join_requests(
         prompt_tokens=pl.coalesce("prompt_tokens", "api_prompt_tokens"),
         output_tokens=pl.coalesce("output_tokens", "api_completion_tokens"),
         max_tokens=pl.coalesce("max_tokens", "api_max_tokens"),
-        run_id=pl.lit(run_id),
+        run_id=run_id,
     )
     hits = cached.drop("step_id")
     with_cache = both.join(hits, on=["server", "epoch", "core_request_id"], how="left")
     rows = _with_state(_with_durations(with_cache)).with_columns(dialect=pl.lit(dialects.JOURNEY))
     if described.height:
-        rows = _add_requests_from_spans(rows, described).with_columns(run_id=pl.lit(run_id))
+        rows = _add_requests_from_spans(rows, described).with_columns(run_id=run_id)
     return _with_rates(schema.REQUESTS.shape(rows))
 
 
@@ -216,7 +216,7 @@ def _in_seconds(spans: pl.DataFrame) -> pl.DataFrame:
         return spans
     return spans.with_columns(
         pl.when(in_ns)
-        .then((pl.col(name).cast(pl.Float64, strict=False) / 1e9).cast(pl.String))
+        .then(divided(pl.col(name).cast(pl.Float64, strict=False), 1e9).cast(pl.String))
         .otherwise(name)
         .alias(name)
         for name in _LATENCIES
@@ -416,15 +416,9 @@ _LIVE_STATES = {
 """State of an unfinished request, by its last event of the engine core."""
 
 
-def _divided(values: pl.Expr, number: float) -> pl.Expr:
-    """Return values divided by a number, equal to the last digit in frames of any length."""
-    # By a column: polars divides a long frame by a constant through its reciprocal, which can be off in the last digit.
-    return values / (values * 0 + number)
-
-
 def _as_us(ns: pl.Expr) -> pl.Expr:
     """Return nanoseconds as microseconds."""
-    return _divided(ns, 1e3)
+    return divided(ns, 1e3)
 
 
 def _us(end: str, start: str) -> pl.Expr:
@@ -551,7 +545,7 @@ def _with_rates(requests: pl.DataFrame) -> pl.DataFrame:
     return requests.with_columns(
         inference_us=pl.coalesce("inference_us", _us("last_token_ns", "first_scheduled_ns")),
         tpot_us=_us("last_token_ns", "first_token_ns") / later,
-        tokens_per_s=pl.col("output_tokens") / _divided(e2e, 1e6),
+        tokens_per_s=pl.col("output_tokens") / divided(e2e, 1e6),
         queue_ratio=pl.col("time_in_queue_us") / e2e,
         execute_ratio=pl.col("model_execute_us") / e2e,
     )

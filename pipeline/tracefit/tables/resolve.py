@@ -1,4 +1,4 @@
-"""Decide from all spans of a run which ones count, which server each belongs to, and how the clocks compare.
+"""Decide from all spans of some runs which ones count, which server each belongs to, and how the clocks compare.
 
 Each span takes about a hundred bytes here: its ids, its times and the clock of its events, but no events. Nothing else
 of a run is in memory at once.
@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from tracefit.tables import dialects
 from tracefit.tables.clocks import CLOCK_FACTS, clocks_of, split_engines, without_lone_clocks
+from tracefit.tables.qualified import qualified
 from tracefit.tables.sources import CycleSource
 from tracefit.tables.staging import read_staged
 
@@ -27,78 +28,85 @@ if TYPE_CHECKING:
 
 _ENGINE = ("server", "start_unix_ns", "end_unix_ns", *CLOCK_FACTS)
 _NARROW = ("file", "row", "trace_id", "span_id", "parent_span_id", "scope", "request_id", "thread", *_ENGINE)
-_IDS = ["trace_high", "trace_low", "span"]
+_TRACE = ["run", "trace_high", "trace_low"]
+_IDS = [*_TRACE, "span"]
 _SCOPES = pl.Enum(dialects.READ_SCOPES)
 _HEX_DIGITS_OF_64_BITS = 16
-_FILES = {"file": pl.UInt32, "file_order": pl.UInt32, "source_file": pl.String}
+_FILES = {"file": pl.UInt32, "file_order": pl.UInt32, "source_file": pl.String, "run": pl.UInt32}
 
 
 @dataclass(frozen=True, slots=True)
 class RunPart:
-    """A staged part of a run.
+    """A staged part of some runs.
 
     Attributes:
         name: Its name.
-        files: file (number in the part), file_order (of the file in the run), source_file. Rows of other files do not
-            count.
+        files: file (number in the part), file_order (of the file among those of all runs), source_file, run (its number).
+            Rows of other files do not count.
     """
 
     name: str
     files: pl.DataFrame
 
-    def of_files(self, rows: pl.DataFrame, column: str) -> pl.DataFrame:
-        """Return the rows that count, with `file_order` or `source_file` instead of `file`."""
-        named = self.files.select("file", column)
+    def of_files(self, rows: pl.DataFrame, *columns: str) -> pl.DataFrame:
+        """Return the rows that count, with some of `file_order`, `source_file` and `run` instead of `file`."""
+        named = self.files.select("file", *columns)
         return rows.join(named, on="file", how="inner", maintain_order="left").drop("file")
 
 
-def parts_of(files: Sequence[ReadFile]) -> list[RunPart]:
-    """Return the parts of a run's files; the order of the files decides which of two equal spans counts."""
-    rows: dict[str, list[tuple[int, int, str]]] = {}
-    for order, (file, part) in enumerate((f, part) for f in files for part in f.parts):
-        rows.setdefault(part.name, []).append((part.file, order, file.path))
+def parts_of(runs: Sequence[Sequence[ReadFile]]) -> list[RunPart]:
+    """Return the parts of the files of each run; the order of the files decides which of two equal spans counts."""
+    rows: dict[str, list[tuple[int, int, str, int]]] = {}
+    every = ((file, part, run) for run, files in enumerate(runs) for file in files for part in file.parts)
+    for order, (file, part, run) in enumerate(every):
+        rows.setdefault(part.name, []).append((part.file, order, file.path, run))
     return [RunPart(name, pl.DataFrame(of, schema=_FILES, orient="row")) for name, of in rows.items()]
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedRun:
-    """The staged parts of a run, and facts of all their spans, numbered from part to part.
+class ResolvedRuns:
+    """The staged parts of some runs, and facts of all their spans, numbered from part to part.
+
+    Names of servers and traces are qualified if there are several runs.
 
     Attributes:
+        several: Whether there are.
         parts: The parts.
         firsts: Number of the first span of each part; at the end, the number of spans.
         facts: server, core_zero (wall clock less engine clock of the core spans in the trace), server_zero
             (the same, of the server) of each span; the server is null for spans that do not count.
-        spans_read: Spans of the run's files, duplicates included.
+        spans_read: Spans of the files of each run, by its number, duplicates included.
         clocks: The ranges of wall clock less engine clock that each server's spans agree on: server, low, high.
         twins: row, twin: for spans without events, the trace in which events describe the same request.
-        log_owner: The one server of the spans, if the log beside them is of one engine too.
+        log_owners: Number of a run to the one server of its spans, if the log beside them is of one engine too.
         owners: row, owner: for spans of stages, the span of their request; null for spans that other ranks repeat.
     """
 
+    several: bool
     parts: Sequence[RunPart]
     firsts: list[int]
     facts: pl.DataFrame
-    spans_read: int
+    spans_read: dict[int, int]
     clocks: pl.DataFrame
     twins: pl.DataFrame
-    log_owner: str | None
+    log_owners: dict[int, str]
     owners: pl.DataFrame
 
 
-def resolve(place: Place, parts: Sequence[RunPart]) -> ResolvedRun:
-    """Find the spans of a run that count, with their servers, and the clocks of the servers.
+def resolve(place: Place, parts: Sequence[RunPart], *, several: bool = False) -> ResolvedRuns:
+    """Find the spans of some runs that count, with their servers, and the clocks of the servers.
 
-    A span is identified by (trace_id, span_id): if it was read twice, the first one counts.
+    A span is identified by (run, trace_id, span_id): if it was read twice, the first one counts.
 
     Args:
         place: Where the staged parts are.
-        parts: The run's parts, one at least.
+        parts: The parts of the runs, one at least.
+        several: Whether there are several runs.
     """
     every, firsts = [], [0]
     for part in parts:
         staged = read_staged(place, part.name, "spans", _NARROW)
-        every.append(_narrow(part.of_files(staged, "file_order"), firsts[-1]))
+        every.append(_narrow(part.of_files(staged, "file_order", "run"), firsts[-1], several=several))
         firsts.append(firsts[-1] + staged.height)
         del staged
     spans = pl.concat(every)
@@ -106,7 +114,7 @@ def resolve(place: Place, parts: Sequence[RunPart]) -> ResolvedRun:
     # A part that several files share has rows of all of them: if two spans are equal, the one of the first file counts.
     if not spans["file_order"].is_sorted():
         spans = spans.sort("file_order", maintain_order=True)
-    spans_read = spans.height
+    spans_read = dict(spans.group_by("run").len().iter_rows()) if several else {0: spans.height}
     spans = without_lone_clocks(_without_repeats(spans.drop("file_order"))).with_row_index("span_row")
 
     def marks_of(wanted: pl.DataFrame) -> pl.DataFrame:
@@ -120,7 +128,7 @@ def resolve(place: Place, parts: Sequence[RunPart]) -> ResolvedRun:
         return pl.concat(marks)
 
     spans = _with_server(spans, marks_of)
-    twins = _twins(spans)
+    twins = _twins(spans, several=several)
     if twins.height:
         spans = spans.join(twins, on="row", how="left", maintain_order="left")
         spans = spans.with_columns(server=pl.coalesce("twin_server", "server"))
@@ -130,49 +138,56 @@ def resolve(place: Place, parts: Sequence[RunPart]) -> ResolvedRun:
         spans = spans.with_columns(server=pl.coalesce("engine", "server"))
     numbers = pl.DataFrame({"row": np.arange(firsts[-1], dtype=np.uint32)})
     facts = numbers.join(_facts(spans), on="row", how="left", maintain_order="left").drop("row")
-    return ResolvedRun(
+    return ResolvedRuns(
+        several,
         parts,
         firsts,
         facts,
         spans_read,
         clocks_of(spans),
         twins.select("row", "twin"),
-        _log_owner(place, parts, spans["server"].unique()),
+        _log_owners(place, parts, spans.select("run", "server").unique()),
         owners.drop_nulls("owner").select("row", "owner"),
     )
 
 
-def _log_owner(place: Place, parts: Sequence[RunPart], servers: pl.Series) -> str | None:
-    """Return the server of the spans if there is one server and one engine with a log, else null."""
-    if len(servers) != 1:
-        return None
-    engines: set[str] = set()
+def _log_owners(place: Place, parts: Sequence[RunPart], servers: pl.DataFrame) -> dict[int, str]:
+    """Return the server of the spans of each run that has one server and one engine with a log."""
+    engines: dict[int, set[str]] = {}
     for part in parts:
-        rows = read_staged(place, part.name, "recorded_steps", ("server", "cycle_source"))
-        engines.update(rows.filter(pl.col("cycle_source") == CycleSource.LOG.value)["server"].unique())
-    return str(servers[0]) if len(engines) == 1 else None
+        rows = read_staged(place, part.name, "recorded_steps", ("file", "server", "cycle_source"))
+        logged = part.of_files(rows.filter(pl.col("cycle_source") == CycleSource.LOG.value), "run")
+        for run, engine in logged.select("run", "server").unique().iter_rows():
+            engines.setdefault(run, set()).add(engine)
+    alone = servers.unique("run", keep="none")
+    return {
+        run: str(server)
+        for run, server in alone.select("run", "server").iter_rows()
+        if len(engines.get(run, ())) == 1
+    }
 
 
-def _twins(spans: pl.DataFrame) -> pl.DataFrame:
+def _twins(spans: pl.DataFrame, *, several: bool) -> pl.DataFrame:
     """Return the trace and server of the events with the request id of a stock span: row, twin, twin_server.
 
     A plugin inside the server starts its own traces if the client names none. An id in several traces names no request.
     """
     scope = pl.col("scope")
-    columns = ("row", "request", "trace_high", "trace_low", "server")
+    columns = ("row", "run", "request", "trace_high", "trace_low", "server")
     is_named = pl.col("request").is_not_null()
     stock_scopes = [s for s in dialects.FRONT_SCOPES if s not in dialects.API_SCOPES]
-    stock = spans.filter(is_named & scope.is_in(stock_scopes)).select("row", "request")
+    stock = spans.filter(is_named & scope.is_in(stock_scopes)).select("row", "run", "request")
     # Without stock spans, skip a second pass over the spans with events: there may be millions.
     events_scopes = [*dialects.API_SCOPES, *dialects.CORE_SCOPES] if stock.height else []
     events = spans.filter(is_named & scope.is_in(events_scopes)).select(columns)
-    known = events.group_by("request").agg(
+    known = events.group_by("run", "request").agg(
         pl.col("trace_high", "trace_low").first(),
         twin_server=pl.col("server").first(),
         traces=pl.struct("trace_high", "trace_low").n_unique(),
     )
-    pairs = stock.join(known.filter(pl.col("traces") == 1), on="request")
-    return pairs.select("row", _digits(pairs, "trace_high", "trace_low").alias("twin"), "twin_server")
+    pairs = stock.join(known.filter(pl.col("traces") == 1), on=["run", "request"])
+    twins = pairs.with_columns(_digits(pairs, "trace_high", "trace_low").alias("twin"))
+    return twins.select("row", qualified("twin") if several else "twin", "twin_server")
 
 
 def _owners(spans: pl.DataFrame) -> pl.DataFrame:
@@ -182,7 +197,7 @@ def _owners(spans: pl.DataFrame) -> pl.DataFrame:
     which are processes with names of their own. The engine is named after its first rank. The other ranks
     repeat its spans; their owner is null.
     """
-    trace, above = _IDS[:2], [*_IDS[:2], "parent"]
+    trace, above = _TRACE, [*_TRACE, "parent"]
     own = spans.filter(pl.col("scope") == dialects.SGLANG_SCOPE)
     own = own.select("row", *_IDS, "parent", pl.col("thread", "server").cast(pl.String))
     is_request = pl.col("thread") == ""
@@ -237,18 +252,18 @@ def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _facts(spans: pl.DataFrame) -> pl.DataFrame:
-    cores = spans.select(*_IDS[:2], "scope", "zero").filter(pl.col("scope").is_in(dialects.CORE_SCOPES))
+    cores = spans.select(*_TRACE, "scope", "zero").filter(pl.col("scope").is_in(dialects.CORE_SCOPES))
     # A median: a span with an absurd time must not move the clock of its trace.
-    zeros = cores.group_by(_IDS[:2]).agg(core_zero=pl.col("zero").median().cast(pl.Int64))
+    zeros = cores.group_by(_TRACE).agg(core_zero=pl.col("zero").median().cast(pl.Int64))
     return spans.select(
         "row",
         "server",
-        spans.select(_IDS[:2]).join(zeros, on=_IDS[:2], how="left", maintain_order="left")["core_zero"],
+        spans.select(_TRACE).join(zeros, on=_TRACE, how="left", maintain_order="left")["core_zero"],
         server_zero=pl.col("zero").median().over("server").cast(pl.Int64),
     )
 
 
-def _narrow(spans: pl.DataFrame, first: int) -> pl.DataFrame:
+def _narrow(spans: pl.DataFrame, first: int, *, several: bool) -> pl.DataFrame:
     """Return the columns that are needed here, with ids packed into numbers: 24 bytes instead of 64."""
     trace = pl.col("trace_id").str
     # The client-facing id: the same in all spans of a request.
@@ -257,8 +272,10 @@ def _narrow(spans: pl.DataFrame, first: int) -> pl.DataFrame:
         .then(pl.col("request_id").str.replace(dialects.CORE_ID_SUFFIX, ""))
         .otherwise("request_id")
     )
+    server = qualified("server") if several else pl.col("server")
     return spans.select(
         "file_order",
+        "run",
         pl.col("row") + pl.lit(first, pl.UInt32),
         _number(trace.head(_HEX_DIGITS_OF_64_BITS)).alias("trace_high"),
         _number(trace.tail(_HEX_DIGITS_OF_64_BITS)).alias("trace_low"),
@@ -268,7 +285,7 @@ def _narrow(spans: pl.DataFrame, first: int) -> pl.DataFrame:
         # The hash of a null is a number: no two spans without an id are of one request.
         pl.when(pl.col("request_id").is_not_null()).then(name.hash()).alias("request"),
         pl.col("thread").cast(pl.Categorical),
-        pl.col("server").cast(pl.Categorical),
+        server.cast(pl.Categorical),
         *_ENGINE[1:],
     )
 
@@ -292,17 +309,17 @@ def _with_server(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Data
         apart = apart.with_columns(pl.col("server").cast(pl.Categorical))
         spans = spans.join(apart, on="span_row", how="left", suffix="_apart", maintain_order="left")
         spans = spans.with_columns(server=pl.coalesce("server_apart", "server")).drop("server_apart")
-    elif spans["server"].n_unique() == 1:
-        return spans
+    elif spans["server"].n_unique() == spans["run"].n_unique():
+        return spans  # each run has one server
     parents = (
-        spans.select(*_IDS[:2], "scope", span="parent", engine="server")
+        spans.select(*_TRACE, "scope", span="parent", engine="server")
         .filter(pl.col("scope").is_in(dialects.CORE_SCOPES))
         .unique(_IDS, keep="first", maintain_order=True)
     )
-    names = spans.select(pl.col("server").filter(~is_api).unique()).to_series()
-    # A request without a core span, such as one that never left the API process.
-    only = pl.lit(names[0] if len(names) == 1 else None, pl.Categorical)
+    names = spans.filter(~is_api).select("run", only="server").unique().unique("run", keep="none")
     engine = spans.select(_IDS).join(parents, on=_IDS, how="left", maintain_order="left")["engine"]
+    # A request without a core span, such as one that never left the API process.
+    only = spans.select("run").join(names, on="run", how="left", maintain_order="left")["only"]
     inherited = pl.coalesce(engine, only, "server")
     return spans.with_columns(server=pl.when(is_api).then(inherited).otherwise("server"))
 

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from tracefit.statistics import divided
 from tracefit.tables import dialects, schema
 from tracefit.tables.rows import INCOMPLETE
 from tracefit.tables.sources import CycleSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from tracefit.tables.store import TableStore
 
@@ -33,15 +34,13 @@ _STEP_WINDOW = 1 << 20
 """Steps that are in memory at once."""
 
 
-def run_rows(
-    scan: Callable[[str], pl.LazyFrame], run_id: str, columns: Mapping[str, str | int | None]
-) -> pl.DataFrame:
-    """Return the `runs` table of a run: one row per server.
+def run_rows(scan: Callable[[str], pl.LazyFrame], run: pl.Expr, columns: pl.DataFrame) -> pl.DataFrame:
+    """Return the `runs` table of some runs: one row per server.
 
     Args:
-        scan: Returns a table of the run.
-        run_id: The run.
-        columns: Values that are the same for every server of the run.
+        scan: Returns a table of the runs.
+        run: The number of a run, from the server.
+        columns: Values that are the same for every server of a run: `run`, its number, and columns of the table.
     """
     spans = scan("spans").filter(dialects.is_known()).group_by(_SERVER).agg(**_SPANS)
     recorded = scan("steps").filter(_IS_RECORDED).group_by(_SERVER).agg(**_RECORDED)
@@ -57,7 +56,8 @@ def run_rows(
     rows = pl.concat([rows, records], how="diagonal").group_by(_SERVER, maintain_order=True).agg(**_BOTH)
     for part in (*parts, _sampling(scan)):
         rows = rows.join(part, on=_SERVER, how="left")
-    shared = {**columns, "run_id": run_id}
+    shared = pl.Schema({name: schema.RUNS.types.get(name, kind) for name, kind in columns.schema.items()})
+    rows = rows.with_columns(run=run.cast(shared["run"])).join(columns.cast(shared), on="run", how="left")
     traced = pl.col("steps") > 0
     return schema.RUNS.conform(
         rows.with_columns(
@@ -66,7 +66,6 @@ def run_rows(
                 for c in ("steps", "requests", "epochs", "rich_steps", "spans", "dropped_events")
             ),
             *(pl.when(pl.col(c).is_finite()).then(c).alias(c) for c in _RATIOS),
-            *(pl.lit(v).alias(k) for k, v in shared.items()),
         ).with_columns(
             lost_steps=pl.when(pl.col("recorded_steps") > 0).then(
                 pl.col("counted") - pl.col("recorded_steps")
@@ -80,54 +79,61 @@ def run_rows(
 def with_implausible(
     runs: pl.DataFrame, rejects: pl.DataFrame, odd: pl.DataFrame
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Add values that broke a rule to the `runs` and `rejects` tables of their run.
+    """Add values that broke a rule to the `runs` and `rejects` tables of their runs.
 
     Args:
-        runs: The run's rows of `runs`.
-        rejects: Its rows of `rejects`.
-        odd: The second result of `TableSchema.sift_derived`: reason, count.
+        runs: Rows of `runs`.
+        rejects: The rows of `rejects` of these runs.
+        odd: The second result of `TableSchema.sift_derived`: run_id, reason, count.
     """
-    counts = Counter(json.loads(runs["implausible"][0] or "{}"))
-    counts.update(dict(odd.iter_rows()))
-    more = schema.REJECTS.shape(odd.with_columns(run_id=pl.lit(runs["run_id"][0])))
+    counts = {
+        run_id: Counter(json.loads(text or "{}"))
+        for run_id, text in runs.select("run_id", "implausible").rows()
+    }
+    for run_id, reason, count in odd.iter_rows():
+        counts[run_id][reason] += count
+    texts = {run_id: json.dumps(count, sort_keys=True) for run_id, count in counts.items() if count}
+    named = pl.col("run_id").replace_strict(texts, default=None, return_dtype=pl.String)
     return (
-        runs.with_columns(implausible=pl.lit(json.dumps(counts, sort_keys=True))),
-        schema.REJECTS.conform(pl.concat([rejects, more])),
+        runs.with_columns(implausible=pl.coalesce(named, "implausible")),
+        schema.REJECTS.conform(pl.concat([rejects, schema.REJECTS.shape(odd)])),
     )
 
 
-def missing_attributes(scan: Callable[[str], pl.LazyFrame]) -> dict[str, list[str]]:
-    """Return, by event, the attributes without a usable value in any of the run's events of that name.
+def missing_attributes(scan: Callable[[str], pl.LazyFrame]) -> dict[str, dict[str, list[str]]]:
+    """Return, by run and event, the attributes without a usable value in any of the run's events of that name.
 
     Args:
-        scan: Returns a table of the run.
+        scan: Returns a table of some runs.
     """
     tables = {table: scan(table) for table in _EVENTS_OF}
     tables["steps"] = tables["steps"].filter(~_IS_RECORDED)
     for table in ("steps", "request_snapshots"):
         tables[table] = tables[table].with_columns(event=pl.lit(table))
     counts = {
-        table: tables[table].group_by("event").agg(pl.col(*keys).count())
+        table: tables[table].group_by("run_id", "event").agg(pl.col(*keys).count())
         for table, keys in _EVENTS_OF.items()
     }
-    reasons = scan("rejects").select(pl.col("reason").unique())
-    *counted, reasons_present = pl.collect_all([*counts.values(), reasons], engine="streaming")
-    missing: dict[str, list[str]] = {}
+    is_incomplete = pl.col("reason").is_in(list(INCOMPLETE.values()))
+    reasons = scan("rejects").filter(is_incomplete).select("run_id", "reason").unique()
+    *counted, incomplete = pl.collect_all([*counts.values(), reasons], engine="streaming")
+    missing: dict[str, dict[str, list[str]]] = {}
     names = set()
     for table, events in zip(counts, counted, strict=True):
         for row in events.rows(named=True):
             name = _EVENT_NAMES[row["event"]]
-            names.add(name)
+            names.add((row["run_id"], name))
             lacking = [_EVENTS_OF[table][c][0] for c in _expected(table, row["event"]) if not row[c]]
             if lacking:
-                missing[name] = sorted(lacking)
-    for table, reason in INCOMPLETE.items():
+                missing.setdefault(row["run_id"], {})[name] = sorted(lacking)
+    tables_of = {reason: table for table, reason in INCOMPLETE.items()}
+    for run_id, reason in incomplete.iter_rows():
         # Events that lack their step or request are in no table, so the attribute is missing from all events
         # of the run.
         event, _, attributes = reason.partition(" without ")
-        if reason in reasons_present["reason"] and event not in names:
-            missing[_EVENT_NAMES[table]] = [attributes]
-    return dict(sorted(missing.items()))
+        if (run_id, event) not in names:
+            missing.setdefault(run_id, {})[_EVENT_NAMES[tables_of[reason]]] = [attributes]
+    return {run_id: dict(sorted(events.items())) for run_id, events in missing.items()}
 
 
 _EVENTS_OF = {
@@ -193,7 +199,7 @@ _BOTH = {
 _ARRIVAL = pl.col("arrival_ns")
 _CACHED = pl.col("cached_prompt_tokens")
 _RATIOS = {
-    "arrival_rate_per_s": (_ARRIVAL.count() - 1) / ((_ARRIVAL.max() - _ARRIVAL.min()) / 1e9),
+    "arrival_rate_per_s": (_ARRIVAL.count() - 1) / divided(_ARRIVAL.max() - _ARRIVAL.min(), 1e9),
     "prefix_hit_ratio": _CACHED.sum() / pl.col("prompt_tokens").filter(_CACHED.is_not_null()).sum(),
     # From sums of integers: the last digit of a mean may depend on the order of rows.
     **{

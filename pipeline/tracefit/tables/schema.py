@@ -8,7 +8,7 @@ counted under the rule's name in `runs.implausible`, and is listed in `rejects` 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Literal
 
 import polars as pl
@@ -175,14 +175,20 @@ class TableSchema:
         """Return the name under which rows that break a rule are counted: `steps.step_id is out of range`."""
         return f"{self.name}.{rule.column} is {rule.what}"
 
-    def sift_derived(self, rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    def sift_derived(self, rows: pl.DataFrame, by: str) -> tuple[pl.DataFrame, pl.DataFrame]:
         """Clear values that break a rule, in rows that follow from several spans.
 
+        Args:
+            rows: Rows of this table.
+            by: The column that tells runs apart.
+
         Returns:
-            The rows, and rows of `rejects` without a position in a file: reason, count.
+            The rows, and rows of `rejects` without a position in a file: `by`, reason, count.
         """
-        kept, broken = self.sift(rows.with_row_index("row"), {})
-        return kept.drop("row"), broken.group_by("reason").agg(count=pl.len().cast(pl.Int64)).sort("reason")
+        numbered = rows.with_row_index("row")
+        kept, broken = self.sift(numbered, {})
+        named = broken.join(numbered.select("row", by), on="row").group_by(by, "reason")
+        return kept.drop("row"), named.agg(count=pl.len().cast(pl.Int64)).sort(by, "reason")
 
     def sift(self, rows: pl.DataFrame, limits: Mapping[str, float]) -> tuple[pl.DataFrame, pl.DataFrame]:
         """Leave out rows, or clear values, that break a rule.
@@ -218,7 +224,12 @@ class TableSchema:
 
     def empty(self) -> pl.DataFrame:
         """Return a frame without rows."""
-        return pl.DataFrame(schema=self.types)
+        return _empty(self).clone()
+
+
+@cache
+def _empty(table: TableSchema) -> pl.DataFrame:
+    return pl.DataFrame(schema=table.types)
 
 
 @lru_cache(maxsize=64)

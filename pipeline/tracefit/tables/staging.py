@@ -2,8 +2,8 @@
 
 `TABLES/.stage/<part>/` holds one Arrow IPC file per frame of `SpanRows`. It is tracefit's own store, not a
 published table: the manifest says which parts are valid, and a part of another tool version is decoded again.
-Small files share a part, but the rows of each stay separate: they count as long as the manifest names the
-part for the file. The name of a part ends in a hash of its files, so that damage is detected before the part
+Small files share a part, also those of several runs, but the rows of each stay separate: they count as long as
+the manifest names the part for the file. The name of a part ends in a hash of its files, so that damage is detected before the part
 is read.
 """
 

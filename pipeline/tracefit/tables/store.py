@@ -15,8 +15,10 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -32,6 +34,7 @@ from tracefit.inputs.files import display_name
 from tracefit.tables import schema
 from tracefit.tables.disk import create, disk_errors
 from tracefit.tables.places import Bucket, Disk, Place, digest_of, open_place
+from tracefit.tables.qualified import plain
 from tracefit.tables.staging import STAGE_NAME
 
 if TYPE_CHECKING:
@@ -199,6 +202,7 @@ class TableStore:
         self.root: Path = self.place.root
         self._checked: set[str] = set()
         self._pinned: Manifest | None = None
+        self._known: tuple[tuple[int, ...] | None, Manifest] = None, Manifest()
 
     def write_runs(self, runs: Iterable[tuple[str, Mapping[str, pl.DataFrame]]]) -> None:
         """Replace the rows of runs in some tables, in one step.
@@ -337,8 +341,13 @@ class TableStore:
         )
 
     def manifest(self) -> Manifest:
-        """Return the current manifest."""
-        return self._pinned or read_manifest(self.place)[0]
+        """Return the current manifest, which is read again only if it was replaced."""
+        if self._pinned:
+            return self._pinned
+        signature = self.place.signature(MANIFEST_NAME)
+        if signature is None or signature != self._known[0]:
+            self._known = signature, read_manifest(self.place)[0]
+        return self._known[1]
 
     def pinned(self, run_ids: Iterable[str]) -> TableStore:
         """Return a read-only view of some runs as they are now; workers need not read the manifest of all."""
@@ -408,9 +417,9 @@ class TableStore:
             return read_part(path, columns, where=where)
 
     def _parts(self, name: str, run_ids: list[str] | None) -> list[str]:
-        runs = sorted(self.manifest().runs.items())
-        wanted = [(i, run) for i, run in runs if run_ids is None or i in run_ids]
-        return [part_name(name, i, run.tables[name]) for i, run in wanted if name in run.tables]
+        runs = self.manifest().runs
+        wanted = sorted(runs if run_ids is None else runs.keys() & set(run_ids))
+        return [part_name(name, i, runs[i].tables[name]) for i in wanted if name in runs[i].tables]
 
     def require(self) -> TableStore:
         """Return the store if it has ingested runs.
@@ -500,6 +509,16 @@ def put_parts(place: Place, run_id: str, parts: Mapping[str, Path]) -> dict[str,
     return tables
 
 
+class WrittenTables(Protocol):
+    """The tables of some runs that were written."""
+
+    def read(self, name: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
+        """Return a table, with all columns or some."""
+
+    def pieces(self, name: str) -> Iterator[pl.DataFrame]:
+        """Yield the rows of a table in their order."""
+
+
 class RunWriter:
     """Writes the tables of one run one after the other, each as one Parquet file, as their rows arrive.
 
@@ -511,12 +530,20 @@ class RunWriter:
         self._open: _TableFileWriter | None = None
         self._parts: dict[str, Path] = {}
 
-    def write(self, name: str, rows: pl.DataFrame) -> None:
+    def write(self, name: str, rows: pl.DataFrame | pa.Table) -> None:
         """Write the next rows of a table, in its columns and order."""
         if self._open is None or self._open.table.name != name:
             self._finish()
             self._open = _TableFileWriter(schema.TABLES[name], self._scratch / f"{name}.parquet")
         self._open.write(rows)
+
+    def write_if_missing(self, name: str) -> None:
+        """Write a table without rows, if nothing of it was written."""
+        if name not in self._parts and (self._open is None or self._open.table.name != name):
+            part, data = _empty_part(name)
+            self._parts[name] = self._scratch / part
+            with create(self._parts[name]) as stream:
+                _finish(stream, data)
 
     def write_all(self, tables: Mapping[str, pl.DataFrame | Iterator[pl.DataFrame]]) -> None:
         """Write whole tables, some of them in pieces."""
@@ -565,6 +592,92 @@ class RunWriter:
         self._open = None
 
 
+class RunsWriter:
+    """Writes the tables of some runs: of one as their rows arrive, of several small ones when all are complete."""
+
+    def __init__(self, scratch: Path, run_ids: Sequence[str]) -> None:
+        self._writers: dict[str, RunWriter] = {}
+        for run_id in run_ids:
+            folder = Path(tempfile.mkdtemp(prefix="run-", dir=scratch))
+            self._writers[run_id] = RunWriter(folder)
+        self._alone = self._writers[run_ids[0]] if len(run_ids) == 1 else None
+        self._rows: dict[str, list[pl.DataFrame]] = {}
+
+    def write(self, name: str, rows: pl.DataFrame) -> None:
+        """Write the next rows of a table; those of several runs have qualified names."""
+        if self._alone is not None:
+            self._alone.write(name, rows)
+        else:
+            self._rows.setdefault(name, []).append(rows)
+
+    def scan(self, name: str) -> pl.LazyFrame:
+        """Return a table that was written as a lazy frame."""
+        if self._alone is not None:
+            return self._alone.scan(name)
+        return pl.concat(self._rows[name]).lazy()
+
+    def complete(self) -> None:
+        """Give the rows of several runs their own names; from now on, tables are read and replaced."""
+        self._rows = {name: [plain(pl.concat(rows))] for name, rows in self._rows.items()}
+
+    def of(self, run_ids: Sequence[str]) -> WrittenTables:
+        """Return the tables of some of the runs."""
+        if self._alone is not None:
+            return self._alone
+        return _HeldTables(self._rows, frozenset(run_ids) if len(run_ids) < len(self._writers) else None)
+
+    def replace(
+        self, run_ids: Sequence[str], tables: Mapping[str, pl.DataFrame | Iterator[pl.DataFrame]]
+    ) -> None:
+        """Write whole tables of some runs, in place of those before."""
+        if self._alone is not None:
+            self._alone.write_all(tables)
+            return
+        for name, rows in tables.items():
+            others = ~pl.col("run_id").is_in(list(run_ids))
+            kept = [piece.filter(others) for piece in self._rows.get(name, ())]
+            self._rows[name] = [*kept, rows] if isinstance(rows, pl.DataFrame) else [*kept, *rows]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close files that are open, finished or not."""
+        for writer in self._writers.values():
+            writer.__exit__(*error)
+
+    def close(self) -> dict[str, dict[str, Path]]:
+        """Finish all tables; return the files of each run by table, named after their contents."""
+        for name, frames in self._rows.items():
+            for rows in frames:
+                # Converted once: that has a fixed cost for each column.
+                converted = _to_arrow(rows, schema.TABLES[name])
+                start = 0
+                for length, run_id in rows["run_id"].rle().struct.unnest().iter_rows():
+                    self._writers[run_id].write(name, converted.slice(start, length))
+                    start += length
+            for writer in self._writers.values():
+                writer.write_if_missing(name)
+        return {run_id: writer.close() for run_id, writer in self._writers.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldTables:
+    """Tables in memory, of some runs or of all."""
+
+    tables: Mapping[str, Sequence[pl.DataFrame]]
+    run_ids: frozenset[str] | None
+
+    def read(self, name: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
+        rows = pl.concat(self.tables[name])
+        if self.run_ids is not None:
+            rows = rows.filter(pl.col("run_id").is_in(list(self.run_ids)))
+        return rows if columns is None else rows.select(c for c in rows.columns if c in columns)
+
+    def pieces(self, name: str) -> Iterator[pl.DataFrame]:
+        yield self.read(name)
+
+
 class _TableFileWriter:
     """One Parquet file, in row groups of `ROW_GROUP_ROWS` or `ROW_GROUP_BYTES`, for frames of any size."""
 
@@ -575,10 +688,12 @@ class _TableFileWriter:
         self._waiting: list[pa.Table] = []
         self._writer: pq.ParquetWriter | None = None
 
-    def write(self, rows: pl.DataFrame) -> None:
-        for start in range(0, rows.height or 1, PIECE_ROWS):
+    def write(self, rows: pl.DataFrame | pa.Table) -> None:
+        height = rows.num_rows if isinstance(rows, pa.Table) else rows.height
+        for start in range(0, height or 1, PIECE_ROWS):
             # Also for a frame without rows: the file of an empty table has its columns.
-            self._waiting.append(_to_arrow(rows.slice(start, PIECE_ROWS), self.table))
+            piece = rows.slice(start, PIECE_ROWS)
+            self._waiting.append(piece if isinstance(piece, pa.Table) else _to_arrow(piece, self.table))
             if sum(piece.num_rows for piece in self._waiting) > ROW_GROUP_ROWS:
                 # A piece is smaller than a group, so at most one piece is left over.
                 group = pa.concat_tables(self._waiting)
@@ -596,8 +711,7 @@ class _TableFileWriter:
         if self._writer:
             self._writer.close()
         with self.stream:
-            self.stream.flush()
-            os.fsync(self.stream.fileno())
+            _finish(self.stream)
         return self._path.rename(self._path.with_name(_content_name(self._path)))
 
     def _write_group(self, rows: pa.Table) -> None:
@@ -615,10 +729,28 @@ class _TableFileWriter:
         self._writer.write_table(rows, row_group_size=ROW_GROUP_ROWS)
 
 
+def _finish(stream: BinaryIO, data: bytes = b"") -> None:
+    """Write the last bytes of a file, and wait until the disk has it."""
+    stream.write(data)
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+@cache  # the same for every run
+def _empty_part(name: str) -> tuple[str, bytes]:
+    """Return the name and the bytes of the part of a table without rows."""
+    with tempfile.TemporaryDirectory(prefix="tracefit-") as folder:
+        writer = _TableFileWriter(schema.TABLES[name], Path(folder, name))
+        writer.write(schema.TABLES[name].empty())
+        part = writer.close()
+        return part.name, part.read_bytes()
+
+
 def _content_name(path: Path) -> str:
     return f"part-{digest_of(path)[:_HASH_DIGITS]}.parquet"
 
 
+@lru_cache(maxsize=64)  # the same for every run
 def _readers_schema(written: pa.Schema) -> dict[bytes, bytes]:
     """Return the metadata from which readers of Arrow take the types of the columns.
 

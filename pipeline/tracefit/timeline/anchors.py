@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from tracefit.statistics import robust_sd_expr
+from tracefit.statistics import divided, robust_sd_expr
 from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.timeline.engines import position
 
@@ -179,7 +179,7 @@ def _distances(events: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
     """Return the median distance of events after starts, and its robust standard deviation, per server with enough steps that have both."""
     both = events.join(starts.select("position", start="at"), on="position", how="inner")
     distance = (pl.col("at") - pl.col("start")).cast(pl.Float64)
-    sd = robust_sd_expr(distance) / 1e3
+    sd = divided(robust_sd_expr(distance), 1e3)
     measured = both.group_by("server_number").agg(steps=pl.len(), offset_ns=distance.median(), sd_us=sd)
     return measured.filter(pl.col("steps") >= _ENOUGH_STEPS).drop("steps")
 

@@ -125,12 +125,16 @@ def _pieces(ids: pl.DataFrame) -> pl.DataFrame:
     climbed = pl.col("step_id").diff().over(ENGINE) - 1
     fit = pl.col("at_ns").diff().over(ENGINE).clip(lower_bound=0) // _FASTEST_STEP_NS + _SLACK_STEPS
     ids = ids.with_columns(unnamed=climbed, is_gap=(climbed > fit).fill_null(value=False))
-    widths = ids.filter(~pl.col("is_gap"))["unnamed"].drop_nulls().sort()
-    too_many = widths.filter(widths.cum_sum() > _UNNAMED + _UNNAMED_PER_NAMED * ids.height)
-    if len(too_many):
-        ids = ids.with_columns(
-            is_gap=pl.col("is_gap") | (pl.col("unnamed") >= too_many[0]).fill_null(value=False)
-        )
+    widths = ids.filter(~pl.col("is_gap")).select("run_id", "unnamed").drop_nulls()
+    # Each run may have as many, whichever runs are beside it.
+    if widths["unnamed"].sum() > _UNNAMED:
+        named = ids.group_by("run_id").agg(most=_UNNAMED + _UNNAMED_PER_NAMED * pl.len().cast(pl.Int64))
+        many = widths.sort("unnamed").join(named, on="run_id", how="left", maintain_order="left")
+        many = many.filter(pl.col("unnamed").cum_sum().over("run_id") > pl.col("most"))
+        wide = many.group_by("run_id").agg(wide=pl.col("unnamed").min())
+        ids = ids.join(wide, on="run_id", how="left", maintain_order="left")
+        is_wide = (pl.col("unnamed") >= pl.col("wide")).fill_null(value=False)
+        ids = ids.with_columns(is_gap=pl.col("is_gap") | is_wide).drop("wide")
     pieces = (
         ids.with_columns(piece=pl.col("is_gap").cum_sum().over(ENGINE))
         .group_by(*ENGINE, "piece", maintain_order=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from tracefit.statistics import sum_if_all_known
+from tracefit.statistics import divided, sum_if_all_known
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 from tracefit.timeline.anchors import execution_lags
 from tracefit.timeline.step_sums import StepSums
@@ -94,7 +94,7 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
     whole = ~pl.any_horizontal(pl.col("end_event", "last_step").is_null())
     rows = rows.with_columns(
         steps=pl.when(whole).then(pl.col("last_step") - pl.col("first_step") + 1),
-        engine_us=(pl.coalesce("end_ns", "ends_ns") - begin) / 1e3,
+        engine_us=divided(pl.coalesce("end_ns", "ends_ns") - begin, 1e3),
     )
     sums = rows.group_by(REQUEST).agg(
         steps=sum_if_all_known(pl.col("steps")),
@@ -140,7 +140,7 @@ def _token_gaps(requests: pl.DataFrame, timeline: pl.DataFrame, snapshots: pl.Da
     ]
     points = pl.concat([counted.select(edges[0].columns), *edges])
     out = points.group_by(*REQUEST, "output_tokens", "tokens").agg(pl.col("ts_ns").min()).sort("tokens")
-    gap = pl.col("ts_ns").diff().slice(1) / 1e3
+    gap = divided(pl.col("ts_ns").diff().slice(1), 1e3)
     whole = out.group_by(REQUEST, maintain_order=True).agg(
         known=pl.len(),
         output_tokens=pl.col("output_tokens").first(),

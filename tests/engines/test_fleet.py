@@ -1,0 +1,80 @@
+"""Small runs are built together, as rows of the same frames: each has the tables it has alone, and fails alone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+import tracefit.engines.build as building
+from tracefit import ingest
+from tracefit.tables.store import TableStore
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """Return the list of how many runs each build of several took; a build that fails is not in it."""
+    sizes = []
+    stored = building._stored
+
+    def noted(tasks):
+        built = stored(tasks)
+        sizes.append(len(tasks))
+        return built
+
+    monkeypatch.setattr(building, "_stored", noted)
+    return sizes
+
+
+def _alone(fleet, out, bytes_of):
+    """Return the bytes of each run's tables as it has them alone."""
+    found = {}
+    for run in fleet.iterdir():
+        ingest([run], out / run.name, workers=1)
+        found |= bytes_of(out / run.name)
+    return found
+
+
+def test_runs_of_a_fleet_have_the_tables_they_have_alone(tmp_path, fleet, bytes_of, together):
+    # The same ids in another run, files that hold spans twice, and runs of other kinds.
+    shutil.copytree(fleet / "b", fleet / "f")
+    (fleet / "c" / "traces-2.json").write_bytes((fleet / "d" / "traces.json").read_bytes())
+    for kind in ("generated/llama-8b-sampled", "sglang/sglang-level3-tp2"):
+        shutil.copytree(FIXTURES / kind, fleet / kind.rpartition("/")[2])
+    ingest([fleet], tmp_path / "fleet", workers=1)
+    assert max(together) >= 6
+    assert bytes_of(tmp_path / "fleet") == _alone(fleet, tmp_path / "alone", bytes_of)
+
+
+def test_a_run_that_fails_in_a_fleet_costs_itself(tmp_path, fleet, bytes_of, monkeypatch, together):
+    ingest([fleet], tmp_path / "whole", workers=1)
+    before = building.build_tables
+
+    def failing(runs, **how):
+        if any(run.run_id == "c" for run in runs):
+            raise building.DataError("is odd", where="c")
+        before(runs, **how)
+
+    monkeypatch.setattr(building, "build_tables", failing)
+    result = ingest([fleet], tmp_path / "tables", workers=1)
+    assert [line.partition(":")[0] for line in result.failed] == ["c"]
+    assert TableStore(tmp_path / "tables").runs() == ["a", "b", "d", "e"]
+    others = {
+        name: digest for name, digest in bytes_of(tmp_path / "whole").items() if "run_id=c/" not in name
+    }
+    assert bytes_of(tmp_path / "tables") == others
+
+
+def test_a_setting_that_one_run_contradicts_is_left_out_for_it_alone(tmp_path, fleet, new_traces, bytes_of):
+    new_traces().load(steps=4, requests=0, seed=4).write(fleet / "b")
+    for run in "ab":
+        (fleet / run / "exp-config.yaml").write_text("max_num_batched_tokens: 60\n")
+    ingest([fleet], tmp_path / "fleet", workers=1)
+    steps = TableStore(tmp_path / "fleet").read("steps")
+    most = dict(steps.group_by("run_id").agg(pl.col("scheduled_tokens").max()).iter_rows())
+    assert most["b"] <= 60 < most["a"]
+    assert bytes_of(tmp_path / "fleet") == _alone(fleet, tmp_path / "alone", bytes_of)
