@@ -86,7 +86,7 @@ def test_the_fixture_of_a_log_is_steps_alone_in_whole_seconds(tmp_path: Path) ->
         1,
     )
     (model,) = json.loads((tmp_path / "models/beta.json").read_text())["models"]
-    assert set(model["validation"]["rows_by_source"]) == {"log_interval"}
+    assert set(model["validation"]["rows_by_source"]) == {"log"}
     # The coefficients behind it are in its truth.json.
     terms = {term["feature"]: term["value"] for term in model["terms"]}
     assert model["intercept"]["value"] == pytest.approx(7_000, rel=0.02)

@@ -126,7 +126,7 @@ def build_tables(
     bounds = _window_bounds(place, resolved, memory_limits.window_bytes)
     windows = (_Window.of(place, resolved, *each) for each in bounds)
     starts, sieve = _epoch_starts(windows, space, _Sieve(limits, resolved.clocks))
-    building = _Runs(runs, space, starts, sieve)
+    building = _RunRows(runs, space, starts, sieve)
     for each in bounds:
         building.add(_Window.of(place, resolved, *each))
     spans_read = resolved.spans_read
@@ -365,7 +365,7 @@ class _Tally:
 
 
 @dataclass(slots=True)
-class _Runs:
+class _RunRows:
     """The rows of some runs on their way to the tables."""
 
     runs: Sequence[TracedRun]
