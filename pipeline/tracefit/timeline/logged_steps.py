@@ -4,7 +4,7 @@ A line ends its step, so that the stamp of one line is the start of the next ste
 a start. Of coarser ones, such as the whole seconds of the default format, a change of the stamp is the start of the step whose
 line shows it, half a step off: the steps between two changes are one interval. The elapsed time that a line prints is the wait
 for its result. The engine's own work between two waits, in one thread, is the rest of the step: about a constant, and some more
-for each request. Where waits are most of the time, and with this work add up to the time between the changes, wait and work are
+for each request, or a share of the wait, whichever explains the time between changes. Where waits are most of the time, and with this work add up to the time between the changes, wait and work are
 the time of a step; elsewhere, as on a fast GPU with asynchronous scheduling, the intervals are all there is.
 """
 
@@ -41,8 +41,13 @@ _WORK = {
     "step": pl.col("step_id").is_not_null().cast(pl.Int64),
     "request": pl.col("num_prefill_reqs") + pl.col("num_decode_reqs"),
     "prompt": pl.col("num_prefill_reqs"),
+    "wait": pl.col("cycle_us"),
 }
-"""The engine's work between two waits grows with these: each step, each of its requests, and each that has prompt tokens in it."""
+"""The engine's work between two waits grows with these: each step, each of its requests, and each that has prompt tokens in it;
+or else with the wait itself."""
+
+_CLEARLY = 0.8
+"""Work in proportion to the waits leaves at most this share of the deviations that work by step, request and prompt leaves."""
 
 FINE, CHANGE = "log", "log_change"
 """Sources of starts: the stamp of the line before, or a change of a coarse stamp."""
@@ -100,7 +105,6 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     )
     inside = rows.group_by(*ENGINE, "interval").agg(
         *(column.sum().alias(name) for name, column in _WORK.items()),
-        elapsed_us=pl.col("cycle_us").sum(),
         any_fresh=pl.col("is_fresh").any(),
     )
     starts = (
@@ -120,7 +124,7 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     )
     may_pause = (pl.col("any_fresh") | pl.col("ends_fresh")).fill_null(value=False)
     whole = (pl.col("count") == pl.col("step")) & (pl.col("time_us") > 0)
-    slack = pl.when(whole).then((pl.col("time_us") - pl.col("elapsed_us")) / pl.col("step"))
+    slack = pl.when(whole).then((pl.col("time_us") - pl.col("wait")) / pl.col("step"))
     usual = pl.when(~may_pause).then(slack)
     most = (usual.median() + _FAR_SD * robust_sd_expr(usual)).over(SERVER)
     # Where every interval may hold a pause, nothing tells which do.
@@ -198,23 +202,28 @@ def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
 
 
 def _work(intervals: pl.DataFrame) -> tuple[float, ...] | None:
-    """Return the engine's work between two waits, in us for each of `_WORK`; null where waits and work disagree with the clock.
+    """Return the engine's work between two waits, for each of `_WORK`; null where waits and work disagree with the clock.
 
     Args:
-        intervals: time_us, elapsed_us and sums of `_WORK` of the intervals of a server that have no idle time.
+        intervals: time_us, and sums of `_WORK` of the intervals of a server that have no idle time.
     """
-    time_us, waits_us = (intervals[name].to_numpy() for name in ("time_us", "elapsed_us"))
+    time_us, waits_us = (intervals[name].to_numpy() for name in ("time_us", "wait"))
     if waits_us.sum() < _LEAST_WAIT * time_us.sum():
         return None
     design = intervals.select(*_WORK).cast(pl.Float64).to_numpy()
     work_us = np.zeros(design.shape[1])
+    rest_us = time_us - waits_us
     if len(design) >= _LEAST_INTERVALS:
         # Prompts count if they show; no part of the work takes less than no time.
         for size in (3, 2, 1):
-            found, sd = _robust(design[:, :size], time_us - waits_us)
+            found, sd = _robust(design[:, :size], rest_us)
             if found.min() >= 0 and (size < 3 or found[2] > 2 * sd[2]):
                 work_us[:size] = found
                 break
+        share, _ = _robust(design[:, 3:], rest_us)
+        left_us = robust_sd(rest_us - design @ work_us)
+        if share[0] >= 0 and robust_sd(rest_us - design[:, 3:] @ share) < _CLEARLY * left_us:
+            work_us = np.append(np.zeros(3), share)
     apart = np.median(np.abs(waits_us + design @ work_us - time_us) / time_us)
     return tuple(work_us.tolist()) if apart <= _AGREES else None
 
