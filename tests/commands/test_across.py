@@ -19,7 +19,9 @@ def evaluation_of(tmp_path):
         ingest([tmp_path / "runs"], tmp_path / "tables")
         train(tmp_path / "tables", tmp_path / "models", options=TrainOptions(fast=True, **options))
         evaluation = json.loads((tmp_path / "models" / "evaluation.json").read_text())
-        return evaluation, (tmp_path / "models" / "report.md").read_text()
+        # A long report is a summary, and its sections are files beside it.
+        pages = [tmp_path / "models/report.md", *sorted((tmp_path / "models/report").glob("*.md"))]
+        return evaluation, "\n".join(page.read_text() for page in pages)
 
     return of
 
