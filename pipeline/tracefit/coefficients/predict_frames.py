@@ -274,18 +274,18 @@ def evaluated_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     if lacking := sorted(compiled.formulas.inputs(compiled.features, described.columns) & unknown):
         raise compiled.lacks(lacking, set(described.columns) - unknown)
     # A term that is the same input by another name is reported already.
-    told = {STEP_COLUMNS.get(t.feature) for t in terms_of(model) if t.training_range is not None}
-    return _predict(compiled, rows, described, _beyond(models, "step", set(rows.columns) - told))
+    of_terms = {STEP_COLUMNS.get(t.feature) for t in terms_of(model) if t.training_range is not None}
+    return _predict(compiled, rows, described, _beyond(models, "step", set(rows.columns) - of_terms))
 
 
 def _beyond(models: ScopeModels, of: Literal["step", "request"], known: Collection[str]) -> Sequence[pl.Expr]:
     """Name the inputs outside their training range, as `ScopeModels.beyond` does; null inside it."""
     ranges = {n: ends for n, ends in models.input_ranges(of).items() if n in known}
     # A 0 means not given, and an empty engine has no cached tokens.
-    told = {
+    is_given = {
         n: pl.col(n) != 0 if of == "step" else pl.col("batch") > 0 if n == "context" else True for n in ranges
     }
-    return [pl.when(told[n] & ~pl.col(n).is_between(*ends)).then(pl.lit(n)) for n, ends in ranges.items()]
+    return [pl.when(is_given[n] & ~pl.col(n).is_between(*ends)).then(pl.lit(n)) for n, ends in ranges.items()]
 
 
 def _require_possible(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from tracefit import memory
 from tracefit.errors import DataError, printable
 from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG
 from tracefit.tables import dialects, schema
-from tracefit.tables.build import TracedRun, build_tables
+from tracefit.tables.build import TracedRun, UnlikeRunsError, build_tables
 from tracefit.tables.client_times import with_client_times
 from tracefit.tables.dialects import CLIENT
 from tracefit.tables.runs import COMPLETE_SHARE, with_implausible
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from tracefit.tables.store import ReadFile, TableFile, WrittenTables
     from tracefit.timeline import EngineLimits
 
+
+_log = logging.getLogger("tracefit")
 
 _MOST_NAMED = 5
 """Most other scopes that the error of a run without usable spans names."""
@@ -96,11 +99,11 @@ def build_runs(tasks: tuple[RunTask, ...]) -> tuple[BuiltRun | DataError, ...]:
     """
     # Errors are returned: raised, one would discard the finished runs of the job.
     results: dict[str, BuiltRun | DataError] = {}
-    alike: dict[str, list[RunTask]] = {}
+    alike: dict[tuple[tuple[str, float], ...], list[RunTask]] = {}
     for task in sorted(tasks, key=lambda task: task.run_id):
         try:
             _require_spans(task)
-            alike.setdefault(repr(sorted(task.limits.items())), []).append(task)
+            alike.setdefault(tuple(sorted(task.limits.items())), []).append(task)
         except DataError as error:
             results[task.run_id] = error
     for some in alike.values():
@@ -115,6 +118,9 @@ def _built_together(tasks: Sequence[RunTask]) -> dict[str, BuiltRun | DataError]
         return dict(_stored(tasks))
     except Exception as error:
         if len(tasks) > 1:
+            if not isinstance(error, DataError | UnlikeRunsError):
+                # Only the run at fault fails below; without a trace, a defect of building together would only be slow.
+                _log.info("%d runs are built one by one: together they failed", len(tasks), exc_info=True)
             return {run_id: built for task in tasks for run_id, built in _built_together([task]).items()}
         if isinstance(error, DataError):
             return {tasks[0].run_id: error}
@@ -216,13 +222,13 @@ def timelines_of(
     """
     if not contexts:
         return
-    kinds: dict[str, list[str]] = {}
+    kinds: dict[tuple[_Way, str | None], list[str]] = {}
     ways = _ways_of(contexts, tables_of(list(contexts)))
     for run_id, way in ways.items():
         # Steps are counted from the requests, or placed on a log, of one run at a time.
-        kinds.setdefault(repr((way, run_id if way.is_counted else None)), []).append(run_id)
-    for run_ids in kinds.values():
-        yield run_ids, _timeline_of(tables_of(run_ids), ways[run_ids[0]])
+        kinds.setdefault((way, run_id if way.is_counted else None), []).append(run_id)
+    for (way, _), run_ids in kinds.items():
+        yield run_ids, _timeline_of(tables_of(run_ids), way)
 
 
 @dataclass(frozen=True, slots=True)
