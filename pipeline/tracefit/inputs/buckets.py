@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -43,6 +44,8 @@ _ENVIRONMENT = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
 }
+
+_IMPORTING = threading.Lock()
 
 _ANSWERED: set[str] = set()
 """Buckets that have answered this process: requests to them are retried for `PATIENCE_S`."""
@@ -281,7 +284,10 @@ def _opened(bucket: str, seconds: int) -> ObjectStore:
 def _errors_of(path: BucketPath) -> Iterator[None]:
     """Raise errors of a bucket as one line, and FileNotFoundError for a missing object."""
     try:
-        from obstore.exceptions import BaseError  # noqa: PLC0415
+        # Of threads that import parts of a package at the same time, one may go on with a part that is not ready.
+        with _IMPORTING:
+            import obstore.store  # noqa: F401, PLC0415
+            from obstore.exceptions import BaseError  # noqa: PLC0415
     except ImportError as error:
         raise UsageError(
             "tables and results in a bucket need obstore",
