@@ -93,7 +93,7 @@ def test_they_give_the_models_and_advice_that_its_user_can_follow(recorded, trac
     _, inspected, said = tracefit("inspect", recorded.traces)
     text = "".join([out, err, (tmp_path / "report.md").read_text(), inspected, said])
     assert "alpha.departure" in text  # what is missing is said
-    assert _flags(text) <= _flags((ROOT / "docs/reference/cli.md").read_text()) | _flags(_server_options())
+    assert _flags(text) <= _flags((ROOT / "docs/reference/cli.md").read_text()) | _flags(_options_of_vllm())
 
 
 @pytest.mark.parametrize("log", ["log", "fine_log"])
@@ -136,9 +136,8 @@ def _flags(text):
     return set(re.findall(r"--[a-z][a-z-]+", text))
 
 
-def _server_options():
-    """Return the source of the server's options, which names each."""
-    (file,) = (
-        Path(os.environ["SERVER_PYTHON"]).parents[1].glob("lib/*/site-packages/vllm/engine/arg_utils.py")
-    )
-    return file.read_text()
+def _options_of_vllm():
+    """Return the source of the options of its server and of its load generator, which names each."""
+    (package,) = Path(os.environ["SERVER_PYTHON"]).parents[1].glob("lib/*/site-packages/vllm")
+    sources = [package / "engine/arg_utils.py", *(package / "benchmarks").rglob("*.py")]
+    return "".join(source.read_text() for source in sources)
