@@ -208,3 +208,28 @@ def test_a_machine_with_other_work_is_no_sign_of_requests_without_a_span():
     assert "as on a machine with other work" in _reason(_held_up(uneven))
     # Where steps are even, arrivals that wait look like requests that nobody traced.
     assert "no other was in the engine" in _reason(_held_up(_requests(rate=0.7)))
+
+
+def test_a_front_end_that_is_held_up_is_one_engine():
+    """It stamps the outputs of some steps only just before those of the next one."""
+    requests = _requests()
+    stamps = [
+        requests["arrival_ns"] + (1e3 * requests[name]).round().cast(int) for name in ("ttft_us", "e2e_us")
+    ]
+    times = pl.concat(stamps).sort()
+    steps = pl.DataFrame({"at": times, "next": times.shift(-1)}).filter(
+        pl.col("next") - pl.col("at") > 100_000
+    )
+    short_ns = 1e3 * (requests["decode_us"] / (requests["output_tokens"] - 1)).quantile(0.05)
+    near = steps.filter(pl.col("next") - pl.col("at") < 3 * short_ns).gather_every(12)
+    assert near.height > 12
+    late = near.select("at", later=pl.col("next") - 50_000 - pl.col("at"))
+
+    def held_up(stamp):
+        by = pl.DataFrame({"at": stamp}).join(late, on="at", how="left", maintain_order="left")["later"]
+        return by.fill_null(0) / 1e3
+
+    ttft_us, e2e_us = (
+        requests[name] + held_up(stamp) for name, stamp in zip(("ttft_us", "e2e_us"), stamps, strict=True)
+    )
+    assert _reason(requests.with_columns(ttft_us=ttft_us, e2e_us=e2e_us)) is None

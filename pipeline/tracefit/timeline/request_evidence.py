@@ -171,13 +171,19 @@ def _miscounted(r: Spans) -> float:
 
 
 def _close_share(r: Spans, graph: Graph, short_us: float) -> float:
-    """Return how many stamps are too close for two steps of one engine, as a share of those that independent ones would be."""
-    gaps = np.diff(np.sort(np.concatenate([r.first_ns, r.last_ns]))) / 1e3
-    apart = gaps[gaps > SAME_STEP_NS / 1e3]
-    close = int((apart < _CLOSE * short_us).sum())
+    """Return how many stamps are too close for two steps of one engine, as a share of those that independent ones would be.
+
+    A front end that was held up stamps the outputs of two steps right after each other: their engine times are a step apart.
+    """
+    stamps = np.concatenate([r.first_ns, r.last_ns])
+    order = np.argsort(stamps, kind="stable")
+    gaps = np.diff(stamps[order]) / 1e3
+    engine_gaps = np.diff(graph.at_us[np.concatenate([graph.first, graph.last])[order]])
+    apart = gaps > SAME_STEP_NS / 1e3
+    close = int((apart & (np.maximum(gaps, engine_gaps) < _CLOSE * short_us)).sum())
     busy_us = np.diff(graph.at_us)[graph.between(graph.first, graph.last, np.ones(len(r.prompt))) > 0].sum()
-    expected = len(apart) * -np.expm1(-_CLOSE * short_us * len(apart) / max(float(busy_us), 1.0))
-    return close / expected if close > _FEW_CLOSE else 0.0
+    expected = apart.sum() * -np.expm1(-_CLOSE * short_us * apart.sum() / max(float(busy_us), 1.0))
+    return float(close / expected) if close > _FEW_CLOSE else 0.0
 
 
 def sampled_rate(trace_ids: pl.Series) -> float | None:
