@@ -534,6 +534,28 @@ def test_last_start_in_a_log_counts(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("args", "line", "budget"),
+    [
+        ("'max_num_seqs': 8", "Chunked prefill is enabled with max_num_batched_tokens=8192.", 8192),
+        (
+            "'max_num_seqs': 8",
+            "Initializing: {'mode': 0, 'compile_ranges_endpoints': [512, 4096], 'x': 1}",
+            4096,
+        ),
+        (
+            "'max_num_batched_tokens': 256",
+            "Chunked prefill is enabled with max_num_batched_tokens=8192.",
+            256,
+        ),
+        ("'max_num_seqs': 8", "Chunked prefill is enabled with max_num_batched_tokens=" + "9" * 5000, None),
+    ],
+)
+def test_the_token_budget_is_logged_after_the_arguments(tmp_path, args, line, budget):
+    log = f"{PREFIX}max_num_batched_tokens=1 of an earlier start\n{PREFIX}non-default args: {{{args}}}\n{PREFIX}{line}\n"
+    assert _read(tmp_path, log).max_num_batched_tokens == budget
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("nothing here", "holds no `vllm serve` command"),

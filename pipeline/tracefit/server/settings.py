@@ -315,6 +315,11 @@ _LOGGED_NAMESPACE = re.compile(r"\bargs: Namespace\((.*)\)")
 # Bounded digits: Python refuses integers of more than 4,300 with an error of its own.
 _LITERAL = r"(-?\d{1,18}(?:\.\d{1,18})?(?:[eE][+-]?\d{1,3})?|True|False|None|'[^'\\]*'|\"[^\"\\]*\")"
 _DICT_ITEM = re.compile(rf"'(\w+)':\s*{_LITERAL}\s*(?=[,}}])")
+_LOGGED_BUDGET = re.compile(
+    r"Chunked prefill is enabled with max_num_batched_tokens=(\d{1,9})\b|'compile_ranges_endpoints': \[(?:\d{1,9}, ){0,20}(\d{1,9})\]"
+)
+"""Token budget of a step, which is also the end of the last range of sizes that the engine compiles for."""
+
 _NAMESPACE_ITEM = re.compile(rf"\b(\w+)={_LITERAL}\s*(?=,|$)")
 
 
@@ -500,18 +505,24 @@ def _literal(value: str) -> object:
 def _find_logged(text: str) -> dict[str, object] | None:
     """Return the arguments vLLM logged: `non-default args: {…}` or `args: Namespace(…)`; null if it did not.
 
-    The last such line counts, since a log can hold several starts. Values that are not plain literals are skipped.
+    The last such line counts, since a log can hold several starts. Values that are not plain literals are skipped. The token
+    budget of a step is read from the lines after it if no argument gives it.
     """
+    budget: dict[str, object] = {}
     for line in reversed(text.splitlines()):
+        if ("max_num_batched_tokens=" in line or "compile_ranges_endpoints" in line) and (
+            logged := _LOGGED_BUDGET.search(line)
+        ):
+            budget = {"max_num_batched_tokens": int(logged[1] or logged[2])}
         # A plain search first: the patterns are slow on lines that cannot match.
         if "args:" not in line or len(line) > _MAX_COMMAND_CHARS:
             continue
         logged = _LOGGED_DICT.search(line)
         if logged is not None:
-            return _logged_dict(logged[1])
+            return budget | _logged_dict(logged[1])
         namespace = _LOGGED_NAMESPACE.search(line)
         if namespace is not None:
-            return _literals(_NAMESPACE_ITEM, namespace[1])
+            return budget | _literals(_NAMESPACE_ITEM, namespace[1])
     return None
 
 
