@@ -102,10 +102,20 @@ def test_the_bias_that_counts_is_that_of_all_steps_in_either_direction():
     assert _answers(_models(bias=-16.0), bias=0.5)["simulation"] == "yes"
 
 
-@pytest.mark.parametrize(("skill", "answer"), [(-0.01, "no"), (0.0, "yes")])
-def test_an_admission_worse_than_the_training_median_serves_no_simulation(skill, answer):
+@pytest.mark.parametrize(
+    ("skill", "replay", "answer"),
+    [
+        # Not replayed: only the model's own errors show what it is worth.
+        (-0.01, RunReplay("r", "s", reason="no lengths"), "no"),
+        (0.0, RunReplay("r", "s", reason="no lengths"), "with limits"),
+        # Its time is a part of the TTFT that the replay gets right, or wrong.
+        (-0.01, _replay(), "yes"),
+        (-0.01, _replay(ttft=41.0), "no"),
+    ],
+)
+def test_admission_counts_as_a_part_of_the_replayed_ttft(skill, replay, answer):
     models = _models() | {"alpha.admission": _entry(skill=skill)}
-    assert _answers(models)["simulation"] == answer
+    assert verdicts_of(models, _evidence(replays=(replay,)))["simulation"].answer == answer
 
 
 def test_the_worst_measure_decides_and_is_the_reason():

@@ -133,6 +133,8 @@ MEASURES: dict[str, Measure] = {
 
 
 _OF_REPLAYS = {"replay_pct", "replay_ttft_pct"}
+_REPLAYED = {"admission_mdape_pct", "admission_skill"}
+"""Measures of what is also part of the TTFT of a replay: a wait for the step in progress scatters, but a replay reproduces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +192,19 @@ def verdicts_of(
 ) -> dict[str, Verdict]:
     """Return use to verdict.
 
+    Where a replay shows TTFT, which contains the admission, that model's own errors decide nothing.
+
     Args:
         models: Published name to validation, of one scope.
         evidence: Other measurements of the scope.
         thresholds: The requirements, in the order of their uses.
     """
     by_use: dict[str, list[Criterion]] = {}
+    admission = target_named("admission").model
+    is_replayed = admission in models and _replayed_pct(("ttft",), models[admission], evidence) is not None
     for threshold in thresholds:
+        if is_replayed and threshold.measure in _REPLAYED:
+            continue
         criterion = _criterion(models, evidence, threshold)
         if MEASURES[threshold.measure].needed or criterion.value is not None:
             by_use.setdefault(threshold.use, []).append(criterion)
