@@ -86,6 +86,15 @@ def test_one_scope_is_a_few_lines_within_80_columns_that_end_in_the_page_to_open
     assert "  given the measured queue and batches: TTFT 2.5 %" in block
 
 
+def test_a_verdict_that_is_not_yes_has_its_first_reason():
+    result = _trained(
+        MODEL,
+        verdicts={"scope": {"simulation": "no", "capacity planning": "yes", "alerting": "no"}},
+        reasons={"scope": {"simulation": "few rows", "capacity planning": "good", "alerting": "few rows"}},
+    )
+    assert "  simulation, alerting: no, few rows\n  capacity planning: yes\n" in train_text(result)
+
+
 def test_scopes_that_differ_by_a_hash_alone_are_named_by_runs_and_settings():
     settings = {"max_num_seqs": "64", "dtype": "bfloat16"}
     labels = scope_labels(

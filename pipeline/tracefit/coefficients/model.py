@@ -253,6 +253,13 @@ class Evaluation(Strict):
         """Scope id to use to verdict: yes, with limits or no."""
         return {s.scope_id: {use: v.answer for use, v in s.verdicts.items()} for s in self.scopes}
 
+    @property
+    def first_reasons(self) -> dict[str, dict[str, str]]:
+        """Scope id to use to the first of the reasons that decide its verdict."""
+        return {
+            s.scope_id: {use: next(iter(v.reasons), "") for use, v in s.verdicts.items()} for s in self.scopes
+        }
+
 
 # -- coefficient files ----------------------------------------------------------------------------------
 

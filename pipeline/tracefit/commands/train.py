@@ -215,6 +215,7 @@ def _result(
         report=report / "report.md",
         fitted=tuple(_summary(s, m) for s in scopes for m in s.models),
         verdicts=evaluation.answers,
+        reasons=evaluation.first_reasons,
         not_fitted=tuple(
             f"{m.name} ({s.scope.scope_id}): {m.reason}" + (f"; {m.remedy}" if m.remedy else "")
             for s in scopes

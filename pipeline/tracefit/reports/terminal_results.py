@@ -140,8 +140,11 @@ def _scopes(result: models.TrainResult) -> list[str]:
             given = [f"{x.name.upper()} {_percent(x.given_measured_state_mdape_pct)}" for x in latencies]
             lines.append(indented(columns(_LATENCY_HEAD, [_latency_row(x) for x in latencies])))
             lines.append(_noted(f"given the measured queue and batches: {', '.join(given)}"))
-        if verdicts := result.verdicts.get(scope_id, {}):
-            lines.append(_noted(", ".join(f"{use}: {answer}" for use, answer in verdicts.items())))
+        uses: dict[str, list[str]] = {}
+        for use, answer in result.verdicts.get(scope_id, {}).items():
+            reason = result.reasons.get(scope_id, {}).get(use, "") if answer != "yes" else ""
+            uses.setdefault(", ".join(filter(None, (answer, reason))), []).append(use)
+        lines += [_noted(f"{', '.join(same)}: {verdict}") for verdict, same in uses.items()]
         lines.append("")
     return lines
 

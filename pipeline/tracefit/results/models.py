@@ -91,6 +91,8 @@ class TrainResult(Shown):
     scopes: tuple[ScopeSummary, ...] = ()
     verdicts: dict[str, dict[str, str]] = field(default_factory=dict)
     """scope_id to use to verdict: yes, with limits or no."""
+    reasons: dict[str, dict[str, str]] = field(default_factory=dict)
+    """scope_id to use to the first reason of its verdict."""
     tables: Path = field(default_factory=Path)
     """Folder of the tables that the models were fitted on."""
     warnings: tuple[str, ...] = ()
