@@ -31,7 +31,7 @@ PARAMETERS = {
     "--gpu": "ServerOptions.gpu",
     "--include-overloaded": "TrainOptions.include_overloaded",
     "--load": "LoadOptions.file",
-    "--max-document": "IngestOptions.max_document",
+    "--max-document": "IngestOptions.max_document_mib",
     "--max-rejects": "IngestOptions.max_rejects",
     "--model-config": "ServerOptions.model_config",
     "--output": "LoadOptions.output",

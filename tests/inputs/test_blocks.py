@@ -86,7 +86,7 @@ def test_what_is_no_trace_is_one_reject(read, data, pack):
 
 def test_a_document_that_is_too_long_is_one_line_of_advice(otlp, read):
     data = otlp.SHAPES["pretty object"](3) + b" " * (3 * MIB)
-    (reject,) = read(data, ReadOptions(max_document=2 * MIB)).rejects
+    (reject,) = read(data, ReadOptions(max_document_mib=2)).rejects
     assert "--max-document" in reject.reason
     assert (reject.source_offset, reject.length) == (0, len(data))
 
@@ -101,12 +101,12 @@ def test_a_record_that_is_too_long_is_one_reject_and_those_behind_it_are_read(ot
         "bare protobuf": lambda part: part,
     }[shape]
     data = b"".join(map(wrap, parts))
-    found = read(data, ReadOptions(max_document=3 * MIB))
+    found = read(data, ReadOptions(max_document_mib=3))
     assert found.payloads == [parts[0], *parts[2:]]
     (reject,) = found.rejects
     assert "longer than 3 MiB: raise --max-document to read it" in reject.reason
     assert (reject.source_offset, reject.length) == (len(wrap(parts[0])), len(wrap(parts[1])))
-    assert len(read(data, ReadOptions(max_document=8 * MIB)).payloads) == 4
+    assert len(read(data, ReadOptions(max_document_mib=8)).payloads) == 4
 
 
 def test_gaps_are_rejects_where_they_are(otlp, read):

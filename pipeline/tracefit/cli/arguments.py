@@ -144,9 +144,10 @@ INGEST: Group = {
         "--show-values",
         help="Show the content of rejected records, not only their structure; it is private data.",
     ),
-    "max_document": _option(
+    "max_document_mib": _option(
         int,
         256,
+        "--max-document",
         min=1,
         metavar="MIB",
         help="Longest JSON document, line or protobuf message that is read, in MiB.",
@@ -452,8 +453,6 @@ def ingest_options(options: Mapping[str, Any]) -> IngestOptions:
 
     given = {name: options[name] for name in INGEST}
     given["keep_attributes"] = _keys_of(given["keep_attributes"])
-    # The flag is in MiB, which a person can write; the library takes bytes.
-    given["max_document"] <<= 20
     return IngestOptions(**given)
 
 

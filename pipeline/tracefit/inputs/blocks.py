@@ -2,7 +2,7 @@
 
 A block of an uncompressed local file is a byte range, which the decoding process reads itself; any other
 block carries its bytes. Offsets count in the decompressed file. At most a few blocks are in memory, and at
-most `ReadOptions.max_document` bytes of one record.
+most `ReadOptions.max_document_mib` MiB of one record.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class ReadOptions:
 
     Attributes:
         show_values: Whether excerpts of rejects may show values of records, which are private.
-        max_document: Bytes of the longest record that is read; a record is in memory as a whole.
+        max_document_mib: MiB of the longest record that is read; a record is in memory as a whole.
         max_rejects: Rejects of a file after which reading it stops.
         block_bytes: Usual size of a block; the last one is smaller, a block with a longer record is larger.
     """
 
     show_values: bool = False
-    max_document: int = 256 << 20
+    max_document_mib: int = 256
     max_rejects: int = 100_000
     block_bytes: int = BLOCK_BYTES
 
@@ -209,7 +209,7 @@ class _Splitter:
             return
         if shape == "empty":
             return
-        longest = self._options.max_document
+        longest = self._options.max_document_mib << 20
         usual = wanted = min(self._options.block_bytes, longest + 1)
         while self._buffer or not self._is_last:
             yield from self._fill(wanted)

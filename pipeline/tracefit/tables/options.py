@@ -33,7 +33,7 @@ class IngestOptions(ReadOptions):
 
     Attributes:
         show_values: Show the beginning of a rejected record as it is, not only its structure and keys.
-        max_document: Bytes of the longest record; a record is in memory as a whole.
+        max_document_mib: MiB of the longest record; a record is in memory as a whole.
         max_rejects: Bad records of a file after which reading it stops.
         block_bytes: Bytes of a file that are decoded at once; with more, a worker takes more memory.
         all_spans: Keep spans of other services and scopes too, in the `spans` table alone.
