@@ -117,10 +117,20 @@ def spreadsheet_safe(value: object) -> object:
     return f"'{value}" if is_formula else value
 
 
+_MANY_CHARS = 4
+"""Characters at the beginning of a name that are not so by chance."""
+_MOST_SUGGESTED = 3
+
+
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6, most: int = 1) -> str | None:
-    """Return a question that suggests the closest names, or null if no name has a similarity of `cutoff` (0 to 1)."""
+    """Return a question that suggests the names that begin like this one, else the closest.
+
+    Null if no name begins like it or has a similarity of `cutoff` (0 to 1).
+    """
+    names = list(known)
+    begin = [n for n in names if len(name) >= _MANY_CHARS and n.startswith(name)][:_MOST_SUGGESTED]
     # The search takes time in proportion to the length of the name, which may be a whole file by mistake.
-    close = difflib.get_close_matches(name[:64], list(known), n=most, cutoff=cutoff)
+    close = begin or difflib.get_close_matches(name[:64], names, n=most, cutoff=cutoff)
     return f"did you mean {' or '.join(close)}?" if close else None
 
 

@@ -215,6 +215,7 @@ def test_a_setting_of_its_own_is_not_a_typo(tracefit, tmp_path, traces):
 def test_names_that_are_not_close_are_not_suggested():
     assert did_you_mean("zebra", ["batch", "roofline"]) is None
     assert did_you_mean("rooflin", ["batch", "roofline"]) == "did you mean roofline?"
+    assert did_you_mean("llm-d", ["vllm-vcr", "llm-d-sim", "llm-d-x"]) == "did you mean llm-d-sim or llm-d-x?"
 
 
 LOGS = {
