@@ -120,17 +120,22 @@ def spreadsheet_safe(value: object) -> object:
 _MANY_CHARS = 4
 """Characters at the beginning of a name that are not so by chance."""
 _MOST_SUGGESTED = 3
+_MISSPELT = 0.85
+"""Similarity of a name with one letter wrong, which is closer than a name that begins alike."""
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6, most: int = 1) -> str | None:
-    """Return a question that suggests the names that begin like this one, else the closest.
+    """Return a question that suggests the closest names, or those that begin like a name that is not just misspelt.
 
     Null if no name begins like it or has a similarity of `cutoff` (0 to 1).
     """
     names = list(known)
     begin = [n for n in names if len(name) >= _MANY_CHARS and n.startswith(name)][:_MOST_SUGGESTED]
     # The search takes time in proportion to the length of the name, which may be a whole file by mistake.
-    close = begin or difflib.get_close_matches(name[:64], names, n=most, cutoff=cutoff)
+    close, closest = (
+        difflib.get_close_matches(name[:64], names, n=most, cutoff=c) for c in (cutoff, _MISSPELT)
+    )
+    close = closest or begin or close
     return f"did you mean {' or '.join(close)}?" if close else None
 
 
