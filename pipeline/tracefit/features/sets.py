@@ -363,9 +363,9 @@ _DECODES = _features("""\
 + num_decode_reqs        | request | per-request cost of a decode
 + padded_decode_reqs     | request | what a batch without prompts computes, at the size of a captured CUDA graph
 """)
-PADDED = tuple(feature for feature in _DECODES if feature.name.startswith("padded_"))
-"""Features of the padded batch, beside those of its requests: their coefficients, which are not negative, make an empty slot of
-a graph cost between nothing and as much as a request."""
+PADDED = {"padded_experts_read": "experts_read", "padded_decode_reqs": "num_decode_reqs"}
+"""Features of the padded batch, and the same of its requests. Beside each other their coefficients, which are not negative, make an
+empty slot of a graph cost between nothing and as much as a request."""
 
 _LARGEST_CLASS = 512
 

@@ -36,11 +36,11 @@ from tracefit.fit.holdout import (
     LOAD_FEATURES,
     beyond_load,
     beyond_training,
-    error_beyond,
     error_in_stretches,
     error_over_load,
     errors_by_phase,
     load_extrapolation,
+    mean_error,
     with_load,
 )
 from tracefit.fit.results import Candidate, Missing, StepTimeSource, TargetFacts
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from tracefit.fit.fitted import LinearFit
+    from tracefit.fit.results import PenaltyChoice
+    from tracefit.fit.train import Design
     from tracefit.server.context import ModelScope
     from tracefit.statistics import Vector
 
@@ -377,7 +379,11 @@ SET_RULE = (
 
 
 def try_features(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) -> Candidate | None:
-    """Measure a linear model of a set on the training rows; null where rows or features are too few, or the defining ones lack."""
+    """Measure a linear model of a set on the training rows.
+
+    Null where rows or features are too few, or where the set is not what its name says: the defining features lack, or one that
+    is a time at the GPU's peak has a coefficient below 1.
+    """
     options = _for_set(options, features)
     design = training_design(rows, features.features, relative=options.relative)
     if design is None:
@@ -385,21 +391,31 @@ def try_features(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) 
     used, data = design
     if features.defining and {f.name for f in data.columns}.isdisjoint(features.defining):
         return None
+    choice = data.choose_penalty(options)
+    if _is_below_peak(data, choice, features, options):
+        return None
     # Short blocks: a fifth of a run in one piece may be the only one with some loads, such as the sweep before it or its drain,
     # and the error on these would be one beyond the load that the others train.
-    data = replace(data, folds=data.blocks() % FOLDS)
-    choice = data.choose_penalty(options)
-    inside = data.out_of_fold(choice, options)
+    inside = replace(data, folds=data.blocks() % FOLDS).out_of_fold(choice, options)
     beyond = beyond_load(data, matrix(used, [LOAD])[:, 0], options)
     return Candidate(
         features.name,
         len(data.columns),
-        choice.score,
-        beyond and error_beyond(data, *beyond),
+        mean_error(data, inside, np.ones(len(inside), dtype=bool)),
+        beyond and mean_error(data, *beyond),
         inside_pct=typical_error_pct(inside, data.y),
         beyond_pct=beyond and typical_error_pct(beyond[0], data.y[beyond[1]]),
         plain=features.is_relative,
     )
+
+
+def _is_below_peak(data: Design, choice: PenaltyChoice, features: FeatureSet, options: FitOptions) -> bool:
+    """Return whether a term that defines a set is a time at the GPU's peak, and its coefficient says that steps take less.
+
+    Such a term stands for something else, under a name that is not its own, and runs away beyond the load.
+    """
+    at_peak = [f.name in features.defining and f.unit == "us" for f in data.columns]
+    return any(at_peak) and bool((data.fit(choice, options).coef_[at_peak] < 1).any())
 
 
 def typical_error_pct(predicted: Vector, actual: Vector) -> float:

@@ -27,10 +27,10 @@ MAX_VIF = 10.0
 """A feature whose variance inflation against the features before it exceeds this is left out as redundant."""
 
 MAX_DERIVED_VIF = 100.0
-"""The limit for a product of features and for a padded batch. A square always correlates with its root, a batch with its padded
-size; cross-validation decides on products, and signs bound padding."""
+"""The limit for a product of features, and for a padded batch beside the batch itself. A square always correlates with its root,
+a batch with its padded size; cross-validation decides on products, and signs bound padding."""
 
-_DERIVED = frozenset(feature.name for feature in (*PRODUCTS, *PADDED))
+_PRODUCTS = frozenset(feature.name for feature in PRODUCTS)
 
 MIN_VARIED_ROWS = 20
 """A feature that differs from its most common value on fewer rows is left out: its coefficient would describe those rows."""
@@ -74,7 +74,8 @@ def usable_features(x: Matrix, names: Sequence[str]) -> tuple[list[int], list[Om
             residual -= basis @ (residual @ basis)
             # 1 - R^2: the share of the feature's variance that the kept features leave unexplained.
             unexplained = float(residual @ residual)
-            if unexplained * (MAX_DERIVED_VIF if name in _DERIVED else MAX_VIF) >= 1:
+            beside = PADDED.get(name) in {names[k] for k in kept}
+            if unexplained * (MAX_DERIVED_VIF if beside or name in _PRODUCTS else MAX_VIF) >= 1:
                 vectors[:, len(kept) + 1] = residual / np.linalg.norm(residual)
                 units[:, len(kept)] = unit
                 kept.append(index)
