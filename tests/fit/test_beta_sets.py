@@ -206,9 +206,9 @@ def test_an_empty_slot_costs_between_nothing_and_a_request(request_us, slot_us):
 
 
 def test_sizes_that_occur_in_one_period_alone_are_inside_the_load():
-    """Batches of 1 to 8 are swept in the first fifth, 32 run after it; nothing but the sweep says that batches up to 4 are fast."""
+    """Batches of 1 to 8 are swept in the first tenth, 32 run after it; nothing but the sweep says that batches up to 4 are fast."""
     rng = np.random.default_rng(4)
-    decodes = np.concatenate([np.tile(np.arange(1.0, 9.0), 50), np.full(1600, 32.0)])
+    decodes = np.concatenate([np.tile(np.arange(1.0, 9.0), 25), np.full(1800, 32.0)])
     rows = splits.split_by_time(
         pl.DataFrame(
             {
