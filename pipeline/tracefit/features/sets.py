@@ -122,7 +122,8 @@ class FeatureSet:
         name: Its name.
         features: The features.
         ratios: Candidates for `efficiency_ratio` in its formulas: training chooses one and inserts the number.
-        defining: Features without which it is another set: where a model has none of them, it does not compete.
+        defining: Features without which it is another set: where a model has none of them, it does not compete. Nor does it where
+            one of them is in us, a time at the GPU's peak, and has a coefficient below 1.
         is_relative: Whether a fit minimises errors in proportion to the time, so that short steps count as much as long ones.
     """
 
