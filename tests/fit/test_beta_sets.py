@@ -176,10 +176,59 @@ def test_no_set_is_chosen_that_is_worse_than_the_line(inside, beyond, chosen):
     assert _chosen(_set(inside, beyond), _line("line", 5, 2.0, 2.0)) == chosen
 
 
-@pytest.mark.parametrize(("error", "chosen"), [(1.0, "padded"), (2.97, "line"), (3.5, "line")])
-def test_padding_is_chosen_where_it_helps(error, chosen):
-    plain, padded = _line("line", 5, 3.0, 3.0), _line("padded", 5, error, error)
-    assert _chosen(_set(5.0, 5.0), plain, padded) == chosen
+@pytest.mark.parametrize(("error", "chosen"), [(1.0, "sizes"), (2.97, "sizes"), (3.5, "line")])
+def test_corrections_are_chosen_where_they_help(error, chosen):
+    plain, sizes = _line("line", 5, 3.0, 3.0), _line("sizes", 9, error, error)
+    assert _chosen(_set(5.0, 5.0), plain, sizes) == chosen
+
+
+@pytest.mark.parametrize(("request_us", "slot_us"), [(40, 30), (70, 0), (0, 70)])
+def test_an_empty_slot_costs_between_nothing_and_a_request(request_us, slot_us):
+    """Batches of 1 to 32 run at multiples of 8: part of the time goes by requests, part by slots, and both parts are found."""
+    decodes = np.tile(np.arange(1.0, 33.0), 40)
+    padded = np.ceil(decodes / 8) * 8
+    noise = np.random.default_rng(2).normal(0, 20, len(decodes))
+    rows = splits.split_by_time(
+        pl.DataFrame(
+            {
+                "run_id": "r", "server": "s", "ts_ns": np.arange(len(decodes)), "excluded_reason": None,
+                "num_decode_reqs": decodes, "padded_decode_reqs": padded,
+                "y": 5000 + request_us * decodes + slot_us * padded + noise,
+            },
+            schema_overrides={"excluded_reason": pl.String},
+        )
+    )  # fmt: skip
+    options = FitOptions(relative=True, signs=Signs("declared", intercept=True))
+    fitted = fit_linear(rows, [f for f in LINE.features if f.name in rows.columns], options)
+    found = {t.feature: t.value for t in fitted.terms}
+    assert found.get("num_decode_reqs", 0) == pytest.approx(request_us, abs=3)
+    assert found.get("padded_decode_reqs", 0) == pytest.approx(slot_us, abs=3)
+
+
+def test_sizes_that_occur_in_one_period_alone_are_inside_the_load():
+    """Batches of 1 to 8 are swept in the first tenth, 32 run after it; nothing but the sweep says that batches up to 4 are fast."""
+    rng = np.random.default_rng(4)
+    decodes = np.concatenate([np.tile(np.arange(1.0, 9.0), 25), np.full(1800, 32.0)])
+    rows = splits.split_by_time(
+        pl.DataFrame(
+            {
+                "run_id": "r", "server": "s", "ts_ns": np.arange(2000), "excluded_reason": None, "load": decodes,
+                "reqs": decodes, "fast": (decodes <= 4) * 1.0,
+                "y": 5000 + 20 * decodes - 1000 * (decodes <= 4) + rng.normal(0, 5, 2000),
+            },
+            schema_overrides={"excluded_reason": pl.String},
+        )
+    )  # fmt: skip
+    both = FeatureSet("both", (Feature("reqs", "request", "reqs"), Feature("fast", "1", "fast")))
+    found = try_features(rows, both, FitOptions(reference=False, signs=ANY_SIGN))
+    assert found.inside_mae == pytest.approx(4, rel=0.1)
+
+
+@pytest.mark.parametrize(("efficiency", "competes"), [(0.8, True), (1.25, False)])
+def test_a_set_whose_time_at_the_peak_takes_less_does_not_compete(efficiency, competes):
+    rows = _rows().with_columns(bound=efficiency * pl.col("y"))
+    bounded = FeatureSet("bounded", (Feature("bound", "us", "bound"),), defining=("bound",))
+    assert (try_features(rows, bounded, FitOptions()) is not None) is competes
 
 
 def test_a_line_of_a_small_batch_goes_by_its_experts():
@@ -200,7 +249,9 @@ def test_a_line_of_a_small_batch_goes_by_its_experts():
     ).with_columns(y=4_000 + 20 * pl.col("experts_read"))  # fmt: skip
     rows = splits.split_by_time(frame)
     fitted = fit_linear(
-        rows, LINE.features[:2], FitOptions(relative=True, signs=Signs("declared", intercept=True))
+        rows,
+        [LINE.features[0], LINE.features[2]],
+        FitOptions(relative=True, signs=Signs("declared", intercept=True)),
     )
     (term,) = fitted.terms
     assert (term.feature, term.value) == ("experts_read", pytest.approx(20, rel=1e-3))

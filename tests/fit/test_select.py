@@ -188,3 +188,16 @@ def test_two_features_of_correlation_r_by_hand():
 def test_one_feature_or_none_has_nothing_to_be_collinear_with():
     assert collinearity(np.arange(5.0)[:, None], ["a"], "all").variance_inflation == pytest.approx({"a": 1})
     assert collinearity(np.zeros((5, 0)), [], "all").condition_number is None
+
+
+def test_a_padded_batch_stays_beside_its_batch_and_not_instead_of_it():
+    """Experts that saturate a little go with batches of 1 to 32 and their sizes in fours: the batch is left out, and its size too."""
+    batch = np.tile(np.arange(1.0, 33.0), 20)
+    padded = np.ceil(batch / 4) * 4
+    names = ["num_decode_reqs", "padded_decode_reqs"]
+    kept, left = usable_features(np.column_stack([batch, padded]), names)
+    assert (kept, left) == ([0, 1], [])
+    experts = 1 - 0.99**batch
+    kept, left = usable_features(np.column_stack([experts, batch, padded]), ["experts_read", *names])
+    assert kept == [0]
+    assert {one.feature: one.collinear_with for one in left} == dict.fromkeys(names, ("experts_read",))

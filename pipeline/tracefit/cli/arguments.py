@@ -189,7 +189,7 @@ TRAIN: Group = {
     "features": _option(
         str,
         "auto",
-        help="Feature set for step times: batch, roofline, roofline_max, work_max, line, line+padding, line+sizes, line+padding+sizes, a YAML or JSON file, or auto to let "
+        help="Feature set for step times: batch, roofline, roofline_max, work_max, line, line+sizes, a YAML or JSON file, or auto to let "
         "validation inside and beyond the training load choose.",
     ),
     "sample_csv": _option(

@@ -122,7 +122,8 @@ class FeatureSet:
         name: Its name.
         features: The features.
         ratios: Candidates for `efficiency_ratio` in its formulas: training chooses one and inserts the number.
-        defining: Features without which it is another set: where a model has none of them, it does not compete.
+        defining: Features without which it is another set: where a model has none of them, it does not compete. Nor does it where
+            one of them is in us, a time at the GPU's peak, and has a coefficient below 1.
         is_relative: Whether a fit minimises errors in proportion to the time, so that short steps count as much as long ones.
     """
 
@@ -357,15 +358,16 @@ WORK_MAX = FeatureSet(
 """The same from facts of the architecture alone, for an unknown GPU. The ratio is how many 10^6 FLOPs the machine does
 while it reads 10^3 bytes: 1 to 256 FLOP per byte."""
 
-_LINE_DECODES, _LINE_PADDED, *_LINE_REST = _features("""\
+_DECODES = _features("""\
++ experts_read           | expert  | the weights of the experts that decodes are routed to are read; a prompt is routed to all
++ padded_experts_read    | expert  | the same of the padded batch
 + num_decode_reqs        | request | per-request cost of a decode
-+ padded_decode_reqs     | request | a batch without prompts runs at the size of a captured CUDA graph
-+ prefill_tokens         | token   | each prompt token is computed
-+ context_tokens         | token   | decode reads the cache of its requests
-+ prompt_step            | 1       | a step with prompts does not run as one CUDA graph | min(1, num_prefill_reqs)
-+ num_prefill_reqs       | request | per-request cost of a prefill
-+ prefill_context_tokens | token   | a prompt reads the cache of what is before it
++ padded_decode_reqs     | request | what a batch without prompts computes, at the size of a captured CUDA graph
 """)
+PADDED = {"padded_experts_read": "experts_read", "padded_decode_reqs": "num_decode_reqs"}
+"""Features of the padded batch, and the same of its requests. Beside each other their coefficients, which are not negative, make an
+empty slot of a graph cost between nothing and as much as a request."""
+
 _LARGEST_CLASS = 512
 
 
@@ -388,33 +390,26 @@ def _size_classes() -> Iterator[Feature]:
         )
 
 
-_SIZE_CLASSES = tuple(_size_classes())
-_EXPERTS, _PADDED_EXPERTS = _features("""\
-+ experts_read           | expert  | the weights of the experts that decodes are routed to are read; a prompt is routed to all
-+ padded_experts_read    | expert  | the same of the padded batch
-""")
-
-
-def _line(name: str, experts: Feature, decodes: Feature, corrections: tuple[Feature, ...] = ()) -> FeatureSet:
-    """Return the plain batch with the experts it reads, where the model has them.
-
-    Small batches cannot tell experts from requests, and a line over requests alone runs away beyond them.
-    """
-    defining = (experts.name, decodes.name)
-    features = (experts, decodes, *_LINE_REST, *corrections)
-    return FeatureSet(name, features, defining=defining, is_relative=True)
-
-
-LINE = _line("line", _EXPERTS, _LINE_DECODES)
+LINE = FeatureSet(
+    "line",
+    # Small batches cannot tell experts from requests, and a line over requests alone runs away beyond them.
+    (
+        *_DECODES,
+        *_features("""\
++ prefill_tokens         | token   | each prompt token is computed
++ context_tokens         | token   | decode reads the cache of its requests
++ prompt_step            | 1       | a step with prompts does not run as one CUDA graph | min(1, num_prefill_reqs)
++ num_prefill_reqs       | request | per-request cost of a prefill
++ prefill_context_tokens | token   | a prompt reads the cache of what is before it
+"""),
+    ),
+    defining=tuple(feature.name for feature in _DECODES),
+    is_relative=True,
+)
 """Relative non-negative least squares on what a step computes: what no other set may be worse than."""
 
-LINES = (
-    LINE,
-    _line("line+padding", _PADDED_EXPERTS, _LINE_PADDED),
-    _line("line+sizes", _EXPERTS, _LINE_DECODES, _SIZE_CLASSES),
-    _line("line+padding+sizes", _PADDED_EXPERTS, _LINE_PADDED, _SIZE_CLASSES),
-)
-"""The same with decodes padded to a CUDA graph, and with corrections by the size of the batch."""
+LINES = (LINE, replace(LINE, name="line+sizes", features=(*LINE.features, *_size_classes())))
+"""The same with corrections by the size of the batch."""
 
 _WORKLOAD = _features("""\
   max_tokens         | token | output the request may ask for

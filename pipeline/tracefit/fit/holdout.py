@@ -21,7 +21,6 @@ import polars as pl
 
 from tracefit.features.sets import Feature
 from tracefit.fit import splits
-from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.fitted import (
     FitOptions,
     active_regime,
@@ -360,19 +359,17 @@ def beyond_load(data: Design, load: Vector, options: FitOptions) -> tuple[Vector
     return _fitted_below(data, ~upper, options)(data.x[upper]), upper
 
 
-def error_beyond(data: Design, predicted: Vector, upper: Flags) -> float:
-    """Return the mean absolute error of predictions of the upper half of the load, see `beyond_load`."""
-    counts = data.counts[upper]
-    return float(np.abs(predicted - data.y[upper]) @ counts / counts.sum())
+def mean_error(data: Design, predicted: Vector, rows: Flags) -> float:
+    """Return the mean absolute error of predictions of some rows, weighted by their counts."""
+    counts = data.counts[rows]
+    return float(np.abs(predicted - data.y[rows]) @ counts / counts.sum())
 
 
 def _fitted_below(data: Design, lower: Flags, options: FitOptions) -> Callable[[Matrix], Vector]:
     """Fit the `lower` rows and return a function that predicts features of shape (n, n_features), clipped at 0."""
     kept, _ = usable_features(data.x[lower], [c.name for c in data.columns])
     below = data.part(lower, kept)
-    choice, positive = below.choose_penalty(options), options.signs.of(below.columns)
-    model = RobustLinear(choice.penalty, choice.strength, positive=positive, shrunk=below.shrunk)
-    model.fit(below.x, below.y, below.weights)
+    model = below.fit(below.choose_penalty(options), options)
     return lambda features: np.asarray(np.maximum(model.predict(features[:, kept]), 0.0))
 
 

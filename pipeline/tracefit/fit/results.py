@@ -423,7 +423,7 @@ class Candidate:
     Attributes:
         name: Feature set or form.
         features: Number of its features.
-        inside_mae: Error inside the training load: blocks of time left out in turn.
+        inside_mae: Error inside the training load: every fifth of many short blocks of time left out in turn.
         beyond_mae: Error beyond it: fitted on the lower half of the load, evaluated on the upper; null where rows are too
             few.
         chosen: Whether it is the candidate that was fitted.

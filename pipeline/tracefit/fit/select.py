@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.features.sets import PRODUCTS
+from tracefit.features.sets import PADDED, PRODUCTS
 from tracefit.fit.estimators import Penalty, Positive, RobustLinear, Shrunk, line, moments
 from tracefit.fit.fitted import PENALTIES
 from tracefit.fit.results import Collinearity, OmittedFeature, PenaltyChoice
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 MAX_VIF = 10.0
 """A feature whose variance inflation against the features before it exceeds this is left out as redundant."""
 
-MAX_PRODUCT_VIF = 100.0
-"""The limit for a product of features. A square always correlates with its root; cross-validation decides on products."""
+MAX_DERIVED_VIF = 100.0
+"""The limit for a product of features, and for a padded batch beside the batch itself. A square always correlates with its root,
+a batch with its padded size; cross-validation decides on products, and signs bound padding."""
 
 _PRODUCTS = frozenset(feature.name for feature in PRODUCTS)
 
@@ -73,7 +74,8 @@ def usable_features(x: Matrix, names: Sequence[str]) -> tuple[list[int], list[Om
             residual -= basis @ (residual @ basis)
             # 1 - R^2: the share of the feature's variance that the kept features leave unexplained.
             unexplained = float(residual @ residual)
-            if unexplained * (MAX_PRODUCT_VIF if name in _PRODUCTS else MAX_VIF) >= 1:
+            beside = PADDED.get(name) in {names[k] for k in kept}
+            if unexplained * (MAX_DERIVED_VIF if beside or name in _PRODUCTS else MAX_VIF) >= 1:
                 vectors[:, len(kept) + 1] = residual / np.linalg.norm(residual)
                 units[:, len(kept)] = unit
                 kept.append(index)

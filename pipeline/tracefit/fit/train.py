@@ -396,6 +396,12 @@ class Design:
             counts=self.counts,
         )
 
+    def fit(self, choice: PenaltyChoice, options: FitOptions) -> RobustLinear:
+        """Fit all rows with a penalty that was chosen."""
+        positive = options.signs.of(self.columns)
+        model = RobustLinear(choice.penalty, choice.strength, positive=positive, shrunk=self.shrunk)
+        return model.fit(self.x, self.y, self.weights)
+
     def out_of_fold(self, choice: PenaltyChoice, options: FitOptions) -> Vector:
         """Predict each block of time by a model fitted on the other blocks, clipped at 0; shape (n,)."""
         return out_of_fold(
