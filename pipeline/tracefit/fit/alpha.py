@@ -16,6 +16,7 @@ from tracefit.features.sets import BUILT_IN, FREE_FEATURES, PROMPTS_AHEAD_FEATUR
 from tracefit.fit import splits
 from tracefit.fit.boundary import fit_boundary
 from tracefit.fit.fitted import (
+    FREE,
     NON_NEGATIVE,
     FitOptions,
     FittedModel,
@@ -100,10 +101,10 @@ def _queued_or_free(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRow
     """Return the two regimes of a queue wait: left waiting by a scheduling pass, or taken by the next one."""
     if not exact:
         # The latest sampled step does not show who waits for what, so that both regimes are offered all features.
-        return [RegimeRows("queued", offered, SOMEONE_WAITS), RegimeRows("free", offered)]
+        return [RegimeRows("queued", offered, SOMEONE_WAITS), RegimeRows(FREE, offered)]
     queued = tuple(f for f in offered if f.name in QUEUED_FEATURES)
     free = tuple(f for f in offered if f.name in FREE_FEATURES)
-    return [RegimeRows("queued", queued, NO_CAPACITY), RegimeRows("free", free)]
+    return [RegimeRows("queued", queued, NO_CAPACITY), RegimeRows(FREE, free)]
 
 
 FORMS: Mapping[FormName, Callable[[tuple[Feature, ...], bool], list[RegimeRows]]] = {
