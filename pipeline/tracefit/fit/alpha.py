@@ -61,7 +61,7 @@ NO_ROOM = Condition(
 NO_BUDGET = Condition(any=(Comparison(feature="free_tokens", op="<=", value=0.0),))
 """The token budget of the next scheduling pass does not suffice: a request waits until the prompts ahead are computed."""
 
-NO_CAPACITY = Condition(any=(*NO_ROOM.any, *NO_BUDGET.any))
+NO_CAPACITY = Condition(any=(*(NO_ROOM.any or ()), *(NO_BUDGET.any or ())))
 """The next scheduling pass leaves a request waiting when slots, token budget or KV blocks do not suffice for it."""
 
 _BOUNDARY_NOTES = (
