@@ -6,8 +6,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.features.sets import Feature
+from tracefit.features.sets import BUILT_IN, Feature
 from tracefit.fit import splits
+from tracefit.fit.alpha import FORMS
 from tracefit.fit.fitted import (
     FitOptions,
     LinearFit,
@@ -103,6 +104,37 @@ def test_a_row_without_a_label_is_no_hit_and_no_miss():
     classifier = _fit(_frame().with_columns(queued=unsure)).validation.classifier
     assert (classifier.confusion["false_positive"], classifier.confusion["false_negative"]) == (0, 0)
     assert classifier.confusion["true_positive"] + classifier.confusion["true_negative"] == 105
+
+
+def test_room_and_a_prompt_s_turn_have_their_own_lines():
+    """Room comes at 2 ms per output token ahead, the turn of a prompt at 0.1 ms per prompt token ahead; else 0.2 ms pass."""
+    rng, n = np.random.default_rng(1), 600
+    ahead, tokens, need = rng.integers(0, 9_000, n), rng.integers(0, 9_000, n), rng.integers(0, 4, n)
+    columns = {
+        "free_slots": np.where(need == 0, 0, 5),
+        "free_tokens": np.where(need < 2, -100, 100),
+        "block_demand": np.where(need == 3, 9, 1),
+        "kv_blocks_free": 4,
+        "outputs_ahead": ahead,
+        "running_remaining_tokens": 0,
+        "tokens_ahead": tokens,
+        "prompt_tokens": 100,
+        "running_depth": 1,
+        "y": np.select([(need == 0) | (need == 3), need == 1], [2_000.0 * ahead, 100.0 * tokens], 200.0),
+        "queued": need != 2,
+    }
+    regimes = FORMS["regimes"](BUILT_IN["queue"].features, True)
+    frame = _frame(n).with_columns(
+        **{k: pl.lit(pl.Series(k, np.broadcast_to(v, n))) for k, v in columns.items()}
+    )
+    fitted = _fit(frame, regimes)
+    values = [(p.regime.name, {t.feature: t.value for t in p.terms}) for p in fitted.regimes]
+    assert values == [
+        ("queued", {"outputs_ahead": pytest.approx(2_000, rel=0.01)}),
+        ("prompts_ahead", {"tokens_ahead": pytest.approx(100, rel=0.01)}),
+        ("free", {}),
+    ]
+    assert fitted.validation.classifier.balanced_accuracy == 1
 
 
 def test_too_few_rows_in_all_regimes():

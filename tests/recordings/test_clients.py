@@ -15,7 +15,7 @@ from tracefit.inputs.blocks import Block, inspect_file
 from tracefit.inputs.files import TraceFile
 from tracefit.recordings import RECORDINGS
 from tracefit.tables import schema
-from tracefit.tables.client_times import with_client_times
+from tracefit.tables.client_times import with_asked_lengths, with_client_times
 from tracefit.tables.store import TableStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/clients"
@@ -261,3 +261,21 @@ def test_clients_of_other_requests_are_not_joined():
     joined = with_client_times(pl.concat([rows, alone]))
     assert joined.height == 120
     assert not joined["network_us"].count()
+
+
+@pytest.mark.parametrize(
+    ("short_us", "dialect", "changed"), [(1e6, "client", 4), (0.3e6, "client", 0), (1e6, "stock", 0)]
+)
+def test_tokens_counted_in_the_text_are_those_asked_for_where_times_say_so(short_us, dialect, changed):
+    """Of 200 requests of 100 tokens and a second four show 30 tokens: whether they were that short, their time says."""
+    columns = {
+        "dialect": ["client"] * 199 + [dialect],
+        "output_tokens": [30] * 4 + [100] * 196,
+        "client_ttft_us": 50.0,
+        "client_e2e_us": [50 + short_us] * 4 + [50 + 1e6] * 196,
+    }
+    requests, count = with_asked_lengths(schema.REQUESTS.shape(pl.DataFrame(columns)))
+    assert count == changed
+    assert requests["output_tokens"].to_list() == ([100] if changed else [30]) * 4 + [100] * 196
+    if changed:
+        assert requests["client_itl_us"].to_list() == pytest.approx([1e6 / 99] * 200)

@@ -85,9 +85,9 @@ def evaluated(model: Model, rows: pl.DataFrame) -> pl.DataFrame | None:
         predicted_ms=compiled.expression_with_clock() / US_PER_MS,
         measured_ms=pl.col("y") / US_PER_MS,
         at_s=(in_time() - in_time().min().over(SERVER)) / unit,
-        first_regime=model.regimes[0].when.expression()
+        regime=pl.coalesce(pl.when(r.when.expression()).then(pl.lit(r.name)) for r in model.regimes)
         if isinstance(model, RegimesModel)
-        else pl.lit(value=True),
+        else pl.lit("all"),
     )
     # To a nanosecond, the resolution of the clocks: rounding errors of arithmetic are no residuals.
     residual = (pl.col("measured_ms") - pl.col("predicted_ms")).round(6)

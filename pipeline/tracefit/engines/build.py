@@ -17,7 +17,7 @@ from tracefit.errors import DataError, printable
 from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import TracedRun, UnlikeRunsError, build_tables
-from tracefit.tables.client_times import with_client_times
+from tracefit.tables.client_times import TEXT_COUNT, with_asked_lengths, with_client_times
 from tracefit.tables.dialects import CLIENT
 from tracefit.tables.runs import COMPLETE_SHARE, with_implausible
 from tracefit.tables.sources import CycleSource
@@ -176,13 +176,14 @@ def _build(tasks: Sequence[RunTask], folder: Path) -> dict[str, BuiltRun]:
 
 
 def _with_clients(read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame]:
-    requests = with_client_times(read("requests"))
+    requests, changed = with_asked_lengths(with_client_times(read("requests")))
     counts = requests.group_by("server").agg(requests=pl.len().cast(pl.Int64))
     runs = read("runs").drop("requests").join(counts, on="server", how="left")
-    return {
-        "requests": requests,
-        "runs": schema.RUNS.conform(runs.with_columns(pl.col("requests").fill_null(0))),
-    }
+    runs, rejects = schema.RUNS.conform(runs.with_columns(pl.col("requests").fill_null(0))), read("rejects")
+    if changed:
+        odd = pl.DataFrame({"run_id": runs["run_id"][0], "reason": TEXT_COUNT, "count": changed})
+        runs, rejects = with_implausible(runs, rejects, odd)
+    return {"requests": requests, "runs": runs, "rejects": rejects}
 
 
 def _kv_tables(task: RunTask, read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame]:

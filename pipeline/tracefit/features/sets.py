@@ -443,6 +443,9 @@ QUEUE = FeatureSet(
 QUEUED_FEATURES = ("outputs_ahead", "running_remaining_tokens", "prompt_tokens")
 """Features of `queue` for a request without free capacity: the work ahead of it."""
 
+PROMPTS_AHEAD_FEATURES = ("tokens_ahead", "prompt_tokens")
+"""Features of `queue` for a request that waits for the token budget alone: the prompts that are computed before its own."""
+
 FREE_FEATURES = ("prompt_tokens", "running_depth")
 """Features of `queue` for a request that goes with the next step: the scheduler's own work."""
 

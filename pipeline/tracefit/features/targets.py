@@ -16,7 +16,7 @@ from typing import Literal
 State = Literal["queue", "latest_step", "own_step"]
 """Engine state that the features of a target describe; see `features.training.alpha_rows`."""
 
-FormName = Literal["line", "regimes", "step_boundary", "constant"]
+FormName = Literal["line", "regimes", "two_regimes", "step_boundary", "constant"]
 
 # In the order of a request's life: a latency is composed of its parts in the order in which they begin.
 _EVENT_ORDER = ("arrival_ns", "queued_ns", "first_scheduled_ns", "first_token_ns", "finished_ns")
@@ -132,7 +132,7 @@ TARGETS: tuple[Target, ...] = (
         step="queued_step",
         feature_set="queue",
         state="queue",
-        forms=("regimes", "line"),
+        forms=("regimes", "two_regimes", "line"),
         # A queue wait of seconds among waits of 0.2 ms is not an outlier: the model is meant for it.
         drop_outliers=False,
         adds_to="ttft",

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.features.sets import BUILT_IN, FREE_FEATURES, QUEUED_FEATURES
+from tracefit.features.sets import BUILT_IN, FREE_FEATURES, PROMPTS_AHEAD_FEATURES, QUEUED_FEATURES
 from tracefit.fit import splits
 from tracefit.fit.boundary import fit_boundary
 from tracefit.fit.fitted import (
+    FREE,
     NON_NEGATIVE,
     FitOptions,
     FittedModel,
@@ -49,13 +50,18 @@ SOMEONE_WAITS = Condition(
 )
 """A sampled step counts as `NO_CAPACITY` if a request was left waiting or no slot was free."""
 
-NO_CAPACITY = Condition(
+NO_ROOM = Condition(
     any=(
         Comparison(feature="free_slots", op="<=", value=0.0),
-        Comparison(feature="free_tokens", op="<=", value=0.0),
         Comparison(feature="block_demand", op=">", feature2="kv_blocks_free"),
     )
 )
+"""Slots or KV blocks do not suffice for a request: it waits until running ones have finished."""
+
+NO_BUDGET = Condition(any=(Comparison(feature="free_tokens", op="<=", value=0.0),))
+"""The token budget of the next scheduling pass does not suffice: a request waits until the prompts ahead are computed."""
+
+NO_CAPACITY = Condition(any=(*(NO_ROOM.any or ()), *(NO_BUDGET.any or ())))
 """The next scheduling pass leaves a request waiting when slots, token budget or KV blocks do not suffice for it."""
 
 _BOUNDARY_NOTES = (
@@ -82,19 +88,29 @@ def _one_line(offered: tuple[Feature, ...], _exact: bool) -> list[RegimeRows]:
     return [RegimeRows("all", offered)]
 
 
+def _by_need(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRows]:
+    """Return a regime of a queue wait for each need of a request: room of a running one, a prompt's turn, or nothing."""
+    if not exact:
+        return _queued_or_free(offered, exact)
+    queued, free = _queued_or_free(offered, exact)
+    prompts = tuple(f for f in offered if f.name in PROMPTS_AHEAD_FEATURES)
+    return [replace(queued, when=NO_ROOM), RegimeRows("prompts_ahead", prompts, NO_BUDGET), free]
+
+
 def _queued_or_free(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRows]:
     """Return the two regimes of a queue wait: left waiting by a scheduling pass, or taken by the next one."""
     if not exact:
         # The latest sampled step does not show who waits for what, so that both regimes are offered all features.
-        return [RegimeRows("queued", offered, SOMEONE_WAITS), RegimeRows("free", offered)]
+        return [RegimeRows("queued", offered, SOMEONE_WAITS), RegimeRows(FREE, offered)]
     queued = tuple(f for f in offered if f.name in QUEUED_FEATURES)
     free = tuple(f for f in offered if f.name in FREE_FEATURES)
-    return [RegimeRows("queued", queued, NO_CAPACITY), RegimeRows("free", free)]
+    return [RegimeRows("queued", queued, NO_CAPACITY), RegimeRows(FREE, free)]
 
 
 FORMS: Mapping[FormName, Callable[[tuple[Feature, ...], bool], list[RegimeRows]]] = {
     "line": _one_line,
-    "regimes": _queued_or_free,
+    "regimes": _by_need,
+    "two_regimes": _queued_or_free,
     "step_boundary": _one_line,
     "constant": lambda _offered, _exact: [RegimeRows("all", ())],
 }
@@ -118,7 +134,10 @@ def fit_target(
     rows = request_frame(tables, target, features, constants)
     how = _options_of(target, options)
     regimes: dict[FormName, list[RegimeRows]] = {
-        name: FORMS[name](features.features, exact) for name in target.forms
+        # Where the queue is not known exactly, both forms of regimes are the same.
+        name: FORMS[name](features.features, exact)
+        for name in target.forms
+        if exact or name != "two_regimes"
     }
     # A queue that builds up makes a wait no constant, whatever the last training rows show.
     if how.label is None or counted(rows, "train").filter(how.label).height < MIN_TRAIN_ROWS:

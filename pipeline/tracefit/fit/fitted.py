@@ -226,6 +226,10 @@ def active_regime(regimes: Sequence[FittedRegime], rows: pl.DataFrame) -> Intege
     return np.asarray(np.argmax([which(rows, r.regime.when.expression()) for r in regimes], axis=0))
 
 
+FREE = "free"
+"""Name of the regime of requests that wait for nothing; all others are left waiting."""
+
+
 def which(rows: pl.DataFrame, condition: pl.Expr) -> Flags:
     """Return which rows a condition holds for, shape (n,); it does not hold where it is null."""
     return rows.with_columns(_holds=condition.fill_null(value=False))["_holds"].to_numpy().astype(bool)

@@ -15,6 +15,7 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
 
 from tracefit.fit.fitted import (
+    FREE,
     FittedRegime,
     active_regime,
     matrix,
@@ -214,9 +215,10 @@ def _coverage_pct(regimes: list[FittedRegime], evaluated: pl.DataFrame) -> float
 
 
 def _classify(regimes: list[FittedRegime], evaluated: pl.DataFrame, label: pl.Expr) -> Classifier:
-    """Compare the first regime's condition with its true value, on the rows where that is known."""
+    """Compare whether the conditions leave a request waiting with whether it was, on the rows where that is known."""
     known = evaluated.filter(label.is_not_null())
-    true, predicted = which(known, label), which(known, regimes[0].regime.when.expression())
+    waits = np.array([regime.regime.name != FREE for regime in regimes])
+    true, predicted = which(known, label), waits[active_regime(regimes, known)]
     # Balanced accuracy: the mean of the rates of correct predictions among true and among false rows.
     rates = [
         float((predicted[true == side] == side).mean()) for side in (True, False) if (true == side).any()

@@ -104,12 +104,13 @@ def replay_run(run_id: str, traces: RunTraces, scope: ScopeModels) -> RunReplay:
 def _of_client(traces: RunTraces, server: str) -> pl.DataFrame:
     """Return requests that their client alone describes as those of a server, on the clock of its steps.
 
-    The clocks are one where the last token comes as the last step ends; of sampled steps, some of them after it.
+    The clocks are one where the last token comes as the last step ends; of sampled steps, some of them after it. Steps that were
+    counted from these requests are on their clock already.
     """
     requests, steps = traces.requests, traces.timeline.filter(pl.col("server") == server)
     last = pl.col("arrival_ns") + (1e3 * pl.col("client_e2e_us")).cast(pl.Int64)
     ends = requests.select(last.max()).item(), steps.select(pl.col("ts_start_ns").max()).collect().item()
-    ahead = 0 if None in ends else ends[1] - ends[0]
+    ahead = 0 if None in ends or requests["first_scheduled_ns"].count() else ends[1] - ends[0]
     # A restart cannot be seen from there.
     moved = requests.with_columns(
         server=pl.lit(server), epoch=pl.lit(0, pl.Int64), arrival_ns=pl.col("arrival_ns") + ahead
@@ -119,7 +120,11 @@ def _of_client(traces: RunTraces, server: str) -> pl.DataFrame:
         for name in ("client_ttft_us", "client_e2e_us")
     )
     latencies = {f"{name}_us": pl.col(f"client_{name}_us") for name in ("ttft", "itl", "e2e")}
-    return moved.with_columns(first_token_ns=first, last_token_ns=last, finished_ns=last, **latencies)
+    # Nobody saw when they were scheduled: their steps say when that was at the latest.
+    unseen = pl.lit(None, pl.Int64)
+    return moved.with_columns(
+        first_scheduled_ns=unseen, first_token_ns=first, last_token_ns=last, finished_ns=last, **latencies
+    )
 
 
 def missing_for_replay(run: pl.DataFrame, requests: pl.DataFrame, cuts: Mapping[str, int]) -> str | None:

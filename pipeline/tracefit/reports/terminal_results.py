@@ -131,6 +131,11 @@ def _scopes(result: models.TrainResult) -> list[str]:
             if mape_misleads(m.holdout_mape_pct, m.holdout_mdape_pct)
         ]
         lines += [
+            _noted(f"{m.name}: worse than the training median, the baseline: do not use it")
+            for m in fitted
+            if m.holdout_mae is not None and m.baseline_mae is not None and m.holdout_mae > m.baseline_mae
+        ]
+        lines += [
             _noted(f"{m.name}: these are errors of means over several steps, no single step was seen")
             for m in fitted
             if m.of_means

@@ -25,6 +25,48 @@ _LEAST_LATENCIES = 2
 _LEAST_SHARE = 0.5
 """Share of the smaller side's requests that must agree on the difference of the clocks."""
 
+_NEAR, _MOST_NEAR = 0.05, 0.9
+"""Where so many requests have output lengths this close to the median, one length was asked of all."""
+
+_SHORT, _LEAST_SHORT = 0.5, 0.005
+_SAME_TIME, _MOST_SAME = 0.1, 0.9
+"""Where so many of at least so many requests below that share of the median length last as long as the median, tokens of the text were counted."""
+
+TEXT_COUNT = "output tokens of a client that counts them in the text: their median in place of them"
+
+
+def with_asked_lengths(requests: pl.DataFrame) -> tuple[pl.DataFrame, int]:
+    """Return requests with the median as output length, where one was asked of all and the client counted the tokens in the text.
+
+    An engine that ignores the end of a sequence computes as many tokens as were asked for. Some have no text, so that a client
+    that counts in the text reports fewer for requests that took as long as the others.
+
+    Args:
+        requests: The `requests` table of a run with its clients' times.
+
+    Returns:
+        The requests, and the number of lengths that changed: 0 where the counts follow the times, or a server recorded requests.
+    """
+    tokens, decode_us = pl.col("output_tokens"), pl.col("client_e2e_us") - pl.col("client_ttft_us")
+    usual = tokens.median().round()
+    is_near = (tokens / usual - 1).abs() <= _NEAR
+    is_short = tokens < _SHORT * usual
+    lasts = (decode_us / decode_us.median() - 1).abs() <= _SAME_TIME
+    known = requests.drop_nulls(["output_tokens", "client_e2e_us", "client_ttft_us"])
+    if not known.height or not (requests["dialect"] == CLIENT).all():
+        return requests, 0
+    near, short, as_long, length = known.select(
+        is_near.mean(),
+        is_short.mean().alias("short"),
+        lasts.filter(is_short).mean().alias("long"),
+        usual.alias("usual"),
+    ).row(0)
+    if near < _MOST_NEAR or short < _LEAST_SHORT or (as_long or 0.0) < _MOST_SAME:
+        return requests, 0
+    asked = pl.when(tokens.is_not_null()).then(pl.lit(int(length), pl.Int64))
+    changed = requests.with_columns(output_tokens=asked, client_itl_us=decode_us / max(length - 1, 1))
+    return changed, int((requests["output_tokens"] != changed["output_tokens"]).sum())
+
 
 def with_client_times(requests: pl.DataFrame) -> pl.DataFrame:
     """Return requests with the times of their clients; client rows that match a server's request are left out.

@@ -95,7 +95,7 @@ class ScatterSample(NamedTuple):
 def _sample(parts: Sequence[tuple[str, pl.DataFrame]], x: str, y: str, points: int) -> ScatterSample:
     """Draw at most `points` rows of each kind."""
     kinds = [(name, thinned(part.sort("ts_ns"), points)) for name, part in parts if part.height]
-    styles = ((BLUE, "circle"), (ORANGE, "triangle-up"))
+    styles = ((BLUE, "circle"), (ORANGE, "triangle-up"), (GREY, "diamond"))
     traces = [
         _dots(name, some, x, y, color=colour, symbol=symbol)
         for (name, some), (colour, symbol) in zip(kinds, styles, strict=False)
@@ -155,9 +155,9 @@ def _predicted_figure(model: Model, held: pl.DataFrame, points: int) -> Figure:
     parts = [("held-out rows", held)]
     look = "Look for a cloud that leaves the line at one end: the model misses a bend there."
     if isinstance(model, RegimesModel):
-        first, rest = model.regimes[0].name, model.regimes[-1].name
-        parts = [(first, held.filter("first_regime")), (rest, held.filter(~pl.col("first_regime")))]
-        look = f"Look for points of *{first}* among those of *{rest}*: there the condition between the two regimes is wrong."
+        first, *_, rest = names = [r.name for r in model.regimes]
+        parts = [(name, held.filter(regime=name)) for name in names]
+        look = f"Look for points of *{first}* among those of *{rest}*: there the condition between the regimes is wrong."
     if is_wide:
         positive = (pl.col("measured_ms") > 0) & (pl.col("predicted_ms") > 0)
         parts = [(name, part.filter(positive)) for name, part in parts]
