@@ -93,7 +93,7 @@ class Table:
         is_more = found == SERVERS + 1 and (plan.servers_low or found) <= SERVERS
         answer = "right" if is_right else "one more, within its interval" if is_more else "wrong"
         self.servers[answer] += 1
-        interval = f"{plan.servers_low} to {plan.servers_high or 'any'}"
+        interval = f"{plan.servers_low}, likely {plan.servers_likely}"
         say(f"{where}: {found} servers ({interval}) of {SERVERS}: {answer}")
         if answer == "wrong":
             self.failed.append(
