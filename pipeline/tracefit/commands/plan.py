@@ -339,7 +339,7 @@ def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[st
         plan_ = replace(plan_, servers_low=least, servers_likely=likely)
     elif rate is None:
         curve = largest_rate(fleet, servers, curve, objectives)
-        if curve.anchor is None:
+        if not curve.anchors:
             return replace(
                 plan_, reason=_too_slow(curve, objectives), curve=_points(curve, servers, fleet, names)
             )
@@ -353,9 +353,9 @@ def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[st
         )
     else:
         curve = anchored(fleet, servers, curve, rate / servers)
-    if curve.anchor is None:
-        raise DataError("no rate was replayed")
-    at = plan_point(curve.anchor, servers, fleet, curve, names)
+    each = curve.largest_rate(objectives) if rate is None else rate / servers
+    here = min(curve.anchors, key=lambda anchor: abs(anchor.rate - each))
+    at = plan_point(here, servers, fleet, curve, names)
     low, value, high = (
         servers * curve.largest_rate(objectives, high=h) if objectives else 0.0 for h in (True, None, False)
     )

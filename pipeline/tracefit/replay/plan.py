@@ -2,7 +2,7 @@
 
 All servers are equal, and each gets its requests at random, as behind a plain load balancer: one stands for all. Every rate has the
 same requests and the same random numbers, and only gaps are scaled, so that latencies change with the rate and not with the draw.
-A longer replay at the rate of the answer, the anchor, then sets how high the curve lies.
+Longer replays about the answer, the anchors, then set how high the curve lies.
 
 The uncertainty of the coefficients needs no replays of its own. A server whose steps take s times as long serves a load as this one
 serves s times the load, s times as slowly; s follows from the batches of a replay, for as many draws of the coefficients as one
@@ -52,7 +52,7 @@ _ENDS_PCT = (5.0, 95.0)
 _Z95 = 1.959964
 _Z90 = 1.644854
 _PARTS = 20
-_MOST_ANCHORS = 6
+_MOST_ANCHORS = 4
 _CLOSE = 0.005
 """Rates so much apart need no anchor of their own."""
 
@@ -417,29 +417,29 @@ class Curve:
     """Percentiles of latencies over the rate at each server, between the rates that were replayed."""
 
     def __init__(
-        self, points: Sequence[Simulated], errors: Mapping[str, float], anchor: Simulated | None = None
+        self, points: Sequence[Simulated], errors: Mapping[str, float], anchors: Sequence[Simulated] = ()
     ) -> None:
         """Take replayed rates.
 
         Args:
             points: At least two, at different rates.
             errors: Name of a percentile to the factor, at least 1, by which replays of recorded runs were off.
-            anchor: A longer replay, through which the curve is moved.
+            anchors: Longer replays at rates of some points, through which the curve is moved.
         """
         self.points = sorted(points, key=lambda p: p.rate)
         self.errors = errors
-        self.anchor = anchor
+        self.anchors = sorted(anchors, key=lambda p: p.rate)
         self.rates = np.array([p.rate for p in self.points])
         self._logs: dict[str, PchipInterpolator] = {}
 
     def _through(self, name: str) -> PchipInterpolator:
         if name not in self._logs:
             logs = np.log(np.maximum([p.percentile_ms(name) for p in self.points], 1e-6))
-            through = PchipInterpolator(self.rates, logs, extrapolate=False)
-            if self.anchor is not None:
-                logs += math.log(max(self.anchor.percentile_ms(name), 1e-6)) - through(self.anchor.rate)
-                through = PchipInterpolator(self.rates, logs, extrapolate=False)
-            self._logs[name] = through
+            if self.anchors:
+                exact = np.log(np.maximum([p.percentile_ms(name) for p in self.anchors], 1e-6))
+                at = [p.rate for p in self.anchors]
+                logs += np.interp(self.rates, at, exact - np.interp(at, self.rates, logs))
+            self._logs[name] = PchipInterpolator(self.rates, logs, extrapolate=False)
         return self._logs[name]
 
     def values_ms(self, name: str, rates: Vector) -> Vector:
@@ -450,7 +450,7 @@ class Curve:
     def ends_ms(self, name: str, rates: Vector, *, high: bool) -> Vector:
         """Return the low or the high end of the interval of a percentile at rates, shape (n,); infinite where it is open."""
         slow = np.interp(rates, self.rates, [p.slowness[high] for p in self.points])
-        known = self.points if self.anchor is None else [self.anchor]
+        known = self.anchors or self.points
         drawn = np.interp(rates, [p.rate for p in known], [p.drawn(name, high=high) for p in known])
         values = self.values_ms(name, rates)
         with np.errstate(all="ignore"):
@@ -498,9 +498,10 @@ def curve_of(fleet: Fleet, servers: int, errors: Mapping[str, float]) -> Curve:
 
 
 def anchored(fleet: Fleet, servers: int, curve: Curve, rate: float) -> Curve:
-    """Return a curve through a longer replay of so many servers, at a rate at each of them."""
+    """Return a curve through a longer replay of so many servers too, at a rate at each of them."""
     new = [] if np.isclose(curve.rates, rate).any() else [fleet.at(servers, rate)]
-    return Curve([*curve.points, *new], curve.errors, fleet.at(servers, rate, ANCHOR_REQUESTS))
+    anchors = {a.rate: a for a in (*curve.anchors, fleet.at(servers, rate, ANCHOR_REQUESTS))}
+    return Curve([*curve.points, *new], curve.errors, [*anchors.values()])
 
 
 def fewest_servers(
@@ -514,32 +515,27 @@ def fewest_servers(
         rate: Requests per second, over all servers.
         borne: The largest rate that one server of a curve bears; 0 where none.
     """
-    found, refused, now = None, 0, curve
-    for _ in range(_MOST_ANCHORS):
-        each = min(borne(now), fleet.capacity)
-        if each <= 0:
-            break
-        servers = max(math.ceil(rate / each - 1e-9), refused + 1)
-        if found and servers >= found[0]:
-            break
-        # The curve moves with its anchor: a number is enough where its own replay says so.
-        now = anchored(fleet, servers, curve, rate / servers)
-        if borne(now) * servers >= rate * (1 - 1e-9):
-            found = servers, now
-        else:
-            refused = servers
-    return found
+    tried = set[int]()
+    while each := min(borne(curve), fleet.capacity):
+        enough = math.ceil(rate / each - 1e-9)
+        # Of both this number and the one below it, a replay of its own says whether it is enough.
+        less = max(enough - 1, math.ceil(rate / fleet.capacity - 1e-9), 1)
+        servers = less if enough in tried else enough
+        if servers in tried or len(tried) == _MOST_ANCHORS:
+            return enough, anchored(fleet, enough, curve, rate / enough)
+        curve = anchored(fleet, servers, curve, rate / servers)
+        tried.add(servers)
+    return None
 
 
 def largest_rate(fleet: Fleet, servers: int, curve: Curve, objectives: Sequence[Objective]) -> Curve:
-    """Return a curve with its anchor at the largest rate that keeps to objectives; without one where none does."""
-    now = curve
-    for _ in range(3):
-        rate = now.largest_rate(objectives)
-        if rate <= 0 or (now.anchor is not None and abs(rate / now.anchor.rate - 1) < _CLOSE):
+    """Return a curve with its last anchor at the largest rate that keeps to objectives; without one where none does."""
+    for _ in range(_MOST_ANCHORS):
+        rate = curve.largest_rate(objectives)
+        if rate <= 0 or any(abs(rate / a.rate - 1) < _CLOSE for a in curve.anchors):
             break
-        now = anchored(fleet, servers, curve, rate)
-    return now
+        curve = anchored(fleet, servers, curve, rate)
+    return curve
 
 
 def plan_point(found: Simulated, servers: int, fleet: Fleet, curve: Curve, names: Sequence[str]) -> PlanPoint:
