@@ -161,6 +161,25 @@ def test_bursts_wait_longer(constant):
     assert bursts.at.latency(name).value > 1.5 * steady.at.latency(name).value
 
 
+@pytest.mark.parametrize(("in_turn", "spread"), [(False, 1.0), (True, 0.5)])
+def test_in_turn_each_server_gets_every_fourth_request(in_turn, spread):
+    """The sum of four exponential gaps has half the relative spread of one; a random part of a Poisson process is one."""
+    one = np.array([1])
+    drawn = _draw(TrafficSample(one, one, 0 * one, in_turn=in_turn), 4000, 4)
+    gaps = np.diff(drawn.arrival)
+    assert gaps.std() / gaps.mean() == pytest.approx(spread, rel=0.05)
+
+
+def test_requests_in_turn_wait_less(constant):
+    waits = [
+        one(constant(), rate=2100, servers=3, requests=tracefit.LoadOptions(10, 10, router=router))
+        for router in ("random", "round_robin")
+    ]
+    random, in_turn = (w.at.latency("ttft_p99_ms").value for w in waits)
+    assert in_turn < 0.8 * random
+    assert "requests go to servers in turn" in waits[1].notes
+
+
 def test_requests_of_a_file(constant, tmp_path):
     rows = pl.DataFrame({"prompt_tokens": [10, 10], "output_tokens": [5, 15]})
     rows.write_csv(tmp_path / "load.csv")

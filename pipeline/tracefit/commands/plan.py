@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import polars as pl
@@ -63,12 +63,14 @@ class LoadOptions:
         output: Output tokens of every request; likewise.
         burstiness: Gaps between arrivals are drawn from a gamma distribution of this shape: 1 is a Poisson process, less comes in
             bursts, as `vllm bench serve --burstiness` does. If not given, they are drawn from the gaps traced.
+        router: Which server each goes to: one at random, or the next one in turn.
         file: CSV, Parquet or NDJSON with `prompt_tokens` and `output_tokens`, and `cached_tokens` and `arrival_s` if known.
     """
 
     prompt: int | None = None
     output: int | None = None
     burstiness: float | None = None
+    router: Literal["random", "round_robin"] = "random"
     file: str | Path | None = None
 
 
@@ -77,7 +79,10 @@ _NAME = re.compile(r"(ttft|itl|e2e)_p(\d{1,2}(?:\.\d{1,3})?)")
 _NOT_SURE = (
     "no number of servers is sure to be enough: at the high end of the interval the objectives hold nowhere"
 )
-_AT_RANDOM = "requests go to servers at random, as behind a plain load balancer"
+_ROUTED = {
+    "random": "requests go to servers at random, as behind a plain load balancer",
+    "round_robin": "requests go to servers in turn",
+}
 MOST_SCOPES = 4
 """Scopes for whose rates a training waits: each takes some seconds."""
 _OF_A_REPORT = 600
@@ -372,7 +377,7 @@ def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[st
             *_outside(at),
             *([] if sure else [_NOT_SURE]),
             *plan_.notes,
-            *([_AT_RANDOM] if servers > 1 else []),
+            *([_ROUTED[asked.requests.router]] if servers > 1 else []),
         ),
         largest_rate_low=min(low, value) or None,
         largest_rate_per_s=value or None,
@@ -549,7 +554,9 @@ def _sample(
     ]
     # Lengths of a file, or those that were given, are the load's own.
     is_sample = options.file is None and None in (options.prompt, options.output)
-    sample = TrafficSample(prompt, output, cached, gaps, options.burstiness or 1.0, is_sample)
+    sample = TrafficSample(
+        prompt, output, cached, gaps, options.burstiness or 1.0, is_sample, options.router != "random"
+    )
     load_ = PlannedLoad(f"{source}, {arrivals}", float(prompt.mean()), float(output.mean()), traced_rate)
     return sample, load_, tuple(notes)
 

@@ -1,6 +1,6 @@
 """Plan servers for a load: replay a steady load at several rates, and look for the fewest servers or the largest rate.
 
-All servers are equal, and each gets its requests at random, as behind a plain load balancer: one stands for all. Every rate has the
+All servers are equal, and each gets its requests at random or in turn, whatever the others do: one stands for all. Every rate has the
 same requests and the same random numbers, and only gaps are scaled, so that latencies change with the rate and not with the draw.
 Longer replays about the answer, the anchors, then set how high the curve lies.
 
@@ -71,6 +71,7 @@ class TrafficSample:
         gaps: Consecutive gaps between arrivals over their mean at that time, shape (m,); none where arrivals are drawn.
         burstiness: Shape of the gamma distribution of drawn gaps: 1 is a Poisson process, less comes in bursts.
         is_sample: Whether the load has other requests like these, so that their lengths are uncertain too.
+        in_turn: Whether servers get requests in turn; otherwise at random.
     """
 
     prompt_tokens: Integers
@@ -79,6 +80,7 @@ class TrafficSample:
     gaps: Vector | None = None
     burstiness: float = 1.0
     is_sample: bool = False
+    in_turn: bool = False
 
 
 GAP_BLOCK = 50
@@ -127,7 +129,8 @@ def _draw(sample: TrafficSample, count: int, servers: int) -> _Drawn:
     picks = order[((np.arange(count) + lengths_rng.random(count)) * len(order) / count).astype(int)]
     lengths_rng.shuffle(picks)
     # These of the requests of all servers reach one.
-    own = np.cumsum(jumps_rng.geometric(1 / servers, count))
+    jumps = np.full(count, servers) if sample.in_turn else jumps_rng.geometric(1 / servers, count)
+    own = np.cumsum(jumps)
     at = np.cumsum(_gaps(sample, int(own[-1]), gaps_rng))[own - 1]
     lengths = (sample.prompt_tokens[picks], sample.output_tokens[picks], sample.cached_tokens[picks])
     return _Drawn(*lengths, at * (count / at[-1]))
@@ -269,7 +272,7 @@ class Fleet:
     def at(self, servers: int, rate: float, requests: int | None = None) -> Simulated:
         """Return what each of so many servers does at a rate, in requests per second at each."""
         # A random part of a Poisson process is one too, whatever the number of servers.
-        is_poisson = self.sample.gaps is None and self.sample.burstiness == 1
+        is_poisson = self.sample.gaps is None and self.sample.burstiness == 1 and not self.sample.in_turn
         key = (1 if is_poisson else servers, rate, requests or self.requests)
         if key not in self._known:
             self._known[key] = self._simulate(*key)
