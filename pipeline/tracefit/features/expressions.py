@@ -191,7 +191,7 @@ class Algebra(Generic[Operand, Truth]):
 
     Attributes:
         constant: A number as a value.
-        binary: What each operator does with two values; unknown if one of them is.
+        binary: Operator to its function of two values; unknown if one of them is.
         extreme: The smallest or largest of several values; unknown if one of them is.
         finite: The value, unknown unless it is finite.
         compare: Whether a relation holds; false if a side is unknown.

@@ -52,7 +52,7 @@ _ENDS_PCT = (5.0, 95.0)
 _Z95 = 1.959964
 _Z90 = 1.644854
 _PARTS = 20
-_MOST_ANCHORS = 4
+_MOST_ANCHORS = 3
 _CLOSE = 0.005
 """Rates so much apart need no anchor of their own."""
 
