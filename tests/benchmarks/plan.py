@@ -1,11 +1,12 @@
 """Errors of plans: runs generated at one rate, planned for 1.3 to 1.8 times it, and compared with runs generated at that rate.
 
-    python tests/benchmarks/plan.py [--requests 6000] [--truth 12000] [--same]
+    python tests/benchmarks/plan.py [--requests 20000] [--truth 12000] [--seed 10]
 
 Three models, one of them a mixture of experts, under four laws of step times. The recorded run has a third of the requests per second
-that its server can serve. The truth has other requests with the same distribution, and more of them; with `--same` it has the recorded
-ones. Every line has the errors in percent, with a ! where the truth is outside the plan's interval. The number of servers is planned
-for eight times 1.8 times the rate. Its objective lies between what eight servers and what seven do in truth, so that eight is right.
+that its server can serve, for about half an hour. The truth is three runs with other requests of the same distribution together: in one
+of them TTFT P90 is 2.3 % from that of the next, and P99 5 %. Each run has a seed of its own, so that not all have the same luck. Every
+line has the errors in percent, with a ! where the truth is outside the plan's interval. The number of servers is planned for eight times
+1.8 times the rate. Its objective lies between what eight servers and what seven do in truth, so that eight is right.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,8 @@ HEAVY = 1.8
 BETWEEN = (0.2, 0.5, 0.8)
 """Where an objective lies between what eight and what seven servers do, on a logarithmic scale."""
 MOST_S = 10.0
+TRUTHS = 3
+"""Runs of the truth, together."""
 
 
 def truth_of(options: SynthOptions) -> dict[str, np.ndarray]:
@@ -91,11 +95,12 @@ class Table:
         found = plan.servers or 0
         is_right = found == SERVERS
         is_more = found == SERVERS + 1 and (plan.servers_low or found) <= SERVERS
-        answer = "right" if is_right else "one more, within its interval" if is_more else "wrong"
+        wrong = "too many" if found > SERVERS else "too few"
+        answer = "right" if is_right else "one more, within its interval" if is_more else wrong
         self.servers[answer] += 1
-        interval = f"{plan.servers_low} to {plan.servers_high or 'any'}"
+        interval = f"{plan.servers_low}, likely {plan.servers_likely}"
         say(f"{where}: {found} servers ({interval}) of {SERVERS}: {answer}")
-        if answer == "wrong":
+        if not (is_right or is_more):
             self.failed.append(
                 f"{where}: {found} servers ({interval}), {SERVERS} needed; {plan.reason or ''}"
             )
@@ -126,11 +131,12 @@ def measure(table: Table, where: str, base: SynthOptions, folder: Path, given: a
         folder / "out",
         options=tracefit.TrainOptions(fast=True),
     )
-    of_truth = recorded if given.same else replace(recorded, seed=101, requests=given.truth)
     one_fewer = HEAVY * SERVERS / (SERVERS - 1)
-    truths = {
-        factor: truth_of(replace(of_truth, rate_per_s=factor * rate)) for factor in (*FACTORS, one_fewer)
-    }
+    truths = {}
+    for factor in (*FACTORS, one_fewer):
+        of_truth = replace(recorded, requests=given.truth, rate_per_s=factor * rate)
+        parts = [truth_of(replace(of_truth, seed=1000 * k + base.seed)) for k in range(1, TRUTHS + 1)]
+        truths[factor] = {n: np.concatenate([part[n] for part in parts]) for n in BARS}
     for factor in FACTORS:
         here = f"{where} at {factor:g} x {rate:.1f}/s"
         table.compare(here, timed(table, here, folder / "out", rate=factor * rate, servers=1), truths[factor])
@@ -145,24 +151,23 @@ def measure(table: Table, where: str, base: SynthOptions, folder: Path, given: a
 def main() -> None:
     """Measure every model under every law."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=6000)
+    parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--truth", type=int, default=12_000)
-    parser.add_argument("--same", action="store_true")
+    parser.add_argument("--seed", type=int, default=10)
     given = parser.parse_args()
     table = Table()
-    for model, tp in MODELS:
-        for law, gpu in LAWS:
-            base = SynthOptions(
-                seed=2,
-                law=law,  # type: ignore[arg-type]  # one of two names
-                model=model,
-                gpu=gpu,
-                tp=tp,
-                phases=(LoadPhase("steady", 1.0, 1.0),),
-                abort_fraction=0.0,
-            )
-            with tempfile.TemporaryDirectory() as folder:
-                measure(table, f"{model} {gpu} {law}", base, Path(folder), given)
+    for seed, ((model, tp), (law, gpu)) in enumerate(product(MODELS, LAWS), given.seed):
+        base = SynthOptions(
+            seed=seed,
+            law=law,  # type: ignore[arg-type]  # one of two names
+            model=model,
+            gpu=gpu,
+            tp=tp,
+            phases=(LoadPhase("steady", 1.0, 1.0),),
+            abort_fraction=0.0,
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            measure(table, f"{model} {gpu} {law}", base, Path(folder), given)
     for name, errors in table.worst.items():
         absolute = np.abs(errors)
         say(f"{name}: median {np.median(absolute):.1f} %, largest {absolute.max():.1f} % of {len(errors)}")

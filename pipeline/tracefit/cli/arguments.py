@@ -352,6 +352,9 @@ PLAN: Group = {
         help="Shape of the gamma distribution of gaps between arrivals: 1 is Poisson, less comes in bursts; as traced "
         "if not given.",
     ),
+    "router": _option(
+        Literal["random", "round_robin"], "random", help="Whether servers get requests at random or in turn."
+    ),
     "file": _option(
         Optional[Path],
         None,
@@ -460,7 +463,9 @@ def load_options(options: Mapping[str, Any]) -> LoadOptions:
     """Collect the lengths and the arrivals of the requests to plan for."""
     from tracefit.commands.plan import LoadOptions
 
-    return LoadOptions(**{name: options[name] for name in ("prompt", "output", "burstiness", "file")})
+    return LoadOptions(
+        **{name: options[name] for name in ("prompt", "output", "burstiness", "router", "file")}
+    )
 
 
 def receive_options(options: Mapping[str, Any]) -> ReceiveOptions:

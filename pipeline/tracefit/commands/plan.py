@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import polars as pl
@@ -25,11 +26,11 @@ from tracefit.replay.plan import (
     Curve,
     Fleet,
     TrafficSample,
+    anchored,
     curve_of,
     fewest_servers,
-    keeps,
+    largest_rate,
     plan_point,
-    refined,
     relative_gaps,
 )
 from tracefit.reports.document import Report
@@ -62,18 +63,26 @@ class LoadOptions:
         output: Output tokens of every request; likewise.
         burstiness: Gaps between arrivals are drawn from a gamma distribution of this shape: 1 is a Poisson process, less comes in
             bursts, as `vllm bench serve --burstiness` does. If not given, they are drawn from the gaps traced.
+        router: Which server each goes to: one at random, or the next one in turn.
         file: CSV, Parquet or NDJSON with `prompt_tokens` and `output_tokens`, and `cached_tokens` and `arrival_s` if known.
     """
 
     prompt: int | None = None
     output: int | None = None
     burstiness: float | None = None
+    router: Literal["random", "round_robin"] = "random"
     file: str | Path | None = None
 
 
 _POINTS = tuple(f"{latency}_p{q}_ms" for latency in LATENCIES for q in (50, 90, 99))
 _NAME = re.compile(r"(ttft|itl|e2e)_p(\d{1,2}(?:\.\d{1,3})?)")
-_AT_RANDOM = "requests go to servers at random, as behind a plain load balancer"
+_NOT_SURE = (
+    "no number of servers is sure to be enough: at the high end of the interval the objectives hold nowhere"
+)
+_ROUTED = {
+    "random": "requests go to servers at random, as behind a plain load balancer",
+    "round_robin": "requests go to servers in turn",
+}
 MOST_SCOPES = 4
 """Scopes for whose rates a training waits: each takes some seconds."""
 _OF_A_REPORT = 600
@@ -317,52 +326,62 @@ def rates_of(
 
 
 def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[str, float]) -> ServerPlan:
-    objectives, names = asked.objectives, _names(asked, fleet.sample)
-    expected = asked.servers or max(1, math.ceil((asked.rate or 0.0) / (0.8 * fleet.capacity)))
-    curve = curve_of(fleet, expected, errors)
-    servers = asked.servers
-    if servers is None and asked.rate is not None:
-        servers = fewest_servers(fleet, asked.rate, objectives, curve.largest_rate(objectives))
-        if servers is None:
+    objectives, names, rate = asked.objectives, _names(asked, fleet.sample), asked.rate
+    expected = asked.servers or max(1, math.ceil((rate or 0.0) / (0.8 * fleet.capacity)))
+    curve, servers, sure = curve_of(fleet, expected, errors), expected, True
+    if asked.servers is None and rate is not None:
+        # At the high end of the intervals; where no number is enough there, by the values themselves.
+        ends = (partial(Curve.largest_rate, objectives=objectives, high=high) for high in (True, None))
+        found = next(filter(None, (fewest_servers(fleet, curve, rate, end) for end in ends)), None)
+        if found is None:
             return replace(plan_, reason=_too_slow(curve, objectives), curve=_points(curve, 1, fleet, names))
-    servers = servers or 1
-    each = None if asked.rate is None else asked.rate / servers
-    if each is not None and each > fleet.capacity:
+        servers, curve = found
+        least, likely = (
+            _servers(curve.largest_rate(objectives, high=h), rate, servers) for h in (False, None)
+        )
+        if curve.largest_rate(objectives, high=True) * servers < rate * (1 - 1e-9):
+            sure = False
+        plan_ = replace(plan_, servers_low=least, servers_likely=likely)
+    elif rate is None:
+        curve = largest_rate(fleet, servers, curve, objectives)
+        if not curve.anchors:
+            return replace(
+                plan_, reason=_too_slow(curve, objectives), curve=_points(curve, servers, fleet, names)
+            )
+    elif rate > servers * fleet.capacity:
         return replace(
             plan_,
             reason=f"{plural(servers, 'server')} put through {number(servers * fleet.capacity)} requests per second at most: "
-            f"at {number(asked.rate)} their queues only grow",
+            f"at {number(rate)} their queues only grow",
             capacity_per_s=servers * fleet.capacity,
             curve=_points(curve, servers, fleet, names),
         )
-    largest: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    if objectives:
-        curve = refined(fleet, servers, curve, objectives)
-        largest = _largest(curve, objectives)
-        if each is not None and plan_.servers is None:
-            least, most = _servers(largest, asked.rate or 0.0, servers)
-            plan_ = replace(plan_, servers_low=least, servers_high=most)
-    at_rate = largest[1] if each is None else each
-    if at_rate <= 0:
-        return replace(
-            plan_, reason=_too_slow(curve, objectives), curve=_points(curve, servers, fleet, names)
-        )
-    if not np.isclose(curve.rates, at_rate).any():
-        curve = Curve([*curve.points, fleet.at(servers, at_rate)], errors)
-    at = plan_point(fleet.at(servers, at_rate), servers, fleet, curve, names)
-    met = (each is None or keeps(fleet, servers, each, objectives)) if objectives else None
+    else:
+        curve = anchored(fleet, servers, curve, rate / servers)
+    each = curve.largest_rate(objectives) if rate is None else rate / servers
+    here = min(curve.anchors, key=lambda anchor: abs(anchor.rate - each))
+    at = plan_point(here, servers, fleet, curve, names)
+    low, value, high = (
+        servers * curve.largest_rate(objectives, high=h) if objectives else 0.0 for h in (True, None, False)
+    )
+    value = at.rate_per_s if rate is None else value
     plan_ = replace(
         plan_,
         servers=servers,
         capacity_per_s=servers * fleet.capacity,
         knee_per_s=servers * curve.knee(),
-        met=met,
+        met=all(at.latency(o.name).value <= o.limit_ms for o in objectives) if objectives else None,
         at=at,
         curve=_points(curve, servers, fleet, names),
-        notes=(*_outside(at), *plan_.notes, *([_AT_RANDOM] if servers > 1 else [])),
-        largest_rate_low=servers * largest[0] or None,
-        largest_rate_per_s=servers * largest[1] or None,
-        largest_rate_high=servers * largest[2] or None,
+        notes=(
+            *_outside(at),
+            *([] if sure else [_NOT_SURE]),
+            *plan_.notes,
+            *([_ROUTED[asked.requests.router]] if servers > 1 else []),
+        ),
+        largest_rate_low=min(low, value) or None,
+        largest_rate_per_s=value or None,
+        largest_rate_high=max(high, value) or None,
     )
     if asked.price is None:
         return plan_
@@ -393,21 +412,9 @@ def _points(curve: Curve, servers: int, fleet: Fleet, names: Sequence[str]) -> t
     return tuple(plan_point(found, servers, fleet, curve, names) for found in curve.points)
 
 
-def _largest(curve: Curve, objectives: Sequence[Objective]) -> tuple[float, float, float]:
-    """Return the largest rate of one server, between those with latencies at the high and at the low end of their intervals."""
-
-    def at_end(*, high: bool) -> float:
-        return curve.largest_rate(objectives, lambda name, rates: curve.ends_ms(name, rates, high=high))
-
-    value = curve.largest_rate(objectives)
-    return min(at_end(high=True), value), value, max(at_end(high=False), value)
-
-
-def _servers(largest: tuple[float, float, float], rate: float, servers: int) -> tuple[int, int | None]:
-    """Return the fewest servers with latencies at the low end of their intervals, and at the high end."""
-    low, _, high = largest
-    most = max(servers, math.ceil(rate / low - 1e-9)) if low else None
-    return (min(servers, math.ceil(rate / high - 1e-9)) if high else servers), most
+def _servers(largest: float, rate: float, most: int) -> int:
+    """Return the fewest servers, `most` at most, that bear a rate if one bears this one."""
+    return min(most, math.ceil(rate / largest - 1e-9)) if largest else most
 
 
 def _too_slow(curve: Curve, objectives: Sequence[Objective]) -> str:
@@ -545,7 +552,11 @@ def _sample(
         for low, high in [(float(column.min()), float(column.max()))]
         if ends is not None and not (ends[0] <= low and high <= ends[1])
     ]
-    sample = TrafficSample(prompt, output, cached, gaps, options.burstiness or 1.0)
+    # Lengths of a file, or those that were given, are the load's own.
+    is_sample = options.file is None and None in (options.prompt, options.output)
+    sample = TrafficSample(
+        prompt, output, cached, gaps, options.burstiness or 1.0, is_sample, options.router != "random"
+    )
     load_ = PlannedLoad(f"{source}, {arrivals}", float(prompt.mean()), float(output.mean()), traced_rate)
     return sample, load_, tuple(notes)
 

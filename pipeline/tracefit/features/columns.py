@@ -13,7 +13,7 @@ from tracefit.features.expressions import ARITHMETIC, Algebra, compute
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.features.expressions import Function, Node, Operator
+    from tracefit.features.expressions import Function, Node
 
 
 def to_polars(node: Node, constants: Mapping[str, float | None]) -> pl.Expr:
@@ -33,19 +33,6 @@ def to_polars(node: Node, constants: Mapping[str, float | None]) -> pl.Expr:
     return compute(node, value_of, COLUMNS)
 
 
-def _binary(operator: Operator, left: pl.Expr, right: pl.Expr) -> pl.Expr:
-    match operator:
-        case "/":
-            # A quotient by infinity is 0, as wanted; a null stays null. Adding 0 turns -0.0 into 0.0.
-            return left / (right + 0.0).replace(0.0, math.inf)
-        case "**":
-            # Adding 0 as for a quotient: a power of -0.0 would have the other sign of infinity.
-            return (left + 0.0).pow(right)
-        case _:
-            value: pl.Expr = ARITHMETIC[operator](left, right)
-            return value
-
-
 def _extreme(function: Function, arguments: Sequence[pl.Expr]) -> pl.Expr:
     # The horizontal functions skip nulls and NaN; a missing operand must not look like a small one.
     known = pl.all_horizontal(*(argument.is_not_null() & argument.is_not_nan() for argument in arguments))
@@ -55,7 +42,13 @@ def _extreme(function: Function, arguments: Sequence[pl.Expr]) -> pl.Expr:
 
 COLUMNS: Algebra[pl.Expr, pl.Expr] = Algebra(
     constant=lambda value: pl.lit(value, dtype=pl.Float64),
-    binary=_binary,
+    binary={
+        **ARITHMETIC,
+        # A quotient by infinity is 0, as wanted; a null stays null. Adding 0 turns -0.0 into 0.0.
+        "/": lambda left, right: left / (right + 0.0).replace(0.0, math.inf),
+        # Adding 0 as for a quotient: a power of -0.0 would have the other sign of infinity.
+        "**": lambda left, right: (left + 0.0).pow(right),
+    },
     extreme=_extreme,
     finite=lambda value: pl.when(value.is_finite()).then(value),
     compare=lambda relation, left, right: pl.Expr.fill_null(COMPARE[relation](left, right), value=False),

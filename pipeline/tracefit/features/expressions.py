@@ -191,7 +191,7 @@ class Algebra(Generic[Operand, Truth]):
 
     Attributes:
         constant: A number as a value.
-        binary: Two values and the operator between them; unknown if one of them is.
+        binary: Operator to its function of two values; unknown if one of them is.
         extreme: The smallest or largest of several values; unknown if one of them is.
         finite: The value, unknown unless it is finite.
         compare: Whether a relation holds; false if a side is unknown.
@@ -200,7 +200,7 @@ class Algebra(Generic[Operand, Truth]):
     """
 
     constant: Callable[[float], Operand]
-    binary: Callable[[Operator, Operand, Operand], Operand]
+    binary: Mapping[Operator, Callable[[Operand, Operand], Operand]]
     extreme: Callable[[Function, Sequence[Operand]], Operand]
     finite: Callable[[Operand], Operand]
     compare: Callable[[str, Operand, Operand], Truth]
@@ -210,20 +210,32 @@ class Algebra(Generic[Operand, Truth]):
 
 def compute(node: Node, value_of: Callable[[str], Operand], algebra: Algebra[Operand, Any]) -> Operand:
     """Compute a formula, `value_of` its names."""
-    return algebra.finite(_value(node, value_of, algebra))
+    return compiled(node, algebra)(value_of)
 
 
-def _value(node: Node, value_of: Callable[[str], Operand], algebra: Algebra[Operand, Any]) -> Operand:
+def compiled(node: Node, algebra: Algebra[Operand, Any]) -> Callable[[Callable[[str], Operand]], Operand]:
+    """Return a function that computes a formula from `value_of`, its names: a replay computes formulas a million times."""
+    finite, value = algebra.finite, _compiled(node, algebra)
+    return lambda value_of: finite(value(value_of))
+
+
+def _compiled(node: Node, algebra: Algebra[Operand, Any]) -> Callable[[Callable[[str], Operand]], Operand]:
     match node:
         case Constant(value):
-            return algebra.constant(value)
+            constant = algebra.constant(value)
+            return lambda _: constant
         case Name(name):
-            return value_of(name)
-        case Binary(operator, left, right):
-            # Two calls, not a loop: a replay computes formulas a million times.
-            return algebra.binary(operator, _value(left, value_of, algebra), _value(right, value_of, algebra))
+            return lambda value_of: value_of(name)
+        case Binary(operator, one, other):
+            operate, left, right = (
+                algebra.binary[operator],
+                _compiled(one, algebra),
+                _compiled(other, algebra),
+            )
+            return lambda value_of: operate(left(value_of), right(value_of))
         case Call(function, arguments):
-            return algebra.extreme(function, [_value(argument, value_of, algebra) for argument in arguments])
+            extreme, inner = algebra.extreme, [_compiled(argument, algebra) for argument in arguments]
+            return lambda value_of: extreme(function, [one(value_of) for one in inner])
 
 
 # -- one row ---------------------------------------------------------------------------------------------
@@ -247,18 +259,10 @@ def _number(value: float | None) -> float | None:
         return math.inf if value is not None and value > 0 else -math.inf
 
 
-def _binary(operator: Operator, left: float | None, right: float | None) -> float | None:
-    if left is None or right is None:
-        return None
-    match operator:
-        case "/":
-            # As in the frame: x / inf is 0, as wanted, and 0 / 0 is not NaN.
-            return left / (right or math.inf)
-        case "**":
-            return power(left, right)
-        case _:
-            value: float = ARITHMETIC[operator](left, right)
-            return value
+def _of_known(
+    operate: Callable[[float, float], float],
+) -> Callable[[float | None, float | None], float | None]:
+    return lambda left, right: None if left is None or right is None else operate(left, right)
 
 
 def _extreme(function: Function, arguments: Sequence[float | None]) -> float | None:
@@ -270,7 +274,12 @@ def _extreme(function: Function, arguments: Sequence[float | None]) -> float | N
 
 ROW: Algebra[float | None, bool] = Algebra(
     constant=float,
-    binary=_binary,
+    binary={
+        **{operator: _of_known(operate) for operator, operate in ARITHMETIC.items()},
+        # As in the frame: x / inf is 0, as wanted, and 0 / 0 is not NaN.
+        "/": _of_known(lambda left, right: left / (right or math.inf)),
+        "**": _of_known(power),
+    },
     extreme=_extreme,
     finite=lambda value: value if value is not None and math.isfinite(value) else None,
     compare=lambda relation, left, right: (

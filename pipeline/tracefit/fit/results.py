@@ -120,8 +120,8 @@ def line(
     """Return intercept + sum of value * feature, not clipped; unknown if a feature is, or the sum is not finite."""
     total = algebra.constant(intercept.value)
     for term in terms:
-        addend = algebra.binary("*", algebra.constant(term.value), value_of(term.feature))
-        total = algebra.binary("+", total, addend)
+        addend = algebra.binary["*"](algebra.constant(term.value), value_of(term.feature))
+        total = algebra.binary["+"](total, addend)
     return algebra.finite(total)
 
 

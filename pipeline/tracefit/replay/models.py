@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from functools import reduce
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 import polars as pl
@@ -12,48 +13,67 @@ from tracefit.coefficients.compiled import CompiledModel, linear_forms
 from tracefit.coefficients.model import BoundaryModel, Regime, RegimesModel
 from tracefit.coefficients.workload import STEP_COLUMNS, STEP_INPUTS
 from tracefit.errors import DataError
-from tracefit.evaluator import COMPARE
-from tracefit.features.expressions import ARITHMETIC, ROW, Algebra, compute, evaluate
+from tracefit.evaluator import COMPARE, power
+from tracefit.features.expressions import ARITHMETIC, ROW, Algebra, compiled, evaluate
 from tracefit.fit.results import line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tracefit.coefficients.model import Model
-    from tracefit.features.expressions import Function, Operator
+    from tracefit.features.expressions import Function
     from tracefit.replay.engine import StepBatch
     from tracefit.replay.run import ReplayedTimes
     from tracefit.statistics import Flags, Integers, Vector
 
 
 StepAmount = TypeVar("StepAmount", "float", "Vector")
+Amount: TypeAlias = "float | Vector"
 
 
-def _binary(operator: Operator, left: Vector, right: Vector) -> Vector:
-    if operator == "/":
-        return np.asarray(left / np.where(right == 0, np.inf, right))
-    return np.asarray(np.power(left, right) if operator == "**" else ARITHMETIC[operator](left, right))
+def _finite(value: Amount) -> Amount:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else math.nan
+    return np.where(np.isfinite(value), value, np.nan)
 
 
-def _extreme(function: Function, arguments: Sequence[Vector]) -> Vector:
+def _quotient(left: Amount, right: Amount) -> Amount:
+    if isinstance(right, float):
+        return left / (right or math.inf)
+    return np.asarray(left / np.where(right == 0, np.inf, right))
+
+
+def _power(left: Amount, right: Amount) -> Amount:
+    is_row = isinstance(left, float) and isinstance(right, float)
+    return power(left, right) if is_row else np.power(left, right)  # type: ignore[arg-type]  # both are
+
+
+def _extreme(function: Function, arguments: Sequence[Amount]) -> Amount:
+    if all(isinstance(one, float) for one in arguments):
+        found = ROW.extreme(function, arguments)  # type: ignore[arg-type]  # all of them are numbers
+        return math.nan if found is None else found
     return np.asarray(reduce(np.minimum if function == "min" else np.maximum, arguments))
 
 
-def _compare(relation: str, left: Vector, right: Vector) -> Flags:
+def _compare(relation: str, left: Amount, right: Amount) -> Flags:
     known = ~(np.isnan(left) | np.isnan(right))
     return np.asarray(COMPARE[relation](left, right) & known)
 
 
-ARRAYS: Algebra[Vector, Flags] = Algebra(
-    constant=np.asarray,
-    binary=_binary,
+ARRAYS: Algebra[Amount, Flags] = Algebra(
+    constant=float,
+    binary={
+        **ARITHMETIC,
+        "/": _quotient,
+        "**": _power,
+    },
     extreme=_extreme,
-    finite=lambda value: np.where(np.isfinite(value), value, np.nan),
+    finite=_finite,
     compare=_compare,
     some=lambda values: reduce(np.logical_or, values, np.asarray(False)),
     every=lambda values: reduce(np.logical_and, values, np.asarray(True)),
 )
-"""Arrays of numbers; NaN is unknown."""
+"""Numbers of consecutive steps, or one number for all of them, which is quicker; NaN is unknown."""
 
 
 class FittedStepTimes:
@@ -79,19 +99,19 @@ class FittedStepTimes:
         nodes = [(n, node) for n, node in formulas.nodes.items() if n in used and n not in given]
         # Values that no step changes are computed once.
         self._row: dict[str, float | None] = dict(server)
-        self._nodes = []
+        self._formulas = []
         for name, node in nodes:
             if formulas.needs[name] <= self._row.keys():
                 self._row[name] = evaluate(node, self._row)
             else:
-                self._nodes.append((name, node))
-        self._arrays = {n: np.asarray(np.nan if v is None else v) for n, v in self._row.items()}
+                self._formulas.append((name, compiled(node, ROW), compiled(node, ARRAYS)))
+        self._alike = {n: math.nan if v is None else v for n, v in self._row.items()}
 
     def step(self, batch: StepBatch) -> float:
         """Return the time of one step in us."""
         values: dict[str, float | None] = {**self._row, **_described(batch, batch.context_tokens)}
-        for name, node in self._nodes:
-            values[name] = compute(node, values.__getitem__, ROW)
+        for name, computed, _ in self._formulas:
+            values[name] = computed(values.__getitem__)
         model = self._compiled.model
         regimes = model.regimes if isinstance(model, RegimesModel) else (self._line_form,)
         holds = (r for r in regimes if not isinstance(r, Regime) or r.when.holds(values.__getitem__, ROW))
@@ -102,18 +122,19 @@ class FittedStepTimes:
     def decoding(self, batch: StepBatch, steps: int, growth: float) -> Vector:
         """Return the times of consecutive steps in which the same requests decode, in us; shape (steps,)."""
         context: Vector = np.asarray(batch.context_tokens + growth * np.arange(steps), dtype=float)
-        values = {n: np.asarray(v, dtype=float) for n, v in _described(batch, context).items()} | self._arrays
+        described = _described(batch, context).items()
+        values = {n: float(v) if isinstance(v, int) else v for n, v in described} | self._alike
         with np.errstate(all="ignore"):
-            for name, node in self._nodes:
-                values[name] = compute(node, values.__getitem__, ARRAYS)
-            return np.broadcast_to(np.nan_to_num(np.maximum(self._line(values), 1.0), nan=1.0), steps)
+            for name, _, computed in self._formulas:
+                values[name] = computed(values.__getitem__)
+            return np.broadcast_to(np.fmax(self._line(values), 1.0), steps)
 
-    def _line(self, values: Mapping[str, Vector]) -> Vector:
+    def _line(self, values: Mapping[str, Amount]) -> Amount:
         """Return the line of the first regime whose condition holds."""
         model, value_of = self._compiled.model, values.__getitem__
         if not isinstance(model, RegimesModel):
             return line(self._line_form.intercept, self._line_form.terms, value_of, ARRAYS)
-        found: Vector = np.asarray(np.nan)
+        found: Amount = math.nan
         for regime in reversed(model.regimes):
             time = line(regime.intercept, regime.terms, value_of, ARRAYS)
             found = np.where(regime.when.holds(value_of, ARRAYS), time, found)

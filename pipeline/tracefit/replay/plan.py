@@ -1,7 +1,8 @@
 """Plan servers for a load: replay a steady load at several rates, and look for the fewest servers or the largest rate.
 
-All servers are equal, and each gets its requests at random, as behind a plain load balancer: one stands for all. Every rate has the
+All servers are equal, and each gets its requests at random or in turn, whatever the others do: one stands for all. Every rate has the
 same requests and the same random numbers, and only gaps are scaled, so that latencies change with the rate and not with the draw.
+Longer replays about the answer, the anchors, then set how high the curve lies.
 
 The uncertainty of the coefficients needs no replays of its own. A server whose steps take s times as long serves a load as this one
 serves s times the load, s times as slowly; s follows from the batches of a replay, for as many draws of the coefficients as one
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
     from tracefit.statistics import Flags, Integers, Vector
 
 REPLAYED_REQUESTS = 1_200
-"""Requests of one replay."""
-MOST_SERVERS = 100_000
+"""Requests of one replay of a curve."""
+ANCHOR_REQUESTS = 6_000
+"""Requests of a replay that an answer rests on."""
 
 SHARES = (0.15, 0.35, 0.55, 0.7, 0.8, 0.88, 0.95, 1.0)
 """Rates of a curve, as shares of the capacity."""
@@ -48,9 +50,11 @@ _OF_THE_QUEUE = {"waiting_depth"}
 _DRAWS = 400
 _ENDS_PCT = (5.0, 95.0)
 _Z95 = 1.959964
-_HALVINGS = 3
+_Z90 = 1.644854
+_PARTS = 20
+_MOST_ANCHORS = 3
 _CLOSE = 0.005
-"""Rates so much apart need no rate between them."""
+"""Rates so much apart need no anchor of their own."""
 
 
 # -- the load --------------------------------------------------------------------------------------------
@@ -66,6 +70,8 @@ class TrafficSample:
         cached_tokens: Leading tokens of each prompt that were found in the prefix cache, shape (n,).
         gaps: Consecutive gaps between arrivals over their mean at that time, shape (m,); none where arrivals are drawn.
         burstiness: Shape of the gamma distribution of drawn gaps: 1 is a Poisson process, less comes in bursts.
+        is_sample: Whether the load has other requests like these, so that their lengths are uncertain too.
+        in_turn: Whether servers get requests in turn; otherwise at random.
     """
 
     prompt_tokens: Integers
@@ -73,6 +79,8 @@ class TrafficSample:
     cached_tokens: Integers
     gaps: Vector | None = None
     burstiness: float = 1.0
+    is_sample: bool = False
+    in_turn: bool = False
 
 
 GAP_BLOCK = 50
@@ -109,16 +117,20 @@ class _Drawn(NamedTuple):
 
 
 def _draw(sample: TrafficSample, count: int, servers: int) -> _Drawn:
-    """Draw requests: lengths systematically over the sorted sample, so that their mean is the sample's, in random order.
+    """Draw requests in random order: from strata of like output, and of like prompt within them, so that both are spread as in the sample.
 
     Their arrivals are those at one of so many servers, with a mean gap of 1.
     """
     lengths_rng, gaps_rng, jumps_rng = np.random.default_rng(0).spawn(3)
-    order = np.lexsort((sample.prompt_tokens, sample.output_tokens))
-    picks = order[((np.arange(count) + lengths_rng.random()) * len(order) / count).astype(int)]
+    most = len(sample.output_tokens)
+    by_output = np.lexsort((sample.prompt_tokens, sample.output_tokens))
+    stratum = np.arange(most) * math.isqrt(count) // most
+    order = by_output[np.lexsort((sample.prompt_tokens[by_output], stratum))]
+    picks = order[((np.arange(count) + lengths_rng.random(count)) * len(order) / count).astype(int)]
     lengths_rng.shuffle(picks)
     # These of the requests of all servers reach one.
-    own = np.cumsum(jumps_rng.geometric(1 / servers, count))
+    jumps = np.full(count, servers) if sample.in_turn else jumps_rng.geometric(1 / servers, count)
+    own = np.cumsum(jumps)
     at = np.cumsum(_gaps(sample, int(own[-1]), gaps_rng))[own - 1]
     lengths = (sample.prompt_tokens[picks], sample.output_tokens[picks], sample.cached_tokens[picks])
     return _Drawn(*lengths, at * (count / at[-1]))
@@ -167,6 +179,7 @@ class Simulated:
         waiting: Mean requests that wait at it.
         outside_pct: Share of the busy time outside the training, in percent.
         outside: Names, values and ranges of what is outside.
+        sampled: Requests that the lengths were drawn from; infinite where they are the load's own.
     """
 
     rate: float
@@ -176,6 +189,7 @@ class Simulated:
     waiting: float
     outside_pct: float
     outside: tuple[str, ...]
+    sampled: float
 
     def percentile_ms(self, name: str) -> float:
         """Return the latency that a name such as `ttft_p99_ms` stands for."""
@@ -183,13 +197,16 @@ class Simulated:
         return float(np.percentile(self.latencies[latency], q)) / 1e3
 
     def drawn(self, name: str, *, high: bool) -> float:
-        """Return the low or the high end of the factor on a percentile from the draw of so many requests.
+        """Return the low or the high end of the factor on a percentile from the draw of so many requests; 90 %.
 
-        Its rank is binomial if they are independent (David and Nagaraja, Order Statistics, 2003, section 7.1); 90 %.
+        Neighbours meet the same queue: how far shares below the percentile differ between parts of the replay is the error of its
+        rank (batch means; Law, Simulation Modeling and Analysis, 2015, section 9.5). That of the sample is binomial.
         """
         latency, q = split_name(name)
         values = self.latencies[latency]
-        room = 1.645 * math.sqrt(q * (100 - q) / len(values))
+        below = np.array_split(values <= np.percentile(values, q), _PARTS)
+        parts = 100 * float(np.std([p.mean() for p in below if len(p)], ddof=1)) / math.sqrt(_PARTS)
+        room = _Z90 * math.hypot(parts, math.sqrt(q * (100 - q) / self.sampled))
         end = float(np.percentile(values, min(max(q + (room if high else -room), 0.0), 100.0)))
         return end / max(1e3 * self.percentile_ms(name), 1e-6)
 
@@ -209,7 +226,7 @@ class Fleet:
         server: Settings that formulas of the models use, as far as they are known.
         settings: Settings of the scheduler.
         sample: The requests to draw from.
-        requests: Requests of one replay.
+        requests: Requests of one replay of a curve.
     """
 
     scope: ScopeModels
@@ -217,7 +234,7 @@ class Fleet:
     settings: EngineSettings
     sample: TrafficSample
     requests: int = REPLAYED_REQUESTS
-    _known: dict[tuple[int, float], Simulated] = field(default_factory=dict)
+    _known: dict[tuple[int, float, int], Simulated] = field(default_factory=dict)
 
     @cached_property
     def times(self) -> FittedStepTimes:
@@ -252,17 +269,17 @@ class Fleet:
         first, until = int(0.2 * self.requests), int(0.8 * self.requests)
         return 1e6 * (until - first) / float(last[until] - last[first])
 
-    def at(self, servers: int, rate: float) -> Simulated:
+    def at(self, servers: int, rate: float, requests: int | None = None) -> Simulated:
         """Return what each of so many servers does at a rate, in requests per second at each."""
         # A random part of a Poisson process is one too, whatever the number of servers.
-        is_poisson = self.sample.gaps is None and self.sample.burstiness == 1
-        key = (1 if is_poisson else servers, rate)
+        is_poisson = self.sample.gaps is None and self.sample.burstiness == 1 and not self.sample.in_turn
+        key = (1 if is_poisson else servers, rate, requests or self.requests)
         if key not in self._known:
             self._known[key] = self._simulate(*key)
         return self._known[key]
 
-    def _simulate(self, servers: int, rate: float) -> Simulated:
-        drawn = _draw(self.sample, self.requests, servers)
+    def _simulate(self, servers: int, rate: float, requests: int) -> Simulated:
+        drawn = _draw(self.sample, requests, servers)
         arrival = drawn.arrival / rate * 1e6
         load = RequestLoad(arrival, drawn.prompt, drawn.output, drawn.cached)
         admission = admission_us(self.scope.models.get("alpha.admission"), arrival, drawn.prompt)
@@ -285,6 +302,7 @@ class Fleet:
             float((begins - np.minimum(arrival, begins)).sum()) / span,
             outside_pct,
             outside,
+            len(self.sample.output_tokens) if self.sample.is_sample else math.inf,
         )
 
 
@@ -401,22 +419,30 @@ def _coefficients(form: LinearForm, rng: np.random.Generator) -> Vector:
 class Curve:
     """Percentiles of latencies over the rate at each server, between the rates that were replayed."""
 
-    def __init__(self, points: Sequence[Simulated], errors: Mapping[str, float]) -> None:
+    def __init__(
+        self, points: Sequence[Simulated], errors: Mapping[str, float], anchors: Sequence[Simulated] = ()
+    ) -> None:
         """Take replayed rates.
 
         Args:
             points: At least two, at different rates.
             errors: Name of a percentile to the factor, at least 1, by which replays of recorded runs were off.
+            anchors: Longer replays at rates of some points, through which the curve is moved.
         """
         self.points = sorted(points, key=lambda p: p.rate)
         self.errors = errors
+        self.anchors = sorted(anchors, key=lambda p: p.rate)
         self.rates = np.array([p.rate for p in self.points])
         self._logs: dict[str, PchipInterpolator] = {}
 
     def _through(self, name: str) -> PchipInterpolator:
         if name not in self._logs:
-            values = np.maximum([p.percentile_ms(name) for p in self.points], 1e-6)
-            self._logs[name] = PchipInterpolator(self.rates, np.log(values), extrapolate=False)
+            logs = np.log(np.maximum([p.percentile_ms(name) for p in self.points], 1e-6))
+            if self.anchors:
+                exact = np.log(np.maximum([p.percentile_ms(name) for p in self.anchors], 1e-6))
+                at = [p.rate for p in self.anchors]
+                logs += np.interp(self.rates, at, exact - np.interp(at, self.rates, logs))
+            self._logs[name] = PchipInterpolator(self.rates, logs, extrapolate=False)
         return self._logs[name]
 
     def values_ms(self, name: str, rates: Vector) -> Vector:
@@ -427,20 +453,23 @@ class Curve:
     def ends_ms(self, name: str, rates: Vector, *, high: bool) -> Vector:
         """Return the low or the high end of the interval of a percentile at rates, shape (n,); infinite where it is open."""
         slow = np.interp(rates, self.rates, [p.slowness[high] for p in self.points])
-        drawn = np.interp(rates, self.rates, [p.drawn(name, high=high) for p in self.points])
-        error = self.errors.get(name, 1.0)
-        return self.values_ms(name, rates * slow) * slow * drawn * (error if high else 1 / error)
+        known = self.anchors or self.points
+        drawn = np.interp(rates, [p.rate for p in known], [p.drawn(name, high=high) for p in known])
+        values = self.values_ms(name, rates)
+        with np.errstate(all="ignore"):
+            # Three errors with nothing in common: of the coefficients, of the draw, and of replays.
+            slower = np.log(self.values_ms(name, rates * slow) * slow / values)
+            far = np.sqrt(slower**2 + np.log(drawn) ** 2 + math.log(self.errors.get(name, 1.0)) ** 2)
+            return np.where(np.isfinite(values), values * np.exp(far if high else -far), np.inf)
 
-    def largest_rate(
-        self, objectives: Sequence[Objective], values: Callable[[str, Vector], Vector] | None = None
-    ) -> float:
+    def largest_rate(self, objectives: Sequence[Objective], *, high: bool | None = None) -> float:
         """Return the largest rate up to which all objectives hold; 0 where they hold at none.
 
         Args:
             objectives: The objectives.
-            values: A percentile at rates; `values_ms` if not given.
+            high: Whether they hold at the high or at the low end of the intervals; at the value itself if not given.
         """
-        values = values or self.values_ms
+        values = self.values_ms if high is None else partial(self.ends_ms, high=high)
         rates = np.linspace(self.rates[0], self.rates[-1], 1000)
         kept = np.ones(len(rates), dtype=bool)
         for one in objectives:
@@ -471,50 +500,44 @@ def curve_of(fleet: Fleet, servers: int, errors: Mapping[str, float]) -> Curve:
     return Curve([fleet.at(servers, share * fleet.capacity) for share in SHARES], errors)
 
 
-def keeps(fleet: Fleet, servers: int, rate: float, objectives: Sequence[Objective]) -> bool:
-    """Say whether servers keep up with a rate at each of them, and keep to the objectives."""
-    if rate > fleet.capacity:
-        return False
-    found = fleet.at(servers, rate)
-    return all(found.percentile_ms(o.name) <= o.limit_ms for o in objectives)
+def anchored(fleet: Fleet, servers: int, curve: Curve, rate: float) -> Curve:
+    """Return a curve through a longer replay of so many servers too, at a rate at each of them."""
+    new = [] if np.isclose(curve.rates, rate).any() else [fleet.at(servers, rate)]
+    anchors = {a.rate: a for a in (*curve.anchors, fleet.at(servers, rate, ANCHOR_REQUESTS))}
+    return Curve([*curve.points, *new], curve.errors, [*anchors.values()])
 
 
-def fewest_servers(fleet: Fleet, rate: float, objectives: Sequence[Objective], guess: float) -> int | None:
-    """Return the fewest servers that keep to objectives at a rate over all of them; null where no number does.
+def fewest_servers(
+    fleet: Fleet, curve: Curve, rate: float, borne: Callable[[Curve], float]
+) -> tuple[int, Curve] | None:
+    """Return the fewest servers that are enough at a rate over all of them, and their curve; null where no number is.
 
     Args:
         fleet: The servers.
+        curve: Their curve.
         rate: Requests per second, over all servers.
-        objectives: The limits.
-        guess: A rate that one server is thought to bear; 0 where none seems to be.
+        borne: The largest rate that one server of a curve bears; 0 where none.
     """
-    least = max(1, math.ceil(rate / fleet.capacity - 1e-9))
-    most = min(max(least, math.ceil(rate / (SHARES[0] * fleet.capacity))), MOST_SERVERS)
-
-    def enough(servers: int) -> bool:
-        return keeps(fleet, servers, rate / servers, objectives)
-
-    # From the guess outwards: the curve that it comes from is seldom off by more than one.
-    at = min(max(math.ceil(rate / guess) if guess > 0 else most, least), most)
-    low, high, step = least - 1, at, 1
-    while high < most and not enough(high):
-        low, high, step = high, min(high + step, most), 2 * step
-    if not enough(high):
-        return None
-    step = 1
-    while high - low > 1:
-        at = max(high - step, (low + high) // 2)
-        low, high, step = (low, at, 2 * step) if enough(at) else (at, high, step)
-    return high
+    tried = set[int]()
+    while each := min(borne(curve), fleet.capacity):
+        enough = math.ceil(rate / each - 1e-9)
+        # Of both this number and the one below it, a replay of its own says whether it is enough.
+        less = max(enough - 1, math.ceil(rate / fleet.capacity - 1e-9), 1)
+        servers = less if enough in tried else enough
+        if servers in tried or len(tried) == _MOST_ANCHORS:
+            return enough, anchored(fleet, enough, curve, rate / enough)
+        curve = anchored(fleet, servers, curve, rate / servers)
+        tried.add(servers)
+    return None
 
 
-def refined(fleet: Fleet, servers: int, curve: Curve, objectives: Sequence[Objective]) -> Curve:
-    """Replay further rates about the largest one that keeps to the objectives."""
-    for _ in range(_HALVINGS):
-        guess = curve.largest_rate(objectives)
-        if guess in (0.0, curve.rates[-1]) or np.abs(guess / curve.rates - 1).min() < _CLOSE:
+def largest_rate(fleet: Fleet, servers: int, curve: Curve, objectives: Sequence[Objective]) -> Curve:
+    """Return a curve with its last anchor at the largest rate that keeps to objectives; without one where none does."""
+    for _ in range(_MOST_ANCHORS):
+        rate = curve.largest_rate(objectives)
+        if rate <= 0 or any(abs(rate / a.rate - 1) < _CLOSE for a in curve.anchors):
             break
-        curve = Curve([*curve.points, fleet.at(servers, guess)], curve.errors)
+        curve = anchored(fleet, servers, curve, rate)
     return curve
 
 
@@ -531,7 +554,7 @@ def plan_point(found: Simulated, servers: int, fleet: Fleet, curve: Curve, names
     at = np.array([found.rate])
     latencies = []
     for name in names:
-        value = found.percentile_ms(name)
+        value = float(curve.values_ms(name, at)[0])
         low, high = (float(curve.ends_ms(name, at, high=end)[0]) for end in (False, True))
         is_open = not math.isfinite(high)
         latencies.append(PlannedLatency(name, value, min(low, value), None if is_open else max(high, value)))

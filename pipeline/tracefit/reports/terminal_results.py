@@ -558,7 +558,9 @@ def _answer(plan: ServerPlan, servers: int) -> str:
         return f"{plural(servers, 'server')} {'bears' if one else 'bear'} {largest}; {most}"
     within = ""
     if plan.servers_low is not None:
-        within = f" ({plan.servers_low} to {plan.servers_high or 'more than any number'})"
+        fewer = dict.fromkeys((plan.servers_likely, plan.servers_low))
+        fewer.pop(servers, None)
+        within = f" ({' or even '.join(map(str, fewer))} may be enough)" if fewer else ""
     verb = ("keep" if plan.met else "miss") + ("s" if one and plan.met else "es" if one else "")
     keep = f"{verb} {'to ' if plan.met else ''}the objectives"
     asked = f"{plural(servers, 'server')}{within} {keep} at {number(plan.rate_per_s)} requests per second"

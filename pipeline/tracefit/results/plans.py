@@ -15,8 +15,8 @@ class PlannedLatency:
     Attributes:
         name: ttft_p50_ms, itl_p99_ms, e2e_p90_ms and the like.
         value: In ms, of the requests of a steady load.
-        low: Lower end, in ms: coefficients at the end of their 90 % range, the error of replays of recorded runs, and the draw of the
-            requests, together.
+        low: Lower end, in ms, 90 %: the uncertainty of the coefficients, the error of replays of recorded runs, and the draw of the
+            requests, as independent errors.
         high: Upper end, in ms; null where the servers may not keep up.
     """
 
@@ -97,9 +97,10 @@ class ServerPlan:
         settings: Settings that the plan changes.
         objectives: The limits of latencies.
         load: The requests planned for, if any.
-        servers: Servers: the fewest that keep to the objectives at the rate, or those that were given.
+        servers: Servers: the fewest that keep to the objectives at the rate with latencies at the high end of their intervals, or
+            `servers_likely` where no number does; or those that were given.
         servers_low: The fewest, if latencies are at the low end of their intervals.
-        servers_high: The fewest, if they are at the high end; null where no number is enough then.
+        servers_likely: The fewest, if latencies are as planned.
         rate_per_s: The rate that was given; null without one.
         largest_rate_per_s: The largest rate at which these servers keep to the objectives; null where none does.
         largest_rate_low: The same with latencies at the high end of their intervals; null where none does.
@@ -124,7 +125,7 @@ class ServerPlan:
     load: PlannedLoad | None = None
     servers: int | None = None
     servers_low: int | None = None
-    servers_high: int | None = None
+    servers_likely: int | None = None
     rate_per_s: float | None = None
     largest_rate_per_s: float | None = None
     largest_rate_low: float | None = None
