@@ -256,6 +256,15 @@ def test_requests_that_a_client_sent_are_replayed_on_the_steps_of_the_server(tmp
     assert "ms around the engine" in found.notes[-1]
 
 
+def test_a_client_alone_sees_no_queue(tmp_path):
+    folder = write_run(synth(SynthOptions(form="guidellm", requests=200, abort_fraction=0.0)), tmp_path)
+    package.run([folder], tmp_path / "out", options=package.TrainOptions(fast=True))
+    (found,) = package.replay_runs(tmp_path / "out").runs
+    errors = {q.name: abs(q.error_pct) for q in found.quantities}
+    assert "waiting_mean" not in errors
+    assert max(errors["itl_p50_us"], errors["e2e_p50_us"]) < 5
+
+
 def test_an_admission_of_another_form_counts_as_on_an_idle_server():
     terms = [term("prompt_tokens", 2.0), term("running_depth", 50.0)]
     alpha = model(name="alpha.admission", intercept=value(300.0), terms=terms)

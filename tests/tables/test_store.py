@@ -67,6 +67,27 @@ def test_of_a_table_as_many_columns_are_read_as_are_wanted_and_there(tmp_path, t
     assert store.read("requests", [], wanted).columns == ["server", "request_id"]
 
 
+@pytest.fixture
+def many_runs(tmp_path, new_traces):
+    """A store of more small runs than are read one by one."""
+    runs = [new_traces().request(n, 0, step=1).write(tmp_path / f"run-{n:02}") for n in range(1, 21)]
+    ingest(runs, tmp_path / "tables")
+    return TableStore(tmp_path / "tables")
+
+
+@pytest.mark.parametrize("name", ["requests", "spans"])
+def test_many_small_runs_are_the_rows_of_each(many_runs, name):
+    alone = [many_runs.read(name, [run_id]) for run_id in many_runs.runs()]
+    assert many_runs.read(name).equals(pl.concat(alone))
+
+
+def test_of_many_small_runs_a_damaged_one_is_named(many_runs):
+    part = sorted((many_runs.root / "steps").rglob("*.parquet"))[7]
+    part.write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(DataError, match=rf"run_id=run-08.*{part.name}.*is not what was written"):
+        many_runs.read("steps")
+
+
 def test_the_order_of_a_runs_files_does_not_matter(tmp_path, new_traces):
     for number in (1, 2):
         new_traces().request(number, 0, step=1).write(tmp_path, name=f"traces-{number}.json", config=False)

@@ -134,7 +134,7 @@ MEASURES: dict[str, Measure] = {
 
 _OF_REPLAYS = {"replay_pct", "replay_ttft_pct"}
 _REPLAYED = {"admission_mdape_pct", "admission_skill"}
-"""Measures of what is also part of the TTFT of a replay: a wait for the step in progress scatters, but a replay reproduces it."""
+"""Measures of the admission, which is a part of the TTFT of a replay: its wait for the step in progress scatters, but a replay has it."""
 
 
 @dataclass(frozen=True, slots=True)

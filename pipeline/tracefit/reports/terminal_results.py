@@ -131,7 +131,7 @@ def _scopes(result: models.TrainResult) -> list[str]:
             if mape_misleads(m.holdout_mape_pct, m.holdout_mdape_pct)
         ]
         lines += [
-            _noted(f"{m.name}: worse than the training median, the baseline: do not use it")
+            _noted(f"{m.name}: worse than the training median, the baseline")
             for m in fitted
             if m.holdout_mae is not None and m.baseline_mae is not None and m.holdout_mae > m.baseline_mae
         ]
