@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "pipeline" / "tracefit"
 
 ORDER = (
     ("_version", "errors", "progress", "memory", "statistics", "text", "evaluator"),
+    ("options",),
     ("inputs",),
     ("otlp",),
     ("tables",),

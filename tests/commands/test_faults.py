@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tracefit import DataError, UsageError, ingest, run, train
-from tracefit.commands.ingest import ServerOptions
 from tracefit.errors import TracefitError
-from tracefit.tables.options import IngestOptions
+from tracefit.options import IngestOptions, ServerOptions
 from tracefit.tables.store import TableStore
 
 

@@ -11,7 +11,7 @@ import pytest
 from containers import framed, to_protobuf, zstd
 from tracefit import ingest
 from tracefit.commands.ingest import plan_ingest
-from tracefit.tables.options import IngestOptions
+from tracefit.options import IngestOptions
 from tracefit.tables.store import TableStore
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from tracefit import DataError, UsageError, ingest
-from tracefit.commands.ingest import ServerOptions, ingest_inputs
+from tracefit.commands.ingest import ingest_inputs
 from tracefit.engines.local import LocalEngine
 from tracefit.inputs.discovery import open_inputs
+from tracefit.options import ServerOptions
 from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
 

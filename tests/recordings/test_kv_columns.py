@@ -7,8 +7,8 @@ import json
 import polars as pl
 import pytest
 
-from tracefit.inputs.blocks import ReadOptions
 from tracefit.inputs.files import TraceFile
+from tracefit.options import IngestOptions
 from tracefit.recordings.kv_columns import KV_COLUMNS, kv_tables, transfers, with_kv_cache, with_prefix_hits
 from tracefit.recordings.kv_events import read_kv
 from tracefit.tables import schema
@@ -69,7 +69,7 @@ def tables(tmp_path):
             ),
             "rejects": schema.REJECTS.empty(),
         }
-        return kv_tables(read_kv([TraceFile.local(path)], ReadOptions()), base, run_id="run")
+        return kv_tables(read_kv([TraceFile.local(path)], IngestOptions()), base, run_id="run")
 
     return of
 
