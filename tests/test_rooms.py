@@ -34,7 +34,7 @@ ORDER = (
     ("reports",),
     ("synth",),
     ("commands",),
-    ("__init__", "schemas"),
+    ("__init__",),
     ("console",),
     ("cli",),
 )
