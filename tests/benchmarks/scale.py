@@ -54,7 +54,7 @@ MB, TB = 1e6, 1e12
 
 @dataclass(frozen=True)
 class Constants:
-    """What the work takes on one core of this machine, in seconds."""
+    """Time of the work on one core of this machine, in seconds."""
 
     decode_byte: float  # decoding, for a byte
     decode_run: float  # decoding, for a run on top

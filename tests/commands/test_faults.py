@@ -1,4 +1,4 @@
-"""What cannot be done is one line and leaves nothing half-written; what is damaged is counted."""
+"""A refusal is one line and leaves nothing half-written; damage is counted."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def of_count(shape):
 
 @dataclass
 class Read:
-    """What was read of a file: payloads by offset, and what was not."""
+    """Payloads of a file by offset, and its rejects."""
 
     payloads: list[bytes] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)

@@ -47,7 +47,7 @@ _TYPES = {"e": {"k": pl.String(), "s": pl.String(), "n": pl.Int64(), "x": pl.Flo
 
 @dataclass(frozen=True)
 class Found:
-    """What was read of a file, in plain Python.
+    """The content of a file, in plain Python.
 
     `spans` have the columns of the frame, `attributes` as a dict; `events` are by name, `span` in them is the place of
     their span; `counts` are (place of the span, name of the event) to how many there are.

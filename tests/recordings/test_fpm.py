@@ -424,7 +424,7 @@ def test_a_table_alone_gives_a_model_of_steps_in_their_order(tmp_path, backend):
     )
     assert words in model["target"]["definition"]
     assert set(pl.read_parquet(tables / "timeline/run_id=one/*.parquet")["cycle_source"]) == {kind}
-    # What is not known is said: the GPU, the model, the other rank.
+    # Unknown facts are stated: the GPU, the model, the other rank.
     warnings, page = " ".join(result.ingested.warnings), (tmp_path / "out/report.md").read_text()
     assert "GPU 'X9000' is not known: features of the GPU are left out" in warnings
     assert "features of the model are left out" in warnings

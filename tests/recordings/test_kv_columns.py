@@ -220,7 +220,7 @@ def test_an_engine_without_events_has_nulls_not_zeros(tables):
 
 @pytest.mark.parametrize(("sampling", "ratio"), [(1.0, 2 / 6), (0.5, None)])
 def test_blocks_never_stored_were_found_in_the_cache(tables, sampling, ratio):
-    """100 + 5 tokens of which the last is never computed fill 6 blocks; with 4 of them stored 2 of 6 were there."""
+    """100 + 5 tokens, the last one never computed, fill 6 blocks; with 4 of them stored 2 of 6 were there."""
     stored = [["BlockStored", [1, 2, 3, 4], None, [5], 16, None, "GPU"]]
     run = tables([_batch(15_000, stored)], journey_sampling=sampling)["runs"].row(0, named=True)
     assert run["kv_prefix_hit_ratio"] == (pytest.approx(ratio) if ratio else None)

@@ -1,4 +1,4 @@
-"""What `report` warns of and prints: the verdicts with their reasons, and where the report is."""
+"""Warnings and output of `report`: the verdicts with their reasons, and where the report is."""
 
 from __future__ import annotations
 

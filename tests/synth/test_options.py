@@ -1,4 +1,4 @@
-"""What cannot be simulated is refused, in words that help."""
+"""Impossible options are refused, in words that help."""
 
 from __future__ import annotations
 
