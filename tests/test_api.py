@@ -194,7 +194,7 @@ def test_all_coefficients_are_a_frame(trained):
     }
 
 
-def test_predictions_of_a_pandas_frame_keep_its_index_and_miss_values_as_pandas_does(trained):
+def test_predictions_of_a_pandas_frame_keep_its_index(trained):
     pandas = pytest.importorskip("pandas")
     rows = pandas.DataFrame(
         {"batch": [4, None, 60], "kv_usage_ratio": 0.1, "name": ["a", "b", "c"]}, index=["x", "y", "x"]
@@ -231,7 +231,7 @@ def test_what_is_no_rows_is_refused_in_one_line(trained, rows):
         tracefit.Models.load(trained).predict_step(rows)
 
 
-def test_settings_of_the_server_are_a_mapping_with_the_names_of_the_command_line(trained, tmp_path, traces):
+def test_server_settings_have_the_names_of_the_command_line(trained, tmp_path, traces):
     folder = traces.load(steps=30, requests=10).write(tmp_path / "run")
     server = tracefit.ServerOptions(settings={"max_num_seqs": 17, "tp": 2})
     (run,) = tracefit.ingest(folder, tmp_path / "tables", server=server).runs

@@ -72,7 +72,7 @@ def test_a_boundary_is_the_first_step_start_after_the_work(starts, expected):
 
 
 @pytest.mark.parametrize(("queue", "expected"), [("one_at_a_time", 8970), (None, 1410)])
-def test_work_left_on_the_requests_before_comes_first_where_the_model_has_a_queue(queue, expected):
+def test_work_on_earlier_requests_comes_first(queue, expected):
     """1,440 us of its own and 600 us of those before: past the start at 1,440, the one at 9,000 is next."""
     model = {**BOUNDARY, "queue": queue}
     assert evaluator.predict(model, {"prompt_tokens": 100}, (500, 1440, 9000), api_wait_us=600) == expected
@@ -388,9 +388,7 @@ def shared_tmp(tmp_path_factory):
 
 
 @given(text=_files(), features=st.dictionaries(st.sampled_from("abcx"), VALUE), is_idle=st.booleans())
-def test_what_the_library_refuses_is_refused_and_what_it_predicts_is_predicted(
-    shared_tmp, text, features, is_idle
-):
+def test_the_evaluator_refuses_and_predicts_as_the_library(shared_tmp, text, features, is_idle):
     path = shared_tmp / "beta.json"
     path.write_text(text)
     features = dict.fromkeys("abc", 1.0) | features

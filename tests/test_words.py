@@ -99,3 +99,8 @@ def test_questions_titles_and_code_are_fine(tmp_path, monkeypatch, text):
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
     (tmp_path / "a.md").write_text(text)
     assert not [*faults(tmp_path / "a.md")]
+
+
+def test_names_of_tests_are_short():
+    code = (path.read_text() for path in ROOT.glob("tests/**/*.py"))
+    assert [name for text in code for name in re.findall(r"def (test_\w+)", text) if len(name) > 80] == []

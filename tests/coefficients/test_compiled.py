@@ -78,7 +78,7 @@ def test_a_feature_that_is_missing_is_an_error_that_names_it(predict):
 
 
 @pytest.mark.parametrize("model", [_line(5.0, a=1.0, b=1.0), _line(5.0, {"f": "a * b"}, f=1.0)])
-def test_a_sum_with_something_unknown_is_null_in_a_frame_and_an_error_of_a_row(model):
+def test_an_unknown_input_is_null_in_a_frame_and_an_error_in_a_row(model):
     assert _frame(model, {"a": 1, "b": None}) is None
     with pytest.raises(UsageError, match="m needs b, which is not given"):
         _row(model, {"a": 1, "b": None})

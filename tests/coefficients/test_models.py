@@ -238,7 +238,7 @@ def test_a_request_on_an_idle_engine(small):
     assert "batch 0: nothing else runs" in prediction.assumed
 
 
-def test_a_request_that_meets_a_busy_engine_waits_half_a_step_for_the_boundary(small):
+def test_a_request_waits_half_a_step_for_the_boundary(small):
     prediction = tracefit.load(small).predict_request(
         prompt_tokens=50, output_tokens=11, batch=2, context=100
     )
@@ -585,7 +585,7 @@ def test_a_step_ahead_makes_the_prompt_wait_a_cycle_more(small, parts):
     assert any("a step ahead" in text for text in prediction.assumed)
 
 
-def test_a_feature_that_follows_from_nothing_has_the_middle_of_its_range_and_says_so(small, parts):
+def test_an_unknown_feature_has_the_middle_of_its_range(small, parts):
     term = {"feature": "arrival_rate_per_s", "unit": "us", "value": 2.0, "training_range": [10, 30]}
     wait = parts["departure"] | {"name": "alpha.queue_wait", "terms": [term]}
     (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", wait)))

@@ -101,7 +101,7 @@ def test_a_request_is_described_by_what_is_known_when_it_arrives():
     assert (second["measured_ttft_us"], second["measured_e2e_us"]) == (2.0, None), "it was cut off"
 
 
-def test_the_queue_that_a_request_found_is_that_of_the_journeys_where_they_are_complete():
+def test_complete_journeys_give_the_queue_on_arrival():
     # Requests that come together: the step before shows none of them waiting.
     queue = pl.DataFrame(
         [{"trace_id": "t1", "request_id": "c1", "waiting_ahead": 40, "running_reqs": 32}]
@@ -202,7 +202,7 @@ def _described(models, ratios, split):
     return predicted_requests(models.scope(), described)
 
 
-def test_the_range_is_that_of_the_training_requests_where_held_out_ones_keep_to_it(small):
+def test_the_range_is_that_of_the_training_requests(small):
     models = tracefit.load(small)
     trained, later = list(np.linspace(0.8, 1.2, 101)), list(np.linspace(0.8, 1.2, 40))
     rows = _described(models, trained + later, ["train"] * 101 + ["holdout"] * 40)

@@ -67,7 +67,7 @@ def test_without_asking_nothing_is_left_out(tmp_path, traces, evaluation_of):
 
 
 @pytest.mark.slow
-def test_step_times_of_a_model_that_was_never_seen_are_within_fifteen_percent(tmp_path, evaluation_of):
+def test_step_times_of_an_unknown_model_are_within_15_percent(tmp_path, evaluation_of):
     """Four architectures, one of experts, under the roofline law: the larger of compute and memory time."""
     models = (("tiny", 1), ("llama-8b", 1), ("llama-70b", 4), ("qwen-moe-30b", 1))
     for seed, (model, tp) in enumerate(models):

@@ -18,7 +18,7 @@ def _wait(tmp_path, options, how):
 
 
 @pytest.mark.slow
-def test_the_wait_in_an_overload_has_two_regimes_by_what_the_latest_step_left_waiting(tmp_path, quick):
+def test_the_wait_in_an_overload_has_two_regimes(tmp_path, quick):
     model = _wait(tmp_path, SynthOptions(seed=9, requests=600, journey_sampling=0.5, num_blocks=400), quick)
     assert model["target"]["source"] == "journey, queue state of the latest sampled step"
     waits = model["regimes"][0]["when"]["any"][0]

@@ -29,7 +29,7 @@ def _load(steps, first_scheduled=4):
     return timed_requests(source, "itl_us").select("running_start", "running_decode").row(0)
 
 
-def test_load_of_a_request_is_of_its_first_step_and_the_mean_of_those_it_decodes_in():
+def test_load_is_of_the_first_step_and_of_mean_decode_steps():
     assert _load(range(1, 21)) == (4, sum(range(6, 16)) / 10)
 
 

@@ -156,7 +156,7 @@ def test_attention_is_summed_request_by_request():
     assert pairs([40], (1, 1, 10), (1, 1, 30)) == [150 + 1350]
 
 
-def test_chunks_see_their_whole_prompt_and_what_the_cache_holds_is_not_computed():
+def test_chunks_see_their_whole_prompt():
     # 60 of 100 beside a prompt of 20, then the 40 that are left: 60·(100 + 30) + 20·30, 40·(100 + 20)
     assert pairs([80, 40], (1, 1, 20), (1, 2, 100)) == [7800 + 600, 4800]
     assert pairs([84], (1, 1, 100, {"cached_prompt_tokens": 16})) == [84 * (100 + 42)]

@@ -159,7 +159,7 @@ def test_planted_step_times_compose_to_the_measured_latencies(planted, options):
 
 
 @pytest.mark.slow
-def test_scheduling_a_step_ahead_is_composed_of_the_cycles_its_tokens_came_in(tmp_path, new_traces, quick):
+def test_scheduling_ahead_is_composed_of_token_cycles(tmp_path, new_traces, quick):
     folder = new_traces().load(lag=1, noise=0.01).write(tmp_path / "ahead")
     tracefit.run([folder], tmp_path / "out", options=quick)
     for name in ("ttft", "itl", "e2e"):
@@ -196,7 +196,7 @@ def test_a_refit_on_the_hold_out_leaves_what_no_batch_tells(tmp_path, new_traces
 
 
 @pytest.mark.slow
-def test_with_few_steps_sampled_and_all_journeys_the_steps_between_are_composed_too(planted):
+def test_steps_between_sampled_ones_are_composed(planted):
     errors = _latency(planted(step_sampling=0.1))["itl"]["given_measured_state"]
     assert errors["n"] > 40
     assert errors["mape_pct"] < 3
@@ -210,7 +210,7 @@ def test_with_few_journeys_and_few_steps_requests_are_left_out_and_counted(plant
     assert errors["left_out"]["steps_not_known"] == errors["predicted"]["n"] > 10
 
 
-def test_the_error_of_predict_stands_on_top_and_what_hindsight_gives_below_it(trained):
+def test_the_error_of_predict_is_above_that_in_hindsight(trained):
     """Each held-out request is put to the published files by itself, with its lengths, the queue and the batch it met."""
     met = _table(trained, "alpha_training").filter(target="queue_wait")
     met = met.select("waiting_depth", "running_depth", core_request_id="request_id")

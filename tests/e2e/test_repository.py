@@ -145,7 +145,7 @@ def _assert_same(left: Any, right: Any, where: str) -> None:
         assert left == right, where
 
 
-def test_the_readmes_tables_are_the_shipped_evaluations_on_gpus_without_one_and_with_a_log() -> None:
+def test_tables_of_the_readme_are_the_shipped_evaluations() -> None:
     rows, logged = (
         _rows(ROOT / name) for name in ("models/evaluation.json", "models/logged/evaluation.json")
     )

@@ -35,7 +35,7 @@ def _read(made, name):
     return json.loads((made / name).read_text())
 
 
-def test_ttft_itl_and_e2e_are_predicted_on_arrival_and_given_the_measured_state(made):
+def test_latencies_are_predicted_on_arrival_and_in_hindsight(made):
     (scope,) = _read(made, "evaluation.json")["scopes"]
     for name in ("ttft", "itl", "e2e"):
         latency = scope["latency"][name]
@@ -49,7 +49,7 @@ def test_ttft_itl_and_e2e_are_predicted_on_arrival_and_given_the_measured_state(
     assert {r["latency"] for r in scope["requests"]} == {"ttft", "itl", "e2e"}
 
 
-def test_the_api_work_is_told_from_the_wait_for_a_step_and_the_way_back_of_the_token(made):
+def test_api_work_is_separated_from_waiting_for_a_step(made):
     admission = next(m for m in _read(made, "models/alpha.json")["models"] if m["name"] == "alpha.admission")
     assert admission["work"]["intercept"]["value"] == pytest.approx(API_WORK_US, abs=200)
     assert admission["offset"]["value"] > 0

@@ -77,7 +77,7 @@ def test_the_largest_run_is_read_first_and_built_before_others_are_read(tmp_path
     assert "decode_task" in names[names.index("build_runs") :]
 
 
-def test_a_run_that_is_not_small_has_the_same_tables_once_its_timeline_is_built(tmp_path, fleet, bytes_of):
+def test_a_large_run_has_the_same_tables(tmp_path, fleet, bytes_of):
     ingest([fleet / "b"], tmp_path / "small", workers=1)
     few = IngestOptions(build=BuildLimits(small_run_rows=50))  # passed within the second table
     ingest([fleet / "b"], tmp_path / "large", workers=1, options=few)

@@ -77,7 +77,7 @@ def test_workers_get_small_runs_together_and_each_gets_some(tables):
         assert [len(runs) for runs in jobs] == expected
 
 
-def test_of_very_many_requests_some_are_trained_on_and_the_evaluation_says_so(tmp_path, monkeypatch):
+def test_very_many_requests_are_sampled_for_training(tmp_path, monkeypatch):
     """Half of the requests have a span: why the steps cannot be counted is judged by all of them."""
     run = synth(SynthOptions(name="half", form="stock", requests=400, journey_sampling=0.5))
     ingest([write_run(run, tmp_path)], tmp_path / "tables", workers=1)

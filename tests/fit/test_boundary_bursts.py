@@ -29,7 +29,7 @@ def test_work_ahead_is_what_a_process_that_does_one_thing_at_a_time_has_left():
     assert api_waits(rows, np.full(4, 2_000.0)) == pytest.approx([0, 1_000, 2_500, 0])
 
 
-def test_each_server_works_on_its_own_requests_whatever_the_order_of_the_rows():
+def test_each_server_works_on_its_own_requests():
     rows = pl.concat([_rows([4.0, 0.0, 1.0]), _rows([1.0], server="t")])
     # In order of arrival: work of 3, 2 and 5 ms at 0, 1 and 4 ms; done at 3, 5 and 10 ms.
     waits = api_waits(rows, np.array([5_000.0, 3_000, 2_000, 7_000]))

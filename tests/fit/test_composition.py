@@ -65,7 +65,7 @@ A = _request("a", queued_ms=9, steps=(2, 3, 5))
 B = _request("b", queued_ms=21, steps=(4, 4, 4))
 
 
-def test_a_request_is_the_sum_of_the_steps_it_was_in_and_its_wait_ends_where_its_first_step_begins():
+def test_request_time_is_sum_of_its_steps():
     a, b = _composed(A, B)
     # a: queued at 9 ms, its first step begins at 10 ms; prompt in steps 2 and 3, two more tokens in 4 and 5.
     assert a == (10 - 9, 11 + 14, 10 + 12, 0, 0)
@@ -79,7 +79,7 @@ def test_scheduling_a_step_ahead_moves_tokens_to_the_next_cycle():
     assert a == (10 - 9, 11 + 14 + 10, 12 + 8, 0, 0)
 
 
-def test_the_wait_after_a_preemption_is_the_real_one_and_its_steps_are_not_predicted():
+def test_the_wait_after_a_preemption_is_the_real_one():
     c = _request("c", queued_ms=-2, steps=(1, 1, 6))
     (found,) = _composed(c, waits=[("c", 3, 5)])
     # Token in step 1, another in 2; preempted by step 3 at 20 ms, resumed by step 5 at 45 ms, there and in 6.
@@ -98,7 +98,7 @@ def test_two_preemptions_add_up():
     assert found == (2, 9, 14 + 8, 0, (20 - 10) + (60 - 35))
 
 
-def test_with_scheduling_ahead_the_step_in_flight_still_executes_before_the_wait():
+def test_the_step_in_flight_executes_before_the_wait():
     c = _request("c", queued_ms=-2, steps=(1, 1, 5))
     (found,) = _composed(c, waits=[("c", 3, 5)], lag=1)
     # First token in cycle 2. Cycle 3 executes step 2; the wait is cycle 4, from 35 to 45 ms; then cycles 5 and 6.
@@ -110,7 +110,7 @@ def test_with_scheduling_ahead_the_step_in_flight_still_executes_before_the_wait
     [_steps(without=(3,)), _steps((9, 11, None, 10, 12, 8))],
     ids=["not sampled", "batch not known"],
 )
-def test_a_request_with_an_unknown_step_has_no_prediction_and_others_keep_theirs(steps):
+def test_a_request_with_an_unknown_step_has_no_prediction(steps):
     a, b = _composed(A, B, steps=steps)
     assert a[:2] == (1, None)
     assert b == (14, 10, 0, 0, 0)

@@ -51,7 +51,7 @@ def test_each_phase_has_its_own_error(fitted):
     assert quiet.baseline.mape_pct > 5
 
 
-def test_evaluated_steps_are_those_that_count_and_a_server_without_requests_has_no_phases(fitted):
+def test_a_server_without_requests_has_no_phases(fitted):
     few = errors_by_phase(fitted, _requests(), pl.col("x") < 0.5)
     assert (
         sum(p.holdout.n for p in few)

@@ -166,7 +166,7 @@ def test_nothing_misleads_where_there_is_nothing_to_judge_by():
     assert not is_worse_than_constant(x, x[:, 0], blocks, ones, choice, ones)
 
 
-def test_features_that_know_nothing_of_each_other_have_condition_and_inflation_one():
+def test_independent_features_have_condition_and_inflation_one():
     x = np.array([[0.0, 0.0], [0.0, 10.0], [5.0, 0.0], [5.0, 10.0]])
     found = collinearity(x, ["a", "b"], "all")
     assert found.condition_number == pytest.approx(1)

@@ -96,7 +96,7 @@ def test_a_declared_sign_binds_and_any_sign_lifts_it():
     )
 
 
-def test_a_fit_that_falls_below_zero_within_its_ranges_is_made_without_free_signs():
+def test_a_fit_below_zero_loses_its_free_signs():
     """50 + 10 prefill - 4 decode is below zero at no prompt and 29 decodes, a corner of what was trained on."""
     frame = _frame(lambda prefill, decode: 50 + 10 * prefill - 4 * decode)
     part = _fit(frame, Signs("declared", intercept=True))

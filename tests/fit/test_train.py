@@ -200,7 +200,7 @@ def test_a_few_unknown_values_cost_training_rows_but_no_held_out_ones():
     assert fitted.rows_holdout == 90
 
 
-def test_a_held_out_row_with_an_unknown_feature_is_left_out_where_nothing_stands_in_for_it():
+def test_held_out_rows_with_unknown_features_are_left_out():
     unknown = pl.when(~pl.col("ts_ns").is_in([5000, 250_000])).then("decode")
     fitted = _fit(_frame(decode=unknown), options=replace(QUICK, fill_unknown=False))
     assert fitted.rows.filter(excluded_reason="unknown_features")["ts_ns"].to_list() == [5000, 250_000]

@@ -93,7 +93,7 @@ def test_a_document_that_is_too_long_is_one_line_of_advice(otlp, read):
 
 
 @pytest.mark.parametrize("shape", ["lines", "framed protobuf", "bare protobuf"])
-def test_a_record_that_is_too_long_is_one_reject_and_those_behind_it_are_read(otlp, read, shape):
+def test_a_record_that_is_too_long_is_one_reject(otlp, read, shape):
     make = otlp.text if shape == "lines" else otlp.message
     parts = [make(1), make(2, name="x" * 6 * MIB), make(3), make(4)]
     wrap = {

@@ -176,7 +176,7 @@ def test_logs_and_metrics_beside_traces_are_left_out_and_reported(lay, signal):
 
 
 @pytest.mark.parametrize("signal", ["Logs", "Metrics"])
-def test_logs_and_metrics_that_were_named_are_refused_before_anything_is_read(lay, signal):
+def test_named_logs_and_metrics_are_refused_before_reading(lay, signal):
     lay("traces.json")
     lay("run/other.json", data=b'{"resource%s":[]}\n' % signal.encode())
     assert f"holds OTLP {signal.lower()}, not traces" in refused(DataError, "traces.json", "run/other.json")
@@ -197,7 +197,7 @@ def test_loose_files_are_one_run_under_their_common_stem(lay):
     }
 
 
-def test_files_named_one_by_one_are_of_the_run_whose_configuration_lies_beside_them(lay):
+def test_named_files_belong_to_the_configuration_beside_them(lay):
     """As a shell writes out runs/*/traces*.json; the run is the one its folder would be."""
     names = [
         "runs/a/traces-1.json",
@@ -264,7 +264,7 @@ def test_links_are_followed_and_loops_end(lay):
     }
 
 
-def test_pipes_and_broken_links_below_a_folder_are_not_opened_and_are_reported(lay):
+def test_pipes_and_broken_links_are_reported(lay):
     lay("run/traces.json", "run/traces-old.json/traces.json")
     os.mkfifo("run/traces-pipe.json")
     os.mkfifo("run/other")

@@ -257,7 +257,7 @@ def test_after_so_many_rejects_no_more_are_made_of_a_block(otlp, shape, is_one_r
 
 
 @pytest.mark.parametrize("shape", ["lines", "framed protobuf", "bare protobuf"])
-def test_a_record_longer_than_the_limit_is_one_line_of_advice_and_its_neighbours_are_kept(otlp, shape):
+def test_a_record_beyond_the_limit_costs_only_itself(otlp, shape):
     long = otlp.record(otlp.span(2, name="x" * (2 << 20)))
     data = otlp.SHAPES[shape]([otlp.record(otlp.span(1)), long, otlp.record(otlp.span(3))])
     found = otlp.read(data, options=otlp.IngestOptions(max_document_mib=1), block_bytes=1 << 19)
@@ -276,7 +276,7 @@ def test_a_document_longer_than_the_limit_is_one_line_of_advice(otlp):
     assert len(otlp.read(data).ids) == 299
 
 
-def test_a_damaged_record_among_glued_and_good_ones_costs_itself_wherever_blocks_end(otlp):
+def test_a_damaged_record_costs_itself_at_any_block_end(otlp):
     lines = [otlp.to_json(otlp.record(otlp.span(n, name=LEAKED))) for n in range(1, 200)]
     lines[50] = lines[50][:70] + lines[51]
     lines[120] = lines[120].replace(b'"spans"', b'"spans')

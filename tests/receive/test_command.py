@@ -60,7 +60,7 @@ def test_what_is_no_rotation_is_refused(text):
 
 
 @pytest.mark.slow
-def test_what_is_given_is_in_the_configuration_and_what_is_not_is_to_be_filled_in(lib, start, tmp_path):
+def test_missing_settings_are_lines_to_fill_in(lib, start, tmp_path):
     receiver = start(
         tmp_path, "--model", "org/m", "--gpu", "H100", "--set", "max_num_seqs=64", "--set", "site=lab"
     )
@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_folder_on_a_read_only_disk_is_one_line_before_anything_is_received():
+def test_a_read_only_folder_is_refused_at_the_start():
     """Root may write where permissions forbid it, but not to /proc."""
     done = call("--out", "/proc", *ANY)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -155,7 +155,7 @@ def test_a_folder_on_a_read_only_disk_is_one_line_before_anything_is_received():
 
 
 @pytest.mark.slow
-def test_refused_requests_are_said_once_counted_by_cause_and_in_the_exit_code(lib, start, tmp_path):
+def test_refused_requests_are_counted_by_cause(lib, start, tmp_path):
     (tmp_path / "token").write_text("x" * 16)
     receiver = start(tmp_path / "runs", "--token-file", tmp_path / "token", "--json")
     for _ in range(3):

@@ -338,9 +338,7 @@ def test_after_a_folder_is_moved_spans_go_to_a_new_one_alone(lib, tmp_path):
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_spans_written_to_a_folder_that_is_moved_meanwhile_are_acknowledged_only_in_the_new_one(
-    lib, tmp_path, monkeypatch, times
-):
+def test_spans_of_a_moved_folder_are_written_again(lib, tmp_path, monkeypatch, times):
     """Moved once, they are written again; twice, the sender has to send them again."""
     store, write, moved = store_at(tmp_path), os.write, []
     assert store.commit([part(lib, 1)]) == {}

@@ -90,7 +90,7 @@ def run_folder(tmp_path, endpoint):
 
 
 @pytest.mark.parametrize("encode", [maps, arrays])
-def test_what_two_publishers_send_becomes_two_runs_that_are_read_as_recordings(publishing, tmp_path, encode):
+def test_two_publishers_make_two_runs(publishing, tmp_path, encode):
     async def body():
         async with publishing(publishers=2) as at:
             await at.send(*numbered(encode([*steps(3), record(4, 0.0)])))
@@ -147,7 +147,7 @@ def test_junk_is_counted_by_cause_and_costs_itself_alone(publishing):
     asyncio.run(body())
 
 
-def test_gaps_of_the_sequence_are_lost_messages_and_a_publisher_that_starts_again_loses_none(publishing):
+def test_sequence_gaps_are_lost_messages(publishing):
     async def body():
         async with publishing() as at:
             good = maps(steps(6))
@@ -160,7 +160,7 @@ def test_gaps_of_the_sequence_are_lost_messages_and_a_publisher_that_starts_agai
     asyncio.run(body())
 
 
-def test_a_frame_longer_than_zmq_may_read_costs_its_connection_and_shows_as_a_gap(publishing):
+def test_a_frame_that_is_too_long_is_a_gap(publishing):
     async def body():
         async with publishing() as at:
             good = maps(steps(2))
@@ -177,9 +177,7 @@ def test_a_frame_longer_than_zmq_may_read_costs_its_connection_and_shows_as_a_ga
     asyncio.run(body())
 
 
-def test_what_waits_for_the_disk_is_bounded_and_nothing_that_was_read_is_lost(
-    publishing, monkeypatch, tmp_path
-):
+def test_records_that_wait_for_the_disk_are_bounded(publishing, monkeypatch, tmp_path):
     monkeypatch.setattr(forward_pass_metrics, "_QUEUED_LINES", 5)
     most = []
 

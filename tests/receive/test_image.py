@@ -114,7 +114,7 @@ def test_the_server_of_the_example_has_flags_of_the_stock_image_alone():
     assert service["environment"]["OTEL_EXPORTER_OTLP_TRACES_INSECURE"] == "true"
 
 
-def test_serve_lines_of_the_documentation_say_which_of_them_only_the_fork_knows():
+def test_serve_lines_in_docs_mark_flags_of_the_fork():
     for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
         before, *blocks = re.split(r"```bash\n", path.read_text())
         for block in blocks:

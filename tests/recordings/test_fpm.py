@@ -118,7 +118,7 @@ def test_a_record_becomes_a_step_with_its_contexts_and_its_time(ingested, kind, 
     assert {name: step[name] for name in wanted} == wanted
 
 
-def test_the_receipt_gives_wall_clock_time_and_a_table_without_times_gets_none(ingested):
+def test_the_receipt_gives_wall_clock_time(ingested):
     lines = json_lines([record(1, 0.5, **BUSY), record(2, 0.25, **BUSY)], begin_ns=1_700_000_000_000_000_000)
     tables = ingested(b"".join(lines))
     # Half a second and three quarters after the beginning.
@@ -307,7 +307,7 @@ def test_tables_behind_one_another_are_read_by_their_own_headers():
         assert not rejects
 
 
-def test_a_record_that_is_there_twice_counts_once_and_one_with_other_values_is_listed(ingested):
+def test_repeated_records_count_once(ingested):
     lines = json_lines(steady(6))
     other = json_lines([record(3, 0.5, **BUSY)], begin_ns=1_700_000_000_000_000_000)
     tables = ingested(b"".join(lines + lines), b"".join(other))

@@ -148,7 +148,7 @@ def test_lines_of_engine_processes_have_neither_engine_nor_usage():
     assert steps["kv_usage_ratio"].to_list() == [None, 0.005, None]
 
 
-def test_a_dummy_batch_is_a_step_of_nothing_and_counts_of_encoders_are_passed_over(ingested):
+def test_a_dummy_batch_is_an_empty_step(ingested):
     dummy = line(2, AT + 0.01, batch=(0, 0, 0, 0), rest=" (dummy), GPU KV cache usage: 0.5%")
     encoder = line(3, AT + 0.02, rest=", 1 encoder inputs, 50 encoder tokens, GPU KV cache usage: 0.5%")
     tables = ingested(line(1) + dummy + encoder + line(4, AT + 0.04))

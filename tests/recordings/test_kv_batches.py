@@ -146,7 +146,7 @@ def test_hashes_of_both_kinds_are_the_same_blocks(lifetimes):
     assert lifetimes((0, 0, stored), (2, 0, ["BlockRemoved", [number], "GPU"])) == [None, 2e6]
 
 
-def test_the_lifetime_of_removed_blocks_is_the_mean_of_those_that_were_stored(lifetimes):
+def test_the_lifetime_of_removed_blocks_is_a_mean(lifetimes):
     found = lifetimes(
         (0, 0, ["BlockStored", [1, 2], None, [], 16, None, "GPU"]),
         (1, 0, ["BlockStored", [3], 2, [], 16, None, "GPU"]),

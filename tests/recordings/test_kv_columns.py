@@ -177,9 +177,7 @@ def test_after_a_preemption_the_blocks_of_a_request_start_over(tables):
 @pytest.mark.parametrize(
     ("stored", "known", "cached"), [(True, 40, 40), (True, None, 32), (False, None, None)]
 )
-def test_loaded_blocks_are_prefix_hits_where_snapshots_have_none_and_the_block_size_is_known(
-    tables, stored, known, cached
-):
+def test_loaded_blocks_are_prefix_hits(tables, stored, known, cached):
     batches = [_batch(10_400, [["CacheLoadCommitted", R1, "CPU", 2, 1]], 1)]
     batches += [_batch(10_500, [["BlockStored", [1], None, [5], 16]], 1)] if stored else []
     requests = [ONE_REQUEST | {"cached_prompt_tokens": known}]

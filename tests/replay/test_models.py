@@ -157,7 +157,7 @@ def requests_of(*rows):
     )
 
 
-def test_what_is_in_flight_at_the_split_is_as_far_as_the_speed_before_it_says():
+def test_requests_in_flight_at_the_split_go_on_at_their_speed():
     # 10 ms a token before the split; the second has run for 195 ms then, and decodes at half that speed later.
     rows = requests_of((0, 100, 200, 11), (700, 805, 3000, 100), (990, 1020, 1500, 9))
     found = _with_outputs(rows, rows.filter(pl.col("left") < pl.col("cut")))
@@ -165,7 +165,7 @@ def test_what_is_in_flight_at_the_split_is_as_far_as_the_speed_before_it_says():
     assert found["output"].to_list() == [11, 100, 9]
 
 
-def test_an_output_that_is_not_known_is_what_was_got_until_then_or_the_median():
+def test_an_unknown_output_is_the_tokens_so_far_or_the_median():
     rows = requests_of(
         (0, 100, 200, 11), (1000, 1100, 1195, None), (1000, None, 1100, None), (1200, 1300, None, None)
     )
@@ -182,7 +182,7 @@ def test_few_that_come_after_the_split_are_joined_by_those_that_end_there():
     assert _counting(requests_of(*early, *late[1:]))["counts"].to_list() == [True, False] + 19 * [True]
 
 
-def test_the_first_requests_are_compared_and_what_loads_the_server_until_they_end():
+def test_the_first_requests_are_compared_under_full_load():
     # One comes each ms and takes ten: the third ends at 1012, and what comes up to then loads the server.
     rows = _counting(requests_of(*((1000 + n, 1005 + n, 1010 + n, 5) for n in range(30))))
     kept = _first(rows, 3)
@@ -205,7 +205,7 @@ def test_blocks_of_a_platform_s_own_size_are_seen_in_the_steps():
 ENGINE_OF = {"run_id": "r", "server": "s", "epoch": 0}
 
 
-def test_a_step_that_computes_fewer_tokens_than_its_prompts_had_the_rest_in_the_cache():
+def test_tokens_that_no_step_computes_are_cached():
     prompts = pl.DataFrame(
         {"prompt_tokens": [300, 100, 200, 50], "cut": 1000, "cached_prompt_tokens": None}
     ).with_columns(

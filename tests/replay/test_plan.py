@@ -55,7 +55,7 @@ def one(folder, **asked):
     return plan
 
 
-def test_the_most_that_servers_put_through_is_slots_over_the_time_of_a_request(constant):
+def test_the_largest_rate_is_slots_over_request_time(constant):
     assert one(constant(), rate=100, servers=2).capacity_per_s == pytest.approx(1600)
     twice = one(constant(), rate=100, servers=1, settings={"max_num_seqs": 16})
     assert twice.capacity_per_s == pytest.approx(1600)
@@ -71,7 +71,7 @@ def test_latencies_are_those_of_the_steps(constant):
     assert at.running_mean == pytest.approx(0.2, rel=0.05), "Little's law: 20 a second for 10 ms each"
 
 
-def test_servers_are_as_many_as_keep_up_where_the_objective_holds_at_every_rate(constant):
+def test_a_loose_objective_needs_the_servers_that_keep_up(constant):
     plan = one(constant(), rate=1900, slo_ms={"itl_p99": 1.5})
     assert (plan.servers, plan.met, plan.largest_rate_per_s) == (3, True, pytest.approx(2400))
     # One server fewer has more than 800 a second each.

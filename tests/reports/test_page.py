@@ -295,7 +295,7 @@ main()
 """
 
 
-def test_without_the_extra_there_is_markdown_and_a_line_that_says_how_to_get_the_page(trained, tmp_path):
+def test_without_the_extra_there_is_markdown(trained, tmp_path):
     command = [sys.executable, "-c", WITHOUT_EXTRA, "report", trained, "--out", tmp_path, "--json"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -64,7 +64,7 @@ def test_a_mean_that_a_few_rows_dominate_is_called_misleading():
     assert "alpha.admission: the mean error of 105 % misleads" in train_text(_trained(admission))
 
 
-def test_one_scope_is_a_few_lines_within_80_columns_that_end_in_the_page_to_open():
+def test_one_scope_is_a_few_lines_of_80_columns():
     names = ("beta.cycle_time", *(target.model for target in TARGETS))
     uses = ("simulation", "capacity planning", "autoscaling", "alerting")
     result = _trained(

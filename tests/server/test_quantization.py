@@ -156,7 +156,7 @@ def test_dtype_change_leaves_quantized_weights(parse):
     assert (arch.ffn_weight_bytes, arch.dtype_bytes, arch.kv_bytes) == (0.5, 4.0, 4.0)
 
 
-def test_server_quantization_that_is_not_known_is_assumed_not_to_shrink_and_says_so(parse):
+def test_unknown_quantization_is_assumed_not_to_shrink(parse):
     arch = as_served(parse(), quantization="gguf")
 
     assert (arch.quantization, arch.weight_bytes) == ("gguf", parse().weight_bytes)

@@ -156,7 +156,7 @@ def test_ranks_are_fewer_than_tokens():
         settings_from({"tp": 1_000_000}, where="x")
 
 
-def test_values_and_sources_are_in_the_same_order_whatever_order_they_came_in():
+def test_values_and_sources_have_one_order():
     there = settings_from({"max_num_seqs": 64, "tp": 2, "model": "m", "dtype": "half"}, where="x")
     back = settings_from({"dtype": "half", "model": "m", "tp": 2, "max_num_seqs": 64}, where="x")
 

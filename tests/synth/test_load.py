@@ -68,7 +68,7 @@ def test_lengths_follow_their_mixture():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
-def test_a_surge_is_the_last_thirty_percent_of_the_time_at_so_many_times_the_rate(factor):
+def test_a_surge_is_the_last_thirty_percent_of_the_time(factor):
     options = SynthOptions(requests=4_000, rate_per_s=200.0, phases=surge_phases(factor), seed=5)
     arrivals = np.sort(synth(options).truth_requests["arrival_ns"].to_numpy())
     steady = round(4_000 * 0.7 / (0.7 + 0.3 * factor))

@@ -252,9 +252,7 @@ def test_clocks_that_no_distance_explains_leave_no_value(tables_of, traces):
     )
 
 
-def test_a_moved_clock_is_said_and_lost_events_are_the_reason_of_a_missing_model(
-    tracefit, tmp_path, traces, new_traces
-):
+def test_a_moved_clock_and_lost_events_are_reasons(tracefit, tmp_path, traces, new_traces):
     moved = _requests_of_two_clocks(traces, 12, lambda _: 50_000).write(tmp_path / "moved")
     code, _, stderr = tracefit("ingest", moved, "--out", tmp_path / "tables")
     assert code == 0

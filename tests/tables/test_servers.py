@@ -28,7 +28,7 @@ def test_an_api_span_without_a_core_goes_to_the_only_engine(tables_of, traces):
     assert rows.select(names).rows() == [("engine", None, 5_000_000, 6_000_000, None, None)]
 
 
-def test_an_api_span_without_a_core_is_no_business_of_one_engine_among_several(tables_of, traces):
+def test_an_api_span_without_a_core_has_no_engine(tables_of, traces):
     for number, engine in enumerate(("a", "b"), 1):
         traces.server = engine
         traces.request(number, 0, step=1)

@@ -67,7 +67,7 @@ def test_without_any_summary_the_two_kinds_meet_halfway(engine_tables, story):
     assert rows[2][1:] == ("update", 10.0)
 
 
-def test_of_events_of_one_step_the_first_inside_it_and_the_last_after_it_count(engine_tables, story):
+def test_the_first_event_inside_and_the_last_after_a_step_count(engine_tables, story):
     _many(story)
     for step in range(1, 30):
         story.summary(step)

@@ -10,7 +10,7 @@ import pytest
 IDLE = (0, 0, 0, 0, 0, 0)
 
 
-def test_an_undisturbed_request_puts_out_a_token_a_step_and_its_context_grows_by_one(engine_tables, story):
+def test_an_undisturbed_request_has_a_token_per_step(engine_tables, story):
     story.served("a", 1, 4, prompt=100)
     assert engine_tables((story,)).batches() == {
         1: (1, 100, 0, 0, 0, 0),
@@ -30,7 +30,7 @@ def test_a_batch_is_the_sum_of_its_requests(engine_tables, story):
     }
 
 
-def test_a_prompt_beyond_the_budget_is_computed_in_chunks_of_what_the_decodes_leave(engine_tables, story):
+def test_long_prompts_are_computed_in_chunks(engine_tables, story):
     story.served("a", 1, 4, prompt=20).served("b", 2, 4, prompt=300, prefilled=4)
     assert engine_tables((story,)).batches(max_num_batched_tokens=128) == {
         1: (1, 20, 0, 0, 0, 0),
@@ -49,7 +49,7 @@ def test_the_second_chunked_prompt_gets_what_the_first_leaves(engine_tables, sto
     }
 
 
-def test_a_chunked_prompt_leaves_room_for_prompts_that_fit_beside_its_last_chunk(engine_tables, story):
+def test_prompts_fit_beside_a_last_chunk(engine_tables, story):
     story.served("a", 1, 2, prompt=150, prefilled=2).served("b", 2, 2, prompt=40)
     assert engine_tables((story,)).batches(max_num_batched_tokens=100)[2] == (2, 50 + 40, 100, 0, 0, 0)
 
@@ -60,7 +60,7 @@ def test_without_a_known_budget_chunks_are_even(engine_tables, story):
     assert [row[:3] for row in batches.values()] == [(1, 100, 0), (1, 100, 100), (1, 100, 200)]
 
 
-def test_preempted_in_decode_prompt_and_output_are_computed_again_as_one_decode(engine_tables, story):
+def test_a_preempted_decode_is_computed_again(engine_tables, story):
     """Three tokens are out when step 4 takes its blocks; from step 6 on 100 + 3 tokens are computed again."""
     story.preempted("a", 4, 6, 8, out=3, total=6)
     assert engine_tables((story,)).batches() == {
@@ -216,7 +216,7 @@ def test_events_of_one_stamp_are_taken_in_the_order_of_a_life(engine_tables, sto
     assert engine_tables((story,)).rows("running_depth", "waiting_depth") == {2: (1, 0)}
 
 
-def test_a_request_queued_before_the_first_step_that_is_known_waits_from_that(engine_tables, story):
+def test_a_request_queued_before_the_first_step_waits_from_it(engine_tables, story):
     story.served("a", 5, 6)
     story.request("b", ("QUEUED", 3), ("SCHEDULED", 6), ("FIRST_TOKEN", 6), ("FINISHED", 6, {"done": 1}))
     assert engine_tables((story,)).rows("waiting_depth") == {5: (1,), 6: (0,)}

@@ -84,7 +84,7 @@ def test_without_journeys_context_is_estimated_from_the_blocks_in_use(engine_tab
     assert engine_tables((story,)).rows(*columns, complete=False)[1] == (None, False)
 
 
-def test_a_cycle_is_known_between_a_summary_and_an_event_of_a_sampled_journey(engine_tables, story):
+def test_a_cycle_ends_at_an_event_of_a_sampled_journey(engine_tables, story):
     story.served("a", 3, 6).summary(2)
     rows = engine_tables((story,)).rows("cycle_us", "cycle_source", "interval_steps", complete=False)
     # Without five steps that have both kinds the SCHEDULED event, 200 us late, stands for the start as it is.
@@ -113,7 +113,7 @@ def test_no_cycle_reaches_over_a_restart(engine_tables, new_story):
     assert table["cycle_us"].max() < 20_000
 
 
-def test_a_request_in_flight_when_its_engine_ends_does_not_live_on_in_the_next(engine_tables, new_story):
+def test_a_request_in_flight_ends_with_its_engine(engine_tables, new_story):
     before = (
         new_story(epoch=0).request("a", ("QUEUED", 0), ("SCHEDULED", 1), ("FIRST_TOKEN", 1)).served("c", 1, 2)
     )

@@ -66,7 +66,7 @@ def test_nothing_is_said_of_a_complete_recording(rate, seed):
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.1])
-def test_a_sampler_without_a_mark_shows_where_requests_wait_in_an_empty_engine(rate):
+def test_an_unmarked_sampler_shows_in_waits_of_an_empty_engine(rate):
     requests = _requests(rate=4.0, requests=600)
     kept = requests.filter(pl.Series(np.random.default_rng(3).random(requests.height) < rate))
     assert "no other was in the engine" in _reason(kept)
@@ -74,7 +74,7 @@ def test_a_sampler_without_a_mark_shows_where_requests_wait_in_an_empty_engine(r
 
 @pytest.mark.parametrize("rate", [12.0, 24.0])
 @pytest.mark.parametrize("law", LAWS)
-def test_a_sampler_without_a_mark_shows_under_load_in_times_that_the_batches_do_not_explain(law, rate):
+def test_an_unmarked_sampler_shows_in_unexplained_times(law, rate):
     requests = _requests(rate=rate, requests=400, law=LAWS[law])
     assert _reason(requests) is None
     chance = np.random.default_rng(3).random(requests.height)

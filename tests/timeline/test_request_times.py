@@ -65,7 +65,7 @@ def test_a_request_in_flight_has_no_times_of_its_steps(tables_of, traces):
     assert [row[c] for c in ("steps", "scheduler_us", "model_execute_us")] == [None] * 3
 
 
-def test_with_scheduling_ahead_steps_execute_a_step_later_and_nothing_is_taken_off(tables_of, traces):
+def test_scheduling_ahead_executes_a_step_later(tables_of, traces):
     table = tables_of(traces.load(lag=1, noise=0.0))
     starts = table("steps").select("step_id", "ts_start_ns")
     rows = table("requests").filter(pl.col("model_execute_us").is_not_null())

@@ -47,9 +47,7 @@ def test_cycles_do_not_reach_over_servers(tables_of, traces):
 @pytest.mark.parametrize(
     ("running", "waiting", "idle"), [(0, 0, True), (1, 0, False), (0, 1, False), (3, 2, False)]
 )
-def test_a_step_that_leaves_nothing_running_and_nothing_waiting_ends_in_idle_time(
-    tables_of, traces, running, waiting, idle
-):
+def test_a_step_that_leaves_no_request_ends_in_idle_time(tables_of, traces, running, waiting, idle):
     first = traces.summary(1, 0, running_depth=running, waiting_depth=waiting)
     table = tables_of(traces.steps(first, traces.summary(2, 1_000_000), traces.summary(3, 1_010_000)))
     assert (_row(table, 1)["idle_after"], _row(table, 2)["idle_before"]) == (idle, idle)

@@ -20,7 +20,7 @@ def _steps(*ids):
     return [(k, float(k)) for k in ids]
 
 
-def test_a_sum_follows_one_step_and_ends_with_another_in_the_order_of_the_rows():
+def test_a_sum_is_between_two_steps():
     ends = [(10, 15), (5, 15), (None, 15), (7, 7), (5, None)]
     sums = _sums(_steps(*range(1, 21)), ends, missing="unknown")
     assert sums == [(65, 5), (105, 10), (None, None), (0, 0), (None, None)]
@@ -36,7 +36,7 @@ def test_a_sum_follows_one_step_and_ends_with_another_in_the_order_of_the_rows()
         (_steps(20, 21), (0, 0)),
     ],
 )
-def test_a_step_that_is_missing_leaves_a_sum_unknown_or_is_skipped_as_the_caller_says(steps, shown):
+def test_a_missing_step_is_unknown_or_skipped(steps, shown):
     assert _sums(steps, [(5, 15)], missing="unknown") == [(None, shown[1])]
     assert _sums(steps, [(5, 15)], missing="skipped") == [shown]
 
