@@ -95,19 +95,32 @@ def opened():
 
 
 @pytest.fixture
-def one_by_one():
-    """Return a function that ingests with every record in a part of its own."""
+def one_by_one(tmp_path):
+    """Return a function that ingests with every record in a part of its own, and returns the tables."""
 
-    def into(folder, out, *, options=None, **others):
-        ingest([folder], out, options=replace(options or IngestOptions(), block_bytes=1), **others)
-        return _every_table(out)
+    def into(folder, *, options=None, **others):
+        apart = tmp_path / "apart"
+        ingest([folder], apart, options=replace(options or IngestOptions(), block_bytes=1), **others)
+        return _every_table(apart)
 
     return into
 
 
+@pytest.fixture
+def same(tmp_path, one_by_one):
+    """Return a function that compares `tables` with those of files read one by one, and returns them."""
+
+    def tables_of(folder, **how):
+        tables, apart = _every_table(tmp_path / "tables"), one_by_one(folder, **how)
+        assert [name for name, rows in tables.items() if not rows.equals(apart[name])] == []
+        return tables
+
+    return tables_of
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_files_in_bundles_give_the_tables_of_files_one_by_one(tmp_path, records, write, one_by_one, seed):
+def test_bundled_files_have_the_same_tables(tmp_path, records, write, same, seed):
     """Whatever they hold and however it is packed, where it was read included; many spans are in two files."""
     chance = random.Random(seed)
     records += deepcopy(chance.sample(records, len(records) // 10) + _of_others(records))
@@ -115,15 +128,12 @@ def test_files_in_bundles_give_the_tables_of_files_one_by_one(tmp_path, records,
     for number in range(FILES):
         folder = write(number, records[number::FILES], chance.choice(list(CONTAINERS)))
     options = {"options": IngestOptions(all_spans=True), "workers": 1}
-    apart = one_by_one(folder, tmp_path / "apart", **options)
-    ingest([folder], tmp_path / "together", **options)
-    together = _every_table(tmp_path / "together")
-    for name in INGEST_TABLES:
-        assert together[name].equals(apart[name]), name
-    assert together["rejects"].height
-    assert together["runs"]["other_spans"][0] > 0
-    assert together["runs"]["duplicate_spans"][0] > 0
-    apart_parts, parts = (set().union(*_parts(tmp_path / out).values()) for out in ("apart", "together"))
+    ingest([folder], tmp_path / "tables", **options)
+    tables = same(folder, **options)
+    assert tables["rejects"].height
+    assert tables["runs"]["other_spans"][0] > 0
+    assert tables["runs"]["duplicate_spans"][0] > 0
+    apart_parts, parts = (set().union(*_parts(tmp_path / out).values()) for out in ("apart", "tables"))
     assert len(apart_parts) > len(parts)
 
 
@@ -148,7 +158,7 @@ def _in_files(write, records):
 
 
 @pytest.mark.slow
-def test_of_a_known_folder_only_new_files_are_decoded(tmp_path, records, write, one_by_one, decoded):
+def test_only_new_files_are_decoded(tmp_path, records, write, same, decoded):
     """They come before, between and after those that are known; of a span that is in two files the first counts."""
     records += records[:40]
     for number in range(1, FILES, 2):
@@ -162,12 +172,11 @@ def test_of_a_known_folder_only_new_files_are_decoded(tmp_path, records, write, 
     assert decoded(tmp_path / "tables") == [f"traces_{number:09}.json" for number in range(0, FILES, 2)]
     parts = _parts(tmp_path / "tables")
     assert {name: parts[name] for name in known} == known
-    apart = one_by_one(folder, tmp_path / "apart")
-    assert all(rows.equals(apart[name]) for name, rows in _every_table(tmp_path / "tables").items())
+    same(folder)
 
 
 @pytest.mark.slow
-def test_a_file_that_grew_is_replaced_alone(tmp_path, records, write, one_by_one, decoded):
+def test_only_a_file_that_grew_is_replaced(tmp_path, records, write, same, decoded):
     folder = _in_files(write, records)
     write(5, records[5::FILES][:2], "lines")
     ingest([folder], tmp_path / "tables")
@@ -177,16 +186,12 @@ def test_a_file_that_grew_is_replaced_alone(tmp_path, records, write, one_by_one
     ingest([folder], tmp_path / "tables")
     assert decoded(tmp_path / "tables") == ["traces_000000005.json"]
     assert TableStore(tmp_path / "tables").runs() == ["run"]
-    apart = one_by_one(folder, tmp_path / "apart")
-    assert all(rows.equals(apart[name]) for name, rows in _every_table(tmp_path / "tables").items())
-    assert before.height < apart["spans"].height
+    assert before.height < same(folder)["spans"].height
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["gone", "other"])
-def test_of_a_run_that_lost_a_file_the_others_are_not_decoded_again(
-    tmp_path, records, write, one_by_one, decoded, change
-):
+def test_files_beside_a_lost_one_are_kept(tmp_path, records, write, same, decoded, change):
     """The run is its folder: what is not there any more is not in its tables."""
     folder = _in_files(write, records)
     ingest([folder], tmp_path / "tables")
@@ -199,12 +204,11 @@ def test_of_a_run_that_lost_a_file_the_others_are_not_decoded_again(
     ingest([folder], tmp_path / "tables")
     assert decoded(tmp_path / "tables") == ([] if change == "gone" else [changed.name])
     assert TableStore(tmp_path / "tables").runs() == ["run"]
-    apart = one_by_one(folder, tmp_path / "apart")
-    assert all(rows.equals(apart[name]) for name, rows in _every_table(tmp_path / "tables").items())
+    same(folder)
 
 
 @pytest.mark.slow
-def test_copies_of_a_file_have_rows_of_their_own(tmp_path, records, write, one_by_one):
+def test_copies_of_a_file_have_rows_of_their_own(tmp_path, records, write, same):
     for number in range(FILES):
         folder = write(10 + number, records[number::FILES])
     ingest([folder], tmp_path / "tables")
@@ -213,43 +217,35 @@ def test_copies_of_a_file_have_rows_of_their_own(tmp_path, records, write, one_b
     result = ingest([folder], tmp_path / "tables")
     vllm_records = len(records[7::FILES]) - len(_of_others(records[7::FILES]))
     assert [(r.run_id, r.duplicate_spans) for r in result.runs] == [("run", 3 * vllm_records)]
-    apart = one_by_one(folder, tmp_path / "apart")
-    assert all(rows.equals(apart[name]) for name, rows in _every_table(tmp_path / "tables").items())
+    same(folder)
 
 
 @pytest.mark.slow
-def test_a_file_of_thousands_of_event_names_costs_its_neighbours_nothing(
-    tmp_path, records, write, one_by_one, new_traces
-):
+def test_thousands_of_event_names_stay_in_their_file(tmp_path, records, write, same, new_traces):
     folder = _in_files(write, records)
     trace = new_traces()
     events = [trace.event(f"strange {n}", n, {f"key {n}": n}) for n in range(4000)]
     trace.span("vllm.api", "llm_request", (1 << 71, 5, 0), events)
     write(3, trace.records)
-    apart = one_by_one(folder, tmp_path / "apart")
     ingest([folder], tmp_path / "tables")
-    tables = _every_table(tmp_path / "tables")
-    assert all(rows.equals(apart[name]) for name, rows in tables.items())
+    tables = same(folder)
     assert sum(json.loads(tables["runs"]["events"][0]).values()) >= 4000
 
 
 @pytest.mark.slow
-def test_too_many_rejects_of_a_file_cost_its_neighbours_nothing(tmp_path, records, write, one_by_one):
+def test_too_many_rejects_cost_only_their_file(tmp_path, records, write, one_by_one):
     folder = _in_files(write, records)
     (folder / "hour=00" / "traces_000000003.json").write_bytes(b'{"resourceSpans": [1]}\n' * 50)
     options = {"options": IngestOptions(max_rejects=10)}
-    apart = one_by_one(folder, tmp_path / "apart", **options)
     ingest([folder], tmp_path / "tables", **options)
-    spans = {
-        out: TableStore(tmp_path / out).read("spans")["span_id"].to_list() for out in ("apart", "tables")
-    }
-    assert spans["tables"] == spans["apart"]
-    assert len(spans["apart"]) > len(records) // 2
+    apart, spans = one_by_one(folder, **options), TableStore(tmp_path / "tables").read("spans")
+    assert spans["span_id"].equals(apart["spans"]["span_id"])
+    assert spans.height > len(records) // 2
     assert apart["rejects"].height >= 10
 
 
 @pytest.mark.slow
-def test_a_known_file_is_looked_at_and_hashed_and_no_more(tmp_path, records, write, opened):
+def test_a_known_file_is_opened_twice_at_most(tmp_path, records, write, opened):
     """However many there are: no file is compared with every other."""
     folder = _in_files(write, records)
     ingest([folder], tmp_path / "tables")
