@@ -83,7 +83,7 @@ check-consumers: $(READY) ## replay runs in BLIS where it is (BLIS=folder, ../sh
 	BLIS=$(BLIS) $(BIN)/python tests/check_consumers.py build/consumers --also --picture docs/replay.svg
 
 schemas: $(READY) ## write schemas/ anew from the code
-	$(BIN)/python -m tracefit.schemas schemas
+	$(BIN)/python tests/make_schemas.py schemas
 
 fixtures: $(READY) ## write the generated runs of fixtures/ anew
 	$(BIN)/python tests/make_fixtures.py fixtures

@@ -27,11 +27,11 @@ from hypothesis import HealthCheck, Phase, settings
 from containers import to_protobuf
 from tracefit.cli import main
 from tracefit.commands.ingest import ingest
-from tracefit.commands.train import TrainOptions, run
+from tracefit.commands.train import run
+from tracefit.options import BuildLimits, IngestOptions, TrainOptions
 from tracefit.server.architecture import ModelArchitecture
 from tracefit.server.hardware import Gpu
 from tracefit.server.model_config import parse_architecture
-from tracefit.tables.options import BuildLimits, IngestOptions
 from tracefit.tables.store import TableStore
 
 BOOT_UNIX_NS = 1_700_000_000_000_000_000

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typer.main import get_command
 
 import tracefit
+from tracefit import options
 from tracefit.cli import app
 from tracefit.features.roofline import TERM_FORMULAS
 from tracefit.features.sets import BUILT_IN
@@ -219,7 +220,10 @@ def _parameters(found: Any) -> Iterator[str]:
             if "factory" in repr(p.default) or (isinstance(p.default, tuple) and p.default)
             else repr(p.default)
         )
-        yield f"{star}{p.name}: {p.annotation}" + ("" if p.default is p.empty else f" = {made}")
+        # An option of a function has an alias, which declares it.
+        alias = getattr(options, p.annotation, None) if p.annotation.isidentifier() else None
+        kind = alias.__origin__ if hasattr(alias, "__metadata__") else p.annotation
+        yield f"{star}{p.name}: {kind}" + ("" if p.default is p.empty else f" = {made}")
 
 
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Examples):$", re.MULTILINE)

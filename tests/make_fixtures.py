@@ -1,4 +1,4 @@
-"""Write the generated part of `fixtures/` anew: small runs, damaged files, and what each must yield by the generator's truth.
+"""Write the generated part of `fixtures/` again: small runs, damaged files, and what each must yield by the generator's truth.
 
 The real runs in `fixtures/runs/` stay as they are.
 

@@ -1,4 +1,4 @@
-"""Write `fixtures/sglang/` anew: spans that SGLang's own tracing module makes, of requests and steps that are planned here.
+"""Write `fixtures/sglang/` again: spans that SGLang's own tracing module makes, of requests and steps that are planned here.
 
 `python tests/make_sglang_fixture.py WHEEL FOLDER`, with WHEEL the unpacked wheel of SGLang 0.5.23 (`pip download --no-deps
 sglang==0.5.23`, unzipped). `sglang.srt.observability.trace` and `.req_time_stats` run as they are, on a clock of the plan, in one
@@ -50,7 +50,7 @@ class Request:
 class Step:
     """A planned step: when its last result is there, the time since that of the step before it, and its batch.
 
-    The time of a step after idling is that since its request was queued; of the first step there is none.
+    The time of a step after idling is that since its request was queued; the first step has no time.
     """
 
     end: float

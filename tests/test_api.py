@@ -11,6 +11,7 @@ import pytest
 
 import tracefit
 from tracefit.commands.ingest import plan_ingest
+from tracefit.options import IngestOptions, RunOption, ScopeOption, named
 from tracefit.results.models import RunResult, TrainResult
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
@@ -99,11 +100,17 @@ def test_a_scope_is_chosen_by_the_name_of_a_run(trained, tmp_path):
 
 
 def test_errors_name_parameters_in_python_and_flags_on_the_command_line():
-    error = tracefit.UsageError("several scopes are there", hint="name one with --scope or --run: a, b")
+    names = f"{named(ScopeOption)} or {named(RunOption)}"
+    error = tracefit.UsageError("several scopes are there", hint=f"name one with {names}: a, b")
     assert str(error) == "several scopes are there; name one with `scope` or `run`: a, b"
     assert error.line() == "several scopes are there; name one with --scope or --run: a, b"
     server = tracefit.DataError("no steps", hint="start it with --step-tracing-enabled --run-config-x")
     assert str(server).endswith("--step-tracing-enabled --run-config-x"), "flags of others stay flags"
+    field = tracefit.UsageError(f"{named(IngestOptions, 'max_document_mib')} 0: too small")
+    assert (str(field), field.line()) == (
+        "`IngestOptions.max_document_mib` 0: too small",
+        "--max-document 0: too small",
+    )
 
 
 class ArrowFrame:

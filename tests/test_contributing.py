@@ -164,7 +164,7 @@ import json, sys
 from pathlib import Path
 from tracefit import ingest, run
 from tracefit.coefficients.files import read_evaluation
-from tracefit.commands.train import TrainOptions
+from tracefit.options import TrainOptions
 from tracefit.diagnostics.scope import diagnose
 from tracefit.reports.figures.scope import scope_figures
 from tracefit.synth import SynthOptions, synth, write_run

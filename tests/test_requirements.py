@@ -65,7 +65,7 @@ OTHERS = {
     ),
 }
 TOGETHER = ("vLLM 0.11.0", "Ray 2.49.0", "opentelemetry-sdk 1.37.0 and its OTLP exporter")
-"""What one environment of late 2025 holds."""
+"""Packages of one environment of late 2025."""
 
 
 def _common_version(requirements):

@@ -22,26 +22,25 @@ if TYPE_CHECKING:
     from tracefit.coefficients.models import Models, load
     from tracefit.commands.compare import compare
     from tracefit.commands.export import export
-    from tracefit.commands.ingest import ServerOptions, ingest
+    from tracefit.commands.ingest import ingest
     from tracefit.commands.inspect import inspect
     from tracefit.commands.locate import scan
-    from tracefit.commands.plan import LoadOptions, plan
+    from tracefit.commands.plan import plan
     from tracefit.commands.predict import predict
     from tracefit.commands.replay import replay_runs
     from tracefit.commands.report import report
     from tracefit.commands.requests import requests
-    from tracefit.commands.train import TrainOptions, run, train
+    from tracefit.commands.train import run, train
     from tracefit.commands.verify import verify
-    from tracefit.engines.local import EngineChoice
-    from tracefit.tables.options import IngestOptions
+    from tracefit.options import EngineChoice, IngestOptions, LoadOptions, ServerOptions, TrainOptions
 
 _LAZY = {
-    "EngineChoice": "tracefit.engines.local",
-    "IngestOptions": "tracefit.tables.options",
-    "LoadOptions": "tracefit.commands.plan",
+    "EngineChoice": "tracefit.options",
+    "IngestOptions": "tracefit.options",
+    "LoadOptions": "tracefit.options",
     "Models": "tracefit.coefficients.models",
-    "ServerOptions": "tracefit.commands.ingest",
-    "TrainOptions": "tracefit.commands.train",
+    "ServerOptions": "tracefit.options",
+    "TrainOptions": "tracefit.options",
     "compare": "tracefit.commands.compare",
     "export": "tracefit.commands.export",
     "ingest": "tracefit.commands.ingest",

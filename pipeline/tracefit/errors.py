@@ -21,39 +21,23 @@ EXIT_NOTHING = 1
 EXIT_QUARANTINE = 3
 """Done, with something in quarantine: rejects, dropped events, duplicate spans or refused requests."""
 
-PARAMETERS = {
-    "--burstiness": "LoadOptions.burstiness",
-    "--consumer-version": "consumer_version",
-    "--engine": "EngineChoice.name",
-    "--feature": "features",
-    "--features": "features",
-    "--figure": "figure",
-    "--gpu": "ServerOptions.gpu",
-    "--include-overloaded": "TrainOptions.include_overloaded",
-    "--load": "LoadOptions.file",
-    "--max-document": "IngestOptions.max_document_mib",
-    "--max-rejects": "IngestOptions.max_rejects",
-    "--model-config": "ServerOptions.model_config",
-    "--output": "LoadOptions.output",
-    "--price": "price",
-    "--prompt": "LoadOptions.prompt",
-    "--rate": "rate",
-    "--ray-address": "EngineChoice.ray_address",
-    "--rows": "rows",
-    "--run": "run",
-    "--run-config": "ServerOptions.run_config",
-    "--scope": "scope",
-    "--servers": "servers",
-    "--set": "ServerOptions.settings",
-    "--slo": "slo_ms",
-    "--tables": "tables",
-    "--threshold": "TrainOptions.thresholds",
-    "--workers": "workers",
-}
-"""Flags that messages name, and the parameters of the Python API that stand for them."""
+_OPTION, _PARAMETER, _END = "\ufdd0", "\ufdd1", "\ufdd2"
+"""Unicode characters that no text contains, around the two names of an option in the text of an error."""
 
-# Whole flags alone: `--run` is not the beginning of `--run-config`.
-_FLAG = re.compile("|".join(rf"(?<![\w-]){flag}(?![\w-])" for flag in sorted(PARAMETERS)))
+
+def either(flag: str, parameter: str) -> str:
+    """Name an option in an error: by its flag on the command line, by its parameter in Python."""
+    return f"{_OPTION}{flag}{_PARAMETER}{parameter}{_END}"
+
+
+def _spelled(text: str, *, flags: bool) -> str:
+    """Write the options that a text names as flags, or as parameters."""
+    first, *rest = text.split(_OPTION)
+    for part in rest:
+        flag, _, more = part.partition(_PARAMETER)
+        parameter, _, after = more.partition(_END)
+        first += (flag if flags else parameter) + after
+    return first
 
 
 class TracefitError(Exception):
@@ -68,21 +52,23 @@ class TracefitError(Exception):
     exit_code: ClassVar[int] = EXIT_NOTHING
 
     def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
-        self.what = without_credentials(what)
-        self.where = where and without_credentials(where)
-        self.hint = hint and without_credentials(hint)
+        self._texts = tuple(text and without_credentials(text) for text in (where, what, hint))
+        self.where, said, self.hint = (text and _spelled(text, flags=True) for text in self._texts)
+        self.what = said or ""
         super().__init__(self.what)
 
     def __str__(self) -> str:
         """Return the whole error as one line for a Python program: options are named as parameters, not as flags."""
-        return _FLAG.sub(lambda flag: f"`{PARAMETERS[flag[0]]}`", self.line())
+        return _line(*(text and _spelled(text, flags=False) for text in self._texts))
 
     def line(self) -> str:
         """Return the whole error as one line for the command line."""
-        text = f"{self.where}: {self.what}" if self.where else self.what
-        if self.hint:
-            text = f"{text}; {self.hint}"
-        return printable(" ".join(text.split()))
+        return _line(self.where, self.what, self.hint)
+
+
+def _line(where: str | None, what: str | None, hint: str | None) -> str:
+    text = f"{where}: {what}" if where else what or ""
+    return printable(" ".join(f"{text}; {hint}".split() if hint else text.split()))
 
 
 class DataError(TracefitError):

@@ -84,7 +84,7 @@ def byte_count(text: str) -> int:
     """Return the bytes of a size such as `200MB`.
 
     Raises:
-        ArgumentTypeError: It is none.
+        ArgumentTypeError: It is another text.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(KB|MB|GB)", text.upper())
     if not found:

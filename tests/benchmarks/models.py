@@ -51,7 +51,7 @@ TAIL_REQUESTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one run gave; errors in percent, null where there is none."""
+    """Results of one run; errors in percent, null where a model is missing."""
 
     name: str
     surge: float

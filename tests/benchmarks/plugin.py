@@ -1,4 +1,4 @@
-"""What tracefit-vllm costs on the engine's thread: `make bench-vllm`, with the Python of an environment that has vLLM.
+"""Time that tracefit-vllm takes on the engine's thread: `make bench-vllm`, with the Python of an environment that has vLLM.
 
 vLLM's own scheduler runs without a model, with the plugin and without in turn: requests that decode, one token a step. The times
 are CPU times of this thread, so that other programs on the machine do not count: of a whole step, and of the plugin's part of it alone.
@@ -31,7 +31,7 @@ ROUNDS = 4
 BATCHES = (1, 8, 32, 128, 256)
 BLOCK, BLOCKS = 16, 20_000
 PARTS = ("begin", "scheduled", "wrong_drafts", "output")
-"""What the plugin does in each step."""
+"""Work of the plugin in each step."""
 
 
 def make_config(folder):

@@ -1,4 +1,4 @@
-"""What the step times of an unmodified server cost, whose spans show sums alone: its model beside one of true steps.
+"""Errors of step times from an unmodified server's spans, which show sums alone: its model beside one of true steps.
 
     python tests/benchmarks/request_sums.py [DATA] [--seeds 1] [--requests 500]
 

@@ -29,12 +29,12 @@ from ingesting.layout import draw_layout
 from ingesting.processes import measure
 from ingesting.trace_files import write_trace
 
-from tracefit.commands.ingest import ServerOptions, ingest, ingest_inputs
+from tracefit.commands.ingest import ingest, ingest_inputs
 from tracefit.engines.decode import decode_task
 from tracefit.engines.jobs import TASKS_PER_WORKER
 from tracefit.engines.local import LocalEngine
-from tracefit.inputs.blocks import BLOCK_BYTES
 from tracefit.inputs.discovery import open_inputs
+from tracefit.options import BLOCK_BYTES, ServerOptions
 from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
 
@@ -54,7 +54,7 @@ MB, TB = 1e6, 1e12
 
 @dataclass(frozen=True)
 class Constants:
-    """What the work takes on one core of this machine, in seconds."""
+    """Time of the work on one core of this machine, in seconds."""
 
     decode_byte: float  # decoding, for a byte
     decode_run: float  # decoding, for a run on top

@@ -2,7 +2,7 @@
 
 Objects, ranges, lists of version 2 in pages, deletes of many, multipart uploads, and the conditions of PutObject
 (`If-None-Match: *`, `If-Match`; 412 where they do not hold), as Amazon documents them. Signatures are not checked. Google's
-XML protocol is the same but for the condition, a number of the object's state (`x-goog-if-generation-match`).
+XML protocol is the same except for the condition, a number of the object's state (`x-goog-if-generation-match`).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_a_bucket_has_the_parts_of_a_folder_and_nothing_else(tmp_path, bucket, r
     assert (str(remote.tables), remote.runs) == (TABLES, local.runs)
     parts = {p.relative_to(local.tables).as_posix() for p in local.tables.rglob("part-*.parquet")}
     assert bucket.parts("a/tables") == parts == bucket.named("a/tables")
-    # What was staged is read from the copies on disk.
+    # Staged parts are read from the copies on disk.
     assert not [key for method, key in bucket.asked if method == "GET" and ".stage/" in key]
     for name in INGEST_TABLES:
         assert TableStore(TABLES).read(name).equals(TableStore(local.tables).read(name))

@@ -109,7 +109,7 @@ CLOCK = ("step.ts_start_ns", "step.ts_end_ns", "ts.monotonic_ns", "ts.monotonic"
 
 
 def _tables(tmp_path, new_traces, change=None, *, slower=1.0, move=None, **load):
-    """Ingest a busy run of which everything took so many times as long, or happened when `move` says."""
+    """Ingest a busy run in which everything took so many times as long, or happened when `move` says."""
     trace = new_traces().load(**load)
     trace.change(trace.events(), move or (lambda time: type(time)(time * slower)), *CLOCK)
     folder = trace.write(tmp_path / "new")
@@ -133,7 +133,7 @@ def test_an_old_file_is_good_on_more_of_the_same(tracefit, trained, tmp_path, ne
 
 
 def test_training_data_never_drifts_from_what_was_trained_on_it(tracefit, trained):
-    """Of requests of which some met a burst: the mean error is made of those, and differs from part to part."""
+    """Some requests met a burst: the mean error comes from them, and differs from part to part."""
     code, out, _ = tracefit("compare", trained / "models", trained / "tables", "--json")
     comparison = json.loads(out)
     assert (code, comparison["verdict"]) == (0, "good")

@@ -44,9 +44,9 @@ def test_no_progress_where_nobody_watches(monkeypatch, capsys, quiet):
     ("error", "code", "line"),
     [
         (
-            UsageError("is not JSON", where="f.json", hint="write it\nanew"),
+            UsageError("is not JSON", where="f.json", hint="write it\nagain"),
             2,
-            "tracefit: f.json: is not JSON; write it anew\n",
+            "tracefit: f.json: is not JSON; write it again\n",
         ),
         (DataError("too few rows"), 1, "tracefit: too few rows\n"),
     ],

@@ -1,4 +1,4 @@
-"""What the command line says of itself, and how little it loads to say it."""
+"""Help and version of the command line, and how little it loads to print them."""
 
 from __future__ import annotations
 

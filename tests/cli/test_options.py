@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import pytest
 from typer.main import get_command
 
-from tracefit.cli import app
+import tracefit
+from tracefit.cli import app, commands
+from tracefit.commands.receive import receive
 from tracefit.errors import did_you_mean
+from tracefit.options import (
+    IngestOptions,
+    LoadOptions,
+    OptionFlag,
+    ServerOptions,
+    TrainOptions,
+    from_flags,
+    options_of,
+)
+from tracefit.synth import SynthOptions
 
 
 @pytest.fixture
@@ -88,7 +101,7 @@ WRONG_FILES = {
     "a near miss": ("beta_target = 'clock'\n", "beta_target: no such option; did you mean beta-target?"),
     "in a section": ("[synth]\nreqests = 3\n", "[synth] reqests: no such option; did you mean requests?"),
     "of another command": ("[train]\nrequests = 3\n", "[train] requests: no such option"),
-    "a command that is none": ("[trian]\nfeatures = 'batch'\n", "trian: no such option; did you mean train?"),
+    "a misspelt command": ("[trian]\nfeatures = 'batch'\n", "trian: no such option; did you mean train?"),
     "not TOML": ("requests = \n", "is not TOML"),
     "brackets without end": ("requests = " + 20_000 * "[", "nested too deeply"),
     "deep brackets": ("requests = " + 300 * "[" + 300 * "]", "invalid value for '--requests'"),
@@ -133,6 +146,40 @@ def test_a_variable_nobody_listens_to_is_a_warning(tracefit, monkeypatch):
     assert out
     said = "TRACEFIT_REQESTS is set, but there is no such option; did you mean TRACEFIT_REQUESTS?"
     assert err == f"warning: {said}\n"
+
+
+COMMANDS = get_command(app).commands
+DECLARED = [
+    pytest.param(function, flag, default, id=f"{name}-{flag.argument}")
+    for name, function in vars(commands).items()
+    if name in COMMANDS
+    for flag, default in (
+        (getattr(p.annotation, "__metadata__", [None])[0], p.default)
+        for p in inspect.signature(function, eval_str=True).parameters.values()
+    )
+    if isinstance(flag, OptionFlag) and flag.argument
+]
+FUNCTIONS = {
+    "predict": (tracefit.predict, tracefit.Models.predict_step, tracefit.Models.predict_request),
+    "replay": (tracefit.replay_runs,),
+    "receive": (receive,),
+}
+
+
+@pytest.mark.parametrize(("function", "flag", "default"), DECLARED)
+def test_an_option_is_an_argument_of_its_function(function, flag, default):
+    name = function.__name__
+    functions = FUNCTIONS.get(name) or (getattr(tracefit, name),)
+    found = [p for f in functions if (p := inspect.signature(f).parameters.get(flag.argument))]
+    assert found, "no function has this argument"
+    assert default is None or {p.default for p in found} <= {default, 0}
+
+
+@pytest.mark.parametrize("kind", [ServerOptions, IngestOptions, TrainOptions, LoadOptions, SynthOptions])
+def test_a_field_is_declared_with_its_help(kind):
+    assert all(flag.help for flag, _ in options_of(kind).values())
+    values = dict.fromkeys(options_of(kind))
+    assert from_flags(kind, values) == kind()
 
 
 MISTYPED = {

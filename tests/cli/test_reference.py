@@ -10,8 +10,8 @@ import pytest
 from typer.main import get_command
 
 from make_docs import PAGES
+from make_schemas import RESULTS
 from tracefit.cli import app
-from tracefit.schemas import RESULTS
 
 ROOT = Path(__file__).parents[2]
 GROUP = get_command(app)

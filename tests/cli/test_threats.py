@@ -1,4 +1,4 @@
-"""What an attacker and a bad day get, through the real command: one run lost and not all, nothing counted twice, no codes."""
+"""Hostile and damaged input through the real command: one run lost and not all, nothing counted twice, no codes."""
 
 from __future__ import annotations
 
@@ -557,7 +557,7 @@ CHANGING = {
         [1, 3, 4],
     ),
 }
-"""What a file holds, and the numbers of the spans that are whole."""
+"""The content of a file, and the numbers of the spans that are whole."""
 
 
 @pytest.mark.parametrize("name", CHANGING)

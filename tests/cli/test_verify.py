@@ -8,7 +8,8 @@ import shutil
 import pytest
 
 from tracefit.commands.ingest import ingest
-from tracefit.commands.train import TrainOptions, train
+from tracefit.commands.train import train
+from tracefit.options import TrainOptions
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What the tests of coefficient files share: small files written by hand."""
+"""Shared by the tests of coefficient files: small files written by hand."""
 
 from __future__ import annotations
 

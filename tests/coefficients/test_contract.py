@@ -9,9 +9,9 @@ import jsonschema
 import pydantic
 import pytest
 
+from make_schemas import schema_texts
 from tracefit.coefficients.files import read_coefficients
 from tracefit.coefficients.model import CoefficientFile
-from tracefit.schemas import schema_texts
 
 SCHEMAS = Path(__file__).parents[2] / "schemas"
 

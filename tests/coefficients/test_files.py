@@ -204,7 +204,7 @@ HUGE = {
     "an open string of escapes": lambda n: '{"a": "' + '\\"' * (4 * n),
     "a long string": lambda n: json.dumps(FILE | {"kind": "x" * (10 * n)}),
 }
-"""What there are a million of, or of what as many bytes."""
+"""Parts of a file repeated a million times, or as long."""
 
 
 @pytest.mark.slow

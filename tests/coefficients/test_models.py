@@ -309,7 +309,7 @@ def test_prompts_of_others_lengthen_the_steps_of_a_request(busy):
     assert prediction.itl.value_us == pytest.approx(0.8 * alone + 0.2 * mixed)
     # Its own prompt shares its step with 12 tokens of others.
     assert prediction.prefill.value_us == pytest.approx(1000 + 50 * 2 + 0.5 * 200 + 10 * 62 + 100 * 62 / 64)
-    # It meets a step in proportion to how long it is: E[c^2] / E[c], half of which is left.
+    # It meets a step in proportion to how long it is: E[c^2] / E[c], and half of that is left.
     short, long = 1200, 1200 + 600 + 100 * 60 / 62
     met = (0.8 * short**2 + 0.2 * long**2) / (0.8 * short + 0.2 * long)
     assert prediction.overheads["admission"].value_us == pytest.approx(380 + met / 2)
@@ -340,7 +340,7 @@ def test_prompts_of_others_come_in_steps_like_those_of_training(bursty):
     alone = 1000 + 50 * 3 + 0.5 * 255.5
     few, many = (alone + 10 * n + 100 * n / (n + 3) for n in (30, 90))
     assert prediction.itl.value_us == pytest.approx(0.8 * alone + 0.1 * few + 0.1 * many)
-    # What it meets on arrival is that of the mean prompt, a step of 60 in five.
+    # On arrival it meets the step of the mean prompt, a step of 60 in five.
     short, long = 1200, 1200 + 600 + 100 * 60 / 62
     met = (0.8 * short**2 + 0.2 * long**2) / (0.8 * short + 0.2 * long)
     assert prediction.overheads["admission"].value_us == pytest.approx(380 + met / 2)

@@ -1,4 +1,4 @@
-"""What models may be used for: by stated thresholds, the worst measure decides."""
+"""Uses of models: by stated thresholds, the worst measure decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the commands share: reading what a job left."""
+"""Shared by the tests of the commands: reading what a job left."""
 
 from __future__ import annotations
 

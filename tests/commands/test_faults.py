@@ -1,4 +1,4 @@
-"""What cannot be done is one line and leaves nothing half-written; what is damaged is counted."""
+"""A refusal is one line and leaves nothing half-written; damage is counted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tracefit import DataError, UsageError, ingest, run, train
-from tracefit.commands.ingest import ServerOptions
 from tracefit.errors import TracefitError
-from tracefit.tables.options import IngestOptions
+from tracefit.options import IngestOptions, ServerOptions
 from tracefit.tables.store import TableStore
 
 

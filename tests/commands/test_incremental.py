@@ -11,7 +11,7 @@ import pytest
 from containers import framed, to_protobuf, zstd
 from tracefit import ingest
 from tracefit.commands.ingest import plan_ingest
-from tracefit.tables.options import IngestOptions
+from tracefit.options import IngestOptions
 from tracefit.tables.store import TableStore
 
 
@@ -99,7 +99,7 @@ def test_other_files_of_the_same_name_are_another_run(tmp_path, lines):
 
 
 def test_training_frames_of_a_run_that_grew_are_gone(tmp_path, lines):
-    """They are of what the run was; `train` makes them anew."""
+    """They are of the run as it was; `train` makes them again."""
     folder = _write(tmp_path / "run" / "traces.json", lines[:-20])
     ingest([folder], tmp_path / "tables")
     store = TableStore(tmp_path / "tables")

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from tracefit import DataError, UsageError, ingest
-from tracefit.commands.ingest import ServerOptions, ingest_inputs
+from tracefit.commands.ingest import ingest_inputs
 from tracefit.engines.local import LocalEngine
 from tracefit.inputs.discovery import open_inputs
+from tracefit.options import ServerOptions
 from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
 
@@ -89,7 +90,7 @@ def test_killed_at_any_moment_it_leaves_whole_tables_and_can_be_run_again(
     for folder in folders:
         left = contents(folder)
         assert _same_events(left, old) or _same_events(left, new)
-        # Steps are worked out last: until then there are none, never those of other events.
+        # Steps are worked out last: until then the table is empty, and never has those of other events.
         assert left in (old, new) or left["timeline"] == []
         ingest([run], folder, workers=1)
         assert contents(folder) == new
@@ -99,7 +100,7 @@ def test_killed_at_any_moment_it_leaves_whole_tables_and_can_be_run_again(
 
 
 def _same_events(one, other):
-    """Tell whether all is the same but for what follows from the steps."""
+    """Tell whether all is the same except what follows from the steps."""
     later = ("timeline", "requests")
     return len(one["requests"]) == len(other["requests"]) and all(
         one[k] == other[k] for k in one if k not in later
@@ -108,7 +109,7 @@ def _same_events(one, other):
 
 @pytest.fixture
 def full_disk(monkeypatch):
-    """Return a function after which the files that `pathlib` opens anew take so many bytes between them."""
+    """Return a function after which the files that `pathlib` opens again take so many bytes between them."""
 
     def fill(size_bytes):
         left = [size_bytes]

@@ -1,4 +1,4 @@
-"""What an event does not tell costs what needs it, not the models."""
+"""An attribute that is missing costs only the features that need it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the options of training change, and where they are recorded."""
+"""Effects of the options of training, and where they are recorded."""
 
 from __future__ import annotations
 

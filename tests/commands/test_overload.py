@@ -13,7 +13,7 @@ from tracefit.tables.store import TableStore
 
 @pytest.fixture
 def trained_on(tmp_path, new_traces, quick):
-    """Train on run folders `names`, of which `given_up` has a client that gave up on a fifth of the requests."""
+    """Train on run folders `names`; the client of `given_up` gave up on a fifth of the requests."""
 
     def of(names, **options):
         for name in names:

@@ -11,11 +11,11 @@ import pytest
 from pyarrow.fs import FileSystemHandler, LocalFileSystem, PyFileSystem
 
 from tracefit import DataError, UsageError, ingest
-from tracefit.commands.ingest import ServerOptions, ingest_inputs
+from tracefit.commands.ingest import ingest_inputs
 from tracefit.engines.local import LocalEngine
 from tracefit.inputs.discovery import open_inputs
+from tracefit.options import IngestOptions, ServerOptions
 from tracefit.progress import NullProgress
-from tracefit.tables.options import IngestOptions
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
 

@@ -15,7 +15,7 @@ import pytest
 
 from containers import framed, to_json, to_protobuf
 from tracefit import ingest
-from tracefit.tables.options import IngestOptions
+from tracefit.options import IngestOptions
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
 

@@ -19,7 +19,7 @@ BOOT_NS = 1_700_000_000_000_000_000
 
 @pytest.fixture
 def stock(traces, tmp_path):
-    """150 requests, ten per second, of which the one with prompt length n waits 10 us per token in the queue."""
+    """150 requests, ten per second; the one with prompt length n waits 10 us per token in the queue."""
     for number in range(1, 151):
         prompt = 100 + 37 * number % 400
         wait = 10e-6 * prompt

@@ -1,4 +1,4 @@
-"""What spans of an unmodified server cannot show is said before training and in the verdict, and no coefficient is wrong unsaid."""
+"""Facts that spans of an unmodified server cannot show are stated before training and in the verdict, and no coefficient is wrong unsaid."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAST = tracefit.TrainOptions(fast=True, features="batch")
 
 @dataclass(frozen=True)
 class Said:
-    """What is said of a run, and its step model, null where none is fitted."""
+    """Notes on a run, and its step model, null where none is fitted."""
 
     before: str
     step_time: str
@@ -169,7 +169,7 @@ def test_of_prefix_cache_hits_in_some_prompts(tmp_path):
 
 
 def test_of_prefix_cache_hits_in_nearly_every_prompt(tmp_path):
-    """The coefficient of a prompt token is too low, and nobody is told to trust it."""
+    """The coefficient of a prompt token is too low, and no verdict says to trust it."""
     run = synth(replace(LOAD, prefix_fraction=0.9, requests=500))
     said = _said(write_run(run, tmp_path), tmp_path / "out")
     assert "batch composition limited" in said.before

@@ -1,4 +1,4 @@
-"""What the processes that decode take from the folder they are started in: nothing."""
+"""Processes that decode take nothing from the folder they are started in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step and a first token consist of: sums worked out by hand."""
+"""Parts of a step and of a first token: sums worked out by hand."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import pytest
 
 import tracefit
 from tracefit import consumers
-from tracefit.commands.compare import Tolerance
 from tracefit.fit.splits import MIN_TRAIN_ROWS
+from tracefit.options import Tolerance
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/coefficients.md").read_text()

@@ -1,4 +1,4 @@
-"""What the repository ships is what its own commands make: fixtures, models, README."""
+"""Shipped files are what the repository's own commands make: fixtures, models, README."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An unmodified server, of which each request is one span: its latencies are predicted, and its exports made, as any other's."""
+"""An unmodified server, which sends one span for each request: its latencies are predicted, and its exports made, as any other's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 FLAGS_OF_THE_FORK = re.compile(r"--(enable-)?(step|journey)-tracing|fork of vLLM")
 API_WORK_US = 1_450
-"""What the generator's API process works on a request."""
+"""Work of the generator's API process on a request."""
 
 
 @pytest.fixture(scope="module")

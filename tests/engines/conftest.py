@@ -1,4 +1,4 @@
-"""What the tests of the engines share: runs of different sizes, and their tables byte for byte."""
+"""Shared by the tests of the engines: runs of different sizes, and their tables byte for byte."""
 
 from __future__ import annotations
 

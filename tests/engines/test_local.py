@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from tracefit import DataError, EngineChoice, IngestOptions, UsageError, ingest
-from tracefit.commands.ingest import ServerOptions, ingest_inputs
+from tracefit.commands.ingest import ingest_inputs
 from tracefit.commands.scopes import write_timelines
 from tracefit.engines.jobs import attempt
 from tracefit.engines.local import LocalEngine
 from tracefit.inputs.discovery import open_inputs
+from tracefit.options import BuildLimits, ServerOptions
 from tracefit.progress import NullProgress
-from tracefit.tables.options import BuildLimits
 from tracefit.tables.store import TableStore
 
 EVERY_BYTE = IngestOptions(bytes_per_worker=1)

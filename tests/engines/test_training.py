@@ -9,10 +9,10 @@ import polars as pl
 import pytest
 
 from tracefit import ingest, train
-from tracefit.commands.train import TrainOptions
 from tracefit.engines import training
 from tracefit.engines.local import LocalEngine
 from tracefit.engines.training import each_run, frames_of, scope_tables, timeline_in
+from tracefit.options import TrainOptions
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
 

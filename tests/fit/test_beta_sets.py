@@ -51,7 +51,7 @@ def test_the_lower_half_has_enough_rows_to_fit_and_the_upper_enough_to_judge(loa
 
 
 def _rows(n=600):
-    """Twice as long with every request more: 1000 + 20 load + load^2 / 10, the load drawn anew for each row."""
+    """Twice as long with every request more: 1000 + 20 load + load^2 / 10, the load drawn for each row."""
     rng = np.random.default_rng(3)
     load = rng.integers(0, 200, n)
     return splits.split_by_time(

@@ -1,4 +1,4 @@
-"""What is left of a step in progress on the average, by hand and from the published file."""
+"""The rest of a step in progress, on average, by hand and from the published file."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_in_a_burst_a_request_waits_for_the_work_on_those_before_it(way_back_us)
 
 
 def _unknown_steps(idle_after=False):
-    """Steps 1 to 6 of 10 ms, of which the starts of 1, 2, 5 and 6 are known; step 2 may end in idle time."""
+    """Steps 1 to 6 of 10 ms; the starts of 1, 2, 5 and 6 are known; step 2 may end in idle time."""
     known = {1: 0, 2: 10, 5: 40, 6: 50}
     steps = range(1, 7)
     return pl.DataFrame(

@@ -139,7 +139,7 @@ def test_load_is_running_tokens_and_requests_where_tokens_are_not_known():
 
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory):
-    """Return the output of a run of which one step in ten is traced."""
+    """Return the output of a run with one step in ten traced."""
     folder = tmp_path_factory.mktemp("sparse")
     options = SynthOptions(name="run", seed=4, requests=300, law=LinearLaw(), step_sampling=0.1)
     run([write_run(synth(options), folder)], folder / "out", options=TrainOptions(fast=True))

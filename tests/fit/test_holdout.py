@@ -28,7 +28,7 @@ def test_bias_is_of_the_sums():
 
 
 def test_the_row_furthest_off_has_its_part_of_the_bias():
-    """Of 400 measured: 100 steps of 1, of which one is predicted 2, and one hiccup of 300, predicted 100: -50 points."""
+    """400 are measured: 100 steps of 1, one predicted as 2, and one hiccup of 300, predicted as 100: -50 points."""
     actual = np.r_[np.ones(100), 300.0]
     predicted = np.r_[2.0, np.ones(99), 100.0]
     summed = summed_time(predicted, actual, np.arange(101) // 10)
@@ -104,7 +104,7 @@ def test_the_evaluation_and_the_report_hold_it(trained):
 
 
 def _drifting(change, rows=400, law=lambda batch: 1_000 + 10 * batch):
-    """A fitted model of 1000 + 10 batch, and rows of which the held-out ones take `change` times as long."""
+    """A fitted model of 1000 + 10 batch, and rows whose held-out ones take `change` times as long."""
     rng = np.random.default_rng(7)
     batch = np.concatenate([rng.integers(1, 40, rows), rng.integers(10, 60, rows)])
     late = np.repeat([1.0, change], rows)

@@ -1,4 +1,4 @@
-"""A model of step times fitted anew on the rows it was measured on."""
+"""A model of step times refitted on the rows it was measured on."""
 
 from __future__ import annotations
 

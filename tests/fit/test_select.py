@@ -62,7 +62,7 @@ def test_a_sum_of_two_features_is_collinear_with_both_together():
 
 @pytest.mark.parametrize(("share", "stays"), [(0.15, True), (0.05, False)])
 def test_a_variance_inflation_of_ten_is_the_limit(share, stays):
-    """A feature of which `share` of the variance is its own has a variance inflation of 1 / share."""
+    """A feature with `share` of its variance to itself has a variance inflation of 1 / share."""
     rng = np.random.default_rng(1)
     a, own = rng.standard_normal((2, 20_000))
     mixed = np.sqrt(1 - share) * a + np.sqrt(share) * own

@@ -128,9 +128,3 @@ def test_options_of_signs_contradict_each_other():
     assert ScopeOptions().signs(intercept=True) == Signs("declared", intercept=True)
     with pytest.raises(UsageError, match="contradict"):
         scope_options(TrainOptions(positive=True, any_sign=True))
-
-
-@pytest.mark.parametrize("thresholds", [("simulation.step_mape_pct=12:30",), "simulation", (None,)])
-def test_thresholds_of_another_type_are_refused_before_a_fit(thresholds):
-    with pytest.raises(UsageError, match="thresholds are not all of type Threshold; for example"):
-        scope_options(TrainOptions(thresholds=thresholds))

@@ -110,7 +110,7 @@ def test_a_wide_spread_has_no_outliers_by_the_factor_alone():
 
 
 def test_rows_that_most_are_like_are_no_outliers_of_a_fit_that_passes_them_by():
-    """Nine in ten are the same to the last digit, so that the spread is none; their mean is five times as long."""
+    """Nine in ten are the same to the last digit, so that the spread is 0; their mean is five times as long."""
     y = np.where(np.arange(200) % 10 == 0, 40_000.0, 1000.0)
     assert np.array_equal(outliers(np.zeros((200, 0)), y), y > 1000)
 

@@ -208,7 +208,7 @@ def test_a_held_out_row_with_an_unknown_feature_is_left_out_where_nothing_stands
 
 
 def test_without_features_the_line_is_the_training_median():
-    """Of waits of which some are very long: what the baseline predicts, no better and no worse."""
+    """Some waits are very long: the model is no better and no worse than the baseline."""
     waits = pl.Series("y", np.random.default_rng(3).lognormal(5, 1.5, 300))
     fitted = _fit(_frame(y=waits), [], replace(QUICK, drop_outliers=False))
     assert fitted.regimes[0].intercept.value == fitted.rows.filter(split="train")["y"].median()

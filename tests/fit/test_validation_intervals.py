@@ -47,7 +47,7 @@ def test_coverage_counts_the_limits_in():
 @pytest.mark.slow
 @pytest.mark.parametrize("relative", [True, False])
 def test_intervals_of_95_percent_hold_new_observations_about_that_often(relative):
-    """200 runs of 150 rows and 20 new ones, eight features of which six are noise: in-sample residuals are too small."""
+    """200 runs of 150 rows and 20 new ones, eight features, six of them noise: in-sample residuals are too small."""
     held = []
     for seed in range(200):
         rng = np.random.default_rng(seed)

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from containers import COMPRESSIONS, SHAPES, framed, to_json, to_protobuf
-from tracefit.inputs.blocks import Block, ReadOptions, load, read_blocks
+from tracefit.inputs.blocks import Block, load, read_blocks
 from tracefit.inputs.files import TraceFile
 from tracefit.inputs.framing import records
 from tracefit.inputs.rejects import Reject
+from tracefit.options import IngestOptions
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -43,7 +44,7 @@ def of_count(shape):
 
 @dataclass
 class Read:
-    """What was read of a file: payloads by offset, and what was not."""
+    """Payloads of a file by offset, and its rejects."""
 
     payloads: list[bytes] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -54,7 +55,7 @@ class Read:
 
 def read_file(file, limits=None, **options):
     found = Read()
-    for block in read_blocks(file, limits or ReadOptions(), **options):
+    for block in read_blocks(file, limits or IngestOptions(), **options):
         if isinstance(block, Reject):
             found.rejects.append(block)
             continue

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 
 from tracefit.errors import UsageError
-from tracefit.inputs.blocks import Block, ReadOptions, load, read_blocks
+from tracefit.inputs.blocks import Block, head_bytes, load, read_blocks
 from tracefit.inputs.compression import Expansion
 from tracefit.inputs.files import TraceFile
 from tracefit.inputs.rejects import Reject
+from tracefit.options import IngestOptions
 
 MIB = 1 << 20
 
 
-SMALL = ReadOptions(block_bytes=5000)
+SMALL = IngestOptions(block_bytes=5000)
 
 
 @pytest.mark.parametrize("shape", ["lines", "framed protobuf", "bare protobuf", "framed zstd of JSON"])
@@ -86,7 +87,7 @@ def test_what_is_no_trace_is_one_reject(read, data, pack):
 
 def test_a_document_that_is_too_long_is_one_line_of_advice(otlp, read):
     data = otlp.SHAPES["pretty object"](3) + b" " * (3 * MIB)
-    (reject,) = read(data, ReadOptions(max_document_mib=2)).rejects
+    (reject,) = read(data, IngestOptions(max_document_mib=2)).rejects
     assert "--max-document" in reject.reason
     assert (reject.source_offset, reject.length) == (0, len(data))
 
@@ -101,12 +102,12 @@ def test_a_record_that_is_too_long_is_one_reject_and_those_behind_it_are_read(ot
         "bare protobuf": lambda part: part,
     }[shape]
     data = b"".join(map(wrap, parts))
-    found = read(data, ReadOptions(max_document_mib=3))
+    found = read(data, IngestOptions(max_document_mib=3))
     assert found.payloads == [parts[0], *parts[2:]]
     (reject,) = found.rejects
     assert "longer than 3 MiB: raise --max-document to read it" in reject.reason
     assert (reject.source_offset, reject.length) == (len(wrap(parts[0])), len(wrap(parts[1])))
-    assert len(read(data, ReadOptions(max_document_mib=8)).payloads) == 4
+    assert len(read(data, IngestOptions(max_document_mib=8)).payloads) == 4
 
 
 def test_gaps_are_rejects_where_they_are(otlp, read):
@@ -129,13 +130,13 @@ def test_plain_lines_before_compressed_ones_are_ranges(otlp, read):
     assert found.payloads == otlp.texts(2000) * 3
     assert found.rejects == []
     assert [block.payload is None for block in found.blocks].count(True) >= (
-        len(lines) - SMALL.head_bytes
+        len(lines) - head_bytes(SMALL)
     ) // 5000 - 1
 
 
 def test_reading_stops_after_many_rejects(otlp, read):
     junk = (gzip.compress(os.urandom(99))[:-9] + b"\xff" * 9 + gzip.compress(b"{}\n")) * 50
-    found = read(junk, ReadOptions(max_rejects=10))
+    found = read(junk, IngestOptions(max_rejects=10))
     assert len(found.rejects) <= 10 + 1 + 50
     assert found.rejects[-1].reason == "more than 10 rejects: the rest is not read"
 
@@ -163,7 +164,7 @@ def test_a_block_is_read_from_another_working_folder(otlp, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("show_values", [False, True])
 def test_values_are_shown_on_request_alone(read, show_values):
-    found = read(b'{"secret": "SECRET"}\n' * 9, ReadOptions(show_values=show_values))
+    found = read(b'{"secret": "SECRET"}\n' * 9, IngestOptions(show_values=show_values))
     assert ("SECRET" in found.rejects[0].excerpt) == show_values
 
 

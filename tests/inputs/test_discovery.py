@@ -1,4 +1,4 @@
-"""What a user can point at: files, folders as collectors leave them, patterns, pipes and URLs."""
+"""Inputs a user can name: files, folders as collectors leave them, patterns, pipes and URLs."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_recordings_of_the_kv_cache_are_known_by_their_names(lay):
 
 
 def test_a_file_named_like_traces_is_read_whatever_is_in_it(lay):
-    """What it holds is a reject then, not something that was passed over."""
+    """Its content is a reject then, and is not passed over."""
     lay("run/traces.json", data=b"rubbish")
     lay("run/traces-2.json", data=b"")
     assert runs_of("run") == {"run": ["run/traces-2.json", "run/traces.json"]}

@@ -1,4 +1,4 @@
-"""What a file is, from its content."""
+"""The format of a file, from its content."""
 
 from __future__ import annotations
 

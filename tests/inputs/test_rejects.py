@@ -1,4 +1,4 @@
-"""What an excerpt shows of a record, and what it never shows."""
+"""Excerpts of rejected records: the parts shown, and those never shown."""
 
 from __future__ import annotations
 

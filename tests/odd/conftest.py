@@ -180,8 +180,8 @@ TRIED = ("beta", *(target.model for target in TARGETS))
 def through_every_command(folder, work, *, features="batch", commands=("inspect", "verify")):
     """Take a run through every command; return what train left, if anything could be fitted.
 
-    Each command ends with a documented exit code and at most one line of error; a warning of Python, or an unforeseen error,
-    is none of them.
+    Each command ends with a documented exit code and at most one line of error; a warning of Python or an unforeseen error
+    never occurs.
     """
     said = {}
 
@@ -341,7 +341,7 @@ def logged(rng, folder):
         for begin, end in sorted(rng.sample(places, min(rng.choice((0, 1, 5)), len(places))), reverse=True):
             content = content[:begin] + json.dumps(rng.choice(ODD_NUMBERS)).encode() + content[end:]
         if rng.random() < 0.2:
-            # What is left shows what it is.
+            # The rest shows what it is.
             content = content[: rng.randrange(len(content) // 2, len(content))]
         if rng.random() < 0.2:
             content += content

@@ -22,9 +22,10 @@ from containers import (  # noqa: F401 - tests have them of this module
     to_protobuf,
     zstd,
 )
-from tracefit.inputs.blocks import Block, ReadOptions, load, read_blocks
+from tracefit.inputs.blocks import Block, load, read_blocks
 from tracefit.inputs.files import TraceFile
 from tracefit.inputs.rejects import Reject
+from tracefit.options import IngestOptions
 from tracefit.otlp.decode import DecodeLimits, SpanBatch, Wanted, decode_blocks
 
 if TYPE_CHECKING:
@@ -39,14 +40,14 @@ def attribute(key: str, **value: Any) -> Record:
     return {"key": key, "value": value}
 
 
-_USUAL, _USUAL_DECODE = ReadOptions(), DecodeLimits()
+_USUAL, _USUAL_DECODE = IngestOptions(), DecodeLimits()
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyz")
 _TYPES = {"e": {"k": pl.String(), "s": pl.String(), "n": pl.Int64(), "x": pl.Float64(), "b": pl.Boolean()}}
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was read of a file, in plain Python.
+    """The content of a file, in plain Python.
 
     `spans` have the columns of the frame, `attributes` as a dict; `events` are by name, `span` in them is the place of
     their span; `counts` are (place of the span, name of the event) to how many there are.
@@ -97,7 +98,7 @@ def decode(
     kept: Iterable[str] = _LETTERS,
     span_keys: tuple[str, ...] = (),
     events: Mapping[str, Mapping[str, pl.DataType]] = _TYPES,
-    options: ReadOptions = _USUAL,
+    options: IngestOptions = _USUAL,
     block_bytes: int | None = None,
     decode_limits: DecodeLimits = _USUAL_DECODE,
 ) -> tuple[list[SpanBatch], list[Reject]]:

@@ -251,7 +251,7 @@ def test_after_so_many_rejects_no_more_are_made_of_a_block(otlp, shape, is_one_r
     """That the rest is not read is for `ingest` to say; good spans before are kept."""
     spans = [otlp.span(1), *[otlp.span(n, traceId="0" * 32) for n in range(2, 9)], otlp.span(9)]
     records = [otlp.record(*spans)] if is_one_record else [otlp.record(span) for span in spans]
-    found = otlp.read(otlp.SHAPES[shape](records), options=otlp.ReadOptions(max_rejects=3))
+    found = otlp.read(otlp.SHAPES[shape](records), options=otlp.IngestOptions(max_rejects=3))
     assert found.ids[:1] == ids(1)
     assert len(found.rejects) == 3
 
@@ -260,7 +260,7 @@ def test_after_so_many_rejects_no_more_are_made_of_a_block(otlp, shape, is_one_r
 def test_a_record_longer_than_the_limit_is_one_line_of_advice_and_its_neighbours_are_kept(otlp, shape):
     long = otlp.record(otlp.span(2, name="x" * (2 << 20)))
     data = otlp.SHAPES[shape]([otlp.record(otlp.span(1)), long, otlp.record(otlp.span(3))])
-    found = otlp.read(data, options=otlp.ReadOptions(max_document_mib=1), block_bytes=1 << 19)
+    found = otlp.read(data, options=otlp.IngestOptions(max_document_mib=1), block_bytes=1 << 19)
     assert found.ids == ids(1, 3)
     assert found.reject.reason == "longer than 1 MiB: raise --max-document to read it"
     assert found.reject.length > 2 << 20
@@ -269,7 +269,7 @@ def test_a_record_longer_than_the_limit_is_one_line_of_advice_and_its_neighbours
 
 def test_a_document_longer_than_the_limit_is_one_line_of_advice(otlp):
     data = otlp.SHAPES["pretty object"]([otlp.record(otlp.span(n, name="x" * 9999)) for n in range(1, 300)])
-    found = otlp.read(data, options=otlp.ReadOptions(max_document_mib=1))
+    found = otlp.read(data, options=otlp.IngestOptions(max_document_mib=1))
     assert found.ids == []
     assert found.reject.reason == "longer than 1 MiB: raise --max-document to read it"
     assert (found.reject.source_offset, found.reject.length) == (0, len(data))

@@ -1,4 +1,4 @@
-"""What OTLP/JSON allows: opentelemetry-proto's JSON Protobuf Encoding, and ProtoJSON below it."""
+"""Rules of OTLP/JSON: opentelemetry-proto's JSON Protobuf Encoding, and ProtoJSON below it."""
 
 from __future__ import annotations
 

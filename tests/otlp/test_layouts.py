@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from tracefit.tables.options import IngestOptions
+from tracefit.options import IngestOptions
 from tracefit.tables.rows import rows_of, wanted_of
 
 whole_files = settings.get_profile("whole-files")

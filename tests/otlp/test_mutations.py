@@ -166,7 +166,7 @@ def test_thousands_of_mutations_cost_no_record_that_they_do_not_touch(otlp, shap
 
 
 def _mutate(otlp, shape, count, rng):
-    """Damage files again and again. What is expected follows from where the damage is: no decoder is asked."""
+    """Damage files again and again. Expected values follow from where the damage is, without a decoder."""
     wanted = {"events": {"step.BATCH_SUMMARY": {"step.id": otlp.pl.Int64(), "x": otlp.pl.Float64()}}}
     for number in range(count):
         if number % 25 == 0:

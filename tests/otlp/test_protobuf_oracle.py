@@ -92,7 +92,7 @@ def unknown(rng):
 
 
 def rewritten(data, kind, rng, rate):
-    """Write a message anew: with unknown fields, others twice or moved, and numbers longer than they need to be.
+    """Write a message again: with unknown fields, others twice or moved, and numbers longer than they need to be.
 
     Events themselves stay as every exporter writes them, field by field: there are many, and one look tells.
     """
@@ -101,7 +101,7 @@ def rewritten(data, kind, rng, rate):
     for number, wire_type, content in fields(data):
         inside = INSIDE[kind].get(number)
         if inside:
-            content = rewritten(content, inside, rng, inner)  # noqa: PLW2901 - the same, written anew
+            content = rewritten(content, inside, rng, inner)  # noqa: PLW2901 - the same, written again
         extra = rng.choice([0, 1]) if rng.random() < rate else 0
         size = varint(len(content), extra) if wire_type == 2 else b""
         pieces.append(varint(number << 3 | wire_type) + size + content)

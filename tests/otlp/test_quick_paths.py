@@ -1,4 +1,4 @@
-"""What exporters write often is read column by column, or by the typed structs: ten times as fast as with care."""
+"""Common forms of exporters are read column by column, or by the typed structs: ten times as fast as with care."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a traced scheduler hands over, and the spans of it: equal to what the scheduler itself counted."""
+"""Records of a traced scheduler, and their spans: equal to what the scheduler itself counted."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_prefix_hit_is_in_a_snapshot_whatever_the_sampling(traced, built):
 
 
 def test_drafts_that_were_wrong_are_taken_back_from_the_steps_ahead(built):
-    """Step 3 counts three drafts of step 2 as right, of which one is; the output that would correct step 4 never comes."""
+    """Step 3 counts three drafts of step 2 as right, and one is; the output that would correct step 4 never comes."""
     records = [
         (1, 0, None, None, 16, 100, 1.0, 1.0, 100),
         (QUEUED, 1, 0, "a", 10, 20, None, None),

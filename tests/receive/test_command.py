@@ -43,7 +43,7 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize(("text", "seconds"), [("5min", 300), ("90s", 90), ("1.5h", 5400), ("10 min", 600)])
 def test_times(text, seconds):
-    assert parse_duration(text, option="--x") == seconds
+    assert parse_duration(text) == seconds
 
 
 def test_rotation_takes_either_or_both():
@@ -55,7 +55,7 @@ def test_rotation_takes_either_or_both():
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1MiB", "5 parsecs", "1MiB,,", "0s", "9" * 13, "1e9MiB"])
 def test_what_is_no_rotation_is_refused(text):
-    with pytest.raises(UsageError, match="--rotate"):
+    with pytest.raises(UsageError, match="is not a"):
         parse_rotation(text)
 
 
@@ -120,8 +120,8 @@ def test_a_command_line_or_a_log_is_read_of_vllm(lib, start, config_of, tmp_path
     [
         (("--gpu", "H9000.json"), "H9000.json"),
         pytest.param(("--host", "0.0.0.0"), "or say --insecure", marks=pytest.mark.slow),  # noqa: S104
-        pytest.param(("--rotate", "much"), "--rotate much: not a size", marks=pytest.mark.slow),
-        pytest.param(("--stop-after", "soon"), "--stop-after soon: not a time", marks=pytest.mark.slow),
+        pytest.param(("--rotate", "much"), "--rotate: 'much' is not a size", marks=pytest.mark.slow),
+        pytest.param(("--stop-after", "soon"), "--stop-after: 'soon' is not a time", marks=pytest.mark.slow),
         pytest.param(("--token-file", "missing"), "cannot be read", marks=pytest.mark.slow),
         pytest.param(("--set", "max_num_seq=1"), "did you mean", marks=pytest.mark.slow),
         pytest.param(("--tls-cert", "missing"), "go together", marks=pytest.mark.slow),

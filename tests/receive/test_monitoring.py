@@ -1,4 +1,4 @@
-"""What watches the receiver: health checks over both protocols, metrics for Prometheus, the dashboard."""
+"""Monitoring of the receiver: health checks over both protocols, metrics for Prometheus, the dashboard."""
 
 from __future__ import annotations
 

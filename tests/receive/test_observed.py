@@ -1,4 +1,4 @@
-"""What is shown and warned of while traces come in."""
+"""Display and warnings while traces come in."""
 
 from __future__ import annotations
 

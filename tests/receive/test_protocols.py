@@ -465,7 +465,7 @@ def test_both_ports_speak_tls_with_a_certificate(lib, tmp_path, certificate):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])  # noqa: S104
 def test_an_address_beyond_this_machine_needs_tls_or_a_word(host, certificate):
     cert, key = certificate
-    with pytest.raises(UsageError, match=r"--tls-cert and --tls-key, or say --insecure"):
+    with pytest.raises(UsageError, match=r"ReceiveOptions.tls_key`, or say `ReceiveOptions.insecure"):
         ReceiveOptions(host=host).require_safe()
     ReceiveOptions(host=host, insecure=True).require_safe()
     ReceiveOptions(host=host, tls_cert=cert, tls_key=key).require_safe()

@@ -1,4 +1,4 @@
-"""What of the spans is written: what a user wrote is not, and what tables are made of is."""
+"""Parts of the spans that are written: those that tables are made of, and no text of users."""
 
 from __future__ import annotations
 

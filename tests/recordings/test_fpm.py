@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 import tracefit
 from recorded import WRITERS, arrays, csv_lines, json_lines, maps, record
 from tracefit.errors import DataError
-from tracefit.inputs.blocks import Block, ReadOptions, inspect_file, read_blocks
+from tracefit.inputs.blocks import Block, inspect_file, read_blocks
 from tracefit.inputs.discovery import open_inputs
 from tracefit.inputs.files import TraceFile
 from tracefit.inputs.framing import LENGTH_BYTES
 from tracefit.inputs.rejects import Reject
+from tracefit.options import IngestOptions
 from tracefit.recordings import fpm
 
 BUSY = {"num_decode_requests": 4, "sum_decode_kv_tokens": 800}
@@ -65,7 +66,7 @@ def decoded(content, *, block_bytes=1 << 20):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file"
         path.write_bytes(content)
-        for item in read_blocks(TraceFile.local(path), ReadOptions(block_bytes=block_bytes), by_path=False):
+        for item in read_blocks(TraceFile.local(path), IngestOptions(block_bytes=block_bytes), by_path=False):
             if isinstance(item, Reject):
                 rejects.append(item)
             else:
@@ -423,7 +424,7 @@ def test_a_table_alone_gives_a_model_of_steps_in_their_order(tmp_path, backend):
     )
     assert words in model["target"]["definition"]
     assert set(pl.read_parquet(tables / "timeline/run_id=one/*.parquet")["cycle_source"]) == {kind}
-    # What is not known is said: the GPU, the model, the other rank.
+    # Unknown facts are stated: the GPU, the model, the other rank.
     warnings, page = " ".join(result.ingested.warnings), (tmp_path / "out/report.md").read_text()
     assert "GPU 'X9000' is not known: features of the GPU are left out" in warnings
     assert "features of the model are left out" in warnings

@@ -68,7 +68,7 @@ FORMS = {
 }
 SECOND = 1_795_424_149
 STAMPS = {
-    # Of a time without a year the year counts as 2000: 957 years of 365.25 days less make 8:55:49 on the same day.
+    # A time without a year is in 2000: 957 years of 365.25 days less make 8:55:49 on the same day.
     **dict.fromkeys(
         ("default", "process", "colours"),
         int(datetime(2000, 11, 23, 8, 55, 49, tzinfo=UTC).timestamp()) * 10**9,

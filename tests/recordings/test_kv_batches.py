@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from tracefit.inputs.blocks import ReadOptions
 from tracefit.inputs.files import TraceFile
+from tracefit.options import IngestOptions
 from tracefit.recordings.kv_batches import MAX_LOOSE_BYTES, BlockAges, hash_number
 from tracefit.recordings.kv_events import read_kv
 
@@ -71,7 +71,7 @@ def read(tmp_path):
     def of(content):
         path = tmp_path / "kv_events.jsonl"
         path.write_bytes(content)
-        return read_kv([TraceFile.local(path)], ReadOptions())
+        return read_kv([TraceFile.local(path)], IngestOptions())
 
     return of
 

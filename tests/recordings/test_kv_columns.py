@@ -7,8 +7,8 @@ import json
 import polars as pl
 import pytest
 
-from tracefit.inputs.blocks import ReadOptions
 from tracefit.inputs.files import TraceFile
+from tracefit.options import IngestOptions
 from tracefit.recordings.kv_columns import KV_COLUMNS, kv_tables, transfers, with_kv_cache, with_prefix_hits
 from tracefit.recordings.kv_events import read_kv
 from tracefit.tables import schema
@@ -69,7 +69,7 @@ def tables(tmp_path):
             ),
             "rejects": schema.REJECTS.empty(),
         }
-        return kv_tables(read_kv([TraceFile.local(path)], ReadOptions()), base, run_id="run")
+        return kv_tables(read_kv([TraceFile.local(path)], IngestOptions()), base, run_id="run")
 
     return of
 
@@ -220,7 +220,7 @@ def test_an_engine_without_events_has_nulls_not_zeros(tables):
 
 @pytest.mark.parametrize(("sampling", "ratio"), [(1.0, 2 / 6), (0.5, None)])
 def test_blocks_never_stored_were_found_in_the_cache(tables, sampling, ratio):
-    """100 + 5 tokens of which the last is never computed fill 6 blocks; with 4 of them stored 2 of 6 were there."""
+    """100 + 5 tokens, the last one never computed, fill 6 blocks; with 4 of them stored 2 of 6 were there."""
     stored = [["BlockStored", [1, 2, 3, 4], None, [5], 16, None, "GPU"]]
     run = tables([_batch(15_000, stored)], journey_sampling=sampling)["runs"].row(0, named=True)
     assert run["kv_prefix_hit_ratio"] == (pytest.approx(ratio) if ratio else None)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from tracefit.errors import UsageError
-from tracefit.inputs.blocks import ReadOptions
 from tracefit.inputs.compression import Expansion
 from tracefit.inputs.files import TraceFile
 from tracefit.inputs.rejects import Reject
+from tracefit.options import IngestOptions
 from tracefit.recordings.kv_events import read_kv, read_recording
 
 TS = 1_700_000_000.25
@@ -59,7 +59,7 @@ def rows(tmp_path):
     def of(content, **options):
         path = tmp_path / "kv_events.bin"
         path.write_bytes(content)
-        return read_kv([TraceFile.local(path)], ReadOptions(**options))
+        return read_kv([TraceFile.local(path)], IngestOptions(**options))
 
     return of
 
@@ -140,7 +140,7 @@ def test_a_missing_file_is_a_usage_error(tmp_path):
     file = TraceFile.local(path)
     path.unlink()
     with pytest.raises(UsageError, match="cannot be opened"):
-        read_kv([file], ReadOptions())
+        read_kv([file], IngestOptions())
 
 
 def test_a_message_may_claim_more_than_there_is(read):
@@ -191,7 +191,7 @@ def test_reading_goes_on_with_the_next_file(tmp_path):
     for name, content in (("a", b"x\n" * 50 + LINE), ("b", LINE)):
         (tmp_path / name).write_bytes(content)
     found = read_kv(
-        [TraceFile.local(tmp_path / "a"), TraceFile.local(tmp_path / "b")], ReadOptions(max_rejects=5)
+        [TraceFile.local(tmp_path / "a"), TraceFile.local(tmp_path / "b")], IngestOptions(max_rejects=5)
     )
     assert found.rows["source_file"].to_list() == [str(tmp_path / "b")]
     assert len(found.rejects) == 6

@@ -57,7 +57,7 @@ def test_a_preempted_request_keeps_its_output_and_computes_it_again():
     found = run([(0, 8, 8), (0, 8, 8)], Steps(per_prompt_token=1.0), EngineSettings(64, 100, 4, num_blocks=6))
     assert found.preemptions == 1
     assert found.first_us.tolist() == [1016, 1016]
-    # The first ends after eight steps, of which one has 16 prompt tokens. Then the second computes its prompt's last block
+    # The first ends after eight steps; one has 16 prompt tokens. Then the second computes its prompt's last block
     # and five outputs again, in one step that gives the sixth, and needs two more.
     assert found.last_us[0] == 8016
     assert found.last_us[1] - 8016 == pytest.approx(3000, abs=20)

@@ -44,7 +44,7 @@ def test_predicted_against_measured_is_every_held_out_row(drawn):
     assert series["x"] == pytest.approx((held["y"] / 1000).to_list(), rel=1e-4)
     by_hand = model.intercept.value + sum(t.value * held[t.feature].to_numpy() for t in model.terms)
     assert series["y"] == pytest.approx(list(by_hand / 1000), rel=1e-4)
-    # What the eye sees is the published error.
+    # The error in the picture is the published one.
     errors = [abs(a - p) for a, p in zip(series["x"], series["y"], strict=True)]
     assert 1000 * sum(errors) / len(errors) == pytest.approx(entry.holdout.mae, rel=1e-3)
 

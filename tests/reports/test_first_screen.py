@@ -1,4 +1,4 @@
-"""What the server did, what it would do over the rate, and its slowest requests: numbers of the tables, and reasons counted by hand."""
+"""The server as measured and over the rate, and its slowest requests: numbers of the tables, and reasons counted by hand."""
 
 from __future__ import annotations
 

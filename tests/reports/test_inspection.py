@@ -1,4 +1,4 @@
-"""What inspect prints."""
+"""Output of inspect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command prints at its end: blocks per scope, no line wider than a terminal, the page to open last."""
+"""Summaries at the end of a command: blocks per scope, no line wider than a terminal, the page to open last."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_one_scope_is_a_few_lines_within_80_columns_that_end_in_the_page_to_open
     assert lines[-1] == "open    m/report.html"
     block = lines[lines.index("scope llama-3.1-8b-instruct.h100-sxm.tp1") :]
     assert block.index("") <= 9 + len(TARGETS)
-    # What a user can have stands in the table, what hindsight gives below it.
+    # The table has errors a user can have; those with measured state are below it.
     assert next(line for line in block if line.startswith("  TTFT ")).split() == [
         *("TTFT", "27.4", "%", "81", "%", "33.4", "%", "25.1", "%", "79")
     ]

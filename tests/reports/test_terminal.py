@@ -1,4 +1,4 @@
-"""What `report` warns of and prints: the verdicts with their reasons, and where the report is."""
+"""Warnings and output of `report`: the verdicts with their reasons, and where the report is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 from tracefit.commands.report import report
-from tracefit.commands.train import TrainOptions, train
+from tracefit.commands.train import train
+from tracefit.options import TrainOptions
 from tracefit.progress import NullProgress
 from tracefit.reports.document import plain
 from tracefit.reports.terminal_results import report_text

@@ -1,4 +1,4 @@
-"""What the report says of how far a model can be trusted."""
+"""Statements of the report on how far a model can be trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a token costs, by hand arithmetic on two small models."""
+"""The cost of a token, by hand arithmetic on two small models."""
 
 from __future__ import annotations
 

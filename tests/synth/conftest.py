@@ -1,4 +1,4 @@
-"""What the tests of the generator share: runs, and a plain reading of their spans."""
+"""Shared by the tests of the generator: runs, and a plain reading of their spans."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_planted_coefficients_are_recovered(made):
     found = {term["feature"]: term for term in model["terms"]}
     assert found.keys() == TRUTH.keys()
     for name, truth in TRUTH.items():
-        # Of a prompt the wait lacks the 185 us in schedule(), too little to be seen in whole seconds.
+        # The wait of a prompt lacks the 185 us in schedule(), too little to be seen in whole seconds.
         unseen = 185.0 if name == "num_prefill_reqs" and form == "log_seconds" else 0.0
         tolerance = 0.15 * truth
         assert truth - unseen - tolerance < found[name]["value"] < truth + tolerance, name

@@ -132,7 +132,7 @@ def test_hosts_have_clocks_of_their_own(tables_of, traces):
 
 
 def test_a_host_that_was_restarted_is_one_server(tables_of, traces):
-    """Its monotonic clock begins anew: another zero, after the other one's time."""
+    """Its monotonic clock starts again: another zero, after the other one's time."""
     traces.server = "before"
     traces.request(1, 0, step=50)
     traces.server = "after"

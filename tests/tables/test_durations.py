@@ -136,7 +136,7 @@ CAUSED = (
     ],
 )
 def test_a_value_between_events_out_of_order_is_left_out_and_counted(tables_of, traces, changed, lost):
-    """Of the events of one request nobody knows which is wrong: what lies around the two goes, and the rest stays."""
+    """Nobody knows which of two events of a request is wrong: values around both are left out, the others stay."""
     traces.server, at_us = "engine", 1_000_000
     events = [(name, at_us + changed.get(name, us), *more) for name, us, *more in _events()]
     traces.api(1, {"ARRIVED": at_us, "DEPARTED": at_us + 51_500}).core(1, events)

@@ -95,7 +95,7 @@ def test_what_was_rejected_is_shown_on_request(folder, tmp_path):
 
 @pytest.mark.slow
 def test_asking_for_less_again_takes_it_away(folder, tmp_path):
-    """What a folder knows already was read with other options: it is not used for these."""
+    """A folder's parts that were read with other options are not used for these."""
     tables_of(folder, tmp_path / "tables", all_spans=True, keep_attributes=tuple(SECRETS), show_values=True)
     _, store = tables_of(folder, tmp_path / "tables")
     assert "SECRET" not in everything_in(store)

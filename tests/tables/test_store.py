@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tracefit.commands.ingest import ServerOptions, ingest
+from tracefit.commands.ingest import ingest
 from tracefit.commands.train import train
 from tracefit.errors import DataError, UsageError
+from tracefit.options import ServerOptions
 from tracefit.tables.schema import INGEST_TABLES, TABLES
 from tracefit.tables.store import ROW_GROUP_ROWS, TableStore
 

@@ -19,7 +19,7 @@ STAMPS_US = {"QUEUED": 9_950, "SCHEDULED": 200, "PREEMPTED": 100, "FIRST_TOKEN":
 
 @dataclass
 class Story:
-    """What one engine did. Times are microseconds on its clock.
+    """The work of one engine. Times are microseconds on its clock.
 
     `lag` 1 is an engine that schedules a step ahead: outputs of a step come out a cycle later.
     """

@@ -1,4 +1,4 @@
-"""What a step carried, worked out from the journeys alone: one law each, with its arithmetic.
+"""The composition of a step, worked out from the journeys alone: one law each, with its arithmetic.
 
 A batch is (prefill requests, prefill tokens, their context, decode requests, decode tokens, their context).
 """

@@ -259,7 +259,7 @@ def test_a_request_without_an_end_runs_to_the_last_token_it_may_produce(engine_t
     story.request("b", ("QUEUED", 1), ("SCHEDULED", 2), ("FIRST_TOKEN", 2), max_tokens=5)
     rows = engine_tables((story,)).rows("running_depth", "remaining_after")
     assert [rows[step][0] for step in (1, 2, 6, 7)] == [1, 2, 2, 1]
-    # Of a 30 less its step; of b 5 less what came out in step 2 and after.
+    # Request a has 30 less its step; b has 5 less those of step 2 and after.
     assert [rows[step][1] for step in (1, 2, 6, 7)] == [29, 28 + 4, 24 + 0, 23]
 
 

@@ -1,4 +1,4 @@
-"""What a request found when it was queued, by hand: 16 tokens to a block, 100 blocks, 8 slots, 2,048 tokens a step."""
+"""The queue a request meets on arrival, by hand: 16 tokens to a block, 100 blocks, 8 slots, 2,048 tokens a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recording shows of requests that are not in it."""
+"""Signs in a recording of requests that are not in it."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_steps_at_the_ends_of_a_recording_that_was_cut_out_have_no_time():
     lost = whole.join(cut, on="request_id", how="anti").select(begin="arrival_ns", end=end)
     known = counted.starts.filter(pl.col("ts_start_ns").is_between(low, high))
     assert known.height == counted.starts.height > 100
-    # Of the requests that are missing, those that still ran at a known start are few: the longest of all.
+    # Few of the missing requests still ran at a known start: the longest of all.
     still = lost.filter((pl.col("begin") < counted.starts["ts_start_ns"].max()) & (pl.col("end") > high))
     assert still.height <= 3
 

@@ -1,7 +1,7 @@
 """vLLM's own scheduler under the plugin, with drawn outputs in place of a model's: `drive_scheduler.py FOLDER`, by an interpreter with vLLM.
 
 Each scenario writes `NAME/traces.pb`, what the plugin sends, and `NAME/truth.json`, what a worker of these steps and a client of
-these requests would count: it is taken from neither the plugin nor the scheduler's state, but for the queue's depths. The plugin
+these requests would count: it is taken from neither the plugin nor the scheduler's state, except for the queue's depths. The plugin
 wraps vLLM's two schedulers, and that of a `--scheduler-cls`: Dynamo's where it is installed, else a stand-in with its methods.
 """
 
@@ -179,7 +179,7 @@ def make_scheduler(kind, config, blocks):
 
 
 class Worker:
-    """What a model's worker knows: of each request the tokens in its KV cache, and those it drew."""
+    """State of a model's worker: for each request the tokens in its KV cache, and those it drew."""
 
     def __init__(self, draw, drafts):
         self.draw, self.drafts = draw, drafts

@@ -34,8 +34,8 @@ class _Recording:
 
 
 class RecordingAsync(_Recording, AsyncScheduler):
-    """Of the asynchronous scheduler."""
+    """Record the asynchronous scheduler."""
 
 
 class RecordingSync(_Recording, Scheduler):
-    """Of the synchronous one."""
+    """Record the synchronous scheduler."""

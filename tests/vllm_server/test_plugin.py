@@ -41,7 +41,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Recorded:
-    """What clients got of a server, with the traces it sent and the recorder's steps by data-parallel rank."""
+    """Answers that clients got from a server, with the traces it sent and the recorder's steps by data-parallel rank."""
 
     completions: list[Completion]
     several: list[Completion]

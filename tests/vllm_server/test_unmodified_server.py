@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a server's client counted, the traces it sent meanwhile, and its log, in whole seconds and in microseconds."""
+    """Counts of a server's client, the traces it sent meanwhile, and its log, in whole seconds and in microseconds."""
 
     completions: list[Completion]
     traces: Path

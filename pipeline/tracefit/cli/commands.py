@@ -11,44 +11,55 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 import typer
 
 import tracefit
-from tracefit.cli.arguments import (
-    DESCRIPTION,
-    ENGINE,
-    INGEST,
-    OUTPUT,
-    PLAN,
-    RECEIVE,
-    SERVER,
-    SYNTH,
-    TRAIN,
-    InspectPaths,
-    ModelFiles,
-    Paths,
-    RunName,
-    ScopeName,
-    TablesFolder,
-    engine_options,
-    ingest_options,
-    load_options,
-    receive_options,
-    server_options,
-    train_options,
-)
+from tracefit.cli.arguments import InspectPaths, ModelFiles, Paths, TablesFolder, server_options
 from tracefit.cli.program import command
 from tracefit.console import Terminal
 from tracefit.errors import UsageError
+from tracefit.options import (
+    BatchOption,
+    CachedOption,
+    ChangesOption,
+    ConsumerVersionOption,
+    ContextOption,
+    EngineChoice,
+    FeaturesOption,
+    FigureOption,
+    IngestOptions,
+    LimitsOption,
+    LoadOptions,
+    ObjectivesOption,
+    OptionFlag,
+    OutputOption,
+    PrefillOption,
+    PrefillRequestsOption,
+    PriceOption,
+    PromptOption,
+    QueueOption,
+    RateOption,
+    RowsOption,
+    RunOption,
+    ScopeOption,
+    ServerCountOption,
+    ServerOptions,
+    TablesOption,
+    Tolerance,
+    TrainOptions,
+    WaitingOption,
+    WorkersOption,
+    from_flags,
+)
+from tracefit.receive.options import ReceiveOptions
+from tracefit.synth.options import SynthOptions, surge_phases
 
 if TYPE_CHECKING:
-    from tracefit.coefficients.models import Models
+    from collections.abc import Mapping
+
     from tracefit.commands.receive import Listening
 
 # The functions of the library are imported when they are first used: help and completion must not wait for polars and scikit-learn.
 
 
-_JSON = {"json": OUTPUT["json"]}
-
-
-@command("run to {out}", SERVER, INGEST, ENGINE, TRAIN)
+@command("run to {out}", ServerOptions, IngestOptions, EngineChoice, TrainOptions)
 def run(
     terminal: Terminal,
     paths: Paths,
@@ -58,6 +69,8 @@ def run(
             metavar="PATH", help="Folder or s3:// or gs:// URL for tables, models, evaluation and report."
         ),
     ],
+    *,
+    workers: WorkersOption = None,
     **options: Any,
 ) -> object:
     """Turn traces into tables, coefficients and a report.
@@ -68,14 +81,15 @@ def run(
         paths,
         out,
         server=server_options(options),
-        ingest_options=ingest_options(options),
-        options=train_options(options),
-        **engine_options(options),
+        ingest_options=from_flags(IngestOptions, options),
+        options=from_flags(TrainOptions, options),
+        workers=workers,
+        engine=from_flags(EngineChoice, options),
         progress=terminal,
     )
 
 
-@command("inspect", SERVER)
+@command("inspect", ServerOptions)
 def inspect(terminal: Terminal, paths: InspectPaths, **options: Any) -> object:
     """Describe traces, and what can be trained from them.
 
@@ -87,12 +101,13 @@ def inspect(terminal: Terminal, paths: InspectPaths, **options: Any) -> object:
     return tracefit.inspect(paths, server=server_options(options), progress=terminal)
 
 
-@command("ingest to {out}", SERVER, INGEST, ENGINE)
+@command("ingest to {out}", ServerOptions, IngestOptions, EngineChoice)
 def ingest(
     terminal: Terminal,
     paths: Paths,
     out: Annotated[str, typer.Option(metavar="PATH", help="The tables folder, or its s3:// or gs:// URL.")],
     *,
+    workers: WorkersOption = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -107,7 +122,7 @@ def ingest(
 
     Example: `tracefit ingest runs/ --out tables/`
     """
-    kept = ingest_options(options)
+    kept = from_flags(IngestOptions, options)
     # A plan depends on the files and on what the tables have, not on the server: its options are not even read.
     if dry_run:
         from tracefit.commands.ingest import plan_ingest
@@ -116,11 +131,17 @@ def ingest(
         reads = plan_ingest(paths, out, options=kept)
         return reads, ingest_plan_text(reads)
     return tracefit.ingest(
-        paths, out, server=server_options(options), options=kept, **engine_options(options), progress=terminal
+        paths,
+        out,
+        server=server_options(options),
+        options=kept,
+        workers=workers,
+        engine=from_flags(EngineChoice, options),
+        progress=terminal,
     )
 
 
-@command("receive to {out}", SERVER, RECEIVE)
+@command("receive to {out}", ServerOptions, ReceiveOptions)
 def receive(
     terminal: Terminal,
     out: Annotated[
@@ -137,12 +158,7 @@ def receive(
             help="Coefficient files of the servers: their errors on the steps that come in are shown by --live and --metrics."
         ),
     ] = None,
-    scope: Annotated[
-        Optional[str],
-        typer.Option(
-            help="Scope id, or a part of it that is unique; needed where --models has several scopes."
-        ),
-    ] = None,
+    scope: ScopeOption = None,
     **options: Any,
 ) -> object:
     """Receive traces from running servers into run folders.
@@ -160,9 +176,8 @@ def receive(
 
     return receive_command(
         out,
-        options=receive_options(options),
-        # Before the settings of --set, which win over it.
-        server=server_options(options, *([f"model={model}"] if model else [])),
+        options=from_flags(ReceiveOptions, options),
+        server=server_options(options, model=model),
         live=live,
         models=models,
         scope=scope,
@@ -171,7 +186,7 @@ def receive(
     )
 
 
-@command("train on {tables}", TRAIN, ENGINE)
+@command("train on {tables}", TrainOptions, EngineChoice)
 def train(
     terminal: Terminal,
     tables: TablesFolder,
@@ -181,14 +196,22 @@ def train(
             metavar="PATH", help="Folder or s3:// or gs:// URL for the models, the evaluation and the report."
         ),
     ],
+    *,
+    workers: WorkersOption = None,
     **options: Any,
 ) -> object:
     """Fit coefficient files on tables, with a report.
 
     Example: `tracefit train tables/ --out models/`
     """
-    how = train_options(options)
-    return tracefit.train(tables, out, options=how, **engine_options(options), progress=terminal)
+    return tracefit.train(
+        tables,
+        out,
+        options=from_flags(TrainOptions, options),
+        workers=workers,
+        engine=from_flags(EngineChoice, options),
+        progress=terminal,
+    )
 
 
 @command("report of {folder}")
@@ -197,24 +220,11 @@ def report(
     folder: Annotated[
         str, typer.Argument(help="A folder that run or train wrote: evaluation.json and the models.")
     ],
-    tables: Annotated[
-        Optional[str],
-        typer.Option(
-            metavar="PATH", help="The tables folder; FOLDER/tables if not given. Figures come from it."
-        ),
-    ] = None,
+    tables: TablesOption = None,
     out: Annotated[
         Optional[str], typer.Option(metavar="PATH", help="Where to write; FOLDER if not given.")
     ] = None,
-    slo: Annotated[
-        Optional[list[str]],
-        typer.Option(
-            "--slo",
-            metavar="LATENCY=MS",
-            help="The longest that ttft, itl or e2e should take: a line in the figures. May be given several times; "
-            "MLPerf's limits (ttft=2000, itl=200) if not given.",
-        ),
-    ] = None,
+    slo: LimitsOption = None,
 ) -> object:
     """Write the report again, and print its verdicts.
 
@@ -225,19 +235,14 @@ def report(
     return tracefit.report(folder, tables=tables, out=out, slo_ms=parse_slo(slo or []), progress=terminal)
 
 
-@command("compare {first} with {second}")
+@command("compare {first} with {second}", Tolerance)
 def compare(
     terminal: Terminal,
     first: ModelFiles,
     second: Annotated[str, typer.Argument(help="Another one; or tables of new runs, for a drift check.")],
-    scope: ScopeName = None,
-    run: RunName = None,
-    tolerance: Annotated[
-        float, typer.Option(min=1, help="Drift: factor on the published error that is still good.")
-    ] = 1.5,
-    slack: Annotated[
-        float, typer.Option(min=0, help="Drift: percentage points above it that are still good.")
-    ] = 2.0,
+    scope: ScopeOption = None,
+    run: RunOption = None,
+    **options: Any,
 ) -> object:
     """Compare two coefficient files, or check one on new traces.
 
@@ -245,19 +250,14 @@ def compare(
 
     Example: `tracefit compare models/ new-tables/`
     """
-    from tracefit.commands.compare import Tolerance
-
-    return tracefit.compare(first, second, scope=scope, run=run, tolerance=Tolerance(tolerance, slack))
+    return tracefit.compare(first, second, scope=scope, run=run, tolerance=from_flags(Tolerance, options))
 
 
 @command("verify {file}")
 def verify(
     terminal: Terminal,
     file: ModelFiles,
-    tables: Annotated[
-        Optional[str],
-        typer.Option(metavar="PATH", help="Tables it was trained on; found beside the models if not given."),
-    ] = None,
+    tables: TablesOption = None,
     features: Annotated[
         Optional[Path], typer.Option(help="Where the feature-set file is now, if it moved.")
     ] = None,
@@ -275,7 +275,7 @@ def verify(
 def replay(
     terminal: Terminal,
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that `tracefit run` wrote.")],
-    run: RunName = None,
+    run: RunOption = None,
 ) -> object:
     """Replay the held-out part of runs with their models.
 
@@ -287,7 +287,7 @@ def replay(
     return tracefit.replay_runs(folder, run=run, progress=terminal)
 
 
-@command("plan with {folders[0]}", PLAN)
+@command("plan with {folders[0]}", LoadOptions)
 def plan(
     terminal: Terminal,
     folders: Annotated[
@@ -297,8 +297,14 @@ def plan(
             help="Folders that `tracefit run` wrote, or with coefficient files; each scope is a kind of server.",
         ),
     ],
-    scope: ScopeName = None,
-    run: RunName = None,
+    rate: RateOption = None,
+    servers: ServerCountOption = None,
+    slo: ObjectivesOption = None,
+    settings: ChangesOption = None,
+    price: PriceOption = None,
+    figure: FigureOption = None,
+    scope: ScopeOption = None,
+    run: RunOption = None,
     **options: Any,
 ) -> object:
     """Plan servers for a load and its objectives.
@@ -313,20 +319,20 @@ def plan(
 
     return tracefit.plan(
         folders,
-        rate=options["rate"],
-        servers=options["servers"],
-        slo_ms=parse_slo(options["slo"] or []),
-        settings=parse_assignments(options["settings"] or []),
-        requests=load_options(options),
-        price=options["price"],
-        figure=options["figure"],
+        rate=rate,
+        servers=servers,
+        slo_ms=parse_slo(slo or []),
+        settings=parse_assignments(settings or []),
+        requests=from_flags(LoadOptions, options),
+        price=price,
+        figure=figure,
         scope=scope,
         run=run,
         progress=terminal,
     )
 
 
-@command("requests of {tables}", output=_JSON)
+@command("requests of {tables}", is_quiet=False)
 def requests(
     terminal: Terminal,
     tables: TablesFolder,
@@ -354,30 +360,31 @@ def requests(
     return (summary, requests_csv(summary)) if csv else summary
 
 
-# Options that one of the two questions alone has: those of the other are left at their defaults.
-_OF_STEP = ("prefill", "prefill_reqs", "waiting")
-_OF_REQUEST = ("queue", "cached")
-
-
-@command("predict with {models[0]}", DESCRIPTION)
+@command("predict with {models[0]}")
 def predict(
     terminal: Terminal,
     models: Annotated[
         list[Path], typer.Argument(help="Coefficient files, or a folder that train or run wrote.")
     ],
-    scope: ScopeName = None,
-    run: RunName = None,
-    *,
-    rows: Annotated[
-        Optional[Path], typer.Option(help="A .csv, .parquet or .ndjson file: predicts every row.")
-    ] = None,
+    scope: ScopeOption = None,
+    run: RunOption = None,
+    batch: BatchOption = None,
+    context: ContextOption = None,
+    prefill: PrefillOption = 0,
+    prefill_reqs: PrefillRequestsOption = None,
+    waiting: WaitingOption = 0,
+    prompt: PromptOption = None,
+    output: OutputOption = 1,
+    queue: QueueOption = 0,
+    cached: CachedOption = 0,
+    feature: FeaturesOption = None,
+    rows: RowsOption = None,
     of: Annotated[
         str, typer.Option(help="Kind of the rows: step, request, or a model's name with its features.")
     ] = "step",
     out: Annotated[
         Optional[Path], typer.Option(help="Write the predicted rows here, by suffix; else CSV on stdout.")
     ] = None,
-    **options: Any,
 ) -> object:
     """Predict steps and requests from coefficient files alone.
 
@@ -387,75 +394,73 @@ def predict(
     """
     from tracefit.coefficients.models import load
     from tracefit.commands.locate import choose_scope
+    from tracefit.commands.predict import parse_features
+    from tracefit.reports.terminal_results import request_text, rows_text, step_text
 
     loaded = load(*models)
     chosen = choose_scope(loaded, scope, run)
+    of_step = {"prefill": prefill, "prefill_reqs": prefill_reqs, "waiting": waiting}
+    of_request = {"queue": queue, "cached": cached}
+    given = {"prompt": prompt, "batch": batch, "context": context, "feature": feature}
     # typer has no way to say which options belong together.
-    _check_description(options, has_rows=rows is not None)
-    if rows is None:
-        return _predict_one(loaded, chosen, options)
-    from tracefit.reports.terminal_results import rows_text
-
-    found = tracefit.predict(loaded, rows, of=of, scope=chosen, out=out, progress=terminal)
-    return found, rows_text(found)
-
-
-def _predict_one(models: Models, scope: str | None, given: dict[str, Any]) -> tuple[Any, str]:
-    """Predict the request or the step that the options describe; return the prediction and its text."""
-    from tracefit.commands.predict import parse_features
-    from tracefit.reports.terminal_results import request_text, step_text
-
-    features = parse_features(given["feature"] or [])
-    if given["prompt"] is not None:
-        request = models.predict_request(
-            scope=scope,
-            prompt_tokens=given["prompt"],
-            output_tokens=given["output"],
-            batch=given["batch"],
-            context=given["context"],
+    _check_description(
+        given, of_step, {**of_request, "output": output if output != 1 else None}, has_rows=rows is not None
+    )
+    if rows is not None:
+        found = tracefit.predict(loaded, rows, of=of, scope=chosen, out=out, progress=terminal)
+        return found, rows_text(found)
+    features = parse_features(feature or [])
+    if prompt is not None:
+        request = loaded.predict_request(
+            scope=chosen,
+            prompt_tokens=prompt,
+            output_tokens=output,
+            batch=batch,
+            context=context,
             features=features,
-            **{name: given[name] for name in _OF_REQUEST},
+            queue=queue,
+            cached=cached,
         )
         return request, request_text(request)
-    step = models.predict_step(
-        scope=scope,
-        batch=given["batch"] or 0,
-        context=given["context"] or 0,
+    step = loaded.predict_step(
+        scope=chosen,
+        batch=batch or 0,
+        context=context or 0,
         features=features,
-        **{name: given[name] for name in _OF_STEP},
+        prefill=prefill,
+        prefill_reqs=prefill_reqs,
+        waiting=waiting,
     )
     return step, step_text(step)
 
 
-def _check_description(given: dict[str, Any], *, has_rows: bool) -> None:
+def _check_description(
+    given: Mapping[str, object],
+    of_step: Mapping[str, object],
+    of_request: Mapping[str, object],
+    *,
+    has_rows: bool,
+) -> None:
     """Refuse options that the prediction would leave unread: those of a request without its prompt, those of a step beside it."""
-    of_request = [f"--{name}" for name in _OF_REQUEST if given[name]]
-    of_request += ["--output"] if given["output"] != 1 else []
-    of_step = [f"--{name.replace('_', '-')}" for name in _OF_STEP if given[name]]
-    of_one = ("prompt", "batch", "context", "feature")
-    described = [*(f"--{name}" for name in of_one if given[name]), *of_request, *of_step]
+    described, steps, requests = (
+        [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
+        for options in ({**given, **of_request, **of_step}, of_step, of_request)
+    )
     if has_rows:
         if described:
             raise UsageError(
                 f"{described[0]} describes one prediction, --rows has many", hint="make it a column"
             )
         return
-    if given["prompt"] is None and of_request:
-        raise UsageError(f"{of_request[0]} describes a request", hint="give its --prompt too")
-    if given["prompt"] is not None and of_step:
-        raise UsageError(f"{of_step[0]} describes a step, --prompt a request", hint="leave one of them out")
-    if not any((given["prompt"], given["batch"], given["prefill"], given["feature"])):
+    if given["prompt"] is None and requests:
+        raise UsageError(f"{requests[0]} describes a request", hint="give its --prompt too")
+    if given["prompt"] is not None and steps:
+        raise UsageError(f"{steps[0]} describes a step, --prompt a request", hint="leave one of them out")
+    if not any((given["prompt"], given["batch"], of_step["prefill"], given["feature"])):
         raise UsageError(
             "nothing to predict",
             hint="describe a step (--batch, --prefill) or a request (--prompt, --output)",
         )
-
-
-# For the completion of a shell: consumers are imported when a user presses TAB, not when the program starts.
-def _consumer_names() -> list[str]:
-    from tracefit.consumers import known
-
-    return list(known())
 
 
 @command("export of {models} to {to}")
@@ -464,27 +469,16 @@ def export(
     models: ModelFiles,
     to: Annotated[
         str,
-        typer.Option(
-            help="The consumer, such as blis, dynamo-mocker or csv; an unknown name lists all of them.",
-            autocompletion=_consumer_names,
+        OptionFlag(
+            "The consumer, such as blis, dynamo-mocker or csv; an unknown name lists all of them.",
+            completion="consumers",
         ),
     ],
     out: Annotated[str, typer.Option(metavar="PATH", help="Folder for the consumer's files.")],
-    tables: Annotated[
-        Optional[str],
-        typer.Option(
-            metavar="PATH", help="Tables the models were trained on; found beside the models if not given."
-        ),
-    ] = None,
-    scope: ScopeName = None,
-    run: RunName = None,
-    consumer_version: Annotated[
-        Optional[str],
-        typer.Option(
-            metavar="VERSION",
-            help="Version of the consumer, such as 0.9.2, where older ones need another form; the newest if not given.",
-        ),
-    ] = None,
+    tables: TablesOption = None,
+    scope: ScopeOption = None,
+    run: RunOption = None,
+    consumer_version: ConsumerVersionOption = None,
 ) -> object:
     """Write coefficients in the form a consumer loads.
 
@@ -505,7 +499,7 @@ _FORMATS: dict[str, tuple[Literal["json", "protobuf"], ...]] = {
 }
 
 
-@command("features", output=_JSON)
+@command("features", is_quiet=False)
 def features(
     terminal: Terminal,
     names: Annotated[
@@ -525,11 +519,17 @@ def features(
     return [s for name in names or BUILT_IN for s in feature_sets(name)]
 
 
-@command("synth to {out}", SYNTH)
+@command("synth to {out}", SynthOptions)
 def synth(
     terminal: Terminal,
     out: Annotated[Path, typer.Option(help="Folder in which the run folder is made.")],
     *,
+    surge: Annotated[
+        Optional[float],
+        typer.Option(
+            help="Factor on the arrivals in the last 30 % of the time, steady before; light, burst and heavy load if not given."
+        ),
+    ] = None,
     format_: Annotated[
         Literal["json", "protobuf", "both"],
         typer.Option("--format", help="JSON lines, framed protobuf, or a run folder of each."),
@@ -546,14 +546,12 @@ def synth(
     Example: `tracefit synth --out runs/ --requests 600 --law linear`
     """
     from tracefit.commands.generate import generate
-    from tracefit.synth import DEFAULT_PHASES, SynthOptions, surge_phases
 
     # Without --surge the load is light, bursts, and is heavy: a queue builds up and empties.
-    surge = options.pop("surge")
-    phases = DEFAULT_PHASES if surge is None else surge_phases(surge)
+    load = {} if surge is None else {"phases": surge_phases(surge)}
     return generate(
         out,
-        SynthOptions(phases=phases, **options),
+        from_flags(SynthOptions, options, **load),
         formats=_FORMATS[format_],
         compress=None if compress == "none" else compress,
         progress=terminal,

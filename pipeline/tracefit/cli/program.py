@@ -20,7 +20,7 @@ from typer.core import TyperGroup, TyperOption
 
 from tracefit import console
 from tracefit._version import __version__
-from tracefit.cli.arguments import OUTPUT, Group
+from tracefit.cli.arguments import parameter_of, parameters_of
 from tracefit.console import CONFIG_FILE, LogLevel, set_log_level, warn
 from tracefit.errors import UsageError, did_you_mean
 
@@ -196,8 +196,6 @@ _LogLevel = Annotated[
     Optional[LogLevel],
     typer.Option(callback=_log_level, help="Level of the log on stderr; warning if not given."),
 ]
-# Their callbacks implement them. The program takes them before the name of a command alone, so every command has them too.
-_EVERYWHERE: Group = {"config": (_Config, None), "log_level": (_LogLevel, None)}
 
 
 @app.callback()
@@ -214,19 +212,22 @@ def _main(
             warn(text)
 
 
+JSON = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
+_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
+
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
 
-def command(task: str, *groups: Group, output: Group = OUTPUT) -> Callable[[_Command], _Command]:
-    """Make a function a command, with the options of some groups before its own keyword-only ones and those of `output` at the end.
+def command(task: str, *declared: type, is_quiet: bool = True) -> Callable[[_Command], _Command]:
+    """Make a function a command, with the options of some classes before its own keyword-only ones.
 
-    The function gets the terminal, its own arguments and, as `**options`, the values of the groups. It returns a result, which is
+    The function gets the terminal, its own arguments and, as `**options`, the values of the classes. It returns a result, which is
     shown as `<command>_text` of `reports.terminal_results` writes it, or a tuple of a result and its text.
 
     Args:
         task: The command and its input, with arguments in braces: for the line of an unexpected error.
-        groups: The groups.
-        output: How the result may be shown.
+        declared: The classes.
+        is_quiet: Whether the result may be left unshown.
     """
 
     def register(function: _Command) -> _Command:
@@ -248,12 +249,19 @@ def command(task: str, *groups: Group, output: Group = OUTPUT) -> Callable[[_Com
                     text = getattr(texts, f"{name}_text")(result)
                 terminal.show(result, text, as_json=json)
 
-        # The attributes that typer reads, in the order of the help.
+        # The attributes that typer reads, in the order of the help. The callbacks of the last two implement them: the program takes
+        # them before the name of a command alone, so every command has them too.
+        everywhere = {
+            "json": (JSON, False),
+            "quiet": (_Quiet, False),
+            "config": (_Config, None),
+            "log_level": (_LogLevel, None),
+        }
         parameters = [
-            *own[: len(own) - len(last)],
-            *_parameters(*groups),
-            *last,
-            *_parameters(output, _EVERYWHERE),
+            *(parameter_of(p.name, p.annotation, p.default) for p in own[: len(own) - len(last)]),
+            *(parameter for each in declared for parameter in parameters_of(each)),
+            *(parameter_of(p.name, p.annotation, p.default) for p in last),
+            *(parameter_of(n, *d) for n, d in everywhere.items() if is_quiet or n != "quiet"),
         ]
         call.__name__, call.__doc__ = name, function.__doc__
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions have no declared one
@@ -261,11 +269,3 @@ def command(task: str, *groups: Group, output: Group = OUTPUT) -> Callable[[_Com
         return function
 
     return register
-
-
-def _parameters(*groups: Group) -> list[inspect.Parameter]:
-    return [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
-        for group in groups
-        for name, (kind, default) in group.items()
-    ]

@@ -27,6 +27,7 @@ from tracefit.coefficients.model import BoundaryModel, LinearForm, LinearModel, 
 from tracefit.errors import UsageError
 from tracefit.features.expressions import ROW, evaluate, names_in, parse_formula
 from tracefit.fit.results import Term, admitted_us, line_expression
+from tracefit.options import FeaturesOption, RowsOption, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -264,7 +265,7 @@ class CompiledModel:
         listed = ", ".join(sorted(given)[:MAX_NAMES_SHOWN]) or "nothing"
         return UsageError(
             f"{self.model.name} needs {', '.join(names)}, which is not given",
-            hint=f"give it{also} with --feature, or as a column of --rows; given: {listed}",
+            hint=f"give it{also} with {named(FeaturesOption)}, or as a column of {named(RowsOption)}; given: {listed}",
         )
 
     # -- one row

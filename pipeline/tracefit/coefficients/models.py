@@ -16,6 +16,7 @@ from tracefit.coefficients.requests import OneRequest, RequestPrediction
 from tracefit.coefficients.workload import REQUEST_INPUTS, STEP_INPUTS
 from tracefit.errors import UsageError
 from tracefit.inputs.buckets import place_of
+from tracefit.options import ScopeOption, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -122,11 +123,11 @@ class Models:
         matching = [s for s in self._scopes if scope is None or scope in s]
         chosen = [s for s in matching if s == scope] or matching
         if len(chosen) != 1:
-            named = f"scope {scope} is {'not one' if chosen else 'no'} scope here"
+            no_scope = f"scope {scope} is {'not one' if chosen else 'no'} scope here"
             raise UsageError(
-                "several scopes are there" if scope is None else named,
+                "several scopes are there" if scope is None else no_scope,
                 where=self.where,
-                hint=f"name one with --scope: {', '.join(self._scopes)}",
+                hint=f"name one with {named(ScopeOption)}: {', '.join(self._scopes)}",
             )
         return self._scopes[chosen[0]]
 

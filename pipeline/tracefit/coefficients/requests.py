@@ -34,6 +34,7 @@ from tracefit.coefficients.workload import (
 )
 from tracefit.errors import UsageError
 from tracefit.features import targets
+from tracefit.options import BatchOption, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -338,7 +339,9 @@ class OneRequest(RequestComposer):
         inputs = complete(NUMBERS, {**stated, **others}, models.server, mean)
         if stated["batch"] is None and math.isnan(inputs["batch"]):
             raise UsageError(
-                "the number of running requests beside a queue is unknown", where="batch", hint="give --batch"
+                "the number of running requests beside a queue is unknown",
+                where="batch",
+                hint=f"give {named(BatchOption)}",
             )
         settings = (name for name, value in models.server.items() if value is not None)
         names = {*inputs, *STEP_INPUTS, *features, *settings}

@@ -16,6 +16,7 @@ from tracefit.coefficients.recording import to_record
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.features.targets import target_named
 from tracefit.fit.splits import FEW_ROWS
+from tracefit.options import TrainOptions, named
 from tracefit.text import number
 
 if TYPE_CHECKING:
@@ -272,15 +273,15 @@ def override(texts: Iterable[str]) -> tuple[Threshold, ...]:
         name, _, numbers = text.partition("=")
         if name not in changed:
             raise UsageError(
-                f"--threshold {text}: no such threshold",
+                f"{named(TrainOptions, 'thresholds')} {text}: no such threshold",
                 hint=did_you_mean(name, changed) or f"thresholds: {', '.join(changed)}",
             )
         try:
             yes, with_limits = (float(n) for n in numbers.split(":"))
         except ValueError as error:
             raise UsageError(
-                f"--threshold {text}: not of the form USE.MEASURE=YES:WITH_LIMITS",
-                hint="for example --threshold simulation.step_mape_pct=12:30",
+                f"{named(TrainOptions, 'thresholds')} {text}: not of the form USE.MEASURE=YES:WITH_LIMITS",
+                hint="for example simulation.step_mape_pct=12:30",
             ) from error
         changed[name] = replace(changed[name], yes=yes, with_limits=with_limits)
     return tuple(changed.values())

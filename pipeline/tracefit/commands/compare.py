@@ -26,6 +26,7 @@ from tracefit.fit.boundary import admission_with_clock, api_waits, step_clock
 from tracefit.fit.fitted import target_of
 from tracefit.fit.splits import MIN_TRAIN_ROWS, of_means, request_frame, step_frame
 from tracefit.fit.validation import measure
+from tracefit.options import RunOption, ScopeOption, Tolerance
 from tracefit.results.models import CompareResult, Drift, DriftVerdict, ModelComparison
 from tracefit.tables.schema import SERVER
 from tracefit.tables.sources import is_one_step
@@ -42,25 +43,12 @@ if TYPE_CHECKING:
     from tracefit.statistics import Flags, Vector
 
 
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """How much worse an old file may be on new traces.
-
-    Attributes:
-        factor: Times the median error it was published with.
-        slack_pct: Percentage points above it, where that is more.
-    """
-
-    factor: float = 1.5
-    slack_pct: float = 2.0
-
-
 def compare(
     first: str | Path,
     second: str | Path,
     *,
-    scope: str | None = None,
-    run: str | None = None,
+    scope: ScopeOption = None,
+    run: RunOption = None,
     tolerance: Tolerance | None = None,
 ) -> CompareResult:
     """Compare two coefficient files, or check a file on new tables.

@@ -13,6 +13,7 @@ from tracefit.commands.scopes import load_scope, scopes_of
 from tracefit.consumers.base import OUT, Source
 from tracefit.errors import DataError, UsageError, known_names
 from tracefit.inputs.buckets import place_of
+from tracefit.options import ConsumerVersionOption, RunOption, ScopeOption, named
 from tracefit.results.models import ExportResult
 from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
@@ -41,9 +42,9 @@ def export(
     out: str | Path,
     *,
     tables: str | Path | None = None,
-    scope: str | None = None,
-    run: str | None = None,
-    consumer_version: str | None = None,
+    scope: ScopeOption = None,
+    run: RunOption = None,
+    consumer_version: ConsumerVersionOption = None,
 ) -> ExportResult:
     """Write the files that a consumer loads, refitted where the consumer's form differs.
 
@@ -88,7 +89,7 @@ def _consumer(to: str, version: str | None) -> tuple[Consumer, tuple[int, ...] |
     if not known[to].versioned:
         versioned = ", ".join(name for name, one in known.items() if one.versioned)
         raise UsageError(
-            f"{to} has one form for all versions", where="--consumer-version", hint=f"for {versioned}"
+            f"{to} has one form for all versions", where=named(ConsumerVersionOption), hint=f"for {versioned}"
         )
     return known[to], _version(version)
 
@@ -96,7 +97,9 @@ def _consumer(to: str, version: str | None) -> tuple[Consumer, tuple[int, ...] |
 def _version(text: str) -> tuple[int, ...]:
     numbers = text.strip().removeprefix("v").split(".")
     if not all(n.isdecimal() and len(n) < _MOST_DIGITS for n in numbers):
-        raise UsageError("is not a version", where=f"--consumer-version {text[:40]}", hint="such as 0.9.2")
+        raise UsageError(
+            "is not a version", where=f"{named(ConsumerVersionOption)} {text[:40]}", hint="such as 0.9.2"
+        )
     return tuple(int(n) for n in numbers)
 
 

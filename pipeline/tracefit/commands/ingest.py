@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -21,18 +20,19 @@ from tracefit.commands.scheduler import (
 )
 from tracefit.commands.scopes import write_timelines
 from tracefit.engines.build import is_small
-from tracefit.engines.local import LOCAL, EngineChoice, open_engine
+from tracefit.engines.local import open_engine
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.inputs.files import content_hash_of
+from tracefit.options import LOCAL, EngineChoice, IngestOptions, ServerOptions, WorkersOption, named
 from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml, read_bytes
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
 from tracefit.tables.disk import disk_errors
-from tracefit.tables.options import IngestOptions
+from tracefit.tables.rows import hash_of_kept
 from tracefit.tables.staging import staged_parts
 from tracefit.tables.store import TableStore
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tracefit.engines.jobs import TaskEngine
 
 _MOST_REASONS = 6
+_SET = named(ServerOptions, "settings")
 
 _OF_RUN = ("files", "bytes", "other_spans", "duplicate_spans", "rejects")
 _OF_SERVER = ("spans", "dropped_events", "epochs", "steps", "requests", "lost_steps")
@@ -52,43 +53,13 @@ _OF_SERVER = ("spans", "dropped_events", "epochs", "steps", "requests", "lost_st
 _CLOCK = ("api_clock_ahead_us", "api_clock_error_us")
 
 
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """Facts about the server from the user, instead of or beyond the run's own files.
-
-    Attributes:
-        run_config: exp-config.yaml, run.yaml, a command line or a server log, for every run.
-        model_config: config.json, for every run.
-        gpu: GPU name, or a JSON file that describes one.
-        settings: Single settings by name, such as `{"max_num_seqs": 128}`; they win over the files.
-    """
-
-    run_config: Path | None = None
-    model_config: Path | None = None
-    gpu: str | None = None
-    settings: ServerSettings | Mapping[str, object] = field(default_factory=ServerSettings)
-
-    @property
-    def stated(self) -> ServerSettings:
-        """The single settings.
-
-        Raises:
-            UsageError: A setting's name looks misspelt, or its value is not allowed.
-        """
-        if isinstance(self.settings, ServerSettings):
-            return self.settings
-        for key in self.settings:
-            _require_no_typo(key)
-        return settings_from(self.settings, where="--set")
-
-
 def ingest(
     paths: str | Path | Iterable[str | Path],
     out: str | Path,
     *,
     server: ServerOptions | None = None,
     options: IngestOptions | None = None,
-    workers: int | None = None,
+    workers: WorkersOption = None,
     engine: EngineChoice = LOCAL,
     progress: Progress | None = None,
 ) -> IngestResult:
@@ -195,7 +166,7 @@ def ingest_inputs(
 
 def _contexts(sources: Sequence[RunSource], server: ServerOptions) -> list[RunContext]:
     """Return the server of each run; the runs of a fleet have equal files, which are parsed once."""
-    stated = server.stated
+    stated = stated_settings(server)
     known: dict[str, RunContext] = {}
     contexts = []
     for source in sources:
@@ -284,6 +255,18 @@ def _reasons(store: TableStore, run_id: str, rows: pl.DataFrame) -> str:
     return ", ".join([*listed, *(["…"] if totals.height > _MOST_REASONS else [])])
 
 
+def stated_settings(server: ServerOptions) -> ServerSettings:
+    """Return the settings that the user states.
+
+    Raises:
+        UsageError: A setting's name looks misspelt, or its value is not allowed.
+    """
+    settings = server.settings or {}
+    for key in settings:
+        _require_no_typo(key)
+    return settings_from({**settings, "tensor_parallel": server.tp}, where=_SET)
+
+
 def parse_assignments(texts: Iterable[str]) -> dict[str, object]:
     """Read `key=value` settings from the command line; values as YAML reads them.
 
@@ -295,11 +278,10 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, object]:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise UsageError(
-                f"--set {excerpt(text)}: not of the form KEY=VALUE",
-                hint="for example --set max_num_seqs=128",
+                f"{_SET} {excerpt(text)}: not of the form KEY=VALUE", hint="for example max_num_seqs=128"
             )
         _require_no_typo(key)
-        values[key.strip()] = parse_yaml(value, where=f"--set {excerpt(key.strip())}")
+        values[key.strip()] = parse_yaml(value, where=f"{_SET} {excerpt(key.strip())}")
     return values
 
 
@@ -309,7 +291,7 @@ def _require_no_typo(key: str) -> None:
     # A cutoff this high catches typos and lets settings of newer servers pass.
     meant = None if name in SETTINGS else did_you_mean(name, SETTINGS, cutoff=0.85)
     if meant:
-        raise UsageError(f"--set {excerpt(key.strip())}: no such setting", hint=meant)
+        raise UsageError(f"{_SET} {excerpt(key.strip())}: no such setting", hint=meant)
 
 
 def plan_ingest(
@@ -330,7 +312,7 @@ def plan_ingest(
 def _planned(source: RunSource, store: TableStore, options: IngestOptions) -> Iterator[PlannedFile]:
     manifest = store.manifest()
     run_id = resolve_run_id(manifest, source)
-    known = known_files(manifest.runs.get(run_id), options.sha256, lambda: staged_parts(store.place))
+    known = known_files(manifest.runs.get(run_id), hash_of_kept(options), lambda: staged_parts(store.place))
     for file in source.trace_files:
         contents, entry = inspect_file(file), known.get(file.name)
         # A file in a bucket that was written again may be the same all the same.

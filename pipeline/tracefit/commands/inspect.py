@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import polars as pl
 
-from tracefit.commands.ingest import ServerOptions, ingest_inputs
+from tracefit.commands.ingest import ingest_inputs
 from tracefit.commands.locate import as_list, find_tables, is_tables
 from tracefit.commands.scopes import scopes_of, write_timelines
 from tracefit.engines.local import LocalEngine
@@ -23,6 +23,7 @@ from tracefit.fit.fitted import COVERED_SHARE
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import open_inputs
+from tracefit.options import ServerOptions
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.traces import (
     Allowance,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tracefit.coefficients.files import find_models
 from tracefit.errors import UsageError, did_you_mean, known_names
 from tracefit.inputs.buckets import BucketPath, place_of
+from tracefit.options import ScopeOption, TablesOption, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -54,7 +55,7 @@ def tables_of(models: str | Path) -> Path:
     raise UsageError(
         "the tables that the models were trained on are needed",
         where=str(models),
-        hint="give them with --tables",
+        hint=f"give them with {named(TablesOption)}",
     )
 
 
@@ -109,7 +110,7 @@ def choose_scope(models: Models, scope: str | None, run: str | None) -> str | No
         raise UsageError(
             f"run {run} belongs to several scopes" if found else f"run {run} is not of scope {scope}",
             where=models.where,
-            hint=f"name one with --scope: {', '.join(runs[run])}",
+            hint=f"name one with {named(ScopeOption)}: {', '.join(runs[run])}",
         )
     hint = known_names(run, sorted(runs), title="runs") if runs else "the files name no runs"
     raise UsageError(f"no model was trained on run {run}", where=models.where, hint=hint)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
@@ -18,6 +18,18 @@ from tracefit.commands.locate import as_list, choose_scope, tables_of
 from tracefit.commands.predict import read_rows
 from tracefit.errors import DataError, TracefitError, UsageError, did_you_mean
 from tracefit.features.targets import LATENCIES
+from tracefit.options import (
+    ChangesOption,
+    FigureOption,
+    LoadOptions,
+    ObjectivesOption,
+    PriceOption,
+    RateOption,
+    RunOption,
+    ScopeOption,
+    ServerCountOption,
+    named,
+)
 from tracefit.progress import NullProgress
 from tracefit.replay.closed_loop import engine_settings
 from tracefit.replay.plan import (
@@ -54,26 +66,9 @@ if TYPE_CHECKING:
     from tracefit.statistics import Vector
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """The requests of a plan.
-
-    Attributes:
-        prompt: Prompt tokens of every request; drawn from those traced if not given.
-        output: Output tokens of every request; likewise.
-        burstiness: Gaps between arrivals are drawn from a gamma distribution of this shape: 1 is a Poisson process, less comes in
-            bursts, as `vllm bench serve --burstiness` does. If not given, they are drawn from the gaps traced.
-        router: Which server each goes to: one at random, or the next one in turn.
-        file: CSV, Parquet or NDJSON with `prompt_tokens` and `output_tokens`, and `cached_tokens` and `arrival_s` if known.
-    """
-
-    prompt: int | None = None
-    output: int | None = None
-    burstiness: float | None = None
-    router: Literal["random", "round_robin"] = "random"
-    file: str | Path | None = None
-
-
+_GIVE_REQUESTS = (
+    f"give {named(LoadOptions, 'prompt')} and {named(LoadOptions, 'output')}, or {named(LoadOptions, 'file')}"
+)
 _POINTS = tuple(f"{latency}_p{q}_ms" for latency in LATENCIES for q in (50, 90, 99))
 _NAME = re.compile(r"(ttft|itl|e2e)_p(\d{1,2}(?:\.\d{1,3})?)")
 _NOT_SURE = (
@@ -104,7 +99,7 @@ _REFUSED: Mapping[str, str] = {
         ),
         _OWN,
     ),
-    "data_parallel": "a plan counts engines: give their number with --servers",
+    "data_parallel": "a plan counts engines: give their number with " + named(ServerCountOption),
     "gpu_memory_utilization": "it decides the number of KV blocks: give num_gpu_blocks, as the server logs it",
     "scheduling_policy": "no trace says which priority a request has",
     **dict.fromkeys(
@@ -122,14 +117,14 @@ _ANSWERED = (
 def plan(
     folders: str | Path | Iterable[str | Path],
     *,
-    rate: float | None = None,
-    servers: int | None = None,
+    rate: RateOption = None,
+    servers: ServerCountOption = None,
     slo_ms: Mapping[str, float] | None = None,
     settings: Mapping[str, object] | None = None,
     requests: LoadOptions | None = None,
-    price: float | None = None,
-    scope: str | None = None,
-    run: str | None = None,
+    price: PriceOption = None,
+    scope: ScopeOption = None,
+    run: RunOption = None,
     figure: str | Path | None = None,
     progress: Progress | None = None,
 ) -> PlanResult:
@@ -167,7 +162,9 @@ def plan(
     _check(rate, servers, price, requests.burstiness, objectives, has_folders=bool(places))
     asked = _Asked(rate, servers, objectives, dict(settings or {}), requests, price)
     if figure is not None and Path(figure).suffix != ".html":
-        raise UsageError(f"--figure {figure}: a figure is a page", hint="give it a name that ends in .html")
+        raise UsageError(
+            f"{named(FigureOption)} {figure}: a figure is a page", hint="give it a name that ends in .html"
+        )
     found: list[ServerPlan] = []
     for place in places:
         models = load(find_models(place))
@@ -208,8 +205,8 @@ def _objectives(slo_ms: Mapping[str, float]) -> tuple[Objective, ...]:
         match = _NAME.fullmatch(name.removesuffix("_ms"))
         if match is None or not float(match[2]) > 0 or not 0 < limit < math.inf:
             raise UsageError(
-                f"--slo {name}={limit:g}: no objective",
-                hint="a positive number of ms for a percentile of ttft, itl or e2e, such as --slo ttft_p99=500",
+                f"{named(ObjectivesOption)} {name}={limit:g}: no objective",
+                hint="a positive number of ms for a percentile of ttft, itl or e2e, such as ttft_p99=500",
             )
         found.append(Objective(f"{match[0]}_ms", float(limit)))
     return tuple(found)
@@ -227,17 +224,22 @@ def _check(
     if not has_folders:
         raise UsageError("no folder is given")
     if rate is None and servers is None:
-        raise UsageError("neither --rate nor --servers is given", hint="such as --rate 40 --slo ttft_p99=500")
+        raise UsageError(f"neither {named(RateOption)} nor {named(ServerCountOption)} is given")
     if rate is not None and not 0 < rate < math.inf:
-        raise UsageError(f"--rate {rate:g}: is no rate", hint="requests per second, above 0")
+        raise UsageError(f"{named(RateOption)} {rate:g}: is no rate", hint="requests per second, above 0")
     if servers is not None and servers < 1:
-        raise UsageError(f"--servers {servers}: at least 1 is needed")
+        raise UsageError(f"{named(ServerCountOption)} {servers}: at least 1 is needed")
     if burstiness is not None and not 0 < burstiness < math.inf:
-        raise UsageError(f"--burstiness {burstiness:g}: is no shape", hint="a number above 0; 1 is Poisson")
+        raise UsageError(
+            f"{named(LoadOptions, 'burstiness')} {burstiness:g}: is no shape",
+            hint="a number above 0; 1 is Poisson",
+        )
     if price is not None and not 0 <= price < math.inf:
-        raise UsageError(f"--price {price:g}: is no price")
+        raise UsageError(f"{named(PriceOption)} {price:g}: is no price")
     if not objectives and (rate is None or servers is None):
-        raise UsageError("--slo: no objective is given", hint="such as --slo ttft_p99=500 --slo itl_p99=50")
+        raise UsageError(
+            f"{named(ObjectivesOption)}: no objective is given", hint="such as ttft_p99=500 and itl_p99=50"
+        )
 
 
 # -- one kind of server ----------------------------------------------------------------------------------
@@ -403,7 +405,7 @@ def _names(asked: _Asked, sample: TrafficSample) -> tuple[str, ...]:
     kept = _names_of(sample, (o.name for o in asked.objectives))
     if lost := [o.name for o in asked.objectives if o.name not in kept]:
         raise UsageError(
-            f"--slo {lost[0].removesuffix('_ms')}: nearly every request has one output token, and no ITL"
+            f"{named(ObjectivesOption)} {lost[0].removesuffix('_ms')}: nearly every request has one output token, and no ITL"
         )
     return kept
 
@@ -447,7 +449,7 @@ def _changes(scope: ScopeModels, settings: Mapping[str, object]) -> dict[str, ob
     for key, value in settings.items():
         name = canonical_name(key)
         # Wrong kinds of values are refused here.
-        settings_from({name: value}, where="--set")
+        settings_from({name: value}, where=named(ChangesOption))
         now = scope.setting(name)
         if now == value:
             continue
@@ -457,7 +459,9 @@ def _changes(scope: ScopeModels, settings: Mapping[str, object]) -> dict[str, ob
         stated = f"{name} {now}" if now is not None else f"the {name} that was recorded"
         reason = _REFUSED.get(name, "no rule of the scheduler and no model reads it").format(now=stated)
         hint = did_you_mean(name, _ANSWERED) or f"a plan answers for {', '.join(_ANSWERED)}"
-        raise UsageError(f"--set {key}={value}: {reason}", hint=None if name in _REFUSED else hint)
+        raise UsageError(
+            f"{named(ChangesOption)} {key}={value}: {reason}", hint=None if name in _REFUSED else hint
+        )
     return found
 
 
@@ -532,7 +536,7 @@ def _sample(
             )
         rows = fit
     if not rows.height:
-        raise UsageError("no request is left to plan for", hint="give --prompt and --output, or --load FILE")
+        raise UsageError("no request is left to plan for", hint=_GIVE_REQUESTS)
     gaps = None if options.burstiness is not None else gaps
     arrivals = "arrivals as traced"
     if gaps is None or len(gaps) < GAP_BLOCK:
@@ -587,11 +591,11 @@ def _rows(
         # Of several kinds of servers, others may have requests.
         raise DataError(
             "no requests are traced here",
-            hint="give --prompt and --output, or --load FILE with their lengths",
+            hint=_GIVE_REQUESTS,
         )
     for name, value in (("prompt", options.prompt), ("output", options.output)):
         if value is not None and value < 1:
-            raise UsageError(f"--{name} {value}: at least 1 token is needed")
+            raise UsageError(f"{named(LoadOptions, name)} {value}: at least 1 token is needed")
     fixed = {n: v for n, v in (("prompt", options.prompt), ("output", options.output)) if v is not None}
     rows = rows.with_columns(pl.lit(v).alias(n) for n, v in fixed.items())
     rows = rows.with_columns(cached=pl.min_horizontal("cached", pl.col("prompt") - 1))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tracefit.coefficients.models import Models, load
 from tracefit.commands.locate import choose_scope
 from tracefit.errors import UsageError
+from tracefit.options import FeaturesOption, RunOption, ScopeOption, named
 from tracefit.progress import NullProgress
 from tracefit.tables.disk import write_files
 
@@ -28,8 +29,8 @@ def predict(
     rows: str | Path | Rows,
     *,
     of: str = "step",
-    scope: str | None = None,
-    run: str | None = None,
+    scope: ScopeOption = None,
+    run: RunOption = None,
     out: str | Path | None = None,
     progress: Progress | None = None,
 ) -> RowPredictions:
@@ -147,8 +148,8 @@ def parse_features(texts: Iterable[str]) -> dict[str, float]:
             value = math.nan
         if not equals or not name.strip() or not math.isfinite(value):
             raise UsageError(
-                f"--feature {text}: not of the form NAME=NUMBER",
-                hint="for example --feature kv_usage_ratio=0.8",
+                f"{named(FeaturesOption)} {text}: not of the form NAME=NUMBER",
+                hint="for example kv_usage_ratio=0.8",
             )
         values[name.strip()] = value
     return values

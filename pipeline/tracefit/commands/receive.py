@@ -15,9 +15,10 @@ import yaml
 
 from tracefit.coefficients.models import Models, load
 from tracefit.coefficients.predict import published_mdape_pct
-from tracefit.commands.ingest import ServerOptions
+from tracefit.commands.ingest import stated_settings
 from tracefit.errors import UsageError
 from tracefit.inputs.buckets import place_of
+from tracefit.options import ScopeOption, ServerOptions
 from tracefit.progress import NullProgress, Progress
 from tracefit.receive.connections import keep_few, want_descriptors
 from tracefit.receive.intake import Intake
@@ -61,7 +62,7 @@ def receive(
     options: ReceiveOptions | None = None,
     live: bool = False,
     models: Models | str | Path | None = None,
-    scope: str | None = None,
+    scope: ScopeOption = None,
     listening: Callable[[Listening], None] | None = None,
     progress: Progress | None = None,
 ) -> ReceiveResult:
@@ -103,8 +104,9 @@ def _configs(server: ServerOptions) -> dict[str, bytes]:
     """Return the configuration files of a run: the known facts, and lines to fill in."""
     # As `run` will read it: better refused now than when the traces are there.
     run_configs = [server.run_config] if server.run_config else []
-    read_context(run_configs, server.model_config, server.stated, gpu=server.gpu)
-    given = merge(read_all_settings(run_configs), server.stated)
+    stated = stated_settings(server)
+    read_context(run_configs, server.model_config, stated, gpu=server.gpu)
+    given = merge(read_all_settings(run_configs), stated)
     known = {**given.values(), **given.other}
     if server.gpu is not None:
         known["gpu"] = str(Path(server.gpu).resolve()) if server.gpu.endswith(".json") else server.gpu

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tracefit.coefficients.models import Models
+    from tracefit.options import RunOption
 
 MOST_READ = 40_000
 """Requests of a server that a replay reads: half of them come before the held-out part, for its medians and what is in flight."""
@@ -30,7 +31,7 @@ MOST_COMPARED = 10_000
 
 
 def replay_runs(
-    folder: str | Path, *, run: str | None = None, progress: Progress | None = None
+    folder: str | Path, *, run: RunOption = None, progress: Progress | None = None
 ) -> ReplayResult:
     """Replay the held-out part of every run of a folder that `tracefit run` wrote.
 

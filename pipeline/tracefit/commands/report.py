@@ -14,6 +14,7 @@ from tracefit.diagnostics.scope import diagnose
 from tracefit.errors import TracefitError, UsageError, known_names
 from tracefit.features.targets import LATENCIES
 from tracefit.inputs.buckets import place_of
+from tracefit.options import LimitsOption, ScopeOption, named
 from tracefit.progress import NullProgress, Progress
 from tracefit.reports.content import Goodput, build_report
 from tracefit.reports.document import markdown_files, plain
@@ -187,7 +188,7 @@ def _scope_of(evaluation: Evaluation, scope: str | None) -> ScopeEvaluation:
         return found[0]
     names = ", ".join(s.scope_id for s in evaluation.scopes)
     problem = f"there is no scope {scope}" if not found else "several scopes are there"
-    raise UsageError(problem, hint=f"name one with --scope: {names}")
+    raise UsageError(problem, hint=f"name one with {named(ScopeOption)}: {names}")
 
 
 def parse_slo(texts: Iterable[str]) -> dict[str, float]:
@@ -203,7 +204,7 @@ def parse_slo(texts: Iterable[str]) -> dict[str, float]:
             found[name.strip().lower()] = float(value.strip().removesuffix("ms"))
         except ValueError:
             raise UsageError(
-                f"--slo {text}: not of the form LATENCY=MS", hint="such as --slo ttft=500"
+                f"{named(LimitsOption)} {text}: not of the form LATENCY=MS", hint="such as ttft=500"
             ) from None
     return found
 
@@ -212,7 +213,7 @@ def _objectives(slo_ms: Mapping[str, float] | None) -> Mapping[str, float]:
     for name, ms in (slo_ms or {}).items():
         if name not in LATENCIES or not 0 < ms < math.inf:
             raise UsageError(
-                f"--slo {name}={ms:g}: no objective",
+                f"{named(LimitsOption)} {name}={ms:g}: no objective",
                 hint=f"a positive number of ms for one of {', '.join(LATENCIES)}",
             )
     return slo_ms or {}

@@ -26,10 +26,12 @@ from tracefit.inputs.blocks import Block, read_blocks
 from tracefit.inputs.discovery import refuse_other_signal
 from tracefit.inputs.files import ContentHash, content_hash_of, fetch
 from tracefit.inputs.rejects import Reject
+from tracefit.options import IngestOptions
 from tracefit.server.context import gpu_to_json
 from tracefit.server.settings import settings_to_json
 from tracefit.tables import schema
 from tracefit.tables.places import Disk
+from tracefit.tables.rows import hash_of_kept
 from tracefit.tables.staging import is_whole, staged_parts
 from tracefit.tables.store import IngestedRun, Manifest, ReadFile, StagedPart, put_parts
 
@@ -44,10 +46,10 @@ if TYPE_CHECKING:
     from tracefit.engines.jobs import TaskEngine
     from tracefit.inputs.discovery import RunSource
     from tracefit.inputs.files import TraceFile
+    from tracefit.options import IngestOptions
     from tracefit.progress import Progress
     from tracefit.recordings.kv_events import KvRows
     from tracefit.server.context import RunContext
-    from tracefit.tables.options import IngestOptions
     from tracefit.tables.store import TableStore
 
 EXPANSION = 10
@@ -233,7 +235,7 @@ class IngestScheduler:
         self._engine = engine
         self._progress = progress
         self._options = options
-        self._options_hash = options.sha256
+        self._options_hash = hash_of_kept(options)
         self._staged_names = cache(lambda: staged_parts(store.place))
         self._is_whole_part = cache(partial(is_whole, store.place))
         # Workers may have another working folder.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,8 @@ from tracefit import memory
 from tracefit.coefficients import publish
 from tracefit.coefficients.files import as_published, to_json
 from tracefit.coefficients.models import Models
-from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
-from tracefit.commands.ingest import ServerOptions, ingest
+from tracefit.coefficients.verdicts import override
+from tracefit.commands.ingest import ingest
 from tracefit.commands.locate import find_tables
 from tracefit.commands.plan import rates_of
 from tracefit.commands.replay import replay_all
@@ -29,16 +29,17 @@ from tracefit.commands.scopes import (
     write_timelines,
 )
 from tracefit.commands.training_tables import sample_tables, write_training_frames
-from tracefit.engines.local import LOCAL, EngineChoice, LocalEngine, open_engine
+from tracefit.engines.local import LocalEngine, open_engine
 from tracefit.engines.training import BYTES_PER_JOB, each_run, frames_of, scope_tables
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import feature_sets, is_feature_file
 from tracefit.features.targets import LATENCIES
-from tracefit.fit.fitted import BetaTarget, ScopeOptions
+from tracefit.fit.fitted import ScopeOptions
 from tracefit.fit.load import runs_to_fit
 from tracefit.fit.scopes import fit_across, fit_scope
 from tracefit.fit.splits import of_means
 from tracefit.inputs.buckets import place_of
+from tracefit.options import LOCAL, EngineChoice, ServerOptions, TrainOptions, WorkersOption, named
 from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 from tracefit.server.documents import read_bytes
@@ -53,40 +54,11 @@ if TYPE_CHECKING:
     from tracefit.engines.jobs import TaskEngine
     from tracefit.fit.fitted import FittedModel, FittedScope
     from tracefit.fit.results import Latency, Metrics, Overload
-    from tracefit.tables.options import IngestOptions
+    from tracefit.options import IngestOptions
 
 
 _NAMED_RUNS = 3
 _NOT_FITTED = ("sample_csv", "thresholds")
-
-
-@dataclass(frozen=True, slots=True)
-class TrainOptions:
-    """How to train.
-
-    Attributes:
-        beta_target: `clock` fits step times from the step clock, `duration` fits `step.duration_us`, `auto` takes
-            durations where they cover the engine's busy time and the clock where they do not.
-        features: Feature set for step times: a built-in one's name, a file, or `auto` for what validation inside and beyond
-            the training load chooses.
-        sample_csv: Also write the specification's two sample tables beside the models.
-        positive: Allow no negative coefficient and no negative intercept in any model.
-        any_sign: Allow coefficients of any sign, even where physics rules out negative ones.
-        fast: Skip the gradient-boosted references and the replays of other rates, most of the time training takes.
-        include_overloaded: Train on overloaded runs too, where their scope has others.
-        across: Also leave out every run, model and GPU in turn and measure the models fitted on the others.
-        thresholds: Requirements of each use.
-    """
-
-    beta_target: BetaTarget = "auto"
-    features: str = "auto"
-    sample_csv: bool = False
-    positive: bool = False
-    any_sign: bool = False
-    fast: bool = False
-    include_overloaded: bool = False
-    across: bool = False
-    thresholds: tuple[Threshold, ...] = THRESHOLDS
 
 
 def train(
@@ -96,7 +68,7 @@ def train(
     options: TrainOptions | None = None,
     report_folder: str | Path | None = None,
     run_ids: Sequence[str] | None = None,
-    workers: int | None = None,
+    workers: WorkersOption = None,
     engine: EngineChoice = LOCAL,
     progress: Progress | None = None,
 ) -> TrainResult:
@@ -124,6 +96,8 @@ def train(
         ['alpha.json', 'beta.json']
     """
     options = options or TrainOptions()
+    # Read before a fit of minutes, used after it.
+    thresholds = override(options.thresholds)
     progress = KeptWarnings(progress)
     store = TableStore(find_tables(tables)).require()
     runs = store.read("runs", None if run_ids is None else list(run_ids))
@@ -176,7 +150,7 @@ def train(
         replays=replays,
         served=served(store, of_scopes),
         rates=rates,
-        thresholds=options.thresholds,
+        thresholds=thresholds,
     )
     models, report = place_of(out), place_of(report_folder or out)
     texts = {
@@ -313,12 +287,9 @@ def _named_files(options: TrainOptions) -> dict[str, str]:
 def scope_options(options: TrainOptions) -> ScopeOptions:
     """Return the options of training that the fits need."""
     if options.positive and options.any_sign:
-        raise UsageError("--positive and --any-sign contradict each other", hint="give one of them")
-    # Before a fit of minutes: they are read at its end.
-    if not all(isinstance(threshold, Threshold) for threshold in options.thresholds):
         raise UsageError(
-            "TrainOptions.thresholds are not all of type Threshold",
-            hint='for example tracefit.coefficients.verdicts.override(["simulation.step_mape_pct=12:30"])',
+            f"{named(TrainOptions, 'positive')} and {named(TrainOptions, 'any_sign')} contradict each other",
+            hint="give one of them",
         )
     return ScopeOptions(
         options.beta_target, positive=options.positive, any_sign=options.any_sign, reference=not options.fast
@@ -380,7 +351,7 @@ def run(
     server: ServerOptions | None = None,
     ingest_options: IngestOptions | None = None,
     options: TrainOptions | None = None,
-    workers: int | None = None,
+    workers: WorkersOption = None,
     engine: EngineChoice = LOCAL,
     progress: Progress | None = None,
 ) -> RunResult:

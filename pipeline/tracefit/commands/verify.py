@@ -14,8 +14,9 @@ from tracefit.coefficients import publish
 from tracefit.coefficients.files import coefficient_paths, find_models, read_coefficients, read_plain, to_json
 from tracefit.coefficients.model import CoefficientFile
 from tracefit.commands.locate import find_tables, tables_of
-from tracefit.commands.train import TrainOptions, fit_runs
+from tracefit.commands.train import fit_runs
 from tracefit.errors import DataError, TracefitError
+from tracefit.options import TrainOptions
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.models import Difference, VerifyResult
 from tracefit.server.documents import read_bytes

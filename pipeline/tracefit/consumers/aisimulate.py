@@ -28,6 +28,7 @@ from tracefit.consumers.base import (
 from tracefit.consumers.dynamo import COLUMNS, axes, predicted_ms
 from tracefit.consumers.dynamo_planner import steps_of_one_kind
 from tracefit.errors import DataError
+from tracefit.options import ServerOptions, named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,7 +103,8 @@ def _identity(source: Source) -> dict[str, str | int | bool]:
     settings, arch = context.settings, context.architecture
     if context.gpu is None:
         raise DataError(
-            "AISimulate's tables are of a system, and the GPU is not known", hint="name it with --gpu"
+            "AISimulate's tables are of a system, and the GPU is not known",
+            hint=f"name it with {named(ServerOptions, 'gpu')}",
         )
     name = context.gpu.name
     system = _SYSTEMS.get(name, name.lower().replace("-", "_") + ("_sxm" if name in {"B200", "B300"} else ""))

@@ -43,6 +43,7 @@ from tracefit.fit.boundary import admission_with_clock, api_waits, clocks_of, qu
 from tracefit.fit.estimators import HUBER, fit_nonnegative
 from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import request_frame
+from tracefit.options import ServerOptions, named
 from tracefit.replay.engine import EngineSettings, StepBatch
 from tracefit.server.settings import DEFAULT_BLOCK_SIZE
 from tracefit.tables.dialects import WITHOUT_EVENTS
@@ -318,7 +319,7 @@ def _with_terms(source: Source, frame: pl.DataFrame) -> pl.DataFrame:
         lacking = "config.json" if context.architecture is None else "GPU"
         raise DataError(
             f"BLIS's step terms need the model's config.json and the GPU; the {lacking} is not known",
-            hint="ingest the run again with --model-config FILE and --gpu NAME, or --gpu FILE.json with a device's rates",
+            hint=f"ingest the run again with {named(ServerOptions, 'model_config')} and {named(ServerOptions, 'gpu')}: a name, or a JSON file with a device's rates",
         )
     tp = context.settings.tensor_parallel or 1
     # Unknown counts are null in BLIS's own terms as well, and such steps are left out.

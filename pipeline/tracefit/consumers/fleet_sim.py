@@ -25,6 +25,7 @@ from tracefit.consumers.base import (
 from tracefit.errors import DataError
 from tracefit.fit.estimators import fit_nonnegative
 from tracefit.fit.fitted import matrix, target_of
+from tracefit.options import ServerOptions, named
 
 _COLUMNS = ("num_decode_reqs", "num_prefill_reqs", "context_tokens")
 
@@ -42,7 +43,10 @@ def to_fleet_sim(source: Source) -> Export:
         "KV blocks": blocks,
     }
     if missing := [name for name, value in needed.items() if not value]:
-        raise DataError(f"the profile needs {', '.join(missing)}", hint="name them with --set")
+        raise DataError(
+            f"the profile needs {', '.join(missing)}",
+            hint=f"name them with {named(ServerOptions, 'settings')}",
+        )
     sequences = pl.col("num_decode_reqs") + pl.col("num_prefill_reqs")
     rows = source.steps(_COLUMNS).with_columns(sequences=sequences.cast(pl.Float64))
     train, held = train_and_holdout(source, rows, [*_COLUMNS, "sequences"], "step times")

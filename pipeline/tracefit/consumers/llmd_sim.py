@@ -31,6 +31,7 @@ from tracefit.consumers.base import (
 from tracefit.errors import DataError
 from tracefit.fit.estimators import fit_nonnegative
 from tracefit.fit.fitted import target_of
+from tracefit.options import ServerOptions, named
 
 if TYPE_CHECKING:
     from tracefit.statistics import Vector
@@ -55,7 +56,7 @@ def to_llmd_sim(source: Source) -> Export:
     if slots is None or slots < 2:
         raise DataError(
             "the load factor runs from one request to max-num-seqs, which is not known or 1",
-            hint="ingest the run again with --set max_num_seqs=N",
+            hint=f"ingest the run again with {named(ServerOptions, 'settings')}: max_num_seqs",
         )
     decode, held_decode = train_and_holdout(
         source, timed_requests(source, "itl_us"), ["running_decode"], "inter-token latency"

@@ -16,6 +16,7 @@ from tracefit.diagnostics.rows import BATCH_COLUMNS, MOST_RUNS, ROW_COLUMNS, STE
 from tracefit.diagnostics.slowest import SLOWEST_COLUMNS, SlowRequest, slowest_requests
 from tracefit.errors import UsageError
 from tracefit.features.targets import LATENCIES
+from tracefit.options import TablesOption, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -81,7 +82,7 @@ def diagnose(scope: ScopeEvaluation, models: Sequence[Model], store: TableStore)
         raise UsageError(
             f"holds no tables of {', '.join(missing)}",
             where=str(store.root),
-            hint="name the tables folder with --tables",
+            hint=f"name the tables folder with {named(TablesOption)}",
         )
     runs = list(scope.runs)
     own = pl.col("scope_id") == scope.scope_id

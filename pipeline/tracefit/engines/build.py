@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tracefit.inputs.files import TraceFile
+    from tracefit.options import BuildLimits, IngestOptions
     from tracefit.recordings.kv_events import KvRows
     from tracefit.server.context import RunContext
-    from tracefit.tables.options import BuildLimits, IngestOptions
     from tracefit.tables.places import Place
     from tracefit.tables.store import ReadFile, TableFile, WrittenTables
     from tracefit.timeline import EngineLimits

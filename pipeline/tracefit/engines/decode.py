@@ -19,7 +19,7 @@ from tracefit.tables.store import StagedPart
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tracefit.tables.options import IngestOptions
+    from tracefit.options import IngestOptions
     from tracefit.tables.places import Place
     from tracefit.tables.rows import SpanRows
 

@@ -12,15 +12,15 @@ import sys
 import threading
 import warnings
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tracefit import memory
 from tracefit.engines.jobs import TASKS_PER_WORKER, WorkerError, attempt, available_cores
 from tracefit.errors import UsageError
+from tracefit.options import EngineChoice, WorkersOption, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -111,7 +111,7 @@ def _result(future: Future[_Outcome], job: Job) -> Any:
         raise WorkerError(
             "a worker died while it was read",
             where=job.name,
-            hint="if memory ran out, use fewer --workers",
+            hint=f"if memory ran out, use fewer {named(WorkersOption)}",
         ) from broken
     if error is not None:
         raise error
@@ -191,23 +191,6 @@ def _begin(ends: Connection) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-@dataclass(frozen=True, slots=True)
-class EngineChoice:
-    """The engine of a command.
-
-    Attributes:
-        name: `local` for processes of this machine, `ray` for Ray.
-        ray_address: The Ray cluster: `auto` for the one that this machine belongs to, `ray://HOST:PORT` or
-            HOST:PORT for another. Not given, Ray is started on this machine for the command.
-    """
-
-    name: Literal["local", "ray"] = "local"
-    ray_address: str | None = None
-
-
-LOCAL = EngineChoice()
-
-
 @contextmanager
 def open_engine(choice: EngineChoice, workers: int | None) -> Iterator[TaskEngine]:
     """Open an engine.
@@ -227,7 +210,8 @@ def open_engine(choice: EngineChoice, workers: int | None) -> Iterator[TaskEngin
         return
     if choice.ray_address is not None:
         raise UsageError(
-            "--ray-address goes with --engine ray", hint="add --engine ray, or leave the address out"
+            f"{named(EngineChoice, 'ray_address')} goes with {named(EngineChoice, 'name')} ray",
+            hint="name that engine, or leave the address out",
         )
     with LocalEngine(workers) as local:
         yield local

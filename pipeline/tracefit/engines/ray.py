@@ -12,6 +12,7 @@ from tracefit import memory
 from tracefit._version import __version__
 from tracefit.engines.jobs import TASKS_PER_WORKER, WorkerError, attempt, available_cores
 from tracefit.errors import UsageError
+from tracefit.options import EngineChoice, WorkersOption, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,7 +90,7 @@ class RayEngine:
         except Exception as error:  # Ray's own, gRPC's or a builtin one: whatever it is, there is no cluster
             self._ray.shutdown()
             text = " ".join((str(error) or type(error).__name__).split())[:200]
-            hint = "--ray-address names a cluster of the same Ray and Python; RAY_AUTH_MODE=token if it wants one"
+            hint = f"{named(EngineChoice, 'ray_address')} names a cluster of the same Ray and Python; RAY_AUTH_MODE=token if it wants one"
             raise UsageError(f"cannot be used ({text})", where=self._where, hint=hint) from error
 
     def limit(self, workers: int) -> None:
@@ -137,7 +138,7 @@ class RayEngine:
                         running[self._begin(job, tries + 1)] = job, tries + 1
                         continue
                     text = f"a worker died while it was read, {tries} times ({type(died).__name__})"
-                    hint = "if memory ran out, use fewer --workers, or nodes with more memory"
+                    hint = f"if memory ran out, use fewer {named(WorkersOption)}, or nodes with more memory"
                     raise WorkerError(text, where=job.name, hint=hint) from died
                 if error is not None:
                     raise error
@@ -173,5 +174,5 @@ def _require_answer(address: str) -> None:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
             pass
     except (OSError, ValueError, OverflowError) as error:
-        hint = "--ray-address is auto, ray://HOST:PORT or HOST:PORT"
+        hint = f"{named(EngineChoice, 'ray_address')} is auto, ray://HOST:PORT or HOST:PORT"
         raise UsageError(f"does not answer ({error})", where=address, hint=hint) from error

@@ -22,7 +22,6 @@ from tracefit.features.targets import CYCLE_TIME, DURATION, RECORDED
 from tracefit.fit.fitted import (
     COVERED_SHARE,
     PENALTIES,
-    BetaTarget,
     FitOptions,
     FittedModel,
     RegimeRows,
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from tracefit.fit.fitted import LinearFit
     from tracefit.fit.results import PenaltyChoice
     from tracefit.fit.train import Design
+    from tracefit.options import BetaTarget
     from tracefit.server.context import ModelScope
     from tracefit.statistics import Vector
 

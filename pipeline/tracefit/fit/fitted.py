@@ -40,13 +40,12 @@ if TYPE_CHECKING:
         TargetFacts,
         Validation,
     )
+    from tracefit.options import BetaTarget
     from tracefit.server.context import ModelScope
     from tracefit.statistics import Flags, Integers, Matrix, Vector
 
 
 # -- what goes in ----------------------------------------------------------------------------------------
-
-BetaTarget = Literal["auto", "clock", "duration"]
 
 COVERED_SHARE = 0.8
 """Where `step.duration_us` covers at least this share of busy time, durations are the step times."""

@@ -2,7 +2,7 @@
 
 A block of an uncompressed local file is a byte range, which the decoding process reads itself; any other
 block carries its bytes. Offsets count in the decompressed file. At most a few blocks are in memory, and at
-most `ReadOptions.max_document_mib` MiB of one record.
+most `IngestOptions.max_document_mib` MiB of one record.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tracefit.inputs.files import cannot_open, read_fully
 from tracefit.inputs.formats import HEAD_BYTES, JUNK_EDGE_BYTES, Contents, detect_format
 from tracefit.inputs.framing import Shape, next_record, whole_records
 from tracefit.inputs.rejects import Encoding, Reject, excerpt
+from tracefit.options import IngestOptions
 
 if TYPE_CHECKING:
     import re
@@ -24,36 +25,16 @@ if TYPE_CHECKING:
 
     from tracefit.inputs.files import ContentHash, TraceFile
 
-BLOCK_BYTES = 24 << 20
-"""Usual size of a block; the last one is smaller, a block with a longer record is larger."""
-
 _EXCERPT_BYTES, _EDGE_BYTES = 4096, 16
 
 _SMALLEST_READ_BYTES = 4096
 """Lower limit for small blocks: each read has its cost."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
-    """Bounds on reading one file, and what is shown of its rejects.
-
-    Attributes:
-        show_values: Whether excerpts of rejects may show values of records, which are private.
-        max_document_mib: MiB of the longest record that is read; a record is in memory as a whole.
-        max_rejects: Rejects of a file after which reading it stops.
-        block_bytes: Usual size of a block; the last one is smaller, a block with a longer record is larger.
-    """
-
-    show_values: bool = False
-    max_document_mib: int = 256
-    max_rejects: int = 100_000
-    block_bytes: int = BLOCK_BYTES
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes at the beginning of a file from which its format is detected."""
-        # If no format is recognised, the last JUNK_EDGE_BYTES are kept and scanned with the next read.
-        return min(HEAD_BYTES, max(self.block_bytes, 2 * JUNK_EDGE_BYTES))
+def head_bytes(options: IngestOptions) -> int:
+    """Return the bytes at the beginning of a file from which its format is detected."""
+    # If no format is recognised, the last JUNK_EDGE_BYTES are kept and scanned with the next read.
+    return min(HEAD_BYTES, max(options.block_bytes, 2 * JUNK_EDGE_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +66,7 @@ class Block:
 
 def read_blocks(
     file: TraceFile,
-    options: ReadOptions = ReadOptions(),
+    options: IngestOptions = IngestOptions(),
     *,
     bounds: Expansion = USUAL,
     on_read: Callable[[int], object] | None = None,
@@ -131,7 +112,7 @@ def inspect_file(file: TraceFile, bounds: Expansion = USUAL) -> Contents:
     with file.open() as raw, rewindable(raw) as stream:
         compression = compression_of(read_fully(stream, 8))
         content = pieces(stream, bounds, most_bytes=bounds.most_junk_bytes)
-        splitter = _Splitter(file, ReadOptions(), bounds, content)
+        splitter = _Splitter(file, IngestOptions(), bounds, content)
         rejects = list(splitter.detect())
     contents = splitter.contents
     # A file that cannot be decompressed at all is damaged, not empty.
@@ -161,7 +142,7 @@ class _Splitter:
     def __init__(
         self,
         file: TraceFile,
-        options: ReadOptions,
+        options: IngestOptions,
         bounds: Expansion,
         content: Iterator[Piece | Gap],
         *,
@@ -182,20 +163,20 @@ class _Splitter:
 
     def detect(self) -> Iterator[Reject]:
         """Find the format of the content; skip junk at the beginning, a head at a time, and yield one reject for it."""
-        yield from self._fill(self._options.head_bytes)
+        yield from self._fill(head_bytes(self._options))
         contents = detect_format(self._buffer, is_whole=self._is_last)
         most = self._bounds.most_junk_bytes
         while contents.shape == "unknown" and not self._is_last and self._offset < most:
             # A record may begin in the last bytes of the junk.
             self._drop(len(self._buffer) - JUNK_EDGE_BYTES)
-            yield from self._fill(self._options.head_bytes)
+            yield from self._fill(head_bytes(self._options))
             contents = detect_format(self._buffer, is_whole=False)
         if self._offset and contents.shape != "unknown":
             yield Reject(self._file.name, 0, self._offset, "not OTLP traces")
         self.contents = contents
 
     def blocks(self) -> Iterator[Block | Reject]:
-        yield from self._fill(self._options.head_bytes)
+        yield from self._fill(head_bytes(self._options))
         is_text = self._buffer.lstrip().startswith((b"{", b"["))
         yield from self.detect()
         shape, encoding = self.contents.shape, self.contents.encoding or "json"

@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tracefit.inputs.blocks import Block, ReadOptions
+    from tracefit.inputs.blocks import Block
     from tracefit.inputs.framing import Shape
     from tracefit.inputs.rejects import Encoding
+    from tracefit.options import IngestOptions
 
 SPAN_COLUMNS: dict[str, Any] = {
     "span_row": pl.UInt32,
@@ -189,7 +190,7 @@ def _encoding(name: Encoding) -> _Encoding:
 def decode_blocks(
     blocks: Sequence[tuple[int, Block, bytes]],
     wanted: Wanted,
-    options: ReadOptions,
+    options: IngestOptions,
     limits: DecodeLimits = DecodeLimits(),
     *,
     rejects: Sequence[tuple[int, Reject]] = (),
@@ -238,7 +239,7 @@ class _BatchDecoder:
         self,
         encoding: _Encoding,
         wanted: Wanted,
-        options: ReadOptions,
+        options: IngestOptions,
         limits: DecodeLimits,
         rejects: Sequence[tuple[int, Reject]],
     ) -> None:

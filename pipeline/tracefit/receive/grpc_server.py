@@ -19,14 +19,16 @@ from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from tracefit.errors import UsageError
+from tracefit.options import named
 from tracefit.receive.intake import TOKEN_NEEDED, TRACES_ALONE, BusyError
+from tracefit.receive.options import ReceiveOptions
 from tracefit.receive.spans import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from tracefit.receive.intake import Intake
-    from tracefit.receive.options import ReceiveOptions, Token
+    from tracefit.receive.options import Token
     from tracefit.receive.refusals import Cause
 
     _Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -93,7 +95,9 @@ class GrpcServer:
                 port = self._server.add_insecure_port(address)
         except (RuntimeError, OSError) as error:
             raise UsageError(
-                "cannot listen", where=f"gRPC, {address}", hint="is the port taken? --grpc-port takes another"
+                "cannot listen",
+                where=f"gRPC, {address}",
+                hint=f"is the port taken? {named(ReceiveOptions, 'grpc_port')} takes another",
             ) from error
         await self._server.start()
         return int(port)

@@ -16,14 +16,16 @@ from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from tracefit.errors import UsageError
+from tracefit.options import named
 from tracefit.receive.intake import TOKEN_NEEDED, TRACES_ALONE, BusyError
+from tracefit.receive.options import ReceiveOptions
 from tracefit.receive.spans import RequestError
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from tracefit.receive.intake import BodyEncoding, Intake
-    from tracefit.receive.options import ReceiveOptions, Token
+    from tracefit.receive.options import Token
     from tracefit.receive.refusals import Cause
 
 _ENCODINGS: dict[str, BodyEncoding] = {"application/x-protobuf": "protobuf", "application/json": "json"}
@@ -77,7 +79,9 @@ class HttpServer:
             raise UsageError("not a certificate and its key", where=str(options.tls_cert)) from error
         except OSError as error:
             raise UsageError(
-                f"cannot listen ({error.strerror})", where=where, hint="--http-port takes another port"
+                f"cannot listen ({error.strerror})",
+                where=where,
+                hint=f"{named(ReceiveOptions, 'http_port')} takes another port",
             ) from error
         return int(self._server.sockets[0].getsockname()[1])
 

@@ -9,13 +9,14 @@ import hmac
 import ipaddress
 import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.errors import UsageError
+from tracefit.options import keys_of, named, option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SIZE_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -31,6 +32,10 @@ class Rotation:
 
     size_bytes: int = 64 << 20
     seconds: float = 300.0
+
+    def __str__(self) -> str:
+        """Return what `--rotate` reads."""
+        return f"{self.size_bytes >> 20}MiB,{self.seconds / 60:g}min"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,40 +76,82 @@ class IntakeLimits:
     drain_s: float = 5.0  # less than the ten seconds of `docker stop`
 
 
+def parse_duration(text: str) -> float:
+    """Read `90s`, `5min` or `1h`, in seconds.
+
+    Raises:
+        UsageError: The text is not a time above zero.
+    """
+    seconds = _amount(text, _TIME_UNITS)
+    if not seconds > 0:
+        raise UsageError(f"{text!r} is not a time", hint="for example 5min or 30s")
+    return seconds
+
+
+def _amount(text: str, units: Mapping[str, float]) -> float:
+    """Return a number times its unit; 0 if the text is not a number with a unit."""
+    match = _AMOUNT.fullmatch(text.strip())
+    return float(match[1]) * units.get(match[2].upper(), 0) if match else 0.0
+
+
+def parse_rotation(text: str) -> Rotation:
+    """Read `--rotate`: a size, a time, or both with a comma between; a missing one keeps its default.
+
+    Raises:
+        UsageError: One of them is neither.
+    """
+    rotation = Rotation()
+    for part in text.split(","):
+        match = _AMOUNT.fullmatch(part.strip())
+        if match and match[2].upper() in _TIME_UNITS:
+            rotation = replace(rotation, seconds=parse_duration(part))
+        else:
+            rotation = replace(rotation, size_bytes=int(_amount(part, _SIZE_UNITS)))
+        if rotation.size_bytes < 1:
+            raise UsageError(f"{part!r} is not a size", hint="for example 64MiB")
+    return rotation
+
+
 @dataclass(frozen=True, slots=True)
 class ReceiveOptions:
     """Where the receiver listens, who may send, and which data are kept.
 
     Attributes:
-        host: Address to listen on.
+        host: Address to listen on; any that is not loopback needs TLS or --insecure.
         grpc_port: Port of OTLP/gRPC; 0 takes a free one.
         http_port: Port of OTLP/HTTP; 0 takes a free one.
-        tls_cert: Certificate chain, PEM; with `tls_key`, both ports speak TLS alone.
-        tls_key: Private key, PEM.
-        insecure: Listen on an address that is not loopback without TLS, or read ForwardPassMetrics from one.
-        token_file: File whose first line senders must present as `authorization: Bearer …`.
-        forward_pass_metrics: ZMQ endpoints of publishers of ForwardPassMetrics, as `tcp://host:port`.
-        rotation: When files are rotated.
-        all_spans: Keep names and attributes of spans that are not vLLM's.
-        keep_attributes: Span attributes to keep beside those that `ingest` keeps.
+        tls_cert: Certificate chain, PEM; goes with --tls-key.
+        tls_key: Private key of the certificate, PEM.
+        insecure: Listen beyond this machine without TLS, or read ForwardPassMetrics from there.
+        token_file: File with the token that senders present as `authorization: Bearer TOKEN`.
+        forward_pass_metrics: Also record ForwardPassMetrics from this ZMQ publisher; repeatable. One beyond this machine needs
+            --insecure.
+        rotation: Begin a new file at this size, or after this time.
         metrics: Answer GET /metrics on the HTTP port, for Prometheus.
-        stop_after_s: Stop by itself after so long.
+        stop_after_s: Stop by itself after this time, such as 10min; else on SIGTERM.
+        all_spans: Keep names and attributes of spans of other services too.
+        keep_attributes: Span attributes to keep in addition to ids, counts, routes, the model and sampling parameters;
+            repeatable.
         limits: Bounds on memory and time.
     """
 
-    host: str = "127.0.0.1"
-    grpc_port: int = 4317
-    http_port: int = 4318
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    insecure: bool = False
-    token_file: Path | None = None
-    forward_pass_metrics: tuple[str, ...] = ()
-    rotation: Rotation = field(default_factory=Rotation)
-    all_spans: bool = False
-    keep_attributes: tuple[str, ...] = ()
-    metrics: bool = False
-    stop_after_s: float | None = None
+    host: str = option("127.0.0.1")
+    grpc_port: int = option(4317, minimum=0, maximum=65535)
+    http_port: int = option(4318, minimum=0, maximum=65535)
+    tls_cert: Path | None = option(None)
+    tls_key: Path | None = option(None)
+    insecure: bool = option(default=False)
+    token_file: Path | None = option(None)
+    forward_pass_metrics: tuple[str, ...] = option((), metavar="tcp://HOST:PORT")
+    rotation: Rotation = option(
+        Rotation(), flag="--rotate", metavar="SIZE,TIME", kind=str, read=parse_rotation
+    )
+    metrics: bool = option(default=False)
+    stop_after_s: float | None = option(
+        None, flag="--stop-after", metavar="TIME", kind=str | None, read=parse_duration
+    )
+    all_spans: bool = option(default=False)
+    keep_attributes: tuple[str, ...] = option((), metavar="KEY,...", read=keys_of)
     limits: IntakeLimits = field(default_factory=IntakeLimits)
 
     def require_safe(self) -> None:
@@ -114,11 +161,11 @@ class ReceiveOptions:
             UsageError: Half a TLS configuration, an address beyond this machine without TLS, or no endpoint.
         """
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise UsageError("--tls-cert and --tls-key go together", hint="give both, or neither")
+            raise UsageError(f"{_TLS} go together", hint="give both, or neither")
         if not (self.tls_cert or self.insecure or _is_loopback(self.host)):
             raise UsageError(
-                f"--host {self.host}: other machines could send and read along without encryption",
-                hint="give --tls-cert and --tls-key, or say --insecure",
+                f"{named(ReceiveOptions, 'host')} {self.host}: other machines could send and read along without encryption",
+                hint=f"give {_TLS}, or say {_INSECURE}",
             )
         for endpoint in self.forward_pass_metrics:
             self._require_safe_endpoint(endpoint)
@@ -127,14 +174,18 @@ class ReceiveOptions:
         match = _ENDPOINT.fullmatch(endpoint)
         if match is None or not 1 <= int(match[2]) <= 65_535:
             raise UsageError(
-                f"--forward-pass-metrics {endpoint[:200]!r}: not an endpoint",
+                f"{named(ReceiveOptions, 'forward_pass_metrics')} {endpoint[:200]!r}: not an endpoint",
                 hint="for example tcp://127.0.0.1:20380",
             )
         if not (self.insecure or _is_loopback(match[1].strip("[]"))):
             raise UsageError(
-                f"--forward-pass-metrics {endpoint}: ZMQ has no authentication here, and no encryption",
-                hint="if the network itself is safe, say --insecure",
+                f"{named(ReceiveOptions, 'forward_pass_metrics')} {endpoint}: ZMQ has no authentication here, and no encryption",
+                hint=f"if the network itself is safe, say {_INSECURE}",
             )
+
+
+_TLS = f"{named(ReceiveOptions, 'tls_cert')} and {named(ReceiveOptions, 'tls_key')}"
+_INSECURE = named(ReceiveOptions, "insecure")
 
 
 def _is_loopback(host: str) -> bool:
@@ -171,39 +222,3 @@ def _read_token(path: Path) -> bytes:
             hint="`openssl rand -hex 32` makes one",
         )
     return token
-
-
-def parse_duration(text: str, *, option: str) -> float:
-    """Read `90s`, `5min` or `1h`, in seconds.
-
-    Raises:
-        UsageError: The text is not a time above zero.
-    """
-    seconds = _amount(text, _TIME_UNITS)
-    if not seconds > 0:
-        raise UsageError(f"{option} {text}: not a time", hint="for example 5min or 30s")
-    return seconds
-
-
-def _amount(text: str, units: Mapping[str, float]) -> float:
-    """Return a number times its unit; 0 if the text is not a number with a unit."""
-    match = _AMOUNT.fullmatch(text.strip())
-    return float(match[1]) * units.get(match[2].upper(), 0) if match else 0.0
-
-
-def parse_rotation(text: str) -> Rotation:
-    """Read `--rotate`: a size, a time, or both with a comma between; a missing one keeps its default.
-
-    Raises:
-        UsageError: One of them is neither.
-    """
-    rotation = Rotation()
-    for part in text.split(","):
-        match = _AMOUNT.fullmatch(part.strip())
-        if match and match[2].upper() in _TIME_UNITS:
-            rotation = replace(rotation, seconds=parse_duration(part, option="--rotate"))
-        else:
-            rotation = replace(rotation, size_bytes=int(_amount(part, _SIZE_UNITS)))
-        if rotation.size_bytes < 1:
-            raise UsageError(f"--rotate {part}: not a size", hint="for example 64MiB")
-    return rotation

@@ -30,10 +30,10 @@ from tracefit.recordings.kv_batches import (
 )
 
 if TYPE_CHECKING:
-    from tracefit.inputs.blocks import ReadOptions
     from tracefit.inputs.files import TraceFile
     from tracefit.inputs.framing import Shape
     from tracefit.inputs.rejects import Encoding
+    from tracefit.options import IngestOptions
 
 MAX_BATCH_BYTES = 32 << 20
 """A longer line or message is rejected; a hostile one takes ten times its size once decoded."""
@@ -67,7 +67,7 @@ class KvRows:
     rejects: list[Reject]
 
 
-def read_kv(files: Iterable[TraceFile], options: ReadOptions) -> KvRows:
+def read_kv(files: Iterable[TraceFile], options: IngestOptions) -> KvRows:
     """Read the KV-cache recordings of one run.
 
     Memory grows with the number of events, not with their token ids. A bad event costs only itself.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.errors import UsageError
+from tracefit.options import ServerOptions, named
 from tracefit.server.architecture import ModelArchitecture, slug_of
 from tracefit.server.documents import as_text, read_bytes
 from tracefit.server.hardware import Gpu, UnknownGpuError, find_gpu, parse_gpu, read_gpu
@@ -84,7 +85,9 @@ def read_context(
     if gpu and "://" in gpu:
         # Refused without showing it: a URL may contain a password, and a GPU's name gets into tables and reports.
         raise UsageError(
-            "is a URL", where="--gpu", hint="give the name of a GPU, or a JSON file on this machine"
+            "is a URL",
+            where=named(ServerOptions, "gpu"),
+            hint="give the name of a GPU, or a JSON file on this machine",
         )
     if name and name.lower().endswith(".json"):
         known_gpu = read_gpu(Path(name))
@@ -94,7 +97,7 @@ def read_context(
             known_gpu = find_gpu(name)
         except UnknownGpuError:
             if gpu:
-                settings = merge(settings, settings_from({"gpu": gpu}, where="--gpu"))
+                settings = merge(settings, settings_from({"gpu": gpu}, where=named(ServerOptions, "gpu")))
     return _assemble(settings, text, str(model_config), known_gpu)
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field
 
 from tracefit.errors import UsageError
+from tracefit.options import ServerOptions, named
 from tracefit.server.documents import (
     FiniteNumber,
     Scalar,
@@ -361,7 +362,7 @@ def read_all_settings(paths: Iterable[Path]) -> ServerSettings:
                 raise UsageError(
                     f"{name} {excerpt(value)} contradicts {excerpt(known)} in {where.name} beside it",
                     where=str(path),
-                    hint="keep one of the two files, or name one with --run-config",
+                    hint=f"keep one of the two files, or name one with {named(ServerOptions, 'run_config')}",
                 )
         merged = merge(merged, more)
     return merged

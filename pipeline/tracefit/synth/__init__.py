@@ -8,11 +8,16 @@ tables. Nothing here is shared with the rooms that read traces: the two paths ag
     folder = write_run(run, Path("runs"), compress="gz")
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from tracefit.synth.laws import GPUS, MODELS, AdmissionLaw, Composition, LinearLaw, RooflineLaw, ServedModel
 from tracefit.synth.options import DEFAULT_PHASES, LengthMix, LoadPhase, SynthOptions, surge_phases
-from tracefit.synth.run import REQUEST_COLUMNS, STEP_COLUMNS, SynthRun, synth, write_run
-from tracefit.synth.scheduler import Request, Scheduler
-from tracefit.synth.spans import Attributes, GeneratedEvent, GeneratedSpan, SpanKind
+
+if TYPE_CHECKING:
+    from tracefit.synth.run import REQUEST_COLUMNS, STEP_COLUMNS, SynthRun, synth, write_run
+    from tracefit.synth.scheduler import Request, Scheduler
+    from tracefit.synth.spans import Attributes, GeneratedEvent, GeneratedSpan, SpanKind
 
 __all__ = [
     "DEFAULT_PHASES",
@@ -39,3 +44,13 @@ __all__ = [
     "synth",
     "write_run",
 ]
+
+
+# The command line needs the options alone: help must not wait for the libraries of a simulation.
+def __getattr__(name: str) -> object:
+    """Import the simulation when it is first used."""
+    for module in ("run", "scheduler", "spans") if name in __all__ else ():
+        found = import_module(f"tracefit.synth.{module}")
+        if hasattr(found, name):
+            return getattr(found, name)
+    raise AttributeError(f"module 'tracefit.synth' has no attribute {name!r}")

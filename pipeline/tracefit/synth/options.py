@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 from tracefit.errors import UsageError
+from tracefit.options import named, option
 from tracefit.synth.laws import (
     GPUS,
     MODELS,
@@ -71,20 +72,49 @@ class SynthOptions:
     """One synthetic run; equal options give equal bytes.
 
     Sampling rates show more or less of the same run: they have a random stream of their own.
+
+    Attributes:
+        name: Name of the run folder.
+        seed: Seed of every draw.
+        law: Step-time law; its coefficients are in truth.json.
+        model: Model preset, such as llama-8b.
+        gpu: GPU preset, such as H100.
+        tp: Tensor-parallel ranks.
+        requests: Requests per server.
+        rate_per_s: Mean arrivals per second.
+        num_blocks: KV blocks, with the null block; few of them cause a queue and preemptions.
+        noise: Sigma of the log-normal factor on a step's time.
+        form: Spans of the instrumented server; of an unmodified vLLM, one per request, none of steps; ForwardPassMetrics, or the
+            iterations in vLLM's log, in microseconds or whole seconds: one record for each step, none of requests; SGLang's
+            spans; the engine's times of each request; or the log of a load generator, `vllm bench serve` with the time of every
+            token, or GuideLLM with those of the first and the last.
+        step_sampling: Share of steps traced.
+        rich_sampling: Share of traced steps with request snapshots.
+        journey_sampling: Share of requests traced; of stock spans by trace id.
+        duration: Meaning of step.duration_us: time in schedule(), or the step's time.
+        queued_stamp: QUEUED at the step start after the API work, or at the end of that work itself.
     """
 
-    name: str = "synth-run"  # of the run folder
-    seed: int = 0
-    # By name (coefficients by default, or from model and GPU), or as an object.
-    law: LawName | StepLaw = "linear"
+    name: str = option("synth-run")
+    seed: int = option(0, minimum=0)
+    law: LawName | StepLaw = option("linear", kind=LawName)
+    model: str = option("llama-8b")
+    gpu: str | None = option("H100")
+    tp: int = option(1, minimum=1)
+    requests: int = option(300, minimum=1)
+    rate_per_s: float = option(14.0, flag="--rate")
+    num_blocks: int = option(4_097, flag="--blocks", minimum=2)
+    # Real step times leave a few percent about a linear model: 2.0 to 5.0 % on H100 traces.
+    noise: float = option(0.03, minimum=0)
+    form: Form = option("instrumented")
+    step_sampling: float = option(1.0, minimum=0, maximum=1)
+    rich_sampling: float = option(0.0, minimum=0, maximum=1)
+    journey_sampling: float = option(1.0, minimum=0, maximum=1)
+    duration: DurationMode = option("schedule")
+    queued_stamp: QueuedStamp = option("step_start")
+
     admission: AdmissionLaw = field(default_factory=AdmissionLaw)
     departure: DepartureLaw = field(default_factory=DepartureLaw)
-    model: str = "llama-8b"  # in `MODELS`
-    gpu: str | None = "H100"  # in `GPUS`; None leaves it out of the run's config and allows no roofline
-    tp: int = 1  # tensor parallel size
-
-    requests: int = 300  # per server, over all its epochs
-    rate_per_s: float = 14.0  # mean arrival rate where a phase's factor is 1
     prompt_tokens: LengthMix = LengthMix(((0.6, 160.0, 0.6), (0.4, 600.0, 0.5)), minimum=4)
     output_tokens: LengthMix = LengthMix(((0.5, 40.0, 0.7), (0.5, 150.0, 0.5)))
     phases: tuple[LoadPhase, ...] = DEFAULT_PHASES
@@ -99,32 +129,13 @@ class SynthOptions:
     max_model_len: int = 4_096  # cut to what KV cache and token budget can hold
     max_num_seqs: int = 64  # requests that can run at once
     max_num_batched_tokens: int = 2_048  # token budget of a step
-    num_blocks: int = 4_097  # the null block, which no request can use, included
     block_size: int = 16  # tokens in a block
     chunked_prefill: bool = True  # a prompt may be split over steps
 
-    # Sigma of a log-normal factor. Real step times leave a few percent about a linear model: 2.0 to 5.0 % on
-    # H100 traces.
-    noise: float = 0.03
     hiccup_rate: float = 0.0  # chance that a step is delayed by something outside the law
     hiccup_us: float = 30_000.0  # mean of that delay (exponential)
     empty_step_us: float = 260.0  # time of a step without tokens
 
-    # Form of the output: the instrumented server's spans; an unmodified server's one span per request, without steps;
-    # ForwardPassMetrics or vLLM's log (with fine stamps or whole seconds), a record per step and none per request;
-    # SGLang's spans; the engine's times of each request; or the log of a load generator.
-    form: Form = "instrumented"
-    step_sampling: float = 1.0  # chance of a step to be in the trace
-    rich_sampling: float = 0.0  # chance of such a step to carry request snapshots too
-    # Chance of a request to be in the trace; stock spans are sampled by trace id, as in the SDK.
-    journey_sampling: float = 1.0
-    # When QUEUED is stamped: at the step start at which the engine core drains its socket, as the real
-    # emitter does, or when the API process is done with the request, as other engines do. The scheduler sees
-    # it at the next step start either way.
-    queued_stamp: QueuedStamp = "step_start"
-    duration: DurationMode = (
-        "schedule"  # meaning of `step.duration_us`: as in the real emitter, or the step time
-    )
     span_event_limit: int | None = None  # events a span keeps, the last ones; None keeps all
     steps_per_span: int = 100
     epochs: int = 1  # lives of the engine: each restart counts steps from 1 again, on the same clock
@@ -162,10 +173,14 @@ class SynthOptions:
         if self.law == "linear":
             return LinearLaw()
         if self.law != "roofline":
-            raise UsageError(f"unknown law {self.law!r}", where="law", hint="known: linear, roofline")
+            raise UsageError(
+                f"unknown law {self.law!r}", where=named(SynthOptions, "law"), hint="known: linear, roofline"
+            )
         if self.gpu is None:
             known = ", ".join(sorted(GPUS))
-            raise UsageError("the roofline law needs a GPU", where="gpu", hint=f"known: {known}")
+            raise UsageError(
+                "the roofline law needs a GPU", where=named(SynthOptions, "gpu"), hint=f"known: {known}"
+            )
         return RooflineLaw(self.architecture, lookup(GPUS, self.gpu, option="gpu"), tp=self.tp)
 
     def check(self) -> None:
@@ -189,34 +204,40 @@ class SynthOptions:
                 # None means no limit; NaN is outside all bounds.
                 if value is not None and not low <= value <= high:
                     wanted = f"at least {low:g}" if high == _INFINITE else f"between {low:g} and {high:g}"
-                    raise UsageError(f"{value} is out of range", where=where, hint=f"must be {wanted}")
+                    raise UsageError(
+                        f"{value} is out of range", where=named(SynthOptions, where), hint=f"must be {wanted}"
+                    )
 
     def _check_choices(self) -> None:
         for where, kind, word in _CHOICES:
             value = getattr(self, where)
             if value not in get_args(kind):
                 hint = f"known: {', '.join(get_args(kind))}"
-                raise UsageError(f"unknown {word} {value!r}", where=where, hint=hint)
+                raise UsageError(f"unknown {word} {value!r}", where=named(SynthOptions, where), hint=hint)
         if not self.phases or any(phase.share <= 0 or phase.rate <= 0 for phase in self.phases):
-            raise UsageError("every phase needs a share and a rate above 0", where="phases")
+            raise UsageError(
+                "every phase needs a share and a rate above 0", where=named(SynthOptions, "phases")
+            )
         if not self.rate_per_s > 0:
-            raise UsageError("must be above 0", where="rate_per_s")
+            raise UsageError("must be above 0", where=named(SynthOptions, "rate_per_s"))
         if not self.name or "/" in self.name or self.name.startswith("."):
-            raise UsageError(f"{self.name!r} is not a folder's name", where="name")
+            raise UsageError(f"{self.name!r} is not a folder's name", where=named(SynthOptions, "name"))
 
     def _check_lengths(self) -> None:
         for where, mix in (("prompt_tokens", self.prompt_tokens), ("output_tokens", self.output_tokens)):
             if not mix.components or not 1 <= mix.minimum <= mix.maximum:
-                raise UsageError("needs a component and 1 <= minimum <= maximum", where=where)
+                raise UsageError(
+                    "needs a component and 1 <= minimum <= maximum", where=named(SynthOptions, where)
+                )
             if any(weight <= 0 or median < 1 or sigma < 0 for weight, median, sigma in mix.components):
                 hint = "weights above 0, medians from 1, sigmas from 0"
-                raise UsageError("impossible component", where=where, hint=hint)
+                raise UsageError("impossible component", where=named(SynthOptions, where), hint=hint)
         # A shared prefix, a prompt token of its own, and an output token.
         needed = self.shared_prefix_tokens + 2
         if self.longest_sequence_tokens < needed:
             raise UsageError(
                 f"no request fits: the KV cache or the token budget holds {self.longest_sequence_tokens} tokens",
-                where="num_blocks",
+                where=named(SynthOptions, "num_blocks"),
                 hint=f"at least {needed} are needed",
             )
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from tracefit.tables.options import BuildLimits
+    from tracefit.options import BuildLimits
     from tracefit.tables.places import Place
     from tracefit.tables.store import ReadFile, RunsWriter
 

@@ -7,6 +7,7 @@ in its part.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import TYPE_CHECKING
@@ -20,8 +21,8 @@ from tracefit.tables.clocks import CLOCK_FACTS, SAME_CLOCK_NS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from tracefit.options import IngestOptions
     from tracefit.otlp.decode import SpanBatch, Wanted
-    from tracefit.tables.options import IngestOptions
 
 UNKNOWN_SERVER = "unknown"
 OTHER_REASON = "other"
@@ -64,11 +65,21 @@ _NO_EVENTS = pl.DataFrame(schema={"row": pl.UInt32, "unix_ns": pl.Int64, "span_s
 """Stands in for events that a batch lacks: their attributes are null."""
 
 
+def _kept_attributes(options: IngestOptions) -> frozenset[str]:
+    return frozenset(dialects.SPAN_ATTRIBUTES).union(options.keep_attributes)
+
+
+def hash_of_kept(options: IngestOptions) -> str:
+    """Return the hash of the options that decide which part of a span is kept."""
+    kept = (sorted(_kept_attributes(options)), options.all_spans, options.show_values, options.max_rejects)
+    return hashlib.sha256(repr(kept).encode()).hexdigest()
+
+
 def wanted_of(options: IngestOptions) -> Wanted:
     """Return the data that the decoder turns into columns."""
     from tracefit.otlp.decode import Wanted  # noqa: PLC0415 - staged rows are read without the decoder
 
-    return Wanted(dialects.SPAN_KEYS, options.attributes, _event_types())
+    return Wanted(dialects.SPAN_KEYS, _kept_attributes(options), _event_types())
 
 
 @dataclass(frozen=True, slots=True)

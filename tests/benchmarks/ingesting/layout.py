@@ -1,7 +1,7 @@
 """The layout of a trace file, drawn at random: what an exporter is free to choose.
 
 A layout says nothing of the run: the same requests and steps can be written in any of them. No reader can have been
-tuned to one, as it is drawn anew per sitting. The same seed draws the same layout.
+tuned to one, as it is drawn again in each sitting. The same seed draws the same layout.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 class Measured(NamedTuple):
-    """What a process and its children took."""
+    """Time and memory of a process and its children."""
 
     cpu_s: float  # user and system time of all of them
     wall_s: float  # from start to end
@@ -50,7 +50,7 @@ def measure(
         process = subprocess.Popen(command, stdin=stdin, stdout=output, stderr=errors, env=env)
         watch = _Watch(process.pid)
         watch.start()
-        # What descendants took is in there too, once their parents have waited for them.
+        # Time of descendants is in there too, once their parents have waited for them.
         _, status, usage = os.wait4(process.pid, 0)
         wall_s = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)

@@ -1,8 +1,8 @@
 """Other readers of JSON: DuckDB's and ClickHouse's (chdb), each writing the event columns that ingestion writes.
 
 A process of its own: `python readers.py duckdb|chdb PATH OUT COLUMNS`, with the columns as JSON: family of events to
-attribute key to `int`, `float` or `str`. They are told what a user would have to find out: which keys there are, how
-they are spelled, and of which kind. They drop everything else, damage included, and write one Parquet file per family
+attribute key to `int`, `float` or `str`. They are given what a user would have to find out: which keys there are, how
+they are spelled, and their kinds. They drop everything else, damage included, and write one Parquet file per family
 with an event's span, name, times and attributes. Prints the rows per family.
 """
 # ruff: noqa: S608 - paths and keys are the benchmark's own

@@ -1,7 +1,7 @@
 """Trace files of any size in a given layout.
 
 A few runs are simulated. Each is then written again and again, every time as later requests: other ids, later times,
-further steps, other prompt lengths, and other cuts between records. What changes from copy to copy is a slot of a span's
+further steps, other prompt lengths, and other cuts between records. Everything that changes from copy to copy is a slot of a span's
 text (JSON) or a field of its message (protobuf), so that a gigabyte takes less than a minute.
 """
 
@@ -42,7 +42,7 @@ _REQUEST = re.compile(r"(chatcmpl-|cmpl-)req-(\d+)(-0)?(-[0-9a-f]{8})?")
 
 
 class Shift(IntEnum):
-    """What becomes of a number in a later copy."""
+    """How a number changes in a later copy."""
 
     UNIX = 0
     MONOTONIC = auto()
@@ -161,7 +161,7 @@ def _options(layout: Layout, number: int, requests: int) -> SynthOptions:
 
 
 class _Unit:
-    """A simulated run, its spans in the order they were sent, ready to be told again as a later one."""
+    """A simulated run, its spans in the order they were sent, ready to be written again as a later one."""
 
     def __init__(self, layout: Layout, number: int, kind: Kind, size: int) -> None:
         self.layout = layout

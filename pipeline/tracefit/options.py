@@ -1,0 +1,397 @@
+"""Options, each declared once for Python and the command line: name, type, unit, default, help and flag.
+
+A field made with `option` is an option of its class: the command line takes its name, type and default from the field and its help
+from the docstring of the class. An option of a function is an alias such as `ScopeOption`, the type of the parameter in both. `OptionFlag` has
+what only the command line needs, and an environment variable has the flag's name. Errors write an option with `named`.
+
+Nothing heavy is imported here: the help of a command would wait for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from tracefit.errors import UsageError, either
+
+BLOCK_BYTES = 24 << 20
+"""Usual size of a block of a trace file; the last one is smaller, a block with a longer record is larger."""
+
+BetaTarget = Literal["auto", "clock", "duration"]
+"""Where step times come from."""
+
+Completion = Literal["scopes", "runs", "gpus", "consumers"]
+
+
+@dataclass(frozen=True, slots=True)
+class OptionFlag:
+    """How an option is written on the command line.
+
+    Attributes:
+        help: The option's help; a field's is in the docstring of its class.
+        argument: Name of the parameter in Python; a field has its own.
+        flag: The flag, if it is not the name with dashes.
+        metavar: How help shows the value.
+        minimum: The least number allowed.
+        maximum: The largest number allowed.
+        completion: Names that a shell completes it with.
+        kind: Type of the value on the command line, if it is not the field's.
+        read: Converts the value from the command line to the field's type.
+    """
+
+    help: str = ""
+    argument: str = ""
+    flag: str | None = None
+    metavar: str | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    completion: Completion | None = None
+    kind: Any = None
+    read: Callable[[Any], Any] | None = None
+
+    def spelled(self, name: str) -> str:
+        """Return the flag of an option with this name."""
+        return self.flag or f"--{name.replace('_', '-')}"
+
+
+_Options = TypeVar("_Options")
+
+
+def option(default: Any, **how: Any) -> Any:
+    """Declare a field of a frozen dataclass as an option; `how` are the fields of `OptionFlag`."""
+    return field(default=default, metadata={"flag": OptionFlag(**how)})
+
+
+def options_of(kind: type) -> dict[str, tuple[OptionFlag, Any]]:
+    """Return the options of a class: name to its flag, with help, and its default."""
+    texts = _attributes(kind)
+    return {
+        one.name: (replace(flag, help=texts[one.name]), one.default)
+        for one in fields(kind)
+        if (flag := one.metadata.get("flag")) is not None
+    }
+
+
+def from_flags(kind: type[_Options], values: Mapping[str, Any], **others: Any) -> _Options:
+    """Make an object of a class from values of the command line; one that is not given keeps its default."""
+    given = {}
+    for name, (flag, _) in options_of(kind).items():
+        value = values[name]
+        if value is not None and value != []:
+            try:
+                value = flag.read(value) if flag.read else value
+            except UsageError as error:
+                raise UsageError(error.what, where=named(kind, name), hint=error.hint) from error
+            given[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**given | others)
+
+
+def named(declared: Any, name: str = "") -> str:
+    """Name an option in an error: as a parameter in Python, as a flag on the command line.
+
+    Args:
+        declared: An alias such as `ScopeOption`, or a class of options.
+        name: The field of the class; one that is no option is a parameter in both.
+    """
+    if not name:
+        (flag,) = declared.__metadata__
+        return either(flag.spelled(flag.argument), f"`{flag.argument}`")
+    flag, parameter = (
+        declared.__dataclass_fields__[name].metadata.get("flag"),
+        f"`{declared.__name__}.{name}`",
+    )
+    return either(flag.spelled(name), parameter) if flag else parameter
+
+
+def _attributes(kind: type) -> dict[str, str]:
+    """Read the lines of a docstring's section `Attributes`: name to text, on one line."""
+    texts: dict[str, str] = {}
+    name = ""
+    for line in inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")[2].splitlines():
+        if line.startswith("     "):
+            texts[name] += f" {line.strip()}"
+        else:
+            name, _, texts[name] = line.strip().partition(": ")
+    return texts
+
+
+def keys_of(texts: list[str]) -> tuple[str, ...]:
+    """Return the keys of an option that takes several, in one text or more."""
+    # An environment variable and a configuration file have one text for an option: commas let it name several keys.
+    keys = [key.strip() for text in texts for key in text.split(",")]
+    return tuple(key for key in keys if key)
+
+
+# -- options of functions --------------------------------------------------------------------------------
+
+ScopeOption = Annotated[
+    str | None,
+    OptionFlag(
+        "Scope id, or a part of it that is unique; needed where there are several scopes.",
+        "scope",
+        completion="scopes",
+    ),
+]
+RunOption = Annotated[
+    str | None,
+    OptionFlag("A run of the scope, in place of --scope.", "run", metavar="NAME", completion="runs"),
+]
+WorkersOption = Annotated[
+    int | None,
+    OptionFlag(
+        "Most processes that decode traces, build tables and read them; the number of cores, or of a cluster's, if not given.",
+        "workers",
+        minimum=1,
+    ),
+]
+TablesOption = Annotated[
+    str | None,
+    OptionFlag(
+        "Tables the models were trained on; found beside the models if not given.", "tables", metavar="PATH"
+    ),
+]
+ConsumerVersionOption = Annotated[
+    str | None,
+    OptionFlag(
+        "Version of the consumer, such as 0.9.2, where older ones need another form; the newest if not given.",
+        "consumer_version",
+        metavar="VERSION",
+    ),
+]
+BatchOption = Annotated[
+    float | None,
+    OptionFlag(
+        "Requests that decode. For a request: those that run when it arrives; if not given, none with an empty queue, "
+        "else as many as slots and KV blocks hold.",
+        "batch",
+        minimum=0,
+    ),
+]
+ContextOption = Annotated[
+    float | None, OptionFlag("Mean tokens in the caches of the requests of --batch.", "context", minimum=0)
+]
+PrefillOption = Annotated[float, OptionFlag("Prompt tokens computed in the step.", "prefill", minimum=0)]
+PrefillRequestsOption = Annotated[
+    float | None,
+    OptionFlag("Requests that the prompt tokens of the step belong to.", "prefill_reqs", minimum=0),
+]
+WaitingOption = Annotated[float, OptionFlag("Requests in the queue during the step.", "waiting", minimum=0)]
+PromptOption = Annotated[
+    float | None,
+    OptionFlag(
+        "Prompt tokens of a request: predicts the request.", "prompt_tokens", flag="--prompt", minimum=1
+    ),
+]
+OutputOption = Annotated[
+    float, OptionFlag("Tokens the request generates.", "output_tokens", flag="--output", minimum=1)
+]
+QueueOption = Annotated[float, OptionFlag("Requests waiting ahead of it.", "queue", minimum=0)]
+CachedOption = Annotated[float, OptionFlag("Prompt tokens found in the prefix cache.", "cached", minimum=0)]
+FeaturesOption = Annotated[
+    list[str] | None,
+    OptionFlag(
+        "A feature or table column as it is, such as running_depth, the requests that run when it arrives; repeatable.",
+        "features",
+        flag="--feature",
+        metavar="NAME=NUMBER",
+    ),
+]
+RateOption = Annotated[float | None, OptionFlag("Requests per second over all servers.", "rate")]
+ServerCountOption = Annotated[
+    int | None,
+    OptionFlag(
+        "Number of servers: gives the largest rate, or with --rate what they do at it.", "servers", minimum=1
+    ),
+]
+RowsOption = Annotated[
+    Path | None, OptionFlag("A .csv, .parquet or .ndjson file: predicts every row.", "rows")
+]
+PriceOption = Annotated[
+    float | None,
+    OptionFlag("Price of a GPU for an hour: gives the cost of a million tokens.", "price", minimum=0),
+]
+FigureOption = Annotated[
+    Path | None,
+    OptionFlag("Page to write with a figure of latencies over the rate.", "figure", metavar="PAGE.html"),
+]
+ObjectivesOption = Annotated[
+    list[str] | None,
+    OptionFlag(
+        "The longest that a percentile of ttft, itl or e2e may be, such as ttft_p99=500; repeatable.",
+        "slo_ms",
+        flag="--slo",
+        metavar="LATENCY_PQ=MS",
+    ),
+]
+LimitsOption = Annotated[
+    list[str] | None,
+    OptionFlag(
+        "The longest that ttft, itl or e2e should take: a line in the figures. May be given several times; "
+        "MLPerf's limits (ttft=2000, itl=200) if not given.",
+        "slo_ms",
+        flag="--slo",
+        metavar="LATENCY=MS",
+    ),
+]
+ChangesOption = Annotated[
+    list[str] | None,
+    OptionFlag(
+        "A setting of the scheduler to change, such as max_num_batched_tokens=8192; repeatable.",
+        "settings",
+        flag="--set",
+        metavar="KEY=VALUE",
+    ),
+]
+
+
+# -- classes of options ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Facts about the server from the user, instead of or beyond the run's own files.
+
+    Attributes:
+        run_config: exp-config.yaml or run.yaml, a `vllm serve` command line, or a server log, for every run.
+        model_config: The model's config.json, for every run.
+        gpu: GPU name, such as H100, or a JSON file that describes one.
+        tp: Tensor-parallel ranks.
+        settings: Any server setting, such as max_num_seqs=128; repeatable.
+    """
+
+    run_config: Path | None = option(None)
+    model_config: Path | None = option(None)
+    gpu: str | None = option(None, completion="gpus")
+    tp: int | None = option(None, minimum=1)
+    settings: Mapping[str, object] | None = option(
+        None, flag="--set", metavar="KEY=VALUE", kind=list[str] | None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BuildLimits:
+    """How much of a run is in memory while its tables are built.
+
+    Attributes:
+        window_bytes: Bytes on disk of the staged parts that are read together; in memory they take several
+            times as much.
+        sorted_bytes: Bytes of rows that wait to be sorted; beyond it they are spilled to disk.
+        small_run_rows: Steps, journey events and snapshots of a run up to which its tables stay in memory
+            until they are written, and its timeline is built from them. The timeline of a larger run is left
+            to `train`, which has more memory: about 1 KiB for each step.
+    """
+
+    window_bytes: int = 8 << 20
+    sorted_bytes: int = 48 << 20
+    small_run_rows: int = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class IngestOptions:
+    """Bounds on reading, and the part of the traces that is kept: text of users, which is private, only on request.
+
+    Attributes:
+        all_spans: Keep spans of other services and scopes too, in the spans table only.
+        keep_attributes: Span attributes to keep in addition to ids, counts, routes, the model and sampling parameters;
+            repeatable.
+        show_values: Show the content of rejected records, not only their structure; it is private data.
+        max_document_mib: Longest JSON document, line or protobuf message that is read, in MiB; it is in memory as a whole.
+        max_rejects: Bad records after which the rest of a file is not read.
+        block_bytes: Bytes of a file that are decoded at once; with more, a worker takes more memory.
+        bytes_per_worker: Bytes that are worth another process: it takes about as long to start as to decode 64 MiB.
+        fetched_bytes: Most bytes of bucket files on disk at a time, unless one file is larger.
+        build: How much of a run is in memory while its tables are built.
+    """
+
+    all_spans: bool = option(default=False)
+    keep_attributes: tuple[str, ...] = option((), metavar="KEY,...", read=keys_of)
+    show_values: bool = option(default=False)
+    max_document_mib: int = option(256, flag="--max-document", minimum=1, metavar="MIB")
+    max_rejects: int = option(100_000, minimum=1)
+    block_bytes: int = BLOCK_BYTES
+    bytes_per_worker: int = 64 << 20
+    fetched_bytes: int = 1 << 30
+    build: BuildLimits = field(default_factory=BuildLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """Where traces are decoded and tables read.
+
+    Attributes:
+        name: Where they run: as processes of this machine, or on Ray (`pip install 'tracefit[ray]'`).
+        ray_address: The Ray cluster: auto for that of this machine, ray://HOST:PORT or HOST:PORT; started here if not given.
+    """
+
+    name: Literal["local", "ray"] = option("local", flag="--engine")
+    ray_address: str | None = option(None, metavar="ADDRESS")
+
+
+LOCAL = EngineChoice()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """How to train.
+
+    Attributes:
+        beta_target: Source of step times: the step clock, step.duration_us, or auto for durations where they cover the busy
+            time.
+        features: Feature set for step times: batch, roofline, roofline_max, work_max, line, line+sizes, a YAML or JSON
+            file, or auto to let validation inside and beyond the training load choose.
+        sample_csv: Also write the specification's two sample tables.
+        positive: Allow no negative coefficient and no negative intercept.
+        any_sign: Allow coefficients of any sign, even a negative time per token, request or byte.
+        fast: Skip the gradient-boosted references and the replays of other rates, which take most of the training time.
+        include_overloaded: Train on overloaded runs too, where their scope has others.
+        across: Also leave out every run, model and GPU, and every scope of several of a model on a GPU, in turn, and measure
+            models fitted on the others.
+        thresholds: A requirement of a use, such as simulation.step_mape_pct=12:30 (yes, with limits); repeatable.
+    """
+
+    beta_target: BetaTarget = option("auto")
+    features: str = option("auto")
+    sample_csv: bool = option(default=False)
+    positive: bool = option(default=False)
+    any_sign: bool = option(default=False)
+    fast: bool = option(default=False)
+    include_overloaded: bool = option(default=False)
+    across: bool = option(default=False)
+    thresholds: tuple[str, ...] = option((), flag="--threshold", metavar="USE.MEASURE=YES:WITH_LIMITS")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """The requests of a plan.
+
+    Attributes:
+        prompt: Prompt tokens of every request; as traced if not given.
+        output: Tokens each generates; as traced if not given.
+        burstiness: Shape of the gamma distribution of gaps between arrivals: 1 is Poisson, less comes in bursts; as traced if
+            not given.
+        router: Whether servers get requests at random or in turn.
+        file: A .csv, .parquet or .ndjson file of requests: prompt_tokens, output_tokens, and cached_tokens and arrival_s if
+            known.
+    """
+
+    prompt: int | None = option(None, minimum=1)
+    output: int | None = option(None, minimum=1)
+    burstiness: float | None = option(None, metavar="SHAPE")
+    router: Literal["random", "round_robin"] = option("random")
+    file: str | Path | None = option(None, flag="--load", kind=Path | None)
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How much worse an old file may be on new traces.
+
+    Attributes:
+        factor: Drift: factor on the published error that is still good.
+        slack_pct: Drift: percentage points above it that are still good.
+    """
+
+    factor: float = option(1.5, flag="--tolerance", minimum=1)
+    slack_pct: float = option(2.0, flag="--slack", minimum=0)
