@@ -17,6 +17,7 @@ from tracefit.errors import printable, spreadsheet_safe
 from tracefit.features import targets
 from tracefit.server.settings import without_attribute
 from tracefit.text import (
+    FIRST_DATE_NS,
     WIDTH,
     ScopeLabel,
     columns,
@@ -290,9 +291,8 @@ def _server(s: traces.ServerFacts) -> str:
     first, last = s.first_unix_ns, s.last_unix_ns
     time = "time not known"
     if first is not None and last is not None:
-        time = (
-            f"{datetime.fromtimestamp(first / 1e9, UTC):%Y-%m-%d %H:%M:%S} UTC, {(last - first) / 1e9:,.1f} s"
-        )
+        date = f"{datetime.fromtimestamp(first / 1e9, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        time = f"{date if first >= FIRST_DATE_NS else 'no date'}, {(last - first) / 1e9:,.1f} s"
     counts = f"{plural(s.epochs, 'epoch')}, {plural(s.requests, 'request')}, {plural(s.steps, 'step')}"
     rates = f"steps {share(s.step_sampling)}, journeys {share(s.journey_sampling)}, snapshots {share(s.snapshot_sampling)}"
     dropped = plural(s.dropped_events, "dropped event")
