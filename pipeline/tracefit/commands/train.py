@@ -239,6 +239,7 @@ def _result(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
             or evaluation.ingest.implausible
         ),
+        served=tuple(run for s in evaluation.scopes for run in s.served),
         replays=tuple(one for s in evaluation.scopes for one in s.replays),
         scopes=tuple(
             ScopeSummary(
