@@ -86,7 +86,7 @@ class TrainResult(Shown):
     fitted: tuple[ModelSummary, ...]
     not_fitted: tuple[str, ...] = ()
     served: tuple[RequestGroup, ...] = ()
-    """What the servers of each run did: its latencies, requests and tokens."""
+    """Latencies, requests and tokens of the servers in each run."""
     replays: tuple[RunReplay, ...] = ()
     """The held-out part of each run, replayed: latencies from arrivals and lengths alone, beside what was measured."""
     latencies: tuple[LatencySummary, ...] = ()
