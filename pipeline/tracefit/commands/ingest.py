@@ -6,7 +6,7 @@ Files that the tables folder knows are not decoded again. Each run is published 
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from tracefit.commands.scheduler import (
 from tracefit.commands.scopes import write_timelines
 from tracefit.engines.build import is_small
 from tracefit.engines.local import LOCAL, EngineChoice, open_engine
-from tracefit.errors import UsageError, did_you_mean
+from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.inputs.files import content_hash_of
@@ -34,7 +34,7 @@ from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, s
 from tracefit.tables.disk import disk_errors
 from tracefit.tables.options import IngestOptions
 from tracefit.tables.staging import staged_parts
-from tracefit.tables.store import TableStore
+from tracefit.tables.store import ReadFile, TableStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -138,7 +138,9 @@ def ingest(
 
 def _known_traces(store: TableStore) -> Callable[[TraceFile], bool]:
     """Return a function that says of a file, unopened, whether spans or steps of it were ingested before."""
-    files = {file.path: file for run in store.manifest().runs.values() for file in run.files}
+    files: dict[str, ReadFile] = {}
+    with suppress(DataError):  # raised where the tables are opened
+        files = {file.path: file for run in store.manifest().runs.values() for file in run.files}
 
     def is_known(file: TraceFile) -> bool:
         entry = files.get(file.name)

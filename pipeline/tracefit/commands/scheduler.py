@@ -283,10 +283,9 @@ class IngestScheduler:
             job.work(result)
             # Its blocks are in memory as long as it has a name, and the next ones are about to be read.
             del job, result
-            if self._built and time.monotonic() >= self._publish_from:
+            if time.monotonic() >= self._publish_from:
                 self._publish()
-        if self._built or self._restamped:
-            self._publish()
+        self._publish()
 
     def _take_decoded(self, pieces: Sequence[tuple[RunIngest, FilePiece]], result: Decoded) -> None:
         for (run, piece), parts in zip(pieces, result, strict=True):
@@ -472,7 +471,7 @@ class IngestScheduler:
             self._ready.append(run)
 
     def _stay(self, run: RunIngest) -> None:
-        """End a run that stays as it is; its entry gets the present times of its files, which need not be read next time."""
+        """End a run that stays as it is; with the present times of its files in its entry, they need not be read next time."""
         if run.known is not None and run.entry is not None:
             entry = replace(run.known, files=run.entry.files)
             if entry != self._manifest.runs[run.run_id]:
@@ -521,7 +520,9 @@ class IngestScheduler:
         )
 
     def _publish(self) -> None:
-        """Make the runs that are built valid, all with one new manifest."""
+        """Make the runs that are built valid, all with one new manifest, in which others get the present times of their files."""
+        if not self._built:
+            return
         began = time.monotonic()
         entries = dict(self._restamped)
         for run_id, (run, built) in self._built.items():

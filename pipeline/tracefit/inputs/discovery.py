@@ -156,11 +156,13 @@ class _FileFinder:
     def find(self, paths: Iterable[str | Path]) -> Inputs:
         runs: list[RunSource] = []
         named: list[TraceFile] = []
+        matched = 0
         for path in dict.fromkeys(map(str, paths)):
             if path == STDIN or _is_pipe(path):
                 runs.append(self._piped(path))
                 continue
             for match in _find(path, self._filesystem_of):
+                matched += 1
                 if isinstance(match, Folder):
                     runs += self._runs_in(match)
                     continue
@@ -171,9 +173,10 @@ class _FileFinder:
         runs += self._runs_of(named)  # together: several files of one folder are one run
         if not runs:
             raise UsageError("no trace files were named", hint="name a run folder, or trace files")
-        return Inputs(
-            tuple({tuple(map(_place, run.trace_files)): run for run in runs}.values()), tuple(self._left_out)
-        )
+        files = (file for run in runs for file in run.trace_files)
+        if matched > 1 or any(file.filesystem is None and os.path.islink(file.path) for file in files):  # noqa: PTH114
+            runs = list({tuple(map(_place, run.trace_files)): run for run in runs}.values())
+        return Inputs(tuple(runs), tuple(self._left_out))
 
     def _runs_of(self, files: list[TraceFile]) -> list[RunSource]:
         """Return the runs of files that were named one by one."""
@@ -379,8 +382,10 @@ def _is_beside(file: TraceFile) -> bool:
     return recording is not None and recording.decode is None
 
 
-def _without_repeats(files: Iterable[TraceFile]) -> list[TraceFile]:
+def _without_repeats(files: list[TraceFile]) -> list[TraceFile]:
     """Drop files that occur twice, such as under a link."""
+    if len(files) < 2:  # to follow the links of a path takes longer than anything else here
+        return files
     unique: dict[str, TraceFile] = {}
     for file in files:
         unique.setdefault(_place(file), file)

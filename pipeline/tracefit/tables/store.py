@@ -175,6 +175,7 @@ PIECE_ROWS = 16 * 1024
 
 _HASH_DIGITS = 16
 _AGAIN = "ingest the run again"
+_WRITTEN_TO = f"remove it and {_AGAIN}"
 
 _ATTEMPTS = 20
 _UNANSWERED = 5
@@ -266,6 +267,7 @@ class TableStore:
         # A change right after the files were written may have their time; the manifest was written after both.
         written = (self.place.signature(MANIFEST_NAME) or (0,))[-1]
         if stamp is not None and stamp == run.stamp and latest < written:
+            self._checked.update(names)
             return run
         try:
             for name in names:
@@ -280,7 +282,7 @@ class TableStore:
         if name in self._checked:
             return
         if path.name != _content_name(path):
-            raise DataError("is not what was written", where=str(self.root / name), hint=_AGAIN)
+            raise DataError("is not what was written", where=str(self.root / name), hint=_WRITTEN_TO)
         if self.place.has_lock:  # each copy of an object is checked
             self._checked.add(name)
 
@@ -452,7 +454,15 @@ class TableStore:
                 if path.stat().st_size > _SMALL_PART_BYTES:
                     return []
         try:
-            rows = pl.read_parquet(paths, columns=list(columns), hive_partitioning=False)
+            rows = pl.read_parquet(
+                paths,
+                columns=list(columns),
+                hive_partitioning=False,
+                # Each of these takes longer than a small file.
+                parallel="none",
+                glob=False,
+                use_statistics=False,
+            )
         except (pl.exceptions.PolarsError, OSError):
             return []  # one by one, the fault has a name
         return [rows.with_columns(pl.col(pl.Categorical).cast(pl.String))]
