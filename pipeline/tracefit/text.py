@@ -18,6 +18,8 @@ UNKNOWN = "-"
 WIDTH = 80
 """Columns of the terminal that every table of a command's result fits into, unless a name alone is longer."""
 
+FIRST_DATE_NS = 10**18
+"""Earlier times have no date: their clock began at 0, or with the machine. 10^18 ns after 1970 is September 2001."""
 
 _ZERO = 1e-12
 """Smaller absolute values are shown as 0; they are rounding noise."""

@@ -8,7 +8,8 @@ import random
 import pytest
 
 import clients
-from tracefit import run
+from tracefit import inspect, run
+from tracefit.reports.terminal_results import inspect_text
 
 
 def models_of(tmp_path, **logs):
@@ -51,3 +52,16 @@ def test_network_stands_apart_from_the_server(tmp_path):
     models = models_of(tmp_path, server=server, client=clients.guidellm(plan))
     # The log takes the soonest to be queued as it arrives: all of them are, a millisecond later.
     assert models["alpha.network"]["intercept"]["value"] == pytest.approx(1_700, rel=0.01)
+
+
+def test_times_without_a_date_give_none(tmp_path):
+    """An experiment of inference-sim counts from its beginning, and its latencies have no time at all."""
+    plan = clients.planned(400)
+    models_of(tmp_path, **{name: write(plan) for name, write in clients.EXPERIMENT.items()})
+    assert "Traced " not in (tmp_path / "out/report.md").read_text()
+    evaluation = json.loads((tmp_path / "out/evaluation.json").read_text())
+    (server,) = evaluation["ingest"]["servers"]
+    assert server["seconds"] == pytest.approx(
+        max(r.sent_s for r in plan) - min(r.sent_s for r in plan), abs=0.01
+    )
+    assert "no date, " in inspect_text(inspect([tmp_path / "run"]))

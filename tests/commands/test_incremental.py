@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 
 import pytest
 
 from containers import framed, to_protobuf, zstd
 from tracefit import ingest
+from tracefit.commands import scheduler
 from tracefit.commands.ingest import plan_ingest
 from tracefit.options import IngestOptions
+from tracefit.tables import store
 from tracefit.tables.store import TableStore
 
 
@@ -60,6 +63,61 @@ def test_only_a_new_file_is_read(tmp_path, lines, fresh, contents, decoded):
     assert decoded(tmp_path / "tables") == ["traces-2.json"]
     assert [(r.run_id, r.duplicate_spans) for r in result.runs] == [("run", 1)]
     assert contents(tmp_path / "tables") == fresh
+
+
+@pytest.fixture
+def fleet(tmp_path, lines, monkeypatch):
+    """Return the folder of two ingested runs, whose files count as old, and the runs that another ingest reads again."""
+    monkeypatch.setattr("tracefit.inputs.files._TICK_NS", -(10**18))
+    for name, some in (("a", lines[:40]), ("b", lines[40:80])):
+        _write(tmp_path / "runs" / name / "traces.json", some)
+    ingest([tmp_path / "runs"], tmp_path / "tables")
+    return tmp_path / "runs"
+
+
+def _altered(path):
+    """Change a byte of a file, and set its time back."""
+    before, content = path.stat(), bytearray(path.read_bytes())
+    at = content.index(b"1")
+    content[at : at + 1] = b"2"
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def test_a_file_of_the_same_size_and_date_is_read_again_if_it_was_written_to(fleet, tmp_path, decoded):
+    decoded(tmp_path / "tables")
+    _altered(fleet / "b" / "traces.json")
+    ingest([fleet], tmp_path / "tables")
+    assert decoded(tmp_path / "tables") == ["traces.json"]
+
+
+def test_a_table_that_was_written_to_is_made_again_from_the_traces(fleet, tmp_path, contents):
+    before = contents(tmp_path / "tables")
+    _altered(next((tmp_path / "tables" / "steps" / "run_id=b").glob("*.parquet")))
+    assert ingest([fleet], tmp_path / "tables").warnings == (
+        "b: its tables are damaged, or files of them missing; it is read again",
+    )
+    assert contents(tmp_path / "tables") == before
+
+
+def test_of_runs_that_stay_neither_traces_nor_tables_are_read(fleet, tmp_path, lines, monkeypatch):
+    _write(fleet / "b" / "traces-2.json", lines[80:])
+    looked_at, digest_of = [], store.digest_of
+    monkeypatch.setattr(store, "digest_of", lambda path: looked_at.append(str(path)) or digest_of(path))
+    monkeypatch.setattr(scheduler, "content_hash_of", lambda file: looked_at.append(file.name) or "")
+    ingest([fleet], tmp_path / "tables")
+    assert [path for path in looked_at if "run_id=a" in path or "/a/" in path] == []
+
+
+def test_copied_tables_are_compared_once_and_noted(fleet, tmp_path, lines):
+    shutil.copytree(tmp_path / "tables", tmp_path / "copied")
+    _write(fleet / "b" / "traces-2.json", lines[80:])
+    ingest([fleet], tmp_path / "copied")
+    place = TableStore(tmp_path / "copied")
+    run = place.manifest().runs["a"]
+    assert run.stamp == place.place.stamp(f"{t}/run_id=a/{p.name}" for t, p in run.tables.items())[0]
+    assert run.stamp != TableStore(tmp_path / "tables").manifest().runs["a"].stamp
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit import ingest, run, train
+from tracefit import DataError, ingest, run, train
 from tracefit.features.targets import TARGETS
 from tracefit.tables.schema import TABLES
 from tracefit.tables.store import TableStore
@@ -92,6 +92,33 @@ def test_runs_of_two_configurations_are_two_scopes(tmp_path, two_runs, quick):
     names = {s["scope_id"] for s in scopes}
     assert len(names) == 2
     assert all(name.startswith("llama-2-7b.no-gpu.tp1.") for name in names)
+
+
+def test_where_nothing_fits_the_report_says_what_the_server_did(tmp_path, new_traces, quick):
+    """Three requests in two seconds, each with its first token 11.2 ms after it came."""
+    few = new_traces()
+    for number in range(3):
+        few.request(number + 1, 1e6 * number, step=10 * number + 1)
+    folder = few.write(tmp_path / "few")
+    with pytest.raises(DataError, match=r"nothing can be fitted: .*report\.html says what the server did"):
+        run([folder], tmp_path / "out", options=quick)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"report.md", "report.html", "tables"}
+    text = (tmp_path / "out/report.md").read_text()
+    assert "There is no model of step times: " in text
+    assert "Run `few` is not replayed: no model was trained on run few." in text
+    (row,) = [line for line in text.splitlines() if line.startswith("| `few` | 3 |")][:1]
+    assert " 11.2 / 11.2 / 11.2 " in row
+    # A scope with nothing fitted stands beside others.
+    new_traces().load(steps=120, requests=60).write(tmp_path / "busy").joinpath("exp-config.yaml").write_text(
+        "model: other\n"
+    )
+    run([folder, tmp_path / "busy"], tmp_path / "both", options=quick)
+    before = (tmp_path / "both/report.md").read_bytes()
+    with pytest.raises(DataError, match="nothing can be fitted"):
+        run([folder], tmp_path / "both", options=quick)
+    assert (tmp_path / "both/report.md").read_bytes() == before, (
+        "models and report of a training stay together"
+    )
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from pathlib import Path
 from tracefit.features.targets import TARGETS
 from tracefit.reports.terminal_results import ingest_text, run_text, train_text
 from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
+from tracefit.results.requests import Quantiles, RequestGroup
 from tracefit.results.traces import IngestResult, RunSummary
 from tracefit.text import ScopeLabel, scope_labels
 
@@ -109,3 +110,21 @@ def test_scopes_that_differ_by_a_hash_alone_are_named_by_runs_and_settings():
         "m.gpu.tp1.00000002": ScopeLabel("m.gpu.tp1.00000002", "runs friday, sunday; max_num_seqs 128"),
         "other.gpu.tp1.00000003": ScopeLabel("other.gpu.tp1"),
     }
+
+
+def test_what_the_server_did_stands_above_the_errors():
+    """In milliseconds, of a run whose first token came in 12.5 ms at the median; of several runs the largest ones."""
+    ms = Quantiles(90, 0.02, 0.0125, 0.0391, 0.25)
+    none = Quantiles(0, None, None, None, None)
+    busy = RequestGroup("run", "busy", 100, 4, 0, 0, 0, 0, 20.0, 5.0, 512.4, ms, none, ms, none)
+    scopes = (ScopeSummary("scope", ("busy", "a", "b", "c"), {}),)
+    lines = train_text(_trained(MODEL, scopes=scopes, served=(busy,))).splitlines()
+    measured = lines.index("  measured  P50 ms  P90 ms  P99 ms  requests")
+    assert lines[measured + 1].split() == ["TTFT", "12.5", "39.1", "250", "90"]
+    assert lines[measured + 2].split() == ["E2E", "12.5", "39.1", "250", "90"]
+    assert lines[measured + 3] == "  the server: 5 requests/s, 512 output tokens/s, 4 of 100 requests failed"
+    assert measured < next(k for k, line in enumerate(lines) if "beta.cycle_time" in line)
+    fewer = [replace(busy, name=name, requests=n, failed=0) for n, name in enumerate("abc", 1)]
+    text = train_text(_trained(MODEL, scopes=scopes, served=(*fewer, busy)))
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("  TTFT ")] == ["busy", "c", "b"]
+    assert "  1 more run with requests: see the report" in text

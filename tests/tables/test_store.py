@@ -244,5 +244,7 @@ def test_a_damaged_part_is_one_line(tmp_path, traces):
     ingest([traces.request(1, 0, step=1).write(tmp_path / "run")], tmp_path / "tables")
     part = next((tmp_path / "tables" / "steps").rglob("*.parquet"))
     part.write_bytes(b"PAR1 and nothing else")
-    with pytest.raises(DataError, match=r"part-.*is not what was written; ingest the run again"):
+    with pytest.raises(
+        DataError, match=r"part-.*is not what was written; remove it and ingest the run again"
+    ):
         train(tmp_path / "tables", tmp_path / "models")

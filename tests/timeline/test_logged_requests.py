@@ -94,6 +94,20 @@ def test_whole_seconds_place_requests_whose_prompts_hit_the_prefix_cache():
     assert right_steps(placed, run) > 0.95
 
 
+def test_a_front_end_that_stalls_at_first_tokens():
+    # Every fifth request is alone in the server and its first token is stamped 0.2 s late; the engine's own times are right.
+    run = synth(SynthOptions(requests=100, rate_per_s=0.05, seed=7))
+    requests = in_unix(stock_requests(run)).with_row_index()
+    late_us = (
+        pl.when(pl.col("index") % 5 == 0).then(pl.min_horizontal(2e5, pl.col("decode_us") / 2)).otherwise(0.0)
+    )
+    late = requests.with_columns(pl.col("ttft_us") + late_us).drop("index")
+    placed = place_on_log(late, log_clock(logged(run)), LIMITS)
+    assert placed is not None
+    assert placed.requests["first_token_step"].count() >= 0.97 * requests.height
+    assert right_steps(placed, run) > 0.97
+
+
 def test_spans_of_another_server_are_not_placed():
     other = synth(SynthOptions(requests=300, rate_per_s=8.0, seed=6))
     assert place_on_log(in_unix(stock_requests(other)), log_clock(logged(RUN)), LIMITS) is None

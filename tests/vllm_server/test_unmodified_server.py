@@ -84,7 +84,7 @@ def test_every_request_of_the_client_is_a_row(recorded, tmp_path):
 
 def test_they_give_the_models_and_advice_that_its_user_can_follow(recorded, tracefit, tmp_path):
     code, out, err = tracefit("run", recorded.traces, "--run-config", recorded.log, "--out", tmp_path)
-    assert (code, "warning:" in err) == (0, False), err
+    assert (code, _warnings(err)) == (0, []), err
     # A machine that stalls, as a busy one does, has steps that no batch explains: then they are refused with the reason.
     fitted = _models(tmp_path)
     assert fitted[:2] == ["alpha.admission", "alpha.queue_wait"]
@@ -103,7 +103,7 @@ def test_with_its_log_they_give_every_step_and_its_contexts(recorded, tracefit, 
     content = getattr(recorded, log).read_bytes()
     (run / "any-name").write_bytes(content)
     code, _, err = tracefit("run", traces, "--run-config", recorded.log, "--out", tmp_path / "out")
-    assert (code, "warning:" in err) == (0, False), err
+    assert (code, _warnings(err)) == (0, []), err
     assert _models(tmp_path / "out") == ["alpha.admission", "alpha.queue_wait", "beta.cycle_time"]
 
     tables = TableStore(tmp_path / "out/tables")
@@ -122,6 +122,11 @@ def test_with_its_log_they_give_every_step_and_its_contexts(recorded, tracefit, 
     assert (decoded["context_tokens"] > 0).eq(decoded["num_decode_reqs"] > 0).mean() > 0.99
     if log == "fine_log":
         assert timeline["interval_steps"].drop_nulls().value_counts(sort=True)["interval_steps"][0] == 1
+
+
+def _warnings(err):
+    """Return the warnings, without that of a queue: more requests than slots come, and a slow machine takes long for them."""
+    return [line for line in err.splitlines() if "warning:" in line and " was overloaded, " not in line]
 
 
 def _models(out):

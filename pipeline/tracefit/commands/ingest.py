@@ -6,8 +6,8 @@ Files that the tables folder knows are not decoded again. Each run is published 
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -21,7 +21,7 @@ from tracefit.commands.scheduler import (
 from tracefit.commands.scopes import write_timelines
 from tracefit.engines.build import is_small
 from tracefit.engines.local import open_engine
-from tracefit.errors import UsageError, did_you_mean
+from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.inputs.files import content_hash_of
@@ -34,14 +34,15 @@ from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, s
 from tracefit.tables.disk import disk_errors
 from tracefit.tables.rows import hash_of_kept
 from tracefit.tables.staging import staged_parts
-from tracefit.tables.store import TableStore
+from tracefit.tables.store import ReadFile, TableStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     from tracefit.engines.jobs import TaskEngine
+    from tracefit.inputs.files import TraceFile
 
 _MOST_REASONS = 6
 _SET = named(ServerOptions, "settings")
@@ -95,7 +96,7 @@ def ingest(
         >>> [(run.run_id, run.requests) for run in result.runs]
         [('busy', 100)]
     """
-    with open_inputs(paths) as inputs:
+    with open_inputs(paths, is_known=_known_traces(TableStore(out))) as inputs:
         return ingest_inputs(
             inputs,
             out,
@@ -104,6 +105,24 @@ def ingest(
             options=options,
             engine=open_engine(engine, workers),
         )
+
+
+def _known_traces(store: TableStore) -> Callable[[TraceFile], bool]:
+    """Return a function that says of a file, unopened, whether spans or steps of it were ingested before."""
+    files: dict[str, ReadFile] = {}
+    with suppress(DataError):  # raised where the tables are opened
+        files = {file.path: file for run in store.manifest().runs.values() for file in run.files}
+
+    def is_known(file: TraceFile) -> bool:
+        entry = files.get(file.name)
+        return (
+            entry is not None
+            and (entry.size_bytes, entry.modified_ns) == (file.size, file.modified_ns)
+            and file.modified_ns is not None
+            and any(part.spans or part.steps for part in entry.parts)
+        )
+
+    return is_known
 
 
 def ingest_inputs(
@@ -142,10 +161,14 @@ def ingest_inputs(
     done = [run for run in runs if run.failed is None]
     unchanged = [run.run_id for run in done if run.rows is None]
     columns = ("run_id", "server", "events", "implausible", *_CLOCK, *_OF_RUN, *_OF_SERVER)
-    known = store.read("runs", unchanged, columns).partition_by("run_id", as_dict=True) if unchanged else {}
-    rows = {run.run_id: known[run.run_id,] if run.rows is None else run.rows for run in done}
-    write_timelines(store, [run_id for run_id, own in rows.items() if is_small(own, options.build)])
-    summaries = {run.run_id: _summary(run.run_id, run.context, rows[run.run_id]) for run in done}
+    known = store.read("runs", unchanged, columns)
+    built = [run.rows.select(columns) for run in done if run.rows is not None]
+    rows = pl.concat([known.select(columns), *built])
+    facts = {one["run_id"]: one for one in _by_run(rows).iter_rows(named=True)}
+    write_timelines(
+        store, [run_id for run_id, own in facts.items() if is_small(own["events"], options.build)]
+    )
+    summaries = {run.run_id: _summary(run.context, facts[run.run_id]) for run in done}
     for text in left_out:
         progress.warn(text)
     for text in dict.fromkeys(f"{run.run_id}: {text}" for run in done for text in run.context.left_out):
@@ -155,7 +178,7 @@ def ingest_inputs(
         of_run = (
             [f"left out: {run.failed.line()}"]
             if run.failed
-            else _warnings_of(store, summaries[run.run_id], rows[run.run_id], ahead.get(run.run_id, ()))
+            else _warnings_of(store, summaries[run.run_id], ahead.get(run.run_id, ()))
         )
         for text in (*run.warnings, *of_run):
             progress.warn(text)
@@ -186,37 +209,35 @@ def _contexts(sources: Sequence[RunSource], server: ServerOptions) -> list[RunCo
     return contexts
 
 
-def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary:
-    first = runs.row(0, named=True)
-    return RunSummary(
-        run_id=run_id,
-        scope_id=scope_of(context).scope_id,
-        implausible=sum(json.loads(first["implausible"] or "{}").values()),
-        servers=runs.height,
-        **{name: first[name] for name in _OF_RUN},
-        **{name: int(runs[name].sum()) for name in _OF_SERVER},
+def _by_run(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the facts of each run from its rows of the `runs` table, a row per server."""
+    return rows.group_by("run_id").agg(
+        pl.first("events", "implausible", *_OF_RUN), pl.sum(*_OF_SERVER), servers=pl.len()
     )
 
 
-def _clocks_ahead(rows: Mapping[str, pl.DataFrame]) -> dict[str, list[tuple[str, float, float]]]:
+def _summary(context: RunContext, facts: Mapping[str, Any]) -> RunSummary:
+    counts = {name: int(facts[name]) for name in ("servers", *_OF_RUN, *_OF_SERVER)}
+    implausible = sum(json.loads(facts["implausible"] or "{}").values())
+    return RunSummary(
+        run_id=facts["run_id"], scope_id=scope_of(context).scope_id, implausible=implausible, **counts
+    )
+
+
+def _clocks_ahead(rows: pl.DataFrame) -> dict[str, list[tuple[str, float, float]]]:
     """Return the servers of each run whose API has another clock than the core, how far it is ahead and to what error (us)."""
-    names = ("run_id", "server", *_CLOCK)
-    # Tables of an earlier version lack the columns.
-    clocks = [own.select(names) for own in rows.values() if names[-1] in own.columns]
     found: dict[str, list[tuple[str, float, float]]] = {}
-    for run_id, *clock in pl.concat(clocks).drop_nulls().iter_rows() if clocks else ():
+    for run_id, *clock in rows.select("run_id", "server", *_CLOCK).drop_nulls().iter_rows():
         found.setdefault(run_id, []).append(tuple(clock))
     return found
 
 
-def _warnings_of(
-    store: TableStore, run: RunSummary, rows: pl.DataFrame, ahead: Iterable[tuple[str, float, float]]
-) -> list[str]:
+def _warnings_of(store: TableStore, run: RunSummary, ahead: Iterable[tuple[str, float, float]]) -> list[str]:
     run_id, texts = run.run_id, []
     if run.rejects:
         records = "1 record" if run.rejects == 1 else f"{run.rejects:,} records"
         texts.append(
-            f"{run_id}: {records} could not be read ({_reasons(store, run_id, rows)}); see the rejects table"
+            f"{run_id}: {records} could not be read ({_reasons(store, run_id)}); see the rejects table"
         )
     for server, ahead_us, error_us in ahead:
         side = "ahead of" if ahead_us > 0 else "behind"
@@ -244,9 +265,10 @@ def _warnings_of(
     return texts
 
 
-def _reasons(store: TableStore, run_id: str, rows: pl.DataFrame) -> str:
+def _reasons(store: TableStore, run_id: str) -> str:
     """Sum up why records were rejected: "gzip data is cut" says that the rest of a file is not there, its one record does not."""
-    rules = json.loads(rows["implausible"][0] or "{}")
+    implausible = store.read("runs", [run_id], ["implausible"])["implausible"][0]
+    rules = json.loads(implausible or "{}")
     rejects = store.read("rejects", [run_id], ["reason", "count"]).filter(
         ~pl.col("reason").is_in(list(rules))
     )
@@ -304,7 +326,7 @@ def plan_ingest(
         DataError: The folder's manifest is damaged, or a file that was named holds OTLP logs or metrics.
     """
     store = TableStore(out)
-    with open_inputs(paths) as inputs:
+    with open_inputs(paths, is_known=_known_traces(store)) as inputs:
         files = [f for source in inputs.runs for f in _planned(source, store, options or IngestOptions())]
         return IngestPlan(tuple(files), tuple(f"{left.name}: {left.reason}" for left in inputs.left_out))
 

@@ -266,7 +266,7 @@ def _planned(place: str | Path, scope: ScopeModels, asked: _Asked) -> ServerPlan
     except UsageError:
         raise
     except TracefitError as error:
-        return replace(plan_, reason=str(error))
+        return replace(plan_, reason=error.line())
 
 
 def _store(place: str | Path) -> TableStore | None:

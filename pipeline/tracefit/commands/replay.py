@@ -78,7 +78,7 @@ def _run(store: TableStore, models: Models, run_id: str) -> RunReplay:
     try:
         scope = models.scope(choose_scope(models, None, run_id))
     except TracefitError as error:
-        return RunReplay(run_id, None, reason=str(error))
+        return RunReplay(run_id, None, reason=error.what)
     try:
         cuts = held_out_from(scope, run_id)
     except TracefitError as error:

@@ -25,6 +25,7 @@ from tracefit.results.notebook import draw_with
 from tracefit.tables.disk import write_files
 from tracefit.tables.requests import is_cut_off
 from tracefit.tables.store import TableStore
+from tracefit.text import FIRST_DATE_NS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -240,10 +241,10 @@ def _models_of(scope: ScopeEvaluation, models: Sequence[Model]) -> list[Model]:
 
 
 def _traced(evaluation: Evaluation, store: TableStore) -> tuple[int, int] | None:
-    """Return when the traces were recorded; null where their tables are elsewhere."""
+    """Return when the traces were recorded; null where their tables are elsewhere, or no time in them has a date."""
     run_ids = sorted({r for s in evaluation.scopes for r in s.runs} & set(store.runs()))
-    runs = store.read("runs", run_ids) if run_ids else None
-    if runs is None or not runs["first_unix_ns"].is_not_null().any():
+    dated = store.read("runs", run_ids).filter(pl.col("first_unix_ns") >= FIRST_DATE_NS) if run_ids else None
+    if dated is None or not dated.height:
         return None
-    first, last = runs.select(pl.col("first_unix_ns").min(), pl.col("last_unix_ns").max()).row(0)
+    first, last = dated.select(pl.col("first_unix_ns").min(), pl.col("last_unix_ns").max()).row(0)
     return first, last

@@ -12,7 +12,7 @@ import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -83,18 +83,22 @@ def known_files(run: IngestedRun | None, options: str, there: Callable[[], set[s
 
 
 def unchanged(file: TraceFile, known: ReadFile | None, sha256: str | None = None) -> ReadFile | None:
-    """Return what is known of a file if its size and hash are the same; it is hashed only if the sizes are.
+    """Return what is known of a file, with its present time of change, if its content is the same.
 
-    A file in a bucket whose hash is not known goes by its size and modification time.
+    It is the same with an equal size and time; with another time, a file on disk is hashed, one in a bucket only if its hash is given.
 
     Raises:
         UsageError: It cannot be read.
     """
     if known is None or known.size_bytes != file.size:
         return None
-    if sha256 is None and file.filesystem is not None:
-        return known if file.modified_ns is not None and known.modified_ns == file.modified_ns else None
-    return known if known.sha256 == (sha256 or content_hash_of(file)) else None
+    if sha256 is None:
+        if file.modified_ns is not None and known.modified_ns == file.modified_ns:
+            return known
+        if file.filesystem is not None:
+            return None
+    is_same = known.sha256 == (sha256 or content_hash_of(file))
+    return replace(known, modified_ns=file.modified_ns) if is_same else None
 
 
 def work_bytes(file: TraceFile) -> int:
@@ -248,6 +252,7 @@ class IngestScheduler:
         self._unread = deque(sorted(runs, key=lambda run: -run.size_bytes))
         self._ready: deque[RunIngest] = deque()
         self._built: dict[str, tuple[RunIngest, BuiltRun]] = {}
+        self._restamped: dict[str, IngestedRun] = {}
         self._ended = 0
         self._publish_from = 0.0
         progress.stage(f"reading {runs[0].source.run_id if len(runs) == 1 else f'{len(runs):,} runs'}")
@@ -370,11 +375,12 @@ class IngestScheduler:
         source = run.source
         run.run_id = run_id = resolve_run_id(self._manifest, source)
         run.known = self._manifest.runs.get(run_id)
-        if run.known is not None and run.known.tables and not self._store.is_intact(run_id, run.known):
-            run.warnings.append(
-                f"{run_id}: its tables are damaged, or files of them missing; it is read again"
-            )
-            run.known = None
+        if run.known is not None and run.known.tables:
+            run.known = self._store.whole(run_id, run.known)
+            if run.known is None:
+                run.warnings.append(
+                    f"{run_id}: its tables are damaged, or files of them missing; it is read again"
+                )
         if run_id != source.run_id:
             run.warnings.append(
                 f"{source.run_id}: another run of that name is in the tables already; this one is {run_id}"
@@ -404,7 +410,7 @@ class IngestScheduler:
                     # The time of a file in a bucket changes with every upload, its content need not.
                     entry = unchanged(file, known.get(file.name), copy.content_hash)
                     if entry and self._is_whole(entry):
-                        run.unchanged.append(replace(entry, modified_ns=file.modified_ns))
+                        run.unchanged.append(entry)
                     else:
                         yield from self._pieces_in(run, _FileIngest(file, copy.content_hash), copy.file)
 
@@ -452,7 +458,7 @@ class IngestScheduler:
             sha256=work.content if isinstance(work.content, str) else work.content.of(file),
             tool_version=__version__,
             parts=tuple(parts),
-            modified_ns=None if file.filesystem is None else file.modified_ns,
+            modified_ns=file.modified_ns,
         )
 
     def _build_when_read(self, run: RunIngest) -> None:
@@ -462,9 +468,17 @@ class IngestScheduler:
         stays = self._stays(run, [*run.unchanged, *map(self._entry_of, run.files)])
         run.files.clear()
         if stays:
-            self._end(run)
+            self._stay(run)
         else:
             self._ready.append(run)
+
+    def _stay(self, run: RunIngest) -> None:
+        """End a run that stays as it is; with the present times of its files in its entry, they need not be read next time."""
+        if run.known is not None and run.entry is not None:
+            entry = replace(run.known, files=run.entry.files)
+            if entry != self._manifest.runs[run.run_id]:
+                self._restamped[run.run_id] = entry
+        self._end(run)
 
     def _stays(self, run: RunIngest, read: Sequence[ReadFile]) -> bool:
         """Return whether the tables of a run are those of its files and its configuration; its new entry says what those are."""
@@ -481,7 +495,8 @@ class IngestScheduler:
         known = run.known
         return (
             known is not None
-            and (known.built_from, known.files) == (built_from, files)
+            and known.built_from == built_from
+            and _undated(known.files) == _undated(files)
             and "kv_events" in known.tables
         )
 
@@ -507,21 +522,21 @@ class IngestScheduler:
         )
 
     def _publish(self) -> None:
-        """Make the runs that are built valid, all with one new manifest."""
+        """Make the runs that are built valid, all with one new manifest, in which others get the present times of their files."""
         if not self._built:
             return
         began = time.monotonic()
-        entries = {}
+        entries = dict(self._restamped)
         for run_id, (run, built) in self._built.items():
             tables = built.tables or put_parts(self._place, run_id, built.parts)
             entries[run_id] = replace(run.entry or IngestedRun(), tables=tables)
-        before = {run_id: self._manifest.runs.get(run_id) for run_id in entries}
-        self._store.commit({run_id: (before[run_id], entry) for run_id, entry in entries.items()})
-        self._manifest = self._manifest.with_runs(entries)
-        for run, built in self._built.values():
-            run.rows = built.runs
+        before = self._manifest.runs
+        after = self._store.commit({i: (before.get(i), entry) for i, entry in entries.items()})
+        self._manifest = self._manifest.with_runs(after)
+        for run, _ in self._built.values():
             self._end(run)
         self._built.clear()
+        self._restamped.clear()
         now = time.monotonic()
         self._publish_from = now + (now - began) / _PUBLISHING_SHARE
 
@@ -543,12 +558,13 @@ def _build_bytes(run: RunIngest) -> int:
     return max(run.size_bytes, _SPAN_BYTES * spans)
 
 
+def _undated(files: Sequence[ReadFile]) -> list[ReadFile]:
+    return [replace(file, modified_ns=None) for file in files]
+
+
 def _run_columns(files: Sequence[ReadFile], context: RunContext) -> dict[str, str | int | None]:
     return {
-        "model": context.settings.model,
-        "model_config": context.model_config,
-        "settings": settings_to_json(context.settings),
-        "gpu": gpu_to_json(context.gpu),
+        **_server_columns(context),
         "files": len(files),
         "bytes": sum(file.size_bytes for file in files),
         # Of hashes, so that the names of files and their order do not matter.
@@ -556,6 +572,17 @@ def _run_columns(files: Sequence[ReadFile], context: RunContext) -> dict[str, st
     }
 
 
+@lru_cache(maxsize=64)  # the runs of a fleet share a context
+def _server_columns(context: RunContext) -> dict[str, str | None]:
+    return {
+        "model": context.settings.model,
+        "model_config": context.model_config,
+        "settings": settings_to_json(context.settings),
+        "gpu": gpu_to_json(context.gpu),
+    }
+
+
+@lru_cache(maxsize=64)
 def _limits(context: RunContext) -> dict[str, float]:
     """Return the settings that bound values of the tables; vLLM's defaults, which are assumed, bound nothing."""
     settings = context.settings

@@ -86,7 +86,7 @@ def train(
 
     Raises:
         UsageError: A folder is not valid.
-        DataError: Not a single model can be fitted; nothing is written.
+        DataError: Not a single model can be fitted; the report alone is written, where no models of an earlier training are.
 
     Examples:
         >>> import tracefit
@@ -124,8 +124,11 @@ def train(
             replace(fitted, notes=(*fitted.notes, *notes.get(fitted.scope.scope_id, ())))
             for fitted in fit_runs(store, runs, options, progress, workplace)
         ]
-    # Before anything is written: a failed training leaves the models of the one before as they were.
-    _require_models(scopes, str(tables))
+    models, report = place_of(out), place_of(report_folder or out)
+    nothing = _nothing_fitted(scopes, str(tables))
+    # A failed training leaves the models and the report of the one before as they were.
+    if nothing and (models / "alpha.json").exists():
+        raise nothing
     made_by = publish.provenance(
         # Sample tables and verdicts are no part of the fit: a refit needs neither.
         {name: getattr(options, name) for name in TrainOptions.__slots__ if name not in _NOT_FITTED},
@@ -152,7 +155,6 @@ def train(
         rates=rates,
         thresholds=thresholds,
     )
-    models, report = place_of(out), place_of(report_folder or out)
     texts = {
         models / "alpha.json": to_json(alpha),
         models / "beta.json": to_json(beta),
@@ -168,7 +170,12 @@ def train(
     progress.stage("drawing the report")
     # From the files' own numbers, so that `report` makes the same one later.
     made = report_of(as_published(evaluation), *published, store)
-    texts |= report_texts(made, report, progress)
+    drawn = report_texts(made, report, progress)
+    if nothing:
+        write_files(drawn)
+        hint = "; ".join(filter(None, (nothing.hint, f"{[*drawn][-1]} says what the server did")))
+        raise DataError(nothing.what, where=nothing.where, hint=hint)
+    texts |= drawn
     write_files(texts)
     return replace(result, files=tuple(texts), warnings=tuple(progress.warnings))
 
@@ -206,6 +213,7 @@ def _result(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
             or evaluation.ingest.implausible
         ),
+        served=tuple(run for s in evaluation.scopes for run in s.served),
         replays=tuple(one for s in evaluation.scopes for one in s.replays),
         scopes=tuple(
             ScopeSummary(
@@ -301,14 +309,14 @@ def _some(run_ids: list[str]) -> str:
     return ", ".join(run_ids[:_NAMED_RUNS]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _require_models(scopes: list[FittedScope], where: str) -> None:
+def _nothing_fitted(scopes: list[FittedScope], where: str) -> DataError | None:
+    """Return why there is not a single model; null where there is one."""
     if any(s.models for s in scopes):
-        return
+        return None
     reasons = dict.fromkeys(f"{m.name}: {m.reason}" for s in scopes for m in s.missing)
     remedies = dict.fromkeys(m.remedy for s in scopes for m in s.missing if m.remedy)
-    raise DataError(
-        f"nothing can be fitted: {'; '.join(reasons)}", where=where, hint="; ".join(remedies) or None
-    )
+    what = f"nothing can be fitted: {'; '.join(reasons)}"
+    return DataError(what, where=where, hint="; ".join(remedies) or None)
 
 
 def _summary(scope: FittedScope, model: FittedModel) -> ModelSummary:
@@ -369,7 +377,7 @@ def run(
 
     Raises:
         UsageError: A path, a file or an option is wrong.
-        DataError: The traces cannot support a single model.
+        DataError: The traces cannot support a single model; see `train`.
 
     Examples:
         >>> import tracefit

@@ -168,7 +168,7 @@ def _build(tasks: Sequence[RunTask], folder: Path) -> dict[str, BuiltRun]:
         for task in with_kv:
             writer.replace([task.run_id], _kv_tables(task, writer.of([task.run_id]).read))
         runs = tables.read("runs").partition_by("run_id", as_dict=True)
-        small = [t for t in tasks if is_small(runs[t.run_id,], t.options.build)]
+        small = [t for t in tasks if is_small(runs[t.run_id,]["events"][0], t.options.build)]
         for some, built in timelines_of({t.run_id: t.context for t in small}, writer.of):
             writer.replace(some, built)
         runs = tables.read("runs").partition_by("run_id", as_dict=True)
@@ -199,11 +199,10 @@ def _kv_tables(task: RunTask, read: Callable[[str], pl.DataFrame]) -> dict[str, 
     )
 
 
-def is_small(runs: pl.DataFrame, limits: BuildLimits) -> bool:
-    """Return whether the timeline of a run is built with its other tables; `runs` has its rows."""
-    # The counts are those of the run, repeated in the row of every server.
-    events = sum(sum(json.loads(text).values()) for text in runs["events"].head(1))
-    return events <= limits.small_run_rows
+def is_small(events: str, limits: BuildLimits) -> bool:
+    """Return whether the timeline of a run is built with its other tables; `events` are its counts in the `runs` table."""
+    counts: dict[str, int] = json.loads(events)
+    return sum(counts.values()) <= limits.small_run_rows
 
 
 def timelines_of(

@@ -210,8 +210,9 @@ def split_requests(requests: pl.DataFrame, models: Sequence[FittedModel]) -> pl.
         event = begins.get(model.name, targets.STEP_BEGINS)
         sides.append(pl.col(event) >= pl.col(f"{model.name}_from_ns"))
     # A missing event decides nothing, the others do. A server without rows in any model has no hold-out.
-    held_out = pl.all_horizontal(side.fill_null(value=True) for side in sides) & pl.any_horizontal(sides)
-    trained = pl.all_horizontal(~side.fill_null(value=False) for side in sides)
+    in_any = pl.any_horizontal(pl.lit(value=False), *sides)
+    held_out = pl.all_horizontal(in_any, *(side.fill_null(value=True) for side in sides))
+    trained = pl.all_horizontal(pl.lit(value=True), *(~side.fill_null(value=False) for side in sides))
     split = pl.when(held_out).then(pl.lit("holdout")).when(trained).then(pl.lit("train"))
     return rows.select(*requests.columns, "at_ns", split=split.otherwise(pl.lit("partly")))
 

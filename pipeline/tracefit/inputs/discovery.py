@@ -41,7 +41,7 @@ from tracefit.inputs.folders import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 STDIN = "-"
 
@@ -100,6 +100,7 @@ def open_inputs(
     *,
     stdin: BinaryIO | None = None,
     filesystem_of: FileSystemOf = open_filesystem,
+    is_known: Callable[[TraceFile], bool] = lambda _: False,
 ) -> Iterator[Inputs]:
     """Find the runs under the given paths.
 
@@ -112,6 +113,7 @@ def open_inputs(
         paths: Files, folders, patterns, URLs, pipes, and `-` for standard input.
         stdin: The stream that `-` stands for, in place of the process's own.
         filesystem_of: Opens object stores.
+        is_known: Says of a file below a folder whether it is known to hold traces: it is not opened then.
 
     Yields:
         The runs. Copies of piped input and of configuration files in buckets stay on disk until the block ends, because
@@ -124,7 +126,7 @@ def open_inputs(
     with ExitStack() as copies:
         if isinstance(paths, str | Path):  # a string is one path, not its letters
             paths = [paths]
-        yield _FileFinder(copies, stdin, filesystem_of).find(paths)
+        yield _FileFinder(copies, stdin, filesystem_of, is_known).find(paths)
 
 
 def refuse_other_signal(file: TraceFile) -> None:
@@ -138,20 +140,29 @@ def refuse_other_signal(file: TraceFile) -> None:
 
 
 class _FileFinder:
-    def __init__(self, copies: ExitStack, stdin: BinaryIO | None, filesystem_of: FileSystemOf) -> None:
+    def __init__(
+        self,
+        copies: ExitStack,
+        stdin: BinaryIO | None,
+        filesystem_of: FileSystemOf,
+        is_known: Callable[[TraceFile], bool],
+    ) -> None:
         self._copies = copies
         self._stdin = stdin
         self._filesystem_of = filesystem_of
+        self._is_known = is_known
         self._left_out: dict[LeftOut, None] = {}
 
     def find(self, paths: Iterable[str | Path]) -> Inputs:
         runs: list[RunSource] = []
         named: list[TraceFile] = []
+        matched = 0
         for path in dict.fromkeys(map(str, paths)):
             if path == STDIN or _is_pipe(path):
                 runs.append(self._piped(path))
                 continue
             for match in _find(path, self._filesystem_of):
+                matched += 1
                 if isinstance(match, Folder):
                     runs += self._runs_in(match)
                     continue
@@ -162,9 +173,10 @@ class _FileFinder:
         runs += self._runs_of(named)  # together: several files of one folder are one run
         if not runs:
             raise UsageError("no trace files were named", hint="name a run folder, or trace files")
-        return Inputs(
-            tuple({tuple(map(_place, run.trace_files)): run for run in runs}.values()), tuple(self._left_out)
-        )
+        files = (file for run in runs for file in run.trace_files)
+        if matched > 1 or any(file.filesystem is None and os.path.islink(file.path) for file in files):  # noqa: PTH114
+            runs = list({tuple(map(_place, run.trace_files)): run for run in runs}.values())
+        return Inputs(tuple(runs), tuple(self._left_out))
 
     def _runs_of(self, files: list[TraceFile]) -> list[RunSource]:
         """Return the runs of files that were named one by one."""
@@ -269,7 +281,7 @@ class _FileFinder:
         """Return by name or content whether a file is decoded or read beside decoded ones; null if neither."""
         # Files in a bucket are not opened to decide: that costs a round trip for each.
         is_named = _matches(_TRACE_NAME, file)
-        if is_named and file.filesystem is not None:
+        if (is_named and file.filesystem is not None) or self._is_known(file):
             return "decoded"
         contents = inspect_file(file)
         if contents.recording is not None:
@@ -370,8 +382,10 @@ def _is_beside(file: TraceFile) -> bool:
     return recording is not None and recording.decode is None
 
 
-def _without_repeats(files: Iterable[TraceFile]) -> list[TraceFile]:
+def _without_repeats(files: list[TraceFile]) -> list[TraceFile]:
     """Drop files that occur twice, such as under a link."""
+    if len(files) < 2:  # to follow the links of a path takes longer than anything else here
+        return files
     unique: dict[str, TraceFile] = {}
     for file in files:
         unique.setdefault(_place(file), file)

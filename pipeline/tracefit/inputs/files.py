@@ -13,10 +13,10 @@ import re
 import shutil
 import stat
 import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 from urllib.parse import unquote
 
@@ -24,6 +24,7 @@ from tracefit.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     from pyarrow.fs import FileSystem
 
@@ -32,6 +33,9 @@ _REMOTE_BUFFER_BYTES = 8 << 20
 
 _AT_ONCE = 8
 """Files fetched at a time: a small one takes little more than a round trip."""
+
+_TICK_NS = 2 * 10**9
+"""Two changes of a file may have the same time if less than this is between them: clocks of file systems are coarse."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # one slash is enough: `pathlib` drops the second
 
@@ -44,7 +48,8 @@ class TraceFile:
         name: The name shown to the user: a path, a URL without credentials, or `-`. Always valid UTF-8.
         path: Its path in its file system; for a pipe, the path of the copy on disk.
         size: Bytes as stored.
-        modified_ns: Unix time of its last change, if known.
+        modified_ns: Unix time of its last change, if known and long enough ago that a later change has another: in a
+            bucket of its contents, on disk of its contents, name or rights, which nobody can set back.
         filesystem: Its file system; None is the local disk.
     """
 
@@ -64,12 +69,13 @@ class TraceFile:
         text = str(path)
         name = name or display_name(text)
         try:
-            status = Path(text).stat()
+            status = os.stat(text)  # noqa: PTH116 - a fleet has thousands of files, and a path takes longer than the look
         except OSError as error:
             raise cannot_open(name, error) from error
         if not stat.S_ISREG(status.st_mode):  # a pipe would block, a device never end
             raise UsageError("cannot be opened (not a regular file)", where=name)
-        return cls(name, text, status.st_size, status.st_mtime_ns)
+        is_settled = status.st_ctime_ns < time.time_ns() - _TICK_NS
+        return cls(name, text, status.st_size, status.st_ctime_ns if is_settled else None)
 
     def open(
         self, *, on_read: Callable[[int], object] | None = None, content_hash: ContentHash | None = None

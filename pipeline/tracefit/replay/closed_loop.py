@@ -184,7 +184,7 @@ def _compared(
     if unserved := here.height - counted.height:
         return replace(nothing, reason=f"the replay never serves {unserved} of {here.height} requests")
     if here.height < LEAST_REQUESTS:
-        few = f"{here.height} requests end in the held-out part: fewer than {LEAST_REQUESTS}"
+        few = f"fewer than {LEAST_REQUESTS} requests end in the held-out part: {here.height}"
         return replace(nothing, reason=few)
     return replace(
         nothing,

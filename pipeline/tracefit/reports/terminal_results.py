@@ -17,6 +17,7 @@ from tracefit.errors import printable, spreadsheet_safe
 from tracefit.features import targets
 from tracefit.server.settings import without_attribute
 from tracefit.text import (
+    FIRST_DATE_NS,
     WIDTH,
     ScopeLabel,
     columns,
@@ -115,11 +116,13 @@ def run_text(result: models.RunResult) -> str:
 
 def _scopes(result: models.TrainResult) -> list[str]:
     labels = scope_labels({s.scope_id: (s.runs, s.settings) for s in result.scopes})
+    runs = {s.scope_id: s.runs for s in result.scopes}
     head = ("model", "median error", "P90", "MAE us", "baseline us", "held out")
     lines: list[str] = []
     for scope_id in dict.fromkeys([*labels, *(m.scope_id for m in result.fitted)]):
         label = labels.get(scope_id, ScopeLabel(scope_id))
         lines += [f"scope {label.name}", *([f"  {_wrapped(label.detail, '  ')}"] if label.detail else [])]
+        lines += _served([r for r in result.served if r.name in runs.get(scope_id, ())])
         lines += _closed_loop([r for r in result.replays if r.scope_id == scope_id])
         fitted = [m for m in result.fitted if m.scope_id == scope_id]
         lines.append(indented(columns(head, [_model_row(m) for m in fitted])))
@@ -154,7 +157,28 @@ def _scopes(result: models.TrainResult) -> list[str]:
     return lines
 
 
-_MOST_REPLAYS = 3
+_MOST_RUNS = 3
+
+
+def _served(runs: Sequence[RequestGroup]) -> list[str]:
+    """Return what the server did in each run, those with the most requests first."""
+    shown = sorted(runs, key=lambda run: -run.requests)[:_MOST_RUNS]
+    rows, lines = [], []
+    for run in shown:
+        name = f" {run.name}" if len(runs) > 1 else ""
+        for latency, label in targets.LATENCIES.items():
+            q: Quantiles = getattr(run, latency)
+            if q.n:
+                rows.append((f"{label}{name}", *map(_milliseconds, (q.p50, q.p90, q.p99)), count(q.n)))
+        rates = f"{number(run.requests_per_s)} requests/s, {number(run.output_tokens_per_s)} output tokens/s"
+        lines.append(
+            _noted(
+                f"{name[1:] or 'the server'}: {rates}, {count(run.failed)} of {plural(run.requests, 'request')} failed"
+            )
+        )
+    if len(runs) > len(shown):
+        lines.append(_noted(f"{plural(len(runs) - len(shown), 'more run')} with requests: see the report"))
+    return [*([indented(columns(_SERVED_HEAD, rows))] if rows else []), *lines]
 
 
 def _closed_loop(replays: Sequence[RunReplay]) -> list[str]:
@@ -162,7 +186,7 @@ def _closed_loop(replays: Sequence[RunReplay]) -> list[str]:
     worst = {r.run_id: r.worst_pct(*targets.LATENCIES) for r in replays}
     known = sorted((r for r in replays if r.quantities), key=lambda r: -(worst[r.run_id] or 0.0))
     rows = []
-    for run in known[:_MOST_REPLAYS]:
+    for run in known[:_MOST_RUNS]:
         for latency, label in targets.LATENCIES.items():
             if points := run.of(latency):
                 beside = (points[0].error_of(points[0].constant), points[0].error_of(points[0].predicted))
@@ -173,12 +197,13 @@ def _closed_loop(replays: Sequence[RunReplay]) -> list[str]:
                     (f"{label} {run.run_id}" if len(known) > 1 else label, *cells, count(run.requests))
                 )
     lines = [indented(columns(_REPLAY_HEAD, rows))] if rows else []
-    if len(known) > _MOST_REPLAYS:
-        lines.append(_noted(f"{plural(len(known) - _MOST_REPLAYS, 'more run')} replayed: see the report"))
+    if len(known) > _MOST_RUNS:
+        lines.append(_noted(f"{plural(len(known) - _MOST_RUNS, 'more run')} replayed: see the report"))
     reasons = dict.fromkeys(r.reason for r in replays if r.reason)
     return [*lines, *(_noted(f"not replayed: {reason}") for reason in reasons)]
 
 
+_SERVED_HEAD = ("measured", "P50 ms", "P90 ms", "P99 ms", "requests")
 _REPLAY_HEAD = ("replayed", "P50", "P90", "P99", "constant P50", "predict P50", "requests")
 _LATENCY_HEAD = ("predict", "median error", "P90", "baseline", "reference", "held out")
 
@@ -290,9 +315,8 @@ def _server(s: traces.ServerFacts) -> str:
     first, last = s.first_unix_ns, s.last_unix_ns
     time = "time not known"
     if first is not None and last is not None:
-        time = (
-            f"{datetime.fromtimestamp(first / 1e9, UTC):%Y-%m-%d %H:%M:%S} UTC, {(last - first) / 1e9:,.1f} s"
-        )
+        date = f"{datetime.fromtimestamp(first / 1e9, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        time = f"{date if first >= FIRST_DATE_NS else 'no date'}, {(last - first) / 1e9:,.1f} s"
     counts = f"{plural(s.epochs, 'epoch')}, {plural(s.requests, 'request')}, {plural(s.steps, 'step')}"
     rates = f"steps {share(s.step_sampling)}, journeys {share(s.journey_sampling)}, snapshots {share(s.snapshot_sampling)}"
     dropped = plural(s.dropped_events, "dropped event")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from tracefit.errors import EXIT_DONE, EXIT_NOTHING, EXIT_QUARANTINE
 from tracefit.results.notebook import Shown, drawn
 from tracefit.results.replays import RunReplay
+from tracefit.results.requests import RequestGroup
 from tracefit.results.traces import IngestResult
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ class TrainResult(Shown):
     report: Path
     fitted: tuple[ModelSummary, ...]
     not_fitted: tuple[str, ...] = ()
+    served: tuple[RequestGroup, ...] = ()
+    """Latencies, requests and tokens of the servers in each run."""
     replays: tuple[RunReplay, ...] = ()
     """The held-out part of each run, replayed: latencies from arrivals and lengths alone, beside what was measured."""
     latencies: tuple[LatencySummary, ...] = ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RunContext:
-    """The server of one run: settings, and the model and GPU if known."""
+    """The server of one run: settings, and the model and GPU if known. The runs of a fleet share one, which is equal to itself alone."""
 
     settings: ServerSettings
     architecture: ModelArchitecture | None = None
@@ -150,6 +151,7 @@ def _restore_gpu(text: str | None, *, where: str) -> Gpu | None:
     return known if known.facts() == {**gpu.facts(), "gpu_confidence": known.confidence} else gpu
 
 
+@lru_cache(maxsize=64)  # the runs of a fleet share a context
 def scope_of(context: RunContext) -> ModelScope:
     """Return the scope of a run; its id is `<model>.<gpu>.tp<n>.<8 hex digits of a hash>`."""
     settings, architecture = context.settings, context.architecture

@@ -34,6 +34,9 @@ LEFTOVER_AGE = timedelta(days=1)
 """Age from which an object that no manifest names belongs to no writer or reader that is still at work."""
 
 
+_STAMP_DIGITS = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Disk:
     """A folder on disk.
@@ -69,7 +72,7 @@ class Disk:
                 if place.name in own or place.name.startswith(SCRATCH_PREFIX):
                     self._path(place.name)
                     if place.is_dir():
-                        _refuse_links(place)
+                        _refuse_links_in(place)
             # Scratch folders of writers that died, and of workers that an interruption stops.
             self._remove_scratch()
             try:
@@ -149,12 +152,25 @@ class Disk:
             facts = os.lstat(self.root / name)
         except OSError:
             return None
-        return facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_size
+        return facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
 
     def replace_if(self, name: str, data: bytes, version: Version | None) -> bool:  # noqa: ARG002 - the lock is held
         """Replace a small file if it is still the one that was read; return whether it was replaced."""
         write_whole(self.root / name, data)
         return True
+
+    def stamp(self, names: Iterable[str]) -> tuple[str, int] | None:
+        """Return a hash of the sizes of files and of the times of their last change, and the latest of these (Unix ns).
+
+        Nobody can set the times (ctime) back. Null if a file is not there.
+        """
+        try:
+            facts = [(name, os.lstat(f"{self.root}/{name}")) for name in names]
+        except OSError:
+            return None
+        text = repr([(name, of.st_size, of.st_ctime_ns) for name, of in facts])
+        latest = max((of.st_ctime_ns for _, of in facts), default=0)
+        return hashlib.sha256(text.encode()).hexdigest()[:_STAMP_DIGITS], latest
 
     def _path(self, name: str) -> Path:
         # Of strings: there are dozens of names in each run, and joining paths takes longer than looking at files.
@@ -166,15 +182,12 @@ class Disk:
         return Path(path)
 
 
-def _refuse_links(folder: Path) -> None:
-    folders = [folder]
-    while folders:
-        with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                if entry.is_symlink():
-                    raise _link(Path(entry.path))
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(Path(entry.path))
+def _refuse_links_in(folder: Path) -> None:
+    """Refuse links among the folders of runs; what is in these is looked at when it is used."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                raise _link(Path(entry.path))
 
 
 def _link(path: Path) -> UsageError:
@@ -283,6 +296,9 @@ class Bucket:
     def read_versioned(self, name: str) -> tuple[bytes, Version | None]:
         """Return a small object and its version."""
         return buckets.get(self._path(name))
+
+    def stamp(self, names: Iterable[str]) -> None:
+        """Return null: a bucket checks its own objects."""
 
     def signature(self, name: str) -> tuple[int, ...] | None:  # noqa: ARG002 - as `Disk`
         """Return null: a look at an object takes as long as reading it."""

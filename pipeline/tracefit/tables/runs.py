@@ -173,11 +173,12 @@ _NARROW_STEP = (pl.col(_SERVER).cast(pl.Categorical), pl.col("epoch").cast(pl.UI
 _NAMES_A_STEP = pl.col("step_id").is_not_null() & (pl.col("event") != "QUEUED")
 """QUEUED carries the last step before it, 0 at a fresh start: it names no step of its own."""
 
+_IS_TIMED = pl.col("start_unix_ns") < int(1e9 * dialects.NOT_SENT_S)
 _SPANS = {
     "spans": pl.len(),
     "dropped_events": pl.col("dropped_events").sum(),
-    "first_unix_ns": pl.col("start_unix_ns").min(),
-    "last_unix_ns": pl.col("end_unix_ns").max(),
+    "first_unix_ns": pl.col("start_unix_ns").filter(_IS_TIMED).min(),
+    "last_unix_ns": pl.col("end_unix_ns").filter(_IS_TIMED).max(),
     "dialects": pl.col("scope").unique().sort().str.join(","),
 }
 _WITH_SPANS = (CycleSource.SGLANG.value, CycleSource.CLIENT.value)

@@ -78,7 +78,8 @@ class ReadFile(_Strict, frozen=True):
     modified_ns: Annotated[
         int | None,
         Meta(
-            description="Unix time of its last change, for a file in a bucket: with the size, it identifies the content"
+            description="Unix time of its last change (ctime), if that was long enough ago that a later change has another: "
+            "with the size, it identifies the content"
         ),
     ] = None
 
@@ -112,6 +113,13 @@ class IngestedRun(_Strict, frozen=True):
         ),
     ] = None
     tables: dict[str, TableFile] = {}
+    stamp: Annotated[
+        str | None,
+        Meta(
+            description="hash of size and time of change (ctime) of its tables' files on disk: while it is the same, they are not "
+            "read to see whether they are whole"
+        ),
+    ] = None
 
 
 class Manifest(_Strict, frozen=True):
@@ -167,6 +175,7 @@ PIECE_ROWS = 16 * 1024
 
 _HASH_DIGITS = 16
 _AGAIN = "ingest the run again"
+_WRITTEN_TO = f"remove it and {_AGAIN}"
 
 _ATTEMPTS = 20
 _UNANSWERED = 5
@@ -246,38 +255,50 @@ class TableStore:
             finally:
                 self.place = before
 
-    def is_intact(self, run_id: str, run: IngestedRun) -> bool:
-        """Return whether the tables of a run exist and, on disk, are unchanged: a bucket checks its own objects."""
+    def whole(self, run_id: str, run: IngestedRun) -> IngestedRun | None:
+        """Return a run's entry, with its present stamp, if its tables exist and are unchanged; null if not.
+
+        On disk, files that changed since the manifest was written are compared with their hashes; a bucket checks its own objects.
+        """
         names = [part_name(name, run_id, part) for name, part in run.tables.items()]
         if isinstance(self.place, Bucket):
-            return self.place.has(names)
+            return run if self.place.has(names) else None
+        stamp, latest = self.place.stamp(names) or (None, 0)
+        # A change right after the files were written may have their time; the manifest was written after both.
+        written = (self.place.signature(MANIFEST_NAME) or (0,))[-1]
+        if stamp is not None and stamp == run.stamp and latest < written:
+            self._checked.update(names)
+            return run
         try:
             for name in names:
                 with self.place.fetched(name) as path:
                     self._check(name, path)
         except (OSError, DataError):
-            return False
-        return True
+            return None
+        return msgspec.structs.replace(run, stamp=stamp)
 
     def _check(self, name: str, path: Path) -> None:
         """Compare a part with the hash in its name, once: Parquet does not notice changed values in a page."""
         if name in self._checked:
             return
         if path.name != _content_name(path):
-            raise DataError("is not what was written", where=str(self.root / name), hint=_AGAIN)
+            raise DataError("is not what was written", where=str(self.root / name), hint=_WRITTEN_TO)
         if self.place.has_lock:  # each copy of an object is checked
             self._checked.add(name)
 
-    def commit(self, changes: Mapping[str, tuple[IngestedRun | None, IngestedRun]]) -> None:
+    def commit(self, changes: Mapping[str, tuple[IngestedRun | None, IngestedRun]]) -> dict[str, IngestedRun]:
         """Make new entries of runs valid, all in one step. The caller has the lock and has stored the parts.
 
         Args:
             changes: Run id to its entry as it was read, null if it had none, and its new entry.
 
+        Returns:
+            The new entries, with the stamps of their parts.
+
         Raises:
             UsageError: Another process has changed one of the runs meanwhile, or the place cannot be written.
         """
-        after = {run_id: entry for run_id, (_, entry) in changes.items()}
+        after = {run_id: self._stamped(run_id, entry) for run_id, (_, entry) in changes.items()}
         try:
             self._commit(changes, after)
         except UsageError:
@@ -290,6 +311,11 @@ class TableStore:
             # Other unnamed files may be about to be published by another writer.
             replaced = _parts_of({run_id: entry for run_id, (entry, _) in changes.items() if entry})
             self.place.remove(replaced - _parts_of(after))
+        return after
+
+    def _stamped(self, run_id: str, entry: IngestedRun) -> IngestedRun:
+        stamp = self.place.stamp(part_name(name, run_id, part) for name, part in entry.tables.items())
+        return msgspec.structs.replace(entry, stamp=stamp[0] if stamp else None)
 
     def _commit(
         self,
@@ -428,7 +454,15 @@ class TableStore:
                 if path.stat().st_size > _SMALL_PART_BYTES:
                     return []
         try:
-            rows = pl.read_parquet(paths, columns=list(columns), hive_partitioning=False)
+            rows = pl.read_parquet(
+                paths,
+                columns=list(columns),
+                hive_partitioning=False,
+                # Each of these takes longer than a small file.
+                parallel="none",
+                glob=False,
+                use_statistics=False,
+            )
         except (pl.exceptions.PolarsError, OSError):
             return []  # one by one, the fault has a name
         return [rows.with_columns(pl.col(pl.Categorical).cast(pl.String))]
