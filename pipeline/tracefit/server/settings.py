@@ -557,9 +557,6 @@ _FORK = "(inference-sim's fork of vLLM)"
 ENDPOINT_FLAG = "--otlp-traces-endpoint"
 """A span of every request, from stock vLLM as well."""
 
-ITERATION_FLAG = "--enable-logging-iteration-details"
-"""A line of the log for every engine step, from stock vLLM."""
-
 STEP_FLAGS = f"--step-tracing-enabled --step-tracing-sample-rate 1.0 {_FORK}"
 """A summary of every engine step."""
 
