@@ -7,7 +7,7 @@ evenly from 50 to 350 tokens. Prints seconds of the processor per scope, and say
 tokens does not hold. Errors: generated runs of four step-time laws under a steady load, and under surges of 2 and 3 times in the
 held-out part; prints errors of the replay in percent, each with its standard error, and what of the bars does not hold. The standard
 error is of the run itself: of 20 blocks of its held-out time, drawn with replacement. Where 800 requests are held out (3,000 in all), that
-of TTFT P50 is 2 %: of 20 such runs of llama-8b on an A100 two are off by more than 5 %, and their mean by 1.2 %. Folders of runs (--runs) are trained on and
+of TTFT P50 is 2 %. Folders of runs (--runs) are trained on and
 replayed in place of all that.
 """
 

@@ -18,12 +18,15 @@ from tracefit.consumers.blis_replay import StepRates, replay_as_blis
 from tracefit.errors import DataError
 from tracefit.replay.closed_loop import (
     REQUEST_COLUMNS,
+    RunTraces,
     _block_tokens,
     _counting,
     _first,
+    _gave_up,
     _with_hits,
     _with_outputs,
     missing_for_replay,
+    replay_run,
 )
 from tracefit.replay.engine import EngineSettings, ReplayEngine, StepBatch
 from tracefit.replay.models import FittedStepTimes, admission_us, departure_us
@@ -32,6 +35,7 @@ from tracefit.reports.terminal_results import replay_text
 from tracefit.results.models import ReplayResult
 from tracefit.results.replays import QueueWindow, Replayed, RunReplay
 from tracefit.synth import SynthOptions, synth, write_run
+from tracefit.tables.store import TableStore
 
 PACKAGE = Path(__file__).parents[2] / "pipeline/tracefit"
 
@@ -173,6 +177,37 @@ def test_an_unknown_output_is_the_tokens_so_far_or_the_median():
     # Aborted after 95 ms, aborted without a token, still there at the end.
     assert found["output"].to_list() == [11, 10, 1, 11]
     assert found["is_guessed"].to_list() == [False, True, True, True]
+
+
+def test_who_left_the_queue_loads_nothing():
+    # Served; left in the queue; left before its first token; nobody saw it scheduled; still in the queue at the end.
+    rows = requests_of(
+        (0, 100, 200, 11), (0, None, 90, None), (0, None, 90, None), (0, 100, 200, 11), (0, None, None, None)
+    ).with_columns(
+        first_scheduled_ns=pl.Series([50, None, 50, None, None]),
+        is_complete=pl.Series([True, False, False, True, False]),
+    )
+    assert rows.select(gone=_gave_up())["gone"].to_list() == [False, True, False, False, False]
+
+
+def test_a_replay_is_without_the_prompts_of_clients_who_left(tmp_path):
+    """A third of the held-out requests once more, as if their clients had left the queue."""
+    folder = write_run(synth(SynthOptions(name="r", requests=200, abort_fraction=0.0)), tmp_path)
+    package.run([folder], tmp_path / "out", options=package.TrainOptions(fast=True, features="batch"))
+    store, scope = TableStore(tmp_path / "out/tables"), package.load(tmp_path / "out").scope()
+    requests = store.read("requests")
+    unseen = ("first_scheduled_ns", "first_token_ns", "output_tokens")
+    gone = requests.tail(30).with_columns(
+        *(pl.lit(None, pl.Int64).alias(name) for name in unseen),
+        finish_status=pl.lit("aborted"),
+        request_id=pl.lit("gone"),
+    )
+    found = [
+        replay_run("r", RunTraces(store.read("runs"), rows, store.scan("timeline", ["r"])), scope).errors
+        for rows in (requests, pl.concat([requests, gone]))
+    ]
+    assert found[0]
+    assert found[0] == found[1]
 
 
 def test_few_that_come_after_the_split_are_joined_by_those_that_end_there():

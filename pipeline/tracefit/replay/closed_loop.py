@@ -158,6 +158,14 @@ def _is_complete() -> pl.Expr:
     return ended & pl.col("finished_ns").is_not_null()
 
 
+def _gave_up() -> pl.Expr:
+    """Say whether a client left while its request was in the queue: no step computes anything for it."""
+    began = pl.col("is_complete") | pl.any_horizontal(
+        pl.col("first_scheduled_ns", "first_token_ns").is_not_null()
+    )
+    return pl.col("left").is_not_null() & ~began
+
+
 def _compared(
     nothing: RunReplay, traces: RunTraces, scope: ScopeModels, cuts: Mapping[str, int]
 ) -> RunReplay:
@@ -165,6 +173,7 @@ def _compared(
     requests = traces.requests.drop_nulls(["arrival_ns", "prompt_tokens"]).with_columns(
         cut=runs_from, left=LEFT, is_complete=_is_complete()
     )
+    requests = requests.filter(~_gave_up())
     before = requests.filter(pl.col("is_complete") & (pl.col("left") < pl.col("cut")))
     settings, notes = engine_settings(scope, traces.timeline, before)
     requests = _counting(_with_outputs(_with_hits(requests, traces.timeline), before))
