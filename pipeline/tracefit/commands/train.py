@@ -127,7 +127,7 @@ def train(
     models, report = place_of(out), place_of(report_folder or out)
     nothing = _nothing_fitted(scopes, str(tables))
     # A failed training leaves the models and the report of the one before as they were.
-    if nothing and (models / "alpha.json").exists():
+    if nothing and any((models / name).exists() for name in ("alpha.json", "beta.json")):
         raise nothing
     made_by = publish.provenance(
         # Sample tables and verdicts are no part of the fit: a refit needs neither.

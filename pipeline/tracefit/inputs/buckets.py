@@ -61,7 +61,8 @@ def place_of(path: str | os.PathLike[str]) -> Path:
     Raises:
         UsageError: The URL is of another kind, names no bucket, or holds credentials or options.
     """
-    if isinstance(path, BucketPath):
+    # No URL begins with a slash. Thousands of runs have a file of settings each.
+    if isinstance(path, BucketPath) or (isinstance(path, Path) and path.root):
         return path
     scheme, rest = split_url(os.fspath(path))
     if scheme == "file":

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _CODE = re.compile(r"`([^`]*)`")
 _EM = re.compile(r"(?<!\*)\*([^*]+)\*(?!\*)")
+_MARKED = re.compile(r"[*`%]")
 _LONG = 60
 """Characters above which a cell is prose, which a narrow screen puts below its row."""
 
@@ -121,6 +122,8 @@ def _anchors(parts: Iterable[ReportPart]) -> Iterator[tuple[int, str]]:
 
 def inline(text: str) -> Markup:
     """Turn inline Markdown into HTML; everything else is escaped text."""
+    if not _MARKED.search(text):  # most cells of long tables
+        return escape(text)
     pieces = _CODE.split(text)
     # Code inside bold is replaced first. A mark that is not closed stays as text.
     paired = sum(piece.count("**") for piece in pieces[::2]) % 2 == 0
