@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
 import pytest
 
@@ -106,6 +107,38 @@ def test_a_front_end_that_stalls_at_first_tokens():
     assert placed is not None
     assert placed.requests["first_token_step"].count() >= 0.97 * requests.height
     assert right_steps(placed, run) > 0.97
+
+
+def held_up(requests, every_us, longest_us, seed):
+    """Stamp tokens late, as a front end does that is held up at random times."""
+    draw = np.random.default_rng(seed)
+    arrival_us = requests["arrival_ns"].to_numpy() / 1e3
+    arrival_us -= arrival_us.min()
+    begin_us = np.cumsum(draw.exponential(every_us, int(2 * (arrival_us.max() + 1e7) / every_us)))
+    end_us = begin_us + draw.uniform(0, longest_us, len(begin_us))
+
+    def late(name):
+        at_us = arrival_us + requests[name].to_numpy()
+        until_us = end_us[np.maximum(np.searchsorted(begin_us, at_us, side="right") - 1, 0)]
+        return pl.Series(
+            name, np.where(at_us >= begin_us[0], np.maximum(at_us, until_us), at_us) - arrival_us
+        )
+
+    return requests.with_columns(late("ttft_us"), late("e2e_us"))
+
+
+def test_a_front_end_that_is_held_up_leaves_most_requests_on_whole_seconds():
+    run = synth(SynthOptions(requests=300, rate_per_s=3.0, seed=5, max_num_seqs=8))
+    requests = held_up(in_unix(stock_requests(run)), 2e5, 1e5, 5)
+    placed = place_on_log(requests, log_clock(logged(run, fine=False)), LIMITS)
+    assert 0.9 * requests.height <= placed.requests["first_token_step"].count() < 0.97 * requests.height
+    assert right_steps(placed, run) > 0.9
+
+
+def test_stamps_that_point_before_the_first_line_place_nothing():
+    run = synth(SynthOptions(requests=300, rate_per_s=20.0, seed=6, max_num_seqs=12))
+    requests = held_up(in_unix(stock_requests(run)), 2e5, 1e5, 6)
+    assert place_on_log(requests, log_clock(logged(run, fine=False)), LIMITS) is None
 
 
 def test_spans_of_another_server_are_not_placed():

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("tracefit")
 
+_PLACED_SHARE = 0.9
+"""Least share of the requests on a log's lines that composition is worked out from: contexts are kept where both name as many requests."""
+
 _MOST_NAMED = 5
 """Most other scopes that the error of a run without usable spans names."""
 
@@ -317,7 +320,7 @@ def _timeline_of(tables: WrittenTables, way: _Way) -> dict[str, pl.DataFrame | I
             counted = place_on_log(requests, clock, limits)
             if counted:
                 starts = counted.starts
-                complete = counted.rows.len() >= COMPLETE_SHARE * requests.height
+                complete = counted.rows.len() >= _PLACED_SHARE * requests.height
             starts = every_start(steps, starts)
         del requests
     if counted:

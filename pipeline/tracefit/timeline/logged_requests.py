@@ -188,8 +188,14 @@ def _numbers(g: Graph, votes: pl.DataFrame) -> Floats:
     _, begin, end, steps, *_ = g.consistent()
     root, relative = potentials(g.size, begin, end, steps)
     offsets = pl.Series(relative).round().cast(pl.Int64)
-    named = votes.with_columns(
-        root=pl.Series(root)[votes["node"]], first=votes["at"] - offsets[votes["node"]]
+    # The clock of a component that a front end stamped late may point to lines before the first one.
+    least = (
+        pl.DataFrame({"root": root, "offset": offsets}).group_by("root").agg(least=-pl.col("offset").min())
+    )
+    named = (
+        votes.with_columns(root=pl.Series(root)[votes["node"]], first=votes["at"] - offsets[votes["node"]])
+        .join(least, on="root")
+        .filter(pl.col("first") >= pl.col("least"))
     )
     voted = (
         named.group_by("root", "first")
