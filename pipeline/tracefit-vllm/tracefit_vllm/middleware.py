@@ -82,7 +82,7 @@ class ApiTracing:
         reason = "client_disconnect"
         try:
             await self._app(scope, receive, sent)
-        except Exception:
+        except Exception:  # the application's own: it goes on to the server, and the span says so
             reason = "error"
             raise
         finally:
