@@ -193,7 +193,7 @@ def percentiles(rows: pl.DataFrame, columns: dict[str, str]) -> dict[tuple[str, 
 
 
 def compare(run: str, made: Path, blis: Path, reason: str | None) -> Replayed:
-    """Export the scope of a run from this run's models and tables, and replay it."""
+    """Export the deployment of a run from this run's models and tables, and replay it."""
     folder = made / "blis"
     exported = export(made / "models", "blis", folder, tables=made / "tables")
     fitted = replay(replay_command(exported), made / "fitted.json", blis / "blis")

@@ -156,7 +156,7 @@ result = tracefit.run("runs/", "out/", options=tracefit.TrainOptions(fast=True))
 print(result.trained.fitted)
 
 models = tracefit.Models.load("out/")
-print(models.scope_ids)
+print(models.deployment_ids)
 print(models.predict_step(batch=32, context=1500, prefill=512).step.value_us)
 print(models.predict_step([{"batch": 8, "context": 900}, {"batch": 32, "context": 900}])["predicted_us"])
 ```""",
@@ -169,7 +169,7 @@ print(models.predict_step([{"batch": 8, "context": 900}, {"batch": 32, "context"
         doc = inspect.cleandoc(found.__doc__ or "")
         parts += [f"## tracefit.{name}", f"```python\n{kind} {name}(\n    {body},\n)\n```", _sections(doc)]
         if name == "Models":
-            methods = ("load", "scope", "model", "predict_step", "predict_request")
+            methods = ("load", "deployment", "model", "predict_step", "predict_request")
             parts.append(
                 table(
                     ("method", "does"),
@@ -184,7 +184,7 @@ print(models.predict_step([{"batch": 8, "context": 900}, {"batch": 32, "context"
     return "\n\n".join(parts) + "\n"
 
 
-FIGURES_TEXT = """`result.plot(figure, scope=None)` of what `run` or `train` returned is a figure of plotly:
+FIGURES_TEXT = """`result.plot(figure, deployment=None)` of what `run` or `train` returned is a figure of plotly:
 
 ```python
 figure = result.plot("step-breakdown")

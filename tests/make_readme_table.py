@@ -1,4 +1,4 @@
-"""Write the result tables of README.md: replays of all evaluations, then the models of each: of the first, scopes on GPUs and those without."""
+"""Write the result tables of README.md: replays of all evaluations, then the models of each: of the first, deployments on GPUs and those without."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def _number(value: float | None) -> str:
 
 def _rows(evaluation: Path) -> list[str]:
     rows = []
-    for scope in json.loads(evaluation.read_text(encoding="utf-8"))["scopes"]:
-        name = scope["scope_id"].rsplit(".", 1)[0]
-        for model, entry in scope["models"].items():
+    for deployment in json.loads(evaluation.read_text(encoding="utf-8"))["deployments"]:
+        name = deployment["deployment_id"].rsplit(".", 1)[0]
+        for model, entry in deployment["models"].items():
             held = entry["holdout"]
             errors = [held["mdape_pct"], held["p90_ape_pct"]]
             others = [entry["baseline"], entry["gradient_boosting"]]
@@ -33,8 +33,8 @@ def _replays(evaluation: Path) -> list[str]:
     """Return errors of replayed latencies; of a run that is in two evaluations the file's folder tells them apart."""
     rows = []
     where = " (with its log)" if evaluation.parent.name == "logged" else ""
-    scopes = json.loads(evaluation.read_text(encoding="utf-8"))["scopes"]
-    for run in (run for scope in scopes for run in scope["replays"]):
+    deployments = json.loads(evaluation.read_text(encoding="utf-8"))["deployments"]
+    for run in (run for deployment in deployments for run in deployment["replays"]):
         found = {q["name"]: q for q in run["quantities"]}
         for latency in ("ttft", "itl", "e2e"):
             points = [q for p in (50, 90, 99) if (q := found.get(f"{latency}_p{p}_us"))]

@@ -11,7 +11,7 @@ import pytest
 
 import tracefit
 from tracefit.commands.ingest import plan_ingest
-from tracefit.options import IngestOptions, RunOption, ScopeOption, named
+from tracefit.options import DeploymentOption, IngestOptions, RunOption, named
 from tracefit.results.models import RunResult, TrainResult
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
@@ -35,11 +35,11 @@ def test_one_path_is_not_read_letter_by_letter(traces, tmp_path):
 
 def test_models_load_and_show_themselves(trained):
     models = tracefit.Models.load(trained)
-    (scope,) = models.scope_ids
+    (deployment,) = models.deployment_ids
     assert "beta.cycle_time" in repr(models)
-    assert scope in repr(models)
-    assert "beta.cycle_time" in repr(models.scope())
-    assert models.model("beta.cycle_time").scope_id == scope
+    assert deployment in repr(models)
+    assert "beta.cycle_time" in repr(models.deployment())
+    assert models.model("beta.cycle_time").deployment_id == deployment
 
 
 def test_commands_take_the_folder_that_run_wrote(trained, tmp_path):
@@ -91,19 +91,19 @@ def test_a_result_has_the_tables_of_its_own_runs(trained, new_traces, tmp_path):
         result.tables["no such"]
 
 
-def test_a_scope_is_chosen_by_the_name_of_a_run(trained, tmp_path):
-    assert tracefit.export(trained, "csv", tmp_path, run="busy").scope_id
+def test_a_deployment_is_chosen_by_the_name_of_a_run(trained, tmp_path):
+    assert tracefit.export(trained, "csv", tmp_path, run="busy").deployment_id
     with pytest.raises(tracefit.UsageError, match="did you mean busy"):
         tracefit.export(trained, "csv", tmp_path, run="buzy")
-    with pytest.raises(tracefit.UsageError, match="run busy is not of scope other"):
-        tracefit.export(trained, "csv", tmp_path, run="busy", scope="other")
+    with pytest.raises(tracefit.UsageError, match="run busy is not of deployment other"):
+        tracefit.export(trained, "csv", tmp_path, run="busy", deployment="other")
 
 
 def test_errors_name_parameters_in_python_and_flags_on_the_command_line():
-    names = f"{named(ScopeOption)} or {named(RunOption)}"
-    error = tracefit.UsageError("several scopes are there", hint=f"name one with {names}: a, b")
-    assert str(error) == "several scopes are there; name one with `scope` or `run`: a, b"
-    assert error.line() == "several scopes are there; name one with --scope or --run: a, b"
+    names = f"{named(DeploymentOption)} or {named(RunOption)}"
+    error = tracefit.UsageError("several deployments are there", hint=f"name one with {names}: a, b")
+    assert str(error) == "several deployments are there; name one with `deployment` or `run`: a, b"
+    assert error.line() == "several deployments are there; name one with --deployment or --run: a, b"
     server = tracefit.DataError("no steps", hint="start it with --step-tracing-enabled --run-config-x")
     assert str(server).endswith("--step-tracing-enabled --run-config-x"), "flags of others stay flags"
     field = tracefit.UsageError(f"{named(IngestOptions, 'max_document_mib')} 0: too small")
@@ -235,7 +235,7 @@ def test_server_settings_have_the_names_of_the_command_line(trained, tmp_path, t
     folder = traces.load(steps=30, requests=10).write(tmp_path / "run")
     server = tracefit.ServerOptions(settings={"max_num_seqs": 17, "tp": 2})
     (run,) = tracefit.ingest(folder, tmp_path / "tables", server=server).runs
-    assert ".tp2." in run.scope_id
+    assert ".tp2." in run.deployment_id
     settings = tracefit.scan(tmp_path / "tables", "runs").collect()["settings"].item()
     assert '"max_num_seqs": {"value": 17' in settings
     for wrong, says in (
@@ -249,4 +249,4 @@ def test_server_settings_have_the_names_of_the_command_line(trained, tmp_path, t
 def test_models_load_one_path_or_several(trained):
     files = [trained / "models" / "alpha.json", str(trained / "models" / "beta.json")]
     for paths in ((files,), files, (iter(files),)):
-        assert tracefit.load(*paths).scope_ids == tracefit.load(trained).scope_ids
+        assert tracefit.load(*paths).deployment_ids == tracefit.load(trained).deployment_ids

@@ -165,8 +165,8 @@ from pathlib import Path
 from tracefit import ingest, run
 from tracefit.coefficients.files import read_evaluation
 from tracefit.options import TrainOptions
-from tracefit.diagnostics.scope import diagnose
-from tracefit.reports.figures.scope import scope_figures
+from tracefit.diagnostics.deployment import diagnose
+from tracefit.reports.figures.deployment import deployment_figures
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
 
@@ -176,8 +176,8 @@ run([busy], out, options=TrainOptions(fast=True, features="batch"))
 ingest([acme], out / "acme")
 ingest([ticks], out / "ticks")
 store = TableStore(out / "tables")
-(scope,) = read_evaluation(out / "evaluation.json").scopes
-figures = scope_figures(diagnose(scope, (), store), points=10).by_name()
+(deployment,) = read_evaluation(out / "evaluation.json").deployments
+figures = deployment_figures(diagnose(deployment, (), store), points=10).by_name()
 print(json.dumps({
     "a feature": "ended_twice" in store.read("beta_training").columns,
     "a dialect": TableStore(out / "acme").read("requests").select("prompt_tokens", "ttft_us").rows(),

@@ -26,7 +26,7 @@ from tracefit.features.expressions import evaluate, parse_formula
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / of / f"{kind}.json" for of in ("models", "fixtures/models") for kind in ("alpha", "beta")]
 MODELS = [
-    pytest.param(path, index, id=f"{path.parent.relative_to(ROOT)}-{m['scope_id'][:12]}-{m['name']}")
+    pytest.param(path, index, id=f"{path.parent.relative_to(ROOT)}-{m['deployment_id'][:12]}-{m['name']}")
     for path in FILES
     for index, m in enumerate(json.loads(path.read_text())["models"])
 ]
@@ -190,7 +190,7 @@ def _chain(length):
 def _file(model, **more):
     return {
         "schema": "tracefit/coefficients",
-        "version": 2,
+        "version": 3,
         "kind": "beta",
         "models": [{"name": "m", **model}],
         **more,
@@ -212,7 +212,7 @@ def test_definitions_build_on_each_other_as_deep_as_a_file_may_have_them(tmp_pat
 
 LINEAR = '{"form": "linear", "name": "m", "intercept": {"value": 1}, "terms": [%s]}'
 A_TERM = '{"feature": "x", "unit": "us", "value": 1}'
-FILE_OF = '{"schema": "tracefit/coefficients", "version": 2, "kind": "beta", "models": [%s]}'
+FILE_OF = '{"schema": "tracefit/coefficients", "version": 3, "kind": "beta", "models": [%s]}'
 
 
 @pytest.mark.parametrize(
@@ -242,18 +242,18 @@ def test_a_file_that_the_library_refuses_is_one_error_here_too(tmp_path, text, s
         evaluator.load(path, "m")
 
 
-def test_a_model_is_found_by_its_name_and_a_part_of_its_scope(tmp_path):
+def test_a_model_is_found_by_its_name_and_a_part_of_its_deployment(tmp_path):
     path = ROOT / "fixtures/models/beta.json"
-    assert evaluator.load(path, "beta.cycle_time", "llama-2-70b")["scope_id"].startswith("llama-2-70b")
-    for name, scope in (("beta.cycle_time", ""), ("beta.other", "llama-2-70b")):
+    assert evaluator.load(path, "beta.cycle_time", "llama-2-70b")["deployment_id"].startswith("llama-2-70b")
+    for name, deployment in (("beta.cycle_time", ""), ("beta.other", "llama-2-70b")):
         with pytest.raises(
             ValueError, match=r"beta\.json: \d models, not one, .*; there are: beta\.cycle_time of "
         ):
-            evaluator.load(path, name, scope)
+            evaluator.load(path, name, deployment)
     other = tmp_path / "beta.json"
-    for version in (1, 3):
+    for version in (1, 2, 4):
         other.write_text(json.dumps({"schema": "tracefit/coefficients", "version": version, "models": []}))
-        with pytest.raises(ValueError, match="of version 2"):
+        with pytest.raises(ValueError, match="of version 3"):
             evaluator.load(other, "beta.cycle_time")
 
 
@@ -356,7 +356,7 @@ def _places(value):
 @st.composite
 def _files(draw):
     """Return the text of a file of one model, in which nothing, or one thing, is not as it should be."""
-    document = {"schema": "tracefit/coefficients", "version": 2, "kind": "beta", "models": [draw(MODEL)]}
+    document = {"schema": "tracefit/coefficients", "version": 3, "kind": "beta", "models": [draw(MODEL)]}
     harm = draw(st.sampled_from(["none", "none", "other", "unknown key", "lacking"]))
     holder, key = draw(st.sampled_from(_places(document)))
     if harm == "other":

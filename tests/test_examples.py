@@ -8,7 +8,7 @@ import inspect
 import tracefit
 from tracefit.synth import SynthOptions, synth, write_run
 
-METHODS = ("coefficients", "scope", "model", "predict_step", "predict_request")
+METHODS = ("coefficients", "deployment", "model", "predict_step", "predict_request")
 PUBLIC = {
     # First `run`, which makes the folder `out/` of the other examples.
     "run": tracefit.run,

@@ -63,22 +63,20 @@ _FORM_KEYS = {
     "regimes": ("name form regimes", ""),
     "boundary": ("name form boundary work offset without_clock", "queue expectation"),
 }
-_MODEL_KEYS = (
-    "scope_id target estimator features_left_out training validation scope feature_set definitions notes"
-)
+_MODEL_KEYS = "deployment_id target estimator features_left_out training validation deployment feature_set definitions notes"
 _TERM_KEYS = ("feature unit value", "ci95 sign training_range formula collinear_with")
 
 
 # -- reading a file --------------------------------------------------------------------------------------
 
 
-def load(path: str | Path, name: str, scope: str = "") -> dict[str, Any]:
+def load(path: str | Path, name: str, deployment: str = "") -> dict[str, Any]:
     """Return the model of this name from a file, as plain JSON.
 
     Args:
-        path: alpha.json or beta.json, of version 2.
+        path: alpha.json or beta.json, of version 3.
         name: The name of the model, for example `beta.cycle_time`.
-        scope: A part of its scope_id, if the file has several.
+        deployment: A part of its deployment_id, if the file has several.
 
     Raises:
         ValueError: It is not a coefficient file, something in it is not allowed, or not exactly one model matches.
@@ -86,11 +84,15 @@ def load(path: str | Path, name: str, scope: str = "") -> dict[str, Any]:
     """
     try:
         document = _document(path)
-        matching = [m for m in document["models"] if m["name"] == name and scope in (m.get("scope_id") or "")]
-        there = ", ".join(f"{m['name']} of {m.get('scope_id')}" for m in document["models"])
+        matching = [
+            m
+            for m in document["models"]
+            if m["name"] == name and deployment in (m.get("deployment_id") or "")
+        ]
+        there = ", ".join(f"{m['name']} of {m.get('deployment_id')}" for m in document["models"])
         _require(
             len(matching) == 1,
-            f"{len(matching)} models, not one, are {name} of scope {scope!r}; there are: {there}",
+            f"{len(matching)} models, not one, are {name} of deployment {deployment!r}; there are: {there}",
         )
         model: dict[str, Any] = matching[0]
         formulas = _formulas(model)
@@ -115,7 +117,7 @@ def _document(path: str | Path) -> dict[str, Any]:
     is_ours = isinstance(document, dict) and document.get("schema") == "tracefit/coefficients"
     # Not `in`: 2.0 and true are equal to integers.
     version = document.get("version") if is_ours else None
-    _require(type(version) is int and version == 2, "not a coefficient file of version 2")
+    _require(type(version) is int and version == 3, "not a coefficient file of version 3")
     _check_keys(document, *_FILE_KEYS)
     _require(document["kind"] in ("alpha", "beta"), "kind is not alpha or beta")
     for number, model in enumerate(_items(document, "models", MAX_MODELS)):
@@ -123,8 +125,8 @@ def _document(path: str | Path) -> dict[str, Any]:
             _check_model(model)
         except ValueError as error:
             raise ValueError(f"models[{number}]: {error}") from None
-    names = {(model["name"], model.get("scope_id")) for model in document["models"]}
-    _require(len(names) == len(document["models"]), "a scope has two models of one name")
+    names = {(model["name"], model.get("deployment_id")) for model in document["models"]}
+    _require(len(names) == len(document["models"]), "a deployment has two models of one name")
     return document  # type: ignore[no-any-return]  # an object, by the check of its keys
 
 
@@ -186,8 +188,8 @@ def _check_model(model: Any) -> None:
     needed, allowed = _FORM_KEYS[str(form)]
     _check_keys(model, needed, f"{allowed} {_MODEL_KEYS}")
     _check_text(model["name"], "name")
-    if model.get("scope_id") is not None:
-        _check_text(model["scope_id"], "scope_id")
+    if model.get("deployment_id") is not None:
+        _check_text(model["deployment_id"], "deployment_id")
     definitions = model.get("definitions", {})
     _require(isinstance(definitions, dict), "definitions is not an object")
     _require(len(definitions) <= MAX_TERMS, f"definitions has more than {MAX_TERMS:,} names")

@@ -1,7 +1,7 @@
 """Options, each declared once for Python and the command line: name, type, unit, default, help and flag.
 
 A field made with `option` is an option of its class: the command line takes its name, type and default from the field and its help
-from the docstring of the class. An option of a function is an alias such as `ScopeOption`, the type of the parameter in both. `OptionFlag` has
+from the docstring of the class. An option of a function is an alias such as `DeploymentOption`, the type of the parameter in both. `OptionFlag` has
 what only the command line needs, and an environment variable has the flag's name. Errors write an option with `named`.
 
 Nothing heavy is imported here: the help of a command would wait for it.
@@ -23,7 +23,7 @@ BLOCK_BYTES = 24 << 20
 BetaTarget = Literal["auto", "clock", "duration"]
 """Where step times come from."""
 
-Completion = Literal["scopes", "runs", "gpus", "consumers"]
+Completion = Literal["deployments", "runs", "gpus", "consumers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def named(declared: Any, name: str = "") -> str:
     """Name an option in an error: as a parameter in Python, as a flag on the command line.
 
     Args:
-        declared: An alias such as `ScopeOption`, or a class of options.
+        declared: An alias such as `DeploymentOption`, or a class of options.
         name: The field of the class; one that is no option is a parameter in both.
     """
     if not name:
@@ -127,17 +127,19 @@ def keys_of(texts: list[str]) -> tuple[str, ...]:
 
 # -- options of functions --------------------------------------------------------------------------------
 
-ScopeOption = Annotated[
+DeploymentOption = Annotated[
     str | None,
     OptionFlag(
-        "Scope id, or a part of it that is unique; needed where there are several scopes.",
-        "scope",
-        completion="scopes",
+        "Deployment id, or a part of it that is unique; needed where there are several deployments.",
+        "deployment",
+        completion="deployments",
     ),
 ]
 RunOption = Annotated[
     str | None,
-    OptionFlag("A run of the scope, in place of --scope.", "run", metavar="NAME", completion="runs"),
+    OptionFlag(
+        "A run of the deployment, in place of --deployment.", "run", metavar="NAME", completion="runs"
+    ),
 ]
 WorkersOption = Annotated[
     int | None,
@@ -346,8 +348,8 @@ class TrainOptions:
         positive: Allow no negative coefficient and no negative intercept.
         any_sign: Allow coefficients of any sign, even a negative time per token, request or byte.
         fast: Skip the gradient-boosted references and the replays of other rates, which take most of the training time.
-        include_overloaded: Train on overloaded runs too, where their scope has others.
-        across: Also leave out every run, model and GPU, and every scope of several of a model on a GPU, in turn, and measure
+        include_overloaded: Train on overloaded runs too, where their deployment has others.
+        across: Also leave out every run, model and GPU, and every deployment of several of a model on a GPU, in turn, and measure
             models fitted on the others.
         thresholds: A requirement of a use, such as simulation.step_mape_pct=12:30 (yes, with limits); repeatable.
     """

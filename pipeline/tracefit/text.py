@@ -1,6 +1,6 @@
-"""Numbers, tables and names of scopes as text, the same in a terminal, in a pipe, on the page and in a test.
+"""Numbers, tables and names of deployments as text, the same in a terminal, in a pipe, on the page and in a test.
 
-A number is written to its significant digits, an unknown one as `-`; scopes are named without the hash of
+A number is written to its significant digits, an unknown one as `-`; deployments are named without the hash of
 their settings if that is enough to distinguish them.
 """
 
@@ -106,16 +106,16 @@ def indented(text: str) -> str:
     return "\n".join(f"  {line}" if line else line for line in text.splitlines())
 
 
-# -- names of scopes ------------------------------------------------------------------------------------
+# -- names of deployments ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class ScopeLabel:
-    """A scope as people write it.
+class DeploymentLabel:
+    """A deployment as people write it.
 
     Attributes:
-        name: The id without its hash if that identifies the scope; else the whole id.
-        detail: Its runs and the settings that differ from those of scopes with the same name; empty if the
+        name: The id without its hash if that identifies the deployment; else the whole id.
+        detail: Its runs and the settings that differ from those of deployments with the same name; empty if the
             name is unique.
     """
 
@@ -123,29 +123,37 @@ class ScopeLabel:
     detail: str = ""
 
 
-def scope_labels(scopes: Mapping[str, tuple[Sequence[str], Mapping[str, str]]]) -> dict[str, ScopeLabel]:
-    """Return a label for each of several scopes, unique among them; each is given by id, its runs and its settings."""
+def deployment_labels(
+    deployments: Mapping[str, tuple[Sequence[str], Mapping[str, str]]],
+) -> dict[str, DeploymentLabel]:
+    """Return a label for each of several deployments, unique among them; each is given by id, its runs and its settings."""
     # Readers cannot compare hashes: if only the hash differs, the settings are named too.
-    shared = Counter(_without_hash(scope_id) for scope_id in scopes)
+    shared = Counter(_without_hash(deployment_id) for deployment_id in deployments)
     labels = {}
-    for scope_id, (runs, settings) in scopes.items():
-        name = _without_hash(scope_id)
+    for deployment_id, (runs, settings) in deployments.items():
+        name = _without_hash(deployment_id)
         if shared[name] == 1:
-            labels[scope_id] = ScopeLabel(name)
+            labels[deployment_id] = DeploymentLabel(name)
             continue
-        others = [s for other, (_, s) in scopes.items() if other != scope_id and _without_hash(other) == name]
+        others = [
+            s
+            for other, (_, s) in deployments.items()
+            if other != deployment_id and _without_hash(other) == name
+        ]
         differing = [
             f"{key} {value}"
             for key, value in sorted(settings.items())
             if any(other.get(key) != value for other in others)
         ]
         named = f"run{'s' * (len(runs) > 1)} {', '.join(runs)}" if runs else ""
-        labels[scope_id] = ScopeLabel(scope_id, "; ".join([*([named] if named else []), *differing]))
+        labels[deployment_id] = DeploymentLabel(
+            deployment_id, "; ".join([*([named] if named else []), *differing])
+        )
     return labels
 
 
-def _without_hash(scope_id: str) -> str:
-    """Return a scope id without its last part, eight hexadecimal digits of its settings."""
-    name, _, digest = scope_id.rpartition(".")
+def _without_hash(deployment_id: str) -> str:
+    """Return a deployment id without its last part, eight hexadecimal digits of its settings."""
+    name, _, digest = deployment_id.rpartition(".")
     is_hash = len(digest) == 8 and all(c in "0123456789abcdef" for c in digest)
-    return name if name and is_hash else scope_id
+    return name if name and is_hash else deployment_id

@@ -83,7 +83,7 @@ def _others(rows: pl.DataFrame, train: Flags) -> tuple[Vector, Vector]:
 def measure(run: Path, out: Path) -> tuple[str, Errors, Errors, Errors]:
     """Train on a run; return its feature set and the errors of the last 30 %, of its mixed steps, and of the stretches."""
     tracefit.run([run], out)
-    entry = json.loads((out / "evaluation.json").read_text())["scopes"][0]["models"]["beta.cycle_time"]
+    entry = json.loads((out / "evaluation.json").read_text())["deployments"][0]["models"]["beta.cycle_time"]
     chosen = next(c["name"] for c in entry["candidates"] if c["chosen"])
     rows = _frame(out)
     included = rows.filter(pl.col("excluded_reason").is_null())
@@ -129,7 +129,7 @@ def beyond(run: Path, folder: Path) -> tuple[float, float, float]:
         actual_us=pl.col("latency_ms") * 1e3,
     )
     # Steps of these recordings compute more prompt tokens than the setting allows, which `predict_step` refuses.
-    found = evaluated_steps(tracefit.load(folder / "out").scope(), large)
+    found = evaluated_steps(tracefit.load(folder / "out").deployment(), large)
     relative = (found["predicted_us"] - found["actual_us"]).abs() / found["actual_us"]
     far = relative > FAR_PCT / 100
     marked = found["out_of_range"].is_not_null().filter(far)

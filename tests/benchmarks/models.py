@@ -75,7 +75,7 @@ def measure(options: SynthOptions, surge: float, folder: Path) -> Measured:
     out = folder / options.name
     run = synth(options)
     tracefit.run([write_run(run, folder, formats=("protobuf",), compress="zst")], out)
-    evaluation = json.loads((out / "evaluation.json").read_text())["scopes"][0]
+    evaluation = json.loads((out / "evaluation.json").read_text())["deployments"][0]
     models = {
         m["name"]: m
         for kind in ("alpha", "beta")

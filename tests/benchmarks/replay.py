@@ -3,7 +3,7 @@
     python tests/benchmarks/replay.py [--models fixtures/models] [--tokens 1000000] [--rate 10] [--requests 7000] [--speed]
 
 Speed: requests with a million tokens through the scheduler, with the models of a folder, on one core; prompts and outputs are drawn
-evenly from 50 to 350 tokens. Prints seconds of the processor per scope, and says where the limit of two seconds for a million
+evenly from 50 to 350 tokens. Prints seconds of the processor per deployment, and says where the limit of two seconds for a million
 tokens does not hold. Errors: generated runs of four step-time laws under a steady load, and under surges of 2 and 3 times in the
 held-out part; prints errors of the replay in percent, each with its standard error, and what of the bars does not hold. The standard
 error is of the run itself: of 20 blocks of its held-out time, drawn with replacement. Where 800 requests are held out (3,000 in all), that
@@ -63,11 +63,11 @@ def of_runs(folders: list[Path], settings: list[str]) -> None:
     for run in folders:
         with tempfile.TemporaryDirectory() as folder:
             tracefit.run([run], folder, server=server)
-            for scope in json.loads((Path(folder) / "evaluation.json").read_text())["scopes"]:
-                answer = scope["verdicts"]["simulation"]["answer"]
-                for found in scope["replays"]:
+            for deployment in json.loads((Path(folder) / "evaluation.json").read_text())["deployments"]:
+                answer = deployment["verdicts"]["simulation"]["answer"]
+                for found in deployment["replays"]:
                     _print(run.name, found["quantities"], found["requests"], found["reason"] or answer)
-                if bias := (scope["summed_step_time"] or {}).get("bias_pct"):
+                if bias := (deployment["summed_step_time"] or {}).get("bias_pct"):
                     for replayed in _at_speed(folder, 1 / (1 + bias / 100)):
                         quantities = [{"name": n, "error_pct": e} for n, e in replayed.errors.items()]
                         _print(
@@ -157,8 +157,8 @@ def errors(requests: int, seed: int) -> bool:
                     out,
                     options=tracefit.TrainOptions(fast=True),
                 )
-                scope = json.loads((out / "evaluation.json").read_text())["scopes"][0]
-                (found,), answer = scope["replays"], scope["verdicts"]["simulation"]["answer"]
+                deployment = json.loads((out / "evaluation.json").read_text())["deployments"][0]
+                (found,), answer = deployment["replays"], deployment["verdicts"]["simulation"]["answer"]
                 wrong = {q["name"]: q["error_pct"] for q in found["quantities"]}
                 bars = IN_LOAD if surge == 1.0 else UNDER_SURGE
                 missed = [n for n, most in bars.items() if abs(wrong.get(n, np.inf)) > most]
@@ -175,7 +175,7 @@ def errors(requests: int, seed: int) -> bool:
 
 
 def main() -> int:
-    """Replay with the models of every scope, and generated runs."""
+    """Replay with the models of every deployment, and generated runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=Path, default=Path(__file__).parents[2] / "fixtures/models")
     parser.add_argument("--tokens", type=int, default=1_000_000)
@@ -197,11 +197,11 @@ def main() -> int:
     tokens = int(prompt.sum() + output.sum())
     slow = False
     models = load(options.models)
-    for scope_id in models.scope_ids:
-        scope = models.scope(scope_id)
+    for deployment_id in models.deployment_ids:
+        deployment = models.deployment(deployment_id)
         limits = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks")
-        settings = EngineSettings(*(int(scope.server[name] or 0) for name in limits))
-        times = FittedStepTimes(scope.step_model, scope.server)
+        settings = EngineSettings(*(int(deployment.server[name] or 0) for name in limits))
+        times = FittedStepTimes(deployment.step_model, deployment.server)
         start = time.process_time()
         found = replay(load_, times, settings)
         took = time.process_time() - start
@@ -209,7 +209,7 @@ def main() -> int:
         limit = MOST_S_PER_MILLION * tokens / 1e6
         slow |= took > limit
         print(
-            f"{'MISS' if took > limit else 'ok  '} {scope_id}: {tokens:,} tokens in {took:.2f} s (at most {limit:.2f}), {steps:,} steps, {found.preemptions:,} preemptions"
+            f"{'MISS' if took > limit else 'ok  '} {deployment_id}: {tokens:,} tokens in {took:.2f} s (at most {limit:.2f}), {steps:,} steps, {found.preemptions:,} preemptions"
         )
     return int(slow | (not options.speed and not errors(options.requests, options.seed)))
 

@@ -50,7 +50,7 @@ def _fitted(run: Path, out: Path, features: str = "auto") -> tracefit.Models:
 
 def _errors(models: tracefit.Models, steps: pl.DataFrame) -> pl.Series:
     """Return the errors of true steps, in percent; `steps` have the columns of a timeline and true_us."""
-    found = evaluated_steps(models.scope(), steps)
+    found = evaluated_steps(models.deployment(), steps)
     return 100 * (found["predicted_us"] - found["true_us"]).abs() / found["true_us"]
 
 

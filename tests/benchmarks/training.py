@@ -1,7 +1,7 @@
 """Cost of training, references and intervals included, on tables of the size of a long day.
 
     python tests/benchmarks/training.py [--steps 1000000] [--requests 100000] [--fast]
-    python tests/benchmarks/training.py --runs 10000                                     # many small runs of one scope
+    python tests/benchmarks/training.py --runs 10000                                     # many small runs of one deployment
 
 Tables are drawn directly: every step is traced, its time follows from its batch. Many runs are copies of one of sixty requests,
 ten minutes apart. Prints seconds, CPU seconds and the peak memory of `tracefit train`, which runs in a process of its own.
@@ -118,7 +118,7 @@ def draw(tables: Path, runs: Path, steps: int, requests: int) -> None:
 
 
 def copy(tables: Path, runs: Path, count: int) -> None:
-    """Write the tables of so many runs of one scope."""
+    """Write the tables of so many runs of one deployment."""
     one = TableStore(runs / "tables")
     tracefit.ingest([write_run(synth(SynthOptions(name="run", requests=60)), runs)], one.root)
     frames = {name: one.scan(name).collect() for name in one.manifest().runs["run"].tables}

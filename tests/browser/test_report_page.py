@@ -201,11 +201,11 @@ def _set(browser, field, value):
 
 def test_a_rate_and_an_objective_move_over_the_curves(browser, trained):
     """At replayed rates and at limits that are replayed latencies, the page says the numbers of evaluation.json."""
-    (scope,) = read_evaluation(trained / "evaluation.json").scopes
+    (deployment,) = read_evaluation(trained / "evaluation.json").deployments
     browser.open(trained / "report.html", width=1280)
     assert browser.ask(f"{LIMIT}.value") == "", "no objective that nobody set"
     assert browser.ask(SAID.format("largest")) == ""
-    low, high = scope.rates[1], scope.rates[-2]
+    low, high = deployment.rates[1], deployment.rates[-2]
     for point in (low, high):
         _set(browser, RATE, point.rate_per_s)
         p50, p90, p99 = (point.latency(f"ttft_p{q}_ms").value for q in (50, 90, 99))
@@ -224,12 +224,12 @@ def test_a_rate_and_an_objective_move_over_the_curves(browser, trained):
 
 
 def test_marks_of_the_figure_follow(browser, trained):
-    (scope,) = read_evaluation(trained / "evaluation.json").scopes
+    (deployment,) = read_evaluation(trained / "evaluation.json").deployments
     browser.open(trained / "report.html", width=1280)
     plot = "document.querySelector('.plot[data-figure$=rates]')"
     browser.ask(f"{plot}.scrollIntoView()")
     browser.until(f"!!{plot}.querySelector('.main-svg')")
-    at = scope.rates[2].rate_per_s
+    at = deployment.rates[2].rate_per_s
     _set(browser, RATE, at)
     browser.until(f"Math.abs({plot}.layout.shapes[0].x0 - {at}) < 1e-9")
     assert browser.ask(f"{plot}.layout.shapes[1].visible") is False

@@ -50,10 +50,10 @@ def test_json_is_the_result_as_it_is_on_disk(tracefit, tmp_path, folder, quick):
         str(tmp_path / "out" / name)
         for name in ("models/alpha.json", "models/beta.json", "evaluation.json", "report.md", "report.html")
     ]
-    scope = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scopes"][0]
+    deployment = json.loads((tmp_path / "out" / "evaluation.json").read_text())["deployments"][0]
     for fitted in said["trained"]["fitted"]:
-        entry = scope["models"][fitted["name"]]
-        assert fitted["scope_id"] == scope["scope_id"]
+        entry = deployment["models"][fitted["name"]]
+        assert fitted["deployment_id"] == deployment["deployment_id"]
         assert fitted["holdout_mae"] == pytest.approx(entry["holdout"]["mae"])
         assert fitted["rows_holdout"] == entry["holdout"]["n"]
 
@@ -67,7 +67,7 @@ def test_inspect_tells_facts_and_writes_nothing(tracefit, tmp_path, folder):
     code, out, _ = tracefit("inspect", folder, "--json")
     said = json.loads(out)
     assert (code, said["exit_code"], said["runs"][0]["run_id"]) == (0, 0, "busy")
-    assert {a["what"]: a["verdict"] for a in said["scopes"][0]["allows"]}["step time"] == "yes"
+    assert {a["what"]: a["verdict"] for a in said["deployments"][0]["allows"]}["step time"] == "yes"
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -99,7 +99,7 @@ def test_loose_files_take_their_facts_from_options(tracefit, tmp_path, folder, q
     assert tracefit("run", loose, "--out", tmp_path / "b", *options, "-q", *quick)[0] == 0
     models = [json.loads((tmp_path / out / "models" / "beta.json").read_text())["models"][0] for out in "ab"]
     assert models[0]["terms"] == models[1]["terms"]
-    assert models[0]["scope_id"] == models[1]["scope_id"]
+    assert models[0]["deployment_id"] == models[1]["deployment_id"]
     assert TableStore(tmp_path / "b" / "tables").runs() == ["traces-0001"]
 
 
@@ -108,11 +108,11 @@ def test_options_win_over_the_runs_files(tracefit, tmp_path, folder, quick):
     options = ("--gpu", "A100", "--tp", 2, "--set", "max_num_seqs=17", "--set", "enforce_eager=true")
     assert tracefit("run", folder, "--out", tmp_path / "out", *options, "-q", *quick)[0] == 0
     model = json.loads((tmp_path / "out" / "models" / "beta.json").read_text())["models"][0]
-    settings = model["scope"]["settings"]
+    settings = model["deployment"]["settings"]
     assert (settings["tensor_parallel"], settings["max_num_seqs"], settings["enforce_eager"]) == (2, 17, True)
     assert settings["max_num_batched_tokens"] == 2048
-    assert model["scope"]["gpu"].startswith("A100")
-    assert ".tp2." in model["scope_id"]
+    assert model["deployment"]["gpu"].startswith("A100")
+    assert ".tp2." in model["deployment_id"]
 
 
 def test_a_damaged_line_is_exit_code_3_with_a_warning(tracefit, tmp_path, folder, quick):
@@ -162,7 +162,7 @@ def test_what_rows_lack_is_named_as_the_columns_a_user_can_give(tracefit, tmp_pa
     rows = tmp_path / "rows.csv"
     rows.write_text("num_prefill_reqs,prefill_tokens,num_decode_reqs,decode_tokens\n0,0,3,3\n")
     model = Path(__file__).parents[2] / "fixtures/models/beta.json"
-    code, _, err = tracefit("predict", model, "--scope", "llama-2-70b", "--rows", rows)
+    code, _, err = tracefit("predict", model, "--deployment", "llama-2-70b", "--rows", rows)
     # The model is of rooflines, which are computed from the tokens that a step reads.
     assert code == 2
     assert "needs context_tokens" in err

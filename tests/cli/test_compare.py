@@ -14,7 +14,7 @@ from tracefit.synth import SynthOptions, synth, write_run
 
 
 def _file(
-    path, *, intercept=1000.0, slope=10.0, training_range=(0, 100), scope="a.gpu.tp1.00000000", reach=5.0
+    path, *, intercept=1000.0, slope=10.0, training_range=(0, 100), deployment="a.gpu.tp1.00000000", reach=5.0
 ):
     term = {
         "feature": "prefill_tokens",
@@ -25,12 +25,12 @@ def _file(
     }
     model = {
         "name": "beta.cycle_time",
-        "scope_id": scope,
+        "deployment_id": deployment,
         "form": "linear",
         "intercept": {"value": intercept, "ci95": [intercept - reach, intercept + reach]},
         "terms": [term],
     }
-    document = {"schema": "tracefit/coefficients", "version": 2, "kind": "beta", "models": [model]}
+    document = {"schema": "tracefit/coefficients", "version": 3, "kind": "beta", "models": [model]}
     path.write_text(json.dumps(document))
     return path
 
@@ -82,7 +82,7 @@ def test_ranges_that_do_not_meet_are_reported(tracefit, two, tmp_path):
 
 
 def test_files_of_one_other_scope_are_compared_and_it_is_said(tracefit, two, tmp_path):
-    other = _file(tmp_path / "o.json", scope="b.gpu.tp1.00000000")
+    other = _file(tmp_path / "o.json", deployment="b.gpu.tp1.00000000")
     result = json.loads(tracefit("compare", two[0], other, "--json")[1])
     assert any("which is another one" in note for note in result["notes"])
 
@@ -227,5 +227,5 @@ def test_new_traces_of_another_server_are_one_line(tracefit, trained, tmp_path, 
     tables = _tables(tmp_path, new_traces, other, steps=20, requests=10)
     code, out, err = tracefit("compare", trained / "models", tables)
     assert (code, out) == (1, "")
-    assert "no run of scope" in err
+    assert "no run of deployment" in err
     assert err.count("\n") == 1

@@ -54,7 +54,7 @@ def test_a_step_model_that_was_not_fitted_is_a_fault_of_the_data(tracefit, tmp_p
     """But a file of step times that was not given is a fault of the command line."""
     beta = json.loads((trained / "models" / "beta.json").read_text())
     missing = {"name": "beta.cycle_time", "reason": "no step was seen", "remedy": "trace steps"}
-    beta |= {"models": [], "not_fitted": [missing | {"scope_id": beta["models"][0]["scope_id"]}]}
+    beta |= {"models": [], "not_fitted": [missing | {"deployment_id": beta["models"][0]["deployment_id"]}]}
     (tmp_path / "beta.json").write_text(json.dumps(beta))
     (tmp_path / "alpha.json").write_bytes((trained / "models" / "alpha.json").read_bytes())
     what, *options = command

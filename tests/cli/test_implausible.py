@@ -40,7 +40,7 @@ RULES = {
 
 
 def _errors(out):
-    models = json.loads((out / "evaluation.json").read_text())["scopes"][0]["models"]
+    models = json.loads((out / "evaluation.json").read_text())["deployments"][0]["models"]
     return {name: m["holdout"]["mae"] for name, m in models.items()}
 
 

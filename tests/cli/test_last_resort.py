@@ -111,8 +111,8 @@ def test_a_fit_that_fails_costs_its_own_model(tracefit, monkeypatch, out):
     monkeypatch.setattr("numpy.linalg.svd", fail)
     code, _, stderr = tracefit("train", out, "--out", out / "models", "--fast", "--features", "batch")
     assert (code, stderr) == (0, "")
-    (scope,) = json.loads((out / "models" / "evaluation.json").read_text())["scopes"]
-    assert "alpha.admission" in scope["models"]
-    reasons = {missing["name"]: missing["reason"] for missing in scope["not_fitted"]}
+    (deployment,) = json.loads((out / "models" / "evaluation.json").read_text())["deployments"]
+    assert "alpha.admission" in deployment["models"]
+    reasons = {missing["name"]: missing["reason"] for missing in deployment["not_fitted"]}
     assert reasons["beta.cycle_time"] == "unexpected IndexError (boolean index did not match)"
-    assert reasons.keys() | scope["models"].keys() == {"beta.cycle_time", *(t.model for t in TARGETS)}
+    assert reasons.keys() | deployment["models"].keys() == {"beta.cycle_time", *(t.model for t in TARGETS)}

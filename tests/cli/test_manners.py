@@ -34,17 +34,17 @@ def test_a_run_without_configuration_is_warned_of(tracefit, traces, tmp_path, qu
     ("words", "completed"),
     [
         ("tracefit run x --gpu H100-", ["H100-SXM", "H100-PCIe", "H100-NVL"]),
-        ("tracefit export {out} --scope {start}", ["{scope}"]),
+        ("tracefit export {out} --deployment {start}", ["{deployment}"]),
         ("tracefit predict {out} --run b", ["busy"]),
-        ("tracefit export {out}/nothing --scope ti", []),
+        ("tracefit export {out}/nothing --deployment ti", []),
         ("tracefit predict {out}/models/beta.json --run b", []),
     ],
 )
 def test_a_shell_completes_names(process, trained, monkeypatch, words, completed):
-    (scope,) = tracefit.load(trained).scope_ids
-    completed = [text.format(scope=scope) for text in completed]
+    (deployment,) = tracefit.load(trained).deployment_ids
+    completed = [text.format(deployment=deployment) for text in completed]
     monkeypatch.setenv("_TRACEFIT_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", words.format(out=trained, start=scope[:5]))
+    monkeypatch.setenv("COMP_WORDS", words.format(out=trained, start=deployment[:5]))
     monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
     shown = process()
     assert (shown.stdout.split(), shown.stderr) == (completed, "")

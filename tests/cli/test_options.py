@@ -83,18 +83,18 @@ def test_a_commands_own_section_wins_over_what_is_for_all(generated, config):
 @pytest.mark.slow
 def test_lists_and_tables_set_repeatable_options(tracefit, tmp_path, traces, config):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
-    scopes = set()
+    deployments = set()
     for text in (
         'set = ["max_num_seqs=17", "enforce_eager=true"]',
         "[inspect.set]\nmax_num_seqs = 17\nenforce_eager = true",
     ):
         _, out, err = tracefit("inspect", folder, "--config", config(text), "--json")
         assert err == ""
-        scopes.add(json.loads(out)["scopes"][0]["scope_id"])
+        deployments.add(json.loads(out)["deployments"][0]["deployment_id"])
     _, out, _ = tracefit(
         "inspect", folder, "--set", "max_num_seqs=17", "--set", "enforce_eager=true", "--json"
     )
-    assert scopes == {json.loads(out)["scopes"][0]["scope_id"]}
+    assert deployments == {json.loads(out)["deployments"][0]["deployment_id"]}
 
 
 WRONG_FILES = {

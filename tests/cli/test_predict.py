@@ -13,12 +13,12 @@ ROOT = Path(__file__).parents[2]
 
 BETA = {
     "schema": "tracefit/coefficients",
-    "version": 2,
+    "version": 3,
     "kind": "beta",
     "models": [
         {
             "name": "beta.cycle_time",
-            "scope_id": "small.gpu.tp1.00000000",
+            "deployment_id": "small.gpu.tp1.00000000",
             "form": "linear",
             "intercept": {"value": 1000.0},
             "terms": [
@@ -80,7 +80,7 @@ def test_a_question_is_answered_without_the_libraries_that_fit(process, beta, qu
     done = process("predict", beta, *question, "--json", code=LOADED)
     assert done.returncode == 0, done.stderr
     answer, loaded = done.stdout.rsplit("\n\n", 1)
-    assert json.loads(answer)["scope_id"] == "small.gpu.tp1.00000000"
+    assert json.loads(answer)["deployment_id"] == "small.gpu.tp1.00000000"
     assert not set(loaded.split()) & {"sklearn", "polars", "numpy", "scipy", "pyarrow"}
 
 
@@ -199,7 +199,7 @@ def test_rows_that_cannot_be_used_are_one_line(tracefit, beta, tmp_path, name, c
         (("--rows", "missing.csv"), "missing.csv"),
         (("--feature", "a"), "NAME=NUMBER"),
         (("--feature", "a=nan"), "NAME=NUMBER"),
-        (("--scope", "other", "--batch", "4"), "no scope here"),
+        (("--deployment", "other", "--batch", "4"), "no deployment here"),
         (("--feature", "num_decode_reqs=-5"), "num_decode_reqs: -5 is not a count"),
         (
             ("--prompt", "10", "--output", "3", "--cached", "10"),
@@ -215,8 +215,8 @@ def test_wrong_questions_are_one_line(tracefit, beta, arguments, says):
 
 
 def test_the_shipped_models_answer(tracefit):
-    """7,000 us + 26 per prefill token + 15 per decode request is the law of the 8b scope."""
-    asked = ("--scope", "llama-3.1-8b", "--batch", 32, "--context", 1500, "--prefill", 512, "--json")
+    """7,000 us + 26 per prefill token + 15 per decode request is the law of the 8b deployment."""
+    asked = ("--deployment", "llama-3.1-8b", "--batch", 32, "--context", 1500, "--prefill", 512, "--json")
     code, out, _ = tracefit("predict", ROOT / "fixtures/models", *asked)
     assert code == 0
     assert json.loads(out)["step"]["value_us"] == pytest.approx(

@@ -69,12 +69,12 @@ COMMANDS = {
     "requests": ("{out}/tables",),
     "requests --each": ("{out}/tables", "--each"),
     "ingest --dry-run": ("{runs}", "--out", "{out}/tables", "--dry-run"),
-    "predict --prompt": ("{shipped}", "--scope", "llama-3.1-8b", "--prompt", "800", "--output", "9"),
-    "predict --rows": ("{shipped}/beta.json", "--scope", "llama-3.1-8b", "--rows", "{out}/rows.csv"),
+    "predict --prompt": ("{shipped}", "--deployment", "llama-3.1-8b", "--prompt", "800", "--output", "9"),
+    "predict --rows": ("{shipped}/beta.json", "--deployment", "llama-3.1-8b", "--rows", "{out}/rows.csv"),
     "receive": ("--out", "{out}/traces", "--grpc-port", "0", "--http-port", "0", "--stop-after", "0.1s"),
     "features": ("batch",),
     "synth": ("--out", "{out}", "--requests", "3"),
-    "predict": ("{shipped}", "--scope", "llama-3.1-8b", "--batch", "32", "--context", "1500"),
+    "predict": ("{shipped}", "--deployment", "llama-3.1-8b", "--batch", "32", "--context", "1500"),
     "compare": ("{shipped}", "{shipped}"),
     "replay": ("{trained}",),
     "plan": (
@@ -89,7 +89,7 @@ COMMANDS = {
         "num_gpu_blocks=4096",
     ),
     "verify": ("{out}/beta.json", "--tables", "{out}/tables"),
-    "export": ("{shipped}", "--to", "csv", "--scope", "llama-3.1-8b", "--out", "{out}"),
+    "export": ("{shipped}", "--to", "csv", "--deployment", "llama-3.1-8b", "--out", "{out}"),
 }
 
 _SLOW = {"run", "train", "report", "verify"}

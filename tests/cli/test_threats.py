@@ -145,8 +145,8 @@ def test_spans_of_two_runs_are_warned_of_and_trained_on_once(tmp_path, new_trace
     code, _, stderr = tracefit("run", tmp_path / "one", tmp_path / "two", "--out", tmp_path / "out", "--fast")
     assert code == 0
     assert "run again: 151 of its spans are in run run too; it is left out of training" in stderr
-    scope = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scopes"][0]
-    assert scope["runs"] == ["run"]
+    deployment = json.loads((tmp_path / "out" / "evaluation.json").read_text())["deployments"][0]
+    assert deployment["runs"] == ["run"]
 
 
 @pytest.mark.slow
@@ -200,8 +200,8 @@ def test_names_in_coefficient_files_reach_no_terminal_as_code(tmp_path, trained,
     models = shutil.copytree(trained / "models", tmp_path / "models")
     for path in models.glob("*.json"):
         text = path.read_text()
-        scope = json.loads(text)["models"][0]["scope_id"]
-        path.write_text(text.replace(scope, "=evil\\u001b[31m\\u0007"))
+        deployment = json.loads(text)["models"][0]["deployment_id"]
+        path.write_text(text.replace(deployment, "=evil\\u001b[31m\\u0007"))
     calls = [
         ("compare", models, trained / "models"),
         ("compare", models, models),
@@ -267,8 +267,8 @@ def test_a_password_gets_into_no_name_and_no_line(tmp_path, monkeypatch, tracefi
         ["report", "URL"],
         ["requests", "URL"],
         ["predict", "URL", "--batch", "3"],
-        ["predict", "MODELS", "--scope", "tiny", "--rows", "URL"],
-        ["export", "MODELS", "--scope", "codellama", "--to", "csv", "--out", "URL"],
+        ["predict", "MODELS", "--deployment", "tiny", "--rows", "URL"],
+        ["export", "MODELS", "--deployment", "codellama", "--to", "csv", "--out", "URL"],
         ["compare", "URL", "MODELS"],
         ["verify", "URL"],
         ["verify", "MODELS", "--tables", "URL"],
@@ -395,9 +395,9 @@ def test_options_of_a_wrong_type_are_one_line(tmp_path, trained, tracefit, optio
 
 
 @pytest.mark.slow
-def test_a_model_without_a_scope_is_not_verified(tmp_path, trained, tracefit, quick):
+def test_a_model_without_a_deployment_is_not_verified(tmp_path, trained, tracefit, quick):
     document = json.loads((trained / "models" / "beta.json").read_text())
-    del document["models"][0]["scope_id"]
+    del document["models"][0]["deployment_id"]
     (tmp_path / "beta.json").write_text(json.dumps(document))
     assert tracefit("verify", tmp_path / "beta.json", "--tables", trained / "tables")[0] == 1
 
@@ -423,14 +423,14 @@ def null_formulas(tmp_path):
         models = [
             {
                 "name": f"{kind}.{name}",
-                "scope_id": "a.gpu.tp1.00000000",
+                "deployment_id": "a.gpu.tp1.00000000",
                 "form": "linear",
                 "intercept": {"value": 100},
                 "terms": [feature | ({"training_range": [0, 100]} if kind == "alpha" else {})],
             }
             for name in names
         ]
-        document = {"schema": "tracefit/coefficients", "version": 2, "kind": kind, "models": models}
+        document = {"schema": "tracefit/coefficients", "version": 3, "kind": kind, "models": models}
         (tmp_path / "odd" / f"{kind}.json").write_text(json.dumps(document))
 
     (tmp_path / "odd").mkdir()

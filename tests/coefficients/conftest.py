@@ -36,7 +36,7 @@ def term(feature, value, training_range=(0, 1e6), **more):
 STEP = {
     "name": "beta.cycle_time",
     "form": "linear",
-    "scope_id": "small.gpu.tp1.00000000",
+    "deployment_id": "small.gpu.tp1.00000000",
     "intercept": {"value": 1000.0},
     "terms": [
         term("prefill_tokens", 10.0, (0, 60)),
@@ -45,12 +45,12 @@ STEP = {
         term("prefill_share", 100.0, (0, 1), formula="prefill_tokens / (prefill_tokens + decode_tokens)"),
     ],
     "validation": validation(20.0, mixed=60.0),
-    "scope": {"model": "small", "gpu": "gpu", "architecture": {}, "hardware": {}, "settings": SETTINGS},
+    "deployment": {"model": "small", "gpu": "gpu", "architecture": {}, "hardware": {}, "settings": SETTINGS},
 }
 ADMISSION = {
     "name": "alpha.admission",
     "form": "boundary",
-    "scope_id": "small.gpu.tp1.00000000",
+    "deployment_id": "small.gpu.tp1.00000000",
     "boundary": "step_start",
     "work": {"intercept": {"value": 300.0}, "terms": [term("prompt_tokens", 2.0)]},
     "offset": {"value": -20.0},
@@ -59,7 +59,7 @@ ADMISSION = {
 WAIT = {
     "name": "alpha.queue_wait",
     "form": "regimes",
-    "scope_id": "small.gpu.tp1.00000000",
+    "deployment_id": "small.gpu.tp1.00000000",
     "regimes": [
         {
             "name": "queued",
@@ -78,7 +78,7 @@ WAIT = {
 DEPARTURE = {
     "name": "alpha.departure",
     "form": "linear",
-    "scope_id": "small.gpu.tp1.00000000",
+    "deployment_id": "small.gpu.tp1.00000000",
     "intercept": {"value": 200.0},
     "terms": [term("batch_requests", 30.0, formula="num_prefill_reqs + num_decode_reqs")],
 }
@@ -86,7 +86,7 @@ DEPARTURE = {
 
 def document(kind, *models):
     """Return a coefficient file's content."""
-    return {"schema": "tracefit/coefficients", "version": 2, "kind": kind, "models": list(models)}
+    return {"schema": "tracefit/coefficients", "version": 3, "kind": kind, "models": list(models)}
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def _linear(intercept, formulas=None, **terms):
 
 
 def _model(**fields):
-    return TypeAdapter(Model).validate_python({"name": "m", "scope_id": "s", **fields})
+    return TypeAdapter(Model).validate_python({"name": "m", "deployment_id": "s", **fields})
 
 
 def _line(intercept, formulas=None, **terms):
@@ -257,7 +257,7 @@ ONE, OTHER = {"feature": "x", "op": ">", "value": 1}, {"feature": "x", "op": "<=
 def test_a_condition_says_when_it_holds(when, cell, sentence):
     """In a cell of the CSV export, and in the report."""
     model = _regimes(when)
-    models = SimpleNamespace(models=SimpleNamespace(scope_id="s", models={"m": model}))
+    models = SimpleNamespace(models=SimpleNamespace(deployment_id="s", models={"m": model}))
     rows = csv.DictReader(to_csv(models).files["coefficients.csv"].splitlines())
     assert next(rows)["condition"] == cell
     assert next(iter(content._coefficients(model))) == f"Regime *queued*, {sentence}:"

@@ -15,7 +15,7 @@ from tracefit.coefficients.model import CoefficientFile
 
 SCHEMAS = Path(__file__).parents[2] / "schemas"
 
-LINEAR = """{"name": "beta.cycle_time", "scope_id": "…", "target": {"definition": "start of a step to start of the next, engine busy", "unit": "us", "source": "step_clock"},
+LINEAR = """{"name": "beta.cycle_time", "deployment_id": "…", "target": {"definition": "start of a step to start of the next, engine busy", "unit": "us", "source": "step_clock"},
  "form": "linear", "intercept": {"value": 7408.99, "ci95": [7391.2, 7427.0]},
  "terms": [{"feature": "prefill_tokens", "unit": "us/token", "value": 26.59, "ci95": [26.1, 27.1], "training_range": [0, 2048]}]}"""
 REGIMES = """{"name": "alpha.queue_wait", "form": "regimes", "regimes": [
@@ -30,7 +30,7 @@ FORMS = {"linear": LINEAR, "regimes": REGIMES, "boundary": BOUNDARY}
 
 def _wrapped(*models):
     wrapped = [json.loads(text) for text in models]
-    return {"schema": "tracefit/coefficients", "version": 2, "kind": "alpha", "models": wrapped}
+    return {"schema": "tracefit/coefficients", "version": 3, "kind": "alpha", "models": wrapped}
 
 
 def _schema(name):
@@ -109,7 +109,7 @@ def test_a_written_model_says_what_it_is_and_where_it_comes_from(trained):
     assert model["training"]["runs"] == ["busy"]
     assert model["training"]["exclusions"]["warm_up"] == 20
     assert model["training"]["rows_used"] + 20 <= model["training"]["rows"]
-    assert model["scope"]["model"] == "meta-llama/Llama-2-7b-hf"
+    assert model["deployment"]["model"] == "meta-llama/Llama-2-7b-hf"
     assert beta["provenance"]["tool"] == "tracefit"
     for term in model["terms"]:
         assert term["ci95"][0] <= term["value"] <= term["ci95"][1]
@@ -117,15 +117,15 @@ def test_a_written_model_says_what_it_is_and_where_it_comes_from(trained):
 
 
 def test_every_value_that_no_input_stated_is_marked_as_assumed(trained):
-    scope = json.loads((trained / "models" / "beta.json").read_text())["models"][0]["scope"]
-    assumed = " ".join(scope["assumed"])
+    deployment = json.loads((trained / "models" / "beta.json").read_text())["models"][0]["deployment"]
+    assumed = " ".join(deployment["assumed"])
     assert "gpu_memory_utilization" in assumed
     assert "max_num_seqs" not in assumed
 
 
 def test_validation_is_the_entry_of_the_evaluation(trained):
     evaluation = json.loads((trained / "evaluation.json").read_text())
-    entries = evaluation["scopes"][0]["models"]
+    entries = evaluation["deployments"][0]["models"]
     for name in ("alpha", "beta"):
         for model in json.loads((trained / "models" / f"{name}.json").read_text())["models"]:
             assert model["validation"] == entries[model["name"]]
@@ -153,7 +153,7 @@ def test_the_evaluation_counts_what_was_read(trained):
 
 
 def test_the_timeline_entry_counts_steps(trained):
-    timeline = json.loads((trained / "evaluation.json").read_text())["scopes"][0]["timeline"]
+    timeline = json.loads((trained / "evaluation.json").read_text())["deployments"][0]["timeline"]
     assert (timeline["servers"], timeline["epochs"], timeline["adjacent_cycles"]) == (1, 1, 239)
     assert timeline["step_sampling"] == 1.0
     assert timeline["duration_coverage"] == pytest.approx(0.05, rel=0.01)

@@ -110,7 +110,7 @@ IMPOSSIBLE_REQUESTS = [
 def short(small, parts):
     """The small server, which takes requests of at most 200 tokens."""
     step = deepcopy(parts["step"])
-    step["scope"]["settings"]["max_model_len"] = 200
+    step["deployment"]["settings"]["max_model_len"] = 200
     (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
     return tracefit.load(small)
 
@@ -154,7 +154,7 @@ def test_a_context_that_is_not_given_is_said(small):
 def test_what_changes_nothing_is_said_and_what_would_check_it(small, parts):
     """A model of the batch alone, trained up to half a cache of blocks that the server does not state."""
     step = deepcopy(parts["step"])
-    del step["scope"]["settings"]["num_gpu_blocks"]
+    del step["deployment"]["settings"]["num_gpu_blocks"]
     step["terms"] = [parts["step"]["terms"][1]]
     step["features_left_out"] = [
         {"feature": "kv_usage_ratio", "reason": "collinear", "training_range": [0, 0.5]},
@@ -277,7 +277,7 @@ def busy(small, parts):
         "max_tokens": 20,
     }
     step = deepcopy(parts["step"])
-    step["scope"]["workload"] = mean
+    step["deployment"]["workload"] = mean
     (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
     alpha = json.loads((small / "alpha.json").read_text())
     alpha["requests"] = [_range("itl", 0.8, 1.5), _range("ttft", None, None)]
@@ -289,7 +289,7 @@ def _range(latency, low, high):
     metrics = dict.fromkeys(("mape_pct", "mdape_pct", "mae", "rmse", "r2", "bias_pct", "p99_ape_pct"))
     errors = {"n": 50, **metrics, "mdape_pct": 31.0, "p90_ape_pct": 77.0}
     return {
-        "scope_id": "small.gpu.tp1.00000000",
+        "deployment_id": "small.gpu.tp1.00000000",
         "latency": latency,
         "low_ratio": low,
         "high_ratio": high,
@@ -320,7 +320,7 @@ def test_prompts_of_others_lengthen_the_steps_of_a_request(busy):
 def bursty(small, parts):
     """The small server, whose prompts came in steps of 30 tokens (one request) and of 90 (two)."""
     step = deepcopy(parts["step"])
-    step["scope"]["workload"] = {
+    step["deployment"]["workload"] = {
         "requests": 40,
         "prompt_tokens": 60,
         "cached_prompt_tokens": 0,
@@ -535,7 +535,7 @@ def test_no_answer_falls_as_the_queue_grows(small, parts, batch):
 def test_every_input_beyond_training_is_named(small, parts):
     """Also those that no feature shows: in training 2 waited at most, prompts had 60 tokens, and 5 requests ran."""
     step = deepcopy(parts["step"])
-    step["scope"]["input_ranges"] = {
+    step["deployment"]["input_ranges"] = {
         "request": {"queue": [0, 2], "prompt_tokens": [10, 60], "batch": [0, 5]},
         "step": {"batch": [0, 5], "waiting": [0, 2], "prefill": [0, 60]},
     }
@@ -576,7 +576,7 @@ def test_rows_of_requests_have_the_ranges_of_single_ones(busy):
 
 def test_a_step_ahead_makes_the_prompt_wait_a_cycle_more(small, parts):
     step = deepcopy(parts["step"])
-    step["scope"]["settings"]["async_scheduling"] = True
+    step["deployment"]["settings"]["async_scheduling"] = True
     inputs = {"prompt_tokens": 50, "output_tokens": 1, "batch": 2, "context": 100}
     before = tracefit.load(small).predict_request(**inputs).prefill.value_us
     (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
@@ -643,15 +643,15 @@ def test_definitions_that_double_cost_no_more_than_their_number(small, parts):
     assert models.predict_step(pl.DataFrame({"batch": [3]}))["predicted_us"].to_list() == [1001]
 
 
-def test_scopes_are_selected_by_a_part_of_their_name(small, parts):
-    other = parts["step"] | {"scope_id": "large.gpu.tp1.00000000", "intercept": {"value": 9000.0}}
+def test_deployments_are_selected_by_a_part_of_their_name(small, parts):
+    other = parts["step"] | {"deployment_id": "large.gpu.tp1.00000000", "intercept": {"value": 9000.0}}
     (small / "beta.json").write_text(json.dumps(parts["document"]("beta", parts["step"], other)))
     models = tracefit.load(small)
-    assert sorted(models.scope_ids) == ["large.gpu.tp1.00000000", "small.gpu.tp1.00000000"]
-    assert models.predict_step(scope="large", batch=1).step.value_us == 9050
-    for scope in (None, "gpu", "tiny"):
-        with pytest.raises(UsageError, match=r"scope`: .*large\.gpu"):
-            models.predict_step(scope=scope, batch=1)
+    assert sorted(models.deployment_ids) == ["large.gpu.tp1.00000000", "small.gpu.tp1.00000000"]
+    assert models.predict_step(deployment="large", batch=1).step.value_us == 9050
+    for deployment in (None, "gpu", "tiny"):
+        with pytest.raises(UsageError, match=r"deployment`: .*large\.gpu"):
+            models.predict_step(deployment=deployment, batch=1)
 
 
 def test_files_that_are_not_there_or_say_the_same_twice_are_refused(small, tmp_path):

@@ -164,20 +164,20 @@ def test_composed_requests_are_right_in_sum_where_the_load_stays_what_it_was(tmp
     assert all(won), "both beat a constant median on each run"
 
 
-@pytest.mark.parametrize("scope", ["llama-2-70b", "llama-3.1-8b"])
-def test_composed_requests_of_the_fixtures_keep_to_what_was_measured(scope):
+@pytest.mark.parametrize("deployment", ["llama-2-70b", "llama-3.1-8b"])
+def test_composed_requests_of_the_fixtures_keep_to_what_was_measured(deployment):
     """fixtures/models/ is what training makes of fixtures/generated/: TTFT and E2E beat a constant median, no latency is far off in sum.
 
     Not ITL: its law has a large constant, and the batch that a request arrives in is not the one it decodes in.
     """
     alpha = read_coefficients(Path(__file__).parents[2] / "fixtures/models/alpha.json")
-    by_name = {r.latency: r for r in alpha.requests if r.scope_id.startswith(scope)}
+    by_name = {r.latency: r for r in alpha.requests if r.deployment_id.startswith(deployment)}
     ttft, itl, e2e = by_name["ttft"], by_name["itl"], by_name["e2e"]
     assert ttft.holdout.mae < ttft.baseline.mae
     assert e2e.holdout.mae < e2e.baseline.mae
     assert abs(itl.holdout.bias_pct) < 5
     # The 70B run ends in a longer queue than any it was trained on: part of its wait is extrapolated.
-    assert abs(e2e.holdout.bias_pct) < (8 if scope == "llama-2-70b" else 5)
+    assert abs(e2e.holdout.bias_pct) < (8 if deployment == "llama-2-70b" else 5)
     for one in by_name.values():
         published = one.low_ratio is not None
         enough = one.requests_held_out >= 10 and one.requests >= 30
@@ -199,14 +199,14 @@ def _described(models, ratios, split):
         (predicted[f"{n}_us"] * pl.Series(ratios)).alias(f"measured_{n}_us") for n in ("ttft", "itl", "e2e")
     ]
     described = rows.with_columns(pl.Series("split", split), *measured)
-    return predicted_requests(models.scope(), described)
+    return predicted_requests(models.deployment(), described)
 
 
 def test_the_range_is_that_of_the_training_requests(small):
     models = tracefit.load(small)
     trained, later = list(np.linspace(0.8, 1.2, 101)), list(np.linspace(0.8, 1.2, 40))
     rows = _described(models, trained + later, ["train"] * 101 + ["holdout"] * 40)
-    ranges = request_ranges("scope", rows, reference=True)
+    ranges = request_ranges("deployment", rows, reference=True)
     assert len(ranges) == 3
     for one in ranges:
         assert (one.low_ratio, one.high_ratio) == (pytest.approx(0.82), pytest.approx(1.18))
@@ -219,7 +219,7 @@ def test_the_range_is_that_of_the_training_requests(small):
 def test_a_range_that_is_too_wide_is_still_a_range(small):
     models = tracefit.load(small)
     rows = _described(models, [*np.linspace(0.8, 1.2, 101), *[1.0] * 40], ["train"] * 101 + ["holdout"] * 40)
-    for one in request_ranges("scope", rows, reference=False):
+    for one in request_ranges("deployment", rows, reference=False):
         assert (one.coverage_pct, one.reason, one.gradient_boosting) == (100, None, None)
         assert one.low_ratio == pytest.approx(0.82)
 
@@ -231,7 +231,9 @@ def test_requests_that_get_no_range_do_not_count_for_it(small):
     far = rows.with_columns(
         measured_ttft_us=pl.col("measured_ttft_us") * 50, out_of_range=pl.lit("prefill_tokens")
     )
-    alone, both = (request_ranges("scope", r, reference=False)[0] for r in (rows, pl.concat([rows, far])))
+    alone, both = (
+        request_ranges("deployment", r, reference=False)[0] for r in (rows, pl.concat([rows, far]))
+    )
     assert (both.low_ratio, both.high_ratio) == (alone.low_ratio, alone.high_ratio)
     assert (both.requests_held_out, both.holdout.n) == (40, 80), "the errors are those of all requests"
 
@@ -247,6 +249,6 @@ def test_a_range_that_held_out_requests_do_not_confirm_is_none(small, later, sai
     models = tracefit.load(small)
     trained = list(np.linspace(0.8, 1.2, 101))
     rows = _described(models, trained + list(later), ["train"] * 101 + ["holdout"] * len(later))
-    for one in request_ranges("scope", rows, reference=False):
+    for one in request_ranges("deployment", rows, reference=False):
         assert (one.low_ratio, one.high_ratio) == (None, None)
         assert said in one.reason

@@ -52,7 +52,7 @@ def test_what_cannot_be_left_out_is_a_note_and_no_error(tmp_path, traces, evalua
     evaluation, report = evaluation_of(across=True, features="batch")
     assert evaluation["across"] == []
     notes = "\n".join(evaluation["across_notes"])
-    assert "leave-one-run-out: no scope has two runs" in notes
+    assert "leave-one-run-out: no deployment has two runs" in notes
     assert "no GPU" in notes
     assert "leave-one-model-out: the data have none, two are needed" in notes
     assert "- Note: leave-one-run-out" in report
@@ -110,19 +110,21 @@ def test_one_model_on_the_other_gpu_cannot_tell_weights_from_a_constant(tmp_path
     evaluation, report = evaluation_of(across=True, features="roofline")
     assert {e["left_out"] for e in evaluation["across"]} == {"a100-80gb-sxm", "h100-sxm"}
     for gpu in ("a100-80gb-sxm", "h100-sxm"):
-        assert f"leave-one-GPU-out, {gpu}: the rest is one scope" in "\n".join(evaluation["across_notes"])
-    assert "the rest is one scope, which cannot separate reading the weights from a constant" in report
+        assert f"leave-one-GPU-out, {gpu}: the rest is one deployment" in "\n".join(
+            evaluation["across_notes"]
+        )
+    assert "the rest is one deployment, which cannot separate reading the weights from a constant" in report
 
 
 @pytest.mark.slow
-def test_scopes_of_one_model_on_one_gpu_predict_each_other(tmp_path, evaluation_of):
-    """The error of a constant per batch size is beside each, by an independent path: what steps of the other scope took."""
+def test_deployments_of_one_model_on_one_gpu_predict_each_other(tmp_path, evaluation_of):
+    """The error of a constant per batch size is beside each, by an independent path: what steps of the other deployment took."""
     for tp in (1, 4):
         options = SynthOptions(name=f"tp{tp}", seed=tp, law="roofline", model="llama-8b", tp=tp, requests=40)
         write_run(synth(options), tmp_path / "runs")
     evaluation, report = evaluation_of(across=True, features="roofline")
     first, second = evaluation["across"]
-    assert (first["kind"], second["kind"]) == ("scope", "scope")
+    assert (first["kind"], second["kind"]) == ("deployment", "deployment")
     assert (first["trained_on"], second["trained_on"]) == ([second["left_out"]], [first["left_out"]])
     # Four GPUs are quicker than one: a table of past steps is too slow one way, and too quick the other.
     assert min(e["by_batch_size"]["mape_pct"] for e in (first, second)) > 20

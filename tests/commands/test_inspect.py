@@ -16,11 +16,11 @@ WAITS = {"beta.cycle_time": "step time"} | {target.model: target.title for targe
 
 @pytest.fixture
 def allows():
-    """Return a function from an inspection of one scope to what it allows, by name."""
+    """Return a function from an inspection of one deployment to what it allows, by name."""
 
     def of(found):
-        (scope,) = found.scopes
-        return {a.what: a for a in scope.allows}
+        (deployment,) = found.deployments
+        return {a.what: a for a in deployment.allows}
 
     return of
 
@@ -41,7 +41,7 @@ def test_facts_of_a_run_are_those_that_went_in(tmp_path, traces):
         ("traces.json.gz", "gzip", "OTLP JSON lines")
     ]
     assert inspected.bytes == inspected.files[0].bytes == (folder / "traces.json.gz").stat().st_size
-    spans = {s.scope: s.spans for s in inspected.scopes}
+    spans = {s.deployment: s.spans for s in inspected.deployments}
     assert spans == {"vllm.api": 60, "vllm.scheduler": 60, "vllm.scheduler.step": 1}
     assert inspected.events["step.BATCH_SUMMARY"] == 120
     assert inspected.events["api.ARRIVED"] == inspected.events["journey.FINISHED"] == 60
@@ -68,7 +68,7 @@ def test_tables_tell_the_same_as_the_traces_they_are_of(tmp_path, traces):
     folder = traces.load(steps=120, requests=60).write(tmp_path / "busy")
     ingest([folder], tmp_path / "tables")
     of_traces, of_tables = inspect([folder]), inspect([tmp_path / "tables"])
-    assert of_tables.scopes == of_traces.scopes
+    assert of_tables.deployments == of_traces.deployments
     assert of_tables.runs[0].checks == of_traces.runs[0].checks
     assert of_tables.runs[0].events == of_traces.runs[0].events
 
@@ -132,7 +132,7 @@ def test_rows_are_counted_as_training_counts_them(tmp_path, traces, allows, quic
 
 
 @pytest.mark.slow
-def test_runs_of_one_scope_count_together(tmp_path, new_traces, allows, quick):
+def test_runs_of_one_deployment_count_together(tmp_path, new_traces, allows, quick):
     """Neither of the two has the 30 requests that training wants; both together do."""
     for name, seed in (("one", 1), ("two", 2)):
         new_traces().load(steps=120, requests=30, seed=seed).write(tmp_path / "runs" / name)
@@ -149,7 +149,7 @@ def test_three_requests_allow_nothing(tmp_path, traces, allows):
         traces.request(number, 20_000 * number, step=6 * number)
     found = inspect([traces.write(tmp_path / "few")])
     assert found.exit_code == 1
-    assert not any(a.trains for a in found.scopes[0].allows)
+    assert not any(a.trains for a in found.deployments[0].allows)
     assert "at least 30 and 10 are needed" in allows(found)["queue wait"].reason
 
 
@@ -205,13 +205,13 @@ def test_prefix_hits_need_snapshots_that_tell_them(tmp_path, new_traces, allows)
     assert (verdicts["with"].verdict, verdicts["with"].reason) == ("yes", "known of 1 requests")
 
 
-def test_scopes_that_were_seen_and_not_read_are_named(tmp_path, traces):
+def test_deployments_that_were_seen_and_not_read_are_named(tmp_path, traces):
     traces.request(1, 0, step=1).span("tgi.router\x1b[31m", "generate", (9, 9, 0), [])
     traces.span("tgi.router\x1b[31m", "generate", (9, 10, 0), []).span("x" * 500, "y", (9, 11, 0), [])
     found = inspect([traces.write(tmp_path / "run")])
     assert found.runs[0].other_scopes == {r"tgi.router\x1b[31m": 2, "x" * 64: 1}
     assert r"tgi.router\x1b[31m, 2 spans, not read" in inspect_text(found)
-    assert {scope.dialect for scope in found.runs[0].scopes} == {"journey"}
+    assert {deployment.dialect for deployment in found.runs[0].deployments} == {"journey"}
 
 
 def test_traces_of_another_engine_alone_name_it(tmp_path, traces):

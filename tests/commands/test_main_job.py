@@ -62,7 +62,7 @@ def two_runs(tmp_path, new_traces):
 
 
 @pytest.mark.slow
-def test_runs_of_one_scope_are_trained_together(tmp_path, two_runs, models_of, quick):
+def test_runs_of_one_deployment_are_trained_together(tmp_path, two_runs, models_of, quick):
     result = run([two_runs], tmp_path / "out", options=quick)
     assert {r.run_id for r in result.ingested.runs} == {"one", "two"}
     beta = models_of(tmp_path / "out" / "models")["beta.cycle_time"]
@@ -83,13 +83,13 @@ def test_order_of_runs_does_not_matter(tmp_path, two_runs, quick):
 
 
 @pytest.mark.slow
-def test_runs_of_two_configurations_are_two_scopes(tmp_path, two_runs, quick):
+def test_runs_of_two_configurations_are_two_deployments(tmp_path, two_runs, quick):
     with (two_runs / "one" / "exp-config.yaml").open("a") as config:
         config.write("enforce_eager: true\n")
     run([two_runs], tmp_path / "out", options=quick)
-    scopes = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scopes"]
-    assert sorted(s["runs"] for s in scopes) == [["one"], ["two"]]
-    names = {s["scope_id"] for s in scopes}
+    deployments = json.loads((tmp_path / "out" / "evaluation.json").read_text())["deployments"]
+    assert sorted(s["runs"] for s in deployments) == [["one"], ["two"]]
+    names = {s["deployment_id"] for s in deployments}
     assert len(names) == 2
     assert all(name.startswith("llama-2-7b.no-gpu.tp1.") for name in names)
 
@@ -108,7 +108,7 @@ def test_where_nothing_fits_the_report_says_what_the_server_did(tmp_path, new_tr
     assert "Run `few` is not replayed: no model was trained on run few." in text
     (row,) = [line for line in text.splitlines() if line.startswith("| `few` | 3 |")][:1]
     assert " 11.2 / 11.2 / 11.2 " in row
-    # A scope with nothing fitted stands beside others.
+    # A deployment with nothing fitted stands beside others.
     new_traces().load(steps=120, requests=60).write(tmp_path / "busy").joinpath("exp-config.yaml").write_text(
         "model: other\n"
     )
@@ -242,7 +242,7 @@ def test_clocks_that_disagree_are_counted_in_the_evaluation(tmp_path, traces, qu
     traces.change(scheduled, lambda at_ns: at_ns - 500_000_000, "ts.monotonic_ns")
     run([traces.write(tmp_path / "run")], tmp_path / "out", options=quick)
     evaluation = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    timeline = evaluation["scopes"][0]["timeline"]
+    timeline = evaluation["deployments"][0]["timeline"]
     assert (timeline["clock_corrected_events"], timeline["clock_disagreements"]) == (len(api), 2)
     assert timeline["clock_checked_events"] == 300
     report = (tmp_path / "out" / "report.md").read_text()

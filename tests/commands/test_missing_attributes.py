@@ -12,9 +12,9 @@ from tracefit.features.targets import TARGETS
 GROUPED = ("beta.cycle_time", "alpha.queue_wait")
 
 
-def _scope(trace, folder, how):
+def _deployment(trace, folder, how):
     run([trace.write(folder / "run")], folder / "out", options=how)
-    return json.loads((folder / "out" / "evaluation.json").read_text())["scopes"][0]
+    return json.loads((folder / "out" / "evaluation.json").read_text())["deployments"][0]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_held_out_row_that_is_of_no_known_group_is_in_none(
     """Step durations that are the step times: each row is a step, and its own batch says what kind it is."""
     traces.load(covered=1.0)
     traces.change(traces.events(event)[-10:-9], lambda _: None, attribute)
-    models = _scope(traces, tmp_path, quick)["models"]
+    models = _deployment(traces, tmp_path, quick)["models"]
     assert set(models) == {"beta.cycle_time", *(target.model for target in TARGETS)}
     grouped = {n: sum(group["n"] for group in models[n]["by_group"].values()) for n in GROUPED}
     # A step whose batch is unknown is no row of the hold-out at all.
@@ -46,8 +46,8 @@ def test_steps_without_what_tells_them_apart_are_as_long_as_most(tmp_path, trace
     slow = [step % 9 == 8 for step in range(270)]
     traces.steps(*(traces.summary(s, starts[s], decode_tokens=99 if slow[s] else 1) for s in range(270)))
     traces.change(traces.events("step.BATCH_SUMMARY"), lambda _: None, "batch.decode_tokens")
-    scope = _scope(traces, tmp_path, quick)
-    assert set(scope["models"]) == {"beta.cycle_time"}
-    assert scope["models"]["beta.cycle_time"]["holdout"]["mdape_pct"] == pytest.approx(0)
-    assert [m["name"] for m in scope["not_fitted"]] == [target.model for target in TARGETS]
-    assert all("no journeys" in m["reason"] for m in scope["not_fitted"])
+    deployment = _deployment(traces, tmp_path, quick)
+    assert set(deployment["models"]) == {"beta.cycle_time"}
+    assert deployment["models"]["beta.cycle_time"]["holdout"]["mdape_pct"] == pytest.approx(0)
+    assert [m["name"] for m in deployment["not_fitted"]] == [target.model for target in TARGETS]
+    assert all("no journeys" in m["reason"] for m in deployment["not_fitted"])

@@ -26,7 +26,7 @@ def trained_with(tables, tmp_path):
         files = [json.loads((tmp_path / "models" / f"{kind}.json").read_text()) for kind in ("alpha", "beta")]
         evaluation = json.loads((tmp_path / "models" / "evaluation.json").read_text())
         models = {m["name"]: m for file in files for m in file["models"]}
-        return models, evaluation["scopes"][0]["models"], files[0]["provenance"]["options"]
+        return models, evaluation["deployments"][0]["models"], files[0]["provenance"]["options"]
 
     return of
 

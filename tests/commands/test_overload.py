@@ -25,8 +25,8 @@ def trained_on(tmp_path, new_traces, quick):
         ingest([tmp_path / "runs"], tmp_path / "tables")
         result = train(tmp_path / "tables", tmp_path / "models", options=replace(quick, **options))
         assert [REASON in text for text in result.warnings] == [True], "a program reads what a terminal shows"
-        scope = json.loads((tmp_path / "models" / "evaluation.json").read_text())["scopes"][0]
-        return scope, (tmp_path / "models" / "report.md").read_text()
+        deployment = json.loads((tmp_path / "models" / "evaluation.json").read_text())["deployments"][0]
+        return deployment, (tmp_path / "models" / "report.md").read_text()
 
     return of
 
@@ -35,11 +35,11 @@ REASON = "20.0 % of requests failed or were given up"
 
 
 def test_it_is_flagged_and_kept_out_of_the_fit(tmp_path, trained_on):
-    scope, report = trained_on(["fine", "given_up"])
-    assert scope["overloaded"] == [
+    deployment, report = trained_on(["fine", "given_up"])
+    assert deployment["overloaded"] == [
         {"run_id": "given_up", "reasons": [REASON], "trained_on": False, "queued": []}
     ]
-    assert scope["runs"] == ["fine"]
+    assert deployment["runs"] == ["fine"]
     assert REASON in report
     assert "--include-overloaded" in report
     store = TableStore(tmp_path / "tables")
@@ -49,14 +49,14 @@ def test_it_is_flagged_and_kept_out_of_the_fit(tmp_path, trained_on):
 
 @pytest.mark.slow
 def test_it_is_kept_when_asked_for(trained_on):
-    scope, _ = trained_on(["fine", "given_up"], include_overloaded=True)
-    assert scope["overloaded"][0]["trained_on"] is True
-    assert scope["runs"] == ["fine", "given_up"]
+    deployment, _ = trained_on(["fine", "given_up"], include_overloaded=True)
+    assert deployment["overloaded"][0]["trained_on"] is True
+    assert deployment["runs"] == ["fine", "given_up"]
 
 
 @pytest.mark.slow
-def test_alone_in_its_scope_it_is_trained_on_and_flagged(trained_on):
-    scope, report = trained_on(["given_up"])
-    assert scope["overloaded"][0]["trained_on"] is True
-    assert scope["models"]["beta.cycle_time"]["holdout"]["n"] > 0
+def test_alone_in_its_deployment_it_is_trained_on_and_flagged(trained_on):
+    deployment, report = trained_on(["given_up"])
+    assert deployment["overloaded"][0]["trained_on"] is True
+    assert deployment["models"]["beta.cycle_time"]["holdout"]["n"] > 0
     assert "trained on all the same" in report

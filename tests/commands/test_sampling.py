@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from tracefit import ingest, train
-from tracefit.commands.scopes import sample_runs
+from tracefit.commands.deployments import sample_runs
 from tracefit.progress import KeptWarnings
 from tracefit.tables.store import TableStore
 
@@ -82,11 +82,11 @@ def test_the_sampling_is_stated(tmp_path, new_traces, quick):
     store.write_runs((run_id, {"runs": row}) for run_id, row in rows.items())
     progress = KeptWarnings(None)
     train(tmp_path / "tables", tmp_path / "models", options=quick, progress=progress)
-    (scope,) = json.loads((tmp_path / "models" / "evaluation.json").read_text())["scopes"]
-    (note,) = scope["notes"]
+    (deployment,) = json.loads((tmp_path / "models" / "evaluation.json").read_text())["deployments"]
+    (note,) = deployment["notes"]
     assert note.startswith("trained on 2 of 4 runs, evenly in the order of their beginning")
-    assert scope["runs"] == ["r1", "r3"]
-    assert f"{scope['scope_id']}: {note}" in progress.warnings
+    assert deployment["runs"] == ["r1", "r3"]
+    assert f"{deployment['deployment_id']}: {note}" in progress.warnings
     assert note in (tmp_path / "models" / "report.md").read_text()
     # The tables of the others stay.
     assert TableStore(tmp_path / "tables").runs() == ["r0", "r1", "r2", "r3"]

@@ -45,11 +45,11 @@ def test_step_time_and_queue_wait_are_fitted_from_spans_of_requests(tracefit, tm
     fitted = {m["name"]: m for m in result["trained"]["fitted"]}
     assert fitted["beta.cycle_time"]["of_means"]
     assert not fitted["alpha.queue_wait"]["of_means"]
-    scope = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scopes"][0]
-    steps = scope["models"]["beta.cycle_time"]
+    deployment = json.loads((tmp_path / "out" / "evaluation.json").read_text())["deployments"][0]
+    steps = deployment["models"]["beta.cycle_time"]
     assert set(steps["rows_by_source"]) == {"request"}
     assert steps["holdout"]["n"] > 100
-    assert scope["models"]["alpha.queue_wait"]["holdout"]["n"] > 100
+    assert deployment["models"]["alpha.queue_wait"]["holdout"]["n"] > 100
     # Sums were seen alone: no error is called that of a step.
     page = (tmp_path / "out" / "report.md").read_text()
     assert "Mean step times are typically within" in page

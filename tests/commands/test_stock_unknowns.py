@@ -42,13 +42,13 @@ class Said:
 
 def _said(folder, out):
     inspection = tracefit.inspect(folder)
-    (scope,) = inspection.scopes
+    (deployment,) = inspection.deployments
     tracefit.run([folder], out, options=FAST, workers=1)
-    (evaluation,) = json.loads((out / "evaluation.json").read_text())["scopes"]
+    (evaluation,) = json.loads((out / "evaluation.json").read_text())["deployments"]
     models = json.loads((out / "models/beta.json").read_text())["models"]
     return Said(
         " ".join(inspect_text(inspection).split()),
-        next(each.verdict for each in scope.allows if each.what == "step time"),
+        next(each.verdict for each in deployment.allows if each.what == "step time"),
         evaluation["verdicts"],
         (out / "report.md").read_text(),
         next((m for m in models if m["name"] == "beta.cycle_time"), None),

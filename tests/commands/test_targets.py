@@ -30,7 +30,7 @@ def _beta(tmp_path):
 
 
 def _timeline(tmp_path):
-    return json.loads((tmp_path / "out" / "evaluation.json").read_text())["scopes"][0]["timeline"]
+    return json.loads((tmp_path / "out" / "evaluation.json").read_text())["deployments"][0]["timeline"]
 
 
 @pytest.mark.parametrize(

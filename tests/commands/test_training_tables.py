@@ -9,8 +9,8 @@ import tracefit
 
 
 @pytest.fixture
-def two_scopes(tmp_path, traces, new_traces, quick):
-    """Train on two runs whose scopes offer different features: one has a GPU, the other none."""
+def two_deployments(tmp_path, traces, new_traces, quick):
+    """Train on two runs whose deployments offer different features: one has a GPU, the other none."""
     traces.load().write(tmp_path / "runs" / "bare", config=False)
     folder = new_traces().load(seed=3).write(tmp_path / "runs" / "whole")
     with (folder / "exp-config.yaml").open("a") as config:
@@ -20,12 +20,12 @@ def two_scopes(tmp_path, traces, new_traces, quick):
 
 
 @pytest.mark.slow
-def test_every_part_of_a_training_table_has_the_same_columns(two_scopes):
+def test_every_part_of_a_training_table_has_the_same_columns(two_deployments):
     for name in ("alpha_training", "beta_training"):
-        bare, whole = sorted((two_scopes / name).rglob("*.parquet"))
+        bare, whole = sorted((two_deployments / name).rglob("*.parquet"))
         assert pl.read_parquet_schema(bare) == pl.read_parquet_schema(whole)
         together = pl.read_parquet([bare, whole], hive_partitioning=False)
         assert together["run_id"].unique().sort().to_list() == ["bare", "whole"]
     lacking = {c for c in together.columns if together.filter(run_id="bare")[c].is_null().all()}
     known = {c for c in together.columns if together.filter(run_id="whole")[c].is_not_null().any()}
-    assert lacking & known, "the scopes were offered different features"
+    assert lacking & known, "the deployments were offered different features"

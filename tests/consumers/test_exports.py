@@ -374,13 +374,13 @@ def test_the_registry_takes_the_set(made, steps, to_blis, tmp_path):
             "units",
             "method",
             "fitted",
-            "scope",
+            "deployment",
             "sources",
             "rationale",
             "ci95",
             "validated",
         }
-        assert {"value", "units", "method", "fitted", "scope"} <= set(entry)
+        assert {"value", "units", "method", "fitted", "deployment"} <= set(entry)
         assert re.fullmatch(r"[a-z0-9_]+", name)
         assert math.isfinite(entry["value"])
         assert entry["units"] in UNITS
@@ -390,7 +390,7 @@ def test_the_registry_takes_the_set(made, steps, to_blis, tmp_path):
         for source in entry.get("sources", ()):
             assert set(source) == {"kind", "cite", "role"}
             assert (source["kind"], source["role"]) == ("model", "primary")
-        assert entry["scope"] == {
+        assert entry["deployment"] == {
             "hardware": ["h100"],
             "model": ["meta-llama/Llama-3.1-8B-Instruct"],
             "tp": [1],
@@ -779,7 +779,7 @@ def test_the_weighting_is_what_replays_training_requests_best(tmp_path):
     assert abs(_error(result, "E2E of a request, replayed").bias_pct) < 3
 
 
-def test_a_scope_that_cannot_be_replayed_says_so(made, tmp_path):
+def test_a_deployment_that_cannot_be_replayed_says_so(made, tmp_path):
     """Of half the journeys a replay would have half the load."""
     out = tmp_path / "half"
     shutil.copytree(made, out)

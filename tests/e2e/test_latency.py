@@ -24,7 +24,7 @@ LAW = LinearLaw(
 
 
 def _latency(folder):
-    return json.loads((folder / "evaluation.json").read_text())["scopes"][0]["latency"]
+    return json.loads((folder / "evaluation.json").read_text())["deployments"][0]["latency"]
 
 
 def _table(folder, name):
@@ -117,8 +117,11 @@ def test_the_report_and_the_summary_show_them(trained):
 def test_what_has_no_journeys_says_so(tmp_path, new_traces, quick):
     folder = new_traces().load(requests=0).write(tmp_path / "steps")
     tracefit.run([folder], tmp_path / "out", options=quick)
-    scope = json.loads((tmp_path / "out/evaluation.json").read_text())["scopes"][0]
-    assert (scope["latency"], scope["latency_missing"]) == ({}, "the traces hold no journeys of requests")
+    deployment = json.loads((tmp_path / "out/evaluation.json").read_text())["deployments"][0]
+    assert (deployment["latency"], deployment["latency_missing"]) == (
+        {},
+        "the traces hold no journeys of requests",
+    )
     assert (
         "Not composed: the traces hold no journeys of requests." in (tmp_path / "out/report.md").read_text()
     )
@@ -239,8 +242,10 @@ def test_the_error_of_predict_is_above_that_in_hindsight(trained):
     assert "| TTFT | given queue and batches |" not in top
 
 
-@pytest.mark.parametrize("scope", range(2))
-def test_the_generated_reference_runs_reach_three_percent(scope):
-    latency = json.loads((ROOT / "fixtures/models/evaluation.json").read_text())["scopes"][scope]["latency"]
+@pytest.mark.parametrize("deployment", range(2))
+def test_the_generated_reference_runs_reach_three_percent(deployment):
+    latency = json.loads((ROOT / "fixtures/models/evaluation.json").read_text())["deployments"][deployment][
+        "latency"
+    ]
     for name in ("itl", "e2e"):
         assert latency[name]["given_measured_state"]["mape_pct"] <= 3

@@ -73,11 +73,11 @@ def test_the_evaluator_is_a_distribution_of_its_own(tmp_path):
         packed.extractall(tmp_path / "lib")  # noqa: S202 - a wheel built here
     code = """if True:
         from tracefit_evaluator import load, predict
-        model = load("beta.json", "beta.cycle_time", scope="codellama-34b")
+        model = load("beta.json", "beta.cycle_time", deployment="codellama-34b")
         print(predict(model, {"num_decode_reqs": 80, "num_prefill_reqs": 0, "prefill_tokens": 0}))"""
     shutil.copy(ROOT / "models/beta.json", tmp_path / "lib")
     printed = _run(sys.executable, "-S", "-c", code, cwd=tmp_path / "lib")
-    model = evaluator.load(ROOT / "models/beta.json", "beta.cycle_time", scope="codellama-34b")
+    model = evaluator.load(ROOT / "models/beta.json", "beta.cycle_time", deployment="codellama-34b")
     batch = {"num_decode_reqs": 80, "num_prefill_reqs": 0, "prefill_tokens": 0}
     assert float(printed) == evaluator.predict(model, batch)
 
@@ -120,7 +120,7 @@ def test_the_wheel_runs_the_main_job_outside_the_checkout(tmp_path, wheel):
     (shipped,) = (
         m
         for m in json.loads((ROOT / "models/beta.json").read_text())["models"]
-        if "codellama" in m["scope_id"]
+        if "codellama" in m["deployment_id"]
     )
     assert model["intercept"]["value"] == pytest.approx(shipped["intercept"]["value"], rel=1e-6)
     _opens(tmp_path / "out/report.html", tmp_path)

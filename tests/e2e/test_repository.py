@@ -162,21 +162,21 @@ def test_tables_of_the_readme_are_the_shipped_evaluations() -> None:
 
 def _rows(evaluation: Path) -> list[str]:
     return [
-        f"| {scope['scope_id'].rsplit('.', 1)[0]} | {name} | {entry['holdout']['n']:,} | "
+        f"| {deployment['deployment_id'].rsplit('.', 1)[0]} | {name} | {entry['holdout']['n']:,} | "
         + " | ".join(_written(v) for v in _numbers(entry))
         + " |"
-        for scope in json.loads(evaluation.read_text())["scopes"]
-        for name, entry in scope["models"].items()
+        for deployment in json.loads(evaluation.read_text())["deployments"]
+        for name, entry in deployment["models"].items()
     ]
 
 
 def test_with_its_log_a_servers_step_times_are_closer_than_from_spans_alone() -> None:
     of = {"": "models", "logged": "models/logged"}
     maes = {
-        name: scope["models"]["beta.cycle_time"]["holdout"]["mae"]
+        name: deployment["models"]["beta.cycle_time"]["holdout"]["mae"]
         for name, folder in of.items()
-        for scope in json.loads((ROOT / folder / "evaluation.json").read_text())["scopes"]
-        if scope["scope_id"].startswith("tiny-llama-b")
+        for deployment in json.loads((ROOT / folder / "evaluation.json").read_text())["deployments"]
+        if deployment["deployment_id"].startswith("tiny-llama-b")
     }
     assert maes["logged"] < maes[""]
 
@@ -227,10 +227,10 @@ def test_the_standalone_evaluator_predicts_training_rows_as_tracefit_does(
             how="diagonal_relaxed",
         )
         for plain in json.loads((out / "models" / f"{kind}.json").read_text())["models"]:
-            mine = rows.filter(scope_id=plain["scope_id"])
+            mine = rows.filter(deployment_id=plain["deployment_id"])
             if kind == "alpha":
                 mine = mine.filter(target=plain["name"].removeprefix("alpha."))
-            model = models.model(plain["name"], plain["scope_id"])
+            model = models.model(plain["name"], plain["deployment_id"])
             predicted = predict_rows(model, mine).drop_nulls("predicted_us").head(40)
             for row in predicted.iter_rows(named=True):
                 assert evaluator.predict(plain, row) == pytest.approx(row["predicted_us"], rel=1e-9)

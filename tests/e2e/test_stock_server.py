@@ -36,17 +36,18 @@ def _read(made, name):
 
 
 def test_latencies_are_predicted_on_arrival_and_in_hindsight(made):
-    (scope,) = _read(made, "evaluation.json")["scopes"]
+    (deployment,) = _read(made, "evaluation.json")["deployments"]
     for name in ("ttft", "itl", "e2e"):
-        latency = scope["latency"][name]
+        latency = deployment["latency"][name]
         assert latency["predicted"]["n"] >= 100, name
         given = latency["given_measured_state"]
         assert given["n"] >= latency["predicted"]["n"], name
         assert given["mdape_pct"] < 5, name
     assert (
-        scope["latency"]["ttft"]["predicted"]["mdape_pct"] < scope["latency"]["ttft"]["baseline"]["mdape_pct"]
+        deployment["latency"]["ttft"]["predicted"]["mdape_pct"]
+        < deployment["latency"]["ttft"]["baseline"]["mdape_pct"]
     )
-    assert {r["latency"] for r in scope["requests"]} == {"ttft", "itl", "e2e"}
+    assert {r["latency"] for r in deployment["requests"]} == {"ttft", "itl", "e2e"}
 
 
 def test_api_work_is_separated_from_waiting_for_a_step(made):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tracefit import DataError, EngineChoice, IngestOptions, UsageError, ingest
+from tracefit.commands.deployments import write_timelines
 from tracefit.commands.ingest import ingest_inputs
-from tracefit.commands.scopes import write_timelines
 from tracefit.engines.jobs import attempt
 from tracefit.engines.local import LocalEngine
 from tracefit.inputs.discovery import open_inputs

@@ -11,7 +11,7 @@ import pytest
 from tracefit import ingest, train
 from tracefit.engines import training
 from tracefit.engines.local import LocalEngine
-from tracefit.engines.training import each_run, frames_of, scope_tables, timeline_in
+from tracefit.engines.training import deployment_tables, each_run, frames_of, timeline_in
 from tracefit.options import TrainOptions
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
@@ -40,7 +40,7 @@ def test_two_workers_make_the_frames_that_this_process_makes(tmp_path):
     store = TableStore(tmp_path / "tables")
     here, there = _frames(store, 1), _frames(store, 2)
     assert sorted(here) == sorted(there) == ["run-1", "run-2"]
-    one, two = (scope_tables([frames[run].tables for run in sorted(frames)]) for frames in (here, there))
+    one, two = (deployment_tables([frames[run].tables for run in sorted(frames)]) for frames in (here, there))
     for field in fields(one):
         left, right = getattr(one, field.name), getattr(two, field.name)
         assert left.equals(right) if isinstance(left, pl.DataFrame) else left == right, field.name
@@ -88,8 +88,8 @@ def test_very_many_requests_are_sampled_for_training(tmp_path, monkeypatch):
     assert 40 <= frames.requests.height <= 60 < read
     assert "a sampler kept about" in frames.unknown_batches[0]
     trained = train(tmp_path / "tables", tmp_path / "models")
-    (scope,) = json.loads(trained.evaluation.read_text())["scopes"]
-    assert f"{frames.requests.height} of {read} requests are trained on" in scope["notes"][0]
+    (deployment,) = json.loads(trained.evaluation.read_text())["deployments"]
+    assert f"{frames.requests.height} of {read} requests are trained on" in deployment["notes"][0]
 
 
 def test_a_table_that_is_gone_is_one_line(tables, tmp_path):

@@ -53,7 +53,7 @@ def admission(request, tmp_path_factory):
 @pytest.mark.slow
 def test_the_form_follows_the_stamp_and_the_file_says_why(admission):
     stamp, model, out = admission
-    entry = json.loads((out / "evaluation.json").read_text())["scopes"][0]["models"]["alpha.admission"]
+    entry = json.loads((out / "evaluation.json").read_text())["deployments"][0]["models"]["alpha.admission"]
     assert model["form"] == ("boundary" if stamp == "step_start" else "linear")
     assert {c["name"] for c in entry["candidates"]} == {"step_boundary", "line", "constant"}
     chosen = next(c for c in entry["candidates"] if c["chosen"])

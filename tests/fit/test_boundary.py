@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 import tracefit
-from tracefit.commands.scopes import load_scope, scopes_of
+from tracefit.commands.deployments import deployments_of, load_deployment
 from tracefit.features.sets import BUILT_IN, Feature
 from tracefit.features.targets import target_named
 from tracefit.features.training import constants_of
@@ -97,10 +97,10 @@ def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new
     tracefit.ingest([trace.write(tmp_path / "bursty")], tmp_path / "tables")
     store = TableStore(tmp_path / "tables")
     runs = store.read("runs")
-    ((scope, members),) = scopes_of(runs, "tables")
+    ((deployment, members),) = deployments_of(runs, "tables")
     # All of them are queued after the same time, which a line or a constant fits as well: this test needs the boundary.
-    tables, features = load_scope(store, members), BUILT_IN["admission"]
-    rows = request_frame(tables, target_named("admission"), features, constants_of(scope.context))
+    tables, features = load_deployment(store, members), BUILT_IN["admission"]
+    rows = request_frame(tables, target_named("admission"), features, constants_of(deployment.context))
     linear = fit_linear(rows, features.features, FitOptions(drop_outliers=False, reference=False))
     fitted = fit_boundary(linear, tables.timeline)
     (burst,) = fitted.validation.bursts

@@ -28,9 +28,9 @@ def surge(tmp_path_factory):
 
 
 def _beta(out):
-    scope = json.loads((out / "evaluation.json").read_text())["scopes"][0]
+    deployment = json.loads((out / "evaluation.json").read_text())["deployments"][0]
     (model,) = json.loads((out / "models" / "beta.json").read_text())["models"]
-    return scope, scope["models"]["beta.cycle_time"], model
+    return deployment, deployment["models"]["beta.cycle_time"], model
 
 
 def _holdout(out):
@@ -41,11 +41,11 @@ def _holdout(out):
 @pytest.mark.slow
 def test_the_peak_is_predicted_from_a_quiet_afternoon(surge):
     """The bound of the roofline law holds at three times the load; boosted trees do not know it."""
-    scope, entry, model = _beta(surge)
+    deployment, entry, model = _beta(surge)
     assert model["feature_set"] == "roofline_max"
     assert entry["holdout"]["mape_pct"] <= 4.0
     assert entry["gradient_boosting"]["mape_pct"] > 1.5 * entry["holdout"]["mape_pct"]
-    assert abs(scope["summed_step_time"]["bias_pct"]) <= 4.0
+    assert abs(deployment["summed_step_time"]["bias_pct"]) <= 4.0
 
 
 @pytest.mark.slow
@@ -162,6 +162,6 @@ def test_a_sparse_run_is_evaluated_on_its_intervals_too(sparse):
 
 @pytest.mark.slow
 def test_of_a_sparse_run_the_rows_that_were_evaluated_are_counted(sparse):
-    scope, entry, _ = _beta(sparse)
-    (rows,) = (r for r in scope["rows"] if r["model"] == "beta.cycle_time")
+    deployment, entry, _ = _beta(sparse)
+    (rows,) = (r for r in deployment["rows"] if r["model"] == "beta.cycle_time")
     assert rows["held_out"] == entry["holdout"]["n"]

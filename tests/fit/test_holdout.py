@@ -91,13 +91,13 @@ def test_the_same_rows_give_the_same_spread_and_no_time_gives_none():
 
 
 def test_the_evaluation_and_the_report_hold_it(trained):
-    scope = json.loads((trained / "evaluation.json").read_text())["scopes"][0]
-    summed = scope["summed_step_time"]
+    deployment = json.loads((trained / "evaluation.json").read_text())["deployments"][0]
+    summed = deployment["summed_step_time"]
     held = pl.read_parquet(f"{trained}/tables/beta_training/*/*.parquet").filter(
         pl.col("split") == "holdout", pl.col("excluded_reason").is_null()
     )
     assert summed["actual_us"] == pytest.approx(held["y"].sum())
-    assert summed["bias_pct"] == pytest.approx(scope["models"]["beta.cycle_time"]["holdout"]["bias_pct"])
+    assert summed["bias_pct"] == pytest.approx(deployment["models"]["beta.cycle_time"]["holdout"]["bias_pct"])
     text = (trained / "report.md").read_text()
     assert f"measured {summed['actual_us'] / 1e6:,.2f} s, bias {summed['bias_pct']:+.2f} %" in text
     assert f"interval with the largest error contributes {summed['max_contribution_pct']:+.2f} points" in text
@@ -198,11 +198,11 @@ def test_a_full_and_a_sampled_run_have_one_sum_of_step_times(tmp_path):
         SynthOptions(name="sampled", seed=2, requests=200, step_sampling=0.5, journey_sampling=0.1),
     ]
     run([write_run(synth(options), tmp_path) for options in runs], tmp_path / "out", options=TrainOptions())
-    scope = read_evaluation(tmp_path / "out" / "evaluation.json").scopes[0]
-    bias = scope.summed_step_time.bias_pct
+    deployment = read_evaluation(tmp_path / "out" / "evaluation.json").deployments[0]
+    bias = deployment.summed_step_time.bias_pct
     assert abs(bias) < 1
-    assert not scope.summed_step_time.drifting
-    used = [c.value for v in scope.verdicts.values() for c in v.criteria if c.measure == "step_bias_pct"]
+    assert not deployment.summed_step_time.drifting
+    used = [c.value for v in deployment.verdicts.values() for c in v.criteria if c.measure == "step_bias_pct"]
     assert used == [abs(bias)] * 3, "simulation, capacity planning and autoscaling"
     text = (tmp_path / "out" / "report.md").read_text()
     # The table of errors has ten columns.

@@ -61,8 +61,8 @@ def test_a_server_without_requests_has_no_phases(fitted):
 
 
 def test_the_evaluation_holds_them_with_the_phases_of_the_latencies(trained):
-    scope = json.loads((trained / "evaluation.json").read_text())["scopes"][0]
-    steps = scope["models"]["beta.cycle_time"]
+    deployment = json.loads((trained / "evaluation.json").read_text())["deployments"][0]
+    steps = deployment["models"]["beta.cycle_time"]
     assert sum(p["holdout"]["n"] for p in steps["by_phase"]) == steps["holdout"]["n"]
-    spans = {(p["from_s"], p["to_s"]) for p in scope["latency"]["ttft"]["by_phase"]}
+    spans = {(p["from_s"], p["to_s"]) for p in deployment["latency"]["ttft"]["by_phase"]}
     assert spans & {(p["from_s"], p["to_s"]) for p in steps["by_phase"]}

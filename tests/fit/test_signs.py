@@ -8,11 +8,11 @@ import pytest
 from scipy.optimize import lsq_linear
 
 from tracefit import TrainOptions, UsageError
-from tracefit.commands.train import scope_options
+from tracefit.commands.train import deployment_options
 from tracefit.features.sets import BUILT_IN, QUEUED_FEATURES, Feature
 from tracefit.fit import splits
 from tracefit.fit.estimators import RobustLinear, confidence_intervals
-from tracefit.fit.fitted import ANY_SIGN, NON_NEGATIVE, FitOptions, ScopeOptions, Signs
+from tracefit.fit.fitted import ANY_SIGN, NON_NEGATIVE, DeploymentOptions, FitOptions, Signs
 from tracefit.fit.train import fit_linear
 
 
@@ -123,8 +123,8 @@ def test_every_time_per_token_request_or_byte_declares_its_sign():
 
 
 def test_options_of_signs_contradict_each_other():
-    assert ScopeOptions(positive=True).signs() == NON_NEGATIVE
-    assert ScopeOptions(any_sign=True).signs(intercept=True) == ANY_SIGN
-    assert ScopeOptions().signs(intercept=True) == Signs("declared", intercept=True)
+    assert DeploymentOptions(positive=True).signs() == NON_NEGATIVE
+    assert DeploymentOptions(any_sign=True).signs(intercept=True) == ANY_SIGN
+    assert DeploymentOptions().signs(intercept=True) == Signs("declared", intercept=True)
     with pytest.raises(UsageError, match="contradict"):
-        scope_options(TrainOptions(positive=True, any_sign=True))
+        deployment_options(TrainOptions(positive=True, any_sign=True))

@@ -48,7 +48,9 @@ def test_a_declared_target_is_fitted_published_and_listed(job):
     rows = pl.read_parquet(f"{out}/tables/alpha_training/*/*.parquet").filter(target="execution")
     requests = pl.read_parquet(f"{out}/tables/requests/*/*.parquet")
     assert sorted(rows["y"]) == sorted(requests["prefill_us"].drop_nulls())
-    allowed = {a.what for scope in tracefit.inspect([out.parent / "run"]).scopes for a in scope.allows}
+    allowed = {
+        a.what for deployment in tracefit.inspect([out.parent / "run"]).deployments for a in deployment.allows
+    }
     assert EXECUTION.title in allowed
 
 
@@ -57,9 +59,9 @@ def test_a_target_adds_to_the_latencies_it_declares(job):
     """The hold-out has one request less known of nothing: with the admission counted twice TTFT is longer by it."""
     twice = replace(target_named("admission"), name="again", label="again", forms=("line",))
     out, _ = job(TARGETS)
-    before = json.loads((out / "evaluation.json").read_text())["scopes"][0]["latency"]
+    before = json.loads((out / "evaluation.json").read_text())["deployments"][0]["latency"]
     out, _ = job((*TARGETS, twice))
-    after = json.loads((out / "evaluation.json").read_text())["scopes"][0]["latency"]
+    after = json.loads((out / "evaluation.json").read_text())["deployments"][0]["latency"]
     for latency in ("ttft", "e2e", "client"):
         assert (
             after[latency]["given_measured_state"]["bias_pct"]

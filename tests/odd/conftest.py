@@ -225,12 +225,12 @@ def _checked(out):
     _validator("evaluation").validate(evaluation)
     for kind in ("alpha", "beta"):
         _validator("coefficients").validate(read_json(out / "models" / f"{kind}.json"))
-    for scope in evaluation["scopes"]:
-        named = {*scope["models"], *(m["name"] for m in scope["not_fitted"])}
+    for deployment in evaluation["deployments"]:
+        named = {*deployment["models"], *(m["name"] for m in deployment["not_fitted"])}
         assert all(any(name.startswith(tried) for name in named) for tried in TRIED), named
-        assert all(m["reason"] for m in scope["not_fitted"])
-        assert not [m["reason"] for m in scope["not_fitted"] if "unexpected" in m["reason"]]
-        assert "unexpected" not in (scope["latency_missing"] or "")
+        assert all(m["reason"] for m in deployment["not_fitted"])
+        assert not [m["reason"] for m in deployment["not_fitted"] if "unexpected" in m["reason"]]
+        assert "unexpected" not in (deployment["latency_missing"] or "")
     return evaluation
 
 

@@ -89,8 +89,8 @@ def test_a_model_without_its_events_names_them_and_what_gives_them(odd, root, tm
     for span in run.spans():
         span["events"] = [e for e in span.get("events", ()) if e["name"] != "journey.SCHEDULED"]
     evaluation, _ = odd.through(run.write(tmp_path / "odd"), tmp_path, commands=())
-    (scope,) = evaluation["scopes"]
-    (missing,) = scope["not_fitted"]
+    (deployment,) = evaluation["deployments"]
+    (missing,) = deployment["not_fitted"]
     assert missing["name"] == "alpha.queue_wait"
     assert missing["reason"] == "no request has both events (QUEUED to first SCHEDULED)"
     assert "vLLM 0.15.1" in missing["remedy"]

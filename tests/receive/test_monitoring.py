@@ -183,19 +183,19 @@ def test_step_times_are_compared_with_those_that_a_model_predicts(start, tmp_pat
         traces.summary(1, 0, **step, blocks_total_gpu=1000, blocks_free_gpu=900),
         traces.summary(2, 20_000, **step),
     )
-    receiver = start(tmp_path, "--metrics", "--models", models, "--scope", "llama-3.1-8b")
+    receiver = start(tmp_path, "--metrics", "--models", models, "--deployment", "llama-3.1-8b")
     call(receiver.grpc_port, EXPORT, traces.protobuf())
     found = {}
     while not found.get(("tracefit_step_measured_seconds_total",)):
         found = samples(get(receiver.http_port, "/metrics")[1])
-    predicted = load(models).predict_step(scope="llama-3.1-8b", batch=8, context=192).step.value_us
+    predicted = load(models).predict_step(deployment="llama-3.1-8b", batch=8, context=192).step.value_us
     assert found[("tracefit_step_measured_seconds_total",)] == pytest.approx(0.02)
     assert found[("tracefit_step_predicted_seconds_total",)] == pytest.approx(predicted / 1e6)
     assert found[("tracefit_step_error_ratio_sum",)] == pytest.approx(abs(predicted - 20_000) / 20_000)
-    (of_scope,) = (
+    (of_deployment,) = (
         m["validation"]
         for m in json.loads((models / "beta.json").read_text())["models"]
-        if m["scope_id"].startswith("llama-3.1-8b")
+        if m["deployment_id"].startswith("llama-3.1-8b")
     )
-    published = max(of_scope[part]["mdape_pct"] for part in ("train", "holdout")) / 100
+    published = max(of_deployment[part]["mdape_pct"] for part in ("train", "holdout")) / 100
     assert found[("tracefit_step_published_error_ratio",)] == pytest.approx(published)

@@ -117,8 +117,8 @@ def test_requests_without_prompt_lengths_are_not_counted(tmp_path):
         request.prompt = 0
     (tmp_path / "run").mkdir()
     (tmp_path / "run/guidellm.json").write_bytes(clients.guidellm(plan))
-    (scope,) = tracefit.inspect(tmp_path / "run").scopes
-    reasons = {allowed.what: allowed.reason for allowed in scope.allows}
+    (deployment,) = tracefit.inspect(tmp_path / "run").deployments
+    reasons = {allowed.what: allowed.reason for allowed in deployment.allows}
     assert "100 % of the requests lack times or lengths" in reasons["step time"]
 
 

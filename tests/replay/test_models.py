@@ -194,7 +194,7 @@ def test_a_replay_is_without_the_prompts_of_clients_who_left(tmp_path):
     """A third of the held-out requests once more, as if their clients had left the queue."""
     folder = write_run(synth(SynthOptions(name="r", requests=200, abort_fraction=0.0)), tmp_path)
     package.run([folder], tmp_path / "out", options=package.TrainOptions(fast=True, features="batch"))
-    store, scope = TableStore(tmp_path / "out/tables"), package.load(tmp_path / "out").scope()
+    store, deployment = TableStore(tmp_path / "out/tables"), package.load(tmp_path / "out").deployment()
     requests = store.read("requests")
     unseen = ("first_scheduled_ns", "first_token_ns", "output_tokens")
     gone = requests.tail(30).with_columns(
@@ -203,7 +203,7 @@ def test_a_replay_is_without_the_prompts_of_clients_who_left(tmp_path):
         request_id=pl.lit("gone"),
     )
     found = [
-        replay_run("r", RunTraces(store.read("runs"), rows, store.scan("timeline", ["r"])), scope).errors
+        replay_run("r", RunTraces(store.read("runs"), rows, store.scan("timeline", ["r"])), deployment).errors
         for rows in (requests, pl.concat([requests, gone]))
     ]
     assert found[0]
@@ -333,8 +333,8 @@ def test_a_run_without_a_replay_has_the_reason(trained, tracefit):
 
 def test_training_publishes_what_the_command_replays(trained, tracefit):
     _, said, _ = tracefit("replay", trained, "--json")
-    (scope,) = json.loads((trained / "evaluation.json").read_text())["scopes"]
-    published, replayed = scope["replays"], json.loads(said)["runs"]
+    (deployment,) = json.loads((trained / "evaluation.json").read_text())["deployments"]
+    published, replayed = deployment["replays"], json.loads(said)["runs"]
     assert [run["run_id"] for run in published] == [run["run_id"] for run in replayed]
     for one, other in zip(published, replayed, strict=True):
         assert [q["replayed"] for q in one["quantities"]] == pytest.approx(

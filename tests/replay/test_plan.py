@@ -26,11 +26,11 @@ def constant(tmp_path):
         term = {"feature": feature, "unit": "us/request", "value": 0.0, "training_range": training}
         model = {
             "name": "beta.cycle_time",
-            "scope_id": "small.gpu.tp1.00000000",
+            "deployment_id": "small.gpu.tp1.00000000",
             "form": "linear",
             "intercept": {"value": 1000.0, "ci95": ci95},
             "terms": [term],
-            "scope": {
+            "deployment": {
                 "model": "small",
                 "gpu": "H100",
                 "architecture": {},
@@ -43,7 +43,7 @@ def constant(tmp_path):
                 },
             },
         }
-        beta = {"schema": "tracefit/coefficients", "version": 2, "kind": "beta", "models": [model]}
+        beta = {"schema": "tracefit/coefficients", "version": 3, "kind": "beta", "models": [model]}
         (tmp_path / name).write_text(json.dumps(beta))
         return tmp_path / name
 
@@ -199,7 +199,7 @@ def test_what_is_not_known_of_a_step_is_no_step_without_time(constant):
     )
 
 
-def test_a_scope_without_requests_leaves_the_others_their_answer(constant):
+def test_a_deployment_without_requests_leaves_the_others_their_answer(constant):
     found = tracefit.plan(constant(), rate=20, servers=1).plans[0].reason
     assert found == "no requests are traced here; give --prompt and --output, or --load"
 

@@ -21,7 +21,7 @@ from tracefit.tables.store import TableStore
 @pytest.fixture(scope="module")
 def drawn(trained):
     """Return a function from a model's name to its figures by the last word of their names."""
-    evaluation = read_evaluation(trained / "evaluation.json").scopes[0]
+    evaluation = read_evaluation(trained / "evaluation.json").deployments[0]
     files = [read_coefficients(trained / "models" / f"{kind}.json") for kind in ("alpha", "beta")]
     models = {m.name: m for f in files for m in f.models}
     store = TableStore(trained / "tables")

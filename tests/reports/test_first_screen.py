@@ -24,19 +24,19 @@ def requests(trained):
 
 
 @pytest.fixture
-def scope(trained):
-    (one,) = read_evaluation(trained / "evaluation.json").scopes
+def deployment(trained):
+    (one,) = read_evaluation(trained / "evaluation.json").deployments
     return one
 
 
-def test_what_the_server_did_is_that_of_all_its_requests(scope, requests):
-    rows = {row[0]: row[1] for row in served_figure(scope).summary.rows}
+def test_what_the_server_did_is_that_of_all_its_requests(deployment, requests):
+    rows = {row[0]: row[1] for row in served_figure(deployment).summary.rows}
     for name in ("ttft", "e2e"):
         ms = requests[f"{name}_us"].drop_nulls().to_numpy() / 1e3
         for q in (50, 90, 99):
             cell = float(rows[f"{name.upper()} P{q}"].replace(",", ""))
             assert cell == pytest.approx(np.percentile(ms, q), rel=0.006)
-    (run,) = scope.served
+    (run,) = deployment.served
     assert (run.name, run.requests) == ("busy", requests.height)
     span = 1e-9 * (
         requests.select(pl.max_horizontal("departed_ns", "finished_ns").max()).item()
@@ -63,9 +63,9 @@ def test_nobody_sets_an_objective_but_the_user(trained):
     assert "within the objectives" not in text
 
 
-def test_a_line_is_dotted_from_where_the_load_leaves_the_training(scope):
-    figure = rates_figure(scope, {"ttft": 30.0})
-    points = scope.rates
+def test_a_line_is_dotted_from_where_the_load_leaves_the_training(deployment):
+    figure = rates_figure(deployment, {"ttft": 30.0})
+    points = deployment.rates
     assert [p.rate_per_s for p in points] == figure.curves["rates"] == sorted(figure.curves["rates"])
     for trace in figure.traces:
         is_dotted = trace["line"]["dash"] == "dot"
@@ -74,7 +74,7 @@ def test_a_line_is_dotted_from_where_the_load_leaves_the_training(scope):
         assert inside
         assert all(is_dotted == (points[k].extrapolates or points[k + 1].extrapolates) for k in inside)
     assert figure.curves["limits"] == {"TTFT P99": 30.0}
-    assert rates_figure(scope, {}).curves["limits"] == {}
+    assert rates_figure(deployment, {}).curves["limits"] == {}
 
 
 # -- the slowest requests --------------------------------------------------------------------------------
@@ -154,18 +154,20 @@ def test_a_request_that_was_cut_off_is_not_slow():
 def test_a_long_report_is_a_summary_with_links_that_lead_somewhere():
     words = "word " * (MOST_WORDS // 2)
     rows = Table(("run",), (("`[x](//evil)`",),))
-    made = Report("t", "lead", ("first", section("Scope `a/b`", words, rows), section("Scope `a/b`", words)))
+    made = Report(
+        "t", "lead", ("first", section("Deployment `a/b`", words, rows), section("Deployment `a/b`", words))
+    )
     files = markdown_files(made)
     first = files["report.md"]
     assert len(first.split()) < 40
     assert (
         re.findall(r"\]\(([^)]*)\)", first)
-        == ["report/01-scope-a-b.md", "report/02-scope-a-b.md"]
+        == ["report/01-deployment-a-b.md", "report/02-deployment-a-b.md"]
         == list(files)[1:]
     )
-    assert "](//evil)" not in files["report/01-scope-a-b.md"]
+    assert "](//evil)" not in files["report/01-deployment-a-b.md"]
     assert "first" in first
-    assert words.strip() in files["report/02-scope-a-b.md"]
+    assert words.strip() in files["report/02-deployment-a-b.md"]
 
 
 def test_a_short_report_is_one_file():
@@ -173,6 +175,6 @@ def test_a_short_report_is_one_file():
 
 
 def test_the_evaluation_says_what_the_page_draws(trained):
-    (scope,) = json.loads((trained / "evaluation.json").read_text())["scopes"]
-    assert scope["rates"][0]["rate_per_s"] < scope["rates"][-1]["rate_per_s"]
-    assert scope["served"][0]["name"] == "busy"
+    (deployment,) = json.loads((trained / "evaluation.json").read_text())["deployments"]
+    assert deployment["rates"][0]["rate_per_s"] < deployment["rates"][-1]["rate_per_s"]
+    assert deployment["served"][0]["name"] == "busy"

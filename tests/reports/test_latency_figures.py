@@ -13,15 +13,15 @@ from tracefit.reports.figures.evaluation import distribution_figures
 
 
 @pytest.fixture
-def scope(trained):
-    return read_evaluation(trained / "evaluation.json").scopes[0]
+def deployment(trained):
+    return read_evaluation(trained / "evaluation.json").deployments[0]
 
 
-def test_curves_are_the_quantiles_of_the_evaluation(scope):
-    figures = {f.title: f for f in distribution_figures(scope, {}, {})}
+def test_curves_are_the_quantiles_of_the_evaluation(deployment):
+    figures = {f.title: f for f in distribution_figures(deployment, {}, {})}
     assert list(figures) == [f"{name}, predicted and measured" for name in ("TTFT", "ITL", "E2E")]
     for name, label in (("ttft", "TTFT"), ("e2e", "E2E")):
-        published = scope.latency[name].distribution
+        published = deployment.latency[name].distribution
         figure = figures[f"{label}, predicted and measured"]
         drawn = {t["name"]: t for t in figure.traces}
         assert list(drawn) == [
@@ -43,7 +43,7 @@ def test_curves_are_the_quantiles_of_the_evaluation(scope):
         assert f"{published.requests:,} held-out requests" in figure.caption
 
 
-def test_what_no_model_predicts_is_drawn_as_measured(scope):
+def test_what_no_model_predicts_is_drawn_as_measured(deployment):
     """1 to 101 ms: the p-th percentile is p + 1 ms. A latency without values is not drawn."""
     requests = pl.DataFrame(
         {
@@ -54,7 +54,7 @@ def test_what_no_model_predicts_is_drawn_as_measured(scope):
         schema_overrides={"itl_us": pl.Float64},
     )
     ttft, e2e = distribution_figures(
-        scope.model_copy(update={"latency": {}}), measured_latencies(requests), {}
+        deployment.model_copy(update={"latency": {}}), measured_latencies(requests), {}
     )
     assert (ttft.title, e2e.title) == ("TTFT as measured", "E2E as measured")
     (series,) = ttft.traces
@@ -62,12 +62,12 @@ def test_what_no_model_predicts_is_drawn_as_measured(scope):
     assert ("P90", "91") in ttft.summary.rows
 
 
-def test_a_zero_has_no_place_on_an_axis_of_powers_of_ten(scope):
-    entry = scope.latency["ttft"]
+def test_a_zero_has_no_place_on_an_axis_of_powers_of_ten(deployment):
+    entry = deployment.latency["ttft"]
     with_zero = replace(
         entry.distribution, given_measured_state=(0.0, *entry.distribution.given_measured_state[1:])
     )
-    changed = scope.model_copy(update={"latency": {"ttft": replace(entry, distribution=with_zero)}})
+    changed = deployment.model_copy(update={"latency": {"ttft": replace(entry, distribution=with_zero)}})
     (figure,) = distribution_figures(changed, {}, {})
     lengths = [len(t["x"]) for t in figure.traces]
     assert lengths == [len(with_zero.percents), len(with_zero.percents), len(with_zero.percents) - 1]

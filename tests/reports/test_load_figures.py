@@ -79,21 +79,21 @@ def test_step_times_are_those_of_known_steps_that_are_followed_at_once():
 
 
 @pytest.fixture
-def scope(trained):
-    return read_evaluation(trained / "evaluation.json").scopes[0]
+def deployment(trained):
+    return read_evaluation(trained / "evaluation.json").deployments[0]
 
 
-def _figures(scope, requests, slo_ms, more_runs=0):
+def _figures(deployment, requests, slo_ms, more_runs=0):
     by_load = latency_load_figure("s", latencies_over_load(requests), slo_ms, more_runs)
-    return {f.kind: f for f in (*distribution_figures(scope, {}, slo_ms), by_load)}
+    return {f.kind: f for f in (*distribution_figures(deployment, {}, slo_ms), by_load)}
 
 
 def _marks(figure):
     return [(s["name"], s["x0"] if s["x0"] == s["x1"] else s["y0"]) for s in figure.layout["shapes"]]
 
 
-def test_one_run_has_median_and_p90_and_an_objective_in_reach_is_a_line(scope):
-    figures = _figures(scope, _requests(), {"ttft": 20.0, "itl": 11.0})
+def test_one_run_has_median_and_p90_and_an_objective_in_reach_is_a_line(deployment):
+    figures = _figures(deployment, _requests(), {"ttft": 20.0, "itl": 11.0})
     load = figures["latency-by-load"]
     assert [(t["name"], t["yaxis"]) for t in load.traces] == [
         ("median", "y"),
@@ -107,16 +107,16 @@ def test_one_run_has_median_and_p90_and_an_objective_in_reach_is_a_line(scope):
     assert "100 % of 3 requests had ITL within 11 ms" in load.note
 
 
-def test_an_objective_is_a_line_of_the_distribution_too(scope):
-    p50 = scope.latency["ttft"].distribution.measured[10] / 1000
-    figures = _figures(scope, _requests(), {"ttft": p50})
+def test_an_objective_is_a_line_of_the_distribution_too(deployment):
+    p50 = deployment.latency["ttft"].distribution.measured[10] / 1000
+    figures = _figures(deployment, _requests(), {"ttft": p50})
     assert _marks(figures["ttft"]) == [(f"SLO {p50:,g} ms", p50)]
     assert _marks(figures["itl"]) == []
 
 
-def test_several_runs_are_overlaid(scope):
+def test_several_runs_are_overlaid(deployment):
     both = pl.concat([_requests("a"), _requests("b", ttft=(5, 7, 9, 11))])
-    load = _figures(scope, both, {}, more_runs=3)["latency-by-load"]
+    load = _figures(deployment, both, {}, more_runs=3)["latency-by-load"]
     assert load.title == "Latencies against load, P90 of each run"
     assert [(t["name"], t["yaxis"]) for t in load.traces] == [
         ("a", "y"),
@@ -129,7 +129,7 @@ def test_several_runs_are_overlaid(scope):
     assert {row[1] for row in load.summary.rows} == {"`a`", "`b`"}
 
 
-def test_step_times_of_several_runs_are_overlaid(scope):
+def test_step_times_of_several_runs_are_overlaid(deployment):
     bins = _bins(latencies_over_load(_requests())["ttft"])
     figure = runs_figure("s", {"a": bins, "b": bins})
     assert [t["name"] for t in figure.traces] == ["a", "b"]

@@ -49,7 +49,7 @@ def test_the_written_report_is_that_of_the_evaluation(trained, report):
 
 
 def test_errors_are_those_of_the_hold_out(trained, report):
-    models = json.loads((trained / "evaluation.json").read_text())["scopes"][0]["models"]
+    models = json.loads((trained / "evaluation.json").read_text())["deployments"][0]["models"]
     rows = {row[0]: row[1:] for row in _rows(report(), "| model | n |")}
     for name, entry in models.items():
         held = entry["holdout"]
@@ -108,7 +108,7 @@ def test_servers_and_their_sampling_rates_are_listed(report):
 
 def test_rows_are_listed_by_run_and_model_with_what_was_left_out(trained, report):
     rows = {row[1]: row for row in _rows(report(), "| run | model |")}
-    evaluation = json.loads((trained / "evaluation.json").read_text())["scopes"][0]
+    evaluation = json.loads((trained / "evaluation.json").read_text())["deployments"][0]
     for file in ("alpha", "beta"):
         for model in json.loads((trained / "models" / f"{file}.json").read_text())["models"]:
             used = model["training"]
@@ -120,19 +120,19 @@ def test_rows_are_listed_by_run_and_model_with_what_was_left_out(trained, report
     assert set(rows) == {f"`{name}`" for name in evaluation["models"]}
 
 
-def test_several_scopes_have_their_verdicts_side_by_side(report):
+def test_several_deployments_have_their_verdicts_side_by_side(report):
     def change(evaluation):
-        (scope,) = evaluation["scopes"]
-        evaluation["scopes"] = [scope, scope]
+        (deployment,) = evaluation["deployments"]
+        evaluation["deployments"] = [deployment, deployment]
 
     text = report(change)
-    rows = _rows(text, "| scope | simulation |")
+    rows = _rows(text, "| deployment | simulation |")
     assert len(rows) == 2
     assert set(rows[0][1:5]) <= {"**yes**", "**with limits**", "**no**"}
     # A run that is not replayed has no error; the step times' is the next best.
     assert all(re.fullmatch(r"-|[+-][\d.]+ / [+-][\d.]+ %", cell) for cell in rows[0][5:8])
     assert re.fullmatch(r"[\d.]+ / [\d.]+ %", rows[0][8])
-    assert "| scope | simulation |" not in report()
+    assert "| deployment | simulation |" not in report()
 
 
 def test_replayed_latencies_stand_above_the_errors_of_single_models(report):
@@ -148,12 +148,12 @@ def test_replayed_latencies_stand_above_the_errors_of_single_models(report):
         for n in ("ttft", "itl", "e2e")
         for q in (50, 90, 99)
     ]
-    run = {"run_id": "busy", "scope_id": "s", "requests": 50, "in_flight": 2, "quantities": quantities}
+    run = {"run_id": "busy", "deployment_id": "s", "requests": 50, "in_flight": 2, "quantities": quantities}
 
     def change(evaluation):
-        evaluation["scopes"][0]["replays"] = [
+        evaluation["deployments"][0]["replays"] = [
             run,
-            {"run_id": "sparse", "scope_id": "s", "reason": "only steps were traced"},
+            {"run_id": "sparse", "deployment_id": "s", "reason": "only steps were traced"},
         ]
 
     text = report(change)
@@ -178,22 +178,22 @@ def test_dropped_events_are_shouted(report):
 def test_what_was_not_fitted_says_why_and_what_would_give_it(report):
     def change(evaluation):
         lost = {"name": "alpha.departure", "reason": "no events", "remedy": "start with --flag"}
-        evaluation["scopes"][0]["not_fitted"] = [lost]
-        del evaluation["scopes"][0]["models"]["alpha.departure"]
+        evaluation["deployments"][0]["not_fitted"] = [lost]
+        del evaluation["deployments"][0]["models"]["alpha.departure"]
 
     assert "**alpha.departure** was not fitted: no events; start with --flag" in report(change)
 
 
 def test_extrapolations_are_counted(report):
     def change(evaluation):
-        evaluation["scopes"][0]["models"]["beta.cycle_time"]["extrapolated_rows"] = 12
+        evaluation["deployments"][0]["models"]["beta.cycle_time"]["extrapolated_rows"] = 12
 
     assert "12 of 71 held-out rows lie outside the range" in report(change)
 
 
 def test_scheduling_ahead_and_sampled_journeys_are_said(report):
     def change(evaluation):
-        evaluation["scopes"][0]["timeline"] |= {"execution_lag_steps": 1, "journey_sampling": 0.1}
+        evaluation["deployments"][0]["timeline"] |= {"execution_lag_steps": 1, "journey_sampling": 0.1}
 
     text = report(change)
     assert "asynchronous scheduling" in text
@@ -210,7 +210,7 @@ def test_a_pipe_in_a_name_does_not_end_its_cell(report):
 
 def test_a_number_nobody_knows_is_a_dash(report):
     def change(evaluation):
-        evaluation["scopes"][0]["models"]["beta.cycle_time"]["holdout"]["mape_pct"] = None
+        evaluation["deployments"][0]["models"]["beta.cycle_time"]["holdout"]["mape_pct"] = None
 
     rows = {row[0]: row for row in _rows(report(change), "| model | n |")}
     assert rows["`beta.cycle_time`"][5] == "-"

@@ -52,10 +52,10 @@ def test_the_figures_that_the_documentation_names_are_there(result):
     assert len(named) > 8
 
 
-def test_a_scope_is_chosen_by_a_part_of_its_id_or_a_run(result):
-    assert result.plot("timeline", scope="llama").data == result.plot("timeline", scope="busy").data
-    with pytest.raises(tracefit.UsageError, match="no scope other"):
-        result.plot("timeline", scope="other")
+def test_a_deployment_is_chosen_by_a_part_of_its_id_or_a_run(result):
+    assert result.plot("timeline", deployment="llama").data == result.plot("timeline", deployment="busy").data
+    with pytest.raises(tracefit.UsageError, match="no deployment other"):
+        result.plot("timeline", deployment="other")
 
 
 def test_without_plotly_the_error_says_what_to_install(result, monkeypatch):

@@ -167,7 +167,7 @@ def _page_of(*parts):
 
 
 def test_sections_of_the_same_words_have_anchors_of_their_own():
-    titles = ("Scope `a`", "Scope `b`", "`日本`")
+    titles = ("Deployment `a`", "Deployment `b`", "`日本`")
     page = _Page(_page_of(*(Section(t, (Section("Errors", ()),)) for t in titles)))
     ids = [h["attrs"]["id"] for tag in ("h2", "h3") for h in page.all(tag)]
     assert len(ids) == 6 == len(set(ids))
@@ -199,15 +199,15 @@ def test_numbers_stand_to_the_right_and_what_few_look_for_is_folded():
 
 def test_a_cell_of_a_table_with_prose_says_what_it_is_of():
     """A narrow screen shows such a table row by row, without its head."""
-    text = _page_of(Table(("scope", 'use "x"', "reason"), (("a", "**no**", "why " * 20),)))
+    text = _page_of(Table(("deployment", 'use "x"', "reason"), (("a", "**no**", "why " * 20),)))
     assert '<td class="answer no" data-head="use &#34;x&#34;">' in text
     assert '<td class="long" data-head="reason">' in text
     assert ' data-head="' not in _page_of(Table(("a", "b"), (("1", "2"),)))
 
 
 @pytest.mark.slow
-def test_a_page_of_many_scopes_stays_small(trained):
-    """Fewer points are drawn first, then figures of the last scopes are left out, and that is said."""
+def test_a_page_of_many_deployments_stays_small(trained):
+    """Fewer points are drawn first, then figures of the last deployments are left out, and that is said."""
     evaluation = read_evaluation(trained / "evaluation.json")
     alpha, beta = (read_coefficients(trained / "models" / f"{k}.json") for k in ("alpha", "beta"))
     store = TableStore(trained / "tables")
@@ -219,10 +219,10 @@ def test_a_page_of_many_scopes_stays_small(trained):
     thinned = page_below(len(full.encode()) - 1)
     assert len(thinned) < len(full)
     assert thinned.count("<figure") == full.count("<figure")
-    assert "Figures of this scope are left out" not in thinned
+    assert "Figures of this deployment are left out" not in thinned
     bare = page_below(100_000)
     assert len(bare.encode()) <= 100_000, "without figures there is no plotly"
-    assert "Figures of this scope are left out" in bare
+    assert "Figures of this deployment are left out" in bare
     assert "<figure" not in bare
 
 

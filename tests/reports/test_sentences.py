@@ -14,18 +14,18 @@ from tracefit.text import percent
 
 
 @pytest.fixture
-def scope(trained):
-    return read_evaluation(trained / "evaluation.json").scopes[0]
+def deployment(trained):
+    return read_evaluation(trained / "evaluation.json").deployments[0]
 
 
-def _with(scope, holdout=None, **changes):
-    """Return the scope with a step model whose errors are 2.84 and 9.71 %, on 200 steps, and other changes to it."""
-    entry = scope.models["beta.cycle_time"]
+def _with(deployment, holdout=None, **changes):
+    """Return the deployment with a step model whose errors are 2.84 and 9.71 %, on 200 steps, and other changes to it."""
+    entry = deployment.models["beta.cycle_time"]
     errors = replace(entry.holdout, **({"n": 200, "mdape_pct": 2.84, "p90_ape_pct": 9.71} | (holdout or {})))
     fresh = {"holdout": errors, "extrapolated_rows": 0, "prefill_reach_pct": None}
-    return scope.model_copy(
+    return deployment.model_copy(
         update={
-            "models": {**scope.models, "beta.cycle_time": replace(entry, **(fresh | changes))},
+            "models": {**deployment.models, "beta.cycle_time": replace(entry, **(fresh | changes))},
             "overloaded": (),
             "summed_step_time": None,
         }
@@ -35,22 +35,22 @@ def _with(scope, holdout=None, **changes):
 START = "Step times are typically within 2.8 % (nine in ten within 9.7 %), "
 
 
-def test_the_lead_is_the_error_and_what_most_limits_it(scope):
-    assert lead(_with(scope)) == f"{START}measured on load like the load they were trained on."
+def test_the_lead_is_the_error_and_what_most_limits_it(deployment):
+    assert lead(_with(deployment)) == f"{START}measured on load like the load they were trained on."
     assert (
-        lead(_with(scope, extrapolated_rows=50))
+        lead(_with(deployment, extrapolated_rows=50))
         == f"{START}but a quarter of the held-out load was never trained on."
     )
-    assert lead(_with(scope, extrapolated_rows=19)).endswith("trained on.")
-    assert "only 49 held-out steps" in lead(_with(scope, holdout={"n": 49}))
-    assert "1.3 % of the prompt tokens" in lead(_with(scope, prefill_reach_pct=1.32))
-    overloaded = _with(scope).model_copy(
+    assert lead(_with(deployment, extrapolated_rows=19)).endswith("trained on.")
+    assert "only 49 held-out steps" in lead(_with(deployment, holdout={"n": 49}))
+    assert "1.3 % of the prompt tokens" in lead(_with(deployment, prefill_reach_pct=1.32))
+    overloaded = _with(deployment).model_copy(
         update={"overloaded": (Overload(run_id="r", reasons=("why",), trained_on=True),)}
     )
     assert lead(overloaded) == f"{START}but they describe a server that was overloaded."
 
 
-def test_the_server_changed_only_if_its_speed_did(scope):
+def test_the_server_changed_only_if_its_speed_did(deployment):
     """A bias of the model beyond chance is stated as that, and one below 3 % limits nothing."""
     summed = SummedTime(
         predicted_us=1.0,
@@ -64,7 +64,7 @@ def test_the_server_changed_only_if_its_speed_did(scope):
     )
 
     def said(**changes):
-        with_sum = _with(scope).model_copy(update={"summed_step_time": replace(summed, **changes)})
+        with_sum = _with(deployment).model_copy(update={"summed_step_time": replace(summed, **changes)})
         return lead(with_sum).removeprefix(START)
 
     assert said() == "measured on load like the load they were trained on."
@@ -76,33 +76,35 @@ def test_the_server_changed_only_if_its_speed_did(scope):
     assert "changed" not in said(drifting=True, speed_change_2sd_pct=None)
 
 
-def test_a_model_worse_than_the_training_median_is_named(scope):
-    entry = scope.models["alpha.admission"]
+def test_a_model_worse_than_the_training_median_is_named(deployment):
+    entry = deployment.models["alpha.admission"]
     poor = replace(
         entry,
         skill=-0.23,
         holdout=replace(entry.holdout, mae=1905.0),
         baseline=replace(entry.baseline, mae=1547.0),
     )
-    (said,) = worse_than_median(scope.model_copy(update={"models": {"alpha.admission": poor}}))
+    (said,) = worse_than_median(deployment.model_copy(update={"models": {"alpha.admission": poor}}))
     assert "worse than the training median" in said
     assert "1,905 us" in said
     assert "1,547 us" in said
-    assert not worse_than_median(scope.model_copy(update={"models": {"a": replace(poor, skill=0.0)}}))
+    assert not worse_than_median(deployment.model_copy(update={"models": {"a": replace(poor, skill=0.0)}}))
 
 
-def test_without_a_model_of_step_times_the_lead_says_why(scope):
+def test_without_a_model_of_step_times_the_lead_says_why(deployment):
     lost = Missing(name="beta.cycle_time", reason="no steps were traced")
-    without = scope.model_copy(update={"models": {}, "not_fitted": (lost,)})
+    without = deployment.model_copy(update={"models": {}, "not_fitted": (lost,)})
     assert lead(without) == "There is no model of step times: no steps were traced."
 
 
-def test_several_scopes_are_named_by_their_range(scope):
-    other = _with(scope, holdout={"mdape_pct": 13.4})
-    assert least_exact([("a", _with(scope)), ("b", other)]) == (
-        "Step times are typically within 2.8 to 13.4 %, by scope; `b` is the least exact."
+def test_several_deployments_are_named_by_their_range(deployment):
+    other = _with(deployment, holdout={"mdape_pct": 13.4})
+    assert least_exact([("a", _with(deployment)), ("b", other)]) == (
+        "Step times are typically within 2.8 to 13.4 %, by deployment; `b` is the least exact."
     )
-    assert least_exact([("a", _with(scope)), ("b", _with(scope))]).endswith("within 2.8 % in every scope.")
+    assert least_exact([("a", _with(deployment)), ("b", _with(deployment))]).endswith(
+        "within 2.8 % in every deployment."
+    )
 
 
 def _criterion(measure, value, answer, *, higher=False, reason="as it is"):
@@ -145,17 +147,17 @@ def _criterion(measure, value, answer, *, higher=False, reason="as it is"):
         ),
     ],
 )
-def test_a_verdict_is_a_sentence(scope, criterion, sentence):
+def test_a_verdict_is_a_sentence(deployment, criterion, sentence):
     verdict = Verdict(answer=criterion.answer, reasons=(), criteria=(criterion,))
-    (one,) = verdicts(scope.model_copy(update={"verdicts": {"simulation": verdict}})).uses
+    (one,) = verdicts(deployment.model_copy(update={"verdicts": {"simulation": verdict}})).uses
     assert (one.use, one.answer, one.sentence) == ("simulation", criterion.answer, sentence)
 
 
-def test_a_model_that_is_lost_says_why(scope):
+def test_a_model_that_is_lost_says_why(deployment):
     criterion = _criterion("admission_mdape_pct", None, "no", reason="alpha.admission is not fitted")
     verdict = Verdict(answer="no", reasons=(), criteria=(criterion,))
     lost = (Missing(name="alpha.admission", reason="no journeys"),)
-    changed = scope.model_copy(update={"verdicts": {"alerting": verdict}, "not_fitted": lost})
+    changed = deployment.model_copy(update={"verdicts": {"alerting": verdict}, "not_fitted": lost})
     assert verdicts(changed).uses[0].sentence == "There is no model `alpha.admission`: no journeys."
 
 

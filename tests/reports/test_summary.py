@@ -1,4 +1,4 @@
-"""Summaries at the end of a command: blocks per scope, no line wider than a terminal, the page to open last."""
+"""Summaries at the end of a command: blocks per deployment, no line wider than a terminal, the page to open last."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 from tracefit.features.targets import TARGETS
 from tracefit.reports.terminal_results import ingest_text, run_text, train_text
-from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
+from tracefit.results.models import DeploymentSummary, LatencySummary, ModelSummary, RunResult, TrainResult
 from tracefit.results.requests import Quantiles, RequestGroup
 from tracefit.results.traces import IngestResult, RunSummary
-from tracefit.text import ScopeLabel, scope_labels
+from tracefit.text import DeploymentLabel, deployment_labels
 
-RUN = RunSummary("busy", "scope", 1, 1000, 1416, 3, 2, 5, 0, 9536, 1, 1, 6764, 674)
+RUN = RunSummary("busy", "deployment", 1, 1000, 1416, 3, 2, 5, 0, 9536, 1, 1, 6764, 674)
 MODEL = ModelSummary(
     "beta.cycle_time",
-    "scope",
+    "deployment",
     holdout_mdape_pct=1.234,
     holdout_p90_ape_pct=4.91,
     holdout_mape_pct=2.345,
@@ -26,7 +26,7 @@ MODEL = ModelSummary(
     rows_used=4436,
     rows_holdout=2019,
 )
-LATENCY = LatencySummary("ttft", "scope", 79, 27.4, 81.0, 33.4, 25.1, 2.5)
+LATENCY = LatencySummary("ttft", "deployment", 79, 27.4, 81.0, 33.4, 25.1, 2.5)
 
 
 def _trained(*fitted, **more):
@@ -53,7 +53,7 @@ def test_counts_stand_below_their_heads():
 
 def test_errors_files_and_what_is_missing():
     lines = train_text(_trained(MODEL, not_fitted=("alpha.departure: why",))).splitlines()
-    assert lines[0] == "scope scope"
+    assert lines[0] == "deployment deployment"
     assert lines[2].split() == ["beta.cycle_time", "1.23", "%", "4.91", "%", "1,859", "4,728", "2,019"]
     assert "not fitted: alpha.departure: why" in lines
     assert "wrote   m/beta.json" in lines
@@ -65,20 +65,20 @@ def test_a_mean_that_a_few_rows_dominate_is_called_misleading():
     assert "alpha.admission: the mean error of 105 % misleads" in train_text(_trained(admission))
 
 
-def test_one_scope_is_a_few_lines_of_80_columns():
+def test_one_deployment_is_a_few_lines_of_80_columns():
     names = ("beta.cycle_time", *(target.model for target in TARGETS))
     uses = ("simulation", "capacity planning", "autoscaling", "alerting")
     result = _trained(
-        *(replace(MODEL, name=n, scope_id="llama-3.1-8b-instruct.h100-sxm.tp1.d956bf21") for n in names),
-        latencies=(replace(LATENCY, scope_id="llama-3.1-8b-instruct.h100-sxm.tp1.d956bf21"),),
-        scopes=(ScopeSummary("llama-3.1-8b-instruct.h100-sxm.tp1.d956bf21", ("busy",), {}),),
+        *(replace(MODEL, name=n, deployment_id="llama-3.1-8b-instruct.h100-sxm.tp1.d956bf21") for n in names),
+        latencies=(replace(LATENCY, deployment_id="llama-3.1-8b-instruct.h100-sxm.tp1.d956bf21"),),
+        deployments=(DeploymentSummary("llama-3.1-8b-instruct.h100-sxm.tp1.d956bf21", ("busy",), {}),),
         verdicts={"llama-3.1-8b-instruct.h100-sxm.tp1.d956bf21": dict.fromkeys(uses, "with limits")},
     )
     text = run_text(RunResult(IngestResult(Path("t"), (RUN,)), result))
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[-1] == "open    m/report.html"
-    block = lines[lines.index("scope llama-3.1-8b-instruct.h100-sxm.tp1") :]
+    block = lines[lines.index("deployment llama-3.1-8b-instruct.h100-sxm.tp1") :]
     assert block.index("") <= 9 + len(TARGETS)
     # The table has errors a user can have; those with measured state are below it.
     assert next(line for line in block if line.startswith("  TTFT ")).split() == [
@@ -90,15 +90,17 @@ def test_one_scope_is_a_few_lines_of_80_columns():
 def test_a_verdict_that_is_not_yes_has_its_first_reason():
     result = _trained(
         MODEL,
-        verdicts={"scope": {"simulation": "no", "capacity planning": "yes", "alerting": "no"}},
-        reasons={"scope": {"simulation": "few rows", "capacity planning": "good", "alerting": "few rows"}},
+        verdicts={"deployment": {"simulation": "no", "capacity planning": "yes", "alerting": "no"}},
+        reasons={
+            "deployment": {"simulation": "few rows", "capacity planning": "good", "alerting": "few rows"}
+        },
     )
     assert "  simulation, alerting: no, few rows\n  capacity planning: yes\n" in train_text(result)
 
 
-def test_scopes_that_differ_by_a_hash_alone_are_named_by_runs_and_settings():
+def test_deployments_that_differ_by_a_hash_alone_are_named_by_runs_and_settings():
     settings = {"max_num_seqs": "64", "dtype": "bfloat16"}
-    labels = scope_labels(
+    labels = deployment_labels(
         {
             "m.gpu.tp1.00000001": (("monday",), settings),
             "m.gpu.tp1.00000002": (("friday", "sunday"), settings | {"max_num_seqs": "128"}),
@@ -106,9 +108,9 @@ def test_scopes_that_differ_by_a_hash_alone_are_named_by_runs_and_settings():
         }
     )
     assert labels == {
-        "m.gpu.tp1.00000001": ScopeLabel("m.gpu.tp1.00000001", "run monday; max_num_seqs 64"),
-        "m.gpu.tp1.00000002": ScopeLabel("m.gpu.tp1.00000002", "runs friday, sunday; max_num_seqs 128"),
-        "other.gpu.tp1.00000003": ScopeLabel("other.gpu.tp1"),
+        "m.gpu.tp1.00000001": DeploymentLabel("m.gpu.tp1.00000001", "run monday; max_num_seqs 64"),
+        "m.gpu.tp1.00000002": DeploymentLabel("m.gpu.tp1.00000002", "runs friday, sunday; max_num_seqs 128"),
+        "other.gpu.tp1.00000003": DeploymentLabel("other.gpu.tp1"),
     }
 
 
@@ -117,14 +119,14 @@ def test_what_the_server_did_stands_above_the_errors():
     ms = Quantiles(90, 0.02, 0.0125, 0.0391, 0.25)
     none = Quantiles(0, None, None, None, None)
     busy = RequestGroup("run", "busy", 100, 4, 0, 0, 0, 0, 20.0, 5.0, 512.4, ms, none, ms, none)
-    scopes = (ScopeSummary("scope", ("busy", "a", "b", "c"), {}),)
-    lines = train_text(_trained(MODEL, scopes=scopes, served=(busy,))).splitlines()
+    deployments = (DeploymentSummary("deployment", ("busy", "a", "b", "c"), {}),)
+    lines = train_text(_trained(MODEL, deployments=deployments, served=(busy,))).splitlines()
     measured = lines.index("  measured  P50 ms  P90 ms  P99 ms  requests")
     assert lines[measured + 1].split() == ["TTFT", "12.5", "39.1", "250", "90"]
     assert lines[measured + 2].split() == ["E2E", "12.5", "39.1", "250", "90"]
     assert lines[measured + 3] == "  the server: 5 requests/s, 512 output tokens/s, 4 of 100 requests failed"
     assert measured < next(k for k, line in enumerate(lines) if "beta.cycle_time" in line)
     fewer = [replace(busy, name=name, requests=n, failed=0) for n, name in enumerate("abc", 1)]
-    text = train_text(_trained(MODEL, scopes=scopes, served=(*fewer, busy)))
+    text = train_text(_trained(MODEL, deployments=deployments, served=(*fewer, busy)))
     assert [line.split()[1] for line in text.splitlines() if line.startswith("  TTFT ")] == ["busy", "c", "b"]
     assert "  1 more run with requests: see the report" in text

@@ -23,9 +23,9 @@ def test_a_few_lines_say_how_exact_the_models_are_and_where_the_report_is(traine
     assert lines[-1] == f"open    {tmp_path}/report.html"
     text = " ".join(report_text(result).split())
     page = (tmp_path / "report.md").read_text()
-    for scope_id, uses in result.verdicts.items():
+    for deployment_id, uses in result.verdicts.items():
         for use, answer in uses.items():
-            reason = result.reasons[scope_id][use]
+            reason = result.reasons[deployment_id][use]
             assert f"{use}: {answer}. {reason}" in text
             assert f"| {use} | **{answer}** | {reason} |" in page
 

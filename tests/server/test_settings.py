@@ -167,7 +167,7 @@ def test_values_and_sources_have_one_order():
     assert json.dumps(there.knobs()) == json.dumps(back.knobs())
 
 
-def test_knobs_tell_scopes_apart_and_leave_out_what_only_changes_the_view():
+def test_knobs_tell_deployments_apart_and_leave_out_what_only_changes_the_view():
     settings = settings_from(
         {
             "model": "m",

@@ -133,11 +133,11 @@ def test_step_times_of_sglangs_spans_are_fitted(tmp_path):
 
 
 def test_what_gives_steps_is_said_in_sglangs_terms(tmp_path):
-    (scope,) = inspect([FIXTURES / "sglang-level1"]).scopes
-    (steps,) = [allowed for allowed in scope.allows if allowed.what == "step time"]
+    (deployment,) = inspect([FIXTURES / "sglang-level1"]).deployments
+    (steps,) = [allowed for allowed in deployment.allows if allowed.what == "step time"]
     assert "SGLANG_TRACE_LEVEL=3" in steps.reason
-    (scope,) = inspect([FIXTURES / "sglang-level3-tp2"]).scopes
-    (steps,) = [allowed for allowed in scope.allows if allowed.what == "step time"]
+    (deployment,) = inspect([FIXTURES / "sglang-level3-tp2"]).deployments
+    (steps,) = [allowed for allowed in deployment.allows if allowed.what == "step time"]
     assert steps.trains
     assert "recorded steps; " in steps.reason
     with pytest.raises(DataError, match="SGLANG_TRACE_LEVEL=3"):

@@ -41,12 +41,14 @@ def _folders(context: typer.Context) -> list[str]:
     return [one for one in named if Path(one).exists()]
 
 
-def _scope_ids(context: typer.Context, incomplete: str) -> list[str]:
+def _deployment_ids(context: typer.Context, incomplete: str) -> list[str]:
     from tracefit.coefficients.models import load
     from tracefit.errors import TracefitError
 
     with suppress(TracefitError):
-        return [s for folder in _folders(context) for s in load(folder).scope_ids if s.startswith(incomplete)]
+        return [
+            s for folder in _folders(context) for s in load(folder).deployment_ids if s.startswith(incomplete)
+        ]
     return []
 
 
@@ -79,7 +81,7 @@ ModelFiles = Annotated[
 # -- options as typer reads them ------------------------------------------------------------------------
 
 _COMPLETIONS: Mapping[str | None, Callable[..., list[str]]] = {
-    "scopes": _scope_ids,
+    "deployments": _deployment_ids,
     "runs": _run_ids,
     "gpus": _gpu_names,
     "consumers": _consumer_names,
@@ -127,6 +129,6 @@ def server_options(options: Mapping[str, Any], *, model: str | None = None) -> S
     for key in settings:
         if canonical_name(key) not in SETTINGS:
             warn(
-                f"--set {key}: no setting of this name is known; it is recorded and tells scopes apart, but no model uses it"
+                f"--set {key}: no setting of this name is known; it is recorded and tells deployments apart, but no model uses it"
             )
     return from_flags(ServerOptions, {**options, "settings": None}, settings=settings)

@@ -21,6 +21,7 @@ from tracefit.options import (
     ChangesOption,
     ConsumerVersionOption,
     ContextOption,
+    DeploymentOption,
     EngineChoice,
     FeaturesOption,
     FigureOption,
@@ -38,7 +39,6 @@ from tracefit.options import (
     RateOption,
     RowsOption,
     RunOption,
-    ScopeOption,
     ServerCountOption,
     ServerOptions,
     TablesOption,
@@ -158,7 +158,7 @@ def receive(
             help="Coefficient files of the servers: their errors on the steps that come in are shown by --live and --metrics."
         ),
     ] = None,
-    scope: ScopeOption = None,
+    deployment: DeploymentOption = None,
     **options: Any,
 ) -> object:
     """Receive traces from running servers into run folders.
@@ -180,7 +180,7 @@ def receive(
         server=server_options(options, model=model),
         live=live,
         models=models,
-        scope=scope,
+        deployment=deployment,
         listening=listening,
         progress=terminal,
     )
@@ -240,7 +240,7 @@ def compare(
     terminal: Terminal,
     first: ModelFiles,
     second: Annotated[str, typer.Argument(help="Another one; or tables of new runs, for a drift check.")],
-    scope: ScopeOption = None,
+    deployment: DeploymentOption = None,
     run: RunOption = None,
     **options: Any,
 ) -> object:
@@ -250,7 +250,9 @@ def compare(
 
     Example: `tracefit compare models/ new-tables/`
     """
-    return tracefit.compare(first, second, scope=scope, run=run, tolerance=from_flags(Tolerance, options))
+    return tracefit.compare(
+        first, second, deployment=deployment, run=run, tolerance=from_flags(Tolerance, options)
+    )
 
 
 @command("verify {file}")
@@ -294,7 +296,7 @@ def plan(
         list[str],
         typer.Argument(
             metavar="OUT...",
-            help="Folders that `tracefit run` wrote, or with coefficient files; each scope is a kind of server.",
+            help="Folders that `tracefit run` wrote, or with coefficient files; each deployment is a kind of server.",
         ),
     ],
     rate: RateOption = None,
@@ -303,7 +305,7 @@ def plan(
     settings: ChangesOption = None,
     price: PriceOption = None,
     figure: FigureOption = None,
-    scope: ScopeOption = None,
+    deployment: DeploymentOption = None,
     run: RunOption = None,
     **options: Any,
 ) -> object:
@@ -326,7 +328,7 @@ def plan(
         requests=from_flags(LoadOptions, options),
         price=price,
         figure=figure,
-        scope=scope,
+        deployment=deployment,
         run=run,
         progress=terminal,
     )
@@ -366,7 +368,7 @@ def predict(
     models: Annotated[
         list[Path], typer.Argument(help="Coefficient files, or a folder that train or run wrote.")
     ],
-    scope: ScopeOption = None,
+    deployment: DeploymentOption = None,
     run: RunOption = None,
     batch: BatchOption = None,
     context: ContextOption = None,
@@ -390,15 +392,15 @@ def predict(
 
     A described step: `--batch 32 --context 1500 --prefill 512`. A described request: `--prompt 800 --output 250 --queue 12`.
 
-    Example: `tracefit predict models/ --scope codellama-34b --batch 32`
+    Example: `tracefit predict models/ --deployment codellama-34b --batch 32`
     """
     from tracefit.coefficients.models import load
-    from tracefit.commands.locate import choose_scope
+    from tracefit.commands.locate import choose_deployment
     from tracefit.commands.predict import parse_features
     from tracefit.reports.terminal_results import request_text, rows_text, step_text
 
     loaded = load(*models)
-    chosen = choose_scope(loaded, scope, run)
+    chosen = choose_deployment(loaded, deployment, run)
     of_step = {"prefill": prefill, "prefill_reqs": prefill_reqs, "waiting": waiting}
     of_request = {"queue": queue, "cached": cached}
     given = {"prompt": prompt, "batch": batch, "context": context, "feature": feature}
@@ -407,12 +409,12 @@ def predict(
         given, of_step, {**of_request, "output": output if output != 1 else None}, has_rows=rows is not None
     )
     if rows is not None:
-        found = tracefit.predict(loaded, rows, of=of, scope=chosen, out=out, progress=terminal)
+        found = tracefit.predict(loaded, rows, of=of, deployment=chosen, out=out, progress=terminal)
         return found, rows_text(found)
     features = parse_features(feature or [])
     if prompt is not None:
         request = loaded.predict_request(
-            scope=chosen,
+            deployment=chosen,
             prompt_tokens=prompt,
             output_tokens=output,
             batch=batch,
@@ -423,7 +425,7 @@ def predict(
         )
         return request, request_text(request)
     step = loaded.predict_step(
-        scope=chosen,
+        deployment=chosen,
         batch=batch or 0,
         context=context or 0,
         features=features,
@@ -476,7 +478,7 @@ def export(
     ],
     out: Annotated[str, typer.Option(metavar="PATH", help="Folder for the consumer's files.")],
     tables: TablesOption = None,
-    scope: ScopeOption = None,
+    deployment: DeploymentOption = None,
     run: RunOption = None,
     consumer_version: ConsumerVersionOption = None,
 ) -> object:
@@ -484,10 +486,10 @@ def export(
 
     They are refitted in the consumer's form, with its held-out error. A model that cannot be converted is refused with the reason (exit code 1).
 
-    Example: `tracefit export out/ --to blis --scope codellama-34b --out blis/`
+    Example: `tracefit export out/ --to blis --deployment codellama-34b --out blis/`
     """
     return tracefit.export(
-        models, to, out, tables=tables, scope=scope, run=run, consumer_version=consumer_version
+        models, to, out, tables=tables, deployment=deployment, run=run, consumer_version=consumer_version
     )
 
 

@@ -82,7 +82,7 @@ def coefficient_rows(model: Model) -> Iterator[dict[str, object]]:
             bounds = (number.ci95, number.training_range if isinstance(number, Term) else None)
             low, high, least, most = (end for pair in bounds for end in pair or (None, None))
             yield {
-                "scope_id": model.scope_id,
+                "deployment_id": model.deployment_id,
                 "model": model.name,
                 "part": name,
                 "condition": form.when.text() if isinstance(form, Regime) else _CLOCK.get(name),

@@ -24,6 +24,10 @@ MAX_MESSAGE_CHARS = 300
 DIGITS = 9
 """Significant digits a file keeps: more than the 1e-6 on which machines agree."""
 
+_EARLIER_VERSION = 2
+_EARLIER_KEYS = {"scope_id": "deployment_id", "scope": "deployment", "scopes": "deployments"}
+"""Keys of files of version 2, which are still read, and the names they have now."""
+
 _Document = TypeVar("_Document", bound=BaseModel)
 
 
@@ -117,9 +121,19 @@ def read_plain(path: str | Path, kind: type[BaseModel]) -> dict[str, Any]:
     where = str(path)
     content = read_bytes(place_of(path), limit_bytes=MAX_FILE_BYTES)
     plain = dict(parse_json_object(content, where=where, strict=True))
+    version = plain.get("version")
+    if type(version) is int and version == _EARLIER_VERSION:
+        plain = {**_renamed(plain), "version": kind.model_fields["version"].default}
     # Before anything else: in a file of another version, no key is an error of the user.
     _check_version(plain, kind, where)
     return plain
+
+
+def _renamed(value: Any) -> Any:
+    """Return a value of a file of version 2 with the keys of version 3."""
+    if isinstance(value, dict):
+        return {_EARLIER_KEYS.get(key, key): _renamed(inner) for key, inner in value.items()}
+    return [_renamed(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _read(path: Path, kind: type[_Document]) -> _Document:

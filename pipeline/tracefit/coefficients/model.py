@@ -1,6 +1,6 @@
 """The published files, as pydantic models: coefficient files (alpha.json, beta.json) and the evaluation.
 
-A coefficient file holds one model per name and scope, in one of three forms: one line (`LinearModel`), one
+A coefficient file holds one model per name and deployment, in one of three forms: one line (`LinearModel`), one
 line per regime (`RegimesModel`), or API work followed by the wait for a step boundary (`BoundaryModel`).
 Results of the fit (`fit.results`) are published as they are; the classes here compose them and add what is
 computed for the files alone. The rules of the files (no unknown keys, finite numbers) hold for those results
@@ -120,7 +120,7 @@ class RecordingAdvice(Strict):
 
 
 class Verdict(Strict):
-    """Verdict on one use of the scope's models: the worst of the criteria."""
+    """Verdict on one use of the deployment's models: the worst of the criteria."""
 
     answer: Answer
     reasons: tuple[str, ...] = Field(description="the criteria that decide")
@@ -139,7 +139,7 @@ class RequestRange(Strict):
     models count for the range.
     """
 
-    scope_id: str
+    deployment_id: str
     latency: Literal["ttft", "itl", "e2e"]
     low_ratio: float | None
     high_ratio: float | None
@@ -154,10 +154,10 @@ class RequestRange(Strict):
     reason: str | None = Field(default=None, description="why there is no range")
 
 
-class ScopeEvaluation(Strict):
-    """Everything about one scope."""
+class DeploymentEvaluation(Strict):
+    """Everything about one deployment."""
 
-    scope_id: str
+    deployment_id: str
     runs: tuple[str, ...]
     overloaded: tuple[Overload, ...] = ()
     verdicts: dict[str, Verdict] = Field(
@@ -238,9 +238,9 @@ class Evaluation(Strict):
     """evaluation.json."""
 
     schema_: Literal["tracefit/evaluation"] = Field(default="tracefit/evaluation", alias="schema")
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     ingest: IngestEntry
-    scopes: tuple[ScopeEvaluation, ...]
+    deployments: tuple[DeploymentEvaluation, ...]
     across: tuple[LeftOutErrors, ...] = Field(
         default=(), description="errors on the groups left out of training in turn, on request"
     )
@@ -250,14 +250,15 @@ class Evaluation(Strict):
 
     @property
     def answers(self) -> dict[str, dict[str, str]]:
-        """Scope id to use to verdict: yes, with limits or no."""
-        return {s.scope_id: {use: v.answer for use, v in s.verdicts.items()} for s in self.scopes}
+        """Deployment id to use to verdict: yes, with limits or no."""
+        return {s.deployment_id: {use: v.answer for use, v in s.verdicts.items()} for s in self.deployments}
 
     @property
     def first_reasons(self) -> dict[str, dict[str, str]]:
-        """Scope id to use to the first of the reasons that decide its verdict."""
+        """Deployment id to use to the first of the reasons that decide its verdict."""
         return {
-            s.scope_id: {use: next(iter(v.reasons), "") for use, v in s.verdicts.items()} for s in self.scopes
+            s.deployment_id: {use: next(iter(v.reasons), "") for use, v in s.verdicts.items()}
+            for s in self.deployments
         }
 
 
@@ -387,7 +388,7 @@ class Workload(Strict):
     )
 
 
-class ScopeFacts(Strict):
+class DeploymentFacts(Strict):
     """Model, GPU and settings the model is valid for; nothing in `assumed` was stated by any input."""
 
     model: str | None
@@ -405,13 +406,13 @@ class ScopeFacts(Strict):
 
 class _ModelBase(Strict):
     name: str
-    scope_id: str | None = None
+    deployment_id: str | None = None
     target: TargetFacts | None = None
     estimator: Estimator | None = None
     features_left_out: tuple[OmittedFeature, ...] = ()
     training: Training | None = None
     validation: Validation | None = None
-    scope: ScopeFacts | None = None
+    deployment: DeploymentFacts | None = None
     feature_set: str | None = Field(default=None, description="the declared features the model was offered")
     definitions: dict[Identifier, Formula] = Field(
         default_factory=dict,
@@ -493,7 +494,7 @@ class NotFitted(Strict):
     """A model that could not be fitted, why, and what would give the data."""
 
     name: str
-    scope_id: str
+    deployment_id: str
     reason: str
     remedy: str | None = None
 
@@ -502,7 +503,7 @@ class CoefficientFile(Strict):
     """alpha.json or beta.json."""
 
     schema_: Literal["tracefit/coefficients"] = Field(default="tracefit/coefficients", alias="schema")
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     kind: FileKind
     models: tuple[Model, ...] = Field(max_length=MAX_MODELS)
     not_fitted: tuple[NotFitted, ...] = ()
@@ -516,7 +517,7 @@ class CoefficientFile(Strict):
     def _names_each_model_once(self) -> Self:
         names: set[tuple[str, str | None]] = set()
         for model in self.models:
-            if (model.name, model.scope_id) in names:
-                raise ValueError(f"two models are {model.name} of scope {model.scope_id}")
-            names.add((model.name, model.scope_id))
+            if (model.name, model.deployment_id) in names:
+                raise ValueError(f"two models are {model.name} of deployment {model.deployment_id}")
+            names.add((model.name, model.deployment_id))
         return self

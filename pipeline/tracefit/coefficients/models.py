@@ -1,6 +1,6 @@
 """Load coefficient files and predict steps and requests from them: the library's `tracefit.load`.
 
-`Models` holds files and finds the models of a scope; `predict` and `requests` compute single predictions,
+`Models` holds files and finds the models of a deployment; `predict` and `requests` compute single predictions,
 `predict_frames` those of a frame. A single prediction is made in plain Python: neither numpy nor polars nor
 scikit-learn is imported for it.
 """
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from tracefit.coefficients.files import coefficient_paths, read_coefficients
-from tracefit.coefficients.predict import ScopeModels, StepPrediction
+from tracefit.coefficients.predict import DeploymentModels, StepPrediction
 from tracefit.coefficients.requests import OneRequest, RequestPrediction
 from tracefit.coefficients.workload import REQUEST_INPUTS, STEP_INPUTS
 from tracefit.errors import UsageError
 from tracefit.inputs.buckets import place_of
-from tracefit.options import ScopeOption, named
+from tracefit.options import DeploymentOption, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -39,7 +39,7 @@ def load(*paths: str | Path | Iterable[str | Path]) -> Models:
 
     Examples:
         >>> import tracefit
-        >>> tracefit.load("out/").scope_ids  # doctest: +ELLIPSIS
+        >>> tracefit.load("out/").deployment_ids  # doctest: +ELLIPSIS
         ('llama-3.1-8b-instruct.h100-sxm.tp1...',)
     """
     places = [place_of(p) for one in paths for p in ([one] if isinstance(one, str | Path) else one)]
@@ -55,22 +55,24 @@ class Models:
     def __init__(self, files: tuple[CoefficientFile, ...], where: str = "models") -> None:
         self.files = files
         self.where = where
-        by_scope: dict[str, dict[str, Model]] = {}
+        by_deployment: dict[str, dict[str, Model]] = {}
         for model in (m for file in files for m in file.models):
-            scope = by_scope.setdefault(model.scope_id or "", {})
+            deployment = by_deployment.setdefault(model.deployment_id or "", {})
             # Otherwise the file read last would silently win.
-            if model.name in scope:
-                raise UsageError(f"{model.name} of scope {model.scope_id} is there twice", where=where)
-            scope[model.name] = model
+            if model.name in deployment:
+                raise UsageError(
+                    f"{model.name} of deployment {model.deployment_id} is there twice", where=where
+                )
+            deployment[model.name] = model
         # Cached, so that each model is compiled once for all predictions.
-        self._scopes = {
-            scope_id: ScopeModels(
-                scope_id or None,
+        self._deployments = {
+            deployment_id: DeploymentModels(
+                deployment_id or None,
                 models,
-                {r.latency: r for file in files for r in file.requests if r.scope_id == scope_id},
-                tuple(m for file in files for m in file.not_fitted if m.scope_id == scope_id),
+                {r.latency: r for file in files for r in file.requests if r.deployment_id == deployment_id},
+                tuple(m for file in files for m in file.not_fitted if m.deployment_id == deployment_id),
             )
-            for scope_id, models in by_scope.items()
+            for deployment_id, models in by_deployment.items()
         }
 
     @classmethod
@@ -79,14 +81,16 @@ class Models:
         return load(*paths)
 
     def __repr__(self) -> str:
-        """Name the files and the models of each scope."""
-        scopes = "; ".join(f"{scope}: {', '.join(one.models)}" for scope, one in self._scopes.items())
-        return f"<Models of {self.where}: {scopes or 'none'}>"
+        """Name the files and the models of each deployment."""
+        deployments = "; ".join(
+            f"{deployment}: {', '.join(one.models)}" for deployment, one in self._deployments.items()
+        )
+        return f"<Models of {self.where}: {deployments or 'none'}>"
 
     @property
-    def scope_ids(self) -> tuple[str, ...]:
-        """Scopes with models in the files, in order."""
-        return tuple(self._scopes)
+    def deployment_ids(self) -> tuple[str, ...]:
+        """Deployments with models in the files, in order."""
+        return tuple(self._deployments)
 
     @property
     def coefficients(self) -> pl.DataFrame:
@@ -104,34 +108,34 @@ class Models:
         rows = (row for file in self.files for model in file.models for row in coefficient_rows(model))
         return pl.DataFrame(list(rows), infer_schema_length=None)
 
-    def scope(self, scope: str | None = None) -> ScopeModels:
-        """Return the models of one scope.
+    def deployment(self, deployment: str | None = None) -> DeploymentModels:
+        """Return the models of one deployment.
 
         Args:
-            scope: Its id, or a part of it that no other scope has; optional if there is only one scope.
+            deployment: Its id, or a part of it that no other deployment has; optional if there is only one deployment.
 
         Raises:
-            UsageError: No scope or several match.
+            UsageError: No deployment or several match.
 
         Examples:
             >>> import tracefit
-            >>> sorted(tracefit.load("out/").scope("llama").models)
+            >>> sorted(tracefit.load("out/").deployment("llama").models)
             ['alpha.admission', 'alpha.departure', 'alpha.queue_wait', 'beta.cycle_time']
         """
-        if not self._scopes:
+        if not self._deployments:
             raise UsageError("no models are there", where=self.where)
-        matching = [s for s in self._scopes if scope is None or scope in s]
-        chosen = [s for s in matching if s == scope] or matching
+        matching = [s for s in self._deployments if deployment is None or deployment in s]
+        chosen = [s for s in matching if s == deployment] or matching
         if len(chosen) != 1:
-            no_scope = f"scope {scope} is {'not one' if chosen else 'no'} scope here"
+            no_deployment = f"deployment {deployment} is {'not one' if chosen else 'no'} deployment here"
             raise UsageError(
-                "several scopes are there" if scope is None else no_scope,
+                "several deployments are there" if deployment is None else no_deployment,
                 where=self.where,
-                hint=f"name one with {named(ScopeOption)}: {', '.join(self._scopes)}",
+                hint=f"name one with {named(DeploymentOption)}: {', '.join(self._deployments)}",
             )
-        return self._scopes[chosen[0]]
+        return self._deployments[chosen[0]]
 
-    def model(self, name: str, scope: str | None = None) -> Model:
+    def model(self, name: str, deployment: str | None = None) -> Model:
         """Return a model by name.
 
         Raises:
@@ -142,20 +146,20 @@ class Models:
             >>> tracefit.load("out/").model("beta.cycle_time").terms[0].feature
             'prefill_tokens'
         """
-        return self.scope(scope).require(name)
+        return self.deployment(deployment).require(name)
 
     @overload  # a frame may also be an iterable: the first signature that fits counts
-    def predict_step(self, rows: FrameT, *, scope: str | None = None) -> FrameT: ...  # type: ignore[overload-overlap]
+    def predict_step(self, rows: FrameT, *, deployment: str | None = None) -> FrameT: ...  # type: ignore[overload-overlap]
 
     @overload
-    def predict_step(self, rows: Rows, *, scope: str | None = None) -> pl.DataFrame: ...
+    def predict_step(self, rows: Rows, *, deployment: str | None = None) -> pl.DataFrame: ...
 
     @overload
     def predict_step(
         self,
         rows: None = None,
         *,
-        scope: str | None = None,
+        deployment: str | None = None,
         batch: float = 0,
         context: float = 0,
         prefill: float = 0,
@@ -169,7 +173,7 @@ class Models:
         self,
         rows: Rows | None = None,
         *,
-        scope: str | None = None,
+        deployment: str | None = None,
         batch: float = 0,
         context: float = 0,
         prefill: float = 0,
@@ -186,7 +190,7 @@ class Models:
                 `predicted_us`, `low_us`, `high_us` and `out_of_range`: a frame comes back as one of its own
                 library, anything else, and a lazy frame, as polars. A null in a row gives a null prediction;
                 a column that looks misspelt causes a warning.
-            scope: See `scope`.
+            deployment: See `deployment`.
             batch: Decoding requests.
             context: Mean tokens in their caches.
             prefill: Prompt tokens computed in the step.
@@ -208,7 +212,7 @@ class Models:
             >>> models.predict_step([{"batch": 8}, {"batch": 16}]).columns
             ['batch', 'predicted_us', 'low_us', 'high_us', 'out_of_range']
         """
-        chosen = self.scope(scope)
+        chosen = self.deployment(deployment)
         if rows is not None:
             from tracefit.coefficients.predict_frames import with_predictions
 
@@ -217,17 +221,17 @@ class Models:
         return chosen.step(dict(zip(STEP_INPUTS, stated, strict=True)), features or {})
 
     @overload  # as of predict_step: a frame may also be an iterable
-    def predict_request(self, rows: FrameT, *, scope: str | None = None) -> FrameT: ...  # type: ignore[overload-overlap]
+    def predict_request(self, rows: FrameT, *, deployment: str | None = None) -> FrameT: ...  # type: ignore[overload-overlap]
 
     @overload
-    def predict_request(self, rows: Rows, *, scope: str | None = None) -> pl.DataFrame: ...
+    def predict_request(self, rows: Rows, *, deployment: str | None = None) -> pl.DataFrame: ...
 
     @overload
     def predict_request(
         self,
         rows: None = None,
         *,
-        scope: str | None = None,
+        deployment: str | None = None,
         prompt_tokens: float,
         output_tokens: float,
         queue: float = 0,
@@ -241,7 +245,7 @@ class Models:
         self,
         rows: Rows | None = None,
         *,
-        scope: str | None = None,
+        deployment: str | None = None,
         prompt_tokens: float = 0,
         output_tokens: float = 0,
         queue: float = 0,
@@ -256,7 +260,7 @@ class Models:
             rows: As in `predict_step`, with columns named as the arguments below, or as the flags
                 (prompt_tokens or prompt, and output_tokens or output, at least). The result adds one `*_us`
                 column per duration, `*_low_us` and `*_high_us` of TTFT, ITL and E2E, and `out_of_range`.
-            scope: See `scope`.
+            deployment: See `deployment`.
             prompt_tokens: Prompt.
             output_tokens: Tokens to generate.
             queue: Requests waiting ahead.
@@ -279,7 +283,7 @@ class Models:
             >>> models.predict_request([{"prompt_tokens": 400, "output_tokens": 100}]).columns[-1]
             'out_of_range'
         """
-        chosen = self.scope(scope)
+        chosen = self.deployment(deployment)
         if rows is not None:
             from tracefit.coefficients.predict_frames import with_predictions
 

@@ -1,4 +1,4 @@
-"""The models of one scope, and predictions of single rows and steps in plain Python, without numpy or polars.
+"""The models of one deployment, and predictions of single rows and steps in plain Python, without numpy or polars.
 
 A prediction is a number, the interval that nine of ten held-out rows stayed in, the assumptions, and the inputs outside
 the training range. `predict_frames` does the same for the rows of a frame.
@@ -98,7 +98,7 @@ class StepPrediction:
     """A predicted step.
 
     Attributes:
-        scope_id: The scope of the model.
+        deployment_id: The deployment of the model.
         model: Name of the model.
         step: The step's time.
         features: The features and their values.
@@ -106,7 +106,7 @@ class StepPrediction:
         out_of_range: Inputs outside the training range.
     """
 
-    scope_id: str | None
+    deployment_id: str | None
     model: str
     step: PredictedDuration
     features: tuple[tuple[str, float], ...]
@@ -262,14 +262,14 @@ def _without_a_term(compiled: CompiledModel, given: Mapping[str, float | None]) 
     ]
 
 
-# -- steps and requests of one scope ---------------------------------------------------------------------
+# -- steps and requests of one deployment ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ScopeModels:
-    """The models of one scope by name."""
+class DeploymentModels:
+    """The models of one deployment by name."""
 
-    scope_id: str | None
+    deployment_id: str | None
     models: Mapping[str, Model]
     ranges: Mapping[str, RequestRange] = field(default_factory=dict)
     """Ranges of composed latencies: ttft, itl, e2e."""
@@ -278,8 +278,8 @@ class ScopeModels:
     _compiled: dict[str, CompiledModel] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
-        """Name the scope and its models."""
-        return f"<models of {self.scope_id}: {', '.join(self.models)}>"
+        """Name the deployment and its models."""
+        return f"<models of {self.deployment_id}: {', '.join(self.models)}>"
 
     def require(self, name: str) -> Model:
         """Return a model by name.
@@ -289,13 +289,13 @@ class ScopeModels:
         """
         if name not in self.models:
             raise UsageError(
-                f"no model {name} of scope {self.scope_id}",
+                f"no model {name} of deployment {self.deployment_id}",
                 hint=f"there are: {', '.join(sorted(self.models))}",
             )
         return self.models[name]
 
     def compiled(self, model: Model) -> CompiledModel:
-        """Return a model of the scope compiled for inputs as `workload` describes them; each is compiled once."""
+        """Return a model of the deployment compiled for inputs as `workload` describes them; each is compiled once."""
         if model.name not in self._compiled:
             columns = STEP_COLUMNS if model.is_step_model else REQUEST_COLUMNS
             self._compiled[model.name] = CompiledModel(model, columns)
@@ -314,7 +314,7 @@ class ScopeModels:
         missing = next((m for m in self.not_fitted if m.name in STEP_MODELS), None)
         if missing is not None and name not in self.models:
             raise DataError(
-                f"{missing.name} of scope {self.scope_id} was not fitted: {missing.reason}",
+                f"{missing.name} of deployment {self.deployment_id} was not fitted: {missing.reason}",
                 hint=missing.remedy,
             )
         return self.require(name)
@@ -346,7 +346,10 @@ class ScopeModels:
     @cached_property
     def workload(self) -> Workload | None:
         """The mean request the models were trained on; null if the files do not state it."""
-        return next((m.scope.workload for m in self.models.values() if m.scope and m.scope.workload), None)
+        return next(
+            (m.deployment.workload for m in self.models.values() if m.deployment and m.deployment.workload),
+            None,
+        )
 
     @cached_property
     def traffic(self) -> Formulas:
@@ -360,8 +363,8 @@ class ScopeModels:
 
     def setting(self, name: str) -> object:
         """Return any setting of the server as the files have it."""
-        scopes = (m.scope for m in self.models.values() if m.scope is not None)
-        return next((s.settings.get(name) for s in scopes), None)
+        deployments = (m.deployment for m in self.models.values() if m.deployment is not None)
+        return next((s.settings.get(name) for s in deployments), None)
 
     def known_settings(self, compiled: CompiledModel) -> dict[str, float | None]:
         """Return the settings of the server; an unknown one is left out."""
@@ -402,8 +405,10 @@ class ScopeModels:
 
     def input_ranges(self, of: Literal["step", "request"]) -> Mapping[str, tuple[float, float]]:
         """Return the smallest and largest value of each input in training; empty if the files do not state them."""
-        scopes = (m.scope for m in self.models.values() if m.scope and m.scope.input_ranges)
-        return next((s.input_ranges.get(of, {}) for s in scopes), {})
+        deployments = (
+            m.deployment for m in self.models.values() if m.deployment and m.deployment.input_ranges
+        )
+        return next((s.input_ranges.get(of, {}) for s in deployments), {})
 
     def beyond(
         self, of: Literal["step", "request"], given: Mapping[str, float | None], named: Collection[str] = ()
@@ -506,7 +511,7 @@ class ScopeModels:
         # Errors were not measured outside the training range.
         interval = PredictedDuration(prediction.interval.value_us) if beyond else prediction.interval
         return StepPrediction(
-            self.scope_id,
+            self.deployment_id,
             model.name,
             interval,
             tuple(prediction.features.items()),

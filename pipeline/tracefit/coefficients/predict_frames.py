@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from tracefit.coefficients.model import Model
-    from tracefit.coefficients.predict import ScopeModels
+    from tracefit.coefficients.predict import DeploymentModels
     from tracefit.features import targets
     from tracefit.fit.results import Term
 
@@ -69,7 +69,7 @@ def as_frame(rows: Rows) -> pl.DataFrame:
         raise UsageError(f"cannot be read as rows ({str(error)[:200]})", where="rows") from error
 
 
-def with_predictions(models: ScopeModels, rows: Rows, of: Literal["step", "request"]) -> Any:
+def with_predictions(models: DeploymentModels, rows: Rows, of: Literal["step", "request"]) -> Any:
     """Return rows with the columns that `predict_steps` or `predict_requests` adds: as a frame of the caller's library.
 
     A lazy frame, columns by name and mappings come back as a polars frame. Columns that look misspelt cause a warning.
@@ -97,13 +97,13 @@ def with_predictions(models: ScopeModels, rows: Rows, of: Literal["step", "reque
     return callers.with_columns(*added).to_native()
 
 
-def unread_columns(models: ScopeModels, of: str, frame: pl.DataFrame) -> dict[str, bool]:
+def unread_columns(models: DeploymentModels, of: str, frame: pl.DataFrame) -> dict[str, bool]:
     """Return the numeric columns that no prediction uses, with the closest used name, and whether there is one.
 
     Text columns may label rows, and rows of a table have columns for other uses: neither is reported.
 
     Args:
-        models: The models of a scope.
+        models: The models of a deployment.
         of: `step`, `request` or the name of a model.
         frame: The rows to predict.
     """
@@ -246,7 +246,7 @@ def _listed(texts: Sequence[pl.Expr]) -> pl.Expr:
 # -- steps -----------------------------------------------------------------------------------------------
 
 
-def predict_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
+def predict_steps(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataFrame:
     """Predict steps given as timeline columns or by `workload.STEP_INPUTS`.
 
     Raises:
@@ -256,7 +256,7 @@ def predict_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     return evaluated_steps(models, rows)
 
 
-def evaluated_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
+def evaluated_steps(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataFrame:
     """Predict steps as `predict_steps` does, including steps that the server does not run, for a consumer's grid.
 
     Raises:
@@ -278,8 +278,10 @@ def evaluated_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     return _predict(compiled, rows, described, _beyond(models, "step", set(rows.columns) - of_terms))
 
 
-def _beyond(models: ScopeModels, of: Literal["step", "request"], known: Collection[str]) -> Sequence[pl.Expr]:
-    """Name the inputs outside their training range, as `ScopeModels.beyond` does; null inside it."""
+def _beyond(
+    models: DeploymentModels, of: Literal["step", "request"], known: Collection[str]
+) -> Sequence[pl.Expr]:
+    """Name the inputs outside their training range, as `DeploymentModels.beyond` does; null inside it."""
     ranges = {n: ends for n, ends in models.input_ranges(of).items() if n in known}
     # A 0 means not given, and an empty engine has no cached tokens.
     is_given = {
@@ -289,7 +291,7 @@ def _beyond(models: ScopeModels, of: Literal["step", "request"], known: Collecti
 
 
 def _require_possible(
-    models: ScopeModels, of: Literal["step", "request"], rows: pl.DataFrame, names: Collection[str]
+    models: DeploymentModels, of: Literal["step", "request"], rows: pl.DataFrame, names: Collection[str]
 ) -> None:
     """Refuse rows if the server would not run one of them, as `workload.require_possible` does; name the first.
 
@@ -312,7 +314,7 @@ def _require_possible(
         raise UsageError(f"{where}: {words(values)}{more}", where=f"row {row + 1:,}")
 
 
-def _described_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
+def _described_steps(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataFrame:
     """Complete described steps: missing inputs are 0, and the server's settings become columns."""
     zero = [pl.lit(0.0).alias(c) for c in STEP_INPUTS if c not in rows.columns and c != "prefill_reqs"]
     given = rows.with_columns(zero)
@@ -321,7 +323,7 @@ def _described_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     return _with_settings(models, models.compiled(models.step_model), given)
 
 
-def _with_settings(models: ScopeModels, compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFrame:
+def _with_settings(models: DeploymentModels, compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFrame:
     return rows.with_columns(
         pl.lit(v, pl.Float64).alias(name)
         for name, v in models.known_settings(compiled).items()
@@ -342,11 +344,11 @@ def _with_stand_ins(compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFrame
 # -- requests --------------------------------------------------------------------------------------------
 
 
-def predict_requests(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
+def predict_requests(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataFrame:
     """Predict requests described by `workload.REQUEST_INPUTS`.
 
     Args:
-        models: Models of one scope.
+        models: Models of one deployment.
         rows: prompt_tokens and output_tokens at least; further columns and features win over what follows from these.
 
     Returns:
@@ -363,7 +365,7 @@ def predict_requests(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     return _joined(rows, composed_requests(models, given))
 
 
-def composed_requests(models: ScopeModels, given: pl.DataFrame) -> pl.DataFrame:
+def composed_requests(models: DeploymentModels, given: pl.DataFrame) -> pl.DataFrame:
     """Return the columns that `predict_requests` adds to requests as `completed_requests` completes them."""
     unknown = np.full(given.height, np.nan)
     many = ManyRequests(models, given)
@@ -386,7 +388,7 @@ def _distinct(texts: pl.DataFrame) -> pl.Series:
     return texts.select(pl.when(named != "").then(named)).to_series()
 
 
-def completed_requests(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
+def completed_requests(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataFrame:
     """Complete described requests; columns may have the names of the flags (`FLAGS`)."""
     rows = rows.with_columns(
         pl.col(flag).alias(name)
@@ -443,7 +445,7 @@ ARRAYS = Arithmetic(
 class ManyRequests(RequestComposer):
     """Predictions of the requests of a frame."""
 
-    def __init__(self, models: ScopeModels, rows: pl.DataFrame) -> None:
+    def __init__(self, models: DeploymentModels, rows: pl.DataFrame) -> None:
         """Take the requests, as `completed_requests` completes them."""
         self.rows = rows
         self.outside = [

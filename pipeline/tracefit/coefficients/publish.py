@@ -1,4 +1,4 @@
-"""Publish fitted scopes: as coefficient files, and as the evaluation of everything that was measured.
+"""Publish fitted deployments: as coefficient files, and as the evaluation of everything that was measured.
 
 The results of the fit (`fit.fitted`, `fit.results`) become the published types of `model`; nothing is fitted
 here. Only the ranges in alpha.json are measured here, because they compare traced requests with predictions
@@ -41,12 +41,12 @@ from tracefit.tables.sources import MEANS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from tracefit.fit.fitted import FittedBoundary, FittedModel, FittedRegime, FittedScope, LinearFit
+    from tracefit.fit.fitted import FittedBoundary, FittedDeployment, FittedModel, FittedRegime, LinearFit
     from tracefit.fit.results import AcrossResult, Metrics
     from tracefit.results.plans import PlanPoint
     from tracefit.results.replays import RunReplay
     from tracefit.results.requests import RequestGroup
-    from tracefit.server.context import ModelScope
+    from tracefit.server.context import Deployment
     from tracefit.server.documents import Scalar
 
 _LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
@@ -70,28 +70,32 @@ def libraries() -> dict[str, str]:
 
 
 def coefficient_files(
-    scopes: Sequence[FittedScope], made_by: cf.Provenance
+    deployments: Sequence[FittedDeployment], made_by: cf.Provenance
 ) -> tuple[cf.CoefficientFile, cf.CoefficientFile, dict[str, pl.DataFrame]]:
-    """Return alpha.json, beta.json, and by scope the measured requests with the predictions of both files.
+    """Return alpha.json, beta.json, and by deployment the measured requests with the predictions of both files.
 
     alpha.json states how far these predictions lie from the measured latencies.
     """
     described = {
-        s.scope.scope_id: described_requests(
+        s.deployment.deployment_id: described_requests(
             split_requests(s.tables.requests, s.models), s.tables.timeline, s.tables.queue
         )
-        for s in scopes
+        for s in deployments
     }
-    facts = {s.scope.scope_id: _facts(s, described[s.scope.scope_id]) for s in scopes}
+    facts = {
+        s.deployment.deployment_id: _facts(s, described[s.deployment.deployment_id]) for s in deployments
+    }
 
     def file(kind: cf.FileKind) -> cf.CoefficientFile:
-        fitted = [(s, m) for s in scopes for m in s.models if m.name.startswith(f"{kind}.")]
-        missing = [(s, m) for s in scopes for m in s.missing if m.name.startswith(f"{kind}.")]
+        fitted = [(s, m) for s in deployments for m in s.models if m.name.startswith(f"{kind}.")]
+        missing = [(s, m) for s in deployments for m in s.missing if m.name.startswith(f"{kind}.")]
         return cf.CoefficientFile(
             kind=kind,
-            models=tuple(_model(s, m, facts[s.scope.scope_id]) for s, m in fitted),
+            models=tuple(_model(s, m, facts[s.deployment.deployment_id]) for s, m in fitted),
             # A file refuses unknown keys, so a new field of `Missing` cannot be forgotten here.
-            not_fitted=tuple(cf.NotFitted(scope_id=s.scope.scope_id, **asdict(m)) for s, m in missing),
+            not_fitted=tuple(
+                cf.NotFitted(deployment_id=s.deployment.deployment_id, **asdict(m)) for s, m in missing
+            ),
             provenance=made_by,
         )
 
@@ -99,45 +103,47 @@ def coefficient_files(
     # The ranges describe predictions of `predict` with exactly these files.
     models = Models((alpha, beta))
     predicted = {
-        s.scope.scope_id: predicted_requests(models.scope(s.scope.scope_id), described[s.scope.scope_id])
-        for s in scopes
-        if described[s.scope.scope_id].height and any(m.name in cf.STEP_MODELS for m in s.models)
+        s.deployment.deployment_id: predicted_requests(
+            models.deployment(s.deployment.deployment_id), described[s.deployment.deployment_id]
+        )
+        for s in deployments
+        if described[s.deployment.deployment_id].height and any(m.name in cf.STEP_MODELS for m in s.models)
     }
     ranges = [
         one
-        for s in scopes
-        if (rows := predicted.get(s.scope.scope_id)) is not None
+        for s in deployments
+        if (rows := predicted.get(s.deployment.deployment_id)) is not None
         for one in request_ranges(
-            s.scope.scope_id, rows, reference=any(m.options.reference for m in s.models)
+            s.deployment.deployment_id, rows, reference=any(m.options.reference for m in s.models)
         )
     ]
     return alpha.model_copy(update={"requests": tuple(ranges)}), beta, predicted
 
 
-def _facts(scope: FittedScope, described: pl.DataFrame) -> cf.ScopeFacts:
-    """Return the server that the models of a scope are valid for, and the load they were trained on."""
-    steps = trained_steps(scope.tables.timeline, scope.models)
-    requests = split_requests(scope.tables.requests, scope.models)
+def _facts(deployment: FittedDeployment, described: pl.DataFrame) -> cf.DeploymentFacts:
+    """Return the server that the models of a deployment are valid for, and the load they were trained on."""
+    steps = trained_steps(deployment.tables.timeline, deployment.models)
+    requests = split_requests(deployment.tables.requests, deployment.models)
     load = {"workload": workload_of(requests, steps), "input_ranges": input_ranges(described, steps)}
-    return scope_facts(scope.scope).model_copy(update=load)
+    return deployment_facts(deployment.deployment).model_copy(update=load)
 
 
 def _model(
-    scope: FittedScope, model: FittedModel, facts: cf.ScopeFacts
+    deployment: FittedDeployment, model: FittedModel, facts: cf.DeploymentFacts
 ) -> cf.LinearModel | cf.RegimesModel | cf.BoundaryModel:
     fitted, first = model.fitted, model.fitted.regimes[0]
     # The validation is that of the published form: for a boundary model, with the clock.
     common = {
         "name": model.name,
-        "scope_id": scope.scope.scope_id,
+        "deployment_id": deployment.deployment.deployment_id,
         "target": model.target,
         "estimator": _estimator(first),
         "features_left_out": fitted.features_left_out,
-        "training": _training(scope, fitted),
+        "training": _training(deployment, fitted),
         "validation": model.validation,
-        "scope": facts,
+        "deployment": facts,
         "feature_set": model.feature_set,
-        "definitions": definitions(_formulas(fitted), scope.scope.context),
+        "definitions": definitions(_formulas(fitted), deployment.deployment.context),
         "notes": model.notes,
     }
     if model.boundary is not None:
@@ -194,7 +200,7 @@ def _estimator(part: FittedRegime) -> cf.Estimator:
     )
 
 
-def _training(scope: FittedScope, fitted: LinearFit) -> cf.Training:
+def _training(deployment: FittedDeployment, fitted: LinearFit) -> cf.Training:
     rows, time = fitted.rows, pl.col("ts_ns")
     ranges = (
         rows.group_by(SERVER)
@@ -209,8 +215,8 @@ def _training(scope: FittedScope, fitted: LinearFit) -> cf.Training:
         rows_holdout=fitted.rows_holdout,
         exclusions=_exclusions(rows),
         time_range=tuple(cf.TimeRange(**row) for row in ranges.iter_rows(named=True)),
-        inputs_sha256=_inputs_hash(scope),
-        inputs=run_inputs(scope.tables.runs),
+        inputs_sha256=_inputs_hash(deployment),
+        inputs=run_inputs(deployment.tables.runs),
     )
 
 
@@ -233,22 +239,22 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _inputs_hash(scope: FittedScope) -> str:
+def _inputs_hash(deployment: FittedDeployment) -> str:
     # Sorted: the order in which runs were read must not change the file.
-    contents = scope.tables.runs.select("run_id", "content_sha256").unique().sort("run_id")
+    contents = deployment.tables.runs.select("run_id", "content_sha256").unique().sort("run_id")
     return hashlib.sha256("\n".join(":".join(row) for row in contents.iter_rows()).encode()).hexdigest()
 
 
-def scope_facts(scope: ModelScope) -> cf.ScopeFacts:
+def deployment_facts(deployment: Deployment) -> cf.DeploymentFacts:
     """Return the server that a model is valid for."""
-    context = scope.context
-    return cf.ScopeFacts(
+    context = deployment.context
+    return cf.DeploymentFacts(
         model=context.settings.model or (context.architecture.name if context.architecture else None),
         gpu=context.gpu.name if context.gpu else None,
         architecture=dict(context.architecture.facts()) if context.architecture else {},
         hardware=dict(context.gpu.facts()) if context.gpu else {},
         settings=dict(context.settings.values()),
-        assumed=scope.assumed(),
+        assumed=deployment.assumed(),
     )
 
 
@@ -256,7 +262,7 @@ def scope_facts(scope: ModelScope) -> cf.ScopeFacts:
 
 
 def evaluate(
-    scopes: Sequence[FittedScope],
+    deployments: Sequence[FittedDeployment],
     all_runs: pl.DataFrame,
     across: AcrossResult | None = None,
     *,
@@ -270,45 +276,45 @@ def evaluate(
     """Return all measurements, and the verdicts by the thresholds.
 
     Args:
-        scopes: The fitted scopes.
+        deployments: The fitted deployments.
         all_runs: Rows of the `runs` table.
         across: Errors on groups left out in turn.
         requests: Ranges of the coefficient files.
-        predicted: Scope to its requests with predictions, see `coefficient_files`.
-        replays: Replays of the scopes' runs.
+        predicted: Deployment to its requests with predictions, see `coefficient_files`.
+        replays: Replays of the deployments' runs.
         served: The work of the servers, by run.
-        rates: Scope to what one of its servers would do, over the rate.
+        rates: Deployment to what one of its servers would do, over the rate.
         thresholds: Requirements of each use.
     """
     return cf.Evaluation(
         ingest=_ingest(all_runs),
-        scopes=tuple(
-            _scope(
+        deployments=tuple(
+            _deployment(
                 s,
                 thresholds,
-                tuple(r for r in requests if r.scope_id == s.scope.scope_id),
-                predicted.get(s.scope.scope_id),
+                tuple(r for r in requests if r.deployment_id == s.deployment.deployment_id),
+                predicted.get(s.deployment.deployment_id),
                 verdicts.BesideModels(
                     s.summed,
                     tuple(r for r in replays if r.run_id in runs_of(s)),
                     tuple(g for g in served if g.name in runs_of(s)),
-                    rates.get(s.scope.scope_id, ()),
+                    rates.get(s.deployment.deployment_id, ()),
                     {
-                        n: getattr(s.scope.context.settings, n)
+                        n: getattr(s.deployment.context.settings, n)
                         for n in ("max_num_batched_tokens", "max_model_len")
                     },
                 ),
             )
-            for s in scopes
+            for s in deployments
         ),
         across=across.errors if across else (),
         across_notes=across.notes if across else (),
     )
 
 
-def runs_of(scope: FittedScope) -> tuple[str, ...]:
-    """Return the runs that a scope was fitted on, in name order."""
-    return tuple(sorted(scope.tables.runs["run_id"].unique()))
+def runs_of(deployment: FittedDeployment) -> tuple[str, ...]:
+    """Return the runs that a deployment was fitted on, in name order."""
+    return tuple(sorted(deployment.tables.runs["run_id"].unique()))
 
 
 def _exclusions(rows: pl.DataFrame) -> dict[str, int]:
@@ -349,36 +355,36 @@ def _sum(frame: pl.DataFrame, column: str) -> int:
     return int(frame[column].sum() or 0)
 
 
-def _scope(
-    scope: FittedScope,
+def _deployment(
+    deployment: FittedDeployment,
     thresholds: Sequence[verdicts.Threshold],
     requests: tuple[cf.RequestRange, ...],
     predicted: pl.DataFrame | None,
     beside: verdicts.BesideModels,
-) -> cf.ScopeEvaluation:
+) -> cf.DeploymentEvaluation:
     boosted: dict[str, Metrics | None] = {r.latency: r.gradient_boosting for r in requests}
-    models = {m.name: m.validation for m in scope.models}
-    return cf.ScopeEvaluation(
-        scope_id=scope.scope.scope_id,
-        runs=runs_of(scope),
-        overloaded=scope.overloads,
+    models = {m.name: m.validation for m in deployment.models}
+    return cf.DeploymentEvaluation(
+        deployment_id=deployment.deployment.deployment_id,
+        runs=runs_of(deployment),
+        overloaded=deployment.overloads,
         verdicts=verdicts.verdicts_of(models, beside, thresholds),
         replays=beside.replays,
         served=beside.served,
         rates=beside.rates,
         models=models,
-        not_fitted=scope.missing,
+        not_fitted=deployment.missing,
         latency={
             name: replace(latency, gradient_boosting=boosted.get(name))
-            for name, latency in latency_errors(scope.composed, predicted).items()
+            for name, latency in latency_errors(deployment.composed, predicted).items()
         },
-        latency_missing=scope.composed.missing,
+        latency_missing=deployment.composed.missing,
         requests=requests,
-        summed_step_time=scope.summed,
-        timeline=_timeline(scope),
-        exclusions={m.name: _exclusions(m.fitted.rows) for m in scope.models},
-        rows=tuple(entry for m in scope.models for entry in _rows(m)),
-        notes=scope.notes,
+        summed_step_time=deployment.summed,
+        timeline=_timeline(deployment),
+        exclusions={m.name: _exclusions(m.fitted.rows) for m in deployment.models},
+        rows=tuple(entry for m in deployment.models for entry in _rows(m)),
+        notes=deployment.notes,
     )
 
 
@@ -398,8 +404,8 @@ def _rows(model: FittedModel) -> Iterator[cf.RowsEntry]:
         )
 
 
-def _timeline(scope: FittedScope) -> cf.TimelineEntry:
-    tables, runs, timeline = scope.tables, scope.tables.runs, scope.tables.timeline
+def _timeline(deployment: FittedDeployment) -> cf.TimelineEntry:
+    tables, runs, timeline = deployment.tables, deployment.tables.runs, deployment.tables.timeline
     adjacent = timeline.filter(cycle_source="adjacent")
     intervals = timeline.filter(pl.col("cycle_source").is_in(MEANS))
     idle = timeline.filter(pl.col("cycle_us").is_not_null() & pl.col("idle_after"))
@@ -415,7 +421,7 @@ def _timeline(scope: FittedScope) -> cf.TimelineEntry:
         idle_gaps=idle.height,
         step_sampling=mean_of(runs["step_sampling"]),
         journey_sampling=mean_of(runs["journey_sampling"]),
-        **asdict(scope.source),
+        **asdict(deployment.source),
         execution_lag_steps=max(tables.lags.values(), default=0),
         clock_checked_events=_sum(tables.clock_checks, "events"),
         clock_disagreements=_sum(tables.clock_checks, "disagreeing"),

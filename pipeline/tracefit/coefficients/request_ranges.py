@@ -24,7 +24,7 @@ from tracefit.tables.requests import is_cut_off
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 
 if TYPE_CHECKING:
-    from tracefit.coefficients.predict import ScopeModels
+    from tracefit.coefficients.predict import DeploymentModels
 
 Composed = Literal["ttft", "itl", "e2e"]
 
@@ -176,7 +176,7 @@ def _ends(rows: pl.DataFrame) -> dict[str, tuple[float, float]]:
     }
 
 
-def predicted_requests(models: ScopeModels, described: pl.DataFrame) -> pl.DataFrame:
+def predicted_requests(models: DeploymentModels, described: pl.DataFrame) -> pl.DataFrame:
     """Add predictions to described requests: `ttft_us`, `itl_us`, `e2e_us`, and `out_of_range`.
 
     A measured request is predicted even if the settings say that the server would refuse it.
@@ -186,19 +186,23 @@ def predicted_requests(models: ScopeModels, described: pl.DataFrame) -> pl.DataF
     return described.hstack(composed_requests(models, given).select(columns))
 
 
-def request_ranges(scope_id: str, predicted: pl.DataFrame, *, reference: bool) -> tuple[RequestRange, ...]:
+def request_ranges(
+    deployment_id: str, predicted: pl.DataFrame, *, reference: bool
+) -> tuple[RequestRange, ...]:
     """Measure the range of predictions on the training part, and check it on later requests.
 
     Args:
-        scope_id: The scope of the models.
+        deployment_id: The deployment of the models.
         predicted: See `predicted_requests`.
         reference: Fit gradient boosting on the same inputs and requests too.
     """
-    ranges = (_range(scope_id, name, predicted, reference=reference) for name in get_args(Composed))
+    ranges = (_range(deployment_id, name, predicted, reference=reference) for name in get_args(Composed))
     return tuple(one for one in ranges if one is not None)
 
 
-def _range(scope_id: str, latency: Composed, rows: pl.DataFrame, *, reference: bool) -> RequestRange | None:
+def _range(
+    deployment_id: str, latency: Composed, rows: pl.DataFrame, *, reference: bool
+) -> RequestRange | None:
     measured, predicted = pl.col(f"measured_{latency}_us"), pl.col(f"{latency}_us")
     known = rows.filter((measured > 0) & (predicted > 0)).select(
         *_ON_ARRIVAL, "split", "out_of_range", y=measured.cast(pl.Float64), predicted=predicted
@@ -219,7 +223,7 @@ def _range(scope_id: str, latency: Composed, rows: pl.DataFrame, *, reference: b
     reason = _no_range(inside.height, later.height, coverage)
     boosted = reference and train.height and held.height
     return RequestRange(
-        scope_id=scope_id,
+        deployment_id=deployment_id,
         latency=latency,
         low_ratio=None if reason else low,
         high_ratio=None if reason else high,

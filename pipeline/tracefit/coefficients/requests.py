@@ -1,4 +1,4 @@
-"""Compose the latencies of a request from the models of a scope: written once, for one request and for many.
+"""Compose the latencies of a request from the models of a deployment: written once, for one request and for many.
 
 A value is a number, or a numpy array with one number per request. Python's operators are the same for both;
 `Arithmetic` has the few operations that differ. `OneRequest` predicts steps and overheads of one request in
@@ -15,10 +15,10 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from tracefit.coefficients.predict import (
+    DeploymentModels,
     Outside,
     PredictedDuration,
     Prediction,
-    ScopeModels,
     in_lines,
     predict_row,
 )
@@ -89,7 +89,7 @@ def complete(
     Args:
         a: Arithmetic of the values.
         given: Values of `REQUEST_INPUTS` and of some of `OTHERS`.
-        server: Settings by name, see `ScopeModels.server`.
+        server: Settings by name, see `DeploymentModels.server`.
         mean: The mean request of the training; the other requests are like it, or without it like the request itself.
     """
     prompt, output = given["prompt_tokens"], given["output_tokens"]
@@ -136,7 +136,7 @@ def _capacity(a: Arithmetic, context: Value, server: Mapping[str, float | None])
 class RequestComposer(ABC):
     """Composes the durations of one request, or of many."""
 
-    def __init__(self, models: ScopeModels, arithmetic: Arithmetic, inputs: Mapping[str, Value]) -> None:
+    def __init__(self, models: DeploymentModels, arithmetic: Arithmetic, inputs: Mapping[str, Value]) -> None:
         """Take the completed inputs, and compute how the prompts of other requests change the steps."""
         a, server = arithmetic, models.server
         slots, limit = server["max_num_seqs"], server["max_num_batched_tokens"]
@@ -151,7 +151,7 @@ class RequestComposer(ABC):
 
     @abstractmethod
     def _evaluate_traffic(self) -> dict[str, Value]:
-        """Return the values of `ScopeModels.traffic`."""
+        """Return the values of `DeploymentModels.traffic`."""
 
     @abstractmethod
     def _step(self, stated: Mapping[str, Value]) -> Value:
@@ -282,7 +282,7 @@ class RequestPrediction:
     """A predicted request. Durations without a model in the files are null, and so are those that include them.
 
     Attributes:
-        scope_id: The scope of the models.
+        deployment_id: The deployment of the models.
         overheads: Durations around the steps, by name of their target, in the order a request goes through them.
         prefill: First SCHEDULED to FIRST_TOKEN.
         itl: Mean time of a decode step, including steps with prompts of others.
@@ -293,7 +293,7 @@ class RequestPrediction:
         out_of_range: Inputs outside the training range.
     """
 
-    scope_id: str | None
+    deployment_id: str | None
     overheads: dict[str, PredictedDuration | None]
     prefill: PredictedDuration
     itl: PredictedDuration
@@ -310,12 +310,12 @@ class OneRequest(RequestComposer):
     """One prediction of a request, and what it collects on the way: assumptions, and inputs out of range."""
 
     def __init__(
-        self, models: ScopeModels, stated: Mapping[str, float | None], features: Mapping[str, float]
+        self, models: DeploymentModels, stated: Mapping[str, float | None], features: Mapping[str, float]
     ) -> None:
         """Complete the description.
 
         Args:
-            models: Models of one scope.
+            models: Models of one deployment.
             stated: Values of `REQUEST_INPUTS`; null where nothing is stated.
             features: Columns or features by name, those of `OTHERS` too; they win over what follows from the rest.
 
@@ -328,7 +328,7 @@ class OneRequest(RequestComposer):
         self.prefill_steps = 1
         super().__init__(models, NUMBERS, self._completed(models))
 
-    def _completed(self, models: ScopeModels) -> dict[str, float]:
+    def _completed(self, models: DeploymentModels) -> dict[str, float]:
         stated, features, mean = self.stated, self.features, models.workload
         queue = stated["queue"] or 0.0
         around = {target.model for target in targets.around_steps()}
@@ -386,7 +386,7 @@ class OneRequest(RequestComposer):
             return PredictedDuration(value, *(ratio * value for ratio in ranges[name][0]))
 
         return RequestPrediction(
-            scope_id=self.models.scope_id,
+            deployment_id=self.models.deployment_id,
             overheads=self.overheads,
             prefill=PredictedDuration(durations["prefill"]),
             itl=latency("itl"),

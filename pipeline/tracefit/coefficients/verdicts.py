@@ -1,4 +1,4 @@
-"""Verdicts: the uses that a scope's models are good enough for, by stated thresholds on hold-out measures.
+"""Verdicts: the uses that a deployment's models are good enough for, by stated thresholds on hold-out measures.
 
 A measure at or better than `yes` allows the use, one at or better than `with_limits` allows it with that limit; a worse
 one, or a missing model, forbids it. A use is as good as the worst of its measures.
@@ -31,7 +31,7 @@ _RANK: dict[Answer, int] = {"yes": 0, "with limits": 1, "no": 2}
 
 
 class BesideModels(NamedTuple):
-    """Measurements of a scope beside its models' validations: summed step times, and what its servers did and would do."""
+    """Measurements of a deployment beside its models' validations: summed step times, and what its servers did and would do."""
 
     summed: SummedTime | None = None
     replays: tuple[RunReplay, ...] = ()
@@ -196,8 +196,8 @@ def verdicts_of(
     Where a replay shows TTFT, which contains the admission, that model's own errors decide nothing.
 
     Args:
-        models: Published name to validation, of one scope.
-        evidence: Other measurements of the scope.
+        models: Published name to validation, of one deployment.
+        evidence: Other measurements of the deployment.
         thresholds: The requirements, in the order of their uses.
     """
     by_use: dict[str, list[Criterion]] = {}

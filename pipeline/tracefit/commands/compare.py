@@ -14,8 +14,8 @@ from tracefit.coefficients.files import find_models, has_models
 from tracefit.coefficients.model import BoundaryModel
 from tracefit.coefficients.models import Models, load
 from tracefit.coefficients.predict_frames import predict_rows
-from tracefit.commands.locate import choose_scope, find_tables
-from tracefit.commands.scopes import load_scope, scopes_of, write_timelines
+from tracefit.commands.deployments import deployments_of, load_deployment, write_timelines
+from tracefit.commands.locate import choose_deployment, find_tables
 from tracefit.errors import DataError, UsageError
 from tracefit.features import training
 from tracefit.features.sets import Feature, FeatureSet
@@ -26,7 +26,7 @@ from tracefit.fit.boundary import admission_with_clock, api_waits, step_clock
 from tracefit.fit.fitted import target_of
 from tracefit.fit.splits import MIN_TRAIN_ROWS, of_means, request_frame, step_frame
 from tracefit.fit.validation import measure
-from tracefit.options import RunOption, ScopeOption, Tolerance
+from tracefit.options import DeploymentOption, RunOption, Tolerance
 from tracefit.results.models import CompareResult, Drift, DriftVerdict, ModelComparison
 from tracefit.tables.schema import SERVER
 from tracefit.tables.sources import is_one_step
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tracefit.coefficients.model import Model
-    from tracefit.coefficients.predict import ScopeModels
-    from tracefit.fit.fitted import ScopeTables
+    from tracefit.coefficients.predict import DeploymentModels
+    from tracefit.fit.fitted import DeploymentTables
     from tracefit.fit.results import Validation
-    from tracefit.server.context import ModelScope
+    from tracefit.server.context import Deployment
     from tracefit.statistics import Flags, Vector
 
 
@@ -47,7 +47,7 @@ def compare(
     first: str | Path,
     second: str | Path,
     *,
-    scope: ScopeOption = None,
+    deployment: DeploymentOption = None,
     run: RunOption = None,
     tolerance: Tolerance | None = None,
 ) -> CompareResult:
@@ -56,8 +56,8 @@ def compare(
     Args:
         first: A coefficient file, a folder of them, or a folder that `run` wrote.
         second: Another one, or tables of new runs. If a folder has both, the models are compared.
-        scope: Compare this scope only; see `Models.scope`.
-        run: Compare the scope of this run only.
+        deployment: Compare this deployment only; see `Models.deployment`.
+        run: Compare the deployment of this run only.
         tolerance: For a drift check.
 
     Raises:
@@ -71,8 +71,8 @@ def compare(
     """
     one, other = find_models(first), find_models(second)
     old = load(one)
-    chosen = choose_scope(old, scope, run)
-    wanted = [old.scope(chosen).scope_id or ""] if chosen is not None else list(old.scope_ids)
+    chosen = choose_deployment(old, deployment, run)
+    wanted = [old.deployment(chosen).deployment_id or ""] if chosen is not None else list(old.deployment_ids)
     # A folder that `run` wrote holds both: of such a folder the models are compared, its tables only if they are named.
     if other.is_dir() and not has_models(other):
         other = find_tables(other)
@@ -81,38 +81,40 @@ def compare(
     new = load(other)
     compared: list[ModelComparison] = []
     notes: list[str] = []
-    for scope_id in wanted:
-        pair = _partner(scope_id, old, new, notes)
+    for deployment_id in wanted:
+        pair = _partner(deployment_id, old, new, notes)
         if pair is None:
             continue
-        left, right = old.scope(scope_id), new.scope(pair)
+        left, right = old.deployment(deployment_id), new.deployment(pair)
         for name, model in left.models.items():
             if name not in right.models:
-                notes.append(f"{name} of {scope_id}: only in {one}")
+                notes.append(f"{name} of {deployment_id}: only in {one}")
                 continue
             changes = tuple(coefficient_diffs(model, right.models[name]))
             moved, said = prediction_diffs(model, right.models[name])
             # Why predictions cannot be compared matters where coefficients differ.
             notes += said if model != right.models[name] else []
-            compared.append(ModelComparison(name, scope_id, changes, tuple(moved)))
+            compared.append(ModelComparison(name, deployment_id, changes, tuple(moved)))
     if not compared:
         raise DataError(
             "the two have no model in common",
             where=f"{one}, {other}",
-            hint=f"scopes: {', '.join(old.scope_ids)}; {', '.join(new.scope_ids)}",
+            hint=f"deployments: {', '.join(old.deployment_ids)}; {', '.join(new.deployment_ids)}",
         )
     return CompareResult(one, other, tuple(compared), notes=tuple(notes))
 
 
-def _partner(scope_id: str, old: Models, new: Models, notes: list[str]) -> str | None:
-    """Return the scope of the other file to compare with: the same one, or its only one."""
-    if scope_id in new.scope_ids:
-        return scope_id
-    # Scope ids hold a hash of the settings: after a change of one setting the same server has another id.
-    if len(old.scope_ids) == len(new.scope_ids) == 1:
-        notes.append(f"scope {scope_id} is compared with {new.scope_ids[0]}, which is another one")
-        return new.scope_ids[0]
-    notes.append(f"scope {scope_id}: only in the first")
+def _partner(deployment_id: str, old: Models, new: Models, notes: list[str]) -> str | None:
+    """Return the deployment of the other file to compare with: the same one, or its only one."""
+    if deployment_id in new.deployment_ids:
+        return deployment_id
+    # Deployment ids hold a hash of the settings: after a change of one setting the same server has another id.
+    if len(old.deployment_ids) == len(new.deployment_ids) == 1:
+        notes.append(
+            f"deployment {deployment_id} is compared with {new.deployment_ids[0]}, which is another one"
+        )
+        return new.deployment_ids[0]
+    notes.append(f"deployment {deployment_id}: only in the first")
     return None
 
 
@@ -120,20 +122,23 @@ def _drift(one: Path, tables: Path, old: Models, wanted: list[str], tolerance: T
     store = TableStore(tables).require()
     runs = store.read("runs")
     write_timelines(store, runs["run_id"].unique(maintain_order=True))
-    here = {scope.scope_id: (scope, members) for scope, members in scopes_of(runs, str(tables))}
+    here = {
+        deployment.deployment_id: (deployment, members)
+        for deployment, members in deployments_of(runs, str(tables))
+    }
     found: list[Drift] = []
     notes: list[str] = []
-    for scope_id in wanted:
-        if scope_id not in here:
-            notes.append(f"scope {scope_id}: no run of it in {tables}")
+    for deployment_id in wanted:
+        if deployment_id not in here:
+            notes.append(f"deployment {deployment_id}: no run of it in {tables}")
             continue
-        scope, members = here[scope_id]
-        loaded = load_scope(store, members)
-        models: ScopeModels = old.scope(scope_id)
-        found += [_drift_of(m, scope, loaded, tolerance) for m in models.models.values()]
+        deployment, members = here[deployment_id]
+        loaded = load_deployment(store, members)
+        models: DeploymentModels = old.deployment(deployment_id)
+        found += [_drift_of(m, deployment, loaded, tolerance) for m in models.models.values()]
     if not found:
         raise DataError(
-            f"no run of scope {', '.join(wanted)} is here",
+            f"no run of deployment {', '.join(wanted)} is here",
             where=str(tables),
             hint=f"here are: {', '.join(here)}",
         )
@@ -164,11 +169,13 @@ class _Alike:
     differs: str | None = None
 
 
-def _drift_of(model: Model, scope: ModelScope, tables: ScopeTables, tolerance: Tolerance) -> Drift:
+def _drift_of(model: Model, deployment: Deployment, tables: DeploymentTables, tolerance: Tolerance) -> Drift:
     try:
-        alike = _alike(model, scope, tables)
+        alike = _alike(model, deployment, tables)
     except (UsageError, DataError) as error:
-        return Drift(model=model.name, scope_id=model.scope_id, verdict="unknown", reason=error.line())
+        return Drift(
+            model=model.name, deployment_id=model.deployment_id, verdict="unknown", reason=error.line()
+        )
     actual = target_of(alike.rows)
     now = measure(actual, alike.predicted)
     # The median: a few requests that met something else say nothing of whether the coefficients still hold. Of both
@@ -193,7 +200,7 @@ def _drift_of(model: Model, scope: ModelScope, tables: ScopeTables, tolerance: T
         verdict = "drifted"
     return Drift(
         model=model.name,
-        scope_id=model.scope_id,
+        deployment_id=model.deployment_id,
         rows=now.n,
         rows_outside=alike.outside,
         then_mdape_pct=then,
@@ -222,13 +229,13 @@ def _spread_pct(rows: pl.DataFrame, actual: Vector, predicted: Vector) -> float:
     return float(np.std(medians.to_numpy(), ddof=1)) if medians.len() > 1 else 0.0
 
 
-def _alike(model: Model, scope: ModelScope, tables: ScopeTables) -> _Alike:
+def _alike(model: Model, deployment: Deployment, tables: DeploymentTables) -> _Alike:
     """Return the new rows that a model is evaluated on, with the published errors on rows of the same source."""
     features = FeatureSet(
         "file",
         tuple({t.feature: Feature(t.feature, "", t.formula or t.feature) for t in terms_of(model)}.values()),
     )
-    constants = training.constants_of(scope.context)
+    constants = training.constants_of(deployment.context)
     published = model.validation
     then: tuple[float | None, ...] = ()
     if published is not None:
@@ -236,7 +243,7 @@ def _alike(model: Model, scope: ModelScope, tables: ScopeTables) -> _Alike:
     differs = None
     if model.is_step_model:
         source = "duration" if model.target is not None and model.target.source == "duration" else "clock"
-        timeline = training.with_roofline(tables.timeline, scope.context)
+        timeline = training.with_roofline(tables.timeline, deployment.context)
         rows = _all_new(step_frame(tables, timeline, features, constants, source))
         rows, differs = _steps_alike(rows, published)
     else:
@@ -279,7 +286,7 @@ def _steps_alike(rows: pl.DataFrame, published: Validation | None) -> tuple[pl.D
     return rows, None
 
 
-def _by_clock(model: BoundaryModel, rows: pl.DataFrame, tables: ScopeTables) -> tuple[Vector, Flags]:
+def _by_clock(model: BoundaryModel, rows: pl.DataFrame, tables: DeploymentTables) -> tuple[Vector, Flags]:
     """Predict admissions by the known step starts alone, none interpolated; return for which rows these suffice, too."""
     tokens = rows["prompt_tokens"].fill_null(0).to_numpy().astype(float)
     work = model.work.intercept.value + model.work_us_per_prompt_token * tokens

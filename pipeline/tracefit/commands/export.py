@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from tracefit import consumers
 from tracefit.coefficients.files import find_models
 from tracefit.coefficients.models import load
-from tracefit.commands.locate import choose_scope, find_tables, tables_of
-from tracefit.commands.scopes import load_scope, scopes_of
+from tracefit.commands.deployments import deployments_of, load_deployment
+from tracefit.commands.locate import choose_deployment, find_tables, tables_of
 from tracefit.consumers.base import OUT, Source
 from tracefit.errors import DataError, UsageError, known_names
 from tracefit.inputs.buckets import place_of
-from tracefit.options import ConsumerVersionOption, RunOption, ScopeOption, named
+from tracefit.options import ConsumerVersionOption, DeploymentOption, RunOption, named
 from tracefit.results.models import ExportResult
 from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
@@ -21,10 +21,10 @@ from tracefit.tables.store import TableStore
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tracefit.coefficients.predict import ScopeModels
+    from tracefit.coefficients.predict import DeploymentModels
     from tracefit.consumers.base import Consumer
-    from tracefit.fit.fitted import ScopeTables
-    from tracefit.server.context import ModelScope
+    from tracefit.fit.fitted import DeploymentTables
+    from tracefit.server.context import Deployment
 
 # A number of millions of digits takes minutes to convert.
 _MOST_DIGITS = 6
@@ -42,7 +42,7 @@ def export(
     out: str | Path,
     *,
     tables: str | Path | None = None,
-    scope: ScopeOption = None,
+    deployment: DeploymentOption = None,
     run: RunOption = None,
     consumer_version: ConsumerVersionOption = None,
 ) -> ExportResult:
@@ -53,8 +53,8 @@ def export(
         to: The consumer, one of `consumers.known()`.
         out: Folder for the files.
         tables: The tables the models were trained on; `tables` beside or in the models' folder if not given.
-        scope: See `Models.scope`.
-        run: A run of the scope, in place of its id.
+        deployment: See `Models.deployment`.
+        run: A run of the deployment, in place of its id.
         consumer_version: The consumer's version, such as `0.9.2`, where older ones need another form.
 
     Raises:
@@ -70,13 +70,13 @@ def export(
         raise DataError(f"{to} cannot be served: {_REFUSED[to.lower()]}")
     consumer, version = _consumer(to, consumer_version)
     loaded = load(find_models(models))
-    chosen = loaded.scope(choose_scope(loaded, scope, run))
+    chosen = loaded.deployment(choose_deployment(loaded, deployment, run))
     made = consumer.export(Source(chosen, lambda: _trained_on(chosen, place_of(models), tables), version))
     paths = {place_of(out) / name: content for name, content in made.files.items()}
     write_files(paths)
     folder = shlex.quote(str(out).rstrip("/") or "/")
     usage, *notes = (text.replace(OUT, folder) for text in (made.usage, *made.notes))
-    return ExportResult(to, chosen.scope_id, tuple(paths), made.errors, tuple(notes), usage)
+    return ExportResult(to, chosen.deployment_id, tuple(paths), made.errors, tuple(notes), usage)
 
 
 def _consumer(to: str, version: str | None) -> tuple[Consumer, tuple[int, ...] | None]:
@@ -104,8 +104,8 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _trained_on(
-    chosen: ScopeModels, models: Path, tables: str | Path | None
-) -> tuple[ModelScope, ScopeTables]:
+    chosen: DeploymentModels, models: Path, tables: str | Path | None
+) -> tuple[Deployment, DeploymentTables]:
     store = TableStore(find_tables(tables) if tables is not None else tables_of(models)).require()
     training = chosen.step_model.training
     run_ids = list(training.runs) if training is not None else None
@@ -116,12 +116,14 @@ def _trained_on(
         raise DataError(
             f"runs {', '.join(missing)} that the models were trained on are not here", where=str(store.root)
         )
-    found = [(s, m) for s, m in scopes_of(runs, str(store.root)) if s.scope_id == chosen.scope_id]
+    found = [
+        (s, m) for s, m in deployments_of(runs, str(store.root)) if s.deployment_id == chosen.deployment_id
+    ]
     if not found:
         raise DataError(
-            f"no run of scope {chosen.scope_id} is here",
+            f"no run of deployment {chosen.deployment_id} is here",
             where=str(store.root),
             hint="give the tables it was trained on",
         )
-    scope, members = found[0]
-    return scope, load_scope(store, members)
+    deployment, members = found[0]
+    return deployment, load_deployment(store, members)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from tracefit.commands.deployments import write_timelines
 from tracefit.commands.scheduler import (
     IngestScheduler,
     RunIngest,
@@ -18,7 +19,6 @@ from tracefit.commands.scheduler import (
     resolve_run_id,
     unchanged,
 )
-from tracefit.commands.scopes import write_timelines
 from tracefit.engines.build import is_small
 from tracefit.engines.local import open_engine
 from tracefit.errors import DataError, UsageError, did_you_mean
@@ -28,7 +28,7 @@ from tracefit.inputs.files import content_hash_of
 from tracefit.options import LOCAL, EngineChoice, IngestOptions, ServerOptions, WorkersOption, named
 from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
-from tracefit.server.context import RunContext, read_context, scope_of
+from tracefit.server.context import RunContext, deployment_of, read_context
 from tracefit.server.documents import excerpt, parse_yaml, read_bytes
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
 from tracefit.tables.disk import disk_errors
@@ -220,7 +220,10 @@ def _summary(context: RunContext, facts: Mapping[str, Any]) -> RunSummary:
     counts = {name: int(facts[name]) for name in ("servers", *_OF_RUN, *_OF_SERVER)}
     implausible = sum(json.loads(facts["implausible"] or "{}").values())
     return RunSummary(
-        run_id=facts["run_id"], scope_id=scope_of(context).scope_id, implausible=implausible, **counts
+        run_id=facts["run_id"],
+        deployment_id=deployment_of(context).deployment_id,
+        implausible=implausible,
+        **counts,
     )
 
 
@@ -308,7 +311,7 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, object]:
 
 
 def _require_no_typo(key: str) -> None:
-    """Refuse a key that is nearly a known one; any other unknown key is kept as a fact of the scope."""
+    """Refuse a key that is nearly a known one; any other unknown key is kept as a fact of the deployment."""
     name = canonical_name(key)
     # A cutoff this high catches typos and lets settings of newer servers pass.
     meant = None if name in SETTINGS else did_you_mean(name, SETTINGS, cutoff=0.85)

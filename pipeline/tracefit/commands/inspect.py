@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import polars as pl
 
+from tracefit.commands.deployments import deployments_of, write_timelines
 from tracefit.commands.ingest import ingest_inputs
 from tracefit.commands.locate import as_list, find_tables, is_tables
-from tracefit.commands.scopes import scopes_of, write_timelines
 from tracefit.engines.local import LocalEngine
 from tracefit.errors import UsageError
 from tracefit.features import targets
@@ -27,10 +27,10 @@ from tracefit.options import ServerOptions
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.traces import (
     Allowance,
+    DeploymentInspection,
     FileShape,
     Inspection,
     RunFacts,
-    ScopeInspection,
     ScopeSpans,
     ServerFacts,
 )
@@ -85,8 +85,8 @@ def inspect(
 
     Examples:
         >>> import tracefit
-        >>> (scope,) = tracefit.inspect("runs/").scopes
-        >>> {each.what: each.verdict for each in scope.allows}["queue wait"]
+        >>> (deployment,) = tracefit.inspect("runs/").deployments
+        >>> {each.what: each.verdict for each in deployment.allows}["queue wait"]
         'yes'
     """
     paths = as_list(paths)
@@ -149,24 +149,24 @@ def _inspect_tables(
     store: TableStore, files: dict[str, tuple[FileShape, ...]], progress: Progress
 ) -> Inspection:
     facts: dict[str, RunFacts] = {}
-    scopes: list[ScopeInspection] = []
-    for scope, members in scopes_of(store.read("runs"), str(store.root)):
+    deployments: list[DeploymentInspection] = []
+    for deployment, members in deployments_of(store.read("runs"), str(store.root)):
         evidence: Evidence = Counter()
         unknown: dict[str, None] = {}
         hits: dict[str, float] = {}
         for run_id in members:
             progress.stage(f"inspecting {run_id}")
             tables = {name: store.read(name, [run_id]) for name in _READ}
-            facts[run_id] = _run_facts(run_id, scope.scope_id, tables, files.get(run_id, ()))
+            facts[run_id] = _run_facts(run_id, deployment.deployment_id, tables, files.get(run_id, ()))
             evidence.update(_evidence(tables))
-            budget = scope.context.settings.max_num_batched_tokens
+            budget = deployment.context.settings.max_num_batched_tokens
             found = unknown_batches(tables["requests"], budget, has_steps=bool(tables["steps"].height))
             unknown.update(dict.fromkeys(found["reason"]))
-            if scope.context.settings.enable_prefix_caching is not False:
+            if deployment.context.settings.enable_prefix_caching is not False:
                 hits |= _whole_prompts(tables)
-        allows = _allowances(evidence, scope.context, "; ".join(unknown), hits)
-        scopes.append(ScopeInspection(scope.scope_id, tuple(members), allows))
-    return Inspection(tuple(facts[run_id] for run_id in store.runs()), tuple(scopes))
+        allows = _allowances(evidence, deployment.context, "; ".join(unknown), hits)
+        deployments.append(DeploymentInspection(deployment.deployment_id, tuple(members), allows))
+    return Inspection(tuple(facts[run_id] for run_id in store.runs()), tuple(deployments))
 
 
 def _whole_prompts(tables: Mapping[str, pl.DataFrame]) -> dict[str, float]:
@@ -181,7 +181,7 @@ def _whole_prompts(tables: Mapping[str, pl.DataFrame]) -> dict[str, float]:
 
 
 def _run_facts(
-    run_id: str, scope_id: str, tables: Mapping[str, pl.DataFrame], files: tuple[FileShape, ...]
+    run_id: str, deployment_id: str, tables: Mapping[str, pl.DataFrame], files: tuple[FileShape, ...]
 ) -> RunFacts:
     rows, spans, journeys = tables["runs"], tables["spans"], tables["journey_events"]
     first = rows.row(0, named=True)
@@ -189,7 +189,7 @@ def _run_facts(
     clock = clock_disagreements(tables["timeline"], journeys)
     return RunFacts(
         run_id=run_id,
-        scope_id=scope_id,
+        deployment_id=deployment_id,
         bytes=first["bytes"],
         files=files,
         services=tuple(spans["service_name"].drop_nulls().unique().sort()),
@@ -214,7 +214,7 @@ def _clock_check(disagreements: pl.DataFrame) -> Check:
 
 # -- evidence for models ---------------------------------------------------------------------------------
 #
-# Counts by name, so that those of several runs of one scope add up: facts of the timeline and of the requests, and for each
+# Counts by name, so that those of several runs of one deployment add up: facts of the timeline and of the requests, and for each
 # target the rows that training would use and hold out.
 
 Evidence: TypeAlias = "Counter[str]"
@@ -284,7 +284,7 @@ def _suffice(e: Evidence, target: str) -> bool:
 def _allowances(
     e: Evidence, context: RunContext, unknown: str, hits: Mapping[str, float]
 ) -> tuple[Allowance, ...]:
-    """Return which models the counts of one scope allow, in reading order."""
+    """Return which models the counts of one deployment allow, in reading order."""
     return (
         _step_time(e, unknown),
         *([_durations(e)] if e["instrumented_runs"] else []),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tracefit.coefficients.files import find_models
 from tracefit.errors import UsageError, did_you_mean, known_names
 from tracefit.inputs.buckets import BucketPath, place_of
-from tracefit.options import ScopeOption, TablesOption, named
+from tracefit.options import DeploymentOption, TablesOption, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -90,27 +90,29 @@ def scan(folder: str | Path, table: str, *, run: str | None = None) -> pl.LazyFr
     return RunTables(store.root, None if run is None else [run]).scan(table)
 
 
-def choose_scope(models: Models, scope: str | None, run: str | None) -> str | None:
-    """Return the id of the scope that was trained on a run; `scope`, an id or a part of one, as it is if no run is given.
+def choose_deployment(models: Models, deployment: str | None, run: str | None) -> str | None:
+    """Return the id of the deployment that was trained on a run; without a run, return `deployment`, an id or a part of one.
 
     Raises:
-        UsageError: No scope was trained on the run, or the scope that was is another one.
+        UsageError: No deployment was trained on the run, or the deployment that was is another one.
     """
     if run is None:
-        return scope
+        return deployment
     runs: dict[str, list[str]] = {}
-    for scope_id in models.scope_ids:
-        trained = (m.training for m in models.scope(scope_id).models.values())
+    for deployment_id in models.deployment_ids:
+        trained = (m.training for m in models.deployment(deployment_id).models.values())
         for name in {r for t in trained if t is not None for r in t.runs}:
-            runs.setdefault(name, []).append(scope_id)
-    found = [s for s in runs.get(run, []) if scope is None or scope in s]
+            runs.setdefault(name, []).append(deployment_id)
+    found = [s for s in runs.get(run, []) if deployment is None or deployment in s]
     if len(found) == 1:
         return found[0]
     if run in runs:
         raise UsageError(
-            f"run {run} belongs to several scopes" if found else f"run {run} is not of scope {scope}",
+            f"run {run} belongs to several deployments"
+            if found
+            else f"run {run} is not of deployment {deployment}",
             where=models.where,
-            hint=f"name one with {named(ScopeOption)}: {', '.join(runs[run])}",
+            hint=f"name one with {named(DeploymentOption)}: {', '.join(runs[run])}",
         )
     hint = known_names(run, sorted(runs), title="runs") if runs else "the files name no runs"
     raise UsageError(f"no model was trained on run {run}", where=models.where, hint=hint)

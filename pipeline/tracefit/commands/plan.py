@@ -14,19 +14,19 @@ import polars as pl
 
 from tracefit.coefficients.files import find_models, read_evaluation
 from tracefit.coefficients.models import load
-from tracefit.commands.locate import as_list, choose_scope, tables_of
+from tracefit.commands.locate import as_list, choose_deployment, tables_of
 from tracefit.commands.predict import read_rows
 from tracefit.errors import DataError, TracefitError, UsageError, did_you_mean
 from tracefit.features.targets import LATENCIES
 from tracefit.options import (
     ChangesOption,
+    DeploymentOption,
     FigureOption,
     LoadOptions,
     ObjectivesOption,
     PriceOption,
     RateOption,
     RunOption,
-    ScopeOption,
     ServerCountOption,
     named,
 )
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from tracefit.coefficients.models import Models
-    from tracefit.coefficients.predict import ScopeModels
+    from tracefit.coefficients.predict import DeploymentModels
     from tracefit.progress import Progress
     from tracefit.replay.engine import EngineSettings
     from tracefit.results.plans import PlanPoint
@@ -78,8 +78,8 @@ _ROUTED = {
     "random": "requests go to servers at random, as behind a plain load balancer",
     "round_robin": "requests go to servers in turn",
 }
-MOST_SCOPES = 4
-"""Scopes for whose rates a training waits: each takes some seconds."""
+MOST_DEPLOYMENTS = 4
+"""Deployments for whose rates a training waits: each takes some seconds."""
 _OF_A_REPORT = 600
 """Requests of one replay for a report: half as exact as a plan, and twice as quick."""
 _MOST_REQUESTS = 50_000
@@ -123,7 +123,7 @@ def plan(
     settings: Mapping[str, object] | None = None,
     requests: LoadOptions | None = None,
     price: PriceOption = None,
-    scope: ScopeOption = None,
+    deployment: DeploymentOption = None,
     run: RunOption = None,
     figure: str | Path | None = None,
     progress: Progress | None = None,
@@ -134,17 +134,17 @@ def plan(
     and from the errors of replays of recorded runs, and it says where it rests on steps unlike those of the training.
 
     Args:
-        folders: Folders that `tracefit run` wrote, or others with coefficient files; each scope in them is a kind of server.
+        folders: Folders that `tracefit run` wrote, or others with coefficient files; each deployment in them is a kind of server.
         rate: Requests per second over all servers.
         servers: Number of servers. With a rate too, the two are tried as they are.
         slo_ms: The longest, in ms, that percentiles may be, such as `{"ttft_p99": 500}`.
         settings: Settings to change, such as `{"max_num_seqs": 256}`.
         requests: The requests; those traced if not given.
         price: Price of a GPU for an hour, in any currency.
-        scope: Plan this scope alone; see `Models.scope`.
-        run: Plan the scope of this run alone.
+        deployment: Plan this deployment alone; see `Models.deployment`.
+        run: Plan the deployment of this run alone.
         figure: A page to write, `.html`: percentiles over the rate, where a rate and an objective can be moved.
-        progress: Receives the name of each scope.
+        progress: Receives the name of each deployment.
 
     Raises:
         UsageError: A folder, an option or an objective is wrong, or a setting changes what the models cannot say.
@@ -168,10 +168,10 @@ def plan(
     found: list[ServerPlan] = []
     for place in places:
         models = load(find_models(place))
-        chosen = choose_scope(models, scope, run)
-        for scope_id in [models.scope(chosen).scope_id] if chosen else models.scope_ids:
-            progress.stage(f"planning {scope_id}")
-            found.append(_planned(place, models.scope(scope_id or None), asked))
+        chosen = choose_deployment(models, deployment, run)
+        for deployment_id in [models.deployment(chosen).deployment_id] if chosen else models.deployment_ids:
+            progress.stage(f"planning {deployment_id}")
+            found.append(_planned(place, models.deployment(deployment_id or None), asked))
     if figure is not None:
         _draw(found, Path(figure))
     return PlanResult(tuple(found))
@@ -185,7 +185,7 @@ def _draw(plans: Iterable[ServerPlan], path: Path) -> None:
         raise TracefitError("figures need plotly and jinja2", hint="pip install 'tracefit[report]'") from None
     figures = tuple(drawn for plan_ in plans if (drawn := plan_figure(plan_)) is not None)
     if not figures:
-        raise DataError("there is nothing to draw: no scope could be planned")
+        raise DataError("there is nothing to draw: no deployment could be planned")
     write_files({path: html_page(Report("Servers and their latencies over the rate", "", figures))})
 
 
@@ -245,22 +245,22 @@ def _check(
 # -- one kind of server ----------------------------------------------------------------------------------
 
 
-def _planned(place: str | Path, scope: ScopeModels, asked: _Asked) -> ServerPlan:
-    """Plan one scope; what the data cannot support is the reason in its plan, what the user asked wrongly an error."""
-    gpus = int((scope.limit("tensor_parallel") or 1) * (scope.limit("pipeline_parallel") or 1))
+def _planned(place: str | Path, deployment: DeploymentModels, asked: _Asked) -> ServerPlan:
+    """Plan one deployment; what the data cannot support is the reason in its plan, what the user asked wrongly an error."""
+    gpus = int((deployment.limit("tensor_parallel") or 1) * (deployment.limit("pipeline_parallel") or 1))
     plan_ = ServerPlan(
         str(place),
-        scope.scope_id,
+        deployment.deployment_id,
         gpus_per_server=gpus,
         settings={canonical_name(name): str(value) for name, value in asked.settings.items()},
         objectives=asked.objectives,
         servers=asked.servers,
         rate_per_s=asked.rate,
     )
-    changes = _changes(scope, asked.settings)
+    changes = _changes(deployment, asked.settings)
     try:
-        fleet, load_, notes = _fleet(_store(place), scope, asked.requests, changes)
-        replays, without = _replays(place, scope)
+        fleet, load_, notes = _fleet(_store(place), deployment, asked.requests, changes)
+        replays, without = _replays(place, deployment)
         plan_ = replace(plan_, load=load_, notes=(*notes, *without))
         return _answered(plan_, fleet, asked, _errors(replays, _names(asked, fleet.sample)))
     except UsageError:
@@ -279,49 +279,51 @@ def _store(place: str | Path) -> TableStore | None:
 
 def _fleet(
     store: TableStore | None,
-    scope: ScopeModels,
+    deployment: DeploymentModels,
     requests: LoadOptions,
     changes: Mapping[str, object],
     *,
     replayed: int = REPLAYED_REQUESTS,
 ) -> tuple[Fleet, PlannedLoad, tuple[str, ...]]:
     """Return servers with their load, its description, and notes on both."""
-    traced, timeline = _traced(store, scope)
-    settings, notes = _settings(scope, traced, timeline, changes)
-    sample, load_, more = _sample(scope, traced, requests, settings, changes)
+    traced, timeline = _traced(store, deployment)
+    settings, notes = _settings(deployment, traced, timeline, changes)
+    sample, load_, more = _sample(deployment, traced, requests, settings, changes)
     blocks = None if settings.num_blocks is None else settings.num_blocks + 1.0
     known = {
-        **scope.server,
+        **deployment.server,
         "max_num_seqs": float(settings.max_num_seqs),
         "max_num_batched_tokens": float(settings.max_num_batched_tokens),
         "num_gpu_blocks": blocks,
         "block_size": float(settings.block_size),
     }
     server = {name: value for name, value in known.items() if value is not None}
-    return Fleet(scope, server, settings, sample, replayed), load_, (*notes, *more)
+    return Fleet(deployment, server, settings, sample, replayed), load_, (*notes, *more)
 
 
 def rates_of(
     store: TableStore, models: Models, replays: Sequence[RunReplay]
 ) -> dict[str, tuple[PlanPoint, ...]]:
-    """Return what one server of each scope would do at rates up to its capacity, with requests like those traced.
+    """Return what one server of each deployment would do at rates up to its capacity, with requests like those traced.
 
-    Scopes that cannot be replayed are left out, and those behind the first `MOST_SCOPES` of them too.
+    Deployments that cannot be replayed are left out, and those behind the first `MOST_DEPLOYMENTS` of them too.
 
     Args:
-        store: Tables of the scopes' runs.
+        store: Tables of the deployments' runs.
         models: Their models.
         replays: Replays of the runs: their errors are in the intervals.
     """
     found: dict[str, tuple[PlanPoint, ...]] = {}
-    for scope_id in models.scope_ids:
-        if len(found) == MOST_SCOPES:
+    for deployment_id in models.deployment_ids:
+        if len(found) == MOST_DEPLOYMENTS:
             break
         try:
-            fleet, _, _ = _fleet(store, models.scope(scope_id), LoadOptions(), {}, replayed=_OF_A_REPORT)
+            fleet, _, _ = _fleet(
+                store, models.deployment(deployment_id), LoadOptions(), {}, replayed=_OF_A_REPORT
+            )
             names = _names_of(fleet.sample)
-            errors = _errors([r for r in replays if r.scope_id == scope_id], names)
-            found[scope_id] = _points(curve_of(fleet, 1, errors), 1, fleet, names)
+            errors = _errors([r for r in replays if r.deployment_id == deployment_id], names)
+            found[deployment_id] = _points(curve_of(fleet, 1, errors), 1, fleet, names)
         except TracefitError:
             continue
     return found
@@ -439,8 +441,8 @@ def _outside(at: PlanPoint) -> tuple[str, ...]:
 # -- settings --------------------------------------------------------------------------------------------
 
 
-def _changes(scope: ScopeModels, settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings that differ from those of the scope.
+def _changes(deployment: DeploymentModels, settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings that differ from those of the deployment.
 
     Raises:
         UsageError: One of them changes what the models cannot say.
@@ -450,7 +452,7 @@ def _changes(scope: ScopeModels, settings: Mapping[str, object]) -> dict[str, ob
         name = canonical_name(key)
         # Wrong kinds of values are refused here.
         settings_from({name: value}, where=named(ChangesOption))
-        now = scope.setting(name)
+        now = deployment.setting(name)
         if now == value:
             continue
         if name in _ANSWERED:
@@ -466,12 +468,12 @@ def _changes(scope: ScopeModels, settings: Mapping[str, object]) -> dict[str, ob
 
 
 def _settings(
-    scope: ScopeModels, traced: pl.DataFrame, timeline: pl.LazyFrame, changes: Mapping[str, object]
+    deployment: DeploymentModels, traced: pl.DataFrame, timeline: pl.LazyFrame, changes: Mapping[str, object]
 ) -> tuple[EngineSettings, tuple[str, ...]]:
     """Return the scheduler's settings with the changes, and notes on them."""
     limits = ("max_num_seqs", "max_num_batched_tokens")
     stated = {name: float(str(changes[name])) for name in limits if name in changes}
-    now, notes = engine_settings(scope, timeline, traced, stated)
+    now, notes = engine_settings(deployment, timeline, traced, stated)
     given = dict(changes)
     size = int(str(given.get("block_size", now.block_size)))
     total = now.num_blocks
@@ -496,9 +498,9 @@ def _settings(
 # -- the load --------------------------------------------------------------------------------------------
 
 
-def _traced(store: TableStore | None, scope: ScopeModels) -> tuple[pl.DataFrame, pl.LazyFrame]:
-    """Return the complete requests of a scope's runs, with the share that was traced, and the runs' steps; empty without tables."""
-    training = scope.step_model.training
+def _traced(store: TableStore | None, deployment: DeploymentModels) -> tuple[pl.DataFrame, pl.LazyFrame]:
+    """Return the complete requests of a deployment's runs with the share that was traced, and its steps; empty without tables."""
+    training = deployment.step_model.training
     runs = sorted(set(training.runs if training else ()) & set(store.runs() if store else ()))
     if store is None or not runs:
         return TABLES["requests"].empty(), TABLES["timeline"].empty().lazy()
@@ -518,7 +520,7 @@ def _traced(store: TableStore | None, scope: ScopeModels) -> tuple[pl.DataFrame,
 
 
 def _sample(
-    scope: ScopeModels,
+    deployment: DeploymentModels,
     traced: pl.DataFrame,
     options: LoadOptions,
     settings: EngineSettings,
@@ -527,7 +529,7 @@ def _sample(
     """Return what requests are drawn from, its description, and notes on it."""
     rows, source, gaps, traced_rate = _rows(traced, options)
     notes: list[str] = []
-    longest = changes.get("max_model_len", scope.limit("max_model_len"))
+    longest = changes.get("max_model_len", deployment.limit("max_model_len"))
     if longest is not None:
         fit = rows.filter(pl.col("prompt") + pl.col("output") <= float(str(longest)))
         if lost := rows.height - fit.height:
@@ -552,7 +554,7 @@ def _sample(
     notes += [
         f"{name} tokens of {low:g} to {high:g} leave those of the requests in training, {ends[0]:g} to {ends[1]:g}"
         for name, column in chosen
-        for ends in [scope.input_ranges("request").get(f"{name}_tokens")]
+        for ends in [deployment.input_ranges("request").get(f"{name}_tokens")]
         for low, high in [(float(column.min()), float(column.max()))]
         if ends is not None and not (ends[0] <= low and high <= ends[1])
     ]
@@ -622,13 +624,17 @@ def _of_file(path: Path) -> tuple[pl.DataFrame, Vector | None]:
 # -- what replays of recorded runs were off by -----------------------------------------------------------
 
 
-def _replays(place: str | Path, scope: ScopeModels) -> tuple[tuple[RunReplay, ...], tuple[str, ...]]:
-    """Return the replays of a scope's runs from the evaluation beside its models, and a note if it has no replay."""
+def _replays(
+    place: str | Path, deployment: DeploymentModels
+) -> tuple[tuple[RunReplay, ...], tuple[str, ...]]:
+    """Return the replays of a deployment's runs from the evaluation beside its models, and a note if it has no replay."""
     models = find_models(place)
     folder = models if models.is_dir() else models.parent
     for path in (folder / "evaluation.json", folder.parent / "evaluation.json"):
         if path.is_file():
-            entries = [s for s in read_evaluation(path).scopes if s.scope_id == scope.scope_id]
+            entries = [
+                s for s in read_evaluation(path).deployments if s.deployment_id == deployment.deployment_id
+            ]
             found = tuple(r for s in entries for r in s.replays if r.quantities)
             if found:
                 return found, ()

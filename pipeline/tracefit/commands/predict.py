@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.coefficients.models import Models, load
-from tracefit.commands.locate import choose_scope
+from tracefit.commands.locate import choose_deployment
 from tracefit.errors import UsageError
-from tracefit.options import FeaturesOption, RunOption, ScopeOption, named
+from tracefit.options import DeploymentOption, FeaturesOption, RunOption, named
 from tracefit.progress import NullProgress
 from tracefit.tables.disk import write_files
 
@@ -29,7 +29,7 @@ def predict(
     rows: str | Path | Rows,
     *,
     of: str = "step",
-    scope: ScopeOption = None,
+    deployment: DeploymentOption = None,
     run: RunOption = None,
     out: str | Path | None = None,
     progress: Progress | None = None,
@@ -40,8 +40,8 @@ def predict(
         models: Loaded coefficient files, a file, or a folder that `train` or `run` wrote.
         rows: The file, a frame of any library that narwhals knows, columns by name, or one mapping per row; columns as `Models.predict_step` or `predict_request` take them, or a model's features.
         of: `step`, `request`, or a model's name such as `alpha.queue_wait`.
-        scope: See `Models.scope`.
-        run: A run of the scope, in place of its id.
+        deployment: See `Models.deployment`.
+        run: A run of the deployment, in place of its id.
         out: Where to write the rows with their predictions, by suffix as one of the same kinds.
         progress: Receives a warning that names columns which no model reads.
 
@@ -66,7 +66,7 @@ def predict(
     )
     from tracefit.results.models import RowPredictions
 
-    chosen = models.scope(choose_scope(models, scope, run))
+    chosen = models.deployment(choose_deployment(models, deployment, run))
     frame = read_rows(Path(rows)) if isinstance(rows, str | Path) else as_frame(rows)
     if of == "step":
         predicted = predict_steps(chosen, frame)

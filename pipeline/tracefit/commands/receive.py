@@ -18,7 +18,7 @@ from tracefit.coefficients.predict import published_mdape_pct
 from tracefit.commands.ingest import stated_settings
 from tracefit.errors import UsageError
 from tracefit.inputs.buckets import place_of
-from tracefit.options import ScopeOption, ServerOptions
+from tracefit.options import DeploymentOption, ServerOptions
 from tracefit.progress import NullProgress, Progress
 from tracefit.receive.connections import keep_few, want_descriptors
 from tracefit.receive.intake import Intake
@@ -62,7 +62,7 @@ def receive(
     options: ReceiveOptions | None = None,
     live: bool = False,
     models: Models | str | Path | None = None,
-    scope: ScopeOption = None,
+    deployment: DeploymentOption = None,
     listening: Callable[[Listening], None] | None = None,
     progress: Progress | None = None,
 ) -> ReceiveResult:
@@ -76,7 +76,7 @@ def receive(
         options: Where to listen, which senders are allowed, and which spans are kept.
         live: Show incoming spans on the terminal.
         models: Coefficient files of the servers: how far off their step times are is shown on the terminal and in the metrics.
-        scope: See `Models.scope`.
+        deployment: See `Models.deployment`.
         listening: Called once both ports are open.
         progress: Receives warnings about missing parts of the traces.
 
@@ -85,7 +85,7 @@ def receive(
     """
     options = options or ReceiveOptions()
     options.require_safe()
-    step_model = None if models is None else _StepModel(models, scope)
+    step_model = None if models is None else _StepModel(models, deployment)
     token = Token(options.token_file)
     configs = _configs(server or ServerOptions())
     root = place_of(out)
@@ -120,10 +120,10 @@ def _configs(server: ServerOptions) -> dict[str, bytes]:
 
 
 class _StepModel:
-    """Predicts the steps that come in, with the model of one scope."""
+    """Predicts the steps that come in, with the model of one deployment."""
 
-    def __init__(self, models: Models | str | Path, scope: str | None) -> None:
-        chosen = (models if isinstance(models, Models) else load(models)).scope(scope)
+    def __init__(self, models: Models | str | Path, deployment: str | None) -> None:
+        chosen = (models if isinstance(models, Models) else load(models)).deployment(deployment)
         published = published_mdape_pct(chosen.step_model)
         self.errors = StepErrors(None if published is None else published / 100)
         self._models = chosen

@@ -8,7 +8,7 @@ import polars as pl
 
 from tracefit.coefficients.files import find_models
 from tracefit.coefficients.models import load
-from tracefit.commands.locate import choose_scope, tables_of
+from tracefit.commands.locate import choose_deployment, tables_of
 from tracefit.errors import TracefitError, UsageError, known_names
 from tracefit.progress import NullProgress, Progress
 from tracefit.replay.closed_loop import LEFT, REQUEST_COLUMNS, RunTraces, held_out_from, replay_run
@@ -76,17 +76,17 @@ def replay_all(store: TableStore, models: Models, runs: Iterable[str]) -> tuple[
 def _run(store: TableStore, models: Models, run_id: str) -> RunReplay:
     """Replay one run, or say why that is not possible."""
     try:
-        scope = models.scope(choose_scope(models, None, run_id))
+        deployment = models.deployment(choose_deployment(models, None, run_id))
     except TracefitError as error:
         return RunReplay(run_id, None, reason=error.what)
     try:
-        cuts = held_out_from(scope, run_id)
+        cuts = held_out_from(deployment, run_id)
     except TracefitError as error:
-        return RunReplay(run_id, scope.scope_id, reason=str(error))
+        return RunReplay(run_id, deployment.deployment_id, reason=str(error))
     traces = RunTraces(
         store.read("runs", [run_id]), _requests_near(store, run_id, cuts), store.scan("timeline", [run_id])
     )
-    return replay_run(run_id, traces, scope)
+    return replay_run(run_id, traces, deployment)
 
 
 def _requests_near(store: TableStore, run_id: str, cuts: Mapping[str, int]) -> pl.DataFrame:

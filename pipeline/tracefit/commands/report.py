@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
+from tracefit.diagnostics.deployment import diagnose
 from tracefit.diagnostics.groups import US_PER_MS
-from tracefit.diagnostics.scope import diagnose
 from tracefit.errors import TracefitError, UsageError, known_names
 from tracefit.features.targets import LATENCIES
 from tracefit.inputs.buckets import place_of
-from tracefit.options import LimitsOption, ScopeOption, named
+from tracefit.options import DeploymentOption, LimitsOption, named
 from tracefit.progress import NullProgress, Progress
 from tracefit.reports.content import Goodput, build_report
 from tracefit.reports.document import markdown_files, plain
-from tracefit.reports.figures.scope import ScopeFigures, scope_figures
+from tracefit.reports.figures.deployment import DeploymentFigures, deployment_figures
 from tracefit.reports.sentences import verdicts
 from tracefit.results.models import ReportResult
 from tracefit.results.notebook import draw_with
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from plotly.graph_objects import Figure as PlotlyFigure
 
-    from tracefit.coefficients.model import CoefficientFile, Evaluation, Model, ScopeEvaluation
+    from tracefit.coefficients.model import CoefficientFile, DeploymentEvaluation, Evaluation, Model
     from tracefit.reports.document import Report
 
 MAX_PAGE_BYTES = 6_000_000
@@ -43,7 +43,7 @@ NO_PAGE = "report.html is left out: it needs plotly and jinja2 (pip install 'tra
 
 _NOTEBOOK_POINTS = 1000
 _DETAIL = ((250, None), (120, None), (60, None), (60, 8), (60, 4), (60, 2), (60, 0))
-"""Points per series, and scopes that are drawn (null for all): the first pair that keeps the page small enough is used."""
+"""Points per series, and deployments that are drawn (null for all): the first pair that keeps the page small enough is used."""
 
 
 def report(
@@ -91,7 +91,9 @@ def report(
     texts = report_texts(made, place, progress)
     write_files(texts)
     # A terminal shows no marks of Markdown, and a program has no use for them.
-    reasons = {s.scope_id: {v.use: plain(v.sentence) for v in verdicts(s).uses} for s in evaluation.scopes}
+    reasons = {
+        s.deployment_id: {v.use: plain(v.sentence) for v in verdicts(s).uses} for s in evaluation.deployments
+    }
     return ReportResult(tuple(texts), evaluation.answers, reasons, plain(made.lead))
 
 
@@ -126,20 +128,20 @@ def report_of(
 ) -> Report:
     """Build the report of published files, with figures of rows where there are tables.
 
-    With many scopes fewer points are drawn, and figures of the last scopes are left out, so that the page stays within
+    With many deployments fewer points are drawn, and figures of the last deployments are left out, so that the page stays within
     `page_bytes`.
     """
     models = (*beta.models, *alpha.models)
     traced = _traced(evaluation, store) if store is not None else None
     goodput = _goodput(evaluation, store, slo_ms) if store is not None and slo_ms else {}
     for points, drawn in _DETAIL:
-        figures: dict[str, ScopeFigures] | None = None
+        figures: dict[str, DeploymentFigures] | None = None
         if store is not None:
             figures = {
-                scope.scope_id: scope_figures(
-                    diagnose(scope, _models_of(scope, models), store), points=points, slo_ms=slo_ms
+                deployment.deployment_id: deployment_figures(
+                    diagnose(deployment, _models_of(deployment, models), store), points=points, slo_ms=slo_ms
                 )
-                for scope in evaluation.scopes[:drawn]
+                for deployment in evaluation.deployments[:drawn]
             }
         made = build_report(evaluation, alpha, beta, figures, traced=traced, slo_ms=slo_ms, goodput=goodput)
         # Drawn to know its size, which depends on the numbers of every figure.
@@ -154,42 +156,46 @@ def report_of(
 def _warn_of_other_frames(
     evaluation: Evaluation,
     models: Sequence[Model],
-    figures: Mapping[str, ScopeFigures],
+    figures: Mapping[str, DeploymentFigures],
     progress: Progress,
 ) -> None:
     """Say which models have no figures: tables hold the training frames of the last training alone."""
-    for scope in (one for one in evaluation.scopes if one.scope_id in figures):
-        measured = [m.name for m in _models_of(scope, models) if m.validation and m.validation.holdout.n]
-        if without := [name for name in measured if name not in figures[scope.scope_id].models]:
+    for deployment in (one for one in evaluation.deployments if one.deployment_id in figures):
+        measured = [m.name for m in _models_of(deployment, models) if m.validation and m.validation.holdout.n]
+        if without := [name for name in measured if name not in figures[deployment.deployment_id].models]:
             progress.warn(
                 f"{', '.join(without)}: no figures, the tables hold the training rows of another training; train again"
             )
 
 
 @draw_with
-def draw(evaluation: Path, models: Path, tables: Path, figure: str, scope: str | None) -> PlotlyFigure:
+def draw(evaluation: Path, models: Path, tables: Path, figure: str, deployment: str | None) -> PlotlyFigure:
     """Draw one figure of the report; see `TrainResult.plot`."""
     try:
         from tracefit.reports.page import plotly_figure
     except ImportError:
         raise TracefitError("figures need plotly and jinja2", hint="pip install 'tracefit[report]'") from None
     published = read_evaluation(evaluation)
-    chosen = _scope_of(published, scope)
+    chosen = _deployment_of(published, deployment)
     fitted = [m for kind in ("beta", "alpha") for m in read_coefficients(models / f"{kind}.json").models]
     rows = diagnose(chosen, _models_of(chosen, fitted), TableStore(tables))
-    figures = scope_figures(rows, points=_NOTEBOOK_POINTS).by_name()
+    figures = deployment_figures(rows, points=_NOTEBOOK_POINTS).by_name()
     if figure not in figures:
         raise UsageError(f"there is no figure {figure}", hint=known_names(figure, figures, title="figures"))
     return plotly_figure(figures[figure])
 
 
-def _scope_of(evaluation: Evaluation, scope: str | None) -> ScopeEvaluation:
-    found = [s for s in evaluation.scopes if scope is None or scope in s.scope_id or scope in s.runs]
+def _deployment_of(evaluation: Evaluation, deployment: str | None) -> DeploymentEvaluation:
+    found = [
+        s
+        for s in evaluation.deployments
+        if deployment is None or deployment in s.deployment_id or deployment in s.runs
+    ]
     if len(found) == 1:
         return found[0]
-    names = ", ".join(s.scope_id for s in evaluation.scopes)
-    problem = f"there is no scope {scope}" if not found else "several scopes are there"
-    raise UsageError(problem, hint=f"name one with {named(ScopeOption)}: {names}")
+    names = ", ".join(s.deployment_id for s in evaluation.deployments)
+    problem = f"there is no deployment {deployment}" if not found else "several deployments are there"
+    raise UsageError(problem, hint=f"name one with {named(DeploymentOption)}: {names}")
 
 
 def parse_slo(texts: Iterable[str]) -> dict[str, float]:
@@ -228,7 +234,12 @@ def _goodput(evaluation: Evaluation, store: TableStore, slo_ms: Mapping[str, flo
         for name, ms in slo_ms.items()
     ]
     found = {}
-    for run in (group for scope in evaluation.scopes for group in scope.served if group.name in store.runs()):
+    for run in (
+        group
+        for deployment in evaluation.deployments
+        for group in deployment.served
+        if group.name in store.runs()
+    ):
         columns = [*(f"{name}_us" for name in LATENCIES), "output_tokens", "finish_status"]
         rows = store.read("requests", [run.name], columns)
         good = rows.filter(~is_cut_off(), *within).height
@@ -236,13 +247,13 @@ def _goodput(evaluation: Evaluation, store: TableStore, slo_ms: Mapping[str, flo
     return found
 
 
-def _models_of(scope: ScopeEvaluation, models: Sequence[Model]) -> list[Model]:
-    return [m for m in models if m.scope_id == scope.scope_id and m.name in scope.models]
+def _models_of(deployment: DeploymentEvaluation, models: Sequence[Model]) -> list[Model]:
+    return [m for m in models if m.deployment_id == deployment.deployment_id and m.name in deployment.models]
 
 
 def _traced(evaluation: Evaluation, store: TableStore) -> tuple[int, int] | None:
     """Return when the traces were recorded; null where their tables are elsewhere, or no time in them has a date."""
-    run_ids = sorted({r for s in evaluation.scopes for r in s.runs} & set(store.runs()))
+    run_ids = sorted({r for s in evaluation.deployments for r in s.runs} & set(store.runs()))
     dated = store.read("runs", run_ids).filter(pl.col("first_unix_ns") >= FIRST_DATE_NS) if run_ids else None
     if dated is None or not dated.height:
         return None

@@ -1,4 +1,4 @@
-"""Train: fit the models of every scope in the tables; write coefficient files, evaluation and report. `run` ingests first."""
+"""Train: fit the models of every deployment in the tables; write coefficient files, evaluation and report. `run` ingests first."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from tracefit.coefficients import publish
 from tracefit.coefficients.files import as_published, to_json
 from tracefit.coefficients.models import Models
 from tracefit.coefficients.verdicts import override
+from tracefit.commands.deployments import (
+    MOST_ROWS,
+    MOST_RUNS,
+    deployments_of,
+    sample_runs,
+    sampling_note,
+    write_timelines,
+)
 from tracefit.commands.ingest import ingest
 from tracefit.commands.locate import find_tables
 from tracefit.commands.plan import rates_of
 from tracefit.commands.replay import replay_all
 from tracefit.commands.report import report_of, report_texts
 from tracefit.commands.requests import served
-from tracefit.commands.scopes import (
-    MOST_ROWS,
-    MOST_RUNS,
-    sample_runs,
-    sampling_note,
-    scopes_of,
-    write_timelines,
-)
 from tracefit.commands.training_tables import sample_tables, write_training_frames
 from tracefit.engines.local import LocalEngine, open_engine
-from tracefit.engines.training import BYTES_PER_JOB, each_run, frames_of, scope_tables
+from tracefit.engines.training import BYTES_PER_JOB, deployment_tables, each_run, frames_of
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import feature_sets, is_feature_file
 from tracefit.features.targets import LATENCIES
-from tracefit.fit.fitted import ScopeOptions
+from tracefit.fit.deployments import fit_across, fit_deployment
+from tracefit.fit.fitted import DeploymentOptions
 from tracefit.fit.load import runs_to_fit
-from tracefit.fit.scopes import fit_across, fit_scope
 from tracefit.fit.splits import of_means
 from tracefit.inputs.buckets import place_of
 from tracefit.options import LOCAL, EngineChoice, ServerOptions, TrainOptions, WorkersOption, named
 from tracefit.progress import KeptWarnings, Progress
-from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
+from tracefit.results.models import DeploymentSummary, LatencySummary, ModelSummary, RunResult, TrainResult
 from tracefit.server.documents import read_bytes
 from tracefit.tables.disk import write_files
 from tracefit.tables.runs import find_overlaps
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.model import Evaluation
     from tracefit.engines.jobs import TaskEngine
-    from tracefit.fit.fitted import FittedModel, FittedScope
+    from tracefit.fit.fitted import FittedDeployment, FittedModel
     from tracefit.fit.results import Latency, Metrics, Overload
     from tracefit.options import IngestOptions
 
@@ -72,7 +72,7 @@ def train(
     engine: EngineChoice = LOCAL,
     progress: Progress | None = None,
 ) -> TrainResult:
-    """Fit every scope in the tables and write models, evaluation and report.
+    """Fit every deployment in the tables and write models, evaluation and report.
 
     Args:
         tables: A folder that `ingest` or `run` wrote, or its URL; the training frames are added to its tables.
@@ -120,12 +120,12 @@ def train(
     with open_engine(engine, workers) as workplace:
         workplace.check(store.root.absolute() / "runs" if store.place.has_lock else None)
         workplace.limit(max(1, int(runs.unique("run_id", keep="first")["bytes"].sum()) // BYTES_PER_JOB))
-        scopes = [
-            replace(fitted, notes=(*fitted.notes, *notes.get(fitted.scope.scope_id, ())))
+        deployments = [
+            replace(fitted, notes=(*fitted.notes, *notes.get(fitted.deployment.deployment_id, ())))
             for fitted in fit_runs(store, runs, options, progress, workplace)
         ]
     models, report = place_of(out), place_of(report_folder or out)
-    nothing = _nothing_fitted(scopes, str(tables))
+    nothing = _nothing_fitted(deployments, str(tables))
     # A failed training leaves the models and the report of the one before as they were.
     if nothing and any((models / name).exists() for name in ("alpha.json", "beta.json")):
         raise nothing
@@ -134,24 +134,24 @@ def train(
         {name: getattr(options, name) for name in TrainOptions.__slots__ if name not in _NOT_FITTED},
         files=_named_files(options),
     )
-    alpha, beta, predicted = publish.coefficient_files(scopes, made_by)
+    alpha, beta, predicted = publish.coefficient_files(deployments, made_by)
     across = None
     if options.across:
         progress.stage("leaving out runs, models and GPUs")
-        across = fit_across(scopes, scope_options(options))
+        across = fit_across(deployments, deployment_options(options))
     published = as_published(alpha), as_published(beta)
     progress.stage("replaying the held-out part of each run")
-    of_scopes = [r for s in scopes for r in publish.runs_of(s)]
-    replays = replay_all(store, Models(published), of_scopes)
+    of_deployments = [r for s in deployments for r in publish.runs_of(s)]
+    replays = replay_all(store, Models(published), of_deployments)
     rates = {} if options.fast else rates_of(store, Models(published), replays)
     evaluation = publish.evaluate(
-        scopes,
+        deployments,
         runs,
         across,
         requests=alpha.requests,
         predicted=predicted,
         replays=replays,
-        served=served(store, of_scopes),
+        served=served(store, of_deployments),
         rates=rates,
         thresholds=thresholds,
     )
@@ -161,11 +161,11 @@ def train(
         report / "evaluation.json": to_json(evaluation),
     }
     if options.sample_csv:
-        texts.update({models / name: text for name, text in sample_tables(scopes).items()})
-    write_training_frames(store, scopes)
-    result = _result(scopes, runs, evaluation, out=models, report=report, tables=store.root)
+        texts.update({models / name: text for name, text in sample_tables(deployments).items()})
+    write_training_frames(store, deployments)
+    result = _result(deployments, runs, evaluation, out=models, report=report, tables=store.root)
     # The report is drawn from what was written: the frames of the fits are not kept beside it.
-    del scopes
+    del deployments
     memory.give_back()
     progress.stage("drawing the report")
     # From the files' own numbers, so that `report` makes the same one later.
@@ -181,7 +181,7 @@ def train(
 
 
 def _result(
-    scopes: list[FittedScope],
+    deployments: list[FittedDeployment],
     runs: pl.DataFrame,
     evaluation: Evaluation,
     *,
@@ -194,17 +194,17 @@ def _result(
         files=(),
         evaluation=report / "evaluation.json",
         report=report / "report.md",
-        fitted=tuple(_summary(s, m) for s in scopes for m in s.models),
+        fitted=tuple(_summary(s, m) for s in deployments for m in s.models),
         verdicts=evaluation.answers,
         reasons=evaluation.first_reasons,
         not_fitted=tuple(
-            f"{m.name} ({s.scope.scope_id}): {m.reason}" + (f"; {m.remedy}" if m.remedy else "")
-            for s in scopes
+            f"{m.name} ({s.deployment.deployment_id}): {m.reason}" + (f"; {m.remedy}" if m.remedy else "")
+            for s in deployments
             for m in s.missing
         ),
         latencies=tuple(
-            _latency_summary(s.scope_id, name, latency)
-            for s in evaluation.scopes
+            _latency_summary(s.deployment_id, name, latency)
+            for s in evaluation.deployments
             for name, latency in s.latency.items()
             # The other latencies are in the report: the summary names those that users know.
             if name in LATENCIES
@@ -213,15 +213,15 @@ def _result(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
             or evaluation.ingest.implausible
         ),
-        served=tuple(run for s in evaluation.scopes for run in s.served),
-        replays=tuple(one for s in evaluation.scopes for one in s.replays),
-        scopes=tuple(
-            ScopeSummary(
-                s.scope.scope_id,
+        served=tuple(run for s in evaluation.deployments for run in s.served),
+        replays=tuple(one for s in evaluation.deployments for one in s.replays),
+        deployments=tuple(
+            DeploymentSummary(
+                s.deployment.deployment_id,
                 publish.runs_of(s),
-                {name: str(value) for name, value in s.scope.context.settings.values().items()},
+                {name: str(value) for name, value in s.deployment.context.settings.values().items()},
             )
-            for s in scopes
+            for s in deployments
         ),
         tables=tables,
     )
@@ -233,45 +233,45 @@ def fit_runs(
     options: TrainOptions,
     progress: Progress,
     engine: TaskEngine | None = None,
-) -> list[FittedScope]:
-    """Fit every scope of some runs, rows of the `runs` table, in this process.
+) -> list[FittedDeployment]:
+    """Fit every deployment of some runs, rows of the `runs` table, in this process.
 
     `engine` makes the frames of each run; this process too if not given.
     """
     engine = engine or LocalEngine(1)
     write_timelines(store, runs["run_id"].unique(maintain_order=True), engine)
     sets = feature_sets(options.features)
-    how = scope_options(options)
-    scopes = []
-    for scope, members in scopes_of(runs, str(store.root)):
-        progress.stage(f"fitting {scope.scope_id} ({_some(members)})")
+    how = deployment_options(options)
+    deployments = []
+    for deployment, members in deployments_of(runs, str(store.root)):
+        progress.stage(f"fitting {deployment.deployment_id} ({_some(members)})")
         frames = dict(each_run(engine, frames_of, store, members))
         overloads = tuple(one for run_id in members if (one := frames[run_id].overload) is not None)
         kept, overloads = runs_to_fit(members, overloads, include=options.include_overloaded)
         for one in overloads:
             progress.warn(overload_text(one))
-        tables = scope_tables([frames[run_id].tables for run_id in sorted(kept)])
+        tables = deployment_tables([frames[run_id].tables for run_id in sorted(kept)])
         frames.clear()
         # Memory that the frames took would add to the peak of the fits.
         memory.give_back()
-        fitted = fit_scope(scope, tables, sets, how)
-        scopes.append(replace(fitted, overloads=overloads))
-    return scopes
+        fitted = fit_deployment(deployment, tables, sets, how)
+        deployments.append(replace(fitted, overloads=overloads))
+    return deployments
 
 
 def _sampled(
     store: TableStore, runs: pl.DataFrame, progress: Progress
 ) -> tuple[pl.DataFrame, dict[str, tuple[str, ...]]]:
-    """Return the rows of the runs to train on, and a note for each scope with some left out."""
+    """Return the rows of the runs to train on, and a note for each deployment with some left out."""
     kept: list[str] = []
     notes: dict[str, tuple[str, ...]] = {}
-    for scope, members in scopes_of(runs, str(store.root)):
+    for deployment, members in deployments_of(runs, str(store.root)):
         chosen = sample_runs(runs, members, most_rows=MOST_ROWS, most_runs=MOST_RUNS)
         kept += chosen
         if len(chosen) < len(members):
             note = sampling_note(len(chosen), len(members))
-            notes[scope.scope_id] = (note,)
-            progress.warn(f"{scope.scope_id}: {note}")
+            notes[deployment.deployment_id] = (note,)
+            progress.warn(f"{deployment.deployment_id}: {note}")
     return runs.filter(pl.col("run_id").is_in(kept)), notes
 
 
@@ -292,14 +292,14 @@ def _named_files(options: TrainOptions) -> dict[str, str]:
     return {"features": hashlib.sha256(read_bytes(Path(options.features))).hexdigest()}
 
 
-def scope_options(options: TrainOptions) -> ScopeOptions:
+def deployment_options(options: TrainOptions) -> DeploymentOptions:
     """Return the options of training that the fits need."""
     if options.positive and options.any_sign:
         raise UsageError(
             f"{named(TrainOptions, 'positive')} and {named(TrainOptions, 'any_sign')} contradict each other",
             hint="give one of them",
         )
-    return ScopeOptions(
+    return DeploymentOptions(
         options.beta_target, positive=options.positive, any_sign=options.any_sign, reference=not options.fast
     )
 
@@ -309,22 +309,22 @@ def _some(run_ids: list[str]) -> str:
     return ", ".join(run_ids[:_NAMED_RUNS]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _nothing_fitted(scopes: list[FittedScope], where: str) -> DataError | None:
+def _nothing_fitted(deployments: list[FittedDeployment], where: str) -> DataError | None:
     """Return why there is not a single model; null where there is one."""
-    if any(s.models for s in scopes):
+    if any(s.models for s in deployments):
         return None
-    reasons = dict.fromkeys(f"{m.name}: {m.reason}" for s in scopes for m in s.missing)
-    remedies = dict.fromkeys(m.remedy for s in scopes for m in s.missing if m.remedy)
+    reasons = dict.fromkeys(f"{m.name}: {m.reason}" for s in deployments for m in s.missing)
+    remedies = dict.fromkeys(m.remedy for s in deployments for m in s.missing if m.remedy)
     what = f"nothing can be fitted: {'; '.join(reasons)}"
     return DataError(what, where=where, hint="; ".join(remedies) or None)
 
 
-def _summary(scope: FittedScope, model: FittedModel) -> ModelSummary:
+def _summary(deployment: FittedDeployment, model: FittedModel) -> ModelSummary:
     v = model.validation
     parts = {"holdout": v.holdout, "baseline": v.baseline, "reference": v.gradient_boosting}
     return ModelSummary(
         name=model.name,
-        scope_id=scope.scope.scope_id,
+        deployment_id=deployment.deployment.deployment_id,
         skill=v.skill,
         rows_used=model.fitted.rows_used,
         rows_holdout=model.fitted.rows_holdout,
@@ -333,11 +333,11 @@ def _summary(scope: FittedScope, model: FittedModel) -> ModelSummary:
     )
 
 
-def _latency_summary(scope_id: str, name: str, latency: Latency) -> LatencySummary:
+def _latency_summary(deployment_id: str, name: str, latency: Latency) -> LatencySummary:
     ways = ("predicted", "baseline", "gradient_boosting", "given_measured_state")
     requests = latency.predicted.n or latency.given_measured_state.n
     numbers = _numbers(LatencySummary, {way: getattr(latency, way) for way in ways})
-    return LatencySummary(name, scope_id, requests, **numbers)
+    return LatencySummary(name, deployment_id, requests, **numbers)
 
 
 def _numbers(

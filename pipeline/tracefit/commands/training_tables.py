@@ -14,48 +14,50 @@ from tracefit.tables import schema
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from tracefit.fit.fitted import FittedModel, FittedScope
+    from tracefit.fit.fitted import FittedDeployment, FittedModel
     from tracefit.tables.store import TableStore
 
 
-def write_training_frames(store: TableStore, scopes: list[FittedScope]) -> None:
+def write_training_frames(store: TableStore, deployments: list[FittedDeployment]) -> None:
     """Write the rows of every run, left out ones too; runs that were not trained on have none."""
     kinds = ("alpha", "beta")
-    store.write_runs(_frames_of_runs(scopes, {kind: _training_columns(kind, scopes) for kind in kinds}))
+    store.write_runs(
+        _frames_of_runs(deployments, {kind: _training_columns(kind, deployments) for kind in kinds})
+    )
 
 
 def _frames_of_runs(
-    scopes: list[FittedScope], columns: dict[str, dict[str, pl.DataType]]
+    deployments: list[FittedDeployment], columns: dict[str, dict[str, pl.DataType]]
 ) -> Iterator[tuple[str, dict[str, pl.DataFrame]]]:
-    for scope in scopes:
+    for deployment in deployments:
         frames = {
             kind: {} if rows is None else rows.partition_by("run_id", as_dict=True)
-            for kind, rows in (("alpha", scope.alpha_rows), ("beta", scope.beta_rows))
+            for kind, rows in (("alpha", deployment.alpha_rows), ("beta", deployment.beta_rows))
         }
-        trained = sorted(scope.tables.runs["run_id"].unique())
+        trained = sorted(deployment.tables.runs["run_id"].unique())
         # A run that was trained on before may be left out now: its rows of then must not stay.
-        left_out = [one.run_id for one in scope.overloads if not one.trained_on]
+        left_out = [one.run_id for one in deployment.overloads if not one.trained_on]
         for run_id in (*trained, *left_out):
             yield (
                 run_id,
                 {
-                    f"{kind}_training": _training_part(kind, rows.get((run_id,)), scope, columns[kind])
+                    f"{kind}_training": _training_part(kind, rows.get((run_id,)), deployment, columns[kind])
                     for kind, rows in frames.items()
                 },
             )
 
 
-def _training_columns(kind: str, scopes: list[FittedScope]) -> dict[str, pl.DataType]:
+def _training_columns(kind: str, deployments: list[FittedDeployment]) -> dict[str, pl.DataType]:
     """Return the further columns of a training table: the load of requests, and the features of any model.
 
-    Every part of the table has all of them, null where a scope lacks one: other readers take the folder as one
+    Every part of the table has all of them, null where a deployment lacks one: other readers take the folder as one
     table with one schema.
     """
     table = schema.TABLES[f"{kind}_training"]
     found: dict[str, pl.DataType] = {}
-    for scope in scopes:
-        frame = scope.alpha_rows if kind == "alpha" else scope.beta_rows
-        features = {f for m in scope.models if m.name.startswith(f"{kind}.") for f in _offered(m)}
+    for deployment in deployments:
+        frame = deployment.alpha_rows if kind == "alpha" else deployment.beta_rows
+        features = {f for m in deployment.models if m.name.startswith(f"{kind}.") for f in _offered(m)}
         for name, dtype in (frame.schema if frame is not None else {}).items():
             if name in WORKLOAD_COLUMNS:
                 found.setdefault(name, dtype)
@@ -65,11 +67,15 @@ def _training_columns(kind: str, scopes: list[FittedScope]) -> dict[str, pl.Data
 
 
 def _training_part(
-    kind: str, frame: pl.DataFrame | None, scope: FittedScope, columns: dict[str, pl.DataType]
+    kind: str, frame: pl.DataFrame | None, deployment: FittedDeployment, columns: dict[str, pl.DataType]
 ) -> pl.DataFrame:
     """Return the training rows of one run: the columns of the table, and `columns`."""
     table = schema.TABLES[f"{kind}_training"]
-    rows = table.empty() if frame is None else frame.with_columns(scope_id=pl.lit(scope.scope.scope_id))
+    rows = (
+        table.empty()
+        if frame is None
+        else frame.with_columns(deployment_id=pl.lit(deployment.deployment.deployment_id))
+    )
     further = [
         (pl.col(c).cast(dtype) if c in rows.columns else pl.lit(None, dtype)).alias(c)
         for c, dtype in columns.items()
@@ -100,12 +106,12 @@ _BETA = {
 _BATCH = FeatureSet("sample", tuple(Feature(column, "", column) for column in _BETA.values()))
 
 
-def sample_tables(scopes: Sequence[FittedScope]) -> dict[str, str]:
+def sample_tables(deployments: Sequence[FittedDeployment]) -> dict[str, str]:
     """Return file name to CSV text: alpha_sample.csv (queue waits) and beta_sample.csv (step times).
 
     The columns are the specification's. Unknown values are empty.
     """
-    alpha, beta = ([one for s in scopes if (one := make(s)) is not None] for make in (_alpha, _beta))
+    alpha, beta = ([one for s in deployments if (one := make(s)) is not None] for make in (_alpha, _beta))
     return {
         "alpha_sample.csv": _csv(alpha, (*_ALPHA, "model_size", "hw_type", "tp")),
         "beta_sample.csv": _csv(beta, ("step_duration_us", *_BETA, "model_type", "hw", "tp")),
@@ -117,12 +123,12 @@ def _csv(frames: list[pl.DataFrame], columns: tuple[str, ...]) -> str:
     return (pl.concat(frames, how="vertical_relaxed") if frames else empty).write_csv()
 
 
-def _alpha(scope: FittedScope) -> pl.DataFrame | None:
-    if scope.alpha_rows is None:
+def _alpha(deployment: FittedDeployment) -> pl.DataFrame | None:
+    if deployment.alpha_rows is None:
         return None
-    context = scope.scope.context
+    context = deployment.deployment.context
     size = model_size(context.architecture.parameters) if context.architecture else None
-    waits = scope.alpha_rows.filter(pl.col("target") == "queue_wait").sort(*schema.SERVER, "ts_ns")
+    waits = deployment.alpha_rows.filter(pl.col("target") == "queue_wait").sort(*schema.SERVER, "ts_ns")
     return waits.select(
         **_ALPHA,
         model_size=pl.lit(size, pl.String),
@@ -131,15 +137,17 @@ def _alpha(scope: FittedScope) -> pl.DataFrame | None:
     )
 
 
-def _beta(scope: FittedScope) -> pl.DataFrame | None:
-    if scope.beta_rows is None or scope.source.beta_target_source is None:
+def _beta(deployment: FittedDeployment) -> pl.DataFrame | None:
+    if deployment.beta_rows is None or deployment.source.beta_target_source is None:
         return None
-    context = scope.scope.context
+    context = deployment.deployment.context
     kind = None
     if context.architecture is not None:
         kind = "moe" if context.architecture.is_moe else "dense"
     # The rows of the fit have the features that were offered, which need not be these.
-    rows = step_frame(scope.tables, scope.tables.timeline, _BATCH, {}, scope.source.beta_target_source)
+    rows = step_frame(
+        deployment.tables, deployment.tables.timeline, _BATCH, {}, deployment.source.beta_target_source
+    )
     return rows.sort(*schema.SERVER, "ts_ns").select(
         step_duration_us="y",
         **_BETA,

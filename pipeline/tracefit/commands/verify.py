@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from tracefit.coefficients.model import Provenance
-    from tracefit.fit.fitted import FittedScope
+    from tracefit.fit.fitted import FittedDeployment
 
 RELATIVE = 1e-6
 """On which machines agree."""
@@ -36,8 +36,8 @@ RELATIVE = 1e-6
 _SMALLEST = 1e-9
 MOST_SHOWN = 50
 
-_Fitted = dict[tuple[TrainOptions, tuple[str, ...]], "list[FittedScope]"]
-"""Scopes by the options and the runs that they are fitted with."""
+_Fitted = dict[tuple[TrainOptions, tuple[str, ...]], "list[FittedDeployment]"]
+"""Deployments by the options and the runs that they are fitted with."""
 
 
 def verify(
@@ -109,8 +109,8 @@ def _verify_file(
     made_from = options, tuple(run_ids)
     if made_from not in fitted:
         fitted[made_from] = fit_runs(store, runs, options, progress)
-    scopes = fitted[made_from]
-    alpha, beta, _ = publish.coefficient_files(scopes, made_by)
+    deployments = fitted[made_from]
+    alpha, beta, _ = publish.coefficient_files(deployments, made_by)
     again = json.loads(to_json(alpha if document.kind == "alpha" else beta))
     compared = list(_compare(_by_name(plain), _by_name(again), ""))
     found = [d for d in compared if d is not None]
@@ -179,11 +179,11 @@ def _versions_that_differ(made_by: Provenance) -> list[str]:
 
 
 def _by_name(plain: Mapping[str, object]) -> dict[str, object]:
-    """Key models by name and scope, so that a missing one is reported as such."""
+    """Key models by name and deployment, so that a missing one is reported as such."""
     models = plain["models"]
     if not isinstance(models, list):
         raise TypeError("models is no list")
-    keyed = {f"{m['name']} of {m.get('scope_id')}": m for m in models}
+    keyed = {f"{m['name']} of {m.get('deployment_id')}": m for m in models}
     return {**{k: v for k, v in plain.items() if k not in {"models", "provenance", "not_fitted"}}, **keyed}
 
 

@@ -99,7 +99,7 @@ def _usage(identity: Mapping[str, str | int | bool]) -> str:
 
 def _identity(source: Source) -> dict[str, str | int | bool]:
     """Return the columns that are equal in all rows."""
-    context = source.scope.context
+    context = source.deployment.context
     settings, arch = context.settings, context.architecture
     if context.gpu is None:
         raise DataError(
@@ -114,7 +114,7 @@ def _identity(source: Source) -> dict[str, str | int | bool]:
     ranks = tp * dp if arch is not None and arch.is_moe else 1
     over_experts = bool(settings.enable_expert_parallel)
     return {
-        "cell_id": f"tracefit-{source.scope.scope_id}",
+        "cell_id": f"tracefit-{source.deployment.deployment_id}",
         "model_path": model_name(source),
         "system": system,
         "backend": "vllm",

@@ -1,7 +1,7 @@
 """Shared by all consumer modules: the types `Source` and `Export`, and helpers for writing and evaluating.
 
 A consumer is a program that loads latency coefficients in a form of its own, such as a simulator. Its module is a function
-from a `Source` (models and training tables of one scope) to an `Export` (files, errors, how to load them), listed by name in
+from a `Source` (models and training tables of one deployment) to an `Export` (files, errors, how to load them), listed by name in
 `consumers.CONSUMERS`.
 """
 
@@ -29,9 +29,9 @@ from tracefit.timeline.step_sums import StepSums
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from tracefit.coefficients.predict import ScopeModels
-    from tracefit.fit.fitted import ScopeTables
-    from tracefit.server.context import ModelScope
+    from tracefit.coefficients.predict import DeploymentModels
+    from tracefit.fit.fitted import DeploymentTables
+    from tracefit.server.context import Deployment
     from tracefit.statistics import Vector
 
 OUT = "{out}"
@@ -40,24 +40,24 @@ OUT = "{out}"
 
 @dataclass(frozen=True)
 class Source:
-    """One scope's coefficient models, the tables they were trained on, and the consumer's version, as the user gave it."""
+    """One deployment's coefficient models, the tables they were trained on, and the consumer's version, as the user gave it."""
 
-    models: ScopeModels
-    read: Callable[[], tuple[ModelScope, ScopeTables]]
+    models: DeploymentModels
+    read: Callable[[], tuple[Deployment, DeploymentTables]]
     consumer_version: tuple[int, ...] | None = None
 
     @cached_property
-    def _trained_on(self) -> tuple[ModelScope, ScopeTables]:
+    def _trained_on(self) -> tuple[Deployment, DeploymentTables]:
         # Read when first used: a consumer whose form needs no refit takes the coefficient files alone.
         return self.read()
 
     @property
-    def scope(self) -> ModelScope:
-        """The scope as its tables describe it."""
+    def deployment(self) -> Deployment:
+        """The deployment as its tables describe it."""
         return self._trained_on[0]
 
     @property
-    def tables(self) -> ScopeTables:
+    def tables(self) -> DeploymentTables:
         """The tables that the models were trained on."""
         return self._trained_on[1]
 
@@ -184,7 +184,7 @@ def written(value: float) -> float:
 
 def model_name(source: Source) -> str:
     """Return the model's name on the server."""
-    context = source.scope.context
+    context = source.deployment.context
     named = context.architecture.name if context.architecture else None
     return context.settings.model or named or "unknown/model"
 
@@ -226,5 +226,5 @@ def kv_blocks(source: Source) -> int | None:
     stated = source.tables.timeline["kv_blocks_total"].max()
     if isinstance(stated, int):
         return stated
-    given = source.scope.context.settings.num_gpu_blocks
+    given = source.deployment.context.settings.num_gpu_blocks
     return given - 1 if given else None

@@ -57,7 +57,7 @@ _HEADER = "trace_version: 2\ntime_unit: microseconds\nmode: real\nwarm_up_reques
 
 
 def to_blis(source: Source) -> Export:
-    """Write `defaults.yaml` with the coefficients of one scope, and the other files BLIS needs.
+    """Write `defaults.yaml` with the coefficients of one deployment, and the other files BLIS needs.
 
     Raises:
         DataError: The steps cannot support them, with the reason.
@@ -90,7 +90,7 @@ def to_blis(source: Source) -> Export:
 
 def _server_files(source: Source, factors: Sequence[float]) -> dict[str, str | bytes]:
     """Return the hardware file and the model's folder, by path relative to the coefficients."""
-    context = source.scope.context
+    context = source.deployment.context
     files: dict[str, str | bytes] = {}
     if context.gpu is not None:
         files["hardware_config.json"] = _hardware(context.gpu, factors)
@@ -131,7 +131,7 @@ def _with_dtype(text: str, dtype: str | None) -> str:
 
 
 def _server_flags(source: Source) -> str:
-    settings, gpu = source.scope.context.settings, source.scope.context.gpu
+    settings, gpu = source.deployment.context.settings, source.deployment.context.gpu
     return flags(
         {
             "latency-model": "trained-physics",
@@ -255,34 +255,34 @@ _KERNEL_SETS = (
 
 
 def to_blis_registry(source: Source) -> Export:
-    """Write the same coefficients as a `CoefficientSet` of the registry: units, method, scope and source per value.
+    """Write the same coefficients as a `CoefficientSet` of the registry: units, method, deployment and source per value.
 
     Raises:
         DataError: As `to_blis`.
         UsageError: As `to_blis`.
     """
     # Its names are those of ten coefficients.
-    found, context = fit_blis(source, only_ten=True), source.scope.context
+    found, context = fit_blis(source, only_ten=True), source.deployment.context
     # The registry writes chips in lower case.
     gpu = _chip(context.gpu).lower() if context.gpu else "unknown"
     ranks = context.settings.tensor_parallel or 1
-    scope = f"{{hardware: [{_quoted(gpu)}], model: [{_quoted(model_name(source))}], tp: [{ranks}]}}"
+    deployment = f"{{hardware: [{_quoted(gpu)}], model: [{_quoted(model_name(source))}], tp: [{ranks}]}}"
     training = source.models.step_model.training
     inputs = training.inputs_sha256 if training else "unknown"
-    cite = f"tracefit {__version__}, scope {source.scope.scope_id}, traces sha256 {inputs}"
+    cite = f"tracefit {__version__}, deployment {source.deployment.deployment_id}, traces sha256 {inputs}"
     step = found.errors[0]
     values = [*zip(_BETA_ENTRIES, found.beta, strict=True), *zip(_ALPHA_ENTRIES, found.alpha, strict=True)]
     error = "unknown" if step.mape_pct is None else f"{step.mape_pct:.3g} %"
     said = f"Held-out step time of the set: {error} mean absolute percentage error on {step.n} steps."
-    entries = [_entry(name, units, value, scope, cite, said) for (name, units), value in values]
-    name = f"tracefit-{source.scope.scope_id}"
+    entries = [_entry(name, units, value, deployment, cite, said) for (name, units), value in values]
+    name = f"tracefit-{source.deployment.deployment_id}"
     notes = (*found.notes, _KERNEL_SETS, "the use line is for a clone of blis-registry")
     text = "\n".join(["kind: CoefficientSet", f"name: {_quoted(name)}", "coefficients:", *entries, ""])
     use = f"cp {OUT}/coefficient-set.yaml coefficients/"
     return Export({"coefficient-set.yaml": commented(notes, text)}, found.errors, notes, use)
 
 
-def _entry(name: str, units: str, value: float, scope: str, cite: str, said: str) -> str:
+def _entry(name: str, units: str, value: float, deployment: str, cite: str, said: str) -> str:
     # Its rules: a value of zero is "not charged", and every other one names how and from what it was derived.
     if value:
         method, source = (
@@ -294,7 +294,7 @@ def _entry(name: str, units: str, value: float, scope: str, cite: str, said: str
         said = "The fit on these traces puts it at zero, or cannot tell it from the constant of a step."
     return (
         f"  - {name}:\n      value: {number(value)}\n      units: {units}\n      method: {method}\n"
-        f"      fitted: {str(bool(value)).lower()}\n      rationale: {_quoted(said)}\n      {source}scope: {scope}"
+        f"      fitted: {str(bool(value)).lower()}\n      rationale: {_quoted(said)}\n      {source}deployment: {deployment}"
     )
 
 

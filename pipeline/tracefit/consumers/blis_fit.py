@@ -139,7 +139,7 @@ def fit_blis(source: Source, *, only_ten: bool = False) -> BlisCoefficients:
     """Fit the overheads, and step times on BLIS's terms, in the form and weighting whose replay is closest on training requests.
 
     Args:
-        source: Models and tables of the scope.
+        source: Models and tables of the deployment.
         only_ten: Whether ten coefficients are the only form.
 
     Raises:
@@ -176,7 +176,7 @@ def fit_blis(source: Source, *, only_ten: bool = False) -> BlisCoefficients:
         errors += departure_errors
         same = [n for i, n in enumerate(_NAMES) if not steps.varies[i] and steps.x[:, i].any()]
         notes += [
-            f"{', '.join(same)} do not vary in one scope: beta6 holds what they add, for this scope alone",
+            f"{', '.join(same)} do not vary in one deployment: beta6 holds what they add, for this deployment alone",
             f"{len(beta)} beta: the eleventh that BLIS reads, MoE dispatch between data-parallel ranks, stays at its default, beta3",
         ]
     notes += [
@@ -300,7 +300,7 @@ def _whole_line(tokens: Vector, y: Vector) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """Training and held-out steps of one scope on BLIS's terms."""
+    """Training and held-out steps of one deployment on BLIS's terms."""
 
     train: pl.DataFrame
     held: pl.DataFrame
@@ -314,7 +314,7 @@ class _Steps:
 
 
 def _with_terms(source: Source, frame: pl.DataFrame) -> pl.DataFrame:
-    context = source.scope.context
+    context = source.deployment.context
     if context.architecture is None or context.gpu is None:
         lacking = "config.json" if context.architecture is None else "GPU"
         raise DataError(
@@ -339,7 +339,7 @@ def _steps(source: Source) -> _Steps:
     rows = source.steps([*_NAMES, *ROOFLINE_TERMS], timeline)
     train, held = train_and_holdout(source, rows, _NAMES, "BLIS step terms")
     x, y = matrix(train, _NAMES), target_of(train)
-    # Terms that do not vary within the scope cannot be separated: BLIS's constant of a step takes their sum.
+    # Terms that do not vary within the deployment cannot be separated: BLIS's constant of a step takes their sum.
     varies = np.array([i == _CONSTANT or np.ptp(x[:, i]) > 0 for i in range(len(_NAMES))])
     ends = rows.drop_nulls("holdout_from_ns").group_by(SERVER).agg(pl.col("holdout_from_ns").first())
     return _Steps(train, held, x, y, matrix(train, ROOFLINE_TERMS), varies, ends)
@@ -429,7 +429,7 @@ _PHASES = {"prefill": {0: "compute", 8: "KV"}, "decode": {1: "compute", 9: "KV"}
 
 
 def _transfer(beta: Vector, steps: _Steps) -> Iterator[str]:
-    """Yield a note on coefficients that stand in for other terms and hold for their own scope alone.
+    """Yield a note on coefficients that stand in for other terms and hold for their own deployment alone.
 
     A phase is bound by one of its two roofline terms. One of them may therefore be 0, but not both, and neither should be a
     large multiple of its nominal value.
@@ -457,7 +457,7 @@ def _transfer(beta: Vector, steps: _Steps) -> Iterator[str]:
 
 def _full_batch(source: Source, steps: _Steps, beta: Vector) -> Iterator[str]:
     """Yield a note where BLIS's step time differs from tracefit's own model when every slot decodes."""
-    slots = source.scope.context.settings.max_num_seqs
+    slots = source.deployment.context.settings.max_num_seqs
     decode = steps.train.filter(~pl.col("has_prefill"))
     trained_on = float(matrix(steps.train, [_NAMES[_REQUESTS]]).max())
     if slots is None or slots <= trained_on or not decode.height:
@@ -479,7 +479,7 @@ def _full_batch(source: Source, steps: _Steps, beta: Vector) -> Iterator[str]:
 
 
 def _times(source: Source, beta: Vector) -> StepRates | RooflineRates:
-    context = source.scope.context
+    context = source.deployment.context
     if _is_roofline(beta) and context.architecture is not None and context.gpu is not None:
         shape = roofline_shape(context.architecture, context.gpu, tp=context.settings.tensor_parallel or 1)
         return RooflineRates(shape, beta)
@@ -575,7 +575,7 @@ def _replayed(
         The requests that count, with the requests that each found in the engine (`load`) and their replayed latencies
         (`replayed TTFT`, ...); and whether any request was preempted.
     """
-    settings, rates = source.scope.context.settings, _times(source, beta)
+    settings, rates = source.deployment.context.settings, _times(source, beta)
     alpha = _roofline_alpha(alpha) if _is_roofline(beta) else alpha
     limits = EngineSettings(
         settings.max_num_seqs or DEFAULT_SLOTS,

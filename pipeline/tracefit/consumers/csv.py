@@ -12,7 +12,7 @@ from tracefit.results.models import HeldOut
 
 
 def to_csv(source: Source) -> Export:
-    """Write every number of every model of a scope; the errors are those of the models themselves."""
+    """Write every number of every model of a deployment; the errors are those of the models themselves."""
     models, text = source.models, io.StringIO()
     rows = [
         {name: "" if cell is None else cell for name, cell in row.items()}

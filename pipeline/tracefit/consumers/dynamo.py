@@ -78,7 +78,7 @@ def to_dynamo(source: Source) -> Export:
 
 def _server_flags(source: Source) -> str:
     """Return the flags of the traced server; the mocker's own defaults are 256 sequences, 8,192 tokens, blocks of 64."""
-    settings = source.scope.context.settings
+    settings = source.deployment.context.settings
     given = {
         "model-path": model_name(source),
         "planner-profile-data": f"{OUT}/perf_data.npz",

@@ -35,7 +35,7 @@ def to_dynamo_planner(source: Source) -> Export:
         grids["decode_active_kv_tokens"], grids["decode_context_length"], indexing="ij"
     )
     whole = active >= context  # a request at least: the planner rounds the batch
-    blocks, block_size = kv_blocks(source), source.scope.context.settings.block_size
+    blocks, block_size = kv_blocks(source), source.deployment.context.settings.block_size
     most = blocks * block_size if blocks and block_size else int(active.max())
     prefill = {
         "prefill_isl": grids["prefill_isl"].tolist(),

@@ -36,7 +36,7 @@ def to_fleet_sim(source: Source) -> Export:
     Raises:
         DataError: The data cannot support it, with the reason.
     """
-    settings, blocks = source.scope.context.settings, kv_blocks(source)
+    settings, blocks = source.deployment.context.settings, kv_blocks(source)
     needed = {
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,

@@ -52,7 +52,7 @@ def to_llmd_sim(source: Source) -> Export:
     Raises:
         DataError: The data cannot support it, with the reason.
     """
-    slots = source.scope.context.settings.max_num_seqs
+    slots = source.deployment.context.settings.max_num_seqs
     if slots is None or slots < 2:
         raise DataError(
             "the load factor runs from one request to max-num-seqs, which is not known or 1",
@@ -125,7 +125,7 @@ def _version_note(written_sd: float, sd: float, *, bounded: bool) -> str:
 
 def _model_length(source: Source) -> tuple[int, tuple[str, ...]]:
     """Return max-model-len, and a note where the server's is not known (the simulator's own default, 1024, is too short)."""
-    known = source.scope.context.settings.max_model_len
+    known = source.deployment.context.settings.max_model_len
     if known is not None:
         return known, ()
     rows = source.tables.requests.select(

@@ -34,7 +34,7 @@ def to_vcr(source: Source) -> Export:
     requests = _requests(source)
     if not requests.height:
         raise DataError("no request has its time to first token and between tokens", hint=ALL_SPANS)
-    settings, gpu = source.scope.context.settings, source.scope.context.gpu
+    settings, gpu = source.deployment.context.settings, source.deployment.context.gpu
     meta = {
         "model": model_name(source),
         "gpu": gpu.name if gpu else None,

@@ -1,1 +1,1 @@
-"""Facts that the tables of a scope show beside its models, as frames: residuals, parts of durations, load, engines over time."""
+"""Frames that a report shows beside the models: residuals, parts of durations, load, engines over time."""

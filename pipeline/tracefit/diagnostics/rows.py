@@ -34,7 +34,9 @@ COMPOSITION = {
 }
 """Facts of a step that readers see, over columns of the `timeline` table."""
 
-ROW_COLUMNS = frozenset({*STEP, "scope_id", "target", "source", "ts_ns", "y", "split", "excluded_reason"})
+ROW_COLUMNS = frozenset(
+    {*STEP, "deployment_id", "target", "source", "ts_ns", "y", "split", "excluded_reason"}
+)
 """Columns of training rows that figures need beside the features of the models."""
 
 _STRONG = 2

@@ -1,4 +1,4 @@
-"""The slowest requests of a scope, and where each lost its time."""
+"""The slowest requests of a deployment, and where each lost its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepare one run's tables for training: build a missing timeline, and the frames of its scope's fits.
+"""Prepare one run's tables for training: build a missing timeline, and the frames of its deployment's fits.
 
 Runs are independent until their frames are concatenated, so engines may work on many at once.
 """
@@ -15,7 +15,7 @@ import polars as pl
 
 from tracefit.engines.build import engine_limits, timelines_of
 from tracefit.engines.jobs import Job, take_together
-from tracefit.fit.fitted import ScopeTables
+from tracefit.fit.fitted import DeploymentTables
 from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, overload_of
 from tracefit.recordings.kv_columns import with_kv_cache, with_prefix_hits
 from tracefit.server.context import context_from_json
@@ -50,14 +50,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class RunFrames:
-    """The data of one run for the fits of its scope.
+    """The data of one run for the fits of its deployment.
 
     Attributes:
-        tables: The tables of a scope with only this run.
+        tables: The tables of a deployment with only this run.
         overload: Why the run counts as overloaded; null if it does not.
     """
 
-    tables: ScopeTables
+    tables: DeploymentTables
     overload: Overload | None
 
 
@@ -110,7 +110,7 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
     overload = overload_of(
         run_id, store.read("requests", [run_id], REQUEST_COLUMNS), steps.select(STEP_COLUMNS)
     )
-    tables = ScopeTables(
+    tables = DeploymentTables(
         runs=runs,
         timeline=with_prefix_hits(with_cache, requests),
         sampled_steps=steps.height,
@@ -162,10 +162,10 @@ def _context(store: TableStore, runs: pl.DataFrame, run_id: str) -> RunContext:
     return context_from_json(first["settings"], first["model_config"], first["gpu"], where=where)
 
 
-def scope_tables(parts: Sequence[ScopeTables]) -> ScopeTables:
-    """Return the tables of a scope from those of its runs."""
+def deployment_tables(parts: Sequence[DeploymentTables]) -> DeploymentTables:
+    """Return the tables of a deployment from those of its runs."""
     queues = [part.queue for part in parts if part.queue is not None]
-    return ScopeTables(
+    return DeploymentTables(
         runs=_concat([part.runs for part in parts]),
         timeline=_concat([part.timeline for part in parts]),
         sampled_steps=sum(part.sampled_steps for part in parts),

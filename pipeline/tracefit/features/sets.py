@@ -186,7 +186,7 @@ def add_features(
     return frame.with_columns(compiled)
 
 
-# Sets are compiled for every scope, split and search step: their formulas stay the same.
+# Sets are compiled for every deployment, split and search step: their formulas stay the same.
 @lru_cache(maxsize=1024)
 def _parsed(formula: str, where: str) -> Node:
     return parse_formula(formula, where=where)

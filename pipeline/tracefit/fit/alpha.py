@@ -18,11 +18,11 @@ from tracefit.fit.boundary import fit_boundary
 from tracefit.fit.fitted import (
     FREE,
     NON_NEGATIVE,
+    DeploymentOptions,
+    DeploymentTables,
     FitOptions,
     FittedModel,
     RegimeRows,
-    ScopeOptions,
-    ScopeTables,
     TooFewRows,
 )
 from tracefit.fit.results import Candidate, Comparison, Condition, Missing, TargetFacts
@@ -121,7 +121,10 @@ The wait for the next step comes on top of the API work that `step_boundary` fit
 
 
 def fit_target(
-    tables: ScopeTables, target: Target, constants: Mapping[str, float | None], options: ScopeOptions
+    tables: DeploymentTables,
+    target: Target,
+    constants: Mapping[str, float | None],
+    options: DeploymentOptions,
 ) -> FittedModel | Missing:
     """Fit the model of one target of requests, as far as the data allow.
 
@@ -178,7 +181,7 @@ def fit_target(
     )
 
 
-def _missing(tables: ScopeTables, target: Target) -> Missing | None:
+def _missing(tables: DeploymentTables, target: Target) -> Missing | None:
     """Return why the requests hold no value of a target; null where they hold some."""
     requests = tables.requests
     remedy = journey_remedy(stock=tables.is_stock, after_last_token=target.adds_to == "client")
@@ -219,7 +222,7 @@ def _disorder(requests: pl.DataFrame, target: Target) -> tuple[tuple[str, ...], 
     return (said,), f"check the clock{'s of the API process and' if of_api else ' of'} the engine core"
 
 
-def _options_of(target: Target, options: ScopeOptions) -> FitOptions:
+def _options_of(target: Target, options: DeploymentOptions) -> FitOptions:
     """Return how a target is fitted. The options are the same for all of its forms, so that their errors compare."""
     label = _QUEUED if "regimes" in target.forms else None
     return FitOptions(

@@ -22,11 +22,11 @@ from tracefit.features.targets import CYCLE_TIME, DURATION, RECORDED
 from tracefit.fit.fitted import (
     COVERED_SHARE,
     PENALTIES,
+    DeploymentOptions,
+    DeploymentTables,
     FitOptions,
     FittedModel,
     RegimeRows,
-    ScopeOptions,
-    ScopeTables,
     TooFewRows,
     matrix,
 )
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from tracefit.fit.results import PenaltyChoice
     from tracefit.fit.train import Design
     from tracefit.options import BetaTarget
-    from tracefit.server.context import ModelScope
+    from tracefit.server.context import Deployment
     from tracefit.statistics import Vector
 
 
@@ -94,7 +94,7 @@ _WITHOUT_CONTEXT = (
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The fitted step time of a scope, or why it is missing.
+    """The fitted step time of a deployment, or why it is missing.
 
     Attributes:
         source: Where step times come from.
@@ -146,9 +146,9 @@ def choose_target(
 
 
 def fit_step_times(
-    scope: ModelScope, tables: ScopeTables, sets: Sequence[FeatureSet], options: ScopeOptions
+    deployment: Deployment, tables: DeploymentTables, sets: Sequence[FeatureSet], options: DeploymentOptions
 ) -> StepTimes:
-    """Fit the step times of a scope."""
+    """Fit the step times of a deployment."""
     cover = duration_cover(tables.timeline)
     # The name follows the option. Durations that cover the busy time are cycle times measured by another clock.
     target = DURATION if options.beta_target == "duration" else CYCLE_TIME
@@ -164,14 +164,16 @@ def fit_step_times(
     logged = sorted(source for source in sources if source.is_logged)
     whence, why = choose_target(cover, options.beta_target, sources)
     source = replace(cover, beta_target_source=whence, beta_target_reason=why)
-    if scope.context.gpu is not None and len(sets) > 1:
+    if deployment.context.gpu is not None and len(sets) > 1:
         # With a known GPU the roofline terms are these amounts of work, scaled to times.
         sets = [candidate for candidate in sets if candidate.name != "work_max"]
-    timeline = training.with_roofline(tables.timeline, scope.context)
-    constants = training.constants_of(scope.context)
+    timeline = training.with_roofline(tables.timeline, deployment.context)
+    constants = training.constants_of(deployment.context)
     variants = [_variants(one) for one in sets]
     offered = {feature.name: feature for tried in variants for one in tried for feature in one.features}
-    is_counted = CycleSource.REQUEST in sources and scope.context.settings.enable_prefix_caching is not False
+    is_counted = (
+        CycleSource.REQUEST in sources and deployment.context.settings.enable_prefix_caching is not False
+    )
     helpers = (*LOAD_FEATURES, *(PROMPT_FEATURES if is_counted else ()))
     every = FeatureSet("offered", (*offered.values(), *helpers))
     rows = step_frame(tables, timeline, every, constants, whence)
@@ -232,13 +234,15 @@ def fit_step_times(
             # Of no prompt is it known that it was computed as a whole.
             prefill_reach_pct=0.0
             if 0.0 in whole_prompts.values()
-            else _prefill_reach_pct(result, tables.timeline, scope.context.settings.max_num_batched_tokens),
+            else _prefill_reach_pct(
+                result, tables.timeline, deployment.context.settings.max_num_batched_tokens
+            ),
         ),
         notes=(
             *reason,
             *beyond_training(result.terms, tables.timeline),
             *([_ESTIMATED_CONTEXT] if tables.timeline["context_estimated"].any() else []),
-            *(_notes_on_records(tables, scope) if fpm else ()),
+            *(_notes_on_records(tables, deployment) if fpm else ()),
             *(
                 [f"{_WITHOUT_CONTEXT}; {context_remedy(tables.requests.height)}"]
                 if logged and not tables.timeline["context_tokens"].count()
@@ -263,10 +267,10 @@ def _notes_on_hits(whole_prompts: dict[str, float]) -> Iterator[str]:
         )
 
 
-def _notes_on_records(tables: ScopeTables, scope: ModelScope) -> Iterator[str]:
+def _notes_on_records(tables: DeploymentTables, deployment: Deployment) -> Iterator[str]:
     """Yield what recorded steps leave unknown."""
     yield "ForwardPassMetrics count no decode tokens: one for each decode request is assumed"
-    ranks = scope.context.settings.data_parallel or 1
+    ranks = deployment.context.settings.data_parallel or 1
     servers = tables.runs.filter(pl.col("dialects").is_in(list(RECORDED)))
     fewest = servers.group_by("run_id").len()["len"].min()
     if isinstance(fewest, int) and fewest < ranks:
@@ -286,7 +290,7 @@ def _prefill_reach_pct(fitted: LinearFit, timeline: pl.DataFrame, token_budget: 
     return 100 * most / token_budget if isinstance(most, int | float) else None
 
 
-def beta_options(options: ScopeOptions) -> FitOptions:
+def beta_options(options: DeploymentOptions) -> FitOptions:
     """Return how step times are fitted."""
     mixed = pl.col("has_prefill")
     # A mean over an interval is easier to predict than a single step: the published error is that on single steps.

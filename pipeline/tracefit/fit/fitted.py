@@ -1,4 +1,4 @@
-"""Arguments and results of fits: options and the tables of one scope; linear models, and all fitted models of a scope.
+"""Arguments and results of fits: options and the tables of one deployment; linear models, and all fitted models of a deployment.
 
 A linear model is one line, or one line per regime: a regime is a condition on the features with a line of its own, and the
 first regime whose condition holds predicts a row. `RegimeRows` describes one before the fit, `FittedRegime` after it. These
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         Validation,
     )
     from tracefit.options import BetaTarget
-    from tracefit.server.context import ModelScope
+    from tracefit.server.context import Deployment
     from tracefit.statistics import Flags, Integers, Matrix, Vector
 
 
@@ -109,8 +109,8 @@ class FitOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class ScopeOptions:
-    """Options for fitting the models of a scope.
+class DeploymentOptions:
+    """Options for fitting the models of a deployment.
 
     Attributes:
         beta_target: The step time to fit.
@@ -132,8 +132,8 @@ class ScopeOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class ScopeTables:
-    """The tables of the runs of one scope."""
+class DeploymentTables:
+    """The tables of the runs of one deployment."""
 
     runs: pl.DataFrame
     timeline: pl.DataFrame
@@ -346,11 +346,11 @@ class FittedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class FittedScope:
-    """All results of one scope."""
+class FittedDeployment:
+    """All results of one deployment."""
 
-    scope: ModelScope
-    tables: ScopeTables
+    deployment: Deployment
+    tables: DeploymentTables
     source: StepTimeSource
     models: tuple[FittedModel, ...]
     missing: tuple[Missing, ...]
@@ -360,7 +360,7 @@ class FittedScope:
     summed: SummedTime | None
     """Sum of the step times of beta's hold-out."""
     overloads: tuple[Overload, ...] = ()
-    """Overloaded runs of the scope; `tables` hold those that were trained on."""
+    """Overloaded runs of the deployment; `tables` hold those that were trained on."""
     notes: tuple[str, ...] = ()
     """Notes on the rows, such as which of many runs were taken."""
 

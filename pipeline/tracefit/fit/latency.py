@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tracefit.features.sets import FeatureSet
-    from tracefit.fit.fitted import FittedModel, LinearFit, ScopeTables
-    from tracefit.server.context import ModelScope
+    from tracefit.fit.fitted import DeploymentTables, FittedModel, LinearFit
+    from tracefit.server.context import Deployment
     from tracefit.statistics import Vector
 
 # -- one request from its steps --------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def _requeued(
     )
 
 
-# -- all requests of a scope -----------------------------------------------------------------------------
+# -- all requests of a deployment -----------------------------------------------------------------------------
 
 
 _DEFINITIONS = {
@@ -141,8 +141,8 @@ _UNTIL_FIRST_TOKEN = ("ttft", "prefill")
 
 
 def compose_latencies(
-    scope: ModelScope,
-    tables: ScopeTables,
+    deployment: Deployment,
+    tables: DeploymentTables,
     models: Sequence[FittedModel],
     features: FeatureSet | None,
     *,
@@ -164,7 +164,7 @@ def compose_latencies(
     requests = split_requests(tables.requests, models)
     if not (requests["split"] == "holdout").any() or not (requests["split"] == "train").any():
         return ComposedLatencies(None, "no request lies in the hold-out of every model, or none before it")
-    steps = _predicted_steps(scope, tables, beta, features)
+    steps = _predicted_steps(deployment, tables, beta, features)
     waits, lags = tables.requeue_waits, tables.lags
     refitted = given_state(requests, steps.with_columns(predicted_us="refit_us"), waits, lags)
     rows = given_state(requests, steps, waits, lags).with_columns(
@@ -245,11 +245,11 @@ def _ends(model: FittedModel) -> pl.DataFrame:
 
 
 def _predicted_steps(
-    scope: ModelScope, tables: ScopeTables, beta: FittedModel, features: FeatureSet
+    deployment: Deployment, tables: DeploymentTables, beta: FittedModel, features: FeatureSet
 ) -> pl.DataFrame:
     """Predict every step whose batch is known, as trained and refitted on the hold-out; add `in_training`."""
-    timeline = training.with_roofline(tables.timeline, scope.context)
-    rows = training.step_rows(timeline, features, training.constants_of(scope.context), tables.lags)
+    timeline = training.with_roofline(tables.timeline, deployment.context)
+    rows = training.step_rows(timeline, features, training.constants_of(deployment.context), tables.lags)
     rows = _with_training(rows, beta)
     # With scheduling ahead an idle engine starts with a step in which nothing executes: it lasts as long as schedule().
     empty = pl.col("is_empty").fill_null(value=False)
@@ -277,7 +277,7 @@ def _step_times(beta: LinearFit, rows: pl.DataFrame) -> Vector:
 
 
 def _with_overheads(
-    rows: pl.DataFrame, tables: ScopeTables, models: Mapping[str, FittedModel]
+    rows: pl.DataFrame, tables: DeploymentTables, models: Mapping[str, FittedModel]
 ) -> pl.DataFrame:
     """Add state_<name>_us of every target that does not follow from the steps: the prediction of its model."""
     for target in targets.TARGETS:

@@ -138,7 +138,7 @@ def overload_of(run_id: str, requests: pl.DataFrame, steps: pl.DataFrame) -> Ove
 def runs_to_fit(
     run_ids: Sequence[str], overloads: Sequence[Overload], *, include: bool
 ) -> tuple[list[str], tuple[Overload, ...]]:
-    """Return the runs of a scope to fit, and the overloaded ones with `trained_on` set.
+    """Return the runs of a deployment to fit, and the overloaded ones with `trained_on` set.
 
     Overloaded runs are left out, unless `include` is set or there is no other run.
     """

@@ -703,18 +703,18 @@ class Overload:
     """Periods with a queue that broke the rule on queues."""
 
 
-LeftOutKind = Literal["run", "model", "gpu", "scope"]
+LeftOutKind = Literal["run", "model", "gpu", "deployment"]
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOutErrors:
-    """Errors on all rows of a run, model, GPU or scope, of a model fitted on the training rows of the rest.
+    """Errors on all rows of a run, model, GPU or deployment, of a model fitted on the training rows of the rest.
 
     Attributes:
-        kind: Kind of the left-out group: one run of a scope, all scopes of a model or GPU, or one of the scopes of a model on a GPU.
+        kind: What is left out: a run, all deployments of a model or of a GPU, or one of those of a model on a GPU.
         left_out: Its name.
         model: Name of the fitted model.
-        scope_id: The scope of a run; null where models, GPUs or scopes are left out.
+        deployment_id: The deployment of a run; null where models, GPUs or deployments are left out.
         feature_set: The feature set the model was offered.
         trained_on: The runs, models or GPUs it was fitted on.
         rows_used: Rows it was fitted on.
@@ -730,7 +730,7 @@ class LeftOutErrors:
     kind: LeftOutKind
     left_out: str
     model: str
-    scope_id: str | None
+    deployment_id: str | None
     feature_set: str
     trained_on: tuple[str, ...]
     rows_used: int

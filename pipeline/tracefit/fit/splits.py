@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tracefit.features.targets import Target
-    from tracefit.fit.fitted import ScopeTables
+    from tracefit.fit.fitted import DeploymentTables
     from tracefit.fit.results import Validation
 
 TRAIN_SHARE = 0.7
@@ -87,7 +87,7 @@ def mark(rows: pl.DataFrame, reason: str, condition: pl.Expr, *, holdout: bool =
 
 
 def step_frame(
-    tables: ScopeTables,
+    tables: DeploymentTables,
     timeline: pl.DataFrame,
     features: FeatureSet,
     constants: Mapping[str, float | None],
@@ -101,7 +101,7 @@ def step_frame(
 
 
 def request_frame(
-    tables: ScopeTables, target: Target, features: FeatureSet, constants: Mapping[str, float | None]
+    tables: DeploymentTables, target: Target, features: FeatureSet, constants: Mapping[str, float | None]
 ) -> pl.DataFrame:
     """Return one row per request whose `target` is known, split by time, with warm-up marked."""
     rows = training.alpha_rows(tables.requests, tables.timeline, tables.queue, target)

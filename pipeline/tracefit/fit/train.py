@@ -426,7 +426,7 @@ def design_of(
 
     Args:
         used: Training rows. The optional columns `interval_steps` and `cycle_sd_us` give each row's noise. `row_scale_us`,
-            also optional, is the typical target of the row's scope where several scopes are fitted together: errors of one
+            also optional, is the typical target of the row's deployment where several deployments are fitted together: errors of one
             multiple of it count the same.
         features: Candidates in order of preference.
         relative: Weigh rows by the inverse square of their time, so that errors in proportion to it are minimised.

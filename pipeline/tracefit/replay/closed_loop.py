@@ -23,7 +23,7 @@ from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tracefit.coefficients.predict import ScopeModels
+    from tracefit.coefficients.predict import DeploymentModels
     from tracefit.statistics import Vector
 
 LEAST_REQUESTS = 20
@@ -70,33 +70,33 @@ class RunTraces(NamedTuple):
     timeline: pl.LazyFrame
 
 
-def held_out_from(scope: ScopeModels, run_id: str) -> dict[str, int]:
+def held_out_from(deployment: DeploymentModels, run_id: str) -> dict[str, int]:
     """Return each server of a run whose step times were fitted, and the time at which its held-out part begins.
 
     Raises:
         TracefitError: There is no model of step times.
     """
-    training = scope.step_model.training
+    training = deployment.step_model.training
     ranges = training.time_range if training else ()
     return {r.server: r.holdout_from_ns for r in ranges if r.run_id == run_id}
 
 
-def replay_run(run_id: str, traces: RunTraces, scope: ScopeModels) -> RunReplay:
+def replay_run(run_id: str, traces: RunTraces, deployment: DeploymentModels) -> RunReplay:
     """Replay the held-out part of a run, or say why that is not possible.
 
     Args:
         run_id: The run.
         traces: Its traces.
-        scope: Models that were fitted on what came before.
+        deployment: Models that were fitted on what came before.
     """
-    nothing = RunReplay(run_id, scope.scope_id)
+    nothing = RunReplay(run_id, deployment.deployment_id)
     try:
-        cuts = held_out_from(scope, run_id)
+        cuts = held_out_from(deployment, run_id)
         if traces.requests.height and (traces.requests["dialect"] == CLIENT).all() and len(cuts) == 1:
             traces = traces._replace(requests=_of_client(traces, *cuts))
         if missing := missing_for_replay(traces.runs, traces.requests, cuts):
             return replace(nothing, reason=missing)
-        return _compared(nothing, traces, scope, cuts)
+        return _compared(nothing, traces, deployment, cuts)
     except TracefitError as error:
         return replace(nothing, reason=str(error))
 
@@ -167,7 +167,7 @@ def _gave_up() -> pl.Expr:
 
 
 def _compared(
-    nothing: RunReplay, traces: RunTraces, scope: ScopeModels, cuts: Mapping[str, int]
+    nothing: RunReplay, traces: RunTraces, deployment: DeploymentModels, cuts: Mapping[str, int]
 ) -> RunReplay:
     runs_from = pl.col("server").replace_strict(cuts, default=None, return_dtype=pl.Int64)
     requests = traces.requests.drop_nulls(["arrival_ns", "prompt_tokens"]).with_columns(
@@ -175,15 +175,15 @@ def _compared(
     )
     requests = requests.filter(~_gave_up())
     before = requests.filter(pl.col("is_complete") & (pl.col("left") < pl.col("cut")))
-    settings, notes = engine_settings(scope, traces.timeline, before)
+    settings, notes = engine_settings(deployment, traces.timeline, before)
     requests = _counting(_with_outputs(_with_hits(requests, traces.timeline), before))
-    times = FittedStepTimes(scope.step_model, scope.server)
+    times = FittedStepTimes(deployment.step_model, deployment.server)
     parts: list[pl.DataFrame] = []
     room = MOST_REQUESTS
     # A restart begins another engine: the later ones are left out where the first ones are enough.
     for engine in requests.drop_nulls("cut").sort("arrival_ns").partition_by(ENGINE, maintain_order=True):
         if room > 0:
-            parts.append(_engine(engine, scope, times, settings, most=room))
+            parts.append(_engine(engine, deployment, times, settings, most=room))
             room -= int(parts[-1]["counts"].sum())
     if not parts:
         return replace(nothing, reason="no request is of a server whose steps are known")
@@ -199,13 +199,13 @@ def _compared(
         nothing,
         requests=here.height,
         in_flight=int((found["arrival"] < 0).sum()),
-        quantities=_quantities(here, before, _predicted(traces, scope, here)),
+        quantities=_quantities(here, before, _predicted(traces, deployment, here)),
         queue=_queue(here),
-        notes=notes + _notes(found, scope, is_full=room <= 0),
+        notes=notes + _notes(found, deployment, is_full=room <= 0),
     )
 
 
-def _notes(found: pl.DataFrame, scope: ScopeModels, *, is_full: bool) -> tuple[str, ...]:
+def _notes(found: pl.DataFrame, deployment: DeploymentModels, *, is_full: bool) -> tuple[str, ...]:
     """Say what a replay takes for granted; `found` is what it replays, `is_full` where no more are compared."""
     is_past = pl.col("arrival") < 0
     here, come = found.filter("counts"), found.filter(~is_past & ~pl.col("is_before"))
@@ -218,33 +218,33 @@ def _notes(found: pl.DataFrame, scope: ScopeModels, *, is_full: bool) -> tuple[s
         f"{guessed} requests were cut off: their output is taken to be of median length": guessed,
         f"the client's requests are queued as they come: {sum(front[:1]) / 1e3:.2f} ms around the engine are the median of those before": front,
         "there is no model of the admission: requests are queued as they come": "alpha.admission"
-        not in scope.models
+        not in deployment.models
         and not front,
     }
     return tuple(text for text, holds in notes.items() if holds)
 
 
 def engine_settings(
-    scope: ScopeModels,
+    deployment: DeploymentModels,
     timeline: pl.LazyFrame,
     before: pl.DataFrame,
     changes: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[EngineSettings, tuple[str, ...]]:
-    """Return the settings of a scope's server, and notes on them; its KV blocks are those that the steps state.
+    """Return the settings of a deployment's server, and notes on them; its KV blocks are those that the steps state.
 
     Args:
-        scope: The scope.
+        deployment: The deployment.
         timeline: Steps of its runs.
         before: Complete requests of its runs.
-        changes: Limits of the scheduler that differ from the scope's.
+        changes: Limits of the scheduler that differ from the deployment's.
 
     Raises:
         UsageError: A limit of the scheduler is not known.
     """
-    server = {**scope.server, **changes}
+    server = {**deployment.server, **changes}
     if unknown := [name for name in _NEEDED if not server[name]]:
         raise UsageError(f"{' and '.join(unknown)} of the server is not known")
-    stated = scope.step_model.scope.settings if scope.step_model.scope else {}
+    stated = deployment.step_model.deployment.settings if deployment.step_model.deployment else {}
     traced = timeline.select(pl.col("kv_blocks_total").max()).collect().item()
     given = server["num_gpu_blocks"]
     # A request decodes in as many steps as it has tokens after its first one, unless a step gives it several.
@@ -368,7 +368,12 @@ def _counting(requests: pl.DataFrame) -> pl.DataFrame:
 
 
 def _engine(
-    requests: pl.DataFrame, scope: ScopeModels, times: FittedStepTimes, settings: EngineSettings, *, most: int
+    requests: pl.DataFrame,
+    deployment: DeploymentModels,
+    times: FittedStepTimes,
+    settings: EngineSettings,
+    *,
+    most: int,
 ) -> pl.DataFrame:
     """Replay what one engine has from its cut on: measured times and replayed ones, in us after it.
 
@@ -394,10 +399,10 @@ def _engine(
         rows[n].to_numpy() for n in ("arrival", "prompt", "output", "cached", "done")
     )
     come = np.maximum(arrival, 0.0)
-    admission = admission_us(scope.models.get("alpha.admission"), arrival, prompt) + arrival - come
+    admission = admission_us(deployment.models.get("alpha.admission"), arrival, prompt) + arrival - come
     load = RequestLoad(come, prompt, output, cached, generated_tokens=np.minimum(done, output))
     found = replay(load, times, settings, admission_us=np.maximum(admission, 0.0))
-    departs = departure_us(scope.models.get("alpha.departure"), found, output)
+    departs = departure_us(deployment.models.get("alpha.departure"), found, output)
     replayed = {
         "scheduled": found.scheduled_us,
         "first": found.first_us,
@@ -434,7 +439,7 @@ def _first(rows: pl.DataFrame, most: int) -> pl.DataFrame:
 # -- measured beside replayed ----------------------------------------------------------------------------
 
 
-def _predicted(traces: RunTraces, scope: ScopeModels, counted: pl.DataFrame) -> pl.DataFrame:
+def _predicted(traces: RunTraces, deployment: DeploymentModels, counted: pl.DataFrame) -> pl.DataFrame:
     """Return what `predict` says of the compared requests on their arrival; no rows where it cannot say anything."""
     rows = counted.select(REQUEST).join(traces.requests, on=REQUEST, how="left", nulls_equal=True)
     first, last = rows.select(pl.col("arrival_ns").min() - _BEFORE_NS, pl.col("finished_ns").max()).row(0)
@@ -443,7 +448,7 @@ def _predicted(traces: RunTraces, scope: ScopeModels, counted: pl.DataFrame) -> 
     )
     described = described_requests(rows.with_columns(split=pl.lit("holdout")), steps)
     try:
-        return predicted_requests(scope, described)
+        return predicted_requests(deployment, described)
     except TracefitError:
         return pl.DataFrame(schema=dict.fromkeys((f"{name}_us" for name in LATENCIES), pl.Float64))
 

@@ -1,4 +1,4 @@
-"""The fitted models of a scope as the step times and the admissions of a replay."""
+"""The fitted models of a deployment as the step times and the admissions of a replay."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tracefit.coefficients.model import LinearForm, Model
-    from tracefit.coefficients.predict import ScopeModels
+    from tracefit.coefficients.predict import DeploymentModels
     from tracefit.replay.engine import EngineSettings, StepBatch, StepTimeModel
     from tracefit.statistics import Flags, Integers, Vector
 
@@ -222,14 +222,14 @@ class Fleet:
     """Equal servers under a load.
 
     Attributes:
-        scope: Their models.
+        deployment: Their models.
         server: Settings that formulas of the models use, as far as they are known.
         settings: Settings of the scheduler.
         sample: The requests to draw from.
         requests: Requests of one replay of a curve.
     """
 
-    scope: ScopeModels
+    deployment: DeploymentModels
     server: Mapping[str, float]
     settings: EngineSettings
     sample: TrafficSample
@@ -243,12 +243,12 @@ class Fleet:
         Raises:
             DataError: It reads what is not known of a step or of the server.
         """
-        return FittedStepTimes(self.scope.step_model, dict(self.server))
+        return FittedStepTimes(self.deployment.step_model, dict(self.server))
 
     @cached_property
     def law(self) -> StepLawUncertainty:
         """The limits of the model of step times."""
-        return StepLawUncertainty(self.scope.step_model, self.server)
+        return StepLawUncertainty(self.deployment.step_model, self.server)
 
     @cached_property
     def capacity(self) -> float:
@@ -282,7 +282,7 @@ class Fleet:
         drawn = _draw(self.sample, requests, servers)
         arrival = drawn.arrival / rate * 1e6
         load = RequestLoad(arrival, drawn.prompt, drawn.output, drawn.cached)
-        admission = admission_us(self.scope.models.get("alpha.admission"), arrival, drawn.prompt)
+        admission = admission_us(self.deployment.models.get("alpha.admission"), arrival, drawn.prompt)
         recorder = _Recorder(self.times)
         found = replay(load, recorder, self.settings, admission_us=admission)
         e2e = found.last_us - arrival

@@ -16,7 +16,7 @@ from tracefit.coefficients.model import BoundaryModel, RegimesModel
 from tracefit.features.targets import LATENCIES, around_steps, is_step_model
 from tracefit.fit.results import NEVER
 from tracefit.reports.document import Bullets, Report, kept, section, table, table_of
-from tracefit.reports.figures.scope import ScopeFigures, figures_of_evaluation
+from tracefit.reports.figures.deployment import DeploymentFigures, figures_of_evaluation
 from tracefit.reports.sentences import (
     lead,
     least_exact,
@@ -30,15 +30,15 @@ from tracefit.reports.sentences import (
 )
 from tracefit.server.settings import without_attribute
 from tracefit.text import (
-    ScopeLabel,
+    DeploymentLabel,
     count,
+    deployment_labels,
     exact,
     mape_misleads,
     number,
     percent,
     plural,
     reasons,
-    scope_labels,
     sentence,
     share,
 )
@@ -67,7 +67,7 @@ def _mae(errors: results.Metrics | None) -> float | None:
 
 _NO_TABLES = "There were no tables beside the evaluation: figures of rows, requests and runs are left out."
 _NO_FIGURES = (
-    "Figures of this scope are left out to keep the page small; train on its runs alone to get them."
+    "Figures of this deployment are left out to keep the page small; train on its runs alone to get them."
 )
 _HOLDOUT_NOTE = (
     "Measured on the hold-out, the last 30 % of each run in time, which no model was fitted on. The baseline is a constant "
@@ -116,13 +116,13 @@ class Goodput(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ScopeParts:
-    """One scope of the report: its evaluation, its models by name, its figures, null where these are left out, and its goodput by run."""
+class DeploymentParts:
+    """One deployment of the report: its evaluation, its models by name, its figures, null where these are left out, and its goodput by run."""
 
-    scope: published.ScopeEvaluation
-    label: ScopeLabel
+    deployment: published.DeploymentEvaluation
+    label: DeploymentLabel
     models: dict[str, published.Model]
-    figures: ScopeFigures | None
+    figures: DeploymentFigures | None
     goodput: Mapping[str, Goodput]
 
 
@@ -130,7 +130,7 @@ def build_report(
     evaluation: published.Evaluation,
     alpha: published.CoefficientFile,
     beta: published.CoefficientFile,
-    figures: Mapping[str, ScopeFigures] | None,
+    figures: Mapping[str, DeploymentFigures] | None,
     *,
     traced: tuple[int, int] | None = None,
     slo_ms: Mapping[str, float] = MappingProxyType({}),
@@ -138,25 +138,29 @@ def build_report(
 ) -> Report:
     """Build the whole report.
 
-    `figures` holds those of the scopes that are drawn, by scope id, and is null without tables; `traced` is the first and the
+    `figures` holds those of the deployments that are drawn, by deployment id, and is null without tables; `traced` is the first and the
     last time of the traces in Unix nanoseconds. `slo_ms` are objectives, and `goodput` says what each run did within all of them.
     """
-    models = {(m.scope_id, m.name): m for m in (*beta.models, *alpha.models)}
+    models = {(m.deployment_id, m.name): m for m in (*beta.models, *alpha.models)}
     settings = {
-        scope_id: {k: str(v) for k, v in m.scope.settings.items()}
-        for (scope_id, _), m in models.items()
-        if m.scope is not None
+        deployment_id: {k: str(v) for k, v in m.deployment.settings.items()}
+        for (deployment_id, _), m in models.items()
+        if m.deployment is not None
     }
-    labels = scope_labels({s.scope_id: (s.runs, settings.get(s.scope_id, {})) for s in evaluation.scopes})
-    scopes = [
-        ScopeParts(
-            scope,
-            labels[scope.scope_id],
-            {name: models[scope.scope_id, name] for name in scope.models},
-            figures_of_evaluation(scope, slo_ms) if figures is None else figures.get(scope.scope_id),
-            {run: goodput[run] for run in scope.runs if run in goodput},
+    labels = deployment_labels(
+        {s.deployment_id: (s.runs, settings.get(s.deployment_id, {})) for s in evaluation.deployments}
+    )
+    deployments = [
+        DeploymentParts(
+            deployment,
+            labels[deployment.deployment_id],
+            {name: models[deployment.deployment_id, name] for name in deployment.models},
+            figures_of_evaluation(deployment, slo_ms)
+            if figures is None
+            else figures.get(deployment.deployment_id),
+            {run: goodput[run] for run in deployment.runs if run in goodput},
         )
-        for scope in evaluation.scopes
+        for deployment in evaluation.deployments
     ]
     data = kept(
         _NO_TABLES if figures is None else "",
@@ -166,29 +170,29 @@ def build_report(
         _provenance(alpha, beta),
     )
     subject = _subject(evaluation, traced)
-    # A single scope needs no overview: its verdicts and errors are the report.
-    if len(scopes) == 1:
-        (only,) = scopes
-        return Report(_title(only), lead(only.scope), (*_scope(only), *data), subject)
+    # A single deployment needs no overview: its verdicts and errors are the report.
+    if len(deployments) == 1:
+        (only,) = deployments
+        return Report(_title(only), lead(only.deployment), (*_deployment(only), *data), subject)
     sections = [
         section(
-            f"Scope `{one.label.name}`",
-            f"**{lead(one.scope)}**",
-            *_scope(one),
+            f"Deployment `{one.label.name}`",
+            f"**{lead(one.deployment)}**",
+            *_deployment(one),
             # The first one is open: a page of headings alone would say nothing.
             folded=place > 0,
         )
-        for place, one in enumerate(scopes)
+        for place, one in enumerate(deployments)
     ]
-    exactness = least_exact([(one.label.name, one.scope) for one in scopes])
-    titles = list(dict.fromkeys(_title(one) for one in scopes))
+    exactness = least_exact([(one.label.name, one.deployment) for one in deployments])
+    titles = list(dict.fromkeys(_title(one) for one in deployments))
     title = " and ".join(titles) if len(titles) < 3 else f"{titles[0]} and {len(titles) - 1} more models"
-    return Report(title, exactness, (_overview(scopes), *sections, *data), subject)
+    return Report(title, exactness, (_overview(deployments), *sections, *data), subject)
 
 
-def _title(one: ScopeParts) -> str:
-    # All models of a scope state the same facts.
-    facts = next((m.scope for m in one.models.values()), None)
+def _title(one: DeploymentParts) -> str:
+    # All models of a deployment state the same facts.
+    facts = next((m.deployment for m in one.models.values()), None)
     model = (facts.model if facts else None) or one.label.name
     return f"{model} on {facts.gpu}" if facts and facts.gpu else model
 
@@ -197,7 +201,7 @@ def _subject(evaluation: published.Evaluation, traced: tuple[int, int] | None) -
     servers = evaluation.ingest.servers
     counts = (
         plural(len({s.run_id for s in servers}), "run"),
-        plural(len(evaluation.scopes), "scope"),
+        plural(len(evaluation.deployments), "deployment"),
         plural(sum(s.requests for s in servers), "request"),
         plural(sum(s.steps for s in servers), "traced step"),
     )
@@ -207,21 +211,21 @@ def _subject(evaluation: published.Evaluation, traced: tuple[int, int] | None) -
 
 
 def _headlines(
-    scope: published.ScopeEvaluation,
+    deployment: published.DeploymentEvaluation,
 ) -> dict[str, tuple[results.Metrics, results.Metrics, results.Metrics | None]]:
     """Return the errors a reader asks for first, each with those of the baseline and of gradient boosting."""
     # In the order of a simulation: all latencies are made of step times.
-    step = step_entry(scope)
+    step = step_entry(deployment)
     found = {}
     if step:
         found[step_times(step).removesuffix("s")] = step.holdout, step.baseline, step.gradient_boosting
     for key, label in LATENCIES.items():
-        if entry := scope.latency.get(key):
+        if entry := deployment.latency.get(key):
             found[label] = entry.predicted, entry.baseline, entry.gradient_boosting
     return {label: errors for label, errors in found.items() if errors[0].mdape_pct is not None}
 
 
-def _headline_table(scope: published.ScopeEvaluation) -> Table:
+def _headline_table(deployment: published.DeploymentEvaluation) -> Table:
     rows = [
         (
             label,
@@ -229,7 +233,7 @@ def _headline_table(scope: published.ScopeEvaluation) -> Table:
             percent(boosted.mdape_pct if boosted else None),
             count(m.n),
         )
-        for label, (m, base, boosted) in _headlines(scope).items()
+        for label, (m, base, boosted) in _headlines(deployment).items()
     ]
     return table(
         (
@@ -252,10 +256,10 @@ _REPLAY_NOTE = (
 )
 
 
-def _replay_parts(scope: published.ScopeEvaluation) -> tuple[ReportPart, ...]:
+def _replay_parts(deployment: published.DeploymentEvaluation) -> tuple[ReportPart, ...]:
     """Return measured and replayed latencies of each run, or why a run is not replayed."""
-    several, rows, lines = len(scope.replays) > 1, [], []
-    for run in scope.replays:
+    several, rows, lines = len(deployment.replays) > 1, [], []
+    for run in deployment.replays:
         name = f"`{run.run_id}`"
         for latency, label in (*LATENCIES.items(), ("client", "until departure")):
             if points := run.of(latency):
@@ -283,17 +287,21 @@ def _replay_parts(scope: published.ScopeEvaluation) -> tuple[ReportPart, ...]:
     beside = (f"{way} P{q} %" for q in (50, 90) for way in ways)
     found = table((*(("run",) if several else ()), "replayed", *head, *beside), rows)
     parts = kept(_REPLAY_NOTE if rows else "", found, Bullets(tuple(lines)))
-    many = len(scope.replays) > _MANY_RUNS
-    return (section(f"Replays of {count(len(scope.replays))} runs", *parts, folded=True),) if many else parts
+    many = len(deployment.replays) > _MANY_RUNS
+    return (
+        (section(f"Replays of {count(len(deployment.replays))} runs", *parts, folded=True),)
+        if many
+        else parts
+    )
 
 
 def _signed(value: float | None) -> str:
     return "-" if value is None else f"{value:+.1f}"
 
 
-def _holds_for(scope: published.ScopeEvaluation) -> str:
+def _holds_for(deployment: published.DeploymentEvaluation) -> str:
     # The errors beside it were measured on such load: beyond it nothing is known.
-    step = step_entry(scope)
+    step = step_entry(deployment)
     load = step.error_over_load if step else None
     if load is None:
         return ""
@@ -301,70 +309,76 @@ def _holds_for(scope: published.ScopeEvaluation) -> str:
     return f"{low} to {high} {'tokens in the caches' if load.load == 'running_tokens' else 'requests in the batch'}"
 
 
-def _overview(scopes: Sequence[ScopeParts]) -> Table:
-    """Return a table with one row per scope: what it can be used for, headline errors and the load they hold for."""
-    uses = list(dict.fromkeys(use for one in scopes for use in one.scope.verdicts))
+def _overview(deployments: Sequence[DeploymentParts]) -> Table:
+    """Return a table with one row per deployment: what it can be used for, headline errors and the load they hold for."""
+    uses = list(dict.fromkeys(use for one in deployments for use in one.deployment.verdicts))
     rows = []
-    for one in scopes:
-        # If scope names differ only in their hash, show their runs as well.
-        name = f"`{one.label.name}`" + (f", {_some_runs(one.scope)}" if one.label.detail else "")
-        answers = [f"**{one.scope.verdicts[u].answer}**" if u in one.scope.verdicts else "-" for u in uses]
-        errors = _headlines(one.scope)
+    for one in deployments:
+        # If deployment names differ only in their hash, show their runs as well.
+        name = f"`{one.label.name}`" + (f", {_some_runs(one.deployment)}" if one.label.detail else "")
+        answers = [
+            f"**{one.deployment.verdicts[u].answer}**" if u in one.deployment.verdicts else "-" for u in uses
+        ]
+        errors = _headlines(one.deployment)
         step = next((errors[label] for label in ("step time", "mean step time") if label in errors), None)
-        run = least_exact_replay(one.scope)
+        run = least_exact_replay(one.deployment)
         replayed = [[q.error_pct for q in run.of(name)[:2]] if run else [] for name in LATENCIES]
         cells = [f"{' / '.join(map(_signed, pair))} %" if pair else "-" for pair in replayed]
         cells.append(f"{percent(step[0].mdape_pct)} / {percent(step[0].p90_ape_pct)} %" if step else "-")
-        rows.append((name, *answers, *cells, _holds_for(one.scope) or "-"))
+        rows.append((name, *answers, *cells, _holds_for(one.deployment) or "-"))
     heads = (f"replayed {label}, error at P50 / P90" for label in LATENCIES.values())
-    return table(("scope", *uses, *heads, "step time, median / P90 error", "holds for"), rows)
+    return table(("deployment", *uses, *heads, "step time, median / P90 error", "holds for"), rows)
 
 
-def _some_runs(scope: published.ScopeEvaluation, most: int = 2) -> str:
-    more = f" and {len(scope.runs) - most} more" if len(scope.runs) > most else ""
-    return f"{'run' if len(scope.runs) == 1 else 'runs'} {', '.join(scope.runs[:most])}{more}"
+def _some_runs(deployment: published.DeploymentEvaluation, most: int = 2) -> str:
+    more = f" and {len(deployment.runs) - most} more" if len(deployment.runs) > most else ""
+    return f"{'run' if len(deployment.runs) == 1 else 'runs'} {', '.join(deployment.runs[:most])}{more}"
 
 
-def _scope(one: ScopeParts) -> tuple[ReportPart, ...]:
-    """Return the parts of one scope: what its server did and would do, verdicts, errors, figures, then what an expert asks, folded."""
-    scope, models, load = one.scope, one.models, _holds_for(one.scope)
-    figures = one.figures or ScopeFigures((), (), (), note=_NO_FIGURES)
-    errors = _headline_table(scope)
-    notes = (f"**Holds for {load}.**" if load else "", _HOLDOUT_NOTE, _LATENCY_NOTE if scope.latency else "")
+def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
+    """Return the parts of one deployment: what its server did and would do, verdicts, errors, figures, then what an expert asks, folded."""
+    deployment, models, load = one.deployment, one.models, _holds_for(one.deployment)
+    figures = one.figures or DeploymentFigures((), (), (), note=_NO_FIGURES)
+    errors = _headline_table(deployment)
+    notes = (
+        f"**Holds for {load}.**" if load else "",
+        _HOLDOUT_NOTE,
+        _LATENCY_NOTE if deployment.latency else "",
+    )
     lost = (
         f"**{m.name}** was not fitted: {m.reason}{f'; {m.remedy}' if m.remedy else ''}"
-        for m in scope.not_fitted
+        for m in deployment.not_fitted
     )
     # Step times before waits: latencies build on them.
-    names = sorted(scope.models, key=lambda name: not is_step_model(name))
+    names = sorted(deployment.models, key=lambda name: not is_step_model(name))
     return kept(
-        f"Of scopes alike, this one has {one.label.detail}." if one.label.detail else "",
+        f"Of deployments alike, this one has {one.label.detail}." if one.label.detail else "",
         _served(one),
         *figures.top,
-        verdicts(scope),
-        _to_record(scope),
-        *_replay_parts(scope),
+        verdicts(deployment),
+        _to_record(deployment),
+        *_replay_parts(deployment),
         errors,
         " ".join(filter(None, notes)) if errors.rows else "",
-        *worse_than_median(scope),
-        *(f"Note: {text}." for text in scope.notes),
-        *(_overload(o) for o in scope.overloaded),
+        *worse_than_median(deployment),
+        *(f"Note: {text}." for text in deployment.notes),
+        *(_overload(o) for o in deployment.overloaded),
         *figures.first,
-        _slowest(figures.slowest, several=len(scope.runs) > 1),
+        _slowest(figures.slowest, several=len(deployment.runs) > 1),
         figures.note,
         section(
             "Errors on the hold-out",
             _THRESHOLDS_NOTE,
-            _errors(scope),
-            Bullets((*_misleading(scope), *lost)),
-            summed_line(scope.summed_step_time) if scope.summed_step_time else "",
+            _errors(deployment),
+            Bullets((*_misleading(deployment), *lost)),
+            summed_line(deployment.summed_step_time) if deployment.summed_step_time else "",
             folded=True,
         ),
-        section("Request latencies", *figures.latencies, *_latency_parts(scope), folded=True),
+        section("Request latencies", *figures.latencies, *_latency_parts(deployment), folded=True),
         *(
             section(
                 f"`{name}`",
-                *_model_parts(scope.models[name], models[name], scope.exclusions.get(name, {})),
+                *_model_parts(deployment.models[name], models[name], deployment.exclusions.get(name, {})),
                 *figures.models.get(name, ()),
                 folded=True,
             )
@@ -373,17 +387,17 @@ def _scope(one: ScopeParts) -> tuple[ReportPart, ...]:
         section(
             "Server, step clock and training ranges",
             *_server_facts(one),
-            _clock(scope.timeline),
+            _clock(deployment.timeline),
             _ranges(models),
             folded=True,
         ),
     )
 
 
-def _to_record(scope: published.ScopeEvaluation) -> Bullets:
+def _to_record(deployment: published.DeploymentEvaluation) -> Bullets:
     """Say what to record for a yes, once for the uses that need the same."""
     uses: dict[published.RecordingAdvice, list[str]] = {}
-    for use, verdict in scope.verdicts.items():
+    for use, verdict in deployment.verdicts.items():
         if verdict.record is not None:
             uses.setdefault(verdict.record, []).append(use)
     return Bullets(
@@ -398,10 +412,10 @@ def _to_record(scope: published.ScopeEvaluation) -> Bullets:
 _MANY_RUNS = 8
 
 
-def _served(one: ScopeParts) -> Table | Section:
+def _served(one: DeploymentParts) -> Table | Section:
     """Return what the server did, a row per run."""
     rows = []
-    for run in one.scope.served:
+    for run in one.deployment.served:
         rates = [
             None if run.seconds is None else n / run.seconds for n in (run.output_tokens, run.prompt_tokens)
         ]
@@ -454,20 +468,20 @@ def _slowest(found: Sequence[SlowRequest], *, several: bool) -> Section | None:
     return section("The slowest requests", table(head, rows)) if rows else None
 
 
-def _misleading(scope: published.ScopeEvaluation) -> list[str]:
+def _misleading(deployment: published.DeploymentEvaluation) -> list[str]:
     """Warn of mean percentage errors that a few rows dominate."""
     return [
         f"**`{name}`: the mean error misleads.** Half of the held-out rows are within {percent(m.mdape_pct)} %, nine of "
         f"ten within {percent(m.p90_ape_pct)} %; a few rows that are far off, or small, raise the mean to "
         f"{percent(m.mape_pct)} %. Read the median error and the MAE."
-        for name, entry in scope.models.items()
+        for name, entry in deployment.models.items()
         if mape_misleads((m := entry.holdout).mape_pct, m.mdape_pct)
     ]
 
 
-def _server_facts(one: ScopeParts) -> tuple[ReportPart, ...]:
-    runs = f"Scope `{one.scope.scope_id}`, runs {', '.join(f'`{r}`' for r in one.scope.runs)}."
-    facts = next((m.scope for m in one.models.values()), None)
+def _server_facts(one: DeploymentParts) -> tuple[ReportPart, ...]:
+    runs = f"Deployment `{one.deployment.deployment_id}`, runs {', '.join(f'`{r}`' for r in one.deployment.runs)}."
+    facts = next((m.deployment for m in one.models.values()), None)
     if facts is None:
         return (runs,)
     lines = (
@@ -497,14 +511,14 @@ def _overload(one: results.Overload) -> str:
 _ERRORS = ("model", *ERRORS, "baseline MAE", "reference MAE")
 
 
-def _errors(scope: published.ScopeEvaluation) -> Table:
+def _errors(deployment: published.DeploymentEvaluation) -> Table:
     rows = []
-    for name, entry in scope.models.items():
+    for name, entry in deployment.models.items():
         beside = (number(entry.baseline.mae), number(_mae(entry.gradient_boosting)))
         errors = entry.holdout
-        if scope.summed_step_time is not None and entry is step_entry(scope):
+        if deployment.summed_step_time is not None and entry is step_entry(deployment):
             # One bias of step times: that of all of them, not of the single ones alone.
-            errors = replace(errors, bias_pct=scope.summed_step_time.bias_pct)
+            errors = replace(errors, bias_pct=deployment.summed_step_time.bias_pct)
         rows.append((f"`{name}`", *metrics(errors), *beside))
         # Baseline and reference are measured on all rows together.
         rows += [
@@ -541,9 +555,11 @@ def _provenance(alpha: published.CoefficientFile, beta: published.CoefficientFil
         *((f"option {name.replace('_', '-')}", _option(value)) for name, value in made.options.items()),
         *((f"file of option {name}, sha256", f"`{digest}`") for name, digest in made.files.items()),
     ]
-    # Models of one scope are fitted on the same inputs: one line for all of them.
-    inputs = {m.training.inputs_sha256: m.scope_id or "" for m in (*beta.models, *alpha.models) if m.training}
-    rows += [(f"inputs of `{scope}`, sha256", f"`{digest}`") for digest, scope in inputs.items()]
+    # Models of one deployment are fitted on the same inputs: one line for all of them.
+    inputs = {
+        m.training.inputs_sha256: m.deployment_id or "" for m in (*beta.models, *alpha.models) if m.training
+    }
+    rows += [(f"inputs of `{deployment}`, sha256", f"`{digest}`") for digest, deployment in inputs.items()]
     return section("Provenance", table(("item", "value"), rows), folded=True)
 
 
@@ -551,7 +567,7 @@ def _option(value: object) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-_ACROSS = "Each run, model and GPU, and each scope of a model that has several on a GPU, is left out in turn and predicted by a model fitted on the others; errors are on all of its rows."
+_ACROSS = "Each run, model and GPU, and each deployment of a model with several on one GPU, is left out in turn and predicted by a model fitted on the others; errors are on all of its rows."
 _LEFT_OUT: dict[str, Callable[[results.LeftOutErrors], str]] = {
     "left out": lambda one: f"{one.kind} `{one.left_out}`",
     "model": lambda one: f"`{one.model}`",
@@ -612,8 +628,8 @@ def _data_parts(evaluation: published.Evaluation) -> tuple[ReportPart, ...]:
     )
     rows = [
         (f"`{r.run_id}`", f"`{r.model}`", count(r.trained), count(r.held_out), reasons(r.left_out) or "none")
-        for scope in evaluation.scopes
-        for r in sorted(scope.rows, key=lambda r: r.run_id)
+        for deployment in evaluation.deployments
+        for r in sorted(deployment.rows, key=lambda r: r.run_id)
     ]
     folded = "Rows by run and model" if len(rows) > _MANY_ROWS else None
     events = [(f"`{name}`", count(n)) for name, n in entry.events.items()]
@@ -707,11 +723,11 @@ _STATE_PREAMBLE = (
 )
 
 
-def _latency_parts(scope: published.ScopeEvaluation) -> tuple[ReportPart, ...]:
+def _latency_parts(deployment: published.DeploymentEvaluation) -> tuple[ReportPart, ...]:
     """Return the text and tables on composed latencies; one line where none was composed."""
-    if not scope.latency:
-        return (f"Not composed: {scope.latency_missing or 'nothing was fitted'}.",)
-    named = [(LATENCIES.get(name, name), entry) for name, entry in scope.latency.items()]
+    if not deployment.latency:
+        return (f"Not composed: {deployment.latency_missing or 'nothing was fitted'}.",)
+    named = [(LATENCIES.get(name, name), entry) for name, entry in deployment.latency.items()]
     on_arrival, given_state = (
         [
             (label, words, *metrics(found))
@@ -722,7 +738,7 @@ def _latency_parts(scope: published.ScopeEvaluation) -> tuple[ReportPart, ...]:
         for ways in (_WAYS, _STATE_WAYS)
     )
     left_out = [(label, reasons(entry.left_out)) for label, entry in named if entry.left_out]
-    found = {label: scope.latency[name] for name, label in LATENCIES.items()}
+    found = {label: deployment.latency[name] for name, label in LATENCIES.items()}
     runs = [(f"`{run}`", *_group(label, e)) for label, f in found.items() for run, e in f.by_run.items()]
     phases = [(_phase(e), *_group(label, e)) for label, f in found.items() for e in f.by_phase]
     return (
@@ -732,7 +748,7 @@ def _latency_parts(scope: published.ScopeEvaluation) -> tuple[ReportPart, ...]:
             ("latency", "is"), [(label, e.definition) for label, e in named], folded="What each latency is"
         ),
         # The errors of a single run are those of the first table.
-        table(("run", *_GROUP_HEAD), runs if len(scope.runs) > 1 else (), folded="By run"),
+        table(("run", *_GROUP_HEAD), runs if len(deployment.runs) > 1 else (), folded="By run"),
         table(("phase", *_GROUP_HEAD), phases, folded=_BY_PHASE),
         section(
             "Given the measured queue and batches",

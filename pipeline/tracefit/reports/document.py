@@ -64,7 +64,7 @@ class UseVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """The verdicts on all uses of one scope."""
+    """The verdicts on all uses of one deployment."""
 
     uses: tuple[UseVerdict, ...]
 

@@ -116,7 +116,7 @@ def _anchors(parts: Iterable[ReportPart]) -> Iterator[tuple[int, str]]:
     for section in (part for part in every_part(parts) if isinstance(part, Section)):
         name = anchor(section.title) or "section"
         uses[name] += 1
-        # By identity: sections of two scopes may be equal in all they hold.
+        # By identity: sections of two deployments may be equal in all they hold.
         yield id(section), f"section-{name}" if uses[name] == 1 else f"section-{name}-{uses[name]}"
 
 

@@ -15,7 +15,7 @@ from tracefit.text import count, number, percent, sentence
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from tracefit.coefficients.model import Criterion, ScopeEvaluation, Verdict
+    from tracefit.coefficients.model import Criterion, DeploymentEvaluation, Verdict
     from tracefit.fit.results import SummedTime, Validation
     from tracefit.results.replays import RunReplay
 
@@ -52,9 +52,9 @@ def fraction(pct: float) -> str:
     return words if abs(near - pct) <= 0.08 * near and exactly_all else f"{percent(pct)} %"
 
 
-def step_entry(scope: ScopeEvaluation) -> Validation | None:
+def step_entry(deployment: DeploymentEvaluation) -> Validation | None:
     """Return the evaluation of the model of step times; null without one."""
-    return next((e for name, e in scope.models.items() if is_step_model(name)), None)
+    return next((e for name, e in deployment.models.items() if is_step_model(name)), None)
 
 
 def step_times(entry: Validation) -> str:
@@ -62,17 +62,17 @@ def step_times(entry: Validation) -> str:
     return "mean step times" if of_means(entry) else "step times"
 
 
-def lead(scope: ScopeEvaluation) -> str:
+def lead(deployment: DeploymentEvaluation) -> str:
     """Say how well a replay reproduces the latencies, then how exact the step times are, and what most limits that."""
-    return " ".join(filter(None, (_replayed(scope), _of_steps(scope))))
+    return " ".join(filter(None, (_replayed(deployment), _of_steps(deployment))))
 
 
-def _replayed(scope: ScopeEvaluation) -> str:
+def _replayed(deployment: DeploymentEvaluation) -> str:
     """Say how far a replay is from what was measured, of several runs the one that is furthest; empty without one."""
-    run = least_exact_replay(scope)
+    run = least_exact_replay(deployment)
     if run is None:
         return ""
-    known = [r for r in scope.replays if r.quantities]
+    known = [r for r in deployment.replays if r.quantities]
     errors = [
         f"{label} by {' and '.join(f'{q.error_pct:+.1f} %' for q in run.of(name)[:2])}"
         for name, label in LATENCIES.items()
@@ -82,17 +82,17 @@ def _replayed(scope: ScopeEvaluation) -> str:
     return f"A replay{which} from arrivals and lengths alone is off at P50 and P90 of {', of '.join(errors)}."
 
 
-def least_exact_replay(scope: ScopeEvaluation) -> RunReplay | None:
+def least_exact_replay(deployment: DeploymentEvaluation) -> RunReplay | None:
     """Return the run whose replay is furthest from what was measured; null where none is replayed."""
-    known = [r for r in scope.replays if r.worst_pct(*LATENCIES) is not None]
+    known = [r for r in deployment.replays if r.worst_pct(*LATENCIES) is not None]
     return max(known, key=lambda r: r.worst_pct(*LATENCIES) or 0.0, default=None)
 
 
-def _of_steps(scope: ScopeEvaluation) -> str:
-    entry = step_entry(scope)
+def _of_steps(deployment: DeploymentEvaluation) -> str:
+    entry = step_entry(deployment)
     if entry is None or entry.holdout.mdape_pct is None:
         reason = next(
-            (m.reason for m in scope.not_fitted if is_step_model(m.name)), "the traces do not show them"
+            (m.reason for m in deployment.not_fitted if is_step_model(m.name)), "the traces do not show them"
         )
         return f"There is no model of step times: {reason}."
     errors = (
@@ -100,7 +100,7 @@ def _of_steps(scope: ScopeEvaluation) -> str:
     )
     if entry.holdout.p90_ape_pct is not None:
         errors += f" (nine in ten within {percent(entry.holdout.p90_ape_pct)} %)"
-    limit = _limit(scope, entry)
+    limit = _limit(deployment, entry)
     return (
         f"{errors}, but {limit}."
         if limit
@@ -108,7 +108,7 @@ def _of_steps(scope: ScopeEvaluation) -> str:
     )
 
 
-def _limit(scope: ScopeEvaluation, entry: Validation) -> str:
+def _limit(deployment: DeploymentEvaluation, entry: Validation) -> str:
     """Name the fact that most limits where the errors hold; empty where none does."""
     held = entry.holdout.n
     outside = 100 * entry.extrapolated_rows / held if held else 0.0
@@ -117,14 +117,14 @@ def _limit(scope: ScopeEvaluation, entry: Validation) -> str:
         return f"only {count(held)} held-out steps say so"
     if outside >= _MUCH_EXTRAPOLATED_PCT:
         return f"{fraction(outside)} of the held-out load was never trained on"
-    if any(one.trained_on for one in scope.overloaded):
+    if any(one.trained_on for one in deployment.overloaded):
         return "they describe a server that was overloaded"
     if entry.prefill_reach_pct is not None and entry.prefill_reach_pct < _LITTLE_PROMPT_PCT:
         return (
             f"no step trained on had more than {percent(entry.prefill_reach_pct)} % of the prompt tokens a step may have: "
             "longer prompts are a guess"
         )
-    return "" if scope.summed_step_time is None else _summed_limit(scope.summed_step_time)
+    return "" if deployment.summed_step_time is None else _summed_limit(deployment.summed_step_time)
 
 
 def _summed_limit(summed: SummedTime) -> str:
@@ -151,22 +151,24 @@ def longer(pct: float) -> str:
     return f"{percent(abs(pct))} % {'longer' if pct >= 0 else 'shorter'}"
 
 
-def worse_than_median(scope: ScopeEvaluation) -> list[str]:
+def worse_than_median(deployment: DeploymentEvaluation) -> list[str]:
     """Name the models that predict the hold-out worse than the training median does, each in a sentence."""
     return [
         f"**`{name}` is worse than the training median** on the hold-out: it is off by {number(entry.holdout.mae)} us on average, "
         f"the median by {number(entry.baseline.mae)} us."
-        for name, entry in scope.models.items()
+        for name, entry in deployment.models.items()
         if entry.skill is not None and entry.skill < 0
     ]
 
 
-def verdicts(scope: ScopeEvaluation) -> Verdicts:
+def verdicts(deployment: DeploymentEvaluation) -> Verdicts:
     """Return the verdict on every use, with its reason in a sentence."""
-    lost = {f"{m.name} is not fitted": f"there is no model `{m.name}`: {m.reason}" for m in scope.not_fitted}
-    entry = step_entry(scope)
+    lost = {
+        f"{m.name} is not fitted": f"there is no model `{m.name}`: {m.reason}" for m in deployment.not_fitted
+    }
+    entry = step_entry(deployment)
     noun = step_times(entry) if entry else "step times"
-    answers = (UseVerdict(use, v.answer, _reason(v, lost, noun)) for use, v in scope.verdicts.items())
+    answers = (UseVerdict(use, v.answer, _reason(v, lost, noun)) for use, v in deployment.verdicts.items())
     return Verdicts(tuple(answers))
 
 
@@ -231,10 +233,10 @@ def _sentence(one: Criterion, step_times: str) -> str:
     return f"{text} ({'at least' if one.higher_is_better else 'at most'} {bound:g} % needed)"
 
 
-def least_exact(scopes: Sequence[tuple[str, ScopeEvaluation]]) -> str:
-    """Say how exact the replays and the step times of several scopes are, each given by name and evaluation."""
+def least_exact(deployments: Sequence[tuple[str, DeploymentEvaluation]]) -> str:
+    """Say how exact the replays and the step times of several deployments are, each given by name and evaluation."""
     replayed = {
-        n: r.worst_pct(*LATENCIES) or 0.0 for n, s in scopes if (r := least_exact_replay(s)) is not None
+        n: r.worst_pct(*LATENCIES) or 0.0 for n, s in deployments if (r := least_exact_replay(s)) is not None
     }
     worst = max(replayed, key=replayed.__getitem__, default=None)
     found = (
@@ -243,23 +245,23 @@ def least_exact(scopes: Sequence[tuple[str, ScopeEvaluation]]) -> str:
         if worst
         else ""
     )
-    return " ".join(filter(None, (found, _least_exact_steps(scopes))))
+    return " ".join(filter(None, (found, _least_exact_steps(deployments))))
 
 
-def _least_exact_steps(scopes: Sequence[tuple[str, ScopeEvaluation]]) -> str:
+def _least_exact_steps(deployments: Sequence[tuple[str, DeploymentEvaluation]]) -> str:
     known = [
         (entry.holdout.mdape_pct, name)
-        for name, scope in scopes
-        if (entry := step_entry(scope)) is not None and entry.holdout.mdape_pct is not None
+        for name, deployment in deployments
+        if (entry := step_entry(deployment)) is not None and entry.holdout.mdape_pct is not None
     ]
     if not known:
         return "There is no model of step times."
     best, worst = min(known), max(known)
     if len(known) == 1:
-        return f"Step times of `{best[1]}` are typically within {percent(best[0])} %; the other scopes have no model of them."
+        return f"Step times of `{best[1]}` are typically within {percent(best[0])} %; the other deployments have no model of them."
     if percent(best[0]) == percent(worst[0]):
-        return f"Step times are typically within {percent(best[0])} % in every scope."
+        return f"Step times are typically within {percent(best[0])} % in every deployment."
     return (
-        f"Step times are typically within {percent(best[0])} to {percent(worst[0])} %, by scope; "
+        f"Step times are typically within {percent(best[0])} to {percent(worst[0])} %, by deployment; "
         f"`{worst[1]}` is the least exact."
     )

@@ -1,6 +1,6 @@
 """Results of the commands as text for a terminal, at most 80 columns wide; imports nothing heavy.
 
-The reader is a person: blocks per scope, numbers to three digits, never cut or wrapped. Programs read `--json`.
+The reader is a person: blocks per deployment, numbers to three digits, never cut or wrapped. Programs read `--json`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tracefit.server.settings import without_attribute
 from tracefit.text import (
     FIRST_DATE_NS,
     WIDTH,
-    ScopeLabel,
+    DeploymentLabel,
     columns,
     count,
+    deployment_labels,
     indented,
     mape_misleads,
     number,
     plural,
-    scope_labels,
     share,
 )
 
@@ -85,8 +85,8 @@ def ingest_plan_text(plan: traces.IngestPlan) -> str:
 
 
 def train_text(result: models.TrainResult) -> str:
-    """Return the models' errors scope by scope, and the written files."""
-    lines = [*_scopes(result), *(_wrapped(f"not fitted: {text}", "  ") for text in result.not_fitted)]
+    """Return the models' errors deployment by deployment, and the written files."""
+    lines = [*_deployments(result), *(_wrapped(f"not fitted: {text}", "  ") for text in result.not_fitted)]
     return "\n".join([*lines, *_written(result.files)])
 
 
@@ -99,10 +99,10 @@ def _written(files: Sequence[Path]) -> list[str]:
 def report_text(result: models.ReportResult) -> str:
     """Return what the report says first: how exact the models are, the verdict on every use of each, and the files."""
     parts = [_wrapped(result.lead)]
-    for scope_id, uses in result.verdicts.items():
-        reasons = result.reasons[scope_id]
+    for deployment_id, uses in result.verdicts.items():
+        reasons = result.reasons[deployment_id]
         verdicts = [_wrapped(f"  {use}: {answer}. {reasons[use]}", "    ") for use, answer in uses.items()]
-        parts.append("\n".join([f"scope {scope_id}", *verdicts]))
+        parts.append("\n".join([f"deployment {deployment_id}", *verdicts]))
     parts.append(
         _wrapped("Errors are those on the last 30 % of each run in time, which no model was fitted on.")
     )
@@ -114,17 +114,20 @@ def run_text(result: models.RunResult) -> str:
     return f"{_runs(result.ingested)}\n\n{train_text(result.trained)}"
 
 
-def _scopes(result: models.TrainResult) -> list[str]:
-    labels = scope_labels({s.scope_id: (s.runs, s.settings) for s in result.scopes})
-    runs = {s.scope_id: s.runs for s in result.scopes}
+def _deployments(result: models.TrainResult) -> list[str]:
+    labels = deployment_labels({s.deployment_id: (s.runs, s.settings) for s in result.deployments})
+    runs = {s.deployment_id: s.runs for s in result.deployments}
     head = ("model", "median error", "P90", "MAE us", "baseline us", "held out")
     lines: list[str] = []
-    for scope_id in dict.fromkeys([*labels, *(m.scope_id for m in result.fitted)]):
-        label = labels.get(scope_id, ScopeLabel(scope_id))
-        lines += [f"scope {label.name}", *([f"  {_wrapped(label.detail, '  ')}"] if label.detail else [])]
-        lines += _served([r for r in result.served if r.name in runs.get(scope_id, ())])
-        lines += _closed_loop([r for r in result.replays if r.scope_id == scope_id])
-        fitted = [m for m in result.fitted if m.scope_id == scope_id]
+    for deployment_id in dict.fromkeys([*labels, *(m.deployment_id for m in result.fitted)]):
+        label = labels.get(deployment_id, DeploymentLabel(deployment_id))
+        lines += [
+            f"deployment {label.name}",
+            *([f"  {_wrapped(label.detail, '  ')}"] if label.detail else []),
+        ]
+        lines += _served([r for r in result.served if r.name in runs.get(deployment_id, ())])
+        lines += _closed_loop([r for r in result.replays if r.deployment_id == deployment_id])
+        fitted = [m for m in result.fitted if m.deployment_id == deployment_id]
         lines.append(indented(columns(head, [_model_row(m) for m in fitted])))
         lines += [
             _noted(
@@ -143,14 +146,14 @@ def _scopes(result: models.TrainResult) -> list[str]:
             for m in fitted
             if m.of_means
         ]
-        latencies = [x for x in result.latencies if x.scope_id == scope_id]
+        latencies = [x for x in result.latencies if x.deployment_id == deployment_id]
         if latencies:
             given = [f"{x.name.upper()} {_percent(x.given_measured_state_mdape_pct)}" for x in latencies]
             lines.append(indented(columns(_LATENCY_HEAD, [_latency_row(x) for x in latencies])))
             lines.append(_noted(f"given the measured queue and batches: {', '.join(given)}"))
         uses: dict[str, list[str]] = {}
-        for use, answer in result.verdicts.get(scope_id, {}).items():
-            reason = result.reasons.get(scope_id, {}).get(use, "") if answer != "yes" else ""
+        for use, answer in result.verdicts.get(deployment_id, {}).items():
+            reason = result.reasons.get(deployment_id, {}).get(use, "") if answer != "yes" else ""
             uses.setdefault(", ".join(filter(None, (answer, reason))), []).append(use)
         lines += [_noted(f"{', '.join(same)}: {verdict}") for verdict, same in uses.items()]
         lines.append("")
@@ -274,7 +277,7 @@ def synth_text(result: models.SynthResult) -> str:
 
 def inspect_text(found: traces.Inspection) -> str:
     """Return what the runs hold, the health of their journeys, and what can be trained."""
-    parts = [*(_run(run) for run in found.runs), *(_allowed(scope) for scope in found.scopes)]
+    parts = [*(_run(run) for run in found.runs), *(_allowed(deployment) for deployment in found.deployments)]
     if found.exit_code:
         parts.append("Nothing can be trained from this.")
     return "\n\n".join(parts)
@@ -325,13 +328,19 @@ def _server(s: traces.ServerFacts) -> str:
     return f"server {s.server}: {time}\n  {counts}, {dropped}" + (f"\n  sampled: {rates}" if known else "")
 
 
-def _allowed(scope: traces.ScopeInspection) -> str:
-    name = max((len(a.what) for a in scope.allows), default=0)
+def _allowed(deployment: traces.DeploymentInspection) -> str:
+    name = max((len(a.what) for a in deployment.allows), default=0)
     # 13: two blanks before the name, two on either side of the verdict, and its seven letters.
     lines = [
-        _wrapped(f"  {a.what:<{name}}  {a.verdict:<7}  {a.reason}", " " * (name + 13)) for a in scope.allows
+        _wrapped(f"  {a.what:<{name}}  {a.verdict:<7}  {a.reason}", " " * (name + 13))
+        for a in deployment.allows
     ]
-    return "\n".join([_wrapped(f"scope {scope.scope_id} ({', '.join(scope.runs)}) allows", "  "), *lines])
+    return "\n".join(
+        [
+            _wrapped(f"deployment {deployment.deployment_id} ({', '.join(deployment.runs)}) allows", "  "),
+            *lines,
+        ]
+    )
 
 
 # Requests
@@ -432,7 +441,9 @@ _RANGE_NOTE = "90 % range: where nine of ten measurements lay about their predic
 def step_text(predicted: StepPrediction) -> str:
     """Return the predicted time of a step."""
     rows = [("step", predicted.step)]
-    return "\n".join([*_spans(predicted.scope_id, rows), *_notes(predicted.assumed, predicted.out_of_range)])
+    return "\n".join(
+        [*_spans(predicted.deployment_id, rows), *_notes(predicted.assumed, predicted.out_of_range)]
+    )
 
 
 def request_text(predicted: RequestPrediction) -> str:
@@ -454,7 +465,7 @@ def request_text(predicted: RequestPrediction) -> str:
     ]
     ranges = [_wrapped(f"range: {text}", "  ") for text in predicted.ranges]
     notes = _notes(predicted.assumed, predicted.out_of_range)
-    return "\n".join([*_spans(predicted.scope_id, rows), *ranges, *notes])
+    return "\n".join([*_spans(predicted.deployment_id, rows), *ranges, *notes])
 
 
 def rows_text(predicted: models.RowPredictions) -> str:
@@ -486,7 +497,7 @@ def export_text(result: models.ExportResult) -> str:
         for e in result.errors
     ]
     head = ("exported form, held out", "rows", "MAPE %", "bias %", "MAE", "baseline")
-    lines = [f"scope   {result.scope_id}", "", columns(head, rows), ""]
+    lines = [f"deployment   {result.deployment_id}", "", columns(head, rows), ""]
     lines += [_wrapped(f"note    {note}", " " * 8) for note in result.notes]
     lines += [f"wrote   {path}" for path in result.files]
     return "\n".join([*lines, f"use     {result.usage}"])
@@ -524,7 +535,7 @@ def plan_text(result: PlanResult) -> str:
     return "\n\n".join(
         "\n".join(
             [
-                f"{p.folder if several else 'scope'} {p.scope_id}",
+                f"{p.folder if several else 'deployment'} {p.deployment_id}",
                 *_planned(p),
             ]
         )
@@ -635,7 +646,7 @@ def compare_text(result: models.CompareResult) -> str:
     """Return the differences of two files, or whether an old one is still good."""
     lines: list[str] = []
     for one in result.models:
-        lines += [f"{one.model}  {one.scope_id}"]
+        lines += [f"{one.model}  {one.deployment_id}"]
         if all((c.first, c.first_ci95) == (c.second, c.second_ci95) for c in one.changes):
             lines += ["  the same coefficients in both files", ""]
             continue
@@ -652,8 +663,8 @@ def compare_text(result: models.CompareResult) -> str:
         ]
         lines.append("")
     if result.verdict is not None:
-        for scope_id in dict.fromkeys(d.scope_id for d in result.drift):
-            found = [d for d in result.drift if d.scope_id == scope_id]
+        for deployment_id in dict.fromkeys(d.deployment_id for d in result.drift):
+            found = [d for d in result.drift if d.deployment_id == deployment_id]
             head = (
                 "median error %",
                 "in the file",
@@ -664,7 +675,11 @@ def compare_text(result: models.CompareResult) -> str:
                 "outside",
                 "verdict",
             )
-            lines += [f"scope {scope_id}", indented(columns(head, [_drift_row(d) for d in found])), ""]
+            lines += [
+                f"deployment {deployment_id}",
+                indented(columns(head, [_drift_row(d) for d in found])),
+                "",
+            ]
             lines += [_wrapped(f"{d.model}: cannot tell: {d.reason}", "  ") for d in found if d.reason]
         lines += [
             "in the file: the larger of its errors in training and on held-out rows",
@@ -698,13 +713,20 @@ def _apart(apart: bool | None) -> str:
     return "" if apart is None else ", intervals apart" if apart else ", intervals overlap"
 
 
-def _spans(scope_id: str | None, rows: Iterable[tuple[str, PredictedDuration | None]]) -> list[str]:
+def _spans(deployment_id: str | None, rows: Iterable[tuple[str, PredictedDuration | None]]) -> list[str]:
     durations = list(rows)
     body = [f"{name:<22}{_ms(s, 'value_us'):>12}{_range(s)}" for name, s in durations]
     # A file without validations gives no range to anything: its column would be empty.
     if not any(map(_range, (s for _, s in durations))):
-        return [f"scope   {scope_id}", "", f"{'':<22}{'ms':>12}", *body, ""]
-    return [f"scope   {scope_id}", "", f"{'':<22}{'ms':>12}  {'90 % range':>12}", *body, "", _RANGE_NOTE]
+        return [f"deployment   {deployment_id}", "", f"{'':<22}{'ms':>12}", *body, ""]
+    return [
+        f"deployment   {deployment_id}",
+        "",
+        f"{'':<22}{'ms':>12}  {'90 % range':>12}",
+        *body,
+        "",
+        _RANGE_NOTE,
+    ]
 
 
 def _range(found: PredictedDuration | None) -> str:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ScopeSummary:
-    """One scope that was fitted: its runs, and the server's settings as text."""
+class DeploymentSummary:
+    """One deployment that was fitted: its runs, and the server's settings as text."""
 
-    scope_id: str
+    deployment_id: str
     runs: tuple[str, ...]
     settings: dict[str, str]
 
@@ -41,7 +41,7 @@ class ModelSummary:
     """One fitted model in numbers."""
 
     name: str
-    scope_id: str
+    deployment_id: str
     # Medians first: a few rows near zero make any mean of percentages useless.
     holdout_mdape_pct: float | None
     holdout_p90_ape_pct: float | None
@@ -61,7 +61,7 @@ class LatencySummary:
     """Errors of one request latency, each on the held-out requests."""
 
     name: str
-    scope_id: str
+    deployment_id: str
     requests: int
     predicted_mdape_pct: float | None
     """Error of `predict` from the facts at a request's arrival."""
@@ -91,11 +91,11 @@ class TrainResult(Shown):
     """The held-out part of each run, replayed: latencies from arrivals and lengths alone, beside what was measured."""
     latencies: tuple[LatencySummary, ...] = ()
     quarantined: bool = False
-    scopes: tuple[ScopeSummary, ...] = ()
+    deployments: tuple[DeploymentSummary, ...] = ()
     verdicts: dict[str, dict[str, str]] = field(default_factory=dict)
-    """scope_id to use to verdict: yes, with limits or no."""
+    """deployment_id to use to verdict: yes, with limits or no."""
     reasons: dict[str, dict[str, str]] = field(default_factory=dict)
-    """scope_id to use to the first reason of its verdict."""
+    """deployment_id to use to the first reason of its verdict."""
     tables: Path = field(default_factory=Path)
     """Folder of the tables that the models were fitted on."""
     warnings: tuple[str, ...] = ()
@@ -106,19 +106,19 @@ class TrainResult(Shown):
         """0, or 3 when the ingested data has something in quarantine."""
         return EXIT_QUARANTINE if self.quarantined else EXIT_DONE
 
-    def plot(self, figure: str = "step-times", *, scope: str | None = None) -> Figure:
+    def plot(self, figure: str = "step-times", *, deployment: str | None = None) -> Figure:
         """Draw a figure of the report with plotly.
 
         Args:
             figure: Its name, such as `step-times`, `error-by-load`, `step-breakdown`, `first-token` or
                 `timeline`; the error for an unknown one lists all.
-            scope: A scope, a part of its id, or the name of a run; optional if there is only one scope.
+            deployment: A deployment, a part of its id, or the name of a run; optional if there is only one deployment.
 
         Raises:
-            UsageError: There is no such figure or scope.
+            UsageError: There is no such figure or deployment.
             TracefitError: plotly is not installed.
         """
-        return drawn(self.evaluation, self.models, self.tables, figure, scope)
+        return drawn(self.evaluation, self.models, self.tables, figure, deployment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +135,9 @@ class RunResult(Shown):
         # The higher is the worse of the two: both end in 0 or 3 here, and an error has raised before.
         return max(self.ingested.exit_code, self.trained.exit_code)
 
-    def plot(self, figure: str = "step-times", *, scope: str | None = None) -> Figure:
+    def plot(self, figure: str = "step-times", *, deployment: str | None = None) -> Figure:
         """Draw a figure of the report with plotly; see `TrainResult.plot`."""
-        return self.trained.plot(figure, scope=scope)
+        return self.trained.plot(figure, deployment=deployment)
 
     @property
     def evaluation(self) -> pl.DataFrame:
@@ -161,9 +161,9 @@ class ReportResult(Shown):
 
     files: tuple[Path, ...]
     verdicts: dict[str, dict[str, str]]
-    """scope_id to use to verdict."""
+    """deployment_id to use to verdict."""
     reasons: dict[str, dict[str, str]]
-    """scope_id to use to the reason of its verdict, in a sentence."""
+    """deployment_id to use to the reason of its verdict, in a sentence."""
     lead: str
     """Whether the models can be used, and how exact they are, in a sentence."""
 
@@ -235,7 +235,7 @@ class ModelComparison:
     """One model in two files."""
 
     model: str
-    scope_id: str | None
+    deployment_id: str | None
     # Both: features that replace each other change coefficients, but no prediction.
     changes: tuple[CoefficientDiff, ...]
     shifts: tuple[PredictionDiff, ...]
@@ -249,7 +249,7 @@ class Drift:
 
     Attributes:
         model: Its name.
-        scope_id: Its scope.
+        deployment_id: Its deployment.
         rows: Rows of the new traces it was evaluated on; idle gaps are left out.
         rows_outside: Rows outside its training range, or without a feature, which it was not evaluated on.
         then_mdape_pct: Median error it was published with: that of its training or its held-out rows, the larger one.
@@ -263,7 +263,7 @@ class Drift:
     """
 
     model: str
-    scope_id: str | None
+    deployment_id: str | None
     rows: int = 0
     rows_outside: int = 0
     then_mdape_pct: float | None = None
@@ -337,7 +337,7 @@ class ExportResult(Shown):
 
     Attributes:
         consumer: Its name.
-        scope_id: The exported scope.
+        deployment_id: The exported deployment.
         files: The files.
         errors: Held-out errors of the exported form.
         notes: Limits a user has to know.
@@ -345,7 +345,7 @@ class ExportResult(Shown):
     """
 
     consumer: str
-    scope_id: str | None
+    deployment_id: str | None
     files: tuple[Path, ...]
     errors: tuple[HeldOut, ...]
     notes: tuple[str, ...]

@@ -30,7 +30,7 @@ class Shown:
 
 
 Drawing: TypeAlias = "Callable[[Path, Path, Path, str, str | None], Figure]"
-"""Draws a figure: takes evaluation.json, the models, the tables, the figure's name, and a scope."""
+"""Draws a figure: takes evaluation.json, the models, the tables, the figure's name, and a deployment."""
 
 # A list of one at most: importing a name that is bound again later would keep the old value.
 _drawings: list[Drawing] = []
@@ -42,7 +42,7 @@ def draw_with(drawing: Drawing) -> Drawing:
     return drawing
 
 
-def drawn(evaluation: Path, models: Path, tables: Path, figure: str, scope: str | None) -> Figure:
+def drawn(evaluation: Path, models: Path, tables: Path, figure: str, deployment: str | None) -> Figure:
     """Return a figure of trained models, drawn by the registered function.
 
     Raises:
@@ -50,7 +50,7 @@ def drawn(evaluation: Path, models: Path, tables: Path, figure: str, scope: str 
     """
     if not _drawings:
         raise TracefitError("nothing draws figures yet", hint="import tracefit.commands.report first")
-    return _drawings[0](evaluation, models, tables, figure, scope)
+    return _drawings[0](evaluation, models, tables, figure, deployment)
 
 
 def _tables(title: str, result: Any) -> Iterator[str]:

@@ -91,7 +91,7 @@ class ServerPlan:
 
     Attributes:
         folder: Where its models are.
-        scope_id: Its scope.
+        deployment_id: Its deployment.
         reason: Why there is no answer; null where there is one.
         gpus_per_server: GPUs of one server.
         settings: Settings that the plan changes.
@@ -117,7 +117,7 @@ class ServerPlan:
     """
 
     folder: str
-    scope_id: str | None
+    deployment_id: str | None
     reason: str | None = None
     gpus_per_server: int = 1
     settings: dict[str, str] | None = None
@@ -145,7 +145,7 @@ class PlanResult(Shown):
     """How many servers a load needs, for each kind of server.
 
     Attributes:
-        plans: One per scope, in the order of the folders.
+        plans: One per deployment, in the order of the folders.
     """
 
     plans: tuple[ServerPlan, ...]

@@ -51,7 +51,7 @@ class RunReplay:
 
     Attributes:
         run_id: The run.
-        scope_id: The scope of the models; null if no scope was trained on the run.
+        deployment_id: The deployment of the models; null if no deployment was trained on the run.
         requests: Requests that count: they arrive in the held-out part, and end in the run and in the replay.
         in_flight: Requests in the server when that part begins: given, not replayed from their arrival.
         quantities: Measured and replayed values; empty if a replay is not possible.
@@ -61,7 +61,7 @@ class RunReplay:
     """
 
     run_id: str
-    scope_id: str | None
+    deployment_id: str | None
     requests: int = 0
     in_flight: int = 0
     quantities: tuple[Replayed, ...] = ()

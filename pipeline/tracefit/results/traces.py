@@ -22,7 +22,7 @@ class RunSummary:
     """One ingested run."""
 
     run_id: str
-    scope_id: str
+    deployment_id: str
     files: int
     bytes: int
     spans: int
@@ -152,7 +152,7 @@ class RunFacts:
     """
 
     run_id: str
-    scope_id: str
+    deployment_id: str
     bytes: int
     files: tuple[FileShape, ...]
     services: tuple[str, ...]
@@ -181,10 +181,10 @@ class Allowance:
 
 
 @dataclass(frozen=True, slots=True)
-class ScopeInspection:
-    """The models that the runs of one scope allow together: models are fitted per scope."""
+class DeploymentInspection:
+    """The models that the runs of one deployment allow together: models are fitted per deployment."""
 
-    scope_id: str
+    deployment_id: str
     runs: tuple[str, ...]
     allows: tuple[Allowance, ...]
 
@@ -194,12 +194,12 @@ class Inspection(Shown):
     """The result of `inspect`."""
 
     runs: tuple[RunFacts, ...]
-    scopes: tuple[ScopeInspection, ...]
+    deployments: tuple[DeploymentInspection, ...]
 
     @property
     def exit_code(self) -> int:
         """0, or 1 when nothing can be trained."""
-        trains = any(a.trains for scope in self.scopes for a in scope.allows)
+        trains = any(a.trains for deployment in self.deployments for a in deployment.allows)
         return EXIT_DONE if trains else EXIT_NOTHING
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 AttentionKind = Literal["MHA", "GQA", "MQA", "MLA"]
 
-_SLUG_CHARS = 64  # a scope id is read in tables and typed after --scope
+_SLUG_CHARS = 64  # a deployment id is read in tables and typed after --deployment
 _CACHE_FOLDER = re.compile(r"models--(?:[^/\\]+?--)?([^/\\]+)")  # models--org--name of a hub cache
 
 
@@ -190,7 +190,7 @@ class ModelArchitecture:
 
     @property
     def slug(self) -> str:
-        """The model's name as a part of a scope id: lower case, no organisation, `[a-z0-9.-]` only."""
+        """The model's name as a part of a deployment id: lower case, no organisation, `[a-z0-9.-]` only."""
         return slug_of(self.name)
 
     @cached_property
@@ -356,7 +356,7 @@ class ModelArchitecture:
             "model": self.name,
             "model_type": self.model_type,
             "layers": self.layers,
-            # Only for models with such layers: these facts go into the scope id, which must not change for others.
+            # Only for models with such layers: these facts go into the deployment id, which must not change for others.
             **({"linear_layers": self.linear_layers} if self.linear_layers else {}),
             "moe_layers": self.moe_layers,
             "hidden_size": self.hidden,
@@ -387,7 +387,7 @@ class ModelArchitecture:
 
 
 def slug_of(name: str) -> str:
-    """Return a model's name or path as a short readable part of a scope id.
+    """Return a model's name or path as a short readable part of a deployment id.
 
     `meta-llama/Llama-2-70b-hf` is `llama-2-70b`; a folder of the hub's cache is the model it holds.
 

@@ -1,6 +1,6 @@
-"""The server behind a run: its settings, model and GPU, how the `runs` table stores them, and their scope id.
+"""The server behind a run: its settings, model and GPU, how the `runs` table stores them, and their deployment id.
 
-Runs of one model on one kind of GPU under the same settings share a scope and are fitted together. Its id
+Runs of one model on one kind of GPU under the same settings share a deployment and are fitted together. Its id
 ends in a hash over everything that changes what a server does.
 """
 
@@ -46,10 +46,10 @@ class RunContext:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelScope:
+class Deployment:
     """The conditions a fitted model is valid for: one model on one kind of GPU under one set of settings."""
 
-    scope_id: str
+    deployment_id: str
     context: RunContext
 
     def assumed(self) -> tuple[str, ...]:
@@ -152,8 +152,8 @@ def _restore_gpu(text: str | None, *, where: str) -> Gpu | None:
 
 
 @lru_cache(maxsize=64)  # the runs of a fleet share a context
-def scope_of(context: RunContext) -> ModelScope:
-    """Return the scope of a run; its id is `<model>.<gpu>.tp<n>.<8 hex digits of a hash>`."""
+def deployment_of(context: RunContext) -> Deployment:
+    """Return the deployment of a run; its id is `<model>.<gpu>.tp<n>.<8 hex digits of a hash>`."""
     settings, architecture = context.settings, context.architecture
     if architecture is not None:
         model = architecture.slug
@@ -162,7 +162,7 @@ def scope_of(context: RunContext) -> ModelScope:
     parts = {
         "architecture": architecture.facts() if architecture else None,
         "gpu": context.gpu.facts() if context.gpu else None,
-        # An unknown GPU also distinguishes scopes.
+        # An unknown GPU also distinguishes deployments.
         **({"unknown_gpu": settings.gpu} if settings.gpu and context.gpu is None else {}),
         "knobs": settings.knobs(),
         "tensor_parallel": settings.tensor_parallel,
@@ -170,4 +170,4 @@ def scope_of(context: RunContext) -> ModelScope:
     # Everything that changes what a server does counts; the readable part before it names model, GPU and ranks only.
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
     gpu = context.gpu.slug if context.gpu else slug_of(settings.gpu) if settings.gpu else "no-gpu"
-    return ModelScope(f"{model}.{gpu}.tp{settings.tensor_parallel or 1}.{digest}", context)
+    return Deployment(f"{model}.{gpu}.tp{settings.tensor_parallel or 1}.{digest}", context)

@@ -92,7 +92,7 @@ class Gpu(GpuValues):
 
     @property
     def slug(self) -> str:
-        """The name as a part of a scope id: lower case, `[a-z0-9-]` only."""
+        """The name as a part of a deployment id: lower case, `[a-z0-9-]` only."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-") or "gpu"
 
     def facts(self) -> dict[str, Scalar]:

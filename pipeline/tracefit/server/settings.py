@@ -122,7 +122,7 @@ class ServerSettings(BaseModel):
         )
 
     def knobs(self) -> dict[str, Scalar]:
-        """Return the stated settings that distinguish scopes, beyond model, GPU and tensor parallelism.
+        """Return the stated settings that distinguish deployments, beyond model, GPU and tensor parallelism.
 
         The order is fixed, so that the mapping can be hashed.
         """
@@ -140,7 +140,7 @@ TEXTS = frozenset(name for name in SETTINGS if ServerSettings.model_fields[name]
 
 _ENGINE_KEYS = frozenset({"engine", "backend", "framework", "server"})
 
-# A scope id names model, GPU and ranks in words; sampling rates change what is traced, not what the server does.
+# A deployment id names model, GPU and ranks in words; sampling rates change what is traced, not what the server does.
 _KNOBS = frozenset(SETTINGS) - {
     "model",
     "gpu",

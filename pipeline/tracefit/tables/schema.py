@@ -692,7 +692,7 @@ ALPHA_TRAINING = TableSchema(
     ("run_id", "server", "epoch", "target", "ts_ns", "request_id"),
     (
         *_ENGINE_COLUMNS,
-        _s("scope_id", "scope the row was fitted in"),
+        _s("deployment_id", "deployment the row was fitted in"),
         _s("target", "the target: of the model `alpha.<target>`"),
         _s("request_id", "core request id"),
         _ns("ts_ns", "event the interval began with"),
@@ -707,7 +707,7 @@ BETA_TRAINING = TableSchema(
     ("run_id", "server", "epoch", "step_id"),
     (
         *_ENGINE_COLUMNS,
-        _s("scope_id", "scope the row was fitted in"),
+        _s("deployment_id", "deployment the row was fitted in"),
         _i("step_id", "step counter"),
         _ns("ts_ns", "start of the interval"),
         _s("source", "adjacent, interval, request, duration, fpm, fpm_gpu, log or log_interval"),

@@ -37,14 +37,14 @@ _OVERHEAD_COLOURS = (BLUE, PINK, GREEN, PURPLE, TEAL, AMBER, GREY)
 """Colours of the overheads in TTFT, in the order a request goes through them; without that of the prefill."""
 
 
-def breakdown_figure(scope_id: str, found: Breakdown | None) -> Figure | None:
+def breakdown_figure(deployment_id: str, found: Breakdown | None) -> Figure | None:
     """Draw what held-out steps consist of, short steps first."""
     return _stacked(
         found,
         _PART_COLOURS,
         "step",
         "predicted step time, ms",
-        name=anchor(f"{scope_id}-step-breakdown"),
+        name=anchor(f"{deployment_id}-step-breakdown"),
         kind="step-breakdown",
         title="What a step costs",
         look="Look for the part that grows towards the long steps: that is what to change to make them shorter.",
@@ -53,7 +53,7 @@ def breakdown_figure(scope_id: str, found: Breakdown | None) -> Figure | None:
     )
 
 
-def first_token_figure(scope_id: str, found: Breakdown | None) -> Figure | None:
+def first_token_figure(deployment_id: str, found: Breakdown | None) -> Figure | None:
     """Draw what the measured TTFT consists of, requests with the shortest first."""
     overheads = parts_of("ttft")
     colours = dict(zip((target.label for target in overheads), cycle(_OVERHEAD_COLOURS), strict=False))
@@ -63,7 +63,7 @@ def first_token_figure(scope_id: str, found: Breakdown | None) -> Figure | None:
         colours | {"prefill": ORANGE},
         "request",
         "measured TTFT, ms",
-        name=anchor(f"{scope_id}-first-token"),
+        name=anchor(f"{deployment_id}-first-token"),
         kind="first-token",
         title="Where TTFT goes",
         look="Look for what the slow requests have that the fast ones do not: a queue asks for more servers, a prefill for "

@@ -33,7 +33,7 @@ from tracefit.text import count, number, percent, plural
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.coefficients.model import ScopeEvaluation
+    from tracefit.coefficients.model import DeploymentEvaluation
     from tracefit.reports.document import Trace
     from tracefit.results.plans import PlanPoint, ServerPlan
     from tracefit.results.requests import RequestGroup
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 _LOADS = {"running_tokens": "tokens in the caches of the batch", "batch_requests": "requests in the batch"}
 
 
-def error_by_load_figure(scope: ScopeEvaluation) -> Figure | None:
+def error_by_load_figure(deployment: DeploymentEvaluation) -> Figure | None:
     """Draw errors of step times over the load of held-out rows, the training range shaded."""
-    entry = step_entry(scope)
+    entry = step_entry(deployment)
     found = entry.error_over_load if entry else None
     # Rows whose measurement is zero have no error in percent.
     bins = [b for b in found.bins if b.holdout.mdape_pct is not None] if found else []
@@ -60,7 +60,7 @@ def error_by_load_figure(scope: ScopeEvaluation) -> Figure | None:
         ("bias", GREY, [b.holdout.bias_pct for b in bins]),
     )
     return Figure(
-        name=anchor(f"{scope.scope_id}-error-by-load"),
+        name=anchor(f"{deployment.deployment_id}-error-by-load"),
         kind="error-by-load",
         title=f"Errors of {step_times(entry)} by load",
         look="Look for errors that grow, or a bias that leaves zero, outside the shaded training range: there the model "
@@ -101,10 +101,10 @@ def _served_ms(run: RequestGroup, latency: str) -> tuple[float | None, ...]:
     return tuple(None if q is None else 1e3 * q for q in (found.p50, found.p90, found.p99))
 
 
-def served_figure(scope: ScopeEvaluation) -> Figure | None:
+def served_figure(deployment: DeploymentEvaluation) -> Figure | None:
     """Draw what the server did in the whole run, and in its held-out part beside a replay; of several runs the least exact one."""
-    run = least_exact_replay(scope)
-    served = next((g for g in scope.served if run is None or g.name == run.run_id), None)
+    run = least_exact_replay(deployment)
+    served = next((g for g in deployment.served if run is None or g.name == run.run_id), None)
     sides: dict[str, dict[str, tuple[float | None, ...]]] = {}
     if served:
         sides["the whole run"] = {name: _served_ms(served, name) for name in LATENCIES}
@@ -160,9 +160,13 @@ def served_figure(scope: ScopeEvaluation) -> Figure | None:
             )
     name = run.run_id if run else served.name if served else ""
     compared = f" {count(run.requests)} held-out requests are compared." if run else " It cannot be replayed."
-    of_many = f", the least exact of {count(len(scope.replays))}" if run and len(scope.replays) > 1 else ""
+    of_many = (
+        f", the least exact of {count(len(deployment.replays))}"
+        if run and len(deployment.replays) > 1
+        else ""
+    )
     return Figure(
-        name=anchor(f"{scope.scope_id}-replay"),
+        name=anchor(f"{deployment.deployment_id}-replay"),
         kind="replay",
         title="What the server did, and what a replay makes of it" if run else "What the server did",
         look="Look for a diamond off its circle: a simulation of this load would be wrong by as much."
@@ -188,16 +192,16 @@ def served_figure(scope: ScopeEvaluation) -> Figure | None:
     )
 
 
-def rates_figure(scope: ScopeEvaluation, slo_ms: Mapping[str, float]) -> Figure | None:
+def rates_figure(deployment: DeploymentEvaluation, slo_ms: Mapping[str, float]) -> Figure | None:
     """Draw what one server would do over the rate, dotted beyond the training; on a page a rate and an objective can be moved."""
-    if len(scope.rates) < 2:
+    if len(deployment.rates) < 2:
         return None
-    recorded = {f"recorded: {g.name}": g.requests_per_s for g in scope.served if g.requests_per_s}
+    recorded = {f"recorded: {g.name}": g.requests_per_s for g in deployment.served if g.requests_per_s}
     return _over_rates(
-        scope.rates,
+        deployment.rates,
         dict(list(recorded.items())[:_MARKED_RUNS]),
         {f"{name}_p99_ms": ms for name, ms in slo_ms.items()},
-        name=anchor(f"{scope.scope_id}-rates"),
+        name=anchor(f"{deployment.deployment_id}-rates"),
         kind="rates",
         title="Latency against rate, for one server",
         look=_CLIMBS,
@@ -216,9 +220,9 @@ def plan_figure(plan: ServerPlan) -> Figure | None:
         plan.curve,
         {name: rate for name, rate in marks.items() if rate},
         {one.name: one.limit_ms for one in plan.objectives},
-        name=anchor(f"{plan.folder}-{plan.scope_id}-plan"),
+        name=anchor(f"{plan.folder}-{plan.deployment_id}-plan"),
         kind="plan",
-        title=f"Latency against rate, for {counted} of `{plan.scope_id}`",
+        title=f"Latency against rate, for {counted} of `{plan.deployment_id}`",
         look=_CLIMBS,
         note=f"Replays of {plan.load.source if plan.load else 'requests'}, up to the rate that {counted} can serve. Thin lines are the "
         "planned rate and the knee.",
@@ -324,14 +328,14 @@ def _inside_and_outside(values: Sequence[float], outside: Sequence[bool]) -> dic
     return {dash: y for dash, y in styles.items() if any(v is not None for v in y)}
 
 
-def queue_figure(scope: ScopeEvaluation) -> Figure | None:
+def queue_figure(deployment: DeploymentEvaluation) -> Figure | None:
     """Draw the queue over time of the replay that is least exact, measured and replayed; null where nobody waits."""
-    run = least_exact_replay(scope)
+    run = least_exact_replay(deployment)
     if run is None or not any(w.measured or w.replayed for w in run.queue):
         return None
     at = [w.from_s for w in run.queue]
     return Figure(
-        name=anchor(f"{scope.scope_id}-replayed-queue"),
+        name=anchor(f"{deployment.deployment_id}-replayed-queue"),
         kind="queue",
         title="Queue over time: replayed against measured",
         look="Look for times at which one queue grows and the other does not: errors of a queue add up.",
@@ -357,18 +361,20 @@ _WRITTEN_PERCENTS = (5, 25, 50, 75, 90, 95, 99)
 
 
 def distribution_figures(
-    scope: ScopeEvaluation, measured_ms: Mapping[str, Mapping[int, float]], slo_ms: Mapping[str, float]
+    deployment: DeploymentEvaluation,
+    measured_ms: Mapping[str, Mapping[int, float]],
+    slo_ms: Mapping[str, float],
 ) -> tuple[Figure, ...]:
     """Draw distributions of request latencies: measured beside predicted, or measured alone where none is predicted.
 
     Args:
-        scope: The evaluation.
+        deployment: The evaluation.
         measured_ms: Latency to its measured percentiles, percent to value; empty without tables.
         slo_ms: The longest each latency should take.
     """
     figures = []
     for key, label in LATENCIES.items():
-        entry = scope.latency.get(key)
+        entry = deployment.latency.get(key)
         if found := entry.distribution if entry else None:
             ways = {
                 "measured": found.measured,
@@ -392,7 +398,7 @@ def distribution_figures(
             note = f"Share of requests with at most this {label}; no model predicts it here."
         else:
             continue
-        name = anchor(f"{scope.scope_id}-{key}-cdf")
+        name = anchor(f"{deployment.deployment_id}-{key}-cdf")
         words = FigureWords(name=name, kind=key, title=title, look=look, note=note)
         figures.append(_distribution(curves, percents, slo_ms.get(key), **words))
     return tuple(figures)

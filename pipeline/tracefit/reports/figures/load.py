@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def latency_load_figure(
-    scope_id: str, loads: Mapping[str, pl.DataFrame], slo_ms: Mapping[str, float], more_runs: int = 0
+    deployment_id: str, loads: Mapping[str, pl.DataFrame], slo_ms: Mapping[str, float], more_runs: int = 0
 ) -> Figure | None:
     """Draw `latencies_over_load`, one line per run where there are several; objectives are lines across."""
     if not loads:
@@ -76,7 +76,7 @@ def latency_load_figure(
     apart = " Runs whose lines lie apart at one load differ in their servers or in their requests."
     objectives = f" Objectives (SLO): {'; '.join(within)}; `tracefit report --slo` sets others."
     return Figure(
-        name=anchor(f"{scope_id}-latency-load"),
+        name=anchor(f"{deployment_id}-latency-load"),
         height=130 + 130 * len(bins),
         kind="latency-by-load",
         title="Latencies against load" + (", P90 of each run" if several else ""),
@@ -104,12 +104,14 @@ def _left_out(more_runs: int) -> str:
     return f" {plural(more_runs, 'more run')} not drawn." if more_runs else ""
 
 
-def runs_figure(scope_id: str, step_times: Mapping[str, Sequence[Bin]], more_runs: int = 0) -> Figure | None:
+def runs_figure(
+    deployment_id: str, step_times: Mapping[str, Sequence[Bin]], more_runs: int = 0
+) -> Figure | None:
     """Overlay the step times of several runs over the requests in the batch; null for a single run."""
     if len(step_times) < 2:
         return None
     return Figure(
-        name=anchor(f"{scope_id}-runs"),
+        name=anchor(f"{deployment_id}-runs"),
         kind="runs",
         title="Runs overlaid: step times against the batch",
         look="Look for lines that lie apart: one model for all of them is then wrong for each.",

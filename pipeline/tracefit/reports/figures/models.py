@@ -108,7 +108,7 @@ def _sample(parts: Sequence[tuple[str, pl.DataFrame]], x: str, y: str, points: i
 
 def model_figures(model: Model, rows: pl.DataFrame, *, points: int) -> tuple[Figure, ...]:
     """Draw the rows of one model for an expert: predictions, and residuals over time and over its strongest features."""
-    name = anchor(f"{model.scope_id}-{model.name}")
+    name = anchor(f"{model.deployment_id}-{model.name}")
     held = rows.filter(split="holdout")
     servers = rows.select(SERVER).n_unique()
     overlaid = f" The runs of {servers} servers overlay each other." if servers > 1 else ""
@@ -173,7 +173,7 @@ def _predicted_figure(model: Model, held: pl.DataFrame, points: int) -> Figure:
 
     diagonal = line("predicted as measured", ends, ends, GREY, dash="dash", hoverinfo="skip")
     return Figure(
-        name=f"{anchor(f'{model.scope_id}-{model.name}')}-against",
+        name=f"{anchor(f'{model.deployment_id}-{model.name}')}-against",
         kind=f"{model.name}-predicted",
         title=f"{model.name}: predicted against measured",
         look=look,
@@ -206,7 +206,7 @@ def _residuals(
     )
 
 
-def step_times_figure(scope_id: str, kept: pl.DataFrame, *, points: int, of_means: bool) -> Figure:
+def step_times_figure(deployment_id: str, kept: pl.DataFrame, *, points: int, of_means: bool) -> Figure:
     """Draw measured and predicted step times over time, runs one after the other; a point shows what its step, or the steps it is the mean of, computed."""
     rows_are = "means of several steps" if of_means else "single steps"
     runs, rows, means = steps_over_time(kept)
@@ -225,7 +225,7 @@ def step_times_figure(scope_id: str, kept: pl.DataFrame, *, points: int, of_mean
     )
     hover = "%{y:.3~f} ms<extra>%{fullData.name}</extra>"
     return Figure(
-        name=anchor(f"{scope_id}-step-times"),
+        name=anchor(f"{deployment_id}-step-times"),
         kind="step-times",
         title="Step times over time: predicted against measured",
         look="Look for times at which the two lines part: what the server did then, the model does not know.",

@@ -1,6 +1,6 @@
-"""Fit scopes: everything of one scope, and the errors on a run, a model or a GPU that no training row came from.
+"""Fit deployments: everything of one deployment, and the errors on a run, a model or a GPU that no training row came from.
 
-A scope is one model on one GPU with one set of server settings. This is the entry to the room: training calls `fit_scope`,
+A deployment is one model on one GPU with one set of server settings. This is the entry to the room: training calls `fit_deployment`,
 which fits the step time, the targets of requests and the latencies they add up to, and `fit_across`, which leaves out every
 run, model and GPU in turn.
 """
@@ -25,8 +25,8 @@ from tracefit.fit.boundary import fit_boundary
 from tracefit.fit.fitted import (
     NON_NEGATIVE,
     FittedBoundary,
+    FittedDeployment,
     FittedModel,
-    FittedScope,
     LinearFit,
     TooFewRows,
     target_of,
@@ -41,9 +41,9 @@ from tracefit.fit.validation import measure
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tracefit.fit.fitted import ScopeOptions, ScopeTables
+    from tracefit.fit.fitted import DeploymentOptions, DeploymentTables
     from tracefit.fit.results import Metrics
-    from tracefit.server.context import ModelScope
+    from tracefit.server.context import Deployment
 
 
 _T = TypeVar("_T")
@@ -52,22 +52,25 @@ _REMEDY = "report it as CONTRIBUTING.md says; --log-level debug shows the traceb
 
 
 @threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]  # it has no types
-def fit_scope(
-    scope: ModelScope, tables: ScopeTables, beta_sets: Sequence[FeatureSet], options: ScopeOptions
-) -> FittedScope:
-    """Fit beta and the alpha models of one scope, as far as its data allow.
+def fit_deployment(
+    deployment: Deployment,
+    tables: DeploymentTables,
+    beta_sets: Sequence[FeatureSet],
+    options: DeploymentOptions,
+) -> FittedDeployment:
+    """Fit beta and the alpha models of one deployment, as far as its data allow.
 
     Linear algebra uses one thread: with matrices of few columns, threads cost more in waiting than they gain.
     """
     step_target = targets.DURATION if options.beta_target == "duration" else targets.CYCLE_TIME
     steps = _alone(
-        lambda: fit_step_times(scope, tables, beta_sets, options),
+        lambda: fit_step_times(deployment, tables, beta_sets, options),
         lambda reason: StepTimes(
             duration_cover(tables.timeline), Missing(step_target.model, reason, _REMEDY)
         ),
     )
     beta = steps.result if isinstance(steps.result, FittedModel) else None
-    constants = training.constants_of(scope.context)
+    constants = training.constants_of(deployment.context)
     of_clients = [t for t in targets.OF_CLIENTS if tables.requests[t.column].count()]
     results = [
         _alone(
@@ -79,8 +82,8 @@ def fit_scope(
     alphas = [result for result in results if isinstance(result, FittedModel)]
     models = (*((beta,) if beta else ()), *alphas)
     frames = [alpha.fitted.rows for alpha in alphas]
-    return FittedScope(
-        scope=scope,
+    return FittedDeployment(
+        deployment=deployment,
         tables=tables,
         source=steps.source,
         models=models,
@@ -89,7 +92,11 @@ def fit_scope(
         beta_rows=beta.fitted.rows if beta else None,
         composed=_alone(
             lambda: compose_latencies(
-                scope, tables, models, beta.feature_definitions if beta else None, whole_steps=steps.are_whole
+                deployment,
+                tables,
+                models,
+                beta.feature_definitions if beta else None,
+                whole_steps=steps.are_whole,
             ),
             lambda reason: ComposedLatencies(None, f"{reason}; {_REMEDY}"),
         ),
@@ -98,7 +105,7 @@ def fit_scope(
     )
 
 
-def _thinned(tables: ScopeTables) -> tuple[str, ...]:
+def _thinned(tables: DeploymentTables) -> tuple[str, ...]:
     read, whole = tables.requests.height, int(tables.runs["requests"].sum())
     if read >= whole:
         return ()
@@ -119,7 +126,7 @@ def _alone(fit: Callable[[], _T], without: Callable[[str], _T]) -> _T:
 
 # -- leave one out ---------------------------------------------------------------------------------------
 
-_ONE_SCOPE = "the rest is one scope, which cannot separate reading the weights from a constant; trace two models or sizes"
+_ONE_DEPLOYMENT = "the rest is one deployment, which cannot separate reading the weights from a constant; trace two models or sizes"
 
 POOLED = FeatureSet(
     "roofline_pooled",
@@ -138,16 +145,16 @@ a byte costs the same whichever weight it belongs to. Their coefficients apply t
 
 
 @threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]  # it has no types
-def fit_across(scopes: Sequence[FittedScope], options: ScopeOptions) -> AcrossResult:
-    """Leave out every run of a scope in turn, every model, every GPU, and every scope of a model that has several on a GPU.
+def fit_across(deployments: Sequence[FittedDeployment], options: DeploymentOptions) -> AcrossResult:
+    """Leave out in turn every run, model and GPU, and every deployment of a model with several on one GPU.
 
-    For runs, every model of a scope is refitted on the scope's other runs. For models and GPUs, the step time is fitted once
-    on the roofline terms of all remaining scopes: they are times of work, so that their coefficients compare across models
+    For runs, every model of a deployment is refitted on the deployment's other runs. For models and GPUs, the step time is fitted once
+    on the roofline terms of all remaining deployments: they are times of work, so that their coefficients compare across models
     and GPUs, and cannot be negative.
     """
-    errors = [one for scope in scopes for one in _runs_of(scope)]
-    notes = [] if errors else ["leave-one-run-out: no scope has two runs"]
-    pooled, unknown = _pooled_rows(scopes)
+    errors = [one for deployment in deployments for one in _runs_of(deployment)]
+    notes = [] if errors else ["leave-one-run-out: no deployment has two runs"]
+    pooled, unknown = _pooled_rows(deployments)
     notes += unknown
     titles: dict[LeftOutKind, str] = {"model": "leave-one-model-out", "gpu": "leave-one-GPU-out"}
     for kind, title in titles.items():
@@ -155,24 +162,33 @@ def fit_across(scopes: Sequence[FittedScope], options: ScopeOptions) -> AcrossRe
         errors += found
         notes += note
     for alike in pooled.partition_by("model", "gpu", maintain_order=True) if pooled.height else ():
-        if alike["scope"].n_unique() > 1:
-            found, note = _leave_groups("scope", "leave-one-scope-out", alike, options)
+        if alike["deployment"].n_unique() > 1:
+            found, note = _leave_groups("deployment", "leave-one-deployment-out", alike, options)
             errors += found
             notes += note
     return AcrossResult(tuple(errors), tuple(notes))
 
 
-def _runs_of(scope: FittedScope) -> Iterator[LeftOutErrors]:
-    for model in scope.models:
+def _runs_of(deployment: FittedDeployment) -> Iterator[LeftOutErrors]:
+    for model in deployment.models:
         runs = sorted(model.fitted.rows["run_id"].unique())
         for run in runs if len(runs) > 1 else ():
             rows = _leave_out(model.fitted.rows, pl.col("run_id") == run)
             fitted = fit_regimes(rows, list(model.regimes), model.options)
             if isinstance(fitted, LinearFit):
-                boundary = fit_boundary(fitted, scope.tables.timeline) if model.boundary else None
-                scope_id, others = scope.scope.scope_id, tuple(r for r in runs if r != run)
+                boundary = fit_boundary(fitted, deployment.tables.timeline) if model.boundary else None
+                deployment_id, others = (
+                    deployment.deployment.deployment_id,
+                    tuple(r for r in runs if r != run),
+                )
                 yield LeftOutErrors(
-                    "run", run, model.name, scope_id, model.feature_set, others, *_measured(fitted, boundary)
+                    "run",
+                    run,
+                    model.name,
+                    deployment_id,
+                    model.feature_set,
+                    others,
+                    *_measured(fitted, boundary),
                 )
 
 
@@ -195,26 +211,28 @@ def _leave_out(rows: pl.DataFrame, left_out: pl.Expr) -> pl.DataFrame:
     )
 
 
-def _pooled_rows(scopes: Sequence[FittedScope]) -> tuple[pl.DataFrame, list[str]]:
-    """Return the step times of all scopes, with features that compare across scopes and the names scope, model and gpu."""
+def _pooled_rows(deployments: Sequence[FittedDeployment]) -> tuple[pl.DataFrame, list[str]]:
+    """Return the step times of all deployments: deployment, model, gpu, and features that compare across them."""
     frames = [pl.DataFrame(schema={"model": pl.String, "gpu": pl.String})]
     notes = []
-    for scope in scopes:
-        context = scope.scope.context
-        source = scope.source.beta_target_source
-        if source is None or not any(m.name == CYCLE_TIME.model for m in scope.models):
+    for deployment in deployments:
+        context = deployment.deployment.context
+        source = deployment.source.beta_target_source
+        if source is None or not any(m.name == CYCLE_TIME.model for m in deployment.models):
             continue
         if context.architecture is None or context.gpu is None:
             lacking = "config.json" if context.architecture is None else "GPU"
-            notes.append(f"{scope.scope.scope_id} takes no part in leaving out models and GPUs: no {lacking}")
+            notes.append(
+                f"{deployment.deployment.deployment_id} takes no part in leaving out models and GPUs: no {lacking}"
+            )
             continue
-        timeline = training.with_roofline(scope.tables.timeline, context)
+        timeline = training.with_roofline(deployment.tables.timeline, context)
         constants = training.constants_of(context)
-        rows = step_frame(scope.tables, timeline, POOLED, constants, source)
+        rows = step_frame(deployment.tables, timeline, POOLED, constants, source)
         used = counted(rows, "train")
         if used.height:
             names = {
-                "scope": scope.scope.scope_id,
+                "deployment": deployment.deployment.deployment_id,
                 "model": context.architecture.slug,
                 "gpu": context.gpu.slug,
             }
@@ -226,7 +244,7 @@ def _pooled_rows(scopes: Sequence[FittedScope]) -> tuple[pl.DataFrame, list[str]
 
 
 def _leave_groups(
-    kind: LeftOutKind, title: str, pooled: pl.DataFrame, options: ScopeOptions
+    kind: LeftOutKind, title: str, pooled: pl.DataFrame, options: DeploymentOptions
 ) -> tuple[list[LeftOutErrors], list[str]]:
     names = sorted(pooled[kind].unique())
     if len(names) < 2:
@@ -236,14 +254,14 @@ def _leave_groups(
     for name in names:
         trained_on = tuple(n for n in names if n != name)
         rows = _leave_out(pooled, pl.col(kind) == name)
-        rest = rows.filter(pl.col(kind) != name).partition_by("scope")
+        rest = rows.filter(pl.col(kind) != name).partition_by("deployment")
         how = replace(beta_options(options), signs=NON_NEGATIVE)
         fitted = fit_linear(rows, _separable_features(rest), how)
         if isinstance(fitted, TooFewRows):
             notes.append(f"{title}, {name}: {fitted.reason}")
             continue
         if len(rest) == 1:
-            notes.append(f"{title}, {name}: {_ONE_SCOPE}")
+            notes.append(f"{title}, {name}: {_ONE_DEPLOYMENT}")
         beta = CYCLE_TIME.model
         measured = (*_measured(fitted), _by_batch_size(fitted.rows))
         found.append(LeftOutErrors(kind, name, beta, None, POOLED.name, trained_on, *measured))
@@ -259,11 +277,11 @@ def _by_batch_size(rows: pl.DataFrame) -> Metrics:
 
 
 def _separable_features(frames: Sequence[pl.DataFrame]) -> list[Feature]:
-    """Return the features whose coefficients this many scopes can separate.
+    """Return the features whose coefficients this many deployments can separate.
 
-    A feature that is constant within most scopes is determined by the differences between scopes alone. At most two fewer
-    such features than scopes are offered: with as many coefficients as scopes a line goes through every scope's mean and
-    fits any data. Two scopes still get one, the first (reading weights): without it, its cost would count as a constant of
+    A feature that is constant within most deployments is determined by the differences between deployments alone. At most two fewer
+    such features than deployments are offered: with as many coefficients as deployments a line goes through every deployment's mean and
+    fits any data. Two deployments still get one, the first (reading weights): without it, its cost would count as a constant of
     the program, which does not change with the GPU or the model.
     """
     spare = max(len(frames) - 2, 1 if len(frames) == 2 else 0)

@@ -1,4 +1,4 @@
-"""Everything that the figures of one scope are drawn from, read from its tables."""
+"""Everything that the figures of one deployment are drawn from, read from its tables."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tracefit.options import TablesOption, named
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tracefit.coefficients.model import Model, ScopeEvaluation
+    from tracefit.coefficients.model import DeploymentEvaluation, Model
     from tracefit.diagnostics.groups import Bin
     from tracefit.tables.store import TableStore
 
 MOST_ENGINES = 4
-"""Engines drawn per scope; the tables have all of them."""
+"""Engines drawn per deployment; the tables have all of them."""
 
 _REQUEST_COLUMNS = (
     *("run_id", "server", "arrival_ns", "queued_ns", "finished_ns", "aborted_ns", "departed_ns"),
@@ -37,11 +37,11 @@ _STEP_COLUMNS = ("run_id", "cycle_us", "cycle_source", "idle_after", "running_de
 
 
 @dataclass(frozen=True, slots=True)
-class ScopeDiagnostics:
-    """The rows of one scope, as its figures show them.
+class DeploymentDiagnostics:
+    """The rows of one deployment, as its figures show them.
 
     Attributes:
-        scope: Its evaluation.
+        deployment: Its evaluation.
         models: Its models.
         steps: Rows of `beta_training`, with the batch that executed.
         waits: Rows of `alpha_training`.
@@ -53,7 +53,7 @@ class ScopeDiagnostics:
         slowest: The slowest requests.
     """
 
-    scope: ScopeEvaluation
+    deployment: DeploymentEvaluation
     models: Sequence[Model]
     steps: pl.DataFrame
     waits: pl.DataFrame
@@ -71,32 +71,34 @@ class ScopeDiagnostics:
         return evaluated(model, self.waits.filter(target=model.name.removeprefix("alpha.")))
 
 
-def diagnose(scope: ScopeEvaluation, models: Sequence[Model], store: TableStore) -> ScopeDiagnostics:
-    """Read what the figures of a scope show.
+def diagnose(
+    deployment: DeploymentEvaluation, models: Sequence[Model], store: TableStore
+) -> DeploymentDiagnostics:
+    """Read what the figures of a deployment show.
 
     Raises:
-        UsageError: A run of the scope has no tables.
+        UsageError: A run of the deployment has no tables.
     """
-    missing = sorted(set(scope.runs) - set(store.runs()))
+    missing = sorted(set(deployment.runs) - set(store.runs()))
     if missing:
         raise UsageError(
             f"holds no tables of {', '.join(missing)}",
             where=str(store.root),
             hint=f"name the tables folder with {named(TablesOption)}",
         )
-    runs = list(scope.runs)
-    own = pl.col("scope_id") == scope.scope_id
+    runs = list(deployment.runs)
+    own = pl.col("deployment_id") == deployment.deployment_id
     of_rows = sorted(ROW_COLUMNS.union(*(CompiledModel(m).columns_with_clock for m in models)))
     steps = with_batches(
         store.read("beta_training", runs, of_rows).filter(own),
         store.read("timeline", runs, [*STEP, *BATCH_COLUMNS]),
-        lag_steps=scope.timeline.execution_lag_steps,
+        lag_steps=deployment.timeline.execution_lag_steps,
     )
     durations = [*(f"{name}_us" for name in LATENCIES), *first_token_parts().values()]
     columns = dict.fromkeys([*_REQUEST_COLUMNS, *durations, *SLOWEST_COLUMNS])
     requests = store.read("requests", runs, list(columns))
-    return ScopeDiagnostics(
-        scope,
+    return DeploymentDiagnostics(
+        deployment,
         models,
         steps,
         store.read("alpha_training", runs, of_rows).filter(own),
@@ -104,16 +106,16 @@ def diagnose(scope: ScopeEvaluation, models: Sequence[Model], store: TableStore)
         measured_latencies(requests),
         latencies_over_load(requests.filter(pl.col("run_id").is_in(runs[:MOST_RUNS]))),
         step_times_over_batch(store.read("timeline", runs[:MOST_RUNS], _STEP_COLUMNS)),
-        tuple(islice(_engines(scope, store, steps), MOST_ENGINES)),
+        tuple(islice(_engines(deployment, store, steps), MOST_ENGINES)),
         slowest_requests(requests),
     )
 
 
-def _engines(scope: ScopeEvaluation, store: TableStore, steps: pl.DataFrame) -> Iterator[EngineRun]:
+def _engines(deployment: DeploymentEvaluation, store: TableStore, steps: pl.DataFrame) -> Iterator[EngineRun]:
     """Yield the engines of overloaded runs first, trained on or not: a reader should look at those."""
-    overloads = {o.run_id: o for o in scope.overloaded}
+    overloads = {o.run_id: o for o in deployment.overloaded}
     known = set(store.runs())
-    for run_id in dict.fromkeys(r for r in (*overloads, *scope.runs) if r in known):
+    for run_id in dict.fromkeys(r for r in (*overloads, *deployment.runs) if r in known):
         timeline = store.read("timeline", [run_id], TIMELINE_COLUMNS)
         for (server,), rows in sorted(timeline.partition_by("server", as_dict=True).items()):
             training = steps.filter(run_id=run_id, server=server)

@@ -1,4 +1,4 @@
-"""All figures of one scope, with its tables or without."""
+"""All figures of one deployment, with its tables or without."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from tracefit.text import count
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from tracefit.coefficients.model import ScopeEvaluation
-    from tracefit.diagnostics.scope import ScopeDiagnostics
+    from tracefit.coefficients.model import DeploymentEvaluation
+    from tracefit.diagnostics.deployment import DeploymentDiagnostics
     from tracefit.diagnostics.slowest import SlowRequest
     from tracefit.reports.document import Figure
 
 
 @dataclass(frozen=True, slots=True)
-class ScopeFigures:
-    """The figures of one scope.
+class DeploymentFigures:
+    """The figures of one deployment.
 
     Attributes:
         top: Those of the first screen: the work of the server, measured and replayed, and over the rate.
@@ -63,22 +63,22 @@ class ScopeFigures:
         return named
 
 
-def figures_of_evaluation(scope: ScopeEvaluation, slo_ms: Mapping[str, float]) -> ScopeFigures:
+def figures_of_evaluation(deployment: DeploymentEvaluation, slo_ms: Mapping[str, float]) -> DeploymentFigures:
     """Return the figures that need no tables."""
-    top = (served_figure(scope), rates_figure(scope, slo_ms))
-    later = (queue_figure(scope), error_by_load_figure(scope))
-    return ScopeFigures(_drawn(top), _drawn(later), distribution_figures(scope, {}, slo_ms))
+    top = (served_figure(deployment), rates_figure(deployment, slo_ms))
+    later = (queue_figure(deployment), error_by_load_figure(deployment))
+    return DeploymentFigures(_drawn(top), _drawn(later), distribution_figures(deployment, {}, slo_ms))
 
 
 def _drawn(figures: Iterable[Figure | None]) -> tuple[Figure, ...]:
     return tuple(figure for figure in figures if figure is not None)
 
 
-def scope_figures(
-    rows: ScopeDiagnostics, *, points: int, slo_ms: Mapping[str, float] = MappingProxyType({})
-) -> ScopeFigures:
-    """Draw the figures of one scope; `points` is the most per series, taken evenly in time."""
-    scope, scope_id = rows.scope, rows.scope.scope_id
+def deployment_figures(
+    rows: DeploymentDiagnostics, *, points: int, slo_ms: Mapping[str, float] = MappingProxyType({})
+) -> DeploymentFigures:
+    """Draw the figures of one deployment; `points` is the most per series, taken evenly in time."""
+    deployment, deployment_id = rows.deployment, rows.deployment.deployment_id
     first: list[Figure | None] = []
     of_models: dict[str, tuple[Figure, ...]] = {}
     for model in rows.models:
@@ -87,25 +87,25 @@ def scope_figures(
             continue
         of_models[model.name] = model_figures(model, kept, points=points)
         if model.is_step_model and not first:
-            means = of_means(scope.models.get(model.name))
-            over_time = step_times_figure(scope_id, kept, points=points, of_means=means)
-            first = [over_time, error_by_load_figure(scope)]
+            means = of_means(deployment.models.get(model.name))
+            over_time = step_times_figure(deployment_id, kept, points=points, of_means=means)
+            first = [over_time, error_by_load_figure(deployment)]
             if isinstance(model, LinearModel):
                 parts = step_breakdown(model, kept.filter(split="holdout"))
-                first.append(breakdown_figure(scope_id, parts))
-    more_runs = max(0, len(scope.runs) - MOST_RUNS)
+                first.append(breakdown_figure(deployment_id, parts))
+    more_runs = max(0, len(deployment.runs) - MOST_RUNS)
     first += [
-        first_token_figure(scope_id, rows.first_token),
-        latency_load_figure(scope_id, rows.loads, slo_ms, more_runs),
-        runs_figure(scope_id, rows.step_times, more_runs),
+        first_token_figure(deployment_id, rows.first_token),
+        latency_load_figure(deployment_id, rows.loads, slo_ms, more_runs),
+        runs_figure(deployment_id, rows.step_times, more_runs),
         *map(engine_figure, rows.engines),
     ]
     objectives = {name: ms for name, ms in slo_ms.items() if name in rows.loads}
-    drawn, servers = len(rows.engines), scope.timeline.servers
-    return ScopeFigures(
-        _drawn((served_figure(scope), rates_figure(scope, slo_ms))),
-        _drawn((queue_figure(scope), *first)),
-        distribution_figures(scope, rows.latencies, objectives),
+    drawn, servers = len(rows.engines), deployment.timeline.servers
+    return DeploymentFigures(
+        _drawn((served_figure(deployment), rates_figure(deployment, slo_ms))),
+        _drawn((queue_figure(deployment), *first)),
+        distribution_figures(deployment, rows.latencies, objectives),
         of_models,
         f"{drawn} of {count(servers)} engines are drawn, overloaded ones first." if servers > drawn else "",
         rows.slowest,

@@ -1,4 +1,4 @@
-"""Scopes of ingested runs: group the runs by scope, choose those to train on, and read their tables, timelines built where missing."""
+"""Group ingested runs by deployment, choose those to train on, and read their tables; missing timelines are built."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 import polars as pl
 
 from tracefit.engines.local import LocalEngine
-from tracefit.server.context import context_from_json, scope_of
+from tracefit.server.context import context_from_json, deployment_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tracefit.engines.jobs import TaskEngine
-    from tracefit.fit.fitted import ScopeTables
-    from tracefit.server.context import ModelScope
+    from tracefit.fit.fitted import DeploymentTables
+    from tracefit.server.context import Deployment
     from tracefit.tables.store import TableStore
 
 
@@ -35,33 +35,33 @@ def write_timelines(store: TableStore, run_ids: Iterable[str], engine: TaskEngin
         store.write_runs(each_run(engine or LocalEngine(1), timeline_in, store, lacking))
 
 
-def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[ModelScope, list[str]]]:
-    """Group the runs by scope, in the order of scope ids."""
-    scopes: dict[str, ModelScope] = {}
+def deployments_of(runs: pl.DataFrame, where: str) -> list[tuple[Deployment, list[str]]]:
+    """Group the runs by deployment, in the order of deployment ids."""
+    deployments: dict[str, Deployment] = {}
     members: dict[str, list[str]] = {}
     # The table has a row per server; the settings are those of the run.
     one_per_run = runs.unique("run_id", keep="first", maintain_order=True)
     # The runs of a fleet have equal settings, which are read once.
-    known: dict[tuple[str, str | None, str | None], ModelScope] = {}
+    known: dict[tuple[str, str | None, str | None], Deployment] = {}
     for run_id, *stated in one_per_run.select("run_id", "settings", "model_config", "gpu").iter_rows():
         server = settings, model_config, gpu = tuple(stated)
         if server not in known:
             place = f"{where}/runs/run_id={run_id}"
-            known[server] = scope_of(context_from_json(settings, model_config, gpu, where=place))
-        scope = scopes.setdefault(known[server].scope_id, known[server])
-        members.setdefault(scope.scope_id, []).append(run_id)
-    return [(scopes[i], members[i]) for i in sorted(scopes)]
+            known[server] = deployment_of(context_from_json(settings, model_config, gpu, where=place))
+        deployment = deployments.setdefault(known[server].deployment_id, known[server])
+        members.setdefault(deployment.deployment_id, []).append(run_id)
+    return [(deployments[i], members[i]) for i in sorted(deployments)]
 
 
-def load_scope(store: TableStore, run_ids: Sequence[str]) -> ScopeTables:
-    """Read the tables of one scope's runs, which have their timelines."""
-    from tracefit.engines.training import frames_of, scope_tables  # noqa: PLC0415 - it takes a second to import
+def load_deployment(store: TableStore, run_ids: Sequence[str]) -> DeploymentTables:
+    """Read the tables of one deployment's runs, which have their timelines."""
+    from tracefit.engines.training import deployment_tables, frames_of  # noqa: PLC0415 - it takes a second to import
 
-    return scope_tables([frames_of(store, run_id).tables for run_id in sorted(run_ids)])
+    return deployment_tables([frames_of(store, run_id).tables for run_id in sorted(run_ids)])
 
 
 MOST_ROWS = 2_000_000
-"""Steps and events of the runs of a scope that are trained on together: about 1 KB of memory each.
+"""Steps and events of the runs of a deployment that are trained on together: about 1 KB of memory each.
 
 A fit needs a few ten thousand rows; the rest makes its errors known by run and by load.
 """
@@ -71,11 +71,11 @@ MOST_RUNS = 500
 
 
 def sample_runs(runs: pl.DataFrame, members: Sequence[str], *, most_rows: int, most_runs: int) -> list[str]:
-    """Return the runs of a scope to train on, in the order of `members`: all, or evenly in the order of their beginning.
+    """Return the runs of a deployment to train on, in the order of `members`: all, or evenly in the order of their beginning.
 
     Args:
         runs: Rows of the `runs` table.
-        members: The runs of the scope.
+        members: The runs of the deployment.
         most_rows: Most steps and events of the runs returned; a single run may have more.
         most_runs: Most runs.
     """
