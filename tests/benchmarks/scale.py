@@ -90,10 +90,11 @@ def _split(folder: Path, out: Path) -> dict[str, float]:
     engine = _Timed()
     commit, spent = TableStore.commit, [0.0]
 
-    def timed(store: TableStore, changes: Any) -> None:
+    def timed(store: TableStore, changes: Any) -> Any:
         began = time.process_time()
-        commit(store, changes)
+        committed = commit(store, changes)
         spent[0] += time.process_time() - began
+        return committed
 
     TableStore.commit = timed  # type: ignore[method-assign]  # for this measurement alone
     began = time.process_time()
