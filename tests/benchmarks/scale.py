@@ -381,6 +381,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write what was measured here, as JSON")
     parser.add_argument("--constants", type=Path, help="measure nothing, read this")
     given = parser.parse_args()
+    if given.out:
+        given.out.parent.mkdir(parents=True, exist_ok=True)  # before minutes of measuring
     if given.constants:
         data = json.loads(given.constants.read_text())
     else:
