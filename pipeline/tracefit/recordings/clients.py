@@ -114,11 +114,11 @@ def _bench(record: bytes) -> list[_Request]:
     errors = bench.errors or [""] * len(bench.ttfts)
     if len({len(column) for column in (*columns, errors)}) > 1:
         raise msgspec.ValidationError("lists of different lengths")
-    found = []
+    requests = []
     for (start, ttft, itl, prompt, output), error in zip(zip(*columns, strict=True), errors, strict=True):
         tokens = _tokens_since(ttft, itl)
-        found.append(_Request(None, start, tokens, ttft, tokens[-1], prompt, output, error=bool(error)))
-    return list(map(_checked, _moved(found, bench.date)))
+        requests.append(_Request(None, start, tokens, ttft, tokens[-1], prompt, output, error=bool(error)))
+    return list(map(_checked, _moved(requests, bench.date)))
 
 
 def _moved(requests: list[_Request], date: str | None) -> list[_Request]:
@@ -172,19 +172,19 @@ _DECODE_GUIDE_REQUEST = msgspec.json.Decoder(_GuideRequest).decode
 
 
 def _guide(record: bytes, *, error: bool) -> _Request:
-    found = _DECODE_GUIDE_REQUEST(record)
-    times = found.info.timings
+    decoded = _DECODE_GUIDE_REQUEST(record)
+    times = decoded.info.timings
     start = times.request_start
     first, last = times.first_token_iteration, times.last_token_iteration
     return _Request(
-        found.response_id or found.request_id,
+        decoded.response_id or decoded.request_id,
         start,
         None,
         None if first is None else first - start,
         None if last is None else last - start,
         # It counts 0 of what it could not count.
-        found.prompt_tokens or None,
-        found.output_tokens,
+        decoded.prompt_tokens or None,
+        decoded.output_tokens,
         error=error,
     )
 
@@ -229,18 +229,18 @@ _DECODE_PERF = msgspec.json.Decoder(_PerfRequest).decode
 
 
 def _perf(record: bytes) -> _Request:
-    found = _DECODE_PERF(record)
-    request, response = found.info.request_metrics, found.info.response_metrics
-    tokens = [time - found.start_time for time in response.output_token_times] if response else []
+    decoded = _DECODE_PERF(record)
+    request, response = decoded.info.request_metrics, decoded.info.response_metrics
+    tokens = [time - decoded.start_time for time in response.output_token_times] if response else []
     return _Request(
         None,
-        found.start_time,
+        decoded.start_time,
         tokens or None,
         tokens[0] if tokens else None,
-        tokens[-1] if tokens else found.end_time - found.start_time,
+        tokens[-1] if tokens else decoded.end_time - decoded.start_time,
         request.text.input_tokens if request and request.text else None,
         response.output_tokens if response else None,
-        error=found.error is not None,
+        error=decoded.error is not None,
     )
 
 
@@ -276,12 +276,12 @@ _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "sec": 1.0, "s": 1.0, "tokens": 1.
 
 
 def _aiperf(record: bytes) -> _Request:
-    found = _DECODE_AI(record)
+    decoded = _DECODE_AI(record)
 
     def value(name: str) -> Any:
-        if name not in found.metrics:
+        if name not in decoded.metrics:
             return None
-        item = _DECODE_VALUE(found.metrics[name])
+        item = _DECODE_VALUE(decoded.metrics[name])
         if item.unit not in _UNITS:
             raise msgspec.ValidationError(f"{name} of an unknown unit")
         factor = _UNITS[item.unit]
@@ -294,14 +294,14 @@ def _aiperf(record: bytes) -> _Request:
     ttft, gaps, latency = value("time_to_first_token"), value("inter_chunk_latency"), value("request_latency")
     tokens = _tokens_since(ttft, gaps or []) if isinstance(ttft, float) else None
     return _Request(
-        found.metadata.x_request_id,
-        found.metadata.request_start_ns / 1e9,
+        decoded.metadata.x_request_id,
+        decoded.metadata.request_start_ns / 1e9,
         tokens if gaps is not None else None,
         ttft,
         tokens[-1] if gaps and tokens else latency,
         count("usage_prompt_tokens", "input_sequence_length"),
         count("usage_completion_tokens", "output_sequence_length"),
-        error=found.error is not None or found.metadata.was_cancelled,
+        error=decoded.error is not None or decoded.metadata.was_cancelled,
     )
 
 
@@ -333,16 +333,16 @@ _DECODE_RECEIVED = msgspec.json.Decoder(_Received).decode
 
 
 def _sent(record: bytes) -> _Request:
-    found = _DECODE_SENT(record)
-    start = found.arrival_time_us / 1e6
-    lengths = (found.input_tokens, found.output_tokens)
-    return _Request(str(found.index), start, None, None, None, *lengths, error=found.has_error)
+    sent = _DECODE_SENT(record)
+    start = sent.arrival_time_us / 1e6
+    lengths = (sent.input_tokens, sent.output_tokens)
+    return _Request(str(sent.index), start, None, None, None, *lengths, error=sent.has_error)
 
 
 def _received(record: bytes) -> _Request:
-    found = _DECODE_RECEIVED(record)
-    times = (found.ttft_s, found.e2e_s)
-    return _Request(str(found.index), NOT_SENT_S, None, *times, None, None, error=found.has_error)
+    received = _DECODE_RECEIVED(record)
+    times = (received.ttft_s, received.e2e_s)
+    return _Request(str(received.index), NOT_SENT_S, None, *times, None, None, error=received.has_error)
 
 
 def _sent_parts(payload: bytes) -> Iterator[tuple[bytes, Callable[[bytes], _Request]]]:
@@ -369,10 +369,10 @@ def _decoder(
     def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
         rows: list[tuple[Any, ...]] = []
         if line is not None:
-            found, rejects = json_records(
+            decoded, rejects = json_records(
                 block, payload, line, what, show_values=show_values, max_rejects=max_rejects
             )
-            rows = [(offset, *request) for offset, requests in found for request in requests]
+            rows = [(offset, *request) for offset, requests in decoded for request in requests]
         else:
             assert parts is not None  # noqa: S101 - either is given
             rejects = []
@@ -445,11 +445,11 @@ def steps_seen(requests: pl.DataFrame) -> pl.DataFrame:
             context=pl.when("is_loop").then(pl.col("prompt_tokens") + pl.col("token") - 1).otherwise(0),
         )
     )
-    found = steps_of(tokens, 1, CycleSource.CLIENT)
+    steps = steps_of(tokens, 1, CycleSource.CLIENT)
     if _odd_share(tokens) > _MOST_ODD:
-        found = found.with_columns(cycle_us=pl.lit(None, pl.Float64))
-    missing = [pl.lit(None).alias(name) for name in names if name not in found.columns]
-    whole = found.with_columns(missing).with_columns(source_offset=pl.lit(good["source_offset"].min()))
+        steps = steps.with_columns(cycle_us=pl.lit(None, pl.Float64))
+    missing = [pl.lit(None).alias(name) for name in names if name not in steps.columns]
+    whole = steps.with_columns(missing).with_columns(source_offset=pl.lit(good["source_offset"].min()))
     return whole.select(pl.col(name).cast(RECORDED_STEPS[name]) for name in names)
 
 

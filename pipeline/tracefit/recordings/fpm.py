@@ -136,10 +136,10 @@ def _version_of(record: bytes, encoding: Encoding) -> int | None:
             line: Any = msgspec.json.decode(record, type=_VersionLine)
             return int(line.metrics.version)
         kind: Any = _Version if record[:1] < b"\x90" else _VersionArray
-        found: int = msgspec.msgpack.decode(record, type=kind).version
+        version: int = msgspec.msgpack.decode(record, type=kind).version
     except _UNREADABLE:
         return None
-    return found
+    return version
 
 
 def _fault(record: bytes, encoding: Encoding, decode_record: Callable[[bytes], Any]) -> str:
@@ -221,7 +221,7 @@ class _Rejects:
     """Collects the rejects of one block."""
 
     def __init__(self, block: Block, *, show_values: bool, most: int) -> None:
-        self.found: list[Reject] = []
+        self.rejects: list[Reject] = []
         self._block = block
         self._show_values = show_values
         self._most = most
@@ -229,8 +229,8 @@ class _Rejects:
     def add(self, offset: int, record: bytes, reason: str) -> None:
         shown = excerpt(record, self._block.encoding, show_values=self._show_values)
         place = self._block.offset + offset
-        self.found.append(Reject(self._block.source_file, place, len(record), reason, shown))
-        if len(self.found) >= self._most:
+        self.rejects.append(Reject(self._block.source_file, place, len(record), reason, shown))
+        if len(self.rejects) >= self._most:
             raise _TooManyRejectsError
 
 
@@ -257,32 +257,32 @@ def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int)
                 queue = _fields_of_queue(queued) if queued else (None,) * len(_QUEUE_FIELDS)
                 rows.append((offset, unix_ns, *_fields_of_record(record), *queue))
     frames.append(pl.DataFrame(rows, schema=_TYPES, orient="row"))
-    return RecordedBlock(_as_steps(pl.concat(frames), block.offset), rejects.found)
+    return RecordedBlock(_as_steps(pl.concat(frames), block.offset), rejects.rejects)
 
 
 def _of_json(payload: bytes, rejects: _Rejects) -> Iterator[_Record]:
     for item in records(payload, "lines"):
         line = item.payload
-        found = _line(line)
+        decoded = _line(line)
         # Where lines are glued, each begins like a record.
-        begins = [] if found else [match.start() for match in _LINE_START.finditer(line, 1)]
+        begins = [] if decoded else [match.start() for match in _LINE_START.finditer(line, 1)]
         for begin, end in pairwise([0, *begins, len(line)]):
             part = line[begin:end] if begins else line
-            found = _line(part) if begins else found
-            if found:
-                yield item.offset + begin, found.received_at_ns, found.metrics
+            decoded = _line(part) if begins else decoded
+            if decoded:
+                yield item.offset + begin, decoded.received_at_ns, decoded.metrics
             else:
                 reason = _fault(part, "json", _DECODE_LINE) if end == len(line) else _CUT
                 rejects.add(item.offset + begin, part, reason)
 
 
 def _line(text: bytes) -> Any:
-    found: Any
+    decoded: Any
     try:
-        found = _DECODE_LINE(text)
+        decoded = _DECODE_LINE(text)
     except _UNREADABLE:
         return None
-    return found if found.metrics.version == VERSION else None
+    return decoded if decoded.metrics.version == VERSION else None
 
 
 def as_line(message: bytes, received_at_ns: int) -> tuple[bytes, float] | Literal["malformed", "version"]:
@@ -335,12 +335,12 @@ def _message(content: bytes) -> tuple[int, Any]:
     """Return the length of the message that some bytes begin with, 0 if it does not end, and its record if it can be read."""
     decode_record = _decoder_of(content)
     with suppress(*_UNREADABLE):
-        found = decode_record(content)
-        return len(content), found if found.version == VERSION else None
+        decoded = decode_record(content)
+        return len(content), decoded if decoded.version == VERSION else None
     size = message_bytes(content)
     with suppress(*_UNREADABLE):
-        found = decode_record(content[:size])
-        return size, found if found.version == VERSION else None
+        decoded = decode_record(content[:size])
+        return size, decoded if decoded.version == VERSION else None
     return size, None
 
 
@@ -377,15 +377,15 @@ def _of_lines(columns: list[str], lines: list[tuple[int, bytes]], rejects: _Reje
         is_good = size.is_between(0, _MOST_NAME if ours == "worker_id" else _MOST).fill_null(value=False)
         is_empty = field.fill_null("") == "" if name in _CSV_OPTIONAL else pl.lit(value=False)
         faults.append(pl.when(~is_good & ~is_empty).then(pl.lit(f"{name} out of range, or no number")))
-    found = text.to_frame().select(
+    numbers = text.to_frame().select(
         **values, fault=pl.coalesce(faults), row=pl.int_range(pl.len()), unix_ns=pl.lit(None, pl.Int64)
     )
-    for row, fault in found.drop_nulls("fault").select("row", "fault").iter_rows():
+    for row, fault in numbers.drop_nulls("fault").select("row", "fault").iter_rows():
         offset, line = lines[row]
         rejects.add(offset, line, f"{_NO_RECORD} ({fault})")
     offsets = pl.Series([offset for offset, _ in lines], dtype=pl.Int64)
     return (
-        found.with_columns(pl.col("wall_time_s") / 1e3, source_offset=offsets)
+        numbers.with_columns(pl.col("wall_time_s") / 1e3, source_offset=offsets)
         .filter(pl.col("fault").is_null())
         .select(list(_TYPES))
     )
@@ -394,7 +394,7 @@ def _of_lines(columns: list[str], lines: list[tuple[int, bytes]], rejects: _Reje
 # -- rows ---------------------------------------------------------------------------------------------------
 
 
-def _as_steps(found: pl.DataFrame, offset: int) -> pl.DataFrame:
+def _as_steps(records: pl.DataFrame, offset: int) -> pl.DataFrame:
     """Return records as rows of steps; a heartbeat is a step of nothing, without a time.
 
     Each decode request is taken to compute one token: the record has no count of them.
@@ -403,7 +403,7 @@ def _as_steps(found: pl.DataFrame, offset: int) -> pl.DataFrame:
         pl.when(pl.col("worker_id").str.len_chars() > 0).then("worker_id").otherwise(pl.lit(UNKNOWN_SERVER))
     )
     requests = pl.col("num_prefill_reqs") + pl.col("num_decode_reqs")
-    return found.with_columns(
+    return records.with_columns(
         pl.col("source_offset") + offset,
         server=pl.concat_str(worker, pl.lit(".dp"), pl.col("dp_rank").fill_null(0)),
         cycle_us=pl.when(pl.col("wall_time_s") != 0).then(pl.col("wall_time_s") * 1e6),

@@ -88,9 +88,9 @@ def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int)
     """
     lines = _marked(payload)
     fields = pl.col("text").str.extract_groups(_LINE).struct.rename_fields(["engine", "step_id", *_FIELDS])
-    found = lines.with_columns(fields.alias("fields")).unnest("fields")
+    parsed = lines.with_columns(fields.alias("fields")).unnest("fields")
     is_bad = pl.col("step_id").is_null()
-    bad = found.filter(is_bad).select("source_offset", "length", "text")
+    bad = parsed.filter(is_bad).select("source_offset", "length", "text")
     rejects = [
         Reject(
             block.source_file,
@@ -101,7 +101,7 @@ def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int)
         )
         for offset, length, text in bad.head(max_rejects).iter_rows()
     ]
-    return RecordedBlock(_as_steps(found.filter(~is_bad), block.offset), rejects)
+    return RecordedBlock(_as_steps(parsed.filter(~is_bad), block.offset), rejects)
 
 
 def _marked(payload: bytes) -> pl.DataFrame:
@@ -122,9 +122,9 @@ def _marked(payload: bytes) -> pl.DataFrame:
             for skipped, piece in _pieces(lines[at].as_py())
         ]
         parts.append(pl.DataFrame(pieces, parts[0].schema, orient="row"))
-    found = pl.concat(parts).filter(pl.col("text").str.contains(_IN_LINE))
+    matching = pl.concat(parts).filter(pl.col("text").str.contains(_IN_LINE))
     too_long = pl.DataFrame({"source_offset": begins[far], "length": sizes[far]})
-    return pl.concat([found, too_long], how="diagonal")
+    return pl.concat([matching, too_long], how="diagonal")
 
 
 def _pieces(line: bytes) -> Iterator[tuple[int, bytes]]:
@@ -148,13 +148,13 @@ def _readable(line: bytes) -> str:
 # -- rows ---------------------------------------------------------------------------------------------------
 
 
-def _as_steps(found: pl.DataFrame, offset: int) -> pl.DataFrame:
+def _as_steps(records: pl.DataFrame, offset: int) -> pl.DataFrame:
     """Return lines as rows of steps, each with the printed time; where nothing is scheduled, nothing waits."""
     number = {name: pl.col(name).cast(pl.Int64) for name in ("step_id", *_FIELDS[:-1])}
     engine = pl.coalesce("engine", pl.col("text").str.extract(_PROCESS), pl.lit("0")).cast(pl.Int64)
     requests = pl.col("num_prefill_reqs") + pl.col("num_decode_reqs")
     return (
-        found.with_columns(**number, unix_ns=_unix_ns(found["text"]))
+        records.with_columns(**number, unix_ns=_unix_ns(records["text"]))
         .with_columns(
             pl.col("source_offset") + offset,
             server=pl.format("{}.dp{}", pl.lit(UNKNOWN_SERVER), engine),
@@ -174,19 +174,19 @@ def _unix_ns(text: pl.Series) -> pl.Series:
 
     It is the last one before the iteration, for a cut line may be glued to the line, or the first one after it.
     """
-    found = pl.Series("unix_ns", [None], pl.Int64).new_from_index(0, len(text))
+    times_ns = pl.Series("unix_ns", [None], pl.Int64).new_from_index(0, len(text))
     sides = pl.DataFrame({"parts": text.str.splitn(_MARK.decode(), 2)}).unnest("parts")
     for pattern, parsed in _STAMPS:
         for side, start in zip(sides, (r"^.*", ""), strict=True):
-            if found.null_count():
+            if times_ns.null_count():
                 parts = side.str.extract_groups(f"{start}(?:{pattern})")
-                found = (
-                    pl.DataFrame({"found": found, "parts": parts})
+                times_ns = (
+                    pl.DataFrame({"times_ns": times_ns, "parts": parts})
                     .unnest("parts")
-                    .select(pl.coalesce("found", parsed))
+                    .select(pl.coalesce("times_ns", parsed))
                     .to_series()
                 )
-    return found
+    return times_ns
 
 
 def _of_date() -> pl.Expr:

@@ -58,10 +58,10 @@ def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int)
         show_values: Whether excerpts of rejects may show values of records.
         max_rejects: Rejects after which the rest is not decoded.
     """
-    found, rejects = json_records(
+    records, rejects = json_records(
         block, payload, _line, "no request of a log", show_values=show_values, max_rejects=max_rejects
     )
-    rows = [(offset, *(getattr(line, name) for name in _Line.__struct_fields__)) for offset, line in found]
+    rows = [(offset, *(getattr(line, name) for name in _Line.__struct_fields__)) for offset, line in records]
     types: dict[str, Any] = {
         "source_offset": pl.Int64,
         "request_id": pl.String,

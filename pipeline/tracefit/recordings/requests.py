@@ -53,11 +53,11 @@ def json_records(
     Returns:
         Offset in the block's file and content of the lines that can be read, and the rejects.
     """
-    found: list[tuple[int, _T]] = []
+    decoded: list[tuple[int, _T]] = []
     rejects: list[Reject] = []
     for line in records(payload, "lines"):
         try:
-            found.append((block.offset + line.offset, decode(line.payload)))
+            decoded.append((block.offset + line.offset, decode(line.payload)))
         except UNREADABLE as error:
             detail = str(error) if isinstance(error, msgspec.ValidationError) else "malformed"
             shown = excerpt(line.payload, "json", show_values=show_values)
@@ -65,7 +65,7 @@ def json_records(
             rejects.append(Reject(block.source_file, place, len(line.payload), f"{what} ({detail})", shown))
             if len(rejects) >= max_rejects:
                 break
-    return found, rejects
+    return decoded, rejects
 
 
 def seconds_to_ns(seconds: pl.Expr) -> pl.Expr:

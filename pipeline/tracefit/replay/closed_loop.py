@@ -187,8 +187,8 @@ def _compared(
             room -= int(parts[-1]["counts"].sum())
     if not parts:
         return replace(nothing, reason="no request is of a server whose steps are known")
-    found = pl.concat(parts)
-    here = found.filter("counts")
+    replayed = pl.concat(parts)
+    here = replayed.filter("counts")
     counted = here.drop_nulls("replayed_last")
     if unserved := here.height - counted.height:
         return replace(nothing, reason=f"the replay never serves {unserved} of {here.height} requests")
@@ -198,18 +198,18 @@ def _compared(
     return replace(
         nothing,
         requests=here.height,
-        in_flight=int((found["arrival"] < 0).sum()),
+        in_flight=int((replayed["arrival"] < 0).sum()),
         quantities=_quantities(here, before, _predicted(traces, deployment, here)),
         queue=_queue(here),
-        notes=notes + _notes(found, deployment, is_full=room <= 0),
+        notes=notes + _notes(replayed, deployment, is_full=room <= 0),
     )
 
 
-def _notes(found: pl.DataFrame, deployment: DeploymentModels, *, is_full: bool) -> tuple[str, ...]:
-    """Say what a replay takes for granted; `found` is what it replays, `is_full` where no more are compared."""
+def _notes(replayed: pl.DataFrame, deployment: DeploymentModels, *, is_full: bool) -> tuple[str, ...]:
+    """Say what a replay takes for granted; `replayed` is what it replays, `is_full` where no more are compared."""
     is_past = pl.col("arrival") < 0
-    here, come = found.filter("counts"), found.filter(~is_past & ~pl.col("is_before"))
-    early, front = here.filter(is_past).height, found["front_us"].drop_nulls().to_list()
+    here, come = replayed.filter("counts"), replayed.filter(~is_past & ~pl.col("is_before"))
+    early, front = here.filter(is_past).height, replayed["front_us"].drop_nulls().to_list()
     more, guessed = come.filter(~pl.col("counts")).height, come["is_guessed"].sum()
     notes = {
         f"few requests come in the held-out part: {early} that end in it came before, their past is measured": early,
@@ -353,10 +353,10 @@ def _with_hits(requests: pl.DataFrame, timeline: pl.LazyFrame) -> pl.DataFrame:
     )
     cached = (pl.col("prompt_tokens") * (1 - pl.col("new"))).round().clip(lower_bound=0).cast(pl.Int64)
     on = [*ENGINE, "first_token_step"]
-    found = requests.join(
+    joined = requests.join(
         by_step, left_on=on, right_on=[*ENGINE, "step_id"], how="left", maintain_order="left"
     )
-    return found.with_columns(cached_prompt_tokens=cached).drop("new")
+    return joined.with_columns(cached_prompt_tokens=cached).drop("new")
 
 
 def _counting(requests: pl.DataFrame) -> pl.DataFrame:
@@ -401,13 +401,13 @@ def _engine(
     come = np.maximum(arrival, 0.0)
     admission = admission_us(deployment.models.get("alpha.admission"), arrival, prompt) + arrival - come
     load = RequestLoad(come, prompt, output, cached, generated_tokens=np.minimum(done, output))
-    found = replay(load, times, settings, admission_us=np.maximum(admission, 0.0))
-    departs = departure_us(deployment.models.get("alpha.departure"), found, output)
+    simulated = replay(load, times, settings, admission_us=np.maximum(admission, 0.0))
+    departs = departure_us(deployment.models.get("alpha.departure"), simulated, output)
     replayed = {
-        "scheduled": found.scheduled_us,
-        "first": found.first_us,
-        "last": found.last_us,
-        "departed": found.last_us + departs,
+        "scheduled": simulated.scheduled_us,
+        "first": simulated.first_us,
+        "last": simulated.last_us,
+        "departed": simulated.last_us + departs,
     }
     rows = rows.with_columns(pl.Series(f"replayed_{n}", v, nan_to_null=True) for n, v in replayed.items())
     if is_client:
@@ -457,7 +457,7 @@ def _quantities(rows: pl.DataFrame, before: pl.DataFrame, predicted: pl.DataFram
     """Return percentiles, throughput and the mean queue of the same requests, measured and replayed."""
     measured = _latencies(rows, "first_token", "finished", "departed")
     replayed = _latencies(rows, "replayed_first", "replayed_last", "replayed_departed")
-    found = []
+    entries = []
     for name, values in measured.items():
         known = ~np.isnan(values)
         if known.sum() < LEAST_REQUESTS or np.isnan(replayed[name][known]).any():
@@ -466,18 +466,18 @@ def _quantities(rows: pl.DataFrame, before: pl.DataFrame, predicted: pl.DataFram
         for q in _POINTS:
             others = (_percentile(frame, column, q) for frame in (before, predicted))
             pair = (float(np.percentile(side[name][known], q)) for side in (measured, replayed))
-            found.append(_entry(f"{name}_p{q}_us", *pair, *others))
+            entries.append(_entry(f"{name}_p{q}_us", *pair, *others))
     span = [
         float(rows.select(pl.col(end).max() - pl.col("arrival").min()).item())
         for end in ("finished", "replayed_last")
     ]
     tokens = float(rows["output"].sum())
-    found.append(_entry("output_tokens_per_s", *(1e6 * tokens / s for s in span if s)))
+    entries.append(_entry("output_tokens_per_s", *(1e6 * tokens / s for s in span if s)))
     if rows["first_scheduled"].null_count() == 0:
         # By Little's law, the sum of waits over the time is the mean number that wait.
         waits = (float((rows[n] - rows["arrival"]).sum()) for n in ("first_scheduled", "replayed_scheduled"))
-        found.append(_entry("waiting_mean", *(w / s for w, s in zip(waits, span, strict=True))))
-    return tuple(found)
+        entries.append(_entry("waiting_mean", *(w / s for w, s in zip(waits, span, strict=True))))
+    return tuple(entries)
 
 
 def _entry(
@@ -494,14 +494,14 @@ def _percentile(rows: pl.DataFrame, column: str, q: int) -> float | None:
 
 def _latencies(rows: pl.DataFrame, first: str, last: str, departed: str) -> dict[str, Vector]:
     begin, decoded = pl.col("arrival"), pl.col("output") - 1
-    found = rows.select(
+    values = rows.select(
         # A first token before the held-out part says nothing of a replay.
         ttft=pl.when(pl.col("done") == 0).then(pl.col(first) - begin),
         itl=pl.when(decoded > 0).then((pl.col(last) - pl.col(first)) / decoded),
         e2e=pl.col(last) - begin,
         client=pl.col(departed) - begin,
     )
-    return {name: found[name].cast(pl.Float64).fill_null(float("nan")).to_numpy() for name in found.columns}
+    return {name: values[name].cast(pl.Float64).fill_null(float("nan")).to_numpy() for name in values.columns}
 
 
 def _queue(rows: pl.DataFrame) -> tuple[QueueWindow, ...]:

@@ -50,8 +50,8 @@ def _power(left: Amount, right: Amount) -> Amount:
 
 def _extreme(function: Function, arguments: Sequence[Amount]) -> Amount:
     if all(isinstance(one, float) for one in arguments):
-        found = ROW.extreme(function, arguments)  # type: ignore[arg-type]  # all of them are numbers
-        return math.nan if found is None else found
+        bound = ROW.extreme(function, arguments)  # type: ignore[arg-type]  # all of them are numbers
+        return math.nan if bound is None else bound
     return np.asarray(reduce(np.minimum if function == "min" else np.maximum, arguments))
 
 
@@ -134,11 +134,11 @@ class FittedStepTimes:
         model, value_of = self._compiled.model, values.__getitem__
         if not isinstance(model, RegimesModel):
             return line(self._line_form.intercept, self._line_form.terms, value_of, ARRAYS)
-        found: Amount = math.nan
+        amount: Amount = math.nan
         for regime in reversed(model.regimes):
             time = line(regime.intercept, regime.terms, value_of, ARRAYS)
-            found = np.where(regime.when.holds(value_of, ARRAYS), time, found)
-        return found
+            amount = np.where(regime.when.holds(value_of, ARRAYS), time, amount)
+        return amount
 
 
 def _described(batch: StepBatch, context: StepAmount) -> dict[str, StepAmount | float]:
@@ -208,5 +208,5 @@ def _of_requests(model: Model, given: Mapping[str, Vector | Integers], rows: int
     frame = pl.DataFrame({name: np.asarray(value, dtype=float) for name, value in given.items()})
     missing = compiled.inputs - given.keys()
     frame = frame.with_columns(pl.lit(0.0).alias(name) for name in sorted(missing))
-    found = compiled.computed(frame).select(y=compiled.expression())["y"]
-    return np.broadcast_to(found.fill_null(0.0).to_numpy(), rows)
+    predicted = compiled.computed(frame).select(y=compiled.expression())["y"]
+    return np.broadcast_to(predicted.fill_null(0.0).to_numpy(), rows)

@@ -284,19 +284,19 @@ class Fleet:
         load = RequestLoad(arrival, drawn.prompt, drawn.output, drawn.cached)
         admission = admission_us(self.deployment.models.get("alpha.admission"), arrival, drawn.prompt)
         recorder = _Recorder(self.times)
-        found = replay(load, recorder, self.settings, admission_us=admission)
-        e2e = found.last_us - arrival
+        replayed = replay(load, recorder, self.settings, admission_us=admission)
+        e2e = replayed.last_us - arrival
         counts = _steady(arrival, e2e)
         several = counts & (drawn.output > 1)
-        itl = (found.last_us - found.first_us) / np.maximum(drawn.output - 1, 1)
+        itl = (replayed.last_us - replayed.first_us) / np.maximum(drawn.output - 1, 1)
         span = float(arrival[-1] - arrival[0]) or 1.0
-        begins = np.clip(found.scheduled_us, 0, arrival[-1])
-        ends = np.clip(found.last_us, 0, arrival[-1])
-        batches = _batches(recorder.batches, found.steps[0], self.settings.tokens_per_step)
+        begins = np.clip(replayed.scheduled_us, 0, arrival[-1])
+        ends = np.clip(replayed.last_us, 0, arrival[-1])
+        batches = _batches(recorder.batches, replayed.steps[0], self.settings.tokens_per_step)
         outside_pct, outside = self.law.outside(batches)
         return Simulated(
             rate,
-            {"ttft": (found.first_us - arrival)[counts], "itl": itl[several], "e2e": e2e[counts]},
+            {"ttft": (replayed.first_us - arrival)[counts], "itl": itl[several], "e2e": e2e[counts]},
             self.law.slowness(batches),
             float((ends - begins).sum()) / span,
             float((begins - np.minimum(arrival, begins)).sum()) / span,
@@ -541,17 +541,19 @@ def largest_rate(fleet: Fleet, servers: int, curve: Curve, objectives: Sequence[
     return curve
 
 
-def plan_point(found: Simulated, servers: int, fleet: Fleet, curve: Curve, names: Sequence[str]) -> PlanPoint:
+def plan_point(
+    simulated: Simulated, servers: int, fleet: Fleet, curve: Curve, names: Sequence[str]
+) -> PlanPoint:
     """Return what so many servers do at a replayed rate.
 
     Args:
-        found: The rate, at each of them.
+        simulated: The rate, at each of them.
         servers: How many.
         fleet: The servers.
         curve: The curve of this rate and others.
         names: Percentiles, such as `ttft_p99_ms`.
     """
-    at = np.array([found.rate])
+    at = np.array([simulated.rate])
     latencies = []
     for name in names:
         value = float(curve.values_ms(name, at)[0])
@@ -559,12 +561,12 @@ def plan_point(found: Simulated, servers: int, fleet: Fleet, curve: Curve, names
         is_open = not math.isfinite(high)
         latencies.append(PlannedLatency(name, value, min(low, value), None if is_open else max(high, value)))
     return PlanPoint(
-        rate_per_s=found.rate * servers,
+        rate_per_s=simulated.rate * servers,
         latencies=tuple(latencies),
-        output_tokens_per_s=found.rate * servers * float(fleet.sample.output_tokens.mean()),
-        running_mean=found.running,
-        waiting_mean=found.waiting,
-        outside_pct=found.outside_pct,
-        outside=found.outside,
-        extrapolates=found.outside_pct > SOME_OUTSIDE_PCT,
+        output_tokens_per_s=simulated.rate * servers * float(fleet.sample.output_tokens.mean()),
+        running_mean=simulated.running,
+        waiting_mean=simulated.waiting,
+        outside_pct=simulated.outside_pct,
+        outside=simulated.outside,
+        extrapolates=simulated.outside_pct > SOME_OUTSIDE_PCT,
     )

@@ -50,7 +50,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Import the simulation when it is first used."""
     for module in ("run", "scheduler", "spans") if name in __all__ else ():
-        found = import_module(f"tracefit.synth.{module}")
-        if hasattr(found, name):
-            return getattr(found, name)
+        loaded = import_module(f"tracefit.synth.{module}")
+        if hasattr(loaded, name):
+            return getattr(loaded, name)
     raise AttributeError(f"module 'tracefit.synth' has no attribute {name!r}")

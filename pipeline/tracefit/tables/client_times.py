@@ -114,10 +114,10 @@ def _with_latencies(requests: pl.DataFrame) -> pl.DataFrame:
     measured = rest.select("request_id", *TIMES).unique("request_id", keep="none")
     sent = requests.filter(is_sent)
     is_alone = pl.len().over("request_id", "dialect") == 1
-    found = sent.with_columns(is_alone=is_alone & is_client).join(
+    matched = sent.with_columns(is_alone=is_alone & is_client).join(
         measured, on="request_id", how="left", suffix="_here", maintain_order="left"
     )
-    found = found.with_columns(
+    matched = matched.with_columns(
         pl.when("is_alone").then(pl.coalesce(name, f"{name}_here")).otherwise(name).alias(name)
         for name in TIMES
     ).with_columns(
@@ -125,9 +125,9 @@ def _with_latencies(requests: pl.DataFrame) -> pl.DataFrame:
             (pl.col("client_e2e_us") - pl.col("client_ttft_us")) / (pl.col("output_tokens") - 1)
         )
     )
-    alone = rest.join(found.filter("is_alone"), on="request_id", how="anti", maintain_order="left")
+    alone = rest.join(matched.filter("is_alone"), on="request_id", how="anti", maintain_order="left")
     unsent = alone.with_columns(arrival_ns=pl.lit(None, pl.Int64))
-    return pl.concat([found.select(requests.columns), unsent])
+    return pl.concat([matched.select(requests.columns), unsent])
 
 
 def _by_id(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:

@@ -53,14 +53,14 @@ class StepAxis:
         end = pl.col("first_id") + pl.col("positions") - 1
         end = pl.when(end > pl.col("last_id")).then(end)
         pieces = self.pieces.select(*ENGINE, "first_id", "removed", end=end).sort("first_id")
-        found = (
+        joined = (
             located.with_row_index("_row")
             .sort("step_id")
             .join_asof(pieces, left_on="step_id", right_on="first_id", by=ENGINE, check_sortedness=False)
         )
         number = pl.min_horizontal("step_id", "end") - pl.col("removed")
         # Before the first step (QUEUED of a fresh engine) nothing was removed.
-        numbered = found.with_columns(
+        numbered = joined.with_columns(
             step_id=pl.coalesce(pl.when(pl.col("step_id").is_not_null()).then(number), "step_id")
         )
         return numbered.sort("_row").drop("_row", "first_id", "removed", "end")

@@ -135,8 +135,8 @@ def _apart_s(prompts: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> 
         .with_columns(rest=ahead - pl.col("quarters") * _ZONE_S)
         .filter(pl.col("rest").is_between(-1.0 - _PRINTED_S, _PRINTED_S))
     )
-    found = pairs.group_by("quarters").agg(pl.col("node_s").n_unique(), pl.col("rest").median())
-    best = found.sort("node_s", pl.col("quarters").abs(), descending=[True, False]).head(1)
+    counted = pairs.group_by("quarters").agg(pl.col("node_s").n_unique(), pl.col("rest").median())
+    best = counted.sort("node_s", pl.col("quarters").abs(), descending=[True, False]).head(1)
     if not best.height or best["node_s"][0] < _FOUND * tried.height:
         return None
     quarters, _, rest = best.row(0)
@@ -154,14 +154,14 @@ def _votes(ends: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> pl.Da
     )
     ahead = pl.col("seconds") - pl.col("node_s")
     pairs = places.explode("second").join(keyed, on=["second", "prefill_tokens"])
-    found = [pairs.filter(ahead.is_between(*window_s)).select("node", "at", votes=pl.lit(_SURE_VOTES))]
+    votes = [pairs.filter(ahead.is_between(*window_s)).select("node", "at", votes=pl.lit(_SURE_VOTES))]
     if not is_coarse:
         stamped = lines.select("at", "seconds").sort("seconds")
         nearest = ends.sort("node_s").join_asof(
             stamped, left_on="node_s", right_on="seconds", strategy="nearest", coalesce=False
         )
-        found.append(nearest.filter(ahead.abs() < _NEAR_S).select("node", "at", votes=pl.lit(1)))
-    return pl.concat(found)
+        votes.append(nearest.filter(ahead.abs() < _NEAR_S).select("node", "at", votes=pl.lit(1)))
+    return pl.concat(votes)
 
 
 def _timed(lines: pl.DataFrame, g: Graph, ended: Floats) -> pl.DataFrame:

@@ -173,7 +173,7 @@ def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
     if not timed.height:
         return starts
     rows = timed.join(starts, on=[*ENGINE, "step_id"], how="full", coalesce=True).sort(*ENGINE, "step_id")
-    found = []
+    parts = []
     for part in rows.partition_by(ENGINE, maintain_order=True):
         mark = np.flatnonzero(part["ts_start_ns"].is_not_null().to_numpy())
         marked = part[mark]
@@ -189,7 +189,7 @@ def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
             passed_us - passed_us[mark[-1]], 0.0
         )
         start_ns = first_ns + (begin_us * 1e3).round().astype(np.int64)
-        found.append(
+        parts.append(
             part.with_columns(
                 ts_start_ns=pl.coalesce("ts_start_ns", pl.Series(start_ns)),
                 start_sd_us=pl.col("start_sd_us").forward_fill().backward_fill(),
@@ -198,7 +198,7 @@ def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
                 pause=(pl.col("pause") & (pl.col("start_source") == FINE)).fill_null(value=False),
             ).select(starts.columns)
         )
-    return pl.concat(found)
+    return pl.concat(parts)
 
 
 def _work(intervals: pl.DataFrame) -> tuple[float, ...] | None:
@@ -216,9 +216,9 @@ def _work(intervals: pl.DataFrame) -> tuple[float, ...] | None:
     if len(design) >= _LEAST_INTERVALS:
         # Prompts count if they show; no part of the work takes less than no time.
         for size in (3, 2, 1):
-            found, sd = _robust(design[:, :size], rest_us)
-            if found.min() >= 0 and (size < 3 or found[2] > 2 * sd[2]):
-                work_us[:size] = found
+            work, sd = _robust(design[:, :size], rest_us)
+            if work.min() >= 0 and (size < 3 or work[2] > 2 * sd[2]):
+                work_us[:size] = work
                 break
         share, _ = _robust(design[:, 3:], rest_us)
         left_us = robust_sd(rest_us - design @ work_us)
@@ -230,12 +230,12 @@ def _work(intervals: pl.DataFrame) -> tuple[float, ...] | None:
 
 def _robust(design: Matrix, target: Vector) -> tuple[Vector, Vector]:
     """Return Huber's estimates of the coefficients of a linear model, and their standard deviations."""
-    root, found, sd = np.ones(len(target)), np.zeros(design.shape[1]), 0.0
+    root, solution, sd = np.ones(len(target)), np.zeros(design.shape[1]), 0.0
     weighed = design
     for _ in range(_ROUNDS):
         weighed = design * root[:, None]
-        found = np.asarray(np.linalg.lstsq(weighed, target * root, rcond=None)[0], np.float64)
-        off = target - design @ found
+        solution = np.asarray(np.linalg.lstsq(weighed, target * root, rcond=None)[0], np.float64)
+        off = target - design @ solution
         sd = max(robust_sd(off), 1e-9)
         root = 1 / np.sqrt(np.maximum(np.abs(off) / (_HUBER * sd), 1.0))
-    return found, sd * np.sqrt(np.diag(np.linalg.pinv(weighed.T @ weighed)))
+    return solution, sd * np.sqrt(np.diag(np.linalg.pinv(weighed.T @ weighed)))

@@ -41,19 +41,19 @@ def steps_without_token(
     """
     lost = np.maximum(last - first - decodes, 0.0)
     lost[lost <= np.maximum(_LEAST_LOST, _LEAST_SHARE * decodes)] = 0.0
-    found = np.flatnonzero(lost)
-    if not found.size:
-        return found, lost[found], lost[found]
+    which = np.flatnonzero(lost)
+    if not which.size:
+        return which, lost[which], lost[which]
     lives = (first, last, prompt, decodes, lost)
-    held, _ = _held(lives, last[found] - lost[found], found)
-    best, begins = np.inf, last[found] - lost[found]
+    held, _ = _held(lives, last[which] - lost[which], which)
+    best, begins = np.inf, last[which] - lost[which]
     for full in held.max() * np.linspace(*_LEVELS):
-        tried = _begins(*lives, full)[found]
-        held, waits = _held(lives, tried, found)
+        tried = _begins(*lives, full)[which]
+        held, waits = _held(lives, tried, which)
         uneven = float(np.std(held[waits]) / np.mean(held[waits])) if waits.sum() > 1 else np.inf
         if uneven < best:
             best, begins = uneven, tried
-    return found, begins, begins + lost[found]
+    return which, begins, begins + lost[which]
 
 
 def _begins(
@@ -106,11 +106,11 @@ def _begins(
     return np.asarray(np.minimum(begins, latest))
 
 
-def _held(lives: tuple[Floats, ...], begins: Floats, found: Ints) -> tuple[Floats, NDArray[np.bool_]]:
+def _held(lives: tuple[Floats, ...], begins: Floats, which: Ints) -> tuple[Floats, NDArray[np.bool_]]:
     """Return the tokens in the cache as some requests end, and whether a preempted one waits then."""
     first, last, prompt, _, lost = lives
     away, back = np.full(len(last), np.inf), np.full(len(last), np.inf)
-    away[found], back[found] = begins, begins + lost[found]
+    away[which], back[which] = begins, begins + lost[which]
     at = np.sort(last)[:: max(1, len(last) // _SHOWN)]
     held, waits = np.empty(len(at)), np.empty(len(at), bool)
     for row, step in enumerate(at):

@@ -43,7 +43,7 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
     total = timeline.group_by(ENGINE).agg(
         total=pl.col("kv_blocks_total").max(), first_step=pl.col("step_id").min()
     )
-    found = queued.join(after, on=[*ENGINE, "step_id"], how="left").join(total, on=ENGINE, how="left")
+    joined = queued.join(after, on=[*ENGINE, "step_id"], how="left").join(total, on=ENGINE, how="left")
     # QUEUED carries the counter of the step before: below the first step the engine had not run yet.
     fresh = pl.col("step_id") < pl.col("first_step")
 
@@ -55,7 +55,7 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
     budget = limits.max_num_batched_tokens
     # Taken from the next step's budget: a token for each running request, prompts in progress, and those ahead.
     taken = running + left + pl.col("tokens_ahead")
-    return found.select(
+    return joined.select(
         *CORE_SPAN,
         "request_id",
         *_AHEAD,

@@ -163,7 +163,7 @@ def _joined(
             {"a": np.minimum(a, b), "b": np.maximum(a, b), "apart": apart, "weight": sd[cut] ** -2.0}
         )
         weight = pl.col("weight").sum()
-        found = (
+        candidates = (
             votes.group_by("a", "b")
             .agg(apart=(pl.col("apart") * pl.col("weight")).sum() / weight, weight=weight)
             .with_columns(whole=pl.col("apart").round())
@@ -172,11 +172,11 @@ def _joined(
             .sort("z", "a", "b", descending=[True, False, False])
             .with_row_index("rank")
         )
-        if not found.height:
+        if not candidates.height:
             return np.unique(cluster, return_inverse=True)[1], offset
-        sides = pl.concat([found.select("rank", cluster=side) for side in ("a", "b")])
+        sides = pl.concat([candidates.select("rank", cluster=side) for side in ("a", "b")])
         surest = sides.group_by("cluster").agg(pl.col("rank").min())["rank"].unique().sort()
-        taken = found[surest.to_numpy()]
+        taken = candidates[surest.to_numpy()]
         up, moved = potentials(
             int(cluster.max()) + 1, *(taken[name].to_numpy() for name in ("a", "b", "whole"))
         )

@@ -105,14 +105,14 @@ def unknown_batches(requests: pl.DataFrame, budget: int | None, *, has_steps: bo
     # Rows by number: of a million requests, every copy with all columns takes 200 MB.
     numbered = requests.select(*SERVER, "arrival_ns", unplaced=unplaced, is_usable=is_usable())
     stock = numbered.with_row_index("row").filter("unplaced")
-    found = []
+    reasons = []
     servers = stock.partition_by(SERVER, as_dict=True, maintain_order=True)
     for (run_id, server), rows in servers.items():
         if (reason := next(_reasons(requests, rows, budget or BUDGET), None)) is not None:
             shared = _SHARED if _TRACE_ALL in reason and len(servers) > 1 else ""
-            found.append((run_id, server, reason + shared))
+            reasons.append((run_id, server, reason + shared))
     types = {name: REQUESTS.types[name] for name in SERVER}
-    return pl.DataFrame(found, schema={**types, "reason": pl.String()}, orient="row")
+    return pl.DataFrame(reasons, schema={**types, "reason": pl.String()}, orient="row")
 
 
 def _reasons(requests: pl.DataFrame, rows: pl.DataFrame, budget: float) -> Iterator[str]:

@@ -283,8 +283,8 @@ class Graph:
         guess = np.maximum(np.diff(self.at_us) / max(quick_us, 1.0), 1.0) * least
         kept = np.ones(len(steps), bool)
         for _ in range(_TRIMS):
-            found = balanced(self, guess, begin[kept], end[kept], steps[kept], least)
-            sums = np.r_[0.0, np.cumsum(found)]
+            counts = balanced(self, guess, begin[kept], end[kept], steps[kept], least)
+            sums = np.r_[0.0, np.cumsum(counts)]
             ahead = steps - (sums[end] - sums[begin])
             is_late = ahead < -np.maximum(_FAR_STEPS, _LATE_SHARE * steps)
             furthest = is_late & (ahead <= min(float(np.quantile(ahead[kept], 0.05)), -_FAR_STEPS))

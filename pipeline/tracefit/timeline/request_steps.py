@@ -97,14 +97,14 @@ def count_steps(requests: pl.DataFrame, limits: EngineLimits) -> RequestSteps:
     numbered = requests.select(*SERVER, is_usable=is_usable(), end=end).with_row_index("row")
     whole = numbered.filter("is_usable").join(unknown, on=SERVER, how="anti").sort("end", "row")
     columns = requests.select(*ENGINE, *USED).with_row_index("row")
-    found = []
+    placed = []
     for _, rows in whole.group_by(SERVER, maintain_order=True):
         for window, places in enumerate(_windows(rows["row"])):
             part = columns[places].sort("arrival_ns", "row")
             if rows.height > MOST_PLACED:
                 part = part.with_columns(epoch=pl.lit(window, pl.Int64))
-            found.append(_placed(part, budget or BUDGET))
-    return RequestSteps.of(requests, (rows for rows, _ in found), (part for _, part in found))
+            placed.append(_placed(part, budget or BUDGET))
+    return RequestSteps.of(requests, (rows for rows, _ in placed), (part for _, part in placed))
 
 
 def _windows(rows: pl.Series) -> Iterator[pl.Series]:
@@ -225,8 +225,8 @@ def events_of(requests: pl.DataFrame) -> pl.DataFrame:
             for event, name, done_tokens in events
         ),
     )
-    found = rows.explode("events").unnest("events")
-    return JOURNEY_EVENTS.conform(found.filter(pl.col("step_id").is_not_null()))
+    exploded = rows.explode("events").unnest("events")
+    return JOURNEY_EVENTS.conform(exploded.filter(pl.col("step_id").is_not_null()))
 
 
 _NEVER = {name: pl.lit(None, pl.Int64) for name in ("preempted_step", "resumed_step")}
@@ -236,11 +236,11 @@ def _preempted(own: pl.DataFrame) -> pl.DataFrame:
     """Add the steps that preempted and resumed the requests of an engine, null where none did."""
     steps = ("first_token_step", "finished_step", "prompt_tokens", "output_tokens")
     first, last, prompt, output = (own[name].cast(pl.Float64).to_numpy() for name in steps)
-    found, begins, ends = steps_without_token(first, last, prompt, output - 1)
+    at, begins, ends = steps_without_token(first, last, prompt, output - 1)
     # Whole steps, with a token before and one after.
     away = np.round(ends - begins).astype(np.int64)
-    begins = np.clip(begins.round(), first[found] + 1, last[found] - away).astype(np.int64)
+    begins = np.clip(begins.round(), first[at] + 1, last[at] - away).astype(np.int64)
     placed = own.with_columns(**_NEVER)
     for name, values in (("preempted_step", begins), ("resumed_step", begins + away)):
-        placed = placed.with_columns(placed[name].scatter(found, values))
+        placed = placed.with_columns(placed[name].scatter(at, values))
     return placed

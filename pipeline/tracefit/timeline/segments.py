@@ -43,14 +43,14 @@ def with_steps_by_time(core: pl.DataFrame, summaries: pl.DataFrame) -> pl.DataFr
             summaries.select("engine", ts_ns="ts_start_ns", last="step_id", begun=pl.lit(value=True)),
         ]
     ).drop_nulls()
-    found = (
+    joined = (
         core.with_row_index("_row")
         .sort("ts_ns")
         .join_asof(marks.sort("ts_ns", "last"), on="ts_ns", by="engine", check_sortedness=False)
     )
     # In schedule(), behind an update of the step before, a new step has begun.
     step = pl.col("last") + pl.when(inside & ~pl.col("begun")).then(1).otherwise(-lag)
-    filled = found.with_columns(pl.coalesce("step_id", step.clip(lower_bound="first_step")))
+    filled = joined.with_columns(pl.coalesce("step_id", step.clip(lower_bound="first_step")))
     return filled.sort("_row").drop("_row", "last", "begun")
 
 

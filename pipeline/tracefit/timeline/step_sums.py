@@ -49,9 +49,9 @@ class StepSums:
 
     def _sums_until(self, rows: pl.DataFrame, step: pl.Expr) -> pl.DataFrame:
         wanted = rows.select(*ENGINE, step_id=step.cast(pl.Int64)).with_row_index("row")
-        found = wanted.sort("step_id", nulls_last=True).join_asof(
+        matched = wanted.sort("step_id", nulls_last=True).join_asof(
             self._until, on="step_id", by=ENGINE, check_sortedness=False
         )
         # An engine that has no step yet has a sum of 0.
         sums = pl.exclude(*ENGINE, "row").fill_null(0)
-        return found.sort("row").select(pl.when(pl.col("step_id").is_not_null()).then(sums))
+        return matched.sort("row").select(pl.when(pl.col("step_id").is_not_null()).then(sums))
