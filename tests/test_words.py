@@ -104,3 +104,26 @@ def test_questions_titles_and_code_are_fine(tmp_path, monkeypatch, text):
 def test_names_of_tests_are_short():
     code = (path.read_text() for path in ROOT.glob("tests/**/*.py"))
     assert [name for text in code for name in re.findall(r"def (test_\w+)", text) if len(name) > 80] == []
+
+
+SPANS_ROOMS = ("inputs", "otlp", "receive", "recordings", "synth", "tables")
+"""Rooms that read or write spans, whose instrumentation scopes they name."""
+
+SPANS_LINE = re.compile(
+    r"instrumentation scope|of other scopes|[Oo]ther scopes?|other_scopes|services and scopes|vLLM scopes|scopes that are not read"
+    r"|ScopeSpans|_scopes\(|READ_SCOPES|\"scope|scopes? [=:]|scope: str|for scope|\{scope\}|if scopes|dialect_of\(scope|<th scope"
+)
+
+
+def test_scope_is_a_word_of_opentelemetry():
+    """A model on a GPU under settings is a deployment."""
+    package = ROOT / "pipeline" / "tracefit"
+    code = [p for p in package.rglob("*") if p.suffix in (".py", ".html", ".md")]
+    code = [p for p in code if p.relative_to(package).parts[0] not in SPANS_ROOMS]
+    lines = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in (*code, *ROOT.glob("docs/**/*.md"), ROOT / "README.md")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search("scope", line, re.IGNORECASE) and not SPANS_LINE.search(line)
+    ]
+    assert lines == []

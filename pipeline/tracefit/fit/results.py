@@ -711,7 +711,7 @@ class LeftOutErrors:
     """Errors on all rows of a run, model, GPU or deployment, of a model fitted on the training rows of the rest.
 
     Attributes:
-        kind: What is left out: a run, all deployments of a model or of a GPU, or one of those of a model on a GPU.
+        kind: The left-out group: a run, all deployments of a model or of a GPU, or one of those of a model on a GPU.
         left_out: Its name.
         model: Name of the fitted model.
         deployment_id: The deployment of a run; null where models, GPUs or deployments are left out.
