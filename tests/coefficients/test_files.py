@@ -195,7 +195,8 @@ def test_another_version_says_which_one_is_read(write, version):
 
 
 def test_version_2_is_read_with_its_names(write):
-    model = MODEL | {"scope_id": "small.h100.tp1.00000000", "scope": {"model": "small", "gpu": "H100"}}
+    scope = {"model": "small", "gpu": "H100", "architecture": {}, "hardware": {}, "settings": {}}
+    model = MODEL | {"scope_id": "small.h100.tp1.00000000", "scope": scope}
     file = read_coefficients(write(FILE | {"version": 2, "models": [model]}))
     (read,) = file.models
     assert (file.version, read.deployment_id, read.deployment.gpu) == (3, "small.h100.tp1.00000000", "H100")

@@ -41,7 +41,7 @@ def test_facts_of_a_run_are_those_that_went_in(tmp_path, traces):
         ("traces.json.gz", "gzip", "OTLP JSON lines")
     ]
     assert inspected.bytes == inspected.files[0].bytes == (folder / "traces.json.gz").stat().st_size
-    spans = {s.deployment: s.spans for s in inspected.deployments}
+    spans = {s.scope: s.spans for s in inspected.scopes}
     assert spans == {"vllm.api": 60, "vllm.scheduler": 60, "vllm.scheduler.step": 1}
     assert inspected.events["step.BATCH_SUMMARY"] == 120
     assert inspected.events["api.ARRIVED"] == inspected.events["journey.FINISHED"] == 60
@@ -205,13 +205,13 @@ def test_prefix_hits_need_snapshots_that_tell_them(tmp_path, new_traces, allows)
     assert (verdicts["with"].verdict, verdicts["with"].reason) == ("yes", "known of 1 requests")
 
 
-def test_deployments_that_were_seen_and_not_read_are_named(tmp_path, traces):
+def test_scopes_that_were_seen_and_not_read_are_named(tmp_path, traces):
     traces.request(1, 0, step=1).span("tgi.router\x1b[31m", "generate", (9, 9, 0), [])
     traces.span("tgi.router\x1b[31m", "generate", (9, 10, 0), []).span("x" * 500, "y", (9, 11, 0), [])
     found = inspect([traces.write(tmp_path / "run")])
     assert found.runs[0].other_scopes == {r"tgi.router\x1b[31m": 2, "x" * 64: 1}
     assert r"tgi.router\x1b[31m, 2 spans, not read" in inspect_text(found)
-    assert {deployment.dialect for deployment in found.runs[0].deployments} == {"journey"}
+    assert {scope.dialect for scope in found.runs[0].scopes} == {"journey"}
 
 
 def test_traces_of_another_engine_alone_name_it(tmp_path, traces):

@@ -64,7 +64,7 @@ def test_a_step_needs_no_more_than_the_log_knows(made, tmp_path):
         return
     document = json.loads((out / "models/beta.json").read_text())
     (model,) = document["models"]
-    del model["scope"]["settings"]["num_gpu_blocks"]
+    del model["deployment"]["settings"]["num_gpu_blocks"]
     usage = {"feature": "kv_usage_ratio", "unit": "us", "formula": "kv_usage_ratio", "value": 1_000.0}
     model["terms"].append({**model["terms"][0], **usage, "training_range": [0.2, 0.4], "ci95": None})
     unknown = {"feature": "context_tokens", "reason": "not known in these runs", "training_range": None}
