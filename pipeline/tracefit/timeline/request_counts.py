@@ -45,15 +45,15 @@ class Counts:
     Attributes:
         number: Steps that had ended by each node, idle gaps apart.
         busy: Whether a request is in the engine during each interval.
-        scatter: How far the times of steps without a prompt are off a model of the batches, 90th percentile, as a share of
-            them and per root of the steps; null where few are known.
+        scatter: How far the times of steps without a prompt are off a model of the batches, 80th and 90th percentile, as a
+            share of them and per root of the steps; null where few are known.
         unevenness: Spread of the tokens in the caches while preempted requests wait, 10th to 90th percentile, as a share of the
             median; null where that is rare.
     """
 
     number: Ints
     busy: NDArray[np.bool_]
-    scatter: float | None
+    scatter: tuple[float, float] | None
     unevenness: float | None
 
 
@@ -135,11 +135,12 @@ def _batches(r: Spans, g: Graph, at: Floats, lost: Ints) -> _Batches:
     return _Batches(run, read, tokens, prompts, g.between(end[who], back, np.ones(len(who))))
 
 
-def _scatter(x: Floats, time: Floats) -> float | None:
+def _scatter(x: Floats, time: Floats) -> tuple[float, float] | None:
     if len(time) < _FEW:
         return None
     model = np.maximum(x @ robust_fit(x, time), 1e-3)
-    return float(np.quantile(np.abs(time / model - 1) * np.sqrt(x[:, 0]), 0.9))
+    most, nearly_all = np.quantile(np.abs(time / model - 1) * np.sqrt(x[:, 0]), (0.8, 0.9))
+    return float(most), float(nearly_all)
 
 
 def _unevenness(read: Floats, steps: Floats) -> float | None:

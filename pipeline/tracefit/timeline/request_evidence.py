@@ -60,6 +60,10 @@ _MOST_SCATTER = 0.22
 """Times of steps are this far off a model of the batches, 90th percentile, where requests without a span are in them: 0.24 or
 more with half of the requests of twelve generated runs. Complete, these have 0.05 to 0.12, and an overloaded CPU 0.19."""
 
+_SURE_SCATTER = 0.07
+"""The same of the 80th percentile, which a few miscounted intervals move less: 0.04 to 0.06 in 27 of 30 generated bursts whose 90th
+goes up to 0.23, and 0.29 or more with half of the requests."""
+
 _SAME_TIME, _MOST_MISCOUNTED = 0.1, 0.005
 """A request that takes about the usual time has about the usual tokens: at most so few have less than half."""
 
@@ -216,7 +220,7 @@ def sampled_rate(trace_ids: pl.Series) -> float | None:
     return None
 
 
-def _hidden(r: Spans, short_us: float, scatter: float | None) -> str | None:
+def _hidden(r: Spans, short_us: float, scatter: tuple[float, float] | None) -> str | None:
     """Return that unknown requests were in the engine, or may have been; null where the recording shows that none was.
 
     A request that comes while the engine is empty is scheduled at once. Where it waits for a step in progress, as most do
@@ -241,9 +245,9 @@ def _hidden(r: Spans, short_us: float, scatter: float | None) -> str | None:
             )
         if alone.size >= _OFTEN_ALONE * len(arrival_us):
             return None
-    if scatter is not None and scatter <= _MOST_SCATTER:
+    if scatter is not None and (scatter[0] <= _SURE_SCATTER or scatter[1] <= _MOST_SCATTER):
         return None
-    off = "too few are known" if scatter is None else f"90th percentile {100 * scatter:.0f} %"
+    off = "too few are known" if scatter is None else f"90th percentile {100 * scatter[1]:.0f} %"
     return (
         f"nothing shows that every request has a span: {lack}, and the times of steps are far off what the "
         f"known batches explain ({off}), as requests without a span, preemptions and several tokens a step make them; "
