@@ -9,6 +9,7 @@ Both are repeated in turn (`counted`), and clusters join where the times leave o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,13 +17,13 @@ import polars as pl
 
 from tracefit.statistics import robust_sd
 from tracefit.timeline.preemptions import steps_without_token
-from tracefit.timeline.request_graph import balanced, potentials, robust_fit
+from tracefit.timeline.request_graph import USED, Spans, balanced, graph_of, potentials, robust_fit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tracefit.timeline.engines import Floats, Ints
-    from tracefit.timeline.request_graph import Graph, Spans
+    from tracefit.timeline.request_graph import Graph
 
 _ROUNDS = 4
 _SURE_SD = 1.3
@@ -102,6 +103,26 @@ def counted(r: Spans, g: Graph) -> Counts:
     x = np.c_[steps, steps * batch.run, steps * batch.read][plain]
     waits = batch.waiting > 0
     return Counts(number, busy, _scatter(x, time[plain]), _unevenness(batch.read[waits], steps[waits]))
+
+
+class CountedRequests:
+    """Requests of one server as arrays, with their graph, and the numbers of its nodes once these are used.
+
+    Attributes:
+        rows: Their numbers in the frame of requests, in the order of the arrays.
+        spans: The requests.
+        graph: Their graph.
+    """
+
+    def __init__(self, requests: pl.DataFrame, rows: pl.Series, budget: float) -> None:
+        self.rows = rows
+        self.spans = Spans.of(requests.select(USED)[rows])
+        self.graph = graph_of(self.spans, budget)
+
+    @cached_property
+    def counts(self) -> Counts:
+        """The number of every node."""
+        return counted(self.spans, self.graph)
 
 
 class _Batches(NamedTuple):

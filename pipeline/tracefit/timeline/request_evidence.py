@@ -15,15 +15,13 @@ import polars as pl
 from tracefit.statistics import robust_sd
 from tracefit.tables.dialects import STOCK
 from tracefit.tables.schema import REQUESTS, SERVER
-from tracefit.timeline.request_counts import counted
+from tracefit.timeline.request_counts import CountedRequests
 from tracefit.timeline.request_graph import (
     BUDGET,
     MOST_ODD,
     SAME_STEP_NS,
-    USED,
     Graph,
     Spans,
-    graph_of,
     is_counted,
     is_usable,
     robust_fit,
@@ -103,6 +101,13 @@ def unknown_batches(requests: pl.DataFrame, budget: int | None, *, has_steps: bo
     Returns:
         One row per such server: run_id, server, reason.
     """
+    return examine(requests, budget, has_steps=has_steps)[0]
+
+
+def examine(
+    requests: pl.DataFrame, budget: int | None, *, has_steps: bool = False
+) -> tuple[pl.DataFrame, dict[tuple[object, ...], CountedRequests]]:
+    """Return `unknown_batches`, and by server what was computed of its requests, for those who count their steps next."""
     # Requests on steps were checked when they were placed.
     of = (pl.col("dialect") == STOCK) if has_steps else is_counted()
     unplaced = of & pl.col("first_token_step").is_null()
@@ -110,36 +115,40 @@ def unknown_batches(requests: pl.DataFrame, budget: int | None, *, has_steps: bo
     numbered = requests.select(*SERVER, "arrival_ns", unplaced=unplaced, is_usable=is_usable())
     stock = numbered.with_row_index("row").filter("unplaced")
     reasons = []
+    examined: dict[tuple[object, ...], CountedRequests] = {}
     servers = stock.partition_by(SERVER, as_dict=True, maintain_order=True)
-    for (run_id, server), rows in servers.items():
-        if (reason := next(_reasons(requests, rows, budget or BUDGET), None)) is not None:
+    for key, rows in servers.items():
+        by_arrival = rows.select("row", "arrival_ns", "is_usable").sort("arrival_ns", "row")
+        reason = _missing_facts(requests, by_arrival)
+        if reason is None:
+            known = _middle(by_arrival.filter("is_usable")["row"])
+            examined[key] = CountedRequests(requests, known, budget or BUDGET)
+            reason = next(_reasons(examined[key], rows.height), None)
+        if reason is not None:
             shared = _SHARED if _TRACE_ALL in reason and len(servers) > 1 else ""
-            reasons.append((run_id, server, reason + shared))
+            reasons.append((*key, reason + shared))
     types = {name: REQUESTS.types[name] for name in SERVER}
-    return pl.DataFrame(reasons, schema={**types, "reason": pl.String()}, orient="row")
+    return pl.DataFrame(reasons, schema={**types, "reason": pl.String()}, orient="row"), examined
 
 
-def _reasons(requests: pl.DataFrame, rows: pl.DataFrame, budget: float) -> Iterator[str]:
-    """Yield why the batches of one server are unknown, and what to do; nothing where nothing speaks against them.
-
-    Its requests are at the places `row` of `requests`.
-    """
-    if rows.height < _FEW:
-        yield f"{rows.height} requests are too few to show whether they are all; record more"
-        return
-    by_arrival = rows.select("row", "arrival_ns", "is_usable").sort("arrival_ns")
+def _missing_facts(requests: pl.DataFrame, by_arrival: pl.DataFrame) -> str | None:
+    """Return why the requests of one server, at the places `row` of `requests`, show no batches whatever their times are."""
+    if by_arrival.height < _FEW:
+        return f"{by_arrival.height} requests are too few to show whether they are all; record more"
     if (rate := sampled_rate(requests["trace_id"].gather(_middle(by_arrival["row"])))) is not None:
-        yield (
+        return (
             f"a sampler kept about {100 * rate:.0f} % of the traces, as their ids show, and the batches held the other requests "
             "too; trace every request: OTEL_TRACES_SAMPLER=always_on"
         )
-    known = by_arrival.filter("is_usable")["row"]
-    if (lacking := 1 - known.len() / rows.height) > _MOST_LACKING:
-        yield f"{100 * lacking:.0f} % of the requests lack times or lengths, and were in the batches too"
-        return
-    spans = Spans.of(requests.select(USED)[_middle(known)])
+    if (lacking := 1 - by_arrival["is_usable"].sum() / by_arrival.height) > _MOST_LACKING:
+        return f"{100 * lacking:.0f} % of the requests lack times or lengths, and were in the batches too"
+    return None
+
+
+def _reasons(known: CountedRequests, requests: int) -> Iterator[str]:
+    """Yield why the times of a server's requests show that its batches are unknown, and what to do; `requests` is how many it has."""
+    spans, graph = known.spans, known.graph
     short_us = spans.short_step_us()
-    graph = graph_of(spans, budget)
     if (close := _close_share(spans, graph, short_us)) > _MOST_CLOSE:
         yield (
             "token times are closer together than two steps of one engine can be, as often as those of several engines or "
@@ -152,10 +161,10 @@ def _reasons(requests: pl.DataFrame, rows: pl.DataFrame, budget: float) -> Itera
             f"{100 * short:.1f} % of the requests lasted as long as the others with less than half of their tokens: a client that counts "
             "tokens in the text does not know those of the engine; take them from its usage field"
         )
-    edges, counts = graph.consistent(), counted(spans, graph)
+    edges, counts = graph.consistent(), known.counts
     # Where requests are preempted the cache is full: with the known requests alone, or they would fill it unevenly.
     is_full = counts.unevenness is not None and counts.unevenness < _MOST_UNEVEN
-    odd = edges.odd if is_full else max(edges.odd, len(edges.preempted) / rows.height)
+    odd = edges.odd if is_full else max(edges.odd, len(edges.preempted) / requests)
     if odd > MOST_ODD:
         yield (
             f"{100 * odd:.0f} % of the requests took more or fewer steps than tokens: preempted, by speculative decoding, or on "

@@ -17,16 +17,16 @@ import polars as pl
 
 from tracefit.tables.schema import ENGINE, JOURNEY_EVENTS, REQUESTS, SERVER
 from tracefit.timeline.preemptions import steps_without_token
-from tracefit.timeline.request_counts import counted, known_nodes
-from tracefit.timeline.request_evidence import unknown_batches
-from tracefit.timeline.request_graph import BUDGET, USED, Spans, graph_of, is_counted, is_usable
+from tracefit.timeline.request_counts import CountedRequests, known_nodes
+from tracefit.timeline.request_evidence import examine
+from tracefit.timeline.request_graph import BUDGET, USED, is_counted, is_usable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from tracefit.timeline.composition import EngineLimits
     from tracefit.timeline.engines import Ints
-    from tracefit.timeline.request_graph import Graph
+    from tracefit.timeline.request_graph import Graph, Spans
 
 STAMP_SD_US = 100.0
 """How far the place of a node on the wall clock is off, on two machines that were measured."""
@@ -92,18 +92,23 @@ def count_steps(requests: pl.DataFrame, limits: EngineLimits) -> RequestSteps:
         limits: Limits of the scheduler.
     """
     budget = limits.max_num_batched_tokens
-    unknown = unknown_batches(requests, budget).select(SERVER)
+    unknown, examined = examine(requests, budget)
     end = pl.col("arrival_ns") + (1e3 * pl.coalesce("e2e_us", "client_e2e_us")).cast(pl.Int64)
     numbered = requests.select(*SERVER, is_usable=is_usable(), end=end).with_row_index("row")
-    whole = numbered.filter("is_usable").join(unknown, on=SERVER, how="anti").sort("end", "row")
+    whole = (
+        numbered.filter("is_usable").join(unknown.select(SERVER), on=SERVER, how="anti").sort("end", "row")
+    )
     columns = requests.select(*ENGINE, *USED).with_row_index("row")
     placed = []
-    for _, rows in whole.group_by(SERVER, maintain_order=True):
+    for server, rows in whole.group_by(SERVER, maintain_order=True):
         for window, places in enumerate(_windows(rows["row"])):
             part = columns[places].sort("arrival_ns", "row")
             if rows.height > MOST_PLACED:
                 part = part.with_columns(epoch=pl.lit(window, pl.Int64))
-            placed.append(_placed(part, budget or BUDGET))
+            known = examined.pop(server, None)
+            if known is None or not known.rows.equals(part["row"]):
+                known = CountedRequests(requests, part["row"], budget or BUDGET)
+            placed.append(_placed(part, known))
     return RequestSteps.of(requests, (rows for rows, _ in placed), (part for _, part in placed))
 
 
@@ -116,11 +121,9 @@ def _windows(rows: pl.Series) -> Iterator[pl.Series]:
         yield rows[int(begin) : int(begin) + _WINDOW_REQUESTS]
 
 
-def _placed(rows: pl.DataFrame, budget: float) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _placed(rows: pl.DataFrame, counted: CountedRequests) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the row and the columns `PLACED_COLUMNS` of the requests of one server, and the known starts of its steps."""
-    spans = Spans.of(rows)
-    g = graph_of(spans, budget)
-    counts = counted(spans, g)
+    spans, g, counts = counted.spans, counted.graph, counted.counts
     # Idle gaps have empty steps: their time is that of no batch. With scheduling ahead the step in progress comes first.
     # After one, a client sees the first step end and not begin: its time is that of no batch either.
     gaps = np.r_[0, np.cumsum(~counts.busy)] * (1 + g.lag + spans.is_client)
