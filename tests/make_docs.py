@@ -222,8 +222,13 @@ def _parameters(found: Any) -> Iterator[str]:
         )
         # An option of a function has an alias, which declares it.
         alias = getattr(options, p.annotation, None) if p.annotation.isidentifier() else None
-        kind = alias.__origin__ if hasattr(alias, "__metadata__") else p.annotation
+        kind = _written(alias.__origin__) if hasattr(alias, "__metadata__") else p.annotation
         yield f"{star}{p.name}: {kind}" + ("" if p.default is p.empty else f" = {made}")
+
+
+def _written(kind: Any) -> str:
+    """Write a type as the code does, without the modules of its names."""
+    return re.sub(r"[a-z.]+\.(?=[A-Z])", "", inspect.formatannotation(kind))
 
 
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Examples):$", re.MULTILINE)

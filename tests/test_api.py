@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 
 import polars as pl
@@ -11,7 +13,10 @@ import pytest
 
 import tracefit
 from tracefit.commands.ingest import plan_ingest
-from tracefit.options import DeploymentOption, IngestOptions, RunOption, named
+from tracefit.engines.jobs import Job
+from tracefit.engines.local import LocalEngine
+from tracefit.errors import naming_flags
+from tracefit.options import DeploymentOption, IngestOptions, RunOption, TablesArgument, flag_of, named
 from tracefit.results.models import RunResult, TrainResult
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
@@ -99,18 +104,23 @@ def test_a_deployment_is_chosen_by_the_name_of_a_run(trained, tmp_path):
         tracefit.export(trained, "csv", tmp_path, run="busy", deployment="other")
 
 
-def test_errors_name_parameters_in_python_and_flags_on_the_command_line():
-    names = f"{named(DeploymentOption)} or {named(RunOption)}"
-    error = tracefit.UsageError("several deployments are there", hint=f"name one with {names}: a, b")
-    assert str(error) == "several deployments are there; name one with `deployment` or `run`: a, b"
-    assert error.line() == "several deployments are there; name one with --deployment or --run: a, b"
-    server = tracefit.DataError("no steps", hint="start it with --step-tracing-enabled --run-config-x")
-    assert str(server).endswith("--step-tracing-enabled --run-config-x"), "flags of others stay flags"
-    field = tracefit.UsageError(f"{named(IngestOptions, 'max_document_mib')} 0: too small")
-    assert (str(field), field.line()) == (
-        "`IngestOptions.max_document_mib` 0: too small",
-        "--max-document 0: too small",
-    )
+def test_texts_name_parameters_in_python_and_flags_on_the_command_line():
+    assert f"{named(DeploymentOption)} or {named(RunOption)}" == "`deployment` or `run`"
+    assert named(IngestOptions, "max_document_mib") == "`IngestOptions.max_document_mib`"
+    with naming_flags():
+        assert f"{named(DeploymentOption)} or {named(RunOption)}" == "--deployment or --run"
+        assert named(IngestOptions, "max_document_mib") == "--max-document"
+        assert named(TablesArgument) == "`tables`", "an argument has no flag"
+        assert named(IngestOptions, "block_bytes") == "`IngestOptions.block_bytes`", "not on the command line"
+    assert flag_of(IngestOptions, "max_document_mib") == "--max-document", "a file has any reader"
+
+
+def test_a_worker_names_options_as_its_parent_does():
+    one = Job(partial(named, IngestOptions), "max_rejects", "options", None)
+    for flags, name in ((False, "`IngestOptions.max_rejects`"), (True, "--max-rejects")):
+        with naming_flags(flags=flags), LocalEngine(2) as engine:
+            done = [value for _, value in engine.run(chain([one, one], repeat(None)).__next__)]
+        assert done == [name, name]
 
 
 class ArrowFrame:

@@ -21,7 +21,7 @@ import typer
 from typer.exceptions import TyperException
 
 from tracefit._version import __version__
-from tracefit.errors import TracefitError, UsageError, printable, without_credentials
+from tracefit.errors import TracefitError, UsageError, naming_flags, printable, without_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -199,7 +199,8 @@ def called(app: typer.Typer) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = _log_warning
         try:
-            return _call(app)
+            with naming_flags():
+                return _call(app)
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the last resort
             return _exit_code(error)
         finally:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Iterator
 
 
 EXIT_DONE = 0
@@ -21,23 +22,28 @@ EXIT_NOTHING = 1
 EXIT_QUARANTINE = 3
 """Done, with something in quarantine: rejects, dropped events, duplicate spans or refused requests."""
 
-_OPTION, _PARAMETER, _END = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Unicode characters that no text contains, around the two names of an option in the text of an error."""
+_names_flags = False
+
+
+@contextmanager
+def naming_flags(*, flags: bool = True) -> Iterator[None]:
+    """Name options by their flags, in this process: what the command line does, and a worker that it starts."""
+    global _names_flags  # noqa: PLW0603 - a process has one user, at a terminal or in Python
+    before, _names_flags = _names_flags, flags
+    try:
+        yield
+    finally:
+        _names_flags = before
+
+
+def names_flags() -> bool:
+    """Return whether options are named by their flags, not as parameters."""
+    return _names_flags
 
 
 def either(flag: str, parameter: str) -> str:
-    """Name an option in an error: by its flag on the command line, by its parameter in Python."""
-    return f"{_OPTION}{flag}{_PARAMETER}{parameter}{_END}"
-
-
-def _spelled(text: str, *, flags: bool) -> str:
-    """Write the options that a text names as flags, or as parameters."""
-    first, *rest = text.split(_OPTION)
-    for part in rest:
-        flag, _, more = part.partition(_PARAMETER)
-        parameter, _, after = more.partition(_END)
-        first += (flag if flags else parameter) + after
-    return first
+    """Name an option: by its flag on the command line, by its parameter in Python."""
+    return flag if _names_flags else parameter
 
 
 class TracefitError(Exception):
@@ -52,23 +58,18 @@ class TracefitError(Exception):
     exit_code: ClassVar[int] = EXIT_NOTHING
 
     def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
-        self._texts = tuple(text and without_credentials(text) for text in (where, what, hint))
-        self.where, said, self.hint = (text and _spelled(text, flags=True) for text in self._texts)
-        self.what = said or ""
+        self.what = without_credentials(what)
+        self.where, self.hint = (text and without_credentials(text) for text in (where, hint))
         super().__init__(self.what)
 
     def __str__(self) -> str:
-        """Return the whole error as one line for a Python program: options are named as parameters, not as flags."""
-        return _line(*(text and _spelled(text, flags=False) for text in self._texts))
+        """Return the whole error as one line."""
+        return self.line()
 
     def line(self) -> str:
-        """Return the whole error as one line for the command line."""
-        return _line(self.where, self.what, self.hint)
-
-
-def _line(where: str | None, what: str | None, hint: str | None) -> str:
-    text = f"{where}: {what}" if where else what or ""
-    return printable(" ".join(f"{text}; {hint}".split() if hint else text.split()))
+        """Return the whole error as one line."""
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return printable(" ".join(f"{text}; {self.hint}".split() if self.hint else text.split()))
 
 
 class DataError(TracefitError):

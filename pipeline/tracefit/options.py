@@ -2,7 +2,8 @@
 
 A field made with `option` is an option of its class: the command line takes its name, type and default from the field and its help
 from the docstring of the class. An option of a function is an alias such as `DeploymentOption`, the type of the parameter in both. `OptionFlag` has
-what only the command line needs, and an environment variable has the flag's name. Errors write an option with `named`.
+what only the command line needs, and an environment variable has the flag's name. Errors, warnings and results write an option with
+`named`, files with `flag_of`.
 
 Nothing heavy is imported here: the help of a command would wait for it.
 """
@@ -10,7 +11,7 @@ Nothing heavy is imported here: the help of a command would wait for it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -32,7 +33,7 @@ class OptionFlag:
 
     Attributes:
         help: The option's help; a field's is in the docstring of its class.
-        argument: Name of the parameter in Python; a field has its own.
+        argument: Name of the parameter in Python; a field has its own, and the command line alone has options without one.
         flag: The flag, if it is not the name with dashes.
         metavar: How help shows the value.
         minimum: The least number allowed.
@@ -40,6 +41,7 @@ class OptionFlag:
         completion: Names that a shell completes it with.
         kind: Type of the value on the command line, if it is not the field's.
         read: Converts the value from the command line to the field's type.
+        positional: Whether the command line takes it by its place, without a flag.
     """
 
     help: str = ""
@@ -51,6 +53,7 @@ class OptionFlag:
     completion: Completion | None = None
     kind: Any = None
     read: Callable[[Any], Any] | None = None
+    positional: bool = False
 
     def spelled(self, name: str) -> str:
         """Return the flag of an option with this name."""
@@ -90,20 +93,26 @@ def from_flags(kind: type[_Options], values: Mapping[str, Any], **others: Any) -
 
 
 def named(declared: Any, name: str = "") -> str:
-    """Name an option in an error: as a parameter in Python, as a flag on the command line.
+    """Name an option in a text for the user: as a parameter in Python, as a flag on the command line.
 
     Args:
         declared: An alias such as `DeploymentOption`, or a class of options.
         name: The field of the class; one that is no option is a parameter in both.
     """
-    if not name:
-        (flag,) = declared.__metadata__
-        return either(flag.spelled(flag.argument), f"`{flag.argument}`")
-    flag, parameter = (
-        declared.__dataclass_fields__[name].metadata.get("flag"),
-        f"`{declared.__name__}.{name}`",
-    )
-    return either(flag.spelled(name), parameter) if flag else parameter
+    parameter = f"`{declared.__name__}.{name}`" if name else f"`{_flag(declared).argument}`"
+    return either(flag_of(declared, name) or parameter, parameter)
+
+
+def flag_of(declared: Any, name: str = "") -> str | None:
+    """Return the flag of an option, for a file, which may be read by others than its maker; see `named`."""
+    flag = _flag(declared, name)
+    return flag.spelled(name or flag.argument) if flag and not flag.positional else None
+
+
+def _flag(declared: Any, name: str = "") -> Any:
+    if name:
+        return declared.__dataclass_fields__[name].metadata.get("flag")
+    return next(one for one in declared.__metadata__ if isinstance(one, OptionFlag))
 
 
 def _attributes(kind: type) -> dict[str, str]:
@@ -150,9 +159,12 @@ WorkersOption = Annotated[
     ),
 ]
 TablesOption = Annotated[
-    str | None,
+    str | Path | None,
     OptionFlag(
-        "Tables the models were trained on; found beside the models if not given.", "tables", metavar="PATH"
+        "Tables the models were trained on; found beside the models if not given.",
+        "tables",
+        metavar="PATH",
+        kind=str | None,
     ),
 ]
 ConsumerVersionOption = Annotated[
@@ -216,8 +228,13 @@ PriceOption = Annotated[
     OptionFlag("Price of a GPU for an hour: gives the cost of a million tokens.", "price", minimum=0),
 ]
 FigureOption = Annotated[
-    Path | None,
-    OptionFlag("Page to write with a figure of latencies over the rate.", "figure", metavar="PAGE.html"),
+    str | Path | None,
+    OptionFlag(
+        "Page to write with a figure of latencies over the rate.",
+        "figure",
+        metavar="PAGE.html",
+        kind=Path | None,
+    ),
 ]
 ObjectivesOption = Annotated[
     list[str] | None,
@@ -247,6 +264,125 @@ ChangesOption = Annotated[
         metavar="KEY=VALUE",
     ),
 ]
+
+
+PathsArgument = Annotated[
+    str | Path | Iterable[str | Path],
+    OptionFlag(
+        "Run folders, folders of run folders, trace files (files without a run configuration beside them form "
+        "one run), patterns, s3:// or gs:// URLs, or - for standard input.",
+        "paths",
+        kind=list[str],  # not Path, which would make one slash of the two in a URL
+        positional=True,
+    ),
+]
+InspectedArgument = Annotated[
+    str | Path | Iterable[str | Path],
+    OptionFlag(
+        "Run folders, folders of run folders, or trace files; or one folder that run or ingest wrote.",
+        "paths",
+        kind=list[str],
+        positional=True,
+    ),
+]
+TablesArgument = Annotated[
+    str | Path, OptionFlag("A folder that ingest or run wrote.", "tables", kind=str, positional=True)
+]
+_MODELS = "A coefficient file, a folder of them, or a folder that run wrote."
+ModelsArgument = Annotated[str | Path, OptionFlag(_MODELS, "models", kind=str, positional=True)]
+FirstArgument = Annotated[str | Path, OptionFlag(_MODELS, "first", kind=str, positional=True)]
+SecondArgument = Annotated[
+    str | Path,
+    OptionFlag("Another one; or tables of new runs, for a drift check.", "second", kind=str, positional=True),
+]
+VerifiedArgument = Annotated[str | Path, OptionFlag(_MODELS, "file", kind=str, positional=True)]
+ReportedArgument = Annotated[
+    str | Path,
+    OptionFlag(
+        "A folder that run or train wrote: evaluation.json and the models.",
+        "folder",
+        kind=str,
+        positional=True,
+    ),
+]
+ReplayedArgument = Annotated[
+    str | Path,
+    OptionFlag("Folder that `tracefit run` wrote.", "folder", metavar="OUT", kind=Path, positional=True),
+]
+PlannedArgument = Annotated[
+    str | Path | Iterable[str | Path],
+    OptionFlag(
+        "Folders that `tracefit run` wrote, or with coefficient files; each deployment is a kind of server.",
+        "folders",
+        metavar="OUT...",
+        kind=list[str],
+        positional=True,
+    ),
+]
+PredictingArgument = Annotated[
+    list[Path],
+    OptionFlag("Coefficient files, or a folder that train or run wrote.", "models", positional=True),
+]
+FeatureSetsArgument = Annotated[
+    list[str] | None,
+    OptionFlag("Built-in sets or files; every built-in set if none is named.", positional=True),
+]
+ConsumerOption = Annotated[
+    str,
+    OptionFlag(
+        "The consumer, such as blis, dynamo-mocker or csv; an unknown name lists all of them.",
+        "to",
+        completion="consumers",
+    ),
+]
+RunOutOption = Annotated[
+    str | Path,
+    OptionFlag(
+        "Folder or s3:// or gs:// URL for tables, models, evaluation and report.",
+        "out",
+        metavar="PATH",
+        kind=str,
+    ),
+]
+IngestOutOption = Annotated[
+    str | Path,
+    OptionFlag("The tables folder, or its s3:// or gs:// URL.", "out", metavar="PATH", kind=str),
+]
+TrainOutOption = Annotated[
+    str | Path,
+    OptionFlag(
+        "Folder or s3:// or gs:// URL for the models, the evaluation and the report.",
+        "out",
+        metavar="PATH",
+        kind=str,
+    ),
+]
+ReportOutOption = Annotated[
+    str | Path | None,
+    OptionFlag("Where to write; FOLDER if not given.", "out", metavar="PATH", kind=str | None),
+]
+RowsOutOption = Annotated[
+    str | Path | None,
+    OptionFlag("Write the predicted rows here, by suffix; else CSV on stdout.", "out", kind=Path | None),
+]
+ExportOutOption = Annotated[
+    str | Path, OptionFlag("Folder for the consumer's files.", "out", metavar="PATH", kind=str)
+]
+DryRunOption = Annotated[
+    bool, OptionFlag("List the files that would be read, and their formats; write nothing.")
+]
+FeaturesFileOption = Annotated[
+    str | Path | None,
+    OptionFlag("Where the feature-set file is now, if it moved.", "features", kind=Path | None),
+]
+RowKindOption = Annotated[
+    str, OptionFlag("Kind of the rows: step, request, or a model's name with its features.", "of")
+]
+EachOption = Annotated[
+    bool,
+    OptionFlag("Print one line per request, in seconds and under vLLM's names, as CSV or JSON."),
+]
+CsvOption = Annotated[bool, OptionFlag("Print CSV on stdout; times in seconds.")]
 
 
 # -- classes of options ----------------------------------------------------------------------------------

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
+import re
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
 import tracefit
 from tracefit.cli import app, commands
+from tracefit.commands.generate import generate
 from tracefit.commands.receive import receive
 from tracefit.errors import did_you_mean
 from tracefit.options import (
@@ -22,6 +26,7 @@ from tracefit.options import (
     options_of,
 )
 from tracefit.synth import SynthOptions
+from tracefit.synth.options import surge_phases
 
 
 @pytest.fixture
@@ -163,6 +168,7 @@ FUNCTIONS = {
     "predict": (tracefit.predict, tracefit.Models.predict_step, tracefit.Models.predict_request),
     "replay": (tracefit.replay_runs,),
     "receive": (receive,),
+    "synth": (generate, surge_phases),
 }
 
 
@@ -180,6 +186,49 @@ def test_a_field_is_declared_with_its_help(kind):
     assert all(flag.help for flag, _ in options_of(kind).values())
     values = dict.fromkeys(options_of(kind))
     assert from_flags(kind, values) == kind()
+
+
+PACKAGE = Path(tracefit.__file__).parent
+DECLARING = ("options.py", "receive/options.py", "synth/options.py", "cli/commands.py", "cli/program.py")
+
+
+def texts_of(path):
+    """Yield the texts of a module with their lines, without its docstrings."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    documents = {id(n.value) for n in nodes if isinstance(n, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents:
+            yield node.lineno, node.value
+
+
+def test_texts_name_options_by_their_declaration():
+    flags = {
+        text
+        for command in COMMANDS.values()
+        for p in command.params
+        for text in p.opts
+        if p.name not in {"json", "quiet", "config", "log_level"}
+    }
+    written = {
+        (str(path.relative_to(PACKAGE)), flag)
+        for path in PACKAGE.rglob("*.py")
+        for _, text in texts_of(path)
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)
+        if flag in flags and str(path.relative_to(PACKAGE)) not in DECLARING
+    }
+    assert written == set()
+
+
+def test_no_option_is_named_before_it_is_known_who_reads():
+    early = [
+        f"{path.relative_to(PACKAGE)}:{call.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for statement in ast.parse(path.read_text()).body
+        if not isinstance(statement, ast.FunctionDef | ast.ClassDef)
+        for call in ast.walk(statement)
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in {"named", "either"}
+    ]
+    assert early == []
 
 
 MISTYPED = {

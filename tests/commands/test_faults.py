@@ -135,7 +135,7 @@ def test_rejects_that_are_too_many_to_list_end_the_reading_and_are_counted(tmp_p
     with (folder / "traces.json").open("ab") as stream:
         stream.write(bad * 10)
     result = ingest([folder], tmp_path / "t", workers=1, options=IngestOptions(max_rejects=3))
-    assert any("traces.json" in text and "--max-rejects" in text for text in result.warnings)
+    assert any("traces.json" in text and "`IngestOptions.max_rejects`" in text for text in result.warnings)
     (found,) = result.runs
     store = TableStore(tmp_path / "t")
     assert store.read("requests").height == 1

@@ -176,7 +176,7 @@ def test_evidence_of_steps_alone(tmp_path, traces, allows):
     }
     # The load claims 5 % of each step's time, rounded to whole microseconds.
     assert "covers 5.0 % of busy time" in found["step.duration_us"].reason
-    assert found["roofline features"].reason == "without a GPU (--gpu)"
+    assert found["roofline features"].reason == "without a GPU (`ServerOptions.gpu`)"
     assert found["prefix hits"].reason.startswith("no snapshots; --step-tracing-rich-subsample-rate")
 
 

@@ -88,7 +88,7 @@ def test_what_is_no_trace_is_one_reject(read, data, pack):
 def test_a_document_that_is_too_long_is_one_line_of_advice(otlp, read):
     data = otlp.SHAPES["pretty object"](3) + b" " * (3 * MIB)
     (reject,) = read(data, IngestOptions(max_document_mib=2)).rejects
-    assert "--max-document" in reject.reason
+    assert "`IngestOptions.max_document_mib`" in reject.reason
     assert (reject.source_offset, reject.length) == (0, len(data))
 
 
@@ -105,7 +105,7 @@ def test_a_record_that_is_too_long_is_one_reject(otlp, read, shape):
     found = read(data, IngestOptions(max_document_mib=3))
     assert found.payloads == [parts[0], *parts[2:]]
     (reject,) = found.rejects
-    assert "longer than 3 MiB: raise --max-document to read it" in reject.reason
+    assert "longer than 3 MiB: raise `IngestOptions.max_document_mib` to read it" in reject.reason
     assert (reject.source_offset, reject.length) == (len(wrap(parts[0])), len(wrap(parts[1])))
     assert len(read(data, IngestOptions(max_document_mib=8)).payloads) == 4
 

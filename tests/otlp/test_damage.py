@@ -262,7 +262,7 @@ def test_a_record_beyond_the_limit_costs_only_itself(otlp, shape):
     data = otlp.SHAPES[shape]([otlp.record(otlp.span(1)), long, otlp.record(otlp.span(3))])
     found = otlp.read(data, options=otlp.IngestOptions(max_document_mib=1), block_bytes=1 << 19)
     assert found.ids == ids(1, 3)
-    assert found.reject.reason == "longer than 1 MiB: raise --max-document to read it"
+    assert found.reject.reason == "longer than 1 MiB: raise `IngestOptions.max_document_mib` to read it"
     assert found.reject.length > 2 << 20
     assert otlp.read(data).ids == ids(1, 2, 3)
 
@@ -271,7 +271,7 @@ def test_a_document_longer_than_the_limit_is_one_line_of_advice(otlp):
     data = otlp.SHAPES["pretty object"]([otlp.record(otlp.span(n, name="x" * 9999)) for n in range(1, 300)])
     found = otlp.read(data, options=otlp.IngestOptions(max_document_mib=1))
     assert found.ids == []
-    assert found.reject.reason == "longer than 1 MiB: raise --max-document to read it"
+    assert found.reject.reason == "longer than 1 MiB: raise `IngestOptions.max_document_mib` to read it"
     assert (found.reject.source_offset, found.reject.length) == (0, len(data))
     assert len(otlp.read(data).ids) == 299
 

@@ -1,36 +1,18 @@
-"""Arguments of several commands, groups of options with their help, and their conversion for the library.
-
-Options that belong together are a group (`SERVER`, `INGEST`, ...), which a command takes as a whole, and a function makes of its
-values what the library expects.
-"""
+"""Options as typer reads them, their completion in a shell, and their conversion for the library."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
 from tracefit.console import warn
-from tracefit.options import OptionFlag, ServerOptions, from_flags, options_of
-
-Paths = Annotated[
-    list[str],  # not Path, which would make one slash of the two in a URL
-    typer.Argument(
-        help="Run folders, folders of run folders, trace files (files without a run configuration beside them form "
-        "one run), patterns, s3:// or gs:// URLs, or - for standard input."
-    ),
-]
-InspectPaths = Annotated[
-    list[str],
-    typer.Argument(
-        help="Run folders, folders of run folders, or trace files; or one folder that run or ingest wrote."
-    ),
-]
-
+from tracefit.options import OptionFlag, ServerOptions, from_flags, named, options_of
 
 # -- completion in a shell --------------------------------------------------------------------------------
 
@@ -74,10 +56,6 @@ def _gpu_names(incomplete: str) -> list[str]:
     return [gpu.name for gpu in CATALOGUE.values() if gpu.name.startswith(incomplete)]
 
 
-TablesFolder = Annotated[str, typer.Argument(help="A folder that ingest or run wrote.")]
-ModelFiles = Annotated[
-    str, typer.Argument(help="A coefficient file, a folder of them, or a folder that run wrote.")
-]
 # -- options as typer reads them ------------------------------------------------------------------------
 
 _COMPLETIONS: Mapping[str | None, Callable[..., list[str]]] = {
@@ -103,15 +81,17 @@ def parameter_of(name: str, kind: Any, default: Any) -> inspect.Parameter:
     """Return a parameter as typer reads it; `kind` has a `OptionFlag`, or is one of typer already."""
     flag = next((m for m in getattr(kind, "__metadata__", ()) if isinstance(m, OptionFlag)), None)
     if flag is not None:
-        option = typer.Option(
-            flag.spelled(flag.argument or name),
+        what = (
+            typer.Argument if flag.positional else partial(typer.Option, flag.spelled(flag.argument or name))
+        )
+        declared = what(
             help=flag.help,
             metavar=flag.metavar,
             min=flag.minimum,
             max=flag.maximum,
             autocompletion=_COMPLETIONS.get(flag.completion),
         )
-        kind = Annotated[kind.__origin__, option]
+        kind = Annotated[flag.kind or kind.__origin__, declared]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
 
 
@@ -129,6 +109,6 @@ def server_options(options: Mapping[str, Any], *, model: str | None = None) -> S
     for key in settings:
         if canonical_name(key) not in SETTINGS:
             warn(
-                f"--set {key}: no setting of this name is known; it is recorded and tells deployments apart, but no model uses it"
+                f"{named(ServerOptions, 'settings')} {key}: no setting of this name is known; it is recorded and tells deployments apart, but no model uses it"
             )
     return from_flags(ServerOptions, {**options, "settings": None}, settings=settings)

@@ -5,13 +5,12 @@ Each collects its options, calls the function of the library with its own name, 
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 import tracefit
-from tracefit.cli.arguments import InspectPaths, ModelFiles, Paths, TablesFolder, server_options
+from tracefit.cli.arguments import server_options
 from tracefit.cli.program import command
 from tracefit.console import Terminal
 from tracefit.errors import UsageError
@@ -19,37 +18,74 @@ from tracefit.options import (
     BatchOption,
     CachedOption,
     ChangesOption,
+    ConsumerOption,
     ConsumerVersionOption,
     ContextOption,
+    CsvOption,
     DeploymentOption,
+    DryRunOption,
+    EachOption,
     EngineChoice,
+    ExportOutOption,
+    FeatureSetsArgument,
+    FeaturesFileOption,
     FeaturesOption,
     FigureOption,
+    FirstArgument,
     IngestOptions,
+    IngestOutOption,
+    InspectedArgument,
     LimitsOption,
     LoadOptions,
+    ModelsArgument,
     ObjectivesOption,
-    OptionFlag,
     OutputOption,
+    PathsArgument,
+    PlannedArgument,
+    PredictingArgument,
     PrefillOption,
     PrefillRequestsOption,
     PriceOption,
     PromptOption,
     QueueOption,
     RateOption,
+    ReplayedArgument,
+    ReportedArgument,
+    ReportOutOption,
+    RowKindOption,
     RowsOption,
+    RowsOutOption,
     RunOption,
+    RunOutOption,
+    SecondArgument,
     ServerCountOption,
     ServerOptions,
+    TablesArgument,
     TablesOption,
     Tolerance,
     TrainOptions,
+    TrainOutOption,
+    VerifiedArgument,
     WaitingOption,
     WorkersOption,
     from_flags,
+    named,
 )
-from tracefit.receive.options import ReceiveOptions
-from tracefit.synth.options import SynthOptions, surge_phases
+from tracefit.receive.options import (
+    LiveOption,
+    ReceiveOptions,
+    ReceiveOutOption,
+    ServedModelOption,
+    WatchedModelsOption,
+)
+from tracefit.synth.options import (
+    CompressOption,
+    FormatsOption,
+    SurgeOption,
+    SynthOptions,
+    SynthOutOption,
+    surge_phases,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,13 +98,8 @@ if TYPE_CHECKING:
 @command("run to {out}", ServerOptions, IngestOptions, EngineChoice, TrainOptions)
 def run(
     terminal: Terminal,
-    paths: Paths,
-    out: Annotated[
-        str,
-        typer.Option(
-            metavar="PATH", help="Folder or s3:// or gs:// URL for tables, models, evaluation and report."
-        ),
-    ],
+    paths: PathsArgument,
+    out: RunOutOption,
     *,
     workers: WorkersOption = None,
     **options: Any,
@@ -90,7 +121,7 @@ def run(
 
 
 @command("inspect", ServerOptions)
-def inspect(terminal: Terminal, paths: InspectPaths, **options: Any) -> object:
+def inspect(terminal: Terminal, paths: InspectedArgument, **options: Any) -> object:
     """Describe traces, and what can be trained from them.
 
     Formats, services, sampling, events and the health of the journeys; nothing is fitted or written. Exit code 1 when
@@ -104,16 +135,11 @@ def inspect(terminal: Terminal, paths: InspectPaths, **options: Any) -> object:
 @command("ingest to {out}", ServerOptions, IngestOptions, EngineChoice)
 def ingest(
     terminal: Terminal,
-    paths: Paths,
-    out: Annotated[str, typer.Option(metavar="PATH", help="The tables folder, or its s3:// or gs:// URL.")],
+    paths: PathsArgument,
+    out: IngestOutOption,
     *,
     workers: WorkersOption = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="List the files that would be read, and their formats; write nothing."
-        ),
-    ] = False,
+    dry_run: DryRunOption = False,
     **options: Any,
 ) -> object:
     """Turn traces into Parquet tables.
@@ -144,20 +170,11 @@ def ingest(
 @command("receive to {out}", ServerOptions, ReceiveOptions)
 def receive(
     terminal: Terminal,
-    out: Annotated[
-        Path, typer.Option(help="Folder of run folders; one is made for each service that sends.")
-    ],
-    model: Annotated[
-        Optional[str], typer.Option(help="Model the servers run, as `vllm serve` names it.")
-    ] = None,
+    out: ReceiveOutOption,
+    model: ServedModelOption = None,
     *,
-    live: Annotated[bool, typer.Option("--live", help="Show on the terminal what comes in.")] = False,
-    models: Annotated[
-        Optional[Path],
-        typer.Option(
-            help="Coefficient files of the servers: their errors on the steps that come in are shown by --live and --metrics."
-        ),
-    ] = None,
+    live: LiveOption = False,
+    models: WatchedModelsOption = None,
     deployment: DeploymentOption = None,
     **options: Any,
 ) -> object:
@@ -189,13 +206,8 @@ def receive(
 @command("train on {tables}", TrainOptions, EngineChoice)
 def train(
     terminal: Terminal,
-    tables: TablesFolder,
-    out: Annotated[
-        str,
-        typer.Option(
-            metavar="PATH", help="Folder or s3:// or gs:// URL for the models, the evaluation and the report."
-        ),
-    ],
+    tables: TablesArgument,
+    out: TrainOutOption,
     *,
     workers: WorkersOption = None,
     **options: Any,
@@ -217,13 +229,9 @@ def train(
 @command("report of {folder}")
 def report(
     terminal: Terminal,
-    folder: Annotated[
-        str, typer.Argument(help="A folder that run or train wrote: evaluation.json and the models.")
-    ],
+    folder: ReportedArgument,
     tables: TablesOption = None,
-    out: Annotated[
-        Optional[str], typer.Option(metavar="PATH", help="Where to write; FOLDER if not given.")
-    ] = None,
+    out: ReportOutOption = None,
     slo: LimitsOption = None,
 ) -> object:
     """Write the report again, and print its verdicts.
@@ -238,8 +246,8 @@ def report(
 @command("compare {first} with {second}", Tolerance)
 def compare(
     terminal: Terminal,
-    first: ModelFiles,
-    second: Annotated[str, typer.Argument(help="Another one; or tables of new runs, for a drift check.")],
+    first: FirstArgument,
+    second: SecondArgument,
     deployment: DeploymentOption = None,
     run: RunOption = None,
     **options: Any,
@@ -258,11 +266,9 @@ def compare(
 @command("verify {file}")
 def verify(
     terminal: Terminal,
-    file: ModelFiles,
+    file: VerifiedArgument,
     tables: TablesOption = None,
-    features: Annotated[
-        Optional[Path], typer.Option(help="Where the feature-set file is now, if it moved.")
-    ] = None,
+    features: FeaturesFileOption = None,
 ) -> object:
     """Refit coefficient files and confirm each number.
 
@@ -276,7 +282,7 @@ def verify(
 @command("replay {folder}")
 def replay(
     terminal: Terminal,
-    folder: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that `tracefit run` wrote.")],
+    folder: ReplayedArgument,
     run: RunOption = None,
 ) -> object:
     """Replay the held-out part of runs with their models.
@@ -292,13 +298,7 @@ def replay(
 @command("plan with {folders[0]}", LoadOptions)
 def plan(
     terminal: Terminal,
-    folders: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="OUT...",
-            help="Folders that `tracefit run` wrote, or with coefficient files; each deployment is a kind of server.",
-        ),
-    ],
+    folders: PlannedArgument,
     rate: RateOption = None,
     servers: ServerCountOption = None,
     slo: ObjectivesOption = None,
@@ -337,14 +337,9 @@ def plan(
 @command("requests of {tables}", is_quiet=False)
 def requests(
     terminal: Terminal,
-    tables: TablesFolder,
-    each: Annotated[
-        bool,
-        typer.Option(
-            "--each", help="Print one line per request, in seconds and under vLLM's names, as CSV or JSON."
-        ),
-    ] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print CSV on stdout; times in seconds.")] = False,
+    tables: TablesArgument,
+    each: EachOption = False,
+    csv: CsvOption = False,
 ) -> object:
     """Summarize requests: failures, latencies, throughput.
 
@@ -365,9 +360,7 @@ def requests(
 @command("predict with {models[0]}")
 def predict(
     terminal: Terminal,
-    models: Annotated[
-        list[Path], typer.Argument(help="Coefficient files, or a folder that train or run wrote.")
-    ],
+    models: PredictingArgument,
     deployment: DeploymentOption = None,
     run: RunOption = None,
     batch: BatchOption = None,
@@ -381,12 +374,8 @@ def predict(
     cached: CachedOption = 0,
     feature: FeaturesOption = None,
     rows: RowsOption = None,
-    of: Annotated[
-        str, typer.Option(help="Kind of the rows: step, request, or a model's name with its features.")
-    ] = "step",
-    out: Annotated[
-        Optional[Path], typer.Option(help="Write the predicted rows here, by suffix; else CSV on stdout.")
-    ] = None,
+    of: RowKindOption = "step",
+    out: RowsOutOption = None,
 ) -> object:
     """Predict steps and requests from coefficient files alone.
 
@@ -401,13 +390,15 @@ def predict(
 
     loaded = load(*models)
     chosen = choose_deployment(loaded, deployment, run)
-    of_step = {"prefill": prefill, "prefill_reqs": prefill_reqs, "waiting": waiting}
-    of_request = {"queue": queue, "cached": cached}
-    given = {"prompt": prompt, "batch": batch, "context": context, "feature": feature}
+    of_step = {PrefillOption: prefill, PrefillRequestsOption: prefill_reqs, WaitingOption: waiting}
+    of_request = {
+        QueueOption: queue,
+        CachedOption: cached,
+        OutputOption: output if output != 1 else None,
+    }
+    given = {PromptOption: prompt, BatchOption: batch, ContextOption: context, FeaturesOption: feature}
     # typer has no way to say which options belong together.
-    _check_description(
-        given, of_step, {**of_request, "output": output if output != 1 else None}, has_rows=rows is not None
-    )
+    _check_description(given, of_step, of_request, has_rows=rows is not None)
     if rows is not None:
         found = tracefit.predict(loaded, rows, of=of, deployment=chosen, out=out, progress=terminal)
         return found, rows_text(found)
@@ -437,46 +428,42 @@ def predict(
 
 
 def _check_description(
-    given: Mapping[str, object],
-    of_step: Mapping[str, object],
-    of_request: Mapping[str, object],
+    given: Mapping[Any, object],
+    of_step: Mapping[Any, object],
+    of_request: Mapping[Any, object],
     *,
     has_rows: bool,
 ) -> None:
     """Refuse options that the prediction would leave unread: those of a request without its prompt, those of a step beside it."""
     described, steps, requests = (
-        [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
+        [named(declared) for declared, value in options.items() if value]
         for options in ({**given, **of_request, **of_step}, of_step, of_request)
     )
+    prompt, batch, prefill = named(PromptOption), named(BatchOption), named(PrefillOption)
     if has_rows:
         if described:
             raise UsageError(
-                f"{described[0]} describes one prediction, --rows has many", hint="make it a column"
+                f"{described[0]} describes one prediction, {named(RowsOption)} has many",
+                hint="make it a column",
             )
         return
-    if given["prompt"] is None and requests:
-        raise UsageError(f"{requests[0]} describes a request", hint="give its --prompt too")
-    if given["prompt"] is not None and steps:
-        raise UsageError(f"{steps[0]} describes a step, --prompt a request", hint="leave one of them out")
-    if not any((given["prompt"], given["batch"], of_step["prefill"], given["feature"])):
+    if given[PromptOption] is None and requests:
+        raise UsageError(f"{requests[0]} describes a request", hint=f"give its {prompt} too")
+    if given[PromptOption] is not None and steps:
+        raise UsageError(f"{steps[0]} describes a step, {prompt} a request", hint="leave one of them out")
+    if not any((given[PromptOption], given[BatchOption], of_step[PrefillOption], given[FeaturesOption])):
         raise UsageError(
             "nothing to predict",
-            hint="describe a step (--batch, --prefill) or a request (--prompt, --output)",
+            hint=f"describe a step ({batch}, {prefill}) or a request ({prompt}, {named(OutputOption)})",
         )
 
 
 @command("export of {models} to {to}")
 def export(
     terminal: Terminal,
-    models: ModelFiles,
-    to: Annotated[
-        str,
-        OptionFlag(
-            "The consumer, such as blis, dynamo-mocker or csv; an unknown name lists all of them.",
-            completion="consumers",
-        ),
-    ],
-    out: Annotated[str, typer.Option(metavar="PATH", help="Folder for the consumer's files.")],
+    models: ModelsArgument,
+    to: ConsumerOption,
+    out: ExportOutOption,
     tables: TablesOption = None,
     deployment: DeploymentOption = None,
     run: RunOption = None,
@@ -493,21 +480,10 @@ def export(
     )
 
 
-# A run must not hold a span twice: `both` writes two run folders.
-_FORMATS: dict[str, tuple[Literal["json", "protobuf"], ...]] = {
-    "json": ("json",),
-    "protobuf": ("protobuf",),
-    "both": ("json", "protobuf"),
-}
-
-
 @command("features", is_quiet=False)
 def features(
     terminal: Terminal,
-    names: Annotated[
-        Optional[list[str]],
-        typer.Argument(help="Built-in sets or files; every built-in set if none is named."),
-    ] = None,
+    names: FeatureSetsArgument = None,
 ) -> object:
     """Show the declared feature sets.
 
@@ -524,21 +500,11 @@ def features(
 @command("synth to {out}", SynthOptions)
 def synth(
     terminal: Terminal,
-    out: Annotated[Path, typer.Option(help="Folder in which the run folder is made.")],
+    out: SynthOutOption,
     *,
-    surge: Annotated[
-        Optional[float],
-        typer.Option(
-            help="Factor on the arrivals in the last 30 % of the time, steady before; light, burst and heavy load if not given."
-        ),
-    ] = None,
-    format_: Annotated[
-        Literal["json", "protobuf", "both"],
-        typer.Option("--format", help="JSON lines, framed protobuf, or a run folder of each."),
-    ] = "json",
-    compress: Annotated[
-        Literal["none", "gz", "zst"], typer.Option(help="Compression of the trace files.")
-    ] = "none",
+    surge: SurgeOption = None,
+    formats: FormatsOption = "json",
+    compress: CompressOption = "none",
     **options: Any,
 ) -> object:
     """Generate traces with known coefficients.
@@ -554,7 +520,7 @@ def synth(
     return generate(
         out,
         from_flags(SynthOptions, options, **load),
-        formats=_FORMATS[format_],
-        compress=None if compress == "none" else compress,
+        formats=formats,
+        compress=compress,
         progress=terminal,
     )

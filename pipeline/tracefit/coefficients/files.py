@@ -11,6 +11,7 @@ from tracefit.coefficients.model import CoefficientFile, Evaluation
 from tracefit.errors import UsageError
 from tracefit.evaluator import MAX_FILE_BYTES
 from tracefit.inputs.buckets import place_of
+from tracefit.options import RunOutOption, flag_of
 from tracefit.server.documents import parse_json_object, read_bytes
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def coefficient_paths(path: str | Path) -> list[Path]:
         raise UsageError(
             f"holds neither {' nor '.join(COEFFICIENT_FILES)}",
             where=str(path),
-            hint="`tracefit run RUNS --out OUT` or `tracefit train TABLES` makes them",
+            hint=f"`tracefit run RUNS {flag_of(RunOutOption)} OUT` or `tracefit train TABLES` makes them",
         )
     return files
 

@@ -26,7 +26,7 @@ from tracefit.fit.boundary import admission_with_clock, api_waits, step_clock
 from tracefit.fit.fitted import target_of
 from tracefit.fit.splits import MIN_TRAIN_ROWS, of_means, request_frame, step_frame
 from tracefit.fit.validation import measure
-from tracefit.options import DeploymentOption, RunOption, Tolerance
+from tracefit.options import DeploymentOption, FirstArgument, RunOption, SecondArgument, Tolerance
 from tracefit.results.models import CompareResult, Drift, DriftVerdict, ModelComparison
 from tracefit.tables.schema import SERVER
 from tracefit.tables.sources import is_one_step
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 
 def compare(
-    first: str | Path,
-    second: str | Path,
+    first: FirstArgument,
+    second: SecondArgument,
     *,
     deployment: DeploymentOption = None,
     run: RunOption = None,

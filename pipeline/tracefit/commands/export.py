@@ -13,7 +13,16 @@ from tracefit.commands.locate import choose_deployment, find_tables, tables_of
 from tracefit.consumers.base import OUT, Source
 from tracefit.errors import DataError, UsageError, known_names
 from tracefit.inputs.buckets import place_of
-from tracefit.options import ConsumerVersionOption, DeploymentOption, RunOption, named
+from tracefit.options import (
+    ConsumerOption,
+    ConsumerVersionOption,
+    DeploymentOption,
+    ExportOutOption,
+    ModelsArgument,
+    RunOption,
+    TablesOption,
+    named,
+)
 from tracefit.results.models import ExportResult
 from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
@@ -31,17 +40,17 @@ _MOST_DIGITS = 6
 _BELOW_STEPS = "its tables are per operator, finer than a trace of steps can resolve"
 _REFUSED = {
     **dict.fromkeys(("vidur", "llmservingsim"), _BELOW_STEPS),
-    "aiconfigurator": f"{_BELOW_STEPS}; its tables of whole passes are those of AISimulate, --to aisimulate",
+    "aiconfigurator": f"{_BELOW_STEPS}; its tables of whole passes are those of AISimulate, {{to}} aisimulate",
     "wva": "since 2026 it learns its parameters online, and no configuration takes any; it takes targets of TTFT and ITL",
 }
 
 
 def export(
-    models: str | Path,
-    to: str,
-    out: str | Path,
+    models: ModelsArgument,
+    to: ConsumerOption,
+    out: ExportOutOption,
     *,
-    tables: str | Path | None = None,
+    tables: TablesOption = None,
     deployment: DeploymentOption = None,
     run: RunOption = None,
     consumer_version: ConsumerVersionOption = None,
@@ -67,7 +76,7 @@ def export(
         ['coefficients.csv']
     """
     if to.lower() in _REFUSED:
-        raise DataError(f"{to} cannot be served: {_REFUSED[to.lower()]}")
+        raise DataError(f"{to} cannot be served: {_REFUSED[to.lower()].format(to=named(ConsumerOption))}")
     consumer, version = _consumer(to, consumer_version)
     loaded = load(find_models(models))
     chosen = loaded.deployment(choose_deployment(loaded, deployment, run))

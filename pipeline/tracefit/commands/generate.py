@@ -10,18 +10,23 @@ from tracefit.results.models import SynthResult
 from tracefit.synth import SynthOptions, synth, write_run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from tracefit.synth.options import CompressOption, FormatsOption, SynthOutOption
+    from tracefit.synth.run import Format
 
-    from tracefit.synth.run import Format, TraceSuffix
+
+_FORMATS: dict[str, tuple[Format, ...]] = {
+    "json": ("json",),
+    "protobuf": ("protobuf",),
+    "both": ("json", "protobuf"),
+}
 
 
 def generate(
-    out: str | Path,
+    out: SynthOutOption,
     options: SynthOptions,
     *,
-    formats: Sequence[Format] = ("json",),
-    compress: TraceSuffix | None = None,
+    formats: FormatsOption = "json",
+    compress: CompressOption = "none",
     progress: Progress | None = None,
 ) -> SynthResult:
     """Generate one run and write it below `out`, with its truth: a folder per format, `json` (lines) or `protobuf` (framed).
@@ -32,7 +37,9 @@ def generate(
     folder = place_of(out)
     (progress or NullProgress()).stage(f"generating {options.name}")
     run = synth(options)
-    first = write_run(run, folder, formats=formats, compress=compress)
+    first = write_run(
+        run, folder, formats=_FORMATS[formats], compress=None if compress == "none" else compress
+    )
     # Of both formats the run folder of protobuf stands beside the other: one folder would hold every span twice.
-    twins = [first.with_name(f"{first.name}-proto")] if len(set(formats)) > 1 else []
+    twins = [first.with_name(f"{first.name}-proto")] if formats == "both" else []
     return SynthResult((first, *twins), requests=run.truth_requests.height, steps=run.truth_steps.height)

@@ -25,7 +25,16 @@ from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.inputs.files import content_hash_of
-from tracefit.options import LOCAL, EngineChoice, IngestOptions, ServerOptions, WorkersOption, named
+from tracefit.options import (
+    LOCAL,
+    EngineChoice,
+    IngestOptions,
+    IngestOutOption,
+    PathsArgument,
+    ServerOptions,
+    WorkersOption,
+    named,
+)
 from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, deployment_of, read_context
@@ -45,7 +54,6 @@ if TYPE_CHECKING:
     from tracefit.inputs.files import TraceFile
 
 _MOST_REASONS = 6
-_SET = named(ServerOptions, "settings")
 
 _OF_RUN = ("files", "bytes", "other_spans", "duplicate_spans", "rejects")
 _OF_SERVER = ("spans", "dropped_events", "epochs", "steps", "requests", "lost_steps")
@@ -55,8 +63,8 @@ _CLOCK = ("api_clock_ahead_us", "api_clock_error_us")
 
 
 def ingest(
-    paths: str | Path | Iterable[str | Path],
-    out: str | Path,
+    paths: PathsArgument,
+    out: IngestOutOption,
     *,
     server: ServerOptions | None = None,
     options: IngestOptions | None = None,
@@ -289,7 +297,7 @@ def stated_settings(server: ServerOptions) -> ServerSettings:
     settings = server.settings or {}
     for key in settings:
         _require_no_typo(key)
-    return settings_from({**settings, "tensor_parallel": server.tp}, where=_SET)
+    return settings_from({**settings, "tensor_parallel": server.tp}, where=named(ServerOptions, "settings"))
 
 
 def parse_assignments(texts: Iterable[str]) -> dict[str, object]:
@@ -303,10 +311,13 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, object]:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise UsageError(
-                f"{_SET} {excerpt(text)}: not of the form KEY=VALUE", hint="for example max_num_seqs=128"
+                f"{named(ServerOptions, 'settings')} {excerpt(text)}: not of the form KEY=VALUE",
+                hint="for example max_num_seqs=128",
             )
         _require_no_typo(key)
-        values[key.strip()] = parse_yaml(value, where=f"{_SET} {excerpt(key.strip())}")
+        values[key.strip()] = parse_yaml(
+            value, where=f"{named(ServerOptions, 'settings')} {excerpt(key.strip())}"
+        )
     return values
 
 
@@ -316,11 +327,13 @@ def _require_no_typo(key: str) -> None:
     # A cutoff this high catches typos and lets settings of newer servers pass.
     meant = None if name in SETTINGS else did_you_mean(name, SETTINGS, cutoff=0.85)
     if meant:
-        raise UsageError(f"{_SET} {excerpt(key.strip())}: no such setting", hint=meant)
+        raise UsageError(
+            f"{named(ServerOptions, 'settings')} {excerpt(key.strip())}: no such setting", hint=meant
+        )
 
 
 def plan_ingest(
-    paths: str | Path | Iterable[str | Path], out: str | Path, *, options: IngestOptions | None = None
+    paths: PathsArgument, out: IngestOutOption, *, options: IngestOptions | None = None
 ) -> IngestPlan:
     """Return which files `ingest` would read from the same paths into the same folder. Nothing is written.
 

@@ -23,7 +23,7 @@ from tracefit.fit.fitted import COVERED_SHARE
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import open_inputs
-from tracefit.options import ServerOptions
+from tracefit.options import InspectedArgument, ServerOptions, named
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.traces import (
     Allowance,
@@ -52,7 +52,7 @@ from tracefit.tables.store import TableStore
 from tracefit.timeline import clock_disagreements, events_of, execution_lags, is_cut_off, unknown_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from tracefit.features.targets import Target
@@ -67,7 +67,7 @@ _READ = ("runs", "spans", "journey_events", "requests", "steps", "timeline", "re
 
 
 def inspect(
-    paths: str | Path | Iterable[str | Path],
+    paths: InspectedArgument,
     *,
     server: ServerOptions | None = None,
     progress: Progress | None = None,
@@ -438,7 +438,10 @@ def _prefix_hits(e: Evidence, hits: Mapping[str, float]) -> Allowance:
 
 
 def _hardware(context: RunContext) -> Allowance:
-    needed = {"config.json (--model-config)": context.architecture, "a GPU (--gpu)": context.gpu}
+    needed = {
+        f"config.json ({named(ServerOptions, 'model_config')})": context.architecture,
+        f"a GPU ({named(ServerOptions, 'gpu')})": context.gpu,
+    }
     missing = [text for text, known in needed.items() if known is None]
     if missing:
         return Allowance("roofline features", "no", f"without {' and '.join(missing)}")

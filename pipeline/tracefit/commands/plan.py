@@ -24,6 +24,7 @@ from tracefit.options import (
     FigureOption,
     LoadOptions,
     ObjectivesOption,
+    PlannedArgument,
     PriceOption,
     RateOption,
     RunOption,
@@ -66,9 +67,6 @@ if TYPE_CHECKING:
     from tracefit.statistics import Vector
 
 
-_GIVE_REQUESTS = (
-    f"give {named(LoadOptions, 'prompt')} and {named(LoadOptions, 'output')}, or {named(LoadOptions, 'file')}"
-)
 _POINTS = tuple(f"{latency}_p{q}_ms" for latency in LATENCIES for q in (50, 90, 99))
 _NAME = re.compile(r"(ttft|itl|e2e)_p(\d{1,2}(?:\.\d{1,3})?)")
 _NOT_SURE = (
@@ -99,7 +97,7 @@ _REFUSED: Mapping[str, str] = {
         ),
         _OWN,
     ),
-    "data_parallel": "a plan counts engines: give their number with " + named(ServerCountOption),
+    "data_parallel": "a plan counts engines: give their number with {servers}",
     "gpu_memory_utilization": "it decides the number of KV blocks: give num_gpu_blocks, as the server logs it",
     "scheduling_policy": "no trace says which priority a request has",
     **dict.fromkeys(
@@ -115,7 +113,7 @@ _ANSWERED = (
 
 
 def plan(
-    folders: str | Path | Iterable[str | Path],
+    folders: PlannedArgument,
     *,
     rate: RateOption = None,
     servers: ServerCountOption = None,
@@ -125,7 +123,7 @@ def plan(
     price: PriceOption = None,
     deployment: DeploymentOption = None,
     run: RunOption = None,
-    figure: str | Path | None = None,
+    figure: FigureOption = None,
     progress: Progress | None = None,
 ) -> PlanResult:
     """Return the fewest servers for a rate, or the largest rate of a number of servers, for every kind of server.
@@ -459,7 +457,9 @@ def _changes(deployment: DeploymentModels, settings: Mapping[str, object]) -> di
             found[name] = value
             continue
         stated = f"{name} {now}" if now is not None else f"the {name} that was recorded"
-        reason = _REFUSED.get(name, "no rule of the scheduler and no model reads it").format(now=stated)
+        reason = _REFUSED.get(name, "no rule of the scheduler and no model reads it").format(
+            now=stated, servers=named(ServerCountOption)
+        )
         hint = did_you_mean(name, _ANSWERED) or f"a plan answers for {', '.join(_ANSWERED)}"
         raise UsageError(
             f"{named(ChangesOption)} {key}={value}: {reason}", hint=None if name in _REFUSED else hint
@@ -519,6 +519,11 @@ def _traced(store: TableStore | None, deployment: DeploymentModels) -> tuple[pl.
     return rows.with_columns(sampling=pl.lit(share or 1.0)), store.scan("timeline", runs)
 
 
+def _give_requests() -> str:
+    prompt, output, file = (named(LoadOptions, name) for name in ("prompt", "output", "file"))
+    return f"give {prompt} and {output}, or {file}"
+
+
 def _sample(
     deployment: DeploymentModels,
     traced: pl.DataFrame,
@@ -538,7 +543,7 @@ def _sample(
             )
         rows = fit
     if not rows.height:
-        raise UsageError("no request is left to plan for", hint=_GIVE_REQUESTS)
+        raise UsageError("no request is left to plan for", hint=_give_requests())
     gaps = None if options.burstiness is not None else gaps
     arrivals = "arrivals as traced"
     if gaps is None or len(gaps) < GAP_BLOCK:
@@ -593,7 +598,7 @@ def _rows(
         # Of several kinds of servers, others may have requests.
         raise DataError(
             "no requests are traced here",
-            hint=_GIVE_REQUESTS,
+            hint=_give_requests(),
         )
     for name, value in (("prompt", options.prompt), ("output", options.output)):
         if value is not None and value < 1:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tracefit.coefficients.models import Models, load
 from tracefit.commands.locate import choose_deployment
 from tracefit.errors import UsageError
-from tracefit.options import DeploymentOption, FeaturesOption, RunOption, named
+from tracefit.options import DeploymentOption, FeaturesOption, RowKindOption, RowsOutOption, RunOption, named
 from tracefit.progress import NullProgress
 from tracefit.tables.disk import write_files
 
@@ -28,10 +28,10 @@ def predict(
     models: Models | str | Path,
     rows: str | Path | Rows,
     *,
-    of: str = "step",
+    of: RowKindOption = "step",
     deployment: DeploymentOption = None,
     run: RunOption = None,
-    out: str | Path | None = None,
+    out: RowsOutOption = None,
     progress: Progress | None = None,
 ) -> RowPredictions:
     """Predict every row of a CSV, Parquet or NDJSON file, or of a frame.

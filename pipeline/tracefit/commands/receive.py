@@ -23,7 +23,7 @@ from tracefit.progress import NullProgress, Progress
 from tracefit.receive.connections import keep_few, want_descriptors
 from tracefit.receive.intake import Intake
 from tracefit.receive.observed import Observed, ObservedStep, StepErrors, show_live
-from tracefit.receive.options import ReceiveOptions, Token
+from tracefit.receive.options import LiveOption, ReceiveOptions, ReceiveOutOption, Token, WatchedModelsOption
 from tracefit.receive.spans import PrivacyFilter
 from tracefit.receive.store import TraceStore, require_writable
 from tracefit.results.traces import ReceivedFrom, ReceiveResult, RecordedFrom
@@ -56,12 +56,12 @@ class Listening:
 
 
 def receive(
-    out: str | Path,
+    out: ReceiveOutOption,
     *,
     server: ServerOptions | None = None,
     options: ReceiveOptions | None = None,
-    live: bool = False,
-    models: Models | str | Path | None = None,
+    live: LiveOption = False,
+    models: Models | WatchedModelsOption = None,
     deployment: DeploymentOption = None,
     listening: Callable[[Listening], None] | None = None,
     progress: Progress | None = None,

@@ -18,10 +18,9 @@ from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
     from tracefit.coefficients.models import Models
-    from tracefit.options import RunOption
+    from tracefit.options import ReplayedArgument, RunOption
 
 MOST_READ = 40_000
 """Requests of a server that a replay reads: half of them come before the held-out part, for its medians and what is in flight."""
@@ -31,7 +30,7 @@ MOST_COMPARED = 10_000
 
 
 def replay_runs(
-    folder: str | Path, *, run: RunOption = None, progress: Progress | None = None
+    folder: ReplayedArgument, *, run: RunOption = None, progress: Progress | None = None
 ) -> ReplayResult:
     """Replay the held-out part of every run of a folder that `tracefit run` wrote.
 
@@ -67,7 +66,7 @@ def replay_all(store: TableStore, models: Models, runs: Iterable[str]) -> tuple[
     """Replay runs one after the other until `MOST_COMPARED` requests have been compared; the others have that reason."""
     found: list[RunReplay] = []
     for one in runs:
-        reason = f"a training replays {MOST_COMPARED:,} requests: `tracefit replay OUT --run {one}` replays this run"
+        reason = f"a training replays {MOST_COMPARED:,} requests; `tracefit replay` compares all of a run"
         is_done = sum(r.requests for r in found) >= MOST_COMPARED
         found.append(RunReplay(one, None, reason=reason) if is_done else _run(store, models, one))
     return tuple(found)

@@ -14,7 +14,14 @@ from tracefit.diagnostics.groups import US_PER_MS
 from tracefit.errors import TracefitError, UsageError, known_names
 from tracefit.features.targets import LATENCIES
 from tracefit.inputs.buckets import place_of
-from tracefit.options import DeploymentOption, LimitsOption, named
+from tracefit.options import (
+    DeploymentOption,
+    LimitsOption,
+    ReportedArgument,
+    ReportOutOption,
+    TablesOption,
+    named,
+)
 from tracefit.progress import NullProgress, Progress
 from tracefit.reports.content import Goodput, build_report
 from tracefit.reports.document import markdown_files, plain
@@ -47,10 +54,10 @@ _DETAIL = ((250, None), (120, None), (60, None), (60, 8), (60, 4), (60, 2), (60,
 
 
 def report(
-    folder: str | Path,
+    folder: ReportedArgument,
     *,
-    tables: str | Path | None = None,
-    out: str | Path | None = None,
+    tables: TablesOption = None,
+    out: ReportOutOption = None,
     slo_ms: Mapping[str, float] | None = None,
     progress: Progress | None = None,
 ) -> ReportResult:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from tracefit.options import TablesArgument
+
 _RUN = ["run_id"]
 _FAILED = ("FINISHED_ABORTED", "FINISHED_IGNORED", "FINISHED_ERROR")
 _LIVE = ("WAITING", "RUNNING", "PREEMPTED")
@@ -85,7 +87,7 @@ def read_requests(tables: str | Path) -> pl.DataFrame:
     return found
 
 
-def requests(tables: str | Path) -> RequestSummary:
+def requests(tables: TablesArgument) -> RequestSummary:
     """Summarize the requests of all runs: together, by run, by phase, and over time.
 
     Raises:

@@ -26,7 +26,7 @@ from tracefit.inputs.blocks import Block, read_blocks
 from tracefit.inputs.discovery import refuse_other_signal
 from tracefit.inputs.files import ContentHash, content_hash_of, fetch
 from tracefit.inputs.rejects import Reject
-from tracefit.options import IngestOptions
+from tracefit.options import IngestOptions, named
 from tracefit.server.context import gpu_to_json
 from tracefit.server.settings import settings_to_json
 from tracefit.tables import schema
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from tracefit.engines.jobs import TaskEngine
     from tracefit.inputs.discovery import RunSource
     from tracefit.inputs.files import TraceFile
-    from tracefit.options import IngestOptions
     from tracefit.progress import Progress
     from tracefit.recordings.kv_events import KvRows
     from tracefit.server.context import RunContext
@@ -447,7 +446,10 @@ class IngestScheduler:
             rejects += sum(part.rejects for part in piece.parts)
             # In the order of the file, whichever block was decoded first: rows after the last listed reject do not count.
             if rejects >= most:
-                reason = f"more than {most} rejects: the rest of the file is not read (--max-rejects sets the limit)"
+                limit = named(IngestOptions, "max_rejects")
+                reason = (
+                    f"more than {most} rejects: the rest of the file is not read ({limit} sets the limit)"
+                )
                 self._progress.warn(f"{file.name}: {reason}")
                 last = Reject(file.name, piece.offset, 0, reason)
                 parts += decode_task(Task((last,), self._options, self._place))[0]

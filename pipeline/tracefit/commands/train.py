@@ -39,7 +39,18 @@ from tracefit.fit.fitted import DeploymentOptions
 from tracefit.fit.load import runs_to_fit
 from tracefit.fit.splits import of_means
 from tracefit.inputs.buckets import place_of
-from tracefit.options import LOCAL, EngineChoice, ServerOptions, TrainOptions, WorkersOption, named
+from tracefit.options import (
+    LOCAL,
+    EngineChoice,
+    PathsArgument,
+    RunOutOption,
+    ServerOptions,
+    TablesArgument,
+    TrainOptions,
+    TrainOutOption,
+    WorkersOption,
+    named,
+)
 from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.models import DeploymentSummary, LatencySummary, ModelSummary, RunResult, TrainResult
 from tracefit.server.documents import read_bytes
@@ -48,7 +59,7 @@ from tracefit.tables.runs import find_overlaps
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from tracefit.coefficients.model import Evaluation
     from tracefit.engines.jobs import TaskEngine
@@ -62,8 +73,8 @@ _NOT_FITTED = ("sample_csv", "thresholds")
 
 
 def train(
-    tables: str | Path,
-    out: str | Path,
+    tables: TablesArgument,
+    out: TrainOutOption,
     *,
     options: TrainOptions | None = None,
     report_folder: str | Path | None = None,
@@ -113,9 +124,12 @@ def train(
     # Their features are fewer, and their settings are vLLM's defaults.
     bare = runs.filter(pl.all_horizontal(pl.col("model_config", "gpu", "model").is_null()))
     if bare.height:
+        run_config, model_config, gpu = (
+            named(ServerOptions, name) for name in ("run_config", "model_config", "gpu")
+        )
         progress.warn(
             f"{', '.join(bare['run_id'].unique().sort())}: no server configuration was found, so hardware and model features "
-            "are left out and settings are assumed; name it with --run-config (or --model-config) and --gpu"
+            f"are left out and settings are assumed; name it with {run_config} (or {model_config}) and {gpu}"
         )
     with open_engine(engine, workers) as workplace:
         workplace.check(store.root.absolute() / "runs" if store.place.has_lock else None)
@@ -280,7 +294,7 @@ def overload_text(one: Overload) -> str:
     fate = (
         "trained on all the same"
         if one.trained_on
-        else "left out of training (--include-overloaded keeps it)"
+        else f"left out of training ({named(TrainOptions, 'include_overloaded')} keeps it)"
     )
     return f"run {one.run_id} was overloaded, {fate}: {'; '.join(one.reasons)}"
 
@@ -353,8 +367,8 @@ def _numbers(
 
 
 def run(
-    paths: str | Path | Iterable[str | Path],
-    out: str | Path,
+    paths: PathsArgument,
+    out: RunOutOption,
     *,
     server: ServerOptions | None = None,
     ingest_options: IngestOptions | None = None,
@@ -406,7 +420,7 @@ def run(
     if earlier := sorted({*TableStore(out / "tables").runs()} - {*run_ids}):
         kept.warn(
             f"{out / 'tables'} also has {_some(earlier)} of an earlier command; models and report are of "
-            f"{_some(run_ids)} alone (`tracefit train {out} --out MODELS` trains on all runs)"
+            f"{_some(run_ids)} alone (`tracefit train {out}` trains on all runs)"
         )
     trained = train(
         out / "tables",

@@ -16,7 +16,7 @@ from tracefit.coefficients.model import CoefficientFile
 from tracefit.commands.locate import find_tables, tables_of
 from tracefit.commands.train import fit_runs
 from tracefit.errors import DataError, TracefitError
-from tracefit.options import TrainOptions
+from tracefit.options import FeaturesFileOption, TablesOption, TrainOptions, VerifiedArgument, named
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.models import Difference, VerifyResult
 from tracefit.server.documents import read_bytes
@@ -41,10 +41,10 @@ _Fitted = dict[tuple[TrainOptions, tuple[str, ...]], "list[FittedDeployment]"]
 
 
 def verify(
-    file: str | Path,
-    tables: str | Path | None = None,
+    file: VerifiedArgument,
+    tables: TablesOption = None,
     *,
-    features: str | Path | None = None,
+    features: FeaturesFileOption = None,
     progress: Progress | None = None,
 ) -> VerifyResult:
     """Refit the runs a coefficient file names, by the options it names, and compare every value but provenance.
@@ -162,7 +162,7 @@ def _files_that_differ(made_by: Provenance, options: TrainOptions) -> Iterator[s
         try:
             found = hashlib.sha256(read_bytes(path)).hexdigest()
         except TracefitError:
-            yield f"{option} file {path} cannot be read; name it with --features"
+            yield f"{option} file {path} cannot be read; name it with {named(FeaturesFileOption)}"
             continue
         if found != wanted:
             yield f"{option} file {path}: sha256 {found[:12]}…, not {wanted[:12]}…"

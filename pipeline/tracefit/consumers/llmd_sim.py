@@ -31,7 +31,7 @@ from tracefit.consumers.base import (
 from tracefit.errors import DataError
 from tracefit.fit.estimators import fit_nonnegative
 from tracefit.fit.fitted import target_of
-from tracefit.options import ServerOptions, named
+from tracefit.options import ConsumerVersionOption, ServerOptions, flag_of, named
 
 if TYPE_CHECKING:
     from tracefit.statistics import Vector
@@ -120,7 +120,7 @@ def _version_note(written_sd: float, sd: float, *, bounded: bool) -> str:
         )
     if bounded:
         return "for llm-d-inference-sim up to v0.9.2, and newer"
-    return "loads from llm-d-inference-sim v0.10.0; --consumer-version 0.9.2 cuts prefill-time-std-dev to what older ones take"
+    return f"loads from llm-d-inference-sim v0.10.0; `tracefit export {flag_of(ConsumerVersionOption)} 0.9.2` cuts prefill-time-std-dev to what older ones take"
 
 
 def _model_length(source: Source) -> tuple[int, tuple[str, ...]]:

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from tracefit.errors import DataError, TracefitError
+from tracefit.errors import DataError, TracefitError, naming_flags
 
 if TYPE_CHECKING:
     from collections import deque
@@ -81,10 +81,17 @@ class TaskEngine(Protocol):
         """
 
 
-def attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Exception | None]:
-    """Call a function; return its result, or the error it raised on purpose, which is not a failure of the worker."""
+def attempt(function: Callable[[Any], Any], argument: Any, *, flags: bool) -> tuple[Any, Exception | None]:
+    """Call a function; return its result, or the error it raised on purpose, which is not a failure of the worker.
+
+    Args:
+        function: The work of the job.
+        argument: Its input.
+        flags: Whether its texts name options by their flags, as those of the process that has the job do.
+    """
     try:
-        return function(argument), None
+        with naming_flags(flags=flags):
+            return function(argument), None
     except (TracefitError, OSError) as error:
         return None, error
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tracefit import memory
 from tracefit.engines.jobs import TASKS_PER_WORKER, WorkerError, attempt, available_cores
-from tracefit.errors import UsageError
+from tracefit.errors import UsageError, names_flags
 from tracefit.options import EngineChoice, WorkersOption, named
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class LocalEngine:
 
     def _begin(self, job: Job) -> Future[_Outcome]:
         with worker_surroundings(self.workers):
-            return self._pool.submit(attempt, job.function, job.argument)
+            return self._pool.submit(attempt, job.function, job.argument, flags=names_flags())
 
     @cached_property
     def _pool(self) -> ProcessPoolExecutor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tracefit import memory
 from tracefit._version import __version__
 from tracefit.engines.jobs import TASKS_PER_WORKER, WorkerError, attempt, available_cores
-from tracefit.errors import UsageError
+from tracefit.errors import UsageError, names_flags
 from tracefit.options import EngineChoice, WorkersOption, named
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class RayEngine:
         asked = {
             node["NodeManagerAddress"]: self._call.options(
                 **_on_cores(1) | {"num_cpus": 0}, scheduling_strategy=On(node["NodeID"], soft=False)
-            ).remote(_version_at, folder)
+            ).remote(_version_at, folder, flags=names_flags())
             for node in self._nodes
         }
         hint = "install the same tracefit in the cluster's environment"
@@ -148,7 +148,7 @@ class RayEngine:
     def _begin(self, job: Job, tries: int) -> Any:
         reserved = min(MEMORY_BYTES << (tries - 1), self._most)
         call = self._call.options(memory=reserved, **_on_cores(self._last_cores if job.is_last else 1))
-        return call.remote(job.function, job.argument)
+        return call.remote(job.function, job.argument, flags=names_flags())
 
 
 def _on_cores(count: int) -> dict[str, Any]:
@@ -157,10 +157,10 @@ def _on_cores(count: int) -> dict[str, Any]:
     return {"num_cpus": count, "runtime_env": {"env_vars": surroundings}}
 
 
-def _work(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Exception | None]:
+def _work(function: Callable[[Any], Any], argument: Any, *, flags: bool) -> tuple[Any, Exception | None]:
     """Do a job, in a worker that is set up as those of the local engine."""
     _set_up()
-    return attempt(function, argument)
+    return attempt(function, argument, flags=flags)
 
 
 def _version_at(folder: Path | None) -> tuple[str, bool]:

@@ -127,7 +127,7 @@ def choose_target(
 ) -> tuple[Literal["clock", "duration"], str]:
     """Return where step times come from, and why: the durations where they cover the steps, otherwise the step clock."""
     if wanted != "auto":
-        return wanted, f"asked for with --beta-target {wanted}"
+        return wanted, "asked for"
     if cover.duration_coverage is None or cover.median_duration_us is None:
         if any(source.is_recorded for source in sources):
             why = "each record of a step has its time"

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _log = logging.getLogger("tracefit")
-_REMEDY = "report it as CONTRIBUTING.md says; --log-level debug shows the traceback"
+_REMEDY = "report it as CONTRIBUTING.md says; the log at level debug has the traceback"
 
 
 @threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]  # it has no types

@@ -17,7 +17,7 @@ from tracefit.inputs.files import cannot_open, read_fully
 from tracefit.inputs.formats import HEAD_BYTES, JUNK_EDGE_BYTES, Contents, detect_format
 from tracefit.inputs.framing import Shape, next_record, whole_records
 from tracefit.inputs.rejects import Encoding, Reject, excerpt
-from tracefit.options import IngestOptions
+from tracefit.options import IngestOptions, named
 
 if TYPE_CHECKING:
     import re
@@ -200,7 +200,7 @@ class _Splitter:
             ):  # many records together; a record that is too long is rejected once it is alone
                 size = whole_records(self._buffer[:longest], shape, is_last=False, starts=self._starts)
             if not size and len(self._buffer) > longest:
-                advice = f"longer than {longest >> 20} MiB: raise --max-document to read it"
+                advice = f"longer than {longest >> 20} MiB: raise {named(IngestOptions, 'max_document_mib')} to read it"
                 yield from self._skipped(advice, shape, encoding, start=self._offset)
                 size = 1  # there was progress: read on in the usual size
             elif size:

@@ -206,7 +206,7 @@ class _Connection:
             is_ready = self._intake.is_ready
             return (200, "text/plain", b"ok\n") if is_ready else (503, "text/plain", b"not ready\n")
         if not self._has_metrics:
-            raise _RefusalError(404, "metrics are off; --metrics turns them on")
+            raise _RefusalError(404, f"metrics are off; {named(ReceiveOptions, 'metrics')} turns them on")
         self._require_token(headers)
         from tracefit.receive.metrics import CONTENT_TYPE, metrics_page  # noqa: PLC0415 - for --metrics alone
 

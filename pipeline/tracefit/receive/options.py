@@ -10,10 +10,10 @@ import ipaddress
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from tracefit.errors import UsageError
-from tracefit.options import keys_of, named, option
+from tracefit.options import OptionFlag, keys_of, named, option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,6 +74,22 @@ class IntakeLimits:
     idle_s: float = 75.0  # longer than the SDK's five seconds between exports: a sender keeps its connection
     folders: int = 1024
     drain_s: float = 5.0  # less than the ten seconds of `docker stop`
+
+
+ReceiveOutOption = Annotated[
+    str | Path,
+    OptionFlag("Folder of run folders; one is made for each service that sends.", "out", kind=Path),
+]
+ServedModelOption = Annotated[str | None, OptionFlag("Model the servers run, as `vllm serve` names it.")]
+LiveOption = Annotated[bool, OptionFlag("Show on the terminal what comes in.", "live")]
+WatchedModelsOption = Annotated[
+    str | Path | None,
+    OptionFlag(
+        "Coefficient files of the servers: their errors on the steps that come in are shown by --live and --metrics.",
+        "models",
+        kind=Path | None,
+    ),
+]
 
 
 def parse_duration(text: str) -> float:
@@ -161,11 +177,11 @@ class ReceiveOptions:
             UsageError: Half a TLS configuration, an address beyond this machine without TLS, or no endpoint.
         """
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise UsageError(f"{_TLS} go together", hint="give both, or neither")
+            raise UsageError(f"{_tls()} go together", hint="give both, or neither")
         if not (self.tls_cert or self.insecure or _is_loopback(self.host)):
             raise UsageError(
                 f"{named(ReceiveOptions, 'host')} {self.host}: other machines could send and read along without encryption",
-                hint=f"give {_TLS}, or say {_INSECURE}",
+                hint=f"give {_tls()}, or say {named(ReceiveOptions, 'insecure')}",
             )
         for endpoint in self.forward_pass_metrics:
             self._require_safe_endpoint(endpoint)
@@ -180,12 +196,12 @@ class ReceiveOptions:
         if not (self.insecure or _is_loopback(match[1].strip("[]"))):
             raise UsageError(
                 f"{named(ReceiveOptions, 'forward_pass_metrics')} {endpoint}: ZMQ has no authentication here, and no encryption",
-                hint=f"if the network itself is safe, say {_INSECURE}",
+                hint=f"if the network itself is safe, say {named(ReceiveOptions, 'insecure')}",
             )
 
 
-_TLS = f"{named(ReceiveOptions, 'tls_cert')} and {named(ReceiveOptions, 'tls_key')}"
-_INSECURE = named(ReceiveOptions, "insecure")
+def _tls() -> str:
+    return f"{named(ReceiveOptions, 'tls_cert')} and {named(ReceiveOptions, 'tls_key')}"
 
 
 def _is_loopback(host: str) -> bool:

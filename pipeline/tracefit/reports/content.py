@@ -15,6 +15,7 @@ from tracefit.coefficients.compiled import main_forms
 from tracefit.coefficients.model import BoundaryModel, RegimesModel
 from tracefit.features.targets import LATENCIES, around_steps, is_step_model
 from tracefit.fit.results import NEVER
+from tracefit.options import TrainOptions, flag_of
 from tracefit.reports.document import Bullets, Report, kept, section, table, table_of
 from tracefit.reports.figures.deployment import DeploymentFigures, figures_of_evaluation
 from tracefit.reports.sentences import (
@@ -79,7 +80,7 @@ _LATENCY_NOTE = (
 )
 _THRESHOLDS_NOTE = (
     "Each use is as good as the worst measure it needs. The thresholds are in evaluation.json; "
-    "`--threshold USE.MEASURE=YES:WITH_LIMITS` sets others."
+    f"`tracefit train {flag_of(TrainOptions, 'thresholds')} USE.MEASURE=YES:WITH_LIMITS` sets others."
 )
 _TERMS = (
     ("step", "one iteration of the engine over its batch"),
@@ -503,7 +504,7 @@ def _overload(one: results.Overload) -> str:
     fate = (
         "it is trained on all the same, so the models describe an overloaded server"
         if one.trained_on
-        else "it is left out of training (`--include-overloaded` keeps it)"
+        else f"it is left out of training (`tracefit train {flag_of(TrainOptions, 'include_overloaded')}` keeps it)"
     )
     return f"**Run `{one.run_id}` was overloaded** ({'; '.join(one.reasons)}): {fate}."
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 AttentionKind = Literal["MHA", "GQA", "MQA", "MLA"]
 
-_SLUG_CHARS = 64  # a deployment id is read in tables and typed after --deployment
+_SLUG_CHARS = 64  # a deployment id is read in tables and typed to name one
 _CACHE_FOLDER = re.compile(r"models--(?:[^/\\]+?--)?([^/\\]+)")  # models--org--name of a hub cache
 
 

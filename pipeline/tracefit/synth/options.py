@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias, get_args
 
 from tracefit.errors import UsageError
-from tracefit.options import named, option
+from tracefit.options import OptionFlag, named, option
 from tracefit.synth.laws import (
     GPUS,
     MODELS,
@@ -28,6 +29,25 @@ Form: TypeAlias = Literal[
 DurationMode: TypeAlias = Literal["schedule", "step"]
 InstanceIds: TypeAlias = Literal["auto", "none", "server", "process"]
 QueuedStamp: TypeAlias = Literal["step_start", "arrival"]
+
+
+SynthOutOption = Annotated[
+    str | Path, OptionFlag("Folder in which the run folder is made.", "out", kind=Path)
+]
+SurgeOption = Annotated[
+    float | None,
+    OptionFlag(
+        "Factor on the arrivals in the last 30 % of the time, steady before; light, burst and heavy load if not given.",
+        "surge",
+    ),
+]
+FormatsOption = Annotated[
+    Literal["json", "protobuf", "both"],
+    OptionFlag("JSON lines, framed protobuf, or a run folder of each.", "formats", flag="--format"),
+]
+CompressOption = Annotated[
+    Literal["none", "gz", "zst"], OptionFlag("Compression of the trace files.", "compress")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +75,16 @@ _SURGE_SHARE = 0.3
 """Share of a run's time that a surge takes, at its end: what training holds out."""
 
 
-def surge_phases(factor: float) -> tuple[LoadPhase, ...]:
-    """Return a load that is steady for 70 % of its time and `factor` times as heavy in the rest.
+def surge_phases(surge: float) -> tuple[LoadPhase, ...]:
+    """Return a load that is steady for 70 % of its time and `surge` times as heavy in the rest.
 
     Raises:
         UsageError: The factor is not above 0.
     """
-    if not factor > 0:
-        raise UsageError("must be above 0", where="surge")
+    if not surge > 0:
+        raise UsageError("must be above 0", where=named(SurgeOption))
     # A phase's share of the requests is its time times its rate.
-    return (LoadPhase("steady", 1 - _SURGE_SHARE, 1.0), LoadPhase("surge", _SURGE_SHARE * factor, factor))
+    return (LoadPhase("steady", 1 - _SURGE_SHARE, 1.0), LoadPhase("surge", _SURGE_SHARE * surge, surge))
 
 
 @dataclass(frozen=True, slots=True)

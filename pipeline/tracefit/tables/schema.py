@@ -349,7 +349,7 @@ RUNS = TableSchema(
 
 SPANS = TableSchema(
     "spans",
-    "one row per span of the vLLM scopes; of other scopes with --all-spans",
+    "one row per span of the vLLM scopes; of other scopes where all spans are kept",
     ("run_id", "server", "start_unix_ns", "trace_id", "span_id"),
     (
         *_RUN,

@@ -31,6 +31,7 @@ from tracefit._version import __version__
 from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.inputs.buckets import place_of, together
 from tracefit.inputs.files import display_name
+from tracefit.options import IngestOutOption, flag_of
 from tracefit.tables import schema
 from tracefit.tables.disk import create, disk_errors
 from tracefit.tables.places import Bucket, Disk, Place, digest_of, open_place
@@ -492,7 +493,9 @@ class TableStore:
         """
         if not self.runs():
             raise UsageError(
-                "holds no tables", where=str(self.root), hint="`tracefit ingest RUNS --out TABLES` makes them"
+                "holds no tables",
+                where=str(self.root),
+                hint=f"`tracefit ingest RUNS {flag_of(IngestOutOption)} TABLES` makes them",
             )
         return self
 

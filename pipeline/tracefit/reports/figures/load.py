@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tracefit.diagnostics.groups import ENOUGH_FOR_P90, bins_by_run
 from tracefit.features.targets import LATENCIES
+from tracefit.options import LimitsOption, flag_of
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures.elements import (
     BLUE,
@@ -74,7 +75,9 @@ def latency_load_figure(
                 shapes.append(mark(f"{label}: {words}", "y", slo, on=f"y{axis}"))
         axes.append(log_axis(f"{label}, ms", [v for b in every for v in (b.median, b.p90)]))
     apart = " Runs whose lines lie apart at one load differ in their servers or in their requests."
-    objectives = f" Objectives (SLO): {'; '.join(within)}; `tracefit report --slo` sets others."
+    objectives = (
+        f" Objectives (SLO): {'; '.join(within)}; `tracefit report {flag_of(LimitsOption)}` sets others."
+    )
     return Figure(
         name=anchor(f"{deployment_id}-latency-load"),
         height=130 + 130 * len(bins),
