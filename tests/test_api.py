@@ -188,6 +188,13 @@ def test_a_row_of_a_pandas_frame_is_a_row(trained):
     (predicted,) = models.predict_step(rows.iloc[0])["predicted_us"]
     expected = models.predict_step(batch=4, features={"kv_usage_ratio": 0.1})
     assert predicted == pytest.approx(expected.step.value_us)
+    (row,) = tracefit.predict(models, rows.iloc[0]).predictions
+    assert row["predicted_us"] == pytest.approx(expected.step.value_us)
+
+
+def test_a_misspelt_column_is_a_warning_of_python_where_nothing_else_shows_it(trained):
+    with pytest.warns(UserWarning, match=r"rows: no model .* reads batsh \(did you mean batch\?\)"):
+        tracefit.predict(trained, [{"batsh": 4, "batch": 3, "kv_usage_ratio": 0.1}])
 
 
 def test_all_coefficients_are_a_frame(trained):

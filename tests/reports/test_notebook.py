@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 import tracefit
 from tracefit.commands.report import draw
-from tracefit.results.models import TrainResult
+from tracefit.results.models import IngestResult, ModelSummary, RunResult, TrainResult
 from tracefit.results.notebook import Shown
 
 
@@ -33,6 +34,17 @@ def test_a_result_draws_the_figures_of_the_report(result):
     assert figure.layout.title.text == "What a step costs"
     assert "every step" in {trace.name for trace in figure.data}
     assert result.plot().layout.title.text.startswith("Step times over time")
+
+
+def test_models_and_evaluation_of_a_run_are_frames(trained, result):
+    error = ModelSummary("beta.cycle_time", "a.b.tp1", 2.5, 4.0, 3.0, 10.0, 40.0, 9.0, 0.75, 90, 30)
+    done = RunResult(IngestResult(trained / "tables", (), (), ()), replace(result, fitted=(error,)), trained)
+    written = json.loads((trained / "models/beta.json").read_text())["models"]
+    steps = done.models.filter(model="beta.cycle_time", part="line", term="intercept")
+    assert steps["value"].item() == next(
+        m["intercept"]["value"] for m in written if m["name"] == "beta.cycle_time"
+    )
+    assert done.evaluation.select("name", "holdout_mdape_pct").rows() == [("beta.cycle_time", 2.5)]
 
 
 def test_an_unknown_figure_is_answered_with_all_names(result):

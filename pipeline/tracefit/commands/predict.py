@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,6 @@ from tracefit.coefficients.models import Models, load
 from tracefit.commands.locate import choose_deployment
 from tracefit.errors import UsageError
 from tracefit.options import DeploymentOption, FeaturesOption, RowKindOption, RowsOutOption, RunOption, named
-from tracefit.progress import NullProgress
 from tracefit.tables.disk import write_files
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def predict(
         deployment: See `Models.deployment`.
         run: A run of the deployment, in place of its id.
         out: Where to write the rows with their predictions, by suffix as one of the same kinds.
-        progress: Receives a warning that names columns which no model reads.
+        progress: Receives a warning that names columns which no model reads; a warning of Python if not given.
 
     Raises:
         UsageError: The file cannot be read or written, lacks what the model needs, or has a row that describes nothing the
@@ -76,7 +76,11 @@ def predict(
         predicted = predict_rows(chosen.require(of), frame)
     where = str(rows) if isinstance(rows, str | Path) else "rows"
     if unread := unread_columns(chosen, of, frame):
-        (progress or NullProgress()).warn(f"{where}: no model that predicts this reads {', '.join(unread)}")
+        text = f"{where}: no model that predicts this reads {', '.join(unread)}"
+        if progress is None:
+            warnings.warn(text, stacklevel=2)
+        else:
+            progress.warn(text)
     outside = predicted.height - predicted["out_of_range"].null_count()
     if out is not None:
         _write(predicted, Path(out))

@@ -12,7 +12,7 @@ import polars as pl
 from tracefit import memory
 from tracefit.coefficients import publish
 from tracefit.coefficients.files import as_published, to_json
-from tracefit.coefficients.models import Models
+from tracefit.coefficients.models import Models, load
 from tracefit.coefficients.verdicts import override
 from tracefit.commands.deployments import (
     MOST_ROWS,
@@ -49,10 +49,12 @@ from tracefit.options import (
     TrainOptions,
     TrainOutOption,
     WorkersOption,
+    flag_of,
     named,
 )
 from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.models import DeploymentSummary, LatencySummary, ModelSummary, RunResult, TrainResult
+from tracefit.results.notebook import read_with
 from tracefit.server.documents import read_bytes
 from tracefit.tables.disk import write_files
 from tracefit.tables.runs import find_overlaps
@@ -366,6 +368,11 @@ def _numbers(
     }
 
 
+@read_with
+def _coefficients(models: Path) -> pl.DataFrame:
+    return load(models).coefficients
+
+
 def run(
     paths: PathsArgument,
     out: RunOutOption,
@@ -399,6 +406,8 @@ def run(
         >>> result = tracefit.run("runs/", "out/", options=fast)
         >>> [model.name for model in result.trained.fitted]
         ['beta.cycle_time', 'alpha.queue_wait', 'alpha.admission', 'alpha.departure']
+        >>> result.models.filter(model="beta.cycle_time")["term"].to_list()[:2]
+        ['intercept', 'prefill_tokens']
         >>> result.evaluation.filter(name="beta.cycle_time")["holdout_mdape_pct"].item() < 5
         True
     """
@@ -420,7 +429,7 @@ def run(
     if earlier := sorted({*TableStore(out / "tables").runs()} - {*run_ids}):
         kept.warn(
             f"{out / 'tables'} also has {_some(earlier)} of an earlier command; models and report are of "
-            f"{_some(run_ids)} alone (`tracefit train {out}` trains on all runs)"
+            f"{_some(run_ids)} alone (`tracefit train {out} {flag_of(TrainOutOption)} MODELS` trains on all runs)"
         )
     trained = train(
         out / "tables",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tracefit.errors import EXIT_DONE, EXIT_NOTHING, EXIT_QUARANTINE
-from tracefit.results.notebook import Shown, drawn
+from tracefit.results.notebook import Shown, drawn, read
 from tracefit.results.replays import RunReplay
 from tracefit.results.requests import RequestGroup
 from tracefit.results.traces import IngestResult
@@ -138,6 +138,11 @@ class RunResult(Shown):
     def plot(self, figure: str = "step-times", *, deployment: str | None = None) -> Figure:
         """Draw a figure of the report with plotly; see `TrainResult.plot`."""
         return self.trained.plot(figure, deployment=deployment)
+
+    @property
+    def models(self) -> pl.DataFrame:
+        """All numbers of all models, one per row; see `Models.coefficients`."""
+        return read(self.trained.models)
 
     @property
     def evaluation(self) -> pl.DataFrame:

@@ -1,7 +1,7 @@
 """Results in a notebook: tables in place of a repr, and figures by name.
 
-The room of commands draws figures from files. `plot` is a method of results, which must not import that room, so the
-command registers its drawing here when it is imported (`draw_with`).
+The rooms of commands and coefficients draw figures from files and read coefficients. Results must not import these rooms, so a
+command registers its function here when it is imported (`draw_with`, `read_with`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tracefit.text import count, number
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import polars as pl
     from plotly.graph_objects import Figure
 
 
@@ -40,6 +41,29 @@ def draw_with(drawing: Drawing) -> Drawing:
     """Register the function that draws the figures of results."""
     _drawings[:] = [drawing]
     return drawing
+
+
+Reading: TypeAlias = "Callable[[Path], pl.DataFrame]"
+"""Reads the coefficients of a folder of models."""
+
+_readings: list[Reading] = []
+
+
+def read_with(reading: Reading) -> Reading:
+    """Register the function that reads the coefficients of results."""
+    _readings[:] = [reading]
+    return reading
+
+
+def read(models: Path) -> pl.DataFrame:
+    """Return the coefficients of a folder, read by the registered function.
+
+    Raises:
+        TracefitError: Nothing is registered: the result was not made by a command of this process.
+    """
+    if not _readings:
+        raise TracefitError("nothing reads coefficients yet", hint="import tracefit.commands.train first")
+    return _readings[0](models)
 
 
 def drawn(evaluation: Path, models: Path, tables: Path, figure: str, deployment: str | None) -> Figure:
