@@ -36,6 +36,8 @@ def test_a_run_without_configuration_is_warned_of(tracefit, traces, tmp_path, qu
         ("tracefit run x --gpu H100-", ["H100-SXM", "H100-PCIe", "H100-NVL"]),
         ("tracefit export {out} --deployment {start}", ["{deployment}"]),
         ("tracefit predict {out} --run b", ["busy"]),
+        ("tracefit compare {out} {out}/models --deployment {start}", ["{deployment}"]),
+        ("tracefit receive --models {out} --deployment {start}", ["{deployment}"]),
         ("tracefit export {out}/nothing --deployment ti", []),
         ("tracefit predict {out}/models/beta.json --run b", []),
     ],

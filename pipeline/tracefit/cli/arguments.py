@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,29 +19,32 @@ from tracefit.options import OptionFlag, ServerOptions, from_flags, named, optio
 
 def _folders(context: typer.Context) -> list[str]:
     """Return what the command line names so far and is there: a completion's arguments are not yet bound to parameters."""
-    named = [*context.args, *(v for v in context.params.values() if isinstance(v, str))]
+    named = [*context.args, *(str(v) for v in context.params.values() if isinstance(v, str | Path))]
     return [one for one in named if Path(one).exists()]
 
 
 def _deployment_ids(context: typer.Context, incomplete: str) -> list[str]:
     from tracefit.coefficients.models import load
-    from tracefit.errors import TracefitError
 
-    with suppress(TracefitError):
-        return [
-            s for folder in _folders(context) for s in load(folder).deployment_ids if s.startswith(incomplete)
-        ]
-    return []
+    return _names_in(context, incomplete, lambda folder: load(folder).deployment_ids)
 
 
 def _run_ids(context: typer.Context, incomplete: str) -> list[str]:
     from tracefit.commands.locate import scan
+
+    return _names_in(
+        context, incomplete, lambda folder: scan(folder, "runs").select("run_id").collect()["run_id"]
+    )
+
+
+def _names_in(context: typer.Context, incomplete: str, names: Callable[[str], Iterable[str]]) -> list[str]:
     from tracefit.errors import TracefitError
 
-    with suppress(TracefitError):
-        runs = [scan(folder, "runs").select("run_id").unique().collect() for folder in _folders(context)]
-        return sorted(r for frame in runs for r in frame["run_id"] if r.startswith(incomplete))
-    return []
+    found: set[str] = set()
+    for folder in _folders(context):
+        with suppress(TracefitError):
+            found.update(names(folder))
+    return sorted(one for one in found if one.startswith(incomplete))
 
 
 def _consumer_names() -> list[str]:
