@@ -745,5 +745,18 @@ def test_rows_of_requests_have_the_names_of_flags_too(small, recwarn):
     assert flags.columns[:3] == ["prompt", "output", "queue"]
     assert flags[:, 3:].equals(named[:, 3:])
     assert not recwarn.list
-    with pytest.raises(UsageError, match=r"no column output_tokens; did you mean output_token\?"):
-        models.predict_request([{"prompt": 50, "output_token": 10}])
+
+
+@pytest.mark.parametrize(
+    ("columns", "meant"),
+    [
+        ({"promt": [100], "output": [20]}, "column promt: did you mean prompt?"),
+        ({"prompt": [100], "outptu": [20]}, "column outptu: did you mean output?"),
+        ({"prompt": [100], "output_token": [20]}, "column output_token: did you mean output_tokens?"),
+        ({"prompt_tokns": [100], "output_tokens": [20]}, "column prompt_tokns: did you mean prompt_tokens?"),
+    ],
+)
+def test_a_misspelt_column_is_the_one_that_is_named(small, columns, meant):
+    with pytest.raises(UsageError) as caught:
+        tracefit.load(small).predict_request(pl.DataFrame(columns))
+    assert meant in str(caught.value)

@@ -395,11 +395,12 @@ def completed_requests(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataF
         for flag, name in FLAGS.items()
         if flag in rows.columns and name not in rows.columns
     )
-    for name in FLAGS.values():
+    for flag, name in FLAGS.items():
         if name not in rows.columns:
-            close = did_you_mean(name, rows.columns)
+            rest = [c for c in rows.columns if c not in (*FLAGS, *FLAGS.values(), *REQUEST_INPUTS, *OTHERS)]
+            close = (f"column {c}: {meant} " for c in rest if (meant := did_you_mean(c, (flag, name))))
             needed = f"columns {' and '.join(FLAGS.values())}, or {' and '.join(FLAGS)}, are needed"
-            raise UsageError(f"the rows have no column {name}", hint=f"{close} {needed}" if close else needed)
+            raise UsageError(f"the rows have no column {name}", hint=f"{next(close, '')}{needed}")
     known = [c for c in (*REQUEST_INPUTS, *OTHERS) if c in rows.columns]
     if not all(rows.schema[c].is_numeric() or rows.schema[c] == pl.Null for c in known):
         raise UsageError("described requests have values that are not numbers", where=", ".join(known))
