@@ -63,9 +63,6 @@ _WHOLE_FILES = settings(
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose how many examples properties try, before the test modules read it."""
-    os.fsync = lambda _: (
-        None
-    )  # no test outlives a crash of the machine, and waiting for the disk takes a tenth of the time
     quick = "not slow" in config.option.markexpr
     settings.register_profile("quick", deadline=None, max_examples=20)
     settings.register_profile("full", deadline=None, max_examples=200)
@@ -313,6 +310,18 @@ class Traces:
                 departs=300 + 20 * float(rng.standard_normal()),
             )
         return self
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk():
+    """Make `os.fsync` return at once, in this process, until the session ends.
+
+    Autouse, because every command that writes syncs, and waiting takes a tenth of the suite's time; no test outlives a
+    crash of the machine. Tests of the syncs themselves put their own in its place (`on_sync` in tests/receive).
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
 
 
 @pytest.fixture
