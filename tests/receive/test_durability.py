@@ -1,4 +1,8 @@
-"""Nothing acknowledged is lost: kills, full disks, failing disks, restarts."""
+"""Nothing acknowledged is lost: kills, full disks, failing disks, restarts.
+
+Disks fill up for real, by a limit on the size of files or a small file system. Only a sync that is slow or fails is put in
+place (`on_sync`), as is the clock of rotation.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ import random
 import resource
 import shutil
 import signal
-import stat
 import subprocess
 import threading
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -28,6 +33,7 @@ from tracefit.synth import SynthOptions, synth
 
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 SENDER = Sender("vllm", "engine")
+CONFIG = b"model: m\n"
 
 
 def part(lib, *numbers, sender=SENDER):
@@ -40,7 +46,36 @@ def numbers_in(lib, folder):
 
 
 def store_at(tmp_path, **rotation):
-    return TraceStore(tmp_path, rotation=Rotation(**rotation), configs={"exp-config.yaml": b"model: m\n"})
+    return TraceStore(tmp_path, rotation=Rotation(**rotation), configs={"exp-config.yaml": CONFIG})
+
+
+@contextmanager
+def file_size_limit(size_bytes, process=0):
+    """No file of a process, by default this one, grows beyond a size: what fits is written, as on a full disk."""
+    soft, hard = resource.prlimit(process, resource.RLIMIT_FSIZE)
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(process, resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def on_sync(suffix, action):
+    """Something happens whenever a file of a suffix is synced: after its write, before its answer."""
+
+    def fsync(descriptor):
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.suffix == suffix:
+            action(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        yield
+
+
+def fails(_):
+    raise OSError(errno.EIO, "Input/output error")
 
 
 class Sending:
@@ -76,7 +111,7 @@ class Sending:
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_moment_loses_nothing_acknowledged(lib, start, tmp_path):
+def test_kill_loses_nothing_acknowledged(lib, start, tmp_path):
     """Five times over the same folder: every start goes on with new files."""
     rng, acknowledged = random.Random(), []
     for life in range(5):
@@ -97,7 +132,7 @@ def test_a_kill_at_any_moment_loses_nothing_acknowledged(lib, start, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_ends_in_order_and_keeps_what_was_acknowledged(lib, start, tmp_path):
+def test_sigterm_keeps_everything_acknowledged(lib, start, tmp_path):
     receiver = start(tmp_path)
     sending = Sending(lib, receiver.grpc_port, first=1)
     for _ in range(20):
@@ -109,216 +144,205 @@ def test_sigterm_ends_in_order_and_keeps_what_was_acknowledged(lib, start, tmp_p
     assert f"{len(numbers_in(lib, tmp_path)):,}" in out
 
 
-def test_sigterm_waits_for_requests_that_wait_for_the_disk(lib, tmp_path, monkeypatch):
-    gate, store = threading.Event(), store_at(tmp_path)
-    commit = store.commit
-    monkeypatch.setattr(store, "commit", lambda parts: (gate.wait(30), commit(parts))[1])
+@pytest.fixture
+def slow_disk():
+    """Return a disk whose syncs wait until `gate` is open: `busy` is set once one waits, `order` notes their ends."""
+    disk = SimpleNamespace(busy=threading.Event(), gate=threading.Event(), order=[])
 
+    def sync(_):
+        disk.busy.set()
+        disk.gate.wait(30)
+        disk.order.append("sync")
+
+    with on_sync(".binpb", sync):
+        yield disk
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["running", "closed by SIGTERM"])
+def test_requests_that_wait_for_the_disk_share_a_sync(lib, tmp_path, slow_disk, is_closed):
     async def main():
-        async with (
-            lib.running(tmp_path, store=store) as at,
-            grpc.aio.insecure_channel(f"127.0.0.1:{at.grpc_port}") as channel,
-        ):
-            call = channel.unary_unary(EXPORT)(lib.request(1, 2).SerializeToString())
-            waiting = asyncio.ensure_future(call)
-            await lib.until(lambda: at.intake._pending_bytes)
-            at.intake.close()
-            gate.set()
-            return await waiting
+        async with lib.running(tmp_path) as at:
 
-    assert asyncio.run(main()) == b""
-    assert numbers_in(lib, tmp_path) == [1, 2]
+            async def send(number):
+                await at.intake.write([part(lib, number)])
+                slow_disk.order.append(number)
+
+            first = asyncio.ensure_future(send(1))
+            await lib.until(slow_disk.busy.is_set)
+            later = [asyncio.ensure_future(send(number)) for number in (2, 3, 4)]
+            await asyncio.sleep(0)  # each has begun to wait
+            if is_closed:
+                at.intake.close()
+            slow_disk.gate.set()
+            await asyncio.gather(first, *later)
+
+    asyncio.run(main())
+    assert slow_disk.order.index(1) > 0
+    slow_disk.order.remove(1)
+    assert slow_disk.order == ["sync", "sync", 2, 3, 4]
+    assert numbers_in(lib, tmp_path) == [1, 2, 3, 4]
 
 
-def test_an_acknowledgement_comes_after_the_sync(lib, tmp_path, monkeypatch):
-    """One sync for all requests that came while the disk was busy, and none of them answered before it."""
-    gate, synced, order = threading.Event(), [], []
-    fsync = os.fsync
-
-    def slow(descriptor):
-        path = Path(f"/proc/self/fd/{descriptor}").readlink()
-        if path.suffix == ".binpb":
-            gate.wait(30)
-            synced.append(path)
-            order.append("sync")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", slow)
-
+def test_export_is_answered_after_the_sync(lib, tmp_path, slow_disk):
     async def main():
         async with (
             lib.running(tmp_path) as at,
             grpc.aio.insecure_channel(f"127.0.0.1:{at.grpc_port}") as channel,
         ):
-
-            async def send(number):
-                await channel.unary_unary(EXPORT)(lib.request(number).SerializeToString())
-                order.append(number)
-
-            tasks = [asyncio.ensure_future(send(n)) for n in range(1, 5)]
-            await lib.until(lambda: len(at.intake._pending) == 3)  # the first is with the disk
-            assert order == []
-            gate.set()
-            await asyncio.gather(*tasks)
+            call = channel.unary_unary(EXPORT)(lib.request(1, 2).SerializeToString())
+            call.add_done_callback(lambda _: slow_disk.order.append("answer"))
+            await lib.until(slow_disk.busy.is_set)
+            slow_disk.gate.set()
+            await call
 
     asyncio.run(main())
-    assert order[0] == "sync"
-    assert order.count("sync") == 2
-    assert numbers_in(lib, tmp_path) == [1, 2, 3, 4]
+    assert slow_disk.order == ["sync", "answer"]
 
 
-@pytest.mark.parametrize("call", ["write", "fsync"])
-def test_what_a_failing_disk_did_not_take_is_taken_back(lib, tmp_path, monkeypatch, call):
-    """A write fails half-way, or the sync does: the sender hears of it, and what it sends again is there once."""
+@pytest.mark.parametrize(
+    ("fault", "number"),
+    [
+        (lambda path: file_size_limit(path.stat().st_size + 20), errno.EFBIG),
+        (lambda path: on_sync(path.suffix, fails), errno.EIO),
+    ],
+    ids=["half a write", "sync"],
+)
+def test_failed_write_is_taken_back(lib, tmp_path, fault, number):
+    """The sender hears of it, and what it sends again is there once."""
     store = store_at(tmp_path)
     assert store.commit([part(lib, 1, 2)]) == {}
-    real, (path,) = getattr(os, call), store.files
-
-    def fails(descriptor, *data):
-        real(descriptor, *(bytes(data[0])[:20],) if data else ())
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, call, fails)
-    failed = store.commit([part(lib, 3)])
-    assert failed[SENDER].errno == errno.ENOSPC
-    monkeypatch.setattr(os, call, real)
-    assert numbers_in(lib, tmp_path) == [1, 2]
-    whole = path.read_bytes()
+    (path,) = store.files
+    before = path.read_bytes()
+    with fault(path):
+        assert store.commit([part(lib, 3)])[SENDER].errno == number
+    assert path.read_bytes() == before
     assert store.commit([part(lib, 3)]) == {}
     store.close()
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == before
     assert numbers_in(lib, tmp_path) == [1, 2, 3]
 
 
-def test_a_disk_that_stays_full_does_not_collect_empty_files(lib, tmp_path, monkeypatch):
+def test_full_disk_collects_no_empty_files(lib, tmp_path):
     store = store_at(tmp_path)
-
-    def fails(descriptor, data):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "write", fails)
-    for _ in range(3):
-        assert SENDER in store.commit([part(lib, 1)])
+    with file_size_limit(len(CONFIG)):  # the configuration fits, a record does not
+        for _ in range(3):
+            assert SENDER in store.commit([part(lib, 1)])
     assert list(tmp_path.rglob("*.binpb")) == store.files == []
 
 
-def test_one_sender_that_cannot_be_written_does_not_hold_up_another(lib, tmp_path):
+def test_failing_sender_does_not_hold_up_another(lib, tmp_path):
     store = store_at(tmp_path)
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "engine").write_text("a file where a folder should be")
-    other = Sender("vllm", "other")
-    failed = store.commit([part(lib, 1), part(lib, 2, sender=other)])
+    failed = store.commit([part(lib, 1), part(lib, 2, sender=Sender("vllm", "other"))])
     assert set(failed) == {SENDER}
     assert numbers_in(lib, tmp_path) == [2]
 
 
 @pytest.mark.slow
-def test_a_full_disk_makes_the_sdk_wait_and_loses_nothing(lib, start, tmp_path):
-    """A limit on the size of files stands for the disk's end; it is lifted while the SDK tries again."""
+def test_full_disk_makes_the_sdk_wait_and_loses_nothing(lib, start, tmp_path):
+    """The disk is full for a while; the SDK tries again until there is room."""
     receiver = start(tmp_path)
     spans = lib.sdk_spans(synth(SynthOptions(requests=40)))
     exporter = OTLPSpanExporter(f"http://127.0.0.1:{receiver.grpc_port}", timeout=60)
-    _, hard = resource.prlimit(receiver.popen.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(receiver.popen.pid, resource.RLIMIT_FSIZE, (100, hard))
     results = []
     thread = threading.Thread(target=lambda: results.append(exporter.export(spans)))
-    thread.start()
-    channel = grpc.insecure_channel(f"127.0.0.1:{receiver.grpc_port}")
-    with channel, pytest.raises(grpc.RpcError) as refused:
-        channel.unary_unary(EXPORT)(lib.request(*range(1, 200)).SerializeToString())
+    with file_size_limit(100, receiver.popen.pid):
+        thread.start()
+        channel = grpc.insecure_channel(f"127.0.0.1:{receiver.grpc_port}")
+        with channel, pytest.raises(grpc.RpcError) as refused:
+            channel.unary_unary(EXPORT)(lib.request(*range(1, 200)).SerializeToString())
+    thread.join()
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert refused.value.details() == "cannot be written (File too large)"
-    resource.prlimit(receiver.popen.pid, resource.RLIMIT_FSIZE, (hard, hard))
-    thread.join()
-    code, _, _ = receiver.end()
-    assert (code, results) == (3, [SpanExportResult.SUCCESS])
+    assert (receiver.end()[0], results) == (3, [SpanExportResult.SUCCESS])
     assert len(lib.span_ids(tmp_path)) == len(set(lib.span_ids(tmp_path))) == len(spans)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.getuid() != 0, reason="mounting a small disk needs root")
-def test_a_small_disk_that_is_full_refuses_and_goes_on_when_there_is_room(lib, start, tmp_path):
+@pytest.fixture
+def small_disk(tmp_path):
+    """Return the folder of a file system of 256 KiB."""
+    if os.getuid() != 0:
+        pytest.skip("mounting a small disk needs root")
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("no file system can be mounted here")
-    try:
-        receiver, sent = start(disk), []
-        with grpc.insecure_channel(f"127.0.0.1:{receiver.grpc_port}") as channel:
-            call = channel.unary_unary(EXPORT)
-
-            def send(first):
-                numbers = range(first, first + 200)
-                message = lib.request(*numbers)
-                for span in message.resource_spans[0].scope_spans[0].spans:
-                    noise = random.randbytes(100).hex()  # does not get shorter by compression
-                    span.attributes.extend(lib.pairs({"gen_ai.request.id": noise}))
-                call(message.SerializeToString(), timeout=30)
-                sent.extend(numbers)
-
-            (disk / "ballast").write_bytes(b"x" * (180 << 10))
-            with pytest.raises(grpc.RpcError) as refused:
-                any(send(first) for first in range(1, 1_000_000, 200))
-            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert "No space left" in refused.value.details()
-            (disk / "ballast").unlink()
-            send(10_000_001)
-        receiver.end()
-        assert sorted(sent) == numbers_in(lib, disk)
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
-
-
-def test_a_last_record_that_a_kill_cut_is_ordinary_damage(lib, tmp_path, new_traces):
-    store = TraceStore(tmp_path / "runs", rotation=Rotation(), configs={})
-    data = new_traces().request(1, 0, step=1).protobuf()
-    store.commit([SenderSpans(SENDER, data, 2)])
-    store.close()
-    (path,) = store.files
-    path.write_bytes(path.read_bytes() + path.read_bytes()[:40])
-    result = ingest([tmp_path / "runs"], tmp_path / "tables")
-    assert [(run.spans, run.rejects) for run in result.runs] == [(2, 1)]
-
-
-def test_files_are_rotated_by_size_and_never_written_again(lib, tmp_path):
-    store = store_at(tmp_path, size_bytes=100)
-    for number in range(1, 6):
-        store.commit([part(lib, *range(number * 100, number * 100 + 20))])
-    assert len(store.files) == 5
-    assert [path.name for path in store.files] == sorted(path.name for path in store.files)
-    again = store_at(tmp_path, size_bytes=100)
-    again.commit([part(lib, 1)])
-    assert set(again.files).isdisjoint(store.files)
-    assert len(numbers_in(lib, tmp_path)) == 101
-
-
-def test_files_are_rotated_by_time(lib, tmp_path, monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr("tracefit.receive.store.time.monotonic", lambda: now[0])
-    store = store_at(tmp_path, seconds=300)
-    for at, files in ((1000.0, 1), (1299.0, 1), (1300.0, 2), (1301.0, 2)):
-        now[0] = at
-        store.commit([part(lib, int(at))])
-        assert len(store.files) == files
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
 
 
 @pytest.mark.slow
-def test_many_senders_do_not_hold_many_files_open(lib, tmp_path):
+def test_receiver_on_a_small_disk_goes_on_when_there_is_room(lib, start, small_disk):
+    receiver, sent = start(small_disk), []
+    with grpc.insecure_channel(f"127.0.0.1:{receiver.grpc_port}") as channel:
+
+        def send(first):
+            numbers = range(first, first + 200)
+            message = lib.request(*numbers)
+            for span in message.resource_spans[0].scope_spans[0].spans:
+                noise = random.randbytes(100).hex()  # does not get shorter by compression
+                span.attributes.extend(lib.pairs({"gen_ai.request.id": noise}))
+            channel.unary_unary(EXPORT)(message.SerializeToString(), timeout=30)
+            sent.extend(numbers)
+
+        (small_disk / "ballast").write_bytes(b"x" * (180 << 10))
+        with pytest.raises(grpc.RpcError, match="No space left") as refused:
+            any(send(first) for first in range(1, 1_000_000, 200))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        (small_disk / "ballast").unlink()
+        send(10_000_001)
+    receiver.end()
+    assert sorted(sent) == numbers_in(lib, small_disk)
+
+
+def test_record_cut_by_a_kill_is_one_reject(tmp_path, new_traces):
+    store = TraceStore(tmp_path / "runs", rotation=Rotation(), configs={})
+    store.commit([SenderSpans(SENDER, new_traces().request(1, 0, step=1).protobuf(), 2)])
+    store.close()
+    (path,) = store.files
+    path.write_bytes(path.read_bytes() + path.read_bytes()[:40])
+    (run,) = ingest([tmp_path / "runs"], tmp_path / "tables").runs
+    assert (run.spans, run.rejects) == (2, 1)
+
+
+def test_files_rotate_by_size_and_are_never_opened_again(lib, tmp_path):
+    store, again = store_at(tmp_path, size_bytes=100), store_at(tmp_path, size_bytes=100)
+    for number in range(1, 6):
+        store.commit([part(lib, *range(number * 100, number * 100 + 20))])
+    again.commit([part(lib, 1)])
+    assert len(store.files) == 5
+    assert store.files == sorted(store.files)
+    assert set(again.files).isdisjoint(store.files)
+    assert len(numbers_in(lib, tmp_path)) == 5 * 20 + 1
+
+
+@pytest.mark.parametrize(
+    ("commits_at", "files"),
+    [([1000, 1299], 1), ([1000, 1300], 2), ([1000, 1300, 1301], 2)],
+    ids=["younger", "as old", "age of the new file"],
+)
+def test_files_rotate_by_time(lib, tmp_path, monkeypatch, commits_at, files):
+    store = store_at(tmp_path, seconds=300)
+    for at in commits_at:
+        monkeypatch.setattr("tracefit.receive.store.time.monotonic", lambda at=at: float(at))
+        store.commit([part(lib, at)])
+    assert len(store.files) == files
+
+
+@pytest.mark.slow
+def test_many_senders_hold_64_files_open(lib, tmp_path):
     store = store_at(tmp_path)
     store.commit([part(lib, n, sender=Sender("vllm", f"i{n}")) for n in range(1, 100)])
-    open_files = [
-        path
-        for path in map(os.path.realpath, Path("/proc/self/fd").iterdir())
-        if path.startswith(str(tmp_path)) and path.endswith(".binpb")
-    ]
-    assert len(open_files) == 64
+    is_open = [path for path in Path("/proc/self/fd").iterdir() if tmp_path in path.resolve().parents]
+    assert len(is_open) == 64
     store.close()
     assert numbers_in(lib, tmp_path) == list(range(1, 100))
 
 
 @pytest.mark.parametrize("gone", ["vllm", "vllm/engine", "."])
-def test_after_a_folder_is_removed_spans_go_to_a_new_one(lib, tmp_path, gone):
+def test_removed_folder_is_made_again(lib, tmp_path, gone):
     store = store_at(tmp_path / "out")
     assert store.commit([part(lib, 1)]) == {}
     shutil.rmtree(tmp_path / "out" / gone)
@@ -327,8 +351,8 @@ def test_after_a_folder_is_removed_spans_go_to_a_new_one(lib, tmp_path, gone):
     assert (tmp_path / "out" / "vllm" / "exp-config.yaml").exists()
 
 
-def test_after_a_folder_is_moved_spans_go_to_a_new_one_alone(lib, tmp_path):
-    """Rotation, too, must not look for the folder that was there."""
+def test_moved_folder_gets_no_more_spans(lib, tmp_path):
+    """Every commit rotates: it does not look for the folder that was there."""
     store = store_at(tmp_path, size_bytes=1)
     for number in (1, 2, 3):
         assert store.commit([part(lib, number)]) == {}
@@ -337,49 +361,30 @@ def test_after_a_folder_is_moved_spans_go_to_a_new_one_alone(lib, tmp_path):
     assert not (tmp_path / "vllm").exists()
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_spans_of_a_moved_folder_are_written_again(lib, tmp_path, monkeypatch, times):
-    """Moved once, they are written again; twice, the sender has to send them again."""
-    store, write, moved = store_at(tmp_path), os.write, []
+@pytest.mark.parametrize(
+    ("times", "refused", "kept"),
+    [(1, set(), [2, 3]), (2, {SENDER}, [3])],
+    ids=["moved once", "moved twice"],
+)
+def test_spans_are_written_again_if_the_folder_moves(lib, tmp_path, times, refused, kept):
+    store, names = store_at(tmp_path), [f"moved-{n}" for n in range(times)]
     assert store.commit([part(lib, 1)]) == {}
-
-    def moves(descriptor, data):
-        if len(moved) < times:
-            moved.append((tmp_path / "vllm").rename(tmp_path / f"moved-{len(moved)}"))
-        return write(descriptor, data)
-
-    monkeypatch.setattr(os, "write", moves)
-    failed = store.commit([part(lib, 2)])
-    assert set(failed) == ({SENDER} if times == 2 else set())
-    assert numbers_in(lib, tmp_path) == ([1] if failed else [1, 2])
+    with on_sync(".binpb", lambda _: names and (tmp_path / "vllm").rename(tmp_path / names.pop(0))):
+        assert set(store.commit([part(lib, 2)])) == refused
     assert store.commit([part(lib, 3)]) == {}
-    store.close()
-    assert numbers_in(lib, tmp_path) == ([1, 3] if failed else [1, 2, 3])
     assert numbers_in(lib, tmp_path / "moved-0") == [1]
+    assert numbers_in(lib, tmp_path / "vllm") == kept
     assert all(path.stat().st_size for path in store.files if path.exists())
 
 
 HOSTILE = [
-    "../../etc",
-    "/etc/passwd",
-    "..",
-    ".",
-    "",
-    ".hidden",
-    "a/b",
-    "a\\b",
-    "a\0b",
-    "CON:",
-    "x" * 5000,
-    "é",
-    "\u202ea",
-    "-rf",
+    *("../../etc", "/etc/passwd", "..", ".", "", ".hidden", "a/b", "a\\b", "a\0b", "CON:", "x" * 5000, "é"),
+    *("\u202ea", "-rf", "config.json", "exp-config.yaml", "$(reboot)", "a\nb", "2026", "year=2026", "a."),
+    *("traces.json", "manifest.json", "run.yaml", "alpha.json", "a-b-c8687a08"),
 ]
-HOSTILE += ["config.json", "exp-config.yaml", "$(reboot)", "a\nb", "2026", "year=2026", "a.", "traces.json"]
-HOSTILE += ["manifest.json", "run.yaml", "alpha.json", "a-b-c8687a08"]
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=lambda n: ascii(n)[:20])
+@pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name)[:20])
 def test_no_name_leads_out_of_the_folder(lib, tmp_path, name):
     store = store_at(tmp_path / "out")
     for number, sender in enumerate((Sender(name, "i"), Sender("s", name or "j"), Sender(name, name)), 1):
@@ -387,21 +392,23 @@ def test_no_name_leads_out_of_the_folder(lib, tmp_path, name):
     store.close()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert numbers_in(lib, tmp_path / "out") == [1, 2, 3]
-    for path in (tmp_path / "out").rglob("*"):
-        assert path.name.isascii()
-        assert len(path.name) < 120
-    assert sorted(p.name for p in (tmp_path / "out").rglob("exp-config.yaml") if p.is_dir()) == []
+    made = list((tmp_path / "out").rglob("*"))
+    assert all(path.name.isascii() and len(path.name) < 120 for path in made)
+    assert not [path for path in made if path.name == "exp-config.yaml" and path.is_dir()]
 
 
-def test_names_that_are_cleaned_to_the_same_stay_apart():
+def test_cleaned_names_stay_apart():
     names = ["a/b", "a\\b", "a-b", "a b", "é", "è", "x" * 200, "x" * 201, "manifest.json"]
     names += [folder_name(name) for name in names if folder_name(name) != name]  # a sender may be named so
     assert len({folder_name(name) for name in names}) == len(names)
+
+
+def test_plain_name_is_kept():
     assert folder_name("7b8b12f1-d6ca-4761-95c1-357ffa2c3a31") == "7b8b12f1-d6ca-4761-95c1-357ffa2c3a31"
 
 
-def test_a_service_named_like_a_file_of_the_tables_can_be_inspected(tmp_path, new_traces):
-    """As `inspect` does, which takes a folder with a manifest.json for tables."""
+def test_inspect_reads_a_service_named_manifest_json(tmp_path, new_traces):
+    """A folder with a manifest.json is a folder of tables."""
     store = store_at(tmp_path)
     data = new_traces().request(1, 0, step=1).protobuf()
     store.commit([SenderSpans(Sender("manifest.json", ""), data, 2)])
@@ -409,33 +416,23 @@ def test_a_service_named_like_a_file_of_the_tables_can_be_inspected(tmp_path, ne
     assert [run.run_id for run in inspect(tmp_path).runs] == [folder_name("manifest.json")]
 
 
-def test_a_configuration_that_is_there_stays(lib, tmp_path):
+def test_existing_configuration_stays(lib, tmp_path):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "exp-config.yaml").write_text("model: mine\n")
     store_at(tmp_path).commit([part(lib, 1)])
     assert (tmp_path / "vllm" / "exp-config.yaml").read_text() == "model: mine\n"
 
 
-def test_a_configuration_is_in_place_only_once_the_disk_has_it(lib, tmp_path, monkeypatch):
-    fsync = os.fsync
-
-    def fails_for_files(descriptor):
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EIO, "Input/output error")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fails_for_files)
+def test_configuration_appears_only_once_synced(lib, tmp_path):
     store = store_at(tmp_path)
-    assert SENDER in store.commit([part(lib, 1)])
+    with on_sync(".yaml", fails):
+        assert SENDER in store.commit([part(lib, 1)])
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
-    monkeypatch.setattr(os, "fsync", fsync)
     assert store.commit([part(lib, 1)]) == {}
-    assert (tmp_path / "vllm" / "exp-config.yaml").read_text() == "model: m\n"
+    assert (tmp_path / "vllm" / "exp-config.yaml").read_bytes() == CONFIG
 
 
-def test_a_file_that_is_there_is_never_written_again(lib, tmp_path, monkeypatch):
-    """Two receivers on one folder, started in the same millisecond."""
-
+def test_two_receivers_of_one_millisecond_share_no_file(lib, tmp_path, monkeypatch):
     class StoppedClock:
         @staticmethod
         def now(_):
@@ -446,5 +443,5 @@ def test_a_file_that_is_there_is_never_written_again(lib, tmp_path, monkeypatch)
     for number, store in enumerate(stores, 1):
         assert store.commit([part(lib, number)]) == {}
     names = [path.name for store in stores for path in store.files]
-    assert names == ["traces-2026-02-03T00-00-00.000Z-1.binpb", "traces-2026-02-03T00-00-00.000Z-2.binpb"]
+    assert names == [f"traces-2026-02-03T00-00-00.000Z-{number}.binpb" for number in (1, 2)]
     assert numbers_in(lib, tmp_path) == [1, 2]
