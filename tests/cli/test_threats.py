@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from containers import framed, record, span, to_json, to_protobuf, zstd
-from tracefit import IngestOptions, ingest
+from tracefit import IngestOptions, TrainOptions, ingest, run
 from tracefit.features.targets import TARGETS
 from tracefit.tables.store import TableStore
 
@@ -41,7 +41,7 @@ def small(new_traces):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("content", ["", "garbage\n", "{}\n"])
-def test_a_run_that_holds_nothing_is_named_and_the_others_are_read(tmp_path, tracefit, small, content):
+def test_empty_run_is_named_and_others_are_read(tmp_path, tracefit, small, content):
     for name in ("a", "c"):
         small(tmp_path / "runs" / name)
     bad = small(tmp_path / "runs" / "b") / "traces.json"
@@ -52,7 +52,7 @@ def test_a_run_that_holds_nothing_is_named_and_the_others_are_read(tmp_path, tra
     assert TableStore(tmp_path / "tables").runs() == ["a", "c"]
 
 
-def test_inspect_looks_into_the_runs_that_can_be_read(tmp_path, tracefit, small):
+def test_inspect_leaves_out_an_empty_run(tmp_path, tracefit, small):
     for name in ("a", "b"):
         small(tmp_path / "runs" / name)
     (tmp_path / "runs" / "a" / "traces.json").write_text("")
@@ -61,7 +61,7 @@ def test_inspect_looks_into_the_runs_that_can_be_read(tmp_path, tracefit, small)
     assert "left out" in stderr
 
 
-def test_a_window_of_files_that_rotates_stays_one_run(tmp_path, tracefit, small):
+def test_rotating_files_stay_one_run(tmp_path, tracefit, small):
     folder = small(tmp_path / "run", 1)
     (folder / "traces.json").rename(folder / "traces-1.json")
     for number in (2, 3):
@@ -84,27 +84,29 @@ def loose(tmp_path, small):
 
 
 @pytest.mark.parametrize(
-    "named",
-    ["each", pytest.param("pattern", marks=pytest.mark.slow), pytest.param("folder", marks=pytest.mark.slow)],
+    "given",
+    [
+        pytest.param(lambda files: files, id="each"),
+        pytest.param(lambda files: [files[0].parent / "*.json"], id="pattern", marks=pytest.mark.slow),
+        pytest.param(lambda files: [files[0].parent], id="folder", marks=pytest.mark.slow),
+    ],
 )
-def test_a_window_of_loose_files_that_rotates_stays_one_run(tmp_path, tracefit, loose, named):
+def test_rotating_loose_files_stay_one_run(tmp_path, tracefit, loose, given):
     """The oldest is deleted, a new one comes: run after run."""
     tables, files = tmp_path / "tables", [loose(1), loose(2)]
     for number in (3, 4):
-        paths = {"each": files, "pattern": [tmp_path / "loose" / "*.json"], "folder": [tmp_path / "loose"]}
-        tracefit("ingest", *paths[named], "--out", tables)
+        tracefit("ingest", *given(files), "--out", tables)
         files.pop(0).unlink()
         files.append(loose(number))
-    paths = {"each": files, "pattern": [tmp_path / "loose" / "*.json"], "folder": [tmp_path / "loose"]}
-    code, _, stderr = tracefit("ingest", *paths[named], "--out", tables)
+    code, _, stderr = tracefit("ingest", *given(files), "--out", tables)
     assert (code in (0, 3), "another run" in stderr) == (True, False)
-    store = TableStore(tables)
-    assert len(store.runs()) == 1
-    assert store.read("spans")["source_file"].unique().sort().to_list() == list(map(str, files))
+    assert len(TableStore(tables).runs()) == 1
+    named = TableStore(tables).read("spans")["source_file"].unique().sort()
+    assert named.to_list() == list(map(str, files))
 
 
 @pytest.mark.slow
-def test_a_window_of_two_loose_files_of_which_one_grew_stays_one_run(tmp_path, tracefit, loose):
+def test_rotating_loose_files_may_grow(tmp_path, tracefit, loose):
     first, second = loose(1), loose(2)
     tracefit("ingest", first, second, "--out", tmp_path / "tables")
     first.unlink()
@@ -115,28 +117,24 @@ def test_a_window_of_two_loose_files_of_which_one_grew_stays_one_run(tmp_path, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "difference", ["the old file is still there", "no file is left", "the file of a name has other content"]
+    ("removed", "rewritten", "given"),
+    [([], [], [2, 3]), ([1, 2], [], [3, 4]), ([1], [2], [2, 3])],
+    ids=["the old file is there", "no file is left", "a file has other content"],
 )
-def test_loose_files_that_are_no_window_of_the_same_files_are_another_run(
-    tmp_path, tracefit, loose, difference
-):
-    first, second, third = loose(1), loose(2), loose(3)
-    tracefit("ingest", first, second, "--out", tmp_path / "tables")
-    given = [second, third]
-    if difference != "the old file is still there":
-        first.unlink()
-    if difference == "no file is left":
-        given = [third, loose(4)]
-        second.unlink()
-    if difference == "the file of a name has other content":
-        second.write_text(loose(9).read_text())
-    _, _, stderr = tracefit("ingest", *given, "--out", tmp_path / "tables")
+def test_other_loose_files_are_another_run(tmp_path, tracefit, loose, removed, rewritten, given):
+    files = {number: loose(number) for number in (1, 2, 3, 4)}
+    tracefit("ingest", files[1], files[2], "--out", tmp_path / "tables")
+    for number in removed:
+        files[number].unlink()
+    for number in rewritten:
+        files[number].write_text(loose(9).read_text())
+    _, _, stderr = tracefit("ingest", *(files[number] for number in given), "--out", tmp_path / "tables")
     assert "another run of that name is in the tables already" in stderr
     assert len(TableStore(tmp_path / "tables").runs()) == 2
 
 
 @pytest.mark.slow
-def test_spans_of_two_runs_are_warned_of_and_trained_on_once(tmp_path, new_traces, tracefit, quick):
+def test_spans_in_two_runs_are_trained_on_once(tmp_path, new_traces, tracefit, quick):
     run = new_traces().load().write(tmp_path / "one" / "run")
     shutil.copytree(run, tmp_path / "two" / "again")
     with (tmp_path / "two" / "again" / "traces.json").open() as lines:
@@ -149,81 +147,106 @@ def test_spans_of_two_runs_are_warned_of_and_trained_on_once(tmp_path, new_trace
     assert deployment["runs"] == ["run"]
 
 
+def flip_a_bit(part, _):
+    content = bytearray(part.read_bytes())
+    content[40] ^= 1
+    part.write_bytes(content)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["deleted", "damaged", "exchanged"])
-def test_a_part_that_is_not_what_was_written_is_refused_and_repaired(tmp_path, tracefit, small, damage):
+@pytest.mark.parametrize(
+    "damage",
+    [lambda part, _: part.unlink(), flip_a_bit, lambda part, other: shutil.copy(other, part)],
+    ids=["deleted", "damaged", "exchanged"],
+)
+def test_part_that_was_not_written_so_is_refused_and_repaired(tmp_path, tracefit, small, damage):
     run, tables = small(tmp_path / "run"), tmp_path / "tables"
-    small(tmp_path / "other", 50)
     tracefit("ingest", run, "--out", tables)
-    tracefit("ingest", tmp_path / "other", "--out", tmp_path / "others")
-    before = TableStore(tables).read("requests").rows()
-    part = _part(tables, "requests")
-    if damage == "deleted":
-        part.unlink()
-    elif damage == "exchanged":
-        shutil.copy(_part(tmp_path / "others", "requests"), part)
-    else:
-        content = bytearray(part.read_bytes())
-        content[40] ^= 1
-        part.write_bytes(content)
+    tracefit("ingest", small(tmp_path / "other", 50), "--out", tmp_path / "others")
+    before, part = TableStore(tables).read("requests").rows(), _part(tables, "requests")
+    damage(part, _part(tmp_path / "others", "requests"))
     code, _, stderr = tracefit("requests", tables)
     assert code == 1
-    assert stderr.startswith(f"tracefit: {part}: is ")
-    assert stderr.endswith("ingest the run again\n")
-    _, _, stderr = tracefit("ingest", run, "--out", tables)
-    assert "its tables are damaged" in stderr
+    assert re.fullmatch(rf"tracefit: {part}: is .*ingest the run again\n", stderr)
+    assert "its tables are damaged" in tracefit("ingest", run, "--out", tables)[2]
     assert TableStore(tables).read("requests").rows() == before
 
 
+@pytest.fixture(scope="module")
+def evil_server(tmp_path_factory, new_traces):
+    """Return the results of a server whose name is HTML, a link and terminal codes."""
+    folder = tmp_path_factory.mktemp("evil")
+    run(
+        [new_traces(server=EVIL).load().write(folder / "run")],
+        folder / "out",
+        options=TrainOptions(fast=True),
+    )
+    return folder / "out"
+
+
 @pytest.mark.slow
-def test_names_of_servers_and_requests_reach_no_terminal_and_no_page_as_code(
-    tmp_path, new_traces, tracefit, quick
-):
-    traces = new_traces(server=EVIL).load()
-    assert tracefit("run", traces.write(tmp_path / "run"), "--out", tmp_path / "out", "--fast")[0] == 0
-    report = (tmp_path / "out" / "report.md").read_text()
+def test_name_of_a_server_is_text_in_the_report(evil_server):
+    report = (evil_server / "report.md").read_text()
     assert "onerror" in report
-    assert "<img" not in report
-    assert "](javascript" not in report
-    messages = [
-        tracefit("inspect", tmp_path / "out" / "tables"),
-        tracefit("requests", tmp_path / "out" / "tables", "--each"),
-        tracefit("report", tmp_path / "out"),
-    ]
-    assert "\\x1b[31m" in messages[0][1]
-    for text in (report, *(part for one in messages for part in one[1:])):
-        assert not {"\x1b", "\x07"} & set(text)
+    assert re.findall(r"<img|\]\(javascript|\x1b|\x07", report) == []
 
 
 @pytest.mark.slow
-def test_names_in_coefficient_files_reach_no_terminal_as_code(tmp_path, trained, tracefit):
+@pytest.mark.parametrize(
+    "command", ["inspect OUT/tables", "requests OUT/tables --each", "report OUT"], ids=lambda c: c.split()[0]
+)
+def test_name_of_a_server_is_text_on_the_terminal(tracefit, evil_server, command):
+    _, stdout, stderr = tracefit(*command.replace("OUT", str(evil_server)).split())
+    assert re.findall(r"\x1b|\x07", stdout + stderr) == []
+
+
+@pytest.mark.slow
+def test_inspect_shows_codes_as_escapes(tracefit, evil_server):
+    assert r"\x1b[31m" in tracefit("inspect", evil_server / "tables")[1]
+
+
+@pytest.fixture
+def evil_models(tmp_path, trained):
+    """Return models of a deployment whose name is terminal codes and a formula."""
     models = shutil.copytree(trained / "models", tmp_path / "models")
     for path in models.glob("*.json"):
-        text = path.read_text()
-        deployment = json.loads(text)["models"][0]["deployment_id"]
-        path.write_text(text.replace(deployment, "=evil\\u001b[31m\\u0007"))
-    calls = [
-        ("compare", models, trained / "models"),
-        ("compare", models, models),
-        ("verify", models / "beta.json", "--tables", trained / "tables"),
-        ("export", models, "--to", "csv", "--out", tmp_path / "csv"),
-        ("predict", models, "--batch", "4"),
-    ]
-    for arguments in calls:
-        code, stdout, stderr = tracefit(*arguments)
-        assert code in (0, 1, 2)
-        assert not {"\x1b", "\x07"} & set(stdout + stderr), arguments
-    assert "\n=evil" not in (tmp_path / "csv" / "coefficients.csv").read_text()
+        deployment = json.loads(path.read_text())["models"][0]["deployment_id"]
+        path.write_text(path.read_text().replace(deployment, r"=evil\u001b[31m\u0007"))
+    return models
 
 
-def test_an_id_is_no_formula_to_a_spreadsheet(tmp_path, tracefit, traces):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "compare EVIL TRAINED/models",
+        "compare EVIL EVIL",
+        "verify EVIL/beta.json --tables TRAINED/tables",
+        "export EVIL --to csv --out EVIL/csv",
+        "predict EVIL --batch 4",
+    ],
+)
+def test_name_in_a_coefficient_file_is_text_on_the_terminal(trained, tracefit, evil_models, command):
+    words = command.replace("EVIL", str(evil_models)).replace("TRAINED", str(trained)).split()
+    code, stdout, stderr = tracefit(*words)
+    assert code in (0, 1, 2)
+    assert re.findall(r"\x1b|\x07", stdout + stderr) == []
+
+
+@pytest.mark.slow
+def test_name_in_a_coefficient_file_is_no_formula(tracefit, evil_models):
+    tracefit("export", evil_models, "--to", "csv", "--out", evil_models / "csv")
+    assert "\n=evil" not in (evil_models / "csv" / "coefficients.csv").read_text()
+
+
+def test_id_is_no_formula_to_a_spreadsheet(tmp_path, tracefit, traces):
     traces.request(1, 0, step=1, **{"gen_ai.request.id": "=HYPERLINK(1)"})
     tracefit("ingest", traces.write(tmp_path / "run"), "--out", tmp_path / "tables")
     _, stdout, _ = tracefit("requests", tmp_path / "tables", "--each")
     assert ",'=HYPERLINK(1)," in stdout
 
 
-def test_what_an_error_quotes_of_a_prompt_is_kept_nowhere(tmp_path, tracefit, traces):
+def test_prompt_quoted_by_an_error_is_not_kept(tmp_path, tracefit, traces):
     quoted = "patient Jane Doe"
     traces.api(1, {"ARRIVED": 0, "ABORTED": 10}).api(2, {"ARRIVED": 0, "ABORTED": 10})
     for one, reason in zip(traces.spans, (f"error in prompt: {quoted}", "client_disconnect"), strict=True):
@@ -248,112 +271,114 @@ URLS = [
 ]
 
 
-@pytest.mark.parametrize("url", URLS)
-def test_a_password_gets_into_no_name_and_no_line(tmp_path, monkeypatch, tracefit, small, url):
-    """Taken for a path, a URL would be a folder that has the password in its name."""
-    _refused_without_its_password(
-        tmp_path, monkeypatch, tracefit, small, ["ingest", "RUN", "--out", "URL"], url
-    )
+OUT_OF = "ingest RUN --out URL"
+READERS = ["ingest URL --out t", "inspect URL", "train URL --out m", "report URL", "requests URL"]
+OTHERS = [
+    "ingest RUN --out t --run-config URL",
+    "ingest RUN --out t --gpu URL",
+    "run RUN --out URL",
+    "predict URL --batch 3",
+    "predict MODELS --deployment tiny --rows URL",
+    "export MODELS --deployment codellama --to csv --out URL",
+    "compare URL MODELS",
+    "verify URL",
+    "verify MODELS --tables URL",
+    "features --config URL",
+    "synth --out URL",
+    "receive --out URL --model m --gpu H100 --stop-after 0.1s",
+]
 
 
-@pytest.mark.parametrize("url", [URLS[0], URLS[3]])
 @pytest.mark.parametrize(
-    "command",
+    ("command", "url"),
     [
-        ["ingest", "RUN", "--out", "t", "--run-config", "URL"],
-        ["ingest", "RUN", "--out", "t", "--gpu", "URL"],
-        ["run", "RUN", "--out", "URL"],
-        ["train", "URL", "--out", "m"],
-        ["report", "URL"],
-        ["requests", "URL"],
-        ["predict", "URL", "--batch", "3"],
-        ["predict", "MODELS", "--deployment", "tiny", "--rows", "URL"],
-        ["export", "MODELS", "--deployment", "codellama", "--to", "csv", "--out", "URL"],
-        ["compare", "URL", "MODELS"],
-        ["verify", "URL"],
-        ["verify", "MODELS", "--tables", "URL"],
-        ["features", "--config", "URL"],
-        ["synth", "--out", "URL"],
-        ["receive", "--out", "URL", "--model", "m", "--gpu", "H100", "--stop-after", "0.1s"],
+        *((OUT_OF, url) for url in URLS),
+        *((command, url) for command in READERS for url in (URLS[0], URLS[3], URLS[5])),
+        *((command, url) for command in OTHERS for url in (URLS[0], URLS[3])),
     ],
-    ids=" ".join,
 )
-def test_no_command_names_a_password(tmp_path, monkeypatch, tracefit, small, url, command):
-    _refused_without_its_password(tmp_path, monkeypatch, tracefit, small, command, url)
-
-
-def _refused_without_its_password(tmp_path, monkeypatch, tracefit, small, command, url):
+def test_password_gets_into_no_name_and_no_line(tmp_path, monkeypatch, tracefit, small, command, url):
+    """Taken for a path, a URL would be a folder that has the password in its name."""
     monkeypatch.chdir(tmp_path)
     small(tmp_path / "run")
     words = {"URL": url, "RUN": "run", "MODELS": MODELS}
-    code, stdout, stderr = tracefit(*(words.get(word, word) for word in command))
+    code, stdout, stderr = tracefit(*(words.get(word, word) for word in command.split()))
     assert (code, stdout, stderr.count("\n")) == (2, "", 1)
     assert not re.search("s?/?EcrEt", stderr), stderr
     assert not [path for path in tmp_path.rglob("*") if "EcrEt" in str(path) or ":" in str(path)]
 
 
-@pytest.mark.parametrize(
-    "url", ["https://user:sEcrEt@host/x", "s3://KEY:s/EcrEt@bucket/x", "file://u:sEcrEt@h/x"]
-)
-@pytest.mark.parametrize("command", ["ingest", "inspect"])
-def test_a_url_to_read_from_is_named_without_its_password(tmp_path, tracefit, url, command):
-    more = ["--out", tmp_path / "t"] if command == "ingest" else []
-    code, _, stderr = tracefit(command, url, *more)
-    assert (code, stderr.count("\n")) == (2, 1)
-    assert "EcrEt" not in stderr
-
-
-def test_two_run_descriptions_complete_each_other_or_are_refused(tmp_path, tracefit, small):
-    folder, tables = small(tmp_path / "run"), tmp_path / "tables"
+def described(folder, run_yaml):
+    """Put two run descriptions into a run."""
     (folder / "exp-config.yaml").write_text("model: m\nmax_num_seqs: 64\nnote: a\n")
-    (folder / "run.yaml").write_text("max_num_seqs: 64\ngpu: H100\n")
-    assert tracefit("ingest", folder, "--out", tables)[0] == 0
-    settings = json.loads(TableStore(tables).read("runs")["settings"][0])["settings"]
+    (folder / "run.yaml").write_text(run_yaml)
+    return folder
+
+
+def test_two_run_descriptions_complete_each_other(tmp_path, tracefit, small):
+    folder = described(small(tmp_path / "run"), "max_num_seqs: 64\ngpu: H100\n")
+    assert tracefit("ingest", folder, "--out", tmp_path / "tables")[0] == 0
+    settings = json.loads(TableStore(tmp_path / "tables").read("runs")["settings"][0])["settings"]
     assert [settings[name]["value"] for name in ("model", "max_num_seqs", "gpu")] == ["m", 64, "H100"]
-    for text, says in (
+
+
+@pytest.mark.parametrize("given", [".", "traces.json"], ids=["folder", "file"])
+@pytest.mark.parametrize(
+    ("run_yaml", "says"),
+    [
         ("max_num_seqs: 128\n", "max_num_seqs 128 contradicts 64"),
         ("note: b\n", "note b contradicts a"),
-    ):
-        (folder / "run.yaml").write_text(text)
-        for given in (folder, folder / "traces.json"):
-            code, _, stderr = tracefit("ingest", given, "--out", tables)
-            assert (code, stderr.count("\n")) == (2, 1)
-            assert f"{folder / 'run.yaml'}: {says}" in stderr
-            assert "in exp-config.yaml beside it" in stderr
-    # A description that the user names stands for both.
-    assert tracefit("ingest", folder, "--out", tables, "--run-config", folder / "run.yaml")[0] == 0
+    ],
+    ids=["setting", "note"],
+)
+def test_contradicting_run_descriptions_are_refused(tmp_path, tracefit, small, run_yaml, says, given):
+    folder = described(small(tmp_path / "run"), run_yaml)
+    code, _, stderr = tracefit("ingest", folder / given, "--out", tmp_path / "tables")
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert f"{folder / 'run.yaml'}: {says}" in stderr
+    assert "in exp-config.yaml beside it" in stderr
 
 
+def test_named_run_description_stands_for_both(tmp_path, tracefit, small):
+    folder = described(small(tmp_path / "run"), "note: b\n")
+    named = ("--run-config", folder / "run.yaml")
+    assert tracefit("ingest", folder, "--out", tmp_path / "tables", *named)[0] == 0
+
+
+@pytest.mark.parametrize("given", [".", "traces.json"], ids=["folder", "file"])
 @pytest.mark.parametrize("name", ["exp-config.yaml", "run.yaml", "config.json"])
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_configuration_that_is_a_pipe_or_a_device_is_refused(tmp_path, tracefit, small, name, kind):
+@pytest.mark.parametrize(
+    "place", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"]
+)
+def test_configuration_that_is_no_file_is_refused(tmp_path, tracefit, small, place, name, given):
     folder = small(tmp_path / "run")
     (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name) if kind == "pipe" else (folder / name).symlink_to("/dev/zero")
-    for given in (folder, folder / "traces.json"):
-        code, _, stderr = tracefit("ingest", given, "--out", tmp_path / "tables")
-        assert (code, stderr.count("\n")) == (2, 1)
-        assert str(folder / name) in stderr
+    place(folder / name)
+    code, _, stderr = tracefit("ingest", folder / given, "--out", tmp_path / "tables")
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert str(folder / name) in stderr
 
 
-def test_a_trace_that_is_a_device_and_a_part_that_is_a_pipe_end(tmp_path, tracefit, small):
-    folder, tables = small(tmp_path / "run"), tmp_path / "tables"
+def test_trace_that_is_a_device_is_left_out(tmp_path, tracefit, small):
+    folder = small(tmp_path / "run")
     (folder / "traces-x.json").symlink_to("/dev/zero")
-    code, _, stderr = tracefit("ingest", folder, "--out", tables)
+    code, _, stderr = tracefit("ingest", folder, "--out", tmp_path / "tables")
     assert code == 0
     assert "traces-x.json: left out, it is no regular file" in stderr
-    part = _part(tables, "requests")
+
+
+def test_part_that_is_a_pipe_is_refused(tmp_path, tracefit, small):
+    tracefit("ingest", small(tmp_path / "run"), "--out", tmp_path / "tables")
+    part = _part(tmp_path / "tables", "requests")
     part.unlink()
     os.mkfifo(part)
-    code, _, stderr = tracefit("requests", tables)
-    assert (code, stderr) == (
-        1,
-        f"tracefit: {part}: cannot be read (not a regular file); ingest the run again\n",
-    )
+    code, _, stderr = tracefit("requests", tmp_path / "tables")
+    says = f"tracefit: {part}: cannot be read (not a regular file); ingest the run again\n"
+    assert (code, stderr) == (1, says)
 
 
 @pytest.mark.parametrize("out", [["--out", ""], ["--out="]])
-def test_an_empty_name_is_not_the_working_folder(tmp_path, monkeypatch, tracefit, small, out):
+def test_empty_out_is_refused(tmp_path, monkeypatch, tracefit, small, out):
     run = small(tmp_path / "run")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -361,7 +386,7 @@ def test_an_empty_name_is_not_the_working_folder(tmp_path, monkeypatch, tracefit
     assert list((tmp_path / "here").iterdir()) == []
 
 
-def test_a_file_that_is_renamed_has_its_new_name(tmp_path, tracefit, small):
+def test_renamed_file_has_its_new_name(tmp_path, tracefit, small):
     folder, tables = small(tmp_path / "run"), tmp_path / "tables"
     for name in ("traces.json", "traces-new.json"):
         next(folder.glob("traces*")).rename(folder / name)
@@ -370,7 +395,7 @@ def test_a_file_that_is_renamed_has_its_new_name(tmp_path, tracefit, small):
 
 
 @pytest.mark.slow
-def test_names_that_are_not_utf_8_are_read_and_not_written(tmp_path, tracefit, small):
+def test_names_beyond_utf_8_are_read_and_not_written(tmp_path, tracefit, small):
     folder = small(tmp_path / "run")
     strange = os.fsdecode(os.fsencode(tmp_path) + b"/n\xff")
     folder.rename(strange)
@@ -384,7 +409,7 @@ def test_names_that_are_not_utf_8_are_read_and_not_written(tmp_path, tracefit, s
 
 
 @pytest.mark.parametrize("option", [{"features": 5.0}, {"fast": "yes"}, {"positive": 1.0}])
-def test_options_of_a_wrong_type_are_one_line(tmp_path, trained, tracefit, option):
+def test_option_of_a_wrong_type_is_one_line(tmp_path, trained, tracefit, option):
     document = json.loads((trained / "models" / "beta.json").read_text())
     document["provenance"]["options"].update(option)
     (tmp_path / "beta.json").write_text(json.dumps(document))
@@ -395,14 +420,14 @@ def test_options_of_a_wrong_type_are_one_line(tmp_path, trained, tracefit, optio
 
 
 @pytest.mark.slow
-def test_a_model_without_a_deployment_is_not_verified(tmp_path, trained, tracefit, quick):
+def test_model_without_a_deployment_is_not_verified(tmp_path, trained, tracefit, quick):
     document = json.loads((trained / "models" / "beta.json").read_text())
     del document["models"][0]["deployment_id"]
     (tmp_path / "beta.json").write_text(json.dumps(document))
     assert tracefit("verify", tmp_path / "beta.json", "--tables", trained / "tables")[0] == 1
 
 
-def test_a_feature_of_a_column_of_texts_is_one_line(tmp_path, trained, tracefit, quick):
+def test_feature_of_a_text_column_is_one_line(tmp_path, trained, tracefit, quick):
     (tmp_path / "f.yaml").write_text(
         "name: odd\nfeatures:\n  - {name: x, formula: run_id, unit: token, reason: text}\n"
     )
@@ -448,7 +473,7 @@ def null_formulas(tmp_path):
         ("--feature", "prefill_tokens=3"),
     ],
 )
-def test_a_formula_that_gives_null_is_one_line_that_names_it(tracefit, null_formulas, question):
+def test_formula_without_a_value_is_named(tracefit, null_formulas, question):
     code, stdout, stderr = tracefit("predict", null_formulas, *question)
     assert (code, stdout) == (2, "")
     assert stderr == (
@@ -465,7 +490,7 @@ def test_a_formula_that_gives_null_is_one_line_that_names_it(tracefit, null_form
         ("alpha.queue_wait", "prompt_tokens,output_tokens", "predicted_us"),
     ],
 )
-def test_a_formula_that_gives_null_leaves_a_row_without_prediction(
+def test_formula_without_a_value_predicts_null_for_a_row(
     tmp_path, tracefit, null_formulas, of, columns, predicted
 ):
     (tmp_path / "rows.csv").write_text(f"{columns}\n3,4\n")
@@ -493,9 +518,7 @@ class _FullDisk(io.FileIO):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("full_at", ["report.html", "alpha.json", "evaluation.json"])
-def test_a_full_disk_in_train_leaves_nothing_half_written(
-    tmp_path, monkeypatch, trained, tracefit, quick, full_at
-):
+def test_full_disk_in_train_changes_nothing(tmp_path, monkeypatch, trained, tracefit, quick, full_at):
     out = shutil.copytree(trained, tmp_path / "out")
     before = _without_stamps(out)
 
@@ -513,27 +536,24 @@ def test_a_full_disk_in_train_leaves_nothing_half_written(
     assert not list(out.rglob(".writing-*"))
 
 
-def test_absurd_numbers_in_kv_events_cost_their_events(tmp_path, tracefit, small):
-    """Each is a reject with its reason; what the others say of the requests stands."""
-    folder = small(tmp_path / "run")
-    tracefit("ingest", folder, "--out", tmp_path / "tables")
-    request = TableStore(tmp_path / "tables").read("requests")["core_request_id"][0]
-    good = [[1_700_000_000.5, [["CacheStoreCommitted", request, "CPU", 4, 1]], 0, 1]]
-    odd = [
-        ["CacheStoreCommitted", request, "CPU", 2**62, 1],
-        ["CacheStoreCommitted", request, "CPU", 4, 2**63 - 1],
-        ["BlockStored", [7], None, [5], 2**62, None, "GPU"],
-    ]
-    offloaded = []
-    for events in ([], odd):
-        batches = [*good, *([1_700_000_000.6, [event], 0, 1] for event in events)]
-        (folder / "kv_events.jsonl").write_text("".join(json.dumps(batch) + "\n" for batch in batches))
-        out = tmp_path / f"tables-{len(events)}"
-        code, _, _ = tracefit("ingest", folder, "--out", out)
-        store = TableStore(out)
-        offloaded.append(store.read("requests")["kv_blocks_offloaded"].sum())
-        assert (code, store.read("rejects").height) == (3 if events else 0, len(events))
-    assert offloaded == [4, 4]
+@pytest.mark.parametrize(
+    ("odd", "code"),
+    [
+        ([], 0),
+        ([["CacheStoreCommitted", "cmpl-1-0-00000000", "CPU", 2**62, 1]], 3),
+        ([["CacheStoreCommitted", "cmpl-1-0-00000000", "CPU", 4, 2**63 - 1]], 3),
+        ([["BlockStored", [7], None, [5], 2**62, None, "GPU"]], 3),
+    ],
+    ids=["no odd event", "blocks", "step", "block size"],
+)
+def test_absurd_number_in_a_kv_event_costs_that_event(tmp_path, tracefit, small, odd, code):
+    folder, tables = small(tmp_path / "run"), tmp_path / "tables"
+    events = [["CacheStoreCommitted", "cmpl-1-0-00000000", "CPU", 4, 1], *odd]
+    batches = [json.dumps([1_700_000_000.5, [event], 0, 1]) + "\n" for event in events]
+    (folder / "kv_events.jsonl").write_text("".join(batches))
+    assert tracefit("ingest", folder, "--out", tables)[0] == code
+    assert TableStore(tables).read("rejects").height == len(odd)
+    assert TableStore(tables).read("requests")["kv_blocks_offloaded"].sum() == 4
 
 
 def _record(number):
@@ -552,25 +572,27 @@ def _framed(*numbers):
     return framed(map(_message, numbers))
 
 
-CHANGING = {
-    "gzip, then lines": (gzip.compress(_line(1)) + _line(2), [1, 2]),
-    "lines, then zstd": (_line(1) + zstd(_line(2)), [1, 2]),
-    "gzip, then zstd": (gzip.compress(_line(1)) + zstd(_line(2)), [1, 2]),
-    "frames that begin with {": (b"{" + _framed(1, 2, 3)[1:], [2, 3]),
-    "frames that begin with [": (b"[" + _framed(1, 2, 3)[1:], [2, 3]),
-    "two junk bytes in a bare message": (
-        _message(1) + _message(2)[:9] + b"\x07\xff" + _message(2)[9:] + _message(3) + _message(4),
-        [1, 3, 4],
-    ),
-}
-"""The content of a file, and the numbers of the spans that are whole."""
-
-
-@pytest.mark.parametrize("name", CHANGING)
-def test_a_format_that_changes_inside_a_file_costs_no_more_than_its_record(tmp_path, tracefit, name):
-    content, whole = CHANGING[name]
+@pytest.mark.parametrize(
+    ("content", "whole", "code"),
+    [
+        (gzip.compress(_line(1)) + _line(2), [1, 2], 0),
+        (_line(1) + zstd(_line(2)), [1, 2], 0),
+        (gzip.compress(_line(1)) + zstd(_line(2)), [1, 2], 0),
+        (b"{" + _framed(1, 2, 3)[1:], [2, 3], 3),
+        (b"[" + _framed(1, 2, 3)[1:], [2, 3], 3),
+        (
+            _message(1) + _message(2)[:9] + b"\x07\xff" + _message(2)[9:] + _message(3) + _message(4),
+            [1, 3, 4],
+            3,
+        ),
+    ],
+    ids=[
+        *("gzip, then lines", "lines, then zstd", "gzip, then zstd"),
+        *("frames that begin with {", "frames that begin with [", "junk in a bare message"),
+    ],
+)
+def test_format_that_changes_costs_one_record(tmp_path, tracefit, content, whole, code):
     (tmp_path / "traces.json").write_bytes(content)
-    code, _, _ = tracefit("ingest", tmp_path / "traces.json", "--out", tmp_path / "tables")
-    assert code == (0 if len(whole) == 2 and whole[0] == 1 else 3)
+    assert tracefit("ingest", tmp_path / "traces.json", "--out", tmp_path / "tables")[0] == code
     spans = TableStore(tmp_path / "tables").read("spans")["span_id"].to_list()
     assert spans == [f"{number:016x}" for number in whole]
