@@ -126,31 +126,36 @@ def _blis_terms(row, chunks):
     ]
 
 
+def _coefficients(folder):
+    return yaml.safe_load((folder / "defaults.yaml").read_text())["trained_physics_coefficients"]
+
+
+def _alpha(folder):
+    return _coefficients(folder)["alpha_coeffs"]
+
+
 def _larger(terms):
     return [max(terms[0], terms[8]), max(terms[1], terms[9]), *terms[2:8]]
 
 
-def test_blis_by_its_own_formula(made, steps, to_blis):
-    result, folder = to_blis
-    document = yaml.safe_load((folder / "defaults.yaml").read_text())
-    assert list(document) == ["trained_physics_coefficients"], "unknown keys are refused"
+def test_blis_file_has_the_keys_that_blis_reads(to_blis):
+    """It refuses others, and cuts off what is behind the point of an alpha."""
+    document = yaml.safe_load((to_blis[1] / "defaults.yaml").read_text())
+    assert list(document) == ["trained_physics_coefficients"]
     found = document["trained_physics_coefficients"]
     assert list(found) == ["alpha_coeffs", "beta_coeffs"]
-    beta = found["beta_coeffs"]
-    assert (len(found["alpha_coeffs"]), len(beta)) == (3, 8), (
-        "the larger of compute and KV, as physics has it"
-    )
+    assert [type(value) for value in found["alpha_coeffs"]] == [int] * 3
+    assert len(found["beta_coeffs"]) == 8, "the larger of compute and KV, as physics has it"
+    assert all(math.isfinite(v) and v >= 0 for values in found.values() for v in values)
+
+
+def test_blis_by_its_own_formula(made, steps, to_blis):
+    result, folder = to_blis
+    beta, chunks = _coefficients(folder)["beta_coeffs"], _prefill_chunks(made)
     assert 1 < beta[0] < 3, "26 us a prompt token are 1.6 times what its arithmetic takes at the peak"
-    assert all(math.isfinite(v) and v >= 0 for v in [*found["alpha_coeffs"], *beta])
-    assert all(isinstance(v, int) for v in found["alpha_coeffs"]), "it cuts off what is behind the point"
-    chunks = _prefill_chunks(made)
     assert sum(of is not None for of in chunks.values()) > 0.95 * len(chunks)
-    predicted = np.array(
-        [
-            math.floor(sum(b * t for b, t in zip(beta, _larger(_blis_terms(r, chunks)), strict=True)))
-            for r in steps.iter_rows(named=True)
-        ]
-    )
+    terms = [_larger(_blis_terms(row, chunks)) for row in steps.iter_rows(named=True)]
+    predicted = np.floor(np.array(terms) @ np.array(beta))
     stated = _error(result, "step time")
     assert stated.n == steps.height
     assert stated.mape_pct == pytest.approx(_ape(steps["y"].to_numpy(), predicted), rel=1e-6)
@@ -161,7 +166,7 @@ def test_blis_by_its_own_formula(made, steps, to_blis):
 def test_blis_states_the_errors_of_its_own_replay(made, to_blis):
     """The file's numbers through its queue, scheduler and cache, on requests that came after the last training step."""
     result, folder = to_blis
-    found = yaml.safe_load((folder / "defaults.yaml").read_text())["trained_physics_coefficients"]
+    found = _coefficients(folder)
     requests = _table(made, "requests").drop_nulls(["arrival_ns", "first_token_ns"]).sort("arrival_ns")
     k = SETTINGS
     dh = k["d"] // k["H"]
@@ -201,7 +206,7 @@ def test_blis_states_the_errors_of_its_own_replay(made, to_blis):
     assert _error(result, "ITL of a request, replayed").mape_pct < 1
 
 
-def test_blis_names_its_weighting_and_what_does_not_transfer(made, to_blis, tmp_path):
+def test_blis_file_names_its_weighting(made, to_blis, tmp_path):
     """With ten coefficients prefill compute is nothing here and prefill KV hundreds of times nominal: true of this run alone."""
     ten = export(made / "models", "blis-registry", tmp_path / "ten")
     assert any(n.startswith("no transfer: beta8 (prefill KV) is ") for n in ten.notes)
@@ -215,11 +220,9 @@ def test_blis_names_its_weighting_and_what_does_not_transfer(made, to_blis, tmp_
     assert any("the eleventh that BLIS reads" in n for n in result.notes)
 
 
-def test_blis_alpha0_is_the_work_of_the_api_and_no_wait(made, to_blis):
+def test_blis_alpha0_is_the_api_work_without_a_wait(made, to_blis):
     result, folder = to_blis
-    alpha = yaml.safe_load((folder / "defaults.yaml").read_text())["trained_physics_coefficients"][
-        "alpha_coeffs"
-    ]
+    alpha = _alpha(folder)
     assert alpha[0] == pytest.approx(1450, abs=150)
     assert "# alpha0 is the API's work, by the admission model: " in (folder / "defaults.yaml").read_text()
     admission = _table(made, "requests")["admission_us"].mean()
@@ -258,7 +261,7 @@ def _as_line(model):
     [lambda m: m if m["name"] == "alpha.queue_wait" else None, _as_line],
     ids=["wait alone", "no clock"],
 )
-def test_a_wait_is_never_exported_as_alpha0(made, tmp_path, change):
+def test_wait_is_never_exported_as_alpha0(made, tmp_path, change):
     """Without a rule for the wait, alpha0 is what the soonest requests took: little more than the API's 1,450 us."""
     folder = _without(made, tmp_path, change)
     result = export(folder, "blis", tmp_path / "out", tables=made / "tables")
@@ -266,13 +269,7 @@ def test_a_wait_is_never_exported_as_alpha0(made, tmp_path, change):
     assert any("the others hold a wait for the step in progress" in note for note in result.notes)
 
 
-def _alpha(folder):
-    return yaml.safe_load((folder / "defaults.yaml").read_text())["trained_physics_coefficients"][
-        "alpha_coeffs"
-    ]
-
-
-def test_blis_takes_the_mean_where_requests_are_queued_as_they_arrive(tmp_path):
+def test_blis_alpha0_where_queued_is_stamped_on_arrival(tmp_path):
     run = synth(SynthOptions(name="arrival", queued_stamp="arrival", requests=250))
     tracefit.run([write_run(run, tmp_path)], tmp_path / "out", options=tracefit.TrainOptions(fast=True))
     result = export(tmp_path / "out", "blis", tmp_path / "blis")
@@ -282,7 +279,7 @@ def test_blis_takes_the_mean_where_requests_are_queued_as_they_arrive(tmp_path):
     assert any("QUEUED is stamped on arrival" in note for note in result.notes)
 
 
-def test_blis_gets_the_work_of_the_api_from_stock_spans(tmp_path):
+def test_blis_alpha0_from_stock_spans(tmp_path):
     """Spans of an unmodified server have neither steps nor QUEUED: both are worked out, and no wait stays in alpha0."""
     run = synth(SynthOptions(name="stock", form="stock", requests=250))
     tracefit.run([write_run(run, tmp_path)], tmp_path / "out", options=tracefit.TrainOptions(fast=True))
@@ -295,7 +292,7 @@ def test_blis_gets_the_work_of_the_api_from_stock_spans(tmp_path):
     assert _error(result, "ARRIVED to QUEUED, by alpha0 and the step boundary").mape_pct < 5
 
 
-def test_blis_takes_steps_without_a_request(tmp_path):
+def test_blis_alpha_is_0_without_requests(tmp_path):
     run = synth(SynthOptions(name="steps", form="fpm", requests=200))
     tracefit.run([write_run(run, tmp_path)], tmp_path / "out", options=tracefit.TrainOptions(fast=True))
     result = export(tmp_path / "out", "blis", tmp_path / "blis")
@@ -317,7 +314,7 @@ def bound_run(tmp_path_factory):
     return out / "made"
 
 
-def test_blis_takes_the_larger_of_compute_and_memory_where_steps_do(bound_run, tmp_path):
+def test_blis_roofline_is_chosen_where_steps_follow_it(bound_run, tmp_path):
     result = export(bound_run, "blis", tmp_path)
     assert any(note.startswith("weighting: roofline, ") for note in result.notes)
     assert not any("no transfer" in note for note in result.notes)
@@ -331,7 +328,7 @@ def test_blis_takes_the_larger_of_compute_and_memory_where_steps_do(bound_run, t
         assert abs(_error(result, f"{latency} of a request, replayed").bias_pct) < 5
 
 
-def test_blis_by_roofline_takes_an_alpha_through_a_pool(bound_run, tmp_path):
+def test_blis_roofline_takes_alpha_through_a_pool(bound_run, tmp_path):
     """`--latency-model roofline` ends with "--alpha-coeffs/--beta-coeffs cannot be used"; a decode instance's own backend does not."""
     result = export(bound_run, "blis", tmp_path)
     (replayed,) = (note for note in result.notes if note.startswith("replay of the traced requests: "))
@@ -341,7 +338,7 @@ def test_blis_by_roofline_takes_an_alpha_through_a_pool(bound_run, tmp_path):
             "--num-instances 2 --prefill-instances 1 --decode-instances 1 --pd-decider never "
             "--decode-latency-model roofline"
         ) in command
-    found = yaml.safe_load((tmp_path / "defaults.yaml").read_text())["trained_physics_coefficients"]
+    found = _coefficients(tmp_path)
     assert found["alpha_coeffs"][0] == pytest.approx(1450, abs=150)
     assert found["alpha_coeffs"][1] == 0, "the second is per prompt token here"
     assert len(found["beta_coeffs"]) >= 7
@@ -361,7 +358,7 @@ UNITS = [
 
 
 @pytest.mark.slow
-def test_the_registry_takes_the_set(made, steps, to_blis, tmp_path):
+def test_blis_registry_takes_the_set(made, steps, to_blis, tmp_path):
     """The rules of its file format: closed keys, units and methods, zero only where nothing is charged, sources."""
     result = export(made / "models", "blis-registry", tmp_path)
     document = yaml.safe_load((tmp_path / "coefficient-set.yaml").read_text())
@@ -397,10 +394,7 @@ def test_the_registry_takes_the_set(made, steps, to_blis, tmp_path):
         }
     values = [entry["value"] for entry in entries.values()]
     _, blis = to_blis
-    alpha = yaml.safe_load((blis / "defaults.yaml").read_text())["trained_physics_coefficients"][
-        "alpha_coeffs"
-    ]
-    assert values[10:] == alpha
+    assert values[10:] == _alpha(blis)
     chunks = _prefill_chunks(made)
     terms = np.array([_blis_terms(row, chunks) for row in steps.iter_rows(named=True)])
     predicted = np.floor(terms @ values[:10])
@@ -454,7 +448,7 @@ def test_llm_d_inference_sim_by_its_own_formula(made, tmp_path):
     assert stated.mape_pct == pytest.approx(_ape(held["itl_us"].to_numpy(), np.array(itl)), rel=1e-6)
 
 
-def test_llm_d_inference_sim_takes_all_of_the_spread_since_0_10(made, tmp_path):
+def test_llm_d_inference_sim_0_10_takes_the_whole_spread(made, tmp_path):
     newer = export(made / "models", "llm-d-inference-sim", tmp_path / "newer")
     older = export(made / "models", "llm-d-inference-sim", tmp_path / "older", consumer_version="v0.9.2")
     new, old = (yaml.safe_load((tmp_path / f / "config.yaml").read_text()) for f in ("newer", "older"))
@@ -463,13 +457,21 @@ def test_llm_d_inference_sim_takes_all_of_the_spread_since_0_10(made, tmp_path):
     assert {k: v for k, v in new.items() if k != "prefill-time-std-dev"}.items() <= old.items()
     assert "loads from llm-d-inference-sim v0.10.0" in newer.notes[0]
     assert "up to v0.9.2" in older.notes[0]
-    with pytest.raises(UsageError, match="`consumer_version` newest: is not a version"):
-        export(made / "models", "llm-d-inference-sim", tmp_path, consumer_version="newest")
-    with pytest.raises(UsageError, match="blis has one form for all versions"):
-        export(made / "models", "blis", tmp_path, consumer_version="1.0")
 
 
-def test_the_dynamo_mocker_by_its_own_interpolation(made, steps, tmp_path):
+@pytest.mark.parametrize(
+    ("to", "version", "says"),
+    [
+        ("llm-d-inference-sim", "newest", "`consumer_version` newest: is not a version"),
+        ("blis", "1.0", "blis has one form for all versions"),
+    ],
+)
+def test_wrong_consumer_version_is_refused(made, tmp_path, to, version, says):
+    with pytest.raises(UsageError, match=says):
+        export(made / "models", to, tmp_path, consumer_version=version)
+
+
+def test_dynamo_mocker_by_its_own_interpolation(made, steps, tmp_path):
     """Linear over tokens and bilinear over (tokens in caches, tokens per request), beyond the grid too; at least 1 ms."""
     result = export(made / "models", "dynamo-mocker", tmp_path)
     grid = np.load(tmp_path / "perf_data.npz")
@@ -502,12 +504,16 @@ def test_the_dynamo_mocker_by_its_own_interpolation(made, steps, tmp_path):
         assert stated.n == rows.sum()
         assert stated.mape_pct == pytest.approx(_ape(actual[rows], predicted[rows]), rel=1e-6)
         assert stated.mape_pct < 8
-    before = (tmp_path / "perf_data.npz").read_bytes()
-    export(made / "models", "dynamo-mocker", tmp_path)
-    assert (tmp_path / "perf_data.npz").read_bytes() == before, "no time of day in it"
 
 
-def test_the_dynamo_mocker_itself_takes_its_steps_from_the_grids(made, tmp_path):
+def test_dynamo_mocker_file_holds_no_time_of_day(made, tmp_path):
+    first, again = (tmp_path / name for name in ("first", "again"))
+    for folder in (first, again):
+        export(made / "models", "dynamo-mocker", folder)
+    assert (first / "perf_data.npz").read_bytes() == (again / "perf_data.npz").read_bytes()
+
+
+def test_dynamo_mocker_itself_runs_on_the_grids(made, tmp_path):
     """One request in its engine: 500 prompt tokens at 26 us and 40 for the prompt, then 99 tokens at 7,015 us and 0.003 per token in cache."""
     core = pytest.importorskip("dynamo._core")
     export(made / "models", "dynamo-mocker", tmp_path)
@@ -530,7 +536,7 @@ def test_the_dynamo_mocker_itself_takes_its_steps_from_the_grids(made, tmp_path)
     assert decoding == pytest.approx(99 * (7.015 + 0.003e-3 * 550), rel=0.02)
 
 
-def test_the_dynamo_planner_gets_measured_steps_and_the_model(made, tmp_path):
+def test_dynamo_planner_gets_measured_steps_and_a_model(made, tmp_path):
     """As `_extract_fpms_from_benchmark` and `_convert_profiling_data_to_fpms` of ai-dynamo 1.6.1 read them."""
     export(made / "models", "dynamo-planner", tmp_path)
     results = json.loads((tmp_path / "benchmark_results.json").read_text())["results"]
@@ -552,7 +558,7 @@ def test_the_dynamo_planner_gets_measured_steps_and_the_model(made, tmp_path):
     assert decode["z_itl"] == pytest.approx(7.0 + 0.015 * batch + 3e-6 * tokens, rel=0.03)
 
 
-def test_the_dynamo_planner_itself_makes_records_of_both(made, tmp_path):
+def test_dynamo_planner_itself_reads_both(made, tmp_path):
     read = pytest.importorskip("dynamo.planner.monitoring.perf_metrics")
     export(made / "models", "dynamo-planner", tmp_path)
     written = json.loads((tmp_path / "benchmark_results.json").read_text())
@@ -584,34 +590,45 @@ def _linear_ms(rows):
     )
 
 
-def test_aisimulate_gets_measured_steps_and_the_model_marked_as_such(made, steps, tmp_path):
-    """The rules of its loader: one row per point and kind, no prompt token in a decode step, equal labels in table and sidecar."""
-    result = export(made / "models", "aisimulate", tmp_path)
-    for what, said, within in (
-        ("measured", "medians of measured steps", 0.15),
-        ("model", "a step model on a grid", 0.03),
-    ):
-        rows, sidecar = _fpm_table(tmp_path / what)
-        assert sidecar["tracefit_rows"] == said
-        assert (sidecar["schema_name"], sidecar["schema_version"]) == ("aic_fpm_forward_perf", 7)
-        for name in ("system", "backend", "backend_version"):
-            assert rows[name].unique().to_list() == [sidecar[name]]
-        assert {
-            str(rows.schema[name]) for name in ("tp", "pp", "dp", "moe_tp", "moe_ep", "cp", "batch_size")
-        } == {"Int64"}
-        key = ["workload_kind", "batch_size", "total_prefill_tokens", "total_kv_read_tokens"]
-        assert not rows.select(key).is_duplicated().any()
-        prefill, decode = (rows.filter(workload_kind=kind) for kind in ("prefill", "decode"))
-        assert (prefill["total_prefill_tokens"] >= 1).all()
-        assert (decode["total_prefill_tokens"] == 0).all()
-        off = np.abs(rows["latency_ms"].to_numpy() / _linear_ms(rows) - 1)
-        assert np.percentile(off, 95) < within
-    measured = pl.read_parquet(tmp_path / "measured/fpm_forward_perf.parquet").filter(workload_kind="decode")
+@pytest.fixture(scope="module")
+def to_aisimulate(made, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("aisimulate")
+    return export(made / "models", "aisimulate", folder), folder
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("measured", "medians of measured steps"), ("model", "a step model on a grid")],
+    ids=["measured", "model"],
+)
+def test_aisimulate_table_follows_its_loader(to_aisimulate, what, said):
+    """One row per point and kind, no prompt token in a decode step, equal labels in table and sidecar."""
+    rows, sidecar = _fpm_table(to_aisimulate[1] / what)
+    assert sidecar["tracefit_rows"] == said
+    assert (sidecar["schema_name"], sidecar["schema_version"]) == ("aic_fpm_forward_perf", 7)
+    for name in ("system", "backend", "backend_version"):
+        assert rows[name].unique().to_list() == [sidecar[name]]
+    sizes = ("tp", "pp", "dp", "moe_tp", "moe_ep", "cp", "batch_size")
+    assert {str(rows.schema[name]) for name in sizes} == {"Int64"}
+    key = ["workload_kind", "batch_size", "total_prefill_tokens", "total_kv_read_tokens"]
+    assert not rows.select(key).is_duplicated().any()
+    is_prefill = rows["workload_kind"] == "prefill"
+    assert set(rows["workload_kind"]) == {"prefill", "decode"}
+    assert ((rows["total_prefill_tokens"] > 0) == is_prefill).all()
+
+
+@pytest.mark.parametrize(("what", "within"), [("measured", 0.15), ("model", 0.03)])
+def test_aisimulate_table_has_the_times_of_the_law(to_aisimulate, what, within):
+    rows, _ = _fpm_table(to_aisimulate[1] / what)
+    assert np.percentile(np.abs(rows["latency_ms"].to_numpy() / _linear_ms(rows) - 1), 95) < within
+
+
+def test_aisimulate_table_holds_a_measured_step(to_aisimulate, steps):
+    result, folder = to_aisimulate
+    measured = pl.read_parquet(folder / "measured/fpm_forward_perf.parquet").filter(workload_kind="decode")
     one = steps.filter((pl.col("prefill_tokens") == 0) & (pl.col("num_decode_reqs") > 0)).tail(1)
-    at = measured.filter(
-        batch_size=one["num_decode_reqs"].item(), total_kv_read_tokens=one["context_tokens"].item()
-    )
-    assert at.height == 1
+    batch, cached = one["num_decode_reqs"].item(), one["context_tokens"].item()
+    assert measured.filter(batch_size=batch, total_kv_read_tokens=cached).height == 1
     assert result.errors[0].mape_pct < 3
 
 
@@ -644,7 +661,7 @@ def test_aisimulate_itself_predicts_from_the_table(made, tmp_path):
         )
 
 
-def test_vllm_vcr_gets_requests_with_each_gap_and_the_step_that_closed_it(made, tmp_path):
+def test_vllm_vcr_gets_each_gap_and_its_step(made, tmp_path):
     """The rules of `validate_record` and the meaning of `TraceRecord` in its `trace.rs`."""
     export(made / "models", "vllm-vcr", tmp_path)
     meta, *records = map(json.loads, (tmp_path / "latency-trace.jsonl").read_text().splitlines())
@@ -677,7 +694,7 @@ def test_vllm_vcr_gets_requests_with_each_gap_and_the_step_that_closed_it(made, 
     assert sum("itl_ms" in record for record in records) > 0.9 * len(records)
 
 
-def test_the_latency_predictor_gets_rows_of_its_own_columns(made, tmp_path):
+def test_llm_d_latency_predictor_gets_its_columns(made, tmp_path):
     """Those of `TrainingEntry` in its training server of August 2026."""
     export(made / "models", "llm-d-latency-predictor", tmp_path)
     rows = json.loads((tmp_path / "training-rows.json").read_text())["entries"]
@@ -693,7 +710,7 @@ def test_the_latency_predictor_gets_rows_of_its_own_columns(made, tmp_path):
     assert all(0 <= r["kv_cache_percentage"] <= 1 and r["actual_ttft_ms"] > 0 for r in rows)
 
 
-def test_the_fleet_simulator_gets_the_constant_and_the_slope_of_a_step(made, steps, tmp_path):
+def test_vllm_sr_sim_gets_constant_and_slope_of_a_step(made, steps, tmp_path):
     """`ManualProfile` of vllm-sr-sim 0.1.0: a step takes W + H · n seconds at the context that H is measured at."""
     result = export(made / "models", "vllm-sr-sim", tmp_path)
     profile = json.loads((tmp_path / "profile.json").read_text())
@@ -707,7 +724,7 @@ def test_the_fleet_simulator_gets_the_constant_and_the_slope_of_a_step(made, ste
     assert fleet_sim.ManualProfile(**profile).iter_latency(0) == profile["W"]
 
 
-def test_the_grid_of_steps_without_prompts_has_an_extent():
+def test_grid_without_prompts_has_an_extent():
     """An axis of one value has cells of no width: the mocker divides by it."""
     nothing = pl.DataFrame({"prefill_tokens": [0, 0], "num_decode_reqs": [0, 1], "context_tokens": [0, 1]})
     for axis in dynamo.axes(nothing):
@@ -726,36 +743,48 @@ def test_csv_holds_every_number(made, tmp_path):
     assert _error(result, "beta.cycle_time").mape_pct == beta["validation"]["holdout"]["mape_pct"]
 
 
-def test_a_folder_may_end_in_a_slash(made, tmp_path):
+def test_folder_may_end_in_a_slash(made, tmp_path):
     result = export(made / "models", "csv", f"{tmp_path}/x/")
     assert result.usage.endswith(f" {tmp_path}/x/coefficients.csv")
 
 
-@pytest.mark.parametrize("to", ["vidur", "LLMServingSim", "aiconfigurator"])
-def test_consumers_below_steps_are_refused_with_the_reason(made, tmp_path, to):
-    with pytest.raises(DataError, match="per operator, finer than a trace of steps can resolve"):
+@pytest.mark.parametrize(
+    ("to", "says"),
+    [
+        ("vidur", "per operator, finer than a trace of steps can resolve"),
+        ("LLMServingSim", "per operator, finer than a trace of steps can resolve"),
+        ("aiconfigurator", "per operator, finer than a trace of steps can resolve"),
+        ("wva", "it learns its parameters online"),
+    ],
+)
+def test_consumer_that_takes_no_step_model_is_refused(made, tmp_path, to, says):
+    with pytest.raises(DataError, match=says):
         export(made / "models", to, tmp_path)
 
 
-def test_what_an_export_needs_is_named(made, trained, tmp_path):
+def test_unknown_consumer_is_refused(made, tmp_path):
     with pytest.raises(UsageError, match="known: aisimulate, blis, blis-registry"):
         export(made / "models", "bliss", tmp_path)
-    copy = tmp_path / "beta.json"
-    copy.write_text((made / "models/beta.json").read_text())
-    with pytest.raises(UsageError, match="give them with `tables`"):
-        export(copy, "llm-d-inference-sim", tmp_path)
-    with pytest.raises(DataError, match="runs llama-8b-linear that the models were trained on are not here"):
-        export(copy, "llm-d-inference-sim", tmp_path, tables=trained / "tables")
+
+
+def test_unknown_gpu_is_refused(trained, tmp_path):
     with pytest.raises(DataError, match="the GPU is not known"):
         export(trained / "models", "blis", tmp_path)
 
 
-def test_the_autoscaler_takes_no_parameters(made, tmp_path):
-    with pytest.raises(DataError, match="it learns its parameters online"):
-        export(made / "models", "wva", tmp_path)
+def test_lone_coefficient_file_needs_tables(made, tmp_path):
+    models = shutil.copy(made / "models/beta.json", tmp_path)
+    with pytest.raises(UsageError, match="give them with `tables`"):
+        export(models, "llm-d-inference-sim", tmp_path)
 
 
-def test_traces_without_journeys_are_refused_with_what_would_help(tmp_path, new_traces):
+def test_tables_of_other_runs_are_refused(made, trained, tmp_path):
+    models = shutil.copy(made / "models/beta.json", tmp_path)
+    with pytest.raises(DataError, match="runs llama-8b-linear that the models were trained on are not here"):
+        export(models, "llm-d-inference-sim", tmp_path, tables=trained / "tables")
+
+
+def test_traces_without_journeys_are_refused_with_a_hint(tmp_path, new_traces):
     folder = new_traces().load(requests=0).write(tmp_path / "steps")
     tracefit.run([folder], tmp_path / "out", options=tracefit.TrainOptions(features="batch", fast=True))
     with pytest.raises(DataError, match=r"no row has both ends.*--enable-journey-tracing"):
@@ -763,7 +792,7 @@ def test_traces_without_journeys_are_refused_with_what_would_help(tmp_path, new_
 
 
 @pytest.mark.slow
-def test_the_weighting_is_what_replays_training_requests_best(tmp_path):
+def test_blis_weighting_replays_training_requests_best(tmp_path):
     """On a roofline half the weight on prefill made decode 3 % short; what is chosen keeps ITL and E2E, both light and heavy."""
     folder = write_run(
         synth(SynthOptions(name="roofline", seed=5, requests=350, law="roofline")),
@@ -779,7 +808,7 @@ def test_the_weighting_is_what_replays_training_requests_best(tmp_path):
     assert abs(_error(result, "E2E of a request, replayed").bias_pct) < 3
 
 
-def test_a_deployment_that_cannot_be_replayed_says_so(made, tmp_path):
+def test_blis_without_a_replay_says_so(made, tmp_path):
     """Of half the journeys a replay would have half the load."""
     out = tmp_path / "half"
     shutil.copytree(made, out)
@@ -796,7 +825,7 @@ def test_a_deployment_that_cannot_be_replayed_says_so(made, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_requests_found_in_the_cache_is_not_computed_in_the_replay(tmp_path):
+def test_blis_replay_computes_no_cached_prompt(tmp_path):
     options = SynthOptions(
         name="prefixes", seed=8, requests=300, prefix_fraction=0.7, prefix_tokens=512, rich_sampling=1.0
     )
