@@ -80,7 +80,7 @@ def test_an_answer_that_is_lost_is_no_other_writer(bucket, run):
 
 
 @pytest.mark.slow
-def test_a_writer_that_is_killed_anywhere_is_completed_by_the_next(bucket, run, parts, tmp_path, monkeypatch):
+def test_killed_writer_is_completed_by_the_next(bucket, run, parts, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the killed leave their scratch folders
     code = [sys.executable, "-c", INGEST, str(run)]
     subprocess.run([*code, TABLES], check=True)

@@ -47,7 +47,7 @@ def _errors(out):
 @pytest.mark.parametrize(
     "name", [pytest.param(o, marks=[pytest.mark.slow] if n else []) for n, o in enumerate(ODD)]
 )
-def test_one_implausible_value_fires_a_rule_and_the_models_are_as_without_it(
+def test_implausible_value_is_counted_and_changes_no_model(
     tmp_path, new_traces, trained, tracefit, quick, name
 ):
     event, key, change = ODD[name]

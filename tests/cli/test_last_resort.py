@@ -60,7 +60,7 @@ def test_an_unexpected_error_is_one_line_and_changes_nothing(tracefit, monkeypat
     assert not list(out.rglob(".writing-*"))
 
 
-def test_the_line_names_the_run_and_the_debug_log_has_the_traceback(tracefit, monkeypatch, out):
+def test_line_names_the_run_and_debug_log_the_traceback(tracefit, monkeypatch, out):
     def fail(*_, **__):
         raise pl.exceptions.PanicException("index out of range")
 

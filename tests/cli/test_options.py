@@ -73,7 +73,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(generated, conf
     assert generated("--config", path, "synth", "--requests", 5) == 5
 
 
-def test_the_file_may_be_named_on_either_side_and_by_the_environment(generated, config, monkeypatch):
+def test_file_is_named_before_after_or_in_the_environment(generated, config, monkeypatch):
     path = config("requests = 3\n")
     assert generated("synth", "--config", path) == 3
     monkeypatch.setenv("TRACEFIT_CONFIG", str(path))
@@ -280,9 +280,7 @@ NOT_A_VALUE = {
 
 @pytest.mark.parametrize("key", ["max_num_seqs", "note"])
 @pytest.mark.parametrize("value", NOT_A_VALUE.values(), ids=NOT_A_VALUE)
-def test_a_value_yaml_cannot_hold_is_one_line_as_an_option_and_in_a_file(
-    tracefit, tmp_path, traces, key, value
-):
+def test_value_yaml_cannot_hold_is_refused_in_one_line(tracefit, tmp_path, traces, key, value):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
     code, out, err = tracefit("inspect", folder, "--set", f"{key}={value}")
     assert (code, out, err.count("\n")) == (2, "", 1)

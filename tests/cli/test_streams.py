@@ -37,14 +37,14 @@ def shell(tmp_path):
     "asked",
     ["--version", *(pytest.param(a, marks=pytest.mark.slow) for a in ("features", "features --json"))],
 )
-def test_a_result_that_a_closed_stdout_does_not_take_is_no_success(shell, asked):
+def test_result_lost_to_a_closed_stdout_is_a_failure(shell, asked):
     line = "tracefit: standard output: cannot be written (Bad file descriptor)\n"
     assert shell(f"{COMMAND} {asked} >&-") == (2, "", line)
     assert shell(f"{COMMAND} {asked} >&- 2>&- <&-")[0] == 2
 
 
 @pytest.mark.slow
-def test_a_closed_stdout_is_not_missed_by_a_command_that_has_nothing_to_say(shell, traces, tmp_path):
+def test_silent_command_ignores_a_closed_stdout(shell, traces, tmp_path):
     run = traces.request(1, 0, step=1).write(tmp_path / "run")
     assert shell(f"{COMMAND} ingest {run} --out tables --quiet >&-") == (0, "", "")
     assert (tmp_path / "tables" / "manifest.json").exists()
@@ -60,7 +60,7 @@ def test_a_full_stdout_is_one_line_and_exit_code_2(shell, asked):
 
 
 @pytest.mark.parametrize("asked", ["--help", pytest.param("features", marks=pytest.mark.slow)])
-def test_a_reader_that_goes_away_is_told_of_by_the_exit_code_alone(asked):
+def test_reader_that_leaves_shows_in_the_exit_code_alone(asked):
     """The code of a program that SIGPIPE ended: 128 + 13."""
     gone, stdout = os.pipe()
     os.close(gone)
@@ -72,7 +72,7 @@ def test_a_reader_that_goes_away_is_told_of_by_the_exit_code_alone(asked):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["&-", "/dev/full"])
-def test_a_stderr_that_takes_nothing_leaves_the_exit_code_as_it_is(shell, where):
+def test_full_stderr_keeps_the_exit_code(shell, where):
     assert shell(f"{COMMAND} inspect nothing-here 2>{where}")[0] == 2
 
 

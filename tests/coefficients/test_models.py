@@ -116,7 +116,7 @@ def short(small, parts):
 
 
 @pytest.mark.parametrize(("step", "said"), IMPOSSIBLE_STEPS)
-def test_a_step_that_the_server_does_not_run_is_refused_alone_and_among_rows(short, step, said):
+def test_step_beyond_server_limits_is_refused(short, step, said):
     most = {"batch": 8, "context": 200, "prefill": 92}
     assert short.predict_step(**most).step.value_us > 0
     if "batch" in step:

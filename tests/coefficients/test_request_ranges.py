@@ -137,7 +137,7 @@ def test_the_ranges_of_inputs_are_those_of_the_training_part():
 
 
 @pytest.mark.slow
-def test_composed_requests_are_right_in_sum_where_the_load_stays_what_it_was(tmp_path):
+def test_composed_requests_sum_up_under_steady_load(tmp_path):
     """Four steady runs at the edge of their KV cache: what single runs miss either way, they miss by chance.
 
     Not all of it: on arrival a batch is known that will be another one while the request decodes. ITL is no better than a median.
@@ -245,7 +245,7 @@ def test_requests_that_get_no_range_do_not_count_for_it(small):
         (np.full(5, 1.0), "too few"),
     ],
 )
-def test_a_range_that_held_out_requests_do_not_confirm_is_none(small, later, said):
+def test_range_not_confirmed_by_the_holdout_is_null(small, later, said):
     models = tracefit.load(small)
     trained = list(np.linspace(0.8, 1.2, 101))
     rows = _described(models, trained + list(later), ["train"] * 101 + ["holdout"] * len(later))

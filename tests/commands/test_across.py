@@ -88,7 +88,7 @@ def _on(gpus, models, folder):
 
 
 @pytest.mark.slow
-def test_step_times_on_a_gpu_that_was_never_seen_are_within_fifteen_percent(tmp_path, evaluation_of):
+def test_step_times_on_an_unseen_gpu_are_within_15_percent(tmp_path, evaluation_of):
     """Memory of an H100 is 1.6 times, its arithmetic 3.2 times as fast as an A100's: no line in the batch knows that."""
     _on(("A100", "H100"), (("llama-8b", 1), ("llama-70b", 4)), tmp_path / "runs")
     evaluation, report = evaluation_of(across=True, features="roofline")
@@ -105,7 +105,7 @@ def test_step_times_on_a_gpu_that_was_never_seen_are_within_fifteen_percent(tmp_
 
 
 @pytest.mark.slow
-def test_one_model_on_the_other_gpu_cannot_tell_weights_from_a_constant(tmp_path, evaluation_of):
+def test_one_model_cannot_separate_weights_from_a_constant(tmp_path, evaluation_of):
     _on(("A100", "H100"), (("llama-8b", 1),), tmp_path / "runs")
     evaluation, report = evaluation_of(across=True, features="roofline")
     assert {e["left_out"] for e in evaluation["across"]} == {"a100-80gb-sxm", "h100-sxm"}

@@ -34,7 +34,7 @@ def test_a_folder_without_traces_says_what_a_run_folder_is(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n"])
-def test_a_file_without_a_span_is_refused_with_what_a_server_must_trace(tmp_path, content, files_in):
+def test_file_without_spans_is_refused_with_advice(tmp_path, content, files_in):
     (tmp_path / "traces.json").write_bytes(content)
     line = _refused(DataError, [tmp_path / "traces.json"], tmp_path / "out")
     assert "holds no spans" in line
@@ -94,9 +94,7 @@ def test_a_gpu_that_is_not_known_is_named_and_left_out(tmp_path, traces, quick, 
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads"])
-def test_a_model_configuration_without_a_key_names_it_and_is_left_out(
-    tmp_path, traces, config_json, quick, key
-):
+def test_model_configuration_without_a_key_is_left_out(tmp_path, traces, config_json, quick, key):
     folder = traces.load(steps=120).write(tmp_path / "run")
     lacking = {k: v for k, v in config_json.items() if k != key}
     (folder / "config.json").write_text(json.dumps(lacking))
@@ -129,7 +127,7 @@ def test_an_output_folder_that_is_a_file(tmp_path, traces):
     _refused(UsageError, [traces.load(steps=60, requests=0).write(tmp_path / "run")], tmp_path / "out")
 
 
-def test_rejects_that_are_too_many_to_list_end_the_reading_and_are_counted(tmp_path, traces):
+def test_too_many_rejects_end_the_reading(tmp_path, traces):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
     bad = b'{"resourceSpans":[{"scopeSpans":[{"spans":[{"traceId":"zz","spanId":"zz","name":"of no use"}]}]}]}\n'
     with (folder / "traces.json").open("ab") as stream:
@@ -242,7 +240,7 @@ def test_a_damaged_staged_part_is_repaired_from_its_source(tmp_path, kept, damag
     assert {part.name for part in (tables / ".stage").iterdir()} == set(after.values())
 
 
-def test_a_damaged_staged_part_is_repaired_where_the_configuration_changed(kept):
+def test_damaged_staged_part_is_repaired_under_a_new_configuration(kept):
     folder, tables, _ = kept
     _flip_a_bit(tables / ".stage" / _parts_by_file(tables)["traces-20.json"] / "journeys.arrow")
     result = ingest([folder], tables, server=ServerOptions(settings={"max_num_seqs": 9}))

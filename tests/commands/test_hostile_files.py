@@ -136,7 +136,7 @@ def test_a_hostile_file_ends_in_time_with_a_result_or_one_line(tmp_path, good_li
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORST)
-def test_files_that_took_gigabytes_are_within_the_bound_of_all_files(tmp_path, good_line, name):
+def test_memory_hungry_files_keep_to_the_bound(tmp_path, good_line, name):
     make, expected = WORST[name]
     path = tmp_path / "traces.json"
     path.write_bytes(make(good_line[0]))

@@ -85,7 +85,7 @@ def _altered(path):
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
-def test_a_file_of_the_same_size_and_date_is_read_again_if_it_was_written_to(fleet, tmp_path, decoded):
+def test_rewritten_file_of_equal_size_and_date_is_read_again(fleet, tmp_path, decoded):
     decoded(tmp_path / "tables")
     _altered(fleet / "b" / "traces.json")
     ingest([fleet], tmp_path / "tables")

@@ -71,9 +71,7 @@ def grown(tmp_path, new_traces):
     ("workers", "moments"),
     [(1, MOMENTS), (2, MOMENTS)],
 )
-def test_killed_at_any_moment_it_leaves_whole_tables_and_can_be_run_again(
-    tmp_path, grown, contents, workers, moments
-):
+def test_kill_leaves_whole_tables_and_a_run_to_repeat(tmp_path, grown, contents, workers, moments):
     half, run = grown
     first = half("half")
     old = contents(first)

@@ -122,7 +122,7 @@ def test_where_nothing_fits_the_report_says_what_the_server_did(tmp_path, new_tr
 
 
 @pytest.mark.slow
-def test_a_folder_that_was_used_before_trains_on_the_named_run_alone(tmp_path, two_runs, models_of, quick):
+def test_reused_folder_trains_on_the_named_run_alone(tmp_path, two_runs, models_of, quick):
     first = run([two_runs / "one"], tmp_path / "out", options=quick)
     assert not any("also has" in text for text in first.trained.warnings)
     second = run([two_runs / "more"], tmp_path / "out", options=quick)

@@ -44,7 +44,7 @@ def test_percentiles_and_throughput_are_those_of_the_requests(tables, traces):
     assert total.requests_per_s == pytest.approx(11 / 11.141)
 
 
-def test_failures_count_as_such_and_not_for_the_times_of_whole_requests(tables, traces):
+def test_failures_are_left_out_of_request_times(tables, traces):
     trace = _load(traces, number=2)
     cut = {"finish.status": "aborted", "decode.done_tokens": 3}
     trace.api(3, {"ARRIVED": 0, "ABORTED": 9_000_000})

@@ -42,7 +42,7 @@ def stock(traces, tmp_path):
     return traces.write(tmp_path / "stock")
 
 
-def test_alpha_trains_on_the_wait_and_the_rest_says_what_would_give_it(stock, tmp_path):
+def test_alpha_trains_on_the_wait_and_advises_on_the_rest(stock, tmp_path):
     result = run([stock], tmp_path / "out")
     assert [m.name for m in result.trained.fitted] == ["alpha.queue_wait", "alpha.admission"]
     assert result.trained.fitted[0].holdout_mape_pct < 1, "the wait is a line in the prompt's length"
@@ -65,7 +65,7 @@ def test_alpha_trains_on_the_wait_and_the_rest_says_what_would_give_it(stock, tm
     assert "no flag of an unmodified vLLM gives it" in missing["alpha.departure"]
 
 
-def test_what_inspect_advises_is_what_an_unmodified_server_can_do(stock, tmp_path, traces):
+def test_inspect_advises_what_a_stock_server_can_do(stock, tmp_path, traces):
     said = inspect_text(inspect(stock))
     assert "--api-server-count 1" in " ".join(said.split())
     for flag in ("--step-tracing", "--enable-journey-tracing", "journey-tracing-sample-rate"):
@@ -80,7 +80,7 @@ def test_what_inspect_advises_is_what_an_unmodified_server_can_do(stock, tmp_pat
     assert "OTEL_TRACES_SAMPLER" not in of_fork
 
 
-def test_who_records_steps_alone_is_told_of_the_spans_that_any_vllm_has():
+def test_recording_of_steps_advises_stock_spans():
     said = " ".join(inspect_text(inspect(ROOT / "fixtures/recordings/fpm-dynamo")).split())
     assert (
         said.count("a span of every request gives it: start the server with --otlp-traces-endpoint URL") == 2
@@ -98,9 +98,7 @@ def test_who_records_steps_alone_is_told_of_the_spans_that_any_vllm_has():
         pytest.param("gen_ai.usage.prompt_tokens", 10**18, "prompt_tokens", marks=pytest.mark.slow),
     ],
 )
-def test_an_absurd_attribute_is_cleared_and_counted_and_the_models_stand(
-    stock, tmp_path, quick, attribute, value, column
-):
+def test_absurd_attribute_is_counted_and_changes_no_model(stock, tmp_path, quick, attribute, value, column):
     """One of 150 requests: a wait of thirty years made the error of the queue wait 16,000 %."""
     lines = (stock / "traces.json").read_text().splitlines()
     record = json.loads(lines[75])

@@ -73,9 +73,7 @@ def test_step_time_and_queue_wait_are_fitted_from_spans_of_requests(tracefit, tm
     assert said == pytest.approx(true, rel=0.03)
 
 
-def test_of_very_many_requests_each_keeps_its_row_where_windows_are_placed(
-    tracefit, tmp_path, requests, monkeypatch
-):
+def test_every_request_keeps_its_row_across_windows(tracefit, tmp_path, requests, monkeypatch):
     """Four windows of 50, at fifths of the recording; the other requests stay as they were."""
     monkeypatch.setattr(request_steps, "_WINDOWS", 4)
     monkeypatch.setattr(request_steps, "_WINDOW_REQUESTS", 50)

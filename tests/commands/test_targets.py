@@ -53,7 +53,7 @@ def test_the_target_is_chosen_by_the_busy_time_that_durations_cover(
 
 
 @pytest.mark.slow
-def test_durations_that_are_step_times_are_used_for_every_sampled_step(tmp_path, traces, job):
+def test_durations_train_every_sampled_step(tmp_path, traces, job):
     trace = traces.load(steps=400, requests=0, covered=0.95)
     events = trace.spans[0]["events"]
     events[:] = [event for n, event in enumerate(events) if n % 4 < 2]
@@ -123,7 +123,7 @@ def test_steps_alone_train_beta_and_say_which_flag_gives_alpha(tmp_path, traces,
 
 
 @pytest.mark.slow
-def test_journeys_without_an_api_layer_train_the_queue_wait_alone(tmp_path, traces, job):
+def test_journeys_without_api_spans_train_queue_wait_alone(tmp_path, traces, job):
     trace = traces.load(steps=120)
     trace.records = [r for r in trace.records if r["scopeSpans"][0]["scope"]["name"] != "vllm.api"]
     result = job(trace)

@@ -80,7 +80,7 @@ def test_the_larger_of_two_sums_is_split_into_its_addends():
     )
 
 
-def test_a_step_of_which_a_term_is_not_known_is_left_out():
+def test_step_with_an_unknown_term_is_left_out():
     model = _model({"feature": "context_tokens", "value": 10.0})
     found = step_breakdown(model, _steps(measured_ms=[2.0] * 11, context_tokens=[None, *[100] * 10]))
     assert sum(found.rows) == 10

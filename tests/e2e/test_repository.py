@@ -170,7 +170,7 @@ def _rows(evaluation: Path) -> list[str]:
     ]
 
 
-def test_with_its_log_a_servers_step_times_are_closer_than_from_spans_alone() -> None:
+def test_log_makes_step_times_closer_than_spans_alone() -> None:
     of = {"": "models", "logged": "models/logged"}
     maes = {
         name: deployment["models"]["beta.cycle_time"]["holdout"]["mae"]

@@ -130,7 +130,7 @@ def test_a_run_that_fails_leaves_the_others_whole(tmp_path, fleet, new_traces):
     assert TableStore(tmp_path / "tables").runs() == ["a", "c", "d", "e"]
 
 
-def test_two_runs_of_one_name_are_told_apart_as_if_read_one_after_the_other(tmp_path, new_traces):
+def test_two_runs_of_one_name_are_numbered_as_read_in_turn(tmp_path, new_traces):
     for number, folder in enumerate(("x/run", "y/run"), start=1):
         new_traces().request(number, 0, step=1).write(tmp_path / folder)
     result = ingest([tmp_path / "x" / "run", tmp_path / "y" / "run"], tmp_path / "tables")

@@ -214,9 +214,7 @@ def test_workers_import_nothing_from_the_working_folder(tmp_path, fleet):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nonsense", "auto"])
-def test_an_address_that_does_not_answer_is_one_line_and_nothing_is_written(
-    tmp_path, fleet, address, monkeypatch
-):
+def test_silent_address_is_one_line_and_writes_nothing(tmp_path, fleet, address, monkeypatch):
     def finds_none(**_):
         raise ConnectionError("Could not find any running Ray instance.\nPlease start one.")
 
@@ -237,9 +235,7 @@ def test_a_cluster_of_another_version_of_ray_is_one_line(tmp_path, fleet, cluste
     assert not (tmp_path / "tables").exists()
 
 
-def test_a_cluster_with_another_tracefit_is_one_line_and_nothing_is_written(
-    tmp_path, fleet, cluster, monkeypatch, files_in
-):
+def test_cluster_with_another_version_is_refused(tmp_path, fleet, cluster, monkeypatch, files_in):
     monkeypatch.setattr("tracefit.engines.ray.__version__", "0.0.1")
     with pytest.raises(UsageError, match=r"node .*: has tracefit .*, this is 0.0.1; install the same"):
         ingest([fleet], tmp_path / "tables", engine=EngineChoice("ray", cluster.address))

@@ -46,7 +46,7 @@ def test_reasons_say_where_a_candidate_is_worse():
     ("load", "cut"),
     [(np.arange(100.0), 49.0), (np.arange(59.0), 29.0), (np.arange(20.0), None), (np.ones(200), None)],
 )
-def test_the_lower_half_has_enough_rows_to_fit_and_the_upper_enough_to_judge(load, cut):
+def test_both_halves_need_enough_rows(load, cut):
     assert load_cut(load) == cut
 
 

@@ -23,7 +23,7 @@ def _rows(arrivals_ms, *, server="s", train=None, admission_us=2_000.0):
     )
 
 
-def test_work_ahead_is_what_a_process_that_does_one_thing_at_a_time_has_left():
+def test_work_ahead_is_the_backlog_of_a_serial_process():
     rows = _rows([0.0, 1.0, 1.5, 9.0])
     # Work of 2 ms each: done at 2, 4, 6 and 11 ms; 1 ms and 2.5 ms are left when the second and third come.
     assert api_waits(rows, np.full(4, 2_000.0)) == pytest.approx([0, 1_000, 2_500, 0])

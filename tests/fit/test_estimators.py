@@ -110,7 +110,7 @@ def test_lasso_is_scikit_learns_at_that_share_of_the_emptying_penalty():
     assert 0 < np.count_nonzero(model.coef_) < 3
 
 
-def test_elastic_net_is_scikit_learns_with_half_the_strength_on_each_penalty():
+def test_elastic_net_halves_each_penalty_of_scikit_learn():
     """scikit-learn's objective: squares / 2n + alpha * l1_ratio * |a|_1 + alpha * (1 - l1_ratio) / 2 * |a|^2."""
     x, y = _noisy()
     z = StandardScaler().fit_transform(x)

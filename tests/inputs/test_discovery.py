@@ -480,7 +480,7 @@ def test_a_store_that_refuses_is_one_line_of_usage():
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3://bucket/x?nonsense=1", "s3://b ü cket/x"])
-def test_a_url_that_is_none_is_one_line_of_usage(url):
+def test_malformed_url_is_refused_in_one_line(url):
     refused(UsageError, url)
 
 

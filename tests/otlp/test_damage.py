@@ -49,7 +49,7 @@ def test_a_good_record_before_rubbish_on_its_line_is_kept(otlp):
         assert sum(reject.length for reject in found.rejects) <= len(rubbish)
 
 
-def test_a_text_that_looks_like_a_record_inside_a_string_is_none(otlp):
+def test_record_like_text_in_a_string_is_not_read(otlp):
     text = '{"resourceSpans":[]}'
     data = otlp.to_json(otlp.record(otlp.span(1, name=text)))
     assert otlp.read_one(data).span["name"] == text

@@ -45,7 +45,7 @@ def test_every_container_holds_the_same_spans(otlp, shape, data):
 
 @whole_files
 @given(data=st.data())
-def test_records_and_spans_that_are_read_with_care_hold_what_usual_ones_hold(otlp, data):
+def test_slow_path_reads_what_the_fast_path_reads(otlp, data):
     """They are two programs: the one has typed structs, the other the rules of ProtoJSON."""
     records = data.draw(otlp.records)
     wanted = otlp.wanted_of(records, pl.Float64())

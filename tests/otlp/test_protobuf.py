@@ -56,7 +56,7 @@ def test_a_span_that_is_no_message_costs_itself_and_not_its_siblings(otlp, messa
     assert found.reject.reason == "span 1: it is not a protobuf message"
 
 
-def test_a_parent_of_zeros_is_none(otlp, message):
+def test_parent_of_zeros_is_null(otlp, message):
     second(message).parent_span_id = bytes(8)
     assert [span["parent_span_id"] for span in otlp.read(message.SerializeToString()).spans] == [None] * 3
 

@@ -103,7 +103,7 @@ def test_the_health_check_of_the_example_tells_a_receiver_from_none(start, tmp_p
     assert service["restart"] == "unless-stopped"
 
 
-def test_the_server_of_the_example_has_flags_of_the_stock_image_alone():
+def test_example_server_uses_stock_flags_alone():
     """Stock vLLM refuses to start with flags of its fork; it sends one span per request, which the endpoint turns on."""
     service = COMPOSE["services"]["vllm"]
     assert service["image"].startswith("vllm/vllm-openai:")

@@ -85,7 +85,7 @@ def test_health_is_that_of_the_disk_and_needs_no_token(lib, tmp_path, monkeypatc
     assert asyncio.run(main()) == [well, ill, well, NOT_SERVING]
 
 
-def test_one_sender_that_cannot_be_written_does_not_make_the_receiver_ill(lib, tmp_path):
+def test_one_failing_sender_leaves_the_receiver_healthy(lib, tmp_path):
     (tmp_path / "broken").write_text("a file where a folder should be")
     body = b"".join(lib.request(1, service=name).SerializeToString() for name in ("broken", "vllm"))
 

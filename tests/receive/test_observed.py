@@ -103,7 +103,7 @@ def test_a_server_that_traces_no_steps_is_warned_of(traces):
     assert "stock vLLM refuses to start with these flags" in text
 
 
-def test_an_unmodified_server_is_not_advised_flags_that_it_refuses(traces):
+def test_stock_server_gets_no_advice_it_refuses(traces):
     for number in range(1, 60):
         traces.span("vllm.tracing.otel", "llm_request", (number, number, 0), [])
     observed = observe(traces)

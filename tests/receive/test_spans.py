@@ -223,7 +223,7 @@ def test_a_request_of_too_many_parts_is_refused(monkeypatch, body):
     }.items(),
     ids=lambda item: item[0],
 )
-def test_millions_of_parts_of_one_thing_are_refused_before_they_are_objects(monkeypatch, body):
+def test_millions_of_parts_are_refused_before_parsing(monkeypatch, body):
     """None of them is given to protobuf, which would make objects of a hundred bytes each."""
     parsed = []
     library = PIECES.FromString

@@ -266,7 +266,7 @@ def test_clients_of_other_requests_are_not_joined():
 @pytest.mark.parametrize(
     ("short_us", "dialect", "changed"), [(1e6, "client", 4), (0.3e6, "client", 0), (1e6, "stock", 0)]
 )
-def test_tokens_counted_in_the_text_are_those_asked_for_where_times_say_so(short_us, dialect, changed):
+def test_short_texts_count_as_asked_where_times_say_so(short_us, dialect, changed):
     """Of 200 requests of 100 tokens and a second four show 30 tokens: whether they were that short, their time says."""
     columns = {
         "dialect": ["client"] * 199 + [dialect],

@@ -179,7 +179,7 @@ def test_any_size_of_blocks_gives_the_same_steps(kind, size, worker):
     assert set(steps["server"]) == {f"{worker or 'unknown'}.dp0"}
 
 
-def test_a_number_that_looks_like_the_beginning_of_a_message_is_none():
+def test_number_like_the_start_of_a_message_starts_none():
     # An array of seven, of version 1 and a text of one letter, inside the eight bytes of a float64.
     (seconds,) = struct.unpack(">d", bytes.fromhex("3f809701a1000000"))
     records = [record(step, seconds, **BUSY) for step in range(1, 3000)]

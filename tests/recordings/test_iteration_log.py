@@ -174,7 +174,7 @@ def test_a_log_is_found_by_its_content_in_any_name(tmp_path, compress):
 # -- the clock ---------------------------------------------------------------------------------------------
 
 
-def test_the_time_between_two_lines_is_that_of_the_step_that_the_second_ends(ingested):
+def test_time_between_lines_is_of_the_later_step(ingested):
     tables = ingested(line(0) + line(1, AT + 0.010) + line(2, AT + 0.025) + line(3, AT + 0.027))
     timeline = tables["timeline"]
     assert timeline["cycle_us"].round(3).to_list() == [None, 10_000, 15_000, None]

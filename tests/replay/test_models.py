@@ -259,7 +259,7 @@ def test_tokens_that_no_step_computes_are_cached():
     assert _with_hits(alone, steps.lazy())["cached_prompt_tokens"].to_list() == [235, 35, 135, 0]
 
 
-def test_requests_that_a_client_sent_are_replayed_on_the_steps_of_the_server(tmp_path):
+def test_client_requests_are_replayed_on_server_steps(tmp_path):
     run = synth(
         SynthOptions(
             name="sampled", requests=400, journey_sampling=0.0, step_sampling=0.2, abort_fraction=0.0

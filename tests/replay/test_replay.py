@@ -29,7 +29,7 @@ def run(requests, times=None, settings=None, *, prefix=None, priority=None, **op
     return replay(RequestLoad(arrival, prompt, output, *extra), times or Steps(), settings, **options)
 
 
-def test_a_step_ahead_a_request_waits_for_the_step_that_is_scheduled_already():
+def test_scheduling_ahead_adds_a_scheduled_step_to_the_wait():
     # At 100 the step from 1000 is scheduled already: the second request is in the one from 2000.
     requests = [(0, 10, 9), (100, 10, 1)]
     ahead = run(requests, settings=EngineSettings(64, 100, 4, async_scheduling=True))

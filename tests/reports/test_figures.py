@@ -206,7 +206,7 @@ def test_of_many_idle_gaps_the_longest_are_marked():
     assert [s["showlegend"] for s in figure.layout["shapes"]] == [True, *[False] * 59], "in the legend once"
 
 
-def test_an_engine_of_which_little_is_known_is_not_drawn():
+def test_engine_with_few_facts_is_not_drawn():
     assert engine_run(_timeline(running_depth=[1]), NO_TRAINING, run_id="r", server="s") is None
 
 

@@ -98,7 +98,7 @@ def test_a_verdict_that_is_not_yes_has_its_first_reason():
     assert "  simulation, alerting: no, few rows\n  capacity planning: yes\n" in train_text(result)
 
 
-def test_deployments_that_differ_by_a_hash_alone_are_named_by_runs_and_settings():
+def test_deployments_differing_by_hash_are_named_by_run_and_settings():
     settings = {"max_num_seqs": "64", "dtype": "bfloat16"}
     labels = deployment_labels(
         {

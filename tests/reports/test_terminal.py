@@ -39,7 +39,7 @@ class Warned(NullProgress):
 
 
 @pytest.mark.slow
-def test_a_model_whose_training_rows_are_those_of_another_training_is_named(trained, tmp_path):
+def test_model_with_rows_of_another_training_is_named(trained, tmp_path):
     """Another training on the same tables leaves rows with its own features."""
     shutil.copytree(trained, tmp_path / "out")
     own = tmp_path / "own.yaml"

@@ -48,7 +48,7 @@ def test_collinear_features_are_named_and_trouble_is_called_so():
     assert "do not determine single coefficients" in _said(collinearity=(bad,))
 
 
-def test_extrapolation_is_a_warning_with_the_features_that_leave_their_range():
+def test_extrapolation_warns_and_names_the_features():
     text = _said(extrapolated_rows=9, extrapolated={"context_tokens": 8, "prefill_tokens": 1})
     assert "**Extrapolation:** 9 of 90 held-out rows" in text
     assert "(`context_tokens` 8, `prefill_tokens` 1)" in text

@@ -68,7 +68,7 @@ def test_values_have_sources_and_unknown_ones_are_kept():
     assert settings.other == {"note": "hot day", "load_seconds": 9.5, "lora": json.dumps(["a", {"b": 1}])}
 
 
-def test_spellings_that_agree_are_one_and_those_that_contradict_are_refused():
+def test_agreeing_spellings_merge_and_others_are_refused():
     assert settings_from({"tp": 2, "tensor_parallelism": 2}, where="x").tensor_parallel == 2
     with pytest.raises(UsageError, match=r"run\.yaml: tp 2 and tensor_parallel_size 4 contradict"):
         settings_from({"tp": 2, "tensor_parallel_size": 4}, where="run.yaml")
@@ -167,7 +167,7 @@ def test_values_and_sources_have_one_order():
     assert json.dumps(there.knobs()) == json.dumps(back.knobs())
 
 
-def test_knobs_tell_deployments_apart_and_leave_out_what_only_changes_the_view():
+def test_deployment_id_leaves_out_settings_of_the_view():
     settings = settings_from(
         {
             "model": "m",

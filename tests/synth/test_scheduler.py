@@ -86,7 +86,7 @@ def test_slots_limit_the_running():
     assert _tokens(_step(scheduler)) == {"C": 4}
 
 
-def test_waiting_is_first_come_first_served_even_where_a_later_one_would_fit():
+def test_waiting_is_first_come_first_served():
     scheduler = Scheduler(SynthOptions(num_blocks=6, max_num_batched_tokens=200))
     _decoding(scheduler, prompt_tokens=20)
     scheduler.add(Request("long", prompt_tokens=60, output_tokens=2))

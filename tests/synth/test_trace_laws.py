@@ -189,7 +189,7 @@ def test_queue_state_of_the_truth_follows_from_the_journeys(busy, busy_run):
     assert busy_run.truth_requests["requests_ahead"].max() > 10
 
 
-def test_preemption_restarts_the_tokens_computed_but_not_the_high_water_mark(busy):
+def test_preemption_resets_computed_tokens_not_their_peak(busy):
     preempted = {
         core_id: journey
         for core_id, journey in busy.journeys.items()

@@ -99,7 +99,7 @@ def test_step_counters_side_by_side_are_servers_of_their_own(tables_of, traces, 
     assert (cycles.len(), set(cycles.round(6))) == (78, {1000.0})
 
 
-def test_counters_of_which_few_steps_are_sampled(tables_of, traces):
+def test_counters_with_few_sampled_steps(tables_of, traces):
     table = tables_of(_nameless(_twins(traces, apart=300, every=5)))
     assert table("runs").select("server", "steps", "requests").rows() == [
         ("vllm#1", 8, 10),
@@ -161,7 +161,7 @@ def test_a_server_that_was_restarted_is_one_server(tables_of, traces):
     assert tables_of(_nameless(traces))("runs").select("server", "epochs").rows() == [("vllm", 2)]
 
 
-def test_twins_of_which_one_is_restarted_are_two_servers(tables_of, traces):
+def test_restarted_twin_is_a_second_server(tables_of, traces):
     _engine(traces, "a", 5000, 0.0, spans=20)
     _engine(traces, "b", 100, 430.0)
     _engine(traces, "b", 1, 60_430.0)

@@ -77,7 +77,7 @@ def test_an_api_event_without_a_monotonic_time_is_placed_by_its_wall_clock(table
 
 
 @pytest.mark.parametrize("attributes", [{}, {"ts.monotonic": True, "event.ts.monotonic": True}])
-def test_an_attribute_that_no_event_of_a_name_has_is_null_in_all_of_them(tables_of, traces, attributes):
+def test_attribute_absent_from_every_event_is_null(tables_of, traces, attributes):
     """Two of every event, so that columns from events are as long as columns from spans."""
     for number, (scope, layer) in enumerate([("vllm.api", "api"), ("vllm.scheduler", "core")], start=5):
         names = [name for kind in JOURNEY_EVENTS if kind.layer == layer for name in kind.spellings]

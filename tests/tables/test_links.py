@@ -104,7 +104,7 @@ def test_a_leftover_of_a_writer_that_died_is_no_link(beside):
 
 
 @pytest.mark.slow
-def test_a_link_that_is_none_of_the_tables_stays_with_what_is_behind_it(beside):
+def test_foreign_link_and_its_target_stay(beside):
     run, link, own_file = beside("own")
     ingest([run], link.parent)
     assert link.is_symlink()

@@ -80,7 +80,7 @@ def test_a_stock_span_is_a_request(tables_of, traces, scope):
     assert {key: row[key] for key in durations} == pytest.approx(durations)
 
 
-def test_the_phases_of_a_stock_request_are_counted_back_from_its_first_token(tables_of, traces):
+def test_stock_phases_are_counted_back_from_first_token(tables_of, traces):
     row = tables_of(_stock(traces))("requests").row(0, named=True)
     # 35 ms to the first token, 20 of them prefill, 10 before that in the queue.
     assert row["first_scheduled_ns"] == BOOT + 1_015_000_000
@@ -261,7 +261,7 @@ def test_a_latency_that_cannot_be_is_left_out_alone_and_listed(tables_of, traces
     assert table("runs")["implausible"].item() == (f'{{"{reason}": 1}}' if reason else "{}")
 
 
-def test_latencies_in_nanoseconds_are_recognised_by_the_length_of_their_span(tables_of, traces):
+def test_latencies_in_ns_are_recognised_by_span_length(tables_of, traces):
     agent = {key: round(STOCK[key] * 1e9) for key in LATENCIES}
     # The server was idle: 20 us in the queue, which could be hours as seconds.
     agent["gen_ai.latency.time_in_queue"] = 20_000

@@ -200,7 +200,7 @@ def rows_of(traces: Path, out: Path) -> set[tuple[int, ...]]:
     return set(TableStore(out).read("steps").select(columns).rows())
 
 
-def test_a_collector_may_be_away_or_hang_or_restart_and_the_server_be_killed(plugin, tmp_path):
+def test_export_survives_collector_faults_and_a_kill(plugin, tmp_path):
     """Every step that was scheduled a second before the kill is read, and none that was not."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
