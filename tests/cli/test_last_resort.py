@@ -60,17 +60,17 @@ def test_an_unexpected_error_is_one_line_and_changes_nothing(tracefit, monkeypat
     assert not list(out.rglob(".writing-*"))
 
 
-def test_line_names_the_run_and_debug_log_the_traceback(tracefit, monkeypatch, out):
+@pytest.mark.parametrize("level", [[], ["--log-level", "debug"]], ids=["usual", "debug"])
+def test_line_names_the_run_and_debug_log_the_traceback(tracefit, monkeypatch, out, level):
     def fail(*_, **__):
         raise pl.exceptions.PanicException("index out of range")
 
     monkeypatch.setattr("numpy.random.default_rng", fail)  # which resampling begins with
-    for level in ([], ["--log-level", "debug"]):
-        code, _, stderr = tracefit("train", out, "--out", out / "models", "--fast", *level)
-        assert code == 4
-        assert stderr.splitlines()[-1].startswith(f"tracefit: train on {out}: fitting ")
-        assert "(busy): unexpected PanicException (index out of range) in " in stderr
-        assert ("Traceback (most recent call last)" in stderr) == bool(level)
+    code, _, stderr = tracefit("train", out, "--out", out / "models", "--fast", *level)
+    assert code == 4
+    assert stderr.splitlines()[-1].startswith(f"tracefit: train on {out}: fitting ")
+    assert "(busy): unexpected PanicException (index out of range) in " in stderr
+    assert ("Traceback (most recent call last)" in stderr) == bool(level)
 
 
 @pytest.mark.slow
@@ -84,7 +84,8 @@ def test_files_of_a_result_are_all_written_or_none(tracefit, monkeypatch, out):
 
 
 @pytest.mark.slow
-def test_warnings_of_libraries_reach_the_debug_log_alone(process, trained):
+@pytest.mark.parametrize("level", [[], ["--log-level", "debug"]], ids=["usual", "debug"])
+def test_warnings_of_libraries_reach_the_debug_log_alone(process, trained, level):
     code = """
 import warnings
 import polars as pl
@@ -96,11 +97,10 @@ def noisy(*arguments, **options):
 pl.DataFrame.with_columns = noisy
 main()
 """
-    for level in ([], ["--log-level", "debug"]):
-        ended = process("requests", trained, *level, code=code)
-        assert ended.returncode == 0, ended.stderr
-        assert ("RuntimeWarning: invalid value encountered in cast" in ended.stderr) == bool(level)
-        assert level or not ended.stderr
+    ended = process("requests", trained, *level, code=code)
+    assert ended.returncode == 0, ended.stderr
+    assert ("RuntimeWarning: invalid value encountered in cast" in ended.stderr) == bool(level)
+    assert level or not ended.stderr
 
 
 def test_a_fit_that_fails_costs_its_own_model(tracefit, monkeypatch, out):

@@ -86,20 +86,22 @@ def test_a_commands_own_section_wins_over_what_is_for_all(generated, config):
 
 
 @pytest.mark.slow
-def test_lists_and_tables_set_repeatable_options(tracefit, tmp_path, traces, config):
-    folder = traces.request(1, 0, step=1).write(tmp_path / "run")
-    deployments = set()
-    for text in (
+@pytest.mark.parametrize(
+    "text",
+    [
         'set = ["max_num_seqs=17", "enforce_eager=true"]',
         "[inspect.set]\nmax_num_seqs = 17\nenforce_eager = true",
-    ):
-        _, out, err = tracefit("inspect", folder, "--config", config(text), "--json")
-        assert err == ""
-        deployments.add(json.loads(out)["deployments"][0]["deployment_id"])
-    _, out, _ = tracefit(
-        "inspect", folder, "--set", "max_num_seqs=17", "--set", "enforce_eager=true", "--json"
-    )
-    assert deployments == {json.loads(out)["deployments"][0]["deployment_id"]}
+    ],
+    ids=["list", "table"],
+)
+def test_list_or_table_sets_a_repeatable_option(tracefit, tmp_path, traces, config, text):
+    folder = traces.request(1, 0, step=1).write(tmp_path / "run")
+    _, by_file, err = tracefit("inspect", folder, "--config", config(text), "--json")
+    flags = ("--set", "max_num_seqs=17", "--set", "enforce_eager=true")
+    _, by_flags, _ = tracefit("inspect", folder, *flags, "--json")
+    deployments = [json.loads(out)["deployments"][0]["deployment_id"] for out in (by_file, by_flags)]
+    assert err == ""
+    assert deployments[0] == deployments[1]
 
 
 WRONG_FILES = {

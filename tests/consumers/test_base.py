@@ -34,7 +34,7 @@ def test_load_is_of_the_first_step_and_of_mean_decode_steps():
 
 
 @pytest.mark.parametrize("missing", [range(11, 16), (10,), (15,)])
-def test_load_is_unknown_where_a_step_is_missing(missing):
+@pytest.mark.parametrize(("first_step", "running_start"), [(1, 4), (5, None)])
+def test_load_is_unknown_where_a_step_is_missing(missing, first_step, running_start):
     """Without steps 11 to 15, the mean of those up to 10 is 8.0: the load is 10.5."""
-    assert _load([k for k in range(1, 21) if k not in missing]) == (4, None)
-    assert _load([k for k in range(5, 21) if k not in missing]) == (None, None)
+    assert _load([k for k in range(first_step, 21) if k not in missing]) == (running_start, None)
