@@ -201,7 +201,8 @@ def test_what_is_not_known_of_a_step_is_no_step_without_time(constant):
 
 def test_a_deployment_without_requests_leaves_the_others_their_answer(constant):
     found = tracefit.plan(constant(), rate=20, servers=1).plans[0].reason
-    assert found == "no requests are traced here; give --prompt and --output, or --load"
+    options = "`LoadOptions.prompt` and `LoadOptions.output`, or `LoadOptions.file`"
+    assert found == f"no requests are traced here; give {options}"
 
 
 def test_folders_are_planned_side_by_side(constant):
