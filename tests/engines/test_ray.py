@@ -201,7 +201,7 @@ with RayEngine(None, 1) as engine:
         timeout=300,
         check=False,
     )
-    assert "4 times (OutOfMemoryError); if memory ran out, use fewer --workers" in done.stdout, done.stderr
+    assert "4 times (OutOfMemoryError); if memory ran out, use fewer `workers`" in done.stdout, done.stderr
 
 
 def test_workers_import_nothing_from_the_working_folder(tmp_path, fleet):
