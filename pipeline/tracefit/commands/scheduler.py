@@ -55,7 +55,7 @@ EXPANSION = 10
 """Decompressed bytes of a compressed one, about."""
 
 _PARALLEL_BUILD_FACTOR = 4
-"""Build processes start from this multiple of the size from which decoding in another process pays."""
+"""Build processes start from this multiple of the size from which decoding in another process is faster."""
 
 _BUILD_BLOCKS = 2
 """Small runs are built together up to the size of so many blocks: their rows take about as much memory as decoding one."""

@@ -369,12 +369,12 @@ def _of_lines(columns: list[str], lines: list[tuple[int, bytes]], rejects: _Reje
     fields = pl.col("line").str.split(",")
     faults = [pl.when(fields.list.len() != len(columns)).then(pl.lit(f"not {len(columns)} fields"))]
     values = {}
-    for name, ours in _CSV.items():
+    for name, column in _CSV.items():
         place = columns.index(name) if name in columns else len(columns)
         field = fields.list.get(place, null_on_oob=True).str.strip_chars('" \r')
-        values[ours] = value = field.cast(_TYPES[ours], strict=False)
-        size = value.str.len_chars() if ours == "worker_id" else value
-        is_good = size.is_between(0, _MOST_NAME if ours == "worker_id" else _MOST).fill_null(value=False)
+        values[column] = value = field.cast(_TYPES[column], strict=False)
+        size = value.str.len_chars() if column == "worker_id" else value
+        is_good = size.is_between(0, _MOST_NAME if column == "worker_id" else _MOST).fill_null(value=False)
         is_empty = field.fill_null("") == "" if name in _CSV_OPTIONAL else pl.lit(value=False)
         faults.append(pl.when(~is_good & ~is_empty).then(pl.lit(f"{name} out of range, or no number")))
     numbers = text.to_frame().select(

@@ -79,18 +79,18 @@ def with_client_times(requests: pl.DataFrame) -> pl.DataFrame:
     is_client = pl.col("dialect") == CLIENT
     requests = _with_latencies(requests)
     numbered = requests.with_row_index("row")
-    ours = numbered.filter(is_client)
+    client_rows = numbered.filter(is_client)
     # A server's request that never ended has no lengths to compare, but an id.
-    theirs = numbered.filter(~is_client)
-    if not ours.height or not theirs.height:
+    server_rows = numbered.filter(~is_client)
+    if not client_rows.height or not server_rows.height:
         return requests
-    pairs = _by_id(ours, theirs)
+    pairs = _by_id(client_rows, server_rows)
     left = [
         side.join(pairs, left_on="row", right_on=name, how="anti")
-        for side, name in ((ours, "client"), (theirs, "row"))
+        for side, name in ((client_rows, "client"), (server_rows, "row"))
     ]
     pairs = pl.concat([pairs, _by_arrival(left[0], left[1])])
-    measured = pairs.join(ours.select("row", *TIMES), left_on="client", right_on="row")
+    measured = pairs.join(client_rows.select("row", *TIMES), left_on="client", right_on="row")
     joined = numbered.drop(TIMES).join(measured.drop("client"), on="row", how="left", maintain_order="left")
     own = numbered.select("row", *(pl.col(name).alias(f"{name}_own") for name in TIMES))
     filled = joined.join(own, on="row", how="left", maintain_order="left").with_columns(
@@ -130,27 +130,27 @@ def _with_latencies(requests: pl.DataFrame) -> pl.DataFrame:
     return pl.concat([matched.select(requests.columns), unsent])
 
 
-def _by_id(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
+def _by_id(client_rows: pl.DataFrame, server_rows: pl.DataFrame) -> pl.DataFrame:
     """Return pairs of equal ids that occur once on either side: client, row."""
     name = pl.col("request_id").str.replace_all(_SERVER_ID, "")
     sides = [
         side.select(row, id=name).drop_nulls("id").unique("id", keep="none")
-        for side, row in ((ours.rename({"row": "client"}), "client"), (theirs, "row"))
+        for side, row in ((client_rows.rename({"row": "client"}), "client"), (server_rows, "row"))
     ]
     return sides[0].join(sides[1], on="id").select("client", "row")
 
 
-def _by_arrival(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
+def _by_arrival(client_rows: pl.DataFrame, server_rows: pl.DataFrame) -> pl.DataFrame:
     """Return pairs of equal output lengths and about equal arrivals, by the difference of the clocks: client, row."""
     columns = ["row", "arrival_ns", "output_tokens"]
-    mine, known = (
+    sent, known = (
         side.select(columns).drop_nulls().filter(pl.col("output_tokens") > 0).sort("arrival_ns", "row")
-        for side in (ours.filter(pl.col("client_ttft_us").is_not_null()), theirs)
+        for side in (client_rows.filter(pl.col("client_ttft_us").is_not_null()), server_rows)
     )
     none = pl.DataFrame(schema={"client": pl.UInt32, "row": pl.UInt32})
-    if (ahead := _ahead(mine, known)) is None:
+    if (ahead := _ahead(sent, known)) is None:
         return none
-    moved = mine.select(client="row", arrival_ns=pl.col("arrival_ns") + ahead, output_tokens="output_tokens")
+    moved = sent.select(client="row", arrival_ns=pl.col("arrival_ns") + ahead, output_tokens="output_tokens")
     joined = moved.sort("arrival_ns").join_asof(
         known.rename({"arrival_ns": "at_ns"}).with_columns(arrival_ns="at_ns"),
         on="arrival_ns",
@@ -164,9 +164,9 @@ def _by_arrival(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
     return nearest.select("client", "row")
 
 
-def _ahead(mine: pl.DataFrame, known: pl.DataFrame) -> int | None:
+def _ahead(sent: pl.DataFrame, known: pl.DataFrame) -> int | None:
     """Return how far the server's clock is ahead of the client's, in ns, as most pairs of equal length agree."""
-    some = [side.head(_MOST_PAIRED) for side in (mine, known)]
+    some = [side.head(_MOST_PAIRED) for side in (sent, known)]
     pairs = some[0].join(some[1], on="output_tokens", suffix="_server")
     apart = np.sort((pairs["arrival_ns_server"] - pairs["arrival_ns"]).to_numpy())
     if not apart.size:
