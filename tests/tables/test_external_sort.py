@@ -16,20 +16,44 @@ def sorted_rows(rows):
     return sorted(rows, key=lambda row: (row[0] is None, row[0] or 0, row[1]))
 
 
+@pytest.mark.parametrize("has_thread", [False, True])
 @pytest.mark.parametrize("held_bytes", [0, 100, 1 << 20])
 @given(frames=FRAMES)
-def test_rows_come_out_in_order_and_those_of_one_key_in_one_window(held_bytes, frames, tmp_path_factory):
-    space = SortSpace(
-        tmp_path_factory.getbasetemp(), most_held_bytes=held_bytes, window_bytes=32, block_rows=3
-    )
-    rows = space.sort(key=("key",), order=("key", "time"))
-    for frame in frames:
-        rows.add(pl.DataFrame(frame, SCHEMA, orient="row"))
-    windows = [window.rows() for window in rows.windows()]
+def test_windows_are_in_order_and_keep_keys_together(held_bytes, has_thread, frames, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp()
+    with SortSpace(folder, held_bytes, window_bytes=32, block_rows=3, has_thread=has_thread) as space:
+        rows = space.sort(key=("key",), order=("key", "time"))
+        for frame in frames:
+            rows.add(pl.DataFrame(frame, SCHEMA, orient="row"))
+        windows = [window.rows() for window in rows.windows()]
     assert [row for window in windows for row in window] == sorted_rows(chain.from_iterable(frames))
     keys = [{key for key, _ in window} for window in windows]
     assert sum(map(len, keys)) == len(set().union(*keys))
     assert all(windows)
+
+
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_rows_may_be_sorted_again_while_they_are_read(has_thread, tmp_path):
+    with SortSpace(tmp_path, 100, window_bytes=32, block_rows=3, has_thread=has_thread) as space:
+        first, second = (space.sort(key=("key",), order=("key", "time")) for _ in range(2))
+        first.add(pl.DataFrame({"key": range(100), "time": [0] * 100}))
+        for window in first.windows():
+            second.add(window.select(-pl.col("key"), "time"))
+        keys = pl.concat(second.windows())["key"].to_list()
+    assert keys == list(range(-99, 1))
+
+
+def _windows_of(rows, frame):
+    rows.add(frame)
+    yield from rows.windows()
+
+
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_scratch_folder_that_is_missing_is_an_error(has_thread, tmp_path):
+    with SortSpace(tmp_path / "missing", 0, has_thread=has_thread) as space:
+        rows = space.sort(key=("key",), order=("key", "time"))
+        with pytest.raises(OSError, match="No such file"):
+            list(_windows_of(rows, pl.DataFrame({"key": [1], "time": [0]})))
 
 
 def test_a_window_is_no_larger_than_asked_for_where_keys_allow(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import jsonschema
@@ -43,7 +45,7 @@ def test_loose_files_are_one_run_under_their_common_stem(tmp_path, new_traces):
     files = []
     for number in (1, 2):
         name = f"traces-day-{number}.json"
-        folder = new_traces().request(number, 0, step=1).write(tmp_path, name=name, config=False)
+        folder = new_traces().request(1 + number, 0, step=1).write(tmp_path, name=name, config=False)
         files.append(folder / name)
     result = ingest(files, tmp_path / "tables")
     assert [(r.run_id, r.files, r.requests) for r in result.runs] == [("traces-day", 2, 2)]
@@ -91,7 +93,9 @@ def test_of_many_small_runs_a_damaged_one_is_named(many_runs):
 
 def test_the_order_of_a_runs_files_does_not_matter(tmp_path, new_traces):
     for number in (1, 2):
-        new_traces().request(number, 0, step=1).write(tmp_path, name=f"traces-{number}.json", config=False)
+        new_traces().request(1 + number, 0, step=1).write(
+            tmp_path, name=f"traces-{number}.json", config=False
+        )
     files = sorted(tmp_path.glob("traces-*.json"))
     for order in (files, files[::-1]):
         ingest(order, tmp_path / "tables")
@@ -171,7 +175,7 @@ def test_columns_and_types_are_the_published_ones(parts, name):
 def test_the_folder_of_a_table_is_read_without_options(tmp_path, new_traces, name):
     """By pyarrow, which pandas calls, and by polars: all runs, and `run_id` once although folders are named after it."""
     for number in (1, 2):
-        folder = new_traces().request(number, 0, step=1).write(tmp_path / f"day-{number}")
+        folder = new_traces().request(1 + number, 0, step=1).write(tmp_path / f"day-{number}")
         ingest([folder], tmp_path / "tables")
     columns = [c.name for c in TABLES[name].columns]
     for read in (pq.read_table(tmp_path / "tables" / name), pl.read_parquet(tmp_path / "tables" / name)):
@@ -215,6 +219,35 @@ def test_a_row_group_holds_128_ki_rows(tmp_path):
     TableStore(tmp_path).write_runs([("r", {"rejects": TABLES["rejects"].conform(frame)})])
     metadata = pq.ParquetFile(next(tmp_path.rglob("part-*.parquet"))).metadata
     assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [131_072, 1]
+
+
+@pytest.mark.parametrize("runs", [1, 3])
+def test_disk_has_all_parts_before_the_manifest(tmp_path, new_traces, monkeypatch, runs):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    for number in range(runs):
+        new_traces().request(1 + number, 0, step=1).write(tmp_path / f"run-{number}")
+    ingest([tmp_path / f"run-{number}" for number in range(runs)], tmp_path / "tables")
+    parts = {part.stat().st_ino for part in (tmp_path / "tables").rglob("part-*.parquet")}
+    manifest = (tmp_path / "tables" / "manifest.json").stat().st_ino
+    assert len(parts) == runs * len(INGEST_TABLES)
+    assert parts <= set(synced[: synced.index(manifest)])
+
+
+@pytest.mark.parametrize("runs", [1, 3])
+def test_part_that_the_disk_refuses_is_one_line(tmp_path, new_traces, monkeypatch, runs):
+    def fsync(descriptor):
+        if Path(f"/proc/self/fd/{descriptor}").readlink().suffix == ".parquet":
+            raise OSError(errno.EIO, "Input/output error")
+
+    folders = [
+        new_traces().request(1 + number, 0, step=1).write(tmp_path / f"run-{number}")
+        for number in range(runs)
+    ]
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(UsageError, match=r"tables: cannot be written \(Input/output error\)"):
+        ingest(folders, tmp_path / "tables")
+    assert not (tmp_path / "tables" / "manifest.json").exists()
 
 
 def test_a_failed_write_leaves_the_run_as_it_was(tmp_path, traces):

@@ -349,15 +349,13 @@ class IngestScheduler:
         runs = take_together(self._ready, _build_bytes, most=share, most_bytes=most_bytes)
         if len(self._runs) == 1:
             self._progress.stage(f"writing {runs[0].run_id}")
-        return Job(
-            build_runs,
-            tuple(map(self._run_task, runs)),
-            runs[0].source.name,
-            partial(self._take_built, runs),
-            is_last=sum(run.size_bytes for run in runs)
-            >= _PARALLEL_BUILD_FACTOR * self._options.bytes_per_worker
-            and self._ended + len(self._built) + len(runs) == len(self._runs),
+        is_large = (
+            sum(run.size_bytes for run in runs) >= _PARALLEL_BUILD_FACTOR * self._options.bytes_per_worker
         )
+        is_last = is_large and self._ended + len(self._built) + len(runs) == len(self._runs)
+        is_alone = is_last and self._engine.workers > 1
+        tasks = tuple(self._run_task(run, is_alone=is_alone) for run in runs)
+        return Job(build_runs, tasks, runs[0].source.name, partial(self._take_built, runs), is_last=is_last)
 
     # -- one run -------------------------------------------------------------------------------------------
 
@@ -502,7 +500,7 @@ class IngestScheduler:
             and "kv_events" in known.tables
         )
 
-    def _run_task(self, run: RunIngest) -> RunTask:
+    def _run_task(self, run: RunIngest, *, is_alone: bool) -> RunTask:
         assert run.entry is not None  # noqa: S101 - a run that is ready has one
         files = run.source.kv_files
         kv: tuple[TraceFile, ...] | KvRows = files
@@ -521,6 +519,7 @@ class IngestScheduler:
             context=run.context,
             kv=kv,
             options=self._options,
+            is_alone=is_alone,
         )
 
     def _publish(self) -> None:

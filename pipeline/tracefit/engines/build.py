@@ -61,6 +61,7 @@ class RunTask:
         context: The server.
         kv: Its recordings of KV-cache events: the files, or their rows if workers may not have the files.
         options: Bounds on reading the recordings, and on the run's share of memory.
+        is_alone: Whether no other job will run beside this one, so that a second core is free.
     """
 
     run_id: str
@@ -73,6 +74,7 @@ class RunTask:
     context: RunContext
     kv: tuple[TraceFile, ...] | KvRows
     options: IngestOptions
+    is_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,7 @@ def _build(tasks: Sequence[RunTask], folder: Path) -> dict[str, BuiltRun]:
             writer=writer,
             limits=tasks[0].limits,
             memory_limits=tasks[0].options.build,
+            has_free_core=tasks[0].is_alone,
         )
         writer.complete()
         tables = writer.of(run_ids)

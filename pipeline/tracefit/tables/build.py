@@ -106,6 +106,7 @@ def build_tables(
     writer: RunsWriter,
     limits: Mapping[str, float],
     memory_limits: BuildLimits,
+    has_free_core: bool = False,
 ) -> None:
     """Build every table of some runs except `timeline` and the training frames.
 
@@ -116,23 +117,25 @@ def build_tables(
         writer: Takes the tables.
         limits: Settings of the servers that bound values of the tables; one that a run contradicts is not used.
         memory_limits: How much of the runs is in memory at a time.
+        has_free_core: Whether a second core is free: rows are then sorted and spilled in a thread, which holds a third more.
 
     Raises:
         UnlikeRunsError: They have to be built one by one.
     """
     # A third each for the rows being read, the rows that wait for the next block, and a sorted copy.
-    space = SortSpace(scratch, memory_limits.sorted_bytes, memory_limits.sorted_bytes // 3)
-    resolved = resolve(place, parts_of([run.files for run in runs]), several=len(runs) > 1)
-    bounds = _window_bounds(place, resolved, memory_limits.window_bytes)
-    windows = (_Window.of(place, resolved, *each) for each in bounds)
-    starts, sieve = _epoch_starts(windows, space, _Sieve(limits, resolved.clocks))
-    building = _RunRows(runs, space, starts, sieve)
-    for each in bounds:
-        building.add(_Window.of(place, resolved, *each))
-    spans_read = resolved.spans_read
-    del resolved, windows  # the facts of every span: the rest needs the memory
-    memory.give_back()
-    building.finish(writer, spans_read)
+    window_bytes = memory_limits.sorted_bytes // 3
+    with SortSpace(scratch, memory_limits.sorted_bytes, window_bytes, has_thread=has_free_core) as space:
+        resolved = resolve(place, parts_of([run.files for run in runs]), several=len(runs) > 1)
+        bounds = _window_bounds(place, resolved, memory_limits.window_bytes)
+        windows = (_Window.of(place, resolved, *each) for each in bounds)
+        starts, sieve = _epoch_starts(windows, space, _Sieve(limits, resolved.clocks))
+        building = _RunRows(runs, space, starts, sieve)
+        for each in bounds:
+            building.add(_Window.of(place, resolved, *each))
+        spans_read = resolved.spans_read
+        del resolved, windows  # the facts of every span: the rest needs the memory
+        memory.give_back()
+        building.finish(writer, spans_read)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,23 @@ import os
 import re
 import shutil
 import tempfile
+from collections import deque
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Self
 
 from tracefit.errors import UsageError
 from tracefit.inputs.buckets import BucketPath, place_of, put
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from concurrent.futures import Future
 
 SCRATCH_PREFIX = ".writing-"
+_SYNC_THREADS = 2
+_MOST_SYNCS = 64
+"""Files that are open at a time because the disk does not have them yet."""
+
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 
@@ -58,6 +64,50 @@ def scratch_folder(root: Path) -> Iterator[Path]:
 def create(path: Path) -> BinaryIO:
     """Open a new file for writing. Every file of the tables folder is written through this function."""
     return path.open("wb")
+
+
+class Syncs:
+    """Waits in threads until the disk has files that are written, so that the next ones are written meanwhile.
+
+    The disk has them when its context ends without an error. Two threads: with more, the file system's own work on them
+    takes longer than the disk.
+    """
+
+    def __init__(self) -> None:
+        from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - takes a while to import
+
+        self._threads = ThreadPoolExecutor(_SYNC_THREADS)
+        self._running: deque[Future[None]] = deque()
+
+    def add(self, stream: BinaryIO) -> None:
+        """Take over a file that is written; it is closed.
+
+        Raises:
+            OSError: An earlier file cannot be written.
+        """
+        stream.flush()
+        self._running.append(self._threads.submit(_sync, stream))
+        self._wait(_MOST_SYNCS)
+
+    def _wait(self, most: int) -> None:
+        while len(self._running) > most:
+            self._running.popleft().result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Wait until the disk has all files; raise `OSError` if one cannot be written. After an error, only close them."""
+        try:
+            if kind is None:
+                self._wait(0)
+        finally:
+            self._threads.shutdown()
+
+
+def _sync(stream: BinaryIO) -> None:
+    with stream:
+        os.fsync(stream.fileno())
 
 
 def write_whole(path: Path, data: bytes) -> None:

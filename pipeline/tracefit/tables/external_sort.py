@@ -2,7 +2,8 @@
 
 Incoming frames are sorted and spilled to disk as blocks, and the first key of every block is kept. The blocks are then
 read in the order of these keys: all rows below the first key of the next block are complete and can be yielded. Traces
-are nearly in order, so that few blocks wait at any time.
+are nearly in order, so that few blocks wait at any time. With a second core, rows are spilled and windows are sorted in
+a thread of their own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import uuid
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import polars as pl
 import pyarrow as pa
@@ -20,6 +21,7 @@ from tracefit.tables.disk import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future, ThreadPoolExecutor
     from pathlib import Path
 
 _Key = tuple[Any, ...]
@@ -42,6 +44,8 @@ class SortSpace:
         most_held_bytes: Memory of all sorts together; beyond it rows are spilled to disk.
         window_bytes: About the size of a window in memory.
         block_rows: Rows of a block: the smaller, the fewer rows wait for the next key, and the more keys are kept.
+        has_thread: Whether rows are spilled and windows are sorted in a thread, which holds the rows of one spill and of one
+            window more.
         sorts: The sorts that share it.
     """
 
@@ -49,7 +53,22 @@ class SortSpace:
     most_held_bytes: int = 48 << 20
     window_bytes: int = 16 << 20
     block_rows: int = 8 * 1024
+    has_thread: bool = False
     sorts: list[ExternalSort] = field(default_factory=list)
+    _thread: ThreadPoolExecutor | None = None
+    _spilling: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        if self.has_thread:
+            from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - takes a while to import
+
+            self._thread = ThreadPoolExecutor(1)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Wait until the thread has ended."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
 
     def sort(
         self, key: Sequence[str], order: Sequence[str], *, block_rows: int | None = None
@@ -57,6 +76,30 @@ class SortSpace:
         """Return a new sort in this space, with the arguments of `ExternalSort`; `block_rows` if not those of the space."""
         self.sorts.append(ExternalSort(self, key, order, block_rows or self.block_rows))
         return self.sorts[-1]
+
+    def write(self, sort: ExternalSort, rows: pl.DataFrame) -> None:
+        """Spill rows of a sort, in the thread if there is one, one spill at a time."""
+        self.wait()
+        if self._thread is None:
+            sort.write(rows)
+        else:
+            self._spilling = self._thread.submit(sort.write, rows)
+
+    def wait(self) -> None:
+        """Wait until all rows that left the memory are on disk."""
+        if self._spilling is not None:
+            self._spilling.result()
+
+    def ahead(self, windows: Iterator[pl.DataFrame]) -> Iterator[pl.DataFrame]:
+        """Yield windows; in a thread, each is sorted while the caller works on the one before."""
+        self.wait()
+        if self._thread is None:
+            yield from windows
+            return
+        coming = self._thread.submit(next, windows, None)
+        while (window := coming.result()) is not None:
+            coming = self._thread.submit(next, windows, None)
+            yield window
 
     def evict(self) -> None:
         """Spill the largest sorts until the rest fits into `most_held_bytes`."""
@@ -100,10 +143,14 @@ class ExternalSort:
 
     def windows(self) -> Iterator[pl.DataFrame]:
         """Yield all rows in order, as non-empty frames; the sort is empty afterwards."""
+        return self.space.ahead(self._windows())
+
+    def _windows(self) -> Iterator[pl.DataFrame]:
         if not self._blocks:
             yield from self._held_windows()
             return
-        self.spill()
+        if self._held:
+            self.write(self._take_held())
         # By first key: no later block can hold a row below the first key of the next one.
         blocks = sorted(self._blocks, key=lambda block: block.first)
         files = {path: pa.ipc.open_file(pa.OSFile(str(path))) for path in {b.run for b in blocks}}
@@ -128,9 +175,8 @@ class ExternalSort:
     def _held_windows(self) -> Iterator[pl.DataFrame]:
         if not self._held:
             return
-        rows = pl.concat(self._held, rechunk=True)
         windows = 1 + self.held_bytes // self.space.window_bytes
-        self._held, self.held_bytes = [], 0
+        rows = self._take_held().rechunk()
         order = self._row_order(rows)
         # Gather one window at a time: a sorted copy of everything would double the memory.
         if windows == 1:
@@ -156,13 +202,18 @@ class ExternalSort:
         return order
 
     def spill(self) -> None:
-        """Write the rows in memory to disk, as blocks in the order of the key."""
-        if not self._held:
-            return
-        # Blocks are sorted by the key alone; windows are sorted by the full order when they are read. Rows are gathered
-        # block by block: a sorted copy of them all, and one more for Arrow, would take three times the memory.
+        """Move the rows in memory to disk."""
+        self.space.write(self, self._take_held())
+
+    def _take_held(self) -> pl.DataFrame:
         rows = pl.concat(self._held)
         self._held, self.held_bytes = [], 0
+        return rows
+
+    def write(self, rows: pl.DataFrame) -> None:
+        """Write rows to disk, as blocks in the order of the key."""
+        # Blocks are sorted by the key alone; windows are sorted by the full order when they are read. Rows are gathered
+        # block by block: a sorted copy of them all, and one more for Arrow, would take three times the memory.
         order = rows.select(pl.arg_sort_by(*self.key, nulls_last=True)).to_series()
         path = self.space.scratch / f"sorted-{uuid.uuid4().hex}.arrow"
         options = pa.ipc.IpcWriteOptions(compression="lz4")

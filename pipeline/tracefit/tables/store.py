@@ -8,7 +8,6 @@ between. A file that it does not name is a leftover.
 from __future__ import annotations
 
 import base64
-import os
 import random
 import re
 import tempfile
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -33,7 +32,7 @@ from tracefit.inputs.buckets import place_of, together
 from tracefit.inputs.files import display_name
 from tracefit.options import IngestOutOption, flag_of
 from tracefit.tables import schema
-from tracefit.tables.disk import create, disk_errors
+from tracefit.tables.disk import Syncs, create, disk_errors
 from tracefit.tables.places import Bucket, Disk, Place, digest_of, open_place
 from tracefit.tables.qualified import plain
 from tracefit.tables.staging import STAGE_NAME
@@ -234,7 +233,7 @@ class TableStore:
             known = self.manifest().runs
             changes = {}
             for run_id, frames in runs:
-                with RunWriter(Path(tempfile.mkdtemp(dir=scratch))) as writer:
+                with Syncs() as syncs, RunWriter(Path(tempfile.mkdtemp(dir=scratch)), syncs) as writer:
                     writer.write_all(frames)
                     parts = writer.close()
                 # Other tables of the run stay as they are.
@@ -588,11 +587,12 @@ class WrittenTables(Protocol):
 class RunWriter:
     """Writes the tables of one run one after the other, each as one Parquet file, as their rows arrive.
 
-    A table that is written again replaces the one before.
+    A table that is written again replaces the one before. The disk has the files once `syncs` says so.
     """
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, syncs: Syncs) -> None:
         self._scratch = scratch
+        self._syncs = syncs
         self._open: _TableFileWriter | None = None
         self._parts: dict[str, Path] = {}
 
@@ -608,8 +608,9 @@ class RunWriter:
         if name not in self._parts and (self._open is None or self._open.table.name != name):
             part, data = _empty_part(name)
             self._parts[name] = self._scratch / part
-            with create(self._parts[name]) as stream:
-                _finish(stream, data)
+            stream = create(self._parts[name])
+            stream.write(data)
+            self._syncs.add(stream)
 
     def write_all(self, tables: Mapping[str, pl.DataFrame | Iterator[pl.DataFrame]]) -> None:
         """Write whole tables, some of them in pieces."""
@@ -650,7 +651,7 @@ class RunWriter:
     def _finish(self) -> None:
         if self._open is None:
             return
-        name, part = self._open.table.name, self._open.close()
+        name, part = self._open.table.name, self._open.close(self._syncs)
         # Named after their contents: an unchanged table keeps its name.
         if self._parts.get(name, part) != part:
             self._parts[name].unlink()
@@ -659,13 +660,17 @@ class RunWriter:
 
 
 class RunsWriter:
-    """Writes the tables of some runs: of one as their rows arrive, of several small ones when all are complete."""
+    """Writes the tables of some runs: of one as their rows arrive, of several small ones when all are complete.
+
+    The disk has the files when its context ends without an error.
+    """
 
     def __init__(self, scratch: Path, run_ids: Sequence[str]) -> None:
+        self._syncs = Syncs()
         self._writers: dict[str, RunWriter] = {}
         for run_id in run_ids:
             folder = Path(tempfile.mkdtemp(prefix="run-", dir=scratch))
-            self._writers[run_id] = RunWriter(folder)
+            self._writers[run_id] = RunWriter(folder, self._syncs)
         self._alone = self._writers[run_ids[0]] if len(run_ids) == 1 else None
         self._rows: dict[str, list[pl.DataFrame]] = {}
 
@@ -707,10 +712,11 @@ class RunsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Close files that are open, finished or not."""
         for writer in self._writers.values():
-            writer.__exit__(*error)
+            writer.__exit__(kind, *error)
+        self._syncs.__exit__(kind, *error)
 
     def close(self) -> dict[str, dict[str, Path]]:
         """Finish all tables; return the files of each run by table, named after their contents."""
@@ -769,15 +775,14 @@ class _TableFileWriter:
                 self._write_group(pa.concat_tables(self._waiting))
                 self._waiting = [self._waiting[-1].slice(0, 0)]  # columns without rows, for `close`
 
-    def close(self) -> Path:
-        """Finish the file and wait until the disk has it; return it under the name of its content."""
+    def close(self, syncs: Syncs) -> Path:
+        """Finish the file, and give it to `syncs`; return it under the name of its content."""
         group = pa.concat_tables(self._waiting)
         if group.num_rows or self._writer is None:
             self._write_group(group)
         if self._writer:
             self._writer.close()
-        with self.stream:
-            _finish(self.stream)
+        syncs.add(self.stream)
         return self._path.rename(self._path.with_name(_content_name(self._path)))
 
     def _write_group(self, rows: pa.Table) -> None:
@@ -795,20 +800,13 @@ class _TableFileWriter:
         self._writer.write_table(rows, row_group_size=ROW_GROUP_ROWS)
 
 
-def _finish(stream: BinaryIO, data: bytes = b"") -> None:
-    """Write the last bytes of a file, and wait until the disk has it."""
-    stream.write(data)
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
 @cache  # the same for every run
 def _empty_part(name: str) -> tuple[str, bytes]:
     """Return the name and the bytes of the part of a table without rows."""
-    with tempfile.TemporaryDirectory(prefix="tracefit-") as folder:
+    with tempfile.TemporaryDirectory(prefix="tracefit-") as folder, Syncs() as syncs:
         writer = _TableFileWriter(schema.TABLES[name], Path(folder, name))
         writer.write(schema.TABLES[name].empty())
-        part = writer.close()
+        part = writer.close(syncs)
         return part.name, part.read_bytes()
 
 
