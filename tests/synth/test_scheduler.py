@@ -108,7 +108,7 @@ def _preempting():
     return scheduler, requests
 
 
-def test_preemption_takes_the_last_of_the_running_and_queues_it_first():
+def test_the_last_running_request_is_preempted_and_queued_first():
     scheduler, (_, _, last) = _preempting()
     newcomer = Request("D", prompt_tokens=1, output_tokens=1)
     scheduler.add(newcomer)
