@@ -345,7 +345,7 @@ def test_contradiction_is_refused(parse, changes, message):
         parse(**changes)
 
 
-def test_an_unknown_family_is_read_as_a_usual_decoder_and_says_so(parse):
+def test_an_unknown_family_is_assumed_to_be_a_usual_decoder(parse):
     known, unknown = (
         parse(model_type=name, architectures=[f"{name}ForCausalLM"], _name_or_path="m")
         for name in ("llama", "llama9")
@@ -364,7 +364,7 @@ def test_a_config_that_names_no_family_is_read_by_its_keys(parse):
     assert arch.assumed[0].startswith("model_type unknown is not known: ")
 
 
-def test_a_window_that_no_key_assigns_to_layers_is_left_out_and_named(parse):
+def test_a_window_without_layers_is_left_out_and_noted(parse):
     arch = parse(model_type="new", sliding_window=16)
 
     assert arch.layer_windows == (None,) * 4
@@ -396,7 +396,7 @@ def test_linear_attention_is_recognised_by_its_keys(parse, which):
     assert arch.facts()["windowed_layers"] == 0
 
 
-def test_layers_without_a_context_whose_sizes_are_not_stated_are_noted(parse):
+def test_linear_layers_without_sizes_are_noted(parse):
     arch = parse(layer_types=["mamba"] * 2 + ["attention"] * 2)
 
     assert (arch.layer_windows, arch.parameters) == ((0, 0, None, None), parse().parameters)

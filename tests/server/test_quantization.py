@@ -87,7 +87,7 @@ def test_kv_cache_can_be_quantized_by_the_config(parse, extra):
     assert arch.kv_bytes_per_token * 2 == parse().kv_bytes_per_token
 
 
-def test_method_that_states_no_bits_is_assumed_not_to_shrink_and_says_so(parse):
+def test_a_method_without_bits_keeps_the_weights_and_is_noted(parse):
     arch = parse(quantization_config={"quant_method": "aqlm"})
 
     assert (arch.quantization, arch.ffn_weight_bytes) == ("aqlm", 2.0)

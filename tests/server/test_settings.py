@@ -270,7 +270,7 @@ def test_settings_may_be_grouped(text):
     assert parse_settings(text, where="x").values() == {"tensor_parallel": 2, "max_num_seqs": 64}
 
 
-def test_a_benchmark_states_the_cache_and_the_gpu_in_parts_of_their_own():
+def test_cache_and_gpu_are_read_from_nested_sections():
     text = '{"kv_cache": {"num_gpu_blocks": 2588, "num_cpu_blocks": null}, "hardware": {"device_name": "NVIDIA GeForce RTX 4090"}}'
     assert parse_settings(text, where="x").values() == {
         "num_gpu_blocks": 2588,
@@ -278,7 +278,7 @@ def test_a_benchmark_states_the_cache_and_the_gpu_in_parts_of_their_own():
     }
 
 
-def test_nested_values_without_text_keys_are_kept_as_far_as_they_can_be():
+def test_nested_values_lose_only_keys_that_json_lacks():
     assert parse_settings("x: {2020-01-01: 1, a: 2020-01-01}\n", where="x").other == {
         "x": '{"a": "2020-01-01"}'
     }

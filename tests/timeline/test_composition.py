@@ -95,7 +95,7 @@ def test_a_recomputed_request_is_chunked_like_a_prompt(engine_tables, story):
     ]
 
 
-def test_preempted_in_prefill_the_prompt_begins_anew_and_is_prefill_still(engine_tables, story):
+def test_a_prompt_preempted_in_prefill_starts_again_as_prefill(engine_tables, story):
     story.request(
         "a",
         ("QUEUED", 0),

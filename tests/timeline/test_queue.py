@@ -31,7 +31,7 @@ def test_those_queued_before_and_not_yet_scheduled_wait_ahead(engine_tables, sto
     assert found["token_steps_ahead"] == 5 * (20 + 5 / 2) + 7 * (33 + 7 / 2)
 
 
-def test_of_requests_drained_together_the_first_waits_ahead_of_the_second(engine_tables, story):
+def test_requests_drained_at_once_wait_in_their_order(engine_tables, story):
     story.served("a", 1, 9)
     for name, at_us in (("b", 29_950), ("c", 29_952)):
         queued = ("QUEUED", 2, {"at_us": at_us})
@@ -56,7 +56,7 @@ def test_who_finished_in_the_step_before_is_gone(engine_tables, story):
     assert _of(engine_tables((story,)).queue()["c"], RUNNING) == (1, 20 - 3, 100 - 7)
 
 
-def test_who_was_aborted_in_its_prompt_gives_back_what_it_had_computed(engine_tables, story):
+def test_a_request_aborted_in_its_prompt_frees_its_blocks(engine_tables, story):
     """100 of 900 tokens computed hold 7 blocks, not 57."""
     story.served("a", 1, 9, prompt=10)
     story.request(
@@ -68,7 +68,7 @@ def test_who_was_aborted_in_its_prompt_gives_back_what_it_had_computed(engine_ta
     assert table.queue(max_num_batched_tokens=101)["c"]["kv_blocks_free"] == 99
 
 
-def test_a_preempted_request_waits_with_its_output_to_compute_again(engine_tables, story):
+def test_a_preempted_request_waits_with_its_output_to_recompute(engine_tables, story):
     story.preempted("a", 4, 7, 8, out=3, total=5)
     story.request("b", ("QUEUED", 5), ("SCHEDULED", 8), ("FINISHED", 8, {"done": 1}), prompt=10)
     found = engine_tables((story,)).queue()["b"]
@@ -85,7 +85,7 @@ def test_an_abort_while_waiting_leaves_the_queue(engine_tables, story):
     assert [queue[name]["waiting_ahead"] for name in ("c", "d")] == [1, 0]
 
 
-def test_whoever_was_not_seen_to_enter_the_queue_does_not_leave_it(engine_tables, story):
+def test_a_request_that_was_never_queued_cannot_leave_the_queue(engine_tables, story):
     """The server's SDK drops the first events of a long span."""
     story.request("a", ("SCHEDULED", 2), ("FINISHED", 9, {"done": 8}))
     for name, step in (("b", 1), ("c", 3)):
@@ -109,7 +109,7 @@ def test_no_fewer_blocks_than_none_are_free(engine_tables, story):
     assert engine_tables((story,)).queue(num_blocks=15)["d"]["kv_blocks_free"] == 0
 
 
-def test_prompt_tokens_still_to_compute_take_their_part_of_the_next_step(engine_tables, story):
+def test_unfinished_prompts_take_tokens_of_the_next_step(engine_tables, story):
     """After step 2 a has 300 - 2 * 128 = 44 tokens to go; with its slot that leaves 128 - 1 - 44 of the budget."""
     story.served("a", 1, 6, prompt=300, prefilled=3)
     story.request("b", ("QUEUED", 2), ("SCHEDULED", 3), ("FINISHED", 3, {"done": 1}), prompt=10)
@@ -130,7 +130,7 @@ def test_room_is_unknown_where_the_limit_is(engine_tables, story, limit, column)
     assert engine_tables((story.served("a", 1, 3),)).queue(**{limit: None})["a"][column] is None
 
 
-def test_blocks_are_unknown_where_nothing_tells_how_many_there_are(engine_tables, story):
+def test_free_blocks_are_null_where_the_total_is_unknown(engine_tables, story):
     found = engine_tables((story.served("a", 1, 3),)).queue(num_blocks=None)["a"]
     assert _of(found, ("kv_blocks_free", "kv_blocks_total")) == (None, None)
 

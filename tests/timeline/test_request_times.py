@@ -27,7 +27,7 @@ def _preempted(trace):
     return trace.api(1, {"ARRIVED": 8_000}).core(1, events, preemptions=1)
 
 
-def test_a_request_is_in_its_steps_and_not_in_those_it_was_preempted_for(tables_of, traces):
+def test_a_request_is_not_in_the_steps_of_its_preemption(tables_of, traces):
     row = tables_of(_steps(_preempted(traces), range(1, 8)))("requests").row(0, named=True)
     assert (row["steps"], row["steps_timed"]) == (4, 1.0)
     assert row["scheduler_us"] == 100 + 200 + 500 + 600
@@ -37,7 +37,7 @@ def test_a_request_is_in_its_steps_and_not_in_those_it_was_preempted_for(tables_
     assert row["model_forward_us"] is None
 
 
-def test_steps_that_were_not_sampled_count_as_the_mean_of_the_others(tables_of, traces):
+def test_unsampled_steps_count_as_the_mean_of_the_others(tables_of, traces):
     row = tables_of(_steps(_preempted(traces), (1, 3, 5, 7)))("requests").row(0, named=True)
     assert (row["steps"], row["steps_timed"], row["scheduler_us"]) == (4, 0.5, (100 + 500) * 4 / 2)
     assert row["model_execute_us"] == 39_500 - 1_200

@@ -71,7 +71,7 @@ def test_context_is_the_cache_read_by_scheduled_requests(tables_of, traces):
     assert (row["context_tokens"], row["prefill_context_tokens"]) == (100, 64)
 
 
-def test_context_is_estimated_where_a_running_request_has_no_snapshot(tables_of, traces):
+def test_context_is_estimated_where_a_snapshot_is_missing(tables_of, traces):
     first = traces.summary(1, 0, running_depth=2, num_decode_reqs=2)
     table = tables_of(traces.steps(first, traces.snapshot(1, 200, "a")))
     row = _row(table, 1)
