@@ -40,10 +40,10 @@ def test_file_is_read_up_to_its_limit(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a: 1\nb: 2\na: 3\n", "line 3 (a stands twice)"),
-        ("a: 1\n'a': 1\n", "line 2 (a stands twice)"),
-        ("x:\n  - {b: 1, b: 2}\n", "line 2 (b stands twice)"),
-        ("1: a\n0x1: b\n", "stands twice"),
+        ("a: 1\nb: 2\na: 3\n", "line 3 (a is there twice)"),
+        ("a: 1\n'a': 1\n", "line 2 (a is there twice)"),
+        ("x:\n  - {b: 1, b: 2}\n", "line 2 (b is there twice)"),
+        ("1: a\n0x1: b\n", "is there twice"),
     ],
 )
 def test_a_key_that_stands_twice_is_refused(text, says):
