@@ -3,9 +3,10 @@
 A line ends its step, so that the stamp of one line is the start of the next step. Of stamps finer than steps every line gives
 a start. Of coarser ones, such as the whole seconds of the default format, a change of the stamp is the start of the step whose
 line shows it, half a step off: the steps between two changes are one interval. The elapsed time that a line prints is the wait
-for its result. The engine's own work between two waits, in one thread, is the rest of the step: about a constant, and some more
-for each request, or a share of the wait, whichever explains the time between changes. Where waits are most of the time, and with this work add up to the time between the changes, wait and work are
-the time of a step; elsewhere, as on a fast GPU with asynchronous scheduling, the intervals are all there is.
+for its result. The work of the engine between two waits, in one thread, is the rest of the step: about a constant, and some more
+for each request, or a share of the wait, the one that explains the time between changes. Where waits are most of the time, and
+add up with this work to the time between the changes, wait and work are the time of a step; elsewhere, as on a fast GPU with
+asynchronous scheduling, only the intervals have times.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.tables.sources import CycleSource
 
 _STAMP_SD_US = 100.0
-"""How far a fine stamp is from the end of its step, on two runs with known ends."""
+"""How far a fine stamp is from the end of its step, on two runs with recorded ends."""
 
 _AGREES = 0.05
 """Largest usual difference of waits and work from the clock, as a share of it, where they are the times of the steps."""
 
 _LEAST_WAIT, _LEAST_INTERVALS = 0.5, 8
-"""Least share of the waits in the time, and fewest intervals without idle time, from which the work between them is found."""
+"""Least share of the waits in the time, and fewest intervals without idle time, to fit the work between them."""
 
 _HUBER, _ROUNDS = 1.345, 30
 """Residuals, in standard deviations, from which on intervals weigh less, and rounds of reweighting."""
@@ -59,8 +60,8 @@ class LoggedSteps:
 
     Attributes:
         steps: The `steps` table; lines of a log keep the elapsed time in `cycle_us` where it is the time of the step.
-        starts: ENGINE, step_id, ts_start_ns, start_sd_us, start_source, and pause: whether idle time lies between the start and
-            the next one.
+        starts: ENGINE, step_id, ts_start_ns, start_sd_us, start_source, and pause: whether there is idle time between the start
+            and the next one.
     """
 
     steps: pl.DataFrame
@@ -73,7 +74,7 @@ def is_logged() -> pl.Expr:
 
 
 def log_clock(steps: pl.DataFrame) -> LoggedSteps:
-    """Choose the clock of logged steps by what their lines say, and find the starts it gives.
+    """Choose the clock of logged steps by the stamps and waits of their lines, and return its starts.
 
     Args:
         steps: The `steps` table.
@@ -92,16 +93,10 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
         ),
     )
     # The line of a fine stamp ends an interval, that of a change begins one.
-    marks = (
-        pl.when("is_coarse")
-        .then(pl.col("grown") > 0)
-        .otherwise(pl.col("grown").is_null() | (pl.col("grown") > 0))
-    )
+    marks = (pl.col("grown") > 0) | (pl.col("grown").is_null() & ~pl.col("is_coarse"))
+    ends = (pl.col("is_mark") & ~pl.col("is_coarse")).cast(pl.Int64)
     rows = rows.with_columns(is_mark=marks.fill_null(value=False)).with_columns(
-        interval=(
-            pl.col("is_mark").cum_sum()
-            - pl.when("is_coarse").then(0).otherwise(pl.col("is_mark").cast(pl.Int64))
-        ).over(ENGINE)
+        interval=(pl.col("is_mark").cum_sum() - ends).over(ENGINE)
     )
     inside = rows.group_by(*ENGINE, "interval").agg(
         *(column.sum().alias(name) for name, column in _WORK.items()),
@@ -127,7 +122,7 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     slack = pl.when(whole).then((pl.col("time_us") - pl.col("wait")) / pl.col("step"))
     usual = pl.when(~may_pause).then(slack)
     most = (usual.median() + _FAR_SD * robust_sd_expr(usual)).over(SERVER)
-    # Where every interval may hold a pause, nothing tells which do.
+    # Where every interval may have a pause, no usual slack shows which ones do.
     starts = starts.with_columns(pause=may_pause & (slack > most).fill_null(value=True))
     clean = starts.filter("is_coarse", ~may_pause, whole).partition_by(SERVER, as_dict=True)
     works = pl.DataFrame(
@@ -138,7 +133,7 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     starts = starts.join(works, on=SERVER, how="left", maintain_order="left")
     sd_us = (
         pl.when("is_coarse")
-        # The last change has no step time of its own: that of the steps before it.
+        # The last change has no step time: it gets that of the steps before it.
         .then(_EVEN_SD * (pl.col("time_us") / pl.col("count")).forward_fill().over(ENGINE))
         .otherwise((_STAMP_SD_US**2 + (_EVEN_SD * pl.col("tick_ns") / 1e3) ** 2).sqrt())
     )
@@ -162,11 +157,11 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
 
 
 def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
-    """Add the starts of the steps between known ones, of logged steps that have a time of their own.
+    """Add the starts of the steps in between, where logged steps have a time.
 
     Args:
         steps: The `steps` of `LoggedSteps`.
-        starts: Its starts, or those of requests that were placed on its steps.
+        starts: Its starts, or those of requests that were matched to its steps.
     """
     timed = steps.filter(is_logged()).drop_nulls("cycle_us").select(*ENGINE, "step_id", "cycle_us")
     timed = timed.join(starts, on=ENGINE, how="semi")
@@ -179,11 +174,11 @@ def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
         marked = part[mark]
         first_ns = marked["ts_start_ns"][0]
         at_us = (marked["ts_start_ns"] - first_ns).to_numpy() / 1e3
-        own_us = part["cycle_us"].fill_null(0.0).to_numpy(writable=True)
-        # Idle time lies at the start that it begins at; without it the steps fill the time between two starts.
-        idle_us = np.diff(at_us) - np.add.reduceat(own_us, mark)[:-1]
-        own_us[mark[:-1]] += np.where(marked["pause"].to_numpy()[:-1], np.maximum(idle_us, 0.0), 0.0)
-        passed_us = np.cumsum(own_us) - own_us
+        step_us = part["cycle_us"].fill_null(0.0).to_numpy(writable=True)
+        # Idle time is at the start that it begins at; without it the steps fill the time between two starts.
+        idle_us = np.diff(at_us) - np.add.reduceat(step_us, mark)[:-1]
+        step_us[mark[:-1]] += np.where(marked["pause"].to_numpy()[:-1], np.maximum(idle_us, 0.0), 0.0)
+        passed_us = np.cumsum(step_us) - step_us
         begin_us = np.interp(passed_us, passed_us[mark], at_us)
         begin_us += np.minimum(passed_us - passed_us[mark[0]], 0.0) + np.maximum(
             passed_us - passed_us[mark[-1]], 0.0

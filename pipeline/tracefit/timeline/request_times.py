@@ -13,10 +13,7 @@ _TIMES = ("steps", "steps_timed", "scheduler_us", "model_execute_us")
 
 
 def with_step_times(
-    requests: pl.DataFrame,
-    timeline: pl.DataFrame,
-    journeys: pl.DataFrame,
-    snapshots: pl.DataFrame,
+    requests: pl.DataFrame, timeline: pl.DataFrame, journeys: pl.DataFrame, snapshots: pl.DataFrame
 ) -> pl.DataFrame:
     """Fill `steps`, `steps_timed`, `scheduler_us`, `model_execute_us`, `execute_ratio` and `itl_p99_us`.
 
@@ -26,7 +23,7 @@ def with_step_times(
     synchronization and the processing of outputs between two steps included. Where scheduling runs a step ahead of
     execution nothing is taken off, and the steps begin to execute a step later.
 
-    Values that spans carry are kept. Null where no step of a request is known, or it has not finished; scheduling and
+    Values of spans are kept. Null where no step of a request is recorded, or it has not finished; scheduling and
     execution also where the durations exceed the request's time in the engine, as those of whole steps do.
 
     Args:
@@ -65,14 +62,10 @@ def _stays(journeys: pl.DataFrame) -> pl.DataFrame:
         end_ns=pl.when(~preempted).then(following("ts_ns")),
     ).filter(pl.col("event") == "SCHEDULED")
     # A request that was scheduled and preempted by the same step was in none.
-    return stays.select(
-        *REQUEST,
-        "end_event",
-        "last_step",
-        "end_ns",
-        first_step="step_id",
-        begin_ns="ts_ns",
-    ).filter(pl.col("last_step").is_null() | (pl.col("last_step") >= pl.col("first_step")))
+    whole = pl.col("last_step").is_null() | (pl.col("last_step") >= pl.col("step_id"))
+    return stays.filter(whole).select(
+        *REQUEST, "end_event", "last_step", "end_ns", first_step="step_id", begin_ns="ts_ns"
+    )
 
 
 def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame) -> pl.DataFrame:
@@ -98,22 +91,22 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
     )
     sums = rows.group_by(REQUEST).agg(
         steps=sum_if_all_known(pl.col("steps")),
-        known=pl.col("duration_us_known").sum(),
+        sampled=pl.col("duration_us_known").sum(),
         total=pl.col("duration_us").sum(),
         engine_us=sum_if_all_known(pl.col("engine_us")),
         lag=pl.col("lag").first(),
     )
-    timed = (pl.col("known") > 0) & (pl.col("steps") > 0)
-    scheduler = pl.when(timed).then(pl.col("total") * pl.col("steps") / pl.col("known"))
+    timed = (pl.col("sampled") > 0) & (pl.col("steps") > 0)
+    scheduler = pl.when(timed).then(pl.col("total") * pl.col("steps") / pl.col("sampled"))
     # Ahead of execution, scheduling costs a request no time: nothing is taken off.
     taken = pl.when(pl.col("lag") > 0).then(pl.when(timed).then(0.0)).otherwise(scheduler)
     # Durations beyond a request's time in the engine are those of whole steps (`step.duration_us` of such a server is
-    # its step time): they are no time of scheduling, and nothing says how much of them is.
+    # its step time): they are no time of scheduling, and its share of them is unknown.
     scheduling = (taken <= pl.col("engine_us")).fill_null(value=True)
     return sums.select(
         *REQUEST,
         "steps",
-        steps_timed=pl.when(pl.col("steps") > 0).then(pl.col("known") / pl.col("steps")),
+        steps_timed=pl.when(pl.col("steps") > 0).then(pl.col("sampled") / pl.col("steps")),
         scheduler_us=pl.when(scheduling).then(scheduler),
         model_execute_us=pl.when(scheduling).then(pl.col("engine_us") - taken),
     )
@@ -131,20 +124,15 @@ def _token_gaps(requests: pl.DataFrame, timeline: pl.DataFrame, snapshots: pl.Da
     counted = snapshots.select(*ENGINE, "step_id", core_request_id="request_id", tokens="num_output_tokens")
     counted = counted.join(starts, on=[*ENGINE, "step_id"]).join(facts, on=[*ENGINE, "core_request_id"])
     counted = counted.filter(pl.col("tokens").is_between(2, pl.col("output_tokens") - 1))
-    edges = [
-        facts.select(*REQUEST, "output_tokens", tokens=tokens, ts_ns=ts)
-        for tokens, ts in (
-            (pl.lit(1, pl.Int64), "first_token_ns"),
-            (pl.col("output_tokens"), "last_token_ns"),
-        )
-    ]
+    events = ((pl.lit(1, pl.Int64), "first_token_ns"), (pl.col("output_tokens"), "last_token_ns"))
+    edges = [facts.select(*REQUEST, "output_tokens", tokens=tokens, ts_ns=ts) for tokens, ts in events]
     points = pl.concat([counted.select(edges[0].columns), *edges])
     out = points.group_by(*REQUEST, "output_tokens", "tokens").agg(pl.col("ts_ns").min()).sort("tokens")
     gap = divided(pl.col("ts_ns").diff().slice(1), 1e3)
     whole = out.group_by(REQUEST, maintain_order=True).agg(
-        known=pl.len(),
+        points=pl.len(),
         output_tokens=pl.col("output_tokens").first(),
         itl_p99_us=gap.quantile(0.99, interpolation="linear"),
     )
-    # A token that no snapshot shows would make two gaps one.
-    return whole.filter(pl.col("known") == pl.col("output_tokens")).select(*REQUEST, "itl_p99_us")
+    # Without the token of a missing snapshot, two gaps would count as one.
+    return whole.filter(pl.col("points") == pl.col("output_tokens")).select(*REQUEST, "itl_p99_us")

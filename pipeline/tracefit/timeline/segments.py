@@ -10,7 +10,7 @@ import polars as pl
 from tracefit.tables.schema import ENGINE
 
 CORE_SPAN = [*ENGINE, "trace_id", "span_id"]
-"""The events of one request: of several that a trace holds (n > 1), each has a core span of its own."""
+"""The events of one request: of several in one trace (n > 1), each has its core span."""
 
 _ORDER = ["QUEUED", "PREEMPTED", "SCHEDULED", "FIRST_TOKEN", "FINISHED"]
 """Core events, in the order in which those with the same stamp happened."""
@@ -26,7 +26,7 @@ def core_events(journeys: pl.DataFrame) -> pl.DataFrame:
 
 
 def with_steps_by_time(core: pl.DataFrame, summaries: pl.DataFrame) -> pl.DataFrame:
-    """Fill in the steps that events lack: what was scheduled last before them, by a summary or another event.
+    """Fill in the steps that events lack: the step that was scheduled last before them, by a summary or another event.
 
     Args:
         core: `core_events`, located, with `execution_lag_steps`.
@@ -79,12 +79,9 @@ def running_segments(core: pl.DataFrame, cached: pl.DataFrame) -> pl.DataFrame:
     following = [_following(c) for c in ("event", "step_id", "decode_done_tokens", "finish_status")]
     starts = marks.with_columns(following).filter(pl.col("event") == "SCHEDULED")
     first_tokens = core.filter(pl.col("event") == "FIRST_TOKEN").group_by("request")
-    starts = starts.join(
-        first_tokens.agg(first_token_step=pl.col("step_id").min()),
-        on="request",
-        how="left",
-        maintain_order="left",
-    ).join(cached, on=[*ENGINE, "request_id"], how="left", maintain_order="left")
+    first_steps = first_tokens.agg(first_token_step=pl.col("step_id").min())
+    starts = starts.join(first_steps, on="request", how="left", maintain_order="left")
+    starts = starts.join(cached, on=[*ENGINE, "request_id"], how="left", maintain_order="left")
     finished = (pl.col("next_event") == "FINISHED").fill_null(value=False)
     # A request that was preempted in a step has no tokens in it.
     end = pl.when(finished).then(pl.col("next_step_id")).otherwise(pl.col("next_step_id") - 1)
