@@ -46,14 +46,14 @@ def test_file_is_read_up_to_its_limit(tmp_path):
         ("1: a\n0x1: b\n", "is there twice"),
     ],
 )
-def test_a_key_that_stands_twice_is_refused(text, says):
+def test_a_repeated_key_is_refused(text, says):
     """Which of the two counts, readers of YAML do not agree on."""
     with pytest.raises(UsageError, match=re.escape(says)):
         parse_yaml(text, where="x.yaml")
 
 
 @pytest.mark.parametrize("is_strict", [True, False])
-def test_a_key_that_stands_twice_in_json_is_refused(is_strict):
+def test_a_repeated_json_key_is_refused(is_strict):
     with pytest.raises(UsageError, match=r"x\.json: is not JSON \(an object has the same key twice\)"):
         parse_json_object('{"a": {"b": 1, "b": 1}}', where="x.json", strict=is_strict)
 
@@ -241,7 +241,7 @@ class Shape:
         ([], "document must be an object, not a list"),
     ],
 )
-def test_fault_names_file_key_and_the_nearest_known_key(document, line):
+def test_a_fault_names_file_key_and_nearest_key(document, line):
     with pytest.raises(UsageError) as caught:
         validated(Shape, document, where="f.json")
 

@@ -64,7 +64,7 @@ def test_hiccups_are_rare_long_and_marked(busy_options):
     assert delay_us[is_hiccup].mean() == pytest.approx(30_000, rel=0.5)
 
 
-def test_an_empty_step_takes_its_own_time(busy_options):
+def test_an_empty_step_takes_the_time_of_its_option(busy_options):
     run = synth(replace(busy_options, noise=0.0, empty_step_us=300.0, rich_sampling=0.0))
     empty = run.truth_steps.filter(run.truth_steps["scheduled_tokens"] == 0)
     assert empty.height > 5
@@ -91,7 +91,7 @@ def test_linear_law_charges_recomputed_tokens_as_prompt_tokens():
     assert law.step_us(prefill) == 1_000 + 10 * 7 + 3 + 0.25 * 8
 
 
-def test_a_law_of_ones_own_is_taken():
+def test_a_custom_law_is_used():
     class Constant:
         def step_us(self, step):
             return 5_000.0

@@ -152,7 +152,7 @@ def test_summary_attributes_keep_the_order_of_the_emitter(small):
     assert len(event.attributes) == 16
 
 
-def test_exp_config_says_what_the_server_was(small, tmp_path):
+def test_exp_config_has_the_settings_of_the_server(small, tmp_path):
     run = synth(replace(small.options, requests=3, num_blocks=65, tp=2, step_sampling=0.5))
     config = yaml.safe_load((write_run(run, tmp_path) / "exp-config.yaml").read_text())
     expected = {

@@ -45,7 +45,7 @@ def test_the_spread_of_an_offset_is_its_standard_deviation(engine_tables, story)
     )
 
 
-def test_a_kind_without_summaries_is_placed_against_the_other(engine_tables, story):
+def test_a_kind_without_summaries_is_measured_against_the_other(engine_tables, story):
     """Steps with a summary begin with a SCHEDULED event and no update; steps with both kinds have no summary."""
     for number in range(6):
         story.summary(100 + 3 * number).request(f"s{number}", ("SCHEDULED", 100 + 3 * number))
@@ -167,7 +167,7 @@ def test_steps_without_tokens_are_members_of_their_interval(engine_tables, story
     assert not any(row[2] for row in rows.values())
 
 
-def test_idle_time_is_found_without_any_summary(engine_tables, story):
+def test_idle_time_is_detected_without_any_summary(engine_tables, story):
     """After step 3 nobody is left: step 4 is empty, and a second goes by before step 5."""
     story.served("a", 1, 3)
     late = story.begin_us = 1_000_000
@@ -179,7 +179,7 @@ def test_idle_time_is_found_without_any_summary(engine_tables, story):
     assert rows[4][3] > late
 
 
-def test_waiting_requests_alone_are_no_idle_time(engine_tables, story):
+def test_time_with_waiting_requests_is_not_idle(engine_tables, story):
     story.served("a", 1, 2).request(
         "b", ("QUEUED", 2), ("SCHEDULED", 5), ("FIRST_TOKEN", 5), ("FINISHED", 6, {"done": 2})
     )
@@ -192,7 +192,7 @@ def _ahead(new_story, requests=24):
     return _many(new_story(lag=1), requests, every=4, output=4)
 
 
-def test_scheduling_ahead_is_found_from_journeys_alone(engine_tables, new_story):
+def test_scheduling_ahead_is_detected_without_summaries(engine_tables, new_story):
     table = engine_tables((_ahead(new_story),))
     assert execution_lags(table.steps, table.journeys).rows() == [("run", "engine", 1)]
     table = engine_tables((_many(new_story(), 24, every=4, output=4),))

@@ -14,7 +14,7 @@ COUNTS = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_token
 AGREEMENT = ("journey_agrees", "journey_error_reqs", "journey_error_tokens")
 
 
-def test_a_summary_stands_over_the_journeys(engine_tables, story):
+def test_a_summary_takes_precedence_over_journeys(engine_tables, story):
     """A second prompt of a request is in the summary alone: 2 decodes where the journeys know one."""
     story.served("a", 1, 3).summary(2, num_decode_reqs=2, decode_tokens=2, running_depth=2)
     rows = engine_tables((story,)).rows(*COUNTS, "running_depth", "composition_source")
@@ -29,7 +29,7 @@ def test_shared_blocks_are_taken_from_the_last_summary(engine_tables, story):
     assert used == {1: (7, 0.007), 2: (10, 0.01), 3: (10, 0.01), 4: (3, 0.003), 5: (3, 0.003)}
 
 
-def test_what_a_summary_does_not_say_comes_from_the_journeys(engine_tables, story):
+def test_columns_that_a_summary_lacks_come_from_journeys(engine_tables, story):
     story.served("a", 1, 3).summary(2)
     assert engine_tables((story,)).rows("context_tokens", "waiting_tokens", "running_after")[2] == (100, 0, 1)
 
@@ -51,7 +51,7 @@ def test_agreement_is_stated_where_there_are_both(engine_tables, story):
     }
 
 
-def test_without_all_journeys_nothing_is_made_up(engine_tables, story):
+def test_without_all_journeys_no_composition_is_inferred(engine_tables, story):
     """The clock still has the starts that events of the sampled journeys tell."""
     story.served("a", 2, 4).summary(2).summary(6)
     rows = engine_tables((story,)).rows(
@@ -91,7 +91,7 @@ def test_a_cycle_ends_at_an_event_of_a_sampled_journey(engine_tables, story):
     assert rows[2] == (10_200, "interval", 1)
 
 
-def test_epochs_have_their_own_steps(engine_tables, new_story):
+def test_epochs_have_separate_steps(engine_tables, new_story):
     before = new_story(epoch=0).served("a", 1, 3)
     after = new_story(epoch=1, begin_us=500_000).served("b", 1, 2, prompt=7)
     table = engine_tables((before, after)).timeline().filter(pl.col("composition_source").is_not_null())
@@ -158,7 +158,7 @@ def test_two_servers_steps_of_one_number_are_two_steps(engine_tables, new_story)
     ]
 
 
-def test_of_two_summaries_of_one_step_the_first_stands(engine_tables, story):
+def test_the_first_of_two_summaries_of_a_step_counts(engine_tables, story):
     story.summary(1).summary(1, at_us=4_000, num_decode_reqs=7).summary(2)
     assert engine_tables((story,)).rows("num_decode_reqs", "cycle_us", complete=False) == {
         1: (1, 10_000.0),
@@ -269,7 +269,7 @@ def test_tokens_left_are_unknown_where_a_limit_is(engine_tables, story):
     assert [rows[step][0] for step in (2, 3, 4, 6)] == [18, None, None, 14]
 
 
-def test_shared_blocks_are_unknown_where_fewer_are_held(engine_tables, story):
+def test_shared_blocks_are_unknown_where_fewer_are_in_use(engine_tables, story):
     """100 tokens hold 7 blocks; the summary says that the two requests share 6 of 14."""
     story.served("a", 1, 9, prompt=100).served("b", 1, 3, prompt=100).served("c", 11, 12, prompt=16)
     story.summary(2, kv_blocks_total=100, kv_blocks_free=92)

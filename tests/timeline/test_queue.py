@@ -49,7 +49,7 @@ def test_running_requests_hold_blocks_and_still_put_out_tokens(engine_tables, st
     assert _of(found, ROOM) == (8 - 2, 2048 - 2, 1)
 
 
-def test_who_finished_in_the_step_before_is_gone(engine_tables, story):
+def test_a_request_finished_in_the_step_before_is_gone(engine_tables, story):
     """QUEUED comes after the update of step 3, in which b ended and gave back its ceil(41 / 16) blocks."""
     story.served("a", 1, 9, prompt=100).served("b", 2, 3, prompt=40)
     story.request("c", ("QUEUED", 3), ("SCHEDULED", 4), ("FINISHED", 4, {"done": 1}), prompt=10)
@@ -101,7 +101,7 @@ def test_no_more_blocks_are_freed_than_are_used(engine_tables, story):
     assert engine_tables((story,)).queue()["c"]["kv_blocks_free"] == 100
 
 
-def test_no_fewer_blocks_than_none_are_free(engine_tables, story):
+def test_free_blocks_are_never_negative(engine_tables, story):
     """Three requests of 7 blocks each, which share many, in a cache of 15."""
     for name in "abc":
         story.served(name, 1, 5)
@@ -117,7 +117,7 @@ def test_unfinished_prompts_take_tokens_of_the_next_step(engine_tables, story):
     assert _of(found, ("free_tokens", "running_remaining_tokens")) == (128 - 1 - 44, 20)
 
 
-def test_a_summary_tells_the_free_blocks(engine_tables, story):
+def test_free_blocks_come_from_a_summary(engine_tables, story):
     story.served("a", 1, 9).summary(3, kv_blocks_total=100, kv_blocks_free=42)
     story.request("b", ("QUEUED", 3), ("SCHEDULED", 4), ("FINISHED", 4, {"done": 1}))
     assert engine_tables((story,)).queue()["b"]["kv_blocks_free"] == 42
@@ -141,7 +141,7 @@ def test_blocks_of_another_size(engine_tables, story):
     )
 
 
-def test_engines_have_queues_of_their_own(engine_tables, new_story):
+def test_engines_have_separate_queues(engine_tables, new_story):
     one = new_story(server="one").request("a", ("QUEUED", 0), ("SCHEDULED", 5), ("FINISHED", 5, {"done": 1}))
     two = new_story(server="two").served("b", 1, 3, prompt=10)
     again = new_story(server="two", epoch=1, begin_us=900_000).served("c", 1, 3, prompt=10)

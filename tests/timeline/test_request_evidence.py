@@ -55,13 +55,13 @@ def test_a_head_sampler_shows_in_the_ids_it_kept(rate, sampler):
     assert "OTEL_TRACES_SAMPLER" in _reason(kept)
 
 
-def test_ids_that_count_up_say_nothing():
+def test_ids_that_count_up_show_no_sampler():
     assert sampled_rate(pl.Series([f"{n:032x}" for n in range(1, 500)])) is None
 
 
 @pytest.mark.parametrize("rate", [0.3, 3.0, 12.0, 25.0])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_nothing_is_said_of_a_complete_recording(rate, seed):
+def test_a_complete_recording_has_no_reason(rate, seed):
     assert _reason(_requests(rate=rate, seed=seed)) is None
 
 
@@ -162,7 +162,7 @@ def test_requests_without_times_were_in_the_batches_too():
     assert "10 %" in _reason(lost)
 
 
-def test_a_few_requests_show_nothing():
+def test_fifteen_requests_are_too_few():
     assert "too few" in _reason(_requests().head(15))
 
 
@@ -233,7 +233,7 @@ def test_other_work_on_the_machine_is_no_missing_request():
     assert "no other was in the engine" in _reason(_held_up(_requests(rate=0.7)))
 
 
-def test_a_front_end_that_is_held_up_is_one_engine():
+def test_a_delayed_front_end_is_one_engine():
     """It stamps the outputs of some steps only just before those of the next one."""
     requests = _requests()
     stamps = [

@@ -67,7 +67,7 @@ def test_the_batch_of_every_step_is_that_of_the_engine():
         assert (both[name] == both[f"{name}_true"]).mean() > 0.99, name
 
 
-def test_time_between_known_starts_is_that_of_the_steps():
+def test_time_between_anchored_starts_is_that_of_the_steps():
     run = _run()
     timeline = _timeline(count_steps(stock_requests(run, delay_us=0.0), LIMITS))
     rows = timeline.filter(pl.col("cycle_source") == "request", ~pl.col("idle_after"))
@@ -153,7 +153,7 @@ def test_steps_at_the_ends_of_a_cut_recording_have_no_time():
     assert still.height <= 3
 
 
-def test_who_waits_when_a_request_is_queued_is_known():
+def test_requests_ahead_are_counted_when_one_is_queued():
     run = synth(
         SynthOptions(rate_per_s=30.0, requests=150, seed=2, phases=STEADY, abort_fraction=0.0, max_num_seqs=8)
     )

@@ -53,7 +53,7 @@ def test_durations_of_whole_steps_are_no_time_of_scheduling(tables_of, traces):
     assert table("rejects").is_empty()
 
 
-def test_without_a_step_nothing_is_known_of_them(tables_of, traces):
+def test_without_recorded_steps_times_are_null(tables_of, traces):
     row = tables_of(_preempted(traces))("requests").row(0, named=True)
     assert row["steps"] == 4, "the journey tells so much"
     assert [row[c] for c in ("scheduler_us", "model_execute_us", "execute_ratio")] == [None] * 3
@@ -97,5 +97,5 @@ def test_the_99th_percentile_is_of_the_times_between_all_tokens(tables_of, trace
     assert table("requests")["itl_p99_us"].item() == pytest.approx(10_000 + 0.98 * 100)
 
 
-def test_with_a_token_nobody_saw_come_there_is_none(tables_of, traces):
+def test_itl_is_null_where_a_token_has_no_snapshot(tables_of, traces):
     assert tables_of(_tokens(traces, [(2, 1), (4, 3)]))("requests")["itl_p99_us"].item() is None

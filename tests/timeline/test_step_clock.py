@@ -97,13 +97,13 @@ def test_updates_well_after_the_next_start_tell_scheduling_ahead(tables_of, trac
     assert lags.rows() == [("run", "engine", lag)]
 
 
-def test_a_handful_of_updates_tells_nothing(tables_of, traces):
+def test_a_few_updates_do_not_show_scheduling_ahead(tables_of, traces):
     traces.steps(*(traces.summary(step, 1000.0 * step) for step in range(1, 11)))
     table = tables_of(traces.request(1, 1810, step=3, tokens_at=(4970, 8970)))
     assert execution_lags(table("timeline"), table("journey_events")).height == 0
 
 
-def test_aborts_tell_nothing_of_execution(tables_of, traces):
+def test_aborts_do_not_count_as_updates(tables_of, traces):
     traces.steps(*(traces.summary(step, 1000.0 * step) for step in range(1, 41)))
     for step in range(2, 32):
         aborted = ("FINISHED", 1000.0 * (step + 1) + 500, step, {"finish.status": "aborted"})

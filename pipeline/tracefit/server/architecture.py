@@ -54,7 +54,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class LinearAttention:
-    """Sizes of linear attention (gated delta rule), which keeps one state per request in place of a cache per token.
+    """Sizes of linear attention (gated delta rule), which caches one state per request instead of keys and values per token.
 
     Attributes:
         key_heads: Query and key heads.
@@ -241,7 +241,7 @@ class ModelArchitecture:
         return (
             (attention, self.attention_weight_bytes),
             (self.dense_layers * self.ffn_parameters(self.ffn) + shared, self.ffn_weight_bytes),
-            # The router stays in the model's own data type under every quantization method, as embeddings do.
+            # The router stays in the model's data type under every quantization method, as embeddings do.
             (self.moe_layers * self.hidden * self.experts, self.dtype_bytes),
             (routed, self.expert_weight_bytes),
         )

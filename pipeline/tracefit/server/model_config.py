@@ -51,7 +51,7 @@ _ALTERNATING = frozenset(["gemma2", "gpt_oss"])
 """A window is one of layers 0, 2, 4, …"""
 
 _LEARNED_POSITIONS: Mapping[str, int] = {"gpt2": 0, "gpt_bigcode": 0, "opt": 2}
-"""Positions are a learned embedding, with so many rows beyond the configured count."""
+"""Positions are a learned embedding, with this number of rows beyond the configured count."""
 
 _KNOWN = frozenset().union(
     *(_UNGATED, _TIED, _WINDOWED, _ALTERNATING),
@@ -381,6 +381,7 @@ def _dense_ffn(config: _Config, hidden: int, experts: _Experts, layers: int) -> 
 _LINEAR_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "conv"})
 _WINDOW_KEYS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 _FULL_KINDS = frozenset({"full_attention", "attention"})
+_LAYER_KINDS = _LINEAR_KINDS | _FULL_KINDS | _WINDOW_KEYS.keys()
 
 
 def _linear(config: _Config) -> LinearAttention | None:
@@ -429,11 +430,11 @@ def _windows_by_type(config: _Config, kinds: object, layers: int) -> tuple[int |
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise config.fault(f"layer_types must be a list of {layers} names, one per layer")
     used = {kind if isinstance(kind, str) else "that are no text" for kind in kinds}
-    if unknown := used - {*_WINDOW_KEYS, *_LINEAR_KINDS, *_FULL_KINDS}:
+    if unknown := used - _LAYER_KINDS:
         raise UnknownModelError(
             f"layer_types has layers {excerpt(min(unknown))}, which is not supported",
             where=config.where,
-            hint=f"supported: {', '.join(sorted({*_WINDOW_KEYS, *_LINEAR_KINDS, *_FULL_KINDS}))}",
+            hint=f"supported: {', '.join(sorted(_LAYER_KINDS))}",
         )
     windows = {
         kind: config.required(key, most=_MOST_ROWS) for kind, key in _WINDOW_KEYS.items() if kind in used
@@ -444,13 +445,11 @@ def _windows_by_type(config: _Config, kinds: object, layers: int) -> tuple[int |
 def _chunks(config: _Config, layers: int) -> tuple[int | None, ...]:
     """Return Llama 4's windows: layers with rotary positions see only the chunk of the token."""
     chunk = config.required("attention_chunk_size", most=_MOST_ROWS)
-    # An empty list stands for the default in published configs.
-    rotary = config.integers("no_rope_layers", least=0, most=1) or None
-    if rotary is None:
+    # An empty list means the default in published configs.
+    if config.get("no_rope_layers") in (None, []):
         interval = config.required("no_rope_layer_interval")
-        rotary = [int((layer + 1) % interval != 0) for layer in range(layers)]
-    if len(rotary) != layers:
-        raise config.fault(f"no_rope_layers must have {layers} numbers, one per layer")
+        return tuple(chunk if (layer + 1) % interval else None for layer in range(layers))
+    rotary = config.integers("no_rope_layers", least=0, most=1, length=layers) or []
     return tuple(chunk if uses_rotary else None for uses_rotary in rotary)
 
 

@@ -334,8 +334,7 @@ def read_settings(path: Path) -> ServerSettings:
         return parse_settings(content, where=where, is_json=suffix == ".json")
     # A log can hold stray bytes; they do not make the arguments unreadable.
     text = read_bytes(path, limit_bytes=_MAX_LOG_BYTES).decode("utf-8", errors="replace")
-    logged = _find_logged(text)
-    if logged is not None:
+    if (logged := _find_logged(text)) is not None:
         return settings_from(logged, where=where, source="read")
     return parse_serve_command(text, where=where)
 
@@ -512,12 +511,10 @@ def _find_logged(text: str) -> dict[str, object] | None:
         # A plain search first: the patterns are slow on lines that cannot match.
         if "args:" not in line or len(line) > _MAX_COMMAND_CHARS:
             continue
-        logged = _LOGGED_DICT.search(line)
-        if logged is not None:
+        if logged := _LOGGED_DICT.search(line):
             return budget | _logged_dict(logged[1])
-        namespace = _LOGGED_NAMESPACE.search(line)
-        if namespace is not None:
-            return budget | _literals(_NAMESPACE_ITEM, namespace[1])
+        if logged := _LOGGED_NAMESPACE.search(line):
+            return budget | _literals(_NAMESPACE_ITEM, logged[1])
     return None
 
 

@@ -76,7 +76,7 @@ class ServedModel:
         return self.num_layers * (self._attention_params + 3 * self.hidden_size * width)
 
     def touched_layer_params(self, scheduled_tokens: int) -> float:
-        """Return the weights a step of so many tokens reads, experts at their expected number."""
+        """Return the weights that a step reads, experts at their expected number."""
         if not self.num_experts:
             return float(self.active_layer_params)
         # Each token misses an expert with this probability if the router spreads tokens evenly and independently.
@@ -279,7 +279,7 @@ class LinearLaw:
 
 @dataclass(frozen=True, slots=True)
 class RooflineLaw:
-    """Step time as the larger of compute and memory time plus overheads; no linear model holds it exactly."""
+    """Step time as the larger of compute and memory time plus overheads; no linear model is equal to it."""
 
     model: ServedModel
     gpu: LawGpu

@@ -92,7 +92,7 @@ def surge_phases(surge: float) -> tuple[LoadPhase, ...]:
 class SynthOptions:
     """One synthetic run; equal options give equal bytes.
 
-    Sampling rates show more or less of the same run: they have a random stream of their own.
+    Sampling rates show more or less of the same run: they have a separate random stream.
 
     Attributes:
         name: Name of the run folder.

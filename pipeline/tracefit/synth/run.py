@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Format: TypeAlias = Literal["json", "protobuf"]
 TraceSuffix: TypeAlias = Literal["gz", "zst"]
 
-_GZIP_LEVEL = 6  # gzip's own default
+_GZIP_LEVEL = 6  # gzip's default
 
 
 @dataclass(frozen=True, slots=True)

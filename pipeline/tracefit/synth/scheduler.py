@@ -71,7 +71,7 @@ class Request:
     # As its client sends it.
     request_id: str  # in the engine core
     prompt_tokens: int
-    output_tokens: int  # it will generate so many unless it is aborted
+    output_tokens: int  # that it generates unless it is aborted
     max_tokens: int = 0  # where larger than `output_tokens` it stops by itself
     prefix: int = NO_PREFIX  # number of its shared prefix
     number: int = 0  # on its server, from 1
@@ -323,7 +323,7 @@ class Scheduler:
     def _make_room(self, request: Request, tokens: int, plan: StepPlan) -> bool:
         """Get the blocks a running request needs by preempting the ones after it; or preempt it."""
         missing = self._blocks(request.computed_tokens + tokens) - request.blocks
-        # Most tokens fall into a block the request holds already.
+        # Most tokens fall into a block that the request has already.
         while missing > 0 and not self.pool.take(missing):
             victim = self.running.pop()
             self._preempt(victim)
@@ -361,7 +361,7 @@ class Scheduler:
         return True
 
     def _blocks(self, tokens: int) -> int:
-        """Return the blocks that hold so many tokens."""
+        """Return the number of blocks for a number of tokens."""
         return -(-tokens // self._options.block_size)
 
     def _preempt(self, request: Request) -> None:

@@ -438,7 +438,7 @@ class EngineClock:
         draws, options = self._streams.api, self._options
         request.handoff_ns = request.arrival_ns + round(request.api_work_us * draws.uniform(180, 240))
         response_ns = round(draws.uniform(0.5e6, 1.5e6))
-        # A departure waits for all outputs of the finishing step, not only for its own tokens.
+        # A departure waits for all outputs of the finishing step, not only for the tokens of the request.
         law_us = options.departure.departure_us(request.batch_reqs, request.finishing_reqs)
         departure_us = law_us * math.exp(options.departure.jitter * draws.normal())
         request.departed_ns = request.points[-1].ts_ns + round(departure_us * 1e3)

@@ -307,7 +307,7 @@ class Emitter:
         return self._event(f"journey.{point.event}", point.ts_ns, attributes)
 
     def _step_spans(self) -> Iterator[GeneratedSpan]:
-        """Yield a span per so many steps; one without an event stays open for as many more."""
+        """Yield a span per `steps_per_span` steps; one without an event stays open for as many more."""
         interval = self._options.steps_per_span
         events: list[GeneratedEvent] = []
         first, sequence = 1, 1

@@ -33,7 +33,7 @@ _HUBER, _ROUNDS = 1.345, 30
 """Residuals, in standard deviations, from which on intervals weigh less, and rounds of reweighting."""
 
 _FAR_SD = 4.0
-"""A step that none ran before comes after a pause, if its time less its elapsed time is so many standard deviations above the usual."""
+"""A step that none ran before comes after a pause, if its time less its elapsed time is this many standard deviations above the usual."""
 
 _EVEN_SD = 12.0**-0.5
 """Standard deviation of an even distribution, as a share of its width."""
@@ -52,6 +52,9 @@ _CLEARLY = 0.8
 
 FINE, CHANGE = "log", "log_change"
 """Sources of starts: the stamp of the line before, or a change of a coarse stamp."""
+
+
+_START = ("step_id", "ts_start_ns", "start_sd_us", "start_source", "pause")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +83,7 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
         steps: The `steps` table.
     """
     step, stamp = pl.col("step_id"), pl.col("unix_ns")
-    follows = (step.diff() == 1).over(ENGINE).fill_null(value=False)
-    rows = steps.filter(is_logged()).drop_nulls("unix_ns").sort(*ENGINE, "step_id")
-    rows = rows.with_columns(grown=stamp.diff().over(ENGINE), follows=follows)
-    same = (pl.col("grown") <= 0) & pl.col("follows")
-    rows = rows.with_columns(
-        is_coarse=(2 * same.sum() > pl.col("follows").sum()).over(SERVER),
-        # A step without a request that was there before may come after a pause.
-        is_fresh=(pl.col("num_decode_reqs") == 0) & (pl.col("num_prefill_reqs") > 0),
-        tick_ns=pl.max_horizontal(
-            pl.when((stamp % tick == 0).all().over(SERVER)).then(tick).otherwise(1) for tick in (10**6, 10**9)
-        ),
-    )
-    # The line of a fine stamp ends an interval, that of a change begins one.
-    marks = (pl.col("grown") > 0) | (pl.col("grown").is_null() & ~pl.col("is_coarse"))
-    ends = (pl.col("is_mark") & ~pl.col("is_coarse")).cast(pl.Int64)
-    rows = rows.with_columns(is_mark=marks.fill_null(value=False)).with_columns(
-        interval=(pl.col("is_mark").cum_sum() - ends).over(ENGINE)
-    )
+    rows = _lines(steps)
     inside = rows.group_by(*ENGINE, "interval").agg(
         *(column.sum().alias(name) for name, column in _WORK.items()),
         any_fresh=pl.col("is_fresh").any(),
@@ -143,16 +129,31 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     chosen = steps.join(works, on=SERVER, how="left", maintain_order="left").with_columns(
         cycle_us=pl.when(is_logged()).then(pl.col("cycle_us") + work_us).otherwise("cycle_us")
     )
-    return LoggedSteps(
-        chosen.select(steps.columns),
-        starts.select(
-            *ENGINE,
-            "step_id",
-            "ts_start_ns",
-            start_sd_us=sd_us,
-            start_source=pl.when("is_coarse").then(pl.lit(CHANGE)).otherwise(pl.lit(FINE)),
-            pause="pause",
+    source = pl.when("is_coarse").then(pl.lit(CHANGE)).otherwise(pl.lit(FINE))
+    starts = starts.with_columns(start_sd_us=sd_us, start_source=source)
+    return LoggedSteps(chosen.select(steps.columns), starts.select(*ENGINE, *_START))
+
+
+def _lines(steps: pl.DataFrame) -> pl.DataFrame:
+    """Return the stamped lines with the number of their `interval` in the engine, and `is_mark`: whether the line bounds one."""
+    step, stamp = pl.col("step_id"), pl.col("unix_ns")
+    follows = (step.diff() == 1).over(ENGINE).fill_null(value=False)
+    rows = steps.filter(is_logged()).drop_nulls("unix_ns").sort(*ENGINE, "step_id")
+    rows = rows.with_columns(grown=stamp.diff().over(ENGINE), follows=follows)
+    same = (pl.col("grown") <= 0) & pl.col("follows")
+    rows = rows.with_columns(
+        is_coarse=(2 * same.sum() > pl.col("follows").sum()).over(SERVER),
+        # A step without a request that was there before may come after a pause.
+        is_fresh=(pl.col("num_decode_reqs") == 0) & (pl.col("num_prefill_reqs") > 0),
+        tick_ns=pl.max_horizontal(
+            pl.when((stamp % tick == 0).all().over(SERVER)).then(tick).otherwise(1) for tick in (10**6, 10**9)
         ),
+    )
+    # The line of a fine stamp ends an interval, that of a change begins one.
+    marks = (pl.col("grown") > 0) | (pl.col("grown").is_null() & ~pl.col("is_coarse"))
+    ends = (pl.col("is_mark") & ~pl.col("is_coarse")).cast(pl.Int64)
+    return rows.with_columns(is_mark=marks.fill_null(value=False)).with_columns(
+        interval=(pl.col("is_mark").cum_sum() - ends).over(ENGINE)
     )
 
 

@@ -51,8 +51,7 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
         return pl.when(fresh).then(value).otherwise(pl.col(name))
 
     running, left = at_start("running_after", 0), at_start("prefill_left_after", 0)
-    slots = limits.max_num_seqs
-    budget = limits.max_num_batched_tokens
+    slots, budget = (pl.lit(most, pl.Int64) for most in (limits.max_num_seqs, limits.max_num_batched_tokens))
     # Taken from the next step's budget: a token for each running request, prompts in progress, and those ahead.
     taken = running + left + pl.col("tokens_ahead")
     return joined.select(
@@ -61,8 +60,8 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
         *_AHEAD,
         running_reqs=running,
         running_remaining_tokens=at_start("remaining_after", 0),
-        free_slots=slots - running - pl.col("waiting_ahead") if slots else pl.lit(None, pl.Int64),
-        free_tokens=budget - taken if budget else pl.lit(None, pl.Int64),
+        free_slots=slots - running - pl.col("waiting_ahead"),
+        free_tokens=budget - taken,
         kv_blocks_free=pl.when(fresh).then("total").otherwise("kv_blocks_free"),
         kv_blocks_total="total",
         block_demand=pl.col("blocks_ahead") + pl.col("own_blocks"),

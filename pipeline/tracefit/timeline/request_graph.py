@@ -408,7 +408,7 @@ def _scheduling(
     left = total[since] - done[np.searchsorted(at[first[by_first]], sched + near, side="right")]
     whole = own + left <= room
     # With scheduling a step ahead a step ends between a request's SCHEDULED and its first token: nodes are as
-    # dense there as anywhere. Otherwise there is none.
+    # dense there as anywhere. Otherwise no node is there.
     inside = np.searchsorted(at, at[first] - near) > np.searchsorted(at, sched + near)
     mean_us = float(r.decode_us.sum() / max(r.decodes.sum(), 1.0))
     busy_us = float(np.diff(at)[running[:-1] > 0].sum())

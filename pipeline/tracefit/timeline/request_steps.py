@@ -189,8 +189,12 @@ def events_of(requests: pl.DataFrame) -> pl.DataFrame:
 
     A request that took more steps than it has tokens was preempted, once at most (`preemptions`).
     """
-    own = requests.filter(is_counted() & pl.col("first_token_step").is_not_null()).with_row_index("span_id")
-    own = pl.concat([own.clear().with_columns(**_NEVER), *map(_preempted, own.partition_by(ENGINE))])
+    counted = requests.filter(is_counted() & pl.col("first_token_step").is_not_null()).with_row_index(
+        "span_id"
+    )
+    counted = pl.concat(
+        [counted.clear().with_columns(**_NEVER), *map(_preempted, counted.partition_by(ENGINE))]
+    )
     done = pl.col("preempted_step") - pl.col("first_token_step")
     per_step_ns = (pl.col("last_token_ns") - pl.col("first_token_ns")) / (
         pl.col("finished_step") - pl.col("first_token_step")
@@ -200,7 +204,7 @@ def events_of(requests: pl.DataFrame) -> pl.DataFrame:
         steps = pl.col(step) - pl.col("first_token_step")
         return pl.col("first_token_ns") + (steps * per_step_ns).cast(pl.Int64, strict=False)
 
-    own = own.with_columns(preempted_ns=at_ns("preempted_step"), resumed_ns=at_ns("resumed_step"))
+    counted = counted.with_columns(preempted_ns=at_ns("preempted_step"), resumed_ns=at_ns("resumed_step"))
     events = (
         ("QUEUED", "queued", pl.lit(0, pl.Int64)),
         ("SCHEDULED", "first_scheduled", pl.lit(0, pl.Int64)),
@@ -209,7 +213,7 @@ def events_of(requests: pl.DataFrame) -> pl.DataFrame:
         ("SCHEDULED", "resumed", done),
         ("FINISHED", "finished", pl.col("output_tokens")),
     )
-    rows = own.sort("span_id").select(
+    rows = counted.sort("span_id").select(
         *ENGINE,
         "trace_id",
         pl.col("span_id").cast(pl.String),
@@ -236,15 +240,15 @@ def events_of(requests: pl.DataFrame) -> pl.DataFrame:
 _NEVER = {name: pl.lit(None, pl.Int64) for name in ("preempted_step", "resumed_step")}
 
 
-def _preempted(own: pl.DataFrame) -> pl.DataFrame:
+def _preempted(requests: pl.DataFrame) -> pl.DataFrame:
     """Add the steps that preempted and resumed the requests of an engine, null where none did."""
     steps = ("first_token_step", "finished_step", "prompt_tokens", "output_tokens")
-    first, last, prompt, output = (own[name].cast(pl.Float64).to_numpy() for name in steps)
+    first, last, prompt, output = (requests[name].cast(pl.Float64).to_numpy() for name in steps)
     at, begins, ends = steps_without_token(first, last, prompt, output - 1)
     # Whole steps, with a token before and one after.
     away = np.round(ends - begins).astype(np.int64)
     begins = np.clip(begins.round(), first[at] + 1, last[at] - away).astype(np.int64)
-    placed = own.with_columns(**_NEVER)
+    requests = requests.with_columns(**_NEVER)
     for name, values in (("preempted_step", begins), ("resumed_step", begins + away)):
-        placed = placed.with_columns(placed[name].scatter(at, values))
-    return placed
+        requests = requests.with_columns(requests[name].scatter(at, values))
+    return requests
