@@ -6,8 +6,6 @@ cycle (to the next start that is anchored) and whether there is idle time in tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
 
@@ -31,16 +29,6 @@ _COMPARED = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_to
 """Columns that both summaries and journeys give, and on which they must agree."""
 
 _CONTEXTS = ("context_tokens", "prefill_context_tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class _Evidence:
-    """The input tables, located on the step axis: `steps` and `snapshots` have a `position`."""
-
-    axis: StepAxis
-    steps: pl.DataFrame
-    snapshots: pl.DataFrame
-    core: pl.DataFrame
 
 
 def build_timeline(
@@ -79,20 +67,20 @@ def build_timeline(
     lags = execution_lags(steps if known_starts is None else known_starts, journeys)
     # A step has one summary: the first in time if several have its id.
     summaries = _positioned(axis, steps).unique("position", keep="first", maintain_order=True)
+    snapshots = _positioned(axis, snapshots)
     core = axis.locate(core_events(journeys)).join(lags, on=SERVER, how="left", maintain_order="left")
     # A server with too few events for a lag is taken to schedule and execute in the same cycle.
-    core = core.with_columns(pl.col("execution_lag_steps").fill_null(0))
-    evidence = _Evidence(axis, summaries, _positioned(axis, snapshots), with_steps_by_time(core, summaries))
+    core = with_steps_by_time(core.with_columns(pl.col("execution_lag_steps").fill_null(0)), summaries)
     # With sampled journeys a step's batch would lack the requests that have none: it stays unknown.
     rows = axis.frame()
     if journeys_complete and axis.size:
-        rows = pl.concat([rows, _inferred(evidence, limits)], how="horizontal")
-    rows = _with_usage(_with_summaries(rows, evidence, limits), limits)
+        rows = pl.concat([rows, _inferred(axis, core, snapshots, limits)], how="horizontal")
+    rows = _with_usage(_with_summaries(rows, summaries, snapshots, limits), limits)
     rows = rows.with_columns(context_estimated=pl.lit(value=False))
     if journeys.is_empty():
         rows = _with_estimated_contexts(rows, limits.block_size)
     if known_starts is None:
-        starts = step_starts(evidence.steps, evidence.core).with_columns(pause=pl.lit(value=False))
+        starts = step_starts(summaries, core).with_columns(pause=pl.lit(value=False))
     else:
         starts = _positioned(axis, known_starts)
         rows = rows.with_columns(pl.col("composition_source").replace("journey", "request"))
@@ -106,12 +94,12 @@ def _positioned(axis: StepAxis, rows: pl.DataFrame) -> pl.DataFrame:
     return axis.locate(rows).with_columns(position=position(pl.col("step_id"))).drop_nulls("position")
 
 
-def _inferred(evidence: _Evidence, limits: EngineLimits) -> pl.DataFrame:
+def _inferred(
+    axis: StepAxis, core: pl.DataFrame, snapshots: pl.DataFrame, limits: EngineLimits
+) -> pl.DataFrame:
     """Return the composition of every position from the journeys, in columns prefixed `journey.`."""
-    axis, core = evidence.axis, evidence.core
-    composed = compose(
-        axis, running_segments(core, _cached(evidence.snapshots)), waiting_segments(core), limits
-    )
+    running = running_segments(core, _cached(snapshots))
+    composed = compose(axis, running, waiting_segments(core), limits)
     lost = core.filter(pl.col("event") == "PREEMPTED").select(at=position(pl.col("step_id"))).drop_nulls()
     preempted = bincount_at(axis.size, lost["at"].to_numpy(), np.ones(lost.height)).astype(np.int64)
     composed = composed.with_columns(num_preempted=preempted)
@@ -125,9 +113,11 @@ def _cached(snapshots: pl.DataFrame) -> pl.DataFrame:
     return shown.group_by(*ENGINE, "request_id").agg(cached_tokens=hits.first())
 
 
-def _with_summaries(rows: pl.DataFrame, evidence: _Evidence, limits: EngineLimits) -> pl.DataFrame:
+def _with_summaries(
+    rows: pl.DataFrame, summaries: pl.DataFrame, snapshots: pl.DataFrame, limits: EngineLimits
+) -> pl.DataFrame:
     """Add summaries and full snapshots, which take precedence over the composition from the journeys."""
-    steps = evidence.steps.select(
+    steps = summaries.select(
         "position",
         *_SUMMARY,
         # A log has only their share.
@@ -137,7 +127,7 @@ def _with_summaries(rows: pl.DataFrame, evidence: _Evidence, limits: EngineLimit
         ),
         has_summary=pl.lit(value=True),
     )
-    shown = _contexts(evidence.steps, evidence.snapshots)
+    shown = _contexts(summaries, snapshots)
     joined = rows.join(steps, on="position", how="left", maintain_order="left")
     # The contexts of a recorded step are in its record.
     joined = joined.join(shown, on="position", how="left", maintain_order="left", suffix="_shown")
