@@ -13,6 +13,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -229,10 +230,11 @@ _Columns: TypeAlias = Mapping[str, tuple[type[pl.DataType], Callable[[EpochLog, 
 
 
 def _fields(kind: type[pl.DataType], *names: str, part: str = "") -> _Columns[Any]:
-    """Return columns that have the name of a field of the step or request, or of a part of it; null without that part."""
+    """Return columns that have the name of a field of the step or request, or of a part of it."""
 
     def column(name: str) -> Callable[[EpochLog, object], object]:
-        return lambda _, row: getattr(getattr(row, part) if part else row, name, None)
+        value = attrgetter(f"{part}.{name}" if part else name)
+        return lambda _, row: value(row)
 
     return {name: (kind, column(name)) for name in names}
 

@@ -23,6 +23,10 @@ _LEVELS = 0.3, 1.0, 8
 """Levels to try: lowest and highest share of the most tokens in the cache if requests are preempted as late as possible, and their number."""
 
 _SHOWN = 200
+"""The cache is sampled at the ends of about this number of requests."""
+
+_LEAVES, _LATEST, _COMES, _RESUMES = range(4)
+"""Events of a request, in the order in which they happen at one time. `_LATEST` is the last step that can have preempted it."""
 
 
 def steps_without_token(
@@ -61,11 +65,10 @@ def _begins(
 ) -> Floats:
     """Return the step that preempts each request, if the cache is full at `full` tokens; shape (n,), infinite where none does."""
     begins = np.full(len(last), np.inf)
-    # Kinds of events: a request leaves or is away no longer than it was, then others come.
-    events = [(float(at), 0, int(i)) for i, at in enumerate(last)]
-    events += [(float(at), 2, int(i)) for i, at in enumerate(first)]
+    events = [(float(at), _LEAVES, i) for i, at in enumerate(last)]
+    events += [(float(at), _COMES, i) for i, at in enumerate(first)]
     latest = np.maximum(last - lost, first + 1)
-    events += [(float(latest[i]), 1, int(i)) for i in np.flatnonzero(lost)]
+    events += [(float(latest[i]), _LATEST, int(i)) for i in np.flatnonzero(lost)]
     heapq.heapify(events)
     running: dict[int, None] = {}
     used, now = 0.0, 0.0
@@ -75,7 +78,7 @@ def _begins(
         del running[i]
         begins[i] = at
         used -= prompt[i] + at - first[i]
-        heapq.heappush(events, (at + float(lost[i]), 3, i))
+        heapq.heappush(events, (at + float(lost[i]), _RESUMES, i))
 
     while events:
         at, kind, i = events[0]
@@ -92,15 +95,15 @@ def _begins(
             continue
         heapq.heappop(events)
         used, now = used + len(running) * (at - now), at
-        if kind == 0 and i in running:
+        if kind == _LEAVES and i in running:
             del running[i]
             used -= prompt[i] + decodes[i]
-        elif kind == 1 and i in running and np.isinf(begins[i]):
+        elif kind == _LATEST and i in running and np.isinf(begins[i]):
             preempt(i, at)
-        elif kind == 2:
+        elif kind == _COMES:
             running[i] = None
             used += prompt[i]
-        elif kind == 3 and at < last[i]:
+        elif kind == _RESUMES and at < last[i]:
             running[i] = None
             used += prompt[i] + begins[i] - first[i]
     return np.asarray(np.minimum(begins, latest))

@@ -35,10 +35,10 @@ def with_step_times(
     times = _step_times(_stays(journeys), timeline, execution_lags(timeline, journeys))
     gaps = _token_gaps(requests, timeline, snapshots)
     names = (*_TIMES, "itl_p99_us")
-    joined = requests.join(times, on=REQUEST, how="left", suffix="_found", maintain_order="left")
-    joined = joined.join(gaps, on=REQUEST, how="left", suffix="_found", maintain_order="left")
+    joined = requests.join(times, on=REQUEST, how="left", suffix="_computed", maintain_order="left")
+    joined = joined.join(gaps, on=REQUEST, how="left", suffix="_computed", maintain_order="left")
     whole = pl.col("finished_ns").is_not_null()
-    filled = joined.with_columns(pl.coalesce(c, pl.when(whole).then(f"{c}_found")).alias(c) for c in names)
+    filled = joined.with_columns(pl.coalesce(c, pl.when(whole).then(f"{c}_computed")).alias(c) for c in names)
     share = pl.col("model_execute_us") / pl.when(pl.col("e2e_us") > 0).then("e2e_us")
     return filled.with_columns(execute_ratio=share).select(requests.columns)
 
