@@ -230,9 +230,8 @@ def settings_from(
             raise UsageError(f"{spelled[name]} {first} and {key} {second} contradict", where=where)
     # In the order of the fields, so that files that state the same in another order have the same hash.
     sources = {name: source for name in SETTINGS if name in stated}
-    return validated(
-        ServerSettings, {**stated, "sources": sources, "other": other}, where=where, spellings=spelled
-    )
+    document = {**stated, "sources": sources, "other": other}
+    return validated(ServerSettings, document, where=where, spellings=spelled)
 
 
 def _scalar(value: object) -> Scalar:

@@ -199,9 +199,8 @@ def lookup(table: Mapping[str, _T], name: str | None, *, option: str) -> _T:
         UsageError: No such entry; the message lists the existing ones.
     """
     if name is None or name not in table:
-        raise UsageError(
-            f"unknown {option} {name!r}", where=option, hint=f"known: {', '.join(sorted(table))}"
-        )
+        hint = f"known: {', '.join(sorted(table))}"
+        raise UsageError(f"unknown {option} {name!r}", where=option, hint=hint)
     return table[name]
 
 

@@ -55,9 +55,7 @@ class QueueState(NamedTuple):
     requests_ahead: int
     tokens_ahead: int  # that those ahead have to compute
     running_reqs: int
-    running_remaining_tokens: (
-        int  # output tokens that those running will still generate unless they are preempted
-    )
+    running_remaining_tokens: int  # output tokens that those running still have to generate
     blocks_free: int
 
 

@@ -521,9 +521,8 @@ def _batch_message(batch: ExportBatch) -> trace_pb2.TracesData:
         for scope, spans in batch.by_scope().items()
     ]
     resource = resource_pb2.Resource(attributes=_pairs(batch.resource))
-    return trace_pb2.TracesData(
-        resource_spans=[trace_pb2.ResourceSpans(resource=resource, scope_spans=scopes)]
-    )
+    spans = trace_pb2.ResourceSpans(resource=resource, scope_spans=scopes)
+    return trace_pb2.TracesData(resource_spans=[spans])
 
 
 def _span_message(span: GeneratedSpan) -> trace_pb2.Span:

@@ -75,19 +75,17 @@ def clock_disagreements(timeline: pl.DataFrame, journeys: pl.DataFrame) -> pl.Da
         One row per (run_id, server) with events before or after an anchored start: `events`, the number of these,
         and `disagreeing`.
     """
-    starts = timeline.select(*ENGINE, "step_id", "ts_start_ns").drop_nulls().sort("step_id")
+    clock = timeline.select(*ENGINE, "step_id", "ts_start_ns").drop_nulls().sort("step_id")
     inside = pl.col("event").is_in(_INSIDE)
     stamped = journeys.filter((inside | _is_update()) & pl.col("step_id").is_not_null())
     # An update comes before the step after next: with scheduling a step ahead the next one has begun by then.
     over = stamped.with_columns(over_step=pl.col("step_id") + pl.when(inside).then(1).otherwise(2))
     between = (
         over.sort("step_id")
-        .join_asof(
-            starts.rename({"ts_start_ns": "begin_ns"}), on="step_id", by=ENGINE, check_sortedness=False
-        )
+        .join_asof(clock.rename({"ts_start_ns": "begin_ns"}), on="step_id", by=ENGINE, check_sortedness=False)
         .sort("over_step")
         .join_asof(
-            starts.rename({"ts_start_ns": "end_ns"}),
+            clock.rename({"ts_start_ns": "end_ns"}),
             left_on="over_step",
             right_on="step_id",
             by=ENGINE,

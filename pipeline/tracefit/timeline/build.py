@@ -184,9 +184,8 @@ def _shared_blocks() -> pl.Expr:
     counted = pl.col("journey.kv_blocks_used")
     used = counted + (pl.col("kv_blocks_used") - counted).forward_fill().over("engine").fill_null(0)
     # Where fewer blocks are in use than were shared, the number of the summary is out of date.
-    return (
-        pl.when((counted == 0) | (used >= 0)).then(used.clip(lower_bound=0)).alias("journey.kv_blocks_used")
-    )
+    used = pl.when((counted == 0) | (used >= 0)).then(used.clip(lower_bound=0))
+    return used.alias("journey.kv_blocks_used")
 
 
 def _with_usage(rows: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:

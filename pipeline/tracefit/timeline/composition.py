@@ -177,9 +177,7 @@ def _left_after(size: int, runs: _Runs, prompts: _Prompts, block: int) -> dict[s
     produced = range_add(size, complete[done], until[done], 1 - runs.lag[done] - complete[done])
     produced += np.arange(size) * _overlaps(size, complete[done], until[done])
     computed = np.bincount(prompts.owner, weights=prompts.tokens, minlength=len(start))
-    cached_tokens = np.where(
-        complete >= 0, runs.prompt + runs.outputs + end - complete, runs.cached + computed
-    )
+    filled = np.where(complete >= 0, runs.prompt + runs.outputs + end - complete, runs.cached + computed)
     prompt_left = np.cumsum(
         bincount_at(size, start, runs.need)
         - bincount_at(size, prompts.position, prompts.tokens)
@@ -188,7 +186,7 @@ def _left_after(size: int, runs: _Runs, prompts: _Prompts, block: int) -> dict[s
     remaining = range_add(size, start[stays], until[stays], runs.limit[stays]) - produced
     open_ended = stays & (runs.limit < 0)
     is_unknown = _overlaps(size, start[open_ended], until[open_ended]) > 0
-    freed = runs.finished * -(-cached_tokens.astype(np.int64) // block)
+    freed = runs.finished * -(-filled.astype(np.int64) // block)
     return {
         "running_after": _whole(_overlaps(size, start[stays], until[stays])),
         "remaining_after": pl.Series(_whole(remaining)).set(pl.Series(is_unknown), None),
@@ -249,9 +247,7 @@ def _prompt_rows(runs: _Runs, decodes: Floats, size: int, limits: EngineLimits) 
         used = np.flatnonzero(chunks)
         before = runs.cached[i] + np.cumsum(chunks) - chunks
         rows.append((start + used, chunks[used], before[used], np.full(len(used), i)))
-    steps, tokens, context, owner = (
-        np.concatenate(parts).astype(np.int64) for parts in zip(*rows, strict=True)
-    )
+    steps, tokens, context, owner = (np.concatenate(c).astype(np.int64) for c in zip(*rows, strict=True))
     return _Prompts(steps, tokens, context, has_output[owner], owner)
 
 

@@ -123,9 +123,8 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
         .then(_EVEN_SD * (pl.col("time_us") / pl.col("count")).forward_fill().over(ENGINE))
         .otherwise((_STAMP_SD_US**2 + (_EVEN_SD * pl.col("tick_ns") / 1e3) ** 2).sqrt())
     )
-    work_us = pl.sum_horizontal(
-        (pl.col(f"{name}_us") * column for name, column in _WORK.items()), ignore_nulls=False
-    )
+    work = (pl.col(f"{name}_us") * column for name, column in _WORK.items())
+    work_us = pl.sum_horizontal(work, ignore_nulls=False)
     chosen = steps.join(works, on=SERVER, how="left", maintain_order="left").with_columns(
         cycle_us=pl.when(is_logged()).then(pl.col("cycle_us") + work_us).otherwise("cycle_us")
     )
@@ -181,9 +180,8 @@ def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
         step_us[mark[:-1]] += np.where(marked["pause"].to_numpy()[:-1], np.maximum(idle_us, 0.0), 0.0)
         passed_us = np.cumsum(step_us) - step_us
         begin_us = np.interp(passed_us, passed_us[mark], at_us)
-        begin_us += np.minimum(passed_us - passed_us[mark[0]], 0.0) + np.maximum(
-            passed_us - passed_us[mark[-1]], 0.0
-        )
+        begin_us += np.minimum(passed_us - passed_us[mark[0]], 0.0)
+        begin_us += np.maximum(passed_us - passed_us[mark[-1]], 0.0)
         start_ns = first_ns + (begin_us * 1e3).round().astype(np.int64)
         parts.append(
             part.with_columns(

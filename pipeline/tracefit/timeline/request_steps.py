@@ -189,22 +189,16 @@ def events_of(requests: pl.DataFrame) -> pl.DataFrame:
 
     A request that took more steps than it has tokens was preempted, once at most (`preemptions`).
     """
-    counted = requests.filter(is_counted() & pl.col("first_token_step").is_not_null()).with_row_index(
-        "span_id"
-    )
-    counted = pl.concat(
-        [counted.clear().with_columns(**_NEVER), *map(_preempted, counted.partition_by(ENGINE))]
-    )
-    done = pl.col("preempted_step") - pl.col("first_token_step")
-    per_step_ns = (pl.col("last_token_ns") - pl.col("first_token_ns")) / (
-        pl.col("finished_step") - pl.col("first_token_step")
-    )
+    rows = requests.filter(is_counted() & pl.col("first_token_step").is_not_null()).with_row_index("span_id")
+    rows = pl.concat([rows.clear().with_columns(**_NEVER), *map(_preempted, rows.partition_by(ENGINE))])
+    first, first_ns = pl.col("first_token_step"), pl.col("first_token_ns")
+    done = pl.col("preempted_step") - first
+    per_step_ns = (pl.col("last_token_ns") - first_ns) / (pl.col("finished_step") - first)
 
     def at_ns(step: str) -> pl.Expr:
-        steps = pl.col(step) - pl.col("first_token_step")
-        return pl.col("first_token_ns") + (steps * per_step_ns).cast(pl.Int64, strict=False)
+        return first_ns + ((pl.col(step) - first) * per_step_ns).cast(pl.Int64, strict=False)
 
-    counted = counted.with_columns(preempted_ns=at_ns("preempted_step"), resumed_ns=at_ns("resumed_step"))
+    rows = rows.with_columns(preempted_ns=at_ns("preempted_step"), resumed_ns=at_ns("resumed_step"))
     events = (
         ("QUEUED", "queued", pl.lit(0, pl.Int64)),
         ("SCHEDULED", "first_scheduled", pl.lit(0, pl.Int64)),
@@ -213,7 +207,7 @@ def events_of(requests: pl.DataFrame) -> pl.DataFrame:
         ("SCHEDULED", "resumed", done),
         ("FINISHED", "finished", pl.col("output_tokens")),
     )
-    rows = counted.sort("span_id").select(
+    events_by_row = rows.sort("span_id").select(
         *ENGINE,
         "trace_id",
         pl.col("span_id").cast(pl.String),
@@ -233,7 +227,7 @@ def events_of(requests: pl.DataFrame) -> pl.DataFrame:
             for event, name, done_tokens in events
         ),
     )
-    exploded = rows.explode("events").unnest("events")
+    exploded = events_by_row.explode("events").unnest("events")
     return JOURNEY_EVENTS.conform(exploded.filter(pl.col("step_id").is_not_null()))
 
 
