@@ -123,8 +123,8 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
         .then(_EVEN_SD * (pl.col("time_us") / pl.col("count")).forward_fill().over(ENGINE))
         .otherwise((_STAMP_SD_US**2 + (_EVEN_SD * pl.col("tick_ns") / 1e3) ** 2).sqrt())
     )
-    work = (pl.col(f"{name}_us") * column for name, column in _WORK.items())
-    work_us = pl.sum_horizontal(work, ignore_nulls=False)
+    terms = (pl.col(f"{name}_us") * column for name, column in _WORK.items())
+    work_us = pl.sum_horizontal(terms, ignore_nulls=False)
     chosen = steps.join(works, on=SERVER, how="left", maintain_order="left").with_columns(
         cycle_us=pl.when(is_logged()).then(pl.col("cycle_us") + work_us).otherwise("cycle_us")
     )
