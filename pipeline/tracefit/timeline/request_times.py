@@ -7,6 +7,7 @@ import polars as pl
 from tracefit.statistics import divided, sum_if_all_known
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 from tracefit.timeline.anchors import execution_lags
+from tracefit.timeline.segments import core_events, following
 from tracefit.timeline.step_sums import StepSums
 
 _TIMES = ("steps", "steps_timed", "scheduler_us", "model_execute_us")
@@ -45,27 +46,23 @@ def with_step_times(
 
 def _stays(journeys: pl.DataFrame) -> pl.DataFrame:
     """Return one row per segment of steps a request was in: first_step, last_step, begin_ns, end_ns (null: at a step's start)."""
-    turns = journeys.filter(
-        (pl.col("layer") == "core")
-        & pl.col("event").is_in(["SCHEDULED", "PREEMPTED", "FINISHED"])
-        & pl.col("step_id").is_not_null()
+    marks = core_events(journeys).filter(
+        pl.col("event").is_in(["SCHEDULED", "PREEMPTED", "FINISHED"]), pl.col("step_id").is_not_null()
     )
-    turns = turns.rename({"request_id": "core_request_id"}).sort(*REQUEST, "ts_ns", "step_id")
-
-    def following(name: str) -> pl.Expr:
-        return pl.col(name).shift(-1).over(REQUEST)
-
-    preempted = following("event") == "PREEMPTED"
-    stays = turns.with_columns(
-        end_event=following("event"),
-        last_step=following("step_id") - preempted.cast(pl.Int64),
-        end_ns=pl.when(~preempted).then(following("ts_ns")),
-    ).filter(pl.col("event") == "SCHEDULED")
+    stays = marks.with_columns(map(following, ("event", "step_id", "ts_ns")))
+    preempted = pl.col("next_event") == "PREEMPTED"
+    stays = stays.filter(pl.col("event") == "SCHEDULED").select(
+        *ENGINE,
+        "trace_id",
+        core_request_id="request_id",
+        end_event="next_event",
+        first_step="step_id",
+        last_step=pl.col("next_step_id") - preempted.cast(pl.Int64),
+        begin_ns="ts_ns",
+        end_ns=pl.when(~preempted).then("next_ts_ns"),
+    )
     # A request that was scheduled and preempted by the same step was in none.
-    whole = pl.col("last_step").is_null() | (pl.col("last_step") >= pl.col("step_id"))
-    return stays.filter(whole).select(
-        *REQUEST, "end_event", "last_step", "end_ns", first_step="step_id", begin_ns="ts_ns"
-    )
+    return stays.filter(pl.col("last_step").is_null() | (pl.col("last_step") >= pl.col("first_step")))
 
 
 def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame) -> pl.DataFrame:

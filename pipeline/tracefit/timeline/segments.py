@@ -54,7 +54,7 @@ def with_steps_by_time(core: pl.DataFrame, summaries: pl.DataFrame) -> pl.DataFr
     return filled.sort("_row").drop("_row", "last", "begun")
 
 
-def _following(name: str) -> pl.Expr:
+def following(name: str) -> pl.Expr:
     """Return the value of the request's next row; rows are in the order of `core_events`."""
     same = pl.col("request") == pl.col("request").shift(-1)
     return pl.when(same).then(pl.col(name).shift(-1)).alias(f"next_{name}")
@@ -76,8 +76,8 @@ def running_segments(core: pl.DataFrame, cached: pl.DataFrame) -> pl.DataFrame:
         outputs (before the segment), has_finished, next_finish_status.
     """
     marks = core.filter(pl.col("event").is_in(["SCHEDULED", "PREEMPTED", "FINISHED"]))
-    following = [_following(c) for c in ("event", "step_id", "decode_done_tokens", "finish_status")]
-    starts = marks.with_columns(following).filter(pl.col("event") == "SCHEDULED")
+    names = ("event", "step_id", "decode_done_tokens", "finish_status")
+    starts = marks.with_columns(map(following, names)).filter(pl.col("event") == "SCHEDULED")
     first_tokens = core.filter(pl.col("event") == "FIRST_TOKEN").group_by("request")
     first_steps = first_tokens.agg(first_token_step=pl.col("step_id").min())
     starts = starts.join(first_steps, on="request", how="left", maintain_order="left")
@@ -117,7 +117,7 @@ def waiting_segments(core: pl.DataFrame) -> pl.DataFrame:
         the last step whose schedule() left it waiting, wait_tokens (to compute once scheduled).
     """
     marks = core.filter(pl.col("event") != "FIRST_TOKEN")
-    waits = marks.with_columns(_following("event"), _following("step_id"))
+    waits = marks.with_columns(following("event"), following("step_id"))
     waits = waits.filter(pl.col("event").is_in(["QUEUED", "PREEMPTED"]))
     scheduled = pl.col("next_event") == "SCHEDULED"
     end = pl.when(scheduled).then(pl.col("next_step_id") - 1).otherwise(pl.col("next_step_id"))
@@ -140,7 +140,7 @@ def requeue_waits(journeys: pl.DataFrame) -> pl.DataFrame:
         run_id, server, epoch, trace_id, request_id, preempted_step (whose schedule() took its blocks), resumed_step.
     """
     marks = core_events(journeys).filter(pl.col("event").is_in(["PREEMPTED", "SCHEDULED", "FINISHED"]))
-    waits = marks.with_columns(_following("event"), _following("step_id"))
+    waits = marks.with_columns(following("event"), following("step_id"))
     resumed = (pl.col("event") == "PREEMPTED") & (pl.col("next_event") == "SCHEDULED")
     return waits.filter(resumed).select(
         *ENGINE, "trace_id", "request_id", preempted_step="step_id", resumed_step="next_step_id"
