@@ -336,7 +336,7 @@ def test_contradicting_run_descriptions_are_refused(tmp_path, tracefit, small, r
     code, _, stderr = tracefit("ingest", folder / given, "--out", tmp_path / "tables")
     assert (code, stderr.count("\n")) == (2, 1)
     assert f"{folder / 'run.yaml'}: {says}" in stderr
-    assert "in exp-config.yaml beside it" in stderr
+    assert f"{says} in exp-config.yaml" in stderr
 
 
 def test_named_run_description_stands_for_both(tmp_path, tracefit, small):

@@ -351,5 +351,5 @@ def test_spans_of_another_server_beside_a_log_are_not_asked_for_once_more(tmp_pa
         write_run(synth(options), tmp_path, formats=("json",))
     (tmp_path / "stock/traces.json").rename(tmp_path / "log/traces.json")
     shown = " ".join(inspect_text(tracefit.inspect(tmp_path / "log")).split())
-    assert "requests beside it could be assigned to its lines" in shown
+    assert "requests of the run could be assigned to the lines of the log" in shown
     assert "start the server with --otlp-traces-endpoint" not in shown

@@ -37,7 +37,7 @@ def test_moe_model_by_hand(moe):
     assert (moe.layers, moe.dense_layers, moe.moe_layers, moe.attention) == (3, 1, 2, "MHA")
 
 
-def test_windows_do_not_cap_what_is_written(dense):
+def test_windows_do_not_cap_the_written_kv_bytes(dense):
     arch = replace(dense, layer_windows=(None, 4))
 
     assert arch.kv_bytes_per_token == dense.kv_bytes_per_token
@@ -66,7 +66,7 @@ def test_latent_attention_with_compressed_queries(mla):
     assert compressed.attention_parameters == 3 * (8 + 10) + 64 + 84 + 64
 
 
-def test_kv_shards_repeat_what_cannot_be_divided(dense, moe, mla):
+def test_kv_heads_that_cannot_be_divided_are_repeated(dense, moe, mla):
     assert [dense.kv_shards(tp) for tp in (1, 2, 4)] == [1, 1, 1]  # one KV head
     assert [moe.kv_shards(tp) for tp in (1, 2, 4)] == [1, 2, 2]
     assert mla.kv_shards(2) == 1

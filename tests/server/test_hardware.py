@@ -48,7 +48,7 @@ OWN = {"memory_bandwidth_gb_s": 1000, "compute_tflops_fp16": 100, "memory_gb": 3
         ("mi325x", "MI325X"),
     ],
 )
-def test_gpu_is_found_by_what_it_is_called(written, name):
+def test_a_gpu_has_several_names(written, name):
     assert find_gpu(written).name == name
 
 
@@ -121,7 +121,7 @@ def test_facts_are_scalars():
     assert all(value is None or isinstance(value, str | int | float) for value in facts.values())
 
 
-def test_unknown_gpu_names_the_closest_and_the_known():
+def test_an_unknown_gpu_suggests_the_closest_and_lists_all():
     with pytest.raises(
         UsageError, match=r"GPU 'H10O' is not known; did you mean H100.*known: .*MI325X"
     ) as caught:
@@ -142,7 +142,7 @@ def test_any_unknown_name_is_one_short_line(name):
 # -- a user's own ----------------------------------------------------------------------------------------
 
 
-def test_own_gpu_from_a_single_object(tmp_path):
+def test_gpu_file_with_a_single_object(tmp_path):
     path = tmp_path / "my-gpu.json"
     path.write_text(json.dumps({**OWN, "link_gb_s": 64, "compute_tflops_fp8": 200}))
     gpu = read_gpu(path)
@@ -151,21 +151,21 @@ def test_own_gpu_from_a_single_object(tmp_path):
     assert (gpu.link_gb_s, gpu.compute_tflops_fp8, gpu.confidence) == (64.0, 200.0, "given")
 
 
-def test_own_gpu_may_be_small():
+def test_a_gpu_file_may_describe_a_small_gpu():
     assert parse_gpu(json.dumps({**OWN, "memory_gb": 0.5, "sm_count": 1}), where="x").memory_gb == 0.5
 
 
-def test_own_gpu_names_itself():
+def test_gpu_file_may_have_a_name():
     assert parse_gpu(json.dumps({**OWN, "name": "Mine"}), where="x").name == "Mine"
 
 
-def test_own_gpu_from_a_mapping_of_its_name():
+def test_gpu_file_that_maps_a_name():
     assert parse_gpu(json.dumps({"H100": OWN}), where="x").name == "H100"
     with pytest.raises(UsageError, match="describes several GPUs; keep one of H100, A100"):
         parse_gpu(json.dumps({"H100": OWN, "A100": OWN}), where="x")
 
 
-def test_own_gpu_survives_its_facts():
+def test_gpu_is_restored_from_its_facts():
     gpu = find_gpu("H100")
     again = parse_gpu(json.dumps({"name": gpu.name, **gpu.facts()}), where="x")
 
@@ -178,7 +178,7 @@ def test_missing_value_is_named(key):
         parse_gpu(json.dumps({name: value for name, value in OWN.items() if name != key}), where="gpu.json")
 
 
-def test_misspelled_value_is_named_beside_the_missing_one():
+def test_a_misspelled_value_is_named_with_the_missing_one():
     own = {**OWN, "memory_bandwith_gb_s": OWN["memory_bandwidth_gb_s"]}
     del own["memory_bandwidth_gb_s"]
     with pytest.raises(

@@ -59,7 +59,7 @@ def test_whole_numbers_may_be_written_as_floats(parse):
     assert parse(hidden_size=64.0) == parse()
 
 
-def test_head_dim_is_what_is_stated(parse):
+def test_a_stated_head_dim_is_used(parse):
     assert parse(head_dim=128).head_dim == 128
     assert parse(head_dim=128).parameters > parse().parameters
 
@@ -116,7 +116,7 @@ def test_defaults_of_gemma_3_are_filled_in_and_listed(load):
     assert sum("default of gemma3_text" in note for note in arch.assumed) == 5
 
 
-def test_name_is_the_given_one_or_the_configs():
+def test_name_is_the_argument_or_that_of_the_config():
     text = json.dumps({**_small(), "_name_or_path": "org/Its-Name"})
 
     assert parse_architecture(text, where="x").slug == "its-name"
@@ -143,7 +143,7 @@ def test_nested_text_config_with_quantization_at_the_top(config_of):
     assert (arch.hidden, arch.model_type, arch.attention_weight_bytes) == (5376, "gemma3_text", 0.5)
 
 
-def test_unknown_wrapper_of_a_known_text_model_is_read(config_of):
+def test_unknown_wrapper_of_a_text_model_is_read(config_of):
     config = {"model_type": "some_vlm", "text_config": config_of("llama-3.1-8b"), "hidden_size": 7}
 
     assert parse_architecture(json.dumps(config), where="x").hidden == 4096
@@ -207,7 +207,7 @@ def test_shared_experts(parse, changes, width):
     )
 
 
-def test_llama_4_has_a_shared_expert_and_its_own_dense_width(load):
+def test_llama_4_has_a_shared_expert_and_a_dense_width(load):
     maverick = load("llama-4-maverick")
 
     assert (maverick.shared_ffn, maverick.expert_ffn, maverick.ffn) == (8192, 8192, 16384)
@@ -336,7 +336,7 @@ def test_number_that_cannot_be_is_refused(parse, key, value):
         ),
         (
             {"model_type": "llama4", "no_rope_layers": [1], "intermediate_size_mlp": 1},
-            "no_rope_layers must have 4 numbers",
+            "no_rope_layers must be a list of 4 numbers, one per layer",
         ),
     ],
 )
@@ -345,7 +345,7 @@ def test_contradiction_is_refused(parse, changes, message):
         parse(**changes)
 
 
-def test_an_unknown_family_is_read_as_a_usual_decoder_and_says_so(parse):
+def test_an_unknown_family_is_assumed_to_be_a_usual_decoder(parse):
     known, unknown = (
         parse(model_type=name, architectures=[f"{name}ForCausalLM"], _name_or_path="m")
         for name in ("llama", "llama9")
@@ -364,7 +364,7 @@ def test_a_config_that_names_no_family_is_read_by_its_keys(parse):
     assert arch.assumed[0].startswith("model_type unknown is not known: ")
 
 
-def test_a_window_that_no_key_assigns_to_layers_is_left_out_and_named(parse):
+def test_a_window_without_layers_is_left_out_and_noted(parse):
     arch = parse(model_type="new", sliding_window=16)
 
     assert arch.layer_windows == (None,) * 4
@@ -396,7 +396,7 @@ def test_linear_attention_is_recognised_by_its_keys(parse, which):
     assert arch.facts()["windowed_layers"] == 0
 
 
-def test_layers_without_a_context_whose_sizes_are_not_stated_are_noted(parse):
+def test_linear_layers_without_sizes_are_noted(parse):
     arch = parse(layer_types=["mamba"] * 2 + ["attention"] * 2)
 
     assert (arch.layer_windows, arch.parameters) == ((0, 0, None, None), parse().parameters)

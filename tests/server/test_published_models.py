@@ -82,7 +82,7 @@ def test_active_parameters_are_the_published_ones(load, name):
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-120b", "gpt-oss-20b"])
-def test_gpt_oss_counts_its_active_parameters_without_the_input_embedding(load, name):
+def test_gpt_oss_counts_active_parameters_without_embedding(load, name):
     arch = load(name)
     published = {"gpt-oss-120b": 5.13e9, "gpt-oss-20b": 3.61e9}[name]
 
@@ -109,7 +109,7 @@ def test_attention_kind_follows_the_ratio_of_kv_heads(load, name, attention):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_specification_formula_agrees_where_heads_divide_the_hidden_size(load, name):
+def test_specification_formula_agrees_where_heads_divide_hidden(load, name):
     """hidden · KV heads / heads · 2 · bytes, as the specification has it, per layer."""
     arch = load(name)
     by_ratio = arch.hidden * arch.kv_heads / arch.heads * 2 * arch.kv_bytes

@@ -34,7 +34,7 @@ _FP8 = {"num_bits": 8, "type": "float"}
         (_section(weights=_FP8, input_activations=None), 1.0, False),
     ],
 )
-def test_bits_are_found_where_each_method_keeps_them(parse, section, weight_bytes, fp8_compute):
+def test_bits_are_read_under_the_keys_of_each_method(parse, section, weight_bytes, fp8_compute):
     arch = parse(quantization_config=section)
 
     assert (arch.attention_weight_bytes, arch.ffn_weight_bytes, arch.expert_weight_bytes) == (
@@ -51,7 +51,7 @@ def test_widest_of_several_groups_counts(parse):
     assert arch.ffn_weight_bytes == 1.0
 
 
-def test_mxfp4_shrinks_experts_alone(parse):
+def test_mxfp4_shrinks_only_experts(parse):
     section = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     arch = parse(num_experts=4, num_experts_per_tok=1, quantization_config=section)
 
@@ -87,7 +87,7 @@ def test_kv_cache_can_be_quantized_by_the_config(parse, extra):
     assert arch.kv_bytes_per_token * 2 == parse().kv_bytes_per_token
 
 
-def test_method_that_states_no_bits_is_assumed_not_to_shrink_and_says_so(parse):
+def test_a_method_without_bits_keeps_the_weights_and_is_noted(parse):
     arch = parse(quantization_config={"quant_method": "aqlm"})
 
     assert (arch.quantization, arch.ffn_weight_bytes) == ("aqlm", 2.0)
@@ -115,7 +115,7 @@ def test_automatic_dtype_is_the_configs(parse, dtype):
     assert as_served(parse(), dtype=dtype, kv_cache_dtype="auto") == parse()
 
 
-def test_float32_checkpoint_is_served_in_16_bits_and_says_so(load):
+def test_float32_checkpoint_is_served_in_16_bits_and_noted(load):
     arch = load("starcoderbase")
     served = as_served(arch)
 
@@ -172,6 +172,6 @@ def test_dtype_that_the_server_states_is_no_longer_assumed(parse):
 
 
 @pytest.mark.parametrize("option", ["dtype", "kv_cache_dtype"])
-def test_unknown_name_is_refused_with_the_known_ones(parse, option):
+def test_an_unknown_name_is_refused_with_all_names(parse, option):
     with pytest.raises(UsageError, match=rf"{option} 'float3' is not known; one of .*fp8"):
         as_served(parse(), **{option: "float3"})

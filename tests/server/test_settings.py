@@ -22,7 +22,7 @@ from tracefit.server.settings import (
 )
 
 
-def test_nothing_is_known_of_nothing():
+def test_empty_settings_have_no_values():
     settings = ServerSettings()
 
     assert settings.values() == settings.knobs() == {}
@@ -115,7 +115,7 @@ def test_kinds_of_values(key, good, bad):
             settings_from({key: value}, where="x")
 
 
-def test_given_wins_over_read_and_keeps_its_source():
+def test_a_users_value_wins_and_keeps_its_source():
     read = settings_from(
         {"max_num_seqs": 64, "tp": 2, "note": "a", "other": 1}, where="run.yaml", source="read"
     )
@@ -127,13 +127,13 @@ def test_given_wins_over_read_and_keeps_its_source():
     assert merged.other == {"note": "b", "other": 1}
 
 
-def test_merging_nothing_changes_nothing():
+def test_merging_empty_settings_changes_nothing():
     settings = settings_from({"max_num_seqs": 64, "note": "a"}, where="x", source="read")
 
     assert merge(settings, ServerSettings()) == merge(ServerSettings(), settings) == settings
 
 
-def test_defaults_fill_in_what_is_not_said():
+def test_defaults_fill_in_missing_settings():
     settings = assume_defaults(settings_from({"block_size": 32}, where="x", source="read"))
 
     assert settings.values() == {
@@ -270,7 +270,7 @@ def test_settings_may_be_grouped(text):
     assert parse_settings(text, where="x").values() == {"tensor_parallel": 2, "max_num_seqs": 64}
 
 
-def test_a_benchmark_states_the_cache_and_the_gpu_in_parts_of_their_own():
+def test_cache_and_gpu_are_read_from_nested_sections():
     text = '{"kv_cache": {"num_gpu_blocks": 2588, "num_cpu_blocks": null}, "hardware": {"device_name": "NVIDIA GeForce RTX 4090"}}'
     assert parse_settings(text, where="x").values() == {
         "num_gpu_blocks": 2588,
@@ -278,7 +278,7 @@ def test_a_benchmark_states_the_cache_and_the_gpu_in_parts_of_their_own():
     }
 
 
-def test_nested_values_without_text_keys_are_kept_as_far_as_they_can_be():
+def test_nested_values_lose_only_keys_that_json_lacks():
     assert parse_settings("x: {2020-01-01: 1, a: 2020-01-01}\n", where="x").other == {
         "x": '{"a": "2020-01-01"}'
     }
@@ -296,7 +296,7 @@ def test_group_name_with_plain_text_is_just_kept():
     assert parse_settings("server: rack 7\n", where="x").other == {"server": "rack 7"}
 
 
-def test_two_places_that_contradict_are_refused():
+def test_contradicting_statements_are_refused():
     with pytest.raises(UsageError, match=r"x: max_num_seqs 64 and max_num_seqs 32 contradict"):
         parse_settings("max_num_seqs: 64\nvllm: {max_num_seqs: 32}\n", where="x")
 
@@ -354,7 +354,7 @@ def test_bytes_that_are_no_text_are_refused():
         parse_settings(b"a: \xff", where="run.yaml")
 
 
-def test_empty_file_says_nothing():
+def test_an_empty_file_has_no_settings():
     assert parse_settings("# nothing\n", where="x").values() == {}
 
 
@@ -437,7 +437,7 @@ def test_word_of_an_option_that_has_no_field(word, value):
     assert other == ({} if value is ... else {"some_option": value})
 
 
-def test_negation_of_no_known_switch_is_just_kept():
+def test_an_unknown_negated_switch_is_kept():
     settings = parse_serve_command("vllm serve m --no-such-thing", where="x")
 
     assert settings.other == {"no_such_thing": True}
@@ -588,7 +588,7 @@ def test_log_without_arguments_or_with_wrong_ones_is_one_line(tmp_path, text, me
         ("server.log", f"{PREFIX}non-default args: {{'max_num_seqs': 64}}\n"),
     ],
 )
-def test_file_is_read_by_what_it_is(tmp_path, name, content):
+def test_a_file_is_read_by_its_kind(tmp_path, name, content):
     (tmp_path / name).write_bytes(content.encode() + b"\n")
 
     assert read_settings(tmp_path / name).values() == {"max_num_seqs": 64}

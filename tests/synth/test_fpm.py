@@ -42,7 +42,7 @@ def written(folder, **options):
     return by_worker, run.truth_steps
 
 
-def test_every_step_with_tokens_has_a_record_of_its_batch_and_its_time(tmp_path):
+def test_every_step_with_tokens_has_a_record_of_batch_and_time(tmp_path):
     by_worker, truth = written(tmp_path, seed=3, requests=30, rate_per_s=1.0, servers=2)
     assert len(by_worker) == 2
     for number, records in enumerate(by_worker[name] for name in sorted(by_worker)):
@@ -77,12 +77,12 @@ def test_an_idle_second_brings_a_heartbeat(tmp_path):
         assert following["received_at_ns"] - one["received_at_ns"] <= 1_000_000_000
 
 
-def test_its_configuration_names_no_tracing_and_protobuf_is_refused(tmp_path):
+def test_fpm_has_no_tracing_settings_and_no_protobuf(tmp_path):
     run = synth(SynthOptions(form="fpm", requests=5))
     folder = write_run(run, tmp_path, compress="gz")
     assert gzip.decompress((folder / "fpm.jsonl.gz").read_bytes()).startswith(b'{"received_at_ns":')
     assert "tracing" not in (folder / "exp-config.yaml").read_text()
-    with pytest.raises(UsageError, match="lines alone"):
+    with pytest.raises(UsageError, match="only as lines"):
         write_run(run, tmp_path, formats=("protobuf",))
 
 

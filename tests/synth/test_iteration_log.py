@@ -27,7 +27,7 @@ def made(request, tmp_path_factory):
     return request.param, run, folder / "out"
 
 
-def test_every_step_that_computes_anything_is_there_with_its_time(made):
+def test_every_step_with_tokens_has_a_line_with_its_time(made):
     form, run, out = made
     truth = run.truth_steps.filter(pl.col("scheduled_tokens") > 0)
     truth = truth.with_columns(number=pl.int_range(pl.len(), dtype=pl.Int64))

@@ -48,7 +48,7 @@ def test_a_phase_sets_the_rate():
     assert gaps["fast"] == pytest.approx(0.05, rel=0.3)
 
 
-def test_lengths_stay_within_what_the_engine_holds():
+def test_lengths_fit_into_the_engine():
     lengths = LengthMix(((1.0, 900.0, 1.5),), minimum=2, maximum=5_000)
     options = SynthOptions(
         requests=60, prompt_tokens=lengths, output_tokens=lengths, num_blocks=41, max_num_batched_tokens=256

@@ -26,7 +26,7 @@ def _refusal(**options):
         ({"instance_ids": "all"}, "instance_ids", "auto, none, server, process"),
     ],
 )
-def test_unknown_names_list_the_known(options, where, known):
+def test_an_unknown_value_lists_the_choices(options, where, known):
     error = _refusal(**options)
     assert str(error).startswith((where, f"`SynthOptions.{where}`"))
     assert error.hint == f"known: {known}"
@@ -65,7 +65,7 @@ def test_impossible_options_are_refused(options):
     assert any(f"SynthOptions.{name}`: " in error for name in (*options, "num_blocks"))
 
 
-def test_a_surge_of_nothing_is_refused():
+def test_a_surge_factor_of_zero_is_refused():
     with pytest.raises(UsageError, match="above 0"):
         surge_phases(0)
 

@@ -53,7 +53,7 @@ def test_worked_example_without_chunks_lets_b_wait():
     assert scheduler.pool.free == 16
 
 
-def test_worked_example_with_chunks_gives_b_what_is_left():
+def test_worked_example_with_chunks_gives_b_the_rest():
     scheduler, plan = _worked_example(chunked_prefill=True)
     assert _tokens(plan) == {"C": 1, "A": 50, "B": 13}
     assert not scheduler.waiting
@@ -65,7 +65,7 @@ def test_worked_example_with_chunks_gives_b_what_is_left():
     assert (plan.composition.num_prefill_reqs, plan.composition.num_decode_reqs) == (1, 2)
 
 
-def test_composition_counts_what_the_step_reads():
+def test_composition_counts_context_and_attention_pairs():
     scheduler, plan = _worked_example(chunked_prefill=True)
     assert (plan.composition.prefill_tokens, plan.composition.decode_tokens) == (63, 1)
     assert (plan.composition.context_tokens, plan.composition.prefill_context_tokens) == (7, 0)
@@ -108,7 +108,7 @@ def _preempting():
     return scheduler, requests
 
 
-def test_preemption_takes_the_last_of_the_running_and_queues_it_first():
+def test_the_last_running_request_is_preempted_and_queued_first():
     scheduler, (_, _, last) = _preempting()
     newcomer = Request("D", prompt_tokens=1, output_tokens=1)
     scheduler.add(newcomer)
@@ -218,7 +218,7 @@ def test_prefix_stays_cached_until_its_blocks_are_needed():
     assert scheduler.pool.free == 1
 
 
-def test_a_hit_does_not_count_its_own_prefix_as_free():
+def test_a_hit_does_not_count_its_prefix_as_free():
     scheduler = Scheduler(SynthOptions(num_blocks=6, prefix_fraction=1.0, prefix_tokens=32))
     first = _prefixed("A", prompt_tokens=40)
     scheduler.add(first)
@@ -304,6 +304,6 @@ def test_blocks_are_never_lost_and_everybody_ends(history):
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-def test_longest_sequence_is_what_cache_and_budget_can_hold(chunked):
+def test_longest_sequence_fits_cache_and_budget(chunked):
     config = SynthOptions(num_blocks=11, max_num_batched_tokens=64, chunked_prefill=chunked)
     assert config.longest_sequence_tokens == (160 if chunked else 64)

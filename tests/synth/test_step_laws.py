@@ -64,7 +64,7 @@ def test_hiccups_are_rare_long_and_marked(busy_options):
     assert delay_us[is_hiccup].mean() == pytest.approx(30_000, rel=0.5)
 
 
-def test_an_empty_step_takes_its_own_time(busy_options):
+def test_an_empty_step_takes_the_time_of_its_option(busy_options):
     run = synth(replace(busy_options, noise=0.0, empty_step_us=300.0, rich_sampling=0.0))
     empty = run.truth_steps.filter(run.truth_steps["scheduled_tokens"] == 0)
     assert empty.height > 5
@@ -91,7 +91,7 @@ def test_linear_law_charges_recomputed_tokens_as_prompt_tokens():
     assert law.step_us(prefill) == 1_000 + 10 * 7 + 3 + 0.25 * 8
 
 
-def test_a_law_of_ones_own_is_taken():
+def test_a_custom_law_is_used():
     class Constant:
         def step_us(self, step):
             return 5_000.0
@@ -113,7 +113,7 @@ def _prefill(tokens):
     return Composition(num_prefill_reqs=1, prefill_tokens=tokens, attention_pairs=pairs)
 
 
-def test_roofline_is_bound_by_memory_in_decode_and_by_compute_in_prefill():
+def test_roofline_binds_decode_by_memory_and_prefill_by_compute():
     law = _roofline()
     few, many = _decode(4), _prefill(2_048)
     assert law.memory_us(few) > 5 * law.compute_us(few)
@@ -141,7 +141,7 @@ def test_roofline_counts_the_work_of_a_prompt():
     assert grown == pytest.approx(4 * 32 * 32 * 128 * 999 / 989.5e6)
 
 
-def test_roofline_scales_with_tensor_parallelism_less_the_exchange():
+def test_tensor_parallelism_divides_all_but_the_all_reduce():
     one, four = _roofline("llama-70b"), _roofline("llama-70b", tp=4)
     step = _decode(16, context_tokens=8_000)
     assert four.memory_us(step) == pytest.approx(one.memory_us(step) / 4)
@@ -176,14 +176,17 @@ def test_model_sizes(name, total_params):
     assert model.touched_layer_params(10**6) + tables == pytest.approx(total_params, rel=0.02)
 
 
-def test_model_configs_are_hugging_face_style():
-    for model in MODELS.values():
-        config = model.config()
-        assert config["architectures"] == [model.architecture]
-        assert config["head_dim"] == model.head_dim
-        assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
-        assert config["torch_dtype"] == "bfloat16"
-        assert ("num_experts" in config) == (model.num_experts > 0)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_model_configs_are_hugging_face_style(model):
+    config = model.config()
+    assert config["architectures"] == [model.architecture]
+    assert config["head_dim"] == model.head_dim
+    assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
+    assert config["torch_dtype"] == "bfloat16"
+    assert ("num_experts" in config) == (model.num_experts > 0)
+
+
+def test_models_are_of_several_families():
     assert len({model.model_type for model in MODELS.values()}) == 3
     assert MODELS["qwen-moe-30b"].config()["num_experts_per_tok"] == 8
     # Its heads are wider than hidden size over heads.

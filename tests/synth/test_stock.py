@@ -24,7 +24,7 @@ def described(stock):
     return [(span, truth[span.attributes["gen_ai.request.id"]]) for span in stock.spans]
 
 
-def test_a_request_that_ended_by_itself_is_one_span_without_steps(stock, described):
+def test_a_complete_request_is_one_span_without_steps(stock, described):
     ended = stock.truth_requests.filter(stock.truth_requests["finish_status"] != "aborted")
     assert 100 < ended.height < 260  # some clients left
     assert sorted(row["request_id"] for _, row in described) == sorted(ended["request_id"])

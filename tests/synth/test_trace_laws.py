@@ -224,7 +224,7 @@ def test_a_resumed_request_is_a_decode_request_with_many_tokens(busy):
     assert any(step["batch.decode_tokens"] > 50 + step["batch.num_decode_reqs"] for step in many)
 
 
-def test_summary_counts_what_the_snapshots_show(busy):
+def test_summary_counts_agree_with_the_snapshots(busy):
     for step_id, step in busy.steps.items():
         rows = busy.snapshots.get(step_id, [])
         assert len(rows) == step["queue.running_depth"]
@@ -340,7 +340,7 @@ def test_aborts_end_both_spans(busy, busy_run):
     assert {"QUEUED", "SCHEDULED", "FIRST_TOKEN"} <= kinds
 
 
-def test_everybody_who_wants_to_leave_does(busy_run):
+def test_every_abort_happens_in_its_stage(busy_run):
     rows = busy_run.truth_requests
     assert rows["abort_stage"].is_null().equals(rows["abort_ns"].is_null())
     after_ms = (rows["abort_ns"] - rows["socket_ns"]) / 1e6

@@ -92,10 +92,9 @@ def test_equal_options_give_equal_bytes(small, tmp_path):
     assert all((first / name).read_bytes() == (second / name).read_bytes() for name in files)
 
 
-def test_gzip_headers_hold_no_time(small, tmp_path):
-    folder = write_run(small, tmp_path, compress="gz")
-    for name in ("traces.json.gz", "truth_steps.csv.gz", "truth_requests.csv.gz"):
-        assert (folder / name).read_bytes()[4:8] == bytes(4)
+@pytest.mark.parametrize("name", ["traces.json.gz", "truth_steps.csv.gz", "truth_requests.csv.gz"])
+def test_gzip_headers_hold_no_time(small, tmp_path, name):
+    assert (write_run(small, tmp_path, compress="gz") / name).read_bytes()[4:8] == bytes(4)
 
 
 def test_another_seed_is_another_run(small):
@@ -153,7 +152,7 @@ def test_summary_attributes_keep_the_order_of_the_emitter(small):
     assert len(event.attributes) == 16
 
 
-def test_exp_config_says_what_the_server_was(small, tmp_path):
+def test_exp_config_has_the_settings_of_the_server(small, tmp_path):
     run = synth(replace(small.options, requests=3, num_blocks=65, tp=2, step_sampling=0.5))
     config = yaml.safe_load((write_run(run, tmp_path) / "exp-config.yaml").read_text())
     expected = {
@@ -178,12 +177,12 @@ def test_no_gpu_leaves_the_key_out(small, tmp_path):
     assert "gpu" not in config
 
 
-def test_model_config_lies_beside_the_trace(small, tmp_path):
+def test_model_config_is_in_the_run_folder(small, tmp_path):
     config = json.loads((write_run(small, tmp_path) / "config.json").read_text())
     assert (config["model_type"], config["num_key_value_heads"]) == ("llama", 8)
 
 
-def test_truth_lies_beside_the_trace(small, tmp_path):
+def test_truth_is_in_the_run_folder(small, tmp_path):
     folder = write_run(small, tmp_path)
     truth = json.loads((folder / "truth.json").read_text())
     assert truth["law"] == "LinearLaw"

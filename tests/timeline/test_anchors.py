@@ -45,7 +45,7 @@ def test_the_spread_of_an_offset_is_its_standard_deviation(engine_tables, story)
     )
 
 
-def test_a_kind_without_summaries_is_placed_against_the_other(engine_tables, story):
+def test_a_kind_without_summaries_is_measured_against_the_other(engine_tables, story):
     """Steps with a summary begin with a SCHEDULED event and no update; steps with both kinds have no summary."""
     for number in range(6):
         story.summary(100 + 3 * number).request(f"s{number}", ("SCHEDULED", 100 + 3 * number))
@@ -86,7 +86,7 @@ def test_a_preemption_is_stamped_inside_its_step(engine_tables, story):
     assert engine_tables((story,)).rows(*START)[40] == (story.at(40, -100), "scheduled", 10.0)
 
 
-def test_of_two_estimates_that_disagree_the_one_inside_the_step_counts(engine_tables, story):
+def test_scheduled_wins_over_a_disagreeing_update(engine_tables, story):
     """The engine was held up for 4 ms between the update of step 40 and the start of step 41."""
     _many(story, 12)
     for step in range(1, 30):
@@ -116,7 +116,7 @@ def test_a_stamp_far_off_is_left_out_and_takes_no_other_with_it(engine_tables, s
     assert {step for step, (start,) in rows.items() if start is not None} == anchored
 
 
-def test_events_that_disagree_with_the_summaries_clock_are_counted(engine_tables, story):
+def test_events_off_the_clock_of_the_summaries_are_counted(engine_tables, story):
     _many(story)
     for step in range(1, 36):
         story.summary(step)
@@ -167,7 +167,7 @@ def test_steps_without_tokens_are_members_of_their_interval(engine_tables, story
     assert not any(row[2] for row in rows.values())
 
 
-def test_idle_time_is_found_without_any_summary(engine_tables, story):
+def test_idle_time_is_detected_without_any_summary(engine_tables, story):
     """After step 3 nobody is left: step 4 is empty, and a second goes by before step 5."""
     story.served("a", 1, 3)
     late = story.begin_us = 1_000_000
@@ -179,7 +179,7 @@ def test_idle_time_is_found_without_any_summary(engine_tables, story):
     assert rows[4][3] > late
 
 
-def test_waiting_requests_alone_are_no_idle_time(engine_tables, story):
+def test_time_with_waiting_requests_is_not_idle(engine_tables, story):
     story.served("a", 1, 2).request(
         "b", ("QUEUED", 2), ("SCHEDULED", 5), ("FIRST_TOKEN", 5), ("FINISHED", 6, {"done": 2})
     )
@@ -192,7 +192,7 @@ def _ahead(new_story, requests=24):
     return _many(new_story(lag=1), requests, every=4, output=4)
 
 
-def test_scheduling_ahead_is_found_from_journeys_alone(engine_tables, new_story):
+def test_scheduling_ahead_is_detected_without_summaries(engine_tables, new_story):
     table = engine_tables((_ahead(new_story),))
     assert execution_lags(table.steps, table.journeys).rows() == [("run", "engine", 1)]
     table = engine_tables((_many(new_story(), 24, every=4, output=4),))
@@ -212,7 +212,7 @@ def test_with_scheduling_ahead_a_first_decode_counts_as_prefill(engine_tables, n
     assert [depths[step] for step in (1, 4, 5, 6)] == [(1, 1), (1, 1), (2, 1), (1, 1)]
 
 
-def test_with_scheduling_ahead_updates_anchor_the_start_after_the_next(engine_tables, new_story):
+def test_updates_anchor_two_starts_on_with_scheduling_ahead(engine_tables, new_story):
     """FIRST_TOKEN of step 1 comes out 100 us before step 3 starts."""
     story = _ahead(new_story)
     for step in range(1, 60):
@@ -222,21 +222,21 @@ def test_with_scheduling_ahead_updates_anchor_the_start_after_the_next(engine_ta
     assert rows[63] == (story.at(63), "update", 10.0)
 
 
-def test_one_server_that_schedules_ahead_says_nothing_of_the_other(engine_tables, new_story):
+def test_scheduling_ahead_is_detected_per_server(engine_tables, new_story):
     ahead, plain = _ahead(new_story), _many(new_story(server="plain"), 24, every=4, output=4)
     table = engine_tables((ahead, plain)).timeline()
     second = table.filter(step_id=2).select("server", "num_prefill_reqs", "num_decode_reqs")
     assert second.rows() == [("engine", 1, 0), ("plain", 0, 1)]
 
 
-def test_an_engine_that_schedules_ahead_leaves_nothing_to_the_next_epoch(engine_tables, new_story):
+def test_with_scheduling_ahead_the_next_epoch_starts_empty(engine_tables, new_story):
     before = _ahead(new_story)
     after = new_story(epoch=1, begin_us=5_000_000, lag=1).served("z", 1, 2)
     table = engine_tables((before, after)).timeline()
     assert table.filter(pl.col("epoch") == 1)["running_depth"].to_list() == [1, 1]
 
 
-def test_with_scheduling_ahead_a_batch_explains_the_cycle_after_its_own(engine_tables, new_story):
+def test_with_scheduling_ahead_a_batch_explains_the_next_cycle(engine_tables, new_story):
     """Steps 1 and 5 compute 100 prompt tokens each; they execute during the cycles of steps 2 and 6."""
     story = _ahead(new_story)
     for step in range(1, 60):

@@ -40,7 +40,7 @@ def test_long_prompts_are_computed_in_chunks(engine_tables, story):
     }
 
 
-def test_the_second_chunked_prompt_gets_what_the_first_leaves(engine_tables, story):
+def test_the_second_chunked_prompt_gets_the_rest_of_the_budget(engine_tables, story):
     story.served("a", 1, 2, prompt=150, prefilled=2).served("b", 2, 3, prompt=120, prefilled=3)
     assert engine_tables((story,)).batches(max_num_batched_tokens=100) == {
         1: (1, 100, 0, 0, 0, 0),
@@ -49,12 +49,12 @@ def test_the_second_chunked_prompt_gets_what_the_first_leaves(engine_tables, sto
     }
 
 
-def test_prompts_fit_beside_a_last_chunk(engine_tables, story):
+def test_prompts_share_a_step_with_a_last_chunk(engine_tables, story):
     story.served("a", 1, 2, prompt=150, prefilled=2).served("b", 2, 2, prompt=40)
     assert engine_tables((story,)).batches(max_num_batched_tokens=100)[2] == (2, 50 + 40, 100, 0, 0, 0)
 
 
-def test_without_a_known_budget_chunks_are_even(engine_tables, story):
+def test_without_a_budget_chunks_are_even(engine_tables, story):
     story.served("a", 1, 3, prompt=300, prefilled=3)
     batches = engine_tables((story,)).batches(max_num_batched_tokens=None)
     assert [row[:3] for row in batches.values()] == [(1, 100, 0), (1, 100, 100), (1, 100, 200)]
@@ -95,7 +95,7 @@ def test_a_recomputed_request_is_chunked_like_a_prompt(engine_tables, story):
     ]
 
 
-def test_preempted_in_prefill_the_prompt_begins_anew_and_is_prefill_still(engine_tables, story):
+def test_a_prompt_preempted_in_prefill_starts_again_as_prefill(engine_tables, story):
     story.request(
         "a",
         ("QUEUED", 0),
@@ -123,7 +123,7 @@ def test_preempted_in_the_step_after_it_was_scheduled(engine_tables, story):
     assert engine_tables((story,)).batches() == {1: (1, 100, 0, 0, 0, 0), 2: IDLE, 3: (0, 0, 0, 1, 101, 0)}
 
 
-def test_an_abort_while_waiting_carries_nothing(engine_tables, story):
+def test_an_abort_while_waiting_is_in_no_batch(engine_tables, story):
     story.served("a", 1, 5)
     story.request("b", ("QUEUED", 1), ("FINISHED", 3, {"finish_status": "aborted"}), prompt=50)
     table = engine_tables((story,))
@@ -143,7 +143,7 @@ def test_an_abort_straight_after_queued_waits_in_no_step(engine_tables, story):
     assert [row[0] for row in engine_tables((story,)).rows("waiting_depth").values()] == [0, 0, 0]
 
 
-def test_an_abort_in_decode_computes_its_last_step_for_nothing(engine_tables, story):
+def test_an_abort_in_decode_wastes_its_last_step(engine_tables, story):
     """Aborted while step 4 ran: the batch of step 4 held it, its fourth token is thrown away."""
     story.served("a", 1, 6, prompt=10).request(
         "b",
@@ -184,7 +184,7 @@ def test_a_request_in_flight_in_its_prompt_computes_it_once(engine_tables, story
     assert [row[1] for row in batches.values()] == [100, 100, 50, *[0] * 5, 5, *[0] * 31]
 
 
-def test_a_snapshot_tells_what_the_prefix_cache_held(engine_tables, story):
+def test_a_snapshot_shows_the_prefix_hits(engine_tables, story):
     story.served("a", 1, 2, prompt=100)
     story.snapshot(1, "a", num_prompt_tokens=100, effective_prompt_len=52)
     assert engine_tables((story,)).batches() == {1: (1, 52, 48, 0, 0, 0), 2: (0, 0, 0, 1, 1, 100)}
@@ -222,7 +222,7 @@ def test_a_request_queued_before_the_first_step_waits_from_it(engine_tables, sto
     assert engine_tables((story,)).rows("waiting_depth") == {5: (1,), 6: (0,)}
 
 
-def test_blocks_are_held_for_whole_blocks_of_tokens(engine_tables, story):
+def test_tokens_take_whole_blocks(engine_tables, story):
     """20 tokens in step 1, then one more each: 32 fill two blocks, the 33rd takes a third in step 14."""
     story.served("a", 1, 15, prompt=20)
     used = [row[0] for row in engine_tables((story,)).rows("kv_blocks_used").values()]

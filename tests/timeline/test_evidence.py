@@ -14,7 +14,7 @@ COUNTS = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_token
 AGREEMENT = ("journey_agrees", "journey_error_reqs", "journey_error_tokens")
 
 
-def test_a_summary_stands_over_the_journeys(engine_tables, story):
+def test_a_summary_takes_precedence_over_journeys(engine_tables, story):
     """A second prompt of a request is in the summary alone: 2 decodes where the journeys know one."""
     story.served("a", 1, 3).summary(2, num_decode_reqs=2, decode_tokens=2, running_depth=2)
     rows = engine_tables((story,)).rows(*COUNTS, "running_depth", "composition_source")
@@ -22,19 +22,19 @@ def test_a_summary_stands_over_the_journeys(engine_tables, story):
     assert rows[3] == (0, 1, 0, 1, 1, "journey")
 
 
-def test_blocks_that_requests_share_are_taken_from_the_last_summary(engine_tables, story):
+def test_shared_blocks_are_taken_from_the_last_summary(engine_tables, story):
     """The journeys count 7 blocks and a summary 10 in all: 3 are held by what they do not show, or 4 are shared."""
     story.served("a", 1, 5).summary(2, kv_blocks_free=990).summary(4, kv_blocks_free=997)
     used = engine_tables((story,)).rows("kv_blocks_used", "kv_usage_ratio")
     assert used == {1: (7, 0.007), 2: (10, 0.01), 3: (10, 0.01), 4: (3, 0.003), 5: (3, 0.003)}
 
 
-def test_what_a_summary_does_not_say_comes_from_the_journeys(engine_tables, story):
+def test_columns_that_a_summary_lacks_come_from_journeys(engine_tables, story):
     story.served("a", 1, 3).summary(2)
     assert engine_tables((story,)).rows("context_tokens", "waiting_tokens", "running_after")[2] == (100, 0, 1)
 
 
-def test_snapshots_of_all_running_requests_stand_over_the_journeys(engine_tables, story):
+def test_complete_snapshots_take_precedence_over_journeys(engine_tables, story):
     story.served("a", 1, 3).summary(2)
     story.snapshot(2, "a", scheduled_tokens=1, num_computed_tokens=64, num_output_tokens=1)
     assert engine_tables((story,)).rows("context_tokens") == {1: (0,), 2: (64,), 3: (101,)}
@@ -51,7 +51,7 @@ def test_agreement_is_stated_where_there_are_both(engine_tables, story):
     }
 
 
-def test_without_all_journeys_nothing_is_made_up(engine_tables, story):
+def test_without_all_journeys_no_composition_is_inferred(engine_tables, story):
     """The clock still has the starts that events of the sampled journeys tell."""
     story.served("a", 2, 4).summary(2).summary(6)
     rows = engine_tables((story,)).rows(
@@ -65,7 +65,7 @@ def test_without_all_journeys_nothing_is_made_up(engine_tables, story):
     }
 
 
-def test_without_journeys_context_is_estimated_from_the_blocks_in_use(engine_tables, story):
+def test_without_journeys_context_is_estimated_from_used_blocks(engine_tables, story):
     """By hand, of blocks of 16: 10 * 16 slots, less half a block (7.5) for each request and the step's own tokens."""
     story.summary(1)
     story.summary(2, num_prefill_reqs=1, prefill_tokens=50, num_decode_reqs=2, decode_tokens=2)
@@ -91,7 +91,7 @@ def test_a_cycle_ends_at_an_event_of_a_sampled_journey(engine_tables, story):
     assert rows[2] == (10_200, "interval", 1)
 
 
-def test_epochs_have_their_own_steps(engine_tables, new_story):
+def test_epochs_have_separate_steps(engine_tables, new_story):
     before = new_story(epoch=0).served("a", 1, 3)
     after = new_story(epoch=1, begin_us=500_000).served("b", 1, 2, prompt=7)
     table = engine_tables((before, after)).timeline().filter(pl.col("composition_source").is_not_null())
@@ -122,7 +122,7 @@ def test_a_request_in_flight_ends_with_its_engine(engine_tables, new_story):
     assert table.filter(epoch=1).select("running_depth", "waiting_depth").rows() == [(1, 0), (1, 0)]
 
 
-def test_a_request_queued_when_its_engine_ends_does_not_wait_in_the_next(engine_tables, new_story):
+def test_a_request_does_not_wait_in_the_next_engine(engine_tables, new_story):
     before = new_story(epoch=0).served("c", 1, 2).request("a", ("QUEUED", 1))
     after = new_story(epoch=1, begin_us=500_000).served("b", 1, 2)
     table = engine_tables((before, after)).timeline()
@@ -158,7 +158,7 @@ def test_two_servers_steps_of_one_number_are_two_steps(engine_tables, new_story)
     ]
 
 
-def test_of_two_summaries_of_one_step_the_first_stands(engine_tables, story):
+def test_the_first_of_two_summaries_of_a_step_counts(engine_tables, story):
     story.summary(1).summary(1, at_us=4_000, num_decode_reqs=7).summary(2)
     assert engine_tables((story,)).rows("num_decode_reqs", "cycle_us", complete=False) == {
         1: (1, 10_000.0),
@@ -166,7 +166,7 @@ def test_of_two_summaries_of_one_step_the_first_stands(engine_tables, story):
     }
 
 
-def test_a_damaged_step_id_costs_neither_memory_nor_the_other_steps(engine_tables, story):
+def test_a_damaged_step_id_costs_no_memory_and_no_other_step(engine_tables, story):
     story.served("a", 1, 4).served("b", 2, 3).summary(3).summary(10**15, at_us=-(10**15) * 10_000 + 35_000)
     assert list(engine_tables((story,)).rows("num_decode_reqs")) == [1, 2, 3, 4]
 
@@ -208,7 +208,7 @@ def test_a_gap_of_ids_is_no_steps(engine_tables, new_story, apart, cycle_us):
     assert [step for step in rows if rows[step][0] is not None] == [1, 2, 3, 4, 5]
 
 
-def test_the_narrow_gaps_of_ids_are_steps_and_only_the_widest_are_not(engine_tables, story):
+def test_only_the_widest_gaps_of_ids_are_no_steps(engine_tables, story):
     """The engine scheduled a request, ran it for 250,000 steps, and another one for as long."""
     for number, (first, last) in enumerate(((1, 100_001), (100_002, 350_002))):
         story.served(number, first, last, max_tokens=10**6)
@@ -216,17 +216,17 @@ def test_the_narrow_gaps_of_ids_are_steps_and_only_the_widest_are_not(engine_tab
     assert step_axis(tables.steps, tables.snapshots, tables.journeys).size == 100_001 + 1 + 2 + 1
 
 
-def test_every_column_of_a_summary_that_the_timeline_declares_is_in_it(engine_tables, story):
+@pytest.mark.parametrize("complete", [False, True])
+def test_every_summary_column_of_the_timeline_is_filled(engine_tables, story, complete):
     """A column that is declared in both tables needs nothing else."""
-    own = {"run_id", "server", "epoch", "step_id", "ts_start_ns"}
-    shared = sorted({*schema.STEPS.names} & {*schema.TIMELINE.names} - own)
+    keys = {"run_id", "server", "epoch", "step_id", "ts_start_ns"}
+    shared = sorted({*schema.STEPS.names} & {*schema.TIMELINE.names} - keys)
     values = {name: number for number, name in enumerate(shared, start=2)} | {
         "kv_usage_ratio": 0.25,
         "cycle_source": "fpm",
     }
     story.summary(1, **values).served("a", 1, 2)
-    for complete in (False, True):
-        assert engine_tables((story,)).rows(*shared, complete=complete)[1] == tuple(map(values.get, shared))
+    assert engine_tables((story,)).rows(*shared, complete=complete)[1] == tuple(map(values.get, shared))
     assert len(shared) > 9
 
 
@@ -254,7 +254,7 @@ def test_an_event_without_a_step_is_of_the_step_of_its_time(
     assert stories[1] == stories[0]
 
 
-def test_a_request_without_an_end_runs_to_the_last_token_it_may_produce(engine_tables, story):
+def test_a_request_without_an_end_runs_to_its_token_limit(engine_tables, story):
     story.served("a", 1, 30, max_tokens=30)
     story.request("b", ("QUEUED", 1), ("SCHEDULED", 2), ("FIRST_TOKEN", 2), max_tokens=5)
     rows = engine_tables((story,)).rows("running_depth", "remaining_after")
@@ -269,7 +269,7 @@ def test_tokens_left_are_unknown_where_a_limit_is(engine_tables, story):
     assert [rows[step][0] for step in (2, 3, 4, 6)] == [18, None, None, 14]
 
 
-def test_shared_blocks_are_unknown_where_fewer_are_held(engine_tables, story):
+def test_shared_blocks_are_unknown_where_fewer_are_in_use(engine_tables, story):
     """100 tokens hold 7 blocks; the summary says that the two requests share 6 of 14."""
     story.served("a", 1, 9, prompt=100).served("b", 1, 3, prompt=100).served("c", 11, 12, prompt=16)
     story.summary(2, kv_blocks_total=100, kv_blocks_free=92)

@@ -85,7 +85,7 @@ def test_requests_get_the_steps_that_they_were_in(fine, delay_us):
     assert (contexts["context_tokens"] == contexts["true"]).mean() > 0.99
 
 
-def test_whole_seconds_place_requests_whose_prompts_hit_the_prefix_cache():
+def test_requests_with_prefix_hits_match_whole_seconds():
     # No line has as many tokens as the prompts of half of the requests, and the server has a request in every slot.
     run = synth(SynthOptions(requests=300, rate_per_s=20.0, seed=7, prefix_fraction=0.5, max_num_seqs=12))
     requests = in_unix(stock_requests(run))
@@ -127,7 +127,7 @@ def held_up(requests, every_us, longest_us, seed):
     return requests.with_columns(late("ttft_us"), late("e2e_us"))
 
 
-def test_a_front_end_that_is_held_up_leaves_most_requests_on_whole_seconds():
+def test_a_slow_front_end_leaves_most_requests_on_whole_seconds():
     run = synth(SynthOptions(requests=300, rate_per_s=3.0, seed=5, max_num_seqs=8))
     requests = held_up(in_unix(stock_requests(run)), 2e5, 1e5, 5)
     placed = place_on_log(requests, log_clock(logged(run, fine=False)), LIMITS)
@@ -135,12 +135,12 @@ def test_a_front_end_that_is_held_up_leaves_most_requests_on_whole_seconds():
     assert right_steps(placed, run) > 0.9
 
 
-def test_stamps_that_point_before_the_first_line_place_nothing():
+def test_stamps_before_the_first_line_match_no_request():
     run = synth(SynthOptions(requests=300, rate_per_s=20.0, seed=6, max_num_seqs=12))
     requests = held_up(in_unix(stock_requests(run)), 5e5, 3e5, 6)
     assert place_on_log(requests, log_clock(logged(run, fine=False)), LIMITS) is None
 
 
-def test_spans_of_another_server_are_not_placed():
+def test_spans_of_another_server_match_no_line():
     other = synth(SynthOptions(requests=300, rate_per_s=8.0, seed=6))
     assert place_on_log(in_unix(stock_requests(other)), log_clock(logged(RUN)), LIMITS) is None

@@ -31,7 +31,7 @@ def test_those_queued_before_and_not_yet_scheduled_wait_ahead(engine_tables, sto
     assert found["token_steps_ahead"] == 5 * (20 + 5 / 2) + 7 * (33 + 7 / 2)
 
 
-def test_of_requests_drained_together_the_first_waits_ahead_of_the_second(engine_tables, story):
+def test_requests_drained_at_once_wait_in_their_order(engine_tables, story):
     story.served("a", 1, 9)
     for name, at_us in (("b", 29_950), ("c", 29_952)):
         queued = ("QUEUED", 2, {"at_us": at_us})
@@ -49,14 +49,14 @@ def test_running_requests_hold_blocks_and_still_put_out_tokens(engine_tables, st
     assert _of(found, ROOM) == (8 - 2, 2048 - 2, 1)
 
 
-def test_who_finished_in_the_step_before_is_gone(engine_tables, story):
+def test_a_request_finished_in_the_step_before_is_gone(engine_tables, story):
     """QUEUED comes after the update of step 3, in which b ended and gave back its ceil(41 / 16) blocks."""
     story.served("a", 1, 9, prompt=100).served("b", 2, 3, prompt=40)
     story.request("c", ("QUEUED", 3), ("SCHEDULED", 4), ("FINISHED", 4, {"done": 1}), prompt=10)
     assert _of(engine_tables((story,)).queue()["c"], RUNNING) == (1, 20 - 3, 100 - 7)
 
 
-def test_who_was_aborted_in_its_prompt_gives_back_what_it_had_computed(engine_tables, story):
+def test_a_request_aborted_in_its_prompt_frees_its_blocks(engine_tables, story):
     """100 of 900 tokens computed hold 7 blocks, not 57."""
     story.served("a", 1, 9, prompt=10)
     story.request(
@@ -68,7 +68,7 @@ def test_who_was_aborted_in_its_prompt_gives_back_what_it_had_computed(engine_ta
     assert table.queue(max_num_batched_tokens=101)["c"]["kv_blocks_free"] == 99
 
 
-def test_a_preempted_request_waits_with_its_output_to_compute_again(engine_tables, story):
+def test_a_preempted_request_waits_with_its_output_to_recompute(engine_tables, story):
     story.preempted("a", 4, 7, 8, out=3, total=5)
     story.request("b", ("QUEUED", 5), ("SCHEDULED", 8), ("FINISHED", 8, {"done": 1}), prompt=10)
     found = engine_tables((story,)).queue()["b"]
@@ -85,7 +85,7 @@ def test_an_abort_while_waiting_leaves_the_queue(engine_tables, story):
     assert [queue[name]["waiting_ahead"] for name in ("c", "d")] == [1, 0]
 
 
-def test_whoever_was_not_seen_to_enter_the_queue_does_not_leave_it(engine_tables, story):
+def test_a_request_that_was_never_queued_cannot_leave_the_queue(engine_tables, story):
     """The server's SDK drops the first events of a long span."""
     story.request("a", ("SCHEDULED", 2), ("FINISHED", 9, {"done": 8}))
     for name, step in (("b", 1), ("c", 3)):
@@ -101,7 +101,7 @@ def test_no_more_blocks_are_freed_than_are_used(engine_tables, story):
     assert engine_tables((story,)).queue()["c"]["kv_blocks_free"] == 100
 
 
-def test_no_fewer_blocks_than_none_are_free(engine_tables, story):
+def test_free_blocks_are_never_negative(engine_tables, story):
     """Three requests of 7 blocks each, which share many, in a cache of 15."""
     for name in "abc":
         story.served(name, 1, 5)
@@ -109,7 +109,7 @@ def test_no_fewer_blocks_than_none_are_free(engine_tables, story):
     assert engine_tables((story,)).queue(num_blocks=15)["d"]["kv_blocks_free"] == 0
 
 
-def test_prompt_tokens_still_to_compute_take_their_part_of_the_next_step(engine_tables, story):
+def test_unfinished_prompts_take_tokens_of_the_next_step(engine_tables, story):
     """After step 2 a has 300 - 2 * 128 = 44 tokens to go; with its slot that leaves 128 - 1 - 44 of the budget."""
     story.served("a", 1, 6, prompt=300, prefilled=3)
     story.request("b", ("QUEUED", 2), ("SCHEDULED", 3), ("FINISHED", 3, {"done": 1}), prompt=10)
@@ -117,7 +117,7 @@ def test_prompt_tokens_still_to_compute_take_their_part_of_the_next_step(engine_
     assert _of(found, ("free_tokens", "running_remaining_tokens")) == (128 - 1 - 44, 20)
 
 
-def test_a_summary_tells_the_free_blocks(engine_tables, story):
+def test_free_blocks_come_from_a_summary(engine_tables, story):
     story.served("a", 1, 9).summary(3, kv_blocks_total=100, kv_blocks_free=42)
     story.request("b", ("QUEUED", 3), ("SCHEDULED", 4), ("FINISHED", 4, {"done": 1}))
     assert engine_tables((story,)).queue()["b"]["kv_blocks_free"] == 42
@@ -130,7 +130,7 @@ def test_room_is_unknown_where_the_limit_is(engine_tables, story, limit, column)
     assert engine_tables((story.served("a", 1, 3),)).queue(**{limit: None})["a"][column] is None
 
 
-def test_blocks_are_unknown_where_nothing_tells_how_many_there_are(engine_tables, story):
+def test_free_blocks_are_null_where_the_total_is_unknown(engine_tables, story):
     found = engine_tables((story.served("a", 1, 3),)).queue(num_blocks=None)["a"]
     assert _of(found, ("kv_blocks_free", "kv_blocks_total")) == (None, None)
 
@@ -141,7 +141,7 @@ def test_blocks_of_another_size(engine_tables, story):
     )
 
 
-def test_engines_have_queues_of_their_own(engine_tables, new_story):
+def test_engines_have_separate_queues(engine_tables, new_story):
     one = new_story(server="one").request("a", ("QUEUED", 0), ("SCHEDULED", 5), ("FINISHED", 5, {"done": 1}))
     two = new_story(server="two").served("b", 1, 3, prompt=10)
     again = new_story(server="two", epoch=1, begin_us=900_000).served("c", 1, 3, prompt=10)

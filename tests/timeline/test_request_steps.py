@@ -67,7 +67,7 @@ def test_the_batch_of_every_step_is_that_of_the_engine():
         assert (both[name] == both[f"{name}_true"]).mean() > 0.99, name
 
 
-def test_the_time_between_two_known_starts_is_that_of_the_steps_between():
+def test_time_between_anchored_starts_is_that_of_the_steps():
     run = _run()
     timeline = _timeline(count_steps(stock_requests(run, delay_us=0.0), LIMITS))
     rows = timeline.filter(pl.col("cycle_source") == "request", ~pl.col("idle_after"))
@@ -109,7 +109,7 @@ def test_long_requests_that_all_come_at_once_are_counted(ahead):
     assert off.abs().max() <= 1
 
 
-def test_a_preempted_request_does_not_spoil_the_count_of_the_others():
+def test_a_preempted_request_keeps_the_other_counts_exact():
     run = _run(num_blocks=450, requests=150, rate=9.0)
     preempted = run.truth_requests.filter(pl.col("num_preemptions") > 0)["request_id"]
     assert 1 <= len(preempted) <= 5
@@ -119,7 +119,7 @@ def test_a_preempted_request_does_not_spoil_the_count_of_the_others():
     assert (took == others["true_last"] - others["true_first"]).mean() > 0.9
 
 
-def test_the_batches_of_an_engine_that_preempts_half_of_its_requests():
+def test_batches_are_right_where_half_the_requests_are_preempted():
     run = _run(14.0, 400, num_blocks=1200, output_tokens=LengthMix(((1.0, 400.0, 0.2),)))
     assert (run.truth_requests["num_preemptions"] > 0).mean() > 0.4
     counted = count_steps(stock_requests(run), LIMITS)
@@ -137,7 +137,7 @@ def test_the_batches_of_an_engine_that_preempts_half_of_its_requests():
 _TOOK = (("finished_step", "first_token_step"), ("true_last", "true_first"))
 
 
-def test_steps_at_the_ends_of_a_recording_that_was_cut_out_have_no_time():
+def test_steps_at_the_ends_of_a_cut_recording_have_no_time():
     """Requests that ran on when it ended are not in it, and those that had ended before it began."""
     run = _run()
     whole = stock_requests(run)
@@ -153,7 +153,7 @@ def test_steps_at_the_ends_of_a_recording_that_was_cut_out_have_no_time():
     assert still.height <= 3
 
 
-def test_who_waits_when_a_request_is_queued_is_known():
+def test_requests_ahead_are_counted_when_one_is_queued():
     run = synth(
         SynthOptions(rate_per_s=30.0, requests=150, seed=2, phases=STEADY, abort_fraction=0.0, max_num_seqs=8)
     )

@@ -27,7 +27,7 @@ def _preempted(trace):
     return trace.api(1, {"ARRIVED": 8_000}).core(1, events, preemptions=1)
 
 
-def test_a_request_is_in_its_steps_and_not_in_those_it_was_preempted_for(tables_of, traces):
+def test_a_request_is_not_in_the_steps_of_its_preemption(tables_of, traces):
     row = tables_of(_steps(_preempted(traces), range(1, 8)))("requests").row(0, named=True)
     assert (row["steps"], row["steps_timed"]) == (4, 1.0)
     assert row["scheduler_us"] == 100 + 200 + 500 + 600
@@ -37,7 +37,7 @@ def test_a_request_is_in_its_steps_and_not_in_those_it_was_preempted_for(tables_
     assert row["model_forward_us"] is None
 
 
-def test_steps_that_were_not_sampled_count_as_the_mean_of_the_others(tables_of, traces):
+def test_unsampled_steps_count_as_the_mean_of_the_others(tables_of, traces):
     row = tables_of(_steps(_preempted(traces), (1, 3, 5, 7)))("requests").row(0, named=True)
     assert (row["steps"], row["steps_timed"], row["scheduler_us"]) == (4, 0.5, (100 + 500) * 4 / 2)
     assert row["model_execute_us"] == 39_500 - 1_200
@@ -53,7 +53,7 @@ def test_durations_of_whole_steps_are_no_time_of_scheduling(tables_of, traces):
     assert table("rejects").is_empty()
 
 
-def test_without_a_step_nothing_is_known_of_them(tables_of, traces):
+def test_without_recorded_steps_times_are_null(tables_of, traces):
     row = tables_of(_preempted(traces))("requests").row(0, named=True)
     assert row["steps"] == 4, "the journey tells so much"
     assert [row[c] for c in ("scheduler_us", "model_execute_us", "execute_ratio")] == [None] * 3
@@ -97,5 +97,5 @@ def test_the_99th_percentile_is_of_the_times_between_all_tokens(tables_of, trace
     assert table("requests")["itl_p99_us"].item() == pytest.approx(10_000 + 0.98 * 100)
 
 
-def test_with_a_token_nobody_saw_come_there_is_none(tables_of, traces):
+def test_itl_is_null_where_a_token_has_no_snapshot(tables_of, traces):
     assert tables_of(_tokens(traces, [(2, 1), (4, 3)]))("requests")["itl_p99_us"].item() is None

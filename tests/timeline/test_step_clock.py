@@ -71,7 +71,7 @@ def test_context_is_the_cache_read_by_scheduled_requests(tables_of, traces):
     assert (row["context_tokens"], row["prefill_context_tokens"]) == (100, 64)
 
 
-def test_context_is_estimated_where_a_running_request_has_no_snapshot(tables_of, traces):
+def test_context_is_estimated_where_a_snapshot_is_missing(tables_of, traces):
     first = traces.summary(1, 0, running_depth=2, num_decode_reqs=2)
     table = tables_of(traces.steps(first, traces.snapshot(1, 200, "a")))
     row = _row(table, 1)
@@ -97,13 +97,13 @@ def test_updates_well_after_the_next_start_tell_scheduling_ahead(tables_of, trac
     assert lags.rows() == [("run", "engine", lag)]
 
 
-def test_a_handful_of_updates_tells_nothing(tables_of, traces):
+def test_a_few_updates_do_not_show_scheduling_ahead(tables_of, traces):
     traces.steps(*(traces.summary(step, 1000.0 * step) for step in range(1, 11)))
     table = tables_of(traces.request(1, 1810, step=3, tokens_at=(4970, 8970)))
     assert execution_lags(table("timeline"), table("journey_events")).height == 0
 
 
-def test_aborts_tell_nothing_of_execution(tables_of, traces):
+def test_aborts_do_not_count_as_updates(tables_of, traces):
     traces.steps(*(traces.summary(step, 1000.0 * step) for step in range(1, 41)))
     for step in range(2, 32):
         aborted = ("FINISHED", 1000.0 * (step + 1) + 500, step, {"finish.status": "aborted"})

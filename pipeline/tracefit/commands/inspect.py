@@ -49,7 +49,13 @@ from tracefit.tables.health import Check, health_checks
 from tracefit.tables.runs import are_stock, step_counters
 from tracefit.tables.sources import CycleSource
 from tracefit.tables.store import TableStore
-from tracefit.timeline import clock_disagreements, events_of, execution_lags, is_cut_off, unknown_batches
+from tracefit.timeline import (
+    clock_disagreements,
+    events_of,
+    execution_lags,
+    is_at_recording_end,
+    unknown_batches,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -238,7 +244,7 @@ def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
             (pl.col("cycle_source") == CycleSource.LOG_INTERVAL.value) & ~pl.col("idle_after")
         ).height,
         counted=cycles.filter((pl.col("cycle_source") == "request") & ~pl.col("idle_after")).height,
-        cut_off=timeline.filter(is_cut_off()).height,
+        cut_off=timeline.filter(is_at_recording_end()).height,
         idle=int(cycles["idle_after"].sum() or 0),
         busy_ns=round(1000 * (adjacent["cycle_us"].sum() or 0)),
         covered_ns=round(1000 * (adjacent["duration_us"].sum() or 0)),

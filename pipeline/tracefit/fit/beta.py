@@ -50,7 +50,7 @@ from tracefit.server.settings import ALL_SPANS, NO_PREFIX_CACHE, SGLANG_STEPS, c
 from tracefit.tables.dialects import SGLANG, STEP_EVENT
 from tracefit.tables.schema import ENGINE
 from tracefit.tables.sources import CycleSource, is_one_step
-from tracefit.timeline import is_cut_off
+from tracefit.timeline import is_at_recording_end
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -211,7 +211,7 @@ def fit_step_times(
         reason = (
             *reason,
             *COUNTED_NOTES,
-            f"{tables.timeline.filter(is_cut_off()).height:,} steps at the ends of the recording have no time: requests that were in them may be missing",
+            f"{tables.timeline.filter(is_at_recording_end()).height:,} steps at the ends of the recording have no time: requests that were in them may be missing",
             *_notes_on_hits(whole_prompts),
             *([of_all] if placed < recorded_requests else []),
         )

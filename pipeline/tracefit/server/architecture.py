@@ -29,7 +29,7 @@ class LatentAttention:
 
     Attributes:
         q_lora_rank: Width queries are compressed to; None when they are projected directly.
-        kv_lora_rank: Width of the latent that is cached for keys and values together.
+        kv_lora_rank: Width of the latent that is cached for both keys and values.
         qk_nope_head_dim: Part of each query and key head without position.
         qk_rope_head_dim: Part with rotary position, cached once for all heads.
         v_head_dim: Width of each value head.
@@ -43,7 +43,7 @@ class LatentAttention:
 
     @property
     def cached_elements(self) -> int:
-        """Elements cached per token and layer, for all heads together."""
+        """Elements cached per token and layer, over all heads."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -54,11 +54,11 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class LinearAttention:
-    """Sizes of linear attention (gated delta rule), which keeps one state per request in place of a cache per token.
+    """Sizes of linear attention (gated delta rule), which caches one state per request instead of keys and values per token.
 
     Attributes:
         key_heads: Query and key heads.
-        value_heads: Value heads, each with a state of its own.
+        value_heads: Value heads, each with one state.
         key_head_dim: Width of a query or key head.
         value_head_dim: Width of a value head.
     """
@@ -94,7 +94,7 @@ class ModelArchitecture:
         experts: Routed experts of an MoE layer; 0 for a dense model.
         experts_per_token: Routed experts each token visits.
         expert_ffn: FFN width of one routed expert.
-        shared_ffn: FFN width of all shared experts together; 0 for none.
+        shared_ffn: Sum of the FFN widths of the shared experts; 0 for none.
         layer_windows: Per layer, how many tokens back it reads (sliding or chunked attention); None is all, 0
             is a layer of linear attention, which has no context.
         vocabulary: Rows of the embedding.
@@ -150,7 +150,7 @@ class ModelArchitecture:
 
     @property
     def linear_layers(self) -> int:
-        """Layers of linear attention: what they cost does not depend on the context."""
+        """Layers of linear attention: their cost does not depend on the context."""
         return self.layer_windows.count(0)
 
     @property
@@ -206,21 +206,19 @@ class ModelArchitecture:
         """Parameters of the attention matrices of one layer with a context."""
         if self.latent is None:
             # Not hidden: Qwen3-30B-A3B has heads of 128 where hidden / heads is 64.
-            query_width = self.heads * self.head_dim
-            return self.hidden * (
-                (2 + self.gated_attention) * query_width + 2 * self.kv_heads * self.head_dim
-            )
+            columns = (2 + self.gated_attention) * self.heads + 2 * self.kv_heads
+            return self.hidden * self.head_dim * columns
         mla = self.latent
         query_width = self.heads * mla.qk_head_dim
         query = self.hidden * query_width
         if mla.q_lora_rank is not None:
             query = mla.q_lora_rank * (self.hidden + query_width)
-        # Keys without position and values are expanded from the latent; `cached_elements` is what projects to it.
+        # Keys without position and values are expanded from the latent; `cached_elements` is the width of the projection to it.
         expand = mla.kv_lora_rank * self.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         return query + self.hidden * mla.cached_elements + expand + self.heads * mla.v_head_dim * self.hidden
 
     def ffn_parameters(self, width: int) -> int:
-        """Parameters of one FFN of a given width: 3 matrices when gated, 2 when not."""
+        """Return the parameters of one FFN: 3 matrices when gated, 2 when not."""
         return (3 if self.gated_ffn else 2) * self.hidden * width
 
     @property
@@ -243,7 +241,7 @@ class ModelArchitecture:
         return (
             (attention, self.attention_weight_bytes),
             (self.dense_layers * self.ffn_parameters(self.ffn) + shared, self.ffn_weight_bytes),
-            # The router stays in the model's own data type under every quantization method, as embeddings do.
+            # The router stays in the model's data type under every quantization method, as embeddings do.
             (self.moe_layers * self.hidden * self.experts, self.dtype_bytes),
             (routed, self.expert_weight_bytes),
         )
@@ -255,7 +253,7 @@ class ModelArchitecture:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token uses: as `parameters`, with only its own experts."""
+        """Parameters that one token uses: as `parameters`, with only the experts it visits."""
         return self.embedding_parameters + sum(n for n, _ in self._layer_matrices(self.experts_per_token))
 
     # -- KV cache ------------------------------------------------------------------------------------
@@ -389,7 +387,7 @@ class ModelArchitecture:
 def slug_of(name: str) -> str:
     """Return a model's name or path as a short readable part of a deployment id.
 
-    `meta-llama/Llama-2-70b-hf` is `llama-2-70b`; a folder of the hub's cache is the model it holds.
+    `meta-llama/Llama-2-70b-hf` is `llama-2-70b`; a folder of the hub's cache is its model.
 
     Returns:
         Lower-case text of `[a-z0-9.-]`, at most 64 characters; `model` if no character is left.

@@ -1,7 +1,7 @@
 """The server behind a run: its settings, model and GPU, how the `runs` table stores them, and their deployment id.
 
-Runs of one model on one kind of GPU under the same settings share a deployment and are fitted together. Its id
-ends in a hash over everything that changes what a server does.
+Runs of one model on one kind of GPU under the same settings share a deployment and are fitted as one. Its id
+ends in a hash over everything that changes how a server behaves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunContext:
-    """The server of one run: settings, and the model and GPU if known. The runs of a fleet share one, which is equal to itself alone."""
+    """The server of one run: settings, and the model and GPU if known. The runs of a fleet share one object, which equals no other."""
 
     settings: ServerSettings
     architecture: ModelArchitecture | None = None
@@ -68,13 +68,13 @@ def read_context(
     *,
     gpu: str | None = None,
 ) -> RunContext:
-    """Return the server of a run, from the run's files; values given by the user win.
+    """Return the server of a run, from the run's files; the user's values win.
 
     Args:
         run_configs: exp-config.yaml, run.yaml, a `vllm serve` command line or a server log.
         model_config: config.json.
-        overrides: Settings given by the user.
-        gpu: Name of a GPU, or a JSON file that describes one; else the run's own `gpu` setting.
+        overrides: Settings from the user.
+        gpu: Name of a GPU, or a JSON file that describes one; else the `gpu` setting of the run.
 
     Raises:
         UsageError: A file is not valid, two of them contradict, or model and tensor parallelism contradict.
@@ -82,7 +82,7 @@ def read_context(
     settings = assume_defaults(merge(read_all_settings(run_configs), overrides))
     text = as_text(read_bytes(model_config), where=str(model_config)) if model_config else None
     name = settings.gpu if gpu is None else gpu
-    known_gpu = None
+    described = None
     if gpu and "://" in gpu:
         # Refused without showing it: a URL may contain a password, and a GPU's name gets into tables and reports.
         raise UsageError(
@@ -91,15 +91,15 @@ def read_context(
             hint="give the name of a GPU, or a JSON file on this machine",
         )
     if name and name.lower().endswith(".json"):
-        known_gpu = read_gpu(Path(name))
+        described = read_gpu(Path(name))
     elif name:
         # A GPU may be newer than the catalogue: `_assemble` names it, and the features that are left out without it.
         try:
-            known_gpu = find_gpu(name)
+            described = find_gpu(name)
         except UnknownGpuError:
             if gpu:
                 settings = merge(settings, settings_from({"gpu": gpu}, where=named(ServerOptions, "gpu")))
-    return _assemble(settings, text, str(model_config), known_gpu)
+    return _assemble(settings, text, str(model_config), described)
 
 
 def _assemble(settings: ServerSettings, text: str | None, where: str, gpu: Gpu | None) -> RunContext:
@@ -125,7 +125,7 @@ def _assemble(settings: ServerSettings, text: str | None, where: str, gpu: Gpu |
 
 
 def gpu_to_json(gpu: Gpu | None) -> str | None:
-    """Write a GPU as JSON of the shape a user's own GPU file has."""
+    """Write a GPU as JSON of the shape of a user's GPU file."""
     return None if gpu is None else json.dumps({"name": gpu.name, **gpu.facts()})
 
 
@@ -144,21 +144,17 @@ def _restore_gpu(text: str | None, *, where: str) -> Gpu | None:
         return None
     gpu = parse_gpu(text, where=where)
     try:
-        known = find_gpu(gpu.name)
+        listed = find_gpu(gpu.name)
     except UsageError:
         return gpu
     # The column has only facts: a GPU of the catalogue gets its confidence back, an altered one does not.
-    return known if known.facts() == {**gpu.facts(), "gpu_confidence": known.confidence} else gpu
+    return listed if listed.facts() == {**gpu.facts(), "gpu_confidence": listed.confidence} else gpu
 
 
 @lru_cache(maxsize=64)  # the runs of a fleet share a context
 def deployment_of(context: RunContext) -> Deployment:
     """Return the deployment of a run; its id is `<model>.<gpu>.tp<n>.<8 hex digits of a hash>`."""
     settings, architecture = context.settings, context.architecture
-    if architecture is not None:
-        model = architecture.slug
-    else:
-        model = slug_of(settings.model) if settings.model else "unknown-model"
     parts = {
         "architecture": architecture.facts() if architecture else None,
         "gpu": context.gpu.facts() if context.gpu else None,
@@ -167,7 +163,8 @@ def deployment_of(context: RunContext) -> Deployment:
         "knobs": settings.knobs(),
         "tensor_parallel": settings.tensor_parallel,
     }
-    # Everything that changes what a server does counts; the readable part before it names model, GPU and ranks only.
+    # Everything that changes how a server behaves counts; the readable part before it names model, GPU and ranks only.
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
-    gpu = context.gpu.slug if context.gpu else slug_of(settings.gpu) if settings.gpu else "no-gpu"
+    model = architecture.slug if architecture else slug_of(settings.model or "unknown-model")
+    gpu = context.gpu.slug if context.gpu else slug_of(settings.gpu or "no-gpu")
     return Deployment(f"{model}.{gpu}.tp{settings.tensor_parallel or 1}.{digest}", context)

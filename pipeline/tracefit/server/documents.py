@@ -47,7 +47,7 @@ Document: TypeAlias = Mapping[str, object]
 
 # Published config.json files have tens of KiB.
 MAX_DOCUMENT_BYTES = 8 * 1024 * 1024
-# Far above what a configuration needs, far below where Python's own recursion ends.
+# Far above what a configuration needs, far below where Python's recursion ends.
 MAX_NESTING = 64
 
 _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
@@ -55,9 +55,8 @@ _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
 
 MAX_INTEGER = 2**53  # beyond this a JSON number is no longer exact for other readers
 _EXCERPT_CHARS = 40  # an error is one line, which also names file and key
-_MAX_INTEGER_CHARS = (
-    300  # Python refuses to print integers of more than 4,300 digits, in any base they were read
-)
+# Python refuses to print integers of more than 4,300 digits, in any base they were read.
+_MAX_INTEGER_CHARS = 300
 
 _T = TypeVar("_T")
 
@@ -117,11 +116,8 @@ def parse_json_object(content: bytes | str, *, where: str, strict: bool = False)
     text = as_text(content, where=where)
     _check_json_size(text, where=where)
     try:
-        value = json.loads(
-            text,
-            object_pairs_hook=_no_duplicates,
-            parse_constant=_no_constant if strict else None,
-        )
+        constant = _no_constant if strict else None
+        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=constant)
     except RecursionError:
         raise UsageError("is nested too deeply", where=where) from None
     except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
@@ -132,7 +128,7 @@ def parse_json_object(content: bytes | str, *, where: str, strict: bool = False)
 
 
 def _check_json_size(text: str, *, where: str) -> None:
-    """Refuse text that is too costly to parse, from counts of characters alone."""
+    """Refuse text that is too costly to parse, by counts of its characters."""
     # Every value but the first follows one of these.
     if max(text.count(mark) for mark in ",[{") > MAX_VALUES:
         raise UsageError(f"is not JSON of fewer than {MAX_VALUES:,} values", where=where)
@@ -197,7 +193,7 @@ def parse_yaml(content: bytes | str, *, where: str) -> object:
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """A safe loader that refuses duplicate keys in a mapping, and integers of more than 300 characters.
 
-    The library would take the last of two equal keys. Python's own limit covers printing such integers, but not reading
+    The library would take the last of two equal keys. Python's limit covers printing such integers, but not reading
     hexadecimal and binary ones.
     """
 
@@ -206,7 +202,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         if len(mapping) < len(node.value):
             ((text, _),) = Counter(str(key.value) for key, _ in node.value).most_common(1)
             *_, again = (key for key, _ in node.value if str(key.value) == text)
-            raise yaml.MarkedYAMLError(problem=f"{text} stands twice", problem_mark=again.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"{text} is there twice", problem_mark=again.start_mark)
         return mapping
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
@@ -296,7 +292,7 @@ def validated(
         shape: The declared type.
         value: The decoded value.
         where: Name of the source, for the error.
-        key: The value's own key, for the error; null for a whole document.
+        key: The key of the value, for the error; null for a whole document.
         spellings: Field name to the key the document has it under, for the error.
 
     Raises:
@@ -316,13 +312,10 @@ _WORDS = {
     "int_type": "must be a whole number",
     "bool_type": "must be true or false",
     "float_type": "must be a number",
-    "tuple_type": "must be a list",
-    "list_type": "must be a list",
     "dataclass_type": "must be an object",
-    "string_too_short": "must have {min_length} or more {unit}",
-    "string_too_long": "must have at most {max_length} {unit}",
-    "too_short": "must have {min_length} or more {unit}",
-    "too_long": "must have at most {max_length} {unit}",
+    **dict.fromkeys(("tuple_type", "list_type"), "must be a list"),
+    **dict.fromkeys(("string_too_short", "too_short"), "must have {min_length} or more {unit}"),
+    **dict.fromkeys(("string_too_long", "too_long"), "must have at most {max_length} {unit}"),
 }
 """Kinds of faults in the terms of JSON; all others have pydantic's wording."""
 
@@ -331,29 +324,28 @@ def _usage_error(
     error: ErrorDetails, shape: object, *, where: str, key: str | None, spellings: Mapping[str, str]
 ) -> UsageError:
     steps = [spellings.get(str(step), step) for step in error["loc"]]
-    place = "".join(f"[{step}]" if isinstance(step, int) else f".{excerpt(step)}" for step in steps)
-    place = f"{key or ''}{place}".removeprefix(".") or "document"
-    known = _keys_at(shape, error["loc"])
-    listed = f"keys: {', '.join(sorted(known))}"
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{excerpt(step)}" for step in steps)
+    path = f"{key or ''}{path}".removeprefix(".") or "document"
+    keys = _keys_at(shape, error["loc"])
+    listed = f"keys: {', '.join(sorted(keys))}"
     value = error["input"]
     match error["type"]:
         case "missing":
-            unknown = [str(name) for name in value if name not in known] if isinstance(value, Mapping) else []
+            unknown = [str(name) for name in value if name not in keys] if isinstance(value, Mapping) else []
             close = difflib.get_close_matches(str(steps[-1]), unknown, n=1)
             written = f"the file has {excerpt(close[0])}; " if close else ""
-            return UsageError(f"{place} is missing", where=where, hint=f"{written}{listed}")
+            return UsageError(f"{path} is missing", where=where, hint=f"{written}{listed}")
         case "extra_forbidden" | "unexpected_keyword_argument":
-            hint = f"{did_you_mean(str(steps[-1]), known) or ''} {listed}".strip()
-            return UsageError(f"{place} is not a known key", where=where, hint=hint)
+            hint = f"{did_you_mean(str(steps[-1]), keys) or ''} {listed}".strip()
+            return UsageError(f"{path} is not a known key", where=where, hint=hint)
         case kind:
             text = error["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
             if kind in _WORDS:
                 unit = "characters" if isinstance(value, str) else "items"
                 text = _WORDS[kind].format(**error.get("ctx", {}), unit=unit)
-            # Our own validators give the whole message; a length needs no excerpt.
+            # Validators of this package give the whole message; a length needs no excerpt.
             whole = kind == "value_error" or kind.endswith(("_long", "_short"))
-            said = text if whole else f"{text}, not {_shown(value)}"
-            return UsageError(f"{place} {said}", where=where)
+            return UsageError(f"{path} {text if whole else f'{text}, not {_shown(value)}'}", where=where)
 
 
 def _shown(value: object) -> str:
@@ -364,9 +356,9 @@ def _shown(value: object) -> str:
     return excerpt(value) if isinstance(value, int | float) else f"{kind_of(value)} {excerpt(value)!r}"
 
 
-def _keys_at(kind: object, place: tuple[int | str, ...]) -> list[str]:
+def _keys_at(kind: object, path: tuple[int | str, ...]) -> list[str]:
     """Return the keys that the object at a path may have; empty unless it is a dataclass."""
-    for step in place[:-1]:
+    for step in path[:-1]:
         kind = get_args(kind)[0] if isinstance(step, int) else get_type_hints(kind).get(step)
     return [field.name for field in fields(kind)] if isinstance(kind, type) and is_dataclass(kind) else []
 

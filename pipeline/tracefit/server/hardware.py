@@ -1,4 +1,4 @@
-"""Facts of GPUs that step time depends on: a catalogue with sources, and a reader of a user's own GPU file.
+"""Facts of GPUs that step time depends on: a catalogue with sources, and a reader of a user's GPU file.
 
 Rates are dense (datasheets of NVIDIA print sparse ones, which are twice as high). GB is 10^9 bytes. Link
 bandwidth is bidirectional per GPU, over NVLink, xGMI or a bridge.
@@ -51,8 +51,8 @@ class GpuValues:
         compute_tflops_fp8: Dense fp8 rate; None for a GPU without it.
         memory_gb: Memory, in 10^9 bytes.
         memory_bandwidth_gb_s: Memory bandwidth, in 10^9 bytes/s.
-        link_gb_s: Bandwidth to the other GPUs, both directions together; None with PCIe only.
-        sm_count: Streaming multiprocessors (compute units for AMD); None if not given.
+        link_gb_s: Bandwidth to the other GPUs, sum of both directions; None with PCIe only.
+        sm_count: Streaming multiprocessors (compute units for AMD); None if unknown.
     """
 
     name: Annotated[Text, Field(max_length=_MAX_NAME_CHARS)]
@@ -69,7 +69,7 @@ class Gpu(GpuValues):
     """One GPU: its values and how far to trust them.
 
     Attributes:
-        confidence: `high` for datasheet values, `low` if sources disagree, `given` for a user's own.
+        confidence: `high` for datasheet values, `low` if sources disagree, `given` for a GPU of the user.
     """
 
     confidence: Confidence = "high"
@@ -83,7 +83,7 @@ class Gpu(GpuValues):
     def relative_performance(self) -> float:
         """Speed relative to an H100 SXM: the geometric mean of the fp16-rate and the bandwidth ratio.
 
-        A step is bound by one or the other, so neither alone shows how much faster a GPU is.
+        A step is bound by one or the other, so one of them does not show how much faster a GPU is.
         """
         reference = CATALOGUE["H100-SXM"]
         compute = self.compute_tflops_fp16 / reference.compute_tflops_fp16
@@ -154,14 +154,14 @@ def _entry(row: str) -> tuple[Gpu, list[str]]:
     name, source, *cells = row.split()
     # As JSON: a whole number stays whole, as it is published.
     values, aliases = cells[: len(_VALUE_FIELDS)], cells[len(_VALUE_FIELDS) :]
-    known = {k: json.loads(cell) for k, cell in zip(_VALUE_FIELDS, values, strict=True) if cell != "-"}
-    return Gpu(name=name, **known, confidence="low" if source == "tables" else "high"), aliases
+    facts = {k: json.loads(cell) for k, cell in zip(_VALUE_FIELDS, values, strict=True) if cell != "-"}
+    return Gpu(name=name, **facts, confidence="low" if source == "tables" else "high"), aliases
 
 
 _ENTRIES = tuple(map(_entry, _TABLE.splitlines()))
 
 CATALOGUE: Mapping[str, Gpu] = {gpu.name: gpu for gpu, _ in _ENTRIES}
-"""Known GPUs by name."""
+"""GPUs by name."""
 
 # Drivers put the maker before the model: `NVIDIA H100 80GB HBM3`, `Tesla V100-SXM2-16GB`, `AMD Instinct MI300X`.
 _MAKERS = re.compile(r"^(nvidia|tesla|geforce|amd|instinct|radeon)+")
@@ -202,7 +202,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def read_gpu(path: Path) -> Gpu:
-    """Read a user's own GPU from a JSON file.
+    """Read a GPU of the user from a JSON file.
 
     The file holds one object with `memory_bandwidth_gb_s`, `compute_tflops_fp16`, `memory_gb` and `sm_count`
     and optionally `compute_tflops_fp8`, `link_gb_s` and `name`; or a mapping of one name to such an object.

@@ -51,34 +51,16 @@ _ALTERNATING = frozenset(["gemma2", "gpt_oss"])
 """A window is one of layers 0, 2, 4, …"""
 
 _LEARNED_POSITIONS: Mapping[str, int] = {"gpt2": 0, "gpt_bigcode": 0, "opt": 2}
-"""Positions are a learned embedding, with so many rows beyond the configured count."""
+"""Positions are a learned embedding, with this number of rows beyond the configured count."""
 
-_KNOWN = frozenset(
-    [
-        "chatglm",
-        "deepseek",
-        "deepseek_v2",
-        "deepseek_v3",
-        "granite",
-        "granitemoe",
-        "granitemoeshared",
-        "kimi_k2",
-        "llama",
-        "llama4",
-        "olmo2",
-        "qwen2",
-        "qwen2_5_vl",
-        "qwen2_moe",
-        "qwen2_vl",
-        "qwen3",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_moe",
-        "qwen3_next",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-    ]
-).union(_UNGATED, _TIED, _WINDOWED, _ALTERNATING)
+_KNOWN = frozenset().union(
+    *(_UNGATED, _TIED, _WINDOWED, _ALTERNATING),
+    ("chatglm", "kimi_k2", "llama", "llama4", "olmo2"),
+    ("deepseek", "deepseek_v2", "deepseek_v3"),
+    ("granite", "granitemoe", "granitemoeshared"),
+    ("qwen2", "qwen2_5_vl", "qwen2_moe", "qwen2_vl"),
+    ("qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
+)
 """Families whose keys say all the rest."""
 
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {
@@ -116,12 +98,12 @@ _POSITIONS = ("max_position_embeddings", "n_positions")
 _DTYPE = ("torch_dtype", "dtype")
 _NESTED = ("text_config", "llm_config", "language_config")
 
-# Keys that multimodal configs keep beside the nested text config, not in it.
+# Keys that multimodal configs have outside the nested text config.
 _OUTER_KEYS = frozenset(
     {*_DTYPE, *_VOCABULARY, "tie_word_embeddings", "_name_or_path", "quantization_config"}
 )
 
-# Far above what published models have. Larger values are damage, and would make lists that fill the memory.
+# Far above those of published models. Larger values are damage, and would make lists that fill the memory.
 _MOST_NAME = 64
 _MOST_LAYERS = 4096
 _MOST_WIDTH = 2**24
@@ -237,9 +219,9 @@ class _Config:
             )
         return value
 
-    def fault(self, what: str) -> UsageError:
+    def fault(self, text: str) -> UsageError:
         """Return the error of a config with an impossible value."""
-        return UsageError(what, where=self.where)
+        return UsageError(text, where=self.where)
 
     def flag(self, key: str) -> bool | None:
         """Return true, false, or None for a key that is not set."""
@@ -260,10 +242,10 @@ class _Config:
 
 def _open_config(document: Document, *, where: str) -> _Config:
     """Find the part that describes the text model, and its family."""
-    # Multimodal configs (Llama 4, Gemma 3, Qwen-VL) describe the text model in a section of its own.
+    # Multimodal configs (Llama 4, Gemma 3, Qwen-VL) describe the text model in a nested section.
     sections = (part for key in _NESTED if isinstance(part := document.get(key), Mapping))
     inner = next(sections, document)
-    # The text model's own type first: it says more than the wrapper's.
+    # The type of the text model comes first: it says more than the wrapper's.
     named = inner.get("model_type") or document.get("model_type") or "unknown"
     model_type = validated(TEXT, named, key="model_type", where=where)[:_MOST_NAME]
     config = _Config(inner, document, where, model_type)
@@ -277,9 +259,9 @@ def _open_config(document: Document, *, where: str) -> _Config:
 # -- its parts -------------------------------------------------------------------------------------------
 
 
-def _name(config: _Config, given: str | None, fallback: str) -> str:
-    if given:
-        return given
+def _name(config: _Config, name: str | None, fallback: str) -> str:
+    if name:
+        return name
     value = config.get("_name_or_path")
     if isinstance(value, str) and value.strip():
         return validated(TEXT, value, key="_name_or_path", where=config.where)
@@ -288,7 +270,7 @@ def _name(config: _Config, given: str | None, fallback: str) -> str:
 
 
 def _kv_heads(config: _Config, heads: int) -> int:
-    # Falcon's first architecture writes num_kv_heads = heads beside multi_query and means 1.
+    # Falcon's first architecture writes both num_kv_heads = heads and multi_query, and means 1.
     multi_query = config.flag("multi_query") and not config.flag("new_decoder_architecture")
     kv_heads = 1 if multi_query else config.integer(*_KV_HEADS, most=_MOST_HEADS)
     # ChatGLM states a number of groups that `multi_query_attention: false` switches off.
@@ -399,6 +381,7 @@ def _dense_ffn(config: _Config, hidden: int, experts: _Experts, layers: int) -> 
 _LINEAR_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "conv"})
 _WINDOW_KEYS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 _FULL_KINDS = frozenset({"full_attention", "attention"})
+_LAYER_KINDS = _LINEAR_KINDS | _FULL_KINDS | _WINDOW_KEYS.keys()
 
 
 def _linear(config: _Config) -> LinearAttention | None:
@@ -447,11 +430,11 @@ def _windows_by_type(config: _Config, kinds: object, layers: int) -> tuple[int |
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise config.fault(f"layer_types must be a list of {layers} names, one per layer")
     used = {kind if isinstance(kind, str) else "that are no text" for kind in kinds}
-    if unknown := used - {*_WINDOW_KEYS, *_LINEAR_KINDS, *_FULL_KINDS}:
+    if unknown := used - _LAYER_KINDS:
         raise UnknownModelError(
             f"layer_types has layers {excerpt(min(unknown))}, which is not supported",
             where=config.where,
-            hint=f"supported: {', '.join(sorted({*_WINDOW_KEYS, *_LINEAR_KINDS, *_FULL_KINDS}))}",
+            hint=f"supported: {', '.join(sorted(_LAYER_KINDS))}",
         )
     windows = {
         kind: config.required(key, most=_MOST_ROWS) for kind, key in _WINDOW_KEYS.items() if kind in used
@@ -460,15 +443,13 @@ def _windows_by_type(config: _Config, kinds: object, layers: int) -> tuple[int |
 
 
 def _chunks(config: _Config, layers: int) -> tuple[int | None, ...]:
-    """Return Llama 4's windows: layers with rotary positions see only their own chunk."""
+    """Return Llama 4's windows: layers with rotary positions see only the chunk of the token."""
     chunk = config.required("attention_chunk_size", most=_MOST_ROWS)
-    # An empty list stands for the default in published configs.
-    rotary = config.integers("no_rope_layers", least=0, most=1) or None
-    if rotary is None:
+    # An empty list means the default in published configs.
+    if config.get("no_rope_layers") in (None, []):
         interval = config.required("no_rope_layer_interval")
-        rotary = [int((layer + 1) % interval != 0) for layer in range(layers)]
-    if len(rotary) != layers:
-        raise config.fault(f"no_rope_layers must have {layers} numbers, one per layer")
+        return tuple(chunk if (layer + 1) % interval else None for layer in range(layers))
+    rotary = config.integers("no_rope_layers", least=0, most=1, length=layers) or []
     return tuple(chunk if uses_rotary else None for uses_rotary in rotary)
 
 
@@ -582,7 +563,7 @@ def _quantization(config: _Config) -> _Weights:
     if "FP4" in str(section.get("quant_algo")).upper():
         method = "modelopt_fp4"
     groups = [group for group in _part(section, "config_groups").values() if isinstance(group, Mapping)]
-    # compressed-tensors: the section itself has no bits, each group of modules has its own.
+    # compressed-tensors: each group of modules has bits, the section itself has none.
     of_groups = [_bits(_part(group, "weights"), where=config.where) or 0 for group in groups]
     loads = (bits for bits in (8, 4) if section.get(f"load_in_{bits}bit") is True)
     bits = max(of_groups, default=0) or _bits(section, where=config.where) or next(loads, None)
@@ -601,7 +582,7 @@ def _quantization(config: _Config) -> _Weights:
     kv_bits = 8 if is_kv_fp8 else _bits(_part(section, "kv_cache_scheme"), where=config.where)
     if kv_bits is not None:
         weights["kv_bytes"] = kv_bits / 8
-    # Weights alone do not change the rate of matrix products: activations must be 8-bit floats too.
+    # The rate of matrix products changes only if activations are 8-bit floats too.
     activations = [_part(group, "input_activations") for group in groups]
     if any(a.get("num_bits") == 8 and a.get("type") == "float" for a in activations):
         weights["fp8_compute"] = True
@@ -614,13 +595,10 @@ def _part(section: Document, key: str) -> Document:
 
 
 def _bits(section: Document, *, where: str) -> int | None:
-    stated = ((key, value) for key in _BITS if (value := section.get(key)) is not None)
-    key, value = next(stated, (None, None))
-    return (
-        None
-        if key is None
-        else validated(whole_number(1, 32), value, key=f"quantization_config {key}", where=where)
-    )
+    for key in _BITS:
+        if (value := section.get(key)) is not None:
+            return validated(whole_number(1, 32), value, key=f"quantization_config {key}", where=where)
+    return None
 
 
 def _leaves_out_attention(section: Document) -> bool:
@@ -640,12 +618,12 @@ def as_served(
     kv_cache_dtype: str | None = None,
     quantization: str | None = None,
 ) -> ModelArchitecture:
-    """Return the model as a server holds it, with the options that override the config.
+    """Return the model as it is served, with the options that override the config.
 
     Args:
         arch: The model as its config describes it.
         dtype: The server's `--dtype`; None or `auto` keeps the config's, save that a float32 checkpoint is
-            served as bfloat16 (vLLM's own rule), which is noted in `assumed`.
+            served as bfloat16 (vLLM's rule), which is noted in `assumed`.
         kv_cache_dtype: The server's `--kv-cache-dtype`; None or `auto` keeps the config's.
         quantization: The server's `--quantization`, for a config without quantization; an unknown method is
             assumed not to shrink weights, which is noted in `assumed`.
@@ -653,31 +631,27 @@ def as_served(
     Raises:
         UsageError: A data type is unknown.
     """
-    if dtype in {None, "auto"}:
-        # vLLM's rule of `--dtype auto`: a float32 checkpoint is loaded in 16 bits.
-        if arch.dtype in {"float32", "float"}:
-            arch = _with_dtype(arch, "bfloat16")
-            note = "dtype bfloat16 assumed: float32 checkpoints are served in 16 bits"
-            arch = replace(arch, assumed=(*arch.assumed, note))
-    elif dtype is not None:
-        stated = tuple(note for note in arch.assumed if not note.startswith("dtype "))
-        arch = replace(_with_dtype(arch, dtype), assumed=stated)
+    assumed = list(arch.assumed)
+    if dtype is not None and dtype != "auto":
+        arch = _with_dtype(arch, dtype)
+        assumed = [note for note in assumed if not note.startswith("dtype ")]
+    elif arch.dtype in {"float32", "float"}:  # vLLM's rule of `--dtype auto`
+        arch = _with_dtype(arch, "bfloat16")
+        assumed.append("dtype bfloat16 assumed: float32 checkpoints are served in 16 bits")
     # A checkpoint that is quantized stays as it is: `gptq_marlin` names a kernel for it, not other weights.
     if quantization is not None and arch.quantization is None:
         size = _QUANTIZED_BYTES.get(quantization)
         if size is None:
-            note = (
-                f"weights in the model's data type assumed: quantization {excerpt(quantization)} is not known"
-            )
-            arch = replace(arch, assumed=(*arch.assumed, note))
+            unknown = f"quantization {excerpt(quantization)} is not known"
+            assumed.append(f"weights in the model's data type assumed: {unknown}")
         arch = replace(arch, **_quantized(quantization, size))
     if kv_cache_dtype is not None and kv_cache_dtype != "auto":
         arch = replace(arch, kv_bytes=bytes_of_dtype(kv_cache_dtype, key="kv_cache_dtype"))
-    return arch
+    return replace(arch, assumed=tuple(assumed))
 
 
 def _with_dtype(arch: ModelArchitecture, dtype: str) -> ModelArchitecture:
-    """Change the data type of all matrices in the model's own data type."""
+    """Change the data type of every matrix that is not quantized."""
     new = bytes_of_dtype(dtype, key="dtype")
 
     def changed(size: float) -> float:

@@ -1,6 +1,6 @@
 """Settings of a vLLM server that latency depends on: their names, valid values, and sources.
 
-Settings come from run descriptions (YAML or JSON), `vllm serve` command lines, the server's own log and the
+Settings come from run descriptions (YAML or JSON), `vllm serve` command lines, the server's log and the
 user. A value keeps its source. Names without a field are kept in `other`, because they still identify the
 run. The last section has the flags that turn on traces, for messages.
 """
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 SettingSource = Literal["given", "read", "assumed"]
-"""given: by the user for this call. read: in the run's own files. assumed: vLLM's default."""
+"""given: by the user for this call. read: in the files of the run. assumed: vLLM's default."""
 
 # Bounds are far above real settings: a larger value has a wrong unit or is damaged.
 Ranks = Annotated[WholeNumber, Field(ge=1, le=65_536)] | None
@@ -140,7 +140,7 @@ TEXTS = frozenset(name for name in SETTINGS if ServerSettings.model_fields[name]
 
 _ENGINE_KEYS = frozenset({"engine", "backend", "framework", "server"})
 
-# A deployment id names model, GPU and ranks in words; sampling rates change what is traced, not what the server does.
+# A deployment id names model, GPU and ranks in words; sampling rates change the trace, not the server.
 _KNOBS = frozenset(SETTINGS) - {
     "model",
     "gpu",
@@ -150,7 +150,7 @@ _KNOBS = frozenset(SETTINGS) - {
     "step_tracing_rich_subsample_rate",
 }
 
-# Short forms of vLLM's own options (-tp, -q), and the keys of run descriptions in use.
+# Short forms of vLLM's options (-tp, -q), and the keys of run descriptions in use.
 ALIASES: Mapping[str, str] = {
     "model_id": "model",
     "model_name": "model",
@@ -213,7 +213,7 @@ def settings_from(
     Raises:
         UsageError: A value is not allowed for its setting, or two statements of a setting contradict each other.
     """
-    known: dict[str, object] = {}
+    stated: dict[str, object] = {}
     spelled: dict[str, str] = {}
     other: dict[str, Scalar] = {}
     for key, value in values.items() if isinstance(values, Mapping) else values:
@@ -222,17 +222,16 @@ def settings_from(
             continue
         if name not in SETTINGS:
             other[name] = _scalar(value)
-        elif name not in known:
-            known[name], spelled[name] = value, key
+        elif name not in stated:
+            stated[name], spelled[name] = value, key
         # Stated twice with one value is common: model and model_tag of a logged command, a file and its nested section.
-        elif known[name] != value:
-            first, second = excerpt(known[name]), excerpt(value)
+        elif stated[name] != value:
+            first, second = excerpt(stated[name]), excerpt(value)
             raise UsageError(f"{spelled[name]} {first} and {key} {second} contradict", where=where)
-    # In the fields' own order, so that files that state the same in another order have the same hash.
-    sources = {name: source for name in SETTINGS if name in known}
-    return validated(
-        ServerSettings, {**known, "sources": sources, "other": other}, where=where, spellings=spelled
-    )
+    # In the order of the fields, so that files that state the same in another order have the same hash.
+    sources = {name: source for name in SETTINGS if name in stated}
+    document = {**stated, "sources": sources, "other": other}
+    return validated(ServerSettings, document, where=where, spellings=spelled)
 
 
 def _scalar(value: object) -> Scalar:
@@ -245,7 +244,7 @@ def _scalar(value: object) -> Scalar:
 def merge(base: ServerSettings, overrides: ServerSettings) -> ServerSettings:
     """Return settings in which `overrides` wins wherever it states a value.
 
-    Values keep their own sources.
+    Values keep their sources.
     """
     sources = {**base.sources, **overrides.sources}
     changes = {
@@ -263,8 +262,8 @@ def assume_defaults(settings: ServerSettings) -> ServerSettings:
 
 def settings_to_json(settings: ServerSettings) -> str:
     """Write settings as JSON: each value with its source, and the rest under `other`."""
-    known = {n: {"value": v, "source": settings.sources[n]} for n, v in settings.values().items()}
-    return json.dumps({"settings": known, "other": dict(settings.other)})
+    stated = {n: {"value": v, "source": settings.sources[n]} for n, v in settings.values().items()}
+    return json.dumps({"settings": stated, "other": dict(settings.other)})
 
 
 def settings_from_json(text: str, *, where: str) -> ServerSettings:
@@ -275,9 +274,9 @@ def settings_from_json(text: str, *, where: str) -> ServerSettings:
     """
     try:
         document: Any = parse_json_object(text, where=where)
-        known = document["settings"]
-        values = {name: entry["value"] for name, entry in known.items()}
-        sources = {name: entry["source"] for name, entry in known.items()}
+        stated = document["settings"]
+        values = {name: entry["value"] for name, entry in stated.items()}
+        sources = {name: entry["source"] for name, entry in stated.items()}
         other = dict(document["other"])
     except (UsageError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError("settings column is damaged", where=where, hint="ingest the run again") from error
@@ -288,22 +287,16 @@ def settings_from_json(text: str, *, where: str) -> ServerSettings:
 
 _MAX_BYTES = 1024 * 1024
 _MAX_LOG_BYTES = 64 * 1024 * 1024  # the log of a server that ran for days
-_MAX_COMMAND_CHARS = (
-    64 * 1024
-)  # longer lines of a log are not its arguments, and would cost patterns their time
+_MAX_COMMAND_CHARS = 64 * 1024  # longer lines of a log are not its arguments, and slow for patterns
 # Sections that only group settings.
-_NESTED = frozenset(
-    {"vllm", "server", "args", "engine_args", "engine_kwargs", "vllm_args", "kv_cache", "hardware"}
-)
+_NESTED = {"vllm", "server", "args", "engine_args", "engine_kwargs", "vllm_args", "kv_cache", "hardware"}
 _MAX_NESTED = 4
 # vLLM reads counts this way: lower case is decimal, upper case binary.
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _COUNT = re.compile(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})([kmgKMG]?)", re.ASCII)
 _MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server")
 _IMAGE = "vllm/vllm-openai"  # its entry point is the server: the rest are the server's arguments
-_ENDS = frozenset(
-    {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>", "&>"}
-)  # of a command in a shell script
+_ENDS = {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>", "&>"}  # of a command in a shell script
 # The server's switches without value; for an option that is not listed, the next word is its value.
 _SWITCHES = FLAGS | {
     "trust_remote_code",
@@ -313,7 +306,7 @@ _SWITCHES = FLAGS | {
 }
 _LOGGED_DICT = re.compile(r"non-default args:\s*(\{.*\})")
 _LOGGED_NAMESPACE = re.compile(r"\bargs: Namespace\((.*)\)")
-# Bounded digits: Python refuses integers of more than 4,300 with an error of its own.
+# Bounded digits: Python raises an error for integers of more than 4,300.
 _LITERAL = r"(-?\d{1,18}(?:\.\d{1,18})?(?:[eE][+-]?\d{1,3})?|True|False|None|'[^'\\]*'|\"[^\"\\]*\")"
 _DICT_ITEM = re.compile(rf"'(\w+)':\s*{_LITERAL}\s*(?=[,}}])")
 _LOGGED_BUDGET = re.compile(
@@ -340,8 +333,7 @@ def read_settings(path: Path) -> ServerSettings:
         return parse_settings(content, where=where, is_json=suffix == ".json")
     # A log can hold stray bytes; they do not make the arguments unreadable.
     text = read_bytes(path, limit_bytes=_MAX_LOG_BYTES).decode("utf-8", errors="replace")
-    logged = _find_logged(text)
-    if logged is not None:
+    if (logged := _find_logged(text)) is not None:
         return settings_from(logged, where=where, source="read")
     return parse_serve_command(text, where=where)
 
@@ -357,10 +349,10 @@ def read_all_settings(paths: Iterable[Path]) -> ServerSettings:
     for path in paths:
         more = read_settings(path)
         for name, value in {**more.values(), **more.other}.items():
-            known, where = stated.setdefault(name, (value, path))
-            if known != value:
+            first, where = stated.setdefault(name, (value, path))
+            if first != value:
                 raise UsageError(
-                    f"{name} {excerpt(value)} contradicts {excerpt(known)} in {where.name} beside it",
+                    f"{name} {excerpt(value)} contradicts {excerpt(first)} in {where.name}",
                     where=str(path),
                     hint=f"keep one of the two files, or name one with {named(ServerOptions, 'run_config')}",
                 )
@@ -401,7 +393,7 @@ def _stated(part: Document, *, where: str, depth: int = 0) -> Iterator[tuple[str
 
 
 def parse_serve_command(text: str, *, where: str) -> ServerSettings:
-    """Read a `vllm serve MODEL --option value …` command line, alone or inside a shell script.
+    """Read a `vllm serve MODEL --option value …` command line, or a shell script with one.
 
     Takes `--option value`, `--option=value`, `-tp 2`, switches and their `--no-` forms, and counts such as `16k`
     (16,000) and `16K` (16,384), as vLLM does. Nothing is executed or expanded.
@@ -500,7 +492,7 @@ def _literal(value: str) -> object:
     return int(number) if number.is_integer() else number
 
 
-# -- the server's own log --------------------------------------------------------------------------------
+# -- the server's log ------------------------------------------------------------------------------------
 
 
 def _find_logged(text: str) -> dict[str, object] | None:
@@ -518,12 +510,10 @@ def _find_logged(text: str) -> dict[str, object] | None:
         # A plain search first: the patterns are slow on lines that cannot match.
         if "args:" not in line or len(line) > _MAX_COMMAND_CHARS:
             continue
-        logged = _LOGGED_DICT.search(line)
-        if logged is not None:
+        if logged := _LOGGED_DICT.search(line):
             return budget | _logged_dict(logged[1])
-        namespace = _LOGGED_NAMESPACE.search(line)
-        if namespace is not None:
-            return budget | _literals(_NAMESPACE_ITEM, namespace[1])
+        if logged := _LOGGED_NAMESPACE.search(line):
+            return budget | _literals(_NAMESPACE_ITEM, logged[1])
     return None
 
 
@@ -564,7 +554,7 @@ JOURNEY_FLAGS = f"--enable-journey-tracing --journey-tracing-sample-rate 1.0 {_F
 """The events of every request."""
 
 SNAPSHOT_FLAG = f"--step-tracing-rich-subsample-rate 1.0 {_FORK}"
-"""The requests of every step, with what each has computed."""
+"""The requests of every step, with the tokens that each has computed."""
 
 
 ALL_SPANS = (
@@ -590,11 +580,11 @@ def step_remedy(*, stock: bool) -> str:
 
 
 def context_remedy(requests: int) -> str:
-    """Say how to get the context tokens of the steps of a log beside `requests` requests."""
+    """Say how to get the context tokens of the steps of a log, in a run with `requests` requests."""
     if requests:
         return (
-            f"too few of the {requests:,} requests beside it could be assigned to its lines; a log format with microseconds, and "
-            "a log and spans of one server only, help"
+            f"too few of the {requests:,} requests of the run could be assigned to the lines of the log; a log format with "
+            "microseconds, and a log and spans of one server only, help"
         )
     return (
         "spans of the same requests, in the same run folder, give context tokens, queue wait and admission: start the server "

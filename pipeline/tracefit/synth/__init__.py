@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-# The command line needs the options alone: help must not wait for the libraries of a simulation.
+# The command line needs only the options: help must not wait for the libraries of a simulation.
 def __getattr__(name: str) -> object:
     """Import the simulation when it is first used."""
     for module in ("run", "scheduler", "spans") if name in __all__ else ():

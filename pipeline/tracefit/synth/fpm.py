@@ -30,7 +30,7 @@ def fpm_lines(epochs: Iterable[EpochLog]) -> list[bytes]:
 
 
 def _records(epoch: EpochLog) -> Iterator[tuple[int, bytes]]:
-    """Yield time of receipt and line of what one life of an engine published."""
+    """Yield the records of one life of an engine: time of receipt, line."""
     counter, published_ns = 0, epoch.started_ns
     output_ns: int | None = None
     for step in epoch.steps:
@@ -49,13 +49,22 @@ def _records(epoch: EpochLog) -> Iterator[tuple[int, bytes]]:
 
 def _line(epoch: EpochLog, counter: int, at_ns: int, wall_ns: int, step: StepLog | None) -> tuple[int, bytes]:
     received_ns = at_ns + epoch.unix_offset_ns + _RECEIVED_NS
+    batch = step.composition if step else Composition()
     metrics = {
         "version": 1,
         "worker_id": f"worker-{epoch.server}",
         "dp_rank": 0,
         "counter_id": counter,
         "wall_time": wall_ns / 1e9,
-        "scheduled_requests": _scheduled(step.composition if step else Composition()),
+        "scheduled_requests": {
+            "num_prefill_requests": batch.num_prefill_reqs,
+            "sum_prefill_tokens": batch.prefill_tokens,
+            "var_prefill_length": 0.0,
+            "sum_prefill_kv_tokens": batch.prefill_context_tokens,
+            "num_decode_requests": batch.num_decode_reqs,
+            "sum_decode_kv_tokens": batch.context_tokens,
+            "var_decode_kv_tokens": 0.0,
+        },
         "queued_requests": {
             "num_prefill_requests": step.waiting_depth if step else 0,
             "sum_prefill_tokens": step.waiting_tokens if step else 0,
@@ -67,15 +76,3 @@ def _line(epoch: EpochLog, counter: int, at_ns: int, wall_ns: int, step: StepLog
     }
     text = json.dumps({"received_at_ns": received_ns, "metrics": metrics}, separators=(",", ":"))
     return received_ns, f"{text}\n".encode()
-
-
-def _scheduled(batch: Composition) -> dict[str, int | float]:
-    return {
-        "num_prefill_requests": batch.num_prefill_reqs,
-        "sum_prefill_tokens": batch.prefill_tokens,
-        "var_prefill_length": 0.0,
-        "sum_prefill_kv_tokens": batch.prefill_context_tokens,
-        "num_decode_requests": batch.num_decode_reqs,
-        "sum_decode_kv_tokens": batch.context_tokens,
-        "var_decode_kv_tokens": 0.0,
-    }

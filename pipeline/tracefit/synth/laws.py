@@ -76,7 +76,7 @@ class ServedModel:
         return self.num_layers * (self._attention_params + 3 * self.hidden_size * width)
 
     def touched_layer_params(self, scheduled_tokens: int) -> float:
-        """Return the weights a step of so many tokens reads, experts at their expected number."""
+        """Return the weights that a step reads, experts at their expected number."""
         if not self.num_experts:
             return float(self.active_layer_params)
         # Each token misses an expert with this probability if the router spreads tokens evenly and independently.
@@ -192,17 +192,16 @@ MODELS: Mapping[str, ServedModel] = {
 _T = TypeVar("_T")
 
 
-def lookup(table: Mapping[str, _T], name: str, *, option: str) -> _T:
+def lookup(table: Mapping[str, _T], name: str | None, *, option: str) -> _T:
     """Return the entry `name` of `table`.
 
     Raises:
         UsageError: No such entry; the message lists the existing ones.
     """
-    try:
-        return table[name]
-    except KeyError:
-        known = ", ".join(sorted(table))
-        raise UsageError(f"unknown {option} {name!r}", where=option, hint=f"known: {known}") from None
+    if name is None or name not in table:
+        hint = f"known: {', '.join(sorted(table))}"
+        raise UsageError(f"unknown {option} {name!r}", where=option, hint=hint)
+    return table[name]
 
 
 # -- laws -----------------------------------------------------------------------------------------------
@@ -236,7 +235,7 @@ class Composition:
 
     @property
     def recompute_tokens(self) -> int:
-        """Decode tokens beyond one per request: what resumed requests compute again."""
+        """Decode tokens beyond one per request: those that resumed requests compute again."""
         return self.decode_tokens - self.num_decode_reqs
 
 
@@ -279,7 +278,7 @@ class LinearLaw:
 
 @dataclass(frozen=True, slots=True)
 class RooflineLaw:
-    """Step time as the larger of compute and memory time plus overheads; no linear model holds it exactly."""
+    """Step time as the larger of compute and memory time plus overheads; no linear model is equal to it."""
 
     model: ServedModel
     gpu: LawGpu
@@ -295,7 +294,7 @@ class RooflineLaw:
         model = self.model
         linear = 2 * model.active_layer_params * step.scheduled_tokens
         head = 2 * model.hidden_size * model.vocab_size * step.num_reqs
-        # A decode query meets its context and itself; pairs of longer chunks are counted by the scheduler.
+        # A decode query attends to its context and itself; the scheduler counts the pairs of longer chunks.
         pairs = step.attention_pairs + step.context_tokens + step.num_decode_reqs
         attention = 4 * model.num_layers * model.num_heads * model.head_dim * pairs
         rate_per_us = self.gpu.tflops * 1e6 * self.compute_efficiency * self.tp

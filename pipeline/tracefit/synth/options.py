@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, get_args
+from typing import Annotated, Literal, NoReturn, TypeAlias, get_args, get_origin, get_type_hints
 
 from tracefit.errors import UsageError
 from tracefit.options import OptionFlag, named, option
@@ -72,7 +73,7 @@ class LoadPhase:
 DEFAULT_PHASES = (LoadPhase("light", 0.3, 0.4), LoadPhase("burst", 0.2, 3.0), LoadPhase("heavy", 0.5, 1.2))
 
 _SURGE_SHARE = 0.3
-"""Share of a run's time that a surge takes, at its end: what training holds out."""
+"""Share of a run's time that a surge takes, at its end: the part that training holds out."""
 
 
 def surge_phases(surge: float) -> tuple[LoadPhase, ...]:
@@ -91,7 +92,7 @@ def surge_phases(surge: float) -> tuple[LoadPhase, ...]:
 class SynthOptions:
     """One synthetic run; equal options give equal bytes.
 
-    Sampling rates show more or less of the same run: they have a random stream of their own.
+    Sampling rates show more or less of the same run: they have a separate random stream.
 
     Attributes:
         name: Name of the run folder.
@@ -146,7 +147,7 @@ class SynthOptions:
     prefix_tokens: int = 128  # length of a shared prefix, cut to whole blocks
     num_prefixes: int = 4
 
-    max_model_len: int = 4_096  # cut to what KV cache and token budget can hold
+    max_model_len: int = 4_096  # cut to the tokens that fit into KV cache and token budget
     max_num_seqs: int = 64  # requests that can run at once
     max_num_batched_tokens: int = 2_048  # token budget of a step
     block_size: int = 16  # tokens in a block
@@ -188,20 +189,7 @@ class SynthOptions:
         Raises:
             UsageError: The law is unknown, or a roofline lacks a GPU.
         """
-        if not isinstance(self.law, str):
-            return self.law
-        if self.law == "linear":
-            return LinearLaw()
-        if self.law != "roofline":
-            raise UsageError(
-                f"unknown law {self.law!r}", where=named(SynthOptions, "law"), hint="known: linear, roofline"
-            )
-        if self.gpu is None:
-            known = ", ".join(sorted(GPUS))
-            raise UsageError(
-                "the roofline law needs a GPU", where=named(SynthOptions, "gpu"), hint=f"known: {known}"
-            )
-        return RooflineLaw(self.architecture, lookup(GPUS, self.gpu, option="gpu"), tp=self.tp)
+        return lookup(_LAWS, self.law, option="law")(self) if isinstance(self.law, str) else self.law
 
     def check(self) -> None:
         """Refuse options that cannot be simulated.
@@ -213,61 +201,45 @@ class SynthOptions:
         lookup(MODELS, self.model, option="model")
         if self.gpu is not None:
             lookup(GPUS, self.gpu, option="gpu")
-        self._check_ranges()
-        self._check_choices()
-        self._check_lengths()
+        for name, kind in get_type_hints(SynthOptions).items():
+            if get_origin(kind) is Literal and (value := getattr(self, name)) not in get_args(kind):
+                _refuse(name, f"unknown value {value!r}", f"known: {', '.join(get_args(kind))}")
+        self._check_numbers()
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            _refuse("name", f"{self.name!r} is not a folder's name")
 
-    def _check_ranges(self) -> None:
+    def _check_numbers(self) -> None:
         for names, (low, high) in _BOUNDS.items():
-            for where in names:
-                value = getattr(self, where)
+            for name in names:
+                value = getattr(self, name)
                 # None means no limit; NaN is outside all bounds.
                 if value is not None and not low <= value <= high:
                     wanted = f"at least {low:g}" if high == _INFINITE else f"between {low:g} and {high:g}"
-                    raise UsageError(
-                        f"{value} is out of range", where=named(SynthOptions, where), hint=f"must be {wanted}"
-                    )
-
-    def _check_choices(self) -> None:
-        for where, kind, word in _CHOICES:
-            value = getattr(self, where)
-            if value not in get_args(kind):
-                hint = f"known: {', '.join(get_args(kind))}"
-                raise UsageError(f"unknown {word} {value!r}", where=named(SynthOptions, where), hint=hint)
-        if not self.phases or any(phase.share <= 0 or phase.rate <= 0 for phase in self.phases):
-            raise UsageError(
-                "every phase needs a share and a rate above 0", where=named(SynthOptions, "phases")
-            )
+                    _refuse(name, f"{value} is out of range", f"must be {wanted}")
         if not self.rate_per_s > 0:
-            raise UsageError("must be above 0", where=named(SynthOptions, "rate_per_s"))
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise UsageError(f"{self.name!r} is not a folder's name", where=named(SynthOptions, "name"))
-
-    def _check_lengths(self) -> None:
-        for where, mix in (("prompt_tokens", self.prompt_tokens), ("output_tokens", self.output_tokens)):
+            _refuse("rate_per_s", "must be above 0")
+        if not self.phases or any(phase.share <= 0 or phase.rate <= 0 for phase in self.phases):
+            _refuse("phases", "every phase needs a share and a rate above 0")
+        for name, mix in (("prompt_tokens", self.prompt_tokens), ("output_tokens", self.output_tokens)):
             if not mix.components or not 1 <= mix.minimum <= mix.maximum:
-                raise UsageError(
-                    "needs a component and 1 <= minimum <= maximum", where=named(SynthOptions, where)
-                )
+                _refuse(name, "needs a component and 1 <= minimum <= maximum")
             if any(weight <= 0 or median < 1 or sigma < 0 for weight, median, sigma in mix.components):
-                hint = "weights above 0, medians from 1, sigmas from 0"
-                raise UsageError("impossible component", where=named(SynthOptions, where), hint=hint)
-        # A shared prefix, a prompt token of its own, and an output token.
-        needed = self.shared_prefix_tokens + 2
-        if self.longest_sequence_tokens < needed:
-            raise UsageError(
-                f"no request fits: the KV cache or the token budget holds {self.longest_sequence_tokens} tokens",
-                where=named(SynthOptions, "num_blocks"),
-                hint=f"at least {needed} are needed",
-            )
+                _refuse(name, "impossible component", "weights above 0, medians from 1, sigmas from 0")
+        # A shared prefix, another prompt token, and an output token.
+        needed, most = self.shared_prefix_tokens + 2, self.longest_sequence_tokens
+        if most < needed:
+            fault = f"no request fits: the KV cache or the token budget holds {most} tokens"
+            _refuse("num_blocks", fault, f"at least {needed} are needed")
 
 
-_CHOICES = (
-    ("form", Form, "form"),
-    ("duration", DurationMode, "mode"),
-    ("queued_stamp", QueuedStamp, "stamp"),
-    ("instance_ids", InstanceIds, "choice"),
-)
+def _refuse(name: str, fault: str, hint: str | None = None) -> NoReturn:
+    raise UsageError(fault, where=named(SynthOptions, name), hint=hint)
+
+
+_LAWS: Mapping[str, Callable[[SynthOptions], StepLaw]] = {
+    "linear": lambda _: LinearLaw(),
+    "roofline": lambda run: RooflineLaw(run.architecture, lookup(GPUS, run.gpu, option="gpu"), tp=run.tp),
+}
 _SIZES = ("requests", "tp", "max_num_seqs", "max_num_batched_tokens", "block_size", "steps_per_span")
 _SHARES = ("stop_fraction", "abort_fraction", "chat_fraction", "non_streaming_fraction", "prefix_fraction")
 _RATES = ("hiccup_rate", "step_sampling", "rich_sampling", "journey_sampling")

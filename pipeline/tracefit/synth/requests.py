@@ -97,10 +97,10 @@ def client_lines(epochs: Sequence[EpochLog], rng: np.random.Generator, *, form: 
     rows = []
     for epoch in epochs:
         seen = seen_ns(epoch, rng)
-        for place, one in enumerate(served(epoch)):
+        for number, one in enumerate(served(epoch)):
             way_ns = _WAY_NS * np.exp(_WAY_JITTER * rng.standard_normal(1 + len(one.token_steps)))
             # The front end answers one request of a step after the other.
-            tokens = seen[one.token_steps] + way_ns[1:].astype(np.int64) + _TURN_NS * (place % 16)
+            tokens = seen[one.token_steps] + way_ns[1:].astype(np.int64) + _TURN_NS * (number % 16)
             sent_ns = one.request.arrival_ns + epoch.unix_offset_ns - int(way_ns[0])
             rows.append((sent_ns, one.request, np.maximum.accumulate(tokens)))
     return [_bench(rows) if form == "bench" else _guide(rows)]

@@ -1,8 +1,8 @@
 """Two commands: simulate a run, and write it as a run folder with its truth.
 
 `synth` draws the load, runs every engine over time, and has its log written as spans; equal options give an
-equal run. `write_run` writes the trace as a collector would, the server's configuration beside it, and the
-law with the truth tables.
+equal run. `write_run` writes the trace as a collector would, with the server's configuration, the law and
+the truth tables in the same folder.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import polars as pl
@@ -25,6 +26,7 @@ from tracefit.errors import UsageError
 from tracefit.synth.fpm import fpm_lines
 from tracefit.synth.iteration_log import iteration_lines
 from tracefit.synth.requests import client_lines, request_log_lines
+from tracefit.synth.scheduler import QueueState
 from tracefit.synth.simulation import EpochLog, StepLog, simulate_server
 from tracefit.synth.spans import export, framed_protobuf, json_lines
 
@@ -37,12 +39,12 @@ if TYPE_CHECKING:
 Format: TypeAlias = Literal["json", "protobuf"]
 TraceSuffix: TypeAlias = Literal["gz", "zst"]
 
-_GZIP_LEVEL = 6  # gzip's own default
+_GZIP_LEVEL = 6  # gzip's default
 
 
 @dataclass(frozen=True, slots=True)
 class SynthRun:
-    """A simulated run: what a collector received, and the truth."""
+    """A simulated run: the spans or records, and the truth."""
 
     options: SynthOptions
     law: StepLaw  # with its coefficients
@@ -73,51 +75,35 @@ def synth(options: SynthOptions) -> SynthRun:
     epochs = [
         life for number, rng in enumerate(servers) for life in simulate_server(options, law, number, rng)
     ]
-    recorded = _recorded_lines(options.form, epochs, emission)
+    _, record = _RECORDED.get(options.form, ("", None))
     return SynthRun(
         options=options,
         law=law,
-        batches=tuple(export(options, epochs, emission)) if recorded is None else (),
-        recorded_lines=tuple(recorded or ()),
+        batches=() if record else tuple(export(options, epochs, emission)),
+        recorded_lines=tuple(record(epochs, emission)) if record else (),
         truth_steps=_frame(_STEPS, [(epoch, step) for epoch in epochs for step in epoch.steps]),
-        truth_requests=_frame(
-            _REQUESTS, [(epoch, request) for epoch in epochs for request in epoch.requests]
-        ),
+        truth_requests=_frame(_REQUESTS, [(epoch, one) for epoch in epochs for one in epoch.requests]),
     )
 
 
-_RECORDED = {
-    "fpm": "fpm.jsonl",
-    "log": "vllm.log",
-    "log_seconds": "vllm.log",
-    "request_log": "requests.jsonl",
-    "bench": "bench.json",
-    "guidellm": "guidellm.json",
+_RECORDED: Mapping[str, tuple[str, Callable[[Sequence[EpochLog], np.random.Generator], list[bytes]]]] = {
+    "fpm": ("fpm.jsonl", lambda epochs, _: fpm_lines(epochs)),
+    "log": ("vllm.log", lambda epochs, _: iteration_lines(epochs, is_fine=True)),
+    "log_seconds": ("vllm.log", lambda epochs, _: iteration_lines(epochs, is_fine=False)),
+    "request_log": ("requests.jsonl", lambda epochs, _: request_log_lines(epochs)),
+    "bench": ("bench.json", lambda epochs, rng: client_lines(epochs, rng, form="bench")),
+    "guidellm": ("guidellm.json", lambda epochs, rng: client_lines(epochs, rng, form="guidellm")),
 }
-"""Record forms, written as lines instead of spans, and their files."""
-
-
-def _recorded_lines(form: str, epochs: Sequence[EpochLog], rng: np.random.Generator) -> list[bytes] | None:
-    match form:
-        case "fpm":
-            return fpm_lines(epochs)
-        case "log" | "log_seconds":
-            return iteration_lines(epochs, is_fine=form == "log")
-        case "request_log":
-            return request_log_lines(epochs)
-        case "bench" | "guidellm":
-            return client_lines(epochs, rng, form=form)
-        case _:
-            return None
+"""Record forms, which have lines instead of spans: their files, and the functions that write the lines."""
 
 
 def write_run(
     run: SynthRun, out: Path, *, formats: Sequence[Format] = ("json",), compress: TraceSuffix | None = None
 ) -> Path:
-    """Write a run folder `out/<name>`: trace, server config, model config, and the truth beside it.
+    """Write a run folder `out/<name>`: trace, server config, model config and truth.
 
-    A run folder must not hold a span twice: with both formats, the protobuf one goes to a folder
-    of its own, `<name>-proto`.
+    A run folder must not hold a span twice: with both formats, the protobuf one goes to a second
+    folder, `<name>-proto`.
 
     Args:
         run: The run.
@@ -134,9 +120,9 @@ def write_run(
     kinds = list(dict.fromkeys(formats))
     if not kinds or any(kind not in ("json", "protobuf") for kind in kinds):
         raise UsageError(f"cannot write {list(formats)!r}", where="formats", hint="known: json, protobuf")
-    recorded = _RECORDED.get(run.options.form)
+    recorded, _ = _RECORDED.get(run.options.form, ("", None))
     if recorded and kinds != ["json"]:
-        raise UsageError("records are written as lines alone", where="formats", hint="leave formats at json")
+        raise UsageError("records are written only as lines", where="formats", hint="leave formats at json")
     folders = []
     for kind in kinds:
         suffix = "-proto" if kind == "protobuf" and len(kinds) > 1 else ""
@@ -149,10 +135,8 @@ def write_run(
 
 
 def _trace(run: SynthRun, kind: Format, compress: TraceSuffix | None) -> bytes:
-    if run.options.form in _RECORDED:
-        data = b"".join(run.recorded_lines)
-    else:
-        data = json_lines(run.batches) if kind == "json" else framed_protobuf(run.batches)
+    spans = json_lines if kind == "json" else framed_protobuf
+    data = b"".join(run.recorded_lines) or spans(run.batches)
     if compress is None:
         return data
     if compress == "gz":
@@ -163,7 +147,7 @@ def _trace(run: SynthRun, kind: Format, compress: TraceSuffix | None) -> bytes:
 
 
 def _sidecars(run: SynthRun) -> dict[str, bytes]:
-    """Return the files beside the trace; their names must not look like a trace."""
+    """Return the other files of the folder; their names must not look like a trace."""
     model = run.options.architecture
     return {
         "exp-config.yaml": yaml.safe_dump(_exp_config(run.options), sort_keys=False).encode(),
@@ -216,7 +200,7 @@ def _tracing(options: SynthOptions) -> dict[str, int | float]:
 
 def _truth(run: SynthRun) -> dict[str, object]:
     """Return the law with its coefficients and all options, ready for JSON."""
-    # A caller's own law that is not a dataclass is written as its repr.
+    # A law of the caller that is not a dataclass is written as its repr.
     coefficients: object = repr(run.law)
     if is_dataclass(run.law) and not isinstance(run.law, type):
         coefficients = asdict(run.law)
@@ -226,7 +210,7 @@ def _truth(run: SynthRun) -> dict[str, object]:
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
-    """Write all files or none: all are drafted in a separate folder before any is moved."""
+    """Write all files or none: every file is complete in a temporary folder before the first one is moved."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as drafts:
@@ -245,77 +229,66 @@ _T = TypeVar("_T")
 _Columns: TypeAlias = Mapping[str, tuple[type[pl.DataType], Callable[[EpochLog, _T], object]]]
 
 
-def _state(field_name: str) -> Callable[[EpochLog, Request], object]:
-    """Return a function to a field of the queue at a request's QUEUED; null if it was never queued."""
-    return lambda _, request: getattr(request.queue_state, field_name, None)
+def _fields(kind: type[pl.DataType], *names: str, part: str = "") -> _Columns[Any]:
+    """Return columns that have the name of a field of the step or request, or of a part of it."""
+
+    def column(name: str) -> Callable[[EpochLog, object], object]:
+        value = attrgetter(f"{part}.{name}" if part else name)
+        return lambda _, row: value(row)
+
+    return {name: (kind, column(name)) for name in names}
 
 
-def _point(event: str, field_name: str) -> Callable[[EpochLog, Request], object]:
-    """Return a function to a field of a request's first event of a kind; null without such an event."""
-    return lambda _, request: getattr(request.first(event), field_name, None)
+def _event(name: str, event: str) -> _Columns[Request]:
+    """Return the time and the step of a request's first event of a kind; null without such an event."""
+    return {
+        f"{name}_ns": (pl.Int64, lambda _, request: getattr(request.first(event), "ts_ns", None)),
+        f"{name}_step": (pl.Int64, lambda _, request: getattr(request.first(event), "step_id", None)),
+    }
 
 
-_STEPS: _Columns[StepLog] = {
+_LIFE: _Columns[Any] = {
     "server": (pl.Int64, lambda epoch, _: epoch.server),
     "epoch": (pl.Int64, lambda epoch, _: epoch.epoch),
-    "step_id": (pl.Int64, lambda _, step: step.step_id),
-    "start_ns": (pl.Int64, lambda _, step: step.start_ns),
-    "end_ns": (pl.Int64, lambda _, step: step.end_ns),
+}
+_BATCH = (
+    *("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_tokens", "recompute_tokens"),
+    *("scheduled_tokens", "context_tokens", "prefill_context_tokens", "attention_pairs"),
+)
+_STEPS: _Columns[StepLog] = {
+    **_LIFE,
+    **_fields(pl.Int64, "step_id", "start_ns", "end_ns"),
     "cycle_us": (pl.Float64, lambda _, step: step.cycle_ns / 1e3),
-    "law_us": (pl.Float64, lambda _, step: step.law_us),
+    **_fields(pl.Float64, "law_us"),
     "schedule_us": (pl.Float64, lambda _, step: step.schedule_ns / 1e3),
-    "is_hiccup": (pl.Boolean, lambda _, step: step.is_hiccup),
-    "num_prefill_reqs": (pl.Int64, lambda _, step: step.composition.num_prefill_reqs),
-    "num_decode_reqs": (pl.Int64, lambda _, step: step.composition.num_decode_reqs),
-    "prefill_tokens": (pl.Int64, lambda _, step: step.composition.prefill_tokens),
-    "decode_tokens": (pl.Int64, lambda _, step: step.composition.decode_tokens),
-    "recompute_tokens": (pl.Int64, lambda _, step: step.composition.recompute_tokens),
-    "scheduled_tokens": (pl.Int64, lambda _, step: step.composition.scheduled_tokens),
-    "context_tokens": (pl.Int64, lambda _, step: step.composition.context_tokens),
-    "prefill_context_tokens": (pl.Int64, lambda _, step: step.composition.prefill_context_tokens),
-    "attention_pairs": (pl.Int64, lambda _, step: step.composition.attention_pairs),
+    **_fields(pl.Boolean, "is_hiccup"),
+    **_fields(pl.Int64, *_BATCH, part="composition"),
     "running": (pl.Int64, lambda _, step: step.running_depth),
     "waiting": (pl.Int64, lambda _, step: step.waiting_depth),
-    "waiting_tokens": (pl.Int64, lambda _, step: step.waiting_tokens),
-    "blocks_free": (pl.Int64, lambda _, step: step.blocks_free),
-    "num_finished": (pl.Int64, lambda _, step: step.num_finished),
-    "num_preempted": (pl.Int64, lambda _, step: step.num_preempted),
-    "is_sampled": (pl.Boolean, lambda _, step: step.is_sampled),
+    **_fields(pl.Int64, "waiting_tokens", "blocks_free", "num_finished", "num_preempted"),
+    **_fields(pl.Boolean, "is_sampled"),
 }
 _REQUESTS: _Columns[Request] = {
-    "server": (pl.Int64, lambda epoch, _: epoch.server),
-    "epoch": (pl.Int64, lambda epoch, _: epoch.epoch),
+    **_LIFE,
     "request_id": (pl.String, lambda _, request: request.api_id),
     "core_request_id": (pl.String, lambda _, request: request.request_id),
-    "load_phase": (pl.String, lambda _, request: request.load_phase),
-    "is_chat": (pl.Boolean, lambda _, request: request.is_chat),
-    "is_streaming": (pl.Boolean, lambda _, request: request.is_streaming),
-    "prompt_tokens": (pl.Int64, lambda _, request: request.prompt_tokens),
-    "max_tokens": (pl.Int64, lambda _, request: request.max_tokens),
+    **_fields(pl.String, "load_phase"),
+    **_fields(pl.Boolean, "is_chat", "is_streaming"),
+    **_fields(pl.Int64, "prompt_tokens", "max_tokens"),
     "output_tokens": (pl.Int64, lambda _, request: request.done_tokens),
-    "cached_prompt_tokens": (pl.Int64, lambda _, request: request.cached_prompt_tokens),
-    "arrival_ns": (pl.Int64, lambda _, request: request.arrival_ns),
-    "api_work_us": (pl.Float64, lambda _, request: request.api_work_us),
-    "socket_ns": (pl.Int64, lambda _, request: request.socket_ns),
-    "queued_ns": (pl.Int64, _point("QUEUED", "ts_ns")),
-    "queued_step": (pl.Int64, _point("QUEUED", "step_id")),
-    "requests_ahead": (pl.Int64, _state("requests_ahead")),
-    "tokens_ahead": (pl.Int64, _state("tokens_ahead")),
-    "running_reqs": (pl.Int64, _state("running_reqs")),
-    "running_remaining_tokens": (pl.Int64, _state("running_remaining_tokens")),
-    "blocks_free": (pl.Int64, _state("blocks_free")),
-    "first_scheduled_ns": (pl.Int64, _point("SCHEDULED", "ts_ns")),
-    "first_scheduled_step": (pl.Int64, _point("SCHEDULED", "step_id")),
-    "first_token_ns": (pl.Int64, _point("FIRST_TOKEN", "ts_ns")),
-    "first_token_step": (pl.Int64, _point("FIRST_TOKEN", "step_id")),
-    "finished_ns": (pl.Int64, _point("FINISHED", "ts_ns")),
-    "finished_step": (pl.Int64, _point("FINISHED", "step_id")),
+    **_fields(pl.Int64, "cached_prompt_tokens", "arrival_ns"),
+    **_fields(pl.Float64, "api_work_us"),
+    **_fields(pl.Int64, "socket_ns"),
+    **_event("queued", "QUEUED"),
+    **_fields(pl.Int64, *QueueState._fields, part="queue_state"),
+    **_event("first_scheduled", "SCHEDULED"),
+    **_event("first_token", "FIRST_TOKEN"),
+    **_event("finished", "FINISHED"),
     "finish_status": (pl.String, lambda _, request: request.points[-1].detail),
-    "departed_ns": (pl.Int64, lambda _, request: request.departed_ns),
-    "num_preemptions": (pl.Int64, lambda _, request: request.num_preemptions),
+    **_fields(pl.Int64, "departed_ns", "num_preemptions"),
     "batch_reqs": (pl.Int64, lambda _, request: request.batch_reqs or None),
     "finishing_reqs": (pl.Int64, lambda _, request: request.finishing_reqs or None),
-    "abort_ns": (pl.Int64, lambda _, request: request.abort_ns),
+    **_fields(pl.Int64, "abort_ns"),
     "abort_stage": (pl.String, lambda _, request: request.abort_stage.value or None),
 }
 

@@ -55,7 +55,7 @@ class QueueState(NamedTuple):
     requests_ahead: int
     tokens_ahead: int  # that those ahead have to compute
     running_reqs: int
-    running_remaining_tokens: int  # output tokens that those running will still generate, if left alone
+    running_remaining_tokens: int  # output tokens that those running still have to generate
     blocks_free: int
 
 
@@ -69,7 +69,7 @@ class Request:
     # As its client sends it.
     request_id: str  # in the engine core
     prompt_tokens: int
-    output_tokens: int  # it will generate so many unless it is aborted
+    output_tokens: int  # that it generates unless it is aborted
     max_tokens: int = 0  # where larger than `output_tokens` it stops by itself
     prefix: int = NO_PREFIX  # number of its shared prefix
     number: int = 0  # on its server, from 1
@@ -87,7 +87,7 @@ class Request:
     computed_tokens: int = 0  # in the KV cache; from 0 again when preempted
     prefill_done_tokens: int = 0  # most prompt tokens ever computed: a preemption does not lower it
     cached_tokens: int = 0  # prompt tokens found in the prefix cache when last scheduled from scratch
-    blocks: int = 0  # KV blocks held, shared ones included
+    blocks: int = 0  # its KV blocks, shared ones included
     holds_prefix: bool = False  # the first of them are shared ones
     num_preemptions: int = 0
     finish_status: FinishStatus | None = None
@@ -106,12 +106,12 @@ class Request:
 
     @property
     def socket_ns(self) -> int:
-        """Time it lies in the engine's input socket."""
+        """When it reaches the engine's input socket."""
         return self.arrival_ns + round(self.api_work_us * 1e3)
 
     @property
     def pending_tokens(self) -> int:
-        """Known tokens, prompt and output, that are not in the KV cache."""
+        """Tokens so far, prompt and output, that are not in the KV cache."""
         return self.prompt_tokens + self.done_tokens - self.computed_tokens
 
     def note(self, event: str, ts_ns: int, step_id: int, *, phase: str = "", detail: str = "") -> None:
@@ -152,7 +152,7 @@ class BlockPool:
         return prefix in self._prefixes
 
     def take(self, blocks: int, *, prefix: int = NO_PREFIX) -> bool:
-        """Hand out `blocks` own blocks and, where one is named, the use of a cached prefix; or do nothing.
+        """Hand out `blocks` unshared blocks and, where one is named, the use of a cached prefix; or do nothing.
 
         Returns:
             Whether there were enough.
@@ -179,12 +179,12 @@ class BlockPool:
 
     def give_back(self, request: Request) -> None:
         """Free the blocks of `request`; a shared prefix stays cached."""
-        own = request.blocks
+        unshared = request.blocks
         if request.holds_prefix:
             kept = self._prefixes[request.prefix]
             kept.users -= 1
-            own -= kept.blocks
-        self._empty += own
+            unshared -= kept.blocks
+        self._empty += unshared
         request.blocks = 0
         request.holds_prefix = False
 
@@ -227,7 +227,7 @@ class Scheduler:
     """First come, first served, with preemption by recompute.
 
     Attributes:
-        waiting: Requests without a slot; a preempted one stands at the front.
+        waiting: Requests without a slot; a preempted one is put at the front.
         running: Requests with a slot, in the order they got it.
         pool: The KV blocks.
         step_id: Counter of the last scheduled step; 0 before the first.
@@ -266,7 +266,7 @@ class Scheduler:
         return True
 
     def schedule(self) -> StepPlan:
-        """Decide what the next step carries."""
+        """Choose the requests and tokens of the next step."""
         self.step_id += 1
         plan = StepPlan(self.step_id, self._options.max_num_batched_tokens, self._num_finished)
         self._num_finished = 0
@@ -283,19 +283,18 @@ class Scheduler:
             request.computed_tokens += tokens
             done = min(request.computed_tokens, request.prompt_tokens)
             request.prefill_done_tokens = max(request.prefill_done_tokens, done)
-            # A whole prefix in own blocks becomes the cached one, unless another request was faster.
-            is_own = request.prefix != NO_PREFIX and not request.holds_prefix
-            if is_own and request.computed_tokens >= self._prefix_tokens:
+            # A whole prefix in unshared blocks becomes the cached one, unless another request was faster.
+            is_unshared = request.prefix != NO_PREFIX and not request.holds_prefix
+            if is_unshared and request.computed_tokens >= self._prefix_tokens:
                 request.holds_prefix = self.pool.share(request)
 
     def update(self, plan: StepPlan) -> StepOutcome:
         """Account for an executed step: output generated, requests that end."""
         outcome = StepOutcome([], [])
         for request, _, _ in plan.scheduled:
-            if request.finish_status is not None:
-                continue  # aborted while the step ran: its token is thrown away
-            if request.pending_tokens:
-                continue  # a chunk that is not the last yields no token
+            # The token of a request that was aborted while the step ran is lost; a chunk that is not the last has none.
+            if request.finish_status is not None or request.pending_tokens:
+                continue
             request.done_tokens += 1
             if request.done_tokens == 1:
                 outcome.first_token.append(request)
@@ -322,7 +321,7 @@ class Scheduler:
     def _make_room(self, request: Request, tokens: int, plan: StepPlan) -> bool:
         """Get the blocks a running request needs by preempting the ones after it; or preempt it."""
         missing = self._blocks(request.computed_tokens + tokens) - request.blocks
-        # Most tokens fall into a block the request holds already.
+        # Most tokens fall into a block that the request has already.
         while missing > 0 and not self.pool.take(missing):
             victim = self.running.pop()
             self._preempt(victim)
@@ -360,7 +359,7 @@ class Scheduler:
         return True
 
     def _blocks(self, tokens: int) -> int:
-        """Return the blocks that hold so many tokens."""
+        """Return the number of blocks for a number of tokens."""
         return -(-tokens // self._options.block_size)
 
     def _preempt(self, request: Request) -> None:

@@ -305,35 +305,31 @@ class EngineClock:
         cycle_ns = round(cycle_us * 1e3)
         schedule_ns = self._schedule_ns(plan, cycle_ns)
         self._note_scheduling(plan, start_ns, schedule_ns, cycle_ns)
-        self.steps.append(
-            StepLog(
-                step_id=plan.step_id,
-                composition=plan.composition,
-                num_finished=plan.num_finished,
-                num_preempted=len(plan.preempted),
-                start_ns=start_ns,
-                schedule_ns=schedule_ns,
-                cycle_ns=cycle_ns,
-                law_us=law_us,
-                is_hiccup=hiccup_us > 0,
-                running_depth=len(self.scheduler.running),
-                waiting_depth=len(self.scheduler.waiting),
-                waiting_tokens=sum(request.pending_tokens for request in self.scheduler.waiting),
-                blocks_free=self.scheduler.pool.free,
-                is_sampled=is_sampled,
-                snapshots=snapshots,
-            )
+        step = StepLog(
+            step_id=plan.step_id,
+            composition=plan.composition,
+            num_finished=plan.num_finished,
+            num_preempted=len(plan.preempted),
+            start_ns=start_ns,
+            schedule_ns=schedule_ns,
+            cycle_ns=cycle_ns,
+            law_us=law_us,
+            is_hiccup=hiccup_us > 0,
+            running_depth=len(self.scheduler.running),
+            waiting_depth=len(self.scheduler.waiting),
+            waiting_tokens=sum(request.pending_tokens for request in self.scheduler.waiting),
+            blocks_free=self.scheduler.pool.free,
+            is_sampled=is_sampled,
+            snapshots=snapshots,
         )
-        self._finish_step(plan, self.steps[-1])
-        return start_ns + cycle_ns
-
-    def _finish_step(self, plan: StepPlan, step: StepLog) -> None:
+        self.steps.append(step)
         self.scheduler.launch(plan)
         end_ns, tail_ns = step.end_ns, step.tail_ns
         self._take_aborts(end_ns - tail_ns, end_ns - tail_ns, room_ns=tail_ns // 8)
         outcome = self.scheduler.update(plan)
         self._note_update(plan, outcome, step.output_ns, room_ns=tail_ns // 3)
         self._drain(end_ns - tail_ns // 4, room_ns=tail_ns // 8)
+        return end_ns
 
     def _snapshots(self, plan: StepPlan) -> tuple[Scheduled, ...]:
         """Return the running requests if the step is rich-sampled, else nothing."""
@@ -438,7 +434,7 @@ class EngineClock:
         draws, options = self._streams.api, self._options
         request.handoff_ns = request.arrival_ns + round(request.api_work_us * draws.uniform(180, 240))
         response_ns = round(draws.uniform(0.5e6, 1.5e6))
-        # A departure waits for all outputs of the finishing step, not only for its own tokens.
+        # A departure waits for all outputs of the finishing step, not only for the tokens of the request.
         law_us = options.departure.departure_us(request.batch_reqs, request.finishing_reqs)
         departure_us = law_us * math.exp(options.departure.jitter * draws.normal())
         request.departed_ns = request.points[-1].ts_ns + round(departure_us * 1e3)

@@ -24,10 +24,9 @@ from opentelemetry.proto.resource.v1 import resource_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from tracefit.synth.requests import outputs_ns, seen_ns, served
-from tracefit.synth.scheduler import FinishStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tracefit.synth.options import SynthOptions
     from tracefit.synth.scheduler import JourneyPoint, Request, Scheduled
@@ -76,17 +75,15 @@ class GeneratedSpan:
 
 @dataclass(frozen=True, slots=True)
 class ExportBatch:
-    """One export request: what one process sent at one time."""
+    """One export request: the spans that a process sent at one time."""
 
     resource: Attributes
     spans: tuple[GeneratedSpan, ...]  # by the order they ended in
 
     def by_scope(self) -> dict[str, list[GeneratedSpan]]:
         """Return the spans of each scope, scopes in order of appearance."""
-        scopes: dict[str, list[GeneratedSpan]] = {}
-        for span in self.spans:
-            scopes.setdefault(span.scope, []).append(span)
-        return scopes
+        scopes = dict.fromkeys(span.scope for span in self.spans)
+        return {scope: [span for span in self.spans if span.scope == scope] for scope in scopes}
 
 
 # -- emission --------------------------------------------------------------------------------------------
@@ -112,8 +109,7 @@ class Emitter:
     def __init__(self, options: SynthOptions, epoch: EpochLog, rng: np.random.Generator) -> None:
         self._options = options
         self._epoch = epoch
-        id_rng, journey_rng, jitter_rng, self._front_rng = rng.spawn(4)
-        self._id_rng = id_rng
+        self._id_rng, journey_rng, jitter_rng, self._front_rng = rng.spawn(4)
         self._is_sampled = (journey_rng.random(len(epoch.requests)) < options.journey_sampling).tolist()
         # Unix stamps follow the monotonic ones by a few microseconds; a prime number of lags repeats with no
         # other period.
@@ -121,10 +117,8 @@ class Emitter:
 
     def spans(self) -> tuple[list[GeneratedSpan], list[GeneratedSpan]]:
         """Return the spans of the API process and of the engine core."""
-        if self._options.form == "stock":
-            return list(self._stock_spans()), []
-        if self._options.form == "sglang":
-            return list(self._sglang_spans()), []
+        if self._options.form in ("stock", "sglang"):
+            return list(self._stock_spans() if self._options.form == "stock" else self._sglang_spans()), []
         api: list[GeneratedSpan] = []
         core: list[GeneratedSpan] = []
         for request, is_sampled in zip(self._epoch.requests, self._is_sampled, strict=True):
@@ -143,49 +137,40 @@ class Emitter:
         core sent them, in float seconds since 1970; the engine core stamps them once too, on its monotonic
         clock. Nothing names a step.
         """
-        steps = self._epoch.steps
+        out_ns = outputs_ns(self._epoch).tolist()
         seen_s = (seen_ns(self._epoch, self._front_rng) / 1e9).tolist()
+        complete = {one.request: one for one in served(self._epoch)}
         for request in self._epoch.requests:
             trace_id, span_id, _ = self._hex(16), self._hex(8), self._hex(8)
-            first_token = request.first("FIRST_TOKEN")
             # The span of a request is written with its last token: an aborted request has no span.
-            if first_token is None or request.finish_status == FinishStatus.ABORTED:
+            one = complete.get(request)
+            if one is None or int(trace_id[16:], 16) >= round(self._options.journey_sampling * 2**64):
                 continue
-            if int(trace_id[16:], 16) >= round(self._options.journey_sampling * 2**64):
-                continue
-            scheduled = next(point for point in request.points if point.event == "SCHEDULED")
-            scheduled_ns = steps[scheduled.step_id - 1].start_ns
-            first, last = first_token.step_id - 1, request.points[-1].step_id - 1
+            first, last = one.token_steps[0], one.token_steps[-1]
             arrival_s = self._unix_ns(request.arrival_ns) / 1e9
             attributes: dict[str, SpanValue] = {
                 "gen_ai.latency.time_to_first_token": seen_s[first] - arrival_s,
                 "gen_ai.latency.e2e": seen_s[last] - arrival_s,
-                "gen_ai.latency.time_in_queue": (scheduled_ns - request.points[0].ts_ns) / 1e9,
+                "gen_ai.latency.time_in_queue": (one.scheduled_ns - one.queued_ns) / 1e9,
                 "gen_ai.usage.prompt_tokens": request.prompt_tokens,
                 "gen_ai.usage.completion_tokens": request.done_tokens,
-                "gen_ai.latency.time_in_model_prefill": (steps[first].output_ns - scheduled_ns) / 1e9,
-                "gen_ai.latency.time_in_model_decode": (steps[last].output_ns - steps[first].output_ns) / 1e9,
-                "gen_ai.latency.time_in_model_inference": (steps[last].output_ns - scheduled_ns) / 1e9,
+                "gen_ai.latency.time_in_model_prefill": (out_ns[first] - one.scheduled_ns) / 1e9,
+                "gen_ai.latency.time_in_model_decode": (out_ns[last] - out_ns[first]) / 1e9,
+                "gen_ai.latency.time_in_model_inference": (out_ns[last] - one.scheduled_ns) / 1e9,
                 "gen_ai.request.id": request.api_id,
                 "gen_ai.request.top_p": 1.0,
                 "gen_ai.request.max_tokens": request.max_tokens,
                 "gen_ai.request.n": 1,
             }
             unix_ns = int(arrival_s * 1e9), int(seen_s[last] * 1e9) + 380_000
-            yield self._span(
-                (_STOCK, "llm_request"),
-                (trace_id, span_id, ""),
-                unix_ns,
-                attributes,
-                [],
-                kind=SpanKind.SERVER,
-            )
+            name, ids = (_STOCK, "llm_request"), (trace_id, span_id, "")
+            yield self._span(name, ids, unix_ns, attributes, kind=SpanKind.SERVER)
 
     def _sglang_spans(self) -> Iterator[GeneratedSpan]:
         """Yield the spans of SGLang 0.5.23 at trace level 3: of a request, its two threads, and their stages."""
         out_ns, seen = outputs_ns(self._epoch), seen_ns(self._epoch, self._front_rng)
-        for place, one in enumerate(served(self._epoch)):
-            request, turn_ns = one.request, _RESULT_NS * (place % 16)
+        for number, one in enumerate(served(self._epoch)):
+            request, turn_ns = one.request, _RESULT_NS * (number % 16)
             trace_id, root, front, scheduler, prefill, decode = (self._hex(n) for n in (16, 8, 8, 8, 8, 8))
             arrival_ns, handed_ns = self._unix_ns(request.arrival_ns), self._unix_ns(request.socket_ns)
             tokens = [int(out_ns[step]) + turn_ns for step in one.token_steps]
@@ -214,11 +199,11 @@ class Emitter:
                 spans += (("chunked_prefill", "", prefill, *ends, {}) for ends in pairwise(chunks))
             if len(tokens) > 1:
                 spans.append(("decode_forward", decode, scheduler, tokens[0], tokens[-1], {}))
-            for number, ends in enumerate(pairwise(tokens)):
-                spans.append(("decode_loop", "", decode, *ends, {"decode_ct": number}))
+            for count, ends in enumerate(pairwise(tokens)):
+                spans.append(("decode_loop", "", decode, *ends, {"decode_ct": count}))
             for name, span_id, parent, begin_ns, end_ns, attributes in spans:
                 ids = trace_id, span_id or self._hex(8), parent
-                yield self._span((_SGLANG, name), ids, (begin_ns, end_ns), attributes, [])
+                yield self._span((_SGLANG, name), ids, (begin_ns, end_ns), attributes)
 
     def _hex(self, size_bytes: int) -> str:
         return self._id_rng.bytes(size_bytes).hex()
@@ -238,18 +223,17 @@ class Emitter:
         ids: tuple[str, str, str],
         unix_ns: tuple[int, int],
         attributes: Attributes,
-        events: list[GeneratedEvent],
+        events: Sequence[GeneratedEvent] = (),
         *,
         kind: SpanKind = SpanKind.INTERNAL,
         error: str = "",
     ) -> GeneratedSpan:
         """Return a span: its scope and name; trace, span and parent; start and end; and its events within the limit."""
-        flags = _FLAGS_CHILD_OF_REMOTE if ids[2] else _FLAGS_ROOT
+        (scope, title), flags = name, _FLAGS_CHILD_OF_REMOTE if ids[2] else _FLAGS_ROOT
         # The SDK's queue of events is bounded (128 by default) and loses its oldest.
         lost = max(len(events) - (self._options.span_event_limit or len(events)), 0)
-        return GeneratedSpan(
-            name[0], *ids, flags, name[1], kind, *unix_ns, attributes, tuple(events[lost:]), lost, error
-        )
+        kept = tuple(events[lost:])
+        return GeneratedSpan(scope, *ids, flags, title, kind, *unix_ns, attributes, kept, lost, error)
 
     def _api_span(self, request: Request, trace_id: str, span_id: str) -> GeneratedSpan:
         # Only aborted chat and non-streaming requests have status code 2; a broken stream ends its span without one.
@@ -323,7 +307,7 @@ class Emitter:
         return self._event(f"journey.{point.event}", point.ts_ns, attributes)
 
     def _step_spans(self) -> Iterator[GeneratedSpan]:
-        """Yield a span per so many steps; one without an event stays open for as many more."""
+        """Yield a span per `steps_per_span` steps; one without an event stays open for as many more."""
         interval = self._options.steps_per_span
         events: list[GeneratedEvent] = []
         first, sequence = 1, 1
@@ -413,8 +397,8 @@ def export(options: SynthOptions, epochs: Iterable[EpochLog], rng: np.random.Gen
             life_api, life_core = Emitter(options, life, span_rng.spawn(1)[0]).spans()
             api += life_api
             core += life_core
-        api_resource, core_resource = _resources(options, id_rng.bytes)
-        batches += [*_flushes(api_resource, api), *_flushes(core_resource, core)]
+        for resource, spans in zip(_resources(options, id_rng.bytes), (api, core), strict=True):
+            batches += _flushes(resource, spans)
     batches.sort(key=lambda sent: sent[0])
     return [batch for _, batch in batches]
 
@@ -427,19 +411,16 @@ def _resources(options: SynthOptions, draw: Callable[[int], bytes]) -> tuple[Att
     # Drawn whether used or not, so that another choice does not change other ids.
     api_id, core_id = (str(uuid.UUID(bytes=draw(16), version=4)) for _ in range(2))
 
-    def resource(sdk: str, **instance: str) -> Attributes:
-        described = {
+    def resource(instance_id: str) -> Attributes:
+        return {
             "telemetry.sdk.language": "python",
             "telemetry.sdk.name": "opentelemetry",
-            "telemetry.sdk.version": sdk,
+            "telemetry.sdk.version": "1.26.0" if choice == "none" else "1.45.2",
+            **({} if choice == "none" else {"service.instance.id": instance_id}),
+            "service.name": "vllm-synth",
         }
-        return {**described, **instance, "service.name": "vllm-synth"}
 
-    if choice == "none":
-        return resource("1.26.0"), resource("1.26.0")
-    ids = (api_id, core_id if choice == "process" else api_id)
-    api, core = (resource("1.45.2", **{"service.instance.id": one}) for one in ids)
-    return api, core
+    return resource(api_id), resource(core_id if choice == "process" else api_id)
 
 
 def _flushes(resource: Attributes, spans: list[GeneratedSpan]) -> Iterator[tuple[int, ExportBatch]]:
@@ -460,6 +441,9 @@ _SLOTS = {
     int: '{"key":%s,"value":{"intValue":"%%d"}}',
     float: '{"key":%s,"value":{"doubleValue":%%s}}',
 }
+
+
+_ERROR = trace_pb2.Status.STATUS_CODE_ERROR
 
 
 def json_lines(batches: Iterable[ExportBatch]) -> bytes:
@@ -489,9 +473,7 @@ def _span_json(span: GeneratedSpan) -> str:
     # The Collector leaves out an event list without events and a count of nothing.
     events = f'"events":[{",".join(map(_event_json, span.events))}],' if span.events else ""
     dropped = f'"droppedEventsCount":{span.dropped_events},' if span.dropped_events else ""
-    status = (
-        f'"message":{_text(span.error)},"code":{trace_pb2.Status.STATUS_CODE_ERROR}' if span.error else ""
-    )
+    status = f'"message":{_text(span.error)},"code":{_ERROR}' if span.error else ""
     return (
         f'{{"traceId":"{span.trace_id}","spanId":"{span.span_id}","parentSpanId":"{span.parent_span_id}",'
         f'"flags":{span.flags},"name":{_text(span.name)},"kind":{span.kind.value},'
@@ -539,13 +521,12 @@ def _batch_message(batch: ExportBatch) -> trace_pb2.TracesData:
         for scope, spans in batch.by_scope().items()
     ]
     resource = resource_pb2.Resource(attributes=_pairs(batch.resource))
-    return trace_pb2.TracesData(
-        resource_spans=[trace_pb2.ResourceSpans(resource=resource, scope_spans=scopes)]
-    )
+    spans = trace_pb2.ResourceSpans(resource=resource, scope_spans=scopes)
+    return trace_pb2.TracesData(resource_spans=[spans])
 
 
 def _span_message(span: GeneratedSpan) -> trace_pb2.Span:
-    code = trace_pb2.Status.STATUS_CODE_ERROR if span.error else trace_pb2.Status.STATUS_CODE_UNSET
+    code = _ERROR if span.error else trace_pb2.Status.STATUS_CODE_UNSET
     return trace_pb2.Span(
         trace_id=bytes.fromhex(span.trace_id),
         span_id=bytes.fromhex(span.span_id),

@@ -1,7 +1,7 @@
-"""Reconstruct what the engine did, step by step, from the tables: step clock, composition, idle gaps, queue state.
+"""Reconstruct the work of the engine, step by step, from the tables: step clock, composition, idle gaps, queue state.
 
 `build_timeline` makes the `timeline` table, one row per engine step. The other functions read it: `queue_state` for the queue
-that a request found, `with_step_times` and `requeue_waits` for the times of requests that follow from their steps.
+ahead of a request, `with_step_times` and `requeue_waits` for the times of requests that follow from their steps.
 """
 
 from tracefit.timeline.anchors import clock_disagreements, execution_lags
@@ -17,7 +17,7 @@ from tracefit.timeline.request_steps import (
     PLACED_COLUMNS,
     count_steps,
     events_of,
-    is_cut_off,
+    is_at_recording_end,
 )
 from tracefit.timeline.request_times import with_step_times
 from tracefit.timeline.segments import requeue_waits
@@ -33,7 +33,7 @@ __all__ = [
     "events_of",
     "every_start",
     "execution_lags",
-    "is_cut_off",
+    "is_at_recording_end",
     "is_logged",
     "log_clock",
     "longest_whole_prompt",

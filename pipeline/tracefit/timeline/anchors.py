@@ -1,6 +1,6 @@
-"""The step clock: the start of every step that something anchors, and how well it is known.
+"""The step clock: the start of every anchored step, and its standard deviation.
 
-Three kinds of anchors: a step's own summary (exact); SCHEDULED and PREEMPTED, stamped inside the step's schedule();
+Three kinds of anchors: the summary of a step (exact); SCHEDULED and PREEMPTED, stamped inside the step's schedule();
 FIRST_TOKEN and FINISHED, stamped in its update, right before the next step starts. The small offsets of the last two
 are measured where a summary is there too.
 """
@@ -72,20 +72,20 @@ def clock_disagreements(timeline: pl.DataFrame, journeys: pl.DataFrame) -> pl.Da
         journeys: The `journey_events` table.
 
     Returns:
-        One row per (run_id, server) with events between known starts: `events` that could be compared with
-        them, `disagreeing`.
+        One row per (run_id, server) with events before or after an anchored start: `events`, the number of these,
+        and `disagreeing`.
     """
-    known = timeline.select(*ENGINE, "step_id", "ts_start_ns").drop_nulls().sort("step_id")
+    clock = timeline.select(*ENGINE, "step_id", "ts_start_ns").drop_nulls().sort("step_id")
     inside = pl.col("event").is_in(_INSIDE)
     stamped = journeys.filter((inside | _is_update()) & pl.col("step_id").is_not_null())
     # An update comes before the step after next: with scheduling a step ahead the next one has begun by then.
     over = stamped.with_columns(over_step=pl.col("step_id") + pl.when(inside).then(1).otherwise(2))
     between = (
         over.sort("step_id")
-        .join_asof(known.rename({"ts_start_ns": "begin_ns"}), on="step_id", by=ENGINE, check_sortedness=False)
+        .join_asof(clock.rename({"ts_start_ns": "begin_ns"}), on="step_id", by=ENGINE, check_sortedness=False)
         .sort("over_step")
         .join_asof(
-            known.rename({"ts_start_ns": "end_ns"}),
+            clock.rename({"ts_start_ns": "end_ns"}),
             left_on="over_step",
             right_on="step_id",
             by=ENGINE,
@@ -118,19 +118,14 @@ def step_starts(steps: pl.DataFrame, core: pl.DataFrame) -> pl.DataFrame:
         step, starts increasing within an engine.
     """
     exact = steps.select("position", "engine", "server_number", at="ts_start_ns").drop_nulls("at")
-    # Events inside schedule() give their own step's start, the earliest first. An update ends its step: it gives the start of
+    # Events inside schedule() give the start of their step, the earliest event first. An update ends its step: it gives the start of
     # the next one (with scheduling ahead, of the one after), and the latest event is nearest to it.
+    step, stamp = pl.col("step_id"), pl.col("ts_ns")
     kinds = {
-        "scheduled": _at(
-            core.filter(pl.col("event").is_in(_INSIDE)), pl.col("step_id"), pl.col("ts_ns").min()
-        ),
-        "update": _at(
-            core.filter(_is_update()),
-            pl.col("step_id") + 1 + pl.col("execution_lag_steps"),
-            pl.col("ts_ns").max(),
-        ),
+        "scheduled": _at(core.filter(pl.col("event").is_in(_INSIDE)), step, stamp.min()),
+        "update": _at(core.filter(_is_update()), step + 1 + pl.col("execution_lag_steps"), stamp.max()),
     }
-    # Events are moved by the median of their own server's offsets: CPUs and versions differ.
+    # Events are moved by the median of the offsets of their server: CPUs and versions differ.
     offsets = _offsets(kinds, exact)
     estimated = {k: _corrected(events, offsets.filter(kind=k)) for k, events in kinds.items()}
     anchors = pl.concat(
@@ -147,15 +142,15 @@ def step_starts(steps: pl.DataFrame, core: pl.DataFrame) -> pl.DataFrame:
 
 def _at(events: pl.DataFrame, step: pl.Expr, stamp: pl.Expr) -> pl.DataFrame:
     """Return one stamp per step that events name: position, engine, server_number, at."""
-    placed = events.with_columns(position=position(step)).drop_nulls("position")
-    return placed.group_by("position").agg(pl.col("engine", "server_number").first(), at=stamp)
+    on_axis = events.with_columns(position=position(step)).drop_nulls("position")
+    return on_axis.group_by("position").agg(pl.col("engine", "server_number").first(), at=stamp)
 
 
 def _offsets(kinds: dict[str, pl.DataFrame], exact: pl.DataFrame) -> pl.DataFrame:
     """Measure how far the events of each kind are from their step's start: (server, kind, offset_ns, sd_us).
 
-    Against exact starts where enough steps have both. A kind without them is placed against the other one, on steps
-    that have both kinds; without any exact start the two meet halfway: cycles do not depend on a common shift.
+    Against exact starts where enough steps have both. A kind without them is measured against the other one, on steps
+    that have both kinds; without any exact start each gets half of the distance: cycles do not depend on a common shift.
     """
     direct = pl.concat([_distances(e, exact).with_columns(kind=pl.lit(k)) for k, e in kinds.items()])
     pairs = _distances(kinds["scheduled"], kinds["update"])
@@ -186,9 +181,10 @@ def _distances(events: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
 
 def _corrected(events: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:
     """Move events of one kind to where their steps start."""
-    known = events.join(offsets, on="server_number", how="inner")
     moved = pl.col("at") - pl.col("offset_ns").round().cast(pl.Int64)
-    return known.select("position", "engine", "sd_us", at=moved, start_source="kind")
+    return events.join(offsets, on="server_number", how="inner").select(
+        "position", "engine", "sd_us", at=moved, start_source="kind"
+    )
 
 
 def _best(estimated: dict[str, pl.DataFrame]) -> pl.DataFrame:
@@ -209,7 +205,7 @@ def _best(estimated: dict[str, pl.DataFrame]) -> pl.DataFrame:
 def _increasing(anchors: pl.DataFrame) -> pl.DataFrame:
     """Drop estimated starts that run backwards in time; exact ones always stay.
 
-    A single stamp that is far off must not remove all its neighbours: starts that disagree with the median of their
+    A single wrong stamp must not remove all its neighbours: starts that disagree with the median of their
     neighbours are dropped first.
     """
     at, exact = pl.col("at"), pl.col("start_source") == "summary"
@@ -222,7 +218,7 @@ def _increasing(anchors: pl.DataFrame) -> pl.DataFrame:
 
 
 def _middle(three: list[pl.Expr]) -> pl.Expr:
-    """Return the median of three values, or of the known ones at an end of the trace."""
+    """Return the median of three values, or of fewer at an end of the trace."""
     a, b, c = three
     return pl.max_horizontal(pl.min_horizontal(a, b), pl.min_horizontal(pl.max_horizontal(a, b), c))
 

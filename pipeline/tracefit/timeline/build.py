@@ -1,12 +1,10 @@
 """Build the timeline: one row per engine step, from summaries, snapshots and journeys at once.
 
-A step is known from its own summary, or inferred from the events of the requests in it. Each row holds the start of the step,
-its composition, its cycle (start to next known start) and whether idle time lies in that cycle.
+A step has a summary, or follows from the events of the requests in it. Each row has the start of the step, its composition, its
+cycle (to the next start that is anchored) and whether there is idle time in that cycle.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
@@ -23,25 +21,14 @@ from tracefit.timeline.segments import core_events, running_segments, waiting_se
 _SUMMARY = tuple(
     name
     for name in schema.TIMELINE.names
-    if name in set(schema.STEPS.names) - {*ENGINE, "step_id", "ts_start_ns"}
+    if name in schema.STEPS.names and name not in (*ENGINE, "step_id", "ts_start_ns")
 )
 """Columns that the timeline takes from a step's summary. The start is derived from more than summaries."""
 
 _COMPARED = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_tokens")
 """Columns that both summaries and journeys give, and on which they must agree."""
 
-
 _CONTEXTS = ("context_tokens", "prefill_context_tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class _Evidence:
-    """The input tables, located on the step axis: `steps` and `snapshots` have a `position`."""
-
-    axis: StepAxis
-    steps: pl.DataFrame
-    snapshots: pl.DataFrame
-    core: pl.DataFrame
 
 
 def build_timeline(
@@ -58,10 +45,10 @@ def build_timeline(
     With complete journeys every step between the first and the last is there, its composition worked out from them;
     a summary or a full set of snapshots takes precedence. Without complete journeys only sampled steps are there.
 
-    `cycle_us` is the mean cycle from this step's start to the next start that is known, `interval_steps` steps on:
-    one step (`adjacent`, between two summaries), or an `interval` when a start comes from a journey event or steps
-    in between have no known start, or `request` when both were counted from requests. `idle_after` says that one of those steps left nothing running and nothing
-    waiting, so that the time holds idle time.
+    `cycle_us` is the mean cycle from the start of the step to the next anchored start, `interval_steps` later: one step
+    (`adjacent`, between two summaries), or an `interval` when a start comes from a journey event or steps in between are not
+    anchored, or `request` when both were counted from requests. `idle_after` says that one of these steps left nothing running
+    and nothing waiting, so that the time includes idle time.
 
     Args:
         steps: The `steps` table.
@@ -69,8 +56,8 @@ def build_timeline(
         journeys: The `journey_events` table.
         limits: Limits of the scheduler.
         journeys_complete: Every request has a journey.
-        known_starts: Starts of steps that were counted from requests (`count_steps`), whose events `journeys` then holds, or
-            that a log gives (`log_clock`).
+        known_starts: Starts of steps that were counted from requests (`count_steps`), whose events are then in `journeys`, or
+            those of a log (`log_clock`).
 
     Returns:
         The `timeline` table.
@@ -78,42 +65,41 @@ def build_timeline(
     limits = limits or EngineLimits()
     axis = step_axis(steps, snapshots, journeys)
     lags = execution_lags(steps if known_starts is None else known_starts, journeys)
-    # A step has one summary; should another claim its id, the first in time stands.
-    summaries = _placed(axis, steps).unique("position", keep="first", maintain_order=True)
+    # A step has one summary: the first in time if several have its id.
+    summaries = _positioned(axis, steps).unique("position", keep="first", maintain_order=True)
+    snapshots = _positioned(axis, snapshots)
     core = axis.locate(core_events(journeys)).join(lags, on=SERVER, how="left", maintain_order="left")
     # A server with too few events for a lag is taken to schedule and execute in the same cycle.
-    core = core.with_columns(pl.col("execution_lag_steps").fill_null(0))
-    evidence = _Evidence(axis, summaries, _placed(axis, snapshots), with_steps_by_time(core, summaries))
+    core = with_steps_by_time(core.with_columns(pl.col("execution_lag_steps").fill_null(0)), summaries)
     # With sampled journeys a step's batch would lack the requests that have none: it stays unknown.
     rows = axis.frame()
     if journeys_complete and axis.size:
-        rows = pl.concat([rows, _inferred(evidence, limits)], how="horizontal")
-    rows = _with_usage(_with_summaries(rows, evidence, limits), limits)
+        rows = pl.concat([rows, _inferred(axis, core, snapshots, limits)], how="horizontal")
+    rows = _with_usage(_with_summaries(rows, summaries, snapshots, limits), limits)
     rows = rows.with_columns(context_estimated=pl.lit(value=False))
     if journeys.is_empty():
         rows = _with_estimated_contexts(rows, limits.block_size)
     if known_starts is None:
-        starts = step_starts(evidence.steps, evidence.core).with_columns(pause=pl.lit(value=False))
+        starts = step_starts(summaries, core).with_columns(pause=pl.lit(value=False))
     else:
-        starts = _placed(axis, known_starts).select(
-            "position", "start_source", "ts_start_ns", "start_sd_us", "pause"
-        )
+        starts = _positioned(axis, known_starts)
         rows = rows.with_columns(pl.col("composition_source").replace("journey", "request"))
+    starts = starts.select("position", "start_source", "ts_start_ns", "start_sd_us", "pause")
     rows = rows.join(starts, on="position", how="left", maintain_order="left")
-    known = pl.col("ts_start_ns").is_not_null() | pl.col("composition_source").is_not_null()
-    return schema.TIMELINE.conform(axis.name(_with_cycles(rows.filter(known & ~pl.col("is_gap")))))
+    has_facts = pl.col("ts_start_ns").is_not_null() | pl.col("composition_source").is_not_null()
+    return schema.TIMELINE.conform(axis.name(_with_cycles(rows.filter(has_facts & ~pl.col("is_gap")))))
 
 
-def _placed(axis: StepAxis, rows: pl.DataFrame) -> pl.DataFrame:
+def _positioned(axis: StepAxis, rows: pl.DataFrame) -> pl.DataFrame:
     return axis.locate(rows).with_columns(position=position(pl.col("step_id"))).drop_nulls("position")
 
 
-def _inferred(evidence: _Evidence, limits: EngineLimits) -> pl.DataFrame:
+def _inferred(
+    axis: StepAxis, core: pl.DataFrame, snapshots: pl.DataFrame, limits: EngineLimits
+) -> pl.DataFrame:
     """Return the composition of every position from the journeys, in columns prefixed `journey.`."""
-    axis, core = evidence.axis, evidence.core
-    composed = compose(
-        axis, running_segments(core, _cached(evidence.snapshots)), waiting_segments(core), limits
-    )
+    running = running_segments(core, _cached(snapshots))
+    composed = compose(axis, running, waiting_segments(core), limits)
     lost = core.filter(pl.col("event") == "PREEMPTED").select(at=position(pl.col("step_id"))).drop_nulls()
     preempted = bincount_at(axis.size, lost["at"].to_numpy(), np.ones(lost.height)).astype(np.int64)
     composed = composed.with_columns(num_preempted=preempted)
@@ -123,37 +109,38 @@ def _inferred(evidence: _Evidence, limits: EngineLimits) -> pl.DataFrame:
 def _cached(snapshots: pl.DataFrame) -> pl.DataFrame:
     """Return prompt tokens found in the prefix cache, per request, where a snapshot has them."""
     hits = pl.col("num_prompt_tokens") - pl.col("effective_prompt_len")
-    known = snapshots.filter(pl.col("effective_prompt_len").is_not_null()).sort("step_id")
-    return known.group_by(*ENGINE, "request_id").agg(cached_tokens=hits.first())
+    shown = snapshots.filter(pl.col("effective_prompt_len").is_not_null()).sort("step_id")
+    return shown.group_by(*ENGINE, "request_id").agg(cached_tokens=hits.first())
 
 
-def _with_summaries(rows: pl.DataFrame, evidence: _Evidence, limits: EngineLimits) -> pl.DataFrame:
+def _with_summaries(
+    rows: pl.DataFrame, summaries: pl.DataFrame, snapshots: pl.DataFrame, limits: EngineLimits
+) -> pl.DataFrame:
     """Add summaries and full snapshots, which take precedence over the composition from the journeys."""
-    steps = evidence.steps.select(
+    steps = summaries.select(
         "position",
         *_SUMMARY,
-        # A log states their share alone.
+        # A log has only their share.
         kv_blocks_used=pl.coalesce(
             pl.col("kv_blocks_total") - pl.col("kv_blocks_free"),
             (pl.col("kv_usage_ratio") * pl.lit(limits.num_blocks, pl.Int64)).round().cast(pl.Int64),
         ),
         has_summary=pl.lit(value=True),
     )
-    shown = _contexts(evidence.steps, evidence.snapshots)
+    shown = _contexts(summaries, snapshots)
     joined = rows.join(steps, on="position", how="left", maintain_order="left")
-    # A recorded step has its contexts itself.
+    # The contexts of a recorded step are in its record.
     joined = joined.join(shown, on="position", how="left", maintain_order="left", suffix="_shown")
     joined = joined.with_columns(pl.coalesce(name, f"{name}_shown").alias(name) for name in _CONTEXTS)
-    have = set(joined.columns)
-
     kind = pl.when(pl.col("cycle_source").is_null()).then(pl.lit("summary")).otherwise("cycle_source")
     source = pl.when("has_summary").then(kind)
-    inferred = [name.removeprefix("journey.") for name in joined.columns if name.startswith("journey.")]
+    columns = joined.columns
+    inferred = [name.removeprefix("journey.") for name in columns if name.startswith("journey.")]
     if not inferred:
         return joined.with_columns(composition_source=source)
     # A summary comes first; journeys fill in the steps without one.
     return joined.with_columns(*_agreement(), _shared_blocks(), *_logged_contexts()).with_columns(
-        *(pl.coalesce(c for c in (name, f"journey.{name}") if c in have).alias(name) for name in inferred),
+        *(pl.coalesce(c for c in (name, f"journey.{name}") if c in columns).alias(name) for name in inferred),
         composition_source=source.otherwise(pl.lit("journey")),
     )
 
@@ -176,7 +163,7 @@ def _logged_contexts() -> list[pl.Expr]:
 
 
 def _agreement() -> list[pl.Expr]:
-    """Return columns that compare the journeys' composition with the summaries' where both are known."""
+    """Return columns that compare the journeys' composition with the summaries' where a step has both."""
 
     def error(*names: str) -> pl.Expr:
         return pl.sum_horizontal((pl.col(f"journey.{n}") - pl.col(n) for n in names), ignore_nulls=False)
@@ -194,16 +181,16 @@ def _shared_blocks() -> pl.Expr:
 
     Journeys do not show shared blocks: their number is carried forward from the last summary.
     """
-    held = pl.col("journey.kv_blocks_used")
-    shared = (pl.col("kv_blocks_used") - held).forward_fill().over("engine").fill_null(0)
-    # Where fewer blocks are held than were shared, the number is no longer that of the summary.
-    used = pl.when((held == 0) | (held + shared >= 0)).then((held + shared).clip(lower_bound=0))
+    counted = pl.col("journey.kv_blocks_used")
+    used = counted + (pl.col("kv_blocks_used") - counted).forward_fill().over("engine").fill_null(0)
+    # Where fewer blocks are in use than were shared, the number of the summary is out of date.
+    used = pl.when((counted == 0) | (used >= 0)).then(used.clip(lower_bound=0))
     return used.alias("journey.kv_blocks_used")
 
 
 def _with_usage(rows: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
-    """Fill in the KV usage of steps without a summary from the blocks their requests hold."""
-    # A server's total is constant: one summary tells it for all steps.
+    """Fill in the KV usage of steps without a summary from the blocks of their requests."""
+    # A server's total is constant: that of one summary is that of all steps.
     total = pl.coalesce(pl.col("kv_blocks_total").max().over("engine"), pl.lit(limits.num_blocks, pl.Int64))
     usage = (pl.col("kv_blocks_used") / total).clip(0.0, 1.0)
     return rows.with_columns(kv_usage_ratio=pl.coalesce("kv_usage_ratio", usage), kv_blocks_total=total)
@@ -221,10 +208,10 @@ def _with_estimated_contexts(rows: pl.DataFrame, block_size: int) -> pl.DataFram
     estimate = pl.when(pl.col("num_decode_reqs") == 0).then(0).otherwise((slots - new).clip(lower_bound=0))
     lacking = pl.col("context_tokens").is_null() & (pl.col("composition_source") == "summary")
     # A sum over requests: null where the summary lacks one of its columns.
-    known = lacking & pl.col("kv_blocks_used").is_not_null() & (requests + new).is_not_null()
+    estimable = lacking & pl.col("kv_blocks_used").is_not_null() & (requests + new).is_not_null()
     return rows.with_columns(
-        context_tokens=pl.when(known).then(estimate.round().cast(pl.Int64)).otherwise("context_tokens"),
-        context_estimated=known.fill_null(value=False),
+        context_tokens=pl.when(estimable).then(estimate.round().cast(pl.Int64)).otherwise("context_tokens"),
+        context_estimated=estimable.fill_null(value=False),
     )
 
 
@@ -242,7 +229,7 @@ def _contexts(steps: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:
 
 
 def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
-    """Add cycles between consecutive known starts, and whether the engine was idle between them; those of records stay."""
+    """Add cycles between consecutive starts, and whether the engine was idle between them; recorded cycles stay."""
     rows = rows.rename({"cycle_us": "recorded_us", "cycle_source": "recorded_source"})
     idle = (pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0)
     started = pl.col("ts_start_ns").is_not_null()
@@ -252,7 +239,7 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
     ordered = ordered.with_columns(idle_before=pl.when(follows & same_engine).then(pl.col("idle").shift(1)))
     # Steps of another engine that nothing anchors would join the last interval of the engine before.
     whole = ["engine", "interval"]
-    # The next known start of the same engine, however many steps on.
+    # The next start of the same engine, one step later or many.
     nexts = {c: pl.col(c).shift(-1) for c in ("ts_start_ns", "step_id", "start_source", "start_sd_us")}
     count = nexts["step_id"] - pl.col("step_id")
     spans = ordered.filter(started).select(
@@ -271,28 +258,19 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
         idle_after=pl.col("idle").any() | pl.col("pause").any(),
     )
     spans = spans.filter(~pl.col("last_of_engine")).join(members, on=whole, how="left")
-    # Between two starts every step must be known, or it is not known what the time was spent on.
+    # Every step between two starts needs a composition, or the work of the time is unknown.
     full = (pl.col("members") == pl.col("interval_steps")) & pl.col("composed") & (pl.col("cycle_us") > 0)
-    adjacent = pl.col("exact") & (pl.col("interval_steps") == 1)
-    spans = spans.filter(full).select(
-        "position",
-        "interval_steps",
-        "cycle_us",
-        "cycle_sd_us",
-        "idle_after",
-        cycle_source=pl.when(adjacent)
+    single = pl.col("interval_steps") == 1
+    kinds = {"request": CycleSource.REQUEST, CHANGE: CycleSource.LOG_INTERVAL, FINE: CycleSource.LOG_INTERVAL}
+    source = (
+        pl.when(pl.col("exact") & single)
         .then(pl.lit(CycleSource.ADJACENT.value))
-        .when(pl.col("start_source") == "request")
-        .then(pl.lit(CycleSource.REQUEST.value))
-        .when(pl.col("start_source") == CHANGE)
-        .then(pl.lit(CycleSource.LOG_INTERVAL.value))
-        .when(pl.col("start_source") == FINE)
-        .then(
-            pl.when(pl.col("interval_steps") == 1)
-            .then(pl.lit(CycleSource.LOG.value))
-            .otherwise(pl.lit(CycleSource.LOG_INTERVAL.value))
-        )
-        .otherwise(pl.lit(CycleSource.INTERVAL.value)),
+        .when((pl.col("start_source") == FINE) & single)
+        .then(pl.lit(CycleSource.LOG.value))
+        .otherwise(pl.col("start_source").replace_strict(kinds, default=CycleSource.INTERVAL.value))
+    )
+    spans = spans.filter(full).select(
+        "position", "interval_steps", "cycle_us", "cycle_sd_us", "idle_after", cycle_source=source
     )
     joined = ordered.join(spans, on="position", how="left", maintain_order="left")
     is_recorded = pl.col("recorded_us").is_not_null()

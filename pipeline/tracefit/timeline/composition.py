@@ -1,8 +1,8 @@
-"""The composition of every step, worked out from the journeys alone.
+"""The composition of every step, worked out from the journeys.
 
 A request is in the batch from its SCHEDULED to its end (`segments`). Counts of such ranges are sums over difference arrays on
 the step axis (`engines.range_add`), with no loop per step. Only prompts computed in chunks are followed one by one, in the
-order they were scheduled: each takes what the earlier ones leave of the token budgets.
+order they were scheduled: each takes the rest that the earlier ones leave of the token budgets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WINDOW = 16
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Limits of a server's scheduler; null where not known.
+    """Limits of a server's scheduler; null if unknown.
 
     Attributes:
         max_num_batched_tokens: Token budget of a step.
@@ -55,7 +55,7 @@ class _Runs:
         cached: Tokens found in the prefix cache.
         prompt: Prompt tokens.
         outputs: Output tokens before the segment.
-        limit: Output tokens it may still produce, -1 where not known.
+        limit: Output tokens it may still produce, -1 if unknown.
         finished: 1 where it ended for good.
         lag: Steps that scheduling runs ahead of execution, on its server.
         late: Steps after its last in which the scheduler learns of its end: `lag`, but an abort takes effect at once.
@@ -97,8 +97,8 @@ class _Runs:
             ts="ts_ns",
             engine="engine",
         )
-        known = columns.drop_nulls(["start", "end"]).sort("engine", "ts").drop("engine", "ts")
-        return cls(*(known[c].fill_null(0).cast(pl.Int64).to_numpy() for c in known.columns))
+        whole = columns.drop_nulls(["start", "end"]).sort("engine", "ts").drop("engine", "ts")
+        return cls(*(column.fill_null(0).cast(pl.Int64).to_numpy() for column in whole))
 
     @cached_property
     def decoding(self) -> NDArray[np.bool_]:
@@ -133,7 +133,7 @@ def compose(
     Args:
         axis: All steps.
         running: `running_segments` with `execution_lag_steps` (0 or 1): steps that scheduling runs ahead of
-            execution. With 1 a request's first decode still counts as prefill (its token is not known yet), and a
+            execution. With 1 a request's first decode still counts as prefill (its token is not out yet), and a
             finished request stays in the running list for one more step.
         waiting: `waiting_segments`.
         limits: Token budget and block size.
@@ -149,15 +149,13 @@ def compose(
         first=position(pl.col("wait_first")), last=position(pl.col("wait_last")), tokens="wait_tokens"
     ).drop_nulls(["first", "last"])
     first, last, tokens = (queue[c].fill_null(0).to_numpy() for c in queue.columns)
-    decodes = range_add(
-        size, runs.complete[runs.decoding] + 1, runs.end[runs.decoding], np.ones(runs.decoding.sum())
-    )
+    decodes = _overlaps(size, runs.complete[runs.decoding] + 1, runs.end[runs.decoding])
     prompts = _prompt_rows(runs, decodes, size, limits)
     return pl.DataFrame(
         {
             **{name: _whole(values) for name, values in _counts(size, runs, prompts, decodes).items()},
-            "running_depth": _whole(range_add(size, runs.start, runs.leave, np.ones(len(runs.start)))),
-            "waiting_depth": _whole(range_add(size, first, last, np.ones(len(first)))),
+            "running_depth": _whole(_overlaps(size, runs.start, runs.leave)),
+            "waiting_depth": _whole(_overlaps(size, first, last)),
             "waiting_tokens": _whole(range_add(size, first, last, tokens)),
             "kv_blocks_used": _blocks(size, runs, prompts, limits.block_size),
             **_left_after(size, runs, prompts, limits.block_size),
@@ -166,20 +164,20 @@ def compose(
 
 
 def _left_after(size: int, runs: _Runs, prompts: _Prompts, block: int) -> dict[str, Ints | pl.Series]:
-    """Return the state that a request queued after each step meets, once the available outputs are processed.
+    """Return the state of the engine for a request queued after each step, once the available outputs are processed.
 
-    These are the step's own outputs; with scheduling a step ahead, the outputs of the step before it.
+    These are the outputs of the step; with scheduling a step ahead, those of the step before it.
     """
     start, end, complete = runs.start, runs.end, runs.complete
-    # A finished request is gone after the update of its last step; a preempted one holds on until the next schedule().
+    # A finished request is gone after the update of its last step; a preempted one stays until the next schedule().
     until = end - runs.finished + runs.late
     stays = until >= start
     done = (complete >= 0) & (complete <= until)
     # After step q a request whose prompt was complete at step c has put out 1 + q - c tokens of this segment.
     produced = range_add(size, complete[done], until[done], 1 - runs.lag[done] - complete[done])
-    produced += np.arange(size) * range_add(size, complete[done], until[done], np.ones(int(done.sum())))
+    produced += np.arange(size) * _overlaps(size, complete[done], until[done])
     computed = np.bincount(prompts.owner, weights=prompts.tokens, minlength=len(start))
-    held_tokens = np.where(complete >= 0, runs.prompt + runs.outputs + end - complete, runs.cached + computed)
+    filled = np.where(complete >= 0, runs.prompt + runs.outputs + end - complete, runs.cached + computed)
     prompt_left = np.cumsum(
         bincount_at(size, start, runs.need)
         - bincount_at(size, prompts.position, prompts.tokens)
@@ -187,14 +185,19 @@ def _left_after(size: int, runs: _Runs, prompts: _Prompts, block: int) -> dict[s
     )
     remaining = range_add(size, start[stays], until[stays], runs.limit[stays]) - produced
     open_ended = stays & (runs.limit < 0)
-    is_unknown = range_add(size, start[open_ended], until[open_ended], np.ones(open_ended.sum())) > 0
-    freed = runs.finished * -(-held_tokens.astype(np.int64) // block)
+    is_unknown = _overlaps(size, start[open_ended], until[open_ended]) > 0
+    freed = runs.finished * -(-filled.astype(np.int64) // block)
     return {
-        "running_after": _whole(range_add(size, start[stays], until[stays], np.ones(int(stays.sum())))),
+        "running_after": _whole(_overlaps(size, start[stays], until[stays])),
         "remaining_after": pl.Series(_whole(remaining)).set(pl.Series(is_unknown), None),
         "prefill_left_after": _whole(prompt_left),
         "kv_blocks_freed": _whole(bincount_at(size, runs.leave, freed)),
     }
+
+
+def _overlaps(size: int, first: Ints, last: Ints) -> Floats:
+    """Count the inclusive ranges that cover each position."""
+    return range_add(size, first, last, np.ones(len(first)))
 
 
 def _whole(values: Floats) -> Ints:
@@ -228,8 +231,8 @@ def _counts(size: int, runs: _Runs, prompts: _Prompts, decodes: Floats) -> dict[
 
 
 def _prompt_rows(runs: _Runs, decodes: Floats, size: int, limits: EngineLimits) -> _Prompts:
-    """Distribute each segment's prompt over its steps: whole in one step, or in chunks of what the budget leaves."""
-    # Most prompts are computed by one step; only the others need to know what a step's budget leaves.
+    """Distribute each segment's prompt over its steps: whole in one step, or in chunks as large as the budget allows."""
+    # Most prompts are computed by one step; only the others need the rest of a step's budget.
     whole = runs.complete == runs.start
     singles = bincount_at(size, runs.start[whole], runs.need[whole])
     has_output = (runs.outputs > 0).astype(np.int64)
@@ -244,15 +247,13 @@ def _prompt_rows(runs: _Runs, decodes: Floats, size: int, limits: EngineLimits) 
         used = np.flatnonzero(chunks)
         before = runs.cached[i] + np.cumsum(chunks) - chunks
         rows.append((start + used, chunks[used], before[used], np.full(len(used), i)))
-    places, tokens, context, owner = (
-        np.concatenate([row[k] for row in rows]).astype(np.int64) for k in range(4)
-    )
-    return _Prompts(places, tokens, context, has_output[owner], owner)
+    steps, tokens, context, owner = (np.concatenate(c).astype(np.int64) for c in zip(*rows, strict=True))
+    return _Prompts(steps, tokens, context, has_output[owner], owner)
 
 
 def _chunks(start: int, stop: int, need: int, room: Floats | None, *, finished: bool) -> Ints:
     """Return the tokens of one prompt in each step from `start`, to `stop` at most, and take them out of `room`."""
-    if room is None:  # no budget known: equal chunks
+    if room is None:  # unknown budget: equal chunks
         stop = stop if finished else min(stop, start + _WINDOW - 1)
         edges: Ints = np.linspace(0, need, stop - start + 2).round().astype(np.int64)
         return edges[1:] - edges[:-1]
@@ -262,28 +263,28 @@ def _chunks(start: int, stop: int, need: int, room: Floats | None, *, finished: 
         free = room[start : min(start + 4 * len(free), stop + 1)]
     taken = np.minimum(np.cumsum(free), need)
     if finished and start + len(free) == stop + 1:
-        taken[-1] = need  # the completing step computed whatever was left
+        taken[-1] = need  # the completing step computed the rest
     chunks = np.diff(taken, prepend=0.0)
     free -= np.minimum(free, chunks)
     return chunks.round().astype(np.int64)
 
 
 def _blocks(size: int, runs: _Runs, prompts: _Prompts, block: int) -> Ints:
-    """Return the KV blocks held after each step's scheduling: a request holds ceil(tokens / block) until it ends.
+    """Return the KV blocks in use after each step's scheduling: ceil(tokens / block) of a request until it ends.
 
     Blocks that requests share through the prefix cache count for each of them.
     """
     filled = -(-(prompts.context + prompts.tokens) // block)
-    # A chunk's blocks are held until the next chunk, the last one's until decoding begins or the segment ends.
+    # A chunk's blocks are in use until the next chunk, the last one's until decoding begins or the segment ends.
     ends = np.where((runs.complete < 0) | (runs.complete == runs.end), runs.leave, runs.complete)
     until = ends[prompts.owner]
     more_follow = np.flatnonzero(np.diff(prompts.owner) == 0)
     until[more_follow] = prompts.position[more_follow + 1] - 1
-    held = range_add(size, prompts.position, until, filled)
+    used = range_add(size, prompts.position, until, filled)
     decoding = runs.decoding
     first, last = runs.complete[decoding] + 1, runs.leave[decoding]
     context = (runs.prompt + runs.outputs)[decoding]
-    held += range_add(size, first, last, -(-context // block))
+    used += range_add(size, first, last, -(-context // block))
     # While decoding, another block is taken whenever the context reaches a multiple of the block size, and kept to the end.
     next_block = first + (-context) % block
     more = np.maximum((runs.end[decoding] - next_block) // block + 1, 0)
@@ -293,4 +294,4 @@ def _blocks(size: int, runs: _Runs, prompts: _Prompts, block: int) -> Ints:
         inside = at[(more > 0) & (at < size)]
         taken += bincount_at(len(taken), inside, np.full(len(inside), change))
     every_block = np.cumsum(taken.reshape(-1, stride), axis=0).ravel()[:size]
-    return _whole(held + np.cumsum(every_block) - np.cumsum(bincount_at(size + 1, last + 1, more)[:size]))
+    return _whole(used + np.cumsum(every_block) - np.cumsum(bincount_at(size + 1, last + 1, more)[:size]))

@@ -17,7 +17,7 @@ _FASTEST_STEP_NS, _SLACK_STEPS = 200_000, 100
 """Between two events of an engine are at most as many steps as fit into the time, plus a few that have no work."""
 
 _UNNAMED, _UNNAMED_PER_NAMED = 300_000, 16
-"""Most steps without an event of their own on the axis: so many, and so many for each step with one."""
+"""Most steps without an event on the axis: a number for each run, and more for each step with one."""
 
 _GAP_STEPS = 2
 """Positions of a gap: of steps that events before it end in, or give the start of."""
@@ -30,8 +30,8 @@ Floats = NDArray[np.float64]
 class StepAxis:
     """All steps of all engines on one axis; position = offset of the engine + step number - its first step.
 
-    A gap of step ids that holds no steps, or more than can be followed, takes `_GAP_STEPS` positions: behind it, the number of
-    a step is smaller than its id. So the size follows from the number of events, not from the ids in them.
+    A gap of step ids without steps, or with too many, takes `_GAP_STEPS` positions: behind it, the number of a step is smaller
+    than its id. So the size follows from the number of events, not from the ids in them.
 
     Attributes:
         engines: One row per engine: run_id, server, epoch, engine (its number), server_number, first_step,
@@ -60,9 +60,8 @@ class StepAxis:
         )
         number = pl.min_horizontal("step_id", "end") - pl.col("removed")
         # Before the first step (QUEUED of a fresh engine) nothing was removed.
-        numbered = joined.with_columns(
-            step_id=pl.coalesce(pl.when(pl.col("step_id").is_not_null()).then(number), "step_id")
-        )
+        is_known = pl.col("step_id").is_not_null()
+        numbered = joined.with_columns(step_id=pl.coalesce(pl.when(is_known).then(number), "step_id"))
         return numbered.sort("_row").drop("_row", "first_id", "removed", "end")
 
     def frame(self) -> pl.DataFrame:
@@ -73,13 +72,8 @@ class StepAxis:
         piece = np.repeat(np.arange(len(counts)), counts)
         at = np.arange(self.size)
         step_id = at - np.repeat(np.cumsum(counts) - counts, counts) + first[piece]
-        columns = {
-            "engine": engine[piece],
-            "step_id": step_id,
-            "position": at,
-            "is_gap": step_id > last[piece],
-        }
-        return pl.DataFrame(columns)
+        is_gap = step_id > last[piece]
+        return pl.DataFrame({"engine": engine[piece], "step_id": step_id, "position": at, "is_gap": is_gap})
 
     def name(self, rows: pl.DataFrame) -> pl.DataFrame:
         """Replace the number of an engine by the columns that name it."""
@@ -126,7 +120,7 @@ def _pieces(ids: pl.DataFrame) -> pl.DataFrame:
     fit = pl.col("at_ns").diff().over(ENGINE).clip(lower_bound=0) // _FASTEST_STEP_NS + _SLACK_STEPS
     ids = ids.with_columns(unnamed=climbed, is_gap=(climbed > fit).fill_null(value=False))
     widths = ids.filter(~pl.col("is_gap")).select("run_id", "unnamed").drop_nulls()
-    # Each run may have as many, whichever runs are beside it.
+    # The limit is one of each run: it does not depend on the other runs.
     if widths["unnamed"].sum() > _UNNAMED:
         named = ids.group_by("run_id").agg(most=_UNNAMED + _UNNAMED_PER_NAMED * pl.len().cast(pl.Int64))
         many = widths.sort("unnamed").join(named, on="run_id", how="left", maintain_order="left")
@@ -141,12 +135,10 @@ def _pieces(ids: pl.DataFrame) -> pl.DataFrame:
         .agg(first_id=pl.col("step_id").first(), last_id=pl.col("step_id").last())
     )
     is_last = pl.col("piece") == pl.col("piece").max().over(ENGINE)
-    own = pl.col("last_id") - pl.col("first_id") + 1
-    pieces = pieces.with_columns(positions=own + pl.when(is_last).then(0).otherwise(_GAP_STEPS))
-    number = pl.col("first_id").first().over(ENGINE) + (
-        pl.col("positions").cum_sum() - pl.col("positions")
-    ).over(ENGINE)
-    return pieces.with_columns(removed=pl.col("first_id") - number).drop("piece")
+    ids_in_piece = pl.col("last_id") - pl.col("first_id") + 1
+    pieces = pieces.with_columns(positions=ids_in_piece + pl.when(is_last).then(0).otherwise(_GAP_STEPS))
+    number = pl.col("first_id").first() + pl.col("positions").cum_sum() - pl.col("positions")
+    return pieces.with_columns(removed=pl.col("first_id") - number.over(ENGINE)).drop("piece")
 
 
 def range_add(size: int, first: Ints, last: Ints, amount: Floats | Ints) -> Floats:

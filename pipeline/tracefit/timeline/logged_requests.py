@@ -4,7 +4,7 @@ A token's stamp is the end of a step, and so is a line of the log. The two clock
 time, a year that the log does not write) and by the time until the line is printed. Which quarters follows from the prompts: a
 step that computes as many tokens as the prompts of the requests that get their first token then. With fine stamps the line
 of a step is then the nearest one; with whole seconds it is the one of that second with as many tokens. Requests that ran
-together are a number of steps apart that is known exactly (`request_graph`), so that each such line votes for all of them.
+at one time are an exact number of steps apart (`request_graph`), so that each such line votes for all of them.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ _PRINTED_S = 0.5
 """A line is printed at most so long after its step."""
 
 _PAIRS, _NODES = 1_000_000, 300
-"""Prompts that the distance of the clocks is found from."""
+"""Most pairs of a prompt and a line, and most prompts, from which the distance of the clocks is computed."""
 
 _FOUND = 0.3
-"""Least share of these prompts that a line computes whole, and alone. Prefix-cache hits and chunks make it smaller."""
+"""Least share of these prompts that are all prompt tokens of a line. Prefix-cache hits and chunks make it smaller."""
 
 _AGREE = 0.5
-"""Least share of the steps on which log and placed requests agree, if the two are of one server."""
+"""Least share of the steps on which log and matched requests agree, if the two are of one server."""
 
 _SURE_VOTES = 5
-"""A line with as many tokens counts as much as so many that are merely the nearest: outputs may be stamped some steps late."""
+"""Votes of a line with as many tokens; one that is only the nearest has one vote, since outputs may be stamped some steps late."""
 
 _ROUNDS = 3
-"""Rounds of placing requests on lines of whole seconds, by the times of the lines between those that are placed."""
+"""Rounds of matching requests to lines of whole seconds, by the times of the lines between matched ones."""
 
 _NEAR_S = 0.05
 """A fine stamp is at most so far from the end of its step."""
 
 
 def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimits) -> RequestSteps | None:
-    """Place the requests of an unmodified server on the steps of its log; null where the two do not match.
+    """Give the requests of an unmodified server the steps of its log; null where the two do not match.
 
     Args:
         requests: The `requests` table of one run.
@@ -61,7 +61,7 @@ def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimit
         limits: Limits of the scheduler.
 
     Returns:
-        Those that are placed, and the starts of the steps on the clock of the spans.
+        The requests that have steps, and the starts of the steps on the clock of the spans.
     """
     numbered = requests.with_row_index("row")
     rows = numbered.select("row", *ENGINE, *USED).filter(is_usable()).sort("arrival_ns", "row")
@@ -85,10 +85,10 @@ def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimit
     if apart_s is None:
         return None
     lines = lines.with_columns(pl.col("seconds") - apart_s)
-    # Lines say where each request is: who was scheduled after whom is a guess where outputs are stamped a step late.
+    # Lines show the steps of each request: the order of scheduling is a guess where outputs are stamped a step late.
     ended = _numbers(g.of_tokens(), _votes(ends, lines, is_coarse=is_coarse))
     for _ in range(_ROUNDS if is_coarse and np.isfinite(ended).sum() > 1 else 0):
-        # Prompts with prefix-cache hits match no line by their tokens: placed requests say when the lines between them end.
+        # Prompts with prefix-cache hits match no line by their tokens: matched requests give the ends of the lines between them.
         timed = _timed(lines, g, ended)
         ended = _numbers(g.of_tokens(), _votes(ends, timed, is_coarse=False))
     known = np.isfinite(ended)
@@ -108,7 +108,7 @@ def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimit
 
 
 def _agreement(lines: pl.DataFrame, first: Ints, last: Ints) -> float:
-    """Return the share of the lines, where requests are placed, that name as many generating requests as decode there."""
+    """Return the share of the lines, from the first to the last matched request, with as many generating requests as decode there."""
     size = int(last.max()) + 1
     decoding = range_add(size, first + 1, last, np.ones(len(first)))
     inside = lines.filter(pl.col("at").is_between(int(first.min()), size - 1))
@@ -165,18 +165,18 @@ def _votes(ends: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> pl.Da
 
 
 def _timed(lines: pl.DataFrame, g: Graph, ended: Floats) -> pl.DataFrame:
-    """Return the lines between nodes with known lines, and when they end: by their own times, or evenly without.
+    """Return the lines between nodes that have lines, and when they end: by the times in the lines, or evenly without.
 
     Args:
-        lines: at, seconds, and cycle_us of the lines that have a time of their own.
+        lines: at, seconds, and cycle_us of the lines that have a step time.
         g: The graph of the requests.
-        ended: Numbers of the lines that end at its nodes, NaN where none is known.
+        ended: Numbers of the lines that end at its nodes, NaN without one.
     """
     known = np.flatnonzero(np.isfinite(ended))
     numbers, at = ended[known], lines["at"].to_numpy()
     own = lines["cycle_us"].fill_null(strategy="mean").fill_null(1.0).cum_sum().to_numpy()
     seconds = np.interp(own, np.interp(numbers, at, own), g.at_us[known] / 1e6)
-    # Where the engine idled between two nodes, the time of a line between them is not known.
+    # Where the engine idled between two nodes, the time of a line between them is unknown.
     idle = np.diff(np.r_[0, np.cumsum(~g.busy)][known]) > 0
     before = np.clip(np.searchsorted(numbers, at, side="right") - 1, 0, len(known) - 2)
     is_timed = (at >= numbers[0]) & (at <= numbers[-1]) & (~idle[before] | np.isin(at, numbers))
@@ -184,7 +184,7 @@ def _timed(lines: pl.DataFrame, g: Graph, ended: Floats) -> pl.DataFrame:
 
 
 def _numbers(g: Graph, votes: pl.DataFrame) -> Floats:
-    """Return the number of the line that ends at each node, shape (nodes,); NaN where none is known."""
+    """Return the number of the line that ends at each node, shape (nodes,); NaN without one."""
     _, begin, end, steps, *_ = g.consistent()
     root, relative = potentials(g.size, begin, end, steps)
     offsets = pl.Series(relative).round().cast(pl.Int64)
@@ -202,7 +202,7 @@ def _numbers(g: Graph, votes: pl.DataFrame) -> Floats:
         .agg(pl.col("votes").sum())
         .with_columns(best=pl.col("votes").max().over("root"))
     ).filter(pl.col("votes") == pl.col("best"))
-    # Where several lines have as many votes, the one nearest to where the sure neighbours are.
+    # Of several lines with as many votes, the one nearest to the sure neighbours counts.
     number = _increasing(g, root, relative, voted.filter(pl.len().over("root") == 1))
     known = np.isfinite(number)
     if not known.any():
@@ -258,7 +258,7 @@ def _starts(
         start_source=pl.lit(FINE),
         pause=pl.lit(value=False),
     )
-    # How far lines are from the ends of their steps shows where both are known.
+    # Steps that have both a node and a line show how far lines are from the ends of their steps.
     moved = logged.with_columns(pl.col("ts_start_ns") - round(apart_s * 1e9))
     both = moved.join(nodes, on=[*ENGINE, "step_id"], suffix="_node")
     late = pl.col("ts_start_ns") - pl.col("ts_start_ns_node")

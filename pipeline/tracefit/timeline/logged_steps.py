@@ -3,9 +3,10 @@
 A line ends its step, so that the stamp of one line is the start of the next step. Of stamps finer than steps every line gives
 a start. Of coarser ones, such as the whole seconds of the default format, a change of the stamp is the start of the step whose
 line shows it, half a step off: the steps between two changes are one interval. The elapsed time that a line prints is the wait
-for its result. The engine's own work between two waits, in one thread, is the rest of the step: about a constant, and some more
-for each request, or a share of the wait, whichever explains the time between changes. Where waits are most of the time, and with this work add up to the time between the changes, wait and work are
-the time of a step; elsewhere, as on a fast GPU with asynchronous scheduling, the intervals are all there is.
+for its result. The work of the engine between two waits, in one thread, is the rest of the step: about a constant, and some more
+for each request, or a share of the wait, the one that explains the time between changes. Where waits are most of the time, and
+add up with this work to the time between the changes, wait and work are the time of a step; elsewhere, as on a fast GPU with
+asynchronous scheduling, only the intervals have times.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.tables.sources import CycleSource
 
 _STAMP_SD_US = 100.0
-"""How far a fine stamp is from the end of its step, on two runs with known ends."""
+"""How far a fine stamp is from the end of its step, on two runs with recorded ends."""
 
 _AGREES = 0.05
 """Largest usual difference of waits and work from the clock, as a share of it, where they are the times of the steps."""
 
 _LEAST_WAIT, _LEAST_INTERVALS = 0.5, 8
-"""Least share of the waits in the time, and fewest intervals without idle time, from which the work between them is found."""
+"""Least share of the waits in the time, and fewest intervals without idle time, to fit the work between them."""
 
 _HUBER, _ROUNDS = 1.345, 30
 """Residuals, in standard deviations, from which on intervals weigh less, and rounds of reweighting."""
 
 _FAR_SD = 4.0
-"""A step that none ran before comes after a pause, if its time less its elapsed time is so many standard deviations above the usual."""
+"""A step that none ran before comes after a pause, if its time less its elapsed time is this many standard deviations above the usual."""
 
 _EVEN_SD = 12.0**-0.5
 """Standard deviation of an even distribution, as a share of its width."""
@@ -53,14 +54,17 @@ FINE, CHANGE = "log", "log_change"
 """Sources of starts: the stamp of the line before, or a change of a coarse stamp."""
 
 
+_START = ("step_id", "ts_start_ns", "start_sd_us", "start_source", "pause")
+
+
 @dataclass(frozen=True, slots=True)
 class LoggedSteps:
     """The clock of logged steps.
 
     Attributes:
         steps: The `steps` table; lines of a log keep the elapsed time in `cycle_us` where it is the time of the step.
-        starts: ENGINE, step_id, ts_start_ns, start_sd_us, start_source, and pause: whether idle time lies between the start and
-            the next one.
+        starts: ENGINE, step_id, ts_start_ns, start_sd_us, start_source, and pause: whether there is idle time between the start
+            and the next one.
     """
 
     steps: pl.DataFrame
@@ -73,36 +77,13 @@ def is_logged() -> pl.Expr:
 
 
 def log_clock(steps: pl.DataFrame) -> LoggedSteps:
-    """Choose the clock of logged steps by what their lines say, and find the starts it gives.
+    """Choose the clock of logged steps by the stamps and waits of their lines, and return its starts.
 
     Args:
         steps: The `steps` table.
     """
     step, stamp = pl.col("step_id"), pl.col("unix_ns")
-    follows = (step.diff() == 1).over(ENGINE).fill_null(value=False)
-    rows = steps.filter(is_logged()).drop_nulls("unix_ns").sort(*ENGINE, "step_id")
-    rows = rows.with_columns(grown=stamp.diff().over(ENGINE), follows=follows)
-    same = (pl.col("grown") <= 0) & pl.col("follows")
-    rows = rows.with_columns(
-        is_coarse=(2 * same.sum() > pl.col("follows").sum()).over(SERVER),
-        # A step without a request that was there before may come after a pause.
-        is_fresh=(pl.col("num_decode_reqs") == 0) & (pl.col("num_prefill_reqs") > 0),
-        tick_ns=pl.max_horizontal(
-            pl.when((stamp % tick == 0).all().over(SERVER)).then(tick).otherwise(1) for tick in (10**6, 10**9)
-        ),
-    )
-    # The line of a fine stamp ends an interval, that of a change begins one.
-    marks = (
-        pl.when("is_coarse")
-        .then(pl.col("grown") > 0)
-        .otherwise(pl.col("grown").is_null() | (pl.col("grown") > 0))
-    )
-    rows = rows.with_columns(is_mark=marks.fill_null(value=False)).with_columns(
-        interval=(
-            pl.col("is_mark").cum_sum()
-            - pl.when("is_coarse").then(0).otherwise(pl.col("is_mark").cast(pl.Int64))
-        ).over(ENGINE)
-    )
+    rows = _lines(steps)
     inside = rows.group_by(*ENGINE, "interval").agg(
         *(column.sum().alias(name) for name, column in _WORK.items()),
         any_fresh=pl.col("is_fresh").any(),
@@ -127,7 +108,7 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     slack = pl.when(whole).then((pl.col("time_us") - pl.col("wait")) / pl.col("step"))
     usual = pl.when(~may_pause).then(slack)
     most = (usual.median() + _FAR_SD * robust_sd_expr(usual)).over(SERVER)
-    # Where every interval may hold a pause, nothing tells which do.
+    # Where every interval may have a pause, no usual slack shows which ones do.
     starts = starts.with_columns(pause=may_pause & (slack > most).fill_null(value=True))
     clean = starts.filter("is_coarse", ~may_pause, whole).partition_by(SERVER, as_dict=True)
     works = pl.DataFrame(
@@ -138,35 +119,49 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     starts = starts.join(works, on=SERVER, how="left", maintain_order="left")
     sd_us = (
         pl.when("is_coarse")
-        # The last change has no step time of its own: that of the steps before it.
+        # The last change has no step time: it gets that of the steps before it.
         .then(_EVEN_SD * (pl.col("time_us") / pl.col("count")).forward_fill().over(ENGINE))
         .otherwise((_STAMP_SD_US**2 + (_EVEN_SD * pl.col("tick_ns") / 1e3) ** 2).sqrt())
     )
-    work_us = pl.sum_horizontal(
-        (pl.col(f"{name}_us") * column for name, column in _WORK.items()), ignore_nulls=False
-    )
+    terms = (pl.col(f"{name}_us") * column for name, column in _WORK.items())
+    work_us = pl.sum_horizontal(terms, ignore_nulls=False)
     chosen = steps.join(works, on=SERVER, how="left", maintain_order="left").with_columns(
         cycle_us=pl.when(is_logged()).then(pl.col("cycle_us") + work_us).otherwise("cycle_us")
     )
-    return LoggedSteps(
-        chosen.select(steps.columns),
-        starts.select(
-            *ENGINE,
-            "step_id",
-            "ts_start_ns",
-            start_sd_us=sd_us,
-            start_source=pl.when("is_coarse").then(pl.lit(CHANGE)).otherwise(pl.lit(FINE)),
-            pause="pause",
+    source = pl.when("is_coarse").then(pl.lit(CHANGE)).otherwise(pl.lit(FINE))
+    starts = starts.with_columns(start_sd_us=sd_us, start_source=source)
+    return LoggedSteps(chosen.select(steps.columns), starts.select(*ENGINE, *_START))
+
+
+def _lines(steps: pl.DataFrame) -> pl.DataFrame:
+    """Return the stamped lines with the number of their `interval` in the engine, and `is_mark`: whether the line bounds one."""
+    step, stamp = pl.col("step_id"), pl.col("unix_ns")
+    follows = (step.diff() == 1).over(ENGINE).fill_null(value=False)
+    rows = steps.filter(is_logged()).drop_nulls("unix_ns").sort(*ENGINE, "step_id")
+    rows = rows.with_columns(grown=stamp.diff().over(ENGINE), follows=follows)
+    same = (pl.col("grown") <= 0) & pl.col("follows")
+    rows = rows.with_columns(
+        is_coarse=(2 * same.sum() > pl.col("follows").sum()).over(SERVER),
+        # A step without a request that was there before may come after a pause.
+        is_fresh=(pl.col("num_decode_reqs") == 0) & (pl.col("num_prefill_reqs") > 0),
+        tick_ns=pl.max_horizontal(
+            pl.when((stamp % tick == 0).all().over(SERVER)).then(tick).otherwise(1) for tick in (10**6, 10**9)
         ),
+    )
+    # The line of a fine stamp ends an interval, that of a change begins one.
+    marks = (pl.col("grown") > 0) | (pl.col("grown").is_null() & ~pl.col("is_coarse"))
+    ends = (pl.col("is_mark") & ~pl.col("is_coarse")).cast(pl.Int64)
+    return rows.with_columns(is_mark=marks.fill_null(value=False)).with_columns(
+        interval=(pl.col("is_mark").cum_sum() - ends).over(ENGINE)
     )
 
 
 def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
-    """Add the starts of the steps between known ones, of logged steps that have a time of their own.
+    """Add the starts of the steps in between, where logged steps have a time.
 
     Args:
         steps: The `steps` of `LoggedSteps`.
-        starts: Its starts, or those of requests that were placed on its steps.
+        starts: Its starts, or those of requests that were matched to its steps.
     """
     timed = steps.filter(is_logged()).drop_nulls("cycle_us").select(*ENGINE, "step_id", "cycle_us")
     timed = timed.join(starts, on=ENGINE, how="semi")
@@ -179,15 +174,14 @@ def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
         marked = part[mark]
         first_ns = marked["ts_start_ns"][0]
         at_us = (marked["ts_start_ns"] - first_ns).to_numpy() / 1e3
-        own_us = part["cycle_us"].fill_null(0.0).to_numpy(writable=True)
-        # Idle time lies at the start that it begins at; without it the steps fill the time between two starts.
-        idle_us = np.diff(at_us) - np.add.reduceat(own_us, mark)[:-1]
-        own_us[mark[:-1]] += np.where(marked["pause"].to_numpy()[:-1], np.maximum(idle_us, 0.0), 0.0)
-        passed_us = np.cumsum(own_us) - own_us
+        step_us = part["cycle_us"].fill_null(0.0).to_numpy(writable=True)
+        # Idle time is at the start that it begins at; without it the steps fill the time between two starts.
+        idle_us = np.diff(at_us) - np.add.reduceat(step_us, mark)[:-1]
+        step_us[mark[:-1]] += np.where(marked["pause"].to_numpy()[:-1], np.maximum(idle_us, 0.0), 0.0)
+        passed_us = np.cumsum(step_us) - step_us
         begin_us = np.interp(passed_us, passed_us[mark], at_us)
-        begin_us += np.minimum(passed_us - passed_us[mark[0]], 0.0) + np.maximum(
-            passed_us - passed_us[mark[-1]], 0.0
-        )
+        begin_us += np.minimum(passed_us - passed_us[mark[0]], 0.0)
+        begin_us += np.maximum(passed_us - passed_us[mark[-1]], 0.0)
         start_ns = first_ns + (begin_us * 1e3).round().astype(np.int64)
         parts.append(
             part.with_columns(

@@ -1,7 +1,7 @@
-"""Where requests were preempted, if only the times of their tokens are known: the steps of each that gave it none.
+"""The preemptions of requests that have only the times of their tokens: the steps that gave them no token.
 
-A scheduler whose KV cache is full preempts the request that was scheduled last. How many steps a request was without a token is
-known; when they begin follows from the cache: the level at which it is full is the one that leaves it most evenly filled.
+A scheduler whose KV cache is full preempts the request that was scheduled last. The number of steps without a token follows from
+the times; their first step follows from the cache: it is full at the level that leaves it most evenly filled.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ if TYPE_CHECKING:
     from tracefit.timeline.engines import Floats, Ints
 
 _LEAST_LOST, _LEAST_SHARE = 1.0, 0.01
-"""Steps without a token are a preemption where they are more than so many, and than such a share of a request's tokens."""
+"""Steps without a token are a preemption above this number, and above this share of a request's tokens."""
 
 _LEVELS = 0.3, 1.0, 8
-"""Levels that are tried, as shares of the most that is held where requests are preempted as late as possible."""
+"""Levels to try: lowest and highest share of the most tokens in the cache if requests are preempted as late as possible, and their number."""
 
 _SHOWN = 200
+"""The cache is sampled at the ends of about this number of requests."""
+
+_LEAVES, _LATEST, _COMES, _RESUMES = range(4)
+"""Events of a request, in the order in which they happen at one time. `_LATEST` is the last step that can have preempted it."""
 
 
 def steps_without_token(
     first: Floats, last: Floats, prompt: Floats, decodes: Floats
 ) -> tuple[Ints, Floats, Floats]:
-    """Place the steps of preempted requests that gave them no token.
+    """Return the steps that gave preempted requests no token.
 
     Args:
         first: Step of the first token of each request of an engine, shape (n,).
@@ -45,12 +49,12 @@ def steps_without_token(
     if not which.size:
         return which, lost[which], lost[which]
     lives = (first, last, prompt, decodes, lost)
-    held, _ = _held(lives, last[which] - lost[which], which)
     best, begins = np.inf, last[which] - lost[which]
-    for full in held.max() * np.linspace(*_LEVELS):
+    cached, _ = _cached(lives, begins, which)
+    for full in cached.max() * np.linspace(*_LEVELS):
         tried = _begins(*lives, full)[which]
-        held, waits = _held(lives, tried, which)
-        uneven = float(np.std(held[waits]) / np.mean(held[waits])) if waits.sum() > 1 else np.inf
+        cached, waits = _cached(lives, tried, which)
+        uneven = float(np.std(cached[waits]) / np.mean(cached[waits])) if waits.sum() > 1 else np.inf
         if uneven < best:
             best, begins = uneven, tried
     return which, begins, begins + lost[which]
@@ -59,13 +63,12 @@ def steps_without_token(
 def _begins(
     first: Floats, last: Floats, prompt: Floats, decodes: Floats, lost: Floats, full: float
 ) -> Floats:
-    """Return the step that preempts each request, if the cache is full at so many tokens; shape (n,), infinite where none does."""
+    """Return the step that preempts each request, if the cache is full at `full` tokens; shape (n,), infinite where none does."""
     begins = np.full(len(last), np.inf)
-    # Kinds of events: a request leaves or is away no longer than it was, then others come.
-    events = [(float(at), 0, int(i)) for i, at in enumerate(last)]
-    events += [(float(at), 2, int(i)) for i, at in enumerate(first)]
+    events = [(float(at), _LEAVES, i) for i, at in enumerate(last)]
+    events += [(float(at), _COMES, i) for i, at in enumerate(first)]
     latest = np.maximum(last - lost, first + 1)
-    events += [(float(latest[i]), 1, int(i)) for i in np.flatnonzero(lost)]
+    events += [(float(latest[i]), _LATEST, int(i)) for i in np.flatnonzero(lost)]
     heapq.heapify(events)
     running: dict[int, None] = {}
     used, now = 0.0, 0.0
@@ -75,7 +78,7 @@ def _begins(
         del running[i]
         begins[i] = at
         used -= prompt[i] + at - first[i]
-        heapq.heappush(events, (at + float(lost[i]), 3, i))
+        heapq.heappush(events, (at + float(lost[i]), _RESUMES, i))
 
     while events:
         at, kind, i = events[0]
@@ -92,30 +95,30 @@ def _begins(
             continue
         heapq.heappop(events)
         used, now = used + len(running) * (at - now), at
-        if kind == 0 and i in running:
+        if kind == _LEAVES and i in running:
             del running[i]
             used -= prompt[i] + decodes[i]
-        elif kind == 1 and i in running and np.isinf(begins[i]):
+        elif kind == _LATEST and i in running and np.isinf(begins[i]):
             preempt(i, at)
-        elif kind == 2:
+        elif kind == _COMES:
             running[i] = None
             used += prompt[i]
-        elif kind == 3 and at < last[i]:
+        elif kind == _RESUMES and at < last[i]:
             running[i] = None
             used += prompt[i] + begins[i] - first[i]
     return np.asarray(np.minimum(begins, latest))
 
 
-def _held(lives: tuple[Floats, ...], begins: Floats, which: Ints) -> tuple[Floats, NDArray[np.bool_]]:
+def _cached(lives: tuple[Floats, ...], begins: Floats, which: Ints) -> tuple[Floats, NDArray[np.bool_]]:
     """Return the tokens in the cache as some requests end, and whether a preempted one waits then."""
     first, last, prompt, _, lost = lives
     away, back = np.full(len(last), np.inf), np.full(len(last), np.inf)
     away[which], back[which] = begins, begins + lost[which]
     at = np.sort(last)[:: max(1, len(last) // _SHOWN)]
-    held, waits = np.empty(len(at)), np.empty(len(at), bool)
+    cached, waits = np.empty(len(at)), np.empty(len(at), bool)
     for row, step in enumerate(at):
         is_out = (away <= step) & (step < back)
         is_in = (first <= step) & (step <= last) & ~is_out
-        held[row] = (prompt + step - first - np.where(back <= step, lost, 0.0))[is_in].sum()
+        cached[row] = (prompt + step - first - np.where(back <= step, lost, 0.0))[is_in].sum()
         waits[row] = is_out.any()
-    return held, waits
+    return cached, waits

@@ -1,6 +1,6 @@
 """The state of the queue and the engine at the instant a request was queued, exact from complete journeys.
 
-Who waits ahead follows from the order of the events; what runs follows from the timeline's row of the step before.
+The waiting requests follow from the order of the events, the running ones from the timeline's row of the step before.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _AFTER = ("running_after", "remaining_after", "prefill_left_after", "kv_blocks_t
 
 
 def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
-    """Return the state that every request met when it was QUEUED.
+    """Return the state of queue and engine when each request was QUEUED.
 
-    Who waits follows from the order of the events; who runs, and what they hold, from the step before (its outputs
-    are processed by then). Before the first step nothing runs.
+    The waiting requests follow from the order of the events; the running ones and their blocks from the step before (its
+    outputs are processed by then). Before the first step nothing runs.
 
     Args:
         journeys: The `journey_events` table, complete.
@@ -33,10 +33,10 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
     Returns:
         One row per request: request columns, request_id, waiting_ahead, tokens_ahead, blocks_ahead, running_reqs,
         running_remaining_tokens, free_slots, free_tokens (of the next step's budget, once those ahead have taken
-        theirs), kv_blocks_free, kv_blocks_total, block_demand (blocks of those ahead and of its own prompt). Null where not known.
+        theirs), kv_blocks_free, kv_blocks_total, block_demand (blocks of those ahead and of the request's prompt). Null if unknown.
     """
     queued = _waiting_ahead(journeys, limits.block_size)
-    # Blocks that requests share are counted for each of them where no summary says how many are used.
+    # Without a summary, blocks that requests share are counted for each of them.
     used = (pl.col("kv_blocks_used") - pl.col("kv_blocks_freed")).clip(0, pl.col("kv_blocks_total"))
     free = pl.col("kv_blocks_total") - used
     after = timeline.select(*ENGINE, "step_id", *_AFTER, kv_blocks_free=free)
@@ -51,8 +51,7 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
         return pl.when(fresh).then(value).otherwise(pl.col(name))
 
     running, left = at_start("running_after", 0), at_start("prefill_left_after", 0)
-    slots = limits.max_num_seqs
-    budget = limits.max_num_batched_tokens
+    slots, budget = (pl.lit(most, pl.Int64) for most in (limits.max_num_seqs, limits.max_num_batched_tokens))
     # Taken from the next step's budget: a token for each running request, prompts in progress, and those ahead.
     taken = running + left + pl.col("tokens_ahead")
     return joined.select(
@@ -61,8 +60,8 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
         *_AHEAD,
         running_reqs=running,
         running_remaining_tokens=at_start("remaining_after", 0),
-        free_slots=slots - running - pl.col("waiting_ahead") if slots else pl.lit(None, pl.Int64),
-        free_tokens=budget - taken if budget else pl.lit(None, pl.Int64),
+        free_slots=slots - running - pl.col("waiting_ahead"),
+        free_tokens=budget - taken,
         kv_blocks_free=pl.when(fresh).then("total").otherwise("kv_blocks_free"),
         kv_blocks_total="total",
         block_demand=pl.col("blocks_ahead") + pl.col("own_blocks"),
@@ -85,12 +84,12 @@ def _waiting_ahead(journeys: pl.DataFrame, block_size: int) -> pl.DataFrame:
         "tokens_ahead": tokens,
         "blocks_ahead": blocks,
         "outputs_ahead": outputs,
-        # Σ over outputs of the tokens in cache: what reading the caches of those ahead will cost.
+        # Σ over outputs of the tokens in cache: the cost of reading the caches of those ahead.
         "token_steps_ahead": outputs * (tokens + outputs / 2),
     }
 
     def change(amount: pl.Expr) -> pl.Expr:
-        """Add a request that begins to wait, and take off what it added as it ends: whoever was not seen to enter cannot leave."""
+        """Add a request that begins to wait, and take it off at the end of the wait; one without a begin in the trace has no end."""
         added, left = pl.when(waits & ~waited).then(amount), pl.when(waited & ~waits).then(amount.shift(1))
         return pl.coalesce(added, -left, pl.when(waits == waited).then(0))
 

@@ -33,7 +33,7 @@ _FEW = 20
 """Fewest intervals that show how step times scatter."""
 
 _FEW_FULL = 500
-"""Fewest steps with a full cache that show whether the known requests fill it."""
+"""Fewest steps with a full cache that show whether the recorded requests fill it."""
 
 _QUIET = 7.0
 """Requests that the mean rate expects to see where none came: e^-7 is a chance of 0.1 %."""
@@ -41,13 +41,13 @@ _QUIET = 7.0
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The number of every node, and what is known of the intervals between neighbouring ones.
+    """The number of every node, and facts of the intervals between neighbouring ones.
 
     Attributes:
         number: Steps that had ended by each node, idle gaps apart.
         busy: Whether a request is in the engine during each interval.
         scatter: How far the times of steps without a prompt are off a model of the batches, 80th and 90th percentile, as a
-            share of them and per root of the steps; null where few are known.
+            share of them and per root of the steps; null where there are few.
         unevenness: Spread of the tokens in the caches while preempted requests wait, 10th to 90th percentile, as a share of the
             median; null where that is rare.
     """
@@ -206,14 +206,14 @@ def _joined(
 
 
 def known_nodes(r: Spans, g: Graph) -> NDArray[np.bool_]:
-    """Return which nodes lie where every request in the engine has its span in the recording.
+    """Return the nodes at whose time every request in the engine has its span in the recording.
 
-    A span is written when its request ends: one that ended before the first span that we have, or that runs on when the
-    recording ends, is missing. Where no request has come for long before the end, the engine had run dry.
+    A span is written when its request ends: one that ended before the first recorded span, or that still runs at the end of the
+    recording, is missing. Where no request arrived for long before the end, the engine had become empty.
     """
     ends = g.at_us[g.last]
     stays = ends - r.arrival_us
-    # Requests that came since the last one that we know, and were short enough to have ended too.
+    # Requests that arrived after the last recorded one, and were short enough to have ended too.
     short = np.clip(ends.max() - r.arrival_us.max() - stays, 0.0, None)
     expected = float(short.sum()) / max(float(np.ptp(r.arrival_us)), 1.0)
     until = ends.max() if expected > _QUIET else ends.max() - stays.max()

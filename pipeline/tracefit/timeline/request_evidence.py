@@ -1,8 +1,8 @@
-"""Whether the requests of an unmodified server are all that was in its engine: without some, no batch is known.
+"""Whether a recording has every request that was in the engine of an unmodified server: without some, its batches are unknown.
 
-A model of step times that was fitted on half of each batch looks as sure as a right one and is wrong by a factor. Requests
-missing from a recording show in it: in the ids that a sampler kept, in stamps that one engine cannot have made, in times that
-contradict each other, and in requests that waited in an engine that should have been empty.
+A model of step times that was fitted on half of each batch looks as sure as a right one and is wrong by a factor. A recording
+shows that requests are missing: by the ids that a sampler kept, by stamps that one engine cannot have made, by times that
+contradict each other, and by requests that waited in an engine that should have been empty.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ _CLOSE = 0.2
 """Stamps nearer than this share of a short step are not of two steps of one engine."""
 
 _SCATTER_SD, _USUAL_SCATTER, _SURE_SHARE_SD = 3.0, 0.005, 4.0
-"""A time is odd that is so many standard deviations off; so many are without a reason; a share that is so much larger is sure."""
+"""A time is odd from this number of standard deviations on; the share of odd times without a reason; and the standard deviations by
+which a larger share is sure."""
 
 _MOST_SCATTER = 0.22
 """Times of steps are this far off a model of the batches, 90th percentile, where requests without a span are in them: 0.24 or
@@ -63,11 +64,11 @@ _SURE_SCATTER = 0.07
 goes up to 0.23, and 0.29 or more with half of the requests."""
 
 _SAME_TIME, _MOST_MISCOUNTED = 0.1, 0.005
-"""A request that takes about the usual time has about the usual tokens: at most so few have less than half."""
+"""A request that takes about the usual time, within this share, has about the usual tokens: at most this share has less than half."""
 
 _MOST_UNEVEN = 0.2
-"""The known requests fill a full cache this unevenly: 0.08 to 0.18 in generated runs, 0.13 in a real one; 0.24 to 0.7 where
-three to five of ten are not known."""
+"""The recorded requests fill a full cache this unevenly: 0.08 to 0.18 in generated runs, 0.13 in a real one; 0.24 to 0.7 where
+three to five of ten are missing."""
 
 _TRACE_ALL = "trace every request: OTEL_TRACES_SAMPLER=always_on, and no sampling after it"
 _SHARED = "; or, if these servers are API processes of one engine, start it with --api-server-count 1"
@@ -75,27 +76,27 @@ _SHARED = "; or, if these servers are API processes of one engine, start it with
 _APART = "record one alone: a server with --api-server-count 1, of one data-parallel rank, under its own OTEL_SERVICE_NAME"
 
 _OFTEN_ALONE = 0.05
-"""Share of requests that come to an empty engine from which on they speak for the whole recording."""
+"""Least share of requests that arrive at an empty engine, for them to represent the whole recording."""
 
 _MOST_LATE = 0.25
 _LATE = 0.4
 """A wait of this share of a short step is one for a step in progress."""
 
 _JITTER_US, _BEYOND, _TAIL = 1_500.0, 1.5, 0.2
-"""A front end on a machine with other work is late by such times, and at random: with steps of 1.8 ms, 0.19 to 0.9 of the late requests of
+"""A front end on a machine with other work is late by about this time, and at random: with steps of 1.8 ms, 0.19 to 0.9 of the late requests of
 five real recordings with every span were late by more than one and a half steps. A wait for a step in progress ends with the step: in
 nine generated runs with sampled spans at most 0.19 of the late requests waited longer."""
 
 _MOST_HELD_UP = 3.0
-"""Where tokens take so many times as long as the quickest ones, on average, what holds up the engine holds up arrivals too."""
+"""Where tokens take this many times as long as the quickest ones, on average, the delays of the engine delay arrivals too."""
 
 
 def unknown_batches(requests: pl.DataFrame, budget: int | None, *, has_steps: bool = False) -> pl.DataFrame:
-    """Return the servers whose requests have only their own times and whose batches cannot be known, with the reason.
+    """Return the servers whose requests have only times and whose batches cannot be known, with the reason.
 
     Args:
         requests: The `requests` table.
-        budget: Token budget of a step, null where not known.
+        budget: Token budget of a step, null if unknown.
         has_steps: Steps are recorded too: a client's tokens show its batches.
 
     Returns:
@@ -107,8 +108,8 @@ def unknown_batches(requests: pl.DataFrame, budget: int | None, *, has_steps: bo
 def examine(
     requests: pl.DataFrame, budget: int | None, *, has_steps: bool = False
 ) -> tuple[pl.DataFrame, dict[tuple[object, ...], CountedRequests]]:
-    """Return `unknown_batches`, and by server what was computed of its requests, for those who count their steps next."""
-    # Requests on steps were checked when they were placed.
+    """Return `unknown_batches`, and by server the arrays of its requests, which the count of their steps uses next."""
+    # Requests that have steps were checked when they got them.
     of = (pl.col("dialect") == STOCK) if has_steps else is_counted()
     unplaced = of & pl.col("first_token_step").is_null()
     # Rows by number: of a million requests, every copy with all columns takes 200 MB.
@@ -132,7 +133,7 @@ def examine(
 
 
 def _missing_facts(requests: pl.DataFrame, by_arrival: pl.DataFrame) -> str | None:
-    """Return why the requests of one server, at the places `row` of `requests`, show no batches whatever their times are."""
+    """Return why the requests of one server, rows `row` of `requests`, show no batches whatever their times are."""
     if by_arrival.height < _FEW:
         return f"{by_arrival.height} requests are too few to show whether they are all; record more"
     if (rate := sampled_rate(requests["trace_id"].gather(_middle(by_arrival["row"])))) is not None:
@@ -146,7 +147,7 @@ def _missing_facts(requests: pl.DataFrame, by_arrival: pl.DataFrame) -> str | No
 
 
 def _reasons(known: CountedRequests, requests: int) -> Iterator[str]:
-    """Yield why the times of a server's requests show that its batches are unknown, and what to do; `requests` is how many it has."""
+    """Yield why the times of a server's requests show that its batches are unknown, and what to do; `requests` is their number."""
     spans, graph = known.spans, known.graph
     short_us = spans.short_step_us()
     if (close := _close_share(spans, graph, short_us)) > _MOST_CLOSE:
@@ -162,7 +163,7 @@ def _reasons(known: CountedRequests, requests: int) -> Iterator[str]:
             "tokens in the text does not know those of the engine; take them from its usage field"
         )
     edges, counts = graph.consistent(), known.counts
-    # Where requests are preempted the cache is full: with the known requests alone, or they would fill it unevenly.
+    # Where requests are preempted the cache is full: of the recorded requests only, or they would fill it unevenly.
     is_full = counts.unevenness is not None and counts.unevenness < _MOST_UNEVEN
     odd = edges.odd if is_full else max(edges.odd, len(edges.preempted) / requests)
     if odd > MOST_ODD:
@@ -191,7 +192,7 @@ def _miscounted(r: Spans) -> float:
 def _close_share(r: Spans, graph: Graph, short_us: float) -> float:
     """Return how many stamps are too close for two steps of one engine, as a share of those that independent ones would be.
 
-    A front end that was held up stamps the outputs of two steps right after each other: their engine times are a step apart.
+    A delayed front end stamps the outputs of two steps right after each other: their engine times are a step apart.
     """
     stamps = np.concatenate([r.first_ns, r.last_ns])
     order = np.argsort(stamps, kind="stable")
@@ -232,8 +233,8 @@ def sampled_rate(trace_ids: pl.Series) -> float | None:
 def _hidden(r: Spans, short_us: float, scatter: tuple[float, float] | None) -> str | None:
     """Return that unknown requests were in the engine, or may have been; null where the recording shows that none was.
 
-    A request that comes while the engine is empty is scheduled at once. Where it waits for a step in progress, as most do
-    while others run, others ran. Where few come to an empty engine, the known batches must explain the times of the steps.
+    A request that arrives while the engine is empty is scheduled at once. If it waits for a step in progress, as most do
+    while others run, others ran. Where few arrive at an empty engine, the recorded batches must explain the times of the steps.
     """
     arrival_us, ends = r.arrival_us, (r.last_ns - r.zero_ns) / 1e3
     before = np.r_[-np.inf, np.maximum.accumulate(ends)[:-1]]

@@ -1,4 +1,4 @@
-"""The exact facts in the times of an unmodified server's requests: which tokens came out in one step, and how many steps lie between.
+"""The exact facts in the times of an unmodified server's requests: the tokens of one step, and the number of steps between tokens.
 
 Outputs of one step carry the same stamp of the front end, so that stamps that coincide are one step: a *node*. A request is
 scheduled right after the step before its first one, which may be a node too. Each request is then a chain of edges between
@@ -27,29 +27,30 @@ _SAME_STEP = 1 / 3
 """Tokens that a client receives less than this share of a short step apart are of one step."""
 
 _NEAR = 0.25
-"""Share of a short step: what is less apart is the same step's end."""
+"""Share of a short step: times that are less apart are the end of the same step."""
 
 _APART = 2.4
-"""Times as far apart are of two steps; between the two neither is sure."""
+"""Times that are this far apart are of two steps; between the two limits neither is sure."""
 
 BUDGET = 2_048
-"""Token budget where it is not known: vLLM's smallest default."""
+"""Token budget if unknown: vLLM's smallest default."""
 
 _BALANCES, _BALANCED = 300, 1e-3
 """Rounds of proportional fitting: where requests of minutes overlap, thirty leave 2 % between them; and the change that ends them."""
 
 _FAR_STEPS, _FAR_SHARE, _USUAL_ODD = 1.0, 0.03, 0.02
-"""An edge is far off beyond so many steps, and such a share of its own. Runs of one token a step have fewer than the last."""
+"""An edge is far off beyond this number of steps, and this share of its steps. Runs of one token a step have a smaller share of such
+edges than the last value."""
 
 MOST_ODD = 0.1
 """Largest share of requests whose steps contradict those of the others."""
 
 _QUICK, _LATE_SHARE, _TRIMS, _MOST_PREEMPTED = 0.2, 0.01, 100, 0.5
-"""Requests that no preemption interrupts are among the quickest per token; one that is late by more than such a share of its steps was
-interrupted; rounds of trimming; and the least share that is left."""
+"""Quantile of the times per token that a request without a preemption has; share of its steps by which a request is late if it was
+preempted; rounds of trimming; and the least share of the requests that must be left."""
 
 NEEDED = ("arrival_ns", "ttft_us", "e2e_us", "queue_wait_us", "prefill_us", "decode_us")
-"""Times that a request must have to be placed."""
+"""Times without which the steps of a request cannot be counted."""
 
 _OF_CLIENT = ("arrival_ns", "client_ttft_us", "client_e2e_us")
 
@@ -58,7 +59,7 @@ USED = (*NEEDED, *_OF_CLIENT[1:], "dialect", "prompt_tokens", "output_tokens")
 
 
 def is_counted() -> pl.Expr:
-    """Return which requests steps are counted from: of unmodified servers, or of a client that is the only witness of a run."""
+    """Return which requests steps are counted from: of unmodified servers, or of a client if a run has no other requests."""
     of_client = pl.col("dialect") == CLIENT
     return (pl.col("dialect") == STOCK) | (of_client & of_client.all())
 
@@ -86,11 +87,11 @@ class Spans:
     prefill_us: Floats
     decode_us: Floats
     is_client: bool = False
-    """Its times are a client's, who receives the tokens of a step one after the other and does not see what is scheduled."""
+    """Its times are a client's, who receives the tokens of a step one after the other and does not see the scheduling."""
 
     @classmethod
     def of(cls, rows: pl.DataFrame) -> Spans:
-        """Return the arrays of usable requests. A client does not see when one is scheduled: its TTFT stands for the prefill."""
+        """Return the arrays of usable requests. A client does not see when one is scheduled: its TTFT is taken as the prefill."""
         if is_client := CLIENT in rows["dialect"]:
             ttft, e2e = pl.col("client_ttft_us"), pl.col("client_e2e_us")
             rows = rows.with_columns(
@@ -138,7 +139,7 @@ class Spans:
 
 
 def potentials(size: int, begin: Ints, end: Ints, difference: Floats) -> tuple[Ints, Floats]:
-    """Join nodes by edges of known differences x[end] - x[begin], shape (edges,).
+    """Join nodes by edges with a difference x[end] - x[begin] each, shape (edges,).
 
     Returns:
         The root of each node's component, and x[node] - x[root], both of shape (size,).
@@ -152,7 +153,7 @@ def potentials(size: int, begin: Ints, end: Ints, difference: Floats) -> tuple[I
         a, b = a[apart], b[apart]
         step = difference[apart] + offset[begin[apart]] - offset[end[apart]]
         step[a > b] *= -1
-        # Each higher root hangs on a lower one by one edge; chains are then shortened to one link.
+        # Each higher root is joined to a lower one by one edge; chains are then shortened to one link.
         high, one = np.unique(np.maximum(a, b), return_index=True)
         root[high], offset[high] = np.minimum(a, b)[one], step[one]
         while True:
@@ -247,7 +248,7 @@ class Graph:
         """Return a first guess of the steps between neighbouring nodes, and the edges that do not contradict the others.
 
         A preempted request waits for steps without a token, and speculative decoding saves steps: where edges contradict
-        each other, those go that are far off what all of them together say.
+        each other, those that are far off the count of all edges are left out.
         """
         least = np.where(self.busy, 1.0, 0.0)
         mean_us = float((self.at_us[self.end] - self.at_us[self.begin]).sum() / max(self.steps.sum(), 1.0))
@@ -274,8 +275,8 @@ class Graph:
     def _never_preempted(self, least: Floats) -> NDArray[np.bool_] | None:
         """Return the edges of requests that had a token of every step; null where they are too few, or disagree.
 
-        A preempted request has fewer tokens than there are steps, never more: whatever is far below what the others say goes, the
-        furthest first, and comes back where it is not far any more.
+        A preempted request has fewer tokens than there are steps, never more: edges far below the count of the others are
+        left out, the largest difference first, and come back once the difference is small.
         """
         g = self.of_tokens()
         begin, end, steps = g.begin, g.end, g.steps
@@ -378,8 +379,8 @@ def _token_nodes(r: Spans) -> tuple[Ints, Ints, Floats, float]:
     wall = np.bincount(node, (stamps - r.zero_ns) / 1e3) / np.bincount(node)
     root, relative = potentials(len(wall), first, last, r.decode_us)
     wrong = np.abs(relative[last] - relative[first] - r.decode_us) > _NEAR * r.short_step_us()
-    # The engine's clock is exact within a component. A busy front end stamps outputs late, never early: the earliest stamp says
-    # where the component is on the wall clock.
+    # The engine's clock is exact within a component. A busy front end stamps outputs late, never early: the earliest stamp
+    # gives the time of the component on the wall clock.
     off = pl.DataFrame({"root": root, "off": wall - relative}).select(pl.col("off").min().over("root"))
     at = np.maximum.accumulate(relative + off["off"].to_numpy())
     return first, last, at, float(wrong.mean())
@@ -396,7 +397,7 @@ def _scheduling(
     running = np.cumsum(np.bincount(first, minlength=len(at)) - np.bincount(last, minlength=len(at)))
     sched = at[first] - r.prefill_us
     before = np.maximum(np.searchsorted(at, sched, side="right") - 1, 0)
-    # Where the prompts scheduled together fit into one step, none is cut into chunks.
+    # Where the prompts scheduled at one time fit into one step, none is cut into chunks.
     by_time = np.argsort(sched)
     total, times = np.r_[0.0, np.cumsum(r.prompt[by_time])], sched[by_time]
     until, since = np.searchsorted(times, sched + near, side="right"), np.searchsorted(times, sched - near)
@@ -406,8 +407,8 @@ def _scheduling(
     done = np.r_[0.0, np.cumsum(r.prompt[by_first])]
     left = total[since] - done[np.searchsorted(at[first[by_first]], sched + near, side="right")]
     whole = own + left <= room
-    # With scheduling a step ahead a step ends between a request's SCHEDULED and its first token: nodes lie there as
-    # densely as anywhere. Otherwise none does.
+    # With scheduling a step ahead a step ends between a request's SCHEDULED and its first token: nodes are as
+    # dense there as anywhere. Otherwise no node is there.
     inside = np.searchsorted(at, at[first] - near) > np.searchsorted(at, sched + near)
     mean_us = float(r.decode_us.sum() / max(r.decodes.sum(), 1.0))
     busy_us = float(np.diff(at)[running[:-1] > 0].sum())

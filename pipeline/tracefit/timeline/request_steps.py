@@ -1,10 +1,10 @@
-"""The steps of an engine, counted from its requests' own times: what the spans of an unmodified server allow.
+"""The steps of an engine, counted from the times of its requests, which the spans of an unmodified server have.
 
 A request has no step ids there, but exact times on the engine's clock: it is scheduled, its first and its last token come out,
 and every step between gives it one token. Outputs of one step carry the same stamp of the front end, so that stamps that
 coincide are one step: a *node*. A request is scheduled right after the step before its first one, which may be a node too.
 
-`request_graph` finds the nodes and `request_counts` their numbers; here the requests of a server are placed on the steps.
+`request_graph` finds the nodes and `request_counts` their numbers; here the requests of a server get their steps.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from tracefit.timeline.request_graph import Graph, Spans
 
 STAMP_SD_US = 100.0
-"""How far the place of a node on the wall clock is off, on two machines that were measured."""
+"""Error of the time of a node on the wall clock, on two machines that were measured."""
 
 _WINDOWS, _WINDOW_REQUESTS = 8, 2_000
-"""Of very many requests, those in so many windows of the recording are placed: a model needs no more, and memory is bounded."""
+"""Of very many requests, only those in some windows of the recording get steps: a model needs no more, and memory is bounded. The number
+of windows, and of requests in each."""
 
 MOST_PLACED = _WINDOWS * _WINDOW_REQUESTS
-"""Most requests of a server that are placed on steps."""
+"""Most requests of a server that get steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,9 @@ class RequestSteps:
     """Steps that were counted from requests.
 
     Attributes:
-        rows: Places of the requests that are counted in the `requests` table.
+        rows: Row numbers of the counted requests in the `requests` table.
         requests: These rows of it, with the steps and the times of their events.
-        starts: The known starts of steps: ENGINE, step_id, ts_start_ns, start_sd_us, start_source, pause.
+        starts: The starts of steps, where anchored: ENGINE, step_id, ts_start_ns, start_sd_us, start_source, pause.
     """
 
     rows: pl.Series
@@ -69,7 +70,7 @@ PLACED_COLUMNS = (
     *(f"{name}_ns" for name in ("queued", "first_scheduled", "first_token", "last_token", "finished")),
     *(f"{name}_step" for name in ("queued", "first_scheduled", "first_token", "finished")),
 )
-"""Columns of a request that follow from its place."""
+"""Columns of a request that follow from its steps."""
 
 COUNTED_COLUMNS = (*ENGINE, "trace_id", *USED, "queued_ns", "first_token_step")
 """Columns of the `requests` table that show which steps its requests were in."""
@@ -85,7 +86,7 @@ _STARTS = {
 
 
 def count_steps(requests: pl.DataFrame, limits: EngineLimits) -> RequestSteps:
-    """Count the steps of every server with the spans of all its requests, and place its requests on them.
+    """Count the steps of every server with the spans of all its requests, and give its requests their steps.
 
     Args:
         requests: The `requests` table of one run.
@@ -113,7 +114,7 @@ def count_steps(requests: pl.DataFrame, limits: EngineLimits) -> RequestSteps:
 
 
 def _windows(rows: pl.Series) -> Iterator[pl.Series]:
-    """Yield the requests of a server by their ends, or where they are very many those of some windows, an epoch of its own each."""
+    """Yield the requests of a server by their ends, or where they are very many those of some windows, each an epoch."""
     if rows.len() <= MOST_PLACED:
         yield rows
         return
@@ -122,7 +123,7 @@ def _windows(rows: pl.Series) -> Iterator[pl.Series]:
 
 
 def _placed(rows: pl.DataFrame, counted: CountedRequests) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return the row and the columns `PLACED_COLUMNS` of the requests of one server, and the known starts of its steps."""
+    """Return the row and the columns `PLACED_COLUMNS` of the requests of one server, and the anchored starts of its steps."""
     spans, g, counts = counted.spans, counted.graph, counted.counts
     # Idle gaps have empty steps: their time is that of no batch. With scheduling ahead the step in progress comes first.
     # After one, a client sees the first step end and not begin: its time is that of no batch either.
@@ -173,8 +174,8 @@ def on_steps(rows: pl.DataFrame, spans: Spans, g: Graph, ended: Ints, lag: int) 
     )
 
 
-def is_cut_off() -> pl.Expr:
-    """Return which steps counted from requests lie before the first known start of an engine, or after the last one.
+def is_at_recording_end() -> pl.Expr:
+    """Return which steps counted from requests are before the first anchored start of an engine, or after the last one.
 
     Requests may be missing there, at the ends of a recording.
     """
@@ -184,22 +185,20 @@ def is_cut_off() -> pl.Expr:
 
 
 def events_of(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return the core events that requests placed on steps have, as rows of `journey_events`; of other requests none.
+    """Return the core events of requests that have steps, as rows of `journey_events`; of other requests none.
 
     A request that took more steps than it has tokens was preempted, once at most (`preemptions`).
     """
-    own = requests.filter(is_counted() & pl.col("first_token_step").is_not_null()).with_row_index("span_id")
-    own = pl.concat([own.clear().with_columns(**_NEVER), *map(_preempted, own.partition_by(ENGINE))])
-    done = pl.col("preempted_step") - pl.col("first_token_step")
-    per_step_ns = (pl.col("last_token_ns") - pl.col("first_token_ns")) / (
-        pl.col("finished_step") - pl.col("first_token_step")
-    )
+    rows = requests.filter(is_counted() & pl.col("first_token_step").is_not_null()).with_row_index("span_id")
+    rows = pl.concat([rows.clear().with_columns(**_NEVER), *map(_preempted, rows.partition_by(ENGINE))])
+    first, first_ns = pl.col("first_token_step"), pl.col("first_token_ns")
+    done = pl.col("preempted_step") - first
+    per_step_ns = (pl.col("last_token_ns") - first_ns) / (pl.col("finished_step") - first)
 
     def at_ns(step: str) -> pl.Expr:
-        steps = pl.col(step) - pl.col("first_token_step")
-        return pl.col("first_token_ns") + (steps * per_step_ns).cast(pl.Int64, strict=False)
+        return first_ns + ((pl.col(step) - first) * per_step_ns).cast(pl.Int64, strict=False)
 
-    own = own.with_columns(preempted_ns=at_ns("preempted_step"), resumed_ns=at_ns("resumed_step"))
+    rows = rows.with_columns(preempted_ns=at_ns("preempted_step"), resumed_ns=at_ns("resumed_step"))
     events = (
         ("QUEUED", "queued", pl.lit(0, pl.Int64)),
         ("SCHEDULED", "first_scheduled", pl.lit(0, pl.Int64)),
@@ -208,14 +207,14 @@ def events_of(requests: pl.DataFrame) -> pl.DataFrame:
         ("SCHEDULED", "resumed", done),
         ("FINISHED", "finished", pl.col("output_tokens")),
     )
-    rows = own.sort("span_id").select(
+    events_by_row = rows.sort("span_id").select(
         *ENGINE,
         "trace_id",
         pl.col("span_id").cast(pl.String),
         request_id=pl.coalesce("core_request_id", "request_id"),
         layer=pl.lit("core"),
         prefill_total_tokens="prompt_tokens",
-        # Without a limit in the span, what was put out is the best guess of what it might be.
+        # Without a limit in the span, the output is the best guess of it.
         decode_max_tokens=pl.coalesce("max_tokens", "output_tokens"),
         events=pl.concat_list(
             pl.struct(
@@ -228,22 +227,22 @@ def events_of(requests: pl.DataFrame) -> pl.DataFrame:
             for event, name, done_tokens in events
         ),
     )
-    exploded = rows.explode("events").unnest("events")
+    exploded = events_by_row.explode("events").unnest("events")
     return JOURNEY_EVENTS.conform(exploded.filter(pl.col("step_id").is_not_null()))
 
 
 _NEVER = {name: pl.lit(None, pl.Int64) for name in ("preempted_step", "resumed_step")}
 
 
-def _preempted(own: pl.DataFrame) -> pl.DataFrame:
+def _preempted(requests: pl.DataFrame) -> pl.DataFrame:
     """Add the steps that preempted and resumed the requests of an engine, null where none did."""
     steps = ("first_token_step", "finished_step", "prompt_tokens", "output_tokens")
-    first, last, prompt, output = (own[name].cast(pl.Float64).to_numpy() for name in steps)
+    first, last, prompt, output = (requests[name].cast(pl.Float64).to_numpy() for name in steps)
     at, begins, ends = steps_without_token(first, last, prompt, output - 1)
     # Whole steps, with a token before and one after.
     away = np.round(ends - begins).astype(np.int64)
     begins = np.clip(begins.round(), first[at] + 1, last[at] - away).astype(np.int64)
-    placed = own.with_columns(**_NEVER)
+    requests = requests.with_columns(**_NEVER)
     for name, values in (("preempted_step", begins), ("resumed_step", begins + away)):
-        placed = placed.with_columns(placed[name].scatter(at, values))
-    return placed
+        requests = requests.with_columns(requests[name].scatter(at, values))
+    return requests

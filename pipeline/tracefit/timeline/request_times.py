@@ -7,16 +7,14 @@ import polars as pl
 from tracefit.statistics import divided, sum_if_all_known
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 from tracefit.timeline.anchors import execution_lags
+from tracefit.timeline.segments import core_events, following
 from tracefit.timeline.step_sums import StepSums
 
 _TIMES = ("steps", "steps_timed", "scheduler_us", "model_execute_us")
 
 
 def with_step_times(
-    requests: pl.DataFrame,
-    timeline: pl.DataFrame,
-    journeys: pl.DataFrame,
-    snapshots: pl.DataFrame,
+    requests: pl.DataFrame, timeline: pl.DataFrame, journeys: pl.DataFrame, snapshots: pl.DataFrame
 ) -> pl.DataFrame:
     """Fill `steps`, `steps_timed`, `scheduler_us`, `model_execute_us`, `execute_ratio` and `itl_p99_us`.
 
@@ -26,7 +24,7 @@ def with_step_times(
     synchronization and the processing of outputs between two steps included. Where scheduling runs a step ahead of
     execution nothing is taken off, and the steps begin to execute a step later.
 
-    Values that spans carry are kept. Null where no step of a request is known, or it has not finished; scheduling and
+    Values of spans are kept. Null where no step of a request is recorded, or it has not finished; scheduling and
     execution also where the durations exceed the request's time in the engine, as those of whole steps do.
 
     Args:
@@ -38,41 +36,33 @@ def with_step_times(
     times = _step_times(_stays(journeys), timeline, execution_lags(timeline, journeys))
     gaps = _token_gaps(requests, timeline, snapshots)
     names = (*_TIMES, "itl_p99_us")
-    joined = requests.join(times, on=REQUEST, how="left", suffix="_found", maintain_order="left")
-    joined = joined.join(gaps, on=REQUEST, how="left", suffix="_found", maintain_order="left")
+    joined = requests.join(times, on=REQUEST, how="left", suffix="_computed", maintain_order="left")
+    joined = joined.join(gaps, on=REQUEST, how="left", suffix="_computed", maintain_order="left")
     whole = pl.col("finished_ns").is_not_null()
-    filled = joined.with_columns(pl.coalesce(c, pl.when(whole).then(f"{c}_found")).alias(c) for c in names)
+    filled = joined.with_columns(pl.coalesce(c, pl.when(whole).then(f"{c}_computed")).alias(c) for c in names)
     share = pl.col("model_execute_us") / pl.when(pl.col("e2e_us") > 0).then("e2e_us")
     return filled.with_columns(execute_ratio=share).select(requests.columns)
 
 
 def _stays(journeys: pl.DataFrame) -> pl.DataFrame:
     """Return one row per segment of steps a request was in: first_step, last_step, begin_ns, end_ns (null: at a step's start)."""
-    turns = journeys.filter(
-        (pl.col("layer") == "core")
-        & pl.col("event").is_in(["SCHEDULED", "PREEMPTED", "FINISHED"])
-        & pl.col("step_id").is_not_null()
+    marks = core_events(journeys).filter(
+        pl.col("event").is_in(["SCHEDULED", "PREEMPTED", "FINISHED"]), pl.col("step_id").is_not_null()
     )
-    turns = turns.rename({"request_id": "core_request_id"}).sort(*REQUEST, "ts_ns", "step_id")
-
-    def following(name: str) -> pl.Expr:
-        return pl.col(name).shift(-1).over(REQUEST)
-
-    preempted = following("event") == "PREEMPTED"
-    stays = turns.with_columns(
-        end_event=following("event"),
-        last_step=following("step_id") - preempted.cast(pl.Int64),
-        end_ns=pl.when(~preempted).then(following("ts_ns")),
-    ).filter(pl.col("event") == "SCHEDULED")
-    # A request that was scheduled and preempted by the same step was in none.
-    return stays.select(
-        *REQUEST,
-        "end_event",
-        "last_step",
-        "end_ns",
+    stays = marks.with_columns(map(following, ("event", "step_id", "ts_ns")))
+    preempted = pl.col("next_event") == "PREEMPTED"
+    stays = stays.filter(pl.col("event") == "SCHEDULED").select(
+        *ENGINE,
+        "trace_id",
+        core_request_id="request_id",
+        end_event="next_event",
         first_step="step_id",
+        last_step=pl.col("next_step_id") - preempted.cast(pl.Int64),
         begin_ns="ts_ns",
-    ).filter(pl.col("last_step").is_null() | (pl.col("last_step") >= pl.col("first_step")))
+        end_ns=pl.when(~preempted).then("next_ts_ns"),
+    )
+    # A request that was scheduled and preempted by the same step was in none.
+    return stays.filter(pl.col("last_step").is_null() | (pl.col("last_step") >= pl.col("first_step")))
 
 
 def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame) -> pl.DataFrame:
@@ -98,22 +88,22 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
     )
     sums = rows.group_by(REQUEST).agg(
         steps=sum_if_all_known(pl.col("steps")),
-        known=pl.col("duration_us_known").sum(),
+        sampled=pl.col("duration_us_known").sum(),
         total=pl.col("duration_us").sum(),
         engine_us=sum_if_all_known(pl.col("engine_us")),
         lag=pl.col("lag").first(),
     )
-    timed = (pl.col("known") > 0) & (pl.col("steps") > 0)
-    scheduler = pl.when(timed).then(pl.col("total") * pl.col("steps") / pl.col("known"))
+    timed = (pl.col("sampled") > 0) & (pl.col("steps") > 0)
+    scheduler = pl.when(timed).then(pl.col("total") * pl.col("steps") / pl.col("sampled"))
     # Ahead of execution, scheduling costs a request no time: nothing is taken off.
     taken = pl.when(pl.col("lag") > 0).then(pl.when(timed).then(0.0)).otherwise(scheduler)
     # Durations beyond a request's time in the engine are those of whole steps (`step.duration_us` of such a server is
-    # its step time): they are no time of scheduling, and nothing says how much of them is.
+    # its step time): they are no time of scheduling, and its share of them is unknown.
     scheduling = (taken <= pl.col("engine_us")).fill_null(value=True)
     return sums.select(
         *REQUEST,
         "steps",
-        steps_timed=pl.when(pl.col("steps") > 0).then(pl.col("known") / pl.col("steps")),
+        steps_timed=pl.when(pl.col("steps") > 0).then(pl.col("sampled") / pl.col("steps")),
         scheduler_us=pl.when(scheduling).then(scheduler),
         model_execute_us=pl.when(scheduling).then(pl.col("engine_us") - taken),
     )
@@ -131,20 +121,15 @@ def _token_gaps(requests: pl.DataFrame, timeline: pl.DataFrame, snapshots: pl.Da
     counted = snapshots.select(*ENGINE, "step_id", core_request_id="request_id", tokens="num_output_tokens")
     counted = counted.join(starts, on=[*ENGINE, "step_id"]).join(facts, on=[*ENGINE, "core_request_id"])
     counted = counted.filter(pl.col("tokens").is_between(2, pl.col("output_tokens") - 1))
-    edges = [
-        facts.select(*REQUEST, "output_tokens", tokens=tokens, ts_ns=ts)
-        for tokens, ts in (
-            (pl.lit(1, pl.Int64), "first_token_ns"),
-            (pl.col("output_tokens"), "last_token_ns"),
-        )
-    ]
+    events = ((pl.lit(1, pl.Int64), "first_token_ns"), (pl.col("output_tokens"), "last_token_ns"))
+    edges = [facts.select(*REQUEST, "output_tokens", tokens=tokens, ts_ns=ts) for tokens, ts in events]
     points = pl.concat([counted.select(edges[0].columns), *edges])
     out = points.group_by(*REQUEST, "output_tokens", "tokens").agg(pl.col("ts_ns").min()).sort("tokens")
     gap = divided(pl.col("ts_ns").diff().slice(1), 1e3)
     whole = out.group_by(REQUEST, maintain_order=True).agg(
-        known=pl.len(),
+        points=pl.len(),
         output_tokens=pl.col("output_tokens").first(),
         itl_p99_us=gap.quantile(0.99, interpolation="linear"),
     )
-    # A token that no snapshot shows would make two gaps one.
-    return whole.filter(pl.col("known") == pl.col("output_tokens")).select(*REQUEST, "itl_p99_us")
+    # Without the token of a missing snapshot, two gaps would count as one.
+    return whole.filter(pl.col("points") == pl.col("output_tokens")).select(*REQUEST, "itl_p99_us")

@@ -10,7 +10,7 @@ import polars as pl
 from tracefit.tables.schema import ENGINE
 
 CORE_SPAN = [*ENGINE, "trace_id", "span_id"]
-"""The events of one request: of several that a trace holds (n > 1), each has a core span of its own."""
+"""The events of one request: of several in one trace (n > 1), each has its core span."""
 
 _ORDER = ["QUEUED", "PREEMPTED", "SCHEDULED", "FIRST_TOKEN", "FINISHED"]
 """Core events, in the order in which those with the same stamp happened."""
@@ -26,7 +26,7 @@ def core_events(journeys: pl.DataFrame) -> pl.DataFrame:
 
 
 def with_steps_by_time(core: pl.DataFrame, summaries: pl.DataFrame) -> pl.DataFrame:
-    """Fill in the steps that events lack: what was scheduled last before them, by a summary or another event.
+    """Fill in the steps that events lack: the step that was scheduled last before them, by a summary or another event.
 
     Args:
         core: `core_events`, located, with `execution_lag_steps`.
@@ -54,7 +54,7 @@ def with_steps_by_time(core: pl.DataFrame, summaries: pl.DataFrame) -> pl.DataFr
     return filled.sort("_row").drop("_row", "last", "begun")
 
 
-def _following(name: str) -> pl.Expr:
+def following(name: str) -> pl.Expr:
     """Return the value of the request's next row; rows are in the order of `core_events`."""
     same = pl.col("request") == pl.col("request").shift(-1)
     return pl.when(same).then(pl.col(name).shift(-1)).alias(f"next_{name}")
@@ -76,15 +76,12 @@ def running_segments(core: pl.DataFrame, cached: pl.DataFrame) -> pl.DataFrame:
         outputs (before the segment), has_finished, next_finish_status.
     """
     marks = core.filter(pl.col("event").is_in(["SCHEDULED", "PREEMPTED", "FINISHED"]))
-    following = [_following(c) for c in ("event", "step_id", "decode_done_tokens", "finish_status")]
-    starts = marks.with_columns(following).filter(pl.col("event") == "SCHEDULED")
+    names = ("event", "step_id", "decode_done_tokens", "finish_status")
+    starts = marks.with_columns(map(following, names)).filter(pl.col("event") == "SCHEDULED")
     first_tokens = core.filter(pl.col("event") == "FIRST_TOKEN").group_by("request")
-    starts = starts.join(
-        first_tokens.agg(first_token_step=pl.col("step_id").min()),
-        on="request",
-        how="left",
-        maintain_order="left",
-    ).join(cached, on=[*ENGINE, "request_id"], how="left", maintain_order="left")
+    first_steps = first_tokens.agg(first_token_step=pl.col("step_id").min())
+    starts = starts.join(first_steps, on="request", how="left", maintain_order="left")
+    starts = starts.join(cached, on=[*ENGINE, "request_id"], how="left", maintain_order="left")
     finished = (pl.col("next_event") == "FINISHED").fill_null(value=False)
     # A request that was preempted in a step has no tokens in it.
     end = pl.when(finished).then(pl.col("next_step_id")).otherwise(pl.col("next_step_id") - 1)
@@ -120,7 +117,7 @@ def waiting_segments(core: pl.DataFrame) -> pl.DataFrame:
         the last step whose schedule() left it waiting, wait_tokens (to compute once scheduled).
     """
     marks = core.filter(pl.col("event") != "FIRST_TOKEN")
-    waits = marks.with_columns(_following("event"), _following("step_id"))
+    waits = marks.with_columns(following("event"), following("step_id"))
     waits = waits.filter(pl.col("event").is_in(["QUEUED", "PREEMPTED"]))
     scheduled = pl.col("next_event") == "SCHEDULED"
     end = pl.when(scheduled).then(pl.col("next_step_id") - 1).otherwise(pl.col("next_step_id"))
@@ -143,7 +140,7 @@ def requeue_waits(journeys: pl.DataFrame) -> pl.DataFrame:
         run_id, server, epoch, trace_id, request_id, preempted_step (whose schedule() took its blocks), resumed_step.
     """
     marks = core_events(journeys).filter(pl.col("event").is_in(["PREEMPTED", "SCHEDULED", "FINISHED"]))
-    waits = marks.with_columns(_following("event"), _following("step_id"))
+    waits = marks.with_columns(following("event"), following("step_id"))
     resumed = (pl.col("event") == "PREEMPTED") & (pl.col("next_event") == "SCHEDULED")
     return waits.filter(resumed).select(
         *ENGINE, "trace_id", "request_id", preempted_step="step_id", resumed_step="next_step_id"

@@ -1,4 +1,4 @@
-"""Sums over consecutive steps of an engine: the one place where a step that is missing counts as one thing or another."""
+"""Sums over consecutive steps of an engine: the only code that decides how a missing step counts."""
 
 from __future__ import annotations
 
