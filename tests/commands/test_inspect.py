@@ -63,6 +63,14 @@ def test_a_single_trace_file_is_a_run_too(tmp_path, traces):
     assert inspected.events["api.ARRIVED"] == 1
 
 
+def test_copies_of_a_run_are_one_run(tmp_path, traces):
+    traces.load(steps=120, requests=60)
+    folders = [traces.write(tmp_path / copy / "busy") for copy in ("a", "b")]
+    (inspected,) = inspect(folders).runs
+    assert [f.name for f in inspected.files] == ["traces.json"]
+    assert inspected.events["api.ARRIVED"] == 60
+
+
 @pytest.mark.slow
 def test_tables_tell_the_same_as_the_traces_they_are_of(tmp_path, traces):
     folder = traces.load(steps=120, requests=60).write(tmp_path / "busy")
