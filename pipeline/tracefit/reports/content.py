@@ -118,13 +118,18 @@ class Goodput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeploymentParts:
-    """One deployment of the report: its evaluation, its models by name, its figures, null where these are left out, and its goodput by run."""
+    """One deployment of the report: its evaluation, its models by name, its figures, null where these are left out, and goodput by run."""
 
     deployment: published.DeploymentEvaluation
     label: DeploymentLabel
     models: dict[str, published.Model]
     figures: DeploymentFigures | None
     goodput: Mapping[str, Goodput]
+
+    @property
+    def facts(self) -> published.DeploymentFacts | None:
+        """Facts of its server, the same for all of its models; null without a model."""
+        return next((m.deployment for m in self.models.values()), None)
 
 
 def build_report(
@@ -159,7 +164,7 @@ def build_report(
             figures_of_evaluation(deployment, slo_ms)
             if figures is None
             else figures.get(deployment.deployment_id),
-            {run: goodput[run] for run in deployment.runs if run in goodput},
+            goodput,
         )
         for deployment in evaluation.deployments
     ]
@@ -181,9 +186,9 @@ def build_report(
             f"**{lead(one.deployment)}**",
             *_deployment(one),
             # The first one is open: a page of headings alone would say nothing.
-            folded=place > 0,
+            folded=k > 0,
         )
-        for place, one in enumerate(deployments)
+        for k, one in enumerate(deployments)
     ]
     exactness = least_exact([(one.label.name, one.deployment) for one in deployments])
     titles = list(dict.fromkeys(_title(one) for one in deployments))
@@ -192,10 +197,8 @@ def build_report(
 
 
 def _title(one: DeploymentParts) -> str:
-    # All models of a deployment state the same facts.
-    facts = next((m.deployment for m in one.models.values()), None)
-    model = (facts.model if facts else None) or one.label.name
-    return f"{model} on {facts.gpu}" if facts and facts.gpu else model
+    model = (one.facts and one.facts.model) or one.label.name
+    return f"{model} on {one.facts.gpu}" if one.facts and one.facts.gpu else model
 
 
 def _subject(evaluation: published.Evaluation, traced: tuple[int, int] | None) -> str:
@@ -211,43 +214,28 @@ def _subject(evaluation: published.Evaluation, traced: tuple[int, int] | None) -
     return f"Latency models of a vLLM server, fitted on its traces: {', '.join(counts)}.{when}"
 
 
-def _headlines(
-    deployment: published.DeploymentEvaluation,
-) -> dict[str, tuple[results.Metrics, results.Metrics, results.Metrics | None]]:
-    """Return the errors a reader asks for first, each with those of the baseline and of gradient boosting."""
+def _headline_table(deployment: published.DeploymentEvaluation) -> Table:
+    """Return the errors a reader asks for first, each beside those of the baseline and of gradient boosting."""
     # In the order of a simulation: all latencies are made of step times.
     step = step_entry(deployment)
-    found = {}
+    errors: dict[str, tuple[results.Metrics, results.Metrics, results.Metrics | None]] = {}
     if step:
-        found[step_times(step).removesuffix("s")] = step.holdout, step.baseline, step.gradient_boosting
+        errors[step_times(step).removesuffix("s")] = step.holdout, step.baseline, step.gradient_boosting
     for key, label in LATENCIES.items():
         if entry := deployment.latency.get(key):
-            found[label] = entry.predicted, entry.baseline, entry.gradient_boosting
-    return {label: errors for label, errors in found.items() if errors[0].mdape_pct is not None}
-
-
-def _headline_table(deployment: published.DeploymentEvaluation) -> Table:
+            errors[label] = entry.predicted, entry.baseline, entry.gradient_boosting
     rows = [
         (
             label,
-            *(percent(v) for v in (m.mdape_pct, m.p90_ape_pct, base.mdape_pct, base.p90_ape_pct)),
+            *(percent(v) for m in (model, baseline) for v in (m.mdape_pct, m.p90_ape_pct)),
             percent(boosted.mdape_pct if boosted else None),
-            count(m.n),
+            count(model.n),
         )
-        for label, (m, base, boosted) in _headlines(deployment).items()
+        for label, (model, baseline, boosted) in errors.items()
+        if model.mdape_pct is not None
     ]
-    return table(
-        (
-            "error of",
-            "median %",
-            "P90 %",
-            "baseline median %",
-            "baseline P90 %",
-            "reference median %",
-            "held out",
-        ),
-        rows,
-    )
+    heads = (f"{who}{what} %" for who in ("", "baseline ") for what in ("median", "P90"))
+    return table(("error of", *heads, "reference median %", "held out"), rows)
 
 
 _REPLAY_NOTE = (
@@ -257,9 +245,12 @@ _REPLAY_NOTE = (
 )
 
 
+_REPLAYED_FACTS = {"output_tokens_per_s": "output tokens/s", "waiting_mean": "waiting on average"}
+
+
 def _replay_parts(deployment: published.DeploymentEvaluation) -> tuple[ReportPart, ...]:
     """Return measured and replayed latencies of each run, or why a run is not replayed."""
-    several, rows, lines = len(deployment.replays) > 1, [], []
+    rows, lines = [], []
     for run in deployment.replays:
         name = f"`{run.run_id}`"
         for latency, label in (*LATENCIES.items(), ("client", "until departure")):
@@ -268,32 +259,25 @@ def _replay_parts(deployment: published.DeploymentEvaluation) -> tuple[ReportPar
                 guesses = (p.error_of(g) for p in (p50, p90) for g in (p.constant, p.predicted))
                 cells = (number(p50.measured / 1e3), number(p50.replayed / 1e3))
                 errors = (*(p.error_pct for p in points), *guesses)
-                rows.append(((name,) if several else ()) + (label, *cells, *map(_signed, errors)))
+                rows.append((name, label, *cells, *map(_signed, errors)))
         if run.reason:
             lines.append(f"Run {name} is not replayed: {run.reason}.")
             continue
         others = {q.name: q for q in run.quantities}
         facts = [
             f"{words} {number(q.measured)} measured, {number(q.replayed)} replayed"
-            for key, words in (
-                ("output_tokens_per_s", "output tokens/s"),
-                ("waiting_mean", "waiting on average"),
-            )
+            for key, words in _REPLAYED_FACTS.items()
             if (q := others.get(key))
         ]
         counts = f"{plural(run.requests, 'request')} compared, {count(run.in_flight)} in flight before"
         lines.append(f"Run {name}: {'; '.join((counts, *facts, *run.notes))}.")
-    ways = ("constant", "predict")
-    head = ("measured P50 ms", "replayed", *(f"P{q} error %" for q in (50, 90, 99)))
-    beside = (f"{way} P{q} %" for q in (50, 90) for way in ways)
-    found = table((*(("run",) if several else ()), "replayed", *head, *beside), rows)
-    parts = kept(_REPLAY_NOTE if rows else "", found, Bullets(tuple(lines)))
-    many = len(deployment.replays) > _MANY_RUNS
-    return (
-        (section(f"Replays of {count(len(deployment.replays))} runs", *parts, folded=True),)
-        if many
-        else parts
-    )
+    heads = [f"P{q} error %" for q in (50, 90, 99)]
+    heads += [f"{way} P{q} %" for q in (50, 90) for way in ("constant", "predict")]
+    latencies = table(("run", "replayed", "measured P50 ms", "replayed", *heads), rows)
+    parts = (_REPLAY_NOTE if rows else "", latencies, Bullets(tuple(lines)))
+    if len(deployment.replays) <= _MANY_RUNS:
+        return parts
+    return (section(f"Replays of {count(len(deployment.replays))} runs", *parts, folded=True),)
 
 
 def _signed(value: float | None) -> str:
@@ -320,12 +304,12 @@ def _overview(deployments: Sequence[DeploymentParts]) -> Table:
         answers = [
             f"**{one.deployment.verdicts[u].answer}**" if u in one.deployment.verdicts else "-" for u in uses
         ]
-        errors = _headlines(one.deployment)
-        step = next((errors[label] for label in ("step time", "mean step time") if label in errors), None)
-        run = least_exact_replay(one.deployment)
+        step, run = step_entry(one.deployment), least_exact_replay(one.deployment)
         replayed = [[q.error_pct for q in run.of(name)[:2]] if run else [] for name in LATENCIES]
         cells = [f"{' / '.join(map(_signed, pair))} %" if pair else "-" for pair in replayed]
-        cells.append(f"{percent(step[0].mdape_pct)} / {percent(step[0].p90_ape_pct)} %" if step else "-")
+        cells.append(
+            f"{percent(step.holdout.mdape_pct)} / {percent(step.holdout.p90_ape_pct)} %" if step else "-"
+        )
         rows.append((name, *answers, *cells, _holds_for(one.deployment) or "-"))
     heads = (f"replayed {label}, error at P50 / P90" for label in LATENCIES.values())
     return table(("deployment", *uses, *heads, "step time, median / P90 error", "holds for"), rows)
@@ -353,7 +337,7 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
     # Step times before waits: latencies build on them.
     names = sorted(deployment.models, key=lambda name: not is_step_model(name))
     return kept(
-        f"Of deployments alike, this one has {one.label.detail}." if one.label.detail else "",
+        f"Deployments of this name differ: this one has {one.label.detail}." if one.label.detail else "",
         _served(one),
         *figures.top,
         verdicts(deployment),
@@ -365,7 +349,7 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
         *(f"Note: {text}." for text in deployment.notes),
         *(_overload(o) for o in deployment.overloaded),
         *figures.first,
-        _slowest(figures.slowest, several=len(deployment.runs) > 1),
+        _slowest(figures.slowest),
         figures.note,
         section(
             "Errors on the hold-out",
@@ -417,56 +401,37 @@ def _served(one: DeploymentParts) -> Table | Section:
     """Return what the server did, a row per run."""
     rows = []
     for run in one.deployment.served:
-        rates = [
-            None if run.seconds is None else n / run.seconds for n in (run.output_tokens, run.prompt_tokens)
-        ]
-        found = [
-            " / ".join(number(None if v is None else 1e3 * v) for v in (q.p50, q.p90, q.p99)) if q.n else "-"
-            for q in (getattr(run, name) for name in LATENCIES)
-        ]
+        latencies = [getattr(run, name) for name in LATENCIES]
         good = one.goodput.get(run.name)
         within = (f"{percent(good.within_pct)} %", number(good.requests_per_s)) if good else ("-", "-")
         failed = f"{count(run.failed)} ({percent(100 * run.failed / run.requests)} %)" if run.failed else "0"
         cells = (
-            count(run.requests),
-            failed,
-            count(run.preemptions),
-            number(run.requests_per_s),
-            *map(number, rates),
+            *(f"`{run.name}`", count(run.requests), failed, count(run.preemptions)),
+            *(number(run.requests_per_s), number(run.output_tokens_per_s)),
+            number(run.prompt_tokens / run.seconds if run.seconds else None),
+            *(" / ".join(map(number, q.percentiles_ms)) if q.n else "-" for q in latencies),
         )
-        rows.append((f"`{run.name}`", *cells, *found, *(within if one.goodput else ())))
+        rows.append((*cells, *(within if one.goodput else ())))
     heads = ("requests", "failed", "preemptions", "requests/s", "output tokens/s", "prompt tokens/s")
-    latencies = (f"{label} P50 / P90 / P99, ms" for label in LATENCIES.values())
+    percentiles = (f"{label} P50 / P90 / P99, ms" for label in LATENCIES.values())
     goodput = ("within the objectives", "goodput, requests/s") if one.goodput else ()
-    every = table(("run", *heads, *latencies, *goodput), rows)
+    every = table(("run", *heads, *percentiles, *goodput), rows)
     title = f"What the servers did in {count(len(rows))} runs"
     return section(title, every, folded=True) if len(rows) > _MANY_RUNS else every
 
 
-def _slowest(found: Sequence[SlowRequest], *, several: bool) -> Section | None:
+def _slowest(requests: Sequence[SlowRequest]) -> Section:
     """Return the slowest requests, each with its reason."""
     rows = [
         (
-            *((f"`{r.run_id}`",) if several else ()),
-            f"`{r.name}`",
-            LATENCIES[r.latency],
-            *(number(v) for v in (r.ttft_ms, r.e2e_ms)),
+            *(f"`{r.run_id}`", f"`{r.name}`", LATENCIES[r.latency], number(r.ttft_ms), number(r.e2e_ms)),
             *("-" if v is None else count(v) for v in (r.prompt_tokens, r.output_tokens)),
             sentence(r.reason),
         )
-        for r in found
+        for r in requests
     ]
-    head = (
-        *(("run",) if several else ()),
-        "request",
-        "slow in",
-        "TTFT, ms",
-        "E2E, ms",
-        "prompt",
-        "output",
-        "reason",
-    )
-    return section("The slowest requests", table(head, rows)) if rows else None
+    head = ("run", "request", "slow in", "TTFT, ms", "E2E, ms", "prompt", "output", "reason")
+    return section("The slowest requests", table(head, rows))
 
 
 def _misleading(deployment: published.DeploymentEvaluation) -> list[str]:
@@ -482,18 +447,17 @@ def _misleading(deployment: published.DeploymentEvaluation) -> list[str]:
 
 def _server_facts(one: DeploymentParts) -> tuple[ReportPart, ...]:
     runs = f"Deployment `{one.deployment.deployment_id}`, runs {', '.join(f'`{r}`' for r in one.deployment.runs)}."
-    facts = next((m.deployment for m in one.models.values()), None)
+    facts = one.facts
     if facts is None:
         return (runs,)
+    lacking = {
+        "Without a GPU specification, hardware features are unknown and left out.": facts.gpu,
+        "Without a config.json of a known kind, features of the model are unknown and left out.": facts.architecture,
+    }
     lines = (
         runs,
         f"Model {facts.model or 'not named'}, GPU {facts.gpu or facts.settings.get('gpu') or 'not given'}.",
-        "Without a GPU specification, hardware features are unknown and left out."
-        if facts.gpu is None
-        else "",
-        ""
-        if facts.architecture
-        else "Without a config.json of a known kind, features of the model are unknown and left out.",
+        *(text for text, value in lacking.items() if value is None),
         f"Assumed, because no input states it: {'; '.join(facts.assumed)}." if facts.assumed else "",
     )
     settings = [(f"`{k}`", str(v)) for k, v in facts.settings.items() if k not in ("model", "gpu")]
@@ -542,8 +506,8 @@ def _ranges(models: dict[str, published.Model]) -> Section:
         if t.training_range is not None
     ]
     text = "Smallest and largest value in the training rows. A prediction outside them extrapolates."
-    found = table(("model", "feature", "training range"), rows)
-    return section("Training ranges", text if rows else "", found)
+    ranges = table(("model", "feature", "training range"), rows)
+    return section("Training ranges", text if rows else "", ranges)
 
 
 def _provenance(alpha: published.CoefficientFile, beta: published.CoefficientFile) -> Section | None:
@@ -553,7 +517,13 @@ def _provenance(alpha: published.CoefficientFile, beta: published.CoefficientFil
     rows = [
         (made.tool, made.version),
         *((name, version) for name, version in made.libraries.items()),
-        *((f"option {name.replace('_', '-')}", _option(value)) for name, value in made.options.items()),
+        *(
+            (
+                f"option {name.replace('_', '-')}",
+                "yes" if value is True else "no" if value is False else str(value),
+            )
+            for name, value in made.options.items()
+        ),
         *((f"file of option {name}, sha256", f"`{digest}`") for name, digest in made.files.items()),
     ]
     # Models of one deployment are fitted on the same inputs: one line for all of them.
@@ -562,10 +532,6 @@ def _provenance(alpha: published.CoefficientFile, beta: published.CoefficientFil
     }
     rows += [(f"inputs of `{deployment}`, sha256", f"`{digest}`") for digest, deployment in inputs.items()]
     return section("Provenance", table(("item", "value"), rows), folded=True)
-
-
-def _option(value: object) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 _ACROSS = "Each run, model and GPU, and each deployment of a model with several on one GPU, is left out in turn and predicted by a model fitted on the others; errors are on all of its rows."
@@ -700,11 +666,7 @@ def _clock(t: published.TimelineEntry) -> Section:
 # -- request latencies ----------------------------------------------------------------------------------
 
 
-_WAYS = {
-    "predicted": "on arrival",
-    "baseline": "baseline",
-    "gradient_boosting": "reference",
-}
+_WAYS = {"predicted": "on arrival", "baseline": "baseline", "gradient_boosting": "reference"}
 _STATE_WAYS = {
     "given_measured_state": "given queue and batches",
     "refit_on_holdout": "refit on hold-out",
@@ -731,17 +693,17 @@ def _latency_parts(deployment: published.DeploymentEvaluation) -> tuple[ReportPa
     named = [(LATENCIES.get(name, name), entry) for name, entry in deployment.latency.items()]
     on_arrival, given_state = (
         [
-            (label, words, *metrics(found))
+            (label, words, *metrics(errors))
             for label, entry in named
             for way, words in ways.items()
-            if (found := getattr(entry, way)) is not None and (ways is _STATE_WAYS or entry.predicted.n)
+            if (errors := getattr(entry, way)) is not None and (ways is _STATE_WAYS or entry.predicted.n)
         ]
         for ways in (_WAYS, _STATE_WAYS)
     )
     left_out = [(label, reasons(entry.left_out)) for label, entry in named if entry.left_out]
-    found = {label: deployment.latency[name] for name, label in LATENCIES.items()}
-    runs = [(f"`{run}`", *_group(label, e)) for label, f in found.items() for run, e in f.by_run.items()]
-    phases = [(_phase(e), *_group(label, e)) for label, f in found.items() for e in f.by_phase]
+    known = [(label, deployment.latency[name]) for name, label in LATENCIES.items()]
+    runs = [(f"`{run}`", *_group(label, e)) for label, entry in known for run, e in entry.by_run.items()]
+    phases = [(_phase(e), *_group(label, e)) for label, entry in known for e in entry.by_phase]
     return (
         _PREAMBLE,
         table(("latency", "predicted", *ERRORS), on_arrival),
@@ -921,12 +883,12 @@ def _condition(when: Condition) -> str:
 
 
 def _terms(intercept: Number, terms: Iterable[Term]) -> Table:
-    rows: list[tuple[str, ...]] = [("intercept", "us", exact(intercept.value), interval(intercept.ci95), "")]
-    rows += [
+    rows = [
         (f"`{t.feature}`", t.unit, exact(t.value), interval(t.ci95), interval(t.training_range))
         for t in terms
     ]
-    return table(("term", "unit", "value", "95 % interval", "training range"), rows)
+    constant = ("intercept", "us", exact(intercept.value), interval(intercept.ci95), "")
+    return table(("term", "unit", "value", "95 % interval", "training range"), (constant, *rows))
 
 
 def interval(pair: tuple[float, float] | None) -> str:
@@ -939,11 +901,10 @@ def interval(pair: tuple[float, float] | None) -> str:
 
 def trust_lines(entry: results.Validation) -> Iterator[str]:
     """Yield one paragraph per fact of a model's validation."""
-    if found := entry.held_out_equations:
-        kinds = ", ".join(f"{name} {rows:,}" for name, rows in found.rows_by_source.items())
-        one, step = found.per_equation, found.per_step
+    if equations := entry.held_out_equations:
+        row, step = equations.per_equation, equations.per_step
         yield (
-            f"**All held-out cycles and intervals** ({kinds}): MAPE {percent(one.mape_pct)} % each (n = {one.n:,}), "
+            f"**All held-out cycles and intervals** ({reasons(equations.rows_by_source)}): MAPE {percent(row.mape_pct)} % each (n = {row.n:,}), "
             f"{percent(step.mape_pct)} % weighted by steps (n = {step.n:,} steps)."
         )
     if entry.prediction_intervals and entry.interval_coverage_pct is not None:
@@ -995,14 +956,14 @@ def _collinear(one: results.Collinearity, *, several: bool) -> str:
     )
 
 
-def _beyond_load(found: results.LoadExtrapolation, inside: results.Metrics | None) -> str:
-    boosted = found.gradient_boosting
+def _beyond_load(beyond: results.LoadExtrapolation, inside: results.Metrics | None) -> str:
+    boosted = beyond.gradient_boosting
     beside = f", gradient boosting {percent(boosted.mape_pct)} %" if boosted else ""
     within = (
         f" On the hold-out inside the training ranges it is {percent(inside.mape_pct)} %." if inside else ""
     )
     return (
-        f"**Beyond the load:** trained on the lower half of the load of the whole run ({found.load.replace('_', ' ')} up to "
-        f"{number(found.cut)}), MAPE {percent(found.mape_pct)} % and bias {percent(found.bias_pct)} % on the upper half "
-        f"(n = {found.n:,}){beside}.{within}"
+        f"**Beyond the load:** trained on the lower half of the load of the whole run ({beyond.load.replace('_', ' ')} up to "
+        f"{number(beyond.cut)}), MAPE {percent(beyond.mape_pct)} % and bias {percent(beyond.bias_pct)} % on the upper half "
+        f"(n = {beyond.n:,}){beside}.{within}"
     )
