@@ -218,9 +218,9 @@ def test_folders_are_planned_side_by_side(constant):
         (("--rate", "40", "--slo", "ttft=500"), "--slo ttft=500: no objective"),
         (("--rate", "40", "--slo", "speed_p99=500"), "--slo speed_p99=500: no objective"),
         (("--rate", "40", "--slo", "ttft_p0=500"), "--slo ttft_p0=500: no objective"),
-        (("--rate", "-1", "--servers", "1"), "--rate -1: is no rate"),
+        (("--rate", "-1", "--servers", "1"), "--rate -1: is out of range"),
         (("--rate", "1", "--servers", "1", "--figure", "plan.png"), "--figure plan.png: a figure is a page"),
-        (("--rate", "1", "--servers", "1", "--burstiness", "0"), "--burstiness 0: is no shape"),
+        (("--rate", "1", "--servers", "1", "--burstiness", "0"), "--burstiness 0: is out of range"),
         (
             ("--rate", "1", "--servers", "1", "--set", "tp=4"),
             "--set tp=4: step times are those of tensor_parallel 2: record such a server",

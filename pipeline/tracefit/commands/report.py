@@ -118,7 +118,7 @@ def _page(made: Report) -> str | None:
     """Return the report as a page; null where the libraries it needs are not installed."""
     try:
         from tracefit.reports.page import html_page
-    except ImportError:
+    except TracefitError:
         return None
     return html_page(made)
 
@@ -178,10 +178,8 @@ def _warn_of_other_frames(
 @draw_with
 def draw(evaluation: Path, models: Path, tables: Path, figure: str, deployment: str | None) -> PlotlyFigure:
     """Draw one figure of the report; see `TrainResult.plot`."""
-    try:
-        from tracefit.reports.page import plotly_figure
-    except ImportError:
-        raise TracefitError("figures need plotly and jinja2", hint="pip install 'tracefit[report]'") from None
+    from tracefit.reports.page import plotly_figure
+
     published = read_evaluation(evaluation)
     chosen = _deployment_of(published, deployment)
     fitted = [m for kind in ("beta", "alpha") for m in read_coefficients(models / f"{kind}.json").models]

@@ -15,13 +15,17 @@ from collections import Counter
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
-from plotly.graph_objects import Figure as PlotlyFigure
-from plotly.offline import get_plotlyjs
-
+from tracefit.errors import TracefitError
 from tracefit.reports.document import Section, every_part, plain
 from tracefit.reports.figures.elements import CONFIG, TEMPLATES, anchor, name_text
+
+try:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup, escape
+    from plotly.graph_objects import Figure as PlotlyFigure
+    from plotly.offline import get_plotlyjs
+except ImportError:
+    raise TracefitError("figures need plotly and jinja2", hint="pip install 'tracefit[report]'") from None
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
