@@ -120,8 +120,8 @@ def _tables_of(paths: list[str | Path]) -> Path | None:
     if len(paths) != 1:
         return None
     try:
-        found = find_tables(paths[0])
-        return found if is_tables(found) else None
+        tables = find_tables(paths[0])
+        return tables if is_tables(tables) else None
     except UsageError:
         if os.path.lexists(paths[0]):
             raise
@@ -157,8 +157,8 @@ def _inspect_tables(
             facts[run_id] = _run_facts(run_id, deployment.deployment_id, tables, files.get(run_id, ()))
             evidence.update(_evidence(tables))
             budget = deployment.context.settings.max_num_batched_tokens
-            found = unknown_batches(tables["requests"], budget, has_steps=bool(tables["steps"].height))
-            unknown.update(dict.fromkeys(found["reason"]))
+            batches = unknown_batches(tables["requests"], budget, has_steps=bool(tables["steps"].height))
+            unknown.update(dict.fromkeys(batches["reason"]))
             if deployment.context.settings.enable_prefix_caching is not False:
                 hits |= _whole_prompts(tables)
         allows = _allowances(evidence, deployment.context, "; ".join(unknown), hits)
@@ -436,12 +436,12 @@ def _hardware(context: RunContext) -> _Judgement:
     return "yes", "config.json and GPU are known"
 
 
-def _split(e: Evidence, target: str, what: str = "rows") -> str:
-    return f"{e[f'{target}, train']:,} {what} to train on, {e[f'{target}, holdout']:,} held out"
+def _split(e: Evidence, target: str, rows: str = "rows") -> str:
+    return f"{e[f'{target}, train']:,} {rows} to train on, {e[f'{target}, holdout']:,} held out"
 
 
-def _too_few(e: Evidence, target: str, what: str = "rows") -> str:
-    return f"{_split(e, target, what)}: at least {MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
+def _too_few(e: Evidence, target: str, rows: str = "rows") -> str:
+    return f"{_split(e, target, rows)}: at least {MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
 
 
 def _share(part: int, whole: int) -> str:

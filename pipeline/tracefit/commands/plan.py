@@ -528,7 +528,7 @@ def _sample(
         share = 100 * float(rows.select(pl.col("cached").sum() / pl.col("prompt").sum()).item())
         notes.append(f"prefix-cache hits are those traced, {share:.0f} % of the prompt tokens")
     prompt, output, cached = (rows[n].cast(pl.Int64).to_numpy() for n in ("prompt", "output", "cached"))
-    # Those of the traces are partly beyond the training part, which is no surprise to anyone.
+    # Traced lengths need no note: some of them are after the training part.
     chosen = [] if source.endswith("traced requests") else [("prompt", prompt), ("output", output)]
     notes += [
         f"{name} tokens of {low:g} to {high:g} leave those of the requests in training, {ends[0]:g} to {ends[1]:g}"
@@ -537,7 +537,7 @@ def _sample(
         for low, high in [(float(column.min()), float(column.max()))]
         if ends is not None and not (ends[0] <= low and high <= ends[1])
     ]
-    # Lengths of a file, or those that were given, are the load's own.
+    # Lengths of a file, or stated ones, are those of the load itself.
     is_sample = options.file is None and None in (options.prompt, options.output)
     sample = TrafficSample(prompt, output, cached, gaps, shape, is_sample, options.router != "random")
     load_ = PlannedLoad(f"{source}, {arrivals}", float(prompt.mean()), float(output.mean()), traced_rate)
@@ -559,7 +559,7 @@ def _rows(
         source = f"{traced.height:,} traced requests"
         whole = float(traced["sampling"][0]) > 0.999
         engines = [part["arrival_ns"].to_numpy() for part in traced.partition_by(*ENGINE)]
-        # Gaps of a sample lie between requests that are not next to each other.
+        # A sample has gaps between requests that are not neighbours.
         gaps = np.concatenate([relative_gaps(np.sort(at)) for at in engines]) if whole else None
         spans = [1e9 * (len(at) - 1) / float(np.ptp(at)) for at in engines if len(at) > 1 and np.ptp(at) > 0]
         rate = float(np.mean(spans)) if spans and whole else None

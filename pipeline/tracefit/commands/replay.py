@@ -1,4 +1,4 @@
-"""Replay the held-out part of runs in a closed loop: what latency a load gives, beside what was measured."""
+"""Replay the held-out part of runs in a closed loop: the latencies of a load from its arrivals and lengths, and as measured."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def _warn_of_other_frames(
     figures: Mapping[str, DeploymentFigures],
     progress: Progress,
 ) -> None:
-    """Say which models have no figures: tables hold the training frames of the last training alone."""
+    """Name the models without figures: the tables have the training frames of the last training only."""
     for deployment in (one for one in evaluation.deployments if one.deployment_id in figures):
         measured = [m.name for m in _models_of(deployment, models) if m.validation and m.validation.holdout.n]
         if without := [name for name in measured if name not in figures[deployment.deployment_id].models]:

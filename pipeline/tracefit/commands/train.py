@@ -178,7 +178,7 @@ def train(
         texts.update({models / name: text for name, text in sample_tables(deployments).items()})
     write_training_frames(store, deployments)
     result = _result(deployments, runs, evaluation, out=models, report=report, tables=store.root)
-    # The report is drawn from what was written: the frames of the fits are not kept beside it.
+    # The report is drawn from the written tables: the frames of the fits are not kept in memory meanwhile.
     del deployments
     memory.give_back()
     progress.stage("drawing the report")

@@ -93,7 +93,7 @@ def _together(folder: Path, results: list[VerifyResult]) -> VerifyResult:
 def _verify_file(
     path: Path, store: TableStore, features: str | Path | None, progress: Progress, fitted: _Fitted
 ) -> VerifyResult:
-    """Refit one file and compare it; files that were made together are refitted once."""
+    """Refit one file and compare it; `fitted` has the deployments that another file of the folder was refitted with."""
     document, plain = read_coefficients(path), read_plain(path, CoefficientFile)
     made_by = document.provenance
     if made_by is None or not any(m.training for m in document.models):
@@ -179,19 +179,19 @@ def _by_name(plain: Mapping[str, object]) -> dict[str, object]:
     return {**{k: v for k, v in plain.items() if k not in {"models", "provenance", "not_fitted"}}, **keyed}
 
 
-def _compare(there: object, here: object, place: str) -> Iterator[Difference | None]:
+def _compare(there: object, here: object, path: str) -> Iterator[Difference | None]:
     """Yield None for every confirmed value and a difference for every other; keys that the file lacks are ignored."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key, value in there.items():
-            yield from _compare(value, here.get(key), f"{place}.{key}" if place else str(key))
+            yield from _compare(value, here.get(key), f"{path}.{key}" if path else str(key))
     # Lists of different lengths are one difference: matching their items would report every one of them.
     elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
         for index, pair in enumerate(zip(there, here, strict=True)):
-            yield from _compare(*pair, f"{place}[{index}]")
+            yield from _compare(*pair, f"{path}[{index}]")
     elif _same(there, here):
         yield None
     else:
-        yield Difference(place, _short(there), _short(here))
+        yield Difference(path, _short(there), _short(here))
 
 
 def _same(there: object, here: object) -> bool:

@@ -17,7 +17,7 @@ ENOUGH_FOR_P90 = 50
 
 
 class Bin(NamedTuple):
-    """Rows whose x lies between `low` and `high`, the median of their x, and median, P10 and P90 of their y."""
+    """Rows with an x of `low` to `high`, the median of their x, and median, P10 and P90 of their y."""
 
     # Of equal size, not of equal width: a group of the highest values would have a row or two.
     rows: int

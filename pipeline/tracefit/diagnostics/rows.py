@@ -102,13 +102,13 @@ def time_unit(rows: pl.DataFrame) -> str:
     return "steps" if rows["ts_ns"].null_count() else "seconds"
 
 
-def strongest_features(model: Model, held: pl.DataFrame) -> list[str]:
+def strongest_features(model: Model, rows: pl.DataFrame) -> list[str]:
     """Name the features that move the prediction most over the training range."""
     effects = {
         t.feature: abs(t.value) * (t.training_range[1] - t.training_range[0])
         for form in main_forms(model).values()
         for t in form.terms
-        if t.training_range is not None and t.feature in held.columns
+        if t.training_range is not None and t.feature in rows.columns
     }
     return sorted(effects, key=lambda f: -effects[f])[:_STRONG]
 

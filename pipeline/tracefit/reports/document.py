@@ -40,9 +40,9 @@ class Table:
     folded: str | None = None
 
     def numeric(self) -> tuple[bool, ...]:
-        """Say of each column whether it holds numbers alone, and so is aligned to the right."""
+        """Return for each column whether all its cells are numbers, which are aligned to the right."""
         columns = (tuple(row[k] for row in self.rows) for k in range(len(self.head)))
-        # Some cells may be empty; a column of empty cells alone is not one of numbers.
+        # Some cells may be empty, but not all of them.
         return tuple(any(cells) and all(_NUMBER.fullmatch(cell) for cell in cells) for cells in columns)
 
 
