@@ -151,7 +151,7 @@ def _criterion(measure, value, answer, *, higher=False, reason="as it is"):
         (_criterion("another", 1.0, "no", reason="worded elsewhere"), "Worded elsewhere."),
         (
             _criterion("admission_skill", -0.2, "no", higher=True).model_copy(update={"with_limits": 0.0}),
-            "The model of admission is worse than a constant guess, the training median.",
+            "The model of admission is no better than a constant guess, the training median.",
         ),
     ],
 )

@@ -338,7 +338,7 @@ def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[st
     elif rate > servers * fleet.capacity:
         return replace(
             plan_,
-            reason=f"{plural(servers, 'server')} put through {number(servers * fleet.capacity)} requests per second at most: "
+            reason=f"the capacity of {plural(servers, 'server')} is {number(servers * fleet.capacity)} requests per second: "
             f"at {number(rate)} their queues only grow",
             capacity_per_s=servers * fleet.capacity,
             curve=_points(curve, servers, fleet, names),

@@ -174,6 +174,14 @@ def _reason(verdict: Verdict, lost: Mapping[str, str], step_times: str) -> str:
     return sentence("; ".join(sentences[:_MOST_REASONS]))
 
 
+def _skill(model: str) -> Callable[[float], str]:
+    """Return the sentence on the share of the baseline's error that a model removes."""
+    no_better = f"{model} is no better than a constant guess, the training median"
+    return lambda v: (
+        f"{model} removes {100 * v:.0f} % of the error of a constant guess" if v > 0 else no_better
+    )
+
+
 _MEASURED: Mapping[str, Callable[[float], str]] = {
     "replay_pct": lambda v: (
         f"replayed from arrivals and lengths, E2E and ITL are within {percent(v)} % at P50 and P90"
@@ -184,7 +192,7 @@ _MEASURED: Mapping[str, Callable[[float], str]] = {
     "step_mape_pct": lambda v: f"step times are off by {percent(v)} % on average",
     "step_p90_ape_pct": lambda v: f"one step time in ten is off by more than {percent(v)} %",
     "step_bias_pct": lambda v: f"summed over time, steps are off by {percent(v)} %",
-    "step_skill": lambda v: f"the model removes {100 * v:.0f} % of the error of a constant guess",
+    "step_skill": _skill("the model"),
     "step_extrapolated_pct": lambda v: (
         f"{fraction(v)} of the held-out steps carried a load that was never trained on"
         if v
@@ -193,19 +201,11 @@ _MEASURED: Mapping[str, Callable[[float], str]] = {
     "step_prefill_reach_pct": lambda v: (
         f"the fullest step trained on had {percent(v)} % of the prompt tokens a step may have"
     ),
-    "queue_wait_skill": lambda v: (
-        f"the model of the queue removes {100 * v:.0f} % of the error of a constant guess"
-        if v > 0
-        else "the model of the queue is no better than a constant guess, the training median"
-    ),
+    "queue_wait_skill": _skill("the model of the queue"),
     "queue_regime_accuracy": lambda v: (
         f"which requests have to wait is predicted right {100 * v:.0f} % of the time"
     ),
-    "admission_skill": lambda v: (
-        f"the model of admission removes {100 * v:.0f} % of the error of a constant guess"
-        if v >= 0
-        else "the model of admission is worse than a constant guess, the training median"
-    ),
+    "admission_skill": _skill("the model of admission"),
     "admission_mdape_pct": lambda v: f"admission is typically within {percent(v)} %",
 }
 """Measure to a sentence of its value."""

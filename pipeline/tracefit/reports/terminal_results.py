@@ -534,28 +534,16 @@ def _planned(plan: ServerPlan) -> Iterator[str]:
 
 def _answer(plan: ServerPlan, servers: int) -> str:
     """Return the answer as a sentence: the number of servers or the rate, and the rates that bound it."""
-    one = servers == 1
-    most = (
-        f"the knee is at {number(plan.knee_per_s)}, and {number(plan.capacity_per_s)} is the most "
-        f"{'it puts' if one else 'they put'} through"
-    )
-    if plan.met is None:
-        return f"{plural(servers, 'server')}: {most}"
-    largest = "no rate"
+    fewer = dict.fromkeys(n for n in (plan.servers_likely, plan.servers_low) if n not in (None, servers))
+    maybe = f" ({' or even '.join(map(str, fewer))} may be enough)" if fewer else ""
+    facts = [f"the knee is at {number(plan.knee_per_s)}, the capacity is {number(plan.capacity_per_s)}"]
     if plan.largest_rate_per_s is not None:
         ends = f"{number(plan.largest_rate_low)} to {number(plan.largest_rate_high)}"
-        largest = f"{number(plan.largest_rate_per_s)} requests per second ({ends})"
-    if plan.rate_per_s is None:
-        return f"{plural(servers, 'server')} {'bears' if one else 'bear'} {largest}; {most}"
-    within = ""
-    if plan.servers_low is not None:
-        fewer = dict.fromkeys((plan.servers_likely, plan.servers_low))
-        fewer.pop(servers, None)
-        within = f" ({' or even '.join(map(str, fewer))} may be enough)" if fewer else ""
-    verb = ("keep" if plan.met else "miss") + ("s" if one and plan.met else "es" if one else "")
-    keep = f"{verb} {'to ' if plan.met else ''}the objectives"
-    asked = f"{plural(servers, 'server')}{within} {keep} at {number(plan.rate_per_s)} requests per second"
-    return f"{asked}; {'it bears' if one else 'they bear'} {largest}; {most}"
+        facts.insert(0, f"the largest rate is {number(plan.largest_rate_per_s)} requests per second ({ends})")
+    if plan.met is not None and plan.rate_per_s is not None:
+        verb = "hold" if plan.met else "do not hold"
+        facts.insert(0, f"the objectives {verb} at {number(plan.rate_per_s)} requests per second")
+    return f"{plural(servers, 'server')}{maybe}: {'; '.join(facts)}"
 
 
 def _percentile(name: str) -> str:
