@@ -31,6 +31,7 @@ from tracefit.reports.sentences import (
 )
 from tracefit.server.settings import without_attribute
 from tracefit.text import (
+    UNKNOWN,
     DeploymentLabel,
     count,
     deployment_labels,
@@ -75,38 +76,26 @@ _HOLDOUT_NOTE = (
     "guess, the training median; the reference is gradient boosting on the same inputs."
 )
 _LATENCY_NOTE = (
-    "TTFT, ITL and E2E are what `tracefit predict` says of a request with what is known when it arrives: its lengths, the queue and "
-    "the batch that runs. Given the queue and the batches it then met, the models are closer: see *Request latencies*."
+    "TTFT, ITL and E2E are predictions of `tracefit predict` from the facts at a request's arrival: its lengths, the queue and "
+    "the batch that runs. Given the measured queue and batches, the models are closer: see *Request latencies*."
 )
 _THRESHOLDS_NOTE = (
     "Each use is as good as the worst measure it needs. The thresholds are in evaluation.json; "
     f"`tracefit train {flag_of(TrainOptions, 'thresholds')} USE.MEASURE=YES:WITH_LIMITS` sets others."
 )
-_TERMS = (
-    ("step", "one iteration of the engine over its batch"),
-    (
-        "cycle time",
-        "start of a step to the start of the next while the engine is busy: the time a step takes",
-    ),
-    ("hold-out", "the rows that no model was fitted on"),
-    (
-        "APE, MAPE",
-        "absolute percentage error of a row, and its mean; a few rows near zero can dominate the mean",
-    ),
-    ("MAE", "mean absolute error"),
-    ("bias", "sum of predictions over sum of measurements, less 100 %"),
-    ("baseline", "predicts the training median for every row"),
-    ("reference", "gradient boosting on the same features and rows: about the best these features allow"),
-    *(
-        (target.label, f"{target.definition}: {target.contains}" if target.contains else target.definition)
-        for target in around_steps()
-    ),
-    ("TTFT, ITL, E2E", "time to the first token, between tokens, and from arrival to the last token"),
-    (
-        "training range",
-        "smallest to largest value of a feature in the training rows; a prediction outside extrapolates",
-    ),
-)
+_TERMS = {
+    "step": "one iteration of the engine over its batch",
+    "cycle time": "start of a step to the start of the next while the engine is busy: the time a step takes",
+    "hold-out": "the rows that no model was fitted on",
+    "APE, MAPE": "absolute percentage error of a row, and its mean; a few rows near zero can dominate the mean",
+    "MAE": "mean absolute error",
+    "bias": "sum of predictions over sum of measurements, less 100 %",
+    "baseline": "predicts the training median for every row",
+    "reference": "gradient boosting on the same features and rows: about the best these features allow",
+    **{t.label: ": ".join(filter(None, (t.definition, t.contains))) for t in around_steps()},
+    "TTFT, ITL, E2E": "time to the first token, between tokens, and from arrival to the last token",
+    "training range": "smallest to largest value of a feature in the training rows; a prediction outside extrapolates",
+}
 
 
 class Goodput(NamedTuple):
@@ -156,23 +145,24 @@ def build_report(
     labels = deployment_labels(
         {s.deployment_id: (s.runs, settings.get(s.deployment_id, {})) for s in evaluation.deployments}
     )
+    has_tables = figures is not None
+    if figures is None:
+        figures = {s.deployment_id: figures_of_evaluation(s, slo_ms) for s in evaluation.deployments}
     deployments = [
         DeploymentParts(
             deployment,
             labels[deployment.deployment_id],
             {name: models[deployment.deployment_id, name] for name in deployment.models},
-            figures_of_evaluation(deployment, slo_ms)
-            if figures is None
-            else figures.get(deployment.deployment_id),
+            figures.get(deployment.deployment_id),
             goodput,
         )
         for deployment in evaluation.deployments
     ]
     data = kept(
-        _NO_TABLES if figures is None else "",
+        "" if has_tables else _NO_TABLES,
         section("Data", *_data_parts(evaluation), folded=True),
         _across(evaluation),
-        section("Terms", table(("term", "meaning"), _TERMS), folded=True),
+        section("Terms", table(("term", "meaning"), _TERMS.items()), folded=True),
         _provenance(alpha, beta),
     )
     subject = _subject(evaluation, traced)
@@ -633,30 +623,24 @@ _SAMPLED = "Journeys are sampled: batches are known from step summaries only, an
 
 def _clock(t: published.TimelineEntry) -> Section:
     """Return the section on the source of step times: the coverage of `step.duration_us`, where steps have it, and the step clock."""
-    rows = [
-        ("busy time covered by `step.duration_us`", share(t.duration_coverage)),
-        ("median cycle, us", number(t.median_cycle_us)),
-        ("median `step.duration_us`", number(t.median_duration_us)),
-        ("steps known", count(t.steps_known)),
-        ("consecutive steps (cycles)", count(t.adjacent_cycles)),
-        (
-            "intervals between other known starts",
-            f"{count(t.intervals)} over {count(t.interval_steps)} steps",
-        ),
-        ("idle gaps among both", count(t.idle_gaps)),
-        ("sampled steps whose batch agrees with the journeys", share(t.composition_agreement)),
-        (
-            "events that disagree with the step clock",
-            f"{count(t.clock_disagreements)} of {count(t.clock_checked_events)}",
-        ),
-        ("API events corrected from another host's clock", count(t.clock_corrected_events)),
-    ]
+    rows = {
+        "busy time covered by `step.duration_us`": share(t.duration_coverage),
+        "median cycle, us": number(t.median_cycle_us),
+        "median `step.duration_us`": number(t.median_duration_us),
+        "steps known": count(t.steps_known),
+        "consecutive steps (cycles)": count(t.adjacent_cycles),
+        "intervals between other known starts": f"{count(t.intervals)} over {count(t.interval_steps)} steps",
+        "idle gaps among both": count(t.idle_gaps),
+        "sampled steps whose batch agrees with the journeys": share(t.composition_agreement),
+        "events that disagree with the step clock": f"{count(t.clock_disagreements)} of {count(t.clock_checked_events)}",
+        "API events corrected from another host's clock": count(t.clock_corrected_events),
+    }
     return section(
         "The step clock" if t.duration_coverage is None else "`step.duration_us` and the step clock",
         f"Step times come from the {t.beta_target_source}: {t.beta_target_reason}."
         if t.beta_target_reason
         else "",
-        table(("what", "value"), [row for row in rows if row[1] != number(None)]),
+        table(("what", "value"), [row for row in rows.items() if row[1] != UNKNOWN]),
         _AHEAD if t.execution_lag_steps else "",
         # The rate is an estimate: nearly 1 may be 1.
         _SAMPLED if t.journey_sampling is not None and 0 < t.journey_sampling < _MOST_SAMPLED else "",
@@ -674,8 +658,8 @@ _STATE_WAYS = {
 }
 
 _PREAMBLE = (
-    "Errors on requests that arrived in the hold-out of every model. *On arrival*: what `tracefit predict` says with what is known "
-    "then: prompt, output and cached tokens, the requests that wait and those that run. "
+    "Errors on requests that arrived in the hold-out of every model. *On arrival*: predictions of `tracefit predict` from the facts "
+    "at the arrival: prompt, output and cached tokens, the requests that wait and those that run. "
     "*Baseline*: the training median. *Reference*: gradient boosting on the same inputs."
 )
 _STATE_PREAMBLE = (
