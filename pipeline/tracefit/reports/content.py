@@ -1,4 +1,4 @@
-"""Build the report: can I use this, for what and how sure; then figures; then what an expert asks.
+"""Build the report: verdicts and their certainty first, then figures, then details for an expert.
 
 The result is a `document.Report`, which `page` renders as HTML and `document.markdown_text` as Markdown. The words of
 verdicts are in `sentences`, the figures in `figures`; here are the sections and their order.
@@ -133,8 +133,8 @@ def build_report(
 ) -> Report:
     """Build the whole report.
 
-    `figures` holds those of the deployments that are drawn, by deployment id, and is null without tables; `traced` is the first and the
-    last time of the traces in Unix nanoseconds. `slo_ms` are objectives, and `goodput` says what each run did within all of them.
+    `figures` are those of the drawn deployments, by deployment id, and null without tables; `traced` is the first and the last time of
+    the traces in Unix nanoseconds. `slo_ms` are objectives, and `goodput` counts the requests of each run that met all of them.
     """
     models = {(m.deployment_id, m.name): m for m in (*beta.models, *alpha.models)}
     settings = {
@@ -275,7 +275,7 @@ def _signed(value: float | None) -> str:
 
 
 def _holds_for(deployment: published.DeploymentEvaluation) -> str:
-    # The errors beside it were measured on such load: beyond it nothing is known.
+    # Errors were measured on such load: beyond it they are unknown.
     step = step_entry(deployment)
     load = step.error_over_load if step else None
     if load is None:
@@ -285,7 +285,7 @@ def _holds_for(deployment: published.DeploymentEvaluation) -> str:
 
 
 def _overview(deployments: Sequence[DeploymentParts]) -> Table:
-    """Return a table with one row per deployment: what it can be used for, headline errors and the load they hold for."""
+    """Return a table with a row per deployment: its verdicts, its main errors and the load they are valid for."""
     uses = list(dict.fromkeys(use for one in deployments for use in one.deployment.verdicts))
     rows = []
     for one in deployments:
@@ -311,7 +311,7 @@ def _some_runs(deployment: published.DeploymentEvaluation, most: int = 2) -> str
 
 
 def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
-    """Return the parts of one deployment: what its server did and would do, verdicts, errors, figures, then what an expert asks, folded."""
+    """Return the parts of one deployment: its server as measured and at other rates, verdicts, errors and figures; details are folded."""
     deployment, models, load = one.deployment, one.models, _holds_for(one.deployment)
     figures = one.figures or DeploymentFigures((), (), (), note=_NO_FIGURES)
     errors = _headline_table(deployment)
@@ -370,7 +370,7 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
 
 
 def _to_record(deployment: published.DeploymentEvaluation) -> Bullets:
-    """Say what to record for a yes, once for the uses that need the same."""
+    """Name the recording that would give a yes, once for the uses that need the same one."""
     uses: dict[published.RecordingAdvice, list[str]] = {}
     for use, verdict in deployment.verdicts.items():
         if verdict.record is not None:
@@ -388,7 +388,7 @@ _MANY_RUNS = 8
 
 
 def _served(one: DeploymentParts) -> Table | Section:
-    """Return what the server did, a row per run."""
+    """Return requests, rates and latencies of the server, a row per run."""
     rows = []
     for run in one.deployment.served:
         latencies = [getattr(run, name) for name in LATENCIES]
@@ -577,7 +577,7 @@ _MANY_ROWS = 12
 
 
 def _data_parts(evaluation: published.Evaluation) -> tuple[ReportPart, ...]:
-    """Return what was read, and the rows of each model."""
+    """Return the counts of the ingest, and the rows of each model."""
     entry = evaluation.ingest
     dropped = (
         f"**{count(entry.dropped_events)} events were dropped by the server's SDK** and are missing from every "

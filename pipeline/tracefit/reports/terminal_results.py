@@ -11,6 +11,7 @@ import math
 import textwrap
 from dataclasses import fields, replace
 from datetime import UTC, datetime
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from tracefit.errors import printable, spreadsheet_safe
@@ -59,20 +60,14 @@ def _noted(text: str) -> str:
 
 
 def ingest_text(result: traces.IngestResult) -> str:
-    """Return the counts of what was read, and the tables folder."""
+    """Return the counts of each run, and the tables folder."""
     return f"{_runs(result)}\n\ntables  {result.tables}"
 
 
 def _runs(result: traces.IngestResult) -> str:
+    columns_of = attrgetter("spans", "steps", "requests", "rejects", "dropped_events", "duplicate_spans")
     head = ("run", "spans", "steps", "requests", "rejects", "dropped events", "duplicates")
-    rows = [
-        (
-            r.run_id,
-            *map(count, (r.spans, r.steps, r.requests, r.rejects, r.dropped_events, r.duplicate_spans)),
-        )
-        for r in result.runs
-    ]
-    return columns(head, rows)
+    return columns(head, [(run.run_id, *map(count, columns_of(run))) for run in result.runs])
 
 
 def ingest_plan_text(plan: traces.IngestPlan) -> str:
@@ -100,7 +95,7 @@ def _written(files: Sequence[Path]) -> list[str]:
 
 
 def report_text(result: models.ReportResult) -> str:
-    """Return what the report says first: how exact the models are, the verdict on every use of each, and the files."""
+    """Return the exactness of the models, the verdict on every use of each, and the files of the report."""
     parts = [_wrapped(result.lead)]
     for deployment_id, uses in result.verdicts.items():
         reasons = result.reasons[deployment_id]
@@ -113,7 +108,7 @@ def report_text(result: models.ReportResult) -> str:
 
 
 def run_text(result: models.RunResult) -> str:
-    """Return a summary of what the main job read and wrote, ending with the page to open."""
+    """Return a summary of the main job, ending with the page to open."""
     return f"{_runs(result.ingested)}\n\n{train_text(result.trained)}"
 
 
@@ -161,7 +156,7 @@ _MOST_RUNS = 3
 
 
 def _served(runs: Sequence[RequestGroup]) -> list[str]:
-    """Return what the server did in each run, those with the most requests first."""
+    """Return latencies and rates of each run, those with the most requests first."""
     shown = sorted(runs, key=lambda run: -run.requests)[:_MOST_RUNS]
     rows, lines = [], []
     for run in shown:
@@ -235,7 +230,7 @@ def features_text(sets: Sequence[FeatureSet]) -> str:
 
 
 def receive_text(result: traces.ReceiveResult) -> str:
-    """Return what was received, by sender, and the folder it is in."""
+    """Return the received spans and records by sender, and their folder."""
     tables = []
     if result.received_from or not result.recorded_from:
         rows = [
@@ -260,7 +255,7 @@ def _refused(one: traces.ReceiveResult | traces.RecordedFrom, word: str = "") ->
 
 
 def synth_text(result: models.SynthResult) -> str:
-    """Return what was generated, and its folder."""
+    """Return the size of the generated run, and its folders."""
     lines = [f"{count(result.requests)} requests, {count(result.steps)} steps"]
     return "\n".join([*lines, *(f"wrote   {folder}" for folder in result.folders)])
 
@@ -316,7 +311,7 @@ def _server(s: traces.ServerFacts) -> str:
     counts = f"{plural(s.epochs, 'epoch')}, {plural(s.requests, 'request')}, {plural(s.steps, 'step')}"
     rates = f"steps {share(s.step_sampling)}, journeys {share(s.journey_sampling)}, snapshots {share(s.snapshot_sampling)}"
     dropped = plural(s.dropped_events, "dropped event")
-    # Spans of requests alone are sampled by no rate that a span states.
+    # Without steps, no span states the rate at which requests are sampled.
     known = s.steps or s.journey_sampling is not None
     return f"server {s.server}: {time}\n  {counts}, {dropped}" + (f"\n  sampled: {rates}" if known else "")
 
@@ -468,7 +463,7 @@ def export_text(result: models.ExportResult) -> str:
 
 
 def replay_text(result: models.ReplayResult) -> str:
-    """Return what was measured and what the replay gives, a block per run."""
+    """Return measured and replayed quantities, a block per run."""
     blocks = []
     for run in result.runs:
         if run.reason is not None:
@@ -561,7 +556,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def _queue_bars(queue: Sequence[QueueWindow]) -> list[str]:
-    """Draw the queue over time, a bar per window; nothing where nobody waits."""
+    """Draw the queue over time, a bar per window; empty where no request waits."""
     most = max((w for one in queue for w in (one.measured, one.replayed)), default=0.0)
     if not most:
         return []
