@@ -137,6 +137,15 @@ def parse_features(texts: Iterable[str]) -> dict[str, float]:
     Raises:
         UsageError: A text of another form, or a value that is no finite number.
     """
+    return parse_numbers(texts, named(FeaturesOption), "NAME=NUMBER", "kv_usage_ratio=0.8")
+
+
+def parse_numbers(texts: Iterable[str], option: str, form: str, example: str) -> dict[str, float]:
+    """Read texts such as `name=value` of an option from the command line.
+
+    Raises:
+        UsageError: A text of another form, or a value that is no finite number.
+    """
     values: dict[str, float] = {}
     for text in texts:
         name, _, number = text.partition("=")
@@ -145,9 +154,6 @@ def parse_features(texts: Iterable[str]) -> dict[str, float]:
         except ValueError:
             value = math.nan
         if not name.strip() or not math.isfinite(value):
-            raise UsageError(
-                f"{named(FeaturesOption)} {text}: not of the form NAME=NUMBER",
-                hint="for example kv_usage_ratio=0.8",
-            )
+            raise UsageError(f"{option} {text}: not of the form {form}", hint=f"such as {example}")
         values[name.strip()] = value
     return values

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
+from tracefit.commands.predict import parse_numbers
 from tracefit.diagnostics.deployment import diagnose
 from tracefit.diagnostics.groups import US_PER_MS
 from tracefit.errors import TracefitError, UsageError, known_names
@@ -206,16 +207,9 @@ def parse_slo(texts: Iterable[str]) -> dict[str, float]:
     Raises:
         UsageError: A text of another form.
     """
-    objectives = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        try:
-            objectives[name.strip().lower()] = float(value.strip().removesuffix("ms"))
-        except ValueError:
-            raise UsageError(
-                f"{named(LimitsOption)} {text}: not of the form LATENCY=MS", hint="such as ttft=500"
-            ) from None
-    return objectives
+    numbers = (text.strip().removesuffix("ms") for text in texts)
+    values = parse_numbers(numbers, named(LimitsOption), "LATENCY=MS", "ttft=500")
+    return {name.lower(): ms for name, ms in values.items()}
 
 
 def _objectives(slo_ms: Mapping[str, float] | None) -> Mapping[str, float]:
