@@ -265,9 +265,15 @@ def _replay_parts(deployment: published.DeploymentEvaluation) -> tuple[ReportPar
     heads += [f"{way} P{q} %" for q in (50, 90) for way in ("constant", "predict")]
     latencies = table(("run", "replayed", "measured P50 ms", "replayed", *heads), rows)
     parts = (_REPLAY_NOTE if rows else "", latencies, Bullets(tuple(lines)))
-    if len(deployment.replays) <= _MANY_RUNS:
-        return parts
-    return (section(f"Replays of {count(len(deployment.replays))} runs", *parts, folded=True),)
+    return _folded_if_many("Replays of", len(deployment.replays), *parts)
+
+
+_MANY_RUNS = 8
+
+
+def _folded_if_many(title: str, runs: int, *parts: ReportPart) -> tuple[ReportPart, ...]:
+    """Return parts with something for each run; those of many runs are a folded section."""
+    return parts if runs <= _MANY_RUNS else (section(f"{title} {count(runs)} runs", *parts, folded=True),)
 
 
 def _signed(value: float | None) -> str:
@@ -328,7 +334,7 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
     names = sorted(deployment.models, key=lambda name: not is_step_model(name))
     return kept(
         f"Deployments of this name differ: this one has {one.label.detail}." if one.label.detail else "",
-        _served(one),
+        *_served(one),
         *figures.top,
         verdicts(deployment),
         _to_record(deployment),
@@ -384,10 +390,7 @@ def _to_record(deployment: published.DeploymentEvaluation) -> Bullets:
     )
 
 
-_MANY_RUNS = 8
-
-
-def _served(one: DeploymentParts) -> Table | Section:
+def _served(one: DeploymentParts) -> tuple[ReportPart, ...]:
     """Return requests, rates and latencies of the server, a row per run."""
     rows = []
     for run in one.deployment.served:
@@ -406,8 +409,7 @@ def _served(one: DeploymentParts) -> Table | Section:
     percentiles = (f"{label} P50 / P90 / P99, ms" for label in LATENCIES.values())
     goodput = ("within the objectives", "goodput, requests/s") if one.goodput else ()
     every = table(("run", *heads, *percentiles, *goodput), rows)
-    title = f"What the servers did in {count(len(rows))} runs"
-    return section(title, every, folded=True) if len(rows) > _MANY_RUNS else every
+    return _folded_if_many("What the servers did in", len(rows), every)
 
 
 def _slowest(requests: Sequence[SlowRequest]) -> Section:
