@@ -47,7 +47,7 @@ def test_a_run_is_predicted_by_the_other_and_on_all_of_its_rows(tmp_path, new_tr
 
 
 @pytest.mark.slow
-def test_what_cannot_be_left_out_is_a_note_and_no_error(tmp_path, traces, evaluation_of):
+def test_a_part_that_cannot_be_left_out_is_a_note(tmp_path, traces, evaluation_of):
     traces.load(steps=120, requests=0).write(tmp_path / "runs" / "alone")
     evaluation, report = evaluation_of(across=True, features="batch")
     assert evaluation["across"] == []

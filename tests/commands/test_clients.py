@@ -22,7 +22,7 @@ def models_of(tmp_path, **logs):
     return {model["name"]: model for file in files for model in json.loads(file.read_text())["models"]}
 
 
-def test_a_client_alone_gives_the_law_of_the_steps(tmp_path):
+def test_token_times_of_a_client_give_step_times(tmp_path):
     model = models_of(tmp_path, result=clients.vllm_bench(clients.planned(400)))["beta.cycle_time"]
     assert "as the client received them" in model["target"]["definition"]
     terms = {term["feature"]: term["value"] for term in model["terms"]}
@@ -31,7 +31,7 @@ def test_a_client_alone_gives_the_law_of_the_steps(tmp_path):
     assert model["intercept"]["value"] == pytest.approx(15_000, rel=0.05)
 
 
-def test_first_and_last_tokens_of_a_client_alone_give_the_law_of_the_steps(tmp_path):
+def test_first_and_last_tokens_of_a_client_give_step_times(tmp_path):
     plan, late = clients.planned(400), random.Random(1)
     for request in plan:
         request.token_s = [token + late.uniform(0.0004, 0.001) for token in request.token_s]

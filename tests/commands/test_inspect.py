@@ -63,8 +63,16 @@ def test_a_single_trace_file_is_a_run_too(tmp_path, traces):
     assert inspected.events["api.ARRIVED"] == 1
 
 
+def test_copies_of_a_run_are_one_run(tmp_path, traces):
+    traces.load(steps=120, requests=60)
+    folders = [traces.write(tmp_path / copy / "busy") for copy in ("a", "b")]
+    (inspected,) = inspect(folders).runs
+    assert [f.name for f in inspected.files] == ["traces.json"]
+    assert inspected.events["api.ARRIVED"] == 60
+
+
 @pytest.mark.slow
-def test_tables_tell_the_same_as_the_traces_they_are_of(tmp_path, traces):
+def test_tables_are_described_like_their_traces(tmp_path, traces):
     folder = traces.load(steps=120, requests=60).write(tmp_path / "busy")
     ingest([folder], tmp_path / "tables")
     of_traces, of_tables = inspect([folder]), inspect([tmp_path / "tables"])
@@ -103,11 +111,8 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    CASES,
-)
-def test_what_it_allows_is_what_training_fits(tmp_path, traces, allows, quick, case):
+@pytest.mark.parametrize("case", CASES)
+def test_allowed_models_are_those_that_training_fits(tmp_path, traces, allows, quick, case):
     steps, requests, wanted = CASES[case]
     folder = traces.load(steps=steps, requests=requests).write(tmp_path / "run")
     found = inspect([folder])
@@ -195,7 +200,7 @@ def test_complete_journeys_make_queue_and_composition_exact(tmp_path, traces, al
 
 
 @pytest.mark.slow
-def test_prefix_hits_need_snapshots_that_tell_them(tmp_path, new_traces, allows):
+def test_prefix_hits_need_snapshots_with_prompt_lengths(tmp_path, new_traces, allows):
     verdicts = {}
     for name, more in (("without", {}), ("with", {"effective_prompt_len": 60})):
         one = new_traces().request(1, 0, step=1)
@@ -214,7 +219,7 @@ def test_scopes_that_were_seen_and_not_read_are_named(tmp_path, traces):
     assert {scope.dialect for scope in found.runs[0].scopes} == {"journey"}
 
 
-def test_traces_of_another_engine_alone_name_it(tmp_path, traces):
+def test_traces_of_another_engine_name_it(tmp_path, traces):
     folder = traces.span("tgi.router", "generate", (9, 9, 0), []).write(tmp_path / "run")
     with pytest.raises(DataError, match=r"1 spans of other scopes \(tgi\.router\), 0 unreadable"):
         inspect([folder])

@@ -43,7 +43,7 @@ def test_the_job_leaves_tables_models_evaluation_and_report(trained):
 
 
 @pytest.mark.slow
-def test_ingest_and_train_give_the_bytes_of_run_without_the_run_folder(tmp_path, trained, new_traces):
+def test_ingest_and_train_give_the_bytes_of_run(tmp_path, trained, new_traces):
     folder = new_traces().load().write(tmp_path / "busy")
     ingest([folder], tmp_path / "tables")
     shutil.rmtree(folder)
@@ -94,7 +94,7 @@ def test_runs_of_two_configurations_are_two_deployments(tmp_path, two_runs, quic
     assert all(name.startswith("llama-2-7b.no-gpu.tp1.") for name in names)
 
 
-def test_where_nothing_fits_the_report_says_what_the_server_did(tmp_path, new_traces, quick):
+def test_without_a_model_the_report_shows_the_server(tmp_path, new_traces, quick):
     """Three requests in two seconds, each with its first token 11.2 ms after it came."""
     few = new_traces()
     for number in range(3):
@@ -122,7 +122,7 @@ def test_where_nothing_fits_the_report_says_what_the_server_did(tmp_path, new_tr
 
 
 @pytest.mark.slow
-def test_reused_folder_trains_on_the_named_run_alone(tmp_path, two_runs, models_of, quick):
+def test_reused_folder_trains_on_the_named_run(tmp_path, two_runs, models_of, quick):
     first = run([two_runs / "one"], tmp_path / "out", options=quick)
     assert not any("also has" in text for text in first.trained.warnings)
     second = run([two_runs / "more"], tmp_path / "out", options=quick)
@@ -144,7 +144,7 @@ def test_every_request_and_target_is_a_training_row(trained):
 
 
 @pytest.mark.parametrize(("kind", "rule"), [("alpha", {"step_residual_us"}), ("beta", set())])
-def test_training_rows_carry_the_features_their_models_were_offered(trained, kind, rule):
+def test_training_rows_have_every_feature_offered(trained, kind, rule):
     """And what a boundary rule is judged with."""
     models = json.loads((trained / "models" / f"{kind}.json").read_text())["models"]
     offered = {x["feature"] for m in models for x in m["features_left_out"]}
@@ -155,7 +155,7 @@ def test_training_rows_carry_the_features_their_models_were_offered(trained, kin
     assert set(rows.columns) - set(TABLES[f"{kind}_training"].names) == offered | rule
 
 
-def test_every_cycle_is_a_training_row_marked_where_it_is_left_out(trained):
+def test_every_cycle_is_a_row_and_left_out_ones_are_marked(trained):
     rows = TableStore(trained / "tables").read("beta_training")
     assert rows["step_id"].to_list() == list(range(1, 240))
     assert rows.filter(excluded_reason="warm_up")["step_id"].to_list() == list(range(1, 21))
@@ -184,7 +184,7 @@ COLUMNS = {
 
 
 @pytest.mark.slow
-def test_the_sample_tables_have_the_columns_the_specification_names(tmp_path, traces, quick):
+def test_sample_tables_have_the_columns_of_the_specification(tmp_path, traces, quick):
     folder = traces.load(steps=120, requests=60).write(tmp_path / "run")
     with (folder / "exp-config.yaml").open("a") as config:
         config.write("gpu: H100\n")

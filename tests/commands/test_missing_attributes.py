@@ -25,9 +25,7 @@ def _deployment(trace, folder, how):
         ("beta.cycle_time", "step.BATCH_SUMMARY", "batch.prefill_tokens"),
     ],
 )
-def test_a_held_out_row_that_is_of_no_known_group_is_in_none(
-    tmp_path, traces, quick, model, event, attribute
-):
+def test_a_held_out_row_without_a_group_is_in_no_group(tmp_path, traces, quick, model, event, attribute):
     """Step durations that are the step times: each row is a step, and its own batch says what kind it is."""
     traces.load(covered=1.0)
     traces.change(traces.events(event)[-10:-9], lambda _: None, attribute)
@@ -40,7 +38,7 @@ def test_a_held_out_row_that_is_of_no_known_group_is_in_none(
     assert grouped == {n: models[n]["holdout"]["n"] - (n == model == "alpha.queue_wait") for n in GROUPED}
 
 
-def test_steps_without_what_tells_them_apart_are_as_long_as_most(tmp_path, traces, quick):
+def test_steps_without_attributes_take_the_usual_time(tmp_path, traces, quick):
     """Eight steps of nine take 3 ms to the nanosecond. The others pull the fit away from all of them."""
     starts = [3000 * step + 97_000 * (step // 9) for step in range(270)]
     slow = [step % 9 == 8 for step in range(270)]

@@ -55,7 +55,7 @@ def test_it_is_kept_when_asked_for(trained_on):
 
 
 @pytest.mark.slow
-def test_alone_in_its_deployment_it_is_trained_on_and_flagged(trained_on):
+def test_the_only_run_of_a_deployment_is_trained_on_and_flagged(trained_on):
     deployment, report = trained_on(["given_up"])
     assert deployment["overloaded"][0]["trained_on"] is True
     assert deployment["models"]["beta.cycle_time"]["holdout"]["n"] > 0

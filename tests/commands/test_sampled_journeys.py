@@ -28,7 +28,7 @@ def test_the_wait_in_an_overload_has_two_regimes(tmp_path, quick):
 
 
 @pytest.mark.slow
-def test_where_nothing_queues_the_wait_is_no_worse_than_its_median(tmp_path, quick):
+def test_wait_without_a_queue_is_no_worse_than_its_median(tmp_path, quick):
     model = _wait(tmp_path, SynthOptions(seed=10, requests=300, journey_sampling=0.5), quick)
     validation = model["validation"]
     assert validation["holdout"]["mae"] <= 1.2 * validation["baseline"]["mae"]

@@ -65,7 +65,7 @@ def test_alpha_trains_on_the_wait_and_advises_on_the_rest(stock, tmp_path):
     assert "no flag of an unmodified vLLM gives it" in missing["alpha.departure"]
 
 
-def test_inspect_advises_what_a_stock_server_can_do(stock, tmp_path, traces):
+def test_inspect_names_remedies_of_a_stock_server(stock, tmp_path, traces):
     said = inspect_text(inspect(stock))
     assert "--api-server-count 1" in " ".join(said.split())
     for flag in ("--step-tracing", "--enable-journey-tracing", "journey-tracing-sample-rate"):

@@ -39,7 +39,7 @@ def _beta(folder):
     return {m["name"]: m for m in models}.get("beta.cycle_time")
 
 
-def test_step_time_and_queue_wait_are_fitted_from_spans_of_requests(tracefit, tmp_path, generated, requests):
+def test_spans_of_requests_give_step_time_and_queue_wait(tracefit, tmp_path, generated, requests):
     code, result = _run(tracefit, tmp_path, requests)
     assert code == 0
     fitted = {m["name"]: m for m in result["trained"]["fitted"]}

@@ -43,9 +43,7 @@ def _timeline(tmp_path):
         ("duration", 0.05, "beta.duration", "duration"),
     ],
 )
-def test_the_target_is_chosen_by_the_busy_time_that_durations_cover(
-    tmp_path, traces, job, target, covered, name, source
-):
+def test_target_is_chosen_by_the_covered_busy_time(tmp_path, traces, job, target, covered, name, source):
     job(traces.load(steps=120, requests=0, covered=covered), beta_target=target)
     beta = _beta(tmp_path)
     assert (beta["name"], beta["target"]["source"]) == (name, source)
@@ -62,7 +60,7 @@ def test_durations_train_every_sampled_step(tmp_path, traces, job):
 
 
 @pytest.mark.slow
-def test_the_report_says_why_the_clock_with_both_medians(tmp_path, traces, job):
+def test_report_explains_the_clock_with_both_medians(tmp_path, traces, job):
     job(traces.load(steps=120, requests=0, covered=0.05))
     because = _timeline(tmp_path)["beta_target_reason"]
     medians = (
@@ -110,7 +108,7 @@ def test_idle_gaps_are_in_neither_part(tmp_path, traces, job):
     ]
 
 
-def test_steps_alone_train_beta_and_say_which_flag_gives_alpha(tmp_path, traces, job):
+def test_steps_train_beta_and_name_the_flag_for_alpha(tmp_path, traces, job):
     result = job(traces.load(steps=120, requests=0))
     assert [m.name for m in result.trained.fitted] == ["beta.cycle_time"]
     assert result.exit_code == 0
@@ -123,7 +121,7 @@ def test_steps_alone_train_beta_and_say_which_flag_gives_alpha(tmp_path, traces,
 
 
 @pytest.mark.slow
-def test_journeys_without_api_spans_train_queue_wait_alone(tmp_path, traces, job):
+def test_journeys_without_api_spans_train_queue_wait(tmp_path, traces, job):
     trace = traces.load(steps=120)
     trace.records = [r for r in trace.records if r["scopeSpans"][0]["scope"]["name"] != "vllm.api"]
     result = job(trace)

@@ -24,8 +24,8 @@ def test_every_part_of_a_training_table_has_the_same_columns(two_deployments):
     for name in ("alpha_training", "beta_training"):
         bare, whole = sorted((two_deployments / name).rglob("*.parquet"))
         assert pl.read_parquet_schema(bare) == pl.read_parquet_schema(whole)
-        together = pl.read_parquet([bare, whole], hive_partitioning=False)
-        assert together["run_id"].unique().sort().to_list() == ["bare", "whole"]
-    lacking = {c for c in together.columns if together.filter(run_id="bare")[c].is_null().all()}
-    known = {c for c in together.columns if together.filter(run_id="whole")[c].is_not_null().any()}
-    assert lacking & known, "the deployments were offered different features"
+        table = pl.read_parquet([bare, whole], hive_partitioning=False)
+        assert table["run_id"].unique().sort().to_list() == ["bare", "whole"]
+    unknown = {c for c in table.columns if table.filter(run_id="bare")[c].is_null().all()}
+    known = {c for c in table.columns if table.filter(run_id="whole")[c].is_not_null().any()}
+    assert unknown & known, "the deployments were offered different features"

@@ -75,18 +75,18 @@ def test_a_loose_objective_needs_the_servers_that_keep_up(constant):
     plan = one(constant(), rate=1900, slo_ms={"itl_p99": 1.5})
     assert (plan.servers, plan.met, plan.largest_rate_per_s) == (3, True, pytest.approx(2400))
     # One server fewer has more than 800 a second each.
-    assert one(constant(), rate=1900, servers=2).reason.startswith("2 servers put through 1,600 ")
+    assert one(constant(), rate=1900, servers=2).reason.startswith("the capacity of 2 servers is 1,600 ")
 
 
-def test_a_number_of_servers_is_enough_at_the_high_end_of_the_interval(constant, tracefit):
-    """A server bears 800 requests a second, and 800 / 1.084 with steps at the end of their 90 % range."""
+def test_servers_are_enough_at_the_high_end_of_the_interval(constant, tracefit):
+    """A server serves 800 requests a second, and 800 / 1.084 with steps at the end of their 90 % range."""
     model = constant(ci95=(900.0, 1100.0))
     plan = one(model, rate=2300, slo_ms={"itl_p99": 1.5})
     assert (plan.servers, plan.servers_likely, plan.servers_low) == (4, 3, 3)
     _, stdout, _ = tracefit(
         *("plan", model, "--prompt", "10", "--output", "10", "--rate", "2300", "--slo", "itl_p99=1.5")
     )
-    assert "4 servers (3 may be enough) keep to the objectives" in " ".join(stdout.split())
+    assert "4 servers (3 may be enough): the objectives hold" in " ".join(stdout.split())
 
 
 def test_where_no_number_is_sure_the_likely_one_is_said_to_be_so(constant):
@@ -218,9 +218,9 @@ def test_folders_are_planned_side_by_side(constant):
         (("--rate", "40", "--slo", "ttft=500"), "--slo ttft=500: no objective"),
         (("--rate", "40", "--slo", "speed_p99=500"), "--slo speed_p99=500: no objective"),
         (("--rate", "40", "--slo", "ttft_p0=500"), "--slo ttft_p0=500: no objective"),
-        (("--rate", "-1", "--servers", "1"), "--rate -1: is no rate"),
+        (("--rate", "-1", "--servers", "1"), "--rate -1: is out of range"),
         (("--rate", "1", "--servers", "1", "--figure", "plan.png"), "--figure plan.png: a figure is a page"),
-        (("--rate", "1", "--servers", "1", "--burstiness", "0"), "--burstiness 0: is no shape"),
+        (("--rate", "1", "--servers", "1", "--burstiness", "0"), "--burstiness 0: is out of range"),
         (
             ("--rate", "1", "--servers", "1", "--set", "tp=4"),
             "--set tp=4: step times are those of tensor_parallel 2: record such a server",
@@ -250,7 +250,7 @@ def test_a_plan_reads_as_a_sentence(constant, tracefit):
     )
     assert code == 0
     text = " ".join(stdout.split())
-    assert "3 servers keep to the objectives at 1,900 requests per second; they bear 2,400" in text
+    assert "3 servers: the objectives hold at 1,900 requests per second; the largest rate is 2,400" in text
     assert "note: no run was replayed in a closed loop" in text
 
 

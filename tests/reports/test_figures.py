@@ -82,21 +82,19 @@ def test_a_caption_says_how_many_of_the_rows_are_drawn(drawn):
     assert f"All {held} rows." in whole["against"].note
 
 
-def test_many_rows_are_thinned_evenly():
-    rows = pl.DataFrame({"a": range(1000)})
-    for points in (1, 7, 150, 999, 1000, 5000):
-        taken = thinned(rows, points)["a"].to_list()
-        assert len(taken) <= points
-        steps = {b - a for a, b in itertools.pairwise(taken)}
-        assert len(steps) <= 1
+@pytest.mark.parametrize("points", [1, 7, 150, 999, 1000, 5000])
+def test_many_rows_are_thinned_evenly(points):
+    taken = thinned(pl.DataFrame({"a": range(1000)}), points)["a"].to_list()
+    assert 0 < len(taken) <= points
+    assert len({b - a for a, b in itertools.pairwise(taken)}) <= 1
 
 
-def test_every_figure_has_a_caption_and_a_summary(drawn):
-    for name in ("beta.cycle_time", *(target.model for target in TARGETS)):
-        for figure in drawn(name, points=10)[0].values():
-            assert figure.look.startswith("Look for")
-            assert figure.look.endswith(".")
-            assert figure.summary.rows
+@pytest.mark.parametrize("model", ["beta.cycle_time", *(target.model for target in TARGETS)])
+def test_every_figure_has_a_caption_and_a_summary(drawn, model):
+    for figure in drawn(model, points=10)[0].values():
+        assert figure.look.startswith("Look for")
+        assert figure.look.endswith(".")
+        assert figure.summary.rows
 
 
 def _timeline(**columns):
@@ -169,7 +167,7 @@ def test_the_engine_over_its_run_by_hand():
         (4, [0] * 81, None),
     ],
 )
-def test_training_on_the_fuller_part_is_said(later, waiting, said):
+def test_training_on_the_fuller_part_is_noted(later, waiting, said):
     timeline = _timeline(running_depth=[4] * 56 + [later] * 25, waiting_depth=waiting)
     training = pl.DataFrame(
         {"split": ["holdout"], "excluded_reason": [None], "ts_ns": [56_000_000_000], "epoch": [0]}
@@ -182,7 +180,7 @@ def _marked(figure):
     return sorted((s["name"], s["x0"], s["x1"]) for s in figure.layout["shapes"])
 
 
-def test_tokens_are_those_of_the_steps_that_are_known():
+def test_tokens_are_means_of_the_known_steps():
     """One step in ten is traced: a sum over time would be a tenth of the truth."""
     timeline = _timeline(running_depth=[4] * 801).gather_every(10)
     figure = engine_figure(engine_run(timeline, NO_TRAINING, run_id="r", server="s"))

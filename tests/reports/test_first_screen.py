@@ -29,7 +29,7 @@ def deployment(trained):
     return one
 
 
-def test_what_the_server_did_is_that_of_all_its_requests(deployment, requests):
+def test_served_latencies_are_those_of_all_requests(deployment, requests):
     rows = {row[0]: row[1] for row in served_figure(deployment).summary.rows}
     for name in ("ttft", "e2e"):
         ms = requests[f"{name}_us"].drop_nulls().to_numpy() / 1e3
@@ -63,7 +63,7 @@ def test_nobody_sets_an_objective_but_the_user(trained):
     assert "within the objectives" not in text
 
 
-def test_a_line_is_dotted_from_where_the_load_leaves_the_training(deployment):
+def test_a_line_is_dotted_beyond_the_load_of_the_training(deployment):
     figure = rates_figure(deployment, {"ttft": 30.0})
     points = deployment.rates
     assert [p.rate_per_s for p in points] == figure.curves["rates"] == sorted(figure.curves["rates"])
@@ -151,7 +151,7 @@ def test_a_request_that_was_cut_off_is_not_slow():
 # -- Markdown --------------------------------------------------------------------------------------------
 
 
-def test_a_long_report_is_a_summary_with_links_that_lead_somewhere():
+def test_a_long_report_is_a_summary_with_working_links():
     words = "word " * (MOST_WORDS // 2)
     rows = Table(("run",), (("`[x](//evil)`",),))
     made = Report(
@@ -174,7 +174,7 @@ def test_a_short_report_is_one_file():
     assert list(markdown_files(Report("t", "", (section("a", "b"), section("c", "d"))))) == ["report.md"]
 
 
-def test_the_evaluation_says_what_the_page_draws(trained):
+def test_the_evaluation_has_the_numbers_of_the_page(trained):
     (deployment,) = json.loads((trained / "evaluation.json").read_text())["deployments"]
     assert deployment["rates"][0]["rate_per_s"] < deployment["rates"][-1]["rate_per_s"]
     assert deployment["served"][0]["name"] == "busy"

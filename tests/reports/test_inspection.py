@@ -14,7 +14,7 @@ def text_of(tmp_path):
     return lambda trace: inspect_text(inspect([trace.write(tmp_path / "busy")]))
 
 
-def test_run_servers_events_checks_and_what_they_allow(traces, text_of):
+def test_run_servers_events_checks_and_allowed_models(traces, text_of):
     traces.load(steps=120, requests=0)
     traces.records[0]["scopeSpans"][0]["spans"][0]["droppedEventsCount"] = 4321
     lines = [line.split() for line in text_of(traces).splitlines()]
@@ -37,7 +37,7 @@ def test_that_nothing_can_be_trained_is_the_last_line(traces, text_of):
 @pytest.mark.parametrize(
     ("value", "said"), [(1.13e-14, "0"), (-2e-15, "0"), (0.0, "0"), (3.1e-7, "3.1e-07"), (None, "-")]
 )
-def test_what_rounding_leaves_of_zero_is_zero(value, said):
+def test_rounding_noise_is_written_as_zero(value, said):
     assert number(value) == said
 
 

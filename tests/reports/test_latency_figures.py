@@ -43,7 +43,7 @@ def test_curves_are_the_quantiles_of_the_evaluation(deployment):
         assert f"{published.requests:,} held-out requests" in figure.caption
 
 
-def test_what_no_model_predicts_is_drawn_as_measured(deployment):
+def test_latencies_without_a_model_are_drawn_as_measured(deployment):
     """1 to 101 ms: the p-th percentile is p + 1 ms. A latency without values is not drawn."""
     requests = pl.DataFrame(
         {

@@ -75,7 +75,7 @@ def test_coefficients_are_those_of_the_file_with_intervals(trained, report):
         assert [_number(end) for end in interval.split(" to ")] == pytest.approx(term["ci95"], rel=1e-3)
 
 
-def test_what_is_assumed_missing_and_left_out_is_said(report):
+def test_assumed_missing_and_left_out_facts_are_named(report):
     text = report()
     assert "GPU not given" in text
     assert "Without a GPU specification, hardware features are unknown" in text
@@ -106,7 +106,7 @@ def test_servers_and_their_sampling_rates_are_listed(report):
     assert row == ["`busy`", "engine", "61", "1", "90", "240", "12.5 %", "-", "1.0 %", "0"]
 
 
-def test_rows_are_listed_by_run_and_model_with_what_was_left_out(trained, report):
+def test_rows_are_listed_by_run_and_model_with_exclusions(trained, report):
     rows = {row[1]: row for row in _rows(report(), "| run | model |")}
     evaluation = json.loads((trained / "evaluation.json").read_text())["deployments"][0]
     for file in ("alpha", "beta"):
@@ -135,7 +135,7 @@ def test_several_deployments_have_their_verdicts_side_by_side(report):
     assert "| deployment | simulation |" not in report()
 
 
-def test_replayed_latencies_stand_above_the_errors_of_single_models(report):
+def test_replayed_latencies_are_above_the_errors_of_models(report):
     quantities = [
         {
             "name": f"{n}_p{q}_us",
@@ -175,7 +175,7 @@ def test_dropped_events_are_shouted(report):
     assert "OTEL_SPAN_EVENT_COUNT_LIMIT" in text
 
 
-def test_what_was_not_fitted_says_why_and_what_would_give_it(report):
+def test_a_missing_model_has_its_reason_and_remedy(report):
     def change(evaluation):
         lost = {"name": "alpha.departure", "reason": "no events", "remedy": "start with --flag"}
         evaluation["deployments"][0]["not_fitted"] = [lost]

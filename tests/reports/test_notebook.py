@@ -113,7 +113,7 @@ def test_results_of_the_commands_are_shown(result, trained):
         assert one._repr_html_().startswith("<table>")
 
 
-def test_one_module_alone_needs_the_extra_and_nothing_imports_that_at_once():
+def test_libraries_of_the_extra_are_imported_on_demand():
     package = Path(tracefit.__file__).parent
     libraries, page = ("plotly", "jinja2", "markupsafe"), "tracefit.reports.page"
     for path in package.rglob("*.py"):

@@ -74,7 +74,7 @@ def _drawn(text):
     return json.loads(data)
 
 
-def test_what_a_reader_decides_by_comes_first(text, page):
+def test_the_facts_for_a_decision_come_first(text, page):
     """Subject, the sentence, what the server did in numbers and a figure, and the four uses, in that order."""
     (title,) = page.all("h1")
     assert title["text"] == "meta-llama/Llama-2-7b-hf"
@@ -115,7 +115,7 @@ def test_the_figures_a_reader_asks_for_are_there_in_order(page):
     assert names[7].startswith("engine-busy")
 
 
-def test_a_step_shows_what_it_computed(text):
+def test_a_step_shows_its_batch(text):
     figures = _drawn(text)["figures"]
     dots = next(f for name, f in figures.items() if name.endswith("step-times"))["data"][0]
     for words in ("measured, ms", "predicted, ms", "requests", "prompt tokens", "generated tokens"):
@@ -145,7 +145,7 @@ def test_nothing_is_fetched_and_only_its_own_scripts_run(text):
     assert len(text.encode()) < 6_000_000
 
 
-def test_all_that_markdown_tells_is_on_the_page(trained, page):
+def test_all_lines_of_markdown_are_on_the_page(trained, page):
     body = _words(page.all("main")[0]["text"])
     for line in (trained / "report.md").read_text().splitlines():
         if line == "| use | verdict | reason |":
@@ -166,7 +166,7 @@ def _page_of(*parts):
     return html_page(Report("r", parts=parts))
 
 
-def test_sections_of_the_same_words_have_anchors_of_their_own():
+def test_sections_of_one_title_have_different_anchors():
     titles = ("Deployment `a`", "Deployment `b`", "`日本`")
     page = _Page(_page_of(*(Section(t, (Section("Errors", ()),)) for t in titles)))
     ids = [h["attrs"]["id"] for tag in ("h2", "h3") for h in page.all(tag)]
@@ -185,7 +185,7 @@ def test_bold_may_hold_code_and_stars_that_do_not_pair_are_stars():
     assert "<p>2 ** 3 of <code>n</code> is <code>8</code></p>" in text
 
 
-def test_numbers_stand_to_the_right_and_what_few_look_for_is_folded():
+def test_numbers_are_right_aligned_and_details_are_folded():
     table = Table(("name", "n", "MAPE %"), (("a", "1,234", "-"), ("b", "<0.01", "2.5")), folded="Few look")
     text = _page_of(table)
     assert (
@@ -197,7 +197,7 @@ def test_numbers_stand_to_the_right_and_what_few_look_for_is_folded():
     assert "<details" not in _page_of(Table(("a",), (("b",),)))
 
 
-def test_a_cell_of_a_table_with_prose_says_what_it_is_of():
+def test_a_cell_beside_prose_names_its_column():
     """A narrow screen shows such a table row by row, without its head."""
     text = _page_of(Table(("deployment", 'use "x"', "reason"), (("a", "**no**", "why " * 20),)))
     assert '<td class="answer no" data-head="use &#34;x&#34;">' in text
@@ -263,14 +263,14 @@ def test_names_in_figures_are_no_links():
     )
 
 
-def test_report_anew_gives_the_bytes_of_the_job(trained, tmp_path):
+def test_a_second_report_gives_the_bytes_of_the_first(trained, tmp_path):
     result = report(trained, out=tmp_path)
     assert sorted(p.name for p in result.files) == ["report.html", "report.md"]
     for file in result.files:
         assert file.read_bytes() == (trained / file.name).read_bytes()
 
 
-def test_without_tables_what_the_files_tell_is_drawn(trained, tmp_path):
+def test_without_tables_figures_of_the_files_are_drawn(trained, tmp_path):
     (tmp_path / "models").mkdir()
     for name in ("evaluation.json", "models/alpha.json", "models/beta.json"):
         (tmp_path / name).write_bytes((trained / name).read_bytes())

@@ -35,18 +35,26 @@ def _with(deployment, holdout=None, **changes):
 START = "Step times are typically within 2.8 % (nine in ten within 9.7 %), "
 
 
-def test_the_lead_is_the_error_and_what_most_limits_it(deployment):
-    assert lead(_with(deployment)) == f"{START}measured on load like the load they were trained on."
-    assert (
-        lead(_with(deployment, extrapolated_rows=50))
-        == f"{START}but a quarter of the held-out load was never trained on."
-    )
-    assert lead(_with(deployment, extrapolated_rows=19)).endswith("trained on.")
-    assert "only 49 held-out steps" in lead(_with(deployment, holdout={"n": 49}))
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [
+        ({}, "measured on load like the load they were trained on"),
+        ({"extrapolated_rows": 19}, "measured on load like the load they were trained on"),
+        ({"extrapolated_rows": 50}, "but a quarter of the held-out load was never trained on"),
+        ({"holdout": {"n": 49}}, "but only 49 held-out steps say so"),
+    ],
+)
+def test_the_lead_is_the_error_and_its_main_limit(deployment, changes, limit):
+    assert lead(_with(deployment, **changes)) == f"{START}{limit}."
+
+
+def test_the_lead_warns_of_longer_prompts(deployment):
     assert "1.3 % of the prompt tokens" in lead(_with(deployment, prefill_reach_pct=1.32))
-    overloaded = _with(deployment).model_copy(
-        update={"overloaded": (Overload(run_id="r", reasons=("why",), trained_on=True),)}
-    )
+
+
+def test_the_lead_warns_of_an_overloaded_server(deployment):
+    overloads = (Overload(run_id="r", reasons=("why",), trained_on=True),)
+    overloaded = _with(deployment).model_copy(update={"overloaded": overloads})
     assert lead(overloaded) == f"{START}but they describe a server that was overloaded."
 
 
@@ -143,7 +151,7 @@ def _criterion(measure, value, answer, *, higher=False, reason="as it is"):
         (_criterion("another", 1.0, "no", reason="worded elsewhere"), "Worded elsewhere."),
         (
             _criterion("admission_skill", -0.2, "no", higher=True).model_copy(update={"with_limits": 0.0}),
-            "The model of admission is worse than a constant guess, the training median.",
+            "The model of admission is no better than a constant guess, the training median.",
         ),
     ],
 )

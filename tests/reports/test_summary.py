@@ -51,7 +51,7 @@ def test_counts_stand_below_their_heads():
     assert "out/tables" in text
 
 
-def test_errors_files_and_what_is_missing():
+def test_errors_files_and_missing_models():
     lines = train_text(_trained(MODEL, not_fitted=("alpha.departure: why",))).splitlines()
     assert lines[0] == "deployment deployment"
     assert lines[2].split() == ["beta.cycle_time", "1.23", "%", "4.91", "%", "1,859", "4,728", "2,019"]
@@ -98,7 +98,7 @@ def test_a_verdict_that_is_not_yes_has_its_first_reason():
     assert "  simulation, alerting: no, few rows\n  capacity planning: yes\n" in train_text(result)
 
 
-def test_deployments_differing_by_hash_are_named_by_run_and_settings():
+def test_deployments_with_one_name_show_runs_and_settings():
     settings = {"max_num_seqs": "64", "dtype": "bfloat16"}
     labels = deployment_labels(
         {
@@ -114,7 +114,7 @@ def test_deployments_differing_by_hash_are_named_by_run_and_settings():
     }
 
 
-def test_what_the_server_did_stands_above_the_errors():
+def test_served_latencies_are_above_the_errors():
     """In milliseconds, of a run whose first token came in 12.5 ms at the median; of several runs the largest ones."""
     ms = Quantiles(90, 0.02, 0.0125, 0.0391, 0.25)
     none = Quantiles(0, None, None, None, None)

@@ -14,7 +14,7 @@ from tracefit.reports.document import plain
 from tracefit.reports.terminal_results import report_text
 
 
-def test_a_few_lines_say_how_exact_the_models_are_and_where_the_report_is(trained, tmp_path):
+def test_a_few_lines_have_errors_and_the_report_file(trained, tmp_path):
     result = report(trained, out=tmp_path)
     lines = report_text(result).splitlines()
     assert lines[0].startswith("Step times are typically within ")

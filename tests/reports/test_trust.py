@@ -24,11 +24,11 @@ def _said(**facts):
     return "\n".join(trust_lines(entry))
 
 
-def test_nothing_known_is_nothing_said():
+def test_unknown_facts_have_no_sentence():
     assert _said() == ""
 
 
-def test_prediction_intervals_say_of_what_they_are_and_how_often_they_held():
+def test_prediction_intervals_have_their_regime_and_coverage():
     ratio = PredictionInterval(regime="all", level_pct=95, kind="ratio", low=0.9, high=1.2)
     text = _said(prediction_intervals=(ratio,), interval_coverage_pct=93.33)
     assert "0.9 to 1.2 times the prediction" in text

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tracefit.coefficients.model import Model
-    from tracefit.coefficients.predict import DeploymentModels
     from tracefit.fit.fitted import DeploymentTables
     from tracefit.fit.results import Validation
     from tracefit.server.context import Deployment
@@ -73,7 +72,7 @@ def compare(
     old = load(one)
     chosen = choose_deployment(old, deployment, run)
     wanted = [old.deployment(chosen).deployment_id or ""] if chosen is not None else list(old.deployment_ids)
-    # A folder that `run` wrote holds both: of such a folder the models are compared, its tables only if they are named.
+    # A folder that `run` wrote has both: its models are compared, its tables only if they are named.
     if other.is_dir() and not has_models(other):
         other = find_tables(other)
     if (other / "runs").is_dir():
@@ -91,10 +90,10 @@ def compare(
                 notes.append(f"{name} of {deployment_id}: only in {one}")
                 continue
             changes = tuple(coefficient_diffs(model, right.models[name]))
-            moved, said = prediction_diffs(model, right.models[name])
+            shifts, reasons = prediction_diffs(model, right.models[name])
             # Why predictions cannot be compared matters where coefficients differ.
-            notes += said if model != right.models[name] else []
-            compared.append(ModelComparison(name, deployment_id, changes, tuple(moved)))
+            notes += reasons if model != right.models[name] else []
+            compared.append(ModelComparison(name, deployment_id, changes, tuple(shifts)))
     if not compared:
         raise DataError(
             "the two have no model in common",
@@ -122,11 +121,8 @@ def _drift(one: Path, tables: Path, old: Models, wanted: list[str], tolerance: T
     store = TableStore(tables).require()
     runs = store.read("runs")
     write_timelines(store, runs["run_id"].unique(maintain_order=True))
-    here = {
-        deployment.deployment_id: (deployment, members)
-        for deployment, members in deployments_of(runs, str(tables))
-    }
-    found: list[Drift] = []
+    here = {one.deployment_id: (one, members) for one, members in deployments_of(runs, str(tables))}
+    drifts: list[Drift] = []
     notes: list[str] = []
     for deployment_id in wanted:
         if deployment_id not in here:
@@ -134,17 +130,16 @@ def _drift(one: Path, tables: Path, old: Models, wanted: list[str], tolerance: T
             continue
         deployment, members = here[deployment_id]
         loaded = load_deployment(store, members)
-        models: DeploymentModels = old.deployment(deployment_id)
-        found += [_drift_of(m, deployment, loaded, tolerance) for m in models.models.values()]
-    if not found:
+        models = old.deployment(deployment_id).models.values()
+        drifts += [_drift_of(model, deployment, loaded, tolerance) for model in models]
+    if not drifts:
         raise DataError(
             f"no run of deployment {', '.join(wanted)} is here",
             where=str(tables),
             hint=f"here are: {', '.join(here)}",
         )
-    verdicts = {d.verdict for d in found}
-    verdict: DriftVerdict = next((v for v in _WORST_FIRST if v in verdicts), "unknown")
-    return CompareResult(one, tables, drift=tuple(found), verdict=verdict, notes=tuple(notes))
+    verdict = min((d.verdict for d in drifts), key=_WORST_FIRST.index)
+    return CompareResult(one, tables, drift=tuple(drifts), verdict=verdict, notes=tuple(notes))
 
 
 _WORST_FIRST: tuple[DriftVerdict, ...] = ("drifted", "unknown", "good")
@@ -152,14 +147,14 @@ _WORST_FIRST: tuple[DriftVerdict, ...] = ("drifted", "unknown", "good")
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """New rows that are like those the published error was measured on.
+    """New rows like those that the published error was measured on.
 
     Attributes:
         rows: The rows within the training range.
         predicted: Predictions for them.
-        outside: Rows left out because they lie outside the training range, or lack a feature.
-        then: Median errors the file was published with on such rows; null where it has none.
-        differs: How the evidence is other than the file's; null where it is alike.
+        outside: Rows left out: outside the training range, or without a feature.
+        then: Median errors the file was published with on such rows; null if unknown.
+        differs: How the evidence differs from the file's; null if it does not.
     """
 
     rows: pl.DataFrame
@@ -173,13 +168,11 @@ def _drift_of(model: Model, deployment: Deployment, tables: DeploymentTables, to
     try:
         alike = _alike(model, deployment, tables)
     except (UsageError, DataError) as error:
-        return Drift(
-            model=model.name, deployment_id=model.deployment_id, verdict="unknown", reason=error.line()
-        )
+        return Drift(model.name, model.deployment_id, reason=error.line())
     actual = target_of(alike.rows)
     now = measure(actual, alike.predicted)
-    # The median: a few requests that met something else say nothing of whether the coefficients still hold. Of both
-    # parts of the training data, since the new traces are as much like the one as like the other.
+    # The median, which a few unusual requests do not change. Of both parts of the training data: the new traces may be
+    # like either.
     then = max((median for median in alike.then if median is not None), default=None)
     # A median error of 0.5 % may triple by chance: the slack lets models that are nearly exact keep their verdict.
     limit = None if then is None else max(tolerance.factor * then, then + tolerance.slack_pct)
@@ -238,9 +231,9 @@ def _alike(model: Model, deployment: Deployment, tables: DeploymentTables) -> _A
     constants = training.constants_of(deployment.context)
     published = model.validation
     then: tuple[float | None, ...] = ()
+    differs = None
     if published is not None:
         then = published.train.mdape_pct, published.holdout.mdape_pct
-    differs = None
     if model.is_step_model:
         source = "duration" if model.target is not None and model.target.source == "duration" else "clock"
         timeline = training.with_roofline(tables.timeline, deployment.context)
@@ -252,20 +245,22 @@ def _alike(model: Model, deployment: Deployment, tables: DeploymentTables) -> _A
         exact = model.target is not None and EXACT_QUEUE in model.target.source
         if target.state == "queue" and exact != (tables.queue is not None):
             differs = "the queue is known exactly in one of both only, in the other as the latest sampled step left it"
-    # Conditions may compare facts that the new tables do not have: unknown, they do not hold, and the model still predicts.
-    lacking = sorted(c for c in CompiledModel(model).inputs if c not in rows.columns)
-    predictions = predict_rows(model, rows if not lacking else rows.with_columns(_nulls(model, lacking)))
+    # Conditions may compare facts that the new tables lack: null, such a condition is false, and the model still predicts.
+    # A feature that lacks its inputs may be a column itself.
+    lacking = CompiledModel(model).inputs - {*rows.columns, *(t.feature for t in terms_of(model))}
+    nulls = (pl.lit(None, pl.Float64).alias(name) for name in sorted(lacking))
+    predictions = predict_rows(model, rows.with_columns(nulls))
     predicted = predictions["predicted_us"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
     inside = (predictions["out_of_range"].is_null() & predictions["predicted_us"].is_not_null()).to_numpy()
     if isinstance(model, BoundaryModel):
         by_clock, known = _by_clock(model, rows, tables)
         if (known & inside).sum() >= MIN_TRAIN_ROWS:
-            # The others met steps whose starts are not known: how many do is a matter of sampling.
+            # The step starts of the other requests are not known: how many these are is a matter of sampling.
             rows, predicted, inside = rows.filter(pl.Series(known)), by_clock[known], inside[known]
         else:
             without = published.by_group.get("without_clock") if published else None
             then = (without.mdape_pct,) if without else ()
-            differs = "few of the step starts that the requests met are known here"
+            differs = "few of the step starts behind the admissions are known here"
     return _Alike(rows.filter(pl.Series(inside)), predicted[inside], int((~inside).sum()), then, differs)
 
 
@@ -276,10 +271,9 @@ def _steps_alike(rows: pl.DataFrame, published: Validation | None) -> tuple[pl.D
     """
     # The mean over an interval is easier to predict than a single step.
     single = rows.filter(is_one_step())
-    of_single = not of_means(published)
-    if of_single and single.height >= MIN_TRAIN_ROWS:
-        return single, None
-    if of_single:
+    if not of_means(published):
+        if single.height >= MIN_TRAIN_ROWS:
+            return single, None
         return rows, "the file's error is that of single steps, and here are mostly intervals of several"
     if single.height == rows.height:
         return rows, "the file's error is that of intervals of several steps, and here are single steps"
@@ -295,12 +289,6 @@ def _by_clock(model: BoundaryModel, rows: pl.DataFrame, tables: DeploymentTables
     return admission_with_clock(rows, (clock, clock), wait, work + wait, model.offset.value)
 
 
-def _nulls(model: Model, lacking: list[str]) -> list[pl.Expr]:
-    """Return nulls for the inputs the tables lack: of features that are columns already, or of unknown facts in conditions."""
-    named = {t.feature for t in terms_of(model)}
-    return [pl.lit(None, pl.Float64).alias(c) for c in lacking if c not in named]
-
-
 def _all_new(rows: pl.DataFrame) -> pl.DataFrame:
-    # All but idle gaps and epoch boundaries, on which the old file was not trained either.
+    # Without idle gaps and epoch boundaries, on which the old file was not trained either.
     return rows.filter(~pl.col("excluded_reason").is_in(splits.ALWAYS).fill_null(value=False))

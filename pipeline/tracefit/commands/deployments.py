@@ -27,8 +27,8 @@ def write_timelines(store: TableStore, run_ids: Iterable[str], engine: TaskEngin
         UsageError: The folder cannot be written.
         WorkerError: A worker died.
     """
-    known = store.manifest().runs
-    lacking = [run_id for run_id in run_ids if run_id in known and "timeline" not in known[run_id].tables]
+    stored = store.manifest().runs
+    lacking = [run_id for run_id in run_ids if run_id in stored and "timeline" not in stored[run_id].tables]
     if lacking:
         from tracefit.engines.training import each_run, timeline_in  # noqa: PLC0415 - most ingests need none
 
@@ -42,13 +42,13 @@ def deployments_of(runs: pl.DataFrame, where: str) -> list[tuple[Deployment, lis
     # The table has a row per server; the settings are those of the run.
     one_per_run = runs.unique("run_id", keep="first", maintain_order=True)
     # The runs of a fleet have equal settings, which are read once.
-    known: dict[tuple[str, str | None, str | None], Deployment] = {}
+    read: dict[tuple[str, str | None, str | None], Deployment] = {}
     for run_id, *stated in one_per_run.select("run_id", "settings", "model_config", "gpu").iter_rows():
         server = settings, model_config, gpu = tuple(stated)
-        if server not in known:
-            place = f"{where}/runs/run_id={run_id}"
-            known[server] = deployment_of(context_from_json(settings, model_config, gpu, where=place))
-        deployment = deployments.setdefault(known[server].deployment_id, known[server])
+        if server not in read:
+            folder = f"{where}/runs/run_id={run_id}"
+            read[server] = deployment_of(context_from_json(settings, model_config, gpu, where=folder))
+        deployment = deployments.setdefault(read[server].deployment_id, read[server])
         members.setdefault(deployment.deployment_id, []).append(run_id)
     return [(deployments[i], members[i]) for i in sorted(deployments)]
 
@@ -79,11 +79,11 @@ def sample_runs(runs: pl.DataFrame, members: Sequence[str], *, most_rows: int, m
         most_rows: Most steps and events of the runs returned; a single run may have more.
         most_runs: Most runs.
     """
-    own = runs.filter(pl.col("run_id").is_in(list(members)))
+    of_deployment = runs.filter(pl.col("run_id").is_in(list(members)))
     # Steps that were not sampled are rows of the timeline too.
     steps = pl.when(pl.col("step_sampling") > 0).then(pl.col("steps") / pl.col("step_sampling"))
     sizes = (
-        own.group_by("run_id", maintain_order=True)
+        of_deployment.group_by("run_id", maintain_order=True)
         .agg(steps.sum().alias("steps"), pl.col("events").first(), began=pl.col("first_unix_ns").min())
         .sort("began", "run_id")
     )
@@ -96,8 +96,8 @@ def sample_runs(runs: pl.DataFrame, members: Sequence[str], *, most_rows: int, m
         # By the mean size at first; runs of different sizes take a few rounds.
         kept = max(1, min(kept - 1, int(kept * most_rows / rows[chosen].sum())))
         chosen = _evenly(len(ids), kept)
-    found = {ids[place] for place in chosen}
-    return [run_id for run_id in members if run_id in found]
+    sampled = {ids[index] for index in chosen}
+    return [run_id for run_id in members if run_id in sampled]
 
 
 def sampling_note(kept: int, of: int) -> str:
@@ -109,5 +109,5 @@ def sampling_note(kept: int, of: int) -> str:
 
 
 def _evenly(count: int, kept: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return `kept` places of `count`: the middles of as many equal parts."""
+    """Return `kept` indices below `count`: the middles of as many equal parts."""
     return ((np.arange(kept) + 0.5) * count / kept).astype(np.int64)

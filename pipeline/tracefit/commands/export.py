@@ -9,7 +9,7 @@ from tracefit import consumers
 from tracefit.coefficients.files import find_models
 from tracefit.coefficients.models import load
 from tracefit.commands.deployments import deployments_of, load_deployment
-from tracefit.commands.locate import choose_deployment, find_tables, tables_of
+from tracefit.commands.locate import choose_deployment, trained_tables
 from tracefit.consumers.base import OUT, Source
 from tracefit.errors import DataError, UsageError, known_names
 from tracefit.inputs.buckets import place_of
@@ -25,7 +25,6 @@ from tracefit.options import (
 )
 from tracefit.results.models import ExportResult
 from tracefit.tables.disk import write_files
-from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,49 +89,37 @@ def export(
 
 def _consumer(to: str, version: str | None) -> tuple[Consumer, tuple[int, ...] | None]:
     """Return a consumer by name, and its version as numbers."""
-    known = consumers.known()
+    known, option = consumers.known(), named(ConsumerVersionOption)
     if to not in known:
         raise UsageError(f"consumer {to} is not known", hint=known_names(to, known))
     if version is None:
         return known[to], None
     if not known[to].versioned:
         versioned = ", ".join(name for name, one in known.items() if one.versioned)
-        raise UsageError(
-            f"{to} has one form for all versions", where=named(ConsumerVersionOption), hint=f"for {versioned}"
-        )
-    return known[to], _version(version)
-
-
-def _version(text: str) -> tuple[int, ...]:
-    numbers = text.strip().removeprefix("v").split(".")
+        raise UsageError(f"{to} has one form for all versions", where=option, hint=f"for {versioned}")
+    numbers = version.strip().removeprefix("v").split(".")
     if not all(n.isdecimal() and len(n) < _MOST_DIGITS for n in numbers):
-        raise UsageError(
-            "is not a version", where=f"{named(ConsumerVersionOption)} {text[:40]}", hint="such as 0.9.2"
-        )
-    return tuple(int(n) for n in numbers)
+        raise UsageError("is not a version", where=f"{option} {version[:40]}", hint="such as 0.9.2")
+    return known[to], tuple(map(int, numbers))
 
 
 def _trained_on(
     chosen: DeploymentModels, models: Path, tables: str | Path | None
 ) -> tuple[Deployment, DeploymentTables]:
-    store = TableStore(find_tables(tables) if tables is not None else tables_of(models)).require()
+    store = trained_tables(models, tables)
     training = chosen.step_model.training
     run_ids = list(training.runs) if training is not None else None
     runs = store.read("runs", run_ids)
     # Refitting on other runs would give coefficients of other data under the same name.
-    missing = sorted(set(run_ids or []) - set(runs["run_id"]))
-    if missing:
+    if missing := sorted(set(run_ids or ()) - set(runs["run_id"])):
         raise DataError(
             f"runs {', '.join(missing)} that the models were trained on are not here", where=str(store.root)
         )
-    found = [
-        (s, m) for s, m in deployments_of(runs, str(store.root)) if s.deployment_id == chosen.deployment_id
-    ]
-    if not found:
-        raise DataError(
-            f"no run of deployment {chosen.deployment_id} is here",
-            where=str(store.root),
-            hint="give the tables it was trained on",
-        )
-    deployment, members = found[0]
-    return deployment, load_deployment(store, members)
+    for deployment, members in deployments_of(runs, str(store.root)):
+        if deployment.deployment_id == chosen.deployment_id:
+            return deployment, load_deployment(store, members)
+    raise DataError(
+        f"no run of deployment {chosen.deployment_id} is here",
+        where=str(store.root),
+        hint="give the tables it was trained on",
+    )

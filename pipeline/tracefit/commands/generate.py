@@ -40,6 +40,6 @@ def generate(
     first = write_run(
         run, folder, formats=_FORMATS[formats], compress=None if compress == "none" else compress
     )
-    # Of both formats the run folder of protobuf stands beside the other: one folder would hold every span twice.
+    # With both formats, protobuf has a run folder of its own: one folder would have every span twice.
     twins = [first.with_name(f"{first.name}-proto")] if formats == "both" else []
     return SynthResult((first, *twins), requests=run.truth_requests.height, steps=run.truth_steps.height)

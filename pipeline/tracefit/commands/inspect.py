@@ -62,9 +62,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tracefit.features.targets import Target
-    from tracefit.inputs.discovery import Inputs, RunSource
     from tracefit.inputs.files import TraceFile
-    from tracefit.results.traces import Allowed, IngestResult
+    from tracefit.results.traces import Allowed
     from tracefit.server.context import RunContext
 
 
@@ -104,14 +103,16 @@ def inspect(
         return _inspect_tables(store, {}, progress)
     # Read as `ingest` reads, so that what is described here is what would be trained on.
     with tempfile.TemporaryDirectory(prefix="tracefit-inspect-") as scratch, open_inputs(paths) as inputs:
-        result = ingest_inputs(inputs, scratch, server or ServerOptions(), progress, engine=LocalEngine())
-        write_timelines(TableStore(scratch), [run.run_id for run in result.runs])
-        # Runs are ingested in the order they are found; of two with one name the second has a number by now.
+        ingest_inputs(inputs, scratch, server or ServerOptions(), progress, engine=LocalEngine())
+        store = TableStore(scratch)
+        write_timelines(store, store.runs())
+        # By file: two sources with the same files are one run.
+        sources = {file.name: file for source in inputs.runs for file in source.trace_files}
         files = {
-            run.run_id: tuple(_file_shape(file) for file in source.trace_files)
-            for run, source in zip(result.runs, _read(inputs, result), strict=True)
+            run_id: tuple(_file_shape(sources[known.path]) for known in run.files)
+            for run_id, run in store.manifest().runs.items()
         }
-        return _inspect_tables(TableStore(scratch), files, progress)
+        return _inspect_tables(store, files, progress)
 
 
 def _tables_of(paths: list[str | Path]) -> Path | None:
@@ -119,8 +120,8 @@ def _tables_of(paths: list[str | Path]) -> Path | None:
     if len(paths) != 1:
         return None
     try:
-        found = find_tables(paths[0])
-        return found if is_tables(found) else None
+        tables = find_tables(paths[0])
+        return tables if is_tables(tables) else None
     except UsageError:
         if os.path.lexists(paths[0]):
             raise
@@ -133,22 +134,12 @@ def _file_shape(file: TraceFile) -> FileShape:
     return FileShape(file.name.rpartition("/")[2], file.size, contents.compression or "none", str(contents))
 
 
-def _read(inputs: Inputs, result: IngestResult) -> list[RunSource]:
-    """Return the runs that were read, in order; the others are named in the result."""
-    return [
-        source
-        for source in inputs.runs
-        if not any(text.startswith(f"{source.name}: ") for text in result.failed)
-    ]
-
-
 def _scopes(spans: pl.DataFrame) -> tuple[ScopeSpans, ...]:
-    found: Counter[tuple[str, str | None]] = Counter()
-    for scope, name, count in (
-        spans.filter(is_known()).group_by("scope", "name").len().sort("scope", "name").iter_rows()
-    ):
-        found[scope, dialect_of(scope, name)] += count
-    return tuple(ScopeSpans(scope, count, dialect) for (scope, dialect), count in found.items())
+    counts: Counter[tuple[str, str | None]] = Counter()
+    names = spans.filter(is_known()).group_by("scope", "name").len().sort("scope", "name")
+    for scope, name, count in names.iter_rows():
+        counts[scope, dialect_of(scope, name)] += count
+    return tuple(ScopeSpans(scope, count, dialect) for (scope, dialect), count in counts.items())
 
 
 def _inspect_tables(
@@ -166,8 +157,8 @@ def _inspect_tables(
             facts[run_id] = _run_facts(run_id, deployment.deployment_id, tables, files.get(run_id, ()))
             evidence.update(_evidence(tables))
             budget = deployment.context.settings.max_num_batched_tokens
-            found = unknown_batches(tables["requests"], budget, has_steps=bool(tables["steps"].height))
-            unknown.update(dict.fromkeys(found["reason"]))
+            batches = unknown_batches(tables["requests"], budget, has_steps=bool(tables["steps"].height))
+            unknown.update(dict.fromkeys(batches["reason"]))
             if deployment.context.settings.enable_prefix_caching is not False:
                 hits |= _whole_prompts(tables)
         allows = _allowances(evidence, deployment.context, "; ".join(unknown), hits)
@@ -225,241 +216,232 @@ def _clock_check(disagreements: pl.DataFrame) -> Check:
 
 Evidence: TypeAlias = "Counter[str]"
 _STEP_TIME = "step time"
+_STEP_TIMES = {
+    CycleSource.ADJACENT: "adjacent pairs",
+    **dict.fromkeys((s for s in CycleSource if s.is_recorded), "recorded steps"),
+    CycleSource.INTERVAL: "intervals between known starts",
+    CycleSource.REQUEST: "intervals between token times",
+    CycleSource.LOG: "steps from a line of the log to the next",
+    CycleSource.LOG_INTERVAL: "intervals between changes of the log's clock",
+}
+"""Source of a step time to its name in a reason."""
 
 
 def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
     """Count the evidence in the tables of one run."""
     steps, timeline, requests = tables["steps"], tables["timeline"], tables["requests"]
     counters = step_counters(steps, tables["journey_events"])
-    adjacent = timeline.filter((pl.col("cycle_source") == "adjacent") & ~pl.col("idle_after"))
-    cycles = timeline.filter(pl.col("cycle_us").is_not_null())
-    compared = timeline["journey_agrees"].drop_nulls()
-    found = Counter(
+    cycles = timeline.drop_nulls("cycle_us")
+    busy = cycles.filter(~pl.col("idle_after"))
+    adjacent = busy.filter(cycle_source=CycleSource.ADJACENT)
+    evidence: Evidence = Counter(dict(busy.group_by("cycle_source").len().iter_rows()))
+    evidence.update(
         steps=steps.height,
-        adjacent=adjacent.height,
-        intervals=cycles.filter((pl.col("cycle_source") == "interval") & ~pl.col("idle_after")).height,
-        logged=timeline.filter(pl.col("composition_source") == CycleSource.LOG.value).height,
-        lines=cycles.filter((pl.col("cycle_source") == CycleSource.LOG.value) & ~pl.col("idle_after")).height,
-        line_intervals=cycles.filter(
-            (pl.col("cycle_source") == CycleSource.LOG_INTERVAL.value) & ~pl.col("idle_after")
-        ).height,
-        counted=cycles.filter((pl.col("cycle_source") == "request") & ~pl.col("idle_after")).height,
+        logged_steps=timeline.filter(composition_source=CycleSource.LOG).height,
         cut_off=timeline.filter(is_at_recording_end()).height,
-        idle=int(cycles["idle_after"].sum() or 0),
-        busy_ns=round(1000 * (adjacent["cycle_us"].sum() or 0)),
-        covered_ns=round(1000 * (adjacent["duration_us"].sum() or 0)),
-        compared_steps=compared.len(),
-        agreeing_steps=int(compared.sum() or 0),
+        idle=cycles.filter("idle_after").height,
+        busy_ns=round(1000 * adjacent["cycle_us"].sum()),
+        covered_ns=round(1000 * adjacent["duration_us"].sum()),
+        compared_steps=timeline["journey_agrees"].count(),
+        agreeing_steps=timeline.filter("journey_agrees").height,
         steps_with_context=timeline["context_tokens"].count(),
-        steps_with_estimate=int(timeline["context_estimated"].sum() or 0),
+        steps_with_estimate=timeline.filter("context_estimated").height,
         timeline_steps=timeline.height,
         requests=requests.height,
         instrumented_runs=int(not are_stock(tables["runs"])),
-        requests_of_sglang=int((requests["dialect"] == SGLANG).sum()),
-        requests_of_clients=int((requests["dialect"] == CLIENT).sum()),
-        recorded=int(cycles["cycle_source"].is_in([s.value for s in CycleSource if s.is_recorded]).sum()),
+        requests_of_sglang=requests.filter(dialect=SGLANG).height,
+        requests_of_clients=requests.filter(dialect=CLIENT).height,
         # Only complete journeys give the running requests of every step.
         complete_runs=int(timeline["running_after"].is_not_null().any()),
         runs=1,
-        latencies=requests.select(pl.all_horizontal(pl.col("ttft_us", "e2e_us").is_not_null()).sum()).item(),
+        latencies=requests.drop_nulls(["ttft_us", "e2e_us"]).height,
         snapshots=tables["request_snapshots"].height,
         requests_with_cache=requests["cached_prompt_tokens"].count(),
     )
-    found.update(_rows(_STEP_TIME, cycles, "ts_start_ns", "step_id", counters, idle=pl.col("idle_after")))
+    evidence.update(_rows(_STEP_TIME, cycles, "ts_start_ns", "step_id", counters, idle=pl.col("idle_after")))
     for t in targets.TARGETS:
-        known = requests.filter(pl.col(t.column).is_not_null() & pl.col(t.begins).is_not_null())
-        found.update(_rows(t.name, known, t.begins, t.step, counters, idle=pl.lit(value=False)))
-    return found
+        known = requests.drop_nulls([t.column, t.begins])
+        evidence.update(_rows(t.name, known, t.begins, t.step, counters, idle=pl.lit(value=False)))
+    return evidence
 
 
 def _rows(
     target: str, frame: pl.DataFrame, time: str, step: str, counters: pl.DataFrame, *, idle: pl.Expr
 ) -> Evidence:
     """Split the rows of a target as training does, and count those it would use."""
-    reason = pl.when(idle).then(pl.lit(splits.IDLE_GAP)).otherwise(pl.lit(None, pl.String))
-    marked = frame.with_columns(ts_ns=pl.col(time), excluded_reason=reason)
+    marked = frame.with_columns(
+        ts_ns=pl.col(time), excluded_reason=pl.when(idle).then(pl.lit(splits.IDLE_GAP))
+    )
     # The same split and marks as in training: the counts are those that a fit would see.
     split = splits.mark_warm_up(splits.split_by_time(marked), counters, step)
     return Counter({f"{target}, {part}": splits.counted(split, part).height for part in ("train", "holdout")})
 
 
-def _suffice(e: Evidence, target: str) -> bool:
-    return e[f"{target}, train"] >= MIN_TRAIN_ROWS and e[f"{target}, holdout"] >= MIN_HOLDOUT_ROWS
+_Judgement: TypeAlias = "tuple[Allowed, str]"
+"""A verdict and its reason."""
 
 
 def _allowances(
     e: Evidence, context: RunContext, unknown: str, hits: Mapping[str, float]
 ) -> tuple[Allowance, ...]:
     """Return which models the counts of one deployment allow, in reading order."""
-    return (
-        _step_time(e, unknown),
-        *([_durations(e)] if e["instrumented_runs"] else []),
-        _composition(e, hits),
-        _context(e),
-        _queue_state(e),
-        *(_wait(e, target) for target in targets.TARGETS),
-        _latency(e),
-        _prefix_hits(e, hits),
-        _hardware(context),
+    waits = {target.title: _wait(e, target) for target in targets.TARGETS}
+    judged = {
+        _STEP_TIME: _step_time(e, unknown),
+        **({"step.duration_us": _durations(e)} if e["instrumented_runs"] else {}),
+        "batch composition": _composition(e, hits),
+        "context tokens": _context(e),
+        "queue state": _queue_state(e),
+        **waits,
+        "TTFT, ITL and E2E": _latency(e),
+        "prefix hits": _prefix_hits(e, hits),
+        "roofline features": _hardware(context),
+    }
+    return tuple(
+        Allowance(what, verdict, reason, trains=verdict == "yes" and (what == _STEP_TIME or what in waits))
+        for what, (verdict, reason) in judged.items()
     )
 
 
-def _step_time(e: Evidence, unknown: str) -> Allowance:
-    kinds = {
-        "adjacent": "adjacent pairs",
-        "recorded": "recorded steps",
-        "intervals": "intervals between known starts",
-        "counted": "intervals between token times",
-        "lines": "steps from a line of the log to the next",
-        "line_intervals": "intervals between changes of the log's clock",
-        "idle": "idle gaps",
-        "cut_off": "steps at the ends of the recording, where requests may be missing",
-    }
-    found = ", ".join(f"{e[kind]:,} {what}" for kind, what in kinds.items() if e[kind])
+def _suffice(e: Evidence, target: str) -> bool:
+    return e[f"{target}, train"] >= MIN_TRAIN_ROWS and e[f"{target}, holdout"] >= MIN_HOLDOUT_ROWS
+
+
+def _step_time(e: Evidence, unknown: str) -> _Judgement:
+    counts: Counter[str] = Counter()
+    for source, name in _STEP_TIMES.items():
+        counts[name] += e[source]
+    counts["idle gaps"] = e["idle"]
+    counts["steps at the ends of the recording, where requests may be missing"] = e["cut_off"]
+    steps = ", ".join(f"{n:,} {name}" for name, n in counts.items() if n)
     if _suffice(e, _STEP_TIME):
-        said = f"; of some servers no step is known: {unknown}" if unknown else ""
-        return Allowance(_STEP_TIME, "yes", f"{found}; {_split(e, _STEP_TIME)}{said}", trains=True)
+        without = f"; of some servers no step is known: {unknown}" if unknown else ""
+        return "yes", f"{steps}; {_split(e, _STEP_TIME)}{without}"
     if unknown:
-        return Allowance(_STEP_TIME, "no", f"the batches of the steps are not known: {unknown}")
+        return "no", f"the batches of the steps are not known: {unknown}"
     if not e["timeline_steps"]:
         is_sglang = 0 < e["requests"] == e["requests_of_sglang"]
         remedy = SGLANG_STEPS if is_sglang else step_remedy(stock=not e["instrumented_runs"])
-        return Allowance(_STEP_TIME, "no", f"no step is known; {remedy}")
-    return Allowance(_STEP_TIME, "no", f"{found or 'no two known starts'}; {_too_few(e, _STEP_TIME)}")
+        return "no", f"no step is known; {remedy}"
+    return "no", f"{steps or 'no two known starts'}; {_too_few(e, _STEP_TIME)}"
 
 
-def _without_steps(e: Evidence) -> str:
-    """Say that no step is known; what an unmodified server can do for it stands at the step time already."""
-    return (
-        "no step is known" if not e["instrumented_runs"] else f"no step is known; {step_remedy(stock=False)}"
-    )
+def _without_steps(e: Evidence) -> _Judgement:
+    """Say that no step is known; the remedy for an unmodified server is in the reason of the step time."""
+    return "no", f"no step is known; {step_remedy(stock=False)}" if e[
+        "instrumented_runs"
+    ] else "no step is known"
 
 
-def _durations(e: Evidence) -> Allowance:
-    name = "step.duration_us"
+def _durations(e: Evidence) -> _Judgement:
     if not e["busy_ns"] or not e["covered_ns"]:
-        return Allowance(name, "no", "no consecutive steps with a duration to compare with the step clock")
-    share = e["covered_ns"] / e["busy_ns"]
-    if share >= COVERED_SHARE:
-        return Allowance(name, "yes", f"covers {100 * share:.1f} % of busy time: it is the step time")
-    reason = f"covers {100 * share:.1f} % of busy time: it is the time inside schedule(), not the step"
-    return Allowance(name, "no", reason)
+        return "no", "no consecutive steps with a duration to compare with the step clock"
+    covers = f"covers {_share(e['covered_ns'], e['busy_ns'])} of busy time"
+    if e["covered_ns"] >= COVERED_SHARE * e["busy_ns"]:
+        return "yes", f"{covers}: it is the step time"
+    return "no", f"{covers}: it is the time inside schedule(), not the step"
 
 
-def _composition(e: Evidence, hits: Mapping[str, float]) -> Allowance:
-    name = "batch composition"
+def _composition(e: Evidence, hits: Mapping[str, float]) -> _Judgement:
     if hits:
-        return Allowance(
-            name,
+        return (
             "limited",
             "every step, from the times of the requests, but prompt tokens in the cache count too",
         )
     if e["complete_runs"] and e["complete_runs"] == e["runs"]:
         agree = (
-            f"; {_share(e['agreeing_steps'], e['compared_steps'])} of sampled steps agree with their summary"
+            f"{_share(e['agreeing_steps'], e['compared_steps'])} of sampled steps agree with their summary"
         )
-        said = agree if e["compared_steps"] else ""
-        source = "the times of the requests" if e["counted"] else "complete journeys"
-        return Allowance(name, "yes", f"every step, from {source}{said}")
-    if e["logged"] and e["logged"] == e["timeline_steps"]:
-        return Allowance(name, "yes", "every step, from the lines of the log")
+        source = "the times of the requests" if e[CycleSource.REQUEST] else "complete journeys"
+        return "yes", f"every step, from {source}" + (f"; {agree}" if e["compared_steps"] else "")
+    if e["logged_steps"] and e["logged_steps"] == e["timeline_steps"]:
+        return "yes", "every step, from the lines of the log"
     if e["steps"]:
-        return Allowance(name, "limited", f"of the {e['steps']:,} sampled steps, from their summaries")
-    return Allowance(name, "no", _without_steps(e))
+        return "limited", f"of the {e['steps']:,} sampled steps, from their summaries"
+    return _without_steps(e)
 
 
-def _context(e: Evidence) -> Allowance:
-    name = "context tokens"
+def _context(e: Evidence) -> _Judgement:
     if not e["steps_with_context"]:
-        if e["logged"]:
-            return Allowance(name, "no", f"the log does not have them; {context_remedy(e['requests'])}")
+        if e["logged_steps"]:
+            return "no", f"the log does not have them; {context_remedy(e['requests'])}"
         if not e["instrumented_runs"]:
-            return Allowance(name, "no", _without_steps(e))
+            return _without_steps(e)
         flags = f"{JOURNEY_FLAGS}, or {SNAPSHOT_FLAG}"
-        return Allowance(
-            name, "no", f"no complete journeys and no whole sets of snapshots; start with {flags}"
-        )
+        return "no", f"no complete journeys and no whole sets of snapshots; start with {flags}"
     known = f"known on {_share(e['steps_with_context'], e['timeline_steps'])} of steps"
     if e["steps_with_estimate"]:
         share = _share(e["steps_with_estimate"], e["timeline_steps"])
-        return Allowance(name, "limited", f"{known}, estimated from the KV blocks in use on {share}")
-    verdict: Allowed = "yes" if e["steps_with_context"] == e["timeline_steps"] else "limited"
-    return Allowance(name, verdict, known)
+        return "limited", f"{known}, estimated from the KV blocks in use on {share}"
+    return "yes" if e["steps_with_context"] == e["timeline_steps"] else "limited", known
 
 
-def _queue_state(e: Evidence) -> Allowance:
+def _queue_state(e: Evidence) -> _Judgement:
     if 0 < e["requests"] == e["requests_of_clients"]:
-        return Allowance("queue state", "no", "a client does not see what waits in the server")
+        return "no", "a client does not see what waits in the server"
     if e["complete_runs"] and e["complete_runs"] == e["runs"]:
-        source = "steps counted from requests" if e["counted"] else "complete journeys"
-        return Allowance("queue state", "yes", f"exact, from {source}")
-    if e["steps"]:
-        return Allowance(
-            "queue state",
-            "limited",
-            f"that of the latest of {e['steps']:,} {'logged' if e['logged'] else 'sampled'} steps",
+        return (
+            "yes",
+            f"exact, from {'steps counted from requests' if e[CycleSource.REQUEST] else 'complete journeys'}",
         )
-    return Allowance("queue state", "no", _without_steps(e))
+    if e["steps"]:
+        return (
+            "limited",
+            f"that of the latest of {e['steps']:,} {'logged' if e['logged_steps'] else 'sampled'} steps",
+        )
+    return _without_steps(e)
 
 
-def _wait(e: Evidence, target: Target) -> Allowance:
+def _wait(e: Evidence, target: Target) -> _Judgement:
     if _suffice(e, target.name):
-        return Allowance(target.title, "yes", _split(e, target.name, "requests"), trains=True)
+        return "yes", _split(e, target.name, "requests")
     is_stock = not e["instrumented_runs"]
     remedy = journey_remedy(stock=is_stock, after_last_token=target.adds_to == "client")
     if not e["requests"]:
-        return Allowance(target.title, "no", f"no {'requests' if is_stock else 'journeys'}; {remedy}")
+        return "no", f"no {'requests' if is_stock else 'journeys'}; {remedy}"
     if is_stock and not e[f"{target.name}, train"]:
-        return Allowance(target.title, "no", f"the spans of these requests do not carry it; {remedy}")
-    return Allowance(target.title, "no", _too_few(e, target.name, "requests with both events"))
+        return "no", f"the spans of these requests do not carry it; {remedy}"
+    return "no", _too_few(e, target.name, "requests with both events")
 
 
-def _latency(e: Evidence) -> Allowance:
-    name = "TTFT, ITL and E2E"
+def _latency(e: Evidence) -> _Judgement:
     if e["latencies"]:
-        return Allowance(name, "yes", f"measured on {e['latencies']:,} of {e['requests']:,} requests")
-    return Allowance(name, "no", "no request with ARRIVED, FIRST_TOKEN and FINISHED")
+        return "yes", f"measured on {e['latencies']:,} of {e['requests']:,} requests"
+    return "no", "no request with ARRIVED, FIRST_TOKEN and FINISHED"
 
 
-def _prefix_hits(e: Evidence, hits: Mapping[str, float]) -> Allowance:
+def _prefix_hits(e: Evidence, hits: Mapping[str, float]) -> _Judgement:
     if hits:
         longest = min(hits.values())
-        kept = (
+        effect = (
             f"step times of prompts up to {longest:.0f} tokens are without"
             if longest
             else "of prompts of any length: what a prompt token takes is uncertain"
         )
-        return Allowance(
-            "prefix hits", "no", f"they show in the times, and no span names them; {kept}; {NO_PREFIX_CACHE}"
-        )
+        return "no", f"they show in the times, and no span names them; {effect}; {NO_PREFIX_CACHE}"
     if e["requests_with_cache"]:
-        return Allowance("prefix hits", "yes", f"known of {e['requests_with_cache']:,} requests")
+        return "yes", f"known of {e['requests_with_cache']:,} requests"
     if e["snapshots"]:
-        return Allowance(
-            "prefix hits", "no", f"{e['snapshots']:,} snapshots, none with request.effective_prompt_len"
-        )
-    return Allowance(
-        "prefix hits", "no", NOT_OF_STOCK if not e["instrumented_runs"] else f"no snapshots; {SNAPSHOT_FLAG}"
-    )
+        return "no", f"{e['snapshots']:,} snapshots, none with request.effective_prompt_len"
+    return "no", f"no snapshots; {SNAPSHOT_FLAG}" if e["instrumented_runs"] else NOT_OF_STOCK
 
 
-def _hardware(context: RunContext) -> Allowance:
+def _hardware(context: RunContext) -> _Judgement:
     needed = {
         f"config.json ({named(ServerOptions, 'model_config')})": context.architecture,
         f"a GPU ({named(ServerOptions, 'gpu')})": context.gpu,
     }
-    missing = [text for text, known in needed.items() if known is None]
-    if missing:
-        return Allowance("roofline features", "no", f"without {' and '.join(missing)}")
-    return Allowance("roofline features", "yes", "config.json and GPU are known")
+    if missing := [text for text, known in needed.items() if known is None]:
+        return "no", f"without {' and '.join(missing)}"
+    return "yes", "config.json and GPU are known"
 
 
-def _split(e: Evidence, target: str, what: str = "rows") -> str:
-    return f"{e[f'{target}, train']:,} {what} to train on, {e[f'{target}, holdout']:,} held out"
+def _split(e: Evidence, target: str, rows: str = "rows") -> str:
+    return f"{e[f'{target}, train']:,} {rows} to train on, {e[f'{target}, holdout']:,} held out"
 
 
-def _too_few(e: Evidence, target: str, what: str = "rows") -> str:
-    return f"{_split(e, target, what)}: at least {MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
+def _too_few(e: Evidence, target: str, rows: str = "rows") -> str:
+    return f"{_split(e, target, rows)}: at least {MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
 
 
 def _share(part: int, whole: int) -> str:

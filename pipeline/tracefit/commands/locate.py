@@ -1,4 +1,4 @@
-"""Find models and tables below a folder that a command wrote (users name OUT of `tracefit run`), and choose what of them to use.
+"""Find models and tables below a folder that a command wrote (users name OUT of `tracefit run`), and choose a deployment.
 
 `predict` looks for models alone, and is quick without polars: what opens tables is imported where it is needed.
 """
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from tracefit.coefficients.models import Models
+    from tracefit.tables.store import TableStore
 
 
 def as_list(paths: str | Path | Iterable[str | Path]) -> list[str | Path]:
@@ -30,9 +31,9 @@ def is_tables(path: str | Path) -> bool:
     """Say whether a path is a folder of tables with at least one run."""
     from tracefit.tables.store import TableStore  # noqa: PLC0415
 
-    place = place_of(path)
+    folder = place_of(path)
     # In a bucket, only the manifest is read.
-    return (isinstance(place, BucketPath) or place.is_dir()) and bool(TableStore(place).runs())
+    return (isinstance(folder, BucketPath) or folder.is_dir()) and bool(TableStore(folder).runs())
 
 
 def find_tables(path: str | Path) -> Path:
@@ -49,14 +50,25 @@ def tables_of(models: str | Path) -> Path:
     """
     path = find_models(models)
     folder = path if path.is_dir() else path.parent
-    for place in (folder / "tables", folder.parent / "tables"):
-        if place.is_dir():
-            return place
+    for tables in (folder / "tables", folder.parent / "tables"):
+        if tables.is_dir():
+            return tables
     raise UsageError(
         "the tables that the models were trained on are needed",
         where=str(models),
         hint=f"give them with {named(TablesOption)}",
     )
+
+
+def trained_tables(models: str | Path, tables: str | Path | None) -> TableStore:
+    """Open the tables that models were trained on: `tables`, or those beside the models.
+
+    Raises:
+        UsageError: The folder holds no tables.
+    """
+    from tracefit.tables.store import TableStore  # noqa: PLC0415
+
+    return TableStore(tables_of(models) if tables is None else find_tables(tables)).require()
 
 
 def scan(folder: str | Path, table: str, *, run: str | None = None) -> pl.LazyFrame:
@@ -103,14 +115,13 @@ def choose_deployment(models: Models, deployment: str | None, run: str | None) -
         trained = (m.training for m in models.deployment(deployment_id).models.values())
         for name in {r for t in trained if t is not None for r in t.runs}:
             runs.setdefault(name, []).append(deployment_id)
-    found = [s for s in runs.get(run, []) if deployment is None or deployment in s]
-    if len(found) == 1:
-        return found[0]
+    fitting = [s for s in runs.get(run, []) if deployment is None or deployment in s]
+    if len(fitting) == 1:
+        return fitting[0]
     if run in runs:
+        problem = "belongs to several deployments" if fitting else f"is not of deployment {deployment}"
         raise UsageError(
-            f"run {run} belongs to several deployments"
-            if found
-            else f"run {run} is not of deployment {deployment}",
+            f"run {run} {problem}",
             where=models.where,
             hint=f"name one with {named(DeploymentOption)}: {', '.join(runs[run])}",
         )

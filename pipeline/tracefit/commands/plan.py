@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -155,33 +156,33 @@ def plan(
         (2, True)
     """
     places, progress = as_list(folders), progress or NullProgress()
-    objectives = _objectives(slo_ms or {})
-    requests = requests or LoadOptions()
-    _check(rate, servers, price, requests.burstiness, objectives, has_folders=bool(places))
-    asked = _Asked(rate, servers, objectives, dict(settings or {}), requests, price)
+    if not places:
+        raise UsageError("no folder is given")
+    asked = _Asked(
+        rate, servers, _objectives(slo_ms or {}), dict(settings or {}), requests or LoadOptions(), price
+    )
+    _check(asked)
     if figure is not None and Path(figure).suffix != ".html":
         raise UsageError(
             f"{named(FigureOption)} {figure}: a figure is a page", hint="give it a name that ends in .html"
         )
-    found: list[ServerPlan] = []
-    for place in places:
-        models = load(find_models(place))
+    plans: list[ServerPlan] = []
+    for folder in places:
+        models = load(find_models(folder))
         chosen = choose_deployment(models, deployment, run)
         for deployment_id in [models.deployment(chosen).deployment_id] if chosen else models.deployment_ids:
             progress.stage(f"planning {deployment_id}")
-            found.append(_planned(place, models.deployment(deployment_id or None), asked))
+            plans.append(_planned(folder, models.deployment(deployment_id or None), asked))
     if figure is not None:
-        _draw(found, Path(figure))
-    return PlanResult(tuple(found))
+        _draw(plans, Path(figure))
+    return PlanResult(tuple(plans))
 
 
 def _draw(plans: Iterable[ServerPlan], path: Path) -> None:
     """Write a page with a figure of each plan."""
-    try:
-        from tracefit.reports.page import html_page  # noqa: PLC0415 - an extra installs it
-    except ImportError:
-        raise TracefitError("figures need plotly and jinja2", hint="pip install 'tracefit[report]'") from None
-    figures = tuple(drawn for plan_ in plans if (drawn := plan_figure(plan_)) is not None)
+    from tracefit.reports.page import html_page  # noqa: PLC0415 - an extra installs its libraries
+
+    figures = tuple(filter(None, map(plan_figure, plans)))
     if not figures:
         raise DataError("there is nothing to draw: no deployment could be planned")
     write_files({path: html_page(Report("Servers and their latencies over the rate", "", figures))})
@@ -198,7 +199,7 @@ class _Asked:
 
 
 def _objectives(slo_ms: Mapping[str, float]) -> tuple[Objective, ...]:
-    found = []
+    objectives = []
     for name, limit in slo_ms.items():
         match = _NAME.fullmatch(name.removesuffix("_ms"))
         if match is None or not float(match[2]) > 0 or not 0 < limit < math.inf:
@@ -206,35 +207,25 @@ def _objectives(slo_ms: Mapping[str, float]) -> tuple[Objective, ...]:
                 f"{named(ObjectivesOption)} {name}={limit:g}: no objective",
                 hint="a positive number of ms for a percentile of ttft, itl or e2e, such as ttft_p99=500",
             )
-        found.append(Objective(f"{match[0]}_ms", float(limit)))
-    return tuple(found)
+        objectives.append(Objective(f"{match[0]}_ms", float(limit)))
+    return tuple(objectives)
 
 
-def _check(
-    rate: float | None,
-    servers: int | None,
-    price: float | None,
-    burstiness: float | None,
-    objectives: Sequence[Objective],
-    *,
-    has_folders: bool,
-) -> None:
-    if not has_folders:
-        raise UsageError("no folder is given")
-    if rate is None and servers is None:
+def _check(asked: _Asked) -> None:
+    if asked.rate is None and asked.servers is None:
         raise UsageError(f"neither {named(RateOption)} nor {named(ServerCountOption)} is given")
-    if rate is not None and not 0 < rate < math.inf:
-        raise UsageError(f"{named(RateOption)} {rate:g}: is no rate", hint="requests per second, above 0")
-    if servers is not None and servers < 1:
-        raise UsageError(f"{named(ServerCountOption)} {servers}: at least 1 is needed")
-    if burstiness is not None and not 0 < burstiness < math.inf:
-        raise UsageError(
-            f"{named(LoadOptions, 'burstiness')} {burstiness:g}: is no shape",
-            hint="a number above 0; 1 is Poisson",
-        )
-    if price is not None and not 0 <= price < math.inf:
-        raise UsageError(f"{named(PriceOption)} {price:g}: is no price")
-    if not objectives and (rate is None or servers is None):
+    above_0 = math.nextafter(0, 1)
+    for option, value, least, hint in (
+        (named(RateOption), asked.rate, above_0, "requests per second, above 0"),
+        (named(ServerCountOption), asked.servers, 1, "at least 1"),
+        (named(LoadOptions, "burstiness"), asked.requests.burstiness, above_0, "above 0; 1 is Poisson"),
+        (named(LoadOptions, "prompt"), asked.requests.prompt, 1, "at least 1 token"),
+        (named(LoadOptions, "output"), asked.requests.output, 1, "at least 1 token"),
+        (named(PriceOption), asked.price, 0, "at least 0"),
+    ):
+        if value is not None and not least <= value < math.inf:
+            raise UsageError(f"{option} {value:g}: is out of range", hint=hint)
+    if not asked.objectives and (asked.rate is None or asked.servers is None):
         raise UsageError(
             f"{named(ObjectivesOption)}: no objective is given", hint="such as ttft_p99=500 and itl_p99=50"
         )
@@ -243,11 +234,11 @@ def _check(
 # -- one kind of server ----------------------------------------------------------------------------------
 
 
-def _planned(place: str | Path, deployment: DeploymentModels, asked: _Asked) -> ServerPlan:
-    """Plan one deployment; what the data cannot support is the reason in its plan, what the user asked wrongly an error."""
+def _planned(folder: str | Path, deployment: DeploymentModels, asked: _Asked) -> ServerPlan:
+    """Plan one deployment; the plan has the reason where the data support none, a wrong question is an error."""
     gpus = int((deployment.limit("tensor_parallel") or 1) * (deployment.limit("pipeline_parallel") or 1))
     plan_ = ServerPlan(
-        str(place),
+        str(folder),
         deployment.deployment_id,
         gpus_per_server=gpus,
         settings={canonical_name(name): str(value) for name, value in asked.settings.items()},
@@ -257,8 +248,8 @@ def _planned(place: str | Path, deployment: DeploymentModels, asked: _Asked) -> 
     )
     changes = _changes(deployment, asked.settings)
     try:
-        fleet, load_, notes = _fleet(_store(place), deployment, asked.requests, changes)
-        replays, without = _replays(place, deployment)
+        fleet, load_, notes = _fleet(_store(folder), deployment, asked.requests, changes)
+        replays, without = _replays(folder, deployment)
         plan_ = replace(plan_, load=load_, notes=(*notes, *without))
         return _answered(plan_, fleet, asked, _errors(replays, _names(asked, fleet.sample)))
     except UsageError:
@@ -267,10 +258,10 @@ def _planned(place: str | Path, deployment: DeploymentModels, asked: _Asked) -> 
         return replace(plan_, reason=error.line())
 
 
-def _store(place: str | Path) -> TableStore | None:
+def _store(folder: str | Path) -> TableStore | None:
     """Return the tables beside models; null without any."""
     try:
-        return TableStore(tables_of(place))
+        return TableStore(tables_of(folder))
     except UsageError:
         return None
 
@@ -287,12 +278,11 @@ def _fleet(
     traced, timeline = _traced(store, deployment)
     settings, notes = _settings(deployment, traced, timeline, changes)
     sample, load_, more = _sample(deployment, traced, requests, settings, changes)
-    blocks = None if settings.num_blocks is None else settings.num_blocks + 1.0
     known = {
         **deployment.server,
         "max_num_seqs": float(settings.max_num_seqs),
         "max_num_batched_tokens": float(settings.max_num_batched_tokens),
-        "num_gpu_blocks": blocks,
+        "num_gpu_blocks": None if settings.num_blocks is None else settings.num_blocks + 1.0,
         "block_size": float(settings.block_size),
     }
     server = {name: value for name, value in known.items() if value is not None}
@@ -304,27 +294,24 @@ def rates_of(
 ) -> dict[str, tuple[PlanPoint, ...]]:
     """Return what one server of each deployment would do at rates up to its capacity, with requests like those traced.
 
-    Deployments that cannot be replayed are left out, and those behind the first `MOST_DEPLOYMENTS` of them too.
+    Deployments that cannot be replayed are left out, and those after the first `MOST_DEPLOYMENTS` of them.
 
     Args:
         store: Tables of the deployments' runs.
         models: Their models.
         replays: Replays of the runs: their errors are in the intervals.
     """
-    found: dict[str, tuple[PlanPoint, ...]] = {}
+    rates: dict[str, tuple[PlanPoint, ...]] = {}
     for deployment_id in models.deployment_ids:
-        if len(found) == MOST_DEPLOYMENTS:
+        if len(rates) == MOST_DEPLOYMENTS:
             break
-        try:
-            fleet, _, _ = _fleet(
-                store, models.deployment(deployment_id), LoadOptions(), {}, replayed=_OF_A_REPORT
-            )
+        with suppress(TracefitError):
+            deployment = models.deployment(deployment_id)
+            fleet, _, _ = _fleet(store, deployment, LoadOptions(), {}, replayed=_OF_A_REPORT)
             names = _names_of(fleet.sample)
             errors = _errors([r for r in replays if r.deployment_id == deployment_id], names)
-            found[deployment_id] = _points(curve_of(fleet, 1, errors), 1, fleet, names)
-        except TracefitError:
-            continue
-    return found
+            rates[deployment_id] = _points(curve_of(fleet, 1, errors), 1, fleet, names)
+    return rates
 
 
 def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[str, float]) -> ServerPlan:
@@ -334,26 +321,24 @@ def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[st
     if asked.servers is None and rate is not None:
         # At the high end of the intervals; where no number is enough there, by the values themselves.
         ends = (partial(Curve.largest_rate, objectives=objectives, high=high) for high in (True, None))
-        found = next(filter(None, (fewest_servers(fleet, curve, rate, end) for end in ends)), None)
-        if found is None:
+        fewest = next(filter(None, (fewest_servers(fleet, curve, rate, end) for end in ends)), None)
+        if fewest is None:
             return replace(plan_, reason=_too_slow(curve, objectives), curve=_points(curve, 1, fleet, names))
-        servers, curve = found
+        servers, curve = fewest
         least, likely = (
             _servers(curve.largest_rate(objectives, high=h), rate, servers) for h in (False, None)
         )
-        if curve.largest_rate(objectives, high=True) * servers < rate * (1 - 1e-9):
-            sure = False
+        sure = curve.largest_rate(objectives, high=True) * servers >= rate * (1 - 1e-9)
         plan_ = replace(plan_, servers_low=least, servers_likely=likely)
     elif rate is None:
         curve = largest_rate(fleet, servers, curve, objectives)
         if not curve.anchors:
-            return replace(
-                plan_, reason=_too_slow(curve, objectives), curve=_points(curve, servers, fleet, names)
-            )
+            points = _points(curve, servers, fleet, names)
+            return replace(plan_, reason=_too_slow(curve, objectives), curve=points)
     elif rate > servers * fleet.capacity:
         return replace(
             plan_,
-            reason=f"{plural(servers, 'server')} put through {number(servers * fleet.capacity)} requests per second at most: "
+            reason=f"the capacity of {plural(servers, 'server')} is {number(servers * fleet.capacity)} requests per second: "
             f"at {number(rate)} their queues only grow",
             capacity_per_s=servers * fleet.capacity,
             curve=_points(curve, servers, fleet, names),
@@ -367,6 +352,8 @@ def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[st
         servers * curve.largest_rate(objectives, high=h) if objectives else 0.0 for h in (True, None, False)
     )
     value = at.rate_per_s if rate is None else value
+    notes = [*_outside(at), "" if sure else _NOT_SURE, *plan_.notes]
+    notes.append(_ROUTED[asked.requests.router] if servers > 1 else "")
     plan_ = replace(
         plan_,
         servers=servers,
@@ -375,12 +362,7 @@ def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[st
         met=all(at.latency(o.name).value <= o.limit_ms for o in objectives) if objectives else None,
         at=at,
         curve=_points(curve, servers, fleet, names),
-        notes=(
-            *_outside(at),
-            *([] if sure else [_NOT_SURE]),
-            *plan_.notes,
-            *([_ROUTED[asked.requests.router]] if servers > 1 else []),
-        ),
+        notes=tuple(filter(None, notes)),
         largest_rate_low=min(low, value) or None,
         largest_rate_per_s=value or None,
         largest_rate_high=max(high, value) or None,
@@ -411,22 +393,22 @@ def _names(asked: _Asked, sample: TrafficSample) -> tuple[str, ...]:
 
 
 def _points(curve: Curve, servers: int, fleet: Fleet, names: Sequence[str]) -> tuple[PlanPoint, ...]:
-    return tuple(plan_point(found, servers, fleet, curve, names) for found in curve.points)
+    return tuple(plan_point(point, servers, fleet, curve, names) for point in curve.points)
 
 
 def _servers(largest: float, rate: float, most: int) -> int:
-    """Return the fewest servers, `most` at most, that bear a rate if one bears this one."""
+    """Return the fewest servers, `most` at most, that serve a rate if one serves `largest`."""
     return min(most, math.ceil(rate / largest - 1e-9)) if largest else most
 
 
 def _too_slow(curve: Curve, objectives: Sequence[Objective]) -> str:
     first = curve.points[0]
-    missed = [o for o in objectives if first.percentile_ms(o.name) > o.limit_ms]
-    shown = ", ".join(
-        f"{o.name.removesuffix('_ms')} is {number(first.percentile_ms(o.name))} ms, not {number(o.limit_ms)}"
-        for o in missed
+    missed = ", ".join(
+        f"{o.name.removesuffix('_ms')} is {number(ms)} ms, not {number(o.limit_ms)}"
+        for o in objectives
+        if (ms := first.percentile_ms(o.name)) > o.limit_ms
     )
-    return f"no number of servers is enough: at {number(first.rate)} requests per second on one, {shown}"
+    return f"no number of servers is enough: at {number(first.rate)} requests per second on one, {missed}"
 
 
 def _outside(at: PlanPoint) -> tuple[str, ...]:
@@ -445,7 +427,7 @@ def _changes(deployment: DeploymentModels, settings: Mapping[str, object]) -> di
     Raises:
         UsageError: One of them changes what the models cannot say.
     """
-    found = {}
+    changes = {}
     for key, value in settings.items():
         name = canonical_name(key)
         # Wrong kinds of values are refused here.
@@ -454,7 +436,7 @@ def _changes(deployment: DeploymentModels, settings: Mapping[str, object]) -> di
         if now == value:
             continue
         if name in _ANSWERED:
-            found[name] = value
+            changes[name] = value
             continue
         stated = f"{name} {now}" if now is not None else f"the {name} that was recorded"
         reason = _REFUSED.get(name, "no rule of the scheduler and no model reads it").format(
@@ -464,7 +446,7 @@ def _changes(deployment: DeploymentModels, settings: Mapping[str, object]) -> di
         raise UsageError(
             f"{named(ChangesOption)} {key}={value}: {reason}", hint=None if name in _REFUSED else hint
         )
-    return found
+    return changes
 
 
 def _settings(
@@ -474,20 +456,19 @@ def _settings(
     limits = ("max_num_seqs", "max_num_batched_tokens")
     stated = {name: float(str(changes[name])) for name in limits if name in changes}
     now, notes = engine_settings(deployment, timeline, traced, stated)
-    given = dict(changes)
-    size = int(str(given.get("block_size", now.block_size)))
+    size = int(str(changes.get("block_size", now.block_size)))
     total = now.num_blocks
     if total is not None and size != now.block_size:
         total = total * now.block_size // size
-    if "num_gpu_blocks" in given:
+    if "num_gpu_blocks" in changes:
         # One of them is never handed out.
-        total = int(str(given["num_gpu_blocks"])) - 1
+        total = int(str(changes["num_gpu_blocks"])) - 1
     made = replace(
         now,
         block_size=size,
         num_blocks=total,
-        chunked_prefill=bool(given.get("enable_chunked_prefill", now.chunked_prefill)),
-        prefix_caching=bool(given.get("enable_prefix_caching", now.prefix_caching)),
+        chunked_prefill=bool(changes.get("enable_chunked_prefill", now.chunked_prefill)),
+        prefix_caching=bool(changes.get("enable_prefix_caching", now.prefix_caching)),
     )
     more = [] if total is not None else ["the number of KV blocks is not known: here memory never runs out"]
     if made.prefix_caching and not now.prefix_caching:
@@ -505,15 +486,9 @@ def _traced(store: TableStore | None, deployment: DeploymentModels) -> tuple[pl.
     if store is None or not runs:
         return TABLES["requests"].empty(), TABLES["timeline"].empty().lazy()
     known = pl.col("arrival_ns", "prompt_tokens", "output_tokens").is_not_null()
-    rows = (
-        store.read("requests", runs, _COLUMNS)
-        .filter(
-            pl.all_horizontal(known)
-            & pl.col("finish_status").fill_null("stopped").is_in(["stopped", "length"])
-        )
-        .sort(*ENGINE, "arrival_ns")
-        .tail(_MOST_REQUESTS)
-    )
+    complete = pl.col("finish_status").fill_null("stopped").is_in(["stopped", "length"])
+    rows = store.read("requests", runs, _COLUMNS).filter(pl.all_horizontal(known), complete)
+    rows = rows.sort(*ENGINE, "arrival_ns").tail(_MOST_REQUESTS)
     sampled = store.read("runs", runs)["journey_sampling"].drop_nulls()
     share = float(sampled.min()) if sampled.len() else 1.0  # type: ignore[arg-type]  # a number
     return rows.with_columns(sampling=pl.lit(share or 1.0)), store.scan("timeline", runs)
@@ -544,17 +519,16 @@ def _sample(
         rows = fit
     if not rows.height:
         raise UsageError("no request is left to plan for", hint=_give_requests())
-    gaps = None if options.burstiness is not None else gaps
+    shape = options.burstiness or 1.0
     arrivals = "arrivals as traced"
-    if gaps is None or len(gaps) < GAP_BLOCK:
+    if gaps is None or options.burstiness is not None or len(gaps) < GAP_BLOCK:
         gaps = None
-        shape = options.burstiness or 1.0
         arrivals = "Poisson arrivals" if shape == 1 else f"gamma arrivals of shape {shape:g}"
     if settings.prefix_caching and rows["cached"].max():
         share = 100 * float(rows.select(pl.col("cached").sum() / pl.col("prompt").sum()).item())
         notes.append(f"prefix-cache hits are those traced, {share:.0f} % of the prompt tokens")
     prompt, output, cached = (rows[n].cast(pl.Int64).to_numpy() for n in ("prompt", "output", "cached"))
-    # Those of the traces are partly beyond the training part, which is no surprise to anyone.
+    # Traced lengths need no note: some of them are after the training part.
     chosen = [] if source.endswith("traced requests") else [("prompt", prompt), ("output", output)]
     notes += [
         f"{name} tokens of {low:g} to {high:g} leave those of the requests in training, {ends[0]:g} to {ends[1]:g}"
@@ -563,11 +537,9 @@ def _sample(
         for low, high in [(float(column.min()), float(column.max()))]
         if ends is not None and not (ends[0] <= low and high <= ends[1])
     ]
-    # Lengths of a file, or those that were given, are the load's own.
+    # Lengths of a file, or stated ones, are those of the load itself.
     is_sample = options.file is None and None in (options.prompt, options.output)
-    sample = TrafficSample(
-        prompt, output, cached, gaps, options.burstiness or 1.0, is_sample, options.router != "random"
-    )
+    sample = TrafficSample(prompt, output, cached, gaps, shape, is_sample, options.router != "random")
     load_ = PlannedLoad(f"{source}, {arrivals}", float(prompt.mean()), float(output.mean()), traced_rate)
     return sample, load_, tuple(notes)
 
@@ -587,7 +559,7 @@ def _rows(
         source = f"{traced.height:,} traced requests"
         whole = float(traced["sampling"][0]) > 0.999
         engines = [part["arrival_ns"].to_numpy() for part in traced.partition_by(*ENGINE)]
-        # Gaps of a sample lie between requests that are not next to each other.
+        # A sample has gaps between requests that are not neighbours.
         gaps = np.concatenate([relative_gaps(np.sort(at)) for at in engines]) if whole else None
         spans = [1e9 * (len(at) - 1) / float(np.ptp(at)) for at in engines if len(at) > 1 and np.ptp(at) > 0]
         rate = float(np.mean(spans)) if spans and whole else None
@@ -596,13 +568,7 @@ def _rows(
         source = ""
     else:
         # Of several kinds of servers, others may have requests.
-        raise DataError(
-            "no requests are traced here",
-            hint=_give_requests(),
-        )
-    for name, value in (("prompt", options.prompt), ("output", options.output)):
-        if value is not None and value < 1:
-            raise UsageError(f"{named(LoadOptions, name)} {value}: at least 1 token is needed")
+        raise DataError("no requests are traced here", hint=_give_requests())
     fixed = {n: v for n, v in (("prompt", options.prompt), ("output", options.output)) if v is not None}
     rows = rows.with_columns(pl.lit(v).alias(n) for n, v in fixed.items())
     rows = rows.with_columns(cached=pl.min_horizontal("cached", pl.col("prompt") - 1))
@@ -626,32 +592,29 @@ def _of_file(path: Path) -> tuple[pl.DataFrame, Vector | None]:
     return rows, relative_gaps((1e9 * at).astype(np.int64))
 
 
-# -- what replays of recorded runs were off by -----------------------------------------------------------
+# -- errors of the replays of recorded runs --------------------------------------------------------------
 
 
 def _replays(
-    place: str | Path, deployment: DeploymentModels
+    folder: str | Path, deployment: DeploymentModels
 ) -> tuple[tuple[RunReplay, ...], tuple[str, ...]]:
     """Return the replays of a deployment's runs from the evaluation beside its models, and a note if it has no replay."""
-    models = find_models(place)
-    folder = models if models.is_dir() else models.parent
-    for path in (folder / "evaluation.json", folder.parent / "evaluation.json"):
-        if path.is_file():
-            entries = [
-                s for s in read_evaluation(path).deployments if s.deployment_id == deployment.deployment_id
-            ]
-            found = tuple(r for s in entries for r in s.replays if r.quantities)
-            if found:
-                return found, ()
+    models = find_models(folder)
+    beside = models if models.is_dir() else models.parent
+    for path in (beside / "evaluation.json", beside.parent / "evaluation.json"):
+        entries = read_evaluation(path).deployments if path.is_file() else ()
+        of_deployment = (s for s in entries if s.deployment_id == deployment.deployment_id)
+        if replays := tuple(r for s in of_deployment for r in s.replays if r.quantities):
+            return replays, ()
     return (), ("no run was replayed in a closed loop: intervals come from the coefficients alone",)
 
 
 def _errors(replays: Sequence[RunReplay], names: Iterable[str]) -> dict[str, float]:
-    """Return name of a percentile to the largest factor by which replays were off, at the nearest percentile measured."""
-    found = {}
+    """Return name of a percentile to the largest factor by which replays were off, at the nearest measured percentile."""
+    factors = {}
     for name in names:
         latency, _, q = name.removesuffix("_ms").partition("_p")
         nearest = min((50, 90, 99), key=lambda p: abs(p - float(q)))
         off = [e for r in replays if (e := r.errors.get(f"{latency}_p{nearest}_us")) is not None]
-        found[name] = max((math.exp(abs(math.log1p(max(e, -99.0) / 100))) for e in off), default=1.0)
-    return found
+        factors[name] = max((math.exp(abs(math.log1p(max(e, -99.0) / 100))) for e in off), default=1.0)
+    return factors

@@ -85,13 +85,8 @@ def predict(
     if out is not None:
         _write(predicted, Path(out))
         return RowPredictions(predicted.height, outside, Path(out))
-    return RowPredictions(
-        predicted.height, outside, None, tuple(_plain(row) for row in predicted.iter_rows(named=True))
-    )
-
-
-def _plain(row: dict[str, object]) -> dict[str, object]:
-    return {name: _scalar(value) for name, value in row.items()}
+    plain = ({name: _scalar(v) for name, v in row.items()} for row in predicted.iter_rows(named=True))
+    return RowPredictions(predicted.height, outside, None, tuple(plain))
 
 
 def _scalar(value: object) -> object:
@@ -112,15 +107,14 @@ def read_rows(path: Path) -> pl.DataFrame:
     try:
         if kind == "parquet":
             return pl.read_parquet(path)
-        # All rows say what the columns are: a number may be whole in the first hundred.
+        # All rows decide the types of the columns: a number may be whole in the first hundred.
         read = pl.read_csv if kind == "csv" else pl.read_ndjson
         return read(path, infer_schema_length=None)
     except OSError as error:
         raise UsageError(f"cannot be read ({error.strerror or 'no such file'})", where=str(path)) from error
     except pl.exceptions.PolarsError as error:
-        raise UsageError(
-            f"cannot be read as {path.suffix[1:]} ({str(error)[:200]})", where=str(path)
-        ) from error
+        reason = str(error)[:200]
+        raise UsageError(f"cannot be read as {path.suffix[1:]} ({reason})", where=str(path)) from error
 
 
 def _write(frame: pl.DataFrame, path: Path) -> None:
@@ -143,17 +137,23 @@ def parse_features(texts: Iterable[str]) -> dict[str, float]:
     Raises:
         UsageError: A text of another form, or a value that is no finite number.
     """
+    return parse_numbers(texts, named(FeaturesOption), "NAME=NUMBER", "kv_usage_ratio=0.8")
+
+
+def parse_numbers(texts: Iterable[str], option: str, form: str, example: str) -> dict[str, float]:
+    """Read texts such as `name=value` of an option from the command line.
+
+    Raises:
+        UsageError: A text of another form, or a value that is no finite number.
+    """
     values: dict[str, float] = {}
     for text in texts:
-        name, equals, said = text.partition("=")
+        name, _, number = text.partition("=")
         try:
-            value = float(said)
+            value = float(number)
         except ValueError:
             value = math.nan
-        if not equals or not name.strip() or not math.isfinite(value):
-            raise UsageError(
-                f"{named(FeaturesOption)} {text}: not of the form NAME=NUMBER",
-                hint="for example kv_usage_ratio=0.8",
-            )
+        if not name.strip() or not math.isfinite(value):
+            raise UsageError(f"{option} {text}: not of the form {form}", hint=f"such as {example}")
         values[name.strip()] = value
     return values

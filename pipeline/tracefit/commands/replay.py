@@ -1,4 +1,4 @@
-"""Replay the held-out part of runs in a closed loop: what latency a load gives, beside what was measured."""
+"""Replay the held-out part of runs in a closed loop: the latencies of a load from its arrivals and lengths, and as measured."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ def replay_runs(
             f"there is no run {run}", where=str(folder), hint=known_names(run, runs, title="runs")
         )
     progress = progress or NullProgress()
-    found = []
+    replays = []
     for one in [run] if run else runs:
         progress.stage(f"replaying {one}")
-        found.append(_run(store, models, one))
-    return ReplayResult(tuple(found))
+        replays.append(_run(store, models, one))
+    return ReplayResult(tuple(replays))
 
 
 def replay_all(store: TableStore, models: Models, runs: Iterable[str]) -> tuple[RunReplay, ...]:
     """Replay runs one after the other until `MOST_COMPARED` requests have been compared; the others have that reason."""
-    found: list[RunReplay] = []
+    reason = f"a training replays {MOST_COMPARED:,} requests; `tracefit replay` compares all of a run"
+    replays: list[RunReplay] = []
     for one in runs:
-        reason = f"a training replays {MOST_COMPARED:,} requests; `tracefit replay` compares all of a run"
-        is_done = sum(r.requests for r in found) >= MOST_COMPARED
-        found.append(RunReplay(one, None, reason=reason) if is_done else _run(store, models, one))
-    return tuple(found)
+        is_done = sum(r.requests for r in replays) >= MOST_COMPARED
+        replays.append(RunReplay(one, None, reason=reason) if is_done else _run(store, models, one))
+    return tuple(replays)
 
 
 def _run(store: TableStore, models: Models, run_id: str) -> RunReplay:
@@ -89,7 +89,7 @@ def _run(store: TableStore, models: Models, run_id: str) -> RunReplay:
 
 
 def _requests_near(store: TableStore, run_id: str, cuts: Mapping[str, int]) -> pl.DataFrame:
-    """Read the requests of a run; of a server with very many, those that come next to its cut or are in the engine then."""
+    """Read the requests of a run; of a server with very many, those that arrive near its cut or are in the engine then."""
     arrivals = store.read("requests", [run_id], ["server", "arrival_ns"]).drop_nulls()
     if arrivals.height <= MOST_READ:
         return store.read("requests", [run_id], REQUEST_COLUMNS)
@@ -98,8 +98,8 @@ def _requests_near(store: TableStore, run_id: str, cuts: Mapping[str, int]) -> p
         times = arrivals.filter(pl.col("server") == server)["arrival_ns"].sort()
         at = int(times.search_sorted(cut))
         first, last = times[max(0, at - MOST_READ // 2)], times[min(len(times), at + MOST_READ // 2) - 1]
-        comes_near = pl.col("arrival_ns").is_between(first, last)
+        arrives_near = pl.col("arrival_ns").is_between(first, last)
         is_inside = (pl.col("arrival_ns") < cut) & LEFT.ge(cut)
-        near |= (pl.col("server") == server) & (comes_near | is_inside)
+        near |= (pl.col("server") == server) & (arrives_near | is_inside)
     rows = store.scan("requests", [run_id]).filter(near)
     return rows.select(REQUEST_COLUMNS).collect(engine="streaming")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
+from tracefit.commands.predict import parse_numbers
 from tracefit.diagnostics.deployment import diagnose
 from tracefit.diagnostics.groups import US_PER_MS
 from tracefit.errors import TracefitError, UsageError, known_names
@@ -94,13 +95,11 @@ def report(
     made = report_of(
         evaluation, alpha, beta, store if store.runs() else None, slo_ms=objectives, progress=progress
     )
-    place = place_of(out or folder)
-    texts = report_texts(made, place, progress)
+    texts = report_texts(made, place_of(out or folder), progress)
     write_files(texts)
     # A terminal shows no marks of Markdown, and a program has no use for them.
-    reasons = {
-        s.deployment_id: {v.use: plain(v.sentence) for v in verdicts(s).uses} for s in evaluation.deployments
-    }
+    uses = {s.deployment_id: verdicts(s).uses for s in evaluation.deployments}
+    reasons = {deployment: {v.use: plain(v.sentence) for v in of} for deployment, of in uses.items()}
     return ReportResult(tuple(texts), evaluation.answers, reasons, plain(made.lead))
 
 
@@ -118,7 +117,7 @@ def _page(made: Report) -> str | None:
     """Return the report as a page; null where the libraries it needs are not installed."""
     try:
         from tracefit.reports.page import html_page
-    except ImportError:
+    except TracefitError:
         return None
     return html_page(made)
 
@@ -166,7 +165,7 @@ def _warn_of_other_frames(
     figures: Mapping[str, DeploymentFigures],
     progress: Progress,
 ) -> None:
-    """Say which models have no figures: tables hold the training frames of the last training alone."""
+    """Name the models without figures: the tables have the training frames of the last training only."""
     for deployment in (one for one in evaluation.deployments if one.deployment_id in figures):
         measured = [m.name for m in _models_of(deployment, models) if m.validation and m.validation.holdout.n]
         if without := [name for name in measured if name not in figures[deployment.deployment_id].models]:
@@ -178,10 +177,8 @@ def _warn_of_other_frames(
 @draw_with
 def draw(evaluation: Path, models: Path, tables: Path, figure: str, deployment: str | None) -> PlotlyFigure:
     """Draw one figure of the report; see `TrainResult.plot`."""
-    try:
-        from tracefit.reports.page import plotly_figure
-    except ImportError:
-        raise TracefitError("figures need plotly and jinja2", hint="pip install 'tracefit[report]'") from None
+    from tracefit.reports.page import plotly_figure
+
     published = read_evaluation(evaluation)
     chosen = _deployment_of(published, deployment)
     fitted = [m for kind in ("beta", "alpha") for m in read_coefficients(models / f"{kind}.json").models]
@@ -193,15 +190,14 @@ def draw(evaluation: Path, models: Path, tables: Path, figure: str, deployment: 
 
 
 def _deployment_of(evaluation: Evaluation, deployment: str | None) -> DeploymentEvaluation:
-    found = [
-        s
-        for s in evaluation.deployments
-        if deployment is None or deployment in s.deployment_id or deployment in s.runs
+    every = evaluation.deployments
+    fitting = [
+        s for s in every if deployment is None or deployment in s.deployment_id or deployment in s.runs
     ]
-    if len(found) == 1:
-        return found[0]
-    names = ", ".join(s.deployment_id for s in evaluation.deployments)
-    problem = f"there is no deployment {deployment}" if not found else "several deployments are there"
+    if len(fitting) == 1:
+        return fitting[0]
+    names = ", ".join(s.deployment_id for s in every)
+    problem = f"there is no deployment {deployment}" if not fitting else "several deployments are there"
     raise UsageError(problem, hint=f"name one with {named(DeploymentOption)}: {names}")
 
 
@@ -211,16 +207,9 @@ def parse_slo(texts: Iterable[str]) -> dict[str, float]:
     Raises:
         UsageError: A text of another form.
     """
-    found = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        try:
-            found[name.strip().lower()] = float(value.strip().removesuffix("ms"))
-        except ValueError:
-            raise UsageError(
-                f"{named(LimitsOption)} {text}: not of the form LATENCY=MS", hint="such as ttft=500"
-            ) from None
-    return found
+    numbers = (text.strip().removesuffix("ms") for text in texts)
+    values = parse_numbers(numbers, named(LimitsOption), "LATENCY=MS", "ttft=500")
+    return {name.lower(): ms for name, ms in values.items()}
 
 
 def _objectives(slo_ms: Mapping[str, float] | None) -> Mapping[str, float]:
@@ -234,24 +223,21 @@ def _objectives(slo_ms: Mapping[str, float] | None) -> Mapping[str, float]:
 
 
 def _goodput(evaluation: Evaluation, store: TableStore, slo_ms: Mapping[str, float]) -> dict[str, Goodput]:
-    """Return by run what its servers did within all objectives; a request that failed, or lacks a latency but ITL, is not within."""
+    """Return the goodput of each run; a request that failed, or lacks a latency but ITL, misses the objectives."""
     # A request of one token has no time between two.
     within = [
         (pl.col(f"{name}_us") <= US_PER_MS * ms).fill_null((pl.col("output_tokens") == 1) & (name == "itl"))
         for name, ms in slo_ms.items()
     ]
-    found = {}
+    columns = [*(f"{name}_us" for name in LATENCIES), "output_tokens", "finish_status"]
+    stored = set(store.runs())
+    goodput = {}
     for run in (
-        group
-        for deployment in evaluation.deployments
-        for group in deployment.served
-        if group.name in store.runs()
+        run for deployment in evaluation.deployments for run in deployment.served if run.name in stored
     ):
-        columns = [*(f"{name}_us" for name in LATENCIES), "output_tokens", "finish_status"]
-        rows = store.read("requests", [run.name], columns)
-        good = rows.filter(~is_cut_off(), *within).height
-        found[run.name] = Goodput(100 * good / run.requests, good / run.seconds if run.seconds else None)
-    return found
+        good = store.read("requests", [run.name], columns).filter(~is_cut_off(), *within).height
+        goodput[run.name] = Goodput(100 * good / run.requests, good / run.seconds if run.seconds else None)
+    return goodput
 
 
 def _models_of(deployment: DeploymentEvaluation, models: Sequence[Model]) -> list[Model]:
@@ -261,8 +247,6 @@ def _models_of(deployment: DeploymentEvaluation, models: Sequence[Model]) -> lis
 def _traced(evaluation: Evaluation, store: TableStore) -> tuple[int, int] | None:
     """Return when the traces were recorded; null where their tables are elsewhere, or no time in them has a date."""
     run_ids = sorted({r for s in evaluation.deployments for r in s.runs} & set(store.runs()))
-    dated = store.read("runs", run_ids).filter(pl.col("first_unix_ns") >= FIRST_DATE_NS) if run_ids else None
-    if dated is None or not dated.height:
-        return None
+    dated = store.read("runs", run_ids).filter(pl.col("first_unix_ns") >= FIRST_DATE_NS)
     first, last = dated.select(pl.col("first_unix_ns").min(), pl.col("last_unix_ns").max()).row(0)
-    return first, last
+    return None if first is None else (first, last)

@@ -59,13 +59,9 @@ SECONDS_VIEW = {
     "e2e": "e2e_us",
 }
 """vLLM's names of a request's metrics, in seconds, and the columns they come from."""
-_AS_THEY_ARE = (
-    "tokens_per_s",
-    "queue_ratio",
-    "execute_ratio",
-    "prompt_tokens",
-    "output_tokens",
-    "num_preemptions",
+_UNCHANGED = (
+    *("tokens_per_s", "queue_ratio", "execute_ratio"),
+    *("prompt_tokens", "output_tokens", "num_preemptions"),
 )
 _PER_SECOND = {"ns": 1e9, "us": 1e6}
 
@@ -77,14 +73,14 @@ def read_requests(tables: str | Path) -> pl.DataFrame:
         UsageError: The folder holds no tables.
         DataError: They hold no requests.
     """
-    found = schema.REQUESTS.conform(TableStore(find_tables(tables)).require().read("requests"))
-    if not found.height:
+    rows = schema.REQUESTS.conform(TableStore(find_tables(tables)).require().read("requests"))
+    if not rows.height:
         raise DataError(
             "holds no requests",
             where=str(tables),
             hint=f"start vLLM with {ENDPOINT_FLAG} URL, which gives a span of every request",
         )
-    return found
+    return rows
 
 
 def requests(tables: TablesArgument) -> RequestSummary:
@@ -104,29 +100,29 @@ def requests(tables: TablesArgument) -> RequestSummary:
     # Clocks of different runs do not compare: times are since the first arrival of each run.
     begin, end = pl.col("arrival_ns").min().over(_RUN), _last_event().max().over(_RUN)
     rows = rows.with_columns(since_s=(pl.col("arrival_ns") - begin) / 1e9, run_s=(end - begin) / 1e9)
-    runs = [(name, part) for (name,), part in rows.group_by(_RUN, maintain_order=True)]
-    lengths = [_seconds(part) for _, part in runs]
-    known = [s for s in lengths if s is not None]
+    runs = {str(name): part for (name,), part in rows.group_by(_RUN, maintain_order=True)}
+    lengths = {name: _seconds(part) for name, part in runs.items()}
+    known = [s for s in lengths.values() if s is not None]
     states = rows["state"].fill_null("unknown").value_counts().sort("state")
     return RequestSummary(
         total=_group("all", "all", rows, sum(known) if known else None),
         states=dict(states.iter_rows()),
-        runs=tuple(_group("run", str(n), p, s) for (n, p), s in zip(runs, lengths, strict=True)),
+        runs=tuple(_group("run", name, part, lengths[name]) for name, part in runs.items()),
         phases=_phases(rows),
-        windows=tuple(w for n, p in runs for w in _windows(str(n), p)),
+        windows=tuple(w for name, part in runs.items() for w in _windows(name, part, lengths[name])),
     )
 
 
 def served(store: TableStore, runs: Iterable[str]) -> tuple[RequestGroup, ...]:
     """Summarize the requests of each run; runs without any are left out."""
     columns = [c.name for c in schema.REQUESTS.columns if c.name in _OF_A_GROUP]
-    found = []
+    groups = []
     for run in runs:
         rows = store.read("requests", [run], columns)
         seconds = rows.select(run_s=(_last_event().max() - pl.col("arrival_ns").min()) / 1e9)
         if rows.height:
-            found.append(_group("run", run, rows, _seconds(seconds)))
-    return tuple(found)
+            groups.append(_group("run", run, rows, _seconds(seconds)))
+    return tuple(groups)
 
 
 def seconds_view(tables: str | Path) -> pl.DataFrame:
@@ -139,16 +135,9 @@ def seconds_view(tables: str | Path) -> pl.DataFrame:
     rows = read_requests(tables)
     units = {c.name: c.unit for c in schema.REQUESTS.columns}
     return rows.select(
-        "run_id",
-        "server",
-        "request_id",
-        "core_request_id",
-        "state",
-        *(
-            (pl.col(column) / _PER_SECOND[units[column] or ""]).alias(name)
-            for name, column in SECONDS_VIEW.items()
-        ),
-        *_AS_THEY_ARE,
+        *("run_id", "server", "request_id", "core_request_id", "state"),
+        *((pl.col(c) / _PER_SECOND[units[c] or ""]).alias(name) for name, c in SECONDS_VIEW.items()),
+        *_UNCHANGED,
     )
 
 
@@ -162,23 +151,17 @@ def _seconds(rows: pl.DataFrame) -> float | None:
     return float(seconds) if isinstance(seconds, float) and seconds > 0 else None
 
 
-def _windows(run: str, rows: pl.DataFrame) -> list[RequestGroup]:
+def _windows(run: str, rows: pl.DataFrame, seconds: float | None) -> list[RequestGroup]:
     """Cut a run into about `WINDOWS` windows of a round length, by arrival."""
-    seconds = _seconds(rows)
     if seconds is None:
         return []
     length = _round_length(seconds / WINDOWS)
     # Windows are by arrival: a request that runs through several of them counts once.
-    cut = rows.drop_nulls("since_s").with_columns(window=(pl.col("since_s") // length).cast(pl.Int64))
+    cut = rows.drop_nulls("since_s").with_columns(begins=pl.col("since_s") // length * length).sort("begins")
     return [
-        _group(
-            "time",
-            f"{run} {number * length:g}-{(number + 1) * length:g} s",
-            part,
-            min(length, seconds - number * length),
-        )
-        for (number,), part in cut.sort("window").group_by("window", maintain_order=True)
-        if isinstance(number, int)
+        _group("time", f"{run} {begins:g}-{begins + length:g} s", part, min(length, seconds - begins))
+        for (begins,), part in cut.group_by("begins", maintain_order=True)
+        if isinstance(begins, float)
     ]
 
 
@@ -193,7 +176,6 @@ def _group(by: str, name: str, rows: pl.DataFrame, seconds: float | None) -> Req
     # An aborted request has no whole output: its ITL and E2E would say when the client gave up.
     whole = rows.filter(~failed)
     tokens = int(rows["output_tokens"].sum() or 0)
-    per_s = seconds if seconds and seconds > 0 else None
     return RequestGroup(
         by=by,
         name=name,
@@ -204,8 +186,8 @@ def _group(by: str, name: str, rows: pl.DataFrame, seconds: float | None) -> Req
         prompt_tokens=int(rows["prompt_tokens"].sum() or 0),
         output_tokens=tokens,
         seconds=seconds,
-        requests_per_s=rows.height / per_s if per_s else None,
-        output_tokens_per_s=tokens / per_s if per_s else None,
+        requests_per_s=rows.height / seconds if seconds else None,
+        output_tokens_per_s=tokens / seconds if seconds else None,
         ttft=_quantiles(rows["ttft_us"]),
         itl=_quantiles(whole["itl_us"]),
         e2e=_quantiles(whole["e2e_us"]),
@@ -216,9 +198,9 @@ def _group(by: str, name: str, rows: pl.DataFrame, seconds: float | None) -> Req
 def _phases(rows: pl.DataFrame) -> tuple[PhaseSummary, ...]:
     columns = phase_columns()
     totals = {name: float(rows[column].sum() or 0) for name, column in columns.items()}
-    everything = sum(totals.values())
+    everything = sum(totals.values()) or None
     return tuple(
-        PhaseSummary(name, totals[name] / everything if everything > 0 else None, _quantiles(rows[column]))
+        PhaseSummary(name, everything and totals[name] / everything, _quantiles(rows[column]))
         for name, column in columns.items()
         if rows[column].is_not_null().any()
     )
@@ -235,7 +217,4 @@ def _quantiles(us: pl.Series) -> Quantiles:
 
 def seconds_csv(rows: pl.DataFrame) -> str:
     """Return one line per request. Ids come from clients: none is a formula to a spreadsheet."""
-    texts = [name for name, dtype in rows.schema.items() if dtype == pl.String]
-    return rows.with_columns(
-        pl.col(name).str.replace(r"^([=+\-@\t\r])", "'${1}").alias(name) for name in texts
-    ).write_csv()
+    return rows.with_columns(pl.col(pl.String).str.replace(r"^([=+\-@\t\r])", "'${1}")).write_csv()

@@ -142,7 +142,7 @@ def train(
         ]
     models, report = place_of(out), place_of(report_folder or out)
     nothing = _nothing_fitted(deployments, str(tables))
-    # A failed training leaves the models and the report of the one before as they were.
+    # A failed training leaves the models and the report of an earlier one as they were.
     if nothing and any((models / name).exists() for name in ("alpha.json", "beta.json")):
         raise nothing
     made_by = publish.provenance(
@@ -151,15 +151,13 @@ def train(
         files=_named_files(options),
     )
     alpha, beta, predicted = publish.coefficient_files(deployments, made_by)
-    across = None
     if options.across:
         progress.stage("leaving out runs, models and GPUs")
-        across = fit_across(deployments, deployment_options(options))
+    across = fit_across(deployments, deployment_options(options)) if options.across else None
     published = as_published(alpha), as_published(beta)
     progress.stage("replaying the held-out part of each run")
-    of_deployments = [r for s in deployments for r in publish.runs_of(s)]
-    replays = replay_all(store, Models(published), of_deployments)
-    rates = {} if options.fast else rates_of(store, Models(published), replays)
+    trained = [r for s in deployments for r in publish.runs_of(s)]
+    replays = replay_all(store, Models(published), trained)
     evaluation = publish.evaluate(
         deployments,
         runs,
@@ -167,8 +165,8 @@ def train(
         requests=alpha.requests,
         predicted=predicted,
         replays=replays,
-        served=served(store, of_deployments),
-        rates=rates,
+        served=served(store, trained),
+        rates={} if options.fast else rates_of(store, Models(published), replays),
         thresholds=thresholds,
     )
     texts = {
@@ -180,13 +178,12 @@ def train(
         texts.update({models / name: text for name, text in sample_tables(deployments).items()})
     write_training_frames(store, deployments)
     result = _result(deployments, runs, evaluation, out=models, report=report, tables=store.root)
-    # The report is drawn from what was written: the frames of the fits are not kept beside it.
+    # The report is drawn from the written tables: the frames of the fits are not kept in memory meanwhile.
     del deployments
     memory.give_back()
     progress.stage("drawing the report")
     # From the files' own numbers, so that `report` makes the same one later.
-    made = report_of(as_published(evaluation), *published, store)
-    drawn = report_texts(made, report, progress)
+    drawn = report_texts(report_of(as_published(evaluation), *published, store), report, progress)
     if nothing:
         write_files(drawn)
         hint = "; ".join(filter(None, (nothing.hint, f"{[*drawn][-1]} says what the server did")))
@@ -250,10 +247,7 @@ def fit_runs(
     progress: Progress,
     engine: TaskEngine | None = None,
 ) -> list[FittedDeployment]:
-    """Fit every deployment of some runs, rows of the `runs` table, in this process.
-
-    `engine` makes the frames of each run; this process too if not given.
-    """
+    """Fit every deployment of some runs, rows of the `runs` table; `engine` makes the frames of each, this process if not given."""
     engine = engine or LocalEngine(1)
     write_timelines(store, runs["run_id"].unique(maintain_order=True), engine)
     sets = feature_sets(options.features)
@@ -262,7 +256,7 @@ def fit_runs(
     for deployment, members in deployments_of(runs, str(store.root)):
         progress.stage(f"fitting {deployment.deployment_id} ({_some(members)})")
         frames = dict(each_run(engine, frames_of, store, members))
-        overloads = tuple(one for run_id in members if (one := frames[run_id].overload) is not None)
+        overloads = tuple(filter(None, (frames[run_id].overload for run_id in members)))
         kept, overloads = runs_to_fit(members, overloads, include=options.include_overloaded)
         for one in overloads:
             progress.warn(overload_text(one))
@@ -270,8 +264,7 @@ def fit_runs(
         frames.clear()
         # Memory that the frames took would add to the peak of the fits.
         memory.give_back()
-        fitted = fit_deployment(deployment, tables, sets, how)
-        deployments.append(replace(fitted, overloads=overloads))
+        deployments.append(replace(fit_deployment(deployment, tables, sets, how), overloads=overloads))
     return deployments
 
 
@@ -279,32 +272,29 @@ def _sampled(
     store: TableStore, runs: pl.DataFrame, progress: Progress
 ) -> tuple[pl.DataFrame, dict[str, tuple[str, ...]]]:
     """Return the rows of the runs to train on, and a note for each deployment with some left out."""
-    kept: list[str] = []
+    sampled: list[str] = []
     notes: dict[str, tuple[str, ...]] = {}
     for deployment, members in deployments_of(runs, str(store.root)):
         chosen = sample_runs(runs, members, most_rows=MOST_ROWS, most_runs=MOST_RUNS)
-        kept += chosen
+        sampled += chosen
         if len(chosen) < len(members):
             note = sampling_note(len(chosen), len(members))
             notes[deployment.deployment_id] = (note,)
             progress.warn(f"{deployment.deployment_id}: {note}")
-    return runs.filter(pl.col("run_id").is_in(kept)), notes
+    return runs.filter(pl.col("run_id").is_in(sampled)), notes
 
 
 def overload_text(one: Overload) -> str:
     """Return the warning for an overloaded run: the reason, and whether it is trained on."""
-    fate = (
-        "trained on all the same"
-        if one.trained_on
-        else f"left out of training ({named(TrainOptions, 'include_overloaded')} keeps it)"
-    )
+    left_out = f"left out of training ({named(TrainOptions, 'include_overloaded')} keeps it)"
+    fate = "trained on all the same" if one.trained_on else left_out
     return f"run {one.run_id} was overloaded, {fate}: {'; '.join(one.reasons)}"
 
 
 def _named_files(options: TrainOptions) -> dict[str, str]:
     if not is_feature_file(options.features):
         return {}
-    # `verify` refits with the file of this name: the hash tells whether it is still the same one.
+    # `verify` refits with the file of this name: the hash shows whether its content is still the same.
     return {"features": hashlib.sha256(read_bytes(Path(options.features))).hexdigest()}
 
 

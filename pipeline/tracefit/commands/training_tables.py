@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
 def write_training_frames(store: TableStore, deployments: list[FittedDeployment]) -> None:
     """Write the rows of every run, left out ones too; runs that were not trained on have none."""
-    kinds = ("alpha", "beta")
-    store.write_runs(
-        _frames_of_runs(deployments, {kind: _training_columns(kind, deployments) for kind in kinds})
-    )
+    columns = {kind: _training_columns(kind, deployments) for kind in ("alpha", "beta")}
+    store.write_runs(_frames_of_runs(deployments, columns))
 
 
 def _frames_of_runs(
@@ -35,16 +33,14 @@ def _frames_of_runs(
             for kind, rows in (("alpha", deployment.alpha_rows), ("beta", deployment.beta_rows))
         }
         trained = sorted(deployment.tables.runs["run_id"].unique())
-        # A run that was trained on before may be left out now: its rows of then must not stay.
+        # A run that an earlier training used may be left out now: its rows must not stay.
         left_out = [one.run_id for one in deployment.overloads if not one.trained_on]
         for run_id in (*trained, *left_out):
-            yield (
-                run_id,
-                {
-                    f"{kind}_training": _training_part(kind, rows.get((run_id,)), deployment, columns[kind])
-                    for kind, rows in frames.items()
-                },
-            )
+            parts = {
+                f"{kind}_training": _training_part(kind, rows.get((run_id,)), deployment, columns[kind])
+                for kind, rows in frames.items()
+            }
+            yield run_id, parts
 
 
 def _training_columns(kind: str, deployments: list[FittedDeployment]) -> dict[str, pl.DataType]:
@@ -54,16 +50,16 @@ def _training_columns(kind: str, deployments: list[FittedDeployment]) -> dict[st
     table with one schema.
     """
     table = schema.TABLES[f"{kind}_training"]
-    found: dict[str, pl.DataType] = {}
+    further: dict[str, pl.DataType] = {}
     for deployment in deployments:
         frame = deployment.alpha_rows if kind == "alpha" else deployment.beta_rows
         features = {f for m in deployment.models if m.name.startswith(f"{kind}.") for f in _offered(m)}
         for name, dtype in (frame.schema if frame is not None else {}).items():
             if name in WORKLOAD_COLUMNS:
-                found.setdefault(name, dtype)
+                further.setdefault(name, dtype)
             elif name in features and name not in table.names:
-                found.setdefault(name, pl.Float64())
-    return found
+                further.setdefault(name, pl.Float64())
+    return further
 
 
 def _training_part(
@@ -71,11 +67,8 @@ def _training_part(
 ) -> pl.DataFrame:
     """Return the training rows of one run: the columns of the table, and `columns`."""
     table = schema.TABLES[f"{kind}_training"]
-    rows = (
-        table.empty()
-        if frame is None
-        else frame.with_columns(deployment_id=pl.lit(deployment.deployment.deployment_id))
-    )
+    rows = table.empty() if frame is None else frame
+    rows = rows.with_columns(deployment_id=pl.lit(deployment.deployment.deployment_id))
     further = [
         (pl.col(c).cast(dtype) if c in rows.columns else pl.lit(None, dtype)).alias(c)
         for c, dtype in columns.items()
@@ -85,7 +78,7 @@ def _training_part(
 
 def _offered(model: FittedModel) -> list[str]:
     fitted = model.fitted
-    compared = [n for part in fitted.regimes for n in part.regime.when.names]
+    compared = (name for part in fitted.regimes for name in part.regime.when.names)
     return [*(t.feature for t in fitted.terms), *(x.feature for x in fitted.features_left_out), *compared]
 
 
@@ -111,7 +104,7 @@ def sample_tables(deployments: Sequence[FittedDeployment]) -> dict[str, str]:
 
     The columns are the specification's. Unknown values are empty.
     """
-    alpha, beta = ([one for s in deployments if (one := make(s)) is not None] for make in (_alpha, _beta))
+    alpha, beta = ([rows for s in deployments if (rows := make(s)) is not None] for make in (_alpha, _beta))
     return {
         "alpha_sample.csv": _csv(alpha, (*_ALPHA, "model_size", "hw_type", "tp")),
         "beta_sample.csv": _csv(beta, ("step_duration_us", *_BETA, "model_type", "hw", "tp")),
@@ -141,9 +134,7 @@ def _beta(deployment: FittedDeployment) -> pl.DataFrame | None:
     if deployment.beta_rows is None or deployment.source.beta_target_source is None:
         return None
     context = deployment.deployment.context
-    kind = None
-    if context.architecture is not None:
-        kind = "moe" if context.architecture.is_moe else "dense"
+    kind = context.architecture and ("moe" if context.architecture.is_moe else "dense")
     # The rows of the fit have the features that were offered, which need not be these.
     rows = step_frame(
         deployment.tables, deployment.tables.timeline, _BATCH, {}, deployment.source.beta_target_source

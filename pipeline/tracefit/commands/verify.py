@@ -13,14 +13,13 @@ from tracefit._version import __version__
 from tracefit.coefficients import publish
 from tracefit.coefficients.files import coefficient_paths, find_models, read_coefficients, read_plain, to_json
 from tracefit.coefficients.model import CoefficientFile
-from tracefit.commands.locate import find_tables, tables_of
+from tracefit.commands.locate import trained_tables
 from tracefit.commands.train import fit_runs
 from tracefit.errors import DataError, TracefitError
 from tracefit.options import FeaturesFileOption, TablesOption, TrainOptions, VerifiedArgument, named
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.models import Difference, VerifyResult
 from tracefit.server.documents import read_bytes
-from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -29,9 +28,10 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.model import Provenance
     from tracefit.fit.fitted import FittedDeployment
+    from tracefit.tables.store import TableStore
 
 RELATIVE = 1e-6
-"""On which machines agree."""
+"""Relative difference up to which two numbers are the same: machines differ by less."""
 
 _SMALLEST = 1e-9
 MOST_SHOWN = 50
@@ -65,7 +65,7 @@ def verify(
         True
     """
     path = find_models(file)
-    store = TableStore(find_tables(tables) if tables is not None else tables_of(path)).require()
+    store = trained_tables(path, tables)
     progress = progress or NullProgress()
     fitted: _Fitted = {}
     if not path.is_dir():
@@ -93,7 +93,7 @@ def _together(folder: Path, results: list[VerifyResult]) -> VerifyResult:
 def _verify_file(
     path: Path, store: TableStore, features: str | Path | None, progress: Progress, fitted: _Fitted
 ) -> VerifyResult:
-    """Refit one file and compare it; files that were made together are refitted once."""
+    """Refit one file and compare it; `fitted` has the deployments that another file of the folder was refitted with."""
     document, plain = read_coefficients(path), read_plain(path, CoefficientFile)
     made_by = document.provenance
     if made_by is None or not any(m.training for m in document.models):
@@ -113,68 +113,60 @@ def _verify_file(
     alpha, beta, _ = publish.coefficient_files(deployments, made_by)
     again = json.loads(to_json(alpha if document.kind == "alpha" else beta))
     compared = list(_compare(_by_name(plain), _by_name(again), ""))
-    found = [d for d in compared if d is not None]
-    return VerifyResult(
-        path,
-        not found and not inputs,
-        len(compared),
-        tuple(inputs),
-        len(found),
-        tuple(found[:MOST_SHOWN]),
-        tuple(notes),
-    )
+    differing = [d for d in compared if d is not None]
+    verified = not differing and not inputs
+    shown = tuple(differing[:MOST_SHOWN])
+    return VerifyResult(path, verified, len(compared), tuple(inputs), len(differing), shown, tuple(notes))
 
 
 def _options(made_by: Provenance, features: str | Path | None) -> TrainOptions:
-    known = {name: made_by.options[name] for name in TrainOptions.__slots__ if name in made_by.options}
     usual = TrainOptions()
+    stated = {name: made_by.options[name] for name in TrainOptions.__slots__ if name in made_by.options}
     # The file is input like any other: an option of another type would fail somewhere in the fit.
-    odd = [name for name, value in known.items() if type(value) is not type(getattr(usual, name))]
+    odd = [name for name, value in stated.items() if type(value) is not type(getattr(usual, name))]
     if odd:
         raise DataError(f"its options are not of their types: {', '.join(odd)}", where="provenance.options")
     # A mapping of options by name is beyond what the type of `replace` can express.
-    options = replace(TrainOptions(), **known)  # type: ignore[arg-type]
+    options = replace(usual, **stated)  # type: ignore[arg-type]
     return options if features is None else replace(options, features=str(features))
 
 
 def _runs_that_differ(document: CoefficientFile, runs: pl.DataFrame) -> Iterator[str]:
     here = {one.run_id: one for one in publish.run_inputs(runs)}
-    reported: set[str] = set()
-    for training in (m.training for m in document.models if m.training):
-        for run_id in training.runs:
-            if run_id not in here and run_id not in reported:
-                reported.add(run_id)
-                yield f"run {run_id} is not in the tables"
-        for wanted in training.inputs:
-            found = here.get(wanted.run_id)
-            if found is None or wanted.run_id in reported:
-                continue
-            reported.add(wanted.run_id)
-            if found.traces_sha256 != wanted.traces_sha256:
-                yield f"traces of run {wanted.run_id}: sha256 {found.traces_sha256[:12]}…, not {wanted.traces_sha256[:12]}…"
-            if found.context_sha256 != wanted.context_sha256:
-                yield f"settings, config.json or GPU of run {wanted.run_id}: not those the file was made with"
+    trainings = [m.training for m in document.models if m.training]
+    stated = {one.run_id: one for training in reversed(trainings) for one in reversed(training.inputs)}
+    for run_id in dict.fromkeys(run for training in trainings for run in training.runs):
+        if run_id not in here:
+            yield f"run {run_id} is not in the tables"
+            continue
+        if run_id not in stated:
+            continue
+        ours, theirs = here[run_id], stated[run_id]
+        if ours.traces_sha256 != theirs.traces_sha256:
+            yield f"traces of run {run_id}: sha256 {ours.traces_sha256[:12]}…, not {theirs.traces_sha256[:12]}…"
+        if ours.context_sha256 != theirs.context_sha256:
+            yield f"settings, config.json or GPU of run {run_id}: not those the file was made with"
 
 
 def _files_that_differ(made_by: Provenance, options: TrainOptions) -> Iterator[str]:
     for option, wanted in made_by.files.items():
         path = Path(options.features)
         try:
-            found = hashlib.sha256(read_bytes(path)).hexdigest()
+            digest = hashlib.sha256(read_bytes(path)).hexdigest()
         except TracefitError:
             yield f"{option} file {path} cannot be read; name it with {named(FeaturesFileOption)}"
             continue
-        if found != wanted:
-            yield f"{option} file {path}: sha256 {found[:12]}…, not {wanted[:12]}…"
+        if digest != wanted:
+            yield f"{option} file {path}: sha256 {digest[:12]}…, not {wanted[:12]}…"
 
 
 def _versions_that_differ(made_by: Provenance) -> list[str]:
     here = {"tracefit": __version__, **publish.libraries()}
     there = {"tracefit": made_by.version, **made_by.libraries}
     return [
-        f"{name} {here[name]} here, {there[name]} in the file"
-        for name in here
-        if name in there and there[name] != here[name]
+        f"{name} {version} here, {there[name]} in the file"
+        for name, version in here.items()
+        if there.get(name, version) != version
     ]
 
 
@@ -187,19 +179,19 @@ def _by_name(plain: Mapping[str, object]) -> dict[str, object]:
     return {**{k: v for k, v in plain.items() if k not in {"models", "provenance", "not_fitted"}}, **keyed}
 
 
-def _compare(there: object, here: object, place: str) -> Iterator[Difference | None]:
+def _compare(there: object, here: object, path: str) -> Iterator[Difference | None]:
     """Yield None for every confirmed value and a difference for every other; keys that the file lacks are ignored."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key, value in there.items():
-            yield from _compare(value, here.get(key), f"{place}.{key}" if place else str(key))
+            yield from _compare(value, here.get(key), f"{path}.{key}" if path else str(key))
     # Lists of different lengths are one difference: matching their items would report every one of them.
     elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
         for index, pair in enumerate(zip(there, here, strict=True)):
-            yield from _compare(*pair, f"{place}[{index}]")
+            yield from _compare(*pair, f"{path}[{index}]")
     elif _same(there, here):
         yield None
     else:
-        yield Difference(place, _short(there), _short(here))
+        yield Difference(path, _short(there), _short(here))
 
 
 def _same(there: object, here: object) -> bool:

@@ -64,25 +64,23 @@ class Breakdown(NamedTuple):
 
 
 def step_breakdown(model: LinearModel, steps: pl.DataFrame) -> Breakdown | None:
-    """Return what step times consist of by the terms of their model, short steps first; null where no step has all it needs.
+    """Return the parts of step times by the terms of their model, short steps first; null where no step has all of them.
 
     `steps` have `measured_ms`, the model's features, and the `timeline` columns of the batch that executed.
     """
     compiled = CompiledModel(model)
     largest = {t.feature: _largest_of(compiled.formulas.nodes.get(t.feature)) for t in model.terms}
-    known = compiled.formulas.frame(
-        steps, {name for sums in largest.values() for one in sums for name in one}
-    )
+    rows = compiled.formulas.frame(steps, {name for sums in largest.values() for one in sums for name in one})
     parts: dict[str, list[pl.Expr]] = {EVERY_STEP: [pl.lit(model.intercept.value)]}
     for term in model.terms:
         sums = largest[term.feature]
-        can_split = sums and all(set(one) <= set(known.columns) for one in sums)
+        can_split = sums and all(set(one) <= set(rows.columns) for one in sums)
         addends = _split(sums) if can_split else {term.feature: pl.col(term.feature)}
         for name, value in addends.items():
             part = _or_others(_PART_OF.get(name, name), term.collinear_with)
             parts.setdefault(part, []).append(term.value * value)
     us = {name: pl.sum_horizontal(values, ignore_nulls=False) for name, values in parts.items()}
-    return _breakdown(known, us, pl.col("measured_ms"), COMPOSITION)
+    return _breakdown(rows, us, pl.col("measured_ms"), COMPOSITION)
 
 
 OR = " or "
@@ -95,14 +93,14 @@ def _or_others(part: str, collinear: Sequence[str]) -> str:
 
 
 def first_token_breakdown(requests: pl.DataFrame) -> Breakdown | None:
-    """Return what the measured TTFT consists of, shortest first; null where no request has all of its parts."""
+    """Return the parts of the measured TTFT, shortest first; null where no request has all of them."""
     us = {name: pl.col(column) for name, column in first_token_parts().items()}
     facts = {"prompt tokens": pl.col("prompt_tokens")}
     return _breakdown(requests, us, pl.col("ttft_us") / US_PER_MS, facts)
 
 
 def first_token_parts() -> dict[str, str]:
-    """Return what TTFT consists of: name to column of the `requests` table, in us."""
+    """Return the parts of TTFT: name to column of the `requests` table, in us."""
     return {target.label: target.column for target in parts_of("ttft")} | {"prefill": "prefill_us"}
 
 
@@ -112,10 +110,10 @@ def _breakdown(
     """Sum up rows in groups of equal size by their duration; parts that are zero everywhere are left out."""
     # A part and a fact may have one name.
     columns = {f"part {name}": value / US_PER_MS for name, value in parts_us.items()}
-    known = rows.select(whole=whole_ms, **columns, **facts).drop_nulls(["whole", *columns])
-    if known.height < _QUANTILES:
+    complete = rows.select(whole=whole_ms, **columns, **facts).drop_nulls(["whole", *columns])
+    if complete.height < _QUANTILES:
         return None
-    means = in_groups(known, "whole", _QUANTILES).agg(
+    means = in_groups(complete, "whole", _QUANTILES).agg(
         pl.len().alias("rows"), pl.col(["whole", *columns, *facts]).mean()
     )
     return Breakdown(
@@ -131,7 +129,7 @@ _Sum: TypeAlias = dict[str, float]
 
 
 def _largest_of(node: Node | None) -> list[_Sum]:
-    """Return the sums that a formula is the largest of; none for any other formula."""
+    """Return the sums whose largest is the value of a formula; empty for any other formula."""
     if not isinstance(node, Call) or node.function != "max":
         return []
     sums = [_addends(argument) for argument in node.arguments]

@@ -74,7 +74,7 @@ class DeploymentDiagnostics:
 def diagnose(
     deployment: DeploymentEvaluation, models: Sequence[Model], store: TableStore
 ) -> DeploymentDiagnostics:
-    """Read what the figures of a deployment show.
+    """Read the rows that the figures of a deployment show.
 
     Raises:
         UsageError: A run of the deployment has no tables.
@@ -87,10 +87,9 @@ def diagnose(
             hint=f"name the tables folder with {named(TablesOption)}",
         )
     runs = list(deployment.runs)
-    own = pl.col("deployment_id") == deployment.deployment_id
     of_rows = sorted(ROW_COLUMNS.union(*(CompiledModel(m).columns_with_clock for m in models)))
     steps = with_batches(
-        store.read("beta_training", runs, of_rows).filter(own),
+        store.read("beta_training", runs, of_rows).filter(deployment_id=deployment.deployment_id),
         store.read("timeline", runs, [*STEP, *BATCH_COLUMNS]),
         lag_steps=deployment.timeline.execution_lag_steps,
     )
@@ -101,7 +100,7 @@ def diagnose(
         deployment,
         models,
         steps,
-        store.read("alpha_training", runs, of_rows).filter(own),
+        store.read("alpha_training", runs, of_rows).filter(deployment_id=deployment.deployment_id),
         first_token_breakdown(requests),
         measured_latencies(requests),
         latencies_over_load(requests.filter(pl.col("run_id").is_in(runs[:MOST_RUNS]))),
@@ -114,8 +113,8 @@ def diagnose(
 def _engines(deployment: DeploymentEvaluation, store: TableStore, steps: pl.DataFrame) -> Iterator[EngineRun]:
     """Yield the engines of overloaded runs first, trained on or not: a reader should look at those."""
     overloads = {o.run_id: o for o in deployment.overloaded}
-    known = set(store.runs())
-    for run_id in dict.fromkeys(r for r in (*overloads, *deployment.runs) if r in known):
+    stored = set(store.runs())
+    for run_id in dict.fromkeys(r for r in (*overloads, *deployment.runs) if r in stored):
         timeline = store.read("timeline", [run_id], TIMELINE_COLUMNS)
         for (server,), rows in sorted(timeline.partition_by("server", as_dict=True).items()):
             training = steps.filter(run_id=run_id, server=server)

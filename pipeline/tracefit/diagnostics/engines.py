@@ -58,12 +58,12 @@ def engine_run(
     run_id: str,
     server: str,
 ) -> EngineRun | None:
-    """Return what one engine did over its run; null where fewer than two steps are known.
+    """Return load and step times of one engine over its run; null with fewer than two known steps.
 
     `timeline` has the server's rows of that table (`TIMELINE_COLUMNS`), `training` those of `beta_training`, if any, for the
     warm-up and the hold-out; `overload` is that of the run in the evaluation.
     """
-    # Steps that nothing anchors in time, or of unknown batch, have no place in the figure.
+    # The figure leaves out steps without a time, and those of unknown batch.
     known = timeline.drop_nulls(["ts_start_ns", "running_depth"]).sort("ts_start_ns")
     if known.height < 2:
         return None
@@ -86,11 +86,10 @@ def engine_run(
 def _time_bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
     # The last step starts at the end of the last interval: it belongs to that one.
     width = seconds / BINS
-    place = (pl.col("at_s") / width).floor().clip(0, BINS - 1)
+    number = (pl.col("at_s") / width).floor().clip(0, BINS - 1)
     busy = pl.col("cycle_us").filter(~pl.col("idle_after"))
     return (
-        known.with_columns(bin=place)
-        .group_by("bin", maintain_order=True)
+        known.group_by(bin=number, maintain_order=True)
         .agg(
             at_s=pl.col("at_s").mean(),
             running=pl.col("running_depth").mean(),
@@ -107,10 +106,10 @@ def _time_bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
 
 
 def _queues(bins: pl.DataFrame, overloaded: Sequence[MarkedInterval]) -> list[MarkedInterval]:
-    """Join neighbouring intervals in which requests wait at every step, but those already marked as overload."""
+    """Join neighbouring intervals in which requests wait at every step; those marked as overload are left out."""
     middle = (pl.col("start") + pl.col("end")) / 2
-    known = pl.any_horizontal(pl.lit(value=False), *(middle.is_between(o.start, o.end) for o in overloaded))
-    queued = bins.filter(pl.col("queued").fill_null(value=False) & ~known)
+    in_overload = (middle.is_between(o.start, o.end) for o in overloaded)
+    queued = bins.filter("queued", ~pl.any_horizontal(pl.lit(value=False), *in_overload))
     group = (pl.col("bin").diff().fill_null(1) > 1).cum_sum()
     joined = queued.with_columns(group=group).group_by("group", maintain_order=True)
     return marked("queue never empty", joined.agg(pl.col("start").min(), pl.col("end").max()))

@@ -17,9 +17,9 @@ ENOUGH_FOR_P90 = 50
 
 
 class Bin(NamedTuple):
-    """Rows whose x lies between `low` and `high`, the median of their x, and median, P10 and P90 of their y."""
+    """Rows with an x of `low` to `high`, the median of their x, and median, P10 and P90 of their y."""
 
-    # Of equal size, not of equal width: the highest values of x would be a row or two.
+    # Of equal size, not of equal width: a group of the highest values would have a row or two.
     rows: int
     low: float
     high: float
@@ -54,7 +54,13 @@ def in_groups(rows: pl.DataFrame, by: str, groups: int) -> GroupBy:
     return rows.sort(by).with_columns(group).group_by("group", maintain_order=True)
 
 
+def count_open(begins: pl.Series, ends: pl.Series, at: pl.Series) -> pl.Series:
+    """Count the intervals that began before each time and had not ended by then."""
+    begun, ended = begins.sort().search_sorted(at, side="left"), ends.sort().search_sorted(at, side="right")
+    return begun.cast(pl.Int64) - ended.cast(pl.Int64)
+
+
 def bins_by_run(rows: pl.DataFrame, x: str, y: str, *, least: int = 1) -> dict[str, list[Bin]]:
-    """Return `bins_of` each run."""
+    """Return the groups of each run; see `bins_of`."""
     runs = rows.sort("run_id", maintain_order=True).group_by("run_id", maintain_order=True)
     return {str(run): bins_of(part, x, y, least=least) for (run,), part in runs}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from tracefit.diagnostics.groups import US_PER_MS, Bin, bins_by_run
+from tracefit.diagnostics.groups import US_PER_MS, Bin, bins_by_run, count_open
 from tracefit.features.targets import LATENCIES
 from tracefit.statistics import PERCENTS
 from tracefit.tables.requests import is_cut_off
@@ -13,52 +13,40 @@ from tracefit.tables.schema import SERVER
 
 def measured_latencies(requests: pl.DataFrame) -> dict[str, dict[int, float]]:
     """Return percentiles of the measured request latencies in ms; a latency of fewer than two requests is left out."""
-    found = {}
-    for name in LATENCIES:
-        positive = requests[f"{name}_us"].drop_nulls()
-        positive = positive.filter(positive > 0)
-        if positive.len() >= 2:
-            found[name] = {
-                p: float(positive.quantile(p / 100, "linear") or 0.0) / US_PER_MS for p in PERCENTS
-            }
-    return found
+    positive = {name: requests[f"{name}_us"].drop_nulls() for name in LATENCIES}
+    positive = {name: us.filter(us > 0) / US_PER_MS for name, us in positive.items()}
+    return {
+        name: {p: float(ms.quantile(p / 100, "linear") or 0.0) for p in PERCENTS}
+        for name, ms in positive.items()
+        if ms.len() >= 2
+    }
 
 
 def latencies_over_load(requests: pl.DataFrame) -> dict[str, pl.DataFrame]:
     """Return each latency of the requests and how many were in flight when each arrived: run_id, in_flight, ms."""
     began = pl.coalesce("arrival_ns", "queued_ns")
     ended = pl.coalesce("finished_ns", "aborted_ns", "departed_ns")
-    columns = (*SERVER, *(f"{name}_us" for name in LATENCIES))
-    rows = requests.select(*columns, cut_off=is_cut_off(), began=began, ended=ended).drop_nulls("began")
-    parts = [
-        part.select(
-            "run_id",
-            *(f"{name}_us" for name in LATENCIES),
-            "cut_off",
-            in_flight=_in_flight(part).cast(pl.Float64),
-        )
-        for _, part in rows.group_by(SERVER, maintain_order=True)
-    ]
-    if not parts:
+    latencies = [f"{name}_us" for name in LATENCIES]
+    rows = requests.select(*SERVER, *latencies, cut_off=is_cut_off(), began=began, ended=ended).drop_nulls(
+        "began"
+    )
+    servers = [part.with_columns(in_flight=_in_flight(part)) for part in rows.partition_by(SERVER)]
+    if not servers:
         return {}
-    every = pl.concat(parts)
-    found = {}
+    every = pl.concat(servers)
+    over_load = {}
     for name in LATENCIES:
         ms = pl.col(f"{name}_us") / US_PER_MS
-        known = every.filter(ms > 0, pl.lit(name == "ttft") | ~pl.col("cut_off")).select(
-            "run_id", "in_flight", ms=ms
-        )
-        if known.height >= 2:
-            found[name] = known
-    return found
+        measured = every.filter(ms > 0, pl.lit(name == "ttft") | ~pl.col("cut_off"))
+        if measured.height >= 2:
+            over_load[name] = measured.select("run_id", "in_flight", ms=ms)
+    return over_load
 
 
 def _in_flight(rows: pl.DataFrame) -> pl.Series:
-    """Count the requests of a server that had begun and not ended when each one began; those without an end do not count."""
+    """Count the requests of a server in flight when each one began; those without an end do not count."""
     whole = rows.drop_nulls("ended")
-    starts, ends = whole["began"].sort(), whole["ended"].sort()
-    began = starts.search_sorted(rows["began"], side="left")
-    return began.cast(pl.Int64) - ends.search_sorted(rows["began"], side="right").cast(pl.Int64)
+    return count_open(whole["began"], whole["ended"], rows["began"]).cast(pl.Float64)
 
 
 def step_times_over_batch(timeline: pl.DataFrame) -> dict[str, list[Bin]]:

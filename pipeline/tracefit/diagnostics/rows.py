@@ -75,7 +75,7 @@ def evaluated(model: Model, rows: pl.DataFrame) -> pl.DataFrame | None:
     if not compiled.columns_with_clock <= set(rows.columns):
         return None
     kept = rows.filter(pl.col("excluded_reason").is_null())
-    if "source" in kept.columns:
+    if model.is_step_model:
         # A mean over an interval is no step: the errors of the report are those on single steps, if there are enough.
         single = kept.filter(is_one_step())
         kept = single if single.filter(split="holdout").height >= FEW_ROWS else kept
@@ -102,13 +102,13 @@ def time_unit(rows: pl.DataFrame) -> str:
     return "steps" if rows["ts_ns"].null_count() else "seconds"
 
 
-def strongest_features(model: Model, held: pl.DataFrame) -> list[str]:
+def strongest_features(model: Model, rows: pl.DataFrame) -> list[str]:
     """Name the features that move the prediction most over the training range."""
     effects = {
         t.feature: abs(t.value) * (t.training_range[1] - t.training_range[0])
         for form in main_forms(model).values()
         for t in form.terms
-        if t.training_range is not None and t.feature in held.columns
+        if t.training_range is not None and t.feature in rows.columns
     }
     return sorted(effects, key=lambda f: -effects[f])[:_STRONG]
 
@@ -136,7 +136,7 @@ def marked(kind: IntervalKind, ends: pl.DataFrame) -> list[MarkedInterval]:
 
 
 def steps_over_time(kept: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-    """Put the rows of `evaluated` on one time axis, runs one after the other without the time between them.
+    """Return the rows of `evaluated` on one time axis, runs one after the other without the time between them.
 
     Returns:
         The first runs: run_id, server and begins, where each begins on the axis in s; their rows, with `at_s` on the axis; and
@@ -152,9 +152,9 @@ def steps_over_time(kept: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, pl.
         .with_columns(at_s=pl.col("at_s") + pl.col("begins"))
         .sort("at_s")
     )
-    place = (pl.col("at_s") / (total / TIME_BINS)).floor()
+    number = (pl.col("at_s") / (total / TIME_BINS)).floor()
     means = (
-        rows.group_by("begins", place.alias("bin"), maintain_order=True)
+        rows.group_by("begins", number.alias("bin"), maintain_order=True)
         .agg(pl.col("at_s", "measured_ms", "predicted_ms").mean())
         .sort("at_s")
     )

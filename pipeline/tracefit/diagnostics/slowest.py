@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import polars as pl
 
-from tracefit.diagnostics.groups import US_PER_MS
+from tracefit.diagnostics.groups import US_PER_MS, count_open
 from tracefit.tables.requests import is_cut_off
 from tracefit.tables.schema import ENGINE
 from tracefit.text import count, number, plural
@@ -18,18 +18,11 @@ _EACH = 5
 """Requests listed by each latency."""
 
 _SMALL = 0.1
-"""Share of a request's time from which on a part is a reason."""
+"""Least share of a request's time that makes a part a reason."""
 
+_NAMES = (*ENGINE, "request_id", "core_request_id")
 SLOWEST_COLUMNS = (
-    *(
-        *ENGINE,
-        "request_id",
-        "core_request_id",
-        "arrival_ns",
-        "queued_ns",
-        "first_scheduled_ns",
-        "finish_status",
-    ),
+    *(*_NAMES, "arrival_ns", "queued_ns", "first_scheduled_ns", "finish_status"),
     *("first_scheduled_step", "first_token_step", "prompt_tokens", "output_tokens", "num_preemptions"),
     *("ttft_us", "e2e_us", "admission_us", "queue_wait_us", "requeue_wait_us", "prefill_us", "decode_us"),
 )
@@ -37,7 +30,7 @@ SLOWEST_COLUMNS = (
 
 
 class SlowRequest(NamedTuple):
-    """A slow request: the latency it is slow in, times in ms, null where not known, and its reason in words."""
+    """A slow request: the latency it is slow in, times in ms, null if unknown, and its reason in words."""
 
     latency: str
     run_id: str
@@ -62,7 +55,7 @@ def slowest_requests(requests: pl.DataFrame) -> tuple[SlowRequest, ...]:
         whole.drop_nulls(f"{name}_us").top_k(_EACH, by=f"{name}_us").with_columns(latency=pl.lit(name))
         for name in ("ttft", "e2e")
     ]
-    found = pl.concat(worst).unique(list(SLOWEST_COLUMNS[:6]), maintain_order=True)
+    slowest = pl.concat(worst).unique([*_NAMES, "arrival_ns"], maintain_order=True)
     return tuple(
         SlowRequest(
             row["latency"],
@@ -74,19 +67,14 @@ def slowest_requests(requests: pl.DataFrame) -> tuple[SlowRequest, ...]:
             row["output_tokens"],
             _reason(row),
         )
-        for row in found.iter_rows(named=True)
+        for row in slowest.iter_rows(named=True)
     )
 
 
 def _with_queue(rows: pl.DataFrame) -> pl.DataFrame:
-    """Add `behind`: the requests of the engine that had been queued before and were not yet scheduled when each was queued."""
-    if "behind" in rows.columns or not rows.height:
-        return rows
-    queued, scheduled = (rows[n].drop_nulls().sort() for n in ("queued_ns", "first_scheduled_ns"))
-    at = rows["queued_ns"].fill_null(0)
-    behind = queued.search_sorted(at, side="left").cast(pl.Int64) - scheduled.search_sorted(
-        at, side="right"
-    ).cast(pl.Int64)
+    """Add `behind`: the requests of the engine that waited in the queue when each was queued."""
+    queued, scheduled = (rows[name].drop_nulls() for name in ("queued_ns", "first_scheduled_ns"))
+    behind = count_open(queued, scheduled, rows["queued_ns"].fill_null(0))
     return rows.with_columns(behind=behind.clip(lower_bound=0))
 
 
@@ -97,9 +85,9 @@ def _ms(us: float | None) -> float | None:
 def _reason(row: Mapping[str, Any]) -> str:
     """Return the parts that took most of a request's time, the longest first."""
     parts = sorted(_parts(row, until_first=row["latency"] == "ttft"), reverse=True)
-    named = [text for us, text in parts if us >= _SMALL * row[f"{row['latency']}_us"]]
+    large = [text for us, text in parts if us >= _SMALL * row[f"{row['latency']}_us"]]
     return (
-        "; ".join(named or [text for _, text in parts[:1]]) or "its trace does not show where the time went"
+        "; ".join(large or [text for _, text in parts[:1]]) or "its trace does not show where the time went"
     )
 
 

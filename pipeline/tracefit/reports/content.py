@@ -1,4 +1,4 @@
-"""Build the report: can I use this, for what and how sure; then figures; then what an expert asks.
+"""Build the report: verdicts and their certainty first, then figures, then details for an expert.
 
 The result is a `document.Report`, which `page` renders as HTML and `document.markdown_text` as Markdown. The words of
 verdicts are in `sentences`, the figures in `figures`; here are the sections and their order.
@@ -31,6 +31,7 @@ from tracefit.reports.sentences import (
 )
 from tracefit.server.settings import without_attribute
 from tracefit.text import (
+    UNKNOWN,
     DeploymentLabel,
     count,
     deployment_labels,
@@ -75,38 +76,26 @@ _HOLDOUT_NOTE = (
     "guess, the training median; the reference is gradient boosting on the same inputs."
 )
 _LATENCY_NOTE = (
-    "TTFT, ITL and E2E are what `tracefit predict` says of a request with what is known when it arrives: its lengths, the queue and "
-    "the batch that runs. Given the queue and the batches it then met, the models are closer: see *Request latencies*."
+    "TTFT, ITL and E2E are predictions of `tracefit predict` from the facts at a request's arrival: its lengths, the queue and "
+    "the batch that runs. Given the measured queue and batches, the models are closer: see *Request latencies*."
 )
 _THRESHOLDS_NOTE = (
     "Each use is as good as the worst measure it needs. The thresholds are in evaluation.json; "
     f"`tracefit train {flag_of(TrainOptions, 'thresholds')} USE.MEASURE=YES:WITH_LIMITS` sets others."
 )
-_TERMS = (
-    ("step", "one iteration of the engine over its batch"),
-    (
-        "cycle time",
-        "start of a step to the start of the next while the engine is busy: the time a step takes",
-    ),
-    ("hold-out", "the rows that no model was fitted on"),
-    (
-        "APE, MAPE",
-        "absolute percentage error of a row, and its mean; a few rows near zero can dominate the mean",
-    ),
-    ("MAE", "mean absolute error"),
-    ("bias", "sum of predictions over sum of measurements, less 100 %"),
-    ("baseline", "predicts the training median for every row"),
-    ("reference", "gradient boosting on the same features and rows: about the best these features allow"),
-    *(
-        (target.label, f"{target.definition}: {target.contains}" if target.contains else target.definition)
-        for target in around_steps()
-    ),
-    ("TTFT, ITL, E2E", "time to the first token, between tokens, and from arrival to the last token"),
-    (
-        "training range",
-        "smallest to largest value of a feature in the training rows; a prediction outside extrapolates",
-    ),
-)
+_TERMS = {
+    "step": "one iteration of the engine over its batch",
+    "cycle time": "start of a step to the start of the next while the engine is busy: the time a step takes",
+    "hold-out": "the rows that no model was fitted on",
+    "APE, MAPE": "absolute percentage error of a row, and its mean; a few rows near zero can dominate the mean",
+    "MAE": "mean absolute error",
+    "bias": "sum of predictions over sum of measurements, less 100 %",
+    "baseline": "predicts the training median for every row",
+    "reference": "gradient boosting on the same features and rows: about the best these features allow",
+    **{t.label: ": ".join(filter(None, (t.definition, t.contains))) for t in around_steps()},
+    "TTFT, ITL, E2E": "time to the first token, between tokens, and from arrival to the last token",
+    "training range": "smallest to largest value of a feature in the training rows; a prediction outside extrapolates",
+}
 
 
 class Goodput(NamedTuple):
@@ -118,13 +107,18 @@ class Goodput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeploymentParts:
-    """One deployment of the report: its evaluation, its models by name, its figures, null where these are left out, and its goodput by run."""
+    """One deployment of the report: its evaluation, its models by name, its figures, null where these are left out, and goodput by run."""
 
     deployment: published.DeploymentEvaluation
     label: DeploymentLabel
     models: dict[str, published.Model]
     figures: DeploymentFigures | None
     goodput: Mapping[str, Goodput]
+
+    @property
+    def facts(self) -> published.DeploymentFacts | None:
+        """Facts of its server, the same for all of its models; null without a model."""
+        return next((m.deployment for m in self.models.values()), None)
 
 
 def build_report(
@@ -139,8 +133,8 @@ def build_report(
 ) -> Report:
     """Build the whole report.
 
-    `figures` holds those of the deployments that are drawn, by deployment id, and is null without tables; `traced` is the first and the
-    last time of the traces in Unix nanoseconds. `slo_ms` are objectives, and `goodput` says what each run did within all of them.
+    `figures` are those of the drawn deployments, by deployment id, and null without tables; `traced` is the first and the last time of
+    the traces in Unix nanoseconds. `slo_ms` are objectives, and `goodput` counts the requests of each run that met all of them.
     """
     models = {(m.deployment_id, m.name): m for m in (*beta.models, *alpha.models)}
     settings = {
@@ -151,23 +145,24 @@ def build_report(
     labels = deployment_labels(
         {s.deployment_id: (s.runs, settings.get(s.deployment_id, {})) for s in evaluation.deployments}
     )
+    has_tables = figures is not None
+    if figures is None:
+        figures = {s.deployment_id: figures_of_evaluation(s, slo_ms) for s in evaluation.deployments}
     deployments = [
         DeploymentParts(
             deployment,
             labels[deployment.deployment_id],
             {name: models[deployment.deployment_id, name] for name in deployment.models},
-            figures_of_evaluation(deployment, slo_ms)
-            if figures is None
-            else figures.get(deployment.deployment_id),
-            {run: goodput[run] for run in deployment.runs if run in goodput},
+            figures.get(deployment.deployment_id),
+            goodput,
         )
         for deployment in evaluation.deployments
     ]
     data = kept(
-        _NO_TABLES if figures is None else "",
+        "" if has_tables else _NO_TABLES,
         section("Data", *_data_parts(evaluation), folded=True),
         _across(evaluation),
-        section("Terms", table(("term", "meaning"), _TERMS), folded=True),
+        section("Terms", table(("term", "meaning"), _TERMS.items()), folded=True),
         _provenance(alpha, beta),
     )
     subject = _subject(evaluation, traced)
@@ -181,9 +176,9 @@ def build_report(
             f"**{lead(one.deployment)}**",
             *_deployment(one),
             # The first one is open: a page of headings alone would say nothing.
-            folded=place > 0,
+            folded=k > 0,
         )
-        for place, one in enumerate(deployments)
+        for k, one in enumerate(deployments)
     ]
     exactness = least_exact([(one.label.name, one.deployment) for one in deployments])
     titles = list(dict.fromkeys(_title(one) for one in deployments))
@@ -192,10 +187,8 @@ def build_report(
 
 
 def _title(one: DeploymentParts) -> str:
-    # All models of a deployment state the same facts.
-    facts = next((m.deployment for m in one.models.values()), None)
-    model = (facts.model if facts else None) or one.label.name
-    return f"{model} on {facts.gpu}" if facts and facts.gpu else model
+    model = (one.facts and one.facts.model) or one.label.name
+    return f"{model} on {one.facts.gpu}" if one.facts and one.facts.gpu else model
 
 
 def _subject(evaluation: published.Evaluation, traced: tuple[int, int] | None) -> str:
@@ -211,43 +204,28 @@ def _subject(evaluation: published.Evaluation, traced: tuple[int, int] | None) -
     return f"Latency models of a vLLM server, fitted on its traces: {', '.join(counts)}.{when}"
 
 
-def _headlines(
-    deployment: published.DeploymentEvaluation,
-) -> dict[str, tuple[results.Metrics, results.Metrics, results.Metrics | None]]:
-    """Return the errors a reader asks for first, each with those of the baseline and of gradient boosting."""
+def _headline_table(deployment: published.DeploymentEvaluation) -> Table:
+    """Return the errors a reader asks for first, each beside those of the baseline and of gradient boosting."""
     # In the order of a simulation: all latencies are made of step times.
     step = step_entry(deployment)
-    found = {}
+    errors: dict[str, tuple[results.Metrics, results.Metrics, results.Metrics | None]] = {}
     if step:
-        found[step_times(step).removesuffix("s")] = step.holdout, step.baseline, step.gradient_boosting
+        errors[step_times(step).removesuffix("s")] = step.holdout, step.baseline, step.gradient_boosting
     for key, label in LATENCIES.items():
         if entry := deployment.latency.get(key):
-            found[label] = entry.predicted, entry.baseline, entry.gradient_boosting
-    return {label: errors for label, errors in found.items() if errors[0].mdape_pct is not None}
-
-
-def _headline_table(deployment: published.DeploymentEvaluation) -> Table:
+            errors[label] = entry.predicted, entry.baseline, entry.gradient_boosting
     rows = [
         (
             label,
-            *(percent(v) for v in (m.mdape_pct, m.p90_ape_pct, base.mdape_pct, base.p90_ape_pct)),
+            *(percent(v) for m in (model, baseline) for v in (m.mdape_pct, m.p90_ape_pct)),
             percent(boosted.mdape_pct if boosted else None),
-            count(m.n),
+            count(model.n),
         )
-        for label, (m, base, boosted) in _headlines(deployment).items()
+        for label, (model, baseline, boosted) in errors.items()
+        if model.mdape_pct is not None
     ]
-    return table(
-        (
-            "error of",
-            "median %",
-            "P90 %",
-            "baseline median %",
-            "baseline P90 %",
-            "reference median %",
-            "held out",
-        ),
-        rows,
-    )
+    heads = (f"{who}{what} %" for who in ("", "baseline ") for what in ("median", "P90"))
+    return table(("error of", *heads, "reference median %", "held out"), rows)
 
 
 _REPLAY_NOTE = (
@@ -257,9 +235,12 @@ _REPLAY_NOTE = (
 )
 
 
+_REPLAYED_FACTS = {"output_tokens_per_s": "output tokens/s", "waiting_mean": "waiting on average"}
+
+
 def _replay_parts(deployment: published.DeploymentEvaluation) -> tuple[ReportPart, ...]:
     """Return measured and replayed latencies of each run, or why a run is not replayed."""
-    several, rows, lines = len(deployment.replays) > 1, [], []
+    rows, lines = [], []
     for run in deployment.replays:
         name = f"`{run.run_id}`"
         for latency, label in (*LATENCIES.items(), ("client", "until departure")):
@@ -268,32 +249,31 @@ def _replay_parts(deployment: published.DeploymentEvaluation) -> tuple[ReportPar
                 guesses = (p.error_of(g) for p in (p50, p90) for g in (p.constant, p.predicted))
                 cells = (number(p50.measured / 1e3), number(p50.replayed / 1e3))
                 errors = (*(p.error_pct for p in points), *guesses)
-                rows.append(((name,) if several else ()) + (label, *cells, *map(_signed, errors)))
+                rows.append((name, label, *cells, *map(_signed, errors)))
         if run.reason:
             lines.append(f"Run {name} is not replayed: {run.reason}.")
             continue
         others = {q.name: q for q in run.quantities}
         facts = [
             f"{words} {number(q.measured)} measured, {number(q.replayed)} replayed"
-            for key, words in (
-                ("output_tokens_per_s", "output tokens/s"),
-                ("waiting_mean", "waiting on average"),
-            )
+            for key, words in _REPLAYED_FACTS.items()
             if (q := others.get(key))
         ]
         counts = f"{plural(run.requests, 'request')} compared, {count(run.in_flight)} in flight before"
         lines.append(f"Run {name}: {'; '.join((counts, *facts, *run.notes))}.")
-    ways = ("constant", "predict")
-    head = ("measured P50 ms", "replayed", *(f"P{q} error %" for q in (50, 90, 99)))
-    beside = (f"{way} P{q} %" for q in (50, 90) for way in ways)
-    found = table((*(("run",) if several else ()), "replayed", *head, *beside), rows)
-    parts = kept(_REPLAY_NOTE if rows else "", found, Bullets(tuple(lines)))
-    many = len(deployment.replays) > _MANY_RUNS
-    return (
-        (section(f"Replays of {count(len(deployment.replays))} runs", *parts, folded=True),)
-        if many
-        else parts
-    )
+    heads = [f"P{q} error %" for q in (50, 90, 99)]
+    heads += [f"{way} P{q} %" for q in (50, 90) for way in ("constant", "predict")]
+    latencies = table(("run", "replayed", "measured P50 ms", "replayed", *heads), rows)
+    parts = (_REPLAY_NOTE if rows else "", latencies, Bullets(tuple(lines)))
+    return _folded_if_many("Replays of", len(deployment.replays), *parts)
+
+
+_MANY_RUNS = 8
+
+
+def _folded_if_many(title: str, runs: int, *parts: ReportPart) -> tuple[ReportPart, ...]:
+    """Return parts with something for each run; those of many runs are a folded section."""
+    return parts if runs <= _MANY_RUNS else (section(f"{title} {count(runs)} runs", *parts, folded=True),)
 
 
 def _signed(value: float | None) -> str:
@@ -301,7 +281,7 @@ def _signed(value: float | None) -> str:
 
 
 def _holds_for(deployment: published.DeploymentEvaluation) -> str:
-    # The errors beside it were measured on such load: beyond it nothing is known.
+    # Errors were measured on such load: beyond it they are unknown.
     step = step_entry(deployment)
     load = step.error_over_load if step else None
     if load is None:
@@ -311,7 +291,7 @@ def _holds_for(deployment: published.DeploymentEvaluation) -> str:
 
 
 def _overview(deployments: Sequence[DeploymentParts]) -> Table:
-    """Return a table with one row per deployment: what it can be used for, headline errors and the load they hold for."""
+    """Return a table with a row per deployment: its verdicts, its main errors and the load they are valid for."""
     uses = list(dict.fromkeys(use for one in deployments for use in one.deployment.verdicts))
     rows = []
     for one in deployments:
@@ -320,12 +300,12 @@ def _overview(deployments: Sequence[DeploymentParts]) -> Table:
         answers = [
             f"**{one.deployment.verdicts[u].answer}**" if u in one.deployment.verdicts else "-" for u in uses
         ]
-        errors = _headlines(one.deployment)
-        step = next((errors[label] for label in ("step time", "mean step time") if label in errors), None)
-        run = least_exact_replay(one.deployment)
+        step, run = step_entry(one.deployment), least_exact_replay(one.deployment)
         replayed = [[q.error_pct for q in run.of(name)[:2]] if run else [] for name in LATENCIES]
         cells = [f"{' / '.join(map(_signed, pair))} %" if pair else "-" for pair in replayed]
-        cells.append(f"{percent(step[0].mdape_pct)} / {percent(step[0].p90_ape_pct)} %" if step else "-")
+        cells.append(
+            f"{percent(step.holdout.mdape_pct)} / {percent(step.holdout.p90_ape_pct)} %" if step else "-"
+        )
         rows.append((name, *answers, *cells, _holds_for(one.deployment) or "-"))
     heads = (f"replayed {label}, error at P50 / P90" for label in LATENCIES.values())
     return table(("deployment", *uses, *heads, "step time, median / P90 error", "holds for"), rows)
@@ -337,7 +317,7 @@ def _some_runs(deployment: published.DeploymentEvaluation, most: int = 2) -> str
 
 
 def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
-    """Return the parts of one deployment: what its server did and would do, verdicts, errors, figures, then what an expert asks, folded."""
+    """Return the parts of one deployment: its server as measured and at other rates, verdicts, errors and figures; details are folded."""
     deployment, models, load = one.deployment, one.models, _holds_for(one.deployment)
     figures = one.figures or DeploymentFigures((), (), (), note=_NO_FIGURES)
     errors = _headline_table(deployment)
@@ -353,8 +333,8 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
     # Step times before waits: latencies build on them.
     names = sorted(deployment.models, key=lambda name: not is_step_model(name))
     return kept(
-        f"Of deployments alike, this one has {one.label.detail}." if one.label.detail else "",
-        _served(one),
+        f"Deployments of this name differ: this one has {one.label.detail}." if one.label.detail else "",
+        *_served(one),
         *figures.top,
         verdicts(deployment),
         _to_record(deployment),
@@ -365,7 +345,7 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
         *(f"Note: {text}." for text in deployment.notes),
         *(_overload(o) for o in deployment.overloaded),
         *figures.first,
-        _slowest(figures.slowest, several=len(deployment.runs) > 1),
+        _slowest(figures.slowest),
         figures.note,
         section(
             "Errors on the hold-out",
@@ -396,7 +376,7 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
 
 
 def _to_record(deployment: published.DeploymentEvaluation) -> Bullets:
-    """Say what to record for a yes, once for the uses that need the same."""
+    """Name the recording that would give a yes, once for the uses that need the same one."""
     uses: dict[published.RecordingAdvice, list[str]] = {}
     for use, verdict in deployment.verdicts.items():
         if verdict.record is not None:
@@ -410,63 +390,40 @@ def _to_record(deployment: published.DeploymentEvaluation) -> Bullets:
     )
 
 
-_MANY_RUNS = 8
-
-
-def _served(one: DeploymentParts) -> Table | Section:
-    """Return what the server did, a row per run."""
+def _served(one: DeploymentParts) -> tuple[ReportPart, ...]:
+    """Return requests, rates and latencies of the server, a row per run."""
     rows = []
     for run in one.deployment.served:
-        rates = [
-            None if run.seconds is None else n / run.seconds for n in (run.output_tokens, run.prompt_tokens)
-        ]
-        found = [
-            " / ".join(number(None if v is None else 1e3 * v) for v in (q.p50, q.p90, q.p99)) if q.n else "-"
-            for q in (getattr(run, name) for name in LATENCIES)
-        ]
+        latencies = [getattr(run, name) for name in LATENCIES]
         good = one.goodput.get(run.name)
         within = (f"{percent(good.within_pct)} %", number(good.requests_per_s)) if good else ("-", "-")
         failed = f"{count(run.failed)} ({percent(100 * run.failed / run.requests)} %)" if run.failed else "0"
         cells = (
-            count(run.requests),
-            failed,
-            count(run.preemptions),
-            number(run.requests_per_s),
-            *map(number, rates),
+            *(f"`{run.name}`", count(run.requests), failed, count(run.preemptions)),
+            *(number(run.requests_per_s), number(run.output_tokens_per_s)),
+            number(run.prompt_tokens / run.seconds if run.seconds else None),
+            *(" / ".join(map(number, q.percentiles_ms)) if q.n else "-" for q in latencies),
         )
-        rows.append((f"`{run.name}`", *cells, *found, *(within if one.goodput else ())))
+        rows.append((*cells, *(within if one.goodput else ())))
     heads = ("requests", "failed", "preemptions", "requests/s", "output tokens/s", "prompt tokens/s")
-    latencies = (f"{label} P50 / P90 / P99, ms" for label in LATENCIES.values())
+    percentiles = (f"{label} P50 / P90 / P99, ms" for label in LATENCIES.values())
     goodput = ("within the objectives", "goodput, requests/s") if one.goodput else ()
-    every = table(("run", *heads, *latencies, *goodput), rows)
-    title = f"What the servers did in {count(len(rows))} runs"
-    return section(title, every, folded=True) if len(rows) > _MANY_RUNS else every
+    every = table(("run", *heads, *percentiles, *goodput), rows)
+    return _folded_if_many("What the servers did in", len(rows), every)
 
 
-def _slowest(found: Sequence[SlowRequest], *, several: bool) -> Section | None:
+def _slowest(requests: Sequence[SlowRequest]) -> Section:
     """Return the slowest requests, each with its reason."""
     rows = [
         (
-            *((f"`{r.run_id}`",) if several else ()),
-            f"`{r.name}`",
-            LATENCIES[r.latency],
-            *(number(v) for v in (r.ttft_ms, r.e2e_ms)),
+            *(f"`{r.run_id}`", f"`{r.name}`", LATENCIES[r.latency], number(r.ttft_ms), number(r.e2e_ms)),
             *("-" if v is None else count(v) for v in (r.prompt_tokens, r.output_tokens)),
             sentence(r.reason),
         )
-        for r in found
+        for r in requests
     ]
-    head = (
-        *(("run",) if several else ()),
-        "request",
-        "slow in",
-        "TTFT, ms",
-        "E2E, ms",
-        "prompt",
-        "output",
-        "reason",
-    )
-    return section("The slowest requests", table(head, rows)) if rows else None
+    head = ("run", "request", "slow in", "TTFT, ms", "E2E, ms", "prompt", "output", "reason")
+    return section("The slowest requests", table(head, rows))
 
 
 def _misleading(deployment: published.DeploymentEvaluation) -> list[str]:
@@ -482,18 +439,17 @@ def _misleading(deployment: published.DeploymentEvaluation) -> list[str]:
 
 def _server_facts(one: DeploymentParts) -> tuple[ReportPart, ...]:
     runs = f"Deployment `{one.deployment.deployment_id}`, runs {', '.join(f'`{r}`' for r in one.deployment.runs)}."
-    facts = next((m.deployment for m in one.models.values()), None)
+    facts = one.facts
     if facts is None:
         return (runs,)
+    lacking = {
+        "Without a GPU specification, hardware features are unknown and left out.": facts.gpu,
+        "Without a config.json of a known kind, features of the model are unknown and left out.": facts.architecture,
+    }
     lines = (
         runs,
         f"Model {facts.model or 'not named'}, GPU {facts.gpu or facts.settings.get('gpu') or 'not given'}.",
-        "Without a GPU specification, hardware features are unknown and left out."
-        if facts.gpu is None
-        else "",
-        ""
-        if facts.architecture
-        else "Without a config.json of a known kind, features of the model are unknown and left out.",
+        *(text for text, value in lacking.items() if value is None),
         f"Assumed, because no input states it: {'; '.join(facts.assumed)}." if facts.assumed else "",
     )
     settings = [(f"`{k}`", str(v)) for k, v in facts.settings.items() if k not in ("model", "gpu")]
@@ -542,8 +498,8 @@ def _ranges(models: dict[str, published.Model]) -> Section:
         if t.training_range is not None
     ]
     text = "Smallest and largest value in the training rows. A prediction outside them extrapolates."
-    found = table(("model", "feature", "training range"), rows)
-    return section("Training ranges", text if rows else "", found)
+    ranges = table(("model", "feature", "training range"), rows)
+    return section("Training ranges", text if rows else "", ranges)
 
 
 def _provenance(alpha: published.CoefficientFile, beta: published.CoefficientFile) -> Section | None:
@@ -553,7 +509,13 @@ def _provenance(alpha: published.CoefficientFile, beta: published.CoefficientFil
     rows = [
         (made.tool, made.version),
         *((name, version) for name, version in made.libraries.items()),
-        *((f"option {name.replace('_', '-')}", _option(value)) for name, value in made.options.items()),
+        *(
+            (
+                f"option {name.replace('_', '-')}",
+                "yes" if value is True else "no" if value is False else str(value),
+            )
+            for name, value in made.options.items()
+        ),
         *((f"file of option {name}, sha256", f"`{digest}`") for name, digest in made.files.items()),
     ]
     # Models of one deployment are fitted on the same inputs: one line for all of them.
@@ -562,10 +524,6 @@ def _provenance(alpha: published.CoefficientFile, beta: published.CoefficientFil
     }
     rows += [(f"inputs of `{deployment}`, sha256", f"`{digest}`") for digest, deployment in inputs.items()]
     return section("Provenance", table(("item", "value"), rows), folded=True)
-
-
-def _option(value: object) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 _ACROSS = "Each run, model and GPU, and each deployment of a model with several on one GPU, is left out in turn and predicted by a model fitted on the others; errors are on all of its rows."
@@ -621,7 +579,7 @@ _MANY_ROWS = 12
 
 
 def _data_parts(evaluation: published.Evaluation) -> tuple[ReportPart, ...]:
-    """Return what was read, and the rows of each model."""
+    """Return the counts of the ingest, and the rows of each model."""
     entry = evaluation.ingest
     dropped = (
         f"**{count(entry.dropped_events)} events were dropped by the server's SDK** and are missing from every "
@@ -667,30 +625,24 @@ _SAMPLED = "Journeys are sampled: batches are known from step summaries only, an
 
 def _clock(t: published.TimelineEntry) -> Section:
     """Return the section on the source of step times: the coverage of `step.duration_us`, where steps have it, and the step clock."""
-    rows = [
-        ("busy time covered by `step.duration_us`", share(t.duration_coverage)),
-        ("median cycle, us", number(t.median_cycle_us)),
-        ("median `step.duration_us`", number(t.median_duration_us)),
-        ("steps known", count(t.steps_known)),
-        ("consecutive steps (cycles)", count(t.adjacent_cycles)),
-        (
-            "intervals between other known starts",
-            f"{count(t.intervals)} over {count(t.interval_steps)} steps",
-        ),
-        ("idle gaps among both", count(t.idle_gaps)),
-        ("sampled steps whose batch agrees with the journeys", share(t.composition_agreement)),
-        (
-            "events that disagree with the step clock",
-            f"{count(t.clock_disagreements)} of {count(t.clock_checked_events)}",
-        ),
-        ("API events corrected from another host's clock", count(t.clock_corrected_events)),
-    ]
+    rows = {
+        "busy time covered by `step.duration_us`": share(t.duration_coverage),
+        "median cycle, us": number(t.median_cycle_us),
+        "median `step.duration_us`": number(t.median_duration_us),
+        "steps known": count(t.steps_known),
+        "consecutive steps (cycles)": count(t.adjacent_cycles),
+        "intervals between other known starts": f"{count(t.intervals)} over {count(t.interval_steps)} steps",
+        "idle gaps among both": count(t.idle_gaps),
+        "sampled steps whose batch agrees with the journeys": share(t.composition_agreement),
+        "events that disagree with the step clock": f"{count(t.clock_disagreements)} of {count(t.clock_checked_events)}",
+        "API events corrected from another host's clock": count(t.clock_corrected_events),
+    }
     return section(
         "The step clock" if t.duration_coverage is None else "`step.duration_us` and the step clock",
         f"Step times come from the {t.beta_target_source}: {t.beta_target_reason}."
         if t.beta_target_reason
         else "",
-        table(("what", "value"), [row for row in rows if row[1] != number(None)]),
+        table(("what", "value"), [row for row in rows.items() if row[1] != UNKNOWN]),
         _AHEAD if t.execution_lag_steps else "",
         # The rate is an estimate: nearly 1 may be 1.
         _SAMPLED if t.journey_sampling is not None and 0 < t.journey_sampling < _MOST_SAMPLED else "",
@@ -700,11 +652,7 @@ def _clock(t: published.TimelineEntry) -> Section:
 # -- request latencies ----------------------------------------------------------------------------------
 
 
-_WAYS = {
-    "predicted": "on arrival",
-    "baseline": "baseline",
-    "gradient_boosting": "reference",
-}
+_WAYS = {"predicted": "on arrival", "baseline": "baseline", "gradient_boosting": "reference"}
 _STATE_WAYS = {
     "given_measured_state": "given queue and batches",
     "refit_on_holdout": "refit on hold-out",
@@ -712,8 +660,8 @@ _STATE_WAYS = {
 }
 
 _PREAMBLE = (
-    "Errors on requests that arrived in the hold-out of every model. *On arrival*: what `tracefit predict` says with what is known "
-    "then: prompt, output and cached tokens, the requests that wait and those that run. "
+    "Errors on requests that arrived in the hold-out of every model. *On arrival*: predictions of `tracefit predict` from the facts "
+    "at the arrival: prompt, output and cached tokens, the requests that wait and those that run. "
     "*Baseline*: the training median. *Reference*: gradient boosting on the same inputs."
 )
 _STATE_PREAMBLE = (
@@ -731,17 +679,17 @@ def _latency_parts(deployment: published.DeploymentEvaluation) -> tuple[ReportPa
     named = [(LATENCIES.get(name, name), entry) for name, entry in deployment.latency.items()]
     on_arrival, given_state = (
         [
-            (label, words, *metrics(found))
+            (label, words, *metrics(errors))
             for label, entry in named
             for way, words in ways.items()
-            if (found := getattr(entry, way)) is not None and (ways is _STATE_WAYS or entry.predicted.n)
+            if (errors := getattr(entry, way)) is not None and (ways is _STATE_WAYS or entry.predicted.n)
         ]
         for ways in (_WAYS, _STATE_WAYS)
     )
     left_out = [(label, reasons(entry.left_out)) for label, entry in named if entry.left_out]
-    found = {label: deployment.latency[name] for name, label in LATENCIES.items()}
-    runs = [(f"`{run}`", *_group(label, e)) for label, f in found.items() for run, e in f.by_run.items()]
-    phases = [(_phase(e), *_group(label, e)) for label, f in found.items() for e in f.by_phase]
+    known = [(label, deployment.latency[name]) for name, label in LATENCIES.items()]
+    runs = [(f"`{run}`", *_group(label, e)) for label, entry in known for run, e in entry.by_run.items()]
+    phases = [(_phase(e), *_group(label, e)) for label, entry in known for e in entry.by_phase]
     return (
         _PREAMBLE,
         table(("latency", "predicted", *ERRORS), on_arrival),
@@ -921,12 +869,12 @@ def _condition(when: Condition) -> str:
 
 
 def _terms(intercept: Number, terms: Iterable[Term]) -> Table:
-    rows: list[tuple[str, ...]] = [("intercept", "us", exact(intercept.value), interval(intercept.ci95), "")]
-    rows += [
+    rows = [
         (f"`{t.feature}`", t.unit, exact(t.value), interval(t.ci95), interval(t.training_range))
         for t in terms
     ]
-    return table(("term", "unit", "value", "95 % interval", "training range"), rows)
+    constant = ("intercept", "us", exact(intercept.value), interval(intercept.ci95), "")
+    return table(("term", "unit", "value", "95 % interval", "training range"), (constant, *rows))
 
 
 def interval(pair: tuple[float, float] | None) -> str:
@@ -939,11 +887,10 @@ def interval(pair: tuple[float, float] | None) -> str:
 
 def trust_lines(entry: results.Validation) -> Iterator[str]:
     """Yield one paragraph per fact of a model's validation."""
-    if found := entry.held_out_equations:
-        kinds = ", ".join(f"{name} {rows:,}" for name, rows in found.rows_by_source.items())
-        one, step = found.per_equation, found.per_step
+    if equations := entry.held_out_equations:
+        row, step = equations.per_equation, equations.per_step
         yield (
-            f"**All held-out cycles and intervals** ({kinds}): MAPE {percent(one.mape_pct)} % each (n = {one.n:,}), "
+            f"**All held-out cycles and intervals** ({reasons(equations.rows_by_source)}): MAPE {percent(row.mape_pct)} % each (n = {row.n:,}), "
             f"{percent(step.mape_pct)} % weighted by steps (n = {step.n:,} steps)."
         )
     if entry.prediction_intervals and entry.interval_coverage_pct is not None:
@@ -995,14 +942,14 @@ def _collinear(one: results.Collinearity, *, several: bool) -> str:
     )
 
 
-def _beyond_load(found: results.LoadExtrapolation, inside: results.Metrics | None) -> str:
-    boosted = found.gradient_boosting
+def _beyond_load(beyond: results.LoadExtrapolation, inside: results.Metrics | None) -> str:
+    boosted = beyond.gradient_boosting
     beside = f", gradient boosting {percent(boosted.mape_pct)} %" if boosted else ""
     within = (
         f" On the hold-out inside the training ranges it is {percent(inside.mape_pct)} %." if inside else ""
     )
     return (
-        f"**Beyond the load:** trained on the lower half of the load of the whole run ({found.load.replace('_', ' ')} up to "
-        f"{number(found.cut)}), MAPE {percent(found.mape_pct)} % and bias {percent(found.bias_pct)} % on the upper half "
-        f"(n = {found.n:,}){beside}.{within}"
+        f"**Beyond the load:** trained on the lower half of the load of the whole run ({beyond.load.replace('_', ' ')} up to "
+        f"{number(beyond.cut)}), MAPE {percent(beyond.mape_pct)} % and bias {percent(beyond.bias_pct)} % on the upper half "
+        f"(n = {beyond.n:,}){beside}.{within}"
     )

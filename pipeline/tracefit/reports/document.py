@@ -40,9 +40,9 @@ class Table:
     folded: str | None = None
 
     def numeric(self) -> tuple[bool, ...]:
-        """Say of each column whether it holds numbers alone, and so is aligned to the right."""
+        """Return for each column whether all its cells are numbers, which are aligned to the right."""
         columns = (tuple(row[k] for row in self.rows) for k in range(len(self.head)))
-        # Some cells may be empty; a column of empty cells alone is not one of numbers.
+        # Some cells may be empty, but not all of them.
         return tuple(any(cells) and all(_NUMBER.fullmatch(cell) for cell in cells) for cells in columns)
 
 
@@ -71,7 +71,7 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure as plotly draws it, and what it says in words and numbers.
+    """A figure as plotly draws it, and its meaning in words and numbers.
 
     Attributes:
         name: Unique in the report; letters, digits and dashes.
@@ -183,9 +183,9 @@ def table_of(
 
 
 MOST_WORDS = 12_000
-"""Words of a report that is one Markdown file: more of them nobody reads in one go."""
+"""Words of a report that is one Markdown file: more than that nobody reads in one go."""
 PARTS = "report"
-"""Folder of the other files of a longer one."""
+"""Folder of the sections of a longer report."""
 
 
 def markdown_text(report: Report) -> str:
@@ -201,7 +201,8 @@ def markdown_files(report: Report) -> dict[str, str]:
         return {"report.md": whole}
     files, links = {}, []
     for number, one in enumerate(sections, 1):
-        name = f"{PARTS}/{number:02}-{file_name(one.title)}.md"
+        title = re.sub(r"[^A-Za-z0-9.]+", "-", one.title).strip("-.").lower()[:60] or "section"
+        name = f"{PARTS}/{number:02}-{title}.md"
         files[name] = _document([f"# {one.title}", *_parts(one.parts, 2)])
         # Only the name of a file is in the link: titles hold names from traces, which come from elsewhere.
         links.append(f"- {_harmless(one.title)}: [{name}]({name})")
@@ -210,16 +211,8 @@ def markdown_files(report: Report) -> dict[str, str]:
     return {"report.md": "\n".join([summary, *links]) + "\n"} | files
 
 
-def file_name(text: str) -> str:
-    """Return a text as the name of a file: letters, digits, dots and dashes, 60 at most."""
-    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.").lower()[:60] or "section"
-
-
 def _head(report: Report) -> list[str]:
-    return [
-        f"# {report.title}",
-        *filter(None, (report.subject, f"**{report.lead}**" if report.lead else "")),
-    ]
+    return list(filter(None, (f"# {report.title}", report.subject, report.lead and f"**{report.lead}**")))
 
 
 def _document(parts: Iterable[str]) -> str:

@@ -15,13 +15,17 @@ from collections import Counter
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
-from plotly.graph_objects import Figure as PlotlyFigure
-from plotly.offline import get_plotlyjs
-
+from tracefit.errors import TracefitError
 from tracefit.reports.document import Section, every_part, plain
 from tracefit.reports.figures.elements import CONFIG, TEMPLATES, anchor, name_text
+
+try:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup, escape
+    from plotly.graph_objects import Figure as PlotlyFigure
+    from plotly.offline import get_plotlyjs
+except ImportError:
+    raise TracefitError("figures need plotly and jinja2", hint="pip install 'tracefit[report]'") from None
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -80,7 +84,7 @@ def html_page(report: Report) -> str:
 
 
 def plotly_figure(figure: Figure) -> PlotlyFigure:
-    """Return a figure as plotly's own, with its title and what to look for, for a notebook."""
+    """Return a figure as plotly's own for a notebook, with its title and the sentence on what to look for."""
     drawn = PlotlyFigure(list(figure.traces), figure.layout)
     title = {
         "text": name_text(figure.title),
@@ -116,7 +120,7 @@ def _anchors(parts: Iterable[ReportPart]) -> Iterator[tuple[int, str]]:
     for section in (part for part in every_part(parts) if isinstance(part, Section)):
         name = anchor(section.title) or "section"
         uses[name] += 1
-        # By identity: sections of two deployments may be equal in all they hold.
+        # By identity: sections of two deployments may be equal.
         yield id(section), f"section-{name}" if uses[name] == 1 else f"section-{name}-{uses[name]}"
 
 
@@ -128,8 +132,8 @@ def inline(text: str) -> Markup:
     # Code inside bold is replaced first. A mark that is not closed stays as text.
     paired = sum(piece.count("**") for piece in pieces[::2]) % 2 == 0
     strong, out = False, []
-    for place, piece in enumerate(pieces):
-        if place % 2:
+    for number, piece in enumerate(pieces):
+        if number % 2:
             out.append(f"<code>{escape(piece)}</code>")
             continue
         for k, words in enumerate(piece.split("**") if paired else [piece]):

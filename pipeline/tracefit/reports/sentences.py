@@ -46,7 +46,7 @@ _MOST_REASONS = 2
 def fraction(pct: float) -> str:
     """Return a percentage as a fraction in words where one is near, else in percent."""
     # "A quarter" is read faster than 24.6 %, and says as much.
-    near, words = min(_FRACTIONS, key=lambda known: abs(known[0] - pct))
+    near, words = min(_FRACTIONS, key=lambda each: abs(each[0] - pct))
     # "All" must not stand for 99 %.
     exactly_all = near < 100 or pct > 99.5
     return words if abs(near - pct) <= 0.08 * near and exactly_all else f"{percent(pct)} %"
@@ -68,43 +68,38 @@ def lead(deployment: DeploymentEvaluation) -> str:
 
 
 def _replayed(deployment: DeploymentEvaluation) -> str:
-    """Say how far a replay is from what was measured, of several runs the one that is furthest; empty without one."""
+    """Say how far the replay of a run is from the measurement; the least exact of several runs, empty without one."""
     run = least_exact_replay(deployment)
     if run is None:
         return ""
-    known = [r for r in deployment.replays if r.quantities]
+    points = {label: run.of(name)[:2] for name, label in LATENCIES.items()}
     errors = [
-        f"{label} by {' and '.join(f'{q.error_pct:+.1f} %' for q in run.of(name)[:2])}"
-        for name, label in LATENCIES.items()
-        if all(q.error_pct is not None for q in run.of(name)[:2]) and run.of(name)
+        f"{label} by {' and '.join(f'{q.error_pct:+.1f} %' for q in p50_and_p90)}"
+        for label, p50_and_p90 in points.items()
+        if p50_and_p90 and all(q.error_pct is not None for q in p50_and_p90)
     ]
-    which = f" of `{run.run_id}`, the least exact of {len(known)} runs," if len(known) > 1 else ""
+    replayed = sum(bool(r.quantities) for r in deployment.replays)
+    which = f" of `{run.run_id}`, the least exact of {replayed} runs," if replayed > 1 else ""
     return f"A replay{which} from arrivals and lengths alone is off at P50 and P90 of {', of '.join(errors)}."
 
 
 def least_exact_replay(deployment: DeploymentEvaluation) -> RunReplay | None:
-    """Return the run whose replay is furthest from what was measured; null where none is replayed."""
-    known = [r for r in deployment.replays if r.worst_pct(*LATENCIES) is not None]
-    return max(known, key=lambda r: r.worst_pct(*LATENCIES) or 0.0, default=None)
+    """Return the run with the largest error of its replay; null without a replay."""
+    errors = [(error, run) for run in deployment.replays if (error := run.worst_pct(*LATENCIES)) is not None]
+    return max(errors, key=lambda pair: pair[0], default=(None, None))[1]
 
 
 def _of_steps(deployment: DeploymentEvaluation) -> str:
     entry = step_entry(deployment)
     if entry is None or entry.holdout.mdape_pct is None:
-        reason = next(
-            (m.reason for m in deployment.not_fitted if is_step_model(m.name)), "the traces do not show them"
-        )
-        return f"There is no model of step times: {reason}."
-    errors = (
-        f"{sentence(step_times(entry)).rstrip('.')} are typically within {percent(entry.holdout.mdape_pct)} %"
-    )
+        reasons = (m.reason for m in deployment.not_fitted if is_step_model(m.name))
+        return f"There is no model of step times: {next(reasons, 'the traces do not show them')}."
+    errors = f"{step_times(entry)} are typically within {percent(entry.holdout.mdape_pct)} %"
     if entry.holdout.p90_ape_pct is not None:
         errors += f" (nine in ten within {percent(entry.holdout.p90_ape_pct)} %)"
     limit = _limit(deployment, entry)
-    return (
-        f"{errors}, but {limit}."
-        if limit
-        else f"{errors}, measured on load like the load they were trained on."
+    return sentence(
+        f"{errors}, {f'but {limit}' if limit else 'measured on load like the load they were trained on'}"
     )
 
 
@@ -173,10 +168,18 @@ def verdicts(deployment: DeploymentEvaluation) -> Verdicts:
 
 
 def _reason(verdict: Verdict, lost: Mapping[str, str], step_times: str) -> str:
-    """Say what decides: of a yes the measures that hold, of anything else the ones that do not."""
+    """Name the measures that decide: those that hold for a yes, those that fail for any other answer."""
     deciding = [c for c in verdict.criteria if c.answer == verdict.answer]
     sentences = list(dict.fromkeys(lost.get(c.reason, _sentence(c, step_times)) for c in deciding))
     return sentence("; ".join(sentences[:_MOST_REASONS]))
+
+
+def _skill(model: str) -> Callable[[float], str]:
+    """Return the sentence on the share of the baseline's error that a model removes."""
+    no_better = f"{model} is no better than a constant guess, the training median"
+    return lambda v: (
+        f"{model} removes {100 * v:.0f} % of the error of a constant guess" if v > 0 else no_better
+    )
 
 
 _MEASURED: Mapping[str, Callable[[float], str]] = {
@@ -189,7 +192,7 @@ _MEASURED: Mapping[str, Callable[[float], str]] = {
     "step_mape_pct": lambda v: f"step times are off by {percent(v)} % on average",
     "step_p90_ape_pct": lambda v: f"one step time in ten is off by more than {percent(v)} %",
     "step_bias_pct": lambda v: f"summed over time, steps are off by {percent(v)} %",
-    "step_skill": lambda v: f"the model removes {100 * v:.0f} % of the error of a constant guess",
+    "step_skill": _skill("the model"),
     "step_extrapolated_pct": lambda v: (
         f"{fraction(v)} of the held-out steps carried a load that was never trained on"
         if v
@@ -198,30 +201,20 @@ _MEASURED: Mapping[str, Callable[[float], str]] = {
     "step_prefill_reach_pct": lambda v: (
         f"the fullest step trained on had {percent(v)} % of the prompt tokens a step may have"
     ),
-    "queue_wait_skill": lambda v: (
-        f"the model of the queue removes {100 * v:.0f} % of the error of a constant guess"
-        if v > 0
-        else "the model of the queue is no better than a constant guess, the training median"
-    ),
+    "queue_wait_skill": _skill("the model of the queue"),
     "queue_regime_accuracy": lambda v: (
         f"which requests have to wait is predicted right {100 * v:.0f} % of the time"
     ),
-    "admission_skill": lambda v: (
-        f"the model of admission removes {100 * v:.0f} % of the error of a constant guess"
-        if v >= 0
-        else "the model of admission is worse than a constant guess, the training median"
-    ),
+    "admission_skill": _skill("the model of admission"),
     "admission_mdape_pct": lambda v: f"admission is typically within {percent(v)} %",
 }
 """Measure to a sentence of its value."""
 
 
 def _sentence(one: Criterion, step_times: str) -> str:
-    if one.value is None:
-        return one.reason
     # A measure of a later version has no sentence here: the reason in the file serves.
     words = _MEASURED.get(one.measure)
-    if words is None:
+    if words is None or one.value is None:
         return one.reason
     text = words(one.value).replace("step time", step_times.removesuffix("s"))
     # The sentences of these write a share in percent: so must their threshold be.
@@ -235,29 +228,28 @@ def _sentence(one: Criterion, step_times: str) -> str:
 
 def least_exact(deployments: Sequence[tuple[str, DeploymentEvaluation]]) -> str:
     """Say how exact the replays and the step times of several deployments are, each given by name and evaluation."""
-    replayed = {
-        n: r.worst_pct(*LATENCIES) or 0.0 for n, s in deployments if (r := least_exact_replay(s)) is not None
-    }
-    worst = max(replayed, key=replayed.__getitem__, default=None)
-    found = (
-        f"Latencies of a replay from arrivals and lengths alone are within {percent(replayed[worst])} % at P50 and P90, "
-        f"`{worst}` the least exact of {count(len(replayed))} that can be replayed."
-        if worst
-        else ""
-    )
-    return " ".join(filter(None, (found, _least_exact_steps(deployments))))
+    replays = [(name, least_exact_replay(deployment)) for name, deployment in deployments]
+    errors = [(run.worst_pct(*LATENCIES) or 0.0, name) for name, run in replays if run is not None]
+    replayed = ""
+    if errors:
+        error, worst = max(errors, key=lambda pair: pair[0])
+        replayed = (
+            f"Latencies of a replay from arrivals and lengths alone are within {percent(error)} % at P50 and P90, "
+            f"`{worst}` the least exact of {count(len(errors))} that can be replayed. "
+        )
+    return f"{replayed}{_least_exact_steps(deployments)}"
 
 
 def _least_exact_steps(deployments: Sequence[tuple[str, DeploymentEvaluation]]) -> str:
-    known = [
+    errors = [
         (entry.holdout.mdape_pct, name)
         for name, deployment in deployments
         if (entry := step_entry(deployment)) is not None and entry.holdout.mdape_pct is not None
     ]
-    if not known:
+    if not errors:
         return "There is no model of step times."
-    best, worst = min(known), max(known)
-    if len(known) == 1:
+    best, worst = min(errors), max(errors)
+    if len(errors) == 1:
         return f"Step times of `{best[1]}` are typically within {percent(best[0])} %; the other deployments have no model of them."
     if percent(best[0]) == percent(worst[0]):
         return f"Step times are typically within {percent(best[0])} % in every deployment."

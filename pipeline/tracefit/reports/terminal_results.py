@@ -11,6 +11,7 @@ import math
 import textwrap
 from dataclasses import fields, replace
 from datetime import UTC, datetime
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from tracefit.errors import printable, spreadsheet_safe
@@ -31,7 +32,7 @@ from tracefit.text import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from tracefit.coefficients.predict import PredictedDuration, StepPrediction
@@ -59,17 +60,14 @@ def _noted(text: str) -> str:
 
 
 def ingest_text(result: traces.IngestResult) -> str:
-    """Return the counts of what was read, and the tables folder."""
+    """Return the counts of each run, and the tables folder."""
     return f"{_runs(result)}\n\ntables  {result.tables}"
 
 
 def _runs(result: traces.IngestResult) -> str:
+    columns_of = attrgetter("spans", "steps", "requests", "rejects", "dropped_events", "duplicate_spans")
     head = ("run", "spans", "steps", "requests", "rejects", "dropped events", "duplicates")
-    counts = [
-        (r.spans, r.steps, r.requests, r.rejects, r.dropped_events, r.duplicate_spans) for r in result.runs
-    ]
-    rows = [(r.run_id, *map(count, numbers)) for r, numbers in zip(result.runs, counts, strict=True)]
-    return columns(head, rows)
+    return columns(head, [(run.run_id, *map(count, columns_of(run))) for run in result.runs])
 
 
 def ingest_plan_text(plan: traces.IngestPlan) -> str:
@@ -97,7 +95,7 @@ def _written(files: Sequence[Path]) -> list[str]:
 
 
 def report_text(result: models.ReportResult) -> str:
-    """Return what the report says first: how exact the models are, the verdict on every use of each, and the files."""
+    """Return the exactness of the models, the verdict on every use of each, and the files of the report."""
     parts = [_wrapped(result.lead)]
     for deployment_id, uses in result.verdicts.items():
         reasons = result.reasons[deployment_id]
@@ -110,7 +108,7 @@ def report_text(result: models.ReportResult) -> str:
 
 
 def run_text(result: models.RunResult) -> str:
-    """Return a summary of what the main job read and wrote, ending with the page to open."""
+    """Return a summary of the main job, ending with the page to open."""
     return f"{_runs(result.ingested)}\n\n{train_text(result.trained)}"
 
 
@@ -121,31 +119,14 @@ def _deployments(result: models.TrainResult) -> list[str]:
     lines: list[str] = []
     for deployment_id in dict.fromkeys([*labels, *(m.deployment_id for m in result.fitted)]):
         label = labels.get(deployment_id, DeploymentLabel(deployment_id))
-        lines += [
-            f"deployment {label.name}",
-            *([f"  {_wrapped(label.detail, '  ')}"] if label.detail else []),
-        ]
+        lines.append(f"deployment {label.name}")
+        if label.detail:
+            lines.append(_noted(label.detail))
         lines += _served([r for r in result.served if r.name in runs.get(deployment_id, ())])
         lines += _closed_loop([r for r in result.replays if r.deployment_id == deployment_id])
         fitted = [m for m in result.fitted if m.deployment_id == deployment_id]
         lines.append(indented(columns(head, [_model_row(m) for m in fitted])))
-        lines += [
-            _noted(
-                f"{m.name}: the mean error of {_percent(m.holdout_mape_pct)} misleads: a few rows dominate it"
-            )
-            for m in fitted
-            if mape_misleads(m.holdout_mape_pct, m.holdout_mdape_pct)
-        ]
-        lines += [
-            _noted(f"{m.name}: worse than the training median, the baseline")
-            for m in fitted
-            if m.holdout_mae is not None and m.baseline_mae is not None and m.holdout_mae > m.baseline_mae
-        ]
-        lines += [
-            _noted(f"{m.name}: these are errors of means over several steps, no single step was seen")
-            for m in fitted
-            if m.of_means
-        ]
+        lines += [_noted(f"{m.name}: {text}") for m in fitted for text in _warnings(m)]
         latencies = [x for x in result.latencies if x.deployment_id == deployment_id]
         if latencies:
             given = [f"{x.name.upper()} {_percent(x.given_measured_state_mdape_pct)}" for x in latencies]
@@ -153,18 +134,29 @@ def _deployments(result: models.TrainResult) -> list[str]:
             lines.append(_noted(f"given the measured queue and batches: {', '.join(given)}"))
         uses: dict[str, list[str]] = {}
         for use, answer in result.verdicts.get(deployment_id, {}).items():
-            reason = result.reasons.get(deployment_id, {}).get(use, "") if answer != "yes" else ""
-            uses.setdefault(", ".join(filter(None, (answer, reason))), []).append(use)
+            reason = result.reasons.get(deployment_id, {}).get(use)
+            uses.setdefault(answer if answer == "yes" or not reason else f"{answer}, {reason}", []).append(
+                use
+            )
         lines += [_noted(f"{', '.join(same)}: {verdict}") for verdict, same in uses.items()]
         lines.append("")
     return lines
+
+
+def _warnings(m: models.ModelSummary) -> Iterator[str]:
+    if mape_misleads(m.holdout_mape_pct, m.holdout_mdape_pct):
+        yield f"the mean error of {_percent(m.holdout_mape_pct)} misleads: a few rows dominate it"
+    if m.skill is not None and m.skill < 0:
+        yield "worse than the training median, the baseline"
+    if m.of_means:
+        yield "these are errors of means over several steps, no single step was seen"
 
 
 _MOST_RUNS = 3
 
 
 def _served(runs: Sequence[RequestGroup]) -> list[str]:
-    """Return what the server did in each run, those with the most requests first."""
+    """Return latencies and rates of each run, those with the most requests first."""
     shown = sorted(runs, key=lambda run: -run.requests)[:_MOST_RUNS]
     rows, lines = [], []
     for run in shown:
@@ -172,13 +164,10 @@ def _served(runs: Sequence[RequestGroup]) -> list[str]:
         for latency, label in targets.LATENCIES.items():
             q: Quantiles = getattr(run, latency)
             if q.n:
-                rows.append((f"{label}{name}", *map(_milliseconds, (q.p50, q.p90, q.p99)), count(q.n)))
+                rows.append((f"{label}{name}", *map(number, q.percentiles_ms), count(q.n)))
         rates = f"{number(run.requests_per_s)} requests/s, {number(run.output_tokens_per_s)} output tokens/s"
-        lines.append(
-            _noted(
-                f"{name[1:] or 'the server'}: {rates}, {count(run.failed)} of {plural(run.requests, 'request')} failed"
-            )
-        )
+        failed = f"{count(run.failed)} of {plural(run.requests, 'request')} failed"
+        lines.append(_noted(f"{name[1:] or 'the server'}: {rates}, {failed}"))
     if len(runs) > len(shown):
         lines.append(_noted(f"{plural(len(runs) - len(shown), 'more run')} with requests: see the report"))
     return [*([indented(columns(_SERVED_HEAD, rows))] if rows else []), *lines]
@@ -187,21 +176,18 @@ def _served(runs: Sequence[RequestGroup]) -> list[str]:
 def _closed_loop(replays: Sequence[RunReplay]) -> list[str]:
     """Return the errors of replays, the least exact runs first, and why others are not replayed."""
     worst = {r.run_id: r.worst_pct(*targets.LATENCIES) for r in replays}
-    known = sorted((r for r in replays if r.quantities), key=lambda r: -(worst[r.run_id] or 0.0))
+    replayed = sorted((r for r in replays if r.quantities), key=lambda r: -(worst[r.run_id] or 0.0))
     rows = []
-    for run in known[:_MOST_RUNS]:
+    for run in replayed[:_MOST_RUNS]:
+        name = f" {run.run_id}" if len(replayed) > 1 else ""
         for latency, label in targets.LATENCIES.items():
             if points := run.of(latency):
-                beside = (points[0].error_of(points[0].constant), points[0].error_of(points[0].predicted))
-                cells = (
-                    "" if e is None else f"{e:+.1f} %" for e in (*(p.error_pct for p in points), *beside)
-                )
-                rows.append(
-                    (f"{label} {run.run_id}" if len(known) > 1 else label, *cells, count(run.requests))
-                )
+                p50 = points[0]
+                errors = (*(p.error_pct for p in points), *map(p50.error_of, (p50.constant, p50.predicted)))
+                rows.append((f"{label}{name}", *map(_signed, errors), count(run.requests)))
     lines = [indented(columns(_REPLAY_HEAD, rows))] if rows else []
-    if len(known) > _MOST_RUNS:
-        lines.append(_noted(f"{plural(len(known) - _MOST_RUNS, 'more run')} replayed: see the report"))
+    if len(replayed) > _MOST_RUNS:
+        lines.append(_noted(f"{plural(len(replayed) - _MOST_RUNS, 'more run')} replayed: see the report"))
     reasons = dict.fromkeys(r.reason for r in replays if r.reason)
     return [*lines, *(_noted(f"not replayed: {reason}") for reason in reasons)]
 
@@ -219,6 +205,10 @@ def _latency_row(x: models.LatencySummary) -> tuple[str, ...]:
 def _model_row(m: models.ModelSummary) -> tuple[str, ...]:
     errors = (_percent(m.holdout_mdape_pct), _percent(m.holdout_p90_ape_pct))
     return (m.name, *errors, number(m.holdout_mae), number(m.baseline_mae), count(m.rows_holdout))
+
+
+def _signed(error_pct: float | None) -> str:
+    return "" if error_pct is None else f"{error_pct:+.1f} %"
 
 
 def _percent(value: float | None) -> str:
@@ -240,34 +230,32 @@ def features_text(sets: Sequence[FeatureSet]) -> str:
 
 
 def receive_text(result: traces.ReceiveResult) -> str:
-    """Return what was received, by sender, and the folder it is in."""
-    head = ("service", "instance", "spans")
-    rows = [
-        (printable(r.service), printable(r.instance) or "-", count(r.spans)) for r in result.received_from
-    ]
-    table = columns(head, rows, left={0, 1}) if rows else "nothing was received"
+    """Return the received spans and records by sender, and their folder."""
+    tables = []
+    if result.received_from or not result.recorded_from:
+        rows = [
+            (printable(r.service), printable(r.instance) or "-", count(r.spans)) for r in result.received_from
+        ]
+        head = ("service", "instance", "spans")
+        tables.append(columns(head, rows, left={0, 1}) if rows else "nothing was received")
     if result.recorded_from:
-        table = "\n\n".join([*([table] if rows else []), _recorded_text(result.recorded_from)])
+        recorded = [
+            (r.endpoint, count(r.records), count(r.lost_messages), _refused(r)) for r in result.recorded_from
+        ]
+        tables.append(columns(("ForwardPassMetrics of", "records", "messages lost", "not kept"), recorded))
     files = f"{plural(len(result.files), 'file')}, {count(result.bytes)} bytes"
-    causes = ", ".join(f"{cause} {count(number)}" for cause, number in result.refused_by_cause.items())
-    requests = f"{count(result.exports)} acknowledged, {count(result.refused)} refused"
-    requests += f" ({causes})" if causes else ""
-    return f"{table}\n\nrequests  {requests}\nwritten   {files}, below {result.out}"
+    requests = f"{count(result.exports)} acknowledged, {_refused(result, ' refused')}"
+    return "\n\n".join([*tables, f"requests  {requests}\nwritten   {files}, below {result.out}"])
 
 
-def _recorded_text(recorded_from: Iterable[traces.RecordedFrom]) -> str:
-    """Return what each publisher of ForwardPassMetrics sent."""
-    head = ("ForwardPassMetrics of", "records", "messages lost", "not kept")
-    rows = []
-    for each in recorded_from:
-        causes = ", ".join(f"{cause} {count(number)}" for cause, number in each.refused_by_cause.items())
-        not_kept = f"{count(each.refused)} ({causes})" if causes else "0"
-        rows.append((each.endpoint, count(each.records), count(each.lost_messages), not_kept))
-    return columns(head, rows, left={0})
+def _refused(one: traces.ReceiveResult | traces.RecordedFrom, word: str = "") -> str:
+    """Write how much was refused, and by which cause."""
+    causes = ", ".join(f"{cause} {count(n)}" for cause, n in one.refused_by_cause.items())
+    return f"{count(one.refused)}{word}" + (f" ({causes})" if causes else "")
 
 
 def synth_text(result: models.SynthResult) -> str:
-    """Return what was generated, and its folder."""
+    """Return the size of the generated run, and its folders."""
     lines = [f"{count(result.requests)} requests, {count(result.steps)} steps"]
     return "\n".join([*lines, *(f"wrote   {folder}" for folder in result.folders)])
 
@@ -275,10 +263,10 @@ def synth_text(result: models.SynthResult) -> str:
 # Inspecting
 
 
-def inspect_text(found: traces.Inspection) -> str:
-    """Return what the runs hold, the health of their journeys, and what can be trained."""
-    parts = [*(_run(run) for run in found.runs), *(_allowed(deployment) for deployment in found.deployments)]
-    if found.exit_code:
+def inspect_text(inspection: traces.Inspection) -> str:
+    """Return the facts of the runs, the health of their journeys, and the models that can be trained."""
+    parts = [*map(_run, inspection.runs), *map(_allowed, inspection.deployments)]
+    if inspection.exit_code:
         parts.append("Nothing can be trained from this.")
     return "\n\n".join(parts)
 
@@ -293,16 +281,16 @@ def _run(run: traces.RunFacts) -> str:
         ("service", ", ".join(run.services) or "not named"),
         *(("scope", f"{s.scope}, {s.spans:,} spans, dialect {s.dialect}") for s in run.scopes),
         *(("scope", f"{scope}, {spans:,} spans, not read") for scope, spans in run.other_scopes.items()),
-        *((("rejects", f"{run.rejects:,} records could not be read"),) if run.rejects else ()),
+        ("rejects", f"{run.rejects:,} records could not be read" if run.rejects else ""),
         *(("implausible", f"{n:,} left out: {rule}") for rule, n in run.implausible.items()),
-        *((("duplicates", f"{run.duplicate_spans:,} spans"),) if run.duplicate_spans else ()),
+        ("duplicates", f"{run.duplicate_spans:,} spans" if run.duplicate_spans else ""),
     ]
     events = [(name, f"{n:,}") for name, n in run.events.items()]
     checks = [(c.name, f"{c.held:,} of {c.of:,}") for c in run.checks if c.of]
     return "\n".join(
         [
             f"run {run.run_id}",
-            indented(columns(None, facts, left={0, 1})),
+            indented(columns(None, [fact for fact in facts if fact[1]], left={0, 1})),
             "",
             *(indented(_server(s)) for s in run.servers),
             "",
@@ -323,7 +311,7 @@ def _server(s: traces.ServerFacts) -> str:
     counts = f"{plural(s.epochs, 'epoch')}, {plural(s.requests, 'request')}, {plural(s.steps, 'step')}"
     rates = f"steps {share(s.step_sampling)}, journeys {share(s.journey_sampling)}, snapshots {share(s.snapshot_sampling)}"
     dropped = plural(s.dropped_events, "dropped event")
-    # Spans of requests alone are sampled by no rate that a span states.
+    # Without steps, no span states the rate at which requests are sampled.
     known = s.steps or s.journey_sampling is not None
     return f"server {s.server}: {time}\n  {counts}, {dropped}" + (f"\n  sampled: {rates}" if known else "")
 
@@ -335,18 +323,14 @@ def _allowed(deployment: traces.DeploymentInspection) -> str:
         _wrapped(f"  {a.what:<{name}}  {a.verdict:<7}  {a.reason}", " " * (name + 13))
         for a in deployment.allows
     ]
-    return "\n".join(
-        [
-            _wrapped(f"deployment {deployment.deployment_id} ({', '.join(deployment.runs)}) allows", "  "),
-            *lines,
-        ]
-    )
+    head = f"deployment {deployment.deployment_id} ({', '.join(deployment.runs)}) allows"
+    return "\n".join([_wrapped(head, "  "), *lines])
 
 
 # Requests
 
 
-_METRICS = ("ttft", "itl", "e2e", "queue")
+_METRICS = {**targets.LATENCIES, "queue": "in queue"}
 _POINTS = ("p50", "p90", "p99")
 
 
@@ -357,29 +341,19 @@ def requests_text(summary: RequestSummary) -> str:
     counts = f"{total.failed:,} failed, {total.in_flight:,} in flight, {total.preemptions:,} preemptions"
     rates = f"{number(total.output_tokens_per_s)} output tokens/s, {number(total.requests_per_s)} requests/s"
     tokens = f"{total.prompt_tokens:,} prompt and {total.output_tokens:,} output tokens"
-    head = [_wrapped(f"{total.requests:,} requests: {counts} ({states})", "  "), f"{rates}, {tokens}"]
-    parts = [
-        "\n".join(head),
-        columns(
-            ("", "n", "mean ms", *(f"{p} ms" for p in _POINTS)),
-            [
-                (metric.upper() if metric != "queue" else "in queue", *_quantile_row(getattr(total, metric)))
-                for metric in _METRICS
-            ],
-        )
-        + "\nin queue: since arrival, as vLLM counts it; queue wait below: since QUEUED",
-        "by phase\n"
-        + columns(
-            ("phase", "share %", "n", "mean ms", *(f"{p} ms" for p in _POINTS)),
-            [
-                (p.phase, number(None if p.share is None else 100 * p.share), *_quantile_row(p.seconds))
-                for p in summary.phases
-            ],
-        ),
-        "by run\n" + _groups(summary.runs),
+    quantiles = ("n", "mean ms", *(f"{p} ms" for p in _POINTS))
+    metrics = [(_METRICS[name], *_quantile_row(getattr(total, name))) for name in _METRICS]
+    phases = [
+        (p.phase, number(None if p.share is None else 100 * p.share), *_quantile_row(p.seconds))
+        for p in summary.phases
     ]
-    if summary.windows:
-        parts += [f"over time: {run}\n{_groups(windows)}" for run, windows in _by_run(summary).items()]
+    parts = [
+        f"{_wrapped(f'{total.requests:,} requests: {counts} ({states})', '  ')}\n{rates}, {tokens}",
+        f"{columns(('', *quantiles), metrics)}\nin queue: since arrival, as vLLM counts it; queue wait below: since QUEUED",
+        f"by phase\n{columns(('phase', 'share %', *quantiles), phases)}",
+        f"by run\n{_groups(summary.runs)}",
+        *(f"over time: {run}\n{_groups(windows)}" for run, windows in _by_run(summary).items()),
+    ]
     return "\n\n".join(parts)
 
 
@@ -398,39 +372,34 @@ def requests_csv(summary: RequestSummary) -> str:
 
 def _by_run(summary: RequestSummary) -> dict[str, list[RequestGroup]]:
     """Return the windows of each run, named by their times alone."""
-    found: dict[str, list[RequestGroup]] = {}
+    windows: dict[str, list[RequestGroup]] = {}
     for window in summary.windows:
-        # A name may begin with another run's.
-        run = max((r.name for r in summary.runs if window.name.startswith(f"{r.name} ")), key=len)
-        found.setdefault(run, []).append(replace(window, name=window.name.removeprefix(f"{run} ")))
-    return found
+        # The name of a run may have blanks, the times have none.
+        run, _, times = window.name.removesuffix(" s").rpartition(" ")
+        windows.setdefault(run, []).append(replace(window, name=f"{times} s"))
+    return windows
 
 
 def _groups(groups: Sequence[RequestGroup]) -> str:
     counts = [
-        (g.name, count(g.requests), count(g.failed), number(g.output_tokens_per_s), *_points_ms(g.queue))
+        (g.name, count(g.requests), count(g.failed), number(g.output_tokens_per_s), *_p50_p99(g.queue))
         for g in groups
     ]
-    latencies = [(g.name, *_points_ms(g.ttft), *_points_ms(g.itl), *_points_ms(g.e2e)) for g in groups]
-    heads = [f"{name} {p}" for name in ("TTFT", "ITL", "E2E") for p in ("p50", "p99")]
-    return "\n".join(
-        [
-            columns(("", "requests", "failed", "tokens/s", "in queue p50 ms", "p99 ms"), counts),
-            columns(("ms", *heads), latencies),
-        ]
+    latencies = [(g.name, *(cell for q in (g.ttft, g.itl, g.e2e) for cell in _p50_p99(q))) for g in groups]
+    heads = [f"{name} {p}" for name in targets.LATENCIES.values() for p in ("p50", "p99")]
+    tables = (
+        columns(("", "requests", "failed", "tokens/s", "in queue p50 ms", "p99 ms"), counts),
+        columns(("ms", *heads), latencies),
     )
+    return "\n".join(tables)
 
 
-def _points_ms(q: Quantiles) -> tuple[str, str]:
-    return _milliseconds(q.p50), _milliseconds(q.p99)
+def _p50_p99(q: Quantiles) -> list[str]:
+    return [number(ms) for ms in q.percentiles_ms[::2]]
 
 
 def _quantile_row(q: Quantiles) -> tuple[str, ...]:
-    return (f"{q.n:,}", *(_milliseconds(value) for value in (q.mean, q.p50, q.p90, q.p99)))
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return number(None if seconds is None else 1000 * seconds)
+    return (count(q.n), *map(number, (None if q.mean is None else 1e3 * q.mean, *q.percentiles_ms)))
 
 
 # Predicting, exporting, verifying, comparing
@@ -440,10 +409,7 @@ _RANGE_NOTE = "90 % range: where nine of ten measurements lay about their predic
 
 def step_text(predicted: StepPrediction) -> str:
     """Return the predicted time of a step."""
-    rows = [("step", predicted.step)]
-    return "\n".join(
-        [*_spans(predicted.deployment_id, rows), *_notes(predicted.assumed, predicted.out_of_range)]
-    )
+    return _prediction_text(predicted, [("step", predicted.step)])
 
 
 def request_text(predicted: RequestPrediction) -> str:
@@ -454,18 +420,11 @@ def request_text(predicted: RequestPrediction) -> str:
     )
     rows = [
         *before,
-        (
-            f"prefill ({predicted.prefill_steps:,} step{'s' * (predicted.prefill_steps > 1)})",
-            predicted.prefill,
-        ),
-        ("TTFT", predicted.ttft),
-        ("ITL", predicted.itl),
-        ("E2E", predicted.e2e),
-        *((f"{label}, after E2E", found) for label, found in after),
+        (f"prefill ({plural(predicted.prefill_steps, 'step')})", predicted.prefill),
+        *((label, getattr(predicted, name)) for name, label in targets.LATENCIES.items()),
+        *((f"{label}, after E2E", duration) for label, duration in after),
     ]
-    ranges = [_wrapped(f"range: {text}", "  ") for text in predicted.ranges]
-    notes = _notes(predicted.assumed, predicted.out_of_range)
-    return "\n".join([*_spans(predicted.deployment_id, rows), *ranges, *notes])
+    return _prediction_text(predicted, rows, [f"range: {text}" for text in predicted.ranges])
 
 
 def rows_text(predicted: models.RowPredictions) -> str:
@@ -504,7 +463,7 @@ def export_text(result: models.ExportResult) -> str:
 
 
 def replay_text(result: models.ReplayResult) -> str:
-    """Return what was measured and what the replay gives, a block per run."""
+    """Return measured and replayed quantities, a block per run."""
     blocks = []
     for run in result.runs:
         if run.reason is not None:
@@ -516,10 +475,7 @@ def replay_text(result: models.ReplayResult) -> str:
                 q.name,
                 number(q.measured),
                 number(q.replayed),
-                *(
-                    "" if e is None else f"{e:+.1f} %"
-                    for e in (q.error_pct, *map(q.error_of, (q.constant, q.predicted)))
-                ),
+                *map(_signed, (q.error_pct, *map(q.error_of, (q.constant, q.predicted)))),
             )
             for q in run.quantities
         ]
@@ -533,12 +489,7 @@ def plan_text(result: PlanResult) -> str:
     """Return the answer for each kind of server: how many or how much, latencies, and the curve."""
     several = len({p.folder for p in result.plans}) > 1
     return "\n\n".join(
-        "\n".join(
-            [
-                f"{p.folder if several else 'deployment'} {p.deployment_id}",
-                *_planned(p),
-            ]
-        )
+        "\n".join([f"{p.folder if several else 'deployment'} {p.deployment_id}", *_planned(p)])
         for p in result.plans
     )
 
@@ -578,28 +529,16 @@ def _planned(plan: ServerPlan) -> Iterator[str]:
 
 def _answer(plan: ServerPlan, servers: int) -> str:
     """Return the answer as a sentence: the number of servers or the rate, and the rates that bound it."""
-    one = servers == 1
-    most = (
-        f"the knee is at {number(plan.knee_per_s)}, and {number(plan.capacity_per_s)} is the most "
-        f"{'it puts' if one else 'they put'} through"
-    )
-    if plan.met is None:
-        return f"{plural(servers, 'server')}: {most}"
-    largest = "no rate"
+    fewer = dict.fromkeys(n for n in (plan.servers_likely, plan.servers_low) if n not in (None, servers))
+    maybe = f" ({' or even '.join(map(str, fewer))} may be enough)" if fewer else ""
+    facts = [f"the knee is at {number(plan.knee_per_s)}, the capacity is {number(plan.capacity_per_s)}"]
     if plan.largest_rate_per_s is not None:
         ends = f"{number(plan.largest_rate_low)} to {number(plan.largest_rate_high)}"
-        largest = f"{number(plan.largest_rate_per_s)} requests per second ({ends})"
-    if plan.rate_per_s is None:
-        return f"{plural(servers, 'server')} {'bears' if one else 'bear'} {largest}; {most}"
-    within = ""
-    if plan.servers_low is not None:
-        fewer = dict.fromkeys((plan.servers_likely, plan.servers_low))
-        fewer.pop(servers, None)
-        within = f" ({' or even '.join(map(str, fewer))} may be enough)" if fewer else ""
-    verb = ("keep" if plan.met else "miss") + ("s" if one and plan.met else "es" if one else "")
-    keep = f"{verb} {'to ' if plan.met else ''}the objectives"
-    asked = f"{plural(servers, 'server')}{within} {keep} at {number(plan.rate_per_s)} requests per second"
-    return f"{asked}; {'it bears' if one else 'they bear'} {largest}; {most}"
+        facts.insert(0, f"the largest rate is {number(plan.largest_rate_per_s)} requests per second ({ends})")
+    if plan.met is not None and plan.rate_per_s is not None:
+        verb = "hold" if plan.met else "do not hold"
+        facts.insert(0, f"the objectives {verb} at {number(plan.rate_per_s)} requests per second")
+    return f"{plural(servers, 'server')}{maybe}: {'; '.join(facts)}"
 
 
 def _percentile(name: str) -> str:
@@ -617,7 +556,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def _queue_bars(queue: Sequence[QueueWindow]) -> list[str]:
-    """Draw the queue over time, a bar per window; nothing where nobody waits."""
+    """Draw the queue over time, a bar per window; empty where no request waits."""
     most = max((w for one in queue for w in (one.measured, one.replayed)), default=0.0)
     if not most:
         return []
@@ -664,30 +603,23 @@ def compare_text(result: models.CompareResult) -> str:
         lines.append("")
     if result.verdict is not None:
         for deployment_id in dict.fromkeys(d.deployment_id for d in result.drift):
-            found = [d for d in result.drift if d.deployment_id == deployment_id]
-            head = (
-                "median error %",
-                "in the file",
-                "now",
-                "limit",
-                "bias % now",
-                "rows",
-                "outside",
-                "verdict",
-            )
+            drifts = [d for d in result.drift if d.deployment_id == deployment_id]
             lines += [
                 f"deployment {deployment_id}",
-                indented(columns(head, [_drift_row(d) for d in found])),
+                indented(columns(_DRIFT_HEAD, map(_drift_row, drifts))),
                 "",
             ]
-            lines += [_wrapped(f"{d.model}: cannot tell: {d.reason}", "  ") for d in found if d.reason]
+            lines += [_wrapped(f"{d.model}: cannot tell: {d.reason}", "  ") for d in drifts if d.reason]
         lines += [
             "in the file: the larger of its errors in training and on held-out rows",
             "outside: rows outside its training range, which say nothing of it",
             "",
+            f"verdict: {_VERDICTS[result.verdict]}",
         ]
-        lines.append(f"verdict: {_VERDICTS[result.verdict]}")
     return "\n".join([*lines, *(_wrapped(f"note: {text}", "  ") for text in result.notes)])
+
+
+_DRIFT_HEAD = ("median error %", "in the file", "now", "limit", "bias % now", "rows", "outside", "verdict")
 
 
 def _drift_row(d: models.Drift) -> tuple[str, ...]:
@@ -713,35 +645,34 @@ def _apart(apart: bool | None) -> str:
     return "" if apart is None else ", intervals apart" if apart else ", intervals overlap"
 
 
-def _spans(deployment_id: str | None, rows: Iterable[tuple[str, PredictedDuration | None]]) -> list[str]:
-    durations = list(rows)
-    body = [f"{name:<22}{_ms(s, 'value_us'):>12}{_range(s)}" for name, s in durations]
+def _prediction_text(
+    predicted: StepPrediction | RequestPrediction,
+    rows: Sequence[tuple[str, PredictedDuration | None]],
+    ranges: Sequence[str] = (),
+) -> str:
     # A file without validations gives no range to anything: its column would be empty.
-    if not any(map(_range, (s for _, s in durations))):
-        return [f"deployment   {deployment_id}", "", f"{'':<22}{'ms':>12}", *body, ""]
-    return [
-        f"deployment   {deployment_id}",
+    has_range = any(_range(duration) for _, duration in rows)
+    lines = [
+        f"deployment   {predicted.deployment_id}\n",
+        f"{'':<22}{'ms':>12}" + (f"  {'90 % range':>12}" if has_range else ""),
+        *(f"{name:<22}{_ms(duration, 'value_us'):>12}{_range(duration)}" for name, duration in rows),
         "",
-        f"{'':<22}{'ms':>12}  {'90 % range':>12}",
-        *body,
-        "",
-        _RANGE_NOTE,
     ]
+    notes = [*ranges, *(f"assumed: {text}" for text in predicted.assumed)]
+    notes += [f"outside: {text}" for text in predicted.out_of_range]
+    return "\n".join(
+        [*lines, *([_RANGE_NOTE] if has_range else []), *(_wrapped(text, "  ") for text in notes)]
+    )
 
 
-def _range(found: PredictedDuration | None) -> str:
-    if found is None or found.low_us is None:
+def _range(duration: PredictedDuration | None) -> str:
+    if duration is None or duration.low_us is None:
         return ""
-    return f"  {_ms(found, 'low_us'):>12} to {_ms(found, 'high_us')}"
+    return f"  {_ms(duration, 'low_us'):>12} to {_ms(duration, 'high_us')}"
 
 
-def _ms(found: PredictedDuration | None, end: str) -> str:
-    if found is None:
+def _ms(duration: PredictedDuration | None, end: str) -> str:
+    if duration is None:
         return "-"
-    value = getattr(found, end)
+    value = getattr(duration, end)
     return "open" if value is None else f"{value / 1e3:,.3f}"
-
-
-def _notes(assumed: Sequence[str], outside: Sequence[str]) -> list[str]:
-    texts = [*(f"assumed: {text}" for text in assumed), *(f"outside: {text}" for text in outside)]
-    return [_wrapped(text, "  ") for text in texts]

@@ -257,7 +257,7 @@ class Drift:
         deployment_id: Its deployment.
         rows: Rows of the new traces it was evaluated on; idle gaps are left out.
         rows_outside: Rows outside its training range, or without a feature, which it was not evaluated on.
-        then_mdape_pct: Median error it was published with: that of its training or its held-out rows, the larger one.
+        then_mdape_pct: Median error it was published with: the larger one of its training and its held-out rows.
         now_mdape_pct: Median error on the new traces.
         then_mae_us: Mean absolute error it was published with.
         now_mae_us: Mean absolute error on the new traces.

@@ -19,6 +19,11 @@ class Quantiles:
     p90: float | None
     p99: float | None
 
+    @property
+    def percentiles_ms(self) -> tuple[float | None, ...]:
+        """P50, P90 and P99 in ms."""
+        return tuple(None if s is None else 1e3 * s for s in (self.p50, self.p90, self.p99))
+
 
 @dataclass(frozen=True, slots=True)
 class RequestGroup:

@@ -20,6 +20,7 @@ from tracefit.reports.figures.elements import (
     FigureWords,
     anchor,
     axis_of,
+    line,
     name_text,
     rounded,
 )
@@ -37,10 +38,10 @@ _OVERHEAD_COLOURS = (BLUE, PINK, GREEN, PURPLE, TEAL, AMBER, GREY)
 """Colours of the overheads in TTFT, in the order a request goes through them; without that of the prefill."""
 
 
-def breakdown_figure(deployment_id: str, found: Breakdown | None) -> Figure | None:
-    """Draw what held-out steps consist of, short steps first."""
+def breakdown_figure(deployment_id: str, breakdown: Breakdown | None) -> Figure | None:
+    """Draw the parts of held-out steps, short steps first."""
     return _stacked(
-        found,
+        breakdown,
         _PART_COLOURS,
         "step",
         "predicted step time, ms",
@@ -53,13 +54,13 @@ def breakdown_figure(deployment_id: str, found: Breakdown | None) -> Figure | No
     )
 
 
-def first_token_figure(deployment_id: str, found: Breakdown | None) -> Figure | None:
-    """Draw what the measured TTFT consists of, requests with the shortest first."""
+def first_token_figure(deployment_id: str, breakdown: Breakdown | None) -> Figure | None:
+    """Draw the parts of the measured TTFT, requests with the shortest first."""
     overheads = parts_of("ttft")
     colours = dict(zip((target.label for target in overheads), cycle(_OVERHEAD_COLOURS), strict=False))
     meanings = [f"*{target.label}* ({target.definition})" for target in overheads]
     return _stacked(
-        found,
+        breakdown,
         colours | {"prefill": ORANGE},
         "request",
         "measured TTFT, ms",
@@ -73,19 +74,21 @@ def first_token_figure(deployment_id: str, found: Breakdown | None) -> Figure | 
 
 
 def _stacked(
-    found: Breakdown | None, colours: Mapping[str, str], what: str, y: str, **words: Unpack[FigureWords]
+    breakdown: Breakdown | None, colours: Mapping[str, str], noun: str, y: str, **words: Unpack[FigureWords]
 ) -> Figure | None:
     """Draw the parts of durations as bars on each other; null without any."""
-    if found is None:
+    if breakdown is None:
         return None
-    width = 100 / len(found.rows)
-    at = [width * (k + 0.5) for k in range(len(found.rows))]
-    groups = [f"{width * k:.0f} to {width * (k + 1):.0f} %" for k in range(len(found.rows))]
+    width = 100 / len(breakdown.rows)
+    at = [width * (k + 0.5) for k in range(len(breakdown.rows))]
+    groups = [f"{width * k:.0f} to {width * (k + 1):.0f} %" for k in range(len(breakdown.rows))]
     facts = [
-        "<br>".join(f"{n}: {number(v)}" for n, values in found.facts.items() if (v := values[k]) is not None)
+        "<br>".join(
+            f"{n}: {number(v)}" for n, values in breakdown.facts.items() if (v := values[k]) is not None
+        )
         for k in range(len(groups))
     ]
-    wholes = [sum(values) for values in zip(*found.parts.values(), strict=True)]
+    wholes = [sum(values) for values in zip(*breakdown.parts.values(), strict=True)]
     traces: list[Trace] = [
         {
             "type": "bar",
@@ -95,34 +98,38 @@ def _stacked(
             "width": 0.84 * width,
             "marker": {"color": colours.get(part.split(OR)[0], AMBER)},
             "customdata": [
-                f"{percent(100 * v / whole) if whole else '-'} % of {number(whole)} ms<br>mean of {plural(n, what)}, {group}<br>{fact}"
-                for v, whole, n, group, fact in zip(values, wholes, found.rows, groups, facts, strict=True)
+                f"{percent(100 * v / whole) if whole else '-'} % of {number(whole)} ms<br>mean of {plural(n, noun)}, {group}<br>{fact}"
+                for v, whole, n, group, fact in zip(
+                    values, wholes, breakdown.rows, groups, facts, strict=True
+                )
             ],
             "hovertemplate": "%{fullData.name}: %{y:.3~f} ms<br>%{customdata}<extra></extra>",
         }
-        for part, values in found.parts.items()
+        for part, values in breakdown.parts.items()
     ]
     # Parts of a step are predicted, so that the measurement beside them shows what they miss; those of TTFT are measured.
-    if what == "step":
+    if noun == "step":
         outline = {"color": "#1b1f24", "width": 1.5}
+        diamond = {"symbol": "diamond", "size": 8, "color": "#fff", "line": outline}
+        hover = "measured: %{y:.3~f} ms<extra></extra>"
         traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": "measured",
-                "x": at,
-                "y": rounded(found.measured),
-                "marker": {"symbol": "diamond", "size": 8, "color": "#fff", "line": outline},
-                "hovertemplate": "measured: %{y:.3~f} ms<extra></extra>",
-            }
+            line(
+                "measured",
+                at,
+                breakdown.measured,
+                "#fff",
+                mode="markers",
+                marker=diamond,
+                hovertemplate=hover,
+            )
         )
-    columns = ([number(v) for v in values] for values in (*found.parts.values(), found.measured))
-    axis = axis_of(f"{what}s from the shortest to the longest, %", range=[0, 100], showgrid=False)
+    columns = ([number(v) for v in values] for values in (*breakdown.parts.values(), breakdown.measured))
+    axis = axis_of(f"{noun}s from the shortest to the longest, %", range=[0, 100], showgrid=False)
     return Figure(
         **words,
         summary=Table(
-            (f"{what}s by length", f"{what}s", *(f"{p}, ms" for p in found.parts), "measured, ms"),
-            tuple(zip(groups, map(count, found.rows), *columns, strict=True)),
+            (f"{noun}s by length", f"{noun}s", *(f"{p}, ms" for p in breakdown.parts), "measured, ms"),
+            tuple(zip(groups, map(count, breakdown.rows), *columns, strict=True)),
         ),
         traces=tuple(traces),
         # Relative: a part below zero, such as a negative intercept, hangs below the axis.

@@ -58,8 +58,8 @@ class DeploymentFigures:
         named: dict[str, Figure] = {}
         for figure in (*self.top, *self.first, *self.latencies, *chain.from_iterable(self.models.values())):
             # Each engine has a figure of one kind: the second one is `timeline-2`.
-            taken = sum(f.kind == figure.kind for f in named.values())
-            named[f"{figure.kind}-{taken + 1}" if taken else figure.kind] = figure
+            earlier = sum(f.kind == figure.kind for f in named.values())
+            named[f"{figure.kind}-{earlier + 1}" if earlier else figure.kind] = figure
         return named
 
 
@@ -71,7 +71,7 @@ def figures_of_evaluation(deployment: DeploymentEvaluation, slo_ms: Mapping[str,
 
 
 def _drawn(figures: Iterable[Figure | None]) -> tuple[Figure, ...]:
-    return tuple(figure for figure in figures if figure is not None)
+    return tuple(filter(None, figures))
 
 
 def deployment_figures(

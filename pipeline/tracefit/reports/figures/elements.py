@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypedDict
 
 from tracefit.errors import printable
@@ -107,7 +108,7 @@ def line(
     dash: str = "solid",
     **more: object,
 ) -> Trace:
-    """Draw values as a line; `more` is in plotly's terms."""
+    """Draw values as a line, or as points with `mode`; `more` is in plotly's terms."""
     return {
         "type": "scatter",
         "mode": "lines",
@@ -122,37 +123,32 @@ def line(
 def shaded(intervals: Iterable[MarkedInterval]) -> list[Trace]:
     """Shade intervals of the x axis; each kind is in the legend once."""
     # In the order of `SHADES`: of regions that overlap, the one that matters most is drawn last.
-    shapes: list[Trace] = []
-    for one in sorted(intervals, key=lambda r: list(SHADES).index(r.kind)):
-        shapes.append(
-            {
-                "type": "rect",
-                "xref": "x",
-                "yref": "paper",
-                "x0": one.start,
-                "x1": one.end,
-                "y0": 0,
-                "y1": 1,
-                "layer": "below",
-                "line": {"width": 0},
-                "fillcolor": SHADES[one.kind],
-                "name": one.kind,
-                "legendgroup": one.kind,
-                "showlegend": all(other["name"] != one.kind for other in shapes),
-            }
-        )
-    return shapes
+    ordered = sorted(intervals, key=lambda r: list(SHADES).index(r.kind))
+    return [
+        {
+            "type": "rect",
+            "xref": "x",
+            "yref": "paper",
+            "x0": one.start,
+            "x1": one.end,
+            "y0": 0,
+            "y1": 1,
+            "layer": "below",
+            "line": {"width": 0},
+            "fillcolor": SHADES[one.kind],
+            "name": one.kind,
+            "legendgroup": one.kind,
+            "showlegend": before is None or before.kind != one.kind,
+        }
+        for before, one in pairwise((None, *ordered))
+        if one is not None
+    ]
 
 
 def mark(
-    name: str,
-    axis: str,
-    value: float,
-    *,
-    colour: str = "#d63939",
-    on: str = "paper",
+    name: str, axis: str, value: float, *, colour: str = "#d63939", on: str = "paper", **more: object
 ) -> Trace:
-    """Draw a line across the figure at a value of one axis."""
+    """Draw a line across the figure at a value of one axis; `more` is in plotly's terms."""
     other = "y" if axis == "x" else "x"
     # A time is one time in all panels of a figure; a value belongs to the axis of one panel (`on`).
     return {
@@ -166,6 +162,7 @@ def mark(
         "line": {"color": colour, "width": 1.5, "dash": "longdashdot"},
         "name": name,
         "showlegend": True,
+        **more,
     }
 
 
@@ -175,13 +172,13 @@ def axis_of(title: str, **more: object) -> Trace:
 
 
 _SKEWED = 20.0
-"""Times the median from which on a largest value would squeeze all others against the axis."""
+"""Times the median above which the largest value would squeeze all others against the axis."""
 
 
 def spread_axis(title: str, values: Sequence[float]) -> Trace:
     """Return a logarithmic axis where a few large values would squeeze all others, else a linear one."""
     ordered = sorted(values)
-    # A zero has no place on a logarithmic axis.
+    # A logarithmic axis has no zero.
     skewed = ordered and ordered[0] > 0 and ordered[-1] > _SKEWED * ordered[len(ordered) // 2]
     return log_axis(title, values) if skewed else axis_of(title)
 
@@ -218,7 +215,7 @@ def robust_limits(values: Iterable[float]) -> tuple[float, float] | None:
 
 
 def limited(values: Sequence[float], *, from_zero: bool = False) -> tuple[Trace, str]:
-    """Return the range of a y axis that a few outliers do not widen, and a note on what lies beyond it."""
+    """Return the range of a y axis that a few outliers do not widen, and a note on the points beyond it."""
     limits = robust_limits(values)
     if limits is None:
         return ({"rangemode": "tozero"} if from_zero else {}), ""
@@ -228,16 +225,16 @@ def limited(values: Sequence[float], *, from_zero: bool = False) -> tuple[Trace,
     return {"range": rounded((low, high))}, note
 
 
-def axis_number(place: int) -> str:
-    """Return what plotly has behind the `y` of a panel's axis, the first one on top."""
-    return "" if place == 0 else str(place + 1)
+def axis_number(panel: int) -> str:
+    """Return the number that plotly writes behind the axes of a panel; the first panel has none."""
+    return "" if panel == 0 else str(panel + 1)
 
 
 def panels(x: Trace, ys: Sequence[Trace], gap: float = 0.06) -> Trace:
     """Return the axes of panels on top of each other, which share the x axis below the last one."""
     # So many panels with a gap between each two fill the figure: panels * (height - gap) + (panels - 1) * gap = 1.
     height = (1 + gap) / len(ys)
-    tops = [1 - place * height for place in range(len(ys))]
+    tops = [1 - k * height for k in range(len(ys))]
     # Rounded: differences of floats would put 17 digits of each into the page.
     domains = [[max(0.0, round(top - height + gap, 4)), round(top, 4)] for top in tops]
     axes = {f"yaxis{axis_number(k)}": {**y, "domain": domains[k]} for k, y in enumerate(ys)}
@@ -268,7 +265,7 @@ def cells_of(one: Bin) -> tuple[str, ...]:
 
 
 _FAR_OFF = 10.0
-"""Times the largest value from which on a line would squeeze a figure."""
+"""Times the largest value above which a line would squeeze a figure."""
 
 
 def objective(slo_ms: float | None, largest: float) -> str:

@@ -36,11 +36,11 @@ _QUANTITIES = {
     "kv_pct": ("KV, %", "KV blocks in use, %", PURPLE),
     "cycle_ms": ("step, ms", "step time, ms", GREEN),
 }
-"""Quantity to the label of its panel, what it is in full, and its colour."""
+"""Quantity to the label of its panel, its full name and its colour."""
 
 
 def engine_figure(engine: EngineRun) -> Figure:
-    """Draw what one engine did over its run."""
+    """Draw load and step times of one engine over its run."""
     bins, overload = engine.bins, engine.overload
     shapes = shaded(engine.marked)
     if engine.holdout_s is not None:
@@ -51,10 +51,10 @@ def engine_figure(engine: EngineRun) -> Figure:
     hover = "%{y:,.4~r}<extra>%{fullData.name}</extra>"
     axes: list[Trace] = []
     traces = []
-    for place, key in enumerate(drawn):
+    for panel, key in enumerate(drawn):
         label, full, colour = _QUANTITIES[key]
         x, y = bins.drop_nulls(key).select("at_s", key)
-        axis = f"y{axis_number(place)}"
+        axis = f"y{axis_number(panel)}"
         axes.append(axis_of(label, rangemode="tozero", nticks=4))
         traces.append(line(full, x, y, colour, yaxis=axis, showlegend=False, hovertemplate=hover))
     return Figure(
@@ -92,8 +92,8 @@ def _fuller(engine: EngineRun) -> str:
         number(r) if not any(waiting) else f"{number(r)} and {number(w)}"
         for r, w in zip(running, waiting, strict=True)
     )
-    what = "requests run and wait" if any(waiting) else "requests run"
-    return f" Training saw the fuller part of the run: on average {before} {what} before the hold-out, {inside} in it."
+    load = "requests run and wait" if any(waiting) else "requests run"
+    return f" Training saw the fuller part of the run: on average {before} {load} before the hold-out, {inside} in it."
 
 
 def _parts(engine: EngineRun) -> tuple[pl.DataFrame, pl.DataFrame]:

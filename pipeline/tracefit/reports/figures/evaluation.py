@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from tracefit.coefficients.model import DeploymentEvaluation
     from tracefit.reports.document import Trace
     from tracefit.results.plans import PlanPoint, ServerPlan
-    from tracefit.results.requests import RequestGroup
 
 _LOADS = {"running_tokens": "tokens in the caches of the batch", "batch_requests": "requests in the batch"}
 
@@ -44,12 +43,12 @@ _LOADS = {"running_tokens": "tokens in the caches of the batch", "batch_requests
 def error_by_load_figure(deployment: DeploymentEvaluation) -> Figure | None:
     """Draw errors of step times over the load of held-out rows, the training range shaded."""
     entry = step_entry(deployment)
-    found = entry.error_over_load if entry else None
+    over_load = entry and entry.error_over_load
     # Rows whose measurement is zero have no error in percent.
-    bins = [b for b in found.bins if b.holdout.mdape_pct is not None] if found else []
-    if entry is None or found is None or not bins:
+    bins = [b for b in over_load.bins if b.holdout.mdape_pct is not None] if over_load else []
+    if not (entry and over_load and bins):
         return None
-    low, high = found.training_range
+    low, high = over_load.training_range
     rows = "intervals of several steps" if of_means(entry) else "steps"
     at = [(b.low + b.high) / 2 for b in bins]
     hover = "%{y:.2~f} %<br>%{customdata}<extra>%{fullData.name}</extra>"
@@ -67,7 +66,7 @@ def error_by_load_figure(deployment: DeploymentEvaluation) -> Figure | None:
         "extrapolates.",
         note=f"Held-out {rows} in groups of equal size.",
         summary=Table(
-            (_LOADS[found.load], rows, "median error %", "P90 error %", "bias %", "training range"),
+            (_LOADS[over_load.load], rows, "median error %", "P90 error %", "bias %", "training range"),
             tuple(
                 (
                     f"{number(b.low)} to {number(b.high)}",
@@ -83,7 +82,7 @@ def error_by_load_figure(deployment: DeploymentEvaluation) -> Figure | None:
             for name, colour, values in shown
         ),
         layout={
-            "xaxis": axis_of(_LOADS[found.load], rangemode="tozero"),
+            "xaxis": axis_of(_LOADS[over_load.load], rangemode="tozero"),
             "yaxis": axis_of("error, %"),
             "shapes": shaded([MarkedInterval("training range", low, high)]),
         },
@@ -96,75 +95,62 @@ _PERCENTS = (50, 90, 99)
 _BETWEEN_PANELS = 0.12
 
 
-def _served_ms(run: RequestGroup, latency: str) -> tuple[float | None, ...]:
-    found = getattr(run, latency)
-    return tuple(None if q is None else 1e3 * q for q in (found.p50, found.p90, found.p99))
-
-
 def served_figure(deployment: DeploymentEvaluation) -> Figure | None:
     """Draw what the server did in the whole run, and in its held-out part beside a replay; of several runs the least exact one."""
     run = least_exact_replay(deployment)
     served = next((g for g in deployment.served if run is None or g.name == run.run_id), None)
-    sides: dict[str, dict[str, tuple[float | None, ...]]] = {}
+    none = (None,) * len(_PERCENTS)
+    rows: dict[str, dict[str, tuple[float | None, ...]]] = {}
     if served:
-        sides["the whole run"] = {name: _served_ms(served, name) for name in LATENCIES}
+        rows["the whole run"] = {name: getattr(served, name).percentiles_ms for name in LATENCIES}
     for way in ("measured", "replayed") if run else ():
-        sides[f"held-out part, {way}"] = {
-            name: tuple(getattr(q, way) / US_PER_MS for q in run.of(name)) for name in LATENCIES if run
+        rows[f"held-out part, {way}"] = {
+            name: tuple(getattr(q, way) / US_PER_MS for q in run.of(name)) or none
+            for name in LATENCIES
+            if run
         }
-    known = [
-        name
-        for name in LATENCIES
-        if any(any(v is not None for v in side.get(name, ())) for side in sides.values())
-    ]
+    known = [name for name in LATENCIES if any(values[name] != none for values in rows.values())]
     if not known:
         return None
-    rows = {way: {n: side[n] or (None,) * len(_PERCENTS) for n in known} for way, side in sides.items()}
-    errors = {n: [q.error_pct for q in run.of(n)] if run else [] for n in known}
-    written = {n: [f"{e:+.1f} %" for e in of if e is not None] for n, of in errors.items()}
+    errors = {
+        name: ["" if q.error_pct is None else f"{q.error_pct:+.1f} %" for q in run.of(name)] if run else []
+        for name in known
+    }
     styles = ((GREY, "square", "solid"), (MEASURED, "circle", "solid"), (PREDICTED, "diamond", "dash"))
     traces: list[Trace] = []
     axes: Trace = {}
     width = (1 - _BETWEEN_PANELS * (len(known) - 1)) / len(known)
-    for place, latency in enumerate(known):
-        axis, left = axis_number(place), place * (width + _BETWEEN_PANELS)
-        axes[f"xaxis{axis}"] = axis_of(
-            "", type="category", anchor=f"y{axis}", domain=[round(left, 3), round(left + width, 3)]
-        )
+    for panel, latency in enumerate(known):
+        axis, left = axis_number(panel), panel * (width + _BETWEEN_PANELS)
+        domain = [round(left, 3), round(left + width, 3)]
+        axes[f"xaxis{axis}"] = axis_of("", type="category", anchor=f"y{axis}", domain=domain)
         axes[f"yaxis{axis}"] = axis_of(f"{LATENCIES[latency]}, ms", rangemode="tozero", anchor=f"x{axis}")
         for (way, values), (colour, symbol, dash) in zip(
             rows.items(), styles[0 if served else 1 :], strict=False
         ):
-            texts = written[latency] if way.endswith("replayed") else []
-            traces.append(
-                line(
-                    way,
-                    (),
-                    values[latency],
-                    colour,
-                    dash=dash,
-                    mode="lines+markers+text" if texts else "lines+markers",
-                )
-                | {
-                    "x": [f"P{q}" for q in _PERCENTS],
-                    "xaxis": f"x{axis}",
-                    "yaxis": f"y{axis}",
-                    "marker": {"symbol": symbol, "size": 8},
-                    "text": texts,
-                    "textposition": "top center",
-                    "cliponaxis": False,
-                    "legendgroup": way,
-                    "showlegend": place == 0,
-                    "hovertemplate": f"{LATENCIES[latency]} %{{x}}: %{{y:,.4~r}} ms<extra>%{{fullData.name}}</extra>",
-                }
+            texts = errors[latency] if way.endswith("replayed") else []
+            trace = line(
+                way,
+                (),
+                values[latency],
+                colour,
+                dash=dash,
+                mode="lines+markers+text" if texts else "lines+markers",
+                xaxis=f"x{axis}",
+                yaxis=f"y{axis}",
+                marker={"symbol": symbol, "size": 8},
+                text=texts,
+                textposition="top center",
+                cliponaxis=False,
+                legendgroup=way,
+                showlegend=panel == 0,
+                hovertemplate=f"{LATENCIES[latency]} %{{x}}: %{{y:,.4~r}} ms<extra>%{{fullData.name}}</extra>",
             )
+            traces.append(trace | {"x": [f"P{q}" for q in _PERCENTS]})
     name = run.run_id if run else served.name if served else ""
     compared = f" {count(run.requests)} held-out requests are compared." if run else " It cannot be replayed."
-    of_many = (
-        f", the least exact of {count(len(deployment.replays))}"
-        if run and len(deployment.replays) > 1
-        else ""
-    )
+    several = run and len(deployment.replays) > 1
+    of_many = f", the least exact of {count(len(deployment.replays))}" if several else ""
     return Figure(
         name=anchor(f"{deployment.deployment_id}-replay"),
         kind="replay",
@@ -174,12 +160,12 @@ def served_figure(deployment: DeploymentEvaluation) -> Figure | None:
         else "Look for a P99 far from its P50: few requests wait long.",
         note=f"Run {name}{of_many}.{compared}",
         summary=Table(
-            ("latency", *(f"{way}, ms" for way in rows), *(("error %",) if run else ())),
+            ("latency", *(f"{way}, ms" for way in rows), *(("error",) if run else ())),
             tuple(
                 (
                     f"{LATENCIES[n]} P{q}",
                     *(number(values[n][k]) for values in rows.values()),
-                    *([(written[n] or [""] * 3)[k].removesuffix(" %")] if run else []),
+                    *((errors[n] or [""] * 3)[k : k + 1] if run else ()),
                 )
                 for n in known
                 for k, q in enumerate(_PERCENTS)
@@ -239,20 +225,20 @@ def _over_rates(
     **words: Unpack[FigureWords],
 ) -> Figure:
     """Draw percentiles over the rate; `marked` are rates by name, the first of them where the movable one begins."""
-    names = [(latency, label, q) for latency, label in LATENCIES.items() for q in _PERCENTS]
-    known = {one.name for one in points[0].latencies}
-    names = [(latency, label, q) for latency, label, q in names if f"{latency}_p{q}_ms" in known]
-    latencies = list(dict.fromkeys(latency for latency, _, _ in names))
-    rates = [p.rate_per_s for p in points]
-    values = {
-        f"{label} P{q}": [p.latency(f"{latency}_p{q}_ms").value for p in points]
-        for latency, label, q in names
+    measured = {one.name for one in points[0].latencies}
+    series = {
+        f"{label} P{q}": name
+        for latency, label in LATENCIES.items()
+        for q in _PERCENTS
+        if (name := f"{latency}_p{q}_ms") in measured
     }
+    labels = list(dict.fromkeys(shown.split()[0] for shown in series))
+    rates = [p.rate_per_s for p in points]
+    values = {shown: [p.latency(name).value for p in points] for shown, name in series.items()}
     outside = [p.extrapolates for p in points]
     traces, axes = [], []
     hover = "%{y:,.4~r} ms at %{x:,.3~r} requests/s<extra>%{fullData.name}</extra>"
-    for place, latency in enumerate(latencies):
-        label = LATENCIES[latency]
+    for panel, label in enumerate(labels):
         for q, colour in zip(_PERCENTS, (MEASURED, GREEN, PINK), strict=True):
             for dash, y in _inside_and_outside(values[f"{label} P{q}"], outside).items():
                 traces.append(
@@ -262,28 +248,19 @@ def _over_rates(
                         y,
                         colour,
                         dash=dash,
-                        yaxis=f"y{axis_number(place)}",
+                        yaxis=f"y{axis_number(panel)}",
                         legendgroup=f"P{q}",
-                        showlegend=place == 0 and dash == "solid",
+                        showlegend=panel == 0 and dash == "solid",
                         hovertemplate=hover,
                     )
                 )
         axes.append(log_axis(f"{label}, ms", [v for n in values if n.startswith(label) for v in values[n]]))
     at = min(max(next(iter(marked.values()), rates[0]), rates[0]), rates[-1])
-    shown = {
-        f"{label} P{q}": limits[key] for latency, label, q in names if (key := f"{latency}_p{q}_ms") in limits
-    }
+    thin = {"color": MEASURED, "width": 1, "dash": "dot"}
     shapes = [
-        {**mark("rate", "x", at, colour=GREY), "showlegend": False},
-        {**mark("objective", "y", 1.0, on="y"), "showlegend": False, "visible": False},
-        *(
-            {
-                **mark(words_, "x", rate, colour=MEASURED),
-                "line": {"color": MEASURED, "width": 1, "dash": "dot"},
-                "showlegend": False,
-            }
-            for words_, rate in marked.items()
-        ),
+        mark("rate", "x", at, colour=GREY, showlegend=False),
+        mark("objective", "y", 1.0, on="y", showlegend=False, visible=False),
+        *(mark(name, "x", rate, line=thin, showlegend=False) for name, rate in marked.items()),
     ]
     ends = [p.latency("ttft_p99_ms") for p in points]
     return Figure(
@@ -304,14 +281,14 @@ def _over_rates(
         traces=tuple(traces),
         layout={"shapes": shapes, **panels(axis_of("requests per second"), axes)},
         wide=True,
-        height=150 + 130 * len(latencies),
+        height=150 + 130 * len(labels),
         curves={
             "rates": rates,
             "values": values,
             "outside": outside,
             "rate": at,
-            "limits": shown,
-            "axes": {f"{LATENCIES[n]} P{q}": f"y{axis_number(latencies.index(n))}" for n, _, q in names},
+            "limits": {shown: limits[name] for shown, name in series.items() if name in limits},
+            "axes": {shown: f"y{axis_number(labels.index(shown.split()[0]))}" for shown in series},
         },
     )
 
@@ -375,25 +352,22 @@ def distribution_figures(
     figures = []
     for key, label in LATENCIES.items():
         entry = deployment.latency.get(key)
-        if found := entry.distribution if entry else None:
+        if quantiles := entry and entry.distribution:
             ways = {
-                "measured": found.measured,
-                "predicted on arrival": found.predicted,
-                "given the measured queue and batches": found.given_measured_state,
+                "measured": quantiles.measured,
+                "predicted on arrival": quantiles.predicted,
+                "given the measured queue and batches": quantiles.given_measured_state,
             }
             curves = {way: tuple(q / US_PER_MS for q in us) for way, us in ways.items() if us}
-            percents, title = found.percents, f"{label}, predicted and measured"
+            percents, title = quantiles.percents, f"{label}, predicted and measured"
             look = (
                 "Look for where a predicted curve leaves the measured one: given the measured batches, step times are wrong "
                 "there; on arrival, what comes after it changes the batch."
             )
-            note = f"Share of {count(found.requests)} held-out requests with at most this {label}."
+            note = f"Share of {count(quantiles.requests)} held-out requests with at most this {label}."
         elif at_ms := measured_ms.get(key):
-            curves, percents, title = (
-                {"measured": tuple(at_ms.values())},
-                tuple(at_ms),
-                f"{label} as measured",
-            )
+            curves, percents = {"measured": tuple(at_ms.values())}, tuple(at_ms)
+            title = f"{label} as measured"
             look = "Look for a long flat end: these requests waited, and a mean hides them."
             note = f"Share of requests with at most this {label}; no model predicts it here."
         else:
@@ -415,7 +389,7 @@ def _distribution(
     traces = []
     for name, values in curves.items():
         colour, dash = styles.get(name, (GREEN, "dot"))
-        # A logarithmic axis has no place for a zero.
+        # A logarithmic axis has no zero.
         drawn = [(q, float(p)) for q, p in zip(values, percents, strict=True) if q > 0]
         xs, ys = ([point[i] for point in drawn] for i in (0, 1))
         traces.append(line(name, xs, ys, colour, dash=dash, hovertemplate=hover))

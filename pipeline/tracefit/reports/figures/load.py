@@ -46,27 +46,29 @@ def latency_load_figure(
     shapes: list[Trace] = []
     axes: list[Trace] = []
     within = []
-    for place, (key, runs) in enumerate(bins.items()):
-        axis, label = axis_number(place), LATENCIES[key]
-        for (run, found), own in zip(runs.items(), COLOURS, strict=False):
-            # Of several runs only the slow tenth, which objectives are about: two lines each would be too many to tell apart.
-            shown = [("P90", "p90", own)] if several else [("median", "median", BLUE), ("P90", "p90", PINK)]
+    for panel, (key, runs) in enumerate(bins.items()):
+        axis, label = axis_number(panel), LATENCIES[key]
+        for (run, groups), of_run in zip(runs.items(), COLOURS, strict=False):
+            # Of several runs only the slow tenth, which objectives are about: two lines each would be too many to distinguish.
+            shown = (
+                [("P90", "p90", of_run)] if several else [("median", "median", BLUE), ("P90", "p90", PINK)]
+            )
             traces += [
                 line(
                     run if several else words,
-                    [b.middle for b in found],
-                    [getattr(b, what) for b in found],
+                    [b.middle for b in groups],
+                    [getattr(b, field) for b in groups],
                     colour,
                     mode="lines+markers",
                     yaxis=f"y{axis}",
                     legendgroup=run if several else words,
-                    showlegend=place == 0,
-                    customdata=[f"{ends_of(b)} in flight, {plural(b.rows, 'request')}" for b in found],
+                    showlegend=panel == 0,
+                    customdata=[f"{ends_of(b)} in flight, {plural(b.rows, 'request')}" for b in groups],
                     hovertemplate=f"{label} {words} %{{y:,.4~r}} ms<br>%{{customdata}}<extra>%{{fullData.name}}</extra>",
                 )
-                for words, what, colour in shown
+                for words, field, colour in shown
             ]
-        every = [b for found in runs.values() for b in found]
+        every = [b for groups in runs.values() for b in groups]
         if slo := slo_ms.get(key):
             ms = loads[key]["ms"]
             share = 100 * int((ms <= slo).sum()) / ms.len()
@@ -91,8 +93,8 @@ def latency_load_figure(
             tuple(
                 (LATENCIES[key], f"`{run}`", ends_of(b), count(b.rows), number(b.median), number(b.p90))
                 for key, runs in bins.items()
-                for run, found in runs.items()
-                for b in found
+                for run, groups in runs.items()
+                for b in groups
             ),
         ),
         traces=tuple(traces),

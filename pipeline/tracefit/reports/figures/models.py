@@ -6,6 +6,7 @@ Durations are drawn in ms, times in seconds into the run.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 import polars as pl
@@ -36,7 +37,6 @@ from tracefit.reports.figures.elements import (
     line,
     log_axis,
     name_text,
-    rounded,
     shaded,
     spread_axis,
 )
@@ -61,8 +61,8 @@ def thinned(rows: pl.DataFrame, points: int) -> pl.DataFrame:
     return rows.gather_every(max(1, -(-rows.height // points)))
 
 
-def _dots(name: str, rows: pl.DataFrame, x: str, y: str, **marker: object) -> Trace:
-    """Draw rows as points; on hover a reader sees what was measured and predicted, and the batch."""
+def _dots(name: str, rows: pl.DataFrame, x: str, y: str, colour: str, **marker: object) -> Trace:
+    """Draw rows as points; on hover a reader sees the measurement, the prediction and the batch."""
     batch = COMPOSITION if set(BATCH_COLUMNS) <= set(rows.columns) else {}
     facts = rows.select(
         pl.col("measured_ms").alias("measured, ms"), pl.col("predicted_ms").alias("predicted, ms"), **batch
@@ -71,16 +71,16 @@ def _dots(name: str, rows: pl.DataFrame, x: str, y: str, **marker: object) -> Tr
     # Rounded here, not by the page: a number that is not known is a dash.
     written = [["-" if v is None else float(f"{v:.4g}") for v in fact] for fact in known]
     lines = [f"{fact.name}: %{{customdata[{k}]}}" for k, fact in enumerate(known)]
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name_text(name),
-        "x": rounded(rows[x]),
-        "y": rounded(rows[y]),
-        "marker": {"size": 5, "opacity": 0.55, "symbol": "circle", **marker},
-        "customdata": list(zip(*written, strict=True)),
-        "hovertemplate": "<br>".join(lines) + "<extra></extra>",
-    }
+    return line(
+        name,
+        rows[x],
+        rows[y],
+        colour,
+        mode="markers",
+        marker={"size": 5, "opacity": 0.55, "symbol": "circle", "color": colour, **marker},
+        customdata=list(zip(*written, strict=True)),
+        hovertemplate="<br>".join(lines) + "<extra></extra>",
+    )
 
 
 class ScatterSample(NamedTuple):
@@ -97,7 +97,7 @@ def _sample(parts: Sequence[tuple[str, pl.DataFrame]], x: str, y: str, points: i
     kinds = [(name, thinned(part.sort("ts_ns"), points)) for name, part in parts if part.height]
     styles = ((BLUE, "circle"), (ORANGE, "triangle-up"), (GREY, "diamond"))
     traces = [
-        _dots(name, some, x, y, color=colour, symbol=symbol)
+        _dots(name, some, x, y, colour, symbol=symbol)
         for (name, some), (colour, symbol) in zip(kinds, styles, strict=False)
     ]
     xs, ys = ([value for _, some in kinds for value in some[column]] for column in (x, y))
@@ -145,7 +145,7 @@ def model_figures(model: Model, rows: pl.DataFrame, *, points: int) -> tuple[Fig
 
 
 _FAR_OUT = 4
-"""Times the median from which on a largest value asks for logarithmic axes."""
+"""Times the median above which the largest value asks for logarithmic axes."""
 
 
 def _predicted_figure(model: Model, held: pl.DataFrame, points: int) -> Figure:
@@ -161,8 +161,8 @@ def _predicted_figure(model: Model, held: pl.DataFrame, points: int) -> Figure:
     if is_wide:
         positive = (pl.col("measured_ms") > 0) & (pl.col("predicted_ms") > 0)
         parts = [(name, part.filter(positive)) for name, part in parts]
-    without_place = held.height - sum(part.height for _, part in parts)
-    zeros = f" {plural(without_place, 'row')} with a zero cannot be drawn on logarithmic axes."
+    lost = held.height - sum(part.height for _, part in parts)
+    zeros = f" {plural(lost, 'row')} with a zero cannot be drawn on logarithmic axes."
     sample = _sample(parts, "measured_ms", "predicted_ms", points)
     # Both axes have one scale, so that the diagonal is where a prediction is right.
     values = [*sample.x, *sample.y]
@@ -177,7 +177,7 @@ def _predicted_figure(model: Model, held: pl.DataFrame, points: int) -> Figure:
         kind=f"{model.name}-predicted",
         title=f"{model.name}: predicted against measured",
         look=look,
-        note=f"Held out. {sample.how_many}{zeros if without_place else ''}",
+        note=f"Held out. {sample.how_many}{zeros if lost else ''}",
         summary=_bin_table(bins_of(held, "measured_ms", "predicted_ms"), "measured, ms", "predicted, ms"),
         traces=(*sample.traces, diagonal),
         layout={"xaxis": axis("measured, ms"), "yaxis": axis("predicted, ms")},
@@ -215,7 +215,7 @@ def step_times_figure(deployment_id: str, kept: pl.DataFrame, *, points: int, of
     drawn = pl.concat([breaks, means], how="diagonal").sort("begins", "at_s", maintain_order=True)
     some = thinned(rows, points)
     limits, note = limited([*some["measured_ms"], *means["measured_ms"]], from_zero=True)
-    several = runs.height > 1
+    several, unit = runs.height > 1, time_unit(kept)
     at: Trace = {"xref": "x", "y": 1, "yref": "paper", "xanchor": "left", "showarrow": False}
     named = runs.select(
         pl.when(pl.col("run_id").is_duplicated())
@@ -231,20 +231,16 @@ def step_times_figure(deployment_id: str, kept: pl.DataFrame, *, points: int, of
         look="Look for times at which the two lines part: what the server did then, the model does not know.",
         note=f"Lines are means over equal intervals of time, points {rows_are}. {note}".rstrip(),
         hint="Hover over a point for what that step computed; drag to zoom, double-click to see everything again.",
-        summary=_step_times_table(means, time_unit(kept)),
+        summary=_step_times_table(means, unit),
         traces=(
-            _dots(f"{rows_are}, measured", some, "at_s", "measured_ms", color=MEASURED, opacity=0.4),
+            _dots(f"{rows_are}, measured", some, "at_s", "measured_ms", MEASURED, opacity=0.4),
             *(
                 line(name, drawn["at_s"], drawn[f"{name}_ms"], colour, connectgaps=False, hovertemplate=hover)
                 for name, colour in (("measured", MEASURED), ("predicted", PREDICTED))
             ),
         ),
         layout={
-            "xaxis": axis_of(
-                f"{time_unit(kept)}, runs one after the other"
-                if several
-                else f"{time_unit(kept)} into the run"
-            ),
+            "xaxis": axis_of(f"{unit}, runs one after the other" if several else f"{unit} into the run"),
             "yaxis": axis_of("step time, ms", **limits),
             "shapes": shaded(covered("hold-out", rows.filter(split="holdout"), ["begins"])),
             "annotations": [
@@ -259,11 +255,10 @@ def step_times_figure(deployment_id: str, kept: pl.DataFrame, *, points: int, of
 
 def _step_times_table(means: pl.DataFrame, unit: str, parts: int = 8) -> Table:
     rows = []
-    for k in range(parts):
-        some = means[k * means.height // parts : (k + 1) * means.height // parts]
-        if some.height:
-            measured, predicted = (sum(some[c]) / some.height for c in ("measured_ms", "predicted_ms"))
-            off = percent(100 * (predicted / measured - 1)) if measured else "-"
-            span = f"{number(some['at_s'][0])} to {number(some['at_s'][-1])}"
-            rows.append((span, number(measured), number(predicted), off))
+    bounds = [k * means.height // parts for k in range(parts + 1)]
+    for some in (means[start:end] for start, end in pairwise(bounds) if start < end):
+        measured, predicted = (sum(some[c]) / some.height for c in ("measured_ms", "predicted_ms"))
+        off = percent(100 * (predicted / measured - 1)) if measured else "-"
+        ends = f"{number(some['at_s'][0])} to {number(some['at_s'][-1])}"
+        rows.append((ends, number(measured), number(predicted), off))
     return Table((unit, "measured, ms", "predicted, ms", "off by %"), tuple(rows))
