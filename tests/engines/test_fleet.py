@@ -10,6 +10,7 @@ import pytest
 
 import tracefit.engines.build as building
 from tracefit import ingest
+from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -48,6 +49,25 @@ def test_runs_of_a_fleet_have_the_tables_they_have_alone(tmp_path, fleet, bytes_
     ingest([fleet], tmp_path / "fleet", workers=1)
     assert max(together) >= 6
     assert bytes_of(tmp_path / "fleet") == _alone(fleet, tmp_path / "alone", bytes_of)
+
+
+def test_requests_of_several_stock_runs_are_counted_together(tmp_path, bytes_of, together):
+    # The last run has half of its requests: no steps can be counted from them.
+    for name, seed, share in (("a", 1, 1.0), ("b", 2, 1.0), ("c", 3, 0.5)):
+        options = SynthOptions(name=name, form="stock", requests=120, seed=seed, journey_sampling=share)
+        write_run(synth(options), tmp_path / "runs")
+    ingest([tmp_path / "runs"], tmp_path / "fleet", workers=1)
+    assert together == [3]
+    assert bytes_of(tmp_path / "fleet") == _alone(tmp_path / "runs", tmp_path / "alone", bytes_of)
+    steps = TableStore(tmp_path / "fleet").read("timeline").group_by("run_id").len()
+    assert set(steps["run_id"]) == {"a", "b"}
+
+
+def test_logged_runs_of_a_fleet_keep_their_own_steps(tmp_path, bytes_of):
+    for name in "ab":
+        shutil.copytree(FIXTURES / "logged" / "stock-vllm-0.32-cpu", tmp_path / "runs" / name)
+    ingest([tmp_path / "runs"], tmp_path / "fleet", workers=1)
+    assert bytes_of(tmp_path / "fleet") == _alone(tmp_path / "runs", tmp_path / "alone", bytes_of)
 
 
 def test_a_run_that_fails_in_a_fleet_costs_itself(tmp_path, fleet, bytes_of, monkeypatch, together):

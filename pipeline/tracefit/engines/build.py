@@ -231,8 +231,7 @@ def timelines_of(
     kinds: dict[tuple[_Way, str | None], list[str]] = {}
     ways = _ways_of(contexts, tables_of(list(contexts)))
     for run_id, way in ways.items():
-        # Steps are counted from the requests, or placed on a log, of one run at a time.
-        kinds.setdefault((way, run_id if way.is_counted else None), []).append(run_id)
+        kinds.setdefault((way, run_id if way.is_apart else None), []).append(run_id)
     for (way, _), run_ids in kinds.items():
         yield run_ids, _timeline_of(tables_of(run_ids), way)
 
@@ -247,7 +246,8 @@ class _Way:
         without_clients: Whether steps seen by clients are left out.
         has_journeys: Whether it has journey events.
         is_complete: Whether every request has them.
-        is_counted: Whether steps are counted from its requests, or placed on a log.
+        is_counted: Whether steps are counted from its requests, or these are placed on a log.
+        is_apart: Whether it is built alone: a log takes the requests of one run, and snapshots are no sign of complete requests.
     """
 
     limits: EngineLimits
@@ -256,6 +256,7 @@ class _Way:
     has_journeys: bool
     is_complete: bool
     is_counted: bool
+    is_apart: bool
 
 
 def _ways_of(contexts: Mapping[str, RunContext], tables: WrittenTables) -> dict[str, _Way]:
@@ -265,7 +266,10 @@ def _ways_of(contexts: Mapping[str, RunContext], tables: WrittenTables) -> dict[
     steps = tables.read("steps", ("run_id", "cycle_source")).group_by("run_id")
     of_steps = steps.agg(own=is_own.any(), logged=is_logged().any())
     counts = {run_id: facts for run_id, *facts in of_steps.iter_rows()}
-    journeys = set(tables.read("journey_events", ("run_id",))["run_id"].unique())
+    journeys, sampled = (
+        set(tables.read(name, ("run_id",))["run_id"].unique())
+        for name in ("journey_events", "request_snapshots")
+    )
     requests = tables.read("requests", ("run_id", "dialect", "queued_ns")).group_by("run_id")
     of_server, queued = (pl.col("dialect") != CLIENT).any(), pl.col("queued_ns").is_not_null().any()
     of_requests = requests.agg(of_server=of_server, queued=queued)
@@ -281,13 +285,15 @@ def _ways_of(contexts: Mapping[str, RunContext], tables: WrittenTables) -> dict[
         rate = context.settings.journey_tracing_sample_rate
         if rate is None:
             rate = 1.0 if least.get(run_id) is None else least[run_id]
+        is_counted = run_id not in journeys and (is_logged_run or not has_steps)
         ways[run_id] = _Way(
             engine_limits(context),
             context.settings.is_sglang,
             without_clients,
             run_id in journeys,
             run_id in journeys and is_queued and rate >= COMPLETE_SHARE,
-            run_id not in journeys and (is_logged_run or not has_steps),
+            is_counted,
+            is_counted and (run_id in counts or run_id in sampled),
         )
     return ways
 

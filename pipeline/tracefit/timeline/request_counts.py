@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tracefit.timeline.engines import Floats, Ints
-    from tracefit.timeline.request_graph import Graph
+    from tracefit.timeline.request_graph import Consistent, Graph
 
 _ROUNDS = 4
 _SURE_SD = 1.3
@@ -58,12 +58,12 @@ class Counts:
     unevenness: float | None
 
 
-def counted(r: Spans, g: Graph) -> Counts:
-    """Return the number of every node."""
+def counted(r: Spans, g: Graph, edges: Consistent) -> Counts:
+    """Return the number of every node; `edges` are those of the graph that do not contradict each other."""
     busy = g.busy
     least = np.where(busy, 1.0, 0.0)
     time = np.diff(g.at_us)
-    steps, begin, end, goal, _, preempted = g.consistent()
+    steps, begin, end, goal, _, preempted = edges
     root, relative = potentials(g.size, begin, end, goal)
     exact = np.unique(root, return_inverse=True)[1]
     cluster, offset = exact, relative
@@ -120,9 +120,14 @@ class CountedRequests:
         self.graph = graph_of(self.spans, budget)
 
     @cached_property
+    def edges(self) -> Consistent:
+        """The edges of the graph that do not contradict each other."""
+        return self.graph.consistent()
+
+    @cached_property
     def counts(self) -> Counts:
         """The number of every node."""
-        return counted(self.spans, self.graph)
+        return counted(self.spans, self.graph, self.edges)
 
 
 class _Batches(NamedTuple):

@@ -162,7 +162,7 @@ def _reasons(known: CountedRequests, requests: int) -> Iterator[str]:
             f"{100 * short:.1f} % of the requests lasted as long as the others with less than half of their tokens: a client that counts "
             "tokens in the text does not know those of the engine; take them from its usage field"
         )
-    edges, counts = graph.consistent(), known.counts
+    edges, counts = known.edges, known.counts
     # Where requests are preempted the cache is full: of the recorded requests only, or they would fill it unevenly.
     is_full = counts.unevenness is not None and counts.unevenness < _MOST_UNEVEN
     odd = edges.odd if is_full else max(edges.odd, len(edges.preempted) / requests)

@@ -57,7 +57,7 @@ class RequestSteps:
     def of(
         cls, requests: pl.DataFrame, placed: Iterable[pl.DataFrame], starts: Iterable[pl.DataFrame]
     ) -> RequestSteps:
-        """Join parts of the requests of a run, each with its `row` and the columns `PLACED_COLUMNS`, and the starts of their steps."""
+        """Join parts of the requests, each with its `row` and the columns `PLACED_COLUMNS`, and the starts of their steps."""
         types = pl.Schema({"row": pl.UInt32(), **{name: REQUESTS.types[name] for name in PLACED_COLUMNS}})
         rows = pl.concat([pl.DataFrame(schema=types), *(part.cast(types) for part in placed)]).sort("row")
         own = requests[rows["row"]].with_columns(rows.drop("row").get_columns())
@@ -89,8 +89,8 @@ def count_steps(requests: pl.DataFrame, limits: EngineLimits) -> RequestSteps:
     """Count the steps of every server with the spans of all its requests, and give its requests their steps.
 
     Args:
-        requests: The `requests` table of one run.
-        limits: Limits of the scheduler.
+        requests: The `requests` table of some runs.
+        limits: Limits of their schedulers.
     """
     budget = limits.max_num_batched_tokens
     unknown, examined = examine(requests, budget)
