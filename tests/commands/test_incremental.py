@@ -110,6 +110,15 @@ def test_of_runs_that_stay_neither_traces_nor_tables_are_read(fleet, tmp_path, l
     assert [path for path in looked_at if "run_id=a" in path or "/a/" in path] == []
 
 
+def test_touched_file_is_hashed_once(fleet, tmp_path, monkeypatch):
+    hashed, hash_of = [], scheduler.content_hash_of
+    monkeypatch.setattr(scheduler, "content_hash_of", lambda file: hashed.append(file.name) or hash_of(file))
+    (fleet / "b" / "traces.json").touch()
+    for _ in range(2):
+        ingest([fleet], tmp_path / "tables")
+    assert hashed == [str(fleet / "b" / "traces.json")]
+
+
 def test_copied_tables_are_compared_once_and_noted(fleet, tmp_path, lines):
     shutil.copytree(tmp_path / "tables", tmp_path / "copied")
     _write(fleet / "b" / "traces-2.json", lines[80:])

@@ -524,7 +524,7 @@ class IngestScheduler:
 
     def _publish(self) -> None:
         """Make the runs that are built valid, all with one new manifest, in which others get the present times of their files."""
-        if not self._built:
+        if not (self._built or self._restamped):
             return
         began = time.monotonic()
         entries = dict(self._restamped)
