@@ -104,7 +104,7 @@ def test_a_deployment_is_chosen_by_the_name_of_a_run(trained, tmp_path):
         tracefit.export(trained, "csv", tmp_path, run="busy", deployment="other")
 
 
-def test_texts_name_parameters_in_python_and_flags_on_the_command_line():
+def test_texts_name_options_as_their_reader_does():
     assert f"{named(DeploymentOption)} or {named(RunOption)}" == "`deployment` or `run`"
     assert named(IngestOptions, "max_document_mib") == "`IngestOptions.max_document_mib`"
     with naming_flags():
@@ -192,7 +192,7 @@ def test_a_row_of_a_pandas_frame_is_a_row(trained):
     assert row["predicted_us"] == pytest.approx(expected.step.value_us)
 
 
-def test_a_misspelt_column_is_a_warning_of_python_where_nothing_else_shows_it(trained):
+def test_misspelt_column_is_a_python_warning(trained):
     with pytest.warns(UserWarning, match=r"rows: no model .* reads batsh \(did you mean batch\?\)"):
         tracefit.predict(trained, [{"batsh": 4, "batch": 3, "kv_usage_ratio": 0.1}])
 
@@ -225,7 +225,7 @@ def test_predictions_of_a_pandas_frame_keep_its_index(trained):
     assert "predicted_us" not in rows.columns
 
 
-def test_a_setting_that_is_not_known_is_named_for_a_frame_as_for_one_step(trained):
+def test_unknown_setting_is_named_for_frames_and_steps(trained):
     models = tracefit.load(trained)
     lines = []
     for ask in (lambda: models.predict_step(batch=4), lambda: models.predict_step({"batch": [4, 9]})):

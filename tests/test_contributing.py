@@ -65,7 +65,7 @@ def test_what_a_target_declares_is_in_the_files_named_beside_it():
         assert {target.column, target.begins, target.step} <= set(REQUESTS.names)
 
 
-def test_the_columns_that_follow_from_a_described_step_are_declared():
+def test_columns_of_a_described_step_are_declared():
     assert set(STEP_COLUMNS) - set(TIMELINE.names) == set()
 
 
@@ -189,7 +189,7 @@ print(json.dumps({
 """
 
 
-def test_every_row_of_the_table_has_an_example_that_edits_the_files_it_names():
+def test_each_row_of_the_table_has_an_example():
     rows = dict(re.findall(r"^\| (an? [\w ]+?) \|(.*?)\|", TEXT, re.MULTILINE))
     assert rows.keys() == EXAMPLES.keys()
     for task, files in EXAMPLES.items():

@@ -197,7 +197,7 @@ def _file(model, **more):
     }
 
 
-def test_definitions_build_on_each_other_as_deep_as_a_file_may_have_them(tmp_path):
+def test_definitions_may_be_nested_to_the_limit(tmp_path):
     """Of 1,000 definitions, x passes 999 additions: 1 + 2 * (5 + 999)."""
     path = tmp_path / "beta.json"
     path.write_text(json.dumps(_chain(1000)))
@@ -242,7 +242,7 @@ def test_a_file_that_the_library_refuses_is_one_error_here_too(tmp_path, text, s
         evaluator.load(path, "m")
 
 
-def test_a_model_is_found_by_its_name_and_a_part_of_its_deployment(tmp_path):
+def test_model_is_chosen_by_name_and_deployment(tmp_path):
     path = ROOT / "fixtures/models/beta.json"
     assert evaluator.load(path, "beta.cycle_time", "llama-2-70b")["deployment_id"].startswith("llama-2-70b")
     for name, deployment in (("beta.cycle_time", ""), ("beta.other", "llama-2-70b")):

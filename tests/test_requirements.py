@@ -96,7 +96,7 @@ def test_another_program_and_tracefit_share_an_environment(other):
     assert _conflicts(*OTHERS[other]) == []
 
 
-def test_the_programs_of_one_server_and_tracefit_share_an_environment():
+def test_server_programs_and_tracefit_share_an_environment():
     assert _conflicts(*(text for other in TOGETHER for text in OTHERS[other])) == []
 
 

@@ -103,7 +103,7 @@ def test_numbers_open_below_their_figure(page):
 FIRST = "document.querySelector('.plot[data-figure$=step-times]')"
 
 
-def test_a_step_shows_its_composition_and_its_prediction_under_the_mouse(browser, trained):
+def test_hovered_step_shows_its_prediction(browser, trained):
     browser.open(trained / "report.html", width=1280)
     browser.ask(f"{FIRST}.scrollIntoView({{block: 'center'}})")
     browser.until(f"!!{FIRST}.querySelector('.points path')")

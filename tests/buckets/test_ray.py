@@ -13,9 +13,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ign
 HERE = EngineChoice("ray")
 
 
-def test_traces_in_a_bucket_become_tables_in_a_bucket_and_coefficients(
-    tmp_path, bucket, new_traces, monkeypatch
-):
+def test_bucket_traces_become_tables_and_coefficients(tmp_path, bucket, new_traces, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     for name in "ab":
         folder = new_traces().load(steps=120, requests=60).write(tmp_path / "runs" / name)

@@ -172,7 +172,7 @@ def test_dropped_events_or_duplicates_alone_are_quarantine(tmp_path, traces, qui
 
 
 @pytest.mark.slow
-def test_requests_of_one_token_alone_have_no_journey_sampling_and_no_harm(tmp_path, traces, quick):
+def test_one_token_requests_have_no_journey_sampling(tmp_path, traces, quick):
     """No step decodes anything: a share of decodes is a share of nothing."""
     for number in range(1, 91):
         start = 10_000.0 * number
@@ -240,7 +240,7 @@ def test_a_damaged_staged_part_is_repaired_from_its_source(tmp_path, kept, damag
     assert {part.name for part in (tables / ".stage").iterdir()} == set(after.values())
 
 
-def test_damaged_staged_part_is_repaired_under_a_new_configuration(kept):
+def test_damaged_staged_part_is_read_again(kept):
     folder, tables, _ = kept
     _flip_a_bit(tables / ".stage" / _parts_by_file(tables)["traces-20.json"] / "journeys.arrow")
     result = ingest([folder], tables, server=ServerOptions(settings={"max_num_seqs": 9}))

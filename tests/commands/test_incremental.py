@@ -92,7 +92,7 @@ def test_rewritten_file_of_equal_size_and_date_is_read_again(fleet, tmp_path, de
     assert decoded(tmp_path / "tables") == ["traces.json"]
 
 
-def test_a_table_that_was_written_to_is_made_again_from_the_traces(fleet, tmp_path, contents):
+def test_changed_table_is_built_again(fleet, tmp_path, contents):
     before = contents(tmp_path / "tables")
     _altered(next((tmp_path / "tables" / "steps" / "run_id=b").glob("*.parquet")))
     assert ingest([fleet], tmp_path / "tables").warnings == (

@@ -59,7 +59,7 @@ def _step_times(folder):
     return times
 
 
-def test_errors_given_the_measured_state_follow_from_the_published_files(trained):
+def test_errors_given_measured_state_match_published_files(trained):
     """A plain loop over requests and their steps gives the errors of evaluation.json."""
     admission = evaluator.load(trained / "models" / "alpha.json", "alpha.admission")
     steps = _step_times(trained)
@@ -206,7 +206,7 @@ def test_steps_between_sampled_ones_are_composed(planted):
 
 
 @pytest.mark.slow
-def test_with_few_journeys_and_few_steps_requests_are_left_out_and_counted(planted):
+def test_requests_without_enough_evidence_are_counted(planted):
     latency = _latency(planted(step_sampling=0.3, journey_sampling=0.5))
     errors = latency["itl"]
     assert errors["given_measured_state"]["n"] == 0

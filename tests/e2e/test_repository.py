@@ -50,7 +50,7 @@ def test_a_fixture_yields_what_the_generator_put_in(remade: dict[str, Path], nam
     assert requests["output_tokens"].sum() == wanted["output_tokens"]
 
 
-def test_the_recorded_fixture_is_steps_alone_and_gives_their_model(tmp_path: Path) -> None:
+def test_recorded_fixture_gives_a_step_model(tmp_path: Path) -> None:
     wanted = EXPECTED["recordings/fpm-dynamo"]
     options = tracefit.TrainOptions(features="batch", fast=True)
     result = tracefit.run([ROOT / "fixtures/recordings/fpm-dynamo"], tmp_path, options=options)
@@ -215,9 +215,7 @@ def test_the_pages_python_evaluates_a_file_without_tracefit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runs", SHIPPED)
-def test_the_standalone_evaluator_predicts_training_rows_as_tracefit_does(
-    remade: dict[str, Path], runs: str
-) -> None:
+def test_standalone_evaluator_agrees_on_training_rows(remade: dict[str, Path], runs: str) -> None:
     out = remade[runs]
     models = tracefit.load(out / "models")
     forms = set()

@@ -89,7 +89,7 @@ def test_a_run_that_fails_in_a_fleet_costs_itself(tmp_path, fleet, bytes_of, mon
     assert bytes_of(tmp_path / "tables") == others
 
 
-def test_a_setting_that_one_run_contradicts_is_left_out_for_it_alone(tmp_path, fleet, new_traces, bytes_of):
+def test_contradicted_setting_is_unused_for_that_run_only(tmp_path, fleet, new_traces, bytes_of):
     new_traces().load(steps=4, requests=0, seed=4).write(fleet / "b")
     for run in "ab":
         (fleet / run / "exp-config.yaml").write_text("max_num_batched_tokens: 60\n")

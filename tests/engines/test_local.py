@@ -67,7 +67,7 @@ def test_small_runs_share_jobs(tmp_path, fleet):
     assert _kinds(_recorded(fleet, tmp_path / "tables")) == [("decode_task", 5), ("build_runs", 5)]
 
 
-def test_the_largest_run_is_read_first_and_built_before_others_are_read(tmp_path, fleet, small_pieces):
+def test_largest_run_is_read_and_built_first(tmp_path, fleet, small_pieces):
     engine = _recorded(fleet, tmp_path / "tables", small_pieces)
     read = [Path(job.name).parent.name for job in engine.jobs if job.function.__name__ == "decode_task"]
     assert read[0] == "a"
@@ -107,9 +107,7 @@ def test_the_order_in_which_jobs_end_changes_nothing(tmp_path, fleet, bytes_of, 
     assert bytes_of(tmp_path / "last") == bytes_of(tmp_path / "first")
 
 
-def test_rejects_count_in_the_order_of_the_file_whichever_block_ends_first(
-    tmp_path, traces, bytes_of, small_pieces
-):
+def test_rejects_count_in_the_order_of_the_file(tmp_path, traces, bytes_of, small_pieces):
     folder = traces.load(steps=120, requests=60).write(tmp_path / "run")
     lines = (folder / "traces.json").read_text().splitlines(keepends=True)
     (folder / "traces.json").write_text("".join(text for line in lines for text in (line, "{]\n")))
@@ -159,7 +157,7 @@ def _fails(argument):
 @pytest.mark.parametrize(
     "error", [DataError("bad", where="here"), UsageError("odd", hint="other"), OSError(28, "full")]
 )
-def test_an_error_comes_back_from_another_process_as_it_was_raised(error):
+def test_error_of_a_worker_is_raised_unchanged(error):
     value, found = pickle.loads(pickle.dumps(attempt(_fails, error, flags=False)))  # noqa: S301
     assert value is None
     assert type(found) is type(error)

@@ -134,7 +134,7 @@ def test_compressed_bytes_inside_protobuf_are_left_alone(otlp):
     assert read(hidden) == (hidden, [])
 
 
-def test_length_prefixed_zstd_is_lines_of_json_or_framed_protobuf(otlp):
+def test_length_prefixed_zstd_holds_json_or_protobuf(otlp):
     assert read(records(20)) == (lines(0, 20), [])
     broken_lines = framed([zstd.compress(b'{\n"resourceSpans":[]\n}\n')])
     assert read(broken_lines)[0] == b'{ "resourceSpans":[] } \n'
@@ -205,7 +205,7 @@ def test_traces_that_compress_well_are_no_bomb():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("magic", [b"\x1f\x8b\x08\x00", b"\x28\xb5\x2f\xfd\x20", b"{\x1f\x8b\x08\x00"])
-def test_a_file_of_nothing_but_beginnings_costs_as_much_as_there_are(grows_linearly, magic):
+def test_file_of_record_starts_takes_linear_time(grows_linearly, magic):
     def prepare(n):
         content = magic * n
         return lambda: read(content)

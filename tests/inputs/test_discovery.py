@@ -81,7 +81,7 @@ def test_rotated_files_of_a_folder_are_one_run(lay):
     assert runs_of("run") == {"run": sorted(names)}
 
 
-def test_every_folder_with_traces_is_a_run_and_so_is_one_above_them(lay):
+def test_each_folder_with_traces_is_a_run(lay):
     lay("all/a/traces.json", "all/b/deep/traces.pb", "all/traces.json")
     assert runs_of("all") == {
         "all": ["all/traces.json"],
@@ -137,7 +137,7 @@ def test_rotated_files_below_a_run_configuration_are_of_its_run(lay):
     assert configs == {"a": (Path("a/exp-config.yaml"),), "b": (), "old": (Path("b/old/run.yaml"),)}
 
 
-def test_below_a_folder_content_counts_where_the_name_says_nothing(lay, otlp):
+def test_unnamed_formats_are_detected_by_content(lay, otlp):
     lay("run/otel-output", "run/export.txt", data=LINE)
     lay("run/dump.bin", data=otlp.framed([otlp.message()]))
     lay("run/config.json", "run/kv_events.jsonl", data=b'{"hidden_size": 8}\n')
@@ -167,7 +167,7 @@ def test_a_file_named_like_traces_is_read_whatever_is_in_it(lay):
 
 
 @pytest.mark.parametrize("signal", ["Logs", "Metrics"])
-def test_logs_and_metrics_beside_traces_are_left_out_and_reported(lay, signal):
+def test_logs_and_metrics_are_skipped_and_reported(lay, signal):
     lay("run/traces.json")
     lay("run/other.json", "run/traces-other.json", data=b'{"resource%s":[]}\n' % signal.encode())
     assert runs_of("run") == {"run": ["run/traces.json"]}
@@ -228,7 +228,7 @@ def test_named_files_belong_to_the_configuration_beside_them(lay):
     assert runs_of("runs/?/*.*") == {"a": names[:2]}
 
 
-def test_a_pattern_that_takes_a_configuration_along_reads_it_as_one(lay):
+def test_pattern_may_match_a_configuration(lay):
     lay("run/traces.json")
     lay("run/run.yaml", "run/config.json", data=b"{}")
     assert runs_of("run/*.json") == {"run": ["run/traces.json"]}

@@ -127,7 +127,7 @@ def test_the_first_byte_of_a_framed_file_does_not_decide(inspect, otlp, first):
     assert str(inspect(first + data[1:])) == "length-prefixed OTLP protobuf"
 
 
-def test_a_bare_message_of_any_length_is_not_taken_for_json_or_frames(inspect, otlp):
+def test_bare_message_is_not_json_or_frames(inspect, otlp):
     for size in range(300):
         assert inspect(otlp.message(name="x" * size)).shape == "bare"
 

@@ -80,7 +80,7 @@ def test_good_records_behind_junk_are_found(otlp, read, tmp_path, shape, place, 
 @pytest.mark.parametrize(
     "junk", [pytest.param(name, marks=pytest.mark.slow if "more than" in name else ()) for name in JUNK]
 )
-def test_good_records_behind_junk_are_found_in_length_prefixed_zstd(otlp, read, tmp_path, shape, place, junk):
+def test_records_after_junk_are_read_in_prefixed_zstd(otlp, read, tmp_path, shape, place, junk):
     good = otlp.SHAPES[shape](40)
     _check(read(good), read(LENGTHS_AND_FRAMES[place](JUNK[junk]) + good), tmp_path / "data")
 

@@ -47,7 +47,7 @@ def test_a_run_without_an_attribute_goes_through_every_command(odd, root, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", EVERYWHERE)
-def test_a_run_without_an_attribute_anywhere_goes_through_every_command(odd, root, tmp_path, key):
+def test_commands_work_without_an_attribute(odd, root, tmp_path, key):
     run = odd.run("preempted and aborted", root)
     if not run.strip("", key):
         pytest.skip("this server does not write it")
@@ -84,7 +84,7 @@ def test_what_is_missing_is_named_with_what_gives_it(odd, root, tmp_path, event,
 
 
 @pytest.mark.slow
-def test_a_model_without_its_events_names_them_and_what_gives_them(odd, root, tmp_path):
+def test_model_names_its_missing_events(odd, root, tmp_path):
     run = odd.run("busy", root)
     for span in run.spans():
         span["events"] = [e for e in span.get("events", ()) if e["name"] != "journey.SCHEDULED"]
@@ -97,7 +97,7 @@ def test_a_model_without_its_events_names_them_and_what_gives_them(odd, root, tm
     assert "--enable-journey-tracing" in missing["remedy"]
 
 
-def test_a_step_model_without_an_attribute_names_it_and_what_gives_it(odd, root, tmp_path):
+def test_step_model_names_its_missing_attribute(odd, root, tmp_path):
     run = odd.run("busy", root)
     run.strip(dialects.STEP_EVENT, "step.ts_start_ns")
     for span in run.spans():

@@ -71,7 +71,7 @@ def test_a_run_of_every_shape_goes_through_every_command(odd, root, tmp_path, nu
 
 
 @pytest.mark.slow
-def test_a_run_without_first_tokens_gives_blis_its_steps_and_no_replay(odd, root, tmp_path):
+def test_run_without_first_tokens_has_no_blis_replay(odd, root, tmp_path):
     """Durations that are step times give BLIS its coefficients; no request's first token is known to replay, and the export says so."""
     run = odd.run("whole durations", root)
     for span in run.spans():

@@ -110,7 +110,7 @@ def test_a_span_that_is_sent_again_is_the_same(recorded):
     assert len(seen) > len(set(seen)) == len({name for name, *_ in seen if name != "llm_core"}) + 30
 
 
-def test_a_slow_collector_holds_up_no_record_and_what_it_misses_is_counted(recorded, monkeypatch, capfd):
+def test_slow_collector_delays_no_record(recorded, monkeypatch, capfd):
     """It answers its first message after the last record was read: there is room for 100 events meanwhile."""
     _, records = recorded
     monkeypatch.setattr(export, "MOST_QUEUED_EVENTS", 100)
@@ -162,7 +162,7 @@ def test_what_finds_no_room_is_counted_on_the_next_span(recorded, monkeypatch):
     assert sum(len(span.events) for span in got) + dropped == total
 
 
-def test_an_engine_faster_than_its_exporter_loses_records_and_counts_them(monkeypatch, tmp_path):
+def test_records_lost_to_a_slow_exporter_are_counted(monkeypatch, tmp_path):
     """The process reads nothing until the engine has handed over everything: what it gets and what is counted is all."""
     monkeypatch.setattr(recorder, "MOST_WEIGHT", 5000)
     os.mkfifo(tmp_path / "gate")

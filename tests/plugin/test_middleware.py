@@ -19,7 +19,7 @@ def answers(*, status=200, is_whole=True):
     ("path", "kind"),
     [("/v1/completions", "cmpl"), ("/v1/chat/completions", "chatcmpl"), ("/llm/v1/completions", "cmpl")],
 )
-def test_a_request_has_one_span_that_the_engine_gets_as_its_caller(serve, path, kind):
+def test_request_span_is_the_parent_of_the_engines(serve, path, kind):
     scope, (span,) = serve(answers(), path=path)
     headers = dict(scope["headers"])
     assert headers[b"traceparent"][:-2] == b"00-%032x-%016x-" % (span.context.trace_id, span.context.span_id)

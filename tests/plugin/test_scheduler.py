@@ -135,7 +135,7 @@ def test_a_prefix_hit_is_in_a_snapshot_whatever_the_sampling(traced, built):
     assert [s["batch.prefix_hit_tokens"] for s in found.summaries] == [16, *[0] * (len(found.summaries) - 1)]
 
 
-def test_drafts_that_were_wrong_are_taken_back_from_the_steps_ahead(built):
+def test_rejected_drafts_are_subtracted_from_later_steps(built):
     """Step 3 counts three drafts of step 2 as right, and one is; the output that would correct step 4 never comes."""
     records = [
         (1, 0, None, None, 16, 100, 1.0, 1.0, 100),

@@ -81,7 +81,7 @@ def test_a_diffusion_model_gets_the_scheduler_it_needs(config, monkeypatch):
     assert type(tracefit_vllm.Scheduler(vllm_config=settings)).__mro__[1] is module.DiffusionScheduler
 
 
-def test_a_vllm_without_the_place_it_hooks_into_is_served_untraced(config, monkeypatch, caplog):
+def test_vllm_without_the_hook_is_served_untraced(config, monkeypatch, caplog):
     monkeypatch.setenv("TRACEFIT_VLLM", "1")
     monkeypatch.delattr(config, "get_scheduler_cls")
     tracefit_vllm.register()

@@ -69,7 +69,7 @@ def test_times_without_nanoseconds_come_from_the_seconds(tables_of, new_traces, 
     assert core["ts_ns"].to_list() == [2_001_000_000, 2_001_200_000, 2_011_200_000, 2_051_200_000]
 
 
-def test_an_api_event_without_a_monotonic_time_is_placed_by_its_wall_clock(tables_of, traces):
+def test_api_event_without_engine_time_is_placed_by_wall_clock(tables_of, traces):
     arrived = traces.event("api.ARRIVED", 4000, {})
     traces.span("vllm.api", "llm_request", (1, 2, 0), [arrived]).request(2, 50_000, step=1)
     rows = tables_of(traces)("journey_events").filter(event="ARRIVED")

@@ -55,9 +55,7 @@ AFTER = [("PREEMPTED", 20_000, 6), ("SCHEDULED", 26_000, 8)]
         ([*AFTER, ("PREEMPTED", 30_000, 9), ("SCHEDULED", 31_000, 10)], 7000, 10_000, 33_000),
     ],
 )
-def test_the_wait_after_a_preemption_is_neither_prefill_nor_decode(
-    tables_of, traces, turns, requeue, prefill, decode
-):
+def test_wait_after_preemption_is_no_prefill_or_decode(tables_of, traces, turns, requeue, prefill, decode):
     row = _row(tables_of, traces, _events(*turns), preemptions=len(turns) // 2)
     assert (row["requeue_wait_us"], row["prefill_us"], row["decode_us"]) == (requeue, prefill, decode)
     assert row["num_preemptions"] == len(turns) // 2
@@ -67,7 +65,7 @@ ABORTED = ("FINISHED", 51_200, 9, {"finish.status": "aborted", "decode.done_toke
 
 
 @pytest.mark.parametrize("resumed_before", [False, True])
-def test_a_preemption_that_was_never_resumed_leaves_its_waits_unknown(tables_of, traces, resumed_before):
+def test_preemption_without_a_resume_has_unknown_waits(tables_of, traces, resumed_before):
     turns = [*(AFTER if resumed_before else []), ("PREEMPTED", 30_000, 9)]
     row = _row(tables_of, traces, _events(*turns, end=ABORTED), preemptions=1 + resumed_before)
     assert (row["requeue_wait_us"], row["decode_us"]) == (None, None)
@@ -135,7 +133,7 @@ CAUSED = (
         ({"FINISHED": 51_600}, {"departure_us", "client_us"}),
     ],
 )
-def test_a_value_between_events_out_of_order_is_left_out_and_counted(tables_of, traces, changed, lost):
+def test_times_of_events_out_of_order_are_rejected(tables_of, traces, changed, lost):
     """Nobody knows which of two events of a request is wrong: values around both are left out, the others stay."""
     traces.server, at_us = "engine", 1_000_000
     events = [(name, at_us + changed.get(name, us), *more) for name, us, *more in _events()]
@@ -155,7 +153,7 @@ def test_an_aborted_request_may_depart_first(tables_of, traces):
     assert (row["departure_us"], row["client_us"], row["e2e_us"]) == (None, 51_500.0, 51_900.0)
 
 
-def test_a_client_may_leave_before_the_engine_has_queued_its_request(tables_of, traces):
+def test_client_may_leave_before_the_engine_queues(tables_of, traces):
     """The step in progress ends after the client left: only then the request is queued, and aborted."""
     events = [("QUEUED", 5000, 0), ("FINISHED", 5100, 0, {"finish.status": "aborted"})]
     row = _row(tables_of, traces, events, departed=2400)

@@ -48,7 +48,7 @@ def test_three_starts_are_three_epochs(tables_of, traces):
     assert tables_of(traces)("runs")["epochs"].to_list() == [3]
 
 
-def test_an_update_stamped_after_the_next_step_began_is_no_restart(tables_of, traces):
+def test_late_update_is_no_restart(tables_of, traces):
     """Asynchronous scheduling: FIRST_TOKEN of step k comes when step k + 1 has begun."""
     _steps(traces, range(1, 41), 0)
     for step in range(2, 30, 4):

@@ -69,7 +69,7 @@ def test_spans_of_other_services_are_counted_and_left_out(folder, tmp_path):
     assert set(store.read("runs")["server"]) == {"engine"}
 
 
-def test_spans_of_other_services_are_kept_on_request_in_one_table_alone(folder, tmp_path):
+def test_spans_of_other_services_are_kept_on_request(folder, tmp_path):
     _, plain = tables_of(folder, tmp_path / "plain")
     result, store = tables_of(folder, tmp_path / "tables", all_spans=True)
     assert result.runs[0].other_spans == 2

@@ -86,7 +86,7 @@ def test_ranks_that_repeat_each_other_count_once(read):
     assert runs.select("requests", "duplicate_spans", "dialects").rows() == [(30, 0, "sglang server")]
 
 
-def test_steps_are_the_planned_batches_where_spans_of_steps_are_there(read):
+def test_spans_of_steps_give_the_planned_batches(read):
     run = "sglang-level3-tp2"
     store = read(run)
     planned = json.loads((FIXTURES / run / "truth.json").read_text())["steps"]

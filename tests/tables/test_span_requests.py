@@ -162,7 +162,7 @@ def test_a_file_of_all_dialects_has_every_request_once(tables_of, traces):
     assert table("runs")["dialects"].item().split(",") == ["vllm.api", "vllm.llm_engine", "vllm.scheduler"]
 
 
-def test_a_stock_span_below_the_api_span_of_a_journey_fills_its_gaps_alone(tables_of, traces):
+def test_stock_span_fills_only_gaps_of_a_journey(tables_of, traces):
     trace = traces.request(1, 2_000_000, step=1, output=5)
     stock = {"gen_ai.latency.time_in_queue": 9.0, "gen_ai.latency.time_in_model_forward": 0.04}
     _span(trace, "vllm.llm_engine", "llm_request", (1, 77, 2), 2_000_000, 2_050_000, **stock)
@@ -181,9 +181,7 @@ def _without_parents(trace):
 
 @pytest.mark.parametrize("layers", ["both", "core"])
 @pytest.mark.parametrize("same_trace", [True, False])
-def test_a_stock_span_beside_the_events_of_its_request_is_the_same_request(
-    tables_of, traces, layers, same_trace
-):
+def test_stock_span_and_its_events_are_one_request(tables_of, traces, layers, same_trace):
     for number in (1, 2):
         traces.request(number, number * 2_000_000, step=number * 10, output=5)
     if layers == "core":
@@ -229,7 +227,7 @@ def test_every_scope_and_phase_has_a_dialect():
     assert dialects.dialect_of(None) is None
 
 
-def test_every_column_of_the_declared_table_is_one_of_the_table_it_names():
+def test_declared_columns_are_in_the_table_they_name():
     own = {"api_prompt_tokens", "api_completion_tokens", "api_max_tokens", "model"}
     for s in dialects.SPELLINGS:
         if s.attribute != dialects.EVENT_NAME:

@@ -60,7 +60,7 @@ def test_the_same_contents_replace_the_run(tmp_path, traces):
     assert "H100" in TableStore(tmp_path / "tables").read("runs")["gpu"].item()
 
 
-def test_of_a_table_as_many_columns_are_read_as_are_wanted_and_there(tmp_path, traces):
+def test_only_the_wanted_columns_are_read(tmp_path, traces):
     ingest([traces.request(1, 0, step=1).write(tmp_path / "run")], tmp_path / "tables")
     store = TableStore(tmp_path / "tables")
     wanted = ["request_id", "server", "no_such_column"]
@@ -108,7 +108,7 @@ def same_name_runs(tmp_path, new_traces):
     return [new_traces().request(n, 0, step=1).write(tmp_path / f"day{n}" / "run") for n in (1, 2)]
 
 
-def test_other_contents_of_the_same_name_get_a_number_and_a_warning(tmp_path, same_name_runs):
+def test_other_run_of_the_same_name_gets_a_number(tmp_path, same_name_runs):
     results = [ingest([folder], tmp_path / "tables") for folder in same_name_runs]
     assert [r.runs[0].run_id for r in results] == ["run", "run-2"]
     assert results[0].warnings == ()
@@ -116,7 +116,7 @@ def test_other_contents_of_the_same_name_get_a_number_and_a_warning(tmp_path, sa
     assert TableStore(tmp_path / "tables").read("requests")["request_id"].to_list() == ["cmpl-1", "cmpl-2"]
 
 
-def test_runs_of_one_name_in_one_call_are_numbered_and_warned_about_too(tmp_path, same_name_runs):
+def test_runs_of_one_name_in_one_call_get_numbers(tmp_path, same_name_runs):
     result = ingest(same_name_runs, tmp_path / "tables")
     assert [r.run_id for r in result.runs] == ["run", "run-2"]
     assert "run-2" in result.warnings[0]
@@ -205,7 +205,7 @@ def test_rows_are_sorted_by_the_published_key(parts, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parts_are_zstd_named_after_their_contents_below_their_run(parts, name):
+def test_parts_are_zstd_and_named_after_their_content(parts, name):
     file = pq.ParquetFile(parts[name])
     group = file.metadata.row_group(0)
     assert {group.column(i).compression for i in range(group.num_columns)} == {"ZSTD"}

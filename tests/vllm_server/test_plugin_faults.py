@@ -154,7 +154,7 @@ class Slow(TraceServiceServicer):
         return ExportTraceServiceResponse()
 
 
-def test_a_slow_collector_makes_no_step_wait_and_what_it_misses_is_counted(plugin, tmp_path):
+def test_slow_collector_delays_no_step(plugin, tmp_path):
     slow, collector = Slow(), grpc.server(ThreadPoolExecutor(4))
     add_TraceServiceServicer_to_server(slow, collector)
     port = collector.add_insecure_port("127.0.0.1:0")

@@ -82,7 +82,7 @@ def test_every_request_of_the_client_is_a_row(recorded, tmp_path):
     )
 
 
-def test_they_give_the_models_and_advice_that_its_user_can_follow(recorded, tracefit, tmp_path):
+def test_spans_give_models_and_usable_advice(recorded, tracefit, tmp_path):
     code, out, err = tracefit("run", recorded.traces, "--run-config", recorded.log, "--out", tmp_path)
     assert (code, _warnings(err)) == (0, []), err
     # A machine that stalls, as a busy one does, has steps that no batch explains: then they are refused with the reason.
