@@ -43,13 +43,17 @@ def _steps(decodes, prefills=0, tokens=0):
     return pl.DataFrame({"num_decode_reqs": decodes, "num_prefill_reqs": prefills, "prefill_tokens": tokens})
 
 
-def test_sizes_are_the_setting_or_the_default_of_the_largest_batch():
-    assert capture_sizes(_context(max_num_seqs=10)) == (1, 2, 4, 8, 16)
-    large = capture_sizes(_context(max_num_seqs=1024))
-    assert (large[:5], large[-3:], len(large)) == ((1, 2, 4, 8, 16), (480, 496, 512), 3 + 31 + 17)
-    stated = _context(max_num_seqs=10, other={"cudagraph_capture_sizes": "[8, 2, 4]"})
-    assert capture_sizes(stated) == (2, 4, 8)
-    assert capture_sizes(_context(other={"max_cudagraph_capture_size": 8})) == (1, 2, 4, 8)
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        ({"max_num_seqs": 10}, (1, 2, 4, 8, 16)),
+        ({"max_num_seqs": 1024}, (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))),
+        ({"max_num_seqs": 10, "other": {"cudagraph_capture_sizes": "[8, 2, 4]"}}, (2, 4, 8)),
+        ({"other": {"max_cudagraph_capture_size": 8}}, (1, 2, 4, 8)),
+    ],
+)
+def test_sizes_are_the_setting_or_vllms_default(settings, sizes):
+    assert capture_sizes(_context(**settings)) == sizes
 
 
 @pytest.mark.parametrize(
@@ -75,7 +79,7 @@ def test_a_batch_without_prompts_runs_at_the_next_size():
     assert mixed["padded_decode_reqs"].to_list() == [5]
 
 
-def test_experts_are_those_that_decodes_of_all_ranks_are_expected_to_choose():
+def test_experts_are_those_that_decodes_of_all_ranks_choose():
     """By hand: of 8 experts a token misses one with 3/4; of 4 tokens on each of 2 ranks all miss it with (3/4)^8.
 
     A step with prompts reads all, which is a part of its flag.

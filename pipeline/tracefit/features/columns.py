@@ -35,9 +35,11 @@ def to_polars(node: Node, constants: Mapping[str, float | None]) -> pl.Expr:
 
 def _extreme(function: Function, arguments: Sequence[pl.Expr]) -> pl.Expr:
     # The horizontal functions skip nulls and NaN; a missing operand must not look like a small one.
-    known = pl.all_horizontal(*(argument.is_not_null() & argument.is_not_nan() for argument in arguments))
+    all_numbers = pl.all_horizontal(
+        *(argument.is_not_null() & argument.is_not_nan() for argument in arguments)
+    )
     value = pl.min_horizontal(*arguments) if function == "min" else pl.max_horizontal(*arguments)
-    return pl.when(known).then(value)
+    return pl.when(all_numbers).then(value)
 
 
 COLUMNS: Algebra[pl.Expr, pl.Expr] = Algebra(
