@@ -55,9 +55,9 @@ from tracefit.timeline import is_at_recording_end
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from tracefit.fit.fitted import LinearFit
+    from tracefit.fit.fitted import LinearFit, Signs
     from tracefit.fit.results import PenaltyChoice
-    from tracefit.fit.train import Design
+    from tracefit.fit.select import Design
     from tracefit.options import BetaTarget
     from tracefit.server.context import Deployment
     from tracefit.statistics import Vector
@@ -396,11 +396,11 @@ def try_features(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) 
     if features.defining and {f.name for f in data.columns}.isdisjoint(features.defining):
         return None
     choice = data.choose_penalty(options)
-    if _is_below_peak(data, choice, features, options):
+    if _is_below_peak(data, choice, features, options.signs):
         return None
     # Short blocks: a fifth of a run in one piece may be the only one with some loads, such as the sweep before it or its drain,
     # and the error on these would be one beyond the load that the others train.
-    inside = replace(data, folds=data.blocks() % FOLDS).out_of_fold(choice, options)
+    inside = replace(data, folds=data.blocks() % FOLDS).out_of_fold(choice, options.signs)
     beyond = beyond_load(data, matrix(used, [LOAD])[:, 0], options)
     return Candidate(
         features.name,
@@ -413,13 +413,13 @@ def try_features(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) 
     )
 
 
-def _is_below_peak(data: Design, choice: PenaltyChoice, features: FeatureSet, options: FitOptions) -> bool:
+def _is_below_peak(data: Design, choice: PenaltyChoice, features: FeatureSet, signs: Signs) -> bool:
     """Return whether a term that defines a set is a time at the GPU's peak, and its coefficient says that steps take less.
 
     Such a term stands for something else, under a name that is not its own, and runs away beyond the load.
     """
     at_peak = [f.name in features.defining and f.unit == "us" for f in data.columns]
-    return any(at_peak) and bool((data.fit(choice, options).coef_[at_peak] < 1).any())
+    return any(at_peak) and bool((data.fit(choice, signs).coef_[at_peak] < 1).any())
 
 
 def typical_error_pct(predicted: Vector, actual: Vector) -> float:

@@ -203,11 +203,10 @@ def _measured(
 def _leave_out(rows: pl.DataFrame, left_out: pl.Expr) -> pl.DataFrame:
     """Return the frame with the rows that `left_out` selects held out, and the training rows of the rest."""
     # Training rows that the fit left out (warm-up, outliers) are errors like any other once their group is held out.
-    lasting = (*splits.ALWAYS, splits.UNKNOWN_FEATURES)
-    always = pl.when(pl.col("excluded_reason").is_in(lasting)).then("excluded_reason")
+    never = pl.when(splits.is_excluded(splits.NEVER_EVALUATED)).then("excluded_reason")
     return rows.filter(left_out | (pl.col("split") == "train")).with_columns(
         split=pl.when(left_out).then(pl.lit("holdout")).otherwise(pl.lit("train")),
-        excluded_reason=pl.when(left_out).then(always).otherwise("excluded_reason"),
+        excluded_reason=pl.when(left_out).then(never).otherwise("excluded_reason"),
     )
 
 

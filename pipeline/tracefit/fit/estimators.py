@@ -207,7 +207,9 @@ def _as_rows(gram: Matrix, cross: Vector) -> tuple[Matrix, Vector]:
 HUBER = 1.345
 """Tuning constant of the Huber weights: 95 % efficient under Gaussian noise (Huber 1964)."""
 
-_MAX_ITER = 30
+MAX_ITER = 30
+"""Most rounds of reweighting."""
+
 _SETTLED = 1e-6
 _FLAT = 0.05
 """Slope of a row's pull beyond the bend. In theory it is zero, but then a feature that only such rows carry would look
@@ -263,7 +265,7 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         penalty: Penalty = "ridge",
         strength: float = 1e-6,
         huber: float = HUBER,
-        max_iter: int = _MAX_ITER,
+        max_iter: int = MAX_ITER,
         *,
         positive: Positive = False,
         shrunk: Shrunk = (),
@@ -308,9 +310,7 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
                 "Sample weights must contain at least one non-zero number, none below 0, one per row"
             )
         given = given / np.mean(given)
-        center, scale = x.mean(axis=0), x.std(axis=0)
-        scale = np.where(scale > 0, scale, 1.0)
-        z = np.asfortranarray((x - center) / scale)
+        z, center, scale = standardised(x)
         # On standardised features one penalty strength suits all of them. `origin` is where the raw features are zero.
         origin = -center / scale
         settled = _SETTLED * (np.abs(y).max(initial=0.0) or 1.0)
@@ -349,6 +349,13 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         check_is_fitted(self)
         x = validate_data(self, X, dtype=np.float64, reset=False, ensure_min_features=0)
         return np.asarray(self.intercept_ + x @ self.coef_, dtype=float)
+
+
+def standardised(x: Matrix) -> tuple[Matrix, Vector, Vector]:
+    """Return features about their means in standard deviations, and both of these; a constant feature is 0."""
+    center, scale = x.mean(axis=0), x.std(axis=0)
+    scale = np.where(scale > 0, scale, 1.0)
+    return np.asfortranarray((x - center) / scale), center, scale
 
 
 def huber_weights(residual: Vector, huber: float) -> Vector:

@@ -31,9 +31,9 @@ from tracefit.fit.fitted import (
 )
 from tracefit.fit.load import with_phases
 from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation, Number, StepPhase, SummedTime
-from tracefit.fit.select import time_blocks, usable_features
+from tracefit.fit.select import Design, estimator, time_blocks, usable_features
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows, in_time
-from tracefit.fit.train import MAX_UNKNOWN_SHARE, Design, design_of, estimator_of
+from tracefit.fit.train import MAX_UNKNOWN_SHARE, design_of
 from tracefit.fit.validation import extrapolated_rows, measure, reference
 from tracefit.tables.schema import ENGINE, SERVER
 
@@ -147,7 +147,7 @@ def summed_holdout(beta: LinearFit) -> SummedTime | None:
 def _steps_stood_for(rows: pl.DataFrame, held: pl.DataFrame) -> tuple[Vector, float]:
     """Return how many steps of its server and epoch each step of the held-out rows stands for, shape (n,), and all steps."""
     # Idle gaps and restarts are no steps to account for.
-    idle = pl.col("excluded_reason").is_in(splits.ALWAYS).fill_null(value=False)
+    idle = splits.is_excluded(splits.ALWAYS)
     first, end = pl.col("step_id").min(), (pl.col("step_id") + pl.col("interval_steps")).max()
     steps = end - first - pl.col("interval_steps").filter(idle).sum()
     of_engine = rows.filter(split="holdout").group_by(ENGINE).agg(steps=steps)
@@ -284,7 +284,8 @@ def _refitted(regime: FittedRegime, held: pl.DataFrame) -> FittedRegime:
     kept = [t for t in regime.terms if offered[t.feature] not in data.columns]
     # Terms that keep their value are subtracted: the others are fitted to what is left.
     kept_us = matrix(held, [t.feature for t in kept]) @ np.array([t.value for t in kept])
-    model = estimator_of(regime, data.columns).fit(data.x, data.y - kept_us, data.weights)
+    model = estimator(regime.choice, regime.signs, data.columns)
+    model.fit(data.x, data.y - kept_us, data.weights)
     terms = (*linear_terms(data.columns, model.coef_, data.x), *kept)
     return replace(regime, intercept=Number(value=model.intercept_), terms=terms)
 
@@ -369,7 +370,7 @@ def _fitted_below(data: Design, lower: Flags, options: FitOptions) -> Callable[[
     """Fit the `lower` rows and return a function that predicts features of shape (n, n_features), clipped at 0."""
     kept, _ = usable_features(data.x[lower], [c.name for c in data.columns])
     below = data.part(lower, kept)
-    model = below.fit(below.choose_penalty(options), options)
+    model = below.fit(below.choose_penalty(options), options.signs)
     return lambda features: np.asarray(np.maximum(model.predict(features[:, kept]), 0.0))
 
 
@@ -380,8 +381,7 @@ def load_extrapolation(
 
     Both halves hold rows of the training part and of the hold-out; null where rows are too few.
     """
-    never = (*splits.ALWAYS, splits.UNKNOWN_FEATURES)
-    rows = fitted.rows.filter(~pl.col("excluded_reason").is_in(never).fill_null(value=False))
+    rows = fitted.rows.filter(~splits.is_excluded(splits.NEVER_EVALUATED))
     # Training rows lose warm-up and outliers as in any fit; held-out rows keep them, as in any evaluation.
     kept = rows.filter(pl.col("excluded_reason").is_null() | (pl.col("split") == "holdout"))
     cut = load_cut(kept[LOAD].to_numpy())
@@ -429,8 +429,7 @@ def error_in_stretches(fitted: LinearFit, features: Sequence[Feature], options: 
     The last 30 % of a run that ends in a drain have small batches alone: the stretches have the load of the whole run. Null
     where rows are too few.
     """
-    never = (*splits.ALWAYS, splits.UNKNOWN_FEATURES)
-    rows = fitted.rows.filter(~pl.col("excluded_reason").is_in(never).fill_null(value=False))
+    rows = fitted.rows.filter(~splits.is_excluded(splits.NEVER_EVALUATED))
     place = rows.select(in_time().rank("ordinal").over(SERVER) - 1).to_series() * STRETCHES
     length = rows.select(pl.len().over(SERVER)).to_series()
     held = (place // length) % 3 == 2
