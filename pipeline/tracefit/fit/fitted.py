@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import polars as pl
 
-from tracefit.features.targets import is_step_model
+from tracefit.features.targets import CYCLE_TIME, DURATION, StepTarget, is_step_model
 from tracefit.fit.results import ALWAYS, Term, line_expression
 from tracefit.server.settings import without_attribute
 from tracefit.tables.runs import are_stock
@@ -23,7 +23,7 @@ from tracefit.tables.runs import are_stock
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.features.sets import Feature, FeatureSet
+    from tracefit.features.sets import Feature
     from tracefit.fit.estimators import Penalty, Positive
     from tracefit.fit.results import (
         Collinearity,
@@ -123,6 +123,11 @@ class DeploymentOptions:
     positive: bool = False
     any_sign: bool = False
     reference: bool = True
+
+    @property
+    def step_target(self) -> StepTarget:
+        """The target of step times, by the option: durations that cover the busy time are cycle times by another clock."""
+        return DURATION if self.beta_target == "duration" else CYCLE_TIME
 
     def signs(self, *, intercept: bool = False) -> Signs:
         """Return the signs in force; `intercept` is for a target whose intercept cannot be negative."""
@@ -334,8 +339,6 @@ class FittedModel:
     validation: Validation
     """Validation of the model in its published form."""
     notes: tuple[str, ...] = ()
-    feature_definitions: FeatureSet | None = None
-    """For step times: the features the model was offered, with their ratios chosen."""
     boundary: FittedBoundary | None = None
     """Where given, the model is API work and the step clock, and `fitted` serves consumers without a clock."""
 

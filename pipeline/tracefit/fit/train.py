@@ -67,7 +67,9 @@ def fit_linear(
     return fit_regimes(rows, [RegimeRows("all", tuple(features))], options)
 
 
-def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptions) -> LinearFit | TooFewRows:
+def fit_regimes(
+    rows: pl.DataFrame, regimes: Sequence[RegimeRows], options: FitOptions
+) -> LinearFit | TooFewRows:
     """Fit one robust linear model per regime and measure them together on the held-out rows.
 
     A regime with too few training rows is not fitted; its rows fall to the next one.
@@ -130,7 +132,7 @@ def _prepared(
 def _fit_each(
     used: pl.DataFrame,
     outlying: pl.DataFrame,
-    regimes: list[RegimeRows],
+    regimes: Sequence[RegimeRows],
     usable: set[str],
     unknown: list[OmittedFeature],
     options: FitOptions,
