@@ -20,9 +20,9 @@ import polars as pl
 
 from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.fitted import FittedBoundary, predict_regimes, target_of
-from tracefit.fit.results import Burst, Metrics, admitted_us
+from tracefit.fit.results import Burst, admitted_us
 from tracefit.fit.splits import MIN_TRAIN_ROWS, counted
-from tracefit.fit.validation import WITHIN_PCT, coverage_pct, measure, prediction_interval, reference, skill
+from tracefit.fit.validation import coverage_pct, measure, prediction_interval, reference, skill, within_5_pct
 from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ TOLERANCE_SDS = 3.0
 
 
 Clocks = tuple[pl.DataFrame, pl.DataFrame]
-"""The known step starts alone, and with the unknown ones interpolated: two frames of `step_clock`."""
+"""The known step starts, and the same with unknown ones interpolated: two frames of `step_clock`."""
 
 
 def step_clock(timeline: pl.DataFrame) -> pl.DataFrame:
@@ -44,8 +44,8 @@ def step_clock(timeline: pl.DataFrame) -> pl.DataFrame:
 
     Returns:
         Columns of the engine, start (ns), and of the step before, null where its start is not known: start_before and
-        idle_before (idle time lies between the two starts). And tolerance_us, the same on all rows: how far before an
-        estimated start the stamp of a request queued at it may lie; 0 for exact starts.
+        idle_before (the engine was idle between the two starts). And tolerance_us, the same on all rows: how long before
+        an estimated start the stamp of a request queued at it may be; 0 for exact starts.
     """
     start = pl.col("ts_start_ns").cast(pl.Float64)
     follows = pl.when(pl.col("step_id").shift(1).over(ENGINE) == pl.col("step_id") - 1)
@@ -83,27 +83,22 @@ def clocks_of(timeline: pl.DataFrame) -> Clocks:
 
 
 def _boundaries(rows: pl.DataFrame, clock: pl.DataFrame, done_us: Vector) -> pl.DataFrame:
-    """Find the first known start at or after ARRIVED + `done_us` of each row.
+    """Return the first known start at or after ARRIVED + `done_us` of each row.
 
     Returns:
         One row per row: `start` of the boundary that the request waits for, and `start_before`, null where it is unknown or
         the engine is idle; `is_idle`, whether the engine is known to be idle.
     """
-    at = (pl.col("ts_ns").cast(pl.Float64) + pl.Series(done_us) * 1e3).alias("at")
-    wanted = rows.select(*ENGINE, at).with_row_index("row").sort("at")
-    found = wanted.join_asof(
-        clock,
-        left_on="at",
-        right_on="start",
-        by=ENGINE,
-        strategy="forward",
-        coalesce=False,
-        check_sortedness=False,
-    )
-    # After a step of unknown start another boundary may lie in between; after an idle step nothing is waited for.
+    done = pl.col("ts_ns").cast(pl.Float64) + pl.Series(done_us) * 1e3
+    ends = rows.select(*ENGINE, start=done).with_row_index("row").sort("start")
+    starts = clock.with_columns(boundary="start")
+    joined = ends.join_asof(starts, on="start", by=ENGINE, strategy="forward", check_sortedness=False)
+    # After a step of unknown start another boundary may come in between; after an idle step nothing is waited for.
     waits = pl.when(~pl.col("idle_before"))
-    return found.sort("row").select(
-        waits.then("start"), waits.then("start_before"), is_idle=pl.col("idle_before").fill_null(value=False)
+    return joined.sort("row").select(
+        start=waits.then("boundary"),
+        start_before=waits.then("start_before"),
+        is_idle=pl.col("idle_before").fill_null(value=False),
     )
 
 
@@ -217,9 +212,9 @@ def find_bursts(rows: pl.DataFrame) -> tuple[Burst, ...]:
         return ()
     seconds = (pl.col("ts_ns") - pl.col("ts_ns").min().over(SERVER)) / 1e9
     marked = rows.with_columns(at_s=seconds).filter("in_burst").sort(*SERVER, "at_s")
-    apart = (pl.col("at_s").diff().over(SERVER) > APART_S).fill_null(value=False)
+    begins = (pl.col("at_s").diff().over(SERVER) > APART_S).fill_null(value=False)
     bursts = (
-        marked.with_columns(burst=apart.cast(pl.Int64).cum_sum().over(SERVER))
+        marked.with_columns(burst=begins.cast(pl.Int64).cum_sum().over(SERVER))
         .group_by(*SERVER, "burst", maintain_order=True)
         .agg(
             from_s=pl.col("at_s").min(),
@@ -228,7 +223,7 @@ def find_bursts(rows: pl.DataFrame) -> tuple[Burst, ...]:
             holdout_requests=(pl.col("split") == "holdout").sum(),
         )
     )
-    return tuple(Burst(**row) for row in bursts.drop("burst").to_dicts())
+    return tuple(Burst(**row) for row in bursts.drop("burst").iter_rows(named=True))
 
 
 # -- the model -------------------------------------------------------------------------------------------
@@ -279,15 +274,8 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
     work, offset = _constants(used, clock, per_token, idle_work)
     # `_validated` measures it, for which it needs a model that predicts.
     residual, busy_share = mean_residual(timeline, train)
-    fitted = FittedBoundary(
-        work,
-        per_token,
-        offset,
-        residual,
-        busy_share,
-        linear,
-        replace(linear.validation, bursts=find_bursts(marked)),
-    )
+    validation = replace(linear.validation, bursts=find_bursts(marked))
+    fitted = FittedBoundary(work, per_token, offset, residual, busy_share, linear, validation)
     rows = _with_done(fitted, marked)
     return _validated(fitted, counted(rows, "train"), counted(rows, "holdout"), clocks)
 
@@ -318,14 +306,14 @@ def _constants(
 def _work_of_idle(train: pl.DataFrame, clock: pl.DataFrame) -> tuple[float, float | None]:
     """Return the API work per prompt token, and its constant, of the requests that met an idle engine.
 
-    Their admission is the API work alone. The constant is null of too few such requests.
+    Their admission is nothing but API work. The constant is null where such requests are too few.
     """
     # Idle both on arrival and when QUEUED: a step in between would have put a wait into the admission.
-    idle = [_boundaries(train, clock, at)["is_idle"] for at in (np.zeros(train.height), queued_us(train))]
-    met = train.filter(idle[0] & idle[1])
-    if met.height < MIN_IDLE_ROWS:
+    on_arrival = _boundaries(train, clock, np.zeros(train.height))["is_idle"]
+    idle = train.filter(on_arrival & _boundaries(train, clock, queued_us(train))["is_idle"])
+    if idle.height < MIN_IDLE_ROWS:
         return 0.0, None
-    y, tokens = queued_us(met), met["prompt_tokens"].fill_null(0).to_numpy().astype(float)
+    y, tokens = queued_us(idle), idle["prompt_tokens"].fill_null(0).to_numpy().astype(float)
     line = RobustLinear().fit(tokens[:, None], y)
     error = y - line.predict(tokens[:, None])
     # Two standard errors of a slope: 2 sd(residual) / (sd(tokens) sqrt(n)). A smaller slope is taken for zero.
@@ -356,7 +344,7 @@ def _predict(fitted: FittedBoundary, rows: pl.DataFrame, clocks: Clocks) -> Vect
 def _validated(
     fitted: FittedBoundary, train: pl.DataFrame, held: pl.DataFrame, clocks: Clocks
 ) -> FittedBoundary:
-    y, clock = target_of(held), clocks[0]
+    y, y_train, clock = target_of(held), target_of(train), clocks[0]
     truth = _true_boundaries(held, clock)["start"].to_numpy()
     known = ~np.isnan(truth)
     accuracy, accuracy_without_work = (
@@ -365,16 +353,14 @@ def _validated(
         else None
         for work in (held["done_us"].to_numpy(), np.zeros(len(y)))
     )
-    predicted = _predict(fitted, held, clocks)
-    predicted_train = _predict(fitted, train, clocks)
-    y_train = target_of(train)
+    predicted, predicted_train = (_predict(fitted, rows, clocks) for rows in (held, train))
     # In-sample errors serve here: three fitted numbers do not follow the noise of the training rows.
     interval = prediction_interval(predicted_train, y_train)
     low, high = interval.limits(predicted)
-    linear = fitted.without_clock
+    linear = fitted.without_clock.validation
     measured = measure(y, predicted)
-    by_group: dict[str, Metrics] = {
-        "without_clock": linear.validation.holdout,
+    by_group = {
+        "without_clock": linear.holdout,
         "expectation": measure(y, expected_admission(fitted, held["prompt_tokens"])),
     }
     idle = _queued_at_once(held, clock, held["wait_us"].to_numpy(), held["done_us"].to_numpy())
@@ -382,20 +368,18 @@ def _validated(
         by_group["idle_engine"] = measure(y[idle], predicted[idle])
     burst = held["in_burst"].to_numpy()
     if burst.any():
-        by_group |= {
-            "burst": measure(y[burst], predicted[burst]),
-            "no_burst": measure(y[~burst], predicted[~burst]),
-        }
+        by_group["burst"] = measure(y[burst], predicted[burst])
+        by_group["no_burst"] = measure(y[~burst], predicted[~burst])
     # The reference gets the same inputs: the prompt, and the time left of the step in progress.
     names = [n for n in ("prompt_tokens", "step_residual_us") if train[n].is_not_null().any()]
     validation = replace(
         fitted.validation,
         train=measure(y_train, predicted_train),
         holdout=measured,
-        gradient_boosting=reference(train, held, names) if linear.validation.gradient_boosting else None,
+        gradient_boosting=reference(train, held, names) if linear.gradient_boosting else None,
         by_group=by_group,
-        within_5_pct=100 * float((np.abs(predicted - y) <= WITHIN_PCT / 100 * np.abs(y)).mean()),
-        skill=skill(measured, linear.validation.baseline),
+        within_5_pct=within_5_pct(y, predicted),
+        skill=skill(measured, linear.baseline),
         prediction_intervals=(interval,),
         interval_coverage_pct=coverage_pct(low, y, high),
         boundary_accuracy_pct=accuracy,
