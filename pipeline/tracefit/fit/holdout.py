@@ -33,7 +33,7 @@ from tracefit.fit.load import with_phases
 from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation, Number, StepPhase, SummedTime
 from tracefit.fit.select import Design, estimator, time_blocks, usable_features
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows, in_time
-from tracefit.fit.train import MAX_UNKNOWN_SHARE, design_of
+from tracefit.fit.train import MAX_UNKNOWN_SHARE, design_of, server_numbers
 from tracefit.fit.validation import extrapolated_rows, measure, reference
 from tracefit.tables.schema import ENGINE, SERVER
 
@@ -53,8 +53,6 @@ estimate."""
 
 RESAMPLES = 2_000
 
-_TENTHS, _FIFTHS = 10, 5
-
 
 def summed_time(predicted_us: Vector, actual_us: Vector, blocks: Integers) -> SummedTime | None:
     """Sum step times and bootstrap the bias of the sum by blocks of time; null where the measured sum is zero.
@@ -64,22 +62,18 @@ def summed_time(predicted_us: Vector, actual_us: Vector, blocks: Integers) -> Su
 
     All arguments are of shape (n,).
     """
-    if not float(actual_us.sum()) > 0:
-        return None
-    _, index = np.unique(blocks, return_inverse=True)
-    sums = np.stack([np.bincount(index, weights=w) for w in (predicted_us, actual_us)])
-    count = sums.shape[1]
-    drawn = np.random.default_rng(0).integers(0, count, size=(RESAMPLES, count))
-    predicted, actual = sums[0][drawn].sum(axis=1), sums[1][drawn].sum(axis=1)
-    bias_sd = float(np.std(100 * predicted[actual > 0] / actual[actual > 0], ddof=1))
     total, error = float(actual_us.sum()), predicted_us - actual_us
-    bias_pct = 100 * (float(predicted_us.sum()) / total - 1)
+    if not total > 0:
+        return None
+    names, index = np.unique(blocks, return_inverse=True)
+    drawn = np.random.default_rng(0).integers(0, len(names), size=(RESAMPLES, len(names)))
+    predicted, actual = (np.bincount(index, us)[drawn].sum(axis=1) for us in (predicted_us, actual_us))
     return SummedTime(
         predicted_us=float(predicted_us.sum()),
         actual_us=total,
-        bias_pct=bias_pct,
-        bias_2sd_pct=2 * bias_sd,
-        blocks=count,
+        bias_pct=100 * (float(predicted_us.sum()) / total - 1),
+        bias_2sd_pct=2 * float(np.std(100 * predicted[actual > 0] / actual[actual > 0], ddof=1)),
+        blocks=len(names),
         max_contribution_pct=100 * float(error[np.abs(error).argmax()]) / total,
     )
 
@@ -123,7 +117,7 @@ def summed_holdout(beta: LinearFit) -> SummedTime | None:
     used, held = counted(beta.rows, "train"), counted(beta.rows, "holdout")
     if not held.height:
         return None
-    # From the training residuals: those of the hold-out hold the very drift whose size is in question.
+    # From the training residuals: those of the hold-out have the very drift whose size is in question.
     length = _training_block_length(beta)
     stands_for, all_steps = _steps_stood_for(beta.rows, held)
     predicted, actual = _summands(beta, held)
@@ -151,20 +145,17 @@ def _steps_stood_for(rows: pl.DataFrame, held: pl.DataFrame) -> tuple[Vector, fl
     first, end = pl.col("step_id").min(), (pl.col("step_id") + pl.col("interval_steps")).max()
     steps = end - first - pl.col("interval_steps").filter(idle).sum()
     of_engine = rows.filter(split="holdout").group_by(ENGINE).agg(steps=steps)
-    known = held.select(*ENGINE, known=pl.col("interval_steps").sum().over(ENGINE))
-    joined = known.join(of_engine, on=ENGINE, how="left", maintain_order="left")
-    share = (pl.col("steps") / pl.col("known")).clip(lower_bound=1.0)
+    joined = held.join(of_engine, on=ENGINE, how="left", maintain_order="left")
+    share = (pl.col("steps") / pl.col("interval_steps").sum().over(ENGINE)).clip(lower_bound=1.0)
     return np.asarray(joined.select(share).to_series().to_numpy()), float(of_engine["steps"].sum())
 
 
 def _time_blocks(rows: pl.DataFrame, length: int) -> Integers:
     """Return the number of each row's block of time, of about `length` rows; blocks are numbered over all servers."""
-    server = rows.select(s=pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1)["s"].to_numpy()
+    server, time = server_numbers(rows), rows.select(in_time()).to_series().to_numpy()
     servers = int(server.max()) + 1
     count = max(min(round(rows.height / servers / length), MOST_BLOCKS // servers), FEWEST_BLOCKS)
-    return np.asarray(
-        time_blocks(server, rows.select(in_time()).to_series().to_numpy(), count) + server * count
-    )
+    return np.asarray(time_blocks(server, time, count) + server * count)
 
 
 MIN_SPEED_CHANGE_PCT = 3.0
@@ -207,10 +198,8 @@ def speed_change(
                 relative[part][inside[part]] = measured[part][inside[part]] / before
     if not rows:
         return None, None
-    variance = sum(
-        _variance_of_level(values, blocks)
-        for values, blocks in zip(relative, (train_blocks, holdout_blocks), strict=True)
-    )
+    train, holdout = relative
+    variance = _variance_of_level(train, train_blocks) + _variance_of_level(holdout, holdout_blocks)
     two_sd = 200 * float(np.sqrt(variance))
     return 100 * (float(np.average(ratios, weights=rows)) - 1), two_sd if np.isfinite(two_sd) else None
 
@@ -223,17 +212,19 @@ def _equal_batches(
     Equal are batches within a tenth of the model's predictions and a fifth of the term that moves predictions most: of two terms
     the other is then about equal too. Rows outside the training range have a group of their own part.
     """
-    deciding = max(
-        beta.terms,
-        key=lambda t: abs(t.value) * float(np.std(matrix(parts[0], [t.feature]))),
-        default=None,
-    )
-    second = [matrix(rows, [deciding.feature])[:, 0] if deciding else np.zeros(rows.height) for rows in parts]
-    places = []
-    for values, count in ((predicted, _TENTHS), (second, _FIFTHS)):
+
+    def effect(term: Term) -> float:
+        return abs(term.value) * float(np.std(matrix(parts[0], [term.feature])))
+
+    def groups_of_equal_size(values: Sequence[Vector], count: int) -> list[Integers]:
         cuts = np.quantile(np.concatenate(values), np.arange(1, count) / count)
-        places.append([np.searchsorted(cuts, v) for v in values])
-    groups = [tenth * _FIFTHS + fifth for tenth, fifth in zip(*places, strict=True)]
+        return [np.searchsorted(cuts, v) for v in values]
+
+    groups = groups_of_equal_size(predicted, 10)
+    if beta.terms:
+        name = max(beta.terms, key=effect).feature
+        fifths = groups_of_equal_size([matrix(rows, [name])[:, 0] for rows in parts], 5)
+        groups = [5 * tenth + fifth for tenth, fifth in zip(groups, fifths, strict=True)]
     outside, _ = extrapolated_rows(beta.regimes, parts[1])
     return [groups[0], np.where(outside, -1, groups[1])]
 
@@ -243,8 +234,8 @@ def _variance_of_level(values: Vector, blocks: Integers) -> float:
 
     NaN where all are of one block.
     """
-    known = pl.DataFrame({"value": values, "block": blocks}).drop_nans()
-    medians = known.group_by("block").agg(pl.col("value").median())["value"].to_numpy()
+    rows = pl.DataFrame({"value": values, "block": blocks}).drop_nans()
+    medians = rows.group_by("block").agg(pl.col("value").median())["value"].to_numpy()
     return float(np.var(medians, ddof=1)) / len(medians) if len(medians) > 1 else np.nan
 
 
@@ -297,19 +288,15 @@ def errors_by_phase(
     arrivals = requests.select(*SERVER, at_ns=pl.coalesce("arrival_ns", "queued_ns"))
     median = float(np.median(target_of(counted(fitted.rows, "train"))))
     held = evaluation_rows(counted(fitted.rows, "holdout"), eval_filter)
-    found = []
-    for (phase,), rows in (
-        with_phases(held, "ts_ns", arrivals).drop_nulls("phase").group_by("phase", maintain_order=True)
-    ):
-        actual = target_of(rows)
-        found.append(
-            StepPhase(
-                **cast("dict[str, Any]", phase),
-                holdout=measure(actual, predict_regimes(fitted.regimes, rows)),
-                baseline=measure(actual, np.full(len(actual), median)),
-            )
+    in_phases = with_phases(held, "ts_ns", arrivals).drop_nulls("phase")
+    return tuple(
+        StepPhase(
+            **cast("dict[str, Any]", phase),
+            holdout=measure(target_of(rows), predict_regimes(fitted.regimes, rows)),
+            baseline=measure(target_of(rows), np.full(rows.height, median)),
         )
-    return tuple(found)
+        for (phase,), rows in in_phases.group_by("phase", maintain_order=True)
+    )
 
 
 # -- load ------------------------------------------------------------------------------------------------
@@ -332,11 +319,10 @@ def with_load(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
     """Replace `LOAD_FEATURES` by the column `load`; return what it is measured by."""
     included = rows.filter(pl.col("excluded_reason").is_null())
     tokens, requests = (f.name for f in LOAD_FEATURES)
-    share = included[tokens].null_count() / max(included.height, 1)
-    known = share <= MAX_UNKNOWN_SHARE
-    column = pl.col(tokens) if known else pl.col(requests)
-    named = rows.with_columns(column.cast(pl.Float64).fill_null(0.0).alias(LOAD))
-    return named.drop(tokens, requests), RUNNING_TOKENS if known else BATCH_REQUESTS
+    by_tokens = included[tokens].null_count() / max(included.height, 1) <= MAX_UNKNOWN_SHARE
+    load = pl.col(tokens if by_tokens else requests).cast(pl.Float64).fill_null(0.0)
+    named = rows.with_columns(load.alias(LOAD)).drop(tokens, requests)
+    return named, RUNNING_TOKENS if by_tokens else BATCH_REQUESTS
 
 
 def load_cut(load: Vector) -> float | None:
@@ -374,6 +360,10 @@ def _fitted_below(data: Design, lower: Flags, options: FitOptions) -> Callable[[
     return lambda features: np.asarray(np.maximum(model.predict(features[:, kept]), 0.0))
 
 
+_FITTED = pl.col("excluded_reason").is_null() | (pl.col("split") == "holdout")
+"""Rows to fit, whichever part they are in: training rows lose warm-up and outliers, which held-out rows keep."""
+
+
 def load_extrapolation(
     fitted: LinearFit, features: Sequence[Feature], load: str, options: FitOptions
 ) -> LoadExtrapolation | None:
@@ -382,17 +372,15 @@ def load_extrapolation(
     Both halves hold rows of the training part and of the hold-out; null where rows are too few.
     """
     rows = fitted.rows.filter(~splits.is_excluded(splits.NEVER_EVALUATED))
-    # Training rows lose warm-up and outliers as in any fit; held-out rows keep them, as in any evaluation.
-    kept = rows.filter(pl.col("excluded_reason").is_null() | (pl.col("split") == "holdout"))
+    kept = rows.filter(_FITTED)
     cut = load_cut(kept[LOAD].to_numpy())
     if cut is None:
         return None
     used = kept.filter(pl.col(LOAD) <= cut)
     above = evaluation_rows(rows.filter(pl.col(LOAD) > cut), options.eval_filter)
-    found = _error_of_a_fit(used, above, features, options)
-    if found is None:
+    errors, names = _error_of_a_fit(used, above, features, options)
+    if errors is None:
         return None
-    errors, names = found
     return LoadExtrapolation(
         **asdict(errors),
         load=load,
@@ -403,41 +391,34 @@ def load_extrapolation(
 
 def _error_of_a_fit(
     used: pl.DataFrame, tested: pl.DataFrame, features: Sequence[Feature], options: FitOptions
-) -> tuple[Metrics, list[str]] | None:
-    """Refit a form on some rows and measure it on others; return the features too, null where rows are too few."""
+) -> tuple[Metrics | None, list[str]]:
+    """Refit a form on some rows and measure it on others; return the features too. Null where rows are too few."""
     # The noise of the last row of a log is not known: the fit of a model has no such row, these may have.
     used = used.drop_nulls("cycle_sd_us") if "cycle_sd_us" in used.columns else used
     if used.height < MIN_TRAIN_ROWS or tested.height < MIN_HOLDOUT_ROWS:
-        return None
+        return None, []
     offered = [f for f in features if f.name in used.columns and not used[f.name].null_count()]
     offered = [f for f in offered if not tested[f.name].null_count()]
     data, _ = design_of(used, offered, relative=options.relative)
     if not data.columns:
-        return None
+        return None, []
     names = [c.name for c in data.columns]
     predict = _fitted_below(data, np.ones(len(data.y), dtype=bool), options)
     return measure(target_of(tested), predict(matrix(tested, names))), names
 
 
-STRETCHES = 10
-"""Equal stretches of a server's time; every third of them is held out."""
-
-
 def error_in_stretches(fitted: LinearFit, features: Sequence[Feature], options: FitOptions) -> Metrics | None:
-    """Fit the form of a model on seven of ten equal stretches of each server's rows, and measure it on the third, sixth and ninth.
+    """Fit the form of a model on seven of ten equal blocks of each server's rows, and measure it on the third, sixth and ninth.
 
-    The last 30 % of a run that ends in a drain have small batches alone: the stretches have the load of the whole run. Null
-    where rows are too few.
+    The last 30 % of a run that ends in a drain have small batches only: the blocks have the load of the whole run. Null where
+    rows are too few.
     """
     rows = fitted.rows.filter(~splits.is_excluded(splits.NEVER_EVALUATED))
-    place = rows.select(in_time().rank("ordinal").over(SERVER) - 1).to_series() * STRETCHES
-    length = rows.select(pl.len().over(SERVER)).to_series()
-    held = (place // length) % 3 == 2
+    position = in_time().rank("ordinal").over(SERVER) - 1
+    held = (position * 10 // pl.len().over(SERVER)) % 3 == 2
     # Rows that a fit leaves out are errors like any other once they are held out.
-    kept = rows["excluded_reason"].is_null() | (rows["split"] == "holdout")
     tested = evaluation_rows(rows.filter(held), options.eval_filter)
-    found = _error_of_a_fit(rows.filter(~held & kept), tested, features, options)
-    return found[0] if found else None
+    return _error_of_a_fit(rows.filter(~held & _FITTED), tested, features, options)[0]
 
 
 def error_over_load(fitted: LinearFit, load: str, options: FitOptions) -> ErrorOverLoad | None:
@@ -465,10 +446,8 @@ def beyond_training(terms: Sequence[Term], steps: pl.DataFrame) -> tuple[str, ..
     Where few steps are sampled few have a known time, and the longest prompts may be among the rest.
     """
     notes = []
-    for term in terms:
+    for term in (term for term in terms if term.feature in steps.columns):
         name, (_, trained_max) = term.feature, term.limits
-        if name not in steps.columns:
-            continue
         values = steps[name].drop_nulls()
         most = values.max()
         if isinstance(most, int | float) and most > 2 * max(trained_max, 0.0):

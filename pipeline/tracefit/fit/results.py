@@ -380,9 +380,8 @@ class EquationErrors:
     per_step: Metrics
 
 
-@dataclass(
-    frozen=True
-)  # no slots: PhaseErrors inherits from two classes, and Python allows slots in only one
+# No slots: PhaseErrors inherits from two classes, and Python allows slots in only one.
+@dataclass(frozen=True)
 class Phase:
     """A workload phase of one server: a period in which requests arrive at one rate.
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from tracefit.features.sets import Feature
     from tracefit.fit.fitted import FitOptions
     from tracefit.fit.results import PredictionInterval
-    from tracefit.statistics import Flags, Matrix, Vector
+    from tracefit.statistics import Flags, Integers, Matrix, Vector
 
 MAX_UNKNOWN_SHARE = 0.05
 _SPELLED = {"ridge": "Ridge", "lasso": "Lasso", "elastic_net": "elastic net"}
@@ -318,6 +318,11 @@ def learning_curve(
 # -- rows as arrays ---------------------------------------------------------------------------------------
 
 
+def server_numbers(rows: pl.DataFrame) -> Integers:
+    """Return a number for each server, from 0; shape (n,)."""
+    return rows.select(pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
+
+
 def design_of(
     used: pl.DataFrame, features: Sequence[Feature], *, relative: bool = False
 ) -> tuple[Design, list[OmittedFeature]]:
@@ -342,7 +347,7 @@ def design_of(
     if "row_scale_us" in used.columns:
         scale = matrix(used, ["row_scale_us"])[:, 0] ** 2
         counts, weights = counts / scale, weights / scale
-    run = used.select(pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
+    run = server_numbers(used)
     time = used.select(splits.in_time()).to_series().to_numpy()
     folds = time_blocks(run, time, FOLDS)
     return Design([features[k] for k in kept], x, y, weights, counts, run, time, folds), left
