@@ -164,18 +164,20 @@ class DeploymentTables:
 
     def missing_attributes(self, events: str) -> tuple[str, ...]:
         """Return a sentence for each event, by a pattern of names, that lacks attributes: which, and what gives them."""
-        found = missing_attributes(self.runs)
-        return tuple(without_attribute(event, found[event]) for event in found if re.fullmatch(events, event))
+        missing = missing_attributes(self.runs).items()
+        return tuple(
+            without_attribute(event, names) for event, names in missing if re.fullmatch(events, event)
+        )
 
 
 def missing_attributes(runs: pl.DataFrame) -> dict[str, tuple[str, ...]]:
     """Return event to the attributes that none of these events of a run has a usable value of, in name order."""
-    found: dict[str, set[str]] = {}
+    missing: dict[str, set[str]] = {}
     # The column is JSON text of the run, the same in the row of each of its servers.
     for text in runs["missing_attributes"].drop_nulls().unique():
         for event, attributes in json.loads(text).items():
-            found.setdefault(event, set()).update(attributes)
-    return {event: tuple(sorted(found[event])) for event in sorted(found)}
+            missing.setdefault(event, set()).update(attributes)
+    return {event: tuple(sorted(missing[event])) for event in sorted(missing)}
 
 
 # -- what comes out --------------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ def linear_terms(
     intervals: Sequence[tuple[float, float] | None] | None = None,
 ) -> tuple[Term, ...]:
     """Return a term per coefficient that is not zero, with the range of its feature in the training rows `x`."""
-    given = intervals or [None] * len(columns)
+    intervals = intervals or [None] * len(columns)
     return tuple(
         Term(
             feature=column.name,
@@ -257,7 +259,7 @@ def linear_terms(
             training_range=(float(values.min()), float(values.max())),
             formula=column.formula,
         )
-        for column, value, interval, values in zip(columns, coefficients, given, x.T, strict=True)
+        for column, value, interval, values in zip(columns, coefficients, intervals, x.T, strict=True)
         if value != 0
     )
 
@@ -282,9 +284,10 @@ class LinearFit:
     @property
     def features_left_out(self) -> tuple[OmittedFeature, ...]:
         """Features left out of the regimes; with several regimes each reason starts with the regime's name."""
-        many = len(self.regimes) > 1
+        if len(self.regimes) == 1:
+            return self.regimes[0].features_left_out
         return tuple(
-            replace(x, reason=f"{fitted.regime.name}: {x.reason}" if many else x.reason)
+            replace(x, reason=f"{fitted.regime.name}: {x.reason}")
             for fitted in self.regimes
             for x in fitted.features_left_out
         )
