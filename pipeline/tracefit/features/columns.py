@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.evaluator import COMPARE
-from tracefit.features.expressions import ARITHMETIC, Algebra, compute
+from tracefit.features.expressions import ARITHMETIC, Algebra, compiled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ def to_polars(node: Node, constants: Mapping[str, float | None]) -> pl.Expr:
         # A column of text has no numbers: its rows lack the feature.
         return pl.col(name).cast(pl.Float64, strict=False)
 
-    return compute(node, value_of, COLUMNS)
+    return compiled(node, COLUMNS)(value_of)
 
 
 def _extreme(function: Function, arguments: Sequence[pl.Expr]) -> pl.Expr:

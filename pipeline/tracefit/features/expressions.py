@@ -1,7 +1,7 @@
 """The language in which features are declared: numbers, names, + - * / **, min and max.
 
 A formula is text from a file that anyone may have written. Python's own parser reads it, a whitelist of
-syntax nodes turns it into a small tree (`Node`), and only that tree is evaluated (`compute`): in plain Python
+syntax nodes turns it into a small tree (`Node`), and only that tree is evaluated (`compiled`): in plain Python
 over one row (`ROW`, which does not import polars) or as a polars expression over a frame (`columns.COLUMNS`).
 
 Both give the same value for every input:
@@ -206,11 +206,6 @@ class Algebra(Generic[Operand, Truth]):
     every: Callable[[Sequence[Truth]], Truth]
 
 
-def compute(node: Node, value_of: Callable[[str], Operand], algebra: Algebra[Operand, Any]) -> Operand:
-    """Compute a formula, `value_of` its names."""
-    return compiled(node, algebra)(value_of)
-
-
 def compiled(node: Node, algebra: Algebra[Operand, Any]) -> Callable[[Callable[[str], Operand]], Operand]:
     """Return a function that computes a formula from `value_of`, its names: a replay computes formulas a million times."""
     finite, value = algebra.finite, _compiled(node, algebra)
@@ -244,7 +239,7 @@ def evaluate(node: Node, values: Mapping[str, float | None]) -> float | None:
     Raises:
         KeyError: A name is not in `values`.
     """
-    return compute(node, lambda name: None if (value := values[name]) is None else _float(value), ROW)
+    return compiled(node, ROW)(lambda name: None if (value := values[name]) is None else _float(value))
 
 
 def _of_known(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
@@ -20,7 +20,6 @@ from tracefit.features import training
 from tracefit.features.sets import FeatureSet
 from tracefit.features.targets import CYCLE_TIME, DURATION, RECORDED
 from tracefit.fit.fitted import (
-    COVERED_SHARE,
     PENALTIES,
     DeploymentOptions,
     DeploymentTables,
@@ -42,7 +41,7 @@ from tracefit.fit.holdout import (
     mean_error,
     with_load,
 )
-from tracefit.fit.results import Candidate, Missing, StepTimeSource, TargetFacts
+from tracefit.fit.results import COVERED_SHARE, Candidate, Missing, StepTimeSource, TargetFacts
 from tracefit.fit.select import FOLDS
 from tracefit.fit.splits import PROMPT_FEATURES, counted, mark_prefix_hits, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
@@ -96,25 +95,6 @@ _WITHOUT_CONTEXT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """The fitted step time of a deployment, or why it is missing.
-
-    Attributes:
-        source: The source of step times.
-        result: The model, or why it is missing.
-    """
-
-    source: StepTimeSource
-    result: FittedModel | Missing
-
-    @property
-    def are_whole(self) -> bool:
-        """Whether the target is the whole time of a step: only then are latencies sums of it."""
-        covers = (self.source.duration_coverage or 0.0) >= COVERED_SHARE
-        return self.source.beta_target_source == "clock" or (bool(self.source.beta_target_source) and covers)
-
-
 def duration_cover(timeline: pl.DataFrame) -> StepTimeSource:
     """Measure the share of busy time that step durations cover; the target is not chosen yet."""
     busy = timeline.filter((pl.col("cycle_source") == "adjacent") & ~pl.col("idle_after"))
@@ -148,16 +128,16 @@ def choose_target(
 
 def fit_step_times(
     deployment: Deployment, tables: DeploymentTables, sets: Sequence[FeatureSet], options: DeploymentOptions
-) -> StepTimes:
-    """Fit the step times of a deployment."""
+) -> tuple[StepTimeSource, FittedModel | Missing]:
+    """Fit the step times of a deployment; return their source, and the model or why it is missing."""
     cover, target, context = duration_cover(tables.timeline), options.step_target, deployment.context
     unknown = "; ".join(tables.unknown_batches)
     if not tables.timeline.height and unknown:
-        return StepTimes(cover, Missing(target.model, "the batches of the steps are not known", unknown))
+        return cover, Missing(target.model, "the batches of the steps are not known", unknown)
     if not tables.sampled_steps and not tables.timeline["cycle_us"].count():
         remedy = SGLANG_STEPS if SGLANG in tables.requests["dialect"] else step_remedy(stock=tables.is_stock)
         without = "; ".join(tables.missing_attributes(_SUMMARY)) or "the traces hold no step events"
-        return StepTimes(cover, Missing(target.model, without, remedy))
+        return cover, Missing(target.model, without, remedy)
     sources = {CycleSource(source) for source in tables.timeline["cycle_source"].drop_nulls().unique()}
     logged = any(source.is_logged for source in sources)
     time_source, why = choose_target(cover, options.beta_target, sources)
@@ -183,7 +163,7 @@ def fit_step_times(
         )
         too_few = "; ".join((f"step times: {result.reason}", *tables.missing_attributes(_SUMMARY)))
         remedy = RECORD_LONGER if logged else ALL_SPANS if tables.is_stock else more
-        return StepTimes(source, Missing(target.model, too_few, remedy))
+        return source, Missing(target.model, too_few, remedy)
     notes = [f"feature set {features.name} chosen: {SET_RULE}"] if candidates else []
     if "request" in rows["source"]:
         notes += _notes_on_counted_steps(tables, whole_prompts)
@@ -218,7 +198,7 @@ def fit_step_times(
         ),
         notes=tuple(notes),
     )
-    return StepTimes(source, model)
+    return source, model
 
 
 def _target_facts(

@@ -20,7 +20,7 @@ from tracefit.features.sets import BUILT_IN, Feature, FeatureSet
 from tracefit.features.targets import CYCLE_TIME
 from tracefit.fit import splits
 from tracefit.fit.alpha import fit_target
-from tracefit.fit.beta import StepTimes, beta_options, duration_cover, fit_step_times
+from tracefit.fit.beta import beta_options, duration_cover, fit_step_times
 from tracefit.fit.boundary import fit_boundary
 from tracefit.fit.fitted import (
     NON_NEGATIVE,
@@ -63,11 +63,11 @@ def fit_deployment(
     Linear algebra uses one thread: with matrices of few columns, threads cost more in waiting than they gain.
     """
     step_model = options.step_target.model
-    steps = _isolated(
+    source, step_times = _isolated(
         lambda: fit_step_times(deployment, tables, beta_sets, options),
-        lambda reason: StepTimes(duration_cover(tables.timeline), Missing(step_model, reason, _REMEDY)),
+        lambda reason: (duration_cover(tables.timeline), Missing(step_model, reason, _REMEDY)),
     )
-    beta = steps.result if isinstance(steps.result, FittedModel) else None
+    beta = step_times if isinstance(step_times, FittedModel) else None
     constants = training.constants_of(deployment.context)
     client_targets = [t for t in targets.OF_CLIENTS if tables.requests[t.column].count()]
     results = [
@@ -77,18 +77,18 @@ def fit_deployment(
         )
         for target in (*targets.TARGETS, *client_targets)
     ]
-    models = tuple(result for result in (steps.result, *results) if isinstance(result, FittedModel))
+    models = tuple(result for result in (step_times, *results) if isinstance(result, FittedModel))
     frames = [model.fitted.rows for model in models if model is not beta]
     return FittedDeployment(
         deployment=deployment,
         tables=tables,
-        source=steps.source,
+        source=source,
         models=models,
-        missing=tuple(result for result in (steps.result, *results) if isinstance(result, Missing)),
+        missing=tuple(result for result in (step_times, *results) if isinstance(result, Missing)),
         alpha_rows=pl.concat(frames, how="diagonal_relaxed") if frames else None,
         beta_rows=beta.fitted.rows if beta else None,
         composed=_isolated(
-            lambda: compose_latencies(deployment, tables, models, whole_steps=steps.are_whole),
+            lambda: compose_latencies(deployment, tables, models, whole_steps=source.is_whole_step),
             lambda reason: ComposedLatencies(None, f"{reason}; {_REMEDY}"),
         ),
         summed=summed_holdout(beta.fitted) if beta else None,

@@ -99,13 +99,7 @@ def extra_ridge(shrunk: Shrunk, features: int) -> Vector:
 
 
 def line(
-    summed: Moments,
-    origin: Vector,
-    penalty: Penalty,
-    strength: float,
-    *,
-    positive: Positive,
-    shrunk: Shrunk,
+    summed: Moments, origin: Vector, penalty: Penalty, strength: float, *, positive: Positive, shrunk: Shrunk
 ) -> tuple[float, Vector]:
     """Return intercept and slopes of the line that `solve` finds; the intercept is the line's value at `origin`.
 

@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 
 # -- what goes in ----------------------------------------------------------------------------------------
 
-COVERED_SHARE = 0.8
-"""Where `step.duration_us` covers at least this share of busy time, durations are the step times."""
-
 PENALTIES: tuple[tuple[Penalty, float], ...] = (
     *(("ridge", s) for s in (1e-8, 1e-4, 1e-3, 1e-2)),
     *(("lasso", s) for s in (1e-3, 1e-2, 3e-2)),

@@ -139,11 +139,7 @@ _UNTIL_FIRST_TOKEN = ("ttft", "prefill")
 
 
 def compose_latencies(
-    deployment: Deployment,
-    tables: DeploymentTables,
-    models: Sequence[FittedModel],
-    *,
-    whole_steps: bool,
+    deployment: Deployment, tables: DeploymentTables, models: Sequence[FittedModel], *, whole_steps: bool
 ) -> ComposedLatencies:
     """Compose the latencies of every request from the fitted models.
 

@@ -567,6 +567,10 @@ class Validation:
     skill: float | None
 
 
+COVERED_SHARE = 0.8
+"""Where `step.duration_us` covers at least this share of busy time, durations are the step times."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepTimeSource:
     """Where beta's target comes from, and the share of busy time that `step.duration_us` covers, over adjacent steps.
@@ -579,6 +583,12 @@ class StepTimeSource:
     median_duration_us: float | None
     beta_target_source: Literal["clock", "duration"] | None = None
     beta_target_reason: str | None = None
+
+    @property
+    def is_whole_step(self) -> bool:
+        """Whether the target is the whole time of a step: only then are latencies sums of it."""
+        covers = (self.duration_coverage or 0.0) >= COVERED_SHARE
+        return self.beta_target_source == "clock" or (self.beta_target_source == "duration" and covers)
 
 
 @dataclass(frozen=True, slots=True)

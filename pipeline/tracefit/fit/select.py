@@ -77,57 +77,48 @@ def usable_features(x: Matrix, names: Sequence[str]) -> tuple[list[int], list[Om
     vectors, units = np.empty((len(x), len(names) + 1), order="F"), np.empty((len(x), len(names)), order="F")
     vectors[:, 0] = 1 / np.sqrt(max(len(x), 1))
     for index, name in enumerate(names):
+        collinear_with: tuple[str, ...] = ()
         reason = _unusable(x[:, index])
         if reason is None:
             basis = vectors[:, : len(kept) + 1]
-            unit = _standardised(x[:, index])
+            centered = x[:, index] - x[:, index].mean()
+            unit = centered / np.linalg.norm(centered)
             residual = unit - basis @ (unit @ basis)
             # Projecting twice removes what rounding left of the first time ("twice is enough", Kahan).
             residual -= basis @ (residual @ basis)
             # 1 - R^2: the share of the feature's variance that the kept features leave unexplained.
             unexplained = float(residual @ residual)
-            beside = PADDED.get(name) in {names[k] for k in kept}
-            if unexplained * (MAX_DERIVED_VIF if beside or name in _PRODUCTS else MAX_VIF) >= 1:
+            is_derived = name in _PRODUCTS or PADDED.get(name) in {names[k] for k in kept}
+            if unexplained * (MAX_DERIVED_VIF if is_derived else MAX_VIF) >= 1:
                 vectors[:, len(kept) + 1] = residual / np.linalg.norm(residual)
                 units[:, len(kept)] = unit
                 kept.append(index)
                 continue
             alike = np.abs(unit @ units[:, : len(kept)])
             nearest = names[kept[int(np.argmax(alike))]]
-            # A mix of several goes with neither of them.
-            goes_with = (nearest,) if (1 - alike.max() ** 2) * MAX_VIF < 1 else ()
-            left_out.append(OmittedFeature(name, _collinear(nearest, unexplained), collinear_with=goes_with))
-            continue
-        left_out.append(OmittedFeature(name, reason))
+            # A mix of several features goes with none of them.
+            collinear_with = (nearest,) if (1 - alike.max() ** 2) * MAX_VIF < 1 else ()
+            inflation = "infinite" if unexplained < 1e-10 else f"{1 / unexplained:.0f}"
+            reason = (
+                f"collinear with the features before it, closest {nearest} (variance inflation {inflation})"
+            )
+        left_out.append(OmittedFeature(name, reason, collinear_with=collinear_with))
     return kept, left_out
-
-
-def _standardised(column: Vector) -> Vector:
-    """Return a feature that varies, centered and of length 1."""
-    centered = column - column.mean()
-    return np.asarray(centered / np.linalg.norm(centered))
 
 
 def _unusable(column: Vector) -> str | None:
     """Return why a feature cannot be fitted by itself; null where it can."""
-    known = column[np.isfinite(column)]
-    if known.size == 0:
+    unknown = int((~np.isfinite(column)).sum())
+    if unknown == column.size:
         return "not known in these runs"
-    if known.size < column.size:
-        return f"unknown on {column.size - known.size} of {column.size} training rows"
-    if np.ptp(known) <= 1e-12 * max(1.0, float(np.abs(known).max())):
-        return f"constant in the training rows ({known[0]:.6g})"
-    values, counts = np.unique(known, return_counts=True)
-    varied = known.size - int(counts.max())
-    if varied < MIN_VARIED_ROWS:
-        common = values[int(np.argmax(counts))]
-        return f"differs from {common:.6g} on only {varied} of {known.size} training rows"
-    return None
-
-
-def _collinear(nearest: str, unexplained: float) -> str:
-    inflation = "infinite" if unexplained < 1e-10 else f"{1 / unexplained:.0f}"
-    return f"collinear with the features before it, closest {nearest} (variance inflation {inflation})"
+    if unknown:
+        return f"unknown on {unknown} of {column.size} training rows"
+    if np.ptp(column) <= 1e-12 * max(1.0, float(np.abs(column).max())):
+        return f"constant in the training rows ({column[0]:.6g})"
+    values, counts = np.unique(column, return_counts=True)
+    varied, common = column.size - int(counts.max()), values[int(np.argmax(counts))]
+    too_few = f"differs from {common:.6g} on only {varied} of {column.size} training rows"
+    return too_few if varied < MIN_VARIED_ROWS else None
 
 
 def collinearity(x: Matrix, names: Sequence[str], regime: str) -> Collinearity:
