@@ -116,17 +116,17 @@ def test_a_request_with_an_unknown_step_has_no_prediction(steps):
     assert b == (14, 10, 0, 0, 0)
 
 
-def test_a_step_missing_in_the_middle_is_no_step_of_no_time():
+def test_a_missing_step_in_the_middle_leaves_no_prediction():
     c = _request("c", queued_ms=-2, steps=(1, 1, 6))
     (found,) = _composed(c, steps=_steps(without=(4,)))
     assert found == (2, 9, None, 0, 0)
 
 
-def test_steps_of_another_engine_are_not_ones_own():
+def test_steps_of_another_engine_do_not_count():
     twice = pl.concat([_steps(), _steps([100] * 6).with_columns(epoch=pl.lit(1, pl.Int64))])
     assert _composed(A, steps=twice) == _composed(A)
 
 
-def test_a_request_that_ends_after_the_last_step_known_has_no_prediction():
+def test_a_request_that_outlasts_the_steps_has_no_prediction():
     (found,) = _composed(_request("e", queued_ms=59, steps=(6, 6, 7)))
     assert found == (1, 8, None, 0, 0)

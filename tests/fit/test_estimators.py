@@ -102,7 +102,7 @@ def test_shrunk_coefficients_have_a_ridge_penalty_of_their_own():
     np.testing.assert_allclose(model.coef_ * x.std(axis=0), slopes, rtol=1e-9)
 
 
-def test_lasso_is_scikit_learns_at_a_share_of_its_largest_penalty():
+def test_lasso_is_scikit_learns_at_a_share_of_the_limit():
     x, y = _noisy()
     z = StandardScaler().fit_transform(x)
     emptying = np.abs(z.T @ (y - y.mean())).max() / len(y)

@@ -13,7 +13,7 @@ def _at(quantiles, percent):
     return quantiles[PERCENTS.index(percent)]
 
 
-def test_quantiles_lie_on_the_straight_line_between_ranks():
+def test_quantiles_are_interpolated_between_ranks():
     """Between 0 and 100 the p-th percentile is p; of predictions twice as large, twice that."""
     rows = pl.DataFrame({"y": [0.0, 100.0], "a": [0.0, 200.0], "b": [5.0, 5.0]})
     found = distribution(rows, "y", "a", "b")

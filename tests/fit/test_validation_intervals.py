@@ -14,7 +14,7 @@ from tracefit.fit.validation import coverage_pct, prediction_interval
 CHOICE = PenaltyChoice("ridge", 1e-6, 0.0, 5)
 
 
-def test_limits_are_the_ranks_that_leave_a_fortieth_on_each_side():
+def test_limits_leave_a_fortieth_of_the_rows_on_each_side():
     """79 rows: the 2nd from below and the 2nd from above are at 2/80 and 78/80."""
     predicted = np.zeros(79)
     band = prediction_interval(predicted, np.random.default_rng(0).permutation(79) - 39.0)
@@ -31,12 +31,13 @@ def test_the_kind_is_that_of_the_noise(relative, kind):
     assert prediction_interval(predicted, actual).kind == kind
 
 
-def test_limits_about_a_prediction_by_hand():
-    predicted = np.array([100.0, 10.0])
-    low, high = PredictionInterval("all", 95, "ratio", 0.9, 1.5).limits(predicted)
-    assert (low.tolist(), high.tolist()) == ([90, 9], [150, 15])
-    low, high = PredictionInterval("all", 95, "difference", -20.0, 5.0).limits(predicted)
-    assert (low.tolist(), high.tolist()) == ([80, 0], [105, 15])
+@pytest.mark.parametrize(
+    ("kind", "limits", "low", "high"),
+    [("ratio", (0.9, 1.5), [90, 9], [150, 15]), ("difference", (-20.0, 5.0), [80, 0], [105, 15])],
+)
+def test_limits_about_a_prediction_by_hand(kind, limits, low, high):
+    found = PredictionInterval("all", 95, kind, *limits).limits(np.array([100.0, 10.0]))
+    assert [side.tolist() for side in found] == [low, high]
 
 
 def test_a_prediction_of_zero_has_no_ratio():
