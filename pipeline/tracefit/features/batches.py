@@ -89,8 +89,8 @@ def _staircase(sizes: tuple[int, ...]) -> dict[str, str]:
 def _experts(model: ModelArchitecture, decodes: str, ranks: int) -> str:
     """Return the distinct experts of a layer that a batch without prompts reads, expected if tokens choose evenly.
 
-    A prompt reads all of them: that is part of what a step with prompts costs, and an amount that is the same in all such steps
-    would stand for the rest of it. Ranks of data parallelism share the experts: the tokens of all of them count, and the others are
+    A prompt reads all of them, which is part of the constant cost of a step with prompts: a term with the same amount in all such
+    steps would stand for the rest of that cost. Ranks of data parallelism share the experts: the tokens of all of them count, and the others are
     taken to have as many.
     """
     missed = f"{1 - model.experts_per_token / model.experts:.{_DIGITS}g}"

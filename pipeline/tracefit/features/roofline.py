@@ -88,7 +88,7 @@ _EXACT_DIGITS = 17
 """Significant digits that identify a float exactly, for training."""
 
 _HELPERS = ("prompt_visible_tokens", "decode_visible_tokens")
-_PCIE_GB_S = 64.0  # PCIe 4.0 x16, both directions together: the slot of GPUs that have no link of their own
+_PCIE_GB_S = 64.0  # PCIe 4.0 x16, both directions added: the slot of GPUs without a direct link
 
 
 def add_roofline(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: int) -> pl.DataFrame:

@@ -334,25 +334,25 @@ WORK_MAX = FeatureSet(
     ratios=tuple(1e-3 * 2.0**k for k in range(9)),
     defining=("step_bound_mflop",),
 )
-"""The same from facts of the architecture alone, for an unknown GPU. The ratio is how many 10^6 FLOPs the machine does
+"""The same from facts of the architecture only, for an unknown GPU. The ratio is how many 10^6 FLOPs the machine does
 while it reads 10^3 bytes: 1 to 256 FLOP per byte."""
 
 _DECODES = _features("""\
 + experts_read           | expert  | the weights of the experts that decodes are routed to are read; a prompt is routed to all
 + padded_experts_read    | expert  | the same of the padded batch
 + num_decode_reqs        | request | per-request cost of a decode
-+ padded_decode_reqs     | request | what a batch without prompts computes, at the size of a captured CUDA graph
++ padded_decode_reqs     | request | a batch without prompts is computed at the size of a captured CUDA graph
 """)
 PADDED = {"padded_experts_read": "experts_read", "padded_decode_reqs": "num_decode_reqs"}
-"""Features of the padded batch, and the same of its requests. Beside each other their coefficients, which are not negative, make an
-empty slot of a graph cost between nothing and as much as a request."""
+"""Features of the padded batch, and the same of its requests. With both, whose coefficients are not negative, an empty slot of a
+graph costs between nothing and as much as a request."""
 
 
 def _size_classes() -> Iterator[Feature]:
     """Yield a flag for each class of decode batches up to a power of two, 512 at most.
 
     A kernel is chosen by the size of a batch, so that a step is longer or shorter than a line has it at all sizes of a class.
-    The classes are corrections to the line, which alone speaks where no batch of a class was seen.
+    The classes are corrections to the line. Without training batches of a class only the line predicts it.
     """
     reason = "the kernels for batches of this size, without prompts"
     for most in (2**k for k in range(10)):
@@ -364,7 +364,7 @@ def _size_classes() -> Iterator[Feature]:
 
 LINE = FeatureSet(
     "line",
-    # Small batches cannot tell experts from requests, and a line over requests alone runs away beyond them.
+    # Small batches cannot separate experts from requests, and a line over requests only fails beyond them.
     (
         *_DECODES,
         *_features("""\
@@ -372,13 +372,13 @@ LINE = FeatureSet(
 + context_tokens         | token   | decode reads the cache of its requests
 + prompt_step            | 1       | a step with prompts does not run as one CUDA graph | min(1, num_prefill_reqs)
 + num_prefill_reqs       | request | per-request cost of a prefill
-+ prefill_context_tokens | token   | a prompt reads the cache of what is before it
++ prefill_context_tokens | token   | a prompt reads the cache of the tokens before it
 """),
     ),
     defining=tuple(feature.name for feature in _DECODES),
     is_relative=True,
 )
-"""Relative non-negative least squares on what a step computes: what no other set may be worse than."""
+"""Relative non-negative least squares on the work of a step: no other set may be worse."""
 
 LINES = (LINE, replace(LINE, name="line+sizes", features=(*LINE.features, *_size_classes())))
 """The same with corrections by the size of the batch."""
@@ -395,7 +395,7 @@ QUEUE = FeatureSet(
     "queue",
     (
         *_features("""\
-+ outputs_ahead                  | token   | what those ahead will hold the engine for
++ outputs_ahead                  | token   | output tokens of the requests ahead
 + running_remaining_tokens       | token   | room comes free when those running end
   waiting_depth                  | request | queue depth when the request came
   kv_usage_ratio                 | ratio   | KV cache pressure
@@ -410,13 +410,13 @@ QUEUE = FeatureSet(
         *_CONFIGURATION,
     ),
 )
-"""The specification's set for the queue wait: the queue as the request found it."""
+"""The specification's set for the queue wait: the state of the queue when the request came."""
 
 QUEUED_FEATURES = ("outputs_ahead", "running_remaining_tokens", "prompt_tokens")
 """Features of `queue` for a request without free capacity: the work ahead of it."""
 
 PROMPTS_AHEAD_FEATURES = ("tokens_ahead", "prompt_tokens")
-"""Features of `queue` for a request that waits for the token budget alone: the prompts that are computed before its own."""
+"""Features of `queue` for a request that waits only for the token budget: the prompts that are computed before it."""
 
 FREE_FEATURES = ("prompt_tokens", "running_depth")
 """Features of `queue` for a request that goes with the next step: the scheduler's own work."""

@@ -97,7 +97,7 @@ def _by_need(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRows]:
 def _queued_or_free(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRows]:
     """Return the two regimes of a queue wait: left waiting by a scheduling pass, or taken by the next one."""
     if not exact:
-        # The latest sampled step does not show who waits for what, so that both regimes are offered all features.
+        # The latest sampled step does not show which request waits for which resource: both regimes are offered all features.
         return [RegimeRows("queued", offered, SOMEONE_WAITS), RegimeRows(FREE, offered)]
     queued = tuple(f for f in offered if f.name in QUEUED_FEATURES)
     free = tuple(f for f in offered if f.name in FREE_FEATURES)
@@ -111,7 +111,7 @@ FORMS: Mapping[FormName, Callable[[tuple[Feature, ...], bool], list[RegimeRows]]
     "step_boundary": _one_line,
     "constant": lambda _offered, _exact: [RegimeRows("all", ())],
 }
-"""Forms that a target may declare, and their linear models of the offered features, for a queue that is known exactly or not.
+"""Forms that a target may declare, and their linear models of the offered features, for an exact queue state or a sampled one.
 
 The wait for the next step comes on top of the API work that `step_boundary` fits (`boundary.fit_boundary`).
 """
@@ -134,7 +134,7 @@ def fit_target(
     rows = request_frame(tables, target, features, constants)
     how = _fit_options(target, options)
     regimes: dict[FormName, list[RegimeRows]] = {
-        # Where the queue is not known exactly, both forms of regimes are the same.
+        # With a sampled queue state both forms of regimes are the same.
         name: FORMS[name](features.features, exact)
         for name in target.forms
         if exact or name != "two_regimes"
@@ -159,7 +159,7 @@ def fit_target(
         definition, source = target.without_events or definition, "request spans"
     if target.state == "queue":
         source += f", {EXACT_QUEUE if exact else SAMPLED_QUEUE}"
-    # Too few steps may have a known start for a boundary. The fitted line is then the whole model.
+    # Without enough step starts there is no boundary: the fitted line is the whole model.
     boundary = fit_boundary(result, tables.timeline) if form == "step_boundary" else None
     if boundary is not None:
         definition += "; includes the wait for the step in progress to end"
@@ -240,7 +240,7 @@ FORM_RULE = (
 )
 
 CONSTANT: FormName = "constant"
-"""The training median, the baseline of every report: what predicts worse than it is not worth its inputs."""
+"""The training median, the baseline of every report: a model that predicts worse is not worth its inputs."""
 
 _BOUNDARY_NUMBERS = 2
 """Fitted numbers of the step boundary: the API work and the offset of the stamp."""
@@ -266,7 +266,7 @@ def choose_form(first: Candidate, *others: Candidate) -> tuple[Candidate, ...]:
 
 
 def inner_rows(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the training rows as a frame of their own whose last 30 % in time are held out."""
+    """Return the training rows, the last 30 % of them in time held out."""
     # The hold-out stays unused: a form that was chosen by it would look better there than it is.
     trained = rows.filter(pl.col("split") == "train").drop("split", "holdout_from_ns")
     return splits.split_by_time(trained)

@@ -191,7 +191,7 @@ def fit_step_times(
             load_extrapolation=load_extrapolation(result, features.features, load, how),
             stretches=error_in_stretches(result, features.features, how),
             candidates=candidates,
-            # 0 where no prompt is known to be computed as a whole.
+            # 0 where no prompt is sure to be computed as a whole.
             prefill_reach_pct=0.0
             if 0.0 in whole_prompts.values()
             else _prefill_reach_pct(result, tables.timeline, budget),
@@ -270,7 +270,7 @@ def beta_options(options: DeploymentOptions) -> FitOptions:
     single = is_one_step()
     return FitOptions(
         groups=(("decode_only", ~mixed), ("mixed", mixed)),
-        # The error of a typical batch in the place of an unknown one is no error of the model.
+        # A typical batch instead of an unknown one would add an error that is not the model's.
         fill_unknown=False,
         eval_filter=single,
         reference=options.reference,
@@ -302,7 +302,7 @@ def _variants(features: FeatureSet) -> list[FeatureSet]:
 def _choose_set(
     rows: pl.DataFrame, variants: list[list[FeatureSet]], options: FitOptions
 ) -> tuple[FeatureSet, pl.DataFrame, tuple[Candidate, ...], FitOptions]:
-    """Choose the feature set by `SET_RULE`, on the training rows alone; a single set is taken as it is.
+    """Choose the feature set by `SET_RULE`, on the training rows only; a single set is taken as it is.
 
     `rows` have the features of all `variants`, which are those of one set after the other, and the load.
 
@@ -355,8 +355,8 @@ SET_RULE = (
 def try_features(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) -> Candidate | None:
     """Measure a linear model of a set on the training rows.
 
-    Null where rows or features are too few, or where the set is not what its name says: the defining features lack, or one that
-    is a time at the GPU's peak has a coefficient below 1.
+    Null where rows or features are too few, where the model has no defining feature of the set, or where one that is a time at
+    the GPU's peak has a coefficient below 1.
     """
     options = _for_set(options, features)
     design = training_design(rows, features.features, relative=options.relative)
@@ -386,7 +386,7 @@ def try_features(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) 
 def _is_below_peak(data: Design, choice: PenaltyChoice, features: FeatureSet, signs: Signs) -> bool:
     """Return whether a term that defines a set is a time at the GPU's peak, and its coefficient says that steps take less.
 
-    Such a term stands for something else, under a name that is not its own, and runs away beyond the load.
+    Such a term stands for another cost, and its prediction fails beyond the load.
     """
     at_peak = [f.name in features.defining and f.unit == "us" for f in data.columns]
     return any(at_peak) and bool((data.fit(choice, signs).coef_[at_peak] < 1).any())

@@ -245,9 +245,9 @@ def _left_out_groups(
 
 def _by_batch_size(rows: pl.DataFrame) -> Metrics:
     """Return the errors of a constant per batch size on the held-out rows: a table of past steps is the simplest forecast."""
-    used, held = (counted(rows, split).sort("batch_requests") for split in ("train", "holdout"))
+    used, holdout = (counted(rows, split).sort("batch_requests") for split in ("train", "holdout"))
     table = used.group_by("batch_requests", maintain_order=True).agg(constant=pl.col("y").median())
-    joined = held.join_asof(table, on="batch_requests", strategy="nearest", check_sortedness=False)
+    joined = holdout.join_asof(table, on="batch_requests", strategy="nearest", check_sortedness=False)
     return measure(target_of(joined), joined["constant"].to_numpy())
 
 

@@ -36,7 +36,7 @@ Positive: TypeAlias = bool | tuple[bool, ...]
 
 
 Shrunk: TypeAlias = tuple[bool, ...]
-"""Coefficients that are drawn to zero by a Ridge penalty of their own: a flag per feature; empty for none of them."""
+"""Coefficients with an additional Ridge penalty, which draws them to zero: a flag per feature; empty without any."""
 
 SHRINKAGE = 0.3
 """Strength of that penalty: a correction enters to the extent that the other features cannot explain its rows."""
@@ -159,7 +159,7 @@ def _partly_nonnegative(root: Matrix, target: Vector, bound: Flags) -> Vector:
     """Return the least-squares solution a of root.a = target with a >= 0 where `bound`.
 
     For any bound slopes the best free ones are an unbounded least-squares solution of the rest. The bound slopes are therefore
-    found by NNLS in the space orthogonal to the free columns (variable projection), the free ones after them.
+    solved by NNLS in the space orthogonal to the free columns (variable projection), the free ones after them.
     """
     slopes = np.zeros(len(bound))
     directions, sizes, _ = np.linalg.svd(root[:, ~bound], full_matrices=False)
@@ -269,7 +269,7 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
             sample_weight: Inverse variance of each row up to a factor, shape (n,); equal if not given.
 
         Raises:
-            ValueError: There are no rows, or values that are not finite numbers; or a parameter is not what it may be.
+            ValueError: There are no rows, or values that are not finite numbers; or a parameter is not allowed.
         """
         self.fit_rows(X, y, sample_weight)
         return self

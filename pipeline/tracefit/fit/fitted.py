@@ -1,8 +1,8 @@
 """Arguments and results of fits: options and the tables of one deployment; linear models, and all fitted models of a deployment.
 
-A linear model is one line, or one line per regime: a regime is a condition on the features with a line of its own, and the
+A linear model is one line, or one line per regime: a regime is a condition on the features and a line, and the
 first regime whose condition holds predicts a row. `RegimeRows` describes one before the fit, `FittedRegime` after it. These
-objects hold data frames and stay inside the process: what files publish is in `results`.
+objects hold data frames and stay inside the process: `results` has the types that files publish.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tracefit.statistics import Flags, Integers, Matrix, Vector
 
 
-# -- what goes in ----------------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------------
 
 PENALTIES: tuple[tuple[Penalty, float], ...] = (
     *(("ridge", s) for s in (1e-8, 1e-4, 1e-3, 1e-2)),
@@ -113,7 +113,7 @@ class DeploymentOptions:
         beta_target: The step time to fit.
         positive: Allow no negative coefficient and no negative intercept in any model.
         any_sign: Allow any sign, also where a feature declares one.
-        reference: Fit the gradient-boosted reference beside every model.
+        reference: Fit the gradient-boosted reference of every model too.
     """
 
     beta_target: BetaTarget = "auto"
@@ -160,7 +160,7 @@ class DeploymentTables:
         return are_stock(self.runs)
 
     def missing_attributes(self, events: str) -> tuple[str, ...]:
-        """Return a sentence for each event, by a pattern of names, that lacks attributes: which, and what gives them."""
+        """Return a sentence for each event, by a pattern of names, that lacks attributes: which, and the flags that give them."""
         missing = missing_attributes(self.runs).items()
         return tuple(
             without_attribute(event, names) for event, names in missing if re.fullmatch(events, event)
@@ -177,7 +177,7 @@ def missing_attributes(runs: pl.DataFrame) -> dict[str, tuple[str, ...]]:
     return {event: tuple(sorted(missing[event])) for event in sorted(missing)}
 
 
-# -- what comes out --------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tracefit.statistics import Flags, Integers, Matrix, Vector
 
 FEWEST_BLOCKS = 10
-"""Fewest blocks that a variance is estimated from: blocks of a short hold-out are shorter than the rule says."""
+"""Fewest blocks that a variance is estimated from: blocks of a short hold-out are shorter than by the rule."""
 
 MOST_BLOCKS = 1_000
 """Upper limit of bootstrap blocks; longer hold-outs use longer blocks. More blocks would cost memory and not improve the
@@ -114,20 +114,20 @@ def summed_holdout(beta: LinearFit) -> SummedTime | None:
     Blocks are contiguous in the time of a server. Their length is `block_length` of the residuals of the training rows, the
     largest over the servers, with at least 10 blocks per server and at most 1,000 in total.
     """
-    used, held = counted(beta.rows, "train"), counted(beta.rows, "holdout")
-    if not held.height:
+    used, holdout = counted(beta.rows, "train"), counted(beta.rows, "holdout")
+    if not holdout.height:
         return None
     # From the training residuals: those of the hold-out have the very drift whose size is in question.
     length = _training_block_length(beta)
-    stands_for, all_steps = _steps_stood_for(beta.rows, held)
-    predicted, actual = _summands(beta, held)
-    summed = summed_time(predicted * stands_for, actual * stands_for, _time_blocks(held, length))
+    stands_for, all_steps = _steps_stood_for(beta.rows, holdout)
+    predicted, actual = _summands(beta, holdout)
+    summed = summed_time(predicted * stands_for, actual * stands_for, _time_blocks(holdout, length))
     if summed is None:
         return None
-    before, steps = _summands(beta, used)[0], matrix(held, ["interval_steps"])[:, 0]
+    before, steps = _summands(beta, used)[0], matrix(holdout, ["interval_steps"])[:, 0]
     load_before = float(before.sum()) / float(matrix(used, ["interval_steps"]).sum())
     load = float(predicted @ stands_for) / float(steps @ stands_for)
-    speed, two_sd = speed_change(beta, *(_time_blocks(rows, length) for rows in (used, held)))
+    speed, two_sd = speed_change(beta, *(_time_blocks(rows, length) for rows in (used, holdout)))
     return replace(
         summed,
         speed_change_pct=speed,
@@ -138,14 +138,14 @@ def summed_holdout(beta: LinearFit) -> SummedTime | None:
     )
 
 
-def _steps_stood_for(rows: pl.DataFrame, held: pl.DataFrame) -> tuple[Vector, float]:
+def _steps_stood_for(rows: pl.DataFrame, holdout: pl.DataFrame) -> tuple[Vector, float]:
     """Return how many steps of its server and epoch each step of the held-out rows stands for, shape (n,), and all steps."""
     # Idle gaps and restarts are no steps to account for.
     idle = splits.is_excluded(splits.ALWAYS)
     first, end = pl.col("step_id").min(), (pl.col("step_id") + pl.col("interval_steps")).max()
     steps = end - first - pl.col("interval_steps").filter(idle).sum()
     of_engine = rows.filter(split="holdout").group_by(ENGINE).agg(steps=steps)
-    joined = held.join(of_engine, on=ENGINE, how="left", maintain_order="left")
+    joined = holdout.join(of_engine, on=ENGINE, how="left", maintain_order="left")
     share = (pl.col("steps") / pl.col("interval_steps").sum().over(ENGINE)).clip(lower_bound=1.0)
     return np.asarray(joined.select(share).to_series().to_numpy()), float(of_engine["steps"].sum())
 
@@ -210,7 +210,7 @@ def _equal_batches(
     """Return the group of equal batches of each row, by part.
 
     Equal are batches within a tenth of the model's predictions and a fifth of the term that moves predictions most: of two terms
-    the other is then about equal too. Rows outside the training range have a group of their own part.
+    the other is then about equal too. Held-out rows outside the training range have a separate group.
     """
 
     def effect(term: Term) -> float:
@@ -259,22 +259,22 @@ def refit_on_holdout(fitted: LinearFit) -> tuple[FittedRegime, ...]:
     A term that the held-out rows do not determine (constant, or a mix of other features) keeps its value. A regime with
     fewer held-out rows than a fit needs stays as it is.
     """
-    held = counted(fitted.rows, "holdout")
-    active = active_regime(fitted.regimes, held)
+    holdout = counted(fitted.rows, "holdout")
+    active = active_regime(fitted.regimes, holdout)
     return tuple(
-        _refitted(regime, held.filter(pl.Series(active == index)))
+        _refitted(regime, holdout.filter(pl.Series(active == index)))
         for index, regime in enumerate(fitted.regimes)
     )
 
 
-def _refitted(regime: FittedRegime, held: pl.DataFrame) -> FittedRegime:
-    if held.height < MIN_TRAIN_ROWS:
+def _refitted(regime: FittedRegime, holdout: pl.DataFrame) -> FittedRegime:
+    if holdout.height < MIN_TRAIN_ROWS:
         return regime
     offered = {f.name: f for f in regime.regime.features}
-    data, _ = design_of(held, [offered[t.feature] for t in regime.terms], relative=regime.relative)
+    data, _ = design_of(holdout, [offered[t.feature] for t in regime.terms], relative=regime.relative)
     kept = [t for t in regime.terms if offered[t.feature] not in data.columns]
     # Terms that keep their value are subtracted: the others are fitted to what is left.
-    kept_us = matrix(held, [t.feature for t in kept]) @ np.array([t.value for t in kept])
+    kept_us = matrix(holdout, [t.feature for t in kept]) @ np.array([t.value for t in kept])
     model = estimator(regime.choice, regime.signs, data.columns)
     model.fit(data.x, data.y - kept_us, data.weights)
     terms = (*linear_terms(data.columns, model.coef_, data.x), *kept)
@@ -287,8 +287,8 @@ def errors_by_phase(
     """Measure a step-time model on the held-out rows of each phase; servers without requests have no phases."""
     arrivals = requests.select(*SERVER, at_ns=pl.coalesce("arrival_ns", "queued_ns"))
     median = float(np.median(target_of(counted(fitted.rows, "train"))))
-    held = evaluation_rows(counted(fitted.rows, "holdout"), eval_filter)
-    in_phases = with_phases(held, "ts_ns", arrivals).drop_nulls("phase")
+    holdout = evaluation_rows(counted(fitted.rows, "holdout"), eval_filter)
+    in_phases = with_phases(holdout, "ts_ns", arrivals).drop_nulls("phase")
     return tuple(
         StepPhase(
             **cast("dict[str, Any]", phase),
@@ -415,22 +415,26 @@ def error_in_stretches(fitted: LinearFit, features: Sequence[Feature], options: 
     """
     rows = fitted.rows.filter(~splits.is_excluded(splits.NEVER_EVALUATED))
     position = in_time().rank("ordinal").over(SERVER) - 1
-    held = (position * 10 // pl.len().over(SERVER)) % 3 == 2
+    is_held_out = (position * 10 // pl.len().over(SERVER)) % 3 == 2
     # Rows that a fit leaves out are errors like any other once they are held out.
-    tested = evaluation_rows(rows.filter(held), options.eval_filter)
-    return _error_of_a_fit(rows.filter(~held & _FITTED), tested, features, options)[0]
+    tested = evaluation_rows(rows.filter(is_held_out), options.eval_filter)
+    return _error_of_a_fit(rows.filter(~is_held_out & _FITTED), tested, features, options)[0]
 
 
 def error_over_load(fitted: LinearFit, load: str, options: FitOptions) -> ErrorOverLoad | None:
     """Measure a model on held-out rows in groups of equal size by load; null where there are no rows."""
     used = counted(fitted.rows, "train")
-    held = evaluation_rows(counted(fitted.rows, "holdout"), options.eval_filter)
-    if not used.height or not held.height:
+    holdout = evaluation_rows(counted(fitted.rows, "holdout"), options.eval_filter)
+    if not used.height or not holdout.height:
         return None
-    held = held.sort(LOAD)
-    loads, actual, predicted = held[LOAD].to_numpy(), target_of(held), predict_regimes(fitted.regimes, held)
+    holdout = holdout.sort(LOAD)
+    loads, actual, predicted = (
+        holdout[LOAD].to_numpy(),
+        target_of(holdout),
+        predict_regimes(fitted.regimes, holdout),
+    )
     # Groups of equal size: in bins of equal width the highest loads would be a row or two.
-    groups = np.array_split(np.arange(held.height), min(BINS, held.height // MIN_HOLDOUT_ROWS or 1))
+    groups = np.array_split(np.arange(holdout.height), min(BINS, holdout.height // MIN_HOLDOUT_ROWS or 1))
     return ErrorOverLoad(
         load=load,
         training_range=(float(used[LOAD].to_numpy().min()), float(used[LOAD].to_numpy().max())),

@@ -315,8 +315,8 @@ def _latency(rows: pl.DataFrame, name: str) -> Latency:
     median = rows.filter(split="train")["actual"].median()
     level = float(median) if isinstance(median, int | float) else None
     partly = int((rows["split"] == "partly").sum())
-    held = rows.filter(split="holdout")
-    evaluated = held.drop_nulls("actual")
+    holdout = rows.filter(split="holdout")
+    evaluated = holdout.drop_nulls("actual")
     return Latency(
         *_errors(evaluated, name, level),
         definition=_DEFINITIONS[name],
@@ -328,7 +328,7 @@ def _latency(rows: pl.DataFrame, name: str) -> Latency:
             PhaseErrors(*_errors(rows, name, level), **cast("dict[str, Any]", phase))
             for (phase,), rows in evaluated.drop_nulls("phase").group_by("phase", maintain_order=True)
         ),
-        left_out={**_left_out(held, name), **({"partly_in_training": partly} if partly else {})},
+        left_out={**_left_out(holdout, name), **({"partly_in_training": partly} if partly else {})},
         distribution=distribution(evaluated, "actual", f"predicted_{name}", f"state_{name}"),
     )
 
@@ -346,7 +346,7 @@ def _errors(rows: pl.DataFrame, name: str, median: float | None) -> tuple[Metric
     return against("predicted"), against("state"), against("refit"), baseline
 
 
-def _left_out(held: pl.DataFrame, name: str) -> dict[str, int]:
+def _left_out(holdout: pl.DataFrame, name: str) -> dict[str, int]:
     """Count held-out requests without a prediction given the measured state, each under the first reason that applies."""
     reason = (
         pl.when(is_cut_off() & (name not in _UNTIL_FIRST_TOKEN))
@@ -360,5 +360,5 @@ def _left_out(held: pl.DataFrame, name: str) -> dict[str, int]:
         .when(pl.col(f"state_{name}").is_null())
         .then(pl.lit("overhead_not_known"))
     )
-    counts = held.select(reason=reason).drop_nulls().group_by("reason").len().sort("reason")
+    counts = holdout.select(reason=reason).drop_nulls().group_by("reason").len().sort("reason")
     return dict(counts.iter_rows())

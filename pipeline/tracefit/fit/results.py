@@ -319,7 +319,7 @@ class PredictionInterval:
 
     Attributes:
         regime: Name of the regime, or `all`.
-        level_pct: Percent of rows that lie between the limits.
+        level_pct: Percent of rows that are between the limits.
         kind: Whether the limits are factors on the prediction, or differences from it in the model's unit.
         low: Lower limit.
         high: Upper limit.
@@ -502,7 +502,7 @@ class Burst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """One model's validation: its errors beside those of its baseline and its reference, and what they depend on.
+    """One model's validation: its errors, those of its baseline and its reference, and the facts they depend on.
 
     Attributes:
         unit: Unit of the target and of absolute errors.
@@ -518,7 +518,7 @@ class Validation:
         held_out_equations: Errors of step times over single steps and intervals, where the hold-out has both.
         error_over_load: Errors of step times in groups of rows by load.
         load_extrapolation: Errors of step times beyond the load that the form was fitted on.
-        stretches: Errors of step times where every third of ten equal stretches of time is held out instead.
+        stretches: Errors of step times where every third of ten equal parts of the time is held out instead.
         candidates: The candidates inside the training part, and the chosen one.
         classifier: How well the regime of a row is predicted, where there are regimes.
         within_5_pct: Percent of rows predicted within 5 %.
@@ -593,7 +593,7 @@ class StepTimeSource:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A model that was not fitted, the reason, and what to do for it."""
+    """A model that was not fitted, the reason, and the remedy."""
 
     name: str
     reason: str
@@ -664,10 +664,10 @@ class Latency(LatencyErrors):
     """One latency of requests that came in the hold-out of every fit.
 
     Attributes:
-        definition: The stamps it lies between.
+        definition: The stamps it is the time between.
         by_run: Errors by run.
         by_phase: Errors by workload phase.
-        gradient_boosting: Gradient boosting on what `predict` is given, and the same requests.
+        gradient_boosting: Gradient boosting on the inputs of `predict`, and the same requests.
         left_out: Held-out requests without a prediction given the measured queue and batches, by reason.
         distribution: Quantiles; null where no held-out request has a prediction.
     """
@@ -727,7 +727,7 @@ class LeftOutErrors:
         feature_set: The feature set the model was offered.
         trained_on: The runs, models or GPUs it was fitted on.
         rows_used: Rows it was fitted on.
-        errors: Errors on what was left out, as everything below.
+        errors: Errors on the left-out rows, as everything below.
         baseline: Errors of the training median.
         gradient_boosting: Errors of gradient boosting on the same features and rows.
         skill: 1 - errors.mae / baseline.mae.
@@ -753,7 +753,7 @@ class LeftOutErrors:
 
 @dataclass(frozen=True, slots=True)
 class AcrossResult:
-    """Errors of everything that was left out in turn, and notes on what could not be left out or evaluated."""
+    """Errors of every group that was left out in turn, and notes on groups that could not be left out or evaluated."""
 
     errors: tuple[LeftOutErrors, ...]
     notes: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Select features and the penalty of a linear model, on the training rows alone.
+"""Select features and the penalty of a linear model, on the training rows only.
 
 `usable_features` drops features that are unknown, constant or collinear with earlier ones. A fit takes its rows as arrays
 (`Design`). `Design.choose_penalty` compares penalties by cross-validation over blocks of time: neighbouring rows resemble each
@@ -32,7 +32,7 @@ MAX_VIF = 10.0
 """A feature whose variance inflation against the features before it exceeds this is left out as redundant."""
 
 MAX_DERIVED_VIF = 100.0
-"""The limit for a product of features, and for a padded batch beside the batch itself. A square always correlates with its root,
+"""The limit for a product of features, and for a padded batch after the batch itself. A square always correlates with its root,
 a batch with its padded size; cross-validation decides on products, and signs bound padding."""
 
 _PRODUCTS = frozenset(feature.name for feature in PRODUCTS)
@@ -84,7 +84,7 @@ def usable_features(x: Matrix, names: Sequence[str]) -> tuple[list[int], list[Om
             centered = x[:, index] - x[:, index].mean()
             unit = centered / np.linalg.norm(centered)
             residual = unit - basis @ (unit @ basis)
-            # Projecting twice removes what rounding left of the first time ("twice is enough", Kahan).
+            # The second projection removes the rounding errors of the first ("twice is enough", Kahan).
             residual -= basis @ (residual @ basis)
             # 1 - R^2: the share of the feature's variance that the kept features leave unexplained.
             unexplained = float(residual @ residual)
@@ -216,7 +216,7 @@ class Design:
         positive, shrunk = options.signs.of(self.columns), _shrunk(self.columns)
         first = RobustLinear(*options.penalties[0], max_iter=FOLD_ROUNDS, positive=positive, shrunk=shrunk)
         weights, _ = first.fit_rows(self.x, self.y, self.weights)
-        # One pass over the rows serves all candidates: with shared weights they differ in the penalty alone.
+        # One pass over the rows serves all candidates: with shared weights they differ only in the penalty.
         z, center, scale = standardised(self.x)
         summed = moments(z, self.y, weights)
         lines = [

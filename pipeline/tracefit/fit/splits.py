@@ -2,7 +2,7 @@
 
 The first 70 % of each server's rows in time train, the rest is held out. Training rows also lose warm-up, outliers and steps
 that mostly repeat work after a preemption. Held-out rows lose idle gaps, epoch boundaries and impossible times, and steps
-whose batch is not known, which nothing can predict: an error without its hiccups is not the error that a user sees.
+of unknown batches, which no model can predict. They keep their hiccups: a user sees these too.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ FEW_ROWS = 100
 
 def in_time() -> pl.Expr:
     """Return when each row began: its time, or, on a server that has steps without one, its number in the order of the rows."""
-    known = pl.col("ts_ns").null_count().over(SERVER) == 0
-    return pl.when(known).then("ts_ns").otherwise(pl.int_range(pl.len(), dtype=pl.Int64).over(SERVER))
+    has_times = pl.col("ts_ns").null_count().over(SERVER) == 0
+    return pl.when(has_times).then("ts_ns").otherwise(pl.int_range(pl.len(), dtype=pl.Int64).over(SERVER))
 
 
 def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
@@ -62,7 +62,7 @@ def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
 
     Rows that are left out of both parts do not move the boundary; they get the part their time falls in.
     """
-    # Each server has its own boundary: a clock is its own, and a run may start its servers one after the other.
+    # A boundary per server: clocks differ, and a run may start its servers one after the other.
     ordered = rows.with_columns(_began=in_time())
     first = (pl.len() * TRAIN_SHARE).ceil().cast(pl.Int64).clip(0, pl.len() - 1)
     split_rows = ordered.filter(~is_excluded(ALWAYS)).sort(*SERVER, "_began")
@@ -123,11 +123,11 @@ PROMPT_FEATURES = tuple(
 
 
 def mark_prefix_hits(rows: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, float]]:
-    """Mark intervals of prompts that may have been found in the cache, where hits show; remove `PROMPT_FEATURES`.
+    """Mark intervals of prompts that may be prefix-cache hits, where hits show; remove `PROMPT_FEATURES`.
 
     Returns:
-        The rows; by server with hits, the length in tokens up to which prompts were computed as a whole, 0 where none is
-        known to be, whose rows all stay.
+        The rows; by server with hits, the length in tokens up to which prompts were computed as a whole. It is 0 where no
+        prompt is sure to be, and no row of the server is marked then.
     """
     whole_prompts: dict[str, float] = {}
     plain = rows.rename(lambda name: name.removeprefix("hit_"))
@@ -204,8 +204,8 @@ def evaluation_rows(holdout: pl.DataFrame, eval_filter: pl.Expr | None) -> pl.Da
 
 def of_means(validation: Validation | None) -> bool:
     """Return whether a model's errors are those of means over several steps, because the hold-out has too few single steps."""
-    held = validation.held_out_equations if validation else None
-    if held is None:
+    equations = validation.held_out_equations if validation else None
+    if equations is None:
         return False
-    means = sum(held.rows_by_source.get(source, 0) for source in MEANS)
-    return held.per_equation.n - means < FEW_ROWS
+    means = sum(equations.rows_by_source.get(source, 0) for source in MEANS)
+    return equations.per_equation.n - means < FEW_ROWS

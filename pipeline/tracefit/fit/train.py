@@ -394,8 +394,8 @@ def noise_exponent(residual: Vector, predicted: Vector) -> float:
 
     `residual` is scaled to equal noise except for this growth.
     """
-    known = (residual != 0) & (predicted > 0)
-    size, time = np.log(np.abs(residual[known])), np.log(predicted[known])
+    is_positive = (residual != 0) & (predicted > 0)
+    size, time = np.log(np.abs(residual[is_positive])), np.log(predicted[is_positive])
     centered = time - time.mean() if time.size else time
     sum_of_squares = float(centered @ centered)
     if sum_of_squares <= 0:
@@ -410,7 +410,7 @@ def noise_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
     exponent = noise_exponent((y - predicted) * np.sqrt(weights), predicted)
     if exponent == 0:
         return weights
-    # Clipped, so that no very short step determines the intercept alone and no very long one loses all weight.
+    # Clipped: otherwise a very short step could determine the intercept, and a very long one lose all weight.
     middle = float(np.median(predicted))
     within = np.clip(predicted, _LEAST_SHARE * middle, _MOST_SHARE * middle)
     both = weights * within ** (-2 * exponent)
@@ -420,7 +420,7 @@ def noise_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
 def relative_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
     """Return weights times the inverse square of predicted times, mean 1; shape (n_rows,).
 
-    The times are those of a first fit weighted by measured ones: these alone would favour the rows that noise made short.
+    The times are those of a first fit weighted by measured ones, which would favour the rows that noise made short.
     """
     # In stamps of whole seconds most times may be zero.
     least = _LEAST_SHARE * (float(np.median(y)) or float(y.mean()) or 1.0)

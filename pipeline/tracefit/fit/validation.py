@@ -1,6 +1,6 @@
 """Errors of models: metrics, quantiles and prediction intervals, and the evaluation of a fitted model on held-out rows.
 
-Every report and file of tracefit states errors as this module computes them. Beside a model stand the training median (the
+Every report and file of tracefit states errors as this module computes them. A model is compared with the training median (the
 baseline), gradient boosting on the same features (how much error a more flexible model would remove), and the model itself
 fitted on fewer rows (the learning curve).
 """
@@ -133,14 +133,16 @@ def validate(
     regimes: list[FittedRegime], used: pl.DataFrame, evaluated: pl.DataFrame, options: FitOptions
 ) -> Validation:
     """Measure a model on the held-out rows, with its baseline and its reference."""
-    y, y_held = target_of(used), target_of(evaluated)
+    y, y_holdout = target_of(used), target_of(evaluated)
     predicted = predict_regimes(regimes, evaluated)
-    measured = measure(y_held, predicted)
-    baseline = measure(y_held, np.full(len(y_held), float(np.median(y))))
+    measured = measure(y_holdout, predicted)
+    baseline = measure(y_holdout, np.full(len(y_holdout), float(np.median(y))))
     outside, extrapolated = extrapolated_rows(regimes, evaluated)
 
     def by(groups: dict[str, Flags]) -> dict[str, Metrics]:
-        return {name: measure(y_held[rows], predicted[rows]) for name, rows in groups.items() if rows.any()}
+        return {
+            name: measure(y_holdout[rows], predicted[rows]) for name, rows in groups.items() if rows.any()
+        }
 
     names = sorted({t.feature for regime in regimes for t in regime.terms})
     return Validation(
@@ -151,7 +153,7 @@ def validate(
         baseline=baseline,
         gradient_boosting=reference(used, evaluated, names) if options.reference and names else None,
         by_group=by({name: which(evaluated, condition) for name, condition in options.groups}),
-        within_5_pct=within_5_pct(y_held, predicted),
+        within_5_pct=within_5_pct(y_holdout, predicted),
         extrapolated_rows=int(outside.sum()),
         extrapolated=extrapolated,
         prediction_intervals=tuple(regime.prediction_interval for regime in regimes),
