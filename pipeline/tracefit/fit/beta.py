@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from tracefit.fit.fitted import LinearFit, Signs
-    from tracefit.fit.results import PenaltyChoice
+    from tracefit.fit.results import PenaltyChoice, TimeSource
     from tracefit.fit.select import Design
     from tracefit.options import BetaTarget
     from tracefit.server.context import Deployment
@@ -107,7 +107,7 @@ def duration_cover(timeline: pl.DataFrame) -> StepTimeSource:
 
 def choose_target(
     cover: StepTimeSource, wanted: BetaTarget, sources: Collection[CycleSource]
-) -> tuple[Literal["clock", "duration"], str]:
+) -> tuple[TimeSource, str]:
     """Return where step times come from, and why: the durations where they cover the steps, otherwise the step clock."""
     if wanted != "auto":
         return wanted, "asked for"
@@ -158,11 +158,10 @@ def fit_step_times(
     regimes = (RegimeRows("all", features.features),)
     result = fit_regimes(rows, regimes, how)
     if isinstance(result, TooFewRows):
-        more = (
-            f"raise --step-tracing-sample-rate: of {tables.sampled_steps} sampled steps few are consecutive"
-        )
         too_few = "; ".join((f"step times: {result.reason}", *tables.missing_attributes(_SUMMARY)))
-        remedy = RECORD_LONGER if logged else ALL_SPANS if tables.is_stock else more
+        few = f"of {tables.sampled_steps} sampled steps few are consecutive"
+        more = ALL_SPANS if tables.is_stock else f"raise --step-tracing-sample-rate: {few}"
+        remedy = RECORD_LONGER if logged else more
         return source, Missing(target.model, too_few, remedy)
     notes = [f"feature set {features.name} chosen: {SET_RULE}"] if candidates else []
     if "request" in rows["source"]:
@@ -202,11 +201,7 @@ def fit_step_times(
 
 
 def _target_facts(
-    name: str,
-    time_source: Literal["clock", "duration"],
-    sources: Collection[CycleSource],
-    *,
-    runs_ahead: bool,
+    name: str, time_source: TimeSource, sources: Collection[CycleSource], *, runs_ahead: bool
 ) -> TargetFacts:
     """Return the definition of each kind of step time, records before lines of a log."""
     if time_source == "duration":
@@ -227,14 +222,10 @@ def _notes_on_counted_steps(tables: DeploymentTables, whole_prompts: dict[str, f
     if not whole_prompts:
         yield _NO_HIT
     for longest in sorted(set(whole_prompts.values())):
-        yield (
-            _UNCERTAIN_HITS
-            if not longest
-            else (
-                f"prefix-cache hits show in the times of prompts: intervals with more than {longest:.0f} prompt tokens, "
-                "which may include hits, are left out"
-            )
+        left_out = (
+            f"intervals with more than {longest:.0f} prompt tokens, which may include hits, are left out"
         )
+        yield f"prefix-cache hits show in the times of prompts: {left_out}" if longest else _UNCERTAIN_HITS
     on_steps, requests = tables.requests["first_token_step"].count(), int(tables.runs["requests"].sum())
     if on_steps < requests:
         yield f"{on_steps:,} of {requests:,} requests are placed on steps"

@@ -239,11 +239,6 @@ PLATEAU = 0.002
 """Amounts of work whose share of right boundaries is this close to the best one's count as equally good."""
 
 
-def expected_admission(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vector:
-    """Return the expected admission of requests by their prompt length only, in us, clipped at 0; shape (n,)."""
-    return np.asarray(np.maximum(_work_us(fitted, prompt_tokens) + fitted.expected_wait_us, 0.0))
-
-
 def predict_admission(fitted: FittedBoundary, rows: pl.DataFrame, timeline: pl.DataFrame) -> Vector:
     """Predict admissions by the step clock, and by the linear model where the clock has gaps; in us, shape (n,).
 
@@ -359,10 +354,8 @@ def _validated(
     low, high = interval.limits(predicted)
     linear = fitted.without_clock.validation
     measured = measure(y, predicted)
-    by_group = {
-        "without_clock": linear.holdout,
-        "expectation": measure(y, expected_admission(fitted, holdout["prompt_tokens"])),
-    }
+    expected = np.maximum(_work_us(fitted, holdout["prompt_tokens"]) + fitted.expected_wait_us, 0.0)
+    by_group = {"without_clock": linear.holdout, "expectation": measure(y, expected)}
     idle = _queued_at_once(holdout, clock, holdout["wait_us"].to_numpy(), holdout["done_us"].to_numpy())
     if idle.any():
         by_group["idle_engine"] = measure(y[idle], predicted[idle])

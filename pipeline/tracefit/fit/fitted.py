@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.features.targets import CYCLE_TIME, DURATION, StepTarget, is_step_model
-from tracefit.fit.results import ALWAYS, Term, line_expression
+from tracefit.fit.results import ALWAYS, NO_INTERVAL, Term, line_expression
 from tracefit.server.settings import without_attribute
 from tracefit.tables.runs import are_stock
 
@@ -201,7 +201,7 @@ class FittedRegime:
     choice: PenaltyChoice
     rows_used: int
     collinearity: Collinearity
-    prediction_interval: PredictionInterval
+    prediction_interval: PredictionInterval = NO_INTERVAL
     signs: Signs = ANY_SIGN
     """The signs that were in force."""
     relative: bool = False

@@ -6,7 +6,7 @@ TTFT = admission + queue wait + steps to the first token; ITL = steps after it /
 was in: its error is that of the models. The error of `predict` on arrival is a different one: `latency_errors` takes its
 predictions, which only the finished coefficient files give.
 
-`compose_latencies` predicts the requests that lie in the hold-out of every model they need: `state`, and `refit`, the same with the
+`compose_latencies` predicts the requests that are in the hold-out of every model they need: `state`, and `refit`, the same with the
 step-time model refitted on the hold-out. `latency_errors` gives errors overall, per run and per workload phase, and counts
 requests without a prediction by reason.
 """
@@ -223,7 +223,7 @@ def _with_training(steps: pl.DataFrame, beta: FittedModel) -> pl.DataFrame:
     """Add `in_training`, whether a step began before the hold-out of the step model; in step order, engine by engine."""
     rows = steps.join(_ends(beta), on=SERVER, how="left", maintain_order="left")
     # Only steps with an event have a known start. Those between follow the one before, and count too: averages over steps
-    # with events alone would be biased towards prompts.
+    # with events would be biased towards prompts.
     began = pl.col("ts_start_ns").forward_fill().over(ENGINE)
     before = (began < pl.col("holdout_from_ns")).fill_null(value=False)
     return rows.with_columns(in_training=before).drop("holdout_from_ns")

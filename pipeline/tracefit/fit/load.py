@@ -128,7 +128,7 @@ def overload_of(run_id: str, requests: pl.DataFrame, steps: pl.DataFrame) -> Ove
     """Return why a run was overloaded; null if it was not.
 
     The depth of the queue comes from the journeys, or from the sampled steps of a run without journeys. The tables have the
-    columns `REQUEST_COLUMNS` and `STEP_COLUMNS` at least, of this run alone.
+    columns `REQUEST_COLUMNS` and `STEP_COLUMNS` at least, of this run only.
     """
     queued = tuple(_growing_queues(requests, steps))
     reasons = tuple(_broken_rules(requests, steps, queued))

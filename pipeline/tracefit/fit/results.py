@@ -567,6 +567,8 @@ class Validation:
     skill: float | None
 
 
+TimeSource = Literal["clock", "duration"]
+
 COVERED_SHARE = 0.8
 """Where `step.duration_us` covers at least this share of busy time, durations are the step times."""
 
@@ -581,7 +583,7 @@ class StepTimeSource:
     duration_coverage: float | None
     median_cycle_us: float | None
     median_duration_us: float | None
-    beta_target_source: Literal["clock", "duration"] | None = None
+    beta_target_source: TimeSource | None = None
     beta_target_reason: str | None = None
 
     @property

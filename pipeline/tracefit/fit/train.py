@@ -30,7 +30,7 @@ from tracefit.fit.fitted import (
     target_of,
     which,
 )
-from tracefit.fit.results import ALWAYS, NO_INTERVAL, LearningPoint, Number, OmittedFeature
+from tracefit.fit.results import ALWAYS, LearningPoint, Number, OmittedFeature
 from tracefit.fit.select import (
     ENOUGH_ROWS,
     FOLDS,
@@ -212,7 +212,6 @@ def _fit_one(
         choice=choice,
         rows_used=used.height,
         collinearity=collinearity(data.x[:, model.coef_ != 0], [t.feature for t in terms], regime.name),
-        prediction_interval=NO_INTERVAL,
         signs=options.signs,
         relative=options.relative,
     )
