@@ -13,6 +13,7 @@ are named.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -183,25 +184,23 @@ def speed_change(
     predicted = [predict_regimes(beta.regimes, rows) for rows in parts]
     if not all(p.size and (p > 0).all() for p in predicted):
         return None, None
-    measured = [target_of(rows) / p for rows, p in zip(parts, predicted, strict=True)]
-    groups = _equal_batches(beta, parts, predicted)
-    ratios, rows = [], []
-    relative = [np.full(len(m), np.nan) for m in measured]
-    for group in np.intersect1d(groups[0], groups[1]):
-        inside = [g == group for g in groups]
-        fewest = min(int(i.sum()) for i in inside)
-        if fewest >= MIN_HOLDOUT_ROWS:
-            before = float(np.median(measured[0][inside[0]]))
-            ratios.append(float(np.median(measured[1][inside[1]])) / before)
-            rows.append(fewest)
-            for part in (0, 1):
-                relative[part][inside[part]] = measured[part][inside[part]] / before
-    if not rows:
+    group, block = _equal_batches(beta, parts, predicted), (train_blocks, holdout_blocks)
+    ratio = [target_of(rows) / us for rows, us in zip(parts, predicted, strict=True)]
+    rows = pl.concat(
+        pl.DataFrame({"part": k, "group": group[k], "block": block[k], "ratio": ratio[k]}) for k in (0, 1)
+    )
+    before, after = (pl.col("ratio").filter(part=part) for part in (0, 1))
+    fewest = pl.min_horizontal(before.len(), after.len())
+    change = after.median() / before.median()
+    groups = rows.group_by("group").agg(before=before.median(), change=change, rows=fewest).sort("group")
+    groups = groups.filter(pl.col("rows") >= MIN_HOLDOUT_ROWS)
+    if not groups.height:
         return None, None
-    train, holdout = relative
-    variance = _variance_of_level(train, train_blocks) + _variance_of_level(holdout, holdout_blocks)
-    two_sd = 200 * float(np.sqrt(variance))
-    return 100 * (float(np.average(ratios, weights=rows)) - 1), two_sd if np.isfinite(two_sd) else None
+    relative = pl.col("ratio") / pl.col("before")
+    levels = rows.join(groups, on="group").group_by("part", "block").agg(level=relative.median())
+    variances = levels.group_by("part").agg(level=pl.col("level").var() / pl.len())["level"]
+    two_sd = None if variances.null_count() else 200 * math.sqrt(variances.sum())
+    return 100 * (float(np.average(groups["change"], weights=groups["rows"])) - 1), two_sd
 
 
 def _equal_batches(
@@ -227,16 +226,6 @@ def _equal_batches(
         groups = [5 * tenth + fifth for tenth, fifth in zip(groups, fifths, strict=True)]
     outside, _ = extrapolated_rows(beta.regimes, parts[1])
     return [groups[0], np.where(outside, -1, groups[1])]
-
-
-def _variance_of_level(values: Vector, blocks: Integers) -> float:
-    """Return the squared standard error of the level of values, by the medians of their blocks; NaN values are left out.
-
-    NaN where all are of one block.
-    """
-    rows = pl.DataFrame({"value": values, "block": blocks}).drop_nans()
-    medians = rows.group_by("block").agg(pl.col("value").median())["value"].to_numpy()
-    return float(np.var(medians, ddof=1)) / len(medians) if len(medians) > 1 else np.nan
 
 
 def _training_block_length(beta: LinearFit) -> int:
