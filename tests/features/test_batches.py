@@ -67,8 +67,8 @@ def test_sizes_are_the_setting_or_vllms_default(settings, sizes):
 )
 def test_without_graphs_or_their_sizes_nothing_is_padded(context):
     assert capture_sizes(context) == ()
-    found = add_batch_terms(_steps([3]), context)
-    assert found.select(BATCH_TERMS).rows() == [(None, None, None)]
+    added = add_batch_terms(_steps([3]), context)
+    assert added.select(BATCH_TERMS).rows() == [(None, None, None)]
 
 
 def test_a_batch_without_prompts_runs_at_the_next_size():
@@ -84,15 +84,15 @@ def test_experts_are_those_that_decodes_of_all_ranks_choose():
 
     A step with prompts reads all, which is a part of its flag.
     """
-    found = add_batch_terms(_steps([3, 3], [0, 1], [0, 5]), _context(moe=True, max_num_seqs=8))
-    assert found["experts_read"].to_list() == pytest.approx([8 * (1 - 0.75**3), 0])
-    assert found["padded_experts_read"].to_list() == pytest.approx([8 * (1 - 0.75**4), 0])
+    added = add_batch_terms(_steps([3, 3], [0, 1], [0, 5]), _context(moe=True, max_num_seqs=8))
+    assert added["experts_read"].to_list() == pytest.approx([8 * (1 - 0.75**3), 0])
+    assert added["padded_experts_read"].to_list() == pytest.approx([8 * (1 - 0.75**4), 0])
     ranks = add_batch_terms(_steps([3]), _context(moe=True, max_num_seqs=8, data_parallel=2))
     assert ranks["padded_experts_read"].to_list() == pytest.approx([8 * (1 - 0.75**8)])
 
 
 def test_a_file_defines_the_padded_batch_by_columns_of_a_step():
     context = _context(moe=True, max_num_seqs=512)
-    found = definitions(["padded_experts_read"], context)
-    assert found.keys() == batch_formulas(context).keys() - {"experts_read"}
-    assert max(map(len, found.values())) <= 400
+    defined = definitions(["padded_experts_read"], context)
+    assert defined.keys() == batch_formulas(context).keys() - {"experts_read"}
+    assert max(map(len, defined.values())) <= 400

@@ -302,11 +302,11 @@ def test_file_that_is_no_set_is_one_line(text, message):
 
 def _values(name, ratio, **columns):
     """Compute a set at a ratio over one row."""
-    given = dict.fromkeys(
+    others = dict.fromkeys(
         ("weight_read_us", "moe_expert_read_us", "decode_kv_read_us", "prefill_kv_write_us", "tp_comm_us",
          "moe_dispatch_us", "batch_requests", "waiting_depth", "num_prefill_reqs", "num_decode_reqs"), 0.0,
     )  # fmt: skip
-    frame = pl.DataFrame({**given, **columns})
+    frame = pl.DataFrame({**others, **columns})
     return add_features(frame, BUILT_IN[name].at(ratio), {}).row(0, named=True)
 
 

@@ -196,9 +196,9 @@ def test_an_empty_slot_costs_between_nothing_and_a_request(request_us, slot_us):
     )  # fmt: skip
     options = FitOptions(relative=True, signs=Signs("declared", intercept=True))
     fitted = fit_linear(rows, [f for f in LINE.features if f.name in rows.columns], options)
-    found = {t.feature: t.value for t in fitted.terms}
-    assert found.get("num_decode_reqs", 0) == pytest.approx(request_us, abs=3)
-    assert found.get("padded_decode_reqs", 0) == pytest.approx(slot_us, abs=3)
+    coefficients = {t.feature: t.value for t in fitted.terms}
+    assert coefficients.get("num_decode_reqs", 0) == pytest.approx(request_us, abs=3)
+    assert coefficients.get("padded_decode_reqs", 0) == pytest.approx(slot_us, abs=3)
 
 
 def test_sizes_of_one_period_are_inside_the_load():
@@ -216,8 +216,8 @@ def test_sizes_of_one_period_are_inside_the_load():
         )
     )  # fmt: skip
     both = FeatureSet("both", (Feature("reqs", "request", "reqs"), Feature("fast", "1", "fast")))
-    found = try_features(rows, both, FitOptions(reference=False, signs=ANY_SIGN))
-    assert found.inside_mae == pytest.approx(4, rel=0.1)
+    candidate = try_features(rows, both, FitOptions(reference=False, signs=ANY_SIGN))
+    assert candidate.inside_mae == pytest.approx(4, rel=0.1)
 
 
 @pytest.mark.parametrize(("efficiency", "competes"), [(0.8, True), (1.25, False)])
@@ -266,18 +266,18 @@ def test_a_typical_error_is_not_that_of_one_hiccup():
 def test_every_third_tenth_of_the_time_is_held_out():
     """Of 100 rows of 10 us + load the third, sixth and ninth ten are 20 % longer: the rest predicts 1 / 1.2 of them."""
     load = np.tile(np.arange(10.0) * 10 + 100, 10)
-    held = np.arange(100) // 10 % 3 == 2
+    is_held_out = np.arange(100) // 10 % 3 == 2
     rows = splits.split_by_time(
         pl.DataFrame(
             {
                 "run_id": "r", "server": "s", "ts_ns": np.arange(100), "excluded_reason": None,
-                "y": (10 + load) * np.where(held, 1.2, 1.0), "reqs": load,
+                "y": (10 + load) * np.where(is_held_out, 1.2, 1.0), "reqs": load,
             },
             schema_overrides={"excluded_reason": pl.String},
         )
     )  # fmt: skip
     feature = Feature("reqs", "request", "reqs")
     how = FitOptions(reference=False, signs=ANY_SIGN)
-    found = error_in_stretches(fit_linear(rows, [feature], how), [feature], how)
-    assert found.n == 30
-    assert found.mape_pct == pytest.approx(100 * (1 - 1 / 1.2), rel=1e-3)
+    errors = error_in_stretches(fit_linear(rows, [feature], how), [feature], how)
+    assert errors.n == 30
+    assert errors.mape_pct == pytest.approx(100 * (1 - 1 / 1.2), rel=1e-3)

@@ -182,7 +182,7 @@ def test_a_request_in_a_burst_waits_for_earlier_ones(way_back_us):
 
 def _unknown_steps(idle_after=False):
     """Steps 1 to 6 of 10 ms; the starts of 1, 2, 5 and 6 are known; step 2 may end in idle time."""
-    known = {1: 0, 2: 10, 5: 40, 6: 50}
+    starts_ms = {1: 0, 2: 10, 5: 40, 6: 50}
     steps = range(1, 7)
     return pl.DataFrame(
         {
@@ -190,7 +190,9 @@ def _unknown_steps(idle_after=False):
             "server": "s",
             "epoch": 0,
             "step_id": list(steps),
-            "ts_start_ns": pl.Series([known[k] * MS if k in known else None for k in steps], dtype=pl.Int64),
+            "ts_start_ns": pl.Series(
+                [starts_ms[k] * MS if k in starts_ms else None for k in steps], dtype=pl.Int64
+            ),
             "start_sd_us": pl.Series([0.0] * 6),
             "idle_after": [idle_after and k == 2 for k in steps],
         }
@@ -201,8 +203,10 @@ def _unknown_steps(idle_after=False):
 def test_unknown_boundaries_are_spaced_evenly_between_known_ones(arrived_ms, until_ms):
     """A request waits for 20, 30, 40 and 50 ms: the first two starts are not in the trace."""
     rows = pl.DataFrame({"run_id": ["r"], "server": ["s"], "epoch": 0, "ts_ns": [arrived_ms * MS]})
-    predicted, known = admission_with_clock(rows, clocks_of(_unknown_steps()), np.zeros(1), np.zeros(1), 0.0)
-    assert (predicted[0], known[0]) == (until_ms * 1e3, True)
+    predicted, has_start = admission_with_clock(
+        rows, clocks_of(_unknown_steps()), np.zeros(1), np.zeros(1), 0.0
+    )
+    assert (predicted[0], has_start[0]) == (until_ms * 1e3, True)
 
 
 @pytest.mark.parametrize(
@@ -218,8 +222,8 @@ def test_a_request_does_not_wait_for_the_step_it_starts(wait_ms, predicted_ms):
     timeline = _unknown_steps(idle_after=True).with_columns(ts_start_ns=starts)
     rows = pl.DataFrame({"run_id": ["r"], "server": ["s"], "epoch": 0, "ts_ns": [20 * MS]})
     waits = np.array([wait_ms * 1e3])
-    predicted, known = admission_with_clock(rows, clocks_of(timeline), waits, np.array([2e3]), 0.0)
-    assert (predicted[0], known[0]) == (predicted_ms * 1e3, True)
+    predicted, has_start = admission_with_clock(rows, clocks_of(timeline), waits, np.array([2e3]), 0.0)
+    assert (predicted[0], has_start[0]) == (predicted_ms * 1e3, True)
 
 
 def test_no_start_is_interpolated_across_idle_time():

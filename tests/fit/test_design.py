@@ -36,9 +36,9 @@ def test_noise_weights_let_short_steps_determine_the_constant():
         x = np.concatenate([rng.uniform(0, 1, 40), rng.uniform(10, 20, 400)])[:, None]
         y = (1_000 + 1_000 * x[:, 0]) * np.exp(rng.normal(0, 0.05, 440))
         weights = noise_weights(x, y, np.ones(440))
-        for weighted, found in errors.items():
+        for weighted, misses in errors.items():
             w = np.sqrt(weights if weighted else np.ones(440))
             design = np.column_stack([np.ones(440), x[:, 0]])
             constant = np.linalg.lstsq(design * w[:, None], y * w, rcond=None)[0][0]
-            found.append(abs(constant - 1_000))
+            misses.append(abs(constant - 1_000))
     assert np.mean(errors[True]) < 0.25 * np.mean(errors[False])

@@ -289,11 +289,12 @@ def _intervals(seed, *, n=150, memory=0.0, blocks=15, chosen=False):
 @pytest.mark.parametrize("chosen", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_intervals_of_95_percent_hold_the_truth_about_that_often(chosen):
     """200 runs whose noise remembers half of the step before; also with the penalty that validation chooses."""
-    found = [_intervals(seed, memory=0.5, chosen=chosen) for seed in range(200)]
-    held = [
-        [low <= true <= high for (low, high), true in zip(one, (2000, 10, -40), strict=True)] for one in found
+    intervals = [_intervals(seed, memory=0.5, chosen=chosen) for seed in range(200)]
+    covered = [
+        [low <= true <= high for (low, high), true in zip(one, (2000, 10, -40), strict=True)]
+        for one in intervals
     ]
-    coverage = np.mean(held, axis=0)
+    coverage = np.mean(covered, axis=0)
     assert (coverage >= 0.90).all(), coverage
     assert (coverage <= 0.99).all(), coverage
 

@@ -65,17 +65,17 @@ def test_the_bound_is_published_as_a_term_with_its_formula(surge):
 @pytest.mark.slow
 def test_errors_inside_and_outside_the_training_ranges_add_up(surge):
     _, entry, model = _beta(surge)
-    held = _holdout(surge)
+    holdout = _holdout(surge)
     outside = pl.any_horizontal(
         (pl.col(t["feature"]) < t["training_range"][0] * (1 - 1e-9))
         | (pl.col(t["feature"]) > t["training_range"][1] * (1 + 1e-9))
         for t in model["terms"]
     )
     counts = {name: errors["n"] for name, errors in entry["by_load"].items()}
-    assert counts == {"inside": held.filter(~outside).height, "outside": held.filter(outside).height}
+    assert counts == {"inside": holdout.filter(~outside).height, "outside": holdout.filter(outside).height}
     assert counts["outside"] == entry["extrapolated_rows"] > FEW_ROWS
     total = sum(e["mae"] * e["n"] for e in entry["by_load"].values())
-    assert total / held.height == pytest.approx(entry["holdout"]["mae"])
+    assert total / holdout.height == pytest.approx(entry["holdout"]["mae"])
 
 
 @pytest.mark.slow
@@ -149,14 +149,14 @@ def sparse(tmp_path_factory):
 @pytest.mark.slow
 def test_a_sparse_run_is_evaluated_on_its_intervals_too(sparse):
     _, entry, _ = _beta(sparse)
-    held, equations = _holdout(sparse), entry["held_out_equations"]
-    by_source = dict(held.group_by("source").len().iter_rows())
+    holdout, equations = _holdout(sparse), entry["held_out_equations"]
+    by_source = dict(holdout.group_by("source").len().iter_rows())
     assert by_source["adjacent"] < FEW_ROWS < by_source["interval"]
     assert equations["rows_by_source"] == by_source
-    assert entry["holdout"]["n"] == equations["per_equation"]["n"] == held.height
-    assert equations["per_step"]["n"] > 2 * held.height
+    assert entry["holdout"]["n"] == equations["per_equation"]["n"] == holdout.height
+    assert equations["per_step"]["n"] > 2 * holdout.height
     text = (sparse / "report.md").read_text()
-    assert f"each (n = {held.height:,})" in text
+    assert f"each (n = {holdout.height:,})" in text
     assert f"weighted by steps (n = {equations['per_step']['n']:,} steps)" in text
 
 

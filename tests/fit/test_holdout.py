@@ -91,10 +91,10 @@ def test_a_sum_of_no_time_has_no_bias():
 def test_the_evaluation_and_the_report_give_the_bias(trained):
     deployment = json.loads((trained / "evaluation.json").read_text())["deployments"][0]
     summed = deployment["summed_step_time"]
-    held = pl.read_parquet(f"{trained}/tables/beta_training/*/*.parquet").filter(
+    holdout = pl.read_parquet(f"{trained}/tables/beta_training/*/*.parquet").filter(
         pl.col("split") == "holdout", pl.col("excluded_reason").is_null()
     )
-    assert summed["actual_us"] == pytest.approx(held["y"].sum())
+    assert summed["actual_us"] == pytest.approx(holdout["y"].sum())
     assert summed["bias_pct"] == pytest.approx(deployment["models"]["beta.cycle_time"]["holdout"]["bias_pct"])
     text = (trained / "report.md").read_text()
     assert f"measured {summed['actual_us'] / 1e6:,.2f} s, bias {summed['bias_pct']:+.2f} %" in text
@@ -156,8 +156,8 @@ def test_a_bias_of_the_model_is_no_change_of_the_server():
 def test_few_known_steps_of_a_server_are_scaled_up_to_all():
     """Ten steps of 1,000 us of one server are known of a hundred, and a hundred of 500 us of the other: 100 ms and 50 ms."""
     fitted = _drifting(1.0)
-    held = fitted.rows.filter(split="holdout").head(110)
-    two = held.with_columns(
+    holdout = fitted.rows.filter(split="holdout").head(110)
+    two = holdout.with_columns(
         server=pl.Series(["sampled"] * 10 + ["full"] * 100),
         step_id=pl.Series([*range(0, 100, 10), *range(100)]),
         y=pl.Series([1_000.0] * 10 + [500.0] * 100),

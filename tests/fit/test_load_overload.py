@@ -24,8 +24,8 @@ def _requests(spans, **columns):
 
 
 def _reasons(requests, steps=NO_STEPS):
-    found = overload_of("r", requests, steps)
-    return list(found.reasons) if found else []
+    overload = overload_of("r", requests, steps)
+    return list(overload.reasons) if overload else []
 
 
 QUIET = [(at, at + 0.001) for at in range(100)]
@@ -93,19 +93,19 @@ def test_without_journeys_the_queue_comes_from_sampled_steps():
 def test_the_period_names_the_server_of_its_queue():
     """From the first request that waits, at 10 s, for 30 s: of the other server's queue of 9 nothing is said."""
     both = [_requests(_queue(12, 30.0)), _requests(_queue(9, 80.0), server=pl.lit("t"))]
-    found = overload_of("r", pl.concat(both), NO_STEPS)
-    (period,) = found.queued
+    overload = overload_of("r", pl.concat(both), NO_STEPS)
+    (period,) = overload.queued
     assert (period.server, period.peak) == ("s", 12)
     assert (period.from_ns, period.to_ns) == (10_000_000_000, pytest.approx(40_000_000_000, abs=2e6))
     assert period.share == pytest.approx(0.3, abs=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("overloaded", "include", "kept"),
+    ("overloaded", "include", "trained"),
     [("", False, "abc"), ("b", False, "ac"), ("b", True, "abc"), ("abc", False, "abc")],
 )
-def test_overloaded_runs_are_left_out_unless_included_or_all_are(overloaded, include, kept):
+def test_overloaded_runs_are_left_out_unless_included_or_all_are(overloaded, include, trained):
     flags = tuple(Overload(run_id, ("why",)) for run_id in overloaded)
     runs, overloads = runs_to_fit(list("abc"), flags, include=include)
-    assert "".join(runs) == kept
-    assert [one.trained_on for one in overloads] == [one.run_id in kept for one in flags]
+    assert "".join(runs) == trained
+    assert [one.trained_on for one in overloads] == [one.run_id in trained for one in flags]

@@ -64,8 +64,8 @@ def test_a_sum_of_two_features_is_collinear_with_both():
 def test_a_variance_inflation_of_ten_is_the_limit(share, stays):
     """A feature with `share` of its variance to itself has a variance inflation of 1 / share."""
     rng = np.random.default_rng(1)
-    a, own = rng.standard_normal((2, 20_000))
-    mixed = np.sqrt(1 - share) * a + np.sqrt(share) * own
+    a, rest = rng.standard_normal((2, 20_000))
+    mixed = np.sqrt(1 - share) * a + np.sqrt(share) * rest
     kept, _ = usable_features(np.column_stack([a, mixed]), ["a", "mixed"])
     assert (1 in kept) is stays
 
@@ -167,21 +167,21 @@ def test_nothing_misleads_without_a_second_block():
 
 def test_independent_features_have_condition_and_inflation_one():
     x = np.array([[0.0, 0.0], [0.0, 10.0], [5.0, 0.0], [5.0, 10.0]])
-    found = collinearity(x, ["a", "b"], "all")
-    assert found.condition_number == pytest.approx(1)
-    assert found.variance_inflation == pytest.approx({"a": 1, "b": 1})
+    measured = collinearity(x, ["a", "b"], "all")
+    assert measured.condition_number == pytest.approx(1)
+    assert measured.variance_inflation == pytest.approx({"a": 1, "b": 1})
 
 
 def test_two_features_of_correlation_r_by_hand():
     """Eigenvalues 1 + r and 1 - r; variance inflation 1 / (1 - r^2). Here r = 0.8."""
     a, b = np.array([1.0, -1.0, 1.0, -1.0]), np.array([1.0, 1.0, -1.0, -1.0])
-    found = collinearity(
+    measured = collinearity(
         np.column_stack([a, 0.8 * a + 0.6 * b, np.array([1.0, -1.0, -1.0, 1.0])]) * [1, 9, 4],
         ["a", "b", "c"],
         "all",
     )
-    assert found.condition_number == pytest.approx(3)
-    assert found.variance_inflation == pytest.approx({"a": 1 / 0.36, "b": 1 / 0.36, "c": 1})
+    assert measured.condition_number == pytest.approx(3)
+    assert measured.variance_inflation == pytest.approx({"a": 1 / 0.36, "b": 1 / 0.36, "c": 1})
 
 
 def test_one_feature_or_none_is_not_collinear():

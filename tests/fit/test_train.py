@@ -101,9 +101,9 @@ def test_gaps_leave_both_parts():
 
 def test_the_baseline_is_the_training_median():
     frame = _frame()
-    held, median = frame.tail(90)["y"].to_numpy(), np.median(frame.head(210)["y"])
+    holdout, median = frame.tail(90)["y"].to_numpy(), np.median(frame.head(210)["y"])
     validation = _fit(frame).validation
-    assert validation.baseline.mae == pytest.approx(np.abs(held - median).mean())
+    assert validation.baseline.mae == pytest.approx(np.abs(holdout - median).mean())
     assert validation.skill == pytest.approx(1 - validation.holdout.mae / validation.baseline.mae)
 
 
@@ -142,13 +142,13 @@ def test_predictions_below_zero_are_measured_as_zero():
 
 
 def test_extrapolated_rows_are_counted_by_feature():
-    held = pl.col("split") == "holdout"
+    is_held_out = pl.col("split") == "holdout"
     far = {
         "prefill": pl.col("ts_ns") == 250_000,
         "decode": pl.col("ts_ns").is_in([250_000, 260_000, 270_000]),
     }
     frame = _frame().with_columns(
-        pl.when(held & rows).then(-5).otherwise(name).alias(name) for name, rows in far.items()
+        pl.when(is_held_out & rows).then(-5).otherwise(name).alias(name) for name, rows in far.items()
     )
     validation = _fit(frame).validation
     assert validation.extrapolated_rows == 3

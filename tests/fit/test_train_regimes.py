@@ -79,8 +79,8 @@ def test_the_only_fitted_regime_predicts_all_rows():
 
 def test_the_classifier_compares_the_condition_with_the_label():
     """Of 120 held-out rows the last 20 say the opposite of the truth."""
-    held = _frame(wrong=20).filter(split="holdout")
-    hit = held.with_columns(condition=pl.col("slots") <= 0).select("queued", "condition")
+    holdout = _frame(wrong=20).filter(split="holdout")
+    hit = holdout.with_columns(condition=pl.col("slots") <= 0).select("queued", "condition")
     counts = {
         pair: hit.filter(queued=pair[0], condition=pair[1]).height for pair in [(True, True), (True, False)]
     }

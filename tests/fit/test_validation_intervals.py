@@ -36,8 +36,8 @@ def test_the_kind_is_that_of_the_noise(relative, kind):
     [("ratio", (0.9, 1.5), [90, 9], [150, 15]), ("difference", (-20.0, 5.0), [80, 0], [105, 15])],
 )
 def test_limits_about_a_prediction_by_hand(kind, limits, low, high):
-    found = PredictionInterval("all", 95, kind, *limits).limits(np.array([100.0, 10.0]))
-    assert [side.tolist() for side in found] == [low, high]
+    sides = PredictionInterval("all", 95, kind, *limits).limits(np.array([100.0, 10.0]))
+    assert [side.tolist() for side in sides] == [low, high]
 
 
 def test_a_prediction_of_zero_has_no_ratio():
@@ -52,7 +52,7 @@ def test_coverage_counts_the_limits_in():
 @pytest.mark.parametrize("relative", [True, False])
 def test_95_percent_of_new_observations_are_in_their_interval(relative):
     """200 runs of 150 rows and 20 new ones, eight features, six of them noise: in-sample residuals are too small."""
-    held = []
+    coverage = []
     for seed in range(200):
         rng = np.random.default_rng(seed)
         x = rng.uniform(0, 100, (170, 8))
@@ -63,8 +63,8 @@ def test_95_percent_of_new_observations_are_in_their_interval(relative):
         unseen = plain_design(x[old], y[old], np.arange(150) // 30).out_of_fold(CHOICE, ANY_SIGN)
         predicted = RobustLinear().fit(x[old], y[old]).predict(x[new])
         low, high = prediction_interval(unseen, y[old]).limits(predicted)
-        held.append(coverage_pct(low, y[new], high))
-    assert 93 <= np.mean(held) <= 97
+        coverage.append(coverage_pct(low, y[new], high))
+    assert 93 <= np.mean(coverage) <= 97
 
 
 def test_a_fold_is_predicted_without_its_own_rows():

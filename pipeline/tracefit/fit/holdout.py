@@ -291,7 +291,6 @@ def errors_by_phase(
 # -- load ------------------------------------------------------------------------------------------------
 
 LOAD = "load"
-RUNNING_TOKENS, BATCH_REQUESTS = "running_tokens", "batch_requests"
 LOAD_FEATURES = (
     Feature("load_tokens", "token", "context_tokens + prefill_context_tokens"),
     Feature("load_requests", "request", "num_prefill_reqs + num_decode_reqs"),
@@ -311,7 +310,7 @@ def with_load(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
     by_tokens = included[tokens].null_count() / max(included.height, 1) <= MAX_UNKNOWN_SHARE
     load = pl.col(tokens if by_tokens else requests).cast(pl.Float64).fill_null(0.0)
     named = rows.with_columns(load.alias(LOAD)).drop(tokens, requests)
-    return named, RUNNING_TOKENS if by_tokens else BATCH_REQUESTS
+    return named, "running_tokens" if by_tokens else "batch_requests"
 
 
 def load_cut(load: Vector) -> float | None:

@@ -207,10 +207,8 @@ def extrapolated_rows(
 def _coverage_pct(regimes: list[FittedRegime], evaluated: pl.DataFrame) -> float:
     """Return the percent of rows within the prediction interval of their regime."""
     active = active_regime(regimes, evaluated)
-    low, high = np.zeros(evaluated.height), np.zeros(evaluated.height)
-    for index, regime in enumerate(regimes):
-        limits = regime.prediction_interval.limits(regime.predict(evaluated))
-        low, high = (np.where(active == index, *pair) for pair in zip(limits, (low, high), strict=True))
+    limits = [regime.prediction_interval.limits(regime.predict(evaluated)) for regime in regimes]
+    low, high = (np.choose(active, side) for side in zip(*limits, strict=True))
     return coverage_pct(low, target_of(evaluated), high)
 
 
