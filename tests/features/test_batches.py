@@ -43,13 +43,17 @@ def _steps(decodes, prefills=0, tokens=0):
     return pl.DataFrame({"num_decode_reqs": decodes, "num_prefill_reqs": prefills, "prefill_tokens": tokens})
 
 
-def test_sizes_are_the_setting_or_the_default_of_the_largest_batch():
-    assert capture_sizes(_context(max_num_seqs=10)) == (1, 2, 4, 8, 16)
-    large = capture_sizes(_context(max_num_seqs=1024))
-    assert (large[:5], large[-3:], len(large)) == ((1, 2, 4, 8, 16), (480, 496, 512), 3 + 31 + 17)
-    stated = _context(max_num_seqs=10, other={"cudagraph_capture_sizes": "[8, 2, 4]"})
-    assert capture_sizes(stated) == (2, 4, 8)
-    assert capture_sizes(_context(other={"max_cudagraph_capture_size": 8})) == (1, 2, 4, 8)
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        ({"max_num_seqs": 10}, (1, 2, 4, 8, 16)),
+        ({"max_num_seqs": 1024}, (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))),
+        ({"max_num_seqs": 10, "other": {"cudagraph_capture_sizes": "[8, 2, 4]"}}, (2, 4, 8)),
+        ({"other": {"max_cudagraph_capture_size": 8}}, (1, 2, 4, 8)),
+    ],
+)
+def test_sizes_are_the_setting_or_vllms_default(settings, sizes):
+    assert capture_sizes(_context(**settings)) == sizes
 
 
 @pytest.mark.parametrize(
@@ -63,8 +67,8 @@ def test_sizes_are_the_setting_or_the_default_of_the_largest_batch():
 )
 def test_without_graphs_or_their_sizes_nothing_is_padded(context):
     assert capture_sizes(context) == ()
-    found = add_batch_terms(_steps([3]), context)
-    assert found.select(BATCH_TERMS).rows() == [(None, None, None)]
+    added = add_batch_terms(_steps([3]), context)
+    assert added.select(BATCH_TERMS).rows() == [(None, None, None)]
 
 
 def test_a_batch_without_prompts_runs_at_the_next_size():
@@ -75,20 +79,20 @@ def test_a_batch_without_prompts_runs_at_the_next_size():
     assert mixed["padded_decode_reqs"].to_list() == [5]
 
 
-def test_experts_are_those_that_decodes_of_all_ranks_are_expected_to_choose():
+def test_experts_are_those_that_decodes_of_all_ranks_choose():
     """By hand: of 8 experts a token misses one with 3/4; of 4 tokens on each of 2 ranks all miss it with (3/4)^8.
 
     A step with prompts reads all, which is a part of its flag.
     """
-    found = add_batch_terms(_steps([3, 3], [0, 1], [0, 5]), _context(moe=True, max_num_seqs=8))
-    assert found["experts_read"].to_list() == pytest.approx([8 * (1 - 0.75**3), 0])
-    assert found["padded_experts_read"].to_list() == pytest.approx([8 * (1 - 0.75**4), 0])
+    added = add_batch_terms(_steps([3, 3], [0, 1], [0, 5]), _context(moe=True, max_num_seqs=8))
+    assert added["experts_read"].to_list() == pytest.approx([8 * (1 - 0.75**3), 0])
+    assert added["padded_experts_read"].to_list() == pytest.approx([8 * (1 - 0.75**4), 0])
     ranks = add_batch_terms(_steps([3]), _context(moe=True, max_num_seqs=8, data_parallel=2))
     assert ranks["padded_experts_read"].to_list() == pytest.approx([8 * (1 - 0.75**8)])
 
 
 def test_a_file_defines_the_padded_batch_by_columns_of_a_step():
     context = _context(moe=True, max_num_seqs=512)
-    found = definitions(["padded_experts_read"], context)
-    assert found.keys() == batch_formulas(context).keys() - {"experts_read"}
-    assert max(map(len, found.values())) <= 400
+    defined = definitions(["padded_experts_read"], context)
+    assert defined.keys() == batch_formulas(context).keys() - {"experts_read"}
+    assert max(map(len, defined.values())) <= 400

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.errors import DataError, UsageError
+from tracefit.errors import UsageError
 from tracefit.features.expressions import evaluate, names_in, parse_formula
 from tracefit.features.roofline import (
     ROOFLINE_COLUMNS,
@@ -50,63 +50,63 @@ def test_dense_model_on_one_gpu(step, dense, gpu):
 
 
 def test_two_ranks_halve_the_work_but_not_the_one_kv_head(step, dense, gpu):
-    alone, shared = terms(step, dense, gpu), terms(step, dense, gpu, tp=2)
+    one, two = terms(step, dense, gpu), terms(step, dense, gpu, tp=2)
 
     for name in ("prefill_compute_us", "decode_compute_us", "weight_read_us"):
-        assert shared[name] == pytest.approx(alone[name] / 2)
+        assert two[name] == pytest.approx(one[name] / 2)
     for name in ("prefill_kv_write_us", "decode_kv_read_us"):
-        assert shared[name] == alone[name]
+        assert two[name] == one[name]
     # 2 layers, 2 all-reduces, 23 tokens of 8 elements of 2 bytes, 2·(2 - 1)/2 times over the link
-    assert shared["tp_comm_us"] == pytest.approx(2 * 2 * 23 * 8 * 2 / 1000)
+    assert two["tp_comm_us"] == pytest.approx(2 * 2 * 23 * 8 * 2 / 1000)
 
 
 def test_moe_model(moe, gpu):
     step = pl.DataFrame(dict(zip(ROOFLINE_COLUMNS, [[0], [2], [0], [2], [8], [0]], strict=True)))
-    found = terms(step, moe, gpu)
+    computed = terms(step, moe, gpu)
 
-    assert found["decode_compute_us"] == pytest.approx((2 * 3968 + 2 * 4 * 3 * 32 + 2 * 160) / 1000)
-    assert found["weight_read_us"] == pytest.approx(2.976)
-    assert found["moe_expert_read_us"] == pytest.approx(2 * 3 * 288 / 1000)
-    assert found["moe_dispatch_us"] == pytest.approx(2 * 2 * 2 * 2 * 8 * 2 / 1000)
-    assert found["prefill_compute_us"] == found["prefill_kv_write_us"] == 0.0
+    assert computed["decode_compute_us"] == pytest.approx((2 * 3968 + 2 * 4 * 3 * 32 + 2 * 160) / 1000)
+    assert computed["weight_read_us"] == pytest.approx(2.976)
+    assert computed["moe_expert_read_us"] == pytest.approx(2 * 3 * 288 / 1000)
+    assert computed["moe_dispatch_us"] == pytest.approx(2 * 2 * 2 * 2 * 8 * 2 / 1000)
+    assert computed["prefill_compute_us"] == computed["prefill_kv_write_us"] == 0.0
 
 
 def test_kv_heads_are_divided_over_ranks(step, moe, gpu):
-    found = terms(step, moe, gpu, tp=2)
+    computed = terms(step, moe, gpu, tp=2)
 
-    assert found["prefill_kv_write_us"] == pytest.approx(20 * 3 * 32 / 2 / 1000)
-    assert found["decode_kv_read_us"] == pytest.approx(3 * 10 * 3 * 32 / 2 / 1000)
+    assert computed["prefill_kv_write_us"] == pytest.approx(20 * 3 * 32 / 2 / 1000)
+    assert computed["decode_kv_read_us"] == pytest.approx(3 * 10 * 3 * 32 / 2 / 1000)
 
 
-def test_moe_weights_are_those_of_the_experts_a_step_is_expected_to_visit(moe, gpu):
+@pytest.mark.parametrize("tokens", [1, 2, 7, 500])
+def test_moe_step_reads_the_experts_it_is_expected_to_visit(moe, gpu, tokens):
     """2,976 bytes that every step reads, and in 2 layers 4 · (1 - (2/4)^tokens) experts of 288 bytes."""
-    for tokens in (1, 2, 7, 500):
-        step = pl.DataFrame(dict(zip(ROOFLINE_COLUMNS, [[1], [0], [tokens], [0], [0], [0]], strict=True)))
-        found = terms(step, moe, gpu, tp=2)
-        read_us = found["weight_read_us"] + found["moe_expert_read_us"]
+    step = pl.DataFrame(dict(zip(ROOFLINE_COLUMNS, [[1], [0], [tokens], [0], [0], [0]], strict=True)))
+    computed = terms(step, moe, gpu, tp=2)
+    read_us = computed["weight_read_us"] + computed["moe_expert_read_us"]
 
-        assert read_us == pytest.approx((2976 + 2 * 4 * (1 - 0.5**tokens) * 288) / 2 / 1000)
+    assert read_us == pytest.approx((2976 + 2 * 4 * (1 - 0.5**tokens) * 288) / 2 / 1000)
 
 
 def test_window_caps_reads_and_pairs_of_its_layers(step, dense, gpu):
-    found = terms(step, replace(dense, layer_windows=(None, 4)), gpu)
+    computed = terms(step, replace(dense, layer_windows=(None, 4)), gpu)
 
-    assert found["decode_kv_read_us"] == pytest.approx(3 * (10 + 4) * 16 / 1000)
-    assert found["prefill_compute_us"] == pytest.approx((20 * 2304 + 20 * (10 + 4) * 32 + 320) / 1000)
-    assert found["decode_compute_us"] == pytest.approx((3 * 2304 + 3 * (10 + 4) * 32 + 480) / 1000)
-    assert found["prefill_kv_write_us"] == pytest.approx(20 * 32 / 1000)
+    assert computed["decode_kv_read_us"] == pytest.approx(3 * (10 + 4) * 16 / 1000)
+    assert computed["prefill_compute_us"] == pytest.approx((20 * 2304 + 20 * (10 + 4) * 32 + 320) / 1000)
+    assert computed["decode_compute_us"] == pytest.approx((3 * 2304 + 3 * (10 + 4) * 32 + 480) / 1000)
+    assert computed["prefill_kv_write_us"] == pytest.approx(20 * 32 / 1000)
 
 
 @pytest.mark.parametrize(("windows", "context_layers"), [((0, None), 1), ((0, 0), 0)])
 def test_layers_of_linear_attention_have_no_context(step, dense, gpu, windows, context_layers):
-    found = terms(step, replace(dense, layer_windows=windows), gpu)
+    computed = terms(step, replace(dense, layer_windows=windows), gpu)
 
-    assert found["prefill_kv_write_us"] == pytest.approx(context_layers * 20 * 16 / 1000)
-    assert found["decode_kv_read_us"] == pytest.approx(context_layers * 3 * 10 * 16 / 1000)
-    assert found["decode_compute_us"] == pytest.approx(
+    assert computed["prefill_kv_write_us"] == pytest.approx(context_layers * 20 * 16 / 1000)
+    assert computed["decode_kv_read_us"] == pytest.approx(context_layers * 3 * 10 * 16 / 1000)
+    assert computed["decode_compute_us"] == pytest.approx(
         (3 * 2304 + context_layers * 3 * 10 * 32 + 3 * 160) / 1000
     )
-    assert found["layers"] == 2.0
+    assert computed["layers"] == 2.0
 
 
 def test_latent_attention_is_whole_on_every_rank(step, dense, gpu):
@@ -114,14 +114,16 @@ def test_latent_attention_is_whole_on_every_rank(step, dense, gpu):
         q_lora_rank=None, kv_lora_rank=6, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4
     )
     arch = replace(dense, latent=latent, kv_heads=2, head_dim=5)
-    found = terms(step, arch, gpu, tp=2)
+    computed = terms(step, arch, gpu, tp=2)
     layer_flops = 2 * 2 * (292 + 384)
 
-    assert found["prefill_kv_write_us"] == pytest.approx(20 * 2 * 16 / 1000)
-    assert found["prefill_compute_us"] == pytest.approx(
+    assert computed["prefill_kv_write_us"] == pytest.approx(20 * 2 * 16 / 1000)
+    assert computed["prefill_compute_us"] == pytest.approx(
         (20 * layer_flops + 20 * 10 * 2 * 36 + 320) / 2 / 1000
     )
-    assert found["decode_compute_us"] == pytest.approx((3 * layer_flops + 3 * 10 * 2 * 56 + 480) / 2 / 1000)
+    assert computed["decode_compute_us"] == pytest.approx(
+        (3 * layer_flops + 3 * 10 * 2 * 56 + 480) / 2 / 1000
+    )
 
 
 def test_fp8_doubles_the_rate_of_the_matrices_alone(step, dense, gpu):
@@ -146,11 +148,11 @@ def test_fp8_rate_is_that_of_every_rank(step, dense, gpu):
 
 def test_tokens_of_no_request_see_nothing(dense, gpu):
     step = pl.DataFrame(dict(zip(ROOFLINE_COLUMNS, [[0], [0], [5], [3], [9], [9]], strict=True)))
-    found = terms(step, dense, gpu)
+    computed = terms(step, dense, gpu)
 
-    assert found["prefill_compute_us"] == pytest.approx(5 * 2304 / 1000)
-    assert found["decode_compute_us"] == pytest.approx(3 * 2304 / 1000)
-    assert found["decode_kv_read_us"] == 0
+    assert computed["prefill_compute_us"] == pytest.approx(5 * 2304 / 1000)
+    assert computed["decode_compute_us"] == pytest.approx(3 * 2304 / 1000)
+    assert computed["decode_kv_read_us"] == 0
 
 
 def test_request_without_a_token_does_not_reach_the_head(dense, gpu):
@@ -160,32 +162,32 @@ def test_request_without_a_token_does_not_reach_the_head(dense, gpu):
 
 
 def test_gpu_without_a_link_of_its_own_talks_over_pcie(step, dense, gpu):
-    found = terms(step, dense, replace(gpu, link_gb_s=None), tp=2)
+    computed = terms(step, dense, replace(gpu, link_gb_s=None), tp=2)
 
-    assert found["tp_comm_us"] == pytest.approx(2 * 2 * 23 * 8 * 2 / 32_000)
+    assert computed["tp_comm_us"] == pytest.approx(2 * 2 * 23 * 8 * 2 / 32_000)
 
 
 def test_recomputed_request_attends_with_every_token(dense, gpu):
     step = pl.DataFrame(dict(zip(ROOFLINE_COLUMNS, [[0], [1], [0], [100], [50], [0]], strict=True)))
-    found = terms(step, dense, gpu)
+    computed = terms(step, dense, gpu)
 
-    assert found["decode_compute_us"] == pytest.approx((100 * 2304 + 100 * 50 * 2 * 32 + 160) / 1000)
-    assert found["decode_kv_read_us"] == pytest.approx(50 * 32 / 1000)  # its cache is read once
+    assert computed["decode_compute_us"] == pytest.approx((100 * 2304 + 100 * 50 * 2 * 32 + 160) / 1000)
+    assert computed["decode_kv_read_us"] == pytest.approx(50 * 32 / 1000)  # its cache is read once
 
 
-def test_step_without_tokens_costs_nothing(dense, moe, gpu):
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_step_without_tokens_costs_nothing(request, model, gpu):
     step = pl.DataFrame({name: [0] for name in ROOFLINE_COLUMNS})
-    for arch in (dense, moe):
-        found = terms(step, arch, gpu, tp=2)
+    computed = terms(step, request.getfixturevalue(model), gpu, tp=2)
 
-        assert {name for name, value in found.items() if value} == {"layers", "one"}
+    assert {name for name, value in computed.items() if value} == {"layers", "one"}
 
 
-def test_unknown_context_is_an_unknown_term_only_where_it_matters(step, dense, gpu):
+def test_unknown_context_leaves_the_terms_without_it(step, dense, gpu):
     unknown = step.with_columns(context_tokens=None, prefill_context_tokens=None)
-    found = terms(unknown, dense, gpu)
+    computed = terms(unknown, dense, gpu)
 
-    assert {name for name, value in found.items() if value is None} == {
+    assert {name for name, value in computed.items() if value is None} == {
         "prefill_compute_us",
         "decode_compute_us",
         "decode_kv_read_us",
@@ -196,14 +198,11 @@ def test_unknown_context_is_an_unknown_term_only_where_it_matters(step, dense, g
 
 def test_unknown_composition_is_unknown(step, dense, gpu):
     unknown = step.with_columns(*(pl.lit(None, pl.Int64).alias(name) for name in ROOFLINE_COLUMNS))
-    found = terms(unknown, dense, gpu)
+    computed = terms(unknown, dense, gpu)
 
-    known = {name for name, value in found.items() if value is not None}
-    assert known == {
-        "layers",
-        "one",
-        "moe_expert_read_us",
-    }  # a dense model has no experts, whatever it computes
+    known = {name for name, value in computed.items() if value is not None}
+    # A dense model has no experts, whatever it computes.
+    assert known == {"layers", "one", "moe_expert_read_us"}
 
 
 def test_terms_are_float64_columns_beside_the_others(step, dense, gpu):
@@ -213,18 +212,14 @@ def test_terms_are_float64_columns_beside_the_others(step, dense, gpu):
     assert all(added.schema[name] == pl.Float64 for name in ROOFLINE_TERMS)
 
 
-def test_every_row_is_computed_by_itself(step, dense, moe, gpu):
-    for arch in (dense, moe):
-        steps = pl.concat([step, step.with_columns(pl.all() * 3), step])
-        together = add_roofline(steps, arch, gpu, tp=1)
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_every_row_is_computed_by_itself(request, step, model, gpu):
+    arch = request.getfixturevalue(model)
+    steps = pl.concat([step, step.with_columns(pl.all() * 3), step])
+    added = add_roofline(steps, arch, gpu, tp=1)
 
-        assert together.height == 3
-        assert together.row(0) == together.row(2) == add_roofline(step, arch, gpu, tp=1).row(0)
-
-
-def test_missing_column_is_named(step, dense, gpu):
-    with pytest.raises(DataError, match="roofline terms need the columns context_tokens"):
-        add_roofline(step.drop("context_tokens"), dense, gpu, tp=1)
+    assert added.height == 3
+    assert added.row(0) == added.row(2) == add_roofline(step, arch, gpu, tp=1).row(0)
 
 
 def test_model_that_cannot_be_divided_is_refused(step, dense, gpu):
@@ -276,26 +271,28 @@ def test_formulas_of_a_file_give_the_columns_of_training(load, config, tp):
                 assert _by_formula(name, formulas, columns) == pytest.approx(row[name], rel=1e-9), name
 
 
-def test_work_is_the_roofline_times_the_rates_of_the_hardware(load):
+@pytest.mark.parametrize(
+    ("name", "rate"), [("prefill_mflop", "compute_tflops_fp16"), ("kv_read_kb", "memory_bandwidth_gb_s")]
+)
+def test_work_is_the_roofline_times_the_rates_of_the_hardware(load, name, rate):
     """On an H100 of 989.5 TFLOP/s and 3,350 GB/s a MFLOP takes 1/989.5 us and a kB 1/3350 us."""
     arch, gpu = load("llama-2-70b"), find_gpu("H100")
     work, times = add_work(_frame(), arch, tp=4), add_roofline(_frame(), arch, gpu, tp=4)
-    for name, rate in (("prefill_mflop", gpu.compute_tflops_fp16), ("kv_read_kb", gpu.memory_bandwidth_gb_s)):
-        np.testing.assert_allclose(work[name] / rate, times[WORK_TERMS[name]], rtol=1e-12)
+    np.testing.assert_allclose(work[name] / getattr(gpu, rate), times[WORK_TERMS[name]], rtol=1e-12)
 
 
 @pytest.mark.parametrize("digits", [12, 17])
-def test_every_formula_is_short_enough_to_be_read_back(load, digits):
-    for config in ("gpt-oss-120b", "llama-4-scout", "gemma-3-27b", "deepseek-v3"):
-        for name, text in roofline_formulas(load(config), find_gpu("H100"), tp=1, digits=digits).items():
-            parse_formula(text, where=name)
+@pytest.mark.parametrize("config", ["gpt-oss-120b", "llama-4-scout", "gemma-3-27b", "deepseek-v3"])
+def test_every_formula_is_short_enough_to_be_read_back(load, config, digits):
+    for name, text in roofline_formulas(load(config), find_gpu("H100"), tp=1, digits=digits).items():
+        parse_formula(text, where=name)
 
 
 def test_names_are_defined_down_to_columns_and_no_further(load):
     context = RunContext(ServerSettings(max_num_seqs=64), load("llama-2-70b"), find_gpu("H100"))
-    found = definitions(["prompt_tokens * running_depth / max_num_seqs", "decode_kv_read_us"], context)
-    assert list(found) == ["decode_kv_read_us", "decode_visible_tokens", "max_num_seqs"]
-    assert found["max_num_seqs"] == "64"
+    computed = definitions(["prompt_tokens * running_depth / max_num_seqs", "decode_kv_read_us"], context)
+    assert list(computed) == ["decode_kv_read_us", "decode_visible_tokens", "max_num_seqs"]
+    assert computed["max_num_seqs"] == "64"
 
 
 def test_an_unknown_constant_is_not_defined():

@@ -17,9 +17,8 @@ from tracefit.features.sets import (
     Feature,
     FeatureSet,
     add_features,
-    find_feature_set,
+    feature_sets,
     parse_feature_set,
-    read_feature_set,
 )
 
 CONSTANTS = {
@@ -101,7 +100,7 @@ def test_step_without_tokens_has_no_share_of_prefill():
     assert one_row("batch", empty)["prefill_share"] == 0.0
 
 
-def test_unknown_constants_make_null_features_and_leave_the_others():
+def test_unknown_constants_make_their_features_null():
     values = add_features(pl.DataFrame([QUEUE_ROW]), BUILT_IN["queue"], dict.fromkeys(CONSTANTS)).row(
         0, named=True
     )
@@ -210,12 +209,12 @@ def test_columns_of_counts_flags_and_nulls_are_numbers():
 
 
 def test_set_is_found_by_name():
-    assert find_feature_set("queue") is BUILT_IN["queue"]
+    assert feature_sets("queue") == (BUILT_IN["queue"],)
     with pytest.raises(
         UsageError,
         match="feature set 'kew' is not known; known: batch, roofline, roofline_max, work_max, line, ",
     ):
-        find_feature_set("kew")
+        feature_sets("kew")
 
 
 # -- files -----------------------------------------------------------------------------------------------
@@ -234,21 +233,16 @@ features:
 def test_own_set(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(OWN)
+    work = Feature("work", "token", "prefill_tokens + 2 * decode_tokens", "because")
 
-    assert read_feature_set(path) == FeatureSet(
-        "mine",
-        (
-            Feature("work", "token", "prefill_tokens + 2 * decode_tokens", "because"),
-            Feature("constant", "1", "1"),
-        ),
-    )
+    assert feature_sets(str(path)) == (FeatureSet("mine", (work, Feature("constant", "1", "1"))),)
 
 
 def test_own_set_as_json(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"features": [{"name": "a", "unit": "1", "formula": "b"}]}))
 
-    assert read_feature_set(path) == FeatureSet("custom", (Feature("a", "1", "b"),))
+    assert feature_sets(str(path)) == (FeatureSet("custom", (Feature("a", "1", "b"),)),)
 
 
 def _features(number):
@@ -308,11 +302,11 @@ def test_file_that_is_no_set_is_one_line(text, message):
 
 def _values(name, ratio, **columns):
     """Compute a set at a ratio over one row."""
-    given = dict.fromkeys(
+    others = dict.fromkeys(
         ("weight_read_us", "moe_expert_read_us", "decode_kv_read_us", "prefill_kv_write_us", "tp_comm_us",
          "moe_dispatch_us", "batch_requests", "waiting_depth", "num_prefill_reqs", "num_decode_reqs"), 0.0,
     )  # fmt: skip
-    frame = pl.DataFrame({**given, **columns})
+    frame = pl.DataFrame({**others, **columns})
     return add_features(frame, BUILT_IN[name].at(ratio), {}).row(0, named=True)
 
 

@@ -20,19 +20,21 @@ def _chosen(*candidates):
     return winner.name
 
 
-def test_what_wins_a_little_inside_and_loses_much_beyond_is_not_chosen():
-    assert _chosen(Candidate("plain", 3, 100, 110), Candidate("products", 6, 96, 200)) == "plain"
-    assert _chosen(Candidate("plain", 3, 100, 200), Candidate("products", 6, 96, 110)) == "products"
+@pytest.mark.parametrize(("plain", "products", "chosen"), [(110, 200, "plain"), (200, 110, "products")])
+def test_errors_inside_and_beyond_the_load_count_alike(plain, products, chosen):
+    assert _chosen(Candidate("plain", 3, 100, plain), Candidate("products", 6, 96, products)) == chosen
 
 
-def test_of_those_as_good_the_one_with_the_fewest_features_is_chosen():
-    few, many = Candidate("few", 2, 101, 101), Candidate("many", 6, 100, 100)
-    assert _chosen(many, few) == "few"
-    assert _chosen(many, Candidate("few", 2, 103, 103)) == "many"
-    assert _chosen(Candidate("first", 2, 101, 101), Candidate("better", 2, 100, 100)) == "better"
+@pytest.mark.parametrize(
+    ("features", "error", "chosen"), [(2, 101, "one"), (2, 103, "other"), (6, 101, "other")]
+)
+def test_ties_go_to_the_fewest_features(features, error, chosen):
+    """An error within 2 % of the best one ties."""
+    one, other = Candidate("one", features, error, error), Candidate("other", 6, 100, 100)
+    assert _chosen(other, one) == _chosen(one, other) == chosen
 
 
-def test_without_an_error_beyond_the_one_inside_decides():
+def test_without_an_error_beyond_the_load_the_inside_decides():
     assert _chosen(Candidate("a", 2, 100, None), Candidate("b", 2, 90, None)) == "b"
 
 
@@ -71,7 +73,7 @@ def _rows(n=600):
     )
 
 
-def test_the_error_beyond_is_that_of_a_fit_of_the_lower_half_on_the_upper():
+def test_the_error_beyond_the_load_is_of_a_fit_of_the_lower_half():
     """A line through load 0 to 100 of 1000 + 20 l + l^2/10: l^2/10 is 10 l - 166.7 + e there, e averaging out."""
     rows = _rows()
     how = FitOptions(reference=False, signs=ANY_SIGN)
@@ -111,7 +113,7 @@ def _batches_with_a_slow_kernel():
     return splits.split_by_time(add_features(rows, BUILT_IN["line+sizes"], {}))
 
 
-def test_a_kernel_that_is_slow_at_some_sizes_is_a_correction_of_the_line():
+def test_a_kernel_that_is_slow_at_some_sizes_corrects_the_line():
     rows = _batches_with_a_slow_kernel()
     options = FitOptions(reference=False, signs=Signs("declared", intercept=True), relative=True)
     plain, sizes = (try_features(rows, BUILT_IN[name], options) for name in ("line", "line+sizes"))
@@ -128,17 +130,11 @@ def test_a_kernel_that_is_slow_at_some_sizes_is_a_correction_of_the_line():
     assert regime.predict(beyond)[0] == pytest.approx(5000 + 20 * 48, rel=0.05)
 
 
-def test_a_class_of_sizes_counts_batches_without_prompts_alone():
+def test_a_class_of_sizes_counts_batches_without_prompts():
     rows = pl.DataFrame({"num_decode_reqs": [0, 4, 5, 8, 9, 6], "num_prefill_reqs": [0, 0, 0, 0, 0, 1]})
     feature = next(f for f in BUILT_IN["line+sizes"].features if f.name == "decodes_5_to_8")
-    assert add_features(rows, FeatureSet("one", (feature,)), {})["decodes_5_to_8"].to_list() == [
-        0,
-        0,
-        1,
-        1,
-        0,
-        0,
-    ]
+    added = add_features(rows, FeatureSet("one", (feature,)), {})
+    assert added["decodes_5_to_8"].to_list() == [0, 0, 1, 1, 0, 0]
 
 
 def test_too_few_rows_make_no_candidate():
@@ -200,12 +196,12 @@ def test_an_empty_slot_costs_between_nothing_and_a_request(request_us, slot_us):
     )  # fmt: skip
     options = FitOptions(relative=True, signs=Signs("declared", intercept=True))
     fitted = fit_linear(rows, [f for f in LINE.features if f.name in rows.columns], options)
-    found = {t.feature: t.value for t in fitted.terms}
-    assert found.get("num_decode_reqs", 0) == pytest.approx(request_us, abs=3)
-    assert found.get("padded_decode_reqs", 0) == pytest.approx(slot_us, abs=3)
+    coefficients = {t.feature: t.value for t in fitted.terms}
+    assert coefficients.get("num_decode_reqs", 0) == pytest.approx(request_us, abs=3)
+    assert coefficients.get("padded_decode_reqs", 0) == pytest.approx(slot_us, abs=3)
 
 
-def test_sizes_that_occur_in_one_period_alone_are_inside_the_load():
+def test_sizes_of_one_period_are_inside_the_load():
     """Batches of 1 to 8 are swept in the first tenth, 32 run after it; nothing but the sweep says that batches up to 4 are fast."""
     rng = np.random.default_rng(4)
     decodes = np.concatenate([np.tile(np.arange(1.0, 9.0), 25), np.full(1800, 32.0)])
@@ -220,12 +216,12 @@ def test_sizes_that_occur_in_one_period_alone_are_inside_the_load():
         )
     )  # fmt: skip
     both = FeatureSet("both", (Feature("reqs", "request", "reqs"), Feature("fast", "1", "fast")))
-    found = try_features(rows, both, FitOptions(reference=False, signs=ANY_SIGN))
-    assert found.inside_mae == pytest.approx(4, rel=0.1)
+    candidate = try_features(rows, both, FitOptions(reference=False, signs=ANY_SIGN))
+    assert candidate.inside_mae == pytest.approx(4, rel=0.1)
 
 
 @pytest.mark.parametrize(("efficiency", "competes"), [(0.8, True), (1.25, False)])
-def test_a_set_whose_time_at_the_peak_takes_less_does_not_compete(efficiency, competes):
+def test_a_set_that_is_faster_than_the_peak_does_not_compete(efficiency, competes):
     rows = _rows().with_columns(bound=efficiency * pl.col("y"))
     bounded = FeatureSet("bounded", (Feature("bound", "us", "bound"),), defining=("bound",))
     assert (try_features(rows, bounded, FitOptions()) is not None) is competes
@@ -234,7 +230,7 @@ def test_a_set_whose_time_at_the_peak_takes_less_does_not_compete(efficiency, co
 def test_a_line_of_a_small_batch_goes_by_its_experts():
     """Decodes and experts are collinear in batches up to 8; beyond, experts saturate, as planted, and requests do not.
 
-    The line keeps the experts, names the requests as collinear with them, and knows how far it was trained.
+    The line keeps the experts, names the requests as collinear with them, and states their training range.
     """
     decodes = np.tile(np.arange(1.0, 9.0), 100)
     missed = 1 - 8 / 256
@@ -267,21 +263,21 @@ def test_a_typical_error_is_not_that_of_one_hiccup():
     assert typical_error_pct(predicted, actual) == pytest.approx(15.21)
 
 
-def test_every_third_stretch_is_held_out():
+def test_every_third_tenth_of_the_time_is_held_out():
     """Of 100 rows of 10 us + load the third, sixth and ninth ten are 20 % longer: the rest predicts 1 / 1.2 of them."""
     load = np.tile(np.arange(10.0) * 10 + 100, 10)
-    held = np.arange(100) // 10 % 3 == 2
+    is_held_out = np.arange(100) // 10 % 3 == 2
     rows = splits.split_by_time(
         pl.DataFrame(
             {
                 "run_id": "r", "server": "s", "ts_ns": np.arange(100), "excluded_reason": None,
-                "y": (10 + load) * np.where(held, 1.2, 1.0), "reqs": load,
+                "y": (10 + load) * np.where(is_held_out, 1.2, 1.0), "reqs": load,
             },
             schema_overrides={"excluded_reason": pl.String},
         )
     )  # fmt: skip
     feature = Feature("reqs", "request", "reqs")
     how = FitOptions(reference=False, signs=ANY_SIGN)
-    found = error_in_stretches(fit_linear(rows, [feature], how), [feature], how)
-    assert found.n == 30
-    assert found.mape_pct == pytest.approx(100 * (1 - 1 / 1.2), rel=1e-3)
+    errors = error_in_stretches(fit_linear(rows, [feature], how), [feature], how)
+    assert errors.n == 30
+    assert errors.mape_pct == pytest.approx(100 * (1 - 1 / 1.2), rel=1e-3)

@@ -1,4 +1,4 @@
-"""The rest of a step in progress, on average, by hand and from the published file."""
+"""The admission model with a step clock: mean residual cycle, bursts, and interpolated step starts."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ def _until(ms):
     return pl.DataFrame({"run_id": ["r"], "server": ["s"], "holdout_from_ns": [ms * MS]})
 
 
-def test_a_moment_falls_into_a_long_cycle_more_often_and_half_of_it_is_left():
-    # E[c^2] / (2 E[c]) = (10^2 + 30^2) / (2 * (10 + 30)) = 12.5 ms.
-    assert mean_residual(_timeline([10, 30]), _until(1000)) == (12_500, 1)
-    assert mean_residual(_timeline([20, 20]), _until(1000)) == (10_000, 1)
+@pytest.mark.parametrize(("cycles_ms", "residual_us"), [([10, 30], 12_500), ([20, 20], 10_000)])
+def test_mean_residual_weights_cycles_by_their_length(cycles_ms, residual_us):
+    """E[c^2] / (2 E[c]) = (10^2 + 30^2) / (2 * (10 + 30)) = 12.5 ms."""
+    assert mean_residual(_timeline(cycles_ms), _until(1000)) == (residual_us, 1)
 
 
-def test_of_a_cycle_with_idle_time_a_median_one_was_busy():
+def test_a_cycle_with_idle_time_was_busy_for_a_median_cycle():
     # 10 + 10 ms and 10 of 80 ms: 30 of 100 ms.
     assert mean_residual(_timeline([10, 80, 10], idle=[1]), _until(1000)) == (5_000, 0.3)
 
 
-def test_the_hold_out_says_nothing():
+def test_the_hold_out_does_not_count_to_the_mean_residual():
     assert mean_residual(_timeline([10, 30, 500]), _until(40)) == (12_500, 1)
     assert mean_residual(_timeline([10]), _until(0)) == (0, 0)
 
 
-def test_the_expectation_is_exported_and_its_error_stands_beside_the_clocks(trained):
+def test_the_expectation_is_published_with_its_error(trained):
     models = json.loads((trained / "models" / "alpha.json").read_text())["models"]
     admission = next(m for m in models if m["name"] == "alpha.admission")
     expected, work, offset = admission["expectation"], admission["work"], admission["offset"]["value"]
@@ -82,11 +82,11 @@ def test_the_expectation_is_exported_and_its_error_stands_beside_the_clocks(trai
     assert "| `alpha.admission`, expectation |" in (trained / "report.md").read_text()
 
 
-def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new_traces):
-    """Thirty requests at once are named in the report; the work is that of the requests that came alone."""
+def test_bursts_are_named_and_do_not_move_the_api_work(tmp_path, new_traces):
+    """Thirty requests at once are named in the report; the work is that of the requests outside the burst."""
     trace = new_traces().load()
-    alone = (one["scopeSpans"][0]["spans"][0] for one in trace.records)
-    (span,) = (s for s in alone if s["name"] == "llm_core" and "'cmpl-40-0-00000000'" in str(s["attributes"]))
+    spans = (one["scopeSpans"][0]["spans"][0] for one in trace.records)
+    (span,) = (s for s in spans if s["name"] == "llm_core" and "'cmpl-40-0-00000000'" in str(s["attributes"]))
     at_us = (int(span["events"][0]["timeUnixNano"]) - BOOT_UNIX_NS) / 1e3
     step = 1 + (40 - 1) * 228 // 90
     for number in range(1_000, 1_030):
@@ -105,7 +105,7 @@ def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new
     fitted = fit_boundary(linear, tables.timeline)
     (burst,) = fitted.validation.bursts
     assert burst.requests == 25
-    # Requests that came alone were queued 100 us before their step: any work up to 1,100 us finds its start.
+    # Requests outside the burst were queued 100 us before their step: any work up to 1,100 us finds its start.
     assert 0 < fitted.work_us <= 1_100
     line = burst_line(fitted.validation.bursts)
     assert f"`bursty` {burst.from_s:.2f} to {burst.to_s:.2f} s: 25 requests" in line
@@ -124,8 +124,8 @@ def _one_at_a_time(arrivals_us):
 
 
 @pytest.mark.parametrize("way_back_us", [0, 3_000])
-def test_in_a_burst_a_request_waits_for_the_work_on_those_before_it(way_back_us):
-    """Planted truth: 400 requests that come alone, every fifty of them followed by a burst of forty at once.
+def test_a_request_in_a_burst_waits_for_earlier_ones(way_back_us):
+    """Planted truth: 400 separate requests, every fifty of them followed by a burst of forty at once.
 
     The admission of a span without events ends when the first token is back, some time after QUEUED.
     """
@@ -182,7 +182,7 @@ def test_in_a_burst_a_request_waits_for_the_work_on_those_before_it(way_back_us)
 
 def _unknown_steps(idle_after=False):
     """Steps 1 to 6 of 10 ms; the starts of 1, 2, 5 and 6 are known; step 2 may end in idle time."""
-    known = {1: 0, 2: 10, 5: 40, 6: 50}
+    starts_ms = {1: 0, 2: 10, 5: 40, 6: 50}
     steps = range(1, 7)
     return pl.DataFrame(
         {
@@ -190,7 +190,9 @@ def _unknown_steps(idle_after=False):
             "server": "s",
             "epoch": 0,
             "step_id": list(steps),
-            "ts_start_ns": pl.Series([known[k] * MS if k in known else None for k in steps], dtype=pl.Int64),
+            "ts_start_ns": pl.Series(
+                [starts_ms[k] * MS if k in starts_ms else None for k in steps], dtype=pl.Int64
+            ),
             "start_sd_us": pl.Series([0.0] * 6),
             "idle_after": [idle_after and k == 2 for k in steps],
         }
@@ -198,31 +200,33 @@ def _unknown_steps(idle_after=False):
 
 
 @pytest.mark.parametrize(("arrived_ms", "until_ms"), [(15, 5), (22, 8), (31, 9), (41, 9)])
-def test_an_unknown_boundary_lies_evenly_between_those_around_it(arrived_ms, until_ms):
+def test_unknown_boundaries_are_spaced_evenly_between_known_ones(arrived_ms, until_ms):
     """A request waits for 20, 30, 40 and 50 ms: the first two starts are not in the trace."""
     rows = pl.DataFrame({"run_id": ["r"], "server": ["s"], "epoch": 0, "ts_ns": [arrived_ms * MS]})
-    predicted, known = admission_with_clock(rows, clocks_of(_unknown_steps()), np.zeros(1), np.zeros(1), 0.0)
-    assert (predicted[0], known[0]) == (until_ms * 1e3, True)
+    predicted, has_start = admission_with_clock(
+        rows, clocks_of(_unknown_steps()), np.zeros(1), np.zeros(1), 0.0
+    )
+    assert (predicted[0], has_start[0]) == (until_ms * 1e3, True)
 
 
 @pytest.mark.parametrize(
     ("wait_ms", "predicted_ms"),
     [
-        pytest.param(0, 2, id="nobody ahead: the step at 1.2 ms is its own, whose work took less"),
-        pytest.param(1, 10, id="one ahead, which the step is of: the next boundary"),
+        pytest.param(0, 2, id="no request ahead, the step at 1.2 ms is its own"),
+        pytest.param(1, 10, id="a request ahead has that step"),
     ],
 )
-def test_the_step_that_a_request_itself_starts_is_no_boundary_it_misses(wait_ms, predicted_ms):
+def test_a_request_does_not_wait_for_the_step_it_starts(wait_ms, predicted_ms):
     """The engine is idle until a step starts 1.2 ms after the arrival; work is taken to last 2 ms."""
     starts = pl.Series([int(k * MS) for k in (0, 10, 21.2, 30, 40, 50)], dtype=pl.Int64)
     timeline = _unknown_steps(idle_after=True).with_columns(ts_start_ns=starts)
     rows = pl.DataFrame({"run_id": ["r"], "server": ["s"], "epoch": 0, "ts_ns": [20 * MS]})
     waits = np.array([wait_ms * 1e3])
-    predicted, known = admission_with_clock(rows, clocks_of(timeline), waits, np.array([2e3]), 0.0)
-    assert (predicted[0], known[0]) == (predicted_ms * 1e3, True)
+    predicted, has_start = admission_with_clock(rows, clocks_of(timeline), waits, np.array([2e3]), 0.0)
+    assert (predicted[0], has_start[0]) == (predicted_ms * 1e3, True)
 
 
-def test_nothing_is_put_between_starts_with_idle_time_between_them():
+def test_no_start_is_interpolated_across_idle_time():
     clock = interpolated_clock(_unknown_steps(idle_after=True))
     assert (clock["start"] / MS).to_list() == [0, 10, 40, 50]
     assert (interpolated_clock(_unknown_steps())["start"] / MS).to_list() == [0, 10, 20, 30, 40, 50]

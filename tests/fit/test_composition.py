@@ -81,28 +81,28 @@ def test_scheduling_a_step_ahead_moves_tokens_to_the_next_cycle():
 
 def test_the_wait_after_a_preemption_is_the_real_one():
     c = _request("c", queued_ms=-2, steps=(1, 1, 6))
-    (found,) = _composed(c, waits=[("c", 3, 5)])
+    (request,) = _composed(c, waits=[("c", 3, 5)])
     # Token in step 1, another in 2; preempted by step 3 at 20 ms, resumed by step 5 at 45 ms, there and in 6.
-    assert found == (2, 9, 11 + 12 + 8, 0, 45 - 20)
+    assert request == (2, 9, 11 + 12 + 8, 0, 45 - 20)
 
 
 def test_a_wait_before_the_first_token_counts_to_the_prompt():
     d = _request("d", queued_ms=-2, steps=(1, 5, 6))
-    (found,) = _composed(d, waits=[("d", 2, 4)])
-    assert found == (2, 9 + 10 + 12, 8, 35 - 10, 0)
+    (request,) = _composed(d, waits=[("d", 2, 4)])
+    assert request == (2, 9 + 10 + 12, 8, 35 - 10, 0)
 
 
 def test_two_preemptions_add_up():
     c = _request("c", queued_ms=-2, steps=(1, 1, 6))
-    (found,) = _composed(c, waits=[("c", 2, 3), ("c", 4, 6)])
-    assert found == (2, 9, 14 + 8, 0, (20 - 10) + (60 - 35))
+    (request,) = _composed(c, waits=[("c", 2, 3), ("c", 4, 6)])
+    assert request == (2, 9, 14 + 8, 0, (20 - 10) + (60 - 35))
 
 
 def test_the_step_in_flight_executes_before_the_wait():
     c = _request("c", queued_ms=-2, steps=(1, 1, 5))
-    (found,) = _composed(c, waits=[("c", 3, 5)], lag=1)
+    (request,) = _composed(c, waits=[("c", 3, 5)], lag=1)
     # First token in cycle 2. Cycle 3 executes step 2; the wait is cycle 4, from 35 to 45 ms; then cycles 5 and 6.
-    assert found == (2, 9 + 11, 14 + 12 + 8, 0, 45 - 35)
+    assert request == (2, 9 + 11, 14 + 12 + 8, 0, 45 - 35)
 
 
 @pytest.mark.parametrize(
@@ -116,17 +116,17 @@ def test_a_request_with_an_unknown_step_has_no_prediction(steps):
     assert b == (14, 10, 0, 0, 0)
 
 
-def test_a_step_missing_in_the_middle_is_no_step_of_no_time():
+def test_a_missing_step_in_the_middle_leaves_no_prediction():
     c = _request("c", queued_ms=-2, steps=(1, 1, 6))
-    (found,) = _composed(c, steps=_steps(without=(4,)))
-    assert found == (2, 9, None, 0, 0)
+    (request,) = _composed(c, steps=_steps(without=(4,)))
+    assert request == (2, 9, None, 0, 0)
 
 
-def test_steps_of_another_engine_are_not_ones_own():
+def test_steps_of_another_engine_do_not_count():
     twice = pl.concat([_steps(), _steps([100] * 6).with_columns(epoch=pl.lit(1, pl.Int64))])
     assert _composed(A, steps=twice) == _composed(A)
 
 
-def test_a_request_that_ends_after_the_last_step_known_has_no_prediction():
-    (found,) = _composed(_request("e", queued_ms=59, steps=(6, 6, 7)))
-    assert found == (1, 8, None, 0, 0)
+def test_a_request_that_outlasts_the_steps_has_no_prediction():
+    (request,) = _composed(_request("e", queued_ms=59, steps=(6, 6, 7)))
+    assert request == (1, 8, None, 0, 0)

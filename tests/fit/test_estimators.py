@@ -14,10 +14,12 @@ from sklearn.linear_model import ElasticNet, Lasso, LinearRegression, Ridge
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
+from designs import plain_design
 from tracefit.fit import estimators
 from tracefit.fit.estimators import SHRINKAGE, RobustLinear, confidence_intervals, huber_weights, moments
+from tracefit.fit.fitted import FitOptions
 from tracefit.fit.results import PenaltyChoice
-from tracefit.fit.select import choose_penalty, time_blocks
+from tracefit.fit.select import time_blocks
 
 TRUTH = np.array([2000.0, 10.0, -40.0, 0.003])
 
@@ -100,7 +102,7 @@ def test_shrunk_coefficients_have_a_ridge_penalty_of_their_own():
     np.testing.assert_allclose(model.coef_ * x.std(axis=0), slopes, rtol=1e-9)
 
 
-def test_lasso_is_scikit_learns_at_that_share_of_the_emptying_penalty():
+def test_lasso_is_scikit_learns_at_a_share_of_the_limit():
     x, y = _noisy()
     z = StandardScaler().fit_transform(x)
     emptying = np.abs(z.T @ (y - y.mean())).max() / len(y)
@@ -275,11 +277,8 @@ def _intervals(seed, *, n=150, memory=0.0, blocks=15, chosen=False):
     x = np.column_stack([100 + 30 * rng.standard_normal(n), 5 + 2 * rng.standard_normal(n)])
     y = 2000 + x @ [10.0, -40.0] + 50 * _autoregressive(rng, n, memory)
     one_run, time = np.zeros(n, dtype=np.int64), np.arange(n)
-    choice = (
-        choose_penalty(x, y, time_blocks(one_run, time, 5))
-        if chosen
-        else PenaltyChoice("ridge", 1e-6, 0.0, 0)
-    )
+    design = plain_design(x, y, time_blocks(one_run, time, 5))
+    choice = design.choose_penalty(FitOptions()) if chosen else PenaltyChoice("ridge", 1e-6, 0.0, 0)
     model = RobustLinear(choice.penalty, choice.strength)
     rows = model.fit_rows(x, y)
     block = time_blocks(one_run, time, blocks)
@@ -290,11 +289,12 @@ def _intervals(seed, *, n=150, memory=0.0, blocks=15, chosen=False):
 @pytest.mark.parametrize("chosen", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_intervals_of_95_percent_hold_the_truth_about_that_often(chosen):
     """200 runs whose noise remembers half of the step before; also with the penalty that validation chooses."""
-    found = [_intervals(seed, memory=0.5, chosen=chosen) for seed in range(200)]
-    held = [
-        [low <= true <= high for (low, high), true in zip(one, (2000, 10, -40), strict=True)] for one in found
+    intervals = [_intervals(seed, memory=0.5, chosen=chosen) for seed in range(200)]
+    covered = [
+        [low <= true <= high for (low, high), true in zip(one, (2000, 10, -40), strict=True)]
+        for one in intervals
     ]
-    coverage = np.mean(held, axis=0)
+    coverage = np.mean(covered, axis=0)
     assert (coverage >= 0.90).all(), coverage
     assert (coverage <= 0.99).all(), coverage
 
@@ -308,7 +308,7 @@ def test_an_interval_is_as_wide_as_theory_has_it():
 
 
 @pytest.mark.parametrize("level", [2000.0, -3000.0])
-def test_where_nothing_can_be_negative_neither_can_an_interval(level):
+def test_an_interval_of_bounded_numbers_is_not_negative(level):
     x, y = _noisy()
     model = RobustLinear(positive=True)
     rows = model.fit_rows(x, y - TRUTH[0] + level)
@@ -319,7 +319,7 @@ def test_where_nothing_can_be_negative_neither_can_an_interval(level):
         assert interval is None or 0 <= interval[0] < interval[1]
 
 
-def test_an_interval_holds_its_own_value_and_a_dropped_feature_has_none():
+def test_an_interval_holds_its_value_unless_that_is_zero():
     x, y = _noisy()
     model = RobustLinear("lasso", 0.3)
     rows = model.fit_rows(x, y)

@@ -49,7 +49,7 @@ def test_the_peak_is_predicted_from_a_quiet_afternoon(surge):
 
 
 @pytest.mark.slow
-def test_the_bound_is_exported_as_a_term_with_a_formula_anyone_can_compute(surge):
+def test_the_bound_is_published_as_a_term_with_its_formula(surge):
     """Its ratio is that of the law's efficiencies, 0.75 of memory to 0.55 of compute, on a grid of quarter octaves."""
     _, _, model = _beta(surge)
     (bound,) = (t for t in model["terms"] if t["feature"] == "step_bound_us")
@@ -65,21 +65,21 @@ def test_the_bound_is_exported_as_a_term_with_a_formula_anyone_can_compute(surge
 @pytest.mark.slow
 def test_errors_inside_and_outside_the_training_ranges_add_up(surge):
     _, entry, model = _beta(surge)
-    held = _holdout(surge)
+    holdout = _holdout(surge)
     outside = pl.any_horizontal(
         (pl.col(t["feature"]) < t["training_range"][0] * (1 - 1e-9))
         | (pl.col(t["feature"]) > t["training_range"][1] * (1 + 1e-9))
         for t in model["terms"]
     )
     counts = {name: errors["n"] for name, errors in entry["by_load"].items()}
-    assert counts == {"inside": held.filter(~outside).height, "outside": held.filter(outside).height}
+    assert counts == {"inside": holdout.filter(~outside).height, "outside": holdout.filter(outside).height}
     assert counts["outside"] == entry["extrapolated_rows"] > FEW_ROWS
     total = sum(e["mae"] * e["n"] for e in entry["by_load"].values())
-    assert total / held.height == pytest.approx(entry["holdout"]["mae"])
+    assert total / holdout.height == pytest.approx(entry["holdout"]["mae"])
 
 
 @pytest.mark.slow
-def test_what_was_tried_is_in_the_file_with_both_errors(surge):
+def test_candidates_are_published_with_both_errors(surge):
     _, entry, model = _beta(surge)
     # The terms of a sum of rooflines are not all on these rows.
     offered = ["batch", "roofline_max", "batch+products", "line", "line+sizes"]
@@ -112,7 +112,7 @@ def test_the_report_draws_the_error_over_the_load(surge):
 
 
 @pytest.mark.slow
-def test_every_prediction_in_the_box_of_the_training_ranges_is_positive(surge):
+def test_predictions_within_the_training_ranges_are_positive(surge):
     """Ten thousand random points of the box of all features, corners among them."""
     _, _, model = _beta(surge)
     rng = np.random.default_rng(0)
@@ -122,7 +122,7 @@ def test_every_prediction_in_the_box_of_the_training_ranges_is_positive(surge):
     assert predicted.min() > 0
 
 
-def test_load_is_running_tokens_and_requests_where_tokens_are_not_known():
+def test_load_is_running_tokens_or_requests():
     frame = pl.DataFrame(
         {
             "load_tokens": [100, 200, None, None],
@@ -149,19 +149,19 @@ def sparse(tmp_path_factory):
 @pytest.mark.slow
 def test_a_sparse_run_is_evaluated_on_its_intervals_too(sparse):
     _, entry, _ = _beta(sparse)
-    held, equations = _holdout(sparse), entry["held_out_equations"]
-    by_source = dict(held.group_by("source").len().iter_rows())
+    holdout, equations = _holdout(sparse), entry["held_out_equations"]
+    by_source = dict(holdout.group_by("source").len().iter_rows())
     assert by_source["adjacent"] < FEW_ROWS < by_source["interval"]
     assert equations["rows_by_source"] == by_source
-    assert entry["holdout"]["n"] == equations["per_equation"]["n"] == held.height
-    assert equations["per_step"]["n"] > 2 * held.height
+    assert entry["holdout"]["n"] == equations["per_equation"]["n"] == holdout.height
+    assert equations["per_step"]["n"] > 2 * holdout.height
     text = (sparse / "report.md").read_text()
-    assert f"each (n = {held.height:,})" in text
+    assert f"each (n = {holdout.height:,})" in text
     assert f"weighted by steps (n = {equations['per_step']['n']:,} steps)" in text
 
 
 @pytest.mark.slow
-def test_of_a_sparse_run_the_rows_that_were_evaluated_are_counted(sparse):
+def test_evaluated_rows_of_a_sparse_run_are_counted(sparse):
     deployment, entry, _ = _beta(sparse)
     (rows,) = (r for r in deployment["rows"] if r["model"] == "beta.cycle_time")
     assert rows["held_out"] == entry["holdout"]["n"]

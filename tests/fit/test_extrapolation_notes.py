@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import polars as pl
+import pytest
 
 from tracefit.fit.holdout import beyond_training
 from tracefit.fit.results import Term
@@ -12,7 +13,7 @@ def _term(name, low, high):
     return Term(feature=name, unit="us/token", value=-33.0, training_range=(low, high))
 
 
-def test_a_feature_that_steps_have_far_more_of_is_named():
+def test_a_feature_far_beyond_its_training_range_is_named():
     """Of four known steps one has 577 tokens where no training row has more than 27; 27 and 54 are not twice as much."""
     steps = pl.DataFrame({"prefill_tokens": [0, 3, None, 27, 577], "num_decode_reqs": [54, 1, 2, 3, 4]})
     terms = (_term("prefill_tokens", 0, 27), _term("num_decode_reqs", 1, 27), _term("share", 0, 0.1))
@@ -20,6 +21,6 @@ def test_a_feature_that_steps_have_far_more_of_is_named():
     assert "prefill_tokens is up to 27 in the training rows and up to 577 in the runs' steps (25 %" in note
 
 
-def test_steps_within_the_range_and_no_steps_need_no_note():
-    assert beyond_training((_term("prefill_tokens", 0, 27),), pl.DataFrame({"prefill_tokens": [27, 0]})) == ()
-    assert beyond_training((_term("prefill_tokens", 0, 27),), pl.DataFrame({"prefill_tokens": []})) == ()
+@pytest.mark.parametrize("tokens", [[27, 0], []])
+def test_steps_within_the_range_need_no_note(tokens):
+    assert beyond_training((_term("prefill_tokens", 0, 27),), pl.DataFrame({"prefill_tokens": tokens})) == ()

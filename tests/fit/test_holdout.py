@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 import pytest
+from scipy.signal import lfilter
 
 from tracefit import TrainOptions, run
 from tracefit.coefficients.files import read_evaluation
@@ -27,7 +28,7 @@ def test_bias_is_of_the_sums():
     assert summed.bias_pct == pytest.approx(20)
 
 
-def test_the_row_furthest_off_has_its_part_of_the_bias():
+def test_the_largest_error_is_given_as_a_part_of_the_bias():
     """400 are measured: 100 steps of 1, one predicted as 2, and one hiccup of 300, predicted as 100: -50 points."""
     actual = np.r_[np.ones(100), 300.0]
     predicted = np.r_[2.0, np.ones(99), 100.0]
@@ -36,7 +37,7 @@ def test_the_row_furthest_off_has_its_part_of_the_bias():
     assert summed.max_contribution_pct == pytest.approx(-50)
 
 
-def test_a_bias_that_is_everywhere_the_same_has_no_spread():
+def test_a_constant_bias_has_no_spread():
     actual = np.random.default_rng(0).uniform(1, 9, 600)
     summed = summed_time(1.07 * actual, actual, np.arange(600) // 30)
     assert summed.bias_pct == pytest.approx(7)
@@ -59,21 +60,16 @@ def test_drift_within_blocks_widens_it():
     assert wide.bias_2sd_pct > 5 * narrow.bias_2sd_pct
 
 
-def test_blocks_are_as_long_as_an_autoregression_asks_for():
+@pytest.mark.parametrize("r", [0.5, 0.8])
+def test_blocks_are_as_long_as_an_autoregression_asks_for(r):
     """For x_t = r x_{t-1} + e_t: b = (6 r^2 / (1 - r^2)^2 n)^(1/3), from R(k) = r^k put into the formula by hand."""
     n = 5_000
-    for r in (0.5, 0.8):
-        lengths = []
-        for seed in range(10):
-            noise = np.random.default_rng(seed).standard_normal(n)
-            series = noise.copy()
-            for t in range(1, n):
-                series[t] += r * series[t - 1]
-            lengths.append(block_length(series))
-        assert np.median(lengths) == pytest.approx(np.cbrt(6 * r**2 / (1 - r**2) ** 2 * n), rel=0.25)
+    noise = (np.random.default_rng(seed).standard_normal(n) for seed in range(10))
+    lengths = [block_length(lfilter([1], [1, -r], series)) for series in noise]
+    assert np.median(lengths) == pytest.approx(np.cbrt(6 * r**2 / (1 - r**2) ** 2 * n), rel=0.25)
 
 
-def test_noise_needs_no_blocks_and_a_drift_the_longest_there_are():
+def test_noise_needs_short_blocks_and_a_drift_long_ones():
     noise = np.random.default_rng(0).standard_normal(5_000)
     assert block_length(noise) <= 5
     drift = np.linspace(-9, 9, 5_000)
@@ -82,21 +78,23 @@ def test_noise_needs_no_blocks_and_a_drift_the_longest_there_are():
     assert block_length(np.ones(40)) == block_length(noise[:4]) == 1
 
 
-def test_the_same_rows_give_the_same_spread_and_no_time_gives_none():
+def test_the_spread_of_the_same_rows_is_the_same():
     y = np.random.default_rng(2).uniform(1, 9, 300)
-    assert summed_time(np.full(300, 5.0), y, np.arange(300) // 30) == summed_time(
-        np.full(300, 5.0), y, np.arange(300) // 30
-    )
+    one, other = (summed_time(np.full(300, 5.0), y, np.arange(300) // 30) for _ in range(2))
+    assert one == other
+
+
+def test_a_sum_of_no_time_has_no_bias():
     assert summed_time(np.ones(3), np.zeros(3), np.arange(3)) is None
 
 
-def test_the_evaluation_and_the_report_hold_it(trained):
+def test_the_evaluation_and_the_report_give_the_bias(trained):
     deployment = json.loads((trained / "evaluation.json").read_text())["deployments"][0]
     summed = deployment["summed_step_time"]
-    held = pl.read_parquet(f"{trained}/tables/beta_training/*/*.parquet").filter(
+    holdout = pl.read_parquet(f"{trained}/tables/beta_training/*/*.parquet").filter(
         pl.col("split") == "holdout", pl.col("excluded_reason").is_null()
     )
-    assert summed["actual_us"] == pytest.approx(held["y"].sum())
+    assert summed["actual_us"] == pytest.approx(holdout["y"].sum())
     assert summed["bias_pct"] == pytest.approx(deployment["models"]["beta.cycle_time"]["holdout"]["bias_pct"])
     text = (trained / "report.md").read_text()
     assert f"measured {summed['actual_us'] / 1e6:,.2f} s, bias {summed['bias_pct']:+.2f} %" in text
@@ -155,11 +153,11 @@ def test_a_bias_of_the_model_is_no_change_of_the_server():
     assert not summed.drifting
 
 
-def test_rows_of_a_server_with_few_known_steps_stand_for_all_of_its_steps():
+def test_few_known_steps_of_a_server_are_scaled_up_to_all():
     """Ten steps of 1,000 us of one server are known of a hundred, and a hundred of 500 us of the other: 100 ms and 50 ms."""
     fitted = _drifting(1.0)
-    held = fitted.rows.filter(split="holdout").head(110)
-    two = held.with_columns(
+    holdout = fitted.rows.filter(split="holdout").head(110)
+    two = holdout.with_columns(
         server=pl.Series(["sampled"] * 10 + ["full"] * 100),
         step_id=pl.Series([*range(0, 100, 10), *range(100)]),
         y=pl.Series([1_000.0] * 10 + [500.0] * 100),

@@ -60,7 +60,7 @@ def test_a_server_without_requests_has_no_phases(fitted):
     assert errors_by_phase(fitted, _requests("t")) == errors_by_phase(fitted, _requests().clear()) == ()
 
 
-def test_the_evaluation_holds_them_with_the_phases_of_the_latencies(trained):
+def test_step_times_and_latencies_have_the_same_phases(trained):
     deployment = json.loads((trained / "evaluation.json").read_text())["deployments"][0]
     steps = deployment["models"]["beta.cycle_time"]
     assert sum(p["holdout"]["n"] for p in steps["by_phase"]) == steps["holdout"]["n"]

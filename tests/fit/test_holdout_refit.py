@@ -66,7 +66,7 @@ def test_terms_are_those_of_the_held_out_rows():
     assert _values(fitted.regimes[0]) == pytest.approx({"prefill": 10, "decode": 50}, rel=0.03)
 
 
-def test_rows_left_out_of_the_hold_out_have_no_say():
+def test_rows_left_out_of_the_hold_out_are_not_refitted():
     """Idle gaps, a hundred times as long, at every second held-out row."""
     idle = (pl.int_range(pl.len()) >= FROM) & (pl.int_range(pl.len()) % 2 == 0)
     frame = _frame(late=0.8)
@@ -78,7 +78,7 @@ def test_rows_left_out_of_the_hold_out_have_no_say():
     assert _values(part) == pytest.approx({"prefill": 8, "decode": 40}, rel=0.05)
 
 
-def test_a_term_the_held_out_rows_cannot_tell_keeps_its_value():
+def test_a_term_that_is_constant_in_the_hold_out_keeps_its_value():
     """No prompt comes in the hold-out: its coefficient stays, and what predicts prompts does too."""
     prompts = pl.when(pl.int_range(pl.len()) < FROM).then("prefill").otherwise(100)
     fitted = _fit(_frame(prefill=prompts))
@@ -88,7 +88,7 @@ def test_a_term_the_held_out_rows_cannot_tell_keeps_its_value():
     assert part.intercept.value == pytest.approx(2000, rel=0.02)
 
 
-def test_what_may_not_be_negative_is_not_in_a_refit_either():
+def test_a_refit_keeps_the_signs_of_the_fit():
     """Held out, y falls by 20 with every decode."""
     frame = _frame().with_columns(
         y=pl.when(pl.col("split") == "holdout").then(pl.col("y") - 70 * pl.col("decode")).otherwise("y")
@@ -101,7 +101,7 @@ def test_what_may_not_be_negative_is_not_in_a_refit_either():
     assert _values(bound).get("decode", 0.0) == 0.0
 
 
-def test_regimes_are_fitted_apart_and_one_of_too_few_rows_stays():
+def test_a_regime_with_few_held_out_rows_is_not_refitted():
     """Mixed steps are a tenth of the hold-out, nine rows: too few to fit."""
     every = pl.when(pl.int_range(pl.len()) < FROM).then(2).otherwise(10)
     frame = _frame(

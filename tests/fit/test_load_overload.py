@@ -24,8 +24,8 @@ def _requests(spans, **columns):
 
 
 def _reasons(requests, steps=NO_STEPS):
-    found = overload_of("r", requests, steps)
-    return list(found.reasons) if found else []
+    overload = overload_of("r", requests, steps)
+    return list(overload.reasons) if overload else []
 
 
 QUIET = [(at, at + 0.001) for at in range(100)]
@@ -35,7 +35,7 @@ def test_a_quiet_run_is_not_overloaded():
     assert _reasons(_requests(QUIET)) == []
 
 
-def test_where_no_time_passes_no_share_of_it_is_a_queue():
+def test_a_run_of_one_instant_has_no_queue():
     assert _reasons(_requests([(5, 5)] * 20)) == []
 
 
@@ -64,7 +64,7 @@ def _queue(peak, lasts, *, length=100.0):
 @pytest.mark.parametrize(
     ("peak", "lasts", "over"), [(10, 26.0, True), (9, 26.0, False), (10, 24.0, False), (30, 90.0, True)]
 )
-def test_a_queue_of_ten_that_does_not_empty_for_a_quarter_of_the_run(peak, lasts, over):
+def test_a_queue_of_ten_for_a_quarter_of_the_run_is_overload(peak, lasts, over):
     reasons = _reasons(_requests(_queue(peak, lasts)))
     text = f"a queue of up to {peak} requests did not empty for {lasts:.0f} % of the run"
     assert reasons == ([text] if over else [])
@@ -75,7 +75,7 @@ def test_two_queues_with_an_empty_moment_between_are_two():
     assert _reasons(_requests(sorted(spans))) == []
 
 
-def test_without_journeys_the_sampled_steps_tell():
+def test_without_journeys_the_queue_comes_from_sampled_steps():
     depths = [0] * 10 + [12] * 30 + [0] * 60
     steps = pl.DataFrame(
         {
@@ -93,19 +93,19 @@ def test_without_journeys_the_sampled_steps_tell():
 def test_the_period_names_the_server_of_its_queue():
     """From the first request that waits, at 10 s, for 30 s: of the other server's queue of 9 nothing is said."""
     both = [_requests(_queue(12, 30.0)), _requests(_queue(9, 80.0), server=pl.lit("t"))]
-    found = overload_of("r", pl.concat(both), NO_STEPS)
-    (period,) = found.queued
+    overload = overload_of("r", pl.concat(both), NO_STEPS)
+    (period,) = overload.queued
     assert (period.server, period.peak) == ("s", 12)
     assert (period.from_ns, period.to_ns) == (10_000_000_000, pytest.approx(40_000_000_000, abs=2e6))
     assert period.share == pytest.approx(0.3, abs=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("overloaded", "include", "kept"),
+    ("overloaded", "include", "trained"),
     [("", False, "abc"), ("b", False, "ac"), ("b", True, "abc"), ("abc", False, "abc")],
 )
-def test_overloaded_runs_are_left_out_unless_asked_for_or_alone(overloaded, include, kept):
+def test_overloaded_runs_are_left_out_unless_included_or_all_are(overloaded, include, trained):
     flags = tuple(Overload(run_id, ("why",)) for run_id in overloaded)
     runs, overloads = runs_to_fit(list("abc"), flags, include=include)
-    assert "".join(runs) == kept
-    assert [one.trained_on for one in overloads] == [one.run_id in kept for one in flags]
+    assert "".join(runs) == trained
+    assert [one.trained_on for one in overloads] == [one.run_id in trained for one in flags]

@@ -21,12 +21,12 @@ def _frame(at_s):
     return pl.DataFrame({"at_ns": at_ns}).with_columns(run_id=pl.lit("run"), server=pl.lit("server"))
 
 
-def _found(arrivals_s):
+def _phases(arrivals_s):
     return tuple(Phase(**row) for row in find_phases(_frame(arrivals_s)).drop("from_ns").to_dicts())
 
 
 def test_a_run_is_cut_where_its_rate_changes():
-    quiet, busy, after = _found(_arrivals((60, 2), (30, 9), (50, 2)))
+    quiet, busy, after = _phases(_arrivals((60, 2), (30, 9), (50, 2)))
     assert (quiet.from_s, quiet.to_s) == pytest.approx((0, 60), abs=0.6)
     assert (busy.from_s, busy.to_s) == pytest.approx((60, 90), abs=0.6)
     assert after.to_s == pytest.approx(140)
@@ -38,30 +38,31 @@ def test_a_run_is_cut_where_its_rate_changes():
 def test_a_steady_run_is_one_phase(rate):
     gaps = np.random.default_rng(rate).exponential(1 / rate, 600)
     arrivals = np.cumsum(gaps) - gaps[0]
-    (phase,) = _found(arrivals)
+    (phase,) = _phases(arrivals)
     assert (phase.from_s, phase.to_s, phase.requests) == (0, pytest.approx(arrivals[-1]), 600)
 
 
-def test_few_requests_are_one_phase_and_none_are_none():
-    assert len(_found(_arrivals((2, 2), (2, 9)))) == 1
-    assert len(_found(np.zeros(1))) == 1
-    assert _found(np.zeros(0)) == ()
+@pytest.mark.parametrize(
+    ("arrivals_s", "phases"), [(_arrivals((2, 2), (2, 9)), 1), (np.zeros(1), 1), (np.zeros(0), 0)]
+)
+def test_few_requests_are_one_phase(arrivals_s, phases):
+    assert len(_phases(arrivals_s)) == phases
 
 
 def test_requests_fall_into_the_phase_that_began_before_them():
     arrivals = _arrivals((60, 2), (30, 9))
-    cut = _found(arrivals)[1].from_s
+    cut = _phases(arrivals)[1].from_s
     rows = _frame([-1.0, 30.0, cut, cut + 1, 90.0])
-    found = with_phases(rows, "at_ns", _frame(arrivals))["phase"]
-    assert found.struct["from_s"].to_list() == [0, 0, cut, cut, cut]
+    phase_of = with_phases(rows, "at_ns", _frame(arrivals))["phase"]
+    assert phase_of.struct["from_s"].to_list() == [0, 0, cut, cut, cut]
     other = rows.with_columns(server=pl.lit("another"))
     assert with_phases(other, "at_ns", _frame(arrivals))["phase"].null_count() == 5
 
 
-def test_a_run_that_changes_all_the_time_has_sixteen_phases_at_most():
-    changing = _found(_arrivals(*[(20, rate) for _ in range(40) for rate in (2, 20)]))
+def test_a_run_has_sixteen_phases_at_most():
+    changing = _phases(_arrivals(*[(20, rate) for _ in range(40) for rate in (2, 20)]))
     assert 4 <= len(changing) <= 16
 
 
-def test_a_hundred_thousand_arrivals_at_once_end():
-    assert len(_found(np.sort(np.random.default_rng(0).choice([0.0, 7.0, 50.0], 100_000)))) <= 16
+def test_a_hundred_thousand_arrivals_at_once_are_cut_fast():
+    assert len(_phases(np.sort(np.random.default_rng(0).choice([0.0, 7.0, 50.0], 100_000)))) <= 16

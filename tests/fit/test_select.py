@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tracefit.fit.select import (
-    choose_penalty,
-    collinearity,
-    is_worse_than_constant,
-    time_blocks,
-    usable_features,
-)
+from designs import plain_design
+from tracefit.fit.fitted import NON_NEGATIVE, FitOptions
+from tracefit.fit.select import collinearity, time_blocks, usable_features
+
+
+def _choice(x, y, blocks, **options):
+    return plain_design(x, y, blocks).choose_penalty(FitOptions(**options))
 
 
 def _columns(n=300, seed=0):
@@ -44,7 +44,7 @@ def test_unknown_features_are_left_out():
     assert _reasons(left)["b"] == "unknown on 3 of 300 training rows"
 
 
-def test_the_later_of_two_equal_features_goes_and_names_the_earlier():
+def test_of_two_equal_features_the_earlier_stays():
     a, b = _columns()
     kept, left = usable_features(np.column_stack([b, a, 3 * a + 7]), ["b", "first", "copy"])
     assert kept == [0, 1]
@@ -53,7 +53,7 @@ def test_the_later_of_two_equal_features_goes_and_names_the_earlier():
     assert "infinite" in _reasons(left)["copy"]
 
 
-def test_a_sum_of_two_features_is_collinear_with_both_together():
+def test_a_sum_of_two_features_is_collinear_with_both():
     a, b = _columns()
     kept, left = usable_features(np.column_stack([a, b, a + b]), ["a", "b", "sum"])
     assert kept == [0, 1]
@@ -64,8 +64,8 @@ def test_a_sum_of_two_features_is_collinear_with_both_together():
 def test_a_variance_inflation_of_ten_is_the_limit(share, stays):
     """A feature with `share` of its variance to itself has a variance inflation of 1 / share."""
     rng = np.random.default_rng(1)
-    a, own = rng.standard_normal((2, 20_000))
-    mixed = np.sqrt(1 - share) * a + np.sqrt(share) * own
+    a, rest = rng.standard_normal((2, 20_000))
+    mixed = np.sqrt(1 - share) * a + np.sqrt(share) * rest
     kept, _ = usable_features(np.column_stack([a, mixed]), ["a", "mixed"])
     assert (1 in kept) is stays
 
@@ -89,7 +89,7 @@ def test_fewer_rows_than_blocks_are_a_block_each():
 def test_a_clean_line_takes_the_weakest_ridge():
     x = np.column_stack(_columns())
     y = 2000 + x @ [10.0, 50.0] + np.random.default_rng(2).normal(0, 1, len(x))
-    choice = choose_penalty(x, y, np.arange(len(y)) * 5 // len(y))
+    choice = _choice(x, y, np.arange(len(y)) * 5 // len(y))
     assert (choice.penalty, choice.strength, choice.folds) == ("ridge", 1e-8, 5)
     assert choice.score == pytest.approx(np.sqrt(2 / np.pi), rel=0.15)  # mean absolute error of the noise
 
@@ -99,7 +99,7 @@ def test_features_of_noise_take_the_lasso():
     x = rng.standard_normal((50, 15))
     y = 1000 + 100 * x[:, 0] + rng.normal(0, 100, 50)
     candidates = (("ridge", 1e-8), ("ridge", 1e-3), ("lasso", 0.03))
-    assert choose_penalty(x, y, np.arange(50) * 5 // 50, penalties=candidates).penalty == "lasso"
+    assert _choice(x, y, np.arange(50) * 5 // 50, penalties=candidates).penalty == "lasso"
 
 
 def test_correlated_weak_features_take_the_elastic_net():
@@ -109,36 +109,36 @@ def test_correlated_weak_features_take_the_elastic_net():
     x = np.column_stack([cause[:, None] + rng.standard_normal((60, 6)), rng.standard_normal((60, 14))])
     y = 1000 + 100 * cause + rng.normal(0, 30, 60)
     candidates = (("ridge", 1e-8), ("lasso", 0.2), ("elastic_net", 0.2))
-    assert choose_penalty(x, y, np.arange(60) * 5 // 60, penalties=candidates).penalty == "elastic_net"
+    assert _choice(x, y, np.arange(60) * 5 // 60, penalties=candidates).penalty == "elastic_net"
 
 
-def test_bounds_are_part_of_what_is_chosen_by():
+def test_penalties_are_compared_within_the_bounds():
     """The slope is negative in truth: within bounds nothing is left but the level."""
     x = np.column_stack(_columns())[:, :1]
     y = 2000 - 10 * x[:, 0]
-    free, bound = (choose_penalty(x, y, np.arange(300) * 5 // 300, positive=p).score for p in (False, True))
-    assert free < 1
+    blocks = np.arange(300) * 5 // 300
+    assert _choice(x, y, blocks).score < 1
+    bound = _choice(x, y, blocks, signs=NON_NEGATIVE).score
     assert bound == pytest.approx(np.abs(y - y.mean()).mean(), rel=0.05)
 
 
-def test_ties_go_to_the_earlier_candidate():
+@pytest.mark.parametrize("strengths", [(1e-8, 1e-9), (1e-9, 1e-8)])
+def test_ties_go_to_the_earlier_candidate(strengths):
     x = np.column_stack(_columns(100))
     y = x[:, 0] + np.random.default_rng(2).normal(0, 1, len(x))
-    twins = (("ridge", 1e-8), ("ridge", 1e-9))
-    for candidates in (twins, twins[::-1]):
-        choice = choose_penalty(x, y, np.arange(100) // 20, penalties=candidates)
-        assert choice.strength == candidates[0][1]
+    twins = tuple(("ridge", strength) for strength in strengths)
+    assert _choice(x, y, np.arange(100) // 20, penalties=twins).strength == strengths[0]
 
 
-def test_one_block_is_nothing_to_choose_by():
+def test_one_block_leaves_the_first_candidate_without_a_score():
     x = np.column_stack(_columns(20))
-    choice = choose_penalty(x, x[:, 0], np.zeros(20, dtype=np.int64))
+    choice = _choice(x, x[:, 0], np.zeros(20, dtype=np.int64))
     assert (choice.penalty, choice.folds) == ("ridge", 0)
     assert np.isnan(choice.score)
 
 
 @pytest.mark.parametrize(("varied", "stays"), [(19, False), (20, True)])
-def test_a_feature_that_few_rows_speak_for_is_left_out(varied, stays):
+def test_a_feature_that_varies_on_few_rows_is_left_out(varied, stays):
     column = np.zeros(300)
     column[:varied] = np.arange(1, varied + 1)
     kept, left = usable_features(column[:, None], ["rare"])
@@ -147,50 +147,49 @@ def test_a_feature_that_few_rows_speak_for_is_left_out(varied, stays):
 
 
 @pytest.mark.parametrize(("burst", "misleads"), [(6.0, True), (1.0, False)])
-def test_a_line_through_a_burst_that_misleads_elsewhere_is_found(burst, misleads):
+def test_features_that_mislead_outside_a_burst_are_recognised(burst, misleads):
     """Two of five periods follow the feature, six times as steeply or as everywhere."""
     rng = np.random.default_rng(5)
     x = rng.uniform(1, 100, (200, 1))
     blocks = np.arange(200) // 40
     slope = np.where(np.isin(blocks, (0, 2)), burst, 1.0 if not misleads else 0.0)
     y = 500 + slope * x[:, 0] + rng.normal(0, 1, 200)
-    weights = np.ones(200)
-    choice = choose_penalty(x, y, blocks, weights)
-    assert is_worse_than_constant(x, y, blocks, weights, choice, weights) is misleads
+    design = plain_design(x, y, blocks)
+    choice = design.choose_penalty(FitOptions())
+    assert design.is_worse_than_constant(choice, FitOptions()) is misleads
 
 
-def test_nothing_misleads_where_there_is_nothing_to_judge_by():
+def test_nothing_misleads_without_a_second_block():
     x = np.column_stack(_columns(50))
-    blocks = np.zeros(50, dtype=np.int64)
-    ones, choice = np.ones(50), choose_penalty(x, x[:, 0], blocks)
-    assert not is_worse_than_constant(x, x[:, 0], blocks, ones, choice, ones)
+    design = plain_design(x, x[:, 0], np.zeros(50, dtype=np.int64))
+    assert not design.is_worse_than_constant(design.choose_penalty(FitOptions()), FitOptions())
 
 
 def test_independent_features_have_condition_and_inflation_one():
     x = np.array([[0.0, 0.0], [0.0, 10.0], [5.0, 0.0], [5.0, 10.0]])
-    found = collinearity(x, ["a", "b"], "all")
-    assert found.condition_number == pytest.approx(1)
-    assert found.variance_inflation == pytest.approx({"a": 1, "b": 1})
+    measured = collinearity(x, ["a", "b"], "all")
+    assert measured.condition_number == pytest.approx(1)
+    assert measured.variance_inflation == pytest.approx({"a": 1, "b": 1})
 
 
 def test_two_features_of_correlation_r_by_hand():
     """Eigenvalues 1 + r and 1 - r; variance inflation 1 / (1 - r^2). Here r = 0.8."""
     a, b = np.array([1.0, -1.0, 1.0, -1.0]), np.array([1.0, 1.0, -1.0, -1.0])
-    found = collinearity(
+    measured = collinearity(
         np.column_stack([a, 0.8 * a + 0.6 * b, np.array([1.0, -1.0, -1.0, 1.0])]) * [1, 9, 4],
         ["a", "b", "c"],
         "all",
     )
-    assert found.condition_number == pytest.approx(3)
-    assert found.variance_inflation == pytest.approx({"a": 1 / 0.36, "b": 1 / 0.36, "c": 1})
+    assert measured.condition_number == pytest.approx(3)
+    assert measured.variance_inflation == pytest.approx({"a": 1 / 0.36, "b": 1 / 0.36, "c": 1})
 
 
-def test_one_feature_or_none_has_nothing_to_be_collinear_with():
+def test_one_feature_or_none_is_not_collinear():
     assert collinearity(np.arange(5.0)[:, None], ["a"], "all").variance_inflation == pytest.approx({"a": 1})
     assert collinearity(np.zeros((5, 0)), [], "all").condition_number is None
 
 
-def test_a_padded_batch_stays_beside_its_batch_and_not_instead_of_it():
+def test_a_padded_batch_stays_only_with_its_batch():
     """Experts that saturate a little go with batches of 1 to 32 and their sizes in fours: the batch is left out, and its size too."""
     batch = np.tile(np.arange(1.0, 33.0), 20)
     padded = np.ceil(batch / 4) * 4

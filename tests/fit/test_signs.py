@@ -42,7 +42,7 @@ def test_a_free_slope_costs_a_lasso_the_same_either_way():
     np.testing.assert_allclose(bound.coef_, free.coef_, rtol=1e-3)
 
 
-def test_only_what_is_bound_has_an_interval_that_ends_at_zero():
+def test_only_bound_coefficients_have_intervals_cut_at_zero():
     x, y = _data(2, (4.0, 0.02, 0.02, 5.0))
     model = RobustLinear(strength=0.0, positive=(True, False, False, False))
     rows = model.fit_rows(x, y)
@@ -122,9 +122,14 @@ def test_every_time_per_token_request_or_byte_declares_its_sign():
     assert {signs[name] for name in QUEUED_FEATURES} == {"non_negative"}, "work ahead never shortens a wait"
 
 
+@pytest.mark.parametrize(
+    ("options", "signs"),
+    [({"positive": True}, NON_NEGATIVE), ({"any_sign": True}, ANY_SIGN), ({}, Signs(intercept=True))],
+)
+def test_options_of_a_deployment_give_the_signs(options, signs):
+    assert DeploymentOptions(**options).signs(intercept=True) == signs
+
+
 def test_options_of_signs_contradict_each_other():
-    assert DeploymentOptions(positive=True).signs() == NON_NEGATIVE
-    assert DeploymentOptions(any_sign=True).signs(intercept=True) == ANY_SIGN
-    assert DeploymentOptions().signs(intercept=True) == Signs("declared", intercept=True)
     with pytest.raises(UsageError, match="contradict"):
         deployment_options(TrainOptions(positive=True, any_sign=True))

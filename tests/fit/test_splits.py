@@ -62,7 +62,7 @@ def test_marking_spares_the_hold_out_and_what_is_marked():
     assert marked["excluded_reason"].to_list() == [None, "warm_up", "idle_gap", *[None] * 7]
 
 
-def test_marking_takes_unknown_for_no():
+def test_an_unknown_condition_marks_no_row():
     frame = splits.split_by_time(_rows(range(10))).with_columns(flag=pl.lit(None, pl.Boolean))
     assert splits.mark(frame, "outlier", pl.col("flag"))["excluded_reason"].null_count() == 10
 
@@ -109,7 +109,7 @@ def test_a_wide_spread_has_no_outliers_by_the_factor_alone():
     assert ((y > 3000) | (y < 1000 / 3)).mean() > 0.3
 
 
-def test_rows_like_most_others_are_no_outliers():
+def test_equal_rows_are_no_outliers():
     """Nine in ten are the same to the last digit, so that the spread is 0; their mean is five times as long."""
     y = np.where(np.arange(200) % 10 == 0, 40_000.0, 1000.0)
     assert np.array_equal(outliers(np.zeros((200, 0)), y), y > 1000)
@@ -130,14 +130,15 @@ def _recorded(prompts, decodes, us):
     return rows, timeline
 
 
-def test_a_sweep_before_the_load_trains_and_its_warm_up_passes_do_not():
-    """The first pass of 8 prompt tokens takes 274 ms, a later one of 16 takes 4; of two decodes no other step has as many."""
-    rows, timeline = _recorded([8, 16, 0, 0, 0], [0, 0, 1, 2, 1], [274e3, 4e3, 5e3, 9e3, 2.6e3])
-    kept = splits.keep_sweep(rows, timeline)["excluded_reason"].to_list()
-    assert kept == ["warm_up", None, None, None, None]
-    rows, timeline = _recorded([8, 16, 0, 0, 0], [0, 0, 1, 2, 1], [274e3, 4e3, 5e3, 9e3, 2.4e3])
-    kept = splits.keep_sweep(rows, timeline)["excluded_reason"].to_list()
-    assert kept == ["warm_up", None, "warm_up", None, None]
+@pytest.mark.parametrize(("later_us", "one_decode"), [(2.6e3, None), (2.4e3, "warm_up")])
+def test_a_sweep_trains_except_its_warm_up_passes(later_us, one_decode):
+    """The first pass of 8 prompt tokens takes 274 ms, a later one of 16 takes 4; no other step has as many as two decodes.
+
+    A step of one decode takes 5 ms: less than half of that, later, makes it a warm-up pass.
+    """
+    rows, timeline = _recorded([8, 16, 0, 0, 0], [0, 0, 1, 2, 1], [274e3, 4e3, 5e3, 9e3, later_us])
+    marks = splits.keep_sweep(rows, timeline)["excluded_reason"].to_list()
+    assert marks == ["warm_up", None, one_decode, None, None]
 
 
 def test_warm_up_of_traced_steps_stays_out():

@@ -64,7 +64,7 @@ def test_coefficients_and_counts():
     assert (fitted.rows_train, fitted.rows_used, fitted.rows_holdout) == (210, 210, 90)
 
 
-def test_what_was_seen_is_the_range_of_the_training_rows():
+def test_the_training_range_is_that_of_the_training_rows():
     frame = _frame()
     train = frame.head(210)
     terms = {t.feature: t.training_range for t in _fit(frame).terms}
@@ -101,9 +101,9 @@ def test_gaps_leave_both_parts():
 
 def test_the_baseline_is_the_training_median():
     frame = _frame()
-    held, median = frame.tail(90)["y"].to_numpy(), np.median(frame.head(210)["y"])
+    holdout, median = frame.tail(90)["y"].to_numpy(), np.median(frame.head(210)["y"])
     validation = _fit(frame).validation
-    assert validation.baseline.mae == pytest.approx(np.abs(held - median).mean())
+    assert validation.baseline.mae == pytest.approx(np.abs(holdout - median).mean())
     assert validation.skill == pytest.approx(1 - validation.holdout.mae / validation.baseline.mae)
 
 
@@ -142,20 +142,20 @@ def test_predictions_below_zero_are_measured_as_zero():
 
 
 def test_extrapolated_rows_are_counted_by_feature():
-    held = pl.col("split") == "holdout"
+    is_held_out = pl.col("split") == "holdout"
     far = {
         "prefill": pl.col("ts_ns") == 250_000,
         "decode": pl.col("ts_ns").is_in([250_000, 260_000, 270_000]),
     }
     frame = _frame().with_columns(
-        pl.when(held & rows).then(-5).otherwise(name).alias(name) for name, rows in far.items()
+        pl.when(is_held_out & rows).then(-5).otherwise(name).alias(name) for name, rows in far.items()
     )
     validation = _fit(frame).validation
     assert validation.extrapolated_rows == 3
     assert validation.extrapolated == {"prefill": 1, "decode": 3}
 
 
-def test_a_prediction_interval_knows_the_outliers_that_did_not_train():
+def test_a_prediction_interval_includes_the_outliers():
     """One row in twenty takes ten times as long: no 95 % interval may end below it, though none of them trained."""
     rows = range(7, 300, 20)
     fitted = _fit(_spoiled(_frame(), rows))
@@ -164,7 +164,7 @@ def test_a_prediction_interval_knows_the_outliers_that_did_not_train():
     assert fitted.validation.interval_coverage_pct > 97
 
 
-def test_prediction_intervals_are_of_the_rows_the_error_is_measured_on():
+def test_prediction_intervals_are_of_the_evaluated_rows():
     """Rows of kind 1 have ten times the noise."""
     kind = pl.int_range(300) % 2
     noise = pl.Series(np.random.default_rng(7).normal(0, 200, 300))
@@ -192,7 +192,7 @@ def test_a_share_of_unknown_values_says_how_large():
     ]
 
 
-def test_a_few_unknown_values_cost_training_rows_but_no_held_out_ones():
+def test_a_few_unknown_values_cost_training_rows_only():
     unknown = pl.when(~pl.col("ts_ns").is_in([5000, 6000, 250_000])).then("decode")
     fitted = _fit(_frame(decode=unknown))
     assert _values(fitted) == pytest.approx({"prefill": 10, "decode": 50}, rel=0.02)
@@ -251,7 +251,7 @@ def test_two_runs_are_one_model_split_each_by_its_own_time():
     assert (fitted.rows_used, fitted.rows_holdout) == (420, 180)
 
 
-def test_no_feature_at_all_is_a_level():
+def test_a_fit_without_features_is_a_level():
     fitted = _fit(_frame(), [])
     assert fitted.terms == ()
     assert fitted.regimes[0].intercept.value == pytest.approx(_frame().head(210)["y"].mean(), rel=0.02)

@@ -77,10 +77,10 @@ def test_the_only_fitted_regime_predicts_all_rows():
     assert fitted.regimes[0].regime.when == ALWAYS
 
 
-def test_the_condition_is_held_against_what_happened():
+def test_the_classifier_compares_the_condition_with_the_label():
     """Of 120 held-out rows the last 20 say the opposite of the truth."""
-    held = _frame(wrong=20).filter(split="holdout")
-    hit = held.with_columns(condition=pl.col("slots") <= 0).select("queued", "condition")
+    holdout = _frame(wrong=20).filter(split="holdout")
+    hit = holdout.with_columns(condition=pl.col("slots") <= 0).select("queued", "condition")
     counts = {
         pair: hit.filter(queued=pair[0], condition=pair[1]).height for pair in [(True, True), (True, False)]
     }
@@ -106,7 +106,7 @@ def test_a_row_without_a_label_is_no_hit_and_no_miss():
     assert classifier.confusion["true_positive"] + classifier.confusion["true_negative"] == 105
 
 
-def test_room_and_a_prompt_s_turn_have_their_own_lines():
+def test_waits_for_room_and_for_prompts_have_their_own_lines():
     """Room comes at 2 ms per output token ahead, the turn of a prompt at 0.1 ms per prompt token ahead; else 0.2 ms pass."""
     rng, n = np.random.default_rng(1), 600
     ahead, tokens, need = rng.integers(0, 9_000, n), rng.integers(0, 9_000, n), rng.integers(0, 4, n)

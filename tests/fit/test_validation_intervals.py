@@ -5,13 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from designs import plain_design
 from tracefit.fit.estimators import RobustLinear
+from tracefit.fit.fitted import ANY_SIGN
 from tracefit.fit.results import PenaltyChoice, PredictionInterval
-from tracefit.fit.select import out_of_fold
 from tracefit.fit.validation import coverage_pct, prediction_interval
 
+CHOICE = PenaltyChoice("ridge", 1e-6, 0.0, 5)
 
-def test_limits_are_the_ranks_that_leave_a_fortieth_on_each_side():
+
+def test_limits_leave_a_fortieth_of_the_rows_on_each_side():
     """79 rows: the 2nd from below and the 2nd from above are at 2/80 and 78/80."""
     predicted = np.zeros(79)
     band = prediction_interval(predicted, np.random.default_rng(0).permutation(79) - 39.0)
@@ -28,12 +31,13 @@ def test_the_kind_is_that_of_the_noise(relative, kind):
     assert prediction_interval(predicted, actual).kind == kind
 
 
-def test_limits_about_a_prediction_by_hand():
-    predicted = np.array([100.0, 10.0])
-    low, high = PredictionInterval("all", 95, "ratio", 0.9, 1.5).limits(predicted)
-    assert (low.tolist(), high.tolist()) == ([90, 9], [150, 15])
-    low, high = PredictionInterval("all", 95, "difference", -20.0, 5.0).limits(predicted)
-    assert (low.tolist(), high.tolist()) == ([80, 0], [105, 15])
+@pytest.mark.parametrize(
+    ("kind", "limits", "low", "high"),
+    [("ratio", (0.9, 1.5), [90, 9], [150, 15]), ("difference", (-20.0, 5.0), [80, 0], [105, 15])],
+)
+def test_limits_about_a_prediction_by_hand(kind, limits, low, high):
+    sides = PredictionInterval("all", 95, kind, *limits).limits(np.array([100.0, 10.0]))
+    assert [side.tolist() for side in sides] == [low, high]
 
 
 def test_a_prediction_of_zero_has_no_ratio():
@@ -46,9 +50,9 @@ def test_coverage_counts_the_limits_in():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("relative", [True, False])
-def test_intervals_of_95_percent_hold_new_observations_about_that_often(relative):
+def test_95_percent_of_new_observations_are_in_their_interval(relative):
     """200 runs of 150 rows and 20 new ones, eight features, six of them noise: in-sample residuals are too small."""
-    held = []
+    coverage = []
     for seed in range(200):
         rng = np.random.default_rng(seed)
         x = rng.uniform(0, 100, (170, 8))
@@ -56,22 +60,16 @@ def test_intervals_of_95_percent_hold_new_observations_about_that_often(relative
         noise = rng.normal(0, 0.05, 170)
         y = clean * (1 + noise) if relative else clean + 3000 * noise
         old, new = slice(0, 150), slice(150, None)
-        blocks, weights = np.arange(150) // 30, np.ones(150)
-        unseen = out_of_fold(
-            x[old], y[old], blocks, weights, PenaltyChoice("ridge", 1e-6, 0.0, 5), positive=False
-        )
-        low, high = prediction_interval(unseen, y[old]).limits(
-            RobustLinear().fit(x[old], y[old]).predict(x[new])
-        )
-        held.append(coverage_pct(low, y[new], high))
-    assert 93 <= np.mean(held) <= 97
+        unseen = plain_design(x[old], y[old], np.arange(150) // 30).out_of_fold(CHOICE, ANY_SIGN)
+        predicted = RobustLinear().fit(x[old], y[old]).predict(x[new])
+        low, high = prediction_interval(unseen, y[old]).limits(predicted)
+        coverage.append(coverage_pct(low, y[new], high))
+    assert 93 <= np.mean(coverage) <= 97
 
 
 def test_a_fold_is_predicted_without_its_own_rows():
     """The last block's level is another one: no training row shows it."""
     x = np.arange(100.0)[:, None] % 7
     y = np.where(np.arange(100) < 80, 1000.0, 5000.0)
-    unseen = out_of_fold(
-        x, y, np.arange(100) // 20, np.ones(100), PenaltyChoice("ridge", 1e-6, 0.0, 5), positive=False
-    )
+    unseen = plain_design(x, y, np.arange(100) // 20).out_of_fold(CHOICE, ANY_SIGN)
     assert unseen[80:] == pytest.approx(1000, abs=1)

@@ -28,7 +28,7 @@ def _curve(frame):
     return fitted.validation.learning_curve, fitted.validation.holdout
 
 
-def test_shares_of_the_training_rows_and_the_model_itself_at_the_end():
+def test_the_last_point_of_the_curve_is_the_model_itself():
     frame = _frame(1000, np.random.default_rng(1).normal(1000, 30, 1000))
     curve, holdout = _curve(frame)
     assert [p.share for p in curve] == [0.1, 0.2, 0.4, 0.7, 1.0]
@@ -48,7 +48,7 @@ def test_shares_with_too_few_rows_have_no_point():
     assert [p.rows for p in curve] == [56, 98, 140]
 
 
-def test_every_regime_needs_its_rows():
+def test_a_point_needs_enough_rows_of_every_regime():
     frame = _frame(1000, np.random.default_rng(1).normal(1000, 30, 1000))
     frame = frame.with_columns(rare=pl.int_range(pl.len()) % 10 == 0).cast({"rare": pl.Int64})
     features = (Feature("x", "1", "x"),)

@@ -60,7 +60,7 @@ def test_no_rows_have_no_errors():
     assert (NO_ROWS.n, NO_ROWS.mae, NO_ROWS.mape_pct) == (0, None, None)
 
 
-def test_skill_is_the_share_of_the_baselines_error_that_is_gone():
+def test_skill_is_the_share_of_the_baselines_error_removed():
     model, baseline = _measure([100, 100], [90, 110]), _measure([100, 100], [60, 140])
     assert skill(model, baseline) == pytest.approx(0.75)
     assert skill(baseline, model) == pytest.approx(-3)

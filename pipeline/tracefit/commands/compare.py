@@ -291,4 +291,4 @@ def _by_clock(model: BoundaryModel, rows: pl.DataFrame, tables: DeploymentTables
 
 def _all_new(rows: pl.DataFrame) -> pl.DataFrame:
     # Without idle gaps and epoch boundaries, on which the old file was not trained either.
-    return rows.filter(~pl.col("excluded_reason").is_in(splits.ALWAYS).fill_null(value=False))
+    return rows.filter(~splits.is_excluded(splits.ALWAYS))

@@ -19,7 +19,7 @@ from tracefit.features import targets
 from tracefit.features.sets import FeatureSet
 from tracefit.features.training import beta_rows
 from tracefit.fit import splits
-from tracefit.fit.fitted import COVERED_SHARE
+from tracefit.fit.results import COVERED_SHARE
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import open_inputs

@@ -25,11 +25,10 @@ PADDED, EXPERTS, PADDED_EXPERTS = "padded_decode_reqs", "experts_read", "padded_
 BATCH_TERMS = (PADDED, EXPERTS, PADDED_EXPERTS)
 """Columns that `add_batch_terms` adds."""
 
-_SIZES, _MOST = "cudagraph_capture_sizes", "max_cudagraph_capture_size"
 _LARGEST_GRAPH = 512
 _STEPS_PER_FORMULA = 8
 _DIGITS = 12
-_ALONE = "(1 - min(1, num_prefill_reqs))"
+_WITHOUT_PROMPTS = "(1 - min(1, num_prefill_reqs))"
 
 
 def capture_sizes(context: RunContext) -> tuple[int, ...]:
@@ -41,15 +40,11 @@ def capture_sizes(context: RunContext) -> tuple[int, ...]:
     settings = context.settings
     if context.gpu is None or settings.enforce_eager or settings.is_sglang:
         return ()
-    stated = _numbers(settings.other.get(_SIZES))
-    if stated:
+    if stated := _numbers(settings.other.get("cudagraph_capture_sizes")):
         return stated
-    most = next(iter(_numbers(settings.other.get(_MOST))), None)
-    if most is None and settings.max_num_seqs:
-        most = min(2 * settings.max_num_seqs, _LARGEST_GRAPH)
-    return tuple(
-        n for n in (1, 2, 4, *range(8, 256, 8), *range(256, (most or 0) + 1, 16)) if n <= (most or 0)
-    )
+    default = min(2 * (settings.max_num_seqs or 0), _LARGEST_GRAPH)
+    largest = next(iter(_numbers(settings.other.get("max_cudagraph_capture_size"))), default)
+    return tuple(n for n in (1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)) if n <= largest)
 
 
 def _numbers(setting: object) -> tuple[int, ...]:
@@ -85,18 +80,21 @@ def _staircase(sizes: tuple[int, ...]) -> dict[str, str]:
         f"{PADDED}_{first}": " + ".join(steps[first : first + _STEPS_PER_FORMULA])
         for first in range(0, len(steps), _STEPS_PER_FORMULA)
     }
-    return {**parts, PADDED: f"min(1, num_prefill_reqs) * num_decode_reqs + {_ALONE} * ({' + '.join(parts)})"}
+    return {
+        **parts,
+        PADDED: f"min(1, num_prefill_reqs) * num_decode_reqs + {_WITHOUT_PROMPTS} * ({' + '.join(parts)})",
+    }
 
 
 def _experts(model: ModelArchitecture, decodes: str, ranks: int) -> str:
     """Return the distinct experts of a layer that a batch without prompts reads, expected if tokens choose evenly.
 
-    A prompt reads all of them: that is part of what a step with prompts costs, and an amount that is the same in all such steps
-    would stand for the rest of it. Ranks of data parallelism share the experts: the tokens of all of them count, and the others are
+    A prompt reads all of them, which is part of the constant cost of a step with prompts: a term with the same amount in all such
+    steps would stand for the rest of that cost. Ranks of data parallelism share the experts: the tokens of all of them count, and the others are
     taken to have as many.
     """
     missed = f"{1 - model.experts_per_token / model.experts:.{_DIGITS}g}"
-    return f"{_ALONE} * {model.experts} * (1 - {missed} ** ({ranks} * {decodes}))"
+    return f"{_WITHOUT_PROMPTS} * {model.experts} * (1 - {missed} ** ({ranks} * {decodes}))"
 
 
 def add_batch_terms(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:

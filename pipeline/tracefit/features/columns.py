@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.evaluator import COMPARE
-from tracefit.features.expressions import ARITHMETIC, Algebra, compute
+from tracefit.features.expressions import ARITHMETIC, Algebra, compiled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,14 +30,16 @@ def to_polars(node: Node, constants: Mapping[str, float | None]) -> pl.Expr:
         # A column of text has no numbers: its rows lack the feature.
         return pl.col(name).cast(pl.Float64, strict=False)
 
-    return compute(node, value_of, COLUMNS)
+    return compiled(node, COLUMNS)(value_of)
 
 
 def _extreme(function: Function, arguments: Sequence[pl.Expr]) -> pl.Expr:
     # The horizontal functions skip nulls and NaN; a missing operand must not look like a small one.
-    known = pl.all_horizontal(*(argument.is_not_null() & argument.is_not_nan() for argument in arguments))
+    all_numbers = pl.all_horizontal(
+        *(argument.is_not_null() & argument.is_not_nan() for argument in arguments)
+    )
     value = pl.min_horizontal(*arguments) if function == "min" else pl.max_horizontal(*arguments)
-    return pl.when(known).then(value)
+    return pl.when(all_numbers).then(value)
 
 
 COLUMNS: Algebra[pl.Expr, pl.Expr] = Algebra(

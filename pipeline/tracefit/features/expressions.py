@@ -1,7 +1,7 @@
 """The language in which features are declared: numbers, names, + - * / **, min and max.
 
 A formula is text from a file that anyone may have written. Python's own parser reads it, a whitelist of
-syntax nodes turns it into a small tree (`Node`), and only that tree is evaluated (`compute`): in plain Python
+syntax nodes turns it into a small tree (`Node`), and only that tree is evaluated (`compiled`): in plain Python
 over one row (`ROW`, which does not import polars) or as a polars expression over a frame (`columns.COLUMNS`).
 
 Both give the same value for every input:
@@ -92,17 +92,13 @@ def parse_formula(text: str, *, where: str) -> Node:
     if len(text) > MAX_FORMULA_CHARS:
         raise UsageError(f"formula is longer than {MAX_FORMULA_CHARS} characters", where=where)
     plain = " ".join(text.translate(TYPESET).split())
-    known = LEXICON.match(plain)
-    end = known.end() if known else 0
+    allowed = LEXICON.match(plain)
+    end = allowed.end() if allowed else 0
     try:
         if end == len(plain):
             return _node(ast.parse(plain, mode="eval").body, calls=0)
         problem = f"has {plain[end]!r}, which is not allowed there"
-    except (
-        SyntaxError,
-        RecursionError,
-        MemoryError,
-    ):  # the latter two are how the parser reports deep nesting
+    except (SyntaxError, RecursionError, MemoryError):  # the latter two for deep nesting
         problem = "cannot be parsed"
     except ValueError as error:
         problem = str(error)
@@ -148,23 +144,25 @@ def _node(tree: ast.expr, *, calls: int) -> Node:
 
 
 def _constant(value: float) -> Constant:
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
+    if not math.isfinite(_float(value)):
         raise ValueError("has a number out of range")
-    return Constant(number)
+    return Constant(float(value))
+
+
+def _float(value: float) -> float:
+    """Return a number as a float: an integer of hundreds of digits is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _exponent(tree: ast.expr) -> Constant:
-    sign, number = 1.0, tree
-    if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, _SIGNS):
-        sign, number = -1.0 if isinstance(tree.op, ast.USub) else 1.0, tree.operand
-    if isinstance(number, ast.Constant):
-        node = _node(number, calls=0)
-        if isinstance(node, Constant) and node.value <= MAX_EXPONENT:
-            return Constant(sign * node.value)
+    number = tree.operand if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, _SIGNS) else tree
+    node = _node(number, calls=0) if isinstance(number, ast.Constant) else None
+    if isinstance(node, Constant) and node.value <= MAX_EXPONENT:
+        is_negative = isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub)
+        return Constant(-node.value if is_negative else node.value)
     raise ValueError("has an exponent that is not a number from -4 to 4")
 
 
@@ -208,11 +206,6 @@ class Algebra(Generic[Operand, Truth]):
     every: Callable[[Sequence[Truth]], Truth]
 
 
-def compute(node: Node, value_of: Callable[[str], Operand], algebra: Algebra[Operand, Any]) -> Operand:
-    """Compute a formula, `value_of` its names."""
-    return compiled(node, algebra)(value_of)
-
-
 def compiled(node: Node, algebra: Algebra[Operand, Any]) -> Callable[[Callable[[str], Operand]], Operand]:
     """Return a function that computes a formula from `value_of`, its names: a replay computes formulas a million times."""
     finite, value = algebra.finite, _compiled(node, algebra)
@@ -227,11 +220,8 @@ def _compiled(node: Node, algebra: Algebra[Operand, Any]) -> Callable[[Callable[
         case Name(name):
             return lambda value_of: value_of(name)
         case Binary(operator, one, other):
-            operate, left, right = (
-                algebra.binary[operator],
-                _compiled(one, algebra),
-                _compiled(other, algebra),
-            )
+            operate = algebra.binary[operator]
+            left, right = _compiled(one, algebra), _compiled(other, algebra)
             return lambda value_of: operate(left(value_of), right(value_of))
         case Call(function, arguments):
             extreme, inner = algebra.extreme, [_compiled(argument, algebra) for argument in arguments]
@@ -249,14 +239,7 @@ def evaluate(node: Node, values: Mapping[str, float | None]) -> float | None:
     Raises:
         KeyError: A name is not in `values`.
     """
-    return compute(node, lambda name: _number(values[name]), ROW)
-
-
-def _number(value: float | None) -> float | None:
-    try:
-        return None if value is None else float(value)
-    except OverflowError:  # an int of hundreds of digits
-        return math.inf if value is not None and value > 0 else -math.inf
+    return compiled(node, ROW)(lambda name: None if (value := values[name]) is None else _float(value))
 
 
 def _of_known(
@@ -266,10 +249,10 @@ def _of_known(
 
 
 def _extreme(function: Function, arguments: Sequence[float | None]) -> float | None:
-    known = [value for value in arguments if value is not None and not math.isnan(value)]
-    if len(known) < len(arguments):
+    numbers = [value for value in arguments if value is not None and not math.isnan(value)]
+    if len(numbers) < len(arguments):
         return None
-    return min(known) if function == "min" else max(known)
+    return min(numbers) if function == "min" else max(numbers)
 
 
 ROW: Algebra[float | None, bool] = Algebra(

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.errors import DataError
 from tracefit.features.columns import to_polars
 from tracefit.features.expressions import parse_formula
 from tracefit.server.hardware import Gpu
@@ -89,7 +88,7 @@ _EXACT_DIGITS = 17
 """Significant digits that identify a float exactly, for training."""
 
 _HELPERS = ("prompt_visible_tokens", "decode_visible_tokens")
-_PCIE_GB_S = 64.0  # PCIe 4.0 x16, both directions together: the slot of GPUs that have no link of their own
+_PCIE_GB_S = 64.0  # PCIe 4.0 x16, both directions added: the slot of GPUs without a direct link
 
 
 def add_roofline(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: int) -> pl.DataFrame:
@@ -98,17 +97,13 @@ def add_roofline(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: 
     The frame has one row per step, with `ROOFLINE_COLUMNS`; the model is as it is served on `tp` such GPUs.
 
     Raises:
-        DataError: A column is missing.
         UsageError: The model cannot be divided over `tp` ranks.
     """
-    missing = [name for name in ROOFLINE_COLUMNS if name not in frame.columns]
-    if missing:
-        raise DataError(f"roofline terms need the columns {', '.join(missing)}", hint="rebuild the timeline")
     arch.check_tensor_parallel(tp)
     # Exact numbers: with the 12 digits of files, coefficients would depend on how a formula is printed.
     formulas = roofline_formulas(arch, gpu, tp=tp, digits=_EXACT_DIGITS)
     columns = frame.select(
-        *(pl.col(name) for name in ROOFLINE_COLUMNS if not name.endswith("context_tokens")),
+        *(name for name in ROOFLINE_COLUMNS if not name.endswith("context_tokens")),
         _of_requests("context_tokens", "num_decode_reqs"),
         _of_requests("prefill_context_tokens", "num_prefill_reqs"),
     )
@@ -140,17 +135,17 @@ def roofline_formulas(
     number = partial(number_text, digits=digits)
     # FLOPs per us over all ranks. Attention runs at the fp16 rate; only the matrices of fp8 models run at the fp8 rate.
     flops = gpu.compute_tflops_fp16 * 1e6 * tp
-    matrix_flops = flops
-    if arch.fp8_compute and gpu.compute_tflops_fp8 is not None:
-        matrix_flops = gpu.compute_tflops_fp8 * 1e6 * tp
-    matrix, head = arch.layer_flops_per_token / matrix_flops, arch.head_flops_per_token / flops
+    fp8_flops = gpu.compute_tflops_fp8 * 1e6 * tp if arch.fp8_compute and gpu.compute_tflops_fp8 else flops
+    matrix, head = arch.layer_flops_per_token / fp8_flops, arch.head_flops_per_token / flops
     bytes_per_us = gpu.memory_bandwidth_gb_s * 1e3
+    weights = arch.fixed_weight_bytes / tp / bytes_per_us
     kv = arch.kv_bytes_per_token_per_layer / arch.kv_shards(tp) / bytes_per_us
     # `experts * expert` below is the time to read all experts of all MoE layers.
     expert = arch.moe_layers * arch.expert_bytes / tp / bytes_per_us
-    prompt_visible, decode_visible = (
-        _visible(arch, f"{phase}_visible_tokens") for phase in ("prompt", "decode")
-    )
+    # A ring all-reduce, two per layer, moves 2 (tp - 1) / tp of the payload over each link (Patarasuk and Yuan 2009).
+    link_bytes_per_us = (gpu.link_gb_s or _PCIE_GB_S) / 2 * 1e3
+    all_reduces = arch.layers * 2 * arch.hidden * arch.dtype_bytes * 2 * (tp - 1) / tp / link_bytes_per_us
+    prompt_visible, decode_visible = (_visible(arch, tokens) for tokens in _HELPERS)
 
     def compute(phase: str, pair_flops: int, visible: str) -> str:
         tokens = f"{phase}_tokens"
@@ -160,6 +155,7 @@ def roofline_formulas(
     # An expert is missed by one token with this probability (experts chosen evenly), by all T tokens with its power T:
     # expected distinct experts = experts * (1 - missed ** T).
     dispatch_bytes = arch.moe_layers * 2 * arch.experts_per_token * arch.hidden * arch.dtype_bytes
+    tokens = "(prefill_tokens + decode_tokens)"
     missed = 1 - arch.experts_per_token / arch.experts if arch.is_moe else 0.0
     return {
         "prompt_visible_tokens": "(prefill_context_tokens + prefill_tokens / 2) / num_prefill_reqs",
@@ -168,14 +164,12 @@ def roofline_formulas(
         "decode_compute_us": compute("decode", arch.decode_pair_flops, decode_visible),
         "prefill_kv_write_us": f"prefill_tokens * {number(arch.context_layers * kv)}",
         "decode_kv_read_us": f"num_decode_reqs * ({decode_visible}) * {number(kv)}",
-        "weight_read_us": "min(prefill_tokens + decode_tokens, 1) * "
-        + number(arch.fixed_weight_bytes / tp / bytes_per_us),
-        "tp_comm_us": f"(prefill_tokens + decode_tokens) * {number(tp_comm_us_per_token(arch, gpu, tp))}",
-        "moe_expert_read_us": f"{number(arch.experts * expert)} * "
-        f"(1 - {number(missed)} ** (prefill_tokens + decode_tokens))"
+        "weight_read_us": f"min(prefill_tokens + decode_tokens, 1) * {number(weights)}",
+        "tp_comm_us": f"{tokens} * {number(all_reduces)}",
+        "moe_expert_read_us": f"{number(arch.experts * expert)} * (1 - {number(missed)} ** {tokens})"
         if arch.is_moe
         else "0",
-        "moe_dispatch_us": f"(prefill_tokens + decode_tokens) * {number(dispatch_bytes / bytes_per_us)}",
+        "moe_dispatch_us": f"{tokens} * {number(dispatch_bytes / bytes_per_us)}",
         "layers": number(float(arch.layers)),
         "batch_requests": "num_prefill_reqs + num_decode_reqs",
         "one": "1",
@@ -200,13 +194,3 @@ def _visible(arch: ModelArchitecture, tokens: str) -> str:
 def number_text(value: float, digits: int = _FILE_DIGITS) -> str:
     """Return a number as text for a formula."""
     return f"{value:.{digits}g}"
-
-
-def tp_comm_us_per_token(arch: ModelArchitecture, gpu: Gpu, tp: int) -> float:
-    """Return the time in us that one token adds to the all-reduces of a step.
-
-    A ring all-reduce moves 2 (tp - 1) / tp of the payload over each link (Patarasuk and Yuan 2009), twice per layer.
-    """
-    link_bytes_per_us = (gpu.link_gb_s or _PCIE_GB_S) / 2 * 1e3
-    payload = arch.layers * 2 * arch.hidden * arch.dtype_bytes
-    return payload * 2 * (tp - 1) / tp / link_bytes_per_us

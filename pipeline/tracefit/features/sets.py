@@ -7,6 +7,7 @@ below; a user's own set comes from a file with the same fields and is compiled t
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringC
 from tracefit.errors import UsageError, known_names
 from tracefit.evaluator import MAX_FORMULA_CHARS
 from tracefit.features.columns import to_polars
-from tracefit.features.expressions import Name, Node, names_in, parse_formula
+from tracefit.features.expressions import Name, names_in, parse_formula
 from tracefit.server.documents import (
     FiniteNumber,
     Text,
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-_IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,79}", re.ASCII)
-_SUGGESTIONS = 3
 Sign = Literal["non_negative"]
 
 _RATIO = "efficiency_ratio"
@@ -45,7 +44,7 @@ _DIMENSIONLESS = frozenset({"1", "ratio", "flag"})
 
 
 def _is_identifier(text: str) -> str:
-    if not _IDENTIFIER.fullmatch(text):
+    if not re.fullmatch("[A-Za-z][A-Za-z0-9_]{0,79}", text):
         raise ValueError(f"{excerpt(text)!r} is not a plain identifier: at most 80 letters, digits and _")
     return text
 
@@ -107,10 +106,9 @@ class Feature:
 
 
 def _named_once(features: tuple[Feature, ...]) -> tuple[Feature, ...]:
-    names = [feature.name for feature in features]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"have the feature {twice} twice")
+    [(name, count)] = Counter(feature.name for feature in features).most_common(1)
+    if count > 1:
+        raise ValueError(f"have the feature {name} twice")
     return features
 
 
@@ -170,15 +168,15 @@ def add_features(
     compiled = []
     for feature in features.features:
         where = f"feature {feature.name} of set {features.name}"
-        node = _parsed(feature.formula, where)
+        node = _parsed(feature.formula, where=where)
         for name in sorted(names_in(node)):
             if name not in schema and name not in fixed:
-                close = known_names(name, sorted({*schema, *fixed}), most=_SUGGESTIONS)
-                raise UsageError(f"needs {excerpt(name)}, which is not known", where=where, hint=close)
-            kind = schema.get(name)
+                hint = known_names(name, sorted({*schema, *fixed}), most=3)
+                raise UsageError(f"needs {excerpt(name)}, which is not known", where=where, hint=hint)
+            dtype = schema.get(name)
             # A column of text would silently cast to nulls: all rows would lack the feature.
-            if kind is not None and not (kind.is_numeric() or str(kind) in {"Boolean", "Null"}):
-                raise UsageError(f"{name} is a column of {kind}, not of numbers", where=where)
+            if dtype is not None and not (dtype.is_numeric() or str(dtype) in {"Boolean", "Null"}):
+                raise UsageError(f"{name} is a column of {dtype}, not of numbers", where=where)
         if feature.name in schema and node != Name(feature.name):
             fault = "has the name of a column and other values"
             raise UsageError(fault, where=where, hint="rename the feature")
@@ -187,9 +185,7 @@ def add_features(
 
 
 # Sets are compiled for every deployment, split and search step: their formulas stay the same.
-@lru_cache(maxsize=1024)
-def _parsed(formula: str, where: str) -> Node:
-    return parse_formula(formula, where=where)
+_parsed = lru_cache(maxsize=1024)(parse_formula)
 
 
 # -- files -----------------------------------------------------------------------------------------------
@@ -204,42 +200,25 @@ def feature_sets(choice: str) -> tuple[FeatureSet, ...]:
     """Return the feature sets of a choice: `auto`, a built-in set's name, or a YAML or JSON file.
 
     Raises:
-        UsageError: No such set or file, or the file is wrong.
+        UsageError: No such set or file, or the file is wrong; the line names the existing sets.
     """
     if choice == "auto":
         return AUTO
-    return (read_feature_set(Path(choice)) if is_feature_file(choice) else find_feature_set(choice),)
-
-
-def find_feature_set(name_or_file: str) -> FeatureSet:
-    """Return a built-in set by its name.
-
-    Raises:
-        UsageError: No such set; the line names the existing ones.
-    """
-    built_in = BUILT_IN.get(name_or_file)
-    if built_in is None:
-        raise UsageError(
-            f"feature set {excerpt(name_or_file)!r} is not known",
-            hint=f"{known_names(name_or_file, BUILT_IN)}; or give a .yaml or .json file",
-        )
-    return built_in
-
-
-def read_feature_set(path: Path) -> FeatureSet:
-    """Read a user's own feature set from a YAML or JSON file.
-
-    The file holds `name` and `features`, a list of objects with `name`, `unit`, `formula` and optionally `reason` and
-    `sign` (`non_negative`); and optionally `ratios`, numbers to try for the name `efficiency_ratio` in formulas.
-
-    Raises:
-        UsageError: The file cannot be read, or `parse_feature_set` refuses it.
-    """
-    return parse_feature_set(read_bytes(path), where=str(path), is_json=path.suffix.lower() == ".json")
+    if is_feature_file(choice):
+        path = Path(choice)
+        is_json = path.suffix.lower() == ".json"
+        return (parse_feature_set(read_bytes(path), where=str(path), is_json=is_json),)
+    if choice not in BUILT_IN:
+        fault = f"feature set {excerpt(choice)!r} is not known"
+        raise UsageError(fault, hint=f"{known_names(choice, BUILT_IN)}; or give a .yaml or .json file")
+    return (BUILT_IN[choice],)
 
 
 def parse_feature_set(content: bytes | str, *, where: str, is_json: bool = False) -> FeatureSet:
-    """Parse a feature set, see `read_feature_set`. Formulas are checked here, names when the set is used.
+    """Parse a user's own feature set, YAML or JSON. Formulas are checked here, names when the set is used.
+
+    The file holds `name` and `features`, a list of objects with `name`, `unit`, `formula` and optionally `reason` and
+    `sign` (`non_negative`); and optionally `ratios`, numbers to try for the name `efficiency_ratio` in formulas.
 
     Raises:
         UsageError: A field is missing, unknown or of the wrong type; a name occurs twice; a formula is wrong.
@@ -255,11 +234,11 @@ def _features(table: str) -> tuple[Feature, ...]:
     """Return the features of a table: name (+: its sign is non-negative), unit, reason, formula unless a column."""
     features = []
     for row in table.splitlines():
-        named, unit, reason, *formula = (cell.strip() for cell in row.split("|"))
-        name = named.removeprefix("+ ")
+        signed_name, unit, reason, *formula = (cell.strip() for cell in row.split("|"))
+        name = signed_name.removeprefix("+ ")
         # Free signs fit a few permille better within the training load and run away beyond it: -33 us per
         # prefill token on one H100 run.
-        sign: Sign | None = None if name == named else "non_negative"
+        sign: Sign | None = None if name == signed_name else "non_negative"
         features.append(Feature(name, unit, "".join(formula) or name, reason, sign))
     return tuple(features)
 
@@ -355,44 +334,37 @@ WORK_MAX = FeatureSet(
     ratios=tuple(1e-3 * 2.0**k for k in range(9)),
     defining=("step_bound_mflop",),
 )
-"""The same from facts of the architecture alone, for an unknown GPU. The ratio is how many 10^6 FLOPs the machine does
+"""The same from facts of the architecture only, for an unknown GPU. The ratio is how many 10^6 FLOPs the machine does
 while it reads 10^3 bytes: 1 to 256 FLOP per byte."""
 
 _DECODES = _features("""\
 + experts_read           | expert  | the weights of the experts that decodes are routed to are read; a prompt is routed to all
 + padded_experts_read    | expert  | the same of the padded batch
 + num_decode_reqs        | request | per-request cost of a decode
-+ padded_decode_reqs     | request | what a batch without prompts computes, at the size of a captured CUDA graph
++ padded_decode_reqs     | request | a batch without prompts is computed at the size of a captured CUDA graph
 """)
 PADDED = {"padded_experts_read": "experts_read", "padded_decode_reqs": "num_decode_reqs"}
-"""Features of the padded batch, and the same of its requests. Beside each other their coefficients, which are not negative, make an
-empty slot of a graph cost between nothing and as much as a request."""
-
-_LARGEST_CLASS = 512
+"""Features of the padded batch, and the same of its requests. With both, whose coefficients are not negative, an empty slot of a
+graph costs between nothing and as much as a request."""
 
 
 def _size_classes() -> Iterator[Feature]:
-    """Yield a flag for each class of decode batches up to a power of two.
+    """Yield a flag for each class of decode batches up to a power of two, 512 at most.
 
     A kernel is chosen by the size of a batch, so that a step is longer or shorter than a line has it at all sizes of a class.
-    The classes are corrections to the line, which alone speaks where no batch of a class was seen.
+    The classes are corrections to the line. Without training batches of a class only the line predicts it.
     """
-    for most in (2**k for k in range(_LARGEST_CLASS.bit_length())):
+    reason = "the kernels for batches of this size, without prompts"
+    for most in (2**k for k in range(10)):
         least = most // 2 + 1
         name = f"decodes_{least}_to_{most}" if least < most else f"decodes_{most}"
         within = f"min(1, max(0, num_decode_reqs - {least - 1})) - min(1, max(0, num_decode_reqs - {most}))"
-        yield Feature(
-            name,
-            "1",
-            f"(1 - min(1, num_prefill_reqs)) * ({within})",
-            "the kernels for batches of this size, without prompts",
-            shrunk=True,
-        )
+        yield Feature(name, "1", f"(1 - min(1, num_prefill_reqs)) * ({within})", reason, shrunk=True)
 
 
 LINE = FeatureSet(
     "line",
-    # Small batches cannot tell experts from requests, and a line over requests alone runs away beyond them.
+    # Small batches cannot separate experts from requests, and a line over requests only fails beyond them.
     (
         *_DECODES,
         *_features("""\
@@ -400,13 +372,13 @@ LINE = FeatureSet(
 + context_tokens         | token   | decode reads the cache of its requests
 + prompt_step            | 1       | a step with prompts does not run as one CUDA graph | min(1, num_prefill_reqs)
 + num_prefill_reqs       | request | per-request cost of a prefill
-+ prefill_context_tokens | token   | a prompt reads the cache of what is before it
++ prefill_context_tokens | token   | a prompt reads the cache of the tokens before it
 """),
     ),
     defining=tuple(feature.name for feature in _DECODES),
     is_relative=True,
 )
-"""Relative non-negative least squares on what a step computes: what no other set may be worse than."""
+"""Relative non-negative least squares on the work of a step: no other set may be worse."""
 
 LINES = (LINE, replace(LINE, name="line+sizes", features=(*LINE.features, *_size_classes())))
 """The same with corrections by the size of the batch."""
@@ -423,7 +395,7 @@ QUEUE = FeatureSet(
     "queue",
     (
         *_features("""\
-+ outputs_ahead                  | token   | what those ahead will hold the engine for
++ outputs_ahead                  | token   | output tokens of the requests ahead
 + running_remaining_tokens       | token   | room comes free when those running end
   waiting_depth                  | request | queue depth when the request came
   kv_usage_ratio                 | ratio   | KV cache pressure
@@ -438,13 +410,13 @@ QUEUE = FeatureSet(
         *_CONFIGURATION,
     ),
 )
-"""The specification's set for the queue wait: the queue as the request found it."""
+"""The specification's set for the queue wait: the state of the queue when the request came."""
 
 QUEUED_FEATURES = ("outputs_ahead", "running_remaining_tokens", "prompt_tokens")
 """Features of `queue` for a request without free capacity: the work ahead of it."""
 
 PROMPTS_AHEAD_FEATURES = ("tokens_ahead", "prompt_tokens")
-"""Features of `queue` for a request that waits for the token budget alone: the prompts that are computed before its own."""
+"""Features of `queue` for a request that waits only for the token budget: the prompts that are computed before it."""
 
 FREE_FEATURES = ("prompt_tokens", "running_depth")
 """Features of `queue` for a request that goes with the next step: the scheduler's own work."""
@@ -483,20 +455,8 @@ NETWORK = FeatureSet(
 )
 """The part of a client's TTFT outside the server."""
 
-BUILT_IN: Mapping[str, FeatureSet] = {
-    feature_set.name: feature_set
-    for feature_set in (
-        BATCH,
-        ROOFLINE,
-        ROOFLINE_MAX,
-        WORK_MAX,
-        *LINES,
-        QUEUE,
-        ADMISSION,
-        DEPARTURE,
-        NETWORK,
-    )
-}
+_BUILT_IN = (BATCH, ROOFLINE, ROOFLINE_MAX, WORK_MAX, *LINES, QUEUE, ADMISSION, DEPARTURE, NETWORK)
+BUILT_IN: Mapping[str, FeatureSet] = {feature_set.name: feature_set for feature_set in _BUILT_IN}
 """Feature sets by name."""
 
 AUTO = (BATCH, ROOFLINE, ROOFLINE_MAX, WORK_MAX, BATCH_PRODUCTS, *LINES)

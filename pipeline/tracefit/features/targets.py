@@ -42,7 +42,7 @@ class Target:
         drop_outliers: Leave outliers out of the training part. Off if the model is meant for the tail.
         non_negative: No coefficient can be negative, whatever its feature declares.
         adds_to: The shortest latency that includes it: TTFT (and so E2E and the client's), or the client's
-            alone. Null for a target that is in no latency. Predictions of requests and the report's figure of
+            only. Null for a target that is in no latency. Predictions of requests and the report's figure of
             TTFT list it by its label.
         without_events: The definition if spans without events give its values, which may include more; empty
             if no such span does.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
-import numpy as np
 import polars as pl
 
 from tracefit.features.batches import add_batch_terms, batch_formulas
@@ -28,6 +27,7 @@ from tracefit.features.roofline import (
 )
 from tracefit.features.sets import FeatureSet, add_features
 from tracefit.server.architecture import AttentionKind
+from tracefit.statistics import divided
 from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.tables.sources import RECORDED, CycleSource
 
@@ -72,17 +72,15 @@ _OF_GPU = ("compute_to_bandwidth", "relative_performance")
 def constants_of(context: RunContext) -> dict[str, float | None]:
     """Return the values that are the same for every row of a run, by their name in formulas; null if unknown."""
     settings, model, gpu = context.settings, context.architecture, context.gpu
-    known: dict[str, float | None] = {
+    kinds = get_args(AttentionKind)
+    values: dict[str, float | None] = {
         **{name: getattr(model, name) if model else None for name in _OF_MODEL},
-        **{
-            f"is_{kind.lower()}": model.attention == kind if model else None
-            for kind in get_args(AttentionKind)
-        },
+        **{f"is_{kind.lower()}": model.attention == kind if model else None for kind in kinds},
         **{name: getattr(gpu, name) if gpu else None for name in _OF_GPU},
         "gpu_memory_gb": gpu.memory_gb if gpu else None,
         **{name: getattr(settings, name) for name in _SETTINGS},
     }
-    return {name: None if value is None else float(value) for name, value in known.items()}
+    return {name: None if value is None else float(value) for name, value in values.items()}
 
 
 def with_roofline(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
@@ -99,25 +97,24 @@ def with_roofline(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
 
 def definitions(formulas: Iterable[str], context: RunContext) -> dict[str, str]:
     """Return the definitions of the names in formulas that are not columns, in name order."""
-    known = {name: number_text(value) for name, value in constants_of(context).items() if value is not None}
-    model, gpu = context.architecture, context.gpu
-    tp = context.settings.tensor_parallel or 1
-    known |= batch_formulas(context)
+    model, gpu, tp = context.architecture, context.gpu, context.settings.tensor_parallel or 1
+    defined = {name: number_text(value) for name, value in constants_of(context).items() if value is not None}
+    defined |= batch_formulas(context)
     if model is not None:
-        known |= work_formulas(model, tp=tp)
-        known |= roofline_formulas(model, gpu, tp=tp) if gpu is not None else {}
+        defined |= work_formulas(model, tp=tp)
+        defined |= roofline_formulas(model, gpu, tp=tp) if gpu is not None else {}
     needed: dict[str, str] = {}
-    # A definition may use further names: repeat until no new one appears.
     pending = list(formulas)
-    while pending:
-        names = set().union(*(names_in(parse_formula(formula, where="feature")) for formula in pending))
-        new = {name: known[name] for name in names & known.keys() - needed.keys()}
-        needed |= new
-        pending = list(new.values())
+    for formula in pending:  # it grows on the way: a definition may use further names
+        names = names_in(parse_formula(formula, where="feature")) & defined.keys() - needed.keys()
+        needed |= {name: defined[name] for name in names}
+        pending += (defined[name] for name in names)
     return dict(sorted(needed.items()))
 
 
 # -- step times ------------------------------------------------------------------------------------------
+
+_FLAGS = ("preemption_heavy", "has_prefill", "is_empty")
 
 
 def step_rows(
@@ -141,7 +138,7 @@ def step_rows(
         has_prefill=pl.col("prefill_tokens") > 0,
         is_empty=(pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0),
     )
-    return _shifted(rows, [*features.names, "preemption_heavy", "has_prefill", "is_empty"], lags)
+    return _shifted(rows, [*features.names, *_FLAGS], lags)
 
 
 def beta_rows(
@@ -163,8 +160,8 @@ def beta_rows(
         Columns of the engine, step_id, ts_ns, source, interval_steps, cycle_sd_us, y (us), excluded_reason,
         preemption_heavy, has_prefill, and the features.
     """
-    by_itself = source == "duration"
-    if by_itself:
+    is_duration = source == "duration"
+    if is_duration:
         # Scheduler CPU time is spent on the step's own batch, whenever that executes: no lag, and no interval of steps.
         lags = {}
         timeline = timeline.with_columns(
@@ -179,33 +176,26 @@ def beta_rows(
     # Null if one of its steps is unknown.
     means = [pl.when(pl.col(n).null_count() == 0).then(pl.col(n).mean()).alias(n) for n in features.names]
     # An unknown value of a single step stays unknown; an interval takes the values of its known steps.
-    flags = [
-        pl.col(n).any(ignore_nulls=not by_itself).alias(n)
-        for n in ("preemption_heavy", "has_prefill", "is_empty")
-    ]
-    # A recorded step stands alone.
+    flags = [pl.col(n).any(ignore_nulls=not is_duration).alias(n) for n in _FLAGS]
     recorded = pl.col("composition_source").is_in(RECORDED).fill_null(value=False)
-    begins = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null() | recorded | by_itself
+    begins = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null() | recorded | is_duration
     other_engine = pl.any_horizontal(pl.col(name) != pl.col(name).shift(1) for name in ENGINE)
-    # An interval begins at every step with a cycle or a known start, and with every engine.
-    spans = rows.with_columns(interval=(begins | other_engine.fill_null(value=False)).cum_sum())
-    whole = spans.group_by("interval").agg(*means, *flags)
-    # Only intervals with a known total time are rows of the fit; the others mark where the next one begins.
-    ends = spans.filter(pl.col("cycle_us").is_not_null()).select(
-        *ENGINE,
-        "interval",
-        "step_id",
-        "interval_steps",
-        "cycle_sd_us",
-        "idle_after",
-        ts_ns="ts_start_ns",
-        source="cycle_source",
-        y="cycle_us",
-    )
-    joined = ends.join(whole, on="interval", how="left").drop("interval")
+    # An interval begins at every step with a cycle or a known start, at every recorded step, and with every engine.
+    steps = rows.with_columns(interval=(begins | other_engine.fill_null(value=False)).cum_sum())
     idle = (pl.col("idle_after") | pl.col("is_empty")).fill_null(value=False)
-    return joined.with_columns(excluded_reason=pl.when(idle).then(pl.lit("idle_gap"))).sort(
-        *ENGINE, "step_id"
+    # Only intervals with a known total time are rows of the fit; the others mark where the next one begins.
+    return (
+        steps.filter(pl.col("cycle_us").is_not_null())
+        .select(
+            *(*ENGINE, "interval", "step_id", "interval_steps", "cycle_sd_us", "idle_after"),
+            ts_ns="ts_start_ns",
+            source="cycle_source",
+            y="cycle_us",
+        )
+        .join(steps.group_by("interval").agg(*means, *flags), on="interval", how="left")
+        .drop("interval")
+        .with_columns(excluded_reason=pl.when(idle).then(pl.lit("idle_gap")))
+        .sort(*ENGINE, "step_id")
     )
 
 
@@ -231,8 +221,8 @@ def with_lag(rows: pl.DataFrame, lags: Mapping[tuple[str, str], int], column: st
     """Add how many steps scheduling runs ahead of execution on the server of each row."""
     schema = {**{name: rows.schema[name] for name in SERVER}, column: pl.Int64()}
     # A join, not a condition for each: there may be thousands of runs.
-    known = pl.DataFrame([(*server, lag) for server, lag in lags.items()], schema=schema, orient="row")
-    joined = rows.join(known, on=SERVER, how="left", maintain_order="left")
+    by_server = pl.DataFrame([(*server, lag) for server, lag in lags.items()], schema=schema, orient="row")
+    joined = rows.join(by_server, on=SERVER, how="left", maintain_order="left")
     return joined.with_columns(pl.col(column).fill_null(0))
 
 
@@ -242,7 +232,7 @@ def _preemption_heavy(rows: pl.DataFrame) -> pl.Expr:
     A request with output that is recomputed counts as one decode request with many tokens. In runs without
     any preemption many decode tokens have another cause (speculative decoding).
     """
-    if not int(rows["num_preempted"].sum() or 0):
+    if not rows["num_preempted"].sum():
         return pl.lit(value=False)
     # As published for training rows: recomputation above half of the step's tokens.
     recomputed = pl.col("decode_tokens") - pl.col("num_decode_reqs")
@@ -303,31 +293,26 @@ def alpha_rows(
     rows = rows.sort("ts_ns").join_asof(
         latest, left_on="ts_ns", right_on="state_ns", by=ENGINE, check_sortedness=False
     )
-    rows = rows.with_columns(state_age_us=(pl.col("ts_ns") - pl.col("state_ns")) / 1e3)
-    rows = _with_next_start(rows, latest)
+    age = (pl.col("ts_ns") - pl.col("state_ns")) / 1e3
+    rows = _with_next_start(rows.with_columns(state_age_us=age), latest)
     return _with_queue(rows, queue) if target.state == "queue" else rows
 
 
 ARRIVAL_WINDOW_S = 10.0
 """Length of the window before an arrival in which the arrival rate is counted."""
 
+_AFTER_ALL_NS = 2**62
+
 
 def _with_workload(rows: pl.DataFrame) -> pl.DataFrame:
     """Add prefix_hit_ratio, and arrival_rate_per_s of the server in the window before the request arrived."""
+    arrival, window = pl.col("arrival_ns"), f"{round(ARRIVAL_WINDOW_S * 1e9)}i"
+    # The index of a rolling window has no nulls: unknown arrivals are the last rows of their server.
+    earlier = pl.len().rolling(arrival.fill_null(_AFTER_ALL_NS), period=window, closed="left").over(SERVER)
     hits = pl.col("cached_prompt_tokens") / pl.col("prompt_tokens")
-    ordered = rows.sort(*SERVER, "arrival_ns", nulls_last=True)
-    times = ordered["arrival_ns"].to_numpy()
-    servers = ordered.select(pl.struct(SERVER).rank("dense")).to_series().to_numpy()
-    rate = np.full(ordered.height, np.nan)
-    for server in np.unique(servers):
-        arrived = np.flatnonzero((servers == server) & ~np.isnan(times.astype(float)))
-        at = times[arrived].astype(np.int64)
-        earlier = np.searchsorted(at, at - round(ARRIVAL_WINDOW_S * 1e9), side="left")
-        # Sorted times: the index of a time is the number of arrivals before it.
-        rate[arrived] = (np.searchsorted(at, at, side="left") - earlier) / ARRIVAL_WINDOW_S
-    return ordered.with_columns(
+    return rows.sort(*SERVER, "arrival_ns", nulls_last=True).with_columns(
         prefix_hit_ratio=pl.when(pl.col("prompt_tokens") > 0).then(hits),
-        arrival_rate_per_s=pl.Series(rate, dtype=pl.Float64).fill_nan(None),
+        arrival_rate_per_s=pl.when(arrival.is_not_null()).then(divided(earlier, ARRIVAL_WINDOW_S)),
     )
 
 
@@ -340,9 +325,9 @@ def _with_next_start(rows: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
     joined = rows.sort("ts_ns").join_asof(
         ends, left_on="ts_ns", right_on="next_start_ns", by=ENGINE, strategy="forward", check_sortedness=False
     )
-    left = (pl.col("next_start_ns") - pl.col("ts_ns")) / 1e3
+    rest = (pl.col("next_start_ns") - pl.col("ts_ns")) / 1e3
     busy = (pl.col("running_depth") > 0) | (pl.col("waiting_depth") > 0)
-    return joined.with_columns(step_residual_us=pl.when(busy).then(left))
+    return joined.with_columns(step_residual_us=pl.when(busy).then(rest))
 
 
 _QUEUE_COLUMNS = (
@@ -370,10 +355,8 @@ def _with_queue(rows: pl.DataFrame, queue: pl.DataFrame | None) -> pl.DataFrame:
         # The exact state is that of the instant itself.
         "state_age_us": pl.when(pl.col("waiting_ahead").is_not_null()).then(0.0),
     }
-    better = queue.select(
-        *keys, *_QUEUE_COLUMNS, *(value.alias(f"exact_{name}") for name, value in exact.items())
-    )
-    return rows.join(better, on=keys, how="left", maintain_order="left").with_columns(
+    state = queue.select(*keys, *_QUEUE_COLUMNS, **{f"exact_{name}": value for name, value in exact.items()})
+    return rows.join(state, on=keys, how="left", maintain_order="left").with_columns(
         pl.coalesce(f"exact_{name}", name).alias(name) for name in exact
     )
 

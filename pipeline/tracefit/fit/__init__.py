@@ -1,1 +1,1 @@
-"""Training frames become linear models with a validation beside every number."""
+"""Fit linear models to training frames, and validate every number."""

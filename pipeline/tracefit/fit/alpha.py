@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from tracefit.features.targets import FormName, Target
 
 
-_QUEUED = pl.col("first_scheduled_step") > pl.col("queued_step") + 1
-"""Whether a request was left waiting: the first scheduling pass after it was queued did not take it."""
-
 SOMEONE_WAITS = Condition(
     any=(
         Comparison(feature="waiting_depth", op=">", value=0.0),
@@ -90,9 +87,9 @@ def _one_line(offered: tuple[Feature, ...], _exact: bool) -> list[RegimeRows]:
 
 def _by_need(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRows]:
     """Return a regime of a queue wait for each need of a request: room of a running one, a prompt's turn, or nothing."""
-    if not exact:
-        return _queued_or_free(offered, exact)
     queued, free = _queued_or_free(offered, exact)
+    if not exact:
+        return [queued, free]
     prompts = tuple(f for f in offered if f.name in PROMPTS_AHEAD_FEATURES)
     return [replace(queued, when=NO_ROOM), RegimeRows("prompts_ahead", prompts, NO_BUDGET), free]
 
@@ -100,7 +97,7 @@ def _by_need(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRows]:
 def _queued_or_free(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRows]:
     """Return the two regimes of a queue wait: left waiting by a scheduling pass, or taken by the next one."""
     if not exact:
-        # The latest sampled step does not show who waits for what, so that both regimes are offered all features.
+        # The latest sampled step does not show which request waits for which resource: both regimes are offered all features.
         return [RegimeRows("queued", offered, SOMEONE_WAITS), RegimeRows(FREE, offered)]
     queued = tuple(f for f in offered if f.name in QUEUED_FEATURES)
     free = tuple(f for f in offered if f.name in FREE_FEATURES)
@@ -114,7 +111,7 @@ FORMS: Mapping[FormName, Callable[[tuple[Feature, ...], bool], list[RegimeRows]]
     "step_boundary": _one_line,
     "constant": lambda _offered, _exact: [RegimeRows("all", ())],
 }
-"""Forms a target may declare, to the linear models they consist of, of offered features and whether the queue is known exactly.
+"""Forms that a target may declare, and their linear models of the offered features, for an exact queue state or a sampled one.
 
 The wait for the next step comes on top of the API work that `step_boundary` fits (`boundary.fit_boundary`).
 """
@@ -135,9 +132,9 @@ def fit_target(
         return missing
     features, exact = BUILT_IN[target.feature_set], target.state == "queue" and tables.queue is not None
     rows = request_frame(tables, target, features, constants)
-    how = _options_of(target, options)
+    how = _fit_options(target, options)
     regimes: dict[FormName, list[RegimeRows]] = {
-        # Where the queue is not known exactly, both forms of regimes are the same.
+        # With a sampled queue state both forms of regimes are the same.
         name: FORMS[name](features.features, exact)
         for name in target.forms
         if exact or name != "two_regimes"
@@ -147,22 +144,22 @@ def fit_target(
         regimes[CONSTANT] = FORMS[CONSTANT](features.features, exact)
     form, inner = target.forms[0], inner_rows(rows)
     measured = {name: _try(name, inner, regimes[name], how, tables.timeline) for name in regimes}
-    known = [candidate for candidate in measured.values() if candidate is not None]
-    tried = choose_form(*known) if len(known) > 1 else ()
+    candidates = [candidate for candidate in measured.values() if candidate is not None]
+    tried = choose_form(*candidates) if len(candidates) > 1 else ()
     chosen = next((name for name in regimes for c in tried if c.chosen and c.name == name), form)
-    # Where the form of the laws cannot be measured no other line replaces it, the median does.
+    # Where the first form cannot be measured no other line replaces it, the median does.
     form, tried = (chosen, tried) if measured[form] is not None or chosen == CONSTANT else (form, ())
     result = fit_regimes(rows, regimes[form], how)
     if isinstance(result, TooFewRows):
         disorder, remedy = _disorder(tables.requests, target)
-        reason = f"requests with both events: {result.reason}"
-        return Missing(target.model, "; ".join((reason, *disorder)), remedy)
+        reason = "; ".join(filter(None, (f"requests with both events: {result.reason}", disorder)))
+        return Missing(target.model, reason, remedy)
     definition, source = target.definition, "journey"
     if tables.requests["dialect"].is_in(WITHOUT_EVENTS).all():
         definition, source = target.without_events or definition, "request spans"
     if target.state == "queue":
         source += f", {EXACT_QUEUE if exact else SAMPLED_QUEUE}"
-    # Too few steps may have a known start for a boundary. The fitted line is then the whole model.
+    # Without enough step starts there is no boundary: the fitted line is the whole model.
     boundary = fit_boundary(result, tables.timeline) if form == "step_boundary" else None
     if boundary is not None:
         definition += "; includes the wait for the step in progress to end"
@@ -182,7 +179,7 @@ def fit_target(
 
 
 def _missing(tables: DeploymentTables, target: Target) -> Missing | None:
-    """Return why the requests hold no value of a target; null where they hold some."""
+    """Return why no request has a value of a target; null where one has."""
     requests = tables.requests
     remedy = journey_remedy(stock=tables.is_stock, after_last_token=target.adds_to == "client")
     if not requests.height:
@@ -191,40 +188,35 @@ def _missing(tables: DeploymentTables, target: Target) -> Missing | None:
         return None
     if requests["dialect"].is_in(WITHOUT_EVENTS).all():
         return Missing(target.model, "the spans of these requests do not carry it", remedy)
-    disorder, remedy_of_disorder = _disorder(requests, target)
+    disorder, remedy = _disorder(requests, target)
     if disorder:
-        return Missing(
-            target.model,
-            f"no request has both events in order ({target.definition}); {disorder[0]}",
-            remedy_of_disorder,
-        )
-    reason = "; ".join(
-        (
-            f"no request has both events ({target.definition})",
-            *tables.missing_attributes(r"journey\..*|api\..*"),
-        )
-    )
+        reason = f"no request has both events in order ({target.definition}); {disorder}"
+        return Missing(target.model, reason, remedy)
+    missing = tables.missing_attributes(r"journey\..*|api\..*")
+    reason = "; ".join((f"no request has both events ({target.definition})", *missing))
     return Missing(target.model, reason, f"vLLM {INSTRUMENTED_VERSION} writes them with {JOURNEY_FLAGS}")
 
 
-def _disorder(requests: pl.DataFrame, target: Target) -> tuple[tuple[str, ...], str]:
-    """Return what events out of order, or stamped at one time, leave of a target's values, and what to do for more of them."""
+def _disorder(requests: pl.DataFrame, target: Target) -> tuple[str, str]:
+    """Return how many requests have events out of order, or of one time, empty where few have; and what to do for more values."""
     begins, *_, ends = BETWEEN[target.column]
     both = requests.drop_nulls([begins, ends]).filter(~pl.col("dialect").is_in(WITHOUT_EVENTS))
-    lost = both.filter((pl.col(target.column) > 0).fill_null(value=False).not_()).height
+    unusable = both.filter((pl.col(target.column) > 0).fill_null(value=False).not_()).height
     if both.height > 1 and both[begins].n_unique() == 1:
-        said = f"all {both.height:,} begin at one time"
-    elif 2 * lost > both.height:
-        said = f"{lost:,} of {both.height:,} have events out of order, or of one time"
+        disorder = f"all {both.height:,} begin at one time"
+    elif 2 * unusable > both.height:
+        disorder = f"{unusable:,} of {both.height:,} have events out of order, or of one time"
     else:
-        return (), "trace more requests"
-    of_api = {begins, ends} & {"arrival_ns", "departed_ns"}
-    return (said,), f"check the clock{'s of the API process and' if of_api else ' of'} the engine core"
+        return "", "trace more requests"
+    is_of_api = not {begins, ends}.isdisjoint({"arrival_ns", "departed_ns"})
+    return disorder, f"check the clock{'s of the API process and' if is_of_api else ' of'} the engine core"
 
 
-def _options_of(target: Target, options: DeploymentOptions) -> FitOptions:
+def _fit_options(target: Target, options: DeploymentOptions) -> FitOptions:
     """Return how a target is fitted. The options are the same for all of its forms, so that their errors compare."""
-    label = _QUEUED if "regimes" in target.forms else None
+    # A request was left waiting if the first scheduling pass after it was queued did not take it.
+    is_queued = pl.col("first_scheduled_step") > pl.col("queued_step") + 1
+    label = is_queued if "regimes" in target.forms else None
     return FitOptions(
         drop_outliers=target.drop_outliers,
         groups=() if label is None else (("queued", label), ("free", ~label)),
@@ -248,38 +240,33 @@ FORM_RULE = (
 )
 
 CONSTANT: FormName = "constant"
-"""The training median, the baseline of every report: what predicts worse than it is not worth its inputs."""
+"""The training median, the baseline of every report: a model that predicts worse is not worth its inputs."""
 
 _BOUNDARY_NUMBERS = 2
 """Fitted numbers of the step boundary: the API work and the offset of the stamp."""
 
 
-def choose_form(lawful: Candidate, *others: Candidate) -> tuple[Candidate, ...]:
+def choose_form(first: Candidate, *others: Candidate) -> tuple[Candidate, ...]:
     """Mark the form to fit, by `FORM_RULE`, and give every form its reason."""
-    winner = lawful
-    for other in (c for c in others if c.name != CONSTANT):
-        gained = winner.inside_mae - other.inside_mae
-        if gained > max(MIN_GAIN * winner.inside_mae, CLOCK_US):
+    winner, candidates = first, (first, *others)
+    # The constant, which is the baseline, is compared last and needs no clear gain.
+    for other in sorted(others, key=lambda c: c.name == CONSTANT):
+        least = 0.0 if other.name == CONSTANT else max(MIN_GAIN * winner.inside_mae, CLOCK_US)
+        if winner.inside_mae - other.inside_mae > least:
             winner = other
-    constant = next((c for c in others if c.name == CONSTANT), None)
-    if constant is not None and constant.inside_mae < winner.inside_mae:
-        winner = constant
-    best = min(c.inside_mae for c in (lawful, *others))
-    if winner.inside_mae == best:
-        why = "smallest error"
-    else:
-        why = f"no other form removes more than {100 * MIN_GAIN:.0f} % of its error"
-    errors = f"where {winner.name} has {winner.inside_mae:.4g} us"
-    return tuple(
-        replace(
-            c, chosen=c is winner, reason=why if c is winner else f"error {c.inside_mae:.4g} us, {errors}"
-        )
-        for c in (lawful, *others)
+    is_best = winner.inside_mae == min(c.inside_mae for c in candidates)
+    why = (
+        "smallest error"
+        if is_best
+        else f"no other form removes more than {100 * MIN_GAIN:.0f} % of its error"
     )
+    errors = f"where {winner.name} has {winner.inside_mae:.4g} us"
+    reasons = [why if c is winner else f"error {c.inside_mae:.4g} us, {errors}" for c in candidates]
+    return tuple(replace(c, chosen=c is winner, reason=r) for c, r in zip(candidates, reasons, strict=True))
 
 
 def inner_rows(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the training rows as a frame of their own whose last 30 % in time are held out."""
+    """Return the training rows, the last 30 % of them in time held out."""
     # The hold-out stays unused: a form that was chosen by it would look better there than it is.
     trained = rows.filter(pl.col("split") == "train").drop("split", "holdout_from_ns")
     return splits.split_by_time(trained)

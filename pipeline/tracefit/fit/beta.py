@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
@@ -20,7 +20,6 @@ from tracefit.features import training
 from tracefit.features.sets import FeatureSet
 from tracefit.features.targets import CYCLE_TIME, DURATION, RECORDED
 from tracefit.fit.fitted import (
-    COVERED_SHARE,
     PENALTIES,
     DeploymentOptions,
     DeploymentTables,
@@ -42,7 +41,7 @@ from tracefit.fit.holdout import (
     mean_error,
     with_load,
 )
-from tracefit.fit.results import Candidate, Missing, StepTimeSource, TargetFacts
+from tracefit.fit.results import COVERED_SHARE, Candidate, Missing, StepTimeSource, TargetFacts
 from tracefit.fit.select import FOLDS
 from tracefit.fit.splits import PROMPT_FEATURES, counted, mark_prefix_hits, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
@@ -55,9 +54,9 @@ from tracefit.timeline import is_at_recording_end
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from tracefit.fit.fitted import LinearFit
-    from tracefit.fit.results import PenaltyChoice
-    from tracefit.fit.train import Design
+    from tracefit.fit.fitted import LinearFit, Signs
+    from tracefit.fit.results import PenaltyChoice, TimeSource
+    from tracefit.fit.select import Design
     from tracefit.options import BetaTarget
     from tracefit.server.context import Deployment
     from tracefit.statistics import Vector
@@ -81,6 +80,10 @@ _UNCERTAIN_HITS = (
 RECORD_LONGER = "record for longer under load, or let the log write fractions of seconds: %(created).6f in the format of a logging configuration"
 """Advice if a log gives too few intervals."""
 
+_FPM = {CycleSource.FPM, CycleSource.FPM_GPU}
+
+_AHEAD = "scheduling runs a step ahead, so that a step's time is the cycle after its own start"
+
 _ESTIMATED_CONTEXT = (
     "without journeys the context tokens of a step are estimated from its KV blocks in use: blocks that requests share count once, "
     "and earlier chunks of a prompt count as context"
@@ -90,26 +93,6 @@ _WITHOUT_CONTEXT = (
     "the log does not say how many tokens of context a step reads: the model goes by the batch, and by KV-cache usage if that "
     "helps"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """The fitted step time of a deployment, or why it is missing.
-
-    Attributes:
-        source: Where step times come from.
-        result: The model, or why it is missing.
-    """
-
-    source: StepTimeSource
-    result: FittedModel | Missing
-
-    @property
-    def are_whole(self) -> bool:
-        """Whether the target is the whole time of a step: only then are latencies sums of it."""
-        if self.source.beta_target_source == "duration":
-            return (self.source.duration_coverage or 0.0) >= COVERED_SHARE
-        return self.source.beta_target_source == "clock"
 
 
 def duration_cover(timeline: pl.DataFrame) -> StepTimeSource:
@@ -124,20 +107,18 @@ def duration_cover(timeline: pl.DataFrame) -> StepTimeSource:
 
 def choose_target(
     cover: StepTimeSource, wanted: BetaTarget, sources: Collection[CycleSource]
-) -> tuple[Literal["clock", "duration"], str]:
+) -> tuple[TimeSource, str]:
     """Return where step times come from, and why: the durations where they cover the steps, otherwise the step clock."""
     if wanted != "auto":
         return wanted, "asked for"
     if cover.duration_coverage is None or cover.median_duration_us is None:
-        if any(source.is_recorded for source in sources):
-            why = "each record of a step has its time"
-        elif any(source.is_logged for source in sources):
-            why = "the server's log has a line for each step"
-        elif CycleSource.REQUEST in sources:
-            why = "steps are counted from the times of the requests"
-        else:
-            why = "no two consecutive steps in the sample with a step.duration_us to compare"
-        return "clock", why
+        evidence = {
+            "each record of a step has its time": any(source.is_recorded for source in sources),
+            "the server's log has a line for each step": any(source.is_logged for source in sources),
+            "steps are counted from the times of the requests": CycleSource.REQUEST in sources,
+            "no two consecutive steps in the sample with a step.duration_us to compare": True,
+        }
+        return "clock", next(why for why, applies in evidence.items() if applies)
     medians = f"median cycle {cover.median_cycle_us:.0f} us, median step.duration_us {cover.median_duration_us:.0f} us"
     share = f"step.duration_us covers {100 * cover.duration_coverage:.1f} % of busy time"
     if cover.duration_coverage >= COVERED_SHARE:
@@ -147,82 +128,60 @@ def choose_target(
 
 def fit_step_times(
     deployment: Deployment, tables: DeploymentTables, sets: Sequence[FeatureSet], options: DeploymentOptions
-) -> StepTimes:
-    """Fit the step times of a deployment."""
-    cover = duration_cover(tables.timeline)
-    # The name follows the option. Durations that cover the busy time are cycle times measured by another clock.
-    target = DURATION if options.beta_target == "duration" else CYCLE_TIME
+) -> tuple[StepTimeSource, FittedModel | Missing]:
+    """Fit the step times of a deployment; return their source, and the model or why it is missing."""
+    cover, target, context = duration_cover(tables.timeline), options.step_target, deployment.context
     unknown = "; ".join(tables.unknown_batches)
     if not tables.timeline.height and unknown:
-        return StepTimes(cover, Missing(target.model, "the batches of the steps are not known", unknown))
+        return cover, Missing(target.model, "the batches of the steps are not known", unknown)
     if not tables.sampled_steps and not tables.timeline["cycle_us"].count():
         remedy = SGLANG_STEPS if SGLANG in tables.requests["dialect"] else step_remedy(stock=tables.is_stock)
         without = "; ".join(tables.missing_attributes(_SUMMARY)) or "the traces hold no step events"
-        return StepTimes(cover, Missing(target.model, without, remedy))
+        return cover, Missing(target.model, without, remedy)
     sources = {CycleSource(source) for source in tables.timeline["cycle_source"].drop_nulls().unique()}
-    recorded = sorted(source for source in sources if source.is_recorded)
-    logged = sorted(source for source in sources if source.is_logged)
-    whence, why = choose_target(cover, options.beta_target, sources)
-    source = replace(cover, beta_target_source=whence, beta_target_reason=why)
-    if deployment.context.gpu is not None and len(sets) > 1:
+    logged = any(source.is_logged for source in sources)
+    time_source, why = choose_target(cover, options.beta_target, sources)
+    source = replace(cover, beta_target_source=time_source, beta_target_reason=why)
+    if context.gpu is not None and len(sets) > 1:
         # With a known GPU the roofline terms are these amounts of work, scaled to times.
         sets = [candidate for candidate in sets if candidate.name != "work_max"]
-    timeline = training.with_roofline(tables.timeline, deployment.context)
-    constants = training.constants_of(deployment.context)
     variants = [_variants(one) for one in sets]
     offered = {feature.name: feature for tried in variants for one in tried for feature in one.features}
-    is_counted = (
-        CycleSource.REQUEST in sources and deployment.context.settings.enable_prefix_caching is not False
-    )
-    helpers = (*LOAD_FEATURES, *(PROMPT_FEATURES if is_counted else ()))
+    may_hit = CycleSource.REQUEST in sources and context.settings.enable_prefix_caching is not False
+    helpers = (*LOAD_FEATURES, *(PROMPT_FEATURES if may_hit else ()))
     every = FeatureSet("offered", (*offered.values(), *helpers))
-    rows = step_frame(tables, timeline, every, constants, whence)
-    rows, whole_prompts = mark_prefix_hits(rows) if is_counted else (rows, {})
+    timeline = training.with_roofline(tables.timeline, context)
+    rows = step_frame(tables, timeline, every, training.constants_of(context), time_source)
+    rows, whole_prompts = mark_prefix_hits(rows) if may_hit else (rows, {})
     rows, load = with_load(rows)
-    how = beta_options(options)
-    features, rows, candidates, how = _choose_set(rows, variants, how)
-    regimes = [RegimeRows("all", features.features)]
+    features, rows, candidates, how = _choose_set(rows, variants, beta_options(options))
+    regimes = (RegimeRows("all", features.features),)
     result = fit_regimes(rows, regimes, how)
     if isinstance(result, TooFewRows):
-        more = (
-            f"raise --step-tracing-sample-rate: of {tables.sampled_steps} sampled steps few are consecutive"
-        )
-        sampled = ALL_SPANS if tables.is_stock else more
         too_few = "; ".join((f"step times: {result.reason}", *tables.missing_attributes(_SUMMARY)))
-        return StepTimes(source, Missing(target.model, too_few, RECORD_LONGER if logged else sampled))
-    measured = DURATION if whence == "duration" else CYCLE_TIME
-    clock = [measured.definition] if len(sources) > len(recorded + logged) or measured is DURATION else []
-    fpm = [source for source in recorded if source not in {CycleSource.SGLANG, CycleSource.CLIENT}]
-    whole = "forward_pass_metrics" if fpm and not clock and not logged else None
-    definition = "; ".join(
-        [
-            *clock,
-            *(RECORDED[kind] for kind in recorded + logged if measured is CYCLE_TIME),
-        ]
-    )
-    if measured is CYCLE_TIME and any(tables.lags.values()):
-        ahead = "scheduling runs a step ahead, so that a step's time is the cycle after its own start"
-        definition = f"{definition}; {ahead}"
-    reason = (f"feature set {features.name} chosen: {SET_RULE}",) if candidates else ()
+        few = f"of {tables.sampled_steps} sampled steps few are consecutive"
+        more = ALL_SPANS if tables.is_stock else f"raise --step-tracing-sample-rate: {few}"
+        remedy = RECORD_LONGER if logged else more
+        return source, Missing(target.model, too_few, remedy)
+    notes = [f"feature set {features.name} chosen: {SET_RULE}"] if candidates else []
     if "request" in rows["source"]:
-        placed = tables.requests["first_token_step"].is_not_null().sum()
-        recorded_requests = int(tables.runs["requests"].sum())
-        of_all = f"{placed:,} of {recorded_requests:,} requests are placed on steps"
-        reason = (
-            *reason,
-            *COUNTED_NOTES,
-            f"{tables.timeline.filter(is_at_recording_end()).height:,} steps at the ends of the recording have no time: requests that were in them may be missing",
-            *_notes_on_hits(whole_prompts),
-            *([of_all] if placed < recorded_requests else []),
-        )
+        notes += _notes_on_counted_steps(tables, whole_prompts)
     if unknown:
-        reason = (*reason, f"servers without a known step are left out: {unknown}")
+        notes.append(f"servers without a known step are left out: {unknown}")
+    notes += beyond_training(result.terms, tables.timeline)
+    if tables.timeline["context_estimated"].any():
+        notes.append(_ESTIMATED_CONTEXT)
+    if _FPM & sources:
+        notes += _notes_on_records(tables, deployment)
+    if logged and not tables.timeline["context_tokens"].count():
+        notes.append(f"{_WITHOUT_CONTEXT}; {context_remedy(tables.requests.height)}")
+    budget = context.settings.max_num_batched_tokens
     model = FittedModel(
         target.model,
-        TargetFacts(name=target.name, definition=definition, source=whole or measured.source),
+        _target_facts(target.name, time_source, sources, runs_ahead=any(tables.lags.values())),
         result,
         features.name,
-        tuple(regimes),
+        regimes,
         how,
         replace(
             result.validation,
@@ -231,44 +190,49 @@ def fit_step_times(
             load_extrapolation=load_extrapolation(result, features.features, load, how),
             stretches=error_in_stretches(result, features.features, how),
             candidates=candidates,
-            # Of no prompt is it known that it was computed as a whole.
+            # 0 where no prompt is sure to be computed as a whole.
             prefill_reach_pct=0.0
             if 0.0 in whole_prompts.values()
-            else _prefill_reach_pct(
-                result, tables.timeline, deployment.context.settings.max_num_batched_tokens
-            ),
+            else _prefill_reach_pct(result, tables.timeline, budget),
         ),
-        notes=(
-            *reason,
-            *beyond_training(result.terms, tables.timeline),
-            *([_ESTIMATED_CONTEXT] if tables.timeline["context_estimated"].any() else []),
-            *(_notes_on_records(tables, deployment) if fpm else ()),
-            *(
-                [f"{_WITHOUT_CONTEXT}; {context_remedy(tables.requests.height)}"]
-                if logged and not tables.timeline["context_tokens"].count()
-                else []
-            ),
-        ),
-        feature_definitions=features,
+        notes=tuple(notes),
     )
-    return StepTimes(source, model)
+    return source, model
 
 
-def _notes_on_hits(whole_prompts: dict[str, float]) -> Iterator[str]:
-    """Yield what prefix-cache hits leave unknown, of servers whose steps were counted from requests."""
+def _target_facts(
+    name: str, time_source: TimeSource, sources: Collection[CycleSource], *, runs_ahead: bool
+) -> TargetFacts:
+    """Return the definition of each kind of step time, records before lines of a log."""
+    if time_source == "duration":
+        return TargetFacts(name=name, definition=DURATION.definition, source=DURATION.source)
+    kinds = sorted(s for s in sources if s.is_recorded) + sorted(s for s in sources if s.is_logged)
+    clock = [CYCLE_TIME.definition] if len(sources) > len(kinds) else []
+    definitions = [*clock, *(RECORDED[kind] for kind in kinds), *([_AHEAD] if runs_ahead else [])]
+    is_fpm = not _FPM.isdisjoint(sources) and all(s.is_recorded for s in sources)
+    source = "forward_pass_metrics" if is_fpm else CYCLE_TIME.source
+    return TargetFacts(name=name, definition="; ".join(definitions), source=source)
+
+
+def _notes_on_counted_steps(tables: DeploymentTables, whole_prompts: dict[str, float]) -> Iterator[str]:
+    """Yield the limits of steps that were counted from requests."""
+    yield from COUNTED_NOTES
+    cut_off = tables.timeline.filter(is_at_recording_end()).height
+    yield f"{cut_off:,} steps at the ends of the recording have no time: requests that were in them may be missing"
     if not whole_prompts:
         yield _NO_HIT
     for longest in sorted(set(whole_prompts.values())):
-        yield (
-            f"prefix-cache hits show in the times of prompts: intervals with more than {longest:.0f} prompt tokens, "
-            "which may include hits, are left out"
-            if longest
-            else _UNCERTAIN_HITS
+        left_out = (
+            f"intervals with more than {longest:.0f} prompt tokens, which may include hits, are left out"
         )
+        yield f"prefix-cache hits show in the times of prompts: {left_out}" if longest else _UNCERTAIN_HITS
+    on_steps, requests = tables.requests["first_token_step"].count(), int(tables.runs["requests"].sum())
+    if on_steps < requests:
+        yield f"{on_steps:,} of {requests:,} requests are placed on steps"
 
 
 def _notes_on_records(tables: DeploymentTables, deployment: Deployment) -> Iterator[str]:
-    """Yield what recorded steps leave unknown."""
+    """Yield the limits of recorded steps."""
     yield "ForwardPassMetrics count no decode tokens: one for each decode request is assumed"
     ranks = deployment.context.settings.data_parallel or 1
     servers = tables.runs.filter(pl.col("dialects").is_in(list(RECORDED)))
@@ -297,7 +261,7 @@ def beta_options(options: DeploymentOptions) -> FitOptions:
     single = is_one_step()
     return FitOptions(
         groups=(("decode_only", ~mixed), ("mixed", mixed)),
-        # The error of a typical batch in the place of an unknown one is no error of the model.
+        # A typical batch instead of an unknown one would add an error that is not the model's.
         fill_unknown=False,
         eval_filter=single,
         reference=options.reference,
@@ -317,21 +281,19 @@ _NUMBER = "@"
 
 def _variants(features: FeatureSet) -> list[FeatureSet]:
     """Return the set at each of its ratios, with the number of the ratio in the names that depend on it."""
-    found = []
+    variants = []
     for number, ratio in enumerate(features.ratios):
-        named = (
-            replace(f, name=f"{f.name}{_NUMBER}{number}") if f.is_tuned else f for f in features.features
-        )
-        numbered = replace(features, features=tuple(named))
+        suffix = f"{_NUMBER}{number}"
+        numbered = tuple(replace(f, name=f.name + suffix) if f.is_tuned else f for f in features.features)
         # The first feature of a tuned set, which has the ratio, defines it.
-        found.append(replace(numbered, defining=(numbered.names[0],)).at(ratio))
-    return found or [features]
+        variants.append(replace(features, features=numbered, defining=(numbered[0].name,)).at(ratio))
+    return variants or [features]
 
 
 def _choose_set(
     rows: pl.DataFrame, variants: list[list[FeatureSet]], options: FitOptions
 ) -> tuple[FeatureSet, pl.DataFrame, tuple[Candidate, ...], FitOptions]:
-    """Choose the feature set by `SET_RULE`, on the training rows alone; a single set is taken as it is.
+    """Choose the feature set by `SET_RULE`, on the training rows only; a single set is taken as it is.
 
     `rows` have the features of all `variants`, which are those of one set after the other, and the load.
 
@@ -344,15 +306,14 @@ def _choose_set(
         # All candidates are compared on the same rows: with outliers of its own each would drop the rows it predicts worst.
         common_rows = mark_outliers(rows, winner.features, options)
         tuned = [_best_of(common_rows, tried, options) for tried in variants]
-        found = [try_features(common_rows, one, options) for one in tuned]
-        tried = choose([c for c in found if c is not None]) if any(found) else ()
-        name = next((c.name for c in tried if c.chosen), tuned[0].name)
+        measured = [c for one in tuned if (c := try_features(common_rows, one, options)) is not None]
+        candidates = choose(measured) if measured else ()
+        name = next((c.name for c in candidates if c.chosen), tuned[0].name)
         winner = next(one for one in tuned if one.name == name)
-        compared = tried if len(variants) > 1 else ()
+        compared = candidates if len(variants) > 1 else ()
     names = {name: name.split(_NUMBER)[0] for name in winner.names}
     unused = {name for tried in variants for one in tried for name in one.names} - names.keys()
-    features = tuple(replace(f, name=names[f.name]) for f in winner.features)
-    chosen = replace(winner, features=features)
+    chosen = replace(winner, features=tuple(replace(f, name=names[f.name]) for f in winner.features))
     return chosen, rows.drop(unused).rename(names), compared, _for_set(options, winner)
 
 
@@ -362,8 +323,8 @@ def _best_of(rows: pl.DataFrame, tried: list[FeatureSet], options: FitOptions) -
         return tried[0]
     # One penalty is enough to rank the ratios of one set; the sets themselves are compared with all of them.
     quick = replace(options, penalties=PENALTIES[:1])
-    found = [try_features(rows, one, quick) for one in tried]
-    scores = [one.score if one else float("inf") for one in found]
+    candidates = [try_features(rows, one, quick) for one in tried]
+    scores = [candidate.score if candidate else math.inf for candidate in candidates]
     return tried[scores.index(min(scores))]
 
 
@@ -385,8 +346,8 @@ SET_RULE = (
 def try_features(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) -> Candidate | None:
     """Measure a linear model of a set on the training rows.
 
-    Null where rows or features are too few, or where the set is not what its name says: the defining features lack, or one that
-    is a time at the GPU's peak has a coefficient below 1.
+    Null where rows or features are too few, where the model has no defining feature of the set, or where one that is a time at
+    the GPU's peak has a coefficient below 1.
     """
     options = _for_set(options, features)
     design = training_design(rows, features.features, relative=options.relative)
@@ -396,11 +357,11 @@ def try_features(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) 
     if features.defining and {f.name for f in data.columns}.isdisjoint(features.defining):
         return None
     choice = data.choose_penalty(options)
-    if _is_below_peak(data, choice, features, options):
+    if _is_below_peak(data, choice, features, options.signs):
         return None
     # Short blocks: a fifth of a run in one piece may be the only one with some loads, such as the sweep before it or its drain,
     # and the error on these would be one beyond the load that the others train.
-    inside = replace(data, folds=data.blocks() % FOLDS).out_of_fold(choice, options)
+    inside = replace(data, folds=data.blocks() % FOLDS).out_of_fold(choice, options.signs)
     beyond = beyond_load(data, matrix(used, [LOAD])[:, 0], options)
     return Candidate(
         features.name,
@@ -413,13 +374,13 @@ def try_features(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) 
     )
 
 
-def _is_below_peak(data: Design, choice: PenaltyChoice, features: FeatureSet, options: FitOptions) -> bool:
+def _is_below_peak(data: Design, choice: PenaltyChoice, features: FeatureSet, signs: Signs) -> bool:
     """Return whether a term that defines a set is a time at the GPU's peak, and its coefficient says that steps take less.
 
-    Such a term stands for something else, under a name that is not its own, and runs away beyond the load.
+    Such a term stands for another cost, and its prediction fails beyond the load.
     """
     at_peak = [f.name in features.defining and f.unit == "us" for f in data.columns]
-    return any(at_peak) and bool((data.fit(choice, options).coef_[at_peak] < 1).any())
+    return any(at_peak) and bool((data.fit(choice, signs).coef_[at_peak] < 1).any())
 
 
 def typical_error_pct(predicted: Vector, actual: Vector) -> float:
@@ -435,14 +396,10 @@ def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         line = _best_line(lines)
         return tuple(replace(c, chosen=c is line, reason=_reason_pct(c, line)) for c in candidates)
     best, winner = min(sets, key=attrgetter("score")), _fewest(sets)
-    return tuple(
-        replace(
-            c,
-            chosen=c is winner,
-            reason=_reason_pct(c, winner) if c.plain else _reason(c, best=best, winner=winner),
-        )
-        for c in candidates
-    )
+    reasons = [
+        _reason_pct(c, winner) if c.plain else _reason(c, best=best, winner=winner) for c in candidates
+    ]
+    return tuple(replace(c, chosen=c is winner, reason=r) for c, r in zip(candidates, reasons, strict=True))
 
 
 def _fewest(sets: Sequence[Candidate]) -> Candidate:
@@ -477,12 +434,13 @@ def _reason(candidate: Candidate, *, best: Candidate, winner: Candidate) -> str:
         return f"within {100 * TIE:.0f} % of {best.name} with fewer features"
     if candidate.score <= best.score * (1 + TIE):
         return f"no better than {winner.name} with {winner.features} features"
+    errors = {
+        "inside": (candidate.inside_mae, winner.inside_mae),
+        "beyond": (candidate.beyond_mae, winner.beyond_mae),
+    }
     worse = [
         f"{100 * (error / best_error - 1):.0f} % worse {where}"
-        for where, error, best_error in (
-            ("inside", candidate.inside_mae, winner.inside_mae),
-            ("beyond", candidate.beyond_mae, winner.beyond_mae),
-        )
+        for where, (error, best_error) in errors.items()
         if error is not None and best_error and error > best_error * (1 + TIE / 2)
     ]
     return f"{' and '.join(worse) or 'worse'} than {winner.name}"

@@ -5,9 +5,9 @@ does not show in the stamps directly. The API process works on one request after
 engine core reads the request from its socket between two steps: QUEUED is stamped at the first step start at or after the end
 of the API work, or at that end itself when the engine is idle: the step that starts then is the request's own.
 
-In reading order: the step starts as requests meet them; the API process, how long a request waits for it, and the bursts in
-which requests pile up in front of it, which take no part in the fit; the fit of the work by the boundaries that the training
-requests met, and its evaluation with the step clock and without it.
+In reading order: the step starts; the API process, how long a request waits for it, and the bursts in which requests queue up
+for it, which take no part in the fit; the fit of the work by the boundaries at which the training requests were queued, and its
+evaluation with the step clock and without it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import polars as pl
 
 from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.fitted import FittedBoundary, predict_regimes, target_of
-from tracefit.fit.results import Burst, Metrics, admitted_us
+from tracefit.fit.results import Burst, admitted_us
 from tracefit.fit.splits import MIN_TRAIN_ROWS, counted
-from tracefit.fit.validation import WITHIN_PCT, coverage_pct, measure, prediction_interval, reference, skill
+from tracefit.fit.validation import coverage_pct, measure, prediction_interval, reference, skill, within_5_pct
 from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ TOLERANCE_SDS = 3.0
 
 
 Clocks = tuple[pl.DataFrame, pl.DataFrame]
-"""The known step starts alone, and with the unknown ones interpolated: two frames of `step_clock`."""
+"""The known step starts, and the same with unknown ones interpolated: two frames of `step_clock`."""
 
 
 def step_clock(timeline: pl.DataFrame) -> pl.DataFrame:
@@ -44,8 +44,8 @@ def step_clock(timeline: pl.DataFrame) -> pl.DataFrame:
 
     Returns:
         Columns of the engine, start (ns), and of the step before, null where its start is not known: start_before and
-        idle_before (idle time lies between the two starts). And tolerance_us, the same on all rows: how far before an
-        estimated start the stamp of a request queued at it may lie; 0 for exact starts.
+        idle_before (the engine was idle between the two starts). And tolerance_us, the same on all rows: how long before
+        an estimated start the stamp of a request queued at it may be; 0 for exact starts.
     """
     start = pl.col("ts_start_ns").cast(pl.Float64)
     follows = pl.when(pl.col("step_id").shift(1).over(ENGINE) == pl.col("step_id") - 1)
@@ -83,27 +83,22 @@ def clocks_of(timeline: pl.DataFrame) -> Clocks:
 
 
 def _boundaries(rows: pl.DataFrame, clock: pl.DataFrame, done_us: Vector) -> pl.DataFrame:
-    """Find the first known start at or after ARRIVED + `done_us` of each row.
+    """Return the first known start at or after ARRIVED + `done_us` of each row.
 
     Returns:
         One row per row: `start` of the boundary that the request waits for, and `start_before`, null where it is unknown or
         the engine is idle; `is_idle`, whether the engine is known to be idle.
     """
-    at = (pl.col("ts_ns").cast(pl.Float64) + pl.Series(done_us) * 1e3).alias("at")
-    wanted = rows.select(*ENGINE, at).with_row_index("row").sort("at")
-    found = wanted.join_asof(
-        clock,
-        left_on="at",
-        right_on="start",
-        by=ENGINE,
-        strategy="forward",
-        coalesce=False,
-        check_sortedness=False,
-    )
-    # After a step of unknown start another boundary may lie in between; after an idle step nothing is waited for.
+    done = pl.col("ts_ns").cast(pl.Float64) + pl.Series(done_us) * 1e3
+    ends = rows.select(*ENGINE, start=done).with_row_index("row").sort("start")
+    starts = clock.with_columns(boundary="start")
+    joined = ends.join_asof(starts, on="start", by=ENGINE, strategy="forward", check_sortedness=False)
+    # After a step of unknown start another boundary may come in between; after an idle step nothing is waited for.
     waits = pl.when(~pl.col("idle_before"))
-    return found.sort("row").select(
-        waits.then("start"), waits.then("start_before"), is_idle=pl.col("idle_before").fill_null(value=False)
+    return joined.sort("row").select(
+        start=waits.then("boundary"),
+        start_before=waits.then("start_before"),
+        is_idle=pl.col("idle_before").fill_null(value=False),
     )
 
 
@@ -122,7 +117,7 @@ def _queued_at_once(rows: pl.DataFrame, clock: pl.DataFrame, wait_us: Vector, do
     """Return whether a request is QUEUED when its API work ends, with no step to wait for; shape (n,).
 
     The engine is idle then, or it is idle when the request arrives and no other one is ahead of it: a step that starts
-    within `done_us` of that is the request's own, whose work took less than is predicted.
+    within `done_us` of that starts with this request, whose work took less than is predicted.
     """
     arrives = _boundaries(rows, clock, np.zeros(len(done_us)))["is_idle"].to_numpy() & (wait_us <= 0)
     return np.asarray(arrives | _boundaries(rows, clock, done_us)["is_idle"].to_numpy())
@@ -133,7 +128,7 @@ def admission_with_clock(
 ) -> tuple[Vector, Flags]:
     """Predict admissions by the step clock: the boundary after the work, or its end itself when the engine is idle.
 
-    A step start that the clock does not know is placed evenly between the known ones around it.
+    Unknown step starts are spaced evenly between the known ones around them.
 
     Args:
         rows: Admission rows: engine columns and ts_ns.
@@ -143,7 +138,7 @@ def admission_with_clock(
         offset_us: QUEUED less the step start it comes before.
 
     Returns:
-        Predictions in us, clipped at 0, and for which rows the clock knows enough; shape (n,) each.
+        Predictions in us, clipped at 0, and for which rows the clock has a start; shape (n,) each.
     """
     start, interpolated = (_boundaries(rows, clock, done_us)["start"].to_numpy() for clock in clocks)
     start = np.where(np.isnan(start), interpolated, start)
@@ -177,7 +172,7 @@ def mean_residual(timeline: pl.DataFrame, train: pl.DataFrame) -> tuple[float, f
 # -- the API process -------------------------------------------------------------------------------------
 
 REQUESTS_AHEAD = 5.0
-"""A request is part of a burst when the API process has work of five requests or more to do before its own."""
+"""A request is part of a burst when the API process has work of five requests or more to do before it."""
 
 QUICKEST_SHARE = 0.05
 """Quantile of the training admissions that stands for the API work: the shortest ones hold little wait for a step."""
@@ -217,9 +212,9 @@ def find_bursts(rows: pl.DataFrame) -> tuple[Burst, ...]:
         return ()
     seconds = (pl.col("ts_ns") - pl.col("ts_ns").min().over(SERVER)) / 1e9
     marked = rows.with_columns(at_s=seconds).filter("in_burst").sort(*SERVER, "at_s")
-    apart = (pl.col("at_s").diff().over(SERVER) > APART_S).fill_null(value=False)
+    begins = (pl.col("at_s").diff().over(SERVER) > APART_S).fill_null(value=False)
     bursts = (
-        marked.with_columns(burst=apart.cast(pl.Int64).cum_sum().over(SERVER))
+        marked.with_columns(burst=begins.cast(pl.Int64).cum_sum().over(SERVER))
         .group_by(*SERVER, "burst", maintain_order=True)
         .agg(
             from_s=pl.col("at_s").min(),
@@ -228,13 +223,13 @@ def find_bursts(rows: pl.DataFrame) -> tuple[Burst, ...]:
             holdout_requests=(pl.col("split") == "holdout").sum(),
         )
     )
-    return tuple(Burst(**row) for row in bursts.drop("burst").to_dicts())
+    return tuple(Burst(**row) for row in bursts.drop("burst").iter_rows(named=True))
 
 
 # -- the model -------------------------------------------------------------------------------------------
 
 MIN_IDLE_ROWS = 20
-"""Fewest training requests that met an idle engine for a fit of the API work on them."""
+"""Fewest training requests that arrived at an idle engine for a fit of the API work on them."""
 
 GRID_US = 50.0
 MOST_WORK_US = 20_000.0
@@ -242,11 +237,6 @@ MOST_WORK_US = 20_000.0
 
 PLATEAU = 0.002
 """Amounts of work whose share of right boundaries is this close to the best one's count as equally good."""
-
-
-def expected_admission(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vector:
-    """Return the expected admission of requests known by their prompt length alone, in us, clipped at 0; shape (n,)."""
-    return np.asarray(np.maximum(_work_us(fitted, prompt_tokens) + fitted.expected_wait_us, 0.0))
 
 
 def predict_admission(fitted: FittedBoundary, rows: pl.DataFrame, timeline: pl.DataFrame) -> Vector:
@@ -261,7 +251,7 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
     """Fit the API work on the training rows of a linear admission fit.
 
     The constant is the amount of work that finds the right boundary for most training requests: the middle of the
-    plateau where several amounts do. The work per prompt token comes from requests that met an idle engine.
+    plateau where several amounts do. The work per prompt token comes from requests that arrived at an idle engine.
 
     Returns:
         The model; null where the boundary of fewer than `MIN_TRAIN_ROWS` training requests is known.
@@ -279,15 +269,8 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
     work, offset = _constants(used, clock, per_token, idle_work)
     # `_validated` measures it, for which it needs a model that predicts.
     residual, busy_share = mean_residual(timeline, train)
-    fitted = FittedBoundary(
-        work,
-        per_token,
-        offset,
-        residual,
-        busy_share,
-        linear,
-        replace(linear.validation, bursts=find_bursts(marked)),
-    )
+    validation = replace(linear.validation, bursts=find_bursts(marked))
+    fitted = FittedBoundary(work, per_token, offset, residual, busy_share, linear, validation)
     rows = _with_done(fitted, marked)
     return _validated(fitted, counted(rows, "train"), counted(rows, "holdout"), clocks)
 
@@ -296,18 +279,18 @@ def _constants(
     train: pl.DataFrame, clock: pl.DataFrame, per_token: float, idle_work: float | None
 ) -> tuple[float, float]:
     """Return the constant of the API work and the offset of the QUEUED stamp from the step start, both in us."""
-    known = pl.concat([train, _true_boundaries(train, clock)], how="horizontal").drop_nulls("start")
-    offset = known.select(((pl.col("ts_ns") + pl.col("y") * 1e3) - pl.col("start")).median()).item() or 0.0
-    # Requests that met an idle engine measure the work directly, which few known boundaries cannot improve on.
-    if idle_work is not None and known.height < MIN_TRAIN_ROWS:
+    rows = pl.concat([train, _true_boundaries(train, clock)], how="horizontal").drop_nulls("start")
+    offset = rows.select(((pl.col("ts_ns") + pl.col("y") * 1e3) - pl.col("start")).median()).item() or 0.0
+    # Requests that arrive at an idle engine measure the work directly, which few known boundaries cannot improve on.
+    if idle_work is not None and rows.height < MIN_TRAIN_ROWS:
         return idle_work, offset / 1e3
     grid = np.arange(0.0, MOST_WORK_US, GRID_US)
     # A constant predicts a request's boundary when the work ends after the step start before it and no later than the
     # boundary itself. With both ends sorted, two searches count the requests for all constants at once.
     slope = per_token * pl.col("prompt_tokens").fill_null(0)
     ends = (pl.col("start_before", "start") - pl.col("ts_ns")) / 1e3 - slope
-    after, until = (end.sort().to_numpy() for end in known.select(ends))
-    shares = (np.searchsorted(after, grid) - np.searchsorted(until, grid)) / known.height
+    after, until = (end.sort().to_numpy() for end in rows.select(ends))
+    shares = (np.searchsorted(after, grid) - np.searchsorted(until, grid)) / rows.height
     plateau = grid[shares >= shares.max() - PLATEAU]
     # Every amount on the plateau explains the boundaries equally well; the direct measurement picks one of them.
     if idle_work is not None and plateau.min() <= idle_work <= plateau.max():
@@ -316,16 +299,16 @@ def _constants(
 
 
 def _work_of_idle(train: pl.DataFrame, clock: pl.DataFrame) -> tuple[float, float | None]:
-    """Return the API work per prompt token, and its constant, of the requests that met an idle engine.
+    """Return the API work per prompt token, and its constant, of the requests that arrived at an idle engine.
 
-    Their admission is the API work alone. The constant is null of too few such requests.
+    Their admission is nothing but API work. The constant is null where such requests are too few.
     """
     # Idle both on arrival and when QUEUED: a step in between would have put a wait into the admission.
-    idle = [_boundaries(train, clock, at)["is_idle"] for at in (np.zeros(train.height), queued_us(train))]
-    met = train.filter(idle[0] & idle[1])
-    if met.height < MIN_IDLE_ROWS:
+    on_arrival = _boundaries(train, clock, np.zeros(train.height))["is_idle"]
+    idle = train.filter(on_arrival & _boundaries(train, clock, queued_us(train))["is_idle"])
+    if idle.height < MIN_IDLE_ROWS:
         return 0.0, None
-    y, tokens = queued_us(met), met["prompt_tokens"].fill_null(0).to_numpy().astype(float)
+    y, tokens = queued_us(idle), idle["prompt_tokens"].fill_null(0).to_numpy().astype(float)
     line = RobustLinear().fit(tokens[:, None], y)
     error = y - line.predict(tokens[:, None])
     # Two standard errors of a slope: 2 sd(residual) / (sd(tokens) sqrt(n)). A smaller slope is taken for zero.
@@ -349,53 +332,47 @@ def _work_us(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vector:
 
 def _predict(fitted: FittedBoundary, rows: pl.DataFrame, clocks: Clocks) -> Vector:
     wait, done = rows["wait_us"].to_numpy(), rows["done_us"].to_numpy()
-    by_clock, known = admission_with_clock(rows, clocks, wait, done, fitted.offset_us)
-    return np.where(known, by_clock, predict_regimes(fitted.without_clock.regimes, rows))
+    by_clock, has_start = admission_with_clock(rows, clocks, wait, done, fitted.offset_us)
+    return np.where(has_start, by_clock, predict_regimes(fitted.without_clock.regimes, rows))
 
 
 def _validated(
-    fitted: FittedBoundary, train: pl.DataFrame, held: pl.DataFrame, clocks: Clocks
+    fitted: FittedBoundary, train: pl.DataFrame, holdout: pl.DataFrame, clocks: Clocks
 ) -> FittedBoundary:
-    y, clock = target_of(held), clocks[0]
-    truth = _true_boundaries(held, clock)["start"].to_numpy()
-    known = ~np.isnan(truth)
+    y, y_train, clock = target_of(holdout), target_of(train), clocks[0]
+    truth = _true_boundaries(holdout, clock)["start"].to_numpy()
+    has_boundary = ~np.isnan(truth)
     accuracy, accuracy_without_work = (
-        100 * float(np.mean((_boundaries(held, clock, work)["start"].to_numpy() == truth)[known]))
-        if known.any()
+        100 * float(np.mean((_boundaries(holdout, clock, work)["start"].to_numpy() == truth)[has_boundary]))
+        if has_boundary.any()
         else None
-        for work in (held["done_us"].to_numpy(), np.zeros(len(y)))
+        for work in (holdout["done_us"].to_numpy(), np.zeros(len(y)))
     )
-    predicted = _predict(fitted, held, clocks)
-    predicted_train = _predict(fitted, train, clocks)
-    y_train = target_of(train)
+    predicted, predicted_train = (_predict(fitted, rows, clocks) for rows in (holdout, train))
     # In-sample errors serve here: three fitted numbers do not follow the noise of the training rows.
     interval = prediction_interval(predicted_train, y_train)
     low, high = interval.limits(predicted)
-    linear = fitted.without_clock
+    linear = fitted.without_clock.validation
     measured = measure(y, predicted)
-    by_group: dict[str, Metrics] = {
-        "without_clock": linear.validation.holdout,
-        "expectation": measure(y, expected_admission(fitted, held["prompt_tokens"])),
-    }
-    idle = _queued_at_once(held, clock, held["wait_us"].to_numpy(), held["done_us"].to_numpy())
+    expected = np.maximum(_work_us(fitted, holdout["prompt_tokens"]) + fitted.expected_wait_us, 0.0)
+    by_group = {"without_clock": linear.holdout, "expectation": measure(y, expected)}
+    idle = _queued_at_once(holdout, clock, holdout["wait_us"].to_numpy(), holdout["done_us"].to_numpy())
     if idle.any():
         by_group["idle_engine"] = measure(y[idle], predicted[idle])
-    burst = held["in_burst"].to_numpy()
+    burst = holdout["in_burst"].to_numpy()
     if burst.any():
-        by_group |= {
-            "burst": measure(y[burst], predicted[burst]),
-            "no_burst": measure(y[~burst], predicted[~burst]),
-        }
+        by_group["burst"] = measure(y[burst], predicted[burst])
+        by_group["no_burst"] = measure(y[~burst], predicted[~burst])
     # The reference gets the same inputs: the prompt, and the time left of the step in progress.
     names = [n for n in ("prompt_tokens", "step_residual_us") if train[n].is_not_null().any()]
     validation = replace(
         fitted.validation,
         train=measure(y_train, predicted_train),
         holdout=measured,
-        gradient_boosting=reference(train, held, names) if linear.validation.gradient_boosting else None,
+        gradient_boosting=reference(train, holdout, names) if linear.gradient_boosting else None,
         by_group=by_group,
-        within_5_pct=100 * float((np.abs(predicted - y) <= WITHIN_PCT / 100 * np.abs(y)).mean()),
-        skill=skill(measured, linear.validation.baseline),
+        within_5_pct=within_5_pct(y, predicted),
+        skill=skill(measured, linear.baseline),
         prediction_intervals=(interval,),
         interval_coverage_pct=coverage_pct(low, y, high),
         boundary_accuracy_pct=accuracy,

@@ -20,7 +20,7 @@ from tracefit.features.sets import BUILT_IN, Feature, FeatureSet
 from tracefit.features.targets import CYCLE_TIME
 from tracefit.fit import splits
 from tracefit.fit.alpha import fit_target
-from tracefit.fit.beta import StepTimes, beta_options, duration_cover, fit_step_times
+from tracefit.fit.beta import beta_options, duration_cover, fit_step_times
 from tracefit.fit.boundary import fit_boundary
 from tracefit.fit.fitted import (
     NON_NEGATIVE,
@@ -62,42 +62,33 @@ def fit_deployment(
 
     Linear algebra uses one thread: with matrices of few columns, threads cost more in waiting than they gain.
     """
-    step_target = targets.DURATION if options.beta_target == "duration" else targets.CYCLE_TIME
-    steps = _alone(
+    step_model = options.step_target.model
+    source, step_times = _isolated(
         lambda: fit_step_times(deployment, tables, beta_sets, options),
-        lambda reason: StepTimes(
-            duration_cover(tables.timeline), Missing(step_target.model, reason, _REMEDY)
-        ),
+        lambda reason: (duration_cover(tables.timeline), Missing(step_model, reason, _REMEDY)),
     )
-    beta = steps.result if isinstance(steps.result, FittedModel) else None
+    beta = step_times if isinstance(step_times, FittedModel) else None
     constants = training.constants_of(deployment.context)
-    of_clients = [t for t in targets.OF_CLIENTS if tables.requests[t.column].count()]
+    client_targets = [t for t in targets.OF_CLIENTS if tables.requests[t.column].count()]
     results = [
-        _alone(
+        _isolated(
             partial(fit_target, tables, target, constants, options),
             partial(Missing, target.model, remedy=_REMEDY),
         )
-        for target in (*targets.TARGETS, *of_clients)
+        for target in (*targets.TARGETS, *client_targets)
     ]
-    alphas = [result for result in results if isinstance(result, FittedModel)]
-    models = (*((beta,) if beta else ()), *alphas)
-    frames = [alpha.fitted.rows for alpha in alphas]
+    models = tuple(result for result in (step_times, *results) if isinstance(result, FittedModel))
+    frames = [model.fitted.rows for model in models if model is not beta]
     return FittedDeployment(
         deployment=deployment,
         tables=tables,
-        source=steps.source,
+        source=source,
         models=models,
-        missing=tuple(result for result in (steps.result, *results) if isinstance(result, Missing)),
+        missing=tuple(result for result in (step_times, *results) if isinstance(result, Missing)),
         alpha_rows=pl.concat(frames, how="diagonal_relaxed") if frames else None,
         beta_rows=beta.fitted.rows if beta else None,
-        composed=_alone(
-            lambda: compose_latencies(
-                deployment,
-                tables,
-                models,
-                beta.feature_definitions if beta else None,
-                whole_steps=steps.are_whole,
-            ),
+        composed=_isolated(
+            lambda: compose_latencies(deployment, tables, models, whole_steps=source.is_whole_step),
             lambda reason: ComposedLatencies(None, f"{reason}; {_REMEDY}"),
         ),
         summed=summed_holdout(beta.fitted) if beta else None,
@@ -107,14 +98,13 @@ def fit_deployment(
 
 def _thinned(tables: DeploymentTables) -> tuple[str, ...]:
     read, whole = tables.requests.height, int(tables.runs["requests"].sum())
-    if read >= whole:
-        return ()
-    return (
-        f"{read:,} of {whole:,} requests are trained on: more of a server would take memory, and show no more",
+    note = (
+        f"{read:,} of {whole:,} requests are trained on: more of a server would take memory, and show no more"
     )
+    return (note,) if read < whole else ()
 
 
-def _alone(fit: Callable[[], _T], without: Callable[[str], _T]) -> _T:
+def _isolated(fit: Callable[[], _T], without: Callable[[str], _T]) -> _T:
     """Return the result of a fit; if it raises an unexpected error, only this model is reported as not fitted."""
     try:
         return fit()
@@ -128,16 +118,14 @@ def _alone(fit: Callable[[], _T], without: Callable[[str], _T]) -> _T:
 
 _ONE_DEPLOYMENT = "the rest is one deployment, which cannot separate reading the weights from a constant; trace two models or sizes"
 
+_WEIGHTS = ("weight_read_us", "moe_expert_read_us")
 POOLED = FeatureSet(
     "roofline_pooled",
     (
         Feature(
-            "weights_read_us",
-            "us",
-            "weight_read_us + moe_expert_read_us",
-            "reading weights, those of the experts visited too",
+            "weights_read_us", "us", " + ".join(_WEIGHTS), "reading weights, those of the experts visited too"
         ),
-        *(f for f in BUILT_IN["roofline"].features if f.name not in ("weight_read_us", "moe_expert_read_us")),
+        *(f for f in BUILT_IN["roofline"].features if f.name not in _WEIGHTS),
     ),
 )
 """The roofline terms, with one term for all weights: dense models alone cannot separate the cost of reading an expert, and
@@ -152,44 +140,37 @@ def fit_across(deployments: Sequence[FittedDeployment], options: DeploymentOptio
     on the roofline terms of all remaining deployments: they are times of work, so that their coefficients compare across models
     and GPUs, and cannot be negative.
     """
-    errors = [one for deployment in deployments for one in _runs_of(deployment)]
-    notes = [] if errors else ["leave-one-run-out: no deployment has two runs"]
-    pooled, unknown = _pooled_rows(deployments)
-    notes += unknown
-    titles: dict[LeftOutKind, str] = {"model": "leave-one-model-out", "gpu": "leave-one-GPU-out"}
-    for kind, title in titles.items():
-        found, note = _leave_groups(kind, title, pooled, options)
-        errors += found
-        notes += note
-    for alike in pooled.partition_by("model", "gpu", maintain_order=True) if pooled.height else ():
-        if alike["deployment"].n_unique() > 1:
-            found, note = _leave_groups("deployment", "leave-one-deployment-out", alike, options)
-            errors += found
-            notes += note
-    return AcrossResult(tuple(errors), tuple(notes))
+    results: list[LeftOutErrors | str] = [
+        one for deployment in deployments for one in _left_out_runs(deployment)
+    ]
+    if not results:
+        results.append("leave-one-run-out: no deployment has two runs")
+    pooled, notes = _pooled_rows(deployments)
+    results += notes
+    results += _left_out_groups("model", "leave-one-model-out", pooled, options)
+    results += _left_out_groups("gpu", "leave-one-GPU-out", pooled, options)
+    for same_gpu in pooled.partition_by("model", "gpu", maintain_order=True) if pooled.height else ():
+        if same_gpu["deployment"].n_unique() > 1:
+            results += _left_out_groups("deployment", "leave-one-deployment-out", same_gpu, options)
+    return AcrossResult(
+        tuple(one for one in results if isinstance(one, LeftOutErrors)),
+        tuple(one for one in results if isinstance(one, str)),
+    )
 
 
-def _runs_of(deployment: FittedDeployment) -> Iterator[LeftOutErrors]:
+def _left_out_runs(deployment: FittedDeployment) -> Iterator[LeftOutErrors]:
+    deployment_id = deployment.deployment.deployment_id
     for model in deployment.models:
         runs = sorted(model.fitted.rows["run_id"].unique())
         for run in runs if len(runs) > 1 else ():
             rows = _leave_out(model.fitted.rows, pl.col("run_id") == run)
-            fitted = fit_regimes(rows, list(model.regimes), model.options)
-            if isinstance(fitted, LinearFit):
-                boundary = fit_boundary(fitted, deployment.tables.timeline) if model.boundary else None
-                deployment_id, others = (
-                    deployment.deployment.deployment_id,
-                    tuple(r for r in runs if r != run),
-                )
-                yield LeftOutErrors(
-                    "run",
-                    run,
-                    model.name,
-                    deployment_id,
-                    model.feature_set,
-                    others,
-                    *_measured(fitted, boundary),
-                )
+            fitted = fit_regimes(rows, model.regimes, model.options)
+            if isinstance(fitted, TooFewRows):
+                continue
+            boundary = fit_boundary(fitted, deployment.tables.timeline) if model.boundary else None
+            others = tuple(other for other in runs if other != run)
+            measured = _measured(fitted, boundary)
+            yield LeftOutErrors("run", run, model.name, deployment_id, model.feature_set, others, *measured)
 
 
 def _measured(
@@ -203,11 +184,10 @@ def _measured(
 def _leave_out(rows: pl.DataFrame, left_out: pl.Expr) -> pl.DataFrame:
     """Return the frame with the rows that `left_out` selects held out, and the training rows of the rest."""
     # Training rows that the fit left out (warm-up, outliers) are errors like any other once their group is held out.
-    lasting = (*splits.ALWAYS, splits.UNKNOWN_FEATURES)
-    always = pl.when(pl.col("excluded_reason").is_in(lasting)).then("excluded_reason")
+    never = pl.when(splits.is_excluded(splits.NEVER_EVALUATED)).then("excluded_reason")
     return rows.filter(left_out | (pl.col("split") == "train")).with_columns(
         split=pl.when(left_out).then(pl.lit("holdout")).otherwise(pl.lit("train")),
-        excluded_reason=pl.when(left_out).then(always).otherwise("excluded_reason"),
+        excluded_reason=pl.when(left_out).then(never).otherwise("excluded_reason"),
     )
 
 
@@ -216,41 +196,38 @@ def _pooled_rows(deployments: Sequence[FittedDeployment]) -> tuple[pl.DataFrame,
     frames = [pl.DataFrame(schema={"model": pl.String, "gpu": pl.String})]
     notes = []
     for deployment in deployments:
-        context = deployment.deployment.context
+        deployment_id, context = deployment.deployment.deployment_id, deployment.deployment.context
         source = deployment.source.beta_target_source
         if source is None or not any(m.name == CYCLE_TIME.model for m in deployment.models):
             continue
         if context.architecture is None or context.gpu is None:
             lacking = "config.json" if context.architecture is None else "GPU"
-            notes.append(
-                f"{deployment.deployment.deployment_id} takes no part in leaving out models and GPUs: no {lacking}"
-            )
+            notes.append(f"{deployment_id} takes no part in leaving out models and GPUs: no {lacking}")
             continue
         timeline = training.with_roofline(deployment.tables.timeline, context)
-        constants = training.constants_of(context)
-        rows = step_frame(deployment.tables, timeline, POOLED, constants, source)
+        rows = step_frame(deployment.tables, timeline, POOLED, training.constants_of(context), source)
         used = counted(rows, "train")
         if used.height:
-            names = {
-                "deployment": deployment.deployment.deployment_id,
-                "model": context.architecture.slug,
-                "gpu": context.gpu.slug,
-            }
-            # Steps of a 70B model take ten times as long as those of an 8B one: without the scale they would decide the fit alone.
-            scale = pl.lit(used["y"].median(), pl.Float64)
-            named = {name: pl.lit(value) for name, value in names.items()}
-            frames.append(rows.with_columns(row_scale_us=scale, **named))
+            named = rows.with_columns(
+                # Steps of a 70B model take ten times as long as those of an 8B one: without the scale only they would count.
+                row_scale_us=pl.lit(used["y"].median(), pl.Float64),
+                deployment=pl.lit(deployment_id),
+                model=pl.lit(context.architecture.slug),
+                gpu=pl.lit(context.gpu.slug),
+            )
+            frames.append(named)
     return pl.concat(frames, how="diagonal_relaxed"), notes
 
 
-def _leave_groups(
+def _left_out_groups(
     kind: LeftOutKind, title: str, pooled: pl.DataFrame, options: DeploymentOptions
-) -> tuple[list[LeftOutErrors], list[str]]:
+) -> Iterator[LeftOutErrors | str]:
+    """Yield errors on each model, GPU or deployment, fitted on the others, and notes."""
     names = sorted(pooled[kind].unique())
     if len(names) < 2:
-        have = f"only {names[0]}" if names else "none"
-        return [], [f"{title}: the data have {have}, two are needed"]
-    found, notes = [], []
+        present = f"only {names[0]}" if names else "none"
+        yield f"{title}: the data have {present}, two are needed"
+        return
     for name in names:
         trained_on = tuple(n for n in names if n != name)
         rows = _leave_out(pooled, pl.col(kind) == name)
@@ -258,21 +235,19 @@ def _leave_groups(
         how = replace(beta_options(options), signs=NON_NEGATIVE)
         fitted = fit_linear(rows, _separable_features(rest), how)
         if isinstance(fitted, TooFewRows):
-            notes.append(f"{title}, {name}: {fitted.reason}")
+            yield f"{title}, {name}: {fitted.reason}"
             continue
         if len(rest) == 1:
-            notes.append(f"{title}, {name}: {_ONE_DEPLOYMENT}")
-        beta = CYCLE_TIME.model
+            yield f"{title}, {name}: {_ONE_DEPLOYMENT}"
         measured = (*_measured(fitted), _by_batch_size(fitted.rows))
-        found.append(LeftOutErrors(kind, name, beta, None, POOLED.name, trained_on, *measured))
-    return found, notes
+        yield LeftOutErrors(kind, name, CYCLE_TIME.model, None, POOLED.name, trained_on, *measured)
 
 
 def _by_batch_size(rows: pl.DataFrame) -> Metrics:
     """Return the errors of a constant per batch size on the held-out rows: a table of past steps is the simplest forecast."""
-    used, held = (counted(rows, split).sort("batch_requests") for split in ("train", "holdout"))
+    used, holdout = (counted(rows, split).sort("batch_requests") for split in ("train", "holdout"))
     table = used.group_by("batch_requests", maintain_order=True).agg(constant=pl.col("y").median())
-    joined = held.join_asof(table, on="batch_requests", strategy="nearest", check_sortedness=False)
+    joined = holdout.join_asof(table, on="batch_requests", strategy="nearest", check_sortedness=False)
     return measure(target_of(joined), joined["constant"].to_numpy())
 
 
@@ -284,14 +259,12 @@ def _separable_features(frames: Sequence[pl.DataFrame]) -> list[Feature]:
     fits any data. Two deployments still get one, the first (reading weights): without it, its cost would count as a constant of
     the program, which does not change with the GPU or the model.
     """
-    spare = max(len(frames) - 2, 1 if len(frames) == 2 else 0)
+    spare = 1 if len(frames) == 2 else len(frames) - 2
     offered = []
     for feature in POOLED.features:
+        columns = [frame[feature.name] for frame in frames]
         # Nine rows in ten are alike: a step without tokens has no weights to read.
-        alike = [
-            f[feature.name].quantile(0.05, "nearest") == f[feature.name].quantile(0.95, "nearest")
-            for f in frames
-        ]
+        alike = [c.quantile(0.05, "nearest") == c.quantile(0.95, "nearest") for c in columns]
         is_fixed = 2 * sum(alike) > len(frames)
         if not is_fixed or spare > 0:
             spare -= is_fixed

@@ -36,7 +36,7 @@ Positive: TypeAlias = bool | tuple[bool, ...]
 
 
 Shrunk: TypeAlias = tuple[bool, ...]
-"""Coefficients that are drawn to zero by a Ridge penalty of their own: a flag per feature; empty for none of them."""
+"""Coefficients with an additional Ridge penalty, which draws them to zero: a flag per feature; empty without any."""
 
 SHRINKAGE = 0.3
 """Strength of that penalty: a correction enters to the extent that the other features cannot explain its rows."""
@@ -99,23 +99,19 @@ def extra_ridge(shrunk: Shrunk, features: int) -> Vector:
 
 
 def line(
-    summed: Moments,
-    origin: Vector,
-    penalty: Penalty,
-    strength: float,
-    *,
-    positive: Positive = False,
-    shrunk: Shrunk = (),
+    summed: Moments, origin: Vector, penalty: Penalty, strength: float, *, positive: Positive, shrunk: Shrunk
 ) -> tuple[float, Vector]:
     """Return intercept and slopes of the line that `solve` finds; the intercept is the line's value at `origin`.
 
     The problem remains convex where the intercept cannot be negative: if the best line is below zero at the origin, the best
     allowed line goes through zero there.
     """
-    slopes = solve(summed, penalty, strength, positive=positive, shrunk=shrunk)
+    bound, intercept_bound = bounds_of(positive, len(origin))
+    extra_l2 = extra_ridge(shrunk, len(origin))
+    slopes = solve(summed, penalty, strength, bound, extra_l2)
     from_origin = summed.center - origin
     intercept = summed.level - float(from_origin @ slopes)
-    if not bounds_of(positive, len(slopes))[1] or intercept >= 0:
+    if not intercept_bound or intercept >= 0:
         return intercept, slopes
     # Moments about the origin instead of the mean (parallel axis theorem): a line through the origin has no intercept.
     about_origin = replace(
@@ -123,30 +119,22 @@ def line(
         gram=summed.gram + summed.total * np.outer(from_origin, from_origin),
         cross=summed.cross + summed.total * summed.level * from_origin,
     )
-    return 0.0, solve(about_origin, penalty, strength, positive=positive, shrunk=shrunk)
+    return 0.0, solve(about_origin, penalty, strength, bound, extra_l2)
 
 
-def solve(
-    summed: Moments,
-    penalty: Penalty,
-    strength: float,
-    *,
-    positive: Positive = False,
-    shrunk: Shrunk = (),
-) -> Vector:
+def solve(summed: Moments, penalty: Penalty, strength: float, bound: Flags, extra_l2: Vector) -> Vector:
     """Return the slopes that minimise the penalised squares, shape (n_features,).
 
     Minimises |y - x.a|^2 / 2n + l1 |a|_1 + l2 |a|^2 / 2 over the moments, with n the number of rows. Ridge: l2 =
     `strength`. Lasso: l1 = `strength` times the smallest l1 that empties the model. Elastic net (Zou and Hastie 2005):
-    half of each. Slopes that `positive` bounds are not negative (Lawson and Hanson 1974 where l1 is 0). Those that are `shrunk`
-    have `SHRINKAGE` more l2.
+    half of each. Slopes that are `bound` are not negative (Lawson and Hanson 1974 where l1 is 0). `extra_l2` comes on top for
+    each slope.
     """
     if not summed.cross.size:
         return np.zeros(0)
     l2 = ridge_share(penalty) * strength
     l1 = (strength - l2) * float(np.abs(summed.cross).max()) / summed.rows
-    gram = summed.gram + summed.rows * np.diag(l2 + extra_ridge(shrunk, len(summed.cross)))
-    bound, _ = bounds_of(positive, len(summed.cross))
+    gram = summed.gram + summed.rows * np.diag(l2 + extra_l2)
     if l1 == 0 and not bound.any():
         return np.asarray(np.linalg.lstsq(gram, summed.cross, rcond=_SINGULAR)[0])
     root, target = _as_rows(gram, summed.cross)
@@ -156,19 +144,14 @@ def solve(
     # bound ones, whose penalty is the same.
     free = np.flatnonzero(~bound) if bound.any() else np.zeros(0, dtype=np.int64)
     # scikit-learn divides the squares by the rows it gets; these few stand for `summed.rows`.
-    model = Lasso(
-        l1 * summed.rows / len(target),
-        fit_intercept=False,
-        positive=bool(bound.any()),
-        max_iter=_LASSO_ROUNDS,
-        tol=1e-6,
-    )
+    alpha, positive = l1 * summed.rows / len(target), bool(bound.any())
+    model = Lasso(alpha, fit_intercept=False, positive=positive, max_iter=_LASSO_ROUNDS, tol=1e-6)
     with warnings.catch_warnings():
         # Descent is slow on nearly collinear features. Where it stops is a candidate like any other.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        found = np.asarray(model.fit(np.hstack([root, -root[:, free]]), target).coef_, dtype=float)
-    slopes = found[: len(summed.cross)]
-    slopes[free] -= found[len(summed.cross) :]
+        coefficients = np.asarray(model.fit(np.hstack([root, -root[:, free]]), target).coef_, dtype=float)
+    slopes = coefficients[: len(summed.cross)]
+    slopes[free] -= coefficients[len(summed.cross) :]
     return slopes
 
 
@@ -176,7 +159,7 @@ def _partly_nonnegative(root: Matrix, target: Vector, bound: Flags) -> Vector:
     """Return the least-squares solution a of root.a = target with a >= 0 where `bound`.
 
     For any bound slopes the best free ones are an unbounded least-squares solution of the rest. The bound slopes are therefore
-    found by NNLS in the space orthogonal to the free columns (variable projection), the free ones after them.
+    solved by NNLS in the space orthogonal to the free columns (variable projection), the free ones after them.
     """
     slopes = np.zeros(len(bound))
     directions, sizes, _ = np.linalg.svd(root[:, ~bound], full_matrices=False)
@@ -184,8 +167,8 @@ def _partly_nonnegative(root: Matrix, target: Vector, bound: Flags) -> Vector:
     columns = root[:, bound]
     slopes[bound] = nnls(columns - basis @ (basis.T @ columns), target - basis @ (basis.T @ target))[0]
     if not bound.all():
-        left = target - root[:, bound] @ slopes[bound]
-        slopes[~bound] = np.linalg.lstsq(root[:, ~bound], left, rcond=None)[0]
+        rest = target - root[:, bound] @ slopes[bound]
+        slopes[~bound] = np.linalg.lstsq(root[:, ~bound], rest, rcond=None)[0]
     return slopes
 
 
@@ -207,7 +190,9 @@ def _as_rows(gram: Matrix, cross: Vector) -> tuple[Matrix, Vector]:
 HUBER = 1.345
 """Tuning constant of the Huber weights: 95 % efficient under Gaussian noise (Huber 1964)."""
 
-_MAX_ITER = 30
+MAX_ITER = 30
+"""Most rounds of reweighting."""
+
 _SETTLED = 1e-6
 _FLAT = 0.05
 """Slope of a row's pull beyond the bend. In theory it is zero, but then a feature that only such rows carry would look
@@ -215,8 +200,8 @@ certain."""
 
 
 RowWeights: TypeAlias = "tuple[Vector, Vector]"
-"""How much each training row counted in a fit: its final weight, the given one times Huber's; and how much more it pulls per
-unit of residual, its given weight and next to nothing beyond the bend of Huber's loss. Shape (n,) each."""
+"""How much each training row counted in a fit: its final weight, the sample weight times Huber's; and how much more it pulls
+per unit of residual, its sample weight and next to nothing beyond the bend of Huber's loss. Shape (n,) each."""
 
 
 class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
@@ -263,7 +248,7 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         penalty: Penalty = "ridge",
         strength: float = 1e-6,
         huber: float = HUBER,
-        max_iter: int = _MAX_ITER,
+        max_iter: int = MAX_ITER,
         *,
         positive: Positive = False,
         shrunk: Shrunk = (),
@@ -284,7 +269,7 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
             sample_weight: Inverse variance of each row up to a factor, shape (n,); equal if not given.
 
         Raises:
-            ValueError: There are no rows, or values that are not finite numbers; or a parameter is not what it may be.
+            ValueError: There are no rows, or values that are not finite numbers; or a parameter is not allowed.
         """
         self.fit_rows(X, y, sample_weight)
         return self
@@ -301,23 +286,21 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
             )
         if self.shrunk and len(self.shrunk) != x.shape[1]:
             raise ValueError(f"shrunk has {len(self.shrunk)} flags, not one per feature")
-        given = np.ones(len(y)) if sample_weight is None else sample_weight
-        given = check_array(given, ensure_2d=False, dtype=np.float64, input_name="sample_weight")
-        if given.shape != y.shape or (given < 0).any() or not given.any():
+        sampled = np.ones(len(y)) if sample_weight is None else sample_weight
+        sampled = check_array(sampled, ensure_2d=False, dtype=np.float64, input_name="sample_weight")
+        if sampled.shape != y.shape or (sampled < 0).any() or not sampled.any():
             raise ValueError(
                 "Sample weights must contain at least one non-zero number, none below 0, one per row"
             )
-        given = given / np.mean(given)
-        center, scale = x.mean(axis=0), x.std(axis=0)
-        scale = np.where(scale > 0, scale, 1.0)
-        z = np.asfortranarray((x - center) / scale)
+        sampled = sampled / np.mean(sampled)
+        z, center, scale = standardised(x)
         # On standardised features one penalty strength suits all of them. `origin` is where the raw features are zero.
         origin = -center / scale
         settled = _SETTLED * (np.abs(y).max(initial=0.0) or 1.0)
         bent, fitted = np.ones(len(y)), np.full(len(y), np.inf)
         # The first fit is before any reweighting.
         for rounds in range(self.max_iter + 1):  # noqa: B007  # read after the loop
-            weights = given * bent
+            weights = sampled * bent
             summed = moments(z, y, weights)
             intercept, slopes = line(
                 summed, origin, self.penalty, self.strength, positive=self.positive, shrunk=self.shrunk
@@ -325,11 +308,11 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
             before, fitted = fitted, intercept - origin @ slopes + z @ slopes
             if np.abs(fitted - before).max(initial=0.0) <= settled:
                 break
-            bent = huber_weights((y - fitted) * np.sqrt(given), self.huber)
+            bent = huber_weights((y - fitted) * np.sqrt(sampled), self.huber)
         self.n_iter_ = rounds
         self.coef_: Vector = slopes / scale
         self.intercept_ = intercept
-        return weights, given * np.where(bent < 1, _FLAT, 1.0)
+        return weights, sampled * np.where(bent < 1, _FLAT, 1.0)
 
     def _require_parameters(self) -> None:
         valid = {
@@ -349,6 +332,13 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         check_is_fitted(self)
         x = validate_data(self, X, dtype=np.float64, reset=False, ensure_min_features=0)
         return np.asarray(self.intercept_ + x @ self.coef_, dtype=float)
+
+
+def standardised(x: Matrix) -> tuple[Matrix, Vector, Vector]:
+    """Return features about their means in standard deviations, and both of these; a constant feature is 0."""
+    center, scale = x.mean(axis=0), x.std(axis=0)
+    scale = np.where(scale > 0, scale, 1.0)
+    return np.asfortranarray((x - center) / scale), center, scale
 
 
 def huber_weights(residual: Vector, huber: float) -> Vector:
@@ -426,14 +416,13 @@ def fit_nonnegative(x: Matrix, y: Vector, weights: Vector | None = None, *, hube
     Returns:
         Coefficients, shape (n_terms,); 0 for a term that is 0 on every row.
     """
-    given = np.ones(len(y)) if weights is None else weights
+    weights = np.ones(len(y)) if weights is None else weights
     # Scaled to 1 at most: NNLS decides by an absolute tolerance, and terms come in bytes, tokens and microseconds.
     scale = x.max(axis=0, initial=0.0)
     scale = np.where(scale > 0, scale, 1.0)
-    bent = np.ones(len(y))
-    found = np.zeros(x.shape[1])
+    bent, coefficients = np.ones(len(y)), np.zeros(x.shape[1])
     for _ in range(ROUNDS):
-        root = np.sqrt(given * bent)
-        found, _norm = nnls((x / scale) * root[:, None], y * root)
-        bent = huber_weights(y - (x / scale) @ found, huber)
-    return np.asarray(found / scale)
+        root = np.sqrt(weights * bent)
+        coefficients, _norm = nnls((x / scale) * root[:, None], y * root)
+        bent = huber_weights(y - (x / scale) @ coefficients, huber)
+    return np.asarray(coefficients / scale)

@@ -1,8 +1,8 @@
 """Arguments and results of fits: options and the tables of one deployment; linear models, and all fitted models of a deployment.
 
-A linear model is one line, or one line per regime: a regime is a condition on the features with a line of its own, and the
+A linear model is one line, or one line per regime: a regime is a condition on the features and a line, and the
 first regime whose condition holds predicts a row. `RegimeRows` describes one before the fit, `FittedRegime` after it. These
-objects hold data frames and stay inside the process: what files publish is in `results`.
+objects hold data frames and stay inside the process: `results` has the types that files publish.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import polars as pl
 
-from tracefit.features.targets import is_step_model
-from tracefit.fit.results import ALWAYS, Term, line_expression
+from tracefit.features.targets import CYCLE_TIME, DURATION, StepTarget, is_step_model
+from tracefit.fit.results import ALWAYS, NO_INTERVAL, Term, line_expression
 from tracefit.server.settings import without_attribute
 from tracefit.tables.runs import are_stock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.features.sets import Feature, FeatureSet
+    from tracefit.features.sets import Feature
     from tracefit.fit.estimators import Penalty, Positive
     from tracefit.fit.results import (
         Collinearity,
@@ -45,10 +45,7 @@ if TYPE_CHECKING:
     from tracefit.statistics import Flags, Integers, Matrix, Vector
 
 
-# -- what goes in ----------------------------------------------------------------------------------------
-
-COVERED_SHARE = 0.8
-"""Where `step.duration_us` covers at least this share of busy time, durations are the step times."""
+# -- arguments -------------------------------------------------------------------------------------------
 
 PENALTIES: tuple[tuple[Penalty, float], ...] = (
     *(("ridge", s) for s in (1e-8, 1e-4, 1e-3, 1e-2)),
@@ -116,13 +113,18 @@ class DeploymentOptions:
         beta_target: The step time to fit.
         positive: Allow no negative coefficient and no negative intercept in any model.
         any_sign: Allow any sign, also where a feature declares one.
-        reference: Fit the gradient-boosted reference beside every model.
+        reference: Fit the gradient-boosted reference of every model too.
     """
 
     beta_target: BetaTarget = "auto"
     positive: bool = False
     any_sign: bool = False
     reference: bool = True
+
+    @property
+    def step_target(self) -> StepTarget:
+        """The target of step times, by the option: durations that cover the busy time are cycle times by another clock."""
+        return DURATION if self.beta_target == "duration" else CYCLE_TIME
 
     def signs(self, *, intercept: bool = False) -> Signs:
         """Return the signs in force; `intercept` is for a target whose intercept cannot be negative."""
@@ -158,22 +160,24 @@ class DeploymentTables:
         return are_stock(self.runs)
 
     def missing_attributes(self, events: str) -> tuple[str, ...]:
-        """Return a sentence for each event, by a pattern of names, that lacks attributes: which, and what gives them."""
-        found = missing_attributes(self.runs)
-        return tuple(without_attribute(event, found[event]) for event in found if re.fullmatch(events, event))
+        """Return a sentence for each event, by a pattern of names, that lacks attributes: which, and the flags that give them."""
+        missing = missing_attributes(self.runs).items()
+        return tuple(
+            without_attribute(event, names) for event, names in missing if re.fullmatch(events, event)
+        )
 
 
 def missing_attributes(runs: pl.DataFrame) -> dict[str, tuple[str, ...]]:
     """Return event to the attributes that none of these events of a run has a usable value of, in name order."""
-    found: dict[str, set[str]] = {}
+    missing: dict[str, set[str]] = {}
     # The column is JSON text of the run, the same in the row of each of its servers.
     for text in runs["missing_attributes"].drop_nulls().unique():
         for event, attributes in json.loads(text).items():
-            found.setdefault(event, set()).update(attributes)
-    return {event: tuple(sorted(found[event])) for event in sorted(found)}
+            missing.setdefault(event, set()).update(attributes)
+    return {event: tuple(sorted(missing[event])) for event in sorted(missing)}
 
 
-# -- what comes out --------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +201,7 @@ class FittedRegime:
     choice: PenaltyChoice
     rows_used: int
     collinearity: Collinearity
-    prediction_interval: PredictionInterval
+    prediction_interval: PredictionInterval = NO_INTERVAL
     signs: Signs = ANY_SIGN
     """The signs that were in force."""
     relative: bool = False
@@ -241,7 +245,7 @@ def linear_terms(
     intervals: Sequence[tuple[float, float] | None] | None = None,
 ) -> tuple[Term, ...]:
     """Return a term per coefficient that is not zero, with the range of its feature in the training rows `x`."""
-    given = intervals or [None] * len(columns)
+    intervals = intervals or [None] * len(columns)
     return tuple(
         Term(
             feature=column.name,
@@ -252,7 +256,7 @@ def linear_terms(
             training_range=(float(values.min()), float(values.max())),
             formula=column.formula,
         )
-        for column, value, interval, values in zip(columns, coefficients, given, x.T, strict=True)
+        for column, value, interval, values in zip(columns, coefficients, intervals, x.T, strict=True)
         if value != 0
     )
 
@@ -277,9 +281,10 @@ class LinearFit:
     @property
     def features_left_out(self) -> tuple[OmittedFeature, ...]:
         """Features left out of the regimes; with several regimes each reason starts with the regime's name."""
-        many = len(self.regimes) > 1
+        if len(self.regimes) == 1:
+            return self.regimes[0].features_left_out
         return tuple(
-            replace(x, reason=f"{fitted.regime.name}: {x.reason}" if many else x.reason)
+            replace(x, reason=f"{fitted.regime.name}: {x.reason}")
             for fitted in self.regimes
             for x in fitted.features_left_out
         )
@@ -334,8 +339,6 @@ class FittedModel:
     validation: Validation
     """Validation of the model in its published form."""
     notes: tuple[str, ...] = ()
-    feature_definitions: FeatureSet | None = None
-    """For step times: the features the model was offered, with their ratios chosen."""
     boundary: FittedBoundary | None = None
     """Where given, the model is API work and the step clock, and `fitted` serves consumers without a clock."""
 

@@ -13,6 +13,7 @@ are named.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,9 +32,9 @@ from tracefit.fit.fitted import (
 )
 from tracefit.fit.load import with_phases
 from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation, Number, StepPhase, SummedTime
-from tracefit.fit.select import time_blocks, usable_features
+from tracefit.fit.select import Design, estimator, time_blocks, usable_features
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows, in_time
-from tracefit.fit.train import MAX_UNKNOWN_SHARE, Design, design_of, estimator_of
+from tracefit.fit.train import MAX_UNKNOWN_SHARE, design_of, server_numbers
 from tracefit.fit.validation import extrapolated_rows, measure, reference
 from tracefit.tables.schema import ENGINE, SERVER
 
@@ -45,15 +46,13 @@ if TYPE_CHECKING:
     from tracefit.statistics import Flags, Integers, Matrix, Vector
 
 FEWEST_BLOCKS = 10
-"""Fewest blocks that a variance is estimated from: blocks of a short hold-out are shorter than the rule says."""
+"""Fewest blocks that a variance is estimated from: blocks of a short hold-out are shorter than by the rule."""
 
 MOST_BLOCKS = 1_000
 """Upper limit of bootstrap blocks; longer hold-outs use longer blocks. More blocks would cost memory and not improve the
 estimate."""
 
 RESAMPLES = 2_000
-
-_TENTHS, _FIFTHS = 10, 5
 
 
 def summed_time(predicted_us: Vector, actual_us: Vector, blocks: Integers) -> SummedTime | None:
@@ -64,22 +63,18 @@ def summed_time(predicted_us: Vector, actual_us: Vector, blocks: Integers) -> Su
 
     All arguments are of shape (n,).
     """
-    if not float(actual_us.sum()) > 0:
-        return None
-    _, index = np.unique(blocks, return_inverse=True)
-    sums = np.stack([np.bincount(index, weights=w) for w in (predicted_us, actual_us)])
-    count = sums.shape[1]
-    drawn = np.random.default_rng(0).integers(0, count, size=(RESAMPLES, count))
-    predicted, actual = sums[0][drawn].sum(axis=1), sums[1][drawn].sum(axis=1)
-    bias_sd = float(np.std(100 * predicted[actual > 0] / actual[actual > 0], ddof=1))
     total, error = float(actual_us.sum()), predicted_us - actual_us
-    bias_pct = 100 * (float(predicted_us.sum()) / total - 1)
+    if not total > 0:
+        return None
+    names, index = np.unique(blocks, return_inverse=True)
+    drawn = np.random.default_rng(0).integers(0, len(names), size=(RESAMPLES, len(names)))
+    predicted, actual = (np.bincount(index, us)[drawn].sum(axis=1) for us in (predicted_us, actual_us))
     return SummedTime(
         predicted_us=float(predicted_us.sum()),
         actual_us=total,
-        bias_pct=bias_pct,
-        bias_2sd_pct=2 * bias_sd,
-        blocks=count,
+        bias_pct=100 * (float(predicted_us.sum()) / total - 1),
+        bias_2sd_pct=2 * float(np.std(100 * predicted[actual > 0] / actual[actual > 0], ddof=1)),
+        blocks=len(names),
         max_contribution_pct=100 * float(error[np.abs(error).argmax()]) / total,
     )
 
@@ -120,20 +115,20 @@ def summed_holdout(beta: LinearFit) -> SummedTime | None:
     Blocks are contiguous in the time of a server. Their length is `block_length` of the residuals of the training rows, the
     largest over the servers, with at least 10 blocks per server and at most 1,000 in total.
     """
-    used, held = counted(beta.rows, "train"), counted(beta.rows, "holdout")
-    if not held.height:
+    used, holdout = counted(beta.rows, "train"), counted(beta.rows, "holdout")
+    if not holdout.height:
         return None
-    # From the training residuals: those of the hold-out hold the very drift whose size is in question.
+    # From the training residuals: those of the hold-out have the very drift whose size is in question.
     length = _training_block_length(beta)
-    stands_for, all_steps = _steps_stood_for(beta.rows, held)
-    predicted, actual = _summands(beta, held)
-    summed = summed_time(predicted * stands_for, actual * stands_for, _time_blocks(held, length))
+    stands_for, all_steps = _steps_stood_for(beta.rows, holdout)
+    predicted, actual = _summands(beta, holdout)
+    summed = summed_time(predicted * stands_for, actual * stands_for, _time_blocks(holdout, length))
     if summed is None:
         return None
-    before, steps = _summands(beta, used)[0], matrix(held, ["interval_steps"])[:, 0]
+    before, steps = _summands(beta, used)[0], matrix(holdout, ["interval_steps"])[:, 0]
     load_before = float(before.sum()) / float(matrix(used, ["interval_steps"]).sum())
     load = float(predicted @ stands_for) / float(steps @ stands_for)
-    speed, two_sd = speed_change(beta, *(_time_blocks(rows, length) for rows in (used, held)))
+    speed, two_sd = speed_change(beta, *(_time_blocks(rows, length) for rows in (used, holdout)))
     return replace(
         summed,
         speed_change_pct=speed,
@@ -144,27 +139,24 @@ def summed_holdout(beta: LinearFit) -> SummedTime | None:
     )
 
 
-def _steps_stood_for(rows: pl.DataFrame, held: pl.DataFrame) -> tuple[Vector, float]:
+def _steps_stood_for(rows: pl.DataFrame, holdout: pl.DataFrame) -> tuple[Vector, float]:
     """Return how many steps of its server and epoch each step of the held-out rows stands for, shape (n,), and all steps."""
     # Idle gaps and restarts are no steps to account for.
-    idle = pl.col("excluded_reason").is_in(splits.ALWAYS).fill_null(value=False)
+    idle = splits.is_excluded(splits.ALWAYS)
     first, end = pl.col("step_id").min(), (pl.col("step_id") + pl.col("interval_steps")).max()
     steps = end - first - pl.col("interval_steps").filter(idle).sum()
     of_engine = rows.filter(split="holdout").group_by(ENGINE).agg(steps=steps)
-    known = held.select(*ENGINE, known=pl.col("interval_steps").sum().over(ENGINE))
-    joined = known.join(of_engine, on=ENGINE, how="left", maintain_order="left")
-    share = (pl.col("steps") / pl.col("known")).clip(lower_bound=1.0)
+    joined = holdout.join(of_engine, on=ENGINE, how="left", maintain_order="left")
+    share = (pl.col("steps") / pl.col("interval_steps").sum().over(ENGINE)).clip(lower_bound=1.0)
     return np.asarray(joined.select(share).to_series().to_numpy()), float(of_engine["steps"].sum())
 
 
 def _time_blocks(rows: pl.DataFrame, length: int) -> Integers:
     """Return the number of each row's block of time, of about `length` rows; blocks are numbered over all servers."""
-    server = rows.select(s=pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1)["s"].to_numpy()
+    server, time = server_numbers(rows), rows.select(in_time()).to_series().to_numpy()
     servers = int(server.max()) + 1
     count = max(min(round(rows.height / servers / length), MOST_BLOCKS // servers), FEWEST_BLOCKS)
-    return np.asarray(
-        time_blocks(server, rows.select(in_time()).to_series().to_numpy(), count) + server * count
-    )
+    return np.asarray(time_blocks(server, time, count) + server * count)
 
 
 MIN_SPEED_CHANGE_PCT = 3.0
@@ -192,27 +184,23 @@ def speed_change(
     predicted = [predict_regimes(beta.regimes, rows) for rows in parts]
     if not all(p.size and (p > 0).all() for p in predicted):
         return None, None
-    measured = [target_of(rows) / p for rows, p in zip(parts, predicted, strict=True)]
-    groups = _equal_batches(beta, parts, predicted)
-    ratios, rows = [], []
-    relative = [np.full(len(m), np.nan) for m in measured]
-    for group in np.intersect1d(groups[0], groups[1]):
-        inside = [g == group for g in groups]
-        fewest = min(int(i.sum()) for i in inside)
-        if fewest >= MIN_HOLDOUT_ROWS:
-            before = float(np.median(measured[0][inside[0]]))
-            ratios.append(float(np.median(measured[1][inside[1]])) / before)
-            rows.append(fewest)
-            for part in (0, 1):
-                relative[part][inside[part]] = measured[part][inside[part]] / before
-    if not rows:
-        return None, None
-    variance = sum(
-        _variance_of_level(values, blocks)
-        for values, blocks in zip(relative, (train_blocks, holdout_blocks), strict=True)
+    group, block = _equal_batches(beta, parts, predicted), (train_blocks, holdout_blocks)
+    ratio = [target_of(rows) / us for rows, us in zip(parts, predicted, strict=True)]
+    rows = pl.concat(
+        pl.DataFrame({"part": k, "group": group[k], "block": block[k], "ratio": ratio[k]}) for k in (0, 1)
     )
-    two_sd = 200 * float(np.sqrt(variance))
-    return 100 * (float(np.average(ratios, weights=rows)) - 1), two_sd if np.isfinite(two_sd) else None
+    before, after = (pl.col("ratio").filter(part=part) for part in (0, 1))
+    fewest = pl.min_horizontal(before.len(), after.len())
+    change = after.median() / before.median()
+    groups = rows.group_by("group").agg(before=before.median(), change=change, rows=fewest).sort("group")
+    groups = groups.filter(pl.col("rows") >= MIN_HOLDOUT_ROWS)
+    if not groups.height:
+        return None, None
+    relative = pl.col("ratio") / pl.col("before")
+    levels = rows.join(groups, on="group").group_by("part", "block").agg(level=relative.median())
+    variances = levels.group_by("part").agg(level=pl.col("level").var() / pl.len())["level"]
+    two_sd = None if variances.null_count() else 200 * math.sqrt(variances.sum())
+    return 100 * (float(np.average(groups["change"], weights=groups["rows"])) - 1), two_sd
 
 
 def _equal_batches(
@@ -221,31 +209,23 @@ def _equal_batches(
     """Return the group of equal batches of each row, by part.
 
     Equal are batches within a tenth of the model's predictions and a fifth of the term that moves predictions most: of two terms
-    the other is then about equal too. Rows outside the training range have a group of their own part.
+    the other is then about equal too. Held-out rows outside the training range have a separate group.
     """
-    deciding = max(
-        beta.terms,
-        key=lambda t: abs(t.value) * float(np.std(matrix(parts[0], [t.feature]))),
-        default=None,
-    )
-    second = [matrix(rows, [deciding.feature])[:, 0] if deciding else np.zeros(rows.height) for rows in parts]
-    places = []
-    for values, count in ((predicted, _TENTHS), (second, _FIFTHS)):
+
+    def effect(term: Term) -> float:
+        return abs(term.value) * float(np.std(matrix(parts[0], [term.feature])))
+
+    def groups_of_equal_size(values: Sequence[Vector], count: int) -> list[Integers]:
         cuts = np.quantile(np.concatenate(values), np.arange(1, count) / count)
-        places.append([np.searchsorted(cuts, v) for v in values])
-    groups = [tenth * _FIFTHS + fifth for tenth, fifth in zip(*places, strict=True)]
+        return [np.searchsorted(cuts, v) for v in values]
+
+    groups = groups_of_equal_size(predicted, 10)
+    if beta.terms:
+        name = max(beta.terms, key=effect).feature
+        fifths = groups_of_equal_size([matrix(rows, [name])[:, 0] for rows in parts], 5)
+        groups = [5 * tenth + fifth for tenth, fifth in zip(groups, fifths, strict=True)]
     outside, _ = extrapolated_rows(beta.regimes, parts[1])
     return [groups[0], np.where(outside, -1, groups[1])]
-
-
-def _variance_of_level(values: Vector, blocks: Integers) -> float:
-    """Return the squared standard error of the level of values, by the medians of their blocks; NaN values are left out.
-
-    NaN where all are of one block.
-    """
-    known = pl.DataFrame({"value": values, "block": blocks}).drop_nans()
-    medians = known.group_by("block").agg(pl.col("value").median())["value"].to_numpy()
-    return float(np.var(medians, ddof=1)) / len(medians) if len(medians) > 1 else np.nan
 
 
 def _training_block_length(beta: LinearFit) -> int:
@@ -268,23 +248,24 @@ def refit_on_holdout(fitted: LinearFit) -> tuple[FittedRegime, ...]:
     A term that the held-out rows do not determine (constant, or a mix of other features) keeps its value. A regime with
     fewer held-out rows than a fit needs stays as it is.
     """
-    held = counted(fitted.rows, "holdout")
-    active = active_regime(fitted.regimes, held)
+    holdout = counted(fitted.rows, "holdout")
+    active = active_regime(fitted.regimes, holdout)
     return tuple(
-        _refitted(regime, held.filter(pl.Series(active == index)))
+        _refitted(regime, holdout.filter(pl.Series(active == index)))
         for index, regime in enumerate(fitted.regimes)
     )
 
 
-def _refitted(regime: FittedRegime, held: pl.DataFrame) -> FittedRegime:
-    if held.height < MIN_TRAIN_ROWS:
+def _refitted(regime: FittedRegime, holdout: pl.DataFrame) -> FittedRegime:
+    if holdout.height < MIN_TRAIN_ROWS:
         return regime
     offered = {f.name: f for f in regime.regime.features}
-    data, _ = design_of(held, [offered[t.feature] for t in regime.terms], relative=regime.relative)
+    data, _ = design_of(holdout, [offered[t.feature] for t in regime.terms], relative=regime.relative)
     kept = [t for t in regime.terms if offered[t.feature] not in data.columns]
     # Terms that keep their value are subtracted: the others are fitted to what is left.
-    kept_us = matrix(held, [t.feature for t in kept]) @ np.array([t.value for t in kept])
-    model = estimator_of(regime, data.columns).fit(data.x, data.y - kept_us, data.weights)
+    kept_us = matrix(holdout, [t.feature for t in kept]) @ np.array([t.value for t in kept])
+    model = estimator(regime.choice, regime.signs, data.columns)
+    model.fit(data.x, data.y - kept_us, data.weights)
     terms = (*linear_terms(data.columns, model.coef_, data.x), *kept)
     return replace(regime, intercept=Number(value=model.intercept_), terms=terms)
 
@@ -295,26 +276,21 @@ def errors_by_phase(
     """Measure a step-time model on the held-out rows of each phase; servers without requests have no phases."""
     arrivals = requests.select(*SERVER, at_ns=pl.coalesce("arrival_ns", "queued_ns"))
     median = float(np.median(target_of(counted(fitted.rows, "train"))))
-    held = evaluation_rows(counted(fitted.rows, "holdout"), eval_filter)
-    found = []
-    for (phase,), rows in (
-        with_phases(held, "ts_ns", arrivals).drop_nulls("phase").group_by("phase", maintain_order=True)
-    ):
-        actual = target_of(rows)
-        found.append(
-            StepPhase(
-                **cast("dict[str, Any]", phase),
-                holdout=measure(actual, predict_regimes(fitted.regimes, rows)),
-                baseline=measure(actual, np.full(len(actual), median)),
-            )
+    holdout = evaluation_rows(counted(fitted.rows, "holdout"), eval_filter)
+    in_phases = with_phases(holdout, "ts_ns", arrivals).drop_nulls("phase")
+    return tuple(
+        StepPhase(
+            **cast("dict[str, Any]", phase),
+            holdout=measure(target_of(rows), predict_regimes(fitted.regimes, rows)),
+            baseline=measure(target_of(rows), np.full(rows.height, median)),
         )
-    return tuple(found)
+        for (phase,), rows in in_phases.group_by("phase", maintain_order=True)
+    )
 
 
 # -- load ------------------------------------------------------------------------------------------------
 
 LOAD = "load"
-RUNNING_TOKENS, BATCH_REQUESTS = "running_tokens", "batch_requests"
 LOAD_FEATURES = (
     Feature("load_tokens", "token", "context_tokens + prefill_context_tokens"),
     Feature("load_requests", "request", "num_prefill_reqs + num_decode_reqs"),
@@ -331,11 +307,10 @@ def with_load(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
     """Replace `LOAD_FEATURES` by the column `load`; return what it is measured by."""
     included = rows.filter(pl.col("excluded_reason").is_null())
     tokens, requests = (f.name for f in LOAD_FEATURES)
-    share = included[tokens].null_count() / max(included.height, 1)
-    known = share <= MAX_UNKNOWN_SHARE
-    column = pl.col(tokens) if known else pl.col(requests)
-    named = rows.with_columns(column.cast(pl.Float64).fill_null(0.0).alias(LOAD))
-    return named.drop(tokens, requests), RUNNING_TOKENS if known else BATCH_REQUESTS
+    by_tokens = included[tokens].null_count() / max(included.height, 1) <= MAX_UNKNOWN_SHARE
+    load = pl.col(tokens if by_tokens else requests).cast(pl.Float64).fill_null(0.0)
+    named = rows.with_columns(load.alias(LOAD)).drop(tokens, requests)
+    return named, "running_tokens" if by_tokens else "batch_requests"
 
 
 def load_cut(load: Vector) -> float | None:
@@ -369,8 +344,12 @@ def _fitted_below(data: Design, lower: Flags, options: FitOptions) -> Callable[[
     """Fit the `lower` rows and return a function that predicts features of shape (n, n_features), clipped at 0."""
     kept, _ = usable_features(data.x[lower], [c.name for c in data.columns])
     below = data.part(lower, kept)
-    model = below.fit(below.choose_penalty(options), options)
+    model = below.fit(below.choose_penalty(options), options.signs)
     return lambda features: np.asarray(np.maximum(model.predict(features[:, kept]), 0.0))
+
+
+_FITTED = pl.col("excluded_reason").is_null() | (pl.col("split") == "holdout")
+"""Rows to fit, whichever part they are in: training rows lose warm-up and outliers, which held-out rows keep."""
 
 
 def load_extrapolation(
@@ -380,19 +359,16 @@ def load_extrapolation(
 
     Both halves hold rows of the training part and of the hold-out; null where rows are too few.
     """
-    never = (*splits.ALWAYS, splits.UNKNOWN_FEATURES)
-    rows = fitted.rows.filter(~pl.col("excluded_reason").is_in(never).fill_null(value=False))
-    # Training rows lose warm-up and outliers as in any fit; held-out rows keep them, as in any evaluation.
-    kept = rows.filter(pl.col("excluded_reason").is_null() | (pl.col("split") == "holdout"))
+    rows = fitted.rows.filter(~splits.is_excluded(splits.NEVER_EVALUATED))
+    kept = rows.filter(_FITTED)
     cut = load_cut(kept[LOAD].to_numpy())
     if cut is None:
         return None
     used = kept.filter(pl.col(LOAD) <= cut)
     above = evaluation_rows(rows.filter(pl.col(LOAD) > cut), options.eval_filter)
-    found = _error_of_a_fit(used, above, features, options)
-    if found is None:
+    errors, names = _error_of_a_fit(used, above, features, options)
+    if errors is None:
         return None
-    errors, names = found
     return LoadExtrapolation(
         **asdict(errors),
         load=load,
@@ -403,54 +379,50 @@ def load_extrapolation(
 
 def _error_of_a_fit(
     used: pl.DataFrame, tested: pl.DataFrame, features: Sequence[Feature], options: FitOptions
-) -> tuple[Metrics, list[str]] | None:
-    """Refit a form on some rows and measure it on others; return the features too, null where rows are too few."""
+) -> tuple[Metrics | None, list[str]]:
+    """Refit a form on some rows and measure it on others; return the features too. Null where rows are too few."""
     # The noise of the last row of a log is not known: the fit of a model has no such row, these may have.
     used = used.drop_nulls("cycle_sd_us") if "cycle_sd_us" in used.columns else used
     if used.height < MIN_TRAIN_ROWS or tested.height < MIN_HOLDOUT_ROWS:
-        return None
+        return None, []
     offered = [f for f in features if f.name in used.columns and not used[f.name].null_count()]
     offered = [f for f in offered if not tested[f.name].null_count()]
     data, _ = design_of(used, offered, relative=options.relative)
     if not data.columns:
-        return None
+        return None, []
     names = [c.name for c in data.columns]
     predict = _fitted_below(data, np.ones(len(data.y), dtype=bool), options)
     return measure(target_of(tested), predict(matrix(tested, names))), names
 
 
-STRETCHES = 10
-"""Equal stretches of a server's time; every third of them is held out."""
-
-
 def error_in_stretches(fitted: LinearFit, features: Sequence[Feature], options: FitOptions) -> Metrics | None:
-    """Fit the form of a model on seven of ten equal stretches of each server's rows, and measure it on the third, sixth and ninth.
+    """Fit the form of a model on seven of ten equal blocks of each server's rows, and measure it on the third, sixth and ninth.
 
-    The last 30 % of a run that ends in a drain have small batches alone: the stretches have the load of the whole run. Null
-    where rows are too few.
+    The last 30 % of a run that ends in a drain have small batches only: the blocks have the load of the whole run. Null where
+    rows are too few.
     """
-    never = (*splits.ALWAYS, splits.UNKNOWN_FEATURES)
-    rows = fitted.rows.filter(~pl.col("excluded_reason").is_in(never).fill_null(value=False))
-    place = rows.select(in_time().rank("ordinal").over(SERVER) - 1).to_series() * STRETCHES
-    length = rows.select(pl.len().over(SERVER)).to_series()
-    held = (place // length) % 3 == 2
+    rows = fitted.rows.filter(~splits.is_excluded(splits.NEVER_EVALUATED))
+    position = in_time().rank("ordinal").over(SERVER) - 1
+    is_held_out = (position * 10 // pl.len().over(SERVER)) % 3 == 2
     # Rows that a fit leaves out are errors like any other once they are held out.
-    kept = rows["excluded_reason"].is_null() | (rows["split"] == "holdout")
-    tested = evaluation_rows(rows.filter(held), options.eval_filter)
-    found = _error_of_a_fit(rows.filter(~held & kept), tested, features, options)
-    return found[0] if found else None
+    tested = evaluation_rows(rows.filter(is_held_out), options.eval_filter)
+    return _error_of_a_fit(rows.filter(~is_held_out & _FITTED), tested, features, options)[0]
 
 
 def error_over_load(fitted: LinearFit, load: str, options: FitOptions) -> ErrorOverLoad | None:
     """Measure a model on held-out rows in groups of equal size by load; null where there are no rows."""
     used = counted(fitted.rows, "train")
-    held = evaluation_rows(counted(fitted.rows, "holdout"), options.eval_filter)
-    if not used.height or not held.height:
+    holdout = evaluation_rows(counted(fitted.rows, "holdout"), options.eval_filter)
+    if not used.height or not holdout.height:
         return None
-    held = held.sort(LOAD)
-    loads, actual, predicted = held[LOAD].to_numpy(), target_of(held), predict_regimes(fitted.regimes, held)
+    holdout = holdout.sort(LOAD)
+    loads, actual, predicted = (
+        holdout[LOAD].to_numpy(),
+        target_of(holdout),
+        predict_regimes(fitted.regimes, holdout),
+    )
     # Groups of equal size: in bins of equal width the highest loads would be a row or two.
-    groups = np.array_split(np.arange(held.height), min(BINS, held.height // MIN_HOLDOUT_ROWS or 1))
+    groups = np.array_split(np.arange(holdout.height), min(BINS, holdout.height // MIN_HOLDOUT_ROWS or 1))
     return ErrorOverLoad(
         load=load,
         training_range=(float(used[LOAD].to_numpy().min()), float(used[LOAD].to_numpy().max())),
@@ -466,10 +438,8 @@ def beyond_training(terms: Sequence[Term], steps: pl.DataFrame) -> tuple[str, ..
     Where few steps are sampled few have a known time, and the longest prompts may be among the rest.
     """
     notes = []
-    for term in terms:
+    for term in (term for term in terms if term.feature in steps.columns):
         name, (_, trained_max) = term.feature, term.limits
-        if name not in steps.columns:
-            continue
         values = steps[name].drop_nulls()
         most = values.max()
         if isinstance(most, int | float) and most > 2 * max(trained_max, 0.0):

@@ -6,7 +6,7 @@ TTFT = admission + queue wait + steps to the first token; ITL = steps after it /
 was in: its error is that of the models. The error of `predict` on arrival is a different one: `latency_errors` takes its
 predictions, which only the finished coefficient files give.
 
-`compose_latencies` predicts the requests that lie in the hold-out of every model they need: `state`, and `refit`, the same with the
+`compose_latencies` predicts the requests that are in the hold-out of every model they need: `state`, and `refit`, the same with the
 step-time model refitted on the hold-out. `latency_errors` gives errors overall, per run and per workload phase, and counts
 requests without a prediction by reason.
 """
@@ -22,6 +22,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.features import targets, training
+from tracefit.features.sets import FeatureSet
 from tracefit.fit.boundary import predict_admission
 from tracefit.fit.fitted import predict_regimes
 from tracefit.fit.holdout import refit_on_holdout
@@ -36,7 +37,6 @@ from tracefit.timeline.step_sums import StepSums
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.features.sets import FeatureSet
     from tracefit.fit.fitted import DeploymentTables, FittedModel, LinearFit
     from tracefit.server.context import Deployment
     from tracefit.statistics import Vector
@@ -100,25 +100,23 @@ def _requeued(
     With scheduling ahead, the step before the preemption still executes `lag` cycles later: the wait begins after it.
     """
     facts = requests.select(*REQUEST, "first_token_step", "lag").unique(REQUEST)
-    known = waits.rename({"request_id": "core_request_id"}).join(facts, on=REQUEST, how="left")
-    known = known.with_columns(
-        from_step=pl.min_horizontal(pl.col("preempted_step") + pl.col("lag"), "resumed_step")
-    )
-    known = _started(_started(known, starts, "from_step", "lost_ns"), starts, "resumed_step", "back_ns")
+    begin = pl.min_horizontal(pl.col("preempted_step") + pl.col("lag"), "resumed_step")
+    rows = waits.rename({"request_id": "core_request_id"}).join(facts, on=REQUEST, how="left")
+    rows = _started(rows.with_columns(from_step=begin), starts, "from_step", "lost_ns")
+    rows = _started(rows, starts, "resumed_step", "back_ns")
     # The step that resumes is no wait.
-    skipped = sums.between(known, pl.col("from_step") - 1, pl.col("resumed_step") - 1, missing="unknown")
-    known = known.with_columns(
-        skipped_us=skipped["predicted_us"],
-        waited_us=(pl.col("back_ns") - pl.col("lost_ns")) / 1e3,
-        # A preemption before the first token lengthens TTFT, a later one the time between tokens.
-        before=(pl.col("preempted_step") <= pl.col("first_token_step")).fill_null(value=True),
+    skipped = sums.between(rows, pl.col("from_step") - 1, pl.col("resumed_step") - 1, missing="unknown")
+    rows = rows.with_columns(
+        skipped_us=skipped["predicted_us"], requeue_us=(pl.col("back_ns") - pl.col("lost_ns")) / 1e3
     )
-    return known.group_by(REQUEST).agg(
+    # A preemption before the first token lengthens TTFT, a later one the time between tokens.
+    before = (pl.col("preempted_step") <= pl.col("first_token_step")).fill_null(value=True)
+    return rows.group_by(REQUEST).agg(
         pl.len().alias("requeues"),
         *(
-            sum_if_all_known(pl.col(us).filter(side)).alias(f"{what}_{when}_us")
-            for what, us in (("requeue", "waited_us"), ("skipped", "skipped_us"))
-            for when, side in (("before", pl.col("before")), ("after", ~pl.col("before")))
+            sum_if_all_known(pl.col(f"{name}_us").filter(side)).alias(f"{name}_{when}_us")
+            for name in ("requeue", "skipped")
+            for when, side in (("before", before), ("after", ~before))
         ),
     )
 
@@ -141,21 +139,15 @@ _UNTIL_FIRST_TOKEN = ("ttft", "prefill")
 
 
 def compose_latencies(
-    deployment: Deployment,
-    tables: DeploymentTables,
-    models: Sequence[FittedModel],
-    features: FeatureSet | None,
-    *,
-    whole_steps: bool,
+    deployment: Deployment, tables: DeploymentTables, models: Sequence[FittedModel], *, whole_steps: bool
 ) -> ComposedLatencies:
     """Compose the latencies of every request from the fitted models.
 
     A request is held out when each of its intervals began in the hold-out of the model for that interval: its arrival for
     the admission, its first step for the step time, its end for the departure.
     """
-    named = {m.name: m for m in models}
     beta = _step_model(models)
-    if beta is None or features is None:
+    if beta is None:
         return ComposedLatencies(None, "there is no model of the step time")
     if not whole_steps:
         return ComposedLatencies(None, "step.duration_us, beta's target, is not the time of a step here")
@@ -164,14 +156,13 @@ def compose_latencies(
     requests = split_requests(tables.requests, models)
     if not (requests["split"] == "holdout").any() or not (requests["split"] == "train").any():
         return ComposedLatencies(None, "no request lies in the hold-out of every model, or none before it")
-    steps = _predicted_steps(deployment, tables, beta, features)
+    steps = _predicted_steps(deployment, tables, beta)
     waits, lags = tables.requeue_waits, tables.lags
     refitted = given_state(requests, steps.with_columns(predicted_us="refit_us"), waits, lags)
     rows = given_state(requests, steps, waits, lags).with_columns(
         refit_prefill_us=refitted["state_prefill_us"], refit_decode_us=refitted["state_decode_us"]
     )
-    rows = _with_overheads(rows, tables, named)
-    return ComposedLatencies(_composed(rows))
+    return ComposedLatencies(_composed(_with_overheads(rows, tables, models)))
 
 
 def latency_errors(composed: ComposedLatencies, predicted: pl.DataFrame | None) -> dict[str, Latency]:
@@ -183,16 +174,15 @@ def latency_errors(composed: ComposedLatencies, predicted: pl.DataFrame | None) 
     """
     if composed.rows is None:
         return {}
-    said = {f"{name}_us": f"predicted_{name}" for name in targets.LATENCIES}
+    rows = composed.rows
     if predicted is not None:
-        keyed = predicted.drop_nulls("core_request_id").unique(REQUEST).select(*REQUEST, *said).rename(said)
-        rows = composed.rows.join(keyed, on=REQUEST, how="left", maintain_order="left")
-    else:
-        rows = composed.rows
+        columns = {f"predicted_{name}": f"{name}_us" for name in targets.LATENCIES}
+        keyed = predicted.drop_nulls("core_request_id").unique(REQUEST).select(*REQUEST, **columns)
+        rows = rows.join(keyed, on=REQUEST, how="left", maintain_order="left")
     unknown = {f"predicted_{name}" for name in _DEFINITIONS} - set(rows.columns)
     rows = rows.with_columns(pl.lit(None, pl.Float64).alias(name) for name in unknown)
-    in_phases = with_phases(rows, "at_ns", rows)
-    return {name: _latency(in_phases, name) for name in _DEFINITIONS}
+    rows = with_phases(rows, "at_ns", rows)
+    return {name: _latency(rows, name) for name in _DEFINITIONS}
 
 
 def split_requests(requests: pl.DataFrame, models: Sequence[FittedModel]) -> pl.DataFrame:
@@ -210,8 +200,8 @@ def split_requests(requests: pl.DataFrame, models: Sequence[FittedModel]) -> pl.
         event = begins.get(model.name, targets.STEP_BEGINS)
         sides.append(pl.col(event) >= pl.col(f"{model.name}_from_ns"))
     # A missing event decides nothing, the others do. A server without rows in any model has no hold-out.
-    in_any = pl.any_horizontal(pl.lit(value=False), *sides)
-    held_out = pl.all_horizontal(in_any, *(side.fill_null(value=True) for side in sides))
+    has_holdout = pl.any_horizontal(pl.lit(value=False), *sides)
+    held_out = pl.all_horizontal(has_holdout, *(side.fill_null(value=True) for side in sides))
     trained = pl.all_horizontal(pl.lit(value=True), *(~side.fill_null(value=False) for side in sides))
     split = pl.when(held_out).then(pl.lit("holdout")).when(trained).then(pl.lit("train"))
     return rows.select(*requests.columns, "at_ns", split=split.otherwise(pl.lit("partly")))
@@ -233,31 +223,29 @@ def _with_training(steps: pl.DataFrame, beta: FittedModel) -> pl.DataFrame:
     """Add `in_training`, whether a step began before the hold-out of the step model; in step order, engine by engine."""
     rows = steps.join(_ends(beta), on=SERVER, how="left", maintain_order="left")
     # Only steps with an event have a known start. Those between follow the one before, and count too: averages over steps
-    # with events alone would be biased towards prompts.
+    # with events would be biased towards prompts.
     began = pl.col("ts_start_ns").forward_fill().over(ENGINE)
     before = (began < pl.col("holdout_from_ns")).fill_null(value=False)
     return rows.with_columns(in_training=before).drop("holdout_from_ns")
 
 
 def _ends(model: FittedModel) -> pl.DataFrame:
-    known = model.fitted.rows.drop_nulls("holdout_from_ns")
-    return known.group_by(SERVER).agg(pl.col("holdout_from_ns").first())
+    rows = model.fitted.rows.drop_nulls("holdout_from_ns")
+    return rows.group_by(SERVER).agg(pl.col("holdout_from_ns").first())
 
 
-def _predicted_steps(
-    deployment: Deployment, tables: DeploymentTables, beta: FittedModel, features: FeatureSet
-) -> pl.DataFrame:
+def _predicted_steps(deployment: Deployment, tables: DeploymentTables, beta: FittedModel) -> pl.DataFrame:
     """Predict every step whose batch is known, as trained and refitted on the hold-out; add `in_training`."""
     timeline = training.with_roofline(tables.timeline, deployment.context)
-    rows = training.step_rows(timeline, features, training.constants_of(deployment.context), tables.lags)
-    rows = _with_training(rows, beta)
+    constants = training.constants_of(deployment.context)
+    features = FeatureSet(beta.feature_set, beta.regimes[0].features)
+    rows = _with_training(training.step_rows(timeline, features, constants, tables.lags), beta)
     # With scheduling ahead an idle engine starts with a step in which nothing executes: it lasts as long as schedule().
     empty = pl.col("is_empty").fill_null(value=False)
-    alone = pl.col("in_training") & ~pl.col("idle_after") & (pl.col("interval_steps") == 1)
-    empty_us = rows.filter(empty & alone)["cycle_us"].median()
-    known = pl.col("is_empty").is_not_null()
+    is_single = pl.col("in_training") & ~pl.col("idle_after") & (pl.col("interval_steps") == 1)
+    empty_us = rows.filter(empty & is_single)["cycle_us"].median() or 0.0
     refitted = replace(beta.fitted, regimes=refit_on_holdout(beta.fitted))
-    filled = pl.when(empty).then(pl.lit(empty_us or 0.0)).when(known)
+    filled = pl.when(empty).then(pl.lit(empty_us)).when(pl.col("is_empty").is_not_null())
     return rows.select(
         *tables.timeline.columns,
         "in_training",
@@ -268,22 +256,19 @@ def _predicted_steps(
 
 def _step_times(beta: LinearFit, rows: pl.DataFrame) -> Vector:
     """Predict steps; an unknown feature gets the median of the training rows, as in the fit."""
-    names = sorted({t.feature for t in beta.terms})
-    middle = beta.rows.filter(pl.col("split") == "train").select(
-        pl.col(n).cast(pl.Float64).median() for n in names
-    )
-    filled = [pl.col(n).cast(pl.Float64).fill_nan(None).fill_null(middle[n].item() or 0.0) for n in names]
+    features = {t.feature: pl.col(t.feature).cast(pl.Float64) for t in beta.terms}
+    medians = beta.rows.filter(split="train").select(value.median() for value in features.values())
+    filled = [v.fill_nan(None).fill_null(medians[name].item() or 0.0) for name, v in features.items()]
     return predict_regimes(beta.regimes, rows.with_columns(filled))
 
 
 def _with_overheads(
-    rows: pl.DataFrame, tables: DeploymentTables, models: Mapping[str, FittedModel]
+    rows: pl.DataFrame, tables: DeploymentTables, models: Sequence[FittedModel]
 ) -> pl.DataFrame:
     """Add state_<name>_us of every target that does not follow from the steps: the prediction of its model."""
-    for target in targets.TARGETS:
-        if target.follows_from_steps:
-            continue
-        model, column = models.get(target.model), f"state_{target.name}_us"
+    by_name = {model.name: model for model in models}
+    for target in (target for target in targets.TARGETS if not target.follows_from_steps):
+        model, column = by_name.get(target.model), f"state_{target.name}_us"
         if model is None:
             rows = rows.with_columns(pl.lit(None, pl.Float64).alias(column))
             continue
@@ -327,11 +312,11 @@ def _latency(rows: pl.DataFrame, name: str) -> Latency:
     cut_off = is_cut_off() & (name not in _UNTIL_FIRST_TOKEN)
     # Rows are in the order of time, server by server, and so are groups of them.
     rows = rows.with_columns(actual=pl.when(~cut_off).then(f"{name}_us"))
-    median = rows.filter(pl.col("split") == "train")["actual"].median()
+    median = rows.filter(split="train")["actual"].median()
     level = float(median) if isinstance(median, int | float) else None
     partly = int((rows["split"] == "partly").sum())
-    held = rows.filter(pl.col("split") == "holdout")
-    evaluated = held.filter(pl.col("actual").is_not_null())
+    holdout = rows.filter(split="holdout")
+    evaluated = holdout.drop_nulls("actual")
     return Latency(
         *_errors(evaluated, name, level),
         definition=_DEFINITIONS[name],
@@ -343,7 +328,7 @@ def _latency(rows: pl.DataFrame, name: str) -> Latency:
             PhaseErrors(*_errors(rows, name, level), **cast("dict[str, Any]", phase))
             for (phase,), rows in evaluated.drop_nulls("phase").group_by("phase", maintain_order=True)
         ),
-        left_out={**_left_out(held, name), **({"partly_in_training": partly} if partly else {})},
+        left_out={**_left_out(holdout, name), **({"partly_in_training": partly} if partly else {})},
         distribution=distribution(evaluated, "actual", f"predicted_{name}", f"state_{name}"),
     )
 
@@ -352,16 +337,16 @@ def _errors(rows: pl.DataFrame, name: str, median: float | None) -> tuple[Metric
     """Return the fields of `LatencyErrors`."""
 
     def against(way: str) -> Metrics:
-        known = rows.drop_nulls(f"{way}_{name}")
-        predicted = np.maximum(known[f"{way}_{name}"].to_numpy().astype(float), 0.0)
-        return measure(known["actual"].to_numpy().astype(float), predicted)
+        evaluated = rows.drop_nulls(f"{way}_{name}")
+        predicted = np.maximum(evaluated[f"{way}_{name}"].to_numpy().astype(float), 0.0)
+        return measure(evaluated["actual"].to_numpy().astype(float), predicted)
 
     actual = rows["actual"].to_numpy().astype(float)
     baseline = NO_ROWS if median is None else measure(actual, np.full(len(actual), median))
     return against("predicted"), against("state"), against("refit"), baseline
 
 
-def _left_out(held: pl.DataFrame, name: str) -> dict[str, int]:
+def _left_out(holdout: pl.DataFrame, name: str) -> dict[str, int]:
     """Count held-out requests without a prediction given the measured state, each under the first reason that applies."""
     reason = (
         pl.when(is_cut_off() & (name not in _UNTIL_FIRST_TOKEN))
@@ -375,5 +360,5 @@ def _left_out(held: pl.DataFrame, name: str) -> dict[str, int]:
         .when(pl.col(f"state_{name}").is_null())
         .then(pl.lit("overhead_not_known"))
     )
-    counts = held.select(reason=reason).drop_nulls().group_by("reason").len().sort("reason")
+    counts = holdout.select(reason=reason).drop_nulls().group_by("reason").len().sort("reason")
     return dict(counts.iter_rows())

@@ -45,11 +45,11 @@ def with_phases(rows: pl.DataFrame, at: str, arrivals: pl.DataFrame) -> pl.DataF
     began = pl.when(pl.col("from_s") > 0).then("from_ns").otherwise(pl.lit(np.iinfo(np.int64).min))
     fields = [field.name for field in fields_of(Phase)]
     phases = find_phases(arrivals).select(*SERVER, phase=pl.struct(fields), from_ns=began).sort("from_ns")
-    found = rows.sort(at).join_asof(
+    joined = rows.sort(at).join_asof(
         phases, left_on=at, right_on="from_ns", by=SERVER, coalesce=False, check_sortedness=False
     )
-    known = pl.when(pl.col("from_ns").is_not_null()).then("phase")
-    return found.with_columns(known).drop("from_ns").sort(*SERVER, at, maintain_order=True)
+    phase = pl.when(pl.col("from_ns").is_not_null()).then("phase")
+    return joined.with_columns(phase).drop("from_ns").sort(*SERVER, at, maintain_order=True)
 
 
 def find_phases(arrivals: pl.DataFrame) -> pl.DataFrame:
@@ -64,9 +64,9 @@ def find_phases(arrivals: pl.DataFrame) -> pl.DataFrame:
     Returns:
         One row per phase, in order: the fields of `Phase`, and from_ns.
     """
-    found = []
-    known = arrivals.drop_nulls("at_ns").sort(*SERVER, "at_ns")
-    for (run, server), requests in known.group_by(SERVER, maintain_order=True):
+    phases = []
+    ordered = arrivals.drop_nulls("at_ns").sort(*SERVER, "at_ns")
+    for (run, server), requests in ordered.group_by(SERVER, maintain_order=True):
         at_ns = requests["at_ns"].to_numpy()
         at_s = (at_ns - at_ns[0]) / 1e9
         ends = [0, *_cuts(at_s, 0, len(at_s) - 1, MOST_CUTS_DEEP), len(at_s) - 1]
@@ -75,11 +75,11 @@ def find_phases(arrivals: pl.DataFrame) -> pl.DataFrame:
             rate = (last - first) / (end - begin) if end > begin else 0.0
             # The arrival at a cut belongs to the phase that begins with it; the very last one begins none.
             count = last - first + (last == ends[-1])
-            found.append((run, server, begin, end, rate, count, at_ns[first]))
+            phases.append((run, server, begin, end, rate, count, at_ns[first]))
     schema = [*SERVER, "from_s", "to_s", "arrivals_per_s", "requests", "from_ns"]
     # Declared for servers without arrivals: there is no row to take the types from.
     kinds = {name: arrivals.schema[name] for name in SERVER} | {"from_s": pl.Float64(), "from_ns": pl.Int64()}
-    return pl.DataFrame(found, schema=schema, schema_overrides=kinds, orient="row")
+    return pl.DataFrame(phases, schema=schema, schema_overrides=kinds, orient="row")
 
 
 def _cuts(arrivals_s: Vector, first: int, last: int, deep: int) -> list[int]:
@@ -128,7 +128,7 @@ def overload_of(run_id: str, requests: pl.DataFrame, steps: pl.DataFrame) -> Ove
     """Return why a run was overloaded; null if it was not.
 
     The depth of the queue comes from the journeys, or from the sampled steps of a run without journeys. The tables have the
-    columns `REQUEST_COLUMNS` and `STEP_COLUMNS` at least, of this run alone.
+    columns `REQUEST_COLUMNS` and `STEP_COLUMNS` at least, of this run only.
     """
     queued = tuple(_growing_queues(requests, steps))
     reasons = tuple(_broken_rules(requests, steps, queued))
@@ -142,8 +142,8 @@ def runs_to_fit(
 
     Overloaded runs are left out, unless `include` is set or there is no other run.
     """
-    flagged = {one.run_id for one in overloads}
-    sound = [run_id for run_id in run_ids if run_id not in flagged]
+    overloaded = {one.run_id for one in overloads}
+    sound = [run_id for run_id in run_ids if run_id not in overloaded]
     if sound and not include:
         return sound, tuple(overloads)
     return list(run_ids), tuple(replace(one, trained_on=True) for one in overloads)
@@ -195,5 +195,5 @@ def _depth_by_journeys(requests: pl.DataFrame) -> pl.DataFrame:
 
 
 def _depth_by_steps(steps: pl.DataFrame) -> pl.DataFrame:
-    known = steps.drop_nulls(["ts_start_ns", "waiting_depth"])
-    return known.select(ts_ns="ts_start_ns", waiting="waiting_depth").sort("ts_ns")
+    rows = steps.drop_nulls(["ts_start_ns", "waiting_depth"])
+    return rows.select(ts_ns="ts_start_ns", waiting="waiting_depth").sort("ts_ns")

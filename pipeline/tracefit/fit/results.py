@@ -319,7 +319,7 @@ class PredictionInterval:
 
     Attributes:
         regime: Name of the regime, or `all`.
-        level_pct: Percent of rows that lie between the limits.
+        level_pct: Percent of rows that are between the limits.
         kind: Whether the limits are factors on the prediction, or differences from it in the model's unit.
         low: Lower limit.
         high: Upper limit.
@@ -380,9 +380,8 @@ class EquationErrors:
     per_step: Metrics
 
 
-@dataclass(
-    frozen=True
-)  # no slots: PhaseErrors inherits from two classes, and Python allows slots in only one
+# No slots: PhaseErrors inherits from two classes, and Python allows slots in only one.
+@dataclass(frozen=True)
 class Phase:
     """A workload phase of one server: a period in which requests arrive at one rate.
 
@@ -503,7 +502,7 @@ class Burst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """One model's validation: its errors beside those of its baseline and its reference, and what they depend on.
+    """One model's validation: its errors, those of its baseline and its reference, and the facts they depend on.
 
     Attributes:
         unit: Unit of the target and of absolute errors.
@@ -519,7 +518,7 @@ class Validation:
         held_out_equations: Errors of step times over single steps and intervals, where the hold-out has both.
         error_over_load: Errors of step times in groups of rows by load.
         load_extrapolation: Errors of step times beyond the load that the form was fitted on.
-        stretches: Errors of step times where every third of ten equal stretches of time is held out instead.
+        stretches: Errors of step times where every third of ten equal parts of the time is held out instead.
         candidates: The candidates inside the training part, and the chosen one.
         classifier: How well the regime of a row is predicted, where there are regimes.
         within_5_pct: Percent of rows predicted within 5 %.
@@ -568,6 +567,12 @@ class Validation:
     skill: float | None
 
 
+TimeSource = Literal["clock", "duration"]
+
+COVERED_SHARE = 0.8
+"""Where `step.duration_us` covers at least this share of busy time, durations are the step times."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepTimeSource:
     """Where beta's target comes from, and the share of busy time that `step.duration_us` covers, over adjacent steps.
@@ -578,13 +583,19 @@ class StepTimeSource:
     duration_coverage: float | None
     median_cycle_us: float | None
     median_duration_us: float | None
-    beta_target_source: Literal["clock", "duration"] | None = None
+    beta_target_source: TimeSource | None = None
     beta_target_reason: str | None = None
+
+    @property
+    def is_whole_step(self) -> bool:
+        """Whether the target is the whole time of a step: only then are latencies sums of it."""
+        covers = (self.duration_coverage or 0.0) >= COVERED_SHARE
+        return self.beta_target_source == "clock" or (self.beta_target_source == "duration" and covers)
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A model that was not fitted, the reason, and what to do for it."""
+    """A model that was not fitted, the reason, and the remedy."""
 
     name: str
     reason: str
@@ -655,10 +666,10 @@ class Latency(LatencyErrors):
     """One latency of requests that came in the hold-out of every fit.
 
     Attributes:
-        definition: The stamps it lies between.
+        definition: The stamps it is the time between.
         by_run: Errors by run.
         by_phase: Errors by workload phase.
-        gradient_boosting: Gradient boosting on what `predict` is given, and the same requests.
+        gradient_boosting: Gradient boosting on the inputs of `predict`, and the same requests.
         left_out: Held-out requests without a prediction given the measured queue and batches, by reason.
         distribution: Quantiles; null where no held-out request has a prediction.
     """
@@ -718,7 +729,7 @@ class LeftOutErrors:
         feature_set: The feature set the model was offered.
         trained_on: The runs, models or GPUs it was fitted on.
         rows_used: Rows it was fitted on.
-        errors: Errors on what was left out, as everything below.
+        errors: Errors on the left-out rows, as everything below.
         baseline: Errors of the training median.
         gradient_boosting: Errors of gradient boosting on the same features and rows.
         skill: 1 - errors.mae / baseline.mae.
@@ -744,7 +755,7 @@ class LeftOutErrors:
 
 @dataclass(frozen=True, slots=True)
 class AcrossResult:
-    """Errors of everything that was left out in turn, and notes on what could not be left out or evaluated."""
+    """Errors of every group that was left out in turn, and notes on groups that could not be left out or evaluated."""
 
     errors: tuple[LeftOutErrors, ...]
     notes: tuple[str, ...]

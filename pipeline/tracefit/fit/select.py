@@ -1,33 +1,38 @@
-"""Select features and the penalty of a linear model, on the training rows alone.
+"""Select features and the penalty of a linear model, on the training rows only.
 
-`usable_features` drops features that are unknown, constant or collinear with earlier ones. `choose_penalty` compares
-penalties by cross-validation over blocks of time: neighbouring rows resemble each other, so that random folds would let a
-model see its test rows' neighbours. `is_worse_than_constant` decides by the same errors whether any features are worth having.
+`usable_features` drops features that are unknown, constant or collinear with earlier ones. A fit takes its rows as arrays
+(`Design`). `Design.choose_penalty` compares penalties by cross-validation over blocks of time: neighbouring rows resemble each
+other, so that random folds would let a model see its test rows' neighbours. `Design.is_worse_than_constant` decides by the same
+errors whether any features are worth having.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
 from tracefit.features.sets import PADDED, PRODUCTS
-from tracefit.fit.estimators import Penalty, Positive, RobustLinear, Shrunk, line, moments
+from tracefit.fit.estimators import MAX_ITER, RobustLinear, line, moments, standardised
 from tracefit.fit.fitted import PENALTIES
 from tracefit.fit.results import Collinearity, OmittedFeature, PenaltyChoice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tracefit.statistics import Integers, Matrix, Vector
+    from tracefit.features.sets import Feature
+    from tracefit.fit.estimators import Shrunk
+    from tracefit.fit.fitted import FitOptions, Signs
+    from tracefit.statistics import Flags, Integers, Matrix, Vector
 
 
 MAX_VIF = 10.0
 """A feature whose variance inflation against the features before it exceeds this is left out as redundant."""
 
 MAX_DERIVED_VIF = 100.0
-"""The limit for a product of features, and for a padded batch beside the batch itself. A square always correlates with its root,
+"""The limit for a product of features, and for a padded batch after the batch itself. A square always correlates with its root,
 a batch with its padded size; cross-validation decides on products, and signs bound padding."""
 
 _PRODUCTS = frozenset(feature.name for feature in PRODUCTS)
@@ -44,6 +49,13 @@ _TIE = 1e-3
 
 ENOUGH_ROWS = 100_000
 """Most rows that penalties are ranked on, taken evenly over time: more rows give the same ranking."""
+
+BLOCK_ROWS = 10
+FEWEST_BLOCKS, MOST_BLOCKS = 10, 50
+"""Blocks of time for confidence intervals: long enough that rows of different blocks are nearly independent, and enough of
+them to estimate a variance."""
+
+_PERMILLE = 1000
 
 HARM_FACTOR = 1.1
 """Features are misleading above this multiple of a constant's error; useless ones raise it by a few percent only."""
@@ -65,57 +77,48 @@ def usable_features(x: Matrix, names: Sequence[str]) -> tuple[list[int], list[Om
     vectors, units = np.empty((len(x), len(names) + 1), order="F"), np.empty((len(x), len(names)), order="F")
     vectors[:, 0] = 1 / np.sqrt(max(len(x), 1))
     for index, name in enumerate(names):
+        collinear_with: tuple[str, ...] = ()
         reason = _unusable(x[:, index])
         if reason is None:
             basis = vectors[:, : len(kept) + 1]
-            unit = _standardised(x[:, index])
+            centered = x[:, index] - x[:, index].mean()
+            unit = centered / np.linalg.norm(centered)
             residual = unit - basis @ (unit @ basis)
-            # Projecting twice removes what rounding left of the first time ("twice is enough", Kahan).
+            # The second projection removes the rounding errors of the first ("twice is enough", Kahan).
             residual -= basis @ (residual @ basis)
             # 1 - R^2: the share of the feature's variance that the kept features leave unexplained.
             unexplained = float(residual @ residual)
-            beside = PADDED.get(name) in {names[k] for k in kept}
-            if unexplained * (MAX_DERIVED_VIF if beside or name in _PRODUCTS else MAX_VIF) >= 1:
+            is_derived = name in _PRODUCTS or PADDED.get(name) in {names[k] for k in kept}
+            if unexplained * (MAX_DERIVED_VIF if is_derived else MAX_VIF) >= 1:
                 vectors[:, len(kept) + 1] = residual / np.linalg.norm(residual)
                 units[:, len(kept)] = unit
                 kept.append(index)
                 continue
             alike = np.abs(unit @ units[:, : len(kept)])
             nearest = names[kept[int(np.argmax(alike))]]
-            # A mix of several goes with neither of them.
-            goes_with = (nearest,) if (1 - alike.max() ** 2) * MAX_VIF < 1 else ()
-            left_out.append(OmittedFeature(name, _collinear(nearest, unexplained), collinear_with=goes_with))
-            continue
-        left_out.append(OmittedFeature(name, reason))
+            # A mix of several features goes with none of them.
+            collinear_with = (nearest,) if (1 - alike.max() ** 2) * MAX_VIF < 1 else ()
+            inflation = "infinite" if unexplained < 1e-10 else f"{1 / unexplained:.0f}"
+            reason = (
+                f"collinear with the features before it, closest {nearest} (variance inflation {inflation})"
+            )
+        left_out.append(OmittedFeature(name, reason, collinear_with=collinear_with))
     return kept, left_out
-
-
-def _standardised(column: Vector) -> Vector:
-    """Return a feature that varies, centered and of length 1."""
-    centered = column - column.mean()
-    return np.asarray(centered / np.linalg.norm(centered))
 
 
 def _unusable(column: Vector) -> str | None:
     """Return why a feature cannot be fitted by itself; null where it can."""
-    known = column[np.isfinite(column)]
-    if known.size == 0:
+    unknown = int((~np.isfinite(column)).sum())
+    if unknown == column.size:
         return "not known in these runs"
-    if known.size < column.size:
-        return f"unknown on {column.size - known.size} of {column.size} training rows"
-    if np.ptp(known) <= 1e-12 * max(1.0, float(np.abs(known).max())):
-        return f"constant in the training rows ({known[0]:.6g})"
-    values, counts = np.unique(known, return_counts=True)
-    varied = known.size - int(counts.max())
-    if varied < MIN_VARIED_ROWS:
-        common = values[int(np.argmax(counts))]
-        return f"differs from {common:.6g} on only {varied} of {known.size} training rows"
-    return None
-
-
-def _collinear(nearest: str, unexplained: float) -> str:
-    inflation = "infinite" if unexplained < 1e-10 else f"{1 / unexplained:.0f}"
-    return f"collinear with the features before it, closest {nearest} (variance inflation {inflation})"
+    if unknown:
+        return f"unknown on {unknown} of {column.size} training rows"
+    if np.ptp(column) <= 1e-12 * max(1.0, float(np.abs(column).max())):
+        return f"constant in the training rows ({column[0]:.6g})"
+    values, counts = np.unique(column, return_counts=True)
+    varied, common = column.size - int(counts.max()), values[int(np.argmax(counts))]
+    too_few = f"differs from {common:.6g} on only {varied} of {column.size} training rows"
+    return too_few if varied < MIN_VARIED_ROWS else None
 
 
 def collinearity(x: Matrix, names: Sequence[str], regime: str) -> Collinearity:
@@ -140,50 +143,128 @@ def time_blocks(run: Integers, time: Integers, count: int) -> Integers:
     return rows.select(rank * count // pl.len().over("run")).to_series().to_numpy()
 
 
-def choose_penalty(
-    x: Matrix,
-    y: Vector,
-    blocks: Integers,
-    weights: Vector | None = None,
-    penalties: tuple[tuple[Penalty, float], ...] = PENALTIES,
-    *,
-    positive: Positive = False,
-    shrunk: Shrunk = (),
-    counts: Vector | None = None,
-) -> PenaltyChoice:
-    """Choose penalty and strength by cross-validation over blocks of time.
+@dataclass(frozen=True, slots=True)
+class Design:
+    """Training rows as arrays: features (n, n_features), and each of shape (n,) targets, weights, run and time.
 
-    The error of a candidate is the mean absolute error on each block, predicted by a fit on the other blocks. Within a fold
-    all candidates share the Huber weights of the first one's fit, so that the same rows count for all. Ties (within 0.1 %) go
-    to the earlier candidate: Ridge before Lasso before elastic net, weaker before stronger.
-
-    `weights` are inverse variances up to a factor, `counts` the weight of each row's error in the comparison (`weights` if not given).
-
-    Returns:
-        The choice; the first candidate without a score where there are fewer than two blocks.
+    `weights` are inverse variances. `counts` leave out the noise that grows with the target, so that an error of so many us
+    counts the same in a short step as in a long one: candidates are compared by `counts`.
     """
-    weights = np.ones(len(y)) if weights is None else weights
-    counts = weights if counts is None else counts
-    # Ceiling division: the smallest step that leaves no more than `ENOUGH_ROWS`.
-    every_nth = slice(None, None, -(-len(y) // ENOUGH_ROWS) or None)
-    x, y, blocks = np.asfortranarray(x[every_nth]), y[every_nth], blocks[every_nth]
-    weights, counts = weights[every_nth], counts[every_nth]
-    folds = [f for f in np.unique(blocks) if 0 < np.sum(blocks == f) < len(y)]
-    if not folds:
-        penalty, strength = penalties[0]
-        return PenaltyChoice(penalty, strength, float("nan"), 0)
-    errors = []
-    for fold in folds:
-        test = blocks == fold
-        predictions = _fold_predictions(
-            (x[~test], y[~test], weights[~test]), x[test], penalties, positive=positive, shrunk=shrunk
-        )
-        absolute = np.abs(np.maximum(predictions, 0.0) - y[test])
-        # Divided by the sum over all rows, the errors of the folds add up to the mean over all rows.
-        errors.append(absolute @ counts[test] / counts.sum())
-    scores = np.sum(errors, axis=0)  # over the folds; one per candidate
-    best = _first_best(scores)
-    return PenaltyChoice(*penalties[best], float(scores[best]), len(folds))
+
+    columns: list[Feature]
+    x: Matrix
+    y: Vector
+    weights: Vector
+    counts: Vector
+    run: Integers
+    time: Integers
+    folds: Integers
+    """For cross-validation: contiguous in every run's time."""
+
+    def blocks(self) -> Integers:
+        """Blocks of time for intervals, numbered over all runs; shape (n,)."""
+        rows = len(self.y) // (int(self.run.max()) + 1)
+        count = min(max(rows // BLOCK_ROWS, FEWEST_BLOCKS), MOST_BLOCKS)
+        return time_blocks(self.run, self.time, count) + self.run * count
+
+    def part(self, rows: Flags | slice, columns: Sequence[int] | None = None) -> Design:
+        """Return some rows of some columns, of all columns if these are not given."""
+        names = ("y", "weights", "counts", "run", "time", "folds")
+        part = replace(self, x=self.x[rows], **{name: getattr(self, name)[rows] for name in names})
+        if columns is None:
+            return part
+        x = np.asfortranarray(part.x[:, columns])
+        return replace(part, columns=[self.columns[k] for k in columns], x=x)
+
+    def latest(self, share: float) -> Flags:
+        """Return which rows are in the last `share` of their run in time, to a permille; shape (n,)."""
+        return time_blocks(self.run, self.time, _PERMILLE) >= round((1 - share) * _PERMILLE)
+
+    def fit(self, choice: PenaltyChoice, signs: Signs) -> RobustLinear:
+        """Fit all rows with a penalty that was chosen."""
+        return estimator(choice, signs, self.columns).fit(self.x, self.y, self.weights)
+
+    def choose_penalty(self, options: FitOptions) -> PenaltyChoice:
+        """Choose penalty and strength by cross-validation over the folds, blocks of time.
+
+        The error of a candidate is the mean absolute error on each block, predicted by a fit on the other blocks. Within a
+        fold all candidates share the Huber weights of the first one's fit, so that the same rows count for all. Ties (within
+        0.1 %) go to the earlier candidate: Ridge before Lasso before elastic net, weaker before stronger.
+
+        Returns:
+            The choice; the first candidate without a score where there are fewer than two blocks.
+        """
+        # Ceiling division: the smallest step that leaves no more than `ENOUGH_ROWS`.
+        every_nth = slice(None, None, -(-len(self.y) // ENOUGH_ROWS) or None)
+        data = self.part(every_nth, range(len(self.columns)))
+        folds = [f for f in np.unique(data.folds) if 0 < np.sum(data.folds == f) < len(data.y)]
+        if not folds:
+            return PenaltyChoice(*options.penalties[0], float("nan"), 0)
+        errors = []
+        for fold in folds:
+            test = data.folds == fold
+            predictions = data.part(~test).candidate_predictions(data.x[test], options)
+            absolute = np.abs(np.maximum(predictions, 0.0) - data.y[test])
+            # Divided by the sum over all rows, the errors of the folds add up to the mean over all rows.
+            errors.append(absolute @ data.counts[test] / data.counts.sum())
+        scores = np.sum(errors, axis=0)  # over the folds; one per candidate
+        best = _first_best(scores)
+        return PenaltyChoice(*options.penalties[best], float(scores[best]), len(folds))
+
+    def candidate_predictions(self, x: Matrix, options: FitOptions) -> Matrix:
+        """Predict other rows `x` by every candidate fitted on these; shape (n_candidates, n_rows)."""
+        positive, shrunk = options.signs.of(self.columns), _shrunk(self.columns)
+        first = RobustLinear(*options.penalties[0], max_iter=FOLD_ROUNDS, positive=positive, shrunk=shrunk)
+        weights, _ = first.fit_rows(self.x, self.y, self.weights)
+        # One pass over the rows serves all candidates: with shared weights they differ only in the penalty.
+        z, center, scale = standardised(self.x)
+        summed = moments(z, self.y, weights)
+        lines = [
+            line(summed, -center / scale, *candidate, positive=positive, shrunk=shrunk)
+            for candidate in options.penalties
+        ]
+        return np.array([intercept + x @ (slopes / scale) for intercept, slopes in lines])
+
+    def is_worse_than_constant(self, choice: PenaltyChoice, options: FitOptions) -> bool:
+        """Return whether the features predict left-out blocks of time clearly worse than a constant does.
+
+        Such features describe one period of the run only: a line through a burst is wrong by the size of the burst in the
+        quiet period that follows.
+        """
+        if not choice.folds or not self.columns:
+            return False
+        constant = self.part(slice(None), []).choose_penalty(replace(options, penalties=PENALTIES[:1]))
+        return choice.score > HARM_FACTOR * constant.score
+
+    def out_of_fold(self, choice: PenaltyChoice, signs: Signs) -> Vector:
+        """Predict each block of time by a model fitted on the other blocks, clipped at 0; shape (n,).
+
+        A single block is predicted by a model fitted on itself.
+        """
+        predicted = np.zeros(len(self.y))
+        model = estimator(choice, signs, self.columns, max_iter=FOLD_ROUNDS)
+        for fold in np.unique(self.folds):
+            test = self.folds == fold
+            rest = ~test if not test.all() else test
+            predicted[test] = model.fit(self.x[rest], self.y[rest], self.weights[rest]).predict(self.x[test])
+        return np.asarray(np.maximum(predicted, 0.0))
+
+
+def estimator(
+    choice: PenaltyChoice, signs: Signs, features: Sequence[Feature], *, max_iter: int = MAX_ITER
+) -> RobustLinear:
+    """Return an estimator for a model of these features with a penalty that was chosen."""
+    return RobustLinear(
+        choice.penalty,
+        choice.strength,
+        max_iter=max_iter,
+        positive=signs.of(features),
+        shrunk=_shrunk(features),
+    )
+
+
+def _shrunk(features: Sequence[Feature]) -> Shrunk:
+    return tuple(f.shrunk for f in features)
 
 
 def _first_best(errors: Vector) -> int:
@@ -193,70 +274,3 @@ def _first_best(errors: Vector) -> int:
         if error < errors[best] * (1 - _TIE):
             best = index
     return best
-
-
-def is_worse_than_constant(
-    x: Matrix,
-    y: Vector,
-    blocks: Integers,
-    weights: Vector,
-    choice: PenaltyChoice,
-    counts: Vector,
-) -> bool:
-    """Return whether the features predict left-out blocks of time clearly worse than a constant does.
-
-    Such features describe one period of the run only: a line through a burst is wrong by the size of the burst in the
-    quiet period that follows.
-    """
-    if not choice.folds or not x.shape[1]:
-        return False
-    return (
-        choice.score
-        > HARM_FACTOR * choose_penalty(x[:, :0], y, blocks, weights, PENALTIES[:1], counts=counts).score
-    )
-
-
-def _fold_predictions(
-    train: tuple[Matrix, Vector, Vector],
-    x: Matrix,
-    penalties: tuple[tuple[Penalty, float], ...],
-    *,
-    positive: Positive,
-    shrunk: Shrunk,
-) -> Matrix:
-    """Predict the rows `x` of one fold by every candidate fitted on the other folds; shape (n_candidates, n_rows)."""
-    first = RobustLinear(*penalties[0], max_iter=FOLD_ROUNDS, positive=positive, shrunk=shrunk)
-    weights, _ = first.fit_rows(*train)
-    center, scale = train[0].mean(axis=0), train[0].std(axis=0)
-    scale = np.where(scale > 0, scale, 1.0)
-    # One pass over the rows serves all candidates: with shared weights they differ in the penalty alone.
-    summed = moments(np.asfortranarray((train[0] - center) / scale), train[1], weights)
-    lines = [
-        line(summed, -center / scale, *candidate, positive=positive, shrunk=shrunk) for candidate in penalties
-    ]
-    return np.array([intercept + x @ (slopes / scale) for intercept, slopes in lines])
-
-
-def out_of_fold(
-    x: Matrix,
-    y: Vector,
-    blocks: Integers,
-    weights: Vector,
-    choice: PenaltyChoice,
-    *,
-    positive: Positive,
-    shrunk: Shrunk = (),
-) -> Vector:
-    """Predict each block of time by a model fitted on the other blocks, clipped at 0; shape (n,).
-
-    A single block is predicted by a model fitted on itself.
-    """
-    predicted = np.zeros(len(y))
-    for fold in np.unique(blocks):
-        test = blocks == fold
-        rest = ~test if not test.all() else test
-        model = RobustLinear(
-            choice.penalty, choice.strength, max_iter=FOLD_ROUNDS, positive=positive, shrunk=shrunk
-        )
-        predicted[test] = model.fit(x[rest], y[rest], weights[rest]).predict(x[test])
-    return np.asarray(np.maximum(predicted, 0.0))

@@ -2,7 +2,7 @@
 
 The first 70 % of each server's rows in time train, the rest is held out. Training rows also lose warm-up, outliers and steps
 that mostly repeat work after a preemption. Held-out rows lose idle gaps, epoch boundaries and impossible times, and steps
-whose batch is not known, which nothing can predict: an error without its hiccups is not the error that a user sees.
+of unknown batches, which no model can predict. They keep their hiccups: a user sees these too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tracefit.tables.sources import MEANS, CycleSource
 from tracefit.timeline import longest_whole_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from tracefit.features.targets import Target
     from tracefit.fit.fitted import DeploymentTables
@@ -40,6 +40,9 @@ UNKNOWN_FEATURES = "unknown_features"
 ALWAYS = (IDLE_GAP, EPOCH_BOUNDARY, PREFIX_HIT, training.NOT_POSITIVE)
 """Reasons that apply to both parts."""
 
+NEVER_EVALUATED = (*ALWAYS, UNKNOWN_FEATURES)
+"""Reasons to leave a row out of an error, whichever part it is in."""
+
 MIN_TRAIN_ROWS = 30
 MIN_HOLDOUT_ROWS = 10
 """Fewest rows that a model is fitted on, and evaluated on."""
@@ -50,8 +53,8 @@ FEW_ROWS = 100
 
 def in_time() -> pl.Expr:
     """Return when each row began: its time, or, on a server that has steps without one, its number in the order of the rows."""
-    known = pl.col("ts_ns").null_count().over(SERVER) == 0
-    return pl.when(known).then("ts_ns").otherwise(pl.int_range(pl.len(), dtype=pl.Int64).over(SERVER))
+    has_times = pl.col("ts_ns").null_count().over(SERVER) == 0
+    return pl.when(has_times).then("ts_ns").otherwise(pl.int_range(pl.len(), dtype=pl.Int64).over(SERVER))
 
 
 def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
@@ -59,31 +62,29 @@ def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
 
     Rows that are left out of both parts do not move the boundary; they get the part their time falls in.
     """
-    is_counted = ~pl.col("excluded_reason").is_in(ALWAYS).fill_null(value=False)
-    # Each server has its own boundary: a clock is its own, and a run may start its servers one after the other.
+    # A boundary per server: clocks differ, and a run may start its servers one after the other.
     ordered = rows.with_columns(_began=in_time())
-    boundary = (
-        ordered.filter(is_counted)
-        .sort(*SERVER, "_began")
-        .group_by(SERVER)
-        .agg(
-            holdout_from_ns=pl.col("_began").get(
-                (pl.len() * TRAIN_SHARE).ceil().cast(pl.Int64).clip(0, pl.len() - 1)
-            )
-        )
-    )
+    first = (pl.len() * TRAIN_SHARE).ceil().cast(pl.Int64).clip(0, pl.len() - 1)
+    split_rows = ordered.filter(~is_excluded(ALWAYS)).sort(*SERVER, "_began")
+    boundary = split_rows.group_by(SERVER).agg(holdout_from_ns=pl.col("_began").get(first))
     held_out = pl.col("_began") >= pl.col("holdout_from_ns")
     joined = ordered.join(boundary, on=SERVER, how="left", maintain_order="left")
     split = pl.when(held_out.fill_null(value=False)).then(pl.lit("holdout")).otherwise(pl.lit("train"))
     return joined.with_columns(split=split).drop("_began")
 
 
+def is_excluded(reasons: Sequence[str]) -> pl.Expr:
+    """Return whether a row is left out for one of the reasons."""
+    return pl.col("excluded_reason").is_in(reasons).fill_null(value=False)
+
+
 def mark(rows: pl.DataFrame, reason: str, condition: pl.Expr, *, holdout: bool = False) -> pl.DataFrame:
     """Mark training rows, and held-out ones on demand, that meet `condition` with `reason`, unless they are marked already."""
     # The first reason stays: the order of the marks is the order of the published rules.
-    concerned = (pl.col("split") == "train") | holdout
-    free = pl.col("excluded_reason").is_null() & concerned & condition.fill_null(value=False)
-    return rows.with_columns(excluded_reason=pl.when(free).then(pl.lit(reason)).otherwise("excluded_reason"))
+    in_part = (pl.col("split") == "train") | holdout
+    is_marked = pl.col("excluded_reason").is_null() & in_part & condition.fill_null(value=False)
+    reasons = pl.when(is_marked).then(pl.lit(reason)).otherwise("excluded_reason")
+    return rows.with_columns(excluded_reason=reasons)
 
 
 def step_frame(
@@ -95,8 +96,7 @@ def step_frame(
 ) -> pl.DataFrame:
     """Return one row per step or interval of known time, split by time, with warm-up and preemption-heavy rows marked."""
     rows = training.beta_rows(timeline, features, constants, tables.lags, source)
-    rows = mark_warm_up(split_by_time(rows), tables.counters, "step_id")
-    rows = keep_sweep(rows, timeline)
+    rows = keep_sweep(mark_warm_up(split_by_time(rows), tables.counters, "step_id"), timeline)
     return mark(rows, PREEMPTION_HEAVY, pl.col("preemption_heavy"))
 
 
@@ -123,24 +123,24 @@ PROMPT_FEATURES = tuple(
 
 
 def mark_prefix_hits(rows: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, float]]:
-    """Mark intervals of prompts that may have been found in the cache, where hits show; remove `PROMPT_FEATURES`.
+    """Mark intervals of prompts that may be prefix-cache hits, where hits show; remove `PROMPT_FEATURES`.
 
     Returns:
-        The rows; by server with hits, the length in tokens up to which prompts were computed as a whole, 0 where none is
-        known to be, whose rows all stay.
+        The rows; by server with hits, the length in tokens up to which prompts were computed as a whole. It is 0 where no
+        prompt is sure to be, and no row of the server is marked then.
     """
-    found, names = {}, [f.name for f in PROMPT_FEATURES]
+    whole_prompts: dict[str, float] = {}
     plain = rows.rename(lambda name: name.removeprefix("hit_"))
-    counted = plain.filter(pl.col("source") == CycleSource.REQUEST.value, pl.col("excluded_reason").is_null())
-    for (_, server), part in counted.group_by(SERVER, maintain_order=True):
+    by_request = plain.filter(pl.col("excluded_reason").is_null(), source=CycleSource.REQUEST.value)
+    for (_, server), part in by_request.group_by(SERVER, maintain_order=True):
         longest = longest_whole_prompt(part.drop_nulls(["decodes", "contexts", "prompts", "prompt_tokens"]))
         if longest is not None:
-            found[str(server)] = longest
-    for server, longest in found.items():
+            whole_prompts[str(server)] = longest
+    tokens = pl.col("hit_prompt_tokens") * pl.col("interval_steps")
+    for server, longest in whole_prompts.items():
         if longest:
-            tokens = pl.col("hit_prompt_tokens") * pl.col("interval_steps")
             rows = mark(rows, PREFIX_HIT, (pl.col("server") == server) & (tokens > longest), holdout=True)
-    return rows.drop(names), found
+    return rows.drop(f.name for f in PROMPT_FEATURES), whole_prompts
 
 
 def mark_warm_up(rows: pl.DataFrame, counters: pl.DataFrame, step: str) -> pl.DataFrame:
@@ -167,26 +167,25 @@ _MOST_COMPARED = 10_000
 def keep_sweep(rows: pl.DataFrame, timeline: pl.DataFrame) -> pl.DataFrame:
     """Take recorded steps of the warm-up back into training, except warm-up passes.
 
-    Who records steps sweeps through batch sizes before the load: small batches may occur only there. The first pass of a shape
+    A recording server sweeps through batch sizes before the load: small batches may occur only there. The first pass of a shape
     may take 70 times as long as the next.
     """
-    found = rows.join(
-        timeline.select(*ENGINE, "step_id", *(pl.col(name).alias(f"_{name}") for name in _WORK)),
-        on=[*ENGINE, "step_id"],
-        how="left",
-        maintain_order="left",
+    work_of = timeline.select(*ENGINE, "step_id", *(pl.col(name).alias(f"_{name}") for name in _WORK))
+    steps = rows.with_row_index("_row").join(
+        work_of, on=[*ENGINE, "step_id"], how="left", maintain_order="left"
     )
     recorded = pl.col("source") == CycleSource.FPM.value
     early = recorded & (pl.col("excluded_reason") == WARM_UP)
-    others = found.filter(recorded & (pl.col("excluded_reason").is_null() | early))
-    others = others.gather_every(max(1, -(-others.height // _MOST_COMPARED)))
-    work, time = others.select(f"_{name}" for name in _WORK).to_numpy(), others["y"].to_numpy()
-    steps = found.with_row_index("_row").filter(early)
+    compared = steps.filter(recorded & (pl.col("excluded_reason").is_null() | early))
+    compared = compared.gather_every(max(1, -(-compared.height // _MOST_COMPARED)))
+    work, time = compared.select(f"_{name}" for name in _WORK).to_numpy(), compared["y"].to_numpy()
+    swept = steps.filter(early).select("_row", "y", *(f"_{name}" for name in _WORK))
     steady = [
-        time[(work >= own).all(axis=1)].min(initial=np.inf) * _PASS_FACTOR >= took
-        for took, *own in steps.select("y", *(f"_{name}" for name in _WORK)).iter_rows()
+        row
+        for row, took, *tokens in swept.iter_rows()
+        if time[(work >= tokens).all(axis=1)].min(initial=np.inf) * _PASS_FACTOR >= took
     ]
-    back = pl.int_range(pl.len()).is_in(steps["_row"].filter(pl.Series(steady, dtype=pl.Boolean)).implode())
+    back = pl.int_range(pl.len()).is_in(steady)
     return rows.with_columns(excluded_reason=pl.when(~back).then("excluded_reason"))
 
 
@@ -205,8 +204,8 @@ def evaluation_rows(holdout: pl.DataFrame, eval_filter: pl.Expr | None) -> pl.Da
 
 def of_means(validation: Validation | None) -> bool:
     """Return whether a model's errors are those of means over several steps, because the hold-out has too few single steps."""
-    held = validation.held_out_equations if validation else None
-    if held is None:
+    equations = validation.held_out_equations if validation else None
+    if equations is None:
         return False
-    means = sum(held.rows_by_source.get(source, 0) for source in MEANS)
-    return held.per_equation.n - means < FEW_ROWS
+    means = sum(equations.rows_by_source.get(source, 0) for source in MEANS)
+    return equations.per_equation.n - means < FEW_ROWS

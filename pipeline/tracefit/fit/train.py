@@ -3,14 +3,14 @@
 `fit_linear` and `fit_regimes` are the entries. The steps: drop features that too many rows lack, mark outliers, fit each
 regime on the rows its condition holds for (features, penalty, coefficients, intervals), evaluate all regimes together.
 
-A fit takes its rows as arrays (`Design`). Rows differ in how much they determine: an interval of many steps has less noise
+A fit takes its rows as arrays (`select.Design`). Rows differ in how much they determine: an interval of many steps has less noise
 than one step, a start taken from an event has more than one from a summary, and the noise of a step may grow with its time.
 Weights are inverse variances of all three.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,30 +30,28 @@ from tracefit.fit.fitted import (
     target_of,
     which,
 )
-from tracefit.fit.results import ALWAYS, NO_INTERVAL, LearningPoint, Number, OmittedFeature, PenaltyChoice
+from tracefit.fit.results import ALWAYS, LearningPoint, Number, OmittedFeature
 from tracefit.fit.select import (
     ENOUGH_ROWS,
     FOLDS,
-    choose_penalty,
+    Design,
     collinearity,
-    is_worse_than_constant,
-    out_of_fold,
+    estimator,
     time_blocks,
     usable_features,
 )
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
 from tracefit.fit.validation import equation_errors, measure, prediction_interval, validate
-from tracefit.statistics import Flags, Integers, Matrix, robust_sd
+from tracefit.statistics import robust_sd
 from tracefit.tables.schema import SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracefit.features.sets import Feature
-    from tracefit.fit.estimators import Shrunk
     from tracefit.fit.fitted import FitOptions
     from tracefit.fit.results import PredictionInterval
-    from tracefit.statistics import Vector
+    from tracefit.statistics import Flags, Integers, Matrix, Vector
 
 MAX_UNKNOWN_SHARE = 0.05
 _SPELLED = {"ridge": "Ridge", "lasso": "Lasso", "elastic_net": "elastic net"}
@@ -69,21 +67,22 @@ def fit_linear(
     return fit_regimes(rows, [RegimeRows("all", tuple(features))], options)
 
 
-def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptions) -> LinearFit | TooFewRows:
+def fit_regimes(
+    rows: pl.DataFrame, regimes: Sequence[RegimeRows], options: FitOptions
+) -> LinearFit | TooFewRows:
     """Fit one robust linear model per regime and measure them together on the held-out rows.
 
     A regime with too few training rows is not fitted; its rows fall to the next one.
     """
     features = list({f.name: f for regime in regimes for f in regime.features}.values())
-    rows, known, unknown = _prepared(rows, features, options)
+    rows, usable, unknown = _prepared(rows, features, options)
     used, holdout = counted(rows, "train"), counted(rows, "holdout")
-    # Held-out rows keep their outliers, so that an interval must know of those of the training.
+    # Held-out rows keep their outliers, so that an interval includes those of the training.
     outlying = rows.filter((pl.col("split") == "train") & (pl.col("excluded_reason") == splits.OUTLIER))
-    fitted, designs = _fit_each(used, outlying, regimes, {f.name for f in known}, unknown, options)
+    fitted, designs = _fit_each(used, outlying, regimes, {f.name for f in usable}, unknown, options)
     if not fitted or holdout.height < MIN_HOLDOUT_ROWS:
-        have = f"{used.height} training and {holdout.height} held-out rows"
-        need = f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
-        return TooFewRows(f"{have}, {need}")
+        rows_are = f"{used.height} training and {holdout.height} held-out rows"
+        return TooFewRows(f"{rows_are}, {MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed")
     evaluated = evaluation_rows(holdout, options.eval_filter)
     return LinearFit(
         regimes=tuple(fitted),
@@ -106,12 +105,12 @@ def training_design(
 
     At most `select.ENOUGH_ROWS` rows are taken, evenly over the frame. Outliers are those that the frame marks.
     """
-    rows, known, _ = _drop_unknown(rows, features)
+    rows, kept, _ = _drop_unknown(rows, features)
     used = counted(rows, "train")
     used = used.gather_every(max(1, -(-used.height // ENOUGH_ROWS)))
     if used.height < MIN_TRAIN_ROWS:
         return None
-    data, _ = design_of(used, known, relative=relative)
+    data, _ = design_of(used, kept, relative=relative)
     return (used, data) if data.columns else None
 
 
@@ -123,32 +122,31 @@ def mark_outliers(rows: pl.DataFrame, features: Sequence[Feature], options: FitO
 def _prepared(
     rows: pl.DataFrame, features: Sequence[Feature], options: FitOptions
 ) -> tuple[pl.DataFrame, list[Feature], list[OmittedFeature]]:
-    """Return what `_drop_unknown` returns, with outliers marked where there are enough rows to tell them."""
-    rows, known, unknown = _drop_unknown(rows, features, fill_holdout=options.fill_unknown)
+    """Do as `_drop_unknown` does, and mark outliers where there are enough rows to recognise them."""
+    rows, kept, unknown = _drop_unknown(rows, features, fill_holdout=options.fill_unknown)
     if options.drop_outliers and counted(rows, "train").height >= MIN_TRAIN_ROWS:
-        rows = _mark_outliers(rows, known)
-    return rows, known, unknown
+        rows = _mark_outliers(rows, kept)
+    return rows, kept, unknown
 
 
 def _fit_each(
     used: pl.DataFrame,
     outlying: pl.DataFrame,
-    regimes: list[RegimeRows],
-    known: set[str],
+    regimes: Sequence[RegimeRows],
+    usable: set[str],
     unknown: list[OmittedFeature],
     options: FitOptions,
 ) -> tuple[list[FittedRegime], list[Design]]:
     """Fit every regime that has enough rows; return the fitted ones with the arrays they were fitted on."""
     results: list[FittedRegime] = []
     designs: list[Design] = []
-    rest = used
     for regime in regimes:
         holds = regime.when.expression()
-        matching = rest.filter(holds)
+        matching = used.filter(holds)
         if matching.height < MIN_TRAIN_ROWS:
             continue
-        rest = rest.filter(~holds)
-        columns = [f for f in regime.features if f.name in known]
+        used = used.filter(~holds)
+        columns = [f for f in regime.features if f.name in usable]
         lacking = [x for x in unknown if x.feature in {f.name for f in regime.features}]
         fitted, design = _fit_one(matching, outlying.filter(holds), regime, columns, options)
         left_out = tuple(_with_range(x, matching) for x in (*lacking, *fitted.features_left_out))
@@ -181,34 +179,31 @@ def _fit_one(
     """
     data, left = design_of(used, features, relative=options.relative)
     choice = data.choose_penalty(options)
-    if is_worse_than_constant(data.x, data.y, data.folds, data.weights, choice, data.counts):
+    if data.is_worse_than_constant(choice, options):
         reason = "predicts left-out blocks of time worse than a constant"
         misleading = [OmittedFeature(c.name, reason) for c in data.columns]
         fitted, design = _fit_one(used, outlying, regime, [], options)
         return replace(fitted, features_left_out=(*left, *misleading, *fitted.features_left_out)), design
-    positive = options.signs.of(data.columns)
-    model = RobustLinear(choice.penalty, choice.strength, positive=positive, shrunk=data.shrunk)
+    model = estimator(choice, options.signs, data.columns)
     rows = model.fit_rows(data.x, data.y, data.weights)
     intercept_ci, intervals = confidence_intervals(data.x, data.y, model, rows, data.blocks())
-    bounds, _ = bounds_of(positive, len(data.columns))
+    bounds, _ = bounds_of(model.positive, len(data.columns))
     penalized = f"set to zero by the {_SPELLED[choice.penalty]}"
     zeroed = [
         OmittedFeature(c.name, "its coefficient is not above zero in these runs" if bound else penalized)
         for c, value, bound in zip(data.columns, model.coef_, bounds, strict=True)
         if value == 0
     ]
-    intercept = Number(value=model.intercept_, ci95=intercept_ci)
-    if not data.columns:
+    if data.columns:
+        intercept = Number(value=model.intercept_, ci95=intercept_ci)
+    else:
         # As the baseline: of all constants the median has the smallest absolute error.
         intercept = Number(value=float(np.median(data.y)))
+    fits = linear_terms(data.columns, model.coef_, data.x, intervals)
+    alike = [tuple(x.feature for x in left if term.feature in x.collinear_with) for term in fits]
     terms = tuple(
-        term.model_copy(
-            update={"collinear_with": tuple(x.feature for x in left if term.feature in x.collinear_with)}
-        )
-        for term in linear_terms(data.columns, model.coef_, data.x, intervals)
+        t.model_copy(update={"collinear_with": names}) for t, names in zip(fits, alike, strict=True)
     )
-    names, columns = [t.feature for t in terms], [c.name for c in data.columns]
-    in_model = [columns.index(name) for name in names]
     fitted = FittedRegime(
         regime=regime,
         intercept=intercept,
@@ -216,8 +211,7 @@ def _fit_one(
         features_left_out=(*left, *zeroed),
         choice=choice,
         rows_used=used.height,
-        collinearity=collinearity(data.x[:, in_model], names, regime.name),
-        prediction_interval=NO_INTERVAL,
+        collinearity=collinearity(data.x[:, model.coef_ != 0], [t.feature for t in terms], regime.name),
         signs=options.signs,
         relative=options.relative,
     )
@@ -226,9 +220,8 @@ def _fit_one(
         # coefficients they cannot.
         return _fit_one(used, outlying, regime, features, replace(options, signs=NON_NEGATIVE))
     # In-sample errors would make the interval too narrow.
-    predicted = data.out_of_fold(choice, options)
-    if not data.columns:
-        predicted = np.full(len(data.y), intercept.value)
+    constant = np.full(len(data.y), intercept.value)
+    predicted = data.out_of_fold(choice, options.signs) if data.columns else constant
     interval = _interval(fitted, used, predicted, outlying, options.eval_filter)
     return replace(fitted, prediction_interval=interval), data
 
@@ -289,21 +282,6 @@ def _mark_outliers(rows: pl.DataFrame, features: Sequence[Feature]) -> pl.DataFr
 # -- the learning curve ----------------------------------------------------------------------------------
 
 
-def estimator_of(regime: FittedRegime, features: Sequence[Feature]) -> RobustLinear:
-    """Return an estimator for some features of a regime, with the penalty and the signs the regime was fitted with."""
-    return RobustLinear(
-        regime.choice.penalty,
-        regime.choice.strength,
-        positive=regime.signs.of(features),
-        shrunk=are_shrunk(features),
-    )
-
-
-def are_shrunk(features: Sequence[Feature]) -> Shrunk:
-    """Return which coefficients of a model of these features are drawn to zero."""
-    return tuple(f.shrunk for f in features)
-
-
 SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
 """Shares of the training rows, always the latest ones, so that the distance in time to the hold-out stays the same."""
 
@@ -326,7 +304,7 @@ def learning_curve(
         # The last point is the model itself.
         if share < 1:
             for index, (regime, design, used) in enumerate(zip(regimes, designs, latest, strict=True)):
-                model = estimator_of(regime, design.columns)
+                model = estimator(regime.choice, regime.signs, design.columns)
                 model.fit(design.x[used], design.y[used], design.weights[used])
                 terms = linear_terms(design.columns, model.coef_, design.x)
                 refitted[index] = replace(regime, intercept=Number(value=model.intercept_), terms=terms)
@@ -338,85 +316,10 @@ def learning_curve(
 
 # -- rows as arrays ---------------------------------------------------------------------------------------
 
-BLOCK_ROWS = 10
-FEWEST_BLOCKS, MOST_BLOCKS = 10, 50
-"""Blocks of time for confidence intervals: long enough that rows of different blocks are nearly independent, and enough of
-them to estimate a variance."""
 
-_PERMILLE = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Design:
-    """Training rows as arrays: features (n, n_features), and each of shape (n,) targets, weights, run and time.
-
-    `weights` are inverse variances. `counts` leave out the noise that grows with the target, so that an error of so many us
-    counts the same in a short step as in a long one: candidates are compared by `counts`.
-    """
-
-    columns: list[Feature]
-    x: Matrix
-    y: Vector
-    weights: Vector
-    counts: Vector
-    run: Integers
-    time: Integers
-    folds: Integers
-    """For cross-validation: contiguous in every run's time."""
-
-    @property
-    def shrunk(self) -> Shrunk:
-        """Which coefficients are drawn to zero."""
-        return are_shrunk(self.columns)
-
-    def blocks(self) -> Integers:
-        """Blocks of time for intervals, numbered over all runs; shape (n,)."""
-        rows = len(self.y) // (int(self.run.max()) + 1)
-        count = min(max(rows // BLOCK_ROWS, FEWEST_BLOCKS), MOST_BLOCKS)
-        return time_blocks(self.run, self.time, count) + self.run * count
-
-    def part(self, rows: Flags, columns: list[int]) -> Design:
-        """Return some rows of some columns."""
-        per_row = {
-            name: getattr(self, name)[rows] for name in ("y", "weights", "counts", "run", "time", "folds")
-        }
-        x = np.asfortranarray(self.x[rows][:, columns])
-        return replace(self, columns=[self.columns[k] for k in columns], x=x, **per_row)
-
-    def choose_penalty(self, options: FitOptions) -> PenaltyChoice:
-        """Choose penalty and strength by cross-validation over the folds."""
-        return choose_penalty(
-            self.x,
-            self.y,
-            self.folds,
-            self.weights,
-            options.penalties,
-            positive=options.signs.of(self.columns),
-            shrunk=self.shrunk,
-            counts=self.counts,
-        )
-
-    def fit(self, choice: PenaltyChoice, options: FitOptions) -> RobustLinear:
-        """Fit all rows with a penalty that was chosen."""
-        positive = options.signs.of(self.columns)
-        model = RobustLinear(choice.penalty, choice.strength, positive=positive, shrunk=self.shrunk)
-        return model.fit(self.x, self.y, self.weights)
-
-    def out_of_fold(self, choice: PenaltyChoice, options: FitOptions) -> Vector:
-        """Predict each block of time by a model fitted on the other blocks, clipped at 0; shape (n,)."""
-        return out_of_fold(
-            self.x,
-            self.y,
-            self.folds,
-            self.weights,
-            choice,
-            positive=options.signs.of(self.columns),
-            shrunk=self.shrunk,
-        )
-
-    def latest(self, share: float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        """Return which rows are in the last `share` of their run in time, to a permille; shape (n,)."""
-        return time_blocks(self.run, self.time, _PERMILLE) >= round((1 - share) * _PERMILLE)
+def server_numbers(rows: pl.DataFrame) -> Integers:
+    """Return a number for each server, from 0; shape (n,)."""
+    return rows.select(pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
 
 
 def design_of(
@@ -443,7 +346,7 @@ def design_of(
     if "row_scale_us" in used.columns:
         scale = matrix(used, ["row_scale_us"])[:, 0] ** 2
         counts, weights = counts / scale, weights / scale
-    run = used.select(pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
+    run = server_numbers(used)
     time = used.select(splits.in_time()).to_series().to_numpy()
     folds = time_blocks(run, time, FOLDS)
     return Design([features[k] for k in kept], x, y, weights, counts, run, time, folds), left
@@ -490,8 +393,8 @@ def noise_exponent(residual: Vector, predicted: Vector) -> float:
 
     `residual` is scaled to equal noise except for this growth.
     """
-    known = (residual != 0) & (predicted > 0)
-    size, time = np.log(np.abs(residual[known])), np.log(predicted[known])
+    is_positive = (residual != 0) & (predicted > 0)
+    size, time = np.log(np.abs(residual[is_positive])), np.log(predicted[is_positive])
     centered = time - time.mean() if time.size else time
     sum_of_squares = float(centered @ centered)
     if sum_of_squares <= 0:
@@ -506,7 +409,7 @@ def noise_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
     exponent = noise_exponent((y - predicted) * np.sqrt(weights), predicted)
     if exponent == 0:
         return weights
-    # Clipped, so that no very short step determines the intercept alone and no very long one loses all weight.
+    # Clipped: otherwise a very short step could determine the intercept, and a very long one lose all weight.
     middle = float(np.median(predicted))
     within = np.clip(predicted, _LEAST_SHARE * middle, _MOST_SHARE * middle)
     both = weights * within ** (-2 * exponent)
@@ -516,7 +419,7 @@ def noise_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
 def relative_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
     """Return weights times the inverse square of predicted times, mean 1; shape (n_rows,).
 
-    The times are those of a first fit weighted by measured ones: these alone would favour the rows that noise made short.
+    The times are those of a first fit weighted by measured ones, which would favour the rows that noise made short.
     """
     # In stamps of whole seconds most times may be zero.
     least = _LEAST_SHARE * (float(np.median(y)) or float(y.mean()) or 1.0)
@@ -532,7 +435,7 @@ OUTLIER_FACTOR = 3.0
 the median residual, and it is more than a factor of 3 away from the fit: never more than half of the rows."""
 
 
-def outliers(x: Vector, y: Vector) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+def outliers(x: Matrix, y: Vector) -> Flags:
     """Find the outliers among training rows; shape (n,)."""
     fitted = RobustLinear().fit(x, y).predict(x)
     residual = y - fitted

@@ -1,6 +1,6 @@
 """Errors of models: metrics, quantiles and prediction intervals, and the evaluation of a fitted model on held-out rows.
 
-Every report and file of tracefit states errors as this module computes them. Beside a model stand the training median (the
+Every report and file of tracefit states errors as this module computes them. A model is compared with the training median (the
 baseline), gradient boosting on the same features (how much error a more flexible model would remove), and the model itself
 fitted on fewer rows (the learning curve).
 """
@@ -81,12 +81,12 @@ def distribution(rows: pl.DataFrame, measured: str, *predictions: str) -> Distri
 
     A prediction that is null on all rows is left out and removes no row. Predictions are clipped at 0, as everywhere.
     """
-    given = [name for name in predictions if rows[name].count()]
-    known = rows.drop_nulls([measured, *given])
-    if not known.height or not given:
+    columns = [name for name in predictions if rows[name].count()]
+    rows = rows.drop_nulls([measured, *columns])
+    if not rows.height or not columns:
         return None
-    curves = (_quantiles(known[name].clip(lower_bound=0)) if name in given else None for name in predictions)
-    return Distribution(known.height, PERCENTS, _quantiles(known[measured]), *curves)
+    curves = (_quantiles(rows[name].clip(lower_bound=0)) if name in columns else None for name in predictions)
+    return Distribution(rows.height, PERCENTS, _quantiles(rows[measured]), *curves)
 
 
 def _quantiles(column: pl.Series) -> tuple[float, ...]:
@@ -121,23 +121,29 @@ def coverage_pct(low: Vector, actual: Vector, high: Vector) -> float:
     return 100 * float(np.mean((actual >= low) & (actual <= high)))
 
 
-# -- a fitted model --------------------------------------------------------------------------------------
+def within_5_pct(actual: Vector, predicted: Vector) -> float:
+    """Return the share of rows that are predicted within 5 %, in percent."""
+    return 100 * float((np.abs(predicted - actual) <= 5.0 / 100 * np.abs(actual)).mean())
 
-WITHIN_PCT = 5.0
-"""Error in percent for the share of rows that are predicted closely, `within_5_pct`."""
+
+# -- a fitted model --------------------------------------------------------------------------------------
 
 
 def validate(
     regimes: list[FittedRegime], used: pl.DataFrame, evaluated: pl.DataFrame, options: FitOptions
 ) -> Validation:
     """Measure a model on the held-out rows, with its baseline and its reference."""
-    y, y_held = target_of(used), target_of(evaluated)
+    y, y_holdout = target_of(used), target_of(evaluated)
     predicted = predict_regimes(regimes, evaluated)
-    measured = measure(y_held, predicted)
-    baseline = measure(y_held, np.full(len(y_held), float(np.median(y))))
-    groups = {name: which(evaluated, condition) for name, condition in options.groups}
+    measured = measure(y_holdout, predicted)
+    baseline = measure(y_holdout, np.full(len(y_holdout), float(np.median(y))))
     outside, extrapolated = extrapolated_rows(regimes, evaluated)
-    close = np.abs(predicted - y_held) <= WITHIN_PCT / 100 * np.abs(y_held)
+
+    def by(groups: dict[str, Flags]) -> dict[str, Metrics]:
+        return {
+            name: measure(y_holdout[rows], predicted[rows]) for name, rows in groups.items() if rows.any()
+        }
+
     names = sorted({t.feature for regime in regimes for t in regime.terms})
     return Validation(
         unit="us",
@@ -146,21 +152,15 @@ def validate(
         holdout=measured,
         baseline=baseline,
         gradient_boosting=reference(used, evaluated, names) if options.reference and names else None,
-        by_group={
-            name: measure(y_held[rows], predicted[rows]) for name, rows in groups.items() if rows.any()
-        },
-        within_5_pct=100 * float(close.mean()),
+        by_group=by({name: which(evaluated, condition) for name, condition in options.groups}),
+        within_5_pct=within_5_pct(y_holdout, predicted),
         extrapolated_rows=int(outside.sum()),
         extrapolated=extrapolated,
         prediction_intervals=tuple(regime.prediction_interval for regime in regimes),
         interval_coverage_pct=_coverage_pct(regimes, evaluated),
         collinearity=tuple(regime.collinearity for regime in regimes),
         rows_by_source=_by_source(used),
-        by_load={
-            name: measure(y_held[rows], predicted[rows])
-            for name, rows in (("inside", ~outside), ("outside", outside))
-            if rows.any()
-        },
+        by_load=by({"inside": ~outside, "outside": outside}),
         skill=skill(measured, baseline),
         classifier=_classify(regimes, evaluated, options.label)
         if len(regimes) > 1 and options.label is not None
@@ -207,18 +207,16 @@ def extrapolated_rows(
 def _coverage_pct(regimes: list[FittedRegime], evaluated: pl.DataFrame) -> float:
     """Return the percent of rows within the prediction interval of their regime."""
     active = active_regime(regimes, evaluated)
-    low, high = np.zeros(evaluated.height), np.zeros(evaluated.height)
-    for index, regime in enumerate(regimes):
-        limits = regime.prediction_interval.limits(regime.predict(evaluated))
-        low, high = (np.where(active == index, *pair) for pair in zip(limits, (low, high), strict=True))
+    limits = [regime.prediction_interval.limits(regime.predict(evaluated)) for regime in regimes]
+    low, high = (np.choose(active, side) for side in zip(*limits, strict=True))
     return coverage_pct(low, target_of(evaluated), high)
 
 
 def _classify(regimes: list[FittedRegime], evaluated: pl.DataFrame, label: pl.Expr) -> Classifier:
     """Compare whether the conditions leave a request waiting with whether it was, on the rows where that is known."""
-    known = evaluated.filter(label.is_not_null())
+    evaluated = evaluated.filter(label.is_not_null())
     waits = np.array([regime.regime.name != FREE for regime in regimes])
-    true, predicted = which(known, label), waits[active_regime(regimes, known)]
+    true, predicted = which(evaluated, label), waits[active_regime(regimes, evaluated)]
     # Balanced accuracy: the mean of the rates of correct predictions among true and among false rows.
     rates = [
         float((predicted[true == side] == side).mean()) for side in (True, False) if (true == side).any()
