@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tracefit.coefficients.verdicts import THRESHOLDS, BesideModels, Threshold, override, verdicts_of
+from tracefit.coefficients.verdicts import THRESHOLDS, Measurements, Threshold, override, verdicts_of
 from tracefit.errors import UsageError
 from tracefit.fit.results import Classifier, Metrics, SummedTime, Validation
 from tracefit.results.plans import PlanPoint
@@ -62,8 +62,8 @@ def _replay(ttft=5.0, e2e=2.0):
     return RunReplay("r", "s", 50, 0, tuple(Replayed(n, 100.0, 100 + e, e) for n, e in names.items()))
 
 
-def _evidence(bias=-1.0, replays=None):
-    return BesideModels(_summed(bias), (_replay(),) if replays is None else replays)
+def _measured(bias=-1.0, replays=None):
+    return Measurements(_summed(bias), (_replay(),) if replays is None else replays)
 
 
 def _summed(bias=-1.0):
@@ -78,7 +78,7 @@ def _summed(bias=-1.0):
 
 
 def _answers(models, thresholds=THRESHOLDS, bias=-1.0):
-    return {use: v.answer for use, v in verdicts_of(models, _evidence(bias), thresholds).items()}
+    return {use: v.answer for use, v in verdicts_of(models, _measured(bias), thresholds).items()}
 
 
 USES = ("simulation", "capacity planning", "autoscaling", "alerting")
@@ -115,11 +115,11 @@ def test_the_bias_that_counts_is_that_of_all_steps_in_either_direction():
 )
 def test_admission_counts_as_a_part_of_the_replayed_ttft(skill, replay, answer):
     models = _models() | {"alpha.admission": _entry(skill=skill)}
-    assert verdicts_of(models, _evidence(replays=(replay,)))["simulation"].answer == answer
+    assert verdicts_of(models, _measured(replays=(replay,)))["simulation"].answer == answer
 
 
 def test_the_worst_measure_decides_and_is_the_reason():
-    verdict = verdicts_of(_models(mape=12.0, extrapolated=60), _evidence())["simulation"]
+    verdict = verdicts_of(_models(mape=12.0, extrapolated=60), _measured())["simulation"]
     assert verdict.answer == "no"
     assert verdict.reasons == ("held-out steps outside the training range: 60 % (at most 50 % required)",)
     assert {c.measure: c.answer for c in verdict.criteria}["step_mape_pct"] == "with limits"
@@ -130,7 +130,7 @@ def test_a_model_that_is_not_there_forbids_what_needs_it():
     del models["alpha.queue_wait"]
     answers = _answers(models)
     assert answers == {"simulation": "yes", "capacity planning": "yes", "autoscaling": "no", "alerting": "no"}
-    verdict = verdicts_of(models, _evidence())["alerting"]
+    verdict = verdicts_of(models, _measured())["alerting"]
     assert "alpha.queue_wait is not fitted" in verdict.reasons
 
 
@@ -162,7 +162,7 @@ def test_telling_regimes_apart_by_hand():
     ],
 )
 def test_simulation_and_planning_rest_on_the_replay(replays, answer):
-    found = verdicts_of(_models(), _evidence(replays=replays))
+    found = verdicts_of(_models(), _measured(replays=replays))
     assert [found[use].answer for use in USES] == [answer, answer, "yes", "yes"]
     assert not replays[0].reason or found["simulation"].reasons == (
         "no run can be replayed: only steps were traced",
@@ -197,7 +197,7 @@ def test_wrong_thresholds_are_refused(text, says):
 
 @pytest.mark.parametrize(("rows", "said"), [(99, True), (100, False)])
 def test_a_measure_from_few_rows_says_so(rows, said):
-    simulation = verdicts_of(_models(n=rows), _evidence())["simulation"]
+    simulation = verdicts_of(_models(n=rows), _measured())["simulation"]
     assert all((f"from {rows} rows only" in reason) is said for reason in simulation.reasons)
 
 
@@ -212,7 +212,7 @@ def _served(rate=4.0, prompt=200, output=50):
 
 
 def _advice(use, models, served=(), **more):
-    return verdicts_of(models, _evidence()._replace(served=served, **more))[use].record
+    return verdicts_of(models, _measured()._replace(served=served, **more))[use].record
 
 
 def _loads(advice):
@@ -220,7 +220,7 @@ def _loads(advice):
 
 
 def test_a_yes_needs_no_recording():
-    assert {v.record for v in verdicts_of(_models(), _evidence()).values()} == {None}
+    assert {v.record for v in verdicts_of(_models(), _measured()).values()} == {None}
 
 
 def test_other_loads_are_recorded_in_every_round():

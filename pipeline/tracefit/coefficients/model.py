@@ -9,6 +9,7 @@ too.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -421,11 +422,6 @@ class _ModelBase(Strict):
     )
     notes: tuple[str, ...] = ()
 
-    @property
-    def is_step_model(self) -> bool:
-        """Whether it predicts the time of a step."""
-        return targets.is_step_model(self.name)
-
 
 class LinearModel(_ModelBase):
     """A linear model."""
@@ -515,9 +511,8 @@ class CoefficientFile(Strict):
 
     @model_validator(mode="after")
     def _names_each_model_once(self) -> Self:
-        names: set[tuple[str, str | None]] = set()
-        for model in self.models:
-            if (model.name, model.deployment_id) in names:
-                raise ValueError(f"two models are {model.name} of deployment {model.deployment_id}")
-            names.add((model.name, model.deployment_id))
+        named = Counter((model.name, model.deployment_id) for model in self.models)
+        for (name, deployment_id), count in named.items():
+            if count > 1:
+                raise ValueError(f"two models are {name} of deployment {deployment_id}")
         return self

@@ -28,13 +28,20 @@ from tracefit.coefficients.workload import (
 )
 from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.features.expressions import ROW
-from tracefit.features.targets import RECORDED
+from tracefit.features.targets import RECORDED, is_step_model
 from tracefit.fit.results import line
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from tracefit.coefficients.model import LinearForm, Model, NotFitted, RequestRange, Workload
+    from tracefit.coefficients.model import (
+        DeploymentFacts,
+        LinearForm,
+        Model,
+        NotFitted,
+        RequestRange,
+        Workload,
+    )
     from tracefit.fit.results import Term
 
 PREDICTED = "predicted_us"
@@ -214,29 +221,19 @@ def _predict_form(
     middles = stand_ins(form.terms) if stand_in else {}
     names = [t.feature for t in form.terms]
     row = formulas.row(given, [n for n in names if not formulas.missing([n], given)])
-    values, assumed, outside = dict[str, float](), list[str](), list[Outside]()
-    for term in form.terms:
-        value = row.get(term.feature)
-        if value is None and term.feature in middles:
-            value = middles[term.feature]
-            assumed.append(
-                f"{term.feature} {value:g}: does not follow from the input, the middle of its training range"
-            )
-        if value is not None:
-            values[term.feature] = value
-            ends = term.training_range
-            if ends is not None and not ends[0] <= value <= ends[1]:
-                outside.append(Outside(model.name, term.feature, value, value, ends))
-    # A feature that a term covers leaves its range together with the term: one line is enough.
-    outside = outside or _without_a_term(compiled, given)
+    replaced = {n: middles[n] for n in names if n in middles and row.get(n) is None}
+    values = {n: value for n in names if (value := replaced.get(n, row.get(n))) is not None}
+    outside = _outside(model, values, {t.feature: t.limits for t in form.terms})
+    if not outside:
+        # A feature that a term covers leaves its range together with the term: one line is enough.
+        unmodeled = {n: ends for n, ends in compiled.unmodeled.items() if not formulas.missing([n], given)}
+        outside = _outside(model, formulas.row(given, unmodeled), unmodeled, has_term=False)
     predicted = line(form.intercept, form.terms, values.get, ROW)
     if predicted is None:
         without_value = [n for n in names if n not in values]
-        known = [
-            n for n, v in given.items() if v is not None and not (isinstance(v, float) and math.isnan(v))
-        ]
-        if lacking := sorted(formulas.inputs(without_value, given) - set(known)):
-            raise compiled.lacks(lacking, known)
+        with_value = {n for n, v in given.items() if v is not None and not math.isnan(v)}
+        if lacking := formulas.inputs(without_value, given) - with_value:
+            raise compiled.lacks(lacking, with_value)
         of = f"the formula of {without_value[0]}" if without_value else "the sum"
         raise UsageError(
             f"{of} gives no finite number for these values",
@@ -247,18 +244,25 @@ def _predict_form(
         outside.append(Outside(model.name, PREDICTED, predicted, predicted, (0.0, math.inf)))
     # The held-out errors are from rows in the training range, so they do not apply outside it.
     interval = interval_about(max(predicted, 0.0), None if outside else p90_ape_pct(model, group))
+    assumed = (
+        f"{n} {value:g}: does not follow from the input, the middle of its training range"
+        for n, value in replaced.items()
+    )
     return Prediction(interval, values, tuple(assumed), tuple(outside))
 
 
-def _without_a_term(compiled: CompiledModel, given: Mapping[str, float | None]) -> list[Outside]:
-    """Return the features without a term that are outside their training range, if the input gives them."""
-    formulas, name = compiled.formulas, compiled.model.name
-    known = {n: ends for n, ends in compiled.unmodeled.items() if not formulas.missing([n], given)}
-    values = formulas.row(given, known)
+def _outside(
+    model: Model,
+    values: Mapping[str, float | None],
+    ranges: Mapping[str, tuple[float, float]],
+    *,
+    has_term: bool = True,
+) -> list[Outside]:
+    """Return the values outside their training range."""
     return [
-        Outside(name, n, value, value, ends, has_term=False)
-        for n, ends in known.items()
-        if (value := values[n]) is not None and not ends[0] <= value <= ends[1]
+        Outside(model.name, name, value, value, ends, has_term)
+        for name, ends in ranges.items()
+        if (value := values.get(name)) is not None and not ends[0] <= value <= ends[1]
     ]
 
 
@@ -297,7 +301,7 @@ class DeploymentModels:
     def compiled(self, model: Model) -> CompiledModel:
         """Return a model of the deployment compiled for inputs as `workload` describes them; each is compiled once."""
         if model.name not in self._compiled:
-            columns = STEP_COLUMNS if model.is_step_model else REQUEST_COLUMNS
+            columns = STEP_COLUMNS if is_step_model(model.name) else REQUEST_COLUMNS
             self._compiled[model.name] = CompiledModel(model, columns)
         return self._compiled[model.name]
 
@@ -318,6 +322,11 @@ class DeploymentModels:
                 hint=missing.remedy,
             )
         return self.require(name)
+
+    @cached_property
+    def _facts(self) -> tuple[DeploymentFacts, ...]:
+        """The facts of the deployment, as each model of the files states them."""
+        return tuple(model.deployment for model in self.models.values() if model.deployment is not None)
 
     @cached_property
     def server(self) -> dict[str, float | None]:
@@ -346,10 +355,7 @@ class DeploymentModels:
     @cached_property
     def workload(self) -> Workload | None:
         """The mean request the models were trained on; null if the files do not state it."""
-        return next(
-            (m.deployment.workload for m in self.models.values() if m.deployment and m.deployment.workload),
-            None,
-        )
+        return next((facts.workload for facts in self._facts if facts.workload), None)
 
     @cached_property
     def traffic(self) -> Formulas:
@@ -363,8 +369,7 @@ class DeploymentModels:
 
     def setting(self, name: str) -> object:
         """Return any setting of the server as the files have it."""
-        deployments = (m.deployment for m in self.models.values() if m.deployment is not None)
-        return next((s.settings.get(name) for s in deployments), None)
+        return next((facts.settings.get(name) for facts in self._facts), None)
 
     def known_settings(self, compiled: CompiledModel) -> dict[str, float | None]:
         """Return the settings of the server; an unknown one is left out."""
@@ -405,10 +410,7 @@ class DeploymentModels:
 
     def input_ranges(self, of: Literal["step", "request"]) -> Mapping[str, tuple[float, float]]:
         """Return the smallest and largest value of each input in training; empty if the files do not state them."""
-        deployments = (
-            m.deployment for m in self.models.values() if m.deployment and m.deployment.input_ranges
-        )
-        return next((s.input_ranges.get(of, {}) for s in deployments), {})
+        return next((facts.input_ranges.get(of, {}) for facts in self._facts if facts.input_ranges), {})
 
     def beyond(
         self, of: Literal["step", "request"], given: Mapping[str, float | None], named: Collection[str] = ()

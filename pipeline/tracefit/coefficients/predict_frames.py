@@ -303,15 +303,15 @@ def _require_possible(
         if name in rows.columns and rows.schema[name].is_numeric()
     }
     rules = [
-        (np.flatnonzero(broken), where, words) for broken, where, words in impossible(of, given, models.limit)
+        (np.flatnonzero(broken), name, values, words)
+        for broken, name, values, words in impossible(of, given, models.limit)
+        if broken.any()
     ]
-    broken = [(wrong[0], where, words) for wrong, where, words in rules if wrong.size]
-    if broken:
-        row, where, words = min(broken, key=lambda each: each[0])
-        count = np.unique(np.concatenate([wrong for wrong, _, _ in rules])).size
-        values = {name: float(column[row]) for name, column in given.items()}
+    if rules:
+        (row, *_), name, values, words = min(rules, key=lambda rule: rule[0][0])
+        count = np.unique(np.concatenate([rows for rows, *_ in rules])).size
         more = f" ({count:,} such rows)" if count > 1 else ""
-        raise UsageError(f"{where}: {words(values)}{more}", where=f"row {row + 1:,}")
+        raise UsageError(f"{name}: {words.format(values[row])}{more}", where=f"row {row + 1:,}")
 
 
 def _described_steps(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataFrame:
@@ -369,9 +369,8 @@ def composed_requests(models: DeploymentModels, given: pl.DataFrame) -> pl.DataF
     """Return the columns that `predict_requests` adds to requests as `completed_requests` completes them."""
     unknown = np.full(given.height, np.nan)
     many = ManyRequests(models, given)
-    composed = many.compose()
-    durations = {f"{name}_us": unknown if value is None else value for name, value in composed.items()}
-    outside = _distinct(pl.DataFrame({f"{k}": each for k, each in enumerate(many.outside)}))
+    durations = {f"{name}_us": unknown if value is None else value for name, value in many.compose().items()}
+    outside = _distinct(many.outside)
     inside = outside.is_null()
     ranges = [
         pl.when(inside).then(pl.col(f"{name}_us") * ratio).alias(f"{name}_{end}_us")
@@ -381,11 +380,12 @@ def composed_requests(models: DeploymentModels, given: pl.DataFrame) -> pl.DataF
     return pl.DataFrame(durations).fill_nan(None).with_columns(*ranges, out_of_range=outside)
 
 
-def _distinct(texts: pl.DataFrame) -> pl.Series:
-    """Return the names in the columns of a frame, each once per row; null without any."""
+def _distinct(texts: Sequence[pl.Series]) -> pl.Series:
+    """Return the names in columns of names, each once per row; null without any."""
     names = pl.concat_str(pl.all(), separator=", ", ignore_nulls=True).str.split(", ")
     named = names.list.unique(maintain_order=True).list.join(", ")
-    return texts.select(pl.when(named != "").then(named)).to_series()
+    columns = pl.DataFrame({f"{k}": names for k, names in enumerate(texts)})
+    return columns.select(pl.when(named != "").then(named)).to_series()
 
 
 def completed_requests(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataFrame:
@@ -406,16 +406,15 @@ def completed_requests(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataF
         raise UsageError("described requests have values that are not numbers", where=", ".join(known))
     numbers = rows.select(pl.col(c).cast(pl.Float64) for c in known)
     unknown = np.full(rows.height, np.nan)
-    given = {c: numbers[c].to_numpy() if c in known else unknown for c in REQUEST_INPUTS}
-    given |= {c: numbers[c].to_numpy() for c in OTHERS if c in known}
+    given = dict.fromkeys((*REQUEST_INPUTS, *OTHERS), unknown) | {c: numbers[c].to_numpy() for c in known}
     completed = complete(ARRAYS, given, models.server, models.workload)
     described = rows.with_columns(
         pl.Series(name, np.broadcast_to(value, rows.height), pl.Float64) for name, value in completed.items()
     )
-    # A NaN was given as NaN: unknown values are null.
+    # A NaN of the caller's is no unknown value: those are null.
     is_nan = [pl.col(c).is_nan() for c in REQUEST_INPUTS]
-    given_so = [numbers[c].is_nan().fill_null(value=False) for c in known]
-    wrong = described.select(pl.any_horizontal(*is_nan, *given_so).arg_true()).to_series()
+    callers = [numbers[c].is_nan().fill_null(value=False) for c in known]
+    wrong = described.select(pl.any_horizontal(*is_nan, *callers).arg_true()).to_series()
     if wrong.len():
         row = {c: described[c][wrong[0]] for c in REQUEST_INPUTS}
         raise UsageError(
@@ -434,10 +433,8 @@ ARRAYS = Arithmetic(
     most=np.maximum,
     where=np.where,
     ratio=_ratio,
-    known=lambda value: False if value is None else ~np.isnan(value),
-    filled=lambda value, otherwise: (
-        otherwise if value is None else np.where(np.isnan(value), otherwise, value)
-    ),
+    known=lambda value: ~np.isnan(value),
+    filled=lambda value, otherwise: np.where(np.isnan(value), otherwise, value),
     anywhere=lambda condition: bool(np.any(condition)),
 )
 """The arithmetic of many requests, in arrays; NaN is unknown."""
@@ -487,7 +484,7 @@ class ManyRequests(RequestComposer):
             for values in (self.inputs, self.traffic)
         )
         prefill = np.bincount(of, weights=steps.prompt_step(k), minlength=counts.size)
-        named = pl.DataFrame({"of": of, "outside": _distinct(pl.DataFrame(steps.outside))}).drop_nulls()
+        named = pl.DataFrame({"of": of, "outside": _distinct(steps.outside)}).drop_nulls()
         by_request = named.group_by("of").agg(pl.col("outside").unique(maintain_order=True).str.join(", "))
         every = pl.DataFrame({"of": np.arange(counts.size)})
         self.outside.append(every.join(by_request, on="of", how="left", maintain_order="left")["outside"])
@@ -502,8 +499,8 @@ class ManyRequests(RequestComposer):
         compiled = self.models.compiled(model)
         idle, cycle = self.inputs["batch"] == 0, inputs["decode_cycle_us"]
         # No step runs in an idle engine: values computed from its time are unknown.
-        met = np.where(idle, np.nan, np.nan if cycle is None else cycle)
-        given = self._with({**inputs, "decode_cycle_us": met})
+        current = np.where(idle, np.nan, np.nan if cycle is None else cycle)
+        given = self._with({**inputs, "decode_cycle_us": current})
         rows = _with_settings(
             self.models, compiled, given.with_columns(pl.col("decode_cycle_us").fill_nan(None))
         )
@@ -515,7 +512,7 @@ class ManyRequests(RequestComposer):
             line.clip(lower_bound=0.0),
             _outside_of(line, terms) if noted else None,
         )
-        expected, _, _ = expected_at_boundary(model, work, met, np.maximum)
+        expected, _, _ = expected_at_boundary(model, work, current, np.maximum)
         return np.where(idle, work, expected)
 
     def _beyond(self, name: str, where: Value, text: Callable[[], str]) -> None:  # noqa: ARG002 - rows have names alone

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import polars as pl
 
-from tracefit.features.targets import is_step_model
 from tracefit.fit.results import ALWAYS, Term, line_expression
 from tracefit.server.settings import without_attribute
 from tracefit.tables.runs import are_stock
@@ -338,11 +337,6 @@ class FittedModel:
     """For step times: the features the model was offered, with their ratios chosen."""
     boundary: FittedBoundary | None = None
     """Where given, the model is API work and the step clock, and `fitted` serves consumers without a clock."""
-
-    @property
-    def is_step_model(self) -> bool:
-        """Whether it predicts the time of a step."""
-        return is_step_model(self.name)
 
 
 @dataclass(frozen=True, slots=True)
