@@ -88,15 +88,6 @@ class Export:
     usage: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Consumer:
-    """A program that loads exports; `versioned` says whether its form depends on `Source.consumer_version`."""
-
-    name: str
-    export: Callable[[Source], Export]
-    versioned: bool = False
-
-
 def held_out(what: str, unit: str, actual: Vector, predicted: Vector, trained: Vector) -> HeldOut:
     """Return the errors of an exported form.
 
