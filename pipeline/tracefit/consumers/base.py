@@ -113,15 +113,11 @@ def train_and_holdout(
     Raises:
         DataError: Either part has too few rows.
     """
-    unknown = [c for c in columns if rows[c].null_count() == rows.height]
-    if unknown:
+    if unknown := [c for c in columns if rows[c].null_count() == rows.height]:
         lacking = ", ".join(unknown) if rows.height else "no row has both ends"
-        raise DataError(
-            f"{what}: not known in these runs ({lacking})",
-            hint=ALL_SPANS
-            if source.tables.is_stock
-            else f"the events of every request would show it: {JOURNEY_FLAGS}",
-        )
+        events = f"the events of every request would show it: {JOURNEY_FLAGS}"
+        hint = ALL_SPANS if source.tables.is_stock else events
+        raise DataError(f"{what}: not known in these runs ({lacking})", hint=hint)
     known = rows.drop_nulls(["y", *columns])
     train, held = counted(known, "train"), counted(known, "holdout")
     # An interval is a mean of steps, whose error is smaller than a step's: where there are enough steps, these are evaluated.
@@ -188,9 +184,7 @@ def flags(values: Mapping[str, str | float | None]) -> str:
 
 def _quoted(value: str) -> str:
     # The folder is put in later, and quoted then.
-    if value.startswith(OUT):
-        return OUT + shlex.quote(value.removeprefix(OUT)) if value != OUT else OUT
-    return shlex.quote(value)
+    return OUT * value.startswith(OUT) + shlex.quote(value.removeprefix(OUT))
 
 
 def worse_than_baseline(errors: Iterable[HeldOut]) -> tuple[str, ...]:
@@ -200,10 +194,8 @@ def worse_than_baseline(errors: Iterable[HeldOut]) -> tuple[str, ...]:
         for e in errors
         if e.mae is not None and e.baseline_mae is not None and e.mae > e.baseline_mae
     ]
-    said = (
-        "worse on the hold-out than the training median, exported all the same, as its form knows no other:"
-    )
-    return (f"{said} {', '.join(worse)}",) if worse else ()
+    note = "worse on the hold-out than the training median, exported because the form has no better one"
+    return (f"{note}: {', '.join(worse)}",) if worse else ()
 
 
 def commented(notes: Iterable[str], text: str) -> str:

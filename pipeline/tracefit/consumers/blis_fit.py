@@ -122,6 +122,13 @@ FALLBACK = "requests^0.5 / time^0.5, Huber"
 """Weighting where no requests can be replayed: the best one over twenty generated runs of eight models."""
 
 
+_ROOFLINE_NOTES = (
+    "form: roofline. mfuPrefill, mfuDecode and BwPeakTBs in hardware_config.json are what this server reaches; steps have no overhead",
+    "--latency-model roofline refuses an alpha, so one decode instance serves all requests and takes alpha from defaults.yaml",
+    "the prefill instance gets no request, and nothing reads the beta in defaults.yaml",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class BlisCoefficients:
     """The coefficients as written for BLIS, with the errors of exactly these.
@@ -149,10 +156,12 @@ def fit_blis(source: Source, *, only_ten: bool = False) -> BlisCoefficients:
     arrival, arrival_errors, folded = _arrival(source)
     departure, departure_errors, undeparted = _departure(source)
     steps = _steps(source)
-    fits = {name: _fit(steps, *weighting) for name, weighting in WEIGHTINGS.items()}
-    if not only_ten:
-        fits |= {f"{_EIGHT}{name}": _fit(steps, *how, eight=True) for name, how in WEIGHTINGS.items()}
-        fits |= {f"roofline, {name}": _fit_roofline(steps, *how) for name, how in WEIGHTINGS.items()}
+    fits = {
+        f"{form}{name}": fit(steps, _weights(steps, *powers), huber)
+        for form, fit in _FORMS.items()
+        for name, (*powers, huber) in WEIGHTINGS.items()
+        if not (form and only_ten)
+    }
     requests, missing = _requests(source, steps.ends)
     training, alpha = _training(requests), (arrival, *departure)
     replays = partial(_replayed, source, alpha)
@@ -171,7 +180,9 @@ def fit_blis(source: Source, *, only_ten: bool = False) -> BlisCoefficients:
     errors += arrival_errors
     if _is_roofline(beta):
         alpha = _roofline_alpha(alpha)
-        notes += _roofline_notes(departure[0])
+        notes += _ROOFLINE_NOTES
+        if departure[0]:
+            notes.append(f"a departure has no fixed part in this form: E2E lacks {departure[0]:,} us")
     else:
         errors += departure_errors
         same = [n for i, n in enumerate(_NAMES) if not steps.varies[i] and steps.x[:, i].any()]
@@ -196,19 +207,6 @@ def _is_roofline(beta: Vector) -> bool:
 def _roofline_alpha(alpha: tuple[int, int, int]) -> tuple[int, int, int]:
     """Return the alpha of the backend `roofline`: its second is per prompt token, and a departure has no fixed part."""
     return alpha[0], 0, alpha[2]
-
-
-def _roofline_notes(fixed_us: int) -> Iterator[str]:
-    yield (
-        "form: roofline. hardware_config.json holds the rates that this server reaches, as mfuPrefill, mfuDecode and BwPeakTBs; the steps "
-        "have no overhead"
-    )
-    yield (
-        "--latency-model roofline refuses an alpha: one decode instance serves all requests by roofline, beside a prefill instance that "
-        "gets none, and takes alpha from defaults.yaml, which needs a beta that nothing reads"
-    )
-    if fixed_us:
-        yield f"a departure has no fixed part in this form: E2E lacks {fixed_us:,} us"
 
 
 # -- overheads -------------------------------------------------------------------------------------------
@@ -345,21 +343,10 @@ def _steps(source: Source) -> _Steps:
     return _Steps(train, held, x, y, matrix(train, ROOFLINE_TERMS), varies, ends)
 
 
-_EIGHT = "eight coefficients, "
-
-
 def _folded(x: Vector) -> Vector:
     """Return the terms of eight coefficients from those of ten: of the two terms of a phase the larger."""
     larger = [np.maximum(x[:, compute], x[:, kv]) for compute, kv in ((0, 8), (1, 9))]
     return np.column_stack([*larger, x[:, 2:8]])
-
-
-def _fit(
-    steps: _Steps, requests_power: float, time_power: float, huber: float, *, eight: bool = False
-) -> Vector:
-    x = steps.x * steps.varies
-    weights = _weights(steps, requests_power, time_power)
-    return fit_nonnegative(_folded(x) if eight else x, steps.y, weights, huber=huber)
 
 
 def _weights(steps: _Steps, requests_power: float, time_power: float) -> Vector:
@@ -371,9 +358,16 @@ def _weights(steps: _Steps, requests_power: float, time_power: float) -> Vector:
     return np.asarray(weights / weights.mean())
 
 
-def _fit_roofline(steps: _Steps, requests_power: float, time_power: float, huber: float) -> Vector:
+def _fit_ten(steps: _Steps, weights: Vector, huber: float) -> Vector:
+    return fit_nonnegative(steps.x * steps.varies, steps.y, weights, huber=huber)
+
+
+def _fit_eight(steps: _Steps, weights: Vector, huber: float) -> Vector:
+    return fit_nonnegative(_folded(steps.x * steps.varies), steps.y, weights, huber=huber)
+
+
+def _fit_roofline(steps: _Steps, weights: Vector, huber: float) -> Vector:
     """Fit the multiples of the peak times, with one for all compute where steps cannot tell decode compute from prefill compute."""
-    weights = _weights(steps, requests_power, time_power)
     factors = _bound(steps.roofline, steps.y, weights, huber)
     if _LEAST_FACTOR < factors[1] <= MOST_NOMINAL:
         return factors
@@ -405,6 +399,10 @@ def _bound(terms: Matrix, y: Vector, weights: Vector, huber: float) -> Vector:
     return np.asarray(factors)
 
 
+_FORMS = {"": _fit_ten, "eight coefficients, ": _fit_eight, "roofline, ": _fit_roofline}
+"""Name of each form of the step time, as a prefix of the weighting, to its fit."""
+
+
 def _step_errors(steps: _Steps, beta: Vector) -> Iterator[HeldOut]:
     y = target_of(steps.held)
     if _is_roofline(beta):
@@ -414,14 +412,13 @@ def _step_errors(steps: _Steps, beta: Vector) -> Iterator[HeldOut]:
         took = (x if len(beta) == len(_NAMES) else _folded(x)) @ beta
     predicted = np.maximum(np.floor(took), 1.0)  # as BLIS cuts them
     mixed = steps.held["has_prefill"].to_numpy()
-    groups = {
-        "step time": np.ones(len(y), dtype=bool),
-        "step time, mixed": mixed,
-        "step time, decode only": ~mixed,
-    }
-    return (
-        held_out(what, "us", y[rows], predicted[rows], steps.y) for what, rows in groups.items() if rows.any()
-    )
+    for what, rows in {
+        "": np.full(len(y), fill_value=True),
+        ", mixed": mixed,
+        ", decode only": ~mixed,
+    }.items():
+        if rows.any():
+            yield held_out(f"step time{what}", "us", y[rows], predicted[rows], steps.y)
 
 
 # The two terms of each phase; the larger one decides its time.
@@ -434,13 +431,11 @@ def _transfer(beta: Vector, steps: _Steps) -> Iterator[str]:
     A phase is bound by one of its two roofline terms. One of them may therefore be 0, but not both, and neither should be a
     large multiple of its nominal value.
     """
-    implausible = []
+    implausible, phases = [], _PHASES
     if _is_roofline(beta):
-        rates = zip(ROOFLINE_TERMS, beta, strict=True)
-        implausible = [
-            f"{name} is {factor:.3g} times nominal" for name, factor in rates if factor > MOST_NOMINAL
-        ]
-    for phase, terms in () if _is_roofline(beta) else _PHASES.items():
+        factors, phases = zip(ROOFLINE_TERMS, beta, strict=True), {}
+        implausible = [f"{name} is {f:.3g} times nominal" for name, f in factors if f > MOST_NOMINAL]
+    for phase, terms in phases.items():
         varying = {i: what for i, what in terms.items() if steps.varies[i] and i < len(beta)}
         most = [i for i in varying if beta[i] > MOST_NOMINAL]
         if varying and not any(beta[i] for i in varying):
@@ -513,12 +508,29 @@ def _step_rates(source: Source, beta: Vector) -> StepRates:
 _Replay: TypeAlias = "Callable[[pl.DataFrame, Vector], tuple[pl.DataFrame, bool]]"
 """Requests and beta to what `_replayed` returns."""
 
+LENGTHS = {
+    "prompt": pl.col("prompt_tokens").cast(pl.Int64),
+    "output": pl.col("output_tokens").fill_null(1).clip(lower_bound=1).cast(pl.Int64),
+    "shared": pl.col("cached_prompt_tokens").fill_null(0).clip(lower_bound=0).cast(pl.Int64),
+}
+"""Lengths of a request as BLIS takes them; `shared` tokens of the prompt are found in the prefix cache."""
+
 _LATENCIES = {
     "TTFT": pl.col("ttft_us"),
     "ITL": pl.col("itl_us"),
     # A span without events ends where the front end has the last token.
     "E2E": pl.when(pl.col("dialect").is_in(WITHOUT_EVENTS)).then("e2e_us").otherwise("client_us"),
 }
+
+
+def stamped_requests(source: Source) -> pl.DataFrame:
+    """Return the requests that can be replayed."""
+    return source.tables.requests.drop_nulls(["arrival_ns", "first_token_ns", "prompt_tokens"])
+
+
+def whole_us(ns: pl.Expr) -> pl.Expr:
+    """Return a time in whole us."""
+    return (ns / 1e3).round().cast(pl.Int64)
 
 
 def _requests(source: Source, ends: pl.DataFrame) -> tuple[pl.DataFrame, str | None]:
@@ -530,23 +542,14 @@ def _requests(source: Source, ends: pl.DataFrame) -> tuple[pl.DataFrame, str | N
         cache); `counts`, whether it counts in errors (not aborted, with more than one token); `boundary`, where the hold-out
         begins.
     """
-    sampled = source.tables.runs["journey_sampling"].drop_nulls()
-    stamped = source.tables.requests.drop_nulls(["arrival_ns", "first_token_ns", "prompt_tokens"])
-    rows = stamped.join(ends, on=SERVER).sort(*ENGINE, "arrival_ns", maintain_order=True)
+    rows = stamped_requests(source).join(ends, on=SERVER).sort(*ENGINE, "arrival_ns", maintain_order=True)
     begin = pl.col("arrival_ns").first().over(ENGINE)
-
-    def since_us(at: pl.Expr) -> pl.Expr:
-        return (at - begin) / 1e3
-
-    left = pl.coalesce("departed_ns", "finished_ns", "first_token_ns")
     requests = rows.select(
         *ENGINE,
-        arrival=since_us(pl.col("arrival_ns")).round().cast(pl.Int64),
-        departure=since_us(left).round().cast(pl.Int64),
-        boundary=since_us(pl.col("holdout_from_ns").first().over(ENGINE)),
-        prompt=pl.col("prompt_tokens").cast(pl.Int64),
-        output=pl.col("output_tokens").fill_null(1).clip(lower_bound=1).cast(pl.Int64),
-        shared=pl.col("cached_prompt_tokens").fill_null(0).clip(lower_bound=0).cast(pl.Int64),
+        arrival=whole_us(pl.col("arrival_ns") - begin),
+        departure=whole_us(pl.coalesce("departed_ns", "finished_ns", "first_token_ns") - begin),
+        boundary=(pl.col("holdout_from_ns").first().over(ENGINE) - begin) / 1e3,
+        **LENGTHS,
         counts=(
             pl.col("finish_status").ne_missing("aborted")
             & (pl.col("output_tokens") > 1)
@@ -554,9 +557,8 @@ def _requests(source: Source, ends: pl.DataFrame) -> tuple[pl.DataFrame, str | N
         ).fill_null(value=False),
         **{name: measured.cast(pl.Float64) for name, measured in _LATENCIES.items()},
     )
-    if (sampled < ALL_JOURNEYS).any():
-        return requests, "journeys of all requests would let their replay choose"
-    return requests, None
+    is_sampled = (source.tables.runs["journey_sampling"] < ALL_JOURNEYS).any()
+    return requests, "journeys of all requests would let their replay choose" if is_sampled else None
 
 
 def _training(requests: pl.DataFrame) -> pl.DataFrame:

@@ -74,10 +74,10 @@ def _requests(source: Source) -> pl.DataFrame:
     steps = source.tables.timeline.select(
         *ENGINE, "step_id", "cycle_us", "running_depth", "interval_steps"
     ).join(prompts, on=[*ENGINE, "step_id"], how="left", maintain_order="left")
-    known = requests.drop_nulls(["ttft_us", "itl_us", "prompt_tokens", "output_tokens", "arrival_ns"]).filter(
+    timed = requests.drop_nulls(["ttft_us", "itl_us", "prompt_tokens", "output_tokens", "arrival_ns"]).filter(
         (pl.col("output_tokens") > 1) & pl.col("finish_status").ne_missing("aborted")
     )
-    rows = known.sort("arrival_ns").tail(MOST_REQUESTS).with_row_index("i")
+    rows = timed.sort("arrival_ns").tail(MOST_REQUESTS).with_row_index("i")
     # One step after the first token for each further one, or the gaps are not known.
     tokens = pl.col("finished_step") - pl.col("first_token_step") == pl.col("output_tokens") - 1
     decoding = (
