@@ -161,7 +161,7 @@ class Formulas:
         """Compute names of one row; all of them must be computable."""
         # Only the formulas these names need: a published model defines dozens of names, and one row uses a few.
         used = self.used(names, given)
-        values = {n: _known(n, given[n]) for n in used if n in given}
+        values = {n: _float_or_null(n, given[n]) for n in used if n in given}
         for name, node in self.nodes.items():
             if name in used and name not in given:
                 values[name] = evaluate(node, values)
@@ -197,7 +197,7 @@ class Formulas:
         return rows.with_columns(computed.values())
 
 
-def _known(name: str, value: float | None) -> float | None:
+def _float_or_null(name: str, value: float | None) -> float | None:
     """Return a value of a row as a float; NaN is null, as in a frame."""
     try:
         return None if value is None or math.isnan(value) else float(value)

@@ -42,11 +42,11 @@ def load(*paths: str | Path | Iterable[str | Path]) -> Models:
         >>> tracefit.load("out/").deployment_ids  # doctest: +ELLIPSIS
         ('llama-3.1-8b-instruct.h100-sxm.tp1...',)
     """
-    places = [place_of(p) for one in paths for p in ([one] if isinstance(one, str | Path) else one)]
-    files = [file for place in places for file in coefficient_paths(place)]
+    locations = [place_of(p) for one in paths for p in ([one] if isinstance(one, str | Path) else one)]
+    files = [file for location in locations for file in coefficient_paths(location)]
     if not files:
         raise UsageError("no coefficient file is given")
-    return Models(tuple(read_coefficients(file) for file in files), ", ".join(map(str, places)))
+    return Models(tuple(read_coefficients(file) for file in files), ", ".join(map(str, locations)))
 
 
 class Models:

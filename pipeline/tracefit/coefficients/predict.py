@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 PREDICTED = "predicted_us"
 """Name of the prediction itself among values outside their range: a line below 0 is cut off at 0."""
 INTERVAL_ROWS = 20
-"""Fewer held-out rows than this do not make an interval of their own."""
+"""Held-out rows that a group of rows needs for an interval of its own."""
 MAX_NAME_SHOWN = 64
 
 
@@ -143,8 +143,8 @@ def in_lines(outside: Iterable[Outside]) -> tuple[str, ...]:
     """Return a line per model and feature: the steps of one request leave a range at many values."""
     widest: dict[tuple[str, str], Outside] = {}
     for each in outside:
-        known = widest.get(each[:2], each)
-        widest[each[:2]] = each._replace(low=min(each.low, known.low), high=max(each.high, known.high))
+        other = widest.get(each[:2], each)
+        widest[each[:2]] = each._replace(low=min(each.low, other.low), high=max(each.high, other.high))
     return tuple(map(str, widest.values()))
 
 
@@ -187,7 +187,7 @@ def predict_row(
         UsageError: A feature is unknown and has no stand-in, or no regime's condition holds.
     """
     model = compiled.model
-    # Without a cycle, a batch of 0 shows an idle engine: no step runs, and the admission is the work alone.
+    # Without a cycle, a batch of 0 shows an idle engine: no step runs, and the admission is the work.
     if isinstance(model, BoundaryModel) and (cycle_us is not None or given.get("batch") == 0):
         work = _predict_form(compiled, "idle_engine", model.work, given, stand_in=False)
         if cycle_us is None:
@@ -204,8 +204,9 @@ def _group(compiled: CompiledModel, form: str, given: Mapping[str, float | None]
     if form != "line":
         return form
     # A model without features of prompts was still validated on both kinds of steps.
-    known = not compiled.formulas.missing(["prefill_tokens"], given)
-    prefill = compiled.formulas.row(given, ["prefill_tokens"])["prefill_tokens"] if known else None
+    if compiled.formulas.missing(["prefill_tokens"], given):
+        return None
+    prefill = compiled.formulas.row(given, ["prefill_tokens"])["prefill_tokens"]
     return None if prefill is None else "mixed" if prefill > 0 else "decode_only"
 
 
@@ -342,7 +343,7 @@ class DeploymentModels:
 
     @cached_property
     def usual_kv_usage(self) -> float | None:
-        """KV usage of a described step, where a server's log alone was seen: it names neither context nor KV blocks."""
+        """KV usage of a described step, where the models come from a server's log, which states neither context nor KV blocks."""
         model = self.step_model
         definition = model.target.definition if model.target else ""
         is_logged = any(RECORDED[kind] in definition for kind in ("log", "log_interval"))
@@ -435,7 +436,7 @@ class DeploymentModels:
         stated: Mapping[str, float | None],
         models: Iterable[Model],
         features: Mapping[str, float],
-        known: Collection[str],
+        available: Collection[str],
     ) -> list[str]:
         """Name the inputs that do not change the prediction, and the features missing to check their training range.
 
@@ -443,12 +444,12 @@ class DeploymentModels:
             stated: Inputs and their values; null or 0 if not given.
             models: The models that predict.
             features: Features that are given directly.
-            known: Names of all values that are available.
+            available: Names of all values that a formula may use.
         """
         compiled = [self.compiled(model) for model in models]
         # Features with a training range but no term: the names each is computed from, and the missing ones among them.
         ranges = [
-            (each.formulas.used([name], features), each.formulas.missing([name], known))
+            (each.formulas.used([name], features), each.formulas.missing([name], available))
             for each in compiled
             for name in each.unmodeled
         ]
@@ -498,12 +499,12 @@ class DeploymentModels:
         given = {**dict.fromkeys(STEP_INPUTS, 0.0), **stated}
         require_possible("step", {**given, **features}, self.limit)
         prediction = self.predict(stated, features)
-        # A model of table columns may be used without a batch: inputs that are not given are not checked.
-        known_inputs = {name: value for name, value in stated.items() if value}
-        beyond = self.beyond("step", known_inputs, [each.feature for each in prediction.outside])
-        known = [name for name, value in self._step_values(stated, features).items() if value is not None]
+        # A model of table columns may be used without a batch: inputs that are 0 are not checked.
+        inputs = {name: value for name, value in stated.items() if value}
+        beyond = self.beyond("step", inputs, [each.feature for each in prediction.outside])
+        available = [n for n, value in self._step_values(stated, features).items() if value is not None]
         described = {name: stated.get(name) for name in ("batch", "context", "prefill", "waiting")}
-        assumed = [*prediction.assumed, *self.changing_nothing(described, [model], features, known)]
+        assumed = [*prediction.assumed, *self.changing_nothing(described, [model], features, available)]
         compiled = self.compiled(model)
         needs_context = "context" in compiled.formulas.used(compiled.features, features)
         if not self._knows_usage(features):

@@ -39,8 +39,8 @@ def to_record(
     Args:
         criteria: The criteria of the verdict.
         served: The work of the servers so far.
-        rates: One of them at rates up to its capacity; empty if not known.
-        limits: `max_num_batched_tokens` and `max_model_len`, null where not known.
+        rates: What one server would do at rates up to its capacity; empty if unknown.
+        limits: `max_num_batched_tokens` and `max_model_len`, null if unknown.
     """
     missed = {c.measure for c in criteria if c.answer != "yes"}
     if not missed:

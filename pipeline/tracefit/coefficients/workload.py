@@ -38,14 +38,14 @@ STEP_COLUMNS: dict[str, str] = {
 REQUEST_INPUTS = ("prompt_tokens", "output_tokens", "queue", "batch", "context", "cached")
 
 OTHERS = ("others_prompt", "others_cached", "others_output", "others_max")
-"""Mean lengths in tokens of the requests that wait and run beside the one described: prompt, part of it in the
+"""Mean lengths in tokens of the other requests that wait and run: prompt, part of it in the
 prefix cache, output, and output allowed (max_tokens)."""
 
 RUNNING = ("others_context", "others_remaining")
 """Mean tokens in the cache of a running request, and mean tokens it may still generate."""
 
 _TRAFFIC: dict[str, str] = {
-    "prompts_per_step": "beside / steps_of_others",
+    "prompts_per_step": "others / steps_of_others",
     "others_computed": "max(others_prompt - others_cached, 1)",
     "prompt_tokens_per_step": "prompts_per_step * others_computed",
     "mean_prompt_reqs": "max(prompts_per_step, 1)",
@@ -57,8 +57,8 @@ _TRAFFIC: dict[str, str] = {
 def traffic_formulas(mean: Workload | None) -> dict[str, str]:
     """Return formulas for the load from other requests, at a steady state: requests arrive as fast as they finish.
 
-    Each of the `beside` running requests finishes after `steps_of_others` steps, one per output token, and
-    another request replaces it. Prompts differ in length and arrive together, and a step's time is not linear
+    Each of the `others`, which run, finishes after `steps_of_others` steps, one per output token, and
+    another request replaces it. Prompts differ in length and arrive in groups, and a step's time is not linear
     in their tokens (a roofline has a bend), so a step with the mean prompt would be too short. Therefore a
     share of the steps, `prompt_step_share`, has the tokens and prompts of the groups of steps measured in
     training (`prompt_step_groups` equally frequent ones), or else of the mean prompt. The step in progress at
