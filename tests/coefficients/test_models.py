@@ -18,14 +18,14 @@ from tracefit.errors import UsageError
 from tracefit.features import targets
 
 
-def test_a_step_is_described_by_its_batch_and_prompt_tokens(small):
+def test_step_is_described_by_its_batch_and_prompt_tokens(small):
     # 1,000 + 10 * 40 + 50 * 4 + 0.5 * 4 * 30 + 100 * 40 / 44
     prediction = tracefit.load(small).predict_step(batch=4, context=30, prefill=40)
     assert prediction.step.value_us == pytest.approx(1660 + 100 * 40 / 44)
     assert (prediction.assumed, prediction.out_of_range) == ((), ())
 
 
-def test_the_range_is_what_held_out_rows_of_its_kind_kept_to(small):
+def test_range_is_that_of_held_out_rows_of_the_kind(small):
     models = tracefit.load(small)
     decode = models.predict_step(batch=4).step
     assert decode.value_us == 1200
@@ -44,14 +44,14 @@ def test_errors_beyond_the_value_itself_leave_the_range_open(small, parts):
     assert (prediction.low_us, prediction.high_us) == (pytest.approx(600), None)
 
 
-def test_an_input_outside_the_training_range_is_predicted_and_said(small):
+def test_input_outside_the_training_range_is_named(small):
     prediction = tracefit.load(small).predict_step(batch=7, prefill=61)
     assert len(prediction.out_of_range) == 2
     assert "prefill_tokens 61 is outside 0 to 60" in prediction.out_of_range[0]
     assert "num_decode_reqs 7 is outside 0 to 6" in prediction.out_of_range[1]
 
 
-def test_what_a_model_has_no_term_for_has_a_training_range_all_the_same(tmp_path, parts):
+def test_feature_without_a_term_has_a_training_range(tmp_path, parts):
     """Trained on prompts of up to 27 tokens a step, which say nothing of others: 90 are no reason for confidence."""
     flat = {
         **parts["step"],
@@ -128,7 +128,7 @@ def test_step_beyond_server_limits_is_refused(short, step, said):
 
 
 @pytest.mark.parametrize(("request_", "said"), IMPOSSIBLE_REQUESTS)
-def test_a_request_that_the_server_refuses_is_refused_alone_and_among_rows(short, request_, said):
+def test_request_that_the_server_refuses_is_refused(short, request_, said):
     most = {"prompt_tokens": 10, "output_tokens": 1}
     assert short.predict_request(prompt_tokens=150, output_tokens=50, batch=8).ttft.value_us > 0
     with pytest.raises(UsageError, match=said):
@@ -137,13 +137,13 @@ def test_a_request_that_the_server_refuses_is_refused_alone_and_among_rows(short
         short.predict_request([most, most | request_, most])
 
 
-def test_the_first_impossible_row_is_the_one_that_is_named(short):
+def test_first_impossible_row_is_named(short):
     """Whatever rule it breaks: the second breaks the last rule, the third the first."""
     with pytest.raises(UsageError, match="row 2: context: 201"):
         short.predict_step({"batch": [1, 1, -1], "context": [1, 201, 1]})
 
 
-def test_a_context_that_is_not_given_is_said(small):
+def test_missing_context_is_an_assumption(small):
     assert tracefit.load(small).predict_step(batch=4).assumed == (
         "context 0: not given, as if the batch had no tokens in its caches",
     )
@@ -151,7 +151,7 @@ def test_a_context_that_is_not_given_is_said(small):
     assert stated.assumed == ()
 
 
-def test_what_changes_nothing_is_said_and_what_would_check_it(small, parts):
+def test_input_without_effect_is_named_with_its_check(small, parts):
     """A model of the batch alone, trained up to half a cache of blocks that the server does not state."""
     step = deepcopy(parts["step"])
     del step["deployment"]["settings"]["num_gpu_blocks"]
@@ -179,7 +179,7 @@ def test_what_changes_nothing_is_said_and_what_would_check_it(small, parts):
     )
 
 
-def test_a_line_below_zero_is_no_prediction_of_nothing(small, parts):
+def test_line_below_0_is_reported_as_unknown(small, parts):
     """-1,000 us + 100 per token ahead: with 5 tokens ahead it is 500 us below 0."""
     wait = deepcopy(parts["wait"])
     wait["regimes"][0]["intercept"]["value"] = -1000.0
@@ -346,7 +346,7 @@ def test_prompts_of_others_come_in_steps_like_those_of_training(bursty):
     assert prediction.overheads["admission"].value_us == pytest.approx(380 + met / 2)
 
 
-def test_more_prompts_than_the_steps_of_training_held_crowd_every_step(bursty):
+def test_more_prompts_than_in_training_crowd_every_step(bursty):
     """7 others of 2 output tokens: 3.5 prompts or 210 tokens a step, 3.5 times those of training; a step has room for 93."""
     prediction = bursty.predict_request(
         prompt_tokens=50, output_tokens=11, batch=7, context=100, features={"others_output": 2}
@@ -356,7 +356,7 @@ def test_more_prompts_than_the_steps_of_training_held_crowd_every_step(bursty):
     )
 
 
-def test_requests_met_running_are_like_those_of_training(bursty):
+def test_running_requests_are_like_those_of_training(bursty):
     assert any("context 80 of the others: the mean" in t for t in _assumed(bursty))
     stated = _assumed(bursty, features={"others_output": 40})
     assert any("context 80 of the others: halfway" in t for t in stated), "60 + 40 / 2"
@@ -366,7 +366,7 @@ def _assumed(models, **more):
     return models.predict_request(prompt_tokens=50, output_tokens=11, batch=2, **more).assumed
 
 
-def test_rows_meet_the_same_steps_with_prompts(bursty):
+def test_rows_have_the_same_steps_with_prompts(bursty):
     rows = pl.DataFrame(
         {
             "prompt_tokens": [50, 50, 90],
@@ -424,7 +424,7 @@ def test_a_composed_latency_has_the_range_measured_on_requests(busy):
     )
 
 
-def test_outside_the_training_range_there_is_no_range(busy):
+def test_prediction_outside_the_training_range_has_no_range(busy):
     prediction = busy.predict_request(prompt_tokens=90, output_tokens=11)
     assert any("prefill_tokens 90" in text for text in prediction.out_of_range)
     assert (prediction.itl.low_us, prediction.itl.high_us) == (None, None)
@@ -433,7 +433,7 @@ def test_outside_the_training_range_there_is_no_range(busy):
     assert busy.predict_step(batch=2, prefill=50).step.low_us is not None
 
 
-def test_rows_of_requests_meet_the_same_prompts_of_others(busy):
+def test_rows_have_the_same_prompts_of_others(busy):
     rows = pl.DataFrame(
         {
             "prompt_tokens": [50, 250, 90, 50],
@@ -447,7 +447,7 @@ def test_rows_of_requests_meet_the_same_prompts_of_others(busy):
     assert_rows_are_as_single_requests(busy, rows)
 
 
-def test_a_long_prompt_takes_the_steps_that_the_token_budget_leaves_it(small):
+def test_long_prompt_takes_several_steps_of_the_budget(small):
     """Beside 2 decoding requests 98 tokens fit a step: 250 tokens are 98 + 98 + 54."""
     prediction = tracefit.load(small).predict_request(prompt_tokens=250, output_tokens=1, batch=2, context=0)
     assert prediction.prefill_steps == 3
@@ -461,7 +461,7 @@ def test_cached_prompt_tokens_need_no_prefill(small):
     assert (prediction.prefill_steps, prediction.prefill.value_us) == (1, 1000 + 100 + 100)
 
 
-def test_what_a_file_lacks_is_left_out_and_said(small, parts):
+def test_missing_model_is_left_out_and_named(small, parts):
     (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", parts["wait"])))
     prediction = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=11)
     assert (prediction.overheads["admission"], prediction.ttft, prediction.e2e) == (None, None, None)
@@ -469,7 +469,7 @@ def test_what_a_file_lacks_is_left_out_and_said(small, parts):
     assert any("alpha.admission" in text for text in prediction.assumed)
 
 
-def test_a_wait_that_knows_no_queue_says_so(small, parts):
+def test_wait_without_a_queue_in_training_is_named(small, parts):
     wait = parts["departure"] | {"name": "alpha.queue_wait", "terms": []}
     (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", wait)))
     models = tracefit.load(small)
@@ -604,7 +604,7 @@ STRANGE = [
 
 
 @pytest.mark.parametrize(("inputs", "says"), STRANGE)
-def test_a_request_that_makes_no_sense_is_refused(small, inputs, says):
+def test_request_that_makes_no_sense_is_refused(small, inputs, says):
     with pytest.raises(UsageError, match=says):
         tracefit.load(small).predict_request(**inputs)
     frame = pl.DataFrame([inputs])
@@ -612,7 +612,7 @@ def test_a_request_that_makes_no_sense_is_refused(small, inputs, says):
         tracefit.load(small).predict_request(frame)
 
 
-def test_a_feature_of_a_step_that_is_not_known_is_named(small, parts):
+def test_unknown_feature_of_a_step_is_named(small, parts):
     step = deepcopy(parts["step"])
     step["terms"][0] = {"feature": "x", "unit": "us", "value": 1.0, "formula": "mystery * prefill_tokens"}
     (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
@@ -621,17 +621,17 @@ def test_a_feature_of_a_step_that_is_not_known_is_named(small, parts):
     assert tracefit.load(small).predict_step(prefill=3, features={"mystery": 7}).step.value_us == 1121
 
 
+@pytest.mark.parametrize("inputs", [{"batch": 1}, {"rows": [{"batch": 1}]}], ids=["row", "frame"])
 @pytest.mark.parametrize("definitions", [{"a": "b", "b": "a + 1"}, {"a": "a"}])
-def test_definitions_that_go_round_in_a_circle_are_refused(small, parts, definitions):
+def test_circle_of_definitions_is_refused(small, parts, definitions, inputs):
     circle = {"feature": "f", "unit": "us", "value": 1.0, "formula": "a + 1"}
     step = parts["step"] | {"terms": [circle], "definitions": definitions}
     (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
-    for inputs in ({"batch": 1}, {"rows": pl.DataFrame({"batch": [1]})}):
-        with pytest.raises(UsageError, match="defined by itself"):
-            tracefit.load(small).predict_step(**inputs)
+    with pytest.raises(UsageError, match="defined by itself"):
+        tracefit.load(small).predict_step(**inputs)
 
 
-def test_definitions_that_double_cost_no_more_than_their_number(small, parts):
+def test_doubling_definitions_cost_only_their_number(small, parts):
     chain = {f"d{i}": f"d{i + 1} + d{i + 1}" for i in range(45)} | {"d45": "batch"}
     step = parts["step"] | {
         "terms": [{"feature": "f", "unit": "us", "value": 1.0, "formula": "d0 / d0"}],
@@ -643,18 +643,26 @@ def test_definitions_that_double_cost_no_more_than_their_number(small, parts):
     assert models.predict_step(pl.DataFrame({"batch": [3]}))["predicted_us"].to_list() == [1001]
 
 
-def test_deployments_are_selected_by_a_part_of_their_name(small, parts):
+@pytest.fixture
+def two_deployments(small, parts):
+    """The small server and a slower one."""
     other = parts["step"] | {"deployment_id": "large.gpu.tp1.00000000", "intercept": {"value": 9000.0}}
     (small / "beta.json").write_text(json.dumps(parts["document"]("beta", parts["step"], other)))
-    models = tracefit.load(small)
-    assert sorted(models.deployment_ids) == ["large.gpu.tp1.00000000", "small.gpu.tp1.00000000"]
-    assert models.predict_step(deployment="large", batch=1).step.value_us == 9050
-    for deployment in (None, "gpu", "tiny"):
-        with pytest.raises(UsageError, match=r"deployment`: .*large\.gpu"):
-            models.predict_step(deployment=deployment, batch=1)
+    return tracefit.load(small)
 
 
-def test_files_that_are_not_there_or_say_the_same_twice_are_refused(small, tmp_path):
+def test_deployment_is_selected_by_a_part_of_its_name(two_deployments):
+    assert sorted(two_deployments.deployment_ids) == ["large.gpu.tp1.00000000", "small.gpu.tp1.00000000"]
+    assert two_deployments.predict_step(deployment="large", batch=1).step.value_us == 9050
+
+
+@pytest.mark.parametrize("deployment", [None, "gpu", "tiny"])
+def test_choice_of_no_or_several_deployments_is_refused(two_deployments, deployment):
+    with pytest.raises(UsageError, match=r"deployment`: .*large\.gpu"):
+        two_deployments.predict_step(deployment=deployment, batch=1)
+
+
+def test_missing_or_repeated_files_are_refused(small, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"neither alpha\.json nor beta\.json"):
         tracefit.load(tmp_path / "empty")
@@ -662,7 +670,7 @@ def test_files_that_are_not_there_or_say_the_same_twice_are_refused(small, tmp_p
         tracefit.load(small, small / "beta.json")
 
 
-def test_frames_give_what_single_predictions_give(small):
+def test_frames_and_single_predictions_are_equal(small):
     models = tracefit.load(small)
     inputs = [
         {"prompt_tokens": p, "output_tokens": o, "queue": q, "cached": c, "batch": b}
@@ -682,7 +690,7 @@ def test_frames_give_what_single_predictions_give(small):
         assert (row["out_of_range"] is None) == (not prediction.out_of_range)
 
 
-def test_a_shipped_roofline_file_needs_nothing_but_its_own_definitions(trained, small, parts):
+def test_file_brings_its_own_definitions(trained, small, parts):
     """A term of a name that is defined by the file: 64 requests at most, 8 running."""
     fullness = {"feature": "fullness", "unit": "us", "value": 8.0, "formula": "running_depth / slots"}
     step = parts["step"] | {"terms": [fullness], "definitions": {"slots": "64"}}

@@ -95,11 +95,12 @@ def test_a_measure_at_its_threshold_still_passes(mape, answer):
     assert _answers(_models(mape=mape))["simulation"] == answer
 
 
-def test_the_bias_that_counts_is_that_of_all_steps_in_either_direction():
-    """Not that of the rows whose errors are measured: with a sampled server these are the steps of the others."""
-    for bias in (-16.0, 16.0):
-        assert _answers(_models(bias=0.5), bias=bias)["simulation"] == "no"
-    assert _answers(_models(bias=-16.0), bias=0.5)["simulation"] == "yes"
+@pytest.mark.parametrize(
+    ("of_rows", "of_steps", "answer"), [(0.5, -16, "no"), (0.5, 16, "no"), (-16, 0.5, "yes")]
+)
+def test_bias_of_all_steps_counts_in_either_direction(of_rows, of_steps, answer):
+    """Not that of the rows whose errors are measured: a sampled server has few of them."""
+    assert _answers(_models(bias=of_rows), bias=of_steps)["simulation"] == answer
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_the_worst_measure_decides_and_is_the_reason():
     assert {c.measure: c.answer for c in verdict.criteria}["step_mape_pct"] == "with limits"
 
 
-def test_a_model_that_is_not_there_forbids_what_needs_it():
+def test_missing_model_forbids_its_uses():
     models = _models()
     del models["alpha.queue_wait"]
     answers = _answers(models)
@@ -134,13 +135,13 @@ def test_a_model_that_is_not_there_forbids_what_needs_it():
     assert "alpha.queue_wait is not fitted" in verdict.reasons
 
 
-def test_durations_that_are_the_step_time_serve_as_well():
+def test_durations_serve_as_step_times():
     models = _models()
     models["beta.duration"] = models.pop("beta.cycle_time")
     assert _answers(models)["capacity planning"] == "yes"
 
 
-def test_a_hold_out_in_which_nobody_queued_tells_nothing_of_the_queue():
+def test_holdout_without_a_queue_limits_the_verdict():
     answers = _answers(_models(queued=(0, 0, 0, 20), skill=0.9))
     assert answers["autoscaling"] == answers["alerting"] == "with limits"
 
@@ -232,7 +233,7 @@ def test_other_loads_are_recorded_in_every_round():
     assert "2, 8, 4, 6 requests per second" in advice.load
 
 
-def test_a_known_capacity_is_where_the_load_reaches():
+def test_load_reaches_the_capacity():
     points = (PlanPoint(1.0, (), 0, 0, 0, 0, (), False), PlanPoint(10.0, (), 0, 0, 0, 0, (), False))
     advice = _advice("simulation", _models(mape=12.0), (_served(),), rates=points)
     assert _loads(advice) == ["2:120", "9:540", "5:300", "7:420"]

@@ -39,7 +39,7 @@ def to_record(
     Args:
         criteria: The criteria of the verdict.
         served: The work of the servers so far.
-        rates: What one server would do at rates up to its capacity; empty if unknown.
+        rates: The work of one server at rates up to its capacity; empty if unknown.
         limits: `max_num_batched_tokens` and `max_model_len`, null if unknown.
     """
     missed = {c.measure for c in criteria if c.answer != "yes"}
