@@ -7,7 +7,6 @@ prefill tokens.
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from dataclasses import replace
 
 import polars as pl
@@ -36,10 +35,10 @@ def test_range_is_that_of_held_out_rows_of_the_kind(small):
     assert (mixed.low_us, mixed.high_us) == (pytest.approx(1000), pytest.approx(4000))
 
 
-def test_errors_beyond_the_value_itself_leave_the_range_open(small, parts):
-    step = deepcopy(parts["step"])
+def test_errors_beyond_the_value_itself_leave_the_range_open(small, parts, write):
+    step = parts["step"]
     step["validation"]["holdout"]["p90_ape_pct"] = 100.0
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     prediction = tracefit.load(small).predict_step(batch=4).step
     assert (prediction.low_us, prediction.high_us) == (pytest.approx(600), None)
 
@@ -51,7 +50,7 @@ def test_input_outside_the_training_range_is_named(small):
     assert "num_decode_reqs 7 is outside 0 to 6" in prediction.out_of_range[1]
 
 
-def test_feature_without_a_term_has_a_training_range(tmp_path, parts):
+def test_feature_without_a_term_has_a_training_range(small, parts, write):
     """Trained on prompts of up to 27 tokens a step, which say nothing of others: 90 are no reason for confidence."""
     flat = {
         **parts["step"],
@@ -66,8 +65,8 @@ def test_feature_without_a_term_has_a_training_range(tmp_path, parts):
             {"feature": "tiles", "reason": "collinear", "training_range": [0, 1]},
         ],
     }
-    (tmp_path / "beta.json").write_text(json.dumps(parts["document"]("beta", flat)))
-    models = tracefit.load(tmp_path / "beta.json")
+    write("beta", flat)
+    models = tracefit.load(small)
     inside, outside = (models.predict_step(batch=4, context=100, prefill=p) for p in (27, 90))
     assert (inside.out_of_range, inside.step.low_us is None) == ((), False)
     assert outside.step.value_us == inside.step.value_us
@@ -107,11 +106,11 @@ IMPOSSIBLE_REQUESTS = [
 
 
 @pytest.fixture
-def short(small, parts):
+def short(small, parts, write):
     """The small server, which takes requests of at most 200 tokens."""
-    step = deepcopy(parts["step"])
+    step = parts["step"]
     step["deployment"]["settings"]["max_model_len"] = 200
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     return tracefit.load(small)
 
 
@@ -151,16 +150,16 @@ def test_missing_context_is_an_assumption(small):
     assert stated.assumed == ()
 
 
-def test_input_without_effect_is_named_with_its_check(small, parts):
+def test_input_without_effect_is_named_with_its_check(small, parts, write):
     """A model of the batch alone, trained up to half a cache of blocks that the server does not state."""
-    step = deepcopy(parts["step"])
+    step = parts["step"]
     del step["deployment"]["settings"]["num_gpu_blocks"]
     step["terms"] = [parts["step"]["terms"][1]]
     step["features_left_out"] = [
         {"feature": "kv_usage_ratio", "reason": "collinear", "training_range": [0, 0.5]},
         {"feature": "waiting_depth", "reason": "collinear", "training_range": [0, 3]},
     ]
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     models = tracefit.load(small)
     said = models.predict_step(batch=4, context=300, waiting=2)
     (line,) = said.assumed
@@ -179,12 +178,12 @@ def test_input_without_effect_is_named_with_its_check(small, parts):
     )
 
 
-def test_line_below_0_is_reported_as_unknown(small, parts):
+def test_line_below_0_is_reported_as_unknown(small, parts, write):
     """-1,000 us + 100 per token ahead: with 5 tokens ahead it is 500 us below 0."""
-    wait = deepcopy(parts["wait"])
+    wait = parts["wait"]
     wait["regimes"][0]["intercept"]["value"] = -1000.0
     wait["validation"] = parts["step"]["validation"]
-    (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", parts["admission"], wait)))
+    write("alpha", parts["admission"], wait)
     models = tracefit.load(small)
     found = models.predict_request(prompt_tokens=50, output_tokens=5, queue=1)
     assert found.overheads["queue_wait"].value_us == 0
@@ -267,7 +266,7 @@ def test_a_queue_makes_a_request_wait_for_the_outputs_ahead(small):
 
 
 @pytest.fixture
-def busy(small, parts):
+def busy(small, parts, write):
     """The small server, trained on requests of 60 prompt and 10 output tokens, 20 allowed; and how well it predicts."""
     mean = {
         "requests": 40,
@@ -276,9 +275,9 @@ def busy(small, parts):
         "output_tokens": 10,
         "max_tokens": 20,
     }
-    step = deepcopy(parts["step"])
+    step = parts["step"]
     step["deployment"]["workload"] = mean
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     alpha = json.loads((small / "alpha.json").read_text())
     alpha["requests"] = [_range("itl", 0.8, 1.5), _range("ttft", None, None)]
     (small / "alpha.json").write_text(json.dumps(alpha))
@@ -317,9 +316,9 @@ def test_prompts_of_others_lengthen_the_steps_of_a_request(busy):
 
 
 @pytest.fixture
-def bursty(small, parts):
+def bursty(small, parts, write):
     """The small server, whose prompts came in steps of 30 tokens (one request) and of 90 (two)."""
-    step = deepcopy(parts["step"])
+    step = parts["step"]
     step["deployment"]["workload"] = {
         "requests": 40,
         "prompt_tokens": 60,
@@ -330,7 +329,7 @@ def bursty(small, parts):
         "running_remaining_tokens": 25,
         "prompt_steps": [{"tokens": 30, "prompts": 1}, {"tokens": 90, "prompts": 2}],
     }
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     return tracefit.load(small)
 
 
@@ -461,17 +460,17 @@ def test_cached_prompt_tokens_need_no_prefill(small):
     assert (prediction.prefill_steps, prediction.prefill.value_us) == (1, 1000 + 100 + 100)
 
 
-def test_missing_model_is_left_out_and_named(small, parts):
-    (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", parts["wait"])))
+def test_missing_model_is_left_out_and_named(small, parts, write):
+    write("alpha", parts["wait"])
     prediction = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=11)
     assert (prediction.overheads["admission"], prediction.ttft, prediction.e2e) == (None, None, None)
     assert prediction.overheads["queue_wait"].value_us == 70
     assert any("alpha.admission" in text for text in prediction.assumed)
 
 
-def test_wait_without_a_queue_in_training_is_named(small, parts):
+def test_wait_without_a_queue_in_training_is_named(small, parts, write):
     wait = parts["departure"] | {"name": "alpha.queue_wait", "terms": []}
-    (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", wait)))
+    write("alpha", wait)
     models = tracefit.load(small)
     inputs = {"prompt_tokens": 50, "output_tokens": 11}
     assert any(
@@ -480,11 +479,10 @@ def test_wait_without_a_queue_in_training_is_named(small, parts):
     assert not any("training shows no wait" in text for text in models.predict_request(**inputs).out_of_range)
 
 
-def test_a_wait_that_knows_no_queue_is_that_of_the_outputs_ahead(small, parts):
+def test_wait_without_a_queue_term_is_that_of_the_outputs_ahead(small, parts, write):
     """8 slots are full: 4 have to leave before this one runs. 11 steps each, 8 at a time."""
     wait = parts["departure"] | {"name": "alpha.queue_wait", "terms": []}
-    alpha = parts["document"]("alpha", parts["admission"], wait, parts["departure"])
-    (small / "alpha.json").write_text(json.dumps(alpha))
+    write("alpha", parts["admission"], wait, parts["departure"])
     models = tracefit.load(small)
     inputs = {"prompt_tokens": 50, "output_tokens": 11, "context": 60}
     queued = models.predict_request(**inputs, queue=3)
@@ -510,36 +508,35 @@ def test_a_wait_that_knows_no_queue_is_that_of_the_outputs_ahead(small, parts):
     ]
 
 
+@pytest.mark.parametrize("has_queue_term", [True, False])
 @pytest.mark.parametrize("batch", [None, 0, 3, 7, 8])
-def test_no_answer_falls_as_the_queue_grows(small, parts, batch):
+def test_no_answer_falls_as_the_queue_grows(small, parts, write, batch, has_queue_term):
     """Also where the line of those that waited is below 0 for a short queue, or an admission falls with the queue."""
-    wait = deepcopy(parts["wait"])
-    wait["regimes"][0]["intercept"]["value"] = -10_000.0
+    wait = parts["wait"] if has_queue_term else parts["departure"] | {"name": "alpha.queue_wait", "terms": []}
+    if has_queue_term:
+        wait["regimes"][0]["intercept"]["value"] = -10_000.0
     admission = parts["departure"] | {
         "name": "alpha.admission",
         "intercept": {"value": 900.0},
         "terms": [{"feature": "waiting_depth", "unit": "us", "value": -7.0, "training_range": [0, 1000]}],
     }
-    for waits in (wait, parts["departure"] | {"name": "alpha.queue_wait", "terms": []}):
-        alpha = parts["document"]("alpha", admission, waits)
-        (small / "alpha.json").write_text(json.dumps(alpha))
-        models = tracefit.load(small)
-        asked = [{"prompt_tokens": 50, "output_tokens": 11, "queue": q, "batch": batch} for q in range(40)]
-        found = [models.predict_request(**each) for each in asked]
-        times = [each.ttft.value_us for each in found]
-        assert times == sorted(times)
-        assert times[-1] > 5 * times[0]
-        assert models.predict_request(asked)["ttft_us"].to_list() == pytest.approx(times)
+    write("alpha", admission, wait)
+    models = tracefit.load(small)
+    asked = [{"prompt_tokens": 50, "output_tokens": 11, "queue": q, "batch": batch} for q in range(40)]
+    times = [models.predict_request(**each).ttft.value_us for each in asked]
+    assert times == sorted(times)
+    assert times[-1] > 5 * times[0]
+    assert models.predict_request(asked)["ttft_us"].to_list() == pytest.approx(times)
 
 
-def test_every_input_beyond_training_is_named(small, parts):
+def test_every_input_beyond_training_is_named(small, parts, write):
     """Also those that no feature shows: in training 2 waited at most, prompts had 60 tokens, and 5 requests ran."""
-    step = deepcopy(parts["step"])
+    step = parts["step"]
     step["deployment"]["input_ranges"] = {
         "request": {"queue": [0, 2], "prompt_tokens": [10, 60], "batch": [0, 5]},
         "step": {"batch": [0, 5], "waiting": [0, 2], "prefill": [0, 60]},
     }
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     models = tracefit.load(small)
     asked = {"prompt_tokens": 62, "output_tokens": 5, "queue": 3, "batch": 6}
     beyond = models.predict_request(**asked).out_of_range
@@ -574,21 +571,21 @@ def test_rows_of_requests_have_the_ranges_of_single_ones(busy):
     assert (inside["ttft_low_us"], outside["itl_low_us"], outside["itl_high_us"]) == (None, None, None)
 
 
-def test_a_step_ahead_makes_the_prompt_wait_a_cycle_more(small, parts):
-    step = deepcopy(parts["step"])
+def test_a_step_ahead_makes_the_prompt_wait_a_cycle_more(small, parts, write):
+    step = parts["step"]
     step["deployment"]["settings"]["async_scheduling"] = True
     inputs = {"prompt_tokens": 50, "output_tokens": 1, "batch": 2, "context": 100}
     before = tracefit.load(small).predict_request(**inputs).prefill.value_us
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     prediction = tracefit.load(small).predict_request(**inputs)
     assert prediction.prefill.value_us == pytest.approx(before + 1200)
     assert any("a step ahead" in text for text in prediction.assumed)
 
 
-def test_an_unknown_feature_has_the_middle_of_its_range(small, parts):
+def test_an_unknown_feature_has_the_middle_of_its_range(small, parts, write):
     term = {"feature": "arrival_rate_per_s", "unit": "us", "value": 2.0, "training_range": [10, 30]}
     wait = parts["departure"] | {"name": "alpha.queue_wait", "terms": [term]}
-    (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", wait)))
+    write("alpha", wait)
     prediction = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=1)
     assert prediction.overheads["queue_wait"].value_us == 200 + 2 * 20
     assert any("arrival_rate_per_s 20" in text for text in prediction.assumed)
@@ -612,10 +609,10 @@ def test_request_that_makes_no_sense_is_refused(small, inputs, says):
         tracefit.load(small).predict_request(frame)
 
 
-def test_unknown_feature_of_a_step_is_named(small, parts):
-    step = deepcopy(parts["step"])
+def test_unknown_feature_of_a_step_is_named(small, parts, write):
+    step = parts["step"]
     step["terms"][0] = {"feature": "x", "unit": "us", "value": 1.0, "formula": "mystery * prefill_tokens"}
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     with pytest.raises(UsageError, match=r"beta\.cycle_time needs mystery, which is not given"):
         tracefit.load(small).predict_step(batch=1)
     assert tracefit.load(small).predict_step(prefill=3, features={"mystery": 7}).step.value_us == 1121
@@ -623,31 +620,31 @@ def test_unknown_feature_of_a_step_is_named(small, parts):
 
 @pytest.mark.parametrize("inputs", [{"batch": 1}, {"rows": [{"batch": 1}]}], ids=["row", "frame"])
 @pytest.mark.parametrize("definitions", [{"a": "b", "b": "a + 1"}, {"a": "a"}])
-def test_circle_of_definitions_is_refused(small, parts, definitions, inputs):
+def test_circle_of_definitions_is_refused(small, parts, write, definitions, inputs):
     circle = {"feature": "f", "unit": "us", "value": 1.0, "formula": "a + 1"}
     step = parts["step"] | {"terms": [circle], "definitions": definitions}
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     with pytest.raises(UsageError, match="defined by itself"):
         tracefit.load(small).predict_step(**inputs)
 
 
-def test_doubling_definitions_cost_only_their_number(small, parts):
+def test_doubling_definitions_cost_only_their_number(small, parts, write):
     chain = {f"d{i}": f"d{i + 1} + d{i + 1}" for i in range(45)} | {"d45": "batch"}
     step = parts["step"] | {
         "terms": [{"feature": "f", "unit": "us", "value": 1.0, "formula": "d0 / d0"}],
         "definitions": chain,
     }
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     models = tracefit.load(small)
     assert models.predict_step(batch=3).step.value_us == 1001
     assert models.predict_step(pl.DataFrame({"batch": [3]}))["predicted_us"].to_list() == [1001]
 
 
 @pytest.fixture
-def two_deployments(small, parts):
+def two_deployments(small, parts, write):
     """The small server and a slower one."""
     other = parts["step"] | {"deployment_id": "large.gpu.tp1.00000000", "intercept": {"value": 9000.0}}
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", parts["step"], other)))
+    write("beta", parts["step"], other)
     return tracefit.load(small)
 
 
@@ -690,19 +687,19 @@ def test_frames_and_single_predictions_are_equal(small):
         assert (row["out_of_range"] is None) == (not prediction.out_of_range)
 
 
-def test_file_brings_its_own_definitions(trained, small, parts):
+def test_file_brings_its_own_definitions(trained, small, parts, write):
     """A term of a name that is defined by the file: 64 requests at most, 8 running."""
     fullness = {"feature": "fullness", "unit": "us", "value": 8.0, "formula": "running_depth / slots"}
     step = parts["step"] | {"terms": [fullness], "definitions": {"slots": "64"}}
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     assert tracefit.load(small).predict_step(batch=8).step.value_us == 1001
     frame = tracefit.load(small).predict_step(pl.DataFrame({"running_depth": [16, None]}))
     assert frame["predicted_us"].to_list() == [1002, None]
 
 
-def test_a_constant_is_predicted_for_every_row(small, parts):
+def test_a_constant_is_predicted_for_every_row(small, parts, write):
     step = parts["step"] | {"terms": []}
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     frame = tracefit.load(small).predict_step(pl.DataFrame({"x": [1, 2]}))
     assert frame["predicted_us"].to_list() == [1000, 1000]
 
