@@ -271,7 +271,7 @@ def test_wait_is_never_exported_as_alpha0(made, tmp_path, change):
     folder = _without(made, tmp_path, change)
     result = export(folder, "blis", tmp_path / "out", tables=made / "tables")
     assert 1_450 < _alpha(tmp_path / "out")[0] < 1_450 + 0.2 * 7_500
-    assert any("the others hold a wait for the step in progress" in note for note in result.notes)
+    assert any("the others contain a wait for the step in progress" in note for note in result.notes)
 
 
 def test_blis_alpha0_where_queued_is_stamped_on_arrival(tmp_path):

@@ -1,4 +1,4 @@
-"""Exports of coefficients in the forms that other programs load: one module per consumer, fitted on its own terms."""
+"""Exports of coefficients in the forms that other programs load: one module per consumer."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ _CONTRACT = {
     "coordinate_system": "iteration_totals_balanced_v1",
     "measurement_policy": "dynamo_native_single_sample_v1",
 }
-"""The words its reader asks for; `tracefit_rows` beside them says what the rows are."""
+"""What its reader asks for; `tracefit_rows` says what the rows are."""
 
 _COUNTS = {
     "prefill": ("num_prefill_reqs", "prefill_context_tokens"),
@@ -65,14 +65,14 @@ def to_aisimulate(source: Source) -> Export:
     Raises:
         DataError: The data cannot support it, with the reason.
     """
-    train, held = train_and_holdout(source, source.steps(_COLUMNS), _COLUMNS, "step times")
+    train, holdout = train_and_holdout(source, source.steps(_COLUMNS), _COLUMNS, "step times")
     grid = _grid(source, train)
     identity = _identity(source)
     files: dict[str, str | bytes] = {}
-    for what, rows in (("measured", _measured(pl.concat([train, held]))), ("model", grid)):
+    for what, rows in (("measured", _measured(pl.concat([train, holdout]))), ("model", grid)):
         if rows.height:
             files |= _pair(what, rows, identity)
-    errors = _errors(grid, train, held)
+    errors = _errors(grid, train, holdout)
     notes = (
         "measured/ holds medians of measured steps, model/ the step model on a grid: tracefit_rows in the sidecar says which",
         "steps that prefill and decode are in neither: AISimulate adds the two phases itself",
@@ -216,10 +216,10 @@ def _pair(what: str, rows: pl.DataFrame, identity: dict[str, str | int | bool]) 
     return {f"{name}.parquet": content, f"{name}.metadata.json": json.dumps(sidecar, indent=2) + "\n"}
 
 
-def _errors(grid: pl.DataFrame, train: pl.DataFrame, held: pl.DataFrame) -> tuple[HeldOut, ...]:
+def _errors(grid: pl.DataFrame, train: pl.DataFrame, holdout: pl.DataFrame) -> tuple[HeldOut, ...]:
     """Return the errors of the grid of the model on held-out steps of one kind, read as AISimulate does."""
     errors = []
-    for (kind,), steps in _points(held).group_by("workload_kind", maintain_order=True):
+    for (kind,), steps in _points(holdout).group_by("workload_kind", maintain_order=True):
         axis = "total_prefill_tokens" if kind == "prefill" else "total_kv_read_tokens"
         curves = {
             float(n): (rows[axis].to_numpy().astype(float), rows["latency_ms"].to_numpy())

@@ -1,6 +1,6 @@
 """Shared by all consumer modules: the types `Source` and `Export`, and helpers for writing and evaluating.
 
-A consumer is a program that loads latency coefficients in a form of its own, such as a simulator. Its module is a function
+A consumer is a program that loads latency coefficients such as a simulator. Its module is a function
 from a `Source` (models and training tables of one deployment) to an `Export` (files, errors, how to load them), listed by name in
 `consumers.CONSUMERS`.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tracefit.statistics import Vector
 
 OUT = "{out}"
-"""Stands for the folder of an export in its `usage` and its notes until that is known."""
+"""Stands for the folder of an export in its `usage` and its notes until the folder is chosen."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Source:
 
     @cached_property
     def _trained_on(self) -> tuple[Deployment, DeploymentTables]:
-        # Read when first used: a consumer whose form needs no refit takes the coefficient files alone.
+        # Read when first used: a consumer whose form needs no refit takes only the coefficient files.
         return self.read()
 
     @property
@@ -62,9 +62,9 @@ class Source:
         return self._trained_on[1]
 
     def steps(self, columns: Iterable[str], timeline: pl.DataFrame | None = None) -> pl.DataFrame:
-        """Return the rows of `fit.splits.step_frame` with columns of the timeline, or of the one given, as they are."""
+        """Return the rows of `fit.splits.step_frame` with columns of the timeline, or of another one, as they are."""
         target = self.models.step_model.target
-        # Step times from where the coefficient file says that its own come from.
+        # Step times of the source that the coefficient file states.
         source = "duration" if target is not None and target.source == "duration" else "clock"
         features = FeatureSet("columns", tuple(Feature(name, "", name) for name in columns))
         timeline = self.tables.timeline if timeline is None else timeline
@@ -106,7 +106,7 @@ def held_out(what: str, unit: str, actual: Vector, predicted: Vector, trained: V
 def train_and_holdout(
     source: Source, rows: pl.DataFrame, columns: Sequence[str], what: str
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return the training and the held-out rows in which every column is known.
+    """Return the training and the held-out rows in which no column is null.
 
     Held-out intervals are left out where there are enough single steps.
 
@@ -118,18 +118,18 @@ def train_and_holdout(
         events = f"the events of every request would show it: {JOURNEY_FLAGS}"
         hint = ALL_SPANS if source.tables.is_stock else events
         raise DataError(f"{what}: not known in these runs ({lacking})", hint=hint)
-    known = rows.drop_nulls(["y", *columns])
-    train, held = counted(known, "train"), counted(known, "holdout")
+    complete = rows.drop_nulls(["y", *columns])
+    train, holdout = counted(complete, "train"), counted(complete, "holdout")
     # An interval is a mean of steps, whose error is smaller than a step's: where there are enough steps, these are evaluated.
-    if "source" in held.columns:
-        single = held.filter(is_one_step())
-        held = single if single.height >= MIN_HOLDOUT_ROWS else held
-    if train.height < MIN_TRAIN_ROWS or held.height < MIN_HOLDOUT_ROWS:
+    if "source" in holdout.columns:
+        single = holdout.filter(is_one_step())
+        holdout = single if single.height >= MIN_HOLDOUT_ROWS else holdout
+    if train.height < MIN_TRAIN_ROWS or holdout.height < MIN_HOLDOUT_ROWS:
         raise DataError(
-            f"{what}: {train.height} training and {held.height} held-out rows are too few",
+            f"{what}: {train.height} training and {holdout.height} held-out rows are too few",
             hint=f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed: trace a longer run",
         )
-    return train, held
+    return train, holdout
 
 
 def timed_requests(source: Source, target: str) -> pl.DataFrame:
@@ -137,7 +137,7 @@ def timed_requests(source: Source, target: str) -> pl.DataFrame:
 
     Returns:
         The `requests` table with `y` in us, ts_ns (first scheduled), uncached_tokens, and the running requests when each was
-        first scheduled (running_start) and, on average, while it decoded (running_decode); null where not known.
+        first scheduled (running_start) and, on average, while it decoded (running_decode); null if unknown.
     """
     running = pl.col("running_depth").cast(pl.Float64)
     steps = source.tables.timeline.select(*ENGINE, "step_id", running=running)
@@ -178,8 +178,7 @@ def model_name(source: Source) -> str:
 
 def flags(values: Mapping[str, str | float | None]) -> str:
     """Write command-line options, quoted for a shell; an option of None is left out."""
-    given = ((name, str(value)) for name, value in values.items() if value is not None)
-    return " ".join(f"--{name} {_quoted(value)}" for name, value in given)
+    return " ".join(f"--{name} {_quoted(str(value))}" for name, value in values.items() if value is not None)
 
 
 def _quoted(value: str) -> str:
@@ -205,9 +204,9 @@ def commented(notes: Iterable[str], text: str) -> str:
 
 def kv_blocks(source: Source) -> int | None:
     """Return the KV blocks available to requests: as the steps state them, otherwise all but the one vLLM reserves."""
-    # The steps' own number counts: it depends on the memory left after loading, which no option states.
+    # The number of the steps counts: it depends on the memory left after loading, which no option states.
     stated = source.tables.timeline["kv_blocks_total"].max()
     if isinstance(stated, int):
         return stated
-    given = source.deployment.context.settings.num_gpu_blocks
-    return given - 1 if given else None
+    blocks = source.deployment.context.settings.num_gpu_blocks
+    return blocks - 1 if blocks else None

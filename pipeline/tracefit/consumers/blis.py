@@ -52,7 +52,7 @@ _BY_ROOFLINE = "--num-instances 2 --prefill-instances 1 --decode-instances 1 --p
 """One instance that serves whole requests by `roofline`. Named as the backend of all, `roofline` refuses alpha; that of a pool takes
 what defaults.yaml holds, and without a decider nothing goes to the other pool: the same to the microsecond where alpha is 0."""
 
-_NO_REQUESTS = "no traced request has its times, so no request can be replayed, and the workload of the use line is BLIS's own"
+_NO_REQUESTS = "no traced request has its times, so no request can be replayed, and the workload of the use line is BLIS's default"
 _HEADER = "trace_version: 2\ntime_unit: microseconds\nmode: real\nwarm_up_requests: 0\n"
 
 
@@ -142,7 +142,7 @@ def _server_flags(source: Source) -> str:
             "hardware": _chip(gpu) if gpu else None,
             "tp": settings.tensor_parallel or 1,
             "total-kv-blocks": kv_blocks(source),
-            # Without these the simulator has its own limits, not the traced server's.
+            # Without these the simulator has its default limits, not those of the traced server.
             "block-size-in-tokens": settings.block_size,
             "max-num-seqs": settings.max_num_seqs,
             "max-num-batched-tokens": settings.max_num_batched_tokens,
@@ -172,7 +172,7 @@ def _traced_requests(source: Source) -> pl.DataFrame:
 def _trace_csv(traced: pl.DataFrame) -> str:
     """Write requests in BLIS's format TraceV2, without clients, sessions or texts.
 
-    Prompt tokens found in the prefix cache become a prefix shared with all requests that found the same number.
+    Prompt tokens found in the prefix cache become a prefix shared with all requests that have as many.
     """
     shared, computed = pl.col("shared"), pl.col("prompt") - pl.col("shared")
     blank, zero = pl.lit(None, pl.String), pl.lit(0)
@@ -248,7 +248,7 @@ _ALPHA_ENTRIES = (
 )
 _KERNEL_SETS = (
     "the five cost-model-* sets that BLIS's latency kernel reads price kernels, collectives and host work one by one, below what a "
-    "trace of steps can tell; no reader of this set is known today"
+    "trace of steps can tell; no program reads this set today"
 )
 
 
@@ -273,8 +273,8 @@ def to_blis_registry(source: Source) -> Export:
     step = fitted.errors[0]
     values = [*zip(_BETA_ENTRIES, fitted.beta, strict=True), *zip(_ALPHA_ENTRIES, fitted.alpha, strict=True)]
     error = "unknown" if step.mape_pct is None else f"{step.mape_pct:.3g} %"
-    said = f"Held-out step time of the set: {error} mean absolute percentage error on {step.n} steps."
-    entries = [_entry(name, units, value, deployment, cite, said) for (name, units), value in values]
+    rationale = f"Held-out step time of the set: {error} mean absolute percentage error on {step.n} steps."
+    entries = [_entry(name, units, value, deployment, cite, rationale) for (name, units), value in values]
     name = f"tracefit-{source.deployment.deployment_id}"
     notes = (*fitted.notes, _KERNEL_SETS, "the use line is for a clone of blis-registry")
     text = "\n".join(["kind: CoefficientSet", f"name: {json.dumps(name)}", "coefficients:", *entries, ""])
@@ -282,13 +282,13 @@ def to_blis_registry(source: Source) -> Export:
     return Export({"coefficient-set.yaml": commented(notes, text)}, fitted.errors, notes, use)
 
 
-def _entry(name: str, units: str, value: float, deployment: str, cite: str, said: str) -> str:
+def _entry(name: str, units: str, value: float, deployment: str, cite: str, rationale: str) -> str:
     # Its rules: a value of zero is "not charged", and every other one names how and from what it was derived.
     method = "measured" if value else "not_charged"
     source = f"sources: [{{kind: model, cite: {json.dumps(cite)}, role: primary}}]\n      " if value else ""
     if not value:
-        said = "The fit on these traces puts it at zero, or cannot tell it from the constant of a step."
+        rationale = "The fit on these traces puts it at zero, or cannot tell it from the constant of a step."
     return (
         f"  - {name}:\n      value: {number(value)}\n      units: {units}\n      method: {method}\n"
-        f"      fitted: {str(bool(value)).lower()}\n      rationale: {json.dumps(said)}\n      {source}deployment: {deployment}"
+        f"      fitted: {str(bool(value)).lower()}\n      rationale: {json.dumps(rationale)}\n      {source}deployment: {deployment}"
     )

@@ -24,7 +24,7 @@ class _WholeSteps(ABC):
 
     @abstractmethod
     def exact(self, batch: StepBatch, context: float | Vector) -> float | Vector:
-        """Return the time of one step before it is cut, or of several that differ in their context tokens alone."""
+        """Return the time of one step before it is cut, or of several that differ only in their context tokens."""
 
     def step(self, batch: StepBatch) -> float:
         """Return the time of one step; 1 us where it computes nothing."""
@@ -100,7 +100,7 @@ def roofline_us(terms: Matrix, factors: Vector) -> Vector:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRequests:
-    """Latencies in us, one per request in the order given, NaN for one that never finished.
+    """Latencies in us, one per request in the order of the arguments, NaN for one that never finished.
 
     Attributes:
         ttft: Arrival to first token.
@@ -133,7 +133,7 @@ def replay_as_blis(
         rates: The step time.
         alpha: ARRIVED to QUEUED, FINISHED to DEPARTED, and FINISHED to DEPARTED per output token, in whole us.
         limits: Limits of the scheduler.
-        shared: Length of each prompt's shared prefix, the same for all prompts with that length; none if not given.
+        shared: Length of each prompt's shared prefix, the same for all prompts with that length; none by default.
     """
     load = RequestLoad(arrivals, prompts, outputs, shared)
     replayed = replay(load, rates, limits, admission_us=alpha[0], rules=BLIS_RULES)

@@ -1,4 +1,4 @@
-"""The step-time terms of BLIS (inference-sim, backend `trained-physics`), by BLIS's own definitions.
+"""The step-time terms of BLIS (inference-sim, backend `trained-physics`), by BLIS's definitions.
 
 Coefficients that BLIS loads must be fitted on exactly these terms. Its simplifications are kept on purpose: the head size
 is hidden // heads, FFNs have three matrices, KV elements take two bytes, windows and latent attention are unknown, a
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 PAIRS_COLUMN = "prefill_pairs"
-"""Optional column: Σ t·(s + t/2) over prefill requests, as `with_prefill_pairs` computes it; null where not known.
+"""Optional column: Σ t·(s + t/2) over prefill requests, as `with_prefill_pairs` computes it; null if unknown.
 
 Without it all prefill requests of a step count as equal, an error of up to 14 % of the prefill compute of a step with several,
 and a prompt as long as what is computed of it after the step, which is exact for its last chunk.
@@ -160,7 +160,7 @@ def _flops_per_us(arch: ModelArchitecture, gpu: Gpu, tp: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RooflineShape:
-    """The backend `roofline`: what a step computes and moves, by its own definitions, as times at the peak rates in us.
+    """The backend `roofline`: what a step computes and moves, by its definitions, as times at the peak rates in us.
 
     It differs from the other backend: FFNs have two matrices, a step reads the experts that its tokens are expected to choose, vector
     operations and activations count, and shared experts do not.
@@ -224,7 +224,7 @@ def roofline_shape(arch: ModelArchitecture, gpu: Gpu, *, tp: int) -> RooflineSha
 def with_prefill_pairs(timeline: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
     """Add `PAIRS_COLUMN` to a timeline: BLIS sums over the prefill requests of a step, a summary only has their total.
 
-    A prompt that one step computes is known from its request. For a prompt in chunks, each step computed what the other
+    A prompt that one step computes follows from its request. For a prompt in chunks, each step computed what the other
     prompts leave of the step's prefill tokens, and the last step computed the rest of the prompt. A step whose tokens do
     not add up (a request that is not traced, or was preempted) is null.
 
@@ -262,11 +262,13 @@ def _chunks(chunked: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     """
     kept = chunked.select(*ENGINE, "prompt_tokens").schema
     shape = pl.Schema({**kept, "step_id": pl.Int64(), "tokens": pl.Int64()})
-    # `room`: prefill tokens of a step that no prompt accounts for yet. Of known steps alone: ids may lie far apart.
+    # `room`: prefill tokens of a step that no prompt accounts for yet. Only of the steps in the timeline: ids may be far apart.
     room = (pl.col("prefill_tokens") - pl.col("filled").fill_null(0)).fill_null(0).clip(lower_bound=0)
     engines = {
-        engine: (own["step_id"].to_numpy(), own["room"].to_numpy(writable=True))
-        for engine, own in steps.sort("step_id").with_columns(room=room).group_by(ENGINE, maintain_order=True)
+        engine: (rows["step_id"].to_numpy(), rows["room"].to_numpy(writable=True))
+        for engine, rows in steps.sort("step_id")
+        .with_columns(room=room)
+        .group_by(ENGINE, maintain_order=True)
     }
     # A loop, for each prompt takes what the earlier ones leave; only prompts in chunks come here.
     rows = []
@@ -276,14 +278,14 @@ def _chunks(chunked: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
         if tuple(engine) not in engines:
             continue
         step_ids, left = engines[tuple(engine)]
-        known = slice(*np.searchsorted(step_ids, [first, last + 1]))
-        taken = np.diff(np.minimum(np.cumsum(left[known]), need), prepend=0)
-        if last in step_ids[known]:
+        span = slice(*np.searchsorted(step_ids, [first, last + 1]))
+        taken = np.diff(np.minimum(np.cumsum(left[span]), need), prepend=0)
+        if last in step_ids[span]:
             # It computes the rest.
             taken[-1] = need - taken[:-1].sum()
-        left[known] = np.maximum(left[known] - taken, 0)
-        found = zip(step_ids[known].tolist(), taken.tolist(), strict=True)
-        rows += [(*engine, prompt, step, tokens) for step, tokens in found if tokens > 0]
+        left[span] = np.maximum(left[span] - taken, 0)
+        chunks = zip(step_ids[span].tolist(), taken.tolist(), strict=True)
+        rows += [(*engine, prompt, step, tokens) for step, tokens in chunks if tokens > 0]
     return pl.DataFrame(rows, schema=shape, orient="row")
 
 

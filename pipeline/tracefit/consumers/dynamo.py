@@ -52,7 +52,7 @@ def to_dynamo(source: Source) -> Export:
     Raises:
         DataError: The data cannot support it, with the reason.
     """
-    train, held = train_and_holdout(source, source.steps(COLUMNS), COLUMNS, "step times")
+    train, holdout = train_and_holdout(source, source.steps(COLUMNS), COLUMNS, "step times")
     # The sum of both grids counts the constant of a step twice in a mixed step: where mixed steps are the rule, prefill
     # leaves it out.
     prefills = train.filter(pl.col("prefill_tokens") > 0)
@@ -62,7 +62,7 @@ def to_dynamo(source: Source) -> Export:
     grids = grids_of(source, train, constant)
     holds = "leaves the constant of a step to" if constant else "holds the constant of a step, as does"
     counts = f"{mixed} of {prefills.height} training steps with prompts decode too"
-    errors = errors_of(grids, train, held)
+    errors = errors_of(grids, train, holdout)
     notes = (
         f"a step that prefills and decodes takes the sum: prefill_ttft_ms {holds} decode_itl, {constant:.3f} ms ({counts})",
         "prompt tokens computed before, and prefill requests beyond the first, are not in its grids",
@@ -74,9 +74,9 @@ def to_dynamo(source: Source) -> Export:
 
 
 def _server_flags(source: Source) -> str:
-    """Return the flags of the traced server; the mocker's own defaults are 256 sequences, 8,192 tokens, blocks of 64."""
+    """Return the flags of the traced server; the mocker's defaults are 256 sequences, 8,192 tokens, blocks of 64."""
     settings = source.deployment.context.settings
-    given = {
+    values = {
         "model-path": model_name(source),
         "planner-profile-data": f"{OUT}/perf_data.npz",
         "max-num-seqs": settings.max_num_seqs,
@@ -89,7 +89,7 @@ def _server_flags(source: Source) -> str:
         "enable-chunked-prefill": settings.enable_chunked_prefill,
     }
     off = "".join(f" --no-{name}" for name, on in switches.items() if on is False)
-    return flags(given) + off
+    return flags(values) + off
 
 
 def grids_of(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str, Vector | Matrix]:
@@ -128,7 +128,7 @@ def axes(train: pl.DataFrame) -> tuple[Vector, Vector, Vector]:
 
 def predicted_ms(source: Source, described: pl.DataFrame) -> Vector:
     """Return the step model's times in ms of described steps, shape (n,)."""
-    # Inputs that are not given come from the training steps, as in `predict`.
+    # Other inputs come from the training steps, as in `predict`.
     return evaluated_steps(source.models, described)["predicted_us"].to_numpy() / 1e3
 
 
@@ -146,12 +146,12 @@ def _npz(arrays: Mapping[str, Vector | Matrix]) -> bytes:
 
 
 def errors_of(
-    grids: Mapping[str, Vector | Matrix], train: pl.DataFrame, held: pl.DataFrame
+    grids: Mapping[str, Vector | Matrix], train: pl.DataFrame, holdout: pl.DataFrame
 ) -> tuple[HeldOut, ...]:
     """Return the errors of the grids, as the mocker reads them, on held-out steps of each kind."""
-    y, trained = (part["y"].to_numpy() / 1e3 for part in (held, train))
-    predicted = _mocked(grids, held)
-    prefill, decode = (held[c].to_numpy() > 0 for c in ("prefill_tokens", "num_decode_reqs"))
+    y, trained = (part["y"].to_numpy() / 1e3 for part in (holdout, train))
+    predicted = _mocked(grids, holdout)
+    prefill, decode = (holdout[c].to_numpy() > 0 for c in ("prefill_tokens", "num_decode_reqs"))
     kinds = {
         "decode": decode & ~prefill,
         "prefill": prefill & ~decode,

@@ -55,7 +55,5 @@ def to_latency_predictor(source: Source) -> Export:
         "curl --fail -H 'content-type: application/json' --data "
         f"@{OUT}/training-rows.json http://127.0.0.1:8000/add_training_data_bulk"
     )
-    notes = (
-        f"{requests.height:,} measured requests, not a model's: the predictor fits its own trees to them",
-    )
+    notes = (f"{requests.height:,} measured requests, not a model's: the predictor fits trees to them",)
     return Export({"training-rows.json": json.dumps({"entries": rows.to_dicts()})}, (), notes, usage)

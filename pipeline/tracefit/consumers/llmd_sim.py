@@ -43,7 +43,7 @@ UNBOUNDED_FROM = (0, 10, 0)
 """First version without that bound on the standard deviation of prefill."""
 
 NEWEST = (0, 10, 0)
-"""Version that files are written for where none is given."""
+"""Version that files are written for by default."""
 
 
 def to_llmd_sim(source: Source) -> Export:
@@ -58,10 +58,10 @@ def to_llmd_sim(source: Source) -> Export:
             "the load factor runs from one request to max-num-seqs, which is not known or 1",
             hint=f"ingest the run again with {named(ServerOptions, 'settings')}: max_num_seqs",
         )
-    decode, held_decode = train_and_holdout(
+    decode, holdout_decode = train_and_holdout(
         source, timed_requests(source, "itl_us"), ["running_decode"], "inter-token latency"
     )
-    prefill, held_prefill = train_and_holdout(
+    prefill, holdout_prefill = train_and_holdout(
         source, timed_requests(source, "prefill_us"), ["running_start", "uncached_tokens"], "prefill time"
     )
     itl, factor, itl_sd = _decode(decode, slots)
@@ -83,13 +83,13 @@ def to_llmd_sim(source: Source) -> Export:
         "time-factor-under-load": number(factor),
     }
     text = "".join(f"{key}: {value}\n" for key, value in values.items())
-    load = _load(held_prefill["running_start"].to_numpy(), slots, factor)
-    took = (overhead + per_token * held_prefill["uncached_tokens"].to_numpy()) * load
-    gap = itl * _load(held_decode["running_decode"].to_numpy(), slots, factor)
-    actual, trained = target_of(held_decode), target_of(decode)
-    gaps, trained_gaps = (part["output_tokens"].to_numpy() - 1 for part in (held_decode, decode))
+    load = _load(holdout_prefill["running_start"].to_numpy(), slots, factor)
+    took = (overhead + per_token * holdout_prefill["uncached_tokens"].to_numpy()) * load
+    gap = itl * _load(holdout_decode["running_decode"].to_numpy(), slots, factor)
+    actual, trained = target_of(holdout_decode), target_of(decode)
+    gaps, trained_gaps = (part["output_tokens"].to_numpy() - 1 for part in (holdout_decode, decode))
     errors = (
-        held_out("prefill of a request", "us", target_of(held_prefill), took, target_of(prefill)),
+        held_out("prefill of a request", "us", target_of(holdout_prefill), took, target_of(prefill)),
         held_out("inter-token latency of a request", "us", actual, gap, trained),
         held_out("decode of a request", "us", actual * gaps, gap * gaps, trained * trained_gaps),
     )
