@@ -48,7 +48,7 @@ _CONTRACT = {
     "coordinate_system": "iteration_totals_balanced_v1",
     "measurement_policy": "dynamo_native_single_sample_v1",
 }
-"""What its reader asks for; `tracefit_rows` says what the rows are."""
+"""Values that its reader asks for; `tracefit_rows` names the kind of rows."""
 
 _COUNTS = {
     "prefill": ("num_prefill_reqs", "prefill_context_tokens"),
