@@ -59,10 +59,6 @@ def as_frame(rows: Rows) -> pl.DataFrame:
     Raises:
         UsageError: The argument is not rows.
     """
-    if isinstance(rows, pl.DataFrame):
-        return rows
-    if isinstance(rows, str | bytes):
-        raise UsageError(f"{rows!r:.80} is not a frame, columns by name or a list of mappings", where="rows")
     try:
         return _frame(rows)
     except (TypeError, ValueError, pl.exceptions.PolarsError) as error:

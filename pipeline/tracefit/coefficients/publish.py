@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from tracefit.results.plans import PlanPoint
     from tracefit.results.replays import RunReplay
     from tracefit.results.requests import RequestGroup
-    from tracefit.server.context import Deployment
     from tracefit.server.documents import Scalar
 
 _LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
@@ -118,10 +117,19 @@ def coefficient_files(
 
 def _facts(deployment: FittedDeployment, described: pl.DataFrame) -> cf.DeploymentFacts:
     """Return the server that the models of a deployment are valid for, and the load they were trained on."""
+    context = deployment.deployment.context
     steps = trained_steps(deployment.tables.timeline, deployment.models)
     requests = split_requests(deployment.tables.requests, deployment.models)
-    load = {"workload": workload_of(requests, steps), "input_ranges": input_ranges(described, steps)}
-    return deployment_facts(deployment.deployment).model_copy(update=load)
+    return cf.DeploymentFacts(
+        model=context.settings.model or (context.architecture.name if context.architecture else None),
+        gpu=context.gpu.name if context.gpu else None,
+        architecture=dict(context.architecture.facts()) if context.architecture else {},
+        hardware=dict(context.gpu.facts()) if context.gpu else {},
+        settings=dict(context.settings.values()),
+        assumed=deployment.deployment.assumed(),
+        workload=workload_of(requests, steps),
+        input_ranges=input_ranges(described, steps),
+    )
 
 
 def _model(
@@ -239,19 +247,6 @@ def _inputs_hash(deployment: FittedDeployment) -> str:
     # Sorted: the order in which runs were read must not change the file.
     contents = deployment.tables.runs.select("run_id", "content_sha256").unique().sort("run_id")
     return _sha256("\n".join(map(":".join, contents.iter_rows())))
-
-
-def deployment_facts(deployment: Deployment) -> cf.DeploymentFacts:
-    """Return the server that a model is valid for."""
-    context = deployment.context
-    return cf.DeploymentFacts(
-        model=context.settings.model or (context.architecture.name if context.architecture else None),
-        gpu=context.gpu.name if context.gpu else None,
-        architecture=dict(context.architecture.facts()) if context.architecture else {},
-        hardware=dict(context.gpu.facts()) if context.gpu else {},
-        settings=dict(context.settings.values()),
-        assumed=deployment.assumed(),
-    )
 
 
 # -- the evaluation --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.fit.validation import measure
 from tracefit.fit.validation import reference as gradient_boosting
 from tracefit.tables.requests import is_cut_off
-from tracefit.tables.schema import ENGINE, REQUEST, SERVER
+from tracefit.tables.schema import REQUEST, SERVER
 
 if TYPE_CHECKING:
     from tracefit.coefficients.predict import DeploymentModels
@@ -119,15 +119,12 @@ def described_requests(
     )
     if queue is not None:
         # The step before shows no request of a simultaneous burst: only journeys say which one is ahead.
-        exact = queue.select(*ENGINE, "trace_id", "request_id", ahead="waiting_ahead", run="running_reqs")
-        rows = rows.join(
-            exact,
-            left_on=REQUEST,
-            right_on=[*ENGINE, "trace_id", "request_id"],
-            how="left",
-        ).with_columns(
-            waiting_depth=pl.coalesce("ahead", "waiting_depth"),
-            running_after=pl.coalesce("run", "running_after"),
+        exact = queue.rename({"request_id": "core_request_id"}).select(
+            *REQUEST, "waiting_ahead", "running_reqs"
+        )
+        rows = rows.join(exact, on=REQUEST, how="left").with_columns(
+            waiting_depth=pl.coalesce("waiting_ahead", "waiting_depth"),
+            running_after=pl.coalesce("running_reqs", "running_after"),
         )
     cut_off = is_cut_off()
     # The last prompt token is always computed: its logits give the first output token.

@@ -444,16 +444,11 @@ class OneRequest(RequestComposer):
         published = self.models.ranges.get(latency)
         if published is None:
             return (), "no range, because the files have no ranges of requests"
-        reason = (
-            "the input is outside the training range"
-            if self.out_of_range or self.outside
-            else published.reason
-        )
+        is_outside = self.out_of_range or self.outside
+        reason = "the input is outside the training range" if is_outside else published.reason
         if published.low_ratio is not None and published.high_ratio is not None and reason is None:
             # Files of an earlier tracefit count every held-out request.
-            requests = (
-                published.holdout.n if published.requests_held_out is None else published.requests_held_out
-            )
+            requests = published.requests_held_out or published.holdout.n
             ends = (published.low_ratio, published.high_ratio)
             return ends, f"{published.coverage_pct:.0f} % of {requests} held-out requests lie in it"
         errors = published.holdout
