@@ -71,24 +71,19 @@ def steps_of_one_kind(steps: pl.DataFrame) -> Iterator[tuple[str, pl.DataFrame]]
 
 
 def _results(steps: pl.DataFrame) -> list[dict[str, object]]:
-    counts = pl.col("num_prefill_reqs", "prefill_tokens", "num_decode_reqs", "context_tokens")
+    scheduled = {
+        "num_prefill_requests": "num_prefill_reqs",
+        "sum_prefill_tokens": "prefill_tokens",
+        "num_decode_requests": "num_decode_reqs",
+        "sum_decode_kv_tokens": "context_tokens",
+    }
+    counts = pl.struct(**{name: pl.col(column).cast(pl.Int64) for name, column in scheduled.items()})
     return [
         {
             "point": {"point_type": kind},
-            "fpms": [
-                {
-                    "wall_time": y / 1e6,
-                    "scheduled_requests": {
-                        "num_prefill_requests": prompts,
-                        "sum_prefill_tokens": tokens,
-                        "num_decode_requests": batch,
-                        "sum_decode_kv_tokens": context,
-                    },
-                }
-                for y, prompts, tokens, batch, context in rows.select(
-                    pl.col("y").cast(pl.Float64), counts.cast(pl.Int64)
-                ).iter_rows()
-            ],
+            "fpms": rows.select(
+                wall_time=pl.Series(rows["y"].to_numpy() / 1e6), scheduled_requests=counts
+            ).to_dicts(),
         }
         for kind, rows in steps_of_one_kind(steps)
     ]
