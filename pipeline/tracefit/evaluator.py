@@ -79,8 +79,8 @@ def load(path: str | Path, name: str, deployment: str = "") -> dict[str, Any]:
     try:
         document = _document(path)
         models = [(m["name"], m.get("deployment_id") or "", m) for m in document["models"]]
-        matching = [m for model_name, of, m in models if model_name == name and deployment in of]
-        listed = ", ".join(f"{model_name} of {of}" for model_name, of, _ in models)
+        matching = [m for m_name, m_deployment, m in models if m_name == name and deployment in m_deployment]
+        listed = ", ".join(f"{m_name} of {m_deployment}" for m_name, m_deployment, _ in models)
         problem = (
             f"{len(matching)} models, not one, are {name} of deployment {deployment!r}; there are: {listed}"
         )

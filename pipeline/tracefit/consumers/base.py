@@ -183,7 +183,8 @@ def flags(values: Mapping[str, str | float | None]) -> str:
 
 def _quoted(value: str) -> str:
     # The folder is put in later, and quoted then.
-    return OUT * value.startswith(OUT) + shlex.quote(value.removeprefix(OUT))
+    folder = OUT if value.startswith(OUT) else ""
+    return folder + shlex.quote(value.removeprefix(OUT))
 
 
 def worse_than_baseline(errors: Iterable[HeldOut]) -> tuple[str, ...]:

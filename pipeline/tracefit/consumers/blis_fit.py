@@ -156,11 +156,11 @@ def fit_blis(source: Source, *, only_ten: bool = False) -> BlisCoefficients:
     arrival, arrival_errors, folded = _arrival(source)
     departure, departure_errors, undeparted = _departure(source)
     steps = _steps(source)
+    forms = {"": _fit_ten} if only_ten else _FORMS
     fits = {
         f"{form}{name}": fit(steps, _weights(steps, *powers), huber)
-        for form, fit in _FORMS.items()
+        for form, fit in forms.items()
         for name, (*powers, huber) in WEIGHTINGS.items()
-        if not (form and only_ten)
     }
     requests, missing = _requests(source, steps.ends)
     training, alpha = _training(requests), (arrival, *departure)
