@@ -77,7 +77,7 @@ def _results(steps: pl.DataFrame) -> list[dict[str, object]]:
         "num_decode_requests": "num_decode_reqs",
         "sum_decode_kv_tokens": "context_tokens",
     }
-    counts = pl.struct(**{name: pl.col(column).cast(pl.Int64) for name, column in scheduled.items()})
+    counts = pl.struct(pl.col(column).cast(pl.Int64).alias(name) for name, column in scheduled.items())
     return [
         {
             "point": {"point_type": kind},
