@@ -129,8 +129,8 @@ def to_names(source):
         "pipeline/tracefit/consumers/__init__.py": (
             "from tracefit.consumers.llmd_sim import to_llmd_sim\n",
             "from tracefit.consumers.names import to_names\n",
-            "CONSUMERS = (\n",
-            '    Consumer("names", to_names),\n',
+            "CONSUMERS: Mapping[str, Callable[[Source], Export]] = {\n",
+            '    "names": to_names,\n',
         ),
     },
     "a target": {

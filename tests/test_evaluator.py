@@ -95,14 +95,23 @@ FORMULAS = [
 ]
 
 
+def _term(text, value=1):
+    term = {"feature": "f", "unit": "us", "value": value, "formula": text}
+    return {"form": "linear", "intercept": {"value": 0}, "terms": [term]}
+
+
 @pytest.mark.parametrize("text", FORMULAS)
-def test_formulas_mean_what_they_mean_in_the_library(text):
+def test_formulas_are_computed_as_in_the_library(text):
     node, rng = parse_formula(text, where="test"), random.Random(text)
     for _ in range(50):
         values = {n: rng.choice([0.0, rng.random() * 10, -rng.random(), None]) for n in "abc"}
-        found = evaluator._values(["f"], values, {"f": text})["f"]
+        # A prediction is not below 0: the value is one of two, and the other is 0.
+        above, below = (evaluator.predict(_term(text, sign), values) for sign in (1, -1))
         wanted = evaluate(node, values)
-        assert found == (None if wanted is None else pytest.approx(wanted, rel=1e-12)), values
+        if wanted is None:
+            assert above is below is None, values
+        else:
+            assert above - below == pytest.approx(wanted, rel=1e-12), values
 
 
 REFUSED = [
@@ -132,16 +141,16 @@ REFUSED = [
     "+".join("a" * 250),
     "+".join("a" * 100_000),
     "(" * 190 + "a" + ")" * 190 + "+",
-    "",
+    " ",
 ]
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_the_library_refuses_in_a_formula_is_refused(text):
+def test_formula_that_the_library_refuses_is_refused(text):
     with pytest.raises(UsageError):
         parse_formula(text, where="test")
     with pytest.raises(ValueError, match="formula"):
-        evaluator._values(["f"], {"a": 1.0, "b": 2.0}, {"f": text})
+        evaluator.predict(_term(text), {"a": 1.0, "b": 2.0})
 
 
 def _regimes(when):
@@ -163,18 +172,24 @@ X = {"feature": "x", "op": ">", "value": 0}
         ({"all": [X]}, 0, 1),
     ],
 )
-def test_conditions_hold_by_the_contract(when, x, expected):
+def test_conditions_follow_the_contract(when, x, expected):
     assert evaluator.predict(_regimes(when), {"x": x}) == expected
 
 
-def test_a_name_that_is_missing_is_an_error_that_names_it():
-    with pytest.raises(KeyError, match="x"):
-        evaluator.predict(_regimes({"any": [X]}), {})
-    # Whichever comparison decides: the same as in the library.
-    z = {"feature": "z", "op": ">", "value": 0}
-    for when, x in (({"any": [X, z]}, 5), ({"all": [X, z]}, -5)):
-        with pytest.raises(KeyError, match="z"):
-            evaluator.predict(_regimes(when), {"x": x})
+Z = {"feature": "z", "op": ">", "value": 0}
+
+
+@pytest.mark.parametrize(
+    ("when", "features", "missing"),
+    [({"any": [X]}, {}, "x"), ({"any": [X, Z]}, {"x": 5}, "z"), ({"all": [X, Z]}, {"x": -5}, "z")],
+)
+def test_missing_name_is_an_error_that_names_it(when, features, missing):
+    """Whichever comparison decides: the same as in the library."""
+    with pytest.raises(KeyError, match=missing):
+        evaluator.predict(_regimes(when), features)
+
+
+def test_circle_of_definitions_is_refused():
     circle = {"form": "linear", "intercept": {"value": 0}, "terms": [{"feature": "a", "value": 1}]}
     with pytest.raises(ValueError, match="a is defined by itself"):
         evaluator.predict({**circle, "definitions": {"a": "b", "b": "a"}}, {})
@@ -197,7 +212,7 @@ def _file(model, **more):
     }
 
 
-def test_definitions_may_be_nested_to_the_limit(tmp_path):
+def test_thousand_definitions_build_on_each_other(tmp_path):
     """Of 1,000 definitions, x passes 999 additions: 1 + 2 * (5 + 999)."""
     path = tmp_path / "beta.json"
     path.write_text(json.dumps(_chain(1000)))
@@ -233,7 +248,7 @@ FILE_OF = '{"schema": "tracefit/coefficients", "version": 3, "kind": "beta", "mo
         ("[]", "coefficient file"),
     ],
 )  # fmt: skip
-def test_a_file_that_the_library_refuses_is_one_error_here_too(tmp_path, text, says):
+def test_file_that_the_library_refuses_is_one_error(tmp_path, text, says):
     path = tmp_path / "beta.json"
     path.write_text(text)
     with pytest.raises(UsageError):
@@ -242,22 +257,30 @@ def test_a_file_that_the_library_refuses_is_one_error_here_too(tmp_path, text, s
         evaluator.load(path, "m")
 
 
-def test_model_is_chosen_by_name_and_deployment(tmp_path):
-    path = ROOT / "fixtures/models/beta.json"
-    assert evaluator.load(path, "beta.cycle_time", "llama-2-70b")["deployment_id"].startswith("llama-2-70b")
-    for name, deployment in (("beta.cycle_time", ""), ("beta.other", "llama-2-70b")):
-        with pytest.raises(
-            ValueError, match=r"beta\.json: \d models, not one, .*; there are: beta\.cycle_time of "
-        ):
-            evaluator.load(path, name, deployment)
-    other = tmp_path / "beta.json"
-    for version in (1, 2, 4):
-        other.write_text(json.dumps({"schema": "tracefit/coefficients", "version": version, "models": []}))
-        with pytest.raises(ValueError, match="of version 3"):
-            evaluator.load(other, "beta.cycle_time")
+FIXTURE = ROOT / "fixtures/models/beta.json"
 
 
-def test_it_runs_alone_with_the_standard_library(tmp_path):
+def test_model_is_chosen_by_name_and_deployment():
+    model = evaluator.load(FIXTURE, "beta.cycle_time", "llama-2-70b")
+    assert model["deployment_id"].startswith("llama-2-70b")
+
+
+@pytest.mark.parametrize(("name", "deployment"), [("beta.cycle_time", ""), ("beta.other", "llama-2-70b")])
+def test_choice_of_no_or_several_models_is_refused(name, deployment):
+    says = r"beta\.json: \d models, not one, .*; there are: beta\.cycle_time of "
+    with pytest.raises(ValueError, match=says):
+        evaluator.load(FIXTURE, name, deployment)
+
+
+@pytest.mark.parametrize("version", [1, 2, 4])
+def test_other_version_is_refused(tmp_path, version):
+    path = tmp_path / "beta.json"
+    path.write_text(json.dumps({"schema": "tracefit/coefficients", "version": version, "models": []}))
+    with pytest.raises(ValueError, match="of version 3"):
+        evaluator.load(path, "beta.cycle_time")
+
+
+def test_file_needs_only_the_standard_library(tmp_path):
     shutil.copy(ROOT / "pipeline/tracefit/evaluator.py", tmp_path)
     code = (
         "import sys\nbefore = set(sys.modules)\nimport evaluator\n"

@@ -1,7 +1,7 @@
 """Evaluate coefficient files (alpha.json, beta.json) with the Python standard library alone.
 
 This file depends on nothing else: copy it, or read it as the description of how a consumer evaluates a model.
-tracefit has an evaluator of its own, for rows and for frames, and takes the limits and tables from here.
+tracefit has another evaluator, for rows and for frames, and takes the limits and tables from here.
 
     from evaluator import load, predict
 
@@ -29,13 +29,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-COMPARE = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "==": operator.eq,
-}
+COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq}
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 TYPESET = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u2212": "-", "\u00f7": "/"})
 
@@ -84,19 +78,15 @@ def load(path: str | Path, name: str, deployment: str = "") -> dict[str, Any]:
     """
     try:
         document = _document(path)
-        matching = [
-            m
-            for m in document["models"]
-            if m["name"] == name and deployment in (m.get("deployment_id") or "")
-        ]
-        there = ", ".join(f"{m['name']} of {m.get('deployment_id')}" for m in document["models"])
-        _require(
-            len(matching) == 1,
-            f"{len(matching)} models, not one, are {name} of deployment {deployment!r}; there are: {there}",
+        models = [(m["name"], m.get("deployment_id") or "", m) for m in document["models"]]
+        matching = [m for m_name, m_deployment, m in models if m_name == name and deployment in m_deployment]
+        listed = ", ".join(f"{m_name} of {m_deployment}" for m_name, m_deployment, _ in models)
+        problem = (
+            f"{len(matching)} models, not one, are {name} of deployment {deployment!r}; there are: {listed}"
         )
+        _require(len(matching) == 1, problem)
         model: dict[str, Any] = matching[0]
-        formulas = _formulas(model)
-        _in_order({name: _parsed(text)[1] for name, text in formulas.items()})
+        _in_order({name: _parsed(text)[1] for name, text in _formulas(model).items()})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return model
@@ -109,13 +99,11 @@ def _document(path: str | Path) -> dict[str, Any]:
     _require(len(content) <= MAX_FILE_BYTES, f"is larger than {MAX_FILE_BYTES:,} bytes")
     _require(max(map(text.count, ",[{")) <= MAX_VALUES, f"has more than {MAX_VALUES:,} values")
     try:
-        document = json.loads(
-            text, object_pairs_hook=_without_repeats, parse_constant=_finite, parse_float=_finite
-        )
+        document = json.loads(text, object_pairs_hook=_object, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     is_ours = isinstance(document, dict) and document.get("schema") == "tracefit/coefficients"
-    # Not `in`: 2.0 and true are equal to integers.
+    # Its type too: 3.0 is equal to 3.
     version = document.get("version") if is_ours else None
     _require(type(version) is int and version == 3, "not a coefficient file of version 3")
     _check_keys(document, *_FILE_KEYS)
@@ -135,7 +123,7 @@ def _require(holds: bool, problem: str) -> None:
         raise ValueError(problem)
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     _require(len(dict(pairs)) == len(pairs), "an object has the same key twice")
     return dict(pairs)
 
@@ -150,7 +138,7 @@ def _check_keys(value: Any, needed: str, allowed: str = "") -> None:
     if lacking := sorted(set(needed.split()) - value.keys()):
         raise ValueError(f"{lacking[0]} is missing")
     if unknown := sorted(value.keys() - set(f"{needed} {allowed}".split())):
-        raise ValueError(f"{unknown[0]!r:.80} is not a known key")
+        raise ValueError(f"{unknown[0]!r:.80} is not a key here")
 
 
 def _items(value: dict[str, Any], key: str, most: int) -> list[Any]:
@@ -232,9 +220,9 @@ def _check_line(form: dict[str, Any]) -> None:
 
 def _check_condition(when: Any) -> None:
     _check_keys(when, "", "any all")
-    sides = [key for key in ("any", "all") if when.get(key) is not None]
+    sides = [_items(when, key, MAX_COMPARISONS) for key in ("any", "all") if when.get(key) is not None]
     _require(bool(sides), "a condition needs any or all")
-    for comparison in (c for key in sides for c in _items(when, key, MAX_COMPARISONS)):
+    for comparison in (c for side in sides for c in side):
         _check_keys(comparison, "feature op", "value feature2")
         _check_name(comparison["feature"])
         op, value, other = (comparison.get(key) for key in ("op", "value", "feature2"))
@@ -441,10 +429,10 @@ def _compute(node: ast.expr, values: dict[str, float | None]) -> float | None:
         value = _constant(node)
     elif isinstance(node, ast.Call):
         arguments = [_compute(argument, values) for argument in node.args]
-        known = [v for v in arguments if v is not None and not math.isnan(v)]
-        if len(known) < len(arguments):
+        numbers = [v for v in arguments if v is not None and not math.isnan(v)]
+        if len(numbers) < len(arguments):
             return None
-        value = min(known) if getattr(node.func, "id", "") == "min" else max(known)
+        value = min(numbers) if getattr(node.func, "id", "") == "min" else max(numbers)
     else:
         assert isinstance(node, ast.BinOp)  # noqa: S101 - nothing else is allowed
         left, right = _compute(node.left, values), _compute(node.right, values)

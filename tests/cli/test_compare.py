@@ -78,7 +78,7 @@ def test_ranges_that_do_not_meet_are_reported(tracefit, two, tmp_path):
     code, out, _ = tracefit("compare", two[0], far, "--json")
     result = json.loads(out)
     assert (code, result["models"][0]["shifts"]) == (0, [])
-    assert any("prefill_tokens do not meet" in note for note in result["notes"])
+    assert any("prefill_tokens do not overlap" in note for note in result["notes"])
 
 
 def test_files_of_one_other_scope_are_compared_and_it_is_said(tracefit, two, tmp_path):

@@ -199,7 +199,7 @@ def test_rows_that_cannot_be_used_are_one_line(tracefit, beta, tmp_path, name, c
         (("--rows", "missing.csv"), "missing.csv"),
         (("--feature", "a"), "NAME=NUMBER"),
         (("--feature", "a=nan"), "NAME=NUMBER"),
-        (("--deployment", "other", "--batch", "4"), "no deployment here"),
+        (("--deployment", "other", "--batch", "4"), "no deployments match other"),
         (("--feature", "num_decode_reqs=-5"), "num_decode_reqs: -5 is not a count"),
         (
             ("--prompt", "10", "--output", "3", "--cached", "10"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 
 import pytest
 
@@ -99,5 +100,15 @@ def small(tmp_path):
 
 @pytest.fixture
 def parts():
-    """Return the models of the small server by short name, and what wraps them, to make other files of."""
-    return {"step": STEP, "admission": ADMISSION, "wait": WAIT, "departure": DEPARTURE, "document": document}
+    """Return the models of the small server by short name, to make other files of."""
+    return deepcopy({"step": STEP, "admission": ADMISSION, "wait": WAIT, "departure": DEPARTURE})
+
+
+@pytest.fixture
+def write(small):
+    """Return a function that puts models in place of those of a file of the small server."""
+
+    def to_file(kind, *models):
+        (small / f"{kind}.json").write_text(json.dumps(document(kind, *models)))
+
+    return to_file

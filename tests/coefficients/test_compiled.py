@@ -58,12 +58,12 @@ both = pytest.mark.parametrize("predict", [_row, _frame], ids=["row", "frame"])
 
 @both
 @pytest.mark.parametrize(("a", "b", "expected"), [(0, 0, 2000), (7, 3, 1950), (0, 50, 0), (0, 51, 0)])
-def test_a_line_is_the_intercept_and_the_terms_clipped_at_zero(predict, a, b, expected):
+def test_line_is_intercept_and_terms_clipped_at_0(predict, a, b, expected):
     assert predict(_line(2000.0, a=10.0, b=-40.0), {"a": a, "b": b, "unused": 9}) == expected
 
 
 @both
-def test_a_constant_below_zero_is_clipped_too(predict):
+def test_constant_below_0_is_clipped(predict):
     assert predict(_line(-5.0), {"unused": 1}) == 0
 
 
@@ -78,14 +78,14 @@ def test_a_feature_that_is_missing_is_an_error_that_names_it(predict):
 
 
 @pytest.mark.parametrize("model", [_line(5.0, a=1.0, b=1.0), _line(5.0, {"f": "a * b"}, f=1.0)])
-def test_an_unknown_input_is_null_in_a_frame_and_an_error_in_a_row(model):
+def test_unknown_input_is_null_in_a_frame_and_an_error_in_a_row(model):
     assert _frame(model, {"a": 1, "b": None}) is None
     with pytest.raises(UsageError, match="m needs b, which is not given"):
         _row(model, {"a": 1, "b": None})
 
 
 @both
-def test_what_is_given_wins_over_its_formula(predict):
+def test_given_value_wins_over_its_formula(predict):
     model = _line(0.0, {"f": "a + missing"}, f=2.0)
     assert predict(model, {"f": 3}) == 6
 
@@ -99,12 +99,12 @@ def test_formulas_build_on_definitions_and_on_each_other(predict):
 
 
 @pytest.mark.parametrize("definitions", [{"d": "d + 1"}, {"d": "e", "e": "d"}])
-def test_a_circle_of_formulas_is_refused_when_the_model_is_compiled(definitions):
+def test_circle_of_formulas_is_refused(definitions):
     with pytest.raises(UsageError, match="is defined by itself"):
         CompiledModel(_model(form="linear", definitions=definitions, **_linear(0.0, d=1.0)))
 
 
-def test_a_frame_column_that_holds_no_numbers_is_named():
+def test_column_of_text_is_named():
     with pytest.raises(UsageError, match="a: is not a column of numbers"):
         predict_rows(_line(0.0, a=1.0), pl.DataFrame({"a": ["x"]}))
 
@@ -137,7 +137,7 @@ BLOCKS = {"feature": "demand", "op": ">", "feature2": "blocks"}
         ({"any": [BLOCKS]}, 0, None, False),
     ],
 )
-def test_the_first_regime_whose_condition_holds_is_active(predict, when, slots, demand, queued):
+def test_first_regime_whose_condition_is_true_predicts(predict, when, slots, demand, queued):
     """An empty `any` is false, an empty `all` true, and a comparison with something unknown does not hold."""
     features = {"slots": slots, "demand": demand, "blocks": 10}
     assert predict(_regimes(when), features) == (5000 if queued else 197)
@@ -154,12 +154,12 @@ def test_the_first_regime_whose_condition_holds_is_active(predict, when, slots, 
         (">=", (False, True, True)),
     ],
 )
-def test_comparisons_mean_what_they_say(predict, op, holds):
+def test_comparison_of_each_relation(predict, op, holds):
     model = _regimes({"all": [{"feature": "x", "op": op, "value": 2}]})
     assert [predict(model, {"x": x}) == 5000 for x in (1, 2, 3)] == list(holds)
 
 
-def test_a_row_that_no_regime_holds_for_is_an_error_and_null_in_a_frame():
+def test_row_without_a_regime_is_an_error_and_null_in_a_frame():
     model = _regimes({"all": [SMALL]}, otherwise=False)
     with pytest.raises(UsageError, match="no regime of m"):
         _row(model, {"slots": 1})
@@ -170,7 +170,7 @@ def test_a_row_that_no_regime_holds_for_is_an_error_and_null_in_a_frame():
 @pytest.mark.parametrize(
     "when", [{}, {"any": [{"feature": "x", "op": "<"}]}, {"any": [SMALL | {"feature2": "x"}]}]
 )
-def test_a_condition_that_says_nothing_or_too_much_is_refused(when):
+def test_condition_of_no_or_two_right_sides_is_refused(when):
     with pytest.raises(ValueError, match="needs"):
         _regimes(when)
 
@@ -189,7 +189,7 @@ def _boundary(intercept=1400.0, offset=-30.0, **more):
     )
 
 
-def test_a_frame_takes_the_next_step_start_alone():
+def test_frame_uses_only_the_next_step_start():
     """Work 1,440 us: 3,000 to the boundary waits for it; idle is the work alone; 900 us is past it: unknown."""
     rows = pl.DataFrame({"step_residual_us": [3000.0, None, 900.0], "prompt_tokens": [100.0] * 3})
     compiled = CompiledModel(_boundary())
@@ -197,7 +197,7 @@ def test_a_frame_takes_the_next_step_start_alone():
     assert compiled.columns_with_clock == {"step_residual_us", "prompt_tokens"}
 
 
-def test_a_row_is_evaluated_without_polars_and_numpy(small):
+def test_row_is_evaluated_without_polars_and_numpy(small):
     code = (
         "import sys, tracefit\n"
         f"models = tracefit.load({str(small)!r})\n"
@@ -209,7 +209,7 @@ def test_a_row_is_evaluated_without_polars_and_numpy(small):
     assert done.stdout.strip() == "[]"
 
 
-def test_a_long_chain_of_definitions_is_computed():
+def test_long_chain_of_definitions_is_computed():
     """Each is computed from its own inputs alone: as columns of one growing frame, 900 took 22 s."""
     chain = Formulas.parse({f"d{n}": f"d{n - 1} + 1" if n else "a" for n in range(900)}, where="chain")
     found = chain.frame(pl.DataFrame({"a": [1.0, 2.0]}), ["d899"])
@@ -218,14 +218,14 @@ def test_a_long_chain_of_definitions_is_computed():
 
 @both
 @pytest.mark.parametrize("op", ["<", "<=", ">", ">=", "=="])
-def test_nan_is_unknown_a_comparison_with_it_does_not_hold(predict, op):
+def test_comparison_with_nan_is_false(predict, op):
     """polars by itself takes NaN for larger than every number."""
     nan = float("nan")
     assert predict(_regimes({"any": [{"feature": "x", "op": op, "value": 0}]}), {"x": nan}) == 197
     assert predict(_regimes({"all": [{"feature": "x", "op": op, "feature2": "x"}]}), {"x": nan}) == 197
 
 
-def test_a_sum_with_nan_is_unknown():
+def test_sum_with_nan_is_unknown():
     assert _frame(_line(1.0, a=1.0), {"a": float("nan")}) is None
     with pytest.raises(UsageError, match="needs a"):
         _row(_line(1.0, a=1.0), {"a": float("nan")})
@@ -234,7 +234,7 @@ def test_a_sum_with_nan_is_unknown():
 
 @both
 @pytest.mark.parametrize(("side", "x"), [("any", 5), ("all", -5)])
-def test_a_name_that_is_missing_is_an_error_whichever_comparison_decides(predict, side, x):
+def test_missing_name_is_an_error_whichever_comparison_decides(predict, side, x):
     tests = [{"feature": name, "op": ">", "value": 0} for name in "xz"]
     with pytest.raises(UsageError, match="needs z"):
         predict(_regimes({side: tests}), {"x": x})
@@ -254,7 +254,7 @@ ONE, OTHER = {"feature": "x", "op": ">", "value": 1}, {"feature": "x", "op": "<=
         ({"any": [ONE], "all": [OTHER]}, "(x > 1.0) and (x <= y)", "when (`x` > 1) and (`x` <= `y`)"),
     ],
 )
-def test_a_condition_says_when_it_holds(when, cell, sentence):
+def test_condition_is_written_in_csv_and_report(when, cell, sentence):
     """In a cell of the CSV export, and in the report."""
     model = _regimes(when)
     models = SimpleNamespace(models=SimpleNamespace(deployment_id="s", models={"m": model}))

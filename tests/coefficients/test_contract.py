@@ -89,18 +89,18 @@ def test_the_schemas_are_json_schemas_of_2020_12(name):
         ("evaluation.json", "evaluation"),
     ],
 )
-def test_what_training_writes_is_valid(trained, file, name):
+def test_files_of_training_are_valid(trained, file, name):
     document = json.loads((trained / file).read_text())
     jsonschema.validate(document, _schema(name), jsonschema.Draft202012Validator)
     assert document["schema"] == f"tracefit/{name}"
 
 
-def test_the_schema_refuses_what_the_reader_refuses():
+def test_schema_refuses_an_unknown_key():
     document = _wrapped(LINEAR) | {"surprise": 1}
     assert not jsonschema.Draft202012Validator(_schema("coefficients")).is_valid(document)
 
 
-def test_a_written_model_says_what_it_is_and_where_it_comes_from(trained):
+def test_written_model_states_its_target_and_training(trained):
     beta = json.loads((trained / "models" / "beta.json").read_text())
     model = beta["models"][0]
     assert (beta["kind"], model["name"], model["form"]) == ("beta", "beta.cycle_time", "linear")
@@ -116,7 +116,7 @@ def test_a_written_model_says_what_it_is_and_where_it_comes_from(trained):
         assert term["training_range"][0] < term["training_range"][1]
 
 
-def test_every_value_that_no_input_stated_is_marked_as_assumed(trained):
+def test_value_that_no_input_stated_is_marked_as_assumed(trained):
     deployment = json.loads((trained / "models" / "beta.json").read_text())["models"][0]["deployment"]
     assumed = " ".join(deployment["assumed"])
     assert "gpu_memory_utilization" in assumed

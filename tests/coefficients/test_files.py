@@ -50,7 +50,7 @@ def _refused(path, read=read_coefficients):
     return line
 
 
-def test_a_file_of_numbers_alone_is_read(write):
+def test_file_without_optional_keys_is_read(write):
     file = read_coefficients(write(FILE))
     assert (file.kind, file.models[0].intercept.value, file.models[0].terms[0].value) == (
         "beta",
@@ -59,7 +59,7 @@ def test_a_file_of_numbers_alone_is_read(write):
     )
 
 
-def test_a_file_that_was_written_reads_as_it_was(write, trained):
+def test_written_file_is_read_unchanged(write, trained):
     for name in ("alpha", "beta"):
         text = (trained / "models" / f"{name}.json").read_text()
         assert to_json(read_coefficients(write(text))) == text
@@ -71,7 +71,7 @@ def test_a_byte_order_mark_does_no_harm(write):
     assert read_coefficients(write(b"\xef\xbb\xbf" + json.dumps(FILE).encode())).kind == "beta"
 
 
-def test_keys_of_the_text_are_in_declared_order_and_it_ends_in_a_newline(write):
+def test_keys_are_in_declared_order(write):
     text = to_json(read_coefficients(write(dict(reversed(FILE.items())))))
     assert list(json.loads(text))[:4] == ["schema", "version", "kind", "models"]
     assert text.endswith("}\n")
@@ -106,7 +106,7 @@ def test_numbers_keep_nine_digits(value, kept):
         (("x" * 5000,), 1, "xxx"),
     ],
 )
-def test_a_part_of_another_shape_is_named(write, place, value, says):
+def test_part_of_another_shape_is_named(write, place, value, says):
     document = json.loads(json.dumps(FILE))
     part = document
     for key in place[:-1]:
@@ -118,11 +118,11 @@ def test_a_part_of_another_shape_is_named(write, place, value, says):
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
-def test_numbers_that_are_none_are_refused(write, number):
+def test_number_that_is_not_finite_is_refused(write, number):
     _refused(write(json.dumps(FILE).replace("26.59", number)))
 
 
-def test_a_key_that_is_there_twice_is_refused(write):
+def test_repeated_key_is_refused(write):
     text = json.dumps(FILE).replace('"value": 26.59', '"value": 26.59, "value": 1.0')
     assert "twice" in _refused(write(text))
 
@@ -145,18 +145,18 @@ def test_a_key_that_is_there_twice_is_refused(write):
     ],
     ids=range(12),
 )
-def test_what_is_no_such_file_at_all_is_one_line(write, content):
+def test_error_of_another_file_is_one_line(write, content):
     path = write(content)
     _refused(path)
     _refused(path, read_evaluation)
 
 
-def test_a_file_that_is_not_there_or_no_file(tmp_path):
+def test_missing_file_and_folder_are_refused(tmp_path):
     _refused(tmp_path / "missing.json")
     _refused(tmp_path)
 
 
-def test_a_file_of_a_size_that_cannot_be_is_not_read(write):
+def test_too_large_file_is_not_read(write):
     path = write(FILE)
     with path.open("ab") as file:
         file.truncate(MAX_FILE_BYTES + 1)
@@ -175,7 +175,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("change", "says"), DAMAGE)
-def test_numbers_that_contradict_each_other_are_refused(write, change, says):
+def test_contradicting_numbers_are_refused(write, change, says):
     document = json.loads(json.dumps(FILE))
     place, value = change
     part = document["models"][0]
@@ -185,7 +185,7 @@ def test_numbers_that_contradict_each_other_are_refused(write, change, says):
     assert says in _refused(write(document))
 
 
-def test_a_model_that_is_there_twice_is_refused(write):
+def test_repeated_model_is_refused(write):
     assert "two models" in _refused(write(FILE | {"models": [MODEL, MODEL]}))
 
 

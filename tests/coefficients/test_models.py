@@ -7,7 +7,6 @@ prefill tokens.
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from dataclasses import replace
 
 import polars as pl
@@ -18,14 +17,14 @@ from tracefit.errors import UsageError
 from tracefit.features import targets
 
 
-def test_a_step_is_described_by_its_batch_and_prompt_tokens(small):
+def test_step_is_described_by_its_batch_and_prompt_tokens(small):
     # 1,000 + 10 * 40 + 50 * 4 + 0.5 * 4 * 30 + 100 * 40 / 44
     prediction = tracefit.load(small).predict_step(batch=4, context=30, prefill=40)
     assert prediction.step.value_us == pytest.approx(1660 + 100 * 40 / 44)
     assert (prediction.assumed, prediction.out_of_range) == ((), ())
 
 
-def test_the_range_is_what_held_out_rows_of_its_kind_kept_to(small):
+def test_range_is_that_of_held_out_rows_of_the_kind(small):
     models = tracefit.load(small)
     decode = models.predict_step(batch=4).step
     assert decode.value_us == 1200
@@ -36,22 +35,22 @@ def test_the_range_is_what_held_out_rows_of_its_kind_kept_to(small):
     assert (mixed.low_us, mixed.high_us) == (pytest.approx(1000), pytest.approx(4000))
 
 
-def test_errors_beyond_the_value_itself_leave_the_range_open(small, parts):
-    step = deepcopy(parts["step"])
+def test_errors_beyond_the_value_itself_leave_the_range_open(small, parts, write):
+    step = parts["step"]
     step["validation"]["holdout"]["p90_ape_pct"] = 100.0
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     prediction = tracefit.load(small).predict_step(batch=4).step
     assert (prediction.low_us, prediction.high_us) == (pytest.approx(600), None)
 
 
-def test_an_input_outside_the_training_range_is_predicted_and_said(small):
+def test_input_outside_the_training_range_is_named(small):
     prediction = tracefit.load(small).predict_step(batch=7, prefill=61)
     assert len(prediction.out_of_range) == 2
     assert "prefill_tokens 61 is outside 0 to 60" in prediction.out_of_range[0]
     assert "num_decode_reqs 7 is outside 0 to 6" in prediction.out_of_range[1]
 
 
-def test_what_a_model_has_no_term_for_has_a_training_range_all_the_same(tmp_path, parts):
+def test_feature_without_a_term_has_a_training_range(small, parts, write):
     """Trained on prompts of up to 27 tokens a step, which say nothing of others: 90 are no reason for confidence."""
     flat = {
         **parts["step"],
@@ -66,8 +65,8 @@ def test_what_a_model_has_no_term_for_has_a_training_range_all_the_same(tmp_path
             {"feature": "tiles", "reason": "collinear", "training_range": [0, 1]},
         ],
     }
-    (tmp_path / "beta.json").write_text(json.dumps(parts["document"]("beta", flat)))
-    models = tracefit.load(tmp_path / "beta.json")
+    write("beta", flat)
+    models = tracefit.load(small)
     inside, outside = (models.predict_step(batch=4, context=100, prefill=p) for p in (27, 90))
     assert (inside.out_of_range, inside.step.low_us is None) == ((), False)
     assert outside.step.value_us == inside.step.value_us
@@ -107,11 +106,11 @@ IMPOSSIBLE_REQUESTS = [
 
 
 @pytest.fixture
-def short(small, parts):
+def short(small, parts, write):
     """The small server, which takes requests of at most 200 tokens."""
-    step = deepcopy(parts["step"])
+    step = parts["step"]
     step["deployment"]["settings"]["max_model_len"] = 200
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     return tracefit.load(small)
 
 
@@ -128,7 +127,7 @@ def test_step_beyond_server_limits_is_refused(short, step, said):
 
 
 @pytest.mark.parametrize(("request_", "said"), IMPOSSIBLE_REQUESTS)
-def test_a_request_that_the_server_refuses_is_refused_alone_and_among_rows(short, request_, said):
+def test_request_that_the_server_refuses_is_refused(short, request_, said):
     most = {"prompt_tokens": 10, "output_tokens": 1}
     assert short.predict_request(prompt_tokens=150, output_tokens=50, batch=8).ttft.value_us > 0
     with pytest.raises(UsageError, match=said):
@@ -137,13 +136,13 @@ def test_a_request_that_the_server_refuses_is_refused_alone_and_among_rows(short
         short.predict_request([most, most | request_, most])
 
 
-def test_the_first_impossible_row_is_the_one_that_is_named(short):
+def test_first_impossible_row_is_named(short):
     """Whatever rule it breaks: the second breaks the last rule, the third the first."""
     with pytest.raises(UsageError, match="row 2: context: 201"):
         short.predict_step({"batch": [1, 1, -1], "context": [1, 201, 1]})
 
 
-def test_a_context_that_is_not_given_is_said(small):
+def test_missing_context_is_an_assumption(small):
     assert tracefit.load(small).predict_step(batch=4).assumed == (
         "context 0: not given, as if the batch had no tokens in its caches",
     )
@@ -151,16 +150,16 @@ def test_a_context_that_is_not_given_is_said(small):
     assert stated.assumed == ()
 
 
-def test_what_changes_nothing_is_said_and_what_would_check_it(small, parts):
+def test_input_without_effect_is_named_with_its_check(small, parts, write):
     """A model of the batch alone, trained up to half a cache of blocks that the server does not state."""
-    step = deepcopy(parts["step"])
+    step = parts["step"]
     del step["deployment"]["settings"]["num_gpu_blocks"]
     step["terms"] = [parts["step"]["terms"][1]]
     step["features_left_out"] = [
         {"feature": "kv_usage_ratio", "reason": "collinear", "training_range": [0, 0.5]},
         {"feature": "waiting_depth", "reason": "collinear", "training_range": [0, 3]},
     ]
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     models = tracefit.load(small)
     said = models.predict_step(batch=4, context=300, waiting=2)
     (line,) = said.assumed
@@ -179,12 +178,12 @@ def test_what_changes_nothing_is_said_and_what_would_check_it(small, parts):
     )
 
 
-def test_a_line_below_zero_is_no_prediction_of_nothing(small, parts):
+def test_line_below_0_is_reported_as_unknown(small, parts, write):
     """-1,000 us + 100 per token ahead: with 5 tokens ahead it is 500 us below 0."""
-    wait = deepcopy(parts["wait"])
+    wait = parts["wait"]
     wait["regimes"][0]["intercept"]["value"] = -1000.0
     wait["validation"] = parts["step"]["validation"]
-    (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", parts["admission"], wait)))
+    write("alpha", parts["admission"], wait)
     models = tracefit.load(small)
     found = models.predict_request(prompt_tokens=50, output_tokens=5, queue=1)
     assert found.overheads["queue_wait"].value_us == 0
@@ -267,7 +266,7 @@ def test_a_queue_makes_a_request_wait_for_the_outputs_ahead(small):
 
 
 @pytest.fixture
-def busy(small, parts):
+def busy(small, parts, write):
     """The small server, trained on requests of 60 prompt and 10 output tokens, 20 allowed; and how well it predicts."""
     mean = {
         "requests": 40,
@@ -276,9 +275,9 @@ def busy(small, parts):
         "output_tokens": 10,
         "max_tokens": 20,
     }
-    step = deepcopy(parts["step"])
+    step = parts["step"]
     step["deployment"]["workload"] = mean
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     alpha = json.loads((small / "alpha.json").read_text())
     alpha["requests"] = [_range("itl", 0.8, 1.5), _range("ttft", None, None)]
     (small / "alpha.json").write_text(json.dumps(alpha))
@@ -317,9 +316,9 @@ def test_prompts_of_others_lengthen_the_steps_of_a_request(busy):
 
 
 @pytest.fixture
-def bursty(small, parts):
+def bursty(small, parts, write):
     """The small server, whose prompts came in steps of 30 tokens (one request) and of 90 (two)."""
-    step = deepcopy(parts["step"])
+    step = parts["step"]
     step["deployment"]["workload"] = {
         "requests": 40,
         "prompt_tokens": 60,
@@ -330,7 +329,7 @@ def bursty(small, parts):
         "running_remaining_tokens": 25,
         "prompt_steps": [{"tokens": 30, "prompts": 1}, {"tokens": 90, "prompts": 2}],
     }
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     return tracefit.load(small)
 
 
@@ -346,7 +345,7 @@ def test_prompts_of_others_come_in_steps_like_those_of_training(bursty):
     assert prediction.overheads["admission"].value_us == pytest.approx(380 + met / 2)
 
 
-def test_more_prompts_than_the_steps_of_training_held_crowd_every_step(bursty):
+def test_more_prompts_than_in_training_crowd_every_step(bursty):
     """7 others of 2 output tokens: 3.5 prompts or 210 tokens a step, 3.5 times those of training; a step has room for 93."""
     prediction = bursty.predict_request(
         prompt_tokens=50, output_tokens=11, batch=7, context=100, features={"others_output": 2}
@@ -356,7 +355,7 @@ def test_more_prompts_than_the_steps_of_training_held_crowd_every_step(bursty):
     )
 
 
-def test_requests_met_running_are_like_those_of_training(bursty):
+def test_running_requests_are_like_those_of_training(bursty):
     assert any("context 80 of the others: the mean" in t for t in _assumed(bursty))
     stated = _assumed(bursty, features={"others_output": 40})
     assert any("context 80 of the others: halfway" in t for t in stated), "60 + 40 / 2"
@@ -366,7 +365,7 @@ def _assumed(models, **more):
     return models.predict_request(prompt_tokens=50, output_tokens=11, batch=2, **more).assumed
 
 
-def test_rows_meet_the_same_steps_with_prompts(bursty):
+def test_rows_have_the_same_steps_with_prompts(bursty):
     rows = pl.DataFrame(
         {
             "prompt_tokens": [50, 50, 90],
@@ -424,7 +423,7 @@ def test_a_composed_latency_has_the_range_measured_on_requests(busy):
     )
 
 
-def test_outside_the_training_range_there_is_no_range(busy):
+def test_prediction_outside_the_training_range_has_no_range(busy):
     prediction = busy.predict_request(prompt_tokens=90, output_tokens=11)
     assert any("prefill_tokens 90" in text for text in prediction.out_of_range)
     assert (prediction.itl.low_us, prediction.itl.high_us) == (None, None)
@@ -433,7 +432,7 @@ def test_outside_the_training_range_there_is_no_range(busy):
     assert busy.predict_step(batch=2, prefill=50).step.low_us is not None
 
 
-def test_rows_of_requests_meet_the_same_prompts_of_others(busy):
+def test_rows_have_the_same_prompts_of_others(busy):
     rows = pl.DataFrame(
         {
             "prompt_tokens": [50, 250, 90, 50],
@@ -447,7 +446,7 @@ def test_rows_of_requests_meet_the_same_prompts_of_others(busy):
     assert_rows_are_as_single_requests(busy, rows)
 
 
-def test_a_long_prompt_takes_the_steps_that_the_token_budget_leaves_it(small):
+def test_long_prompt_takes_several_steps_of_the_budget(small):
     """Beside 2 decoding requests 98 tokens fit a step: 250 tokens are 98 + 98 + 54."""
     prediction = tracefit.load(small).predict_request(prompt_tokens=250, output_tokens=1, batch=2, context=0)
     assert prediction.prefill_steps == 3
@@ -461,17 +460,17 @@ def test_cached_prompt_tokens_need_no_prefill(small):
     assert (prediction.prefill_steps, prediction.prefill.value_us) == (1, 1000 + 100 + 100)
 
 
-def test_what_a_file_lacks_is_left_out_and_said(small, parts):
-    (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", parts["wait"])))
+def test_missing_model_is_left_out_and_named(small, parts, write):
+    write("alpha", parts["wait"])
     prediction = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=11)
     assert (prediction.overheads["admission"], prediction.ttft, prediction.e2e) == (None, None, None)
     assert prediction.overheads["queue_wait"].value_us == 70
     assert any("alpha.admission" in text for text in prediction.assumed)
 
 
-def test_a_wait_that_knows_no_queue_says_so(small, parts):
+def test_wait_without_a_queue_in_training_is_named(small, parts, write):
     wait = parts["departure"] | {"name": "alpha.queue_wait", "terms": []}
-    (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", wait)))
+    write("alpha", wait)
     models = tracefit.load(small)
     inputs = {"prompt_tokens": 50, "output_tokens": 11}
     assert any(
@@ -480,11 +479,10 @@ def test_a_wait_that_knows_no_queue_says_so(small, parts):
     assert not any("training shows no wait" in text for text in models.predict_request(**inputs).out_of_range)
 
 
-def test_a_wait_that_knows_no_queue_is_that_of_the_outputs_ahead(small, parts):
+def test_wait_without_a_queue_term_is_that_of_the_outputs_ahead(small, parts, write):
     """8 slots are full: 4 have to leave before this one runs. 11 steps each, 8 at a time."""
     wait = parts["departure"] | {"name": "alpha.queue_wait", "terms": []}
-    alpha = parts["document"]("alpha", parts["admission"], wait, parts["departure"])
-    (small / "alpha.json").write_text(json.dumps(alpha))
+    write("alpha", parts["admission"], wait, parts["departure"])
     models = tracefit.load(small)
     inputs = {"prompt_tokens": 50, "output_tokens": 11, "context": 60}
     queued = models.predict_request(**inputs, queue=3)
@@ -510,36 +508,35 @@ def test_a_wait_that_knows_no_queue_is_that_of_the_outputs_ahead(small, parts):
     ]
 
 
+@pytest.mark.parametrize("has_queue_term", [True, False])
 @pytest.mark.parametrize("batch", [None, 0, 3, 7, 8])
-def test_no_answer_falls_as_the_queue_grows(small, parts, batch):
+def test_no_answer_falls_as_the_queue_grows(small, parts, write, batch, has_queue_term):
     """Also where the line of those that waited is below 0 for a short queue, or an admission falls with the queue."""
-    wait = deepcopy(parts["wait"])
-    wait["regimes"][0]["intercept"]["value"] = -10_000.0
+    wait = parts["wait"] if has_queue_term else parts["departure"] | {"name": "alpha.queue_wait", "terms": []}
+    if has_queue_term:
+        wait["regimes"][0]["intercept"]["value"] = -10_000.0
     admission = parts["departure"] | {
         "name": "alpha.admission",
         "intercept": {"value": 900.0},
         "terms": [{"feature": "waiting_depth", "unit": "us", "value": -7.0, "training_range": [0, 1000]}],
     }
-    for waits in (wait, parts["departure"] | {"name": "alpha.queue_wait", "terms": []}):
-        alpha = parts["document"]("alpha", admission, waits)
-        (small / "alpha.json").write_text(json.dumps(alpha))
-        models = tracefit.load(small)
-        asked = [{"prompt_tokens": 50, "output_tokens": 11, "queue": q, "batch": batch} for q in range(40)]
-        found = [models.predict_request(**each) for each in asked]
-        times = [each.ttft.value_us for each in found]
-        assert times == sorted(times)
-        assert times[-1] > 5 * times[0]
-        assert models.predict_request(asked)["ttft_us"].to_list() == pytest.approx(times)
+    write("alpha", admission, wait)
+    models = tracefit.load(small)
+    asked = [{"prompt_tokens": 50, "output_tokens": 11, "queue": q, "batch": batch} for q in range(40)]
+    times = [models.predict_request(**each).ttft.value_us for each in asked]
+    assert times == sorted(times)
+    assert times[-1] > 5 * times[0]
+    assert models.predict_request(asked)["ttft_us"].to_list() == pytest.approx(times)
 
 
-def test_every_input_beyond_training_is_named(small, parts):
+def test_every_input_beyond_training_is_named(small, parts, write):
     """Also those that no feature shows: in training 2 waited at most, prompts had 60 tokens, and 5 requests ran."""
-    step = deepcopy(parts["step"])
+    step = parts["step"]
     step["deployment"]["input_ranges"] = {
         "request": {"queue": [0, 2], "prompt_tokens": [10, 60], "batch": [0, 5]},
         "step": {"batch": [0, 5], "waiting": [0, 2], "prefill": [0, 60]},
     }
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     models = tracefit.load(small)
     asked = {"prompt_tokens": 62, "output_tokens": 5, "queue": 3, "batch": 6}
     beyond = models.predict_request(**asked).out_of_range
@@ -574,21 +571,21 @@ def test_rows_of_requests_have_the_ranges_of_single_ones(busy):
     assert (inside["ttft_low_us"], outside["itl_low_us"], outside["itl_high_us"]) == (None, None, None)
 
 
-def test_a_step_ahead_makes_the_prompt_wait_a_cycle_more(small, parts):
-    step = deepcopy(parts["step"])
+def test_a_step_ahead_makes_the_prompt_wait_a_cycle_more(small, parts, write):
+    step = parts["step"]
     step["deployment"]["settings"]["async_scheduling"] = True
     inputs = {"prompt_tokens": 50, "output_tokens": 1, "batch": 2, "context": 100}
     before = tracefit.load(small).predict_request(**inputs).prefill.value_us
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     prediction = tracefit.load(small).predict_request(**inputs)
     assert prediction.prefill.value_us == pytest.approx(before + 1200)
     assert any("a step ahead" in text for text in prediction.assumed)
 
 
-def test_an_unknown_feature_has_the_middle_of_its_range(small, parts):
+def test_an_unknown_feature_has_the_middle_of_its_range(small, parts, write):
     term = {"feature": "arrival_rate_per_s", "unit": "us", "value": 2.0, "training_range": [10, 30]}
     wait = parts["departure"] | {"name": "alpha.queue_wait", "terms": [term]}
-    (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", wait)))
+    write("alpha", wait)
     prediction = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=1)
     assert prediction.overheads["queue_wait"].value_us == 200 + 2 * 20
     assert any("arrival_rate_per_s 20" in text for text in prediction.assumed)
@@ -604,7 +601,7 @@ STRANGE = [
 
 
 @pytest.mark.parametrize(("inputs", "says"), STRANGE)
-def test_a_request_that_makes_no_sense_is_refused(small, inputs, says):
+def test_request_that_makes_no_sense_is_refused(small, inputs, says):
     with pytest.raises(UsageError, match=says):
         tracefit.load(small).predict_request(**inputs)
     frame = pl.DataFrame([inputs])
@@ -612,49 +609,57 @@ def test_a_request_that_makes_no_sense_is_refused(small, inputs, says):
         tracefit.load(small).predict_request(frame)
 
 
-def test_a_feature_of_a_step_that_is_not_known_is_named(small, parts):
-    step = deepcopy(parts["step"])
+def test_unknown_feature_of_a_step_is_named(small, parts, write):
+    step = parts["step"]
     step["terms"][0] = {"feature": "x", "unit": "us", "value": 1.0, "formula": "mystery * prefill_tokens"}
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     with pytest.raises(UsageError, match=r"beta\.cycle_time needs mystery, which is not given"):
         tracefit.load(small).predict_step(batch=1)
     assert tracefit.load(small).predict_step(prefill=3, features={"mystery": 7}).step.value_us == 1121
 
 
+@pytest.mark.parametrize("inputs", [{"batch": 1}, {"rows": [{"batch": 1}]}], ids=["row", "frame"])
 @pytest.mark.parametrize("definitions", [{"a": "b", "b": "a + 1"}, {"a": "a"}])
-def test_definitions_that_go_round_in_a_circle_are_refused(small, parts, definitions):
+def test_circle_of_definitions_is_refused(small, parts, write, definitions, inputs):
     circle = {"feature": "f", "unit": "us", "value": 1.0, "formula": "a + 1"}
     step = parts["step"] | {"terms": [circle], "definitions": definitions}
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
-    for inputs in ({"batch": 1}, {"rows": pl.DataFrame({"batch": [1]})}):
-        with pytest.raises(UsageError, match="defined by itself"):
-            tracefit.load(small).predict_step(**inputs)
+    write("beta", step)
+    with pytest.raises(UsageError, match="defined by itself"):
+        tracefit.load(small).predict_step(**inputs)
 
 
-def test_definitions_that_double_cost_no_more_than_their_number(small, parts):
+def test_doubling_definitions_cost_only_their_number(small, parts, write):
     chain = {f"d{i}": f"d{i + 1} + d{i + 1}" for i in range(45)} | {"d45": "batch"}
     step = parts["step"] | {
         "terms": [{"feature": "f", "unit": "us", "value": 1.0, "formula": "d0 / d0"}],
         "definitions": chain,
     }
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     models = tracefit.load(small)
     assert models.predict_step(batch=3).step.value_us == 1001
     assert models.predict_step(pl.DataFrame({"batch": [3]}))["predicted_us"].to_list() == [1001]
 
 
-def test_deployments_are_selected_by_a_part_of_their_name(small, parts):
+@pytest.fixture
+def two_deployments(small, parts, write):
+    """The small server and a slower one."""
     other = parts["step"] | {"deployment_id": "large.gpu.tp1.00000000", "intercept": {"value": 9000.0}}
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", parts["step"], other)))
-    models = tracefit.load(small)
-    assert sorted(models.deployment_ids) == ["large.gpu.tp1.00000000", "small.gpu.tp1.00000000"]
-    assert models.predict_step(deployment="large", batch=1).step.value_us == 9050
-    for deployment in (None, "gpu", "tiny"):
-        with pytest.raises(UsageError, match=r"deployment`: .*large\.gpu"):
-            models.predict_step(deployment=deployment, batch=1)
+    write("beta", parts["step"], other)
+    return tracefit.load(small)
 
 
-def test_files_that_are_not_there_or_say_the_same_twice_are_refused(small, tmp_path):
+def test_deployment_is_selected_by_a_part_of_its_name(two_deployments):
+    assert sorted(two_deployments.deployment_ids) == ["large.gpu.tp1.00000000", "small.gpu.tp1.00000000"]
+    assert two_deployments.predict_step(deployment="large", batch=1).step.value_us == 9050
+
+
+@pytest.mark.parametrize("deployment", [None, "gpu", "tiny"])
+def test_choice_of_no_or_several_deployments_is_refused(two_deployments, deployment):
+    with pytest.raises(UsageError, match=r"deployment`: .*large\.gpu"):
+        two_deployments.predict_step(deployment=deployment, batch=1)
+
+
+def test_missing_or_repeated_files_are_refused(small, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"neither alpha\.json nor beta\.json"):
         tracefit.load(tmp_path / "empty")
@@ -662,7 +667,7 @@ def test_files_that_are_not_there_or_say_the_same_twice_are_refused(small, tmp_p
         tracefit.load(small, small / "beta.json")
 
 
-def test_frames_give_what_single_predictions_give(small):
+def test_frames_and_single_predictions_are_equal(small):
     models = tracefit.load(small)
     inputs = [
         {"prompt_tokens": p, "output_tokens": o, "queue": q, "cached": c, "batch": b}
@@ -682,19 +687,19 @@ def test_frames_give_what_single_predictions_give(small):
         assert (row["out_of_range"] is None) == (not prediction.out_of_range)
 
 
-def test_a_shipped_roofline_file_needs_nothing_but_its_own_definitions(trained, small, parts):
+def test_file_brings_its_own_definitions(trained, small, parts, write):
     """A term of a name that is defined by the file: 64 requests at most, 8 running."""
     fullness = {"feature": "fullness", "unit": "us", "value": 8.0, "formula": "running_depth / slots"}
     step = parts["step"] | {"terms": [fullness], "definitions": {"slots": "64"}}
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     assert tracefit.load(small).predict_step(batch=8).step.value_us == 1001
     frame = tracefit.load(small).predict_step(pl.DataFrame({"running_depth": [16, None]}))
     assert frame["predicted_us"].to_list() == [1002, None]
 
 
-def test_a_constant_is_predicted_for_every_row(small, parts):
+def test_a_constant_is_predicted_for_every_row(small, parts, write):
     step = parts["step"] | {"terms": []}
-    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    write("beta", step)
     frame = tracefit.load(small).predict_step(pl.DataFrame({"x": [1, 2]}))
     assert frame["predicted_us"].to_list() == [1000, 1000]
 

@@ -18,7 +18,7 @@ from tracefit.tables.store import TableStore
     ("kind", "name"),
     [("beta", "cycle_time"), *(("alpha", target.name) for target in TARGETS)],
 )
-def test_a_plain_reading_of_the_file_has_the_error_the_evaluation_states(trained, kind, name):
+def test_evaluator_has_the_error_that_the_file_states(trained, kind, name):
     model = evaluator.load(trained / "models" / f"{kind}.json", f"{kind}.{name}")
     store = TableStore(trained / "tables")
     starts = store.read("timeline")["ts_start_ns"].drop_nulls().sort().to_numpy()
@@ -37,7 +37,7 @@ def test_a_plain_reading_of_the_file_has_the_error_the_evaluation_states(trained
     assert len(errors) == model["validation"]["holdout"]["n"]
 
 
-def test_the_fitted_line_is_the_one_the_trace_was_made_with(trained):
+def test_fitted_line_is_the_law_of_the_trace(trained):
     """Step time is 2,000 + 10 per prefill token + 50 per decode token."""
     model = read_coefficients(trained / "models" / "beta.json").models[0]
     names = {t.feature for t in model.terms} | {"prefill_tokens", "decode_tokens", "num_prefill_reqs"}

@@ -67,7 +67,7 @@ def test_the_mean_request_is_that_of_the_training_part():
     assert workload_of(_requests(output_tokens=[0, 0, 7]), _timeline()) is None
 
 
-def test_those_met_running_are_weighted_by_how_long_they_run():
+def test_running_requests_are_weighted_by_their_steps():
     mean = workload_of(_requests(), _timeline())
     assert mean is not None
     # 3 steps of one with 40 + 1.5 tokens and 8 - 1.5 to go, 5 of one with 60 + 2.5 and 16 - 2.5.
@@ -75,7 +75,7 @@ def test_those_met_running_are_weighted_by_how_long_they_run():
     assert mean.running_remaining_tokens == pytest.approx((3 * 6.5 + 5 * 13.5) / 8)
 
 
-def test_steps_with_prompts_are_summed_up_from_few_tokens_to_many():
+def test_steps_with_prompts_are_grouped_by_tokens():
     steps = pl.DataFrame(
         {
             "prefill_tokens": [90, 0, 10, 20, 40, None, 30, 50, 60, 80, 100, 70],
@@ -93,7 +93,7 @@ def test_steps_with_prompts_are_summed_up_from_few_tokens_to_many():
     ]
 
 
-def test_a_request_is_described_by_what_is_known_when_it_arrives():
+def test_request_is_described_by_the_facts_at_its_arrival():
     first, second = described_requests(_requests(), _timeline()).sort("prompt_tokens").to_dicts()
     # In the step before it was queued 2 waited and 1 ran, whatever it decoded beside in steps 3 and 4.
     assert (first["queue"], first["batch"], first["cached"]) == (2, 1, 0)
@@ -111,7 +111,7 @@ def test_complete_journeys_give_the_queue_on_arrival():
     assert (first["queue"], first["batch"]) == (2, 1), "not in the journeys: as the step before shows"
 
 
-def test_what_happens_after_a_request_came_changes_nothing():
+def test_later_steps_do_not_change_a_description():
     """Later steps may be as full as they like: nobody who asks for a prediction knows them."""
     later = _timeline().with_columns(
         pl.when(pl.col("step_id") > 2).then(99).otherwise(c).alias(c)
@@ -165,7 +165,7 @@ def test_composed_requests_sum_up_under_steady_load(tmp_path):
 
 
 @pytest.mark.parametrize("deployment", ["llama-2-70b", "llama-3.1-8b"])
-def test_composed_requests_of_the_fixtures_keep_to_what_was_measured(deployment):
+def test_composed_requests_of_the_fixtures_are_close(deployment):
     """fixtures/models/ is what training makes of fixtures/generated/: TTFT and E2E beat a constant median, no latency is far off in sum.
 
     Not ITL: its law has a large constant, and the batch that a request arrives in is not the one it decodes in.

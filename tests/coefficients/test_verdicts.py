@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tracefit.coefficients.verdicts import THRESHOLDS, BesideModels, Threshold, override, verdicts_of
+from tracefit.coefficients.verdicts import THRESHOLDS, Measurements, Threshold, override, verdicts_of
 from tracefit.errors import UsageError
 from tracefit.fit.results import Classifier, Metrics, SummedTime, Validation
 from tracefit.results.plans import PlanPoint
@@ -62,8 +62,8 @@ def _replay(ttft=5.0, e2e=2.0):
     return RunReplay("r", "s", 50, 0, tuple(Replayed(n, 100.0, 100 + e, e) for n, e in names.items()))
 
 
-def _evidence(bias=-1.0, replays=None):
-    return BesideModels(_summed(bias), (_replay(),) if replays is None else replays)
+def _measured(bias=-1.0, replays=None):
+    return Measurements(_summed(bias), (_replay(),) if replays is None else replays)
 
 
 def _summed(bias=-1.0):
@@ -78,7 +78,7 @@ def _summed(bias=-1.0):
 
 
 def _answers(models, thresholds=THRESHOLDS, bias=-1.0):
-    return {use: v.answer for use, v in verdicts_of(models, _evidence(bias), thresholds).items()}
+    return {use: v.answer for use, v in verdicts_of(models, _measured(bias), thresholds).items()}
 
 
 USES = ("simulation", "capacity planning", "autoscaling", "alerting")
@@ -95,11 +95,12 @@ def test_a_measure_at_its_threshold_still_passes(mape, answer):
     assert _answers(_models(mape=mape))["simulation"] == answer
 
 
-def test_the_bias_that_counts_is_that_of_all_steps_in_either_direction():
-    """Not that of the rows whose errors are measured: with a sampled server these are the steps of the others."""
-    for bias in (-16.0, 16.0):
-        assert _answers(_models(bias=0.5), bias=bias)["simulation"] == "no"
-    assert _answers(_models(bias=-16.0), bias=0.5)["simulation"] == "yes"
+@pytest.mark.parametrize(
+    ("of_rows", "of_steps", "answer"), [(0.5, -16, "no"), (0.5, 16, "no"), (-16, 0.5, "yes")]
+)
+def test_bias_of_all_steps_counts_in_either_direction(of_rows, of_steps, answer):
+    """Not that of the rows whose errors are measured: a sampled server has few of them."""
+    assert _answers(_models(bias=of_rows), bias=of_steps)["simulation"] == answer
 
 
 @pytest.mark.parametrize(
@@ -115,32 +116,32 @@ def test_the_bias_that_counts_is_that_of_all_steps_in_either_direction():
 )
 def test_admission_counts_as_a_part_of_the_replayed_ttft(skill, replay, answer):
     models = _models() | {"alpha.admission": _entry(skill=skill)}
-    assert verdicts_of(models, _evidence(replays=(replay,)))["simulation"].answer == answer
+    assert verdicts_of(models, _measured(replays=(replay,)))["simulation"].answer == answer
 
 
 def test_the_worst_measure_decides_and_is_the_reason():
-    verdict = verdicts_of(_models(mape=12.0, extrapolated=60), _evidence())["simulation"]
+    verdict = verdicts_of(_models(mape=12.0, extrapolated=60), _measured())["simulation"]
     assert verdict.answer == "no"
     assert verdict.reasons == ("held-out steps outside the training range: 60 % (at most 50 % required)",)
     assert {c.measure: c.answer for c in verdict.criteria}["step_mape_pct"] == "with limits"
 
 
-def test_a_model_that_is_not_there_forbids_what_needs_it():
+def test_missing_model_forbids_its_uses():
     models = _models()
     del models["alpha.queue_wait"]
     answers = _answers(models)
     assert answers == {"simulation": "yes", "capacity planning": "yes", "autoscaling": "no", "alerting": "no"}
-    verdict = verdicts_of(models, _evidence())["alerting"]
+    verdict = verdicts_of(models, _measured())["alerting"]
     assert "alpha.queue_wait is not fitted" in verdict.reasons
 
 
-def test_durations_that_are_the_step_time_serve_as_well():
+def test_durations_serve_as_step_times():
     models = _models()
     models["beta.duration"] = models.pop("beta.cycle_time")
     assert _answers(models)["capacity planning"] == "yes"
 
 
-def test_a_hold_out_in_which_nobody_queued_tells_nothing_of_the_queue():
+def test_holdout_without_a_queue_limits_the_verdict():
     answers = _answers(_models(queued=(0, 0, 0, 20), skill=0.9))
     assert answers["autoscaling"] == answers["alerting"] == "with limits"
 
@@ -162,7 +163,7 @@ def test_telling_regimes_apart_by_hand():
     ],
 )
 def test_simulation_and_planning_rest_on_the_replay(replays, answer):
-    found = verdicts_of(_models(), _evidence(replays=replays))
+    found = verdicts_of(_models(), _measured(replays=replays))
     assert [found[use].answer for use in USES] == [answer, answer, "yes", "yes"]
     assert not replays[0].reason or found["simulation"].reasons == (
         "no run can be replayed: only steps were traced",
@@ -197,7 +198,7 @@ def test_wrong_thresholds_are_refused(text, says):
 
 @pytest.mark.parametrize(("rows", "said"), [(99, True), (100, False)])
 def test_a_measure_from_few_rows_says_so(rows, said):
-    simulation = verdicts_of(_models(n=rows), _evidence())["simulation"]
+    simulation = verdicts_of(_models(n=rows), _measured())["simulation"]
     assert all((f"from {rows} rows only" in reason) is said for reason in simulation.reasons)
 
 
@@ -212,7 +213,7 @@ def _served(rate=4.0, prompt=200, output=50):
 
 
 def _advice(use, models, served=(), **more):
-    return verdicts_of(models, _evidence()._replace(served=served, **more))[use].record
+    return verdicts_of(models, _measured()._replace(served=served, **more))[use].record
 
 
 def _loads(advice):
@@ -220,7 +221,7 @@ def _loads(advice):
 
 
 def test_a_yes_needs_no_recording():
-    assert {v.record for v in verdicts_of(_models(), _evidence()).values()} == {None}
+    assert {v.record for v in verdicts_of(_models(), _measured()).values()} == {None}
 
 
 def test_other_loads_are_recorded_in_every_round():
@@ -232,7 +233,7 @@ def test_other_loads_are_recorded_in_every_round():
     assert "2, 8, 4, 6 requests per second" in advice.load
 
 
-def test_a_known_capacity_is_where_the_load_reaches():
+def test_load_reaches_the_capacity():
     points = (PlanPoint(1.0, (), 0, 0, 0, 0, (), False), PlanPoint(10.0, (), 0, 0, 0, 0, (), False))
     advice = _advice("simulation", _models(mape=12.0), (_served(),), rates=points)
     assert _loads(advice) == ["2:120", "9:540", "5:300", "7:420"]

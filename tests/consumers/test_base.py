@@ -1,4 +1,4 @@
-"""Requests as the refits of several consumers take them: the load they ran under, worked out by hand."""
+"""The list of consumers, and the load that requests ran under, worked out by hand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import polars as pl
 import pytest
 
+from tracefit.consumers import CONSUMERS
 from tracefit.consumers.base import timed_requests
 
 ENGINE = {"run_id": "r", "server": "s", "epoch": 0}
@@ -38,3 +39,7 @@ def test_load_is_of_the_first_step_and_of_mean_decode_steps():
 def test_load_is_unknown_where_a_step_is_missing(missing, first_step, running_start):
     """Without steps 11 to 15, the mean of those up to 10 is 8.0: the load is 10.5."""
     assert _load([k for k in range(first_step, 21) if k not in missing]) == (running_start, None)
+
+
+def test_consumers_are_in_the_order_of_their_names():
+    assert list(CONSUMERS) == sorted(CONSUMERS)

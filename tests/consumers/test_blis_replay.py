@@ -23,7 +23,7 @@ def test_one_request_is_a_prefill_and_a_step_per_further_token():
     assert (replayed.ttft[0], replayed.decode[0], replayed.e2e[0]) == (1000, 2000, 3000)
 
 
-def test_alpha_delays_the_queue_and_the_client_and_counts_per_token():
+def test_alpha_delays_the_queue_the_client_and_each_token():
     replayed = run([(0, 10, 3)], alpha=(70, 500, 9))
 
     assert replayed.ttft[0] == 70 + 1000 + 9
@@ -42,7 +42,7 @@ def test_an_idle_engine_starts_at_once():
     assert run([(0, 10, 1), (50_000, 10, 1)]).ttft.tolist() == [1000, 1000]
 
 
-def test_a_step_adds_up_request_by_request_and_is_cut_to_whole_us():
+def test_step_adds_up_its_requests_and_is_cut_to_whole_us():
     # 2 requests, 30 prompt tokens; pairs: 10·(10 + 5) + 20·(20 + 10) = 750; the second ends with its prompt
     rates = StepRates(100.0, 7.0, 2.0, 0.5, 11.0, 0.25)
     replayed = run([(0, 10, 2), (0, 20, 1)], rates)
@@ -69,7 +69,7 @@ def test_the_last_running_request_is_preempted():
     assert (replayed.ttft[1], replayed.decode[1]) == (7000, 7000)
 
 
-def test_room_that_can_never_be_had_is_no_latency():
+def test_request_larger_than_the_cache_has_no_latency():
     replayed = run([(0, 100, 1), (10, 4, 1)], limits=EngineSettings(64, 100, 4, 6))
 
     assert np.isnan(replayed.e2e[0])

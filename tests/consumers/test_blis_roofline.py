@@ -56,7 +56,7 @@ def test_moe_model_on_two_gpus(step, moe, gpu):
     assert found["blis_interleaved_moe_layers"] == 0.0
 
 
-def test_its_liberties_are_kept(step, load, gpu):
+def test_simplifications_of_blis_are_kept(step, load, gpu):
     qwen, deepseek = (load(name) for name in ("qwen3-30b-a3b", "deepseek-v3"))
     of_qwen, of_deepseek = terms(step, qwen, gpu), terms(step, deepseek, gpu)
     per_width = 2 * 2 * 20 / 1000
@@ -120,7 +120,7 @@ def test_terms_are_in_the_order_of_its_coefficients(step, dense, gpu):
     assert all(added.schema[name] == pl.Float64 for name in BLIS_TERMS)
 
 
-def test_what_it_refuses_is_refused(step, dense, gpu):
+def test_model_that_blis_refuses_is_refused(step, dense, gpu):
     with pytest.raises(UsageError, match=r"BLIS needs KV heads \(1\) divisible by tensor_parallel 2"):
         add_blis_terms(step, dense, gpu, tp=2)
     with pytest.raises(DataError, match="BLIS terms need the columns decode_tokens"):
@@ -162,7 +162,7 @@ def test_chunks_see_their_whole_prompt():
     assert pairs([84], (1, 1, 100, {"cached_prompt_tokens": 16})) == [84 * (100 + 42)]
 
 
-def test_a_second_prompt_in_chunks_takes_what_the_first_leaves():
+def test_second_prompt_in_chunks_takes_the_rest_of_a_step():
     # The first ends with 10 tokens in step 2; the second has 70 of its 100 there.
     later = {"first_scheduled_ns": 5}
     assert pairs([80, 80, 30], (1, 2, 90), (2, 3, 100, later)) == [
@@ -172,12 +172,12 @@ def test_a_second_prompt_in_chunks_takes_what_the_first_leaves():
     ]
 
 
-def test_a_prompt_over_a_gap_of_ids_is_in_its_known_steps():
+def test_prompt_over_a_gap_of_ids_is_in_the_recorded_steps():
     # As many steps as ids would not fit into any memory.
     assert pairs([100, 40], (1, 2**40, 140)) == [100 * (140 + 50), 40 * (140 + 20)]
 
 
-def test_steps_that_do_not_come_out_even_are_not_known(step, dense, gpu):
+def test_pairs_are_null_where_tokens_do_not_add_up(step, dense, gpu):
     assert pairs([50], (1, 1, 10)) == [None], "40 tokens of a request that is not traced"
     assert pairs([10, 10], (1, 1, 10), (2, 2, 10, {"num_preemptions": 1})) == [150, None]
     unknown, known = (
@@ -192,7 +192,7 @@ def test_steps_that_do_not_come_out_even_are_not_known(step, dense, gpu):
     assert found == pytest.approx(2 * 4 * 2 * 4 / 1000)
 
 
-def test_the_backend_roofline_by_hand(dense, gpu):
+def test_roofline_terms_by_hand(dense, gpu):
     # FFNs have two matrices: 2·8·16 each; 2 layers of projections 192, 2·8 for the position of a token; 5 vector operations a head and pair
     per_token = 2 * (2 * 192 + 2 * 8 + 2 * 2 * 8 * 16)
     per_pair = 2 * (4 * 8 + 5 * 2)
@@ -207,7 +207,7 @@ def test_the_backend_roofline_by_hand(dense, gpu):
     assert memory == pytest.approx((weights + moved) / 1000)
 
 
-def test_the_backend_roofline_reads_the_experts_that_tokens_choose(moe, gpu):
+def test_roofline_reads_the_experts_that_tokens_choose(moe, gpu):
     def memory(tokens):
         return roofline_shape(moe, gpu, tp=1).terms((0, 0, 0, tokens, 0))[0, 2]
 

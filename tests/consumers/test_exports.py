@@ -12,6 +12,7 @@ import json
 import math
 import re
 import shutil
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from scipy.interpolate import RegularGridInterpolator
 import tracefit
 from tracefit.commands.export import export
 from tracefit.consumers import dynamo
-from tracefit.consumers.blis_replay import StepRates, replay_as_blis
+from tracefit.consumers.blis_replay import replay_as_blis
 from tracefit.errors import DataError, UsageError
 from tracefit.replay.engine import EngineSettings
 from tracefit.synth import SynthOptions, synth, write_run
@@ -53,9 +54,15 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def to_blis(made, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("blis")
-    return export(made / "models", "blis", folder), folder
+def exported(made, tmp_path_factory):
+    """Return a function that exports to a consumer, once: its result and its folder."""
+
+    @cache
+    def to(consumer, **options):
+        folder = tmp_path_factory.mktemp(consumer)
+        return export(made / "models", consumer, folder, **options), folder
+
+    return to
 
 
 def _table(made, name):
@@ -138,19 +145,19 @@ def _larger(terms):
     return [max(terms[0], terms[8]), max(terms[1], terms[9]), *terms[2:8]]
 
 
-def test_blis_file_has_the_keys_that_blis_reads(to_blis):
-    """It refuses others, and cuts off what is behind the point of an alpha."""
-    document = yaml.safe_load((to_blis[1] / "defaults.yaml").read_text())
+def test_blis_file_has_the_keys_that_blis_reads(exported):
+    """It refuses others, and drops the digits after the decimal point of an alpha."""
+    document = yaml.safe_load((exported("blis")[1] / "defaults.yaml").read_text())
     assert list(document) == ["trained_physics_coefficients"]
-    found = document["trained_physics_coefficients"]
-    assert list(found) == ["alpha_coeffs", "beta_coeffs"]
-    assert [type(value) for value in found["alpha_coeffs"]] == [int] * 3
-    assert len(found["beta_coeffs"]) == 8, "the larger of compute and KV, as physics has it"
-    assert all(math.isfinite(v) and v >= 0 for values in found.values() for v in values)
+    coefficients = document["trained_physics_coefficients"]
+    assert list(coefficients) == ["alpha_coeffs", "beta_coeffs"]
+    assert [type(value) for value in coefficients["alpha_coeffs"]] == [int] * 3
+    assert len(coefficients["beta_coeffs"]) == 8, "the larger of compute and KV, as physics has it"
+    assert all(math.isfinite(v) and v >= 0 for values in coefficients.values() for v in values)
 
 
-def test_blis_by_its_own_formula(made, steps, to_blis):
-    result, folder = to_blis
+def test_blis_step_error_is_that_of_its_formula(made, steps, exported):
+    result, folder = exported("blis")
     beta, chunks = _coefficients(folder)["beta_coeffs"], _prefill_chunks(made)
     assert 1 < beta[0] < 3, "26 us a prompt token are 1.6 times what its arithmetic takes at the peak"
     assert sum(of is not None for of in chunks.values()) > 0.95 * len(chunks)
@@ -163,79 +170,77 @@ def test_blis_by_its_own_formula(made, steps, to_blis):
     assert _error(result, "step time, decode only").mape_pct < 2.6, "decode steps are what an ITL is made of"
 
 
-def test_blis_states_the_errors_of_its_own_replay(made, to_blis):
-    """The file's numbers through its queue, scheduler and cache, on requests that came after the last training step."""
-    result, folder = to_blis
-    found = _coefficients(folder)
+@pytest.fixture(scope="module")
+def replayed(made, exported, blis_rates):
+    """Return the requests that count in the hold-out and their replay: the file's numbers through BLIS's queue, scheduler and cache."""
+    coefficients = _coefficients(exported("blis")[1])
     requests = _table(made, "requests").drop_nulls(["arrival_ns", "first_token_ns"]).sort("arrival_ns")
-    k = SETTINGS
-    dh = k["d"] // k["H"]
-    matrices = 2 * k["d"] * (2 * k["d"] + 2 * k["kv"] * dh) + 6 * k["d"] * k["ff"]
-    token, pair = (k["L"] * flops / k["peak"] for flops in (matrices, 4 * k["H"] * dh))
-    kv = k["L"] * 2 * k["kv"] * dh * 2 / k["bw"]
-    b = found["beta_coeffs"]
-    prefill = StepRates(0, 0, b[0] * token, b[0] * pair, 0, 0), StepRates(0, 0, b[0] * kv, 0, 0, 0)
-    decode = StepRates(0, 0, 0, 0, b[1] * token, b[1] * pair), StepRates(0, 0, 0, 0, b[1] * kv, b[1] * kv)
-    rates = StepRates(b[6], b[5], 0, 0, 0, 0, larger=(prefill, decode))
-    arrival = ((requests["arrival_ns"] - requests["arrival_ns"][0]).to_numpy() / 1e3).round().astype(np.int64)
-    replayed = replay_as_blis(
-        arrival,
+    latencies = replay_as_blis(
+        ((requests["arrival_ns"] - requests["arrival_ns"][0]).to_numpy() / 1e3).round().astype(np.int64),
         requests["prompt_tokens"].to_numpy(),
         requests["output_tokens"].fill_null(1).clip(lower_bound=1).to_numpy(),
-        rates,
-        tuple(found["alpha_coeffs"]),
+        blis_rates(
+            coefficients["beta_coeffs"], *(SETTINGS[size] for size in ("d", "H", "kv", "L", "ff", "tp"))
+        ),
+        tuple(coefficients["alpha_coeffs"]),
         EngineSettings(64, 2048, 16, 4096),
     )
     begins = _table(made, "beta_training").filter(split="holdout")["ts_ns"].min()
-    counts = requests.select(
-        (pl.col("arrival_ns") >= begins)
-        & (pl.col("finish_status") != "aborted")
-        & (pl.col("output_tokens") > 1)
-        & pl.col("departed_ns").is_not_null()
-    ).to_series()
-    rows = counts.to_numpy()
-    stated = _error(result, "E2E of a request, replayed")
-    assert stated.n == rows.sum()
-    assert stated.mape_pct == pytest.approx(
-        _ape(requests["client_us"].to_numpy()[rows], replayed.e2e[rows]), rel=1e-6
+    rows = requests.with_columns(TTFT=latencies.ttft, E2E=latencies.e2e).filter(
+        pl.col("arrival_ns") >= begins, pl.col("finish_status") != "aborted", pl.col("output_tokens") > 1
     )
-    stated = _error(result, "TTFT of a request, replayed")
-    assert stated.mape_pct == pytest.approx(
-        _ape(requests["ttft_us"].to_numpy()[rows], replayed.ttft[rows]), rel=1e-6
-    )
-    assert _error(result, "ITL of a request, replayed").mape_pct < 1
+    return rows.drop_nulls("departed_ns")
 
 
-def test_blis_file_names_its_weighting(made, to_blis, tmp_path):
-    """With ten coefficients prefill compute is nothing here and prefill KV hundreds of times nominal: true of this run alone."""
-    ten = export(made / "models", "blis-registry", tmp_path / "ten")
-    assert any(n.startswith("no transfer: beta8 (prefill KV) is ") for n in ten.notes)
-    result, folder = to_blis
-    assert not any(n.startswith("no transfer") for n in result.notes)
-    said = (folder / "defaults.yaml").read_text()
-    for start in ("weighting: eight coefficients, ", "replayed as BLIS would, "):
-        (note,) = (n for n in result.notes if n.startswith(start))
-        assert f"# {note}\n" in said, "the file says it too"
-    assert "the closest replay of" in said
-    assert any("the eleventh that BLIS reads" in n for n in result.notes)
+@pytest.mark.parametrize(("latency", "measured"), [("E2E", "client_us"), ("TTFT", "ttft_us")])
+def test_blis_replay_error_is_that_of_its_file(exported, replayed, latency, measured):
+    stated = _error(exported("blis")[0], f"{latency} of a request, replayed")
+    assert stated.n == replayed.height
+    expected = _ape(replayed[measured].to_numpy(), replayed[latency].to_numpy())
+    assert stated.mape_pct == pytest.approx(expected, rel=1e-6)
 
 
-def test_blis_alpha0_is_the_api_work_without_a_wait(made, to_blis):
-    result, folder = to_blis
-    alpha = _alpha(folder)
-    assert alpha[0] == pytest.approx(1450, abs=150)
+def test_blis_replay_follows_the_gaps_between_tokens(exported):
+    assert _error(exported("blis")[0], "ITL of a request, replayed").mape_pct < 1
+
+
+def test_blis_registry_notes_coefficients_that_do_not_transfer(exported):
+    """With ten coefficients prefill compute is 0 here and prefill KV hundreds of times nominal: true of this run alone."""
+    notes = exported("blis-registry")[0].notes
+    assert any(note.startswith("no transfer: beta8 (prefill KV) is ") for note in notes)
+    assert not any(note.startswith("no transfer") for note in exported("blis")[0].notes)
+
+
+@pytest.mark.parametrize("start", ["weighting: eight coefficients, ", "replayed as BLIS would, "])
+def test_blis_file_states_the_notes_of_its_fit(exported, start):
+    result, folder = exported("blis")
+    (note,) = (note for note in result.notes if note.startswith(start))
+    assert f"# {note}\n" in (folder / "defaults.yaml").read_text()
+
+
+def test_blis_notes_name_the_choice_and_the_eleventh_beta(exported):
+    notes = exported("blis")[0].notes
+    assert any("the closest replay of" in note for note in notes)
+    assert any("the eleventh that BLIS reads" in note for note in notes)
+
+
+def test_blis_alpha0_is_the_api_work_without_a_wait(made, exported):
+    _, folder = exported("blis")
+    alpha0 = _alpha(folder)[0]
+    assert alpha0 == pytest.approx(1450, abs=150)
     assert "# alpha0 is the API's work, by the admission model: " in (folder / "defaults.yaml").read_text()
     admission = _table(made, "requests")["admission_us"].mean()
-    assert admission > 3 * alpha[0], "the mean of ARRIVED to QUEUED holds the wait for the boundary"
-    held = _table(made, "alpha_training").filter(target="departure", split="holdout")
-    held = held.filter(pl.col("excluded_reason").is_null()).join(
-        _table(made, "requests").select("run_id", request_id="core_request_id", tokens="output_tokens"),
-        on=["run_id", "request_id"],
-    )
-    predicted = alpha[1] + alpha[2] * held["tokens"].to_numpy()
-    assert _error(result, "FINISHED to DEPARTED").mape_pct == pytest.approx(
-        _ape(held["y"].to_numpy(), predicted), rel=1e-6
-    )
+    assert admission > 3 * alpha0, "the mean of ARRIVED to QUEUED contains the wait for the boundary"
+
+
+def test_blis_departure_error_is_that_of_its_alphas(made, exported):
+    result, folder = exported("blis")
+    _, fixed, per_token = _alpha(folder)
+    tokens = _table(made, "requests").select("run_id", request_id="core_request_id", tokens="output_tokens")
+    rows = _table(made, "alpha_training").filter(target="departure", split="holdout")
+    rows = rows.filter(pl.col("excluded_reason").is_null()).join(tokens, on=["run_id", "request_id"])
+    expected = _ape(rows["y"].to_numpy(), fixed + per_token * rows["tokens"].to_numpy())
+    assert _error(result, "FINISHED to DEPARTED").mape_pct == pytest.approx(expected, rel=1e-6)
 
 
 def _without(made, tmp_path, change):
@@ -266,7 +271,7 @@ def test_wait_is_never_exported_as_alpha0(made, tmp_path, change):
     folder = _without(made, tmp_path, change)
     result = export(folder, "blis", tmp_path / "out", tables=made / "tables")
     assert 1_450 < _alpha(tmp_path / "out")[0] < 1_450 + 0.2 * 7_500
-    assert any("the others hold a wait for the step in progress" in note for note in result.notes)
+    assert any("the others contain a wait for the step in progress" in note for note in result.notes)
 
 
 def test_blis_alpha0_where_queued_is_stamped_on_arrival(tmp_path):
@@ -357,27 +362,27 @@ UNITS = [
 ]
 
 
-@pytest.mark.slow
-def test_blis_registry_takes_the_set(made, steps, to_blis, tmp_path):
-    """The rules of its file format: closed keys, units and methods, zero only where nothing is charged, sources."""
-    result = export(made / "models", "blis-registry", tmp_path)
-    document = yaml.safe_load((tmp_path / "coefficient-set.yaml").read_text())
+@pytest.fixture(scope="module")
+def registry(exported):
+    """Return the document of the export to BLIS's registry, and its entries by name."""
+    document = yaml.safe_load((exported("blis-registry")[1] / "coefficient-set.yaml").read_text())
+    return document, {name: entry for item in document["coefficients"] for name, entry in item.items()}
+
+
+def test_blis_registry_set_has_thirteen_entries(registry):
+    document, entries = registry
     assert (set(document), document["kind"]) == ({"kind", "name", "coefficients"}, "CoefficientSet")
-    entries = {name: entry for item in document["coefficients"] for name, entry in item.items()}
     assert len(entries) == len(document["coefficients"]) == 13
-    for name, entry in entries.items():
-        assert set(entry) <= {
-            "value",
-            "units",
-            "method",
-            "fitted",
-            "deployment",
-            "sources",
-            "rationale",
-            "ci95",
-            "validated",
-        }
-        assert {"value", "units", "method", "fitted", "deployment"} <= set(entry)
+    assert entries["per_layer_overhead"]["units"] == "us_per_layer"
+    assert entries["output_token_processing"]["units"] == "us_per_token"
+
+
+def test_blis_registry_entries_follow_its_rules(registry):
+    """Closed keys, units and methods, zero only where nothing is charged, sources."""
+    needed = {"value", "units", "method", "fitted", "deployment"}
+    deployment = {"hardware": ["h100"], "model": ["meta-llama/Llama-3.1-8B-Instruct"], "tp": [1]}
+    for name, entry in registry[1].items():
+        assert needed <= set(entry) <= needed | {"sources", "rationale", "ci95", "validated"}
         assert re.fullmatch(r"[a-z0-9_]+", name)
         assert math.isfinite(entry["value"])
         assert entry["units"] in UNITS
@@ -387,22 +392,21 @@ def test_blis_registry_takes_the_set(made, steps, to_blis, tmp_path):
         for source in entry.get("sources", ()):
             assert set(source) == {"kind", "cite", "role"}
             assert (source["kind"], source["role"]) == ("model", "primary")
-        assert entry["deployment"] == {
-            "hardware": ["h100"],
-            "model": ["meta-llama/Llama-3.1-8B-Instruct"],
-            "tp": [1],
-        }
-    values = [entry["value"] for entry in entries.values()]
-    _, blis = to_blis
-    assert values[10:] == _alpha(blis)
+        assert entry["deployment"] == deployment
+
+
+def test_blis_registry_error_is_that_of_its_values(made, steps, exported, registry):
+    values = [entry["value"] for entry in registry[1].values()]
     chunks = _prefill_chunks(made)
     terms = np.array([_blis_terms(row, chunks) for row in steps.iter_rows(named=True)])
-    predicted = np.floor(terms @ values[:10])
-    stated = _error(result, "step time").mape_pct
-    assert stated == pytest.approx(_ape(steps["y"].to_numpy(), predicted), rel=1e-6)
-    assert f"Held-out step time of the set: {stated:.3g} %" in entries["per_step_overhead"]["rationale"]
-    assert entries["per_layer_overhead"]["units"] == "us_per_layer"
-    assert entries["output_token_processing"]["units"] == "us_per_token"
+    stated = _error(exported("blis-registry")[0], "step time").mape_pct
+    assert stated == pytest.approx(_ape(steps["y"].to_numpy(), np.floor(terms @ values[:10])), rel=1e-6)
+    rationale = registry[1]["per_step_overhead"]["rationale"]
+    assert f"Held-out step time of the set: {stated:.3g} %" in rationale
+
+
+def test_blis_registry_has_the_alphas_of_the_file(exported, registry):
+    assert [entry["value"] for entry in registry[1].values()][10:] == _alpha(exported("blis")[1])
 
 
 def _us(duration):
@@ -410,50 +414,69 @@ def _us(duration):
     return float(value) * {"ns": 1e-3, "us": 1, "ms": 1e3, "s": 1e6}[unit]
 
 
-def test_llm_d_inference_sim_by_its_own_formula(made, tmp_path):
-    result = export(made / "models", "llm-d-inference-sim", tmp_path)
-    exported = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert (exported["latency-calculator"], exported["max-num-seqs"]) == ("per-token", 64)
-    assert (exported["model"], exported["max-model-len"]) == ("meta-llama/Llama-3.1-8B-Instruct", 4096)
-    factor = exported["time-factor-under-load"]
-    assert factor >= 1
-    assert _us(exported["inter-token-latency-std-dev"]) <= 0.3 * _us(exported["inter-token-latency"])
-    # 7,000 us + 15 per decode request; alone, and at 64, with contexts of some hundred tokens and prefills between.
-    assert 7000 < _us(exported["inter-token-latency"]) < 9000
-    requests = _table(made, "requests").filter(
-        pl.col("prefill_us") > 0, pl.col("first_scheduled_ns").is_not_null()
-    )
+def _llm_d(folder):
+    """Return the config with durations in us."""
+    values = yaml.safe_load((folder / "config.yaml").read_text())
+    return {k: _us(v) if re.fullmatch(r"[0-9.]+us", str(v)) else v for k, v in values.items()}
+
+
+def _load_factor(config, running):
+    return 1 + (config["time-factor-under-load"] - 1) * (running - 1) / 63
+
+
+def _held_requests(made, target):
+    """Return the last 30 % of the requests with a duration, and the running requests by step."""
+    requests = _table(made, "requests").filter(pl.col(target) > 0, pl.col("first_scheduled_ns").is_not_null())
     requests = requests.sort("first_scheduled_ns")
-    held = requests[math.ceil(0.7 * requests.height) :]
     running = dict(_table(made, "timeline").select("step_id", "running_depth").iter_rows())
+    return requests[math.ceil(0.7 * requests.height) :], running
+
+
+def test_llm_d_inference_sim_config_is_of_the_server(exported):
+    config = _llm_d(exported("llm-d-inference-sim")[1])
+    assert (config["latency-calculator"], config["max-num-seqs"]) == ("per-token", 64)
+    assert (config["model"], config["max-model-len"]) == ("meta-llama/Llama-3.1-8B-Instruct", 4096)
+
+
+def test_llm_d_inference_sim_latencies_follow_the_law(exported):
+    """7,000 us + 15 per decode request; of 1 to 64, with contexts of some hundred tokens and prefills between."""
+    config = _llm_d(exported("llm-d-inference-sim")[1])
+    assert 7000 < config["inter-token-latency"] < 9000
+    assert config["time-factor-under-load"] >= 1
+    assert config["inter-token-latency-std-dev"] <= 0.3 * config["inter-token-latency"]
+
+
+def test_llm_d_inference_sim_prefill_error_is_of_its_formula(made, exported):
+    result, folder = exported("llm-d-inference-sim")
+    config, (rows, running) = _llm_d(folder), _held_requests(made, "prefill_us")
     predicted = []
-    for row in held.iter_rows(named=True):
-        load = 1 + (factor - 1) * (running[row["first_scheduled_step"]] - 1) / 63
+    for row in rows.iter_rows(named=True):
         uncached = row["prompt_tokens"] - (row["cached_prompt_tokens"] or 0)
-        predicted.append(
-            (_us(exported["prefill-overhead"]) + uncached * _us(exported["prefill-time-per-token"])) * load
-        )
+        took = config["prefill-overhead"] + uncached * config["prefill-time-per-token"]
+        predicted.append(took * _load_factor(config, running[row["first_scheduled_step"]]))
     stated = _error(result, "prefill of a request")
-    assert stated.n == held.height
-    assert stated.mape_pct == pytest.approx(
-        _ape(held["prefill_us"].to_numpy(), np.array(predicted)), rel=1e-6
-    )
-    several = requests.filter(pl.col("itl_us") > 0)
-    held = several[math.ceil(0.7 * several.height) :]
-    itl = []
-    for row in held.iter_rows(named=True):
-        ran = [running[s] for s in range(row["first_token_step"] + 1, row["finished_step"] + 1)]
-        itl.append(_us(exported["inter-token-latency"]) * (1 + (factor - 1) * (np.mean(ran) - 1) / 63))
-    stated = _error(result, "inter-token latency of a request")
-    assert stated.mape_pct == pytest.approx(_ape(held["itl_us"].to_numpy(), np.array(itl)), rel=1e-6)
+    assert stated.n == rows.height
+    expected = _ape(rows["prefill_us"].to_numpy(), np.array(predicted))
+    assert stated.mape_pct == pytest.approx(expected, rel=1e-6)
 
 
-def test_llm_d_inference_sim_0_10_takes_the_whole_spread(made, tmp_path):
-    newer = export(made / "models", "llm-d-inference-sim", tmp_path / "newer")
-    older = export(made / "models", "llm-d-inference-sim", tmp_path / "older", consumer_version="v0.9.2")
-    new, old = (yaml.safe_load((tmp_path / f / "config.yaml").read_text()) for f in ("newer", "older"))
-    assert _us(new["prefill-time-std-dev"]) > 0.3 * _us(new["prefill-time-per-token"])
-    assert _us(old["prefill-time-std-dev"]) <= 0.3 * _us(old["prefill-time-per-token"])
+def test_llm_d_inference_sim_itl_error_is_of_its_formula(made, exported):
+    result, folder = exported("llm-d-inference-sim")
+    config, (rows, running) = _llm_d(folder), _held_requests(made, "itl_us")
+    predicted = []
+    for row in rows.iter_rows(named=True):
+        ran = [running[step] for step in range(row["first_token_step"] + 1, row["finished_step"] + 1)]
+        predicted.append(config["inter-token-latency"] * _load_factor(config, np.mean(ran)))
+    expected = _ape(rows["itl_us"].to_numpy(), np.array(predicted))
+    assert _error(result, "inter-token latency of a request").mape_pct == pytest.approx(expected, rel=1e-6)
+
+
+def test_llm_d_inference_sim_0_10_takes_the_whole_spread(exported):
+    newer, new_folder = exported("llm-d-inference-sim")
+    older, old_folder = exported("llm-d-inference-sim", consumer_version="v0.9.2")
+    new, old = _llm_d(new_folder), _llm_d(old_folder)
+    assert new["prefill-time-std-dev"] > 0.3 * new["prefill-time-per-token"]
+    assert old["prefill-time-std-dev"] <= 0.3 * old["prefill-time-per-token"]
     assert {k: v for k, v in new.items() if k != "prefill-time-std-dev"}.items() <= old.items()
     assert "loads from llm-d-inference-sim v0.10.0" in newer.notes[0]
     assert "up to v0.9.2" in older.notes[0]
@@ -471,10 +494,13 @@ def test_wrong_consumer_version_is_refused(made, tmp_path, to, version, says):
         export(made / "models", to, tmp_path, consumer_version=version)
 
 
-def test_dynamo_mocker_by_its_own_interpolation(made, steps, tmp_path):
-    """Linear over tokens and bilinear over (tokens in caches, tokens per request), beyond the grid too; at least 1 ms."""
-    result = export(made / "models", "dynamo-mocker", tmp_path)
-    grid = np.load(tmp_path / "perf_data.npz")
+@pytest.fixture(scope="module")
+def grid(exported):
+    return np.load(exported("dynamo-mocker")[1] / "perf_data.npz")
+
+
+def test_dynamo_mocker_axes_rise(grid):
+    axes = [grid[name] for name in ("decode_active_kv_tokens", "decode_context_length", "prefill_isl")]
     assert sorted(grid.files) == [
         "decode_active_kv_tokens",
         "decode_context_length",
@@ -482,45 +508,43 @@ def test_dynamo_mocker_by_its_own_interpolation(made, steps, tmp_path):
         "prefill_isl",
         "prefill_ttft_ms",
     ]
+    assert grid["decode_itl"].shape == tuple(map(len, axes[:2]))
+    assert all(np.all(np.diff(axis) > 0) for axis in axes)
+
+
+@pytest.mark.parametrize(("kind", "prefills"), [("decode", False), ("prefill and decode", True)])
+def test_dynamo_mocker_error_is_that_of_its_interpolation(exported, steps, grid, kind, prefills):
+    """Linear over tokens and bilinear over (tokens in caches, tokens per request), beyond the grid too; at least 1 ms."""
+    outside = {"bounds_error": False, "fill_value": None}
     axes = (grid["decode_active_kv_tokens"], grid["decode_context_length"])
-    assert grid["decode_itl"].shape == tuple(map(len, axes))
-    assert all(np.all(np.diff(a) > 0) for a in (*axes, grid["prefill_isl"]))
-    itl = RegularGridInterpolator(axes, grid["decode_itl"], bounds_error=False, fill_value=None)
-    ttft = RegularGridInterpolator(
-        (grid["prefill_isl"],), grid["prefill_ttft_ms"], bounds_error=False, fill_value=None
+    itl = RegularGridInterpolator(axes, grid["decode_itl"], **outside)
+    ttft = RegularGridInterpolator((grid["prefill_isl"],), grid["prefill_ttft_ms"], **outside)
+    rows = steps.filter(pl.col("num_decode_reqs") > 0, (pl.col("prefill_tokens") > 0) == prefills)
+    tokens, active, batch = (
+        rows[c].to_numpy() for c in ("prefill_tokens", "context_tokens", "num_decode_reqs")
     )
-    predicted = []
-    for row in steps.iter_rows(named=True):
-        batch, active = row["num_decode_reqs"], row["context_tokens"]
-        decode = max(itl([[active, active / batch]])[0], 1.0) if batch else 0.0
-        predicted.append(
-            decode + (max(ttft([[row["prefill_tokens"]]])[0], 0.0) if row["prefill_tokens"] else 0.0)
-        )
-    kinds = [(bool(r["prefill_tokens"]), bool(r["num_decode_reqs"])) for r in steps.iter_rows(named=True)]
-    actual, predicted = steps["y"].to_numpy() / 1e3, np.array(predicted, dtype=float).ravel()
-    for what, kind in {"decode": (False, True), "prefill and decode": (True, True)}.items():
-        rows = np.array([k == kind for k in kinds])
-        stated = _error(result, f"step time, {what}")
-        assert stated.n == rows.sum()
-        assert stated.mape_pct == pytest.approx(_ape(actual[rows], predicted[rows]), rel=1e-6)
-        assert stated.mape_pct < 8
+    predicted = np.maximum(itl(np.column_stack([active, active / batch])), 1.0)
+    if prefills:
+        predicted += np.maximum(ttft(tokens[:, None]), 0.0)
+    stated = _error(exported("dynamo-mocker")[0], f"step time, {kind}")
+    assert stated.n == rows.height
+    assert stated.mape_pct == pytest.approx(_ape(rows["y"].to_numpy() / 1e3, predicted), rel=1e-6)
+    assert stated.mape_pct < 8
 
 
-def test_dynamo_mocker_file_holds_no_time_of_day(made, tmp_path):
-    first, again = (tmp_path / name for name in ("first", "again"))
-    for folder in (first, again):
-        export(made / "models", "dynamo-mocker", folder)
-    assert (first / "perf_data.npz").read_bytes() == (again / "perf_data.npz").read_bytes()
+def test_dynamo_mocker_file_has_no_time_of_day(made, exported, tmp_path):
+    export(made / "models", "dynamo-mocker", tmp_path)
+    first = exported("dynamo-mocker")[1] / "perf_data.npz"
+    assert (tmp_path / "perf_data.npz").read_bytes() == first.read_bytes()
 
 
-def test_dynamo_mocker_itself_runs_on_the_grids(made, tmp_path):
+def test_dynamo_mocker_itself_runs_on_the_grids(exported):
     """One request in its engine: 500 prompt tokens at 26 us and 40 for the prompt, then 99 tokens at 7,015 us and 0.003 per token in cache."""
     core = pytest.importorskip("dynamo._core")
-    export(made / "models", "dynamo-mocker", tmp_path)
     profile = {
         "type": "external",
         "provider": "dynamo_profile",
-        "config": {"path": str(tmp_path / "perf_data.npz")},
+        "config": {"path": str(exported("dynamo-mocker")[1] / "perf_data.npz")},
     }
     engine = {"backend": "vllm", "num_gpu_blocks": 4096, "block_size": 16, "timing_model": profile}
     served = core.run_mocker_synthetic_trace_replay(
@@ -536,40 +560,47 @@ def test_dynamo_mocker_itself_runs_on_the_grids(made, tmp_path):
     assert decoding == pytest.approx(99 * (7.015 + 0.003e-3 * 550), rel=0.02)
 
 
-def test_dynamo_planner_gets_measured_steps_and_a_model(made, tmp_path):
-    """As `_extract_fpms_from_benchmark` and `_convert_profiling_data_to_fpms` of ai-dynamo 1.6.1 read them."""
-    export(made / "models", "dynamo-planner", tmp_path)
-    results = json.loads((tmp_path / "benchmark_results.json").read_text())["results"]
-    records = {result["point"]["point_type"]: result["fpms"] for result in results}
-    # The step takes 7,000 us and 15 for each request, 0.003 for each token in cache, 26 for each prompt token, 40 for each prompt.
-    batches = [r["scheduled_requests"] for r in records["decode"]]
-    told = np.array(
-        [7000 + 15 * b["num_decode_requests"] + 0.003 * b["sum_decode_kv_tokens"] for b in batches]
-    )
+def _planner(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_dynamo_planner_gets_measured_steps(exported):
+    """As `_extract_fpms_from_benchmark` of ai-dynamo 1.6.1 reads them; 7,000 us and 15 a request, 0.003 a token in cache."""
+    results = _planner(exported("dynamo-planner")[1], "benchmark_results")["results"]
+    records = {result["point"]["point_type"]: result["fpms"] for result in results}["decode"]
+    batches = [record["scheduled_requests"] for record in records]
     assert not any(b["sum_prefill_tokens"] for b in batches)
-    assert np.median(np.abs(1e6 * np.array([r["wall_time"] for r in records["decode"]]) / told - 1)) < 0.03
-    prefill = json.loads((tmp_path / "prefill_raw_data.json").read_text())
-    told = [7.0 + 0.026 * tokens + 0.04 for tokens in prefill["prefill_isl"]]
-    assert prefill["prefill_ttft"] == pytest.approx(told, rel=0.03)
-    decode = json.loads((tmp_path / "decode_raw_data.json").read_text())
+    law = [7000 + 15 * b["num_decode_requests"] + 0.003 * b["sum_decode_kv_tokens"] for b in batches]
+    took = 1e6 * np.array([record["wall_time"] for record in records])
+    assert np.median(np.abs(took / law - 1)) < 0.03
+
+
+def test_dynamo_planner_gets_prefills_of_the_model(exported):
+    """As `_convert_profiling_data_to_fpms` reads them; 26 us a prompt token and 40 a prompt."""
+    prefill = _planner(exported("dynamo-planner")[1], "prefill_raw_data")
+    law = [7.0 + 0.026 * tokens + 0.04 for tokens in prefill["prefill_isl"]]
+    assert prefill["prefill_ttft"] == pytest.approx(law, rel=0.03)
+
+
+def test_dynamo_planner_gets_decodes_of_the_model(exported):
+    decode = _planner(exported("dynamo-planner")[1], "decode_raw_data")
     tokens = np.array(decode["x_kv_usage"]) * decode["max_kv_tokens"]
     batch = tokens / np.array(decode["y_context_length"])
     assert (decode["max_kv_tokens"], batch.min() >= 1) == (4096 * 16, True)
     assert decode["z_itl"] == pytest.approx(7.0 + 0.015 * batch + 3e-6 * tokens, rel=0.03)
 
 
-def test_dynamo_planner_itself_reads_both(made, tmp_path):
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_dynamo_planner_itself_reads_both(exported, kind):
     read = pytest.importorskip("dynamo.planner.monitoring.perf_metrics")
-    export(made / "models", "dynamo-planner", tmp_path)
-    written = json.loads((tmp_path / "benchmark_results.json").read_text())
-    for result in written["results"]:
-        kind = read.SubComponentType(result["point"]["point_type"])
-        fpms = read._extract_fpms_from_benchmark(written, kind)
-        assert len(fpms) == len(result["fpms"]) > 0
-        assert [f.wall_time for f in fpms] == [f["wall_time"] for f in result["fpms"]]
-        on_grid = read._convert_profiling_data_to_fpms(str(tmp_path), kind)
-        assert all(f.wall_time > 0 for f in on_grid)
-        assert len(on_grid) > 30
+    _, folder = exported("dynamo-planner")
+    written = _planner(folder, "benchmark_results")
+    (fpms,) = (r["fpms"] for r in written["results"] if r["point"]["point_type"] == kind)
+    measured = read._extract_fpms_from_benchmark(written, read.SubComponentType(kind))
+    assert [f.wall_time for f in measured] == [f["wall_time"] for f in fpms] != []
+    on_grid = read._convert_profiling_data_to_fpms(str(folder), read.SubComponentType(kind))
+    assert all(f.wall_time > 0 for f in on_grid)
+    assert len(on_grid) > 30
 
 
 def _fpm_table(folder):
@@ -590,20 +621,14 @@ def _linear_ms(rows):
     )
 
 
-@pytest.fixture(scope="module")
-def to_aisimulate(made, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("aisimulate")
-    return export(made / "models", "aisimulate", folder), folder
-
-
 @pytest.mark.parametrize(
     ("what", "said"),
     [("measured", "medians of measured steps"), ("model", "a step model on a grid")],
     ids=["measured", "model"],
 )
-def test_aisimulate_table_follows_its_loader(to_aisimulate, what, said):
+def test_aisimulate_table_follows_its_loader(exported, what, said):
     """One row per point and kind, no prompt token in a decode step, equal labels in table and sidecar."""
-    rows, sidecar = _fpm_table(to_aisimulate[1] / what)
+    rows, sidecar = _fpm_table(exported("aisimulate")[1] / what)
     assert sidecar["tracefit_rows"] == said
     assert (sidecar["schema_name"], sidecar["schema_version"]) == ("aic_fpm_forward_perf", 7)
     for name in ("system", "backend", "backend_version"):
@@ -618,13 +643,13 @@ def test_aisimulate_table_follows_its_loader(to_aisimulate, what, said):
 
 
 @pytest.mark.parametrize(("what", "within"), [("measured", 0.15), ("model", 0.03)])
-def test_aisimulate_table_has_the_times_of_the_law(to_aisimulate, what, within):
-    rows, _ = _fpm_table(to_aisimulate[1] / what)
+def test_aisimulate_table_has_the_times_of_the_law(exported, what, within):
+    rows, _ = _fpm_table(exported("aisimulate")[1] / what)
     assert np.percentile(np.abs(rows["latency_ms"].to_numpy() / _linear_ms(rows) - 1), 95) < within
 
 
-def test_aisimulate_table_holds_a_measured_step(to_aisimulate, steps):
-    result, folder = to_aisimulate
+def test_aisimulate_table_has_a_measured_step(exported, steps):
+    result, folder = exported("aisimulate")
     measured = pl.read_parquet(folder / "measured/fpm_forward_perf.parquet").filter(workload_kind="decode")
     one = steps.filter((pl.col("prefill_tokens") == 0) & (pl.col("num_decode_reqs") > 0)).tail(1)
     batch, cached = one["num_decode_reqs"].item(), one["context_tokens"].item()
@@ -661,43 +686,61 @@ def test_aisimulate_itself_predicts_from_the_table(made, tmp_path):
         )
 
 
-def test_vllm_vcr_gets_each_gap_and_its_step(made, tmp_path):
-    """The rules of `validate_record` and the meaning of `TraceRecord` in its `trace.rs`."""
-    export(made / "models", "vllm-vcr", tmp_path)
-    meta, *records = map(json.loads, (tmp_path / "latency-trace.jsonl").read_text().splitlines())
-    assert meta["meta"]["max_num_seqs"] == 64
-    every = _table(made, "requests")
-    requests = every.drop_nulls(["ttft_us", "itl_us", "departed_ns"]).sort("arrival_ns")
+@pytest.fixture(scope="module")
+def vcr(made, exported):
+    """Return the lines of the trace and the requests they are of."""
+    lines = (exported("vllm-vcr")[1] / "latency-trace.jsonl").read_text().splitlines()
+    requests = _table(made, "requests").drop_nulls(["ttft_us", "itl_us", "departed_ns"]).sort("arrival_ns")
     requests = requests.filter((pl.col("output_tokens") > 1) & (pl.col("finish_status") != "aborted"))
-    assert len(records) == requests.height > 300
-    ended = dict(every.group_by("first_token_step").agg(pl.col("prompt_tokens").sum()).iter_rows())
-    for record, row in zip(records, requests.iter_rows(named=True), strict=True):
-        assert set(record) <= {
-            *("prompt_tokens", "cached_tokens", "output_tokens", "ttft_ms", "concurrency", "arrival_ms"),
-            *("itl_ms", "itl_ctx", "itl_summary"),
-        }
+    return [json.loads(line) for line in lines], requests.to_dicts()
+
+
+def test_vllm_vcr_trace_has_a_line_per_request(vcr):
+    """The keys of `TraceRecord` in its `trace.rs`."""
+    (meta, *records), requests = vcr
+    assert meta["meta"]["max_num_seqs"] == 64
+    assert len(records) == len(requests) > 300
+    assert {key for record in records for key in record} <= {
+        *("prompt_tokens", "cached_tokens", "output_tokens", "ttft_ms", "concurrency", "arrival_ms"),
+        *("itl_ms", "itl_ctx", "itl_summary"),
+    }
+
+
+def test_vllm_vcr_ttft_begins_at_queued(vcr):
+    """The API's work of 1.45 ms is the front end's."""
+    (_, *records), requests = vcr
+    for record, row in zip(records, requests, strict=True):
         assert record["ttft_ms"] == pytest.approx((row["first_token_ns"] - row["queued_ns"]) / 1e6)
-        assert record["ttft_ms"] < row["ttft_us"] / 1e3 - 1.2, "the API's work of 1.45 ms is the front end's"
-        if "itl_summary" in record:
-            assert record["itl_summary"]["count"] == row["output_tokens"] - 1
-            continue
-        gaps, context = record["itl_ms"], record["itl_ctx"]
-        assert (
-            len(gaps)
-            == len(context["num_running"])
-            == len(context["prefill_tokens"])
-            == row["output_tokens"] - 1
-        )
-        assert np.mean(gaps) == pytest.approx(row["itl_us"] / 1e3, rel=0.1)
+        assert record["ttft_ms"] < row["ttft_us"] / 1e3 - 1.2
+
+
+def test_vllm_vcr_gets_each_gap_and_its_step(made, vcr):
+    """The rules of `validate_record` in its `trace.rs`."""
+    (_, *records), requests = vcr
+    prompts = _table(made, "requests").group_by("first_token_step").agg(pl.col("prompt_tokens").sum())
+    finished = dict(prompts.iter_rows())
+    pairs = [(r, row) for r, row in zip(records, requests, strict=True) if "itl_ms" in r]
+    assert len(pairs) > 0.9 * len(records)
+    for record, row in pairs:
+        context = record["itl_ctx"]
+        lists = (record["itl_ms"], context["num_running"], context["prefill_tokens"])
+        assert {len(values) for values in lists} == {row["output_tokens"] - 1}
+        assert np.mean(record["itl_ms"]) == pytest.approx(row["itl_us"] / 1e3, rel=0.1)
         closing = range(row["first_token_step"] + 1, row["finished_step"] + 1)
-        assert context["prefill_tokens"] == [ended.get(step, 0) for step in closing]
-    assert sum("itl_ms" in record for record in records) > 0.9 * len(records)
+        assert context["prefill_tokens"] == [finished.get(step, 0) for step in closing]
 
 
-def test_llm_d_latency_predictor_gets_its_columns(made, tmp_path):
+def test_vllm_vcr_gets_the_mean_of_gaps_that_are_unknown(vcr):
+    (_, *records), requests = vcr
+    for record, row in zip(records, requests, strict=True):
+        if "itl_ms" not in record:
+            assert record["itl_summary"]["count"] == row["output_tokens"] - 1
+
+
+def test_llm_d_latency_predictor_gets_its_columns(made, exported):
     """Those of `TrainingEntry` in its training server of August 2026."""
-    export(made / "models", "llm-d-latency-predictor", tmp_path)
-    rows = json.loads((tmp_path / "training-rows.json").read_text())["entries"]
+    text = (exported("llm-d-latency-predictor")[1] / "training-rows.json").read_text()
+    rows = json.loads(text)["entries"]
     queued = pl.col("queued_step") > 0  # at 0 nothing ran yet, and no step shows the state
     requests = _table(made, "requests").drop_nulls(["ttft_us", "itl_us"]).filter(queued).sort("arrival_ns")
     assert len(rows) == requests.height
@@ -710,10 +753,10 @@ def test_llm_d_latency_predictor_gets_its_columns(made, tmp_path):
     assert all(0 <= r["kv_cache_percentage"] <= 1 and r["actual_ttft_ms"] > 0 for r in rows)
 
 
-def test_vllm_sr_sim_gets_constant_and_slope_of_a_step(made, steps, tmp_path):
+def test_vllm_sr_sim_gets_constant_and_slope_of_a_step(exported, steps):
     """`ManualProfile` of vllm-sr-sim 0.1.0: a step takes W + H · n seconds at the context that H is measured at."""
-    result = export(made / "models", "vllm-sr-sim", tmp_path)
-    profile = json.loads((tmp_path / "profile.json").read_text())
+    result, folder = exported("vllm-sr-sim")
+    profile = json.loads((folder / "profile.json").read_text())
     assert (profile["chunk"], profile["blk_size"], profile["max_slots"]) == (2048, 16, 64)
     sequences = (steps["num_decode_reqs"] + steps["num_prefill_reqs"]).to_numpy()
     predicted = 1e6 * (profile["W"] + profile["H"] * sequences)
@@ -726,14 +769,14 @@ def test_vllm_sr_sim_gets_constant_and_slope_of_a_step(made, steps, tmp_path):
 
 def test_grid_without_prompts_has_an_extent():
     """An axis of one value has cells of no width: the mocker divides by it."""
-    nothing = pl.DataFrame({"prefill_tokens": [0, 0], "num_decode_reqs": [0, 1], "context_tokens": [0, 1]})
-    for axis in dynamo.axes(nothing):
+    steps = pl.DataFrame({"prefill_tokens": [0, 0], "num_decode_reqs": [0, 1], "context_tokens": [0, 1]})
+    for axis in dynamo.axes(steps):
         assert np.all(np.diff(axis) > 0)
 
 
-def test_csv_holds_every_number(made, tmp_path):
-    result = export(made / "models", "csv", tmp_path)
-    rows = list(csv.DictReader(io.StringIO((tmp_path / "coefficients.csv").read_text())))
+def test_csv_has_every_number(made, exported):
+    result, folder = exported("csv")
+    rows = list(csv.DictReader(io.StringIO((folder / "coefficients.csv").read_text())))
     beta = json.loads((made / "models/beta.json").read_text())["models"][0]
     written = {r["term"]: float(r["value"]) for r in rows if r["model"] == "beta.cycle_time"}
     wanted = {"intercept": beta["intercept"]["value"]} | {t["feature"]: t["value"] for t in beta["terms"]}

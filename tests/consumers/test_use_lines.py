@@ -26,7 +26,7 @@ import yaml
 import tracefit
 from tracefit.commands.export import export
 from tracefit.consumers.base import flags
-from tracefit.consumers.blis_replay import RooflineRates, StepRates, replay_as_blis
+from tracefit.consumers.blis_replay import RooflineRates, replay_as_blis
 from tracefit.consumers.blis_roofline import RooflineShape
 from tracefit.replay.engine import EngineSettings
 from tracefit.synth import SynthOptions, synth, write_run
@@ -124,7 +124,7 @@ def replay_words(result):
 
 
 @pytest.mark.slow
-def test_blis_lines_hold_what_makes_it_the_traced_server(exported):
+def test_blis_lines_state_the_traced_server(exported):
     result, words = exported("blis")
     assert words[:2] == ["blis", "run"]
     given = parsed(words[2:], BLIS_SERVER | BLIS_RUN)
@@ -160,7 +160,7 @@ def test_blis_runs_its_use_line_as_printed(exported, tmp_path):
 @pytest.mark.slow
 @needs_blis
 @pytest.mark.parametrize(("blocks", "eight"), [(4096, False), (4096, True), (899, False), (400, False)])
-def test_our_replay_is_what_blis_computes(exported, made, tmp_path, blocks, eight):
+def test_our_replay_is_what_blis_computes(exported, blis_rates, tmp_path, blocks, eight):
     """To the microsecond where memory suffices; where it preempts, to 0.1 % of E2E."""
     result, _ = exported("blis")
     if eight:
@@ -191,7 +191,7 @@ def test_our_replay_is_what_blis_computes(exported, made, tmp_path, blocks, eigh
 
 @pytest.mark.slow
 @needs_blis
-def test_blis_by_roofline_is_our_replay_and_the_backend_of_all(tmp_path):
+def test_blis_by_roofline_is_our_replay(tmp_path):
     """One decode instance by roofline: to the microsecond what we replay, and without alpha what `--latency-model roofline` gives."""
     law = RooflineLaw(MODELS["llama-8b"], GPUS["H100"], base_us=0.0, per_req_us=0.0)
     run = synth(SynthOptions(name="bound", seed=3, requests=350, rate_per_s=20.0, law=law))
@@ -242,36 +242,8 @@ def replayed(result, folder, blocks):
     return {int(str(r["request_id"]).split("_")[-1]): r for r in rows}
 
 
-def blis_rates(beta, d, heads, kv_heads, layers, ffn, tp):
-    """BLIS's terms for a dense model on H100, from its documentation: us per product."""
-    if len(beta) == 8:
-        rest, sizes = [0, 0, *beta[2:], 0, 0], (d, heads, kv_heads, layers, ffn, tp)
-        phases = [
-            tuple(
-                blis_rates([factor if i == term else 0 for i in range(10)], *sizes)
-                for term in (compute, compute + 8)
-            )
-            for compute, factor in enumerate(beta[:2])
-        ]
-        return replace(blis_rates(rest, *sizes), larger=tuple(phases))
-    head, peak, bandwidth = d // heads, 989.5e6, 3.35e6
-    token = layers * (2 * d * (2 * d + 2 * kv_heads * head) + 6 * d * ffn) / tp / peak
-    pair = layers * 4 * heads / tp * head / peak
-    kv = layers * 2 * kv_heads * head / tp * 2 / bandwidth
-    reduced = 2 * layers * d * 2 * 2 * (tp - 1) / tp / bandwidth
-    weight = layers * (d * (2 * d + 2 * kv_heads * head) + 3 * d * ffn) * 2 / tp / bandwidth
-    return StepRates(
-        beta[6] + beta[4] * layers + beta[2] * weight,
-        beta[5],
-        beta[0] * token + beta[8] * kv + beta[3] * reduced,
-        beta[0] * pair,
-        beta[1] * token + beta[9] * kv + beta[3] * reduced,
-        beta[1] * pair + beta[9] * kv,
-    )
-
-
 @pytest.mark.parametrize("version", [None, "0.9.2"])
-def test_llm_d_inference_sim_takes_the_config(exported, version):
+def test_llm_d_inference_sim_config_follows_its_rules(exported, version):
     """Closed keys, a model, Go durations, standard deviations as each version bounds them."""
     _, words = exported("llm-d-inference-sim", consumer_version=version)
     assert words[:2] == ["llm-d-inference-sim", "--config"]
@@ -285,14 +257,14 @@ def test_llm_d_inference_sim_takes_the_config(exported, version):
         assert us["prefill-time-std-dev"] <= 0.3 * us["prefill-time-per-token"]
 
 
-def test_vllm_vcr_is_the_traced_server(exported):
+def test_vllm_vcr_line_states_the_traced_server(exported):
     _, words = exported("vllm-vcr")
     assert words[:2] == ["vllm-vcr", "play"]
     given = parsed(words[2:], VCR)
     assert [given[n] for n in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_size")] == [64, 2048, 899]
 
 
-def test_the_mocker_is_the_traced_server(exported):
+def test_mocker_line_states_the_traced_server(exported):
     _, words = exported("dynamo-mocker")
     assert words[:3] == ["python", "-m", "dynamo.mocker"]
     given = parsed(words[3:], MOCKER, ["--no-enable-prefix-caching", "--no-enable-chunked-prefill"])
@@ -302,14 +274,14 @@ def test_the_mocker_is_the_traced_server(exported):
 
 
 @pytest.mark.slow
-def test_the_registry_line_copies_the_set(exported, tmp_path):
+def test_registry_line_copies_the_set(exported, tmp_path):
     result, _ = exported("blis-registry")
     (tmp_path / "clone/coefficients").mkdir(parents=True)
     subprocess.run(["/bin/sh", "-c", result.usage], check=True, cwd=tmp_path / "clone")
     assert yaml.safe_load((tmp_path / "clone/coefficients/coefficient-set.yaml").read_text())["kind"]
 
 
-def test_the_csv_line_lays_it_out(exported):
+def test_csv_line_shows_the_table(exported):
     result, words = exported("csv")
     assert words[:3] == ["column", "-s,", "-t"]
     assert Path(words[3]).is_file()
@@ -319,7 +291,7 @@ def test_the_csv_line_lays_it_out(exported):
 
 @pytest.mark.slow
 @needs_blis
-def test_shared_prefixes_are_found_as_blis_finds_them(tmp_path):
+def test_shared_prefixes_are_cached_as_in_blis(blis_rates, tmp_path):
     options = SynthOptions(name="prefixes", seed=3, requests=300, prefix_fraction=0.5, rich_sampling=1.0)
     folder = write_run(synth(options), tmp_path, formats=("json",))
     tracefit.run([folder], tmp_path / "out", options=tracefit.TrainOptions(features="batch", fast=True))
@@ -342,7 +314,7 @@ def test_shared_prefixes_are_found_as_blis_finds_them(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_blis_its_check_skips_and_counts(tmp_path):
+def test_check_without_blis_skips_and_counts(tmp_path):
     words = [sys.executable, str(ROOT / "tests/check_consumers.py"), str(tmp_path)]
     env = {**os.environ, "BLIS": str(tmp_path)}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
@@ -352,7 +324,7 @@ def test_without_blis_its_check_skips_and_counts(tmp_path):
     )
 
 
-def test_the_readme_says_what_its_replay_figure_shows():
+def test_readme_states_the_numbers_of_its_replay_figure():
     drawn = (ROOT / "docs/replay.svg").read_text()
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert "](docs/replay.svg)" in readme
@@ -360,7 +332,7 @@ def test_the_readme_says_what_its_replay_figure_shows():
     assert f"At most, E2E is off by {e2e} % and ITL by {itl} % at P50 and P90" in readme
 
 
-def test_a_line_quotes_what_a_shell_would_take_apart():
+def test_line_quotes_words_that_a_shell_would_split():
     given = {"model": "my model; rm -r /", "tp": 2, "gone": None, "folder": "{out}/a b"}
 
     assert flags(given) == "--model 'my model; rm -r /' --tp 2 --folder {out}'/a b'"

@@ -60,5 +60,5 @@ def test_the_numbers_of_the_drift_check_are_the_codes():
 
 
 def test_every_consumer_is_on_the_page():
-    for name in consumers.known():
+    for name in consumers.CONSUMERS:
         assert f"| `{name}` |" in PAGE

@@ -214,7 +214,7 @@ def through_every_command(folder, work, *, features="batch", commands=("inspect"
         command("verify", out, codes=(0,))
     command("predict", out / "models", "--batch", 4, "--context", 100, "--prefill", 16, codes=(0, 1))
     command("predict", out / "models", "--prompt", 50, "--output", 5, codes=(0, 1))
-    for consumer in consumers.known():
+    for consumer in consumers.CONSUMERS:
         command("export", out, "--to", consumer, "--out", work / consumer, codes=(0, 1))
     return _checked(out), said
 

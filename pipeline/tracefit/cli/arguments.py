@@ -48,9 +48,9 @@ def _names_in(context: typer.Context, incomplete: str, names: Callable[[str], It
 
 
 def _consumer_names() -> list[str]:
-    from tracefit.consumers import known
+    from tracefit.consumers import CONSUMERS
 
-    return list(known())
+    return list(CONSUMERS)
 
 
 def _gpu_names(incomplete: str) -> list[str]:

@@ -70,31 +70,39 @@ def terms_of(model: Model) -> list[Term]:
 _CLOCK = {"work": "step starts known", "without_clock": "step starts unknown"}
 
 
+def numbers_of(model: Model) -> dict[tuple[str, str, str], Number | Term]:
+    """Return the numbers of a model by linear form, name and unit."""
+    numbers: dict[tuple[str, str, str], Number | Term] = {}
+    for part, form in linear_forms(model).items():
+        numbers[part, "intercept", "us"] = form.intercept
+        numbers |= {(part, term.feature, term.unit): term for term in form.terms}
+        # The offset is added behind the boundary: it is no term of the work.
+        if isinstance(model, BoundaryModel) and part == "work":
+            numbers[part, "offset", "us"] = model.offset
+    return numbers
+
+
 def coefficient_rows(model: Model) -> Iterator[dict[str, object]]:
     """Yield one row per number of a model: its linear form and condition, name, unit, value, interval and training range."""
-    for name, form in linear_forms(model).items():
-        numbers: list[tuple[str, str, Number | Term]] = [("intercept", "us", form.intercept)]
-        numbers += [(term.feature, term.unit, term) for term in form.terms]
-        # The offset is added behind the boundary: it is no term of the work.
-        if isinstance(model, BoundaryModel) and form is model.work:
-            numbers.append(("offset", "us", model.offset))
-        for term, unit, number in numbers:
-            bounds = (number.ci95, number.training_range if isinstance(number, Term) else None)
-            low, high, least, most = (end for pair in bounds for end in pair or (None, None))
-            yield {
-                "deployment_id": model.deployment_id,
-                "model": model.name,
-                "part": name,
-                "condition": form.when.text() if isinstance(form, Regime) else _CLOCK.get(name),
-                "term": term,
-                "unit": unit,
-                "value": number.value,
-                "ci95_low": low,
-                "ci95_high": high,
-                "training_min": least,
-                "training_max": most,
-                "formula": number.formula if isinstance(number, Term) else None,
-            }
+    forms = linear_forms(model)
+    for (part, name, unit), number in numbers_of(model).items():
+        form, term = forms[part], number if isinstance(number, Term) else None
+        bounds = (number.ci95, term and term.training_range)
+        low, high, least, most = (end for pair in bounds for end in pair or (None, None))
+        yield {
+            "deployment_id": model.deployment_id,
+            "model": model.name,
+            "part": part,
+            "condition": form.when.text() if isinstance(form, Regime) else _CLOCK.get(part),
+            "term": name,
+            "unit": unit,
+            "value": number.value,
+            "ci95_low": low,
+            "ci95_high": high,
+            "training_min": least,
+            "training_max": most,
+            "formula": term and term.formula,
+        }
 
 
 # -- formulas --------------------------------------------------------------------------------------------
@@ -153,7 +161,7 @@ class Formulas:
         """Compute names of one row; all of them must be computable."""
         # Only the formulas these names need: a published model defines dozens of names, and one row uses a few.
         used = self.used(names, given)
-        values = {n: _known(n, given[n]) for n in used if n in given}
+        values = {n: _float_or_null(n, given[n]) for n in used if n in given}
         for name, node in self.nodes.items():
             if name in used and name not in given:
                 values[name] = evaluate(node, values)
@@ -189,7 +197,7 @@ class Formulas:
         return rows.with_columns(computed.values())
 
 
-def _known(name: str, value: float | None) -> float | None:
+def _float_or_null(name: str, value: float | None) -> float | None:
     """Return a value of a row as a float; NaN is null, as in a frame."""
     try:
         return None if value is None or math.isnan(value) else float(value)
@@ -252,8 +260,7 @@ class CompiledModel:
         Raises:
             UsageError: They cannot; the line names the missing inputs.
         """
-        missing = self.formulas.missing(names, given)
-        if missing:
+        if missing := self.formulas.missing(names, given):
             raise self.lacks(missing, given)
 
     def lacks(self, missing: Iterable[str], given: Collection[str]) -> UsageError:

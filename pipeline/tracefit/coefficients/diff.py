@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.coefficients.compiled import CompiledModel, linear_forms
-from tracefit.coefficients.model import BoundaryModel, LinearModel
+from tracefit.coefficients.compiled import CompiledModel, linear_forms, numbers_of
+from tracefit.coefficients.model import LinearModel
 from tracefit.coefficients.predict_frames import predict_rows
 from tracefit.results.models import CoefficientDiff, PredictionDiff
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tracefit.coefficients.model import LinearForm, Model
-    from tracefit.fit.results import Bounds, Number, Term
+    from tracefit.fit.results import Bounds
 
 POINTS = 2000
 """Number of points of the shared training range at which two models are compared."""
@@ -31,7 +31,7 @@ _SAME_COUNT = {"decode_tokens": "num_decode_reqs", "num_decode_reqs": "decode_to
 
 def coefficient_diffs(first: Model, second: Model) -> list[CoefficientDiff]:
     """Compare two models coefficient by coefficient; linear forms are matched by name."""
-    left, right = _numbers(first), _numbers(second)
+    left, right = numbers_of(first), numbers_of(second)
     diffs = []
     for key in dict.fromkeys([*left, *right]):
         # Disjoint intervals are a change beyond chance; overlapping ones may still hide a small change.
@@ -41,16 +41,6 @@ def coefficient_diffs(first: Model, second: Model) -> list[CoefficientDiff]:
         apart = None if a is None or b is None else a[1] < b[0] or b[1] < a[0]
         diffs.append(CoefficientDiff(*key, one, a, other, b, apart))
     return diffs
-
-
-def _numbers(model: Model) -> dict[tuple[str, str, str], Number | Term]:
-    numbers: dict[tuple[str, str, str], Number | Term] = {}
-    for name, form in linear_forms(model).items():
-        numbers[name, "intercept", "us"] = form.intercept
-        numbers |= {(name, t.feature, t.unit): t for t in form.terms}
-    if isinstance(model, BoundaryModel):
-        numbers["work", "offset", "us"] = model.offset
-    return numbers
 
 
 def prediction_diffs(first: Model, second: Model) -> tuple[list[PredictionDiff], list[str]]:
@@ -63,17 +53,15 @@ def prediction_diffs(first: Model, second: Model) -> tuple[list[PredictionDiff],
     diffs: list[PredictionDiff] = []
     notes: list[str] = []
     left, right = linear_forms(first), linear_forms(second)
-    for name in left:
-        if name not in right:
-            notes.append(f"{first.name}, {name}: only in the first file")
-            continue
-        lines = _line(first, left[name]), _line(second, right[name])
-        diff = _prediction_diff(name, *lines)
+    for name in dict.fromkeys([*left, *right]):
+        if name in left and name in right:
+            diff = _prediction_diff(name, _line(first, left[name]), _line(second, right[name]))
+        else:
+            diff = f"only in the {'first' if name in left else 'second'} file"
         if isinstance(diff, PredictionDiff):
             diffs.append(diff)
         else:
             notes.append(f"{first.name}, {name}: {diff}")
-    notes += [f"{first.name}, {name}: only in the second file" for name in right if name not in left]
     return diffs, notes
 
 
@@ -89,14 +77,12 @@ def _prediction_diff(name: str, first: LinearModel, second: LinearModel) -> Pred
         if term.training_range is not None:
             low, high = ranges.get(term.feature, term.training_range)
             ranges[term.feature] = (max(low, term.training_range[0]), min(high, term.training_range[1]))
-    empty = sorted(n for n, (low, high) in ranges.items() if low > high)
-    if empty:
-        return f"the training ranges of {', '.join(empty)} do not meet"
+    if empty := sorted(n for n, (low, high) in ranges.items() if low > high):
+        return f"the training ranges of {', '.join(empty)} do not overlap"
     # Inputs, not features: two models with different features of the same columns can be compared too.
     columns = CompiledModel(first).inputs | CompiledModel(second).inputs
-    lacking = sorted(c for c in columns if c not in ranges and _SAME_COUNT.get(c) not in ranges)
-    if lacking:
-        return f"no training range is known of {', '.join(lacking)}"
+    if lacking := sorted(c for c in columns if c not in ranges and _SAME_COUNT.get(c) not in ranges):
+        return f"no training range of {', '.join(lacking)}"
     points = _points(columns, ranges)
     predicted = [predict_rows(m, points).select("predicted_us", "out_of_range") for m in (first, second)]
     both = predicted[0]["out_of_range"].is_null() & predicted[1]["out_of_range"].is_null()
@@ -123,13 +109,9 @@ def _points(columns: set[str], ranges: Mapping[str, Bounds]) -> pl.DataFrame:
         c: rng.uniform(*ranges[c], POINTS) if ranges[c][0] < ranges[c][1] else np.full(POINTS, ranges[c][0])
         for c in free
     }
-    # Half of the values are ends of ranges: lines differ most at extremes of both features.
+    # Half of the values are ends of ranges (0 and 1 of 0 to 3): lines differ most at extremes of both features.
     ends = rng.integers(0, 4, (POINTS, max(len(free), 1)))
     for i, c in enumerate(free):
-        points[c] = np.where(
-            ends[:, i] == 0, ranges[c][0], np.where(ends[:, i] == 1, ranges[c][1], points[c])
-        )
-    for c in sorted(columns):
-        if c not in points:
-            points[c] = points[_SAME_COUNT[c]]
+        points[c] = np.choose(ends[:, i], [*ranges[c], points[c], points[c]])
+    points |= {c: points[_SAME_COUNT[c]] for c in sorted(columns - points.keys())}
     return pl.DataFrame(points or {"_": np.zeros(1)})

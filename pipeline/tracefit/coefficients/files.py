@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COEFFICIENT_FILES = ("alpha.json", "beta.json")
 """Files of a models folder: the models of requests and those of steps."""
 
-MAX_PLACE_CHARS = 200
+MAX_KEY_CHARS = 200
 MAX_MESSAGE_CHARS = 300
 DIGITS = 9
 """Significant digits a file keeps: more than the 1e-6 on which machines agree."""
@@ -144,8 +144,8 @@ def _read(path: Path, kind: type[_Document]) -> _Document:
     except ValidationError as error:
         # One fault in a damaged file often causes dozens of errors: show the first.
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])[:MAX_PLACE_CHARS] or "document"
-        message = f"{place}: {first['msg'][:MAX_MESSAGE_CHARS]}"
+        key = ".".join(str(part) for part in first["loc"])[:MAX_KEY_CHARS] or "document"
+        message = f"{key}: {first['msg'][:MAX_MESSAGE_CHARS]}"
         raise UsageError(message, where=str(path), hint=_schema_hint(kind)) from error
 
 
@@ -156,13 +156,13 @@ def _schema_hint(kind: type[BaseModel]) -> str:
 def _check_version(plain: dict[str, Any], kind: type[BaseModel], where: str) -> None:
     """Raise a clear error for a file of another kind or version, before its fields are checked."""
     fields, hint = kind.model_fields, _schema_hint(kind)
-    name, version, known = plain.get("schema"), plain.get("version"), fields["version"].default
+    name, version, supported = plain.get("schema"), plain.get("version"), fields["version"].default
     if name != fields["schema_"].default:
-        what = str(name)[:MAX_PLACE_CHARS] if isinstance(name, str) else "not given"
+        what = str(name)[:MAX_KEY_CHARS] if isinstance(name, str) else "not given"
         raise UsageError(f"schema: is {what}, not {fields['schema_'].default}", where=where, hint=hint)
-    if not isinstance(version, int) or version != known:
+    if not isinstance(version, int) or version != supported:
         raise UsageError(
-            f"version: {str(version)[:MAX_PLACE_CHARS]!r} is not {known}, which this tracefit reads",
+            f"version: {str(version)[:MAX_KEY_CHARS]!r} is not {supported}, which this tracefit reads",
             where=where,
             hint=f"use the tracefit that wrote it; {hint}",
         )

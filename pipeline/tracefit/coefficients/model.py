@@ -9,6 +9,7 @@ too.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -46,7 +47,17 @@ FileKind = Literal["alpha", "beta"]
 
 
 class TimelineEntry(Strict):
-    """Evidence behind the step clock."""
+    """Evidence behind the step clock.
+
+    Attributes:
+        composition_agreement: Share of sampled steps whose batch, worked out from journeys, matches exactly.
+        composition_errors: Absolute differences on sampled steps: mean and 99th percentile.
+        duration_coverage: Share of busy time that step.duration_us covers, over adjacent steps.
+        execution_lag_steps: 1 if scheduling runs a step ahead of execution.
+        clock_checked_events: Engine core events of steps whose start is known.
+        clock_disagreements: Those of them stamped before their step began or after it must have ended.
+        clock_corrected_events: API events of another host's clock, moved to the engine core's by wall clock.
+    """
 
     epochs: int
     servers: int
@@ -55,79 +66,83 @@ class TimelineEntry(Strict):
     intervals: int = 0
     interval_steps: int = 0
     idle_gaps: int
-    composition_agreement: float | None = Field(
-        default=None,
-        description="share of sampled steps whose batch, worked out from journeys, matches exactly",
-    )
-    composition_errors: dict[str, float] = Field(
-        default_factory=dict, description="absolute differences on sampled steps: mean and 99th percentile"
-    )
+    composition_agreement: float | None = None
+    composition_errors: dict[str, float] = Field(default_factory=dict)
     step_sampling: float | None
     journey_sampling: float | None
-    duration_coverage: float | None = Field(
-        description="share of busy time that step.duration_us covers, over adjacent steps"
-    )
+    duration_coverage: float | None
     median_cycle_us: float | None = None
     median_duration_us: float | None = None
     beta_target_source: str | None = None
     beta_target_reason: str | None = None
-    execution_lag_steps: int = Field(
-        default=0, description="1 where scheduling runs a step ahead of execution"
-    )
-    clock_checked_events: int = Field(
-        default=0, description="engine core events stamped beside steps whose start is known"
-    )
-    clock_disagreements: int = Field(
-        default=0,
-        description="of these, the ones stamped before their step began or after it must have ended",
-    )
-    clock_corrected_events: int = Field(
-        default=0, description="API events of another host's clock, moved to the engine core's by wall clock"
-    )
+    execution_lag_steps: int = 0
+    clock_checked_events: int = 0
+    clock_disagreements: int = 0
+    clock_corrected_events: int = 0
     dropped_events: int
 
 
 class RowsEntry(Strict):
-    """Use of the rows of one run by one model; errors are measured on the held-out rows."""
+    """Use of the rows of one run by one model; errors are measured on the held-out rows.
+
+    Attributes:
+        left_out: Rows left out of either part, by reason.
+    """
 
     model: str
     run_id: str
     trained: int
     held_out: int
-    left_out: dict[str, int] = Field(description="rows left out of either part, by reason")
+    left_out: dict[str, int]
 
 
 class Criterion(Strict):
-    """One measure compared with its threshold."""
+    """One measure compared with its threshold.
+
+    Attributes:
+        yes: Value from which on the use is allowed.
+        with_limits: Value from which on it is allowed with limits.
+    """
 
     measure: str
     value: float | None
-    yes: float = Field(description="from here on the use is allowed")
-    with_limits: float = Field(description="from here on it is allowed with limits")
+    yes: float
+    with_limits: float
     higher_is_better: bool
     answer: Answer
     reason: str
 
 
 class RecordingAdvice(Strict):
-    """A recording that could make a verdict a yes."""
+    """A recording that could make a verdict a yes.
 
-    load: str = Field(description="rates of arrivals, and in what order")
-    prompts: str = Field(description="how long the prompts have to be")
-    minutes: float = Field(description="how long the load runs")
-    sampling: str = Field(description="how much of it to trace")
-    command: str = Field(description="shell commands of a load generator that makes this load")
+    Attributes:
+        load: Rates of arrivals, in order.
+        prompts: Length of the prompts.
+        minutes: Duration of the load.
+        sampling: Share of requests and steps to trace.
+        command: Shell commands of a load generator that makes this load.
+    """
+
+    load: str
+    prompts: str
+    minutes: float
+    sampling: str
+    command: str
 
 
 class Verdict(Strict):
-    """Verdict on one use of the deployment's models: the worst of the criteria."""
+    """Verdict on one use of the deployment's models: the worst of the criteria.
+
+    Attributes:
+        reasons: Reasons of the criteria that decide.
+        record: The recording that may give a yes; null if the answer is yes.
+    """
 
     answer: Answer
-    reasons: tuple[str, ...] = Field(description="the criteria that decide")
+    reasons: tuple[str, ...]
     criteria: tuple[Criterion, ...]
-    record: RecordingAdvice | None = Field(
-        default=None, description="what to record for a yes; null if it is one"
-    )
+    record: RecordingAdvice | None = None
 
 
 class RequestRange(Strict):
@@ -137,82 +152,96 @@ class RequestRange(Strict):
     the training part. Both are null unless 85 % of the later, held-out requests lie between the two. Every
     request is described by the facts at its arrival, and only requests inside the training range of the
     models count for the range.
+
+    Attributes:
+        requests: Requests of the training part, inside the training range.
+        requests_held_out: Held-out requests, inside the training range.
+        coverage_pct: Percent of these held-out requests that are in the range.
+        holdout: Errors of `predict` on all held-out requests.
+        baseline: Errors of the training median on the same held-out requests.
+        gradient_boosting: Errors of gradient boosting on the same inputs and requests.
+        reason: Why the range is missing.
     """
 
     deployment_id: str
     latency: Literal["ttft", "itl", "e2e"]
     low_ratio: float | None
     high_ratio: float | None
-    requests: int = Field(description="requests of the training part, inside the training range")
-    requests_held_out: int | None = Field(
-        default=None, description="held-out requests, inside the training range"
-    )
-    coverage_pct: float | None = Field(description="share of these held-out requests that lie in the range")
-    holdout: Metrics = Field(description="errors of `predict` on all held-out requests")
-    baseline: Metrics = Field(description="the training median, for the same held-out requests")
-    gradient_boosting: Metrics | None = Field(default=None, description="on the same inputs and requests")
-    reason: str | None = Field(default=None, description="why there is no range")
+    requests: int
+    requests_held_out: int | None = None
+    coverage_pct: float | None
+    holdout: Metrics
+    baseline: Metrics
+    gradient_boosting: Metrics | None = None
+    reason: str | None = None
 
 
 class DeploymentEvaluation(Strict):
-    """Everything about one deployment."""
+    """Everything about one deployment.
+
+    Attributes:
+        verdicts: Use to verdict, by the thresholds that are stated with it.
+        replays: Per run, the held-out part replayed from arrivals and lengths, or why it cannot be replayed.
+        served: Per run, the work of the server on all requests.
+        rates: The work of one server at rates up to its capacity, with requests like those traced; see
+            `tracefit plan`.
+        latency: Latencies of requests, composed of the models: ttft, itl, e2e, client, prefill, execution.
+        latency_missing: Why latencies are missing.
+        requests: Predictions of requests by `predict`, compared with measurements.
+        exclusions: Model name to rows left out by reason.
+        rows: Use of the rows, by model and run.
+    """
 
     deployment_id: str
     runs: tuple[str, ...]
     overloaded: tuple[Overload, ...] = ()
-    verdicts: dict[str, Verdict] = Field(
-        default_factory=dict, description="use to verdict, by the thresholds that are stated with it"
-    )
-    replays: tuple[RunReplay, ...] = Field(
-        default=(),
-        description="by run: the held-out part replayed from arrivals and lengths, measured beside replayed; or why not",
-    )
-    served: tuple[RequestGroup, ...] = Field(
-        default=(), description="by run: what the server did with the requests of the run, all of them"
-    )
-    rates: tuple[PlanPoint, ...] = Field(
-        default=(),
-        description="what one server would do at rates up to its capacity, with requests like those traced: see `tracefit plan`",
-    )
+    verdicts: dict[str, Verdict] = Field(default_factory=dict)
+    replays: tuple[RunReplay, ...] = ()
+    served: tuple[RequestGroup, ...] = ()
+    rates: tuple[PlanPoint, ...] = ()
     models: dict[str, Validation]
     not_fitted: tuple[Missing, ...] = ()
-    latency: dict[str, Latency] = Field(
-        default_factory=dict,
-        description="latencies of requests, composed of the models: ttft, itl, e2e, client, prefill, execution",
-    )
-    latency_missing: str | None = Field(default=None, description="why no latency is composed")
-    requests: tuple[RequestRange, ...] = Field(
-        default=(), description="predictions of requests by `predict`, compared with measurements"
-    )
+    latency: dict[str, Latency] = Field(default_factory=dict)
+    latency_missing: str | None = None
+    requests: tuple[RequestRange, ...] = ()
     summed_step_time: SummedTime | None = None
     timeline: TimelineEntry
-    exclusions: dict[str, dict[str, int]] = Field(
-        default_factory=dict, description="model name to rows left out by reason"
-    )
-    rows: tuple[RowsEntry, ...] = Field(default=(), description="the same by run, with the rows that count")
+    exclusions: dict[str, dict[str, int]] = Field(default_factory=dict)
+    rows: tuple[RowsEntry, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 class ServerEntry(Strict):
-    """Traces of one server in one run; sampling rates are estimated from the traces."""
+    """Traces of one server in one run; sampling rates are estimated from the traces.
+
+    Attributes:
+        seconds: From the start of the first span to the end of the last one.
+        steps: Steps with a summary.
+        step_sampling: Steps with a summary / steps counted.
+        journey_sampling: Share of requests with a journey; null if no step shows it.
+        snapshot_sampling: Steps with snapshots / steps with a summary.
+    """
 
     run_id: str
     server: str
-    seconds: float | None = Field(description="first span's start to last span's end")
+    seconds: float | None
     epochs: int
     spans: int
     requests: int
-    steps: int = Field(description="steps with a summary")
-    step_sampling: float | None = Field(description="steps with a summary / steps counted")
-    journey_sampling: float | None = Field(
-        description="share of requests with a journey; null if no step shows it"
-    )
-    snapshot_sampling: float | None = Field(description="steps with snapshots / steps with a summary")
+    steps: int
+    step_sampling: float | None
+    journey_sampling: float | None
+    snapshot_sampling: float | None
     dropped_events: int
 
 
 class IngestEntry(Strict):
-    """Counts of the records read, and of the unusable ones."""
+    """Counts of the records read, and of the unusable ones.
+
+    Attributes:
+        implausible: Rule of the tables to the number of rows that broke it and are left out.
+        missing_attributes: Event to its attributes without a usable value in any such event of a run.
+    """
 
     files: int
     bytes: int
@@ -220,14 +249,8 @@ class IngestEntry(Strict):
     other_spans: int = 0
     events: dict[str, int]
     rejects: int
-    implausible: dict[str, int] = Field(
-        default_factory=dict,
-        description="rule of the tables to the number of rows that broke it and are left out",
-    )
-    missing_attributes: dict[str, tuple[str, ...]] = Field(
-        default_factory=dict,
-        description="event to its attributes without a usable value in any such event of a run",
-    )
+    implausible: dict[str, int] = Field(default_factory=dict)
+    missing_attributes: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     dropped_events: int
     dropped_attributes: int = 0
     duplicates: int
@@ -235,18 +258,19 @@ class IngestEntry(Strict):
 
 
 class Evaluation(Strict):
-    """evaluation.json."""
+    """evaluation.json.
+
+    Attributes:
+        across: Errors on the groups left out of training in turn, on request.
+        across_notes: Groups that could not be left out or measured, with the reason.
+    """
 
     schema_: Literal["tracefit/evaluation"] = Field(default="tracefit/evaluation", alias="schema")
     version: Literal[3] = 3
     ingest: IngestEntry
     deployments: tuple[DeploymentEvaluation, ...]
-    across: tuple[LeftOutErrors, ...] = Field(
-        default=(), description="errors on the groups left out of training in turn, on request"
-    )
-    across_notes: tuple[str, ...] = Field(
-        default=(), description="groups that could not be left out or measured, with the reason"
-    )
+    across: tuple[LeftOutErrors, ...] = ()
+    across_notes: tuple[str, ...] = ()
 
     @property
     def answers(self) -> dict[str, dict[str, str]]:
@@ -303,16 +327,18 @@ class Work(Strict):
 
 
 class Estimator(Strict):
-    """How the numbers were fitted."""
+    """How the numbers were fitted.
+
+    Attributes:
+        cv_mae: Cross-validated mean absolute error of the choice.
+    """
 
     name: str
     penalty: str
     strength: float
     huber: float | None = None
     chosen_by: str
-    cv_mae: float | None = Field(
-        default=None, description="cross-validated mean absolute error of the choice"
-    )
+    cv_mae: float | None = None
     folds: int = 0
 
 
@@ -327,69 +353,92 @@ class TimeRange(Strict):
 
 
 class RunInput(Strict):
-    """Content hashes of the inputs of one run's tables."""
+    """Content hashes of the inputs of one run's tables.
+
+    Attributes:
+        traces_sha256: Over the contents of the trace files, without their names and order.
+        context_sha256: Over settings, config.json and GPU as in the `runs` table.
+    """
 
     run_id: str
-    traces_sha256: str = Field(description="over the trace files' contents, names and order left out")
-    context_sha256: str = Field(description="over settings, config.json and GPU as the runs table has them")
+    traces_sha256: str
+    context_sha256: str
 
 
 class Training(Strict):
-    """Training data of the model."""
+    """Training data of the model.
+
+    Attributes:
+        rows: Rows of the training part.
+        exclusions: Rows left out of both parts, by reason.
+        inputs_sha256: SHA-256 over the contents of the trace files.
+    """
 
     runs: tuple[str, ...]
-    rows: int = Field(description="rows of the training part")
+    rows: int
     rows_used: int
     rows_holdout: int
-    exclusions: dict[str, int] = Field(description="rows left out, by reason, both parts together")
+    exclusions: dict[str, int]
     time_range: tuple[TimeRange, ...]
-    inputs_sha256: str = Field(description="hash over the trace files' contents")
+    inputs_sha256: str
     inputs: tuple[RunInput, ...] = ()
 
 
 class Provenance(Strict):
-    """Which program made the file; comparisons ignore this."""
+    """Which program made the file; comparisons ignore this.
+
+    Attributes:
+        files: SHA-256 of the files that options name, by option.
+    """
 
     tool: str
     version: str
     libraries: dict[str, str]
     options: dict[str, Scalar]
-    files: dict[str, str] = Field(
-        default_factory=dict, description="sha256 of the files that options name, by option"
-    )
+    files: dict[str, str] = Field(default_factory=dict)
 
 
 class PromptSteps(Strict):
-    """The mean of a group of steps that compute prompts."""
+    """The mean of a group of steps that compute prompts.
 
-    tokens: float = Field(description="prompt tokens that a step computes")
-    prompts: float = Field(description="requests they belong to")
+    Attributes:
+        tokens: Prompt tokens of a step.
+        prompts: Requests with these prompt tokens.
+    """
+
+    tokens: float
+    prompts: float
 
 
 class Workload(Strict):
-    """The mean request of the training part; the requests beside a predicted one are assumed to be like it."""
+    """The mean request of the training part; the other requests of a prediction are assumed to be like it.
+
+    Attributes:
+        cached_prompt_tokens: Prompt tokens in the prefix cache; 0 if unknown.
+        max_tokens: Output tokens allowed; null if unknown.
+        running_context_tokens: Tokens in the cache of a running request, mean over the steps that requests run in.
+        running_remaining_tokens: Output tokens that a running request may still generate, mean over the same steps.
+        prompt_steps: Steps that compute prompts, in groups of equal size from few tokens to many; empty if unknown.
+    """
 
     requests: int
     prompt_tokens: float
-    cached_prompt_tokens: float = Field(description="prompt tokens in the prefix cache; 0 if unknown")
+    cached_prompt_tokens: float
     output_tokens: float
-    max_tokens: float | None = Field(description="output tokens allowed; null if unknown")
-    running_context_tokens: float | None = Field(
-        default=None,
-        description="tokens in the cache of a running request, mean over the steps that requests run in",
-    )
-    running_remaining_tokens: float | None = Field(
-        default=None,
-        description="output tokens that a running request may still generate, mean over the same steps",
-    )
-    prompt_steps: tuple[PromptSteps, ...] = Field(
-        default=(),
-        description="steps that compute prompts, in groups of equal size from few tokens to many; empty where not known",
-    )
+    max_tokens: float | None
+    running_context_tokens: float | None = None
+    running_remaining_tokens: float | None = None
+    prompt_steps: tuple[PromptSteps, ...] = ()
 
 
 class DeploymentFacts(Strict):
-    """Model, GPU and settings the model is valid for; nothing in `assumed` was stated by any input."""
+    """Model, GPU and settings the model is valid for; nothing in `assumed` was stated by any input.
+
+    Attributes:
+        workload: The mean request; null if no journeys of requests are traced.
+        input_ranges: Smallest and largest value in training of the inputs that describe a step, and a request on
+            arrival.
+    """
 
     model: str | None
     gpu: str | None
@@ -397,10 +446,9 @@ class DeploymentFacts(Strict):
     hardware: dict[str, Scalar]
     settings: dict[str, Scalar]
     assumed: tuple[str, ...] = ()
-    workload: Workload | None = Field(default=None, description="null if no journeys of requests are traced")
+    workload: Workload | None = None
     input_ranges: dict[Literal["step", "request"], dict[str, tuple[float, float]]] = Field(
-        default_factory=dict,
-        description="smallest and largest value in training of the inputs that describe a step, and a request on arrival",
+        default_factory=dict
     )
 
 
@@ -420,11 +468,6 @@ class _ModelBase(Strict):
         description="names in formulas that are not table columns: a number, or a formula over columns and other names here",
     )
     notes: tuple[str, ...] = ()
-
-    @property
-    def is_step_model(self) -> bool:
-        """Whether it predicts the time of a step."""
-        return targets.is_step_model(self.name)
 
 
 class LinearModel(_ModelBase):
@@ -454,22 +497,27 @@ class Expectation(Linear):
     """Expected admission without step times: the work, plus the expected rest of a step in progress.
 
     Its intercept is the work's + busy_share * (residual + offset).
+
+    Attributes:
+        residual: Mean rest of a cycle c at a random time in it: E[c^2] / (2 E[c]).
+        busy_share: Share of the time in which a step is in progress.
     """
 
-    residual: Number = Field(description="mean rest of a cycle c at a random time in it: E[c^2] / (2 E[c])")
-    busy_share: float = Field(description="share of the time in which a step is in progress", ge=0, le=1)
+    residual: Number
+    busy_share: float = Field(ge=0, le=1)
 
 
 class BoundaryModel(_ModelBase):
-    """The first step start at or after the end of the work, plus offset; that end itself when the engine is idle."""
+    """The first step start at or after the end of the work, plus offset; that end itself when the engine is idle.
+
+    Attributes:
+        queue: When work on an event begins: `one_at_a_time`, when it comes or when the work on the event before it on
+            the same server ends, whichever is later; null, when it comes.
+    """
 
     form: Literal["boundary"]
     boundary: Literal["step_start"]
-    queue: Literal["one_at_a_time"] | None = Field(
-        default=None,
-        description="one_at_a_time: work on an event begins when it comes or when the work on the one before it on the same "
-        "server ends, whichever is later; null: when it comes",
-    )
+    queue: Literal["one_at_a_time"] | None = None
     work: Work
     offset: Number
     without_clock: Linear
@@ -500,24 +548,24 @@ class NotFitted(Strict):
 
 
 class CoefficientFile(Strict):
-    """alpha.json or beta.json."""
+    """alpha.json or beta.json.
+
+    Attributes:
+        requests: Ranges of request latencies that are composed of the models of both files; in alpha.json.
+    """
 
     schema_: Literal["tracefit/coefficients"] = Field(default="tracefit/coefficients", alias="schema")
     version: Literal[3] = 3
     kind: FileKind
     models: tuple[Model, ...] = Field(max_length=MAX_MODELS)
     not_fitted: tuple[NotFitted, ...] = ()
-    requests: tuple[RequestRange, ...] = Field(
-        default=(),
-        description="ranges of request latencies that are composed of the models of both files; in alpha.json",
-    )
+    requests: tuple[RequestRange, ...] = ()
     provenance: Provenance | None = None
 
     @model_validator(mode="after")
     def _names_each_model_once(self) -> Self:
-        names: set[tuple[str, str | None]] = set()
-        for model in self.models:
-            if (model.name, model.deployment_id) in names:
-                raise ValueError(f"two models are {model.name} of deployment {model.deployment_id}")
-            names.add((model.name, model.deployment_id))
+        named = Counter((model.name, model.deployment_id) for model in self.models)
+        for (name, deployment_id), count in named.items():
+            if count > 1:
+                raise ValueError(f"two models are {name} of deployment {deployment_id}")
         return self

@@ -42,11 +42,11 @@ def load(*paths: str | Path | Iterable[str | Path]) -> Models:
         >>> tracefit.load("out/").deployment_ids  # doctest: +ELLIPSIS
         ('llama-3.1-8b-instruct.h100-sxm.tp1...',)
     """
-    places = [place_of(p) for one in paths for p in ([one] if isinstance(one, str | Path) else one)]
-    files = [file for place in places for file in coefficient_paths(place)]
+    locations = [place_of(p) for one in paths for p in ([one] if isinstance(one, str | Path) else one)]
+    files = [file for location in locations for file in coefficient_paths(location)]
     if not files:
         raise UsageError("no coefficient file is given")
-    return Models(tuple(read_coefficients(file) for file in files), ", ".join(map(str, places)))
+    return Models(tuple(read_coefficients(file) for file in files), ", ".join(map(str, locations)))
 
 
 class Models:
@@ -60,9 +60,8 @@ class Models:
             deployment = by_deployment.setdefault(model.deployment_id or "", {})
             # Otherwise the file read last would silently win.
             if model.name in deployment:
-                raise UsageError(
-                    f"{model.name} of deployment {model.deployment_id} is there twice", where=where
-                )
+                twice = f"{model.name} of deployment {model.deployment_id} is there twice"
+                raise UsageError(twice, where=where)
             deployment[model.name] = model
         # Cached, so that each model is compiled once for all predictions.
         self._deployments = {
@@ -127,12 +126,9 @@ class Models:
         matching = [s for s in self._deployments if deployment is None or deployment in s]
         chosen = [s for s in matching if s == deployment] or matching
         if len(chosen) != 1:
-            no_deployment = f"deployment {deployment} is {'not one' if chosen else 'no'} deployment here"
-            raise UsageError(
-                "several deployments are there" if deployment is None else no_deployment,
-                where=self.where,
-                hint=f"name one with {named(DeploymentOption)}: {', '.join(self._deployments)}",
-            )
+            hint = f"name one with {named(DeploymentOption)}: {', '.join(self._deployments)}"
+            match = "are there" if deployment is None else f"match {deployment}"
+            raise UsageError(f"{len(chosen) or 'no'} deployments {match}", where=self.where, hint=hint)
         return self._deployments[chosen[0]]
 
     def model(self, name: str, deployment: str | None = None) -> Model:

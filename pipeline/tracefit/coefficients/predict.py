@@ -28,19 +28,26 @@ from tracefit.coefficients.workload import (
 )
 from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.features.expressions import ROW
-from tracefit.features.targets import RECORDED
+from tracefit.features.targets import RECORDED, is_step_model
 from tracefit.fit.results import line
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from tracefit.coefficients.model import LinearForm, Model, NotFitted, RequestRange, Workload
+    from tracefit.coefficients.model import (
+        DeploymentFacts,
+        LinearForm,
+        Model,
+        NotFitted,
+        RequestRange,
+        Workload,
+    )
     from tracefit.fit.results import Term
 
 PREDICTED = "predicted_us"
 """Name of the prediction itself among values outside their range: a line below 0 is cut off at 0."""
 INTERVAL_ROWS = 20
-"""Fewer held-out rows than this do not make an interval of their own."""
+"""Held-out rows that a group of rows needs for an interval of its own."""
 MAX_NAME_SHOWN = 64
 
 
@@ -136,8 +143,8 @@ def in_lines(outside: Iterable[Outside]) -> tuple[str, ...]:
     """Return a line per model and feature: the steps of one request leave a range at many values."""
     widest: dict[tuple[str, str], Outside] = {}
     for each in outside:
-        known = widest.get(each[:2], each)
-        widest[each[:2]] = each._replace(low=min(each.low, known.low), high=max(each.high, known.high))
+        other = widest.get(each[:2], each)
+        widest[each[:2]] = each._replace(low=min(each.low, other.low), high=max(each.high, other.high))
     return tuple(map(str, widest.values()))
 
 
@@ -180,7 +187,7 @@ def predict_row(
         UsageError: A feature is unknown and has no stand-in, or no regime's condition holds.
     """
     model = compiled.model
-    # Without a cycle, a batch of 0 shows an idle engine: no step runs, and the admission is the work alone.
+    # Without a cycle, a batch of 0 shows an idle engine: no step runs, and the admission is the work.
     if isinstance(model, BoundaryModel) and (cycle_us is not None or given.get("batch") == 0):
         work = _predict_form(compiled, "idle_engine", model.work, given, stand_in=False)
         if cycle_us is None:
@@ -197,8 +204,9 @@ def _group(compiled: CompiledModel, form: str, given: Mapping[str, float | None]
     if form != "line":
         return form
     # A model without features of prompts was still validated on both kinds of steps.
-    known = not compiled.formulas.missing(["prefill_tokens"], given)
-    prefill = compiled.formulas.row(given, ["prefill_tokens"])["prefill_tokens"] if known else None
+    if compiled.formulas.missing(["prefill_tokens"], given):
+        return None
+    prefill = compiled.formulas.row(given, ["prefill_tokens"])["prefill_tokens"]
     return None if prefill is None else "mixed" if prefill > 0 else "decode_only"
 
 
@@ -214,29 +222,19 @@ def _predict_form(
     middles = stand_ins(form.terms) if stand_in else {}
     names = [t.feature for t in form.terms]
     row = formulas.row(given, [n for n in names if not formulas.missing([n], given)])
-    values, assumed, outside = dict[str, float](), list[str](), list[Outside]()
-    for term in form.terms:
-        value = row.get(term.feature)
-        if value is None and term.feature in middles:
-            value = middles[term.feature]
-            assumed.append(
-                f"{term.feature} {value:g}: does not follow from the input, the middle of its training range"
-            )
-        if value is not None:
-            values[term.feature] = value
-            ends = term.training_range
-            if ends is not None and not ends[0] <= value <= ends[1]:
-                outside.append(Outside(model.name, term.feature, value, value, ends))
-    # A feature that a term covers leaves its range together with the term: one line is enough.
-    outside = outside or _without_a_term(compiled, given)
+    replaced = {n: middles[n] for n in names if n in middles and row.get(n) is None}
+    values = {n: value for n in names if (value := replaced.get(n, row.get(n))) is not None}
+    outside = _outside(model, values, {t.feature: t.limits for t in form.terms})
+    if not outside:
+        # A feature that a term covers leaves its range together with the term: one line is enough.
+        unmodeled = {n: ends for n, ends in compiled.unmodeled.items() if not formulas.missing([n], given)}
+        outside = _outside(model, formulas.row(given, unmodeled), unmodeled, has_term=False)
     predicted = line(form.intercept, form.terms, values.get, ROW)
     if predicted is None:
         without_value = [n for n in names if n not in values]
-        known = [
-            n for n, v in given.items() if v is not None and not (isinstance(v, float) and math.isnan(v))
-        ]
-        if lacking := sorted(formulas.inputs(without_value, given) - set(known)):
-            raise compiled.lacks(lacking, known)
+        with_value = {n for n, v in given.items() if v is not None and not math.isnan(v)}
+        if lacking := formulas.inputs(without_value, given) - with_value:
+            raise compiled.lacks(lacking, with_value)
         of = f"the formula of {without_value[0]}" if without_value else "the sum"
         raise UsageError(
             f"{of} gives no finite number for these values",
@@ -247,18 +245,25 @@ def _predict_form(
         outside.append(Outside(model.name, PREDICTED, predicted, predicted, (0.0, math.inf)))
     # The held-out errors are from rows in the training range, so they do not apply outside it.
     interval = interval_about(max(predicted, 0.0), None if outside else p90_ape_pct(model, group))
+    assumed = (
+        f"{n} {value:g}: does not follow from the input, the middle of its training range"
+        for n, value in replaced.items()
+    )
     return Prediction(interval, values, tuple(assumed), tuple(outside))
 
 
-def _without_a_term(compiled: CompiledModel, given: Mapping[str, float | None]) -> list[Outside]:
-    """Return the features without a term that are outside their training range, if the input gives them."""
-    formulas, name = compiled.formulas, compiled.model.name
-    known = {n: ends for n, ends in compiled.unmodeled.items() if not formulas.missing([n], given)}
-    values = formulas.row(given, known)
+def _outside(
+    model: Model,
+    values: Mapping[str, float | None],
+    ranges: Mapping[str, tuple[float, float]],
+    *,
+    has_term: bool = True,
+) -> list[Outside]:
+    """Return the values outside their training range."""
     return [
-        Outside(name, n, value, value, ends, has_term=False)
-        for n, ends in known.items()
-        if (value := values[n]) is not None and not ends[0] <= value <= ends[1]
+        Outside(model.name, name, value, value, ends, has_term)
+        for name, ends in ranges.items()
+        if (value := values.get(name)) is not None and not ends[0] <= value <= ends[1]
     ]
 
 
@@ -297,7 +302,7 @@ class DeploymentModels:
     def compiled(self, model: Model) -> CompiledModel:
         """Return a model of the deployment compiled for inputs as `workload` describes them; each is compiled once."""
         if model.name not in self._compiled:
-            columns = STEP_COLUMNS if model.is_step_model else REQUEST_COLUMNS
+            columns = STEP_COLUMNS if is_step_model(model.name) else REQUEST_COLUMNS
             self._compiled[model.name] = CompiledModel(model, columns)
         return self._compiled[model.name]
 
@@ -320,6 +325,11 @@ class DeploymentModels:
         return self.require(name)
 
     @cached_property
+    def _facts(self) -> tuple[DeploymentFacts, ...]:
+        """The facts of the deployment, as each model of the files states them."""
+        return tuple(model.deployment for model in self.models.values() if model.deployment is not None)
+
+    @cached_property
     def server(self) -> dict[str, float | None]:
         """Settings of the server that formulas of workloads use, by name, null if unknown."""
         names = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "block_size")
@@ -333,7 +343,7 @@ class DeploymentModels:
 
     @cached_property
     def usual_kv_usage(self) -> float | None:
-        """KV usage of a described step, where a server's log alone was seen: it names neither context nor KV blocks."""
+        """KV usage of a described step, where the models come from a server's log, which states neither context nor KV blocks."""
         model = self.step_model
         definition = model.target.definition if model.target else ""
         is_logged = any(RECORDED[kind] in definition for kind in ("log", "log_interval"))
@@ -346,10 +356,7 @@ class DeploymentModels:
     @cached_property
     def workload(self) -> Workload | None:
         """The mean request the models were trained on; null if the files do not state it."""
-        return next(
-            (m.deployment.workload for m in self.models.values() if m.deployment and m.deployment.workload),
-            None,
-        )
+        return next((facts.workload for facts in self._facts if facts.workload), None)
 
     @cached_property
     def traffic(self) -> Formulas:
@@ -363,8 +370,7 @@ class DeploymentModels:
 
     def setting(self, name: str) -> object:
         """Return any setting of the server as the files have it."""
-        deployments = (m.deployment for m in self.models.values() if m.deployment is not None)
-        return next((s.settings.get(name) for s in deployments), None)
+        return next((facts.settings.get(name) for facts in self._facts), None)
 
     def known_settings(self, compiled: CompiledModel) -> dict[str, float | None]:
         """Return the settings of the server; an unknown one is left out."""
@@ -405,10 +411,7 @@ class DeploymentModels:
 
     def input_ranges(self, of: Literal["step", "request"]) -> Mapping[str, tuple[float, float]]:
         """Return the smallest and largest value of each input in training; empty if the files do not state them."""
-        deployments = (
-            m.deployment for m in self.models.values() if m.deployment and m.deployment.input_ranges
-        )
-        return next((s.input_ranges.get(of, {}) for s in deployments), {})
+        return next((facts.input_ranges.get(of, {}) for facts in self._facts if facts.input_ranges), {})
 
     def beyond(
         self, of: Literal["step", "request"], given: Mapping[str, float | None], named: Collection[str] = ()
@@ -433,7 +436,7 @@ class DeploymentModels:
         stated: Mapping[str, float | None],
         models: Iterable[Model],
         features: Mapping[str, float],
-        known: Collection[str],
+        available: Collection[str],
     ) -> list[str]:
         """Name the inputs that do not change the prediction, and the features missing to check their training range.
 
@@ -441,12 +444,12 @@ class DeploymentModels:
             stated: Inputs and their values; null or 0 if not given.
             models: The models that predict.
             features: Features that are given directly.
-            known: Names of all values that are available.
+            available: Names of all values that a formula may use.
         """
         compiled = [self.compiled(model) for model in models]
         # Features with a training range but no term: the names each is computed from, and the missing ones among them.
         ranges = [
-            (each.formulas.used([name], features), each.formulas.missing([name], known))
+            (each.formulas.used([name], features), each.formulas.missing([name], available))
             for each in compiled
             for name in each.unmodeled
         ]
@@ -496,12 +499,12 @@ class DeploymentModels:
         given = {**dict.fromkeys(STEP_INPUTS, 0.0), **stated}
         require_possible("step", {**given, **features}, self.limit)
         prediction = self.predict(stated, features)
-        # A model of table columns may be used without a batch: inputs that are not given are not checked.
-        known_inputs = {name: value for name, value in stated.items() if value}
-        beyond = self.beyond("step", known_inputs, [each.feature for each in prediction.outside])
-        known = [name for name, value in self._step_values(stated, features).items() if value is not None]
+        # A model of table columns may be used without a batch: inputs that are 0 are not checked.
+        inputs = {name: value for name, value in stated.items() if value}
+        beyond = self.beyond("step", inputs, [each.feature for each in prediction.outside])
+        available = [n for n, value in self._step_values(stated, features).items() if value is not None]
         described = {name: stated.get(name) for name in ("batch", "context", "prefill", "waiting")}
-        assumed = [*prediction.assumed, *self.changing_nothing(described, [model], features, known)]
+        assumed = [*prediction.assumed, *self.changing_nothing(described, [model], features, available)]
         compiled = self.compiled(model)
         needs_context = "context" in compiled.formulas.used(compiled.features, features)
         if not self._knows_usage(features):

@@ -59,10 +59,6 @@ def as_frame(rows: Rows) -> pl.DataFrame:
     Raises:
         UsageError: The argument is not rows.
     """
-    if isinstance(rows, pl.DataFrame):
-        return rows
-    if isinstance(rows, str | bytes):
-        raise UsageError(f"{rows!r:.80} is not a frame, columns by name or a list of mappings", where="rows")
     try:
         return _frame(rows)
     except (TypeError, ValueError, pl.exceptions.PolarsError) as error:
@@ -122,11 +118,11 @@ def unread_columns(models: DeploymentModels, of: str, frame: pl.DataFrame) -> di
 
 
 def _frame(rows: Any) -> pl.DataFrame:
-    known = nw.from_native(rows, pass_through=True)
-    if isinstance(known, nw.LazyFrame):
-        known = known.collect(backend="polars")
-    if isinstance(known, nw.DataFrame):
-        return known.to_polars()
+    frame = nw.from_native(rows, pass_through=True)
+    if isinstance(frame, nw.LazyFrame):
+        frame = frame.collect(backend="polars")
+    if isinstance(frame, nw.DataFrame):
+        return frame.to_polars()
     if hasattr(rows, "to_dict") and hasattr(rows, "iloc"):  # a row of a pandas frame
         rows = [rows.to_dict()]
     # A frame that narwhals does not support, or columns by name, which may mix integers and floats; a single
@@ -200,7 +196,7 @@ def _joined(rows: pl.DataFrame, predictions: pl.DataFrame) -> pl.DataFrame:
     return rows.hstack(predictions)
 
 
-def _p90(compiled: CompiledModel, known: Collection[str]) -> pl.Expr:
+def _p90(compiled: CompiledModel, columns: Collection[str]) -> pl.Expr:
     """Return the held-out 90th percentile of the group each row belongs to, as `predict_row` takes it."""
 
     def of(group: str | None) -> pl.Expr:
@@ -209,17 +205,17 @@ def _p90(compiled: CompiledModel, known: Collection[str]) -> pl.Expr:
     if isinstance(compiled.model, RegimesModel | BoundaryModel):
         return compiled.by_regime([of(name) for name in linear_forms(compiled.model)])
     # A model without features of prompts was still validated on both kinds of steps.
-    prefill = pl.col("prefill_tokens") if "prefill_tokens" in known else pl.lit(None, pl.Float64)
+    prefill = pl.col("prefill_tokens") if "prefill_tokens" in columns else pl.lit(None, pl.Float64)
     by_prefill = pl.when(prefill > 0).then(of("mixed")).otherwise(of("decode_only"))
     return pl.when(prefill.is_null()).then(of(None)).otherwise(by_prefill)
 
 
-def _out_of_range(compiled: CompiledModel, known: Collection[str]) -> pl.Expr:
+def _out_of_range(compiled: CompiledModel, columns: Collection[str]) -> pl.Expr:
     """Name the features outside the training range, or else those without a term; null if all are inside.
 
     A prediction below 0 is named among them.
     """
-    unmodeled = {name: ends for name, ends in compiled.unmodeled.items() if name in known}
+    unmodeled = {name: ends for name, ends in compiled.unmodeled.items() if name in columns}
     forms = linear_forms(compiled.model).values()
     of_terms = [_outside_of(line_expression(form.intercept, form.terms), form.terms) for form in forms]
     return pl.coalesce(compiled.by_regime(of_terms), _names_outside(unmodeled))
@@ -279,10 +275,10 @@ def evaluated_steps(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataFram
 
 
 def _beyond(
-    models: DeploymentModels, of: Literal["step", "request"], known: Collection[str]
+    models: DeploymentModels, of: Literal["step", "request"], columns: Collection[str]
 ) -> Sequence[pl.Expr]:
     """Name the inputs outside their training range, as `DeploymentModels.beyond` does; null inside it."""
-    ranges = {n: ends for n, ends in models.input_ranges(of).items() if n in known}
+    ranges = {n: ends for n, ends in models.input_ranges(of).items() if n in columns}
     # A 0 means not given, and an empty engine has no cached tokens.
     is_given = {
         n: pl.col(n) != 0 if of == "step" else pl.col("batch") > 0 if n == "context" else True for n in ranges
@@ -303,15 +299,15 @@ def _require_possible(
         if name in rows.columns and rows.schema[name].is_numeric()
     }
     rules = [
-        (np.flatnonzero(broken), where, words) for broken, where, words in impossible(of, given, models.limit)
+        (np.flatnonzero(broken), name, values, words)
+        for broken, name, values, words in impossible(of, given, models.limit)
+        if broken.any()
     ]
-    broken = [(wrong[0], where, words) for wrong, where, words in rules if wrong.size]
-    if broken:
-        row, where, words = min(broken, key=lambda each: each[0])
-        count = np.unique(np.concatenate([wrong for wrong, _, _ in rules])).size
-        values = {name: float(column[row]) for name, column in given.items()}
+    if rules:
+        (row, *_), name, values, words = min(rules, key=lambda rule: rule[0][0])
+        count = np.unique(np.concatenate([rows for rows, *_ in rules])).size
         more = f" ({count:,} such rows)" if count > 1 else ""
-        raise UsageError(f"{where}: {words(values)}{more}", where=f"row {row + 1:,}")
+        raise UsageError(f"{name}: {words.format(values[row])}{more}", where=f"row {row + 1:,}")
 
 
 def _described_steps(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataFrame:
@@ -335,9 +331,9 @@ def _with_stand_ins(compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFrame
     """Use the middle of the training range for an unknown feature of a term."""
     middles = stand_ins(terms_of(compiled.model))
     rows = compiled.formulas.frame(rows, middles)
-    known = set(rows.columns)
+    columns = set(rows.columns)
     return rows.with_columns(
-        pl.col(n).fill_null(v) if n in known else pl.lit(v).alias(n) for n, v in middles.items()
+        pl.col(n).fill_null(v) if n in columns else pl.lit(v).alias(n) for n, v in middles.items()
     )
 
 
@@ -369,9 +365,8 @@ def composed_requests(models: DeploymentModels, given: pl.DataFrame) -> pl.DataF
     """Return the columns that `predict_requests` adds to requests as `completed_requests` completes them."""
     unknown = np.full(given.height, np.nan)
     many = ManyRequests(models, given)
-    composed = many.compose()
-    durations = {f"{name}_us": unknown if value is None else value for name, value in composed.items()}
-    outside = _distinct(pl.DataFrame({f"{k}": each for k, each in enumerate(many.outside)}))
+    durations = {f"{name}_us": unknown if value is None else value for name, value in many.compose().items()}
+    outside = _distinct(many.outside)
     inside = outside.is_null()
     ranges = [
         pl.when(inside).then(pl.col(f"{name}_us") * ratio).alias(f"{name}_{end}_us")
@@ -381,11 +376,12 @@ def composed_requests(models: DeploymentModels, given: pl.DataFrame) -> pl.DataF
     return pl.DataFrame(durations).fill_nan(None).with_columns(*ranges, out_of_range=outside)
 
 
-def _distinct(texts: pl.DataFrame) -> pl.Series:
-    """Return the names in the columns of a frame, each once per row; null without any."""
+def _distinct(texts: Sequence[pl.Series]) -> pl.Series:
+    """Return the names in columns of names, each once per row; null without any."""
     names = pl.concat_str(pl.all(), separator=", ", ignore_nulls=True).str.split(", ")
     named = names.list.unique(maintain_order=True).list.join(", ")
-    return texts.select(pl.when(named != "").then(named)).to_series()
+    columns = pl.DataFrame({f"{k}": names for k, names in enumerate(texts)})
+    return columns.select(pl.when(named != "").then(named)).to_series()
 
 
 def completed_requests(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataFrame:
@@ -401,21 +397,20 @@ def completed_requests(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataF
             close = (f"column {c}: {meant} " for c in rest if (meant := did_you_mean(c, (flag, name))))
             needed = f"columns {' and '.join(FLAGS.values())}, or {' and '.join(FLAGS)}, are needed"
             raise UsageError(f"the rows have no column {name}", hint=f"{next(close, '')}{needed}")
-    known = [c for c in (*REQUEST_INPUTS, *OTHERS) if c in rows.columns]
-    if not all(rows.schema[c].is_numeric() or rows.schema[c] == pl.Null for c in known):
-        raise UsageError("described requests have values that are not numbers", where=", ".join(known))
-    numbers = rows.select(pl.col(c).cast(pl.Float64) for c in known)
+    inputs = [c for c in (*REQUEST_INPUTS, *OTHERS) if c in rows.columns]
+    if not all(rows.schema[c].is_numeric() or rows.schema[c] == pl.Null for c in inputs):
+        raise UsageError("described requests have values that are not numbers", where=", ".join(inputs))
+    numbers = rows.select(pl.col(c).cast(pl.Float64) for c in inputs)
     unknown = np.full(rows.height, np.nan)
-    given = {c: numbers[c].to_numpy() if c in known else unknown for c in REQUEST_INPUTS}
-    given |= {c: numbers[c].to_numpy() for c in OTHERS if c in known}
+    given = dict.fromkeys((*REQUEST_INPUTS, *OTHERS), unknown) | {c: numbers[c].to_numpy() for c in inputs}
     completed = complete(ARRAYS, given, models.server, models.workload)
     described = rows.with_columns(
         pl.Series(name, np.broadcast_to(value, rows.height), pl.Float64) for name, value in completed.items()
     )
-    # A NaN was given as NaN: unknown values are null.
+    # A NaN of the caller's is no unknown value: those are null.
     is_nan = [pl.col(c).is_nan() for c in REQUEST_INPUTS]
-    given_so = [numbers[c].is_nan().fill_null(value=False) for c in known]
-    wrong = described.select(pl.any_horizontal(*is_nan, *given_so).arg_true()).to_series()
+    callers = [numbers[c].is_nan().fill_null(value=False) for c in inputs]
+    wrong = described.select(pl.any_horizontal(*is_nan, *callers).arg_true()).to_series()
     if wrong.len():
         row = {c: described[c][wrong[0]] for c in REQUEST_INPUTS}
         raise UsageError(
@@ -434,10 +429,8 @@ ARRAYS = Arithmetic(
     most=np.maximum,
     where=np.where,
     ratio=_ratio,
-    known=lambda value: False if value is None else ~np.isnan(value),
-    filled=lambda value, otherwise: (
-        otherwise if value is None else np.where(np.isnan(value), otherwise, value)
-    ),
+    is_known=lambda value: ~np.isnan(value),
+    filled=lambda value, otherwise: np.where(np.isnan(value), otherwise, value),
     anywhere=lambda condition: bool(np.any(condition)),
 )
 """The arithmetic of many requests, in arrays; NaN is unknown."""
@@ -454,7 +447,7 @@ class ManyRequests(RequestComposer):
         ]
         """Inputs outside the training range: columns of names, null if inside."""
         model = models.step_model
-        self._own = {t.feature for t in terms_of(model)} | CompiledModel(model).inputs
+        self._step_columns = {t.feature for t in terms_of(model)} | CompiledModel(model).inputs
         """Columns of a step that a row may give directly; they win over values derived from the description."""
         names = (*REQUEST_INPUTS, *OTHERS, *RUNNING, "steps_of_others", "capacity")
         super().__init__(models, ARRAYS, {name: rows[name].to_numpy() for name in names})
@@ -468,7 +461,7 @@ class ManyRequests(RequestComposer):
         """Predict a step of every request; NaN where it is unknown."""
         compiled = self.models.compiled(self.models.step_model)
         given = self._with(stated)
-        steps = given.select(n for n in given.columns if n in self._own or n in stated)
+        steps = given.select(n for n in given.columns if n in self._step_columns or n in stated)
         return self._predicted(compiled, _described_steps(self.models, steps))
 
     def _prefill(self) -> Value:
@@ -476,21 +469,25 @@ class ManyRequests(RequestComposer):
         left = self.inputs["prompt_tokens"] - self.inputs["cached"]
         counts = np.maximum(np.ceil(left / budget), 1.0)
         if counts.sum() > MAX_PREFILL_STEPS:
-            raise UsageError(f"the prompts take more than {MAX_PREFILL_STEPS:,} steps together")
-        # One row per step: `of` is the request it belongs to, `k` its number.
-        of = np.repeat(np.arange(counts.size), counts.astype(np.int64))
-        k = np.arange(of.size) - np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64))
+            raise UsageError(f"the prompts take more than {MAX_PREFILL_STEPS:,} steps in total")
+        # One row per step: `request` is the request it belongs to, `k` its number.
+        request = np.repeat(np.arange(counts.size), counts.astype(np.int64))
+        k = np.arange(request.size) - np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64))
         steps = copy(self)
-        steps.rows, steps.outside = self.rows[of], []
+        steps.rows, steps.outside = self.rows[request], []
         steps.inputs, steps.traffic = (
-            {name: np.broadcast_to(value, counts.size)[of] for name, value in values.items()}
+            {name: np.broadcast_to(value, counts.size)[request] for name, value in values.items()}
             for values in (self.inputs, self.traffic)
         )
-        prefill = np.bincount(of, weights=steps.prompt_step(k), minlength=counts.size)
-        named = pl.DataFrame({"of": of, "outside": _distinct(pl.DataFrame(steps.outside))}).drop_nulls()
-        by_request = named.group_by("of").agg(pl.col("outside").unique(maintain_order=True).str.join(", "))
-        every = pl.DataFrame({"of": np.arange(counts.size)})
-        self.outside.append(every.join(by_request, on="of", how="left", maintain_order="left")["outside"])
+        prefill = np.bincount(request, weights=steps.prompt_step(k), minlength=counts.size)
+        named = pl.DataFrame({"request": request, "outside": _distinct(steps.outside)}).drop_nulls()
+        by_request = named.group_by("request").agg(
+            pl.col("outside").unique(maintain_order=True).str.join(", ")
+        )
+        every = pl.DataFrame({"request": np.arange(counts.size)})
+        self.outside.append(
+            every.join(by_request, on="request", how="left", maintain_order="left")["outside"]
+        )
         return prefill
 
     def _overhead(
@@ -502,8 +499,8 @@ class ManyRequests(RequestComposer):
         compiled = self.models.compiled(model)
         idle, cycle = self.inputs["batch"] == 0, inputs["decode_cycle_us"]
         # No step runs in an idle engine: values computed from its time are unknown.
-        met = np.where(idle, np.nan, np.nan if cycle is None else cycle)
-        given = self._with({**inputs, "decode_cycle_us": met})
+        current = np.where(idle, np.nan, np.nan if cycle is None else cycle)
+        given = self._with({**inputs, "decode_cycle_us": current})
         rows = _with_settings(
             self.models, compiled, given.with_columns(pl.col("decode_cycle_us").fill_nan(None))
         )
@@ -515,7 +512,7 @@ class ManyRequests(RequestComposer):
             line.clip(lower_bound=0.0),
             _outside_of(line, terms) if noted else None,
         )
-        expected, _, _ = expected_at_boundary(model, work, met, np.maximum)
+        expected, _, _ = expected_at_boundary(model, work, current, np.maximum)
         return np.where(idle, work, expected)
 
     def _beyond(self, name: str, where: Value, text: Callable[[], str]) -> None:  # noqa: ARG002 - rows have names alone
@@ -523,9 +520,9 @@ class ManyRequests(RequestComposer):
         self.outside.append(pl.select(pl.when(holds).then(pl.lit(name))).to_series())
 
     def _predicted(self, compiled: CompiledModel, rows: pl.DataFrame, *, noted: bool = True) -> Value:
-        known = compiled.computed(_with_stand_ins(compiled, rows), also=compiled.unmodeled)
-        outside = _out_of_range(compiled, known.columns) if noted else None
-        return self._evaluated(known, compiled.expression(), outside)
+        features = compiled.computed(_with_stand_ins(compiled, rows), also=compiled.unmodeled)
+        outside = _out_of_range(compiled, features.columns) if noted else None
+        return self._evaluated(features, compiled.expression(), outside)
 
     def _evaluated(self, rows: pl.DataFrame, expression: pl.Expr, outside: pl.Expr | None) -> Value:
         # `with_columns` gives the prediction of a constant to every row, as `select` alone would not.

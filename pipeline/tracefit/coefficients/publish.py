@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from tracefit.results.plans import PlanPoint
     from tracefit.results.replays import RunReplay
     from tracefit.results.requests import RequestGroup
-    from tracefit.server.context import Deployment
     from tracefit.server.documents import Scalar
 
 _LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
@@ -76,26 +75,25 @@ def coefficient_files(
 
     alpha.json states how far these predictions lie from the measured latencies.
     """
+    by_id = {fitted.deployment.deployment_id: fitted for fitted in deployments}
     described = {
-        s.deployment.deployment_id: described_requests(
-            split_requests(s.tables.requests, s.models), s.tables.timeline, s.tables.queue
+        deployment_id: described_requests(
+            split_requests(fitted.tables.requests, fitted.models), fitted.tables.timeline, fitted.tables.queue
         )
-        for s in deployments
+        for deployment_id, fitted in by_id.items()
     }
     facts = {
-        s.deployment.deployment_id: _facts(s, described[s.deployment.deployment_id]) for s in deployments
+        deployment_id: _facts(fitted, described[deployment_id]) for deployment_id, fitted in by_id.items()
     }
 
     def file(kind: cf.FileKind) -> cf.CoefficientFile:
-        fitted = [(s, m) for s in deployments for m in s.models if m.name.startswith(f"{kind}.")]
-        missing = [(s, m) for s in deployments for m in s.missing if m.name.startswith(f"{kind}.")]
+        fitted = [(i, m) for i, each in by_id.items() for m in each.models if m.name.startswith(f"{kind}.")]
+        missing = [(i, m) for i, each in by_id.items() for m in each.missing if m.name.startswith(f"{kind}.")]
         return cf.CoefficientFile(
             kind=kind,
-            models=tuple(_model(s, m, facts[s.deployment.deployment_id]) for s, m in fitted),
+            models=tuple(_model(by_id[i], m, facts[i]) for i, m in fitted),
             # A file refuses unknown keys, so a new field of `Missing` cannot be forgotten here.
-            not_fitted=tuple(
-                cf.NotFitted(deployment_id=s.deployment.deployment_id, **asdict(m)) for s, m in missing
-            ),
+            not_fitted=tuple(cf.NotFitted(deployment_id=i, **asdict(m)) for i, m in missing),
             provenance=made_by,
         )
 
@@ -103,18 +101,15 @@ def coefficient_files(
     # The ranges describe predictions of `predict` with exactly these files.
     models = Models((alpha, beta))
     predicted = {
-        s.deployment.deployment_id: predicted_requests(
-            models.deployment(s.deployment.deployment_id), described[s.deployment.deployment_id]
-        )
-        for s in deployments
-        if described[s.deployment.deployment_id].height and any(m.name in cf.STEP_MODELS for m in s.models)
+        deployment_id: predicted_requests(models.deployment(deployment_id), described[deployment_id])
+        for deployment_id, fitted in by_id.items()
+        if described[deployment_id].height and any(m.name in cf.STEP_MODELS for m in fitted.models)
     }
     ranges = [
-        one
-        for s in deployments
-        if (rows := predicted.get(s.deployment.deployment_id)) is not None
-        for one in request_ranges(
-            s.deployment.deployment_id, rows, reference=any(m.options.reference for m in s.models)
+        latency
+        for deployment_id, rows in predicted.items()
+        for latency in request_ranges(
+            deployment_id, rows, reference=any(m.options.reference for m in by_id[deployment_id].models)
         )
     ]
     return alpha.model_copy(update={"requests": tuple(ranges)}), beta, predicted
@@ -122,10 +117,19 @@ def coefficient_files(
 
 def _facts(deployment: FittedDeployment, described: pl.DataFrame) -> cf.DeploymentFacts:
     """Return the server that the models of a deployment are valid for, and the load they were trained on."""
+    context = deployment.deployment.context
     steps = trained_steps(deployment.tables.timeline, deployment.models)
     requests = split_requests(deployment.tables.requests, deployment.models)
-    load = {"workload": workload_of(requests, steps), "input_ranges": input_ranges(described, steps)}
-    return deployment_facts(deployment.deployment).model_copy(update=load)
+    return cf.DeploymentFacts(
+        model=context.settings.model or (context.architecture.name if context.architecture else None),
+        gpu=context.gpu.name if context.gpu else None,
+        architecture=dict(context.architecture.facts()) if context.architecture else {},
+        hardware=dict(context.gpu.facts()) if context.gpu else {},
+        settings=dict(context.settings.values()),
+        assumed=deployment.deployment.assumed(),
+        workload=workload_of(requests, steps),
+        input_ranges=input_ranges(described, steps),
+    )
 
 
 def _model(
@@ -242,20 +246,7 @@ def _sha256(text: str) -> str:
 def _inputs_hash(deployment: FittedDeployment) -> str:
     # Sorted: the order in which runs were read must not change the file.
     contents = deployment.tables.runs.select("run_id", "content_sha256").unique().sort("run_id")
-    return hashlib.sha256("\n".join(":".join(row) for row in contents.iter_rows()).encode()).hexdigest()
-
-
-def deployment_facts(deployment: Deployment) -> cf.DeploymentFacts:
-    """Return the server that a model is valid for."""
-    context = deployment.context
-    return cf.DeploymentFacts(
-        model=context.settings.model or (context.architecture.name if context.architecture else None),
-        gpu=context.gpu.name if context.gpu else None,
-        architecture=dict(context.architecture.facts()) if context.architecture else {},
-        hardware=dict(context.gpu.facts()) if context.gpu else {},
-        settings=dict(context.settings.values()),
-        assumed=deployment.assumed(),
-    )
+    return _sha256("\n".join(map(":".join, contents.iter_rows())))
 
 
 # -- the evaluation --------------------------------------------------------------------------------------
@@ -286,27 +277,21 @@ def evaluate(
         rates: Deployment to what one of its servers would do, over the rate.
         thresholds: Requirements of each use.
     """
+    entries = []
+    for fitted in deployments:
+        deployment_id, settings = fitted.deployment.deployment_id, fitted.deployment.context.settings
+        measured = verdicts.Measurements(
+            fitted.summed,
+            tuple(replay for replay in replays if replay.run_id in runs_of(fitted)),
+            tuple(group for group in served if group.name in runs_of(fitted)),
+            rates.get(deployment_id, ()),
+            {name: getattr(settings, name) for name in ("max_num_batched_tokens", "max_model_len")},
+        )
+        ranges = tuple(latency for latency in requests if latency.deployment_id == deployment_id)
+        entries.append(_deployment(fitted, thresholds, ranges, predicted.get(deployment_id), measured))
     return cf.Evaluation(
         ingest=_ingest(all_runs),
-        deployments=tuple(
-            _deployment(
-                s,
-                thresholds,
-                tuple(r for r in requests if r.deployment_id == s.deployment.deployment_id),
-                predicted.get(s.deployment.deployment_id),
-                verdicts.BesideModels(
-                    s.summed,
-                    tuple(r for r in replays if r.run_id in runs_of(s)),
-                    tuple(g for g in served if g.name in runs_of(s)),
-                    rates.get(s.deployment.deployment_id, ()),
-                    {
-                        n: getattr(s.deployment.context.settings, n)
-                        for n in ("max_num_batched_tokens", "max_model_len")
-                    },
-                ),
-            )
-            for s in deployments
-        ),
+        deployments=tuple(entries),
         across=across.errors if across else (),
         across_notes=across.notes if across else (),
     )
@@ -325,14 +310,11 @@ def _exclusions(rows: pl.DataFrame) -> dict[str, int]:
 def _ingest(runs: pl.DataFrame) -> cf.IngestEntry:
     # Files, rejects and duplicates are counted per run; spans and dropped events per server of it.
     per_run = runs.unique("run_id", keep="first", maintain_order=True)
-    summed = {
-        name: _sum(per_run, name)
-        for name in ("files", "bytes", "other_spans", "rejects", "dropped_attributes")
-    }
     seconds = (pl.col("last_unix_ns") - pl.col("first_unix_ns")) / 1e9
     servers = runs.sort(SERVER).with_columns(seconds=seconds).select(*cf.ServerEntry.model_fields)
     return cf.IngestEntry(
-        **summed,
+        **{name: _sum(per_run, name) for name in ("files", "bytes", "other_spans", "rejects")},
+        dropped_attributes=_sum(per_run, "dropped_attributes"),
         spans=_sum(runs, "spans"),
         events=_counts(per_run["events"]),
         implausible=_counts(per_run["implausible"]),
@@ -360,7 +342,7 @@ def _deployment(
     thresholds: Sequence[verdicts.Threshold],
     requests: tuple[cf.RequestRange, ...],
     predicted: pl.DataFrame | None,
-    beside: verdicts.BesideModels,
+    measured: verdicts.Measurements,
 ) -> cf.DeploymentEvaluation:
     boosted: dict[str, Metrics | None] = {r.latency: r.gradient_boosting for r in requests}
     models = {m.name: m.validation for m in deployment.models}
@@ -368,10 +350,10 @@ def _deployment(
         deployment_id=deployment.deployment.deployment_id,
         runs=runs_of(deployment),
         overloaded=deployment.overloads,
-        verdicts=verdicts.verdicts_of(models, beside, thresholds),
-        replays=beside.replays,
-        served=beside.served,
-        rates=beside.rates,
+        verdicts=verdicts.verdicts_of(models, measured, thresholds),
+        replays=measured.replays,
+        served=measured.served,
+        rates=measured.rates,
         models=models,
         not_fitted=deployment.missing,
         latency={
@@ -392,33 +374,32 @@ def _rows(model: FittedModel) -> Iterator[cf.RowsEntry]:
     """Yield the use of each run's rows by a model."""
     # A mean over an interval is not a step: no error is measured on it, unless single steps are too few.
     every, eval_filter = counted(model.fitted.rows, "holdout"), model.options.eval_filter
-    are_single = eval_filter is not None and evaluation_rows(every, eval_filter).height < every.height
+    if eval_filter is not None and evaluation_rows(every, eval_filter).height == every.height:
+        eval_filter = None
     for (run_id,), rows in model.fitted.rows.sort("run_id").group_by("run_id", maintain_order=True):
         held = counted(rows, "holdout")
         yield cf.RowsEntry(
             model=model.name,
             run_id=str(run_id),
             trained=counted(rows, "train").height,
-            held_out=(held.filter(eval_filter) if eval_filter is not None and are_single else held).height,
+            held_out=(held if eval_filter is None else held.filter(eval_filter)).height,
             left_out=_exclusions(rows),
         )
 
 
 def _timeline(deployment: FittedDeployment) -> cf.TimelineEntry:
     tables, runs, timeline = deployment.tables, deployment.tables.runs, deployment.tables.timeline
-    adjacent = timeline.filter(cycle_source="adjacent")
     intervals = timeline.filter(pl.col("cycle_source").is_in(MEANS))
-    idle = timeline.filter(pl.col("cycle_us").is_not_null() & pl.col("idle_after"))
     return cf.TimelineEntry(
         epochs=_sum(runs, "epochs"),
         servers=runs.height,
         steps_known=timeline.height,
-        adjacent_cycles=adjacent.height,
+        adjacent_cycles=timeline.filter(cycle_source="adjacent").height,
         intervals=intervals.height,
         interval_steps=_sum(intervals, "interval_steps"),
         composition_agreement=mean_of(timeline["journey_agrees"].cast(pl.Float64)),
         composition_errors=_composition_errors(timeline),
-        idle_gaps=idle.height,
+        idle_gaps=timeline.filter(pl.col("cycle_us").is_not_null() & pl.col("idle_after")).height,
         step_sampling=mean_of(runs["step_sampling"]),
         journey_sampling=mean_of(runs["journey_sampling"]),
         **asdict(deployment.source),

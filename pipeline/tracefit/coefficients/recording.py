@@ -39,8 +39,8 @@ def to_record(
     Args:
         criteria: The criteria of the verdict.
         served: The work of the servers so far.
-        rates: One of them at rates up to its capacity; empty if not known.
-        limits: `max_num_batched_tokens` and `max_model_len`, null where not known.
+        rates: The work of one server at rates up to its capacity; empty if unknown.
+        limits: `max_num_batched_tokens` and `max_model_len`, null if unknown.
     """
     missed = {c.measure for c in criteria if c.answer != "yes"}
     if not missed:
@@ -71,9 +71,7 @@ def _lengths(served: Sequence[RequestGroup]) -> tuple[int, int]:
     """Return the mean prompt and output so far; common ones where there are no requests."""
     if not (requests := sum(run.requests for run in served)):
         return _DEFAULT_TOKENS
-    prompt, output = (
-        sum(tokens) for tokens in zip(*((r.prompt_tokens, r.output_tokens) for r in served), strict=True)
-    )
+    prompt, output = sum(run.prompt_tokens for run in served), sum(run.output_tokens for run in served)
     return max(round(prompt / requests), 1), max(round(output / requests), 1)
 
 
@@ -82,16 +80,17 @@ def _rates(
 ) -> tuple[list[float], str]:
     """Return requests per second to record, and how far they reach in words."""
     recorded = max((run.requests_per_s or 0.0 for run in served), default=0.0)
-    most = rates[-1].rate_per_s if rates else 2 * recorded
-    shares = (
-        [share * most for share in _OF_CAPACITY] if rates else [share * recorded for share in _OF_RECORDED]
-    )
-    found = [*(shares if most else _UNKNOWN), *([_TOO_MUCH * (most or max(_UNKNOWN))] if needs_queue else [])]
-    reach = (
-        f"up to nine tenths of the {number(most)} that a server can serve"
-        if rates
-        else "up to twice the rate so far"
-    )
-    reach = reach if most else "until latencies climb"
-    more = ", and one minute of more than that, in which requests queue" if needs_queue else ""
-    return [float(f"{rate:.2g}") for rate in found], f"a minute each, {reach}{more}"
+    if rates:
+        most = rates[-1].rate_per_s
+        loads = [share * most for share in _OF_CAPACITY]
+        reach = f"up to nine tenths of the {number(most)} that a server can serve"
+    elif recorded:
+        most = 2 * recorded
+        loads = [share * recorded for share in _OF_RECORDED]
+        reach = "up to twice the rate so far"
+    else:
+        most, loads, reach = max(_UNKNOWN), [*_UNKNOWN], "until latencies climb"
+    if needs_queue:
+        loads.append(_TOO_MUCH * most)
+        reach += ", and one minute of more than that, in which requests queue"
+    return [float(f"{load:.2g}") for load in loads], f"a minute each, {reach}"

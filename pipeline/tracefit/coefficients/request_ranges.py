@@ -21,7 +21,7 @@ from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.fit.validation import measure
 from tracefit.fit.validation import reference as gradient_boosting
 from tracefit.tables.requests import is_cut_off
-from tracefit.tables.schema import ENGINE, REQUEST, SERVER
+from tracefit.tables.schema import REQUEST, SERVER
 
 if TYPE_CHECKING:
     from tracefit.coefficients.predict import DeploymentModels
@@ -41,22 +41,20 @@ _PROMPT_STEP_GROUPS = 5
 
 
 def workload_of(requests: pl.DataFrame, steps: pl.DataFrame) -> Workload | None:
-    """Return the mean request of the training part; null if no lengths are known.
+    """Return the mean request of the training part; null without a request of known lengths.
 
     Args:
         requests: Columns of the `requests` table, and `split`.
-        steps: Columns of the `timeline` table, the steps of the training part alone.
+        steps: Columns of the `timeline` table, only those of the training part.
     """
-    known = requests.filter(
-        (pl.col("split") == "train") & (pl.col("prompt_tokens") > 0) & (pl.col("output_tokens") > 0)
-    )
-    if not known.height:
+    trained = requests.filter(pl.col("prompt_tokens") > 0, pl.col("output_tokens") > 0, split="train")
+    if not trained.height:
         return None
     outputs = pl.col("output_tokens")
     # A request runs in as many steps as it has output tokens: this is its weight in the running batch.
     context = (pl.col("prompt_tokens") + outputs / 2) * outputs
     remaining = ((pl.max_horizontal("max_tokens", outputs) - outputs / 2) * outputs).fill_null(0)
-    means = known.select(
+    means = trained.select(
         pl.col("prompt_tokens").mean(),
         pl.col("cached_prompt_tokens").fill_null(0).clip(0, pl.col("prompt_tokens")).mean(),
         pl.col("output_tokens").mean(),
@@ -64,16 +62,18 @@ def workload_of(requests: pl.DataFrame, steps: pl.DataFrame) -> Workload | None:
         running_context_tokens=context.sum() / outputs.sum(),
         running_remaining_tokens=remaining.sum() / outputs.sum(),
     )
-    return Workload(requests=known.height, prompt_steps=_prompt_steps(steps), **means.row(0, named=True))
+    return Workload(requests=trained.height, prompt_steps=_prompt_steps(steps), **means.row(0, named=True))
 
 
 def _prompt_steps(steps: pl.DataFrame) -> tuple[PromptSteps, ...]:
     """Sum up the steps that compute prompts, in groups of equal size; empty if there are too few."""
-    known = steps.filter(pl.col("prefill_tokens") > 0, pl.col("num_prefill_reqs") > 0).sort("prefill_tokens")
-    if known.height < _PROMPT_STEP_GROUPS:
+    prefills = steps.filter(pl.col("prefill_tokens") > 0, pl.col("num_prefill_reqs") > 0).sort(
+        "prefill_tokens"
+    )
+    if prefills.height < _PROMPT_STEP_GROUPS:
         return ()
     groups = (
-        known.group_by(pl.int_range(pl.len()) * _PROMPT_STEP_GROUPS // pl.len(), maintain_order=True)
+        prefills.group_by(pl.int_range(pl.len()) * _PROMPT_STEP_GROUPS // pl.len(), maintain_order=True)
         .agg(tokens=pl.col("prefill_tokens").mean(), prompts=pl.col("num_prefill_reqs").mean())
         .select("tokens", "prompts")
     )
@@ -98,19 +98,19 @@ def described_requests(
         (those that waited ahead of it and those that ran when it was queued; without `queue_state`, those of
         the step before); split, and the measured ttft_us, itl_us and e2e_us, null if it was cut off.
     """
-    met = timeline.drop_nulls("ts_start_ns").select(
+    latest = timeline.drop_nulls("ts_start_ns").select(
         *SERVER,
         "ts_start_ns",
         "waiting_depth",
         "running_after",
-        met=pl.col("num_decode_reqs") + pl.col("num_prefill_reqs"),
+        in_step=pl.col("num_decode_reqs") + pl.col("num_prefill_reqs"),
     )
     rows = (
         requests.filter((pl.col("prompt_tokens") > 0) & (pl.col("output_tokens") > 0))
         .drop_nulls("queued_ns")
         .sort("queued_ns")
         .join_asof(
-            met.sort("ts_start_ns"),
+            latest.sort("ts_start_ns"),
             left_on="queued_ns",
             right_on="ts_start_ns",
             by=SERVER,
@@ -119,15 +119,12 @@ def described_requests(
     )
     if queue is not None:
         # The step before shows no request of a simultaneous burst: only journeys say which one is ahead.
-        exact = queue.select(*ENGINE, "trace_id", "request_id", ahead="waiting_ahead", run="running_reqs")
-        rows = rows.join(
-            exact,
-            left_on=REQUEST,
-            right_on=[*ENGINE, "trace_id", "request_id"],
-            how="left",
-        ).with_columns(
-            waiting_depth=pl.coalesce("ahead", "waiting_depth"),
-            running_after=pl.coalesce("run", "running_after"),
+        exact = queue.rename({"request_id": "core_request_id"}).select(
+            *REQUEST, "waiting_ahead", "running_reqs"
+        )
+        rows = rows.join(exact, on=REQUEST, how="left").with_columns(
+            waiting_depth=pl.coalesce("waiting_ahead", "waiting_depth"),
+            running_after=pl.coalesce("running_reqs", "running_after"),
         )
     cut_off = is_cut_off()
     # The last prompt token is always computed: its logits give the first output token.
@@ -138,7 +135,7 @@ def described_requests(
         cached=cached.cast(pl.Float64),
         # Requests with inconsistent or missing events are not counted in any queue.
         queue=pl.col("waiting_depth").fill_null(0).clip(lower_bound=0).cast(pl.Float64),
-        batch=pl.coalesce("running_after", "met").fill_null(0).clip(lower_bound=0).cast(pl.Float64),
+        batch=pl.coalesce("running_after", "in_step").fill_null(0).clip(lower_bound=0).cast(pl.Float64),
         split="split",
         measured_ttft_us="ttft_us",
         measured_itl_us=pl.when(~cut_off).then("itl_us"),
@@ -151,7 +148,7 @@ def input_ranges(described: pl.DataFrame, steps: pl.DataFrame) -> dict[str, dict
 
     Args:
         described: See `described_requests`; without rows if journeys are not traced.
-        steps: Columns of the `timeline` table, the steps of the training part alone.
+        steps: Columns of the `timeline` table, only those of the training part.
     """
     columns = {
         name: column
@@ -168,10 +165,10 @@ def input_ranges(described: pl.DataFrame, steps: pl.DataFrame) -> dict[str, dict
 
 
 def _ends(rows: pl.DataFrame) -> dict[str, tuple[float, float]]:
-    known = {column.name: (column.min(), column.max()) for column in rows.get_columns()}
+    ends = {column.name: (column.min(), column.max()) for column in rows.get_columns()}
     return {
         name: (low, high)
-        for name, (low, high) in known.items()
+        for name, (low, high) in ends.items()
         if isinstance(low, float) and isinstance(high, float)
     }
 
@@ -204,24 +201,24 @@ def _range(
     deployment_id: str, latency: Composed, rows: pl.DataFrame, *, reference: bool
 ) -> RequestRange | None:
     measured, predicted = pl.col(f"measured_{latency}_us"), pl.col(f"{latency}_us")
-    known = rows.filter((measured > 0) & (predicted > 0)).select(
+    requests = rows.filter((measured > 0) & (predicted > 0)).select(
         *_ON_ARRIVAL, "split", "out_of_range", y=measured.cast(pl.Float64), predicted=predicted
     )
-    if not known.height:
+    if not requests.height:
         return None
-    train, held = (known.filter(pl.col("split") == side) for side in ("train", "holdout"))
+    train, holdout = (requests.filter(split=part) for part in ("train", "holdout"))
     # Outside the training range `predict` gives no range, so those requests do not count.
-    inside, later = (part.filter(pl.col("out_of_range").is_null()) for part in (train, held))
+    inside, later = (part.filter(pl.col("out_of_range").is_null()) for part in (train, holdout))
     # Ratios: latencies of one run span three orders of magnitude, and their errors grow with them.
     ratio = pl.col("y") / pl.col("predicted")
     low, high = (inside.select(ratio.quantile(q, "linear")).item() for q in TAILS)
     coverage = None
     if inside.height and later.height:
         coverage = 100 * float(later.select(ratio.is_between(low, high).mean()).item())
-    actual = held["y"].to_numpy()
+    actual = holdout["y"].to_numpy()
     median = train["y"].median()
     reason = _no_range(inside.height, later.height, coverage)
-    boosted = reference and train.height and held.height
+    boosted = reference and train.height and holdout.height
     return RequestRange(
         deployment_id=deployment_id,
         latency=latency,
@@ -230,9 +227,9 @@ def _range(
         requests=inside.height,
         requests_held_out=later.height,
         coverage_pct=coverage,
-        holdout=measure(actual, held["predicted"].to_numpy()),
+        holdout=measure(actual, holdout["predicted"].to_numpy()),
         baseline=measure(actual, np.full(actual.size, median)) if isinstance(median, float) else NO_ROWS,
-        gradient_boosting=gradient_boosting(train, held, list(_ON_ARRIVAL)) if boosted else None,
+        gradient_boosting=gradient_boosting(train, holdout, list(_ON_ARRIVAL)) if boosted else None,
         reason=reason,
     )
 

@@ -56,7 +56,7 @@ class Arithmetic:
     """The second value if the first, a condition, holds, else the third."""
     ratio: Callable[[Value, Value], Value]
     """The first value divided by the second; 0 if the second is 0."""
-    known: Callable[[Value], Value]
+    is_known: Callable[[Value], Value]
     filled: Callable[[Value, Value], Value]
     """The first value if known, else the second."""
     anywhere: Callable[[Value], bool]
@@ -68,7 +68,7 @@ NUMBERS = Arithmetic(
     most=max,
     where=lambda condition, value, otherwise: value if condition else otherwise,
     ratio=lambda part, whole: part / whole if whole else 0.0,
-    known=lambda value: value is not None,
+    is_known=lambda value: value is not None,
     filled=lambda value, otherwise: otherwise if value is None else value,
     anywhere=bool,
 )
@@ -101,7 +101,7 @@ def complete(
     running = dict(zip(RUNNING, ends, strict=True))
     if (measured := running_like(mean)) is not None:
         # Given facts of the other requests replace those of the training.
-        stated = reduce(operator.or_, (a.known(given.get(name)) for name in OTHERS))
+        stated = reduce(operator.or_, (a.is_known(given.get(name)) for name in OTHERS))
         running = {name: a.where(stated, running[name], value) for name, value in measured.items()}
     context = a.filled(given["context"], running["others_context"])
     capacity = _capacity(a, context, server)
@@ -126,8 +126,8 @@ def _capacity(a: Arithmetic, context: Value, server: Mapping[str, float | None])
     slots, blocks, size = (server.get(n) for n in ("max_num_seqs", "num_gpu_blocks", "block_size"))
     if blocks is None or size is None:
         return math.nan if slots is None else max(slots, 1.0)
-    held = (blocks - 1) // (context / size + 0.5)
-    return a.most(held if slots is None else a.least(held, slots), 1.0)
+    by_blocks = (blocks - 1) // (context / size + 0.5)
+    return a.most(by_blocks if slots is None else a.least(by_blocks, slots), 1.0)
 
 
 # -- composing -------------------------------------------------------------------------------------------
@@ -142,11 +142,11 @@ class RequestComposer(ABC):
         slots, limit = server["max_num_seqs"], server["max_num_batched_tokens"]
         batch = inputs["batch"]
         # If the batch is full, one request has to leave before this one runs.
-        beside = batch if slots is None else a.most(a.least(batch, slots - 1), 0.0)
+        others = batch if slots is None else a.most(a.least(batch, slots - 1), 0.0)
         is_cut = limit is not None and models.setting("enable_chunked_prefill") is not False
-        budget = a.most((limit or 0.0) - beside, 1.0) if is_cut else math.inf
+        budget = a.most((limit or 0.0) - others, 1.0) if is_cut else math.inf
         self.models, self.arithmetic = models, arithmetic
-        self.inputs: dict[str, Value] = {**inputs, "beside": beside, "budget": budget}
+        self.inputs: dict[str, Value] = {**inputs, "others": others, "budget": budget}
         self.traffic = self._evaluate_traffic()
 
     @abstractmethod
@@ -179,7 +179,7 @@ class RequestComposer(ABC):
         own = a.least(budget, inputs["prompt_tokens"] - inputs["cached"] - done)
         return self._step(
             {
-                "batch": inputs["beside"],
+                "batch": inputs["others"],
                 "context": inputs["context"],
                 "prefill": a.least(own + self.traffic["prompt_tokens_per_step"], budget),
                 "prefill_reqs": 1 + self.traffic["prompts_per_step"],
@@ -193,20 +193,20 @@ class RequestComposer(ABC):
         An overhead without a model is null, and so are durations that include it.
         """
         a, inputs = self.arithmetic, self.inputs
-        batch, beside, context = inputs["batch"], inputs["beside"], inputs["context"]
-        busy, mean, met = batch > 0, 0.0, None
+        batch, others, context = inputs["batch"], inputs["others"], inputs["context"]
+        busy, mean, current = batch > 0, 0.0, None
         if a.anywhere(busy):
-            mean, met = self._cycle(batch, context)
+            mean, current = self._cycle(batch, context)
         # The request decodes with the others, halfway through its output on average.
         own = inputs["prompt_tokens"] + inputs["output_tokens"] / 2
-        itl, _ = self._cycle(beside + 1, (beside * context + own) / (beside + 1))
+        itl, _ = self._cycle(others + 1, (others * context + own) / (others + 1))
         prefill = self._prefill()
         if self.models.setting("async_scheduling") is True:
             # Scheduling runs a step ahead: the prompt waits one cycle more.
             prefill = prefill + a.where(busy, mean, 0.0)
-        arrives = {**inputs, "decode_cycle_us": met}
-        # It departs together with the requests it decoded with.
-        leaves = {**arrives, "batch": beside + 1}
+        arrives = {**inputs, "decode_cycle_us": current}
+        # It departs from the batch it decoded in.
+        leaves = {**arrives, "batch": others + 1}
         before = {t.name: self._before(t, arrives, itl) for t in targets.parts_of("ttft")}
         after = {t.name: self._overhead(t, leaves) for t in targets.parts_of("client")}
         waits: list[Value] = list(before.values())
@@ -229,10 +229,10 @@ class RequestComposer(ABC):
             return None
         if target.state == "queue" and not self.models.knows_queue(self.models.models[target.model]):
             # Requests wait for blocks too; if none waits, only full slots are certain.
-            known = a.where(inputs["capacity"] > 0, inputs["capacity"], batch)
-            held = a.where(queue > 0, known, math.inf if slots is None else slots)
-            leaving = a.most(queue + 1 - a.most(held - batch, 0.0), 0.0)
-            wait = leaving * inputs["others_output"] * cycle / a.most(a.where(queue > 0, known, held), 1.0)
+            capacity = a.where(inputs["capacity"] > 0, inputs["capacity"], batch)
+            room = a.where(queue > 0, capacity, math.inf if slots is None else slots)
+            leaving = a.most(queue + 1 - a.most(room - batch, 0.0), 0.0)
+            wait = leaving * inputs["others_output"] * cycle / a.most(room, 1.0)
             self._beyond(
                 "queue",
                 leaving > 0,
@@ -250,10 +250,10 @@ class RequestComposer(ABC):
         """Return the mean time of a step, with prompts of others, and of the step in progress at an arrival."""
         a, traffic = self.arithmetic, self.traffic
         step = {"batch": decoding, "context": context}
-        alone = self._step(step)
+        decode = self._step(step)
         share = traffic["prompt_step_share"]
         if not a.anywhere(share > 0):
-            return alone, alone
+            return decode, decode
 
         def with_prompts(group: str, suffix: object = "") -> Value:
             tokens, reqs = (traffic[f"{group}_{what}{suffix}"] for what in ("tokens", "reqs"))
@@ -261,15 +261,15 @@ class RequestComposer(ABC):
 
         groups = range(prompt_step_groups(self.models.workload))
         mixed = [with_prompts("prompt_step", f"_{k}") for k in groups]
-        mean = (1 - share) * alone + share * sum(mixed) / len(mixed)
+        mean = (1 - share) * decode + share * sum(mixed) / len(mixed)
         # An arrival falls into a step with probability proportional to its time: E[c^2] / E[c], over steps
         # with the mean prompt and without.
         of_mean = traffic["mean_prompt_share"]
         with_mean = with_prompts("mean_prompt")
-        met = a.ratio(
-            (1 - of_mean) * alone**2 + of_mean * with_mean**2, (1 - of_mean) * alone + of_mean * with_mean
+        current = a.ratio(
+            (1 - of_mean) * decode**2 + of_mean * with_mean**2, (1 - of_mean) * decode + of_mean * with_mean
         )
-        return a.where(share > 0, mean, alone), a.where(share > 0, met, alone)
+        return a.where(share > 0, mean, decode), a.where(share > 0, current, decode)
 
 
 # -- one request -----------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ class OneRequest(RequestComposer):
         inputs = complete(NUMBERS, {**stated, **others}, models.server, mean)
         if stated["batch"] is None and math.isnan(inputs["batch"]):
             raise UsageError(
-                "the number of running requests beside a queue is unknown",
+                "the number of running requests is unknown while requests wait",
                 where="batch",
                 hint=f"give {named(BatchOption)}",
             )
@@ -358,8 +358,8 @@ class OneRequest(RequestComposer):
         if batch or queue:
             like = "this request" if mean is None else f"the mean of {mean.requests:,} requests trained on"
             lengths = f"prompt {inputs['others_prompt']:.0f}, output {inputs['others_output']:.0f}"
-            known = math.isfinite(inputs["steps_of_others"])
-            arrive = "as many arrive as finish" if known else "none of them arrives while it runs"
+            steady = math.isfinite(inputs["steps_of_others"])
+            arrive = "as many arrive as finish" if steady else "none of them arrives while it runs"
             self.assumed.append(f"the others are like {like}: {lengths}; {arrive}")
         if stated["context"] is None and batch:
             measured = running_like(mean) is not None and not others
@@ -444,16 +444,11 @@ class OneRequest(RequestComposer):
         published = self.models.ranges.get(latency)
         if published is None:
             return (), "no range, because the files have no ranges of requests"
-        reason = (
-            "the input is outside the training range"
-            if self.out_of_range or self.outside
-            else published.reason
-        )
+        is_outside = self.out_of_range or self.outside
+        reason = "the input is outside the training range" if is_outside else published.reason
         if published.low_ratio is not None and published.high_ratio is not None and reason is None:
             # Files of an earlier tracefit count every held-out request.
-            requests = (
-                published.holdout.n if published.requests_held_out is None else published.requests_held_out
-            )
+            requests = published.requests_held_out or published.holdout.n
             ends = (published.low_ratio, published.high_ratio)
             return ends, f"{published.coverage_pct:.0f} % of {requests} held-out requests lie in it"
         errors = published.holdout

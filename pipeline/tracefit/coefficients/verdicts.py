@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _RANK: dict[Answer, int] = {"yes": 0, "with limits": 1, "no": 2}
 
 
-class BesideModels(NamedTuple):
-    """Measurements of a deployment beside its models' validations: summed step times, and what its servers did and would do."""
+class Measurements(NamedTuple):
+    """Measurements of a deployment other than the validations of its models: summed step times, replays, load so far and planned."""
 
     summed: SummedTime | None = None
     replays: tuple[RunReplay, ...] = ()
@@ -46,9 +46,9 @@ class Measure:
 
     models: tuple[str, ...]
     what: str
-    unit: str
-    higher_is_better: bool
-    of: Callable[[Validation, BesideModels], float | None]
+    of: Callable[[Validation, Measurements], float | None]
+    unit: str = " %"
+    higher_is_better: bool = False
     needed: bool = True
     """Whether the answer is at best "with limits" if the model does not give it."""
 
@@ -57,14 +57,14 @@ def _extrapolated_pct(entry: Validation, _: object) -> float | None:
     return 100 * entry.extrapolated_rows / entry.holdout.n if entry.holdout.n else None
 
 
-def _summed_bias_pct(_: Validation, evidence: BesideModels) -> float | None:
+def _summed_bias_pct(_: Validation, measured: Measurements) -> float | None:
     # Not the bias of single steps: a server that traces a sample has few of them.
-    return None if evidence.summed is None else abs(evidence.summed.bias_pct)
+    return None if measured.summed is None else abs(measured.summed.bias_pct)
 
 
-def _replayed_pct(latencies: tuple[str, ...], _: Validation, evidence: BesideModels) -> float | None:
+def _replayed_pct(latencies: tuple[str, ...], _: Validation, measured: Measurements) -> float | None:
     """Return the largest error of a replay at P50 and P90, over the runs: good replays do not offset a wrong one."""
-    worst = (replay.worst_pct(*latencies) for replay in evidence.replays)
+    worst = (replay.worst_pct(*latencies) for replay in measured.replays)
     return max((error for error in worst if error is not None), default=None)
 
 
@@ -84,52 +84,47 @@ def _wait_skill(entry: Validation, _: object) -> float | None:
 
 
 _of_steps = partial(Measure, STEP_MODELS)
-_of_waits = partial(Measure, (target_named("queue_wait").model,))
+_of_waits = partial(Measure, (target_named("queue_wait").model,), unit="", higher_is_better=True)
 _of_admission = partial(Measure, (target_named("admission").model,))
 MEASURES: dict[str, Measure] = {
     "replay_pct": _of_steps(
-        "largest error of E2E and ITL in a replay, at P50 and P90,",
-        " %",
-        False,
-        partial(_replayed_pct, ("e2e", "itl")),
+        "largest error of E2E and ITL in a replay, at P50 and P90,", partial(_replayed_pct, ("e2e", "itl"))
     ),
     "replay_ttft_pct": _of_steps(
-        "largest error of TTFT in a replay, at P50 and P90,", " %", False, partial(_replayed_pct, ("ttft",))
+        "largest error of TTFT in a replay, at P50 and P90,", partial(_replayed_pct, ("ttft",))
     ),
-    "step_mape_pct": _of_steps("mean error of step times", " %", False, lambda e, _: e.holdout.mape_pct),
+    "step_mape_pct": _of_steps("mean error of step times", lambda e, _: e.holdout.mape_pct),
     "step_p90_ape_pct": _of_steps(
-        "90th percentile of the errors of step times", " %", False, lambda e, _: e.holdout.p90_ape_pct
+        "90th percentile of the errors of step times", lambda e, _: e.holdout.p90_ape_pct
     ),
-    "step_bias_pct": _of_steps("bias of the summed step times", " %", False, _summed_bias_pct),
+    "step_bias_pct": _of_steps("bias of the summed step times", _summed_bias_pct),
     "step_skill": _of_steps(
-        "share of the baseline's error that the step model removes:", "", True, lambda e, _: e.skill
+        "share of the baseline's error that the step model removes:",
+        lambda e, _: e.skill,
+        unit="",
+        higher_is_better=True,
     ),
-    "step_extrapolated_pct": _of_steps(
-        "held-out steps outside the training range:", " %", False, _extrapolated_pct
-    ),
+    "step_extrapolated_pct": _of_steps("held-out steps outside the training range:", _extrapolated_pct),
     "step_prefill_reach_pct": _of_steps(
         "prompt tokens of the fullest training step, as a share of a step's token budget:",
-        " %",
-        True,
         lambda e, _: e.prefill_reach_pct,
+        higher_is_better=True,
         needed=False,
     ),
     "queue_wait_skill": _of_waits(
-        "share of the baseline's error that the queue-wait model removes:", "", True, _wait_skill
+        "share of the baseline's error that the queue-wait model removes:", _wait_skill
     ),
     "queue_regime_accuracy": _of_waits(
-        "balanced accuracy of predicting which requests wait for room:", "", True, _regime_accuracy
+        "balanced accuracy of predicting which requests wait for room:", _regime_accuracy
     ),
     "admission_skill": _of_admission(
         "share of the baseline's error that the admission model removes:",
-        "",
-        True,
         lambda e, _: e.skill,
+        unit="",
+        higher_is_better=True,
         needed=False,
     ),
-    "admission_mdape_pct": _of_admission(
-        "median error of admission", " %", False, lambda e, _: e.holdout.mdape_pct
-    ),
+    "admission_mdape_pct": _of_admission("median error of admission", lambda e, _: e.holdout.mdape_pct),
 }
 
 
@@ -188,7 +183,7 @@ those.
 
 def verdicts_of(
     models: Mapping[str, Validation],
-    evidence: BesideModels,
+    measured: Measurements,
     thresholds: Iterable[Threshold] = THRESHOLDS,
 ) -> dict[str, Verdict]:
     """Return use to verdict.
@@ -197,47 +192,46 @@ def verdicts_of(
 
     Args:
         models: Published name to validation, of one deployment.
-        evidence: Other measurements of the deployment.
+        measured: Other measurements of the deployment.
         thresholds: The requirements, in the order of their uses.
     """
     by_use: dict[str, list[Criterion]] = {}
     admission = target_named("admission").model
-    is_replayed = admission in models and _replayed_pct(("ttft",), models[admission], evidence) is not None
+    is_replayed = admission in models and _replayed_pct(("ttft",), models[admission], measured) is not None
     for threshold in thresholds:
         if is_replayed and threshold.measure in _REPLAYED:
             continue
-        criterion = _criterion(models, evidence, threshold)
+        criterion = _criterion(models, measured, threshold)
         if MEASURES[threshold.measure].needed or criterion.value is not None:
             by_use.setdefault(threshold.use, []).append(criterion)
-    return {use: _verdict(tuple(criteria), evidence) for use, criteria in by_use.items()}
+    return {use: _verdict(tuple(criteria), measured) for use, criteria in by_use.items()}
 
 
-def _verdict(criteria: tuple[Criterion, ...], evidence: BesideModels) -> Verdict:
+def _verdict(criteria: tuple[Criterion, ...], measured: Measurements) -> Verdict:
     """Return the worst answer of the criteria, with the reasons of those that gave it."""
     worst = max((c.answer for c in criteria), key=_RANK.__getitem__)
     reasons = dict.fromkeys(c.reason for c in criteria if c.answer == worst)
-    record = to_record(criteria, evidence.served, evidence.rates, evidence.limits)
+    record = to_record(criteria, measured.served, measured.rates, measured.limits)
     return Verdict(answer=worst, reasons=tuple(reasons), criteria=criteria, record=record)
 
 
-def _criterion(models: Mapping[str, Validation], evidence: BesideModels, threshold: Threshold) -> Criterion:
+def _criterion(models: Mapping[str, Validation], measured: Measurements, threshold: Threshold) -> Criterion:
     """Compare one measure with its threshold."""
     measure = MEASURES[threshold.measure]
     entry = next((models[m] for m in measure.models if m in models), None)
-    value = None if entry is None else measure.of(entry, evidence)
+    value = None if entry is None else measure.of(entry, measured)
     answer: Answer
     if entry is None:
         answer, reason = "no", f"{measure.models[0]} is not fitted"
     elif value is None:
         # The hold-out has no such rows: the model is neither confirmed nor refuted.
-        answer, reason = (
-            "with limits",
-            f"{measure.what.removesuffix(':')}: the hold-out does not show it",
-        )
-        if threshold.measure in _OF_REPLAYS and evidence.replays:
-            reason = f"no run can be replayed: {evidence.replays[0].reason}"
+        answer, reason = "with limits", f"{measure.what.removesuffix(':')}: the hold-out does not show it"
+        if threshold.measure in _OF_REPLAYS and measured.replays:
+            reason = f"no run can be replayed: {measured.replays[0].reason}"
     else:
-        answer = _answer(value, threshold, higher_is_better=measure.higher_is_better)
+        sign = -1 if measure.higher_is_better else 1
+        allows, limited = (sign * value <= sign * end for end in (threshold.yes, threshold.with_limits))
+        answer = "yes" if allows else "with limits" if limited else "no"
         bound = threshold.with_limits if answer == "no" else threshold.yes
         required = f"at {'least' if measure.higher_is_better else 'most'} {bound:g}{measure.unit} required"
         # The verdict stands, but states how few rows it rests on.
@@ -252,13 +246,6 @@ def _criterion(models: Mapping[str, Validation], evidence: BesideModels, thresho
         answer=answer,
         reason=reason,
     )
-
-
-def _answer(value: float, threshold: Threshold, *, higher_is_better: bool) -> Answer:
-    sign = -1 if higher_is_better else 1
-    if sign * value <= sign * threshold.yes:
-        return "yes"
-    return "with limits" if sign * value <= sign * threshold.with_limits else "no"
 
 
 def override(texts: Iterable[str]) -> tuple[Threshold, ...]:

@@ -38,14 +38,14 @@ STEP_COLUMNS: dict[str, str] = {
 REQUEST_INPUTS = ("prompt_tokens", "output_tokens", "queue", "batch", "context", "cached")
 
 OTHERS = ("others_prompt", "others_cached", "others_output", "others_max")
-"""Mean lengths in tokens of the requests that wait and run beside the one described: prompt, part of it in the
+"""Mean lengths in tokens of the other requests that wait and run: prompt, part of it in the
 prefix cache, output, and output allowed (max_tokens)."""
 
 RUNNING = ("others_context", "others_remaining")
 """Mean tokens in the cache of a running request, and mean tokens it may still generate."""
 
 _TRAFFIC: dict[str, str] = {
-    "prompts_per_step": "beside / steps_of_others",
+    "prompts_per_step": "others / steps_of_others",
     "others_computed": "max(others_prompt - others_cached, 1)",
     "prompt_tokens_per_step": "prompts_per_step * others_computed",
     "mean_prompt_reqs": "max(prompts_per_step, 1)",
@@ -57,8 +57,8 @@ _TRAFFIC: dict[str, str] = {
 def traffic_formulas(mean: Workload | None) -> dict[str, str]:
     """Return formulas for the load from other requests, at a steady state: requests arrive as fast as they finish.
 
-    Each of the `beside` running requests finishes after `steps_of_others` steps, one per output token, and
-    another request replaces it. Prompts differ in length and arrive together, and a step's time is not linear
+    Each of the `others`, which run, finishes after `steps_of_others` steps, one per output token, and
+    another request replaces it. Prompts differ in length and arrive in groups, and a step's time is not linear
     in their tokens (a roofline has a bend), so a step with the mean prompt would be too short. Therefore a
     share of the steps, `prompt_step_share`, has the tokens and prompts of the groups of steps measured in
     training (`prompt_step_groups` equally frequent ones), or else of the mean prompt. The step in progress at
@@ -107,38 +107,28 @@ MAX_COUNT = 1e12
 
 def impossible(
     of: Literal["step", "request"], given: Mapping[str, Any], limit: Callable[[str], float | None]
-) -> Iterator[tuple[Any, str, Callable[[Mapping[str, float]], str]]]:
-    """Yield the rules a description can break: whether it does, the input to name, and the message for one row.
+) -> Iterator[tuple[Any, str, Any, str]]:
+    """Yield the rules a description can break: whether it does, the input, its value, and the message, a format of the value.
 
     Args:
         of: The kind of description.
         given: Input to its number, or to an array of one per row; NaN is unknown and breaks no rule.
         limit: Setting of the server to its value, null if unknown.
     """
-
-    def is_no_count(name: str) -> Callable[[Mapping[str, float]], str]:
-        return lambda row: f"{row[name]:g} is not a count"
-
-    for name in given:
+    for name, value in given.items():
         if name in _COUNTS:
-            yield (given[name] < 0) | (given[name] >= MAX_COUNT), name, is_no_count(name)
+            yield (value < 0) | (value >= MAX_COUNT), name, value, "{:g} is not a count"
     if of == "request":
-        yield given["output_tokens"] < 1, "output", lambda _: "a request generates at least 1 output token"
-        wrong = given["cached"] >= given["prompt_tokens"]
-        yield (
-            wrong,
-            "cached",
-            lambda _: "must be less than the prompt tokens, because the last one is always computed",
-        )
-    for names, (setting, instead) in _LIMITS[of].items():
+        output, cached = given["output_tokens"], given["cached"]
+        yield output < 1, "output", output, "a request generates at least 1 output token"
+        last_is_computed = "must be less than the prompt tokens, because the last one is always computed"
+        yield cached >= given["prompt_tokens"], "cached", cached, last_is_computed
+    for names, (setting, behaviour) in _LIMITS[of].items():
         most = limit(setting)
         if most is not None and all(name in given for name in names):
-            words = f"is more than this server's {setting} of {most:,.0f}: {instead}"
-            yield sum(given[n] for n in names) > most, " + ".join(names), _exceeds(names, words)
-
-
-def _exceeds(names: tuple[str, ...], words: str) -> Callable[[Mapping[str, float]], str]:
-    return lambda row: f"{sum(row[n] for n in names):,.0f} {words}"
+            total = sum(given[name] for name in names)
+            exceeds = f"{{:,.0f}} is more than this server's {setting} of {most:,.0f}: {behaviour}"
+            yield total > most, " + ".join(names), total, exceeds
 
 
 def require_possible(
@@ -152,9 +142,9 @@ def require_possible(
     if unreadable := [name for name, value in given.items() if value is not None and math.isnan(value)]:
         raise UsageError("nan is not a count", where=unreadable[0])
     row = {name: math.nan if value is None else value for name, value in given.items()}
-    for broken, name, words in impossible(of, row, limit):
+    for broken, name, value, words in impossible(of, row, limit):
         if broken:
-            raise UsageError(words(row), where=name)
+            raise UsageError(words.format(value), where=name)
 
 
 REQUEST_COLUMNS: dict[str, str] = {

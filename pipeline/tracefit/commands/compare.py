@@ -19,7 +19,7 @@ from tracefit.commands.locate import choose_deployment, find_tables
 from tracefit.errors import DataError, UsageError
 from tracefit.features import training
 from tracefit.features.sets import Feature, FeatureSet
-from tracefit.features.targets import target_named
+from tracefit.features.targets import is_step_model, target_named
 from tracefit.fit import splits
 from tracefit.fit.alpha import EXACT_QUEUE
 from tracefit.fit.boundary import admission_with_clock, api_waits, step_clock
@@ -234,7 +234,7 @@ def _alike(model: Model, deployment: Deployment, tables: DeploymentTables) -> _A
     differs = None
     if published is not None:
         then = published.train.mdape_pct, published.holdout.mdape_pct
-    if model.is_step_model:
+    if is_step_model(model.name):
         source = "duration" if model.target is not None and model.target.source == "duration" else "clock"
         timeline = training.with_roofline(tables.timeline, deployment.context)
         rows = _all_new(step_frame(tables, timeline, features, constants, source))

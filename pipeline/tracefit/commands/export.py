@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tracefit.coefficients.predict import DeploymentModels
-    from tracefit.consumers.base import Consumer
     from tracefit.fit.fitted import DeploymentTables
     from tracefit.server.context import Deployment
 
@@ -58,7 +57,7 @@ def export(
 
     Args:
         models: A coefficient file, a folder of them, or a folder that `run` wrote.
-        to: The consumer, one of `consumers.known()`.
+        to: The consumer, one of `consumers.CONSUMERS`.
         out: Folder for the files.
         tables: The tables the models were trained on; `tables` beside or in the models' folder if not given.
         deployment: See `Models.deployment`.
@@ -76,10 +75,11 @@ def export(
     """
     if to.lower() in _REFUSED:
         raise DataError(f"{to} cannot be served: {_REFUSED[to.lower()].format(to=named(ConsumerOption))}")
-    consumer, version = _consumer(to, consumer_version)
+    version = _version_of(to, consumer_version)
     loaded = load(find_models(models))
     chosen = loaded.deployment(choose_deployment(loaded, deployment, run))
-    made = consumer.export(Source(chosen, lambda: _trained_on(chosen, place_of(models), tables), version))
+    source = Source(chosen, lambda: _trained_on(chosen, place_of(models), tables), version)
+    made = consumers.CONSUMERS[to](source)
     paths = {place_of(out) / name: content for name, content in made.files.items()}
     write_files(paths)
     folder = shlex.quote(str(out).rstrip("/") or "/")
@@ -87,20 +87,24 @@ def export(
     return ExportResult(to, chosen.deployment_id, tuple(paths), made.errors, tuple(notes), usage)
 
 
-def _consumer(to: str, version: str | None) -> tuple[Consumer, tuple[int, ...] | None]:
-    """Return a consumer by name, and its version as numbers."""
-    known, option = consumers.known(), named(ConsumerVersionOption)
-    if to not in known:
-        raise UsageError(f"consumer {to} is not known", hint=known_names(to, known))
+def _version_of(to: str, version: str | None) -> tuple[int, ...] | None:
+    """Return the version of a consumer as numbers, null without one.
+
+    Raises:
+        UsageError: The consumer is unknown, has one form for all versions, or the text is no version.
+    """
+    option = named(ConsumerVersionOption)
+    if to not in consumers.CONSUMERS:
+        raise UsageError(f"consumer {to} is not known", hint=known_names(to, consumers.CONSUMERS))
     if version is None:
-        return known[to], None
-    if not known[to].versioned:
-        versioned = ", ".join(name for name, one in known.items() if one.versioned)
+        return None
+    if to not in consumers.VERSIONED:
+        versioned = ", ".join(consumers.VERSIONED)
         raise UsageError(f"{to} has one form for all versions", where=option, hint=f"for {versioned}")
     numbers = version.strip().removeprefix("v").split(".")
     if not all(n.isdecimal() and len(n) < _MOST_DIGITS for n in numbers):
         raise UsageError("is not a version", where=f"{option} {version[:40]}", hint="such as 0.9.2")
-    return known[to], tuple(map(int, numbers))
+    return tuple(map(int, numbers))
 
 
 def _trained_on(

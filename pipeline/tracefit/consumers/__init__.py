@@ -1,11 +1,10 @@
-"""Exports of coefficients in the forms that other programs load: one module per consumer, fitted on its own terms."""
+"""Exports of coefficients in the forms that other programs load: one module per consumer."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from tracefit.consumers.aisimulate import to_aisimulate
-from tracefit.consumers.base import Consumer
 from tracefit.consumers.blis import to_blis, to_blis_registry
 from tracefit.consumers.csv import to_csv
 from tracefit.consumers.dynamo import to_dynamo
@@ -16,29 +15,23 @@ from tracefit.consumers.llmd_sim import to_llmd_sim
 from tracefit.consumers.vcr import to_vcr
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-CONSUMERS = (
-    Consumer("aisimulate", to_aisimulate),
-    Consumer("blis", to_blis),
-    Consumer("blis-registry", to_blis_registry),
-    Consumer("csv", to_csv),
-    Consumer("dynamo-mocker", to_dynamo),
-    Consumer("dynamo-planner", to_dynamo_planner),
-    Consumer("llm-d-latency-predictor", to_latency_predictor),
-    Consumer("vllm-sr-sim", to_fleet_sim),
-    Consumer("vllm-vcr", to_vcr),
-    Consumer("llm-d-inference-sim", to_llmd_sim, versioned=True),
-)
+    from tracefit.consumers.base import Export, Source
 
+CONSUMERS: Mapping[str, Callable[[Source], Export]] = {
+    "aisimulate": to_aisimulate,
+    "blis": to_blis,
+    "blis-registry": to_blis_registry,
+    "csv": to_csv,
+    "dynamo-mocker": to_dynamo,
+    "dynamo-planner": to_dynamo_planner,
+    "llm-d-inference-sim": to_llmd_sim,
+    "llm-d-latency-predictor": to_latency_predictor,
+    "vllm-sr-sim": to_fleet_sim,
+    "vllm-vcr": to_vcr,
+}
+"""Consumers by name, in name order."""
 
-def known(consumers: Sequence[Consumer] = CONSUMERS) -> Mapping[str, Consumer]:
-    """Return consumers by name, in name order.
-
-    Raises:
-        ValueError: Two have one name.
-    """
-    named = {one.name: one for one in sorted(consumers, key=lambda one: one.name)}
-    if len(named) < len(consumers):
-        raise ValueError(f"two consumers have one name: {', '.join(one.name for one in consumers)}")
-    return named
+VERSIONED = {"llm-d-inference-sim"}
+"""Consumers whose form depends on their version, `Source.consumer_version`."""

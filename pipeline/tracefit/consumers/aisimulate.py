@@ -48,7 +48,13 @@ _CONTRACT = {
     "coordinate_system": "iteration_totals_balanced_v1",
     "measurement_policy": "dynamo_native_single_sample_v1",
 }
-"""The words its reader asks for; `tracefit_rows` beside them says what the rows are."""
+"""Values that its reader asks for; `tracefit_rows` names the kind of rows."""
+
+_COUNTS = {
+    "prefill": ("num_prefill_reqs", "prefill_context_tokens"),
+    "decode": ("num_decode_reqs", "context_tokens"),
+}
+"""Columns of a step with its requests and the tokens that they read from the cache, by kind."""
 
 _KEY = ("workload_kind", "batch_size", "total_prefill_tokens", "total_kv_read_tokens")
 
@@ -59,14 +65,14 @@ def to_aisimulate(source: Source) -> Export:
     Raises:
         DataError: The data cannot support it, with the reason.
     """
-    train, held = train_and_holdout(source, source.steps(_COLUMNS), _COLUMNS, "step times")
+    train, holdout = train_and_holdout(source, source.steps(_COLUMNS), _COLUMNS, "step times")
     grid = _grid(source, train)
     identity = _identity(source)
     files: dict[str, str | bytes] = {}
-    for what, rows in (("measured", _measured(pl.concat([train, held]))), ("model", grid)):
+    for what, rows in (("measured", _measured(pl.concat([train, holdout]))), ("model", grid)):
         if rows.height:
             files |= _pair(what, rows, identity)
-    errors = _errors(grid, train, held)
+    errors = _errors(grid, train, holdout)
     notes = (
         "measured/ holds medians of measured steps, model/ the step model on a grid: tracefit_rows in the sidecar says which",
         "steps that prefill and decode are in neither: AISimulate adds the two phases itself",
@@ -143,24 +149,24 @@ def _identity(source: Source) -> dict[str, str | int | bool]:
     }
 
 
-def _measured(steps: pl.DataFrame) -> pl.DataFrame:
-    """Return the median time of measured steps by what they computed: a point may be in a table once."""
-    rows = [
-        steps.select(
+def _points(steps: pl.DataFrame) -> pl.DataFrame:
+    """Return the single steps of one kind in the columns of the tables."""
+    return pl.concat(
+        of_kind.select(
             workload_kind=pl.lit(kind),
-            batch_size=pl.col(batch).cast(pl.Int64),
+            batch_size=pl.col(_COUNTS[kind][0]).cast(pl.Int64),
             total_prefill_tokens=pl.col("prefill_tokens").cast(pl.Int64),
-            total_kv_read_tokens=pl.col(read).cast(pl.Int64),
+            total_kv_read_tokens=pl.col(_COUNTS[kind][1]).cast(pl.Int64),
             latency_ms=pl.col("y").cast(pl.Float64) / 1e3,
         )
-        for (kind, steps), batch, read in zip(
-            steps_of_one_kind(steps),
-            ("num_prefill_reqs", "num_decode_reqs"),
-            ("prefill_context_tokens", "context_tokens"),
-            strict=True,
-        )
-    ]
-    return pl.concat(rows).group_by(_KEY, maintain_order=True).agg(pl.col("latency_ms").median()).sort(_KEY)
+        for kind, of_kind in steps_of_one_kind(steps)
+    )
+
+
+def _measured(steps: pl.DataFrame) -> pl.DataFrame:
+    """Return the median time of measured steps by what they computed: a point may be in a table once."""
+    medians = _points(steps).group_by(_KEY, maintain_order=True).agg(pl.col("latency_ms").median())
+    return medians.sort(_KEY)
 
 
 def _grid(source: Source, train: pl.DataFrame) -> pl.DataFrame:
@@ -171,25 +177,21 @@ def _grid(source: Source, train: pl.DataFrame) -> pl.DataFrame:
     batch, each = (axis.ravel() for axis in np.meshgrid(batches, context, indexing="ij"))
     read = np.maximum(np.round(batch * each), 1.0)
     tokens = np.unique(isl.round())
-    decode = predicted_ms(source, pl.DataFrame({"batch": batch, "context": read / batch}))
-    prefill = predicted_ms(source, pl.DataFrame({"prefill": tokens}))
-    rows = pl.concat(
-        [
-            pl.DataFrame(
-                {
-                    "workload_kind": kind,
-                    "batch_size": of.astype(int),
-                    "total_prefill_tokens": computed.astype(int),
-                    "total_kv_read_tokens": cached.astype(int),
-                    "latency_ms": took,
-                }
-            )
-            for kind, of, computed, cached, took in (
-                ("prefill", np.ones(len(tokens)), tokens, np.zeros(len(tokens)), prefill),
-                ("decode", batch, np.zeros(len(batch)), read, decode),
-            )
-        ]
-    )
+    prefill = {
+        "workload_kind": "prefill",
+        "batch_size": 1,
+        "total_prefill_tokens": tokens.astype(int),
+        "total_kv_read_tokens": 0,
+        "latency_ms": predicted_ms(source, pl.DataFrame({"prefill": tokens})),
+    }
+    decode = {
+        "workload_kind": "decode",
+        "batch_size": batch.astype(int),
+        "total_prefill_tokens": 0,
+        "total_kv_read_tokens": read.astype(int),
+        "latency_ms": predicted_ms(source, pl.DataFrame({"batch": batch, "context": read / batch})),
+    }
+    rows = pl.concat([pl.DataFrame(prefill), pl.DataFrame(decode)], how="vertical_relaxed")
     return rows.filter(pl.col("latency_ms") > 0).unique(_KEY, keep="first").sort(_KEY)
 
 
@@ -214,27 +216,20 @@ def _pair(what: str, rows: pl.DataFrame, identity: dict[str, str | int | bool]) 
     return {f"{name}.parquet": content, f"{name}.metadata.json": json.dumps(sidecar, indent=2) + "\n"}
 
 
-def _errors(grid: pl.DataFrame, train: pl.DataFrame, held: pl.DataFrame) -> tuple[HeldOut, ...]:
+def _errors(grid: pl.DataFrame, train: pl.DataFrame, holdout: pl.DataFrame) -> tuple[HeldOut, ...]:
     """Return the errors of the grid of the model on held-out steps of one kind, read as AISimulate does."""
     errors = []
-    for (kind, steps), batch, at in zip(
-        steps_of_one_kind(held),
-        ("num_prefill_reqs", "num_decode_reqs"),
-        ("prefill_tokens", "context_tokens"),
-        strict=True,
-    ):
-        if not steps.height:
-            continue
+    for (kind,), steps in _points(holdout).group_by("workload_kind", maintain_order=True):
         axis = "total_prefill_tokens" if kind == "prefill" else "total_kv_read_tokens"
         curves = {
             float(n): (rows[axis].to_numpy().astype(float), rows["latency_ms"].to_numpy())
             for (n,), rows in grid.filter(workload_kind=kind).group_by("batch_size", maintain_order=True)
         }
         batches = np.array(sorted(curves))
-        # Shape (batches, steps): each curve at each step, then each step between the curves beside its batch.
-        read = np.array([np.interp(steps[at].to_numpy().astype(float), *curves[n]) for n in batches])
-        of = steps[batch].to_numpy().astype(float)
-        predicted = np.array([np.interp(n, batches, took) for n, took in zip(of, read.T, strict=True)])
-        actual = steps["y"].to_numpy() / 1e3
-        errors.append(held_out(f"step time, {kind}", "ms", actual, predicted, train["y"].to_numpy() / 1e3))
+        # Shape (batches, steps): each curve at each step, then each step between the curves on either side of its batch.
+        at, batch = (steps[name].to_numpy().astype(float) for name in (axis, "batch_size"))
+        read = np.array([np.interp(at, *curves[n]) for n in batches])
+        predicted = np.array([np.interp(n, batches, took) for n, took in zip(batch, read.T, strict=True)])
+        actual, trained = steps["latency_ms"].to_numpy(), train["y"].to_numpy() / 1e3
+        errors.append(held_out(f"step time, {kind}", "ms", actual, predicted, trained))
     return tuple(errors)

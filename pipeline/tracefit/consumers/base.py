@@ -1,6 +1,6 @@
 """Shared by all consumer modules: the types `Source` and `Export`, and helpers for writing and evaluating.
 
-A consumer is a program that loads latency coefficients in a form of its own, such as a simulator. Its module is a function
+A consumer is a program that loads latency coefficients such as a simulator. Its module is a function
 from a `Source` (models and training tables of one deployment) to an `Export` (files, errors, how to load them), listed by name in
 `consumers.CONSUMERS`.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tracefit.statistics import Vector
 
 OUT = "{out}"
-"""Stands for the folder of an export in its `usage` and its notes until that is known."""
+"""Stands for the folder of an export in its `usage` and its notes until the folder is chosen."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Source:
 
     @cached_property
     def _trained_on(self) -> tuple[Deployment, DeploymentTables]:
-        # Read when first used: a consumer whose form needs no refit takes the coefficient files alone.
+        # Read when first used: a consumer whose form needs no refit takes only the coefficient files.
         return self.read()
 
     @property
@@ -62,9 +62,9 @@ class Source:
         return self._trained_on[1]
 
     def steps(self, columns: Iterable[str], timeline: pl.DataFrame | None = None) -> pl.DataFrame:
-        """Return the rows of `fit.splits.step_frame` with columns of the timeline, or of the one given, as they are."""
+        """Return the rows of `fit.splits.step_frame` with columns of the timeline, or of another one, as they are."""
         target = self.models.step_model.target
-        # Step times from where the coefficient file says that its own come from.
+        # Step times of the source that the coefficient file states.
         source = "duration" if target is not None and target.source == "duration" else "clock"
         features = FeatureSet("columns", tuple(Feature(name, "", name) for name in columns))
         timeline = self.tables.timeline if timeline is None else timeline
@@ -88,15 +88,6 @@ class Export:
     usage: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Consumer:
-    """A program that loads exports; `versioned` says whether its form depends on `Source.consumer_version`."""
-
-    name: str
-    export: Callable[[Source], Export]
-    versioned: bool = False
-
-
 def held_out(what: str, unit: str, actual: Vector, predicted: Vector, trained: Vector) -> HeldOut:
     """Return the errors of an exported form.
 
@@ -115,34 +106,30 @@ def held_out(what: str, unit: str, actual: Vector, predicted: Vector, trained: V
 def train_and_holdout(
     source: Source, rows: pl.DataFrame, columns: Sequence[str], what: str
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return the training and the held-out rows in which every column is known.
+    """Return the training and the held-out rows in which no column is null.
 
     Held-out intervals are left out where there are enough single steps.
 
     Raises:
         DataError: Either part has too few rows.
     """
-    unknown = [c for c in columns if rows[c].null_count() == rows.height]
-    if unknown:
+    if unknown := [c for c in columns if rows[c].null_count() == rows.height]:
         lacking = ", ".join(unknown) if rows.height else "no row has both ends"
-        raise DataError(
-            f"{what}: not known in these runs ({lacking})",
-            hint=ALL_SPANS
-            if source.tables.is_stock
-            else f"the events of every request would show it: {JOURNEY_FLAGS}",
-        )
-    known = rows.drop_nulls(["y", *columns])
-    train, held = counted(known, "train"), counted(known, "holdout")
+        events = f"the events of every request would show it: {JOURNEY_FLAGS}"
+        hint = ALL_SPANS if source.tables.is_stock else events
+        raise DataError(f"{what}: not known in these runs ({lacking})", hint=hint)
+    complete = rows.drop_nulls(["y", *columns])
+    train, holdout = counted(complete, "train"), counted(complete, "holdout")
     # An interval is a mean of steps, whose error is smaller than a step's: where there are enough steps, these are evaluated.
-    if "source" in held.columns:
-        single = held.filter(is_one_step())
-        held = single if single.height >= MIN_HOLDOUT_ROWS else held
-    if train.height < MIN_TRAIN_ROWS or held.height < MIN_HOLDOUT_ROWS:
+    if "source" in holdout.columns:
+        single = holdout.filter(is_one_step())
+        holdout = single if single.height >= MIN_HOLDOUT_ROWS else holdout
+    if train.height < MIN_TRAIN_ROWS or holdout.height < MIN_HOLDOUT_ROWS:
         raise DataError(
-            f"{what}: {train.height} training and {held.height} held-out rows are too few",
+            f"{what}: {train.height} training and {holdout.height} held-out rows are too few",
             hint=f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed: trace a longer run",
         )
-    return train, held
+    return train, holdout
 
 
 def timed_requests(source: Source, target: str) -> pl.DataFrame:
@@ -150,7 +137,7 @@ def timed_requests(source: Source, target: str) -> pl.DataFrame:
 
     Returns:
         The `requests` table with `y` in us, ts_ns (first scheduled), uncached_tokens, and the running requests when each was
-        first scheduled (running_start) and, on average, while it decoded (running_decode); null where not known.
+        first scheduled (running_start) and, on average, while it decoded (running_decode); null if unknown.
     """
     running = pl.col("running_depth").cast(pl.Float64)
     steps = source.tables.timeline.select(*ENGINE, "step_id", running=running)
@@ -191,15 +178,13 @@ def model_name(source: Source) -> str:
 
 def flags(values: Mapping[str, str | float | None]) -> str:
     """Write command-line options, quoted for a shell; an option of None is left out."""
-    given = ((name, str(value)) for name, value in values.items() if value is not None)
-    return " ".join(f"--{name} {_quoted(value)}" for name, value in given)
+    return " ".join(f"--{name} {_quoted(str(value))}" for name, value in values.items() if value is not None)
 
 
 def _quoted(value: str) -> str:
     # The folder is put in later, and quoted then.
-    if value.startswith(OUT):
-        return OUT + shlex.quote(value.removeprefix(OUT)) if value != OUT else OUT
-    return shlex.quote(value)
+    folder = OUT if value.startswith(OUT) else ""
+    return folder + shlex.quote(value.removeprefix(OUT))
 
 
 def worse_than_baseline(errors: Iterable[HeldOut]) -> tuple[str, ...]:
@@ -209,10 +194,8 @@ def worse_than_baseline(errors: Iterable[HeldOut]) -> tuple[str, ...]:
         for e in errors
         if e.mae is not None and e.baseline_mae is not None and e.mae > e.baseline_mae
     ]
-    said = (
-        "worse on the hold-out than the training median, exported all the same, as its form knows no other:"
-    )
-    return (f"{said} {', '.join(worse)}",) if worse else ()
+    note = "worse on the hold-out than the training median, exported because the form has no better one"
+    return (f"{note}: {', '.join(worse)}",) if worse else ()
 
 
 def commented(notes: Iterable[str], text: str) -> str:
@@ -222,9 +205,9 @@ def commented(notes: Iterable[str], text: str) -> str:
 
 def kv_blocks(source: Source) -> int | None:
     """Return the KV blocks available to requests: as the steps state them, otherwise all but the one vLLM reserves."""
-    # The steps' own number counts: it depends on the memory left after loading, which no option states.
+    # The number of the steps counts: it depends on the memory left after loading, which no option states.
     stated = source.tables.timeline["kv_blocks_total"].max()
     if isinstance(stated, int):
         return stated
-    given = source.deployment.context.settings.num_gpu_blocks
-    return given - 1 if given else None
+    blocks = source.deployment.context.settings.num_gpu_blocks
+    return blocks - 1 if blocks else None

@@ -25,7 +25,7 @@ from tracefit.consumers.base import (
     model_name,
     number,
 )
-from tracefit.consumers.blis_fit import fit_blis
+from tracefit.consumers.blis_fit import LENGTHS, fit_blis, stamped_requests, whole_us
 from tracefit.consumers.blis_roofline import ROOFLINE_TERMS
 from tracefit.tables.schema import ENGINE
 
@@ -52,7 +52,7 @@ _BY_ROOFLINE = "--num-instances 2 --prefill-instances 1 --decode-instances 1 --p
 """One instance that serves whole requests by `roofline`. Named as the backend of all, `roofline` refuses alpha; that of a pool takes
 what defaults.yaml holds, and without a decider nothing goes to the other pool: the same to the microsecond where alpha is 0."""
 
-_NO_REQUESTS = "no traced request has its times, so no request can be replayed, and the workload of the use line is BLIS's own"
+_NO_REQUESTS = "no traced request has its times, so no request can be replayed, and the workload of the use line is BLIS's default"
 _HEADER = "trace_version: 2\ntime_unit: microseconds\nmode: real\nwarm_up_requests: 0\n"
 
 
@@ -63,26 +63,26 @@ def to_blis(source: Source) -> Export:
         DataError: The steps cannot support them, with the reason.
         UsageError: BLIS refuses the model on so many ranks.
     """
-    found = fit_blis(source)
-    by_roofline = len(found.beta) == len(ROOFLINE_TERMS)
-    written = _UNREAD if by_roofline else found.beta
-    alpha, beta = (", ".join(number(v) for v in values) for values in (found.alpha, written))
+    fitted = fit_blis(source)
+    by_roofline = len(fitted.beta) == len(ROOFLINE_TERMS)
+    written = _UNREAD if by_roofline else fitted.beta
+    alpha, beta = (", ".join(map(number, values)) for values in (fitted.alpha, written))
     text = f"trained_physics_coefficients:\n  alpha_coeffs: [{alpha}]\n  beta_coeffs: [{beta}]\n"
     traced = _traced_requests(source)
     files: dict[str, str | bytes] = {
-        "defaults.yaml": commented(found.notes, text),
-        **_server_files(source, found.beta if by_roofline else ()),
+        "defaults.yaml": commented(fitted.notes, text),
+        **_server_files(source, fitted.beta if by_roofline else ()),
     }
     server = _server_flags(source) + (f" {_BY_ROOFLINE}" if by_roofline else "")
     if not traced.height:
-        return Export(files, found.errors, (*found.notes, _NO_REQUESTS), f"blis run {server}")
+        return Export(files, fitted.errors, (*fitted.notes, _NO_REQUESTS), f"blis run {server}")
     files |= {"trace-header.yaml": _HEADER, "trace-data.csv": _trace_csv(traced)}
     replayed = (
         f"replay of the traced requests: blis replay --trace-header {OUT}/trace-header.yaml "
         f"--trace-data {OUT}/trace-data.csv {server}"
     )
     usage = f"blis run {server} {_workload_flags(traced)}"
-    return Export(files, found.errors, (*found.notes, replayed), usage)
+    return Export(files, fitted.errors, (*fitted.notes, replayed), usage)
 
 
 # -- files that describe the traced server ---------------------------------------------------------------------
@@ -106,7 +106,7 @@ def _chip(gpu: Gpu) -> str:
 
 def _hardware(gpu: Gpu, factors: Sequence[float]) -> str:
     """Describe a GPU in BLIS's keys, at the rates that multiples of the peak times make of it."""
-    # Its backend `roofline` reads the two MFU; `trained-physics` does not, but the file must have them.
+    # The backend `roofline` reads the two MFU; `trained-physics` does not, but the file must have them.
     mfu_prefill, mfu_decode, bandwidth = (1 / factor for factor in factors) if factors else (0.45, 0.3, 1.0)
     rates = {
         "TFlopsPeak": gpu.compute_tflops_fp16,
@@ -123,8 +123,8 @@ def _with_dtype(text: str, dtype: str | None) -> str:
     """Return a config.json that states a data type, which BLIS requires."""
     config = json.loads(text)
     inner = config.get("text_config")
-    places = [config, *([inner] if isinstance(inner, dict) else [])]
-    if any(isinstance(place.get(key), str) for place in places for key in ("torch_dtype", "dtype")):
+    configs = [config, inner if isinstance(inner, dict) else {}]
+    if any(isinstance(each.get(key), str) for each in configs for key in ("torch_dtype", "dtype")):
         return text
     stated = dtype if dtype in {"float32", "float16", "bfloat16"} else "bfloat16"
     return json.dumps(config | {"torch_dtype": stated}, indent=2) + "\n"
@@ -142,7 +142,7 @@ def _server_flags(source: Source) -> str:
             "hardware": _chip(gpu) if gpu else None,
             "tp": settings.tensor_parallel or 1,
             "total-kv-blocks": kv_blocks(source),
-            # Without these the simulator has its own limits, not the traced server's.
+            # Without these the simulator has its default limits, not those of the traced server.
             "block-size-in-tokens": settings.block_size,
             "max-num-seqs": settings.max_num_seqs,
             "max-num-batched-tokens": settings.max_num_batched_tokens,
@@ -156,25 +156,23 @@ def _server_flags(source: Source) -> str:
 
 def _traced_requests(source: Source) -> pl.DataFrame:
     """Return the requests of the engine that has most: arrival, first token and end in us since the first, and lengths."""
-    stamped = source.tables.requests.drop_nulls(["arrival_ns", "first_token_ns", "prompt_tokens"])
+    stamped = stamped_requests(source)
     largest = stamped.group_by(ENGINE).len().sort("len", *ENGINE, descending=[True, False, False, False])
     rows = stamped.join(largest.head(1), on=ENGINE).sort("arrival_ns").tail(MOST_TRACED)
     ended = pl.coalesce("departed_ns", "aborted_ns", "finished_ns", "first_token_ns")
     begin = pl.col("arrival_ns").min()
     return rows.select(
-        arrival=((pl.col("arrival_ns") - begin) / 1e3).round().cast(pl.Int64),
-        first=((pl.col("first_token_ns") - begin) / 1e3).round().cast(pl.Int64),
-        end=((ended - begin) / 1e3).round().cast(pl.Int64),
-        prompt="prompt_tokens",
-        output=pl.col("output_tokens").fill_null(1).clip(lower_bound=1),
-        shared=pl.col("cached_prompt_tokens").fill_null(0).clip(lower_bound=0),
+        arrival=whole_us(pl.col("arrival_ns") - begin),
+        first=whole_us(pl.col("first_token_ns") - begin),
+        end=whole_us(ended - begin),
+        **LENGTHS,
     )
 
 
 def _trace_csv(traced: pl.DataFrame) -> str:
     """Write requests in BLIS's format TraceV2, without clients, sessions or texts.
 
-    Prompt tokens found in the prefix cache become a prefix shared with all requests that found the same number.
+    Prompt tokens found in the prefix cache become a prefix shared with all requests that have as many.
     """
     shared, computed = pl.col("shared"), pl.col("prompt") - pl.col("shared")
     blank, zero = pl.lit(None, pl.String), pl.lit(0)
@@ -250,7 +248,7 @@ _ALPHA_ENTRIES = (
 )
 _KERNEL_SETS = (
     "the five cost-model-* sets that BLIS's latency kernel reads price kernels, collectives and host work one by one, below what a "
-    "trace of steps can tell; no reader of this set is known today"
+    "trace of steps can tell; no program reads this set today"
 )
 
 
@@ -262,43 +260,35 @@ def to_blis_registry(source: Source) -> Export:
         UsageError: As `to_blis`.
     """
     # Its names are those of ten coefficients.
-    found, context = fit_blis(source, only_ten=True), source.deployment.context
+    fitted, context = fit_blis(source, only_ten=True), source.deployment.context
     # The registry writes chips in lower case.
     gpu = _chip(context.gpu).lower() if context.gpu else "unknown"
     ranks = context.settings.tensor_parallel or 1
-    deployment = f"{{hardware: [{_quoted(gpu)}], model: [{_quoted(model_name(source))}], tp: [{ranks}]}}"
+    deployment = (
+        f"{{hardware: [{json.dumps(gpu)}], model: [{json.dumps(model_name(source))}], tp: [{ranks}]}}"
+    )
     training = source.models.step_model.training
     inputs = training.inputs_sha256 if training else "unknown"
     cite = f"tracefit {__version__}, deployment {source.deployment.deployment_id}, traces sha256 {inputs}"
-    step = found.errors[0]
-    values = [*zip(_BETA_ENTRIES, found.beta, strict=True), *zip(_ALPHA_ENTRIES, found.alpha, strict=True)]
+    step = fitted.errors[0]
+    values = [*zip(_BETA_ENTRIES, fitted.beta, strict=True), *zip(_ALPHA_ENTRIES, fitted.alpha, strict=True)]
     error = "unknown" if step.mape_pct is None else f"{step.mape_pct:.3g} %"
-    said = f"Held-out step time of the set: {error} mean absolute percentage error on {step.n} steps."
-    entries = [_entry(name, units, value, deployment, cite, said) for (name, units), value in values]
+    rationale = f"Held-out step time of the set: {error} mean absolute percentage error on {step.n} steps."
+    entries = [_entry(name, units, value, deployment, cite, rationale) for (name, units), value in values]
     name = f"tracefit-{source.deployment.deployment_id}"
-    notes = (*found.notes, _KERNEL_SETS, "the use line is for a clone of blis-registry")
-    text = "\n".join(["kind: CoefficientSet", f"name: {_quoted(name)}", "coefficients:", *entries, ""])
+    notes = (*fitted.notes, _KERNEL_SETS, "the use line is for a clone of blis-registry")
+    text = "\n".join(["kind: CoefficientSet", f"name: {json.dumps(name)}", "coefficients:", *entries, ""])
     use = f"cp {OUT}/coefficient-set.yaml coefficients/"
-    return Export({"coefficient-set.yaml": commented(notes, text)}, found.errors, notes, use)
+    return Export({"coefficient-set.yaml": commented(notes, text)}, fitted.errors, notes, use)
 
 
-def _entry(name: str, units: str, value: float, deployment: str, cite: str, said: str) -> str:
+def _entry(name: str, units: str, value: float, deployment: str, cite: str, rationale: str) -> str:
     # Its rules: a value of zero is "not charged", and every other one names how and from what it was derived.
-    if value:
-        method, source = (
-            "measured",
-            f"sources: [{{kind: model, cite: {_quoted(cite)}, role: primary}}]\n      ",
-        )
-    else:
-        method, source = "not_charged", ""
-        said = "The fit on these traces puts it at zero, or cannot tell it from the constant of a step."
+    method = "measured" if value else "not_charged"
+    source = f"sources: [{{kind: model, cite: {json.dumps(cite)}, role: primary}}]\n      " if value else ""
+    if not value:
+        rationale = "The fit on these traces puts it at zero, or cannot tell it from the constant of a step."
     return (
         f"  - {name}:\n      value: {number(value)}\n      units: {units}\n      method: {method}\n"
-        f"      fitted: {str(bool(value)).lower()}\n      rationale: {_quoted(said)}\n      {source}deployment: {deployment}"
+        f"      fitted: {str(bool(value)).lower()}\n      rationale: {json.dumps(rationale)}\n      {source}deployment: {deployment}"
     )
-
-
-def _quoted(text: str) -> str:
-    """Return a text as a YAML string; characters that cannot be in one become `?`."""
-    safe = "".join(c if c.isprintable() and c not in '"\\' else "?" for c in text)
-    return f'"{safe}"'

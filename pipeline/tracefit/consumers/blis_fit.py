@@ -1,4 +1,4 @@
-"""Fit BLIS's coefficients: overheads in whole us, and step times on its own terms, weighted as replays say.
+"""Fit BLIS's coefficients: overheads in whole us, and step times on its terms, weighted as replays say.
 
 BLIS's terms cannot follow every step, so that a fit has to favour some steps by its weights. Users compare latencies of
 requests, not step times, and the simulator's feedback (a shorter step means a smaller batch, which means a shorter step)
@@ -70,7 +70,7 @@ MOST_REQUESTS = 2_000
 
 DEFAULT_SLOTS = 256
 DEFAULT_BUDGET = 2_048
-"""BLIS's own scheduler limits, used where the server's are not known."""
+"""BLIS's own scheduler limits, used where those of the server are unknown."""
 
 BAR_PCT: Mapping[tuple[str, int], float] = {
     ("TTFT", 50): 10.0,
@@ -87,10 +87,10 @@ any moment of a step spreads 0.8 of it between these shares."""
 
 MOST_SCALE = 1.06
 SCALE_ROUNDS = 5
-"""The factor on step times is found by this many bisections between 1 / `MOST_SCALE` and `MOST_SCALE`, to 0.4 %."""
+"""Bisections that determine the factor on step times, between 1 / `MOST_SCALE` and `MOST_SCALE`, to 0.4 %."""
 
 MOST_NOMINAL = 10.0
-"""Largest multiple of its nominal value at which a coefficient still describes its own term."""
+"""Largest multiple of its nominal value at which a coefficient still describes its term."""
 
 _FIRST_COMPUTE, _FIRST_MEMORY, _LEAST_FACTOR = 2.0, 1.25, 0.05
 _TURNS = 30
@@ -122,6 +122,13 @@ FALLBACK = "requests^0.5 / time^0.5, Huber"
 """Weighting where no requests can be replayed: the best one over twenty generated runs of eight models."""
 
 
+_ROOFLINE_NOTES = (
+    "form: roofline. mfuPrefill, mfuDecode and BwPeakTBs in hardware_config.json are what this server reaches; steps have no overhead",
+    "--latency-model roofline refuses an alpha, so one decode instance serves all requests and takes alpha from defaults.yaml",
+    "the prefill instance gets no request, and nothing reads the beta in defaults.yaml",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class BlisCoefficients:
     """The coefficients as written for BLIS, with the errors of exactly these.
@@ -149,10 +156,12 @@ def fit_blis(source: Source, *, only_ten: bool = False) -> BlisCoefficients:
     arrival, arrival_errors, folded = _arrival(source)
     departure, departure_errors, undeparted = _departure(source)
     steps = _steps(source)
-    fits = {name: _fit(steps, *weighting) for name, weighting in WEIGHTINGS.items()}
-    if not only_ten:
-        fits |= {f"{_EIGHT}{name}": _fit(steps, *how, eight=True) for name, how in WEIGHTINGS.items()}
-        fits |= {f"roofline, {name}": _fit_roofline(steps, *how) for name, how in WEIGHTINGS.items()}
+    forms = {"": _fit_ten} if only_ten else _FORMS
+    fits = {
+        f"{form}{name}": fit(steps, _weights(steps, *powers), huber)
+        for form, fit in forms.items()
+        for name, (*powers, huber) in WEIGHTINGS.items()
+    }
     requests, missing = _requests(source, steps.ends)
     training, alpha = _training(requests), (arrival, *departure)
     replays = partial(_replayed, source, alpha)
@@ -171,12 +180,14 @@ def fit_blis(source: Source, *, only_ten: bool = False) -> BlisCoefficients:
     errors += arrival_errors
     if _is_roofline(beta):
         alpha = _roofline_alpha(alpha)
-        notes += _roofline_notes(departure[0])
+        notes += _ROOFLINE_NOTES
+        if departure[0]:
+            notes.append(f"a departure has no fixed part in this form: E2E lacks {departure[0]:,} us")
     else:
         errors += departure_errors
         same = [n for i, n in enumerate(_NAMES) if not steps.varies[i] and steps.x[:, i].any()]
         notes += [
-            f"{', '.join(same)} do not vary in one deployment: beta6 holds what they add, for this deployment alone",
+            f"{', '.join(same)} do not vary in one deployment: beta6 contains what they add, for this deployment only",
             f"{len(beta)} beta: the eleventh that BLIS reads, MoE dispatch between data-parallel ranks, stays at its default, beta3",
         ]
     notes += [
@@ -198,19 +209,6 @@ def _roofline_alpha(alpha: tuple[int, int, int]) -> tuple[int, int, int]:
     return alpha[0], 0, alpha[2]
 
 
-def _roofline_notes(fixed_us: int) -> Iterator[str]:
-    yield (
-        "form: roofline. hardware_config.json holds the rates that this server reaches, as mfuPrefill, mfuDecode and BwPeakTBs; the steps "
-        "have no overhead"
-    )
-    yield (
-        "--latency-model roofline refuses an alpha: one decode instance serves all requests by roofline, beside a prefill instance that "
-        "gets none, and takes alpha from defaults.yaml, which needs a beta that nothing reads"
-    )
-    if fixed_us:
-        yield f"a departure has no fixed part in this form: E2E lacks {fixed_us:,} us"
-
-
 # -- overheads -------------------------------------------------------------------------------------------
 
 
@@ -219,63 +217,67 @@ def _arrival(source: Source) -> tuple[int, tuple[HeldOut, ...], tuple[str, ...]]
     if not source.tables.requests["admission_us"].count():
         return 0, (), ("alpha0 is 0: no request shows the API's work, and TTFT is shorter by as much",)
     rows = request_frame(source.tables, target_named("admission"), FeatureSet("none", ()), {})
-    train, held = train_and_holdout(source, rows, ["prompt_tokens"], "ARRIVED to QUEUED")
+    train, holdout = train_and_holdout(source, rows, ["prompt_tokens"], "ARRIVED to QUEUED")
     model = source.models.models.get("alpha.admission")
     if not isinstance(model, BoundaryModel):
-        return _arrival_without_clock(source, train, held)
+        return _arrival_without_clock(source, train, holdout)
     per_token = model.work_us_per_prompt_token
     mean = float(train["prompt_tokens"].cast(pl.Float64).to_numpy().mean())
     # BLIS has no API work per prompt token: the mean prompt stands for all.
     alpha = round(max(model.work.intercept.value + per_token * mean, 0.0))
-    done = np.full(held.height, float(alpha))
+    done = np.full(holdout.height, float(alpha))
     # BLIS works on all arrivals at once; the wait says which of them another one is ahead of.
-    predicted, known = admission_with_clock(
-        held, clocks_of(source.tables.timeline), api_waits(held, done), done, 0.0
+    predicted, has_boundary = admission_with_clock(
+        holdout, clocks_of(source.tables.timeline), api_waits(holdout, done), done, 0.0
     )
-    if not known.any():
+    if not has_boundary.any():
         raise DataError("no held-out request was queued at a step whose start is known")
     what = "ARRIVED to QUEUED, by alpha0 and the step boundary"
-    error = held_out(what, "us", queued_us(held)[known], predicted[known], queued_us(train))
-    said = "alpha0 is the API's work, by the admission model: the wait for a step boundary, which BLIS simulates, is not in it"
+    error = held_out(what, "us", queued_us(holdout)[has_boundary], predicted[has_boundary], queued_us(train))
+    note = "alpha0 is the API's work, by the admission model: the wait for a step boundary, which BLIS simulates, is not in it"
     if per_token:
-        said += f"; it holds {number(per_token)} us per prompt token at the mean prompt of {mean:.0f} tokens"
-    return alpha, (error,), (said,)
+        note += (
+            f"; it contains {number(per_token)} us per prompt token at the mean prompt of {mean:.0f} tokens"
+        )
+    return alpha, (error,), (note,)
 
 
 def _arrival_without_clock(
-    source: Source, train: pl.DataFrame, held: pl.DataFrame
+    source: Source, train: pl.DataFrame, holdout: pl.DataFrame
 ) -> tuple[int, tuple[HeldOut, ...], tuple[str, ...]]:
     """Return alpha0 where no rule takes the wait for the step in progress out of ARRIVED to QUEUED.
 
     BLIS simulates that wait, so that a mean with it in would count it twice. Its spread is that of a step: where
     admissions spread far less, QUEUED is stamped on arrival and their mean is the API's work. Else the soonest waited least.
     """
-    y, trained = target_of(held), target_of(train)
+    y, trained = target_of(holdout), target_of(train)
     step_us = float(np.median(source.tables.timeline["cycle_us"].drop_nulls().to_numpy()))
     soonest, latest = np.quantile(trained, [_SOONEST, 1 - _SOONEST])
     waits = latest - soonest > _LEAST_SPREAD * step_us
     alpha = round(float(soonest if waits else trained.mean()))
-    said = (
-        f"alpha0 is what the soonest {100 * _SOONEST:.0f} % of the requests took: the others hold a wait for the step in progress, which "
+    note = (
+        f"alpha0 is what the soonest {100 * _SOONEST:.0f} % of the requests took: the others contain a wait for the step in progress, which "
         "BLIS simulates"
         if waits
-        else "alpha0 is the mean from ARRIVED to QUEUED, which holds no wait for a step: QUEUED is stamped on arrival"
+        else "alpha0 is the mean from ARRIVED to QUEUED, which contains no wait for a step: QUEUED is stamped on arrival"
     )
-    what = "ARRIVED to QUEUED, by alpha0" + (" alone" if waits else "")
-    return alpha, (held_out(what, "us", y, np.full(len(y), float(alpha)), trained),), (said,)
+    what = "ARRIVED to QUEUED, by alpha0" + (" without the wait" if waits else "")
+    return alpha, (held_out(what, "us", y, np.full(len(y), float(alpha)), trained),), (note,)
 
 
 def _departure(source: Source) -> tuple[tuple[int, int], tuple[HeldOut, ...], tuple[str, ...]]:
-    """Return alpha1 and alpha2 with their error; of spans that know no departure nothing, with a note."""
+    """Return alpha1 and alpha2 with their error; 0 with a note if no span shows a departure."""
     if not source.tables.requests["departure_us"].count():
-        note = "alpha1 and alpha2 are 0: no request shows when it departs, and alpha0 holds no way back of a token"
+        note = (
+            "alpha1 and alpha2 are 0: no request shows when it departs, and alpha0 has no way back of a token"
+        )
         return (0, 0), (), (note,)
     rows = request_frame(source.tables, target_named("departure"), FeatureSet("none", ()), {})
-    train, held = train_and_holdout(source, rows, ["output_tokens"], "FINISHED to DEPARTED")
+    train, holdout = train_and_holdout(source, rows, ["output_tokens"], "FINISHED to DEPARTED")
     y = target_of(train)
     fixed, per_token = _whole_line(matrix(train, ["output_tokens"])[:, 0], y)
-    predicted = fixed + per_token * held["output_tokens"].to_numpy()
-    return (fixed, per_token), (held_out("FINISHED to DEPARTED", "us", target_of(held), predicted, y),), ()
+    predicted = fixed + per_token * holdout["output_tokens"].to_numpy()
+    return (fixed, per_token), (held_out("FINISHED to DEPARTED", "us", target_of(holdout), predicted, y),), ()
 
 
 def _whole_line(tokens: Vector, y: Vector) -> tuple[int, int]:
@@ -285,7 +287,7 @@ def _whole_line(tokens: Vector, y: Vector) -> tuple[int, int]:
         tokens: Shape (n,).
         y: In us, shape (n,).
     """
-    # Rounding both at once can be far off: the constant is refitted for each whole slope beside the best one.
+    # Rounding both at once can be far off: the constant is refitted for each whole slope next to the best one.
     best = (np.inf, 0, 0)
     slope = float(fit_nonnegative(np.column_stack([np.ones(len(y)), tokens]), y)[1])
     for per_token in sorted({0, int(slope), int(slope) + 1}):
@@ -303,7 +305,7 @@ class _Steps:
     """Training and held-out steps of one deployment on BLIS's terms."""
 
     train: pl.DataFrame
-    held: pl.DataFrame
+    holdout: pl.DataFrame
     x: Vector
     y: Vector
     roofline: Matrix
@@ -322,12 +324,12 @@ def _with_terms(source: Source, frame: pl.DataFrame) -> pl.DataFrame:
             hint=f"ingest the run again with {named(ServerOptions, 'model_config')} and {named(ServerOptions, 'gpu')}: a name, or a JSON file with a device's rates",
         )
     tp = context.settings.tensor_parallel or 1
-    # Unknown counts are null in BLIS's own terms as well, and such steps are left out.
+    # Unknown counts are null in BLIS's terms as well, and such steps are left out.
     prefill_reqs, decode_reqs, prefill, _, contexts, before = (
         frame[name].cast(pl.Float64).fill_null(0.0).to_numpy() for name in ROOFLINE_COLUMNS
     )
     shape = roofline_shape(context.architecture, context.gpu, tp=tp)
-    # Prefill requests of a step count as equal: a summary has their total alone.
+    # Prefill requests of a step count as equal: a summary has only their total.
     seen = prefill * (before + prefill / 2) / np.maximum(prefill_reqs, 1.0)
     terms = shape.terms((prefill, before, seen, decode_reqs, contexts))
     columns = {name: pl.Series(terms[:, i]) for i, name in enumerate(ROOFLINE_TERMS)}
@@ -337,29 +339,18 @@ def _with_terms(source: Source, frame: pl.DataFrame) -> pl.DataFrame:
 def _steps(source: Source) -> _Steps:
     timeline = _with_terms(source, with_prefill_pairs(source.tables.timeline, source.tables.requests))
     rows = source.steps([*_NAMES, *ROOFLINE_TERMS], timeline)
-    train, held = train_and_holdout(source, rows, _NAMES, "BLIS step terms")
+    train, holdout = train_and_holdout(source, rows, _NAMES, "BLIS step terms")
     x, y = matrix(train, _NAMES), target_of(train)
     # Terms that do not vary within the deployment cannot be separated: BLIS's constant of a step takes their sum.
     varies = np.array([i == _CONSTANT or np.ptp(x[:, i]) > 0 for i in range(len(_NAMES))])
     ends = rows.drop_nulls("holdout_from_ns").group_by(SERVER).agg(pl.col("holdout_from_ns").first())
-    return _Steps(train, held, x, y, matrix(train, ROOFLINE_TERMS), varies, ends)
-
-
-_EIGHT = "eight coefficients, "
+    return _Steps(train, holdout, x, y, matrix(train, ROOFLINE_TERMS), varies, ends)
 
 
 def _folded(x: Vector) -> Vector:
     """Return the terms of eight coefficients from those of ten: of the two terms of a phase the larger."""
     larger = [np.maximum(x[:, compute], x[:, kv]) for compute, kv in ((0, 8), (1, 9))]
     return np.column_stack([*larger, x[:, 2:8]])
-
-
-def _fit(
-    steps: _Steps, requests_power: float, time_power: float, huber: float, *, eight: bool = False
-) -> Vector:
-    x = steps.x * steps.varies
-    weights = _weights(steps, requests_power, time_power)
-    return fit_nonnegative(_folded(x) if eight else x, steps.y, weights, huber=huber)
 
 
 def _weights(steps: _Steps, requests_power: float, time_power: float) -> Vector:
@@ -371,9 +362,16 @@ def _weights(steps: _Steps, requests_power: float, time_power: float) -> Vector:
     return np.asarray(weights / weights.mean())
 
 
-def _fit_roofline(steps: _Steps, requests_power: float, time_power: float, huber: float) -> Vector:
+def _fit_ten(steps: _Steps, weights: Vector, huber: float) -> Vector:
+    return fit_nonnegative(steps.x * steps.varies, steps.y, weights, huber=huber)
+
+
+def _fit_eight(steps: _Steps, weights: Vector, huber: float) -> Vector:
+    return fit_nonnegative(_folded(steps.x * steps.varies), steps.y, weights, huber=huber)
+
+
+def _fit_roofline(steps: _Steps, weights: Vector, huber: float) -> Vector:
     """Fit the multiples of the peak times, with one for all compute where steps cannot tell decode compute from prefill compute."""
-    weights = _weights(steps, requests_power, time_power)
     factors = _bound(steps.roofline, steps.y, weights, huber)
     if _LEAST_FACTOR < factors[1] <= MOST_NOMINAL:
         return factors
@@ -383,7 +381,7 @@ def _fit_roofline(steps: _Steps, requests_power: float, time_power: float, huber
 
 
 def _bound(terms: Matrix, y: Vector, weights: Vector, huber: float) -> Vector:
-    """Fit y = max(compute terms, memory term); which of the two binds a step is found in turns with the factors.
+    """Fit y = max(compute terms, memory term); the binding term of each step and the factors are determined in turns.
 
     Args:
         terms: Compute terms and, last, the memory term, shape (n, n_terms).
@@ -396,32 +394,35 @@ def _bound(terms: Matrix, y: Vector, weights: Vector, huber: float) -> Vector:
         by_memory = terms[:, -1] * factors[-1] >= terms[:, :-1] @ factors[:-1]
         last = np.arange(terms.shape[1]) == terms.shape[1] - 1
         binds = np.where(by_memory[:, None] == last, terms, 0.0)
-        found = fit_nonnegative(binds, y, weights, huber=huber)
+        fitted = fit_nonnegative(binds, y, weights, huber=huber)
         # A time that binds no step stays, and none is so short that its rate has no digits.
-        found = np.maximum(np.where(binds.any(axis=0), found, factors), _LEAST_FACTOR)
-        if np.allclose(found, factors, rtol=1e-4):
+        fitted = np.maximum(np.where(binds.any(axis=0), fitted, factors), _LEAST_FACTOR)
+        if np.allclose(fitted, factors, rtol=1e-4):
             break
-        factors = found
+        factors = fitted
     return np.asarray(factors)
 
 
+_FORMS = {"": _fit_ten, "eight coefficients, ": _fit_eight, "roofline, ": _fit_roofline}
+"""Name of each form of the step time, as a prefix of the weighting, to its fit."""
+
+
 def _step_errors(steps: _Steps, beta: Vector) -> Iterator[HeldOut]:
-    y = target_of(steps.held)
+    y = target_of(steps.holdout)
     if _is_roofline(beta):
-        took = roofline_us(matrix(steps.held, ROOFLINE_TERMS), beta)
+        took = roofline_us(matrix(steps.holdout, ROOFLINE_TERMS), beta)
     else:
-        x = matrix(steps.held, _NAMES)
+        x = matrix(steps.holdout, _NAMES)
         took = (x if len(beta) == len(_NAMES) else _folded(x)) @ beta
     predicted = np.maximum(np.floor(took), 1.0)  # as BLIS cuts them
-    mixed = steps.held["has_prefill"].to_numpy()
-    groups = {
-        "step time": np.ones(len(y), dtype=bool),
-        "step time, mixed": mixed,
-        "step time, decode only": ~mixed,
-    }
-    return (
-        held_out(what, "us", y[rows], predicted[rows], steps.y) for what, rows in groups.items() if rows.any()
-    )
+    mixed = steps.holdout["has_prefill"].to_numpy()
+    for what, rows in {
+        "": np.full(len(y), fill_value=True),
+        ", mixed": mixed,
+        ", decode only": ~mixed,
+    }.items():
+        if rows.any():
+            yield held_out(f"step time{what}", "us", y[rows], predicted[rows], steps.y)
 
 
 # The two terms of each phase; the larger one decides its time.
@@ -429,18 +430,16 @@ _PHASES = {"prefill": {0: "compute", 8: "KV"}, "decode": {1: "compute", 9: "KV"}
 
 
 def _transfer(beta: Vector, steps: _Steps) -> Iterator[str]:
-    """Yield a note on coefficients that stand in for other terms and hold for their own deployment alone.
+    """Yield a note on coefficients that stand in for other terms and are valid for one deployment only.
 
     A phase is bound by one of its two roofline terms. One of them may therefore be 0, but not both, and neither should be a
     large multiple of its nominal value.
     """
-    implausible = []
+    implausible, phases = [], _PHASES
     if _is_roofline(beta):
-        rates = zip(ROOFLINE_TERMS, beta, strict=True)
-        implausible = [
-            f"{name} is {factor:.3g} times nominal" for name, factor in rates if factor > MOST_NOMINAL
-        ]
-    for phase, terms in () if _is_roofline(beta) else _PHASES.items():
+        factors, phases = zip(ROOFLINE_TERMS, beta, strict=True), {}
+        implausible = [f"{name} is {f:.3g} times nominal" for name, f in factors if f > MOST_NOMINAL]
+    for phase, terms in phases.items():
         varying = {i: what for i, what in terms.items() if steps.varies[i] and i < len(beta)}
         most = [i for i in varying if beta[i] > MOST_NOMINAL]
         if varying and not any(beta[i] for i in varying):
@@ -450,13 +449,13 @@ def _transfer(beta: Vector, steps: _Steps) -> Iterator[str]:
             implausible += [f"beta{i} ({phase} {varying[i]}) is 0" for i in varying if not beta[i]]
     if implausible:
         yield (
-            f"no transfer: {', '.join(implausible)}; these stand in for other terms, and hold for this model, GPU, tensor parallelism "
-            "and load alone"
+            f"no transfer: {', '.join(implausible)}; these stand in for other terms, and are valid for this model, GPU, tensor parallelism "
+            "and load only"
         )
 
 
 def _full_batch(source: Source, steps: _Steps, beta: Vector) -> Iterator[str]:
-    """Yield a note where BLIS's step time differs from tracefit's own model when every slot decodes."""
+    """Yield a note where BLIS's step time differs from that of the step model when every slot decodes."""
     slots = source.deployment.context.settings.max_num_seqs
     decode = steps.train.filter(~pl.col("has_prefill"))
     trained_on = float(matrix(steps.train, [_NAMES[_REQUESTS]]).max())
@@ -469,11 +468,11 @@ def _full_batch(source: Source, steps: _Steps, beta: Vector) -> Iterator[str]:
     full = pl.DataFrame({"batch": [float(slots)], "context": [context]})
     try:
         predicted = evaluated_steps(source.models, full)["predicted_us"][0]
-    except UsageError:  # a feature set of the user's own that a described step does not hold
+    except UsageError:  # a feature set of the user that needs more than a described step has
         return
     if predicted and abs(blis / predicted - 1) > MAX_DIFFERENCE:
         yield (
-            f"beyond the training load BLIS's steps leave our model's: with {slots} requests decoding (trained on up to {trained_on:.0f}) "
+            f"beyond the training load BLIS's steps differ from the step model: with {slots} requests decoding (trained on up to {trained_on:.0f}) "
             f"it takes {blis / 1e3:.3g} ms, {source.models.step_model.name} {predicted / 1e3:.3g} ms"
         )
 
@@ -496,7 +495,7 @@ def _step_rates(source: Source, beta: Vector) -> StepRates:
         )
         rest = np.r_[0.0, 0.0, beta[2:], 0.0, 0.0]
         return replace(_step_rates(source, rest), larger=tuple(phases))
-    # Every term is linear in the counts of a step but the pairs, which are given: differences are exact.
+    # Every term is linear in the counts of a step except the pairs, which are a count here: differences are exact.
     nothing = dict.fromkeys((*ROOFLINE_COLUMNS, PAIRS_COLUMN), 0.0)
     request, token = nothing | {"num_decode_reqs": 1.0}, nothing | {"prefill_tokens": 1.0}
     decode = request | {"decode_tokens": 1.0}
@@ -513,6 +512,13 @@ def _step_rates(source: Source, beta: Vector) -> StepRates:
 _Replay: TypeAlias = "Callable[[pl.DataFrame, Vector], tuple[pl.DataFrame, bool]]"
 """Requests and beta to what `_replayed` returns."""
 
+LENGTHS = {
+    "prompt": pl.col("prompt_tokens").cast(pl.Int64),
+    "output": pl.col("output_tokens").fill_null(1).clip(lower_bound=1).cast(pl.Int64),
+    "shared": pl.col("cached_prompt_tokens").fill_null(0).clip(lower_bound=0).cast(pl.Int64),
+}
+"""Lengths of a request as BLIS takes them; `shared` tokens of the prompt are in the prefix cache."""
+
 _LATENCIES = {
     "TTFT": pl.col("ttft_us"),
     "ITL": pl.col("itl_us"),
@@ -521,32 +527,33 @@ _LATENCIES = {
 }
 
 
+def stamped_requests(source: Source) -> pl.DataFrame:
+    """Return the requests that can be replayed."""
+    return source.tables.requests.drop_nulls(["arrival_ns", "first_token_ns", "prompt_tokens"])
+
+
+def whole_us(ns: pl.Expr) -> pl.Expr:
+    """Return a time in whole us."""
+    return (ns / 1e3).round().cast(pl.Int64)
+
+
 def _requests(source: Source, ends: pl.DataFrame) -> tuple[pl.DataFrame, str | None]:
     """Return the requests of a replay, or why a replay is not possible.
 
     Returns:
         A row per request, engine by engine in the order they arrived, in us since its first: `arrival` and `departure`
-        (whole), the measured `TTFT`, `ITL` and `E2E`; `prompt`, `output` (at least 1) and `shared` tokens (found in the prefix
+        (whole), the measured `TTFT`, `ITL` and `E2E`; `prompt`, `output` (at least 1) and `shared` tokens (in the prefix
         cache); `counts`, whether it counts in errors (not aborted, with more than one token); `boundary`, where the hold-out
         begins.
     """
-    sampled = source.tables.runs["journey_sampling"].drop_nulls()
-    stamped = source.tables.requests.drop_nulls(["arrival_ns", "first_token_ns", "prompt_tokens"])
-    rows = stamped.join(ends, on=SERVER).sort(*ENGINE, "arrival_ns", maintain_order=True)
+    rows = stamped_requests(source).join(ends, on=SERVER).sort(*ENGINE, "arrival_ns", maintain_order=True)
     begin = pl.col("arrival_ns").first().over(ENGINE)
-
-    def since_us(at: pl.Expr) -> pl.Expr:
-        return (at - begin) / 1e3
-
-    left = pl.coalesce("departed_ns", "finished_ns", "first_token_ns")
     requests = rows.select(
         *ENGINE,
-        arrival=since_us(pl.col("arrival_ns")).round().cast(pl.Int64),
-        departure=since_us(left).round().cast(pl.Int64),
-        boundary=since_us(pl.col("holdout_from_ns").first().over(ENGINE)),
-        prompt=pl.col("prompt_tokens").cast(pl.Int64),
-        output=pl.col("output_tokens").fill_null(1).clip(lower_bound=1).cast(pl.Int64),
-        shared=pl.col("cached_prompt_tokens").fill_null(0).clip(lower_bound=0).cast(pl.Int64),
+        arrival=whole_us(pl.col("arrival_ns") - begin),
+        departure=whole_us(pl.coalesce("departed_ns", "finished_ns", "first_token_ns") - begin),
+        boundary=(pl.col("holdout_from_ns").first().over(ENGINE) - begin) / 1e3,
+        **LENGTHS,
         counts=(
             pl.col("finish_status").ne_missing("aborted")
             & (pl.col("output_tokens") > 1)
@@ -554,9 +561,8 @@ def _requests(source: Source, ends: pl.DataFrame) -> tuple[pl.DataFrame, str | N
         ).fill_null(value=False),
         **{name: measured.cast(pl.Float64) for name, measured in _LATENCIES.items()},
     )
-    if (sampled < ALL_JOURNEYS).any():
-        return requests, "journeys of all requests would let their replay choose"
-    return requests, None
+    is_sampled = (source.tables.runs["journey_sampling"] < ALL_JOURNEYS).any()
+    return requests, "journeys of all requests would let their replay choose" if is_sampled else None
 
 
 def _training(requests: pl.DataFrame) -> pl.DataFrame:
@@ -572,7 +578,7 @@ def _replayed(
     """Replay the requests of each engine by itself, under the limits of the traced server's scheduler.
 
     Returns:
-        The requests that count, with the requests that each found in the engine (`load`) and their replayed latencies
+        The requests that count, with the requests in the engine at its arrival (`load`) and their replayed latencies
         (`replayed TTFT`, ...); and whether any request was preempted.
     """
     settings, rates = source.deployment.context.settings, _times(source, beta)
@@ -583,7 +589,7 @@ def _replayed(
         settings.block_size or DEFAULT_BLOCK_SIZE,
         kv_blocks(source),
     )
-    found, preempted = [], False
+    replayed, preempted = [], False
     for engine in requests.partition_by(ENGINE, maintain_order=True):
         arrival, departure, prompt, output, shared = (
             engine[name].to_numpy() for name in ("arrival", "departure", "prompt", "output", "shared")
@@ -597,9 +603,9 @@ def _replayed(
             "replayed ITL": latencies.decode / np.maximum(output - 1, 1),
             "replayed E2E": latencies.e2e,
         }
-        found.append(engine.with_columns(pl.Series(name, values) for name, values in columns.items()))
-    # A request that never gets its blocks has no latency: in the replay alone, for the server served it.
-    return pl.concat(found).filter(pl.col("counts") & pl.col("replayed E2E").is_finite()), preempted
+        replayed.append(engine.with_columns(pl.Series(name, values) for name, values in columns.items()))
+    # A request that never gets its blocks has no latency in the replay, although the server served it.
+    return pl.concat(replayed).filter(pl.col("counts") & pl.col("replayed E2E").is_finite()), preempted
 
 
 def _error_pct(requests: pl.DataFrame, name: str, percentile: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,29 @@ if TYPE_CHECKING:
     from tracefit.statistics import Integers, Matrix, Vector
 
 
+class _WholeSteps(ABC):
+    """Step times of BLIS in us, cut to whole us and at least 1."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def exact(self, batch: StepBatch, context: float | Vector) -> float | Vector:
+        """Return the time of one step before it is cut, or of several that differ only in their context tokens."""
+
+    def step(self, batch: StepBatch) -> float:
+        """Return the time of one step; 1 us where it computes nothing."""
+        computes = batch.decode_reqs or (batch.prefill_reqs and batch.prefill_tokens)
+        return max(int(self.exact(batch, batch.context_tokens)), 1) if computes else 1
+
+    def decoding(self, batch: StepBatch, steps: int, growth: float) -> Vector:
+        """Return the times of consecutive steps in which the same requests decode."""
+        took = self.exact(batch, batch.context_tokens + growth * np.arange(steps, dtype=np.float64))
+        return np.asarray(np.maximum(np.floor(took), 1.0))
+
+
 @dataclass(frozen=True, slots=True)
-class StepRates:
-    """Step time of BLIS as a sum of six products, in us, cut to whole us and at least 1.
+class StepRates(_WholeSteps):
+    """Step time of BLIS as a sum of six products.
 
     Attributes:
         constant: Per step.
@@ -27,6 +48,7 @@ class StepRates:
         prefill_pair: Per t * (s + t / 2) of a prefill request that computes t tokens of a prompt of s.
         decode_request: Per request that decodes.
         context_token: Per token in the caches of the requests that decode.
+        larger: Pairs of further sums whose larger one is added: the terms of a phase in the form of eight coefficients.
     """
 
     constant: float
@@ -35,12 +57,10 @@ class StepRates:
     prefill_pair: float
     decode_request: float
     context_token: float
-
     larger: tuple[tuple[StepRates, StepRates], ...] = ()
-    """Pairs of further sums whose larger one is added: the terms of a phase in the form of eight coefficients."""
 
     def exact(self, batch: StepBatch, context: float | Vector) -> float | Vector:
-        """Return the time of one step before it is cut, or of several that differ in their context tokens alone."""
+        """Return the sum."""
         took = (
             self.constant
             + self.request * (batch.decode_reqs + (batch.prefill_reqs if batch.prefill_tokens else 0))
@@ -53,21 +73,10 @@ class StepRates:
             took = took + np.maximum(one.exact(batch, context), other.exact(batch, context))
         return took
 
-    def step(self, batch: StepBatch) -> float:
-        """Return the time of one step; 1 us where it computes nothing."""
-        computes = batch.decode_reqs or (batch.prefill_reqs and batch.prefill_tokens)
-        return max(int(self.exact(batch, batch.context_tokens)), 1) if computes else 1
-
-    def decoding(self, batch: StepBatch, steps: int, growth: float) -> Vector:
-        """Return the times of consecutive steps in which the same requests decode."""
-        took = self.exact(batch, batch.context_tokens + growth * np.arange(steps, dtype=np.float64))
-        whole: Vector = np.maximum(np.floor(took), 1.0)
-        return whole
-
 
 @dataclass(frozen=True, slots=True)
-class RooflineRates:
-    """Step time of BLIS's backend `roofline`: the larger of compute and memory time, cut to whole us and at least 1.
+class RooflineRates(_WholeSteps):
+    """Step time of BLIS's backend `roofline`: the larger of compute and memory time.
 
     Attributes:
         shape: Operations and bytes of a step.
@@ -77,20 +86,11 @@ class RooflineRates:
     shape: RooflineShape
     factors: Vector
 
-    def step(self, batch: StepBatch) -> float:
-        """Return the time of one step; 1 us where it computes nothing."""
-        computes = batch.decode_reqs or (batch.prefill_reqs and batch.prefill_tokens)
-        return float(self._whole(batch, batch.context_tokens)[0]) if computes else 1
-
-    def decoding(self, batch: StepBatch, steps: int, growth: float) -> Vector:
-        """Return the times of consecutive steps in which the same requests decode."""
-        return self._whole(batch, batch.context_tokens + growth * np.arange(steps, dtype=np.float64))
-
-    def _whole(self, batch: StepBatch, context: float | Vector) -> Vector:
+    def exact(self, batch: StepBatch, context: float | Vector) -> float | Vector:
+        """Return the larger time."""
         prefill = (batch.prefill_tokens, batch.prefill_context_tokens, batch.prefill_seen)
         took = roofline_us(self.shape.terms((*prefill, batch.decode_reqs, context)), self.factors)
-        whole: Vector = np.maximum(np.floor(took), 1.0)
-        return whole
+        return took if isinstance(context, np.ndarray) else took.item()
 
 
 def roofline_us(terms: Matrix, factors: Vector) -> Vector:
@@ -100,7 +100,7 @@ def roofline_us(terms: Matrix, factors: Vector) -> Vector:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRequests:
-    """Latencies in us, one per request in the order given, NaN for one that never finished.
+    """Latencies in us, one per request in the order of the arguments, NaN for one that never finished.
 
     Attributes:
         ttft: Arrival to first token.
@@ -133,11 +133,11 @@ def replay_as_blis(
         rates: The step time.
         alpha: ARRIVED to QUEUED, FINISHED to DEPARTED, and FINISHED to DEPARTED per output token, in whole us.
         limits: Limits of the scheduler.
-        shared: Length of each prompt's shared prefix, the same for all prompts with that length; none if not given.
+        shared: Length of each prompt's shared prefix, the same for all prompts with that length; none by default.
     """
     load = RequestLoad(arrivals, prompts, outputs, shared)
-    found = replay(load, rates, limits, admission_us=alpha[0], rules=BLIS_RULES)
+    replayed = replay(load, rates, limits, admission_us=alpha[0], rules=BLIS_RULES)
     # BLIS adds the per-token overhead to each token, and the fixed one once, at the end.
-    ttft = found.first_us - arrivals + alpha[2]
-    decode = found.last_us - found.first_us + alpha[2] * (outputs - 1).astype(float)
-    return ReplayedRequests(ttft, decode, ttft + decode + alpha[1], found.preemptions)
+    ttft = replayed.first_us - arrivals + alpha[2]
+    decode = replayed.last_us - replayed.first_us + alpha[2] * (outputs - 1).astype(float)
+    return ReplayedRequests(ttft, decode, ttft + decode + alpha[1], replayed.preemptions)

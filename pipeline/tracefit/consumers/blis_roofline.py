@@ -1,4 +1,4 @@
-"""The step-time terms of BLIS (inference-sim, backend `trained-physics`), by BLIS's own definitions.
+"""The step-time terms of BLIS (inference-sim, backend `trained-physics`), by BLIS's definitions.
 
 Coefficients that BLIS loads must be fitted on exactly these terms. Its simplifications are kept on purpose: the head size
 is hidden // heads, FFNs have three matrices, KV elements take two bytes, windows and latent attention are unknown, a
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 PAIRS_COLUMN = "prefill_pairs"
-"""Optional column: Σ t·(s + t/2) over prefill requests, as `with_prefill_pairs` computes it; null where not known.
+"""Optional column: Σ t·(s + t/2) over prefill requests, as `with_prefill_pairs` computes it; null if unknown.
 
 Without it all prefill requests of a step count as equal, an error of up to 14 % of the prefill compute of a step with several,
 and a prompt as long as what is computed of it after the step, which is exact for its last chunk.
@@ -92,14 +92,9 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
         raise UsageError(
             f"BLIS needs KV heads ({arch.kv_heads}) divisible by tensor_parallel {tp}", where=arch.name
         )
-    moe_layers = arch.layers if arch.is_moe else 0
-    interleaved = arch.is_moe and arch.model_type.startswith("llama4")
-    if interleaved:
-        # BLIS takes the step for the dense layers between two MoE layers: 24 of Scout's 48 are MoE to it (all are), 16 of Maverick's (24).
-        interleave_step = arch.moe_layer_ids[0] + 1
-        moe_layers = arch.layers // (interleave_step + 1)
+    moe_layers = _moe_layers(arch)
     dense_widths = (arch.layers - moe_layers) * arch.ffn
-    shared = 0 if interleaved else arch.shared_ffn  # BLIS does not read Llama 4's shared expert
+    shared = 0 if _is_llama4(arch) else arch.shared_ffn  # BLIS does not read Llama 4's shared expert
     # Summed FFN widths that a token visits, and that are loaded.
     visited = moe_layers * (max(1, arch.experts_per_token) * arch.expert_ffn + shared) + dense_widths
     loaded = moe_layers * (arch.experts * arch.expert_ffn + shared) + dense_widths
@@ -109,12 +104,8 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
     # FLOPs of a token in the matrices, and of a (query, visible) pair.
     token_flops = 2 * projections + 6 * arch.hidden * visited
     pair_flops = arch.layers * 4 * arch.heads * head_dim
-    # One width for all matrices: that of the FFNs, which are most of a model.
-    weight_bytes = arch.expert_weight_bytes if arch.is_moe else arch.ffn_weight_bytes
-    step_weight_bytes = (projections + 3 * arch.hidden * loaded) * weight_bytes
-    # The peak that BLIS assumes: fp8 for weights of one byte, where the GPU has it.
-    fp8 = gpu.compute_tflops_fp8 if weight_bytes == 1.0 else None
-    flops_per_us = tp * ((fp8 or gpu.compute_tflops_fp16) * 1e6)
+    step_weight_bytes = (projections + 3 * arch.hidden * loaded) * _weight_bytes(arch)
+    flops_per_us = _flops_per_us(arch, gpu, tp)
     bytes_per_us = gpu.memory_bandwidth_gb_s * 1e3
     kv_us_per_token = arch.layers * 2 * kv_width / tp * _KV_BYTES / bytes_per_us
     all_reduce_bytes = 2 * arch.layers * arch.hidden * _ACTIVATION_BYTES * 2 * (tp - 1) / tp
@@ -137,16 +128,39 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
         "blis_layers": pl.lit(arch.layers),
         "blis_requests": prefill_reqs + decode_reqs,
         "blis_one": pl.lit(1.0),
-        "blis_interleaved_moe_layers": pl.lit(moe_layers if interleaved else 0),
+        "blis_interleaved_moe_layers": pl.lit(moe_layers if _is_llama4(arch) else 0),
         "blis_prefill_kv_us": prefill * kv_us_per_token,
         "blis_decode_kv_us": _where(decode, (contexts + decode) * kv_us_per_token),
     }
     return frame.with_columns(term.cast(pl.Float64).alias(name) for name, term in terms.items())
 
 
+def _is_llama4(arch: ModelArchitecture) -> bool:
+    return arch.is_moe and arch.model_type.startswith("llama4")
+
+
+def _moe_layers(arch: ModelArchitecture) -> int:
+    if _is_llama4(arch):
+        # BLIS takes the step for the dense layers between two MoE layers: 24 of Scout's 48 are MoE to it (all are), 16 of Maverick's (24).
+        interleave_step = arch.moe_layer_ids[0] + 1
+        return arch.layers // (interleave_step + 1)
+    return arch.layers if arch.is_moe else 0
+
+
+def _weight_bytes(arch: ModelArchitecture) -> float:
+    """Return one width for all matrices: that of the FFNs, which are most of a model."""
+    return arch.expert_weight_bytes if arch.is_moe else arch.ffn_weight_bytes
+
+
+def _flops_per_us(arch: ModelArchitecture, gpu: Gpu, tp: int) -> float:
+    """Return the peak that BLIS assumes: fp8 for weights of one byte, where the GPU has it."""
+    fp8 = gpu.compute_tflops_fp8 if _weight_bytes(arch) == 1.0 else None
+    return tp * ((fp8 or gpu.compute_tflops_fp16) * 1e6)
+
+
 @dataclass(frozen=True, slots=True)
 class RooflineShape:
-    """The backend `roofline`: what a step computes and moves, by its own definitions, as times at the peak rates in us.
+    """The backend `roofline`: what a step computes and moves, by its definitions, as times at the peak rates in us.
 
     It differs from the other backend: FFNs have two matrices, a step reads the experts that its tokens are expected to choose, vector
     operations and activations count, and shared experts do not.
@@ -186,17 +200,12 @@ class RooflineShape:
 
 def roofline_shape(arch: ModelArchitecture, gpu: Gpu, *, tp: int) -> RooflineShape:
     """Return what the backend `roofline` makes of a model, as served, on `tp` GPUs."""
-    moe_layers = arch.layers if arch.is_moe else 0
-    if arch.is_moe and arch.model_type.startswith("llama4"):
-        moe_layers = arch.layers // (arch.moe_layer_ids[0] + 2)
+    moe_layers = _moe_layers(arch)
     hidden, kv_width = arch.hidden, arch.kv_heads * (arch.hidden // arch.heads)
     projections = arch.layers * hidden * (2 * hidden + 2 * kv_width)
     dense = (arch.layers - moe_layers) * 2 * hidden * arch.ffn
     expert = moe_layers * 2 * hidden * arch.expert_ffn
-    weight_bytes = arch.expert_weight_bytes if arch.is_moe else arch.ffn_weight_bytes
-    flops_per_us = (
-        tp * 1e6 * ((gpu.compute_tflops_fp8 if weight_bytes == 1.0 else None) or gpu.compute_tflops_fp16)
-    )
+    weight_bytes, flops_per_us = _weight_bytes(arch), _flops_per_us(arch, gpu, tp)
     bytes_per_us = tp * gpu.memory_bandwidth_gb_s * 1e3
     rope = 2 * arch.layers * hidden
     visited = dense + expert * max(1, arch.experts_per_token)
@@ -215,7 +224,7 @@ def roofline_shape(arch: ModelArchitecture, gpu: Gpu, *, tp: int) -> RooflineSha
 def with_prefill_pairs(timeline: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
     """Add `PAIRS_COLUMN` to a timeline: BLIS sums over the prefill requests of a step, a summary only has their total.
 
-    A prompt that one step computes is known from its request. For a prompt in chunks, each step computed what the other
+    A prompt that one step computes follows from its request. For a prompt in chunks, each step computed what the other
     prompts leave of the step's prefill tokens, and the last step computed the rest of the prompt. A step whose tokens do
     not add up (a request that is not traced, or was preempted) is null.
 
@@ -253,11 +262,13 @@ def _chunks(chunked: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     """
     kept = chunked.select(*ENGINE, "prompt_tokens").schema
     shape = pl.Schema({**kept, "step_id": pl.Int64(), "tokens": pl.Int64()})
-    # `room`: prefill tokens of a step that no prompt accounts for yet. Of known steps alone: ids may lie far apart.
+    # `room`: prefill tokens of a step that no prompt accounts for yet. Only of the steps in the timeline: ids may be far apart.
     room = (pl.col("prefill_tokens") - pl.col("filled").fill_null(0)).fill_null(0).clip(lower_bound=0)
     engines = {
-        engine: (own["step_id"].to_numpy(), own["room"].to_numpy(writable=True))
-        for engine, own in steps.sort("step_id").with_columns(room=room).group_by(ENGINE, maintain_order=True)
+        engine: (rows["step_id"].to_numpy(), rows["room"].to_numpy(writable=True))
+        for engine, rows in steps.sort("step_id")
+        .with_columns(room=room)
+        .group_by(ENGINE, maintain_order=True)
     }
     # A loop, for each prompt takes what the earlier ones leave; only prompts in chunks come here.
     rows = []
@@ -267,14 +278,14 @@ def _chunks(chunked: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
         if tuple(engine) not in engines:
             continue
         step_ids, left = engines[tuple(engine)]
-        known = slice(*np.searchsorted(step_ids, [first, last + 1]))
-        taken = np.diff(np.minimum(np.cumsum(left[known]), need), prepend=0)
-        if last in step_ids[known]:
+        span = slice(*np.searchsorted(step_ids, [first, last + 1]))
+        taken = np.diff(np.minimum(np.cumsum(left[span]), need), prepend=0)
+        if last in step_ids[span]:
             # It computes the rest.
             taken[-1] = need - taken[:-1].sum()
-        left[known] = np.maximum(left[known] - taken, 0)
-        found = zip(step_ids[known].tolist(), taken.tolist(), strict=True)
-        rows += [(*engine, prompt, step, tokens) for step, tokens in found if tokens > 0]
+        left[span] = np.maximum(left[span] - taken, 0)
+        chunks = zip(step_ids[span].tolist(), taken.tolist(), strict=True)
+        rows += [(*engine, prompt, step, tokens) for step, tokens in chunks if tokens > 0]
     return pl.DataFrame(rows, schema=shape, orient="row")
 
 

@@ -52,22 +52,19 @@ def to_dynamo(source: Source) -> Export:
     Raises:
         DataError: The data cannot support it, with the reason.
     """
-    train, held = train_and_holdout(source, source.steps(COLUMNS), COLUMNS, "step times")
-    # The sum of both grids counts the constant of a step twice where it does both: where such steps are the rule, prefill
+    train, holdout = train_and_holdout(source, source.steps(COLUMNS), COLUMNS, "step times")
+    # The sum of both grids counts the constant of a step twice in a mixed step: where mixed steps are the rule, prefill
     # leaves it out.
-    beside = train.filter((pl.col("prefill_tokens") > 0) & (pl.col("num_decode_reqs") > 0)).height
-    alone = train.filter((pl.col("prefill_tokens") > 0) & (pl.col("num_decode_reqs") == 0)).height
-    constant = float(predicted_ms(source, pl.DataFrame({"batch": [0.0]}))[0]) if beside > alone else 0.0
+    prefills = train.filter(pl.col("prefill_tokens") > 0)
+    mixed = prefills.filter(pl.col("num_decode_reqs") > 0).height
+    is_rule = mixed > prefills.height - mixed
+    constant = float(predicted_ms(source, pl.DataFrame({"batch": [0.0]}))[0]) if is_rule else 0.0
     grids = grids_of(source, train, constant)
-    constant_note = (
-        "leaves the constant of a step to decode_itl"
-        if constant
-        else "holds the constant of a step, as decode_itl does"
-    )
-    counts = f"{beside} training steps prefill beside decodes, {alone} alone"
-    errors = errors_of(grids, train, held)
+    holds = "leaves the constant of a step to" if constant else "holds the constant of a step, as does"
+    counts = f"{mixed} of {prefills.height} training steps with prompts decode too"
+    errors = errors_of(grids, train, holdout)
     notes = (
-        f"a step that does both takes the sum: prefill_ttft_ms {constant_note}, {constant:.3f} ms ({counts})",
+        f"a step that prefills and decodes takes the sum: prefill_ttft_ms {holds} decode_itl, {constant:.3f} ms ({counts})",
         "prompt tokens computed before, and prefill requests beyond the first, are not in its grids",
         "--model-path is where the mocker gets its tokenizer: the model's name, or a folder",
         *worse_than_baseline(errors),
@@ -77,9 +74,9 @@ def to_dynamo(source: Source) -> Export:
 
 
 def _server_flags(source: Source) -> str:
-    """Return the flags of the traced server; the mocker's own defaults are 256 sequences, 8,192 tokens, blocks of 64."""
+    """Return the flags of the traced server; the mocker's defaults are 256 sequences, 8,192 tokens, blocks of 64."""
     settings = source.deployment.context.settings
-    given = {
+    values = {
         "model-path": model_name(source),
         "planner-profile-data": f"{OUT}/perf_data.npz",
         "max-num-seqs": settings.max_num_seqs,
@@ -92,7 +89,7 @@ def _server_flags(source: Source) -> str:
         "enable-chunked-prefill": settings.enable_chunked_prefill,
     }
     off = "".join(f" --no-{name}" for name, on in switches.items() if on is False)
-    return flags(given) + off
+    return flags(values) + off
 
 
 def grids_of(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str, Vector | Matrix]:
@@ -131,7 +128,7 @@ def axes(train: pl.DataFrame) -> tuple[Vector, Vector, Vector]:
 
 def predicted_ms(source: Source, described: pl.DataFrame) -> Vector:
     """Return the step model's times in ms of described steps, shape (n,)."""
-    # Inputs that are not given come from the training steps, as in `predict`.
+    # Other inputs come from the training steps, as in `predict`.
     return evaluated_steps(source.models, described)["predicted_us"].to_numpy() / 1e3
 
 
@@ -149,25 +146,25 @@ def _npz(arrays: Mapping[str, Vector | Matrix]) -> bytes:
 
 
 def errors_of(
-    grids: Mapping[str, Vector | Matrix], train: pl.DataFrame, held: pl.DataFrame
+    grids: Mapping[str, Vector | Matrix], train: pl.DataFrame, holdout: pl.DataFrame
 ) -> tuple[HeldOut, ...]:
     """Return the errors of the grids, as the mocker reads them, on held-out steps of each kind."""
-    y, predicted = held["y"].to_numpy() / 1e3, mocked(grids, held)
-    prefill, decode = (held[c].to_numpy() > 0 for c in ("prefill_tokens", "num_decode_reqs"))
-    groups = {
+    y, trained = (part["y"].to_numpy() / 1e3 for part in (holdout, train))
+    predicted = _mocked(grids, holdout)
+    prefill, decode = (holdout[c].to_numpy() > 0 for c in ("prefill_tokens", "num_decode_reqs"))
+    kinds = {
         "decode": decode & ~prefill,
         "prefill": prefill & ~decode,
         "prefill and decode": prefill & decode,
     }
-    trained = train["y"].to_numpy() / 1e3
     return tuple(
-        held_out(f"step time, {what}", "ms", y[rows], predicted[rows], trained)
-        for what, rows in groups.items()
+        held_out(f"step time, {kind}", "ms", y[rows], predicted[rows], trained)
+        for kind, rows in kinds.items()
         if rows.any()
     )
 
 
-def mocked(grids: Mapping[str, Vector | Matrix], steps: pl.DataFrame) -> Vector:
+def _mocked(grids: Mapping[str, Vector | Matrix], steps: pl.DataFrame) -> Vector:
     """Return the mocker's step times in ms, shape (n,).
 
     Args:
@@ -178,17 +175,17 @@ def mocked(grids: Mapping[str, Vector | Matrix], steps: pl.DataFrame) -> Vector:
     batch = steps["num_decode_reqs"].to_numpy().astype(float)
     active = steps["context_tokens"].to_numpy().astype(float)
     isl, ttft = grids["prefill_isl"], grids["prefill_ttft_ms"]
-    left, share = _place(isl, tokens)
+    left, share = _cell(isl, tokens)
     prefill = np.maximum(ttft[left] * (1 - share) + ttft[left + 1] * share, 0.0)
-    i, u = _place(grids["decode_active_kv_tokens"], active)
-    j, v = _place(grids["decode_context_length"], active / np.maximum(batch, 1.0))
+    i, u = _cell(grids["decode_active_kv_tokens"], active)
+    j, v = _cell(grids["decode_context_length"], active / np.maximum(batch, 1.0))
     itl = grids["decode_itl"]
     below, above = (itl[i + k, j] * (1 - v) + itl[i + k, j + 1] * v for k in (0, 1))
     decode = np.maximum(below * (1 - u) + above * u, 1.0)  # the mocker's floor, in ms
     return np.asarray(np.where(tokens > 0, prefill, 0.0) + np.where(batch > 0, decode, 0.0))
 
 
-def _place(axis: Vector, at: Vector) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.int64]], Vector]:
+def _cell(axis: Vector, at: Vector) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.int64]], Vector]:
     """Return the index of each value's cell, the outermost one beyond the axis, and its relative position in the cell."""
     left = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, len(axis) - 2)
     return left, (at - axis[left]) / (axis[left + 1] - axis[left])

@@ -29,7 +29,7 @@ def to_dynamo_planner(source: Source) -> Export:
     Raises:
         DataError: The data cannot support it, with the reason.
     """
-    train, held = train_and_holdout(source, source.steps(COLUMNS), COLUMNS, "step times")
+    train, holdout = train_and_holdout(source, source.steps(COLUMNS), COLUMNS, "step times")
     grids = grids_of(source, train, 0.0)
     active, context = np.meshgrid(
         grids["decode_active_kv_tokens"], grids["decode_context_length"], indexing="ij"
@@ -53,15 +53,17 @@ def to_dynamo_planner(source: Source) -> Export:
         f"profile_results_dir: {OUT} is the planner's setting; errors are those of the grid between its points",
     )
     files: dict[str, str | bytes] = {
-        "benchmark_results.json": json.dumps({"status": "ok", "results": _results(pl.concat([train, held]))}),
+        "benchmark_results.json": json.dumps(
+            {"status": "ok", "results": _results(pl.concat([train, holdout]))}
+        ),
         "prefill_raw_data.json": json.dumps(prefill),
         "decode_raw_data.json": json.dumps(decode),
     }
-    return Export(files, errors_of(grids, train, held), notes, f"ls {OUT}")
+    return Export(files, errors_of(grids, train, holdout), notes, f"ls {OUT}")
 
 
 def steps_of_one_kind(steps: pl.DataFrame) -> Iterator[tuple[str, pl.DataFrame]]:
-    """Yield the latest single steps that prefill alone, then those that decode alone; a row of an interval is a mean of steps."""
+    """Yield the latest single steps that only prefill, then those that only decode; a row of an interval is a mean of steps."""
     single = steps.filter(pl.col("interval_steps") == 1).sort("ts_ns")
     prefills, decodes = pl.col("prefill_tokens") > 0, pl.col("num_decode_reqs") > 0
     for kind, chosen in (("prefill", prefills & ~decodes), ("decode", decodes & ~prefills)):
@@ -69,24 +71,19 @@ def steps_of_one_kind(steps: pl.DataFrame) -> Iterator[tuple[str, pl.DataFrame]]
 
 
 def _results(steps: pl.DataFrame) -> list[dict[str, object]]:
-    counts = pl.col("num_prefill_reqs", "prefill_tokens", "num_decode_reqs", "context_tokens")
+    scheduled = {
+        "num_prefill_requests": "num_prefill_reqs",
+        "sum_prefill_tokens": "prefill_tokens",
+        "num_decode_requests": "num_decode_reqs",
+        "sum_decode_kv_tokens": "context_tokens",
+    }
+    counts = pl.struct(pl.col(column).cast(pl.Int64).alias(name) for name, column in scheduled.items())
     return [
         {
             "point": {"point_type": kind},
-            "fpms": [
-                {
-                    "wall_time": y / 1e6,
-                    "scheduled_requests": {
-                        "num_prefill_requests": prompts,
-                        "sum_prefill_tokens": tokens,
-                        "num_decode_requests": batch,
-                        "sum_decode_kv_tokens": context,
-                    },
-                }
-                for y, prompts, tokens, batch, context in rows.select(
-                    pl.col("y").cast(pl.Float64), counts.cast(pl.Int64)
-                ).iter_rows()
-            ],
+            "fpms": rows.select(
+                wall_time=pl.Series(rows["y"].to_numpy() / 1e6), scheduled_requests=counts
+            ).to_dicts(),
         }
         for kind, rows in steps_of_one_kind(steps)
     ]

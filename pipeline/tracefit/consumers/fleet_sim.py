@@ -49,9 +49,9 @@ def to_fleet_sim(source: Source) -> Export:
         )
     sequences = pl.col("num_decode_reqs") + pl.col("num_prefill_reqs")
     rows = source.steps(_COLUMNS).with_columns(sequences=sequences.cast(pl.Float64))
-    train, held = train_and_holdout(source, rows, [*_COLUMNS, "sequences"], "step times")
+    train, holdout = train_and_holdout(source, rows, [*_COLUMNS, "sequences"], "step times")
     y, weights = target_of(train), train["interval_steps"].to_numpy().astype(float)
-    x, later = (matrix(part, ["sequences"])[:, 0] for part in (train, held))
+    x, later = (matrix(part, ["sequences"])[:, 0] for part in (train, holdout))
     fitted = fit_nonnegative(np.column_stack([np.ones(len(y)), x]), y, weights, huber=np.inf)
     w_s, h_s = (written(us / 1e6) for us in fitted)
     decoding = train.filter(pl.col("num_decode_reqs") > 0)
@@ -68,7 +68,7 @@ def to_fleet_sim(source: Source) -> Export:
         "calibration_ctx": max(round(context), 1),
     }
     predicted = 1e6 * (w_s + h_s * later)
-    error = held_out("step time, by W and H", "us", target_of(held), predicted, y)
+    error = held_out("step time, by W and H", "us", target_of(holdout), predicted, y)
     notes = (
         "calibration_ctx is the mean context of a decoding request: the simulator scales H by the context of others",
         "cost_per_hr is 0: set it to yours",

@@ -28,20 +28,20 @@ def to_latency_predictor(source: Source) -> Export:
     steps = source.tables.timeline.select(
         *ENGINE, "kv_usage_ratio", "waiting_depth", "running_depth", queued_step="step_id"
     )
-    known = ["ttft_us", "itl_us", "prompt_tokens", "output_tokens", "waiting_depth", "running_depth"]
-    found = (
+    needed = ["ttft_us", "itl_us", "prompt_tokens", "output_tokens", "waiting_depth", "running_depth"]
+    requests = (
         source.tables.requests.join(steps, on=[*ENGINE, "queued_step"], how="inner")
-        .drop_nulls([*known, "kv_usage_ratio"])
+        .drop_nulls([*needed, "kv_usage_ratio"])
         .sort("arrival_ns")
         .tail(MOST_ROWS)
     )
-    if not found.height:
+    if not requests.height:
         raise DataError(
             "no request has its latencies, and the batch and KV usage of the step it was queued at",
             hint=ALL_SPANS,
         )
     cached = pl.col("cached_prompt_tokens").fill_null(0) / pl.col("prompt_tokens")
-    rows = found.select(
+    rows = requests.select(
         kv_cache_percentage=pl.col("kv_usage_ratio").clip(0.0, 1.0),
         input_token_length="prompt_tokens",  # noqa: S106 - a column
         num_request_waiting="waiting_depth",
@@ -55,5 +55,5 @@ def to_latency_predictor(source: Source) -> Export:
         "curl --fail -H 'content-type: application/json' --data "
         f"@{OUT}/training-rows.json http://127.0.0.1:8000/add_training_data_bulk"
     )
-    notes = (f"{found.height:,} measured requests, not a model's: the predictor fits its own trees to them",)
+    notes = (f"{requests.height:,} measured requests, not a model's: the predictor fits trees to them",)
     return Export({"training-rows.json": json.dumps({"entries": rows.to_dicts()})}, (), notes, usage)

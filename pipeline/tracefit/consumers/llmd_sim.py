@@ -43,7 +43,7 @@ UNBOUNDED_FROM = (0, 10, 0)
 """First version without that bound on the standard deviation of prefill."""
 
 NEWEST = (0, 10, 0)
-"""Version that files are written for where none is given."""
+"""Version that files are written for by default."""
 
 
 def to_llmd_sim(source: Source) -> Export:
@@ -58,10 +58,10 @@ def to_llmd_sim(source: Source) -> Export:
             "the load factor runs from one request to max-num-seqs, which is not known or 1",
             hint=f"ingest the run again with {named(ServerOptions, 'settings')}: max_num_seqs",
         )
-    decode, held_decode = train_and_holdout(
+    decode, holdout_decode = train_and_holdout(
         source, timed_requests(source, "itl_us"), ["running_decode"], "inter-token latency"
     )
-    prefill, held_prefill = train_and_holdout(
+    prefill, holdout_prefill = train_and_holdout(
         source, timed_requests(source, "prefill_us"), ["running_start", "uncached_tokens"], "prefill time"
     )
     itl, factor, itl_sd = _decode(decode, slots)
@@ -83,31 +83,17 @@ def to_llmd_sim(source: Source) -> Export:
         "time-factor-under-load": number(factor),
     }
     text = "".join(f"{key}: {value}\n" for key, value in values.items())
-    predicted_itl = itl * _load(held_decode["running_decode"].to_numpy(), slots, factor)
-    predicted_prefill = (overhead + per_token * held_prefill["uncached_tokens"].to_numpy()) * _load(
-        held_prefill["running_start"].to_numpy(), slots, factor
-    )
-    after = held_decode["output_tokens"].to_numpy() - 1
+    load = _load(holdout_prefill["running_start"].to_numpy(), slots, factor)
+    took = (overhead + per_token * holdout_prefill["uncached_tokens"].to_numpy()) * load
+    gap = itl * _load(holdout_decode["running_decode"].to_numpy(), slots, factor)
+    actual, trained = target_of(holdout_decode), target_of(decode)
+    gaps, trained_gaps = (part["output_tokens"].to_numpy() - 1 for part in (holdout_decode, decode))
     errors = (
-        held_out(
-            "prefill of a request", "us", target_of(held_prefill), predicted_prefill, target_of(prefill)
-        ),
-        held_out(
-            "inter-token latency of a request", "us", target_of(held_decode), predicted_itl, target_of(decode)
-        ),
-        held_out(
-            "decode of a request",
-            "us",
-            target_of(held_decode) * after,
-            predicted_itl * after,
-            target_of(decode) * (decode["output_tokens"].to_numpy() - 1),
-        ),
+        held_out("prefill of a request", "us", target_of(holdout_prefill), took, target_of(prefill)),
+        held_out("inter-token latency of a request", "us", actual, gap, trained),
+        held_out("decode of a request", "us", actual * gaps, gap * gaps, trained * trained_gaps),
     )
-    notes = (
-        _version_note(prefill_sd, sd, bounded=bounded),
-        *length_note,
-        *worse_than_baseline(errors),
-    )
+    notes = (_version_note(prefill_sd, sd, bounded=bounded), *length_note, *worse_than_baseline(errors))
     use = f"llm-d-inference-sim --config {OUT}/config.yaml"
     return Export({"config.yaml": commented(notes, text)}, errors, notes, use)
 
@@ -125,13 +111,10 @@ def _version_note(written_sd: float, sd: float, *, bounded: bool) -> str:
 
 def _model_length(source: Source) -> tuple[int, tuple[str, ...]]:
     """Return max-model-len, and a note where the server's is not known (the simulator's own default, 1024, is too short)."""
-    known = source.deployment.context.settings.max_model_len
-    if known is not None:
-        return known, ()
-    rows = source.tables.requests.select(
-        longest=(pl.col("prompt_tokens") + pl.col("output_tokens").fill_null(0))
-    )
-    longest = int(rows.drop_nulls()["longest"].to_numpy().max(initial=1))
+    if (stated := source.deployment.context.settings.max_model_len) is not None:
+        return stated, ()
+    tokens = pl.col("prompt_tokens") + pl.col("output_tokens").fill_null(0)
+    longest = int(source.tables.requests.select(tokens).drop_nulls().to_numpy().max(initial=1))
     return longest, (
         f"max-model-len is not known: {longest} tokens, the longest request traced, stand in for it",
     )
@@ -146,13 +129,13 @@ def _load(running: Vector, slots: int, factor: float) -> Vector:
 
 
 def _decode(rows: pl.DataFrame, slots: int) -> tuple[float, float, float]:
-    """Return the inter-token latency of one request alone, the factor at full load, and the standard deviation."""
+    """Return the inter-token latency of a single request, the factor at full load, and the standard deviation."""
     y, share = target_of(rows), _share(rows["running_decode"].to_numpy(), slots)
     # Linear in the load, as the simulator interpolates: the sum of both coefficients is the latency at full load.
-    alone, more = fit_nonnegative(np.column_stack([np.ones(len(y)), share]), y)
-    if alone <= 0:
-        raise DataError("inter-token latency grows from nothing with the load, which no factor can express")
-    itl, factor = _us(alone), written(1 + more / alone)
+    single, more = fit_nonnegative(np.column_stack([np.ones(len(y)), share]), y)
+    if single <= 0:
+        raise DataError("inter-token latency grows from 0 with the load, which no factor can express")
+    itl, factor = _us(single), written(1 + more / single)
     sd = float(np.std(y - itl * _load(rows["running_decode"].to_numpy(), slots, factor)))
     return itl, factor, _at_most(sd, itl)
 

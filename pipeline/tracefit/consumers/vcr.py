@@ -1,4 +1,4 @@
-"""Export to vllm-vcr: measured requests as its `--latency-trace`, from which it fits its own model of latencies.
+"""Export to vllm-vcr: measured requests as its `--latency-trace`, from which it fits a model of latencies.
 
 Read in `crates/sim-trace/src/trace.rs` of August 2026: a line of JSON per request, the first line may be `{"meta": …}`. `itl_ctx` has the
 state of the engine at the step that closed each gap between two tokens.
@@ -47,7 +47,7 @@ def to_vcr(source: Source) -> Export:
     gaps = sum("itl_ms" in record for record in records)
     since = requests["queued_ns"].count()
     notes = (
-        f"{len(records):,} measured requests, {gaps:,} with each gap between tokens, the others with its mean; vllm-vcr fits its own model",
+        f"{len(records):,} measured requests, {gaps:,} with each gap between tokens, the others with its mean; vllm-vcr fits a model",
         f"ttft_ms of {since:,} requests begins at QUEUED, of the others at arrival: vllm-vcr runs vLLM's front end, whose work counts once",
     )
     served = flags(
@@ -74,11 +74,11 @@ def _requests(source: Source) -> pl.DataFrame:
     steps = source.tables.timeline.select(
         *ENGINE, "step_id", "cycle_us", "running_depth", "interval_steps"
     ).join(prompts, on=[*ENGINE, "step_id"], how="left", maintain_order="left")
-    known = requests.drop_nulls(["ttft_us", "itl_us", "prompt_tokens", "output_tokens", "arrival_ns"]).filter(
+    timed = requests.drop_nulls(["ttft_us", "itl_us", "prompt_tokens", "output_tokens", "arrival_ns"]).filter(
         (pl.col("output_tokens") > 1) & pl.col("finish_status").ne_missing("aborted")
     )
-    rows = known.sort("arrival_ns").tail(MOST_REQUESTS).with_row_index("i")
-    # One step after the first token for each further one, or the gaps are not known.
+    rows = timed.sort("arrival_ns").tail(MOST_REQUESTS).with_row_index("i")
+    # One step after the first token for each further one, or the gaps are unknown.
     tokens = pl.col("finished_step") - pl.col("first_token_step") == pl.col("output_tokens") - 1
     decoding = (
         rows.filter(tokens)

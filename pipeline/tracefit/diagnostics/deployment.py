@@ -15,7 +15,7 @@ from tracefit.diagnostics.load import latencies_over_load, measured_latencies, s
 from tracefit.diagnostics.rows import BATCH_COLUMNS, MOST_RUNS, ROW_COLUMNS, STEP, evaluated, with_batches
 from tracefit.diagnostics.slowest import SLOWEST_COLUMNS, SlowRequest, slowest_requests
 from tracefit.errors import UsageError
-from tracefit.features.targets import LATENCIES
+from tracefit.features.targets import LATENCIES, is_step_model
 from tracefit.options import TablesOption, named
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class DeploymentDiagnostics:
 
     def evaluated(self, model: Model) -> pl.DataFrame | None:
         """Return the rows of a model that count, see `rows.evaluated`; null where the tables are of another training."""
-        if model.is_step_model:
+        if is_step_model(model.name):
             return evaluated(model, self.steps)
         return evaluated(model, self.waits.filter(target=model.name.removeprefix("alpha.")))
 

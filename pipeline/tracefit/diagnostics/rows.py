@@ -9,6 +9,7 @@ import polars as pl
 from tracefit.coefficients.compiled import CompiledModel, main_forms
 from tracefit.coefficients.model import RegimesModel
 from tracefit.diagnostics.groups import US_PER_MS
+from tracefit.features.targets import is_step_model
 from tracefit.fit.splits import FEW_ROWS, in_time
 from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.tables.sources import is_one_step
@@ -75,7 +76,7 @@ def evaluated(model: Model, rows: pl.DataFrame) -> pl.DataFrame | None:
     if not compiled.columns_with_clock <= set(rows.columns):
         return None
     kept = rows.filter(pl.col("excluded_reason").is_null())
-    if model.is_step_model:
+    if is_step_model(model.name):
         # A mean over an interval is no step: the errors of the report are those on single steps, if there are enough.
         single = kept.filter(is_one_step())
         kept = single if single.filter(split="holdout").height >= FEW_ROWS else kept

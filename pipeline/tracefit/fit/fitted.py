@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import polars as pl
 
-from tracefit.features.targets import CYCLE_TIME, DURATION, StepTarget, is_step_model
+from tracefit.features.targets import CYCLE_TIME, DURATION, StepTarget
 from tracefit.fit.results import ALWAYS, NO_INTERVAL, Term, line_expression
 from tracefit.server.settings import without_attribute
 from tracefit.tables.runs import are_stock
@@ -341,11 +341,6 @@ class FittedModel:
     notes: tuple[str, ...] = ()
     boundary: FittedBoundary | None = None
     """Where given, the model is API work and the step clock, and `fitted` serves consumers without a clock."""
-
-    @property
-    def is_step_model(self) -> bool:
-        """Whether it predicts the time of a step."""
-        return is_step_model(self.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,7 +216,7 @@ def trained_steps(timeline: pl.DataFrame, models: Sequence[FittedModel]) -> pl.D
 
 
 def _step_model(models: Sequence[FittedModel]) -> FittedModel | None:
-    return next((model for model in models if model.is_step_model), None)
+    return next((model for model in models if targets.is_step_model(model.name)), None)
 
 
 def _with_training(steps: pl.DataFrame, beta: FittedModel) -> pl.DataFrame:

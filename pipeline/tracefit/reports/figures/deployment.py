@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tracefit.coefficients.model import LinearModel
 from tracefit.diagnostics.breakdown import step_breakdown
 from tracefit.diagnostics.rows import MOST_RUNS
+from tracefit.features.targets import is_step_model
 from tracefit.fit.splits import of_means
 from tracefit.reports.figures.breakdown import breakdown_figure, first_token_figure
 from tracefit.reports.figures.engines import engine_figure
@@ -86,7 +87,7 @@ def deployment_figures(
         if (kept := rows.evaluated(model)) is None:
             continue
         of_models[model.name] = model_figures(model, kept, points=points)
-        if model.is_step_model and not first:
+        if is_step_model(model.name) and not first:
             means = of_means(deployment.models.get(model.name))
             over_time = step_times_figure(deployment_id, kept, points=points, of_means=means)
             first = [over_time, error_by_load_figure(deployment)]
