@@ -39,7 +39,7 @@ class OptionFlag:
         minimum: The least number allowed.
         maximum: The largest number allowed.
         completion: Names that a shell completes it with.
-        kind: Type of the value on the command line, if it is not the field's.
+        kind: Type of the value on the command line, if `cli.arguments` does not derive it from that in Python.
         read: Converts the value from the command line to the field's type.
         positional: Whether the command line takes it by its place, without a flag.
     """
@@ -160,12 +160,7 @@ WorkersOption = Annotated[
 ]
 TablesOption = Annotated[
     str | Path | None,
-    OptionFlag(
-        "Tables the models were trained on; found beside the models if not given.",
-        "tables",
-        metavar="PATH",
-        kind=str | None,
-    ),
+    OptionFlag("Tables the models were trained on; found beside the models if not given.", "tables"),
 ]
 ConsumerVersionOption = Annotated[
     str | None,
@@ -272,7 +267,6 @@ PathsArgument = Annotated[
         "Run folders, folders of run folders, trace files (files without a run configuration beside them form "
         "one run), patterns, s3:// or gs:// URLs, or - for standard input.",
         "paths",
-        kind=list[str],  # not Path, which would make one slash of the two in a URL
         positional=True,
     ),
 ]
@@ -281,28 +275,24 @@ InspectedArgument = Annotated[
     OptionFlag(
         "Run folders, folders of run folders, or trace files; or one folder that run or ingest wrote.",
         "paths",
-        kind=list[str],
         positional=True,
     ),
 ]
 TablesArgument = Annotated[
-    str | Path, OptionFlag("A folder that ingest or run wrote.", "tables", kind=str, positional=True)
+    str | Path, OptionFlag("A folder that ingest or run wrote.", "tables", positional=True)
 ]
 _MODELS = "A coefficient file, a folder of them, or a folder that run wrote."
-ModelsArgument = Annotated[str | Path, OptionFlag(_MODELS, "models", kind=str, positional=True)]
-FirstArgument = Annotated[str | Path, OptionFlag(_MODELS, "first", kind=str, positional=True)]
+ModelsArgument = Annotated[str | Path, OptionFlag(_MODELS, "models", positional=True)]
+FirstArgument = Annotated[str | Path, OptionFlag(_MODELS, "first", positional=True)]
 SecondArgument = Annotated[
     str | Path,
-    OptionFlag("Another one; or tables of new runs, for a drift check.", "second", kind=str, positional=True),
+    OptionFlag("Another one; or tables of new runs, for a drift check.", "second", positional=True),
 ]
-VerifiedArgument = Annotated[str | Path, OptionFlag(_MODELS, "file", kind=str, positional=True)]
+VerifiedArgument = Annotated[str | Path, OptionFlag(_MODELS, "file", positional=True)]
 ReportedArgument = Annotated[
     str | Path,
     OptionFlag(
-        "A folder that run or train wrote: evaluation.json and the models.",
-        "folder",
-        kind=str,
-        positional=True,
+        "A folder that run or train wrote: evaluation.json and the models.", "folder", positional=True
     ),
 ]
 ReplayedArgument = Annotated[
@@ -315,7 +305,6 @@ PlannedArgument = Annotated[
         "Folders that `tracefit run` wrote, or with coefficient files; each deployment is a kind of server.",
         "folders",
         metavar="OUT...",
-        kind=list[str],
         positional=True,
     ),
 ]
@@ -336,38 +325,19 @@ ConsumerOption = Annotated[
     ),
 ]
 RunOutOption = Annotated[
-    str | Path,
-    OptionFlag(
-        "Folder or s3:// or gs:// URL for tables, models, evaluation and report.",
-        "out",
-        metavar="PATH",
-        kind=str,
-    ),
+    str | Path, OptionFlag("Folder or s3:// or gs:// URL for tables, models, evaluation and report.", "out")
 ]
-IngestOutOption = Annotated[
-    str | Path,
-    OptionFlag("The tables folder, or its s3:// or gs:// URL.", "out", metavar="PATH", kind=str),
-]
+IngestOutOption = Annotated[str | Path, OptionFlag("The tables folder, or its s3:// or gs:// URL.", "out")]
 TrainOutOption = Annotated[
     str | Path,
-    OptionFlag(
-        "Folder or s3:// or gs:// URL for the models, the evaluation and the report.",
-        "out",
-        metavar="PATH",
-        kind=str,
-    ),
+    OptionFlag("Folder or s3:// or gs:// URL for the models, the evaluation and the report.", "out"),
 ]
-ReportOutOption = Annotated[
-    str | Path | None,
-    OptionFlag("Where to write; FOLDER if not given.", "out", metavar="PATH", kind=str | None),
-]
+ReportOutOption = Annotated[str | Path | None, OptionFlag("Where to write; FOLDER if not given.", "out")]
 RowsOutOption = Annotated[
     str | Path | None,
     OptionFlag("Write the predicted rows here, by suffix; else CSV on stdout.", "out", kind=Path | None),
 ]
-ExportOutOption = Annotated[
-    str | Path, OptionFlag("Folder for the consumer's files.", "out", metavar="PATH", kind=str)
-]
+ExportOutOption = Annotated[str | Path, OptionFlag("Folder for the consumer's files.", "out")]
 DryRunOption = Annotated[
     bool, OptionFlag("List the files that would be read, and their formats; write nothing.")
 ]
@@ -379,8 +349,7 @@ RowKindOption = Annotated[
     str, OptionFlag("Kind of the rows: step, request, or a model's name with its features.", "of")
 ]
 EachOption = Annotated[
-    bool,
-    OptionFlag("Print one line per request, in seconds and under vLLM's names, as CSV or JSON."),
+    bool, OptionFlag("Print one line per request, in seconds and under vLLM's names, as CSV or JSON.")
 ]
 CsvOption = Annotated[bool, OptionFlag("Print CSV on stdout; times in seconds.")]
 
@@ -404,9 +373,7 @@ class ServerOptions:
     model_config: Path | None = option(None)
     gpu: str | None = option(None, completion="gpus")
     tp: int | None = option(None, minimum=1)
-    settings: Mapping[str, object] | None = option(
-        None, flag="--set", metavar="KEY=VALUE", kind=list[str] | None
-    )
+    settings: Mapping[str, object] | None = option(None, flag="--set", metavar="KEY=VALUE")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -69,32 +69,41 @@ _COMPLETIONS: Mapping[str | None, Callable[..., list[str]]] = {
 }
 
 
+_TYPES: Mapping[Any, Any] = {
+    str | Path: str,
+    str | Path | None: str | None,
+    str | Path | Iterable[str | Path]: list[str],
+    tuple[str, ...]: list[str] | None,
+    Mapping[str, object] | None: list[str] | None,
+}
+"""Type of an option in Python to its type on the command line. A path may be a URL: `Path` would join its two slashes."""
+
+
 def parameters_of(declared: type) -> Iterator[inspect.Parameter]:
     """Yield the options of a class."""
     kinds = get_type_hints(declared)
     for name, (flag, default) in options_of(declared).items():
-        kind = flag.kind or kinds[name]
-        if get_origin(kind) is tuple:
-            yield parameter_of(name, Annotated[list[str] | None, flag], None)
-        else:
-            yield parameter_of(name, Annotated[kind, flag], str(default) if flag.kind is str else default)
+        shown = str(default) if flag.kind is str else None if default == () else default
+        yield parameter_of(name, Annotated[kinds[name], flag], shown)
 
 
 def parameter_of(name: str, kind: Any, default: Any) -> inspect.Parameter:
-    """Return a parameter as typer reads it; `kind` has a `OptionFlag`, or is one of typer already."""
+    """Return a parameter as typer reads it; `kind` has an `OptionFlag`, or is one of typer already."""
     flag = next((m for m in getattr(kind, "__metadata__", ()) if isinstance(m, OptionFlag)), None)
     if flag is not None:
-        what = (
+        plain = kind.__origin__
+        make = (
             typer.Argument if flag.positional else partial(typer.Option, flag.spelled(flag.argument or name))
         )
-        declared = what(
+        text = None if flag.kind or flag.positional else _TYPES.get(plain)
+        declared = make(
             help=flag.help,
-            metavar=flag.metavar,
+            metavar=flag.metavar or ("PATH" if text in (str, str | None) else None),
             min=flag.minimum,
             max=flag.maximum,
             autocompletion=_COMPLETIONS.get(flag.completion),
         )
-        kind = Annotated[flag.kind or kind.__origin__, declared]
+        kind = Annotated[flag.kind or _TYPES.get(plain, plain), declared]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
 
 
