@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.rejects import Reject, excerpt
-from tracefit.recordings.fpm import RecordedBlock
+from tracefit.recordings.blocks import RecordedBlock
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
 from tracefit.tables.sources import RECORDS, CycleSource
 
@@ -39,17 +39,6 @@ _MOST_BYTES = 64 << 10
 
 _COUNTS = ("context requests", "context tokens", "generation requests", "generation tokens")
 _FIELDS = ("num_prefill_reqs", "prefill_tokens", "num_decode_reqs", "decode_tokens", "elapsed_ms")
-_FILLED = {
-    "source_offset",
-    "server",
-    "step_id",
-    "unix_ns",
-    "cycle_us",
-    "cycle_source",
-    "running_depth",
-    "waiting_depth",
-}
-_FILLED |= {*_FIELDS, "scheduled_tokens", "kv_usage_ratio"}
 
 # Bounded repeats, and an engine that does not backtrack: no line costs more than its length.
 _LINE = (
@@ -81,7 +70,7 @@ def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int)
     """Decode a block of whole lines; a cut line costs itself alone.
 
     Args:
-        block: The place of the bytes.
+        block: The position of the bytes.
         payload: The bytes.
         show_values: Whether excerpts of rejects may show the text of lines.
         max_rejects: Rejects after which no more are listed.
@@ -153,20 +142,17 @@ def _as_steps(records: pl.DataFrame, offset: int) -> pl.DataFrame:
     number = {name: pl.col(name).cast(pl.Int64) for name in ("step_id", *_FIELDS[:-1])}
     engine = pl.coalesce("engine", pl.col("text").str.extract(_PROCESS), pl.lit("0")).cast(pl.Int64)
     requests = pl.col("num_prefill_reqs") + pl.col("num_decode_reqs")
-    return (
-        records.with_columns(**number, unix_ns=_unix_ns(records["text"]))
-        .with_columns(
-            pl.col("source_offset") + offset,
-            server=pl.format("{}.dp{}", pl.lit(UNKNOWN_SERVER), engine),
-            cycle_us=pl.col("elapsed_ms").cast(pl.Float64) * 1e3,
-            cycle_source=pl.lit(CycleSource.LOG.value),
-            scheduled_tokens=pl.col("prefill_tokens") + pl.col("decode_tokens"),
-            running_depth=requests,
-            waiting_depth=pl.when(requests == 0).then(0).cast(pl.Int64),
-            kv_usage_ratio=pl.col("text").str.extract(_USAGE).cast(pl.Float64) / 100,
-        )
-        .select(pl.col(name) for name in RECORDED_STEPS if name in _FILLED)
+    steps = records.with_columns(**number, unix_ns=_unix_ns(records["text"])).with_columns(
+        pl.col("source_offset") + offset,
+        server=pl.format("{}.dp{}", pl.lit(UNKNOWN_SERVER), engine),
+        cycle_us=pl.col("elapsed_ms").cast(pl.Float64) * 1e3,
+        cycle_source=pl.lit(CycleSource.LOG.value),
+        scheduled_tokens=pl.col("prefill_tokens") + pl.col("decode_tokens"),
+        running_depth=requests,
+        waiting_depth=pl.when(requests == 0).then(0).cast(pl.Int64),
+        kv_usage_ratio=pl.col("text").str.extract(_USAGE).cast(pl.Float64) / 100,
     )
+    return steps.select(name for name in RECORDED_STEPS if name in steps.columns)
 
 
 def _unix_ns(text: pl.Series) -> pl.Series:

@@ -11,6 +11,7 @@ import msgspec
 import polars as pl
 
 from tracefit.inputs.rejects import Reject, excerpt
+from tracefit.recordings.blocks import UNREADABLE, fault_of
 from tracefit.tables import schema
 
 if TYPE_CHECKING:
@@ -97,7 +98,6 @@ class _Name(msgspec.Struct, array_like=True):
 
 
 _DECODE: dict[MessageEncoding, Any] = {"json": msgspec.json.decode, "msgpack": msgspec.msgpack.decode}
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decode_batch(payload: bytes, encoding: MessageEncoding) -> Batch | str:
@@ -105,13 +105,13 @@ def decode_batch(payload: bytes, encoding: MessageEncoding) -> Batch | str:
     decode = _DECODE[encoding]
     try:
         batch: Batch = decode(payload, type=WholeBatch)
-    except _UNREADABLE:
+    except UNREADABLE:
         if len(payload) > MAX_LOOSE_BYTES:
             return "not a batch of KV-cache events, or a large one with bad events"
         try:
             batch = decode(payload, type=Batch)
-        except _UNREADABLE as error:
-            return f"not a batch of KV-cache events ({_detail(error)})"
+        except UNREADABLE as error:
+            return f"not a batch of KV-cache events ({fault_of(error)})"
     return batch
 
 
@@ -120,20 +120,15 @@ def _decode_event(raw: msgspec.Raw, encoding: MessageEncoding) -> Any:
     decode = _DECODE[encoding]
     try:
         return decode(raw, type=_AnyEvent)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         try:
             name = decode(raw, type=_Name).name
-        except _UNREADABLE:
+        except UNREADABLE:
             return "not a KV-cache event"
         # An unknown name may be anything, and the error quotes it.
         if name not in _EVENTS:
             return "KV-cache event of an unknown kind"
-        return f"{name} event cannot be read ({_detail(error)})"
-
-
-def _detail(error: Exception) -> str:
-    """Return the fault and its position in a batch: types and positions, never values."""
-    return str(error) if isinstance(error, msgspec.ValidationError) else "malformed"
+        return f"{name} event cannot be read ({fault_of(error)})"
 
 
 _COPIED = (

@@ -15,8 +15,15 @@ import msgspec
 import polars as pl
 
 from tracefit.inputs.formats import Recording, register
-from tracefit.recordings.fpm import RecordedBlock
-from tracefit.recordings.requests import TokenCount, UnixSeconds, as_spans, json_records, seconds_to_ns
+from tracefit.recordings.blocks import RecordedBlock, Rejects
+from tracefit.recordings.requests import (
+    TokenCount,
+    UnixSeconds,
+    as_spans,
+    lines_of,
+    read_parts,
+    seconds_to_ns,
+)
 from tracefit.tables.dialects import LOG_SCOPE
 from tracefit.tables.rows import RECORDED_STEPS
 
@@ -41,11 +48,17 @@ class _Line(msgspec.Struct):
     last_token_ts: _Seconds
 
 
-_DECODE = msgspec.json.Decoder(_Line).decode
+_TYPES: dict[str, Any] = {
+    "source_offset": pl.Int64,
+    "request_id": pl.String,
+    "input_toks": pl.Int64,
+    "output_toks": pl.Int64,
+    **dict.fromkeys(("arrival_time", *_TIMES), pl.Float64),
+}
 
 
 def _find(head: bytes) -> tuple[Shape, Encoding] | None:
-    # One block, for all of its requests show how the two clocks compare.
+    # One block: the offset between the two clocks follows from all of its requests.
     return ("document", "json") if _START.search(head) else None
 
 
@@ -53,28 +66,20 @@ def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int)
     """Decode a block of whole lines into requests; a bad one costs itself alone.
 
     Args:
-        block: The place of the bytes.
+        block: The position of the bytes.
         payload: The bytes.
         show_values: Whether excerpts of rejects may show values of records.
         max_rejects: Rejects after which the rest is not decoded.
     """
-    records, rejects = json_records(
-        block, payload, _line, "no request of a log", show_values=show_values, max_rejects=max_rejects
-    )
-    rows = [(offset, *(getattr(line, name) for name in _Line.__struct_fields__)) for offset, line in records]
-    types: dict[str, Any] = {
-        "source_offset": pl.Int64,
-        "request_id": pl.String,
-        "input_toks": pl.Int64,
-        "output_toks": pl.Int64,
-    }
-    times: dict[str, Any] = dict.fromkeys(("arrival_time", *_TIMES), pl.Float64)
-    lines = pl.DataFrame(rows, schema=types | times, orient="row")
-    return RecordedBlock(pl.DataFrame(schema=RECORDED_STEPS).drop("file"), rejects, _as_spans(lines))
+    rejects = Rejects(block, show_values=show_values, max_rejects=max_rejects)
+    records = read_parts(payload, lambda text: lines_of(text, _line), "no request of a log", rejects)
+    rows = [(offset, *msgspec.structs.astuple(line)) for offset, line in records]
+    requests = _as_spans(pl.DataFrame(rows, schema=_TYPES, orient="row"))
+    return RecordedBlock(pl.DataFrame(schema=RECORDED_STEPS).drop("file"), rejects.rejects, requests)
 
 
 def _line(text: bytes) -> _Line:
-    line = _DECODE(text)
+    line = msgspec.json.decode(text, type=_Line)
     times = [getattr(line, name) for name in _TIMES]
     if times != sorted(times):
         raise msgspec.ValidationError("times out of order")
@@ -102,8 +107,7 @@ def _as_spans(lines: pl.DataFrame) -> pl.DataFrame:
         "gen_ai.usage.prompt_tokens": pl.col("input_toks"),
         "gen_ai.usage.completion_tokens": pl.col("output_toks"),
     }
-    on_wall = stamps.with_columns(pl.col(name) - ahead for name in _TIMES)
-    rows = on_wall.with_columns(
+    rows = stamps.with_columns(pl.col(name) - ahead for name in _TIMES).with_columns(
         start_unix_ns="arrival_time",
         end_unix_ns="last_token_ts",
         error=pl.lit(value=False),
