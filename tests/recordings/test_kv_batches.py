@@ -37,7 +37,7 @@ _MOVED = {
     "source_medium": "GPU",
     "dest_medium": "CPU",
     "block_count": 4,
-    "own_step": 42,
+    "event_step": 42,
 }
 _SENT = {
     "transfer_id": "9",
@@ -55,9 +55,9 @@ EXPECTED = {
     "TransferCompleted": {**_MOVED, "success": True},
     "RemoteTransferInitiated": _SENT,
     "RemoteTransferCompleted": {**_SENT, "success": False},
-    "CacheLoadCommitted": {"request_id": "r-3", "medium": "CPU", "block_count": 15, "own_step": 100},
-    "CacheStoreCommitted": {"request_id": "r-4", "medium": "DISK", "block_count": 8, "own_step": 101},
-    "CacheEviction": {"medium": "CPU", "block_count": 5, "eviction_reason": "lru", "own_step": 102},
+    "CacheLoadCommitted": {"request_id": "r-3", "medium": "CPU", "block_count": 15, "event_step": 100},
+    "CacheStoreCommitted": {"request_id": "r-4", "medium": "DISK", "block_count": 8, "event_step": 101},
+    "CacheEviction": {"medium": "CPU", "block_count": 5, "eviction_reason": "lru", "event_step": 102},
 }
 ENCODE = {"json": lambda v: msgspec.json.encode(v) + b"\n", "msgpack": msgspec.msgpack.encode}
 ALWAYS = {"event", "unix_ns", "data_parallel_rank", "batch_step", "source_file", "source_offset"}

@@ -8,8 +8,8 @@
 | AIPerf `profile_export.jsonl` | JSON lines | 0.13.0 | every one, if a chunk is one |
 | experiments of inference-sim: `requests.json` and `measured.json` | JSON, a document and a list | February 2026 | first and last |
 
-Where every token has its time and the client is the only one, the steps of the engine are seen: outputs of a step come together,
-and steps apart (`tables.stages`). A prompt is assumed to be computed by the step of its first token. If only the first and
+If every token has a time and the server has no other client, the tokens show the engine's steps: outputs of one step arrive at once,
+and steps arrive apart (`tables.stages`). A prompt is assumed to be computed by the step of its first token. If only the first and
 the last token have times, steps are counted, as for the spans of an unmodified server (`timeline.request_steps`).
 """
 
@@ -57,8 +57,8 @@ _REQUESTS: dict[str, Any] = {
     "output_tokens": pl.Int64,
     "error": pl.Boolean,
 }
-"""Requests of a client: when each was sent, on the client's clock; the times of its tokens since then, or of the first and
-the last alone."""
+"""Requests of a client: when each was sent, on the client's clock; the times of its tokens since then, or only
+of the first and the last."""
 
 
 def _request(
@@ -444,9 +444,9 @@ def _find(shape: Shape, *patterns: bytes) -> Callable[[bytes], tuple[Shape, Enco
     return lambda head: (shape, "json") if all(key.search(head) for key in keys) else None
 
 
-_FILLS = "`requests` with the client's TTFT, ITL and E2E, beside the server's where its requests are known"
-_COUNTED = "; alone, `timeline` as spans of stock vLLM do"
-_STEPS = "; alone, `steps` and `timeline` with the batch of each step"
+_FILLS = "`requests` with the client's TTFT, ITL and E2E, and the server's where it traces them too"
+_COUNTED = "; without spans, `timeline` as spans of stock vLLM do"
+_STEPS = "; without spans, `steps` and `timeline` with the batch of each step"
 
 for _name, _title, _keys, _parts, _clock, _more in (
     (

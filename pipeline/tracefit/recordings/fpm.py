@@ -65,7 +65,7 @@ def _find(head: bytes) -> tuple[Shape, Encoding] | None:
 
 
 def _header_at(content: bytes, at: int) -> bytes:
-    """Return the line that a place is in, if it names the columns."""
+    """Return the line around an offset if it names the columns."""
     begin = content.rfind(b"\n", max(at - _MOST_HEADER_BYTES, 0), max(at, 0)) + 1
     line = content[begin : begin + _MOST_HEADER_BYTES].partition(b"\n")[0]
     return line if at >= 0 and _is_header(line) else b""
@@ -144,7 +144,7 @@ def _version_of(record: bytes, encoding: Encoding) -> int | None:
 
 
 def _fault(record: bytes, encoding: Encoding, decode_record: Callable[[bytes], Any]) -> str:
-    """Return why a record is not read: types and places, never values."""
+    """Return why a record is not read: types and positions, never values."""
     version = _version_of(record, encoding)
     if version is not None and version != VERSION:
         return f"ForwardPassMetrics of another version: {VERSION} is read"
@@ -197,7 +197,7 @@ _Record = tuple[int, int | None, Any]
 
 
 def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
-    """Decode a block of whole records; a bad one costs itself alone.
+    """Decode a block of whole records; only bad ones are rejected.
 
     Args:
         block: The position of the bytes, and how they are encoded.
@@ -270,9 +270,9 @@ def _of_msgpack(payload: bytes, rejects: Rejects) -> Iterator[_Record]:
     begins = [*(match.start() for match in starts.finditer(payload)), len(payload)]
     if begins[0] not in {0, LENGTH_BYTES}:
         rejects.add(0, payload[: begins[0]], _NO_RECORD)
-    place = 0
-    while place < len(begins) - 1:
-        begin, following = begins[place], place + 1
+    number = 0
+    while number < len(begins) - 1:
+        begin, following = begins[number], number + 1
         for after in range(following, min(following + _MOST_PIECES, len(begins))):
             size, record = _message(payload[begin : begins[after]])
             if size:
@@ -281,7 +281,7 @@ def _of_msgpack(payload: bytes, rejects: Rejects) -> Iterator[_Record]:
         is_whole = size and len(rest) in {0, LENGTH_BYTES}
         if record is None and (not size or after > following):
             rejects.add(begin, payload[begin : begins[following]], "record cut")
-            place = following
+            number = following
             continue
         if record is None:
             message = payload[begin : begin + size]
@@ -290,7 +290,7 @@ def _of_msgpack(payload: bytes, rejects: Rejects) -> Iterator[_Record]:
             yield begin, None, record
         if not is_whole:
             rejects.add(begin + size, rest, _NO_RECORD)
-        place = after
+        number = after
 
 
 def _message(content: bytes) -> tuple[int, Any]:
@@ -330,8 +330,8 @@ def _of_lines(columns: list[str], lines: list[tuple[int, bytes]], rejects: Rejec
     faults = [pl.when(fields.list.len() != len(columns)).then(pl.lit(f"not {len(columns)} fields"))]
     values = {}
     for name, column in _CSV.items():
-        place = columns.index(name) if name in columns else len(columns)
-        field = fields.list.get(place, null_on_oob=True).str.strip_chars('" \r')
+        position = columns.index(name) if name in columns else len(columns)
+        field = fields.list.get(position, null_on_oob=True).str.strip_chars('" \r')
         values[column] = value = field.cast(_TYPES[column], strict=False)
         size = value.str.len_chars() if column == "worker_id" else value
         is_good = size.is_between(0, _MOST_NAME if column == "worker_id" else _MOST).fill_null(value=False)

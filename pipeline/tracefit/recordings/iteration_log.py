@@ -59,7 +59,7 @@ _FRACTION = r"[.,](?P<fraction>[0-9]{1,9})"
 _UNIX = r"(?:^|[^0-9.])(?P<seconds>1[0-9]{9})"
 _UNIX_FRACTION = r"\.?(?P<fraction>[0-9]{3,9})(?:[^0-9]|$)"
 _NO_YEAR = "2000"
-"""In the place of the year that the default format does not write; it is a leap year."""
+"""Stands for the year, which the default format leaves out; it is a leap year."""
 
 
 def _find(head: bytes) -> tuple[Shape, Encoding] | None:
@@ -67,7 +67,7 @@ def _find(head: bytes) -> tuple[Shape, Encoding] | None:
 
 
 def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
-    """Decode a block of whole lines; a cut line costs itself alone.
+    """Decode a block of whole lines; only cut lines are rejected.
 
     Args:
         block: The position of the bytes.
@@ -103,8 +103,8 @@ def _marked(payload: bytes) -> pl.DataFrame:
     counted = pc.count_substring(lines, _MARK)
     marks, is_long = pl.Series(counted).to_numpy(), sizes > _MOST_BYTES
     once = lines.filter(pl.Series((marks == 1) & ~is_long).to_arrow())
-    alone, far = np.flatnonzero((marks == 1) & ~is_long), np.flatnonzero((marks > 0) & is_long)
-    parts = [pl.DataFrame({"source_offset": begins[alone], "length": sizes[alone], "text": _text(once)})]
+    single, long = np.flatnonzero((marks == 1) & ~is_long), np.flatnonzero((marks > 0) & is_long)
+    parts = [pl.DataFrame({"source_offset": begins[single], "length": sizes[single], "text": _text(once)})]
     for at in np.flatnonzero((marks > 1) & ~is_long):
         pieces = [
             (begins[at] + skipped, len(piece), _readable(piece))
@@ -112,12 +112,12 @@ def _marked(payload: bytes) -> pl.DataFrame:
         ]
         parts.append(pl.DataFrame(pieces, parts[0].schema, orient="row"))
     matching = pl.concat(parts).filter(pl.col("text").str.contains(_IN_LINE))
-    too_long = pl.DataFrame({"source_offset": begins[far], "length": sizes[far]})
+    too_long = pl.DataFrame({"source_offset": begins[long], "length": sizes[long]})
     return pl.concat([matching, too_long], how="diagonal")
 
 
 def _pieces(line: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield what lies around each iteration of some glued lines, after the mark of the one before, and its offset."""
+    """Yield each iteration of glued lines with its offset: from the mark of the one before it to that of the one after it."""
     marks = [match.start() for match in re.finditer(re.escape(_MARK), line)]
     for before, after in zip([0, *(at + len(_MARK) for at in marks)], [*marks[1:], len(line)], strict=False):
         yield before, line[before:after]

@@ -40,7 +40,7 @@ _OTHER_TYPES: dict[str, Any] = {
     "transfer_id": Annotated[int, msgspec.Meta(ge=0)],
     "block_count": _BLOCKS,
     "block_size": _TOKENS,
-    "own_step": _STEP,
+    "event_step": _STEP,
     **dict.fromkeys(("source_rank", "dest_rank"), _RANK),
     **dict.fromkeys(("parent_block_hash", "token_ids", "lora_id"), msgspec.Raw),
     "success": bool,
@@ -53,16 +53,19 @@ _EVENTS = {
     "BlockRemoved": ("block_hashes", "medium"),
     "AllBlocksCleared": ("", ""),
     # Blocks go from one medium to another; the step of both is the one the transfer was initiated in.
-    "TransferInitiated": ("transfer_id", "request_id source_medium dest_medium block_count own_step"),
-    "TransferCompleted": ("transfer_id", "request_id source_medium dest_medium block_count success own_step"),
+    "TransferInitiated": ("transfer_id", "request_id source_medium dest_medium block_count event_step"),
+    "TransferCompleted": (
+        "transfer_id",
+        "request_id source_medium dest_medium block_count success event_step",
+    ),
     # Blocks go from one server to another; the medium is the type of the connector.
     "RemoteTransferInitiated": ("transfer_id", "request_id medium source_rank dest_rank block_count"),
     "RemoteTransferCompleted": ("transfer_id", "request_id medium source_rank dest_rank block_count success"),
     # The scheduler decides to load or store blocks of a request.
-    "CacheLoadCommitted": ("request_id", "medium block_count own_step"),
-    "CacheStoreCommitted": ("request_id", "medium block_count own_step"),
+    "CacheLoadCommitted": ("request_id", "medium block_count event_step"),
+    "CacheStoreCommitted": ("request_id", "medium block_count event_step"),
     # A medium drops blocks to make room.
-    "CacheEviction": ("", "medium block_count eviction_reason own_step block_hashes"),
+    "CacheEviction": ("", "medium block_count eviction_reason event_step block_hashes"),
 }
 """Event to its fields by position: the required one, and those that builds may omit at the end."""
 
@@ -133,7 +136,7 @@ def _decode_event(raw: msgspec.Raw, encoding: MessageEncoding) -> Any:
 
 _COPIED = (
     *("request_id", "source_medium", "dest_medium", "medium", "source_rank", "dest_rank"),
-    *("block_size", "success", "eviction_reason", "own_step"),
+    *("block_size", "success", "eviction_reason", "event_step"),
 )
 """Columns that are fields of events by the same name."""
 _DERIVED = (
@@ -142,7 +145,7 @@ _DERIVED = (
 )
 _TYPES = schema.KV_EVENTS.types
 ROW_COLUMNS = {name: _TYPES.get(name, pl.Int64()) for name in (*_DERIVED, *_COPIED)}
-"""Columns of rows: `own_step` is the step an event names, `batch_step` that of its batch."""
+"""Columns of rows: `event_step` is the step an event names, `batch_step` that of its batch."""
 
 
 def event_rows(

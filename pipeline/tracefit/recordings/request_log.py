@@ -1,9 +1,9 @@
 """Logs of requests with the times of the engine, one JSON line for each request, as LLMServingSim's benchmarks of vLLM write them.
 
 `{"request_id": …, "input_toks": …, "output_toks": …, "arrival_time": …, "queued_ts": …, "scheduled_ts": …, "first_token_ts": …,
-"last_token_ts": …}`: these are vLLM's own statistics of a finished request (`RequestStateStats`), as its spans have them, but that
-arrival is of the wall clock and the others of the engine's monotonic one. No request is queued before it arrives: the one that is
-queued soonest is taken to be queued as it arrives, so that admissions are known up to a constant.
+"last_token_ts": …}`: these are vLLM's statistics of a finished request (`RequestStateStats`), as in its spans. The arrival is on the wall
+clock, the other times on the engine's monotonic clock. No request is queued before it arrives, so the shortest admission is taken to
+be 0: admissions are known up to a constant.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _find(head: bytes) -> tuple[Shape, Encoding] | None:
 
 
 def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
-    """Decode a block of whole lines into requests; a bad one costs itself alone.
+    """Decode a block of whole lines into requests; only bad ones are rejected.
 
     Args:
         block: The position of the bytes.

@@ -1,7 +1,7 @@
-"""Shared code of the formats of requests: their records as one frame, and its rows as spans would give them.
+"""Shared code of the formats of requests: reading the parts of a block, and requests as spans.
 
-A request of a log takes the way of a request that a span describes: its times are attributes, in seconds, in the spelling of its
-scope in `tables.dialects`. Values that the record lacks stay null.
+A request of a log becomes a span: its times are attributes, in seconds, in the spelling of its scope in `tables.dialects`. Values
+that the record lacks stay null.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def lines_of(payload: bytes, read: Callable[[bytes], _T]) -> Parts[_T]:
 def read_parts(
     payload: bytes, parts: Callable[[bytes], Parts[_T]], what: str, rejects: Rejects
 ) -> list[tuple[int, _T]]:
-    """Return offset and content of the parts of a block that can be read; a bad part costs itself alone.
+    """Return offset and content of the parts of a block that can be read; only bad parts are rejected.
 
     Args:
         payload: The bytes of the block.
@@ -66,9 +66,9 @@ def seconds_to_ns(seconds: pl.Expr) -> pl.Expr:
 
 
 def as_spans(requests: pl.DataFrame, scope: str, attributes: Iterable[str]) -> pl.DataFrame:
-    """Return requests as spans, columns as `otlp.decode.SPAN_COLUMNS` as far as they are known.
+    """Return requests as spans, columns as `otlp.decode.SPAN_COLUMNS` as far as the log has them.
 
-    A request that was read twice has equal ids. They are no ids of a tracer, and have not their length.
+    A request that is read twice has the same ids. They are not ids of a tracer and have another length.
 
     Args:
         requests: One row per request: source_offset, start_unix_ns, end_unix_ns, error (Boolean), and the attributes.
