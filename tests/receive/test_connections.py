@@ -39,7 +39,7 @@ def test_of_too_many_connections_the_most_silent_are_closed(lib, tmp_path, kind,
             port = getattr(at, kind)
 
             def silent():
-                return {each.port: each.silent_ms for each in connections._accepted(port)}
+                return {each.port: each.silent_ms for each in connections.connections_of(port)}
 
             async with connected(port, 2):
                 await lib.until(lambda: len(silent()) == 2)

@@ -8,6 +8,7 @@ import gzip
 import http.client
 import json
 import ssl
+import threading
 from collections.abc import Generator
 
 import grpc
@@ -177,7 +178,7 @@ def test_grpc_refuses_other_signals_politely(lib, tmp_path):
                 with pytest.raises(grpc.RpcError) as refused:
                     stub(channel).Export(message(), timeout=30)
                 assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
-                assert "traces alone" in refused.value.details()
+                assert "only traces" in refused.value.details()
 
     async def main():
         async with lib.running(tmp_path) as at:
@@ -284,7 +285,7 @@ def test_too_many_at_once_are_told_when_to_come_again(lib, tmp_path):
             writer.write(
                 b"POST /v1/traces HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
             )
-            await lib.until(at.intake._slots._free.locked)
+            await lib.until(lambda: at.intake.open_requests)
             over_http = await in_thread(post, at.http_port, b"{}", JSON)
             over_grpc = await in_thread(export, at.grpc_port, lib.request(1))
             writer.write(b"        ")
@@ -388,22 +389,24 @@ def test_a_refusal_does_not_hold_the_request(lib, tmp_path):
 
 
 def test_short_requests_do_not_wait_for_long_ones(lib, tmp_path, monkeypatch):
-    """Long ones are decoded one after another, and while they wait others are read: there is one place to read in."""
+    """Long ones are decoded one after another, and while they wait others are read: there is one reader."""
     monkeypatch.setattr("tracefit.receive.spans.SLICE_ELEMENTS", 100)
     monkeypatch.setitem(intake._SHORT_BYTES, "protobuf", 1000)
     order = []
+    steps = lib.request(*range(1, 5_000), scope="vllm.scheduler.step")
+    # A quarter of it has room for two that wait, as long as ended ones take none.
+    limits = IntakeLimits(readers=1, pending_bytes=9 * steps.ByteSize())
 
     async def main():
-        async with lib.running(tmp_path, limits=IntakeLimits(readers=1)) as at:
-            steps = lib.request(*range(1, 5_000), scope="vllm.scheduler.step")
+        async with lib.running(tmp_path, limits=limits) as at:
             long = [take(at.intake, steps, order, "long") for _ in range(3)]
-            await lib.until(lambda: at.intake._long._waiting == 2)
+            await lib.until(lambda: at.intake.open_requests == 3)
             await take(at.intake, lib.request(1), order, "short")
             await asyncio.gather(*long)
-            assert at.intake._pending_bytes == 0
+            await take(at.intake, steps, order, "later")
 
     asyncio.run(main())
-    assert order == ["short", "long", "long", "long"]
+    assert order == ["short", "long", "long", "long", "later"]
 
 
 TOKEN = "a-token-of-some-length"  # noqa: S105
@@ -492,18 +495,16 @@ def test_a_port_that_is_taken_is_one_line(lib, tmp_path):
 
 def test_a_slow_disk_stops_the_senders_not_the_memory(lib, tmp_path, monkeypatch):
     """Nothing more is read while more waits for the disk than may; what was read is acknowledged in the end."""
-    import threading  # noqa: PLC0415
-
-    gate = threading.Event()
+    writes, gate = threading.Event(), threading.Event()
     store = TraceStore(tmp_path, rotation=Rotation(), configs={})
     commit = store.commit
-    monkeypatch.setattr(store, "commit", lambda parts: (gate.wait(30), commit(parts))[1])
+    monkeypatch.setattr(store, "commit", lambda parts: (writes.set(), gate.wait(30), commit(parts))[2])
     limits = IntakeLimits(pending_bytes=1000)
 
     async def main():
         async with lib.running(tmp_path, store=store, limits=limits) as at:
             first = asyncio.ensure_future(in_thread(export, at.grpc_port, lib.request(*range(1, 100))))
-            await lib.until(lambda: at.intake._pending_bytes > limits.pending_bytes)
+            await lib.until(writes.is_set)
             refused = await in_thread(export, at.grpc_port, lib.request(1000))
             over_http = await in_thread(post, at.http_port, b"{}", JSON)
             gate.set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import h11
@@ -17,7 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from tracefit.errors import UsageError
 from tracefit.options import named
-from tracefit.receive.intake import TOKEN_NEEDED, TRACES_ALONE, BusyError
+from tracefit.receive.intake import ONLY_TRACES, TOKEN_NEEDED, BusyError
 from tracefit.receive.options import ReceiveOptions
 from tracefit.receive.spans import RequestError
 
@@ -35,7 +36,7 @@ _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
 _READ_BYTES = 64 << 10
-# HTTP status to google.rpc.Code, which OTLP wants in the body of a refusal.
+# HTTP status to google.rpc.Code, which OTLP puts in the body of a refusal.
 _GRPC_CODES = {400: 3, 401: 16, 404: 12, 405: 12, 413: 3, 415: 3, 503: 14}
 _CAUSES: dict[int, Cause] = {401: "token", 404: "other_signal", 405: "other_signal"}
 
@@ -106,40 +107,35 @@ class HttpServer:
             writer.write(_TOO_MANY if self._tls is None else b"")
             writer.close()
             return
-        connection = _Connection(reader, writer, self._intake, self._token, has_metrics=self._has_metrics)
+        connection = _Connection(reader, writer, self._intake, self._token, self._has_metrics)
         self._connections[task] = connection
         try:
             if self._tls is not None:
-                # Here, where it is counted and has a time limit of ours.
+                # Started here, so that the handshake counts as a connection and has a time limit.
                 await writer.start_tls(self._tls, ssl_handshake_timeout=limits.read_s)
             await connection.serve()
-        except (OSError, asyncio.CancelledError):  # gone, or too slow; or the receiver stops, and has waited
+        except (OSError, asyncio.CancelledError):  # the sender is gone or too slow, or the receiver stops
             writer.transport.abort()
         finally:
             del self._connections[task]
             writer.close()
 
 
+@dataclass(eq=False)
 class _Connection:
     """One connection of one sender, request after request."""
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        intake: Intake,
-        token: Token,
-        *,
-        has_metrics: bool,
-    ) -> None:
-        self._has_metrics = has_metrics
-        self._reader = reader
-        self._writer = writer
-        self._intake = intake
-        self._token = token
-        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=intake.limits.header_bytes)
-        self._is_idle = True
-        self._is_closing = False
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+    _intake: Intake
+    _token: Token
+    _has_metrics: bool
+    _is_idle: bool = True
+    _is_closing: bool = False
+
+    def __post_init__(self) -> None:
+        header_bytes = self._intake.limits.header_bytes
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=header_bytes)
 
     def close_when_idle(self) -> None:
         """Answer the request in progress, if any, and close."""
@@ -208,7 +204,7 @@ class _Connection:
         if not self._has_metrics:
             raise _RefusalError(404, f"metrics are off; {named(ReceiveOptions, 'metrics')} turns them on")
         self._require_token(headers)
-        from tracefit.receive.metrics import CONTENT_TYPE, metrics_page  # noqa: PLC0415 - for --metrics alone
+        from tracefit.receive.metrics import CONTENT_TYPE, metrics_page  # noqa: PLC0415 - only for --metrics
 
         return 200, CONTENT_TYPE, metrics_page(self._intake, await self._intake.free_bytes())
 
@@ -224,7 +220,7 @@ class _Connection:
             raise _RefusalError(431, "headers too long")
         path = request.target.partition(b"?")[0].decode("latin-1")
         if path in _OTHER_SIGNALS:
-            raise _RefusalError(404, TRACES_ALONE)
+            raise _RefusalError(404, ONLY_TRACES)
         if path != "/v1/traces":
             raise _RefusalError(404, "no such path; traces are posted to /v1/traces")
         if request.method != b"POST":
@@ -279,7 +275,7 @@ class _Connection:
         self._http.receive_data(await self._reader.read(_READ_BYTES))
 
     async def _send(self, refusal: _RefusalError | None, encoding: BodyEncoding) -> None:
-        """Answer: done, or a refusal as OTLP wants it, a google.rpc.Status."""
+        """Answer: done, or a refusal a google.rpc.Status, as OTLP specifies."""
         message: Message = ExportTraceServiceResponse()
         if refusal is not None:
             message = Status(code=_GRPC_CODES.get(refusal.code, 2), message=refusal.what)
@@ -292,7 +288,7 @@ class _Connection:
         self, code: int, kind: str, body: bytes, more: tuple[tuple[str, str], ...] = ()
     ) -> None:
         headers = [("content-type", kind), ("content-length", str(len(body))), *more]
-        # After a body that was not read to its end the next request could not be found.
+        # If a body is not read to its end, the start of the next request is unknown.
         if self._is_closing or self._http.their_state is h11.SEND_BODY:
             headers.append(("connection", "close"))
         await self._write(
