@@ -132,7 +132,7 @@ def test_no_scheduler_but_the_replays_is_outside_the_generator():
 
 
 def test_requests_of_blis_pass_the_one_engine(monkeypatch):
-    monkeypatch.setattr(ReplayEngine, "advance", lambda *_: pytest.fail("the engine ran"))
+    monkeypatch.setattr(ReplayEngine, "run", lambda *_: pytest.fail("the engine ran"))
     one = [np.array([value]) for value in (0, 10, 3)]
     with pytest.raises(pytest.fail.Exception, match="the engine ran"):
         replay_as_blis(*one, StepRates(1000.0, *[0.0] * 5), (0, 0, 0), EngineSettings(8, 64, 16))

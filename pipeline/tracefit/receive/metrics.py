@@ -35,7 +35,7 @@ class _Metrics(Collector):
             "server_steps": ("Engine steps traced.", seen.steps),
             "server_dropped_events": ("Events that the servers' SDK dropped.", seen.dropped_events),
         }
-        gauges = {
+        gauges: dict[str, tuple[str, float | None]] = {
             "receive_open_requests": ("Export requests in progress.", self._intake.open_requests),
             "receive_disk_free_bytes": ("Free on the disk that is written to.", self._disk_free_bytes),
         }

@@ -73,7 +73,7 @@ ARRAYS: Algebra[Amount, Flags] = Algebra(
     some=lambda values: reduce(np.logical_or, values, np.asarray(False)),
     every=lambda values: reduce(np.logical_and, values, np.asarray(True)),
 )
-"""Numbers of consecutive steps, or one number for all of them, which is quicker; NaN is unknown."""
+"""Numbers of consecutive steps, or one number for all of them, which is faster; NaN is unknown."""
 
 
 class FittedStepTimes:
@@ -105,7 +105,7 @@ class FittedStepTimes:
                 self._row[name] = evaluate(node, self._row)
             else:
                 self._formulas.append((name, compiled(node, ROW), compiled(node, ARRAYS)))
-        self._alike = {n: math.nan if v is None else v for n, v in self._row.items()}
+        self._constant = {n: math.nan if v is None else v for n, v in self._row.items()}
 
     def step(self, batch: StepBatch) -> float:
         """Return the time of one step in us."""
@@ -123,7 +123,7 @@ class FittedStepTimes:
         """Return the times of consecutive steps in which the same requests decode, in us; shape (steps,)."""
         context: Vector = np.asarray(batch.context_tokens + growth * np.arange(steps), dtype=float)
         described = _described(batch, context).items()
-        values = {n: float(v) if isinstance(v, int) else v for n, v in described} | self._alike
+        values = {n: float(v) if isinstance(v, int) else v for n, v in described} | self._constant
         with np.errstate(all="ignore"):
             for name, _, computed in self._formulas:
                 values[name] = computed(values.__getitem__)
@@ -154,10 +154,10 @@ def _described(batch: StepBatch, context: StepAmount) -> dict[str, StepAmount | 
 
 
 def admission_us(model: Model | None, arrival_us: Vector, prompt_tokens: Integers) -> Vector:
-    """Return the API's time of each request until it can be queued, in us; shape (n,). 0 without a model.
+    """Return the API's time for each request before the queue, in us; shape (n,). 0 without a model.
 
-    The wait for a step boundary that follows is the replay's own: of a boundary model the work alone counts, of one of another
-    form its time on an idle server, where nothing is waited for.
+    The replay adds the wait for a step boundary. So only the work of a boundary model counts; a model of another form counts with its
+    time on an idle server, where nothing waits.
 
     Args:
         model: The model of admissions; null without one.
@@ -185,14 +185,13 @@ def departure_us(model: Model | None, times: ReplayedTimes, output_tokens: Integ
         times: The replay of these requests.
         output_tokens: Output tokens.
     """
-    last, batch = times.last_us, np.zeros(len(output_tokens))
-    if model is None:
+    last = times.last_us
+    if model is None or not times.steps:
         return np.full(len(last), np.nan)
-    for server, steps in enumerate(times.steps):
-        here = times.server == server
-        ends, running = np.array([s[0][-1] for s in steps]), np.array([s[1] for s in steps])
-        if here.any() and len(ends):
-            batch[here] = running[np.minimum(np.searchsorted(ends, last[here]), len(ends) - 1)]
+    ends, running = (
+        np.array(column) for column in zip(*((s[0][-1], s[1]) for s in times.steps), strict=True)
+    )
+    batch = running[np.minimum(np.searchsorted(ends, last), len(ends) - 1)].astype(float)
     _, which, count = np.unique(last, return_inverse=True, return_counts=True)
     given: dict[str, Vector | Integers] = {
         "num_decode_reqs": batch,
@@ -203,7 +202,7 @@ def departure_us(model: Model | None, times: ReplayedTimes, output_tokens: Integ
 
 
 def _of_requests(model: Model, given: Mapping[str, Vector | Integers], rows: int) -> Vector:
-    """Evaluate a model of requests, what is not given being 0; not below 0."""
+    """Evaluate a model of requests; inputs that are not given are 0, results at least 0."""
     compiled = CompiledModel(model)
     frame = pl.DataFrame({name: np.asarray(value, dtype=float) for name, value in given.items()})
     missing = compiled.inputs - given.keys()

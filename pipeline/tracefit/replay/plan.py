@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.model import LinearForm, Model
     from tracefit.coefficients.predict import DeploymentModels
-    from tracefit.replay.engine import EngineSettings, StepBatch, StepTimeModel
+    from tracefit.replay.engine import EngineSettings, StepBatch, StepGroup, StepTimeModel
     from tracefit.statistics import Flags, Integers, Vector
 
 REPLAYED_REQUESTS = 1_200
@@ -292,7 +292,7 @@ class Fleet:
         span = float(arrival[-1] - arrival[0]) or 1.0
         begins = np.clip(replayed.scheduled_us, 0, arrival[-1])
         ends = np.clip(replayed.last_us, 0, arrival[-1])
-        batches = _batches(recorder.batches, replayed.steps[0], self.settings.tokens_per_step)
+        batches = _batches(recorder.batches, replayed.steps, self.settings.tokens_per_step)
         outside_pct, outside = self.law.outside(batches)
         return Simulated(
             rate,
@@ -319,10 +319,10 @@ def _steady(arrival: Vector, e2e: Vector) -> Flags:
 
 def _batches(
     recorded: Sequence[tuple[StepBatch, float]],
-    steps: Sequence[tuple[Vector, int, int]],
+    steps: Sequence[StepGroup],
     growth: float,
 ) -> pl.DataFrame:
-    """Return a row per stretch of steps: its inputs in the middle, its number of steps and its time."""
+    """Return a row per group of steps: its inputs in the middle, its number of steps and its time."""
     columns = np.array([batch for batch, _ in recorded], dtype=float)
     prefill_reqs, prefill, done, _, decode, context, waiting, _ = columns.T
     counts = np.array([len(ends) for ends, _, _ in steps], dtype=float)
