@@ -353,7 +353,7 @@ def test_a_run_that_is_not_there_is_named(trained, tracefit):
     ("traced", "sampling", "reason"),
     [
         (0, 0.0, "no request was traced, only steps"),
-        (4, 0.5, "journeys are a sample of 50%: the requests between them are not known"),
+        (4, 0.5, "journeys are a sample of 50%: the requests between them are unknown"),
         # Without any journey, other spans may show every request.
         (4, 0.0, None),
         (4, None, None),

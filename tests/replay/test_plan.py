@@ -11,7 +11,7 @@ import pytest
 
 import tracefit
 from tracefit.commands.ingest import ingest
-from tracefit.replay.plan import Simulated, TrafficSample, _draw
+from tracefit.replay.plan import Simulated, TrafficSample, draw
 from tracefit.synth import LoadPhase, SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
 
@@ -100,8 +100,8 @@ def test_drawn_lengths_are_spread_as_in_the_sample():
     rng, off = np.random.default_rng(3), []
     for _ in range(12):
         prompt, output = rng.lognormal(6, 1, (2, 9000)).astype(int) + 1
-        drawn = _draw(TrafficSample(prompt, output, 0 * prompt), 900, 1)
-        pairs = ((drawn.prompt, prompt), (drawn.output, output))
+        drawn = draw(TrafficSample(prompt, output, 0 * prompt), 900, 1)
+        pairs = ((drawn.prompt_tokens, prompt), (drawn.output_tokens, output))
         off.append([abs(np.percentile(found, 90) / np.percentile(of, 90) - 1) for found, of in pairs])
     assert (np.mean(off, axis=0) < (0.025, 0.01)).all()
 
@@ -167,8 +167,8 @@ def test_bursts_wait_longer(constant):
 def test_in_turn_each_server_gets_every_fourth_request(in_turn, spread):
     """The sum of four exponential gaps has half the relative spread of one; a random part of a Poisson process is one."""
     one = np.array([1])
-    drawn = _draw(TrafficSample(one, one, 0 * one, in_turn=in_turn), 4000, 4)
-    gaps = np.diff(drawn.arrival)
+    drawn = draw(TrafficSample(one, one, 0 * one, in_turn=in_turn), 4000, 4)
+    gaps = np.diff(drawn.arrival_us)
     assert gaps.std() / gaps.mean() == pytest.approx(spread, rel=0.05)
 
 

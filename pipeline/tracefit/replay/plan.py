@@ -12,9 +12,9 @@ likes. It is exact where all steps change alike.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
@@ -109,14 +109,7 @@ def relative_gaps(arrival_ns: Integers) -> Vector:
     return np.asarray(gaps / np.maximum(local, 1e-9))
 
 
-class _Drawn(NamedTuple):
-    prompt: Integers
-    output: Integers
-    cached: Integers
-    arrival: Vector
-
-
-def _draw(sample: TrafficSample, count: int, servers: int) -> _Drawn:
+def draw(sample: TrafficSample, count: int, servers: int) -> RequestLoad:
     """Draw requests in random order: from strata of like output, and of like prompt within them, so that both are spread as in the sample.
 
     Their arrivals are those at one of so many servers, with a mean gap of 1.
@@ -133,7 +126,7 @@ def _draw(sample: TrafficSample, count: int, servers: int) -> _Drawn:
     own = np.cumsum(jumps)
     at = np.cumsum(_gaps(sample, int(own[-1]), gaps_rng))[own - 1]
     lengths = (sample.prompt_tokens[picks], sample.output_tokens[picks], sample.cached_tokens[picks])
-    return _Drawn(*lengths, at * (count / at[-1]))
+    return RequestLoad(at * (count / at[-1]), *lengths)
 
 
 def _gaps(sample: TrafficSample, count: int, rng: np.random.Generator) -> Vector:
@@ -257,8 +250,7 @@ class Fleet:
         Raises:
             DataError: It never serves some of the requests.
         """
-        drawn = _draw(self.sample, self.requests, 1)
-        load = RequestLoad(np.zeros(self.requests), drawn.prompt, drawn.output, drawn.cached)
+        load = replace(draw(self.sample, self.requests, 1), arrival_us=np.zeros(self.requests))
         last = np.sort(replay(load, self.times, self.settings).last_us)
         if unserved := int(np.isnan(last).sum()):
             raise DataError(
@@ -279,16 +271,16 @@ class Fleet:
         return self._known[key]
 
     def _simulate(self, servers: int, rate: float, requests: int) -> Simulated:
-        drawn = _draw(self.sample, requests, servers)
-        arrival = drawn.arrival / rate * 1e6
-        load = RequestLoad(arrival, drawn.prompt, drawn.output, drawn.cached)
-        admission = admission_us(self.deployment.models.get("alpha.admission"), arrival, drawn.prompt)
+        drawn = draw(self.sample, requests, servers)
+        arrival, output = drawn.arrival_us / rate * 1e6, drawn.output_tokens
+        load = replace(drawn, arrival_us=arrival)
+        admission = admission_us(self.deployment.models.get("alpha.admission"), arrival, load.prompt_tokens)
         recorder = _Recorder(self.times)
         replayed = replay(load, recorder, self.settings, admission_us=admission)
         e2e = replayed.last_us - arrival
         counts = _steady(arrival, e2e)
-        several = counts & (drawn.output > 1)
-        itl = (replayed.last_us - replayed.first_us) / np.maximum(drawn.output - 1, 1)
+        several = counts & (output > 1)
+        itl = (replayed.last_us - replayed.first_us) / np.maximum(output - 1, 1)
         span = float(arrival[-1] - arrival[0]) or 1.0
         begins = np.clip(replayed.scheduled_us, 0, arrival[-1])
         ends = np.clip(replayed.last_us, 0, arrival[-1])
