@@ -128,9 +128,9 @@ class ReplayedRequest:
         prefix: Leading prompt tokens that it shares with all requests that share as many.
         need: Tokens to compute before the next output token.
         computed: Tokens in the cache.
-        blocks: The blocks that hold them.
+        blocks: Their blocks.
         unclaimed: Tokens without blocks: BLIS claims none for a prompt that is wholly cached.
-        cached: Prompt tokens found in the cache when it was scheduled first.
+        cached: Prompt tokens from the prefix cache when it was scheduled first.
         first_us: When its first token came; NaN before.
         last_us: When its last token came; NaN before.
         scheduled_us: Start of its first step; NaN before.
@@ -184,7 +184,7 @@ class ReplayEngine:
         Args:
             times: The model of step times.
             settings: Settings of the server.
-            most_blocks: Blocks where the settings state none: as many as all requests together fill.
+            most_blocks: Blocks if the settings state none: as many as all requests fill.
             rules: Rules of the scheduler on which servers differ.
         """
         self.times, self.settings, self.rules = times, settings, rules
@@ -271,7 +271,7 @@ class ReplayEngine:
         self.now = float(ends[taken - 1])
         self.steps.append((ends[:taken], len(running), len(self.waiting)))
         for request in running:
-            # Its blocks often have room for the next tokens.
+            # Its blocks often have space for the next tokens.
             if (
                 request.computed + taken * growth - request.unclaimed
                 > len(request.blocks) * settings.block_size
@@ -296,8 +296,8 @@ class ReplayEngine:
         new = min(wanted, budget)
         if wanted > budget and not settings.chunked_prefill:
             return None
-        room = self.cache.admit if admit else self.cache.could_admit
-        return new if room(request, cached, new) else None
+        fits = self.cache.admit if admit else self.cache.could_admit
+        return new if fits(request, cached, new) else None
 
     def _step(self) -> None:
         """Schedule and execute a step."""
@@ -448,7 +448,7 @@ class _BlockCache:
         return math.ceil(new / self.block_size) + unused <= len(self.free)
 
     def admit(self, request: ReplayedRequest, cached: int, new: float) -> bool:
-        """Take the blocks of a new request, `cached` of them from the prefix cache; return False and take none where there are too few."""
+        """Take the blocks of a new request, `cached` of them from the prefix cache; return False and take none if there are too few."""
         if not self.could_admit(request, cached, new):
             return False
         request.computed = cached * self.block_size
@@ -466,11 +466,10 @@ class _BlockCache:
     ) -> int:
         """Return the number of steps, `steps` at most, for which there are blocks if all that run decode."""
         reserved = np.array([len(r.blocks) * self.block_size + r.unclaimed for r in running])
-        room = len(self.free)
 
         def fits(count: int) -> bool:
             wanted = np.ceil((done + count * growth - reserved) / self.block_size)
-            return float(np.maximum(wanted, 0).sum()) <= room
+            return float(np.maximum(wanted, 0).sum()) <= len(self.free)
 
         low, high = 0, steps
         if fits(high):
@@ -481,7 +480,7 @@ class _BlockCache:
         return low
 
     def grow(self, request: ReplayedRequest, new: float) -> bool:
-        """Take blocks for a request's `new` next tokens; return False and take none where there are too few."""
+        """Take blocks for a request's `new` next tokens; return False and take none if there are too few."""
         done, blocks, size = request.computed, request.blocks, self.block_size
         wanted = math.ceil((done + new - request.unclaimed) / size) - len(blocks)
         if wanted > len(self.free):

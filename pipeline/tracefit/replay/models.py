@@ -56,8 +56,8 @@ def _extreme(function: Function, arguments: Sequence[Amount]) -> Amount:
 
 
 def _compare(relation: str, left: Amount, right: Amount) -> Flags:
-    known = ~(np.isnan(left) | np.isnan(right))
-    return np.asarray(COMPARE[relation](left, right) & known)
+    has_both = ~(np.isnan(left) | np.isnan(right))
+    return np.asarray(COMPARE[relation](left, right) & has_both)
 
 
 ARRAYS: Algebra[Amount, Flags] = Algebra(
@@ -84,19 +84,19 @@ class FittedStepTimes:
 
         Args:
             model: A model of step times.
-            server: Settings of the server that its formulas use; null where not known, and then no step that needs one has a time.
+            server: Settings of the server that its formulas use; null if unknown: then a step that needs it has no time.
 
         Raises:
-            DataError: The model reads what a replay does not know of a step.
+            DataError: The model reads a value of a step that a replay does not have.
         """
         self._compiled = CompiledModel(model, STEP_COLUMNS)
         server = {name: value for name, value in server.items() if value is not None}
-        formulas, given = self._compiled.formulas, {*server, *STEP_INPUTS}
-        if missing := formulas.missing(self._compiled.features, given):
+        formulas, inputs = self._compiled.formulas, {*server, *STEP_INPUTS}
+        if missing := formulas.missing(self._compiled.features, inputs):
             raise DataError(f"a replay does not know {', '.join(missing)} of a step", where=model.name)
-        used = formulas.used(self._compiled.features, given)
+        used = formulas.used(self._compiled.features, inputs)
         self._line_form = linear_forms(model)[next(reversed(linear_forms(model)))]
-        nodes = [(n, node) for n, node in formulas.nodes.items() if n in used and n not in given]
+        nodes = [(n, node) for n, node in formulas.nodes.items() if n in used and n not in inputs]
         # Values that no step changes are computed once.
         self._row: dict[str, float | None] = dict(server)
         self._formulas = []
@@ -193,19 +193,19 @@ def departure_us(model: Model | None, times: ReplayedTimes, output_tokens: Integ
     )
     batch = running[np.minimum(np.searchsorted(ends, last), len(ends) - 1)].astype(float)
     _, which, count = np.unique(last, return_inverse=True, return_counts=True)
-    given: dict[str, Vector | Integers] = {
+    inputs: dict[str, Vector | Integers] = {
         "num_decode_reqs": batch,
         "finishing_reqs": count[which].astype(float),
         "output_tokens": output_tokens,
     }
-    return _of_requests(model, given, len(last)) + 0 * last
+    return _of_requests(model, inputs, len(last)) + 0 * last
 
 
-def _of_requests(model: Model, given: Mapping[str, Vector | Integers], rows: int) -> Vector:
+def _of_requests(model: Model, inputs: Mapping[str, Vector | Integers], rows: int) -> Vector:
     """Evaluate a model of requests; inputs that are not given are 0, results at least 0."""
     compiled = CompiledModel(model)
-    frame = pl.DataFrame({name: np.asarray(value, dtype=float) for name, value in given.items()})
-    missing = compiled.inputs - given.keys()
+    frame = pl.DataFrame({name: np.asarray(value, dtype=float) for name, value in inputs.items()})
+    missing = compiled.inputs - inputs.keys()
     frame = frame.with_columns(pl.lit(0.0).alias(name) for name in sorted(missing))
     predicted = compiled.computed(frame).select(y=compiled.expression())["y"]
     return np.broadcast_to(predicted.fill_null(0.0).to_numpy(), rows)

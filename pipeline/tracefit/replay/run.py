@@ -42,7 +42,7 @@ class ReplayedTimes:
         scheduled_us: When each is scheduled first.
         first_us: When its first token comes.
         last_us: When its last token comes.
-        cached_tokens: Prompt tokens found in the prefix cache.
+        cached_tokens: Prompt tokens from the prefix cache.
         preemptions: Preemptions over all requests.
         steps: The steps, in groups of consecutive ones with the same requests.
     """
