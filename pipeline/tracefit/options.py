@@ -33,7 +33,7 @@ class OptionFlag:
 
     Attributes:
         help: The option's help; a field's is in the docstring of its class.
-        argument: Name of the parameter in Python; a field has its own, and the command line alone has options without one.
+        argument: Name of the parameter in Python; empty for a field, and for an option that only the command line has.
         flag: The flag, if it is not the name with dashes.
         metavar: How help shows the value.
         minimum: The least number allowed.
@@ -41,7 +41,7 @@ class OptionFlag:
         completion: Names that a shell completes it with.
         kind: Type of the value on the command line, if `cli.arguments` does not derive it from that in Python.
         read: Converts the value from the command line to the field's type.
-        positional: Whether the command line takes it by its place, without a flag.
+        positional: Whether the command line takes it by position, without a flag.
     """
 
     help: str = ""
@@ -80,7 +80,7 @@ def options_of(kind: type) -> dict[str, tuple[OptionFlag, Any]]:
 
 def from_flags(kind: type[_Options], values: Mapping[str, Any], **others: Any) -> _Options:
     """Make an object of a class from values of the command line; one that is not given keeps its default."""
-    given = {}
+    fields_set = {}
     for name, (flag, _) in options_of(kind).items():
         value = values[name]
         if value is not None and value != []:
@@ -88,8 +88,8 @@ def from_flags(kind: type[_Options], values: Mapping[str, Any], **others: Any) -
                 value = flag.read(value) if flag.read else value
             except UsageError as error:
                 raise UsageError(error.what, where=named(kind, name), hint=error.hint) from error
-            given[name] = tuple(value) if isinstance(value, list) else value
-    return kind(**given | others)
+            fields_set[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**fields_set | others)
 
 
 def named(declared: Any, name: str = "") -> str:
@@ -359,7 +359,7 @@ CsvOption = Annotated[bool, OptionFlag("Print CSV on stdout; times in seconds.")
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Facts about the server from the user, instead of or beyond the run's own files.
+    """Facts about the server from the user, instead of or beyond the run's files.
 
     Attributes:
         run_config: exp-config.yaml or run.yaml, a `vllm serve` command line, or a server log, for every run.
@@ -381,7 +381,7 @@ class BuildLimits:
     """How much of a run is in memory while its tables are built.
 
     Attributes:
-        window_bytes: Bytes on disk of the staged parts that are read together; in memory they take several
+        window_bytes: Bytes on disk of the staged parts that are read at once; in memory they take several
             times as much.
         sorted_bytes: Bytes of rows that wait to be sorted; beyond it they are spilled to disk.
         small_run_rows: Steps, journey events and snapshots of a run up to which its tables stay in memory

@@ -18,9 +18,9 @@ from tracefit.options import OptionFlag, ServerOptions, from_flags, named, optio
 
 
 def _folders(context: typer.Context) -> list[str]:
-    """Return what the command line names so far and is there: a completion's arguments are not yet bound to parameters."""
-    named = [*context.args, *(str(v) for v in context.params.values() if isinstance(v, str | Path))]
-    return [one for one in named if Path(one).exists()]
+    """Return the existing paths on the command line so far: a completion's arguments are not yet bound to parameters."""
+    texts = [*context.args, *(str(v) for v in context.params.values() if isinstance(v, str | Path))]
+    return [text for text in texts if Path(text).exists()]
 
 
 def _deployment_ids(context: typer.Context, incomplete: str) -> list[str]:
@@ -40,11 +40,11 @@ def _run_ids(context: typer.Context, incomplete: str) -> list[str]:
 def _names_in(context: typer.Context, incomplete: str, names: Callable[[str], Iterable[str]]) -> list[str]:
     from tracefit.errors import TracefitError
 
-    found: set[str] = set()
+    completions: set[str] = set()
     for folder in _folders(context):
         with suppress(TracefitError):
-            found.update(names(folder))
-    return sorted(one for one in found if one.startswith(incomplete))
+            completions.update(name for name in names(folder) if name.startswith(incomplete))
+    return sorted(completions)
 
 
 def _consumer_names() -> list[str]:
@@ -121,6 +121,6 @@ def server_options(options: Mapping[str, Any], *, model: str | None = None) -> S
     for key in settings:
         if canonical_name(key) not in SETTINGS:
             warn(
-                f"{named(ServerOptions, 'settings')} {key}: no setting of this name is known; it is recorded and tells deployments apart, but no model uses it"
+                f"{named(ServerOptions, 'settings')} {key}: unknown setting; it is recorded and distinguishes deployments, but no model uses it"
             )
     return from_flags(ServerOptions, {**options, "settings": None}, settings=settings)
