@@ -151,9 +151,8 @@ class _Connection:
                     self._http.start_next_cycle()
                     self._is_idle = True
             except h11.RemoteProtocolError as error:
-                refusal = _RefusalError(error.error_status_hint, "not a request that HTTP/1.1 knows")
-                self._refused(refusal)
-                await self._send(refusal, "protobuf")
+                refusal = _RefusalError(error.error_status_hint, "not a request of HTTP/1.1")
+                await self._send(self._refused(refusal), "protobuf")
 
     async def _serve_one(self) -> bool:
         """Answer one request; return whether another may follow."""
@@ -169,26 +168,18 @@ class _Connection:
         headers = {bytes(name).decode("latin-1"): bytes(value) for name, value in request.headers}
         kind = headers.get("content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
         encoding = _ENCODINGS.get(kind)
-        answer = page = None
+        refusal = page = None
         try:
             page = await self._page(request, headers)
             if page is None:
                 await self._take(request, headers, encoding)
-        except _RefusalError as refusal:
-            self._refused(refusal)
-            answer = refusal
-        except BusyError as error:
-            self._refused(error)
-            # Not 429, at which OpenTelemetry's Python SDK drops the spans.
-            answer = _RefusalError(503, error.line(), (("retry-after", str(error.retry_s)),))
-        except RequestError as error:
-            self._refused(error)
-            answer = _RefusalError(400, error.line())
+        except (BusyError, RequestError) as error:
+            refusal = self._refused(error)
         # A sender that waits for 100 Continue has sent no body: its refusal comes at once.
         if not self._http.they_are_waiting_for_100_continue:
             await self._discard()
         if page is None:
-            await self._send(answer, encoding or "protobuf")
+            await self._send(refusal, encoding or "protobuf")
         else:
             await self._answer(*page)
         return self._http.states == {h11.CLIENT: h11.DONE, h11.SERVER: h11.DONE} and not self._is_closing
@@ -233,9 +224,16 @@ class _Connection:
             raise self._too_long()
         await self._intake.take(self._body, encoding, is_gzip=compression == b"gzip")
 
-    def _refused(self, error: RequestError | BusyError) -> None:
+    def _refused(self, error: RequestError | BusyError) -> _RefusalError:
+        """Count a refusal, and return it with its HTTP status."""
         host, *_ = self._writer.get_extra_info("peername") or ("a closed connection",)
         self._intake.observed.refusals.add(error.cause, error.line(), str(host))
+        if isinstance(error, _RefusalError):
+            return error
+        if isinstance(error, BusyError):
+            # Not 429, at which OpenTelemetry's Python SDK drops the spans.
+            return _RefusalError(503, error.line(), (("retry-after", str(error.retry_s)),))
+        return _RefusalError(400, error.line())
 
     def _too_long(self) -> _RefusalError:
         return _RefusalError(413, f"longer than {self._intake.limits.message_bytes:,} bytes")

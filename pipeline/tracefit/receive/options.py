@@ -187,17 +187,15 @@ class ReceiveOptions:
             self._require_safe_endpoint(endpoint)
 
     def _require_safe_endpoint(self, endpoint: str) -> None:
+        option_name = named(ReceiveOptions, "forward_pass_metrics")
         match = _ENDPOINT.fullmatch(endpoint)
         if match is None or not 1 <= int(match[2]) <= 65_535:
-            raise UsageError(
-                f"{named(ReceiveOptions, 'forward_pass_metrics')} {endpoint[:200]!r}: not an endpoint",
-                hint="for example tcp://127.0.0.1:20380",
-            )
+            fault = f"{option_name} {endpoint[:200]!r}: not an endpoint"
+            raise UsageError(fault, hint="for example tcp://127.0.0.1:20380")
         if not (self.insecure or _is_loopback(match[1].strip("[]"))):
-            raise UsageError(
-                f"{named(ReceiveOptions, 'forward_pass_metrics')} {endpoint}: ZMQ has no authentication here, and no encryption",
-                hint=f"if the network itself is safe, say {named(ReceiveOptions, 'insecure')}",
-            )
+            fault = f"{option_name} {endpoint}: ZMQ has no authentication here, and no encryption"
+            hint = f"if the network itself is safe, say {named(ReceiveOptions, 'insecure')}"
+            raise UsageError(fault, hint=hint)
 
 
 def _tls() -> str:

@@ -111,7 +111,7 @@ class TraceStore:
         # One sender whose disk is full or folder is gone must not cost the others their spans.
         failed = {}
         for sender, payloads in by_sender.items():
-            data = _encoded(payloads, sender.form)
+            data = b"".join(_encoded(payloads, sender.form))
             try:
                 # A folder that is moved while it is written to: the spans go to a new one.
                 if not (self._append(sender, data) or self._append(sender, data)):
@@ -202,15 +202,15 @@ class TraceStore:
                 return _OpenFile(path, descriptor, now)
 
 
-def _encoded(payloads: Iterable[bytes], form: SentForm) -> bytes:
-    if form == "steps":
-        return zstd.compress(b"".join(payloads), level=_ZSTD_LEVEL)
-    return b"".join(_framed(payloads))
+def _encoded(payloads: Iterable[bytes], form: SentForm) -> Iterator[bytes]:
+    """Yield zstd frames: all lines in one, messages joined to records with a length before each.
 
-
-def _framed(payloads: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield records of joined messages; protobuf parses concatenated messages as one."""
+    Protobuf parses concatenated messages as one.
+    """
     left = deque(payloads)
+    if form == "steps":
+        yield zstd.compress(b"".join(left), level=_ZSTD_LEVEL)
+        return
     while left:
         record = bytearray(left.popleft())
         while left and len(record) + len(left[0]) <= _RECORD_BYTES:

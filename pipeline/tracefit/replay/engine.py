@@ -296,8 +296,7 @@ class ReplayEngine:
         new = min(wanted, budget)
         if wanted > budget and not settings.chunked_prefill:
             return None
-        fits = self.cache.admit if admit else self.cache.could_admit
-        return new if fits(request, cached, new) else None
+        return new if self.cache.admit(request, cached, new, takes=admit) else None
 
     def _step(self) -> None:
         """Schedule and execute a step."""
@@ -442,21 +441,20 @@ class _BlockCache:
                 count += 1
         return count
 
-    def could_admit(self, request: ReplayedRequest, cached: int, new: float) -> bool:
-        """Say whether there are blocks for a new request."""
-        unused = sum(self.block_of[self._key(request, index)] in self.free for index in range(cached))
-        return math.ceil(new / self.block_size) + unused <= len(self.free)
-
-    def admit(self, request: ReplayedRequest, cached: int, new: float) -> bool:
-        """Take the blocks of a new request, `cached` of them from the prefix cache; return False and take none if there are too few."""
-        if not self.could_admit(request, cached, new):
+    def admit(self, request: ReplayedRequest, cached: int, new: float, *, takes: bool) -> bool:
+        """Say whether there are blocks for a new request; if so and `takes`, take them, `cached` of them from the prefix cache."""
+        reused = [self.block_of[self._key(request, index)] for index in range(cached)]
+        unused = sum(block in self.free for block in reused)
+        if math.ceil(new / self.block_size) + unused > len(self.free):
             return False
+        if not takes:
+            return True
         request.computed = cached * self.block_size
         if not new:
             request.unclaimed = request.prompt
             return True
-        request.blocks = [self.block_of[self._key(request, index)] for index in range(cached)]
-        for block in request.blocks:
+        request.blocks = reused
+        for block in reused:
             self.free.pop(block, None)
             self.holders[block] = self.holders.get(block, 0) + 1
         return self.grow(request, new)
