@@ -287,9 +287,9 @@ def _numeric(encoded: Iterable[bytes]) -> list[KeyValue]:
     return [KeyValue.FromString(a) for a in encoded if len(a) <= _MAX_NUMBER_BYTES]
 
 
-async def show_live(observed: Observed, console: Console | None = None) -> None:
+async def show_live(observed: Observed) -> None:
     """Show the live view on stderr until cancelled."""
-    with Live(console=console or Console(stderr=True), auto_refresh=False, transient=True) as view:
+    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as view:
         while True:
             view.update(live_table(observed), refresh=True)
             await asyncio.sleep(_REFRESH_S)
