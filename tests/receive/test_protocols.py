@@ -188,7 +188,7 @@ def test_grpc_refuses_other_signals_politely(lib, tmp_path):
 
 
 @pytest.mark.parametrize("body", [b"\xff\xff", b"\x0a\x05abc", b"\x0a\x03\x12\x01\x0a"])
-def test_what_is_no_request_is_not_worth_sending_again(lib, tmp_path, body):
+def test_malformed_request_is_refused_for_good(lib, tmp_path, body):
     assert sent_over_http(lib, tmp_path, body, PROTOBUF)[0] == 400
     code, _, trailers = sent_over_grpc(lib, tmp_path, body)
     assert code == "INVALID_ARGUMENT"
@@ -259,7 +259,7 @@ def test_headers_have_a_limit(lib, tmp_path):
     assert code == "RESOURCE_EXHAUSTED"
 
 
-def test_a_sender_that_stalls_gives_its_place_back(lib, tmp_path):
+def test_stalled_sender_loses_its_reader(lib, tmp_path):
     limits = IntakeLimits(readers=1, read_s=0.3)
 
     async def main():
@@ -275,7 +275,7 @@ def test_a_sender_that_stalls_gives_its_place_back(lib, tmp_path):
     assert asyncio.run(main()) == (200, b"HTTP/1.1 503 \r\n")
 
 
-def test_too_many_at_once_are_told_when_to_come_again(lib, tmp_path):
+def test_busy_receiver_says_when_to_retry(lib, tmp_path):
     """One request holds the only place; the next waits for it too long, the one after finds no room to wait in."""
     limits = IntakeLimits(readers=1, queued_requests=1, queue_s=0.3, read_s=30)
 
@@ -431,7 +431,7 @@ def test_without_the_token_nothing_is_taken(lib, tmp_path, token, given):
     assert lib.span_ids(tmp_path) == []
 
 
-def test_with_the_token_it_is(lib, tmp_path, token):
+def test_request_with_the_token_is_taken(lib, tmp_path, token):
     given = f"Bearer {TOKEN}"
     body = lib.request(1).SerializeToString()
     assert sent_over_http(lib, tmp_path, body, PROTOBUF | {"authorization": given}, token=token)[0] == 200

@@ -124,10 +124,10 @@ def test_trailing_fields_may_be_missing_or_added(read_events, kind, encoding):
     assert _facts(more.rows.row(0, named=True)) == EXPECTED[kind]
 
 
-def test_a_batch_may_lack_rank_and_step(read):
-    for batch in ([TS, [CLEARED]], [TS, [CLEARED], None, None, "more"]):
-        row = read(json.dumps(batch).encode()).rows.row(0, named=True)
-        assert (row["data_parallel_rank"], row["batch_step"]) == (None, None)
+@pytest.mark.parametrize("batch", [[TS, [CLEARED]], [TS, [CLEARED], None, None, "more"]])
+def test_a_batch_may_lack_rank_and_step(read, batch):
+    row = read(json.dumps(batch).encode()).rows.row(0, named=True)
+    assert (row["data_parallel_rank"], row["batch_step"]) == (None, None)
 
 
 def test_an_empty_text_is_a_missing_value(read_events):
@@ -169,7 +169,7 @@ def test_clearing_a_cache_concerns_its_rank_alone(lifetimes):
     assert found[-2:] == [1e6, None]
 
 
-def test_a_block_that_is_stored_again_behind_a_clearing_is_as_old_as_that(lifetimes):
+def test_age_of_a_block_begins_again_after_a_clearing(lifetimes):
     found = lifetimes(
         (0, 0, ["BlockStored", [1, 2, 3, 4]]),
         (1, 0, CLEARED, ["BlockStored", [2, 3]]),
@@ -179,7 +179,7 @@ def test_a_block_that_is_stored_again_behind_a_clearing_is_as_old_as_that(lifeti
     assert found[4:] == [None, 3e6, None, 2e6]
 
 
-def test_blocks_are_forgotten_when_too_many_are_stored_and_never_removed():
+def test_ages_are_dropped_when_too_many_blocks_are_stored():
     ages = BlockAges(most_blocks=3)
     for rank, hashes in ((0, [1, 2]), (1, [3, 4]), (0, [5])):
         ages.store(rank, None, hashes, 0.0)

@@ -78,7 +78,7 @@ def test_a_loose_objective_needs_the_servers_that_keep_up(constant):
     assert one(constant(), rate=1900, servers=2).reason.startswith("2 servers put through 1,600 ")
 
 
-def test_a_number_of_servers_is_enough_at_the_high_end_of_the_interval(constant, tracefit):
+def test_servers_are_enough_at_the_high_end(constant, tracefit):
     """A server bears 800 requests a second, and 800 / 1.084 with steps at the end of their 90 % range."""
     model = constant(ci95=(900.0, 1100.0))
     plan = one(model, rate=2300, slo_ms={"itl_p99": 1.5})
@@ -199,7 +199,7 @@ def test_what_is_not_known_of_a_step_is_no_step_without_time(constant):
     )
 
 
-def test_a_deployment_without_requests_leaves_the_others_their_answer(constant):
+def test_plan_without_requests_has_a_reason(constant):
     found = tracefit.plan(constant(), rate=20, servers=1).plans[0].reason
     options = "`LoadOptions.prompt` and `LoadOptions.output`, or `LoadOptions.file`"
     assert found == f"no requests are traced here; give {options}"
@@ -274,7 +274,7 @@ BARS = {"ttft": (8, 12, 12), "itl": (4, 4, 8), "e2e": (3, 3, 5)}
 
 
 @pytest.mark.slow
-def test_a_load_that_nobody_recorded(trained_at, truth_at):
+def test_plan_for_an_unrecorded_load_is_close(trained_at, truth_at):
     """Recorded at 14 requests per second, planned for 21, and compared with a run at 21 with the same requests."""
     plan = one(trained_at(14.0), rate=21.0, servers=1, requests=None)
     truth = truth_at(21.0)

@@ -45,7 +45,7 @@ def test_a_step_ahead_a_slot_is_free_a_step_later():
     assert ahead.last_us.tolist() == [2000, 3000], "nothing runs between: the empty step takes no time"
 
 
-def test_a_preempted_request_keeps_its_output_and_computes_it_again():
+def test_preempted_request_recomputes_its_output():
     """6 blocks of 4: the sixth token of the first request takes the blocks of the second, which has five outputs."""
     found = run([(0, 8, 8), (0, 8, 8)], Steps(per_prompt_token=1.0), EngineSettings(64, 100, 4, num_blocks=6))
     assert found.preemptions == 1
