@@ -24,7 +24,7 @@ from tracefit._version import __version__
 from tracefit.errors import TracefitError, UsageError, naming_flags, printable, without_credentials
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from rich.progress import Progress, TaskID
 
@@ -91,7 +91,7 @@ class Terminal:
         self.expect(0)
 
     def note(self, text: str) -> None:
-        """Show the progress of the stage beside its name."""
+        """Show the progress of the stage after its name."""
         self._note = text
         _log.debug("%s", text)
         self._show()
@@ -127,7 +127,7 @@ class Terminal:
         if as_json:
             _on_stdout(json.dumps(result, indent=2, default=_plain) + "\n")
         elif not self.quiet:
-            # Ids in traces and names in coefficient files come from elsewhere: a terminal must not obey them.
+            # Ids in traces and names in coefficient files are untrusted: a terminal must not obey them.
             lines = text.rstrip().split("\n")
             _on_stdout("".join(f"{printable(line)}\n" for line in lines))
         if code := getattr(result, "exit_code", 0):
@@ -141,7 +141,7 @@ class Terminal:
 
     def _show(self) -> None:
         if self._line is None:
-            # Checked before: rich replaces stderr by a stream of its own, which is not a terminal in older versions.
+            # Checked first: rich replaces stderr by its stream, which is not a terminal in older versions.
             if self.quiet or not sys.stderr.isatty() or _log.isEnabledFor(logging.INFO):
                 return
             self._line = _changing_line(self._expected)
@@ -151,7 +151,7 @@ class Terminal:
 
 
 def _changing_line(expected_bytes: int) -> tuple[Progress, TaskID]:
-    """Start a spinner, or a bar in bytes if their number is known."""
+    """Start a spinner, or a bar if the number of bytes is known."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -223,7 +223,7 @@ def _call(app: typer.Typer) -> int:
             raise error.__context__ from None
         raise
     except OSError as error:
-        # Commands report their own errors, so this is a help text or the version that typer could not write.
+        # Commands report their errors, so this is a help text or the version that typer could not write.
         raise _unwritable(error) from error
     _on_stdout("")
     return code
@@ -301,31 +301,25 @@ def _on_stderr(text: str) -> None:
 
 
 def _log_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,  # noqa: ARG001 - Python calls it so
-    line: str | None = None,  # noqa: ARG001
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object
 ) -> None:
     _log.debug("%s:%s: %s: %s", filename, lineno, category.__name__, message)
 
 
 def _unexpected(error: BaseException, doing: str) -> int:
-    """Report an unexpected error: the task, the position in the code, and what to do."""
+    """Report an unexpected error: the task, the position in the code, and advice."""
     _log.debug("%s", "".join(traceback.format_exception(error)).rstrip())
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f"{os.sep}tracefit{os.sep}" in f.filename] or frames
+    ours = [f for f in frames if f"{os.sep}tracefit{os.sep}" in f.filename] or frames
     text = without_credentials(" ".join(str(error).split()))[:_MOST_TEXT]
     what = f"{type(error).__name__} ({text})" if text else type(error).__name__
-    where = f" in {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
-    _say(
-        printable(
-            f"{without_credentials(doing) + ': ' if doing else ''}unexpected {what}{where}; this is a defect of tracefit {__version__}; earlier "
-            "results on disk are unharmed; report this line as CONTRIBUTING.md says; "
-            "--log-level debug shows the traceback"
-        )
+    where = f" in {Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
+    task = f"{without_credentials(doing)}: " if doing else ""
+    line = (
+        f"{task}unexpected {what}{where}; this is a defect of tracefit {__version__}; earlier results on disk are "
+        "unharmed; report this line as CONTRIBUTING.md says; --log-level debug shows the traceback"
     )
+    _say(printable(line))
     return UNEXPECTED
 
 
@@ -338,7 +332,7 @@ def _say(line: str) -> None:
 
 
 def usage_line(error: TyperException) -> str:
-    """Describe an error in the command line in one line: where, what, and what to do."""
+    """Describe an error in the command line in one line: its source, the fault and advice."""
     text = error.format_message().strip().rstrip(".")
     close = getattr(error, "possibilities", None)
     if hasattr(error, "option_name"):
@@ -347,16 +341,13 @@ def usage_line(error: TyperException) -> str:
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
     where = _source(context, param)
     if close:
-        hint = f"; did you mean {_nearest(getattr(error, 'option_name', ''), close)}?"
+        (nearest,) = difflib.get_close_matches(getattr(error, "option_name", ""), close, n=1, cutoff=0)
+        hint = f"; did you mean {nearest}?"
     elif "did you mean" in text or context is None:
         hint = ""
     else:
         hint = f"; see `{context.command_path} --help`"
     return " ".join(f"{where}{text[:1].lower()}{text[1:]}{hint}".split())
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    return max(known, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
 
 
 def _source(context: Any, param: Any) -> str:

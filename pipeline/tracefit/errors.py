@@ -1,4 +1,4 @@
-"""Errors: each is one line that says what happened, where, and what to do.
+"""Errors: each is one line with the fault, its position and advice.
 
 Exit codes of the command line: 0 done, 1 the data cannot support the result, 2 usage,
 3 done with something in quarantine (a result, not an error, so it has no class here); 4 an unexpected error.
@@ -27,7 +27,7 @@ _names_flags = False
 
 @contextmanager
 def naming_flags(*, flags: bool = True) -> Iterator[None]:
-    """Name options by their flags, in this process: what the command line does, and a worker that it starts."""
+    """Name options by their flags in this process: for the command line and its workers."""
     global _names_flags  # noqa: PLW0603 - a process has one user, at a terminal or in Python
     before, _names_flags = _names_flags, flags
     try:

@@ -33,15 +33,15 @@ class OptionFlag:
 
     Attributes:
         help: The option's help; a field's is in the docstring of its class.
-        argument: Name of the parameter in Python; a field has its own, and the command line alone has options without one.
+        argument: Name of the parameter in Python; empty for a field, and for an option that only the command line has.
         flag: The flag, if it is not the name with dashes.
         metavar: How help shows the value.
         minimum: The least number allowed.
         maximum: The largest number allowed.
         completion: Names that a shell completes it with.
-        kind: Type of the value on the command line, if it is not the field's.
+        kind: Type of the value on the command line, if `cli.arguments` does not derive it from that in Python.
         read: Converts the value from the command line to the field's type.
-        positional: Whether the command line takes it by its place, without a flag.
+        positional: Whether the command line takes it by position, without a flag.
     """
 
     help: str = ""
@@ -80,7 +80,7 @@ def options_of(kind: type) -> dict[str, tuple[OptionFlag, Any]]:
 
 def from_flags(kind: type[_Options], values: Mapping[str, Any], **others: Any) -> _Options:
     """Make an object of a class from values of the command line; one that is not given keeps its default."""
-    given = {}
+    fields_set = {}
     for name, (flag, _) in options_of(kind).items():
         value = values[name]
         if value is not None and value != []:
@@ -88,8 +88,8 @@ def from_flags(kind: type[_Options], values: Mapping[str, Any], **others: Any) -
                 value = flag.read(value) if flag.read else value
             except UsageError as error:
                 raise UsageError(error.what, where=named(kind, name), hint=error.hint) from error
-            given[name] = tuple(value) if isinstance(value, list) else value
-    return kind(**given | others)
+            fields_set[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**fields_set | others)
 
 
 def named(declared: Any, name: str = "") -> str:
@@ -160,12 +160,7 @@ WorkersOption = Annotated[
 ]
 TablesOption = Annotated[
     str | Path | None,
-    OptionFlag(
-        "Tables the models were trained on; found beside the models if not given.",
-        "tables",
-        metavar="PATH",
-        kind=str | None,
-    ),
+    OptionFlag("Tables the models were trained on; found beside the models if not given.", "tables"),
 ]
 ConsumerVersionOption = Annotated[
     str | None,
@@ -272,7 +267,6 @@ PathsArgument = Annotated[
         "Run folders, folders of run folders, trace files (files without a run configuration beside them form "
         "one run), patterns, s3:// or gs:// URLs, or - for standard input.",
         "paths",
-        kind=list[str],  # not Path, which would make one slash of the two in a URL
         positional=True,
     ),
 ]
@@ -281,28 +275,24 @@ InspectedArgument = Annotated[
     OptionFlag(
         "Run folders, folders of run folders, or trace files; or one folder that run or ingest wrote.",
         "paths",
-        kind=list[str],
         positional=True,
     ),
 ]
 TablesArgument = Annotated[
-    str | Path, OptionFlag("A folder that ingest or run wrote.", "tables", kind=str, positional=True)
+    str | Path, OptionFlag("A folder that ingest or run wrote.", "tables", positional=True)
 ]
 _MODELS = "A coefficient file, a folder of them, or a folder that run wrote."
-ModelsArgument = Annotated[str | Path, OptionFlag(_MODELS, "models", kind=str, positional=True)]
-FirstArgument = Annotated[str | Path, OptionFlag(_MODELS, "first", kind=str, positional=True)]
+ModelsArgument = Annotated[str | Path, OptionFlag(_MODELS, "models", positional=True)]
+FirstArgument = Annotated[str | Path, OptionFlag(_MODELS, "first", positional=True)]
 SecondArgument = Annotated[
     str | Path,
-    OptionFlag("Another one; or tables of new runs, for a drift check.", "second", kind=str, positional=True),
+    OptionFlag("Another one; or tables of new runs, for a drift check.", "second", positional=True),
 ]
-VerifiedArgument = Annotated[str | Path, OptionFlag(_MODELS, "file", kind=str, positional=True)]
+VerifiedArgument = Annotated[str | Path, OptionFlag(_MODELS, "file", positional=True)]
 ReportedArgument = Annotated[
     str | Path,
     OptionFlag(
-        "A folder that run or train wrote: evaluation.json and the models.",
-        "folder",
-        kind=str,
-        positional=True,
+        "A folder that run or train wrote: evaluation.json and the models.", "folder", positional=True
     ),
 ]
 ReplayedArgument = Annotated[
@@ -315,7 +305,6 @@ PlannedArgument = Annotated[
         "Folders that `tracefit run` wrote, or with coefficient files; each deployment is a kind of server.",
         "folders",
         metavar="OUT...",
-        kind=list[str],
         positional=True,
     ),
 ]
@@ -336,38 +325,19 @@ ConsumerOption = Annotated[
     ),
 ]
 RunOutOption = Annotated[
-    str | Path,
-    OptionFlag(
-        "Folder or s3:// or gs:// URL for tables, models, evaluation and report.",
-        "out",
-        metavar="PATH",
-        kind=str,
-    ),
+    str | Path, OptionFlag("Folder or s3:// or gs:// URL for tables, models, evaluation and report.", "out")
 ]
-IngestOutOption = Annotated[
-    str | Path,
-    OptionFlag("The tables folder, or its s3:// or gs:// URL.", "out", metavar="PATH", kind=str),
-]
+IngestOutOption = Annotated[str | Path, OptionFlag("The tables folder, or its s3:// or gs:// URL.", "out")]
 TrainOutOption = Annotated[
     str | Path,
-    OptionFlag(
-        "Folder or s3:// or gs:// URL for the models, the evaluation and the report.",
-        "out",
-        metavar="PATH",
-        kind=str,
-    ),
+    OptionFlag("Folder or s3:// or gs:// URL for the models, the evaluation and the report.", "out"),
 ]
-ReportOutOption = Annotated[
-    str | Path | None,
-    OptionFlag("Where to write; FOLDER if not given.", "out", metavar="PATH", kind=str | None),
-]
+ReportOutOption = Annotated[str | Path | None, OptionFlag("Where to write; FOLDER if not given.", "out")]
 RowsOutOption = Annotated[
     str | Path | None,
     OptionFlag("Write the predicted rows here, by suffix; else CSV on stdout.", "out", kind=Path | None),
 ]
-ExportOutOption = Annotated[
-    str | Path, OptionFlag("Folder for the consumer's files.", "out", metavar="PATH", kind=str)
-]
+ExportOutOption = Annotated[str | Path, OptionFlag("Folder for the consumer's files.", "out")]
 DryRunOption = Annotated[
     bool, OptionFlag("List the files that would be read, and their formats; write nothing.")
 ]
@@ -379,8 +349,7 @@ RowKindOption = Annotated[
     str, OptionFlag("Kind of the rows: step, request, or a model's name with its features.", "of")
 ]
 EachOption = Annotated[
-    bool,
-    OptionFlag("Print one line per request, in seconds and under vLLM's names, as CSV or JSON."),
+    bool, OptionFlag("Print one line per request, in seconds and under vLLM's names, as CSV or JSON.")
 ]
 CsvOption = Annotated[bool, OptionFlag("Print CSV on stdout; times in seconds.")]
 
@@ -390,7 +359,7 @@ CsvOption = Annotated[bool, OptionFlag("Print CSV on stdout; times in seconds.")
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Facts about the server from the user, instead of or beyond the run's own files.
+    """Facts about the server from the user, instead of or beyond the run's files.
 
     Attributes:
         run_config: exp-config.yaml or run.yaml, a `vllm serve` command line, or a server log, for every run.
@@ -404,9 +373,7 @@ class ServerOptions:
     model_config: Path | None = option(None)
     gpu: str | None = option(None, completion="gpus")
     tp: int | None = option(None, minimum=1)
-    settings: Mapping[str, object] | None = option(
-        None, flag="--set", metavar="KEY=VALUE", kind=list[str] | None
-    )
+    settings: Mapping[str, object] | None = option(None, flag="--set", metavar="KEY=VALUE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +381,7 @@ class BuildLimits:
     """How much of a run is in memory while its tables are built.
 
     Attributes:
-        window_bytes: Bytes on disk of the staged parts that are read together; in memory they take several
+        window_bytes: Bytes on disk of the staged parts that are read at once; in memory they take several
             times as much.
         sorted_bytes: Bytes of rows that wait to be sorted; beyond it they are spilled to disk.
         small_run_rows: Steps, journey events and snapshots of a run up to which its tables stay in memory

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 UNKNOWN = "-"
 WIDTH = 80
-"""Columns of the terminal that every table of a command's result fits into, unless a name alone is longer."""
+"""Columns of the terminal that every table of a command's result fits into, unless one name is longer."""
 
 FIRST_DATE_NS = 10**18
 """Earlier times have no date: their clock began at 0, or with the machine. 10^18 ns after 1970 is September 2001."""
@@ -85,7 +85,7 @@ def mape_misleads(mape_pct: float | None, mdape_pct: float | None) -> bool:
 def columns(
     head: Sequence[str] | None, rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,)
 ) -> str:
-    """Align cells in columns: those in `left` to the left, all others, which hold numbers, to the right."""
+    """Align cells in columns: those in `left` to the left, all others, which are numbers, to the right."""
     table = [tuple(r) for r in rows]
     if head is not None:
         table.insert(0, tuple(head))
@@ -102,7 +102,7 @@ def columns(
 
 
 def indented(text: str) -> str:
-    """Move every line two places to the right."""
+    """Indent every line by two spaces."""
     return "\n".join(f"  {line}" if line else line for line in text.splitlines())
 
 
@@ -126,7 +126,11 @@ class DeploymentLabel:
 def deployment_labels(
     deployments: Mapping[str, tuple[Sequence[str], Mapping[str, str]]],
 ) -> dict[str, DeploymentLabel]:
-    """Return a label for each of several deployments, unique among them; each is given by id, its runs and its settings."""
+    """Return a label for each of several deployments, unique among them.
+
+    Args:
+        deployments: Deployment id to its runs and its settings.
+    """
     # Readers cannot compare hashes: if only the hash differs, the settings are named too.
     shared = Counter(_without_hash(deployment_id) for deployment_id in deployments)
     labels = {}

@@ -205,7 +205,7 @@ def main() -> int:
         start = time.process_time()
         found = replay(load_, times, settings)
         took = time.process_time() - start
-        steps = sum(len(stretch[0]) for stretch in found.steps[0])
+        steps = sum(len(ends) for ends, _, _ in found.steps)
         limit = MOST_S_PER_MILLION * tokens / 1e6
         slow |= took > limit
         print(

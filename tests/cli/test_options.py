@@ -304,7 +304,7 @@ def test_a_mistyped_gpu_suggests_one(tracefit, tmp_path, traces):
 def test_a_setting_of_its_own_is_not_a_typo(tracefit, tmp_path, traces):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
     _, out, err = tracefit("inspect", folder, "--set", "swap_space=4", "--json")
-    assert err.startswith("warning: --set swap_space: no setting of this name is known")
+    assert err.startswith("warning: --set swap_space: unknown setting")
     assert json.loads(out)["runs"]
 
 

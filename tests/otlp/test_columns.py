@@ -49,9 +49,7 @@ def times(request):
         ({"arrayValue": {"values": [{"intValue": "1"}]}}, pl.Int64(), None),
     ],
 )
-def test_a_value_of_any_kind_becomes_what_its_column_holds_or_null(
-    otlp, column_of, times, value, dtype, expected
-):
+def test_value_of_any_kind_gets_its_columns_type_or_null(otlp, column_of, times, value, dtype, expected):
     assert column_of([[{"key": "k", "value": value}]] * times, dtype=dtype) == [expected] * times
 
 
@@ -108,7 +106,7 @@ def test_numbers_of_every_length(otlp, column_of, times):
     assert column_of([[otlp.attribute("k", intValue=str(n))] for n in numbers] * times) == numbers * times
 
 
-def test_events_are_in_the_order_they_were_in_and_know_their_span(otlp, times):
+def test_events_keep_their_order_and_their_span(otlp, times):
     def event(name, number):
         return otlp.event(name, [otlp.attribute("n", intValue=str(number))])
 

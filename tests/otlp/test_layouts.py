@@ -240,7 +240,7 @@ USUAL = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("literal", LITERALS, ids=lambda text: ascii(text)[:20])
-def test_a_literal_is_read_in_a_crowd_as_it_is_alone(otlp, literal):
+def test_literal_is_read_alike_by_parser_and_layout(otlp, literal):
     """Few events go through the parser, many are read by column: both accept the same, and as the same."""
     for (kind, usual), dtype in (
         (each, dtype) for each in USUAL for dtype in (pl.Int64(), pl.Float64(), pl.String())

@@ -161,7 +161,7 @@ def test_damage_costs_no_record_that_it_does_not_touch(otlp, shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHARES)
-def test_thousands_of_mutations_cost_no_record_that_they_do_not_touch(otlp, shape):
+def test_mutations_leave_untouched_records_readable(otlp, shape):
     _mutate(otlp, shape, round(MANY * SHARES[shape]), random.Random(f"many {shape}"))
 
 

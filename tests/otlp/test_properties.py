@@ -89,7 +89,7 @@ def test_a_long_record_that_is_split_holds_the_same_spans(otlp, shape, data):
 
 
 @pytest.mark.parametrize("shape", ["lines", "framed protobuf"])
-def test_bad_spans_of_a_record_that_is_split_are_named_as_in_the_whole(otlp, shape):
+def test_bad_spans_of_a_split_record_keep_their_numbers(otlp, shape):
     """By their number in the record, and with its place and length."""
     bad = {5: {"traceId": "0" * 32}, 17: {"spanId": "0" * 16}}
     content = otlp.SHAPES[shape]([otlp.record(*[otlp.span(n + 1, **bad.get(n, {})) for n in range(20)])] * 2)

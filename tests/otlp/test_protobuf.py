@@ -45,7 +45,7 @@ def test_an_event_beyond_int64_costs_its_span(otlp, message):
     assert "timeUnixNano" in found.reject.reason
 
 
-def test_a_span_that_is_no_message_costs_itself_and_not_its_siblings(otlp, message):
+def test_span_that_is_no_message_is_a_reject(otlp, message):
     """The name of the second span is longer than the span."""
     data = bytearray(message.SerializeToString())
     name = second(message).name.encode()

@@ -30,7 +30,7 @@ async def connected(port, count):
 
 @pytest.mark.parametrize("kind", ["http_port", "grpc_port"])
 @pytest.mark.parametrize("limit", ["connections", "connections_of_address"])
-def test_of_too_many_connections_the_most_silent_are_closed(lib, tmp_path, kind, limit):
+def test_most_silent_of_too_many_connections_are_closed(lib, tmp_path, kind, limit):
     """Nothing is closed as long as they are few; of too many, one that has just sent something stays."""
     limits = IntakeLimits(**{"connections_of_address": 3, limit: 2})
 
@@ -39,7 +39,7 @@ def test_of_too_many_connections_the_most_silent_are_closed(lib, tmp_path, kind,
             port = getattr(at, kind)
 
             def silent():
-                return {each.port: each.silent_ms for each in connections._accepted(port)}
+                return {each.port: each.silent_ms for each in connections.connections_of(port)}
 
             async with connected(port, 2):
                 await lib.until(lambda: len(silent()) == 2)
@@ -90,9 +90,7 @@ def test_a_port_accepts_a_limited_number(lib, tmp_path, kind):
     ("kind", "sent"),
     [("http_port", b""), ("http_port", BEGUN), ("grpc_port", b""), ("grpc_port", b"PRI * HTTP/2.0")],
 )
-def test_a_connection_that_says_nothing_or_half_of_it_is_closed(
-    lib, tmp_path, certificate, kind, sent, is_tls
-):
+def test_silent_or_half_open_connection_is_closed(lib, tmp_path, certificate, kind, sent, is_tls):
     """With TLS what is sent is no handshake, or none at all."""
     cert, key = certificate
     options = ReceiveOptions(
@@ -116,7 +114,7 @@ def test_a_connection_that_says_nothing_or_half_of_it_is_closed(
 
 @pytest.mark.parametrize("sent", [b"", BEGUN, BODY_MISSING])
 @pytest.mark.parametrize("kind", ["http_port", "grpc_port"])
-def test_who_hangs_holds_up_no_end_and_leaves_no_traceback(lib, tmp_path, kind, sent):
+def test_hanging_sender_does_not_delay_the_end(lib, tmp_path, kind, sent):
     complaints = []
 
     async def main():
@@ -134,7 +132,7 @@ def test_who_hangs_holds_up_no_end_and_leaves_no_traceback(lib, tmp_path, kind, 
     assert len(lib.span_ids(tmp_path)) == 1
 
 
-def test_more_descriptors_are_taken_where_the_system_has_them():
+def test_descriptor_limit_is_raised():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
@@ -148,7 +146,7 @@ def test_more_descriptors_are_taken_where_the_system_has_them():
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_sockets_of_other_ports_and_files_are_left_alone():
+def test_only_sockets_of_the_port_are_closed():
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as sender,

@@ -385,7 +385,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name)[:20])
-def test_no_name_leads_out_of_the_folder(lib, tmp_path, name):
+def test_no_service_name_leads_out_of_the_folder(lib, tmp_path, name):
     store = store_at(tmp_path / "out")
     for number, sender in enumerate((Sender(name, "i"), Sender("s", name or "j"), Sender(name, name)), 1):
         assert store.commit([part(lib, number, sender=sender)]) == {}

@@ -261,7 +261,7 @@ def test_the_command_shows_records_losses_and_what_was_not_kept(start, tmp_path)
             publisher.send_multipart(message)
         # The junk is the last: when it is refused all others are read.
         warning = next(line for line in receiver.popen.stderr if "not kept" in line)
-        assert f"messages of {endpoint} are not kept (malformed)" in warning
+        assert f"messages of {endpoint} are refused (malformed)" in warning
         code, out, _ = receiver.end()
         publisher.close(linger=0)
     assert code == 3

@@ -74,7 +74,7 @@ def test_the_receiver_of_the_example_takes_its_command_line():
     assert COMPOSE["networks"]["traces"]["internal"]
 
 
-def test_the_image_can_write_where_the_example_and_the_pages_mount():
+def test_image_can_write_to_the_documented_mounts():
     """A named volume begins as the image's folder, with its owner; a folder of the host needs the host's user."""
     (install,) = re.findall(r"install --directory --owner=(\w+) (\S+)", DOCKERFILE)
     (user,) = re.findall(r"useradd --create-home --uid (\d+) (\w+)", DOCKERFILE)
@@ -91,7 +91,7 @@ def test_the_image_can_write_where_the_example_and_the_pages_mount():
 
 
 @pytest.mark.slow
-def test_the_health_check_of_the_example_tells_a_receiver_from_none(start, tmp_path):
+def test_health_check_of_the_example_needs_a_receiver(start, tmp_path):
     service = COMPOSE["services"]["receive"]
     receiver = start(tmp_path)
     _, python, *arguments = service["healthcheck"]["test"]
@@ -114,14 +114,16 @@ def test_example_server_uses_stock_flags_alone():
     assert service["environment"]["OTEL_EXPORTER_OTLP_TRACES_INSECURE"] == "true"
 
 
-def test_serve_lines_in_docs_mark_flags_of_the_fork():
-    for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
-        before, *blocks = re.split(r"```bash\n", path.read_text())
-        for block in blocks:
-            code, _, after = block.partition("```")
-            if "--step-tracing" in code or "--enable-journey-tracing" in code:
-                assert "inference-sim" in before[-600:], path
-            before = after
+@pytest.mark.parametrize(
+    "page", ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))]
+)
+def test_serve_lines_in_docs_mark_flags_of_the_fork(page):
+    before, *blocks = re.split(r"```bash\n", (ROOT / page).read_text())
+    for block in blocks:
+        code, _, after = block.partition("```")
+        if "--step-tracing" in code or "--enable-journey-tracing" in code:
+            assert "inference-sim" in before[-600:]
+        before = after
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ def test_metrics_say_what_was_received(lib, tmp_path, new_traces):
     assert found[("tracefit_receive_disk_free_bytes",)] > 0
 
 
-def test_the_dashboard_and_the_page_know_every_metric_and_no_other(lib, tmp_path):
+def test_dashboard_and_page_name_exactly_the_metrics(lib, tmp_path):
     async def main():
         async with lib.running(tmp_path, has_metrics=True) as at:
             at.intake.observed.step_errors = StepErrors(0.02)
@@ -174,7 +174,7 @@ def test_the_dashboard_and_the_page_know_every_metric_and_no_other(lib, tmp_path
 
 
 @pytest.mark.slow
-def test_step_times_are_compared_with_those_that_a_model_predicts(start, tmp_path, new_traces):
+def test_step_times_are_compared_with_predicted_ones(start, tmp_path, new_traces):
     """100 KV blocks of 16 tokens hold 8 requests: half a block each is empty, 192 tokens are in each."""
     models = ROOT / "fixtures" / "models"
     step = {"num_prefill_reqs": 0, "num_decode_reqs": 8, "prefill_tokens": 0, "running_depth": 8}

@@ -65,7 +65,7 @@ def test_errors_of_predictions_are_relative_to_what_was_measured():
     assert (errors.measured_s, errors.predicted_s) == pytest.approx((300e-6, 290e-6))
 
 
-def test_a_step_lasts_until_the_next_one_while_the_engine_is_busy(traces):
+def test_step_of_a_busy_engine_lasts_until_the_next(traces):
     """9 ms between 1 and 2; 3 follows an empty engine; 5 is not adjacent to 3."""
     traces.steps(
         traces.summary(1, 1000),
@@ -138,7 +138,7 @@ def test_a_server_that_traces_no_requests_is_warned_of(traces):
     assert "stock vLLM refuses to start with these flags" in text
 
 
-def test_a_server_that_traces_both_is_not(traces):
+def test_server_that_traces_both_gets_no_warning(traces):
     for number in range(1, 60):
         traces.request(number, number * 1e6, step=number)
     traces.steps(traces.summary(1, 0))

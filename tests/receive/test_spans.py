@@ -241,7 +241,7 @@ def test_millions_of_parts_are_refused_before_parsing(monkeypatch, body):
 
 
 @pytest.mark.parametrize("where", IN_JSON)
-def test_so_is_one_in_json(where):
+def test_json_request_of_too_many_objects_is_refused(where):
     with pytest.raises(RequestError, match="more than 1,048,576 objects"):
         at_once(protobuf_of_json(IN_JSON[where] % (b"{}," * 1_100_000 + b"{}")))
 
@@ -287,7 +287,7 @@ def test_gzip_is_decompressed_as_far_as_it_says(stated):
 
 
 @pytest.mark.parametrize("spans", [[b"\x0a\x10" + b"i" * 16 + EVENT * 10] * 2000, [EVENT * 20_000]], ids=len)
-def test_other_requests_have_a_turn_after_some_thousands_of_events(spans):
+def test_other_requests_get_turns_during_a_long_one(spans):
     """In a request of many spans, and in one long span."""
     work = PrivacyFilter().by_sender(request_of(*(field(0x12, span) for span in spans)), Observed())
     assert sum(1 for _ in work) >= 20_000 // SLICE_ELEMENTS

@@ -42,8 +42,8 @@ def test_a_client_s_times_are_those_of_the_plan(name, tmp_path):
     plan = clients.planned()
     found = decoded(clients.FORMS[name](plan), tmp_path)
     assert not found.rejects
-    told = latencies(found.spans)
-    for row, request in zip(told.iter_rows(named=True), plan, strict=True):
+    measured = latencies(found.spans)
+    for row, request in zip(measured.iter_rows(named=True), plan, strict=True):
         lasted = request.token_s[-1] - request.token_s[0]
         assert row["ttft"] == pytest.approx(request.token_s[0] - request.sent_s, abs=1e-6)
         assert row["e2e"] == pytest.approx(request.token_s[-1] - request.sent_s, abs=1e-6)
@@ -89,11 +89,11 @@ def test_what_the_programs_wrote_is_read(folder, tmp_path):
     found = decoded(gzip.decompress(path.read_bytes()), tmp_path)
     assert not found.rejects
     assert found.spans.height == (150 if folder == "guidellm" else 40)
-    told = latencies(found.spans)
+    measured = latencies(found.spans)
     # A step of the stub takes 15 ms and 0.5 ms a request; the process that sleeps it adds to that.
-    assert told["itl"].min() > 0.015
-    assert told["itl"].median() < 0.022
-    assert told.select((pl.col("e2e") > pl.col("ttft")).all()).item()
+    assert measured["itl"].min() > 0.015
+    assert measured["itl"].median() < 0.022
+    assert measured.select((pl.col("e2e") > pl.col("ttft")).all()).item()
     if folder != "guidellm":
         prompts = found.spans["gen_ai.usage.prompt_tokens"].cast(pl.Int64)
         assert found.steps["prefill_tokens"].sum() == prompts.sum()
@@ -130,7 +130,7 @@ EVERY_FORM = clients.FORMS | clients.EXPERIMENT
 @pytest.mark.parametrize(
     ("form", "key"), [(clients.inference_perf, b'"start_time": '), (clients.request_log, b'"queued_ts": ')]
 )
-def test_a_log_whose_first_request_is_odd_is_one_all_the_same(form, key, tmp_path):
+def test_log_with_an_odd_first_request_is_recognised(form, key, tmp_path):
     before, after = form(clients.planned(10)).split(key, 1)
     found = decoded(before + key + b"null" + after[after.index(b",") :], tmp_path)
     assert (found.spans.height, len(found.rejects)) == (9, 1)
@@ -178,13 +178,13 @@ def test_lists_of_different_lengths_are_a_reject(tmp_path):
 def test_a_request_log_gives_the_engine_s_durations(tmp_path):
     plan = clients.planned(40)
     spans = decoded(clients.request_log(plan), tmp_path).spans
-    told = spans.select(pl.col("^gen_ai.latency.*$").cast(pl.Float64))
-    for row, request in zip(told.iter_rows(named=True), plan, strict=True):
+    measured = spans.select(pl.col("^gen_ai.latency.*$").cast(pl.Float64))
+    for row, request in zip(measured.iter_rows(named=True), plan, strict=True):
         assert row["gen_ai.latency.time_in_queue"] == 0
         assert row["gen_ai.latency.time_in_model_decode"] == pytest.approx(
             request.token_s[-1] - request.token_s[0], abs=1e-6
         )
-        # The soonest queued is taken to be queued as it arrives: here all of them, a millisecond after.
+        # The shortest admission counts as 0: here all of them are, and take a millisecond.
         first = request.token_s[0] - request.sent_s - 0.001
         assert row["gen_ai.latency.time_to_first_token"] == pytest.approx(first, abs=1e-6)
 

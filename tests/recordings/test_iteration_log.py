@@ -182,7 +182,7 @@ def test_time_between_lines_is_of_the_later_step(ingested):
     assert set(timeline["composition_source"]) == {"log"}
 
 
-def test_time_without_a_step_is_a_pause_where_the_elapsed_time_shows_it(ingested):
+def test_time_beyond_the_elapsed_time_is_a_pause(ingested):
     times = [0.010 * step for step in range(30)]
     fresh = [line(step, AT + at, elapsed_ms=9.0) for step, at in enumerate(times)]
     # Of two prompts that nothing ran before, the first came at once, the other after 200 ms.
@@ -194,7 +194,7 @@ def test_time_without_a_step_is_a_pause_where_the_elapsed_time_shows_it(ingested
     assert timeline["idle_after"].to_list() == [False, False, True, False]
 
 
-def test_steps_between_two_changes_of_whole_seconds_are_one_interval(ingested):
+def test_steps_within_a_whole_second_are_one_interval(ingested):
     # 40 steps of 100 ms: the clock changes at steps 5, 15, 25 and 35. The elapsed time, half a step, is not used.
     texts = [FORMS["default"](message(step, elapsed_ms=50.0)) for step in range(40)]
     texts = [text.replace(":49 ", f":{49 + (step + 5) // 10} ") for step, text in enumerate(texts)]
@@ -203,7 +203,7 @@ def test_steps_between_two_changes_of_whole_seconds_are_one_interval(ingested):
     assert found.rows() == [(step, "log_interval", 10, 100_000.0) for step in (5, 15, 25)]
 
 
-def test_the_elapsed_time_is_used_where_it_adds_up_to_the_seconds(ingested):
+def test_elapsed_times_that_add_up_are_used(ingested):
     # 90 and 110 ms in turn.
     texts = [FORMS["default"](message(step, elapsed_ms=100.0 + 10 * (-1) ** step)) for step in range(40)]
     texts = [text.replace(":49 ", f":{49 + (step + 5) // 10} ") for step, text in enumerate(texts)]
@@ -332,7 +332,7 @@ def test_what_is_written_is_read_whatever_is_around_it(steps, noise, form, cut):
 # -- the command line ----------------------------------------------------------------------------------------
 
 
-def test_a_log_may_come_through_a_pipe_and_inspect_says_what_it_lacks():
+def test_inspect_of_a_piped_log_says_what_it_lacks():
     content = b"".join(line(step, AT + step / 100).encode() for step in range(80))
     code = "from tracefit.cli import main; main()"
     done = subprocess.run(
@@ -345,7 +345,7 @@ def test_a_log_may_come_through_a_pipe_and_inspect_says_what_it_lacks():
     assert "the log does not have them; spans of the same requests" in shown
 
 
-def test_spans_of_another_server_beside_a_log_are_not_asked_for_once_more(tmp_path):
+def test_log_with_spans_of_another_server_asks_for_no_spans(tmp_path):
     for form, seed in (("log", 5), ("stock", 6)):
         options = SynthOptions(name=form, form=form, seed=seed, requests=60)
         write_run(synth(options), tmp_path, formats=("json",))

@@ -37,7 +37,7 @@ _MOVED = {
     "source_medium": "GPU",
     "dest_medium": "CPU",
     "block_count": 4,
-    "own_step": 42,
+    "event_step": 42,
 }
 _SENT = {
     "transfer_id": "9",
@@ -55,9 +55,9 @@ EXPECTED = {
     "TransferCompleted": {**_MOVED, "success": True},
     "RemoteTransferInitiated": _SENT,
     "RemoteTransferCompleted": {**_SENT, "success": False},
-    "CacheLoadCommitted": {"request_id": "r-3", "medium": "CPU", "block_count": 15, "own_step": 100},
-    "CacheStoreCommitted": {"request_id": "r-4", "medium": "DISK", "block_count": 8, "own_step": 101},
-    "CacheEviction": {"medium": "CPU", "block_count": 5, "eviction_reason": "lru", "own_step": 102},
+    "CacheLoadCommitted": {"request_id": "r-3", "medium": "CPU", "block_count": 15, "event_step": 100},
+    "CacheStoreCommitted": {"request_id": "r-4", "medium": "DISK", "block_count": 8, "event_step": 101},
+    "CacheEviction": {"medium": "CPU", "block_count": 5, "eviction_reason": "lru", "event_step": 102},
 }
 ENCODE = {"json": lambda v: msgspec.json.encode(v) + b"\n", "msgpack": msgspec.msgpack.encode}
 ALWAYS = {"event", "unix_ns", "data_parallel_rank", "batch_step", "source_file", "source_offset"}
@@ -124,10 +124,10 @@ def test_trailing_fields_may_be_missing_or_added(read_events, kind, encoding):
     assert _facts(more.rows.row(0, named=True)) == EXPECTED[kind]
 
 
-def test_a_batch_may_lack_rank_and_step(read):
-    for batch in ([TS, [CLEARED]], [TS, [CLEARED], None, None, "more"]):
-        row = read(json.dumps(batch).encode()).rows.row(0, named=True)
-        assert (row["data_parallel_rank"], row["batch_step"]) == (None, None)
+@pytest.mark.parametrize("batch", [[TS, [CLEARED]], [TS, [CLEARED], None, None, "more"]])
+def test_a_batch_may_lack_rank_and_step(read, batch):
+    row = read(json.dumps(batch).encode()).rows.row(0, named=True)
+    assert (row["data_parallel_rank"], row["batch_step"]) == (None, None)
 
 
 def test_an_empty_text_is_a_missing_value(read_events):
@@ -169,7 +169,7 @@ def test_clearing_a_cache_concerns_its_rank_alone(lifetimes):
     assert found[-2:] == [1e6, None]
 
 
-def test_a_block_that_is_stored_again_behind_a_clearing_is_as_old_as_that(lifetimes):
+def test_age_of_a_block_begins_again_after_a_clearing(lifetimes):
     found = lifetimes(
         (0, 0, ["BlockStored", [1, 2, 3, 4]]),
         (1, 0, CLEARED, ["BlockStored", [2, 3]]),
@@ -179,7 +179,7 @@ def test_a_block_that_is_stored_again_behind_a_clearing_is_as_old_as_that(lifeti
     assert found[4:] == [None, 3e6, None, 2e6]
 
 
-def test_blocks_are_forgotten_when_too_many_are_stored_and_never_removed():
+def test_ages_are_dropped_when_too_many_blocks_are_stored():
     ages = BlockAges(most_blocks=3)
     for rank, hashes in ((0, [1, 2]), (1, [3, 4]), (0, [5])):
         ages.store(rank, None, hashes, 0.0)

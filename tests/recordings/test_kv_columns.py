@@ -148,7 +148,7 @@ def test_events_of_a_restarted_engine_have_its_epoch(tables):
     assert rows.select("epoch", "step_id").rows() == [(0, None), (0, 50), (1, 1)]
 
 
-def test_events_of_several_engines_go_where_their_requests_and_ranks_are(tables):
+def test_events_go_to_the_engine_of_their_request_or_rank(tables):
     journeys = [_core(R1, "QUEUED", 9_000, 0), _core(R2, "QUEUED", 9_000, 0, server="other")]
     cleared = ["AllBlocksCleared"]
     batches = [
@@ -224,7 +224,7 @@ def test_blocks_never_stored_were_found_in_the_cache(tables, sampling, ratio):
     assert run["kv_prefix_hit_ratio"] == (pytest.approx(ratio) if ratio else None)
 
 
-def test_the_lifetime_of_a_run_is_the_mean_over_its_removed_blocks(tables):
+def test_lifetime_of_a_run_is_the_mean_of_removed_blocks(tables):
     removed = [_batch(60_400, [["BlockRemoved", [3], "GPU"]], 6)]
     run = tables([*BLOCKS, *removed])["runs"].row(0, named=True)
     assert run["kv_block_lifetime_us"] == pytest.approx((2 * 30_050 + 40_000) / 3, abs=1)

@@ -74,7 +74,7 @@ def test_each_step_is_of_the_first_regime_that_holds():
     assert times.decoding(StepBatch(decode_reqs=2, context_tokens=30), 3, 2).tolist() == [7, 500, 500]
 
 
-def test_a_model_that_reads_what_a_replay_does_not_know_is_refused():
+def test_model_with_an_unknown_input_is_refused():
     with pytest.raises(DataError, match="moon_phase"):
         FittedStepTimes(model(intercept=value(1.0), terms=[term("moon_phase", 1.0)]), {})
 
@@ -97,7 +97,7 @@ def test_work_of_the_api_begins_when_the_work_before_it_ends(queue, waits):
 
 
 @pytest.mark.slow
-def test_a_generated_run_is_replayed_within_the_errors_of_its_models(tmp_path):
+def test_replay_of_a_generated_run_is_close(tmp_path):
     root = Path(__file__).parents[2] / "fixtures/generated"
     package.run([root / "llama-8b-linear"], tmp_path / "out")
     (found,) = package.replay_runs(tmp_path / "out").runs
@@ -132,7 +132,7 @@ def test_no_scheduler_but_the_replays_is_outside_the_generator():
 
 
 def test_requests_of_blis_pass_the_one_engine(monkeypatch):
-    monkeypatch.setattr(ReplayEngine, "advance", lambda *_: pytest.fail("the engine ran"))
+    monkeypatch.setattr(ReplayEngine, "run", lambda *_: pytest.fail("the engine ran"))
     one = [np.array([value]) for value in (0, 10, 3)]
     with pytest.raises(pytest.fail.Exception, match="the engine ran"):
         replay_as_blis(*one, StepRates(1000.0, *[0.0] * 5), (0, 0, 0), EngineSettings(8, 64, 16))
@@ -179,7 +179,7 @@ def test_an_unknown_output_is_the_tokens_so_far_or_the_median():
     assert found["is_guessed"].to_list() == [False, True, True, True]
 
 
-def test_who_left_the_queue_loads_nothing():
+def test_request_that_left_the_queue_loads_nothing():
     # Served; left in the queue; left before its first token; nobody saw it scheduled; still in the queue at the end.
     rows = requests_of(
         (0, 100, 200, 11), (0, None, 90, None), (0, None, 90, None), (0, 100, 200, 11), (0, None, None, None)
@@ -210,7 +210,7 @@ def test_a_replay_is_without_the_prompts_of_clients_who_left(tmp_path):
     assert found[0] == found[1]
 
 
-def test_few_that_come_after_the_split_are_joined_by_those_that_end_there():
+def test_if_few_come_after_the_split_all_that_end_count():
     late = [(2000 + n, 2010, 2100, 5) for n in range(20)]
     early = [(900, 950, 1100, 5), (900, 950, 960, 5)]
     assert _counting(requests_of(*early, *late))["counts"].to_list() == [False, False] + 20 * [True]
@@ -291,7 +291,7 @@ def test_client_requests_are_replayed_on_server_steps(tmp_path):
     assert "ms around the engine" in found.notes[-1]
 
 
-def test_a_client_alone_sees_no_queue(tmp_path):
+def test_replay_of_client_requests_has_no_queue(tmp_path):
     folder = write_run(synth(SynthOptions(form="guidellm", requests=200, abort_fraction=0.0)), tmp_path)
     package.run([folder], tmp_path / "out", options=package.TrainOptions(fast=True))
     (found,) = package.replay_runs(tmp_path / "out").runs
@@ -300,7 +300,7 @@ def test_a_client_alone_sees_no_queue(tmp_path):
     assert max(errors["itl_p50_us"], errors["e2e_p50_us"]) < 5
 
 
-def test_an_admission_of_another_form_counts_as_on_an_idle_server():
+def test_linear_admission_counts_as_on_an_idle_server():
     terms = [term("prompt_tokens", 2.0), term("running_depth", 50.0)]
     alpha = model(name="alpha.admission", intercept=value(300.0), terms=terms)
     assert admission_us(alpha, np.zeros(2), np.array([10, 20])).tolist() == [320, 340]
@@ -353,7 +353,7 @@ def test_a_run_that_is_not_there_is_named(trained, tracefit):
     ("traced", "sampling", "reason"),
     [
         (0, 0.0, "no request was traced, only steps"),
-        (4, 0.5, "journeys are a sample of 50%: the requests between them are not known"),
+        (4, 0.5, "journeys are a sample of 50%: the requests between them are unknown"),
         # Without any journey, other spans may show every request.
         (4, 0.0, None),
         (4, None, None),

@@ -22,11 +22,10 @@ class Steps:
         return np.full(steps, 1000.0)
 
 
-def run(requests, times=None, settings=None, *, prefix=None, priority=None, **options):
-    arrival, prompt, output = (np.array(column, dtype=np.int64) for column in zip(*requests, strict=True))
-    extra = [None if each is None else np.array(each, dtype=np.int64) for each in (prefix, None, priority)]
-    settings = settings or EngineSettings(64, 100, 4)
-    return replay(RequestLoad(arrival, prompt, output, *extra), times or Steps(), settings, **options)
+def run(requests, times=None, settings=None, *, prefix=None, **options):
+    columns = [np.array(column, dtype=np.int64) for column in zip(*requests, strict=True)]
+    load = RequestLoad(*columns, None if prefix is None else np.array(prefix, dtype=np.int64))
+    return replay(load, times or Steps(), settings or EngineSettings(64, 100, 4), **options)
 
 
 def test_scheduling_ahead_adds_a_scheduled_step_to_the_wait():
@@ -46,13 +45,7 @@ def test_a_step_ahead_a_slot_is_free_a_step_later():
     assert ahead.last_us.tolist() == [2000, 3000], "nothing runs between: the empty step takes no time"
 
 
-def test_a_smaller_priority_is_served_first():
-    one_slot = EngineSettings(1, 100, 4, by_priority=True)
-    found = run([(0, 10, 1), (1, 10, 1), (2, 10, 1)], settings=one_slot, priority=[0, 5, 1])
-    assert found.first_us.tolist() == [1000, 3000, 2000]
-
-
-def test_a_preempted_request_keeps_its_output_and_computes_it_again():
+def test_preempted_request_recomputes_its_output():
     """6 blocks of 4: the sixth token of the first request takes the blocks of the second, which has five outputs."""
     found = run([(0, 8, 8), (0, 8, 8)], Steps(per_prompt_token=1.0), EngineSettings(64, 100, 4, num_blocks=6))
     assert found.preemptions == 1
@@ -78,17 +71,6 @@ def test_without_chunks_a_prompt_waits_until_it_fits():
 def test_several_tokens_a_step_shorten_the_decoding():
     found = run([(0, 10, 9)], settings=EngineSettings(64, 100, 4, tokens_per_step=2))
     assert found.last_us[0] - found.first_us[0] == 4000
-
-
-@pytest.mark.parametrize(
-    ("routing", "servers"),
-    [("round_robin", [0, 1, 0, 1]), ("least_loaded", [0, 1, 1, 1]), ("prefix", [0, 1, 0, 1])],
-)
-def test_requests_go_where_the_router_sends_them(routing, servers):
-    # The first is long; each of the others has ended when the next one comes.
-    requests = [(0, 8, 50), (100, 8, 1), (5000, 8, 1), (10_000, 8, 1)]
-    found = run(requests, prefix=[8, 4, 8, 4], servers=2, routing=routing)
-    assert found.server.tolist() == servers
 
 
 def test_the_api_delays_the_queue():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -18,9 +18,9 @@ from tracefit.options import OptionFlag, ServerOptions, from_flags, named, optio
 
 
 def _folders(context: typer.Context) -> list[str]:
-    """Return what the command line names so far and is there: a completion's arguments are not yet bound to parameters."""
-    named = [*context.args, *(str(v) for v in context.params.values() if isinstance(v, str | Path))]
-    return [one for one in named if Path(one).exists()]
+    """Return the existing paths on the command line so far: a completion's arguments are not yet bound to parameters."""
+    texts = [*context.args, *(str(v) for v in context.params.values() if isinstance(v, str | Path))]
+    return [text for text in texts if Path(text).exists()]
 
 
 def _deployment_ids(context: typer.Context, incomplete: str) -> list[str]:
@@ -40,11 +40,11 @@ def _run_ids(context: typer.Context, incomplete: str) -> list[str]:
 def _names_in(context: typer.Context, incomplete: str, names: Callable[[str], Iterable[str]]) -> list[str]:
     from tracefit.errors import TracefitError
 
-    found: set[str] = set()
+    completions: set[str] = set()
     for folder in _folders(context):
         with suppress(TracefitError):
-            found.update(names(folder))
-    return sorted(one for one in found if one.startswith(incomplete))
+            completions.update(name for name in names(folder) if name.startswith(incomplete))
+    return sorted(completions)
 
 
 def _consumer_names() -> list[str]:
@@ -69,32 +69,41 @@ _COMPLETIONS: Mapping[str | None, Callable[..., list[str]]] = {
 }
 
 
+_TYPES: Mapping[Any, Any] = {
+    str | Path: str,
+    str | Path | None: str | None,
+    str | Path | Iterable[str | Path]: list[str],
+    tuple[str, ...]: list[str] | None,
+    Mapping[str, object] | None: list[str] | None,
+}
+"""Type of an option in Python to its type on the command line. A path may be a URL: `Path` would join its two slashes."""
+
+
 def parameters_of(declared: type) -> Iterator[inspect.Parameter]:
     """Yield the options of a class."""
     kinds = get_type_hints(declared)
     for name, (flag, default) in options_of(declared).items():
-        kind = flag.kind or kinds[name]
-        if get_origin(kind) is tuple:
-            yield parameter_of(name, Annotated[list[str] | None, flag], None)
-        else:
-            yield parameter_of(name, Annotated[kind, flag], str(default) if flag.kind is str else default)
+        shown = str(default) if flag.kind is str else None if default == () else default
+        yield parameter_of(name, Annotated[kinds[name], flag], shown)
 
 
 def parameter_of(name: str, kind: Any, default: Any) -> inspect.Parameter:
-    """Return a parameter as typer reads it; `kind` has a `OptionFlag`, or is one of typer already."""
+    """Return a parameter as typer reads it; `kind` has an `OptionFlag`, or is one of typer already."""
     flag = next((m for m in getattr(kind, "__metadata__", ()) if isinstance(m, OptionFlag)), None)
     if flag is not None:
-        what = (
+        plain = kind.__origin__
+        make = (
             typer.Argument if flag.positional else partial(typer.Option, flag.spelled(flag.argument or name))
         )
-        declared = what(
+        text = None if flag.kind or flag.positional else _TYPES.get(plain)
+        declared = make(
             help=flag.help,
-            metavar=flag.metavar,
+            metavar=flag.metavar or ("PATH" if text in (str, str | None) else None),
             min=flag.minimum,
             max=flag.maximum,
             autocompletion=_COMPLETIONS.get(flag.completion),
         )
-        kind = Annotated[flag.kind or kind.__origin__, declared]
+        kind = Annotated[flag.kind or _TYPES.get(plain, plain), declared]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
 
 
@@ -112,6 +121,6 @@ def server_options(options: Mapping[str, Any], *, model: str | None = None) -> S
     for key in settings:
         if canonical_name(key) not in SETTINGS:
             warn(
-                f"{named(ServerOptions, 'settings')} {key}: no setting of this name is known; it is recorded and tells deployments apart, but no model uses it"
+                f"{named(ServerOptions, 'settings')} {key}: unknown setting; it is recorded and distinguishes deployments, but no model uses it"
             )
     return from_flags(ServerOptions, {**options, "settings": None}, settings=settings)

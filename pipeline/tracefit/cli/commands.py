@@ -122,7 +122,7 @@ def run(
 
 @command("inspect", ServerOptions)
 def inspect(terminal: Terminal, paths: InspectedArgument, **options: Any) -> object:
-    """Describe traces, and what can be trained from them.
+    """Describe traces, and the models that they can train.
 
     Formats, services, sampling, events and the health of the journeys; nothing is fitted or written. Exit code 1 when
     nothing can be trained.
@@ -149,7 +149,7 @@ def ingest(
     Example: `tracefit ingest runs/ --out tables/`
     """
     kept = from_flags(IngestOptions, options)
-    # A plan depends on the files and on what the tables have, not on the server: its options are not even read.
+    # A plan depends on the files and the tables, not on the server: its options are not read.
     if dry_run:
         from tracefit.commands.ingest import plan_ingest
         from tracefit.reports.terminal_results import ingest_plan_text
@@ -288,7 +288,7 @@ def replay(
     """Replay the held-out part of runs with their models.
 
     Queue, batches and steps follow from them. Requests come when they came, and are as long as they were;
-    what is in flight at the beginning is given. Times, throughput and the queue stand beside those measured.
+    the past of those in flight at the beginning is measured. Times, throughput and the queue are shown with the measured ones.
 
     Example: `tracefit replay out/`
     """
@@ -377,7 +377,7 @@ def predict(
     of: RowKindOption = "step",
     out: RowsOutOption = None,
 ) -> object:
-    """Predict steps and requests from coefficient files alone.
+    """Predict steps and requests from coefficient files.
 
     A described step: `--batch 32 --context 1500 --prefill 512`. A described request: `--prompt 800 --output 250 --queue 12`.
 
@@ -396,12 +396,12 @@ def predict(
         CachedOption: cached,
         OutputOption: output if output != 1 else None,
     }
-    given = {PromptOption: prompt, BatchOption: batch, ContextOption: context, FeaturesOption: feature}
-    # typer has no way to say which options belong together.
-    _check_description(given, of_step, of_request, has_rows=rows is not None)
+    described = {PromptOption: prompt, BatchOption: batch, ContextOption: context, FeaturesOption: feature}
+    # typer cannot say which options go with which.
+    _check_description(described, of_step, of_request, has_rows=rows is not None)
     if rows is not None:
-        found = tracefit.predict(loaded, rows, of=of, deployment=chosen, out=out, progress=terminal)
-        return found, rows_text(found)
+        predicted = tracefit.predict(loaded, rows, of=of, deployment=chosen, out=out, progress=terminal)
+        return predicted, rows_text(predicted)
     features = parse_features(feature or [])
     if prompt is not None:
         request = loaded.predict_request(
@@ -428,30 +428,32 @@ def predict(
 
 
 def _check_description(
-    given: Mapping[Any, object],
+    described: Mapping[Any, object],
     of_step: Mapping[Any, object],
     of_request: Mapping[Any, object],
     *,
     has_rows: bool,
 ) -> None:
-    """Refuse options that the prediction would leave unread: those of a request without its prompt, those of a step beside it."""
-    described, steps, requests = (
+    """Refuse options that the prediction would ignore: those of a request without its prompt, those of a step with one."""
+    everything, steps, requests = (
         [named(declared) for declared, value in options.items() if value]
-        for options in ({**given, **of_request, **of_step}, of_step, of_request)
+        for options in ({**described, **of_request, **of_step}, of_step, of_request)
     )
     prompt, batch, prefill = named(PromptOption), named(BatchOption), named(PrefillOption)
     if has_rows:
-        if described:
+        if everything:
             raise UsageError(
-                f"{described[0]} describes one prediction, {named(RowsOption)} has many",
+                f"{everything[0]} describes one prediction, {named(RowsOption)} has many",
                 hint="make it a column",
             )
         return
-    if given[PromptOption] is None and requests:
+    if described[PromptOption] is None and requests:
         raise UsageError(f"{requests[0]} describes a request", hint=f"give its {prompt} too")
-    if given[PromptOption] is not None and steps:
+    if described[PromptOption] is not None and steps:
         raise UsageError(f"{steps[0]} describes a step, {prompt} a request", hint="leave one of them out")
-    if not any((given[PromptOption], given[BatchOption], of_step[PrefillOption], given[FeaturesOption])):
+    if not any(
+        (described[PromptOption], described[BatchOption], of_step[PrefillOption], described[FeaturesOption])
+    ):
         raise UsageError(
             "nothing to predict",
             hint=f"describe a step ({batch}, {prefill}) or a request ({prompt}, {named(OutputOption)})",
@@ -493,7 +495,7 @@ def features(
     """
     from tracefit.features.sets import BUILT_IN, feature_sets
 
-    # As `train --features` reads them: what is shown here is what would be fitted.
+    # Read as by `train --features`: the sets shown here are those that would be fitted.
     return [s for name in names or BUILT_IN for s in feature_sets(name)]
 
 
@@ -509,7 +511,7 @@ def synth(
 ) -> object:
     """Generate traces with known coefficients.
 
-    They have the form of real traces, with the truth beside them.
+    They have the form of real traces; the truth is written with them.
 
     Example: `tracefit synth --out runs/ --requests 600 --law linear`
     """

@@ -86,10 +86,10 @@ def use_config(context: typer.Context, path: Path | None) -> Path | None:
     if path is None or context.resilient_parsing:
         return path
     commands = context.find_root().command
-    assert isinstance(commands, Commands)  # noqa: S101 - the root is what `cls` of the program says
+    assert isinstance(commands, Commands)  # noqa: S101 - the program sets `cls` of the root
     defaults = _defaults(_read(path), commands, str(path))
     context.meta[CONFIG_FILE] = str(path)
-    # Before a command's name typer looks for defaults by command, behind it for those of the command alone.
+    # Before a command's name typer reads defaults by command, after it those of the command.
     context.default_map = defaults if context.command is commands else defaults[context.info_name or ""]
     return path
 
@@ -116,9 +116,9 @@ def _defaults(document: dict[str, Any], commands: Commands, where: str) -> dict[
     _require_known(shared, {f for known in options.values() for f in known} | set(options), where)
     defaults = {}
     for name, known in options.items():
-        own = document.get(name, {}) if isinstance(document.get(name), dict) else {}
-        _require_known(own, set(known), where, f"[{name}] ")
-        values = {**{k: v for k, v in shared.items() if k in known}, **own}
+        section = document.get(name, {}) if isinstance(document.get(name), dict) else {}
+        _require_known(section, set(known), where, f"[{name}] ")
+        values = {**{k: v for k, v in shared.items() if k in known}, **section}
         defaults[name] = {str(known[k].name): _value(known[k], v) for k, v in values.items()}
     return defaults
 
@@ -147,7 +147,7 @@ def unknown_variables(commands: Commands) -> list[str]:
         f"{name} is set, but there is no such option"
         + (f"; {hint}" if (hint := did_you_mean(name, known)) else "")
         for name in sorted(os.environ)
-        # The plugin of vLLM has variables of its own.
+        # The plugin of vLLM has other variables.
         if name.startswith(PREFIX) and not name.startswith(f"{PREFIX}VLLM") and name not in known
     ]
 
@@ -219,9 +219,9 @@ _Command = TypeVar("_Command", bound=Callable[..., object])
 
 
 def command(task: str, *declared: type, is_quiet: bool = True) -> Callable[[_Command], _Command]:
-    """Make a function a command, with the options of some classes before its own keyword-only ones.
+    """Make a function a command, with the options of some classes before its keyword-only ones.
 
-    The function gets the terminal, its own arguments and, as `**options`, the values of the classes. It returns a result, which is
+    The function gets the terminal, its arguments and, as `**options`, the values of the classes. It returns a result, which is
     shown as `<command>_text` of `reports.terminal_results` writes it, or a tuple of a result and its text.
 
     Args:
@@ -233,8 +233,8 @@ def command(task: str, *declared: type, is_quiet: bool = True) -> Callable[[_Com
     def register(function: _Command) -> _Command:
         name = function.__name__
         signature = inspect.signature(function, eval_str=True)
-        _, *own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        last = [p for p in own if p.kind is p.KEYWORD_ONLY]
+        _, *arguments = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        last = [p for p in arguments if p.kind is p.KEYWORD_ONLY]
 
         def call(
             *, json: bool, quiet: bool = False, config: object, log_level: object, **values: Any
@@ -249,19 +249,16 @@ def command(task: str, *declared: type, is_quiet: bool = True) -> Callable[[_Com
                     text = getattr(texts, f"{name}_text")(result)
                 terminal.show(result, text, as_json=json)
 
-        # The attributes that typer reads, in the order of the help. The callbacks of the last two implement them: the program takes
-        # them before the name of a command alone, so every command has them too.
-        everywhere = {
-            "json": (JSON, False),
-            "quiet": (_Quiet, False),
-            "config": (_Config, None),
-            "log_level": (_LogLevel, None),
-        }
+        # The attributes that typer reads, in the order of the help. Callbacks implement the last two. The program takes
+        # them only before the name of a command, so every command has them too.
         parameters = [
-            *(parameter_of(p.name, p.annotation, p.default) for p in own[: len(own) - len(last)]),
+            *(parameter_of(p.name, p.annotation, p.default) for p in arguments[: len(arguments) - len(last)]),
             *(parameter for each in declared for parameter in parameters_of(each)),
             *(parameter_of(p.name, p.annotation, p.default) for p in last),
-            *(parameter_of(n, *d) for n, d in everywhere.items() if is_quiet or n != "quiet"),
+            parameter_of("json", JSON, default=False),
+            *([parameter_of("quiet", _Quiet, default=False)] if is_quiet else []),
+            parameter_of("config", _Config, None),
+            parameter_of("log_level", _LogLevel, None),
         ]
         call.__name__, call.__doc__ = name, function.__doc__
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions have no declared one

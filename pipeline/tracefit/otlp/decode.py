@@ -1,7 +1,7 @@
 """Decode blocks of whole records into frames of spans and events: the pure half of ingestion.
 
-`decode_blocks` knows nothing of files or processes, and keeps no state. JSON and protobuf each have a module
-that divides a record into scopes and parses its spans down to the event; columns are made here of both.
+`decode_blocks` has no files, no processes and no state. JSON and protobuf each have a module
+that divides a record into scopes and parses its spans down to the event; this one makes columns of both.
 """
 
 from __future__ import annotations
@@ -75,9 +75,6 @@ decompressed file.
 ATTRIBUTE_LIST = pl.List(pl.Struct({"key": pl.String, "value": pl.String}))
 """Type of `attributes`: the attributes that are kept, sorted by key."""
 
-EVENT_COLUMNS: dict[str, Any] = {"span_row": pl.UInt32, "unix_ns": pl.Int64}
-"""Leading columns of the frames in `SpanBatch.events`; one per wanted attribute that some event has follows."""
-
 REJECT_COLUMNS: dict[str, Any] = {
     "file": pl.UInt32,
     "source_offset": pl.Int64,
@@ -97,7 +94,7 @@ class DecodeLimits:
 
     Attributes:
         piece_bytes: Bytes of spans of a piece of a long scope; None takes the default of the encoding.
-        records_bytes: Bytes of records whose spans are built together; columns take several times as much
+        records_bytes: Bytes of records that become one batch; columns take several times as much
             while they are made.
         batch_bytes: Bytes of pieces of a very long record that make a batch at least: a record of many small
             scopes has as many pieces, and each batch has a fixed cost.
@@ -133,7 +130,7 @@ class SpanBatch:
 
     Attributes:
         spans: One row per span, columns as in `SPAN_COLUMNS` and `Wanted.span_keys`; `span_row` counts from 0.
-        events: Event name to a frame of its events: `EVENT_COLUMNS`, then a column per wanted key that occurs.
+        events: Event name to a frame of its events: span_row, unix_ns, then a column per wanted key that occurs.
         event_counts: span_row, name, count: how many events of each name a span has, wanted or not.
         rejects: Input that is not in the frames, columns as in `REJECT_COLUMNS`.
     """
@@ -195,12 +192,12 @@ def decode_blocks(
     *,
     rejects: Sequence[tuple[int, Reject]] = (),
 ) -> Iterator[SpanBatch]:
-    """Decode blocks of one encoding together.
+    """Decode blocks of one encoding in common batches.
 
     Args:
         blocks: Each block with its number (column `file` of the frames) and its bytes.
         wanted: Which data become columns.
-        options: Rejects of a block after which the rest of it is not decoded, and what is shown of them.
+        options: Rejects of a block after which the rest of it is not decoded, and whether excerpts show values.
         limits: Bounds on the data in memory at a time.
         rejects: Rejects of the bytes around the blocks, numbered likewise; they come in the first batch.
 
@@ -233,7 +230,7 @@ def without_events(
 
 
 class _BatchDecoder:
-    """Collects encoded spans until there are enough to make frames of: each frame has a fixed cost."""
+    """Collects encoded spans for batches, because each frame has a fixed cost."""
 
     def __init__(
         self,
@@ -248,20 +245,22 @@ class _BatchDecoder:
         self._wanted = wanted
         self._options = options
         self._limits = limits
-        self._held: list[_ScopePiece] = []
+        self._collected: list[_ScopePiece] = []
         self._rejects = list(rejects)
         self._size = self._spans = 0
 
     def add(self, record: _Record, fault: str) -> Iterator[SpanBatch]:
         """Collect the spans of one record, or reject it for its fault; yield full batches."""
-        limits, beside = self._limits, len(record.payload)  # the whole record is in memory beside its pieces
+        limits = self._limits
+        # The whole record stays in memory while its pieces are decoded.
+        enough = max(limits.batch_bytes, limits.records_bytes - len(record.payload))
         with suppress(TooManyRejectsError):
             for piece in self._pieces(record, fault):
-                self._held.append(piece)
+                self._collected.append(piece)
                 self._spans += len(piece.spans)
                 self._size += piece.size_bytes
-                is_batch = self._size >= limits.batch_bytes and self._size + beside >= limits.records_bytes
-                if is_batch or self._spans >= limits.max_spans or len(self._held) >= limits.max_pieces:
+                is_many = self._spans >= limits.max_spans or len(self._collected) >= limits.max_pieces
+                if self._size >= enough or is_many:
                     yield from self.flush()
         if len(self._rejects) >= limits.max_pieces:
             yield from self.flush()
@@ -287,10 +286,10 @@ class _BatchDecoder:
         try:
             reject = partial(self._reject, record)
             for origin, spans, parsed_bytes in self._encoding.scopes(record.payload, reject, most):
-                for held, size in [(list(spans), parsed_bytes)] if parsed_bytes else _divided(spans, most):
-                    if held and origin:
-                        yield _ScopePiece(record, origin, held, size, number)
-                    number += len(held)
+                for part, size in [(list(spans), parsed_bytes)] if parsed_bytes else _divided(spans, most):
+                    if part and origin:
+                        yield _ScopePiece(record, origin, part, size, number)
+                    number += len(part)
         except FieldError as error:
             # A wrong length can swallow the records after it.
             inside = -1 if is_inner else next_record(record.payload, record.shape, 1)
@@ -304,22 +303,22 @@ class _BatchDecoder:
 
     def flush(self) -> Iterator[SpanBatch]:
         """Decode the collected spans, with a fast path for spans as exporters write them."""
-        held = self._held
-        if not (held or self._rejects):
+        pieces = self._collected
+        if not (pieces or self._rejects):
             return
         spans: list[list[Span]] = []
-        for piece in held:
+        for piece in pieces:
             try:
                 spans.append(self._encoding.read_spans(piece.spans))
             except FieldError:
                 spans.append(self._read_one_by_one(piece))
         # Attributes were taken on trust so far. Pieces with some that cannot be read are read again, to
         # reject the spans they are in.
-        while isinstance(built := _build(held, spans, self._encoding, self._wanted), set):
+        while isinstance(built := _build(pieces, spans, self._encoding, self._wanted), set):
             for number in built:
-                spans[number] = self._read_one_by_one(held[number])
+                spans[number] = self._read_one_by_one(pieces[number])
         yield SpanBatch(*built, _reject_frame(self._rejects))
-        self._held, self._rejects, self._size, self._spans = [], [], 0, 0
+        self._collected, self._rejects, self._size, self._spans = [], [], 0, 0
 
     def _read_one_by_one(self, piece: _ScopePiece) -> list[Span]:
         """Return the spans of a piece that are valid, in any spelling; reject the others."""
@@ -338,23 +337,23 @@ class _BatchDecoder:
 
 def _divided(spans: Iterable[Any], most: int) -> Iterator[tuple[list[Any], int]]:
     """Split encoded spans into pieces of about `most` bytes; yield each with its length."""
-    held: list[Any] = []
+    piece: list[Any] = []
     size = 0
     for span in spans:
-        held.append(span)
+        piece.append(span)
         size += len(span)
         if size >= most:
-            yield held, size
-            held, size = [], 0
-    yield held, size
+            yield piece, size
+            piece, size = [], 0
+    yield piece, size
 
 
 def _build(
-    held: list[_ScopePiece], decoded: list[list[Span]], encoding: _Encoding, wanted: Wanted
+    pieces: list[_ScopePiece], decoded: list[list[Span]], encoding: _Encoding, wanted: Wanted
 ) -> tuple[pl.DataFrame, dict[str, pl.DataFrame], pl.DataFrame] | set[int]:
     """Build the frames of some spans; return instead the numbers of the pieces with attributes that cannot be read."""
     spans = list(chain.from_iterable(decoded))
-    number = np.repeat(np.arange(len(held)), list(map(len, decoded)))
+    number = np.repeat(np.arange(len(pieces)), list(map(len, decoded)))
     events_of = [list(span.events) for span in spans]
     span_row = np.repeat(np.arange(len(spans), dtype=np.uint32), list(map(len, events_of)))
     events = encoding.event_columns(list(chain.from_iterable(events_of)))
@@ -373,9 +372,9 @@ def _build(
             unreadable |= set(number[span_row[bad]].tolist())
             if len(columns):
                 row = columns["row"].to_numpy()
-                known = pl.DataFrame({"span_row": span_row[row], "unix_ns": events.unix_ns[row]})
-                frames[name] = known.hstack(columns.drop("row"))
-    frame = _span_frame(spans, held, number, encoding, dropped)
+                times = pl.DataFrame({"span_row": span_row[row], "unix_ns": events.unix_ns[row]})
+                frames[name] = times.hstack(columns.drop("row"))
+    frame = _span_frame(spans, pieces, number, encoding, dropped)
     attributes, bad = _span_attributes(spans, frame["scope"], encoding, wanted)
     unreadable |= set(number[bad].tolist())
     if unreadable:  # then rows are missing in these frames
@@ -389,7 +388,7 @@ def _read_attributes(
     keys: Collection[str],
     encoding: _Encoding,
     convert: Callable[[pl.Series], pl.Series],
-    known: Mapping[int, Pairs],
+    parsed: Mapping[int, Pairs],
 ) -> tuple[pl.DataFrame, list[int]]:
     """Read the attributes of some spans or events: by column where a layout matches, else one by one.
 
@@ -399,19 +398,19 @@ def _read_attributes(
         keys: Attributes that become columns.
         encoding: The encoding of the texts.
         convert: Gives a column, which has the name of its key, its type.
-        known: Attributes that were read before, by row.
+        parsed: Attributes that were read before, by row.
 
     Returns:
         A frame of those that can be read, in order: `row`, and a column per key that some have. The rows of the others.
     """
-    unknown = rows[~np.isin(rows, list(known))] if known else rows
-    rows_read, columns_read = layouts.read_columns(texts, unknown, keys, encoding.SYNTAX)
+    unparsed = rows[~np.isin(rows, list(parsed))] if parsed else rows
+    rows_read, columns_read = layouts.read_columns(texts, unparsed, keys, encoding.SYNTAX)
     rest = np.setdiff1d(rows, rows_read, assume_unique=True)
     pairs: list[dict[str, Any]] = []
     bad: list[int] = []
     for row in rest.tolist():
         try:
-            read = known.get(row) or encoding.read_pairs(texts.data[texts.starts[row] : texts.ends[row]])
+            read = parsed.get(row) or encoding.read_pairs(texts.data[texts.starts[row] : texts.ends[row]])
         except FieldError:
             bad.append(row)
         else:
@@ -444,7 +443,7 @@ def _span_attributes(
 ) -> tuple[pl.DataFrame, list[int]]:
     """Return kept attributes of spans as lists of key and value, wanted ones as text columns, and bad rows."""
     texts = PackedTexts.of([encoding.attributes_of(span) for span in spans])
-    # By scope, because one exporter writes its spans alike; not by name, as every step span has a name of its own.
+    # By scope, because one exporter writes its spans alike; not by name, which differs between step spans.
     scope_of = scopes.rank("dense").fill_null(0).to_numpy()
     keys = wanted.kept_keys.union(wanted.span_keys)
     frames = [pl.DataFrame(schema={"row": pl.Int64, **dict.fromkeys(wanted.span_keys, pl.String)})]
@@ -482,7 +481,7 @@ def _key_value_lists(frame: pl.DataFrame, count: int) -> pl.Series:
 
 def _span_frame(
     spans: list[Span],
-    held: list[_ScopePiece],
+    pieces: list[_ScopePiece],
     number: NDArray[np.int64],
     encoding: _Encoding,
     dropped: NDArray[np.int64],
@@ -504,7 +503,7 @@ def _span_frame(
         "dropped_attributes": dropped,
     }
     of_pieces = pl.DataFrame(
-        [(piece.record.file, piece.record.offset, *astuple(piece.origin)) for piece in held],
+        [(piece.record.file, piece.record.offset, *astuple(piece.origin)) for piece in pieces],
         schema=["file", "source_offset", "service_name", "service_instance_id", "host_name", "scope"],
         orient="row",
     )

@@ -1,11 +1,11 @@
 """Read OTLP JSON: fast for records as exporters write them, carefully for unusual spellings or damage.
 
 A record is first divided into scopes whose spans stay JSON text, then each span is decoded by itself, so that
-a bad one costs itself and not its siblings. The attributes of spans and events stay JSON text, which
+a bad span does not reject its siblings. The attributes of spans and events stay JSON text, which
 `layouts` reads column by column. Records that the typed structs refuse go through the careful functions,
 which accept the output of the Collector, of Tempo and of hand-saved files: snake_case keys, base64 ids,
 nulls, numbers for strings and strings for numbers, names of enums, Tempo's envelopes, arrays of records,
-records glued together or cut. They bring each span into the usual form.
+records glued to others or cut. They bring each span into the usual form.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _is_mostly_empty(payload: bytes) -> bool:
 
 
 def scopes(payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[EncodedScope]:  # noqa: ARG001 - all stay encoded
-    """Yield the scopes of one record, or of records glued together; reject everything else."""
+    """Yield the scopes of one record, or of several on one line; reject everything else."""
     if _is_mostly_empty(payload):
         reject("more objects than spans and events of its length can have")
         return
@@ -324,7 +324,7 @@ def _read_any_record(text: bytes, reject: AddReject) -> Iterator[EncodedScope]:
         if text[start:end].strip(_BETWEEN):
             reject(reason, start, end)
 
-    # No JSON string can hold the beginning of a record, whose quotes would be escaped. So a record ends where another
+    # No JSON string contains the beginning of a record, whose quotes would be escaped. So a record ends where another
     # begins, at the latest.
     starts = [match.start() for match in RECORD_START.finditer(text)]
     if not starts and not text.startswith(b"{"):
@@ -358,14 +358,14 @@ def _whole(text: bytes) -> Raw:
 
 
 def _each(
-    place: str, read: Callable[[Raw, AddReject], Iterator[EncodedScope]], items: list[Raw], reject: AddReject
+    field: str, read: Callable[[Raw, AddReject], Iterator[EncodedScope]], items: list[Raw], reject: AddReject
 ) -> Iterator[EncodedScope]:
     """Read items, and reject the bad ones."""
     for item in items:
         try:
             yield from read(item, reject)
         except FieldError as error:
-            reject(f"{place}: {error.what}", shown=bytes(item))
+            reject(f"{field}: {error.what}", shown=bytes(item))
 
 
 def _read_envelopes(raw: Raw, reject: AddReject) -> Iterator[EncodedScope]:
@@ -392,7 +392,7 @@ def _read_envelope(raw: Raw, reject: AddReject) -> Iterator[EncodedScope]:
 def _read_resource_spans(raw: Raw, reject: AddReject) -> Iterator[EncodedScope]:
     item = _fields(raw, "it")
     resource = _usual_of(_get(item, "resource"), _Resource, "resource")
-    # The texts alone are read: whatever else the attributes of a resource hold does not cost its spans.
+    # Only texts are read: other values of a resource do not reject its spans.
     texts = [
         (_text(each, "key"), _text(each.get("value", {}), "stringValue"))
         for each in resource.get("attributes", ())
@@ -408,7 +408,7 @@ def _read_resource_spans(raw: Raw, reject: AddReject) -> Iterator[EncodedScope]:
 
 
 def _object_end(text: bytes, start: int, stop: int) -> int:
-    """Return the end of the JSON object that begins at `start`, or -1 if it has none before `stop`."""
+    """Return the end of the JSON object that begins at `start`, or -1 if it does not end before `stop`."""
     depth = 0
     for token in _STRUCTURE.finditer(text, start, stop):
         mark = text[token.start()]
@@ -462,7 +462,7 @@ def _usual_of(raw: Raw | None, struct: type[msgspec.Struct], name: str) -> _Json
 
 
 def _usual(tree: Any, struct: type[msgspec.Struct], name: str) -> _Json:
-    """Return an object as exporters spell it: the fields of its struct alone, in lowerCamelCase, without nulls."""
+    """Return an object as exporters spell it: only the fields of its struct, in lowerCamelCase, without nulls."""
     if not isinstance(tree, dict):
         raise FieldError(f"{name} is not an object")
     fields: _Json = {}
@@ -503,7 +503,7 @@ def _text(owner: _Json, name: str) -> str:
 
 def _hex_id(span: _Json, name: str) -> str:
     """Return an id as lower-case hex; the record has it as hex, or as base64, which is shorter."""
-    # No parent is an empty id or one of zeros. A span needs ids of its own.
+    # An empty parent id or one of zeros means no parent; the other ids are required.
     is_parent = name == "parentSpanId"
     if is_parent and not span.get(name):
         return ""

@@ -162,7 +162,7 @@ class _LayoutReader:
             )
             first = int(self._rows[0])
             moved = self._advance(attribute) if attribute is not None and is_usual else np.zeros(0, np.int64)
-            # The first event did not match its own layout: it is left to the parser, and the next one shows its layout.
+            # The first event does not match its layout: it is left to the parser, and the next one shows its layout.
             if first not in moved[:1]:
                 failures += 1
                 self._keep(self._rows != first)
@@ -228,21 +228,23 @@ class _LayoutReader:
 def _column(texts: PackedTexts, rows: Positions, pieces: Sequence[_Piece]) -> pl.Series | None:
     """Return the values of one attribute as a column, null for rows without; None if a text is not UTF-8."""
     kinds = {piece.attribute.kind for piece in pieces}
-    # Pieces of one kind become a column together, because each column has a fixed cost.
+    # Pieces of one kind become one column, because each column has a fixed cost.
     groups = [[piece] for piece in pieces] if len(kinds) > 1 else [pieces]
     columns = [_column_of_a_kind(texts, group) for group in groups]
     series = [each for each in columns if each is not None]
     if len(series) < len(columns):
         return None
     column = pl.concat(map(as_text, series)) if len(kinds) > 1 else series[0]
-    own = np.concatenate([piece.rows for piece in pieces])
-    if len(own) == len(rows) and (own == rows).all():
+    piece_rows = np.concatenate([piece.rows for piece in pieces])
+    if len(piece_rows) == len(rows) and (piece_rows == rows).all():
         return column  # every event has the attribute, in order: the usual case
-    place = np.full(len(rows), -1, np.int64)
-    at = np.searchsorted(rows, own)
-    there = (at < len(rows)) & (rows[np.minimum(at, max(len(rows) - 1, 0))] == own) if len(rows) else at < 0
-    place[at[there]] = np.flatnonzero(there)  # the last counts if a key occurs twice
-    index = pl.Series(place)
+    if not len(rows):
+        return column.clear()
+    source = np.full(len(rows), -1, np.int64)
+    at = np.searchsorted(rows, piece_rows)
+    there = (at < len(rows)) & (rows[np.minimum(at, len(rows) - 1)] == piece_rows)
+    source[at[there]] = np.flatnonzero(there)  # the last counts if a key occurs twice
+    index = pl.Series(source)
     return column.gather(index.set(index < 0, None))
 
 
@@ -259,8 +261,8 @@ def as_text(column: pl.Series) -> pl.Series:
     """Return the values of attributes as text."""
     if column.dtype != pl.Float64:
         return column.cast(pl.String)
-    known = column.unique()  # each number is formatted once: Python's shortest form, not that of polars
-    return column.replace_strict(known, [scalar_text(value) for value in known], return_dtype=pl.String)
+    distinct = column.unique()  # each number is formatted once: Python's shortest form, not that of polars
+    return column.replace_strict(distinct, [scalar_text(value) for value in distinct], return_dtype=pl.String)
 
 
 def _doubles(text: pl.Series) -> pl.Series | None:
@@ -353,7 +355,7 @@ def _skip_strings(texts: PackedTexts, positions: Positions) -> Values:
 _JSON_READERS: dict[tuple[bytes, bool], tuple[ValueKind, _Read, _Read | None]] = {
     (b"int", True): ("int", _read_ints, None),
     (b"int", False): ("int", _read_ints, None),
-    # By `_read_doubles`, which needs to know what ends them.
+    # Replaced by `_read_doubles` with the character that ends them.
     (b"double", False): ("double", _read_ints, None),
     (b"bool", False): ("bool", _read_bools, None),
     (b"string", True): ("string", _read_strings, _skip_strings),
@@ -397,10 +399,10 @@ def _protobuf_attribute(text: bytes, start: int, stop: int) -> Attribute | None:
     if is_text:
         read = partial(_read_sized_text, width=read_varint(text, value_at + 1)[1] - value_at - 1)
     # Sizes of the attribute and of its value differ from event to event; `_checked` compares them with the values.
-    own = (1, widths[0]), (len(before) - 1 - widths[2], widths[2])
-    any_byte = tuple(offset + n for offset, width in own for n in range(width))
+    size_fields = (1, widths[0]), (len(before) - 1 - widths[2], widths[2])
+    any_byte = tuple(offset + n for offset, width in size_fields for n in range(width))
     return Attribute(
-        key, kind, before, _checked(read, len(before), *own), None, b"", any_byte, is_text=is_text
+        key, kind, before, _checked(read, len(before), *size_fields), None, b"", any_byte, is_text=is_text
     )
 
 
@@ -427,11 +429,11 @@ def _checked(read: _Read, literal_size: int, *sizes: tuple[int, int]) -> _Read:
 def _size_at(texts: PackedTexts, positions: Positions, width: int) -> Positions:
     """Read sizes of `width` bytes each; one of another width reads as a number that matches nothing."""
     size = np.zeros(len(positions), np.int64)
-    for place in range(width):
-        byte = texts.array[positions + place].astype(np.int64)
-        size |= (byte & (_MORE - 1)) << (7 * place)
+    for number in range(width):
+        byte = texts.array[positions + number].astype(np.int64)
+        size |= (byte & (_MORE - 1)) << (7 * number)
         # Every byte but the last must announce another.
-        size[(byte >= _MORE) != (place < width - 1)] = np.iinfo(np.int32).min
+        size[(byte >= _MORE) != (number < width - 1)] = np.iinfo(np.int32).min
     return size
 
 

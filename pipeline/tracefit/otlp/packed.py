@@ -83,7 +83,7 @@ class PackedTexts:
         return windows
 
     def equal(self, positions: Positions, literal: bytes, any_byte: tuple[int, ...] = ()) -> Mask:
-        """Return at which positions a literal lies; the bytes at its offsets `any_byte` may have any value."""
+        """Return at which positions a literal is; the bytes at its offsets `any_byte` may have any value."""
         count, size = len(positions), len(literal)
         if not size:
             return np.ones(count, np.bool_)
@@ -117,7 +117,7 @@ class PackedTexts:
         # "0" to "9" are 0x30 to 0x39, so that the exclusive or leaves 0 to 9 of digits, and more of all other bytes.
         word = self.words[positions] ^ _DIGIT_ZEROS
         # Adding 0x76 sets the top bit of bytes above 9, unless it was set before. A carry out of a byte goes
-        # to the bytes after it alone, which come after the first non-digit and do not count.
+        # only to the bytes after it, which come after the first non-digit and do not count.
         count = _bytes_before_top((word + _ABOVE_NINE) | word)
         # Shift the digits to the end of the word: zeros come first, as leading zeros, and other bytes fall
         # off. A shift by all 64 bits is 0 in numpy.
@@ -128,9 +128,9 @@ class PackedTexts:
         return count, value
 
     def sizes_until(self, positions: Positions, ends: bytes, longest: int = LONGEST_TEXT) -> Positions:
-        """Return how many bytes lie before the next byte of `ends`; `longest` at most."""
+        """Return how many bytes precede the next byte of `ends`; `longest` at most."""
         sizes = np.zeros(len(positions), np.int64)
-        places = np.arange(len(positions))
+        indexes = np.arange(len(positions))
         at = positions
         zeros = int(self.ends.max(initial=0))  # after the last text, where no value is found
         for _ in range(0, longest, WORD):
@@ -143,12 +143,12 @@ class PackedTexts:
                 other = word ^ (_ONES * np.uint64(end))
                 marks |= (other - _ONES) & ~other
             count = _bytes_before_top(marks)
-            sizes[places] += count
+            sizes[indexes] += count
             more = np.flatnonzero(count == WORD)
             if not len(more):
                 break
             # Go on with the texts that do not end in this word; those at the end of the buffer stay among its zeros.
-            places, at = places[more], np.minimum(at[more] + WORD, zeros)
+            indexes, at = indexes[more], np.minimum(at[more] + WORD, zeros)
         return sizes
 
     def varints(self, positions: Positions) -> tuple[Positions, Words]:
@@ -182,7 +182,7 @@ class PackedTexts:
         array = pa.Array.from_buffers(
             pa.large_string(), len(sizes), [None, pa.py_buffer(offsets), pa.py_buffer(cut)]
         )
-        if (cut >= 0x80).any():  # ASCII alone, the usual case, is UTF-8 without a check
+        if (cut >= 0x80).any():  # pure ASCII, the usual case, is UTF-8 without a check
             try:
                 array.validate(full=True)
             except pa.ArrowInvalid:

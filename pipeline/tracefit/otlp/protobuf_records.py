@@ -1,8 +1,8 @@
-"""Decode OTLP protobuf, down to the event with protobuf's own parser.
+"""Decode OTLP protobuf, down to the event with protobuf's parser.
 
 A record is first divided into scopes. A short scope is parsed whole; the spans of a long one, or of one with
-a bad span, stay encoded until they are parsed in pieces, or one by one, so that a bad span costs itself and
-not its siblings. Events and attributes stay bytes: `layouts` reads the attributes of events column by column.
+a bad span, stay encoded until they are parsed in pieces, or one by one, so that a bad span does not
+reject its siblings. Events and attributes stay bytes: `layouts` reads the attributes of events column by column.
 """
 
 from __future__ import annotations
@@ -244,24 +244,24 @@ def event_columns(events: list[bytes]) -> Events:
         texts.data[start:stop]
         for start, stop in zip((starts + _NAME_AT).tolist(), attributes_at.tolist(), strict=True)
     ]
-    known = {name: _text_of(name) for name in set(names)}  # few names: each is decoded once
-    if None in known.values():
-        usual &= np.array([known[name] is not None for name in names], np.bool_)
+    text_of = {name: _text_of(name) for name in set(names)}  # few names: each is decoded once
+    if None in text_of.values():
+        usual &= np.array([text_of[name] is not None for name in names], np.bool_)
     columns = Events(
-        [known[name] or "" for name in names],
+        [text_of[name] or "" for name in names],
         unix_ns,
         PackedTexts(texts.data, array, texts.words, attributes_at, ends),
         np.zeros(len(events), np.int64),
         {},
         [],
     )
-    for place in np.flatnonzero(~usual).tolist():
+    for index in np.flatnonzero(~usual).tolist():
         try:
-            unix_ns[place], columns.names[place], pairs, columns.dropped[place] = _read_event(events[place])
+            unix_ns[index], columns.names[index], pairs, columns.dropped[index] = _read_event(events[index])
         except FieldError:
-            columns.bad.append(place)
+            columns.bad.append(index)
         else:
-            columns.odd[place] = pairs
+            columns.odd[index] = pairs
     return columns
 
 

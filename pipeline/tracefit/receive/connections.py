@@ -12,7 +12,6 @@ import contextlib
 import os
 import resource
 import socket
-import stat
 import sys
 from collections import Counter
 from pathlib import Path
@@ -51,21 +50,23 @@ def close_silent(port: int, limits: IntakeLimits) -> int:
     # Counting is cheap, and nearly always shows that there is nothing to do.
     if len(list(_FOLDER.iterdir())) <= limits.connections_of_address:
         return 0
-    kept: list[_Accepted] = []
-    closing: list[_Accepted] = []
+    open_ones: list[Connection] = []
+    closing: list[Connection] = []
     of_address: Counter[str] = Counter()
-    for each in sorted(_accepted(port)):
+    for each in sorted(connections_of(port)):
         of_address[each.host] += 1
-        is_beyond = of_address[each.host] > limits.connections_of_address or len(kept) >= limits.connections
-        (closing if is_beyond else kept).append(each)
+        is_beyond = (
+            of_address[each.host] > limits.connections_of_address or len(open_ones) >= limits.connections
+        )
+        (closing if is_beyond else open_ones).append(each)
     for each in closing:
         with contextlib.suppress(OSError), _duplicate(each.descriptor) as connection:
-            if connection.getpeername()[:2] == (each.host, each.port):  # and not another's, opened meanwhile
+            if connection.getpeername()[:2] == (each.host, each.port):  # not a later one with this descriptor
                 connection.shutdown(socket.SHUT_RDWR)
     return len(closing)
 
 
-class _Accepted(NamedTuple):
+class Connection(NamedTuple):
     """A connection to a port of this process: since when nothing has come, who made it, and its descriptor."""
 
     silent_ms: int
@@ -74,30 +75,29 @@ class _Accepted(NamedTuple):
     descriptor: int
 
 
-def _accepted(port: int) -> Iterator[_Accepted]:
+def connections_of(port: int) -> Iterator[Connection]:
+    """Yield the connections to a port."""
     for entry in _FOLDER.iterdir():
         descriptor = int(entry.name)
-        # Some sockets are closed meanwhile; listening ones have no peer; names of Unix sockets have no parts.
+        # A descriptor may be closed meanwhile or be a file; a listening socket has no peer; names of Unix sockets have no parts.
         with contextlib.suppress(OSError, ValueError), _duplicate(descriptor) as connection:
             _, own_port, *_ = connection.getsockname()
             host, peer_port, *_ = connection.getpeername()
             if own_port == port:
-                yield _Accepted(_silent_ms(connection), host, peer_port, descriptor)
+                yield Connection(_silent_ms(connection), host, peer_port, descriptor)
 
 
 @contextlib.contextmanager
 def _duplicate(descriptor: int) -> Iterator[socket.socket]:
-    """Open a socket a second time: it cannot become another one while it is looked at.
+    """Open a socket a second time, so that it cannot become another one meanwhile.
 
     Raises:
         OSError: The descriptor is not a socket, or is closed.
     """
-    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-        raise OSError
     duplicate = os.dup(descriptor)
     try:
         connection = socket.socket(fileno=duplicate)
-    except OSError:
+    except OSError:  # it leaves the descriptor open
         os.close(duplicate)
         raise
     with connection:

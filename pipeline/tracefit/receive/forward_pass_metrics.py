@@ -2,7 +2,7 @@
 
 A message has three frames: topic, sequence number (eight bytes, big-endian) and record. A publisher keeps
 nothing and sends nothing again. Lost messages are counted: by the gaps of the sequence if they were not sent
-or not read in time, by cause if they could not be written. The messages of one second are written together.
+or not read in time, by cause if they could not be written. The messages of a second are one write.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import zmq
 import zmq.asyncio
@@ -20,14 +20,14 @@ from tracefit.receive.intake import BusyError
 from tracefit.receive.spans import Sender, SenderSpans
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tracefit.receive.intake import Intake
 
 MessageCause: TypeAlias = Literal["frames", "too_long", "malformed", "version", "disk"]
-"""Why a message is not kept.
+"""Why a message is refused.
 
-`frames`: not three, or the second is not a number of eight bytes. `too_long`: longer than any record.
+`frames`: not three frames, or the second is not a number of eight bytes. `too_long`: longer than any record.
 `malformed`: not a record. `version`: another version than the supported one. `disk`: the disk is full, slow
 or cannot be written.
 """
@@ -48,29 +48,19 @@ _MOST_LOST = 1 << 32
 """Largest jump of a sequence that counts as lost messages; a larger one is another sequence."""
 
 
-class Line(NamedTuple):
-    """A record as a line of a trace file, and the time of its step in seconds; 0 if it is a heartbeat."""
-
-    text: bytes
-    wall_time_s: float
-
-
-class ReadRecord(Protocol):
-    """Makes a line of a record."""
-
-    def __call__(
-        self, message: bytes, received_at_ns: int
-    ) -> tuple[bytes, float] | Literal["malformed", "version"]:
-        """Return the line and the time of the step in seconds, or why there is no line."""
+_Line: TypeAlias = tuple[bytes, float]
+"""A record as a line of a trace file, and the time of its step in seconds; 0 if it is a heartbeat."""
+ReadRecord: TypeAlias = 'Callable[[bytes, int], _Line | Literal["malformed", "version"]]'
+"""Makes a line of a message and the time of its receipt in unix ns, or returns why there is no line."""
 
 
 class Publisher:
-    """One endpoint: its records on disk, and the messages that were not kept.
+    """One endpoint: its records on disk, and the messages that are lost or refused.
 
     Attributes:
         records: Records on disk.
         lost_messages: Numbers missing from the sequence.
-        refused: Messages that are not kept, by cause.
+        refused: Messages refused, by cause.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -78,7 +68,7 @@ class Publisher:
         self.records = 0
         self.lost_messages = 0
         self.refused: Counter[MessageCause] = Counter()
-        # The name of its run folder: without the scheme, and colons are not for file names.
+        # The name of its run folder has no scheme and no colons.
         self.sender = Sender(endpoint.removeprefix("tcp://").replace(":", "-"), "", "steps")
         self._last: int | None = None
 
@@ -98,7 +88,7 @@ class StepRecorder:
         self._context = zmq.asyncio.Context()
         self._read_record = read_record
         self._intake = intake
-        self._lines: list[tuple[Publisher, Line]] = []
+        self._lines = defaultdict[Publisher, list[_Line]](list)
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._is_stopping = asyncio.Event()
@@ -117,8 +107,7 @@ class StepRecorder:
 
     def start(self) -> None:
         """Begin to connect; a publisher may start later, or again."""
-        for publisher in self.publishers:
-            self._reading.append(asyncio.create_task(self._read(publisher)))
+        self._reading = [asyncio.create_task(self._read(publisher)) for publisher in self.publishers]
         self._writing = asyncio.create_task(self._write_now_and_then())
 
     async def stop(self) -> None:
@@ -163,9 +152,9 @@ class StepRecorder:
                     return
                 continue
             self._take(publisher, frames, time.time_ns())
-            if len(self._lines) >= _QUEUED_LINES:
+            if sum(map(len, self._lines.values())) >= _QUEUED_LINES:
                 self._has_room.clear()
-            # While messages are there, reading them waits for nothing: everything else has its turn here.
+            # Reading does not wait while messages are queued: other tasks have their turn here.
             await asyncio.sleep(0)
 
     def _take(self, publisher: Publisher, frames: list[bytes], received_at_ns: int) -> None:
@@ -180,11 +169,11 @@ class StepRecorder:
         if isinstance(record, str):
             self._refuse(publisher, record)
         else:
-            self._lines.append((publisher, Line(*record)))
+            self._lines[publisher].append(record)
 
     def _refuse(self, publisher: Publisher, cause: MessageCause, messages: int = 1) -> None:
         if cause not in publisher.refused:
-            self._news.append(f"messages of {publisher.endpoint} are not kept ({cause})")
+            self._news.append(f"messages of {publisher.endpoint} are refused ({cause})")
         publisher.refused[cause] += messages
 
     async def _write_now_and_then(self) -> None:
@@ -196,17 +185,14 @@ class StepRecorder:
         await self._write()
 
     async def _write(self) -> None:
-        lines, self._lines = self._lines, []
-        by_publisher: dict[Publisher, list[Line]] = {}
-        for publisher, line in lines:
-            by_publisher.setdefault(publisher, []).append(line)
+        lines_of, self._lines = self._lines, defaultdict(list)
         self._has_room.set()
-        for publisher, kept in by_publisher.items():
-            payload = b"".join(line.text for line in kept)
+        for publisher, lines in lines_of.items():
+            payload = b"".join(text for text, _ in lines)
             try:
-                await self._intake.write([SenderSpans(publisher.sender, payload, len(kept))])
+                await self._intake.write([SenderSpans(publisher.sender, payload, len(lines))])
             except BusyError:
-                self._refuse(publisher, "disk", len(kept))
+                self._refuse(publisher, "disk", len(lines))
             else:
-                publisher.records += len(kept)
-                self._intake.observed.steps += sum(line.wall_time_s > 0 for line in kept)
+                publisher.records += len(lines)
+                self._intake.observed.steps += sum(wall_time_s > 0 for _, wall_time_s in lines)

@@ -2,7 +2,7 @@
 
 Two settings let the receiver bound the memory of the library. The method is registered as one that takes a
 stream, which is the same on the wire but hands over a request before its message is read. And the library
-does not decompress: its limit would count compressed bytes alone.
+does not decompress: its limit would count only compressed bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from tracefit.errors import UsageError
 from tracefit.options import named
-from tracefit.receive.intake import TOKEN_NEEDED, TRACES_ALONE, BusyError
+from tracefit.receive.intake import ONLY_TRACES, TOKEN_NEEDED, BusyError
 from tracefit.receive.options import ReceiveOptions
 from tracefit.receive.spans import RequestError
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tracefit.receive.refusals import Cause
 
     _Context = grpc.aio.ServicerContext[bytes, bytes]
+    _Trailers = tuple[tuple[str, bytes], ...]
 
 _TRACE_SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
 _EXPORT = f"/{_TRACE_SERVICE}/Export"
@@ -113,26 +114,23 @@ class _Handlers(grpc.GenericRpcHandler):
         self._token = token
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        if handler_call_details.method == _EXPORT:
-            return grpc.stream_unary_rpc_method_handler(self._export)
-        if handler_call_details.method == _HEALTH:
-            return grpc.stream_unary_rpc_method_handler(self._check)
-        return grpc.stream_unary_rpc_method_handler(self._refuse_other)
+        handlers = {_EXPORT: self._export, _HEALTH: self._check}
+        handle = handlers.get(handler_call_details.method, self._refuse_other)
+        return grpc.stream_unary_rpc_method_handler(handle)
 
     async def _export(self, _: AsyncIterator[bytes], context: _Context) -> bytes:
         metadata = dict(context.invocation_metadata() or ())
         if not self._token.accepts(metadata.get("authorization", "")):
-            self._refused("token", TOKEN_NEEDED, context)
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, TOKEN_NEEDED)
+            await self._refuse(context, "token", grpc.StatusCode.UNAUTHENTICATED, TOKEN_NEEDED)
         try:
-            # Read from the context: an iterator would hold the message until the disk has it.
+            # Read from the context: an iterator would keep the message until the disk has it.
             await self._intake.take(lambda: _message(context))
         except BusyError as error:
-            self._refused(error.cause, error.line(), context)
-            await _refuse_for_now(context, error)
+            await self._refuse(
+                context, error.cause, grpc.StatusCode.UNAVAILABLE, error.line(), _retry_after(error)
+            )
         except RequestError as error:
-            self._refused(error.cause, error.line(), context)
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.line())
+            await self._refuse(context, error.cause, grpc.StatusCode.INVALID_ARGUMENT, error.line())
         return _ACKNOWLEDGED
 
     async def _check(self, messages: AsyncIterator[bytes], context: _Context) -> bytes:
@@ -147,11 +145,13 @@ class _Handlers(grpc.GenericRpcHandler):
         return Int32Value(value=_SERVING if self._intake.is_ready else _NOT_SERVING).SerializeToString()
 
     async def _refuse_other(self, _: AsyncIterator[bytes], context: _Context) -> NoReturn:
-        self._refused("other_signal", TRACES_ALONE, context)
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, TRACES_ALONE)
+        await self._refuse(context, "other_signal", grpc.StatusCode.UNIMPLEMENTED, ONLY_TRACES)
 
-    def _refused(self, cause: Cause, text: str, context: _Context) -> None:
+    async def _refuse(
+        self, context: _Context, cause: Cause, code: grpc.StatusCode, text: str, trailers: _Trailers = ()
+    ) -> NoReturn:
         self._intake.observed.refusals.add(cause, text, context.peer())
+        await context.abort(code, text, trailers)
 
 
 async def _message(context: _Context) -> bytes:
@@ -161,14 +161,13 @@ async def _message(context: _Context) -> bytes:
     raise RequestError("no message")  # or one beyond the limit, which the library has refused
 
 
-async def _refuse_for_now(context: _Context, error: BusyError) -> NoReturn:
-    """Refuse such that senders retry: in OTLP they do so after UNAVAILABLE, and after the delay if given."""
+def _retry_after(error: BusyError) -> _Trailers:
+    """Return the delay after which senders retry; in OTLP they retry after UNAVAILABLE."""
     retry = RetryInfo()
     retry.retry_delay.seconds = error.retry_s
     status = Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message=error.line())
     status.details.add().Pack(retry)
-    trailers = (
+    return (
         ("grpc-status-details-bin", status.SerializeToString()),
         ("google.rpc.retryinfo-bin", retry.SerializeToString()),  # where OpenTelemetry's Python SDK looks
     )
-    await context.abort(grpc.StatusCode.UNAVAILABLE, error.line(), trailers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import h11
@@ -17,7 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from tracefit.errors import UsageError
 from tracefit.options import named
-from tracefit.receive.intake import TOKEN_NEEDED, TRACES_ALONE, BusyError
+from tracefit.receive.intake import ONLY_TRACES, TOKEN_NEEDED, BusyError
 from tracefit.receive.options import ReceiveOptions
 from tracefit.receive.spans import RequestError
 
@@ -35,7 +36,7 @@ _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
 _READ_BYTES = 64 << 10
-# HTTP status to google.rpc.Code, which OTLP wants in the body of a refusal.
+# HTTP status to google.rpc.Code, which OTLP puts in the body of a refusal.
 _GRPC_CODES = {400: 3, 401: 16, 404: 12, 405: 12, 413: 3, 415: 3, 503: 14}
 _CAUSES: dict[int, Cause] = {401: "token", 404: "other_signal", 405: "other_signal"}
 
@@ -106,40 +107,35 @@ class HttpServer:
             writer.write(_TOO_MANY if self._tls is None else b"")
             writer.close()
             return
-        connection = _Connection(reader, writer, self._intake, self._token, has_metrics=self._has_metrics)
+        connection = _Connection(reader, writer, self._intake, self._token, self._has_metrics)
         self._connections[task] = connection
         try:
             if self._tls is not None:
-                # Here, where it is counted and has a time limit of ours.
+                # Started here, so that the handshake counts as a connection and has a time limit.
                 await writer.start_tls(self._tls, ssl_handshake_timeout=limits.read_s)
             await connection.serve()
-        except (OSError, asyncio.CancelledError):  # gone, or too slow; or the receiver stops, and has waited
+        except (OSError, asyncio.CancelledError):  # the sender is gone or too slow, or the receiver stops
             writer.transport.abort()
         finally:
             del self._connections[task]
             writer.close()
 
 
+@dataclass(eq=False)
 class _Connection:
     """One connection of one sender, request after request."""
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        intake: Intake,
-        token: Token,
-        *,
-        has_metrics: bool,
-    ) -> None:
-        self._has_metrics = has_metrics
-        self._reader = reader
-        self._writer = writer
-        self._intake = intake
-        self._token = token
-        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=intake.limits.header_bytes)
-        self._is_idle = True
-        self._is_closing = False
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+    _intake: Intake
+    _token: Token
+    _has_metrics: bool
+    _is_idle: bool = True
+    _is_closing: bool = False
+
+    def __post_init__(self) -> None:
+        header_bytes = self._intake.limits.header_bytes
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=header_bytes)
 
     def close_when_idle(self) -> None:
         """Answer the request in progress, if any, and close."""
@@ -155,9 +151,8 @@ class _Connection:
                     self._http.start_next_cycle()
                     self._is_idle = True
             except h11.RemoteProtocolError as error:
-                refusal = _RefusalError(error.error_status_hint, "not a request that HTTP/1.1 knows")
-                self._refused(refusal)
-                await self._send(refusal, "protobuf")
+                refusal = _RefusalError(error.error_status_hint, "not a request of HTTP/1.1")
+                await self._send(self._refused(refusal), "protobuf")
 
     async def _serve_one(self) -> bool:
         """Answer one request; return whether another may follow."""
@@ -173,26 +168,18 @@ class _Connection:
         headers = {bytes(name).decode("latin-1"): bytes(value) for name, value in request.headers}
         kind = headers.get("content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
         encoding = _ENCODINGS.get(kind)
-        answer = page = None
+        refusal = page = None
         try:
             page = await self._page(request, headers)
             if page is None:
                 await self._take(request, headers, encoding)
-        except _RefusalError as refusal:
-            self._refused(refusal)
-            answer = refusal
-        except BusyError as error:
-            self._refused(error)
-            # Not 429, at which OpenTelemetry's Python SDK drops the spans.
-            answer = _RefusalError(503, error.line(), (("retry-after", str(error.retry_s)),))
-        except RequestError as error:
-            self._refused(error)
-            answer = _RefusalError(400, error.line())
+        except (BusyError, RequestError) as error:
+            refusal = self._refused(error)
         # A sender that waits for 100 Continue has sent no body: its refusal comes at once.
         if not self._http.they_are_waiting_for_100_continue:
             await self._discard()
         if page is None:
-            await self._send(answer, encoding or "protobuf")
+            await self._send(refusal, encoding or "protobuf")
         else:
             await self._answer(*page)
         return self._http.states == {h11.CLIENT: h11.DONE, h11.SERVER: h11.DONE} and not self._is_closing
@@ -208,7 +195,7 @@ class _Connection:
         if not self._has_metrics:
             raise _RefusalError(404, f"metrics are off; {named(ReceiveOptions, 'metrics')} turns them on")
         self._require_token(headers)
-        from tracefit.receive.metrics import CONTENT_TYPE, metrics_page  # noqa: PLC0415 - for --metrics alone
+        from tracefit.receive.metrics import CONTENT_TYPE, metrics_page  # noqa: PLC0415 - only for --metrics
 
         return 200, CONTENT_TYPE, metrics_page(self._intake, await self._intake.free_bytes())
 
@@ -224,7 +211,7 @@ class _Connection:
             raise _RefusalError(431, "headers too long")
         path = request.target.partition(b"?")[0].decode("latin-1")
         if path in _OTHER_SIGNALS:
-            raise _RefusalError(404, TRACES_ALONE)
+            raise _RefusalError(404, ONLY_TRACES)
         if path != "/v1/traces":
             raise _RefusalError(404, "no such path; traces are posted to /v1/traces")
         if request.method != b"POST":
@@ -237,9 +224,16 @@ class _Connection:
             raise self._too_long()
         await self._intake.take(self._body, encoding, is_gzip=compression == b"gzip")
 
-    def _refused(self, error: RequestError | BusyError) -> None:
+    def _refused(self, error: RequestError | BusyError) -> _RefusalError:
+        """Count a refusal, and return it with its HTTP status."""
         host, *_ = self._writer.get_extra_info("peername") or ("a closed connection",)
         self._intake.observed.refusals.add(error.cause, error.line(), str(host))
+        if isinstance(error, _RefusalError):
+            return error
+        if isinstance(error, BusyError):
+            # Not 429, at which OpenTelemetry's Python SDK drops the spans.
+            return _RefusalError(503, error.line(), (("retry-after", str(error.retry_s)),))
+        return _RefusalError(400, error.line())
 
     def _too_long(self) -> _RefusalError:
         return _RefusalError(413, f"longer than {self._intake.limits.message_bytes:,} bytes")
@@ -279,7 +273,7 @@ class _Connection:
         self._http.receive_data(await self._reader.read(_READ_BYTES))
 
     async def _send(self, refusal: _RefusalError | None, encoding: BodyEncoding) -> None:
-        """Answer: done, or a refusal as OTLP wants it, a google.rpc.Status."""
+        """Answer: done, or a refusal a google.rpc.Status, as OTLP specifies."""
         message: Message = ExportTraceServiceResponse()
         if refusal is not None:
             message = Status(code=_GRPC_CODES.get(refusal.code, 2), message=refusal.what)
@@ -292,7 +286,7 @@ class _Connection:
         self, code: int, kind: str, body: bytes, more: tuple[tuple[str, str], ...] = ()
     ) -> None:
         headers = [("content-type", kind), ("content-length", str(len(body))), *more]
-        # After a body that was not read to its end the next request could not be found.
+        # If a body is not read to its end, the start of the next request is unknown.
         if self._is_closing or self._http.their_state is h11.SEND_BODY:
             headers.append(("connection", "close"))
         await self._write(

@@ -29,11 +29,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 BodyEncoding = Literal["protobuf", "json"]
 
-TRACES_ALONE = "tracefit receives traces alone; set OTEL_METRICS_EXPORTER=none and OTEL_LOGS_EXPORTER=none"
+ONLY_TRACES = "tracefit receives only traces; set OTEL_METRICS_EXPORTER=none and OTEL_LOGS_EXPORTER=none"
 TOKEN_NEEDED = "a token is needed, as `authorization: Bearer …`"  # noqa: S105 - a message
 
-# A reader slot is free again in a moment; a disk that is full or slow takes longer.
-RETRY_BUSY_S, RETRY_DISK_S = 1, 5
 _GZIP_MAGIC = b"\x1f\x8b"
 _SHORT_BYTES: dict[BodyEncoding, int] = {"protobuf": 1 << 20, "json": 128 << 10}
 """Decompressed length up to which requests are decoded at the same time as others; a batch of the SDK has
@@ -43,10 +41,11 @@ half as much."""
 class BusyError(DataError):
     """A request that can be sent again, after `retry_s` seconds."""
 
-    def __init__(self, what: str, retry_s: int, cause: Cause = "busy") -> None:
+    def __init__(self, what: str, cause: Cause = "busy") -> None:
         super().__init__(what)
-        self.retry_s = retry_s
         self.cause = cause
+        # A reader slot is free again in a moment; a disk that is full or slow takes longer.
+        self.retry_s = 5 if cause == "disk" else 1
 
 
 class _Pending(NamedTuple):
@@ -73,13 +72,13 @@ class _Slots:
             BusyError: Too many wait, or no slot is free in time.
         """
         if self._waiting >= self._limits.queued_requests:
-            raise BusyError("too many requests at once", RETRY_BUSY_S)
+            raise BusyError("too many requests at once")
         self._waiting += 1
         try:
             async with asyncio.timeout(self._limits.queue_s):
                 await self._free.acquire()
         except TimeoutError:
-            raise BusyError("too many requests at once", RETRY_BUSY_S) from None
+            raise BusyError("too many requests at once") from None
         finally:
             self._waiting -= 1
         try:
@@ -150,7 +149,7 @@ class Intake:
             received = await self._received(read, encoding, is_gzip=is_gzip)
             await self.write(received)
         except TimeoutError:
-            refusal = BusyError(f"not delivered within {self.limits.read_s:g} s", RETRY_BUSY_S)
+            refusal = BusyError(f"not delivered within {self.limits.read_s:g} s")
         except DataError as error:
             refusal = error
         finally:
@@ -172,7 +171,7 @@ class Intake:
         async with self._slots.one():
             # Before anything is read, and after earlier requests: a refused request has cost no memory.
             if self._pending_bytes > self.limits.pending_bytes:
-                raise BusyError("the disk does not keep up", RETRY_DISK_S, "disk")
+                raise BusyError("the disk does not keep up", "disk")
             async with asyncio.timeout(self.limits.read_s):
                 body = await read()
             # No protobuf message begins like gzip: its first byte would be a field of a wire type that does not exist.
@@ -180,9 +179,9 @@ class Intake:
             size_bytes = stated_bytes(body) if is_gzip else len(body)
             if size_bytes <= _SHORT_BYTES[encoding]:
                 return await _in_turns(self._decode(body, encoding, is_gzip=is_gzip))
-        # A long one waits undecoded, without occupying a slot, and only beside a few others.
+        # A long one waits undecoded, without a slot; only a few may wait.
         if self._pending_bytes > self.limits.pending_bytes // 4:
-            raise BusyError("too many long requests at once", RETRY_BUSY_S)
+            raise BusyError("too many long requests at once")
         waiting_bytes = len(body)
         work = self._decode(body, encoding, is_gzip=is_gzip)
         del body
@@ -259,12 +258,11 @@ async def _in_turns(work: InSlices[_T]) -> _T:
 
 
 def _resolve(pending: _Pending, failed: dict[Sender, OSError]) -> None:
-    """Tell a request whether it is on disk."""
+    """Resolve the future of a request whose spans are on disk or cannot be written."""
     if pending.done.done():  # its sender has gone
         return
-    errors = [failed[spans.sender] for spans in pending.received if spans.sender in failed]
-    if errors:
-        text = f"cannot be written ({errors[0].strerror})"
-        pending.done.set_exception(BusyError(text, RETRY_DISK_S, "disk"))
-    else:
+    error = next((failed[spans.sender] for spans in pending.received if spans.sender in failed), None)
+    if error is None:
         pending.done.set_result(None)
+    else:
+        pending.done.set_exception(BusyError(f"cannot be written ({error.strerror})", "disk"))

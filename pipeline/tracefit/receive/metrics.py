@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from tracefit.receive.intake import Intake
-    from tracefit.receive.observed import ClassCounts
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -28,7 +27,7 @@ class _Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric as it is now."""
         seen = self._intake.observed
-        counts = {
+        counters: dict[str, tuple[str, float]] = {
             "receive_spans": ("Spans acknowledged.", seen.spans),
             "receive_requests": ("Export requests acknowledged.", seen.exports),
             "receive_written_bytes": ("Bytes written to trace files.", self._intake.written_bytes),
@@ -36,49 +35,37 @@ class _Metrics(Collector):
             "server_steps": ("Engine steps traced.", seen.steps),
             "server_dropped_events": ("Events that the servers' SDK dropped.", seen.dropped_events),
         }
-        for name, (text, count) in counts.items():
+        gauges: dict[str, tuple[str, float | None]] = {
+            "receive_open_requests": ("Export requests in progress.", self._intake.open_requests),
+            "receive_disk_free_bytes": ("Free on the disk that is written to.", self._disk_free_bytes),
+        }
+        histograms = {
+            "server_ttft_seconds": ("From arrival to the first token.", seen.ttft_s),
+            "server_queue_wait_seconds": ("From QUEUED to SCHEDULED.", seen.queue_wait_s),
+        }
+        if (steps := seen.step_errors) is not None:
+            measured = "Measured times of the steps that were predicted."
+            counters["step_measured_seconds"] = (measured, steps.measured_s)
+            counters["step_predicted_seconds"] = ("Their predictions.", steps.predicted_s)
+            published = "Median error that the model was published with."
+            gauges["step_published_error_ratio"] = (published, steps.published)
+            error = "|predicted - measured| / measured, of step times."
+            histograms["step_error_ratio"] = (error, steps.errors)
+        for name, (text, count) in counters.items():
             yield CounterMetricFamily(f"tracefit_{name}", text, count)
+        for name, (text, value) in gauges.items():
+            if value is not None:
+                yield GaugeMetricFamily(f"tracefit_{name}", text, value)
+        for name, (text, values) in histograms.items():
+            bounds = [*map(str, values.bounds), "+Inf"]
+            buckets = list(zip(bounds, accumulate(values.counts), strict=True))
+            yield HistogramMetricFamily(f"tracefit_{name}", text, buckets=buckets, sum_value=values.sum)
         refused = CounterMetricFamily(
             "tracefit_receive_refused", "Export requests refused, by cause.", labels=["cause"]
         )
-        for cause, count in seen.refusals.counts.items():
-            refused.add_metric([cause], count)
+        for cause, number in seen.refusals.counts.items():
+            refused.add_metric([cause], number)
         yield refused
-        yield GaugeMetricFamily(
-            "tracefit_receive_open_requests", "Export requests in progress.", self._intake.open_requests
-        )
-        if self._disk_free_bytes is not None:
-            yield GaugeMetricFamily(
-                "tracefit_receive_disk_free_bytes",
-                "Free on the disk that is written to.",
-                self._disk_free_bytes,
-            )
-        yield _histogram("tracefit_server_ttft_seconds", "From arrival to the first token.", seen.ttft_s)
-        yield _histogram("tracefit_server_queue_wait_seconds", "From QUEUED to SCHEDULED.", seen.queue_wait_s)
-        if (steps := seen.step_errors) is None:
-            return
-        yield _histogram(
-            "tracefit_step_error_ratio", "|predicted - measured| / measured, of step times.", steps.errors
-        )
-        yield CounterMetricFamily(
-            "tracefit_step_measured_seconds",
-            "Measured times of the steps that were predicted.",
-            steps.measured_s,
-        )
-        yield CounterMetricFamily("tracefit_step_predicted_seconds", "Their predictions.", steps.predicted_s)
-        if steps.published is not None:
-            yield GaugeMetricFamily(
-                "tracefit_step_published_error_ratio",
-                "Median error that the model was published with.",
-                steps.published,
-            )
-
-
-def _histogram(name: str, text: str, values: ClassCounts) -> HistogramMetricFamily:
-    bounds = [*map(str, values.bounds), "+Inf"]
-    return HistogramMetricFamily(
-        name, text, buckets=list(zip(bounds, accumulate(values.counts), strict=True)), sum_value=values.sum
-    )
 
 
 def metrics_page(intake: Intake, disk_free_bytes: int | None) -> bytes:

@@ -59,7 +59,7 @@ LATENCY_BOUNDS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-"""Upper bounds of classes of latencies: those of vLLM's own metric of the TTFT."""
+"""Upper bounds of classes of latencies: those of vLLM's metric of the TTFT."""
 
 ERROR_BOUNDS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 """Upper bounds of classes of relative errors."""
@@ -98,7 +98,7 @@ class ObservedStep(NamedTuple):
 
 @dataclass(slots=True)
 class StepErrors:
-    """Measured step times beside those that a model predicts.
+    """Measured step times and the errors of their predictions.
 
     Attributes:
         published: The model's median error on held-out steps, |predicted - measured| / measured; null if it
@@ -133,7 +133,7 @@ class Observed:
         unnamed: Whether spans came from a server without a service name.
         steps: Engine steps traced.
         requests: Requests of the server that finished.
-        journeys: Of these, requests whose events are traced.
+        journeys: Finished requests whose events are traced.
         dropped_events: Events that senders say their SDK dropped.
         largest_span: Most events of a step span, dropped ones included.
         ttft_s: Times from arrival to the first token.
@@ -197,14 +197,14 @@ class Observed:
                 latency = self.ttft_s if column == "ttft_us" else self.queue_wait_s
                 latency.add(attribute.value.double_value * factor)
 
-    def _match(self, trace_id: bytes, what: Literal["arrival", "first token"], unix_ns: int) -> None:
+    def _match(self, trace_id: bytes, kind: Literal["arrival", "first token"], unix_ns: int) -> None:
         """Match arrival and first token, which two processes export in any order."""
         # A second span of the same kind (n > 1) replaces the first.
-        known, other_ns = self._open_requests.pop(trace_id, (what, 0))
-        if known != what:
-            self.ttft_s.add(abs(unix_ns - other_ns) / 1e9)
+        seen_kind, seen_ns = self._open_requests.pop(trace_id, (kind, 0))
+        if seen_kind != kind:
+            self.ttft_s.add(abs(unix_ns - seen_ns) / 1e9)
             return
-        self._open_requests[trace_id] = (what, unix_ns)
+        self._open_requests[trace_id] = (kind, unix_ns)
         if len(self._open_requests) > _OPEN_REQUESTS:
             self._open_requests.popitem(last=False)
 
@@ -255,7 +255,7 @@ class Observed:
         return ((self.spans - spans) / seconds, (self.steps - steps) / seconds) if seconds else (0.0, 0.0)
 
     def new_warnings(self) -> list[str]:
-        """Return a warning for each kind of data that the traces lack, each once: the server can still be restarted."""
+        """Return a warning, once, for each kind of data that the traces lack: the server can still be restarted."""
         fresh = [(kind, text) for kind, text in self._missing() if kind not in self._warned]
         self._warned |= {kind for kind, _ in fresh}
         return [text for _, text in fresh]
@@ -287,9 +287,9 @@ def _numeric(encoded: Iterable[bytes]) -> list[KeyValue]:
     return [KeyValue.FromString(a) for a in encoded if len(a) <= _MAX_NUMBER_BYTES]
 
 
-async def show_live(observed: Observed, console: Console | None = None) -> None:
+async def show_live(observed: Observed) -> None:
     """Show the live view on stderr until cancelled."""
-    with Live(console=console or Console(stderr=True), auto_refresh=False, transient=True) as view:
+    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as view:
         while True:
             view.update(live_table(observed), refresh=True)
             await asyncio.sleep(_REFRESH_S)

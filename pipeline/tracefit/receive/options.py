@@ -40,7 +40,7 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class IntakeLimits:
-    """Limits of the memory that one sender, and all of them together, can make the receiver use.
+    """Limits of the memory that one sender, and all senders, can make the receiver use.
 
     Attributes:
         message_bytes: Longest request, as sent and decompressed.
@@ -51,15 +51,15 @@ class IntakeLimits:
         read_s: How long a sender may take to deliver a request.
         pending_bytes: Bytes that wait for the disk, or of long requests for their turn; above this, requests
             are refused before they are read, and above a quarter of them long ones before they are decoded.
-        connections: Connections of a port; of more, those that have been silent longest are closed.
-        connections_of_address: Likewise, of those from one address.
-        accepted: Connections of a port at any moment: more are refused at once.
+        connections: Connections of a port; beyond it, those that have been silent longest are closed.
+        connections_of_address: The same for connections from one address.
+        accepted: Connections of a port at any moment; more are refused at once.
         idle_s: How long a connection is kept without a request.
         folders: Folders made for different servers, at most.
-        drain_s: How long requests in progress have to end, once the receiver has to stop.
+        drain_s: How long requests in progress may take to end when the receiver stops.
     """
 
-    # gRPC's own limit of 4 MiB is less than a batch of step spans with snapshots can be.
+    # gRPC's limit of 4 MiB is less than a batch of step spans with snapshots can be.
     message_bytes: int = 16 << 20
     header_bytes: int = 16 << 10
     readers: int = 4
@@ -130,7 +130,7 @@ def parse_rotation(text: str) -> Rotation:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveOptions:
-    """Where the receiver listens, who may send, and which data are kept.
+    """Where the receiver listens, who may send, and which data are written.
 
     Attributes:
         host: Address to listen on; any that is not loopback needs TLS or --insecure.
@@ -187,17 +187,15 @@ class ReceiveOptions:
             self._require_safe_endpoint(endpoint)
 
     def _require_safe_endpoint(self, endpoint: str) -> None:
+        option_name = named(ReceiveOptions, "forward_pass_metrics")
         match = _ENDPOINT.fullmatch(endpoint)
         if match is None or not 1 <= int(match[2]) <= 65_535:
-            raise UsageError(
-                f"{named(ReceiveOptions, 'forward_pass_metrics')} {endpoint[:200]!r}: not an endpoint",
-                hint="for example tcp://127.0.0.1:20380",
-            )
+            fault = f"{option_name} {endpoint[:200]!r}: not an endpoint"
+            raise UsageError(fault, hint="for example tcp://127.0.0.1:20380")
         if not (self.insecure or _is_loopback(match[1].strip("[]"))):
-            raise UsageError(
-                f"{named(ReceiveOptions, 'forward_pass_metrics')} {endpoint}: ZMQ has no authentication here, and no encryption",
-                hint=f"if the network itself is safe, say {named(ReceiveOptions, 'insecure')}",
-            )
+            fault = f"{option_name} {endpoint}: ZMQ has no authentication here, and no encryption"
+            hint = f"if the network itself is safe, say {named(ReceiveOptions, 'insecure')}"
+            raise UsageError(fault, hint=hint)
 
 
 def _tls() -> str:
@@ -205,7 +203,7 @@ def _tls() -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether an address is reached from this machine alone; a name other than localhost may not be."""
+    """Return whether an address is reached only from this machine; a name other than localhost may not be."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -221,8 +219,8 @@ class Token:
     def accepts(self, authorization: str | bytes) -> bool:
         """Return whether the value of an `authorization` header is right."""
         # Compared in constant time: how long a refusal takes says nothing about the token.
-        given = authorization.encode() if isinstance(authorization, str) else authorization
-        return self._expected is None or hmac.compare_digest(given, self._expected)
+        value = authorization.encode() if isinstance(authorization, str) else authorization
+        return self._expected is None or hmac.compare_digest(value, self._expected)
 
 
 def _read_token(path: Path) -> bytes:

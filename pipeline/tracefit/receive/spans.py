@@ -58,7 +58,7 @@ An element that takes the time of several counts as several.
 """
 
 MAX_FIELDS = 1 << 16
-"""Most fields of a span or an event, which are parsed together. A step span with snapshots of 256 requests
+"""Most fields of a span or an event, which are parsed at once. A step span with snapshots of 256 requests
 has 25,600."""
 
 MAX_JSON_OBJECTS = 1 << 12
@@ -101,7 +101,7 @@ class Sender(NamedTuple):
 
     @property
     def is_unnamed(self) -> bool:
-        """Whether the server has no own name: the SDK's default is `unknown_service`, often with its program."""
+        """Whether the server has no name: the SDK's default is `unknown_service`, often with its program."""
         return self.service == _UNNAMED or self.service.split(":")[0] == "unknown_service"
 
 
@@ -120,7 +120,7 @@ class SenderSpans(NamedTuple):
 
 
 class _Work:
-    """Counts what a request has: resources, scopes, spans, events, attributes, and fields that OTLP does not know.
+    """Counts what a request has: resources, scopes, spans, events, attributes, and fields that OTLP does not define.
 
     The count runs while the request is read, before its elements become objects: two bytes can become an object of a
     hundred, and gzip makes two bytes of a few bits.
@@ -149,7 +149,7 @@ class PrivacyFilter:
     """Selects the attributes to keep, and whether spans of other scopes keep any.
 
     Args:
-        keep_attributes: Keys of span attributes to keep beside those that `ingest` keeps.
+        keep_attributes: Keys of span attributes to keep in addition to those that `ingest` keeps.
         all_spans: Whether spans that are not vLLM's keep their names and attributes.
     """
 
@@ -299,7 +299,7 @@ class _Keys:
         Returns:
             How many attributes there were.
         """
-        # The first byte is the tag of the key, the second its length. Other encodings are allowed, but rare.
+        # The first byte is the tag of the key, the second its length. Other encodings are valid but rare.
         try:
             is_kept = [a[: a[1] + 2] in self._beginnings or self._has_key(a) for a in attributes]
         except IndexError:
@@ -332,8 +332,8 @@ _MAX_CACHED_BYTES = 4096
 
 def _cached(function: Callable[[bytes], _T]) -> Callable[[bytes], _T]:
     """Cache the results for the last short arguments; long ones would let a sender fill the memory."""
-    remembered = lru_cache(maxsize=1024)(function)
-    return lambda encoded: (remembered if len(encoded) <= _MAX_CACHED_BYTES else function)(encoded)
+    cached = lru_cache(maxsize=1024)(function)
+    return lambda encoded: (cached if len(encoded) <= _MAX_CACHED_BYTES else function)(encoded)
 
 
 @_cached

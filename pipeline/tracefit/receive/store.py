@@ -1,6 +1,6 @@
 """Trace files on disk: a folder per sender, rotated files of length-prefixed zstd; all on disk when acknowledged.
 
-`OUT/<service.name>/exp-config.yaml` makes a run of everything below it; its files lie in a folder for each
+`OUT/<service.name>/exp-config.yaml` makes a run of everything below it; its files are in a folder for each
 service.instance.id, because the API process and the engine core of one server are two instances with newer
 SDKs, and belong to one run. A record is four bytes of length, big-endian, and one zstd frame with a
 `TracesData`; a file is never reopened, so that a record cut by a crash is the last of its file. Lines of
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _RECORD_BYTES = 1 << 20
 """Messages are joined up to so many bytes: several in one frame compress better."""
 
-_OPEN_FILES = 64  # beside up to 256 connections, of the 1,024 descriptors that a process has by default
+_OPEN_FILES = 64  # with up to 256 connections, fewer than the 1,024 descriptors that a process has by default
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LIKE_OURS = re.compile(r".*(-[0-9a-f]{8}|\.(json|yaml))")
 """Names with a hash, as cleaned ones have it, and names of files that commands look for, such as manifest.json."""
@@ -55,9 +55,9 @@ _NAMES: dict[SentForm, tuple[str, str]] = {"spans": ("traces", ".binpb"), "steps
 
 
 def folder_name(text: str) -> str:
-    """Return the name of the folder for a service or an instance: as it is, or cleaned, with a hash of what it was.
+    """Return the name of the folder for a service or an instance: the name itself, or a cleaned one with a hash of it.
 
-    Names come from the network: no folder lies outside the root, is hidden or has the name of a file, and two different
+    Names come from the network: no folder is outside the root, is hidden or has the name of a file, and two different
     names do not share a folder.
     """
     if _PLAIN_NAME.fullmatch(text) and not text.endswith(".") and not _LIKE_OURS.fullmatch(text):
@@ -84,7 +84,7 @@ class _OpenFile:
     opened_at: float
     durable_bytes: int = 0
 
-    def is_in_place(self) -> bool:
+    def is_at_path(self) -> bool:
         """Return whether the path still names this file: a folder may have been removed, moved or replaced."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return os.path.samestat(self.path.stat(), os.fstat(self.descriptor))
@@ -111,7 +111,7 @@ class TraceStore:
         # One sender whose disk is full or folder is gone must not cost the others their spans.
         failed = {}
         for sender, payloads in by_sender.items():
-            data = _encoded(payloads, sender.form)
+            data = b"".join(_encoded(payloads, sender.form))
             try:
                 # A folder that is moved while it is written to: the spans go to a new one.
                 if not (self._append(sender, data) or self._append(sender, data)):
@@ -127,24 +127,24 @@ class TraceStore:
         return None
 
     def close(self) -> None:
-        """Close every file; what was committed is on disk already."""
+        """Close every file; committed data are on disk already."""
         while self._open:
             os.close(self._open.popitem()[1].descriptor)
 
     def _append(self, sender: Sender, data: bytes) -> bool:
-        """Write to the sender's file; return whether the file is still in its place once the disk has the data."""
+        """Write to the sender's file; return whether the path still names the file once the disk has the data."""
         file = self._file_of(sender)
         try:
-            # A write may take less than it is given, as on a disk that fills up.
+            # A write may take a part, as on a disk that fills up.
             view = memoryview(data)
             while view:
                 view = view[os.write(file.descriptor, view) :]
             os.fsync(file.descriptor)
-            is_in_place = file.is_in_place()
+            is_at_path = file.is_at_path()
         except OSError:
             self._abandon(sender, file)
             raise
-        if not is_in_place:
+        if not is_at_path:
             self._abandon(sender, file)
             return False
         file.durable_bytes += len(data)
@@ -158,7 +158,7 @@ class TraceStore:
             os.ftruncate(file.descriptor, file.durable_bytes)
             if not file.durable_bytes:
                 self.files.remove(file.path)
-                if file.is_in_place():
+                if file.is_at_path():
                     file.path.unlink()
         with contextlib.suppress(OSError):
             os.close(file.descriptor)
@@ -169,7 +169,7 @@ class TraceStore:
         if file is not None:
             is_full = file.durable_bytes >= self._rotation.size_bytes
             is_full |= now - file.opened_at >= self._rotation.seconds
-            if not is_full and file.is_in_place():
+            if not is_full and file.is_at_path():
                 self._open.move_to_end(sender)
                 return file
             os.close(self._open.pop(sender).descriptor)
@@ -202,15 +202,15 @@ class TraceStore:
                 return _OpenFile(path, descriptor, now)
 
 
-def _encoded(payloads: Iterable[bytes], form: SentForm) -> bytes:
-    if form == "steps":
-        return zstd.compress(b"".join(payloads), level=_ZSTD_LEVEL)
-    return b"".join(_framed(payloads))
+def _encoded(payloads: Iterable[bytes], form: SentForm) -> Iterator[bytes]:
+    """Yield zstd frames: all lines in one, messages joined to records with a length before each.
 
-
-def _framed(payloads: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield records of joined messages; protobuf parses concatenated messages as one."""
+    Protobuf parses concatenated messages as one.
+    """
     left = deque(payloads)
+    if form == "steps":
+        yield zstd.compress(b"".join(left), level=_ZSTD_LEVEL)
+        return
     while left:
         record = bytearray(left.popleft())
         while left and len(record) + len(left[0]) <= _RECORD_BYTES:

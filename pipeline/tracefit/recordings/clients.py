@@ -8,8 +8,8 @@
 | AIPerf `profile_export.jsonl` | JSON lines | 0.13.0 | every one, if a chunk is one |
 | experiments of inference-sim: `requests.json` and `measured.json` | JSON, a document and a list | February 2026 | first and last |
 
-Where every token has its time and the client is the only one, the steps of the engine are seen: outputs of a step come together,
-and steps apart (`tables.stages`). A prompt is assumed to be computed by the step of its first token. If only the first and
+If every token has a time and the server has no other client, the tokens show the engine's steps: outputs of one step arrive at once,
+and steps arrive apart (`tables.stages`). A prompt is assumed to be computed by the step of its first token. If only the first and
 the last token have times, steps are counted, as for the spans of an unmodified server (`timeline.request_steps`).
 """
 
@@ -18,35 +18,36 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 import polars as pl
 
 from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.framing import BOM
-from tracefit.inputs.rejects import Reject, excerpt
-from tracefit.recordings.fpm import RecordedBlock
-from tracefit.recordings.requests import UNREADABLE, TokenCount, as_spans, json_records, seconds_to_ns
+from tracefit.recordings.blocks import RecordedBlock, Rejects
+from tracefit.recordings.requests import TokenCount, as_spans, lines_of, read_parts, seconds_to_ns
 from tracefit.tables.dialects import CLIENT_KEYS, CLIENT_SCOPE, NOT_SENT_S
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
 from tracefit.tables.sources import CycleSource
 from tracefit.tables.stages import batch_numbers, steps_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable
 
     from tracefit.inputs.blocks import Block
     from tracefit.inputs.framing import Shape
     from tracefit.inputs.rejects import Encoding
+    from tracefit.recordings.requests import Parts
 
 _MOST_S, _MOST_LASTED_S, _MOST_TOKENS = 2**32, 1e6, 2**31
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=_MOST_S)]
 _MOST_ODD = 0.2
 """Largest share of requests that skip a step, or have two tokens in one, where all are of one engine."""
 
-REQUESTS: dict[str, Any] = {
-    "source_offset": pl.Int64,
+_Row: TypeAlias = tuple[Any, ...]
+_REQUESTS: dict[str, Any] = {
     "request_id": pl.String,
     "start_s": pl.Float64,
     "token_s": pl.List(pl.Float64),
@@ -56,40 +57,45 @@ REQUESTS: dict[str, Any] = {
     "output_tokens": pl.Int64,
     "error": pl.Boolean,
 }
-"""Requests of a client: when each was sent, on the client's clock; since then, the times of its tokens, or of the first and
-the last alone."""
+"""Requests of a client: when each was sent, on the client's clock; the times of its tokens since then, or only
+of the first and the last."""
 
 
-class _Request(NamedTuple):
-    """A row of `REQUESTS`, without its offset."""
+def _request(
+    start_s: float,
+    request_id: str | None = None,
+    *,
+    token_s: list[float] | None = None,
+    first_s: float | None = None,
+    last_s: float | None = None,
+    prompt_tokens: int | None = None,
+    output_tokens: int | None = None,
+    error: bool = False,
+) -> _Row:
+    """Return a row of `_REQUESTS`.
 
-    request_id: str | None
-    start_s: float
-    token_s: list[float] | None
-    first_s: float | None
-    last_s: float | None
-    prompt_tokens: int | None
-    output_tokens: int | None
-    error: bool
-
-
-def _checked(request: _Request) -> _Request:
-    """Return a request whose times can be."""
-    since = [time for time in (request.first_s, *(request.token_s or ()), request.last_s) if time is not None]
+    Raises:
+        msgspec.ValidationError: Its times are not in order, or a value is out of range.
+    """
+    since = [time for time in (first_s, *(token_s or ()), last_s) if time is not None]
     if since != sorted(since) or not all(0 <= time <= _MOST_LASTED_S for time in since):
         raise msgspec.ValidationError("times out of order or range")
-    if not (0 <= request.start_s <= _MOST_S and 0 <= (request.output_tokens or 0) <= _MOST_TOKENS):
+    tokens = (prompt_tokens or 0, output_tokens or 0)
+    if not (0 <= start_s <= _MOST_S and all(0 <= count <= _MOST_TOKENS for count in tokens)):
         raise msgspec.ValidationError("out of range")
-    if not 0 <= (request.prompt_tokens or 0) <= _MOST_TOKENS:
-        raise msgspec.ValidationError("out of range")
-    return request
+    return request_id, start_s, token_s, first_s, last_s, prompt_tokens, output_tokens, error
+
+
+def _list(payload: bytes) -> list[msgspec.Raw]:
+    return msgspec.json.decode(payload.removeprefix(BOM), type=list[msgspec.Raw])
+
+
+def _one(read: Callable[[bytes], _Row]) -> Callable[[bytes], list[_Row]]:
+    return lambda record: [read(record)]
 
 
 def _tokens_since(first_s: float, gaps_s: list[float]) -> list[float]:
-    times = [first_s]
-    for gap in gaps_s:
-        times.append(times[-1] + gap)
-    return times
+    return [*accumulate(gaps_s, initial=first_s)]
 
 
 # -- vllm bench serve ---------------------------------------------------------------------------------------
@@ -105,30 +111,37 @@ class _Bench(msgspec.Struct):
     date: str | None = None
 
 
-_DECODE_BENCH = msgspec.json.Decoder(_Bench).decode
-
-
-def _bench(record: bytes) -> list[_Request]:
-    bench = _DECODE_BENCH(record)
-    columns = (bench.start_times, bench.ttfts, bench.itls, bench.input_lens, bench.output_lens)
+def _bench(record: bytes) -> list[_Row]:
+    bench = msgspec.json.decode(record, type=_Bench)
     errors = bench.errors or [""] * len(bench.ttfts)
-    if len({len(column) for column in (*columns, errors)}) > 1:
+    columns = (bench.start_times, bench.ttfts, bench.itls, bench.input_lens, bench.output_lens, errors)
+    if len({len(column) for column in columns}) > 1:
         raise msgspec.ValidationError("lists of different lengths")
-    requests = []
-    for (start, ttft, itl, prompt, output), error in zip(zip(*columns, strict=True), errors, strict=True):
-        tokens = _tokens_since(ttft, itl)
-        requests.append(_Request(None, start, tokens, ttft, tokens[-1], prompt, output, error=bool(error)))
-    return list(map(_checked, _moved(requests, bench.date)))
+    tokens = list(map(_tokens_since, bench.ttfts, bench.itls))
+    ends = (start + times[-1] for start, times in zip(bench.start_times, tokens, strict=True))
+    ahead = _ahead_s(bench.date, max(ends, default=0.0))
+    return [
+        _request(
+            start + ahead,
+            token_s=times,
+            first_s=times[0],
+            last_s=times[-1],
+            prompt_tokens=prompt,
+            output_tokens=output,
+            error=bool(error),
+        )
+        for (start, _, _, prompt, output, error), times in zip(
+            zip(*columns, strict=True), tokens, strict=True
+        )
+    ]
 
 
-def _moved(requests: list[_Request], date: str | None) -> list[_Request]:
-    """Return requests of a clock that begins at boot on the wall clock: the benchmark ends at its date, local time in seconds."""
+def _ahead_s(date: str | None, end_s: float) -> float:
+    """Return how far the wall clock is ahead of one that begins at boot: the benchmark ends at its date, local time in seconds."""
     try:
-        end = datetime.strptime(date or "", "%Y%m%d-%H%M%S").replace(tzinfo=UTC).timestamp()
+        return datetime.strptime(date or "", "%Y%m%d-%H%M%S").replace(tzinfo=UTC).timestamp() - end_s
     except ValueError:
-        return requests
-    ahead = end - max((r.start_s + (r.last_s or 0.0) for r in requests), default=end)
-    return [r._replace(start_s=r.start_s + ahead) for r in requests]
+        return 0.0
 
 
 # -- GuideLLM -----------------------------------------------------------------------------------------------
@@ -167,33 +180,28 @@ class _Guide(msgspec.Struct):
     benchmarks: list[_GuideBenchmark]
 
 
-_DECODE_GUIDE = msgspec.json.Decoder(_Guide).decode
-_DECODE_GUIDE_REQUEST = msgspec.json.Decoder(_GuideRequest).decode
-
-
-def _guide(record: bytes, *, error: bool) -> _Request:
-    decoded = _DECODE_GUIDE_REQUEST(record)
+def _guide(record: bytes, *, error: bool) -> _Row:
+    decoded = msgspec.json.decode(record, type=_GuideRequest)
     times = decoded.info.timings
     start = times.request_start
     first, last = times.first_token_iteration, times.last_token_iteration
-    return _Request(
-        decoded.response_id or decoded.request_id,
+    return _request(
         start,
-        None,
-        None if first is None else first - start,
-        None if last is None else last - start,
-        # It counts 0 of what it could not count.
-        decoded.prompt_tokens or None,
-        decoded.output_tokens,
+        decoded.response_id or decoded.request_id,
+        first_s=None if first is None else first - start,
+        last_s=None if last is None else last - start,
+        prompt_tokens=decoded.prompt_tokens or None,  # GuideLLM writes 0 if it could not count them
+        output_tokens=decoded.output_tokens,
         error=error,
     )
 
 
-def _guide_parts(payload: bytes) -> Iterator[tuple[bytes, Callable[[bytes], _Request]]]:
-    for benchmark in _DECODE_GUIDE(payload).benchmarks:
-        for kind, is_error in (("successful", False), ("errored", True), ("incomplete", True)):
-            for part in getattr(benchmark.requests, kind):
-                yield bytes(part), partial(_guide, error=is_error)
+def _guide_parts(payload: bytes) -> Parts[list[_Row]]:
+    for benchmark in msgspec.json.decode(payload.removeprefix(BOM), type=_Guide).benchmarks:
+        lists = benchmark.requests
+        for requests, is_error in ((lists.successful, False), (lists.errored + lists.incomplete, True)):
+            for part in requests:
+                yield 0, bytes(part), _one(partial(_guide, error=is_error))
 
 
 # -- inference-perf -----------------------------------------------------------------------------------------
@@ -224,29 +232,19 @@ class _PerfRequest(msgspec.Struct):
     error: Any = None
 
 
-_DECODE_LIST = msgspec.json.Decoder(list[msgspec.Raw]).decode
-_DECODE_PERF = msgspec.json.Decoder(_PerfRequest).decode
-
-
-def _perf(record: bytes) -> _Request:
-    decoded = _DECODE_PERF(record)
+def _perf(record: bytes) -> _Row:
+    decoded = msgspec.json.decode(record, type=_PerfRequest)
     request, response = decoded.info.request_metrics, decoded.info.response_metrics
     tokens = [time - decoded.start_time for time in response.output_token_times] if response else []
-    return _Request(
-        None,
+    return _request(
         decoded.start_time,
-        tokens or None,
-        tokens[0] if tokens else None,
-        tokens[-1] if tokens else decoded.end_time - decoded.start_time,
-        request.text.input_tokens if request and request.text else None,
-        response.output_tokens if response else None,
+        token_s=tokens or None,
+        first_s=tokens[0] if tokens else None,
+        last_s=tokens[-1] if tokens else decoded.end_time - decoded.start_time,
+        prompt_tokens=request.text.input_tokens if request and request.text else None,
+        output_tokens=response.output_tokens if response else None,
         error=decoded.error is not None,
     )
-
-
-def _perf_parts(payload: bytes) -> Iterator[tuple[bytes, Callable[[bytes], _Request]]]:
-    for part in _DECODE_LIST(payload):
-        yield bytes(part), _perf
 
 
 # -- AIPerf -------------------------------------------------------------------------------------------------
@@ -270,18 +268,16 @@ class _AiRequest(msgspec.Struct):
     error: Any = None
 
 
-_DECODE_AI = msgspec.json.Decoder(_AiRequest).decode
-_DECODE_VALUE = msgspec.json.Decoder(_AiValue).decode
 _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "sec": 1.0, "s": 1.0, "tokens": 1.0}
 
 
-def _aiperf(record: bytes) -> _Request:
-    decoded = _DECODE_AI(record)
+def _aiperf(record: bytes) -> _Row:
+    decoded = msgspec.json.decode(record, type=_AiRequest)
 
     def value(name: str) -> Any:
         if name not in decoded.metrics:
             return None
-        item = _DECODE_VALUE(decoded.metrics[name])
+        item = msgspec.json.decode(decoded.metrics[name], type=_AiValue)
         if item.unit not in _UNITS:
             raise msgspec.ValidationError(f"{name} of an unknown unit")
         factor = _UNITS[item.unit]
@@ -293,14 +289,14 @@ def _aiperf(record: bytes) -> _Request:
 
     ttft, gaps, latency = value("time_to_first_token"), value("inter_chunk_latency"), value("request_latency")
     tokens = _tokens_since(ttft, gaps or []) if isinstance(ttft, float) else None
-    return _Request(
-        decoded.metadata.x_request_id,
+    return _request(
         decoded.metadata.request_start_ns / 1e9,
-        tokens if gaps is not None else None,
-        ttft,
-        tokens[-1] if gaps and tokens else latency,
-        count("usage_prompt_tokens", "input_sequence_length"),
-        count("usage_completion_tokens", "output_sequence_length"),
+        decoded.metadata.x_request_id,
+        token_s=tokens if gaps is not None else None,
+        first_s=ttft,
+        last_s=tokens[-1] if gaps and tokens else latency,
+        prompt_tokens=count("usage_prompt_tokens", "input_sequence_length"),
+        output_tokens=count("usage_completion_tokens", "output_sequence_length"),
         error=decoded.error is not None or decoded.metadata.was_cancelled,
     )
 
@@ -327,78 +323,55 @@ class _Received(msgspec.Struct):
     has_error: bool = False
 
 
-_DECODE_EXPERIMENT = msgspec.json.Decoder(_Experiment).decode
-_DECODE_SENT = msgspec.json.Decoder(_Sent).decode
-_DECODE_RECEIVED = msgspec.json.Decoder(_Received).decode
+def _sent(record: bytes) -> _Row:
+    sent = msgspec.json.decode(record, type=_Sent)
+    return _request(
+        sent.arrival_time_us / 1e6,
+        str(sent.index),
+        prompt_tokens=sent.input_tokens,
+        output_tokens=sent.output_tokens,
+        error=sent.has_error,
+    )
 
 
-def _sent(record: bytes) -> _Request:
-    sent = _DECODE_SENT(record)
-    start = sent.arrival_time_us / 1e6
-    lengths = (sent.input_tokens, sent.output_tokens)
-    return _Request(str(sent.index), start, None, None, None, *lengths, error=sent.has_error)
+def _received(record: bytes) -> _Row:
+    got = msgspec.json.decode(record, type=_Received)
+    return _request(NOT_SENT_S, str(got.index), first_s=got.ttft_s, last_s=got.e2e_s, error=got.has_error)
 
 
-def _received(record: bytes) -> _Request:
-    received = _DECODE_RECEIVED(record)
-    times = (received.ttft_s, received.e2e_s)
-    return _Request(str(received.index), NOT_SENT_S, None, *times, None, None, error=received.has_error)
-
-
-def _sent_parts(payload: bytes) -> Iterator[tuple[bytes, Callable[[bytes], _Request]]]:
-    for part in _DECODE_EXPERIMENT(payload).requests:
-        yield bytes(part), _sent
-
-
-def _received_parts(payload: bytes) -> Iterator[tuple[bytes, Callable[[bytes], _Request]]]:
-    for part in _DECODE_LIST(payload):
-        yield bytes(part), _received
+def _experiment(payload: bytes) -> list[msgspec.Raw]:
+    return msgspec.json.decode(payload.removeprefix(BOM), type=_Experiment).requests
 
 
 # -- blocks -------------------------------------------------------------------------------------------------
 
 
-def _decoder(
-    name: str,
-    line: Callable[[bytes], list[_Request]] | None,
-    parts: Callable[[bytes], Iterable[tuple[bytes, Callable[[bytes], _Request]]]] | None = None,
-) -> Callable[..., RecordedBlock]:
-    """Return the decoder of files of lines, or of one document with parts; a bad line or part costs itself alone."""
-    what = f"no request of {name}"
+def _items(
+    split: Callable[[bytes], list[msgspec.Raw]], read: Callable[[bytes], _Row]
+) -> Callable[[bytes], Parts[list[_Row]]]:
+    """Return a function that divides a document into the requests that `split` returns."""
+    return lambda payload: ((0, bytes(item), _one(read)) for item in split(payload))
+
+
+def _lines(read: Callable[[bytes], list[_Row]]) -> Callable[[bytes], Parts[list[_Row]]]:
+    return lambda payload: lines_of(payload, read)
+
+
+def _decoder(name: str, parts: Callable[[bytes], Parts[list[_Row]]]) -> Callable[..., RecordedBlock]:
+    """Return the decoder of a program's files."""
 
     def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
-        rows: list[tuple[Any, ...]] = []
-        if line is not None:
-            decoded, rejects = json_records(
-                block, payload, line, what, show_values=show_values, max_rejects=max_rejects
-            )
-            rows = [(offset, *request) for offset, requests in decoded for request in requests]
-        else:
-            assert parts is not None  # noqa: S101 - either is given
-            rejects = []
-            try:
-                for record, read in parts(payload.removeprefix(BOM)):
-                    try:
-                        rows.append((block.offset, *_checked(read(record))))
-                    except UNREADABLE as error:
-                        shown = excerpt(record, "json", show_values=show_values)
-                        reason = f"{what} ({_detail(error)})"
-                        rejects.append(Reject(block.source_file, block.offset, len(record), reason, shown))
-            except UNREADABLE as error:
-                reason = f"{what} ({_detail(error)})"
-                rejects.append(Reject(block.source_file, block.offset, len(payload), reason, ""))
-        requests = pl.DataFrame(rows, schema=REQUESTS, orient="row")
-        return RecordedBlock(steps_seen(requests), rejects[:max_rejects], requests_seen(requests))
+        rejects = Rejects(block, show_values=show_values, max_rejects=max_rejects)
+        contents = read_parts(payload, parts, f"no request of {name}", rejects)
+        rows = [(offset, *row) for offset, rows in contents for row in rows]
+        requests = pl.DataFrame(rows, schema={"source_offset": pl.Int64, **_REQUESTS}, orient="row")
+        return RecordedBlock(steps_seen(requests), rejects.rejects, requests_seen(requests))
 
     return decode
 
 
-def _detail(error: Exception) -> str:
-    return str(error) if isinstance(error, msgspec.ValidationError) else "malformed"
-
-
 def requests_seen(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return requests of a client (`REQUESTS`) as spans. One that failed has no times."""
+    """Return requests of a client (`_REQUESTS`) as spans. One that failed has no times."""
     is_good = ~pl.col("error") & (pl.col("first_s") <= pl.col("last_s"))
     several = pl.col("output_tokens") > 1
     last = pl.when(is_good).then("last_s")
@@ -420,7 +393,7 @@ def requests_seen(requests: pl.DataFrame) -> pl.DataFrame:
 
 
 def steps_seen(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return the steps that the tokens of a client's requests (`REQUESTS`) show, columns as `RECORDED_STEPS` but `file`.
+    """Return the steps that the tokens of a client's requests (`_REQUESTS`) show, columns as `RECORDED_STEPS` but `file`.
 
     The result is empty if a request lacks the time of a token. Where requests skip steps, or have two tokens in one, as those of
     several engines do, their times stay unknown.
@@ -471,17 +444,16 @@ def _find(shape: Shape, *patterns: bytes) -> Callable[[bytes], tuple[Shape, Enco
     return lambda head: (shape, "json") if all(key.search(head) for key in keys) else None
 
 
-_FILLS = "`requests` with the client's TTFT, ITL and E2E, beside the server's where its requests are known"
-_COUNTED = "; alone, `timeline` as spans of stock vLLM do"
-_STEPS = "; alone, `steps` and `timeline` with the batch of each step"
+_FILLS = "`requests` with the client's TTFT, ITL and E2E, and the server's where it traces them too"
+_COUNTED = "; without spans, `timeline` as spans of stock vLLM do"
+_STEPS = "; without spans, `steps` and `timeline` with the batch of each step"
 
-for _name, _title, _keys, _line, _parts, _clock, _more in (
+for _name, _title, _keys, _parts, _clock, _more in (
     (
         "vllm_bench",
         "`vllm bench serve --save-detailed`",
         (rb'"input_lens"\s*:\s*\[', rb'"ttfts"\s*:\s*\[|"output_lens"\s*:\s*\['),
-        _bench,
-        None,
+        _lines(_bench),
         "the client's, which begins at boot; placed by the date of its end, local time in seconds",
         _STEPS,
     ),
@@ -489,7 +461,6 @@ for _name, _title, _keys, _line, _parts, _clock, _more in (
         "guidellm",
         "GuideLLM's report",
         (rb'"guidellm_version"\s*:',),
-        None,
         _guide_parts,
         "the client's wall clock",
         _COUNTED,
@@ -498,8 +469,7 @@ for _name, _title, _keys, _line, _parts, _clock, _more in (
         "inference_perf",
         "inference-perf's requests",
         (rb'^\s*\[\s*\{\s*"start_time"\s*:[^,{}\[\]]{1,40},\s*"end_time"\s*:',),
-        None,
-        _perf_parts,
+        _items(_list, _perf),
         "the client's, which begins at boot",
         _STEPS,
     ),
@@ -507,8 +477,7 @@ for _name, _title, _keys, _line, _parts, _clock, _more in (
         "aiperf",
         "AIPerf's records",
         (rb'"request_start_ns"\s*:', rb'"record_processor_id"\s*:'),
-        lambda record: [_checked(_aiperf(record))],
-        None,
+        _lines(_one(_aiperf)),
         "the client's wall clock",
         _STEPS,
     ),
@@ -516,8 +485,7 @@ for _name, _title, _keys, _line, _parts, _clock, _more in (
         "experiment_requests",
         "the requests that an experiment of inference-sim sent",
         (rb'"requests"\s*:\s*\[', rb'"arrival_time_us"\s*:'),
-        None,
-        _sent_parts,
+        _items(_experiment, _sent),
         "the client's, which begins at its first request",
         _COUNTED,
     ),
@@ -525,8 +493,7 @@ for _name, _title, _keys, _line, _parts, _clock, _more in (
         "experiment_latencies",
         "the latencies that an experiment of inference-sim measured",
         (rb'^\s*\[\s*\{\s*"index"\s*:', rb'"ttft_s"\s*:'),
-        None,
-        _received_parts,
+        _items(_list, _received),
         "no time but durations; the requests that were sent give the others",
         "",
     ),
@@ -540,6 +507,6 @@ for _name, _title, _keys, _line, _parts, _clock, _more in (
             fills=_FILLS + _more,
             units={"aiperf": "ms and ns", "experiment_requests": "us"}.get(_name, "s"),
             clock=_clock,
-            decode=_decoder(_title, _line, _parts),
+            decode=_decoder(_title, _parts),
         )
     )

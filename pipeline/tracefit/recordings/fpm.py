@@ -14,14 +14,15 @@ import re
 from contextlib import suppress
 from itertools import pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import polars as pl
 
 from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.framing import BOM, LENGTH_BYTES, message_bytes, records
-from tracefit.inputs.rejects import Encoding, Reject, excerpt
+from tracefit.otlp.model import TooManyRejectsError
+from tracefit.recordings.blocks import UNREADABLE, RecordedBlock, Rejects, fault_of
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
 from tracefit.tables.sources import RECORDS, CycleSource
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from tracefit.inputs.blocks import Block
     from tracefit.inputs.framing import Shape
+    from tracefit.inputs.rejects import Encoding
 
 VERSION = 1
 _NO_RECORD = "not a record of ForwardPassMetrics"
@@ -63,7 +65,7 @@ def _find(head: bytes) -> tuple[Shape, Encoding] | None:
 
 
 def _header_at(content: bytes, at: int) -> bytes:
-    """Return the line that a place is in, if it names the columns."""
+    """Return the line around an offset if it names the columns."""
     begin = content.rfind(b"\n", max(at - _MOST_HEADER_BYTES, 0), max(at, 0)) + 1
     line = content[begin : begin + _MOST_HEADER_BYTES].partition(b"\n")[0]
     return line if at >= 0 and _is_header(line) else b""
@@ -112,7 +114,6 @@ _MAP, _ARRAY = (_metrics_type(array_like=flag) for flag in (False, True))
 _LINE = msgspec.defstruct("Line", [("metrics", _MAP), ("received_at_ns", _UnixNs | None, None)])
 _DECODE_LINE = msgspec.json.Decoder(_LINE).decode
 _DECODE_MAP, _DECODE_ARRAY = (msgspec.msgpack.Decoder(kind).decode for kind in (_MAP, _ARRAY))
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _Version(msgspec.Struct):
@@ -137,24 +138,21 @@ def _version_of(record: bytes, encoding: Encoding) -> int | None:
             return int(line.metrics.version)
         kind: Any = _Version if record[:1] < b"\x90" else _VersionArray
         version: int = msgspec.msgpack.decode(record, type=kind).version
-    except _UNREADABLE:
+    except UNREADABLE:
         return None
     return version
 
 
 def _fault(record: bytes, encoding: Encoding, decode_record: Callable[[bytes], Any]) -> str:
-    """Return why a record is not read: types and places, never values."""
+    """Return why a record is not read: types and positions, never values."""
     version = _version_of(record, encoding)
     if version is not None and version != VERSION:
         return f"ForwardPassMetrics of another version: {VERSION} is read"
-    detail = "malformed"
     try:
         decode_record(record)
-    except msgspec.ValidationError as error:
-        detail = str(error)
-    except _UNREADABLE:
-        pass
-    return f"{_NO_RECORD} ({detail})"
+    except UNREADABLE as error:
+        return f"{_NO_RECORD} ({fault_of(error)})"
+    return f"{_NO_RECORD} (malformed)"
 
 
 _FIELDS = {
@@ -181,15 +179,8 @@ _TYPES: dict[str, Any] = {
     "wall_time_s": pl.Float64,
 }
 _CSV = {
-    "worker_id": "worker_id",
-    "dp_rank": "dp_rank",
-    "counter_id": "step_id",
+    **{field.rpartition(".")[2]: column for column, field in _FIELDS.items() if column != "wall_time_s"},
     "latency_ms": "wall_time_s",
-    "num_prefill_requests": "num_prefill_reqs",
-    "sum_prefill_tokens": "prefill_tokens",
-    "sum_prefill_kv_tokens": "prefill_context_tokens",
-    "num_decode_requests": "num_decode_reqs",
-    "sum_decode_kv_tokens": "context_tokens",
     "queued_prefill_requests": "queued_prefill_reqs",
     "queued_prefill_tokens": "queued_prefill_tokens",
     "queued_decode_requests": "queued_decode_reqs",
@@ -205,48 +196,19 @@ _Record = tuple[int, int | None, Any]
 """Offset, time of receipt in unix ns, and metrics of a record."""
 
 
-class RecordedBlock(NamedTuple):
-    """The contents of a block: rows as `RECORDED_STEPS` without `file`, rejects of bytes that cannot be read, and requests as spans."""
-
-    steps: pl.DataFrame
-    rejects: list[Reject]
-    spans: pl.DataFrame | None = None
-
-
-class _TooManyRejectsError(Exception):
-    """The rest of a block is not decoded."""
-
-
-class _Rejects:
-    """Collects the rejects of one block."""
-
-    def __init__(self, block: Block, *, show_values: bool, most: int) -> None:
-        self.rejects: list[Reject] = []
-        self._block = block
-        self._show_values = show_values
-        self._most = most
-
-    def add(self, offset: int, record: bytes, reason: str) -> None:
-        shown = excerpt(record, self._block.encoding, show_values=self._show_values)
-        place = self._block.offset + offset
-        self.rejects.append(Reject(self._block.source_file, place, len(record), reason, shown))
-        if len(self.rejects) >= self._most:
-            raise _TooManyRejectsError
-
-
 def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
-    """Decode a block of whole records; a bad one costs itself alone.
+    """Decode a block of whole records; only bad ones are rejected.
 
     Args:
-        block: The place of the bytes, and how they are encoded.
+        block: The position of the bytes, and how they are encoded.
         payload: The bytes.
         show_values: Whether excerpts of rejects may show values of records.
         max_rejects: Rejects after which the rest is not decoded.
     """
-    rejects = _Rejects(block, show_values=show_values, most=max_rejects)
+    rejects = Rejects(block, show_values=show_values, max_rejects=max_rejects)
     frames: list[pl.DataFrame] = [pl.DataFrame(schema=_TYPES)]
     rows: list[tuple[Any, ...]] = []
-    with suppress(_TooManyRejectsError):
+    with suppress(TooManyRejectsError):
         if block.encoding == "csv":
             for columns, lines in _tables_in(payload, block.header):
                 frames.append(_of_lines(columns, lines, rejects))
@@ -260,14 +222,14 @@ def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int)
     return RecordedBlock(_as_steps(pl.concat(frames), block.offset), rejects.rejects)
 
 
-def _of_json(payload: bytes, rejects: _Rejects) -> Iterator[_Record]:
+def _of_json(payload: bytes, rejects: Rejects) -> Iterator[_Record]:
     for item in records(payload, "lines"):
         line = item.payload
         decoded = _line(line)
         # Where lines are glued, each begins like a record.
         begins = [] if decoded else [match.start() for match in _LINE_START.finditer(line, 1)]
         for begin, end in pairwise([0, *begins, len(line)]):
-            part = line[begin:end] if begins else line
+            part = line[begin:end]
             decoded = _line(part) if begins else decoded
             if decoded:
                 yield item.offset + begin, decoded.received_at_ns, decoded.metrics
@@ -280,7 +242,7 @@ def _line(text: bytes) -> Any:
     decoded: Any
     try:
         decoded = _DECODE_LINE(text)
-    except _UNREADABLE:
+    except UNREADABLE:
         return None
     return decoded if decoded.metrics.version == VERSION else None
 
@@ -301,16 +263,16 @@ def as_line(message: bytes, received_at_ns: int) -> tuple[bytes, float] | Litera
     return (line, record.wall_time) if _line(line) else "malformed"
 
 
-def _of_msgpack(payload: bytes, rejects: _Rejects) -> Iterator[_Record]:
+def _of_msgpack(payload: bytes, rejects: Rejects) -> Iterator[_Record]:
     """Yield the messages that can be read. A length of four bytes may be before each: it ends the bytes of the one before."""
     # Without names a beginning is three bytes, which numbers have by chance: then several pieces are one message.
     starts = _MAP_START if _MAP_START.search(payload) else _MESSAGE_START
     begins = [*(match.start() for match in starts.finditer(payload)), len(payload)]
     if begins[0] not in {0, LENGTH_BYTES}:
         rejects.add(0, payload[: begins[0]], _NO_RECORD)
-    place = 0
-    while place < len(begins) - 1:
-        begin, following = begins[place], place + 1
+    number = 0
+    while number < len(begins) - 1:
+        begin, following = begins[number], number + 1
         for after in range(following, min(following + _MOST_PIECES, len(begins))):
             size, record = _message(payload[begin : begins[after]])
             if size:
@@ -319,7 +281,7 @@ def _of_msgpack(payload: bytes, rejects: _Rejects) -> Iterator[_Record]:
         is_whole = size and len(rest) in {0, LENGTH_BYTES}
         if record is None and (not size or after > following):
             rejects.add(begin, payload[begin : begins[following]], "record cut")
-            place = following
+            number = following
             continue
         if record is None:
             message = payload[begin : begin + size]
@@ -328,19 +290,17 @@ def _of_msgpack(payload: bytes, rejects: _Rejects) -> Iterator[_Record]:
             yield begin, None, record
         if not is_whole:
             rejects.add(begin + size, rest, _NO_RECORD)
-        place = after
+        number = after
 
 
 def _message(content: bytes) -> tuple[int, Any]:
     """Return the length of the message that some bytes begin with, 0 if it does not end, and its record if it can be read."""
     decode_record = _decoder_of(content)
-    with suppress(*_UNREADABLE):
-        decoded = decode_record(content)
-        return len(content), decoded if decoded.version == VERSION else None
-    size = message_bytes(content)
-    with suppress(*_UNREADABLE):
-        decoded = decode_record(content[:size])
-        return size, decoded if decoded.version == VERSION else None
+    for measure in (len, message_bytes):
+        size = measure(content)
+        with suppress(*UNREADABLE):
+            decoded = decode_record(content[:size])
+            return size, decoded if decoded.version == VERSION else None
     return size, None
 
 
@@ -363,15 +323,15 @@ def _tables_in(payload: bytes, header: bytes) -> Iterator[tuple[list[str], list[
     yield _fields_of(header), lines
 
 
-def _of_lines(columns: list[str], lines: list[tuple[int, bytes]], rejects: _Rejects) -> pl.DataFrame:
+def _of_lines(columns: list[str], lines: list[tuple[int, bytes]], rejects: Rejects) -> pl.DataFrame:
     """Read lines of a table by column."""
     text = pl.Series("line", [line.decode("utf-8", errors="replace") for _, line in lines], pl.String)
     fields = pl.col("line").str.split(",")
     faults = [pl.when(fields.list.len() != len(columns)).then(pl.lit(f"not {len(columns)} fields"))]
     values = {}
     for name, column in _CSV.items():
-        place = columns.index(name) if name in columns else len(columns)
-        field = fields.list.get(place, null_on_oob=True).str.strip_chars('" \r')
+        position = columns.index(name) if name in columns else len(columns)
+        field = fields.list.get(position, null_on_oob=True).str.strip_chars('" \r')
         values[column] = value = field.cast(_TYPES[column], strict=False)
         size = value.str.len_chars() if column == "worker_id" else value
         is_good = size.is_between(0, _MOST_NAME if column == "worker_id" else _MOST).fill_null(value=False)

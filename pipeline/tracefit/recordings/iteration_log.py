@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.rejects import Reject, excerpt
-from tracefit.recordings.fpm import RecordedBlock
+from tracefit.recordings.blocks import RecordedBlock
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
 from tracefit.tables.sources import RECORDS, CycleSource
 
@@ -39,17 +39,6 @@ _MOST_BYTES = 64 << 10
 
 _COUNTS = ("context requests", "context tokens", "generation requests", "generation tokens")
 _FIELDS = ("num_prefill_reqs", "prefill_tokens", "num_decode_reqs", "decode_tokens", "elapsed_ms")
-_FILLED = {
-    "source_offset",
-    "server",
-    "step_id",
-    "unix_ns",
-    "cycle_us",
-    "cycle_source",
-    "running_depth",
-    "waiting_depth",
-}
-_FILLED |= {*_FIELDS, "scheduled_tokens", "kv_usage_ratio"}
 
 # Bounded repeats, and an engine that does not backtrack: no line costs more than its length.
 _LINE = (
@@ -70,7 +59,7 @@ _FRACTION = r"[.,](?P<fraction>[0-9]{1,9})"
 _UNIX = r"(?:^|[^0-9.])(?P<seconds>1[0-9]{9})"
 _UNIX_FRACTION = r"\.?(?P<fraction>[0-9]{3,9})(?:[^0-9]|$)"
 _NO_YEAR = "2000"
-"""In the place of the year that the default format does not write; it is a leap year."""
+"""Stands for the year, which the default format leaves out; it is a leap year."""
 
 
 def _find(head: bytes) -> tuple[Shape, Encoding] | None:
@@ -78,10 +67,10 @@ def _find(head: bytes) -> tuple[Shape, Encoding] | None:
 
 
 def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
-    """Decode a block of whole lines; a cut line costs itself alone.
+    """Decode a block of whole lines; only cut lines are rejected.
 
     Args:
-        block: The place of the bytes.
+        block: The position of the bytes.
         payload: The bytes.
         show_values: Whether excerpts of rejects may show the text of lines.
         max_rejects: Rejects after which no more are listed.
@@ -114,8 +103,8 @@ def _marked(payload: bytes) -> pl.DataFrame:
     counted = pc.count_substring(lines, _MARK)
     marks, is_long = pl.Series(counted).to_numpy(), sizes > _MOST_BYTES
     once = lines.filter(pl.Series((marks == 1) & ~is_long).to_arrow())
-    alone, far = np.flatnonzero((marks == 1) & ~is_long), np.flatnonzero((marks > 0) & is_long)
-    parts = [pl.DataFrame({"source_offset": begins[alone], "length": sizes[alone], "text": _text(once)})]
+    single, long = np.flatnonzero((marks == 1) & ~is_long), np.flatnonzero((marks > 0) & is_long)
+    parts = [pl.DataFrame({"source_offset": begins[single], "length": sizes[single], "text": _text(once)})]
     for at in np.flatnonzero((marks > 1) & ~is_long):
         pieces = [
             (begins[at] + skipped, len(piece), _readable(piece))
@@ -123,12 +112,12 @@ def _marked(payload: bytes) -> pl.DataFrame:
         ]
         parts.append(pl.DataFrame(pieces, parts[0].schema, orient="row"))
     matching = pl.concat(parts).filter(pl.col("text").str.contains(_IN_LINE))
-    too_long = pl.DataFrame({"source_offset": begins[far], "length": sizes[far]})
+    too_long = pl.DataFrame({"source_offset": begins[long], "length": sizes[long]})
     return pl.concat([matching, too_long], how="diagonal")
 
 
 def _pieces(line: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield what lies around each iteration of some glued lines, after the mark of the one before, and its offset."""
+    """Yield each iteration of glued lines with its offset: from the mark of the one before it to that of the one after it."""
     marks = [match.start() for match in re.finditer(re.escape(_MARK), line)]
     for before, after in zip([0, *(at + len(_MARK) for at in marks)], [*marks[1:], len(line)], strict=False):
         yield before, line[before:after]
@@ -153,20 +142,17 @@ def _as_steps(records: pl.DataFrame, offset: int) -> pl.DataFrame:
     number = {name: pl.col(name).cast(pl.Int64) for name in ("step_id", *_FIELDS[:-1])}
     engine = pl.coalesce("engine", pl.col("text").str.extract(_PROCESS), pl.lit("0")).cast(pl.Int64)
     requests = pl.col("num_prefill_reqs") + pl.col("num_decode_reqs")
-    return (
-        records.with_columns(**number, unix_ns=_unix_ns(records["text"]))
-        .with_columns(
-            pl.col("source_offset") + offset,
-            server=pl.format("{}.dp{}", pl.lit(UNKNOWN_SERVER), engine),
-            cycle_us=pl.col("elapsed_ms").cast(pl.Float64) * 1e3,
-            cycle_source=pl.lit(CycleSource.LOG.value),
-            scheduled_tokens=pl.col("prefill_tokens") + pl.col("decode_tokens"),
-            running_depth=requests,
-            waiting_depth=pl.when(requests == 0).then(0).cast(pl.Int64),
-            kv_usage_ratio=pl.col("text").str.extract(_USAGE).cast(pl.Float64) / 100,
-        )
-        .select(pl.col(name) for name in RECORDED_STEPS if name in _FILLED)
+    steps = records.with_columns(**number, unix_ns=_unix_ns(records["text"])).with_columns(
+        pl.col("source_offset") + offset,
+        server=pl.format("{}.dp{}", pl.lit(UNKNOWN_SERVER), engine),
+        cycle_us=pl.col("elapsed_ms").cast(pl.Float64) * 1e3,
+        cycle_source=pl.lit(CycleSource.LOG.value),
+        scheduled_tokens=pl.col("prefill_tokens") + pl.col("decode_tokens"),
+        running_depth=requests,
+        waiting_depth=pl.when(requests == 0).then(0).cast(pl.Int64),
+        kv_usage_ratio=pl.col("text").str.extract(_USAGE).cast(pl.Float64) / 100,
     )
+    return steps.select(name for name in RECORDED_STEPS if name in steps.columns)
 
 
 def _unix_ns(text: pl.Series) -> pl.Series:

@@ -11,6 +11,7 @@ import msgspec
 import polars as pl
 
 from tracefit.inputs.rejects import Reject, excerpt
+from tracefit.recordings.blocks import UNREADABLE, fault_of
 from tracefit.tables import schema
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ _OTHER_TYPES: dict[str, Any] = {
     "transfer_id": Annotated[int, msgspec.Meta(ge=0)],
     "block_count": _BLOCKS,
     "block_size": _TOKENS,
-    "own_step": _STEP,
+    "event_step": _STEP,
     **dict.fromkeys(("source_rank", "dest_rank"), _RANK),
     **dict.fromkeys(("parent_block_hash", "token_ids", "lora_id"), msgspec.Raw),
     "success": bool,
@@ -52,16 +53,19 @@ _EVENTS = {
     "BlockRemoved": ("block_hashes", "medium"),
     "AllBlocksCleared": ("", ""),
     # Blocks go from one medium to another; the step of both is the one the transfer was initiated in.
-    "TransferInitiated": ("transfer_id", "request_id source_medium dest_medium block_count own_step"),
-    "TransferCompleted": ("transfer_id", "request_id source_medium dest_medium block_count success own_step"),
+    "TransferInitiated": ("transfer_id", "request_id source_medium dest_medium block_count event_step"),
+    "TransferCompleted": (
+        "transfer_id",
+        "request_id source_medium dest_medium block_count success event_step",
+    ),
     # Blocks go from one server to another; the medium is the type of the connector.
     "RemoteTransferInitiated": ("transfer_id", "request_id medium source_rank dest_rank block_count"),
     "RemoteTransferCompleted": ("transfer_id", "request_id medium source_rank dest_rank block_count success"),
     # The scheduler decides to load or store blocks of a request.
-    "CacheLoadCommitted": ("request_id", "medium block_count own_step"),
-    "CacheStoreCommitted": ("request_id", "medium block_count own_step"),
+    "CacheLoadCommitted": ("request_id", "medium block_count event_step"),
+    "CacheStoreCommitted": ("request_id", "medium block_count event_step"),
     # A medium drops blocks to make room.
-    "CacheEviction": ("", "medium block_count eviction_reason own_step block_hashes"),
+    "CacheEviction": ("", "medium block_count eviction_reason event_step block_hashes"),
 }
 """Event to its fields by position: the required one, and those that builds may omit at the end."""
 
@@ -97,7 +101,6 @@ class _Name(msgspec.Struct, array_like=True):
 
 
 _DECODE: dict[MessageEncoding, Any] = {"json": msgspec.json.decode, "msgpack": msgspec.msgpack.decode}
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decode_batch(payload: bytes, encoding: MessageEncoding) -> Batch | str:
@@ -105,13 +108,13 @@ def decode_batch(payload: bytes, encoding: MessageEncoding) -> Batch | str:
     decode = _DECODE[encoding]
     try:
         batch: Batch = decode(payload, type=WholeBatch)
-    except _UNREADABLE:
+    except UNREADABLE:
         if len(payload) > MAX_LOOSE_BYTES:
             return "not a batch of KV-cache events, or a large one with bad events"
         try:
             batch = decode(payload, type=Batch)
-        except _UNREADABLE as error:
-            return f"not a batch of KV-cache events ({_detail(error)})"
+        except UNREADABLE as error:
+            return f"not a batch of KV-cache events ({fault_of(error)})"
     return batch
 
 
@@ -120,25 +123,20 @@ def _decode_event(raw: msgspec.Raw, encoding: MessageEncoding) -> Any:
     decode = _DECODE[encoding]
     try:
         return decode(raw, type=_AnyEvent)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         try:
             name = decode(raw, type=_Name).name
-        except _UNREADABLE:
+        except UNREADABLE:
             return "not a KV-cache event"
         # An unknown name may be anything, and the error quotes it.
         if name not in _EVENTS:
             return "KV-cache event of an unknown kind"
-        return f"{name} event cannot be read ({_detail(error)})"
-
-
-def _detail(error: Exception) -> str:
-    """Return the fault and its position in a batch: types and positions, never values."""
-    return str(error) if isinstance(error, msgspec.ValidationError) else "malformed"
+        return f"{name} event cannot be read ({fault_of(error)})"
 
 
 _COPIED = (
     *("request_id", "source_medium", "dest_medium", "medium", "source_rank", "dest_rank"),
-    *("block_size", "success", "eviction_reason", "own_step"),
+    *("block_size", "success", "eviction_reason", "event_step"),
 )
 """Columns that are fields of events by the same name."""
 _DERIVED = (
@@ -147,7 +145,7 @@ _DERIVED = (
 )
 _TYPES = schema.KV_EVENTS.types
 ROW_COLUMNS = {name: _TYPES.get(name, pl.Int64()) for name in (*_DERIVED, *_COPIED)}
-"""Columns of rows: `own_step` is the step an event names, `batch_step` that of its batch."""
+"""Columns of rows: `event_step` is the step an event names, `batch_step` that of its batch."""
 
 
 def event_rows(

@@ -34,10 +34,10 @@ KV_COLUMNS = {
 """Columns of steps, with their units."""
 
 GPU = "GPU"
-"""The medium of the engine's own cache; events without one mean it too."""
+"""The medium of the engine's cache on the GPU; an event without a medium means it too."""
 
 _STEP = [*ENGINE, "step_id"]
-_IN_OWN_CACHE = pl.col("medium").fill_null(GPU) == GPU
+_IN_GPU_CACHE = pl.col("medium").fill_null(GPU) == GPU
 _REJECT_COLUMNS = {column.name: column.polars for column in schema.REJECTS.columns if column.name != "run_id"}
 
 
@@ -52,7 +52,7 @@ def build_kv_events(
 ) -> tuple[pl.DataFrame, int]:
     """Return the `kv_events` table of one run, and how many events were left out as duplicates.
 
-    An event belongs to the engine of its request, else to the only engine of the run, else to no engine. Its
+    An event belongs to the engine of its request, else to the only engine of the run, else to none. Its
     step is the one it names, else that of its batch, else, if the steps before and after its time are both
     known, the one that was running. The end of a transfer names the step it was initiated in: that is
     `initiated_step`, and the step it ended in is the batch's.
@@ -68,8 +68,8 @@ def build_kv_events(
     is_end = pl.col("event") == "TransferCompleted"
     assigned = rows.with_row_index("_order").with_columns(
         run_id=pl.lit(run_id),
-        initiated_step=pl.when(is_end).then("own_step"),
-        step_id=pl.when(is_end).then("batch_step").otherwise(pl.coalesce("own_step", "batch_step")),
+        initiated_step=pl.when(is_end).then("event_step"),
+        step_id=pl.when(is_end).then("batch_step").otherwise(pl.coalesce("event_step", "batch_step")),
     )
     assigned = _with_epoch(_with_server(assigned, steps, journeys), steps, journeys)
     assigned = _with_step(assigned, steps).sort("_order")
@@ -106,9 +106,9 @@ def _with_epoch(rows: pl.DataFrame, steps: pl.DataFrame, journeys: pl.DataFrame)
 def _with_step(rows: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     """Fill `step_id` by the clock where the event has none, and name the source in `step_source`."""
     # A record of a step has the time at which it was received, after the step.
-    known = steps.filter(pl.col("cycle_source").is_null()).drop_nulls("unix_ns").sort(*ENGINE, "step_id")
+    timed = steps.filter(pl.col("cycle_source").is_null()).drop_nulls("unix_ns").sort(*ENGINE, "step_id")
     following = pl.col("step_id", "unix_ns").shift(-1).over(ENGINE).name.prefix("next_")
-    between = known.select(*ENGINE, "unix_ns", "step_id", following).filter(
+    between = timed.select(*ENGINE, "unix_ns", "step_id", following).filter(
         pl.col("next_step_id") == pl.col("step_id") + 1
     )
     clock = between.select(*ENGINE, "unix_ns", clock_step="step_id", until_ns="next_unix_ns").sort("unix_ns")
@@ -233,8 +233,8 @@ def with_kv_counts(
     sums = events.group_by("server").agg(
         kv_events=pl.len(),
         kv_block_lifetime_us=pl.when(removed > 0).then(lifetimes_us / removed),
-        _stored=_blocks("BlockStored", _IN_OWN_CACHE).sum(),
-        _block_size=pl.col("block_size").filter((pl.col("event") == "BlockStored") & _IN_OWN_CACHE).max(),
+        _stored=_blocks("BlockStored", _IN_GPU_CACHE).sum(),
+        _block_size=pl.col("block_size").filter((pl.col("event") == "BlockStored") & _IN_GPU_CACHE).max(),
     )
     moved = (
         transfers(events)
@@ -294,8 +294,8 @@ def with_kv_cache(
         events.drop_nulls("step_id")
         .group_by(_STEP)
         .agg(
-            kv_blocks_stored=_blocks("BlockStored", _IN_OWN_CACHE).sum(),
-            kv_blocks_evicted=_blocks("BlockRemoved", _IN_OWN_CACHE).sum(),
+            kv_blocks_stored=_blocks("BlockStored", _IN_GPU_CACHE).sum(),
+            kv_blocks_evicted=_blocks("BlockRemoved", _IN_GPU_CACHE).sum(),
             kv_blocks_transferred=_blocks("TransferInitiated").sum()
             + _blocks("RemoteTransferInitiated").sum(),
             kv_blocks_offloaded=_blocks("CacheStoreCommitted").sum(),
@@ -359,8 +359,8 @@ def _in_flight(timeline: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
 
 def with_prefix_hits(timeline: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
     """Add `kv_prefix_hit_ratio` of each step: cached / all prompt tokens of the requests first scheduled in it."""
-    known = requests.filter(pl.col("cached_prompt_tokens").is_not_null() & (pl.col("prompt_tokens") > 0))
-    hits = known.group_by(*ENGINE, step_id="first_scheduled_step").agg(
+    with_hits = requests.filter(pl.col("cached_prompt_tokens").is_not_null() & (pl.col("prompt_tokens") > 0))
+    hits = with_hits.group_by(*ENGINE, step_id="first_scheduled_step").agg(
         kv_prefix_hit_ratio=pl.col("cached_prompt_tokens").sum() / pl.col("prompt_tokens").sum()
     )
     return timeline.join(hits, on=_STEP, how="left", maintain_order="left")

@@ -225,16 +225,16 @@ def _read_messages(name: str, chunks: Iterable[bytes], offset: int, most_bytes: 
     def reject(begin: int, size: int, reason: str) -> Reject:
         return Reject(name, begin, size, reason, f"<binary, {size} bytes>")
 
-    held = b""  # a message that does not end before the next one seems to begin
+    pending = b""  # a message that does not end before the next one seems to begin
     for offset, size, content in _cut(chunks, offset, _MESSAGE_START, most_bytes):  # noqa: B020, PLR1704
-        begin, end = offset - len(held), offset + size
-        length, batch = _decode_message(held + content)
+        begin, end = offset - len(pending), offset + size
+        length, batch = _decode_message(pending + content)
         # Some block hashes look like a beginning. If a message that contains one is whole, all its events are good.
-        if held and not isinstance(batch, WholeBatch):
-            yield reject(begin, len(held), "record cut")
+        if pending and not isinstance(batch, WholeBatch):
+            yield reject(begin, len(pending), "record cut")
             begin = offset
             length, batch = _decode_message(content)
-        held = b""
+        pending = b""
         if not isinstance(batch, str):
             yield RecordedBatch(begin, "msgpack", batch)
             begin += length
@@ -242,12 +242,12 @@ def _read_messages(name: str, chunks: Iterable[bytes], offset: int, most_bytes: 
         elif len(content) < size:
             batch = "record too large"
         elif not length:
-            held = content
+            pending = content
             continue
         # The length of the next message may follow a message.
         if end - begin not in (0, LENGTH_BYTES):
             yield reject(begin, end - begin, batch)
-    if held:
+    if pending:
         yield reject(offset, size, "record cut")
     return offset + size
 

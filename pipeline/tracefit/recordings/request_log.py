@@ -1,9 +1,9 @@
 """Logs of requests with the times of the engine, one JSON line for each request, as LLMServingSim's benchmarks of vLLM write them.
 
 `{"request_id": …, "input_toks": …, "output_toks": …, "arrival_time": …, "queued_ts": …, "scheduled_ts": …, "first_token_ts": …,
-"last_token_ts": …}`: these are vLLM's own statistics of a finished request (`RequestStateStats`), as its spans have them, but that
-arrival is of the wall clock and the others of the engine's monotonic one. No request is queued before it arrives: the one that is
-queued soonest is taken to be queued as it arrives, so that admissions are known up to a constant.
+"last_token_ts": …}`: these are vLLM's statistics of a finished request (`RequestStateStats`), as in its spans. The arrival is on the wall
+clock, the other times on the engine's monotonic clock. No request is queued before it arrives, so the shortest admission is taken to
+be 0: admissions are known up to a constant.
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ import msgspec
 import polars as pl
 
 from tracefit.inputs.formats import Recording, register
-from tracefit.recordings.fpm import RecordedBlock
-from tracefit.recordings.requests import TokenCount, UnixSeconds, as_spans, json_records, seconds_to_ns
+from tracefit.recordings.blocks import RecordedBlock, Rejects
+from tracefit.recordings.requests import (
+    TokenCount,
+    UnixSeconds,
+    as_spans,
+    lines_of,
+    read_parts,
+    seconds_to_ns,
+)
 from tracefit.tables.dialects import LOG_SCOPE
 from tracefit.tables.rows import RECORDED_STEPS
 
@@ -41,40 +48,38 @@ class _Line(msgspec.Struct):
     last_token_ts: _Seconds
 
 
-_DECODE = msgspec.json.Decoder(_Line).decode
+_TYPES: dict[str, Any] = {
+    "source_offset": pl.Int64,
+    "request_id": pl.String,
+    "input_toks": pl.Int64,
+    "output_toks": pl.Int64,
+    **dict.fromkeys(("arrival_time", *_TIMES), pl.Float64),
+}
 
 
 def _find(head: bytes) -> tuple[Shape, Encoding] | None:
-    # One block, for all of its requests show how the two clocks compare.
+    # One block: the offset between the two clocks follows from all of its requests.
     return ("document", "json") if _START.search(head) else None
 
 
 def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
-    """Decode a block of whole lines into requests; a bad one costs itself alone.
+    """Decode a block of whole lines into requests; only bad ones are rejected.
 
     Args:
-        block: The place of the bytes.
+        block: The position of the bytes.
         payload: The bytes.
         show_values: Whether excerpts of rejects may show values of records.
         max_rejects: Rejects after which the rest is not decoded.
     """
-    records, rejects = json_records(
-        block, payload, _line, "no request of a log", show_values=show_values, max_rejects=max_rejects
-    )
-    rows = [(offset, *(getattr(line, name) for name in _Line.__struct_fields__)) for offset, line in records]
-    types: dict[str, Any] = {
-        "source_offset": pl.Int64,
-        "request_id": pl.String,
-        "input_toks": pl.Int64,
-        "output_toks": pl.Int64,
-    }
-    times: dict[str, Any] = dict.fromkeys(("arrival_time", *_TIMES), pl.Float64)
-    lines = pl.DataFrame(rows, schema=types | times, orient="row")
-    return RecordedBlock(pl.DataFrame(schema=RECORDED_STEPS).drop("file"), rejects, _as_spans(lines))
+    rejects = Rejects(block, show_values=show_values, max_rejects=max_rejects)
+    records = read_parts(payload, lambda text: lines_of(text, _line), "no request of a log", rejects)
+    rows = [(offset, *msgspec.structs.astuple(line)) for offset, line in records]
+    requests = _as_spans(pl.DataFrame(rows, schema=_TYPES, orient="row"))
+    return RecordedBlock(pl.DataFrame(schema=RECORDED_STEPS).drop("file"), rejects.rejects, requests)
 
 
 def _line(text: bytes) -> _Line:
-    line = _DECODE(text)
+    line = msgspec.json.decode(text, type=_Line)
     times = [getattr(line, name) for name in _TIMES]
     if times != sorted(times):
         raise msgspec.ValidationError("times out of order")
@@ -102,8 +107,7 @@ def _as_spans(lines: pl.DataFrame) -> pl.DataFrame:
         "gen_ai.usage.prompt_tokens": pl.col("input_toks"),
         "gen_ai.usage.completion_tokens": pl.col("output_toks"),
     }
-    on_wall = stamps.with_columns(pl.col(name) - ahead for name in _TIMES)
-    rows = on_wall.with_columns(
+    rows = stamps.with_columns(pl.col(name) - ahead for name in _TIMES).with_columns(
         start_unix_ns="arrival_time",
         end_unix_ns="last_token_ts",
         error=pl.lit(value=False),

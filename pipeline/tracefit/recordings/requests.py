@@ -1,82 +1,74 @@
-"""Shared code of the formats of requests: their records as one frame, and its rows as spans would give them.
+"""Shared code of the formats of requests: reading the parts of a block, and requests as spans.
 
-A request of a log takes the way of a request that a span describes: its times are attributes, in seconds, in the spelling of its
-scope in `tables.dialects`. Values that the record lacks stay null.
+A request of a log becomes a span: its times are attributes, in seconds, in the spelling of its scope in `tables.dialects`. Values
+that the record lacks stay null.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 import msgspec
 import polars as pl
 
 from tracefit.inputs.framing import records
-from tracefit.inputs.rejects import Reject, excerpt
+from tracefit.otlp.model import TooManyRejectsError
+from tracefit.recordings.blocks import UNREADABLE, Rejects, fault_of
 from tracefit.tables.dialects import FRONT_SPAN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from tracefit.inputs.blocks import Block
 
 TokenCount = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 UnixSeconds = Annotated[float, msgspec.Meta(ge=10**9, le=2**32)]
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-NS_PER_S = 1e9
 _MOST_OF_RECORD = 2**24
 """Requests in one record, for their ids."""
 
-
 _T = TypeVar("_T")
+Parts: TypeAlias = "Iterable[tuple[int, bytes, Callable[[bytes], _T]]]"
+"""Offset and bytes of each part of a block, and the function that reads it or raises one of `UNREADABLE`."""
 
 
-def json_records(
-    block: Block,
-    payload: bytes,
-    decode: Callable[[bytes], _T],
-    what: str,
-    *,
-    show_values: bool,
-    max_rejects: int,
-) -> tuple[list[tuple[int, _T]], list[Reject]]:
-    """Decode JSON lines one by one; a bad one costs itself alone.
+def lines_of(payload: bytes, read: Callable[[bytes], _T]) -> Parts[_T]:
+    """Return the lines of a block as parts that one function reads."""
+    return ((line.offset, line.payload, read) for line in records(payload, "lines"))
+
+
+def read_parts(
+    payload: bytes, parts: Callable[[bytes], Parts[_T]], what: str, rejects: Rejects
+) -> list[tuple[int, _T]]:
+    """Return offset and content of the parts of a block that can be read; only bad parts are rejected.
 
     Args:
-        block: The place of the bytes.
-        payload: The bytes.
-        decode: Decodes a line; raises one of `UNREADABLE` where it cannot.
+        payload: The bytes of the block.
+        parts: Divides them; raises one of `UNREADABLE` if that is impossible.
         what: Reason of a reject, without the detail.
-        show_values: Whether excerpts may show values.
-        max_rejects: Rejects after which the rest is not decoded.
-
-    Returns:
-        Offset in the block's file and content of the lines that can be read, and the rejects.
+        rejects: Receives the bad parts.
     """
-    decoded: list[tuple[int, _T]] = []
-    rejects: list[Reject] = []
-    for line in records(payload, "lines"):
+    contents: list[tuple[int, _T]] = []
+    with suppress(TooManyRejectsError):
         try:
-            decoded.append((block.offset + line.offset, decode(line.payload)))
+            for offset, part, read in parts(payload):
+                try:
+                    contents.append((rejects.block.offset + offset, read(part)))
+                except UNREADABLE as error:
+                    rejects.add(offset, part, f"{what} ({fault_of(error)})")
         except UNREADABLE as error:
-            detail = str(error) if isinstance(error, msgspec.ValidationError) else "malformed"
-            shown = excerpt(line.payload, "json", show_values=show_values)
-            place = block.offset + line.offset
-            rejects.append(Reject(block.source_file, place, len(line.payload), f"{what} ({detail})", shown))
-            if len(rejects) >= max_rejects:
-                break
-    return decoded, rejects
+            rejects.add(0, payload, f"{what} ({fault_of(error)})")
+    return contents
 
 
 def seconds_to_ns(seconds: pl.Expr) -> pl.Expr:
     """Return seconds as whole nanoseconds."""
-    return (seconds * NS_PER_S).round().cast(pl.Int64)
+    return (seconds * 1e9).round().cast(pl.Int64)
 
 
 def as_spans(requests: pl.DataFrame, scope: str, attributes: Iterable[str]) -> pl.DataFrame:
-    """Return requests as spans, columns as `otlp.decode.SPAN_COLUMNS` as far as they are known.
+    """Return requests as spans, columns as `otlp.decode.SPAN_COLUMNS` as far as the log has them.
 
-    A request that was read twice has equal ids. They are no ids of a tracer, and have not their length.
+    A request that is read twice has the same ids. They are not ids of a tracer and have another length.
 
     Args:
         requests: One row per request: source_offset, start_unix_ns, end_unix_ns, error (Boolean), and the attributes.
@@ -84,12 +76,11 @@ def as_spans(requests: pl.DataFrame, scope: str, attributes: Iterable[str]) -> p
         attributes: Those columns that are attributes.
     """
     number = pl.int_range(pl.len()).over("source_offset")
+    span_number = pl.col("source_offset") * _MOST_OF_RECORD + number + 1
     return requests.select(
         "source_offset",
         trace_id=pl.col("start_unix_ns").map_batches(_digits, return_dtype=pl.String),
-        span_id=(pl.col("source_offset") * _MOST_OF_RECORD + number + 1).map_batches(
-            _digits, return_dtype=pl.String
-        ),
+        span_id=span_number.map_batches(_digits, return_dtype=pl.String),
         scope=pl.lit(scope),
         name=pl.lit(FRONT_SPAN),
         start_unix_ns="start_unix_ns",

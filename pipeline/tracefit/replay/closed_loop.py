@@ -1,9 +1,8 @@
-"""Replay the held-out part of a run in a closed loop: arrivals and lengths in, latencies out, beside what was measured."""
+"""Replay the held-out part of a run in a closed loop: arrivals and lengths in, replayed and measured latencies out."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.coefficients.request_ranges import described_requests, predicted_requests
-from tracefit.errors import TracefitError, UsageError
+from tracefit.errors import DataError, TracefitError, UsageError
 from tracefit.features.targets import LATENCIES
 from tracefit.replay.engine import EngineSettings
 from tracefit.replay.models import FittedStepTimes, admission_us, departure_us
@@ -27,9 +26,9 @@ if TYPE_CHECKING:
     from tracefit.statistics import Vector
 
 LEAST_REQUESTS = 20
-"""Held-out requests, for percentiles that say something."""
+"""Fewest held-out requests for percentiles."""
 MOST_REQUESTS = 2_000
-"""Held-out requests of a run that are compared: the first ones. As many again may load the server while these run."""
+"""Most held-out requests of a run that are compared; as many again may load the server while these run."""
 
 ALL_JOURNEYS = 0.999
 _SEVERAL_TOKENS = 1.05
@@ -63,7 +62,7 @@ _BEFORE_NS = 60_000_000_000
 
 
 class RunTraces(NamedTuple):
-    """Traces of one run: rows of the tables `runs` and `requests`, and `timeline`, with little of it read."""
+    """Traces of one run: rows of the tables `runs` and `requests`, and a scan of `timeline`."""
 
     runs: pl.DataFrame
     requests: pl.DataFrame
@@ -89,29 +88,28 @@ def replay_run(run_id: str, traces: RunTraces, deployment: DeploymentModels) -> 
         traces: Its traces.
         deployment: Models that were fitted on what came before.
     """
-    nothing = RunReplay(run_id, deployment.deployment_id)
     try:
         cuts = held_out_from(deployment, run_id)
         if traces.requests.height and (traces.requests["dialect"] == CLIENT).all() and len(cuts) == 1:
             traces = traces._replace(requests=_of_client(traces, *cuts))
         if missing := missing_for_replay(traces.runs, traces.requests, cuts):
-            return replace(nothing, reason=missing)
-        return _compared(nothing, traces, deployment, cuts)
+            raise DataError(missing)
+        return _compared(run_id, traces, deployment, cuts)
     except TracefitError as error:
-        return replace(nothing, reason=str(error))
+        return RunReplay(run_id, deployment.deployment_id, reason=str(error))
 
 
 def _of_client(traces: RunTraces, server: str) -> pl.DataFrame:
-    """Return requests that their client alone describes as those of a server, on the clock of its steps.
+    """Return requests that only a client describes as those of a server, on the clock of its steps.
 
-    The clocks are one where the last token comes as the last step ends; of sampled steps, some of them after it. Steps that were
-    counted from these requests are on their clock already.
+    The clocks are aligned so that the last token comes as the last traced step ends. Steps that were counted from these requests
+    are on their clock already.
     """
     requests, steps = traces.requests, traces.timeline.filter(pl.col("server") == server)
     last = pl.col("arrival_ns") + (1e3 * pl.col("client_e2e_us")).cast(pl.Int64)
     ends = requests.select(last.max()).item(), steps.select(pl.col("ts_start_ns").max()).collect().item()
     ahead = 0 if None in ends or requests["first_scheduled_ns"].count() else ends[1] - ends[0]
-    # A restart cannot be seen from there.
+    # A client does not see restarts.
     moved = requests.with_columns(
         server=pl.lit(server), epoch=pl.lit(0, pl.Int64), arrival_ns=pl.col("arrival_ns") + ahead
     )
@@ -120,10 +118,10 @@ def _of_client(traces: RunTraces, server: str) -> pl.DataFrame:
         for name in ("client_ttft_us", "client_e2e_us")
     )
     latencies = {f"{name}_us": pl.col(f"client_{name}_us") for name in ("ttft", "itl", "e2e")}
-    # Nobody saw when they were scheduled: their steps say when that was at the latest.
-    unseen = pl.lit(None, pl.Int64)
+    # A client does not see when its requests are scheduled.
+    unknown = pl.lit(None, pl.Int64)
     return moved.with_columns(
-        first_scheduled_ns=unseen, first_token_ns=first, last_token_ns=last, finished_ns=last, **latencies
+        first_scheduled_ns=unknown, first_token_ns=first, last_token_ns=last, finished_ns=last, **latencies
     )
 
 
@@ -140,26 +138,26 @@ def missing_for_replay(run: pl.DataFrame, requests: pl.DataFrame, cuts: Mapping[
         return "no request was traced, only steps"
     if not cuts:
         return "the model of step times has no rows of this run"
-    # None at all is no sample: other spans may show every request.
+    # A share of 0 is not a sample: other spans may show every request.
     if sampled.is_between(0, ALL_JOURNEYS, closed="none").any():
         share = float(sampled.to_numpy().min())
-        return f"journeys are a sample of {share:.0%}: the requests between them are not known"
+        return f"journeys are a sample of {share:.0%}: the requests between them are unknown"
     # The full length of a request that the run's end or its client cut off is unknown.
-    is_known = pl.all_horizontal(pl.col("arrival_ns", "prompt_tokens").is_not_null())
-    known = requests.filter(is_known & (pl.col("output_tokens").is_not_null() | ~_is_complete())).height
+    has_prompt = pl.all_horizontal(pl.col("arrival_ns", "prompt_tokens").is_not_null())
+    known = requests.filter(has_prompt & (pl.col("output_tokens").is_not_null() | ~_is_complete())).height
     if known < ALL_JOURNEYS * requests.height or not requests["output_tokens"].count():
         return f"arrival and lengths are known of {known} of {requests.height} requests"
     return None
 
 
 def _is_complete() -> pl.Expr:
-    """Say whether a request came to its end; spans of an unmodified server have no status, and only of such requests."""
+    """Say whether a request ended regularly; an unmodified server has spans only of such requests, without a status."""
     ended = pl.col("finish_status").fill_null("stopped").is_in(["stopped", "length"])
     return ended & pl.col("finished_ns").is_not_null()
 
 
 def _gave_up() -> pl.Expr:
-    """Say whether a client left while its request was in the queue: no step computes anything for it."""
+    """Say whether the client left while its request was queued: no step computes anything for it."""
     began = pl.col("is_complete") | pl.any_horizontal(
         pl.col("first_scheduled_ns", "first_token_ns").is_not_null()
     )
@@ -167,7 +165,7 @@ def _gave_up() -> pl.Expr:
 
 
 def _compared(
-    nothing: RunReplay, traces: RunTraces, deployment: DeploymentModels, cuts: Mapping[str, int]
+    run_id: str, traces: RunTraces, deployment: DeploymentModels, cuts: Mapping[str, int]
 ) -> RunReplay:
     runs_from = pl.col("server").replace_strict(cuts, default=None, return_dtype=pl.Int64)
     requests = traces.requests.drop_nulls(["arrival_ns", "prompt_tokens"]).with_columns(
@@ -186,31 +184,37 @@ def _compared(
             parts.append(_engine(engine, deployment, times, settings, most=room))
             room -= int(parts[-1]["counts"].sum())
     if not parts:
-        return replace(nothing, reason="no request is of a server whose steps are known")
+        raise DataError("no request is of a server whose steps are known")
     replayed = pl.concat(parts)
-    here = replayed.filter("counts")
-    counted = here.drop_nulls("replayed_last")
-    if unserved := here.height - counted.height:
-        return replace(nothing, reason=f"the replay never serves {unserved} of {here.height} requests")
-    if here.height < LEAST_REQUESTS:
-        few = f"fewer than {LEAST_REQUESTS} requests end in the held-out part: {here.height}"
-        return replace(nothing, reason=few)
-    return replace(
-        nothing,
-        requests=here.height,
+    compared = replayed.filter("counts")
+    if unserved := compared["replayed_last"].null_count():
+        raise DataError(f"the replay never serves {unserved} of {compared.height} requests")
+    if compared.height < LEAST_REQUESTS:
+        raise DataError(f"fewer than {LEAST_REQUESTS} requests end in the held-out part: {compared.height}")
+    return RunReplay(
+        run_id,
+        deployment.deployment_id,
+        requests=compared.height,
         in_flight=int((replayed["arrival"] < 0).sum()),
-        quantities=_quantities(here, before, _predicted(traces, deployment, here)),
-        queue=_queue(here),
+        quantities=_quantities(compared, before, _predicted(traces, deployment, compared)),
+        queue=_queue(compared),
         notes=notes + _notes(replayed, deployment, is_full=room <= 0),
     )
 
 
 def _notes(replayed: pl.DataFrame, deployment: DeploymentModels, *, is_full: bool) -> tuple[str, ...]:
-    """Say what a replay takes for granted; `replayed` is what it replays, `is_full` where no more are compared."""
+    """Return the assumptions of a replay.
+
+    Args:
+        replayed: The replayed requests.
+        deployment: The models.
+        is_full: Whether more requests could be compared than are.
+    """
     is_past = pl.col("arrival") < 0
-    here, come = replayed.filter("counts"), replayed.filter(~is_past & ~pl.col("is_before"))
-    early, front = here.filter(is_past).height, replayed["front_us"].drop_nulls().to_list()
-    more, guessed = come.filter(~pl.col("counts")).height, come["is_guessed"].sum()
+    later = replayed.filter(~is_past & ~pl.col("is_before"))
+    early = replayed.filter(pl.col("counts") & is_past).height
+    front = replayed["front_us"].drop_nulls().to_list()
+    more, guessed = later.filter(~pl.col("counts")).height, later["is_guessed"].sum()
     notes = {
         f"few requests come in the held-out part: {early} that end in it came before, their past is measured": early,
         f"{more} more requests load the server and are not compared": more,
@@ -239,14 +243,13 @@ def engine_settings(
         changes: Limits of the scheduler that differ from the deployment's.
 
     Raises:
-        UsageError: A limit of the scheduler is not known.
+        UsageError: A limit of the scheduler is unknown.
     """
     server = {**deployment.server, **changes}
     if unknown := [name for name in _NEEDED if not server[name]]:
-        raise UsageError(f"{' and '.join(unknown)} of the server is not known")
+        raise UsageError(f"{' and '.join(unknown)} of the server is unknown")
     stated = deployment.step_model.deployment.settings if deployment.step_model.deployment else {}
     traced = timeline.select(pl.col("kv_blocks_total").max()).collect().item()
-    given = server["num_gpu_blocks"]
     # A request decodes in as many steps as it has tokens after its first one, unless a step gives it several.
     steps = pl.col("finished_step") - pl.col("first_token_step")
     per_step = before.filter((steps > 0) & (pl.col("num_preemptions").fill_null(0) == 0)).select(
@@ -254,13 +257,13 @@ def engine_settings(
     )
     tokens = per_step.item() or 1.0
     several = tokens > _SEVERAL_TOKENS
-    blocks, stated_tokens = traced or (int(given) - 1 if given else None), int(server["block_size"] or 0)
+    stated_blocks, stated_tokens = server["num_gpu_blocks"], int(server["block_size"] or 0)
+    blocks = traced or (int(stated_blocks) - 1 if stated_blocks else None)
     settings = EngineSettings(
         max_num_seqs=int(server["max_num_seqs"] or 0),
         max_num_batched_tokens=int(server["max_num_batched_tokens"] or 0),
         block_size=_block_tokens(timeline, blocks, stated_tokens),
         num_blocks=blocks,
-        by_priority=stated.get("scheduling_policy") == "priority",
         chunked_prefill=stated.get("enable_chunked_prefill") is not False,
         prefix_caching=stated.get("enable_prefix_caching") is not False,
         async_scheduling=stated.get("async_scheduling") is True,
@@ -275,20 +278,20 @@ def engine_settings(
 
 
 def _block_tokens(timeline: pl.LazyFrame, blocks: int | None, stated: int) -> int:
-    """Return the tokens of a KV block: not the stated ones where the steps show others, as a platform's default may be.
+    """Return the tokens of a KV block: the stated ones, unless the steps show others, as a platform's default may be.
 
-    Of requests that decode, each holds its context in whole blocks, the last one half full on average. Where the blocks they
-    hold are themselves computed by the stated size, all blocks together hold at least the longest context. Shared blocks are
-    counted once, so that only a block of far more than the stated size is another one.
+    Each request that decodes has its context in whole blocks, the last one half full on average. If the blocks in use are computed
+    from the stated size, the blocks of the cache must still have room for the longest context. Shared blocks are counted once, so
+    only a size far above the stated one counts as another.
 
     Args:
         timeline: Rows of the `timeline`.
-        blocks: KV blocks of the server; null where not known.
+        blocks: KV blocks of the server; null if unknown.
         stated: Tokens of a block by its settings.
     """
-    held, requests, context = pl.col("kv_blocks_used"), pl.col("num_decode_reqs"), pl.col("context_tokens")
+    used, requests, context = pl.col("kv_blocks_used"), pl.col("num_decode_reqs"), pl.col("context_tokens")
     decoding = timeline.filter((pl.col("num_prefill_reqs") == 0) & (requests > 0) & context.is_not_null())
-    per_block = (context / (held - requests / 2)).filter(held > requests).median()
+    per_block = (context / (used - requests / 2)).filter(used > requests).median()
     seen, longest = decoding.select(per_block, longest=context.max()).collect().row(0)
     if (seen or 0.0) >= 3 * stated:
         return int(2 ** round(math.log2(seen)))
@@ -299,7 +302,7 @@ def _block_tokens(timeline: pl.LazyFrame, blocks: int | None, stated: int) -> in
 def _with_outputs(requests: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
     """Add `output`, `is_guessed`, and `done`: tokens that each request has when the held-out part begins.
 
-    Both rest on what was known then: a request in flight decodes as fast as the median one before it.
+    Both use only requests before that time: a request in flight decodes as fast as their median.
     """
     lengths = requests["output_tokens"] if before["output_tokens"].count() == 0 else before["output_tokens"]
     median, itl_us = lengths.median(), (before if before.height else requests)["itl_us"].median()
@@ -309,14 +312,14 @@ def _with_outputs(requests: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
         return 1 + (since_first_us.clip(lower_bound=0) / (itl_us or 1.0)).floor()
 
     is_guessed = pl.col("output_tokens").is_null()
-    # Who left early has what it got until then; who is there at the end gets the median, or what it has already.
+    # A request that left early has the tokens until then; one that is there at the end gets the median, or the tokens so far.
     until = tokens_at(pl.col("left")).fill_null(1)
     guess = (
         pl.when(pl.col("left").is_null())
         .then(pl.min_horizontal(pl.lit(median), "max_tokens"))
         .otherwise(until)
     )
-    # Those of a client are replayed from before the cut.
+    # Requests of a client are replayed from before the cut.
     began, is_client = pl.col("first_token_ns") < pl.col("cut"), pl.col("dialect") == CLIENT
     return requests.with_columns(
         is_guessed=is_guessed,
@@ -326,9 +329,9 @@ def _with_outputs(requests: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
 
 
 def _with_hits(requests: pl.DataFrame, timeline: pl.LazyFrame) -> pl.DataFrame:
-    """Fill in the cached tokens of prompts that no request states: a step that computes them says how many it computed.
+    """Fill in the cached tokens of prompts if no request states them: the step that computes a prompt states its new tokens.
 
-    Where nobody knows a request's step, all prompts have as many new tokens as the mean prompt of the steps before the cut.
+    If the requests have no steps, every prompt has as many new tokens as the mean prompt of the steps before the cut.
     """
     if requests["cached_prompt_tokens"].count():
         return requests
@@ -341,7 +344,7 @@ def _with_hits(requests: pl.DataFrame, timeline: pl.LazyFrame) -> pl.DataFrame:
         new = past["prefill_tokens"][0] / past["num_prefill_reqs"][0]
         cached = (pl.col("prompt_tokens") - new).clip(lower_bound=0)
         return requests.with_columns(cached_prompt_tokens=cached.cast(pl.Int64))
-    # All prompts of the step whole in it, and no others.
+    # Only steps that compute all of their prompts, from the first token to the last.
     whole = pl.col("first_scheduled_step") == pl.col("first_token_step")
     by_step = (
         requests.group_by(*ENGINE, step_id="first_token_step")
@@ -360,9 +363,9 @@ def _with_hits(requests: pl.DataFrame, timeline: pl.LazyFrame) -> pl.DataFrame:
 
 
 def _counting(requests: pl.DataFrame) -> pl.DataFrame:
-    """Mark in `counts` what is compared: requests that come in the held-out part and end in it, or, of few such, all that end in it."""
-    is_known = pl.all_horizontal(pl.col("first_token_ns", "finished_ns", "cut").is_not_null())
-    ends = pl.col("is_complete") & is_known & (pl.col("finished_ns") >= pl.col("cut"))
+    """Mark the compared requests in `counts`: those that arrive and end in the held-out part; if few, all that end in it."""
+    has_times = pl.all_horizontal(pl.col("first_token_ns", "finished_ns", "cut").is_not_null())
+    ends = pl.col("is_complete") & has_times & (pl.col("finished_ns") >= pl.col("cut"))
     comes = ends & (pl.col("arrival_ns") >= pl.col("cut"))
     return requests.with_columns(counts=pl.when(comes.sum() >= LEAST_REQUESTS).then(comes).otherwise(ends))
 
@@ -375,9 +378,9 @@ def _engine(
     *,
     most: int,
 ) -> pl.DataFrame:
-    """Replay what one engine has from its cut on: measured times and replayed ones, in us after it.
+    """Replay the requests of one engine from its cut on; return measured and replayed times, in us after it.
 
-    Some of a client's requests before the cut are replayed too: their times exceed the replayed ones by the front end's.
+    Some of a client's requests before the cut are replayed too: the differences from their measured times are the front end's.
     """
     cut = start = int(requests["cut"][0])
     is_client = (requests["dialect"] == CLIENT).all()
@@ -411,7 +414,7 @@ def _engine(
     }
     rows = rows.with_columns(pl.Series(f"replayed_{n}", v, nan_to_null=True) for n, v in replayed.items())
     if is_client:
-        # From the send to the queue, and from the step's end to the client: a constant, of what ended before the cut.
+        # The time from the send to the queue and from the step's end to the client is a constant of requests before the cut.
         is_past = pl.col("is_before") & (pl.col("finished") < (cut - start) / 1e3)
         front = (
             rows.filter(is_past).select((pl.col("first_token") - pl.col("replayed_first")).median()).item()
@@ -429,18 +432,18 @@ def _engine(
 
 
 def _first(rows: pl.DataFrame, most: int) -> pl.DataFrame:
-    """Compare the first `most` alone, and keep what loads the server until these end."""
+    """Compare only the first `most` requests, and keep those that load the server until these end."""
     rows = rows.with_columns(counts=pl.col("counts") & (pl.col("counts").cum_sum() <= most))
     last = rows.filter("counts")["finished_ns"].max()
     kept = rows if last is None else rows.filter(pl.col("arrival_ns") <= last)
     return kept.head((kept["counts"].arg_max() or 0) + 2 * MOST_REQUESTS)
 
 
-# -- measured beside replayed ----------------------------------------------------------------------------
+# -- measured and replayed -------------------------------------------------------------------------------
 
 
 def _predicted(traces: RunTraces, deployment: DeploymentModels, counted: pl.DataFrame) -> pl.DataFrame:
-    """Return what `predict` says of the compared requests on their arrival; no rows where it cannot say anything."""
+    """Return the predictions of the compared requests at their arrival; no rows if there can be none."""
     rows = counted.select(REQUEST).join(traces.requests, on=REQUEST, how="left", nulls_equal=True)
     first, last = rows.select(pl.col("arrival_ns").min() - _BEFORE_NS, pl.col("finished_ns").max()).row(0)
     steps = (
@@ -495,7 +498,7 @@ def _percentile(rows: pl.DataFrame, column: str, q: int) -> float | None:
 def _latencies(rows: pl.DataFrame, first: str, last: str, departed: str) -> dict[str, Vector]:
     begin, decoded = pl.col("arrival"), pl.col("output") - 1
     values = rows.select(
-        # A first token before the held-out part says nothing of a replay.
+        # A first token before the held-out part is not replayed.
         ttft=pl.when(pl.col("done") == 0).then(pl.col(first) - begin),
         itl=pl.when(decoded > 0).then((pl.col(last) - pl.col(first)) / decoded),
         e2e=pl.col(last) - begin,

@@ -1,9 +1,9 @@
 """One engine: requests pass its queue, its scheduler and its KV cache, and steps take as long as a model says.
 
-The scheduler is that of vLLM's v1 engine: running requests first, first come first served or by priority, prompts in chunks of the
-token budget, a prefix cache of full blocks, preemption of the request that came last. `SchedulerRules` has what simulators do otherwise.
-Between an arrival and the end of a request the same requests decode: such steps are computed at once, so that the cost follows
-the number of requests and not of their tokens.
+The scheduler is that of vLLM's v1 engine: running requests first, then first come, first served; prompts in chunks of the
+token budget, a prefix cache of full blocks, preemption of the request that came last. `SchedulerRules` has the differences of simulators.
+Between an arrival and the end of a request the same requests decode. Such steps are computed at once, so that the cost follows
+the number of requests and not the number of their tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import math
 from bisect import insort
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -75,9 +76,8 @@ class EngineSettings:
         max_num_batched_tokens: Token budget of a step.
         block_size: Tokens per KV block.
         num_blocks: KV blocks; null where memory never runs out.
-        by_priority: Whether the queue is sorted by priority (smaller first), then by arrival.
         chunked_prefill: Whether a prompt may be computed in chunks.
-        prefix_caching: Whether full blocks of prompts are found again.
+        prefix_caching: Whether full blocks of prompts are reused.
         async_scheduling: Whether a step is scheduled when the one before it starts.
         tokens_per_step: Tokens that a request gets from a step it decodes in: above 1 with speculative decoding.
     """
@@ -86,7 +86,6 @@ class EngineSettings:
     max_num_batched_tokens: int
     block_size: int
     num_blocks: int | None = None
-    by_priority: bool = False
     chunked_prefill: bool = True
     prefix_caching: bool = True
     async_scheduling: bool = False
@@ -99,7 +98,7 @@ class SchedulerRules:
 
     Attributes:
         keeps_output: A preempted request computes its prompt and its output so far again; otherwise it generates all output again.
-        computes_last_token: At least one token of a prompt is computed, however much of it is cached.
+        computes_last_token: At least one token of a prompt is computed, even if all of it is cached.
     """
 
     keeps_output: bool = True
@@ -107,29 +106,31 @@ class SchedulerRules:
 
 
 VLLM_RULES = SchedulerRules()
-"""Of vLLM: `vllm/v1/core/sched/scheduler.py` of 0.32."""
+"""vLLM's rules: `vllm/v1/core/sched/scheduler.py` of 0.32."""
 
 BLIS_RULES = SchedulerRules(keeps_output=False, computes_last_token=False)
-"""Of inference-sim: `sim/simulator.go`, `sim/batch_formation.go` and `sim/kv/cache.go` of August 2026."""
+"""The rules of inference-sim: `sim/simulator.go`, `sim/batch_formation.go` and `sim/kv/cache.go` of August 2026."""
+
+
+StepGroup: TypeAlias = "tuple[Vector, int, int]"
+"""Consecutive steps with the same requests: their ends in us, requests that run, requests that wait."""
 
 
 @dataclass(eq=False, slots=True)
 class ReplayedRequest:
-    """A request, and how far it is.
+    """A request and its progress.
 
     Attributes:
         index: Number of the request, in the order of arrival.
-        queued_us: When it is in the engine's queue.
+        queued_us: When it enters the engine's queue.
         prompt: Prompt tokens.
         output: Output tokens, at least 1.
-        prefix: Leading prompt tokens that others share.
-        group: Requests of one group share the same prefix.
-        priority: Smaller is served first, where the queue is sorted by it.
+        prefix: Leading prompt tokens that it shares with all requests that share as many.
         need: Tokens to compute before the next output token.
         computed: Tokens in the cache.
-        blocks: The blocks that hold them.
+        blocks: Their blocks.
         unclaimed: Tokens without blocks: BLIS claims none for a prompt that is wholly cached.
-        cached: Prompt tokens found in the cache when it was scheduled first.
+        cached: Prompt tokens from the prefix cache when it was scheduled first.
         first_us: When its first token came; NaN before.
         last_us: When its last token came; NaN before.
         scheduled_us: Start of its first step; NaN before.
@@ -141,8 +142,6 @@ class ReplayedRequest:
     prompt: int
     output: int
     prefix: int = 0
-    group: int = 0
-    priority: int = 0
     need: int = 0
     computed: float = 0
     blocks: list[int] = field(default_factory=list)
@@ -162,10 +161,6 @@ class ReplayedRequest:
         return self.prompt + self.output - 1
 
 
-def _turn(request: ReplayedRequest) -> tuple[int, int]:
-    return request.priority, request.index
-
-
 class ReplayEngine:
     """The scheduler's state between steps.
 
@@ -174,7 +169,7 @@ class ReplayEngine:
         running: Requests that have a slot and have not ended.
         waiting: Requests in the queue, the next one first.
         preemptions: Preemptions so far.
-        steps: Per stretch of steps with one set of requests: its steps' ends, running requests, requests that wait.
+        steps: The steps so far.
     """
 
     def __init__(
@@ -189,7 +184,7 @@ class ReplayEngine:
         Args:
             times: The model of step times.
             settings: Settings of the server.
-            most_blocks: Blocks where the settings state none: as many as all requests together fill.
+            most_blocks: Blocks if the settings state none: as many as all requests fill.
             rules: Rules of the scheduler on which servers differ.
         """
         self.times, self.settings, self.rules = times, settings, rules
@@ -198,16 +193,11 @@ class ReplayEngine:
         self.waiting = deque[ReplayedRequest]()
         self.now = 0.0
         self.preemptions = 0
-        self.steps: list[tuple[Vector, int, int]] = []
+        self.steps: list[StepGroup] = []
         self._arriving = deque[ReplayedRequest]()
         self._started: float | None = None
         self._ended: list[ReplayedRequest] = []
         self._is_stuck = False
-
-    @property
-    def load(self) -> int:
-        """Requests in the engine."""
-        return len(self.running) + len(self.waiting) + len(self._arriving)
 
     def send(self, request: ReplayedRequest) -> None:
         """Add a request; requests come in the order of `queued_us`."""
@@ -224,18 +214,18 @@ class ReplayEngine:
             request.need = done + 1
             self.send(request)
 
-    def advance(self, until_us: float) -> None:
-        """Execute steps until one ends at or after a time, or nothing is left to do before it."""
-        while self.now < until_us and not self._is_stuck:
+    def run(self) -> None:
+        """Execute steps until every request has ended or can never be scheduled."""
+        while not self._is_stuck:
             if not self.running and not self.waiting:
                 # An idle engine has no step boundary to wait for.
                 self._release()
                 self._started = None
-                if not self._arriving or self._arriving[0].queued_us >= until_us:
+                if not self._arriving:
                     return
                 self.now = max(self.now, self._arriving[0].queued_us)
             self._admit_arrivals()
-            if not self._decode_on(until_us):
+            if not self._decode_on():
                 self._step()
 
     @property
@@ -245,19 +235,15 @@ class ReplayEngine:
         return self._started if ahead else self.now  # type: ignore[return-value]  # it is not None
 
     def _admit_arrivals(self) -> None:
-        """Put into the queue what has come when the next step is scheduled."""
+        """Move arrived requests to the queue; those that come after the next step is scheduled wait for a later one."""
         seen = self._scheduled_at
         while self._arriving and self._arriving[0].queued_us <= seen:
-            request = self._arriving.popleft()
-            if self.settings.by_priority:
-                insort(self.waiting, request, key=_turn)
-            else:
-                self.waiting.append(request)
+            self.waiting.append(self._arriving.popleft())
 
-    # -- steps that are alike
+    # -- steps with the same requests
 
-    def _decode_on(self, until_us: float) -> bool:
-        """Execute the steps until a request ends or one comes, where all that run decode and nobody can be admitted."""
+    def _decode_on(self) -> bool:
+        """Execute the steps until a request ends or arrives, if all running requests decode and none can be admitted."""
         running, settings = self.running, self.settings
         growth = settings.tokens_per_step
         if not running or self._ended or len(running) * growth > settings.max_num_batched_tokens:
@@ -268,7 +254,6 @@ class ReplayEngine:
         budget = settings.max_num_batched_tokens - len(running) * growth
         if self.waiting and not is_full and self._next(budget, admit=False) is not None:
             return False
-        can_wait = is_full or (self.waiting and not settings.by_priority)
         left = math.ceil(min((r.end - r.computed) / growth for r in running))
         done = np.array([r.computed for r in running], dtype=float)
         steps = self.cache.steps_until_full(running, done, min(left, MOST_AT_ONCE), growth)
@@ -277,16 +262,16 @@ class ReplayEngine:
         context = float(done.sum())
         batch = StepBatch(decode_reqs=len(running), context_tokens=context, waiting=len(self.waiting))
         ends = self.now + np.cumsum(self.times.decoding(batch, steps, growth * len(running)))
+        can_wait = is_full or self.waiting
         arrives = self._arriving[0].queued_us if self._arriving and not can_wait else math.inf
         # The first boundary that sees the arrival; a step ahead, the step that begins there is scheduled already.
-        stop = min(until_us, arrives)
-        seen = int(np.searchsorted(ends, stop)) + (stop > self.now)
+        seen = int(np.searchsorted(ends, arrives)) + (arrives > self.now)
         taken = min(seen + settings.async_scheduling, steps)
         self._started = self.now if taken == 1 else float(ends[taken - 2])
         self.now = float(ends[taken - 1])
         self.steps.append((ends[:taken], len(running), len(self.waiting)))
         for request in running:
-            # Its blocks often have room for the next tokens.
+            # Its blocks often have space for the next tokens.
             if (
                 request.computed + taken * growth - request.unclaimed
                 > len(request.blocks) * settings.block_size
@@ -311,8 +296,7 @@ class ReplayEngine:
         new = min(wanted, budget)
         if wanted > budget and not settings.chunked_prefill:
             return None
-        room = self.cache.admit if admit else self.cache.could_admit
-        return new if room(request, cached, new) else None
+        return new if self.cache.admit(request, cached, new, takes=admit) else None
 
     def _step(self) -> None:
         """Schedule and execute a step."""
@@ -323,7 +307,7 @@ class ReplayEngine:
         # A step that preempted admits no one: the freed blocks are for the requests that run.
         if preempted == self.preemptions:
             self._schedule_waiting(tokens, budget)
-        # The first of the queue needs more blocks than there are: it and all behind it wait forever.
+        # The first of the queue needs more blocks than the cache has: it and all behind it wait forever.
         self._is_stuck = bool(self.waiting) and not self.running and not self._ended
         self._release()
         if tokens:
@@ -367,15 +351,14 @@ class ReplayEngine:
             budget -= new
 
     def _preempt(self) -> ReplayedRequest:
-        """Take the blocks and the slot of the request that came last, or has the least priority, and return it."""
-        victim = max(self.running, key=_turn) if self.settings.by_priority else self.running[-1]
-        self.running.remove(victim)
+        """Take the blocks and the slot of the request that got its slot last, and return it."""
+        victim = self.running.pop()
         self.preemptions += 1
         victim.preemptions += 1
         if self.rules.keeps_output and victim.computed >= victim.need:
             victim.need = int(victim.computed) + 1
         self.cache.release(victim)
-        insort(self.waiting, victim, key=_turn)
+        insort(self.waiting, victim, key=attrgetter("index"))
         return victim
 
     def _execute(self, tokens: dict[ReplayedRequest, float]) -> None:
@@ -430,46 +413,48 @@ class ReplayEngine:
         self._ended.clear()
 
 
+_BlockKey: TypeAlias = tuple[bool, int, int]
+
+
 class _BlockCache:
     """KV blocks by number: free blocks in the order they are taken, and full prompt blocks by their content."""
 
     def __init__(self, num_blocks: int, settings: EngineSettings) -> None:
-        self.block_size, self.finds = settings.block_size, settings.prefix_caching
+        self.block_size, self.reuses = settings.block_size, settings.prefix_caching
         # An ordered set. To find the first key of a plain dictionary takes as long as the number of keys removed before it.
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.holders: dict[int, int] = {}
-        self.content: dict[int, tuple[int, int, int]] = {}
-        self.places: dict[tuple[int, int, int], int] = {}
+        self.content: dict[int, _BlockKey] = {}
+        self.block_of: dict[_BlockKey, int] = {}
 
-    def _key(self, request: ReplayedRequest, index: int) -> tuple[int, int, int]:
+    def _key(self, request: ReplayedRequest, index: int) -> _BlockKey:
         """Return the key of a full block's content: a block of a shared prefix has the same key for all who share it."""
         is_shared = (index + 1) * self.block_size <= request.prefix
-        return (request.group, request.prefix, index) if is_shared else (-1, request.index, index)
+        return is_shared, request.prefix if is_shared else request.index, index
 
     def find(self, request: ReplayedRequest, keep: int) -> int:
-        """Return the number of leading full blocks of a prompt that are in the cache, with at least `keep` tokens beside them."""
+        """Return the number of leading full blocks of a prompt that are in the cache, with at least `keep` tokens left to compute."""
         count = 0
-        if self.finds:
+        if self.reuses:
             most = min(request.prompt, request.need - keep)
-            while (count + 1) * self.block_size <= most and self._key(request, count) in self.places:
+            while (count + 1) * self.block_size <= most and self._key(request, count) in self.block_of:
                 count += 1
         return count
 
-    def could_admit(self, request: ReplayedRequest, cached: int, new: float) -> bool:
-        """Say whether there are blocks for a new request."""
-        unused = sum(self.places[self._key(request, index)] in self.free for index in range(cached))
-        return math.ceil(new / self.block_size) + unused <= len(self.free)
-
-    def admit(self, request: ReplayedRequest, cached: int, new: float) -> bool:
-        """Take the blocks of a new request, `cached` of them found; return False and take none where there are too few."""
-        if not self.could_admit(request, cached, new):
+    def admit(self, request: ReplayedRequest, cached: int, new: float, *, takes: bool) -> bool:
+        """Say whether there are blocks for a new request; if so and `takes`, take them, `cached` of them from the prefix cache."""
+        reused = [self.block_of[self._key(request, index)] for index in range(cached)]
+        unused = sum(block in self.free for block in reused)
+        if math.ceil(new / self.block_size) + unused > len(self.free):
             return False
+        if not takes:
+            return True
         request.computed = cached * self.block_size
         if not new:
             request.unclaimed = request.prompt
             return True
-        request.blocks = [self.places[self._key(request, index)] for index in range(cached)]
-        for block in request.blocks:
+        request.blocks = reused
+        for block in reused:
             self.free.pop(block, None)
             self.holders[block] = self.holders.get(block, 0) + 1
         return self.grow(request, new)
@@ -478,12 +463,11 @@ class _BlockCache:
         self, running: Sequence[ReplayedRequest], done: Vector, steps: int, growth: float
     ) -> int:
         """Return the number of steps, `steps` at most, for which there are blocks if all that run decode."""
-        held = np.array([len(r.blocks) * self.block_size + r.unclaimed for r in running])
-        room = len(self.free)
+        reserved = np.array([len(r.blocks) * self.block_size + r.unclaimed for r in running])
 
         def fits(count: int) -> bool:
-            wanted = np.ceil((done + count * growth - held) / self.block_size)
-            return float(np.maximum(wanted, 0).sum()) <= room
+            wanted = np.ceil((done + count * growth - reserved) / self.block_size)
+            return float(np.maximum(wanted, 0).sum()) <= len(self.free)
 
         low, high = 0, steps
         if fits(high):
@@ -494,7 +478,7 @@ class _BlockCache:
         return low
 
     def grow(self, request: ReplayedRequest, new: float) -> bool:
-        """Take blocks for a request's `new` next tokens; return False and take none where there are too few."""
+        """Take blocks for a request's `new` next tokens; return False and take none if there are too few."""
         done, blocks, size = request.computed, request.blocks, self.block_size
         wanted = math.ceil((done + new - request.unclaimed) / size) - len(blocks)
         if wanted > len(self.free):
@@ -506,18 +490,18 @@ class _BlockCache:
             blocks.append(block)
         if done >= request.prompt:
             return True
-        # Only blocks of the prompt can be found again: outputs have no known content.
+        # Only blocks of the prompt can be reused: the content of outputs is unknown.
         for index in range(int(done) // size, int(min(done + new, request.prompt)) // size):
             key = self._key(request, index)
             self.content[blocks[index]] = key
-            self.places[key] = blocks[index]
+            self.block_of[key] = blocks[index]
         return True
 
     def _forget(self, block: int) -> None:
         key = self.content.pop(block, None)
-        # Two requests may have computed the same prefix at once: only the later block is found, and forgotten here.
-        if key is not None and self.places.get(key) == block:
-            del self.places[key]
+        # Two requests may have computed the same prefix at once: only the later block is in the map, and leaves it here.
+        if key is not None and self.block_of.get(key) == block:
+            del self.block_of[key]
 
     def release(self, request: ReplayedRequest) -> None:
         """Free a request's blocks, its last one first, so that the beginning of a prompt is reused last."""

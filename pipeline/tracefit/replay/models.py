@@ -56,8 +56,8 @@ def _extreme(function: Function, arguments: Sequence[Amount]) -> Amount:
 
 
 def _compare(relation: str, left: Amount, right: Amount) -> Flags:
-    known = ~(np.isnan(left) | np.isnan(right))
-    return np.asarray(COMPARE[relation](left, right) & known)
+    has_both = ~(np.isnan(left) | np.isnan(right))
+    return np.asarray(COMPARE[relation](left, right) & has_both)
 
 
 ARRAYS: Algebra[Amount, Flags] = Algebra(
@@ -73,7 +73,7 @@ ARRAYS: Algebra[Amount, Flags] = Algebra(
     some=lambda values: reduce(np.logical_or, values, np.asarray(False)),
     every=lambda values: reduce(np.logical_and, values, np.asarray(True)),
 )
-"""Numbers of consecutive steps, or one number for all of them, which is quicker; NaN is unknown."""
+"""Numbers of consecutive steps, or one number for all of them, which is faster; NaN is unknown."""
 
 
 class FittedStepTimes:
@@ -84,19 +84,19 @@ class FittedStepTimes:
 
         Args:
             model: A model of step times.
-            server: Settings of the server that its formulas use; null where not known, and then no step that needs one has a time.
+            server: Settings of the server that its formulas use; null if unknown: then a step that needs it has no time.
 
         Raises:
-            DataError: The model reads what a replay does not know of a step.
+            DataError: The model reads a value of a step that a replay does not have.
         """
         self._compiled = CompiledModel(model, STEP_COLUMNS)
         server = {name: value for name, value in server.items() if value is not None}
-        formulas, given = self._compiled.formulas, {*server, *STEP_INPUTS}
-        if missing := formulas.missing(self._compiled.features, given):
+        formulas, inputs = self._compiled.formulas, {*server, *STEP_INPUTS}
+        if missing := formulas.missing(self._compiled.features, inputs):
             raise DataError(f"a replay does not know {', '.join(missing)} of a step", where=model.name)
-        used = formulas.used(self._compiled.features, given)
+        used = formulas.used(self._compiled.features, inputs)
         self._line_form = linear_forms(model)[next(reversed(linear_forms(model)))]
-        nodes = [(n, node) for n, node in formulas.nodes.items() if n in used and n not in given]
+        nodes = [(n, node) for n, node in formulas.nodes.items() if n in used and n not in inputs]
         # Values that no step changes are computed once.
         self._row: dict[str, float | None] = dict(server)
         self._formulas = []
@@ -105,7 +105,7 @@ class FittedStepTimes:
                 self._row[name] = evaluate(node, self._row)
             else:
                 self._formulas.append((name, compiled(node, ROW), compiled(node, ARRAYS)))
-        self._alike = {n: math.nan if v is None else v for n, v in self._row.items()}
+        self._constant = {n: math.nan if v is None else v for n, v in self._row.items()}
 
     def step(self, batch: StepBatch) -> float:
         """Return the time of one step in us."""
@@ -123,7 +123,7 @@ class FittedStepTimes:
         """Return the times of consecutive steps in which the same requests decode, in us; shape (steps,)."""
         context: Vector = np.asarray(batch.context_tokens + growth * np.arange(steps), dtype=float)
         described = _described(batch, context).items()
-        values = {n: float(v) if isinstance(v, int) else v for n, v in described} | self._alike
+        values = {n: float(v) if isinstance(v, int) else v for n, v in described} | self._constant
         with np.errstate(all="ignore"):
             for name, _, computed in self._formulas:
                 values[name] = computed(values.__getitem__)
@@ -154,10 +154,10 @@ def _described(batch: StepBatch, context: StepAmount) -> dict[str, StepAmount | 
 
 
 def admission_us(model: Model | None, arrival_us: Vector, prompt_tokens: Integers) -> Vector:
-    """Return the API's time of each request until it can be queued, in us; shape (n,). 0 without a model.
+    """Return the API's time for each request before the queue, in us; shape (n,). 0 without a model.
 
-    The wait for a step boundary that follows is the replay's own: of a boundary model the work alone counts, of one of another
-    form its time on an idle server, where nothing is waited for.
+    The replay adds the wait for a step boundary. So only the work of a boundary model counts; a model of another form counts with its
+    time on an idle server, where nothing waits.
 
     Args:
         model: The model of admissions; null without one.
@@ -185,28 +185,27 @@ def departure_us(model: Model | None, times: ReplayedTimes, output_tokens: Integ
         times: The replay of these requests.
         output_tokens: Output tokens.
     """
-    last, batch = times.last_us, np.zeros(len(output_tokens))
-    if model is None:
+    last = times.last_us
+    if model is None or not times.steps:
         return np.full(len(last), np.nan)
-    for server, steps in enumerate(times.steps):
-        here = times.server == server
-        ends, running = np.array([s[0][-1] for s in steps]), np.array([s[1] for s in steps])
-        if here.any() and len(ends):
-            batch[here] = running[np.minimum(np.searchsorted(ends, last[here]), len(ends) - 1)]
+    ends, running = (
+        np.array(column) for column in zip(*((s[0][-1], s[1]) for s in times.steps), strict=True)
+    )
+    batch = running[np.minimum(np.searchsorted(ends, last), len(ends) - 1)].astype(float)
     _, which, count = np.unique(last, return_inverse=True, return_counts=True)
-    given: dict[str, Vector | Integers] = {
+    inputs: dict[str, Vector | Integers] = {
         "num_decode_reqs": batch,
         "finishing_reqs": count[which].astype(float),
         "output_tokens": output_tokens,
     }
-    return _of_requests(model, given, len(last)) + 0 * last
+    return _of_requests(model, inputs, len(last)) + 0 * last
 
 
-def _of_requests(model: Model, given: Mapping[str, Vector | Integers], rows: int) -> Vector:
-    """Evaluate a model of requests, what is not given being 0; not below 0."""
+def _of_requests(model: Model, inputs: Mapping[str, Vector | Integers], rows: int) -> Vector:
+    """Evaluate a model of requests; inputs that are not given are 0, results at least 0."""
     compiled = CompiledModel(model)
-    frame = pl.DataFrame({name: np.asarray(value, dtype=float) for name, value in given.items()})
-    missing = compiled.inputs - given.keys()
+    frame = pl.DataFrame({name: np.asarray(value, dtype=float) for name, value in inputs.items()})
+    missing = compiled.inputs - inputs.keys()
     frame = frame.with_columns(pl.lit(0.0).alias(name) for name in sorted(missing))
     predicted = compiled.computed(frame).select(y=compiled.expression())["y"]
     return np.broadcast_to(predicted.fill_null(0.0).to_numpy(), rows)

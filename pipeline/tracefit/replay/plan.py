@@ -1,20 +1,20 @@
-"""Plan servers for a load: replay a steady load at several rates, and look for the fewest servers or the largest rate.
+"""Plan servers for a load: replay a steady load at several rates, and search for the fewest servers or the largest rate.
 
-All servers are equal, and each gets its requests at random or in turn, whatever the others do: one stands for all. Every rate has the
-same requests and the same random numbers, and only gaps are scaled, so that latencies change with the rate and not with the draw.
-Longer replays about the answer, the anchors, then set how high the curve lies.
+All servers are equal, and each gets its requests at random or in turn, independently of the others: one stands for all. Every rate has
+the same requests and random numbers, only the gaps are scaled, so that latencies change with the rate and not with the draw.
+Longer replays near the answer, the anchors, then set the level of the curve.
 
-The uncertainty of the coefficients needs no replays of its own. A server whose steps take s times as long serves a load as this one
-serves s times the load, s times as slowly; s follows from the batches of a replay, for as many draws of the coefficients as one
-likes. It is exact where all steps change alike.
+The uncertainty of the coefficients needs no more replays. A server whose steps take s times as long serves a load as this one
+serves s times the load, s times as slowly. For each draw of the coefficients s follows from the batches of a replay; this is exact
+if all steps change by the same factor.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.model import LinearForm, Model
     from tracefit.coefficients.predict import DeploymentModels
-    from tracefit.replay.engine import EngineSettings, StepBatch, StepTimeModel
+    from tracefit.replay.engine import EngineSettings, StepBatch, StepGroup, StepTimeModel
     from tracefit.statistics import Flags, Integers, Vector
 
 REPLAYED_REQUESTS = 1_200
 """Requests of one replay of a curve."""
 ANCHOR_REQUESTS = 6_000
-"""Requests of a replay that an answer rests on."""
+"""Requests of a replay at the rate of an answer."""
 
 SHARES = (0.15, 0.35, 0.55, 0.7, 0.8, 0.88, 0.95, 1.0)
 """Rates of a curve, as shares of the capacity."""
 SOME_OUTSIDE_PCT = 2.0
-"""Share of the busy time outside the training from which on latencies rest on an extrapolation."""
+"""Share of the busy time outside the training above which latencies count as extrapolated."""
 _SLACK = 0.02
 _TEXTS = 2
 _OF_THE_QUEUE = {"waiting_depth"}
@@ -54,7 +54,7 @@ _Z90 = 1.644854
 _PARTS = 20
 _MOST_ANCHORS = 3
 _CLOSE = 0.005
-"""Rates so much apart need no anchor of their own."""
+"""Relative distance of two rates up to which one anchor serves both."""
 
 
 # -- the load --------------------------------------------------------------------------------------------
@@ -67,9 +67,9 @@ class TrafficSample:
     Attributes:
         prompt_tokens: Shape (n,).
         output_tokens: Shape (n,).
-        cached_tokens: Leading tokens of each prompt that were found in the prefix cache, shape (n,).
-        gaps: Consecutive gaps between arrivals over their mean at that time, shape (m,); none where arrivals are drawn.
-        burstiness: Shape of the gamma distribution of drawn gaps: 1 is a Poisson process, less comes in bursts.
+        cached_tokens: Leading tokens of each prompt from the prefix cache, shape (n,).
+        gaps: Consecutive gaps between arrivals over their mean at that time, shape (m,); null if arrivals are drawn.
+        burstiness: Shape of the gamma distribution of drawn gaps: 1 is a Poisson process, a smaller one comes in bursts.
         is_sample: Whether the load has other requests like these, so that their lengths are uncertain too.
         in_turn: Whether servers get requests in turn; otherwise at random.
     """
@@ -84,15 +84,15 @@ class TrafficSample:
 
 
 GAP_BLOCK = 50
-"""Consecutive gaps that are drawn together: what is correlated over a shorter time stays so."""
+"""Consecutive gaps that are drawn as one block, which keeps their correlation."""
 _LOCAL = (101, 1001)
 
 
 def relative_gaps(arrival_ns: Integers) -> Vector:
-    """Return gaps between arrivals over the mean gap about each: bursts stay, slow changes of the load do not.
+    """Return gaps between arrivals over the local mean gap: bursts stay, slow changes of the load do not.
 
-    The mean is that of a tenth of the gaps, a hundred at least and a thousand at most. One of as few gaps as are drawn together would
-    take most of a Poisson process's own slow changes away too, and queues with them.
+    The mean is that of a tenth of the gaps, at least a hundred and at most a thousand. A mean over one drawn block would also remove
+    most of the slow changes of a Poisson process, and so its queues.
 
     Args:
         arrival_ns: Arrivals at one server in ascending order, shape (n,).
@@ -109,17 +109,10 @@ def relative_gaps(arrival_ns: Integers) -> Vector:
     return np.asarray(gaps / np.maximum(local, 1e-9))
 
 
-class _Drawn(NamedTuple):
-    prompt: Integers
-    output: Integers
-    cached: Integers
-    arrival: Vector
+def draw(sample: TrafficSample, count: int, servers: int) -> RequestLoad:
+    """Draw requests in random order, stratified by output and then by prompt, so that both are spread as in the sample.
 
-
-def _draw(sample: TrafficSample, count: int, servers: int) -> _Drawn:
-    """Draw requests in random order: from strata of like output, and of like prompt within them, so that both are spread as in the sample.
-
-    Their arrivals are those at one of so many servers, with a mean gap of 1.
+    Their arrivals are those at one of several servers, with a mean gap of 1.
     """
     lengths_rng, gaps_rng, jumps_rng = np.random.default_rng(0).spawn(3)
     most = len(sample.output_tokens)
@@ -128,12 +121,12 @@ def _draw(sample: TrafficSample, count: int, servers: int) -> _Drawn:
     order = by_output[np.lexsort((sample.prompt_tokens[by_output], stratum))]
     picks = order[((np.arange(count) + lengths_rng.random(count)) * len(order) / count).astype(int)]
     lengths_rng.shuffle(picks)
-    # These of the requests of all servers reach one.
+    # The numbers of the requests that reach this server.
     jumps = np.full(count, servers) if sample.in_turn else jumps_rng.geometric(1 / servers, count)
-    own = np.cumsum(jumps)
-    at = np.cumsum(_gaps(sample, int(own[-1]), gaps_rng))[own - 1]
+    numbers = np.cumsum(jumps)
+    at = np.cumsum(_gaps(sample, int(numbers[-1]), gaps_rng))[numbers - 1]
     lengths = (sample.prompt_tokens[picks], sample.output_tokens[picks], sample.cached_tokens[picks])
-    return _Drawn(*lengths, at * (count / at[-1]))
+    return RequestLoad(at * (count / at[-1]), *lengths)
 
 
 def _gaps(sample: TrafficSample, count: int, rng: np.random.Generator) -> Vector:
@@ -150,7 +143,7 @@ def _gaps(sample: TrafficSample, count: int, rng: np.random.Generator) -> Vector
 
 
 class _Recorder:
-    """A model of step times that keeps the batches it is asked for, and the mean time of their steps."""
+    """A model of step times that records the requested batches and the mean time of their steps."""
 
     def __init__(self, times: StepTimeModel) -> None:
         self.times = times
@@ -173,13 +166,13 @@ class Simulated:
 
     Attributes:
         rate: Requests per second at each server.
-        latencies: ttft, itl and e2e of the requests that count, in us.
+        latencies: ttft, itl and e2e of the counted requests, in us.
         slowness: Low and high end of the factor on step times, from the uncertainty of the coefficients.
         running: Mean requests that run on a server.
         waiting: Mean requests that wait at it.
         outside_pct: Share of the busy time outside the training, in percent.
-        outside: Names, values and ranges of what is outside.
-        sampled: Requests that the lengths were drawn from; infinite where they are the load's own.
+        outside: Names, values and training ranges of the features outside.
+        sampled: Requests that the lengths were drawn from; infinite if they are the lengths of the load.
     """
 
     rate: float
@@ -197,17 +190,17 @@ class Simulated:
         return float(np.percentile(self.latencies[latency], q)) / 1e3
 
     def drawn(self, name: str, *, high: bool) -> float:
-        """Return the low or the high end of the factor on a percentile from the draw of so many requests; 90 %.
+        """Return the low or the high end of the 90 % interval of a percentile over its value, from the draw of the requests.
 
-        Neighbours meet the same queue: how far shares below the percentile differ between parts of the replay is the error of its
-        rank (batch means; Law, Simulation Modeling and Analysis, 2015, section 9.5). That of the sample is binomial.
+        Consecutive requests share a queue: the error of the rank is the spread of the share below the percentile between parts of
+        the replay (batch means; Law, Simulation Modeling and Analysis, 2015, section 9.5). The error of the sample is binomial.
         """
         latency, q = split_name(name)
         values = self.latencies[latency]
         below = np.array_split(values <= np.percentile(values, q), _PARTS)
         parts = 100 * float(np.std([p.mean() for p in below if len(p)], ddof=1)) / math.sqrt(_PARTS)
-        room = _Z90 * math.hypot(parts, math.sqrt(q * (100 - q) / self.sampled))
-        end = float(np.percentile(values, min(max(q + (room if high else -room), 0.0), 100.0)))
+        error = _Z90 * math.hypot(parts, math.sqrt(q * (100 - q) / self.sampled))
+        end = float(np.percentile(values, min(max(q + (error if high else -error), 0.0), 100.0)))
         return end / max(1e3 * self.percentile_ms(name), 1e-6)
 
 
@@ -223,7 +216,7 @@ class Fleet:
 
     Attributes:
         deployment: Their models.
-        server: Settings that formulas of the models use, as far as they are known.
+        server: Known settings that formulas of the models use.
         settings: Settings of the scheduler.
         sample: The requests to draw from.
         requests: Requests of one replay of a curve.
@@ -241,7 +234,7 @@ class Fleet:
         """The model of step times.
 
         Raises:
-            DataError: It reads what is not known of a step or of the server.
+            DataError: It reads a value of a step or of the server that is unknown.
         """
         return FittedStepTimes(self.deployment.step_model, dict(self.server))
 
@@ -257,8 +250,7 @@ class Fleet:
         Raises:
             DataError: It never serves some of the requests.
         """
-        drawn = _draw(self.sample, self.requests, 1)
-        load = RequestLoad(np.zeros(self.requests), drawn.prompt, drawn.output, drawn.cached)
+        load = replace(draw(self.sample, self.requests, 1), arrival_us=np.zeros(self.requests))
         last = np.sort(replay(load, self.times, self.settings).last_us)
         if unserved := int(np.isnan(last).sum()):
             raise DataError(
@@ -270,7 +262,7 @@ class Fleet:
         return 1e6 * (until - first) / float(last[until] - last[first])
 
     def at(self, servers: int, rate: float, requests: int | None = None) -> Simulated:
-        """Return what each of so many servers does at a rate, in requests per second at each."""
+        """Return the load of each of several servers at a rate, in requests per second at each."""
         # A random part of a Poisson process is one too, whatever the number of servers.
         is_poisson = self.sample.gaps is None and self.sample.burstiness == 1 and not self.sample.in_turn
         key = (1 if is_poisson else servers, rate, requests or self.requests)
@@ -279,20 +271,20 @@ class Fleet:
         return self._known[key]
 
     def _simulate(self, servers: int, rate: float, requests: int) -> Simulated:
-        drawn = _draw(self.sample, requests, servers)
-        arrival = drawn.arrival / rate * 1e6
-        load = RequestLoad(arrival, drawn.prompt, drawn.output, drawn.cached)
-        admission = admission_us(self.deployment.models.get("alpha.admission"), arrival, drawn.prompt)
+        drawn = draw(self.sample, requests, servers)
+        arrival, output = drawn.arrival_us / rate * 1e6, drawn.output_tokens
+        load = replace(drawn, arrival_us=arrival)
+        admission = admission_us(self.deployment.models.get("alpha.admission"), arrival, load.prompt_tokens)
         recorder = _Recorder(self.times)
         replayed = replay(load, recorder, self.settings, admission_us=admission)
         e2e = replayed.last_us - arrival
         counts = _steady(arrival, e2e)
-        several = counts & (drawn.output > 1)
-        itl = (replayed.last_us - replayed.first_us) / np.maximum(drawn.output - 1, 1)
+        several = counts & (output > 1)
+        itl = (replayed.last_us - replayed.first_us) / np.maximum(output - 1, 1)
         span = float(arrival[-1] - arrival[0]) or 1.0
         begins = np.clip(replayed.scheduled_us, 0, arrival[-1])
         ends = np.clip(replayed.last_us, 0, arrival[-1])
-        batches = _batches(recorder.batches, replayed.steps[0], self.settings.tokens_per_step)
+        batches = _batches(recorder.batches, replayed.steps, self.settings.tokens_per_step)
         outside_pct, outside = self.law.outside(batches)
         return Simulated(
             rate,
@@ -307,22 +299,22 @@ class Fleet:
 
 
 def _steady(arrival: Vector, e2e: Vector) -> Flags:
-    """Mark requests that neither an empty server at the begin nor a load that ends makes quicker; half of them at least."""
+    """Mark requests that neither the empty server at the begin nor the end of the load makes faster; at least half of them."""
     typical = float(np.median(e2e))
     begin = min(2 * typical, float(np.percentile(arrival, 30)))
     end = max(float(arrival[-1]) - typical, float(np.percentile(arrival, 80)))
     return np.asarray((arrival >= begin) & (arrival <= end))
 
 
-# -- what a replay's steps say of the coefficients -------------------------------------------------------
+# -- the uncertainty of step times -----------------------------------------------------------------------
 
 
 def _batches(
     recorded: Sequence[tuple[StepBatch, float]],
-    steps: Sequence[tuple[Vector, int, int]],
+    steps: Sequence[StepGroup],
     growth: float,
 ) -> pl.DataFrame:
-    """Return a row per stretch of steps: its inputs in the middle, its number of steps and its time."""
+    """Return a row per group of steps: its inputs in the middle, its number of steps and its time."""
     columns = np.array([batch for batch, _ in recorded], dtype=float)
     prefill_reqs, prefill, done, _, decode, context, waiting, _ = columns.T
     counts = np.array([len(ends) for ends, _, _ in steps], dtype=float)
@@ -376,29 +368,29 @@ class StepLawUncertainty:
         return min(float(low), 1.0), max(float(high), 1.0)
 
     def outside(self, batches: pl.DataFrame) -> tuple[float, tuple[str, ...]]:
-        """Return the share of the time in steps outside the training range, in percent, and what is outside it."""
+        """Return the share of the time in steps outside the training range, in percent, and the features outside it."""
         rows, time = self._features(batches), batches["time"].to_numpy()
         terms = [(t.feature, t.training_range) for form in self._forms for t in form.terms]
         ranges = {n: ends for n, ends in [*terms, *self._compiled.unmodeled.items()] if ends is not None}
         left, texts = np.zeros(rows.height, dtype=bool), list[tuple[float, str]]()
         for name, (low, high) in ranges.items():
-            # Requests that wait are not in the step: they matter to a model that has a term for them alone.
+            # Requests that wait are not in the step: they matter only to a model with a term for them.
             if name not in rows.columns or (name in _OF_THE_QUEUE and name not in dict(terms)):
                 continue
-            values, room = rows[name].fill_null(low).to_numpy(), _SLACK * (high - low)
-            here = (values < low - room) | (values > high + room)
-            share = 100 * float(time[here].sum()) / (float(time.sum()) or 1.0)
-            left |= here
+            values, slack = rows[name].fill_null(low).to_numpy(), _SLACK * (high - low)
+            is_outside = (values < low - slack) | (values > high + slack)
+            share = 100 * float(time[is_outside].sum()) / (float(time.sum()) or 1.0)
+            left |= is_outside
             if share > SOME_OUTSIDE_PCT:
                 ends = f"{low:,.4g} to {high:,.4g}"
-                reach = f"{values[here].min():,.4g} to {values[here].max():,.4g}"
+                reach = f"{values[is_outside].min():,.4g} to {values[is_outside].max():,.4g}"
                 texts.append((-share, f"{name} {reach} in {share:.0f} % of the time, trained on {ends}"))
         worst = tuple(text for _, text in sorted(texts)[:_TEXTS])
         return 100 * float(time[left].sum()) / (float(time.sum()) or 1.0), worst
 
 
 def _coefficients(form: LinearForm, rng: np.random.Generator) -> Vector:
-    """Draw intercept and terms of a line within their intervals, each on its own; shape (draws, 1 + terms)."""
+    """Draw intercept and terms of a line within their intervals, independently; shape (draws, 1 + terms)."""
     numbers = [
         (form.intercept.value, form.intercept.ci95, None),
         *((t.value, t.ci95, t.sign) for t in form.terms),
@@ -426,7 +418,7 @@ class Curve:
 
         Args:
             points: At least two, at different rates.
-            errors: Name of a percentile to the factor, at least 1, by which replays of recorded runs were off.
+            errors: Name of a percentile to the relative error of replays of recorded runs, a factor of at least 1.
             anchors: Longer replays at rates of some points, through which the curve is moved.
         """
         self.points = sorted(points, key=lambda p: p.rate)
@@ -446,28 +438,28 @@ class Curve:
         return self._logs[name]
 
     def values_ms(self, name: str, rates: Vector) -> Vector:
-        """Return a percentile at rates, shape (n,); infinite where the servers do not keep up."""
+        """Return a percentile at rates, shape (n,); infinite if the servers do not keep up."""
         inside = np.exp(self._through(name)(np.clip(rates, self.rates[0], self.rates[-1])))
         return np.where(rates > self.rates[-1] * (1 + 1e-9), np.inf, inside)
 
     def ends_ms(self, name: str, rates: Vector, *, high: bool) -> Vector:
-        """Return the low or the high end of the interval of a percentile at rates, shape (n,); infinite where it is open."""
+        """Return the low or the high end of the interval of a percentile at rates, shape (n,); infinite if it is open."""
         slow = np.interp(rates, self.rates, [p.slowness[high] for p in self.points])
-        known = self.anchors or self.points
-        drawn = np.interp(rates, [p.rate for p in known], [p.drawn(name, high=high) for p in known])
+        replayed = self.anchors or self.points
+        drawn = np.interp(rates, [p.rate for p in replayed], [p.drawn(name, high=high) for p in replayed])
         values = self.values_ms(name, rates)
         with np.errstate(all="ignore"):
-            # Three errors with nothing in common: of the coefficients, of the draw, and of replays.
+            # Three independent errors: of the coefficients, of the draw, and of replays.
             slower = np.log(self.values_ms(name, rates * slow) * slow / values)
-            far = np.sqrt(slower**2 + np.log(drawn) ** 2 + math.log(self.errors.get(name, 1.0)) ** 2)
-            return np.where(np.isfinite(values), values * np.exp(far if high else -far), np.inf)
+            error = np.sqrt(slower**2 + np.log(drawn) ** 2 + math.log(self.errors.get(name, 1.0)) ** 2)
+            return np.where(np.isfinite(values), values * np.exp(error if high else -error), np.inf)
 
     def largest_rate(self, objectives: Sequence[Objective], *, high: bool | None = None) -> float:
-        """Return the largest rate up to which all objectives hold; 0 where they hold at none.
+        """Return the largest rate up to which all objectives hold; 0 if they hold at none.
 
         Args:
             objectives: The objectives.
-            high: Whether they hold at the high or at the low end of the intervals; at the value itself if not given.
+            high: Whether they must hold at the high or the low end of the intervals; at the value itself if not given.
         """
         values = self.values_ms if high is None else partial(self.ends_ms, high=high)
         rates = np.linspace(self.rates[0], self.rates[-1], 1000)
@@ -487,7 +479,7 @@ class Curve:
 
 
 def curve_of(fleet: Fleet, servers: int, errors: Mapping[str, float]) -> Curve:
-    """Replay so many servers at the rates of a curve.
+    """Replay the servers at the rates of a curve.
 
     Args:
         fleet: The servers.
@@ -501,7 +493,7 @@ def curve_of(fleet: Fleet, servers: int, errors: Mapping[str, float]) -> Curve:
 
 
 def anchored(fleet: Fleet, servers: int, curve: Curve, rate: float) -> Curve:
-    """Return a curve through a longer replay of so many servers too, at a rate at each of them."""
+    """Return a curve through one more replay, a longer one of some servers at a rate at each of them."""
     new = [] if np.isclose(curve.rates, rate).any() else [fleet.at(servers, rate)]
     anchors = {a.rate: a for a in (*curve.anchors, fleet.at(servers, rate, ANCHOR_REQUESTS))}
     return Curve([*curve.points, *new], curve.errors, [*anchors.values()])
@@ -510,18 +502,18 @@ def anchored(fleet: Fleet, servers: int, curve: Curve, rate: float) -> Curve:
 def fewest_servers(
     fleet: Fleet, curve: Curve, rate: float, borne: Callable[[Curve], float]
 ) -> tuple[int, Curve] | None:
-    """Return the fewest servers that are enough at a rate over all of them, and their curve; null where no number is.
+    """Return the fewest servers that are enough at a rate over all of them, and their curve; null if no number is enough.
 
     Args:
         fleet: The servers.
         curve: Their curve.
         rate: Requests per second, over all servers.
-        borne: The largest rate that one server of a curve bears; 0 where none.
+        borne: Returns the largest rate that one server of a curve bears; 0 if none.
     """
     tried = set[int]()
     while each := min(borne(curve), fleet.capacity):
         enough = math.ceil(rate / each - 1e-9)
-        # Of both this number and the one below it, a replay of its own says whether it is enough.
+        # This number and the one below it each get a replay that says whether they are enough.
         less = max(enough - 1, math.ceil(rate / fleet.capacity - 1e-9), 1)
         servers = less if enough in tried else enough
         if servers in tried or len(tried) == _MOST_ANCHORS:
@@ -532,7 +524,7 @@ def fewest_servers(
 
 
 def largest_rate(fleet: Fleet, servers: int, curve: Curve, objectives: Sequence[Objective]) -> Curve:
-    """Return a curve with its last anchor at the largest rate that keeps to objectives; without one where none does."""
+    """Return a curve with its last anchor at the largest rate that keeps to objectives; without an anchor if no rate does."""
     for _ in range(_MOST_ANCHORS):
         rate = curve.largest_rate(objectives)
         if rate <= 0 or any(abs(rate / a.rate - 1) < _CLOSE for a in curve.anchors):
@@ -544,7 +536,7 @@ def largest_rate(fleet: Fleet, servers: int, curve: Curve, objectives: Sequence[
 def plan_point(
     simulated: Simulated, servers: int, fleet: Fleet, curve: Curve, names: Sequence[str]
 ) -> PlanPoint:
-    """Return what so many servers do at a replayed rate.
+    """Return latencies and load of some servers at a replayed rate.
 
     Args:
         simulated: The rate, at each of them.

@@ -1,20 +1,17 @@
-"""Replay the requests of one or several servers."""
+"""Replay the requests of a server."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tracefit.replay.engine import VLLM_RULES, ReplayedRequest, ReplayEngine
 
 if TYPE_CHECKING:
-    from tracefit.replay.engine import EngineSettings, SchedulerRules, StepTimeModel
+    from tracefit.replay.engine import EngineSettings, SchedulerRules, StepGroup, StepTimeModel
     from tracefit.statistics import Integers, Vector
-
-Routing = Literal["round_robin", "least_loaded", "prefix"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +22,14 @@ class RequestLoad:
         arrival_us: Arrival.
         prompt_tokens: Prompt tokens.
         output_tokens: Output tokens, at least 1.
-        prefix_tokens: Leading tokens of the prompt that it shares; none if not given.
-        prefix_group: Requests of one group share the same prefix; if not given, those with the same `prefix_tokens`.
-        priority: Smaller is served first where the queue is sorted by it.
-        generated_tokens: Output tokens that each has already at the beginning, which is at 0; those with any run from there.
+        prefix_tokens: Length of the prefix that each prompt shares with all prompts that share as many tokens; 0 if not given.
+        generated_tokens: Output tokens that each request has when the replay begins, at 0; requests with any run from then on.
     """
 
     arrival_us: Vector | Integers
     prompt_tokens: Integers
     output_tokens: Integers
     prefix_tokens: Integers | None = None
-    prefix_group: Integers | None = None
-    priority: Integers | None = None
     generated_tokens: Integers | None = None
 
 
@@ -45,14 +38,13 @@ class ReplayedTimes:
     """Times of the requests in us, on the clock of their arrivals; NaN for one that is never served.
 
     Attributes:
-        queued_us: When each is in the engine's queue.
+        queued_us: When each enters the engine's queue.
         scheduled_us: When each is scheduled first.
         first_us: When its first token comes.
         last_us: When its last token comes.
-        cached_tokens: Prompt tokens found in the prefix cache.
-        server: The server that got it.
+        cached_tokens: Prompt tokens from the prefix cache.
         preemptions: Preemptions over all requests.
-        steps: Of each server, per stretch of steps with one set of requests: ends in us, requests that run, requests that wait.
+        steps: The steps, in groups of consecutive ones with the same requests.
     """
 
     queued_us: Vector
@@ -60,9 +52,8 @@ class ReplayedTimes:
     first_us: Vector
     last_us: Vector
     cached_tokens: Integers
-    server: Integers
     preemptions: int
-    steps: tuple[tuple[tuple[Vector, int, int], ...], ...]
+    steps: tuple[StepGroup, ...]
 
 
 def replay(
@@ -71,8 +62,6 @@ def replay(
     settings: EngineSettings,
     *,
     admission_us: Vector | float = 0.0,
-    servers: int = 1,
-    routing: Routing = "round_robin",
     rules: SchedulerRules = VLLM_RULES,
 ) -> ReplayedTimes:
     """Replay requests.
@@ -80,52 +69,33 @@ def replay(
     Args:
         load: The requests.
         times: The model of step times.
-        settings: Settings of each server.
+        settings: Settings of the server.
         admission_us: Arrival to the engine's queue, without the wait for a step boundary, shape (n,) or one for all.
-        servers: Number of equal servers.
-        routing: Which server a request gets: the next one, the one with the fewest requests, or the one that had its prefix before.
         rules: Rules of the scheduler on which servers differ.
     """
     queued: Vector = np.asarray(load.arrival_us + admission_us, dtype=float)
     nothing = np.zeros(len(queued), dtype=np.int64)
     prefix = nothing if load.prefix_tokens is None else load.prefix_tokens
-    group = nothing if load.prefix_group is None else load.prefix_group
-    priority = nothing if load.priority is None else load.priority
-    columns = (queued, load.prompt_tokens, load.output_tokens, prefix, group, priority)
+    done = nothing if load.generated_tokens is None else load.generated_tokens
+    columns = (queued, load.prompt_tokens, load.output_tokens, prefix)
     requests = [
         ReplayedRequest(i, *row) for i, row in enumerate(zip(*(c.tolist() for c in columns), strict=True))
     ]
-    # Memory never runs out with as many blocks as all requests together fill.
+    # With as many blocks as all requests fill, memory never runs out.
     most = sum(-(-(r.prompt + r.output) // settings.block_size) + 1 for r in requests)
-    engines = [ReplayEngine(times, settings, most, rules) for _ in range(servers)]
-    server = nothing.copy()
-    done = nothing if load.generated_tokens is None else load.generated_tokens
-    for count, at in enumerate(np.flatnonzero(done).tolist()):
-        server[at] = count % servers
-        engines[server[at]].resume(requests[at], int(done[at]))
-    homes: dict[tuple[int, int], int] = {}
+    engine = ReplayEngine(times, settings, most, rules)
+    for at in np.flatnonzero(done).tolist():
+        engine.resume(requests[at], int(done[at]))
     order = np.argsort(queued, kind="stable")
-    for count, at in enumerate(order[done[order] == 0].tolist()):
-        request = requests[at]
-        number = count % servers
-        if routing != "round_robin" and servers > 1:
-            for engine in engines:
-                engine.advance(request.queued_us)
-            number = min(range(servers), key=lambda n: engines[n].load)
-        if routing == "prefix" and request.prefix:
-            number = homes.setdefault((request.group, request.prefix), number)
-        server[at] = number
-        engines[number].send(request)
-    for engine in engines:
-        engine.advance(math.inf)
-
+    for at in order[done[order] == 0].tolist():
+        engine.send(requests[at])
+    engine.run()
     return ReplayedTimes(
         queued,
         np.array([r.scheduled_us for r in requests]),
         np.array([r.first_us for r in requests]),
         np.array([r.last_us for r in requests]),
         np.array([r.cached for r in requests]),
-        server,
-        sum(engine.preemptions for engine in engines),
-        tuple(tuple(engine.steps) for engine in engines),
+        engine.preemptions,
+        tuple(engine.steps),
     )
