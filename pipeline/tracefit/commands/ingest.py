@@ -15,9 +15,9 @@ from tracefit.commands.deployments import write_timelines
 from tracefit.commands.scheduler import (
     IngestScheduler,
     RunIngest,
-    known_files,
     resolve_run_id,
     unchanged,
+    usable_files,
 )
 from tracefit.engines.build import is_small
 from tracefit.engines.local import open_engine
@@ -72,7 +72,7 @@ def ingest(
     engine: EngineChoice = LOCAL,
     progress: Progress | None = None,
 ) -> IngestResult:
-    """Read traces and write the tables of every run found.
+    """Read traces and write the tables of every run.
 
     Known files are not decoded again: a run with the same files stays as it is, one whose
     files have grown or become more is brought up to date, and the result is that of reading everything at once. The
@@ -142,7 +142,7 @@ def ingest_inputs(
     engine: AbstractContextManager[TaskEngine],
     options: IngestOptions | None = None,
 ) -> IngestResult:
-    """Write the tables of known runs, in the same order; see `ingest`. `engine` is opened here."""
+    """Write the tables of runs, in their order; see `ingest`. `engine` is opened here."""
     progress, options = KeptWarnings(progress), options or IngestOptions()
     store = TableStore(out)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
@@ -169,9 +169,9 @@ def ingest_inputs(
     done = [run for run in runs if run.failed is None]
     unchanged = [run.run_id for run in done if run.rows is None]
     columns = ("run_id", "server", "events", "implausible", *_CLOCK, *_OF_RUN, *_OF_SERVER)
-    known = store.read("runs", unchanged, columns)
+    rows_before = store.read("runs", unchanged, columns)
     built = [run.rows.select(columns) for run in done if run.rows is not None]
-    rows = pl.concat([known.select(columns), *built])
+    rows = pl.concat([rows_before.select(columns), *built])
     facts = {one["run_id"]: one for one in _by_run(rows).iter_rows(named=True)}
     write_timelines(
         store, [run_id for run_id, own in facts.items() if is_small(own["events"], options.build)]
@@ -198,7 +198,7 @@ def ingest_inputs(
 def _contexts(sources: Sequence[RunSource], server: ServerOptions) -> list[RunContext]:
     """Return the server of each run; the runs of a fleet have equal files, which are parsed once."""
     stated = stated_settings(server)
-    known: dict[str, RunContext] = {}
+    contexts_by_key: dict[str, RunContext] = {}
     contexts = []
     for source in sources:
         configs = [server.run_config] if server.run_config else source.run_configs
@@ -211,9 +211,9 @@ def _contexts(sources: Sequence[RunSource], server: ServerOptions) -> list[RunCo
             )
         except UsageError:
             key = source  # a long log, or a file that cannot be read
-        if (named := repr(key)) not in known:
-            known[named] = read_context(configs, model_config, stated, gpu=server.gpu)
-        contexts.append(known[named])
+        if (named := repr(key)) not in contexts_by_key:
+            contexts_by_key[named] = read_context(configs, model_config, stated, gpu=server.gpu)
+        contexts.append(contexts_by_key[named])
     return contexts
 
 
@@ -237,10 +237,10 @@ def _summary(context: RunContext, facts: Mapping[str, Any]) -> RunSummary:
 
 def _clocks_ahead(rows: pl.DataFrame) -> dict[str, list[tuple[str, float, float]]]:
     """Return the servers of each run whose API has another clock than the core, how far it is ahead and to what error (us)."""
-    found: dict[str, list[tuple[str, float, float]]] = {}
+    clocks_of: dict[str, list[tuple[str, float, float]]] = {}
     for run_id, *clock in rows.select("run_id", "server", *_CLOCK).drop_nulls().iter_rows():
-        found.setdefault(run_id, []).append(tuple(clock))
-    return found
+        clocks_of.setdefault(run_id, []).append(tuple(clock))
+    return clocks_of
 
 
 def _warnings_of(store: TableStore, run: RunSummary, ahead: Iterable[tuple[str, float, float]]) -> list[str]:
@@ -304,7 +304,7 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, object]:
     """Read `key=value` settings from the command line; values as YAML reads them.
 
     Raises:
-        UsageError: A text without an equals sign, a key that is nearly a known one, or a value that is not YAML.
+        UsageError: A text without an equals sign, a key that is nearly that of a setting, or a value that is not YAML.
     """
     values: dict[str, object] = {}
     for text in texts:
@@ -322,7 +322,7 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, object]:
 
 
 def _require_no_typo(key: str) -> None:
-    """Refuse a key that is nearly a known one; any other unknown key is kept as a fact of the deployment."""
+    """Refuse a key that is nearly that of a setting; any other is kept as a fact of the deployment."""
     name = canonical_name(key)
     # A cutoff this high catches typos and lets settings of newer servers pass.
     meant = None if name in SETTINGS else did_you_mean(name, SETTINGS, cutoff=0.85)
@@ -350,9 +350,9 @@ def plan_ingest(
 def _planned(source: RunSource, store: TableStore, options: IngestOptions) -> Iterator[PlannedFile]:
     manifest = store.manifest()
     run_id = resolve_run_id(manifest, source)
-    known = known_files(manifest.runs.get(run_id), hash_of_kept(options), lambda: staged_parts(store.place))
+    usable = usable_files(manifest.runs.get(run_id), hash_of_kept(options), lambda: staged_parts(store.place))
     for file in source.trace_files:
-        contents, entry = inspect_file(file), known.get(file.name)
+        contents, entry = inspect_file(file), usable.get(file.name)
         # A file in a bucket that was written again may be the same all the same.
         is_same = unchanged(file, entry) or (
             entry is not None

@@ -67,10 +67,10 @@ _PUBLISHING_SHARE = 0.1
 """Largest share of the time that goes into writing the manifest, which grows with the runs: meanwhile, finished runs wait."""
 
 
-def known_files(run: IngestedRun | None, options: str, there: Callable[[], set[str]]) -> dict[str, ReadFile]:
-    """Return what a run's manifest entry knows of files, by name, as far as it is of use with these options and this version.
+def usable_files(run: IngestedRun | None, options: str, there: Callable[[], set[str]]) -> dict[str, ReadFile]:
+    """Return the files of a run's manifest entry, by name, whose staged parts these options and this version can use.
 
-    Staged parts of them exist; `there` returns the names of all that do.
+    The parts exist: `there` returns the names of all that do.
     """
     if run is None or run.options != options:
         return {}
@@ -81,23 +81,23 @@ def known_files(run: IngestedRun | None, options: str, there: Callable[[], set[s
     }
 
 
-def unchanged(file: TraceFile, known: ReadFile | None, sha256: str | None = None) -> ReadFile | None:
-    """Return what is known of a file, with its present time of change, if its content is the same.
+def unchanged(file: TraceFile, entry: ReadFile | None, sha256: str | None = None) -> ReadFile | None:
+    """Return the manifest's entry of a file, with its present time of change, if its content is the same.
 
-    It is the same with an equal size and time; with another time, a file on disk is hashed, one in a bucket only if its hash is given.
+    It is the same with an equal size and time; with another time, a file on disk is hashed, one in a bucket only if `sha256` is its hash.
 
     Raises:
         UsageError: It cannot be read.
     """
-    if known is None or known.size_bytes != file.size:
+    if entry is None or entry.size_bytes != file.size:
         return None
     if sha256 is None:
-        if file.modified_ns is not None and known.modified_ns == file.modified_ns:
-            return known
+        if file.modified_ns is not None and entry.modified_ns == file.modified_ns:
+            return entry
         if file.filesystem is not None:
             return None
-    is_same = known.sha256 == (sha256 or content_hash_of(file))
-    return replace(known, modified_ns=file.modified_ns) if is_same else None
+    is_same = entry.sha256 == (sha256 or content_hash_of(file))
+    return replace(entry, modified_ns=file.modified_ns) if is_same else None
 
 
 def work_bytes(file: TraceFile) -> int:
@@ -140,23 +140,23 @@ def _has_files_of(run: IngestedRun, source: RunSource, hashes: Callable[[], set[
     or begins with it. `hashes` gives the hashes of the source's files, which takes long.
     """
     files = {file.name: file for file in source.trace_files}
-    missing = [known for known in run.files if known.path not in files]
-    gone = [known for known in missing if known.sha256 not in hashes()]
-    if any("://" in known.path or os.path.lexists(known.path) for known in gone):
+    missing = [entry for entry in run.files if entry.path not in files]
+    gone = [entry for entry in missing if entry.sha256 not in hashes()]
+    if any("://" in entry.path or os.path.lexists(entry.path) for entry in gone):
         return False
     return not gone or any(
-        known.sha256 in hashes() or (known.path in files and _begins_as(files[known.path], known))
-        for known in run.files
+        entry.sha256 in hashes() or (entry.path in files and _begins_as(files[entry.path], entry))
+        for entry in run.files
     )
 
 
-def _begins_as(file: TraceFile, known: ReadFile) -> bool:
-    digest, left = hashlib.sha256(), known.size_bytes
+def _begins_as(file: TraceFile, entry: ReadFile) -> bool:
+    digest, left = hashlib.sha256(), entry.size_bytes
     with file.open() as raw:
         while left and (piece := raw.read(min(left, 1 << 20))):
             digest.update(piece)
             left -= len(piece)
-    return not left and digest.hexdigest() == known.sha256
+    return not left and digest.hexdigest() == entry.sha256
 
 
 @dataclass(slots=True, eq=False)
@@ -186,7 +186,7 @@ class RunIngest:
         source: Its files.
         context: Its server.
         run_id: Its id in the tables.
-        known: Its entry in the manifest, if its tables are whole.
+        before: Its entry in the manifest, if its tables are whole.
         files: The files that are read.
         unchanged: Entries of the other files in the manifest.
         decoding: Pieces of its files that are on their way through a worker.
@@ -202,7 +202,7 @@ class RunIngest:
     source: RunSource
     context: RunContext
     run_id: str = ""
-    known: IngestedRun | None = None
+    before: IngestedRun | None = None
     files: list[_FileIngest] = field(default_factory=list)
     unchanged: list[ReadFile] = field(default_factory=list)
     decoding: int = 0
@@ -256,7 +256,7 @@ class IngestScheduler:
         self._publish_from = 0.0
         progress.stage(f"reading {runs[0].source.run_id if len(runs) == 1 else f'{len(runs):,} runs'}")
         self._show()
-        # Known files are not read: they are no part of the work that the bar shows.
+        # The bar shows the work: files that are not read are no part of it.
         if new:
             progress.expect(sum(file.size for file in new))
 
@@ -313,23 +313,23 @@ class IngestScheduler:
 
     def _decode_jobs(self) -> Iterator[Job]:
         """Yield jobs of decoding; small blocks share one, also those of several runs, because each job has a fixed cost."""
-        given: list[tuple[RunIngest, FilePiece, Block | Reject]] = []
+        waiting: list[tuple[RunIngest, FilePiece, Block | Reject]] = []
         size = 0
         for run, piece, item in self._pieces():
             own = item.size if isinstance(item, Block) else 0
             # Submitted before a block that would make it larger than one.
-            if given and size + own > self._options.block_bytes:
-                yield self._decode_job(given)
-                given, size = [], 0
-            given.append((run, piece, item))
+            if waiting and size + own > self._options.block_bytes:
+                yield self._decode_job(waiting)
+                waiting, size = [], 0
+            waiting.append((run, piece, item))
             size += own
-        if given:
-            yield self._decode_job(given)
+        if waiting:
+            yield self._decode_job(waiting)
 
-    def _decode_job(self, given: Sequence[tuple[RunIngest, FilePiece, Block | Reject]]) -> Job:
-        task = Task(tuple(item for _, _, item in given), self._options, self._place)
-        pieces = [(run, piece) for run, piece, _ in given]
-        return Job(decode_task, task, given[0][2].source_file, partial(self._take_decoded, pieces))
+    def _decode_job(self, blocks: Sequence[tuple[RunIngest, FilePiece, Block | Reject]]) -> Job:
+        task = Task(tuple(item for _, _, item in blocks), self._options, self._place)
+        pieces = [(run, piece) for run, piece, _ in blocks]
+        return Job(decode_task, task, blocks[0][2].source_file, partial(self._take_decoded, pieces))
 
     def _pieces(self) -> Iterator[tuple[RunIngest, FilePiece, Block | Reject]]:
         """Yield what is to be decoded of one run after the other."""
@@ -361,20 +361,20 @@ class IngestScheduler:
 
     def _new_files(self, run: RunIngest) -> list[TraceFile]:
         """Return the files that look as if they had to be read: by name and size alone, no file is opened for it."""
-        known = known_files(
+        usable = usable_files(
             self._manifest.runs.get(run.source.run_id), self._options_hash, self._staged_names
         )
-        sizes = {name: file.size_bytes for name, file in known.items()}
+        sizes = {name: file.size_bytes for name, file in usable.items()}
         return [file for file in run.source.trace_files if sizes.get(file.name) != file.size]
 
     def _pieces_of(self, run: RunIngest) -> Iterator[tuple[RunIngest, FilePiece, Block | Reject]]:
-        """Begin a run, and yield the pieces of its files that are not known; those of a bucket are fetched first."""
+        """Begin a run, and yield the pieces of its files that are new or changed; those of a bucket are fetched first."""
         source = run.source
         run.run_id = run_id = resolve_run_id(self._manifest, source)
-        run.known = self._manifest.runs.get(run_id)
-        if run.known is not None and run.known.tables:
-            run.known = self._store.whole(run_id, run.known)
-            if run.known is None:
+        run.before = self._manifest.runs.get(run_id)
+        if run.before is not None and run.before.tables:
+            run.before = self._store.whole(run_id, run.before)
+            if run.before is None:
                 run.warnings.append(
                     f"{run_id}: its tables are damaged, or files of them missing; it is read again"
                 )
@@ -382,12 +382,12 @@ class IngestScheduler:
             run.warnings.append(
                 f"{source.run_id}: another run of that name is in the tables already; this one is {run_id}"
             )
-        known = known_files(run.known, self._options_hash, self._staged_names)
-        run.unchanged = [e for f in source.trace_files if (e := unchanged(f, known.get(f.name)))]
+        usable = usable_files(run.before, self._options_hash, self._staged_names)
+        run.unchanged = [e for f in source.trace_files if (e := unchanged(f, usable.get(f.name)))]
         # The staged parts of a run that stays as it is are not read.
         if len(run.unchanged) < len(source.trace_files) or not self._stays(run, run.unchanged):
             damaged = {entry.path for entry in run.unchanged if not self._is_whole(entry)}
-            known = {name: entry for name, entry in known.items() if name not in damaged}
+            usable = {name: entry for name, entry in usable.items() if name not in damaged}
             run.unchanged = [entry for entry in run.unchanged if entry.path not in damaged]
             if damaged:
                 run.warnings.append(
@@ -405,7 +405,7 @@ class IngestScheduler:
                 for file, copy in zip(group, fetch(group, scratch, self._progress.read), strict=True):
                     refuse_other_signal(copy.file)
                     # The time of a file in a bucket changes with every upload, its content need not.
-                    entry = unchanged(file, known.get(file.name), copy.content_hash)
+                    entry = unchanged(file, usable.get(file.name), copy.content_hash)
                     if entry and self._is_whole(entry):
                         run.unchanged.append(entry)
                     else:
@@ -474,8 +474,8 @@ class IngestScheduler:
 
     def _stay(self, run: RunIngest) -> None:
         """End a run that stays as it is; with the present times of its files in its entry, they need not be read next time."""
-        if run.known is not None and run.entry is not None:
-            entry = replace(run.known, files=run.entry.files)
+        if run.before is not None and run.entry is not None:
+            entry = replace(run.before, files=run.entry.files)
             if entry != self._manifest.runs[run.run_id]:
                 self._restamped[run.run_id] = entry
         self._end(run)
@@ -486,18 +486,18 @@ class IngestScheduler:
         run.columns = _run_columns(files, run.context)
         if run.kv_hashes is None:
             run.kv_hashes = sorted(map(content_hash_of, run.source.kv_files))
-        # The hash of all inputs of the tables. If it changes, they are rebuilt; known files come from their staged parts.
+        # The hash of all inputs of the tables. If it changes, they are rebuilt; unchanged files come from their staged parts.
         facts = (__version__, self._options_hash, sorted(run.columns.items()), run.kv_hashes)
         built_from = hashlib.sha256(repr(facts).encode()).hexdigest()
         run.entry = IngestedRun(
             source=run.source.folder, options=self._options_hash, built_from=built_from, files=files
         )
-        known = run.known
+        before = run.before
         return (
-            known is not None
-            and known.built_from == built_from
-            and _undated(known.files) == _undated(files)
-            and "kv_events" in known.tables
+            before is not None
+            and before.built_from == built_from
+            and _undated(before.files) == _undated(files)
+            and "kv_events" in before.tables
         )
 
     def _run_task(self, run: RunIngest, *, is_alone: bool) -> RunTask:
@@ -588,5 +588,5 @@ def _limits(context: RunContext) -> dict[str, float]:
     """Return the settings that bound values of the tables; vLLM's defaults, which are assumed, bound nothing."""
     settings = context.settings
     names = {c.limit for table in schema.TABLES.values() for c in table.columns if c.limit}
-    known = {name: getattr(settings, name) for name in names if settings.sources.get(name) != "assumed"}
-    return {name: float(value) for name, value in sorted(known.items()) if value is not None}
+    values = {name: getattr(settings, name) for name in names if settings.sources.get(name) != "assumed"}
+    return {name: float(value) for name, value in sorted(values.items()) if value is not None}

@@ -334,10 +334,10 @@ def _timeline_of(tables: WrittenTables, way: _Way) -> dict[str, pl.DataFrame | I
         del requests
     if counted:
         # There may be a million requests and only some thousands on steps: they are read and written in pieces.
-        own = _rows_at(tables, counted.rows).with_columns(counted.requests.select(PLACED_COLUMNS))
-        journeys = events_of(own)
+        rows = _rows_at(tables, counted.rows).with_columns(counted.requests.select(PLACED_COLUMNS))
+        journeys = events_of(rows)
     else:
-        own = tables.read("requests")
+        rows = tables.read("requests")
     steps_built = build_timeline(
         steps, snapshots, journeys, limits, journeys_complete=complete, known_starts=starts
     )
@@ -347,7 +347,7 @@ def _timeline_of(tables: WrittenTables, way: _Way) -> dict[str, pl.DataFrame | I
         )
         steps_built = steps_built.with_columns(gpu_time)
     timeline, odd_steps = schema.TIMELINE.sift_derived(steps_built, "run_id")
-    timed = with_step_times(schema.REQUESTS.shape(own), timeline, journeys, snapshots)
+    timed = with_step_times(schema.REQUESTS.shape(rows), timeline, journeys, snapshots)
     timed, odd_requests = schema.REQUESTS.sift_derived(timed, "run_id")
     built: dict[str, pl.DataFrame | Iterator[pl.DataFrame]] = {"timeline": timeline}
     if counted:

@@ -209,16 +209,16 @@ class _Splitter:
 
     def _fill(self, size: int) -> Iterator[Reject]:
         """Read until the buffer holds `size` bytes or the file ends; yield a reject for each gap on the way."""
-        parts, held = [self._buffer], len(self._buffer)
-        while held < size and not self._is_last:
+        parts, size_so_far = [self._buffer], len(self._buffer)
+        while size_so_far < size and not self._is_last:
             piece = next(self._content, None)
             if piece is None:
                 self._is_last = True
             elif isinstance(piece, Gap):
-                yield Reject(self._file.name, self._offset + held, 0, piece.reason, count=piece.count)
+                yield Reject(self._file.name, self._offset + size_so_far, 0, piece.reason, count=piece.count)
             else:
                 parts.append(piece.data)
-                held += len(piece.data)
+                size_so_far += len(piece.data)
                 self._stored += len(piece.data) if piece.is_stored else 0
         self._buffer = b"".join(parts) if len(parts) > 1 else self._buffer
 

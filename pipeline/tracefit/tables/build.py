@@ -287,11 +287,11 @@ def _window_bounds(place: Place, run: ResolvedRuns, window_bytes: int) -> list[t
     size = 0
     sizes = staged_bytes(place, (part.name for part in run.parts))
     for number, (stored, (first, end)) in enumerate(zip(sizes, pairwise(run.firsts), strict=True)):
-        own = max(stored, (end - first) * _BYTES_PER_SPAN)
-        if not begins or size + own > window_bytes:
+        part_bytes = max(stored, (end - first) * _BYTES_PER_SPAN)
+        if not begins or size + part_bytes > window_bytes:
             begins.append(number)
             size = 0
-        size += own
+        size += part_bytes
     return list(pairwise([*begins, len(run.parts)]))
 
 
@@ -563,13 +563,13 @@ class _RunRows:
         """Put the API's journey events on the core's clock; their order changes."""
         unmoved = self.sorts.pop("journey_events")
         for window in unmoved.windows():
-            known = window.join(
+            joined = window.join(
                 api_clock.select("server", "ahead_ns"), on="server", how="left", maintain_order="left"
             )
             off = (pl.col("layer") == "api") & pl.col("ahead_ns").is_not_null()
-            self._count(known, clock_corrected_events=off.sum())
+            self._count(joined, clock_corrected_events=off.sum())
             moved = pl.when(off).then(pl.col("ts_ns") - pl.col("ahead_ns")).otherwise("ts_ns")
-            self._sort("journey_events").add(known.with_columns(ts_ns=moved).drop("ahead_ns"))
+            self._sort("journey_events").add(joined.with_columns(ts_ns=moved).drop("ahead_ns"))
 
     def _requests(self, rows: pl.DataFrame, api_clock: pl.DataFrame) -> pl.DataFrame:
         """Return rows of requests on one clock; impossible values are cleared and counted."""

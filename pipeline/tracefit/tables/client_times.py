@@ -52,10 +52,10 @@ def with_asked_lengths(requests: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     is_near = (tokens / usual - 1).abs() <= _NEAR
     is_short = tokens < _SHORT * usual
     lasts = (decode_us / decode_us.median() - 1).abs() <= _SAME_TIME
-    known = requests.drop_nulls(["output_tokens", "client_e2e_us", "client_ttft_us"])
-    if not known.height or not (requests["dialect"] == CLIENT).all():
+    timed = requests.drop_nulls(["output_tokens", "client_e2e_us", "client_ttft_us"])
+    if not timed.height or not (requests["dialect"] == CLIENT).all():
         return requests, 0
-    near, short, as_long, length = known.select(
+    near, short, as_long, length = timed.select(
         is_near.mean(),
         is_short.mean().alias("short"),
         lasts.filter(is_short).mean().alias("long"),
@@ -143,16 +143,16 @@ def _by_id(client_rows: pl.DataFrame, server_rows: pl.DataFrame) -> pl.DataFrame
 def _by_arrival(client_rows: pl.DataFrame, server_rows: pl.DataFrame) -> pl.DataFrame:
     """Return pairs of equal output lengths and about equal arrivals, by the difference of the clocks: client, row."""
     columns = ["row", "arrival_ns", "output_tokens"]
-    sent, known = (
+    sent, received = (
         side.select(columns).drop_nulls().filter(pl.col("output_tokens") > 0).sort("arrival_ns", "row")
         for side in (client_rows.filter(pl.col("client_ttft_us").is_not_null()), server_rows)
     )
     none = pl.DataFrame(schema={"client": pl.UInt32, "row": pl.UInt32})
-    if (ahead := _ahead(sent, known)) is None:
+    if (ahead := _ahead(sent, received)) is None:
         return none
     moved = sent.select(client="row", arrival_ns=pl.col("arrival_ns") + ahead, output_tokens="output_tokens")
     joined = moved.sort("arrival_ns").join_asof(
-        known.rename({"arrival_ns": "at_ns"}).with_columns(arrival_ns="at_ns"),
+        received.rename({"arrival_ns": "at_ns"}).with_columns(arrival_ns="at_ns"),
         on="arrival_ns",
         by="output_tokens",
         strategy="nearest",
@@ -164,9 +164,9 @@ def _by_arrival(client_rows: pl.DataFrame, server_rows: pl.DataFrame) -> pl.Data
     return nearest.select("client", "row")
 
 
-def _ahead(sent: pl.DataFrame, known: pl.DataFrame) -> int | None:
+def _ahead(sent: pl.DataFrame, received: pl.DataFrame) -> int | None:
     """Return how far the server's clock is ahead of the client's, in ns, as most pairs of equal length agree."""
-    some = [side.head(_MOST_PAIRED) for side in (sent, known)]
+    some = [side.head(_MOST_PAIRED) for side in (sent, received)]
     pairs = some[0].join(some[1], on="output_tokens", suffix="_server")
     apart = np.sort((pairs["arrival_ns_server"] - pairs["arrival_ns"]).to_numpy())
     if not apart.size:

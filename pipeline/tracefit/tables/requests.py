@@ -157,10 +157,10 @@ def cached_prompt_tokens(snapshots: pl.DataFrame) -> pl.DataFrame:
         server, epoch, core_request_id, step_id of the snapshot, cached_prompt_tokens.
     """
     hits = pl.col("num_prompt_tokens") - pl.col("effective_prompt_len")
-    known = snapshots.filter(pl.col("effective_prompt_len").is_not_null()).with_columns(
+    stated = snapshots.filter(pl.col("effective_prompt_len").is_not_null()).with_columns(
         cached_prompt_tokens=hits, core_request_id="request_id"
     )
-    return first_hits(known)
+    return first_hits(stated)
 
 
 def first_hits(hits: pl.DataFrame) -> pl.DataFrame:
@@ -369,17 +369,19 @@ def _ids(frame: pl.DataFrame, row: str, names: tuple[str, ...]) -> pl.DataFrame:
 
 def _alone(described: pl.DataFrame) -> pl.DataFrame:
     """Complete the rows of requests without events."""
-    given = [c for c in described.columns if c in (*_DURATIONS, "last_token_ns")]
+    stated = [c for c in described.columns if c in (*_DURATIONS, "last_token_ns")]
     wanted = schema.REQUESTS.types | dict.fromkeys(
         ("preempted_events", "requeue_before_us", "requeue_after_us"), pl.Float64()
     )
     missing = [pl.lit(None, wanted[c]).alias(c) for c in wanted if c not in described.columns]
-    rows = _with_durations(described.with_columns(*missing, *(pl.col(c).alias(f"{c}_given") for c in given)))
-    rows = rows.with_columns(pl.coalesce(f"{c}_given", c).alias(c) for c in given)
-    # Whole nanoseconds: where it is nothing, what floats leave of it is no time that an error could be a percentage of.
+    rows = _with_durations(
+        described.with_columns(*missing, *(pl.col(c).alias(f"{c}_stated") for c in stated))
+    )
+    rows = rows.with_columns(pl.coalesce(f"{c}_stated", c).alias(c) for c in stated)
+    # Rounded to whole nanoseconds: the rest that floats leave of a zero is no time to take a percentage of.
     admission = (pl.col("ttft_us") - pl.col("queue_wait_us") - pl.col("prefill_us")).round(3)
-    # If phases are given only as durations, their times are counted back from the first token: good enough to order
-    # requests by, and to split them, but the difference to the arrival holds the way back from the engine too.
+    # If phases are stated only as durations, their times are counted back from the first token: good enough to order
+    # requests by, and to split them, but the difference to the arrival includes the way back from the engine.
     scheduled = pl.col("first_token_ns") - _ns("prefill_us")
     rows = rows.with_columns(first_scheduled_ns=pl.coalesce("first_scheduled_ns", scheduled))
     queued = pl.col("first_scheduled_ns") - _ns("queue_wait_us")
@@ -493,9 +495,9 @@ def with_api_moved(requests: pl.DataFrame, ahead: pl.DataFrame) -> pl.DataFrame:
         requests: Rows of the `requests` table.
         ahead: The result of `clocks.api_clocks`.
     """
-    known = requests.join(ahead.select("server", "ahead_ns"), on="server", how="left", maintain_order="left")
+    joined = requests.join(ahead.select("server", "ahead_ns"), on="server", how="left", maintain_order="left")
     is_off = pl.col("ahead_ns").is_not_null() & (pl.col("dialect") == dialects.JOURNEY)
-    moved = known.with_columns(
+    moved = joined.with_columns(
         pl.when(is_off).then(pl.col(c) - pl.col("ahead_ns")).otherwise(c).alias(c) for c in _API_TIMES
     )
     durations = {

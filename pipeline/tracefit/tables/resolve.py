@@ -180,12 +180,12 @@ def _twins(spans: pl.DataFrame, *, several: bool) -> pl.DataFrame:
     # Without stock spans, skip a second pass over the spans with events: there may be millions.
     events_scopes = [*dialects.API_SCOPES, *dialects.CORE_SCOPES] if stock.height else []
     events = spans.filter(is_named & scope.is_in(events_scopes)).select(columns)
-    known = events.group_by("run", "request").agg(
+    by_request = events.group_by("run", "request").agg(
         pl.col("trace_high", "trace_low").first(),
         twin_server=pl.col("server").first(),
         traces=pl.struct("trace_high", "trace_low").n_unique(),
     )
-    pairs = stock.join(known.filter(pl.col("traces") == 1), on=["run", "request"])
+    pairs = stock.join(by_request.filter(pl.col("traces") == 1), on=["run", "request"])
     twins = pairs.with_columns(_digits(pairs, "trace_high", "trace_low").alias("twin"))
     return twins.select("row", qualified("twin") if several else "twin", "twin_server")
 

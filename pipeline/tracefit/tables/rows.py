@@ -150,13 +150,13 @@ def rows_of(batch: SpanBatch, options: IngestOptions, recorded: pl.DataFrame | N
         status_message=_or_other(pl.col("status_message")),
     ).drop("service_instance_id", "host_name")
     # Rows are numbered among the spans that are read: events of other services are dropped with their spans.
-    known = spans.select(dialects.is_known()).to_series()
-    row = known.cum_sum().cast(pl.Int64) - 1
+    is_known = spans.select(dialects.is_known()).to_series()
+    row = is_known.cum_sum().cast(pl.Int64) - 1
     row_of_span = pl.DataFrame(
-        [row.set(~known, None).cast(pl.UInt32).alias("row"), spans["scope"].alias("span_scope")]
+        [row.set(~is_known, None).cast(pl.UInt32).alias("row"), spans["scope"].alias("span_scope")]
     )
-    other_scope_spans = spans.filter(~known).drop("span_row", "dropped_attributes", *dialects.SPAN_KEYS)
-    vllm_spans = spans.filter(known).with_row_index("row")
+    other_scope_spans = spans.filter(~is_known).drop("span_row", "dropped_attributes", *dialects.SPAN_KEYS)
+    vllm_spans = spans.filter(is_known).with_row_index("row")
     del spans  # its texts may be long: two copies of them are enough
     events = {name: _numbered(frame, row_of_span) for name, frame in batch.events.items()}
     journeys = _journeys(events)

@@ -306,10 +306,10 @@ def find_overlaps(store: TableStore, runs: pl.DataFrame) -> tuple[Overlap, ...]:
         pl.col("last_unix_ns").max().fill_null(_LAST_NS),
     )
     ordered = spans.sort(pl.col("spans"), pl.col("run_id"), descending=[True, False])
-    held: dict[str, pl.Series] = {}
+    ids_of: dict[str, pl.Series] = {}
 
     def ids(run_id: str) -> pl.Series:
-        if run_id not in held:
+        if run_id not in ids_of:
             spans = store.read("spans", [run_id], _SPAN_IDS).select(_SPAN_IDS).hash_rows()
             steps = (
                 store.read("steps", [run_id], _RECORD_IDS)
@@ -317,8 +317,8 @@ def find_overlaps(store: TableStore, runs: pl.DataFrame) -> tuple[Overlap, ...]:
                 .select(_RECORD_IDS)
                 .hash_rows()
             )
-            held[run_id] = pl.concat([spans, steps])
-        return held[run_id]
+            ids_of[run_id] = pl.concat([spans, steps])
+        return ids_of[run_id]
 
     kept: list[tuple[str, int, int]] = []
     overlaps: dict[str, Overlap] = {}
@@ -328,7 +328,7 @@ def find_overlaps(store: TableStore, runs: pl.DataFrame) -> tuple[Overlap, ...]:
         other = max(shared, key=shared.__getitem__, default=None)
         if other is not None and shared[other]:
             overlaps[run_id] = Overlap(run_id, other, shared[other])
-            del held[run_id]
+            del ids_of[run_id]
         else:
             kept.append((run_id, first, last))
     return tuple(overlaps[name] for name in spans["run_id"] if name in overlaps)

@@ -103,8 +103,8 @@ def steps_of(
     loop, both = pl.col("is_loop"), pl.col("is_loop").len()
 
     def total(column: str, of: pl.Expr) -> pl.Expr:
-        known = pl.col(column).filter(of)
-        return pl.when(known.null_count() == 0).then(known.sum())
+        values = pl.col(column).filter(of)
+        return pl.when(values.null_count() == 0).then(values.sum())
 
     steps = (
         batch_numbers(results, source)

@@ -174,8 +174,8 @@ PIECE_ROWS = 16 * 1024
 """Rows converted at a time, so that the copies stay small."""
 
 _HASH_DIGITS = 16
-_AGAIN = "ingest the run again"
-_WRITTEN_TO = f"remove it and {_AGAIN}"
+_INGEST_AGAIN = "ingest the run again"
+_REMOVE_AND_INGEST = f"remove it and {_INGEST_AGAIN}"
 
 _ATTEMPTS = 20
 _UNANSWERED = 5
@@ -183,10 +183,12 @@ _PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 """Attempts to replace a manifest that other processes replace too, and the longest pauses between them."""
 
-_OWN = re.compile(rf"{re.escape(STAGE_NAME)}/|[^/]+/run_id=[^/]+/part-[0-9a-f]{{{_HASH_DIGITS}}}\.parquet$")
+_REMOVABLE = re.compile(
+    rf"{re.escape(STAGE_NAME)}/|[^/]+/run_id=[^/]+/part-[0-9a-f]{{{_HASH_DIGITS}}}\.parquet$"
+)
 """Names of staged parts and of parts of tables; no other file is ever removed."""
 
-_PLACES = {MANIFEST_NAME, STAGE_NAME, *schema.TABLES}
+_TOP_NAMES = {MANIFEST_NAME, STAGE_NAME, *schema.TABLES}
 
 
 class TableStore:
@@ -230,14 +232,14 @@ class TableStore:
             UsageError: The folder cannot be written, or another process has changed a run meanwhile.
         """
         with disk_errors(self.root), self.lock(), self.place.scratch() as scratch:
-            known = self.manifest().runs
+            runs_before = self.manifest().runs
             changes = {}
             for run_id, frames in runs:
                 with Syncs() as syncs, RunWriter(Path(tempfile.mkdtemp(dir=scratch)), syncs) as writer:
                     writer.write_all(frames)
                     parts = writer.close()
                 # Other tables of the run stay as they are.
-                before = known.get(run_id)
+                before = runs_before.get(run_id)
                 after = before or IngestedRun()
                 tables = {**after.tables, **put_parts(self.place, run_id, parts)}
                 changes[run_id] = before, msgspec.structs.replace(after, tables=tables)
@@ -248,7 +250,7 @@ class TableStore:
     def lock(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
         """Lock the folder for writing; if it is locked, call `waiting` and wait. A bucket has no lock."""
         before = self.place
-        with before.lock(waiting or (lambda: None), _PLACES) as held:
+        with before.lock(waiting or (lambda: None), _TOP_NAMES) as held:
             self.place = held
             try:
                 yield
@@ -282,7 +284,7 @@ class TableStore:
         if name in self._checked:
             return
         if path.name != _content_name(path):
-            raise DataError("is not what was written", where=str(self.root / name), hint=_WRITTEN_TO)
+            raise DataError("is not what was written", where=str(self.root / name), hint=_REMOVE_AND_INGEST)
         if self.place.has_lock:  # each copy of an object is checked
             self._checked.add(name)
 
@@ -363,7 +365,9 @@ class TableStore:
         self._remove_unnamed([STAGE_NAME if self.place.has_lock else ""])
 
     def _remove_unnamed(self, folders: Iterable[str]) -> None:
-        leftovers = [name for folder in folders for name in self.place.leftovers(folder) if _OWN.match(name)]
+        leftovers = [
+            name for folder in folders for name in self.place.leftovers(folder) if _REMOVABLE.match(name)
+        ]
         # Read after the listing: an old file that is not named by now never will be.
         manifest = self.manifest()
         parts, staged = _parts_of(manifest.runs), manifest.staged()
@@ -406,7 +410,7 @@ class TableStore:
             try:
                 frames = self._read_parts(name, run_ids, columns)
             except FileNotFoundError as error:
-                raise DataError("is missing", where=str(error.filename), hint=_AGAIN) from error
+                raise DataError("is missing", where=str(error.filename), hint=_INGEST_AGAIN) from error
         if not frames:
             empty = schema.TABLES[name].empty()
             return empty if columns is None else empty.select(c for c in empty.columns if c in columns)
@@ -476,7 +480,9 @@ class TableStore:
             except FileNotFoundError:
                 raise
             except OSError as error:
-                raise DataError(f"cannot be read ({error.strerror})", where=where, hint=_AGAIN) from error
+                raise DataError(
+                    f"cannot be read ({error.strerror})", where=where, hint=_INGEST_AGAIN
+                ) from error
             yield path
 
     def _parts(self, name: str, run_ids: list[str] | None) -> list[str]:
@@ -877,7 +883,7 @@ def read_part(part: Path, columns: Sequence[str] | None = None, *, where: str | 
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowInvalid) as error:
-        raise DataError("is not a readable Parquet file", where=where, hint=_AGAIN) from error
+        raise DataError("is not a readable Parquet file", where=where, hint=_INGEST_AGAIN) from error
 
 
 def _to_polars(rows: pa.Table | pa.RecordBatch) -> pl.DataFrame:
