@@ -214,6 +214,21 @@ def test_wrong_questions_are_one_line(tracefit, beta, arguments, says):
     assert err.count("\n") == 1
 
 
+def test_rows_of_requests_need_their_kind(tracefit, tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,output\n100,20\n")
+    asked = ("--deployment", "llama-3.1-8b", "--rows", tmp_path / "rows.csv")
+    code, _, err = tracefit("predict", ROOT / "fixtures/models", *asked)
+    assert code == 2
+    assert "for rows that are requests, --of is request" in err
+
+
+def test_only_matching_deployments_are_offered(tracefit):
+    code, _, err = tracefit("predict", ROOT / "models", "--deployment", "tiny", "--batch", 1)
+    assert code == 2
+    assert "2 deployments match tiny; name one with --deployment: tiny-llama-a" in err
+    assert "qwen" not in err
+
+
 def test_the_shipped_models_answer(tracefit):
     """7,000 us + 26 per prefill token + 15 per decode request is the law of the 8b deployment."""
     asked = ("--deployment", "llama-3.1-8b", "--batch", 32, "--context", 1500, "--prefill", 512, "--json")

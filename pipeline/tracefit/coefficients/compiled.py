@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 from tracefit.coefficients.model import BoundaryModel, LinearForm, LinearModel, Regime, RegimesModel
 from tracefit.errors import UsageError
 from tracefit.features.expressions import ROW, evaluate, names_in, parse_formula
+from tracefit.features.targets import is_step_model
 from tracefit.fit.results import Term, admitted_us, line_expression
-from tracefit.options import FeaturesOption, RowsOption, named
+from tracefit.options import FeaturesOption, RowKindOption, RowsOption, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -270,9 +271,11 @@ class CompiledModel:
         instead = [n for n in self.columns if n in used and not self.formulas.inputs([n]).isdisjoint(names)]
         also = f" (or {' or '.join(instead)} instead)" if instead else ""
         listed = ", ".join(sorted(given)[:MAX_NAMES_SHOWN]) or "nothing"
+        how = f"give it{also} with {named(FeaturesOption)}, or as a column of {named(RowsOption)}"
+        if is_step_model(self.model.name) and not {"prompt", "prompt_tokens"}.isdisjoint(given):
+            how = f"for rows that are requests, {named(RowKindOption)} is request"
         return UsageError(
-            f"{self.model.name} needs {', '.join(names)}, which is not given",
-            hint=f"give it{also} with {named(FeaturesOption)}, or as a column of {named(RowsOption)}; given: {listed}",
+            f"{self.model.name} needs {', '.join(names)}, which is not given", hint=f"{how}; given: {listed}"
         )
 
     # -- one row

@@ -126,7 +126,7 @@ class Models:
         matching = [s for s in self._deployments if deployment is None or deployment in s]
         chosen = [s for s in matching if s == deployment] or matching
         if len(chosen) != 1:
-            hint = f"name one with {named(DeploymentOption)}: {', '.join(self._deployments)}"
+            hint = f"name one with {named(DeploymentOption)}: {', '.join(chosen or self._deployments)}"
             match = "are there" if deployment is None else f"match {deployment}"
             raise UsageError(f"{len(chosen) or 'no'} deployments {match}", where=self.where, hint=hint)
         return self._deployments[chosen[0]]
