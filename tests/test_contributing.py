@@ -142,7 +142,7 @@ def to_names(source):
 """,
         ),
         "pipeline/tracefit/features/sets.py": (
-            "    for feature_set in (",
+            "_BUILT_IN = (",
             'FeatureSet("execution", _features("prompt_tokens | token | an example")), ',
         ),
     },

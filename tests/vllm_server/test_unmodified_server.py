@@ -139,7 +139,8 @@ def _models(out):
 
 
 def _flags(text):
-    return set(re.findall(r"--[a-z][a-z-]+", text))
+    # vLLM's parser adds the --no- forms: no source names them.
+    return {flag.replace("--no-", "--", 1) for flag in re.findall(r"--[a-z][a-z-]+", text)}
 
 
 def _options_of_vllm():

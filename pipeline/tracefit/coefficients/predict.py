@@ -232,7 +232,10 @@ def _predict_form(
     predicted = line(form.intercept, form.terms, values.get, ROW)
     if predicted is None:
         without_value = [n for n in names if n not in values]
-        with_value = {n for n, v in given.items() if v is not None and not math.isnan(v)}
+        # A row from Python may hold any value.
+        with_value = {
+            n for n, v in given.items() if v is not None and not (isinstance(v, float) and math.isnan(v))
+        }
         if lacking := formulas.inputs(without_value, given) - with_value:
             raise compiled.lacks(lacking, with_value)
         of = f"the formula of {without_value[0]}" if without_value else "the sum"
