@@ -45,6 +45,15 @@ def test_a_step_ahead_a_slot_is_free_a_step_later():
     assert ahead.last_us.tolist() == [2000, 3000], "nothing runs between: the empty step takes no time"
 
 
+@pytest.mark.parametrize(
+    ("by_priority", "first_us"), [(False, [1000, 3000, 2000]), (True, [1000, 2000, 3000])]
+)
+def test_priority_scheduling_serves_in_the_order_of_arrival(by_priority, first_us):
+    # The second request arrives before the third and is queued after it, as a longer prompt takes longer in the API.
+    settings = EngineSettings(1, 100, 4, by_priority=by_priority)
+    assert run([(0, 10, 1), (20, 10, 1), (10, 10, 1)], settings=settings).first_us.tolist() == first_us
+
+
 def test_preempted_request_recomputes_its_output():
     """6 blocks of 4: the sixth token of the first request takes the blocks of the second, which has five outputs."""
     found = run([(0, 8, 8), (0, 8, 8)], Steps(per_prompt_token=1.0), EngineSettings(64, 100, 4, num_blocks=6))

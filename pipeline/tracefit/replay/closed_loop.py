@@ -264,6 +264,7 @@ def engine_settings(
         max_num_batched_tokens=int(server["max_num_batched_tokens"] or 0),
         block_size=_block_tokens(timeline, blocks, stated_tokens),
         num_blocks=blocks,
+        by_priority=stated.get("scheduling_policy") == "priority",
         chunked_prefill=stated.get("enable_chunked_prefill") is not False,
         prefix_caching=stated.get("enable_prefix_caching") is not False,
         async_scheduling=stated.get("async_scheduling") is True,

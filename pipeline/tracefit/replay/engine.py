@@ -76,6 +76,8 @@ class EngineSettings:
         max_num_batched_tokens: Token budget of a step.
         block_size: Tokens per KV block.
         num_blocks: KV blocks; null where memory never runs out.
+        by_priority: Whether the queue is sorted by priority. No trace says that of a request, so all have the same: they are served
+            in the order of arrival, not of the queue, and the last to arrive is preempted first.
         chunked_prefill: Whether a prompt may be computed in chunks.
         prefix_caching: Whether full blocks of prompts are reused.
         async_scheduling: Whether a step is scheduled when the one before it starts.
@@ -86,6 +88,7 @@ class EngineSettings:
     max_num_batched_tokens: int
     block_size: int
     num_blocks: int | None = None
+    by_priority: bool = False
     chunked_prefill: bool = True
     prefix_caching: bool = True
     async_scheduling: bool = False
@@ -159,6 +162,9 @@ class ReplayedRequest:
     def end(self) -> int:
         """Tokens in the cache when its last token comes: that one need not be put there."""
         return self.prompt + self.output - 1
+
+
+_BY_ARRIVAL = attrgetter("index")
 
 
 class ReplayEngine:
@@ -238,7 +244,11 @@ class ReplayEngine:
         """Move arrived requests to the queue; those that come after the next step is scheduled wait for a later one."""
         seen = self._scheduled_at
         while self._arriving and self._arriving[0].queued_us <= seen:
-            self.waiting.append(self._arriving.popleft())
+            request = self._arriving.popleft()
+            if self.settings.by_priority:
+                insort(self.waiting, request, key=_BY_ARRIVAL)
+            else:
+                self.waiting.append(request)
 
     # -- steps with the same requests
 
@@ -262,7 +272,7 @@ class ReplayEngine:
         context = float(done.sum())
         batch = StepBatch(decode_reqs=len(running), context_tokens=context, waiting=len(self.waiting))
         ends = self.now + np.cumsum(self.times.decoding(batch, steps, growth * len(running)))
-        can_wait = is_full or self.waiting
+        can_wait = is_full or (self.waiting and not settings.by_priority)
         arrives = self._arriving[0].queued_us if self._arriving and not can_wait else math.inf
         # The first boundary that sees the arrival; a step ahead, the step that begins there is scheduled already.
         seen = int(np.searchsorted(ends, arrives)) + (arrives > self.now)
@@ -351,14 +361,15 @@ class ReplayEngine:
             budget -= new
 
     def _preempt(self) -> ReplayedRequest:
-        """Take the blocks and the slot of the request that got its slot last, and return it."""
-        victim = self.running.pop()
+        """Take the blocks and the slot of the request that got its slot last, by priority of the last to arrive; return it."""
+        victim = max(self.running, key=_BY_ARRIVAL) if self.settings.by_priority else self.running[-1]
+        self.running.remove(victim)
         self.preemptions += 1
         victim.preemptions += 1
         if self.rules.keeps_output and victim.computed >= victim.need:
             victim.need = int(victim.computed) + 1
         self.cache.release(victim)
-        insort(self.waiting, victim, key=attrgetter("index"))
+        insort(self.waiting, victim, key=_BY_ARRIVAL)
         return victim
 
     def _execute(self, tokens: dict[ReplayedRequest, float]) -> None:
