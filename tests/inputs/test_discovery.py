@@ -10,13 +10,14 @@ import pickle
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
 from pyarrow.fs import FileSystemHandler, LocalFileSystem, PyFileSystem, SubTreeFileSystem
 
 from tracefit.errors import DataError, UsageError
-from tracefit.inputs.blocks import Block, load, read_blocks
+from tracefit.inputs.blocks import Block, inspect_file, load, read_blocks
 from tracefit.inputs.discovery import STDIN, open_inputs
 from tracefit.inputs.files import TraceFile, content_hash_of, fetch
 from tracefit.inputs.framing import records
@@ -248,6 +249,14 @@ def test_what_is_named_twice_is_read_once(lay):
     Path("b.json").symlink_to("a.json")
     assert runs_of("run", "./run", "run/") == {"run": ["run/traces.json"]}
     assert runs_of("a.json", "b.json", "./a.json") == {"a": ["a.json"]}
+
+
+def test_the_first_bytes_of_many_traces_suffice(lay, monkeypatch):
+    lay("a/traces.json", data=LINE * 10_000)
+    lay("b/traces.json", data=b"\n" * 40_000 + LINE)  # the first bytes say nothing
+    monkeypatch.setattr("tracefit.inputs.discovery.inspect_file", inspected := Mock(wraps=inspect_file))
+    assert list(runs_of(".")) == ["a", "b"]
+    assert [call.args[0].name for call in inspected.call_args_list] == ["b/traces.json"]
 
 
 def test_links_are_followed_and_loops_end(lay):

@@ -126,14 +126,10 @@ class Contents:
 
 def detect_format(head: bytes, *, is_whole: bool) -> Contents:
     """Return the format of decompressed content that begins with `head`, or, if `is_whole`, is that."""
-    text = head.removeprefix(BOM).lstrip()
-    if not text:
+    if not head.removeprefix(BOM).lstrip():
         return Contents("empty" if is_whole else "lines", None)
     has_traces = _TRACES_KEY.search(head) is not None
-    # Keys alone prove nothing: a string in protobuf can hold JSON. But a length that begins with the byte of a bracket
-    # would be larger than any file.
-    is_json_text = has_traces and text.startswith((b"{", b"["))
-    if not is_json_text and (binary := _binary_shape(head, is_whole=is_whole)):
+    if not begins_json_traces(head) and (binary := _binary_shape(head, is_whole=is_whole)):
         first = next((item for item in records(head, binary) if not item.fault), None)
         return Contents(binary, "protobuf", signal=wire.signal_of(first.payload if first else head))
     other = None if has_traces else _OTHER_SIGNAL.match(head)
@@ -146,6 +142,13 @@ def detect_format(head: bytes, *, is_whole: bool) -> Contents:
     if other:
         signal = "logs" if other[1].lower() == b"logs" else "metrics"
     return Contents("document" if _is_document(head) else "lines", "json", signal=signal)
+
+
+def begins_json_traces(head: bytes) -> bool:
+    """Return whether content that begins with `head` is JSON of traces, whatever follows."""
+    # Keys alone prove nothing: a string in protobuf can hold JSON. But a length that begins with the byte of a bracket
+    # would be larger than any file.
+    return head.removeprefix(BOM).lstrip().startswith((b"{", b"[")) and bool(_TRACES_KEY.search(head))
 
 
 def _binary_shape(head: bytes, *, is_whole: bool) -> Shape | None:
