@@ -22,8 +22,8 @@ def together(monkeypatch):
     sizes = []
     stored = building._stored
 
-    def noted(tasks):
-        built = stored(tasks)
+    def noted(tasks, spread):
+        built = stored(tasks, spread)
         sizes.append(len(tasks))
         return built
 

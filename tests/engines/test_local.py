@@ -12,7 +12,7 @@ import pytest
 from tracefit import DataError, EngineChoice, IngestOptions, UsageError, ingest
 from tracefit.commands.deployments import write_timelines
 from tracefit.commands.ingest import ingest_inputs
-from tracefit.engines.jobs import attempt
+from tracefit.engines.jobs import attempt, call_here, spread
 from tracefit.engines.local import LocalEngine
 from tracefit.inputs.discovery import open_inputs
 from tracefit.options import BuildLimits, ServerOptions
@@ -36,19 +36,20 @@ class _Recorded(LocalEngine):
 
     def __init__(self, workers=1, *, ended_last_first=False):
         super().__init__(workers)
-        self.jobs = []
+        self.jobs, self.parts = [], []
         self._most, self._turn = (4, -1) if ended_last_first else (1, 0)
 
     def run(self, next_job):
         waiting = []
+        noted = self.parts if any(job.is_last for job in self.jobs) else self.jobs
         while True:
             while len(waiting) < self._most and (job := next_job()) is not None:
-                self.jobs.append(job)
+                noted.append(job)
                 waiting.append(job)
             if not waiting:
                 return
             job = waiting.pop(self._turn)
-            yield job, job.function(job.argument)
+            yield job, call_here(self, job)
 
 
 def _recorded(folder, out, options=EVERY_BYTE, **how):
@@ -99,6 +100,25 @@ def test_a_job_is_the_last_when_nothing_else_runs_or_waits(tmp_path, fleet, at_o
     jobs = _recorded(fleet, tmp_path / "tables", workers=2, ended_last_first=at_once).jobs
     assert [job.is_last for job in jobs if job.function.__name__ == "build_runs"] == expected
     assert not any(job.is_last for job in jobs if job.function.__name__ == "decode_task")
+
+
+@pytest.mark.parametrize("ended_last_first", [False, True])
+def test_parts_of_the_last_large_run_are_jobs(tmp_path, new_traces, bytes_of, small_pieces, ended_last_first):
+    new_traces().load(steps=240, requests=60).write(tmp_path / "run")
+    ingest([tmp_path / "run"], tmp_path / "one", workers=1, options=small_pieces)
+    how = {"workers": 2, "ended_last_first": ended_last_first}
+    engine = _recorded(tmp_path / "run", tmp_path / "two", small_pieces, **how)
+    assert bytes_of(tmp_path / "two") == bytes_of(tmp_path / "one")
+    assert [job.function.__name__ for job in engine.jobs if job.is_last] == ["build_runs"]
+    assert len(engine.parts) > 2 * 2 + 6  # windows, each read twice, and the tables
+    assert all(pickle.dumps((job.function, job.argument)) for job in engine.parts)
+
+
+@pytest.mark.parametrize("ended_last_first", [False, True])
+def test_results_of_parts_have_the_order_of_the_parts(ended_last_first):
+    engine = _Recorded(ended_last_first=ended_last_first)
+    assert list(spread(engine, "run", str, iter(range(10)))) == [str(number) for number in range(10)]
+    assert {job.name for job in engine.jobs} == {"run"}
 
 
 def test_the_order_in_which_jobs_end_changes_nothing(tmp_path, fleet, bytes_of, small_pieces):

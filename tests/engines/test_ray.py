@@ -69,7 +69,7 @@ def _nothing_left(tables):
 
 
 def test_ray_started_here_writes_the_same_bytes(tmp_path, fleet, bytes_of, expected):
-    # Worth a process each: the last run is built on both cores, by a process of its own.
+    # Worth a process each: the last run is built here, and both workers do parts of it.
     options = replace(MANY_BLOCKS, bytes_per_worker=1)
     ingest([fleet], tmp_path / "tables", workers=2, engine=HERE, options=options)
     assert bytes_of(tmp_path / "tables") == expected

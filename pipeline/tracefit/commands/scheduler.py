@@ -352,9 +352,10 @@ class IngestScheduler:
         is_large = (
             sum(run.size_bytes for run in runs) >= _PARALLEL_BUILD_FACTOR * self._options.bytes_per_worker
         )
-        is_last = is_large and self._ended + len(self._built) + len(runs) == len(self._runs)
-        is_alone = is_last and self._engine.workers > 1
-        tasks = tuple(self._run_task(run, is_alone=is_alone) for run in runs)
+        is_rest = self._ended + len(self._built) + len(runs) == len(self._runs)
+        # Processes that do parts of it see the same folder.
+        is_last = is_large and is_rest and self._engine.workers > 1 and self._place.has_lock
+        tasks = tuple(self._run_task(run) for run in runs)
         return Job(build_runs, tasks, runs[0].source.name, partial(self._take_built, runs), is_last=is_last)
 
     # -- one run -------------------------------------------------------------------------------------------
@@ -500,7 +501,7 @@ class IngestScheduler:
             and "kv_events" in before.tables
         )
 
-    def _run_task(self, run: RunIngest, *, is_alone: bool) -> RunTask:
+    def _run_task(self, run: RunIngest) -> RunTask:
         assert run.entry is not None  # noqa: S101 - a run that is ready has one
         files = run.source.kv_files
         kv: tuple[TraceFile, ...] | KvRows = files
@@ -519,7 +520,6 @@ class IngestScheduler:
             context=run.context,
             kv=kv,
             options=self._options,
-            is_alone=is_alone,
         )
 
     def _publish(self) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tracefit.options import BuildLimits, IngestOptions
     from tracefit.recordings.kv_events import KvRows
     from tracefit.server.context import RunContext
+    from tracefit.tables.build import Spread
     from tracefit.tables.places import Place
     from tracefit.tables.store import ReadFile, TableFile, WrittenTables
     from tracefit.timeline import EngineLimits
@@ -61,7 +62,6 @@ class RunTask:
         context: The server.
         kv: Its recordings of KV-cache events: the files, or their rows if workers may not have the files.
         options: Bounds on reading the recordings, and on the run's share of memory.
-        is_alone: Whether no other job will run beside this one, so that a second core is free.
     """
 
     run_id: str
@@ -74,7 +74,6 @@ class RunTask:
     context: RunContext
     kv: tuple[TraceFile, ...] | KvRows
     options: IngestOptions
-    is_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +91,15 @@ class BuiltRun:
     runs: pl.DataFrame
 
 
-def build_runs(tasks: tuple[RunTask, ...]) -> tuple[BuiltRun | DataError, ...]:
+def build_runs(tasks: tuple[RunTask, ...], spread: Spread = map) -> tuple[BuiltRun | DataError, ...]:
     """Build the tables of some runs, of small ones the timelines too.
 
     Runs with equal settings are built together, as rows of the same frames; should that fail, one by one, so that each
     fails alone.
+
+    Args:
+        tasks: The runs.
+        spread: See `build_tables`.
 
     Raises:
         UsageError: A recording cannot be read.
@@ -112,44 +115,44 @@ def build_runs(tasks: tuple[RunTask, ...]) -> tuple[BuiltRun | DataError, ...]:
         except DataError as error:
             results[task.run_id] = error
     for some in alike.values():
-        results |= _built_together(some)
+        results |= _built_together(some, spread)
     return tuple(results[task.run_id] for task in tasks)
 
 
-def _built_together(tasks: Sequence[RunTask]) -> dict[str, BuiltRun | DataError]:
+def _built_together(tasks: Sequence[RunTask], spread: Spread) -> dict[str, BuiltRun | DataError]:
     # Memory freed by decoding would add to the peak of building the tables.
     memory.give_back()
     try:
-        return dict(_stored(tasks))
+        return dict(_stored(tasks, spread))
     except Exception as error:
         if len(tasks) > 1:
             if not isinstance(error, DataError | UnlikeRunsError):
                 # Only the run at fault fails below; without a trace, a defect of building together would only be slow.
                 _log.info("%d runs are built one by one: together they failed", len(tasks), exc_info=True)
-            return {run_id: built for task in tasks for run_id, built in _built_together([task]).items()}
+            return {i: built for task in tasks for i, built in _built_together([task], spread).items()}
         if isinstance(error, DataError):
             return {tasks[0].run_id: error}
         raise
 
 
-def _stored(tasks: Sequence[RunTask]) -> dict[str, BuiltRun]:
+def _stored(tasks: Sequence[RunTask], spread: Spread) -> dict[str, BuiltRun]:
     place, scratch = tasks[0].place, tasks[0].scratch
     if scratch is None:
         with place.scratch() as folder:
-            built = _build(tasks, folder)
+            built = _build(tasks, folder, spread)
             return {
                 run_id: replace(run, parts={}, tables=put_parts(place, run_id, run.parts))
                 for run_id, run in built.items()
             }
     folder = Path(tempfile.mkdtemp(prefix="runs-", dir=scratch))
     try:
-        return _build(tasks, folder)
+        return _build(tasks, folder, spread)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _build(tasks: Sequence[RunTask], folder: Path) -> dict[str, BuiltRun]:
+def _build(tasks: Sequence[RunTask], folder: Path, spread: Spread) -> dict[str, BuiltRun]:
     run_ids = [task.run_id for task in tasks]
     with RunsWriter(folder, run_ids) as writer:
         build_tables(
@@ -159,7 +162,7 @@ def _build(tasks: Sequence[RunTask], folder: Path) -> dict[str, BuiltRun]:
             writer=writer,
             limits=tasks[0].limits,
             memory_limits=tasks[0].options.build,
-            has_free_core=tasks[0].is_alone,
+            spread=spread,
         )
         writer.complete()
         tables = writer.of(run_ids)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tracefit.errors import DataError, TracefitError, naming_flags
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
 TASKS_PER_WORKER = 2
@@ -23,6 +24,7 @@ TASKS_PER_WORKER = 2
 
 
 _Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class WorkerError(DataError):
@@ -38,10 +40,11 @@ class Job:
         argument: Its argument; it can be pickled.
         name: The input it works on, for the line of an error.
         work: The caller's key for the job; it stays in this process.
-        is_last: Whether no other job will run beside it, so that it may use several cores.
+        is_last: Whether no other job will run beside it. It then runs in this process, and its function has a second
+            argument, which calls functions on all workers as `map` does (`spread`).
     """
 
-    function: Callable[[Any], Any]
+    function: Callable[..., Any]
     argument: Any
     name: str
     work: Any
@@ -94,6 +97,38 @@ def attempt(function: Callable[[Any], Any], argument: Any, *, flags: bool) -> tu
             return function(argument), None
     except (TracefitError, OSError) as error:
         return None, error
+
+
+def call_here(engine: TaskEngine, job: Job) -> Any:
+    """Call the function of a job in this process; return its result. The last one gives parts of its work to all workers."""
+    parts = [partial(spread, engine, job.name)] if job.is_last else []
+    return job.function(job.argument, *parts)
+
+
+def spread(
+    engine: TaskEngine, name: str, function: Callable[[_Item], _Result], items: Iterable[_Item]
+) -> Iterator[_Result]:
+    """Call a function for each item, on the workers of an engine; yield the results in the order of the items.
+
+    Args:
+        engine: The engine, which runs nothing else.
+        name: The input, for the line of an error.
+        function: It can be pickled, as its items and results can.
+        items: Its arguments, taken when a worker is free.
+    """
+    numbered = enumerate(items)
+
+    def next_job() -> Job | None:
+        number, item = next(numbered, (None, None))
+        return None if number is None else Job(function, item, name, number)
+
+    ended: dict[int, _Result] = {}
+    number = 0
+    for job, result in engine.run(next_job):
+        ended[job.work] = result
+        while number in ended:
+            yield ended.pop(number)
+            number += 1
 
 
 def take_together(

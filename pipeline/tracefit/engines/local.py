@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
 from tracefit import memory
-from tracefit.engines.jobs import TASKS_PER_WORKER, WorkerError, attempt, available_cores
+from tracefit.engines.jobs import TASKS_PER_WORKER, WorkerError, attempt, available_cores, call_here
 from tracefit.errors import UsageError, names_flags
 from tracefit.options import EngineChoice, WorkersOption, named
 
@@ -37,7 +37,8 @@ _TURN_S = 0.2
 class LocalEngine:
     """Processes of this machine, started once two jobs are ready at the same time.
 
-    A single job runs in this process with all cores; a worker has its share of them.
+    A single job runs in this process with all cores; a worker has its share of them. The last one gives parts of its
+    work to the workers.
     """
 
     carries_bytes = False
@@ -73,7 +74,7 @@ class LocalEngine:
                     waiting.clear()
             if waiting:
                 job = waiting.pop()
-                yield job, job.function(job.argument)
+                yield job, call_here(self, job)
             elif running:
                 for future in _ended(running):
                     job = running.pop(future)

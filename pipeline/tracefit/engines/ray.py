@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tracefit import memory
 from tracefit._version import __version__
-from tracefit.engines.jobs import TASKS_PER_WORKER, WorkerError, attempt, available_cores
+from tracefit.engines.jobs import TASKS_PER_WORKER, WorkerError, attempt, available_cores, call_here
 from tracefit.errors import UsageError, names_flags
 from tracefit.options import EngineChoice, WorkersOption, named
 
@@ -27,7 +27,7 @@ MOST_TRIES = 4
 """Attempts of a job whose worker or node dies. Ray itself would retry one that takes too much memory without end."""
 
 _OBJECTS_BYTES = 512 << 20
-_MOST_CORES, _TURN_S, _ANSWER_S = 4, 0.5, 5.0
+_TURN_S, _ANSWER_S = 0.5, 5.0
 _set_up = cache(memory.reuse_freed)  # once in a worker, which is given one job after the other
 
 
@@ -64,10 +64,7 @@ class RayEngine:
         self.workers = min(workers or cores, cores)
         self._ahead = TASKS_PER_WORKER * cores if self.workers == cores else self.workers
         # A job that requests more than any node has would wait for ever.
-        most_cores, self._most = (
-            int(max(node["Resources"].get(kind, 0) for node in self._nodes)) for kind in ("CPU", "memory")
-        )
-        self._last_cores = max(1, min(self.workers, most_cores, _MOST_CORES))  # sorts make little use of more
+        self._most = int(max(node["Resources"].get("memory", 0) for node in self._nodes))
         self._call = ray.remote(max_retries=0)(_work)
 
     def __enter__(self) -> Self:
@@ -103,7 +100,7 @@ class RayEngine:
         # On each node by name: where Ray itself would put the jobs, a node without tracefit could be missed.
         asked = {
             node["NodeManagerAddress"]: self._call.options(
-                **_on_cores(1) | {"num_cpus": 0}, scheduling_strategy=On(node["NodeID"], soft=False)
+                **_OPTIONS | {"num_cpus": 0}, scheduling_strategy=On(node["NodeID"], soft=False)
             ).remote(_version_at, folder, flags=names_flags())
             for node in self._nodes
         }
@@ -125,7 +122,10 @@ class RayEngine:
         running: dict[Any, tuple[Job, int]] = {}
         while True:
             while len(running) < self._ahead and (job := next_job()) is not None:
-                running[self._begin(job, 1)] = job, 1
+                if job.is_last:
+                    yield job, call_here(self, job)
+                else:
+                    running[self._begin(job, 1)] = job, 1
             if not running:
                 return
             done, _ = self._ray.wait(list(running), timeout=_TURN_S)
@@ -147,14 +147,15 @@ class RayEngine:
 
     def _begin(self, job: Job, tries: int) -> Any:
         reserved = min(MEMORY_BYTES << (tries - 1), self._most)
-        call = self._call.options(memory=reserved, **_on_cores(self._last_cores if job.is_last else 1))
+        call = self._call.options(memory=reserved, **_OPTIONS)
         return call.remote(job.function, job.argument, flags=names_flags())
 
 
-def _on_cores(count: int) -> dict[str, Any]:
-    """Return the options of jobs with so many cores each. They take nothing from the working folder."""
-    surroundings = {**memory.SETTINGS, "POLARS_MAX_THREADS": str(count), "PYTHONSAFEPATH": "1"}
-    return {"num_cpus": count, "runtime_env": {"env_vars": surroundings}}
+_OPTIONS: dict[str, Any] = {
+    "num_cpus": 1,
+    "runtime_env": {"env_vars": {**memory.SETTINGS, "POLARS_MAX_THREADS": "1", "PYTHONSAFEPATH": "1"}},
+}
+"""Options of jobs: a core each, and nothing from the working folder."""
 
 
 def _work(function: Callable[[Any], Any], argument: Any, *, flags: bool) -> tuple[Any, Exception | None]:

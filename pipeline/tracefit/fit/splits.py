@@ -1,8 +1,9 @@
 """Training frames: which rows train, which are held out, and which are left out of either part, by the published rules.
 
 The first 70 % of each server's rows in time train, the rest is held out. Training rows also lose warm-up, outliers and steps
-that mostly repeat work after a preemption. Held-out rows lose idle gaps, epoch boundaries and impossible times, and steps
-of unknown batches, which no model can predict. They keep their hiccups: a user sees these too.
+that mostly repeat work after a preemption. Held-out rows lose idle gaps, epoch boundaries and times that are not positive,
+and rows that no model can predict: steps of unknown batches, and intervals with a possible prefix-cache hit. They keep their
+hiccups: a user sees these too.
 """
 
 from __future__ import annotations

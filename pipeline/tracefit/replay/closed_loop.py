@@ -102,7 +102,7 @@ def replay_run(run_id: str, traces: RunTraces, deployment: DeploymentModels) -> 
 def _of_client(traces: RunTraces, server: str) -> pl.DataFrame:
     """Return requests that only a client describes as those of a server, on the clock of its steps.
 
-    The clocks are aligned so that the last token comes as the last traced step ends. Steps that were counted from these requests
+    The clocks are aligned so that the last token comes with the last traced step. Steps that were counted from these requests
     are on their clock already.
     """
     requests, steps = traces.requests, traces.timeline.filter(pl.col("server") == server)

@@ -3,16 +3,19 @@
 Small runs are rows of the same frames, and are divided when they are written.
 
 The parts are read twice: first only for clocks and step counters, which show restarts, then for everything. Rows leave
-in the order of their table, through sorts that spill to disk.
+in the order of their table, through sorts that spill to disk. Each window is one call of a function, and so is each
+table: of a large run, several processes do them (`Spread`).
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import polars as pl
 
@@ -20,20 +23,10 @@ from tracefit import memory
 from tracefit.errors import printable
 from tracefit.statistics import divided
 from tracefit.tables import dialects, schema
-from tracefit.tables.clocks import api_clocks, is_off_clock, on_core_clock
-from tracefit.tables.epochs import (
-    BOUNDS,
-    MARKS,
-    RECORDED_MARKS,
-    STRAY_STEPS,
-    STRAYS,
-    in_epoch,
-    marks_of,
-    marks_of_records,
-    scan_epochs,
-)
-from tracefit.tables.external_sort import ExternalSort, SortSpace
-from tracefit.tables.qualified import QUALIFIED, qualified, run_of
+from tracefit.tables.clocks import api_clocks
+from tracefit.tables.epochs import MARKS, RECORDED_MARKS, in_epoch, marks_of, marks_of_records, scan_epochs
+from tracefit.tables.external_sort import ExternalSort, SortContents, SortSpace
+from tracefit.tables.qualified import run_of
 from tracefit.tables.requests import (
     api_requests,
     cached_prompt_tokens,
@@ -46,24 +39,23 @@ from tracefit.tables.requests import (
     sift_numbers,
     with_api_moved,
 )
-from tracefit.tables.resolve import ResolvedRuns, RunPart, parts_of, resolve
-from tracefit.tables.rows import NO_CLOCK
+from tracefit.tables.resolve import parts_of, resolve
 from tracefit.tables.runs import missing_attributes, run_rows
-from tracefit.tables.sources import RECORDS, CycleSource
+from tracefit.tables.sources import RECORDS
 from tracefit.tables.stages import results_of, steps_of
-from tracefit.tables.staging import read_staged, staged_bytes
+from tracefit.tables.store import write_table
+from tracefit.tables.windows import Sieve, Window, window_bounds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from tracefit.options import BuildLimits
     from tracefit.tables.places import Place
-    from tracefit.tables.store import ReadFile, RunsWriter
+    from tracefit.tables.store import ReadFile, RunsWriter, WrittenTable
 
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
-_BYTES_PER_SPAN = 128
-"""Least bytes that a span counts: spans without content compress to nearly nothing, but still take memory."""
 
 OTHER_RECORD = "steps.step_id is that of another record with other values"
 """Reason of a record whose step is recorded already."""
@@ -76,6 +68,13 @@ _MOST_SCOPES = 16
 
 _ODD_SHARE = 0.01
 """If a larger share of a run's values contradicts a setting, the setting is not the server's and is not used."""
+
+
+class Spread(Protocol):
+    """Calls a function for each of some items, as `map` does; where it runs them is its own choice."""
+
+    def __call__(self, function: Callable[[_Item], _Result], items: Iterable[_Item], /) -> Iterator[_Result]:
+        """Yield the results in the order of the items; both can be pickled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,230 +105,94 @@ def build_tables(
     writer: RunsWriter,
     limits: Mapping[str, float],
     memory_limits: BuildLimits,
-    has_free_core: bool = False,
+    spread: Spread = map,
 ) -> None:
     """Build every table of some runs except `timeline` and the training frames.
 
     Args:
         runs: The runs; several only if they are small, in the order of their ids.
         place: Where the staged parts are.
-        scratch: A folder on disk for rows that do not fit into memory.
+        scratch: A folder on disk for rows that do not fit into memory; every process that `spread` uses sees it.
         writer: Takes the tables.
         limits: Settings of the servers that bound values of the tables; one that a run contradicts is not used.
         memory_limits: How much of the runs is in memory at a time.
-        has_free_core: Whether a second core is free: rows are then sorted and spilled in a thread, which holds a third more.
+        spread: Reads windows and writes tables; here, one after the other, if not given.
 
     Raises:
         UnlikeRunsError: They have to be built one by one.
     """
-    # A third each for the rows being read, the rows that wait for the next block, and a sorted copy.
-    window_bytes = memory_limits.sorted_bytes // 3
-    with SortSpace(scratch, memory_limits.sorted_bytes, window_bytes, has_thread=has_free_core) as space:
-        resolved = resolve(place, parts_of([run.files for run in runs]), several=len(runs) > 1)
-        bounds = _window_bounds(place, resolved, memory_limits.window_bytes)
-        windows = (_Window.of(place, resolved, *each) for each in bounds)
-        starts, sieve = _epoch_starts(windows, space, _Sieve(limits, resolved.clocks))
-        building = _RunRows(runs, space, starts, sieve)
-        for each in bounds:
-            building.add(_Window.of(place, resolved, *each))
-        spans_read = resolved.spans_read
-        del resolved, windows  # the facts of every span: the rest needs the memory
-        memory.give_back()
-        building.finish(writer, spans_read)
+    resolved = resolve(place, parts_of([run.files for run in runs]), several=len(runs) > 1)
+    bounds = window_bounds(place, resolved, memory_limits.window_bytes)
+    job = _Job(tuple(run.run_id for run in runs), scratch, memory_limits, spills=len(bounds) > 1)
+    windows = (Window.of(place, resolved, *each) for each in bounds)
+    starts, sieve = _epoch_starts(job, spread, windows, Sieve(limits, resolved.clocks))
+    collected = _Collected(job)
+    windows = (Window.of(place, resolved, *each) for each in bounds)
+    for rows in spread(partial(_rows_in, job, sieve, starts), windows):
+        collected.add(rows)
+    spans_read = resolved.spans_read
+    del resolved, windows  # the facts of every span: the rest needs the memory
+    memory.give_back()
+    _finish(runs, collected, writer, spread, spans_read)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sieve:
-    """The rules of the tables, with the facts of the whole run that they use.
+class _Job:
+    """What every function below needs.
 
     Attributes:
-        limits: Settings of the server that bound values.
-        clocks: Clocks of the servers, as `clocks_of` returns them.
-        strays: Marks with an impossible step, as the scanner of epochs returns them.
-        bounds: Lowest and highest step of each server, from the same scanner.
+        run_ids: The runs, by their number.
+        scratch: The folder for spilled rows.
+        memory: How much is in memory at a time.
+        spills: Whether rows wait on disk for the other windows, not in memory.
     """
 
-    limits: Mapping[str, float]
-    clocks: pl.DataFrame
-    strays: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=STRAYS))
-    bounds: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=BOUNDS))
+    run_ids: tuple[str, ...]
+    scratch: Path
+    memory: BuildLimits
+    spills: bool
 
-    def sift(self, name: str, rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-        """Return the rows of a table that stay, and the broken rules: row, reason.
+    @property
+    def several(self) -> bool:
+        return len(self.run_ids) > 1
 
-        Bounds are checked first, because differences of numbers within them do not overflow.
-        """
-        table = schema.TABLES[name]
-        columns = rows.columns
-        kept, broken = table.sift(rows, self.limits)
-        ts = next((c for c in ("ts_ns", "ts_start_ns") if c in columns), None)
-        evidence = {}
-        if ts is not None:
-            evidence[schema.OFF_CLOCK] = is_off_clock(kept, ts, self.clocks)
-        if "step_id" in columns:
-            evidence[schema.STRAY_STEP] = self._strays(kept, ts)
-        if not any(mark.any() for mark in evidence.values()):
-            return kept, broken
-        kept, also = table.sift(kept.with_columns(**evidence), {})
-        return kept.select(columns), pl.concat([broken, also])
+    def space(self) -> SortSpace:
+        # A third each for the rows being read, the rows that wait for the next block, and a sorted copy.
+        return SortSpace(self.scratch, self.memory.sorted_bytes, self.memory.sorted_bytes // 3)
 
-    def recorded(self) -> _Sieve:
-        """Return the sieve for recorded steps, which are not checked against the scheduler's own settings."""
-        return replace(self, limits={}, clocks=self.clocks.clear())
+    def run_of(self, rows: pl.DataFrame) -> pl.Expr:
+        """Return the number of each row's run."""
+        if not self.several:
+            return pl.lit(0, pl.UInt32).alias("run")
+        return (pl.col("run") if "run" in rows.columns else run_of("server")).alias("run")
 
-    def _strays(self, rows: pl.DataFrame, ts: str | None) -> pl.Series:
-        if not (self.bounds if ts is None else self.strays).height:
-            return pl.repeat(value=False, n=rows.height, eager=True)
-        if ts is not None:
-            marks = rows.select(
-                pl.col("server").cast(pl.String), pl.coalesce("unix_ns", ts).alias("clock"), "step_id"
-            )
-            marked = self.strays.unique().with_columns(is_stray=pl.lit(value=True))
-            joined = marks.join(marked, on=["server", "clock", "step_id"], how="left", maintain_order="left")
-            return joined["is_stray"].fill_null(value=False)
-        # Snapshots have no engine time, so they are checked against the range of accepted steps.
-        bounded = rows.select(pl.col("server").cast(pl.String), "step_id").join(
-            self.bounds, on="server", how="left", maintain_order="left"
-        )
-        outside = (pl.col("step_id") < pl.col("least") - STRAY_STEPS) | (
-            pl.col("step_id") > pl.col("most") + STRAY_STEPS
-        )
-        return bounded.select(outside.fill_null(value=False)).to_series()
+    def run_id(self, run: pl.Expr) -> pl.Expr:
+        """Return the id of a run from its number."""
+        if not self.several:
+            return pl.lit(self.run_ids[0])
+        return run.replace_strict(dict(enumerate(self.run_ids)), return_dtype=pl.String)
+
+    def by_run(self, rows: pl.DataFrame, **values: pl.Expr) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the number of each run with rows, and values over its rows."""
+        if not self.several:
+            yield 0, rows.select(**values).row(0, named=True)
+            return
+        for of_run in rows.group_by(self.run_of(rows)).agg(**values).iter_rows(named=True):
+            yield of_run.pop("run"), of_run
 
 
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Staged parts that are read together.
-
-    Attributes:
-        place: The storage of the parts.
-        parts: Each part with the number of its first row; row numbers continue from part to part.
-        facts: server, core_zero, server_zero of each row; the server is null for spans that do not count.
-        links: row, twin, owner: the twins and owners of `ResolvedRuns`.
-        several: As in `ResolvedRuns`, and `log_owners` too.
-    """
-
-    place: Place
-    parts: Sequence[tuple[RunPart, int]]
-    facts: pl.DataFrame
-    links: pl.DataFrame
-    several: bool
-    log_owners: Mapping[int, str]
-
-    @classmethod
-    def of(cls, place: Place, run: ResolvedRuns, begin: int, end: int) -> _Window:
-        """Return a window of the parts from one number to another."""
-        first = run.firsts[begin]
-        parts = [(run.parts[number], run.firsts[number] - first) for number in range(begin, end)]
-        # Server names become text only here, to save memory until then.
-        facts = run.facts[first : run.firsts[end]].with_columns(pl.col("server").cast(pl.String))
-        links = run.twins.join(run.owners, on="row", how="full", coalesce=True)
-        links = links.filter(pl.col("row").is_between(first, run.firsts[end], closed="left"))
-        links = links.with_columns(pl.col("row") - pl.lit(first, pl.UInt32))
-        return cls(place, parts, facts, links, run.several, run.log_owners)
-
-    def every(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
-        """Return the rows of all spans, counted or not; a file number is replaced by the name of the file.
-
-        Rows of several runs have the number of their `run` beside it, and qualified names.
-        """
-        frames = []
-        for part, first in self.parts:
-            rows = read_staged(self.place, part.name, kind, columns)
-            if first and "row" in rows.columns:
-                rows = rows.with_columns(pl.col("row") + pl.lit(first, pl.UInt32))
-            if "file" in rows.columns:
-                rows = part.of_files(rows, "source_file", *(["run"] if self.several else []))
-            frames.append(rows)
-        rows = pl.concat(frames)
-        if "run" in rows.columns:
-            rows = rows.with_columns(qualified(name) for name in QUALIFIED if name in rows.columns)
-        return rows
-
-    def recorded(self, columns: Sequence[str] | None = None) -> pl.DataFrame:
-        """Return the recorded steps, numbered, with the names of their servers."""
-        rows = self.every("recorded_steps", columns).with_row_index("row")
-        if not self.log_owners:
-            return rows
-        of_log, run = (
-            pl.col("cycle_source") == CycleSource.LOG.value,
-            pl.col("run") if self.several else pl.lit(0),
-        )
-        owner = run.replace_strict(self.log_owners, default=None, return_dtype=pl.String)
-        return rows.with_columns(
-            server=pl.when(of_log).then(pl.coalesce(owner, "server")).otherwise("server")
-        )
-
-    def read(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
-        """Return the rows of the spans that count, with their facts."""
-        rows = self.every(kind, columns)
-        # Facts are gathered by the number of the row: a join takes several times as long.
-        joined = rows.drop("server", strict=False).hstack(self.facts[rows["row"]])
-        return joined.drop_nulls("server") if joined["server"].has_nulls() else joined
-
-    def journeys(
-        self, sieve: _Sieve, columns: Sequence[str] | None = None
-    ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-        """Return journey events on the engine's clock, events without it, broken rules, and events that were corrected."""
-        rows, broken = sieve.sift("journey_events", self.read("journeys", columns))
-        # A layer that stamps only wall-clock time can still be put on the engine's clock: their difference is constant.
-        rows = rows.with_columns(ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - pl.col("server_zero")))
-        placed = rows.filter(pl.col("ts_ns").is_not_null())
-        lost = rows.filter(pl.col("ts_ns").is_null()).select("row", reason=pl.lit(NO_CLOCK))
-        corrected, count = on_core_clock(placed)
-        moved = placed.filter(corrected["ts_ns"] != placed["ts_ns"]) if count else placed.clear()
-        return corrected, lost, broken, moved
-
-
-def _window_bounds(place: Place, run: ResolvedRuns, window_bytes: int) -> list[tuple[int, int]]:
-    """Return the first and last number of the parts of each window; small parts share a window and its fixed cost."""
-    begins: list[int] = []
-    size = 0
-    sizes = staged_bytes(place, (part.name for part in run.parts))
-    for number, (stored, (first, end)) in enumerate(zip(sizes, pairwise(run.firsts), strict=True)):
-        part_bytes = max(stored, (end - first) * _BYTES_PER_SPAN)
-        if not begins or size + part_bytes > window_bytes:
-            begins.append(number)
-            size = 0
-        size += part_bytes
-    return list(pairwise([*begins, len(run.parts)]))
-
-
-def _epoch_starts(windows: Iterable[_Window], space: SortSpace, sieve: _Sieve) -> tuple[pl.DataFrame, _Sieve]:
+def _epoch_starts(
+    job: _Job, spread: Spread, windows: Iterable[Window], sieve: Sieve
+) -> tuple[pl.DataFrame, Sieve]:
     """Scan the marks of the whole run in the order of their clock; return the epochs, and the sieve for odd rows."""
-    marks = space.sort(key=("clock",), order=("clock", "server", "step_id", "exact"))
+    marks = _marks(job.space())
     marks.add(pl.DataFrame(schema=MARKS))
-    # This pass counts the values beyond each setting, and rejects none: only its end shows whether the run
-    # contradicts one.
-    free = replace(sieve, limits={})
-    limited = {
-        name: [c for c in schema.TABLES[name].columns if c.limit in sieve.limits]
-        for name in ("steps", "journey_events")
-    }
     # By run, setting and column: how many values there are, and how many are above the setting.
     values, above = Counter[tuple[int, str, str]](), Counter[tuple[int, str, str]]()
-    for window in windows:
-        columns = ("row", "unix_ns", "ts_start_ns", "step_id", *(c.name for c in limited["steps"]))
-        steps, _ = free.sift("steps", window.read("steps", columns))
-        columns = (
-            "row",
-            "unix_ns",
-            "ts_ns",
-            "step_id",
-            "layer",
-            *(c.name for c in limited["journey_events"]),
-        )
-        journeys, _, _, _ = window.journeys(free, columns)
-        recorded, _ = free.recorded().sift("steps", window.recorded(RECORDED_MARKS))
-        marks.add(pl.concat([marks_of(steps, journeys), marks_of_records(recorded)]))
-        for name, rows in (("steps", steps), ("journey_events", journeys)):
-            bounded = {c.name: c.limit for c in limited[name] if c.limit}
-            counts = {f"{c} values": pl.col(c).count() for c in bounded}
-            counts |= {f"{c} above": (pl.col(c) > sieve.limits[limit]).sum() for c, limit in bounded.items()}
-            for run, of_run in _by_run(rows, window.several, **counts) if bounded else ():
-                for c, limit in bounded.items():
-                    values[run, limit, c] += of_run[f"{c} values"]
-                    above[run, limit, c] += of_run[f"{c} above"] or 0
+    for of_window, *counts in spread(partial(_marks_in, job, sieve), windows):
+        marks.add_all(of_window)
+        for total, count in zip((values, above), counts, strict=True):
+            total.update(count)
     starts, strays, bounds = scan_epochs(marks.windows())
     refuted = {run: set[str]() for run, _, _ in values}
     for (run, limit, name), n in above.items():
@@ -341,20 +204,40 @@ def _epoch_starts(windows: Iterable[_Window], space: SortSpace, sieve: _Sieve) -
     return starts, replace(sieve, limits=accepted, strays=strays, bounds=bounds)
 
 
-def _by_run(rows: pl.DataFrame, several: bool, **values: pl.Expr) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number of each run with rows, and values over its rows."""
-    if not several:
-        yield 0, rows.select(**values).row(0, named=True)
-        return
-    for of_run in rows.group_by(_run_of(rows, several=True)).agg(**values).iter_rows(named=True):
-        yield of_run.pop("run"), of_run
+def _marks(space: SortSpace) -> ExternalSort:
+    return space.sort(key=("clock",), order=("clock", "server", "step_id", "exact"))
 
 
-def _run_of(rows: pl.DataFrame, *, several: bool) -> pl.Expr:
-    """Return the number of each row's run."""
-    if not several:
-        return pl.lit(0, pl.UInt32).alias("run")
-    return (pl.col("run") if "run" in rows.columns else run_of("server")).alias("run")
+_Counts = Counter[tuple[int, str, str]]
+
+
+def _marks_in(job: _Job, sieve: Sieve, window: Window) -> tuple[SortContents, _Counts, _Counts]:
+    """Return the marks of a window, and its values and those above each setting, by run, setting and column.
+
+    No value is rejected here: only the end of the run shows whether it contradicts a setting.
+    """
+    free = replace(sieve, limits={})
+    limited = {
+        name: [c for c in schema.TABLES[name].columns if c.limit in sieve.limits]
+        for name in ("steps", "journey_events")
+    }
+    columns = ("row", "unix_ns", "ts_start_ns", "step_id", *(c.name for c in limited["steps"]))
+    steps, _ = free.sift("steps", window.read("steps", columns))
+    columns = ("row", "unix_ns", "ts_ns", "step_id", "layer", *(c.name for c in limited["journey_events"]))
+    journeys, _, _, _ = window.journeys(free, columns)
+    recorded, _ = free.recorded().sift("steps", window.recorded(RECORDED_MARKS))
+    values, above = _Counts(), _Counts()
+    for name, rows in (("steps", steps), ("journey_events", journeys)):
+        bounded = {c.name: c.limit for c in limited[name] if c.limit}
+        counts = {f"{c} values": pl.col(c).count() for c in bounded}
+        counts |= {f"{c} above": (pl.col(c) > sieve.limits[limit]).sum() for c, limit in bounded.items()}
+        for run, of_run in job.by_run(rows, **counts) if bounded else ():
+            for c, limit in bounded.items():
+                values[run, limit, c] += of_run[f"{c} values"]
+                above[run, limit, c] += of_run[f"{c} above"] or 0
+    marks = _marks(job.space())
+    marks.add(pl.concat([marks_of(steps, journeys), marks_of_records(recorded)]))
+    return marks.take(on_disk=job.spills), values, above
 
 
 @dataclass(slots=True)
@@ -366,255 +249,351 @@ class _Tally:
     implausible: Counter[str] = field(default_factory=Counter)
     other_scopes: Counter[str] = field(default_factory=Counter)
 
+    def add(self, other: _Tally) -> None:
+        self.counts.update(other.counts)
+        self.events.update(other.events)
+        self.implausible.update(other.implausible)
+        self.other_scopes.update(other.other_scopes)
 
-@dataclass(slots=True)
-class _RunRows:
-    """The rows of some runs on their way to the tables."""
 
-    runs: Sequence[TracedRun]
-    space: SortSpace
-    starts: pl.DataFrame
-    sieve: _Sieve
-    several: bool = False
-    tallies: list[_Tally] = field(default_factory=list)
-    sorts: dict[str, ExternalSort] = field(default_factory=dict)
-    # One per window, because the snapshots of a request may be in another window than its spans.
-    cached: list[pl.DataFrame] = field(default_factory=list)
-    layer_columns: dict[str, list[str]] = field(default_factory=dict)
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one call has made of its rows.
 
-    def __post_init__(self) -> None:
-        self.several = len(self.runs) > 1
-        self.tallies = [_Tally() for _ in self.runs]
+    Attributes:
+        tables: Rows by table, `layers` too, on their way to the table.
+        tallies: Counts, by the number of the run.
+        frames: Frames of other kinds, by name.
+        finished: The table that was written, by its name.
+    """
 
-    def add(self, window: _Window) -> None:
-        """Add the rows of a window to the sorts of all tables."""
-        # The table of spans has no rules; the attributes that requests use are bounded here.
-        spans, odd_spans = sift_numbers(window.read("spans"))
-        self._count(spans, spans=pl.len(), dropped_attributes=pl.col("dropped_attributes").sum())
-        for run, name, count in self._sums(window.read("events"), "name"):
-            self.tallies[run].events[name] += count
-        self._take("spans", spans)
-        other_spans = window.every("other_scope_spans")
-        self._count(other_spans, other=pl.len())
-        for run, scope, count in self._sums(window.every("other_scopes"), "scope"):
-            self.tallies[run].other_scopes[printable(scope or "unnamed")] += count
-        self._take("spans", other_spans)
-        steps, odd_steps = self.sieve.sift("steps", window.read("steps"))
-        self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
-        odd_records = self._add_recorded(window)
-        snapshots, odd_snapshots = self.sieve.sift("request_snapshots", window.read("snapshots"))
-        snapshots = in_epoch(snapshots, self.starts, None)
-        self._take("request_snapshots", snapshots)
-        self.cached.append(cached_prompt_tokens(snapshots))
-        journeys, lost, odd_journeys, moved = window.journeys(self.sieve)
-        self._count(moved, clock_corrected_events=pl.len())
-        spans = spans.join(window.links, on="row", how="left", maintain_order="left")
-        self._add_journeys(in_epoch(journeys, self.starts, "ts_ns"), spans)
-        self._add_rejects(
-            window, spans, lost, pl.concat([odd_spans, odd_steps, odd_snapshots, odd_journeys]), odd_records
-        )
+    tables: Mapping[str, SortContents] = field(default_factory=dict)
+    tallies: Mapping[int, _Tally] = field(default_factory=dict)
+    frames: Mapping[str, Sequence[pl.DataFrame]] = field(default_factory=dict)
+    finished: Mapping[str, WrittenTable] = field(default_factory=dict)
 
-    def _count(self, rows: pl.DataFrame, **values: pl.Expr) -> None:
-        for run, of_run in _by_run(rows, self.several, **values) if rows.height else ():
-            self.tallies[run].counts.update({name: int(value or 0) for name, value in of_run.items()})
 
-    def _sums(self, rows: pl.DataFrame, name: str) -> Iterator[tuple[int, Any, int]]:
-        """Yield the sum of `count` by run and name."""
-        counted = rows.group_by(_run_of(rows, several=self.several), name, maintain_order=True)
-        yield from counted.agg(pl.col("count").sum()).iter_rows()
+class _Collected:
+    """Rows of some runs on their way to the tables, and their counts."""
 
-    def _count_odd(self, odd: pl.DataFrame) -> None:
-        """Count rows that break a rule: reason, count."""
-        for run, reason, count in self._sums(odd, "reason") if odd.height else ():
-            self.tallies[run].implausible[reason] += count
+    def __init__(self, job: _Job) -> None:
+        self.job = job
+        self.tallies: defaultdict[int, _Tally] = defaultdict(_Tally)
+        self.frames: defaultdict[str, list[pl.DataFrame]] = defaultdict(list)
+        self.space = job.space()
+        self._sorts: dict[str, ExternalSort] = {}
 
-    def _add_recorded(self, window: _Window) -> pl.DataFrame:
-        """Add recorded steps; return those that break a rule, as rows of `rejects`."""
-        recorded = window.recorded()
-        # Records have no time on the engine's clock.
-        no_clock = [pl.lit(None, pl.Int64).alias(name) for name in ("ts_start_ns", "server_zero")]
-        counted = recorded.select(_run_of(recorded, several=self.several), "cycle_source", count=1)
-        for run, source, count in self._sums(counted, "cycle_source") if recorded.height else ():
-            self.tallies[run].events[RECORDS.get(source, source)] += count
-        steps, broken = self.sieve.recorded().sift("steps", recorded.with_columns(no_clock))
-        self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
-        return _as_rejects(broken.join(recorded, on="row", how="inner"))
-
-    def _add_journeys(self, journeys: pl.DataFrame, spans: pl.DataFrame) -> None:
-        ids = spans.select("row", "trace_id", "span_id", "parent_span_id", "request_id")
-        journeys = journeys.join(ids, on="row", how="left", maintain_order="left")
-        self._take("journey_events", journeys)
-        # Three kinds of rows in one sort by trace: the rows of one trace come out together, to be joined.
-        api_spans = spans.filter(pl.col("scope").is_in(dialects.API_SCOPES))
-        layers = {
-            "core": core_requests(journeys),
-            "api": api_requests(journeys, api_spans),
-            "spans": request_spans(spans),
-        }
-        self.layer_columns = {side: frame.columns for side, frame in layers.items()}
-        both = pl.concat([f.with_columns(side=pl.lit(s)) for s, f in layers.items()], how="diagonal")
-        self._sort("layers").add(both)
-
-    def _add_rejects(
-        self,
-        window: _Window,
-        spans: pl.DataFrame,
-        lost: pl.DataFrame,
-        odd: pl.DataFrame,
-        odd_records: pl.DataFrame,
-    ) -> None:
-        positions = spans.select("row", "source_offset", "source_file", *(["run"] if self.several else []))
-        bad = pl.concat([window.read("incomplete").select("row", "reason"), lost])
-        broken, odd = (_as_rejects(rows.join(positions, on="row", how="inner")) for rows in (bad, odd))
-        unreadable = pl.concat([window.every("rejects"), broken], how="diagonal")
-        odd = pl.concat([odd, odd_records], how="diagonal")
-        # Rows that a rule leaves out were readable: they are listed and counted separately.
-        self._count(unreadable, rejects=pl.col("count").sum())
-        self._count_odd(odd)
-        self._take("rejects", pl.concat([unreadable, odd], how="diagonal"))
-
-    def _run_id(self, run: pl.Expr) -> pl.Expr:
-        """Return the id of a run from its number."""
-        if not self.several:
-            return pl.lit(self.runs[0].run_id)
-        return run.replace_strict({n: one.run_id for n, one in enumerate(self.runs)}, return_dtype=pl.String)
-
-    def _take(self, name: str, rows: pl.DataFrame) -> None:
-        if rows.height or not self.several:
-            run_id = self._run_id(_run_of(rows, several=self.several))
-            self._sort(name).add(schema.TABLES[name].shape(rows.with_columns(run_id=run_id)))
-
-    def _sort(self, name: str) -> ExternalSort:
-        if name not in self.sorts:
+    def sort(self, name: str) -> ExternalSort:
+        """Return the sort of a table, or of the `layers` that requests are joined from."""
+        if name not in self._sorts:
             table = schema.TABLES.get(name)
             # The first column of a key is the run id, which is constant in one run.
-            first = 0 if self.several else 1
+            first = 0 if self.job.several else 1
             key = table.key[first:5] if table else ("trace_id",)
             order = table.order[first:] if table else key
-            self.sorts[name] = self.space.sort(key, order, block_rows=None if table else _LAYER_BLOCK_ROWS)
-        return self.sorts[name]
+            self._sorts[name] = self.space.sort(key, order, block_rows=None if table else _LAYER_BLOCK_ROWS)
+        return self._sorts[name]
 
-    def finish(self, writer: RunsWriter, spans_read: Mapping[int, int]) -> None:
-        """Write every table; `spans_read` are the spans of each run, by its number, duplicates included."""
-        api_clock = self._finish_requests()
-        if api_clock.height:
-            self._move_api_events(api_clock)
-        any_other = any(tally.counts["other"] for tally in self.tallies)
-        for name in ("requests", "journey_events", "request_snapshots", "steps", "spans", "rejects"):
-            # At least one frame, so that a table without rows exists too.
-            for window in (
-                self._sort(name).windows() if self._sort(name).rows else [schema.TABLES[name].empty()]
-            ):
-                rows = _without_repeats(window) if name == "spans" and any_other else window
-                if name == "requests":
-                    rows = self._requests(rows, api_clock)
-                writer.write(name, self._one_record_a_step(rows) if name == "steps" else rows)
-            del self.sorts[name]
-        missing = missing_attributes(writer.scan)
-        columns = [
-            {"run": n, "run_id": run.run_id, **run.columns, **self._counts(n, spans_read.get(n, 0))}
-            | {"missing_attributes": json.dumps(missing.get(run.run_id, {}))}
-            for n, run in enumerate(self.runs)
-        ]
-        of_run = pl.DataFrame(columns, infer_schema_length=None)
-        runs = run_rows(writer.scan, run_of("server") if self.several else pl.lit(0), of_run)
-        ahead, error = (divided(pl.col(c), 1e3) for c in ("ahead_ns", "error_ns"))
-        clocks = api_clock.select("server", api_clock_ahead_us=ahead, api_clock_error_us=error)
-        writer.write(
-            "runs", schema.RUNS.conform(runs.drop(clocks.columns[1:]).join(clocks, on="server", how="left"))
+    def take(self, name: str, rows: pl.DataFrame) -> None:
+        """Add rows to a table."""
+        if rows.height or not self.job.several:
+            run_id = self.job.run_id(self.job.run_of(rows))
+            self.sort(name).add(schema.TABLES[name].shape(rows.with_columns(run_id=run_id)))
+
+    def take_odd(self, odd: pl.DataFrame) -> None:
+        """Add rows of `rejects` that break a rule."""
+        self.count_odd(odd)
+        self.take("rejects", odd)
+
+    def count(self, rows: pl.DataFrame, **values: pl.Expr) -> None:
+        for run, of_run in self.job.by_run(rows, **values) if rows.height else ():
+            self.tallies[run].counts.update({name: int(value or 0) for name, value in of_run.items()})
+
+    def sums(self, rows: pl.DataFrame, name: str) -> Iterator[tuple[_Tally, Any, int]]:
+        """Yield the counts of each run, a name, and the sum of the rows' `count` with both."""
+        counted = rows.group_by(self.job.run_of(rows), name, maintain_order=True)
+        for run, value, count in counted.agg(pl.col("count").sum()).iter_rows():
+            yield self.tallies[run], value, count
+
+    def count_odd(self, odd: pl.DataFrame) -> None:
+        """Count rows that break a rule: reason, count."""
+        for tally, reason, count in self.sums(odd, "reason") if odd.height else ():
+            tally.implausible[reason] += count
+
+    def add(self, part: _Part) -> None:
+        """Add what a call has made."""
+        for name, contents in part.tables.items():
+            self.sort(name).add_all(contents)
+        for run, tally in part.tallies.items():
+            self.tallies[run].add(tally)
+        for name, frames in part.frames.items():
+            self.frames[name] += frames
+
+    def pop(self, name: str) -> SortContents:
+        """Return the rows of a table, which are then no longer here."""
+        return self.sort(name).take()
+
+    def part(self) -> _Part:
+        """Return everything, for this process or another one."""
+        tables = {name: sort.take(on_disk=self.job.spills) for name, sort in self._sorts.items() if sort.rows}
+        return _Part(tables, dict(self.tallies), dict(self.frames))
+
+
+def _rows_in(job: _Job, sieve: Sieve, starts: pl.DataFrame, window: Window) -> _Part:
+    """Return the rows of all tables in a window."""
+    collected = _Collected(job)
+    # The table of spans has no rules; the attributes that requests use are bounded here.
+    spans, odd_spans = sift_numbers(window.read("spans"))
+    collected.count(spans, spans=pl.len(), dropped_attributes=pl.col("dropped_attributes").sum())
+    for tally, name, count in collected.sums(window.read("events"), "name"):
+        tally.events[name] += count
+    collected.take("spans", spans)
+    other_spans = window.every("other_scope_spans")
+    collected.count(other_spans, other=pl.len())
+    for tally, scope, count in collected.sums(window.every("other_scopes"), "scope"):
+        tally.other_scopes[printable(scope or "unnamed")] += count
+    collected.take("spans", other_spans)
+    steps, odd_steps = sieve.sift("steps", window.read("steps"))
+    collected.take("steps", in_epoch(steps, starts, "ts_start_ns"))
+    odd_records = _add_recorded(collected, sieve, starts, window)
+    snapshots, odd_snapshots = sieve.sift("request_snapshots", window.read("snapshots"))
+    snapshots = in_epoch(snapshots, starts, None)
+    collected.take("request_snapshots", snapshots)
+    collected.frames["cached"].append(cached_prompt_tokens(snapshots))
+    journeys, lost, odd_journeys, moved = window.journeys(sieve)
+    collected.count(moved, clock_corrected_events=pl.len())
+    spans = spans.join(window.links, on="row", how="left", maintain_order="left")
+    _add_journeys(collected, in_epoch(journeys, starts, "ts_ns"), spans)
+    odd = pl.concat([odd_spans, odd_steps, odd_snapshots, odd_journeys])
+    _add_rejects(collected, window, spans, lost, odd, odd_records)
+    return collected.part()
+
+
+def _add_recorded(collected: _Collected, sieve: Sieve, starts: pl.DataFrame, window: Window) -> pl.DataFrame:
+    """Add recorded steps; return those that break a rule, as rows of `rejects`."""
+    recorded = window.recorded()
+    # Records have no time on the engine's clock.
+    no_clock = [pl.lit(None, pl.Int64).alias(name) for name in ("ts_start_ns", "server_zero")]
+    counted = recorded.select(collected.job.run_of(recorded), "cycle_source", count=1)
+    for tally, source, count in collected.sums(counted, "cycle_source") if recorded.height else ():
+        tally.events[RECORDS.get(source, source)] += count
+    steps, broken = sieve.recorded().sift("steps", recorded.with_columns(no_clock))
+    collected.take("steps", in_epoch(steps, starts, "ts_start_ns"))
+    return _as_rejects(broken.join(recorded, on="row", how="inner"))
+
+
+def _add_journeys(collected: _Collected, journeys: pl.DataFrame, spans: pl.DataFrame) -> None:
+    ids = spans.select("row", "trace_id", "span_id", "parent_span_id", "request_id")
+    journeys = journeys.join(ids, on="row", how="left", maintain_order="left")
+    collected.take("journey_events", journeys)
+    # Three kinds of rows in one sort by trace: the rows of one trace come out together, to be joined.
+    api_spans = spans.filter(pl.col("scope").is_in(dialects.API_SCOPES))
+    layers = {
+        "core": core_requests(journeys),
+        "api": api_requests(journeys, api_spans),
+        "spans": request_spans(spans),
+    }
+    collected.frames.update({side: [frame.clear()] for side, frame in layers.items()})
+    both = pl.concat([f.with_columns(side=pl.lit(s)) for s, f in layers.items()], how="diagonal")
+    collected.sort("layers").add(both)
+
+
+def _add_rejects(
+    collected: _Collected,
+    window: Window,
+    spans: pl.DataFrame,
+    lost: pl.DataFrame,
+    odd: pl.DataFrame,
+    odd_records: pl.DataFrame,
+) -> None:
+    run = ["run"] if collected.job.several else []
+    positions = spans.select("row", "source_offset", "source_file", *run)
+    bad = pl.concat([window.read("incomplete").select("row", "reason"), lost])
+    broken, odd = (_as_rejects(rows.join(positions, on="row", how="inner")) for rows in (bad, odd))
+    unreadable = pl.concat([window.every("rejects"), broken], how="diagonal")
+    odd = pl.concat([odd, odd_records], how="diagonal")
+    # Rows that a rule leaves out were readable: they are listed and counted separately.
+    collected.count(unreadable, rejects=pl.col("count").sum())
+    collected.count_odd(odd)
+    collected.take("rejects", pl.concat([unreadable, odd], how="diagonal"))
+
+
+def _finish(
+    runs: Sequence[TracedRun],
+    collected: _Collected,
+    writer: RunsWriter,
+    spread: Spread,
+    spans_read: Mapping[int, int],
+) -> None:
+    """Write every table; `spans_read` are the spans of each run, by its number, duplicates included."""
+    job = collected.job
+    any_other = any(tally.counts["other"] for tally in collected.tallies.values())
+
+    def write(calls: Iterable[Callable[[], _Part]]) -> None:
+        for part in spread(_made, calls):
+            collected.add(part)
+            for name, rows in part.finished.items():
+                writer.put(name, rows)
+
+    # A generator: the rows of a table leave the memory when it is written.
+    def of_tables(changes: Mapping[str, _Change]) -> Iterator[Callable[[], _Part]]:
+        for name, change in changes.items():
+            yield partial(_table, job, writer.folder, name, collected.pop(name), change)
+
+    joining = partial(_join_layers, job, collected.pop("layers"), dict(collected.frames))
+    spans = _without_repeats if any_other else _unchanged
+    write(chain([joining], of_tables({"spans": spans, "request_snapshots": _unchanged})))
+    api_clock = api_clocks(pl.concat([clock_bounds(schema.REQUESTS.empty()), *collected.frames["bounds"]]))
+    journeys: _Change = partial(_with_api_events_moved, api_clock) if api_clock.height else _unchanged
+    requests = partial(_requests_on_core_clock, api_clock)
+    write(of_tables({"steps": _one_record_a_step, "journey_events": journeys, "requests": requests}))
+    write(of_tables({"rejects": _unchanged}))
+    missing = missing_attributes(writer.scan)
+    columns = [
+        {"run": n, "run_id": run.run_id, **run.columns}
+        | _run_columns(run, collected.tallies[n], spans_read.get(n, 0))
+        | {"missing_attributes": json.dumps(missing.get(run.run_id, {}))}
+        for n, run in enumerate(runs)
+    ]
+    of_run = pl.DataFrame(columns, infer_schema_length=None)
+    rows = run_rows(writer.scan, run_of("server") if job.several else pl.lit(0), of_run)
+    ahead, error = (divided(pl.col(c), 1e3) for c in ("ahead_ns", "error_ns"))
+    clocks = api_clock.select("server", api_clock_ahead_us=ahead, api_clock_error_us=error)
+    rows = rows.drop(clocks.columns[1:]).join(clocks, on="server", how="left")
+    writer.write("runs", schema.RUNS.conform(rows))
+
+
+def _run_columns(run: TracedRun, tally: _Tally, spans_read: int) -> dict[str, str | int]:
+    counts = tally.counts
+    return {
+        "other_spans": sum(part.other_spans for file in run.files for part in file.parts),
+        "duplicate_spans": counts["duplicate_steps"] + spans_read - counts["spans"],
+        **{name: counts[name] for name in ("rejects", "dropped_attributes", "clock_corrected_events")},
+        "events": json.dumps(tally.events, sort_keys=True),
+        "implausible": json.dumps(tally.implausible, sort_keys=True),
+        "other_scopes": json.dumps(dict(tally.other_scopes.most_common(_MOST_SCOPES))),
+    }
+
+
+def _made(call: Callable[[], _Part]) -> _Part:
+    return call()
+
+
+def _join_layers(job: _Job, layers: SortContents, frames: Mapping[str, Sequence[pl.DataFrame]]) -> _Part:
+    """Return the requests that spans and events of each trace describe, with the bounds of their clocks."""
+    cached = first_hits(pl.concat(frames["cached"]))
+    collected = _Collected(job)
+    collected.sort("layers").add_all(layers)
+    run_id = job.run_id(run_of("server"))
+    results = collected.space.sort(key=("server", "block"), order=("server", "block", "end_ns"))
+    for window in collected.sort("layers").windows():
+        core, api, described = (
+            window.filter(side=side).select(frames[side][0].columns) for side in ("core", "api", "spans")
         )
+        hits = cached.join(
+            core, left_on=cached.columns[:3], right_on=["server", "epoch", "request_id"], how="semi"
+        )
+        requests = requests_from_spans(described)
+        joined = join_requests(core, api, requests, hits, run_id=run_id)
+        results.add(results_of(described, requests))
+        collected.frames["bounds"].append(clock_bounds(joined))
+        collected.sort("requests").add(joined)
+    _add_stages(collected, results)
+    return collected.part()
 
-    def _counts(self, run: int, spans_read: int) -> dict[str, str | int]:
-        tally, counts = self.tallies[run], self.tallies[run].counts
-        return {
-            "other_spans": sum(part.other_spans for file in self.runs[run].files for part in file.parts),
-            "duplicate_spans": counts["duplicate_steps"] + spans_read - counts["spans"],
-            **{name: counts[name] for name in ("rejects", "dropped_attributes", "clock_corrected_events")},
-            "events": json.dumps(tally.events, sort_keys=True),
-            "implausible": json.dumps(tally.implausible, sort_keys=True),
-            "other_scopes": json.dumps(dict(tally.other_scopes.most_common(_MOST_SCOPES))),
-        }
 
-    def _one_record_a_step(self, steps: pl.DataFrame) -> pl.DataFrame:
-        """Return steps with their first record each; a later one is a duplicate if equal, a reject if not."""
+def _add_stages(collected: _Collected, results: ExternalSort) -> None:
+    """Add the steps in SGLang's spans; only a trace level with spans of steps shows all prompts."""
+    count = Counter[str]()
+    for window in results.windows():
+        for (server, _), block in window.group_by("server", "block", maintain_order=True):
+            if block["is_loop"].any():
+                block_steps = steps_of(block, count[str(server)] + 1)
+                count[str(server)] += block_steps.height
+                steps, odd = schema.STEPS.sift_derived(block_steps, "server")
+                collected.take_odd(odd)
+                collected.take("steps", steps)
+
+
+_Change = Callable[[_Collected, Iterator[pl.DataFrame]], Iterable[pl.DataFrame]]
+"""Makes the rows of a table from those that were collected; counts and rejects are collected too."""
+
+
+def _table(job: _Job, folder: Path | None, name: str, contents: SortContents, change: _Change) -> _Part:
+    """Return a finished table of the runs."""
+    collected = _Collected(job)
+    collected.sort(name).add_all(contents)
+    # At least one frame, so that a table without rows exists too.
+    windows = collected.sort(name).windows() if contents.rows else iter([schema.TABLES[name].empty()])
+    finished = write_table(name, change(collected, windows), folder)
+    return replace(collected.part(), finished={name: finished})
+
+
+def _unchanged(_: _Collected, windows: Iterator[pl.DataFrame]) -> Iterator[pl.DataFrame]:
+    return windows
+
+
+def _with_api_events_moved(
+    api_clock: pl.DataFrame, collected: _Collected, windows: Iterator[pl.DataFrame]
+) -> Iterator[pl.DataFrame]:
+    """Put the API's journey events on the core's clock; their order changes."""
+    ahead = api_clock.select("server", "ahead_ns")
+    unmoved = collected.sort("journey_events")
+    moved = collected.space.sort(unmoved.key, unmoved.order)
+    for window in windows:
+        joined = window.join(ahead, on="server", how="left", maintain_order="left")
+        off = (pl.col("layer") == "api") & pl.col("ahead_ns").is_not_null()
+        collected.count(joined, clock_corrected_events=off.sum())
+        ts_ns = pl.when(off).then(pl.col("ts_ns") - pl.col("ahead_ns")).otherwise("ts_ns")
+        moved.add(joined.with_columns(ts_ns=ts_ns).drop("ahead_ns"))
+    return moved.windows()
+
+
+def _requests_on_core_clock(
+    api_clock: pl.DataFrame, collected: _Collected, windows: Iterator[pl.DataFrame]
+) -> Iterator[pl.DataFrame]:
+    """Yield rows of requests on one clock; impossible values are cleared and counted."""
+    for rows in windows:
+        moved = with_api_moved(rows, api_clock) if api_clock.height else rows
+        kept, odd = schema.REQUESTS.sift_derived(moved, "server")
+        collected.take_odd(odd)
+        yield kept
+
+
+def _one_record_a_step(collected: _Collected, windows: Iterator[pl.DataFrame]) -> Iterator[pl.DataFrame]:
+    """Yield steps with their first record each; a later one is a duplicate if equal, a reject if not."""
+    key, position = ["server", "epoch", "step_id"], ["source_file", "source_offset"]
+    for steps in windows:
         recorded = steps.filter(pl.col("cycle_source").is_not_null())
-        key = ["server", "epoch", "step_id"]
         if recorded.n_unique(key) == recorded.height:
-            return steps
-        position = ["source_file", "source_offset"]
+            yield steps
+            continue
         different = recorded.sort(*key, *position).unique(
             [name for name in recorded.columns if name not in (*position, "unix_ns")],
             keep="first",
             maintain_order=True,
         )
         first = different.unique(key, keep="first", maintain_order=True)
-        others = different.join(first, on=[*key, *position], how="anti").with_columns(
-            reason=pl.lit(OTHER_RECORD)
-        )
+        others = different.join(first, on=[*key, *position], how="anti")
         for rows, sign in ((recorded, 1), (different, -1)):
-            self._count(rows, duplicate_steps=sign * pl.len().cast(pl.Int64))
-        others = _as_rejects(others)
-        self._count_odd(others)
-        self._take("rejects", others)
+            collected.count(rows, duplicate_steps=sign * pl.len().cast(pl.Int64))
+        collected.take_odd(_as_rejects(others.with_columns(reason=pl.lit(OTHER_RECORD))))
         sampled = steps.filter(pl.col("cycle_source").is_null())
-        return pl.concat([sampled, first]).sort(schema.STEPS.order[1:], nulls_last=True)
+        yield pl.concat([sampled, first]).sort(schema.STEPS.order[1:], nulls_last=True)
 
-    def _move_api_events(self, api_clock: pl.DataFrame) -> None:
-        """Put the API's journey events on the core's clock; their order changes."""
-        unmoved = self.sorts.pop("journey_events")
-        for window in unmoved.windows():
-            joined = window.join(
-                api_clock.select("server", "ahead_ns"), on="server", how="left", maintain_order="left"
-            )
-            off = (pl.col("layer") == "api") & pl.col("ahead_ns").is_not_null()
-            self._count(joined, clock_corrected_events=off.sum())
-            moved = pl.when(off).then(pl.col("ts_ns") - pl.col("ahead_ns")).otherwise("ts_ns")
-            self._sort("journey_events").add(joined.with_columns(ts_ns=moved).drop("ahead_ns"))
 
-    def _requests(self, rows: pl.DataFrame, api_clock: pl.DataFrame) -> pl.DataFrame:
-        """Return rows of requests on one clock; impossible values are cleared and counted."""
-        moved = with_api_moved(rows, api_clock) if api_clock.height else rows
-        kept, odd = schema.REQUESTS.sift_derived(moved, "server")
-        self._count_odd(odd)
-        self._take("rejects", odd)
-        return kept
+def _without_repeats(_: _Collected, windows: Iterator[pl.DataFrame]) -> Iterator[pl.DataFrame]:
+    """Yield each span once, from the first file that has it.
 
-    def _finish_requests(self) -> pl.DataFrame:
-        """Join the requests; return the servers whose API has a clock of its own, as `api_clocks` does."""
-        cached = first_hits(pl.concat(self.cached))
-        self.cached.clear()
-        self._sort("requests").add(schema.REQUESTS.empty())
-        bounds = [clock_bounds(schema.REQUESTS.empty())]
-        run_id = self._run_id(run_of("server"))
-        results = self.space.sort(key=("server", "block"), order=("server", "block", "end_ns"))
-        for window in self._sort("layers").windows():
-            core, api, described = (
-                window.filter(side=s).select(self.layer_columns[s]) for s in ("core", "api", "spans")
-            )
-            hits = cached.join(
-                core, left_on=cached.columns[:3], right_on=["server", "epoch", "request_id"], how="semi"
-            )
-            requests = requests_from_spans(described)
-            joined = join_requests(core, api, requests, hits, run_id=run_id)
-            results.add(results_of(described, requests))
-            bounds.append(clock_bounds(joined))
-            self._sort("requests").add(joined)
-        del self.sorts["layers"]
-        self._add_stages(results)
-        return api_clocks(pl.concat(bounds))
-
-    def _add_stages(self, results: ExternalSort) -> None:
-        """Add the steps in SGLang's spans; only a trace level with spans of steps shows all prompts."""
-        count = Counter[str]()
-        for window in results.windows() if results.rows else ():
-            for (server, _), block in window.group_by("server", "block", maintain_order=True):
-                if block["is_loop"].any():
-                    block_steps = steps_of(block, count[str(server)] + 1)
-                    count[str(server)] += block_steps.height
-                    steps, odd = schema.STEPS.sift_derived(block_steps, "server")
-                    self._count_odd(odd)
-                    self._take("rejects", odd)
-                    self._take("steps", steps)
+    Spans of the vLLM scopes are unique by now; spans of other scopes occur as often as they were read.
+    """
+    ids = ["trace_id", "span_id"]
+    for spans in windows:
+        if spans.n_unique(ids) == spans.height:
+            yield spans
+            continue
+        numbered = spans.with_row_index("row").sort("source_file", "source_offset", maintain_order=True)
+        yield numbered.unique(ids, keep="first").sort("row").drop("row")
 
 
 def _as_rejects(rows: pl.DataFrame) -> pl.DataFrame:
@@ -622,15 +601,3 @@ def _as_rejects(rows: pl.DataFrame) -> pl.DataFrame:
     names = [name for name in ("run", "server") if name in rows.columns]
     position = ("source_file", "source_offset", "reason")
     return rows.select(*names, *position, excerpt=pl.lit(""), count=pl.lit(1, pl.Int64))
-
-
-def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
-    """Return each span once, from the first file that has it.
-
-    Spans of the vLLM scopes are unique by now; spans of other scopes occur as often as they were read.
-    """
-    ids = ["trace_id", "span_id"]
-    if spans.n_unique(ids) == spans.height:
-        return spans
-    numbered = spans.with_row_index("row").sort("source_file", "source_offset", maintain_order=True)
-    return numbered.unique(ids, keep="first").sort("row").drop("row")

@@ -2,8 +2,7 @@
 
 Incoming frames are sorted and spilled to disk as blocks, and the first key of every block is kept. The blocks are then
 read in the order of these keys: all rows below the first key of the next block are complete and can be yielded. Traces
-are nearly in order, so that few blocks wait at any time. With a second core, rows are spilled and windows are sorted in
-a thread of their own.
+are nearly in order, so that few blocks wait at any time. Several processes may each sort and spill some of the rows.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from __future__ import annotations
 import uuid
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 import pyarrow as pa
@@ -21,10 +21,12 @@ from tracefit.tables.disk import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from concurrent.futures import Future, ThreadPoolExecutor
     from pathlib import Path
 
 _Key = tuple[Any, ...]
+
+_MOST_OPEN = 128
+"""Files of spilled rows that are open at a time: there is one for each window of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,21 @@ class _Block:
     """First key, each column as (is null, value)."""
     run: Path
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SortContents:
+    """Rows of a sort that another sort goes on with, in this process or in another one on the same disk.
+
+    Attributes:
+        frames: Rows in memory.
+        blocks: Sorted rows on disk.
+        rows: Their number.
+    """
+
+    frames: Sequence[pl.DataFrame]
+    blocks: Sequence[_Block]
+    rows: int
 
 
 @dataclass(slots=True)
@@ -44,8 +61,6 @@ class SortSpace:
         most_held_bytes: Memory of all sorts together; beyond it rows are spilled to disk.
         window_bytes: About the size of a window in memory.
         block_rows: Rows of a block: the smaller, the fewer rows wait for the next key, and the more keys are kept.
-        has_thread: Whether rows are spilled and windows are sorted in a thread, which holds the rows of one spill and of one
-            window more.
         sorts: The sorts that share it.
     """
 
@@ -53,22 +68,7 @@ class SortSpace:
     most_held_bytes: int = 48 << 20
     window_bytes: int = 16 << 20
     block_rows: int = 8 * 1024
-    has_thread: bool = False
     sorts: list[ExternalSort] = field(default_factory=list)
-    _thread: ThreadPoolExecutor | None = None
-    _spilling: Future[None] | None = None
-
-    def __enter__(self) -> Self:
-        if self.has_thread:
-            from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - takes a while to import
-
-            self._thread = ThreadPoolExecutor(1)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Wait until the thread has ended."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
 
     def sort(
         self, key: Sequence[str], order: Sequence[str], *, block_rows: int | None = None
@@ -76,30 +76,6 @@ class SortSpace:
         """Return a new sort in this space, with the arguments of `ExternalSort`; `block_rows` if not those of the space."""
         self.sorts.append(ExternalSort(self, key, order, block_rows or self.block_rows))
         return self.sorts[-1]
-
-    def write(self, sort: ExternalSort, rows: pl.DataFrame) -> None:
-        """Spill rows of a sort, in the thread if there is one, one spill at a time."""
-        self.wait()
-        if self._thread is None:
-            sort.write(rows)
-        else:
-            self._spilling = self._thread.submit(sort.write, rows)
-
-    def wait(self) -> None:
-        """Wait until all rows that left the memory are on disk."""
-        if self._spilling is not None:
-            self._spilling.result()
-
-    def ahead(self, windows: Iterator[pl.DataFrame]) -> Iterator[pl.DataFrame]:
-        """Yield windows; in a thread, each is sorted while the caller works on the one before."""
-        self.wait()
-        if self._thread is None:
-            yield from windows
-            return
-        coming = self._thread.submit(next, windows, None)
-        while (window := coming.result()) is not None:
-            coming = self._thread.submit(next, windows, None)
-            yield window
 
     def evict(self) -> None:
         """Spill the largest sorts until the rest fits into `most_held_bytes`."""
@@ -129,11 +105,9 @@ class ExternalSort:
     held_bytes: int = 0
     _held: list[pl.DataFrame] = field(default_factory=list)
     _blocks: list[_Block] = field(default_factory=list)
-    _schema: pl.Schema | None = None
 
     def add(self, frame: pl.DataFrame) -> None:
         """Add rows; all frames have the same columns."""
-        self._schema = self._schema or frame.schema
         if not frame.height:
             return
         self._held.append(frame)
@@ -141,23 +115,36 @@ class ExternalSort:
         self.rows += frame.height
         self.space.evict()
 
+    def add_all(self, contents: SortContents) -> None:
+        """Add the rows of another sort with the same key."""
+        self._blocks += contents.blocks
+        self.rows += contents.rows - sum(frame.height for frame in contents.frames)
+        for frame in contents.frames:
+            self.add(frame)
+
+    def take(self, *, on_disk: bool = False) -> SortContents:
+        """Return all rows, spilled if asked for; the sort is empty afterwards."""
+        if on_disk:
+            self.spill()
+        contents = SortContents(self._held, self._blocks, self.rows)
+        self._held, self._blocks, self.held_bytes, self.rows = [], [], 0, 0
+        return contents
+
     def windows(self) -> Iterator[pl.DataFrame]:
         """Yield all rows in order, as non-empty frames; the sort is empty afterwards."""
-        return self.space.ahead(self._windows())
-
-    def _windows(self) -> Iterator[pl.DataFrame]:
+        self.rows = 0
         if not self._blocks:
             yield from self._held_windows()
             return
-        if self._held:
-            self.write(self._take_held())
+        self.spill()
         # By first key: no later block can hold a row below the first key of the next one.
         blocks = sorted(self._blocks, key=lambda block: block.first)
-        files = {path: pa.ipc.open_file(pa.OSFile(str(path))) for path in {b.run for b in blocks}}
+        self._blocks = []
+        opened = lru_cache(_MOST_OPEN)(lambda path: pa.ipc.open_file(pa.OSFile(str(path))))
         waiting: list[pl.DataFrame] = []
         new_bytes = 0
         for index, block in enumerate(blocks):
-            waiting.append(_frame(files[block.run].get_batch(block.number)))
+            waiting.append(_frame(opened(block.run).get_batch(block.number)))
             new_bytes += int(waiting[-1].estimated_size())
             last = index + 1 == len(blocks)
             if new_bytes >= self.space.window_bytes or last:
@@ -202,16 +189,10 @@ class ExternalSort:
         return order
 
     def spill(self) -> None:
-        """Move the rows in memory to disk."""
-        self.space.write(self, self._take_held())
-
-    def _take_held(self) -> pl.DataFrame:
-        rows = pl.concat(self._held)
-        self._held, self.held_bytes = [], 0
-        return rows
-
-    def write(self, rows: pl.DataFrame) -> None:
-        """Write rows to disk, as blocks in the order of the key."""
+        """Move the rows in memory to disk, as blocks in the order of the key."""
+        if not self._held:
+            return
+        rows = self._take_held()
         # Blocks are sorted by the key alone; windows are sorted by the full order when they are read. Rows are gathered
         # block by block: a sorted copy of them all, and one more for Arrow, would take three times the memory.
         order = rows.select(pl.arg_sort_by(*self.key, nulls_last=True)).to_series()
@@ -223,6 +204,11 @@ class ExternalSort:
                 block = rows[order[start : start + self.block_rows]]
                 writer.write_batch(block.to_arrow().combine_chunks().to_batches()[0])
                 self._blocks.append(_Block(_keys_of(block.select(self.key))(0), path, number))
+
+    def _take_held(self) -> pl.DataFrame:
+        rows = pl.concat(self._held)
+        self._held, self.held_bytes = [], 0
+        return rows
 
 
 def _keys_of(rows: pl.DataFrame) -> Callable[[int], _Key]:

@@ -596,8 +596,8 @@ class RunWriter:
     A table that is written again replaces the one before. The disk has the files once `syncs` says so.
     """
 
-    def __init__(self, scratch: Path, syncs: Syncs) -> None:
-        self._scratch = scratch
+    def __init__(self, folder: Path, syncs: Syncs) -> None:
+        self.folder = folder
         self._syncs = syncs
         self._open: _TableFileWriter | None = None
         self._parts: dict[str, Path] = {}
@@ -606,14 +606,18 @@ class RunWriter:
         """Write the next rows of a table, in its columns and order."""
         if self._open is None or self._open.table.name != name:
             self._finish()
-            self._open = _TableFileWriter(schema.TABLES[name], self._scratch / f"{name}.parquet")
+            self._open = _TableFileWriter(schema.TABLES[name], self.folder / f"{name}.parquet")
         self._open.write(rows)
+
+    def put(self, name: str, part: Path) -> None:
+        """Add the file of a table, which the disk has."""
+        self._parts[name] = part
 
     def write_if_missing(self, name: str) -> None:
         """Write a table without rows, if nothing of it was written."""
         if name not in self._parts and (self._open is None or self._open.table.name != name):
             part, data = _empty_part(name)
-            self._parts[name] = self._scratch / part
+            self._parts[name] = self.folder / part
             stream = create(self._parts[name])
             stream.write(data)
             self._syncs.add(stream)
@@ -665,6 +669,22 @@ class RunWriter:
         self._open = None
 
 
+WrittenTable = Path | list[pl.DataFrame]
+"""A table of one run as its file, or of several small ones as its rows."""
+
+
+def write_table(name: str, rows: Iterable[pl.DataFrame], folder: Path | None) -> WrittenTable:
+    """Write a table of one run into `RunsWriter.folder`, and wait until the disk has it; any process may do this.
+
+    Without a folder, return the rows of the table.
+    """
+    if folder is None:
+        return list(rows)
+    with Syncs() as syncs, RunWriter(folder, syncs) as writer:
+        writer.write_all({name: iter(rows)})
+        return writer.close()[name]
+
+
 class RunsWriter:
     """Writes the tables of some runs: of one as their rows arrive, of several small ones when all are complete.
 
@@ -678,7 +698,17 @@ class RunsWriter:
             folder = Path(tempfile.mkdtemp(prefix="run-", dir=scratch))
             self._writers[run_id] = RunWriter(folder, self._syncs)
         self._alone = self._writers[run_ids[0]] if len(run_ids) == 1 else None
+        self.folder = self._alone.folder if self._alone else None
         self._rows: dict[str, list[pl.DataFrame]] = {}
+
+    def put(self, name: str, table: WrittenTable) -> None:
+        """Add a whole table, as `write_table` has written it."""
+        if self._alone is not None:
+            assert isinstance(table, Path)  # noqa: S101 - it was written into the folder
+            self._alone.put(name, table)
+        else:
+            assert not isinstance(table, Path)  # noqa: S101 - there was no folder
+            self._rows[name] = table
 
     def write(self, name: str, rows: pl.DataFrame) -> None:
         """Write the next rows of a table; those of several runs have qualified names."""
