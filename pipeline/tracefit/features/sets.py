@@ -344,7 +344,7 @@ _DECODES = _features("""\
 + padded_decode_reqs     | request | a batch without prompts is padded to the size of a captured CUDA graph
 """)
 PADDED = {"padded_experts_read": "experts_read", "padded_decode_reqs": "num_decode_reqs"}
-"""Features of the padded batch, and the same of its requests. With both, whose coefficients are not negative, an empty slot of a
+"""Features of the padded batch, and those of its requests. With both, whose coefficients are not negative, an empty slot of a
 graph costs between nothing and as much as a request."""
 
 
