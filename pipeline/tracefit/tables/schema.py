@@ -280,7 +280,10 @@ _clock = partial(Column, "int64", unit="ns", least=0, most=_MOST_NS)
 
 
 _RUN = (
-    _s("run_id", "name of the run's folder, other characters than letters, digits, . _ - replaced"),
+    _s(
+        "run_id",
+        "name of the run's folder; other characters than letters, digits, dot, dash and underscore are replaced",
+    ),
     _s("server", "service.instance.id, else host.name, else service.name"),
 )
 _ENGINE_COLUMNS = (*_RUN, _i("epoch", "number of restarts of the step counter so far"))
@@ -739,7 +742,7 @@ BETA_TRAINING = TableSchema(
         _s("deployment_id", "deployment that the row belongs to"),
         _i("step_id", "step counter"),
         _ns("ts_ns", "start of the interval"),
-        _s("source", "adjacent, interval, request, duration, fpm, fpm_gpu, log or log_interval"),
+        _s("source", "duration, or one of the values of `timeline.cycle_source`"),
         *_TRAINING,
     ),
     open_ended=True,
@@ -750,7 +753,10 @@ REJECTS = TableSchema(
     "one row per record that could not be read; a row stands for several if there are too many to list",
     ("run_id", "source_file", "source_offset", "reason"),
     (
-        _s("run_id", "name of the run's folder, other characters than letters, digits, . _ - replaced"),
+        _s(
+            "run_id",
+            "name of the run's folder; other characters than letters, digits, dot, dash and underscore are replaced",
+        ),
         _s("source_file", "file that the record is in"),
         _i("source_offset", "offset of the record in the decompressed file", "byte"),
         _i("length", "length of the record", "byte"),
