@@ -761,7 +761,7 @@ REJECTS = TableSchema(
         _i("source_offset", "offset of the record in the decompressed file", "byte"),
         _i("length", "length of the record", "byte"),
         _s("reason", "why it could not be read"),
-        _s("excerpt", "structure and keys of the record; values only with --show-values"),
+        _s("excerpt", "structure and keys of the record; values only if the user asks for them"),
         _i(
             "count",
             "bad records, spans or events that the row stands for; 1 unless there were too many to list",
