@@ -49,7 +49,9 @@ def cli_page() -> str:
         if arguments:
             parts.append(table(("argument", "what"), [(_metavar(p), _text(p)) for p in arguments]))
         parts.append(_options(p for p in own if p.param_type_name == "option"))
-        parts.append(f"With `--json` it prints what `schemas/results/{name}.schema.json` describes.")
+        parts.append(
+            f"With `--json` the command prints JSON as `schemas/results/{name}.schema.json` describes it."
+        )
     return "\n\n".join(parts) + "\n"
 
 
@@ -104,7 +106,7 @@ def tables_page() -> str:
     for one in TABLES.values():
         rows = [(f"`{c.name}`", c.kind, c.unit or "", c.doc) for c in one.columns]
         more = (
-            "\n\nFurther columns, float64, are the features that the models were offered."
+            "\n\nFurther columns, of type float64, are the features that the models were offered."
             if one.open_ended
             else ""
         )
@@ -112,8 +114,10 @@ def tables_page() -> str:
         parts.append(table(("column", "type", "unit", "what"), rows))
         if rules := list(one.rules({c.limit: 0 for c in one.columns if c.limit})):
             names = ", ".join(f"`{rule.column} is {rule.what}`" for rule in rules)
-            what = "their value is left out" if one.clears_values else "the row is left out"
-            parts.append(f"Where one of these holds, {what} and counted in `runs.implausible`: {names}.")
+            what = "the value" if one.clears_values else "the row"
+            parts.append(
+                f"tracefit leaves out {what} and counts it in `runs.implausible` if one of these is true: {names}."
+            )
     return "\n\n".join(parts) + "\n"
 
 
@@ -123,9 +127,9 @@ def features_page() -> str:
         "# Feature sets",
         GENERATED,
         (
-            "A feature is a formula over table columns; sets are declared, and `--features FILE` takes one of your own in YAML "
-            "or JSON. Names in capitals are numbers of config.json, the GPU and the settings; a coefficient file has them. "
-            "`tracefit features` prints this."
+            "A feature is a formula over table columns. `--features FILE` takes your own set of features, in YAML or JSON. "
+            "Names in capitals are numbers from config.json, the GPU and the settings; a coefficient file contains them. "
+            "`tracefit features` prints these sets."
         ),
     ]
     for one in BUILT_IN.values():
@@ -143,9 +147,9 @@ def api_page() -> str:
         "# Python API",
         GENERATED,
         (
-            "The commands are functions of the package. `paths` is one path or several; other folders are the ones the command "
-            "line takes, OUT of `run` among them. Rows to predict are a frame of polars, pandas, pyarrow or another library that "
-            "narwhals knows, columns by name, or one mapping per row; predictions for a frame come back as a frame of its library. Results are frozen dataclasses with the fields of `schemas/results/`. An error "
+            "The commands are functions of the package. `paths` is one path or several; other folders are those that the command "
+            "line takes, such as the OUT of `run`. Rows to predict are a frame of polars, pandas, pyarrow or another library that "
+            "narwhals supports, or one mapping per row; predictions for a frame come back as a frame of its library. Results are frozen dataclasses with the fields of `schemas/results/`. An error "
             "is a `tracefit.TracefitError` (`UsageError`: the call or a file is wrong; `DataError`: the data cannot support "
             "the result) whose text is one line."
         ),
@@ -184,26 +188,26 @@ print(models.predict_step([{"batch": 8, "context": 900}, {"batch": 32, "context"
     return "\n\n".join(parts) + "\n"
 
 
-FIGURES_TEXT = """`result.plot(figure, deployment=None)` of what `run` or `train` returned is a figure of plotly:
+FIGURES_TEXT = """On the result of `run` or `train`, `result.plot(figure, deployment=None)` returns a figure of plotly:
 
 ```python
 figure = result.plot("step-breakdown")
 figure.write_html("what-a-step-costs.html")
 ```
 
-In a notebook a result shows itself as tables (`_repr_html_`). These figures are there where the traces hold their data:"""
+A notebook shows a result as tables (`_repr_html_`). These figures exist if the traces have their data:"""
 
 FIGURES = {
     "step-times": "measured and predicted step times over time",
     "error-by-load": "errors of step times by load, the training range shaded",
     "step-breakdown": "what a step costs, by the terms of the model",
-    "first-token": "where TTFT goes: the overheads before the first step, prefill",
+    "first-token": "the parts of TTFT: the overheads before the first step, and prefill",
     "latency-by-load": "TTFT, ITL and E2E over the requests in flight",
     "runs": "step times of several runs over the batch",
     "timeline": "an engine over its run; `timeline-2` is the next engine",
-    "ttft": "distribution of TTFT, predicted and measured; `itl` and `e2e` alike",
-    "beta.cycle_time-predicted": "predicted against measured durations of held-out rows; any model's name comes first",
-    "beta.cycle_time-residuals": "residuals over time; with a feature's name behind it, against that feature",
+    "ttft": "distribution of TTFT, predicted and measured; `itl` and `e2e` show the others",
+    "beta.cycle_time-predicted": "predicted against measured durations of held-out rows; other names begin with another model",
+    "beta.cycle_time-residuals": "residuals over time; add the name of a feature to get them against that feature",
 }
 
 
@@ -254,7 +258,7 @@ def _sections(doc: str) -> str:
 def recordings_page() -> str:
     """Describe what files hold besides spans, as each format declares itself."""
     rows = [(one.title, one.fills, one.units, one.clock) for one in RECORDINGS.values()]
-    intro = "A file may hold other recordings than spans; they are detected by content, under any name, compressed or not."
+    intro = "tracefit also reads recordings that are not spans. It recognises them by content, under any name, compressed or not."
     parts = ["# Recordings", GENERATED, intro, table(("recording", "fills", "units", "its clock"), rows)]
     return "\n\n".join(parts) + "\n"
 

@@ -1,6 +1,6 @@
 """Docstrings, comments, messages and pages avoid the sentence shapes that readers stumble over.
 
-CONTRIBUTING asks for plain English; a pattern can hold only these shapes.
+CONTRIBUTING asks for plain English; a pattern can find only these shapes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ START = r"(?:\A|(?<=[.!?:]\s)|(?<=\n\n))\s*"
 
 FORBIDDEN = {
     "none as a predicate": re.compile(r"\b(?:is|are|was|were) none\b"),
+    "the same of: say the same for or with": re.compile(r"\bthe same of\b", re.IGNORECASE),
     "of which: say whose or with": re.compile(r"\bof which\b", re.IGNORECASE),
     "but for: say except": re.compile(r"\bbut for\b", re.IGNORECASE),
     "anew: say again": re.compile(r"\banew\b", re.IGNORECASE),
@@ -31,6 +32,22 @@ FORBIDDEN = {
     # A question may begin so, and a title, which has no full stop.
     "a sentence that begins with 'What': name the thing": re.compile(START + r"What\b(?=[^.:;?!]*[.:;])"),
 }
+
+FORBIDDEN_ON_PAGES = {
+    # A run may be alone, and "let alone" goes on; "the median alone." has only the median.
+    "alone at the end: say only, in front": re.compile(r"(?<!is )(?<!are )\balone\b(?=\s*(?:[.;,:)]|\Z))"),
+    # "There is no queue" and "is no longer" are fine; "a string that is no text" is not a text.
+    "is no: say is not a": re.compile(
+        r"(?<!there )\b(?:is|are|was|were) no (?!\w+er\b|more\b|less\b)", re.IGNORECASE
+    ),
+}
+"""Shapes that pages avoid, and code does not yet."""
+
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "fixtures/**/*.md", "pipeline/*/*.md")
+    for path in ROOT.glob(pattern)
+)
 
 
 def passages(path: Path) -> Iterator[tuple[int, str]]:
@@ -62,7 +79,8 @@ def passages(path: Path) -> Iterator[tuple[int, str]]:
 
 def faults(path: Path) -> Iterator[str]:
     for line, text in passages(path):
-        for rule, shape in FORBIDDEN.items():
+        rules = FORBIDDEN | (FORBIDDEN_ON_PAGES if path.suffix == ".md" else {})
+        for rule, shape in rules.items():
             for match in shape.finditer(text):
                 at = line + text.count("\n", 0, match.end())
                 yield f"{path.relative_to(ROOT)}:{at}: {match[0].strip()!r} is {rule}"
@@ -72,7 +90,8 @@ def test_sentences_are_plain():
     code = [
         p for folder in ("pipeline", "tests") for p in ROOT.glob(f"{folder}/**/*.py") if p != Path(__file__)
     ]
-    files = [*code, *ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
+    assert {"CHANGELOG.md", "CONTRIBUTING.md", "README.md", "SECURITY.md"} <= {path.name for path in PAGES}
+    files = [*code, *PAGES]
     assert not [fault for path in sorted(files) for fault in faults(path)]
 
 
@@ -84,6 +103,7 @@ def test_sentences_are_plain():
         "# A frame.\n# Of a head the end is kept.",
         'message = f"{run}: files of which none is read"',
         '"""x: What is read."""',
+        "# The same of the other batch.",
     ],
 )
 def test_a_forbidden_shape_is_found(tmp_path, monkeypatch, text):
@@ -92,8 +112,21 @@ def test_a_forbidden_shape_is_found(tmp_path, monkeypatch, text):
     assert len([*faults(tmp_path / "a.py")]) == 1
 
 
+@pytest.mark.parametrize("text", ["It shows steps alone.\n", "A string that is no text, and more.\n"])
+def test_a_shape_is_found_on_a_page(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    (tmp_path / "a.md").write_text(text)
+    assert len([*faults(tmp_path / "a.md")]) == 1
+
+
 @pytest.mark.parametrize(
-    "text", ["What does it cost?\n", "## What comes out\n", "```text\nNo run is none.\n```\n"]
+    "text",
+    [
+        "What does it cost?\n",
+        "## What comes out\n",
+        "```text\nNo run is none.\n```\n",
+        "There is no queue. It is no longer slow, and the run is alone.\n",
+    ],
 )
 def test_questions_titles_and_code_are_fine(tmp_path, monkeypatch, text):
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)

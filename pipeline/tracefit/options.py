@@ -139,7 +139,7 @@ def keys_of(texts: list[str]) -> tuple[str, ...]:
 DeploymentOption = Annotated[
     str | None,
     OptionFlag(
-        "Deployment id, or a part of it that is unique; needed where there are several deployments.",
+        "Deployment id, or a unique part of it; needed if there are several deployments.",
         "deployment",
         completion="deployments",
     ),
@@ -147,25 +147,32 @@ DeploymentOption = Annotated[
 RunOption = Annotated[
     str | None,
     OptionFlag(
-        "A run of the deployment, in place of --deployment.", "run", metavar="NAME", completion="runs"
+        "A run: chooses the deployment that was trained on it, instead of --deployment.",
+        "run",
+        metavar="NAME",
+        completion="runs",
     ),
+]
+ReplayedRunOption = Annotated[
+    str | None,
+    OptionFlag("The run to replay; every run if not given.", "run", metavar="NAME", completion="runs"),
 ]
 WorkersOption = Annotated[
     int | None,
     OptionFlag(
-        "Most processes that decode traces, build tables and read them; the number of cores, or of a cluster's, if not given.",
+        "Most processes that decode traces and build and read tables; one per core of the machine or cluster if not given.",
         "workers",
         minimum=1,
     ),
 ]
 TablesOption = Annotated[
     str | Path | None,
-    OptionFlag("Tables the models were trained on; found beside the models if not given.", "tables"),
+    OptionFlag("Tables that the models were trained on; those next to the models if not given.", "tables"),
 ]
 ConsumerVersionOption = Annotated[
     str | None,
     OptionFlag(
-        "Version of the consumer, such as 0.9.2, where older ones need another form; the newest if not given.",
+        "Version of the consumer, such as 0.9.2, if an older one needs another form; the newest if not given.",
         "consumer_version",
         metavar="VERSION",
     ),
@@ -173,36 +180,36 @@ ConsumerVersionOption = Annotated[
 BatchOption = Annotated[
     float | None,
     OptionFlag(
-        "Requests that decode. For a request: those that run when it arrives; if not given, none with an empty queue, "
-        "else as many as slots and KV blocks hold.",
+        "Decoding requests. For a request: the requests that run when it arrives; if not given, 0 with an empty queue, "
+        "else as many as fit into slots and KV blocks.",
         "batch",
         minimum=0,
     ),
 ]
 ContextOption = Annotated[
-    float | None, OptionFlag("Mean tokens in the caches of the requests of --batch.", "context", minimum=0)
+    float | None, OptionFlag("Mean tokens in the KV cache per request of --batch.", "context", minimum=0)
 ]
 PrefillOption = Annotated[float, OptionFlag("Prompt tokens computed in the step.", "prefill", minimum=0)]
 PrefillRequestsOption = Annotated[
     float | None,
-    OptionFlag("Requests that the prompt tokens of the step belong to.", "prefill_reqs", minimum=0),
+    OptionFlag("Requests whose prompt tokens the step computes.", "prefill_reqs", minimum=0),
 ]
 WaitingOption = Annotated[float, OptionFlag("Requests in the queue during the step.", "waiting", minimum=0)]
 PromptOption = Annotated[
     float | None,
     OptionFlag(
-        "Prompt tokens of a request: predicts the request.", "prompt_tokens", flag="--prompt", minimum=1
+        "Prompt tokens of a request; predicts the request.", "prompt_tokens", flag="--prompt", minimum=1
     ),
 ]
 OutputOption = Annotated[
-    float, OptionFlag("Tokens the request generates.", "output_tokens", flag="--output", minimum=1)
+    float, OptionFlag("Tokens that the request generates.", "output_tokens", flag="--output", minimum=1)
 ]
-QueueOption = Annotated[float, OptionFlag("Requests waiting ahead of it.", "queue", minimum=0)]
+QueueOption = Annotated[float, OptionFlag("Requests that wait ahead of the request.", "queue", minimum=0)]
 CachedOption = Annotated[float, OptionFlag("Prompt tokens found in the prefix cache.", "cached", minimum=0)]
 FeaturesOption = Annotated[
     list[str] | None,
     OptionFlag(
-        "A feature or table column as it is, such as running_depth, the requests that run when it arrives; repeatable.",
+        "Value of a feature or table column, such as running_depth, the requests that run on arrival; repeatable.",
         "features",
         flag="--feature",
         metavar="NAME=NUMBER",
@@ -212,20 +219,22 @@ RateOption = Annotated[float | None, OptionFlag("Requests per second over all se
 ServerCountOption = Annotated[
     int | None,
     OptionFlag(
-        "Number of servers: gives the largest rate, or with --rate what they do at it.", "servers", minimum=1
+        "Number of servers; gives their largest rate, or with --rate their latencies at this rate.",
+        "servers",
+        minimum=1,
     ),
 ]
 RowsOption = Annotated[
-    Path | None, OptionFlag("A .csv, .parquet or .ndjson file: predicts every row.", "rows")
+    Path | None, OptionFlag("A .csv, .parquet or .ndjson file; predicts every row.", "rows")
 ]
 PriceOption = Annotated[
     float | None,
-    OptionFlag("Price of a GPU for an hour: gives the cost of a million tokens.", "price", minimum=0),
+    OptionFlag("Price of a GPU per hour; gives the cost of a million tokens.", "price", minimum=0),
 ]
 FigureOption = Annotated[
     str | Path | None,
     OptionFlag(
-        "Page to write with a figure of latencies over the rate.",
+        "Page to write, with a figure of latencies over the rate.",
         "figure",
         metavar="PAGE.html",
         kind=Path | None,
@@ -234,7 +243,7 @@ FigureOption = Annotated[
 ObjectivesOption = Annotated[
     list[str] | None,
     OptionFlag(
-        "The longest that a percentile of ttft, itl or e2e may be, such as ttft_p99=500; repeatable.",
+        "Longest time allowed for a percentile of ttft, itl or e2e, such as ttft_p99=500; repeatable.",
         "slo_ms",
         flag="--slo",
         metavar="LATENCY_PQ=MS",
@@ -243,8 +252,7 @@ ObjectivesOption = Annotated[
 LimitsOption = Annotated[
     list[str] | None,
     OptionFlag(
-        "The longest that ttft, itl or e2e should take: a line in the figures. May be given several times; "
-        "MLPerf's limits (ttft=2000, itl=200) if not given.",
+        "Longest time that ttft, itl or e2e should take: gives lines in the figures and the goodput; repeatable.",
         "slo_ms",
         flag="--slo",
         metavar="LATENCY=MS",
@@ -264,7 +272,7 @@ ChangesOption = Annotated[
 PathsArgument = Annotated[
     str | Path | Iterable[str | Path],
     OptionFlag(
-        "Run folders, folders of run folders, trace files (files without a run configuration beside them form "
+        "Run folders, folders of run folders, trace files (files without a run configuration next to them form "
         "one run), patterns, s3:// or gs:// URLs, or - for standard input.",
         "paths",
         positional=True,
@@ -286,13 +294,15 @@ ModelsArgument = Annotated[str | Path, OptionFlag(_MODELS, "models", positional=
 FirstArgument = Annotated[str | Path, OptionFlag(_MODELS, "first", positional=True)]
 SecondArgument = Annotated[
     str | Path,
-    OptionFlag("Another one; or tables of new runs, for a drift check.", "second", positional=True),
+    OptionFlag(
+        "Another such file or folder; or tables of new runs, for a drift check.", "second", positional=True
+    ),
 ]
 VerifiedArgument = Annotated[str | Path, OptionFlag(_MODELS, "file", positional=True)]
 ReportedArgument = Annotated[
     str | Path,
     OptionFlag(
-        "A folder that run or train wrote: evaluation.json and the models.", "folder", positional=True
+        "A folder that run or train wrote, with evaluation.json and the models.", "folder", positional=True
     ),
 ]
 ReplayedArgument = Annotated[
@@ -302,7 +312,7 @@ ReplayedArgument = Annotated[
 PlannedArgument = Annotated[
     str | Path | Iterable[str | Path],
     OptionFlag(
-        "Folders that `tracefit run` wrote, or with coefficient files; each deployment is a kind of server.",
+        "Folders that `tracefit run` wrote, or folders of coefficient files; each deployment in them is a kind of server.",
         "folders",
         metavar="OUT...",
         positional=True,
@@ -332,10 +342,14 @@ TrainOutOption = Annotated[
     str | Path,
     OptionFlag("Folder or s3:// or gs:// URL for the models, the evaluation and the report.", "out"),
 ]
-ReportOutOption = Annotated[str | Path | None, OptionFlag("Where to write; FOLDER if not given.", "out")]
+ReportOutOption = Annotated[str | Path | None, OptionFlag("Folder to write to; FOLDER if not given.", "out")]
 RowsOutOption = Annotated[
     str | Path | None,
-    OptionFlag("Write the predicted rows here, by suffix; else CSV on stdout.", "out", kind=Path | None),
+    OptionFlag(
+        "File for the predicted rows, in the format of its suffix; CSV on stdout if not given.",
+        "out",
+        kind=Path | None,
+    ),
 ]
 ExportOutOption = Annotated[str | Path, OptionFlag("Folder for the consumer's files.", "out")]
 DryRunOption = Annotated[
@@ -346,12 +360,12 @@ FeaturesFileOption = Annotated[
     OptionFlag("Where the feature-set file is now, if it moved.", "features", kind=Path | None),
 ]
 RowKindOption = Annotated[
-    str, OptionFlag("Kind of the rows: step, request, or a model's name with its features.", "of")
+    str, OptionFlag("Kind of the rows: step, request, or the name of a model whose features they have.", "of")
 ]
 EachOption = Annotated[
-    bool, OptionFlag("Print one line per request, in seconds and under vLLM's names, as CSV or JSON.")
+    bool, OptionFlag("Print one line per request, in seconds and with vLLM's names, as CSV or JSON.")
 ]
-CsvOption = Annotated[bool, OptionFlag("Print CSV on stdout; times in seconds.")]
+CsvOption = Annotated[bool, OptionFlag("Print CSV on stdout, with times in seconds.")]
 
 
 # -- classes of options ----------------------------------------------------------------------------------
@@ -359,7 +373,7 @@ CsvOption = Annotated[bool, OptionFlag("Print CSV on stdout; times in seconds.")
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Facts about the server from the user, instead of or beyond the run's files.
+    """Facts about the server that the user states, in addition to the run's files or instead of them.
 
     Attributes:
         run_config: exp-config.yaml or run.yaml, a `vllm serve` command line, or a server log, for every run.
@@ -383,10 +397,10 @@ class BuildLimits:
     Attributes:
         window_bytes: Bytes on disk of the staged parts that are read at once; in memory they take several
             times as much.
-        sorted_bytes: Bytes of rows that wait to be sorted; beyond it they are spilled to disk.
-        small_run_rows: Steps, journey events and snapshots of a run up to which its tables stay in memory
-            until they are written, and its timeline is built from them. The timeline of a larger run is left
-            to `train`, which has more memory: about 1 KiB for each step.
+        sorted_bytes: Bytes of rows that wait to be sorted; more rows go to disk.
+        small_run_rows: The tables of a run with at most so many steps, journey events and snapshots stay in memory
+            until they are written, and its timeline is built from them. `train` builds the timeline of a larger run,
+            in more memory: about 1 KiB for each step.
     """
 
     window_bytes: int = 8 << 20
@@ -396,18 +410,18 @@ class BuildLimits:
 
 @dataclass(frozen=True, slots=True)
 class IngestOptions:
-    """Bounds on reading, and the part of the traces that is kept: text of users, which is private, only on request.
+    """Bounds on reading, and which parts of the traces are kept; private text of users only on request.
 
     Attributes:
         all_spans: Keep spans of other services and scopes too, in the spans table only.
         keep_attributes: Span attributes to keep in addition to ids, counts, routes, the model and sampling parameters;
             repeatable.
-        show_values: Show the content of rejected records, not only their structure; it is private data.
-        max_document_mib: Longest JSON document, line or protobuf message that is read, in MiB; it is in memory as a whole.
-        max_rejects: Bad records after which the rest of a file is not read.
-        block_bytes: Bytes of a file that are decoded at once; with more, a worker takes more memory.
-        bytes_per_worker: Bytes that are worth another process: it takes about as long to start as to decode 64 MiB.
-        fetched_bytes: Most bytes of bucket files on disk at a time, unless one file is larger.
+        show_values: Show the content of rejected records, which is private data, not only their structure.
+        max_document_mib: Longest JSON document, line or protobuf message that is read, in MiB; memory holds it as a whole.
+        max_rejects: Number of bad records after which the rest of a file is not read.
+        block_bytes: Bytes of a file that are decoded at once; larger blocks need more memory per worker.
+        bytes_per_worker: Bytes for which another process starts; the start takes about as long as decoding 64 MiB.
+        fetched_bytes: Most bytes of files from buckets on disk at a time, unless one file is larger.
         build: How much of a run is in memory while its tables are built.
     """
 
@@ -424,11 +438,11 @@ class IngestOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """Where traces are decoded and tables read.
+    """Where traces are decoded and tables are built and read.
 
     Attributes:
-        name: Where they run: as processes of this machine, or on Ray (`pip install 'tracefit[ray]'`).
-        ray_address: The Ray cluster: auto for that of this machine, ray://HOST:PORT or HOST:PORT; started here if not given.
+        name: Where the work runs: in processes on this machine, or on Ray (`pip install 'tracefit[ray]'`).
+        ray_address: The Ray cluster: auto for the one on this machine, ray://HOST:PORT or HOST:PORT; a new one starts here if not given.
     """
 
     name: Literal["local", "ray"] = option("local", flag="--engine")
@@ -443,18 +457,18 @@ class TrainOptions:
     """How to train.
 
     Attributes:
-        beta_target: Source of step times: the step clock, step.duration_us, or auto for durations where they cover the busy
-            time.
+        beta_target: Source of step times: the step clock, step.duration_us, or auto, which takes durations if they cover the
+            busy time.
         features: Feature set for step times: batch, roofline, roofline_max, work_max, line, line+sizes, a YAML or JSON
-            file, or auto to let validation inside and beyond the training load choose.
-        sample_csv: Also write the specification's two sample tables.
+            file, or auto, which chooses by validation inside and beyond the training load.
+        sample_csv: Also write the two sample tables of the specification.
         positive: Allow no negative coefficient and no negative intercept.
         any_sign: Allow coefficients of any sign, even a negative time per token, request or byte.
         fast: Skip the gradient-boosted references and the replays of other rates, which take most of the training time.
-        include_overloaded: Train on overloaded runs too, where their deployment has others.
-        across: Also leave out every run, model and GPU, and every deployment of several of a model on a GPU, in turn, and measure
-            models fitted on the others.
-        thresholds: A requirement of a use, such as simulation.step_mape_pct=12:30 (yes, with limits); repeatable.
+        include_overloaded: Train on overloaded runs even if their deployment has other runs.
+        across: Also measure how well every run, model and GPU in turn is predicted by models fitted on the others, and likewise
+            every deployment if several have the same model and GPU.
+        thresholds: Limits of a verdict, such as simulation.step_mape_pct=12:30 for yes up to 12 and with limits up to 30; repeatable.
     """
 
     beta_target: BetaTarget = option("auto")
@@ -474,12 +488,12 @@ class LoadOptions:
 
     Attributes:
         prompt: Prompt tokens of every request; as traced if not given.
-        output: Tokens each generates; as traced if not given.
-        burstiness: Shape of the gamma distribution of gaps between arrivals: 1 is Poisson, less comes in bursts; as traced if
+        output: Tokens that every request generates; as traced if not given.
+        burstiness: Shape of the gamma distribution of gaps between arrivals: 1 is Poisson, below 1 gives bursts; as traced if
             not given.
         router: Whether servers get requests at random or in turn.
-        file: A .csv, .parquet or .ndjson file of requests: prompt_tokens, output_tokens, and cached_tokens and arrival_s if
-            known.
+        file: A .csv, .parquet or .ndjson file of requests, with prompt_tokens and output_tokens, and if known cached_tokens
+            and arrival_s.
     """
 
     prompt: int | None = option(None, minimum=1)
@@ -494,8 +508,8 @@ class Tolerance:
     """How much worse an old file may be on new traces.
 
     Attributes:
-        factor: Drift: factor on the published error that is still good.
-        slack_pct: Drift: percentage points above it that are still good.
+        factor: Drift check: multiple of the published error that is still good.
+        slack_pct: Drift check: percentage points above the published error that are still good.
     """
 
     factor: float = option(1.5, flag="--tolerance", minimum=1)

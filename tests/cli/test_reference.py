@@ -43,7 +43,13 @@ def test_reference_pages_are_what_make_docs_writes(page):
 
 
 @pytest.mark.parametrize(
-    "code", ["0 done", "1 the data cannot support", "2 usage", "3 done, with something in quarantine"]
+    "code",
+    [
+        "0 done",
+        "1 the data cannot support",
+        "2 wrong usage",
+        "3 done, but some data are missing or were left out",
+    ],
 )
 def test_exit_code_is_in_the_help(code):
     assert code in " ".join(GROUP.help.split())

@@ -50,6 +50,7 @@ from tracefit.options import (
     QueueOption,
     RateOption,
     ReplayedArgument,
+    ReplayedRunOption,
     ReportedArgument,
     ReportOutOption,
     RowKindOption,
@@ -122,10 +123,10 @@ def run(
 
 @command("inspect", ServerOptions)
 def inspect(terminal: Terminal, paths: InspectedArgument, **options: Any) -> object:
-    """Describe traces, and the models that they can train.
+    """Describe traces and the models that they can train.
 
-    Formats, services, sampling, events and the health of the journeys; nothing is fitted or written. Exit code 1 when
-    nothing can be trained.
+    Shows formats, services, sampling, events and how complete the journeys are; fits and writes nothing. The exit code is 1
+    if no model can be trained.
 
     Example: `tracefit inspect runs/`
     """
@@ -180,7 +181,7 @@ def receive(
 ) -> object:
     """Receive traces from running servers into run folders.
 
-    OTLP over gRPC and HTTP, as vLLM sends it, without a collector. A request is acknowledged when it is on disk.
+    Takes OTLP over gRPC and HTTP, as vLLM sends it, without a collector. Acknowledges a request when it is on disk.
 
     Example: `tracefit receive --out traces/ --model meta-llama/Llama-3.1-8B-Instruct --gpu H100 --live`
     """
@@ -212,7 +213,7 @@ def train(
     workers: WorkersOption = None,
     **options: Any,
 ) -> object:
-    """Fit coefficient files on tables, with a report.
+    """Fit coefficients on tables, and write a report.
 
     Example: `tracefit train tables/ --out models/`
     """
@@ -272,7 +273,7 @@ def verify(
 ) -> object:
     """Refit coefficient files and confirm each number.
 
-    Numbers must agree to 1e-6; else the command names the inputs that differ and exits with 1.
+    Numbers must agree to 1e-6; if they do not, the command names the inputs that differ and exits with 1.
 
     Example: `tracefit verify out/`
     """
@@ -283,12 +284,12 @@ def verify(
 def replay(
     terminal: Terminal,
     folder: ReplayedArgument,
-    run: RunOption = None,
+    run: ReplayedRunOption = None,
 ) -> object:
     """Replay the held-out part of runs with their models.
 
-    Queue, batches and steps follow from them. Requests come when they came, and are as long as they were;
-    the past of those in flight at the beginning is measured. Times, throughput and the queue are shown with the measured ones.
+    The models give the queue, the batches and the steps. Requests have their measured arrivals and lengths; those in flight at
+    the beginning have their measured past. Shows times, throughput and the queue next to the measured ones.
 
     Example: `tracefit replay out/`
     """
@@ -311,8 +312,8 @@ def plan(
 ) -> object:
     """Plan servers for a load and its objectives.
 
-    The fewest servers for --rate, or the largest rate of --servers, from replays of requests like those traced; latencies
-    against the rate, with their intervals. It says where an answer rests on steps unlike those of the training.
+    Finds the fewest servers for --rate, or the largest rate of --servers, by replaying requests like the traced ones. Shows
+    latencies against the rate, with intervals, and says if an answer rests on steps unlike those in training.
 
     Example: `tracefit plan out/ --rate 40 --slo ttft_p99=500 --slo itl_p99=50`
     """
@@ -343,7 +344,7 @@ def requests(
 ) -> object:
     """Summarize requests: failures, latencies, throughput.
 
-    Percentiles of TTFT, ITL, E2E and queue wait; by run, by phase and over time.
+    Shows percentiles of TTFT, ITL, E2E and queue wait by run, by phase and over time.
 
     Example: `tracefit requests out/`
     """
@@ -379,7 +380,7 @@ def predict(
 ) -> object:
     """Predict steps and requests from coefficient files.
 
-    A described step: `--batch 32 --context 1500 --prefill 512`. A described request: `--prompt 800 --output 250 --queue 12`.
+    Describe a step, such as `--batch 32 --context 1500 --prefill 512`, or a request, such as `--prompt 800 --output 250 --queue 12`.
 
     Example: `tracefit predict models/ --deployment codellama-34b --batch 32`
     """
@@ -471,9 +472,9 @@ def export(
     run: RunOption = None,
     consumer_version: ConsumerVersionOption = None,
 ) -> object:
-    """Write coefficients in the form a consumer loads.
+    """Write coefficients in the form that a consumer loads.
 
-    They are refitted in the consumer's form, with its held-out error. A model that cannot be converted is refused with the reason (exit code 1).
+    Refits them in the consumer's form and prints its held-out error. Refuses a model that cannot be converted, with the reason (exit code 1).
 
     Example: `tracefit export out/ --to blis --deployment codellama-34b --out blis/`
     """
@@ -489,7 +490,7 @@ def features(
 ) -> object:
     """Show the declared feature sets.
 
-    Name, unit, formula and reason of every feature.
+    Shows the name, unit, formula and reason of every feature.
 
     Example: `tracefit features batch`
     """
@@ -511,7 +512,7 @@ def synth(
 ) -> object:
     """Generate traces with known coefficients.
 
-    They have the form of real traces; the truth is written with them.
+    The traces have the form of real ones; truth.json next to them has the true coefficients.
 
     Example: `tracefit synth --out runs/ --requests 600 --law linear`
     """

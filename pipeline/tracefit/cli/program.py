@@ -156,12 +156,12 @@ _HELP = """From vLLM OpenTelemetry traces to latency coefficients you can trust.
 
 Every option can also be set by an environment variable (`TRACEFIT_BETA_TARGET` for `--beta-target`) or in the TOML file
 of `--config` (`beta-target = "clock"`, at the top for every command or below `[run]` for one). A flag takes precedence over
-the environment, the environment over the file.
+the environment, and the environment over the file.
 
-Exit codes: 0 done; 1 the data cannot support the result; 2 usage; 3 done, with something in quarantine (unreadable
-records, implausible values, events the server's SDK dropped, duplicate spans, requests the receiver refused); 4 a defect of
-tracefit itself, in one line to report; 130 interrupted; 141 the reader of standard output is gone. A result that standard
-output does not take is 2.
+Exit codes: 0 done; 1 the data cannot support the result; 2 wrong usage, or the result could not be written to standard
+output; 3 done, but some data are missing or were left out (unreadable records, implausible values, events that the server's
+SDK dropped, duplicate spans, requests that the receiver refused); 4 a defect of tracefit itself, in one line to report;
+130 interrupted; 141 the reader of standard output is gone.
 """
 
 app = typer.Typer(
@@ -190,7 +190,7 @@ def _log_level(context: typer.Context, level: LogLevel | None) -> LogLevel | Non
 
 _Config = Annotated[
     Optional[Path],
-    typer.Option(callback=use_config, is_eager=True, help="TOML file of options, under the flags' names."),
+    typer.Option(callback=use_config, is_eager=True, help="TOML file of options, named like the flags."),
 ]
 _LogLevel = Annotated[
     Optional[LogLevel],

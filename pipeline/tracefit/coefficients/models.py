@@ -31,7 +31,7 @@ def load(*paths: str | Path | Iterable[str | Path]) -> Models:
     """Read coefficient files.
 
     Args:
-        paths: Files, or folders that hold alpha.json, beta.json or both, themselves or in `models/`; also
+        paths: Files, or folders that have alpha.json, beta.json or both, directly or in `models/`; also
             lists of these.
 
     Raises:

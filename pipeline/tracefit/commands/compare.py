@@ -54,7 +54,7 @@ def compare(
 
     Args:
         first: A coefficient file, a folder of them, or a folder that `run` wrote.
-        second: Another one, or tables of new runs. If a folder has both, the models are compared.
+        second: Another such file or folder, or tables of new runs. If a folder has both models and tables, the models are compared.
         deployment: Compare this deployment only; see `Models.deployment`.
         run: Compare the deployment of this run only.
         tolerance: For a drift check.

@@ -59,10 +59,10 @@ def export(
         models: A coefficient file, a folder of them, or a folder that `run` wrote.
         to: The consumer, one of `consumers.CONSUMERS`.
         out: Folder for the files.
-        tables: The tables the models were trained on; `tables` beside or in the models' folder if not given.
+        tables: The tables that the models were trained on; `tables` next to or in the models' folder if not given.
         deployment: See `Models.deployment`.
-        run: A run of the deployment, in place of its id.
-        consumer_version: The consumer's version, such as `0.9.2`, where older ones need another form.
+        run: A run of the deployment, instead of its id.
+        consumer_version: The consumer's version, such as `0.9.2`, if an older one needs another form.
 
     Raises:
         UsageError: The consumer, a file or a folder is wrong.

@@ -74,29 +74,29 @@ def ingest(
 ) -> IngestResult:
     """Read traces and write the tables of every run.
 
-    Known files are not decoded again: a run with the same files stays as it is, one whose
-    files have grown or become more is brought up to date, and the result is that of reading everything at once. The
-    folder changes run by run, in one step each; after an interruption, running the command again completes the work.
+    Known files are not decoded again. A run whose files are the same stays as it is; a run whose files have grown or become
+    more is brought up to date. The result is the same as if everything were read at once. Each run is written in one step;
+    after an interruption, run the command again to complete the work.
 
-    Memory hardly grows with the files: each worker holds one range of a file at a time, and of a whole run a few
-    hundred bytes per span. The `timeline` of a run of more than `BuildLimits.small_run_rows` events is left to `train`.
+    Memory hardly grows with the size of the files: each worker holds one range of a file at a time, and a few hundred bytes per
+    span of a whole run. `train` builds the `timeline` of a run with more than `BuildLimits.small_run_rows` events.
 
     Args:
-        paths: Run folders, folders of run folders, trace files (files without a run configuration beside them make one run
+        paths: Run folders, folders of run folders, trace files (files without a run configuration next to them form one run
             together), patterns, `s3://`, `gs://` or `file://` URLs of these, or `-` for standard input.
-        out: The tables folder, or its `s3://` or `gs://` URL. One process at a time writes to a folder; a second one waits. In a
-            bucket it does not wait: other runs are added beside each other.
-        server: Facts about the server beyond the run's files.
-        options: Which part of the traces is kept.
-        workers: Processes that decode and build, at most; as many as there are cores if not given.
-        engine: Where they run: on this machine, or on Ray. The tables are the same, byte for byte.
+        out: The tables folder, or its `s3://` or `gs://` URL. One process at a time writes to a folder, and a second one waits. In a
+            bucket several processes can add different runs at the same time.
+        server: Facts about the server in addition to the run's files.
+        options: Which parts of the traces to keep.
+        workers: Most processes that decode and build; one per core if not given.
+        engine: Where these processes run: on this machine, or on Ray. The tables are the same, byte for byte.
         progress: Receives reports on the progress.
 
     Raises:
         UsageError: A path, a configuration file or an option is wrong, the folder cannot be written, or another process
             has changed the same run in a bucket; the tables are as they were.
-        DataError: Not a single run holds vLLM spans; nothing of them is written. One among others is left out, and the
-            result names it.
+        DataError: No run has vLLM spans, and nothing is written. If only some runs lack them, these are left out, and the
+            result names them.
 
     Examples:
         >>> import tracefit

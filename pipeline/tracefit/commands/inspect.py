@@ -81,12 +81,12 @@ def inspect(
 
     Args:
         paths: Run folders, folders of run folders or trace files; or one folder that `run` or `ingest` wrote.
-        server: Facts about the server beyond the run's files; without effect on tables.
+        server: Facts about the server in addition to the run's files; they do not change tables.
         progress: Receives reports on the progress.
 
     Raises:
         UsageError: A path, a configuration file or an option is wrong.
-        DataError: A run holds no vLLM spans at all.
+        DataError: A run has no vLLM spans.
 
     Examples:
         >>> import tracefit

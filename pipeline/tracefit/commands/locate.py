@@ -82,7 +82,7 @@ def scan(folder: str | Path, table: str, *, run: str | None = None) -> pl.LazyFr
         run: The run whose rows to read; all runs if not given.
 
     Raises:
-        UsageError: The folder holds no tables, not that one or not that run.
+        UsageError: The folder has no tables, lacks this table, or lacks this run.
 
     Examples:
         >>> import polars as pl

@@ -129,24 +129,24 @@ def plan(
 ) -> PlanResult:
     """Return the fewest servers for a rate, or the largest rate of a number of servers, for every kind of server.
 
-    Each answer is a replay of a steady load with the models of a folder; its interval comes from the intervals of the coefficients
-    and from the errors of replays of recorded runs, and it says where it rests on steps unlike those of the training.
+    Each answer comes from a replay of a steady load with the models of a folder. Its interval comes from the intervals of the
+    coefficients and from the errors of replays of recorded runs. It says if it rests on steps unlike those in training.
 
     Args:
-        folders: Folders that `tracefit run` wrote, or others with coefficient files; each deployment in them is a kind of server.
+        folders: Folders that `tracefit run` wrote, or folders of coefficient files; each deployment in them is a kind of server.
         rate: Requests per second over all servers.
-        servers: Number of servers. With a rate too, the two are tried as they are.
-        slo_ms: The longest, in ms, that percentiles may be, such as `{"ttft_p99": 500}`.
+        servers: Number of servers. If a rate is given too, exactly this pair is tried.
+        slo_ms: The longest time, in ms, allowed for percentiles, such as `{"ttft_p99": 500}`.
         settings: Settings to change, such as `{"max_num_seqs": 256}`.
-        requests: The requests; those traced if not given.
-        price: Price of a GPU for an hour, in any currency.
-        deployment: Plan this deployment alone; see `Models.deployment`.
-        run: Plan the deployment of this run alone.
-        figure: A page to write, `.html`: percentiles over the rate, where a rate and an objective can be moved.
+        requests: The requests; the traced ones if not given.
+        price: Price of a GPU per hour, in any currency.
+        deployment: Plan only this deployment; see `Models.deployment`.
+        run: Plan only the deployment of this run.
+        figure: An `.html` page to write, with percentiles over the rate and a rate and an objective that can be moved.
         progress: Receives the name of each deployment.
 
     Raises:
-        UsageError: A folder, an option or an objective is wrong, or a setting changes what the models cannot say.
+        UsageError: A folder, an option or an objective is wrong, or a setting changes what the models cannot predict.
         TracefitError: There is nothing to draw, or the libraries that draw it are missing.
 
     Examples:

@@ -38,12 +38,12 @@ def predict(
 
     Args:
         models: Loaded coefficient files, a file, or a folder that `train` or `run` wrote.
-        rows: The file, a frame of any library that narwhals knows, columns by name, or one mapping per row; columns as `Models.predict_step` or `predict_request` take them, or a model's features.
+        rows: The file, a frame of any library that narwhals supports, or one mapping per row; the columns are the arguments of `Models.predict_step` or `predict_request`, or a model's features.
         of: `step`, `request`, or a model's name such as `alpha.queue_wait`.
         deployment: See `Models.deployment`.
-        run: A run of the deployment, in place of its id.
-        out: Where to write the rows with their predictions, by suffix as one of the same kinds.
-        progress: Receives a warning that names columns which no model reads; a warning of Python if not given.
+        run: A run of the deployment, instead of its id.
+        out: File for the rows with their predictions, in the format of its suffix: .csv, .parquet or .ndjson.
+        progress: Receives a warning that names columns which no model reads; without it, Python warns.
 
     Raises:
         UsageError: The file cannot be read or written, lacks what the model needs, or has a row that describes nothing the

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from tracefit.coefficients.models import Models
-    from tracefit.options import ReplayedArgument, RunOption
+    from tracefit.options import ReplayedArgument, ReplayedRunOption
 
 MOST_READ = 40_000
 """Requests of a server that a replay reads: half of them come before the held-out part, for its medians and what is in flight."""
@@ -30,13 +30,13 @@ MOST_COMPARED = 10_000
 
 
 def replay_runs(
-    folder: ReplayedArgument, *, run: RunOption = None, progress: Progress | None = None
+    folder: ReplayedArgument, *, run: ReplayedRunOption = None, progress: Progress | None = None
 ) -> ReplayResult:
     """Replay the held-out part of every run of a folder that `tracefit run` wrote.
 
     Args:
         folder: The folder.
-        run: The run to replay; all if not given.
+        run: The run to replay; every run if not given.
         progress: Receives the name of each run.
 
     Raises:

@@ -65,15 +65,15 @@ def report(
     """Write report.html and report.md again from the files that `run` or `train` wrote.
 
     Args:
-        folder: Holds evaluation.json, and alpha.json and beta.json in it or in `models/`.
-        tables: The tables folder; `folder`/tables if not given. Without tables the report has no figures of rows.
+        folder: Folder with evaluation.json, and with alpha.json and beta.json in it or in its `models/`.
+        tables: The tables folder; `folder`/tables if not given. Without tables the report has no figures of single rows.
         out: Where to write; `folder` if not given.
-        slo_ms: The longest each latency (`ttft`, `itl`, `e2e`) should take: a line in its figures, and the goodput is of requests
-            that keep to all of them.
+        slo_ms: The longest time, in ms, that each latency (`ttft`, `itl`, `e2e`) should take. The figures draw it as a line, and
+            the goodput counts requests that meet all of these.
         progress: Receives reports on the progress.
 
     Raises:
-        UsageError: A file is missing or not of the published shape, an objective is of no latency or not positive, or the
+        UsageError: A file is missing or does not match its schema, an objective names no latency or is not positive, or the
             report cannot be written.
 
     Examples:

@@ -70,8 +70,8 @@ def read_requests(tables: str | Path) -> pl.DataFrame:
     """Read the `requests` table of all runs.
 
     Raises:
-        UsageError: The folder holds no tables.
-        DataError: They hold no requests.
+        UsageError: The folder has no tables.
+        DataError: The tables have no requests.
     """
     rows = schema.REQUESTS.conform(TableStore(find_tables(tables)).require().read("requests"))
     if not rows.height:
@@ -87,8 +87,8 @@ def requests(tables: TablesArgument) -> RequestSummary:
     """Summarize the requests of all runs: together, by run, by phase, and over time.
 
     Raises:
-        UsageError: The folder holds no tables.
-        DataError: They hold no requests.
+        UsageError: The folder has no tables.
+        DataError: The tables have no requests.
 
     Examples:
         >>> import tracefit
@@ -129,8 +129,8 @@ def seconds_view(tables: str | Path) -> pl.DataFrame:
     """Return one row per request under vLLM's names, in seconds on the engine's clock; null where not known.
 
     Raises:
-        UsageError: The folder holds no tables.
-        DataError: They hold no requests.
+        UsageError: The folder has no tables.
+        DataError: The tables have no requests.
     """
     rows = read_requests(tables)
     units = {c.name: c.unit for c in schema.REQUESTS.columns}

@@ -93,13 +93,13 @@ def train(
         options: How to train.
         report_folder: Folder for evaluation.json and report.md; `out` if not given.
         run_ids: Runs to train on; every run in the tables if not given.
-        workers: Processes that make the frames of runs, at most; as many as there are cores if not given.
-        engine: Where they run: on this machine, or on Ray. Coefficients are fitted here, and are the same.
+        workers: Most processes that make the frames of runs; one per core if not given.
+        engine: Where these processes run: on this machine, or on Ray. The coefficients are fitted on this machine and do not depend on it.
         progress: Receives reports on the progress.
 
     Raises:
         UsageError: A folder is not valid.
-        DataError: Not a single model can be fitted; the report alone is written, where no models of an earlier training are.
+        DataError: No model can be fitted. Only the report is written, and only if no models of an earlier training are there.
 
     Examples:
         >>> import tracefit
@@ -378,17 +378,17 @@ def run(
 
     Args:
         paths: One path or several: run folders, folders of run folders, or trace files.
-        out: Where everything goes: a folder, or an `s3://` or `gs://` URL.
-        server: Facts about the server beyond the run's files.
+        out: Folder for all output, or its `s3://` or `gs://` URL.
+        server: Facts about the server in addition to the run's files.
         ingest_options: Which parts of the traces to keep.
         options: How to train.
-        workers: Processes at work, at most; as many as there are cores if not given.
-        engine: Where they run; see `ingest` and `train`.
+        workers: Most processes to use; one per core if not given.
+        engine: Where these processes run; see `ingest` and `train`.
         progress: Receives reports on the progress.
 
     Raises:
         UsageError: A path, a file or an option is wrong.
-        DataError: The traces cannot support a single model; see `train`.
+        DataError: The traces cannot support any model; see `train`.
 
     Examples:
         >>> import tracefit

@@ -47,11 +47,11 @@ def verify(
     features: FeaturesFileOption = None,
     progress: Progress | None = None,
 ) -> VerifyResult:
-    """Refit the runs a coefficient file names, by the options it names, and compare every value but provenance.
+    """Refit the runs that a coefficient file names, with the options that it names, and compare every value except provenance.
 
     Args:
         file: alpha.json or beta.json; or a folder with both, or one that `run` wrote, for all files in it.
-        tables: Tables with its runs; `tables` beside or in the models' folder if not given.
+        tables: Tables with its runs; `tables` next to or in the models' folder if not given.
         features: Where the feature-set file is now, if it moved.
         progress: Receives reports on the progress.
 

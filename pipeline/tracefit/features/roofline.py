@@ -45,7 +45,7 @@ ROOFLINE_COLUMNS = (
 TERM_FORMULAS: dict[str, str] = {
     "prefill_compute_us": "(prefill_tokens * FLOPS_PER_TOKEN + sum over layers of prefill_tokens * min(visible tokens, WINDOW) * "
     "FLOPS_PER_PAIR + min(num_prefill_reqs, prefill_tokens) * HEAD_FLOPS) / TP / PEAK_FLOPS_PER_US",
-    "decode_compute_us": "the same of decode_tokens and num_decode_reqs",
+    "decode_compute_us": "the same with decode_tokens and num_decode_reqs",
     "prefill_kv_write_us": "prefill_tokens * KV_BYTES_PER_TOKEN / KV_SHARDS / BYTES_PER_US",
     "decode_kv_read_us": "num_decode_reqs * sum over layers of min(visible tokens, WINDOW) * KV_BYTES_PER_TOKEN_AND_LAYER / "
     "KV_SHARDS / BYTES_PER_US",

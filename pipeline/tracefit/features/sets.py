@@ -245,10 +245,10 @@ def _features(table: str) -> tuple[Feature, ...]:
 
 _CONFIGURATION = _features("""\
   tensor_parallel        | rank      | work and weights are divided over ranks
-  size_proxy             | element   | hidden size times layers: how big the model is
+  size_proxy             | element   | hidden size times layers, a measure of model size
   kv_bytes_per_token     | byte      | how fast the cache fills and how much is read
-  is_moe                 | flag      | experts: weights read depend on the batch
-  compute_to_bandwidth   | FLOP/byte | where compute overtakes memory
+  is_moe                 | flag      | with experts, the weights that are read depend on the batch
+  compute_to_bandwidth   | FLOP/byte | the work per byte at which compute takes longer than memory
   gpu_memory_gb          | GB        | room for the KV cache
   max_num_seqs           | request   | caps concurrent requests
   max_num_batched_tokens | token     | caps the tokens of a step
@@ -264,15 +264,15 @@ BATCH = FeatureSet(
 + num_prefill_reqs          | request     | per-request cost of a prefill
 + num_decode_reqs           | request     | per-request cost of a decode
 + context_tokens            | token       | decode reads the cache of its requests
-+ kv_usage_ratio            | ratio       | memory pressure; the cache read where unknown
-+ decode_tokens             | token       | one per decoding request, as a rule
++ kv_usage_ratio            | ratio       | memory pressure; stands for the cache read if that is unknown
++ decode_tokens             | token       | usually one per decoding request
 + decode_tokens_x_kv_blocks | token*block | decode is bound by reading the cache | decode_tokens * kv_blocks_used
-+ prefill_share             | 1           | prefill against decode; 0 of no token | prefill_tokens / (prefill_tokens + decode_tokens)
++ prefill_share             | 1           | share of prefill in the step's tokens; 0 without tokens | prefill_tokens / (prefill_tokens + decode_tokens)
 + waiting_depth             | request     | the scheduler walks the queue
-+ first_decode_reqs         | request     | scheduled a step ahead, a prompt executes in the cycle after its own, where its first decode counts as a prefill of one token | num_prefill_reqs * max(0, 1 + num_prefill_reqs - prefill_tokens)
++ first_decode_reqs         | request     | with scheduling a step ahead, a prompt executes one cycle later, in which its first decode counts as a prefill of one token | num_prefill_reqs * max(0, 1 + num_prefill_reqs - prefill_tokens)
 + running_depth             | request     | batch size in requests
 + scheduled_tokens          | token       | total work of the step | prefill_tokens + decode_tokens
-+ prefill_tokens_x_layers   | token*layer | tells models apart where there are several | prefill_tokens * layers
++ prefill_tokens_x_layers   | token*layer | distinguishes models if there are several | prefill_tokens * layers
 """),
         *_CONFIGURATION,
     ),
@@ -280,8 +280,8 @@ BATCH = FeatureSet(
 """The specification's first set for beta: the batch of a step, and the server that runs it."""
 
 PRODUCTS = _features("""\
-+ prefill_tokens_squared           | token*token     | attention within a prompt | prefill_tokens ** 2
-+ num_decode_reqs_squared          | request*request | a batch that outgrows the hardware | num_decode_reqs ** 2
++ prefill_tokens_squared           | token*token     | attention within a prompt grows with its square | prefill_tokens ** 2
++ num_decode_reqs_squared          | request*request | a large batch outgrows the hardware | num_decode_reqs ** 2
   prefill_tokens_x_num_decode_reqs | token*request   | prompts and decodes in one step share the hardware, which hides part of one behind the other | prefill_tokens * num_decode_reqs
 """)
 """Products of a step's columns, offered to a model of step times only if cross-validation chooses them."""
@@ -291,14 +291,14 @@ BATCH_PRODUCTS = FeatureSet("batch+products", (*BATCH.features, *PRODUCTS))
 ROOFLINE = FeatureSet(
     "roofline",
     _features("""\
-+ prefill_compute_us  | us      | FLOPs of the prompt tokens at the GPU's peak
-+ decode_compute_us   | us      | FLOPs of the generated tokens at the GPU's peak
-+ prefill_kv_write_us | us      | writing the cache at memory bandwidth
-+ decode_kv_read_us   | us      | reading the cache at memory bandwidth
-+ weight_read_us      | us      | reading the weights every step needs
-+ tp_comm_us          | us      | two all-reduces per layer over the link
-+ moe_expert_read_us  | us      | reading the experts the batch is expected to visit
-+ moe_dispatch_us     | us      | tokens to their experts and back
++ prefill_compute_us  | us      | time for the FLOPs of the prompt tokens at the GPU's peak
++ decode_compute_us   | us      | time for the FLOPs of the generated tokens at the GPU's peak
++ prefill_kv_write_us | us      | time to write the cache at memory bandwidth
++ decode_kv_read_us   | us      | time to read the cache at memory bandwidth
++ weight_read_us      | us      | time to read the weights that every step needs
++ tp_comm_us          | us      | time of two all-reduces per layer over the link
++ moe_expert_read_us  | us      | time to read the experts that the batch is expected to use
++ moe_dispatch_us     | us      | time to move tokens to their experts and back
 + layers              | layer   | launch overhead per layer
 + batch_requests      | request | overhead per request
 """),
@@ -310,7 +310,7 @@ ROOFLINE_MAX = FeatureSet(
     "roofline_max",
     (
         *_features("""\
-+ step_bound_us | us | a step is bound by compute or by memory, whichever takes longer; no sum says so | max(efficiency_ratio * (prefill_compute_us + decode_compute_us), weight_read_us + moe_expert_read_us + decode_kv_read_us + prefill_kv_write_us)
++ step_bound_us | us | a step takes as long as the longer of compute and memory, which no sum expresses | max(efficiency_ratio * (prefill_compute_us + decode_compute_us), weight_read_us + moe_expert_read_us + decode_kv_read_us + prefill_kv_write_us)
 """),
         # The other terms are within the bound; these come on top of it.
         *(f for f in ROOFLINE.features if f.name in ("tp_comm_us", "moe_dispatch_us", "batch_requests")),
@@ -325,11 +325,11 @@ compute."""
 WORK_MAX = FeatureSet(
     "work_max",
     _features("""\
-+ step_bound_mflop        | MFLOP           | a step is bound by compute or by memory, whichever takes longer; no sum says so | max(prefill_mflop + decode_mflop, efficiency_ratio * (weight_kb + expert_kb + kv_read_kb + kv_write_kb))
++ step_bound_mflop        | MFLOP           | a step takes as long as the longer of compute and memory, which no sum expresses | max(prefill_mflop + decode_mflop, efficiency_ratio * (weight_kb + expert_kb + kv_read_kb + kv_write_kb))
 + num_prefill_reqs        | request         | per-request cost of a prefill
 + num_decode_reqs         | request         | per-request cost of a decode
 + waiting_depth           | request         | the scheduler walks the queue
-+ num_decode_reqs_squared | request*request | a batch that outgrows the hardware | num_decode_reqs ** 2
++ num_decode_reqs_squared | request*request | a large batch outgrows the hardware | num_decode_reqs ** 2
 """),
     ratios=tuple(1e-3 * 2.0**k for k in range(9)),
     defining=("step_bound_mflop",),
@@ -338,13 +338,13 @@ WORK_MAX = FeatureSet(
 while it reads 10^3 bytes: 1 to 256 FLOP per byte."""
 
 _DECODES = _features("""\
-+ experts_read           | expert  | the weights of the experts that decodes are routed to are read; a prompt is routed to all
-+ padded_experts_read    | expert  | the same of the padded batch
++ experts_read           | expert  | a step reads the weights of the experts that its decodes are routed to; a prompt is routed to all experts
++ padded_experts_read    | expert  | the same for the padded batch
 + num_decode_reqs        | request | per-request cost of a decode
-+ padded_decode_reqs     | request | a batch without prompts is computed at the size of a captured CUDA graph
++ padded_decode_reqs     | request | a batch without prompts is padded to the size of a captured CUDA graph
 """)
 PADDED = {"padded_experts_read": "experts_read", "padded_decode_reqs": "num_decode_reqs"}
-"""Features of the padded batch, and the same of its requests. With both, whose coefficients are not negative, an empty slot of a
+"""Features of the padded batch, and those of its requests. With both, whose coefficients are not negative, an empty slot of a
 graph costs between nothing and as much as a request."""
 
 
@@ -354,7 +354,7 @@ def _size_classes() -> Iterator[Feature]:
     A kernel is chosen by the size of a batch, so that a step is longer or shorter than a line has it at all sizes of a class.
     The classes are corrections to the line. Without training batches of a class only the line predicts it.
     """
-    reason = "the kernels for batches of this size, without prompts"
+    reason = "batches of this size without prompts run other kernels"
     for most in (2**k for k in range(10)):
         least = most // 2 + 1
         name = f"decodes_{least}_to_{most}" if least < most else f"decodes_{most}"
@@ -384,9 +384,9 @@ LINES = (LINE, replace(LINE, name="line+sizes", features=(*LINE.features, *_size
 """The same with corrections by the size of the batch."""
 
 _WORKLOAD = _features("""\
-  max_tokens         | token | output the request may ask for
-  prefix_hit_ratio   | ratio | prompt found in the cache needs no prefill
-  arrival_rate_per_s | 1/s   | requests that came in the 10 s before
+  max_tokens         | token | largest output that the request allows
+  prefix_hit_ratio   | ratio | prompt tokens found in the cache need no prefill
+  arrival_rate_per_s | 1/s   | rate of arrivals in the 10 s before the request
   state_age_us       | us    | time since the last scheduling decision
 """)
 """Features of a request and of the load when it arrives."""
@@ -396,15 +396,15 @@ QUEUE = FeatureSet(
     (
         *_features("""\
 + outputs_ahead                  | token   | output tokens of the requests ahead
-+ running_remaining_tokens       | token   | room comes free when those running end
-  waiting_depth                  | request | queue depth when the request came
++ running_remaining_tokens       | token   | slots and blocks come free when running requests end
+  waiting_depth                  | request | length of the queue when the request came
   kv_usage_ratio                 | ratio   | KV cache pressure
 + prompt_tokens                  | token   | a long prompt needs more budget and blocks
   running_depth                  | request | batch size in requests
   batch_fullness                 | ratio   | share of the slots that are taken                     | running_depth / max_num_seqs
   waiting_depth_x_kv_usage_ratio | request | a deep queue under cache pressure waits longer        | waiting_depth * kv_usage_ratio
   prompt_tokens_x_batch_fullness | token   | long prompts are harder to fit when the batch is full | prompt_tokens * running_depth / max_num_seqs
-  tokens_ahead                   | token   | prompt tokens of those waiting ahead
+  tokens_ahead                   | token   | prompt tokens of the requests waiting ahead
 """),
         *_WORKLOAD,
         *_CONFIGURATION,
@@ -428,8 +428,8 @@ ADMISSION = FeatureSet(
   prompt_tokens  | token   | the API tokenizes the prompt
   running_depth  | request | the wait for the step in progress grows with its batch
   prefill_tokens | token   | prompts in the step in progress make it long
-  decode_tokens  | token   | generated tokens of the step in progress
-  waiting_depth  | request | bursts queue in the API process too
+  decode_tokens  | token   | decodes in the step in progress make it longer
+  waiting_depth  | request | in a burst, requests also queue in the API process
 """),
         *_WORKLOAD,
     ),
@@ -441,7 +441,7 @@ DEPARTURE = FeatureSet(
     _features("""\
   batch_requests | request | the API works through the outputs of the whole step | num_prefill_reqs + num_decode_reqs
   finishing_reqs | request | requests that finish in the same step cost more
-  output_tokens  | token   | a cost per output token, as some consumers have it
+  output_tokens  | token   | some consumers have a cost per output token
 """),
 )
 """FINISHED to DEPARTED: the API process working through the outputs of the finishing step."""
@@ -449,7 +449,7 @@ DEPARTURE = FeatureSet(
 NETWORK = FeatureSet(
     "network",
     _features("""\
-  prompt_tokens | token   | the prompt travels, and is parsed
+  prompt_tokens | token   | the prompt is sent and parsed
   running_depth | request | the front end writes to every running request
 """),
 )

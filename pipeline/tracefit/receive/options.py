@@ -28,7 +28,7 @@ _MIN_TOKEN_BYTES, _MAX_TOKEN_BYTES = 16, 4096  # 16 hexadecimal digits are 64 bi
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """When a trace file is closed and the next one begun: at this many bytes, or this long after its first record."""
+    """When the receiver closes a trace file and begins the next: at this size, or this long after its first record."""
 
     size_bytes: int = 64 << 20
     seconds: float = 300.0
@@ -47,15 +47,15 @@ class IntakeLimits:
         header_bytes: Longest headers of a request.
         readers: Requests that are read and decoded at the same time.
         queued_requests: Requests that wait, unread, for one of these readers; the next one is refused.
-        queue_s: How long one waits, at most.
+        queue_s: How long a request waits, at most.
         read_s: How long a sender may take to deliver a request.
-        pending_bytes: Bytes that wait for the disk, or of long requests for their turn; above this, requests
-            are refused before they are read, and above a quarter of them long ones before they are decoded.
-        connections: Connections of a port; beyond it, those that have been silent longest are closed.
+        pending_bytes: Bytes that wait for the disk, and bytes of long requests that wait for their turn. Above this limit,
+            requests are refused before they are read; above a quarter of it, long ones are refused before they are decoded.
+        connections: Connections of a port; beyond it, the connections that have been silent longest are closed.
         connections_of_address: The same for connections from one address.
         accepted: Connections of a port at any moment; more are refused at once.
         idle_s: How long a connection is kept without a request.
-        folders: Folders made for different servers, at most.
+        folders: Most folders that are made for different servers.
         drain_s: How long requests in progress may take to end when the receiver stops.
     """
 
@@ -78,14 +78,14 @@ class IntakeLimits:
 
 ReceiveOutOption = Annotated[
     str | Path,
-    OptionFlag("Folder of run folders; one is made for each service that sends.", "out", kind=Path),
+    OptionFlag("Folder for run folders; each service that sends gets one.", "out", kind=Path),
 ]
-ServedModelOption = Annotated[str | None, OptionFlag("Model the servers run, as `vllm serve` names it.")]
+ServedModelOption = Annotated[str | None, OptionFlag("Model that the servers run, as `vllm serve` names it.")]
 LiveOption = Annotated[bool, OptionFlag("Show on the terminal what comes in.", "live")]
 WatchedModelsOption = Annotated[
     str | Path | None,
     OptionFlag(
-        "Coefficient files of the servers: their errors on the steps that come in are shown by --live and --metrics.",
+        "Coefficient files of the servers; --live and --metrics show their errors on the steps that come in.",
         "models",
         kind=Path | None,
     ),
@@ -133,18 +133,18 @@ class ReceiveOptions:
     """Where the receiver listens, who may send, and which data are written.
 
     Attributes:
-        host: Address to listen on; any that is not loopback needs TLS or --insecure.
-        grpc_port: Port of OTLP/gRPC; 0 takes a free one.
-        http_port: Port of OTLP/HTTP; 0 takes a free one.
-        tls_cert: Certificate chain, PEM; goes with --tls-key.
-        tls_key: Private key of the certificate, PEM.
-        insecure: Listen beyond this machine without TLS, or read ForwardPassMetrics from there.
+        host: Address to listen on; an address other than loopback needs TLS or --insecure.
+        grpc_port: Port of OTLP/gRPC; 0 takes a free port.
+        http_port: Port of OTLP/HTTP; 0 takes a free port.
+        tls_cert: PEM file of the certificate chain; needs --tls-key.
+        tls_key: PEM file of the certificate's private key.
+        insecure: Listen to other machines without TLS, or read ForwardPassMetrics from them.
         token_file: File with the token that senders present as `authorization: Bearer TOKEN`.
-        forward_pass_metrics: Also record ForwardPassMetrics from this ZMQ publisher; repeatable. One beyond this machine needs
-            --insecure.
-        rotation: Begin a new file at this size, or after this time.
+        forward_pass_metrics: Also record ForwardPassMetrics from this ZMQ publisher; repeatable. A publisher on another
+            machine needs --insecure.
+        rotation: Begin a new trace file at this size, or after this time.
         metrics: Answer GET /metrics on the HTTP port, for Prometheus.
-        stop_after_s: Stop by itself after this time, such as 10min; else on SIGTERM.
+        stop_after_s: Stop after this time, such as 10min; if not given, run until SIGTERM.
         all_spans: Keep names and attributes of spans of other services too.
         keep_attributes: Span attributes to keep in addition to ids, counts, routes, the model and sampling parameters;
             repeatable.

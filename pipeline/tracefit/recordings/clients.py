@@ -444,9 +444,9 @@ def _find(shape: Shape, *patterns: bytes) -> Callable[[bytes], tuple[Shape, Enco
     return lambda head: (shape, "json") if all(key.search(head) for key in keys) else None
 
 
-_FILLS = "`requests` with the client's TTFT, ITL and E2E, and the server's where it traces them too"
-_COUNTED = "; without spans, `timeline` as spans of stock vLLM do"
-_STEPS = "; without spans, `steps` and `timeline` with the batch of each step"
+_FILLS = "`requests` with the client's TTFT, ITL and E2E, next to the server's if it traces the requests too"
+_COUNTED = "; without spans, also `timeline`, as from spans of stock vLLM"
+_STEPS = "; without spans, also `steps` and `timeline` with the batch of each step"
 
 for _name, _title, _keys, _parts, _clock, _more in (
     (
@@ -454,7 +454,7 @@ for _name, _title, _keys, _parts, _clock, _more in (
         "`vllm bench serve --save-detailed`",
         (rb'"input_lens"\s*:\s*\[', rb'"ttfts"\s*:\s*\[|"output_lens"\s*:\s*\['),
         _lines(_bench),
-        "the client's, which begins at boot; placed by the date of its end, local time in seconds",
+        "the client's, which begins at boot; the date at the end of the benchmark, local time in seconds, gives the wall clock",
         _STEPS,
     ),
     (
@@ -494,7 +494,7 @@ for _name, _title, _keys, _parts, _clock, _more in (
         "the latencies that an experiment of inference-sim measured",
         (rb'^\s*\[\s*\{\s*"index"\s*:', rb'"ttft_s"\s*:'),
         _items(_list, _received),
-        "no time but durations; the requests that were sent give the others",
+        "none, because it has only durations; the file of sent requests has their times",
         "",
     ),
 ):

@@ -206,7 +206,7 @@ FORMAT = register(
         find=_find,
         fills="`steps`, and `timeline` with the exact batch of each step, without context tokens",
         units="ms (elapsed time), % (KV cache usage)",
-        clock="the server's wall clock, in UTC or local time, as finely as the log is configured to write it",
+        clock="the server's wall clock, in UTC or local time, at the resolution that the log is configured for",
         decode=decode,
     )
 )

@@ -155,7 +155,7 @@ FORMAT = register(
         name="kv_events",
         title="KV-cache events",
         find=_find,
-        fills="`kv_events`; columns of `requests`, `runs` and, in training, of steps",
+        fills="`kv_events`, and columns of `requests`, of `runs` and, in training, of steps",
         units="s (`ts` of a batch); blocks and tokens",
         clock="the server's wall clock",
     )

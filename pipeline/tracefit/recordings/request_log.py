@@ -122,9 +122,9 @@ FORMAT = register(
         name="request_log",
         title="requests with the engine's times",
         find=_find,
-        fills="`requests` with queue wait, prefill and decode; `timeline` as spans of stock vLLM do",
+        fills="`requests` with queue wait, prefill and decode; `timeline`, as from spans of stock vLLM",
         units="s",
-        clock="arrival on the server's wall clock, the others on the engine's: how they compare follows from the soonest queued",
+        clock="the server's wall clock for arrivals, the engine's for other times; the request that was queued soonest after its arrival shows how far the two are apart",
         decode=decode,
     )
 )

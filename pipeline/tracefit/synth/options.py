@@ -33,12 +33,12 @@ QueuedStamp: TypeAlias = Literal["step_start", "arrival"]
 
 
 SynthOutOption = Annotated[
-    str | Path, OptionFlag("Folder in which the run folder is made.", "out", kind=Path)
+    str | Path, OptionFlag("Folder in which to make the run folder.", "out", kind=Path)
 ]
 SurgeOption = Annotated[
     float | None,
     OptionFlag(
-        "Factor on the arrivals in the last 30 % of the time, steady before; light, burst and heavy load if not given.",
+        "Factor on the arrival rate in the last 30 % of the time, which is steady before; if not given, the load is light, then a burst, then heavy.",
         "surge",
     ),
 ]
@@ -92,28 +92,28 @@ def surge_phases(surge: float) -> tuple[LoadPhase, ...]:
 class SynthOptions:
     """One synthetic run; equal options give equal bytes.
 
-    Sampling rates show more or less of the same run: they have a separate random stream.
+    Sampling has a separate random stream, so its rates show more or less of the same run.
 
     Attributes:
         name: Name of the run folder.
         seed: Seed of every draw.
-        law: Step-time law; its coefficients are in truth.json.
+        law: Law of step times; its coefficients are in truth.json.
         model: Model preset, such as llama-8b.
         gpu: GPU preset, such as H100.
         tp: Tensor-parallel ranks.
         requests: Requests per server.
         rate_per_s: Mean arrivals per second.
-        num_blocks: KV blocks, with the null block; few of them cause a queue and preemptions.
+        num_blocks: KV blocks, including the null block; a small number causes a queue and preemptions.
         noise: Sigma of the log-normal factor on a step's time.
-        form: Spans of the instrumented server; of an unmodified vLLM, one per request, none of steps; ForwardPassMetrics, or the
-            iterations in vLLM's log, in microseconds or whole seconds: one record for each step, none of requests; SGLang's
-            spans; the engine's times of each request; or the log of a load generator, `vllm bench serve` with the time of every
-            token, or GuideLLM with those of the first and the last.
-        step_sampling: Share of steps traced.
-        rich_sampling: Share of traced steps with request snapshots.
-        journey_sampling: Share of requests traced; of stock spans by trace id.
-        duration: Meaning of step.duration_us: time in schedule(), or the step's time.
-        queued_stamp: QUEUED at the step start after the API work, or at the end of that work itself.
+        form: Content of the run: spans of inference-sim's fork (instrumented) or of an unmodified vLLM (stock, one span per
+            request); only steps, as ForwardPassMetrics (fpm) or as lines of vLLM's log with microseconds (log) or whole seconds
+            (log_seconds); SGLang's spans; the engine's times of each request (request_log); or the log of a load generator,
+            with the time of every token (bench) or of the first and last token (guidellm).
+        step_sampling: Share of steps that are traced.
+        rich_sampling: Share of traced steps that have request snapshots.
+        journey_sampling: Share of requests that are traced; for stock spans the trace id decides.
+        duration: Meaning of step.duration_us: the time in schedule(), or the time of the step.
+        queued_stamp: Time of QUEUED: the step start after the API work, or the end of that work.
     """
 
     name: str = option("synth-run")

@@ -138,7 +138,7 @@ def build_tables(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What every function below needs.
+    """The context that every function below needs.
 
     Attributes:
         run_ids: The runs, by their number.
@@ -258,7 +258,7 @@ class _Tally:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one call has made of its rows.
+    """The results that one call has made from its rows.
 
     Attributes:
         tables: Rows by table, `layers` too, on their way to the table.

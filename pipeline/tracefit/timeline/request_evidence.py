@@ -60,7 +60,7 @@ _MOST_SCATTER = 0.22
 more with half of the requests of twelve generated runs. Complete, these have 0.05 to 0.12, and an overloaded CPU 0.19."""
 
 _SURE_SCATTER = 0.07
-"""The same of the 80th percentile, which a few miscounted intervals move less: 0.04 to 0.06 in 27 of 30 generated bursts whose 90th
+"""The same limit for the 80th percentile, which a few miscounted intervals move less: 0.04 to 0.06 in 27 of 30 generated bursts whose 90th
 goes up to 0.23, and 0.29 or more with half of the requests."""
 
 _SAME_TIME, _MOST_MISCOUNTED = 0.1, 0.005
