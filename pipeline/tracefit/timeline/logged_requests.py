@@ -252,7 +252,7 @@ def _starts(
     """Return the starts of steps on the clock of the spans: at the nodes, and at the other lines."""
     tokens = np.unique(np.r_[graph.first, graph.last])
     matched = tokens[np.isfinite(ended[tokens])]
-    at_ns = arrays.zero_ns + (graph.time_us * 1e3).round().astype(np.int64)
+    at_ns = arrays.to_ns(graph.time_us)
     nodes = pl.DataFrame({"at": ended[matched].astype(np.int64), "ts_start_ns": at_ns[matched]})
     nodes = nodes.unique("at", keep="last", maintain_order=True).sort("at")
     engine = lines.select(*ENGINE, "base").unique("epoch").sort("base")

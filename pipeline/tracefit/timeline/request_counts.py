@@ -167,15 +167,11 @@ def _batches(arrays: RequestArrays, graph: Graph, at: Floats, preempted: Ints) -
     # A resumed request computes its prompt and its output so far.
     prompt = np.r_[arrays.prompt_tokens, arrays.prompt_tokens[who] + out - first_step[who]]
     ones = np.ones(len(begin))
-    run = graph.interval_sums(begin, end, ones)
-    read = (
-        graph.interval_sums(begin, end, prompt)
-        + run * (at[1:] + at[:-1]) / 2
-        - graph.interval_sums(begin, end, at[begin])
-    )
+    sums = graph.interval_sums
+    run = sums(begin, end, ones)
+    read = sums(begin, end, prompt) + run * (at[1:] + at[:-1]) / 2 - sums(begin, end, at[begin])
     tokens, prompts = (np.bincount(begin, w, graph.size)[1:].astype(np.float64) for w in (prompt, ones))
-    waiting = graph.interval_sums(end[who], back, np.ones(len(who)))
-    return _Batches(run, read, tokens, prompts, waiting)
+    return _Batches(run, read, tokens, prompts, waiting=sums(end[who], back, np.ones(len(who))))
 
 
 def _scatter(x: Floats, time_us: Floats) -> tuple[float, float] | None:

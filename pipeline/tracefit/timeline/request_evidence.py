@@ -110,12 +110,9 @@ def examine(
     is_checked = (pl.col("dialect") == STOCK) if has_steps else is_counted()
     without_steps = is_checked & pl.col("first_token_step").is_null()
     # Rows by number: with a million requests, every copy with all columns takes 200 MB.
-    numbered = requests.select(*SERVER, "arrival_ns", without_steps=without_steps, is_usable=is_usable())
-    servers = (
-        numbered.with_row_index("row")
-        .filter("without_steps")
-        .partition_by(SERVER, as_dict=True, maintain_order=True)
-    )
+    numbered = requests.select(*SERVER, "arrival_ns", is_usable=is_usable()).with_row_index("row")
+    timed = numbered.filter(requests.select(without_steps).to_series())
+    servers = timed.partition_by(SERVER, as_dict=True, maintain_order=True)
     reasons = []
     examined: dict[tuple[object, ...], CountedRequests] = {}
     for key, rows in servers.items():

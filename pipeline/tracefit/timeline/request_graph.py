@@ -118,6 +118,11 @@ class RequestArrays:
         )
         return arrays._of_steps() if is_client else arrays
 
+    def to_ns(self, time_us: Floats) -> Ints:
+        """Return times since `zero_ns` as stamps."""
+        stamps: Ints = self.zero_ns + (time_us * 1e3).round().astype(np.int64)
+        return stamps
+
     def _of_steps(self) -> RequestArrays:
         """Return a client's times as times of steps: each is the first that the client received of its step."""
         stamps = np.concatenate([self.first_token_ns, self.last_token_ns])

@@ -94,9 +94,7 @@ def count_steps(requests: pl.DataFrame, limits: EngineLimits) -> RequestSteps:
     unknown, examined = examine(requests, budget)
     end = pl.col("arrival_ns") + (1e3 * pl.coalesce("e2e_us", "client_e2e_us")).cast(pl.Int64)
     numbered = requests.select(*SERVER, is_usable=is_usable(), end=end).with_row_index("row")
-    countable = (
-        numbered.filter("is_usable").join(unknown.select(SERVER), on=SERVER, how="anti").sort("end", "row")
-    )
+    countable = numbered.filter("is_usable").join(unknown, on=SERVER, how="anti").sort("end", "row")
     columns = requests.select(*ENGINE, *REQUEST_COLUMNS).with_row_index("row")
     placed = []
     for server, rows in countable.group_by(SERVER, maintain_order=True):
@@ -128,10 +126,8 @@ def _placed(rows: pl.DataFrame, counted: CountedRequests) -> tuple[pl.DataFrame,
     gaps = np.r_[0, np.cumsum(~counts.busy)] * (1 + graph.lag + arrays.is_client)
     ended = counts.number - counts.number[0] + gaps + 1
     engine = {name: pl.lit(rows[name][0], _STARTS[name]) for name in ENGINE}
-    at_ns = arrays.zero_ns + (graph.time_us * 1e3).round().astype(np.int64)
-    starts = pl.DataFrame({"step_id": ended + 1 + graph.lag, "ts_start_ns": at_ns}).filter(
-        is_completely_recorded(arrays, graph)
-    )
+    step_of_node = {"step_id": ended + 1 + graph.lag, "ts_start_ns": arrays.to_ns(graph.time_us)}
+    starts = pl.DataFrame(step_of_node).filter(is_completely_recorded(arrays, graph))
     starts = starts.unique("step_id", keep="last", maintain_order=True).with_columns(
         **engine, start_sd_us=pl.lit(STAMP_SD_US), start_source=pl.lit("request"), pause=pl.lit(value=False)
     )
@@ -148,7 +144,7 @@ def on_steps(rows: pl.DataFrame, arrays: RequestArrays, graph: Graph, ended: Int
         ended: Last step that had ended by each node of the graph.
         lag: Steps that scheduling runs ahead of execution in this numbering of steps.
     """
-    at_ns = arrays.zero_ns + (graph.time_us * 1e3).round().astype(np.int64)
+    at_ns = arrays.to_ns(graph.time_us)
     first, last = ended[graph.first], ended[graph.last]
     # The last step that has ended when a request is scheduled or queued is interpolated by time between two nodes.
     scheduled = np.interp(graph.scheduled_us, graph.time_us, ended).round() + np.where(
@@ -162,8 +158,8 @@ def on_steps(rows: pl.DataFrame, arrays: RequestArrays, graph: Graph, ended: Int
         {
             "row": rows["row"],
             "epoch": rows["epoch"],
-            "queued_ns": arrays.zero_ns + (queued_us * 1e3).round().astype(np.int64),
-            "first_scheduled_ns": arrays.zero_ns + (graph.scheduled_us * 1e3).round().astype(np.int64),
+            "queued_ns": arrays.to_ns(queued_us),
+            "first_scheduled_ns": arrays.to_ns(graph.scheduled_us),
             "first_token_ns": at_ns[graph.first],
             "last_token_ns": at_ns[graph.last],
             "finished_ns": at_ns[graph.last],
