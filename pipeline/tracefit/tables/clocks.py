@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import polars as pl
 
+from tracefit.tables.epochs import FASTEST_STEP_NS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -25,7 +27,6 @@ SAME_CLOCK_NS = 1_000_000_000
 LONE_SHARE = 0.02
 """A clock with one span and less than this share of the server's spans is a wrong time and not a host."""
 
-_FASTEST_STEP_NS = 200_000
 _UNSAMPLED_STEPS = 300
 """A counter advances at most this many steps between two step spans, plus as many as fit into the time between them."""
 
@@ -307,14 +308,14 @@ def _chains(spans: pl.DataFrame) -> pl.Series:
 
 def _mean_step_ns(spans: pl.DataFrame) -> float:
     steps, times = (float((spans[f"last_{c}"] - spans[f"first_{c}"]).sum()) for c in ("step", "ns"))
-    return max(times / steps if steps else 0.0, float(_FASTEST_STEP_NS))
+    return max(times / steps if steps else 0.0, float(FASTEST_STEP_NS))
 
 
 def _can_continue(last: _StepSpan, span: _StepSpan) -> bool:
     """Return whether a counter can get from the end of one step span to the beginning of another."""
     pause_ns = span.first_ns - last.last_ns
     skipped = span.first_step - last.last_step - 1
-    return pause_ns > 0 and 0 <= skipped <= _UNSAMPLED_STEPS + pause_ns / _FASTEST_STEP_NS
+    return pause_ns > 0 and 0 <= skipped <= _UNSAMPLED_STEPS + pause_ns / FASTEST_STEP_NS
 
 
 def _cost_of_continuing(last: _StepSpan, span: _StepSpan, step_ns: float) -> tuple[bool, float]:

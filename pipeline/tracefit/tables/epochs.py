@@ -23,8 +23,11 @@ STEP_JITTER = 8
 With asynchronous scheduling an event of step k is stamped after step k+1 begins; the margin is several times that.
 """
 
-STRAY_STEPS, FASTEST_STEP_NS = 1_000, 200_000
-"""A counter climbs by at most the steps that fit into the time, plus `STRAY_STEPS`: clocks of layers differ a little."""
+FASTEST_STEP_NS = 200_000
+"""Least time of a step: a counter climbs by at most the steps that fit into the time, plus a slack."""
+
+STRAY_STEPS = 1_000
+"""That slack between two marks: clocks of layers differ a little."""
 
 _NEIGHBOURS = 3
 """Marks on either side that a mark is compared with."""

@@ -11,12 +11,13 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from tracefit.tables.epochs import FASTEST_STEP_NS
 from tracefit.tables.schema import ENGINE, MOST_STEP, SERVER
 
-_FASTEST_STEP_NS, _SLACK_STEPS = 200_000, 100
+_SLACK_STEPS = 100
 """An engine runs at most as many steps between two events as fit into the time, plus a few without work."""
 
-_MAX_UNNAMED, _MAX_UNNAMED_PER_NAMED = 300_000, 16
+_MAX_UNNAMED, _UNNAMED_PER_NAMED = 300_000, 16
 """Most steps without an event on the axis: a number for each run, and more for each step with an event."""
 
 _GAP_STEPS = 2
@@ -31,7 +32,7 @@ class StepAxis:
     """All steps of all engines on one axis; position = offset of the engine + step number - its first step.
 
     A gap of step ids without steps, or with too many, takes `_GAP_STEPS` positions, after which the number of a step is smaller
-    than its id. The size so depends on the number of events and not on the ids in them.
+    than its id. So the size depends on the number of events and not on the ids in them.
 
     Attributes:
         engines: One row per engine: run_id, server, epoch, engine (its number), server_number, first_step,
@@ -117,14 +118,12 @@ def _pieces(ids: pl.DataFrame) -> pl.DataFrame:
     Gaps are the climbs that do not fit into the time, and the widest of the others until the rest fits on the axis.
     """
     climbed = pl.col("step_id").diff().over(ENGINE) - 1
-    fit = pl.col("at_ns").diff().over(ENGINE).clip(lower_bound=0) // _FASTEST_STEP_NS + _SLACK_STEPS
+    fit = pl.col("at_ns").diff().over(ENGINE).clip(lower_bound=0) // FASTEST_STEP_NS + _SLACK_STEPS
     ids = ids.with_columns(unnamed=climbed, is_gap=(climbed > fit).fill_null(value=False))
     widths = ids.filter(~pl.col("is_gap")).select("run_id", "unnamed").drop_nulls()
     # Each run has its own limit, so that its axis does not depend on the other runs.
     if widths["unnamed"].sum() > _MAX_UNNAMED:
-        named = ids.group_by("run_id").agg(
-            most=_MAX_UNNAMED + _MAX_UNNAMED_PER_NAMED * pl.len().cast(pl.Int64)
-        )
+        named = ids.group_by("run_id").agg(most=_MAX_UNNAMED + _UNNAMED_PER_NAMED * pl.len().cast(pl.Int64))
         many = widths.sort("unnamed").join(named, on="run_id", how="left", maintain_order="left")
         many = many.filter(pl.col("unnamed").cum_sum().over("run_id") > pl.col("most"))
         wide = many.group_by("run_id").agg(wide=pl.col("unnamed").min())
