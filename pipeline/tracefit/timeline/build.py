@@ -107,7 +107,7 @@ def _inferred(
 
 
 def _cached(snapshots: pl.DataFrame) -> pl.DataFrame:
-    """Return the cached prompt tokens of each request that a snapshot states them of."""
+    """Return the cached prompt tokens of each request whose snapshots state them."""
     hits = pl.col("num_prompt_tokens") - pl.col("effective_prompt_len")
     shown = snapshots.filter(pl.col("effective_prompt_len").is_not_null()).sort("step_id")
     return shown.group_by(*ENGINE, "request_id").agg(cached_tokens=hits.first())
@@ -208,12 +208,10 @@ def _with_estimated_contexts(rows: pl.DataFrame, block_size: int) -> pl.DataFram
     estimate = pl.when(pl.col("num_decode_reqs") == 0).then(0).otherwise((slots - new).clip(lower_bound=0))
     is_missing = pl.col("context_tokens").is_null() & (pl.col("composition_source") == "summary")
     # The sum is null if the summary lacks one of its columns.
-    is_estimable = is_missing & pl.col("kv_blocks_used").is_not_null() & (requests + new).is_not_null()
+    estimable = is_missing & pl.col("kv_blocks_used").is_not_null() & (requests + new).is_not_null()
     return rows.with_columns(
-        context_tokens=pl.when(is_estimable)
-        .then(estimate.round().cast(pl.Int64))
-        .otherwise("context_tokens"),
-        context_estimated=is_estimable.fill_null(value=False),
+        context_tokens=pl.when(estimable).then(estimate.round().cast(pl.Int64)).otherwise("context_tokens"),
+        context_estimated=estimable.fill_null(value=False),
     )
 
 

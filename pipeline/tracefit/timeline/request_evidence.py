@@ -71,7 +71,7 @@ three to five of ten are missing."""
 _TRACE_ALL = "trace every request: OTEL_TRACES_SAMPLER=always_on, and no sampling after it"
 _SHARED = "; or, if these servers are API processes of one engine, start it with --api-server-count 1"
 
-_RECORD_ONE = "record a single one: a server with --api-server-count 1, of one data-parallel rank, under its own OTEL_SERVICE_NAME"
+_RECORD_ONE = "record a single engine: a server with --api-server-count 1 and one data-parallel rank, under a separate OTEL_SERVICE_NAME"
 
 _MIN_IDLE_ARRIVALS = 0.05
 """Least share of requests that arrive at an empty engine, for them to represent the whole recording."""
@@ -89,7 +89,7 @@ _MAX_SLOWDOWN = 3.0
 
 
 def unknown_batches(requests: pl.DataFrame, budget: int | None, *, has_steps: bool = False) -> pl.DataFrame:
-    """Return the servers whose requests have only times and whose batches cannot be known, with the reason.
+    """Return the servers whose requests have only times and do not show the batches, with the reason.
 
     Args:
         requests: The `requests` table.
@@ -135,8 +135,8 @@ def _missing_facts(requests: pl.DataFrame, by_arrival: pl.DataFrame) -> str | No
         return f"{by_arrival.height} requests are too few to show whether they are all; record more"
     if (rate := sampled_rate(requests["trace_id"].gather(_middle(by_arrival["row"])))) is not None:
         return (
-            f"a sampler kept about {100 * rate:.0f} % of the traces, as their ids show, and the batches held the other requests "
-            "too; trace every request: OTEL_TRACES_SAMPLER=always_on"
+            f"a sampler kept about {100 * rate:.0f} % of the traces, as their ids show, and the batches contained the other "
+            "requests too; trace every request: OTEL_TRACES_SAMPLER=always_on"
         )
     if (lacking := 1 - by_arrival["is_usable"].sum() / by_arrival.height) > _MAX_LACKING:
         return f"{100 * lacking:.0f} % of the requests lack times or lengths, and were in the batches too"
@@ -221,7 +221,8 @@ def sampled_rate(trace_ids: pl.Series) -> float | None:
     value = high + low / 2.0**32
     for share in (value, 2 * np.minimum(value, 1 - value), 1 - middle):
         most = float(share.max())
-        # Ids that are not random do not spread evenly up to their largest either.
+        # Ids that are not random do not spread evenly up to their largest either: even numbers have a standard deviation of
+        # 1 / sqrt(12), 0.289, and their mean is within four standard errors of a half.
         even = abs(float(share.mean()) / max(most, 1e-300) - 0.5) < 4 * 0.289 / np.sqrt(len(share))
         if even and most > _MIN_SAMPLER_RATE and -np.log(most) * len(share) > _SURPRISE:
             return most
@@ -259,10 +260,10 @@ def _hidden_requests(
             return None
     if scatter is not None and (scatter[0] <= _MAX_SCATTER_P80 or scatter[1] <= _MAX_SCATTER_P90):
         return None
-    off = "too few are known" if scatter is None else f"90th percentile {100 * scatter[1]:.0f} %"
+    off = "too few steps to tell" if scatter is None else f"90th percentile {100 * scatter[1]:.0f} %"
     return (
         f"nothing shows that every request has a span: {lack}, and the times of steps are far off what the "
-        f"known batches explain ({off}), as requests without a span, preemptions and several tokens a step make them; "
+        f"recorded batches explain ({off}), as requests without a span, preemptions and several tokens a step make them; "
         f"{_TRACE_ALL}, and record some minutes of light load too"
     )
 

@@ -39,8 +39,8 @@ _FIT_ROUNDS, _FIT_TOLERANCE = 300, 1e-3
 """Most rounds of `fit_steps`, and the change that ends them. Where requests of minutes overlap, 30 rounds leave errors of 2 %."""
 
 _FAR_STEPS, _FAR_SHARE, _USUAL_FAR_SHARE = 1.0, 0.03, 0.02
-"""An edge is far off if it differs by more steps than this, and by more than this share of its own steps. The last value is above
-the share of such edges in runs with one token per step."""
+"""An edge is far off if it differs by more steps than this, and by more than this share of its steps. The last value is above the
+share of such edges in runs with one token per step."""
 
 MAX_CONTRADICTING = 0.1
 """Largest share of requests whose steps may contradict those of the others."""

@@ -19,8 +19,8 @@ class StepSums:
         """Add up columns of numbers along each engine; `steps` has the engine's columns and step_id, one row per step."""
         self._columns = columns
         values = pl.col(columns).fill_null(0)
-        known = pl.col(columns).is_not_null().cast(pl.Int64).name.suffix("_known")
-        sums = (sum_of.cum_sum().over(ENGINE) for sum_of in (values, known))
+        has_value = pl.col(columns).is_not_null().cast(pl.Int64).name.suffix("_known")
+        sums = (sum_of.cum_sum().over(ENGINE) for sum_of in (values, has_value))
         self._until = steps.sort("step_id").select(*ENGINE, "step_id", *sums)
 
     def between(
