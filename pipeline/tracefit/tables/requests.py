@@ -199,12 +199,17 @@ _LONGER, _SLACK_S = 10.0, 1.0
 """A latency is longer than its span beyond this multiple of it plus this many seconds: spans may be cut short."""
 
 
+def _number(name: str) -> pl.Expr:
+    """Return the text of an attribute as a number; null if it is no number."""
+    return pl.col(name).cast(pl.Float64, strict=False)
+
+
 def _in_seconds(spans: pl.DataFrame) -> pl.DataFrame:
     """Convert the latencies that an agent wrote in nanoseconds to seconds.
 
     A span is converted if all its latencies fit into it as nanoseconds, and the longest does not fit as seconds.
     """
-    values = [pl.col(name).cast(pl.Float64, strict=False) for name in _LATENCIES]
+    values = [_number(name) for name in _LATENCIES]
     longest = pl.max_horizontal(values)
     whole = pl.all_horizontal(((value == 0) | (value >= 1)).fill_null(value=True) for value in values)
     is_ns = whole & (longest > 1e3 * _LASTED_S) & longest.is_between(1e8 * _LASTED_S, 1e10 * _LASTED_S)
@@ -212,10 +217,7 @@ def _in_seconds(spans: pl.DataFrame) -> pl.DataFrame:
     if not in_ns.any():
         return spans
     return spans.with_columns(
-        pl.when(in_ns)
-        .then(divided(pl.col(name).cast(pl.Float64, strict=False), 1e9).cast(pl.String))
-        .otherwise(name)
-        .alias(name)
+        pl.when(in_ns).then(divided(_number(name), 1e9).cast(pl.String)).otherwise(name).alias(name)
         for name in _LATENCIES
     )
 
@@ -232,7 +234,7 @@ def sift_numbers(spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     spans = _in_seconds(spans)
     faults = {}
     for name, (column, factor) in _NUMBERS.items():
-        value = pl.col(name).cast(pl.Float64, strict=False) * factor
+        value = _number(name) * factor
         is_time = column in _DURATIONS
         too_long = (_LASTED_S > 0) & (value / 1e6 > _LONGER * _LASTED_S + _SLACK_S) & is_time
         faults[name] = (
@@ -280,7 +282,7 @@ def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
     """
     phase = pl.col("name").is_in(dialects.PHASE_SPANS)
     times = [pl.col(c) - pl.col("server_zero").fill_null(0) for c in ("start_unix_ns", "end_unix_ns")]
-    own = spans.with_columns(
+    with_owner = spans.with_columns(
         *times,
         owner=pl.coalesce("owner", pl.when(phase).then("parent_span_id").otherwise("span_id")).fill_null(""),
         dialect=pl.coalesce(pl.when(_matches(rule)).then(pl.lit(rule.dialect)) for rule in _KINDS),
@@ -288,7 +290,7 @@ def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
     columns: dict[str, list[pl.Expr]] = {}
     for rule in REQUEST_RULES:
         columns.setdefault(rule.column, []).append(_value(rule))
-    grouped = own.group_by("trace_id", "owner", maintain_order=True).agg(
+    grouped = with_owner.group_by("trace_id", "owner", maintain_order=True).agg(
         pl.col("server").first(),
         # If both a span of the whole request and spans of its phases describe it, the former names its dialect.
         pl.coalesce(pl.col("dialect").filter(~phase).first(), pl.col("dialect").first()).alias("dialect"),

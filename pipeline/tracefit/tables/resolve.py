@@ -99,7 +99,7 @@ def resolve(place: Place, parts: Sequence[RunPart], *, several: bool = False) ->
     A span is identified by (run, trace_id, span_id): if it was read twice, the first one counts.
 
     Args:
-        place: Where the staged parts are.
+        place: The folder or bucket of the staged parts.
         parts: The parts of the runs, at least one.
         several: Whether there are several runs.
     """

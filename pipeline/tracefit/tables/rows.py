@@ -218,10 +218,8 @@ def _counts(kinds: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
     ends = [rows["file"].max() for rows in kinds.values() if rows.height]
     size = max((int(end) for end in ends if isinstance(end, int)), default=-1) + 1
     weights = {kind: rows["count"] if "count" in rows.columns else None for kind, rows in kinds.items()}
-    counts = {kind: np.bincount(rows["file"], weights[kind], size) for kind, rows in kinds.items()}
-    every = pl.DataFrame({"file": np.arange(size, dtype=np.uint32), **counts}).cast(
-        dict.fromkeys(kinds, pl.Int64)
-    )
+    counts = {k: np.bincount(rows["file"], weights[k], size).astype(np.int64) for k, rows in kinds.items()}
+    every = pl.DataFrame({"file": np.arange(size, dtype=np.uint32), **counts})
     return every.filter(pl.any_horizontal(pl.col(*kinds) > 0))
 
 
