@@ -33,14 +33,12 @@ class EngineLimits:
         max_num_seqs: Slots.
         block_size: Tokens per KV block.
         num_blocks: Usable KV blocks.
-        chunked_prefill: Whether a prompt may be computed in chunks.
     """
 
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     block_size: int = DEFAULT_BLOCK_SIZE
     num_blocks: int | None = None
-    chunked_prefill: bool = True
 
 
 @dataclass(frozen=True)
