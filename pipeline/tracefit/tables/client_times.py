@@ -92,9 +92,8 @@ def with_client_times(requests: pl.DataFrame) -> pl.DataFrame:
     ]
     pairs = pl.concat([pairs, _by_arrival(left[0], left[1])])
     measured = pairs.join(client_rows.select("row", *TIMES), left_on="client", right_on="row").drop("client")
-    filled = numbered.join(
-        measured, on="row", how="left", suffix="_of_client", maintain_order="left"
-    ).with_columns(pl.coalesce(f"{name}_of_client", name).alias(name) for name in TIMES)
+    joined = numbered.join(measured, on="row", how="left", suffix="_of_client", maintain_order="left")
+    filled = joined.with_columns(pl.coalesce(f"{name}_of_client", name).alias(name) for name in TIMES)
     kept = filled.join(pairs, left_on="row", right_on="client", how="anti", maintain_order="left")
     return kept.with_columns(network_us=pl.col("client_ttft_us") - pl.col("ttft_us")).select(requests.columns)
 

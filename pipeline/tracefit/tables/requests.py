@@ -344,9 +344,8 @@ def _add_requests_from_spans(requests: pl.DataFrame, described: pl.DataFrame) ->
     filled = both.with_columns(
         pl.coalesce(c, f"{c}_of_span").alias(c) for c in facts if f"{c}_of_span" in both.columns
     ).select(pl.exclude("_row", "_span", r"^.*_of_span$"))
-    return pl.concat(
-        [filled, _without_events(described.join(pairs, on="_span", how="anti"))], how="diagonal_relaxed"
-    )
+    unpaired = described.join(pairs, on="_span", how="anti")
+    return pl.concat([filled, _without_events(unpaired)], how="diagonal_relaxed")
 
 
 def _pairs(rows: pl.DataFrame, described: pl.DataFrame) -> pl.DataFrame:

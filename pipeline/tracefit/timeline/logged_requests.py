@@ -196,20 +196,18 @@ def _line_numbers(graph: Graph, votes: pl.DataFrame) -> Floats:
     edges = graph.consistent_edges()
     root, relative = potentials(graph.size, edges.begin, edges.end, edges.steps)
     offsets = pl.Series(relative).round().cast(pl.Int64)
-    # A front end that stamps late may point a component to lines before the first one.
-    least = (
-        pl.DataFrame({"root": root, "offset": offsets}).group_by("root").agg(least=-pl.col("offset").min())
-    )
-    named = (
-        votes.with_columns(root=pl.Series(root)[votes["node"]], first=votes["at"] - offsets[votes["node"]])
-        .join(least, on="root")
-        .filter(pl.col("first") >= pl.col("least"))
+    nodes = pl.DataFrame({"root": root, "offset": offsets}).with_columns(
+        least=-pl.col("offset").min().over("root")
     )
     voted = (
-        named.group_by("root", "first")
+        pl.concat([votes, nodes[votes["node"]]], how="horizontal")
+        .with_columns(first=pl.col("at") - pl.col("offset"))
+        # A front end that stamps late may point a component to lines before the first one.
+        .filter(pl.col("first") >= pl.col("least"))
+        .group_by("root", "first")
         .agg(pl.col("votes").sum())
-        .with_columns(best=pl.col("votes").max().over("root"))
-    ).filter(pl.col("votes") == pl.col("best"))
+        .filter(pl.col("votes") == pl.col("votes").max().over("root"))
+    )
     # If several lines have as many votes, the one nearest to the sure neighbours counts.
     number = _increasing(graph, root, relative, voted.filter(pl.len().over("root") == 1))
     sure = np.isfinite(number)
