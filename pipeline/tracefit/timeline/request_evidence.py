@@ -71,7 +71,7 @@ three to five of ten are missing."""
 _TRACE_ALL = "trace every request: OTEL_TRACES_SAMPLER=always_on, and no sampling after it"
 _SHARED = "; or, if these servers are API processes of one engine, start it with --api-server-count 1"
 
-_RECORD_ONE = "record a single engine: a server with --api-server-count 1 and one data-parallel rank, under a separate OTEL_SERVICE_NAME"
+_RECORD_ONE = "record a single engine: a server of one data-parallel rank with --api-server-count 1, under a separate OTEL_SERVICE_NAME"
 
 _MIN_IDLE_ARRIVALS = 0.05
 """Least share of requests that arrive at an empty engine, for them to represent the whole recording."""
