@@ -396,7 +396,6 @@ def engine_limits(context: RunContext) -> EngineLimits:
         block_size=s.block_size or DEFAULT_BLOCK_SIZE,
         # vLLM reserves one block as the null block.
         num_blocks=s.num_gpu_blocks - 1 if s.num_gpu_blocks else None,
-        chunked_prefill=s.enable_chunked_prefill is not False,
     )
 
 

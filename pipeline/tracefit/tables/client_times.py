@@ -13,39 +13,40 @@ from tracefit.tables.dialects import CLIENT
 
 TIMES = ("client_ttft_us", "client_itl_us", "client_e2e_us")
 _SERVER_ID = r"^(?:chat)?cmpl-|-[0-9]{1,2}$"
-_MOST_PAIRED = 1_000
+_MAX_PAIRED = 1_000
 """Requests of each side whose arrivals are compared to find the difference of the clocks."""
 
 _SAME_NS = 100_000_000
-"""How far arrivals of one request may scatter between client and server."""
+"""Largest scatter of the arrivals of one request between client and server."""
 
-_LEAST_LATENCIES = 2
-"""Requests without lengths that came at one time: a single one is the last that was sent."""
+_MIN_LATENCIES = 2
+"""Fewest requests without lengths that make a log of latencies: a single one is the last request of a client."""
 
-_LEAST_SHARE = 0.5
-"""Share of the smaller side's requests that must agree on the difference of the clocks."""
+_MIN_PAIRED_SHARE = 0.5
+"""Least share of the smaller side's requests that must agree on the difference of the clocks."""
 
-_NEAR, _MOST_NEAR = 0.05, 0.9
-"""Where so many requests have output lengths this close to the median, one length was asked of all."""
+_NEAR, _MIN_NEAR = 0.05, 0.9
+"""If at least this share of the requests have output lengths this close to the median, all were sent with one length."""
 
-_SHORT, _LEAST_SHORT = 0.5, 0.005
-_SAME_TIME, _MOST_SAME = 0.1, 0.9
-"""Where so many of at least so many requests below that share of the median length last as long as the median, tokens of the text were counted."""
+_SHORT, _MIN_SHORT = 0.5, 0.005
+_SAME_TIME, _MIN_SAME_TIME = 0.1, 0.9
+"""Requests are short below this share of the median length. If they are at least this share of all, and so many of them take about
+the median time, within this share, the client counted the tokens in the text."""
 
 TEXT_COUNT = "output tokens of a client that counts them in the text: their median in place of them"
 
 
 def with_asked_lengths(requests: pl.DataFrame) -> tuple[pl.DataFrame, int]:
-    """Return requests with the median as output length, where one was asked of all and the client counted the tokens in the text.
+    """Return requests with the median as output length, if all were sent with one length and the client counted the tokens in the text.
 
-    An engine that ignores the end of a sequence computes as many tokens as were asked for. Some have no text, so that a client
-    that counts in the text reports fewer for requests that took as long as the others.
+    An engine that ignores the end of a sequence computes as many tokens as requested. Some have no text, so that a client that
+    counts in the text reports fewer for requests that took as long as the others.
 
     Args:
         requests: The `requests` table of a run with its clients' times.
 
     Returns:
-        The requests, and the number of lengths that changed: 0 where the counts follow the times, or a server recorded requests.
+        The requests, and the number of changed lengths: 0 if the counts follow the times, or a server recorded requests.
     """
     tokens, decode_us = pl.col("output_tokens"), pl.col("client_e2e_us") - pl.col("client_ttft_us")
     usual = tokens.median().round()
@@ -61,7 +62,7 @@ def with_asked_lengths(requests: pl.DataFrame) -> tuple[pl.DataFrame, int]:
         lasts.filter(is_short).mean().alias("long"),
         usual.alias("usual"),
     ).row(0)
-    if near < _MOST_NEAR or short < _LEAST_SHORT or (as_long or 0.0) < _MOST_SAME:
+    if near < _MIN_NEAR or short < _MIN_SHORT or (as_long or 0.0) < _MIN_SAME_TIME:
         return requests, 0
     asked = pl.when(tokens.is_not_null()).then(pl.lit(int(length), pl.Int64))
     changed = requests.with_columns(output_tokens=asked, client_itl_us=decode_us / max(length - 1, 1))
@@ -80,7 +81,7 @@ def with_client_times(requests: pl.DataFrame) -> pl.DataFrame:
     requests = _with_latencies(requests)
     numbered = requests.with_row_index("row")
     client_rows = numbered.filter(is_client)
-    # A server's request that never ended has no lengths to compare, but an id.
+    # A server's request that never ended has an id but no lengths to compare.
     server_rows = numbered.filter(~is_client)
     if not client_rows.height or not server_rows.height:
         return requests
@@ -90,48 +91,45 @@ def with_client_times(requests: pl.DataFrame) -> pl.DataFrame:
         for side, name in ((client_rows, "client"), (server_rows, "row"))
     ]
     pairs = pl.concat([pairs, _by_arrival(left[0], left[1])])
-    measured = pairs.join(client_rows.select("row", *TIMES), left_on="client", right_on="row")
-    joined = numbered.drop(TIMES).join(measured.drop("client"), on="row", how="left", maintain_order="left")
-    own = numbered.select("row", *(pl.col(name).alias(f"{name}_own") for name in TIMES))
-    filled = joined.join(own, on="row", how="left", maintain_order="left").with_columns(
-        pl.coalesce(name, f"{name}_own").alias(name) for name in TIMES
-    )
+    measured = pairs.join(client_rows.select("row", *TIMES), left_on="client", right_on="row").drop("client")
+    joined = numbered.join(measured, on="row", how="left", suffix="_of_client", maintain_order="left")
+    filled = joined.with_columns(pl.coalesce(f"{name}_of_client", name).alias(name) for name in TIMES)
     kept = filled.join(pairs, left_on="row", right_on="client", how="anti", maintain_order="left")
     return kept.with_columns(network_us=pl.col("client_ttft_us") - pl.col("ttft_us")).select(requests.columns)
 
 
 def _with_latencies(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return requests with the latencies that another file of the same client has; those that nobody sent have no arrival."""
+    """Return requests with the latencies that another file of the same client has; latencies without a request get no arrival."""
     is_client = pl.col("dialect") == CLIENT
     # A log of latencies has no lengths, and one arrival for all of its requests, after every other (`NOT_SENT_S`).
     has_lengths = pl.any_horizontal(pl.col("prompt_tokens", "output_tokens").is_not_null())
     is_latest = pl.col("arrival_ns") == pl.col("arrival_ns").filter(is_client).max()
     is_sent = ~(is_client & ~has_lengths & is_latest.fill_null(value=False))
     rest = requests.filter(~is_sent)
-    if rest.height < _LEAST_LATENCIES:
+    if rest.height < _MIN_LATENCIES:
         return requests
-    # As many rows may have an id as benchmarks were recorded: nobody knows which is which.
+    # Several recorded benchmarks repeat ids, which then identify no request.
     measured = rest.select("request_id", *TIMES).unique("request_id", keep="none")
     sent = requests.filter(is_sent)
-    is_alone = pl.len().over("request_id", "dialect") == 1
-    matched = sent.with_columns(is_alone=is_alone & is_client).join(
+    is_unique = pl.len().over("request_id", "dialect") == 1
+    matched = sent.with_columns(is_unique=is_unique & is_client).join(
         measured, on="request_id", how="left", suffix="_here", maintain_order="left"
     )
     matched = matched.with_columns(
-        pl.when("is_alone").then(pl.coalesce(name, f"{name}_here")).otherwise(name).alias(name)
+        pl.when("is_unique").then(pl.coalesce(name, f"{name}_here")).otherwise(name).alias(name)
         for name in TIMES
     ).with_columns(
         client_itl_us=pl.when(pl.col("output_tokens") > 1).then(
             (pl.col("client_e2e_us") - pl.col("client_ttft_us")) / (pl.col("output_tokens") - 1)
         )
     )
-    alone = rest.join(matched.filter("is_alone"), on="request_id", how="anti", maintain_order="left")
-    unsent = alone.with_columns(arrival_ns=pl.lit(None, pl.Int64))
+    unmatched = rest.join(matched.filter("is_unique"), on="request_id", how="anti", maintain_order="left")
+    unsent = unmatched.with_columns(arrival_ns=pl.lit(None, pl.Int64))
     return pl.concat([matched.select(requests.columns), unsent])
 
 
 def _by_id(client_rows: pl.DataFrame, server_rows: pl.DataFrame) -> pl.DataFrame:
-    """Return pairs of equal ids that occur once on either side: client, row."""
+    """Return pairs of equal ids that occur once on each side: client, row."""
     name = pl.col("request_id").str.replace_all(_SERVER_ID, "")
     sides = [
         side.select(row, id=name).drop_nulls("id").unique("id", keep="none")
@@ -147,9 +145,8 @@ def _by_arrival(client_rows: pl.DataFrame, server_rows: pl.DataFrame) -> pl.Data
         side.select(columns).drop_nulls().filter(pl.col("output_tokens") > 0).sort("arrival_ns", "row")
         for side in (client_rows.filter(pl.col("client_ttft_us").is_not_null()), server_rows)
     )
-    none = pl.DataFrame(schema={"client": pl.UInt32, "row": pl.UInt32})
     if (ahead := _ahead(sent, received)) is None:
-        return none
+        return pl.DataFrame(schema={"client": pl.UInt32, "row": pl.UInt32})
     moved = sent.select(client="row", arrival_ns=pl.col("arrival_ns") + ahead, output_tokens="output_tokens")
     joined = moved.sort("arrival_ns").join_asof(
         received.rename({"arrival_ns": "at_ns"}).with_columns(arrival_ns="at_ns"),
@@ -165,8 +162,8 @@ def _by_arrival(client_rows: pl.DataFrame, server_rows: pl.DataFrame) -> pl.Data
 
 
 def _ahead(sent: pl.DataFrame, received: pl.DataFrame) -> int | None:
-    """Return how far the server's clock is ahead of the client's, in ns, as most pairs of equal length agree."""
-    some = [side.head(_MOST_PAIRED) for side in (sent, received)]
+    """Return how far the server's clock is ahead of the client's in ns, on which most pairs of equal length agree."""
+    some = [side.head(_MAX_PAIRED) for side in (sent, received)]
     pairs = some[0].join(some[1], on="output_tokens", suffix="_server")
     apart = np.sort((pairs["arrival_ns_server"] - pairs["arrival_ns"]).to_numpy())
     if not apart.size:
@@ -174,6 +171,6 @@ def _ahead(sent: pl.DataFrame, received: pl.DataFrame) -> int | None:
     until = np.searchsorted(apart, apart + _SAME_NS, side="right")
     within = until - np.arange(apart.size)
     best = int(np.argmax(within))
-    if within[best] < max(2.0, _LEAST_SHARE * min(side.height for side in some)):
+    if within[best] < max(2.0, _MIN_PAIRED_SHARE * min(side.height for side in some)):
         return None
     return int(np.median(apart[best : until[best]]))

@@ -1,8 +1,8 @@
-"""Clocks and step counters that do not compare: several engines behind one name, and layers on different hosts.
+"""Separate clocks and step counters: several engines with one name, and layers on different hosts.
 
 Replicas and data-parallel ranks often share a service.name and have no instance id. Two facts separate them:
-each host has a monotonic clock with a zero of its own (*zero*: wall clock less engine clock), and each engine
-on a host has a step counter of its own. `split_engines` names the engines; the other functions handle times
+every host has a monotonic clock with a different zero (*zero*: wall clock less engine clock), and every engine
+on a host has a separate step counter. `split_engines` names the engines; the other functions handle times
 on different clocks.
 """
 
@@ -12,37 +12,38 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import polars as pl
 
+from tracefit.tables.epochs import FASTEST_STEP_NS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 CLOCK_FACTS = ("zero", "first_ns", "last_ns", "first_step", "last_step")
-"""Facts of a span's events: wall clock less engine clock, and the range of its step summaries; null if it has
-no such events."""
+"""Facts of a span's events: wall clock less engine clock, and the range of its step summaries; null without
+such events."""
 
 SAME_CLOCK_NS = 1_000_000_000
 """Zeros closer than this are one clock: within a boot, wall and monotonic clock agree to microseconds."""
 
 LONE_SHARE = 0.02
-"""A clock with one span, and less than this share of the server's spans, is a single odd time and not a host."""
+"""A clock with one span and less than this share of the server's spans is a wrong time and not a host."""
 
-_FASTEST_STEP_NS = 200_000
 _UNSAMPLED_STEPS = 300
 """A counter advances at most this many steps between two step spans, plus as many as fit into the time between them."""
 
 _ADJACENT_NS = 500_000
-"""An engine opens its next step span within this time of closing the last one."""
+"""An engine opens its next step span within this time after it closes the last one."""
 
 _MAX_ERROR_STEPS = 50.0
-"""Distance at which an event counts as simply not on a counter: larger ones would let one event decide for a span."""
+"""Limit of the distance of an event from a counter: without it, a single event could decide for a span."""
 
 _CLEAR_MARGIN_STEPS = 2.0
-"""The best counter must beat the second best by this much before its spans refine the interpolation."""
+"""Margin of the best counter over the second best from which on its spans refine the interpolation."""
 
 _ROUNDS = 3
 
 
 def without_lone_clocks(spans: pl.DataFrame) -> pl.DataFrame:
-    """Null the clock columns of spans that are alone on a clock: one absurd time is not a second host.
+    """Clear the clock columns of single spans on a clock: one absurd time is not a second host.
 
     Args:
         spans: server, and `CLOCK_FACTS`.
@@ -76,17 +77,17 @@ def clocks_of(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _clock_number() -> pl.Expr:
-    """Return the number of each clock of a server, for rows sorted by server and zero; jumps begin new clocks."""
+    """Return the number of each row's clock within its server, for rows sorted by server and zero; a jump begins a new clock."""
     is_new = (pl.col("zero").diff() > SAME_CLOCK_NS).over("server").fill_null(value=False)
     return is_new.cast(pl.Int64).cum_sum().over("server")
 
 
 def is_off_clock(rows: pl.DataFrame, ts: str, clocks: pl.DataFrame) -> pl.Series:
-    """Mark rows whose engine time, compared with their wall-clock time, is on none of the clocks of their server.
+    """Return which rows have an engine time that, compared with their wall-clock time, is on no clock of their server.
 
     Args:
-        rows: server, unix_ns, `ts` and server_zero, the clock that most of the server's spans are on. With duration_us, `ts`
-            may be that much earlier: a step that a machine suspends has its wall-clock time at its end.
+        rows: server, unix_ns, `ts` and server_zero, the clock of most of the server's spans. With duration_us, `ts` may be
+            that much earlier: the wall-clock time of a suspended step is that of its end.
         ts: The column of the engine time.
         clocks: The result of `clocks_of`.
     """
@@ -96,30 +97,30 @@ def is_off_clock(rows: pl.DataFrame, ts: str, clocks: pl.DataFrame) -> pl.Series
         of_end = zero - pl.col("duration_us").fill_null(0) * 1000
         suspicious &= ((of_end - pl.col("server_zero")).abs() > SAME_CLOCK_NS).fill_null(value=True)
     marks = rows.select(suspicious).to_series()
-    # Nearly all traces end here; the join below is for servers that have several clocks.
+    # Nearly all traces end here; the join is for servers with several clocks.
     if not marks.any():
         return marks
-    placed = (
+    nearest = (
         rows.select(pl.col("server").cast(pl.String), zero=zero)
         .with_row_index("row_number")
         .sort("zero")
         .join_asof(clocks.sort("low"), left_on="zero", right_on="low", by="server", check_sortedness=False)
         .sort("row_number")
     )
-    return marks & placed.select((pl.col("zero") > pl.col("high")).fill_null(value=True)).to_series()
+    return marks & nearest.select((pl.col("zero") > pl.col("high")).fill_null(value=True)).to_series()
 
 
 def on_core_clock(journeys: pl.DataFrame) -> tuple[pl.DataFrame, int]:
-    """Put API events on the clock of the engine core of their trace, if the two layers ran on different hosts.
+    """Move API events to the clock of the engine core of their trace, if the two layers ran on different hosts.
 
-    The corrected times go by way of the two wall clocks, and are as accurate as these agree.
+    The correction compares the two wall clocks, and is as accurate as they agree.
 
     Args:
         journeys: layer, ts_ns, unix_ns of the events of both layers, and core_zero: wall clock less engine clock of the
             core spans in their trace.
 
     Returns:
-        `journeys` with ts_ns corrected, and how many events were corrected.
+        `journeys` with corrected ts_ns, and the number of corrected events.
     """
     zero, core = pl.col("unix_ns") - pl.col("ts_ns"), pl.col("core_zero")
     off = (pl.col("layer") == "api") & ((zero - core).abs() > SAME_CLOCK_NS).fill_null(value=False)
@@ -130,30 +131,30 @@ def on_core_clock(journeys: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     return journeys.with_columns(ts_ns=pl.when(off).then(core_time).otherwise("ts_ns")), int(corrected)
 
 
-_LEAST_ODD, _LEAST_ODD_SHARE = 10, 0.05
-"""Least number and share of requests out of order that prove separate clocks; clients that reuse an id cause
-some too."""
+_MIN_DISORDERED, _MIN_DISORDERED_SHARE = 10, 0.05
+"""Least number and share of requests out of order that prove separate clocks; clients that reuse an id also cause
+some."""
 
 _TRIMMED = 0.02
-"""Share of requests on either side that the bounds of the clock leave out if all of them contradict each other."""
+"""Share of requests on each side that the bounds of the clock leave out if all bounds together contradict each other."""
 
 
 def api_clocks(bounds: pl.DataFrame) -> pl.DataFrame:
     """Find how far the API's clock is ahead of the core's, for servers with requests whose events are out of order.
 
-    A constant distance shifts all bounds alike. So the middle between the largest lower and the smallest
-    upper one is at most half of their distance off. If more than a few requests contradict every distance
-    that the others allow, no distance is corrected.
+    A constant difference shifts all bounds alike. So the middle between the largest lower and the smallest
+    upper bound is wrong by at most half of their distance. If more than a few requests contradict every difference
+    that the others allow, no clock is corrected.
 
     Args:
         bounds: server, least_ns, most_ns of every request; see `requests.clock_bounds`.
 
     Returns:
-        server, ahead_ns, error_ns: of servers whose clocks disagree by a distance that could be estimated.
+        server, ahead_ns, error_ns, for the servers whose clocks differ by an amount that the bounds show.
     """
     least, most = pl.col("least_ns"), pl.col("most_ns")
     sides = bounds.group_by("server").agg(
-        odd=pl.max_horizontal((least > 0).sum(), (most < 0).sum()),
+        disordered=pl.max_horizontal((least > 0).sum(), (most < 0).sum()),
         share=pl.max_horizontal((least > 0).mean(), (most < 0).mean()),
         least=least.max(),
         most=most.min(),
@@ -163,7 +164,7 @@ def api_clocks(bounds: pl.DataFrame) -> pl.DataFrame:
     is_whole = pl.col("least") <= pl.col("most")
     chosen = {side: pl.when(is_whole).then(side).otherwise(f"trimmed_{side}") for side in ("least", "most")}
     fitted = (
-        sides.filter(pl.col("odd") >= _LEAST_ODD, pl.col("share") >= _LEAST_ODD_SHARE)
+        sides.filter(pl.col("disordered") >= _MIN_DISORDERED, pl.col("share") >= _MIN_DISORDERED_SHARE)
         .with_columns(**chosen)
         .filter(pl.col("least") <= pl.col("most"))
     )
@@ -175,7 +176,7 @@ def api_clocks(bounds: pl.DataFrame) -> pl.DataFrame:
 
 
 def split_engines(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
-    """Give engines that share a server name one each: `name#1`, `name#2`, in order of time.
+    """Give each of several engines with one server name a different one: `name#1`, `name#2`, in order of time.
 
     Hosts differ in the zero of their monotonic clock. Where step spans of one clock interleave, their step counters are
     followed from span to span, and a request belongs to the engine whose counter its events agree with. Lifetimes that
@@ -183,21 +184,21 @@ def split_engines(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Dat
 
     Args:
         spans: span_row, server, start_unix_ns, end_unix_ns of the engines' spans, and `CLOCK_FACTS`.
-        marks_of: Gives the events of some spans (span_row): span_row, ts_ns, unix_ns, step (the counter if the event
-            marks the start of a step, one more if it marks the end), is_summary. Called where counters interleave.
+        marks_of: Returns the events of some spans (span_row): span_row, ts_ns, unix_ns, step (the counter if the event
+            marks the start of a step, one more if it marks the end), is_summary. Called if counters interleave.
 
     Returns:
         span_row, server: new names for the spans of servers that shared one.
     """
     unchanged = pl.DataFrame(schema={"span_row": spans.schema["span_row"], "server": pl.String})
-    if _are_one_each(spans):
+    if _have_one_engine_each(spans):
         return unchanged
     clocked = _with_clock(spans)
     groups = [group for _, group in clocked.group_by("server", "clock", maintain_order=True)]
     engines = pl.concat(
         [clocked.clear(), *(_with_counter(group, marks_of) for group in groups)], how="diagonal"
     )
-    # Only starts count: a request that outlives a jump of the wall clock does not prove a second host.
+    # Only starts count: a request that runs across a jump of the wall clock does not prove a second host.
     lifetimes = (
         engines.group_by("server", "clock", "counter")
         .agg(begin=pl.col("start_unix_ns").min(), end=pl.col("start_unix_ns").max())
@@ -215,7 +216,7 @@ def split_engines(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Dat
     return renamed.select("span_row", server="name")
 
 
-def _are_one_each(spans: pl.DataFrame) -> bool:
+def _have_one_engine_each(spans: pl.DataFrame) -> bool:
     """Return whether no server has zeros far apart or interleaved step spans, which is the usual case."""
     zeros = spans.group_by("server").agg(pl.col("zero").max() - pl.col("zero").min())
     if (zeros["zero"] > SAME_CLOCK_NS).any():
@@ -233,21 +234,21 @@ def _with_clock(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _with_counter(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
-    """Add the number of each span's step counter, of spans with one name and clock; it stays 0 if there is only one.
+    """Add the number of each span's step counter to spans with one name and clock; it stays 0 if there is only one.
 
     Spans with step summaries are chained by them; all other spans follow the counter that their events agree with.
     """
     stepping = spans.filter(pl.col("first_ns").is_not_null())
     if not _interleave(stepping):
         return spans
-    known = _counters_of_step_spans(stepping)
-    unassigned = spans.join(known, on="span_row", how="anti").select("span_row")
+    certain = _counters_of_step_spans(stepping)
+    unassigned = spans.join(certain, on="span_row", how="anti").select("span_row")
     # Snapshots carry only wall-clock time.
     zero = spans["zero"].drop_nulls().first()
     marks = marks_of(spans.select("span_row")).with_columns(
         ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - zero)
     )
-    assigned = pl.concat([known, _by_agreement(unassigned, known, marks)])
+    assigned = pl.concat([certain, _by_agreement(unassigned, certain, marks)])
     return (
         spans.drop("counter")
         .join(assigned, on="span_row", how="left")
@@ -269,11 +270,8 @@ def _counters_of_step_spans(stepping: pl.DataFrame) -> pl.DataFrame:
         .sort("begin", "chain")
     )
     counters = lifetimes.with_columns(_slots(lifetimes)).select("chain", counter="slot")
-    return (
-        chained.drop("counter")
-        .join(counters, on="chain", maintain_order="left")
-        .select("span_row", "counter")
-    )
+    numbered = chained.drop("counter").join(counters, on="chain", maintain_order="left")
+    return numbered.select("span_row", "counter")
 
 
 class _StepSpan(NamedTuple):
@@ -290,7 +288,7 @@ class _StepSpan(NamedTuple):
 def _chains(spans: pl.DataFrame) -> pl.Series:
     """Return the number of the chain that each step span belongs to; a chain is one counter, followed span by span.
 
-    Each span, in the order of `first_ns`, continues the chain that it fits best, or begins a new one if it fits none.
+    Each span, in the order of `first_ns`, continues the chain that it fits best, or begins a new one if it fits no chain.
     """
     step_ns = _mean_step_ns(spans)
     last_of_chain: list[_StepSpan] = []
@@ -310,14 +308,14 @@ def _chains(spans: pl.DataFrame) -> pl.Series:
 
 def _mean_step_ns(spans: pl.DataFrame) -> float:
     steps, times = (float((spans[f"last_{c}"] - spans[f"first_{c}"]).sum()) for c in ("step", "ns"))
-    return max(times / steps if steps else 0.0, float(_FASTEST_STEP_NS))
+    return max(times / steps if steps else 0.0, float(FASTEST_STEP_NS))
 
 
 def _can_continue(last: _StepSpan, span: _StepSpan) -> bool:
     """Return whether a counter can get from the end of one step span to the beginning of another."""
     pause_ns = span.first_ns - last.last_ns
     skipped = span.first_step - last.last_step - 1
-    return pause_ns > 0 and 0 <= skipped <= _UNSAMPLED_STEPS + pause_ns / _FASTEST_STEP_NS
+    return pause_ns > 0 and 0 <= skipped <= _UNSAMPLED_STEPS + pause_ns / FASTEST_STEP_NS
 
 
 def _cost_of_continuing(last: _StepSpan, span: _StepSpan, step_ns: float) -> tuple[bool, float]:
@@ -328,7 +326,7 @@ def _cost_of_continuing(last: _StepSpan, span: _StepSpan, step_ns: float) -> tup
 
 
 def _slots(lifetimes: pl.DataFrame) -> pl.Series:
-    """Put lifetimes (`begin` to `end`, sorted by begin) into the fewest slots without overlap."""
+    """Assign lifetimes (`begin` to `end`, sorted by begin) to the fewest slots without overlap."""
     ends: list[int] = []
     slots = []
     for begin, end in lifetimes.select("begin", "end").iter_rows():
@@ -340,21 +338,21 @@ def _slots(lifetimes: pl.DataFrame) -> pl.Series:
     return pl.Series("slot", slots, pl.Int64)
 
 
-def _by_agreement(unassigned: pl.DataFrame, known: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
+def _by_agreement(unassigned: pl.DataFrame, certain: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
     """Give each span the counter that its events agree with best: span_row, counter.
 
-    A counter is interpolated between its marks, which is rough at first if few steps are sampled. So the spans with a
-    clear best counter add their marks to it, and the assignment is repeated.
+    A counter is interpolated between its marks, which is inaccurate at first if few steps are sampled. So spans with a
+    clearly best counter add their marks to it, and the assignment is repeated.
     """
     timed = marks.drop_nulls(["ts_ns", "step"]).sort("ts_ns")
     undecided = timed.join(unassigned, on="span_row", how="semi")
-    # Start with summaries alone: they are exact, and their counter is certain.
-    on_counters = timed.filter("is_summary").join(known, on="span_row", how="inner")
-    assigned = known.clear()
+    # Summaries come first: they are exact, and their counter is certain.
+    on_counters = timed.filter("is_summary").join(certain, on="span_row", how="inner")
+    assigned = certain.clear()
     for _ in range(_ROUNDS):
         assigned = _best_counters(undecided, on_counters)
         clear = assigned.filter(pl.col("margin") > _CLEAR_MARGIN_STEPS).select("span_row", "counter")
-        on_counters = timed.join(pl.concat([known, clear]), on="span_row", how="inner")
+        on_counters = timed.join(pl.concat([certain, clear]), on="span_row", how="inner")
     return assigned.select("span_row", "counter")
 
 
@@ -376,7 +374,7 @@ def _errors(undecided: pl.DataFrame, on_counter: pl.DataFrame, counter: int) -> 
         points.rename({"at_ns": f"{side}_ns", "at_step": f"{side}_step"}) for side in ("before", "after")
     )
     sides = undecided.select("span_row", "step", "ts_ns")
-    # No exact matches: once a span's own events are among the points, they would confirm themselves.
+    # No exact matches: a span's events would confirm themselves once they are among the points.
     sides = sides.join_asof(before, on="ts_ns", allow_exact_matches=False)
     sides = sides.join_asof(after, on="ts_ns", strategy="forward", allow_exact_matches=False)
     span_ns = (pl.col("after_ns") - pl.col("before_ns")).clip(lower_bound=1)

@@ -1,12 +1,11 @@
 """The spellings of traces as one declared table: from (scope, span, event, attribute) to a column.
 
-There are five dialects. `journey` is the instrumented server: dotted keys (`prefill.done_tokens`), which
-written specifications also spell with underscores, with API events without a prefix. `stock` is an unmodified
-vLLM: one `llm_request` span per request, its times as attributes in seconds. `lifecycle` is a proposal for
-upstream: a span per phase of a request, whose beginning and end are the times. `sglang` is another engine: a
-span per request, and below it spans of its stages in each thread that works on it. `client` is the logs of
-load generators. A new dialect needs rows here and no change elsewhere: every other module derives its
-dialects from these rows.
+There are five dialects. `journey` is the instrumented server, with dotted keys (`prefill.done_tokens`); written
+specifications also spell them with underscores, and API events without a prefix. `stock` is an unmodified vLLM: one
+`llm_request` span per request, with its times as attributes in seconds. `lifecycle` is a proposal for upstream: a
+span per phase of a request, whose beginning and end are the times. `sglang` is another engine: a span per request,
+and below it spans of its stages in each thread that works on it. `client` are the logs of load generators. A new
+dialect needs rows here and no change elsewhere: every other module derives its dialects from these rows.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 RecordTable = Literal["journey_events", "steps", "request_snapshots", "requests"]
 Take = Literal["value", "start", "end", "duration", "later_durations"]
-"""How to read a value: of an attribute; or from the matching spans of a request: the start of the first, the end of the
+"""How to read a value: from an attribute, or from the matching spans of a request: the start of the first, the end of the
 last, the sum of their durations, or that sum without the first."""
 
 EVENT_NAME = ""
@@ -62,7 +61,7 @@ _CORE_SCOPE = "vllm.scheduler"
 _STEP_SCOPE = "vllm.scheduler.step"
 
 FRONT_SPAN = "llm_request"
-"""The span of a request in the process in front of the engine core: the API server, or stock vLLM."""
+"""Name of a request's span in the process in front of the engine core: the API server, or stock vLLM."""
 
 STEP_EVENT = "step.BATCH_SUMMARY"
 SNAPSHOT_EVENT = "step.REQUEST_SNAPSHOT"
@@ -125,19 +124,19 @@ _REQUEST_KEYS = {
     "model": "gen_ai.response.model",
 }
 
-_SECONDS = {
-    "queue_wait_us": "time_in_queue",
-    "time_in_queue_us": "time_in_queue",
-    "ttft_us": "time_to_first_token",
-    "e2e_us": "e2e",
-    "prefill_us": "time_in_model_prefill",
-    "decode_us": "time_in_model_decode",
-    "inference_us": "time_in_model_inference",
-    "scheduler_us": "time_in_scheduler",
-    "model_forward_us": "time_in_model_forward",
-    "model_execute_us": "time_in_model_execute",
+_LATENCY_KEYS = {
+    "queue_wait_us": "gen_ai.latency.time_in_queue",
+    "time_in_queue_us": "gen_ai.latency.time_in_queue",
+    "ttft_us": "gen_ai.latency.time_to_first_token",
+    "e2e_us": "gen_ai.latency.e2e",
+    "prefill_us": "gen_ai.latency.time_in_model_prefill",
+    "decode_us": "gen_ai.latency.time_in_model_decode",
+    "inference_us": "gen_ai.latency.time_in_model_inference",
+    "scheduler_us": "gen_ai.latency.time_in_scheduler",
+    "model_forward_us": "gen_ai.latency.time_in_model_forward",
+    "model_execute_us": "gen_ai.latency.time_in_model_execute",
 }
-"""Column to `gen_ai.latency.*`, in seconds. Stock vLLM counts its time in the queue from the engine core's queue on."""
+"""Column to its attribute, in seconds. Stock vLLM's time in the queue begins in the queue of the engine core."""
 
 _API_EVENTS: dict[str, tuple[str, ...]] = {
     "ARRIVED": ("api.ARRIVED", "ARRIVED"),
@@ -161,12 +160,20 @@ _CLOCK_KEYS = {
     1.0: ("ts.monotonic_ns", "ts_monotonic_ns"),
     _NS_PER_S: ("ts.monotonic", "event.ts.monotonic", "ts_monotonic"),
 }
-"""Spellings of a journey event's time, by their factor: whole nanoseconds, and seconds."""
+"""Spellings of a journey event's time, by the factor to nanoseconds."""
+
+
+JOURNEY = "journey"
+"""Dialect of requests whose events were traced."""
+STOCK = "stock"
+"""Dialect of requests that an unmodified server describes, with one span each."""
+LOG_SCOPE = "request log"
+"""Scope of the requests of a log with the same times, which no tracer wrote."""
 
 
 def _journey(scope: str, event: str, table: RecordTable, keys: dict[str, tuple[str, ...]]) -> list[Spelling]:
     return [
-        Spelling("journey", scope, None, event, key, table, column)
+        Spelling(JOURNEY, scope, None, event, key, table, column)
         for column, spellings in keys.items()
         for key in spellings
     ]
@@ -176,40 +183,39 @@ def _journeys(scope: str, events: dict[str, tuple[str, ...]]) -> list[Spelling]:
     """Return the rows of a layer: the names of its events, their attributes, and their time."""
     return [
         *(
-            Spelling("journey", scope, None, spelled, EVENT_NAME, "journey_events", event)
+            Spelling(JOURNEY, scope, None, spelled, EVENT_NAME, "journey_events", event)
             for event, spellings in events.items()
             for spelled in spellings
         ),
         *_journey(scope, _ANY_EVENT, "journey_events", _JOURNEY_KEYS),
         *(
-            Spelling("journey", scope, None, _ANY_EVENT, key, "journey_events", "ts_ns", factor=factor)
+            Spelling(JOURNEY, scope, None, _ANY_EVENT, key, "journey_events", "ts_ns", factor=factor)
             for factor, keys in _CLOCK_KEYS.items()
             for key in keys
         ),
     ]
 
 
-def _attributes(dialect: str, scope: str) -> list[Spelling]:
+def _attributes(
+    dialect: str, scope: str, span: str | None, keys: dict[str, str], factor: float = 1.0
+) -> list[Spelling]:
+    """Return the rows of attributes of a request's span, from their columns."""
     return [
-        Spelling(dialect, scope, FRONT_SPAN, None, key, "requests", column)
-        for column, key in _REQUEST_KEYS.items()
+        Spelling(dialect, scope, span, None, key, "requests", column, factor=factor)
+        for column, key in keys.items()
     ]
 
 
-STOCK = "stock"
-"""Dialect of requests that an unmodified server describes, one span each."""
-LOG_SCOPE = "request log"
-"""Scope of the requests of a log with the same times, which no tracer wrote."""
+def _times(dialect: str, scope: str | None, span: str, column: str, take: Take) -> Spelling:
+    """Return the row of a column that follows from the times of spans."""
+    return Spelling(dialect, scope, span, None, None, "requests", column, take)
 
 
 def _stock(scope: str) -> list[Spelling]:
     return [
-        Spelling(STOCK, scope, FRONT_SPAN, None, None, "requests", "arrival_ns", "start"),
-        *_attributes(STOCK, scope),
-        *(
-            Spelling(STOCK, scope, FRONT_SPAN, None, f"gen_ai.latency.{key}", "requests", column, factor=1e6)
-            for column, key in _SECONDS.items()
-        ),
+        _times(STOCK, scope, FRONT_SPAN, "arrival_ns", "start"),
+        *_attributes(STOCK, scope, FRONT_SPAN, _REQUEST_KEYS),
+        *_attributes(STOCK, scope, FRONT_SPAN, _LATENCY_KEYS, 1e6),
     ]
 
 
@@ -217,35 +223,17 @@ CLIENT = "client"
 """Dialect of requests that a load generator describes."""
 CLIENT_SCOPE = "load generator"
 NOT_SENT_S = 2.0**32
-"""Arrival of all requests in a log of latencies alone, in seconds: another file says when each was sent."""
-CLIENT_KEYS = {
-    **{name: _REQUEST_KEYS[name] for name in ("request_id", "api_prompt_tokens", "api_completion_tokens")},
-    **{f"client_{name}_us": f"client.latency.{name}" for name in ("ttft", "itl", "e2e")},
+"""Arrival, in seconds, of the requests in a log of latencies only; another file has their arrivals."""
+_CLIENT_FACTS = {
+    name: _REQUEST_KEYS[name] for name in ("request_id", "api_prompt_tokens", "api_completion_tokens")
 }
+_CLIENT_LATENCIES = {f"client_{name}_us": f"client.latency.{name}" for name in ("ttft", "itl", "e2e")}
+CLIENT_KEYS = _CLIENT_FACTS | _CLIENT_LATENCIES
 """Column to attribute; latencies are in seconds."""
 
 
-def _client() -> list[Spelling]:
-    return [
-        Spelling(CLIENT, CLIENT_SCOPE, FRONT_SPAN, None, None, "requests", "arrival_ns", "start"),
-        *(
-            Spelling(
-                CLIENT,
-                CLIENT_SCOPE,
-                FRONT_SPAN,
-                None,
-                key,
-                "requests",
-                column,
-                factor=1e6 if "_us" in column else 1.0,
-            )
-            for column, key in CLIENT_KEYS.items()
-        ),
-    ]
-
-
 def _phase(span: str, column: str, take: Take) -> Spelling:
-    return Spelling("lifecycle", None, span, None, None, "requests", column, take)
+    return _times("lifecycle", None, span, column, take)
 
 
 SGLANG = "sglang"
@@ -262,40 +250,21 @@ _SGLANG_REQUEST = {
     },
     "cached_prompt_tokens": "gen_ai.usage.cached_tokens",
 }
-# The other latencies of the span end or begin in the front end: stages have those of the engine.
-_SGLANG_LATENCIES = {column: _SECONDS[column] for column in ("ttft_us", "e2e_us")}
+# The other latencies of the span begin or end in the front end; those of the engine come from stages.
+_SGLANG_LATENCIES = {column: _LATENCY_KEYS[column] for column in ("ttft_us", "e2e_us")}
 _SGLANG_STAGES: tuple[tuple[str, Take, tuple[str, ...]], ...] = (
     ("arrival_ns", "start", ("tokenize",)),
-    # A decode server has no stage of a prompt; on other servers it comes first.
+    # A decode server has no stage for the prompt; on other servers that stage comes first.
     ("queued_ns", "start", ("prefill_waiting", "decode_waiting")),
     ("queue_wait_us", "duration", ("prefill_waiting", "decode_waiting")),
     ("first_scheduled_ns", "start", ("prefill_forward",)),
     ("first_token_ns", "end", ("prefill_forward",)),
     ("prefill_us", "duration", ("prefill_forward",)),
-    # A request of one token has no decode. Only level 3 traces steps.
+    # A request of one token has no decode, and only level 3 traces steps.
     ("last_token_ns", "end", ("decode_loop", "decode_forward", "prefill_forward")),
     ("finished_ns", "end", ("decode_forward", "prefill_forward")),
     ("kv_transfer_us", "duration", ("prefill_transfer_kv_cache", "decode_transferred")),
 )
-
-
-def _sglang() -> list[Spelling]:
-    scope = SGLANG_SCOPE
-    return [
-        *(
-            Spelling(SGLANG, scope, None, None, key, "requests", column)
-            for column, key in _SGLANG_REQUEST.items()
-        ),
-        *(
-            Spelling(SGLANG, scope, None, None, f"gen_ai.latency.{key}", "requests", column, factor=1e6)
-            for column, key in _SGLANG_LATENCIES.items()
-        ),
-        *(
-            Spelling(SGLANG, scope, span, None, None, "requests", column, take)
-            for column, take, spans in _SGLANG_STAGES
-            for span in spans
-        ),
-    ]
 
 
 SPELLINGS: tuple[Spelling, ...] = (
@@ -303,10 +272,10 @@ SPELLINGS: tuple[Spelling, ...] = (
     *_journeys(_CORE_SCOPE, _CORE_EVENTS),
     *_journey(_STEP_SCOPE, STEP_EVENT, "steps", _STEP_KEYS),
     *_journey(_STEP_SCOPE, SNAPSHOT_EVENT, "request_snapshots", _SNAPSHOT_KEYS),
-    *_attributes("journey", _API_SCOPE),
-    Spelling("journey", _CORE_SCOPE, "llm_core", None, "gen_ai.request.id", "requests", "request_id"),
+    *_attributes(JOURNEY, _API_SCOPE, FRONT_SPAN, _REQUEST_KEYS),
+    Spelling(JOURNEY, _CORE_SCOPE, "llm_core", None, "gen_ai.request.id", "requests", "request_id"),
     *_stock("vllm.llm_engine"),
-    # Newer servers trace from a module of their own.
+    # Newer servers trace from a separate module.
     *_stock("vllm.tracing.otel"),
     *_stock(LOG_SCOPE),
     Spelling("lifecycle", None, "vllm_queue", None, "gen_ai.request.id", "requests", "request_id"),
@@ -321,8 +290,16 @@ SPELLINGS: tuple[Spelling, ...] = (
     _phase("vllm_decode", "last_token_ns", "end"),
     _phase("vllm_decode", "decode_us", "duration"),
     _phase("vllm_prefill", "prefill_us", "duration"),
-    *_sglang(),
-    *_client(),
+    *_attributes(SGLANG, SGLANG_SCOPE, None, _SGLANG_REQUEST),
+    *_attributes(SGLANG, SGLANG_SCOPE, None, _SGLANG_LATENCIES, 1e6),
+    *(
+        _times(SGLANG, SGLANG_SCOPE, span, column, take)
+        for column, take, spans in _SGLANG_STAGES
+        for span in spans
+    ),
+    _times(CLIENT, CLIENT_SCOPE, FRONT_SPAN, "arrival_ns", "start"),
+    *_attributes(CLIENT, CLIENT_SCOPE, FRONT_SPAN, _CLIENT_FACTS),
+    *_attributes(CLIENT, CLIENT_SCOPE, FRONT_SPAN, _CLIENT_LATENCIES, 1e6),
 )
 """Everything that is read from a trace. If several attributes give one column, the first one present counts."""
 
@@ -337,13 +314,11 @@ PHASE_SPANS = _distinct(s.span for s in SPELLINGS if s.scope is None)
 """Spans that are identified by name, in any scope that begins with `vllm`."""
 
 DIALECTS = _distinct(s.dialect for s in SPELLINGS)
-JOURNEY = "journey"
-"""Dialect of requests whose events were traced."""
 _WITH_EVENTS = _distinct(s.dialect for s in SPELLINGS if s.event)
 WITHOUT_EVENTS = tuple(name for name in DIALECTS if name not in _WITH_EVENTS)
-"""Dialects whose spans describe requests by themselves, without events."""
+"""Dialects whose spans describe requests without events."""
 EVENT_SCOPES = _distinct(s.scope for s in SPELLINGS if s.dialect in _WITH_EVENTS)
-"""Scopes of the instrumented server alone."""
+"""Scopes of the instrumented server."""
 
 REQUEST_RULES = tuple(s for s in SPELLINGS if s.table == "requests" and s.dialect in WITHOUT_EVENTS)
 """How requests are read from such spans."""
@@ -371,7 +346,7 @@ def dialect_of(scope: str | None, span: str | None = None) -> str | None:
 
 
 def _by_column(spellings: Iterable[Spelling]) -> dict[str, tuple[str, ...]]:
-    """Return, by column, the attributes it is read from; the first present one wins."""
+    """Return the attributes that each column is read from; the first present one counts."""
     rows = [s for s in spellings if s.attribute]
     return {
         column: _distinct(s.attribute for s in rows if s.column == column)
@@ -450,7 +425,7 @@ SPAN_ATTRIBUTES = tuple(
         }
     )
 )
-"""Span attributes that are kept: ids, counts, times, routes, the model, sampling parameters. Nothing a user wrote."""
+"""Span attributes that are kept: ids, counts, times, routes, the model, sampling parameters. Text of users is never kept."""
 
 REASONS = (
     "client_disconnect",
@@ -465,4 +440,4 @@ REASONS = (
     "exception",
     "shutdown",
 )
-"""Reasons why a request ended that are kept; error messages may quote a prompt and are not kept."""
+"""Reasons for the end of a request that are kept; error messages may quote a prompt and are not kept."""

@@ -1,7 +1,7 @@
-"""Engine epochs: a restarted server counts its steps from 1 again on the same clock.
+"""Find engine epochs: a restarted server counts its steps from 1 again on the same clock.
 
 `scan_epochs` reads the events that name a step (*marks*) in the order of time and finds where the counter falls back.
-A single absurd step id, or an event stamped late, must not look like a restart; most of this module is about that.
+Most of this module makes sure that a single absurd step id, or a late stamp, does not look like a restart.
 """
 
 from __future__ import annotations
@@ -18,28 +18,31 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 STEP_JITTER = 8
-"""How far step ids of different event kinds may run backwards within an epoch.
+"""Steps by which the ids of different kinds of events may fall back within an epoch.
 
-With asynchronous scheduling an event of step k is stamped after step k+1 began; the margin is several times that.
+With asynchronous scheduling an event of step k is stamped after step k+1 begins; the margin is several times that.
 """
 
-STRAY_STEPS, FASTEST_STEP_NS = 1_000, 200_000
-"""A counter climbs by as many steps as fit into the time, plus `STRAY_STEPS`: clocks of layers differ a little."""
+FASTEST_STEP_NS = 200_000
+"""Least time of a step: a counter climbs by at most the steps that fit into the time, plus a slack."""
+
+STRAY_STEPS = 1_000
+"""That slack between two marks: clocks of layers differ a little."""
 
 _NEIGHBOURS = 3
 """Marks on either side that a mark is compared with."""
 
 _BEFORE_ALL = int(np.iinfo(np.int64).min)
-"""A step and a time below every other: the state before the first mark, which no mark jumps back from."""
+"""A step and a time below all others, for the state before the first mark: no mark can fall back from it."""
 
 MARKS = {"server": pl.String, "clock": pl.Int64, "step_id": pl.Int64, "exact": pl.Boolean}
-"""Columns that the scanner reads: the time of an event and the step it names, `exact` if it is the step's summary."""
+"""Columns of marks: the time of an event and its step; `exact` if it is the step's summary."""
 
 STRAYS = {"server": pl.String, "clock": pl.Int64, "step_id": pl.Int64}
-"""Marks with an impossible step: no counter climbs to it from the marks before, or from it to the marks after."""
+"""Columns of marks with an impossible step: no counter climbs to it from the marks before, or from it to the marks after."""
 
 BOUNDS = {"server": pl.String, "least": pl.Int64, "most": pl.Int64}
-"""The range of a server's accepted steps."""
+"""Columns of the range of a server's accepted steps."""
 
 
 def marks_of(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
@@ -61,28 +64,28 @@ RECORDED_MARKS = ("file", "server", "unix_ns", "step_id", "cycle_source")
 
 
 def marks_of_records(recorded: pl.DataFrame) -> pl.DataFrame:
-    """Return recorded steps with a time as marks: they may arrive in another order than they ran."""
+    """Return the recorded steps with a time as marks, inexact because they may arrive out of order."""
     marks = recorded.select("server", "step_id", clock="unix_ns", exact=pl.lit(value=False))
     return marks.drop_nulls("clock").select(list(MARKS))
 
 
 def _clock(ts: str) -> pl.Expr:
-    # Wall-clock time orders restarts of the host too; the monotonic clock is the fallback.
+    # The wall clock also orders restarts of the host; the monotonic clock is the fallback.
     return pl.coalesce("unix_ns", ts).alias("clock")
 
 
 def scan_epochs(windows: Iterable[pl.DataFrame]) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
     """Find the restarts of every server in one pass over its marks.
 
-    A new epoch begins where step ids jump backwards while the clock goes forward: by any amount between two step
-    summaries, by more than `STEP_JITTER` between any two events. Marks that stray do not count.
+    A new epoch begins where step ids fall back while the clock goes forward: by any amount between two step
+    summaries, by more than `STEP_JITTER` between other events. Stray marks do not count.
 
     Args:
-        windows: The marks of all servers, as in `MARKS`, in the order of their clock.
+        windows: The marks of all servers, columns as `MARKS`, in the order of their clock.
 
     Returns:
-        One row per server and epoch, its number and `clock`, the time of its first event; the marks that stray, as in
-        `STRAYS`; and the range of each server's accepted steps, as in `BOUNDS`.
+        One row per server and epoch, with `epoch`, its number, and `clock`, the time of its first event; the stray marks,
+        columns as `STRAYS`; and the range of each server's accepted steps, columns as `BOUNDS`.
     """
     servers: dict[str, _Server] = {}
     for window in windows:
@@ -110,15 +113,15 @@ class _Server:
     """The scan of one server.
 
     Attributes:
-        epoch_starts: The clocks at which epochs begin, found so far.
+        epoch_starts: The times at which the epochs so far begin.
         least: The lowest accepted step.
         most: The highest accepted step.
         strays: Marks with an impossible step.
         last_step: Step of the last accepted mark.
-        last_jump: Time of the last jump backwards that was larger than jitter.
+        last_jump: Time of the last fall back by more than jitter.
         last_summary: Step and time of the last accepted summary.
-        waiting: The last marks: the neighbours of the next ones, then those that wait for their own neighbours.
-        scanned: How many of the waiting marks were scanned already, and serve as neighbours alone.
+        waiting: The last marks: scanned ones, which are neighbours of the next, then those that wait for their neighbours.
+        scanned: Number of the scanned ones among them.
     """
 
     epoch_starts: set[int] = field(default_factory=set)
@@ -133,17 +136,17 @@ class _Server:
 
     def feed(self, marks: pl.DataFrame) -> None:
         self.waiting = pl.concat([self.waiting, marks])
-        # The last few wait for the marks that they are compared with.
+        # The last few wait for the marks to compare them with.
         self._scan_waiting(stop=max(self.waiting.height - _NEIGHBOURS, self.scanned))
 
     def starts(self) -> list[int]:
-        """Return the clocks at which epochs begin, the first one included."""
+        """Return the times at which epochs begin, including the first."""
         self._scan_waiting(stop=self.waiting.height)
         self.waiting, self.scanned = self.waiting.clear(), 0
         return sorted(self.epoch_starts)
 
     def _scan_waiting(self, *, stop: int) -> None:
-        """Scan the waiting marks up to `stop`, and keep those that the marks after it are compared with."""
+        """Scan the waiting marks up to `stop`, and keep those to compare the next marks with."""
         is_stray = pl.Series(_is_stray(self.waiting), dtype=pl.Boolean)[self.scanned : stop]
         marks = self.waiting[self.scanned : stop]
         first_kept = max(stop - _NEIGHBOURS, 0)
@@ -165,8 +168,8 @@ class _Server:
         is_jump = previous.astype(np.float64) - step > STEP_JITTER
         jumps = np.maximum.accumulate(np.where(is_jump, clock, self.last_jump))
         self.epoch_starts.update(clock[is_jump].tolist())
-        # Summaries come in the order of their steps: of two, any jump backwards is a restart, however small, unless a
-        # large one in between has marked it already.
+        # Summaries come in the order of their steps: any fall back between two is a restart, however small, unless a
+        # large one between them has marked it already.
         steps, clocks = np.column_stack([self.last_summary, [step[exact], clock[exact]]])
         is_back = (steps[:-1] >= steps[1:]) & (jumps[exact] <= clocks[:-1])
         self.epoch_starts.update(clocks[1:][is_back].tolist())
@@ -175,14 +178,14 @@ class _Server:
 
 
 def _is_stray(marks: pl.DataFrame) -> NDArray[np.bool_]:
-    """Find marks that nearly no neighbour supports and that no counter could have come from or gone to.
+    """Return which marks almost no neighbour supports and no counter can reach, or leave.
 
-    A counter can fall to nothing at a restart, but climb only as fast as steps end. So the last mark before a restart
-    and the first one after it are no strays, however far they are from one side.
+    A counter can fall to 0 at a restart, but climbs only as fast as steps end. So the last mark before a restart
+    and the first mark after it are no strays, however far they are from one side.
     """
     # As floats: the difference of two absurd steps may be beyond 64 bits.
     clock, step = (marks[c].to_numpy().astype(np.float64) for c in ("clock", "step_id"))
-    # On either side of a mark: how many neighbours it has, and whether the climb to or from each of them is too large.
+    # For both sides of a mark: the number of its neighbours, and whether the climb to or from all of them is too large.
     neighbours = np.zeros((2, marks.height), np.int64)
     is_impossible = np.ones((2, marks.height), np.bool_)
     supporters = np.zeros(marks.height, np.int64)
@@ -204,22 +207,22 @@ def _is_stray(marks: pl.DataFrame) -> NDArray[np.bool_]:
 
 
 def in_epoch(frame: pl.DataFrame, starts: pl.DataFrame, clock: str | None) -> pl.DataFrame:
-    """Attach the epoch running at each row's time; rows before the first mark, and rows without a time, get epoch 0.
+    """Add the epoch that runs at each row's time; rows before the first mark, and rows without a time, get epoch 0.
 
     Args:
         frame: Columns server, unix_ns and `clock`.
         starts: The epochs, as `scan_epochs` returns them.
-        clock: Column of the time on the engine's clock, which stands in for the wall clock, or None.
+        clock: Column of the time on the engine's clock, which replaces a missing wall-clock time, or None.
     """
     if not starts.select(pl.col("epoch").max()).item():
         return frame.with_columns(epoch=pl.lit(0, pl.Int64))
     time = _clock(clock) if clock else pl.col("unix_ns").alias("clock")
     rows = frame.with_columns(time).with_row_index("_row")
-    placed = rows.sort("clock").join_asof(
+    joined = rows.sort("clock").join_asof(
         starts.sort("clock").rename({"clock": "epoch_start"}),
         left_on="clock",
         right_on="epoch_start",
         by="server",
         check_sortedness=False,
     )
-    return placed.sort("_row").with_columns(pl.col("epoch").fill_null(0)).drop("_row", "clock", "epoch_start")
+    return joined.sort("_row").with_columns(pl.col("epoch").fill_null(0)).drop("_row", "clock", "epoch_start")

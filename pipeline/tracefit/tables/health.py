@@ -1,6 +1,6 @@
 """Check that journeys and steps are complete and in order, and count the faults.
 
-The checks need only the tables, not the traces. `inspect` and the report show them.
+The checks read the tables, not the traces. `inspect` and the report show them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def health_checks(journeys: pl.DataFrame, requests: pl.DataFrame, steps: pl.Data
         "without an API span": pl.col("arrival_ns").is_null(),
         "without an engine span": pl.col("core_request_id").is_null(),
     }
-    # All times but DEPARTED: in a burst the API process may stamp it before the engine stamps FINISHED.
+    # All times except DEPARTED: in a burst the API process may stamp it before the engine stamps FINISHED.
     time_order = {
         "QUEUED before ARRIVED": pl.col("queued_ns") < pl.col("arrival_ns"),
         "SCHEDULED before QUEUED": pl.col("first_scheduled_ns") < pl.col("queued_ns"),
@@ -60,7 +60,7 @@ def health_checks(journeys: pl.DataFrame, requests: pl.DataFrame, steps: pl.Data
         "FIRST_TOKEN in a step before SCHEDULED": pl.col("first_token_step") < pl.col("first_scheduled_step"),
         "FINISHED in a step before FIRST_TOKEN": pl.col("finished_step") < pl.col("first_token_step"),
     }
-    # From FIRST_TOKEN to FINISHED, of a request without preemption or abort.
+    # Requests without preemption or abort.
     undisturbed = core.filter(
         ~cut_off & (pl.col("num_preemptions").fill_null(0) == 0) & (pl.col("output_tokens") > 0)
     ).drop_nulls(["first_token_step", "finished_step"])
@@ -84,8 +84,8 @@ def health_checks(journeys: pl.DataFrame, requests: pl.DataFrame, steps: pl.Data
 
 
 def _check(name: str, frame: pl.DataFrame, faults: dict[str, pl.Expr]) -> Check:
-    """Count the rows without fault, and each kind of fault."""
-    # Rows with a null time pass this check; other checks cover missing times.
+    """Count the rows without faults, and the faults of each kind."""
+    # Rows with a null time pass; other checks cover missing times.
     marked = frame.select(expr.fill_null(value=False).alias(kind) for kind, expr in faults.items())
     bad = int(marked.select(pl.any_horizontal(pl.all())).sum().item() or 0) if marked.height else 0
     counts = marked.sum().row(0) if marked.height else ()

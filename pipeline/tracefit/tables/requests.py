@@ -1,8 +1,8 @@
 """Build the `requests` table: one row per request, joined over the API and the core layer, with its durations.
 
 `core_requests` and `api_requests` aggregate the events of each layer, and `join_requests` joins them by trace
-and parent. `requests_from_spans` reads requests of spans without events, by the rules of `dialects`:
-attributes of stock vLLM, phases of the proposed lifecycle spans. Durations and rates follow vLLM's request
+and parent. `requests_from_spans` reads requests from spans without events by the rules of `dialects`, such as the
+attributes of stock vLLM or the phases of the proposed lifecycle spans. Durations and rates follow vLLM's request
 metrics; `schema.REQUESTS` documents them.
 """
 
@@ -28,8 +28,8 @@ def join_requests(
 ) -> pl.DataFrame:
     """Join the requests of both layers into rows of the `requests` table.
 
-    A core request belongs to the API span that is its parent in the same trace; one API span may have several cores
-    (n > 1). A layer without the other still gives a row. A request without an event has null there: an in-flight
+    A core request belongs to the API span that is its parent in the same trace; one API span may have several core
+    requests (n > 1). A request with only one layer still gives a row. Values of missing events are null: an in-flight
     request has no `finished_ns`.
 
     Args:
@@ -74,7 +74,7 @@ def core_requests(journeys: pl.DataFrame) -> pl.DataFrame:
     """Return one row per core span: times, steps and counts of its events.
 
     Args:
-        journeys: `journey_events` with the row and the parent_span_id of their span; every event of a span or none.
+        journeys: `journey_events` with the row and the parent_span_id of their span, whole spans only.
     """
     core = journeys.filter(pl.col("layer") == "core").sort("ts_ns", maintain_order=True)
 
@@ -106,9 +106,9 @@ def core_requests(journeys: pl.DataFrame) -> pl.DataFrame:
 
 
 def _requeue_waits(core: pl.DataFrame) -> pl.DataFrame:
-    """Return the time between each PREEMPTED and the RESUME after it, in us: sums before and after the first token.
+    """Return the sums of the times from each PREEMPTED to its RESUME before and after the first token, in us.
 
-    If one preemption has no RESUME, the sum is unknown.
+    If a preemption has no RESUME, the sum is unknown.
     """
     preempted = core.filter(pl.col("event") == "PREEMPTED").select("row")
     turns = core.filter(pl.col("event").is_in(["PREEMPTED", "SCHEDULED", "FIRST_TOKEN"]))
@@ -128,10 +128,10 @@ def _requeue_waits(core: pl.DataFrame) -> pl.DataFrame:
 
 
 def api_requests(journeys: pl.DataFrame, api_spans: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per API span that has events: their times and the facts on the span itself.
+    """Return one row per API span that has events: their times, and the facts on the span.
 
     Args:
-        journeys: `journey_events` with the row of their span; every event of a span or none.
+        journeys: `journey_events` with the row of their span, whole spans only.
         api_spans: row, route, api_* of the `llm_request` spans.
     """
     api = journeys.filter(pl.col("layer") == "api").sort("ts_ns", maintain_order=True)
@@ -170,10 +170,8 @@ def first_hits(hits: pl.DataFrame) -> pl.DataFrame:
     return ordered.unique(columns[:3], keep="first", maintain_order=True)
 
 
-# Requests described by spans without events.
-
 _KINDS = tuple({(rule.scope, rule.span): rule for rule in REQUEST_RULES}.values())
-"""One rule of each kind of span."""
+"""One rule of each kind of span that describes requests without events."""
 
 _FROM_API = {
     "prompt_tokens": "api_prompt_tokens",
@@ -195,36 +193,37 @@ _NUMBERS = {
 }
 """Column of spans to the column of `requests` that it gives, and the factor between them."""
 
-
 _LATENCIES = tuple(name for name, (column, _) in _NUMBERS.items() if column in _DURATIONS)
 _LASTED_S = (pl.col("end_unix_ns") - pl.col("start_unix_ns")) / 1e9
 _LONGER, _SLACK_S = 10.0, 1.0
-"""A latency counts as longer than its span beyond this multiple of it and this many seconds: spans may be cut short."""
+"""A latency is longer than its span beyond this multiple of it plus this many seconds: spans may be cut short."""
+
+
+def _number(name: str) -> pl.Expr:
+    """Return the text of an attribute as a number; null if it is no number."""
+    return pl.col(name).cast(pl.Float64, strict=False)
 
 
 def _in_seconds(spans: pl.DataFrame) -> pl.DataFrame:
-    """Convert latencies to seconds that an agent wrote in nanoseconds.
+    """Convert the latencies that an agent wrote in nanoseconds to seconds.
 
-    A span is converted if all its latencies fit into it as nanoseconds, and the longest does not as seconds.
+    A span is converted if all its latencies fit into it as nanoseconds, and the longest does not fit as seconds.
     """
-    values = [pl.col(name).cast(pl.Float64, strict=False) for name in _LATENCIES]
+    values = [_number(name) for name in _LATENCIES]
     longest = pl.max_horizontal(values)
     whole = pl.all_horizontal(((value == 0) | (value >= 1)).fill_null(value=True) for value in values)
-    fits = whole & (longest > 1e3 * _LASTED_S) & longest.is_between(1e8 * _LASTED_S, 1e10 * _LASTED_S)
-    in_ns = spans.select(fits.fill_null(value=False)).to_series()
+    is_ns = whole & (longest > 1e3 * _LASTED_S) & longest.is_between(1e8 * _LASTED_S, 1e10 * _LASTED_S)
+    in_ns = spans.select(is_ns.fill_null(value=False)).to_series()
     if not in_ns.any():
         return spans
     return spans.with_columns(
-        pl.when(in_ns)
-        .then(divided(pl.col(name).cast(pl.Float64, strict=False), 1e9).cast(pl.String))
-        .otherwise(name)
-        .alias(name)
+        pl.when(in_ns).then(divided(_number(name), 1e9).cast(pl.String)).otherwise(name).alias(name)
         for name in _LATENCIES
     )
 
 
 def sift_numbers(spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Clear impossible attributes: a negative number of tokens, a wait of years or one longer than its span.
+    """Clear impossible attributes: a negative number of tokens, or a wait that takes years or longer than its span.
 
     Args:
         spans: Rows of spans, with row and the columns `dialects.SPAN_KEYS` and `dialects.REQUEST_ATTRIBUTES`.
@@ -235,7 +234,7 @@ def sift_numbers(spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     spans = _in_seconds(spans)
     faults = {}
     for name, (column, factor) in _NUMBERS.items():
-        value = pl.col(name).cast(pl.Float64, strict=False) * factor
+        value = _number(name) * factor
         is_time = column in _DURATIONS
         too_long = (_LASTED_S > 0) & (value / 1e6 > _LONGER * _LASTED_S + _SLACK_S) & is_time
         faults[name] = (
@@ -261,9 +260,9 @@ def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
     """Return the spans that describe requests without events, with the columns that `requests_from_spans` needs.
 
     Args:
-        spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server, server_zero, twin: the
-            trace in which events describe the same request (it becomes the span's own), and owner: for a
-            stage, the span of its request.
+        spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server, server_zero, twin (the
+            trace whose events describe the same request; it replaces the span's trace), and owner (for a
+            stage, the span of its request).
     """
     spans = spans.with_columns(trace_id=pl.coalesce("twin", "trace_id"))
     ids = ("trace_id", "span_id", "parent_span_id", "scope", "name", "server", "server_zero", "owner")
@@ -277,13 +276,13 @@ def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
     """Return a row per request in spans: trace_id, owner, parent_span_id, server, dialect, and its facts.
 
     A stock `llm_request` span is a request; a phase belongs to the request that is its parent span. The owner
-    is the span that stands for the request, and the parent is that of this span. Facts are columns of the
-    `requests` table, times in ns and durations in us. Wall-clock times are put on the engine's clock where
-    journeys show their difference; elsewhere the wall clock takes its place.
+    is the span that stands for the request, and the parent is that of the owner. Facts are columns of the
+    `requests` table, times in ns and durations in us. Wall-clock times are converted to the engine's clock if
+    journeys show the difference, and otherwise stay as they are.
     """
     phase = pl.col("name").is_in(dialects.PHASE_SPANS)
     times = [pl.col(c) - pl.col("server_zero").fill_null(0) for c in ("start_unix_ns", "end_unix_ns")]
-    own = spans.with_columns(
+    with_owner = spans.with_columns(
         *times,
         owner=pl.coalesce("owner", pl.when(phase).then("parent_span_id").otherwise("span_id")).fill_null(""),
         dialect=pl.coalesce(pl.when(_matches(rule)).then(pl.lit(rule.dialect)) for rule in _KINDS),
@@ -291,7 +290,7 @@ def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
     columns: dict[str, list[pl.Expr]] = {}
     for rule in REQUEST_RULES:
         columns.setdefault(rule.column, []).append(_value(rule))
-    grouped = own.group_by("trace_id", "owner", maintain_order=True).agg(
+    grouped = with_owner.group_by("trace_id", "owner", maintain_order=True).agg(
         pl.col("server").first(),
         # If both a span of the whole request and spans of its phases describe it, the former names its dialect.
         pl.coalesce(pl.col("dialect").filter(~phase).first(), pl.col("dialect").first()).alias("dialect"),
@@ -322,22 +321,18 @@ def _value(rule: Spelling) -> pl.Expr:
 
 def _completed(rows: pl.DataFrame) -> pl.DataFrame:
     """Add the times that follow from durations since the arrival."""
-    ttft, e2e = (
-        pl.col("arrival_ns") + (pl.col(c) * 1e3).round().cast(pl.Int64, strict=False)
-        for c in ("ttft_us", "e2e_us")
-    )
     return rows.with_columns(
         *(pl.col(source).cast(pl.Int64, strict=False).alias(name) for name, source in _FROM_API.items()),
-        first_token_ns=pl.coalesce("first_token_ns", ttft),
-        finished_ns=pl.coalesce("finished_ns", e2e),
+        first_token_ns=pl.coalesce("first_token_ns", pl.col("arrival_ns") + _ns("ttft_us")),
+        finished_ns=pl.coalesce("finished_ns", pl.col("arrival_ns") + _ns("e2e_us")),
     ).drop(*_FROM_API.values())
 
 
 def _add_requests_from_spans(requests: pl.DataFrame, described: pl.DataFrame) -> pl.DataFrame:
     """Add the requests described by spans to those described by events.
 
-    A request described by both stays one row, with values of events first and of spans in the gaps. They are the same
-    request if the span is the request's own, or its child, or of the same request id in one trace.
+    A request that both describe stays one row: values of spans fill the gaps that events leave. The two are the same request if
+    the span is the request's span or its child, or has the same request id in the same trace.
     """
     rows, described = requests.with_row_index("_row"), described.with_row_index("_span")
     pairs = _pairs(rows, described)
@@ -345,11 +340,12 @@ def _add_requests_from_spans(requests: pl.DataFrame, described: pl.DataFrame) ->
     both = rows.join(pairs, on="_row", how="left", maintain_order="left").join(
         described.select("_span", *facts), on="_span", how="left", suffix="_of_span", maintain_order="left"
     )
-    # A fact that events lack has its own name after the join; one that both have has a suffix.
+    # After the join, a fact that both have has a suffix; one that only spans have has its plain name.
     filled = both.with_columns(
         pl.coalesce(c, f"{c}_of_span").alias(c) for c in facts if f"{c}_of_span" in both.columns
     ).select(pl.exclude("_row", "_span", r"^.*_of_span$"))
-    return pl.concat([filled, _alone(described.join(pairs, on="_span", how="anti"))], how="diagonal_relaxed")
+    unpaired = described.join(pairs, on="_span", how="anti")
+    return pl.concat([filled, _without_events(unpaired)], how="diagonal_relaxed")
 
 
 def _pairs(rows: pl.DataFrame, described: pl.DataFrame) -> pl.DataFrame:
@@ -367,7 +363,7 @@ def _ids(frame: pl.DataFrame, row: str, names: tuple[str, ...]) -> pl.DataFrame:
     return pl.concat(parts).filter(pl.col("id").is_not_null() & (pl.col("id") != "")).unique()
 
 
-def _alone(described: pl.DataFrame) -> pl.DataFrame:
+def _without_events(described: pl.DataFrame) -> pl.DataFrame:
     """Complete the rows of requests without events."""
     stated = [c for c in described.columns if c in (*_DURATIONS, "last_token_ns")]
     wanted = schema.REQUESTS.types | dict.fromkeys(
@@ -378,10 +374,10 @@ def _alone(described: pl.DataFrame) -> pl.DataFrame:
         described.with_columns(*missing, *(pl.col(c).alias(f"{c}_stated") for c in stated))
     )
     rows = rows.with_columns(pl.coalesce(f"{c}_stated", c).alias(c) for c in stated)
-    # Rounded to whole nanoseconds: the rest that floats leave of a zero is no time to take a percentage of.
+    # Rounded to whole nanoseconds: what floats leave of a zero is no time for a percentage error.
     admission = (pl.col("ttft_us") - pl.col("queue_wait_us") - pl.col("prefill_us")).round(3)
-    # If phases are stated only as durations, their times are counted back from the first token: good enough to order
-    # requests by, and to split them, but the difference to the arrival includes the way back from the engine.
+    # If phases are stated only as durations, their times are counted back from the first token: accurate enough to order
+    # and split requests, but the difference to the arrival includes the way back from the engine.
     scheduled = pl.col("first_token_ns") - _ns("prefill_us")
     rows = rows.with_columns(first_scheduled_ns=pl.coalesce("first_scheduled_ns", scheduled))
     queued = pl.col("first_scheduled_ns") - _ns("queue_wait_us")
@@ -398,8 +394,6 @@ def _ns(duration: str) -> pl.Expr:
     return (pl.col(duration) * 1e3).round().cast(pl.Int64, strict=False)
 
 
-# Durations, rates and state.
-
 STATES = {
     "stopped": "FINISHED_STOPPED",
     "length": "FINISHED_LENGTH_CAPPED",
@@ -407,7 +401,7 @@ STATES = {
     "ignored": "FINISHED_IGNORED",
     "error": "FINISHED_ERROR",
 }
-"""vLLM's name of the state, by finish status of the trace."""
+"""Finish status in traces to vLLM's name of the state."""
 
 _LIVE_STATES = {
     "QUEUED": "WAITING",
@@ -415,7 +409,7 @@ _LIVE_STATES = {
     "FIRST_TOKEN": "RUNNING",
     "PREEMPTED": "PREEMPTED",
 }
-"""State of an unfinished request, by its last event of the engine core."""
+"""Last event of the engine core to the state of an unfinished request."""
 
 
 def _as_us(ns: pl.Expr) -> pl.Expr:
@@ -460,12 +454,12 @@ _OF_API = {
     "e2e_us": ("finished_ns", "arrival_ns"),
     "departure_us": ("departed_ns", "finished_ns"),
 }
-"""Durations between an event of the API and one of the core: the two events."""
+"""Durations between an event of the API and an event of the core: their end and start."""
 
 
 def _of_api() -> dict[str, pl.Expr]:
     durations = {name: _us(*events) for name, events in _OF_API.items()}
-    # An aborted request finishes once the server has noticed that its client left.
+    # An aborted request finishes when the server notices that its client left.
     left_first = (pl.col("finish_status") == "aborted") & (pl.col("departed_ns") < pl.col("finished_ns"))
     departure = pl.when(~left_first.fill_null(value=False)).then(durations["departure_us"])
     return durations | {"departure_us": departure}
@@ -474,8 +468,8 @@ def _of_api() -> dict[str, pl.Expr]:
 def clock_bounds(requests: pl.DataFrame) -> pl.DataFrame:
     """Return causality's bounds on how far the API's clock is ahead of the core's: server, least_ns, most_ns.
 
-    The core queues a request after the API handed it over, and the API lets it depart after the core finished
-    it. An abort goes the other way.
+    The core queues a request after the API hands it over, and the request departs from the API after the core finishes
+    it. In an abort, the core finishes later.
 
     Args:
         requests: Rows of the `requests` table; requests without events set no bounds.
@@ -508,14 +502,14 @@ def with_api_moved(requests: pl.DataFrame, ahead: pl.DataFrame) -> pl.DataFrame:
 
 
 def _with_durations(requests: pl.DataFrame) -> pl.DataFrame:
-    """Add the durations of requests, in us; null if one of the two times is.
+    """Add the durations of requests, in us; null if one of the two times is null.
 
-    Source of the formulas: the request metrics of vLLM. The wait after a preemption belongs to neither prefill nor
-    decode.
+    The formulas are those of vLLM's request metrics (`vllm.v1.metrics.stats`), except that the wait after a preemption
+    counts as neither prefill nor decode.
     """
     counted = pl.col("preempted_events").fill_null(0)
     lost = pl.col("num_preemptions") > counted
-    # A request that was never preempted has a requeue wait of 0; one preempted without events has an unknown one.
+    # Without preemptions the requeue wait is 0; after a preemption without events it is unknown.
     requeue = {
         side: pl.when(lost).then(None).when(counted > 0).then(f"requeue_{side}_us").otherwise(0.0)
         for side in ("before", "after")

@@ -1,7 +1,7 @@
-"""Decide from all spans of some runs which ones count, which server each belongs to, and how the clocks compare.
+"""Decide from all spans of some runs which spans count, which server each belongs to, and how the clocks compare.
 
-Each span takes about a hundred bytes here: its ids, its times and the clock of its events, but no events. Nothing else
-of a run is in memory at once.
+Each span takes about a hundred bytes here: its ids, its times and the clock of its events. Nothing else of a whole run
+is in memory at once.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class RunPart:
 
 
 def parts_of(runs: Sequence[Sequence[ReadFile]]) -> list[RunPart]:
-    """Return the parts of the files of each run; the order of the files decides which of two equal spans counts."""
+    """Return the parts of the files of all runs; the order of the files decides which of two equal spans counts."""
     rows: dict[str, list[tuple[int, int, str, int]]] = {}
-    every = ((file, part, run) for run, files in enumerate(runs) for file in files for part in file.parts)
-    for order, (file, part, run) in enumerate(every):
+    placed = ((file, part, run) for run, files in enumerate(runs) for file in files for part in file.parts)
+    for order, (file, part, run) in enumerate(placed):
         rows.setdefault(part.name, []).append((part.file, order, file.path, run))
-    return [RunPart(name, pl.DataFrame(of, schema=_FILES, orient="row")) for name, of in rows.items()]
+    return [RunPart(name, pl.DataFrame(files, schema=_FILES, orient="row")) for name, files in rows.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +70,16 @@ class ResolvedRuns:
     Names of servers and traces are qualified if there are several runs.
 
     Attributes:
-        several: Whether there are.
+        several: Whether there are several runs.
         parts: The parts.
         firsts: Number of the first span of each part; at the end, the number of spans.
         facts: server, core_zero (wall clock less engine clock of the core spans in the trace), server_zero
             (the same, of the server) of each span; the server is null for spans that do not count.
         spans_read: Spans of the files of each run, by its number, duplicates included.
         clocks: The ranges of wall clock less engine clock that each server's spans agree on: server, low, high.
-        twins: row, twin: for spans without events, the trace in which events describe the same request.
-        log_owners: Number of a run to the one server of its spans, if the log beside them is of one engine too.
-        owners: row, owner: for spans of stages, the span of their request; null for spans that other ranks repeat.
+        twins: row, twin: for spans without events, the trace whose events describe the same request.
+        log_owners: Number of a run to the one server of its spans, if its log also has one engine.
+        owners: row, owner: for spans of stages, the span of their request; null for spans that repeat another rank's.
     """
 
     several: bool
@@ -99,8 +99,8 @@ def resolve(place: Place, parts: Sequence[RunPart], *, several: bool = False) ->
     A span is identified by (run, trace_id, span_id): if it was read twice, the first one counts.
 
     Args:
-        place: Where the staged parts are.
-        parts: The parts of the runs, one at least.
+        place: The folder or bucket of the staged parts.
+        parts: The parts of the runs, at least one.
         several: Whether there are several runs.
     """
     every, firsts = [], [0]
@@ -118,7 +118,7 @@ def resolve(place: Place, parts: Sequence[RunPart], *, several: bool = False) ->
     spans = without_lone_clocks(_without_repeats(spans.drop("file_order"))).with_row_index("span_row")
 
     def marks_of(wanted: pl.DataFrame) -> pl.DataFrame:
-        """Return clock and step counter of the events of some spans; read only if counters interleave."""
+        """Return the clock and the step counter of the events of some spans."""
         rows = spans.select("span_row", "row").join(wanted, on="span_row", how="semi")
         marks = []
         for part, (first, end) in zip(parts, pairwise(firsts), strict=True):
@@ -159,18 +159,14 @@ def _log_owners(place: Place, parts: Sequence[RunPart], servers: pl.DataFrame) -
         logged = part.of_files(rows.filter(pl.col("cycle_source") == CycleSource.LOG.value), "run")
         for run, engine in logged.select("run", "server").unique().iter_rows():
             engines.setdefault(run, set()).add(engine)
-    alone = servers.unique("run", keep="none")
-    return {
-        run: str(server)
-        for run, server in alone.select("run", "server").iter_rows()
-        if len(engines.get(run, ())) == 1
-    }
+    with_one_server = servers.unique("run", keep="none").select("run", "server")
+    return {run: str(server) for run, server in with_one_server.iter_rows() if len(engines.get(run, ())) == 1}
 
 
 def _twins(spans: pl.DataFrame, *, several: bool) -> pl.DataFrame:
     """Return the trace and server of the events with the request id of a stock span: row, twin, twin_server.
 
-    A plugin inside the server starts its own traces if the client names none. An id in several traces names no request.
+    A plugin inside the server starts a new trace if the client sends no trace id. An id in several traces is ambiguous.
     """
     scope = pl.col("scope")
     columns = ("row", "run", "request", "trace_high", "trace_low", "server")
@@ -193,24 +189,24 @@ def _twins(spans: pl.DataFrame, *, several: bool) -> pl.DataFrame:
 def _owners(spans: pl.DataFrame) -> pl.DataFrame:
     """Return the request and the engine of each of SGLang's spans: row, owner, engine.
 
-    Below the span of a request are those of threads: of the front end, and of the scheduler of each rank,
-    which are processes with names of their own. The engine is named after its first rank. The other ranks
-    repeat its spans; their owner is null.
+    Below the span of a request are spans of threads: of the front end, and of the scheduler of each rank, which are
+    processes with different names. The engine takes the name of its first rank. The other ranks repeat the first
+    rank's spans; their owner is null.
     """
     trace, above = _TRACE, [*_TRACE, "parent"]
-    own = spans.filter(pl.col("scope") == dialects.SGLANG_SCOPE)
-    own = own.select("row", *_IDS, "parent", pl.col("thread", "server").cast(pl.String))
+    stages = spans.filter(pl.col("scope") == dialects.SGLANG_SCOPE)
+    stages = stages.select("row", *_IDS, "parent", pl.col("thread", "server").cast(pl.String))
     is_request = pl.col("thread") == ""
-    own = own.with_columns(
+    stages = stages.with_columns(
         owner=pl.when(is_request).then("span").when(pl.col("thread").is_not_null()).then("parent")
     )
     # Stages are below threads, and spans of single steps below stages.
     for _ in range(2):
-        parents = own.select(*trace, parent="span", owner_above="owner", thread_above="thread").drop_nulls(
+        parents = stages.select(*trace, parent="span", owner_above="owner", thread_above="thread").drop_nulls(
             "owner_above"
         )
-        own = (
-            own.join(parents.unique(above), on=above, how="left", maintain_order="left")
+        stages = (
+            stages.join(parents.unique(above), on=above, how="left", maintain_order="left")
             .with_columns(
                 owner=pl.coalesce("owner", "owner_above"), thread=pl.coalesce("thread", "thread_above")
             )
@@ -218,7 +214,7 @@ def _owners(spans: pl.DataFrame) -> pl.DataFrame:
         )
     label, rank, replica = (pl.col("thread").str.split("|").list.get(n, null_on_oob=True) for n in range(3))
     role = label.str.extract("^(Prefill|Decode)").str.to_lowercase()
-    own = own.with_columns(
+    stages = stages.with_columns(
         pl.coalesce("owner", "parent"), is_first=rank.is_in(["", "0", "0 0"]).fill_null(value=True)
     )
     is_engine = label.str.contains("Scheduler").fill_null(value=False) & pl.col("is_first")
@@ -230,7 +226,7 @@ def _owners(spans: pl.DataFrame) -> pl.DataFrame:
         separator=" ",
         ignore_nulls=True,
     )
-    named = own.with_columns(name.over(request).cast(pl.Categorical).alias("engine"))
+    named = stages.with_columns(name.over(request).cast(pl.Categorical).alias("engine"))
     owner = pl.when(pl.col("is_first")).then(_digits(named, "owner"))
     return named.select("row", owner.alias("owner"), "engine")
 
@@ -244,8 +240,8 @@ def _digits(rows: pl.DataFrame, *numbers: str) -> pl.Series:
 
 
 def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
-    # All spans nearly always differ, and hashes show it in a fraction of the memory of `unique`. If different
-    # spans have equal hashes, `unique` decides.
+    # Nearly always all spans differ, and hashes show that in a fraction of the memory of `unique`, which decides if
+    # hashes are equal.
     if spans.select(_IDS).hash_rows().n_unique() == spans.height:
         return spans
     return spans.unique(_IDS, keep="first", maintain_order=True)
@@ -253,7 +249,7 @@ def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
 
 def _facts(spans: pl.DataFrame) -> pl.DataFrame:
     cores = spans.select(*_TRACE, "scope", "zero").filter(pl.col("scope").is_in(dialects.CORE_SCOPES))
-    # A median: a span with an absurd time must not move the clock of its trace.
+    # The median, because a span with an absurd time must not move the clock of its trace.
     zeros = cores.group_by(_TRACE).agg(core_zero=pl.col("zero").median().cast(pl.Int64))
     return spans.select(
         "row",
@@ -264,7 +260,7 @@ def _facts(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _narrow(spans: pl.DataFrame, first: int, *, several: bool) -> pl.DataFrame:
-    """Return the columns that are needed here, with ids packed into numbers: 24 bytes instead of 64."""
+    """Return the columns that this module needs, with ids packed into numbers: 24 bytes instead of 64."""
     trace = pl.col("trace_id").str
     # The client-facing id: the same in all spans of a request.
     name = (
@@ -291,18 +287,18 @@ def _narrow(spans: pl.DataFrame, first: int, *, several: bool) -> pl.DataFrame:
 
 
 def _number(digits: pl.Expr) -> pl.Expr:
-    # Ids are lower-case hex by now; a parent that is missing stays null.
+    # The decoder made ids lower-case hex; a missing parent stays null.
     return digits.str.to_integer(base=16, dtype=pl.UInt64)
 
 
 def _with_server(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
     """Name each span's server.
 
-    The API process and the engine core are two processes and, with newer SDKs, two service.instance.ids: an API
-    span belongs to the server of the core span under it; without one, to the engine if there is only one. Engines that
-    share a name get a name each.
+    The API server and the engine core are two processes and, with newer SDKs, two service.instance.ids: an API
+    span belongs to the server of the core span below it; without a core span, to the engine if there is only one.
+    Engines that share a name get a name each.
     """
-    # API spans are not engines: they are not split, and inherit a name below.
+    # API spans belong to no engine: they are not split, and inherit a name below.
     is_api = pl.col("scope").is_in(dialects.FRONT_SCOPES).fill_null(value=False)
     apart = split_engines(spans.select("scope", "span_row", *_ENGINE).filter(~is_api), marks_of)
     if apart.height:

@@ -1,6 +1,6 @@
 """Turn decoded spans into rows with the column names of the tables.
 
-Everything here works on one span at a time; `resolve` later adds the facts of the whole run (duplicates,
+This module sees one batch of spans at a time; `resolve` later adds the facts of the whole run (duplicates,
 servers, epochs). Column `row` is the number of the span in its part, and column `file` the number of the file
 in its part.
 """
@@ -46,23 +46,23 @@ RECORDED_STEPS: dict[str, pl.DataType] = {
         )
     },
 }
-"""Columns of recorded steps: those of the `steps` table that a record can have."""
+"""Columns of recorded steps: those of the `steps` table that a record can fill."""
 
 
 def _without(event: str, keys: Mapping[str, tuple[str, ...]], columns: Iterable[str]) -> str:
     return f"{event} without {' or '.join(keys[column][0] for column in columns)}"
 
 
-_PLACED_BY = {"steps": ("step_id", "ts_start_ns"), "request_snapshots": ("step_id", "request_id")}
-NO_STEP = _without(dialects.STEP_EVENT, dialects.STEP_KEYS, _PLACED_BY["steps"])
-NO_SNAPSHOT = _without(dialects.SNAPSHOT_EVENT, dialects.SNAPSHOT_KEYS, _PLACED_BY["request_snapshots"])
+_IDENTITY = {"steps": ("step_id", "ts_start_ns"), "request_snapshots": ("step_id", "request_id")}
+NO_STEP = _without(dialects.STEP_EVENT, dialects.STEP_KEYS, _IDENTITY["steps"])
+NO_SNAPSHOT = _without(dialects.SNAPSHOT_EVENT, dialects.SNAPSHOT_KEYS, _IDENTITY["request_snapshots"])
 INCOMPLETE = {"steps": NO_STEP, "request_snapshots": NO_SNAPSHOT}
 """Table of events to the reason for rejecting events that lack their step or request."""
 NO_CLOCK = "journey event without a time on the engine's clock"
 
 
 _NO_EVENTS = pl.DataFrame(schema={"row": pl.UInt32, "unix_ns": pl.Int64, "span_scope": pl.String})
-"""Stands in for events that a batch lacks: their attributes are null."""
+"""Replaces the events that a batch lacks: their attributes are null."""
 
 
 def _kept_attributes(options: IngestOptions) -> frozenset[str]:
@@ -96,9 +96,9 @@ class SpanRows:
         incomplete: row, reason: events without a required field.
         rejects: Input that could not be read.
         other_scope_spans: Spans of other scopes, with the columns of the `spans` table, if they are kept.
-        other_scopes: file, scope (cut), count of spans: of other scopes, kept or not.
-        recorded_steps: Steps of recordings beside spans, columns as `RECORDED_STEPS`.
-        counts: file, spans, other_spans (kept or not), rejects, steps (recorded ones): of files that have any.
+        other_scopes: file, scope (cut), count of the spans of other scopes, kept or not.
+        recorded_steps: Steps of recordings, columns as `RECORDED_STEPS`.
+        counts: file, spans, other_spans (kept or not), rejects, steps (recorded ones), of files that have any.
     """
 
     spans: pl.DataFrame
@@ -157,15 +157,15 @@ def rows_of(batch: SpanBatch, options: IngestOptions, recorded: pl.DataFrame | N
     )
     other_scope_spans = spans.filter(~is_known).drop("span_row", "dropped_attributes", *dialects.SPAN_KEYS)
     vllm_spans = spans.filter(is_known).with_row_index("row")
-    del spans  # its texts may be long: two copies of them are enough
+    del spans  # texts may be long: two copies are enough
     events = {name: _numbered(frame, row_of_span) for name, frame in batch.events.items()}
     journeys = _journeys(events)
     steps = events.get(dialects.STEP_EVENT, _NO_EVENTS)
     steps = steps.select(_columns_of(steps, dialects.STEP_KEYS, schema.STEPS))
-    steps, no_step = _split_complete(steps, _PLACED_BY["steps"], NO_STEP)
+    steps, no_step = _split_complete(steps, _IDENTITY["steps"], NO_STEP)
     snapshots = events.get(dialects.SNAPSHOT_EVENT, _NO_EVENTS)
     snapshots = snapshots.select(_columns_of(snapshots, dialects.SNAPSHOT_KEYS, schema.REQUEST_SNAPSHOTS))
-    snapshots, no_snapshot = _split_complete(snapshots, _PLACED_BY["request_snapshots"], NO_SNAPSHOT)
+    snapshots, no_snapshot = _split_complete(snapshots, _IDENTITY["request_snapshots"], NO_SNAPSHOT)
     return SpanRows(
         spans=vllm_spans.drop("span_row")
         .with_columns(
@@ -209,7 +209,7 @@ def _thread() -> pl.Expr:
 
 def _numbered(frame: pl.DataFrame, row_of_span: pl.DataFrame) -> pl.DataFrame:
     """Return the rows of spans of the vLLM scopes, with their row and span_scope (one row per span) for `span_row`."""
-    # Rows are gathered by number: a join takes several times as long.
+    # Gathering rows by number takes a fraction of the time of a join.
     numbered = frame.drop("span_row").hstack(row_of_span[frame["span_row"]])
     return numbered.drop_nulls("row") if numbered["row"].has_nulls() else numbered
 
@@ -217,12 +217,8 @@ def _numbered(frame: pl.DataFrame, row_of_span: pl.DataFrame) -> pl.DataFrame:
 def _counts(kinds: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
     ends = [rows["file"].max() for rows in kinds.values() if rows.height]
     size = max((int(end) for end in ends if isinstance(end, int)), default=-1) + 1
-    counts = {
-        kind: np.bincount(rows["file"], rows["count"] if "count" in rows.columns else None, size).astype(
-            np.int64
-        )
-        for kind, rows in kinds.items()
-    }
+    weights = {kind: rows["count"] if "count" in rows.columns else None for kind, rows in kinds.items()}
+    counts = {k: np.bincount(rows["file"], weights[k], size).astype(np.int64) for k, rows in kinds.items()}
     every = pl.DataFrame({"file": np.arange(size, dtype=np.uint32), **counts})
     return every.filter(pl.any_horizontal(pl.col(*kinds) > 0))
 
@@ -230,9 +226,9 @@ def _counts(kinds: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
 def _clocks(journeys: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     """Return clock and step counter of each span, from its events: row, zero, first and last time and step.
 
-    An event is stamped on both clocks at once, so that the median of the differences is the zero to microseconds.
+    Each event has a stamp of both clocks, so that the median difference is the zero to microseconds.
     """
-    # Impossible times would overflow the differences below; the rules of the tables report them later.
+    # Impossible times would overflow the differences; the rules of the tables report them later.
     steps = steps.filter(_is_possible("ts_start_ns", schema.STEPS), _is_possible("step_id", schema.STEPS))
     journeys = journeys.filter(_is_possible("ts_ns", schema.JOURNEY_EVENTS))
     stamps = pl.concat(
@@ -240,7 +236,7 @@ def _clocks(journeys: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     )
     zero = (pl.col("unix_ns") - pl.col("ts_ns")).median()
     zeros = stamps.group_by("row").agg(zero=zero.cast(pl.Int64))
-    # A single summary far from the span's zero has a wrong time: its step would make the range of the counter absurd.
+    # A summary far from the span's zero has a wrong time, and its step would make the range of the counter absurd.
     away = pl.col("unix_ns") - pl.col("ts_start_ns") - pl.col("zero")
     with_zero = steps.join(zeros, on="row", how="left")
     counters = (
@@ -257,13 +253,13 @@ def _clocks(journeys: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
 
 
 def _is_possible(name: str, table: schema.TableSchema) -> pl.Expr:
-    """Return whether values are within the bounds of their column; null counts as within."""
+    """Return whether values are within the bounds of their column; true for null."""
     column = next(c for c in table.columns if c.name == name)
     return pl.col(name).is_between(column.least, column.most).fill_null(value=True)
 
 
 def _first(frame: pl.DataFrame, spellings: Iterable[str], dtype: pl.DataType) -> pl.Expr:
-    """Return the first non-null value among columns, those missing in the frame skipped."""
+    """Return the first non-null value of the columns that the frame has."""
     present = [name for name in spellings if name in frame.columns]
     return pl.coalesce(present) if present else pl.lit(None, dtype)
 
@@ -286,7 +282,7 @@ def _column(frame: pl.DataFrame, name: str, spellings: Iterable[str], dtype: pl.
 
 
 def _or_other(text: pl.Expr) -> pl.Expr:
-    """Return the words that servers use as they are; any other text, which can hold a prompt, becomes `other`."""
+    """Return text with words that servers use unchanged; any other text, which may quote a prompt, becomes `other`."""
     is_known = text.is_in(dialects.REASONS) | text.is_null() | (text == "")
     return pl.when(is_known).then(text).otherwise(pl.lit(OTHER_REASON))
 
@@ -301,7 +297,7 @@ def _journeys(events: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
         for spelled in kind.spellings
         if spelled in events
     ] or [_NO_EVENTS.with_columns(pl.lit("").alias(c) for c in ("own_scope", "layer", "event"))]
-    # An event's name counts only in its own scope: others may use the word too.
+    # The name of an event counts only in its scope: other scopes may use the same word.
     every = pl.concat(parts, how="diagonal").filter(pl.col("span_scope") == pl.col("own_scope"))
     columns = _columns_of(every, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
     return every.select(*columns, "layer", "event", ts_ns=_ts_ns(every))

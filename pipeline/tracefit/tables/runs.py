@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 _SERVER = "server"
 
 COMPLETE_SHARE = 0.97
-"""Journeys of at least this share of requests count as all: a few are lost to clients that reuse ids."""
-
+"""Journeys of at least this share of requests count as complete: clients that reuse ids lose a few."""
 
 _STEP_WINDOW = 1 << 20
-"""Steps that are in memory at once."""
+"""Number of steps in memory at once."""
 
 
 def run_rows(scan: Callable[[str], pl.LazyFrame], run: pl.Expr, columns: pl.DataFrame) -> pl.DataFrame:
@@ -40,7 +39,7 @@ def run_rows(scan: Callable[[str], pl.LazyFrame], run: pl.Expr, columns: pl.Data
     Args:
         scan: Returns a table of the runs.
         run: The number of a run, from the server.
-        columns: Values that are the same for every server of a run: `run`, its number, and columns of the table.
+        columns: Values that all servers of a run share: `run`, its number, and columns of the table.
     """
     spans = scan("spans").filter(dialects.is_known()).group_by(_SERVER).agg(**_SPANS)
     recorded = scan("steps").filter(_IS_RECORDED).group_by(_SERVER).agg(**_RECORDED)
@@ -50,9 +49,9 @@ def run_rows(scan: Callable[[str], pl.LazyFrame], run: pl.Expr, columns: pl.Data
         epochs=pl.len(), counted=(pl.col("last_step") - pl.col("first_step") + 1).sum()
     )
     requests = scan("requests").group_by(_SERVER).agg(**_RATIOS, requests=pl.len())
-    # In streams: none of these tables need fit into memory.
+    # In streams, because the tables may not fit into memory.
     rows, records, *parts = pl.collect_all([spans, recorded, epochs, requests], engine="streaming")
-    # A server appears in spans, in records of its steps, or in both.
+    # A server has spans, recorded steps, or both.
     rows = pl.concat([rows, records], how="diagonal").group_by(_SERVER, maintain_order=True).agg(**_BOTH)
     for part in (*parts, _sampling(scan)):
         rows = rows.join(part, on=_SERVER, how="left")
@@ -79,7 +78,7 @@ def run_rows(scan: Callable[[str], pl.LazyFrame], run: pl.Expr, columns: pl.Data
 def with_implausible(
     runs: pl.DataFrame, rejects: pl.DataFrame, odd: pl.DataFrame
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Add values that broke a rule to the `runs` and `rejects` tables of their runs.
+    """Add the values that break a rule to the `runs` and `rejects` tables of their runs.
 
     Args:
         runs: Rows of `runs`.
@@ -128,8 +127,7 @@ def missing_attributes(scan: Callable[[str], pl.LazyFrame]) -> dict[str, dict[st
                 missing.setdefault(row["run_id"], {})[name] = sorted(lacking)
     tables_of = {reason: table for table, reason in INCOMPLETE.items()}
     for run_id, reason in incomplete.iter_rows():
-        # Events that lack their step or request are in no table, so the attribute is missing from all events
-        # of the run.
+        # No table has events that lack their step or request: if it has no event of this name, all lack the attribute.
         event, _, attributes = reason.partition(" without ")
         if (run_id, event) not in names:
             missing.setdefault(run_id, {})[_EVENT_NAMES[tables_of[reason]]] = [attributes]
@@ -141,25 +139,25 @@ _EVENTS_OF = {
     "steps": dialects.STEP_KEYS,
     "request_snapshots": dialects.SNAPSHOT_KEYS,
 }
-"""Table of events to column to the attributes it is read from."""
+"""Table of events to its columns and the attributes that each is read from."""
 
 _EVENT_NAMES = {
     **{kind.event: kind.spellings[0] for kind in dialects.JOURNEY_EVENTS},
     "steps": dialects.STEP_EVENT,
     "request_snapshots": dialects.SNAPSHOT_EVENT,
 }
-"""Events as traces spell them, by their names in the tables."""
+"""Name of an event in the tables to its name in traces."""
 
 _CORE_EVENTS = tuple(kind.event for kind in dialects.JOURNEY_EVENTS if kind.layer == "core")
 _ONE_EVENT = {"schedule_kind": "SCHEDULED", "finish_status": "FINISHED", "reason": "ABORTED"}
 """Column to the one event that has it."""
 
 _OPTIONAL = ("effective_prompt_len", "context_tokens", "prefill_context_tokens")
-"""Columns without values on a server without a prefix cache, or without the plugin."""
+"""Columns that have no values on a server without a prefix cache, or without the plugin."""
 
 
 def _expected(table: str, event: str) -> list[str]:
-    """Return the columns that every event of a name should have a value in."""
+    """Return the columns that every event of a name should fill."""
     of_event = [c for c in _EVENTS_OF[table] if _ONE_EVENT.get(c, event) == event and c not in _OPTIONAL]
     of_api = table == "journey_events" and event not in _CORE_EVENTS
     return [c for c in of_event if c in _ONE_EVENT] if of_api else of_event
@@ -168,10 +166,10 @@ def _expected(table: str, event: str) -> list[str]:
 _ENGINE = schema.ENGINE[1:]  # within the one run that is tallied
 _STEP = [*_ENGINE, "step_id"]
 _NARROW_STEP = (pl.col(_SERVER).cast(pl.Categorical), pl.col("epoch").cast(pl.UInt32), pl.col("step_id"))
-"""Compact types, for frames that hold every request or step of a run."""
+"""Compact types, for frames with every request or step of a run."""
 
 _NAMES_A_STEP = pl.col("step_id").is_not_null() & (pl.col("event") != "QUEUED")
-"""QUEUED carries the last step before it, 0 at a fresh start: it names no step of its own."""
+"""QUEUED carries the last step before it, 0 at a fresh start, and so names no step."""
 
 _IS_TIMED = pl.col("start_unix_ns") < int(1e9 * dialects.NOT_SENT_S)
 _SPANS = {
@@ -185,7 +183,7 @@ _WITH_SPANS = (CycleSource.SGLANG.value, CycleSource.CLIENT.value)
 _IS_RECORDED = pl.col("cycle_source").is_not_null()
 _RECORDED = {
     "recorded_steps": pl.len(),
-    # Steps of SGLang and of clients come with spans, which have a dialect of their own.
+    # Steps of SGLang and of clients come with spans, which have a dialect.
     "dialects": pl.col("cycle_source").filter(~pl.col("cycle_source").is_in(_WITH_SPANS)).first(),
     "first_unix_ns": pl.col("unix_ns").min(),
     "last_unix_ns": pl.col("unix_ns").max(),
@@ -193,7 +191,7 @@ _RECORDED = {
 _BOTH = {
     **{name: pl.col(name).sum() for name in ("spans", "dropped_events")},
     "recorded_steps": pl.col("recorded_steps").first(ignore_nulls=True),
-    # From spans, if there are any: a log may state a local time.
+    # From spans if there are any, because a log may state a local time.
     **{name: pl.col(name).first() for name in ("first_unix_ns", "last_unix_ns")},
     "dialects": pl.col("dialects").drop_nulls().str.join(","),
 }
@@ -202,7 +200,7 @@ _CACHED = pl.col("cached_prompt_tokens")
 _RATIOS = {
     "arrival_rate_per_s": (_ARRIVAL.count() - 1) / divided(_ARRIVAL.max() - _ARRIVAL.min(), 1e9),
     "prefix_hit_ratio": _CACHED.sum() / pl.col("prompt_tokens").filter(_CACHED.is_not_null()).sum(),
-    # From sums of integers: the last digit of a mean may depend on the order of rows.
+    # From sums of integers, because the last digit of a mean may depend on the order of rows.
     **{
         f"{c}_mean": pl.col(c).sum() / pl.col(c).count()
         for c in ("prompt_tokens", "max_tokens", "output_tokens")
@@ -213,8 +211,8 @@ _RATIOS = {
 def _sampling(scan: Callable[[str], pl.LazyFrame]) -> pl.DataFrame:
     """Count steps and steps with snapshots per server, and estimate the share of requests with a journey.
 
-    A traced request decodes in the sampled steps between its first token and its end; a summary counts all requests,
-    traced or not. So the quotient of the two is that share. A server without step summaries has no estimate.
+    A traced request decodes in the sampled steps between its first token and its end, while a summary counts all requests:
+    the ratio of the two sums is the share. A server without step summaries has no estimate.
     """
     ends = scan("requests").filter(
         pl.all_horizontal(pl.col("first_token_step", "finished_step").is_not_null())
@@ -226,11 +224,11 @@ def _sampling(scan: Callable[[str], pl.LazyFrame]) -> pl.DataFrame:
     rich, ordered = pl.collect_all(
         [scan("request_snapshots").select(_NARROW_STEP).unique(), edges.sort("step_id")], engine="streaming"
     )
-    # How many traced requests decode from each step on.
+    # The number of traced requests that decode from each step on.
     running = ordered.select(*_STEP, members=pl.col("change").cum_sum().over(_ENGINE))
     counts = []
     narrow = scan("steps").select(*_NARROW_STEP, "num_decode_reqs")
-    # At least 0, for a run without steps.
+    # The empty first batch gives a run without steps its sums of 0.
     for steps in chain([narrow.clear().collect()], narrow.collect_batches(chunk_size=_STEP_WINDOW)):
         at_steps = steps.sort("step_id").join_asof(running, on="step_id", by=_ENGINE, check_sortedness=False)
         is_rich = steps.join(rich, on=_STEP, how="semi").group_by(_SERVER).agg(rich_steps=pl.len())
@@ -246,12 +244,12 @@ def _sampling(scan: Callable[[str], pl.LazyFrame]) -> pl.DataFrame:
 
 
 def are_stock(runs: pl.DataFrame) -> bool:
-    """Return whether no span of the `runs` is the instrumented server's, so that its flags are no useful advice."""
+    """Return whether no span of the `runs` comes from the instrumented server, whose flags would be useless advice."""
     return not runs["dialects"].str.split(",").explode().is_in(dialects.EVENT_SCOPES).any()
 
 
 def step_counters(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
-    """Return the first and last step of every epoch: (run_id, server, epoch, first_step, last_step)."""
+    """Return the first and last step of every epoch: run_id, server, epoch, first_step, last_step."""
     columns = [*schema.ENGINE, "step_id"]
     named = pl.concat([steps.select(columns), journeys.filter(_NAMES_A_STEP).select(columns)])
     return _counters(named.lazy(), schema.ENGINE).collect()
@@ -263,8 +261,7 @@ def _counters(named: pl.LazyFrame, engine: list[str]) -> pl.LazyFrame:
 
 
 _SPAN_IDS = ("trace_id", "span_id", "start_unix_ns", "end_unix_ns")
-"""Columns that identify a span across runs: equal ids with other times are different spans."""
-
+"""Columns that identify a span across runs: spans with equal ids and different times differ."""
 
 _RECORD_IDS = ("server", "epoch", "step_id", "cycle_us", "cycle_source", "num_decode_reqs", "context_tokens")
 _FIRST_NS, _LAST_NS = -(2**62), 2**62
@@ -272,11 +269,11 @@ _FIRST_NS, _LAST_NS = -(2**62), 2**62
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A run with spans that also are in a run of at least the same size.
+    """A run that shares spans with a run of at least the same size.
 
     Attributes:
         run_id: The run.
-        other: The run that is kept.
+        other: The run to keep.
         spans: Number of shared spans.
     """
 
@@ -286,9 +283,9 @@ class Overlap:
 
 
 def find_overlaps(store: TableStore, runs: pl.DataFrame) -> tuple[Overlap, ...]:
-    """Find runs that share spans with a run that is kept: the same traces under two names, as from rotating files.
+    """Find runs that share spans with a run to keep: the same traces under two names, such as rotated files.
 
-    Such spans would count twice, and rows held out of one run would train the model through the other. Larger
+    Such spans would count twice, and hold-out rows of one run would train the model through the other. Larger
     runs are kept before smaller ones, equal ones by name. Only runs that overlap in time are compared, with
     eight bytes in memory for each of their spans.
 
@@ -311,20 +308,15 @@ def find_overlaps(store: TableStore, runs: pl.DataFrame) -> tuple[Overlap, ...]:
     def ids(run_id: str) -> pl.Series:
         if run_id not in ids_of:
             spans = store.read("spans", [run_id], _SPAN_IDS).select(_SPAN_IDS).hash_rows()
-            steps = (
-                store.read("steps", [run_id], _RECORD_IDS)
-                .filter(_IS_RECORDED)
-                .select(_RECORD_IDS)
-                .hash_rows()
-            )
-            ids_of[run_id] = pl.concat([spans, steps])
+            steps = store.read("steps", [run_id], _RECORD_IDS).filter(_IS_RECORDED).select(_RECORD_IDS)
+            ids_of[run_id] = pl.concat([spans, steps.hash_rows()])
         return ids_of[run_id]
 
     kept: list[tuple[str, int, int]] = []
     overlaps: dict[str, Overlap] = {}
     for run_id, _, first, last in ordered.iter_rows():
-        beside = [name for name, begin, end in kept if begin <= last and first <= end]
-        shared = {name: int(ids(run_id).is_in(ids(name).implode()).sum()) for name in beside}
+        concurrent = [name for name, begin, end in kept if begin <= last and first <= end]
+        shared = {name: int(ids(run_id).is_in(ids(name).implode()).sum()) for name in concurrent}
         other = max(shared, key=shared.__getitem__, default=None)
         if other is not None and shared[other]:
             overlaps[run_id] = Overlap(run_id, other, shared[other])

@@ -1,8 +1,8 @@
-"""The steps of SGLang, from its spans of stages: results of a batch that end together make one step.
+"""Make the steps of SGLang from its spans of stages: the results of a batch, which end together, are one step.
 
 The scheduler handles the results of a batch request by request, within microseconds, and ends a span for
-each: `decode_loop`, or `chunked_prefill`, or `prefill_forward` of a prompt in one chunk. These spans exist at
-trace level 3 (`set_last_decode_finish_time` and its like in `sglang.srt.observability.req_time_stats`).
+each: `decode_loop`, `chunked_prefill`, or `prefill_forward` for a prompt in one chunk. These spans exist at
+trace level 3 (`set_last_decode_finish_time` and similar functions in `sglang.srt.observability.req_time_stats`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK_NS = 600_000_000_000
 """Length of the blocks of results that steps are made from: ten minutes fit into memory."""
 
 _APART = {CycleSource.SGLANG: 8, CycleSource.CLIENT: 3}
-"""Results belong to different batches if they are further apart than the shorter of their times divided by this."""
+"""Results belong to different batches if their ends differ by more than the shorter of their times divided by this."""
 
 RESULTS: dict[str, pl.DataType] = {
     "server": pl.String(),
@@ -29,8 +29,8 @@ RESULTS: dict[str, pl.DataType] = {
     "tokens": pl.Int64(),
     "context": pl.Int64(),
 }
-"""One result of a request in a batch: its end, the time from which the engine was certainly busy, its
-duration, its tokens to compute and those in its cache before; null if unknown."""
+"""Columns of results, each of a request in a batch: its end, the time since which the engine is certainly busy, its
+duration, its computed tokens, and its tokens in the cache before; null if unknown."""
 
 
 def results_of(spans: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
@@ -55,7 +55,7 @@ def results_of(spans: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
     number = pl.col("decode_ct").cast(pl.Int64, strict=False)
     in_cache = pl.when(number.is_between(0, schema.MOST_TOKENS)).then(pl.col("prompt_tokens") + number)
     cached = pl.col("cached_prompt_tokens").fill_null(0)
-    # The chunks of a prompt are not traced. One token per step is required: otherwise several are decoded at once.
+    # Spans do not state the size of a chunk. Without one token per step, several are decoded at once.
     is_whole = chunk.any().over(request).not_()
     is_plain = loop.sum().over(request) == pl.col("output_tokens") - 1
     with_facts = stages.join(facts, on=request, how="inner").with_columns(
@@ -77,7 +77,7 @@ def results_of(spans: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
 
 
 def batch_numbers(results: pl.DataFrame, source: CycleSource) -> pl.DataFrame:
-    """Return results in the order of time with the number of their batch, from 0."""
+    """Return results in the order of time, with the number of their batch from 0."""
     gap, shorter = pl.col("end_ns").diff(), pl.min_horizontal("lasted_ns", pl.col("lasted_ns").shift(1))
     is_new = (gap * _APART[source] > shorter).fill_null(value=True)
     return results.sort("end_ns", maintain_order=True).with_columns(batch=is_new.cum_sum() - 1)
@@ -88,19 +88,19 @@ def steps_of(
 ) -> pl.DataFrame:
     """Return the steps of a server in one block.
 
-    A step lasts from the results of the step before it to its own; if the engine was idle, from the queueing
-    of a request.
+    A step lasts from the results of the previous step to its own results; if the engine was idle, from the time
+    at which a request was queued.
 
     Args:
         results: Columns as `RESULTS`.
-        first_step: Number of the first of the steps.
+        first_step: Number of the first step.
         source: The source of the results.
 
     Returns:
         Rows of `steps`. The first and the last of a block have a null time: their results may continue in
         another block.
     """
-    loop, both = pl.col("is_loop"), pl.col("is_loop").len()
+    loop = pl.col("is_loop")
 
     def total(column: str, of: pl.Expr) -> pl.Expr:
         values = pl.col(column).filter(of)
@@ -113,7 +113,7 @@ def steps_of(
             pl.col("server").first(),
             pl.col("busy_ns").min(),
             unix_ns=pl.col("end_ns").max(),
-            running_depth=both,
+            running_depth=pl.len(),
             num_prefill_reqs=(~loop).sum(),
             num_decode_reqs=loop.sum(),
             prefill_tokens=total("tokens", ~loop),

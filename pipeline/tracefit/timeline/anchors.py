@@ -1,8 +1,8 @@
 """The step clock: the start of every anchored step, and its standard deviation.
 
-Three kinds of anchors: the summary of a step (exact); SCHEDULED and PREEMPTED, stamped inside the step's schedule();
-FIRST_TOKEN and FINISHED, stamped in its update, right before the next step starts. The small offsets of the last two
-are measured where a summary is there too.
+Three kinds of stamps anchor a step: its summary (exact); SCHEDULED and PREEMPTED, stamped inside its schedule(); FIRST_TOKEN
+and FINISHED, stamped in its update, right before the next step starts. Steps that also have a summary show the small offsets of
+the last two.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _UPDATE = ("FIRST_TOKEN", "FINISHED")
 _UNKNOWN_SD_US = 200.0
 """Standard deviation of an event's offset where no steps measure it: SCHEDULED comes 0.1 to 0.7 ms after its step's start."""
 
-_LEAST_SD_US = 10.0
-"""Least standard deviation of an estimated start: it is never as certain as a summary's."""
+_MIN_SD_US = 10.0
+"""Least standard deviation of an estimated start, which is never as certain as that of a summary."""
 
-_LAG_EVENTS = 20
+_MIN_LAG_EVENTS = 20
 """Fewest updates that show whether an engine schedules ahead."""
 
-_ENOUGH_STEPS = 5
-"""Fewest steps with both stamps that measure an offset."""
+_MIN_OFFSET_STEPS = 5
+"""Fewest steps with two stamps that measure an offset."""
 
 _FAR_SD = 4.0
 """Two estimates of one start disagree when they differ by more than this many of their standard deviations."""
 
-# More than events are off: SCHEDULED comes up to 0.7 ms after its step's start, updates within 0.5 ms of its end.
 _TOLERANCE_NS = 1_000_000
+"""More than events are off: SCHEDULED comes up to 0.7 ms after its step's start, updates within 0.5 ms of its end."""
 
 
 def execution_lags(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
@@ -42,7 +42,7 @@ def execution_lags(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
 
     Args:
         steps: The `steps` table, or any frame with the columns of the engine, step_id and ts_start_ns.
-        journeys: The `journey_events` table; its SCHEDULED events are starts, too.
+        journeys: The `journey_events` table; its SCHEDULED events are starts too.
 
     Returns:
         One row per (run_id, server) with enough events: `execution_lag_steps`, 0 or 1.
@@ -54,11 +54,11 @@ def execution_lags(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
     starts = pl.concat([exact, first.join(exact, on=step, how="anti").select(exact.columns)])
     nexts = starts.select(*ENGINE, step_id=pl.col("step_id") - 1, next_start_ns="ts_start_ns")
     late = journeys.filter(_is_update()).join(nexts, on=step, how="inner")
-    # Nearly all events of a server are late, or nearly none: half is a safe border.
+    # Nearly all events of a server are late, or nearly no event is: half is a safe border.
     return (
         late.group_by(SERVER)
         .agg(events=pl.len(), late=(pl.col("ts_ns") > pl.col("next_start_ns")).mean())
-        .filter(pl.col("events") >= _LAG_EVENTS)
+        .filter(pl.col("events") >= _MIN_LAG_EVENTS)
         .select(*SERVER, execution_lag_steps=(pl.col("late") > 0.5).cast(pl.Int64))
         .sort(SERVER)
     )
@@ -72,8 +72,8 @@ def clock_disagreements(timeline: pl.DataFrame, journeys: pl.DataFrame) -> pl.Da
         journeys: The `journey_events` table.
 
     Returns:
-        One row per (run_id, server) with events before or after an anchored start: `events`, the number of these,
-        and `disagreeing`.
+        One row per (run_id, server) with events before or after an anchored start: `events`, the number of these events, and
+        `disagreeing`.
     """
     clock = timeline.select(*ENGINE, "step_id", "ts_start_ns").drop_nulls().sort("step_id")
     inside = pl.col("event").is_in(_INSIDE)
@@ -118,8 +118,8 @@ def step_starts(steps: pl.DataFrame, core: pl.DataFrame) -> pl.DataFrame:
         step, starts increasing within an engine.
     """
     exact = steps.select("position", "engine", "server_number", at="ts_start_ns").drop_nulls("at")
-    # Events inside schedule() give the start of their step, the earliest event first. An update ends its step: it gives the start of
-    # the next one (with scheduling ahead, of the one after), and the latest event is nearest to it.
+    # Events inside schedule() give the start of their step, and the earliest is nearest to it. An update ends its step: it gives
+    # the start of the next one (with scheduling ahead, of the one after), and the latest is nearest to it.
     step, stamp = pl.col("step_id"), pl.col("ts_ns")
     kinds = {
         "scheduled": _at(core.filter(pl.col("event").is_in(_INSIDE)), step, stamp.min()),
@@ -147,10 +147,10 @@ def _at(events: pl.DataFrame, step: pl.Expr, stamp: pl.Expr) -> pl.DataFrame:
 
 
 def _offsets(kinds: dict[str, pl.DataFrame], exact: pl.DataFrame) -> pl.DataFrame:
-    """Measure how far the events of each kind are from their step's start: (server, kind, offset_ns, sd_us).
+    """Measure how far the events of each kind are from their step's start: server_number, kind, offset_ns, sd_us.
 
-    Against exact starts where enough steps have both. A kind without them is measured against the other one, on steps
-    that have both kinds; without any exact start each gets half of the distance: cycles do not depend on a common shift.
+    They are compared with exact starts where enough steps have both. A kind without exact starts is compared with the other kind,
+    on steps that have both; without any exact start each kind gets half of the distance: cycles do not depend on a common shift.
     """
     direct = pl.concat([_distances(e, exact).with_columns(kind=pl.lit(k)) for k, e in kinds.items()])
     pairs = _distances(kinds["scheduled"], kinds["update"])
@@ -159,28 +159,28 @@ def _offsets(kinds: dict[str, pl.DataFrame], exact: pl.DataFrame) -> pl.DataFram
     sides = servers.join(pl.DataFrame({"kind": list(kinds), "sign": [1.0, -1.0]}), how="cross")
     table = sides.join(direct, on=["server_number", "kind"], how="left")
     table = table.join(pairs, on="server_number", how="left").sort("server_number", "kind")
-    # Two rows per server, one of each kind: reversed, each kind gets the offset of the other one.
+    # Each server has two rows, one of each kind: in reverse order, each kind gets the offset of the other one.
     table = table.with_columns(other=pl.col("offset_ns").reverse().over("server_number"))
     gap = pl.col("gap_ns") * pl.col("sign")
     return table.select(
         "server_number",
         "kind",
         offset_ns=pl.coalesce("offset_ns", pl.col("other") + gap, gap / 2, pl.lit(0.0)),
-        sd_us=pl.coalesce("sd_us", "gap_sd_us", pl.lit(_UNKNOWN_SD_US)).clip(lower_bound=_LEAST_SD_US),
+        sd_us=pl.coalesce("sd_us", "gap_sd_us", pl.lit(_UNKNOWN_SD_US)).clip(lower_bound=_MIN_SD_US),
     )
 
 
 def _distances(events: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
-    """Return the median distance of events after starts, and its robust standard deviation, per server with enough steps that have both."""
+    """Return by how much events come after starts, median and robust standard deviation, per server with enough steps that have both."""
     both = events.join(starts.select("position", start="at"), on="position", how="inner")
     distance = (pl.col("at") - pl.col("start")).cast(pl.Float64)
     sd = divided(robust_sd_expr(distance), 1e3)
     measured = both.group_by("server_number").agg(steps=pl.len(), offset_ns=distance.median(), sd_us=sd)
-    return measured.filter(pl.col("steps") >= _ENOUGH_STEPS).drop("steps")
+    return measured.filter(pl.col("steps") >= _MIN_OFFSET_STEPS).drop("steps")
 
 
 def _corrected(events: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:
-    """Move events of one kind to where their steps start."""
+    """Move events of one kind to the starts of their steps."""
     moved = pl.col("at") - pl.col("offset_ns").round().cast(pl.Int64)
     return events.join(offsets, on="server_number", how="inner").select(
         "position", "engine", "sd_us", at=moved, start_source="kind"

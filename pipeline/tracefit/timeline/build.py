@@ -1,7 +1,7 @@
-"""Build the timeline: one row per engine step, from summaries, snapshots and journeys at once.
+"""Build the timeline: one row per engine step, from summaries, snapshots and journeys together.
 
 A step has a summary, or follows from the events of the requests in it. Each row has the start of the step, its composition, its
-cycle (to the next start that is anchored) and whether there is idle time in that cycle.
+cycle (to the next anchored start) and whether that cycle has idle time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SUMMARY = tuple(
 """Columns that the timeline takes from a step's summary. The start is derived from more than summaries."""
 
 _COMPARED = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_tokens")
-"""Columns that both summaries and journeys give, and on which they must agree."""
+"""Columns that both summaries and journeys give, and that must agree."""
 
 _CONTEXTS = ("context_tokens", "prefill_context_tokens")
 
@@ -42,20 +42,20 @@ def build_timeline(
 ) -> pl.DataFrame:
     """Build the `timeline` table.
 
-    With complete journeys every step between the first and the last is there, its composition worked out from them;
-    a summary or a full set of snapshots takes precedence. Without complete journeys only sampled steps are there.
+    With complete journeys, every step between the first and the last has a row, with the composition that follows from them;
+    a summary or a full set of snapshots takes precedence. Without complete journeys, only sampled steps have rows.
 
     `cycle_us` is the mean cycle from the start of the step to the next anchored start, `interval_steps` later: one step
     (`adjacent`, between two summaries), or an `interval` when a start comes from a journey event or steps in between are not
-    anchored, or `request` when both were counted from requests. `idle_after` says that one of these steps left nothing running
-    and nothing waiting, so that the time includes idle time.
+    anchored, or `request` when both were counted from requests. `idle_after` says that one of these steps left no request running
+    or waiting, so that the time includes idle time.
 
     Args:
         steps: The `steps` table.
         snapshots: The `request_snapshots` table.
         journeys: The `journey_events` table.
         limits: Limits of the scheduler.
-        journeys_complete: Every request has a journey.
+        journeys_complete: Whether every request has a journey.
         known_starts: Starts of steps that were counted from requests (`count_steps`), whose events are then in `journeys`, or
             those of a log (`log_clock`).
 
@@ -65,13 +65,13 @@ def build_timeline(
     limits = limits or EngineLimits()
     axis = step_axis(steps, snapshots, journeys)
     lags = execution_lags(steps if known_starts is None else known_starts, journeys)
-    # A step has one summary: the first in time if several have its id.
+    # If several summaries have the id of a step, the first in time counts.
     summaries = _positioned(axis, steps).unique("position", keep="first", maintain_order=True)
     snapshots = _positioned(axis, snapshots)
     core = axis.locate(core_events(journeys)).join(lags, on=SERVER, how="left", maintain_order="left")
     # A server with too few events for a lag is taken to schedule and execute in the same cycle.
     core = with_steps_by_time(core.with_columns(pl.col("execution_lag_steps").fill_null(0)), summaries)
-    # With sampled journeys a step's batch would lack the requests that have none: it stays unknown.
+    # Sampled journeys lack some requests of a batch, so that the batch stays unknown.
     rows = axis.frame()
     if journeys_complete and axis.size:
         rows = pl.concat([rows, _inferred(axis, core, snapshots, limits)], how="horizontal")
@@ -107,7 +107,7 @@ def _inferred(
 
 
 def _cached(snapshots: pl.DataFrame) -> pl.DataFrame:
-    """Return prompt tokens found in the prefix cache, per request, where a snapshot has them."""
+    """Return the cached prompt tokens of each request whose snapshots state them."""
     hits = pl.col("num_prompt_tokens") - pl.col("effective_prompt_len")
     shown = snapshots.filter(pl.col("effective_prompt_len").is_not_null()).sort("step_id")
     return shown.group_by(*ENGINE, "request_id").agg(cached_tokens=hits.first())
@@ -120,7 +120,7 @@ def _with_summaries(
     steps = summaries.select(
         "position",
         *_SUMMARY,
-        # A log has only their share.
+        # A log has only the share of used blocks.
         kv_blocks_used=pl.coalesce(
             pl.col("kv_blocks_total") - pl.col("kv_blocks_free"),
             (pl.col("kv_usage_ratio") * pl.lit(limits.num_blocks, pl.Int64)).round().cast(pl.Int64),
@@ -146,19 +146,19 @@ def _with_summaries(
 
 
 def _logged_contexts() -> list[pl.Expr]:
-    """Return the journeys' context tokens, of logged steps where both name as many requests.
+    """Return the journeys' context tokens; on logged steps, only where both count as many requests.
 
-    The log counts the prompt tokens that are computed; those that a request has besides are of the prefix cache.
+    The log counts the prompt tokens that are computed; the other prompt tokens of a request come from the prefix cache.
     """
     logged = (pl.col("cycle_source") == CycleSource.LOG.value).fill_null(value=False)
-    of = {"context_tokens": "num_decode_reqs", "prefill_context_tokens": "num_prefill_reqs"}
+    counts = {"context_tokens": "num_decode_reqs", "prefill_context_tokens": "num_prefill_reqs"}
     cached = (pl.col("journey.prefill_tokens") - pl.col("prefill_tokens")).clip(lower_bound=0)
     added = {"context_tokens": pl.lit(0), "prefill_context_tokens": pl.when(logged).then(cached).otherwise(0)}
     return [
         pl.when(~logged | (pl.col(f"journey.{count}") == pl.col(count)))
         .then(pl.col(f"journey.{name}") + added[name])
         .alias(f"journey.{name}")
-        for name, count in of.items()
+        for name, count in counts.items()
     ]
 
 
@@ -179,36 +179,36 @@ def _agreement() -> list[pl.Expr]:
 def _shared_blocks() -> pl.Expr:
     """Return used KV blocks from the journeys, corrected for the blocks that requests share.
 
-    Journeys do not show shared blocks: their number is carried forward from the last summary.
+    Journeys do not show shared blocks, so that the last summary's number of them is carried forward.
     """
     counted = pl.col("journey.kv_blocks_used")
     used = counted + (pl.col("kv_blocks_used") - counted).forward_fill().over("engine").fill_null(0)
-    # Where fewer blocks are in use than were shared, the number of the summary is out of date.
+    # If fewer blocks are in use than were shared, the number in the summary is out of date.
     used = pl.when((counted == 0) | (used >= 0)).then(used.clip(lower_bound=0))
     return used.alias("journey.kv_blocks_used")
 
 
 def _with_usage(rows: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
     """Fill in the KV usage of steps without a summary from the blocks of their requests."""
-    # A server's total is constant: that of one summary is that of all steps.
+    # A server's total is constant: one summary gives that of all steps.
     total = pl.coalesce(pl.col("kv_blocks_total").max().over("engine"), pl.lit(limits.num_blocks, pl.Int64))
     usage = (pl.col("kv_blocks_used") / total).clip(0.0, 1.0)
     return rows.with_columns(kv_usage_ratio=pl.coalesce("kv_usage_ratio", usage), kv_blocks_total=total)
 
 
 def _with_estimated_contexts(rows: pl.DataFrame, block_size: int) -> pl.DataFrame:
-    """Estimate the context of summarised steps that do not have it: the slots of the KV blocks in use, less those of other tokens.
+    """Estimate the missing contexts of summarised steps: the slots of the KV blocks in use, less those of other tokens.
 
-    A request fills its last block by half on average. Blocks that requests share count once, and earlier chunks of a prompt
+    A request fills half of its last block on average. Blocks that requests share count once, and earlier chunks of a prompt
     count as context of decodes: the estimate is right where both are rare.
     """
     requests = pl.col("num_prefill_reqs") + pl.col("num_decode_reqs")
     new = pl.col("prefill_tokens") + pl.col("decode_tokens")
     slots = pl.col("kv_blocks_used") * block_size - requests * (block_size - 1) / 2
     estimate = pl.when(pl.col("num_decode_reqs") == 0).then(0).otherwise((slots - new).clip(lower_bound=0))
-    lacking = pl.col("context_tokens").is_null() & (pl.col("composition_source") == "summary")
-    # A sum over requests: null where the summary lacks one of its columns.
-    estimable = lacking & pl.col("kv_blocks_used").is_not_null() & (requests + new).is_not_null()
+    is_missing = pl.col("context_tokens").is_null() & (pl.col("composition_source") == "summary")
+    # The sum is null if the summary lacks one of its columns.
+    estimable = is_missing & pl.col("kv_blocks_used").is_not_null() & (requests + new).is_not_null()
     return rows.with_columns(
         context_tokens=pl.when(estimable).then(estimate.round().cast(pl.Int64)).otherwise("context_tokens"),
         context_estimated=estimable.fill_null(value=False),
@@ -216,7 +216,7 @@ def _with_estimated_contexts(rows: pl.DataFrame, block_size: int) -> pl.DataFram
 
 
 def _contexts(steps: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:
-    """Return the KV tokens read per step, for steps in which every running request has a snapshot."""
+    """Return the KV tokens that each step reads, for steps whose every running request has a snapshot."""
     scheduled, before = pl.col("scheduled_tokens") > 0, pl.col("num_computed_tokens")
     has_output = pl.col("num_output_tokens") > 0
     sums = snapshots.group_by("position").agg(
@@ -229,7 +229,7 @@ def _contexts(steps: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:
 
 
 def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
-    """Add cycles between consecutive starts, and whether the engine was idle between them; recorded cycles stay."""
+    """Add the cycles between consecutive starts, and whether the engine was idle in them; recorded cycles stay."""
     rows = rows.rename({"cycle_us": "recorded_us", "cycle_source": "recorded_source"})
     idle = (pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0)
     started = pl.col("ts_start_ns").is_not_null()
@@ -237,13 +237,13 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
     follows = pl.col("step_id").shift(1) == pl.col("step_id") - 1
     same_engine = pl.col("engine").shift(1) == pl.col("engine")
     ordered = ordered.with_columns(idle_before=pl.when(follows & same_engine).then(pl.col("idle").shift(1)))
-    # Steps of another engine that nothing anchors would join the last interval of the engine before.
-    whole = ["engine", "interval"]
+    # By engine: unanchored steps of the next engine would join the last interval of this one.
+    interval = ["engine", "interval"]
     # The next start of the same engine, one step later or many.
     nexts = {c: pl.col(c).shift(-1) for c in ("ts_start_ns", "step_id", "start_source", "start_sd_us")}
     count = nexts["step_id"] - pl.col("step_id")
     spans = ordered.filter(started).select(
-        *whole,
+        *interval,
         "position",
         "start_source",
         last_of_engine=pl.col("engine").shift(-1) != pl.col("engine"),
@@ -252,13 +252,13 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
         exact=(pl.col("start_source") == "summary") & (nexts["start_source"] == "summary"),
         cycle_sd_us=(pl.col("start_sd_us") ** 2 + nexts["start_sd_us"] ** 2).sqrt() / count,
     )
-    members = ordered.group_by(whole).agg(
+    members = ordered.group_by(interval).agg(
         members=pl.len(),
         composed=pl.col("running_depth").is_not_null().all(),
         idle_after=pl.col("idle").any() | pl.col("pause").any(),
     )
-    spans = spans.filter(~pl.col("last_of_engine")).join(members, on=whole, how="left")
-    # Every step between two starts needs a composition, or the work of the time is unknown.
+    spans = spans.filter(~pl.col("last_of_engine")).join(members, on=interval, how="left")
+    # If a step between two starts has no composition, the work in that time is unknown.
     full = (pl.col("members") == pl.col("interval_steps")) & pl.col("composed") & (pl.col("cycle_us") > 0)
     single = pl.col("interval_steps") == 1
     kinds = {"request": CycleSource.REQUEST, CHANGE: CycleSource.LOG_INTERVAL, FINE: CycleSource.LOG_INTERVAL}

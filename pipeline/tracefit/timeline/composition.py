@@ -1,8 +1,8 @@
-"""The composition of every step, worked out from the journeys.
+"""Compute the composition of every step from the journeys.
 
 A request is in the batch from its SCHEDULED to its end (`segments`). Counts of such ranges are sums over difference arrays on
-the step axis (`engines.range_add`), with no loop per step. Only prompts computed in chunks are followed one by one, in the
-order they were scheduled: each takes the rest that the earlier ones leave of the token budgets.
+the step axis (`engines.range_add`), without a loop over steps. Only prompts in chunks are followed one by one, in the order of
+their scheduling: each takes what the earlier ones leave of the token budgets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _WINDOW = 16
-"""Steps that are searched first for the chunks of a prompt."""
+"""Steps that are searched first for the chunks of a prompt: few prompts have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,33 +32,31 @@ class EngineLimits:
         max_num_batched_tokens: Token budget of a step.
         max_num_seqs: Slots.
         block_size: Tokens per KV block.
-        num_blocks: KV blocks that can be used.
-        chunked_prefill: Whether a prompt may be computed in chunks.
+        num_blocks: Usable KV blocks.
     """
 
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     block_size: int = DEFAULT_BLOCK_SIZE
     num_blocks: int | None = None
-    chunked_prefill: bool = True
 
 
 @dataclass(frozen=True)
 class _Runs:
-    """Segments of running as arrays, in the order they were scheduled; steps are positions on the axis.
+    """Segments of running as arrays, in the order of their scheduling; steps are positions on the axis.
 
     Attributes:
         start: First step.
-        end: Last step it may have tokens in.
-        complete: Step that completed the prompt, -1 if none did.
+        end: Last step that may compute its tokens.
+        complete: Step that completed the prompt, -1 if no step did.
         need: Tokens to compute before the first token.
-        cached: Tokens found in the prefix cache.
+        cached: Tokens in the prefix cache.
         prompt: Prompt tokens.
         outputs: Output tokens before the segment.
         limit: Output tokens it may still produce, -1 if unknown.
         finished: 1 where it ended for good.
         lag: Steps that scheduling runs ahead of execution, on its server.
-        late: Steps after its last in which the scheduler learns of its end: `lag`, but an abort takes effect at once.
+        late: Steps from its last one until the scheduler learns of its end: `lag`, or 0 after an abort, which takes effect at once.
         last: Last step of its engine.
     """
 
@@ -107,19 +105,19 @@ class _Runs:
 
     @cached_property
     def leave(self) -> Ints:
-        """Last step in whose schedule() each segment is in the running list."""
+        """Last step whose schedule() sees each segment in the running list."""
         last: Ints = np.minimum(self.end + self.late, self.last)
         return last
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Rows of (segment, position) in which prompt tokens were computed."""
+    """The prompt tokens of each segment at each position, one row for each pair with tokens."""
 
     position: Ints
     tokens: Ints
     context: Ints
-    """Tokens computed before, cached ones included."""
+    """Tokens computed before, including cached ones."""
     has_output: Ints
     owner: Ints
     """Index of the segment."""
@@ -128,7 +126,7 @@ class _Prompts:
 def compose(
     axis: StepAxis, running: pl.DataFrame, waiting: pl.DataFrame, limits: EngineLimits
 ) -> pl.DataFrame:
-    """Work out the batch of every step from the segments of running and waiting.
+    """Compute the batch of every step from the segments of running and waiting.
 
     Args:
         axis: All steps.
@@ -164,9 +162,9 @@ def compose(
 
 
 def _left_after(size: int, runs: _Runs, prompts: _Prompts, block: int) -> dict[str, Ints | pl.Series]:
-    """Return the state of the engine for a request queued after each step, once the available outputs are processed.
+    """Return the state of the engine after each step, once the available outputs are processed, for a request queued then.
 
-    These are the outputs of the step; with scheduling a step ahead, those of the step before it.
+    The available outputs are those of the step; with scheduling a step ahead, those of the step before it.
     """
     start, end, complete = runs.start, runs.end, runs.complete
     # A finished request is gone after the update of its last step; a preempted one stays until the next schedule().
@@ -205,7 +203,7 @@ def _whole(values: Floats) -> Ints:
 
 
 def _counts(size: int, runs: _Runs, prompts: _Prompts, decodes: Floats) -> dict[str, Floats]:
-    fresh, again = prompts.has_output == 0, prompts.has_output == 1
+    fresh, resumed = prompts.has_output == 0, prompts.has_output == 1
     decoding = runs.decoding
     first, last = runs.complete[decoding] + 1, runs.end[decoding]
     context = (runs.prompt + runs.outputs)[decoding]
@@ -222,17 +220,17 @@ def _counts(size: int, runs: _Runs, prompts: _Prompts, decodes: Floats) -> dict[
     ones = np.ones_like(prompts.tokens)
     return {
         "num_prefill_reqs": at(fresh, ones) + moved,
-        "num_decode_reqs": decodes + at(again, ones) - moved,
+        "num_decode_reqs": decodes + at(resumed, ones) - moved,
         "prefill_tokens": at(fresh, prompts.tokens) + moved,
-        "decode_tokens": decodes + at(again, prompts.tokens) - moved,
-        "context_tokens": grown + at(again, prompts.context) - moved_context,
+        "decode_tokens": decodes + at(resumed, prompts.tokens) - moved,
+        "context_tokens": grown + at(resumed, prompts.context) - moved_context,
         "prefill_context_tokens": at(fresh, prompts.context) + moved_context,
     }
 
 
 def _prompt_rows(runs: _Runs, decodes: Floats, size: int, limits: EngineLimits) -> _Prompts:
-    """Distribute each segment's prompt over its steps: whole in one step, or in chunks as large as the budget allows."""
-    # Most prompts are computed by one step; only the others need the rest of a step's budget.
+    """Distribute each segment's prompt over its steps: in one step, or in chunks as large as the budget allows."""
+    # One step computes most prompts; only the others need what is left of each budget.
     whole = runs.complete == runs.start
     singles = bincount_at(size, runs.start[whole], runs.need[whole])
     has_output = (runs.outputs > 0).astype(np.int64)
@@ -252,13 +250,13 @@ def _prompt_rows(runs: _Runs, decodes: Floats, size: int, limits: EngineLimits) 
 
 
 def _chunks(start: int, stop: int, need: int, room: Floats | None, *, finished: bool) -> Ints:
-    """Return the tokens of one prompt in each step from `start`, to `stop` at most, and take them out of `room`."""
+    """Return the tokens of one prompt in each step from `start` to `stop` at most, and take them out of `room`."""
     if room is None:  # unknown budget: equal chunks
         stop = stop if finished else min(stop, start + _WINDOW - 1)
         edges: Ints = np.linspace(0, need, stop - start + 2).round().astype(np.int64)
         return edges[1:] - edges[:-1]
     free = room[start : start + _WINDOW] if start + _WINDOW <= stop else room[start : stop + 1]
-    # A segment without an end in sight lasts to the end of the trace; its prompt does not.
+    # A segment without an end lasts to the end of the trace; its prompt does not.
     while len(free) < stop + 1 - start and free.sum() < need:
         free = room[start : min(start + 4 * len(free), stop + 1)]
     taken = np.minimum(np.cumsum(free), need)
@@ -285,7 +283,7 @@ def _blocks(size: int, runs: _Runs, prompts: _Prompts, block: int) -> Ints:
     first, last = runs.complete[decoding] + 1, runs.leave[decoding]
     context = (runs.prompt + runs.outputs)[decoding]
     used += range_add(size, first, last, -(-context // block))
-    # While decoding, another block is taken whenever the context reaches a multiple of the block size, and kept to the end.
+    # A decoding request takes a block whenever its context reaches a multiple of the block size, and keeps it to the end.
     next_block = first + (-context) % block
     more = np.maximum((runs.end[decoding] - next_block) // block + 1, 0)
     stride = min(block, size)

@@ -1,4 +1,4 @@
-"""Engines and their steps: the steps of every (run, server, epoch), one engine after the other in flat arrays.
+"""One axis for the steps of all engines (run, server, epoch), one engine after the other.
 
 Sums over steps are then sums over positions of one array, for all engines at once.
 """
@@ -11,16 +11,17 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from tracefit.tables.epochs import FASTEST_STEP_NS
 from tracefit.tables.schema import ENGINE, MOST_STEP, SERVER
 
-_FASTEST_STEP_NS, _SLACK_STEPS = 200_000, 100
-"""Between two events of an engine are at most as many steps as fit into the time, plus a few that have no work."""
+_SLACK_STEPS = 100
+"""An engine runs at most as many steps between two events as fit into the time, plus a few without work."""
 
-_UNNAMED, _UNNAMED_PER_NAMED = 300_000, 16
-"""Most steps without an event on the axis: a number for each run, and more for each step with one."""
+_MAX_UNNAMED, _UNNAMED_PER_NAMED = 300_000, 16
+"""Most steps without an event on the axis: a number for each run, and more for each step with an event."""
 
 _GAP_STEPS = 2
-"""Positions of a gap: of steps that events before it end in, or give the start of."""
+"""Positions of a gap, for the steps that the events before it end in or give the start of."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -30,14 +31,14 @@ Floats = NDArray[np.float64]
 class StepAxis:
     """All steps of all engines on one axis; position = offset of the engine + step number - its first step.
 
-    A gap of step ids without steps, or with too many, takes `_GAP_STEPS` positions: behind it, the number of a step is smaller
-    than its id. So the size follows from the number of events, not from the ids in them.
+    A gap of step ids without steps, or with too many, takes `_GAP_STEPS` positions, after which the number of a step is smaller
+    than its id. So the size depends on the number of events and not on the ids in them.
 
     Attributes:
         engines: One row per engine: run_id, server, epoch, engine (its number), server_number, first_step,
             last_step (its number), offset.
         pieces: The step ids between gaps, at least one row per engine: columns of the engine, engine, first_id,
-            last_id, removed (id less number of its steps), positions (with those of the gap behind it).
+            last_id, removed (id less number of its steps), positions (including those of the gap after it).
         size: Positions on the axis.
     """
 
@@ -46,7 +47,7 @@ class StepAxis:
     size: int
 
     def locate(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """Add the columns of each row's engine, for `position`, and make a number of its `step_id`; rows of engines without a step are left out."""
+        """Add the columns of each row's engine, for `position`, and turn its `step_id` into a number; drop rows of engines without steps."""
         located = rows.join(self.engines, on=ENGINE, how="inner", maintain_order="left")
         if self.pieces.height == self.engines.height:
             return located
@@ -65,7 +66,7 @@ class StepAxis:
         return numbered.sort("_row").drop("_row", "first_id", "removed", "end")
 
     def frame(self) -> pl.DataFrame:
-        """Return one row per position: engine, step_id, position, is_gap, in axis order."""
+        """Return one row per position, in order: engine, step_id, position, is_gap."""
         first, last, engine, counts = (
             self.pieces[c].to_numpy() for c in ("first_id", "last_id", "engine", "positions")
         )
@@ -76,7 +77,7 @@ class StepAxis:
         return pl.DataFrame({"engine": engine[piece], "step_id": step_id, "position": at, "is_gap": is_gap})
 
     def name(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """Replace the number of an engine by the columns that name it."""
+        """Replace the number of each engine by the columns that name it."""
         names = self.engines.select("engine", *ENGINE)
         return rows.join(names, on="engine", how="left", maintain_order="left").drop("engine")
 
@@ -88,7 +89,7 @@ def position(step: pl.Expr) -> pl.Expr:
 
 
 def step_axis(steps: pl.DataFrame, snapshots: pl.DataFrame, journeys: pl.DataFrame) -> StepAxis:
-    """Return an axis of the steps of each engine, from the first to the last one that a step, snapshot or event names.
+    """Return an axis with the steps of each engine, from the first to the last that a step, snapshot or event names.
 
     QUEUED does not count: it carries the counter of the step before it.
     """
@@ -114,15 +115,15 @@ def step_axis(steps: pl.DataFrame, snapshots: pl.DataFrame, journeys: pl.DataFra
 def _pieces(ids: pl.DataFrame) -> pl.DataFrame:
     """Cut the named step ids of every engine, in order, at their gaps; see `StepAxis.pieces`.
 
-    A gap is a climb that the time did not allow, and the widest of the others, until the rest can be followed.
+    Gaps are the climbs that do not fit into the time, and the widest of the others until the rest fits on the axis.
     """
     climbed = pl.col("step_id").diff().over(ENGINE) - 1
-    fit = pl.col("at_ns").diff().over(ENGINE).clip(lower_bound=0) // _FASTEST_STEP_NS + _SLACK_STEPS
+    fit = pl.col("at_ns").diff().over(ENGINE).clip(lower_bound=0) // FASTEST_STEP_NS + _SLACK_STEPS
     ids = ids.with_columns(unnamed=climbed, is_gap=(climbed > fit).fill_null(value=False))
     widths = ids.filter(~pl.col("is_gap")).select("run_id", "unnamed").drop_nulls()
-    # The limit is one of each run: it does not depend on the other runs.
-    if widths["unnamed"].sum() > _UNNAMED:
-        named = ids.group_by("run_id").agg(most=_UNNAMED + _UNNAMED_PER_NAMED * pl.len().cast(pl.Int64))
+    # Each run has its own limit, so that its axis does not depend on the other runs.
+    if widths["unnamed"].sum() > _MAX_UNNAMED:
+        named = ids.group_by("run_id").agg(most=_MAX_UNNAMED + _UNNAMED_PER_NAMED * pl.len().cast(pl.Int64))
         many = widths.sort("unnamed").join(named, on="run_id", how="left", maintain_order="left")
         many = many.filter(pl.col("unnamed").cum_sum().over("run_id") > pl.col("most"))
         wide = many.group_by("run_id").agg(wide=pl.col("unnamed").min())
@@ -142,8 +143,8 @@ def _pieces(ids: pl.DataFrame) -> pl.DataFrame:
 
 
 def range_add(size: int, first: Ints, last: Ints, amount: Floats | Ints) -> Floats:
-    """Sum amounts over inclusive ranges of positions: a difference array; shape (size,)."""
-    # Each range adds its amount at its first position and takes it off behind its last one; the cumulative sum covers it.
+    """Sum amounts over inclusive ranges of positions by a difference array; shape (size,)."""
+    # Each range adds its amount at its first position and subtracts it after its last.
     begun, ended = bincount_at(size, first, amount), bincount_at(size + 1, last + 1, amount)
     return np.cumsum(begun - ended[:size])
 

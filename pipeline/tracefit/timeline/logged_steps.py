@@ -1,12 +1,12 @@
-"""The clock of steps that vLLM's log names: when each of them began, as far as the stamps of its lines say.
+"""The clock of the steps in vLLM's log: when each step began, as far as the stamps of the lines show it.
 
-A line ends its step, so that the stamp of one line is the start of the next step. Of stamps finer than steps every line gives
-a start. Of coarser ones, such as the whole seconds of the default format, a change of the stamp is the start of the step whose
-line shows it, half a step off: the steps between two changes are one interval. The elapsed time that a line prints is the wait
-for its result. The work of the engine between two waits, in one thread, is the rest of the step: about a constant, and some more
-for each request, or a share of the wait, the one that explains the time between changes. Where waits are most of the time, and
-add up with this work to the time between the changes, wait and work are the time of a step; elsewhere, as on a fast GPU with
-asynchronous scheduling, only the intervals have times.
+A line ends its step, so that the stamp of a line is the start of the next step. If stamps are finer than steps, every line gives
+a start. If they are coarser, such as the whole seconds of the default format, a change of the stamp is the start of the step whose
+line shows it, half a step off, and the steps between two changes are one interval. The elapsed time that a line prints is the wait
+for its result. The rest of the step is work of the engine between two waits, in one thread: about a constant and a part for each
+request, or a share of the wait, whichever explains the time between changes. Where waits are most of the time, and add up with
+this work to the time between the changes, wait and work are the time of a step; elsewhere, as on a fast GPU with asynchronous
+scheduling, only the intervals have times.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.tables.sources import CycleSource
 
 _STAMP_SD_US = 100.0
-"""How far a fine stamp is from the end of its step, on two runs with recorded ends."""
+"""Distance of a fine stamp from the end of its step, measured on two runs with recorded ends."""
 
-_AGREES = 0.05
-"""Largest usual difference of waits and work from the clock, as a share of it, where they are the times of the steps."""
+_MAX_DIFFERENCE = 0.05
+"""Largest median difference of waits and work from the clock, as a share of it, if they are the times of the steps."""
 
-_LEAST_WAIT, _LEAST_INTERVALS = 0.5, 8
+_MIN_WAIT_SHARE, _MIN_INTERVALS = 0.5, 8
 """Least share of the waits in the time, and fewest intervals without idle time, to fit the work between them."""
 
 _HUBER, _ROUNDS = 1.345, 30
-"""Residuals, in standard deviations, from which on intervals weigh less, and rounds of reweighting."""
+"""Residual, in standard deviations, from which on an interval weighs less (Huber 1964), and rounds of reweighting."""
 
 _FAR_SD = 4.0
-"""A step that none ran before comes after a pause, if its time less its elapsed time is this many standard deviations above the usual."""
+"""A step whose requests are all new comes after a pause if its time less its elapsed time is this many standard deviations above the
+usual."""
 
 _EVEN_SD = 12.0**-0.5
 """Standard deviation of an even distribution, as a share of its width."""
@@ -44,17 +45,15 @@ _WORK = {
     "prompt": pl.col("num_prefill_reqs"),
     "wait": pl.col("cycle_us"),
 }
-"""The engine's work between two waits grows with these: each step, each of its requests, and each that has prompt tokens in it;
-or else with the wait itself."""
+"""The engine's work between two waits grows with these: steps, their requests, and the requests with prompt tokens; or else the wait
+itself."""
 
-_CLEARLY = 0.8
-"""Work in proportion to the waits leaves at most this share of the deviations that work by step, request and prompt leaves."""
+_CLEARLY_BETTER = 0.8
+"""Work in proportion to the waits counts if it leaves less than this share of the deviations that work by step, request and prompt
+leaves."""
 
 FINE, CHANGE = "log", "log_change"
 """Sources of starts: the stamp of the line before, or a change of a coarse stamp."""
-
-
-_START = ("step_id", "ts_start_ns", "start_sd_us", "start_source", "pause")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class LoggedSteps:
     """The clock of logged steps.
 
     Attributes:
-        steps: The `steps` table; lines of a log keep the elapsed time in `cycle_us` where it is the time of the step.
+        steps: The `steps` table; `cycle_us` of a line is its wait and work if these are the time of the step, else null.
         starts: ENGINE, step_id, ts_start_ns, start_sd_us, start_source, and pause: whether there is idle time between the start
             and the next one.
     """
@@ -77,7 +76,7 @@ def is_logged() -> pl.Expr:
 
 
 def log_clock(steps: pl.DataFrame) -> LoggedSteps:
-    """Choose the clock of logged steps by the stamps and waits of their lines, and return its starts.
+    """Return the clock that the stamps and waits of logged steps allow.
 
     Args:
         steps: The `steps` table.
@@ -108,7 +107,7 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     slack = pl.when(whole).then((pl.col("time_us") - pl.col("wait")) / pl.col("step"))
     usual = pl.when(~may_pause).then(slack)
     most = (usual.median() + _FAR_SD * robust_sd_expr(usual)).over(SERVER)
-    # Where every interval may have a pause, no usual slack shows which ones do.
+    # If every interval may have a pause, no usual slack shows which ones do.
     starts = starts.with_columns(pause=may_pause & (slack > most).fill_null(value=True))
     clean = starts.filter("is_coarse", ~may_pause, whole).partition_by(SERVER, as_dict=True)
     works = pl.DataFrame(
@@ -119,7 +118,7 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     starts = starts.join(works, on=SERVER, how="left", maintain_order="left")
     sd_us = (
         pl.when("is_coarse")
-        # The last change has no step time: it gets that of the steps before it.
+        # The last change has no step time and gets that of the steps before it.
         .then(_EVEN_SD * (pl.col("time_us") / pl.col("count")).forward_fill().over(ENGINE))
         .otherwise((_STAMP_SD_US**2 + (_EVEN_SD * pl.col("tick_ns") / 1e3) ** 2).sqrt())
     )
@@ -130,7 +129,10 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     )
     source = pl.when("is_coarse").then(pl.lit(CHANGE)).otherwise(pl.lit(FINE))
     starts = starts.with_columns(start_sd_us=sd_us, start_source=source)
-    return LoggedSteps(chosen.select(steps.columns), starts.select(*ENGINE, *_START))
+    return LoggedSteps(
+        chosen.select(steps.columns),
+        starts.select(*ENGINE, "step_id", "ts_start_ns", "start_sd_us", "start_source", "pause"),
+    )
 
 
 def _lines(steps: pl.DataFrame) -> pl.DataFrame:
@@ -142,7 +144,7 @@ def _lines(steps: pl.DataFrame) -> pl.DataFrame:
     same = (pl.col("grown") <= 0) & pl.col("follows")
     rows = rows.with_columns(
         is_coarse=(2 * same.sum() > pl.col("follows").sum()).over(SERVER),
-        # A step without a request that was there before may come after a pause.
+        # A step whose requests are all new may come after a pause.
         is_fresh=(pl.col("num_decode_reqs") == 0) & (pl.col("num_prefill_reqs") > 0),
         tick_ns=pl.max_horizontal(
             pl.when((stamp % tick == 0).all().over(SERVER)).then(tick).otherwise(1) for tick in (10**6, 10**9)
@@ -157,11 +159,11 @@ def _lines(steps: pl.DataFrame) -> pl.DataFrame:
 
 
 def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
-    """Add the starts of the steps in between, where logged steps have a time.
+    """Add the starts of the steps between `starts`, if logged steps have a time.
 
     Args:
         steps: The `steps` of `LoggedSteps`.
-        starts: Its starts, or those of requests that were matched to its steps.
+        starts: The `starts` of `LoggedSteps`, or those of requests on its steps (`place_on_log`).
     """
     timed = steps.filter(is_logged()).drop_nulls("cycle_us").select(*ENGINE, "step_id", "cycle_us")
     timed = timed.join(starts, on=ENGINE, how="semi")
@@ -175,7 +177,7 @@ def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
         first_ns = marked["ts_start_ns"][0]
         at_us = (marked["ts_start_ns"] - first_ns).to_numpy() / 1e3
         step_us = part["cycle_us"].fill_null(0.0).to_numpy(writable=True)
-        # Idle time is at the start that it begins at; without it the steps fill the time between two starts.
+        # Idle time follows the start with the pause; without it, the steps fill the time between two starts.
         idle_us = np.diff(at_us) - np.add.reduceat(step_us, mark)[:-1]
         step_us[mark[:-1]] += np.where(marked["pause"].to_numpy()[:-1], np.maximum(idle_us, 0.0), 0.0)
         passed_us = np.cumsum(step_us) - step_us
@@ -196,19 +198,19 @@ def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
 
 
 def _work(intervals: pl.DataFrame) -> tuple[float, ...] | None:
-    """Return the engine's work between two waits, for each of `_WORK`; null where waits and work disagree with the clock.
+    """Return the engine's work between two waits for each of `_WORK`; null if waits and work disagree with the clock.
 
     Args:
         intervals: time_us, and sums of `_WORK` of the intervals of a server that have no idle time.
     """
     time_us, waits_us = (intervals[name].to_numpy() for name in ("time_us", "wait"))
-    if waits_us.sum() < _LEAST_WAIT * time_us.sum():
+    if waits_us.sum() < _MIN_WAIT_SHARE * time_us.sum():
         return None
     design = intervals.select(*_WORK).cast(pl.Float64).to_numpy()
     work_us = np.zeros(design.shape[1])
     rest_us = time_us - waits_us
-    if len(design) >= _LEAST_INTERVALS:
-        # Prompts count if they show; no part of the work takes less than no time.
+    if len(design) >= _MIN_INTERVALS:
+        # Prompts count if their effect is clear; no part of the work takes negative time.
         for size in (3, 2, 1):
             work, sd = _robust(design[:, :size], rest_us)
             if work.min() >= 0 and (size < 3 or work[2] > 2 * sd[2]):
@@ -216,14 +218,14 @@ def _work(intervals: pl.DataFrame) -> tuple[float, ...] | None:
                 break
         share, _ = _robust(design[:, 3:], rest_us)
         left_us = robust_sd(rest_us - design @ work_us)
-        if share[0] >= 0 and robust_sd(rest_us - design[:, 3:] @ share) < _CLEARLY * left_us:
+        if share[0] >= 0 and robust_sd(rest_us - design[:, 3:] @ share) < _CLEARLY_BETTER * left_us:
             work_us = np.append(np.zeros(3), share)
     apart = np.median(np.abs(waits_us + design @ work_us - time_us) / time_us)
-    return tuple(work_us.tolist()) if apart <= _AGREES else None
+    return tuple(work_us.tolist()) if apart <= _MAX_DIFFERENCE else None
 
 
 def _robust(design: Matrix, target: Vector) -> tuple[Vector, Vector]:
-    """Return Huber's estimates of the coefficients of a linear model, and their standard deviations."""
+    """Return Huber's M-estimates of the coefficients of a linear model (Huber 1964), and their standard deviations."""
     root, solution, sd = np.ones(len(target)), np.zeros(design.shape[1]), 0.0
     weighed = design
     for _ in range(_ROUNDS):

@@ -1,7 +1,7 @@
-"""The preemptions of requests that have only the times of their tokens: the steps that gave them no token.
+"""Find the preemptions of requests that have only the times of their tokens: the steps that gave them no token.
 
-A scheduler whose KV cache is full preempts the request that was scheduled last. The number of steps without a token follows from
-the times; their first step follows from the cache: it is full at the level that leaves it most evenly filled.
+A scheduler whose KV cache is full preempts the request that was scheduled last. The times give the number of steps without a
+token. The cache gives the first of them: it is full at the level at which it stays most evenly filled.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
     from tracefit.timeline.engines import Floats, Ints
 
-_LEAST_LOST, _LEAST_SHARE = 1.0, 0.01
-"""Steps without a token are a preemption above this number, and above this share of a request's tokens."""
+_MIN_LOST, _MIN_LOST_SHARE = 1.0, 0.01
+"""Steps without a token are a preemption if they are more than this, and more than this share of a request's tokens."""
 
 _LEVELS = 0.3, 1.0, 8
-"""Levels to try: lowest and highest share of the most tokens in the cache if requests are preempted as late as possible, and their number."""
+"""Levels to try: lowest and highest share of the peak of the cache with preemptions as late as possible, and their number."""
 
-_SHOWN = 200
-"""The cache is sampled at the ends of about this number of requests."""
+_SAMPLES = 200
+"""The cache is sampled at the ends of about this many requests."""
 
 _LEAVES, _LATEST, _COMES, _RESUMES = range(4)
-"""Events of a request, in the order in which they happen at one time. `_LATEST` is the last step that can have preempted it."""
+"""Events of a request, in the order in which they happen at one step. `_LATEST` is the last step that can have preempted it."""
 
 
 def steps_without_token(
@@ -38,13 +38,13 @@ def steps_without_token(
         first: Step of the first token of each request of an engine, shape (n,).
         last: Step of its last token.
         prompt: Its prompt tokens.
-        decodes: Its tokens but the first.
+        decodes: Its tokens after the first.
 
     Returns:
         Indices of the preempted requests, the step that preempted each, and the step that resumed it.
     """
     lost = np.maximum(last - first - decodes, 0.0)
-    lost[lost <= np.maximum(_LEAST_LOST, _LEAST_SHARE * decodes)] = 0.0
+    lost[lost <= np.maximum(_MIN_LOST, _MIN_LOST_SHARE * decodes)] = 0.0
     which = np.flatnonzero(lost)
     if not which.size:
         return which, lost[which], lost[which]
@@ -63,7 +63,7 @@ def steps_without_token(
 def _begins(
     first: Floats, last: Floats, prompt: Floats, decodes: Floats, lost: Floats, full: float
 ) -> Floats:
-    """Return the step that preempts each request, if the cache is full at `full` tokens; shape (n,), infinite where none does."""
+    """Return the step that preempts each request if the cache is full at `full` tokens; shape (n,), infinite if no step does."""
     begins = np.full(len(last), np.inf)
     events = [(float(at), _LEAVES, i) for i, at in enumerate(last)]
     events += [(float(at), _COMES, i) for i, at in enumerate(first)]
@@ -83,7 +83,7 @@ def _begins(
     while events:
         at, kind, i = events[0]
         while used + len(running) * (at - now) > full:
-            # Of those that were preempted at all, the one that came last.
+            # The last to come of the requests that lost steps.
             victim = next((j for j in reversed(running) if lost[j] and np.isinf(begins[j])), None)
             if victim is None:
                 break
@@ -110,14 +110,14 @@ def _begins(
 
 
 def _cached(lives: tuple[Floats, ...], begins: Floats, which: Ints) -> tuple[Floats, NDArray[np.bool_]]:
-    """Return the tokens in the cache as some requests end, and whether a preempted one waits then."""
+    """Return the tokens in the cache at the ends of some requests, and whether a preempted request waits then."""
     first, last, prompt, _, lost = lives
-    away, back = np.full(len(last), np.inf), np.full(len(last), np.inf)
-    away[which], back[which] = begins, begins + lost[which]
-    at = np.sort(last)[:: max(1, len(last) // _SHOWN)]
+    out, back = np.full((2, len(last)), np.inf)
+    out[which], back[which] = begins, begins + lost[which]
+    at = np.sort(last)[:: max(1, len(last) // _SAMPLES)]
     cached, waits = np.empty(len(at)), np.empty(len(at), bool)
     for row, step in enumerate(at):
-        is_out = (away <= step) & (step < back)
+        is_out = (out <= step) & (step < back)
         is_in = (first <= step) & (step <= last) & ~is_out
         cached[row] = (prompt + step - first - np.where(back <= step, lost, 0.0))[is_in].sum()
         waits[row] = is_out.any()

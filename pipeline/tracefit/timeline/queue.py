@@ -1,7 +1,4 @@
-"""The state of the queue and the engine at the instant a request was queued, exact from complete journeys.
-
-The waiting requests follow from the order of the events, the running ones from the timeline's row of the step before.
-"""
+"""The state of the queue and the engine when a request was queued, exact if journeys are complete."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ _AFTER = ("running_after", "remaining_after", "prefill_left_after", "kv_blocks_t
 def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
     """Return the state of queue and engine when each request was QUEUED.
 
-    The waiting requests follow from the order of the events; the running ones and their blocks from the step before (its
-    outputs are processed by then). Before the first step nothing runs.
+    The order of the events gives the waiting requests. The step before, whose outputs are processed by then, gives the running
+    requests and their blocks; before the first step nothing runs.
 
     Args:
         journeys: The `journey_events` table, complete.
@@ -32,8 +29,8 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
 
     Returns:
         One row per request: request columns, request_id, waiting_ahead, tokens_ahead, blocks_ahead, running_reqs,
-        running_remaining_tokens, free_slots, free_tokens (of the next step's budget, once those ahead have taken
-        theirs), kv_blocks_free, kv_blocks_total, block_demand (blocks of those ahead and of the request's prompt). Null if unknown.
+        running_remaining_tokens, free_slots, free_tokens (of the next step's budget, after the requests ahead have
+        taken theirs), kv_blocks_free, kv_blocks_total, block_demand (blocks of those ahead and of the request's prompt). Null if unknown.
     """
     queued = _waiting_ahead(journeys, limits.block_size)
     # Without a summary, blocks that requests share are counted for each of them.
@@ -44,7 +41,7 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
         total=pl.col("kv_blocks_total").max(), first_step=pl.col("step_id").min()
     )
     joined = queued.join(after, on=[*ENGINE, "step_id"], how="left").join(total, on=ENGINE, how="left")
-    # QUEUED carries the counter of the step before: below the first step the engine had not run yet.
+    # QUEUED carries the counter of the step before: below the first step, the engine has not run yet.
     fresh = pl.col("step_id") < pl.col("first_step")
 
     def at_start(name: str, value: int) -> pl.Expr:
@@ -52,7 +49,7 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
 
     running, left = at_start("running_after", 0), at_start("prefill_left_after", 0)
     slots, budget = (pl.lit(most, pl.Int64) for most in (limits.max_num_seqs, limits.max_num_batched_tokens))
-    # Taken from the next step's budget: a token for each running request, prompts in progress, and those ahead.
+    # The next step's budget goes to a token of each running request, prompts in progress, and the requests ahead.
     taken = running + left + pl.col("tokens_ahead")
     return joined.select(
         *CORE_SPAN,
@@ -84,12 +81,12 @@ def _waiting_ahead(journeys: pl.DataFrame, block_size: int) -> pl.DataFrame:
         "tokens_ahead": tokens,
         "blocks_ahead": blocks,
         "outputs_ahead": outputs,
-        # Σ over outputs of the tokens in cache: the cost of reading the caches of those ahead.
+        # The sum over outputs of the tokens in the cache: what decoding the requests ahead reads.
         "token_steps_ahead": outputs * (tokens + outputs / 2),
     }
 
     def change(amount: pl.Expr) -> pl.Expr:
-        """Add a request that begins to wait, and take it off at the end of the wait; one without a begin in the trace has no end."""
+        """Add a request when it begins to wait, and take it off at the end of the wait, which must have a beginning in the trace."""
         added, left = pl.when(waits & ~waited).then(amount), pl.when(waited & ~waits).then(amount.shift(1))
         return pl.coalesce(added, -left, pl.when(waits == waited).then(0))
 

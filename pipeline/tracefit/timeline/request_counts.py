@@ -1,9 +1,9 @@
-"""The number of steps at every node of a server's requests, and how far a model of the batches explains the times between.
+"""The step number of every node of a server's requests, and how well a model of the batches explains the times in between.
 
-Each request is a chain of exact edges between nodes, each so many steps and so much engine time; nodes that edges join have
-exact step numbers relative to each other. One integer per such cluster is left. Between two neighbouring nodes the batch is
-constant, and a linear model of a step says how many steps the time in between holds; the numbers of steps give the model.
-Both are repeated in turn (`counted`), and clusters join where the times leave one integer only.
+Each request is a chain of exact edges between nodes, each with a number of steps and a time on the engine's clock. Nodes that
+edges join have exact step numbers relative to each other; one integer per such cluster is unknown. Between two neighbouring nodes
+the batch is constant, so that a linear model of a step tells how many steps fit into the time; the numbers of steps give the
+model. `count_nodes` repeats both in turn, and joins clusters where the times leave one integer only.
 """
 
 from __future__ import annotations
@@ -17,34 +17,41 @@ import polars as pl
 
 from tracefit.statistics import robust_sd
 from tracefit.timeline.preemptions import steps_without_token
-from tracefit.timeline.request_graph import USED, Spans, balanced, graph_of, potentials, robust_fit
+from tracefit.timeline.request_graph import (
+    REQUEST_COLUMNS,
+    RequestArrays,
+    build_graph,
+    fit_steps,
+    potentials,
+    robust_fit,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tracefit.timeline.engines import Floats, Ints
-    from tracefit.timeline.request_graph import Consistent, Graph
+    from tracefit.timeline.request_graph import ConsistentEdges, Graph
 
 _ROUNDS = 4
 _SURE_SD = 1.3
 """Clusters join where every other integer is further off than this many standard deviations."""
 
-_FEW = 20
+_MIN_INTERVALS = 20
 """Fewest intervals that show how step times scatter."""
 
-_FEW_FULL = 500
+_MIN_FULL_STEPS = 500
 """Fewest steps with a full cache that show whether the recorded requests fill it."""
 
-_QUIET = 7.0
-"""Requests that the mean rate expects to see where none came: e^-7 is a chance of 0.1 %."""
+_QUIET_REQUESTS = 7.0
+"""Requests that the mean rate predicts for a time without any: e^-7 is a chance of 0.1 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The number of every node, and facts of the intervals between neighbouring ones.
+    """The step number of every node, and facts of the intervals between neighbouring nodes.
 
     Attributes:
-        number: Steps that had ended by each node, idle gaps apart.
+        number: Steps that had ended by each node, without idle gaps.
         busy: Whether a request is in the engine during each interval.
         scatter: How far the times of steps without a prompt are off a model of the batches, 80th and 90th percentile, as a
             share of them and per root of the steps; null where there are few.
@@ -58,83 +65,87 @@ class Counts:
     unevenness: float | None
 
 
-def counted(r: Spans, g: Graph, edges: Consistent) -> Counts:
-    """Return the number of every node; `edges` are those of the graph that do not contradict each other."""
-    busy = g.busy
+def count_nodes(arrays: RequestArrays, graph: Graph, edges: ConsistentEdges) -> Counts:
+    """Return the step number of every node; `edges` are those of the graph that do not contradict each other."""
+    busy = graph.busy
     least = np.where(busy, 1.0, 0.0)
-    time = np.diff(g.at_us)
-    steps, begin, end, goal, _, preempted = edges
-    root, relative = potentials(g.size, begin, end, goal)
+    time_us = np.diff(graph.time_us)
+    steps, preempted = edges.guess, edges.preempted
+    root, exact_offset = potentials(graph.size, edges.begin, edges.end, edges.steps)
     exact = np.unique(root, return_inverse=True)[1]
-    cluster, offset = exact, relative
+    cluster, offset = exact, exact_offset
     for turn in range(_ROUNDS):
         at = np.r_[0.0, np.cumsum(steps)]
-        batch = _batches(r, g, at, preempted)
+        batch = _batches(arrays, graph, at, preempted)
         x = np.c_[steps, steps * batch.run, steps * batch.read, batch.tokens, batch.prompts]
-        used = busy & (time > 0)
-        beta = robust_fit(x[used], time[used])
-        step = np.maximum(beta[0] + beta[1] * batch.run + beta[2] * batch.read, 1e-3)
+        used = busy & (time_us > 0)
+        beta = robust_fit(x[used], time_us[used])
+        step_us = np.maximum(beta[0] + beta[1] * batch.run + beta[2] * batch.read, 1e-3)
         prompts_us = beta[3] * batch.tokens + beta[4] * batch.prompts
-        guess = np.where(busy, np.maximum((time - prompts_us) / step, least), 0.0)
-        scatter = (time - x @ beta)[used] / step[used] / np.sqrt(steps[used])
+        guess = np.where(busy, np.maximum((time_us - prompts_us) / step_us, least), 0.0)
+        scatter = (time_us - x @ beta)[used] / step_us[used] / np.sqrt(steps[used])
         sd = np.sqrt(robust_sd(scatter) ** 2 * np.maximum(guess, 0.02) + 0.01)
-        cluster, offset = exact, relative
+        cluster, offset = exact, exact_offset
         if turn:
             cluster, offset = _joined(cluster, offset, guess, sd, busy)
-        order = np.lexsort((np.arange(g.size), cluster))
+        order = np.lexsort((np.arange(graph.size), cluster))
         same = cluster[order][1:] == cluster[order][:-1]
         begin, end = order[:-1][same], order[1:][same]
         goal = offset[end] - offset[begin]
         forward = goal > 0
-        steps = balanced(g, guess, begin[forward], end[forward], goal[forward], least)
+        steps = fit_steps(graph, guess, begin[forward], end[forward], goal[forward], least)
     at = np.r_[0.0, np.cumsum(steps)]
-    place = pl.DataFrame({"cluster": cluster, "at": at - offset}).select(
-        pl.col("at").median().round().over("cluster")
+    first = pl.DataFrame({"cluster": cluster, "first": at - offset}).select(
+        pl.col("first").median().round().over("cluster")
     )
-    number = (place["at"].to_numpy() + offset).round().astype(np.int64)
+    number = (first.to_series().to_numpy() + offset).round().astype(np.int64)
     # Two clusters whose order is not sure may cross: numbers grow with time, by one at least where a step ended.
     grown = np.cumsum(np.r_[0, least]).astype(np.int64)
     number = np.maximum.accumulate(number - grown) + grown
     steps = np.diff(number).astype(np.float64)
-    known = known_nodes(r, g)
-    scheduling = g.between(g.scheduled, g.first, np.ones(len(g.first)))
-    plain = busy & (time > 0) & (steps > 0) & (scheduling == 0) & known[1:] & known[:-1]
-    batch = _batches(r, g, number.astype(np.float64), preempted)
+    whole = is_completely_recorded(arrays, graph)
+    scheduling = graph.interval_sums(graph.scheduled, graph.first, np.ones(len(graph.first)))
+    plain = busy & (time_us > 0) & (steps > 0) & (scheduling == 0) & whole[1:] & whole[:-1]
+    batch = _batches(arrays, graph, number.astype(np.float64), preempted)
     x = np.c_[steps, steps * batch.run, steps * batch.read][plain]
     waits = batch.waiting > 0
-    return Counts(number, busy, _scatter(x, time[plain]), _unevenness(batch.read[waits], steps[waits]))
+    return Counts(number, busy, _scatter(x, time_us[plain]), _unevenness(batch.read[waits], steps[waits]))
 
 
 class CountedRequests:
-    """Requests of one server as arrays, with their graph, and the numbers of its nodes once these are used.
+    """Requests of one server as arrays, their graph, and the step numbers of its nodes, computed on first use.
 
     Attributes:
-        rows: Their numbers in the frame of requests, in the order of the arrays.
-        spans: The requests.
+        rows: Their row numbers in the frame of requests, in the order of the arrays.
+        arrays: The requests.
         graph: Their graph.
     """
 
     def __init__(self, requests: pl.DataFrame, rows: pl.Series, budget: float) -> None:
         self.rows = rows
-        self.spans = Spans.of(requests.select(USED)[rows])
-        self.graph = graph_of(self.spans, budget)
+        self.arrays = RequestArrays.of(requests.select(REQUEST_COLUMNS)[rows])
+        self.graph = build_graph(self.arrays, budget)
 
     @cached_property
-    def edges(self) -> Consistent:
+    def edges(self) -> ConsistentEdges:
         """The edges of the graph that do not contradict each other."""
-        return self.graph.consistent()
+        return self.graph.consistent_edges()
 
     @cached_property
     def counts(self) -> Counts:
-        """The number of every node."""
-        return counted(self.spans, self.graph, self.edges)
+        """The step number of every node."""
+        return count_nodes(self.arrays, self.graph, self.edges)
 
 
 class _Batches(NamedTuple):
-    """The steps in each interval between neighbouring nodes, arrays of shape (size - 1,).
+    """The batch of each interval between neighbouring nodes, arrays of shape (size - 1,).
 
-    `run` requests decode, and read `read` tokens on average; `prompts` are computed, of `tokens` together; `waiting` requests were
-    preempted.
+    Attributes:
+        run: Requests that decode.
+        read: Tokens that they read, on average over the steps.
+        tokens: Tokens of the computed prompts.
+        prompts: Computed prompts.
+        waiting: Preempted requests.
     """
 
     run: Floats
@@ -144,33 +155,35 @@ class _Batches(NamedTuple):
     waiting: Floats
 
 
-def _batches(r: Spans, g: Graph, at: Floats, lost: Ints) -> _Batches:
-    """Return the batches of the intervals, if nodes are at these steps, and some requests were preempted."""
-    is_lost = np.isin(np.arange(len(g.first)), lost)
-    decodes = np.where(is_lost, r.decodes, at[g.last] - at[g.first])
-    who, preempted, resumed = steps_without_token(at[g.first], at[g.last], r.prompt, decodes)
-    back = np.minimum(np.searchsorted(at, resumed), g.size - 1)
-    begin, end = np.r_[g.first, back], np.r_[g.last, g.last[who]]
-    end[who] = np.minimum(np.searchsorted(at, preempted), g.last[who])
+def _batches(arrays: RequestArrays, graph: Graph, at: Floats, preempted: Ints) -> _Batches:
+    """Return the batches of the intervals, with nodes at the steps `at` and some requests preempted."""
+    is_preempted = np.isin(np.arange(len(graph.first)), preempted)
+    first_step, last_step = at[graph.first], at[graph.last]
+    decodes = np.where(is_preempted, arrays.decode_steps, last_step - first_step)
+    who, out, resumed = steps_without_token(first_step, last_step, arrays.prompt_tokens, decodes)
+    back = np.minimum(np.searchsorted(at, resumed), graph.size - 1)
+    begin, end = np.r_[graph.first, back], np.r_[graph.last, graph.last[who]]
+    end[who] = np.minimum(np.searchsorted(at, out), graph.last[who])
     # A resumed request computes its prompt and its output so far.
-    prompt = np.r_[r.prompt, r.prompt[who] + preempted - at[g.first[who]]]
+    prompt = np.r_[arrays.prompt_tokens, arrays.prompt_tokens[who] + out - first_step[who]]
     ones = np.ones(len(begin))
-    run = g.between(begin, end, ones)
-    read = g.between(begin, end, prompt) + run * (at[1:] + at[:-1]) / 2 - g.between(begin, end, at[begin])
-    tokens, prompts = (np.bincount(begin, amount, g.size)[1:].astype(np.float64) for amount in (prompt, ones))
-    return _Batches(run, read, tokens, prompts, g.between(end[who], back, np.ones(len(who))))
+    sums = graph.interval_sums
+    run = sums(begin, end, ones)
+    read = sums(begin, end, prompt) + run * (at[1:] + at[:-1]) / 2 - sums(begin, end, at[begin])
+    tokens, prompts = (np.bincount(begin, w, graph.size)[1:].astype(np.float64) for w in (prompt, ones))
+    return _Batches(run, read, tokens, prompts, waiting=sums(end[who], back, np.ones(len(who))))
 
 
-def _scatter(x: Floats, time: Floats) -> tuple[float, float] | None:
-    if len(time) < _FEW:
+def _scatter(x: Floats, time_us: Floats) -> tuple[float, float] | None:
+    if len(time_us) < _MIN_INTERVALS:
         return None
-    model = np.maximum(x @ robust_fit(x, time), 1e-3)
-    most, nearly_all = np.quantile(np.abs(time / model - 1) * np.sqrt(x[:, 0]), (0.8, 0.9))
-    return float(most), float(nearly_all)
+    model_us = np.maximum(x @ robust_fit(x, time_us), 1e-3)
+    p80, p90 = np.quantile(np.abs(time_us / model_us - 1) * np.sqrt(x[:, 0]), (0.8, 0.9))
+    return float(p80), float(p90)
 
 
 def _unevenness(read: Floats, steps: Floats) -> float | None:
-    if steps.sum() < _FEW_FULL:
+    if steps.sum() < _MIN_FULL_STEPS:
         return None
     order = np.argsort(read)
     share = np.cumsum(steps[order]) / steps.sum()
@@ -181,7 +194,7 @@ def _unevenness(read: Floats, steps: Floats) -> float | None:
 def _joined(
     cluster: Ints, offset: Floats, guess: Floats, sd: Floats, busy: NDArray[np.bool_]
 ) -> tuple[Ints, Floats]:
-    """Join clusters whose distance the intervals between them agree on; each with its surest partner, again and again."""
+    """Join clusters where the intervals between them agree on a whole distance, each with its surest partner, until none is left."""
     while True:
         cut = np.flatnonzero(busy & (cluster[1:] != cluster[:-1]))
         a, b = cluster[:-1][cut], cluster[1:][cut]
@@ -204,23 +217,23 @@ def _joined(
         sides = pl.concat([candidates.select("rank", cluster=side) for side in ("a", "b")])
         surest = sides.group_by("cluster").agg(pl.col("rank").min())["rank"].unique().sort()
         taken = candidates[surest.to_numpy()]
-        up, moved = potentials(
+        joined, moved = potentials(
             int(cluster.max()) + 1, *(taken[name].to_numpy() for name in ("a", "b", "whole"))
         )
-        offset, cluster = offset + moved[cluster], up[cluster]
+        offset, cluster = offset + moved[cluster], joined[cluster]
 
 
-def known_nodes(r: Spans, g: Graph) -> NDArray[np.bool_]:
-    """Return the nodes at whose time every request in the engine has its span in the recording.
+def is_completely_recorded(arrays: RequestArrays, graph: Graph) -> NDArray[np.bool_]:
+    """Return at which nodes every request in the engine has its span in the recording.
 
-    A span is written when its request ends: one that ended before the first recorded span, or that still runs at the end of the
-    recording, is missing. Where no request arrived for long before the end, the engine had become empty.
+    A span is written when its request ends: requests that ended before the first recorded span, or still ran at the end of the
+    recording, have none. Where no request arrived for long before the end, the engine had become empty.
     """
-    ends = g.at_us[g.last]
-    stays = ends - r.arrival_us
+    ends = graph.time_us[graph.last]
+    stays = ends - arrays.arrival_us
     # Requests that arrived after the last recorded one, and were short enough to have ended too.
-    short = np.clip(ends.max() - r.arrival_us.max() - stays, 0.0, None)
-    expected = float(short.sum()) / max(float(np.ptp(r.arrival_us)), 1.0)
-    until = ends.max() if expected > _QUIET else ends.max() - stays.max()
-    inside: NDArray[np.bool_] = (g.at_us >= ends.min()) & (g.at_us <= until)
+    short = np.clip(ends.max() - arrays.arrival_us.max() - stays, 0.0, None)
+    expected = float(short.sum()) / max(float(np.ptp(arrays.arrival_us)), 1.0)
+    until = ends.max() if expected > _QUIET_REQUESTS else ends.max() - stays.max()
+    inside: NDArray[np.bool_] = (graph.time_us >= ends.min()) & (graph.time_us <= until)
     return inside

@@ -1,10 +1,8 @@
-"""The steps of an engine, counted from the times of its requests, which the spans of an unmodified server have.
+"""Count the steps of an engine from the times of its requests, which the spans of an unmodified server have.
 
-A request has no step ids there, but exact times on the engine's clock: it is scheduled, its first and its last token come out,
-and every step between gives it one token. Outputs of one step carry the same stamp of the front end, so that stamps that
-coincide are one step: a *node*. A request is scheduled right after the step before its first one, which may be a node too.
-
-`request_graph` finds the nodes and `request_counts` their numbers; here the requests of a server get their steps.
+These requests have no step ids, but exact times on the engine's clock: a request is scheduled, its first and its last token come
+out, and every step in between gives it one token. `request_graph` finds the steps that show in the times, as nodes, and
+`request_counts` their numbers; this module gives the requests their steps.
 """
 
 from __future__ import annotations
@@ -17,23 +15,23 @@ import polars as pl
 
 from tracefit.tables.schema import ENGINE, JOURNEY_EVENTS, REQUESTS, SERVER
 from tracefit.timeline.preemptions import steps_without_token
-from tracefit.timeline.request_counts import CountedRequests, known_nodes
+from tracefit.timeline.request_counts import CountedRequests, is_completely_recorded
 from tracefit.timeline.request_evidence import examine
-from tracefit.timeline.request_graph import BUDGET, USED, is_counted, is_usable
+from tracefit.timeline.request_graph import DEFAULT_TOKEN_BUDGET, REQUEST_COLUMNS, is_counted, is_usable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from tracefit.timeline.composition import EngineLimits
     from tracefit.timeline.engines import Ints
-    from tracefit.timeline.request_graph import Graph, Spans
+    from tracefit.timeline.request_graph import Graph, RequestArrays
 
 STAMP_SD_US = 100.0
-"""Error of the time of a node on the wall clock, on two machines that were measured."""
+"""Error of a node's time on the wall clock, measured on two machines."""
 
 _WINDOWS, _WINDOW_REQUESTS = 8, 2_000
-"""Of very many requests, only those in some windows of the recording get steps: a model needs no more, and memory is bounded. The number
-of windows, and of requests in each."""
+"""Number of windows of a long recording whose requests get steps, and of requests in each: a model needs no more, and memory is
+bounded."""
 
 MOST_PLACED = _WINDOWS * _WINDOW_REQUESTS
 """Most requests of a server that get steps."""
@@ -46,7 +44,7 @@ class RequestSteps:
     Attributes:
         rows: Row numbers of the counted requests in the `requests` table.
         requests: These rows of it, with the steps and the times of their events.
-        starts: The starts of steps, where anchored: ENGINE, step_id, ts_start_ns, start_sd_us, start_source, pause.
+        starts: Starts of the anchored steps: ENGINE, step_id, ts_start_ns, start_sd_us, start_source, pause.
     """
 
     rows: pl.Series
@@ -57,12 +55,12 @@ class RequestSteps:
     def of(
         cls, requests: pl.DataFrame, placed: Iterable[pl.DataFrame], starts: Iterable[pl.DataFrame]
     ) -> RequestSteps:
-        """Join parts of the requests, each with its `row` and the columns `PLACED_COLUMNS`, and the starts of their steps."""
+        """Join parts of the requests, each with `row` and the columns `PLACED_COLUMNS`, and the starts of their steps."""
         types = pl.Schema({"row": pl.UInt32(), **{name: REQUESTS.types[name] for name in PLACED_COLUMNS}})
         rows = pl.concat([pl.DataFrame(schema=types), *(part.cast(types) for part in placed)]).sort("row")
-        own = requests[rows["row"]].with_columns(rows.drop("row").get_columns())
-        known = [pl.DataFrame(schema=_STARTS), *(part.select(*_STARTS) for part in starts)]
-        return cls(rows["row"], own, pl.concat(known))
+        with_steps = requests[rows["row"]].with_columns(rows.drop("row").get_columns())
+        every_start = [pl.DataFrame(schema=_STARTS), *(part.select(*_STARTS) for part in starts)]
+        return cls(rows["row"], with_steps, pl.concat(every_start))
 
 
 PLACED_COLUMNS = (
@@ -72,7 +70,7 @@ PLACED_COLUMNS = (
 )
 """Columns of a request that follow from its steps."""
 
-COUNTED_COLUMNS = (*ENGINE, "trace_id", *USED, "queued_ns", "first_token_step")
+COUNTED_COLUMNS = (*ENGINE, "trace_id", *REQUEST_COLUMNS, "queued_ns", "first_token_step")
 """Columns of the `requests` table that show which steps its requests were in."""
 
 _STARTS = {
@@ -96,25 +94,23 @@ def count_steps(requests: pl.DataFrame, limits: EngineLimits) -> RequestSteps:
     unknown, examined = examine(requests, budget)
     end = pl.col("arrival_ns") + (1e3 * pl.coalesce("e2e_us", "client_e2e_us")).cast(pl.Int64)
     numbered = requests.select(*SERVER, is_usable=is_usable(), end=end).with_row_index("row")
-    whole = (
-        numbered.filter("is_usable").join(unknown.select(SERVER), on=SERVER, how="anti").sort("end", "row")
-    )
-    columns = requests.select(*ENGINE, *USED).with_row_index("row")
+    countable = numbered.filter("is_usable").join(unknown, on=SERVER, how="anti").sort("end", "row")
+    columns = requests.select(*ENGINE, *REQUEST_COLUMNS).with_row_index("row")
     placed = []
-    for server, rows in whole.group_by(SERVER, maintain_order=True):
-        for window, places in enumerate(_windows(rows["row"])):
-            part = columns[places].sort("arrival_ns", "row")
+    for server, rows in countable.group_by(SERVER, maintain_order=True):
+        for window, numbers in enumerate(_windows(rows["row"])):
+            part = columns[numbers].sort("arrival_ns", "row")
             if rows.height > MOST_PLACED:
                 part = part.with_columns(epoch=pl.lit(window, pl.Int64))
-            known = examined.pop(server, None)
-            if known is None or not known.rows.equals(part["row"]):
-                known = CountedRequests(requests, part["row"], budget or BUDGET)
-            placed.append(_placed(part, known))
+            counted = examined.pop(server, None)
+            if counted is None or not counted.rows.equals(part["row"]):
+                counted = CountedRequests(requests, part["row"], budget or DEFAULT_TOKEN_BUDGET)
+            placed.append(_placed(part, counted))
     return RequestSteps.of(requests, (rows for rows, _ in placed), (part for _, part in placed))
 
 
 def _windows(rows: pl.Series) -> Iterator[pl.Series]:
-    """Yield the requests of a server by their ends, or where they are very many those of some windows, each an epoch."""
+    """Yield the requests of a server, ordered by their ends; if there are very many, those of some windows, each an epoch."""
     if rows.len() <= MOST_PLACED:
         yield rows
         return
@@ -123,49 +119,50 @@ def _windows(rows: pl.Series) -> Iterator[pl.Series]:
 
 
 def _placed(rows: pl.DataFrame, counted: CountedRequests) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return the row and the columns `PLACED_COLUMNS` of the requests of one server, and the anchored starts of its steps."""
-    spans, g, counts = counted.spans, counted.graph, counted.counts
-    # Idle gaps have empty steps: their time is that of no batch. With scheduling ahead the step in progress comes first.
-    # After one, a client sees the first step end and not begin: its time is that of no batch either.
-    gaps = np.r_[0, np.cumsum(~counts.busy)] * (1 + g.lag + spans.is_client)
+    """Return `row` and the columns `PLACED_COLUMNS` of the requests of one server, and the anchored starts of its steps."""
+    arrays, graph, counts = counted.arrays, counted.graph, counted.counts
+    # An idle gap gets an empty step, whose time belongs to no batch; with scheduling ahead, a step in progress comes before it.
+    # A client sees the first step after a gap end but not begin: its time belongs to no batch either.
+    gaps = np.r_[0, np.cumsum(~counts.busy)] * (1 + graph.lag + arrays.is_client)
     ended = counts.number - counts.number[0] + gaps + 1
-    known = known_nodes(spans, g)
     engine = {name: pl.lit(rows[name][0], _STARTS[name]) for name in ENGINE}
-    at_ns = spans.zero_ns + (g.at_us * 1e3).round().astype(np.int64)
-    starts = pl.DataFrame({"step_id": ended + 1 + g.lag, "ts_start_ns": at_ns}).filter(known)
+    step_of_node = {"step_id": ended + 1 + graph.lag, "ts_start_ns": arrays.to_ns(graph.time_us)}
+    starts = pl.DataFrame(step_of_node).filter(is_completely_recorded(arrays, graph))
     starts = starts.unique("step_id", keep="last", maintain_order=True).with_columns(
         **engine, start_sd_us=pl.lit(STAMP_SD_US), start_source=pl.lit("request"), pause=pl.lit(value=False)
     )
-    return on_steps(rows, spans, g, ended, g.lag), starts
+    return on_steps(rows, arrays, graph, ended, graph.lag), starts
 
 
-def on_steps(rows: pl.DataFrame, spans: Spans, g: Graph, ended: Ints, lag: int) -> pl.DataFrame:
-    """Return the steps and the times of the events of requests.
+def on_steps(rows: pl.DataFrame, arrays: RequestArrays, graph: Graph, ended: Ints, lag: int) -> pl.DataFrame:
+    """Return `row` and the columns `PLACED_COLUMNS`: the steps of requests and the times of their events.
 
     Args:
         rows: The requests, with their number `row`.
-        spans: The same as arrays.
-        g: Their graph.
-        ended: The last step that had ended by each node of it.
-        lag: Steps that scheduling runs ahead, as steps are numbered.
+        arrays: The same requests as arrays.
+        graph: Their graph.
+        ended: Last step that had ended by each node of the graph.
+        lag: Steps that scheduling runs ahead of execution in this numbering of steps.
     """
-    at_ns = spans.zero_ns + (g.at_us * 1e3).round().astype(np.int64)
-    first, last = ended[g.first], ended[g.last]
-    # Steps that have ended when a request is scheduled or queued, interpolated by time between two nodes.
-    scheduled = np.interp(g.sched_us, g.at_us, ended).round() + np.where(g.is_fresh, 1, 1 + lag)
-    scheduled = np.where(spans.prompt <= g.budget, np.maximum(scheduled, first - 1), scheduled)
-    scheduled = np.clip(np.where(g.is_whole, first, scheduled), 1, first).astype(np.int64)
-    queued_us = g.sched_us - spans.queue_us
-    queued = np.interp(queued_us, g.at_us, ended).round().astype(np.int64) + lag
+    at_ns = arrays.to_ns(graph.time_us)
+    first, last = ended[graph.first], ended[graph.last]
+    # The last step that has ended when a request is scheduled or queued is interpolated by time between two nodes.
+    scheduled = np.interp(graph.scheduled_us, graph.time_us, ended).round() + np.where(
+        graph.into_idle_engine, 1, 1 + lag
+    )
+    scheduled = np.where(arrays.prompt_tokens <= graph.budget, np.maximum(scheduled, first - 1), scheduled)
+    scheduled = np.clip(np.where(graph.in_one_step, first, scheduled), 1, first).astype(np.int64)
+    queued_us = graph.scheduled_us - arrays.queue_us
+    queued = np.interp(queued_us, graph.time_us, ended).round().astype(np.int64) + lag
     return pl.DataFrame(
         {
             "row": rows["row"],
             "epoch": rows["epoch"],
-            "queued_ns": spans.zero_ns + (queued_us * 1e3).round().astype(np.int64),
-            "first_scheduled_ns": spans.zero_ns + (g.sched_us * 1e3).round().astype(np.int64),
-            "first_token_ns": at_ns[g.first],
-            "last_token_ns": at_ns[g.last],
-            "finished_ns": at_ns[g.last],
+            "queued_ns": arrays.to_ns(queued_us),
+            "first_scheduled_ns": arrays.to_ns(graph.scheduled_us),
+            "first_token_ns": at_ns[graph.first],
+            "last_token_ns": at_ns[graph.last],
+            "finished_ns": at_ns[graph.last],
             "queued_step": np.maximum(np.minimum(queued, scheduled - 1), 0),
             "first_scheduled_step": scheduled,
             "first_token_step": first,
@@ -175,24 +172,26 @@ def on_steps(rows: pl.DataFrame, spans: Spans, g: Graph, ended: Ints, lag: int) 
 
 
 def is_at_recording_end() -> pl.Expr:
-    """Return which steps counted from requests are before the first anchored start of an engine, or after the last one.
+    """Return which steps counted from requests come before the first anchored start of an engine, or after the last one.
 
-    Requests may be missing there, at the ends of a recording.
+    At these ends of a recording, requests may be missing.
     """
-    starts = pl.col("start_source").is_not_null()
-    ends = pl.min_horizontal(starts.cum_sum().over(ENGINE), starts.cum_sum(reverse=True).over(ENGINE)) == 0
-    return (pl.col("composition_source") == "request") & ends
+    is_anchored = pl.col("start_source").is_not_null()
+    starts = (is_anchored.cum_sum(reverse=reverse).over(ENGINE) for reverse in (False, True))
+    return (pl.col("composition_source") == "request") & (pl.min_horizontal(starts) == 0)
 
 
 def events_of(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return the core events of requests that have steps, as rows of `journey_events`; of other requests none.
+    """Return the core events of the requests that have steps, as rows of `journey_events`.
 
     A request that took more steps than it has tokens was preempted, once at most (`preemptions`).
     """
     rows = requests.filter(is_counted() & pl.col("first_token_step").is_not_null()).with_row_index("span_id")
-    rows = pl.concat([rows.clear().with_columns(**_NEVER), *map(_preempted, rows.partition_by(ENGINE))])
+    rows = pl.concat(
+        [rows.clear().with_columns(**_NOT_PREEMPTED), *map(_preempted, rows.partition_by(ENGINE))]
+    )
     first, first_ns = pl.col("first_token_step"), pl.col("first_token_ns")
-    done = pl.col("preempted_step") - first
+    before_preemption = pl.col("preempted_step") - first
     per_step_ns = (pl.col("last_token_ns") - first_ns) / (pl.col("finished_step") - first)
 
     def at_ns(step: str) -> pl.Expr:
@@ -203,8 +202,8 @@ def events_of(requests: pl.DataFrame) -> pl.DataFrame:
         ("QUEUED", "queued", pl.lit(0, pl.Int64)),
         ("SCHEDULED", "first_scheduled", pl.lit(0, pl.Int64)),
         ("FIRST_TOKEN", "first_token", pl.lit(1, pl.Int64)),
-        ("PREEMPTED", "preempted", done),
-        ("SCHEDULED", "resumed", done),
+        ("PREEMPTED", "preempted", before_preemption),
+        ("SCHEDULED", "resumed", before_preemption),
         ("FINISHED", "finished", pl.col("output_tokens")),
     )
     events_by_row = rows.sort("span_id").select(
@@ -214,7 +213,7 @@ def events_of(requests: pl.DataFrame) -> pl.DataFrame:
         request_id=pl.coalesce("core_request_id", "request_id"),
         layer=pl.lit("core"),
         prefill_total_tokens="prompt_tokens",
-        # Without a limit in the span, the output is the best guess of it.
+        # If the span has no limit, the output is its best guess.
         decode_max_tokens=pl.coalesce("max_tokens", "output_tokens"),
         events=pl.concat_list(
             pl.struct(
@@ -231,18 +230,18 @@ def events_of(requests: pl.DataFrame) -> pl.DataFrame:
     return JOURNEY_EVENTS.conform(exploded.filter(pl.col("step_id").is_not_null()))
 
 
-_NEVER = {name: pl.lit(None, pl.Int64) for name in ("preempted_step", "resumed_step")}
+_NOT_PREEMPTED = {name: pl.lit(None, pl.Int64) for name in ("preempted_step", "resumed_step")}
 
 
 def _preempted(requests: pl.DataFrame) -> pl.DataFrame:
-    """Add the steps that preempted and resumed the requests of an engine, null where none did."""
+    """Add the steps that preempted and resumed the requests of an engine; null for requests that ran through."""
     steps = ("first_token_step", "finished_step", "prompt_tokens", "output_tokens")
     first, last, prompt, output = (requests[name].cast(pl.Float64).to_numpy() for name in steps)
-    at, begins, ends = steps_without_token(first, last, prompt, output - 1)
+    which, preempted, resumed = steps_without_token(first, last, prompt, output - 1)
     # Whole steps, with a token before and one after.
-    away = np.round(ends - begins).astype(np.int64)
-    begins = np.clip(begins.round(), first[at] + 1, last[at] - away).astype(np.int64)
-    requests = requests.with_columns(**_NEVER)
-    for name, values in (("preempted_step", begins), ("resumed_step", begins + away)):
-        requests = requests.with_columns(requests[name].scatter(at, values))
+    out = np.round(resumed - preempted).astype(np.int64)
+    begins = np.clip(preempted.round(), first[which] + 1, last[which] - out).astype(np.int64)
+    requests = requests.with_columns(**_NOT_PREEMPTED)
+    for name, values in (("preempted_step", begins), ("resumed_step", begins + out)):
+        requests = requests.with_columns(requests[name].scatter(which, values))
     return requests

@@ -1,4 +1,4 @@
-"""Times of a request that follow from the steps it was in: scheduling, execution, and between its tokens."""
+"""Times of a request that follow from its steps: scheduling, execution, and the gaps between its tokens."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ from tracefit.timeline.anchors import execution_lags
 from tracefit.timeline.segments import core_events, following
 from tracefit.timeline.step_sums import StepSums
 
-_TIMES = ("steps", "steps_timed", "scheduler_us", "model_execute_us")
-
 
 def with_step_times(
     requests: pl.DataFrame, timeline: pl.DataFrame, journeys: pl.DataFrame, snapshots: pl.DataFrame
 ) -> pl.DataFrame:
     """Fill `steps`, `steps_timed`, `scheduler_us`, `model_execute_us`, `execute_ratio` and `itl_p99_us`.
 
-    A request is in the steps from each SCHEDULED to the one before PREEMPTED, or to FINISHED. Its scheduling time is
-    the sum of `step.duration_us`; steps that were not sampled count as the mean of those that were, and `steps_timed`
-    is the share of these. The rest of the time from the first to the last of its steps is execution, sampling,
-    synchronization and the processing of outputs between two steps included. Where scheduling runs a step ahead of
-    execution nothing is taken off, and the steps begin to execute a step later.
+    A request is in the steps from each SCHEDULED to the step before PREEMPTED, or to FINISHED. Its scheduling time is
+    the sum of `step.duration_us`; steps without a sample count as the mean of the sampled ones, and `steps_timed`
+    is the share of sampled steps. The rest of the time from the first to the last of its steps is execution, including sampling,
+    synchronization and the processing of outputs between two steps. Where scheduling runs a step ahead of
+    execution, scheduling is not subtracted, and the steps begin to execute a step later.
 
-    Values of spans are kept. Null where no step of a request is recorded, or it has not finished; scheduling and
-    execution also where the durations exceed the request's time in the engine, as those of whole steps do.
+    Values of spans are kept. A value is null if no step of the request is recorded or the request has not finished; scheduling
+    and execution also if the durations exceed the request's time in the engine, as those of whole steps do.
 
     Args:
         requests: The `requests` table.
@@ -35,7 +33,7 @@ def with_step_times(
     """
     times = _step_times(_stays(journeys), timeline, execution_lags(timeline, journeys))
     gaps = _token_gaps(requests, timeline, snapshots)
-    names = (*_TIMES, "itl_p99_us")
+    names = ("steps", "steps_timed", "scheduler_us", "model_execute_us", "itl_p99_us")
     joined = requests.join(times, on=REQUEST, how="left", suffix="_computed", maintain_order="left")
     joined = joined.join(gaps, on=REQUEST, how="left", suffix="_computed", maintain_order="left")
     whole = pl.col("finished_ns").is_not_null()
@@ -45,7 +43,7 @@ def with_step_times(
 
 
 def _stays(journeys: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per segment of steps a request was in: first_step, last_step, begin_ns, end_ns (null: at a step's start)."""
+    """Return each request's segments of steps: first_step, last_step, begin_ns, end_ns (null if the next step's start is the end)."""
     marks = core_events(journeys).filter(
         pl.col("event").is_in(["SCHEDULED", "PREEMPTED", "FINISHED"]), pl.col("step_id").is_not_null()
     )
@@ -61,7 +59,7 @@ def _stays(journeys: pl.DataFrame) -> pl.DataFrame:
         begin_ns="ts_ns",
         end_ns=pl.when(~preempted).then("next_ts_ns"),
     )
-    # A request that was scheduled and preempted by the same step was in none.
+    # A request that one step scheduled and preempted was in no step.
     return stays.filter(pl.col("last_step").is_null() | (pl.col("last_step") >= pl.col("first_step")))
 
 
@@ -95,24 +93,24 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
     )
     timed = (pl.col("sampled") > 0) & (pl.col("steps") > 0)
     scheduler = pl.when(timed).then(pl.col("total") * pl.col("steps") / pl.col("sampled"))
-    # Ahead of execution, scheduling costs a request no time: nothing is taken off.
+    # Scheduling that runs ahead of execution costs a request no time.
     taken = pl.when(pl.col("lag") > 0).then(pl.when(timed).then(0.0)).otherwise(scheduler)
-    # Durations beyond a request's time in the engine are those of whole steps (`step.duration_us` of such a server is
-    # its step time): they are no time of scheduling, and its share of them is unknown.
-    scheduling = (taken <= pl.col("engine_us")).fill_null(value=True)
+    # Durations beyond a request's time in the engine are times of whole steps (`step.duration_us` of such a server is
+    # its step time), whose share of scheduling is unknown.
+    is_scheduling = (taken <= pl.col("engine_us")).fill_null(value=True)
     return sums.select(
         *REQUEST,
         "steps",
         steps_timed=pl.when(pl.col("steps") > 0).then(pl.col("sampled") / pl.col("steps")),
-        scheduler_us=pl.when(scheduling).then(scheduler),
-        model_execute_us=pl.when(scheduling).then(pl.col("engine_us") - taken),
+        scheduler_us=pl.when(is_scheduling).then(scheduler),
+        model_execute_us=pl.when(is_scheduling).then(pl.col("engine_us") - taken),
     )
 
 
 def _token_gaps(requests: pl.DataFrame, timeline: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:
-    """Return the 99th percentile of the times between a request's tokens, where snapshots show every token come out.
+    """Return the 99th percentile of the times between a request's tokens, for requests whose snapshots show every token.
 
-    A token is out by the start of the first step whose snapshot counts it; the first and the last one have events.
+    A token is out by the start of the first step whose snapshot counts it; the first and the last token have events.
     """
     several = pl.col("last_token_ns").is_not_null() & (pl.col("output_tokens") > 1)
     ends = requests.filter(several & pl.col("first_token_ns").is_not_null())
@@ -131,5 +129,5 @@ def _token_gaps(requests: pl.DataFrame, timeline: pl.DataFrame, snapshots: pl.Da
         output_tokens=pl.col("output_tokens").first(),
         itl_p99_us=gap.quantile(0.99, interpolation="linear"),
     )
-    # Without the token of a missing snapshot, two gaps would count as one.
+    # A missing snapshot would join two gaps.
     return whole.filter(pl.col("points") == pl.col("output_tokens")).select(*REQUEST, "itl_p99_us")

@@ -1,6 +1,6 @@
 """Segments of a request's life in the engine: waiting in the queue, or running from SCHEDULED to its end.
 
-A segment of running computes a prompt (a resumed request its output so far, too), then decodes a token per step.
+A segment of running computes a prompt (and the output so far, after a preemption), then decodes a token per step.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import polars as pl
 from tracefit.tables.schema import ENGINE
 
 CORE_SPAN = [*ENGINE, "trace_id", "span_id"]
-"""The events of one request: of several in one trace (n > 1), each has its core span."""
+"""Columns that identify the events of one request: several requests of one trace (n > 1) have a core span each."""
 
 _ORDER = ["QUEUED", "PREEMPTED", "SCHEDULED", "FIRST_TOKEN", "FINISHED"]
-"""Core events, in the order in which those with the same stamp happened."""
+"""Core events, in the order in which events with the same stamp happen."""
 
 
 def core_events(journeys: pl.DataFrame) -> pl.DataFrame:
@@ -26,7 +26,7 @@ def core_events(journeys: pl.DataFrame) -> pl.DataFrame:
 
 
 def with_steps_by_time(core: pl.DataFrame, summaries: pl.DataFrame) -> pl.DataFrame:
-    """Fill in the steps that events lack: the step that was scheduled last before them, by a summary or another event.
+    """Fill in the missing steps of events: the step that was scheduled last before them, by a summary or another event.
 
     Args:
         core: `core_events`, located, with `execution_lag_steps`.
@@ -35,7 +35,7 @@ def with_steps_by_time(core: pl.DataFrame, summaries: pl.DataFrame) -> pl.DataFr
     if not core["step_id"].null_count():
         return core
     inside = pl.col("event").is_in(["SCHEDULED", "PREEMPTED"])
-    # An update is stamped once the next steps that execution lags behind are scheduled.
+    # By the time of an update, the steps that scheduling runs ahead are scheduled.
     lag = pl.when(pl.col("event").is_in(["FIRST_TOKEN", "FINISHED"])).then("execution_lag_steps").otherwise(0)
     marks = pl.concat(
         [
@@ -48,7 +48,7 @@ def with_steps_by_time(core: pl.DataFrame, summaries: pl.DataFrame) -> pl.DataFr
         .sort("ts_ns")
         .join_asof(marks.sort("ts_ns", "last"), on="ts_ns", by="engine", check_sortedness=False)
     )
-    # In schedule(), behind an update of the step before, a new step has begun.
+    # An event inside schedule() that follows an update belongs to a new step.
     step = pl.col("last") + pl.when(inside & ~pl.col("begun")).then(1).otherwise(-lag)
     filled = joined.with_columns(pl.coalesce("step_id", step.clip(lower_bound="first_step")))
     return filled.sort("_row").drop("_row", "last", "begun")
@@ -63,16 +63,16 @@ def following(name: str) -> pl.Expr:
 def running_segments(core: pl.DataFrame, cached: pl.DataFrame) -> pl.DataFrame:
     """Find every segment from SCHEDULED to PREEMPTED or FINISHED.
 
-    The step that completes the prompt follows from the tokens that came out: with g of them and one per step, it
-    is g - 1 steps before the last (FINISHED.step - FIRST_TOKEN.step = output tokens - 1 of an undisturbed request).
+    The output shows which step completed the prompt: with g tokens and one token per step, it is g - 1 steps before the last
+    (without disturbance, FINISHED.step - FIRST_TOKEN.step = output tokens - 1).
 
     Args:
         core: `core_events`, located on the step axis.
-        cached: engine columns, request_id, cached_tokens: prompt tokens found in the prefix cache.
+        cached: engine columns, request_id, cached_tokens (prompt tokens in the prefix cache).
 
     Returns:
-        Per segment, besides the columns of `core`: end_step (the last step it may have tokens in), complete_step
-        (null where the prompt was not completed), need_tokens (to compute before the first token), cached_tokens,
+        Per segment, besides the columns of `core`: end_step (the last step that may compute its tokens), complete_step
+        (null if the prompt was not completed), need_tokens (to compute before the first token), cached_tokens,
         outputs (before the segment), has_finished, next_finish_status.
     """
     marks = core.filter(pl.col("event").is_in(["SCHEDULED", "PREEMPTED", "FINISHED"]))
@@ -96,9 +96,9 @@ def running_segments(core: pl.DataFrame, cached: pl.DataFrame) -> pl.DataFrame:
         has_finished=finished,
     )
     by_count = pl.when(pl.col("produced") > 0).then(pl.col("end_step") - pl.col("produced") + 1)
-    # FIRST_TOKEN names the step itself; after a preemption it is missing, and tokens must be counted back from the end.
-    in_here = pl.col("first_token_step").is_between(pl.col("step_id"), pl.col("end_step"))
-    complete = pl.coalesce(pl.when(in_here).then("first_token_step"), by_count)
+    # FIRST_TOKEN names the step itself; after a preemption it is missing, and tokens are counted back from the end.
+    is_inside = pl.col("first_token_step").is_between(pl.col("step_id"), pl.col("end_step"))
+    complete = pl.coalesce(pl.when(is_inside).then("first_token_step"), by_count)
     most = complete + (pl.col("decode_max_tokens") - outputs).clip(lower_bound=1) - 1
     is_open = pl.col("next_event").is_null()
     need = pl.col("prefill_total_tokens") + pl.col("outputs") - pl.col("cached_tokens")
@@ -110,7 +110,7 @@ def running_segments(core: pl.DataFrame, cached: pl.DataFrame) -> pl.DataFrame:
 
 
 def waiting_segments(core: pl.DataFrame) -> pl.DataFrame:
-    """Find every segment of waiting: QUEUED to SCHEDULED, PREEMPTED to RESUME, or to an abort while waiting.
+    """Find every segment of waiting: from QUEUED or PREEMPTED to SCHEDULED, or to an abort.
 
     Returns:
         Per segment, besides the columns of `core` (`core_events`, located): wait_first and wait_last, the first and
@@ -137,7 +137,7 @@ def requeue_waits(journeys: pl.DataFrame) -> pl.DataFrame:
         journeys: The `journey_events` table.
 
     Returns:
-        run_id, server, epoch, trace_id, request_id, preempted_step (whose schedule() took its blocks), resumed_step.
+        run_id, server, epoch, trace_id, request_id, preempted_step (its schedule() took the blocks), resumed_step.
     """
     marks = core_events(journeys).filter(pl.col("event").is_in(["PREEMPTED", "SCHEDULED", "FINISHED"]))
     waits = marks.with_columns(following("event"), following("step_id"))

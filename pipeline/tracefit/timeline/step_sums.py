@@ -1,4 +1,4 @@
-"""Sums over consecutive steps of an engine: the only code that decides how a missing step counts."""
+"""Sums over consecutive steps of an engine; no other code decides how a missing step counts."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import polars as pl
 from tracefit.tables.schema import ENGINE
 
 MissingSteps = Literal["unknown", "skipped"]
-"""The value of a sum with a step that is missing or has no value: null, or the sum of the other steps."""
+"""How a step without a row or a value counts: the sum is null, or it is that of the other steps."""
 
 
 class StepSums:
-    """Sums of columns over steps. Each is a difference of two cumulative sums: there is no row per request and step."""
+    """Sums of columns over steps, as differences of two cumulative sums: no frame has a row per request and step."""
 
     def __init__(self, steps: pl.DataFrame, *columns: str) -> None:
         """Add up columns of numbers along each engine; `steps` has the engine's columns and step_id, one row per step."""
         self._columns = columns
         values = pl.col(columns).fill_null(0)
-        known = pl.col(columns).is_not_null().cast(pl.Int64).name.suffix("_known")
-        sums = (sum_of.cum_sum().over(ENGINE) for sum_of in (values, known))
+        has_value = pl.col(columns).is_not_null().cast(pl.Int64).name.suffix("_known")
+        sums = (sum_of.cum_sum().over(ENGINE) for sum_of in (values, has_value))
         self._until = steps.sort("step_id").select(*ENGINE, "step_id", *sums)
 
     def between(
         self, rows: pl.DataFrame, after: pl.Expr, last: pl.Expr, *, missing: MissingSteps
     ) -> pl.DataFrame:
-        """Sum over the steps that follow `after`, up to and with `last`.
+        """Sum over the steps after `after`, up to and including `last`.
 
         Args:
             rows: One row per sum, with the columns of the engine.
-            after: Step id per row; the step itself is not in the sum.
-            last: Step id per row.
+            after: The step before the first of each sum.
+            last: The last step of each sum.
             missing: The rule for missing steps.
 
         Returns:
             One row per row of `rows`, in its order: each column's sum, and `<column>_known`, the number of steps with a value.
-            Null where an end is null.
+            Null if `after` or `last` is null.
         """
         begin, end = self._sums_until(rows, after), self._sums_until(rows, last)
         sums = end.select(pl.col(name) - begin[name] for name in end.columns)
