@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 NETWORK_BYTES_S = 1.25e9
 """10 Gbit/s between this machine and the bucket or the workers: assumed, not measured."""
 
+SERIAL_SHARE, SHARED_BYTES = 0.1, 256 << 20
+"""Share of a build that one process does even if all workers build the run, and the size from which they do."""
+
 PRICE_PER_CORE_HOUR = 0.05
 """US dollars: assumed, a usual price of a core of a rented machine."""
 
@@ -207,7 +210,8 @@ class _Simulation:
     """The scheduler of `commands/scheduler.py`, on a clock of its own.
 
     The rules: the largest run first, builds before blocks, two jobs for each worker at most, runs smaller than a block
-    share jobs, a tenth of the time for the manifest at most.
+    share jobs, runs that one worker would build longer than the others work are built by all at the end, a tenth of the time
+    for the manifest at most.
     """
 
     def __init__(self, constants: Constants, runs: list[float], workers: int, grain: float) -> None:
@@ -219,6 +223,8 @@ class _Simulation:
             tuple[float, int]
         ] = []  # when a job ends, and the run of its block; -1 for a build
         self.ready: list[float] = []
+        self.shared: list[float] = []
+        self.undecoded = sum(runs)
         self.driver = self.busy = self.network = 0.0
 
     def run(self) -> dict[str, float]:
@@ -236,6 +242,10 @@ class _Simulation:
         while self.pending:
             self._take()
             self._build()
+        for size in self.shared:
+            seconds = c.build_byte * size + c.build_run
+            self.busy += seconds
+            self.driver += seconds * (SERIAL_SHARE + (1 - SERIAL_SHARE) / self.workers)
         count = len(self.order)
         manifest = min(0.1 * self.driver, c.manifest_run * count**2 / 2) + c.manifest_run * count
         reading = sum(self.order) * c.driver_byte + count * c.driver_run
@@ -253,8 +263,11 @@ class _Simulation:
     def _build(self) -> None:
         while self.ready:
             size = self.ready.pop()
-            self.driver += self._job(size)
-            self._give(self.c.build_byte * size + self.c.build_run, -1)
+            if size >= SHARED_BYTES and (self.workers - 1) * size > 2 * self.undecoded:
+                self.shared.append(size)
+            else:
+                self.driver += self._job(size)
+                self._give(self.c.build_byte * size + self.c.build_run, -1)
 
     def _give(self, seconds: float, run: int) -> None:
         while len(self.pending) >= TASKS_PER_WORKER * self.workers:
@@ -270,6 +283,7 @@ class _Simulation:
         if run >= 0:
             self.left[run] -= 1
             if not self.left[run]:
+                self.undecoded -= self.order[run]
                 self.ready.append(self.order[run])
 
 

@@ -41,7 +41,7 @@ class _Recorded(LocalEngine):
 
     def run(self, next_job):
         waiting = []
-        noted = self.parts if any(job.is_last for job in self.jobs) else self.jobs
+        noted = self.parts if any(job.is_shared for job in self.jobs) else self.jobs
         while True:
             while len(waiting) < self._most and (job := next_job()) is not None:
                 noted.append(job)
@@ -95,11 +95,34 @@ def test_ready_runs_are_shared_out_to_all_workers(tmp_path, fleet):
     assert built == [3, 1, 1]  # half of five, then half of the two that are left
 
 
-@pytest.mark.parametrize(("at_once", "expected"), [(False, [False, False, True]), (True, [False] * 3)])
-def test_a_job_is_the_last_when_nothing_else_runs_or_waits(tmp_path, fleet, at_once, expected):
-    jobs = _recorded(fleet, tmp_path / "tables", workers=2, ended_last_first=at_once).jobs
-    assert [job.is_last for job in jobs if job.function.__name__ == "build_runs"] == expected
-    assert not any(job.is_last for job in jobs if job.function.__name__ == "decode_task")
+def _builds(engine):
+    return [
+        ([task.run_id for task in job.argument], job.is_shared)
+        for job in engine.jobs
+        if job.function.__name__ == "build_runs"
+    ]
+
+
+@pytest.mark.parametrize("ended_last_first", [False, True])
+def test_all_workers_build_a_run_that_would_end_after_the_others(
+    tmp_path, fleet, small_pieces, ended_last_first
+):
+    options = replace(small_pieces, bytes_per_worker=(fleet / "a" / "traces.json").stat().st_size // 4)
+    how = {"workers": 12, "ended_last_first": ended_last_first}
+    *others, last = _builds(_recorded(fleet, tmp_path / "tables", options, **how))
+    assert last == (["a"], True)
+    assert {run for runs, is_shared in others for run in runs if not is_shared} == set("bcde")
+
+
+def test_of_equal_runs_one_worker_each_builds_all_but_the_last(tmp_path, new_traces, small_pieces):
+    for run in "abc":
+        new_traces().load(steps=80, requests=24).write(tmp_path / "runs" / run)
+    builds = _builds(_recorded(tmp_path / "runs", tmp_path / "tables", small_pieces, workers=2))
+    assert builds == [(["a"], False), (["b"], False), (["c"], True)]
+
+
+def test_one_worker_shares_nothing(tmp_path, fleet):
+    assert not any(job.is_shared for job in _recorded(fleet, tmp_path / "tables", workers=1).jobs)
 
 
 @pytest.mark.parametrize("ended_last_first", [False, True])
@@ -109,7 +132,7 @@ def test_parts_of_the_last_large_run_are_jobs(tmp_path, new_traces, bytes_of, sm
     how = {"workers": 2, "ended_last_first": ended_last_first}
     engine = _recorded(tmp_path / "run", tmp_path / "two", small_pieces, **how)
     assert bytes_of(tmp_path / "two") == bytes_of(tmp_path / "one")
-    assert [job.function.__name__ for job in engine.jobs if job.is_last] == ["build_runs"]
+    assert [job.function.__name__ for job in engine.jobs if job.is_shared] == ["build_runs"]
     assert len(engine.parts) > 2 * 2 + 6  # windows, each read twice, and the tables
     assert all(pickle.dumps((job.function, job.argument)) for job in engine.parts)
 

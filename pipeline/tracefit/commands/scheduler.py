@@ -55,7 +55,10 @@ EXPANSION = 10
 """Decompressed bytes of a compressed one, about."""
 
 _PARALLEL_BUILD_FACTOR = 4
-"""Build processes start from this multiple of the size from which decoding in another process is faster."""
+"""Several processes build a run from this multiple of the size from which decoding in another process is faster."""
+
+_WORK_PER_BUILD = 2
+"""About the times that decoding and building some bytes take as long as building them."""
 
 _BUILD_BLOCKS = 2
 """Small runs are built together up to the size of so many blocks: their rows take about as much memory as decoding one."""
@@ -250,6 +253,9 @@ class IngestScheduler:
         self._by_path = engine.workers > 1 and not engine.carries_bytes
         self._unread = deque(sorted(runs, key=lambda run: -run.size_bytes))
         self._ready: deque[RunIngest] = deque()
+        self._postponed: deque[RunIngest] = deque()
+        self._undecoded_bytes = sum(run.size_bytes for run in runs)
+        self._running = 0
         self._built: dict[str, tuple[RunIngest, BuiltRun]] = {}
         self._restamped: dict[str, IngestedRun] = {}
         self._ended = 0
@@ -280,6 +286,7 @@ class IngestScheduler:
     def _run_jobs(self) -> None:
         self._decoding = self._decode_jobs()
         for job, result in self._engine.run(self._next_job):
+            self._running -= 1
             # A job knows what takes its result: decoded blocks, or the tables of runs.
             job.work(result)
             # Its blocks are in memory as long as it has a name, and the next ones are about to be read.
@@ -309,7 +316,12 @@ class IngestScheduler:
         # Small ones wait for each other, because each build has a fixed cost.
         is_enough = sum(map(_build_bytes, self._ready)) >= _BUILD_BLOCKS * self._options.block_bytes
         job = None if is_enough else next(self._decoding, None)
-        return self._build_job() if job is None and self._ready else job
+        if job is None and self._ready:
+            job = self._build_job()
+        if job is None and self._postponed and not self._running:
+            job = self._build_job_of([self._postponed.popleft()], is_shared=True)
+        self._running += job is not None
+        return job
 
     def _decode_jobs(self) -> Iterator[Job]:
         """Yield jobs of decoding; small blocks share one, also those of several runs, because each job has a fixed cost."""
@@ -346,17 +358,25 @@ class IngestScheduler:
         """Return a job for some of the runs that wait: few enough that every worker gets some."""
         share = -(-len(self._ready) // self._engine.workers)
         most_bytes = _BUILD_BLOCKS * self._options.block_bytes
-        runs = take_together(self._ready, _build_bytes, most=share, most_bytes=most_bytes)
+        return self._build_job_of(take_together(self._ready, _build_bytes, most=share, most_bytes=most_bytes))
+
+    def _build_job_of(self, runs: Sequence[RunIngest], *, is_shared: bool = False) -> Job:
         if len(self._runs) == 1:
             self._progress.stage(f"writing {runs[0].run_id}")
-        is_large = (
-            sum(run.size_bytes for run in runs) >= _PARALLEL_BUILD_FACTOR * self._options.bytes_per_worker
-        )
-        is_rest = self._ended + len(self._built) + len(runs) == len(self._runs)
-        # Processes that do parts of it see the same folder.
-        is_last = is_large and is_rest and self._engine.workers > 1 and self._place.has_lock
         tasks = tuple(self._run_task(run) for run in runs)
-        return Job(build_runs, tasks, runs[0].source.name, partial(self._take_built, runs), is_last=is_last)
+        return Job(
+            build_runs, tasks, runs[0].source.name, partial(self._take_built, runs), is_shared=is_shared
+        )
+
+    def _is_for_all_workers(self, run: RunIngest) -> bool:
+        """Return whether all workers build a run together, at the end, because one of them would end after the others."""
+        others = self._engine.workers - 1
+        is_longest = others * run.size_bytes > _WORK_PER_BUILD * self._undecoded_bytes
+        worth = max(
+            _PARALLEL_BUILD_FACTOR * self._options.bytes_per_worker, _BUILD_BLOCKS * self._options.block_bytes
+        )
+        # Processes that do parts of it see the same folder.
+        return others > 0 and run.size_bytes >= worth and is_longest and self._place.has_lock
 
     # -- one run -------------------------------------------------------------------------------------------
 
@@ -468,10 +488,11 @@ class IngestScheduler:
             return
         stays = self._stays(run, [*run.unchanged, *map(self._entry_of, run.files)])
         run.files.clear()
+        self._undecoded_bytes -= run.size_bytes
         if stays:
             self._stay(run)
         else:
-            self._ready.append(run)
+            (self._postponed if self._is_for_all_workers(run) else self._ready).append(run)
 
     def _stay(self, run: RunIngest) -> None:
         """End a run that stays as it is; with the present times of its files in its entry, they need not be read next time."""

@@ -40,15 +40,15 @@ class Job:
         argument: Its argument; it can be pickled.
         name: The input it works on, for the line of an error.
         work: The caller's key for the job; it stays in this process.
-        is_last: Whether no other job will run beside it. It then runs in this process, and its function has a second
-            argument, which calls functions on all workers as `map` does (`spread`).
+        is_shared: Whether all workers do parts of it, while no other job runs. It runs in this process, and its function has a
+            second argument, which calls functions on the workers as `map` does (`spread`).
     """
 
     function: Callable[..., Any]
     argument: Any
     name: str
     work: Any
-    is_last: bool = False
+    is_shared: bool = False
 
 
 class TaskEngine(Protocol):
@@ -100,8 +100,8 @@ def attempt(function: Callable[[Any], Any], argument: Any, *, flags: bool) -> tu
 
 
 def call_here(engine: TaskEngine, job: Job) -> Any:
-    """Call the function of a job in this process; return its result. The last one gives parts of its work to all workers."""
-    parts = [partial(spread, engine, job.name)] if job.is_last else []
+    """Call the function of a job in this process; return its result. A shared one gives parts of its work to all workers."""
+    parts = [partial(spread, engine, job.name)] if job.is_shared else []
     return job.function(job.argument, *parts)
 
 

@@ -37,7 +37,7 @@ _TURN_S = 0.2
 class LocalEngine:
     """Processes of this machine, started once two jobs are ready at the same time.
 
-    A single job runs in this process with all cores; a worker has its share of them. The last one gives parts of its
+    A single job runs in this process with all cores; a worker has its share of them. A shared job gives parts of its
     work to the workers.
     """
 

@@ -122,7 +122,7 @@ class RayEngine:
         running: dict[Any, tuple[Job, int]] = {}
         while True:
             while len(running) < self._ahead and (job := next_job()) is not None:
-                if job.is_last:
+                if job.is_shared:
                     yield job, call_here(self, job)
                 else:
                     running[self._begin(job, 1)] = job, 1
