@@ -48,6 +48,7 @@ class _Recorded(LocalEngine):
                 waiting.append(job)
             if not waiting:
                 return
+            assert len(waiting) == 1 or not any(job.is_shared for job in waiting), "beside a shared job"
             job = waiting.pop(self._turn)
             yield job, call_here(self, job)
 

@@ -376,7 +376,7 @@ class IngestScheduler:
             _PARALLEL_BUILD_FACTOR * self._options.bytes_per_worker, _BUILD_BLOCKS * self._options.block_bytes
         )
         # Processes that do parts of it see the same folder.
-        return others > 0 and run.size_bytes >= worth and is_longest and self._place.has_lock
+        return run.size_bytes >= worth and is_longest and self._place.has_lock
 
     # -- one run -------------------------------------------------------------------------------------------
 

@@ -342,6 +342,13 @@ class _Collected:
 def _rows_in(job: _Job, sieve: Sieve, starts: pl.DataFrame, window: Window) -> _Part:
     """Return the rows of all tables in a window."""
     collected = _Collected(job)
+    _collect(collected, sieve, starts, window)
+    return (
+        collected.part()
+    )  # not in the function that has the rows: they would be in memory beside their copies
+
+
+def _collect(collected: _Collected, sieve: Sieve, starts: pl.DataFrame, window: Window) -> None:
     # The table of spans has no rules; the attributes that requests use are bounded here.
     spans, odd_spans = sift_numbers(window.read("spans"))
     collected.count(spans, spans=pl.len(), dropped_attributes=pl.col("dropped_attributes").sum())
@@ -366,7 +373,6 @@ def _rows_in(job: _Job, sieve: Sieve, starts: pl.DataFrame, window: Window) -> _
     _add_journeys(collected, in_epoch(journeys, starts, "ts_ns"), spans)
     odd = pl.concat([odd_spans, odd_steps, odd_snapshots, odd_journeys])
     _add_rejects(collected, window, spans, lost, odd, odd_records)
-    return collected.part()
 
 
 def _add_recorded(collected: _Collected, sieve: Sieve, starts: pl.DataFrame, window: Window) -> pl.DataFrame:

@@ -8,6 +8,8 @@ between. A file that it does not name is a leftover.
 from __future__ import annotations
 
 import base64
+import hashlib
+import io
 import random
 import re
 import tempfile
@@ -17,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -169,6 +171,8 @@ def replace_manifest(place: Place, manifest: Manifest, version: Version | None) 
 ROW_GROUP_ROWS = 128 * 1024
 ROW_GROUP_BYTES = 16 << 20
 """Bytes of a row group: wide rows, such as spans, reach it before `ROW_GROUP_ROWS`."""
+
+_FEW_ROWS = 1024
 
 PIECE_ROWS = 16 * 1024
 """Rows converted at a time, so that the copies stay small."""
@@ -792,6 +796,7 @@ class _TableFileWriter:
     def __init__(self, table: schema.TableSchema, path: Path) -> None:
         self.table = table
         self.stream = create(path)
+        self._sink = _HashedStream(self.stream)
         self._path = path
         self._waiting: list[pa.Table] = []
         self._writer: pq.ParquetWriter | None = None
@@ -802,7 +807,10 @@ class _TableFileWriter:
             # Also for a frame without rows: the file of an empty table has its columns.
             piece = rows.slice(start, PIECE_ROWS)
             self._waiting.append(piece if isinstance(piece, pa.Table) else _to_arrow(piece, self.table))
-            if sum(piece.num_rows for piece in self._waiting) > ROW_GROUP_ROWS:
+            rows_waiting = sum(piece.num_rows for piece in self._waiting)
+            if rows_waiting <= _FEW_ROWS:
+                continue  # the bytes of many columns take long to count
+            if rows_waiting > ROW_GROUP_ROWS:
                 # A piece is smaller than a group, so at most one piece is left over.
                 group = pa.concat_tables(self._waiting)
                 self._write_group(group.slice(0, ROW_GROUP_ROWS))
@@ -819,14 +827,16 @@ class _TableFileWriter:
         if self._writer:
             self._writer.close()
         syncs.add(self.stream)
-        return self._path.rename(self._path.with_name(_content_name(self._path)))
+        return self._path.rename(self._path.with_name(_part_of(self._sink.digest.hexdigest())))
 
     def _write_group(self, rows: pa.Table) -> None:
         if self._writer is None:
-            # Ids and names repeat; a dictionary of times or features would be as long as they are.
-            strings = [c.name for c in self.table.columns if c.kind == "string"]
+            # Ids and names repeat; a dictionary of times or features would be as long as they are, and one of few rows saves
+            # nothing.
+            is_long = rows.num_rows > _FEW_ROWS
+            strings = [c.name for c in self.table.columns if c.kind == "string" and is_long]
             self._writer = pq.ParquetWriter(
-                pa.PythonFile(self.stream, mode="w"),
+                pa.PythonFile(self._sink, mode="w"),
                 rows.schema,
                 compression="zstd",
                 use_dictionary=strings,
@@ -846,8 +856,27 @@ def _empty_part(name: str) -> tuple[str, bytes]:
         return part.name, part.read_bytes()
 
 
+class _HashedStream(io.RawIOBase):
+    """Passes bytes on to a stream, and hashes them: a file need not be read again for its name."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.digest = hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return self._stream.write(data)
+
+
+def _part_of(digest: str) -> str:
+    return f"part-{digest[:_HASH_DIGITS]}.parquet"
+
+
 def _content_name(path: Path) -> str:
-    return f"part-{digest_of(path)[:_HASH_DIGITS]}.parquet"
+    return _part_of(digest_of(path))
 
 
 @lru_cache(maxsize=64)  # the same for every run
