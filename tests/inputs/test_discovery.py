@@ -17,9 +17,10 @@ import pytest
 from pyarrow.fs import FileSystemHandler, LocalFileSystem, PyFileSystem, SubTreeFileSystem
 
 from tracefit.errors import DataError, UsageError
-from tracefit.inputs.blocks import Block, inspect_file, load, read_blocks
+from tracefit.inputs.blocks import Block, load, read_blocks
 from tracefit.inputs.discovery import STDIN, open_inputs
 from tracefit.inputs.files import TraceFile, content_hash_of, fetch
+from tracefit.inputs.formats import detect_format
 from tracefit.inputs.framing import records
 
 LINE = b'{"resourceSpans":[]}\n'
@@ -254,9 +255,9 @@ def test_what_is_named_twice_is_read_once(lay):
 def test_the_first_bytes_of_many_traces_suffice(lay, monkeypatch):
     lay("a/traces.json", data=LINE * 10_000)
     lay("b/traces.json", data=b"\n" * 40_000 + LINE)  # the first bytes say nothing
-    monkeypatch.setattr("tracefit.inputs.discovery.inspect_file", inspected := Mock(wraps=inspect_file))
+    monkeypatch.setattr("tracefit.inputs.blocks.detect_format", detected := Mock(wraps=detect_format))
     assert list(runs_of(".")) == ["a", "b"]
-    assert [call.args[0].name for call in inspected.call_args_list] == ["b/traces.json"]
+    assert [len(call.args[0]) for call in detected.call_args_list] == [40_000 + len(LINE)]
 
 
 def test_links_are_followed_and_loops_end(lay):

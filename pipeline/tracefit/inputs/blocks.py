@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tracefit.inputs.compression import USUAL, Expansion, Gap, Piece, compression_of, pieces, rewindable
 from tracefit.inputs.files import cannot_open, read_fully
-from tracefit.inputs.formats import HEAD_BYTES, JUNK_EDGE_BYTES, Contents, detect_format
+from tracefit.inputs.formats import HEAD_BYTES, JUNK_EDGE_BYTES, Contents, begins_json_traces, detect_format
 from tracefit.inputs.framing import Shape, next_record, whole_records
 from tracefit.inputs.rejects import Encoding, Reject, excerpt
 from tracefit.options import IngestOptions, named
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _EXCERPT_BYTES, _EDGE_BYTES = 4096, 16
 
+_FIRST_BYTES = 16 << 10
 _SMALLEST_READ_BYTES = 4096
 """Lower limit for small blocks: each read has its cost."""
 
@@ -103,14 +104,23 @@ def read_blocks(
                 return
 
 
-def inspect_file(file: TraceFile, bounds: Expansion = USUAL) -> Contents:
-    """Return the format of a file, from its first few MiB; `bounds` says how many are read if these show nothing.
+def inspect_file(file: TraceFile, bounds: Expansion = USUAL, *, is_shape_needed: bool = True) -> Contents:
+    """Return the format of a file, from its first few MiB.
+
+    Args:
+        file: The file.
+        bounds: How much is read if these show nothing.
+        is_shape_needed: Whether the layout of JSON traces matters. If not, the first KiB usually suffice: of many small files,
+            reading more takes longer than everything else until they are decoded.
 
     Raises:
         UsageError: If it cannot be read.
     """
     with file.open() as raw, rewindable(raw) as stream:
-        compression = compression_of(read_fully(stream, 8))
+        head = read_fully(stream, 8 if is_shape_needed else _FIRST_BYTES)
+        if not is_shape_needed and begins_json_traces(head):
+            return Contents("lines", "json")
+        compression = compression_of(head)
         content = pieces(stream, bounds, most_bytes=bounds.most_junk_bytes)
         splitter = _Splitter(file, IngestOptions(), bounds, content)
         rejects = list(splitter.detect())

@@ -23,7 +23,6 @@ from tracefit.inputs.files import (
     TraceFile,
     cannot_open,
     display_name,
-    read_fully,
     reason_of,
     split_url,
     unknown_url,
@@ -40,7 +39,6 @@ from tracefit.inputs.folders import (
     find_remote,
     open_filesystem,
 )
-from tracefit.inputs.formats import begins_json_traces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -53,7 +51,6 @@ _KEYED_FOLDER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*=.*")
 _YEAR, _TWO_DIGITS = re.compile(r"(19|20)\d\d"), re.compile(r"\d\d")
 _LOOSE_SUFFIXES = re.compile(r"(\.(json|jsonl|binpb|pb|gz|zst))+$")
 _MAX_CONFIG_BYTES = 16 << 20
-_FIRST_BYTES = 16 << 10
 _PIPE_OF_PROCESS = re.compile(r"/dev/(fd/\d+|stdin)|/proc/(self|\d+)/fd/\d+")
 
 
@@ -286,12 +283,7 @@ class _FileFinder:
         is_named = _matches(_TRACE_NAME, file)
         if (is_named and file.filesystem is not None) or self._is_known(file):
             return "decoded"
-        # Usually the first bytes of a file suffice: with many small files, reading more would be most of the work.
-        if is_named:
-            with file.open() as stream:
-                if begins_json_traces(read_fully(stream, _FIRST_BYTES)):
-                    return "decoded"
-        contents = inspect_file(file)
+        contents = inspect_file(file, is_shape_needed=not is_named)
         if contents.recording is not None:
             return "decoded" if contents.recording.decode else "beside"
         if contents.signal != "traces":
