@@ -579,7 +579,7 @@ def put_parts(place: Place, run_id: str, parts: Mapping[str, Path]) -> dict[str,
         run_id: A cleaned run id.
         parts: Table name to its part, in a scratch folder of the place.
     """
-    tables = {name: TableFile(name=part.name) for name, part in parts.items()}
+    tables = {name: TableFile(name=part.name[part.name.index("part-") :]) for name, part in parts.items()}
     place.put({part_name(name, run_id, tables[name]): part for name, part in parts.items()})
     return tables
 
@@ -600,9 +600,10 @@ class RunWriter:
     A table that is written again replaces the one before. The disk has the files once `syncs` says so.
     """
 
-    def __init__(self, folder: Path, syncs: Syncs) -> None:
+    def __init__(self, folder: Path, syncs: Syncs, prefix: str = "") -> None:
         self.folder = folder
         self._syncs = syncs
+        self._prefix = prefix
         self._open: _TableFileWriter | None = None
         self._parts: dict[str, Path] = {}
 
@@ -610,7 +611,7 @@ class RunWriter:
         """Write the next rows of a table, in its columns and order."""
         if self._open is None or self._open.table.name != name:
             self._finish()
-            self._open = _TableFileWriter(schema.TABLES[name], self.folder / f"{name}.parquet")
+            self._open = _TableFileWriter(schema.TABLES[name], self.folder, self._prefix)
         self._open.write(rows)
 
     def put(self, name: str, part: Path) -> None:
@@ -621,7 +622,7 @@ class RunWriter:
         """Write a table without rows, if nothing of it was written."""
         if name not in self._parts and (self._open is None or self._open.table.name != name):
             part, data = _empty_part(name)
-            self._parts[name] = self.folder / part
+            self._parts[name] = self.folder / f"{self._prefix}{part}"
             stream = create(self._parts[name])
             stream.write(data)
             self._syncs.add(stream)
@@ -698,9 +699,11 @@ class RunsWriter:
     def __init__(self, scratch: Path, run_ids: Sequence[str]) -> None:
         self._syncs = Syncs()
         self._writers: dict[str, RunWriter] = {}
-        for run_id in run_ids:
-            folder = Path(tempfile.mkdtemp(prefix="run-", dir=scratch))
-            self._writers[run_id] = RunWriter(folder, self._syncs)
+        # One folder: to remove one for each run takes longer than to write a table.
+        folder = Path(tempfile.mkdtemp(prefix="run-", dir=scratch))
+        for number, run_id in enumerate(run_ids):
+            prefix = f"{number}-" if len(run_ids) > 1 else ""
+            self._writers[run_id] = RunWriter(folder, self._syncs, prefix)
         self._alone = self._writers[run_ids[0]] if len(run_ids) == 1 else None
         self.folder = self._alone.folder if self._alone else None
         self._rows: dict[str, list[pl.DataFrame]] = {}
@@ -793,11 +796,12 @@ class _HeldTables:
 class _TableFileWriter:
     """One Parquet file, in row groups of `ROW_GROUP_ROWS` or `ROW_GROUP_BYTES`, for frames of any size."""
 
-    def __init__(self, table: schema.TableSchema, path: Path) -> None:
+    def __init__(self, table: schema.TableSchema, folder: Path, prefix: str = "") -> None:
         self.table = table
-        self.stream = create(path)
+        self._prefix = prefix
+        self._path = folder / f"{prefix}{table.name}.parquet"
+        self.stream = create(self._path)
         self._sink = _HashedStream(self.stream)
-        self._path = path
         self._waiting: list[pa.Table] = []
         self._writer: pq.ParquetWriter | None = None
 
@@ -827,7 +831,8 @@ class _TableFileWriter:
         if self._writer:
             self._writer.close()
         syncs.add(self.stream)
-        return self._path.rename(self._path.with_name(_part_of(self._sink.digest.hexdigest())))
+        part = _part_of(self._sink.digest.hexdigest())
+        return self._path.rename(self._path.with_name(f"{self._prefix}{part}"))
 
     def _write_group(self, rows: pa.Table) -> None:
         if self._writer is None:
@@ -850,7 +855,7 @@ class _TableFileWriter:
 def _empty_part(name: str) -> tuple[str, bytes]:
     """Return the name and the bytes of the part of a table without rows."""
     with tempfile.TemporaryDirectory(prefix="tracefit-") as folder, Syncs() as syncs:
-        writer = _TableFileWriter(schema.TABLES[name], Path(folder, name))
+        writer = _TableFileWriter(schema.TABLES[name], Path(folder))
         writer.write(schema.TABLES[name].empty())
         part = writer.close(syncs)
         return part.name, part.read_bytes()
