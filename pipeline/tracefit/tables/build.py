@@ -93,6 +93,10 @@ class TracedRun:
     columns: Mapping[str, str | int | None]
 
 
+_Counts = Counter[tuple[int, str, str]]
+"""Number of values by run, setting and column."""
+
+
 class UnlikeRunsError(Exception):
     """Runs that cannot be built together: some of them contradict a setting, and others do not."""
 
@@ -187,8 +191,7 @@ def _epoch_starts(
     """Scan the marks of the whole run in the order of their clock; return the epochs, and the sieve for odd rows."""
     marks = _marks(job.space())
     marks.add(pl.DataFrame(schema=MARKS))
-    # By run, setting and column: how many values there are, and how many are above the setting.
-    values, above = Counter[tuple[int, str, str]](), Counter[tuple[int, str, str]]()
+    values, above = _Counts(), _Counts()
     for of_window, *counts in spread(partial(_marks_in, job, sieve), windows):
         marks.add_all(of_window)
         for total, count in zip((values, above), counts, strict=True):
@@ -208,11 +211,8 @@ def _marks(space: SortSpace) -> ExternalSort:
     return space.sort(key=("clock",), order=("clock", "server", "step_id", "exact"))
 
 
-_Counts = Counter[tuple[int, str, str]]
-
-
 def _marks_in(job: _Job, sieve: Sieve, window: Window) -> tuple[SortContents, _Counts, _Counts]:
-    """Return the marks of a window, and its values and those above each setting, by run, setting and column.
+    """Return the marks of a window, how many values it has, and how many of these are above their setting.
 
     No value is rejected here: only the end of the run shows whether it contradicts a setting.
     """
@@ -343,12 +343,12 @@ def _rows_in(job: _Job, sieve: Sieve, starts: pl.DataFrame, window: Window) -> _
     """Return the rows of all tables in a window."""
     collected = _Collected(job)
     _collect(collected, sieve, starts, window)
-    return (
-        collected.part()
-    )  # not in the function that has the rows: they would be in memory beside their copies
+    # Spilled here, where the rows of the window have left the memory.
+    return collected.part()
 
 
 def _collect(collected: _Collected, sieve: Sieve, starts: pl.DataFrame, window: Window) -> None:
+    """Add the rows of a window to all tables."""
     # The table of spans has no rules; the attributes that requests use are bounded here.
     spans, odd_spans = sift_numbers(window.read("spans"))
     collected.count(spans, spans=pl.len(), dropped_attributes=pl.col("dropped_attributes").sum())

@@ -173,6 +173,7 @@ ROW_GROUP_BYTES = 16 << 20
 """Bytes of a row group: wide rows, such as spans, reach it before `ROW_GROUP_ROWS`."""
 
 _FEW_ROWS = 1024
+"""Rows up to which a table has no dictionaries, and its bytes are not counted: with many columns both take longer than they save."""
 
 PIECE_ROWS = 16 * 1024
 """Rows converted at a time, so that the copies stay small."""
@@ -813,7 +814,7 @@ class _TableFileWriter:
             self._waiting.append(piece if isinstance(piece, pa.Table) else _to_arrow(piece, self.table))
             rows_waiting = sum(piece.num_rows for piece in self._waiting)
             if rows_waiting <= _FEW_ROWS:
-                continue  # the bytes of many columns take long to count
+                continue
             if rows_waiting > ROW_GROUP_ROWS:
                 # A piece is smaller than a group, so at most one piece is left over.
                 group = pa.concat_tables(self._waiting)
@@ -836,8 +837,7 @@ class _TableFileWriter:
 
     def _write_group(self, rows: pa.Table) -> None:
         if self._writer is None:
-            # Ids and names repeat; a dictionary of times or features would be as long as they are, and one of few rows saves
-            # nothing.
+            # Ids and names repeat; a dictionary of times or features would be as long as they are.
             is_long = rows.num_rows > _FEW_ROWS
             strings = [c.name for c in self.table.columns if c.kind == "string" and is_long]
             self._writer = pq.ParquetWriter(
