@@ -60,7 +60,7 @@ _PARALLEL_BUILD_FACTOR = 4
 _WORK_PER_BUILD = 2
 """About the times that decoding and building some bytes take as long as building them."""
 
-_BUILD_BLOCKS = 2
+_BUILD_BLOCKS = 3
 """Small runs are built together up to the size of so many blocks: their rows take about as much memory as decoding one."""
 
 _SPAN_BYTES = 512
@@ -355,9 +355,12 @@ class IngestScheduler:
             self._build_when_read(run)
 
     def _build_job(self) -> Job:
-        """Return a job for some of the runs that wait: few enough that every worker gets some."""
-        share = -(-len(self._ready) // self._engine.workers)
+        """Return a job for some of the runs that wait: as many as go together, or few enough that every worker gets some of the last."""
         most_bytes = _BUILD_BLOCKS * self._options.block_bytes
+        workers = self._engine.workers
+        share = len(self._ready)
+        if self._undecoded_bytes < workers * most_bytes:
+            share = -(-share // workers)
         return self._build_job_of(take_together(self._ready, _build_bytes, most=share, most_bytes=most_bytes))
 
     def _build_job_of(self, runs: Sequence[RunIngest], *, is_shared: bool = False) -> Job:
@@ -555,7 +558,8 @@ class IngestScheduler:
         before = self._manifest.runs
         after = self._store.commit({i: (before.get(i), entry) for i, entry in entries.items()})
         self._manifest = self._manifest.with_runs(after)
-        for run, _ in self._built.values():
+        for run, built in self._built.values():
+            run.rows = built.runs
             self._end(run)
         self._built.clear()
         self._restamped.clear()

@@ -837,7 +837,8 @@ class _TableFileWriter:
 
     def _write_group(self, rows: pa.Table) -> None:
         if self._writer is None:
-            # Ids and names repeat; a dictionary of times or features would be as long as they are.
+            # Ids and names repeat; a dictionary of times or features would be as long as they are. In a file of one small
+            # group, statistics of the group spare no reading.
             is_long = rows.num_rows > _FEW_ROWS
             strings = [c.name for c in self.table.columns if c.kind == "string" and is_long]
             self._writer = pq.ParquetWriter(
@@ -845,6 +846,7 @@ class _TableFileWriter:
                 rows.schema,
                 compression="zstd",
                 use_dictionary=strings,
+                write_statistics=is_long,
                 store_schema=False,  # this schema has polars' large strings; `_readers_schema` is stored in its place
             )
             self._writer.add_key_value_metadata(_readers_schema(rows.schema))
