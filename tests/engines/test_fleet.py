@@ -51,16 +51,32 @@ def test_runs_of_a_fleet_have_the_tables_they_have_alone(tmp_path, fleet, bytes_
     assert bytes_of(tmp_path / "fleet") == _alone(fleet, tmp_path / "alone", bytes_of)
 
 
-def test_requests_of_several_stock_runs_are_counted_together(tmp_path, bytes_of, together):
+@pytest.mark.parametrize(("most_tokens", "times"), [(1 << 40, 1), (1, 3)])
+def test_requests_of_several_stock_runs_are_counted_together(
+    tmp_path, bytes_of, together, monkeypatch, most_tokens, times
+):
+    counts, timeline_of = [], building._timeline_of
+    monkeypatch.setattr(building, "_timeline_of", lambda *given: counts.append(1) or timeline_of(*given))
+    monkeypatch.setattr(building, "_COUNTED_TOKENS", most_tokens)
     # The last run has half of its requests: no steps can be counted from them.
     for name, seed, share in (("a", 1, 1.0), ("b", 2, 1.0), ("c", 3, 0.5)):
         options = SynthOptions(name=name, form="stock", requests=120, seed=seed, journey_sampling=share)
         write_run(synth(options), tmp_path / "runs")
     ingest([tmp_path / "runs"], tmp_path / "fleet", workers=1)
-    assert together == [3]
+    assert (together, len(counts)) == ([3], times)
     assert bytes_of(tmp_path / "fleet") == _alone(tmp_path / "runs", tmp_path / "alone", bytes_of)
     steps = TableStore(tmp_path / "fleet").read("timeline").group_by("run_id").len()
     assert set(steps["run_id"]) == {"a", "b"}
+
+
+def test_counts_of_new_runs_are_not_read_from_their_tables(tmp_path, fleet, monkeypatch):
+    read, asked = TableStore.read, []
+    monkeypatch.setattr(TableStore, "read", lambda *given: asked.append(given[1:3]) or read(*given))
+    first = ingest([fleet], tmp_path / "fleet", workers=1)
+    assert asked == [("runs", [])]
+    again = ingest([fleet], tmp_path / "fleet", workers=1)
+    assert asked[1:] == [("runs", [run.run_id for run in again.runs])]
+    assert again.runs == first.runs
 
 
 def test_logged_runs_of_a_fleet_keep_their_own_steps(tmp_path, bytes_of):

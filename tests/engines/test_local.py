@@ -96,6 +96,18 @@ def test_ready_runs_are_shared_out_to_all_workers(tmp_path, fleet):
     assert built == [3, 1, 1]  # half of five, then half of the two that are left
 
 
+@pytest.mark.parametrize(("workers", "last"), [(1, [6, 6]), (2, [3, 4, 3, 1, 1])])
+def test_small_runs_fill_jobs_as_long_as_the_others_have_work(tmp_path, new_traces, workers, last):
+    for number in range(24):
+        new_traces().load(steps=80, requests=24).write(tmp_path / "runs" / f"run-{number:02}")
+    size = (tmp_path / "runs" / "run-00" / "traces.json").stat().st_size
+    options = replace(EVERY_BYTE, block_bytes=2 * size)
+    engine = _recorded(tmp_path / "runs", tmp_path / "tables", options, workers=workers)
+    built = [n for name, n in _kinds(engine) if name == "build_runs"]
+    # Three blocks, of two runs each. Two workers divide what waits when fewer than twelve are left: half of 6, 8, 5, 2.
+    assert built == [6, 6, *last]
+
+
 def _builds(engine):
     return [
         ([task.run_id for task in job.argument], job.is_shared)

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,9 @@ _log = logging.getLogger("tracefit")
 
 _PLACED_SHARE = 0.9
 """Least share of the requests on a log's lines that composition is worked out from: contexts are kept where both name as many requests."""
+
+_COUNTED_TOKENS = 500_000
+"""Output tokens of the runs whose steps are counted together: each may be a step, which takes a kilobyte while its row is built."""
 
 _MOST_NAMED = 5
 """Most other scopes that the error of a run without usable spans names."""
@@ -231,10 +235,12 @@ def timelines_of(
     """
     if not contexts:
         return
-    kinds: dict[tuple[_Way, str | None], list[str]] = {}
-    ways = _ways_of(contexts, tables_of(list(contexts)))
-    for run_id, way in ways.items():
-        kinds.setdefault((way, run_id if way.is_apart else None), []).append(run_id)
+    kinds: dict[tuple[_Way, str | int], list[str]] = {}
+    tokens_so_far: Counter[_Way] = Counter()
+    for run_id, (way, tokens) in _ways_of(contexts, tables_of(list(contexts))).items():
+        group = run_id if way.is_apart else tokens_so_far[way] // _COUNTED_TOKENS
+        tokens_so_far[way] += tokens if way.is_counted else 0
+        kinds.setdefault((way, group), []).append(run_id)
     for (way, _), run_ids in kinds.items():
         yield run_ids, _timeline_of(tables_of(run_ids), way)
 
@@ -262,7 +268,8 @@ class _Way:
     is_apart: bool
 
 
-def _ways_of(contexts: Mapping[str, RunContext], tables: WrittenTables) -> dict[str, _Way]:
+def _ways_of(contexts: Mapping[str, RunContext], tables: WrittenTables) -> dict[str, tuple[_Way, int]]:
+    """Return how the timeline of each run is built, and the output tokens of its requests."""
     from tracefit.timeline import is_logged  # noqa: PLC0415 - most ingests need none
 
     is_own = ~pl.col("cycle_source").eq_missing(CycleSource.CLIENT.value)
@@ -273,23 +280,23 @@ def _ways_of(contexts: Mapping[str, RunContext], tables: WrittenTables) -> dict[
         set(tables.read(name, ("run_id",))["run_id"].unique())
         for name in ("journey_events", "request_snapshots")
     )
-    requests = tables.read("requests", ("run_id", "dialect", "queued_ns")).group_by("run_id")
+    requests = tables.read("requests", ("run_id", "dialect", "queued_ns", "output_tokens")).group_by("run_id")
     of_server, queued = (pl.col("dialect") != CLIENT).any(), pl.col("queued_ns").is_not_null().any()
-    of_requests = requests.agg(of_server=of_server, queued=queued)
+    of_requests = requests.agg(of_server=of_server, queued=queued, tokens=pl.col("output_tokens").sum())
     asked = {run_id: facts for run_id, *facts in of_requests.iter_rows()}
     shares = tables.read("runs", ("run_id", "journey_sampling")).group_by("run_id")
     least = dict(shares.agg(pl.col("journey_sampling").min()).iter_rows())
     ways = {}
     for run_id, context in contexts.items():
         has_own_steps, is_logged_run = counts.get(run_id, (False, False))
-        has_requests, is_queued = asked.get(run_id, (False, False))
+        has_requests, is_queued, tokens = asked.get(run_id, (False, False, 0))
         without_clients = has_requests or has_own_steps
         has_steps = has_own_steps or (run_id in counts and not without_clients)
         rate = context.settings.journey_tracing_sample_rate
         if rate is None:
             rate = 1.0 if least.get(run_id) is None else least[run_id]
         is_counted = run_id not in journeys and (is_logged_run or not has_steps)
-        ways[run_id] = _Way(
+        way = _Way(
             engine_limits(context),
             context.settings.is_sglang,
             without_clients,
@@ -298,6 +305,7 @@ def _ways_of(contexts: Mapping[str, RunContext], tables: WrittenTables) -> dict[
             is_counted,
             is_counted and (run_id in counts or run_id in sampled),
         )
+        ways[run_id] = (way, tokens)
     return ways
 
 
