@@ -372,4 +372,4 @@ def _plain(value: Any) -> Any:
     # A frame of up to a million rows: they become dicts only for JSON.
     if hasattr(value, "to_dicts"):
         return value.to_dicts()
-    raise TypeError(f"{type(value).__name__} is no part of a result")
+    raise TypeError(f"{type(value).__name__} cannot be part of a result")

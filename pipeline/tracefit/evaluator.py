@@ -1,4 +1,4 @@
-"""Evaluate coefficient files (alpha.json, beta.json) with the Python standard library alone.
+"""Evaluate coefficient files (alpha.json, beta.json) with only the Python standard library.
 
 This file depends on nothing else: copy it, or read it as the description of how a consumer evaluates a model.
 tracefit has another evaluator, for rows and for frames, and takes the limits and tables from here.

@@ -97,7 +97,7 @@ def named(declared: Any, name: str = "") -> str:
 
     Args:
         declared: An alias such as `DeploymentOption`, or a class of options.
-        name: The field of the class; one that is no option is a parameter in both.
+        name: The field of the class; a field that is not an option is a parameter in both.
     """
     parameter = f"`{declared.__name__}.{name}`" if name else f"`{_flag(declared).argument}`"
     return either(flag_of(declared, name) or parameter, parameter)

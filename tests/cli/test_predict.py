@@ -176,7 +176,7 @@ def test_rows_of_requests_and_of_a_named_model(tracefit, beta, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("rows.txt", "x", "is no .csv"),
+        ("rows.txt", "x", "is not a .csv"),
         ("rows.csv", "", "cannot be read as csv"),
         ("rows.parquet", "junk", "cannot be read as parquet"),
         ("rows.ndjson", "{", "cannot be read as ndjson"),

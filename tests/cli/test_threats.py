@@ -364,7 +364,7 @@ def test_trace_that_is_a_device_is_left_out(tmp_path, tracefit, small):
     (folder / "traces-x.json").symlink_to("/dev/zero")
     code, _, stderr = tracefit("ingest", folder, "--out", tmp_path / "tables")
     assert code == 0
-    assert "traces-x.json: left out, it is no regular file" in stderr
+    assert "traces-x.json: left out, it is not a regular file" in stderr
 
 
 def test_part_that_is_a_pipe_is_refused(tmp_path, tracefit, small):

@@ -283,7 +283,7 @@ def test_pipes_and_broken_links_are_reported(lay):
         "run": ["run/traces.json"],
         "traces-old.json": ["run/traces-old.json/traces.json"],
     }
-    reason = "it is no regular file"
+    reason = "it is not a regular file"
     assert notable("run") == {"run/traces-gone.json": reason, "run/traces-pipe.json": reason}
 
 
@@ -581,11 +581,11 @@ def test_a_configuration_that_is_no_file_is_refused(lay, name):
     lay("run/traces.json")
     os.mkfifo(f"run/{name}")
     assert "not a regular file" in refused(UsageError, "run/traces.json")
-    assert f"run/{name}: is no regular file" in refused(UsageError, "run")
+    assert f"run/{name}: is not a regular file" in refused(UsageError, "run")
     Path(f"run/{name}").unlink()
     Path(f"run/{name}").symlink_to("/dev/zero")
     assert "not a regular file" in refused(UsageError, "run/traces.json")
-    assert f"run/{name}: is no regular file" in refused(UsageError, "run")
+    assert f"run/{name}: is not a regular file" in refused(UsageError, "run")
 
 
 def test_a_pattern_that_matches_a_pipe_or_device_does_not_hang(lay):

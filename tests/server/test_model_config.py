@@ -263,7 +263,7 @@ def test_which_layers_have_a_window(parse, changes, windows):
     [
         (["hyena", "full_attention"] * 2, "layer_types has layers hyena"),
         (["full_attention"] * 3, "layer_types must be a list of 4 names"),
-        ([1, 2, 3, 4], "layer_types has layers that are no text"),
+        ([1, 2, 3, 4], "layer_types has layers that are not text"),
         ("full_attention", "layer_types must be a list"),
         (["sliding_attention"] * 4, "sliding_window is missing"),
     ],

@@ -466,7 +466,7 @@ exec vllm serve org/m \\
     [
         ("", "holds no `vllm serve` command"),
         ("pip install vllm", "holds no `vllm serve` command"),
-        ("vllm serve 'm", "is no command line"),
+        ("vllm serve 'm", "is not a command line"),
         ("vllm serve m --max-num-seqs", "--max-num-seqs has no value"),
         ("vllm serve m --max-num-seqs --enforce-eager", "--max-num-seqs has no value"),
         ("vllm serve m --max-num-seqs 0", "max_num_seqs must be greater than or equal to 1"),

@@ -139,7 +139,7 @@ class Tracing:
             waiting,
             self._pool.get_num_free_blocks(),
             new,
-            # Lists of this step alone, which nobody changes later.
+            # Lists that belong only to this step, and that nobody changes later.
             others.req_ids,
             others.num_computed_tokens,
             others.new_block_ids,
@@ -215,7 +215,7 @@ def traced(base: type[Any]) -> type[Any]:  # noqa: C901 - one short method for e
                 logger.warning("tracefit-vllm: no tracing: %s", _said(error))
 
         def _trace(self, note: str, *values: Any) -> Any:
-            """Call a method of the tracing; whatever goes wrong in it ends the tracing alone."""
+            """Call a method of the tracing; an error in it ends only the tracing."""
             if (tracing := self._tracing) is None:
                 return None
             try:
@@ -253,7 +253,7 @@ def traced(base: type[Any]) -> type[Any]:  # noqa: C901 - one short method for e
 
         def finish_requests(self, request_ids: Any, finished_status: Any, *args: Any, **options: Any) -> Any:
             if request_ids is not None and not isinstance(request_ids, str):
-                request_ids = list(request_ids)  # it may be read once alone
+                request_ids = list(request_ids)  # it may be an iterator, which can be read only once
             open_ = self._trace("open_of", self, request_ids)
             result = super().finish_requests(request_ids, finished_status, *args, **options)
             self._trace("ended", open_, finished_status)

@@ -129,16 +129,16 @@ class _Drafts:
 class SpanBuilder:
     """Follows the requests of one engine.
 
-    After records were lost, requests of before are no longer followed: their journeys end unfinished, and a step in which
-    one of them has tokens gets no summary. Both are counted as dropped events, of the next span.
+    After records are lost, earlier requests are no longer followed: their journeys end unfinished, and a step in which
+    one of them has tokens gets no summary. The next span counts both as dropped events.
 
-    Where a step is scheduled before the output of the last has come, and that one has drafts, the scheduler counts them all
-    as right. Once the output says how many were wrong, the step's contexts are corrected; where it never does, they are left out.
+    If a step is scheduled before the output of the last one has come, and the last one has drafts, the scheduler counts all
+    drafts as right. Once the output says how many were wrong, the step's contexts are corrected; if it never does, they are left out.
     """
 
     def __init__(self, header: Header, *, seed: int | None = None) -> None:
         self._header = header
-        self._random = random.Random(seed)  # noqa: S311 - which steps are sampled is no secret
+        self._random = random.Random(seed)  # noqa: S311 - the choice of sampled steps is not a secret
         self._requests: dict[str, _Request] = {}
         self._running: dict[str, _Request] = {}
         self._drafts: dict[str, _Drafts] = {}

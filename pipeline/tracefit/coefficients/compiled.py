@@ -77,7 +77,7 @@ def numbers_of(model: Model) -> dict[tuple[str, str, str], Number | Term]:
     for part, form in linear_forms(model).items():
         numbers[part, "intercept", "us"] = form.intercept
         numbers |= {(part, term.feature, term.unit): term for term in form.terms}
-        # The offset is added behind the boundary: it is no term of the work.
+        # The offset is added after the boundary, so it is not a term of the work.
         if isinstance(model, BoundaryModel) and part == "work":
             numbers[part, "offset", "us"] = model.offset
     return numbers

@@ -2,9 +2,8 @@
 
 A coefficient file holds one model per name and deployment, in one of three forms: one line (`LinearModel`), one
 line per regime (`RegimesModel`), or API work followed by the wait for a step boundary (`BoundaryModel`).
-Results of the fit (`fit.results`) are published as they are; the classes here compose them and add what is
-computed for the files alone. The rules of the files (no unknown keys, finite numbers) hold for those results
-too.
+Results of the fit (`fit.results`) are published as they are; the classes here compose them and add values
+that only the files have. The rules of the files (no unknown keys, finite numbers) hold for those results too.
 """
 
 from __future__ import annotations

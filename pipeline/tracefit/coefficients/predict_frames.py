@@ -185,7 +185,7 @@ def _predict(
         "high_us": pl.when(outside.is_null() & (q < 1)).then(predicted / (1 - q)),
         "out_of_range": outside,
     }
-    # `with_columns` gives the prediction of a constant to every row, as `select` alone would not.
+    # `with_columns` gives every row the prediction of a constant model; `select` would return one row.
     return _joined(rows, computed.with_columns(**outputs).select(OUTPUTS))
 
 
@@ -407,7 +407,7 @@ def completed_requests(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataF
     described = rows.with_columns(
         pl.Series(name, np.broadcast_to(value, rows.height), pl.Float64) for name, value in completed.items()
     )
-    # A NaN of the caller's is no unknown value: those are null.
+    # A NaN from the caller does not stand for an unknown value: null does.
     is_nan = [pl.col(c).is_nan() for c in REQUEST_INPUTS]
     callers = [numbers[c].is_nan().fill_null(value=False) for c in inputs]
     wrong = described.select(pl.any_horizontal(*is_nan, *callers).arg_true()).to_series()
@@ -515,7 +515,7 @@ class ManyRequests(RequestComposer):
         expected, _, _ = expected_at_boundary(model, work, current, np.maximum)
         return np.where(idle, work, expected)
 
-    def _beyond(self, name: str, where: Value, text: Callable[[], str]) -> None:  # noqa: ARG002 - rows have names alone
+    def _beyond(self, name: str, where: Value, text: Callable[[], str]) -> None:  # noqa: ARG002 - rows keep only the names
         holds = pl.Series(np.broadcast_to(where, self.rows.height))
         self.outside.append(pl.select(pl.when(holds).then(pl.lit(name))).to_series())
 
@@ -525,7 +525,7 @@ class ManyRequests(RequestComposer):
         return self._evaluated(features, compiled.expression(), outside)
 
     def _evaluated(self, rows: pl.DataFrame, expression: pl.Expr, outside: pl.Expr | None) -> Value:
-        # `with_columns` gives the prediction of a constant to every row, as `select` alone would not.
+        # `with_columns` gives every row the prediction of a constant model; `select` would return one row.
         predictions = rows.with_columns(predicted=expression.cast(pl.Float64), outside=outside)
         if outside is not None:
             self.outside.append(predictions["outside"])

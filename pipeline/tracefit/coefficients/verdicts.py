@@ -173,11 +173,11 @@ THRESHOLDS: tuple[Threshold, ...] = (
 )
 """Requirements of each use.
 
-Simulation and capacity planning rest on a replay: latencies from arrivals and lengths alone. A simulator
-needs steps that are right one by one and in sum too, and the API work; capacity planning needs sums; an
-autoscaler needs to know when requests begin to queue; an alert needs few large errors and the wait itself.
-Simulation and planning need prompts of any length: a model trained only on short prompts is valid only for
-those.
+Simulation and capacity planning rest on a replay, which computes latencies only from arrivals and lengths. A
+simulator also needs the API work, and step times that are right one by one and in sum; capacity planning needs
+the sums; an autoscaler needs to know when requests begin to queue; an alert needs few large errors and the wait
+itself. Simulation and planning need prompts of any length: a model trained only on short prompts is valid only
+for short prompts.
 """
 
 

@@ -281,7 +281,7 @@ def _steps_alike(rows: pl.DataFrame, published: Validation | None) -> tuple[pl.D
 
 
 def _by_clock(model: BoundaryModel, rows: pl.DataFrame, tables: DeploymentTables) -> tuple[Vector, Flags]:
-    """Predict admissions by the known step starts alone, none interpolated; return for which rows these suffice, too."""
+    """Predict admissions from known step starts only, without interpolation; also return for which rows these suffice."""
     tokens = rows["prompt_tokens"].fill_null(0).to_numpy().astype(float)
     work = model.work.intercept.value + model.work_us_per_prompt_token * tokens
     wait = api_waits(rows, work) if model.queue else np.zeros(len(work))

@@ -91,7 +91,7 @@ def _version_of(to: str, version: str | None) -> tuple[int, ...] | None:
     """Return the version of a consumer as numbers, null without one.
 
     Raises:
-        UsageError: The consumer is unknown, has one form for all versions, or the text is no version.
+        UsageError: The consumer is unknown or has one form for all versions, or the text is not a version.
     """
     option = named(ConsumerVersionOption)
     if to not in consumers.CONSUMERS:

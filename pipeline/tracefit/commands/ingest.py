@@ -162,7 +162,7 @@ def ingest_inputs(
         runs = [RunIngest(source, context) for source, context in zip(inputs.runs, contexts, strict=True)]
         with store.place.scratch() as scratch:
             IngestScheduler(runs, store, scratch, workplace, options, progress).ingest_all()
-    # Each run stands alone; of a single one, its error is the command's.
+    # A failed run does not affect the others; if every run fails, the first error is the command's.
     failed = [run.failed for run in runs if run.failed is not None]
     if len(failed) == len(runs):
         raise failed[0]

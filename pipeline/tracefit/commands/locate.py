@@ -1,6 +1,6 @@
 """Find models and tables below a folder that a command wrote (users name OUT of `tracefit run`), and choose a deployment.
 
-`predict` looks for models alone, and is quick without polars: what opens tables is imported where it is needed.
+`predict` only looks for models, and is quick without polars: code that opens tables is imported where it is needed.
 """
 
 from __future__ import annotations

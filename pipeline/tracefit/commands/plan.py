@@ -606,7 +606,7 @@ def _replays(
         of_deployment = (s for s in entries if s.deployment_id == deployment.deployment_id)
         if replays := tuple(r for s in of_deployment for r in s.replays if r.quantities):
             return replays, ()
-    return (), ("no run was replayed in a closed loop: intervals come from the coefficients alone",)
+    return (), ("no run was replayed in a closed loop: intervals come only from the coefficients",)
 
 
 def _errors(replays: Sequence[RunReplay], names: Iterable[str]) -> dict[str, float]:

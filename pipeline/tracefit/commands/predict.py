@@ -127,7 +127,7 @@ def _kind(path: Path) -> str:
     kind = path.suffix.lower().removeprefix(".")
     kind = "ndjson" if kind == "jsonl" else kind
     if kind not in ("csv", "parquet", "ndjson"):
-        raise UsageError("is no .csv, .parquet, .ndjson or .jsonl file", where=str(path))
+        raise UsageError("is not a .csv, .parquet, .ndjson or .jsonl file", where=str(path))
     return kind
 
 
@@ -135,7 +135,7 @@ def parse_features(texts: Iterable[str]) -> dict[str, float]:
     """Read `name=value` features from the command line.
 
     Raises:
-        UsageError: A text of another form, or a value that is no finite number.
+        UsageError: A text has another form, or a value is not a finite number.
     """
     return parse_numbers(texts, named(FeaturesOption), "NAME=NUMBER", "kv_usage_ratio=0.8")
 
@@ -144,7 +144,7 @@ def parse_numbers(texts: Iterable[str], option: str, form: str, example: str) ->
     """Read texts such as `name=value` of an option from the command line.
 
     Raises:
-        UsageError: A text of another form, or a value that is no finite number.
+        UsageError: A text has another form, or a value is not a finite number.
     """
     values: dict[str, float] = {}
     for text in texts:

@@ -267,7 +267,7 @@ def _servers(intake: Intake, token: Token, *, has_metrics: bool) -> tuple[GrpcSe
     try:
         if has_metrics:
             import prometheus_client  # noqa: F401, PLC0415 - better missing now than at the first scrape
-        from tracefit.receive.grpc_server import GrpcServer  # noqa: PLC0415 - packages of the extra alone
+        from tracefit.receive.grpc_server import GrpcServer  # noqa: PLC0415 - only the extra has its packages
         from tracefit.receive.http_server import HttpServer  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise UsageError(
@@ -277,11 +277,11 @@ def _servers(intake: Intake, token: Token, *, has_metrics: bool) -> tuple[GrpcSe
 
 
 def _recorder(endpoints: Sequence[str], intake: Intake) -> StepRecorder:
-    # Polars takes long to load, and a receiver of spans alone needs none.
+    # Polars takes long to load, and a receiver that gets only spans does not need it.
     from tracefit.recordings.fpm import as_line  # noqa: PLC0415
 
     try:
-        from tracefit.receive.forward_pass_metrics import StepRecorder  # noqa: PLC0415 - packages of the extra alone
+        from tracefit.receive.forward_pass_metrics import StepRecorder  # noqa: PLC0415 - only the extra has its packages
     except ModuleNotFoundError as error:
         raise UsageError(
             f"receiving needs the Python package {error.name}", hint="pip install 'tracefit[receive]'"

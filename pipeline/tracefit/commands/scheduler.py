@@ -262,7 +262,7 @@ class IngestScheduler:
         self._publish_from = 0.0
         progress.stage(f"reading {runs[0].source.run_id if len(runs) == 1 else f'{len(runs):,} runs'}")
         self._show()
-        # The bar shows the work: files that are not read are no part of it.
+        # The bar shows the work, so it leaves out files that are not read.
         if new:
             progress.expect(sum(file.size for file in new))
 
@@ -384,7 +384,7 @@ class IngestScheduler:
     # -- one run -------------------------------------------------------------------------------------------
 
     def _new_files(self, run: RunIngest) -> list[TraceFile]:
-        """Return the files that look as if they had to be read: by name and size alone, no file is opened for it."""
+        """Return the files that probably have to be read, judged only by name and size: no file is opened."""
         usable = usable_files(
             self._manifest.runs.get(run.source.run_id), self._options_hash, self._staged_names
         )

@@ -146,7 +146,7 @@ def train(
     if nothing and any((models / name).exists() for name in ("alpha.json", "beta.json")):
         raise nothing
     made_by = publish.provenance(
-        # Sample tables and verdicts are no part of the fit: a refit needs neither.
+        # A refit does not need the options of sample tables and verdicts: they do not change the fit.
         {name: getattr(options, name) for name in TrainOptions.__slots__ if name not in _NOT_FITTED},
         files=_named_files(options),
     )

@@ -174,7 +174,7 @@ def _by_name(plain: Mapping[str, object]) -> dict[str, object]:
     """Key models by name and deployment, so that a missing one is reported as such."""
     models = plain["models"]
     if not isinstance(models, list):
-        raise TypeError("models is no list")
+        raise TypeError("models is not a list")
     keyed = {f"{m['name']} of {m.get('deployment_id')}": m for m in models}
     return {**{k: v for k, v in plain.items() if k not in {"models", "provenance", "not_fitted"}}, **keyed}
 

@@ -77,10 +77,10 @@ def evaluated(model: Model, rows: pl.DataFrame) -> pl.DataFrame | None:
         return None
     kept = rows.filter(pl.col("excluded_reason").is_null())
     if is_step_model(model.name):
-        # A mean over an interval is no step: the errors of the report are those on single steps, if there are enough.
+        # A mean over an interval is not a step: the report gives the errors on single steps, if there are enough of them.
         single = kept.filter(is_one_step())
         kept = single if single.filter(split="holdout").height >= FEW_ROWS else kept
-    # In seconds, or in steps where these have no time.
+    # Time is in seconds, or in steps if the steps have no time.
     unit = 1 if kept["ts_ns"].null_count() else 1e9
     needed = {*STEP, *BATCH_COLUMNS, "ts_ns", "split", *compiled.columns_with_clock}
     kept = kept.select(
@@ -92,7 +92,7 @@ def evaluated(model: Model, rows: pl.DataFrame) -> pl.DataFrame | None:
         if isinstance(model, RegimesModel)
         else pl.lit("all"),
     )
-    # To a nanosecond, the resolution of the clocks: rounding errors of arithmetic are no residuals.
+    # Residuals are rounded to a nanosecond, the resolution of the clocks, so that rounding errors do not count as residuals.
     residual = (pl.col("measured_ms") - pl.col("predicted_ms")).round(6)
     kept = kept.with_columns(residual_ms=residual).drop_nulls("residual_ms")
     return kept if kept.filter(split="holdout").height else None

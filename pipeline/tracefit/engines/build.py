@@ -96,10 +96,10 @@ class BuiltRun:
 
 
 def build_runs(tasks: tuple[RunTask, ...], spread: Spread = map) -> tuple[BuiltRun | DataError, ...]:
-    """Build the tables of some runs, of small ones the timelines too.
+    """Build the tables of some runs, and the timelines of small ones.
 
-    Runs with equal settings are built together, as rows of the same frames; should that fail, one by one, so that each
-    fails alone.
+    Runs with equal settings are built together, as rows of the same frames. If that fails, they are built one by one, so
+    that only the runs at fault fail.
 
     Args:
         tasks: The runs.
@@ -254,9 +254,10 @@ class _Way:
         is_sglang: Whether its server is SGLang.
         without_clients: Whether steps seen by clients are left out.
         has_journeys: Whether it has journey events.
-        is_complete: Whether every request has them.
-        is_counted: Whether steps are counted from its requests, or these are placed on a log.
-        is_apart: Whether it is built alone: a log takes the requests of one run, and snapshots are no sign of complete requests.
+        is_complete: Whether every request has journey events.
+        is_counted: Whether steps are counted from its requests, or its requests are placed on a log.
+        is_apart: Whether it is built by itself: a log takes only the requests of one run, and snapshots do
+            not show that requests are complete.
     """
 
     limits: EngineLimits

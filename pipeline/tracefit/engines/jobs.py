@@ -62,7 +62,7 @@ class TaskEngine(Protocol):
         """Whether workers may lack the files that this process reads, so that blocks carry their bytes."""
 
     def limit(self, workers: int) -> None:
-        """Use no more workers than this many, if they are started for this command alone."""
+        """Use at most this many workers, if they are started only for this command."""
 
     def check(self, folder: Path | None) -> None:
         """Make sure that workers have this version of tracefit, and this folder, if given.
@@ -134,7 +134,7 @@ def spread(
 def take_together(
     waiting: deque[_Item], size_bytes: Callable[[_Item], int], *, most: int, most_bytes: int
 ) -> list[_Item]:
-    """Take items that are worked on together, because small ones share a fixed cost; a larger one is taken alone."""
+    """Take items to work on together, because small ones share a fixed cost; a larger one is taken by itself."""
     taken: list[_Item] = []
     while waiting and len(taken) < most and (not taken or size_bytes(waiting[0]) <= most_bytes):
         taken.append(waiting.popleft())

@@ -254,16 +254,16 @@ def _by_batch_size(rows: pl.DataFrame) -> Metrics:
 def _separable_features(frames: Sequence[pl.DataFrame]) -> list[Feature]:
     """Return the features whose coefficients this many deployments can separate.
 
-    A feature that is constant within most deployments is determined by the differences between deployments alone. At most two fewer
-    such features than deployments are offered: with as many coefficients as deployments a line goes through every deployment's mean and
-    fits any data. Two deployments still get one, the first (reading weights): without it, its cost would count as a constant of
-    the program, which does not change with the GPU or the model.
+    If a feature is constant within most deployments, only the differences between deployments determine its coefficient. With n
+    deployments, at most n - 2 such features are offered: with n coefficients, a line goes through the mean of every deployment and
+    fits any data. Two deployments still get one such feature, the first (reading weights): without it, the cost of reading weights
+    would count as a constant of the program, which does not change with the GPU or the model.
     """
     spare = 1 if len(frames) == 2 else len(frames) - 2
     offered = []
     for feature in POOLED.features:
         columns = [frame[feature.name] for frame in frames]
-        # Nine rows in ten are alike: a step without tokens has no weights to read.
+        # Nine rows in ten must be alike, not all: a step without tokens has no weights to read.
         alike = [c.quantile(0.05, "nearest") == c.quantile(0.95, "nearest") for c in columns]
         is_fixed = 2 * sum(alike) > len(frames)
         if not is_fixed or spare > 0:

@@ -141,7 +141,7 @@ def summed_holdout(beta: LinearFit) -> SummedTime | None:
 
 def _steps_stood_for(rows: pl.DataFrame, holdout: pl.DataFrame) -> tuple[Vector, float]:
     """Return how many steps of its server and epoch each step of the held-out rows stands for, shape (n,), and all steps."""
-    # Idle gaps and restarts are no steps to account for.
+    # Idle gaps and restarts do not count as steps.
     idle = splits.is_excluded(splits.ALWAYS)
     first, end = pl.col("step_id").min(), (pl.col("step_id") + pl.col("interval_steps")).max()
     steps = end - first - pl.col("interval_steps").filter(idle).sum()
@@ -323,9 +323,9 @@ def load_cut(load: Vector) -> float | None:
 
 
 def beyond_load(data: Design, load: Vector, options: FitOptions) -> tuple[Vector, Flags] | None:
-    """Fit the lower half of the load; return predictions of the upper half and which rows are; null where rows are too few.
+    """Fit the lower half of the load; return predictions of the upper half and which rows it has; null if rows are too few.
 
-    Features, penalty and coefficients are all chosen again on the lower half, as in a fit of that half alone.
+    Features, penalty and coefficients are all chosen again, only from rows of the lower half.
     """
     cut = load_cut(load)
     if cut is None:

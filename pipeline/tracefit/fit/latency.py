@@ -104,7 +104,7 @@ def _requeued(
     rows = waits.rename({"request_id": "core_request_id"}).join(facts, on=REQUEST, how="left")
     rows = _started(rows.with_columns(from_step=begin), starts, "from_step", "lost_ns")
     rows = _started(rows, starts, "resumed_step", "back_ns")
-    # The step that resumes is no wait.
+    # The step that resumes the request is not part of the wait.
     skipped = sums.between(rows, pl.col("from_step") - 1, pl.col("resumed_step") - 1, missing="unknown")
     rows = rows.with_columns(
         skipped_us=skipped["predicted_us"], requeue_us=(pl.col("back_ns") - pl.col("lost_ns")) / 1e3

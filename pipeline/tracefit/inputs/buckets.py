@@ -105,7 +105,7 @@ class BucketPath(PosixPath):
 
     @property
     def bucket(self) -> str:
-        """The URL of the bucket alone."""
+        """The URL of the bucket, without the name in it."""
         return f"{self.parts[0]}//{self.parts[1]}"
 
     @property
@@ -125,7 +125,7 @@ class BucketPath(PosixPath):
         """Say whether it is an object, or objects lie below it."""
         return self.is_file() or self.is_dir()
 
-    def open(self, *_: object, **__: object) -> BinaryIO:  # type: ignore[override] # for reading bytes alone
+    def open(self, *_: object, **__: object) -> BinaryIO:  # type: ignore[override] # only for reading bytes
         """Open a small object for reading.
 
         Raises:

@@ -405,7 +405,7 @@ class _FileReader:
 
     def _next_unit(self, start: int) -> int:
         """Return where, from `start` on, the next readable unit or plain record begins, or -1."""
-        # Junk before a file's plain records is part of its content. A file that is no trace file is not read through.
+        # Junk before a file's plain records is part of its content. A file that is not a trace file is not read to its end.
         pattern, limit = (
             (_UNIT_START, self._bounds.most_junk_bytes) if self._is_stored else (_UNIT_OR_RECORD_START, None)
         )

@@ -193,7 +193,7 @@ class _FileFinder:
             groups.setdefault(folder if is_configured else "", []).append(file)
         for folder, group in groups.items():
             kv_files = [file for file in group if _is_beside(file)]
-            # A pattern such as `run/*` also matches the configuration files, which are no traces.
+            # A pattern such as `run/*` also matches configuration files, which have no traces.
             beside = configs[folder] if folder else {}
             traces = [file for file in group if file not in kv_files and _base_name(file) not in beside]
             if traces:
@@ -252,9 +252,11 @@ class _FileFinder:
         for name in folder.irregular:
             base = Path(name).name
             if base in CONFIG_NAMES:
-                raise UsageError("is no regular file", where=name, hint="a configuration is read from a file")
+                raise UsageError(
+                    "is not a regular file", where=name, hint="a configuration is read from a file"
+                )
             is_notable = _TRACE_NAME.fullmatch(base) is not None
-            self._left_out[LeftOut(name, "it is no regular file", is_notable)] = None
+            self._left_out[LeftOut(name, "it is not a regular file", is_notable)] = None
         if not traces:
             reasons = sorted({f" ({left.reason})" for left in self._left_out if left.is_notable})
             raise UsageError(
@@ -403,13 +405,13 @@ def _run_folder(folder: FolderParts, configured: set[FolderParts]) -> FolderPart
 
 
 def _without_dates(folders: FolderParts) -> FolderParts:
-    """Drop trailing folders named after the time: `year=…/month=…/…`, or numbers alone as in `2026/02`."""
+    """Drop trailing folders named after the time: `year=…/month=…/…`, or only numbers, as in `2026/02`."""
     while folders and _KEYED_FOLDER.fullmatch(folders[-1]):
         folders = folders[:-1]
     digits = len(folders)
     while digits and _TWO_DIGITS.fullmatch(folders[digits - 1]):
         digits -= 1
-    # Two digits alone are no date: a year must come before them.
+    # Two digits are a date only after a year.
     is_date = 0 < digits < len(folders) and _YEAR.fullmatch(folders[digits - 1])
     return folders[: digits - 1] if is_date else folders
 

@@ -54,7 +54,7 @@ class Folder:
         name: The name shown to the user.
         parts: The names of the folders above it and its own; runs are named after them.
         files: Each file with its path below this folder, in parts; sorted, without hidden ones.
-        irregular: Names that are no regular files, such as pipes and broken links.
+        irregular: Names that are not regular files, such as pipes and broken links.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Detect the format of a file from its content alone: a file name proves nothing.
+"""Detect the format of a file only from its content: a file name proves nothing.
 
 OTLP is recognised here; every other format is declared and registered by a module of `recordings`.
 

@@ -166,7 +166,7 @@ def signal_of(payload: bytes) -> Signal:
     times = {f[0] for f in item if f[1] == _FIXED64}
     if times & {1, 11} and not times & {7, 8}:
         return "logs"
-    # Random bytes are no name.
+    # The pattern rejects random bytes, which are not a name.
     name = next((f for f in item if f[:2] == (1, _BYTES)), None)
     is_metric = name and not times and _METRIC_NAME.fullmatch(payload, name[2], name[3])
     return "metrics" if is_metric else "traces"

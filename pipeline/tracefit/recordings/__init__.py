@@ -1,6 +1,6 @@
-"""Read recordings that are no spans: KV-cache events, and ForwardPassMetrics, one record for each engine step.
+"""Read recordings that are not spans: KV-cache events, and ForwardPassMetrics, one record for each engine step.
 
-One module a format: it declares how a file is recognised, what its records fill, in which units and on which clock, and reads it.
+Each format has one module, which reads it and declares how a file is recognised, which tables its records fill, and their units and clock.
 Every module of this room registers its format when the room is imported.
 """
 

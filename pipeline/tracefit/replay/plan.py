@@ -257,7 +257,7 @@ class Fleet:
                 f"{unserved} of {self.requests} requests would never be served: they need more KV blocks or a larger token "
                 "budget than the server has"
             )
-        # The begin, when all start at once, and the end, when slots stay empty, are no steady state.
+        # The load is not steady at the beginning, when all requests start at once, and at the end, when slots stay empty.
         first, until = int(0.2 * self.requests), int(0.8 * self.requests)
         return 1e6 * (until - first) / float(last[until] - last[first])
 

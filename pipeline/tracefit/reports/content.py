@@ -474,7 +474,7 @@ def _errors(deployment: published.DeploymentEvaluation) -> Table:
         beside = (number(entry.baseline.mae), number(_mae(entry.gradient_boosting)))
         errors = entry.holdout
         if deployment.summed_step_time is not None and entry is step_entry(deployment):
-            # One bias of step times: that of all of them, not of the single ones alone.
+            # The report has one bias of step times: the bias of all steps, not only of single ones.
             errors = replace(errors, bias_pct=deployment.summed_step_time.bias_pct)
         rows.append((f"`{name}`", *metrics(errors), *beside))
         # Baseline and reference are measured on all rows together.
@@ -843,7 +843,7 @@ def _coefficients(model: published.Model) -> Iterator[ReportPart]:
                 yield f"Regime *{regime.name}*, {_condition(regime.when)}:"
                 yield _terms(regime.intercept, regime.terms)
         case BoundaryModel():
-            # The wait itself is no coefficient: whoever simulates steps knows when the next one starts.
+            # The wait itself is not a coefficient: whoever simulates steps knows when the next one starts.
             yield "API work:"
             yield _terms(model.work.intercept, model.work.terms)
             yield f"then the first step start at or after it, {exact(model.offset.value)} us; without a step clock:"

@@ -82,7 +82,7 @@ class Figure:
         traces: Its series.
         layout: Its axes and marks; sizes and colours of the page come from a template.
         note: How many rows are drawn and the like; may be empty.
-        hint: Mouse actions, on the page alone; may be empty.
+        hint: Mouse actions, shown only on the page; may be empty.
         wide: Takes the whole width of the page.
         height: In pixels.
         curves: The numbers behind its movable marks: `rates`, percentile to `values` in ms, whether a rate is `outside` the training, and the

@@ -371,10 +371,10 @@ def requests_csv(summary: RequestSummary) -> str:
 
 
 def _by_run(summary: RequestSummary) -> dict[str, list[RequestGroup]]:
-    """Return the windows of each run, named by their times alone."""
+    """Return the windows of each run, named only by their times."""
     windows: dict[str, list[RequestGroup]] = {}
     for window in summary.windows:
-        # The name of a run may have blanks, the times have none.
+        # The name of a run may have blanks; the times have no blanks.
         run, _, times = window.name.removesuffix(" s").rpartition(" ")
         windows.setdefault(run, []).append(replace(window, name=f"{times} s"))
     return windows
@@ -505,7 +505,8 @@ def _planned(plan: ServerPlan) -> Iterator[str]:
     if plan.cost_per_million_tokens is not None:
         output = number(plan.cost_per_million_output_tokens)
         yield _noted(
-            f"a million tokens cost {number(plan.cost_per_million_tokens)}, of output tokens alone {output}"
+            f"a million tokens cost {number(plan.cost_per_million_tokens)}, "
+            f"or {output} if only output tokens count"
         )
     limits = {one.name: one.limit_ms for one in plan.objectives}
     rows = [
@@ -575,7 +576,7 @@ def verify_text(result: models.VerifyResult) -> str:
     lines = [f"{result.file}: {'verified' if result.verified else 'NOT verified'}", head]
     lines += [f"input differs: {text}" for text in result.inputs]
     lines += [f"{d.place}: {d.in_file} in the file, {d.refitted} refitted" for d in result.differences]
-    # The result holds the first differences alone: one wrong input may change every number.
+    # The result holds only the first differences: one wrong input may change every number.
     if result.differing > len(result.differences):
         lines.append(f"and {result.differing - len(result.differences):,} more")
     return "\n".join([*lines, *(f"note: {text}" for text in result.notes)])

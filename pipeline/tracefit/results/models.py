@@ -88,7 +88,7 @@ class TrainResult(Shown):
     served: tuple[RequestGroup, ...] = ()
     """Latencies, requests and tokens of the servers in each run."""
     replays: tuple[RunReplay, ...] = ()
-    """The held-out part of each run, replayed: latencies from arrivals and lengths alone, beside what was measured."""
+    """The held-out part of each run, replayed only from arrivals and lengths: latencies beside the measured ones."""
     latencies: tuple[LatencySummary, ...] = ()
     quarantined: bool = False
     deployments: tuple[DeploymentSummary, ...] = ()

@@ -429,7 +429,7 @@ def _windows_by_type(config: _Config, kinds: object, layers: int) -> tuple[int |
     """Return windows from a list that names each layer's kind of attention."""
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise config.fault(f"layer_types must be a list of {layers} names, one per layer")
-    used = {kind if isinstance(kind, str) else "that are no text" for kind in kinds}
+    used = {kind if isinstance(kind, str) else "that are not text" for kind in kinds}
     if unknown := used - _LAYER_KINDS:
         raise UnknownModelError(
             f"layer_types has layers {excerpt(min(unknown))}, which is not supported",

@@ -421,7 +421,7 @@ def _split(line: str, *, where: str) -> list[str]:
     try:
         return shlex.split(line, comments=True)
     except ValueError as error:
-        raise UsageError(f"is no command line ({error})", where=where) from None
+        raise UsageError(f"is not a command line ({error})", where=where) from None
 
 
 def _serve_arguments(words: list[str], *, where: str) -> list[str] | None:
@@ -519,7 +519,7 @@ def _find_logged(text: str) -> dict[str, object] | None:
 
 def _logged_dict(text: str) -> dict[str, object]:
     try:
-        with warnings.catch_warnings():  # an odd escape in a logged path is no fault of the user
+        with warnings.catch_warnings():  # an odd escape in a logged path is not the user's fault
             warnings.simplefilter("ignore")
             value = ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

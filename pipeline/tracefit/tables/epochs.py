@@ -178,10 +178,10 @@ class _Server:
 
 
 def _is_stray(marks: pl.DataFrame) -> NDArray[np.bool_]:
-    """Return which marks almost no neighbour supports and no counter can reach, or leave.
+    """Return which marks almost no neighbour supports and no counter can reach or leave.
 
     A counter can fall to 0 at a restart, but climbs only as fast as steps end. So the last mark before a restart
-    and the first mark after it are no strays, however far they are from one side.
+    and the first mark after it are not strays, however far they are from one side.
     """
     # As floats: the difference of two absurd steps may be beyond 64 bits.
     clock, step = (marks[c].to_numpy().astype(np.float64) for c in ("clock", "step_id"))

@@ -193,7 +193,7 @@ class ExternalSort:
         if not self._held:
             return
         rows = self._take_held()
-        # Blocks are sorted by the key alone; windows are sorted by the full order when they are read. Rows are gathered
+        # Blocks are sorted only by the key; windows are sorted by the full order when they are read. Rows are gathered
         # block by block: a sorted copy of them all, and one more for Arrow, would take three times the memory.
         order = rows.select(pl.arg_sort_by(*self.key, nulls_last=True)).to_series()
         path = self.space.scratch / f"sorted-{uuid.uuid4().hex}.arrow"

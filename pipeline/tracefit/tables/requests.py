@@ -374,7 +374,7 @@ def _without_events(described: pl.DataFrame) -> pl.DataFrame:
         described.with_columns(*missing, *(pl.col(c).alias(f"{c}_stated") for c in stated))
     )
     rows = rows.with_columns(pl.coalesce(f"{c}_stated", c).alias(c) for c in stated)
-    # Rounded to whole nanoseconds: what floats leave of a zero is no time for a percentage error.
+    # The admission is rounded to whole nanoseconds: rounding errors around zero must not count as times in percentage errors.
     admission = (pl.col("ttft_us") - pl.col("queue_wait_us") - pl.col("prefill_us")).round(3)
     # If phases are stated only as durations, their times are counted back from the first token: accurate enough to order
     # and split requests, but the difference to the arrival includes the way back from the engine.

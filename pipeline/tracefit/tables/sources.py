@@ -10,9 +10,9 @@ import polars as pl
 class CycleSource(StrEnum):
     """Values of `cycle_source` in `steps` and `timeline` and `source` in `beta_training`.
 
-    `fpm` is `wall_time` of ForwardPassMetrics, from the output of the step before it to its own; `fpm_gpu`
-    the same field with GPU time alone, as SGLang measures it. `log` is the time from a line of vLLM's log to
-    the next one, or the printed wait and the engine's usual work if these agree with the clock; `log_interval` is the mean
+    `fpm` is `wall_time` of ForwardPassMetrics, from the output of the step before it to its own; `fpm_gpu` is
+    the same field with only GPU time, as SGLang measures it. `log` is the time from a line of vLLM's log to the
+    next one, or the printed wait and the engine's usual work if these agree with the clock; `log_interval` is the mean
     of the steps between two changes of a coarse clock. `client` is the time between the tokens of two steps,
     as a load generator received them.
     """

@@ -34,13 +34,13 @@ _MIN_SAMPLES = 20
 """Fewest requests, or steps, that show a share of them."""
 
 _MAX_EXAMINED = 20_000
-"""Requests of a server that are examined: as many show as much as all of them."""
+"""Requests of a server that are examined: this many show as much as all of them."""
 
 _SURPRISE = 14.0
-"""A coincidence that happens once in e^14, a million, recordings is no coincidence."""
+"""A pattern that chance produces once in e^14 recordings, about a million, does not count as chance."""
 
 _MIN_SAMPLER_RATE = 1e-4
-"""No sampler keeps less: ids that are smaller count up."""
+"""No sampler keeps a smaller share: ids that are all smaller come from a counter."""
 
 _MAX_LACKING = 0.02
 """Largest share of requests without times or lengths, and of those that contradict the others."""

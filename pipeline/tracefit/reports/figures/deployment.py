@@ -83,7 +83,7 @@ def deployment_figures(
     first: list[Figure | None] = []
     of_models: dict[str, tuple[Figure, ...]] = {}
     for model in rows.models:
-        # Tables hold the training frames of the last training alone: those of other models lack their features.
+        # Tables hold only the frames of the last training, which lack the features of other models.
         if (kept := rows.evaluated(model)) is None:
             continue
         of_models[model.name] = model_figures(model, kept, points=points)
