@@ -89,7 +89,7 @@ class Traces:
 
     `server` is the service.instance.id of what follows; `spelling` is `dotted` as the server writes it or `plain` as
     written specifications have it; `clock` says how core events carry their time: in seconds and in whole `ns`, in
-    seconds with `zero` ns, or in seconds (`s`) alone.
+    seconds with `zero` ns, or only in seconds (`s`).
     """
 
     server: str = "engine"

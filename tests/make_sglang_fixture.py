@@ -357,7 +357,7 @@ def write(run: Run, folder: Path) -> None:
 
 
 def _part(one: Request, role: str) -> Request:
-    """Return what a server does of a request: all of it, the prompt alone, or what comes after it."""
+    """Return the part of a request that a server does: all of it, only the prompt, or what comes after the prompt."""
     queued = ("set_wait_queue_entry_time", one.queued, {})
     done = ("set_completion_time", one.tokens[-1] + 0.0001, {})
     calls = [queued, *one.calls, done]

@@ -107,7 +107,7 @@ def maps(records: Iterable[Record]) -> list[bytes]:
 
 
 def arrays(records: Iterable[Record]) -> list[bytes]:
-    """Return msgpack messages of the values alone."""
+    """Return msgpack messages of only the values."""
     return [
         msgspec.msgpack.encode([list(v.values()) if isinstance(v, dict) else v for v in one.values()])
         for one in records

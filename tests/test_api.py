@@ -167,7 +167,7 @@ def test_rows_of_any_frame_are_predicted(trained, kind):
     found = models.predict_step(make({"batch": [4, 9], "prefill": [40.0, 0.0], "kv_usage_ratio": [0.1, 0.2]}))
     assert type(found).__module__.split(".")[0] == library
     steps = pl.DataFrame(found)
-    assert steps.columns[:3] == ["batch", "prefill", "kv_usage_ratio"], "an index is no column"
+    assert steps.columns[:3] == ["batch", "prefill", "kv_usage_ratio"], "an index is not a column"
     assert steps.columns[3:] == ["predicted_us", "low_us", "high_us", "out_of_range"]
     assert steps["predicted_us"].to_list() == [
         pytest.approx(models.predict_step(batch=b, prefill=p, features={"kv_usage_ratio": kv}).step.value_us)

@@ -79,7 +79,7 @@ def test_a_room_knows_only_rooms_to_its_left(module):
 
 @pytest.mark.parametrize("room", sorted(PLACES))
 def test_no_import_runs_in_a_circle(room):
-    """The order of the rooms excludes circles between them, so each room is checked alone."""
+    """The order of the rooms excludes circles between them, so each room is checked by itself."""
     own = {m for m in MODULES if _room(m) == room}
     try:
         TopologicalSorter({m: _imported(m) & own for m in own}).prepare()

@@ -88,7 +88,7 @@ def byte_count(text: str) -> int:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(KB|MB|GB)", text.upper())
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 200MB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 200MB")
     return round(float(found[1]) * _UNITS[found[2]])
 
 

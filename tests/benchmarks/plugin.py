@@ -1,7 +1,7 @@
 """Time that tracefit-vllm takes on the engine's thread: `make bench-vllm`, with the Python of an environment that has vLLM.
 
-vLLM's own scheduler runs without a model, with the plugin and without in turn: requests that decode, one token a step. The times
-are CPU times of this thread, so that other programs on the machine do not count: of a whole step, and of the plugin's part of it alone.
+vLLM's own scheduler runs without a model, in turn with and without the plugin; its requests decode one token a step. The times are
+CPU times of this thread, so that other programs on the machine do not count: of a whole step, and of only the plugin's part of it.
 """
 
 from __future__ import annotations

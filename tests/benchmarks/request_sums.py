@@ -1,12 +1,12 @@
-"""Errors of step times from an unmodified server's spans, which show sums alone: its model beside one of true steps.
+"""Errors of two models of step times: one from an unmodified server's spans, which show only sums, and one from true steps.
 
     python tests/benchmarks/request_sums.py [DATA] [--seeds 1] [--requests 500]
 
-Generated runs by four laws, in load and with a surge of 2: the mean error over the true steps of the last 30 % of the model from
-spans, beside that of the model from full traces of the same run (bound: 1.3 times as much and a point). DATA is a folder of real
-runs with `scheduler_truth.jsonl.gz`: the median error over their true steps, and the times of eight reference batches, beside those
-of the same feature set fitted by tracefit itself on the true steps of the first 70 % (bounds: 1.15 times, 1.5 with prefix-cache
-hits; 12 %). Returns 1 if a bound does not hold.
+Generated runs follow four laws, under load and with a surge of 2. Over the true steps of the last 30 %, the mean error of the model
+from spans is compared with that of the model from full traces of the same run (bound: 1.3 times as much plus a point). DATA is a
+folder of real runs with `scheduler_truth.jsonl.gz`. The median error over their true steps, and the times of eight reference
+batches, are compared with those of the same feature set, fitted by tracefit itself on the true steps of the first 70 % (bounds:
+1.15 times, 1.5 with prefix-cache hits; 12 %). Returns 1 if a bound does not hold.
 """
 
 from __future__ import annotations

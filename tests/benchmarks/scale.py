@@ -99,7 +99,7 @@ def _split(folder: Path, out: Path) -> dict[str, float]:
         spent[0] += time.process_time() - began
         return committed
 
-    TableStore.commit = timed  # type: ignore[method-assign]  # for this measurement alone
+    TableStore.commit = timed  # type: ignore[method-assign]  # only for this measurement
     began = time.process_time()
     with open_inputs([folder]) as inputs:
         ingest_inputs(inputs, out, ServerOptions(), NullProgress(), engine=engine)

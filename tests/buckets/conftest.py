@@ -32,8 +32,9 @@ PAGE = 100
 class Bucket:
     """The objects of `s3://fleet`, what was asked of it, and what goes wrong.
 
-    `google` is `gs://fleet`, the same objects. `trouble` takes the method and the key of a request: `503` and `403` are answers, `reset` and `torn` end the
-    connection before and amid the body, `lost` after the work is done, `cut` amid the answer; null is no trouble.
+    `google` is `gs://fleet`, the same objects. `trouble` takes the method and the key of a request and returns what goes wrong:
+    `503` and `403` are answers; the connection ends amid the body (`torn`), before the work (`reset`), after it (`lost`) or amid
+    the answer (`cut`). None means that nothing goes wrong.
     """
 
     url: str = f"s3://{NAME}"
@@ -222,7 +223,7 @@ def _server(bucket):
         daemon_threads = True
 
         def handle_error(self, *_):
-            """Say nothing: a client that was killed is no error of the server."""
+            """Say nothing: a client that was killed is not an error of the server."""
 
     return Server(("127.0.0.1", 0), Handler)
 

@@ -19,7 +19,7 @@ def folder(tmp_path, new_traces):
 
 @pytest.mark.slow
 def test_the_job_in_a_process_of_its_own(process, tmp_path, traces):
-    """Of steps alone: one model is quicker than four."""
+    """The run has only steps: one model is quicker to fit than four."""
     steps = traces.load(steps=120, requests=0).write(tmp_path / "steps")
     done = process("run", steps, "--out", tmp_path / "out", "--features", "batch")
     assert (done.returncode, done.stderr) == (0, "")

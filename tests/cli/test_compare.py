@@ -165,7 +165,7 @@ def test_new_traces_that_are_too_short_cannot_tell(tracefit, trained, tmp_path, 
 
 
 def test_rows_outside_the_training_range_say_nothing_of_the_file(tracefit, trained, tmp_path, new_traces):
-    """The file claims to know steps without prompts alone, and to be 20 % off on any other."""
+    """The file claims to know only steps without prompts, and is 20 % off on any other."""
     tables = _tables(tmp_path, new_traces, seed=8)
     document = json.loads((trained / "models/beta.json").read_text())
     (prefill,) = (t for t in document["models"][0]["terms"] if t["feature"] == "prefill_tokens")

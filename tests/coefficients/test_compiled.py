@@ -190,7 +190,7 @@ def _boundary(intercept=1400.0, offset=-30.0, **more):
 
 
 def test_frame_uses_only_the_next_step_start():
-    """Work 1,440 us: 3,000 to the boundary waits for it; idle is the work alone; 900 us is past it: unknown."""
+    """The work takes 1,440 us. A boundary in 3,000 us is waited for; an idle engine takes only the work; one in 900 us is missed: unknown."""
     rows = pl.DataFrame({"step_residual_us": [3000.0, None, 900.0], "prompt_tokens": [100.0] * 3})
     compiled = CompiledModel(_boundary())
     assert rows.select(compiled.expression_with_clock()).to_series().to_list() == [2970.0, 1440.0, None]
@@ -210,7 +210,7 @@ def test_row_is_evaluated_without_polars_and_numpy(small):
 
 
 def test_long_chain_of_definitions_is_computed():
-    """Each is computed from its own inputs alone: as columns of one growing frame, 900 took 22 s."""
+    """Each definition is computed from only its own inputs: as columns of one growing frame, 900 took 22 s."""
     chain = Formulas.parse({f"d{n}": f"d{n - 1} + 1" if n else "a" for n in range(900)}, where="chain")
     found = chain.frame(pl.DataFrame({"a": [1.0, 2.0]}), ["d899"])
     assert found["d899"].to_list() == [900, 901]

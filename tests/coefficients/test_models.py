@@ -51,7 +51,7 @@ def test_input_outside_the_training_range_is_named(small):
 
 
 def test_feature_without_a_term_has_a_training_range(small, parts, write):
-    """Trained on prompts of up to 27 tokens a step, which say nothing of others: 90 are no reason for confidence."""
+    """Training saw prompts of up to 27 tokens a step, which say nothing about 90: that prediction has no interval."""
     flat = {
         **parts["step"],
         "terms": [parts["step"]["terms"][1]],
@@ -151,7 +151,7 @@ def test_missing_context_is_an_assumption(small):
 
 
 def test_input_without_effect_is_named_with_its_check(small, parts, write):
-    """A model of the batch alone, trained up to half a cache of blocks that the server does not state."""
+    """The model has only the batch; training saw up to half of a cache, whose number of blocks the server does not state."""
     step = parts["step"]
     del step["deployment"]["settings"]["num_gpu_blocks"]
     step["terms"] = [parts["step"]["terms"][1]]
@@ -224,7 +224,7 @@ def test_a_feature_given_by_name_wins(small):
 
 
 def test_a_request_on_an_idle_engine(small):
-    """Admission is the API's work, 300 + 2 * 50; it waits 70; its prompt is one step; it decodes alone."""
+    """Admission is the API's work, 300 + 2 * 50; the wait is 70; the prompt takes one step; the request decodes by itself."""
     prediction = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=11)
     assert prediction.overheads["admission"].value_us == 400
     assert prediction.overheads["queue_wait"].value_us == 70

@@ -56,7 +56,7 @@ KEEPS_GOOD = ("deep nesting", "empty objects", "empty objects as spans", "one hu
 
 
 MINIMAL = 1_000_000
-"""Spans that hold their two ids alone."""
+"""How many spans a file has, each with only its two ids."""
 
 
 def _minimal_json(_):

@@ -104,8 +104,8 @@ def test_events_outside_their_steps_are_counted(tmp_path, traces):
 
 CASES = {
     "everything": (240, 90, set(WAITS)),
-    "steps alone": (120, 0, {"beta.cycle_time"}),
-    "journeys alone": (0, 90, set(WAITS)),
+    "only steps": (120, 0, {"beta.cycle_time"}),
+    "only journeys": (0, 90, set(WAITS)),
     "few requests": (120, 12, {"beta.cycle_time"}),
 }
 

@@ -26,13 +26,13 @@ def _deployment(trace, folder, how):
     ],
 )
 def test_a_held_out_row_without_a_group_is_in_no_group(tmp_path, traces, quick, model, event, attribute):
-    """Step durations that are the step times: each row is a step, and its own batch says what kind it is."""
+    """Step durations are the step times: each row is a step, whose own batch says what kind it is."""
     traces.load(covered=1.0)
     traces.change(traces.events(event)[-10:-9], lambda _: None, attribute)
     models = _deployment(traces, tmp_path, quick)["models"]
     assert set(models) == {"beta.cycle_time", *(target.model for target in TARGETS)}
     grouped = {n: sum(group["n"] for group in models[n]["by_group"].values()) for n in GROUPED}
-    # A step whose batch is unknown is no row of the hold-out at all.
+    # A step whose batch is unknown is not in the hold-out at all.
     beta = json.loads((tmp_path / "out" / "models" / "beta.json").read_text())["models"][0]
     assert beta["training"]["exclusions"].get("unknown_features", 0) == (model == "beta.cycle_time")
     assert grouped == {n: models[n]["holdout"]["n"] - (n == model == "alpha.queue_wait") for n in GROUPED}

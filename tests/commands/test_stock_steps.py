@@ -50,7 +50,7 @@ def test_spans_of_requests_give_step_time_and_queue_wait(tracefit, tmp_path, gen
     assert set(steps["rows_by_source"]) == {"request"}
     assert steps["holdout"]["n"] > 100
     assert deployment["models"]["alpha.queue_wait"]["holdout"]["n"] > 100
-    # Sums were seen alone: no error is called that of a step.
+    # Training saw only sums: no error is said to be that of a single step.
     page = (tmp_path / "out" / "report.md").read_text()
     assert "Mean step times are typically within" in page
     assert "| mean step time |" in page

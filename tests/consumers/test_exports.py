@@ -205,7 +205,7 @@ def test_blis_replay_follows_the_gaps_between_tokens(exported):
 
 
 def test_blis_registry_notes_coefficients_that_do_not_transfer(exported):
-    """With ten coefficients prefill compute is 0 here and prefill KV hundreds of times nominal: true of this run alone."""
+    """With ten coefficients, prefill compute is 0 and prefill KV hundreds of times nominal: that holds only for this run."""
     notes = exported("blis-registry")[0].notes
     assert any(note.startswith("no transfer: beta8 (prefill KV) is ") for note in notes)
     assert not any(note.startswith("no transfer") for note in exported("blis")[0].notes)
@@ -264,7 +264,7 @@ def _as_line(model):
 @pytest.mark.parametrize(
     "change",
     [lambda m: m if m["name"] == "alpha.queue_wait" else None, _as_line],
-    ids=["wait alone", "no clock"],
+    ids=["only the wait", "no clock"],
 )
 def test_wait_is_never_exported_as_alpha0(made, tmp_path, change):
     """Without a rule for the wait, alpha0 is what the soonest requests took: little more than the API's 1,450 us."""
@@ -328,7 +328,7 @@ def test_blis_roofline_is_chosen_where_steps_follow_it(bound_run, tmp_path):
     share = (2 * 4096 * (4096 + 1024) + 2 * 4096 * 14336) / (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)
     assert gpu["mfuPrefill"] == pytest.approx(0.55 * share, rel=0.05)
     assert gpu["BwPeakTBs"] == pytest.approx(3.35 * 0.75 * share, rel=0.1)
-    assert _error(result, "step time").mape_pct < 3.5, "the clock's noise alone"
+    assert _error(result, "step time").mape_pct < 3.5, "only the clock's noise"
     for latency in ("TTFT", "ITL", "E2E"):
         assert abs(_error(result, f"{latency} of a request, replayed").bias_pct) < 5
 
@@ -660,7 +660,7 @@ def test_aisimulate_table_has_a_measured_step(exported, steps):
 def test_aisimulate_itself_predicts_from_the_table(made, tmp_path):
     sdk = pytest.importorskip("aisimulate_core.sdk")
     export(made / "models", "aisimulate", tmp_path)
-    # It knows this architecture without the network under its own name alone.
+    # Without the network, it knows this architecture only under its own name.
     name, table = "meta-llama/Meta-Llama-3.1-8B", tmp_path / "model/fpm_forward_perf.parquet"
     pl.read_parquet(table).with_columns(model_path=pl.lit(name)).write_parquet(table)
     sidecar = table.with_suffix(".metadata.json")

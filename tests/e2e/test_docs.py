@@ -94,7 +94,7 @@ def test_pages_write_into_folders_of_their_own():
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_to_files_that_are_there(page):
     prose = BLOCK.sub("", page.read_text())
-    site = ROOT / "docs" if ROOT / "docs" in page.parents else ROOT  # a site has its own pages alone
+    site = ROOT / "docs" if ROOT / "docs" in page.parents else ROOT  # the site has only its own pages
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", prose):
         file = (page.parent / target).resolve()
         assert file.exists(), target

@@ -49,7 +49,7 @@ def _held_out(folder):
 
 
 def _step_times(folder):
-    """Predict every step, one at a time, with what beta.json says alone."""
+    """Predict every step, one at a time, with only what beta.json says."""
     model = evaluator.load(folder / "models" / "beta.json", "beta.cycle_time")
     names = [t["feature"] for t in model["terms"]]
     times = {}

@@ -95,7 +95,7 @@ def _opens(page, folder):
 
 @pytest.mark.slow
 def test_the_wheel_runs_the_main_job_outside_the_checkout(tmp_path, wheel):
-    """Libraries come from the environment of the tests, so that no index is needed; tracefit from the wheel alone."""
+    """Libraries come from the environment of the tests, so that no index is needed; tracefit comes only from the wheel."""
     _run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv/bin/python"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)

@@ -1,4 +1,4 @@
-"""The timeline against the generator's own: composition from journeys alone, and what training makes of few steps."""
+"""The timeline against the generator's own: batches inferred from only the journeys, and models trained on few steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small runs are built together, as rows of the same frames: each has the tables it has alone, and fails alone."""
+"""Small runs are built together, as rows of the same frames: each gets the same tables as by itself, and fails by itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def together(monkeypatch):
 
 
 def _alone(fleet, out, bytes_of):
-    """Return the bytes of each run's tables as it has them alone."""
+    """Return the bytes of each run's tables when the run is built by itself."""
     found = {}
     for run in fleet.iterdir():
         ingest([run], out / run.name, workers=1)

@@ -1,4 +1,4 @@
-"""A target of requests is added by its declaration alone: it is fitted, composed and listed like the others."""
+"""A target of requests needs only its declaration: it is fitted, composed and listed like the others."""
 
 from __future__ import annotations
 

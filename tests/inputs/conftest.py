@@ -21,7 +21,7 @@ else:
 
 
 def tree(number=1, name="llm_core", **fields):
-    """Return a record of one span with its ids and name alone."""
+    """Return a record of one span that has only its ids, its name and the given fields."""
     span = {"traceId": f"{number:032x}", "spanId": f"{number:016x}", "name": name, **fields}
     return {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
 

@@ -1,4 +1,4 @@
-"""Compressed content, whole, cut, corrupt and hostile. The expected content is computed with the libraries alone."""
+"""Compressed content: whole, cut, corrupt and hostile. Only the compression libraries compute the expected content."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ PLACES = {
     "the first of many zstd frames": lambda junk, good: zstd.compress(junk) + in_pieces(good, zstd.compress),
     "a damaged first gzip member": lambda junk, good: _damaged(gzip.compress(junk)) + gzip.compress(good),
     "a damaged first zstd frame": lambda junk, good: _damaged(zstd.compress(junk)) + zstd.compress(good),
-    "a gzip head alone": lambda junk, good: b"\x1f\x8b\x08\x00" + junk + gzip.compress(good),
-    "a zstd head alone": lambda junk, good: b"\x28\xb5\x2f\xfd" + junk + zstd.compress(good),
+    "only a gzip head": lambda junk, good: b"\x1f\x8b\x08\x00" + junk + gzip.compress(good),
+    "only a zstd head": lambda junk, good: b"\x28\xb5\x2f\xfd" + junk + zstd.compress(good),
 }
 SHAPES = (
     "lines",
@@ -60,8 +60,8 @@ LENGTHS_AND_FRAMES = {
     "lines before it": lambda junk: junk,
     "a first frame": lambda junk: _prefixed(zstd.compress(junk)),
     "a damaged first frame": lambda junk: _prefixed(_damaged(zstd.compress(junk))),
-    "a length and what is no frame": _prefixed,
-    "a length and a frame's head alone": lambda junk: _prefixed(b"\x28\xb5\x2f\xfd" + junk),
+    "a length and bytes that are not a frame": _prefixed,
+    "a length and only a frame's head": lambda junk: _prefixed(b"\x28\xb5\x2f\xfd" + junk),
 }
 
 

@@ -37,7 +37,7 @@ def test_an_odd_run_of_chance_goes_through_run(odd, root, data):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(FIRST, FIRST + RUNS))
 def test_an_odd_run_goes_through_every_command(odd, root, number):
-    """The number is the seed: a run that failed is made again by its number alone."""
+    """The number is the seed: to make a failed run again takes only its number."""
     rng = random.Random(number)
     run = odd.run(rng.choice([*["busy"] * len(odd.shapes), *odd.shapes]), root)
     ways = [odd.damage(run, rng) for _ in range(rng.choice((1, 1, 2, 4)))]

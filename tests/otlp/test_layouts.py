@@ -182,7 +182,7 @@ DEPTH, RATIO = (
 
 @pytest.mark.parametrize("encoding", ["lines", "framed protobuf"])
 def test_events_become_rows_of_steps(otlp, encoding):
-    """A summary without a step or a time is no row, but counted; whole numbers in every column but the ratio."""
+    """A summary without a step or a time is counted but gives no row; every column except the ratio has whole numbers."""
     events = [
         f'{{"name":"step.BATCH_SUMMARY","timeUnixNano":"{n}","attributes":[{",".join(attributes)}]}}'
         for n, attributes in enumerate(

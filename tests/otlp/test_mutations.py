@@ -17,7 +17,7 @@ MAX_REJECTS_PER_FILE = 60
 
 @dataclass(frozen=True)
 class Good:
-    """A file and the ranges of it that stand alone: start, stop, and the ids of the spans inside."""
+    """A file and those of its ranges that can be read by themselves: start, stop, and the ids of the spans inside."""
 
     data: bytes
     ranges: tuple[tuple[int, int, frozenset[str]], ...]
@@ -51,7 +51,7 @@ def _ids(record):
 
 
 def _file(records, of):
-    """Make a file of one piece per record; each piece stands alone."""
+    """Make a file of one piece per record; each piece can be read by itself."""
     pieces = [of(each) for each in records]
     ranges, position = [], 0
     for piece, record in zip(pieces, records, strict=True):
@@ -74,7 +74,7 @@ def _make(otlp, shape, records):
     }
     if shape in of:
         return _file(records, of[shape])
-    return Good(otlp.SHAPES[shape](records), ())  # one document: no part of it stands alone
+    return Good(otlp.SHAPES[shape](records), ())  # one document: no part of it can be read by itself
 
 
 def _cut(pieces, at):

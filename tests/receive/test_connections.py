@@ -91,7 +91,7 @@ def test_a_port_accepts_a_limited_number(lib, tmp_path, kind):
     [("http_port", b""), ("http_port", BEGUN), ("grpc_port", b""), ("grpc_port", b"PRI * HTTP/2.0")],
 )
 def test_silent_or_half_open_connection_is_closed(lib, tmp_path, certificate, kind, sent, is_tls):
-    """With TLS what is sent is no handshake, or none at all."""
+    """With TLS, the client sends bytes that are not a handshake, or nothing at all."""
     cert, key = certificate
     options = ReceiveOptions(
         grpc_port=0, http_port=0, **({"tls_cert": cert, "tls_key": key} if is_tls else {})

@@ -97,7 +97,7 @@ def test_two_publishers_make_two_runs(publishing, tmp_path, encode):
             await at.send(*numbered(encode(steps(2, worker="other", rank=1))), to=1)
             await at.done(4)
             await at.done(2, source=1)
-            assert at.intake.observed.steps == 5  # a heartbeat is no step
+            assert at.intake.observed.steps == 5  # a heartbeat is not a step
             return at.endpoints
 
     first, second = (run_folder(tmp_path, each) for each in asyncio.run(body()))

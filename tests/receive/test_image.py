@@ -70,7 +70,7 @@ def test_the_receiver_of_the_example_takes_its_command_line():
     arguments = [re.sub(r"\$\{(.*?)\}", lambda found: values[found[1]], one) for one in arguments]
     context = get_command(app).commands[command].make_context(command, arguments)
     assert (context.params["model"], context.params["gpu"]) == ("some/model", "H100")
-    assert "ports" not in service, "without TLS, it is for the server beside it alone"
+    assert "ports" not in service, "without TLS, it is only for the server beside it"
     assert COMPOSE["networks"]["traces"]["internal"]
 
 

@@ -230,7 +230,7 @@ def both_sides(plan, *, ids, ahead_s=0.0, way_us=700.0):
         arrival_ns=pl.col("arrival_ns") - round(1e9 * ahead_s),
         client_ttft_us=pl.col("ttft_us") + way_us,
         client_e2e_us=1e6,
-        # By ids alone: nothing else could join them.
+        # Only the ids can join them: nothing else is left to match.
         output_tokens=pl.lit(None, pl.Int64) if ids else pl.col("output_tokens"),
         ttft_us=pl.lit(None, pl.Float64),
         dialect=pl.lit("client"),

@@ -49,7 +49,7 @@ def test_every_step_with_tokens_has_a_record_of_batch_and_time(tmp_path):
         metrics = [one["metrics"] for one in records]
         assert [m["counter_id"] for m in metrics] == list(range(len(metrics)))
         steps = truth.filter((pl.col("server") == number) & (pl.col("scheduled_tokens") > 0))
-        # A step before which none or an empty one was, as its id shows, has its own time alone.
+        # The first step, and one after an empty step (the ids show a gap), has only its own time.
         follows = steps["step_id"].diff().fill_null(0).to_list()
         timed = [m for m in metrics if m["wall_time"]]
         assert len(timed) == steps.height

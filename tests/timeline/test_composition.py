@@ -1,4 +1,4 @@
-"""The composition of a step, worked out from the journeys alone: one law each, with its arithmetic.
+"""The composition of a step, worked out from only the journeys: each test has one law, with its arithmetic.
 
 A batch is (prefill requests, prefill tokens, their context, decode requests, decode tokens, their context).
 """

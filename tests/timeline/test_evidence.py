@@ -15,7 +15,7 @@ AGREEMENT = ("journey_agrees", "journey_error_reqs", "journey_error_tokens")
 
 
 def test_a_summary_takes_precedence_over_journeys(engine_tables, story):
-    """A second prompt of a request is in the summary alone: 2 decodes where the journeys know one."""
+    """A second prompt of a request is only in the summary: 2 decodes where the journeys know of one."""
     story.served("a", 1, 3).summary(2, num_decode_reqs=2, decode_tokens=2, running_depth=2)
     rows = engine_tables((story,)).rows(*COUNTS, "running_depth", "composition_source")
     assert rows[2] == (0, 2, 0, 2, 2, "summary")
@@ -79,7 +79,7 @@ def test_without_journeys_context_is_estimated_from_used_blocks(engine_tables, s
         4: (0, True),
         5: (None, False),
     }
-    # Sampled journeys are no reason to guess: snapshots may show the batch.
+    # Sampled journeys do not justify a guess: snapshots may show the batch.
     story.served("a", 2, 4)
     assert engine_tables((story,)).rows(*columns, complete=False)[1] == (None, False)
 

@@ -208,7 +208,7 @@ def test_prefix_hits_show_in_unequal_times_of_equal_prompts():
 
 
 def test_prefix_hits_of_most_prompts_show_in_padded_batches():
-    """The staircase of the decode batches is no noise that hides the prompts without a hit."""
+    """The staircase of the decode batches does not hide the prompts without a hit, as noise would."""
     hits = _intervals(_padded, lambda rng, tokens: 128 * ((tokens > 128) & (rng.random(600) < 0.9)))
     assert longest_whole_prompt(hits) == 128
 
