@@ -129,7 +129,7 @@ def test_reused_folder_trains_on_the_named_run(tmp_path, two_runs, models_of, qu
     beta = models_of(tmp_path / "out" / "models")["beta.cycle_time"]
     assert beta["training"]["runs"] == ["two"]
     assert (
-        "tables also has one of an earlier command; models and report are of two alone"
+        "tables also has one of an earlier command; models and report are only of two"
         in second.trained.warnings[0]
     )
 

@@ -245,7 +245,7 @@ LATENCIES = [key for key in STOCK if "latency" in key]
         (1e7, "requests.prefill_us is out of range"),
         ("Infinity", "requests.prefill_us is out of range"),
         (50.0, "requests.prefill_us is longer than its span"),
-        ("0.3 s", "requests.prefill_us is no number"),
+        ("0.3 s", "requests.prefill_us is not a number"),
     ],
 )
 def test_a_latency_that_cannot_be_is_left_out_alone_and_listed(tables_of, traces, value, reason):

@@ -418,8 +418,8 @@ def run(
     kept = KeptWarnings(progress)
     if earlier := sorted({*TableStore(out / "tables").runs()} - {*run_ids}):
         kept.warn(
-            f"{out / 'tables'} also has {_some(earlier)} of an earlier command; models and report are of "
-            f"{_some(run_ids)} alone (`tracefit train {out} {flag_of(TrainOutOption)} MODELS` trains on all runs)"
+            f"{out / 'tables'} also has {_some(earlier)} of an earlier command; models and report are only of "
+            f"{_some(run_ids)} (`tracefit train {out} {flag_of(TrainOutOption)} MODELS` trains on all runs)"
         )
     trained = train(
         out / "tables",

@@ -267,7 +267,7 @@ def as_text(column: pl.Series) -> pl.Series:
 
 def _doubles(text: pl.Series) -> pl.Series | None:
     numbers = text.cast(pl.Float64, strict=False)
-    # Text that is no number, or a number beyond a double, is refused by the parser, with a reason.
+    # Text that is not a number, or a number beyond a double, is refused by the parser, with a reason.
     return None if numbers.null_count() or numbers.is_infinite().any() else numbers
 
 

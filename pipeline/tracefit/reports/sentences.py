@@ -80,7 +80,7 @@ def _replayed(deployment: DeploymentEvaluation) -> str:
     ]
     replayed = sum(bool(r.quantities) for r in deployment.replays)
     which = f" of `{run.run_id}`, the least exact of {replayed} runs," if replayed > 1 else ""
-    return f"A replay{which} from arrivals and lengths alone is off at P50 and P90 of {', of '.join(errors)}."
+    return f"A replay{which} from only arrivals and lengths is off at P50 and P90 of {', of '.join(errors)}."
 
 
 def least_exact_replay(deployment: DeploymentEvaluation) -> RunReplay | None:
@@ -234,7 +234,7 @@ def least_exact(deployments: Sequence[tuple[str, DeploymentEvaluation]]) -> str:
     if errors:
         error, worst = max(errors, key=lambda pair: pair[0])
         replayed = (
-            f"Latencies of a replay from arrivals and lengths alone are within {percent(error)} % at P50 and P90, "
+            f"Latencies of a replay from only arrivals and lengths are within {percent(error)} % at P50 and P90, "
             f"`{worst}` the least exact of {count(len(errors))} that can be replayed. "
         )
     return f"{replayed}{_least_exact_steps(deployments)}"

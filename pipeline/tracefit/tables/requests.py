@@ -200,7 +200,7 @@ _LONGER, _SLACK_S = 10.0, 1.0
 
 
 def _number(name: str) -> pl.Expr:
-    """Return the text of an attribute as a number; null if it is no number."""
+    """Return the text of an attribute as a number; null if it is not a number."""
     return pl.col(name).cast(pl.Float64, strict=False)
 
 
@@ -239,7 +239,7 @@ def sift_numbers(spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         too_long = (_LASTED_S > 0) & (value / 1e6 > _LONGER * _LASTED_S + _SLACK_S) & is_time
         faults[name] = (
             pl.when(pl.col(name).is_not_null() & value.is_null())
-            .then(pl.lit("no number"))
+            .then(pl.lit("not a number"))
             .when(~value.is_between(0, schema.MOST_US if is_time else schema.MOST_TOKENS))
             .then(pl.lit("out of range"))
             .when(too_long)
