@@ -116,7 +116,7 @@ def ingest(
 
 
 def _known_traces(store: TableStore) -> Callable[[TraceFile], bool]:
-    """Return a function that says of a file, unopened, whether spans or steps of it were ingested before."""
+    """Return a function that says, without opening a file, whether its spans or steps were ingested before."""
     files: dict[str, ReadFile] = {}
     with suppress(DataError):  # raised where the tables are opened
         files = {file.path: file for run in store.manifest().runs.values() for file in run.files}
@@ -147,7 +147,7 @@ def ingest_inputs(
     store = TableStore(out)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
     contexts = _contexts(inputs.runs, server)
-    # A folder of results holds logs and notes too: only what looks like traces is worth a warning.
+    # A folder of results holds logs and notes too: warn only of files that look like traces.
     left_out = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.is_notable]
     # The engine before the folder: without one, nothing is written. The folder is left after the engine: only then have
     # workers that an interruption stops left what they were writing.

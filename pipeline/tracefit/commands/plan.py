@@ -82,7 +82,7 @@ MOST_DEPLOYMENTS = 4
 _OF_A_REPORT = 600
 """Requests of one replay for a report: half as exact as a plan, and twice as quick."""
 _MOST_REQUESTS = 50_000
-"""Traced requests that are drawn from: the last ones."""
+"""Most traced requests to draw from; the latest are taken."""
 
 _COLUMNS = (
     *(*ENGINE, "arrival_ns", "prompt_tokens", "output_tokens", "cached_prompt_tokens", "finish_status"),
@@ -461,7 +461,7 @@ def _settings(
     if total is not None and size != now.block_size:
         total = total * now.block_size // size
     if "num_gpu_blocks" in changes:
-        # One of them is never handed out.
+        # vLLM never hands out one of the blocks.
         total = int(str(changes["num_gpu_blocks"])) - 1
     made = replace(
         now,
@@ -537,7 +537,7 @@ def _sample(
         for low, high in [(float(column.min()), float(column.max()))]
         if ends is not None and not (ends[0] <= low and high <= ends[1])
     ]
-    # Lengths of a file, or stated ones, are those of the load itself.
+    # Lengths from a file or from options are not a sample: they are the load itself.
     is_sample = options.file is None and None in (options.prompt, options.output)
     sample = TrafficSample(prompt, output, cached, gaps, shape, is_sample, options.router != "random")
     load_ = PlannedLoad(f"{source}, {arrivals}", float(prompt.mean()), float(output.mean()), traced_rate)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tracefit.options import ReplayedArgument, ReplayedRunOption
 
 MOST_READ = 40_000
-"""Requests of a server that a replay reads: half of them come before the held-out part, for its medians and what is in flight."""
+"""Requests of a server that a replay reads. Half come before the held-out part, for its medians and the requests in flight."""
 
 MOST_COMPARED = 10_000
 """Held-out requests that a training replays, over all runs: some seconds. `tracefit replay` has no such limit."""

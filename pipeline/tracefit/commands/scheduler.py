@@ -173,7 +173,7 @@ class FilePiece:
 
 @dataclass(slots=True, eq=False)
 class _FileIngest:
-    """A file that is read: its hash or what takes it, what was read so far, and the rejects in what is decoded."""
+    """A file being read: its hash or the object that computes it, the pieces read so far, and the rejects in decoded pieces."""
 
     file: TraceFile
     content: ContentHash | str
@@ -287,9 +287,9 @@ class IngestScheduler:
         self._decoding = self._decode_jobs()
         for job, result in self._engine.run(self._next_job):
             self._running -= 1
-            # A job knows what takes its result: decoded blocks, or the tables of runs.
+            # `work` is the method that takes the job's result: decoded blocks, or the tables of runs.
             job.work(result)
-            # Its blocks are in memory as long as it has a name, and the next ones are about to be read.
+            # The names would keep the job's blocks in memory while the next blocks are read.
             del job, result
             if time.monotonic() >= self._publish_from:
                 self._publish()
@@ -309,7 +309,7 @@ class IngestScheduler:
             else:
                 self._built[run.run_id] = (run, built)
 
-    # -- what is done next ---------------------------------------------------------------------------------
+    # -- the next job ----------------------------------------------------------------------------------------
 
     def _next_job(self) -> Job | None:
         # A run whose blocks are read is built before others are read: the largest one keeps a worker busy for longest.
@@ -329,7 +329,7 @@ class IngestScheduler:
         size = 0
         for run, piece, item in self._pieces():
             own = item.size if isinstance(item, Block) else 0
-            # Submitted before a block that would make it larger than one.
+            # Submit the job before a block that would make it larger than `block_bytes`.
             if waiting and size + own > self._options.block_bytes:
                 yield self._decode_job(waiting)
                 waiting, size = [], 0
@@ -344,7 +344,7 @@ class IngestScheduler:
         return Job(decode_task, task, blocks[0][2].source_file, partial(self._take_decoded, pieces))
 
     def _pieces(self) -> Iterator[tuple[RunIngest, FilePiece, Block | Reject]]:
-        """Yield what is to be decoded of one run after the other."""
+        """Yield the pieces to decode, run by run."""
         while self._unread:
             run = self._unread.popleft()
             try:
@@ -355,7 +355,7 @@ class IngestScheduler:
             self._build_when_read(run)
 
     def _build_job(self) -> Job:
-        """Return a job for some of the runs that wait: as many as go together, or few enough that every worker gets some of the last."""
+        """Return a job for some of the waiting runs: as many as fit one job, or at the end few enough that every worker gets some."""
         most_bytes = _BUILD_BLOCKS * self._options.block_bytes
         workers = self._engine.workers
         share = len(self._ready)
@@ -378,7 +378,7 @@ class IngestScheduler:
         worth = max(
             _PARALLEL_BUILD_FACTOR * self._options.bytes_per_worker, _BUILD_BLOCKS * self._options.block_bytes
         )
-        # Processes that do parts of it see the same folder.
+        # Parts of the build run in other processes, which must see the same folder.
         return run.size_bytes >= worth and is_longest and self._place.has_lock
 
     # -- one run -------------------------------------------------------------------------------------------
@@ -459,7 +459,7 @@ class IngestScheduler:
             yield run, piece, item
 
     def _entry_of(self, work: _FileIngest) -> ReadFile:
-        """Return what the manifest says of a file that was read; what counts of it does not depend on the order of decoding."""
+        """Return the manifest entry of a file that was read; it does not depend on the order of decoding."""
         file, most = work.file, self._options.max_rejects
         parts: list[StagedPart] = []
         rejects = 0
@@ -506,7 +506,7 @@ class IngestScheduler:
         self._end(run)
 
     def _stays(self, run: RunIngest, read: Sequence[ReadFile]) -> bool:
-        """Return whether the tables of a run are those of its files and its configuration; its new entry says what those are."""
+        """Return whether the run's tables still match its files and configuration; set its new manifest entry."""
         files = tuple(sorted(read, key=lambda file: file.path))
         run.columns = _run_columns(files, run.context)
         if run.kv_hashes is None:

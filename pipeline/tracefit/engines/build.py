@@ -388,7 +388,7 @@ def _rows_at(tables: WrittenTables, rows: pl.Series) -> pl.DataFrame:
 
 
 def _replaced(tables: WrittenTables, rows: pl.Series, new: pl.DataFrame) -> Iterator[pl.DataFrame]:
-    """Yield the requests in pieces, some of them replaced."""
+    """Yield the `requests` table in pieces, with the rows numbered in `rows` replaced by `new`."""
     numbered = new.with_columns(row=rows)
     for piece in _numbered(tables):
         yield piece.update(numbered, on="row", include_nulls=True).drop("row")

@@ -175,7 +175,7 @@ REQUESTS_AHEAD = 5.0
 """A request is part of a burst when the API process has work of five requests or more to do before it."""
 
 QUICKEST_SHARE = 0.05
-"""Quantile of the training admissions that stands for the API work: the shortest ones hold little wait for a step."""
+"""Quantile of the training admissions that estimates the API work: the shortest admissions include little wait for a step."""
 
 APART_S = 1.0
 """Requests of one burst come within a second of each other."""

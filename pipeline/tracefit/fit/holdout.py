@@ -118,7 +118,7 @@ def summed_holdout(beta: LinearFit) -> SummedTime | None:
     used, holdout = counted(beta.rows, "train"), counted(beta.rows, "holdout")
     if not holdout.height:
         return None
-    # From the training residuals: those of the hold-out have the very drift whose size is in question.
+    # From the training residuals: those of the hold-out contain the drift that is being measured.
     length = _training_block_length(beta)
     stands_for, all_steps = _steps_stood_for(beta.rows, holdout)
     predicted, actual = _summands(beta, holdout)
@@ -262,7 +262,7 @@ def _refitted(regime: FittedRegime, holdout: pl.DataFrame) -> FittedRegime:
     offered = {f.name: f for f in regime.regime.features}
     data, _ = design_of(holdout, [offered[t.feature] for t in regime.terms], relative=regime.relative)
     kept = [t for t in regime.terms if offered[t.feature] not in data.columns]
-    # Terms that keep their value are subtracted: the others are fitted to what is left.
+    # Terms that keep their value are subtracted from the target; the other terms are fitted to the remainder.
     kept_us = matrix(holdout, [t.feature for t in kept]) @ np.array([t.value for t in kept])
     model = estimator(regime.choice, regime.signs, data.columns)
     model.fit(data.x, data.y - kept_us, data.weights)
@@ -304,7 +304,7 @@ BINS = 12
 
 
 def with_load(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
-    """Replace `LOAD_FEATURES` by the column `load`; return what it is measured by."""
+    """Replace `LOAD_FEATURES` by the column `load`; return the rows and the name of its measure."""
     included = rows.filter(pl.col("excluded_reason").is_null())
     tokens, requests = (f.name for f in LOAD_FEATURES)
     by_tokens = included[tokens].null_count() / max(included.height, 1) <= MAX_UNKNOWN_SHARE

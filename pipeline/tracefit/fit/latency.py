@@ -290,7 +290,7 @@ def _composed(rows: pl.DataFrame) -> pl.DataFrame:
         [pl.col(f"state_{target.name}_us") for target in targets.parts_of(latency)]
         for latency in ("ttft", "client")
     )
-    # Only the step times are refitted: the overheads of `refit` are those of the models as trained.
+    # Only the step times are refitted: `refit` uses the overheads of the trained models.
     for way in ("state", "refit"):
         prefill, decode = pl.col(f"{way}_prefill_us"), pl.col(f"{way}_decode_us")
         until_last = decode + pl.col("state_requeue_after_us")

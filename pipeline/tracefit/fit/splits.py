@@ -191,7 +191,7 @@ def keep_sweep(rows: pl.DataFrame, timeline: pl.DataFrame) -> pl.DataFrame:
 
 
 def counted(rows: pl.DataFrame, split: str) -> pl.DataFrame:
-    """Return the rows of `split` that are not left out."""
+    """Return the rows of a split without the excluded ones."""
     return rows.filter((pl.col("split") == split) & pl.col("excluded_reason").is_null())
 
 

@@ -439,7 +439,7 @@ def outliers(x: Matrix, y: Vector) -> Flags:
     """Find the outliers among training rows; shape (n,)."""
     fitted = RobustLinear().fit(x, y).predict(x)
     residual = y - fitted
-    # Distances are from the median residual: where most rows are equal to the last digit a fit can miss all of them.
+    # Distances are from the median residual: if most rows are exactly equal, the fit itself can be off for all of them.
     distance = np.abs(residual - np.median(residual))
     floor = np.maximum(fitted, 1e-9)
     far = distance > OUTLIER_SDS * robust_sd(residual)

@@ -88,8 +88,8 @@ _TOO_SHORT_FRAME = re.compile(
     % b"|".join(re.escape(bytes([n]) + _ZSTD_MAGIC) + b"." * (n - 4) for n in range(4, _SHORTEST_FRAME)),
     re.DOTALL,
 )
-"""Length-prefixed zstd too short to be a frame; a hostile file can hold millions of them, which are skipped
-together."""
+"""Length-prefixed zstd data too short to be a frame; a hostile file can hold millions of them, so that a run of them is
+skipped at once."""
 
 _CODEC = pa.Codec("zstd")
 # A larger window than 128 MiB is memory that a hostile header asks for.

@@ -360,7 +360,7 @@ def _whole(text: bytes) -> Raw:
 def _each(
     field: str, read: Callable[[Raw, AddReject], Iterator[EncodedScope]], items: list[Raw], reject: AddReject
 ) -> Iterator[EncodedScope]:
-    """Read items, and reject the bad ones."""
+    """Read the items of a field and reject the invalid ones."""
     for item in items:
         try:
             yield from read(item, reject)
@@ -475,7 +475,7 @@ def _usual(tree: Any, struct: type[msgspec.Struct], name: str) -> _Json:
         if inside is not None and field in _LISTED:
             if not isinstance(value, list):
                 raise FieldError(f"{field} is not an array")
-            # In an array of values null is one of them, the empty one.
+            # In an array of values, null is the empty value.
             items = [{} if item is None and inside is _Value else item for item in value]
             fields[field] = [_usual(item, inside, field) for item in items]
         else:

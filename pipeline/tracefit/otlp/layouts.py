@@ -369,7 +369,7 @@ _JSON_READERS: dict[tuple[bytes, bool], tuple[ValueKind, _Read, _Read | None]] =
 _ATTRIBUTE_TAG, _KEY_TAG, _VALUE_TAG = 0x1A, 0x0A, 0x12
 _STRING_TAG, _BOOL_TAG, _INT_TAG, _DOUBLE_TAG, _BYTES_TAG = 0x0A, 0x10, 0x18, 0x21, 0x3A
 _MORE = 0x80
-"""The top bit of a byte of a size: another byte of it follows."""
+"""The top bit of a varint's byte: another byte follows."""
 
 
 def _protobuf_attribute(text: bytes, start: int, stop: int) -> Attribute | None:

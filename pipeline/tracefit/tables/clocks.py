@@ -87,7 +87,7 @@ def is_off_clock(rows: pl.DataFrame, ts: str, clocks: pl.DataFrame) -> pl.Series
 
     Args:
         rows: server, unix_ns, `ts` and server_zero, the clock of most of the server's spans. With duration_us, `ts` may be
-            that much earlier: the wall-clock time of a suspended step is that of its end.
+            that much earlier: a suspended step has the wall-clock time of its end.
         ts: The column of the engine time.
         clocks: The result of `clocks_of`.
     """

@@ -147,7 +147,7 @@ class Disk:
             raise DataError(f"cannot be read ({error.strerror})", where=str(path)) from error
 
     def signature(self, name: str) -> tuple[int, ...] | None:
-        """Return what changes when a small file is replaced; null if it is not there, or the storage cannot tell cheaply."""
+        """Return a value that changes when a small file is replaced; null if the file is missing or checking would be costly."""
         try:
             facts = os.lstat(self.root / name)
         except OSError:
@@ -186,7 +186,7 @@ class Disk:
 
 
 def _refuse_links_in(folder: Path) -> None:
-    """Refuse links among the folders of runs; what is in these is looked at when it is used."""
+    """Refuse links among the folders of runs; the contents of these folders are checked when they are used."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_symlink():

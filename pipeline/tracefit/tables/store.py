@@ -88,7 +88,7 @@ class ReadFile(_Strict, frozen=True):
 
 _MANY_PARTS = 16
 _SMALL_PART_BYTES = 256 << 10
-"""Parts of runs up to which many are read at once: not one column at a time, as those of a long table."""
+"""At least this many parts of runs, of at most this size each, are read together; a long table is read column by column."""
 
 
 class TableFile(_Strict, frozen=True):
@@ -616,11 +616,11 @@ class RunWriter:
         self._open.write(rows)
 
     def put(self, name: str, part: Path) -> None:
-        """Add the file of a table, which the disk has."""
+        """Add the file of a table; the file is already synced to disk."""
         self._parts[name] = part
 
     def write_if_missing(self, name: str) -> None:
-        """Write a table without rows, if nothing of it was written."""
+        """Write an empty table if no rows of it have been written."""
         if name not in self._parts and (self._open is None or self._open.table.name != name):
             part, data = _empty_part(name)
             self._parts[name] = self.folder / f"{self._prefix}{part}"

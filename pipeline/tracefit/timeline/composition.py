@@ -230,7 +230,7 @@ def _counts(size: int, runs: _Runs, prompts: _Prompts, decodes: Floats) -> dict[
 
 def _prompt_rows(runs: _Runs, decodes: Floats, size: int, limits: EngineLimits) -> _Prompts:
     """Distribute each segment's prompt over its steps: in one step, or in chunks as large as the budget allows."""
-    # One step computes most prompts; only the others need what is left of each budget.
+    # Most prompts are computed in one step; only the others depend on the remaining budget of each step.
     whole = runs.complete == runs.start
     singles = bincount_at(size, runs.start[whole], runs.need[whole])
     has_output = (runs.outputs > 0).astype(np.int64)

@@ -24,7 +24,7 @@ _STAMP_SD_US = 100.0
 """Distance of a fine stamp from the end of its step, measured on two runs with recorded ends."""
 
 _MAX_DIFFERENCE = 0.05
-"""Largest median difference of waits and work from the clock, as a share of it, if they are the times of the steps."""
+"""Waits and work count as step times if their median difference from the clock is at most this share of it."""
 
 _MIN_WAIT_SHARE, _MIN_INTERVALS = 0.5, 8
 """Least share of the waits in the time, and fewest intervals without idle time, to fit the work between them."""
@@ -107,7 +107,7 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     slack = pl.when(whole).then((pl.col("time_us") - pl.col("wait")) / pl.col("step"))
     usual = pl.when(~may_pause).then(slack)
     most = (usual.median() + _FAR_SD * robust_sd_expr(usual)).over(SERVER)
-    # If every interval may have a pause, no usual slack shows which ones do.
+    # If every interval may have a pause, there is no usual slack to detect pauses with.
     starts = starts.with_columns(pause=may_pause & (slack > most).fill_null(value=True))
     clean = starts.filter("is_coarse", ~may_pause, whole).partition_by(SERVER, as_dict=True)
     works = pl.DataFrame(
@@ -118,7 +118,7 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     starts = starts.join(works, on=SERVER, how="left", maintain_order="left")
     sd_us = (
         pl.when("is_coarse")
-        # The last change has no step time and gets that of the steps before it.
+        # The last change has no step time: it gets the time of the steps before it.
         .then(_EVEN_SD * (pl.col("time_us") / pl.col("count")).forward_fill().over(ENGINE))
         .otherwise((_STAMP_SD_US**2 + (_EVEN_SD * pl.col("tick_ns") / 1e3) ** 2).sqrt())
     )
@@ -150,7 +150,7 @@ def _lines(steps: pl.DataFrame) -> pl.DataFrame:
             pl.when((stamp % tick == 0).all().over(SERVER)).then(tick).otherwise(1) for tick in (10**6, 10**9)
         ),
     )
-    # The line of a fine stamp ends an interval, that of a change begins one.
+    # A line with a fine stamp ends an interval; a line at which a coarse stamp changes begins one.
     marks = (pl.col("grown") > 0) | (pl.col("grown").is_null() & ~pl.col("is_coarse"))
     ends = (pl.col("is_mark") & ~pl.col("is_coarse")).cast(pl.Int64)
     return rows.with_columns(is_mark=marks.fill_null(value=False)).with_columns(

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from tracefit.statistics import Vector
 
 _MIN_SAMPLES = 20
-"""Fewest requests, or steps, that show a share of them."""
+"""Fewest requests, or steps, from which a share is computed."""
 
 _MAX_EXAMINED = 20_000
-"""Requests of a server that are examined: this many show as much as all of them."""
+"""Most requests of a server that are examined; more would show nothing new."""
 
 _SURPRISE = 14.0
 """A pattern that chance produces once in e^14 recordings, about a million, does not count as chance."""
@@ -43,11 +43,11 @@ _MIN_SAMPLER_RATE = 1e-4
 """No sampler keeps a smaller share: ids that are all smaller come from a counter."""
 
 _MAX_LACKING = 0.02
-"""Largest share of requests without times or lengths, and of those that contradict the others."""
+"""Largest share of requests without times or lengths, and of requests that contradict the others."""
 
 _CLOSE, _MAX_CLOSE, _MIN_CLOSE_STAMPS = 0.2, 0.3, 3
-"""Stamps nearer than this share of a short step are not of two steps of one engine; the largest share of such stamps among those of
-independent engines; and the number of them that shows nothing yet."""
+"""Two stamps nearer than this share of a short step are not the ends of two steps of one engine; the largest number of such close
+stamps, as a share of the number that independent engines would have; and the number up to which they are not evidence."""
 
 _SCATTER_SD, _USUAL_SCATTER, _SURE_SHARE_SD = 3.0, 0.005, 4.0
 """A time is odd from this number of standard deviations on; the share of odd times without a reason; and the standard deviations by
@@ -85,7 +85,7 @@ five real recordings with every span were late by more than one and a half steps
 nine generated runs with sampled spans at most 0.19 of the late requests waited longer."""
 
 _MAX_SLOWDOWN = 3.0
-"""Where the mean time of a token is this many times that of the quickest ones, the delays of the engine delay arrivals too."""
+"""If the mean time per token is this many times the quickest one, the engine's delays delay arrivals too."""
 
 
 def unknown_batches(requests: pl.DataFrame, budget: int | None, *, has_steps: bool = False) -> pl.DataFrame:

@@ -30,7 +30,7 @@ _NEAR_SHARE = 0.25
 """Times within this share of a short step are the end of the same step."""
 
 _CLEAR_MULTIPLE = 2.4
-"""A time this many times as far from every node is at none of them; between the two limits it is ambiguous."""
+"""A time farther than this multiple of the `_NEAR_SHARE` distance from every node is at none; between the two limits it is ambiguous."""
 
 DEFAULT_TOKEN_BUDGET = 2_048
 """Token budget of a step if it is unknown: the smallest default of vLLM."""
@@ -43,7 +43,7 @@ _FAR_STEPS, _FAR_SHARE, _USUAL_FAR_SHARE = 1.0, 0.03, 0.02
 share of such edges in runs with one token per step."""
 
 MAX_CONTRADICTING = 0.1
-"""Largest share of requests whose steps may contradict those of the others."""
+"""Largest share of requests whose steps may contradict the steps of other requests."""
 
 _QUICK_QUANTILE, _LATE_SHARE = 0.2, 0.01
 """Quantile of the times per token at which a request was not preempted, and the share of its steps by which a preempted one is late."""
@@ -332,7 +332,7 @@ def build_graph(arrays: RequestArrays, budget: float) -> Graph:
     nearest = np.where(np.abs(at[right] - scheduled_us) < np.abs(at[left] - scheduled_us), right, left)
     apart = np.abs(at[nearest] - scheduled_us)
     snapped = (apart < near) & (nearest != first)
-    # A time that is neither at a node nor clearly apart from all of them is ambiguous: it becomes no node.
+    # A time that is neither at a node nor clearly away from every node is ambiguous and gets no node.
     is_clear = (in_one_step & (snapped | (apart > _CLEAR_MULTIPLE * near))) | into_idle
     used = np.flatnonzero(is_clear & (not arrays.is_client))
     added = used[~snapped[used]]

@@ -9,7 +9,7 @@ import polars as pl
 from tracefit.tables.schema import ENGINE
 
 MissingSteps = Literal["unknown", "skipped"]
-"""How a step without a row or a value counts: the sum is null, or it is that of the other steps."""
+"""How a step without a row or a value counts: it makes the sum null, or the sum leaves it out."""
 
 
 class StepSums:
