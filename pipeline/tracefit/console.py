@@ -117,7 +117,7 @@ class Terminal:
             warn(text)
 
     @property
-    def doing(self) -> str:
+    def activity(self) -> str:
         """The command, its input, and its current stage."""
         return ": ".join(text for text in (self._task, self._stage) if text)
 
@@ -180,17 +180,17 @@ def command(task: str, *, quiet: bool = False) -> Iterator[Terminal]:
         yield terminal
     except (typer.Exit, typer.Abort, TyperException, SystemExit):
         raise
-    # Here, not only in `called`: typer would handle an interrupt and a closed pipe itself.
+    # Here, not only in `run_program`: typer would handle an interrupt and a closed pipe itself.
     except BaseException as error:
         # Rust has already written the text of a panic to file descriptor 2. Buffering that would also hide
         # why a process was aborted, for example out of memory.
         terminal.close()
-        raise typer.Exit(_exit_code(error, terminal.doing)) from error
+        raise typer.Exit(_exit_code(error, terminal.activity)) from error
     finally:
         terminal.close()
 
 
-def called(app: typer.Typer) -> int:
+def run_program(app: typer.Typer) -> int:
     """Run the program and return its exit code; errors in the command line itself are one line too.
 
     Warnings of Python and of libraries are for developers: they go to the debug log.
@@ -229,7 +229,7 @@ def _call(app: typer.Typer) -> int:
     return code
 
 
-def _exit_code(error: BaseException, doing: str = "") -> int:
+def _exit_code(error: BaseException, activity: str = "") -> int:
     """Report an error in one line, and return the exit code it stands for."""
     if isinstance(error, TracefitError):
         _say(error.line())
@@ -241,7 +241,7 @@ def _exit_code(error: BaseException, doing: str = "") -> int:
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         _say("interrupted")
         return INTERRUPTED
-    return _unexpected(error, doing)
+    return _unexpected(error, activity)
 
 
 def _on_stdout(text: str) -> None:
@@ -306,7 +306,7 @@ def _log_warning(
     _log.debug("%s:%s: %s: %s", filename, lineno, category.__name__, message)
 
 
-def _unexpected(error: BaseException, doing: str) -> int:
+def _unexpected(error: BaseException, activity: str) -> int:
     """Report an unexpected error: the task, the position in the code, and advice."""
     _log.debug("%s", "".join(traceback.format_exception(error)).rstrip())
     frames = traceback.extract_tb(error.__traceback__)
@@ -314,7 +314,7 @@ def _unexpected(error: BaseException, doing: str) -> int:
     text = without_credentials(" ".join(str(error).split()))[:_MOST_TEXT]
     what = f"{type(error).__name__} ({text})" if text else type(error).__name__
     where = f" in {Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
-    task = f"{without_credentials(doing)}: " if doing else ""
+    task = f"{without_credentials(activity)}: " if activity else ""
     line = (
         f"{task}unexpected {what}{where}; this is a defect of tracefit {__version__}; earlier results on disk are "
         "unharmed; report this line as CONTRIBUTING.md says; --log-level debug shows the traceback"

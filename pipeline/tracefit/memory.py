@@ -45,7 +45,7 @@ def reuse_freed() -> None:
             change(parameter, 1 << 30)
 
 
-def give_back() -> None:
+def trim() -> None:
     """Return unused memory of the C library to the system."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

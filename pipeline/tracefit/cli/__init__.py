@@ -6,7 +6,7 @@ import sys
 
 from tracefit.cli import commands
 from tracefit.cli.program import app
-from tracefit.console import called
+from tracefit.console import run_program
 from tracefit.memory import reuse_freed
 
 __all__ = ["app", "commands", "main"]
@@ -16,4 +16,4 @@ def main() -> None:
     """Run the command line."""
     # Before any library is imported: the allocators read their settings when they start.
     reuse_freed()
-    sys.exit(called(app))
+    sys.exit(run_program(app))

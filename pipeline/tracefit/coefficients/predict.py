@@ -434,7 +434,7 @@ class DeploymentModels:
         value = self.setting(setting)
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
-    def changing_nothing(
+    def inputs_without_effect(
         self,
         stated: Mapping[str, float | None],
         models: Iterable[Model],
@@ -507,7 +507,7 @@ class DeploymentModels:
         beyond = self.beyond("step", inputs, [each.feature for each in prediction.outside])
         available = [n for n, value in self._step_values(stated, features).items() if value is not None]
         described = {name: stated.get(name) for name in ("batch", "context", "prefill", "waiting")}
-        assumed = [*prediction.assumed, *self.changing_nothing(described, [model], features, available)]
+        assumed = [*prediction.assumed, *self.inputs_without_effect(described, [model], features, available)]
         compiled = self.compiled(model)
         needs_context = "context" in compiled.formulas.used(compiled.features, features)
         if not self._knows_usage(features):

@@ -33,7 +33,7 @@ from tracefit.fit.estimators import HUBER
 from tracefit.fit.fitted import missing_attributes
 from tracefit.fit.latency import latency_errors, split_requests, trained_steps
 from tracefit.fit.results import Number, Term
-from tracefit.fit.splits import counted, evaluation_rows
+from tracefit.fit.splits import counted_rows, evaluation_rows
 from tracefit.statistics import mean_of
 from tracefit.tables.schema import SERVER
 from tracefit.tables.sources import MEANS
@@ -373,15 +373,15 @@ def _deployment(
 def _rows(model: FittedModel) -> Iterator[cf.RowsEntry]:
     """Yield the use of each run's rows by a model."""
     # A mean over an interval is not a step: no error is measured on it, unless single steps are too few.
-    every, eval_filter = counted(model.fitted.rows, "holdout"), model.options.eval_filter
+    every, eval_filter = counted_rows(model.fitted.rows, "holdout"), model.options.eval_filter
     if eval_filter is not None and evaluation_rows(every, eval_filter).height == every.height:
         eval_filter = None
     for (run_id,), rows in model.fitted.rows.sort("run_id").group_by("run_id", maintain_order=True):
-        held = counted(rows, "holdout")
+        held = counted_rows(rows, "holdout")
         yield cf.RowsEntry(
             model=model.name,
             run_id=str(run_id),
-            trained=counted(rows, "train").height,
+            trained=counted_rows(rows, "train").height,
             held_out=(held if eval_filter is None else held.filter(eval_filter)).height,
             left_out=_exclusions(rows),
         )

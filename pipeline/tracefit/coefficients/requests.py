@@ -346,7 +346,7 @@ class OneRequest(RequestComposer):
         settings = (name for name, value in models.server.items() if value is not None)
         names = {*inputs, *STEP_INPUTS, *features, *settings}
         given = {"context": stated["context"]}
-        self.assumed += models.changing_nothing(given, read_by, features, names)
+        self.assumed += models.inputs_without_effect(given, read_by, features, names)
         batch = inputs["batch"]
         # An empty engine has no cached tokens.
         self.out_of_range += models.beyond(

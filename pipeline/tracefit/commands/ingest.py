@@ -158,7 +158,7 @@ def ingest_inputs(
                 lambda: progress.warn(f"{store.root}: another process is writing there; waiting for it")
             )
         )
-        folder.enter_context(store.swept())
+        folder.enter_context(store.removing_leftovers())
         runs = [RunIngest(source, context) for source, context in zip(inputs.runs, contexts, strict=True)]
         with store.place.scratch() as scratch:
             IngestScheduler(runs, store, scratch, workplace, options, progress).ingest_all()

@@ -274,7 +274,9 @@ def _rows(
     )
     # The same split and marks as in training: the counts are those that a fit would see.
     split = splits.mark_warm_up(splits.split_by_time(marked), counters, step)
-    return Counter({f"{target}, {part}": splits.counted(split, part).height for part in ("train", "holdout")})
+    return Counter(
+        {f"{target}, {part}": splits.counted_rows(split, part).height for part in ("train", "holdout")}
+    )
 
 
 _Judgement: TypeAlias = "tuple[Allowed, str]"

@@ -180,7 +180,7 @@ def train(
     result = _result(deployments, runs, evaluation, out=models, report=report, tables=store.root)
     # The report is drawn from the written tables: the frames of the fits are not kept in memory meanwhile.
     del deployments
-    memory.give_back()
+    memory.trim()
     progress.stage("drawing the report")
     # From the files' own numbers, so that `report` makes the same one later.
     drawn = report_texts(report_of(as_published(evaluation), *published, store), report, progress)
@@ -263,7 +263,7 @@ def fit_runs(
         tables = deployment_tables([frames[run_id].tables for run_id in sorted(kept)])
         frames.clear()
         # Memory that the frames took would add to the peak of the fits.
-        memory.give_back()
+        memory.trim()
         deployments.append(replace(fit_deployment(deployment, tables, sets, how), overloads=overloads))
     return deployments
 
@@ -412,7 +412,7 @@ def run(
         progress=progress,
     )
     # Memory freed by ingestion would add to the peak of training.
-    memory.give_back()
+    memory.trim()
     # The folder may hold runs of earlier jobs: train on those of this one only.
     run_ids = [r.run_id for r in ingested.runs]
     kept = KeptWarnings(progress)

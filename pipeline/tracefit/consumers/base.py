@@ -18,7 +18,7 @@ import polars as pl
 
 from tracefit.errors import DataError
 from tracefit.features.sets import Feature, FeatureSet
-from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, split_by_time, step_frame
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted_rows, split_by_time, step_frame
 from tracefit.fit.validation import measure
 from tracefit.results.models import HeldOut
 from tracefit.server.settings import ALL_SPANS, JOURNEY_FLAGS
@@ -119,7 +119,7 @@ def train_and_holdout(
         hint = ALL_SPANS if source.tables.is_stock else events
         raise DataError(f"{what}: not known in these runs ({lacking})", hint=hint)
     complete = rows.drop_nulls(["y", *columns])
-    train, holdout = counted(complete, "train"), counted(complete, "holdout")
+    train, holdout = counted_rows(complete, "train"), counted_rows(complete, "holdout")
     # An interval is a mean of steps, whose error is smaller than a step's: where there are enough steps, these are evaluated.
     if "source" in holdout.columns:
         single = holdout.filter(is_one_step())

@@ -125,7 +125,7 @@ def build_runs(tasks: tuple[RunTask, ...], spread: Spread = map) -> tuple[BuiltR
 
 def _built_together(tasks: Sequence[RunTask], spread: Spread) -> dict[str, BuiltRun | DataError]:
     # Memory freed by decoding would add to the peak of building the tables.
-    memory.give_back()
+    memory.trim()
     try:
         return dict(_stored(tasks, spread))
     except Exception as error:

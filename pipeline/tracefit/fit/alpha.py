@@ -26,7 +26,7 @@ from tracefit.fit.fitted import (
     TooFewRows,
 )
 from tracefit.fit.results import Candidate, Comparison, Condition, Missing, TargetFacts
-from tracefit.fit.splits import MIN_TRAIN_ROWS, counted, request_frame
+from tracefit.fit.splits import MIN_TRAIN_ROWS, counted_rows, request_frame
 from tracefit.fit.train import fit_regimes
 from tracefit.server.settings import INSTRUMENTED_VERSION, JOURNEY_FLAGS, journey_remedy
 from tracefit.tables.dialects import WITHOUT_EVENTS
@@ -140,7 +140,7 @@ def fit_target(
         if exact or name != "two_regimes"
     }
     # A queue that builds up makes a wait no constant, whatever the last training rows show.
-    if how.label is None or counted(rows, "train").filter(how.label).height < MIN_TRAIN_ROWS:
+    if how.label is None or counted_rows(rows, "train").filter(how.label).height < MIN_TRAIN_ROWS:
         regimes[CONSTANT] = FORMS[CONSTANT](features.features, exact)
     form, inner = target.forms[0], inner_rows(rows)
     measured = {name: _try(name, inner, regimes[name], how, tables.timeline) for name in regimes}

@@ -43,7 +43,7 @@ from tracefit.fit.holdout import (
 )
 from tracefit.fit.results import COVERED_SHARE, Candidate, Missing, StepTimeSource, TargetFacts
 from tracefit.fit.select import FOLDS
-from tracefit.fit.splits import PROMPT_FEATURES, counted, mark_prefix_hits, step_frame
+from tracefit.fit.splits import PROMPT_FEATURES, counted_rows, mark_prefix_hits, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
 from tracefit.server.settings import ALL_SPANS, NO_PREFIX_CACHE, SGLANG_STEPS, context_remedy, step_remedy
 from tracefit.tables.dialects import SGLANG, STEP_EVENT
@@ -249,7 +249,7 @@ def _prefill_reach_pct(fitted: LinearFit, timeline: pl.DataFrame, token_budget: 
     if not token_budget:
         return None
     steps = timeline.select(*ENGINE, "step_id", "prefill_tokens")
-    trained = counted(fitted.rows, "train").select(*ENGINE, "step_id")
+    trained = counted_rows(fitted.rows, "train").select(*ENGINE, "step_id")
     most = trained.join(steps, on=[*ENGINE, "step_id"])["prefill_tokens"].max()
     return 100 * most / token_budget if isinstance(most, int | float) else None
 

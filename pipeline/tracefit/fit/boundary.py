@@ -21,7 +21,7 @@ import polars as pl
 from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.fitted import FittedBoundary, predict_regimes, target_of
 from tracefit.fit.results import Burst, admitted_us
-from tracefit.fit.splits import MIN_TRAIN_ROWS, counted
+from tracefit.fit.splits import MIN_TRAIN_ROWS, counted_rows
 from tracefit.fit.validation import coverage_pct, measure, prediction_interval, reference, skill, within_5_pct
 from tracefit.tables.schema import ENGINE, SERVER
 
@@ -259,7 +259,7 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
     clocks = clocks_of(timeline)
     clock = clocks[0]
     marked = mark_bursts(linear.rows)
-    train = counted(marked, "train")
+    train = counted_rows(marked, "train")
     if _true_boundaries(train, clock)["start"].count() < MIN_TRAIN_ROWS:
         return None
     # In a burst the wait for the API process dominates: its requests say little of the work on one of them.
@@ -272,7 +272,7 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
     validation = replace(linear.validation, bursts=find_bursts(marked))
     fitted = FittedBoundary(work, per_token, offset, residual, busy_share, linear, validation)
     rows = _with_done(fitted, marked)
-    return _validated(fitted, counted(rows, "train"), counted(rows, "holdout"), clocks)
+    return _validated(fitted, counted_rows(rows, "train"), counted_rows(rows, "holdout"), clocks)
 
 
 def _constants(

@@ -34,7 +34,7 @@ from tracefit.fit.fitted import (
 from tracefit.fit.holdout import summed_holdout
 from tracefit.fit.latency import compose_latencies
 from tracefit.fit.results import AcrossResult, ComposedLatencies, LeftOutErrors, LeftOutKind, Missing
-from tracefit.fit.splits import counted, step_frame
+from tracefit.fit.splits import counted_rows, step_frame
 from tracefit.fit.train import fit_linear, fit_regimes
 from tracefit.fit.validation import measure
 
@@ -206,7 +206,7 @@ def _pooled_rows(deployments: Sequence[FittedDeployment]) -> tuple[pl.DataFrame,
             continue
         timeline = training.with_roofline(deployment.tables.timeline, context)
         rows = step_frame(deployment.tables, timeline, POOLED, training.constants_of(context), source)
-        used = counted(rows, "train")
+        used = counted_rows(rows, "train")
         if used.height:
             named = rows.with_columns(
                 # Steps of a 70B model take ten times as long as those of an 8B one: without the scale only they would count.
@@ -245,7 +245,7 @@ def _left_out_groups(
 
 def _by_batch_size(rows: pl.DataFrame) -> Metrics:
     """Return the errors of a constant per batch size on the held-out rows: a table of past steps is the simplest forecast."""
-    used, holdout = (counted(rows, split).sort("batch_requests") for split in ("train", "holdout"))
+    used, holdout = (counted_rows(rows, split).sort("batch_requests") for split in ("train", "holdout"))
     table = used.group_by("batch_requests", maintain_order=True).agg(constant=pl.col("y").median())
     joined = holdout.join_asof(table, on="batch_requests", strategy="nearest", check_sortedness=False)
     return measure(target_of(joined), joined["constant"].to_numpy())

@@ -297,10 +297,10 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         # On standardised features one penalty strength suits all of them. `origin` is where the raw features are zero.
         origin = -center / scale
         settled = _SETTLED * (np.abs(y).max(initial=0.0) or 1.0)
-        bent, fitted = np.ones(len(y)), np.full(len(y), np.inf)
+        huber_factors, fitted = np.ones(len(y)), np.full(len(y), np.inf)
         # The first fit is before any reweighting.
         for rounds in range(self.max_iter + 1):  # noqa: B007  # read after the loop
-            weights = sampled * bent
+            weights = sampled * huber_factors
             summed = moments(z, y, weights)
             intercept, slopes = line(
                 summed, origin, self.penalty, self.strength, positive=self.positive, shrunk=self.shrunk
@@ -308,11 +308,11 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
             before, fitted = fitted, intercept - origin @ slopes + z @ slopes
             if np.abs(fitted - before).max(initial=0.0) <= settled:
                 break
-            bent = huber_weights((y - fitted) * np.sqrt(sampled), self.huber)
+            huber_factors = huber_weights((y - fitted) * np.sqrt(sampled), self.huber)
         self.n_iter_ = rounds
         self.coef_: Vector = slopes / scale
         self.intercept_ = intercept
-        return weights, sampled * np.where(bent < 1, _FLAT, 1.0)
+        return weights, sampled * np.where(huber_factors < 1, _FLAT, 1.0)
 
     def _require_parameters(self) -> None:
         valid = {
@@ -420,9 +420,9 @@ def fit_nonnegative(x: Matrix, y: Vector, weights: Vector | None = None, *, hube
     # Scaled to 1 at most: NNLS decides by an absolute tolerance, and terms come in bytes, tokens and microseconds.
     scale = x.max(axis=0, initial=0.0)
     scale = np.where(scale > 0, scale, 1.0)
-    bent, coefficients = np.ones(len(y)), np.zeros(x.shape[1])
+    huber_factors, coefficients = np.ones(len(y)), np.zeros(x.shape[1])
     for _ in range(ROUNDS):
-        root = np.sqrt(weights * bent)
+        root = np.sqrt(weights * huber_factors)
         coefficients, _norm = nnls((x / scale) * root[:, None], y * root)
-        bent = huber_weights(y - (x / scale) @ coefficients, huber)
+        huber_factors = huber_weights(y - (x / scale) @ coefficients, huber)
     return np.asarray(coefficients / scale)

@@ -33,7 +33,7 @@ from tracefit.fit.fitted import (
 from tracefit.fit.load import with_phases
 from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation, Number, StepPhase, SummedTime
 from tracefit.fit.select import Design, estimator, time_blocks, usable_features
-from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows, in_time
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted_rows, evaluation_rows, in_time
 from tracefit.fit.train import MAX_UNKNOWN_SHARE, design_of, server_numbers
 from tracefit.fit.validation import extrapolated_rows, measure, reference
 from tracefit.tables.schema import ENGINE, SERVER
@@ -115,7 +115,7 @@ def summed_holdout(beta: LinearFit) -> SummedTime | None:
     Blocks are contiguous in the time of a server. Their length is `block_length` of the residuals of the training rows, the
     largest over the servers, with at least 10 blocks per server and at most 1,000 in total.
     """
-    used, holdout = counted(beta.rows, "train"), counted(beta.rows, "holdout")
+    used, holdout = counted_rows(beta.rows, "train"), counted_rows(beta.rows, "holdout")
     if not holdout.height:
         return None
     # From the training residuals: those of the hold-out contain the drift that is being measured.
@@ -180,7 +180,7 @@ def speed_change(
         train_blocks: Block of time of each counted training row.
         holdout_blocks: Block of time of each counted held-out row.
     """
-    parts = [counted(beta.rows, split) for split in ("train", "holdout")]
+    parts = [counted_rows(beta.rows, split) for split in ("train", "holdout")]
     predicted = [predict_regimes(beta.regimes, rows) for rows in parts]
     if not all(p.size and (p > 0).all() for p in predicted):
         return None, None
@@ -230,7 +230,7 @@ def _equal_batches(
 
 def _training_block_length(beta: LinearFit) -> int:
     lengths = [1]
-    for _, rows in counted(beta.rows, "train").sort(in_time()).group_by(SERVER):
+    for _, rows in counted_rows(beta.rows, "train").sort(in_time()).group_by(SERVER):
         predicted, actual = _summands(beta, rows)
         lengths.append(block_length(predicted - actual))
     return max(lengths)
@@ -248,7 +248,7 @@ def refit_on_holdout(fitted: LinearFit) -> tuple[FittedRegime, ...]:
     A term that the held-out rows do not determine (constant, or a mix of other features) keeps its value. A regime with
     fewer held-out rows than a fit needs stays as it is.
     """
-    holdout = counted(fitted.rows, "holdout")
+    holdout = counted_rows(fitted.rows, "holdout")
     active = active_regime(fitted.regimes, holdout)
     return tuple(
         _refitted(regime, holdout.filter(pl.Series(active == index)))
@@ -275,8 +275,8 @@ def errors_by_phase(
 ) -> tuple[StepPhase, ...]:
     """Measure a step-time model on the held-out rows of each phase; servers without requests have no phases."""
     arrivals = requests.select(*SERVER, at_ns=pl.coalesce("arrival_ns", "queued_ns"))
-    median = float(np.median(target_of(counted(fitted.rows, "train"))))
-    holdout = evaluation_rows(counted(fitted.rows, "holdout"), eval_filter)
+    median = float(np.median(target_of(counted_rows(fitted.rows, "train"))))
+    holdout = evaluation_rows(counted_rows(fitted.rows, "holdout"), eval_filter)
     in_phases = with_phases(holdout, "ts_ns", arrivals).drop_nulls("phase")
     return tuple(
         StepPhase(
@@ -411,8 +411,8 @@ def error_in_stretches(fitted: LinearFit, features: Sequence[Feature], options: 
 
 def error_over_load(fitted: LinearFit, load: str, options: FitOptions) -> ErrorOverLoad | None:
     """Measure a model on held-out rows in groups of equal size by load; null where there are no rows."""
-    used = counted(fitted.rows, "train")
-    holdout = evaluation_rows(counted(fitted.rows, "holdout"), options.eval_filter)
+    used = counted_rows(fitted.rows, "train")
+    holdout = evaluation_rows(counted_rows(fitted.rows, "holdout"), options.eval_filter)
     if not used.height or not holdout.height:
         return None
     holdout = holdout.sort(LOAD)

@@ -190,7 +190,7 @@ def keep_sweep(rows: pl.DataFrame, timeline: pl.DataFrame) -> pl.DataFrame:
     return rows.with_columns(excluded_reason=pl.when(~back).then("excluded_reason"))
 
 
-def counted(rows: pl.DataFrame, split: str) -> pl.DataFrame:
+def counted_rows(rows: pl.DataFrame, split: str) -> pl.DataFrame:
     """Return the rows of a split without the excluded ones."""
     return rows.filter((pl.col("split") == split) & pl.col("excluded_reason").is_null())
 

@@ -40,7 +40,7 @@ from tracefit.fit.select import (
     time_blocks,
     usable_features,
 )
-from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted_rows, evaluation_rows
 from tracefit.fit.validation import equation_errors, measure, prediction_interval, validate
 from tracefit.statistics import robust_sd
 from tracefit.tables.schema import SERVER
@@ -76,7 +76,7 @@ def fit_regimes(
     """
     features = list({f.name: f for regime in regimes for f in regime.features}.values())
     rows, usable, unknown = _prepared(rows, features, options)
-    used, holdout = counted(rows, "train"), counted(rows, "holdout")
+    used, holdout = counted_rows(rows, "train"), counted_rows(rows, "holdout")
     # Held-out rows keep their outliers, so that an interval includes those of the training.
     outlying = rows.filter((pl.col("split") == "train") & (pl.col("excluded_reason") == splits.OUTLIER))
     fitted, designs = _fit_each(used, outlying, regimes, {f.name for f in usable}, unknown, options)
@@ -106,7 +106,7 @@ def training_design(
     At most `select.ENOUGH_ROWS` rows are taken, evenly over the frame. Outliers are those that the frame marks.
     """
     rows, kept, _ = _drop_unknown(rows, features)
-    used = counted(rows, "train")
+    used = counted_rows(rows, "train")
     used = used.gather_every(max(1, -(-used.height // ENOUGH_ROWS)))
     if used.height < MIN_TRAIN_ROWS:
         return None
@@ -124,7 +124,7 @@ def _prepared(
 ) -> tuple[pl.DataFrame, list[Feature], list[OmittedFeature]]:
     """Do as `_drop_unknown` does, and mark outliers where there are enough rows to recognise them."""
     rows, kept, unknown = _drop_unknown(rows, features, fill_holdout=options.fill_unknown)
-    if options.drop_outliers and counted(rows, "train").height >= MIN_TRAIN_ROWS:
+    if options.drop_outliers and counted_rows(rows, "train").height >= MIN_TRAIN_ROWS:
         rows = _mark_outliers(rows, kept)
     return rows, kept, unknown
 
@@ -352,7 +352,7 @@ def design_of(
     return Design([features[k] for k in kept], x, y, weights, counts, run, time, folds), left
 
 
-_SURE = 2.0
+_MIN_STANDARD_ERRORS = 2.0
 """The exponent of the noise must be this many standard errors above zero to count."""
 
 _LEAST_SHARE, _MOST_SHARE = 0.1, 3.0
@@ -400,7 +400,7 @@ def noise_exponent(residual: Vector, predicted: Vector) -> float:
     if sum_of_squares <= 0:
         return 0.0
     slope = float(centered @ size) / sum_of_squares
-    return min(slope, 1.0) if slope > _SURE * _LOG_SD / np.sqrt(sum_of_squares) else 0.0
+    return min(slope, 1.0) if slope > _MIN_STANDARD_ERRORS * _LOG_SD / np.sqrt(sum_of_squares) else 0.0
 
 
 def noise_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:

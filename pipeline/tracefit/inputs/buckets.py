@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from obstore import PutMode, UpdateVersion
     from obstore.store import ObjectStore
 
-AT_ONCE = 8
-"""Requests under way together: a small one is a round trip and little else."""
+_MAX_REQUESTS = 8
+"""Most requests to a bucket at a time: a small request is little more than a round trip."""
 
 FIRST_ANSWER_S = 20
 """How long a bucket that has never answered is retried: as long as the buckets that are only read."""
@@ -256,11 +256,11 @@ def _delete(store: ObjectStore, _: BucketPath, keys: list[str]) -> None:
     store.delete(keys)
 
 
-def together(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
+def map_concurrently(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
     """Do some work on each item, several at a time, because it mostly waits for the bucket."""
     from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - a folder on disk needs none
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(_MAX_REQUESTS) as pool:
         return list(pool.map(work, items))
 
 

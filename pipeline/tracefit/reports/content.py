@@ -652,8 +652,8 @@ def _clock(t: published.TimelineEntry) -> Section:
 # -- request latencies ----------------------------------------------------------------------------------
 
 
-_WAYS = {"predicted": "on arrival", "baseline": "baseline", "gradient_boosting": "reference"}
-_STATE_WAYS = {
+_ON_ARRIVAL_LABELS = {"predicted": "on arrival", "baseline": "baseline", "gradient_boosting": "reference"}
+_GIVEN_STATE_LABELS = {
     "given_measured_state": "given queue and batches",
     "refit_on_holdout": "refit on hold-out",
     "baseline": "baseline",
@@ -682,9 +682,10 @@ def _latency_parts(deployment: published.DeploymentEvaluation) -> tuple[ReportPa
             (label, words, *metrics(errors))
             for label, entry in named
             for way, words in ways.items()
-            if (errors := getattr(entry, way)) is not None and (ways is _STATE_WAYS or entry.predicted.n)
+            if (errors := getattr(entry, way)) is not None
+            and (ways is _GIVEN_STATE_LABELS or entry.predicted.n)
         ]
-        for ways in (_WAYS, _STATE_WAYS)
+        for ways in (_ON_ARRIVAL_LABELS, _GIVEN_STATE_LABELS)
     )
     left_out = [(label, reasons(entry.left_out)) for label, entry in named if entry.left_out]
     known = [(label, deployment.latency[name]) for name, label in LATENCIES.items()]

@@ -66,7 +66,7 @@ _LAYER_BLOCK_ROWS = 1024
 _MOST_SCOPES = 16
 """How many other scopes are named: those with the most spans."""
 
-_ODD_SHARE = 0.01
+_MAX_REFUTING_SHARE = 0.01
 """If a larger share of a run's values contradicts a setting, the setting is not the server's and is not used."""
 
 
@@ -136,7 +136,7 @@ def build_tables(
         collected.add(rows)
     spans_read = resolved.spans_read
     del resolved, windows  # the facts of every span: the rest needs the memory
-    memory.give_back()
+    memory.trim()
     _finish(runs, collected, writer, spread, spans_read)
 
 
@@ -199,7 +199,7 @@ def _epoch_starts(
     starts, strays, bounds = scan_epochs(marks.windows())
     refuted = {run: set[str]() for run, _, _ in values}
     for (run, limit, name), n in above.items():
-        refuted[run] |= {limit} if n > values[run, limit, name] * _ODD_SHARE else set()
+        refuted[run] |= {limit} if n > values[run, limit, name] * _MAX_REFUTING_SHARE else set()
     every, *others = list(refuted.values()) or [set[str]()]
     if any(other != every for other in others):
         raise UnlikeRunsError

@@ -241,7 +241,7 @@ class Bucket:
 
     def put(self, files: Mapping[str, Path]) -> None:
         """Copy files of a scratch folder to their names."""
-        buckets.together(lambda item: buckets.put(self._path(item[0]), item[1]), files.items())
+        buckets.map_concurrently(lambda item: buckets.put(self._path(item[0]), item[1]), files.items())
         if self.kept is None or not self.kept.is_dir():
             return
         held = sum(path.stat().st_size for path in self.kept.rglob("*") if path.is_file())
@@ -261,7 +261,7 @@ class Bucket:
 
     def has(self, names: Iterable[str]) -> bool:
         """Say whether all these objects are there."""
-        return None not in buckets.together(buckets.size_of, map(self._path, names))
+        return None not in buckets.map_concurrently(buckets.size_of, map(self._path, names))
 
     def scannable(self, name: str) -> str:
         """Return what polars scans for an object: its URL; polars reads the same environment."""
@@ -277,7 +277,7 @@ class Bucket:
         def size(folder: str) -> int:
             return sum(size for _, size, _ in buckets.below(self._path(folder)))
 
-        return buckets.together(size, folders)
+        return buckets.map_concurrently(size, folders)
 
     def leftovers(self, folder: str) -> list[str]:
         """Return the objects below a prefix that were written long ago.

@@ -30,7 +30,7 @@ from msgspec import Meta
 
 from tracefit._version import __version__
 from tracefit.errors import DataError, UsageError, did_you_mean
-from tracefit.inputs.buckets import place_of, together
+from tracefit.inputs.buckets import map_concurrently, place_of
 from tracefit.inputs.files import display_name
 from tracefit.options import IngestOutOption, flag_of
 from tracefit.tables import schema
@@ -355,7 +355,7 @@ class TableStore:
             )
 
     @contextmanager
-    def swept(self) -> Iterator[None]:
+    def removing_leftovers(self) -> Iterator[None]:
         """On exit, delete files that no manifest references.
 
         After an error do so only on local disk: a bucket may be unreachable.
@@ -445,7 +445,7 @@ class TableStore:
 
         parts = self._parts(name, run_ids)
         if not self.place.has_lock:
-            return together(read, parts)
+            return map_concurrently(read, parts)
         wanted = [c for c in schema.TABLES[name].columns if columns is None or c.name in columns]
         is_flat = all(c.kind != "map" for c in wanted)
         # Each file that is opened alone costs a millisecond.
@@ -705,30 +705,30 @@ class RunsWriter:
         for number, run_id in enumerate(run_ids):
             prefix = f"{number}-" if len(run_ids) > 1 else ""
             self._writers[run_id] = RunWriter(folder, self._syncs, prefix)
-        self._alone = self._writers[run_ids[0]] if len(run_ids) == 1 else None
-        self.folder = self._alone.folder if self._alone else None
+        self._single_writer = self._writers[run_ids[0]] if len(run_ids) == 1 else None
+        self.folder = self._single_writer.folder if self._single_writer else None
         self._rows: dict[str, list[pl.DataFrame]] = {}
 
     def put(self, name: str, table: WrittenTable) -> None:
         """Add a whole table, as `write_table` has written it."""
-        if self._alone is not None:
+        if self._single_writer is not None:
             assert isinstance(table, Path)  # noqa: S101 - it was written into the folder
-            self._alone.put(name, table)
+            self._single_writer.put(name, table)
         else:
             assert not isinstance(table, Path)  # noqa: S101 - there was no folder
             self._rows[name] = table
 
     def write(self, name: str, rows: pl.DataFrame) -> None:
         """Write the next rows of a table; those of several runs have qualified names."""
-        if self._alone is not None:
-            self._alone.write(name, rows)
+        if self._single_writer is not None:
+            self._single_writer.write(name, rows)
         else:
             self._rows.setdefault(name, []).append(rows)
 
     def scan(self, name: str) -> pl.LazyFrame:
         """Return a table that was written as a lazy frame."""
-        if self._alone is not None:
-            return self._alone.scan(name)
+        if self._single_writer is not None:
+            return self._single_writer.scan(name)
         return pl.concat(self._rows[name]).lazy()
 
     def complete(self) -> None:
@@ -737,16 +737,16 @@ class RunsWriter:
 
     def of(self, run_ids: Sequence[str]) -> WrittenTables:
         """Return the tables of some of the runs."""
-        if self._alone is not None:
-            return self._alone
+        if self._single_writer is not None:
+            return self._single_writer
         return _HeldTables(self._rows, frozenset(run_ids) if len(run_ids) < len(self._writers) else None)
 
     def replace(
         self, run_ids: Sequence[str], tables: Mapping[str, pl.DataFrame | Iterator[pl.DataFrame]]
     ) -> None:
         """Write whole tables of some runs, in place of those before."""
-        if self._alone is not None:
-            self._alone.write_all(tables)
+        if self._single_writer is not None:
+            self._single_writer.write_all(tables)
             return
         for name, rows in tables.items():
             others = ~pl.col("run_id").is_in(list(run_ids))
