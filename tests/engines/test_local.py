@@ -104,7 +104,8 @@ def test_small_runs_fill_jobs_as_long_as_the_others_have_work(tmp_path, new_trac
     options = replace(EVERY_BYTE, block_bytes=2 * size)
     engine = _recorded(tmp_path / "runs", tmp_path / "tables", options, workers=workers)
     built = [n for name, n in _kinds(engine) if name == "build_runs"]
-    # Three blocks, of two runs each. Two workers divide what waits when fewer than twelve are left: half of 6, 8, 5, 2.
+    # Three blocks of two runs. When fewer than twelve are left, two workers each take half of those that wait, rounded up:
+    # of 6, of 3 + 4, of 3 + 2, of 2, of 1.
     assert built == [6, 6, *last]
 
 

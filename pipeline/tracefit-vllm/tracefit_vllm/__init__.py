@@ -36,7 +36,7 @@ def register() -> None:
         chosen = choose(config)
         return chosen if chosen is Scheduler else traced(chosen)
 
-    get_scheduler_cls.is_traced = True  # type: ignore[attr-defined]  # so that it is done once
+    get_scheduler_cls.is_traced = True  # type: ignore[attr-defined]  # marks the function, which must not be wrapped twice
     SchedulerConfig.get_scheduler_cls = get_scheduler_cls
 
 

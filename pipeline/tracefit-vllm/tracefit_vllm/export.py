@@ -126,7 +126,7 @@ class Sender:
                 weight += len(batch[-1].events)
             try:
                 result = self._exporter.export([to_otlp(span, self._resource) for span in batch])
-            except Exception:  # noqa: BLE001 - as if it had said no
+            except Exception:  # noqa: BLE001 - an exporter that raises has failed too
                 result = SpanExportResult.FAILURE
             if result is not SpanExportResult.SUCCESS:
                 self._spans.extend(batch)  # after the others: it may be this one that is not taken
@@ -196,7 +196,7 @@ def run(stream: BinaryIO, exporter: SpanExporter | None = None, *, pause_s: floa
     try:
         for batch in batches:
             add(span for record in batch for span in builder.feed(record))
-    except Exception as error:  # noqa: BLE001 - what was made before is sent
+    except Exception as error:  # noqa: BLE001 - the spans built so far are still sent
         sender.say(f"tracing ends, serving goes on: {type(error).__name__}: {error}")
     add(builder.close())
     deque(batches, maxlen=0)  # after an error too, it reads to the end: the engine's side needs not know

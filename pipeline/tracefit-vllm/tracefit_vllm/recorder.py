@@ -106,7 +106,7 @@ class Recorder:
             while not self._closing.wait(_PAUSE_S):
                 self._send()
             self._send()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on without tracing
+        except Exception as error:  # noqa: BLE001 - after any error the server goes on, without tracing
             self.end(f"{type(error).__name__}: {error}")
         finally:
             os.close(self._pipe)  # its end: the process sends what it has, and ends

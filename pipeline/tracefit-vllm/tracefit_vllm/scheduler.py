@@ -204,14 +204,14 @@ def traced(base: type[Any]) -> type[Any]:  # noqa: C901 - one short method for e
         refuse(lacks, what="version of vLLM" if base.__module__.startswith("vllm.") else "--scheduler-cls")
         return base
 
-    class TracedScheduler(base):  # type: ignore[misc]  # whichever the server uses
+    class TracedScheduler(base):  # type: ignore[misc]  # the server chooses the base class at run time
         _tracing: Tracing | None = None
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             try:
                 self._tracing = Tracing(self)
-            except Exception as error:  # noqa: BLE001 - a scheduler that is not as it was
+            except Exception as error:  # noqa: BLE001 - a changed scheduler must not stop the server
                 logger.warning("tracefit-vllm: no tracing: %s", _said(error))
 
         def _trace(self, note: str, *values: Any) -> Any:

@@ -230,7 +230,7 @@ class SpanBuilder:
             return
         for at, attributes, key in drafts.guesses:
             if at > step and key in attributes:
-                attributes[key] -= wrong  # type: ignore[operator]  # a count
+                attributes[key] -= wrong  # type: ignore[operator]  # attributes with these keys are counts
         drafts.steps.remove(step)
         drafts.guesses = [guess for guess in drafts.guesses if guess[0] > min(drafts.steps, default=guess[0])]
         if not drafts.steps:

@@ -261,7 +261,7 @@ def command(task: str, *declared: type, is_quiet: bool = True) -> Callable[[_Com
             parameter_of("log_level", _LogLevel, None),
         ]
         call.__name__, call.__doc__ = name, function.__doc__
-        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions have no declared one
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typeshed declares no __signature__ of functions
         app.command()(call)
         return function
 

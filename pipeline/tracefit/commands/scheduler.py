@@ -61,7 +61,7 @@ _WORK_PER_BUILD = 2
 """About the times that decoding and building some bytes take as long as building them."""
 
 _BUILD_BLOCKS = 3
-"""Small runs are built together up to the size of so many blocks: their rows take about as much memory as decoding one."""
+"""Small runs are built together up to the size of this many blocks, because each job has a fixed cost; one more block adds about 40 MiB to the peak."""
 
 _SPAN_BYTES = 512
 """About the bytes in memory of a span and its events."""

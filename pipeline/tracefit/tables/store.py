@@ -837,8 +837,8 @@ class _TableFileWriter:
 
     def _write_group(self, rows: pa.Table) -> None:
         if self._writer is None:
-            # Ids and names repeat; a dictionary of times or features would be as long as they are. In a file of one small
-            # group, statistics of the group spare no reading.
+            # Ids and names repeat; a dictionary of times or features would be as long as they are. A small file is read
+            # whole, so that it needs no statistics.
             is_long = rows.num_rows > _FEW_ROWS
             strings = [c.name for c in self.table.columns if c.kind == "string" and is_long]
             self._writer = pq.ParquetWriter(
