@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.rejects import Reject, excerpt
@@ -95,6 +94,8 @@ def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int)
 
 def _marked(payload: bytes) -> pl.DataFrame:
     """Return the lines with an iteration: source_offset, length, text (null if too long); of glued lines one row for each iteration."""
+    import pyarrow.compute as pc  # noqa: PLC0415 - takes long to import, and few files are logs
+
     ends = np.flatnonzero(np.frombuffer(payload, np.uint8) == ord("\n")) + 1
     begins = np.r_[0, ends, len(payload)]
     sizes = np.diff(begins)

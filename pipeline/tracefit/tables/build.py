@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import polars as pl
@@ -40,7 +39,7 @@ from tracefit.tables.requests import (
     with_api_moved,
 )
 from tracefit.tables.resolve import parts_of, resolve
-from tracefit.tables.runs import missing_attributes, run_rows
+from tracefit.tables.runs import EVENT_TABLES, filled_attributes, missing_attributes, run_rows
 from tracefit.tables.sources import RECORDS
 from tracefit.tables.stages import results_of, steps_of
 from tracefit.tables.store import write_table
@@ -74,7 +73,10 @@ class Spread(Protocol):
     """Calls a function for each of some items, as `map` does; where it runs them is its own choice."""
 
     def __call__(self, function: Callable[[_Item], _Result], items: Iterable[_Item], /) -> Iterator[_Result]:
-        """Yield the results in the order of the items; both can be pickled."""
+        """Yield the results in the order of the items; both can be pickled.
+
+        An item may be null if the next one has to wait for a result that is not yielded yet.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,9 @@ class TracedRun:
     files: Sequence[ReadFile]
     columns: Mapping[str, str | int | None]
 
+
+_REJECTING = frozenset({"spans", "steps", "request_snapshots", "journey_events", "requests"})
+"""Tables whose rows may be rejected while they are written."""
 
 _Counts = Counter[tuple[int, str, str]]
 """Number of values by run, setting and column."""
@@ -120,12 +125,12 @@ def build_tables(
         writer: Takes the tables.
         limits: Settings of the servers that bound values of the tables; one that a run contradicts is not used.
         memory_limits: How much of the runs is in memory at a time.
-        spread: Reads windows and writes tables; here, one after the other, if not given.
+        spread: Reads parts and windows, and writes tables; here, one after the other, if not given.
 
     Raises:
         UnlikeRunsError: They have to be built one by one.
     """
-    resolved = resolve(place, parts_of([run.files for run in runs]), several=len(runs) > 1)
+    resolved = resolve(place, parts_of([run.files for run in runs]), several=len(runs) > 1, spread=spread)
     bounds = window_bounds(place, resolved, memory_limits.window_bytes)
     job = _Job(tuple(run.run_id for run in runs), scratch, memory_limits, spills=len(bounds) > 1)
     windows = (Window.of(place, resolved, *each) for each in bounds)
@@ -134,10 +139,10 @@ def build_tables(
     windows = (Window.of(place, resolved, *each) for each in bounds)
     for rows in spread(partial(_rows_in, job, sieve, starts), windows):
         collected.add(rows)
-    spans_read = resolved.spans_read
+    spans_read, has_stages = resolved.spans_read, resolved.owners.height > 0
     del resolved, windows  # the facts of every span: the rest needs the memory
     memory.trim()
-    _finish(runs, collected, writer, spread, spans_read)
+    _finish(runs, collected, writer, spread, spans_read, has_stages=has_stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,31 +435,55 @@ def _finish(
     writer: RunsWriter,
     spread: Spread,
     spans_read: Mapping[int, int],
+    *,
+    has_stages: bool,
 ) -> None:
-    """Write every table; `spans_read` are the spans of each run, by its number, duplicates included."""
+    """Write every table.
+
+    Args:
+        runs: The runs.
+        collected: The rows of all their windows.
+        writer: Takes the tables.
+        spread: Joins requests and writes tables.
+        spans_read: Spans of each run, by its number, duplicates included.
+        has_stages: Whether there are steps in spans of stages, which are known once requests are joined.
+    """
     job = collected.job
     any_other = any(tally.counts["other"] for tally in collected.tallies.values())
+    is_joined, written = False, set[str]()
 
-    def write(calls: Iterable[Callable[[], _Part]]) -> None:
-        for part in spread(_made, calls):
-            collected.add(part)
-            for name, rows in part.finished.items():
-                writer.put(name, rows)
+    def table(name: str, change: _Change) -> Callable[[], _Part]:
+        return partial(_table, job, writer.folder, name, collected.pop(name), change)
 
-    # A generator: the rows of a table leave the memory when it is written.
-    def of_tables(changes: Mapping[str, _Change]) -> Iterator[Callable[[], _Part]]:
-        for name, change in changes.items():
-            yield partial(_table, job, writer.folder, name, collected.pop(name), change)
+    # A generator: the rows of a table leave the memory when it is written. It yields null while a call needs results that are
+    # still missing.
+    def calls() -> Iterator[Callable[[], _Part] | None]:
+        yield partial(_join_layers, job, collected.pop("layers"), dict(collected.frames))
+        yield table("spans", _without_repeats if any_other else _unchanged)
+        if not has_stages:
+            yield table("steps", _one_record_a_step)
+        while not is_joined:
+            yield None
+        api_clock = _api_clock_of(collected)
+        moved = partial(_with_api_events_moved, api_clock)
+        yield table("journey_events", moved if api_clock.height else _unchanged)
+        yield table("request_snapshots", _unchanged)
+        yield table("requests", partial(_requests_on_core_clock, api_clock))
+        if has_stages:
+            yield table("steps", _one_record_a_step)
+        while not written.issuperset(_REJECTING):
+            yield None
+        yield table("rejects", _unchanged)
 
-    joining = partial(_join_layers, job, collected.pop("layers"), dict(collected.frames))
-    spans = _without_repeats if any_other else _unchanged
-    write(chain([joining], of_tables({"spans": spans, "request_snapshots": _unchanged})))
-    api_clock = api_clocks(pl.concat([clock_bounds(schema.REQUESTS.empty()), *collected.frames["bounds"]]))
-    journeys: _Change = partial(_with_api_events_moved, api_clock) if api_clock.height else _unchanged
-    requests = partial(_requests_on_core_clock, api_clock)
-    write(of_tables({"steps": _one_record_a_step, "journey_events": journeys, "requests": requests}))
-    write(of_tables({"rejects": _unchanged}))
-    missing = missing_attributes(writer.scan)
+    for part in spread(_made, calls()):
+        collected.add(part)
+        is_joined = True  # the first one
+        for name, finished in part.finished.items():
+            writer.put(name, finished)
+            written.add(name)
+    missing = missing_attributes(
+        {name: collected.frames[name] for name in EVENT_TABLES}, writer.scan("rejects")
+    )
     columns = [
         {"run": n, "run_id": run.run_id, **run.columns}
         | _run_columns(run, collected.tallies[n], spans_read.get(n, 0))
@@ -464,9 +493,14 @@ def _finish(
     of_run = pl.DataFrame(columns, infer_schema_length=None)
     rows = run_rows(writer.scan, run_of("server") if job.several else pl.lit(0), of_run)
     ahead, error = (divided(pl.col(c), 1e3) for c in ("ahead_ns", "error_ns"))
-    clocks = api_clock.select("server", api_clock_ahead_us=ahead, api_clock_error_us=error)
+    clocks = _api_clock_of(collected).select("server", api_clock_ahead_us=ahead, api_clock_error_us=error)
     rows = rows.drop(clocks.columns[1:]).join(clocks, on="server", how="left")
     writer.write("runs", schema.RUNS.conform(rows))
+
+
+def _api_clock_of(collected: _Collected) -> pl.DataFrame:
+    """Return how far the API's clock is ahead, from the joined requests."""
+    return api_clocks(pl.concat([clock_bounds(schema.REQUESTS.empty()), *collected.frames["bounds"]]))
 
 
 def _run_columns(run: TracedRun, tally: _Tally, spans_read: int) -> dict[str, str | int]:
@@ -481,7 +515,8 @@ def _run_columns(run: TracedRun, tally: _Tally, spans_read: int) -> dict[str, st
     }
 
 
-def _made(call: Callable[[], _Part]) -> _Part:
+def _made(call: Callable[[], _Part] | None) -> _Part:
+    assert call is not None  # noqa: S101 - only `spread` waits
     return call()
 
 
@@ -531,8 +566,18 @@ def _table(job: _Job, folder: Path | None, name: str, contents: SortContents, ch
     collected.sort(name).add_all(contents)
     # At least one frame, so that a table without rows exists too.
     windows = collected.sort(name).windows() if contents.rows else iter([schema.TABLES[name].empty()])
-    finished = write_table(name, change(collected, windows), folder)
+    rows = change(collected, windows)
+    if name in EVENT_TABLES:
+        rows = _counted(collected, name, rows)
+    finished = write_table(name, rows, folder)
     return replace(collected.part(), finished={name: finished})
+
+
+def _counted(collected: _Collected, name: str, windows: Iterable[pl.DataFrame]) -> Iterator[pl.DataFrame]:
+    """Count the values of attributes in the rows of a table on their way to it."""
+    for rows in windows:
+        collected.frames[name].append(filled_attributes(name, rows))
+        yield rows
 
 
 def _unchanged(_: _Collected, windows: Iterator[pl.DataFrame]) -> Iterator[pl.DataFrame]:

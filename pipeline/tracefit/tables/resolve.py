@@ -7,6 +7,7 @@ is in memory at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from tracefit.tables.staging import read_staged
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tracefit.tables.build import Spread
     from tracefit.tables.places import Place
     from tracefit.tables.store import ReadFile
 
@@ -32,6 +34,7 @@ _TRACE = ["run", "trace_high", "trace_low"]
 _IDS = [*_TRACE, "span"]
 _SCOPES = pl.Enum(dialects.READ_SCOPES)
 _HEX_DIGITS_OF_64_BITS = 16
+_PARTS_AT_ONCE = 8
 _FILES = {"file": pl.UInt32, "file_order": pl.UInt32, "source_file": pl.String, "run": pl.UInt32}
 
 
@@ -43,10 +46,12 @@ class RunPart:
         name: Its name.
         files: file (number in the part), file_order (of the file among those of all runs), source_file, run (its number).
             Rows of other files do not count.
+        has_records: Whether recorded steps are among its rows.
     """
 
     name: str
     files: pl.DataFrame
+    has_records: bool
 
     def of_files(self, rows: pl.DataFrame, *columns: str) -> pl.DataFrame:
         """Return the rows that count, with some of `file_order`, `source_file` and `run` instead of `file`."""
@@ -60,7 +65,11 @@ def parts_of(runs: Sequence[Sequence[ReadFile]]) -> list[RunPart]:
     placed = ((file, part, run) for run, files in enumerate(runs) for file in files for part in file.parts)
     for order, (file, part, run) in enumerate(placed):
         rows.setdefault(part.name, []).append((part.file, order, file.path, run))
-    return [RunPart(name, pl.DataFrame(files, schema=_FILES, orient="row")) for name, files in rows.items()]
+    recorded = {part.name for files in runs for file in files for part in file.parts if part.steps}
+    return [
+        RunPart(name, pl.DataFrame(files, schema=_FILES, orient="row"), name in recorded)
+        for name, files in rows.items()
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +102,9 @@ class ResolvedRuns:
     owners: pl.DataFrame
 
 
-def resolve(place: Place, parts: Sequence[RunPart], *, several: bool = False) -> ResolvedRuns:
+def resolve(
+    place: Place, parts: Sequence[RunPart], *, several: bool = False, spread: Spread = map
+) -> ResolvedRuns:
     """Find the spans of some runs that count, with their servers, and the clocks of the servers.
 
     A span is identified by (run, trace_id, span_id): if it was read twice, the first one counts.
@@ -102,13 +113,14 @@ def resolve(place: Place, parts: Sequence[RunPart], *, several: bool = False) ->
         place: The folder or bucket of the staged parts.
         parts: The parts of the runs, at least one.
         several: Whether there are several runs.
+        spread: Reads the parts; here, one after the other, if not given.
     """
     every, firsts = [], [0]
-    for part in parts:
-        staged = read_staged(place, part.name, "spans", _NARROW)
-        every.append(_narrow(part.of_files(staged, "file_order", "run"), firsts[-1], several=several))
-        firsts.append(firsts[-1] + staged.height)
-        del staged
+    some_parts = (parts[at : at + _PARTS_AT_ONCE] for at in range(0, len(parts), _PARTS_AT_ONCE))
+    for some in spread(partial(_narrow_parts, place, several=several), some_parts):
+        for spans, height in some:
+            every.append(spans.with_columns(pl.col("row") + pl.lit(firsts[-1], pl.UInt32)))
+            firsts.append(firsts[-1] + height)
     spans = pl.concat(every)
     every.clear()  # the largest frames of this function: free them before the joins below
     # A part that several files share has rows of all of them: if two spans are equal, the one of the first file counts.
@@ -154,7 +166,7 @@ def resolve(place: Place, parts: Sequence[RunPart], *, several: bool = False) ->
 def _log_owners(place: Place, parts: Sequence[RunPart], servers: pl.DataFrame) -> dict[int, str]:
     """Return the server of the spans of each run that has one server and one engine with a log."""
     engines: dict[int, set[str]] = {}
-    for part in parts:
+    for part in (part for part in parts if part.has_records):
         rows = read_staged(place, part.name, "recorded_steps", ("file", "server", "cycle_source"))
         logged = part.of_files(rows.filter(pl.col("cycle_source") == CycleSource.LOG.value), "run")
         for run, engine in logged.select("run", "server").unique().iter_rows():
@@ -259,7 +271,17 @@ def _facts(spans: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _narrow(spans: pl.DataFrame, first: int, *, several: bool) -> pl.DataFrame:
+def _narrow_parts(place: Place, parts: Sequence[RunPart], *, several: bool) -> list[tuple[pl.DataFrame, int]]:
+    """Return the spans of each part that count, with the columns that this module needs, and the number of all its spans."""
+    narrow = []
+    for part in parts:
+        staged = read_staged(place, part.name, "spans", _NARROW)
+        narrow.append((_narrow(part.of_files(staged, "file_order", "run"), several=several), staged.height))
+        del staged
+    return narrow
+
+
+def _narrow(spans: pl.DataFrame, *, several: bool) -> pl.DataFrame:
     """Return the columns that this module needs, with ids packed into numbers: 24 bytes instead of 64."""
     trace = pl.col("trace_id").str
     # The client-facing id: the same in all spans of a request.
@@ -272,7 +294,7 @@ def _narrow(spans: pl.DataFrame, first: int, *, several: bool) -> pl.DataFrame:
     return spans.select(
         "file_order",
         "run",
-        pl.col("row") + pl.lit(first, pl.UInt32),
+        "row",
         _number(trace.head(_HEX_DIGITS_OF_64_BITS)).alias("trace_high"),
         _number(trace.tail(_HEX_DIGITS_OF_64_BITS)).alias("trace_low"),
         _number(pl.col("span_id")).alias("span"),

@@ -20,7 +20,7 @@ from tracefit.tables.rows import INCOMPLETE
 from tracefit.tables.sources import CycleSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from tracefit.tables.store import TableStore
 
@@ -99,32 +99,45 @@ def with_implausible(
     )
 
 
-def missing_attributes(scan: Callable[[str], pl.LazyFrame]) -> dict[str, dict[str, list[str]]]:
+def filled_attributes(table: str, rows: pl.DataFrame) -> pl.DataFrame:
+    """Return how many events of each run and name have a usable value of each attribute.
+
+    Args:
+        table: A table of events: see `EVENT_TABLES`.
+        rows: Some of its rows.
+
+    Returns:
+        run_id, event (the table itself if its events have one name), and the columns that are read from attributes.
+    """
+    columns = list(_EVENTS_OF[table])
+    if table == "steps":
+        rows = rows.filter(~_IS_RECORDED)
+    event = [] if table == "journey_events" else [pl.lit(table).alias("event")]
+    counts = rows.group_by("run_id", *(["event"] if not event else [])).agg(pl.col(columns).count())
+    return counts.with_columns(event).select("run_id", "event", *columns)
+
+
+def missing_attributes(
+    filled: Mapping[str, Sequence[pl.DataFrame]], rejects: pl.LazyFrame
+) -> dict[str, dict[str, list[str]]]:
     """Return, by run and event, the attributes without a usable value in any of the run's events of that name.
 
     Args:
-        scan: Returns a table of some runs.
+        filled: Table to the results of `filled_attributes` for all its rows.
+        rejects: The table of that name.
     """
-    tables = {table: scan(table) for table in _EVENTS_OF}
-    tables["steps"] = tables["steps"].filter(~_IS_RECORDED)
-    for table in ("steps", "request_snapshots"):
-        tables[table] = tables[table].with_columns(event=pl.lit(table))
-    counts = {
-        table: tables[table].group_by("run_id", "event").agg(pl.col(*keys).count())
-        for table, keys in _EVENTS_OF.items()
-    }
-    is_incomplete = pl.col("reason").is_in(list(INCOMPLETE.values()))
-    reasons = scan("rejects").filter(is_incomplete).select("run_id", "reason").unique()
-    *counted, incomplete = pl.collect_all([*counts.values(), reasons], engine="streaming")
     missing: dict[str, dict[str, list[str]]] = {}
     names = set()
-    for table, events in zip(counts, counted, strict=True):
+    for table, counts in filled.items():
+        events = pl.concat(counts).group_by("run_id", "event").agg(pl.all().sum())
         for row in events.rows(named=True):
             name = _EVENT_NAMES[row["event"]]
             names.add((row["run_id"], name))
             lacking = [_EVENTS_OF[table][c][0] for c in _expected(table, row["event"]) if not row[c]]
             if lacking:
                 missing.setdefault(row["run_id"], {})[name] = sorted(lacking)
+    is_incomplete = pl.col("reason").is_in(list(INCOMPLETE.values()))
+    incomplete = rejects.filter(is_incomplete).select("run_id", "reason").unique().collect()
     tables_of = {reason: table for table, reason in INCOMPLETE.items()}
     for run_id, reason in incomplete.iter_rows():
         # No table has events that lack their step or request: if it has no event of this name, all lack the attribute.
@@ -140,6 +153,9 @@ _EVENTS_OF = {
     "request_snapshots": dialects.SNAPSHOT_KEYS,
 }
 """Table of events to its columns and the attributes that each is read from."""
+
+EVENT_TABLES = frozenset(_EVENTS_OF)
+"""The tables of events."""
 
 _EVENT_NAMES = {
     **{kind.event: kind.spellings[0] for kind in dialects.JOURNEY_EVENTS},
