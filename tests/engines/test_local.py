@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +15,8 @@ import pytest
 from tracefit import DataError, EngineChoice, IngestOptions, UsageError, ingest
 from tracefit.commands.deployments import write_timelines
 from tracefit.commands.ingest import ingest_inputs
-from tracefit.engines.jobs import attempt, call_here, spread
+from tracefit.engines import jobs
+from tracefit.engines.jobs import Job, attempt, available_cores, call_here, spread
 from tracefit.engines.local import LocalEngine
 from tracefit.inputs.discovery import open_inputs
 from tracefit.options import BuildLimits, ServerOptions
@@ -38,6 +42,9 @@ class _Recorded(LocalEngine):
         super().__init__(workers)
         self.jobs, self.parts = [], []
         self._most, self._turn = (4, -1) if ended_last_first else (1, 0)
+
+    def limit(self, workers):
+        self.workers = min(self.workers, workers)
 
     def run(self, next_job):
         waiting = []
@@ -156,6 +163,71 @@ def test_results_of_parts_have_the_order_of_the_parts(ended_last_first):
     engine = _Recorded(ended_last_first=ended_last_first)
     assert list(spread(engine, "run", str, iter(range(10)))) == [str(number) for number in range(10)]
     assert {job.name for job in engine.jobs} == {"run"}
+
+
+def test_a_part_that_waits_for_a_result_is_asked_for_again():
+    """Null stands for: not before the next result; here the last item is the sum of the first two results."""
+    results = []
+
+    def items():
+        yield from (1, 2)
+        while len(results) < 2:
+            yield None
+        yield sum(results)
+
+    results.extend(spread(_Recorded(ended_last_first=True), "run", (10).__mul__, items()))
+    assert results == [10, 20, 300]
+
+
+def test_steps_of_stages_are_the_same_in_parts(tmp_path, bytes_of, small_pieces):
+    """These steps are rows of the table only after the requests are joined."""
+    run = Path(__file__).parents[2] / "fixtures/sglang/sglang-level3-tp2"
+    options = replace(small_pieces, block_bytes=1 << 13, bytes_per_worker=1)
+    ingest([run], tmp_path / "one", workers=1, options=options)
+    engine = _recorded(run, tmp_path / "two", options, workers=2, ended_last_first=True)
+    assert any(job.is_shared for job in engine.jobs)
+    assert TableStore(tmp_path / "two").read("steps").height > 0
+    assert bytes_of(tmp_path / "two") == bytes_of(tmp_path / "one")
+
+
+def test_rejects_of_every_table_are_listed_in_parts(tmp_path, traces, bytes_of, small_pieces):
+    """A request departs 100 us before it finishes, which only the rows of `requests` show."""
+    for number in range(1, 41):
+        traces.request(number, 100_000 * number, step=5 * number, departs=300)
+    first = next(s for s in traces.spans if s["name"] == "llm_request" and s["spanId"] == f"{2:016x}")
+    traces.change(first["events"], lambda seconds: seconds - 400e-6, "event.ts.monotonic")
+    run = traces.write(tmp_path / "run")
+    ingest([run], tmp_path / "one", workers=1, options=small_pieces)
+    engine = _recorded(run, tmp_path / "two", small_pieces, workers=2, ended_last_first=True)
+    assert any(job.is_shared for job in engine.jobs)
+    reasons = TableStore(tmp_path / "two").read("rejects")["reason"]
+    assert "requests.departure_us is between events out of order" in reasons.to_list()
+    assert bytes_of(tmp_path / "two") == bytes_of(tmp_path / "one")
+
+
+@pytest.mark.skipif(sys.platform != "linux" or available_cores() < 2, reason="needs two cores of Linux")
+@pytest.mark.parametrize("more", [0, 1])
+def test_workers_have_a_core_each_if_they_have_all_cores(more, monkeypatch):
+    """Where cores are left to others, which of them are free is the system's to say."""
+    cores = os.sched_getaffinity(0)
+    monkeypatch.setattr(jobs, "available_cores", lambda: len(cores) + more)
+    wanted = {tuple(cores)} if more else {(core,) for core in cores}
+    found, until = set(), time.monotonic() + 30
+
+    def next_job():
+        is_needed = found != wanted and time.monotonic() < until
+        return Job(os.sched_getaffinity, 0, "run", None) if is_needed else None
+
+    with LocalEngine(len(cores)) as engine:
+        found.update(tuple(result) for _, result in engine.run(next_job))
+    assert found == wanted
+
+
+@pytest.mark.parametrize(("size", "started"), [(3, 2), (1, 0)])
+def test_workers_start_before_the_first_jobs_are_made(size, started):
+    with LocalEngine(2) as engine:
+        engine.limit(size)
+        assert len(multiprocessing.active_children()) == started
 
 
 def test_the_order_in_which_jobs_end_changes_nothing(tmp_path, fleet, bytes_of, small_pieces):

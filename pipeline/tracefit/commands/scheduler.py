@@ -250,7 +250,7 @@ class IngestScheduler:
         self._manifest = store.manifest()
         new = [file for run in runs for file in self._new_files(run)]
         engine.limit(max(sum(map(work_bytes, new)) // options.bytes_per_worker, 1))
-        self._by_path = engine.workers > 1 and not engine.carries_bytes
+        self._by_path = not (engine.is_here or engine.carries_bytes)
         self._unread = deque(sorted(runs, key=lambda run: -run.size_bytes))
         self._ready: deque[RunIngest] = deque()
         self._postponed: deque[RunIngest] = deque()

@@ -18,7 +18,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
 from tracefit import memory
-from tracefit.engines.jobs import TASKS_PER_WORKER, WorkerError, attempt, available_cores, call_here
+from tracefit.engines.jobs import (
+    TASKS_PER_WORKER,
+    WorkerError,
+    attempt,
+    available_cores,
+    call_here,
+    keep_to_core,
+    team_of,
+)
 from tracefit.errors import UsageError, names_flags
 from tracefit.options import EngineChoice, WorkersOption, named
 
@@ -35,13 +43,18 @@ _TURN_S = 0.2
 
 
 class LocalEngine:
-    """Processes of this machine, started once two jobs are ready at the same time.
+    """Processes of this machine, started by `limit`, or once two jobs are ready at the same time.
 
     A single job runs in this process with all cores; a worker has its share of them. A shared job gives parts of its
     work to the workers.
     """
 
     carries_bytes = False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether jobs run in this process."""
+        return self.workers == 1
 
     def __init__(self, workers: int | None = None) -> None:
         """Take at most this many processes, or one for each core."""
@@ -55,8 +68,12 @@ class LocalEngine:
         self._stack.__exit__(*error)  # type: ignore[arg-type]  # the three arguments of every exit
 
     def limit(self, workers: int) -> None:
-        """Start no more processes than these."""
+        """Start no more processes than these; several start now, while the first jobs are made."""
         self.workers = min(self.workers, workers)
+        if self.workers > 1:
+            with worker_surroundings(self.workers):
+                for _ in range(self.workers):  # each call starts a process, whatever it is
+                    self._pool.submit(available_cores)
 
     def check(self, folder: Path | None) -> None:
         """Do nothing: processes of this machine have the same tracefit and folders."""
@@ -128,7 +145,9 @@ def _process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     context = multiprocessing.get_context("spawn")
     ends, stop = context.Pipe(duplex=False)
     with worker_surroundings(workers):  # the pool starts a process too, which keeps track of its locks
-        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(ends,))
+        pool = ProcessPoolExecutor(
+            workers, mp_context=context, initializer=_begin, initargs=(ends, team_of(workers))
+        )
     try:
         yield pool
     except BaseException:
@@ -171,14 +190,19 @@ def worker_surroundings(workers: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _begin(ends: Connection) -> None:
+def _begin(ends: Connection, team: str | None) -> None:
     """Set up a worker. It ends when its parent dies or closes the other side of `ends`.
 
     Its result is then lost, and another process may lock the folder.
+
+    Args:
+        ends: Closed by the parent when it ends.
+        team: See `keep_to_core`.
     """
     from multiprocessing import parent_process  # noqa: PLC0415 - takes a while to import
     from multiprocessing.connection import wait  # noqa: PLC0415
 
+    keep_to_core(team)
     # Otherwise its warnings would bypass the log and reach the user's terminal.
     warnings.simplefilter("ignore")
     memory.reuse_freed()

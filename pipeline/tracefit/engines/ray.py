@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tracefit import memory
 from tracefit._version import __version__
-from tracefit.engines.jobs import TASKS_PER_WORKER, WorkerError, attempt, available_cores, call_here
+from tracefit.engines.jobs import (
+    TASKS_PER_WORKER,
+    WorkerError,
+    attempt,
+    available_cores,
+    call_here,
+    keep_to_core,
+    team_of,
+)
 from tracefit.errors import UsageError, names_flags
 from tracefit.options import EngineChoice, WorkersOption, named
 
@@ -28,7 +36,6 @@ MOST_TRIES = 4
 
 _OBJECTS_BYTES = 512 << 20
 _TURN_S, _ANSWER_S = 0.5, 5.0
-_set_up = cache(memory.reuse_freed)  # once in a worker, which is given one job after the other
 
 
 class RayEngine:
@@ -36,6 +43,8 @@ class RayEngine:
 
     All nodes see the tables folder.
     """
+
+    is_here = False
 
     def __init__(self, address: str | None, workers: int | None) -> None:
         """Connect to a cluster, or start Ray on this machine.
@@ -62,6 +71,7 @@ class RayEngine:
             self.__exit__()
             raise UsageError("has no CPU for jobs", where=self._where, hint="add nodes with CPUs")
         self.workers = min(workers or cores, cores)
+        self._team = None if self.carries_bytes else team_of(self.workers)
         self._ahead = TASKS_PER_WORKER * cores if self.workers == cores else self.workers
         # A job that requests more than any node has would wait for ever.
         self._most = int(max(node["Resources"].get("memory", 0) for node in self._nodes))
@@ -97,6 +107,12 @@ class RayEngine:
         """Make sure that every node has this version of tracefit and sees a folder; see `jobs.TaskEngine`."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On  # noqa: PLC0415
 
+        # Ray starts a worker for a job that waits: of Ray on this machine, all start now.
+        if not self.carries_bytes:
+            for _ in range(self.workers):
+                self._call.options(**_OPTIONS).remote(
+                    _version_at, folder, flags=names_flags(), team=self._team
+                )
         # On each node by name: where Ray itself would put the jobs, a node without tracefit could be missed.
         asked = {
             node["NodeManagerAddress"]: self._call.options(
@@ -148,7 +164,7 @@ class RayEngine:
     def _begin(self, job: Job, tries: int) -> Any:
         reserved = min(MEMORY_BYTES << (tries - 1), self._most)
         call = self._call.options(memory=reserved, **_OPTIONS)
-        return call.remote(job.function, job.argument, flags=names_flags())
+        return call.remote(job.function, job.argument, flags=names_flags(), team=self._team)
 
 
 _OPTIONS: dict[str, Any] = {
@@ -158,10 +174,18 @@ _OPTIONS: dict[str, Any] = {
 """Options of jobs: a core each, and nothing from the working folder."""
 
 
-def _work(function: Callable[[Any], Any], argument: Any, *, flags: bool) -> tuple[Any, Exception | None]:
+def _work(
+    function: Callable[[Any], Any], argument: Any, *, flags: bool, team: str | None = None
+) -> tuple[Any, Exception | None]:
     """Do a job, in a worker that is set up as those of the local engine."""
-    _set_up()
+    _set_up(team)
     return attempt(function, argument, flags=flags)
+
+
+@cache  # once in a worker, which is given one job after the other
+def _set_up(team: str | None) -> None:
+    memory.reuse_freed()
+    keep_to_core(team)
 
 
 def _version_at(folder: Path | None) -> tuple[str, bool]:
