@@ -141,7 +141,14 @@ FILE_METHODS = {
     *("iterdir", "rglob", "read_parquet", "scan_parquet", "write_parquet", "sink_parquet"),
     *("ParquetFile", "ParquetWriter", "FileIO", "OSFile", "read_csv", "scan_csv"),
 }
-NO_FILES = {"os._exit", "os.cpu_count", "os.fspath", "os.sched_getaffinity", "os.strerror"}
+NO_FILES = {
+    "os._exit",
+    "os.cpu_count",
+    "os.fspath",
+    "os.sched_getaffinity",
+    "os.sched_setaffinity",
+    "os.strerror",
+}
 
 TOUCH_FILES = {
     "commands/inspect.py",

@@ -15,8 +15,9 @@ import pytest
 from tracefit import DataError, EngineChoice, IngestOptions, UsageError, ingest
 from tracefit.commands.deployments import write_timelines
 from tracefit.commands.ingest import ingest_inputs
-from tracefit.engines import jobs
-from tracefit.engines.jobs import Job, attempt, available_cores, call_here, spread
+from tracefit.engines import cores as engine_cores
+from tracefit.engines.cores import available_cores
+from tracefit.engines.jobs import Job, attempt, call_here, spread
 from tracefit.engines.local import LocalEngine
 from tracefit.inputs.discovery import open_inputs
 from tracefit.options import BuildLimits, ServerOptions
@@ -210,7 +211,7 @@ def test_rejects_of_every_table_are_listed_in_parts(tmp_path, traces, bytes_of, 
 def test_workers_have_a_core_each_if_they_have_all_cores(more, monkeypatch):
     """Where cores are left to others, which of them are free is the system's to say."""
     cores = os.sched_getaffinity(0)
-    monkeypatch.setattr(jobs, "available_cores", lambda: len(cores) + more)
+    monkeypatch.setattr(engine_cores, "available_cores", lambda: len(cores) + more)
     wanted = {tuple(cores)} if more else {(core,) for core in cores}
     found, until = set(), time.monotonic() + 30
 

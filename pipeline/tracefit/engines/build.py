@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from tracefit.options import BuildLimits, IngestOptions
     from tracefit.recordings.kv_events import KvRows
     from tracefit.server.context import RunContext
-    from tracefit.tables.build import Spread
     from tracefit.tables.places import Place
+    from tracefit.tables.spread import Spread
     from tracefit.tables.store import ReadFile, TableFile, WrittenTables
     from tracefit.timeline import EngineLimits
 

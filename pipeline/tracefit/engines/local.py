@@ -18,15 +18,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
 from tracefit import memory
-from tracefit.engines.jobs import (
-    TASKS_PER_WORKER,
-    WorkerError,
-    attempt,
-    available_cores,
-    call_here,
-    keep_to_core,
-    team_of,
-)
+from tracefit.engines.cores import available_cores, keep_to_core, team_of
+from tracefit.engines.jobs import TASKS_PER_WORKER, WorkerError, attempt, call_here
 from tracefit.errors import UsageError, names_flags
 from tracefit.options import EngineChoice, WorkersOption, named
 

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -50,10 +50,8 @@ if TYPE_CHECKING:
 
     from tracefit.options import BuildLimits
     from tracefit.tables.places import Place
+    from tracefit.tables.spread import Spread
     from tracefit.tables.store import ReadFile, RunsWriter, WrittenTable
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 
 OTHER_RECORD = "steps.step_id is that of another record with other values"
@@ -67,16 +65,6 @@ _MOST_SCOPES = 16
 
 _MAX_REFUTING_SHARE = 0.01
 """If a larger share of a run's values contradicts a setting, the setting is not the server's and is not used."""
-
-
-class Spread(Protocol):
-    """Calls a function for each of some items, as `map` does; where it runs them is its own choice."""
-
-    def __call__(self, function: Callable[[_Item], _Result], items: Iterable[_Item], /) -> Iterator[_Result]:
-        """Yield the results in the order of the items; both can be pickled.
-
-        An item may be null if the next one has to wait for a result that is not yielded yet.
-        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from tracefit.tables.staging import read_staged
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tracefit.tables.build import Spread
     from tracefit.tables.places import Place
+    from tracefit.tables.spread import Spread
     from tracefit.tables.store import ReadFile
 
 _ENGINE = ("server", "start_unix_ns", "end_unix_ns", *CLOCK_FACTS)
