@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -172,8 +173,7 @@ def test_a_part_that_waits_for_a_result_is_asked_for_again():
 
     def items():
         yield from (1, 2)
-        while len(results) < 2:
-            yield None
+        yield from itertools.takewhile(lambda _: len(results) < 2, itertools.repeat(None, 100))
         yield sum(results)
 
     results.extend(spread(_Recorded(ended_last_first=True), "run", (10).__mul__, items()))
