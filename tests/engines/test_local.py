@@ -168,7 +168,7 @@ def test_results_of_parts_have_the_order_of_the_parts(ended_last_first):
 
 
 def test_a_part_that_waits_for_a_result_is_asked_for_again():
-    """Null stands for: not before the next result; here the last item is the sum of the first two results."""
+    """A null item means that the next one needs a result first: the last item is the sum of the first two results."""
     results = []
 
     def items():
@@ -209,7 +209,7 @@ def test_rejects_of_every_table_are_listed_in_parts(tmp_path, traces, bytes_of, 
 @pytest.mark.skipif(sys.platform != "linux" or available_cores() < 2, reason="needs two cores of Linux")
 @pytest.mark.parametrize("more", [0, 1])
 def test_workers_have_a_core_each_if_they_have_all_cores(more, monkeypatch):
-    """Where cores are left to others, which of them are free is the system's to say."""
+    """If other programs have some of the cores, the system chooses a core for each worker."""
     cores = os.sched_getaffinity(0)
     monkeypatch.setattr(engine_cores, "available_cores", lambda: len(cores) + more)
     wanted = {tuple(cores)} if more else {(core,) for core in cores}

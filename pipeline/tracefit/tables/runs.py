@@ -109,12 +109,11 @@ def filled_attributes(table: str, rows: pl.DataFrame) -> pl.DataFrame:
     Returns:
         run_id, event (the table itself if its events have one name), and the columns that are read from attributes.
     """
-    columns = list(_EVENTS_OF[table])
     if table == "steps":
         rows = rows.filter(~_IS_RECORDED)
-    event = [] if table == "journey_events" else [pl.lit(table).alias("event")]
-    counts = rows.group_by("run_id", *(["event"] if not event else [])).agg(pl.col(columns).count())
-    return counts.with_columns(event).select("run_id", "event", *columns)
+    if table != "journey_events":
+        rows = rows.with_columns(event=pl.lit(table))
+    return rows.group_by("run_id", "event").agg(pl.col(*_EVENTS_OF[table]).count())
 
 
 def missing_attributes(
