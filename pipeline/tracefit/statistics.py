@@ -1,4 +1,4 @@
-"""Array types and statistics for several rooms: mean of known values, robust standard deviation."""
+"""Array types and statistics for several rooms: percentiles, mean of known values, robust standard deviation."""
 
 from __future__ import annotations
 
@@ -17,6 +17,21 @@ PERCENTS: tuple[int, ...] = (*range(0, 100, 5), 99, 100)
 
 _SD_PER_MAD = 1.4826
 """Standard deviation over median absolute deviation of a normal distribution: 1 / Phi^-1(3/4)."""
+
+
+def percentile(values: Vector, percent: float) -> float:
+    """Return a percentile of values of shape (n,), n > 0, by linear interpolation between ranks.
+
+    It is the sorted value at `percent / 100 * (n - 1)`, counted from 0. Everything that prints a percentile of latencies takes it
+    from here, so that commands agree on the same requests.
+    """
+    return float(np.percentile(values, percent, method="linear"))
+
+
+def percentile_expr(column: pl.Expr, percent: float) -> pl.Expr:
+    """Return `percentile` of the known values of a column, or of each group of it, as an expression."""
+    # Without a method, polars takes the nearest value.
+    return column.quantile(percent / 100, "linear")
 
 
 def robust_sd(values: Vector) -> float:

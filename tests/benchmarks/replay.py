@@ -112,13 +112,7 @@ class Compared:
     def standard_errors(self) -> dict[str, float]:
         """Return the standard error of each error in percent."""
         blocks = np.array_split(np.arange(self.rows.height), BLOCKS)
-        sides = [
-            closed_loop._latencies(self.rows, *(f"{side}{n}" for n in names))
-            for side, names in (
-                ("", ("first_token", "finished", "departed")),
-                ("replayed_", ("first", "last", "departed")),
-            )
-        ]
+        sides = closed_loop._latencies(self.rows)
         rng, found = np.random.default_rng(0), []
         for _ in range(DRAWS):
             drawn = np.concatenate([blocks[k] for k in rng.integers(0, BLOCKS, BLOCKS)])

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import polars as pl
 import pytest
 
+import clients
 from tracefit.commands.ingest import ingest
 from tracefit.commands.requests import SECONDS_VIEW, requests, seconds_view
+from tracefit.diagnostics.load import measured_latencies
 from tracefit.errors import DataError, UsageError
+from tracefit.replay.closed_loop import _quantities
+from tracefit.tables.schema import REQUEST
+from tracefit.tables.store import TableStore
 
 
 def _load(trace, *, number=11, every_us=1_000_000):
@@ -64,6 +70,74 @@ def test_failures_are_left_out_of_request_times(tables, traces):
     assert summary.states == {"FINISHED_ABORTED": 1, "FINISHED_LENGTH_CAPPED": 2, "WAITING": 1}
     assert (total.e2e.n, total.itl.n, total.ttft.n, total.queue.n) == (2, 2, 3, 3)
     assert total.e2e.p99 < 1
+
+
+def test_requests_report_and_replay_have_the_same_percentiles(tables, traces):
+    """Request k has its first token after 100 k ms and its tokens k ms apart. P99 of 22 is at rank 20.79, of 21 at 19.8."""
+    trace = traces
+    for k in range(1, 22):
+        first = 1_000_000 * (k - 1) + 100_000 * k
+        trace.request(k, 1_000_000 * (k - 1), step=10 * k, tokens_at=(first, first + 4_000 * k))
+    # Only its first token counts: after 7 s the client was gone.
+    cut = {"finish.status": "aborted", "decode.done_tokens": 3}
+    events = [("QUEUED", 1_000, 0), ("SCHEDULED", 1_200, 1), ("FIRST_TOKEN", 2_200_000, 1)]
+    trace.api(22, {"ARRIVED": 0, "ABORTED": 7_000_000}).core(22, [*events, ("FINISHED", 7e6, 9, cut)])
+    folder = tables(trace)
+    rows = TableStore(folder).read("requests")
+    whole = rows.filter(pl.col("finish_status") == "length")
+    ms = {
+        "ttft": ((1_150, 1_990, 2_179), rows),
+        "itl": ((11, 19, 20.8), whole),
+        "e2e": ((1_144, 1_976, 2_163.2), whole),
+    }
+    summary, drawn = requests(folder).total, measured_latencies(rows)
+    for name, (expected, counted) in ms.items():
+        replayed = {q.name: q for q in _quantities(_as_compared(counted), rows.clear(), _predicted(counted))}
+        assert getattr(summary, name).n == counted.height
+        assert getattr(summary, name).percentiles_ms == pytest.approx(expected), name
+        assert [drawn[name][p] for p in (50, 90, 99)] == pytest.approx(expected), name
+        of_replay = [replayed[f"{name}_p{p}_us"] for p in (50, 90, 99)]
+        assert [q.measured / 1e3 for q in of_replay] == pytest.approx(expected), name
+        assert [q.replayed / 1e3 for q in of_replay] == pytest.approx([2 * e for e in expected]), name
+
+
+def _as_compared(rows):
+    """Return requests as a replay compares them; each event takes twice as long after the arrival as it did."""
+    scheduled, first, last, departed = map(pl.col, ("time_in_queue_us", "ttft_us", "e2e_us", "client_us"))
+    return rows.select(
+        *(*REQUEST, "ttft_us", "itl_us", "e2e_us", "client_us"),
+        arrival=pl.lit(0.0),
+        output="output_tokens",
+        done=0,
+        first_scheduled=scheduled,
+        first_token=first,
+        finished=last,
+        departed=departed,
+        replayed_scheduled=2 * scheduled,
+        replayed_first=2 * first,
+        replayed_last=2 * last,
+        replayed_departed=2 * departed,
+    )
+
+
+def _predicted(rows):
+    return rows.select(*REQUEST, "ttft_us", "itl_us", "e2e_us")
+
+
+def test_latencies_that_only_a_client_knows_are_the_client_s(tmp_path):
+    """Request k waits 100 k ms for the first of its five tokens, which come 10 ms apart."""
+    tokens = [[k + 0.1 * (k + 1) + 0.01 * t for t in range(5)] for k in range(11)]
+    plan = [clients.Request(f"r{k}", float(k), 100, 5, times) for k, times in enumerate(tokens)]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/report.json").write_bytes(clients.guidellm(plan))
+    ingest([tmp_path / "run"], tmp_path / "tables")
+    total = requests(tmp_path / "tables").total
+    assert total.ttft.percentiles_ms == pytest.approx((600, 1_000, 1_090))
+    # Times of the log are floats of Unix seconds: 0.2 us apart.
+    assert total.itl.percentiles_ms == pytest.approx((10, 10, 10), rel=1e-4)
+    assert total.e2e.percentiles_ms == pytest.approx((640, 1_040, 1_130))
+    drawn = measured_latencies(TableStore(tmp_path / "tables").read("requests"))
+    assert [drawn["ttft"][p] for p in (50, 90, 99)] == pytest.approx((600, 1_000, 1_090))
 
 
 def test_every_run_is_a_group_and_all_together_are_one(tables, new_traces):

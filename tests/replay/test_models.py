@@ -12,6 +12,7 @@ import pytest
 
 import clients
 import tracefit as package
+from stock import stock_requests, write_stock
 from tracefit.coefficients.model import CoefficientFile
 from tracefit.commands import replay as replay_command
 from tracefit.consumers.blis_replay import StepRates, replay_as_blis
@@ -23,8 +24,10 @@ from tracefit.replay.closed_loop import (
     _counting,
     _first,
     _gave_up,
+    _quantities,
     _with_hits,
     _with_outputs,
+    held_out_from,
     missing_for_replay,
     replay_run,
 )
@@ -298,6 +301,45 @@ def test_replay_of_client_requests_has_no_queue(tmp_path):
     errors = {q.name: abs(q.error_pct) for q in found.quantities}
     assert "waiting_mean" not in errors
     assert max(errors["itl_p50_us"], errors["e2e_p50_us"]) < 5
+
+
+def _percentiles_us(rows, name):
+    return [float(np.percentile(rows[f"{name}_us"].to_numpy(), q)) for q in (50, 90, 99)]
+
+
+def test_a_replay_compares_with_the_latencies_that_the_server_states(tmp_path):
+    """An unmodified server stamps the outputs of one step one after the other; a counted step has one time."""
+    run = synth(SynthOptions(name="r", requests=300, abort_fraction=0.0))
+    write_stock(stock_requests(run, delay_us=1_000.0), tmp_path / "r")
+    package.run([tmp_path / "r"], tmp_path / "out", options=package.TrainOptions(fast=True, features="batch"))
+    (found,) = package.replay_runs(tmp_path / "out").runs
+    assert found.reason is None
+    requests = TableStore(tmp_path / "out/tables").read("requests")
+    stamped = (requests["first_token_ns"] - requests["arrival_ns"]) / 1e3
+    assert (stamped - requests["ttft_us"]).abs().max() > 500
+    (cut,) = held_out_from(package.load(tmp_path / "out").deployment(), "r").values()
+    held_out = requests.filter(pl.col("arrival_ns") >= cut)
+    assert held_out.height == found.requests
+    for name in ("ttft", "itl", "e2e"):
+        assert [q.measured for q in found.of(name)] == pytest.approx(_percentiles_us(held_out, name)), name
+
+
+def test_predictions_are_of_the_requests_that_a_replay_compares():
+    """The first two of 22 requests were in flight at the split: their TTFT is not replayed, and not predicted beside the others."""
+    facts = {"run_id": "r", "server": "s", "epoch": 0, "trace_id": [f"t{k}" for k in range(22)]}
+    one_us = dict.fromkeys(("ttft_us", "itl_us", "e2e_us", "client_us", "output", "replayed_last"), 100.0)
+    times = dict.fromkeys(("arrival", "first_scheduled", "replayed_scheduled", "replayed_first"), 0.0)
+    others = {"core_request_id": "c", "done": [5, 5] + [0] * 20, "first_token": 50.0}
+    rows = pl.DataFrame(facts | one_us | times | others).with_columns(
+        finished="replayed_last", departed="replayed_last", replayed_departed="replayed_last"
+    )
+    # 20 to 39, and two that would be the largest.
+    predicted = rows.with_columns(
+        pl.Series(name, [1e6, 1e6, *map(float, range(20, 40))]) for name in ("ttft_us", "e2e_us")
+    )
+    found = {q.name: q for q in _quantities(rows, rows.clear(), predicted)}
+    assert [found[f"ttft_p{q}_us"].predicted for q in (50, 90)] == pytest.approx([29.5, 37.1])
+    assert found["e2e_p90_us"].predicted == pytest.approx(38.9), "of all 22"
 
 
 def test_linear_admission_counts_as_on_an_idle_server():

@@ -10,6 +10,7 @@ import pytest
 from tracefit.coefficients.files import read_evaluation
 from tracefit.diagnostics.load import measured_latencies
 from tracefit.reports.figures.evaluation import distribution_figures
+from tracefit.tables.schema import REQUESTS
 
 
 @pytest.fixture
@@ -45,13 +46,13 @@ def test_curves_are_the_quantiles_of_the_evaluation(deployment):
 
 def test_latencies_without_a_model_are_drawn_as_measured(deployment):
     """1 to 101 ms: the p-th percentile is p + 1 ms. A latency without values is not drawn."""
-    requests = pl.DataFrame(
-        {
-            "ttft_us": [1000.0 * k for k in range(1, 102)],
-            "itl_us": [None] * 101,
-            "e2e_us": [2000.0 * k for k in range(1, 102)],
-        },
-        schema_overrides={"itl_us": pl.Float64},
+    requests = REQUESTS.conform(
+        pl.DataFrame(
+            {
+                "ttft_us": [1000.0 * k for k in range(1, 102)],
+                "e2e_us": [2000.0 * k for k in range(1, 102)],
+            }
+        )
     )
     ttft, e2e = distribution_figures(
         deployment.model_copy(update={"latency": {}}), measured_latencies(requests), {}

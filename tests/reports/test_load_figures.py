@@ -55,6 +55,12 @@ def _bins(rows):
     return bins_by_run(rows, "in_flight", "ms")["a"]
 
 
+def test_percentiles_of_a_group_lie_between_ranks():
+    """Of 4, 6, 8 and 10 ms at one load, P10 is at rank 0.3 and P90 at rank 2.7."""
+    (one,) = _bins(pl.DataFrame({"run_id": "a", "in_flight": [0.0] * 4, "ms": [4.0, 6.0, 8.0, 10.0]}))
+    assert (one.p10, one.median, one.p90) == pytest.approx((4.6, 7.0, 9.4))
+
+
 def test_loads_of_two_servers_do_not_add_up():
     other = _requests().with_columns(server=pl.lit("t"))
     bins = _bins(latencies_over_load(pl.concat([_requests(), other]))["ttft"])

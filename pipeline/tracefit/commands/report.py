@@ -30,6 +30,7 @@ from tracefit.reports.figures.deployment import DeploymentFigures, deployment_fi
 from tracefit.reports.sentences import verdicts
 from tracefit.results.models import ReportResult
 from tracefit.results.notebook import draw_with
+from tracefit.tables.client_times import TIMES, with_clients_latencies
 from tracefit.tables.disk import write_files
 from tracefit.tables.requests import is_cut_off
 from tracefit.tables.store import TableStore
@@ -229,13 +230,15 @@ def _goodput(evaluation: Evaluation, store: TableStore, slo_ms: Mapping[str, flo
         (pl.col(f"{name}_us") <= US_PER_MS * ms).fill_null((pl.col("output_tokens") == 1) & (name == "itl"))
         for name, ms in slo_ms.items()
     ]
-    columns = [*(f"{name}_us" for name in LATENCIES), "output_tokens", "finish_status"]
+    latencies = [*(f"{name}_us" for name in LATENCIES), *TIMES]
+    columns = ["run_id", "dialect", *latencies, "output_tokens", "finish_status"]
     stored = set(store.runs())
     goodput = {}
     for run in (
         run for deployment in evaluation.deployments for run in deployment.served if run.name in stored
     ):
-        good = store.read("requests", [run.name], columns).filter(~is_cut_off(), *within).height
+        requests = with_clients_latencies(store.read("requests", [run.name], columns))
+        good = requests.filter(~is_cut_off(), *within).height
         goodput[run.name] = Goodput(100 * good / run.requests, good / run.seconds if run.seconds else None)
     return goodput
 

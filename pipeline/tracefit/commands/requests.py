@@ -12,7 +12,9 @@ from tracefit.errors import DataError
 from tracefit.features import targets
 from tracefit.results.requests import PhaseSummary, Quantiles, RequestGroup, RequestSummary
 from tracefit.server.settings import ENDPOINT_FLAG
-from tracefit.tables import schema
+from tracefit.statistics import percentile
+from tracefit.tables import client_times, schema
+from tracefit.tables.requests import latency_us
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ WINDOWS = 10
 _OF_A_GROUP = {
     *("arrival_ns", "queued_ns", "finished_ns", "departed_ns", "aborted_ns", "state", "num_preemptions"),
     *("prompt_tokens", "output_tokens", "ttft_us", "itl_us", "e2e_us", "time_in_queue_us"),
+    *("run_id", "dialect", "finish_status", *client_times.TIMES),
 }
 _STEP_PHASES = {"requeue wait": "requeue_wait_us", "prefill": "prefill_us", "decode": "decode_us"}
 
@@ -96,7 +99,7 @@ def requests(tables: TablesArgument) -> RequestSummary:
         >>> total.requests, total.failed
         (100, 4)
     """
-    rows = read_requests(tables)
+    rows = client_times.with_clients_latencies(read_requests(tables))
     # Clocks of different runs do not compare: times are since the first arrival of each run.
     begin, end = pl.col("arrival_ns").min().over(_RUN), _last_event().max().over(_RUN)
     rows = rows.with_columns(since_s=(pl.col("arrival_ns") - begin) / 1e9, run_s=(end - begin) / 1e9)
@@ -118,7 +121,7 @@ def served(store: TableStore, runs: Iterable[str]) -> tuple[RequestGroup, ...]:
     columns = [c.name for c in schema.REQUESTS.columns if c.name in _OF_A_GROUP]
     groups = []
     for run in runs:
-        rows = store.read("requests", [run], columns)
+        rows = client_times.with_clients_latencies(store.read("requests", [run], columns))
         seconds = rows.select(run_s=(_last_event().max() - pl.col("arrival_ns").min()) / 1e9)
         if rows.height:
             groups.append(_group("run", run, rows, _seconds(seconds)))
@@ -172,15 +175,13 @@ def _round_length(seconds: float) -> float:
 
 
 def _group(by: str, name: str, rows: pl.DataFrame, seconds: float | None) -> RequestGroup:
-    failed = pl.col("state").is_in(_FAILED).fill_null(value=False)
-    # An aborted request has no whole output: its ITL and E2E would say when the client gave up.
-    whole = rows.filter(~failed)
+    latencies = rows.select(latency_us(latency).alias(latency) for latency in targets.LATENCIES)
     tokens = int(rows["output_tokens"].sum() or 0)
     return RequestGroup(
         by=by,
         name=name,
         requests=rows.height,
-        failed=rows.height - whole.height,
+        failed=int(rows["state"].is_in(_FAILED).sum() or 0),
         in_flight=int(rows["state"].is_in(_LIVE).sum() or 0),
         preemptions=int(rows["num_preemptions"].sum() or 0),
         prompt_tokens=int(rows["prompt_tokens"].sum() or 0),
@@ -188,9 +189,9 @@ def _group(by: str, name: str, rows: pl.DataFrame, seconds: float | None) -> Req
         seconds=seconds,
         requests_per_s=rows.height / seconds if seconds else None,
         output_tokens_per_s=tokens / seconds if seconds else None,
-        ttft=_quantiles(rows["ttft_us"]),
-        itl=_quantiles(whole["itl_us"]),
-        e2e=_quantiles(whole["e2e_us"]),
+        ttft=_quantiles(latencies["ttft"]),
+        itl=_quantiles(latencies["itl"]),
+        e2e=_quantiles(latencies["e2e"]),
         queue=_quantiles(rows["time_in_queue_us"]),
     )
 
@@ -207,11 +208,11 @@ def _phases(rows: pl.DataFrame) -> tuple[PhaseSummary, ...]:
 
 
 def _quantiles(us: pl.Series) -> Quantiles:
-    """Describe durations in us; percentiles between two of them are interpolated."""
+    """Describe durations in us."""
     known = us.drop_nulls() / 1e6
     if not len(known):
         return Quantiles(0, None, None, None, None)
-    p50, p90, p99 = (known.quantile(q, interpolation="linear") for q in (0.5, 0.9, 0.99))
+    p50, p90, p99 = (percentile(known.to_numpy(), percent) for percent in (50, 90, 99))
     return Quantiles(len(known), float(known.sum()) / len(known), p50, p90, p99)
 
 

@@ -46,6 +46,7 @@ from tracefit.fit.splits import request_frame
 from tracefit.options import ServerOptions, named
 from tracefit.replay.engine import EngineSettings, StepBatch
 from tracefit.server.settings import DEFAULT_BLOCK_SIZE
+from tracefit.statistics import percentile
 from tracefit.tables.dialects import WITHOUT_EVENTS
 from tracefit.tables.schema import ENGINE, SERVER
 
@@ -608,10 +609,10 @@ def _replayed(
     return pl.concat(replayed).filter(pl.col("counts") & pl.col("replayed E2E").is_finite()), preempted
 
 
-def _error_pct(requests: pl.DataFrame, name: str, percentile: int) -> float:
+def _error_pct(requests: pl.DataFrame, name: str, percent: int) -> float:
     """Return the error in percent of a percentile of a replayed latency."""
     actual, replayed = (
-        np.percentile(requests[column].to_numpy(), percentile) for column in (name, f"replayed {name}")
+        percentile(requests[column].to_numpy(), percent) for column in (name, f"replayed {name}")
     )
     return float(100 * (replayed / actual - 1))
 

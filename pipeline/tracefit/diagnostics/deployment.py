@@ -17,6 +17,7 @@ from tracefit.diagnostics.slowest import SLOWEST_COLUMNS, SlowRequest, slowest_r
 from tracefit.errors import UsageError
 from tracefit.features.targets import LATENCIES, is_step_model
 from tracefit.options import TablesOption, named
+from tracefit.tables.client_times import TIMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ MOST_ENGINES = 4
 
 _REQUEST_COLUMNS = (
     *("run_id", "server", "arrival_ns", "queued_ns", "finished_ns", "aborted_ns", "departed_ns"),
-    *("finish_status", "prompt_tokens"),
+    *("finish_status", "prompt_tokens", "dialect", *TIMES),
 )
 
 _STEP_COLUMNS = ("run_id", "cycle_us", "cycle_source", "idle_after", "running_depth")

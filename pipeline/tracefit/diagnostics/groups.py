@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import polars as pl
 
+from tracefit.statistics import percentile_expr
+
 if TYPE_CHECKING:
     from polars.dataframe.group_by import GroupBy
 
@@ -42,8 +44,8 @@ def bins_of(rows: pl.DataFrame, x: str, y: str, *, least: int = 1) -> list[Bin]:
         high=pl.col(x).max(),
         middle=pl.col(x).median(),
         median=pl.col(y).median(),
-        p10=pl.col(y).quantile(0.1),
-        p90=pl.col(y).quantile(0.9),
+        p10=percentile_expr(pl.col(y), 10),
+        p90=percentile_expr(pl.col(y), 90),
     )
     return [Bin(*row) for row in groups.drop("group").iter_rows()]
 

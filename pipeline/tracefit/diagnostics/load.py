@@ -6,30 +6,25 @@ import polars as pl
 
 from tracefit.diagnostics.groups import US_PER_MS, Bin, bins_by_run, count_open
 from tracefit.features.targets import LATENCIES
-from tracefit.statistics import PERCENTS
-from tracefit.tables.requests import is_cut_off
+from tracefit.statistics import PERCENTS, percentile
+from tracefit.tables.client_times import with_clients_latencies
+from tracefit.tables.requests import latency_us
 from tracefit.tables.schema import SERVER
 
 
 def measured_latencies(requests: pl.DataFrame) -> dict[str, dict[int, float]]:
     """Return percentiles of the measured request latencies in ms; a latency of fewer than two requests is left out."""
-    positive = {name: requests[f"{name}_us"].drop_nulls() for name in LATENCIES}
-    positive = {name: us.filter(us > 0) / US_PER_MS for name, us in positive.items()}
-    return {
-        name: {p: float(ms.quantile(p / 100, "linear") or 0.0) for p in PERCENTS}
-        for name, ms in positive.items()
-        if ms.len() >= 2
-    }
+    rows = with_clients_latencies(requests).select(latency_us(name).alias(name) for name in LATENCIES)
+    known = {name: (rows[name].drop_nulls() / US_PER_MS).to_numpy() for name in LATENCIES}
+    return {name: {p: percentile(ms, p) for p in PERCENTS} for name, ms in known.items() if len(ms) >= 2}
 
 
 def latencies_over_load(requests: pl.DataFrame) -> dict[str, pl.DataFrame]:
     """Return each latency of the requests and how many were in flight when each arrived: run_id, in_flight, ms."""
     began = pl.coalesce("arrival_ns", "queued_ns")
     ended = pl.coalesce("finished_ns", "aborted_ns", "departed_ns")
-    latencies = [f"{name}_us" for name in LATENCIES]
-    rows = requests.select(*SERVER, *latencies, cut_off=is_cut_off(), began=began, ended=ended).drop_nulls(
-        "began"
-    )
+    latencies = {f"{name}_us": latency_us(name) for name in LATENCIES}
+    rows = requests.select(*SERVER, **latencies, began=began, ended=ended).drop_nulls("began")
     servers = [part.with_columns(in_flight=_in_flight(part)) for part in rows.partition_by(SERVER)]
     if not servers:
         return {}
@@ -37,7 +32,7 @@ def latencies_over_load(requests: pl.DataFrame) -> dict[str, pl.DataFrame]:
     over_load = {}
     for name in LATENCIES:
         ms = pl.col(f"{name}_us") / US_PER_MS
-        measured = every.filter(ms > 0, pl.lit(name == "ttft") | ~pl.col("cut_off"))
+        measured = every.filter(ms > 0)
         if measured.height >= 2:
             over_load[name] = measured.select("run_id", "in_flight", ms=ms)
     return over_load

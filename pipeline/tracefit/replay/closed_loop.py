@@ -16,7 +16,10 @@ from tracefit.replay.engine import EngineSettings
 from tracefit.replay.models import FittedStepTimes, admission_us, departure_us
 from tracefit.replay.run import RequestLoad, replay
 from tracefit.results.replays import QueueWindow, Replayed, RunReplay
+from tracefit.statistics import percentile
+from tracefit.tables.client_times import TIMES, with_clients_latencies
 from tracefit.tables.dialects import CLIENT
+from tracefit.tables.requests import latency_us
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ ALL_JOURNEYS = 0.999
 _SEVERAL_TOKENS = 1.05
 _WINDOWS = 20
 _POINTS = (50, 90, 99)
+_LATENCIES = (*LATENCIES, "client")
 _NEEDED = ("max_num_seqs", "max_num_batched_tokens")
 _TIMES = ("arrival_ns", "first_scheduled_ns", "first_token_ns", "finished_ns", "departed_ns")
 LEFT = pl.coalesce("finished_ns", "aborted_ns", "departed_ns", "last_token_ns")
@@ -44,8 +48,8 @@ REQUEST_COLUMNS = (
     *dict.fromkeys((*ENGINE, *REQUEST)),
     *(*_TIMES, "queued_ns", "last_token_ns", "aborted_ns", "first_token_step", "finished_step"),
     *("prompt_tokens", "output_tokens", "max_tokens", "cached_prompt_tokens", "num_preemptions"),
-    *("finish_status", "ttft_us", "itl_us", "e2e_us", "client_us"),
-    *("dialect", "first_scheduled_step", "client_ttft_us", "client_itl_us", "client_e2e_us"),
+    *("finish_status", *(f"{name}_us" for name in _LATENCIES)),
+    *("dialect", "first_scheduled_step", *TIMES),
 )
 """Columns of `requests` that a replay reads."""
 
@@ -117,11 +121,10 @@ def _of_client(traces: RunTraces, server: str) -> pl.DataFrame:
         pl.col("arrival_ns") + (1e3 * pl.col(name)).cast(pl.Int64)
         for name in ("client_ttft_us", "client_e2e_us")
     )
-    latencies = {f"{name}_us": pl.col(f"client_{name}_us") for name in ("ttft", "itl", "e2e")}
     # A client does not see when its requests are scheduled.
     unknown = pl.lit(None, pl.Int64)
-    return moved.with_columns(
-        first_scheduled_ns=unknown, first_token_ns=first, last_token_ns=last, finished_ns=last, **latencies
+    return with_clients_latencies(moved).with_columns(
+        first_scheduled_ns=unknown, first_token_ns=first, last_token_ns=last, finished_ns=last
     )
 
 
@@ -395,6 +398,7 @@ def _engine(
         *REQUEST,
         *((pl.col(name) - start).truediv(1e3).alias(name.removesuffix("_ns")) for name in _TIMES),
         *("output", "done", "is_guessed", "counts"),
+        *(latency_us(name).alias(f"{name}_us") for name in _LATENCIES),
         is_before=pl.col("arrival_ns") < cut,
         prompt=pl.col("prompt_tokens").clip(lower_bound=1),
         cached=pl.col("cached_prompt_tokens").fill_null(0),
@@ -454,22 +458,22 @@ def _predicted(traces: RunTraces, deployment: DeploymentModels, counted: pl.Data
     try:
         return predicted_requests(deployment, described)
     except TracefitError:
-        return pl.DataFrame(schema=dict.fromkeys((f"{name}_us" for name in LATENCIES), pl.Float64))
+        return described.with_columns(pl.lit(None, pl.Float64).alias(f"{name}_us") for name in LATENCIES)
 
 
 def _quantities(rows: pl.DataFrame, before: pl.DataFrame, predicted: pl.DataFrame) -> tuple[Replayed, ...]:
     """Return percentiles, throughput and the mean queue of the same requests, measured and replayed."""
-    measured = _latencies(rows, "first_token", "finished", "departed")
-    replayed = _latencies(rows, "replayed_first", "replayed_last", "replayed_departed")
+    measured, replayed = _latencies(rows)
     entries = []
     for name, values in measured.items():
         known = ~np.isnan(values)
         if known.sum() < LEAST_REQUESTS or np.isnan(replayed[name][known]).any():
             continue
         column = f"{name}_us"
+        those = predicted.join(rows.filter(known), on=REQUEST, how="semi", nulls_equal=True)
         for q in _POINTS:
-            others = (_percentile(frame, column, q) for frame in (before, predicted))
-            pair = (float(np.percentile(side[name][known], q)) for side in (measured, replayed))
+            others = (_percentile(frame, column, q) for frame in (before, those))
+            pair = (percentile(side[name][known], q) for side in (measured, replayed))
             entries.append(_entry(f"{name}_p{q}_us", *pair, *others))
     span = [
         float(rows.select(pl.col(end).max() - pl.col("arrival").min()).item())
@@ -492,20 +496,29 @@ def _entry(
 
 
 def _percentile(rows: pl.DataFrame, column: str, q: int) -> float | None:
-    values = rows[column].drop_nulls().to_numpy() if column in rows.columns else ()
-    return float(np.percentile(values, q)) if len(values) else None
+    known = rows[column].drop_nulls() if column in rows.columns else None
+    return None if known is None or known.is_empty() else percentile(known.to_numpy(), q)
 
 
-def _latencies(rows: pl.DataFrame, first: str, last: str, departed: str) -> dict[str, Vector]:
+def _latencies(rows: pl.DataFrame) -> tuple[dict[str, Vector], dict[str, Vector]]:
+    """Return the latencies of requests, measured as the `requests` table has them, and replayed; NaN if unknown."""
     begin, decoded = pl.col("arrival"), pl.col("output") - 1
-    values = rows.select(
+    first, last, departed = (pl.col(f"replayed_{name}") for name in ("first", "last", "departed"))
+    measured = {name: pl.col(f"{name}_us") for name in _LATENCIES}
+    replayed = {
+        "ttft": first - begin,
+        "itl": pl.when(decoded > 0).then((last - first) / decoded),
+        "e2e": last - begin,
+        "client": departed - begin,
+    }
+
+    def arrays(latencies: Mapping[str, pl.Expr]) -> dict[str, Vector]:
         # A first token before the held-out part is not replayed.
-        ttft=pl.when(pl.col("done") == 0).then(pl.col(first) - begin),
-        itl=pl.when(decoded > 0).then((pl.col(last) - pl.col(first)) / decoded),
-        e2e=pl.col(last) - begin,
-        client=pl.col(departed) - begin,
-    )
-    return {name: values[name].cast(pl.Float64).fill_null(float("nan")).to_numpy() for name in values.columns}
+        ttft = pl.when(pl.col("done") == 0).then(latencies["ttft"])
+        values = rows.select(**{**latencies, "ttft": ttft}).cast(pl.Float64).fill_null(float("nan"))
+        return {name: values[name].to_numpy() for name in values.columns}
+
+    return arrays(measured), arrays(replayed)
 
 
 def _queue(rows: pl.DataFrame) -> tuple[QueueWindow, ...]:

@@ -69,6 +69,19 @@ def with_asked_lengths(requests: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     return changed, int((requests["output_tokens"] != changed["output_tokens"]).sum())
 
 
+def with_clients_latencies(requests: pl.DataFrame) -> pl.DataFrame:
+    """Return requests with the client's TTFT, ITL and E2E as theirs, in runs whose requests only a client describes.
+
+    Args:
+        requests: Rows of the `requests` table with run_id, dialect, `TIMES` and the latencies.
+    """
+    only_client = (pl.col("dialect") == CLIENT).fill_null(value=False).all().over("run_id")
+    own = {name.removeprefix("client_"): name for name in TIMES}
+    return requests.with_columns(
+        pl.when(only_client).then(client).otherwise(name).alias(name) for name, client in own.items()
+    )
+
+
 def with_client_times(requests: pl.DataFrame) -> pl.DataFrame:
     """Return requests with the times of their clients; client rows that match a server's request are left out.
 

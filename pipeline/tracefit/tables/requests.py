@@ -430,6 +430,18 @@ def is_cut_off() -> pl.Expr:
     return pl.col("finish_status").is_in(_CUT_OFF).fill_null(value=False)
 
 
+def latency_us(name: str) -> pl.Expr:
+    """Return a latency of rows of the `requests` table in us; null where percentiles leave the request out.
+
+    A request that was cut off may have its first token, but its other latencies say only when it ended.
+
+    Args:
+        name: ttft, itl, e2e or client.
+    """
+    column = pl.col(f"{name}_us")
+    return column if name == "ttft" else pl.when(~is_cut_off()).then(column)
+
+
 def _with_state(requests: pl.DataFrame) -> pl.DataFrame:
     """Add `state`, from the finish status, else the last event of the core, else the end of the API span.
 

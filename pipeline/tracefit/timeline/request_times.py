@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from tracefit.statistics import divided, sum_if_all_known
+from tracefit.statistics import divided, percentile_expr, sum_if_all_known
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 from tracefit.timeline.anchors import execution_lags
 from tracefit.timeline.segments import core_events, following
@@ -127,7 +127,7 @@ def _token_gaps(requests: pl.DataFrame, timeline: pl.DataFrame, snapshots: pl.Da
     whole = out.group_by(REQUEST, maintain_order=True).agg(
         points=pl.len(),
         output_tokens=pl.col("output_tokens").first(),
-        itl_p99_us=gap.quantile(0.99, interpolation="linear"),
+        itl_p99_us=percentile_expr(gap, 99),
     )
     # A missing snapshot would join two gaps.
     return whole.filter(pl.col("points") == pl.col("output_tokens")).select(*REQUEST, "itl_p99_us")
