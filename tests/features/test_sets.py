@@ -11,6 +11,7 @@ from tracefit.errors import UsageError
 from tracefit.features.expressions import names_in, parse_formula
 from tracefit.features.roofline import ROOFLINE_TERMS
 from tracefit.features.sets import (
+    AUTO,
     BUILT_IN,
     FREE_FEATURES,
     QUEUED_FEATURES,
@@ -212,7 +213,7 @@ def test_set_is_found_by_name():
     assert feature_sets("queue") == (BUILT_IN["queue"],)
     with pytest.raises(
         UsageError,
-        match="feature set 'kew' is not known; known: batch, roofline, roofline_max, work_max, line, ",
+        match="feature set 'kew' is not known; known: batch, power, roofline, roofline_max, work_max, line, ",
     ):
         feature_sets("kew")
 
@@ -228,6 +229,20 @@ features:
     reason: because
   - {name: constant, unit: 1, formula: 1}
 """
+
+
+@pytest.mark.parametrize("features", AUTO, ids=lambda one: one.name)
+def test_no_set_for_step_times_reads_the_queue(features):
+    """A closed loop whose steps grow with its queue runs away: a low load seemed to have a capacity below itself."""
+    read = frozenset().union(*(names_in(parse_formula(f.formula, where="x")) for f in features.features))
+    assert read.isdisjoint({"waiting_depth", "waiting_tokens", "queue", "waiting"})
+
+
+def test_a_batch_costs_its_number_to_a_power():
+    """Twice the requests cost 2 ** 0.85 = 1.8 times as much."""
+    rows = pl.DataFrame([row_for("power", num_decode_reqs=n) for n in (10.0, 20.0)])
+    few, many = add_features(rows, BUILT_IN["power"], CONSTANTS)["num_decode_reqs_power"]
+    assert many / few == pytest.approx(1.8025, abs=1e-3)
 
 
 def test_own_set(tmp_path):

@@ -164,6 +164,22 @@ def test_replayed_latencies_are_above_the_errors_of_models(report):
     assert "off at P50 and P90 of TTFT by +5.0 % and +5.0 %" in text.split("##")[0]
 
 
+def test_a_machine_of_several_speeds_is_named(report):
+    def change(evaluation, *, adjusted):
+        ends = {"fastest_pct": -12.1, "slowest_pct": 4.6, "holdout_pct": -11.1, "adjusted": adjusted}
+        speed = {"stretch_s": 30.0, "stretches": 6, "sd_pct": 6.7, **ends}
+        evaluation["deployments"][0]["models"]["beta.cycle_time"]["speed"] = speed
+
+    text = report(lambda evaluation: change(evaluation, adjusted=True))
+    said = (
+        "steps of equal batches took from 12.1 % shorter to 4.6 % longer than the mean of the training part in stretches of 30 s "
+        "(standard deviation 6.7 %), the hold-out 11.1 % shorter"
+    )
+    assert said in text
+    assert "At another time the machine may have another speed again" in text
+    assert "several speeds" not in report(lambda evaluation: change(evaluation, adjusted=False))
+
+
 def test_dropped_events_are_shouted(report):
     assert "were dropped" not in report()
 

@@ -43,6 +43,7 @@ from tracefit.fit.holdout import (
 )
 from tracefit.fit.results import COVERED_SHARE, Candidate, Missing, StepTimeSource, TargetFacts
 from tracefit.fit.select import FOLDS
+from tracefit.fit.speed import with_speed
 from tracefit.fit.splits import PROMPT_FEATURES, counted_rows, mark_prefix_hits, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
 from tracefit.server.settings import ALL_SPANS, NO_PREFIX_CACHE, SGLANG_STEPS, context_remedy, step_remedy
@@ -154,6 +155,7 @@ def fit_step_times(
     rows = step_frame(tables, timeline, every, training.constants_of(context), time_source)
     rows, whole_prompts = mark_prefix_hits(rows) if may_hit else (rows, {})
     rows, load = with_load(rows)
+    rows, speed = with_speed(rows, sets[0].features)
     features, rows, candidates, how = _choose_set(rows, variants, beta_options(options))
     regimes = (RegimeRows("all", features.features),)
     result = fit_regimes(rows, regimes, how)
@@ -188,6 +190,7 @@ def fit_step_times(
             by_phase=errors_by_phase(result, tables.requests, how.eval_filter),
             error_over_load=error_over_load(result, load, how),
             load_extrapolation=load_extrapolation(result, features.features, load, how),
+            speed=speed,
             stretches=error_in_stretches(result, features.features, how),
             candidates=candidates,
             # 0 where no prompt is sure to be computed as a whole.

@@ -500,6 +500,29 @@ class Burst:
     holdout_requests: int
 
 
+@dataclass(frozen=True, slots=True)
+class SpeedVariation:
+    """How the speed of the machine varied over a recording: how long steps of equal batches took, by stretches of time.
+
+    Attributes:
+        stretch_s: Length of a stretch in seconds.
+        stretches: Stretches with enough steps, of the training part and of the hold-out.
+        sd_pct: Standard deviation of a stretch's step times about the training part's mean, in percent, without what chance adds.
+        fastest_pct: How much longer steps took in the fastest stretch than at the mean of the training part, in percent: below 0.
+        slowest_pct: The same in the slowest stretch.
+        holdout_pct: The same over the hold-out; null where it has no stretch.
+        adjusted: Whether the model was fitted to times without these changes.
+    """
+
+    stretch_s: float
+    stretches: int
+    sd_pct: float
+    fastest_pct: float
+    slowest_pct: float
+    holdout_pct: float | None
+    adjusted: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
     """One model's validation: its errors, those of its baseline and its reference, and the facts they depend on.
@@ -519,6 +542,7 @@ class Validation:
         error_over_load: Errors of step times in groups of rows by load.
         load_extrapolation: Errors of step times beyond the load that the form was fitted on.
         stretches: Errors of step times where every third of ten equal parts of the time is held out instead.
+        speed: How the speed of the machine varied, for a model of step times; null where that is not known.
         candidates: The candidates inside the training part, and the chosen one.
         classifier: How well the regime of a row is predicted, where there are regimes.
         within_5_pct: Percent of rows predicted within 5 %.
@@ -550,6 +574,7 @@ class Validation:
     error_over_load: ErrorOverLoad | None = None
     load_extrapolation: LoadExtrapolation | None = None
     stretches: Metrics | None = None
+    speed: SpeedVariation | None = None
     candidates: tuple[Candidate, ...] = ()
     classifier: Classifier | None = None
     within_5_pct: float | None = None

@@ -40,6 +40,7 @@ from tracefit.fit.select import (
     time_blocks,
     usable_features,
 )
+from tracefit.fit.speed import SPEED
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted_rows, evaluation_rows
 from tracefit.fit.validation import equation_errors, measure, prediction_interval, validate
 from tracefit.statistics import robust_sd
@@ -336,6 +337,8 @@ def design_of(
     """
     names = [f.name for f in features]
     everything, y = matrix(used, names), target_of(used)
+    if SPEED in used.columns:
+        y = y / matrix(used, [SPEED])[:, 0]
     kept, left = usable_features(everything, names)
     x = np.asfortranarray(everything[:, kept])
     counts = weights = np.ones(len(y))

@@ -24,6 +24,7 @@ from tracefit.reports.sentences import (
     least_exact_replay,
     longer,
     speed_change,
+    speed_text,
     step_entry,
     step_times,
     verdicts,
@@ -342,6 +343,7 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
         errors,
         " ".join(filter(None, notes)) if errors.rows else "",
         *worse_than_median(deployment),
+        _machine_speed(deployment),
         *(f"Note: {text}." for text in deployment.notes),
         *(_overload(o) for o in deployment.overloaded),
         *figures.first,
@@ -708,6 +710,18 @@ def _latency_parts(deployment: published.DeploymentEvaluation) -> tuple[ReportPa
                 ("latency", "requests"), left_out, folded="Requests in the hold-out without such a prediction"
             ),
         ),
+    )
+
+
+def _machine_speed(deployment: published.DeploymentEvaluation) -> str:
+    """Say that the machine had several speeds, so that it may have another one later; empty where it had one."""
+    entry = step_entry(deployment)
+    if entry is None or entry.speed is None or not entry.speed.adjusted:
+        return ""
+    return (
+        f"**A machine of several speeds:** {speed_text(entry.speed)}. The models are those of the training part's mean. At another time "
+        "the machine may have another speed again: errors of as many percent are then its own, and `tracefit plan` has them in its "
+        "intervals."
     )
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tracefit.coefficients.model import Criterion, DeploymentEvaluation, Verdict
-    from tracefit.fit.results import SummedTime, Validation
+    from tracefit.fit.results import SpeedVariation, SummedTime, Validation
     from tracefit.results.replays import RunReplay
 
 _FRACTIONS = (
@@ -139,6 +139,16 @@ def speed_change(summed: SummedTime) -> str:
         return ""
     two_sd = percent(summed.speed_change_2sd_pct)
     return f"steps of equal batches take {longer(summed.speed_change_pct)} in the hold-out than before it (± {two_sd} %)"
+
+
+def speed_text(speed: SpeedVariation) -> str:
+    """Say how the speed of the machine varied over the recording."""
+    of_holdout = "" if speed.holdout_pct is None else f", the hold-out {longer(speed.holdout_pct)}"
+    return (
+        f"the speed of the machine changed during the recording: steps of equal batches took from {longer(speed.fastest_pct)} to "
+        f"{longer(speed.slowest_pct)} than the mean of the training part in stretches of {number(speed.stretch_s)} s (standard "
+        f"deviation {percent(speed.sd_pct)} %){of_holdout}"
+    )
 
 
 def longer(pct: float) -> str:
