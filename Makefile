@@ -129,6 +129,9 @@ bench-models: $(READY) ## measure how well models hold beyond their load, on gen
 bench-replay: $(READY) ## replay the held-out part of runs (RUNS="folders", SETTINGS="--set max_num_seqs=128")
 	OMP_NUM_THREADS=1 POLARS_MAX_THREADS=1 $(BIN)/python tests/benchmarks/replay.py --runs $(RUNS) $(SETTINGS)
 
+bench-plan: $(READY) ## plan loads that were really run, and count the percentiles within their intervals (RUNS="recordings", TRUTHS="run:rate")
+	OMP_NUM_THREADS=1 POLARS_MAX_THREADS=1 $(BIN)/python tests/benchmarks/plan_recorded.py $(RUNS) --truth $(TRUTHS) $(BENCH_PLAN)
+
 bench-gpu: $(READY) ## measure step times on real GPUs beside a line and gradient boosting (DATA=folder of the traces)
 	OMP_NUM_THREADS=1 POLARS_MAX_THREADS=1 $(BIN)/python tests/benchmarks/gpu.py $(DATA)
 
@@ -156,4 +159,4 @@ dist: $(READY) ## build the wheel and the source distribution in dist/
 clean: ## remove what make made
 	rm -rf $(OUT) $(VENV) .venv-minimum .venv-ray .venv-vllm{,-old} .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist
 
-.PHONY: help setup run test test-all test-slow test-browser test-ray vllm test-vllm test-vllm-old bench-vllm check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-scale bench-models bench-replay lock test-minimum coverage dist clean
+.PHONY: help setup run test test-all test-slow test-browser test-ray vllm test-vllm test-vllm-old bench-vllm check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-scale bench-models bench-replay bench-plan lock test-minimum coverage dist clean

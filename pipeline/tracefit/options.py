@@ -459,7 +459,7 @@ class TrainOptions:
     Attributes:
         beta_target: Source of step times: the step clock, step.duration_us, or auto, which takes durations if they cover the
             busy time.
-        features: Feature set for step times: batch, roofline, roofline_max, work_max, line, line+sizes, a YAML or JSON
+        features: Feature set for step times: batch, power, roofline, roofline_max, work_max, line, line+sizes, a YAML or JSON
             file, or auto, which chooses by validation inside and beyond the training load.
         sample_csv: Also write the two sample tables of the specification.
         positive: Allow no negative coefficient and no negative intercept.
@@ -489,11 +489,14 @@ class LoadOptions:
     Attributes:
         prompt: Prompt tokens of every request; as traced if not given.
         output: Tokens that every request generates; as traced if not given.
-        burstiness: Shape of the gamma distribution of gaps between arrivals: 1 is Poisson, below 1 gives bursts; as traced if
-            not given.
+        burstiness: Shape of the gamma distribution of gaps between arrivals: 1 is Poisson, below 1 gives bursts; found in the
+            recording if not given.
         router: Whether servers get requests at random or in turn.
         file: A .csv, .parquet or .ndjson file of requests, with prompt_tokens and output_tokens, and if known cached_tokens
             and arrival_s.
+        arrivals: `poisson`, requests that come at random at a steady rate; they have gamma distributed gaps if the recorded ones,
+            within stretches of steady rate, differ from that beyond chance. `traced`, the gaps of the recording over the mean of
+            their stretch.
     """
 
     prompt: int | None = option(None, minimum=1)
@@ -501,6 +504,7 @@ class LoadOptions:
     burstiness: float | None = option(None, metavar="SHAPE")
     router: Literal["random", "round_robin"] = option("random")
     file: str | Path | None = option(None, flag="--load", kind=Path | None)
+    arrivals: str = option("poisson", metavar="poisson|traced")
 
 
 @dataclass(frozen=True, slots=True)

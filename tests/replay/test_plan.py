@@ -10,19 +10,23 @@ import polars as pl
 import pytest
 
 import tracefit
+from tracefit.coefficients.models import load
 from tracefit.commands.ingest import ingest
-from tracefit.replay.plan import Simulated, TrafficSample, draw
+from tracefit.replay.engine import EngineSettings
+from tracefit.replay.plan import Fleet, Simulated, TrafficSample, carried_per_s, draw
 from tracefit.synth import LoadPhase, SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
 
 TEN = tracefit.LoadOptions(prompt=10, output=10)
+METRICS = ("n", "mape_pct", "mdape_pct", "mae", "rmse", "r2", "bias_pct", "p90_ape_pct", "p99_ape_pct")
+CHANGED = {"stretch_s": 30.0, "fastest_pct": -8.0, "slowest_pct": 9.0, "holdout_pct": 2.0, "adjusted": True}
 
 
 @pytest.fixture
 def constant(tmp_path):
     """Return a coefficient file; `training` is the range of the requests that decode, `ci95` that of the step time."""
 
-    def write(training=(0, 8), ci95=None, name="beta.json", feature="num_decode_reqs"):
+    def write(training=(0, 8), ci95=None, name="beta.json", feature="num_decode_reqs", **validation):
         term = {"feature": feature, "unit": "us/request", "value": 0.0, "training_range": training}
         model = {
             "name": "beta.cycle_time",
@@ -43,6 +47,11 @@ def constant(tmp_path):
                 },
             },
         }
+        if validation:
+            errors = {**dict.fromkeys(METRICS), "n": 100, "bias_pct": 0.0}
+            parts = dict.fromkeys(("train", "holdout", "baseline"), errors)
+            facts = {"unit": "us", "n_features": 1, "gradient_boosting": None, "skill": None}
+            model["validation"] = {**facts, **parts, **validation}
         beta = {"schema": "tracefit/coefficients", "version": 3, "kind": "beta", "models": [model]}
         (tmp_path / name).write_text(json.dumps(beta))
         return tmp_path / name
@@ -146,6 +155,156 @@ def test_slower_steps_make_the_interval(constant):
     assert (found.low, found.high) == (pytest.approx(0.916, abs=0.01), pytest.approx(1.084, abs=0.01))
 
 
+def test_the_speed_of_the_machine_is_in_every_interval(constant):
+    """The 95th percentile of Student's t with 9 degrees of freedom is 1.833: 5 % of speed make a step 9.6 % longer."""
+    model = constant(speed={**CHANGED, "stretches": 10, "sd_pct": 5.0})
+    plan = one(model, rate=20, servers=1)
+    found = plan.at.latency("itl_p50_ms")
+    assert (found.low, found.high) == (pytest.approx(1 / 1.096, abs=0.02), pytest.approx(1.096, abs=0.02))
+    assert plan.capacity_per_s == pytest.approx(800)
+    assert (plan.capacity_low, plan.capacity_high) == pytest.approx((800 / 1.096, 800 * 1.096), rel=0.02)
+    assert any("the speed of the machine changed during the recording" in note for note in plan.notes)
+    rates = one(model, servers=1, slo_ms={"itl_p99": 1.2})
+    assert (rates.largest_rate_low, rates.largest_rate_high) == pytest.approx((730, 877), rel=0.02)
+
+
+def test_a_speed_that_did_not_change_is_in_no_interval(constant):
+    model = constant(speed={**CHANGED, "stretches": 10, "sd_pct": 1.5, "adjusted": False})
+    found = one(model, rate=20, servers=1).at.latency("itl_p50_ms")
+    assert (found.low, found.high) == pytest.approx((1.0, 1.0), abs=0.001)
+
+
+def test_beyond_the_training_the_form_is_as_wrong_as_it_was_there(constant):
+    """All steps are outside the training: 10 % beyond the load, 1.645 times for an end of 90 %."""
+    beyond = {**dict.fromkeys(METRICS), "n": 100, "bias_pct": -10.0, "load": "running_tokens", "cut": 5.0}
+    model = constant(training=(9, 10), load_extrapolation={**beyond, "gradient_boosting": None})
+    found = one(model, rate=500, servers=1).at.latency("itl_p50_ms")
+    assert found.high == pytest.approx(1.178, rel=0.04)
+    assert one(constant(training=(9, 10)), rate=500, servers=1).at.latency("itl_p50_ms").high < 1.02
+
+
+@pytest.mark.parametrize("rate", [100, 900, 1500])
+def test_the_largest_rate_does_not_depend_on_the_rate_asked(constant, rate):
+    model, objective = constant(ci95=(900.0, 1100.0)), {"ttft_p99": 3.0}
+    alone, beside = (
+        one(model, servers=2, slo_ms=objective),
+        one(model, rate=rate, servers=2, slo_ms=objective),
+    )
+    ends = ("largest_rate_low", "largest_rate_per_s", "largest_rate_high", "knee_per_s", "capacity_high")
+    assert [getattr(beside, end) for end in ends] == [getattr(alone, end) for end in ends]
+
+
+def test_the_largest_rate_of_two_objectives_is_the_smaller_one(constant):
+    first, second = {"ttft_p99": 3.0}, {"e2e_p90": 11.5}
+    each = [one(constant(), servers=1, slo_ms=slo).largest_rate_per_s for slo in (first, second)]
+    assert each[0] != each[1]
+    for both in ({**first, **second}, {**second, **first}):
+        assert one(constant(), servers=1, slo_ms=both).largest_rate_per_s == min(each)
+
+
+def test_a_rate_that_shorter_steps_would_serve_is_answered(constant, tracefit):
+    """830 a second are more than the 800 that are likely, and less than the 873 at the low end of the step time."""
+    model = constant(ci95=(900.0, 1100.0))
+    plan = one(model, rate=830, servers=1, slo_ms={"ttft_p99": 500})
+    ttft, itl = (plan.at.latency(f"{name}_p50_ms") for name in ("ttft", "itl"))
+    assert (plan.reason, plan.met, ttft.value, ttft.high) == (None, False, None, None)
+    assert 0.5 < ttft.low < 10
+    assert itl.value == pytest.approx(1.0), "of full batches, however long the queue is"
+    lengths = ("--prompt", "10", "--output", "10")
+    code, stdout, _ = tracefit("plan", model, *lengths, "--rate", "830", "--servers", "1")
+    assert code == 0
+    assert re.search(r"TTFT P50 +grows +[\d.]+ to no end", stdout)
+    assert re.search(r"the capacity is 800 \(7[34]\d to 8[67]\d\)", " ".join(stdout.split()))
+    assert "their queues only grow" in one(model, rate=900, servers=1).reason
+
+
+def test_a_recording_that_carried_more_is_the_bound(constant):
+    deployment = load(constant()).deployment(None)
+    tens = np.full(10, 10)
+    fleet = Fleet(
+        deployment, {}, EngineSettings(8, 2048, 16), TrafficSample(tens, tens, 0 * tens), 400, 1000.0
+    )
+    assert fleet.modelled_capacity == pytest.approx(800)
+    assert (fleet.capacity, fleet.pace) == (1000.0, pytest.approx(0.8))
+    found = fleet.at(1, 900.0)
+    assert found.percentile_ms("itl_p50_ms") == pytest.approx(0.8), "all steps are as much shorter"
+
+
+def test_carried_requests_are_those_of_half_a_minute():
+    """10 a second for 20 s, then 4 a second for 60: 30 s have (200 + 40) / 30 = 8."""
+    at_s = np.concatenate([np.arange(0, 20, 0.1), np.arange(20, 80, 0.25)])
+    tokens = np.full((len(at_s), 2), 50.0)
+    assert carried_per_s((1e9 * at_s).astype(np.int64), tokens, (50, 50)) == pytest.approx(8, rel=0.02)
+    # Those that came fast have half the mean output.
+    tokens[:200, 1] = 25
+    assert carried_per_s((1e9 * at_s).astype(np.int64), tokens, (50, 50)) == pytest.approx(14 / 3, rel=0.02)
+    assert carried_per_s((1e9 * at_s[:200]).astype(np.int64), tokens[:200], (50, 50)) is None
+
+
+# -- arrivals ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def load_of(tmp_path):
+    """Return options for a file of requests with gaps between their arrivals, in seconds."""
+
+    def write(gaps_s, **options):
+        frame = pl.DataFrame({"arrival_s": np.cumsum(gaps_s), "prompt_tokens": 10, "output_tokens": 10})
+        frame.write_csv(tmp_path / "load.csv")
+        return tracefit.LoadOptions(file=tmp_path / "load.csv", **options)
+
+    return write
+
+
+def several_rates(seed=1):
+    """Return gaps of a Poisson process of 40, 200, 80 and 320 a second."""
+    rng = np.random.default_rng(seed)
+    return np.concatenate([rng.exponential(1 / rate, 50 * rate) for rate in (40, 200, 80, 320)])
+
+
+def test_several_rates_of_a_recording_are_no_bursts(constant, load_of):
+    at = {}
+    for arrivals in ("poisson", "traced"):
+        plan = one(constant(), rate=600, servers=1, requests=load_of(several_rates(), arrivals=arrivals))
+        assert plan.arrivals.kind == arrivals
+        at[arrivals] = plan.at.latency("ttft_p99_ms").value
+    given = one(constant(), rate=600, servers=1, requests=tracefit.LoadOptions(10, 10, 1.0)).at
+    assert at["poisson"] == given.latency("ttft_p99_ms").value
+    assert at["traced"] == pytest.approx(at["poisson"], rel=0.35), "within stretches they come at random too"
+
+
+def test_bursts_of_a_recording_are_planned_for(constant, load_of):
+    gaps = np.random.default_rng(1).gamma(0.25, 4 / 100, 6000)
+    plan = one(constant(), rate=500, servers=1, requests=load_of(gaps))
+    assert (plan.arrivals.kind, plan.arrivals.is_given) == ("gamma", False)
+    assert plan.arrivals.shape == pytest.approx(0.25, rel=0.2)
+    assert plan.arrivals.shape == pytest.approx(1 / plan.arrivals.traced_dispersion)
+    poisson = one(constant(), rate=500, servers=1).at.latency("ttft_p99_ms").value
+    assert plan.at.latency("ttft_p99_ms").value > 1.3 * poisson
+
+
+def test_the_first_lines_say_which_arrivals_were_used(constant, load_of, tracefit):
+    file, model = load_of(several_rates()).file, constant()
+    asked = ("plan", model, "--load", file, "--rate", "20", "--servers", "1")
+    _, stdout, _ = tracefit(*asked)
+    first, second, *_ = stdout.splitlines()
+    assert first.startswith("deployment ")
+    assert second.startswith("  Poisson arrivals at a steady rate: the recorded ones, within")
+    (found,) = json.loads(tracefit(*asked, "--json")[1])["plans"]
+    assert list(found)[:3] == ["folder", "deployment_id", "arrivals"]
+    assert found["arrivals"]["kind"] == "poisson"
+    assert found["arrivals"]["traced_dispersion"] == pytest.approx(1, abs=0.1)
+    _, stdout, _ = tracefit(*asked, "--burstiness", "0.5")
+    assert stdout.splitlines()[1] == "  gamma arrivals of shape 0.5 at a steady rate"
+    _, stdout, _ = tracefit(*asked, "--arrivals", "traced")
+    assert stdout.splitlines()[1].startswith("  arrivals as traced at a steady rate")
+
+
+def test_traced_arrivals_need_some(constant):
+    plan = one(constant(), rate=20, servers=1, requests=tracefit.LoadOptions(10, 10, arrivals="traced"))
+    assert plan.reason.startswith("0 gaps between arrivals at steady rates are known, 50 are needed")
+
+
 def test_an_answer_beyond_the_training_says_so(constant):
     assert not one(constant(), rate=500, servers=1).at.extrapolates
     plan = one(constant(training=(0, 2)), rate=500, servers=1)
@@ -213,7 +372,19 @@ def test_folders_are_planned_side_by_side(constant):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--rate", "40"), "--slo: no objective is given"),
+        (
+            ("--rate", "5"),
+            "no objective is given, such as ttft_p99=500 and itl_p99=50; --servers and --rate together need none: --rate 5 --servers 1",
+        ),
+        (("--servers", "3"), "--servers and --rate together need none: --rate 1 --servers 3"),
+        (
+            ("--rate", "1", "--servers", "1", "--arrivals", "day.csv"),
+            "--arrivals day.csv: arrivals of a file are not planned for; give poisson or traced",
+        ),
+        (
+            ("--rate", "1", "--servers", "1", "--arrivals", "traced", "--burstiness", "0.5"),
+            "--burstiness 0.5: traced arrivals have their own bursts",
+        ),
         (("--slo", "ttft_p99=500"), "neither --rate nor --servers is given"),
         (("--rate", "40", "--slo", "ttft=500"), "--slo ttft=500: no objective"),
         (("--rate", "40", "--slo", "speed_p99=500"), "--slo speed_p99=500: no objective"),
@@ -277,6 +448,9 @@ BARS = {"ttft": (8, 12, 12), "itl": (4, 4, 8), "e2e": (3, 3, 5)}
 def test_plan_for_an_unrecorded_load_is_close(trained_at, truth_at):
     """Recorded at 14 requests per second, planned for 21, and compared with a run at 21 with the same requests."""
     plan = one(trained_at(14.0), rate=21.0, servers=1, requests=None)
+    assert plan.arrivals.kind == "poisson"
+    # 420 requests in 30 s, and three times their standard deviation in the best of them.
+    assert 13.0 < plan.carried_per_s < 17.0
     truth = truth_at(21.0)
     for latency, bars in BARS.items():
         measured = np.percentile(truth[f"{latency}_us"].drop_nulls().to_numpy(), (50, 90, 99)) / 1e3

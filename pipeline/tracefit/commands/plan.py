@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import polars as pl
@@ -33,31 +33,32 @@ from tracefit.options import (
     named,
 )
 from tracefit.progress import NullProgress
-from tracefit.replay.closed_loop import engine_settings
+from tracefit.replay.arrivals import GAP_BLOCK, burstiness, relative_gaps
+from tracefit.replay.closed_loop import ALL_JOURNEYS, engine_settings
 from tracefit.replay.plan import (
-    GAP_BLOCK,
     REPLAYED_REQUESTS,
     Curve,
     Fleet,
     TrafficSample,
     anchored,
+    carried_per_s,
     curve_of,
     fewest_servers,
     largest_rate,
     plan_point,
-    relative_gaps,
 )
 from tracefit.reports.document import Report
 from tracefit.reports.figures.evaluation import plan_figure
-from tracefit.results.plans import Objective, PlannedLoad, PlanResult, ServerPlan
+from tracefit.reports.sentences import speed_text
+from tracefit.results.plans import Objective, PlannedArrivals, PlannedLoad, PlanResult, ServerPlan
 from tracefit.server.settings import canonical_name, settings_from
 from tracefit.tables.disk import write_files
 from tracefit.tables.schema import ENGINE, TABLES
 from tracefit.tables.store import TableStore
-from tracefit.text import number, plural
+from tracefit.text import number, percent, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from tracefit.coefficients.models import Models
     from tracefit.coefficients.predict import DeploymentModels
@@ -65,11 +66,16 @@ if TYPE_CHECKING:
     from tracefit.replay.engine import EngineSettings
     from tracefit.results.plans import PlanPoint
     from tracefit.results.replays import RunReplay
-    from tracefit.statistics import Vector
+    from tracefit.statistics import Integers, Vector
 
 
 _POINTS = tuple(f"{latency}_p{q}_ms" for latency in LATENCIES for q in (50, 90, 99))
 _NAME = re.compile(r"(ttft|itl|e2e)_p(\d{1,2}(?:\.\d{1,3})?)")
+_ArrivalsOption = Literal["poisson", "traced"]
+_GROWS = (
+    "at {rate} requests per second the queues grow if steps take as long as planned: latencies are open, and only if they take less "
+    "are they as at the low ends"
+)
 _NOT_SURE = (
     "no number of servers is sure to be enough: at the high end of the interval the objectives hold nowhere"
 )
@@ -225,9 +231,24 @@ def _check(asked: _Asked) -> None:
     ):
         if value is not None and not least <= value < math.inf:
             raise UsageError(f"{option} {value:g}: is out of range", hint=hint)
-    if not asked.objectives and (asked.rate is None or asked.servers is None):
+    arrivals = asked.requests.arrivals
+    if arrivals not in get_args(_ArrivalsOption):
+        options = (named(LoadOptions, "arrivals"), named(LoadOptions, "file"))
         raise UsageError(
-            f"{named(ObjectivesOption)}: no objective is given", hint="such as ttft_p99=500 and itl_p99=50"
+            f"{options[0]} {arrivals}: arrivals of a file are not planned for",
+            hint=f"give poisson or traced; {options[1]} takes a file of requests, and traced takes its arrivals",
+        )
+    if arrivals == "traced" and asked.requests.burstiness is not None:
+        raise UsageError(
+            f"{named(LoadOptions, 'burstiness')} {asked.requests.burstiness:g}: traced arrivals have their own bursts",
+            hint=f"leave out {named(LoadOptions, 'arrivals')} traced",
+        )
+    if not asked.objectives and (asked.rate is None or asked.servers is None):
+        rate, servers = named(RateOption), named(ServerCountOption)
+        without = f"{rate} {1 if asked.rate is None else asked.rate:g} {servers} {asked.servers or 1}"
+        raise UsageError(
+            f"{named(ObjectivesOption)}: no objective is given, such as ttft_p99=500 and itl_p99=50",
+            hint=f"{servers} and {rate} together need none: {without}",
         )
 
 
@@ -248,9 +269,9 @@ def _planned(folder: str | Path, deployment: DeploymentModels, asked: _Asked) ->
     )
     changes = _changes(deployment, asked.settings)
     try:
-        fleet, load_, notes = _fleet(_store(folder), deployment, asked.requests, changes)
+        fleet, requests, notes = _fleet(_store(folder), deployment, asked.requests, changes)
         replays, without = _replays(folder, deployment)
-        plan_ = replace(plan_, load=load_, notes=(*notes, *without))
+        plan_ = replace(plan_, arrivals=requests.arrivals, load=requests.load, notes=(*notes, *without))
         return _answered(plan_, fleet, asked, _errors(replays, _names(asked, fleet.sample)))
     except UsageError:
         raise
@@ -273,11 +294,14 @@ def _fleet(
     changes: Mapping[str, object],
     *,
     replayed: int = REPLAYED_REQUESTS,
-) -> tuple[Fleet, PlannedLoad, tuple[str, ...]]:
-    """Return servers with their load, its description, and notes on both."""
+) -> tuple[Fleet, _Requests, tuple[str, ...]]:
+    """Return servers with their requests, and notes on both."""
     traced, timeline = _traced(store, deployment)
     settings, notes = _settings(deployment, traced, timeline, changes)
-    sample, load_, more = _sample(deployment, traced, requests, settings, changes)
+    found, more = _requests(deployment, traced, requests, settings, changes)
+    # Other settings or lengths are another server or another load than the one that carried it.
+    is_recorded = not changes and requests.file is None and (requests.prompt, requests.output) == (None, None)
+    carried = _carried(traced) if is_recorded else None
     known = {
         **deployment.server,
         "max_num_seqs": float(settings.max_num_seqs),
@@ -286,7 +310,8 @@ def _fleet(
         "block_size": float(settings.block_size),
     }
     server = {name: value for name, value in known.items() if value is not None}
-    return Fleet(deployment, server, settings, sample, replayed), load_, (*notes, *more)
+    fleet = Fleet(deployment, server, settings, found.sample, replayed, carried)
+    return fleet, found, (*notes, *more)
 
 
 def rates_of(
@@ -307,7 +332,7 @@ def rates_of(
             break
         with suppress(TracefitError):
             deployment = models.deployment(deployment_id)
-            fleet, _, _ = _fleet(store, deployment, LoadOptions(), {}, replayed=_OF_A_REPORT)
+            fleet, *_ = _fleet(store, deployment, LoadOptions(), {}, replayed=_OF_A_REPORT)
             names = _names_of(fleet.sample)
             errors = _errors([r for r in replays if r.deployment_id == deployment_id], names)
             rates[deployment_id] = _points(curve_of(fleet, 1, errors), 1, fleet, names)
@@ -316,8 +341,10 @@ def rates_of(
 
 def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[str, float]) -> ServerPlan:
     objectives, names, rate = asked.objectives, _names(asked, fleet.sample), asked.rate
-    expected = asked.servers or max(1, math.ceil((rate or 0.0) / (0.8 * fleet.capacity)))
-    curve, servers, sure = curve_of(fleet, expected, errors), expected, True
+    servers = asked.servers or max(1, math.ceil((rate or 0.0) / (0.8 * fleet.capacity)))
+    curve = curve_of(fleet, servers, errors)
+    plan_ = replace(plan_, notes=(*_limits_of(fleet), *plan_.notes))
+    notes: list[str] = []
     if asked.servers is None and rate is not None:
         # At the high end of the intervals; where no number is enough there, by the values themselves.
         ends = (partial(Curve.largest_rate, objectives=objectives, high=high) for high in (True, None))
@@ -328,53 +355,91 @@ def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[st
         least, likely = (
             _servers(curve.largest_rate(objectives, high=h), rate, servers) for h in (False, None)
         )
-        sure = curve.largest_rate(objectives, high=True) * servers >= rate * (1 - 1e-9)
         plan_ = replace(plan_, servers_low=least, servers_likely=likely)
-    elif rate is None:
-        curve = largest_rate(fleet, servers, curve, objectives)
-        if not curve.anchors:
-            points = _points(curve, servers, fleet, names)
-            return replace(plan_, reason=_too_slow(curve, objectives), curve=points)
-    elif rate > servers * fleet.capacity:
-        return replace(
+        is_sure = curve.largest_rate(objectives, high=True) * servers >= rate * (1 - 1e-9)
+        notes += [] if is_sure else [_NOT_SURE]
+    plan_ = _with_capacity(plan_, fleet, servers, curve)
+    if objectives:
+        most = largest_rate(fleet, servers, errors, objectives)
+        plan_ = replace(
             plan_,
-            reason=f"the capacity of {plural(servers, 'server')} is {number(servers * fleet.capacity)} requests per second: "
-            f"at {number(rate)} their queues only grow",
-            capacity_per_s=servers * fleet.capacity,
-            curve=_points(curve, servers, fleet, names),
+            largest_rate_low=servers * most.low or None,
+            largest_rate_per_s=servers * most.value or None,
+            largest_rate_high=servers * most.high or None,
         )
+        if rate is None:
+            curve, rate = most.curve, servers * most.value
+            if not rate:
+                points = _points(curve, servers, fleet, names)
+                return replace(plan_, reason=_too_slow(curve, objectives), curve=points)
+    rate = rate or 0.0  # without objectives it is given
+    if rate > servers * curve.most * (1 + 1e-9):
+        return replace(plan_, reason=_no_rate(plan_, rate), curve=_points(curve, servers, fleet, names))
+    each = rate / servers
+    if each > fleet.capacity * (1 + 1e-9):
+        at = plan_point(curve.points[-1], servers, fleet, curve, names, each)
+        notes.insert(0, _GROWS.format(rate=number(rate)))
     else:
-        curve = anchored(fleet, servers, curve, rate / servers)
-    each = curve.largest_rate(objectives) if rate is None else rate / servers
-    here = min(curve.anchors, key=lambda anchor: abs(anchor.rate - each))
-    at = plan_point(here, servers, fleet, curve, names)
-    low, value, high = (
-        servers * curve.largest_rate(objectives, high=h) if objectives else 0.0 for h in (True, None, False)
-    )
-    value = at.rate_per_s if rate is None else value
-    notes = [*_outside(at), "" if sure else _NOT_SURE, *plan_.notes]
-    notes.append(_ROUTED[asked.requests.router] if servers > 1 else "")
+        is_new = asked.rate is not None and asked.servers is not None
+        curve = anchored(fleet, servers, curve, each) if is_new else curve
+        here = min(curve.anchors, key=lambda anchor: abs(anchor.rate - each))
+        at = plan_point(here, servers, fleet, curve, names)
+    routed = [_ROUTED[asked.requests.router]] if servers > 1 else []
     plan_ = replace(
+        plan_,
+        # Of the curve that has no replay at the rate asked.
+        knee_per_s=servers * curve_of(fleet, servers, errors).knee(),
+        met=all(at.latency(o.name).keeps_to(o.limit_ms) for o in objectives) if objectives else None,
+        at=at,
+        curve=_points(curve, servers, fleet, names),
+        notes=(*_outside(at), *notes, *plan_.notes, *routed),
+    )
+    return plan_ if asked.price is None else _priced(plan_, at, fleet, asked.price)
+
+
+def _with_capacity(plan_: ServerPlan, fleet: Fleet, servers: int, curve: Curve) -> ServerPlan:
+    """Add a number of servers, their capacity with its ends, and what as many recorded ones carried."""
+    return replace(
         plan_,
         servers=servers,
         capacity_per_s=servers * fleet.capacity,
-        knee_per_s=servers * curve.knee(),
-        met=all(at.latency(o.name).value <= o.limit_ms for o in objectives) if objectives else None,
-        at=at,
-        curve=_points(curve, servers, fleet, names),
-        notes=tuple(filter(None, notes)),
-        largest_rate_low=min(low, value) or None,
-        largest_rate_per_s=value or None,
-        largest_rate_high=max(high, value) or None,
+        capacity_low=servers * curve.least,
+        capacity_high=servers * curve.most,
+        carried_per_s=None if fleet.carried_per_s is None else servers * fleet.carried_per_s,
     )
-    if asked.price is None:
-        return plan_
-    per_million = 1e6 * asked.price * plan_.gpus_per_server * servers / 3600 / at.output_tokens_per_s
+
+
+def _no_rate(plan_: ServerPlan, rate: float) -> str:
+    """Return why some servers cannot serve a rate."""
+    ends = (number(plan_.capacity_low), number(plan_.capacity_high))
+    between = f" ({ends[0]} to {ends[1]})" if ends[0] != ends[1] else ""
+    return (
+        f"the capacity of {plural(plan_.servers or 1, 'server')} is {number(plan_.capacity_per_s)} requests per second{between}: "
+        f"at {number(rate)} their queues only grow"
+    )
+
+
+def _priced(plan_: ServerPlan, at: PlanPoint, fleet: Fleet, price: float) -> ServerPlan:
+    """Add the cost of a million tokens."""
+    gpus = plan_.gpus_per_server * (plan_.servers or 1)
+    per_million = 1e6 * price * gpus / 3600 / at.output_tokens_per_s
     of_output = float(fleet.sample.output_tokens.mean())
     share = of_output / (of_output + float(fleet.sample.prompt_tokens.mean()))
     return replace(
         plan_, cost_per_million_output_tokens=per_million, cost_per_million_tokens=per_million * share
     )
+
+
+def _limits_of(fleet: Fleet) -> Iterator[str]:
+    """Yield where the models contradict the recording, and how much the machine's speed changed in it."""
+    if fleet.pace < 1:
+        yield (
+            f"the models contradict the recording: by them one server serves {number(fleet.modelled_capacity)} requests per second, "
+            f"and it carried {number(fleet.capacity)}: that is the bound, and all step times are {percent(100 * (1 - fleet.pace))} % shorter"
+        )
+    model = fleet.deployment.step_model
+    if (speed := model.validation and model.validation.speed) and speed.adjusted:
+        yield f"{speed_text(speed)}: the intervals hold for such changes, not for a machine of quite another speed"
 
 
 def _names_of(sample: TrafficSample, more: Iterable[str] = ()) -> tuple[str, ...]:
@@ -499,15 +564,24 @@ def _give_requests() -> str:
     return f"give {prompt} and {output}, or {file}"
 
 
-def _sample(
+@dataclass(frozen=True, slots=True)
+class _Requests:
+    """Requests to draw from, and their description."""
+
+    sample: TrafficSample
+    load: PlannedLoad
+    arrivals: PlannedArrivals
+
+
+def _requests(
     deployment: DeploymentModels,
     traced: pl.DataFrame,
     options: LoadOptions,
     settings: EngineSettings,
     changes: Mapping[str, object],
-) -> tuple[TrafficSample, PlannedLoad, tuple[str, ...]]:
-    """Return what requests are drawn from, its description, and notes on it."""
-    rows, source, gaps, traced_rate = _rows(traced, options)
+) -> tuple[_Requests, tuple[str, ...]]:
+    """Return what requests are drawn from, and notes on it."""
+    rows, source, engines = _rows(traced, options)
     notes: list[str] = []
     longest = changes.get("max_model_len", deployment.limit("max_model_len"))
     if longest is not None:
@@ -519,11 +593,7 @@ def _sample(
         rows = fit
     if not rows.height:
         raise UsageError("no request is left to plan for", hint=_give_requests())
-    shape = options.burstiness or 1.0
-    arrivals = "arrivals as traced"
-    if gaps is None or options.burstiness is not None or len(gaps) < GAP_BLOCK:
-        gaps = None
-        arrivals = "Poisson arrivals" if shape == 1 else f"gamma arrivals of shape {shape:g}"
+    arrivals, gaps = _arrivals(engines, options)
     if settings.prefix_caching and rows["cached"].max():
         share = 100 * float(rows.select(pl.col("cached").sum() / pl.col("prompt").sum()).item())
         notes.append(f"prefix-cache hits are those traced, {share:.0f} % of the prompt tokens")
@@ -539,30 +609,51 @@ def _sample(
     ]
     # Lengths from a file or from options are not a sample: they are the load itself.
     is_sample = options.file is None and None in (options.prompt, options.output)
-    sample = TrafficSample(prompt, output, cached, gaps, shape, is_sample, options.router != "random")
-    load_ = PlannedLoad(f"{source}, {arrivals}", float(prompt.mean()), float(output.mean()), traced_rate)
-    return sample, load_, tuple(notes)
+    in_turn = options.router != "random"
+    sample = TrafficSample(prompt, output, cached, gaps, arrivals.shape or 1.0, is_sample, in_turn)
+    spans = [1e9 * (len(at) - 1) / float(np.ptp(at)) for at in engines if len(at) > 1 and np.ptp(at) > 0]
+    rate = float(np.mean(spans)) if spans and options.file is None else None
+    load_ = PlannedLoad(source, float(prompt.mean()), float(output.mean()), rate)
+    return _Requests(sample, load_, arrivals), tuple(notes)
 
 
-def _rows(
-    traced: pl.DataFrame, options: LoadOptions
-) -> tuple[pl.DataFrame, str, Vector | None, float | None]:
-    """Return lengths (`prompt`, `output`, `cached`), where they come from, gaps between arrivals, and the rate traced."""
-    gaps, rate = None, None
+def _arrivals(engines: Sequence[Integers], options: LoadOptions) -> tuple[PlannedArrivals, Vector | None]:
+    """Return when requests come, and gaps to draw from, which only traced arrivals have.
+
+    Raises:
+        DataError: Traced arrivals are asked for, and too few are known.
+    """
+    if options.burstiness is not None:
+        kind: Literal["poisson", "gamma"] = "poisson" if options.burstiness == 1 else "gamma"
+        return PlannedArrivals(kind, options.burstiness, is_given=True), None
+    found = burstiness(engines)
+    known = (found.dispersion, found.sd) if found.gaps else (None, None)
+    if options.arrivals == "traced":
+        gaps = np.concatenate([relative_gaps(at) for at in engines]) if engines else np.zeros(0)
+        if len(gaps) < GAP_BLOCK:
+            raise DataError(
+                f"{len(gaps)} gaps between arrivals at steady rates are known, {GAP_BLOCK} are needed to draw traced arrivals",
+                hint=f"leave out {named(LoadOptions, 'arrivals')} traced, or give {named(LoadOptions, 'burstiness')}",
+            )
+        return PlannedArrivals("traced", None, False, *known), gaps
+    kind = "gamma" if found.differs else "poisson"
+    return PlannedArrivals(kind, found.shape, False, *known), None
+
+
+def _rows(traced: pl.DataFrame, options: LoadOptions) -> tuple[pl.DataFrame, str, list[Integers]]:
+    """Return lengths (`prompt`, `output`, `cached`), where they come from, and the arrivals at each engine in ns, if they are known."""
+    engines: list[Integers] = []
     if options.file is not None:
-        rows, gaps = _of_file(Path(options.file))
+        rows, engines = _of_file(Path(options.file))
         source = f"requests of {Path(options.file).name}"
     elif traced.height:
         rows = traced.select(
             prompt="prompt_tokens", output="output_tokens", cached=pl.col("cached_prompt_tokens").fill_null(0)
         ).with_columns(pl.col("prompt", "output").clip(lower_bound=1))
         source = f"{traced.height:,} traced requests"
-        whole = float(traced["sampling"][0]) > 0.999
-        engines = [part["arrival_ns"].to_numpy() for part in traced.partition_by(*ENGINE)]
         # A sample has gaps between requests that are not neighbours.
-        gaps = np.concatenate([relative_gaps(np.sort(at)) for at in engines]) if whole else None
-        spans = [1e9 * (len(at) - 1) / float(np.ptp(at)) for at in engines if len(at) > 1 and np.ptp(at) > 0]
-        rate = float(np.mean(spans)) if spans and whole else None
+        if _is_whole(traced):
+            engines = [part["arrival_ns"].sort().to_numpy() for part in traced.partition_by(*ENGINE)]
     elif options.prompt is not None and options.output is not None:
         rows = pl.DataFrame({"prompt": [1], "output": [1], "cached": [0]})
         source = ""
@@ -573,10 +664,31 @@ def _rows(
     rows = rows.with_columns(pl.lit(v).alias(n) for n, v in fixed.items())
     rows = rows.with_columns(cached=pl.min_horizontal("cached", pl.col("prompt") - 1))
     stated = ", ".join(f"{name} of {value:,} tokens" for name, value in fixed.items())
-    return rows, ", ".join(filter(None, (source, stated))), gaps, rate
+    return rows, ", ".join(filter(None, (source, stated))), engines
 
 
-def _of_file(path: Path) -> tuple[pl.DataFrame, Vector | None]:
+def _is_whole(traced: pl.DataFrame) -> bool:
+    """Return whether all requests of the server were traced, and not a sample of them."""
+    return float(traced["sampling"][0]) > ALL_JOURNEYS
+
+
+def _carried(traced: pl.DataFrame) -> float | None:
+    """Return the requests per second that a recorded server finished, of mean lengths; null where that is not known."""
+    if not traced.height or not _is_whole(traced):
+        return None
+    computed = pl.col("prompt_tokens") - pl.col("cached_prompt_tokens").fill_null(0)
+    work = traced.drop_nulls("finished_ns").select(*ENGINE, "finished_ns", computed, "output_tokens")
+    means = work.select(pl.col("prompt_tokens", "output_tokens").mean()).row(0)
+    found = [
+        carried_per_s(
+            part["finished_ns"].to_numpy(), part.select("prompt_tokens", "output_tokens").to_numpy(), means
+        )
+        for part in work.sort("finished_ns").partition_by(*ENGINE)
+    ]
+    return max((rate for rate in found if rate is not None), default=None)
+
+
+def _of_file(path: Path) -> tuple[pl.DataFrame, list[Integers]]:
     frame = read_rows(path)
     needed = ("prompt_tokens", "output_tokens")
     wrong = [n for n in needed if n not in frame.columns or not frame[n].dtype.is_numeric()]
@@ -587,9 +699,9 @@ def _of_file(path: Path) -> tuple[pl.DataFrame, Vector | None]:
     cached = pl.col("cached_tokens").fill_null(0) if "cached_tokens" in frame.columns else pl.lit(0)
     rows = frame.select(prompt="prompt_tokens", output="output_tokens", cached=cached)
     if "arrival_s" not in frame.columns:
-        return rows, None
+        return rows, []
     at = np.sort(frame["arrival_s"].cast(pl.Float64, strict=False).drop_nulls().to_numpy())
-    return rows, relative_gaps((1e9 * at).astype(np.int64))
+    return rows, [(1e9 * at).astype(np.int64)]
 
 
 # -- errors of the replays of recorded runs --------------------------------------------------------------
@@ -606,7 +718,7 @@ def _replays(
         of_deployment = (s for s in entries if s.deployment_id == deployment.deployment_id)
         if replays := tuple(r for s in of_deployment for r in s.replays if r.quantities):
             return replays, ()
-    return (), ("no run was replayed in a closed loop: intervals come only from the coefficients",)
+    return (), ("no run was replayed in a closed loop: intervals come only from the step time",)
 
 
 def _errors(replays: Sequence[RunReplay], names: Iterable[str]) -> dict[str, float]:

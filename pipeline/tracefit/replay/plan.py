@@ -4,9 +4,10 @@ All servers are equal, and each gets its requests at random or in turn, independ
 the same requests and random numbers, only the gaps are scaled, so that latencies change with the rate and not with the draw.
 Longer replays near the answer, the anchors, then set the level of the curve.
 
-The uncertainty of the coefficients needs no more replays. A server whose steps take s times as long serves a load as this one
+The uncertainty of the step time needs no more replays. A server whose steps take s times as long serves a load as this one
 serves s times the load, s times as slowly. For each draw of the coefficients s follows from the batches of a replay; this is exact
-if all steps change by the same factor.
+if all steps change by the same factor. The machine's speed is such a factor: it was another one in each stretch of the recording, and
+the load that is planned for meets one more.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -23,6 +24,7 @@ from scipy.interpolate import PchipInterpolator
 from tracefit.coefficients.compiled import CompiledModel, linear_forms
 from tracefit.coefficients.workload import STEP_COLUMNS
 from tracefit.errors import DataError
+from tracefit.replay.arrivals import GAP_BLOCK
 from tracefit.replay.models import FittedStepTimes, admission_us
 from tracefit.replay.run import RequestLoad, replay
 from tracefit.results.plans import Objective, PlannedLatency, PlanPoint
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from tracefit.coefficients.model import LinearForm, Model
     from tracefit.coefficients.predict import DeploymentModels
     from tracefit.replay.engine import EngineSettings, StepBatch, StepGroup, StepTimeModel
-    from tracefit.statistics import Flags, Integers, Vector
+    from tracefit.statistics import Flags, Integers, Matrix, Vector
 
 REPLAYED_REQUESTS = 1_200
 """Requests of one replay of a curve."""
@@ -83,32 +85,6 @@ class TrafficSample:
     in_turn: bool = False
 
 
-GAP_BLOCK = 50
-"""Consecutive gaps that are drawn as one block, which keeps their correlation."""
-_LOCAL = (101, 1001)
-
-
-def relative_gaps(arrival_ns: Integers) -> Vector:
-    """Return gaps between arrivals over the local mean gap: bursts stay, slow changes of the load do not.
-
-    The mean is that of a tenth of the gaps, at least a hundred and at most a thousand. A mean over one drawn block would also remove
-    most of the slow changes of a Poisson process, and so its queues.
-
-    Args:
-        arrival_ns: Arrivals at one server in ascending order, shape (n,).
-    """
-    gaps = np.diff(arrival_ns).astype(float)
-    if len(gaps) < GAP_BLOCK:
-        return np.zeros(0)
-    least, most = _LOCAL
-    width = min(max(len(gaps) // 20 * 2 + 1, least), most)
-    padded = np.pad(gaps, width // 2, mode="reflect") if len(gaps) > width // 2 else gaps
-    kernel = np.ones(min(width, len(padded)))
-    local = np.convolve(padded, kernel / len(kernel), mode="valid")[: len(gaps)]
-    local = local if len(local) == len(gaps) else np.full(len(gaps), gaps.mean())
-    return np.asarray(gaps / np.maximum(local, 1e-9))
-
-
 def draw(sample: TrafficSample, count: int, servers: int) -> RequestLoad:
     """Draw requests in random order, stratified by output and then by prompt, so that both are spread as in the sample.
 
@@ -139,23 +115,52 @@ def _gaps(sample: TrafficSample, count: int, rng: np.random.Generator) -> Vector
     return np.asarray(drawn / drawn.mean())
 
 
+CARRIED_S = 30.0
+"""Length of the time over which a server's finished requests are counted."""
+_CARRIED_SHIFTS = 6
+
+
+def carried_per_s(finished_ns: Integers, tokens: Matrix, mean_tokens: Sequence[float]) -> float | None:
+    """Return the most requests of mean length that a server finished per second, over 30 s; null where it ran for less.
+
+    Requests that finish together may be shorter than the mean: of the requests and each kind of their tokens, over their means, the
+    one with the fewest counts.
+
+    Args:
+        finished_ns: When requests finished, in ascending order, shape (n,).
+        tokens: Their tokens of each kind, computed prompt tokens and output tokens, shape (n, kinds).
+        mean_tokens: The mean of each kind.
+    """
+    span_s = float(np.ptp(finished_ns)) / 1e9 if len(finished_ns) else 0.0
+    if span_s < CARRIED_S:
+        return None
+    begins = np.arange(0.0, span_s - CARRIED_S + 1e-9, CARRIED_S / _CARRIED_SHIFTS)
+    at = (finished_ns - finished_ns[0]) / 1e9
+    first, end = np.searchsorted(at, begins), np.searchsorted(at, begins + CARRIED_S)
+    work = np.column_stack(
+        [np.ones(len(at)), *(tokens[:, k] / mean for k, mean in enumerate(mean_tokens) if mean)]
+    )
+    upto = np.vstack([np.zeros(work.shape[1]), np.cumsum(work, axis=0)])
+    return float((upto[end] - upto[first]).min(axis=1).max()) / CARRIED_S
+
+
 # -- one rate --------------------------------------------------------------------------------------------
 
 
 class _Recorder:
-    """A model of step times that records the requested batches and the mean time of their steps."""
+    """A model of step times, each times a factor, that records the requested batches and the mean time of their steps."""
 
-    def __init__(self, times: StepTimeModel) -> None:
-        self.times = times
+    def __init__(self, times: StepTimeModel, factor: float = 1.0) -> None:
+        self.times, self.factor = times, factor
         self.batches: list[tuple[StepBatch, float]] = []
 
     def step(self, batch: StepBatch) -> float:
-        time = self.times.step(batch)
+        time = self.factor * self.times.step(batch)
         self.batches.append((batch, time))
         return time
 
     def decoding(self, batch: StepBatch, steps: int, growth: float) -> Vector:
-        times = self.times.decoding(batch, steps, growth)
+        times = self.factor * self.times.decoding(batch, steps, growth)
         self.batches.append((batch, float(times.mean())))
         return times
 
@@ -167,7 +172,7 @@ class Simulated:
     Attributes:
         rate: Requests per second at each server.
         latencies: ttft, itl and e2e of the counted requests, in us.
-        slowness: Low and high end of the factor on step times, from the uncertainty of the coefficients.
+        slowness: Low and high end of the factor on step times, from the uncertainty of the coefficients and of the machine's speed.
         running: Mean requests that run on a server.
         waiting: Mean requests that wait at it.
         outside_pct: Share of the busy time outside the training, in percent.
@@ -220,6 +225,7 @@ class Fleet:
         settings: Settings of the scheduler.
         sample: The requests to draw from.
         requests: Requests of one replay of a curve.
+        carried_per_s: Requests per second of this kind that a recorded server finished; null where that is not known.
     """
 
     deployment: DeploymentModels
@@ -227,6 +233,7 @@ class Fleet:
     settings: EngineSettings
     sample: TrafficSample
     requests: int = REPLAYED_REQUESTS
+    carried_per_s: float | None = None
     _known: dict[tuple[int, float, int], Simulated] = field(default_factory=dict)
 
     @cached_property
@@ -245,10 +252,24 @@ class Fleet:
 
     @cached_property
     def capacity(self) -> float:
-        """Requests per second that one server finishes when a queue never lets it rest.
+        """Requests per second that one server finishes when a queue never lets it rest: by the models, or as many as it carried.
 
         Raises:
             DataError: It never serves some of the requests.
+        """
+        return max(self.modelled_capacity, self.carried_per_s or 0.0)
+
+    @property
+    def pace(self) -> float:
+        """Factor on the models' step times: below 1 if a recorded server carried more than the models let it."""
+        return self.modelled_capacity / self.capacity
+
+    @cached_property
+    def modelled_capacity(self) -> float:
+        """The capacity that follows only from the models.
+
+        Raises:
+            DataError: The server never serves some of the requests.
         """
         load = replace(draw(self.sample, self.requests, 1), arrival_us=np.zeros(self.requests))
         last = np.sort(replay(load, self.times, self.settings).last_us)
@@ -275,7 +296,7 @@ class Fleet:
         arrival, output = drawn.arrival_us / rate * 1e6, drawn.output_tokens
         load = replace(drawn, arrival_us=arrival)
         admission = admission_us(self.deployment.models.get("alpha.admission"), arrival, load.prompt_tokens)
-        recorder = _Recorder(self.times)
+        recorder = _Recorder(self.times, self.pace)
         replayed = replay(load, recorder, self.settings, admission_us=admission)
         e2e = replayed.last_us - arrival
         counts = _steady(arrival, e2e)
@@ -289,7 +310,7 @@ class Fleet:
         return Simulated(
             rate,
             {"ttft": (replayed.first_us - arrival)[counts], "itl": itl[several], "e2e": e2e[counts]},
-            self.law.slowness(batches),
+            self.law.slowness(batches, outside_pct),
             float((ends - begins).sum()) / span,
             float((begins - np.minimum(arrival, begins)).sum()) / span,
             outside_pct,
@@ -342,13 +363,25 @@ class StepLawUncertainty:
         self._forms = list(linear_forms(model).values())
         rng = np.random.default_rng(0)
         self._draws = [_coefficients(form, rng) for form in self._forms]
+        self._speeds = _speeds(model, rng)
+        beyond = model.validation.load_extrapolation if model.validation else None
+        self._beyond = abs(beyond.bias_pct or 0.0) / 100 if beyond else 0.0
+        self._normal = rng.standard_normal(_DRAWS)
 
     def _features(self, batches: pl.DataFrame) -> pl.DataFrame:
         given = batches.with_columns(pl.lit(v).alias(n) for n, v in self._server.items())
         return self._compiled.computed(given, also=self._compiled.unmodeled)
 
-    def slowness(self, batches: pl.DataFrame) -> tuple[float, float]:
-        """Return the 5th and 95th percentile of the factor on the mean step time, over draws of the coefficients."""
+    def slowness(self, batches: pl.DataFrame, outside_pct: float) -> tuple[float, float]:
+        """Return the 5th and 95th percentile of the factor on the mean step time.
+
+        It has three independent errors: of the coefficients, within their intervals; of the machine's speed, which is that of one more
+        stretch of time; and of the form beyond the load in training, as far as a fit on the lower half of the load was off on the upper.
+
+        Args:
+            batches: The steps.
+            outside_pct: Share of the time in steps outside the training range, in percent.
+        """
         rows = self._features(batches)
         weight = rows["steps"].to_numpy()
         which = [np.ones(rows.height, dtype=bool)]
@@ -364,7 +397,8 @@ class StepLawUncertainty:
             totals = totals + draws @ sums
         if means <= 0:
             return 1.0, 1.0
-        low, high = np.percentile(np.maximum(totals / means, 0.01), _ENDS_PCT)
+        of_form = np.exp(outside_pct / 100 * self._beyond * self._normal)
+        low, high = np.percentile(np.maximum(totals / means, 0.01) * self._speeds * of_form, _ENDS_PCT)
         return min(float(low), 1.0), max(float(high), 1.0)
 
     def outside(self, batches: pl.DataFrame) -> tuple[float, tuple[str, ...]]:
@@ -387,6 +421,18 @@ class StepLawUncertainty:
                 texts.append((-share, f"{name} {reach} in {share:.0f} % of the time, trained on {ends}"))
         worst = tuple(text for _, text in sorted(texts)[:_TEXTS])
         return 100 * float(time[left].sum()) / (float(time.sum()) or 1.0), worst
+
+
+def _speeds(model: Model, rng: np.random.Generator) -> Vector:
+    """Draw factors on all step times from the speeds of the recording's stretches, shape (draws,); all 1 if they do not differ.
+
+    Their standard deviation is known from n stretches (Student's t with n - 1 degrees of freedom). A load that lasts for several stretches
+    varies less than one of them, and the mean of the recorded ones has an error of its own: the two are taken to cancel.
+    """
+    speed = model.validation.speed if model.validation else None
+    if speed is None or not speed.adjusted:
+        return np.ones(_DRAWS)
+    return np.asarray(np.exp(speed.sd_pct / 100 * rng.standard_t(speed.stretches - 1, _DRAWS)))
 
 
 def _coefficients(form: LinearForm, rng: np.random.Generator) -> Vector:
@@ -438,21 +484,36 @@ class Curve:
         return self._logs[name]
 
     def values_ms(self, name: str, rates: Vector) -> Vector:
-        """Return a percentile at rates, shape (n,); infinite if the servers do not keep up."""
+        """Return a percentile at rates, shape (n,); infinite if the servers do not keep up, except for an ITL: that of full batches."""
         inside = np.exp(self._through(name)(np.clip(rates, self.rates[0], self.rates[-1])))
-        return np.where(rates > self.rates[-1] * (1 + 1e-9), np.inf, inside)
+        grows = (rates > self.rates[-1] * (1 + 1e-9)) & (not name.startswith("itl"))
+        return np.where(grows, np.inf, inside)
 
     def ends_ms(self, name: str, rates: Vector, *, high: bool) -> Vector:
-        """Return the low or the high end of the interval of a percentile at rates, shape (n,); infinite if it is open."""
+        """Return the low or the high end of the interval of a percentile at rates, shape (n,); infinite if it is open.
+
+        Errors of the step time and of the draw are independent. Replays of recorded runs have both, so that the end is at least as far
+        as they were off.
+        """
         slow = np.interp(rates, self.rates, [p.slowness[high] for p in self.points])
         replayed = self.anchors or self.points
         drawn = np.interp(rates, [p.rate for p in replayed], [p.drawn(name, high=high) for p in replayed])
-        values = self.values_ms(name, rates)
+        values, moved = self.values_ms(name, rates), self.values_ms(name, rates * slow) * slow
         with np.errstate(all="ignore"):
-            # Three independent errors: of the coefficients, of the draw, and of replays.
-            slower = np.log(self.values_ms(name, rates * slow) * slow / values)
-            error = np.sqrt(slower**2 + np.log(drawn) ** 2 + math.log(self.errors.get(name, 1.0)) ** 2)
-            return np.where(np.isfinite(values), values * np.exp(error if high else -error), np.inf)
+            error = np.hypot(np.log(moved / values), np.log(drawn))
+            error = np.maximum(error, math.log(self.errors.get(name, 1.0)))
+            end = values * np.exp(error if high else -error)
+        return np.where(np.isfinite(values), end, np.inf if high else moved * drawn)
+
+    @property
+    def most(self) -> float:
+        """Largest rate that each server may keep up with, if its steps are at the low end of their interval."""
+        return float(self.rates[-1] / self.points[-1].slowness[0])
+
+    @property
+    def least(self) -> float:
+        """Largest rate that each server keeps up with, even if its steps are at the high end of their interval."""
+        return float(self.rates[-1] / self.points[-1].slowness[1])
 
     def largest_rate(self, objectives: Sequence[Objective], *, high: bool | None = None) -> float:
         """Return the largest rate up to which all objectives hold; 0 if they hold at none.
@@ -462,7 +523,9 @@ class Curve:
             high: Whether they must hold at the high or the low end of the intervals; at the value itself if not given.
         """
         values = self.values_ms if high is None else partial(self.ends_ms, high=high)
-        rates = np.linspace(self.rates[0], self.rates[-1], 1000)
+        # Beyond them the queue grows, whatever the objective is.
+        until = {None: float(self.rates[-1]), True: self.least, False: self.most}[high]
+        rates = np.linspace(self.rates[0], until, 1000)
         kept = np.ones(len(rates), dtype=bool)
         for one in objectives:
             kept &= values(one.name, rates) <= one.limit_ms
@@ -523,39 +586,83 @@ def fewest_servers(
     return None
 
 
-def largest_rate(fleet: Fleet, servers: int, curve: Curve, objectives: Sequence[Objective]) -> Curve:
-    """Return a curve with its last anchor at the largest rate that keeps to objectives; without an anchor if no rate does."""
+class LargestRate(NamedTuple):
+    """The largest rate at each server that keeps to objectives, with its interval; each 0 where no rate does.
+
+    Attributes:
+        low: With latencies at the high end of their intervals.
+        value: As planned.
+        high: With latencies at the low end.
+        curve: A curve with its last anchor at the rate; without an anchor if no rate keeps to the objectives.
+    """
+
+    low: float
+    value: float
+    high: float
+    curve: Curve
+
+
+def largest_rate(
+    fleet: Fleet, servers: int, errors: Mapping[str, float], objectives: Sequence[Objective]
+) -> LargestRate:
+    """Return the largest rate at each of some servers that keeps to objectives: the smallest of those of each objective by itself.
+
+    It depends on nothing else. A rate that is asked about has replays of its own, which would move the curve.
+    """
+    each = [_largest_rate(fleet, servers, errors, one) for one in objectives]
+    return LargestRate(
+        low=min(found.low for found in each),
+        value=min(found.value for found in each),
+        high=min(found.high for found in each),
+        curve=min(each, key=lambda found: found.value).curve,
+    )
+
+
+def _largest_rate(
+    fleet: Fleet, servers: int, errors: Mapping[str, float], objective: Objective
+) -> LargestRate:
+    curve, only = curve_of(fleet, servers, errors), (objective,)
     for _ in range(_MOST_ANCHORS):
-        rate = curve.largest_rate(objectives)
+        rate = curve.largest_rate(only)
         if rate <= 0 or any(abs(rate / a.rate - 1) < _CLOSE for a in curve.anchors):
             break
         curve = anchored(fleet, servers, curve, rate)
-    return curve
+    value = curve.largest_rate(only)
+    low, high = (curve.largest_rate(only, high=end) for end in (True, False))
+    return LargestRate(min(low, value), value, max(high, value), curve)
 
 
 def plan_point(
-    simulated: Simulated, servers: int, fleet: Fleet, curve: Curve, names: Sequence[str]
+    simulated: Simulated,
+    servers: int,
+    fleet: Fleet,
+    curve: Curve,
+    names: Sequence[str],
+    rate: float | None = None,
 ) -> PlanPoint:
-    """Return latencies and load of some servers at a replayed rate.
+    """Return latencies and load of some servers at a replayed rate, or at one beyond their capacity.
 
     Args:
-        simulated: The rate, at each of them.
+        simulated: The replay: of the rate, at each of them, or of their capacity.
         servers: How many.
         fleet: The servers.
         curve: The curve of this rate and others.
         names: Percentiles, such as `ttft_p99_ms`.
+        rate: The rate at each of them, if it is not the replayed one.
     """
-    at = np.array([simulated.rate])
+    each = rate or simulated.rate
+    at = np.array([each])
     latencies = []
     for name in names:
         value = float(curve.values_ms(name, at)[0])
         low, high = (float(curve.ends_ms(name, at, high=end)[0]) for end in (False, True))
-        is_open = not math.isfinite(high)
-        latencies.append(PlannedLatency(name, value, min(low, value), None if is_open else max(high, value)))
+        known = (end if math.isfinite(end) else None for end in (value, min(low, value), max(high, value)))
+        latencies.append(PlannedLatency(name, *known))
+    served = min(each, fleet.capacity) * servers
     return PlanPoint(
-        rate_per_s=simulated.rate * servers,
+        rate_per_s=each * servers,
         latencies=tuple(latencies),
-        output_tokens_per_s=simulated.rate * servers * float(fleet.sample.output_tokens.mean()),
+        output_tokens_per_s=served * float(fleet.sample.output_tokens.mean()),
         running_mean=simulated.running,
         waiting_mean=simulated.waiting,
         outside_pct=simulated.outside_pct,

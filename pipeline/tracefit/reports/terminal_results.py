@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tracefit.coefficients.requests import RequestPrediction
     from tracefit.features.sets import FeatureSet
     from tracefit.results import models, traces
-    from tracefit.results.plans import PlanPoint, PlanResult, ServerPlan
+    from tracefit.results.plans import PlannedArrivals, PlanPoint, PlanResult, ServerPlan
     from tracefit.results.replays import QueueWindow, RunReplay
     from tracefit.results.requests import Quantiles, RequestGroup, RequestSummary
 
@@ -495,6 +495,8 @@ def plan_text(result: PlanResult) -> str:
 
 
 def _planned(plan: ServerPlan) -> Iterator[str]:
+    if plan.arrivals is not None:
+        yield _noted(arrivals_text(plan.arrivals))
     if plan.load is not None:
         mean = f"mean prompt {number(plan.load.prompt_tokens)}, mean output {number(plan.load.output_tokens)} tokens"
         yield _noted(f"{plan.load.source}; {mean}")
@@ -512,7 +514,7 @@ def _planned(plan: ServerPlan) -> Iterator[str]:
     rows = [
         (
             _percentile(one.name),
-            number(one.value),
+            "grows" if one.value is None else number(one.value),
             f"{number(one.low)} to {'no end' if one.high is None else number(one.high)}",
             number(limits[one.name]) if one.name in limits else "",
         )
@@ -528,11 +530,28 @@ def _planned(plan: ServerPlan) -> Iterator[str]:
     yield from (_noted(f"note: {note}") for note in plan.notes)
 
 
+def arrivals_text(arrivals: PlannedArrivals) -> str:
+    """Say when the requests of a plan come, and what the recorded ones do within stretches of steady rate."""
+    shape = f"gamma arrivals of shape {number(arrivals.shape)}"
+    used = {"poisson": "Poisson arrivals", "gamma": shape, "traced": "arrivals as traced"}[arrivals.kind]
+    if arrivals.is_given or arrivals.traced_dispersion is None or arrivals.traced_dispersion_sd is None:
+        return f"{used} at a steady rate"
+    seen = f"dispersion {number(arrivals.traced_dispersion)}, of a Poisson process 1 ± {number(2 * arrivals.traced_dispersion_sd)}"
+    differ = "differ from these by no more than chance" if arrivals.kind == "poisson" else "have bursts"
+    if arrivals.kind == "gamma" and arrivals.traced_dispersion < 1:
+        differ = "are more regular than chance"
+    differ = "" if arrivals.kind == "traced" else f" {differ}"
+    return f"{used} at a steady rate: the recorded ones, within stretches of steady rate,{differ} ({seen})"
+
+
 def _answer(plan: ServerPlan, servers: int) -> str:
     """Return the answer as a sentence: the number of servers or the rate, and the rates that bound it."""
     fewer = dict.fromkeys(n for n in (plan.servers_likely, plan.servers_low) if n not in (None, servers))
     maybe = f" ({' or even '.join(map(str, fewer))} may be enough)" if fewer else ""
-    facts = [f"the knee is at {number(plan.knee_per_s)}, the capacity is {number(plan.capacity_per_s)}"]
+    between = f" ({number(plan.capacity_low)} to {number(plan.capacity_high)})"
+    is_open = plan.capacity_low != plan.capacity_high
+    capacity = f"the capacity is {number(plan.capacity_per_s)}{between if is_open else ''}"
+    facts = [f"the knee is at {number(plan.knee_per_s)}, {capacity}"]
     if plan.largest_rate_per_s is not None:
         ends = f"{number(plan.largest_rate_low)} to {number(plan.largest_rate_high)}"
         facts.insert(0, f"the largest rate is {number(plan.largest_rate_per_s)} requests per second ({ends})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tracefit.errors import EXIT_DONE, EXIT_NOTHING
 from tracefit.results.notebook import Shown
@@ -14,16 +15,20 @@ class PlannedLatency:
 
     Attributes:
         name: ttft_p50_ms, itl_p99_ms, e2e_p90_ms and the like.
-        value: In ms, of the requests of a steady load.
-        low: Lower end, in ms, 90 %: the uncertainty of the coefficients, the error of replays of recorded runs, and the draw of the
-            requests, as independent errors.
+        value: In ms, of the requests of a steady load; null where the queue grows without end.
+        low: Lower end, in ms, 90 %: the uncertainty of the step time, by its coefficients and the changes of the machine's speed, and
+            the draw of the requests, as independent errors; at least the error of replays of recorded runs.
         high: Upper end, in ms; null where the servers may not keep up.
     """
 
     name: str
-    value: float
-    low: float
+    value: float | None
+    low: float | None
     high: float | None
+
+    def keeps_to(self, limit_ms: float) -> bool:
+        """Return whether the value is within a limit."""
+        return self.value is not None and self.value <= limit_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +74,31 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedArrivals:
+    """When the requests of a plan come: at a steady rate.
+
+    Attributes:
+        kind: Poisson arrivals; gamma distributed gaps; or gaps as traced, over the mean of their stretch of steady rate.
+        shape: Shape of gamma gaps: 1 is Poisson, less comes in bursts; null for traced gaps.
+        is_given: Whether the shape was given, and not found.
+        traced_dispersion: Index of dispersion of the arrivals within stretches of steady rate of the recording, 1 for a Poisson process;
+            null where it is not known.
+        traced_dispersion_sd: Its standard deviation for a Poisson process; null with it.
+    """
+
+    kind: Literal["poisson", "gamma", "traced"]
+    shape: float | None = 1.0
+    is_given: bool = False
+    traced_dispersion: float | None = None
+    traced_dispersion_sd: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedLoad:
     """The requests of a plan.
 
     Attributes:
-        source: Where their lengths and arrivals come from.
+        source: Where their lengths come from.
         prompt_tokens: Mean prompt.
         output_tokens: Mean output.
         traced_rate_per_s: Requests per second that were traced at one engine; null where that is not known.
@@ -92,6 +117,7 @@ class ServerPlan:
     Attributes:
         folder: Where its models are.
         deployment_id: Its deployment.
+        arrivals: When the requests come; null where it was not decided.
         reason: Why there is no answer; null where there is one.
         gpus_per_server: GPUs of one server.
         settings: Settings that the plan changes.
@@ -102,10 +128,14 @@ class ServerPlan:
         servers_low: The fewest, if latencies are at the low end of their intervals.
         servers_likely: The fewest, if latencies are as planned.
         rate_per_s: The rate that was given; null without one.
-        largest_rate_per_s: The largest rate at which these servers keep to the objectives; null where none does.
+        largest_rate_per_s: The largest rate at which these servers keep to the objectives; null where none does. It depends only on
+            the objectives, the servers and the arrivals.
         largest_rate_low: The same with latencies at the high end of their intervals; null where none does.
         largest_rate_high: The same with latencies at the low end.
         capacity_per_s: The rate above which the queue of these servers only grows.
+        capacity_low: The same with step times at the high end of their interval; null where it was not computed.
+        capacity_high: The same with step times at the low end.
+        carried_per_s: Requests per second like the planned ones that as many recorded servers finished; null where that is not known.
         knee_per_s: The rate with the largest ratio of rate to mean E2E (Kleinrock's power): beyond it latency grows faster than
             throughput.
         met: Whether the objectives hold at `at`.
@@ -118,6 +148,7 @@ class ServerPlan:
 
     folder: str
     deployment_id: str | None
+    arrivals: PlannedArrivals | None = None
     reason: str | None = None
     gpus_per_server: int = 1
     settings: dict[str, str] | None = None
@@ -131,6 +162,9 @@ class ServerPlan:
     largest_rate_low: float | None = None
     largest_rate_high: float | None = None
     capacity_per_s: float | None = None
+    capacity_low: float | None = None
+    capacity_high: float | None = None
+    carried_per_s: float | None = None
     knee_per_s: float | None = None
     met: bool | None = None
     at: PlanPoint | None = None

@@ -234,7 +234,8 @@ def _over_rates(
     }
     labels = list(dict.fromkeys(shown.split()[0] for shown in series))
     rates = [p.rate_per_s for p in points]
-    values = {shown: [p.latency(name).value for p in points] for shown, name in series.items()}
+    # The rates of a curve are up to the capacity: there every latency has a value.
+    values = {shown: [p.latency(name).value or 0.0 for p in points] for shown, name in series.items()}
     outside = [p.extrapolates for p in points]
     traces, axes = [], []
     hover = "%{y:,.4~r} ms at %{x:,.3~r} requests/s<extra>%{fullData.name}</extra>"
