@@ -36,6 +36,7 @@ from tracefit.progress import NullProgress
 from tracefit.replay.arrivals import GAP_BLOCK, burstiness, relative_gaps
 from tracefit.replay.closed_loop import ALL_JOURNEYS, engine_settings
 from tracefit.replay.plan import (
+    ANSWER_REQUESTS,
     REPLAYED_REQUESTS,
     Curve,
     Fleet,
@@ -380,8 +381,8 @@ def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[st
         at = plan_point(curve.points[-1], servers, fleet, curve, names, each)
         notes.insert(0, _GROWS.format(rate=number(rate)))
     else:
-        is_new = asked.rate is not None and asked.servers is not None
-        curve = anchored(fleet, servers, curve, each) if is_new else curve
+        # The search for the largest rate ended with a replay at it.
+        curve = curve if asked.rate is None else anchored(fleet, servers, curve, each, ANSWER_REQUESTS)
         here = min(curve.anchors, key=lambda anchor: abs(anchor.rate - each))
         at = plan_point(here, servers, fleet, curve, names)
     routed = [_ROUTED[asked.requests.router]] if servers > 1 else []
