@@ -388,7 +388,7 @@ def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[st
     routed = [_ROUTED[asked.requests.router]] if servers > 1 else []
     plan_ = replace(
         plan_,
-        # Of the curve that has no replay at the rate asked.
+        # The curve that has no replay at the rate asked has one knee for all rates.
         knee_per_s=servers * curve_of(fleet, servers, errors).knee(),
         met=all(at.latency(o.name).keeps_to(o.limit_ms) for o in objectives) if objectives else None,
         at=at,
