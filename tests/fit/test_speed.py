@@ -94,6 +94,16 @@ def test_few_stretches_say_nothing_of_the_machine():
     assert adjusted[SPEED].unique().to_list() == [1.0]
 
 
+def test_a_training_part_of_short_stretches_says_nothing_of_the_machine():
+    """40 training rows are in stretches of 5, and only the hold-out has stretches of more."""
+    rows = recorded([8] * 6, [1.0] * 6)
+    early = rows.head(40).with_columns(ts_ns=(30e9 * pl.int_range(40) / 5).cast(pl.Int64))
+    late = rows.tail(-40).with_columns(ts_ns=pl.col("ts_ns") + 300_000_000_000, split=pl.lit("holdout"))
+    adjusted, found = with_speed(pl.concat([early, late]), BATCH)
+    assert found is None
+    assert adjusted[SPEED].unique().to_list() == [1.0]
+
+
 def test_steps_without_times_are_in_stretches_of_busy_time():
     rows = recorded([8] * 10, [1.0] * 10, times=False).with_columns(y=10 * pl.col("y"))
     _, found = with_speed(rows, BATCH)

@@ -76,11 +76,12 @@ def with_speed(rows: pl.DataFrame, features: Sequence[Feature]) -> tuple[pl.Data
     stretch, batch = _stretches(used), _batches(used, rough)
     effects, noise = _polished(np.log(y / rough), batch, stretch)
     counts = np.bincount(stretch, minlength=len(effects))
+    trained = np.bincount(stretch[is_train], minlength=len(effects))
     has_own = counts >= LEAST_ROWS
-    if has_own.sum() < LEAST_STRETCHES:
+    # Without training rows there is no mean that the speeds are relative to.
+    if has_own.sum() < LEAST_STRETCHES or not trained[has_own].any():
         return plain, None
     errors = _SD_OF_MEDIAN * noise / np.sqrt(np.maximum(counts, 1))
-    trained = np.bincount(stretch[is_train], minlength=len(effects))
     effects = np.where(has_own, effects - np.average(effects, weights=trained * has_own), 0.0)
     variance = float(np.mean(effects[has_own] ** 2) - np.mean(errors[has_own] ** 2))
     sd_pct = 100 * math.sqrt(max(variance, 0.0))

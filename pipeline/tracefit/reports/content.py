@@ -720,8 +720,8 @@ def _machine_speed(deployment: published.DeploymentEvaluation) -> str:
         return ""
     return (
         f"**A machine of several speeds:** {speed_text(entry.speed)}. The models are those of the training part's mean. At another time "
-        "the machine may have another speed again: errors of as many percent are then its own, and `tracefit plan` has them in its "
-        "intervals."
+        "the machine may have another speed again: errors of as many percent are then its own. `tracefit plan` has changes as large as "
+        "these in its intervals, and no larger ones."
     )
 
 
