@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 import pytest
+import yaml
 
+import tracefit
+from tracefit.coefficients.files import read_evaluation
 from tracefit.features.sets import BUILT_IN, LINE, Feature, FeatureSet, add_features
 from tracefit.fit import splits
 from tracefit.fit.beta import choose, try_features, typical_error_pct
@@ -13,6 +16,7 @@ from tracefit.fit.fitted import ANY_SIGN, FitOptions, Signs
 from tracefit.fit.holdout import error_in_stretches, load_cut
 from tracefit.fit.results import Candidate
 from tracefit.fit.train import fit_linear
+from tracefit.synth import SynthOptions, synth, write_run
 
 
 def _chosen(*candidates):
@@ -281,3 +285,17 @@ def test_every_third_tenth_of_the_time_is_held_out():
     errors = error_in_stretches(fit_linear(rows, [feature], how), [feature], how)
     assert errors.n == 30
     assert errors.mape_pct == pytest.approx(100 * (1 - 1 / 1.2), rel=1e-3)
+
+
+@pytest.mark.parametrize(("gpu", "compete"), [("H100", set()), (None, {"power", "work_max"})])
+def test_sets_of_machines_without_a_gpu_do_not_compete_on_one(tmp_path, gpu, compete):
+    """A GPU is bound by its memory and then by compute: no larger batch is cheaper per request."""
+    run = write_run(synth(SynthOptions(name="r", requests=150, form="fpm")), tmp_path)
+    settings = yaml.safe_load((run / "exp-config.yaml").read_text())
+    assert settings["gpu"] == "H100"
+    (run / "exp-config.yaml").write_text(yaml.safe_dump({**settings, "gpu": gpu}))
+    tracefit.run([run], tmp_path / "out", options=tracefit.TrainOptions(fast=True))
+    (deployment,) = read_evaluation(tmp_path / "out/evaluation.json").deployments
+    names = {candidate.name for candidate in deployment.models["beta.cycle_time"].candidates}
+    assert "batch" in names
+    assert names & {"power", "work_max"} == compete

@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.features import training
-from tracefit.features.sets import FeatureSet
+from tracefit.features.sets import POWER, WORK_MAX, FeatureSet
 from tracefit.features.targets import CYCLE_TIME, DURATION, RECORDED
 from tracefit.fit.fitted import (
     PENALTIES,
@@ -80,6 +80,9 @@ _UNCERTAIN_HITS = (
 
 RECORD_LONGER = "record for longer under load, or let the log write fractions of seconds: %(created).6f in the format of a logging configuration"
 """Advice if a log gives too few intervals."""
+
+_WITHOUT_GPU = {WORK_MAX.name, POWER.name}
+"""Sets that compete only where no GPU is known."""
 
 _FPM = {CycleSource.FPM, CycleSource.FPM_GPU}
 
@@ -144,8 +147,9 @@ def fit_step_times(
     time_source, why = choose_target(cover, options.beta_target, sources)
     source = replace(cover, beta_target_source=time_source, beta_target_reason=why)
     if context.gpu is not None and len(sets) > 1:
-        # With a known GPU the roofline terms are these amounts of work, scaled to times.
-        sets = [candidate for candidate in sets if candidate.name != "work_max"]
+        # With a known GPU the roofline terms are these amounts of work, scaled to times. Nor does a GPU get cheaper per request in larger
+        # batches: it reads the weights once for all of them, and is then bound by compute.
+        sets = [candidate for candidate in sets if candidate.name not in _WITHOUT_GPU]
     variants = [_variants(one) for one in sets]
     offered = {feature.name: feature for tried in variants for one in tried for feature in one.features}
     may_hit = CycleSource.REQUEST in sources and context.settings.enable_prefix_caching is not False
