@@ -156,10 +156,15 @@ def _inspect_tables(
             tables = {name: store.read(name, [run_id]) for name in _READ}
             facts[run_id] = _run_facts(run_id, deployment.deployment_id, tables, files.get(run_id, ()))
             evidence.update(_evidence(tables))
-            budget = deployment.context.settings.max_num_batched_tokens
-            batches = unknown_batches(tables["requests"], budget, has_steps=bool(tables["steps"].height))
+            settings = deployment.context.settings
+            batches = unknown_batches(
+                tables["requests"],
+                settings.max_num_batched_tokens,
+                has_steps=bool(tables["steps"].height),
+                traced_share=settings.journey_tracing_sample_rate,
+            )
             unknown.update(dict.fromkeys(batches["reason"]))
-            if deployment.context.settings.enable_prefix_caching is not False:
+            if settings.enable_prefix_caching is not False:
                 hits |= _whole_prompts(tables)
         allows = _allowances(evidence, deployment.context, "; ".join(unknown), hits)
         deployments.append(DeploymentInspection(deployment.deployment_id, tuple(members), allows))
@@ -354,7 +359,8 @@ def _composition(e: Evidence, hits: Mapping[str, float]) -> _Judgement:
         agree = (
             f"{_share(e['agreeing_steps'], e['compared_steps'])} of sampled steps agree with their summary"
         )
-        source = "the times of the requests" if e[CycleSource.REQUEST] else "complete journeys"
+        counted = "the times of the requests (assumed: every request has a span)"
+        source = counted if e[CycleSource.REQUEST] else "complete journeys"
         return "yes", f"every step, from {source}" + (f"; {agree}" if e["compared_steps"] else "")
     if e["logged_steps"] and e["logged_steps"] == e["timeline_steps"]:
         return "yes", "every step, from the lines of the log"

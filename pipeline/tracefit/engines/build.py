@@ -258,6 +258,7 @@ class _Way:
         is_counted: Whether steps are counted from its requests, or its requests are placed on a log.
         is_apart: Whether it is built by itself: a log takes only the requests of one run, and snapshots do
             not show that requests are complete.
+        traced_share: Share of the requests that have a span, as its configuration says; null if it says nothing.
     """
 
     limits: EngineLimits
@@ -267,6 +268,7 @@ class _Way:
     is_complete: bool
     is_counted: bool
     is_apart: bool
+    traced_share: float | None
 
 
 def _ways_of(contexts: Mapping[str, RunContext], tables: WrittenTables) -> dict[str, tuple[_Way, int]]:
@@ -305,6 +307,7 @@ def _ways_of(contexts: Mapping[str, RunContext], tables: WrittenTables) -> dict[
             run_id in journeys and is_queued and rate >= COMPLETE_SHARE,
             is_counted,
             is_counted and (run_id in counts or run_id in sampled),
+            context.settings.journey_tracing_sample_rate,
         )
         ways[run_id] = (way, tokens)
     return ways
@@ -332,7 +335,7 @@ def _timeline_of(tables: WrittenTables, way: _Way) -> dict[str, pl.DataFrame | I
     if way.is_counted:
         requests = tables.read("requests", COUNTED_COLUMNS)
         if not steps.height:
-            counted = count_steps(requests, limits)
+            counted = count_steps(requests, limits, traced_share=way.traced_share)
             starts = counted.starts
             complete = starts.height > 0
         else:

@@ -91,9 +91,13 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
     limits, architecture = engine_limits(context), context.architecture
     timeline, journeys = store.read("timeline", [run_id]), store.read("journey_events", [run_id])
     steps = store.read("steps", [run_id])
-    requests, unknown = _requests_of(
-        store, run_id, limits.max_num_batched_tokens, has_steps=bool(steps.height)
+    examine = partial(
+        unknown_batches,
+        budget=limits.max_num_batched_tokens,
+        has_steps=bool(steps.height),
+        traced_share=context.settings.journey_tracing_sample_rate,
     )
+    requests, unknown = _requests_of(store, run_id, examine)
     # Spans of an unmodified server do not name the engine core's request: the client-facing id joins both.
     requests = requests.with_columns(core_request_id=pl.coalesce("core_request_id", "request_id"))
     # Steps counted from requests reuse the events of requests, so they are not independent evidence of the clock.
@@ -127,9 +131,9 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
 
 
 def _requests_of(
-    store: TableStore, run_id: str, budget: int | None, *, has_steps: bool
+    store: TableStore, run_id: str, examine: Callable[[pl.DataFrame], pl.DataFrame]
 ) -> tuple[pl.DataFrame, tuple[str, ...]]:
-    """Read the requests of a run, and why the batches of its unmodified servers are unknown.
+    """Read the requests of a run, and why the batches of its unmodified servers are unknown, which `examine` finds.
 
     A server with very many requests contributes those in the windows placed on steps, or else an even sample.
     """
@@ -141,7 +145,7 @@ def _requests_of(
     rest = counts.filter(~pl.col("server").is_in(windows), pl.col("stock") > MOST_PLACED)
     if not windows and not rest.height:
         requests = store.read("requests", [run_id])
-        return requests, tuple(unknown_batches(requests, budget, has_steps=has_steps)["reason"])
+        return requests, tuple(examine(requests)["reason"])
     of = pl.col("server")
     every = -(-max(rest["stock"].to_list(), default=0) // MOST_PLACED)
     kept = placed | ~of.is_in(windows)
@@ -152,7 +156,7 @@ def _requests_of(
     if counts.height == len(windows):
         return requests, ()
     whole = store.read("requests", [run_id], COUNTED_COLUMNS).filter(~of.is_in(windows))
-    return requests, tuple(unknown_batches(whole, budget, has_steps=has_steps)["reason"])
+    return requests, tuple(examine(whole)["reason"])
 
 
 def _context(store: TableStore, runs: pl.DataFrame, run_id: str) -> RunContext:

@@ -67,7 +67,7 @@ _SUMMARY = re.escape(STEP_EVENT)
 
 COUNTED_NOTES = (
     "steps are counted from the times of the requests: a row is an interval between two of them, its time the mean of its steps",
-    "nothing in the recording shows requests without a span; a tenth of all, or fewer, need not show",
+    "assumed: every request has a span; nothing contradicts it, and a tenth without one, or fewer, need not show",
 )
 """Notes of a model that was fitted on steps counted from requests."""
 

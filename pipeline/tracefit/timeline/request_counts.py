@@ -39,8 +39,17 @@ _SURE_SD = 1.3
 _MIN_INTERVALS = 20
 """Fewest intervals that show how step times scatter."""
 
-_MIN_FULL_STEPS = 500
-"""Fewest steps with a full cache that show whether the recorded requests fill it."""
+_MIN_FULL_STEPS, _MIN_QUEUE_STEPS = 500, 100
+"""Fewest steps with a full cache that show whether the recorded requests fill it, and fewest plain ones while a request waits."""
+
+_QUEUE_STEPS = 5.0
+"""A request that waits for more steps than this waits in a queue: a step in progress and the order of arrivals take less."""
+
+_ABOUT_MOST = 0.95
+"""Share of the most requests that is about as many: one that finishes is replaced a step later."""
+
+_SPEED_US = 10e6
+"""The machine has one speed for this long, and the recorded batches explain the times around it."""
 
 _QUIET_REQUESTS = 7.0
 """Requests that the mean rate predicts for a time without any: e^-7 is a chance of 0.1 %."""
@@ -53,16 +62,49 @@ class Counts:
     Attributes:
         number: Steps that had ended by each node, without idle gaps.
         busy: Whether a request is in the engine during each interval.
-        scatter: How far the times of steps without a prompt are off a model of the batches, 80th and 90th percentile, as a
-            share of them and per root of the steps; null where there are few.
+        plain: The intervals whose steps compute no known prompt.
+        prompt_us: Time that each request's prompt adds to its steps, shape (requests,).
+        prompts_per_step: Known prompts over the steps that were counted.
         unevenness: Spread of the tokens in the caches while preempted requests wait, 10th to 90th percentile, as a share of the
             median; null where that is rare.
+        fullness: How full the engine was in plain steps while known requests waited in a queue; null where that is rare.
     """
 
     number: Ints
     busy: NDArray[np.bool_]
-    scatter: tuple[float, float] | None
+    plain: PlainIntervals
+    prompt_us: Floats
+    prompts_per_step: float
     unevenness: float | None
+    fullness: Fullness | None
+
+
+class Fullness(NamedTuple):
+    """How evenly the known requests fill an engine that lets others wait.
+
+    Attributes:
+        most: Share of the steps in which about as many requests run as in the fullest of them.
+        unevenness: Spread of the tokens in their caches, 10th to 90th percentile, as a share of the median.
+    """
+
+    most: float
+    unevenness: float
+
+
+class PlainIntervals(NamedTuple):
+    """Intervals between neighbouring nodes in which only decodes are known, arrays of shape (intervals,).
+
+    Attributes:
+        at_us: When each began.
+        steps: Its steps.
+        time_us: Its time.
+        model_us: The time that its batch explains, with the speed that the machine had around then.
+    """
+
+    at_us: Floats
+    steps: Floats
+    time_us: Floats
+    model_us: Floats
 
 
 def count_nodes(arrays: RequestArrays, graph: Graph, edges: ConsistentEdges) -> Counts:
@@ -105,11 +147,22 @@ def count_nodes(arrays: RequestArrays, graph: Graph, edges: ConsistentEdges) -> 
     steps = np.diff(number).astype(np.float64)
     whole = is_completely_recorded(arrays, graph)
     scheduling = graph.interval_sums(graph.scheduled, graph.first, np.ones(len(graph.first)))
-    plain = busy & (time_us > 0) & (steps > 0) & (scheduling == 0) & whole[1:] & whole[:-1]
+    counted = busy & (time_us > 0) & (steps > 0)
+    plain = counted & (scheduling == 0) & whole[1:] & whole[:-1]
     batch = _batches(arrays, graph, number.astype(np.float64), preempted)
-    x = np.c_[steps, steps * batch.run, steps * batch.read][plain]
+    x = np.c_[steps, steps * batch.run, steps * batch.read, batch.tokens, batch.prompts]
+    beta = robust_fit(x[counted], time_us[counted]) if counted.any() else np.zeros(5)
     waits = batch.waiting > 0
-    return Counts(number, busy, _scatter(x, time_us[plain]), _unevenness(batch.read[waits], steps[waits]))
+    queued = plain & _has_queue(arrays, graph, float(time_us[counted].sum() / max(steps[counted].sum(), 1.0)))
+    return Counts(
+        number,
+        busy,
+        _plain(graph.time_us[:-1][plain], x[plain, :3], time_us[plain]),
+        beta[3] * arrays.prompt_tokens + beta[4],
+        float(batch.prompts[counted].sum() / max(steps[counted].sum(), 1.0)),
+        _unevenness(batch.read[waits], steps[waits], _MIN_FULL_STEPS),
+        _fullness(batch.run[queued], batch.read[queued], steps[queued]),
+    )
 
 
 class CountedRequests:
@@ -174,16 +227,34 @@ def _batches(arrays: RequestArrays, graph: Graph, at: Floats, preempted: Ints) -
     return _Batches(run, read, tokens, prompts, waiting=sums(end[who], back, np.ones(len(who))))
 
 
-def _scatter(x: Floats, time_us: Floats) -> tuple[float, float] | None:
-    if len(time_us) < _MIN_INTERVALS:
-        return None
+def _plain(at_us: Floats, x: Floats, time_us: Floats) -> PlainIntervals:
+    """Return the intervals with the times that their batches explain: a model of all, times the middle ratio to it of a few seconds."""
+    if not len(time_us):
+        return PlainIntervals(at_us, x[:, 0], time_us, time_us)
     model_us = np.maximum(x @ robust_fit(x, time_us), 1e-3)
-    p80, p90 = np.quantile(np.abs(time_us / model_us - 1) * np.sqrt(x[:, 0]), (0.8, 0.9))
-    return float(p80), float(p90)
+    around = pl.DataFrame({"window": at_us // _SPEED_US, "log": np.log(time_us / model_us)})
+    speed = np.exp(around.select(pl.col("log").median().over("window")).to_series().to_numpy())
+    return PlainIntervals(at_us, x[:, 0], time_us, model_us * speed)
 
 
-def _unevenness(read: Floats, steps: Floats) -> float | None:
-    if steps.sum() < _MIN_FULL_STEPS:
+def _has_queue(arrays: RequestArrays, graph: Graph, step_us: float) -> NDArray[np.bool_]:
+    """Return between which nodes a known request waits that came some steps ago: only a full engine lets it wait; shape (size - 1,)."""
+    waits = graph.scheduled_us - arrays.arrival_us > _QUEUE_STEPS * step_us
+    begin = np.searchsorted(graph.time_us, arrays.arrival_us[waits] + _QUEUE_STEPS * step_us)
+    begin = np.minimum(begin, graph.scheduled[waits])
+    return graph.interval_sums(begin, graph.scheduled[waits], np.ones(len(begin))) > 0
+
+
+def _fullness(run: Floats, read: Floats, steps: Floats) -> Fullness | None:
+    unevenness = _unevenness(read, steps, _MIN_QUEUE_STEPS)
+    if unevenness is None or len(run) < _MIN_INTERVALS:
+        return None
+    is_most = run >= _ABOUT_MOST * np.quantile(run, 0.99)
+    return Fullness(float(steps[is_most].sum() / steps.sum()), unevenness)
+
+
+def _unevenness(read: Floats, steps: Floats, least_steps: float) -> float | None:
+    if steps.sum() < least_steps:
         return None
     order = np.argsort(read)
     share = np.cumsum(steps[order]) / steps.sum()

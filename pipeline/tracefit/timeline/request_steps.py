@@ -83,15 +83,18 @@ _STARTS = {
 }
 
 
-def count_steps(requests: pl.DataFrame, limits: EngineLimits) -> RequestSteps:
+def count_steps(
+    requests: pl.DataFrame, limits: EngineLimits, *, traced_share: float | None = None
+) -> RequestSteps:
     """Count the steps of every server with the spans of all its requests, and give its requests their steps.
 
     Args:
         requests: The `requests` table of some runs.
         limits: Limits of their schedulers.
+        traced_share: Share of the requests that have a span, as the configuration says; null if it says nothing.
     """
     budget = limits.max_num_batched_tokens
-    unknown, examined = examine(requests, budget)
+    unknown, examined = examine(requests, budget, traced_share=traced_share)
     end = pl.col("arrival_ns") + (1e3 * pl.coalesce("e2e_us", "client_e2e_us")).cast(pl.Int64)
     numbered = requests.select(*SERVER, is_usable=is_usable(), end=end).with_row_index("row")
     countable = numbered.filter("is_usable").join(unknown, on=SERVER, how="anti").sort("end", "row")
