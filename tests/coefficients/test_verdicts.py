@@ -11,14 +11,24 @@ import pytest
 
 from tracefit.coefficients.verdicts import THRESHOLDS, Measurements, Threshold, override, verdicts_of
 from tracefit.errors import UsageError
-from tracefit.fit.results import Classifier, Metrics, SummedTime, Validation
+from tracefit.fit.results import Classifier, MachineNoise, Metrics, SpeedVariation, SummedTime, Validation
 from tracefit.results.plans import PlanPoint
 from tracefit.results.replays import Replayed, RunReplay
 from tracefit.results.requests import Quantiles, RequestGroup
 
 
 def _entry(
-    *, n=100, mape=2.0, mdape=1.0, p90=5.0, bias=-1.0, skill=0.9, extrapolated=0, queued=(10, 0, 0, 10)
+    *,
+    n=100,
+    mape=2.0,
+    mdape=1.0,
+    p90=5.0,
+    bias=-1.0,
+    skill=0.9,
+    extrapolated=0,
+    queued=(10, 0, 0, 10),
+    mae=5_000.0,
+    **more,
 ):
     names = ("true_positive", "false_negative", "false_positive", "true_negative")
     hit, lost, false, right = queued
@@ -27,7 +37,7 @@ def _entry(
         n=n,
         mape_pct=mape,
         mdape_pct=mdape,
-        mae=1.0,
+        mae=mae,
         rmse=1.0,
         r2=0.9,
         bias_pct=bias,
@@ -44,6 +54,7 @@ def _entry(
         skill=skill,
         extrapolated_rows=extrapolated,
         classifier=Classifier(balanced_accuracy=accuracy, confusion=dict(zip(names, queued, strict=True))),
+        **more,
     )
 
 
@@ -269,3 +280,72 @@ def test_the_command_is_one_that_a_shell_runs(tmp_path):
     lines = done.stdout.splitlines()
     assert len(lines) == 12
     assert lines[1].endswith("--ignore-eos --request-rate 8 --num-prompts 480")
+
+
+# -- the noise of the machine ---------------------------------------------------------------------------
+
+NOISE = MachineNoise((1.0, 20.0), 1_000, mape_pct=12.0, mdape_pct=10.0, p90_ape_pct=22.0)
+
+
+def _speed(holdout_pct, sd_pct=5.0):
+    return SpeedVariation(30.0, 10, sd_pct, -8.0, 8.0, holdout_pct, adjusted=True)
+
+
+def _criteria(measure, *, bias=-1.0, replays=None, **changes):
+    models = {"beta.cycle_time": _entry(**changes)}
+    verdicts = verdicts_of(models, _measured(bias, replays))
+    return [c for verdict in verdicts.values() for c in verdict.criteria if c.measure == measure]
+
+
+@pytest.mark.parametrize(
+    ("measure", "changes", "machine_pct"),
+    [
+        # Equal steps differ by 12 % on average, and a model cannot be better.
+        ("step_mape_pct", {"mape": 13.5, "noise": NOISE}, 12.0),
+        ("step_mape_pct", {"mape": 16.0, "noise": NOISE}, None),
+        ("step_mape_pct", {"mape": 13.5}, None),
+        # With a change of speed of 9 %: the root of 12 squared and 9 squared.
+        ("step_mape_pct", {"mape": 16.0, "noise": NOISE, "speed": _speed(9.0)}, 15.0),
+        # A step as much shorter as one in ten is, of a machine that is a tenth faster: 1 / (0.9 x 0.78) is 42.5 % too much.
+        ("step_p90_ape_pct", {"p90": 45.0, "noise": NOISE, "speed": _speed(-10.0)}, 42.45),
+        # And as much longer, of a machine that is a tenth slower: 0.78 / 1.1 is 29.1 % too little.
+        ("step_p90_ape_pct", {"p90": 30.0, "noise": NOISE, "speed": _speed(10.0)}, 29.09),
+        ("step_p90_ape_pct", {"p90": 45.0, "noise": NOISE, "speed": _speed(10.0)}, None),
+        ("step_bias_pct", {"bias": 9.0, "speed": _speed(-8.0)}, 8.0),
+        ("step_bias_pct", {"bias": 12.0, "speed": _speed(-8.0)}, None),
+    ],
+)
+def test_an_error_at_the_noise_of_the_machine_is_the_machine_s(measure, changes, machine_pct):
+    missed = [c for c in _criteria(measure, **changes) if c.answer != "yes"]
+    assert missed
+    for criterion in missed:
+        expected = None if machine_pct is None else pytest.approx(machine_pct, abs=0.01)
+        assert criterion.machine_pct == expected
+        assert ("no recording will help" in criterion.reason) == (machine_pct is not None)
+
+
+@pytest.mark.parametrize(
+    ("at_speed", "change", "is_machine"),
+    [(4.0, -10.0, True), (4.0, -5.0, False), (14.0, -10.0, False), (None, -10.0, False)],
+)
+def test_a_replay_that_is_right_at_the_hold_out_s_speed_is_off_by_the_machine(at_speed, change, is_machine):
+    """The change of speed must be large enough, too: latencies of a loaded server change two or three times as much."""
+    names = () if at_speed is None else (Replayed("e2e_p50_us", 100.0, 100 + at_speed, at_speed),)
+    run = replace(_replay(e2e=18.0), at_holdout_speed=names)
+    found = _criteria("replay_pct", replays=(run,), speed=_speed(change))
+    assert [c.machine_pct for c in found if c.answer != "yes"] == [abs(change) if is_machine else None] * 2
+
+
+def test_nothing_is_recorded_for_what_the_machine_does():
+    models = _models() | {"beta.cycle_time": _entry(mape=13.0, noise=NOISE)}
+    verdict = verdicts_of(models, _measured())["simulation"]
+    assert verdict.answer == "with limits"
+    assert verdict.record is None
+
+
+@pytest.mark.parametrize(("mae", "decides"), [(7.06, False), (5_000.0, True)])
+def test_errors_under_a_millisecond_decide_nothing(mae, decides):
+    """Waits of 0.2 ms that are off by 7 us, where a constant guess is off by 6.6."""
+    models = _models() | {"alpha.queue_wait": _entry(skill=-0.1, mae=mae)}
+    measures = [c.measure for c in verdicts_of(models, _measured())["alerting"].criteria]
+    assert ("queue_wait_skill" in measures) is decides

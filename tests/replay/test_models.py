@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from tracefit.coefficients.model import CoefficientFile
 from tracefit.commands import replay as replay_command
 from tracefit.consumers.blis_replay import StepRates, replay_as_blis
 from tracefit.errors import DataError
+from tracefit.fit.results import SpeedVariation
 from tracefit.replay.closed_loop import (
     REQUEST_COLUMNS,
     RunTraces,
@@ -211,6 +213,31 @@ def test_a_replay_is_without_the_prompts_of_clients_who_left(tmp_path):
     ]
     assert found[0]
     assert found[0] == found[1]
+
+
+def test_a_machine_of_another_speed_is_replayed_at_it_too(tmp_path):
+    """Step times a fifth longer than the model's: an ITL, which is nothing but steps, is a fifth longer, or more as batches grow."""
+    folder = write_run(synth(SynthOptions(name="r", requests=200, abort_fraction=0.0)), tmp_path)
+    package.run([folder], tmp_path / "out", options=package.TrainOptions(fast=True, features="batch"))
+    store, deployment = TableStore(tmp_path / "out/tables"), package.load(tmp_path / "out").deployment()
+    traces = RunTraces(store.read("runs"), store.read("requests"), store.scan("timeline", ["r"]))
+    assert not replay_run("r", traces, deployment).at_holdout_speed
+    step = deployment.step_model
+    speed = SpeedVariation(30.0, 10, 8.0, -5.0, 20.0, 20.0, adjusted=True)
+    changed = replace(
+        deployment,
+        models={
+            **deployment.models,
+            step.name: step.model_copy(update={"validation": replace(step.validation, speed=speed)}),
+        },
+    )
+    found = replay_run("r", traces, changed)
+    (before,), (after,) = (
+        [q.replayed for q in part if q.name == "itl_p50_us"]
+        for part in (found.quantities, found.at_holdout_speed)
+    )
+    assert 1.17 < after / before < 1.5
+    assert found.worst_at_holdout_speed_pct("itl") > found.worst_pct("itl")
 
 
 def test_if_few_come_after_the_split_all_that_end_count():

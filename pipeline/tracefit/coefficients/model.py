@@ -101,6 +101,8 @@ class Criterion(Strict):
     Attributes:
         yes: Value from which on the use is allowed.
         with_limits: Value from which on it is allowed with limits.
+        machine_pct: If the value is worse than `yes` and the machine's own noise explains it, that noise in percent; else null. No
+            recording on this machine gives a better value.
     """
 
     measure: str
@@ -110,6 +112,7 @@ class Criterion(Strict):
     higher_is_better: bool
     answer: Answer
     reason: str
+    machine_pct: float | None = None
 
 
 class RecordingAdvice(Strict):

@@ -42,7 +42,7 @@ def to_record(
         rates: The work of one server at rates up to its capacity; empty if unknown.
         limits: `max_num_batched_tokens` and `max_model_len`, null if unknown.
     """
-    missed = {c.measure for c in criteria if c.answer != "yes"}
+    missed = {c.measure for c in criteria if c.answer != "yes" and c.machine_pct is None}
     if not missed:
         return None
     needs_queue = any(name.startswith("queue") for name in missed)

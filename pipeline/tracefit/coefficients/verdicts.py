@@ -6,6 +6,7 @@ one, or a missing model, forbids it. A use is as good as the worst of its measur
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -128,9 +129,58 @@ MEASURES: dict[str, Measure] = {
 }
 
 
-_OF_REPLAYS = {"replay_pct", "replay_ttft_pct"}
+_OF_REPLAYS = {"replay_pct": ("e2e", "itl"), "replay_ttft_pct": ("ttft",)}
 _REPLAYED = {"admission_mdape_pct", "admission_skill"}
 """Measures of the admission, which is a part of the TTFT of a replay: its wait for the step in progress scatters, but a replay has it."""
+
+_SKILLS_OF_WAITS = {*_REPLAYED, "queue_wait_skill"}
+"""Measures that decide nothing where the errors are under a millisecond: no use can tell the difference."""
+
+_ABOUT = 1.15
+"""An error of up to this many times the machine's noise is the machine's: both are measured on some hundreds of steps."""
+
+_IN_LATENCIES, _MOST_IN_LATENCIES = 2.0, 3.0
+"""A change of the speed changes a loaded server's latencies by about the first number times as much, as batches grow with it, and by at
+most the second below its capacity."""
+
+
+def _machine_pct(
+    measure: str, yes: float, value: float, entry: Validation, measured: Measurements
+) -> float | None:
+    """Return the noise of the machine in percent, if it explains a value that is worse than `yes`; else null.
+
+    Steps of equal batches differ within seconds (`entry.noise`), and took longer or shorter in the hold-out than before it
+    (`entry.speed`): a model that is fitted before the hold-out knows neither.
+    """
+    speed = entry.speed if entry.speed is not None and entry.speed.adjusted else None
+    change = _change_pct(measured.summed, speed.holdout_pct or 0.0 if speed else 0.0)
+    if measure in _OF_REPLAYS and speed is not None:
+        errors = (r.worst_at_holdout_speed_pct(*_OF_REPLAYS[measure]) for r in measured.replays)
+        worst = max((error for error in errors if error is not None), default=None)
+        # Within the hold-out the speed goes on changing from stretch to stretch.
+        is_near = worst is not None and worst <= min(value, max(yes, _IN_LATENCIES * speed.sd_pct))
+        return abs(change) if is_near and value <= _MOST_IN_LATENCIES * abs(change) else None
+    noise = entry.noise
+    floors = {
+        "step_mape_pct": math.hypot(noise.mape_pct, change) if noise else 0.0,
+        "step_p90_ape_pct": _far_off_pct(noise.p90_ape_pct, change) if noise else 0.0,
+        "step_bias_pct": abs(change),
+    }
+    floor = floors.get(measure, 0.0)
+    return floor if value <= _ABOUT * floor else None
+
+
+def _change_pct(summed: SummedTime | None, change_pct: float) -> float:
+    """Return how much longer steps of equal batches took in the hold-out, in percent: the larger of two measures."""
+    other = summed.speed_change_pct if summed is not None and change_pct else None
+    return max(change_pct, other or 0.0, key=abs)
+
+
+def _far_off_pct(noise_pct: float, change_pct: float) -> float:
+    """Return the error of a prediction for a step that is off its mean by `noise_pct`, to the same side as the speed changed."""
+    expected = 1 / (1 + change_pct / 100)
+    kept = 1 - noise_pct / 100
+    return 100 * (1 - expected * kept if change_pct >= 0 else expected / kept - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +249,10 @@ def verdicts_of(
     admission = target_named("admission").model
     is_replayed = admission in models and _replayed_pct(("ttft",), models[admission], measured) is not None
     for threshold in thresholds:
+        of_waits = next((models[m] for m in MEASURES[threshold.measure].models if m in models), None)
         if is_replayed and threshold.measure in _REPLAYED:
+            continue
+        if threshold.measure in _SKILLS_OF_WAITS and of_waits is not None and of_waits.is_unfelt:
             continue
         criterion = _criterion(models, measured, threshold)
         if MEASURES[threshold.measure].needed or criterion.value is not None:
@@ -220,6 +273,7 @@ def _criterion(models: Mapping[str, Validation], measured: Measurements, thresho
     measure = MEASURES[threshold.measure]
     entry = next((models[m] for m in measure.models if m in models), None)
     value = None if entry is None else measure.of(entry, measured)
+    machine = None
     answer: Answer
     if entry is None:
         answer, reason = "no", f"{measure.models[0]} is not fitted"
@@ -237,6 +291,10 @@ def _criterion(models: Mapping[str, Validation], measured: Measurements, thresho
         # The verdict stands, but states how few rows it rests on.
         few = f" from {entry.holdout.n} rows only" if entry.holdout.n < FEW_ROWS else ""
         reason = f"{measure.what} {number(value)}{measure.unit}{few} ({required})"
+        if answer != "yes":
+            machine = _machine_pct(threshold.measure, threshold.yes, value, entry, measured)
+        if machine is not None:
+            reason = f"{reason}: {machine_words(threshold.measure, machine)}"
     return Criterion(
         measure=threshold.measure,
         value=value,
@@ -245,7 +303,14 @@ def _criterion(models: Mapping[str, Validation], measured: Measurements, thresho
         higher_is_better=measure.higher_is_better,
         answer=answer,
         reason=reason,
+        machine_pct=machine,
     )
+
+
+def machine_words(measure: str, machine_pct: float) -> str:
+    """Say that a machine's noise explains the value of a measure."""
+    noise = "" if measure.endswith("ape_pct") else "its speed changed by "
+    return f"this machine is too noisy for that ({noise}{number(machine_pct)} %), and no recording will help"
 
 
 def override(texts: Iterable[str]) -> tuple[Threshold, ...]:

@@ -335,6 +335,7 @@ def _summary(deployment: FittedDeployment, model: FittedModel) -> ModelSummary:
         rows_used=model.fitted.rows_used,
         rows_holdout=model.fitted.rows_holdout,
         of_means=of_means(v),
+        is_unfelt=model.name.startswith("alpha.") and v.is_unfelt,
         **_numbers(ModelSummary, parts),
     )
 

@@ -41,6 +41,7 @@ from tracefit.fit.holdout import (
     mean_error,
     with_load,
 )
+from tracefit.fit.noise import machine_noise
 from tracefit.fit.results import COVERED_SHARE, Candidate, Missing, StepTimeSource, TargetFacts
 from tracefit.fit.select import FOLDS
 from tracefit.fit.speed import with_speed
@@ -160,6 +161,7 @@ def fit_step_times(
     rows, whole_prompts = mark_prefix_hits(rows) if may_hit else (rows, {})
     rows, load = with_load(rows)
     rows, speed = with_speed(rows, sets[0].features)
+    noise = machine_noise(rows)
     features, rows, candidates, how = _choose_set(rows, variants, beta_options(options))
     regimes = (RegimeRows("all", features.features),)
     result = fit_regimes(rows, regimes, how)
@@ -195,6 +197,7 @@ def fit_step_times(
             error_over_load=error_over_load(result, load, how),
             load_extrapolation=load_extrapolation(result, features.features, load, how),
             speed=speed,
+            noise=noise,
             stretches=error_in_stretches(result, features.features, how),
             candidates=candidates,
             # 0 where no prompt is sure to be computed as a whole.

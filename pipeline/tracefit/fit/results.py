@@ -523,6 +523,25 @@ class SpeedVariation:
     adjusted: bool
 
 
+@dataclass(frozen=True, slots=True)
+class MachineNoise:
+    """How much steps of equal batches differ although they ran near in time, as errors of a model that knows each batch's mean.
+
+    Attributes:
+        apart_s: Least and most seconds between two such steps.
+        pairs: Pairs of such steps.
+        mape_pct: Mean error in percent.
+        mdape_pct: Median error in percent.
+        p90_ape_pct: 90th percentile of the errors in percent.
+    """
+
+    apart_s: tuple[float, float]
+    pairs: int
+    mape_pct: float
+    mdape_pct: float
+    p90_ape_pct: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
     """One model's validation: its errors, those of its baseline and its reference, and the facts they depend on.
@@ -543,6 +562,7 @@ class Validation:
         load_extrapolation: Errors of step times beyond the load that the form was fitted on.
         stretches: Errors of step times where every third of ten equal parts of the time is held out instead.
         speed: How the speed of the machine varied, for a model of step times; null where that is not known.
+        noise: How much steps of equal batches differ, near in time, for a model of step times; null where few are equal.
         candidates: The candidates inside the training part, and the chosen one.
         classifier: How well the regime of a row is predicted, where there are regimes.
         within_5_pct: Percent of rows predicted within 5 %.
@@ -575,6 +595,7 @@ class Validation:
     load_extrapolation: LoadExtrapolation | None = None
     stretches: Metrics | None = None
     speed: SpeedVariation | None = None
+    noise: MachineNoise | None = None
     candidates: tuple[Candidate, ...] = ()
     classifier: Classifier | None = None
     within_5_pct: float | None = None
@@ -591,6 +612,15 @@ class Validation:
     bursts: tuple[Burst, ...] = ()
     skill: float | None
 
+    @property
+    def is_unfelt(self) -> bool:
+        """Whether the model of a wait and a constant guess are both off by less than a millisecond on average: no use can tell."""
+        errors = (self.holdout.mae, self.baseline.mae)
+        return all(error is not None and error < UNFELT_US for error in errors)
+
+
+UNFELT_US = 1_000.0
+"""A latency of a request is never felt as this much longer or shorter."""
 
 TimeSource = Literal["clock", "duration"]
 

@@ -23,8 +23,9 @@ from tracefit.tables.requests import latency_us
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from tracefit.coefficients.model import Model
     from tracefit.coefficients.predict import DeploymentModels
     from tracefit.statistics import Vector
 
@@ -178,31 +179,56 @@ def _compared(
     before = requests.filter(pl.col("is_complete") & (pl.col("left") < pl.col("cut")))
     settings, notes = engine_settings(deployment, traces.timeline, before)
     requests = _counting(_with_outputs(_with_hits(requests, traces.timeline), before))
-    times = FittedStepTimes(deployment.step_model, deployment.server)
-    parts: list[pl.DataFrame] = []
-    room = MOST_REQUESTS
-    # A restart begins another engine: the later ones are left out where the first ones are enough.
-    for engine in requests.drop_nulls("cut").sort("arrival_ns").partition_by(ENGINE, maintain_order=True):
-        if room > 0:
-            parts.append(_engine(engine, deployment, times, settings, most=room))
-            room -= int(parts[-1]["counts"].sum())
-    if not parts:
-        raise DataError("no request is of a server whose steps are known")
-    replayed = pl.concat(parts)
+    engines = requests.drop_nulls("cut").sort("arrival_ns").partition_by(ENGINE, maintain_order=True)
+
+    def replayed_at(factor: float) -> pl.DataFrame:
+        times = FittedStepTimes(deployment.step_model, deployment.server, factor)
+        return _replayed(engines, deployment, times, settings)
+
+    replayed = replayed_at(1.0)
     compared = replayed.filter("counts")
     if unserved := compared["replayed_last"].null_count():
         raise DataError(f"the replay never serves {unserved} of {compared.height} requests")
     if compared.height < LEAST_REQUESTS:
         raise DataError(f"fewer than {LEAST_REQUESTS} requests end in the held-out part: {compared.height}")
+    predicted = _predicted(traces, deployment, compared)
+    change_pct = _speed_of_holdout_pct(deployment.step_model)
+    at_speed = replayed_at(1 + change_pct / 100).filter("counts") if change_pct else None
     return RunReplay(
         run_id,
         deployment.deployment_id,
         requests=compared.height,
         in_flight=int((replayed["arrival"] < 0).sum()),
-        quantities=_quantities(compared, before, _predicted(traces, deployment, compared)),
+        quantities=_quantities(compared, before, predicted),
         queue=_queue(compared),
-        notes=notes + _notes(replayed, deployment, is_full=room <= 0),
+        notes=notes + _notes(replayed, deployment, is_full=compared.height >= MOST_REQUESTS),
+        at_holdout_speed=() if at_speed is None else _quantities(at_speed, before, predicted),
     )
+
+
+def _replayed(
+    engines: Sequence[pl.DataFrame],
+    deployment: DeploymentModels,
+    times: FittedStepTimes,
+    settings: EngineSettings,
+) -> pl.DataFrame:
+    """Replay the requests of each engine, at most `MOST_REQUESTS` that are compared."""
+    parts: list[pl.DataFrame] = []
+    room = MOST_REQUESTS
+    # A restart begins another engine: the later ones are left out where the first ones are enough.
+    for engine in engines:
+        if room > 0:
+            parts.append(_engine(engine, deployment, times, settings, most=room))
+            room -= int(parts[-1]["counts"].sum())
+    if not parts:
+        raise DataError("no request is of a server whose steps are known")
+    return pl.concat(parts)
+
+
+def _speed_of_holdout_pct(model: Model) -> float:
+    """Return how much longer steps of equal batches took in the hold-out than in the training part, in percent; 0 if as long."""
+    speed = model.validation.speed if model.validation else None
+    return speed.holdout_pct or 0.0 if speed is not None and speed.adjusted else 0.0
 
 
 def _notes(replayed: pl.DataFrame, deployment: DeploymentModels, *, is_full: bool) -> tuple[str, ...]:

@@ -79,17 +79,18 @@ ARRAYS: Algebra[Amount, Flags] = Algebra(
 class FittedStepTimes:
     """A model of step times, for the steps of a replay."""
 
-    def __init__(self, model: Model, server: Mapping[str, float | None]) -> None:
+    def __init__(self, model: Model, server: Mapping[str, float | None], factor: float = 1.0) -> None:
         """Compile a model.
 
         Args:
             model: A model of step times.
             server: Settings of the server that its formulas use; null if unknown: then a step that needs it has no time.
+            factor: Factor on every time, of a machine with another speed.
 
         Raises:
             DataError: The model reads a value of a step that a replay does not have.
         """
-        self._compiled = CompiledModel(model, STEP_COLUMNS)
+        self._compiled, self._factor = CompiledModel(model, STEP_COLUMNS), factor
         server = {name: value for name, value in server.items() if value is not None}
         formulas, inputs = self._compiled.formulas, {*server, *STEP_INPUTS}
         if missing := formulas.missing(self._compiled.features, inputs):
@@ -117,7 +118,7 @@ class FittedStepTimes:
         holds = (r for r in regimes if not isinstance(r, Regime) or r.when.holds(values.__getitem__, ROW))
         form = next(holds, None)
         time = None if form is None else line(form.intercept, form.terms, values.__getitem__, ROW)
-        return max(time or 1.0, 1.0)
+        return max(self._factor * (time or 1.0), 1.0)
 
     def decoding(self, batch: StepBatch, steps: int, growth: float) -> Vector:
         """Return the times of consecutive steps in which the same requests decode, in us; shape (steps,)."""
@@ -127,7 +128,7 @@ class FittedStepTimes:
         with np.errstate(all="ignore"):
             for name, _, computed in self._formulas:
                 values[name] = computed(values.__getitem__)
-            return np.broadcast_to(np.fmax(self._line(values), 1.0), steps)
+            return np.broadcast_to(np.fmax(self._factor * self._line(values), 1.0), steps)
 
     def _line(self, values: Mapping[str, Amount]) -> Amount:
         """Return the line of the first regime whose condition holds."""

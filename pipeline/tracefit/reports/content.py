@@ -220,13 +220,14 @@ def _headline_table(deployment: published.DeploymentEvaluation) -> Table:
             label,
             *(percent(v) for m in (model, baseline) for v in (m.mdape_pct, m.p90_ape_pct)),
             percent(boosted.mdape_pct if boosted else None),
+            percent(step.noise.mdape_pct if step and step.noise and model is step.holdout else None),
             count(model.n),
         )
         for label, (model, baseline, boosted) in errors.items()
         if model.mdape_pct is not None
     ]
     heads = (f"{who}{what} %" for who in ("", "baseline ") for what in ("median", "P90"))
-    return table(("error of", *heads, "reference median %", "held out"), rows)
+    return table(("error of", *heads, "reference median %", "machine's noise median %", "held out"), rows)
 
 
 _REPLAY_NOTE = (
@@ -343,7 +344,9 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
         errors,
         " ".join(filter(None, notes)) if errors.rows else "",
         *worse_than_median(deployment),
+        _machine_noise(deployment),
         _machine_speed(deployment),
+        _unfelt(deployment),
         *(f"Note: {text}." for text in deployment.notes),
         *(_overload(o) for o in deployment.overloaded),
         *figures.first,
@@ -426,6 +429,18 @@ def _slowest(requests: Sequence[SlowRequest]) -> Section:
     ]
     head = ("run", "request", "slow in", "TTFT, ms", "E2E, ms", "prompt", "output", "reason")
     return section("The slowest requests", table(head, rows))
+
+
+def _unfelt(deployment: published.DeploymentEvaluation) -> str:
+    """Name the models of waits that decide no verdict, as no use can tell their errors."""
+    names = [
+        f"`{name}`"
+        for name, entry in deployment.models.items()
+        if name.startswith("alpha.") and entry.is_unfelt
+    ]
+    if not names:
+        return ""
+    return f"Errors of {' and '.join(names)} are under a millisecond, as those of a constant guess are: no use can tell, and no verdict counts them."
 
 
 def _misleading(deployment: published.DeploymentEvaluation) -> list[str]:
@@ -710,6 +725,19 @@ def _latency_parts(deployment: published.DeploymentEvaluation) -> tuple[ReportPa
                 ("latency", "requests"), left_out, folded="Requests in the hold-out without such a prediction"
             ),
         ),
+    )
+
+
+def _machine_noise(deployment: published.DeploymentEvaluation) -> str:
+    """Say how much steps of equal batches differ, near in time; empty where few are equal."""
+    entry = step_entry(deployment)
+    if entry is None or entry.noise is None:
+        return ""
+    noise, (least_s, most_s) = entry.noise, entry.noise.apart_s
+    return (
+        f"**The machine's noise:** steps of equal batches, {least_s:g} to {most_s:g} s apart, are typically {percent(noise.mdape_pct)} % off "
+        f"their mean, and one in ten more than {percent(noise.p90_ape_pct)} % ({count(noise.pairs)} pairs). No model of batches has a "
+        "smaller error on single steps."
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tracefit.coefficients.verdicts import machine_words
 from tracefit.features.targets import LATENCIES, is_step_model
 from tracefit.fit.splits import of_means
 from tracefit.reports.document import UseVerdict, Verdicts
@@ -162,7 +163,7 @@ def worse_than_median(deployment: DeploymentEvaluation) -> list[str]:
         f"**`{name}` is worse than the training median** on the hold-out: it is off by {number(entry.holdout.mae)} us on average, "
         f"the median by {number(entry.baseline.mae)} us."
         for name, entry in deployment.models.items()
-        if entry.skill is not None and entry.skill < 0
+        if entry.skill is not None and entry.skill < 0 and not (name.startswith("alpha.") and entry.is_unfelt)
     ]
 
 
@@ -233,7 +234,8 @@ def _sentence(one: Criterion, step_times: str) -> str:
     # A share of at least 0 is worse than a constant guess or not, which the sentence says itself.
     if one.answer == "yes" or (one.higher_is_better and not bound):
         return text
-    return f"{text} ({'at least' if one.higher_is_better else 'at most'} {bound:g} % needed)"
+    needed = f"{text} ({'at least' if one.higher_is_better else 'at most'} {bound:g} % needed)"
+    return needed if one.machine_pct is None else f"{needed}: {machine_words(one.measure, one.machine_pct)}"
 
 
 def least_exact(deployments: Sequence[tuple[str, DeploymentEvaluation]]) -> str:

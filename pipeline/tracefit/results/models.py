@@ -54,6 +54,8 @@ class ModelSummary:
     rows_holdout: int
     of_means: bool = False
     """Whether the errors are of means over several steps, because no single step was measured."""
+    is_unfelt: bool = False
+    """Whether it is a model of waits whose errors are under a millisecond, as those of a constant guess are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,8 @@ class RunReplay:
         reason: Why a replay is not possible; null if it is.
         queue: The queue over time; empty if scheduling times of requests are unknown.
         notes: Assumptions of the replay.
+        at_holdout_speed: The quantities of another replay, with step times as much longer or shorter as those of equal batches were in
+            the held-out part; empty where the machine kept its speed.
     """
 
     run_id: str
@@ -68,6 +70,7 @@ class RunReplay:
     reason: str | None = None
     queue: tuple[QueueWindow, ...] = ()
     notes: tuple[str, ...] = ()
+    at_holdout_speed: tuple[Replayed, ...] = ()
 
     @property
     def errors(self) -> dict[str, float]:
@@ -76,9 +79,18 @@ class RunReplay:
 
     def worst_pct(self, *latencies: str) -> float | None:
         """Return the largest error of latencies at P50 and P90 in percent; null if the run is not replayed."""
-        names = {f"{name}_p{q}_us" for name in latencies for q in (50, 90)}
-        return max((abs(error) for name, error in self.errors.items() if name in names), default=None)
+        return _worst_pct(self.quantities, latencies)
+
+    def worst_at_holdout_speed_pct(self, *latencies: str) -> float | None:
+        """Return this error for the replay at the speed of the held-out part; null where the machine kept its speed."""
+        return _worst_pct(self.at_holdout_speed, latencies)
 
     def of(self, latency: str) -> tuple[Replayed, ...]:
         """Return P50, P90 and P99 of a latency; empty if unknown."""
         return tuple(q for q in self.quantities if q.name.startswith(f"{latency}_p"))
+
+
+def _worst_pct(quantities: tuple[Replayed, ...], latencies: tuple[str, ...]) -> float | None:
+    names = {f"{name}_p{q}_us" for name in latencies for q in (50, 90)}
+    errors = (abs(q.error_pct) for q in quantities if q.name in names and q.error_pct is not None)
+    return max(errors, default=None)

@@ -1,0 +1,83 @@
+"""How much steps of equal batches differ although they ran near in time: no model of batches has a smaller error.
+
+Processors change their clock and neighbours take memory bandwidth within seconds, so that two steps of the same batch take different
+times. A recording on such a machine has a floor under every error, which more recording does not lower.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from tracefit.fit.results import MachineNoise
+from tracefit.tables.schema import SERVER
+
+if TYPE_CHECKING:
+    from tracefit.statistics import Vector
+
+NEAR_S = (1.0, 20.0)
+"""Seconds between two steps that are compared. Neighbouring steps share a disturbance and differ by half as much; further apart the
+speed of the machine changes, which is measured by itself (`fit.speed`)."""
+
+LEAST_PAIRS = 100
+"""Fewest pairs whose differences are a measure."""
+
+_SAME_SHARE = 0.1
+"""Amounts of tokens within this share are equal."""
+
+_AMOUNTS = ("prefill_tokens", "context_tokens", "prefill_context_tokens")
+_COUNTS = ("num_decode_reqs", "num_prefill_reqs")
+
+
+def machine_noise(rows: pl.DataFrame) -> MachineNoise | None:
+    """Return how much steps of equal batches differ, as errors of a model that knows the mean of each batch; null with few pairs.
+
+    A pair is two steps, or intervals of as many steps, of one server with equal requests and about equal tokens. Its two times
+    differ by the square root of two times what each is off their mean, if both are off by chance.
+
+    Args:
+        rows: A frame of step times: SERVER, `ts_ns`, `y` in us, `interval_steps`, `excluded_reason`, and what is known of the batches.
+    """
+    if not set(_COUNTS) <= set(rows.columns):
+        return None
+    used = rows.filter(pl.col("excluded_reason").is_null() & (pl.col("y") > 0)).drop_nulls(
+        ["ts_ns", *_COUNTS]
+    )
+    amounts = [name for name in _AMOUNTS if name in used.columns and not used[name].null_count()]
+    equal = [
+        *SERVER,
+        # Intervals of about as many steps: their means scatter by about as much.
+        pl.col("interval_steps").log(2).round().alias("steps_class"),
+        *_COUNTS,
+        *(
+            (pl.col(name).clip(lower_bound=1).log() / math.log1p(_SAME_SHARE)).floor().alias(f"{name}_class")
+            for name in amounts
+        ),
+    ]
+    groups = (
+        used.sort("ts_ns")
+        .group_by(equal, maintain_order=True)
+        .agg("ts_ns", pl.col("y").log())
+        .filter(pl.col("y").list.len() > 1)
+    )
+    times, logs = groups["ts_ns"].to_list(), groups["y"].to_list()
+    apart = np.concatenate([np.zeros(0), *map(_apart, map(np.asarray, times), map(np.asarray, logs))])
+    if apart.size < LEAST_PAIRS:
+        return None
+    # Errors are shares of the measured time, and what disturbs a step makes it longer.
+    off = -100 * np.expm1(-apart / math.sqrt(2))
+    middle, high = np.quantile(off, (0.5, 0.9))
+    return MachineNoise(NEAR_S, int(apart.size), float(off.mean()), float(middle), float(high))
+
+
+def _apart(at_ns: Vector, logs: Vector) -> Vector:
+    """Return by how much each time differs from the next one that is not too near, as logarithms; times in ascending order."""
+    nearest, furthest = (1e9 * seconds for seconds in NEAR_S)
+    later = np.searchsorted(at_ns, at_ns + nearest)
+    first = np.flatnonzero(later < len(at_ns))
+    later = later[first]
+    is_near = at_ns[later] - at_ns[first] <= furthest
+    return np.asarray(np.abs(logs[later[is_near]] - logs[first[is_near]]))
