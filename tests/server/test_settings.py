@@ -13,6 +13,7 @@ from tracefit.server.settings import (
     ServerSettings,
     assume_defaults,
     canonical_name,
+    context_remedy,
     merge,
     parse_serve_command,
     parse_settings,
@@ -621,3 +622,10 @@ def test_file_that_is_not_there_is_one_line(tmp_path):
 def test_settings_of_a_table_that_are_damaged_are_one_error(text):
     with pytest.raises(UsageError, match="settings column is damaged"):
         settings_from_json(text, where="runs")
+
+
+def test_a_log_that_computed_fewer_prompt_tokens_saw_prefix_hits():
+    """Seen on a real server whose load generator sent the same prompts in every round."""
+    assert "prefix hits were seen: the steps computed 72 %" in context_remedy(2_295, 237_162, 170_679)
+    assert "microseconds" in context_remedy(846, 84_581, 84_581)
+    assert "spans of the same requests" in context_remedy(0, 0, 84_581)

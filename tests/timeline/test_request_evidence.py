@@ -281,6 +281,18 @@ def test_prefix_hits_of_most_prompts_show_in_padded_batches():
     assert longest_whole_prompt(hits) == 128
 
 
+def test_hits_show_on_a_noisy_machine_where_longer_prompts_are_faster():
+    """Seen on a real server: nearly all prompts longer than a block are hits, and steps differ by a fifth."""
+    rng = np.random.default_rng(9)
+    rows = _intervals(_linear, lambda rng, tokens: 384 * ((tokens > 384) & (rng.random(600) < 0.9)))
+    rows = rows.with_columns(y=pl.col("y") * pl.Series(np.exp(0.2 * rng.standard_normal(600))))
+    assert longest_whole_prompt(rows) == 256
+    whole = _intervals(_linear).with_columns(
+        y=pl.col("y") * pl.Series(np.exp(0.2 * rng.standard_normal(600)))
+    )
+    assert longest_whole_prompt(whole) is None
+
+
 def test_no_prompt_is_whole_where_hits_have_every_length():
     rows = _intervals(_linear, lambda rng, tokens: (tokens * rng.choice([0, 0.9], 600)).astype(int))
     assert longest_whole_prompt(rows) == 0

@@ -243,6 +243,8 @@ def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
     evidence.update(
         steps=steps.height,
         logged_steps=timeline.filter(composition_source=CycleSource.LOG).height,
+        prompt_tokens=requests["prompt_tokens"].sum() or 0,
+        computed_tokens=int(timeline["prefill_tokens"].sum() or 0),
         cut_off=timeline.filter(is_at_recording_end()).height,
         idle=cycles.filter("idle_after").height,
         busy_ns=round(1000 * adjacent["cycle_us"].sum()),
@@ -372,7 +374,10 @@ def _composition(e: Evidence, hits: Mapping[str, float]) -> _Judgement:
 def _context(e: Evidence) -> _Judgement:
     if not e["steps_with_context"]:
         if e["logged_steps"]:
-            return "no", f"the log does not have them; {context_remedy(e['requests'])}"
+            return (
+                "no",
+                f"the log does not have them; {context_remedy(*(e[n] for n in ('requests', 'prompt_tokens', 'computed_tokens')))}",
+            )
         if not e["instrumented_runs"]:
             return _without_steps(e)
         flags = f"{JOURNEY_FLAGS}, or {SNAPSHOT_FLAG}"

@@ -74,7 +74,7 @@ COUNTED_NOTES = (
 
 _NO_HIT = "prefix-cache hits are not in the spans: every prompt token counts as computed"
 _UNCERTAIN_HITS = (
-    "prefix-cache hits show in the times of prompts, and nothing says which tokens were found: the coefficient of a prompt token is "
+    "prefix hits were seen in the times of prompts, and nothing says which tokens were found: the coefficient of a prompt token is "
     f"uncertain, too low for one that is computed as a whole; {NO_PREFIX_CACHE}"
 )
 
@@ -182,7 +182,7 @@ def fit_step_times(
     if _FPM & sources:
         notes += _notes_on_records(tables, deployment)
     if logged and not tables.timeline["context_tokens"].count():
-        notes.append(f"{_WITHOUT_CONTEXT}; {context_remedy(tables.requests.height)}")
+        notes.append(f"{_WITHOUT_CONTEXT}; {_context_remedy(tables)}")
     budget = context.settings.max_num_batched_tokens
     model = FittedModel(
         target.model,
@@ -224,6 +224,11 @@ def _target_facts(
     return TargetFacts(name=name, definition="; ".join(definitions), source=source)
 
 
+def _context_remedy(tables: DeploymentTables) -> str:
+    tokens = (tables.requests["prompt_tokens"].sum(), tables.timeline["prefill_tokens"].sum())
+    return context_remedy(tables.requests.height, *(int(number or 0) for number in tokens))
+
+
 def _notes_on_counted_steps(tables: DeploymentTables, whole_prompts: dict[str, float]) -> Iterator[str]:
     """Yield the limits of steps that were counted from requests."""
     yield from COUNTED_NOTES
@@ -235,7 +240,7 @@ def _notes_on_counted_steps(tables: DeploymentTables, whole_prompts: dict[str, f
         left_out = (
             f"intervals with more than {longest:.0f} prompt tokens, which may include hits, are left out"
         )
-        yield f"prefix-cache hits show in the times of prompts: {left_out}" if longest else _UNCERTAIN_HITS
+        yield f"prefix hits were seen in the times of prompts: {left_out}" if longest else _UNCERTAIN_HITS
     on_steps, requests = tables.requests["first_token_step"].count(), int(tables.runs["requests"].sum())
     if on_steps < requests:
         yield f"{on_steps:,} of {requests:,} requests are placed on steps"

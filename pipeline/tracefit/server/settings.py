@@ -579,8 +579,24 @@ def step_remedy(*, stock: bool) -> str:
     return ALL_SPANS if stock else f"the summaries of all steps give it: start the server with {STEP_FLAGS}"
 
 
-def context_remedy(requests: int) -> str:
-    """Say how to get the context tokens of the steps of a log, in a run with `requests` requests."""
+_HITS_SHARE = 0.98
+"""Share of the prompt tokens that the steps of a log compute, below which the prefix cache had the others."""
+
+
+def context_remedy(requests: int, prompt_tokens: int, computed_tokens: int) -> str:
+    """Say how to get the context tokens of the steps of a log.
+
+    Args:
+        requests: Requests of the run.
+        prompt_tokens: Tokens of their prompts.
+        computed_tokens: Prompt tokens that the steps computed.
+    """
+    if requests and 0 < computed_tokens < _HITS_SHARE * prompt_tokens:
+        return (
+            f"prefix hits were seen: the steps computed {100 * computed_tokens / prompt_tokens:.0f} % of the prompt tokens of {requests:,} "
+            "requests, which the lines of the log do not show by their tokens then; --no-enable-prefix-caching, or other prompts in each "
+            "call of a load generator, help"
+        )
     if requests:
         return (
             f"too few of the {requests:,} requests of the run could be assigned to the lines of the log; a log format with "

@@ -55,6 +55,9 @@ _SCATTER_SD, _USUAL_SCATTER, _SURE_SHARE_SD = 3.0, 0.005, 4.0
 """A time is odd from this number of standard deviations on; the share of odd times without a reason; and the standard deviations by
 which a larger share is sure."""
 
+_LENGTH_GROUPS, _SURE_FALL_SD = 12, 5.0
+"""Groups of prompts by length, and the standard errors by which the median time of longer ones is surely below that of shorter ones."""
+
 _SAME_TIME, _MAX_MISCOUNTED = 0.1, 0.005
 """A request that takes about the usual time, within this share, has about the usual tokens: at most this share has less than half."""
 
@@ -331,7 +334,8 @@ def longest_whole_prompt(rows: pl.DataFrame) -> float | None:
     """Return the length up to which prompts are computed as a whole; null where nothing shows prefix-cache hits.
 
     A hit saves whole blocks, so that the times of prompts of about equal length differ by more than those of steps without a
-    prompt. Without hits, times change smoothly from one length to the next, and scatter no more than those of other steps.
+    prompt, and longer prompts take less time than shorter ones. Without hits, times grow smoothly with the length, and scatter no
+    more than those of other steps.
 
     Args:
         rows: One row per interval: interval_steps; y (us), prompts, prompt_tokens, decodes and contexts, means per step.
@@ -367,10 +371,25 @@ def longest_whole_prompt(rows: pl.DataFrame) -> float | None:
     odd = np.abs(off_us) > _SCATTER_SD * np.sqrt(variance)
     # Disturbances of steps without a prompt also disturb steps with one.
     usual = _USUAL_SCATTER + float((np.abs(noise - np.median(noise)) > _SCATTER_SD * sd).mean())
-    if odd.mean() <= usual + _SURE_SHARE_SD * np.sqrt(usual / odd.size):
+    if odd.mean() <= usual + _SURE_SHARE_SD * np.sqrt(usual / odd.size) and not _falls(excess_us):
         return None
     for most in 2.0 ** np.arange(int(np.log2(length[-1])), 3, -1):
         short = odd[length[1:-1] <= most]
-        if short.size >= _MIN_SAMPLES and short.sum() <= 1 + usual * short.size:
+        if (
+            short.size >= _MIN_SAMPLES
+            and short.sum() <= 1 + usual * short.size
+            and not _falls(excess_us[length <= most])
+        ):
             return float(most)
     return 0.0
+
+
+def _falls(excess_us: Vector) -> bool:
+    """Return whether some prompts surely take less time than shorter ones; times in the order of the lengths."""
+    groups = np.array_split(excess_us, max(min(excess_us.size // _MIN_SAMPLES, _LENGTH_GROUPS), 1))
+    middle = np.array([np.median(group) for group in groups])
+    # The standard error of a median of normal values is sqrt(pi / 2) times that of their mean.
+    error = np.array([1.2533 * robust_sd(group) / np.sqrt(group.size) for group in groups])
+    longest = np.maximum.accumulate(middle)
+    error_of_longest = error[np.maximum.accumulate(np.where(middle == longest, np.arange(middle.size), 0))]
+    return bool((longest - middle > _SURE_FALL_SD * np.hypot(error, error_of_longest)).any())
