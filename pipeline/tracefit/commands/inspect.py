@@ -243,7 +243,7 @@ def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
     evidence.update(
         steps=steps.height,
         logged_steps=timeline.filter(composition_source=CycleSource.LOG).height,
-        prompt_tokens=requests["prompt_tokens"].sum() or 0,
+        prompt_tokens=int(requests["prompt_tokens"].sum() or 0),
         computed_tokens=int(timeline["prefill_tokens"].sum() or 0),
         cut_off=timeline.filter(is_at_recording_end()).height,
         idle=cycles.filter("idle_after").height,

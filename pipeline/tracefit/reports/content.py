@@ -15,6 +15,7 @@ from tracefit.coefficients.compiled import main_forms
 from tracefit.coefficients.model import BoundaryModel, RegimesModel
 from tracefit.features.targets import LATENCIES, around_steps, is_step_model
 from tracefit.fit.results import NEVER
+from tracefit.fit.splits import of_means
 from tracefit.options import TrainOptions, flag_of
 from tracefit.reports.document import Bullets, Report, kept, section, table, table_of
 from tracefit.reports.figures.deployment import DeploymentFigures, figures_of_evaluation
@@ -734,10 +735,11 @@ def _machine_noise(deployment: published.DeploymentEvaluation) -> str:
     if entry is None or entry.noise is None:
         return ""
     noise, (least_s, most_s) = entry.noise, entry.noise.apart_s
+    rows = "means of intervals" if of_means(entry) else "steps"
     return (
-        f"**The machine's noise:** steps of equal batches, {least_s:g} to {most_s:g} s apart, are typically {percent(noise.mdape_pct)} % off "
-        f"their mean, and one in ten more than {percent(noise.p90_ape_pct)} % ({count(noise.pairs)} pairs). No model of batches has a "
-        "smaller error on single steps."
+        f"**The machine's noise:** {rows} with equal batches, {least_s:g} to {most_s:g} s apart, are typically "
+        f"{percent(noise.mdape_pct)} % off their mean, and one in ten more than {percent(noise.p90_ape_pct)} % ({count(noise.pairs)} pairs). No model of batches has "
+        "smaller errors."
     )
 
 
