@@ -6,7 +6,9 @@ Files that the tables folder knows are not decoded again. Each run is published 
 from __future__ import annotations
 
 import json
+import re
 from contextlib import ExitStack, suppress
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -22,7 +24,7 @@ from tracefit.commands.scheduler import (
 from tracefit.engines.build import is_small
 from tracefit.engines.local import open_engine
 from tracefit.errors import DataError, UsageError, did_you_mean
-from tracefit.inputs.blocks import inspect_file
+from tracefit.inputs.blocks import inspect_file, lines_with
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.inputs.files import content_hash_of
 from tracefit.options import (
@@ -39,6 +41,7 @@ from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, deployment_of, read_context
 from tracefit.server.documents import excerpt, parse_yaml, read_bytes
+from tracefit.server.server_log import MARKS, starts_of
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
 from tracefit.tables.disk import disk_errors
 from tracefit.tables.rows import hash_of_kept
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 
     from tracefit.engines.jobs import TaskEngine
     from tracefit.inputs.files import TraceFile
+    from tracefit.server.server_log import ServerStart
 
 _MOST_REASONS = 6
 
@@ -211,10 +215,29 @@ def _contexts(sources: Sequence[RunSource], server: ServerOptions) -> list[RunCo
             )
         except UsageError:
             key = source  # a long log, or a file that cannot be read
-        if (named := repr(key)) not in contexts_by_key:
-            contexts_by_key[named] = read_context(configs, model_config, stated, gpu=server.gpu)
+        starts = _starts_of(source)
+        if (named := repr((key, starts))) not in contexts_by_key:
+            contexts_by_key[named] = read_context(
+                configs, model_config, stated, gpu=server.gpu, starts=starts
+            )
         contexts.append(contexts_by_key[named])
     return contexts
+
+
+_RECORDS = re.compile(r"traces|fpm|kv_events|\.(jsonl?|ndjson|binpb|pb|proto|otlp|parquet|csv)(\.|$)")
+"""Names of files that are not a server's log. A log may have any other."""
+
+_MOST_LOG_BYTES = 64 << 20
+
+
+def _starts_of(source: RunSource) -> list[ServerStart]:
+    """Return the starts of a run's server, in the order of time, from the logs beside its spans."""
+    starts: list[ServerStart] = []
+    for file in source.trace_files:
+        if not _RECORDS.search(PurePath(file.path).name.lower()):
+            with suppress(UsageError):  # it is reported where it is read
+                starts += starts_of(lines_with(file, MARKS, most_bytes=_MOST_LOG_BYTES))
+    return starts
 
 
 def _by_run(rows: pl.DataFrame) -> pl.DataFrame:

@@ -244,6 +244,7 @@ def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
         steps=steps.height,
         logged_steps=timeline.filter(composition_source=CycleSource.LOG).height,
         prompt_tokens=int(requests["prompt_tokens"].sum() or 0),
+        prompts=int(timeline["num_prefill_reqs"].sum() or 0),
         computed_tokens=int(timeline["prefill_tokens"].sum() or 0),
         cut_off=timeline.filter(is_at_recording_end()).height,
         idle=cycles.filter("idle_after").height,
@@ -376,7 +377,7 @@ def _context(e: Evidence) -> _Judgement:
         if e["logged_steps"]:
             return (
                 "no",
-                f"the log does not have them; {context_remedy(*(e[n] for n in ('requests', 'prompt_tokens', 'computed_tokens')))}",
+                f"the log does not have them; {context_remedy(*(e[n] for n in ('requests', 'prompt_tokens', 'prompts', 'computed_tokens')))}",
             )
         if not e["instrumented_runs"]:
             return _without_steps(e)

@@ -225,8 +225,9 @@ def _target_facts(
 
 
 def _context_remedy(tables: DeploymentTables) -> str:
-    tokens = (tables.requests["prompt_tokens"].sum(), tables.timeline["prefill_tokens"].sum())
-    return context_remedy(tables.requests.height, *(int(number or 0) for number in tokens))
+    steps = tables.timeline
+    sums = (tables.requests["prompt_tokens"], steps["num_prefill_reqs"], steps["prefill_tokens"])
+    return context_remedy(tables.requests.height, *(int(column.sum() or 0) for column in sums))
 
 
 def _notes_on_counted_steps(tables: DeploymentTables, whole_prompts: dict[str, float]) -> Iterator[str]:

@@ -21,11 +21,14 @@ from tracefit.options import IngestOptions, named
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from tracefit.inputs.files import ContentHash, TraceFile
 
 _EXCERPT_BYTES, _EDGE_BYTES = 4096, 16
+
+_LONGEST_REST = 1 << 20
+"""Most bytes of a line that one piece begins and the next one ends."""
 
 _FIRST_BYTES = 16 << 10
 _SMALLEST_READ_BYTES = 4096
@@ -128,6 +131,32 @@ def inspect_file(file: TraceFile, bounds: Expansion = USUAL, *, is_shape_needed:
     # A file that cannot be decompressed at all is damaged, not empty.
     is_lost = contents.encoding is None and rejects
     return replace(contents, compression=compression, shape="unknown" if is_lost else contents.shape)
+
+
+def lines_with(
+    file: TraceFile, marks: Sequence[bytes], *, most_bytes: int, bounds: Expansion = USUAL
+) -> list[str]:
+    """Return the lines of a text file that contain one of some marks.
+
+    Args:
+        file: The file; compressed or not.
+        marks: What such a line contains.
+        most_bytes: Bytes of the file that are read, as if it ended there.
+        bounds: Bounds on compressed content.
+
+    Raises:
+        UsageError: It cannot be opened or read.
+    """
+    found: list[str] = []
+    rest = b""
+    with file.open() as raw:
+        for piece in pieces(raw, bounds, most_bytes=most_bytes):
+            if isinstance(piece, Gap):
+                continue
+            *lines, rest = (rest + piece.data).split(b"\n")
+            found += [line.decode(errors="replace") for line in lines if any(mark in line for mark in marks)]
+            rest = rest[-_LONGEST_REST:]
+    return [*found, *([rest.decode(errors="replace")] if any(mark in rest for mark in marks) else [])]
 
 
 def load(block: Block) -> bytes:

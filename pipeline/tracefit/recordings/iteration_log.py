@@ -46,7 +46,9 @@ _LINE = (
     + r"iteration elapsed time: ([0-9]{1,9}\.[0-9]{1,9}) ms"
 )
 _IN_LINE = r"Iteration\([0-9]"
-_IN_HEAD = re.compile(_LINE.encode())
+_IN_HEAD = re.compile(_LINE.encode() + rb"|non-default args: \{|LLM engine \(v[0-9]")
+"""A log that begins with a server's start has no iteration yet, or never: its settings are read."""
+
 _USAGE = r" KV cache usage: ([0-9]{1,3}(?:\.[0-9]{1,9})?)%"
 _PROCESS = r"EngineCore(?:_DP|_)([0-9]{1,6})[ )]"
 _DATE = (

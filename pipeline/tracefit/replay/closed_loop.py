@@ -286,11 +286,19 @@ def engine_settings(
     )
     tokens = per_step.item() or 1.0
     several = tokens > _SEVERAL_TOKENS
+    budget = int(server["max_num_batched_tokens"] or 0)
+    fullest = (
+        timeline.select((pl.col("prefill_tokens") + pl.col("decode_tokens")).max()).collect().item() or 0
+    )
+    assumed = deployment.step_model.deployment.assumed if deployment.step_model.deployment else ()
+    # A default that no input states may be wrong; no step is fuller than the budget.
+    is_short = fullest > budget and any(text.startswith("max_num_batched_tokens ") for text in assumed)
+    budget = int(fullest) if is_short else budget
     stated_blocks, stated_tokens = server["num_gpu_blocks"], int(server["block_size"] or 0)
     blocks = traced or (int(stated_blocks) - 1 if stated_blocks else None)
     settings = EngineSettings(
         max_num_seqs=int(server["max_num_seqs"] or 0),
-        max_num_batched_tokens=int(server["max_num_batched_tokens"] or 0),
+        max_num_batched_tokens=budget,
         block_size=_block_tokens(timeline, blocks, stated_tokens),
         num_blocks=blocks,
         by_priority=stated.get("scheduling_policy") == "priority",
@@ -301,6 +309,7 @@ def engine_settings(
     )
     notes = {
         f"a step gives each request {tokens:.2f} tokens, as in the training part": several,
+        f"the token budget of a step is {budget:,}, as the fullest step has, and not vLLM's default": is_short,
         f"a KV block has {settings.block_size} tokens by the steps, {stated_tokens} by the settings": settings.block_size
         != stated_tokens,
     }

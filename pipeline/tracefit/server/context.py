@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from tracefit.server.documents import as_text, read_bytes
 from tracefit.server.hardware import Gpu, UnknownGpuError, find_gpu, parse_gpu, read_gpu
 from tracefit.server.model_config import UnknownModelError, as_served, parse_architecture
 from tracefit.server.settings import (
+    DEFAULT_BLOCK_SIZE,
     ServerSettings,
     assume_defaults,
     merge,
@@ -29,7 +30,10 @@ from tracefit.server.settings import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from tracefit.server.documents import Scalar
+    from tracefit.server.server_log import ServerStart
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,19 +71,23 @@ def read_context(
     overrides: ServerSettings,
     *,
     gpu: str | None = None,
+    starts: Sequence[ServerStart] = (),
 ) -> RunContext:
-    """Return the server of a run, from the run's files; the user's values win.
+    """Return the server of a run, from the run's files; the user's values win, and what the server's log says is the last resort.
 
     Args:
         run_configs: exp-config.yaml, run.yaml, a `vllm serve` command line or a server log.
         model_config: config.json.
         overrides: Settings from the user.
         gpu: Name of a GPU, or a JSON file that describes one; else the `gpu` setting of the run.
+        starts: Starts of the server in its log.
 
     Raises:
         UsageError: A file is not valid, two of them contradict, or model and tensor parallelism contradict.
     """
-    settings = assume_defaults(merge(read_all_settings(run_configs), overrides))
+    given = merge(read_all_settings(run_configs), overrides)
+    logged, doubts = _logged(starts, given)
+    settings = merge(logged, given)
     text = as_text(read_bytes(model_config), where=str(model_config)) if model_config else None
     name = settings.gpu if gpu is None else gpu
     described = None
@@ -99,7 +107,52 @@ def read_context(
         except UnknownGpuError:
             if gpu:
                 settings = merge(settings, settings_from({"gpu": gpu}, where=named(ServerOptions, "gpu")))
-    return _assemble(settings, text, str(model_config), described)
+    if starts:
+        settings = merge(_unnamed(starts[-1], described, settings), settings)
+    context = _assemble(assume_defaults(settings), text, str(model_config), described)
+    return replace(context, left_out=(*doubts, *context.left_out))
+
+
+def _logged(starts: Sequence[ServerStart], given: ServerSettings) -> tuple[ServerSettings, tuple[str, ...]]:
+    """Return the settings of the last start in a log, and doubts: other starts, and files that say something else."""
+    try:
+        every = [settings_from(start.stated, where="the server's log", source="read") for start in starts]
+    except UsageError as error:
+        return ServerSettings(), (f"settings in the server's log are not read: {error.what}",)
+    if not every:
+        return ServerSettings(), ()
+    last, values = every[-1], given.values()
+    doubts = [
+        f"the server was started again with other settings ({_changes(before.values(), last.values())}): record each start in a folder of its "
+        "own; the last one's settings are taken"
+        for before in every[:-1]
+        if _changes(before.values(), last.values())
+    ]
+    if other := _changes({n: v for n, v in last.values().items() if n != "model"}, values, common=True):
+        doubts.append(
+            f"the server's log says something else than its configuration ({other}): the configuration counts"
+        )
+    return last, tuple(dict.fromkeys(doubts))
+
+
+def _changes(before: Mapping[str, Scalar], after: Mapping[str, Scalar], *, common: bool = False) -> str:
+    """Name the settings that differ, with both values; `common` leaves out those that one side does not state."""
+    names = [n for n in {**before, **after} if not common or (n in before and n in after)]
+    return ", ".join(f"{n} {before.get(n)} → {after.get(n)}" for n in names if before.get(n) != after.get(n))
+
+
+def _unnamed(start: ServerStart, gpu: Gpu | None, settings: ServerSettings) -> ServerSettings:
+    """Return what no line names: limits of a step as vLLM chooses them, and the blocks of a cache whose tokens the log counts."""
+    memory_gib = gpu.memory_gb * 1e9 / 2**30 if gpu is not None else None
+    is_a100 = gpu is not None and "a100" in gpu.name.lower()
+    limits = settings_from(
+        start.defaults(memory_gib, is_a100=is_a100), where="vLLM's defaults", source="assumed"
+    )
+    block_tokens = settings.block_size or limits.block_size or DEFAULT_BLOCK_SIZE
+    blocks = start.cache_tokens // block_tokens if start.cache_tokens else None
+    return merge(
+        limits, settings_from({"num_gpu_blocks": blocks or None}, where="the server's log", source="read")
+    )
 
 
 def _assemble(settings: ServerSettings, text: str | None, where: str, gpu: Gpu | None) -> RunContext:

@@ -7,11 +7,9 @@ run. The last section has the flags that turn on traces, for messages.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shlex
-import warnings
 from collections.abc import Mapping
 from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -32,6 +30,7 @@ from tracefit.server.documents import (
     read_bytes,
     validated,
 )
+from tracefit.server.server_log import starts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -287,7 +286,7 @@ def settings_from_json(text: str, *, where: str) -> ServerSettings:
 
 _MAX_BYTES = 1024 * 1024
 _MAX_LOG_BYTES = 64 * 1024 * 1024  # the log of a server that ran for days
-_MAX_COMMAND_CHARS = 64 * 1024  # longer lines of a log are not its arguments, and slow for patterns
+_MAX_COMMAND_CHARS = 64 * 1024
 # Sections that only group settings.
 _NESTED = {"vllm", "server", "args", "engine_args", "engine_kwargs", "vllm_args", "kv_cache", "hardware"}
 _MAX_NESTED = 4
@@ -304,17 +303,6 @@ _SWITCHES = FLAGS | {
     "disable_log_stats",
     "enable_journey_tracing",
 }
-_LOGGED_DICT = re.compile(r"non-default args:\s*(\{.*\})")
-_LOGGED_NAMESPACE = re.compile(r"\bargs: Namespace\((.*)\)")
-# Bounded digits: Python raises an error for integers of more than 4,300.
-_LITERAL = r"(-?\d{1,18}(?:\.\d{1,18})?(?:[eE][+-]?\d{1,3})?|True|False|None|'[^'\\]*'|\"[^\"\\]*\")"
-_DICT_ITEM = re.compile(rf"'(\w+)':\s*{_LITERAL}\s*(?=[,}}])")
-_LOGGED_BUDGET = re.compile(
-    r"Chunked prefill is enabled with max_num_batched_tokens=(\d{1,9})\b|'compile_ranges_endpoints': \[(?:\d{1,9}, ){0,20}(\d{1,9})\]"
-)
-"""Token budget of a step, which is also the end of the last range of sizes that the engine compiles for."""
-
-_NAMESPACE_ITEM = re.compile(rf"\b(\w+)={_LITERAL}\s*(?=,|$)")
 
 
 def read_settings(path: Path) -> ServerSettings:
@@ -333,8 +321,9 @@ def read_settings(path: Path) -> ServerSettings:
         return parse_settings(content, where=where, is_json=suffix == ".json")
     # A log can hold stray bytes; they do not make the arguments unreadable.
     text = read_bytes(path, limit_bytes=_MAX_LOG_BYTES).decode("utf-8", errors="replace")
-    if (logged := _find_logged(text)) is not None:
-        return settings_from(logged, where=where, source="read")
+    if starts := starts_of(text.splitlines()):
+        # A log can hold several starts: the last one counts.
+        return settings_from(starts[-1].stated, where=where, source="read")
     return parse_serve_command(text, where=where)
 
 
@@ -492,47 +481,6 @@ def _literal(value: str) -> object:
     return int(number) if number.is_integer() else number
 
 
-# -- the server's log ------------------------------------------------------------------------------------
-
-
-def _find_logged(text: str) -> dict[str, object] | None:
-    """Return the arguments vLLM logged: `non-default args: {…}` or `args: Namespace(…)`; null if it did not.
-
-    The last such line counts, since a log can hold several starts. Values that are not plain literals are skipped. The token
-    budget of a step is read from the lines after it if no argument gives it.
-    """
-    budget: dict[str, object] = {}
-    for line in reversed(text.splitlines()):
-        if ("max_num_batched_tokens=" in line or "compile_ranges_endpoints" in line) and (
-            logged := _LOGGED_BUDGET.search(line)
-        ):
-            budget = {"max_num_batched_tokens": int(logged[1] or logged[2])}
-        # A plain search first: the patterns are slow on lines that cannot match.
-        if "args:" not in line or len(line) > _MAX_COMMAND_CHARS:
-            continue
-        if logged := _LOGGED_DICT.search(line):
-            return budget | _logged_dict(logged[1])
-        if logged := _LOGGED_NAMESPACE.search(line):
-            return budget | _literals(_NAMESPACE_ITEM, logged[1])
-    return None
-
-
-def _logged_dict(text: str) -> dict[str, object]:
-    try:
-        with warnings.catch_warnings():  # an odd escape in a logged path is not the user's fault
-            warnings.simplefilter("ignore")
-            value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        value = None  # an object's repr among the values; the plain items are read without it
-    if isinstance(value, dict):
-        return {str(key): item for key, item in value.items()}
-    return _literals(_DICT_ITEM, text)
-
-
-def _literals(item: re.Pattern[str], text: str) -> dict[str, object]:
-    return {name: ast.literal_eval(literal) for name, literal in item.findall(text)}
-
-
 # -- flags that turn on traces --------------------------------------------------------------------------
 #
 # Stock vLLM does not have these flags: they belong to the fork of vLLM that the inference-sim project
@@ -583,25 +531,23 @@ _HITS_SHARE = 0.98
 """Share of the prompt tokens that the steps of a log compute, below which the prefix cache had the others."""
 
 
-def context_remedy(requests: int, prompt_tokens: int, computed_tokens: int) -> str:
+def context_remedy(requests: int, prompt_tokens: int, prompts: int, computed_tokens: int) -> str:
     """Say how to get the context tokens of the steps of a log.
 
     Args:
         requests: Requests of the run.
         prompt_tokens: Tokens of their prompts.
-        computed_tokens: Prompt tokens that the steps computed.
+        prompts: Prompts that the steps computed, one for each step of a chunked one.
+        computed_tokens: Their tokens that the steps computed.
     """
-    if requests and 0 < computed_tokens < _HITS_SHARE * prompt_tokens:
+    few = f"too few of the {requests:,} requests of the run could be assigned to the lines of the log"
+    if prompts >= requests > 0 and 0 < computed_tokens < _HITS_SHARE * prompt_tokens:
         return (
-            f"prefix hits were seen: the steps computed {100 * computed_tokens / prompt_tokens:.0f} % of the prompt tokens of {requests:,} "
-            "requests, which the lines of the log do not show by their tokens then; --no-enable-prefix-caching, or other prompts in each "
-            "call of a load generator, help"
+            f"{few}; prefix hits were seen: the steps computed {100 * computed_tokens / prompt_tokens:.0f} % of the prompt tokens, unless log and "
+            "spans are of different servers; --no-enable-prefix-caching, or other prompts in each call of a load generator, help"
         )
     if requests:
-        return (
-            f"too few of the {requests:,} requests of the run could be assigned to the lines of the log; a log format with "
-            "microseconds, and a log and spans of one server only, help"
-        )
+        return f"{few}; a log format with microseconds, and a log and spans of one server only, help"
     return (
         "spans of the same requests, in the same run folder, give context tokens, queue wait and admission: start the server "
         f"with {ENDPOINT_FLAG} URL"
