@@ -140,7 +140,7 @@ def lines_with(
 
     Args:
         file: The file; compressed or not.
-        marks: What such a line contains.
+        marks: Parts of a line that is wanted.
         most_bytes: Bytes of the file that are read, as if it ended there.
         bounds: Bounds on compressed content.
 

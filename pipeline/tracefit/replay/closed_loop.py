@@ -12,6 +12,7 @@ import polars as pl
 from tracefit.coefficients.request_ranges import described_requests, predicted_requests
 from tracefit.errors import DataError, TracefitError, UsageError
 from tracefit.features.targets import LATENCIES
+from tracefit.options import ServerOptions, flag_of
 from tracefit.replay.engine import EngineSettings
 from tracefit.replay.models import FittedStepTimes, admission_us, departure_us
 from tracefit.replay.run import RequestLoad, replay
@@ -276,7 +277,11 @@ def engine_settings(
     """
     server = {**deployment.server, **changes}
     if unknown := [name for name in _NEEDED if not server[name]]:
-        raise UsageError(f"{' and '.join(unknown)} of the server is unknown")
+        flags = " ".join(f"{flag_of(ServerOptions, 'settings')} {name}=N" for name in unknown)
+        raise UsageError(
+            f"{' and '.join(unknown)} of the server {'are' if len(unknown) > 1 else 'is'} unknown",
+            hint=f"run again with {flags}, or with the server's log beside its traces",
+        )
     stated = deployment.step_model.deployment.settings if deployment.step_model.deployment else {}
     traced = timeline.select(pl.col("kv_blocks_total").max()).collect().item()
     # A request decodes in as many steps as it has tokens after its first one, unless a step gives it several.

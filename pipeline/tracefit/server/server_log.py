@@ -1,4 +1,4 @@
-"""What vLLM's log says of its server at each start: its arguments, the engine's configuration, the size of the KV cache.
+"""A server as vLLM's log describes it at each start: its arguments, the engine's configuration, the size of the KV cache.
 
 `non-default args: {'max_num_seqs': 64, …}` has what was asked for, `Initializing a V1 LLM engine (v0.32.0) with config: …,
 max_seq_len=2048, tensor_parallel_size=1, …` what the engine made of it. Neither names the limits of a step if they are the defaults,
@@ -27,7 +27,7 @@ MARKS = (
 """A line that says something of the server contains one of these."""
 
 MOST_CHARS = 64 * 1024
-"""Longer lines of a log are none of these, and slow for patterns."""
+"""Longer lines of a log are something else, and slow for patterns."""
 
 _DICT = re.compile(r"non-default args:\s*(\{.*\})")
 _NAMESPACE = re.compile(r"\bargs: Namespace\((.*)\)")
