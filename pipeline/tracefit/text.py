@@ -66,6 +66,11 @@ def plural(value: int, noun: str) -> str:
     return f"{count(value)} {noun}{'' if value == 1 else 's'}"
 
 
+def in_words(names: Sequence[str]) -> str:
+    """Write names as a list: `a, b and c`."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
 def sentence(text: str) -> str:
     """Write a phrase as a sentence."""
     return f"{text[:1].upper()}{text[1:]}."

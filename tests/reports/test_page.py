@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,7 +18,16 @@ from plotly.graph_objects import Figure as PlotlyFigure
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.commands.report import report, report_of
-from tracefit.reports.document import Bullets, Figure, Report, Section, Table, UseVerdict, Verdicts
+from tracefit.reports.document import (
+    Bullets,
+    Figure,
+    Report,
+    Section,
+    Table,
+    UseVerdict,
+    Verdicts,
+    markdown_text,
+)
 from tracefit.reports.figures.elements import name_text
 from tracefit.reports.page import html_page
 from tracefit.tables.store import TableStore
@@ -75,16 +86,52 @@ def _drawn(text):
 
 
 def test_the_facts_for_a_decision_come_first(text, page):
-    """Subject, the sentence, what the server did in numbers and a figure, and the four uses, in that order."""
+    """Subject, the sentence, what the server did in numbers, the four uses, what to record, folded, and the figures, in that order."""
     (title,) = page.all("h1")
     assert title["text"] == "meta-llama/Llama-2-7b-hf"
-    marks = ['<p class="subject">', '<p class="lead">', "<table>", "<figure id=", '<dl class="verdicts">']
+    marks = [
+        '<p class="subject">',
+        '<p class="lead">',
+        "<table>",
+        '<dl class="verdicts">',
+        '<details class="section">',
+    ]
+    marks += ['<pre class="commands"', "<figure id="]
     places = [text.index(mark) for mark in marks]
     assert places == sorted(places)
     uses = [d["text"].split()[0] for d in page.all("dt")]
     assert uses == ["Simulation", "Capacity", "Autoscaling", "Alerting"]
     lead = next(p["text"] for p in page.all("p") if p["attrs"].get("class") == "lead")
-    assert re.match(r"Step times are typically within [\d.]+\s% \(nine in ten within [\d.]+\s%\), ", lead)
+    assert re.match(r"One server carried [\d,.]+ requests/s over [\d.]+ s and can serve [\d.]+ ", lead)
+    assert re.search(r"Step times are typically within [\d.]+\s% \(nine in ten within [\d.]+\s%\), ", lead)
+
+
+def test_commands_to_copy_are_whole_and_as_in_the_evaluation(trained, page, text):
+    (deployment,) = json.loads((trained / "evaluation.json").read_text())["deployments"]
+    lines = deployment["record"]["command"]
+    (shown,) = re.findall(r'<pre class="commands" tabindex="0"><code>(.*?)</code></pre>', text, re.DOTALL)
+    assert html.unescape(shown).splitlines() == lines
+    assert sum(line.startswith("  vllm bench serve ") for line in lines) == len(
+        deployment["record"]["stretches"]
+    )
+    assert "```bash\n" + "\n".join(lines) + "\n```\n" in (trained / "report.md").read_text()
+
+
+def test_waits_of_microseconds_are_no_facts_for_a_decision(trained):
+    """A model of a wait that is worse than the median is named with its errors, and not before the figures."""
+    evaluation = read_evaluation(trained / "evaluation.json")
+    files = [read_coefficients(trained / "models" / f"{kind}.json") for kind in ("alpha", "beta")]
+    (one,) = evaluation.deployments
+    poor = replace(one.models["alpha.queue_wait"], skill=-0.1)
+    worse = one.model_copy(update={"models": {**one.models, "alpha.queue_wait": poor}})
+    made = report_of(evaluation.model_copy(update={"deployments": (worse,)}), *files, None)
+    assert not [
+        part for part in made.parts if isinstance(part, str) and "worse than the training median" in part
+    ]
+    assert (
+        "`alpha.queue_wait` is worse than the training median"
+        in markdown_text(made).split("Errors on the hold-out")[1]
+    )
 
 
 def test_every_section_is_linked_and_every_link_leads_somewhere(page):
@@ -133,7 +180,8 @@ def test_plotly_takes_the_figures_as_they_are(text):
 
 
 def test_nothing_is_fetched_and_only_its_own_scripts_run(text):
-    outside = _without_scripts(text)
+    # Commands to copy have the address of a server.
+    outside = re.sub(r'<pre class="commands".*?</pre>', "", _without_scripts(text), flags=re.DOTALL)
     assert not re.findall(r"https?://|//[a-z]|@import|url\(|\son\w+=", outside)
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     rules = dict(rule.strip().split(" ", 1) for rule in policy.replace("&#39;", "'").split(";"))
@@ -148,8 +196,8 @@ def test_nothing_is_fetched_and_only_its_own_scripts_run(text):
 def test_all_lines_of_markdown_are_on_the_page(trained, page):
     body = _words(page.all("main")[0]["text"])
     for line in (trained / "report.md").read_text().splitlines():
-        if line == "| use | verdict | reason |":
-            continue  # the page has cards
+        if line == "| use | verdict | reason |" or line.startswith("```"):
+            continue  # the page has cards, and marks of its own around commands
         if line.startswith("|"):
             parts = re.split(r"(?<!\\)\|", line)[1:-1]
         else:

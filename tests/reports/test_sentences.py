@@ -10,6 +10,8 @@ from tracefit.coefficients.files import read_evaluation
 from tracefit.coefficients.model import Criterion, Verdict
 from tracefit.fit.results import Missing, Overload, SummedTime
 from tracefit.reports.sentences import fraction, lead, least_exact, verdicts, worse_than_median
+from tracefit.results.plans import ServerCapacity
+from tracefit.results.requests import RecordedLoad
 from tracefit.text import percent
 
 
@@ -28,6 +30,7 @@ def _with(deployment, holdout=None, **changes):
             "models": {**deployment.models, "beta.cycle_time": replace(entry, **(fresh | changes))},
             "overloaded": (),
             "summed_step_time": None,
+            "load": None,
         }
     )
 
@@ -101,8 +104,36 @@ def test_a_model_worse_than_the_training_median_is_named(deployment):
 
 def test_without_a_model_of_step_times_the_lead_says_why(deployment):
     lost = Missing(name="beta.cycle_time", reason="no steps were traced")
-    without = deployment.model_copy(update={"models": {}, "not_fitted": (lost,)})
+    without = deployment.model_copy(update={"models": {}, "not_fitted": (lost,), "load": None})
     assert lead(without) == "There is no model of step times: no steps were traced."
+    known = without.model_copy(
+        update={"load": LOAD, "capacity": None, "not_fitted": (replace(lost, remedy="trace the steps"),)}
+    )
+    assert lead(known) == (
+        "There is no model of step times: no steps were traced. Trace the steps. One server carried 6.8 requests/s over 30 s."
+    )
+
+
+LOAD = RecordedLoad(6.8, 27.2, 30.0, 100.0, 90.0, 40.0, 0.9, 0.6)
+"""Four engines, each with 6.8 requests per second."""
+
+
+@pytest.mark.parametrize(
+    ("capacity", "needs"),
+    [
+        (34.01, "1 server is"),
+        # 27.2 is a little more than four fifths of it.
+        (33.99, "2 servers are"),
+        (6.8, "5 servers are"),
+    ],
+)
+def test_the_lead_begins_with_what_a_server_carried_and_can_serve(deployment, capacity, needs):
+    facts = {"load": LOAD, "capacity": ServerCapacity(capacity, 6.0, 36.0, 5.5)}
+    said = lead(_with(deployment).model_copy(update=facts))
+    assert said.startswith("One server carried 6.8 requests/s over 30 s and can serve ")
+    assert " (6 to 36); from 5.5 on, the knee, latency grows faster than throughput. " in said
+    assert f"For the 27.2/s recorded, {needs} enough" in said
+    assert START in said
 
 
 def test_several_deployments_are_named_by_their_range(deployment):

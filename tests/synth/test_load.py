@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.synth import LengthMix, LoadPhase, SynthOptions, surge_phases, synth
+from tracefit.synth import LengthMix, LengthPhase, LoadPhase, SynthOptions, surge_phases, synth
 
 
 def test_a_restart_counts_steps_from_one_on_the_same_clock(read):
@@ -46,6 +48,17 @@ def test_a_phase_sets_the_rate():
         gaps[name] = part["arrival_ns"].diff().mean() / 1e9
     assert gaps["slow"] == pytest.approx(0.5, rel=0.3)
     assert gaps["fast"] == pytest.approx(0.05, rel=0.3)
+
+
+def test_a_phase_may_have_lengths_of_its_own():
+    long = LengthPhase("long", 0.5, 1.0, LengthMix(((1.0, 700.0, 0.0),)), LengthMix(((1.0, 9.0, 0.0),)))
+    options = SynthOptions(requests=40, abort_fraction=0.0, phases=(LoadPhase("usual", 0.5, 1.0), long))
+    rows = synth(options).truth_requests
+    of = {name: part for (name,), part in rows.partition_by("load_phase", as_dict=True).items()}
+    assert set(of["long"].select("prompt_tokens", "output_tokens").iter_rows()) == {(700, 9)}
+    usual = replace(options, phases=(LoadPhase("usual", 0.5, 1.0), LoadPhase("long", 0.5, 1.0)))
+    same = synth(usual).truth_requests.filter(pl.col("load_phase") == "usual")["prompt_tokens"]
+    assert of["usual"]["prompt_tokens"].equals(same), "others keep theirs"
 
 
 def test_lengths_fit_into_the_engine():

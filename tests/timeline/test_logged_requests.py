@@ -85,6 +85,21 @@ def test_requests_get_the_steps_that_they_were_in(fine, delay_us):
     assert (contexts["context_tokens"] == contexts["true"]).mean() > 0.99
 
 
+def test_a_request_that_the_next_step_takes_is_queued_in_the_step_before():
+    """No request gets its first or last token in most steps of a lightly loaded server, and the time of their ends is interpolated."""
+    run = synth(
+        SynthOptions(requests=300, rate_per_s=12.0, seed=5, max_num_seqs=16, noise=0.2, stop_fraction=0.0)
+    )
+    placed = place_on_log(in_unix(stock_requests(run)), log_clock(logged(run)), LIMITS)
+    assert placed is not None
+    rows = placed.requests.drop_nulls("queued_step").select(
+        at_once=pl.col("queue_wait_us") < 1_000.0,
+        steps=pl.col("first_scheduled_step") - pl.col("queued_step"),
+    )
+    assert 30 < rows["at_once"].sum() < rows.height - 30
+    assert (rows["at_once"] == (rows["steps"] == 1)).mean() > 0.99
+
+
 def test_requests_with_prefix_hits_match_whole_seconds():
     # No line has as many tokens as the prompts of half of the requests, and the server has a request in every slot.
     run = synth(SynthOptions(requests=300, rate_per_s=20.0, seed=7, prefix_fraction=0.5, max_num_seqs=12))

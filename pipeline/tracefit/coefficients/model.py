@@ -31,9 +31,9 @@ from tracefit.fit.results import (
     Term,
     Validation,
 )
-from tracefit.results.plans import PlanPoint
+from tracefit.results.plans import PlanPoint, ServerCapacity
 from tracefit.results.replays import RunReplay
-from tracefit.results.requests import RequestGroup
+from tracefit.results.requests import RecordedLoad, RequestGroup
 from tracefit.server.documents import Scalar
 
 Answer = Literal["yes", "with limits", "no"]
@@ -115,22 +115,54 @@ class Criterion(Strict):
     machine_pct: float | None = None
 
 
-class RecordingAdvice(Strict):
-    """A recording that could make a verdict a yes.
+class LoadStretch(Strict):
+    """Requests at one steady rate: one call of a load generator in each round of a recording.
+
+    Lengths are uniform within `spread` of their mean, as a share of it.
 
     Attributes:
-        load: Rates of arrivals, in order.
-        prompts: Length of the prompts.
-        minutes: Duration of the load.
-        sampling: Share of requests and steps to trace.
-        command: Shell commands of a load generator that makes this load.
+        requests_per_s: Poisson arrivals.
+        requests: Number of requests.
+        prompt_tokens: Mean prompt.
+        output_tokens: Mean output.
+        seeds: Seed of each round: two calls with the same one send the same prompts, which are then in the prefix cache.
+        reason: The purpose of it.
     """
 
-    load: str
-    prompts: str
+    name: str
+    requests_per_s: float
+    requests: int
+    prompt_tokens: int
+    prompt_spread: float
+    output_tokens: int
+    output_spread: float
+    seeds: tuple[int, ...]
+    reason: str
+
+    @property
+    def seconds(self) -> float:
+        """Time until the last arrival."""
+        return self.requests / self.requests_per_s
+
+
+class RecordingAdvice(Strict):
+    """A recording that could make every verdict a yes.
+
+    Attributes:
+        uses: Uses whose verdict is not yes.
+        rounds: How often all stretches are sent, one after the other, in this order.
+        stretches: The load of one round.
+        minutes: Duration of all rounds, without the starts of the load generator.
+        sampling: Share of requests and steps to trace.
+        command: Lines of a shell that make this load with `vllm bench serve`.
+    """
+
+    uses: tuple[str, ...]
+    rounds: int
+    stretches: tuple[LoadStretch, ...]
     minutes: float
     sampling: str
-    command: str
+    command: tuple[str, ...]
 
 
 class Verdict(Strict):
@@ -138,13 +170,11 @@ class Verdict(Strict):
 
     Attributes:
         reasons: Reasons of the criteria that decide.
-        record: The recording that may give a yes; null if the answer is yes.
     """
 
     answer: Answer
     reasons: tuple[str, ...]
     criteria: tuple[Criterion, ...]
-    record: RecordingAdvice | None = None
 
 
 class RequestRange(Strict):
@@ -184,7 +214,10 @@ class DeploymentEvaluation(Strict):
     Attributes:
         verdicts: Use to verdict, by the thresholds that are stated with it.
         replays: Per run, the held-out part replayed from arrivals and lengths, or why it cannot be replayed.
+        record: The recording that may give a yes on every use; null if all are.
         served: Per run, the work of the server on all requests.
+        load: Requests per second that were carried, and the lengths of requests.
+        capacity: Rates that one server can carry.
         rates: The work of one server at rates up to its capacity, with requests like those traced; see
             `tracefit plan`.
         latency: Latencies of requests, composed of the models: ttft, itl, e2e, client, prefill, execution.
@@ -199,7 +232,10 @@ class DeploymentEvaluation(Strict):
     overloaded: tuple[Overload, ...] = ()
     verdicts: dict[str, Verdict] = Field(default_factory=dict)
     replays: tuple[RunReplay, ...] = ()
+    record: RecordingAdvice | None = None
     served: tuple[RequestGroup, ...] = ()
+    load: RecordedLoad | None = None
+    capacity: ServerCapacity | None = None
     rates: tuple[PlanPoint, ...] = ()
     models: dict[str, Validation]
     not_fitted: tuple[Missing, ...] = ()

@@ -21,6 +21,7 @@ from tracefit._version import __version__
 from tracefit.coefficients import model as cf
 from tracefit.coefficients import verdicts
 from tracefit.coefficients.models import Models
+from tracefit.coefficients.recording import to_record
 from tracefit.coefficients.request_ranges import (
     described_requests,
     input_ranges,
@@ -43,9 +44,9 @@ if TYPE_CHECKING:
 
     from tracefit.fit.fitted import FittedBoundary, FittedDeployment, FittedModel, FittedRegime, LinearFit
     from tracefit.fit.results import AcrossResult, Metrics
-    from tracefit.results.plans import PlanPoint
+    from tracefit.results.plans import PlanPoint, ServerCapacity
     from tracefit.results.replays import RunReplay
-    from tracefit.results.requests import RequestGroup
+    from tracefit.results.requests import RecordedLoad, RequestGroup
     from tracefit.server.documents import Scalar
 
 _LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
@@ -261,7 +262,9 @@ def evaluate(
     predicted: Mapping[str, pl.DataFrame] = MappingProxyType({}),
     replays: Sequence[RunReplay] = (),
     served: Sequence[RequestGroup] = (),
+    loads: Mapping[str, RecordedLoad | None] = MappingProxyType({}),
     rates: Mapping[str, tuple[PlanPoint, ...]] = MappingProxyType({}),
+    capacities: Mapping[str, ServerCapacity | None] = MappingProxyType({}),
     thresholds: Sequence[verdicts.Threshold] = verdicts.THRESHOLDS,
 ) -> cf.Evaluation:
     """Return all measurements, and the verdicts by the thresholds.
@@ -274,21 +277,29 @@ def evaluate(
         predicted: Deployment to its requests with predictions, see `coefficient_files`.
         replays: Replays of the deployments' runs.
         served: The work of the servers, by run.
+        loads: Deployment to its load so far.
         rates: Deployment to what one of its servers would do, over the rate.
+        capacities: Deployment to what one of its servers can carry.
         thresholds: Requirements of each use.
     """
     entries = []
     for fitted in deployments:
-        deployment_id, settings = fitted.deployment.deployment_id, fitted.deployment.context.settings
+        deployment_id = fitted.deployment.deployment_id
         measured = verdicts.Measurements(
             fitted.summed,
             tuple(replay for replay in replays if replay.run_id in runs_of(fitted)),
             tuple(group for group in served if group.name in runs_of(fitted)),
-            rates.get(deployment_id, ()),
-            {name: getattr(settings, name) for name in ("max_num_batched_tokens", "max_model_len")},
         )
         ranges = tuple(latency for latency in requests if latency.deployment_id == deployment_id)
-        entries.append(_deployment(fitted, thresholds, ranges, predicted.get(deployment_id), measured))
+        entry = _deployment(fitted, thresholds, ranges, predicted.get(deployment_id), measured)
+        known = {
+            "load": loads.get(deployment_id),
+            "capacity": capacities.get(deployment_id),
+            "rates": rates.get(deployment_id, ()),
+        }
+        entry = entry.model_copy(update=known)
+        record = to_record(entry, fitted.deployment.context.settings)
+        entries.append(entry.model_copy(update={"record": record}))
     return cf.Evaluation(
         ingest=_ingest(all_runs),
         deployments=tuple(entries),
@@ -353,7 +364,6 @@ def _deployment(
         verdicts=verdicts.verdicts_of(models, measured, thresholds),
         replays=measured.replays,
         served=measured.served,
-        rates=measured.rates,
         models=models,
         not_fitted=deployment.missing,
         latency={

@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from tracefit.coefficients.model import STEP_MODELS, Answer, Criterion, Verdict
-from tracefit.coefficients.recording import to_record
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.features.targets import target_named
 from tracefit.fit.splits import FEW_ROWS
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from tracefit.fit.results import SummedTime, Validation
-    from tracefit.results.plans import PlanPoint
     from tracefit.results.replays import RunReplay
     from tracefit.results.requests import RequestGroup
 
@@ -32,13 +29,11 @@ _RANK: dict[Answer, int] = {"yes": 0, "with limits": 1, "no": 2}
 
 
 class Measurements(NamedTuple):
-    """Measurements of a deployment other than the validations of its models: summed step times, replays, load so far and planned."""
+    """Measurements of a deployment other than the validations of its models: summed step times, replays, the load so far."""
 
     summed: SummedTime | None = None
     replays: tuple[RunReplay, ...] = ()
     served: tuple[RequestGroup, ...] = ()
-    rates: tuple[PlanPoint, ...] = ()
-    limits: Mapping[str, float | None] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,15 +252,14 @@ def verdicts_of(
         criterion = _criterion(models, measured, threshold)
         if MEASURES[threshold.measure].needed or criterion.value is not None:
             by_use.setdefault(threshold.use, []).append(criterion)
-    return {use: _verdict(tuple(criteria), measured) for use, criteria in by_use.items()}
+    return {use: _verdict(tuple(criteria)) for use, criteria in by_use.items()}
 
 
-def _verdict(criteria: tuple[Criterion, ...], measured: Measurements) -> Verdict:
+def _verdict(criteria: tuple[Criterion, ...]) -> Verdict:
     """Return the worst answer of the criteria, with the reasons of those that gave it."""
     worst = max((c.answer for c in criteria), key=_RANK.__getitem__)
     reasons = dict.fromkeys(c.reason for c in criteria if c.answer == worst)
-    record = to_record(criteria, measured.served, measured.rates, measured.limits)
-    return Verdict(answer=worst, reasons=tuple(reasons), criteria=criteria, record=record)
+    return Verdict(answer=worst, reasons=tuple(reasons), criteria=criteria)
 
 
 def _criterion(models: Mapping[str, Validation], measured: Measurements, threshold: Threshold) -> Criterion:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 import polars as pl
@@ -17,6 +17,7 @@ from tracefit.coefficients.files import find_models, read_evaluation
 from tracefit.coefficients.models import load
 from tracefit.commands.locate import as_list, choose_deployment, tables_of
 from tracefit.commands.predict import read_rows
+from tracefit.commands.recorded import carried, complete_requests, is_whole
 from tracefit.errors import DataError, TracefitError, UsageError, did_you_mean
 from tracefit.features.targets import LATENCIES
 from tracefit.options import (
@@ -34,7 +35,7 @@ from tracefit.options import (
 )
 from tracefit.progress import NullProgress
 from tracefit.replay.arrivals import GAP_BLOCK, burstiness, relative_gaps
-from tracefit.replay.closed_loop import ALL_JOURNEYS, engine_settings
+from tracefit.replay.closed_loop import engine_settings
 from tracefit.replay.plan import (
     ANSWER_REQUESTS,
     REPLAYED_REQUESTS,
@@ -42,7 +43,6 @@ from tracefit.replay.plan import (
     Fleet,
     TrafficSample,
     anchored,
-    carried_per_s,
     curve_of,
     fewest_servers,
     largest_rate,
@@ -51,7 +51,14 @@ from tracefit.replay.plan import (
 from tracefit.reports.document import Report
 from tracefit.reports.figures.evaluation import plan_figure
 from tracefit.reports.sentences import speed_text
-from tracefit.results.plans import Objective, PlannedArrivals, PlannedLoad, PlanResult, ServerPlan
+from tracefit.results.plans import (
+    Objective,
+    PlannedArrivals,
+    PlannedLoad,
+    PlanResult,
+    ServerCapacity,
+    ServerPlan,
+)
 from tracefit.server.settings import canonical_name, settings_from
 from tracefit.tables.disk import write_files
 from tracefit.tables.schema import ENGINE, TABLES
@@ -88,14 +95,6 @@ MOST_DEPLOYMENTS = 4
 """Deployments for whose rates a training waits: each takes some seconds."""
 _OF_A_REPORT = 600
 """Requests of one replay for a report: half as exact as a plan, and twice as quick."""
-_MOST_REQUESTS = 50_000
-"""Most traced requests to draw from; the latest are taken."""
-
-_COLUMNS = (
-    *(*ENGINE, "arrival_ns", "prompt_tokens", "output_tokens", "cached_prompt_tokens", "finish_status"),
-    *("finished_ns", "first_token_step", "finished_step", "num_preemptions"),
-)
-
 _OWN = "step times are those of {now}: record such a server, and plan with its folder beside this one"
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
@@ -302,7 +301,7 @@ def _fleet(
     found, more = _requests(deployment, traced, requests, settings, changes)
     # Other settings or lengths are another server or another load than the one that carried it.
     is_recorded = not changes and requests.file is None and (requests.prompt, requests.output) == (None, None)
-    carried = _carried(traced) if is_recorded else None
+    carried_per_s = carried(traced) if is_recorded else None
     known = {
         **deployment.server,
         "max_num_seqs": float(settings.max_num_seqs),
@@ -311,13 +310,18 @@ def _fleet(
         "block_size": float(settings.block_size),
     }
     server = {name: value for name, value in known.items() if value is not None}
-    fleet = Fleet(deployment, server, settings, found.sample, replayed, carried)
+    fleet = Fleet(deployment, server, settings, found.sample, replayed, carried_per_s)
     return fleet, found, (*notes, *more)
 
 
-def rates_of(
-    store: TableStore, models: Models, replays: Sequence[RunReplay]
-) -> dict[str, tuple[PlanPoint, ...]]:
+class Rates(NamedTuple):
+    """One server over the rate: some rates up to its capacity, and what it can carry."""
+
+    points: tuple[PlanPoint, ...] = ()
+    capacity: ServerCapacity | None = None
+
+
+def rates_of(store: TableStore, models: Models, replays: Sequence[RunReplay]) -> dict[str, Rates]:
     """Return what one server of each deployment would do at rates up to its capacity, with requests like those traced.
 
     Deployments that cannot be replayed are left out, and those after the first `MOST_DEPLOYMENTS` of them.
@@ -327,7 +331,7 @@ def rates_of(
         models: Their models.
         replays: Replays of the runs: their errors are in the intervals.
     """
-    rates: dict[str, tuple[PlanPoint, ...]] = {}
+    rates: dict[str, Rates] = {}
     for deployment_id in models.deployment_ids:
         if len(rates) == MOST_DEPLOYMENTS:
             break
@@ -336,7 +340,9 @@ def rates_of(
             fleet, *_ = _fleet(store, deployment, LoadOptions(), {}, replayed=_OF_A_REPORT)
             names = _names_of(fleet.sample)
             errors = _errors([r for r in replays if r.deployment_id == deployment_id], names)
-            rates[deployment_id] = _points(curve_of(fleet, 1, errors), 1, fleet, names)
+            curve = curve_of(fleet, 1, errors)
+            capacity = ServerCapacity(fleet.capacity, curve.least, curve.most, curve.knee())
+            rates[deployment_id] = Rates(_points(curve, 1, fleet, names), capacity)
     return rates
 
 
@@ -551,13 +557,7 @@ def _traced(store: TableStore | None, deployment: DeploymentModels) -> tuple[pl.
     runs = sorted(set(training.runs if training else ()) & set(store.runs() if store else ()))
     if store is None or not runs:
         return TABLES["requests"].empty(), TABLES["timeline"].empty().lazy()
-    known = pl.col("arrival_ns", "prompt_tokens", "output_tokens").is_not_null()
-    complete = pl.col("finish_status").fill_null("stopped").is_in(["stopped", "length"])
-    rows = store.read("requests", runs, _COLUMNS).filter(pl.all_horizontal(known), complete)
-    rows = rows.sort(*ENGINE, "arrival_ns").tail(_MOST_REQUESTS)
-    sampled = store.read("runs", runs)["journey_sampling"].drop_nulls()
-    share = float(sampled.min()) if sampled.len() else 1.0  # type: ignore[arg-type]  # a number
-    return rows.with_columns(sampling=pl.lit(share or 1.0)), store.scan("timeline", runs)
+    return complete_requests(store, runs), store.scan("timeline", runs)
 
 
 def _give_requests() -> str:
@@ -653,7 +653,7 @@ def _rows(traced: pl.DataFrame, options: LoadOptions) -> tuple[pl.DataFrame, str
         ).with_columns(pl.col("prompt", "output").clip(lower_bound=1))
         source = f"{traced.height:,} traced requests"
         # A sample has gaps between requests that are not neighbours.
-        if _is_whole(traced):
+        if is_whole(traced):
             engines = [part["arrival_ns"].sort().to_numpy() for part in traced.partition_by(*ENGINE)]
     elif options.prompt is not None and options.output is not None:
         rows = pl.DataFrame({"prompt": [1], "output": [1], "cached": [0]})
@@ -666,27 +666,6 @@ def _rows(traced: pl.DataFrame, options: LoadOptions) -> tuple[pl.DataFrame, str
     rows = rows.with_columns(cached=pl.min_horizontal("cached", pl.col("prompt") - 1))
     stated = ", ".join(f"{name} of {value:,} tokens" for name, value in fixed.items())
     return rows, ", ".join(filter(None, (source, stated))), engines
-
-
-def _is_whole(traced: pl.DataFrame) -> bool:
-    """Return whether all requests of the server were traced, and not a sample of them."""
-    return float(traced["sampling"][0]) > ALL_JOURNEYS
-
-
-def _carried(traced: pl.DataFrame) -> float | None:
-    """Return the requests per second that a recorded server finished, of mean lengths; null where that is not known."""
-    if not traced.height or not _is_whole(traced):
-        return None
-    computed = pl.col("prompt_tokens") - pl.col("cached_prompt_tokens").fill_null(0)
-    work = traced.drop_nulls("finished_ns").select(*ENGINE, "finished_ns", computed, "output_tokens")
-    means = work.select(pl.col("prompt_tokens", "output_tokens").mean()).row(0)
-    found = [
-        carried_per_s(
-            part["finished_ns"].to_numpy(), part.select("prompt_tokens", "output_tokens").to_numpy(), means
-        )
-        for part in work.sort("finished_ns").partition_by(*ENGINE)
-    ]
-    return max((rate for rate in found if rate is not None), default=None)
 
 
 def _of_file(path: Path) -> tuple[pl.DataFrame, list[Integers]]:

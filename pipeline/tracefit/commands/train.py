@@ -25,6 +25,7 @@ from tracefit.commands.deployments import (
 from tracefit.commands.ingest import ingest
 from tracefit.commands.locate import find_tables
 from tracefit.commands.plan import rates_of
+from tracefit.commands.recorded import recorded_load
 from tracefit.commands.replay import replay_all
 from tracefit.commands.report import report_of, report_texts
 from tracefit.commands.requests import served
@@ -158,6 +159,7 @@ def train(
     progress.stage("replaying the held-out part of each run")
     trained = [r for s in deployments for r in publish.runs_of(s)]
     replays = replay_all(store, Models(published), trained)
+    rates = {} if options.fast else rates_of(store, Models(published), replays)
     evaluation = publish.evaluate(
         deployments,
         runs,
@@ -166,7 +168,9 @@ def train(
         predicted=predicted,
         replays=replays,
         served=served(store, trained),
-        rates={} if options.fast else rates_of(store, Models(published), replays),
+        loads={s.deployment.deployment_id: recorded_load(store, publish.runs_of(s)) for s in deployments},
+        rates={name: one.points for name, one in rates.items()},
+        capacities={name: one.capacity for name, one in rates.items()},
         thresholds=thresholds,
     )
     texts = {

@@ -6,6 +6,7 @@ verdicts are in `sentences`, the figures in `figures`; here are the sections and
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from tracefit.features.targets import LATENCIES, around_steps, is_step_model
 from tracefit.fit.results import NEVER
 from tracefit.fit.splits import of_means
 from tracefit.options import TrainOptions, flag_of
-from tracefit.reports.document import Bullets, Report, kept, section, table, table_of
+from tracefit.reports.document import Bullets, Report, ShellLines, kept, section, table, table_of
 from tracefit.reports.figures.deployment import DeploymentFigures, figures_of_evaluation
 from tracefit.reports.sentences import (
     lead,
@@ -38,6 +39,7 @@ from tracefit.text import (
     count,
     deployment_labels,
     exact,
+    in_words,
     mape_misleads,
     number,
     percent,
@@ -320,7 +322,7 @@ def _some_runs(deployment: published.DeploymentEvaluation, most: int = 2) -> str
 
 
 def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
-    """Return the parts of one deployment: its server as measured and at other rates, verdicts, errors and figures; details are folded."""
+    """Return the parts of one deployment: its server as measured, verdicts and what would better them, figures, errors; details are folded."""
     deployment, models, load = one.deployment, one.models, _holds_for(one.deployment)
     figures = one.figures or DeploymentFigures((), (), (), note=_NO_FIGURES)
     errors = _headline_table(deployment)
@@ -338,13 +340,12 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
     return kept(
         f"Deployments of this name differ: this one has {one.label.detail}." if one.label.detail else "",
         *_served(one),
-        *figures.top,
         verdicts(deployment),
         _to_record(deployment),
+        *figures.top,
         *_replay_parts(deployment),
         errors,
         " ".join(filter(None, notes)) if errors.rows else "",
-        *worse_than_median(deployment),
         _machine_noise(deployment),
         _machine_speed(deployment),
         _unfelt(deployment),
@@ -357,7 +358,7 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
             "Errors on the hold-out",
             _THRESHOLDS_NOTE,
             _errors(deployment),
-            Bullets((*_misleading(deployment), *lost)),
+            Bullets((*worse_than_median(deployment), *_misleading(deployment), *lost)),
             summed_line(deployment.summed_step_time) if deployment.summed_step_time else "",
             folded=True,
         ),
@@ -381,19 +382,40 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
     )
 
 
-def _to_record(deployment: published.DeploymentEvaluation) -> Bullets:
-    """Name the recording that would give a yes, once for the uses that need the same one."""
-    uses: dict[published.RecordingAdvice, list[str]] = {}
-    for use, verdict in deployment.verdicts.items():
-        if verdict.record is not None:
-            uses.setdefault(verdict.record, []).append(use)
-    return Bullets(
-        tuple(
-            f"**For a yes on {', '.join(names)}, record** {one.load}; {one.prompts}; {number(one.minutes)} minutes in all; {one.sampling}. "
-            f"Against the server: `{one.command}`"
-            for one, names in uses.items()
-        )
+def _to_record(deployment: published.DeploymentEvaluation) -> Section | None:
+    """Return what to record for a yes on every use, as commands to copy; null where every use has one."""
+    if (record := deployment.record) is None:
+        return None
+    stretches = table_of(record.stretches, _STRETCHES)
+    return section(
+        f"What to record for a yes on {in_words(record.uses)}: {number(record.minutes)} minutes",
+        f"{record.rounds} rounds of these stretches against the server, while it records {record.sampling}:",
+        stretches,
+        ShellLines(record.command),
+        _BEFORE_RECORDING,
+        folded=True,
     )
+
+
+_STRETCHES: dict[str, Callable[[published.LoadStretch], str]] = {
+    "stretch": lambda one: one.name,
+    "seconds": lambda one: f"{one.seconds:.0f}",
+    "requests/s": lambda one: number(one.requests_per_s),
+    "prompt tokens": lambda one: _uniform(one.prompt_tokens, one.prompt_spread),
+    "output tokens": lambda one: _uniform(one.output_tokens, one.output_spread),
+    "reason": lambda one: sentence(one.reason),
+}
+_BEFORE_RECORDING = (
+    "Every call has its own seed: with the same seed it sends the same prompts, which then are in the prefix cache. The load generator "
+    "needs the tokenizer of the model: add `--tokenizer` where the server names its model otherwise. Nothing else should use the server meanwhile. "
+    "Put the new run into the place of the old one, or beside it."
+)
+
+
+def _uniform(mean: int, spread: float) -> str:
+    """Write the range of uniform lengths."""
+    low, high = max(int(mean * (1 - spread)), 1), math.ceil(mean * (1 + spread))
+    return count(mean) if low == high else f"{count(low)} to {count(high)}"
 
 
 def _served(one: DeploymentParts) -> tuple[ReportPart, ...]:

@@ -54,6 +54,13 @@ class Bullets:
 
 
 @dataclass(frozen=True, slots=True)
+class ShellLines:
+    """Lines of a shell to copy, shown as they are."""
+
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class UseVerdict:
     """Whether models are good enough for one use, and the reason in a sentence."""
 
@@ -117,7 +124,7 @@ class Section:
     folded: bool = False
 
 
-ReportPart: TypeAlias = "str | Bullets | Table | Verdicts | Figure | Section"
+ReportPart: TypeAlias = "str | Bullets | ShellLines | Table | Verdicts | Figure | Section"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +164,8 @@ def kept(*parts: ReportPart | None) -> tuple[ReportPart, ...]:
 def _content(part: ReportPart) -> object:
     match part:
         case Table(rows=content) | Bullets(items=content) | Verdicts(uses=content) | Section(parts=content):
+            return content
+        case ShellLines(lines=content):
             return content
         case _:
             return part
@@ -226,6 +235,8 @@ def _parts(parts: Iterable[ReportPart], level: int) -> Iterator[str]:
                 yield part
             case Bullets(items):
                 yield "\n".join(f"- {item}" for item in items)
+            case ShellLines(lines):
+                yield "\n".join(["```bash", *lines, "```"])
             case Table():
                 yield from (f"{part.folded}:", _table(part)) if part.folded else (_table(part),)
             case Verdicts():

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from tracefit.coefficients.verdicts import machine_words
@@ -64,8 +65,38 @@ def step_times(entry: Validation) -> str:
 
 
 def lead(deployment: DeploymentEvaluation) -> str:
-    """Say how well a replay reproduces the latencies, then how exact the step times are, and what most limits that."""
-    return " ".join(filter(None, (_replayed(deployment), _of_steps(deployment))))
+    """Say what the server carried and can carry, then how well a replay reproduces it, how exact step times are, and what most limits that.
+
+    Without a model of step times the reason comes first, then what to do.
+    """
+    steps, carried = _of_steps(deployment), carried_text(deployment)
+    if not _has_step_times(deployment):
+        return " ".join(filter(None, (steps, carried)))
+    return " ".join(filter(None, (carried, _replayed(deployment), steps)))
+
+
+_SHARE_OF_CAPACITY = 0.8
+"""Share of its capacity up to which a server of steady load is planned without objectives."""
+
+
+def carried_text(deployment: DeploymentEvaluation) -> str:
+    """Say what a server carried and can carry, and how many servers the recorded load needs; empty where no request was recorded."""
+    load, capacity = deployment.load, deployment.capacity
+    carried = load.carried_per_s if load else None
+    if carried is None or load is None:
+        return ""
+    text = f"One server carried {number(carried)} requests/s over {number(load.over_s)} s"
+    if capacity is None:
+        return f"{text}."
+    ends = (number(capacity.capacity_low), number(capacity.capacity_high))
+    between = f" ({' to '.join(ends)})" if ends[0] != ends[1] else ""
+    together = load.carried_together_per_s or carried
+    servers = max(math.ceil(together / (_SHARE_OF_CAPACITY * capacity.capacity_per_s) - 1e-9), 1)
+    needs = "1 server is" if servers == 1 else f"{count(servers)} servers are"
+    return (
+        f"{text} and can serve {number(capacity.capacity_per_s)}{between}; from {number(capacity.knee_per_s)} on, the knee, latency grows "
+        f"faster than throughput. For the {number(together)}/s recorded, {needs} enough, at up to four fifths of the capacity."
+    )
 
 
 def _replayed(deployment: DeploymentEvaluation) -> str:
@@ -90,11 +121,17 @@ def least_exact_replay(deployment: DeploymentEvaluation) -> RunReplay | None:
     return max(errors, key=lambda pair: pair[0], default=(None, None))[1]
 
 
+def _has_step_times(deployment: DeploymentEvaluation) -> bool:
+    entry = step_entry(deployment)
+    return entry is not None and entry.holdout.mdape_pct is not None
+
+
 def _of_steps(deployment: DeploymentEvaluation) -> str:
     entry = step_entry(deployment)
     if entry is None or entry.holdout.mdape_pct is None:
-        reasons = (m.reason for m in deployment.not_fitted if is_step_model(m.name))
-        return f"There is no model of step times: {next(reasons, 'the traces do not show them')}."
+        lost = next((m for m in deployment.not_fitted if is_step_model(m.name)), None)
+        remedy = f" {sentence(lost.remedy)}" if lost and lost.remedy else ""
+        return f"There is no model of step times: {lost.reason if lost else 'the traces do not show them'}.{remedy}"
     errors = f"{step_times(entry)} are typically within {percent(entry.holdout.mdape_pct)} %"
     if entry.holdout.p90_ape_pct is not None:
         errors += f" (nine in ten within {percent(entry.holdout.p90_ape_pct)} %)"

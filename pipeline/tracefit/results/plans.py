@@ -61,6 +61,23 @@ class PlanPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerCapacity:
+    """Rates that one server can carry, by its models and by the recording, with requests like those traced.
+
+    Attributes:
+        capacity_per_s: Requests per second above which its queue only grows.
+        capacity_low: The same with step times at the high end of their interval.
+        capacity_high: The same with step times at the low end.
+        knee_per_s: The rate with the largest ratio of rate to mean E2E: beyond it latency grows faster than throughput.
+    """
+
+    capacity_per_s: float
+    capacity_low: float
+    capacity_high: float
+    knee_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Objective:
     """The longest that a percentile of a latency may be.
 

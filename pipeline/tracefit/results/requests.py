@@ -51,6 +51,32 @@ class RequestGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedLoad:
+    """The requests of a deployment's runs: how many a second were carried, and their lengths.
+
+    Attributes:
+        carried_per_s: Most requests of mean length that one engine finished per second over `over_s`; of a sample or a shorter run, the
+            mean over all of it.
+        carried_together_per_s: The sum over the engines of a run, the largest of several runs.
+        over_s: Time over which they are counted, in s.
+        prompt_tokens: Mean prompt.
+        computed_tokens: Mean prompt without tokens that were in the cache.
+        output_tokens: Mean output.
+        prompt_spread: Half the width of a uniform distribution with the standard deviation of the prompts, over their mean.
+        output_spread: The same for the outputs.
+    """
+
+    carried_per_s: float | None
+    carried_together_per_s: float | None
+    over_s: float
+    prompt_tokens: float
+    computed_tokens: float
+    output_tokens: float
+    prompt_spread: float
+    output_spread: float
+
+
+@dataclass(frozen=True, slots=True)
 class PhaseSummary:
     """How long requests were in one phase, and its share of all their phases' time."""
 

@@ -12,7 +12,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tracefit.synth.laws import GPUS, MODELS, AdmissionLaw, Composition, LinearLaw, RooflineLaw, ServedModel
-from tracefit.synth.options import DEFAULT_PHASES, LengthMix, LoadPhase, SynthOptions, surge_phases
+from tracefit.synth.options import (
+    DEFAULT_PHASES,
+    LengthMix,
+    LengthPhase,
+    LoadPhase,
+    SynthOptions,
+    surge_phases,
+)
 
 if TYPE_CHECKING:
     from tracefit.synth.run import REQUEST_COLUMNS, STEP_COLUMNS, SynthRun, synth, write_run
@@ -31,6 +38,7 @@ __all__ = [
     "GeneratedEvent",
     "GeneratedSpan",
     "LengthMix",
+    "LengthPhase",
     "LinearLaw",
     "LoadPhase",
     "Request",

@@ -70,6 +70,14 @@ class LoadPhase:
     rate: float  # factor on the arrival rate
 
 
+@dataclass(frozen=True, slots=True)
+class LengthPhase(LoadPhase):
+    """A period of the load whose requests have lengths of their own."""
+
+    prompt_tokens: LengthMix
+    output_tokens: LengthMix
+
+
 DEFAULT_PHASES = (LoadPhase("light", 0.3, 0.4), LoadPhase("burst", 0.2, 3.0), LoadPhase("heavy", 0.5, 1.2))
 
 _SURGE_SHARE = 0.3

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from tracefit.synth.options import LengthPhase
 from tracefit.synth.scheduler import (
     NO_PREFIX,
     AbortStage,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tracefit.synth.laws import Composition, StepLaw
-    from tracefit.synth.options import LengthMix, SynthOptions
+    from tracefit.synth.options import LengthMix, LoadPhase, SynthOptions
 
 # A fixed start, in September 2026: with the time of day in them, equal options would give other bytes.
 _UNIX_START_NS = 1_790_000_000_000_000_000
@@ -149,9 +150,9 @@ def simulate_server(
 def _load(options: SynthOptions, rng: np.random.Generator, *, numbers: range, start_ns: int) -> list[Request]:
     """Return the requests with these numbers as their clients send them, in order of arrival."""
     count = len(numbers)
-    names, gaps_s = _gaps_s(options, rng, count)
+    phases, gaps_s = _gaps_s(options, rng, count)
     arrival_ns = start_ns + np.cumsum(np.round(gaps_s * 1e9).astype(np.int64))
-    prompt, output, prefix = _lengths(options, rng, count)
+    prompt, output, prefix = _lengths(options, rng, phases)
     # A request that stops by itself asked for more than it got: `finish.status` is stopped, not length.
     stopped = rng.random(count) < options.stop_fraction
     spare = np.where(stopped, rng.integers(1, 257, count), 0)
@@ -164,7 +165,7 @@ def _load(options: SynthOptions, rng: np.random.Generator, *, numbers: range, st
         Request(
             request_id="",
             number=number,
-            load_phase=names[i],
+            load_phase=phases[i].name,
             arrival_ns=int(arrival_ns[i]),
             api_work_us=options.admission.work_us(int(prompt[i])) * float(jitter[i]),
             prompt_tokens=int(prompt[i]),
@@ -182,7 +183,7 @@ def _load(options: SynthOptions, rng: np.random.Generator, *, numbers: range, st
 
 def _gaps_s(
     options: SynthOptions, rng: np.random.Generator, count: int
-) -> tuple[list[str], npt.NDArray[np.float64]]:
+) -> tuple[list[LoadPhase], npt.NDArray[np.float64]]:
     """Return each request's phase and the time since the one before: a Poisson process per phase."""
     shares = np.array([phase.share for phase in options.phases])
     # Phases share out the requests, not the time: each has its number of requests whatever the draws.
@@ -190,23 +191,29 @@ def _gaps_s(
     index = np.searchsorted(bounds, np.arange(count), side="right")
     rates = np.array([phase.rate for phase in options.phases]) * options.rate_per_s
     gaps = rng.exponential(1.0, count) / rates[index]
-    return [options.phases[i].name for i in index], gaps
+    return [options.phases[i] for i in index], gaps
 
 
 def _lengths(
-    options: SynthOptions, rng: np.random.Generator, count: int
+    options: SynthOptions, rng: np.random.Generator, phases: Sequence[LoadPhase]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return prompt lengths, output lengths and prefix numbers that the engine can hold."""
+    """Return prompt lengths, output lengths and prefix numbers of requests of some phases that the engine can hold."""
+    count = len(phases)
     longest, prefix_tokens = options.longest_sequence_tokens, options.shared_prefix_tokens
     # Both are drawn whether prefixes are shared or not, so that later draws do not change.
     shared = rng.random(count) < options.prefix_fraction
     prefix = np.where(shared, rng.integers(0, options.num_prefixes, count), NO_PREFIX)
     if not prefix_tokens:
         prefix = np.full(count, NO_PREFIX)
-    prompt = _draw(options.prompt_tokens, rng, count)
+    prompt, output = _draw(options.prompt_tokens, rng, count), _draw(options.output_tokens, rng, count)
+    for own in dict.fromkeys(phase for phase in phases if isinstance(phase, LengthPhase)):
+        of_it = np.array([phase == own for phase in phases])
+        prompt[of_it], output[of_it] = (
+            _draw(mix, rng, int(of_it.sum())) for mix in (own.prompt_tokens, own.output_tokens)
+        )
     # A shared prefix is never the whole prompt: the last token must be computed.
     prompt = np.minimum(np.where(prefix != NO_PREFIX, prompt + prefix_tokens, prompt), longest - 1)
-    return prompt, np.minimum(_draw(options.output_tokens, rng, count), longest - prompt), prefix
+    return prompt, np.minimum(output, longest - prompt), prefix
 
 
 def _draw(mix: LengthMix, rng: np.random.Generator, count: int) -> npt.NDArray[np.int64]:

@@ -156,7 +156,9 @@ def on_steps(rows: pl.DataFrame, arrays: RequestArrays, graph: Graph, ended: Int
     scheduled = np.where(arrays.prompt_tokens <= graph.budget, np.maximum(scheduled, first - 1), scheduled)
     scheduled = np.clip(np.where(graph.in_one_step, first, scheduled), 1, first).astype(np.int64)
     queued_us = graph.scheduled_us - arrays.queue_us
-    queued = np.interp(queued_us, graph.time_us, ended).round().astype(np.int64) + lag
+    # The steps of the wait, and not the step that runs when it begins: no node may say when that step ended.
+    at_queued, at_scheduled = (np.interp(us, graph.time_us, ended) for us in (queued_us, graph.scheduled_us))
+    queued = scheduled - 1 - (at_scheduled - at_queued).round().astype(np.int64)
     return pl.DataFrame(
         {
             "row": rows["row"],
@@ -166,7 +168,7 @@ def on_steps(rows: pl.DataFrame, arrays: RequestArrays, graph: Graph, ended: Int
             "first_token_ns": at_ns[graph.first],
             "last_token_ns": at_ns[graph.last],
             "finished_ns": at_ns[graph.last],
-            "queued_step": np.maximum(np.minimum(queued, scheduled - 1), 0),
+            "queued_step": np.maximum(queued, 0),
             "first_scheduled_step": scheduled,
             "first_token_step": first,
             "finished_step": last,
