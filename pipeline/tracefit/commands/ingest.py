@@ -122,7 +122,7 @@ def _known_traces(store: TableStore) -> Callable[[TraceFile], bool]:
         files = {file.path: file for run in store.manifest().runs.values() for file in run.files}
 
     def is_known(file: TraceFile) -> bool:
-        entry = files.get(file.name)
+        entry = files.get(file.key)
         return (
             entry is not None
             and (entry.size_bytes, entry.modified_ns) == (file.size, file.modified_ns)
@@ -352,7 +352,7 @@ def _planned(source: RunSource, store: TableStore, options: IngestOptions) -> It
     run_id = resolve_run_id(manifest, source)
     usable = usable_files(manifest.runs.get(run_id), hash_of_kept(options), lambda: staged_parts(store.place))
     for file in source.trace_files:
-        contents, entry = inspect_file(file), usable.get(file.name)
+        contents, entry = inspect_file(file), usable.get(file.key)
         # A file in a bucket that was written again may be the same all the same.
         is_same = unchanged(file, entry) or (
             entry is not None
