@@ -97,6 +97,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+_SHOWN_CHARS = 200
+
+
+def unexpected(error: BaseException) -> str:
+    """Return what an error that nobody expected is, in a phrase: its kind and the beginning of its text."""
+    return f"unexpected {type(error).__name__} ({' '.join(str(error).split())[:_SHOWN_CHARS]})"
+
+
 def spreadsheet_safe(value: object) -> object:
     """Return a value for a cell of a CSV file that no spreadsheet reads as a formula."""
     # A leading quote makes it text in every spreadsheet.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -163,6 +164,109 @@ def test_other_files_of_the_same_name_are_another_run(tmp_path, lines):
     result = ingest([_write(tmp_path / "b" / "run" / "traces.json", lines[1:])], tmp_path / "tables")
     assert [r.run_id for r in result.runs] == ["run-2"]
     assert "run-2" in result.warnings[0]
+
+
+@pytest.fixture
+def days(tmp_path, lines):
+    """Return two folders that have a run of the same name each, with other spans."""
+    folders = tmp_path / "day1", tmp_path / "day2"
+    for folder, some in zip(folders, (lines[:40], lines[40:]), strict=True):
+        _write(folder / "run" / "traces.json", some)
+    return folders
+
+
+@pytest.fixture
+def ingested(tmp_path, monkeypatch):
+    """Return a function that ingests paths in a working folder; it returns the ids of the runs read and of those stored."""
+
+    def read(folder, *paths):
+        monkeypatch.chdir(folder)
+        result = ingest(paths, tmp_path / "tables")
+        return [run.run_id for run in result.runs], TableStore(tmp_path / "tables").runs(), result.warnings
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("path", "run_id"), [("run", "run"), ("run/traces.json", "traces"), ("run/*.json", "traces")]
+)
+def test_a_relative_name_in_two_working_folders_is_two_runs(days, ingested, path, run_id):
+    ingested(days[0], path)
+    read, stored, warnings = ingested(days[1], path)
+    assert (read, stored) == ([f"{run_id}-2"], [run_id, f"{run_id}-2"])
+    assert warnings == (
+        f"{run_id}: another run of that name is in the tables already; this one is {run_id}-2",
+    )
+    assert ingested(days[0], path)[:2] == ([run_id], stored)
+    assert ingested(days[1], path)[:2] == ([f"{run_id}-2"], stored)
+
+
+def test_a_run_is_the_same_by_any_name_of_its_folder(tmp_path, days, ingested, decoded):
+    """From another working folder, and through links to the folder, a folder above it and the file."""
+    (tmp_path / "to-run").symlink_to(days[0] / "run")
+    (tmp_path / "to-day").symlink_to(days[0])
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "other").symlink_to(days[0] / "run")
+    ingested(days[0], "run")
+    before = decoded(tmp_path / "tables")
+    for path in ("day1/run", "day1/../day1/run/", "to-run", "to-day/run", "links", "links/other", "day1"):
+        assert ingested(tmp_path, path)[:2] == (["run"], ["run"]), path
+    assert (before, decoded(tmp_path / "tables")) == (["traces.json"], [])
+
+
+def test_a_loose_file_is_the_same_through_a_link(tmp_path, days, ingested):
+    (tmp_path / "latest.json").symlink_to("day1/run/traces.json")
+    ingested(tmp_path, "day1/run/traces.json")
+    read, stored, warnings = ingested(tmp_path, "latest.json")
+    assert (read, stored) == (["traces"], ["traces"])
+    assert warnings == ("latest: is in the tables already, as traces",)
+    # The link and one more file.
+    shutil.copy(days[1] / "run" / "traces.json", tmp_path / "more.json")
+    assert ingested(tmp_path, "more.json", "latest.json")[:2] == (["traces"], ["traces"])
+
+
+def test_one_file_of_a_run_does_not_replace_it(days, lines, ingested):
+    """Named alone beside its configuration, it is another run, as loose files are; named with its folder, it is read once."""
+    _write(days[0] / "run" / "traces-2.json", lines[40:])
+    (days[0] / "run" / "exp-config.yaml").write_text("model: m\n")
+    assert ingested(days[0], "run", "run/traces-2.json")[:2] == (["run"], ["run"])
+    assert ingested(days[0], "run/traces-2.json")[:2] == (["run-2"], ["run", "run-2"])
+
+
+def test_two_new_runs_never_get_one_id(tmp_path, days, lines, ingested):
+    """The first is numbered, because its name is taken; the number is the name of the second."""
+    _write(days[1] / "run-2" / "traces.json", lines[:50])
+    ingested(tmp_path, "day1/run")
+    read, stored, _ = ingested(tmp_path, "day2/run", "day2/run-2")
+    assert len(set(read)) == 2
+    assert len(stored) == 3
+    assert ingested(tmp_path, "day2/run", "day2/run-2")[:2] == (read, stored)
+
+
+def test_piped_runs_are_compared_by_content(tmp_path, days, monkeypatch):
+    def piped(path):
+        data = path.read_bytes()
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+        return [run.run_id for run in ingest("-", tmp_path / "tables").runs]
+
+    first, second = (day / "run" / "traces.json" for day in days)
+    assert [piped(first), piped(second)] == [["stdin"], ["stdin-2"]]
+    with first.open("ab") as file:
+        file.write(second.read_bytes().splitlines(keepends=True)[0])
+    assert [piped(first), piped(second)] == [["stdin"], ["stdin-2"]]
+
+
+@pytest.mark.parametrize("path", ["run", "run/traces.json"])
+def test_a_run_stored_under_a_relative_name_is_known_by_its_content(tmp_path, days, lines, ingested, path):
+    """An earlier version stored the names as they were typed."""
+    (run_id,), *_ = ingested(days[0], path)
+    manifest = tmp_path / "tables" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(f"{days[0]}/run/traces.json", path))
+    _write(days[0] / "run" / "traces.json", lines[:50])
+    assert ingested(days[0], path)[:2] == ([run_id], [run_id])
+    manifest.write_text(manifest.read_text().replace(f"{days[0]}/run/traces.json", path))
+    assert ingested(days[1], path)[:2] == ([f"{run_id}-2"], [run_id, f"{run_id}-2"])
+    assert ingested(tmp_path, f"day1/{path}")[:2] == ([run_id], [run_id, f"{run_id}-2"])
 
 
 def test_training_frames_of_a_run_that_grew_are_gone(tmp_path, lines):

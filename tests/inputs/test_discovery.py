@@ -469,6 +469,37 @@ def test_objects_and_patterns_of_a_bucket(lay, bucket):
     assert "no such file" in refused(UsageError, "s3://bucket/no", filesystem_of=opened)
 
 
+def test_an_object_has_one_place_by_every_spelling(lay, bucket):
+    """Credentials, options, the case of the scheme and slashes do not belong to the name."""
+    opened, _ = bucket
+    lay("store/bucket/prod/run/traces.json", "store/bucket/prod/run/exp-config.yaml")
+    places = {}
+    for folder in ("prod/run", "/prod//run/", "prod", "*/run", "prod/run/traces.json", "prod//*/traces.json"):
+        for bucket_url in ("s3://bucket", "S3:/bucket", "s3://KEY:SECRET@bucket"):
+            with open_inputs([f"{bucket_url}/{folder}"], filesystem_of=opened) as inputs:
+                (run,) = inputs.runs
+            places.setdefault((run.trace_files[0].place, run.run_id), set()).add(run.folder)
+    assert places == {("s3://bucket/prod/run/traces.json", "run"): {"s3/bucket/prod/run", None}}
+    urls = ["s3://bucket/prod/run", "S3://bucket//prod/run/traces.json", "s3://bucket/prod"]
+    assert list(runs_of(*urls, filesystem_of=opened)) == ["run"]
+
+
+def test_places_on_disk_are_absolute_and_without_links(lay, tmp_path):
+    lay("far/traces.json", "far/deep/exp-config.yaml", "far/deep/year=2026/traces.json", "run/traces-1.json")
+    Path("run/link").symlink_to("../far")
+    Path("run/traces-2.json").symlink_to("../far/traces.json")
+    Path("to-run").symlink_to("run")
+    at = tmp_path.resolve()
+    for path in ("run", "./run/", "to-run", str(tmp_path / "run"), f"file://{tmp_path}/to-run"):
+        with open_inputs([path]) as inputs:
+            places = {run.folder: [file.place for file in run.trace_files] for run in inputs.runs}
+        assert places == {
+            f"{at}/run": [f"{at}/run/traces-1.json", f"{at}/far/traces.json"],
+            f"{at}/far": [f"{at}/far/traces.json"],
+            f"{at}/far/deep": [f"{at}/far/deep/year=2026/traces.json"],
+        }, path
+
+
 def test_credentials_of_a_url_reach_the_store_and_no_name(lay, bucket):
     opened, asked = bucket
     lay("store/bucket/run/traces.json")

@@ -118,6 +118,23 @@ def test_a_record_becomes_a_step_with_its_contexts_and_its_time(ingested, kind, 
     assert {name: step[name] for name in wanted} == wanted
 
 
+def test_two_workers_with_one_id_are_left_out_of_one_file_and_told_apart_by_two(tmp_path, ingested):
+    first = json_lines(steady(100, first=1), begin_ns=1_700_000_000_000_000_000)
+    second = json_lines(steady(100, first=5_000), begin_ns=1_700_000_000_000_000_000)
+    both = [line for pair in zip(first, second, strict=True) for line in pair]
+    other = json_lines([record(k, 0.25, worker="other", **BUSY) for k in range(20)])
+    tables = ingested(b"".join(both), b"".join(other))
+    assert tables["runs"].select("server", "steps").rows() == [("other.dp0", 20)]
+    assert tables["rejects"]["reason"].value_counts().rows() == [
+        ("two engines share a name in one file: give one file each", 200)
+    ]
+    tables = ingested(b"".join(first), b"".join(second))
+    assert tables["runs"].select("server", "steps", "lost_steps").rows() == [
+        ("w.dp0 of recorded-0", 100, 0),
+        ("w.dp0 of recorded-1", 100, 0),
+    ]
+
+
 def test_the_receipt_gives_wall_clock_time(ingested):
     lines = json_lines([record(1, 0.5, **BUSY), record(2, 0.25, **BUSY)], begin_ns=1_700_000_000_000_000_000)
     tables = ingested(b"".join(lines))

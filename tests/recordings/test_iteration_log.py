@@ -264,6 +264,146 @@ def test_a_restart_is_an_epoch_and_engines_are_apart(ingested):
     assert steps.group_by("server", "epoch").len().sort("server", "epoch")["len"].to_list() == [20, 20, 20]
 
 
+# -- several servers in one log, or in one folder ----------------------------------------------------------
+
+
+def default(step, second=49, batch=(0, 0, 4, 4), elapsed_ms=11.9):
+    """Return a line as vLLM writes it; `second` counts from 8:55."""
+    at = of_the_time(AT - 49 + second, "%m-%d %H:%M:%S")
+    return f"INFO {at} [loggers.py:198] {message(step, batch, elapsed_ms=elapsed_ms)}"
+
+
+PREFIXES = {
+    "compose": ("vllm-{}-1  | (APIServer pid={}) ", "vllm-{}-1"),
+    "compose, coloured": ("\x1b[36mvllm_{}  |\x1b[0m ", "vllm_{}"),
+    "swarm": ("vllm.{}.8xk2@node-1    | ", "vllm.{}.8xk2@node-1"),
+    "kubectl": ("[pod/vllm-{}/server] ", "vllm-{}/server"),
+    "stern": ("vllm-7d9f-{} server ", "vllm-7d9f-{}/server"),
+    "stern, all namespaces": ("prod vllm-7d9f-{} server 2026-11-25T08:55:49.1Z ", "vllm-7d9f-{}/server"),
+    "syslog": ("Nov  5 08:55:49 gpu-{} vllm[{}]: ", "gpu-{}/vllm"),
+    "journal": ("2026-11-25T08:55:49+0000 gpu-{}.lan vllm[{}]: ", "gpu-{}.lan/vllm"),
+    "rfc 5424": ("<34>1 2026-11-25T08:55:49.1Z gpu-{} vllm {} - - ", "gpu-{}/vllm"),
+    "fluent bit": (
+        '{{"kubernetes":{{"pod_name":"vllm-{}","container_name":"server","host":"n"}},"log":"',
+        "vllm-{}/server",
+    ),
+    "docker driver": ('{{"container_name": "/vllm-{}", "pid": {}, "log": "', "vllm-{}"),
+    "loki": ('{{pod="vllm-{}", job="x"}} ', "vllm-{}"),
+    "host": ('{{"host":"gpu{}","message":"', "gpu{}"),
+}
+
+
+def prefixed(kind, name, pid=1):
+    return PREFIXES[kind][0].format(name, pid)
+
+
+@pytest.mark.parametrize("kind", PREFIXES)
+def test_servers_of_one_log_are_told_apart_by_what_is_before_their_lines(ingested, kind):
+    pairs = [
+        (prefixed(kind, "a") + default(step), prefixed(kind, "b") + default(7 * step)) for step in range(30)
+    ]
+    tables = ingested("".join(f"{a}\n{b}\n" for a, b in pairs))
+    a, b = (f"{PREFIXES[kind][1].format(name)}.dp0" for name in "ab")
+    found = tables["runs"].select("server", "epochs", "steps", "lost_steps").rows()
+    assert found == [(a, 1, 30, 0), (b, 1, 30, 6 * 29)]
+    assert tables["rejects"].height == 0
+
+
+def test_a_server_that_restarts_in_a_log_of_several_is_one_server(ingested):
+    """A restart changes the process."""
+    texts = [prefixed("syslog", "a", 1) + default(step) for step in range(20)]
+    texts += [prefixed("syslog", "b", 1) + default(step) for step in range(20)]
+    texts += [prefixed("syslog", "a", 2) + default(step, second=80) for step in range(20)]
+    runs = ingested("\n".join(texts) + "\n")["runs"]
+    assert runs.select("server", "epochs", "steps").rows() == [
+        ("gpu-a/vllm.dp0", 2, 40),
+        ("gpu-b/vllm.dp0", 1, 20),
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_line_of_one_server_has_no_name_of_it(form):
+    assert decoded(FORMS[form](message(1)).encode()).steps["server"].to_list() == ["unknown.dp0"]
+
+
+def interleaved(ahead, *, a=200, b=200, turn=1):
+    """Return a log of two `Engine 000`: one at steps from 0, the other, with a line after each `turn` of it, at steps from `ahead`."""
+    texts = []
+    for step in range(a):
+        texts.append(line(step, AT + step / 100))
+        if step % turn == 0 and step // turn < b:
+            texts.append(
+                line(ahead + step // turn, AT + step / 100 + 0.004, batch=(0, 0, 2, 2), elapsed_ms=6.0)
+            )
+    return "".join(texts)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "turn"), [(0, 1), (1, 1), (5, 1), (60, 1), (100_000, 1), (70_000, 20), (0, 20)]
+)
+def test_steps_of_two_engines_with_one_name_are_left_out(tmp_path, ingested, tracefit, ahead, turn):
+    other = "".join(line(step, AT + step / 100).replace("Engine 000", "Engine 001") for step in range(30))
+    tables = ingested(interleaved(ahead, turn=turn), other)
+    count = 200 + 200 // turn
+    assert tables["runs"].select("server", "epochs", "steps", "lost_steps").rows() == [
+        ("unknown.dp1", 1, 30, 0)
+    ]
+    says = f"r: two engines share a name in one file: give one file each; {count} steps of them were left out"
+    assert (tables["result"].warnings, tables["result"].exit_code) == ((says,), 3)
+    assert set(tables["rejects"]["reason"]) == {"two engines share a name in one file: give one file each"}
+    # Without any other step there is nothing to train on.
+    (tmp_path / "runs" / "r" / "server-1").unlink()
+    code, _, stderr = tracefit("run", tmp_path / "runs", "--out", tmp_path / "out")
+    assert code == 1
+    assert "two engines share a name in one file); give one file each" in stderr
+
+
+def test_two_engines_with_one_file_each_are_two_servers(ingested):
+    """Lines of the second log were rotated away to a third file, and a part of them is in both."""
+    first = "".join(line(step, AT + step / 100) for step in range(100))
+    second = [line(900 + step, AT + step / 100, elapsed_ms=5.0) for step in range(100)]
+    tables = ingested(first, "".join(second[50:]), "".join(second[:60]))
+    assert tables["runs"].select("server", "epochs", "steps", "lost_steps").rows() == [
+        ("server-0.dp0", 1, 100, 0),
+        ("server-2.dp0", 1, 100, 0),
+    ]
+    assert tables["result"].runs[0].duplicate_spans == 10
+
+
+@pytest.mark.parametrize(
+    "logs",
+    [
+        pytest.param(lambda lines: [lines[:60], lines[60:]], id="rotated"),
+        pytest.param(lambda lines: [lines[60:], lines[:60]], id="rotated, newest first"),
+        pytest.param(lambda lines: [lines, lines], id="copied"),
+        pytest.param(lambda lines: [lines[:60], lines[50:]], id="overlapping"),
+        pytest.param(lambda lines: [[*lines, *lines[20:]]], id="sent again"),
+        pytest.param(
+            lambda lines: [[x for n, x in enumerate(lines) if n % 7 not in (3, 5)]], id="lines lost"
+        ),
+        pytest.param(lambda lines: [[lines[n ^ 1] for n in range(100)]], id="pairs swapped"),
+        pytest.param(
+            lambda lines: [
+                [
+                    *lines,
+                    *(
+                        line(step, AT + 60 + 10 * loop + step / 100, elapsed_ms=7 + loop)
+                        for loop in range(9)
+                        for step in range(3 + 4 * loop)
+                    ),
+                ]
+            ],
+            id="restarting again and again",
+        ),
+    ],
+)
+def test_one_engine_is_one_server(ingested, logs):
+    lines = [line(step, AT + step / 100, elapsed_ms=5 + step / 100) for step in range(100)]
+    tables = ingested(*("".join(log) for log in logs(lines)))
+    assert tables["runs"]["server"].to_list() == ["unknown.dp0"]
+    assert not [text for text in tables["result"].warnings if "share a name" in text]
+
+
 # -- damage ------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest.mock import Mock
 
 import polars as pl
 import pytest
@@ -202,6 +203,38 @@ def test_of_many_idle_gaps_the_longest_are_marked():
     assert [name for name, *_ in _marked(figure)] == ["idle"] * 60
     assert [start for _, start, _ in _marked(figure)] == pytest.approx(starts[3:-1])
     assert [s["showlegend"] for s in figure.layout["shapes"]] == [True, *[False] * 59], "in the legend once"
+
+
+def test_warm_up_without_a_time_is_not_marked():
+    """Steps of a log of whole seconds have no time where their line has no stamp."""
+    training = pl.DataFrame(
+        {
+            "split": ["train", "train", "holdout"],
+            "excluded_reason": ["warm_up"] * 2 + [None],
+            "ts_ns": [None, 2_000_000_000, None],
+            "epoch": [0, 1, 1],
+        },
+        schema_overrides={"ts_ns": pl.Int64},
+    )
+    timeline = _timeline(running_depth=[4] * 81)
+    figure = engine_figure(engine_run(timeline, training, run_id="r", server="s"))
+    assert _marked(figure) == [("warm-up", 2.0, 2.0)]
+
+
+@pytest.mark.parametrize("at", ["figures.deployment.engine_figure", "figures.deployment.rates_figure"])
+def test_a_figure_that_cannot_be_drawn_is_a_line_of_the_report(trained, tmp_path, monkeypatch, tracefit, at):
+    def drawn_on(out):
+        code, _, stderr = tracefit("report", trained, "--out", out)
+        return code, stderr, (out / "report.md").read_text()
+
+    *_, whole = drawn_on(tmp_path / "whole")
+    monkeypatch.setattr(f"tracefit.reports.{at}", Mock(side_effect=TypeError("no number")))
+    code, stderr, report = drawn_on(tmp_path / "less")
+    (note,) = [line for line in report.splitlines() if "cannot be drawn" in line]
+    assert "unexpected TypeError (no number)" in note
+    assert code == 0
+    assert "warning: the report: " in stderr
+    assert len(report) > 0.8 * len(whole)
 
 
 def test_engine_with_few_facts_is_not_drawn():

@@ -44,6 +44,7 @@ from tracefit.server.documents import excerpt, parse_yaml, read_bytes
 from tracefit.server.server_log import MARKS, starts_of
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
 from tracefit.tables.disk import disk_errors
+from tracefit.tables.record_servers import SHARED_NAME
 from tracefit.tables.rows import hash_of_kept
 from tracefit.tables.staging import staged_parts
 from tracefit.tables.store import ReadFile, TableStore
@@ -126,7 +127,7 @@ def _known_traces(store: TableStore) -> Callable[[TraceFile], bool]:
         files = {file.path: file for run in store.manifest().runs.values() for file in run.files}
 
     def is_known(file: TraceFile) -> bool:
-        entry = files.get(file.name)
+        entry = files.get(file.key)
         return (
             entry is not None
             and (entry.size_bytes, entry.modified_ns) == (file.size, file.modified_ns)
@@ -190,7 +191,9 @@ def ingest_inputs(
         of_run = (
             [f"left out: {run.failed.line()}"]
             if run.failed
-            else _warnings_of(store, summaries[run.run_id], ahead.get(run.run_id, ()))
+            else _warnings_of(
+                store, summaries[run.run_id], facts[run.run_id]["implausible"], ahead.get(run.run_id, ())
+            )
         )
         for text in (*run.warnings, *of_run):
             progress.warn(text)
@@ -266,8 +269,13 @@ def _clocks_ahead(rows: pl.DataFrame) -> dict[str, list[tuple[str, float, float]
     return clocks_of
 
 
-def _warnings_of(store: TableStore, run: RunSummary, ahead: Iterable[tuple[str, float, float]]) -> list[str]:
+def _warnings_of(
+    store: TableStore, run: RunSummary, implausible: str | None, ahead: Iterable[tuple[str, float, float]]
+) -> list[str]:
     run_id, texts = run.run_id, []
+    shared = json.loads(implausible or "{}").get(SHARED_NAME, 0)
+    if shared:
+        texts.append(f"{run_id}: {SHARED_NAME}; {shared:,} steps of them were left out")
     if run.rejects:
         records = "1 record" if run.rejects == 1 else f"{run.rejects:,} records"
         texts.append(
@@ -279,9 +287,9 @@ def _warnings_of(store: TableStore, run: RunSummary, ahead: Iterable[tuple[str, 
             f"{run_id}: the API's clock was {abs(ahead_us) / 1e3:,.1f} ms {side} the engine core's on {server}, "
             f"to {error_us / 1e3:,.1f} ms, by the order of their events; the API's events were moved"
         )
-    if run.implausible:
+    if run.implausible > shared:
         texts.append(
-            f"{run_id}: {run.implausible} implausible values were left out; `tracefit inspect` counts them by rule, "
+            f"{run_id}: {run.implausible - shared} implausible values were left out; `tracefit inspect` counts them by rule, "
             "the rejects table lists them"
         )
     if run.dropped_events:
@@ -375,7 +383,7 @@ def _planned(source: RunSource, store: TableStore, options: IngestOptions) -> It
     run_id = resolve_run_id(manifest, source)
     usable = usable_files(manifest.runs.get(run_id), hash_of_kept(options), lambda: staged_parts(store.place))
     for file in source.trace_files:
-        contents, entry = inspect_file(file), usable.get(file.name)
+        contents, entry = inspect_file(file), usable.get(file.key)
         # A file in a bucket that was written again may be the same all the same.
         is_same = unchanged(file, entry) or (
             entry is not None

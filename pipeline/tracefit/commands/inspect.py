@@ -107,7 +107,7 @@ def inspect(
         store = TableStore(scratch)
         write_timelines(store, store.runs())
         # By file: two sources with the same files are one run.
-        sources = {file.name: file for source in inputs.runs for file in source.trace_files}
+        sources = {file.key: file for source in inputs.runs for file in source.trace_files}
         files = {
             run_id: tuple(_file_shape(sources[known.path]) for known in run.files)
             for run_id, run in store.manifest().runs.items()

@@ -156,6 +156,8 @@ def report_of(
         if page is None or len(page.encode()) <= page_bytes:
             break
     if figures and progress is not None:
+        for text in dict.fromkeys(text for one in figures.values() for text in one.failed):
+            progress.warn(f"the report: {text}")
         _warn_of_other_frames(evaluation, models, figures, progress)
     return made
 

@@ -8,11 +8,11 @@ block is decoded, while blocks of other runs are. Small runs share jobs. Only th
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -33,11 +33,10 @@ from tracefit.tables import schema
 from tracefit.tables.places import Disk
 from tracefit.tables.rows import hash_of_kept
 from tracefit.tables.staging import is_whole, staged_parts
-from tracefit.tables.store import IngestedRun, Manifest, ReadFile, StagedPart, put_parts
+from tracefit.tables.store import IngestedRun, Manifest, ReadFile, StagedPart, has_place, put_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import polars as pl
 
@@ -119,38 +118,66 @@ def _is_compressed(file: TraceFile) -> bool:
         return raw.read(2) == b"\x1f\x8b" or b"\x28\xb5\x2f\xfd" in raw.read(8)
 
 
-def resolve_run_id(manifest: Manifest, source: RunSource) -> str:
+def resolve_run_id(manifest: Manifest, source: RunSource, taken: Iterable[str] = ()) -> str:
     """Return the id of a run: its name, with a number if another run has that name.
 
-    A stored run is the same run if it was read from the same folder, or has the files of the source.
+    A stored run is the same run if it was read from the same folder or files, or has the files of the source.
+
+    Args:
+        manifest: The stored runs.
+        source: The run.
+        taken: Ids of other runs that are being read.
     """
+    if (known := _stored_at_place_of(manifest, source)) is not None:
+        return known
     hashes = cache(lambda: {content_hash_of(file) for file in source.trace_files})
     number, run_id = 1, source.run_id
-    while (run := manifest.runs.get(run_id)) is not None:
-        if not run.tables or (source.folder is not None and run.source == source.folder):
-            break
-        if _has_files_of(run, source, hashes):
-            break
+    while True:
+        run = manifest.runs.get(run_id)
+        if run is None and run_id not in taken:
+            return run_id
+        if run is not None and (not run.tables or _has_files_of(run, source, hashes)):
+            return run_id
         number += 1
         run_id = f"{source.run_id}-{number}"
-    return run_id
+
+
+def _stored_at_place_of(manifest: Manifest, source: RunSource) -> str | None:
+    """Return the id of the stored run of the same folder or files; files named one by one may have become more."""
+    if source.folder and (known := manifest.at_places.get(source.folder)):
+        return known
+    places = {file.place for file in source.trace_files if file.place}
+    for known in dict.fromkeys(filter(None, map(manifest.at_places.get, sorted(places)))):
+        stored = {entry.path for entry in manifest.runs[known].files}
+        if stored == places or (source.folder is None and stored < places):
+            return known
+    return None
 
 
 def _has_files_of(run: IngestedRun, source: RunSource, hashes: Callable[[], set[str]]) -> bool:
     """Return whether each file of a stored run is in the source, under its name or with its content, or was rotated away.
 
     Files were rotated away if they do not exist any more, and another one of the run is in the source with its content,
-    or begins with it. `hashes` gives the hashes of the source's files, which takes long.
+    or begins with it. `hashes` gives the hashes of the source's files, which takes long. Bytes of a pipe, and files that an
+    earlier version stored under a relative name, are compared by content only.
     """
-    files = {file.name: file for file in source.trace_files}
+    files = {file.place: file for file in source.trace_files if file.place}
     missing = [entry for entry in run.files if entry.path not in files]
     gone = [entry for entry in missing if entry.sha256 not in hashes()]
-    if any("://" in entry.path or os.path.lexists(entry.path) for entry in gone):
+    if any("://" in entry.path or (has_place(entry) and Path(entry.path).is_file()) for entry in gone):
         return False
     return not gone or any(
-        entry.sha256 in hashes() or (entry.path in files and _begins_as(files[entry.path], entry))
+        entry.sha256 in hashes() or any(_begins_as(file, entry) for file in _same_named(source, entry))
         for entry in run.files
     )
+
+
+def _same_named(source: RunSource, entry: ReadFile) -> list[TraceFile]:
+    """Return the files of a source that may be a stored file which has grown."""
+    if has_place(entry):
+        return [file for file in source.trace_files if file.key == entry.path]
+    name = entry.path.rpartition("/")[2]
+    return [file for file in source.trace_files if not file.place or file.name.rpartition("/")[2] == name]
 
 
 def _begins_as(file: TraceFile, entry: ReadFile) -> bool:
@@ -389,12 +416,13 @@ class IngestScheduler:
             self._manifest.runs.get(run.source.run_id), self._options_hash, self._staged_names
         )
         sizes = {name: file.size_bytes for name, file in usable.items()}
-        return [file for file in run.source.trace_files if sizes.get(file.name) != file.size]
+        return [file for file in run.source.trace_files if sizes.get(file.key) != file.size]
 
     def _pieces_of(self, run: RunIngest) -> Iterator[tuple[RunIngest, FilePiece, Block | Reject]]:
         """Begin a run, and yield the pieces of its files that are new or changed; those of a bucket are fetched first."""
         source = run.source
-        run.run_id = run_id = resolve_run_id(self._manifest, source)
+        taken = {other.run_id for other in self._runs if other.failed is None}
+        run.run_id = run_id = resolve_run_id(self._manifest, source, taken)
         run.before = self._manifest.runs.get(run_id)
         if run.before is not None and run.before.tables:
             run.before = self._store.whole(run_id, run.before)
@@ -403,11 +431,15 @@ class IngestScheduler:
                     f"{run_id}: its tables are damaged, or files of them missing; it is read again"
                 )
         if run_id != source.run_id:
-            run.warnings.append(
-                f"{source.run_id}: another run of that name is in the tables already; this one is {run_id}"
+            is_other = source.run_id in self._manifest.runs or source.run_id in taken
+            why = (
+                "another run of that name is in the tables already; this one is"
+                if is_other
+                else "is in the tables already, as"
             )
+            run.warnings.append(f"{source.run_id}: {why} {run_id}")
         usable = usable_files(run.before, self._options_hash, self._staged_names)
-        run.unchanged = [e for f in source.trace_files if (e := unchanged(f, usable.get(f.name)))]
+        run.unchanged = [e for f in source.trace_files if (e := unchanged(f, usable.get(f.key)))]
         # The staged parts of a run that stays as it is are not read.
         if len(run.unchanged) < len(source.trace_files) or not self._stays(run, run.unchanged):
             damaged = {entry.path for entry in run.unchanged if not self._is_whole(entry)}
@@ -418,8 +450,9 @@ class IngestScheduler:
                     f"{run_id}: the staged rows of {len(damaged)} of its files are damaged; the files are read again"
                 )
         names = {entry.path for entry in run.unchanged}
-        local = [f for f in source.trace_files if f.name not in names and f.filesystem is None]
-        remote = deque(f for f in source.trace_files if f.name not in names and f.filesystem is not None)
+        changed = [f for f in source.trace_files if f.key not in names]
+        local = [f for f in changed if f.filesystem is None]
+        remote = deque(f for f in changed if f.filesystem is not None)
         for file in local:
             yield from self._pieces_in(run, _FileIngest(file, ContentHash()), file)
         most_bytes = self._options.fetched_bytes
@@ -429,7 +462,7 @@ class IngestScheduler:
                 for file, copy in zip(group, fetch(group, scratch, self._progress.read), strict=True):
                     refuse_other_signal(copy.file)
                     # The time of a file in a bucket changes with every upload, its content need not.
-                    entry = unchanged(file, usable.get(file.name), copy.content_hash)
+                    entry = unchanged(file, usable.get(file.key), copy.content_hash)
                     if entry and self._is_whole(entry):
                         run.unchanged.append(entry)
                     else:
@@ -477,7 +510,7 @@ class IngestScheduler:
                 parts += decode_task(Task((last,), self._options, self._place))[0]
                 break
         return ReadFile(
-            path=file.name,
+            path=file.key,
             size_bytes=file.size,
             sha256=work.content if isinstance(work.content, str) else work.content.of(file),
             tool_version=__version__,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import polars as pl
 
 from tracefit.coefficients.compiled import CompiledModel
+from tracefit.diagnostics.attempts import Attempts
 from tracefit.diagnostics.breakdown import Breakdown, first_token_breakdown, first_token_parts
 from tracefit.diagnostics.engines import TIMELINE_COLUMNS, EngineRun, engine_run
 from tracefit.diagnostics.load import latencies_over_load, measured_latencies, step_times_over_batch
@@ -52,6 +54,7 @@ class DeploymentDiagnostics:
         step_times: Run to its step times over the batch; of the first runs.
         engines: Engines over time, those of overloaded runs first.
         slowest: The slowest requests.
+        failed: The parts that cannot be drawn, because of unexpected errors.
     """
 
     deployment: DeploymentEvaluation
@@ -64,6 +67,7 @@ class DeploymentDiagnostics:
     step_times: dict[str, list[Bin]]
     engines: tuple[EngineRun, ...]
     slowest: tuple[SlowRequest, ...]
+    failed: tuple[str, ...] = ()
 
     def evaluated(self, model: Model) -> pl.DataFrame | None:
         """Return the rows of a model that count, see `rows.evaluated`; null where the tables are of another training."""
@@ -97,21 +101,28 @@ def diagnose(
     durations = [*(f"{name}_us" for name in LATENCIES), *first_token_parts().values()]
     columns = dict.fromkeys([*_REQUEST_COLUMNS, *durations, *SLOWEST_COLUMNS])
     requests = store.read("requests", runs, list(columns))
+    of_first_runs = requests.filter(pl.col("run_id").is_in(runs[:MOST_RUNS]))
+    timeline = store.read("timeline", runs[:MOST_RUNS], _STEP_COLUMNS)
+    make = (attempts := Attempts()).make
+    engines = _engines(deployment, store, steps, attempts)
     return DeploymentDiagnostics(
         deployment,
         models,
         steps,
         store.read("alpha_training", runs, of_rows).filter(deployment_id=deployment.deployment_id),
-        first_token_breakdown(requests),
-        measured_latencies(requests),
-        latencies_over_load(requests.filter(pl.col("run_id").is_in(runs[:MOST_RUNS]))),
-        step_times_over_batch(store.read("timeline", runs[:MOST_RUNS], _STEP_COLUMNS)),
-        tuple(islice(_engines(deployment, store, steps), MOST_ENGINES)),
-        slowest_requests(requests),
+        make("the parts of TTFT", lambda: first_token_breakdown(requests), None),
+        make("measured latencies", lambda: measured_latencies(requests), {}),
+        make("latencies over the load", lambda: latencies_over_load(of_first_runs), {}),
+        make("step times over the batch", lambda: step_times_over_batch(timeline), {}),
+        tuple(islice(engines, MOST_ENGINES)),
+        make("the slowest requests", lambda: slowest_requests(requests), ()),
+        tuple(attempts.failed),
     )
 
 
-def _engines(deployment: DeploymentEvaluation, store: TableStore, steps: pl.DataFrame) -> Iterator[EngineRun]:
+def _engines(
+    deployment: DeploymentEvaluation, store: TableStore, steps: pl.DataFrame, attempts: Attempts
+) -> Iterator[EngineRun]:
     """Yield the engines of overloaded runs first, trained on or not: a reader should look at those."""
     overloads = {o.run_id: o for o in deployment.overloaded}
     stored = set(store.runs())
@@ -119,6 +130,7 @@ def _engines(deployment: DeploymentEvaluation, store: TableStore, steps: pl.Data
         timeline = store.read("timeline", [run_id], TIMELINE_COLUMNS)
         for (server,), rows in sorted(timeline.partition_by("server", as_dict=True).items()):
             training = steps.filter(run_id=run_id, server=server)
-            engine = engine_run(rows, training, overloads.get(run_id), run_id=run_id, server=server)
+            draw = partial(engine_run, rows, training, overloads.get(run_id), run_id=run_id, server=server)
+            engine = attempts.make(f"the engine of {run_id}, {server},", draw, None)
             if engine is not None:
                 yield engine

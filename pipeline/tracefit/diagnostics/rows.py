@@ -126,8 +126,8 @@ class MarkedInterval(NamedTuple):
 
 
 def covered(kind: IntervalKind, rows: pl.DataFrame, by: Sequence[str]) -> list[MarkedInterval]:
-    """Return the time that each group of rows covers."""
-    groups = rows.group_by(by, maintain_order=True)
+    """Return the time that each group of rows covers; rows may have no time."""
+    groups = rows.drop_nulls("at_s").group_by(by, maintain_order=True)
     return marked(kind, groups.agg(start=pl.col("at_s").min(), end=pl.col("at_s").max()))
 
 

@@ -181,6 +181,8 @@ def _build(tasks: Sequence[RunTask], folder: Path, spread: Spread) -> dict[str, 
         for task in with_kv:
             writer.replace([task.run_id], _kv_tables(task, writer.of([task.run_id]).read))
         runs = tables.read("runs").partition_by("run_id", as_dict=True)
+        for task in (task for task in tasks if (task.run_id,) not in runs):
+            raise _without_rows(task, tables.read("rejects"))
         small = [t for t in tasks if is_small(runs[t.run_id,]["events"][0], t.options.build)]
         for some, built in timelines_of({t.run_id: t.context for t in small}, writer.of):
             writer.replace(some, built)
@@ -408,6 +410,16 @@ def engine_limits(context: RunContext) -> EngineLimits:
         block_size=s.block_size or DEFAULT_BLOCK_SIZE,
         # vLLM reserves one block as the null block.
         num_blocks=s.num_gpu_blocks - 1 if s.num_gpu_blocks else None,
+    )
+
+
+def _without_rows(task: RunTask, rejects: pl.DataFrame) -> DataError:
+    """Return the error for a run whose records can all be read, and none of them used."""
+    counts = rejects.filter(run_id=task.run_id).group_by("reason").agg(pl.col("count").sum())
+    reason, count = counts.sort("count", "reason", descending=[True, False]).row(0)
+    what, _, advice = reason.partition(": ")
+    return DataError(
+        f"none of its records can be used ({count:,}: {what})", where=task.name, hint=advice or None
     )
 
 

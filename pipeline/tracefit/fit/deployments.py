@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import polars as pl
 from threadpoolctl import threadpool_limits
 
+from tracefit.errors import unexpected
 from tracefit.features import targets, training
 from tracefit.features.sets import BUILT_IN, Feature, FeatureSet
 from tracefit.features.targets import CYCLE_TIME
@@ -110,8 +111,7 @@ def _isolated(fit: Callable[[], _T], without: Callable[[str], _T]) -> _T:
         return fit()
     except (Exception, pl.exceptions.PanicException) as error:  # noqa: BLE001 - the reason is published
         _log.debug("a model was not fitted", exc_info=True)
-        text = " ".join(str(error).split())[:200]
-        return without(f"unexpected {type(error).__name__} ({text})")
+        return without(unexpected(error))
 
 
 # -- leave one out ---------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class RunSource:
         run_configs: exp-config.yaml and run.yaml, as far as they are there; for a bucket, copies on disk.
         model_config: config.json, likewise.
         kv_files: Its files of KV-cache events.
-        folder: The path of its folder, to distinguish runs of the same name; None for files named one by one.
+        folder: The place of its folder, to distinguish runs of the same name; None for files named one by one.
     """
 
     run_id: str
@@ -156,13 +156,11 @@ class _FileFinder:
     def find(self, paths: Iterable[str | Path]) -> Inputs:
         runs: list[RunSource] = []
         named: list[TraceFile] = []
-        matched = 0
         for path in dict.fromkeys(map(str, paths)):
             if path == STDIN or _is_pipe(path):
                 runs.append(self._piped(path))
                 continue
             for match in _find(path, self._filesystem_of):
-                matched += 1
                 if isinstance(match, Folder):
                     runs += self._runs_in(match)
                     continue
@@ -170,13 +168,13 @@ class _FileFinder:
                 if match.filesystem is None and not _matches(_KV_NAME, match):
                     refuse_other_signal(match)
                 named.append(match)
-        runs += self._runs_of(named)  # together: several files of one folder are one run
+        known = {file.place for run in runs for file in (*run.trace_files, *run.kv_files)}
+        # Together: several files of one folder are one run.
+        runs += self._runs_of([file for file in named if file.place not in known])
         if not runs:
             raise UsageError("no trace files were named", hint="name a run folder, or trace files")
-        files = (file for run in runs for file in run.trace_files)
-        if matched > 1 or any(file.filesystem is None and os.path.islink(file.path) for file in files):  # noqa: PTH114
-            runs = list({tuple(map(_place, run.trace_files)): run for run in runs}.values())
-        return Inputs(tuple(runs), tuple(self._left_out))
+        unique = {tuple(file.place or file.path for file in run.trace_files): run for run in runs}
+        return Inputs(tuple(unique.values()), tuple(self._left_out))
 
     def _runs_of(self, files: list[TraceFile]) -> list[RunSource]:
         """Return the runs of files that were named one by one."""
@@ -198,7 +196,7 @@ class _FileFinder:
             traces = [file for file in group if file not in kv_files and _base_name(file) not in beside]
             if traces:
                 name = folder.rpartition("/")[2] or _common_stem(traces)
-                runs.append(self._run(name, traces[0].name, traces, kv_files, beside, folder or None))
+                runs.append(self._run(name, traces[0].name, traces, kv_files, beside, None))
             else:
                 unassigned += kv_files
         # KV events without traces beside them: only the order of the paths says which run they belong to.
@@ -272,9 +270,7 @@ class _FileFinder:
                 _without_repeats(sorted(files, key=lambda file: file.name)),
                 _without_repeats(sorted(kv_files.get(run, []), key=lambda file: file.name)),
                 beside.get(run, {}),
-                "/".join(
-                    [folder.name.partition("://")[0] if "://" in folder.name else "", *folder.parts, *run]
-                ),
+                folder.place_of(run),
             )
             for run, files in sorted(traces.items())
         ]
@@ -345,8 +341,10 @@ def _is_pipe(path: str) -> bool:
 
 
 def _folder_of(file: TraceFile) -> FolderParts:
-    path = file.path if file.filesystem else os.path.abspath(file.path)  # noqa: PTH100 - `..` of a link stays what it is
-    return _without_dates(tuple(path.split("/")[:-1])) or ("",)
+    """Return the path of the run folder that a file that was named lies in, without links."""
+    folder = os.path.dirname(file.path)  # noqa: PTH120 - of a link: where it lies
+    parts = tuple((folder if file.filesystem else os.path.realpath(folder)).split("/"))
+    return _without_dates(parts) or ("",)
 
 
 def _configs_in(folder: str, beside: TraceFile) -> dict[str, TraceFile]:
@@ -386,16 +384,10 @@ def _is_beside(file: TraceFile) -> bool:
 
 def _without_repeats(files: list[TraceFile]) -> list[TraceFile]:
     """Drop files that occur twice, such as under a link."""
-    if len(files) < 2:  # to follow the links of a path takes longer than anything else here
-        return files
-    unique: dict[str, TraceFile] = {}
+    unique: dict[str | None, TraceFile] = {}
     for file in files:
-        unique.setdefault(_place(file), file)
+        unique.setdefault(file.place, file)
     return list(unique.values())
-
-
-def _place(file: TraceFile) -> str:
-    return file.name if file.filesystem else os.path.realpath(file.path)
 
 
 def _run_folder(folder: FolderParts, configured: set[FolderParts]) -> FolderParts:

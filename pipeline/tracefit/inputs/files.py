@@ -51,6 +51,8 @@ class TraceFile:
         modified_ns: Unix time of its last change, if known and long enough ago that a later change has another: in a
             bucket of its contents, on disk of its contents, name or rights, which nobody can set back.
         filesystem: Its file system; None is the local disk.
+        place: The name that it has wherever files are compared: its absolute path without links, or its URL; null for bytes
+            of a pipe, which are compared by content.
     """
 
     name: str
@@ -58,15 +60,22 @@ class TraceFile:
     size: int
     modified_ns: int | None = None
     filesystem: FileSystem | None = None
+    place: str | None = None
 
     @classmethod
-    def local(cls, path: str | Path, *, name: str | None = None) -> TraceFile:
-        """Return a file on the local disk; `name` is the one shown to the user, if not the path.
+    def local(cls, path: str | Path, *, name: str | None = None, place: str | None = None) -> TraceFile:
+        """Return a file on the local disk.
+
+        Args:
+            path: Its path.
+            name: The name shown to the user, if not the path; the file is then a copy, which has no place.
+            place: Its place, if it is known: to follow links takes long.
 
         Raises:
             UsageError: If it does not exist, is not accessible, or is a folder, pipe or device.
         """
         text = str(path)
+        place = place if place or name else canonical(text)
         name = name or display_name(text)
         try:
             status = os.stat(text)  # noqa: PTH116 - a fleet has thousands of files, and a path takes longer than the look
@@ -75,7 +84,13 @@ class TraceFile:
         if not stat.S_ISREG(status.st_mode):  # a pipe would block, a device never end
             raise UsageError("cannot be opened (not a regular file)", where=name)
         is_settled = status.st_ctime_ns < time.time_ns() - _TICK_NS
-        return cls(name, text, status.st_size, status.st_ctime_ns if is_settled else None)
+        modified_ns = status.st_ctime_ns if is_settled else None
+        return cls(name, text, status.st_size, modified_ns, place=place)
+
+    @property
+    def key(self) -> str:
+        """The name that it has in a manifest: its place; of a pipe, a relative name, which is not a place."""
+        return self.place or self.name.lstrip("/")
 
     def open(
         self, *, on_read: Callable[[int], object] | None = None, content_hash: ContentHash | None = None
@@ -99,6 +114,11 @@ class TraceFile:
         except OSError as error:
             raise cannot_open(self.name, error) from error
         return cast("BinaryIO", _Reading(raw, self.name, on_read, content_hash))
+
+
+def canonical(path: str) -> str:
+    """Return the absolute path without links of a file or folder on disk, as valid UTF-8 text."""
+    return display_name(os.path.realpath(path))
 
 
 def display_name(name: str) -> str:

@@ -10,15 +10,15 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.errors import UsageError
-from tracefit.inputs.files import TraceFile, cannot_open, display_name, reason_of
+from tracefit.inputs.files import TraceFile, cannot_open, canonical, display_name, reason_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from pyarrow.fs import FileInfo, FileSystem
 
@@ -55,12 +55,18 @@ class Folder:
         parts: The names of the folders above it and its own; runs are named after them.
         files: Each file with its path below this folder, in parts; sorted, without hidden ones.
         irregular: Names that are not regular files, such as pipes and broken links.
+        places: The place of each folder below this one, on disk; see `TraceFile.place`.
     """
 
     name: str
     parts: FolderParts
     files: tuple[tuple[FolderParts, TraceFile], ...]
     irregular: tuple[str, ...] = ()
+    places: Mapping[FolderParts, str] = field(default_factory=dict)
+
+    def place_of(self, below: FolderParts) -> str:
+        """Return the place of a folder, given by its path below this one."""
+        return self.places.get(below) or bucket_place("/".join([self.name.rstrip("/"), *below]))
 
 
 def find_local(path: str) -> list[TraceFile | Folder]:
@@ -89,17 +95,32 @@ def _find_one(path: str) -> TraceFile | Folder:
     if not is_folder:
         return TraceFile.local(path)
     files, irregular = [], []
-    for parts, each in _walk(path):
+    places: dict[FolderParts, str] = {}
+    for parts, each in _walk(path, places):
         if os.path.isfile(each):  # noqa: PTH113 - of strings: a fleet has thousands of files
-            files.append((parts, TraceFile.local(each)))
+            place = canonical(each) if _is_link(each) else f"{places[parts[:-1]].rstrip('/')}/{parts[-1]}"
+            files.append((parts, TraceFile.local(each, place=place)))
         else:
             irregular.append(display_name(each))
-    above = tuple(display_name(part) for part in Path(path).resolve().parts[1:])
-    return Folder(display_name(path), above, tuple(files), tuple(irregular))
+    return Folder(
+        display_name(path), tuple(filter(None, places[()].split("/"))), tuple(files), tuple(irregular), places
+    )
 
 
-def _walk(root: str) -> Iterator[tuple[FolderParts, str]]:
-    """Yield all non-folders below a folder. Links are followed, and each folder is entered once, so that loops end."""
+def bucket_place(url: str) -> str:
+    """Return the place of a folder in a bucket, given by its URL without credentials."""
+    return url.replace("://", "/", 1)
+
+
+def _is_link(path: str) -> bool:
+    return os.path.islink(path)  # noqa: PTH114 - of strings
+
+
+def _walk(root: str, places: dict[FolderParts, str]) -> Iterator[tuple[FolderParts, str]]:
+    """Yield all non-folders below a folder, and set the places of folders.
+
+    Links are followed, and each folder is entered once, so that loops end.
+    """
     entered: set[tuple[int, int]] = set()
     root = str(Path(root))
     for folder, below, names in os.walk(root, followlinks=True, onerror=_refuse_folder):
@@ -110,6 +131,8 @@ def _walk(root: str) -> Iterator[tuple[FolderParts, str]]:
         entered.add((status.st_dev, status.st_ino))
         below[:] = sorted(name for name in below if not name.startswith("."))
         inside = tuple(map(display_name, filter(None, folder.removeprefix(root).split("/"))))
+        is_known = inside and not _is_link(folder)
+        places[inside] = f"{places[inside[:-1]].rstrip('/')}/{inside[-1]}" if is_known else canonical(folder)
         for name in sorted(name for name in names if not name.startswith(".")):
             each = os.path.join(folder, name)  # noqa: PTH118
             yield (*inside, display_name(name)), each.removeprefix("./")
@@ -146,7 +169,7 @@ def find_remote(scheme: str, rest: str, filesystem_of: FileSystemOf) -> list[Tra
             "names no bucket", where=f"{scheme}://", hint="a slash in a secret key is written as %2F in a URL"
         )
     bucket = f"{scheme}://{location.rpartition('@')[2]}"  # credentials stand before an @
-    key = key.strip("/")
+    key = "/".join(filter(None, key.split("/")))  # two slashes name the same object as one
     try:
         return _find_in(bucket, key, *filesystem_of(f"{scheme}://{location}/{question}{options}"))
     except (OSError, ValueError) as error:  # pyarrow's own errors are one of the two
@@ -168,8 +191,8 @@ def _find_in(bucket: str, key: str, filesystem: FileSystem, base: str) -> list[T
     info = filesystem.get_file_info("/".join(filter(None, (base, folder))))
 
     def file_of(info: FileInfo) -> TraceFile:
-        name = f"{bucket}/{info.path.removeprefix(base).lstrip('/')}"
-        return TraceFile(display_name(name), info.path, info.size, info.mtime_ns, filesystem)
+        name = display_name(f"{bucket}/{info.path.removeprefix(base).lstrip('/')}")
+        return TraceFile(name, info.path, info.size, info.mtime_ns, filesystem, place=name)
 
     if info.type == FileType.NotFound:
         raise UsageError("no such file or folder", where=f"{bucket}/{key}")

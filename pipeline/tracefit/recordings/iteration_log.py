@@ -6,6 +6,8 @@ its step. `(dummy)` marks a step without a batch, which data parallelism makes; 
 
 The text around the line depends on the logging configuration, container runtimes and terminals: anything that looks like a
 time is its time, the finest first. Lines without an iteration are other output.
+
+A log may be of several servers: then each line begins with, or states, its container, pod or host, which names the server.
 """
 
 from __future__ import annotations
@@ -59,6 +61,33 @@ _ZONE = r"(?: ?(?P<hours>[+-][0-9]{2}):?(?P<minutes>[0-9]{2}))?"
 _FRACTION = r"[.,](?P<fraction>[0-9]{1,9})"
 _UNIX = r"(?:^|[^0-9.])(?P<seconds>1[0-9]{9})"
 _UNIX_FRACTION = r"\.?(?P<fraction>[0-9]{3,9})(?:[^0-9]|$)"
+_COLOUR = r"\x1b\[[0-9;]*m"
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}"
+_POD = r"(?:[a-z0-9-]+ )?([a-z0-9][a-z0-9.]*-[a-z0-9.-]*[a-z0-9]) ([a-z0-9-]*[a-z][a-z0-9-]*)"
+_SYSLOG_TIME, _ISO_TIME = (
+    r"[A-Z][a-z]{2} [ 0-9][0-9] [0-9:]{8}(?:\.[0-9]+)?",
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9:]{8}(?:[.,][0-9]+)?(?:Z|[+-][0-9]{2}:?[0-9]{2})?",
+)
+_PREFIXES = {
+    "docker compose": rf"^\s*({_NAME}) *\| ",
+    "kubectl logs --prefix": rf"^\[pod/({_NAME})/({_NAME})\] ",
+    "stern": rf"^{_POD} (?:\(|INFO|DEBUG|WARNING|ERROR|[0-9]{{4}}-|1[0-9]{{9}}|\{{)",
+    "syslog": rf"^(?:<[0-9]{{1,3}}>)?{_SYSLOG_TIME} ({_NAME}) ({_NAME})(?:\[[0-9]+\])?: ",
+    "journalctl -o short-iso": rf"^{_ISO_TIME} ({_NAME}) ({_NAME})\[[0-9]+\]: ",
+    "syslog of RFC 5424": rf"^<[0-9]{{1,3}}>1 [^ ]+ ({_NAME}) ({_NAME}) ",
+}
+"""The beginnings of lines in logs of several servers; groups are the parts of the server's name."""
+
+_KEY = r"(?:[a-z0-9]+[._])*"
+_VALUE = rf'"?\s*[:=]\s*"/?({_NAME})"'
+_STATED = tuple(
+    rf"(?i)\b{_KEY}(?:{keys}){_VALUE}"
+    for keys in ("pod(?:[._]?name)?", "container(?:[._]?name)?", "host(?:[._]?name)?|node(?:[._]?name)?")
+)
+"""Pod, container and host in a line of JSON or with labels, as log collectors write them."""
+
+_OWN_BEGINNING = rf"^(?:{_COLOUR})*(?:\(|[A-Z]+ [0-9]|[0-9]+\.[0-9]+ )"
+
 _NO_YEAR = "2000"
 """Stands for the year, which the default format leaves out; it is a leap year."""
 
@@ -144,10 +173,11 @@ def _as_steps(records: pl.DataFrame, offset: int) -> pl.DataFrame:
     """Return lines as rows of steps, each with the printed time; where nothing is scheduled, nothing waits."""
     number = {name: pl.col(name).cast(pl.Int64) for name in ("step_id", *_FIELDS[:-1])}
     engine = pl.coalesce("engine", pl.col("text").str.extract(_PROCESS), pl.lit("0")).cast(pl.Int64)
+    instance = _instance(records["text"]).fill_null(UNKNOWN_SERVER)
     requests = pl.col("num_prefill_reqs") + pl.col("num_decode_reqs")
     steps = records.with_columns(**number, unix_ns=_unix_ns(records["text"])).with_columns(
         pl.col("source_offset") + offset,
-        server=pl.format("{}.dp{}", pl.lit(UNKNOWN_SERVER), engine),
+        server=pl.format("{}.dp{}", instance, engine),
         cycle_us=pl.col("elapsed_ms").cast(pl.Float64) * 1e3,
         cycle_source=pl.lit(CycleSource.LOG.value),
         scheduled_tokens=pl.col("prefill_tokens") + pl.col("decode_tokens"),
@@ -156,6 +186,23 @@ def _as_steps(records: pl.DataFrame, offset: int) -> pl.DataFrame:
         kv_usage_ratio=pl.col("text").str.extract(_USAGE).cast(pl.Float64) / 100,
     )
     return steps.select(name for name in RECORDED_STEPS if name in steps.columns)
+
+
+def _instance(text: pl.Series) -> pl.Series:
+    """Return the container, pod or host that each line is of; null where the line has none."""
+    instances = pl.Series([None], dtype=pl.String).new_from_index(0, len(text))
+    # A line that begins as vLLM writes it has no prefix.
+    others = (~text.str.contains(_OWN_BEGINNING)).arg_true()
+    if not len(others):
+        return instances
+    text = text[others]
+    heads = text.str.splitn(_MARK.decode(), 2).struct.field("field_0").str.replace_all(_COLOUR, "")
+    prefixes = [pl.col("head").str.extract_groups(pattern).struct.unnest() for pattern in _PREFIXES.values()]
+    pod, container, host = (pl.col("text").str.extract(pattern) for pattern in _STATED)
+    parts: list[pl.Expr | list[pl.Expr]] = [*prefixes, [pod, container]]
+    names = [pl.concat_str(part, separator="/", ignore_nulls=True).replace("", None) for part in parts]
+    found = pl.DataFrame({"text": text, "head": heads}).select(pl.coalesce(*names, host)).to_series()
+    return instances.scatter(others, found)
 
 
 def _unix_ns(text: pl.Series) -> pl.Series:

@@ -354,6 +354,7 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
         *figures.first,
         _slowest(figures.slowest),
         figures.note,
+        *(f"Note: {text}." for text in figures.failed),
         section(
             "Errors on the hold-out",
             _THRESHOLDS_NOTE,

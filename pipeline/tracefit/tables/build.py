@@ -26,6 +26,7 @@ from tracefit.tables.clocks import api_clocks
 from tracefit.tables.epochs import MARKS, RECORDED_MARKS, in_epoch, marks_of, marks_of_records, scan_epochs
 from tracefit.tables.external_sort import ExternalSort, SortContents, SortSpace
 from tracefit.tables.qualified import run_of
+from tracefit.tables.record_servers import SHARED_NAME
 from tracefit.tables.requests import (
     api_requests,
     cached_prompt_tokens,
@@ -218,7 +219,8 @@ def _marks_in(job: _Job, sieve: Sieve, window: Window) -> tuple[SortContents, _C
     steps, _ = free.sift("steps", window.read("steps", columns))
     columns = ("row", "unix_ns", "ts_ns", "step_id", "layer", *(c.name for c in limited["journey_events"]))
     journeys, _, _, _ = window.journeys(free, columns)
-    recorded, _ = free.recorded().sift("steps", window.recorded(RECORDED_MARKS))
+    recorded = window.recorded(RECORDED_MARKS).drop_nulls("server")
+    recorded, _ = free.recorded().sift("steps", recorded)
     values, above = _Counts(), _Counts()
     for name, rows in (("steps", steps), ("journey_events", journeys)):
         bounded = {c.name: c.limit for c in limited[name] if c.limit}
@@ -369,8 +371,10 @@ def _collect(collected: _Collected, sieve: Sieve, starts: pl.DataFrame, window: 
 
 
 def _add_recorded(collected: _Collected, sieve: Sieve, starts: pl.DataFrame, window: Window) -> pl.DataFrame:
-    """Add recorded steps; return those that break a rule, as rows of `rejects`."""
-    recorded = window.recorded()
+    """Add recorded steps; return those that break a rule, or whose engine is not known, as rows of `rejects`."""
+    every = window.recorded()
+    recorded = every.drop_nulls("server")
+    shared = every.filter(pl.col("server").is_null()).with_columns(reason=pl.lit(SHARED_NAME))
     # Records have no time on the engine's clock.
     no_clock = [pl.lit(None, pl.Int64).alias(name) for name in ("ts_start_ns", "server_zero")]
     counted = recorded.select(collected.job.run_of(recorded), "cycle_source", count=1)
@@ -378,7 +382,8 @@ def _add_recorded(collected: _Collected, sieve: Sieve, starts: pl.DataFrame, win
         tally.events[RECORDS.get(source, source)] += count
     steps, broken = sieve.recorded().sift("steps", recorded.with_columns(no_clock))
     collected.take("steps", in_epoch(steps, starts, "ts_start_ns"))
-    return _as_rejects(broken.join(recorded, on="row", how="inner"))
+    broken = broken.join(recorded, on="row", how="inner")
+    return _as_rejects(pl.concat([broken, shared.select(broken.columns)]))
 
 
 def _add_journeys(collected: _Collected, journeys: pl.DataFrame, spans: pl.DataFrame) -> None:

@@ -18,6 +18,8 @@ import pyarrow as pa
 from tracefit.tables import dialects
 from tracefit.tables.clocks import CLOCK_FACTS, clocks_of, split_engines, without_lone_clocks
 from tracefit.tables.qualified import qualified
+from tracefit.tables.record_servers import NAMED_RECORD, record_servers, with_names
+from tracefit.tables.rows import RECORDED_STEPS
 from tracefit.tables.sources import CycleSource
 from tracefit.tables.staging import read_staged
 
@@ -88,6 +90,7 @@ class ResolvedRuns:
         clocks: The ranges of wall clock less engine clock that each server's spans agree on: server, low, high.
         twins: row, twin: for spans without events, the trace whose events describe the same request.
         log_owners: Number of a run to the one server of its spans, if its log also has one engine.
+        record_servers: New names of engines in recordings, as `record_servers` returns them.
         owners: row, owner: for spans of stages, the span of their request; null for spans that repeat another rank's.
     """
 
@@ -99,6 +102,7 @@ class ResolvedRuns:
     clocks: pl.DataFrame
     twins: pl.DataFrame
     log_owners: dict[int, str]
+    record_servers: pl.DataFrame
     owners: pl.DataFrame
 
 
@@ -148,6 +152,7 @@ def resolve(
     if owners.height:
         spans = spans.join(owners.select("row", "engine"), on="row", how="left", maintain_order="left")
         spans = spans.with_columns(server=pl.coalesce("engine", "server"))
+    renamed = record_servers(_named_records(place, parts, several=several))
     numbers = pl.DataFrame({"row": np.arange(firsts[-1], dtype=np.uint32)})
     facts = numbers.join(_facts(spans), on="row", how="left", maintain_order="left").drop("row")
     return ResolvedRuns(
@@ -158,18 +163,42 @@ def resolve(
         spans_read,
         clocks_of(spans),
         twins.select("row", "twin"),
-        _log_owners(place, parts, spans.select("run", "server").unique()),
+        _log_owners(place, parts, spans.select("run", "server").unique(), renamed, several=several),
+        renamed,
         owners.drop_nulls("owner").select("row", "owner"),
     )
 
 
-def _log_owners(place: Place, parts: Sequence[RunPart], servers: pl.DataFrame) -> dict[int, str]:
+def _named_records(place: Place, parts: Sequence[RunPart], *, several: bool) -> pl.DataFrame:
+    """Return the steps of logs and ForwardPassMetrics: source_file, file_order, and `NAMED_RECORD`."""
+    frames = [pl.DataFrame(schema=_FILES | {name: RECORDED_STEPS[name] for name in NAMED_RECORD})]
+    for part in (part for part in parts if part.has_records):
+        rows = read_staged(place, part.name, "recorded_steps", ("file", "cycle_source", *NAMED_RECORD))
+        rows = rows.filter(pl.col("cycle_source").is_in([CycleSource.LOG.value, CycleSource.FPM.value]))
+        rows = part.of_files(rows, "file_order", "source_file", "run")
+        frames.append(rows.with_columns(qualified("server")) if several else rows)
+    return pl.concat(frame.select("source_file", "file_order", *NAMED_RECORD) for frame in frames)
+
+
+def _log_owners(
+    place: Place,
+    parts: Sequence[RunPart],
+    servers: pl.DataFrame,
+    renamed: pl.DataFrame,
+    *,
+    several: bool,
+) -> dict[int, str]:
     """Return the server of the spans of each run that has one server and one engine with a log."""
     engines: dict[int, set[str]] = {}
     for part in (part for part in parts if part.has_records):
         rows = read_staged(place, part.name, "recorded_steps", ("file", "server", "cycle_source"))
-        logged = part.of_files(rows.filter(pl.col("cycle_source") == CycleSource.LOG.value), "run")
-        for run, engine in logged.select("run", "server").unique().iter_rows():
+        logged = part.of_files(
+            rows.filter(pl.col("cycle_source") == CycleSource.LOG.value), "run", "source_file"
+        )
+        if several:
+            logged = logged.with_columns(qualified("server"))
+        engines_of_part = with_names(logged, renamed).select("run", "server").drop_nulls().unique()
+        for run, engine in engines_of_part.iter_rows():
             engines.setdefault(run, set()).add(engine)
     with_one_server = servers.unique("run", keep="none").select("run", "server")
     return {run: str(server) for run, server in with_one_server.iter_rows() if len(engines.get(run, ())) == 1}

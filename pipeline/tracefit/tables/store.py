@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, Protocol, Self
 
@@ -72,7 +72,7 @@ class StagedPart(_Strict, frozen=True):
 class ReadFile(_Strict, frozen=True):
     """A trace file that was read; while name, size and hash are the same, it is not decoded again."""
 
-    path: Annotated[str, Meta(description="the file as it was named")]
+    path: Annotated[str, Meta(description="its absolute path without links, or its URL; relative for a pipe")]
     size_bytes: Annotated[Count, Meta(description="its size as stored")]
     sha256: Annotated[str, Meta(description="SHA-256 of its bytes as stored")]
     tool_version: Annotated[str, Meta(description="version of tracefit that decoded it")]
@@ -124,7 +124,12 @@ class IngestedRun(_Strict, frozen=True):
     ] = None
 
 
-class Manifest(_Strict, frozen=True):
+def has_place(file: ReadFile) -> bool:
+    """Return whether the name of a file says which file it is: a relative name, and that of a pipe, do not."""
+    return "://" in file.path or file.path.startswith("/")
+
+
+class Manifest(_Strict, frozen=True, dict=True):
     """The manifest of a tables folder."""
 
     manifest_version: Literal["1"] = "1"
@@ -134,6 +139,13 @@ class Manifest(_Strict, frozen=True):
     def with_runs(self, runs: Mapping[str, IngestedRun]) -> Manifest:
         """Return a manifest with these runs added or replaced."""
         return Manifest(runs={**self.runs, **runs})
+
+    @cached_property
+    def at_places(self) -> dict[str, str]:
+        """The runs that have tables, by their folders and by each of their files."""
+        stored = [(run_id, run) for run_id, run in self.runs.items() if run.tables]
+        files = {file.path: run_id for run_id, run in stored for file in run.files}
+        return files | {run.source: run_id for run_id, run in stored if run.source}
 
     def staged(self) -> set[str]:
         """Return the names of all staged parts that are valid."""
