@@ -71,6 +71,21 @@ def in_words(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
+_MOST_KEYS = 16
+
+
+def unread(read: str, what: str, keys: Sequence[str]) -> str:
+    """Say that nothing needed was found in what was read, and name the keys that are there.
+
+    Args:
+        read: Number and noun of the things read: `198 requests`.
+        what: The rest of a sentence about none of them: `with lengths`.
+        keys: The keys of one of them.
+    """
+    listed = ", ".join([*keys[:_MOST_KEYS], *(["…"] if len(keys) > _MOST_KEYS else [])])
+    return f"read {read}, none {what}; keys seen: {listed or 'none'}"
+
+
 def sentence(text: str) -> str:
     """Write a phrase as a sentence."""
     return f"{text[:1].upper()}{text[1:]}."

@@ -100,6 +100,20 @@ def test_what_the_programs_wrote_is_read(folder, tmp_path):
         assert 15_000 < found.steps["cycle_us"].median() < 22_000
 
 
+def test_an_older_inference_perf_has_lengths_and_times_beside_each_other(tmp_path):
+    entries = json.loads(clients.inference_perf(clients.planned()))
+    newer = decoded(json.dumps(entries).encode(), tmp_path)
+    for entry in entries:
+        info = entry["info"]
+        entry["info"] = {**info["request_metrics"]["text"], **info["response_metrics"], "extra_info": {}}
+    older = decoded(json.dumps(entries).encode(), tmp_path)
+    lengths = ["gen_ai.usage.prompt_tokens", "gen_ai.usage.completion_tokens"]
+    assert older.spans.equals(newer.spans)
+    assert older.spans.select(pl.col(lengths).count()).row(0) == (120, 120)
+    assert older.steps.equals(newer.steps)
+    assert older.steps.height
+
+
 def test_first_and_last_tokens_of_all_requests_give_the_steps(tmp_path):
     tracefit.run(FIXTURES / "guidellm", out=tmp_path / "out", options=tracefit.TrainOptions(fast=True))
     models = tracefit.load(tmp_path / "out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from textwrap import dedent
 
 import pytest
 
@@ -285,12 +286,126 @@ def test_nested_values_lose_only_keys_that_json_lacks():
     }
 
 
-def test_groups_are_followed_to_some_depth():
-    deep = "{vllm: " * 8 + "{tp: 2}" + "}" * 8
-    settings = parse_settings(deep, where="x")
+MANIFESTS = {
+    "kserve": (
+        """
+        kind: InferenceService
+        metadata: {name: m}
+        spec:
+          predictor:
+            model:
+              modelFormat: {name: vLLM}
+              args: [--model_name=chat, --model_id=org/a-model, --max-num-seqs=2, --tensor-parallel-size=2]
+        """,
+        {"model": "org/a-model", "max_num_seqs": 2, "tensor_parallel": 2},
+    ),
+    "a script in a pod beside another container": (
+        """
+        spec:
+          containers:
+          - image: example.org/vllm:1
+            command: [/bin/sh, -c]
+            args:
+            - |
+              set -e
+              exec vllm serve org/a-model \\
+                --tensor-parallel-size 2 --max-num-batched-tokens 8k
+              echo done
+          - image: otel/collector
+            args: ["--config=/etc/otel.yaml", --model, none]
+        """,
+        {"model": "org/a-model", "tensor_parallel": 2, "max_num_batched_tokens": 8000},
+    ),
+    "a compose file with a list": (
+        """
+        services:
+          vllm:
+            image: vllm/vllm-openai:v0.19.0
+            command: ["org/a-model", "--kv-cache-dtype", "fp8"]
+          proxy: {image: nginx, command: "nginx -g 'daemon off"}
+        """,
+        {"model": "org/a-model", "kv_cache_dtype": "fp8"},
+    ),
+    "a compose file with a block": (
+        """
+        services:
+          vllm:
+            image: vllm/vllm-openai
+            command: |
+              --model org/a-model
+              --max-model-len 8K
+        """,
+        {"model": "org/a-model", "max_model_len": 8192},
+    ),
+    "the module in a line": (
+        "services: {a: {command: python3 -m vllm.entrypoints.openai.api_server --max-num-seqs 3}}",
+        {"max_num_seqs": 3},
+    ),
+    "values of a chart": (
+        """
+        engine:
+          modelSpec:
+          - name: small
+            repository: vllm/vllm-openai
+            modelURL: org/a-model
+            vllmConfig: {tensorParallelSize: "2", enableChunkedPrefill: false, dtype: bfloat16,
+                         extraArgs: ["--gpu-memory-utilization", "0.85"]}
+        """,
+        {
+            "model": "org/a-model",
+            "tensor_parallel": 2,
+            "enable_chunked_prefill": False,
+            "dtype": "bfloat16",
+            "gpu_memory_utilization": 0.85,
+        },
+    ),
+    "Ray Serve": (
+        """
+        applications:
+        - args:
+            llm_configs:
+            - model_loading_config: {model_id: a-model, model_source: org/a-model}
+              accelerator_type: A10G
+              engine_kwargs: {max_model_len: 8192}
+        """,
+        {"model": "a-model", "gpu": "A10G", "max_model_len": 8192},
+    ),
+    "groups in groups": ("{vllm: " * 8 + "{tp: 2}" + "}" * 8, {"tensor_parallel": 2}),
+}
 
-    assert settings.values() == {}
-    assert list(settings.other) == ["vllm"]
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_settings_of_a_manifest_are_the_arguments_of_vllm(name):
+    text, values = MANIFESTS[name]
+    settings = parse_settings(dedent(text), where="x")
+    assert settings.values() == {key: values[key] for key in SETTINGS if key in values}
+    assert not settings.unread
+
+
+def test_servers_of_a_manifest_that_contradict_are_refused():
+    two = "{a: {args: [--max-num-seqs=2]}, b: {args: [--max-num-seqs=4]}}"
+    with pytest.raises(UsageError, match="max_num_seqs 2 and max_num_seqs 4 contradict"):
+        parse_settings(two, where="x")
+
+
+def test_a_run_description_may_hold_commands_of_other_programs():
+    text = "max_num_seqs: 8\nload: {command: [bench, --max-num-seqs, 64]}\n"
+    assert parse_settings(text, where="x").max_num_seqs == 8
+
+
+def test_counts_of_a_configuration_file_have_the_units_of_options():
+    settings = parse_settings("max-num-batched-tokens: 8k\nmax-model-len: 4K\n", where="x")
+    assert settings.values() == {"max_model_len": 4096, "max_num_batched_tokens": 8000}
+
+
+@pytest.mark.parametrize("text", ["kind: Service\nspec: {ports: [8000]}\n", '{"kind": 1, "spec": 2}'])
+def test_a_file_without_any_setting_says_what_it_has(text):
+    (said,) = parse_settings(text, where="x.yaml").unread
+    assert said == "x.yaml: read 2 keys, none of them a setting; keys seen: kind, spec"
+
+
+def test_an_empty_file_and_one_with_a_setting_say_nothing():
+    assert parse_settings("", where="x").unread == parse_settings("note: 1\ntp: 2\n", where="x").unread == ()
 
 
 def test_group_name_with_plain_text_is_just_kept():

@@ -80,6 +80,16 @@ def test_a_stock_span_is_a_request(tables_of, traces, scope):
     assert {key: row[key] for key in durations} == pytest.approx(durations)
 
 
+@pytest.mark.parametrize("scope", ["vllm.llm_engine", "vllm.tracing.otel"])
+def test_lengths_may_have_their_newer_names(tables_of, traces, scope):
+    older = {f"gen_ai.usage.{name}_tokens": None for name in ("prompt", "completion")}
+    newer = {"gen_ai.usage.input_tokens": 64, "gen_ai.usage.output_tokens": 9}
+    _stock(traces, 1, scope=scope, **older, **newer)
+    _stock(traces, 2, scope=scope, **newer)
+    rows = tables_of(traces)("requests").sort("request_id")
+    assert rows.select("prompt_tokens", "output_tokens").rows() == [(64, 9), (120, 31)]
+
+
 def test_stock_phases_are_counted_back_from_first_token(tables_of, traces):
     row = tables_of(_stock(traces))("requests").row(0, named=True)
     # 35 ms to the first token, 20 of them prefill, 10 before that in the queue.

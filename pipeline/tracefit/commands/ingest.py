@@ -173,7 +173,7 @@ def ingest_inputs(
         raise failed[0]
     done = [run for run in runs if run.failed is None]
     unchanged = [run.run_id for run in done if run.rows is None]
-    columns = ("run_id", "server", "events", "implausible", *_CLOCK, *_OF_RUN, *_OF_SERVER)
+    columns = ("run_id", "server", "events", "implausible", "unread", *_CLOCK, *_OF_RUN, *_OF_SERVER)
     rows_before = store.read("runs", unchanged, columns)
     built = [run.rows.select(columns) for run in done if run.rows is not None]
     rows = pl.concat([rows_before.select(columns), *built])
@@ -246,7 +246,7 @@ def _starts_of(source: RunSource) -> list[ServerStart]:
 def _by_run(rows: pl.DataFrame) -> pl.DataFrame:
     """Return the facts of each run from its rows of the `runs` table, a row per server."""
     return rows.group_by("run_id").agg(
-        pl.first("events", "implausible", *_OF_RUN), pl.sum(*_OF_SERVER), servers=pl.len()
+        pl.first("events", "implausible", "unread", *_OF_RUN), pl.sum(*_OF_SERVER), servers=pl.len()
     )
 
 
@@ -257,6 +257,7 @@ def _summary(context: RunContext, facts: Mapping[str, Any]) -> RunSummary:
         run_id=facts["run_id"],
         deployment_id=deployment_of(context).deployment_id,
         implausible=implausible,
+        unread=(*context.settings.unread, *json.loads(facts["unread"] or "[]")),
         **counts,
     )
 
@@ -281,6 +282,7 @@ def _warnings_of(
         texts.append(
             f"{run_id}: {records} could not be read ({_reasons(store, run_id)}); see the rejects table"
         )
+    texts += [f"{run_id}: {text}" for text in run.unread]
     for server, ahead_us, error_us in ahead:
         side = "ahead of" if ahead_us > 0 else "behind"
         texts.append(

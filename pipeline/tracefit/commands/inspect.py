@@ -203,6 +203,7 @@ def _run_facts(
         rejects=first["rejects"],
         implausible=json.loads(first["implausible"] or "{}"),
         missing_attributes=json.loads(first["missing_attributes"] or "{}"),
+        unread=tuple(json.loads(first["unread"] or "[]")),
         duplicate_spans=first["duplicate_spans"],
         checks=(*checks, _clock_check(clock)),
     )

@@ -17,7 +17,7 @@ from tracefit.tables.staging import write_staged
 from tracefit.tables.store import StagedPart
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tracefit.options import IngestOptions
     from tracefit.tables.places import Place
@@ -76,18 +76,21 @@ def _spans(
 
 def _recorded(blocks: _Blocks, options: IngestOptions) -> Iterator[SpanRows]:
     steps, spans, rejects = [pl.DataFrame(schema=RECORDED_STEPS)], [], []
+    keys_of_file: dict[int, Callable[[], list[str]]] = {}
+    lacking: dict[int, tuple[str, ...]] = {}
     for number, block, payload in blocks:
-        decode = RECORDINGS[block.recording or ""].decode
+        recording = RECORDINGS[block.recording or ""]
+        decode, lacking[number] = recording.decode, recording.lacks
         assert decode is not None  # noqa: S101 - files of other formats have no blocks
-        rows, bad, requests = decode(
+        rows, bad, requests, keys_of_file[number] = decode(
             block, payload, show_values=options.show_values, max_rejects=options.max_rejects
         )
         of_file = pl.lit(number, pl.UInt32).alias("file")
         steps.append(rows.select(of_file, pl.all()))
         spans += [] if requests is None else [requests.select(of_file, pl.all())]
         rejects += [(number, reject) for reject in bad]
-    batch = without_events(spans, rejects, wanted_of(options))
-    yield rows_of(batch, options, pl.concat(steps, how="diagonal"))
+    batch = without_events(spans, rejects, wanted_of(options), keys_of_file)
+    yield rows_of(batch, options, pl.concat(steps, how="diagonal"), lacking)
 
 
 def _write(rows: Iterator[SpanRows], place: Place, parts: list[list[StagedPart]]) -> None:

@@ -63,9 +63,10 @@ class Recording:
         message_start: Pattern of the beginning of a message, if its shape is `messages`.
         header: Returns the last line of some content that names the columns, for tables; empty if no line does.
         decode: Decodes a block and its bytes, given `show_values` and `max_rejects`, into rows of steps
-            (columns as `tables.rows.RECORDED_STEPS` without `file`), rejects, and requests as spans, if it
-            has any. Null if its files are
-      read when the run's tables are built.
+            (columns as `tables.rows.RECORDED_STEPS` without `file`), rejects, requests as spans, if it
+            has any, and a function that returns the keys of its first request. Null if its files are
+            read when the run's tables are built.
+        lacks: The values that its requests never have, of those that `tables.unread` counts.
     """
 
     name: str
@@ -76,7 +77,10 @@ class Recording:
     clock: str
     message_start: re.Pattern[bytes] | None = None
     header: Callable[[bytes], bytes] | None = None
-    decode: Callable[..., tuple[pl.DataFrame, list[Reject], pl.DataFrame | None]] | None = None
+    decode: (
+        Callable[..., tuple[pl.DataFrame, list[Reject], pl.DataFrame | None, Callable[[], list[str]]]] | None
+    ) = None
+    lacks: tuple[str, ...] = ()
 
 
 RECORDINGS: dict[str, Recording] = {}

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from itertools import islice
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Encoding = Literal["json", "protobuf", "msgpack", "csv", "text"]
 
 MAX_EXCERPT_CHARS = 200
 _SCANNED_BYTES = 4096
+_MOST_KEYS, _MOST_LEVELS = 32, 4
+_NAME = re.compile(r"[A-Za-z_][A-Za-z_.]{0,59}")
 _TOKEN = re.compile(
     r'"(?P<key>[A-Za-z_][A-Za-z_.]{0,39})"(?=\s*:)|(?P<string>"(?:[^"\\]|\\.)*+"?)'
     r'|(?P<mark>[{}\[\]:,])|(?P<bare>[^\s"{}\[\]:,]+)',
@@ -74,6 +80,34 @@ def excerpt(payload: bytes, encoding: Encoding, *, show_values: bool = False) ->
     text = payload[:_SCANNED_BYTES].decode("utf-8", errors="replace")
     is_whole = len(payload) <= _SCANNED_BYTES and is_json(payload)
     return _shortened("".join(_outline(token, is_whole=is_whole) for token in _TOKEN.finditer(text)))
+
+
+def keys_in(record: bytes) -> list[str]:
+    """Return the keys of a JSON object, and of the objects in it after a dot, in their order; empty for other content.
+
+    A list stands for its first item. Keys that do not look like names may be data, and are left out.
+    """
+    try:
+        return list(islice(_dotted(msgspec.json.decode(record), ""), _MOST_KEYS))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
+
+
+def _dotted(value: object, prefix: str, depth: int = 0) -> Iterator[str]:
+    while isinstance(value, list) and value:
+        value = value[0]
+    if not isinstance(value, dict) or depth == _MOST_LEVELS:
+        if prefix:
+            yield prefix
+        return
+    for key, item in value.items():
+        if is_name(key):
+            yield from _dotted(item, f"{prefix}.{key}".removeprefix("."), depth + 1)
+
+
+def is_name(key: str) -> bool:
+    """Return whether a key looks like a name that a program gave, not like data."""
+    return _NAME.fullmatch(key) is not None
 
 
 def is_json(text: bytes) -> bool:

@@ -18,7 +18,7 @@ import polars as pl
 import pyarrow as pa
 
 from tracefit.inputs.framing import next_record, records
-from tracefit.inputs.rejects import Reject, excerpt
+from tracefit.inputs.rejects import Reject, excerpt, is_name
 from tracefit.otlp import json_records, layouts
 from tracefit.otlp.model import (
     AddReject,
@@ -133,12 +133,14 @@ class SpanBatch:
         events: Event name to a frame of its events: span_row, unix_ns, then a column per wanted key that occurs.
         event_counts: span_row, name, count: how many events of each name a span has, wanted or not.
         rejects: Input that is not in the frames, columns as in `REJECT_COLUMNS`.
+        keys_of: Returns the keys of all attributes of a span that look like names, from its `span_row`.
     """
 
     spans: pl.DataFrame
     events: dict[str, pl.DataFrame]
     event_counts: pl.DataFrame
     rejects: pl.DataFrame
+    keys_of: Callable[[int], list[str]]
 
 
 class _Record(NamedTuple):
@@ -216,7 +218,10 @@ def decode_blocks(
 
 
 def without_events(
-    spans: Sequence[pl.DataFrame], rejects: Sequence[tuple[int, Reject]], wanted: Wanted
+    spans: Sequence[pl.DataFrame],
+    rejects: Sequence[tuple[int, Reject]],
+    wanted: Wanted,
+    keys_of_file: Mapping[int, Callable[[], list[str]]],
 ) -> SpanBatch:
     """Return a batch of spans made from other records, numbered as in `decode_blocks`; missing columns are null."""
     built = _build([], [], json_records, wanted)
@@ -226,7 +231,10 @@ def without_events(
     numbered = joined.with_columns(
         span_row=pl.int_range(pl.len(), dtype=pl.UInt32), dropped_attributes=pl.lit(0, pl.Int64)
     )
-    return SpanBatch(numbered, events, counts, _reject_frame(list(rejects)))
+    files = numbered["file"]
+    return SpanBatch(
+        numbered, events, counts, _reject_frame(list(rejects)), lambda row: keys_of_file[files[row]]()
+    )
 
 
 class _BatchDecoder:
@@ -317,8 +325,13 @@ class _BatchDecoder:
         while isinstance(built := _build(pieces, spans, self._encoding, self._wanted), set):
             for number in built:
                 spans[number] = self._read_one_by_one(pieces[number])
-        yield SpanBatch(*built, _reject_frame(self._rejects))
+        every = list(chain.from_iterable(spans))
+        yield SpanBatch(*built, _reject_frame(self._rejects), lambda row: self._keys_of(every[row]))
         self._collected, self._rejects, self._size, self._spans = [], [], 0, 0
+
+    def _keys_of(self, span: Span) -> list[str]:
+        pairs = self._encoding.read_pairs(bytes(self._encoding.attributes_of(span)))
+        return [key for key, _ in pairs if is_name(key)]
 
     def _read_one_by_one(self, piece: _ScopePiece) -> list[Span]:
         """Return the spans of a piece that are valid, in any spelling; reject the others."""

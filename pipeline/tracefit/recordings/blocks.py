@@ -10,6 +10,8 @@ from tracefit.inputs.rejects import Reject, excerpt
 from tracefit.otlp.model import TooManyRejectsError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import polars as pl
 
     from tracefit.inputs.blocks import Block
@@ -24,11 +26,19 @@ def fault_of(error: Exception) -> str:
 
 
 class RecordedBlock(NamedTuple):
-    """The contents of a block: rows as `RECORDED_STEPS` without `file`, rejects of bytes that cannot be read, and requests as spans."""
+    """The contents of a block.
+
+    Attributes:
+        steps: Rows as `RECORDED_STEPS` without `file`.
+        rejects: Bytes that cannot be read.
+        spans: Requests as spans.
+        keys: Returns the keys of the first request, if its format has optional ones.
+    """
 
     steps: pl.DataFrame
     rejects: list[Reject]
     spans: pl.DataFrame | None = None
+    keys: Callable[[], list[str]] = list
 
 
 class Rejects:

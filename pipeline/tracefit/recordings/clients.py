@@ -4,7 +4,7 @@
 | --- | --- | --- | --- |
 | `vllm bench serve --save-result --save-detailed` | JSON, one document or a line for each benchmark | vLLM 0.32, 0.33 | every one |
 | GuideLLM `--output kind=json` | JSON, one document | 0.8.1 | first and last |
-| inference-perf `per_request_lifecycle_metrics.json` | JSON, a list | 0.7.0 | every one |
+| inference-perf `per_request_lifecycle_metrics.json` | JSON, a list | 0.7.0, and older ones with the lengths and times in `info` itself | every one |
 | AIPerf `profile_export.jsonl` | JSON lines | 0.13.0 | every one, if a chunk is one |
 | experiments of inference-sim: `requests.json` and `measured.json` | JSON, a document and a list | February 2026 | first and last |
 
@@ -27,11 +27,19 @@ import polars as pl
 from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.framing import BOM
 from tracefit.recordings.blocks import RecordedBlock, Rejects
-from tracefit.recordings.requests import TokenCount, as_spans, lines_of, read_parts, seconds_to_ns
+from tracefit.recordings.requests import (
+    TokenCount,
+    as_spans,
+    first_keys,
+    lines_of,
+    read_parts,
+    seconds_to_ns,
+)
 from tracefit.tables.dialects import CLIENT_KEYS, CLIENT_SCOPE, NOT_SENT_S
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
 from tracefit.tables.sources import CycleSource
 from tracefit.tables.stages import batch_numbers, steps_of
+from tracefit.tables.unread import LENGTHS, TIMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -223,6 +231,10 @@ class _ResponseMetrics(msgspec.Struct):
 class _PerfInfo(msgspec.Struct):
     request_metrics: _RequestMetrics | None = None
     response_metrics: _ResponseMetrics | None = None
+    # Older versions have them here.
+    input_tokens: TokenCount | None = None
+    output_tokens: TokenCount | None = None
+    output_token_times: list[_Seconds] = []
 
 
 class _PerfRequest(msgspec.Struct):
@@ -234,15 +246,17 @@ class _PerfRequest(msgspec.Struct):
 
 def _perf(record: bytes) -> _Row:
     decoded = msgspec.json.decode(record, type=_PerfRequest)
-    request, response = decoded.info.request_metrics, decoded.info.response_metrics
-    tokens = [time - decoded.start_time for time in response.output_token_times] if response else []
+    info = decoded.info
+    response = info.response_metrics or info
+    text = info.request_metrics.text if info.request_metrics else info
+    tokens = [time - decoded.start_time for time in response.output_token_times]
     return _request(
         decoded.start_time,
         token_s=tokens or None,
         first_s=tokens[0] if tokens else None,
         last_s=tokens[-1] if tokens else decoded.end_time - decoded.start_time,
-        prompt_tokens=request.text.input_tokens if request and request.text else None,
-        output_tokens=response.output_tokens if response else None,
+        prompt_tokens=text.input_tokens if text else None,
+        output_tokens=response.output_tokens,
         error=decoded.error is not None,
     )
 
@@ -365,7 +379,8 @@ def _decoder(name: str, parts: Callable[[bytes], Parts[list[_Row]]]) -> Callable
         contents = read_parts(payload, parts, f"no request of {name}", rejects)
         rows = [(offset, *row) for offset, rows in contents for row in rows]
         requests = pl.DataFrame(rows, schema={"source_offset": pl.Int64, **_REQUESTS}, orient="row")
-        return RecordedBlock(steps_seen(requests), rejects.rejects, requests_seen(requests))
+        seen, keys = requests_seen(requests), partial(first_keys, payload, parts)
+        return RecordedBlock(steps_seen(requests), rejects.rejects, seen, keys)
 
     return decode
 
@@ -508,5 +523,6 @@ for _name, _title, _keys, _parts, _clock, _more in (
             units={"aiperf": "ms and ns", "experiment_requests": "us"}.get(_name, "s"),
             clock=_clock,
             decode=_decoder(_title, _parts),
+            lacks={"experiment_requests": (TIMES,), "experiment_latencies": LENGTHS}.get(_name, ()),
         )
     )

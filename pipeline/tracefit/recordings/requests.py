@@ -13,6 +13,7 @@ import msgspec
 import polars as pl
 
 from tracefit.inputs.framing import records
+from tracefit.inputs.rejects import keys_in
 from tracefit.otlp.model import TooManyRejectsError
 from tracefit.recordings.blocks import UNREADABLE, Rejects, fault_of
 from tracefit.tables.dialects import FRONT_SPAN
@@ -58,6 +59,16 @@ def read_parts(
         except UNREADABLE as error:
             rejects.add(0, payload, f"{what} ({fault_of(error)})")
     return contents
+
+
+def first_keys(payload: bytes, parts: Callable[[bytes], Parts[_T]]) -> list[str]:
+    """Return the keys of the first part of a block that can be read; see `keys_in`."""
+    with suppress(*UNREADABLE):
+        for _, part, read in parts(payload):
+            with suppress(*UNREADABLE):
+                read(part)
+                return keys_in(part)
+    return []
 
 
 def seconds_to_ns(seconds: pl.Expr) -> pl.Expr:

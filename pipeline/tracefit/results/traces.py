@@ -37,6 +37,8 @@ class RunSummary:
     requests: int
     lost_steps: int = 0
     """Numbers of the step counter between recorded steps that have no record."""
+    unread: tuple[str, ...] = ()
+    """Files that are recognised, but whose lengths, times or settings all stayed unread, each with the keys it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,10 @@ class IngestResult(Shown):
 
     @property
     def exit_code(self) -> int:
-        """0, or 3 when something is in quarantine: runs, rejects, implausible values, dropped events or duplicates."""
-        troubled = any(r.rejects or r.implausible or r.dropped_events or r.duplicate_spans for r in self.runs)
+        """0, or 3 when something is in quarantine: runs, rejects, implausible or unread values, dropped events or duplicates."""
+        troubled = any(
+            r.rejects or r.implausible or r.unread or r.dropped_events or r.duplicate_spans for r in self.runs
+        )
         return EXIT_QUARANTINE if troubled or self.failed else EXIT_DONE
 
 
@@ -148,7 +152,7 @@ class RunFacts:
 
     `other_scopes` counts the spans of scopes that are not read. `implausible` counts the values left out, by
     the rule they broke; `missing_attributes` is event to its attributes without a usable value in any such
-    event.
+    event; `unread` are files whose requests all lack lengths or times.
     """
 
     run_id: str
@@ -165,6 +169,7 @@ class RunFacts:
     rejects: int
     implausible: dict[str, int]
     missing_attributes: dict[str, list[str]]
+    unread: tuple[str, ...]
     duplicate_spans: int
     checks: tuple[Check, ...]
 

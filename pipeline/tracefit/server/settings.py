@@ -11,12 +11,14 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from itertools import takewhile
+from contextlib import suppress
+from itertools import dropwhile, takewhile
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tracefit.errors import UsageError
+from tracefit.inputs.rejects import is_name
 from tracefit.options import ServerOptions, named
 from tracefit.server.documents import (
     FiniteNumber,
@@ -31,6 +33,7 @@ from tracefit.server.documents import (
     validated,
 )
 from tracefit.server.server_log import starts_of
+from tracefit.text import plural, unread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -79,6 +82,7 @@ class ServerSettings(BaseModel):
         step_tracing_rich_subsample_rate: Share of traced steps with request snapshots, 0 to 1.
         sources: Where each value that is not None comes from, by field name.
         other: Settings of the same files that have no field here, nested ones as JSON text.
+        unread: A sentence for each file that states something, but no setting; with the keys it has.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -107,6 +111,7 @@ class ServerSettings(BaseModel):
     step_tracing_rich_subsample_rate: Rate = None
     sources: Mapping[str, SettingSource] = {}
     other: Mapping[str, Scalar] = {}
+    unread: tuple[str, ...] = ()
 
     def values(self) -> dict[str, Scalar]:
         """Return the stated settings, by field name, in a fixed order."""
@@ -128,11 +133,17 @@ class ServerSettings(BaseModel):
         return {name: value for name, value in self.values().items() if name in _KNOBS}
 
 
-SETTINGS: tuple[str, ...] = tuple(n for n in ServerSettings.model_fields if n not in {"sources", "other"})
+SETTINGS: tuple[str, ...] = tuple(
+    n for n in ServerSettings.model_fields if n not in {"sources", "other", "unread"}
+)
 """Names of the settings, in the order they are written."""
 
 FLAGS = frozenset(name for name in SETTINGS if ServerSettings.model_fields[name].annotation == Flag)
 """Settings that are true or false."""
+
+_COUNTS = frozenset(
+    name for name in SETTINGS if ServerSettings.model_fields[name].annotation == OptionalCount
+)
 
 TEXTS = frozenset(name for name in SETTINGS if ServerSettings.model_fields[name].annotation == OptionalText)
 """Settings that are text."""
@@ -154,9 +165,11 @@ ALIASES: Mapping[str, str] = {
     "model_id": "model",
     "model_name": "model",
     "model_tag": "model",
+    "model_url": "model",
     "gpu_type": "gpu",
     "gpu_name": "gpu",
     "accelerator": "gpu",
+    "accelerator_type": "gpu",
     "device_name": "gpu",
     **{
         alias: f"{kind}_parallel"
@@ -190,10 +203,15 @@ DEFAULTS: Mapping[str, Scalar] = {
 """Defaults of vLLM's engine v1 that hold on every platform; the others depend on hardware and version."""
 
 
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+
+
 def canonical_name(key: str) -> str:
     """Return the name of a setting for any of its spellings; an unknown key with underscores for dashes."""
-    name = key.strip().lower().lstrip("-").replace("-", "_")
-    return ALIASES.get(name, name)
+    name = key.strip().lstrip("-").replace("-", "_")
+    divided = _HUMP.sub("_", name).lower()  # tensorParallelSize
+    divided = ALIASES.get(divided, divided)
+    return divided if divided in SETTINGS else ALIASES.get(name.lower(), name.lower())
 
 
 def settings_from(
@@ -250,6 +268,7 @@ def merge(base: ServerSettings, overrides: ServerSettings) -> ServerSettings:
         **overrides.values(),
         "sources": {name: sources[name] for name in SETTINGS if name in sources},
         "other": {**base.other, **overrides.other},
+        "unread": (*base.unread, *overrides.unread),
     }
     return base.model_copy(update=changes)
 
@@ -353,13 +372,35 @@ def parse_settings(content: bytes | str, *, where: str, is_json: bool = False) -
     """Read a run description: `exp-config.yaml`, `run.yaml`, or a vLLM `--config` file.
 
     Keys are vLLM's option names or the shorter ones of run descriptions, with dashes or underscores, at the top
-    or under `vllm:`, `server:` or `args:`; `args` may also be a list or a line of options.
+    or under `vllm:`, `server:` or `args:`; `args` may also be a list or a line of options. A file without them may be
+    what starts the server, such as a manifest, a compose file or the values of a chart: see `_deployed`.
 
     Raises:
         UsageError: The file is not a run description, or a value is not allowed for its setting.
     """
     document = (parse_json_object if is_json else parse_yaml_object)(content, where=where)
-    return settings_from(_stated(document, where=where), where=where, source="read")
+    deployed = [] if _is_description(document) else _deployed(document, where=where)
+    settings = settings_from(deployed or _stated(document, where=where), where=where, source="read")
+    if settings.values() or not document:
+        return settings
+    keys = unread(plural(len(document), "key"), "of them a setting", list(filter(is_name, document)))
+    return settings.model_copy(update={"unread": (f"{where}: {keys}",)})
+
+
+def _is_description(part: Mapping[str, object], depth: int = 0) -> bool:
+    """Return whether a mapping, or one of those that only group settings, states a setting of vLLM's."""
+    for key, value in part.items():
+        name = canonical_name(str(key))
+        if name in _NESTED:
+            is_list = isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("-"))
+            is_group = (
+                isinstance(value, Mapping) and depth < _MAX_NESTED and _is_description(value, depth + 1)
+            )
+            if is_list or is_group:
+                return True
+        elif name in _OF_VLLM and isinstance(value, str | int | float):
+            return True
+    return False
 
 
 def _stated(part: Document, *, where: str, depth: int = 0) -> Iterator[tuple[str, object]]:
@@ -374,8 +415,79 @@ def _stated(part: Document, *, where: str, depth: int = 0) -> Iterator[tuple[str
             yield from _options(_split(value, where=where), where=where)
         elif name in SETTINGS and isinstance(value, Mapping | list):
             raise UsageError(f"{key} must be a single value, not {kind_of(value)}", where=where)
+        elif name in _COUNTS and isinstance(value, str) and value[-1:] in tuple("kmgKMG"):
+            yield str(key), _literal(value)  # vLLM reads `8k` in its configuration file too
         else:
             yield str(key), value
+
+
+# -- manifests -------------------------------------------------------------------------------------------
+
+_OF_VLLM = frozenset(SETTINGS) - {"model", "gpu", "dtype", "quantization"}
+"""Settings whose names show that a mapping or a command is vLLM's; other programs have the names left out here."""
+
+_WORDS_KEYS = ("entrypoint", "command", "cmd", "args", "extra_args")
+"""Keys of a container's words, in the order in which they are its command line."""
+
+_KSERVE_NAME = ("--model_name=", "--model-name=")
+"""KServe's name of a model for its clients; the model itself is another argument."""
+
+
+def _deployed(part: object, *, where: str) -> list[tuple[str, object]]:
+    """Return the settings that what starts a server states: arguments of vLLM, or mappings of its options, at any depth.
+
+    Manifests of Kubernetes and KServe, compose files, values of charts and configurations of Ray Serve have them under
+    keys of their own. The name of a model or GPU in a mapping around them is theirs if they have none.
+    """
+    if isinstance(part, list):
+        return [pair for item in part for pair in _deployed(item, where=where)]
+    if not isinstance(part, Mapping):
+        return []
+    within = _container_options(part, where=where)
+    for value in part.values():
+        within += _deployed(value, where=where)
+    own = list(_single(part))
+    if any(canonical_name(key) in _OF_VLLM for key, _ in own):
+        return own + within
+    if not within:
+        return []
+    stated = {canonical_name(key) for key, _ in within}
+    beside = [pair for value in part.values() if isinstance(value, Mapping) for pair in _single(value)]
+    around = {canonical_name(key): (key, value) for key, value in (*beside, *own)}
+    return within + [around[name] for name in ("model", "gpu") if name in around and name not in stated]
+
+
+def _single(part: Mapping[Any, object]) -> Iterator[tuple[str, object]]:
+    """Yield the settings of a mapping itself, as far as their values can be of a setting."""
+    for key, value in part.items():
+        name = canonical_name(str(key))
+        if name in SETTINGS and isinstance(value, str if name in TEXTS else str | int | float):
+            yield str(key), value if name in TEXTS else _literal(str(value))
+
+
+def _container_options(part: Mapping[Any, object], *, where: str) -> list[tuple[str, object]]:
+    """Return the settings that the words of a container state; empty if they are not the server's."""
+    texts = {_HUMP.sub("_", str(key)).lower(): value for key, value in part.items()}
+    words: list[str] = []
+    for key in _WORDS_KEYS:
+        value = texts.get(key)
+        if isinstance(value, str):
+            with suppress(UsageError):  # of another program, whose shell may read it
+                words += _split(value, where=where) if _served(value, where=where) is None else [value]
+        elif isinstance(value, list):
+            words += [str(item) for item in value if isinstance(item, str | int | float)]
+    scripts = [_served(word, where=where) for word in words if len(word.split()) > 1]
+    served = next((found for found in scripts if found is not None), None)
+    if served is None:
+        served = _serve_arguments(words, where=where)
+    if served is None and str(texts.get("image")).startswith(_IMAGE):
+        served = words
+    if served is not None:
+        return list(_options(served, where=where))
+    # The image, which is elsewhere, may start the server.
+    words = [word for word in words if not word.startswith(_KSERVE_NAME)]
+    options = list(_options(list(dropwhile(lambda word: not _is_option(word), words)), where=where))
+    return options if any(name in _OF_VLLM for name, _ in options) else []
 
 
 # -- command lines ---------------------------------------------------------------------------------------
@@ -392,16 +504,23 @@ def parse_serve_command(text: str, *, where: str) -> ServerSettings:
     """
     if len(text) > _MAX_BYTES:
         raise UsageError(f"is larger than {_MAX_BYTES:,} bytes", where=where)
+    words = _served(text, where=where)
+    if words is None:
+        raise UsageError(
+            "holds no `vllm serve` command", where=where, hint="give the line that starts the server"
+        )
+    return settings_from(_options(words, where=where), where=where, source="read")
+
+
+def _served(script: str, *, where: str) -> list[str] | None:
+    """Return the arguments of the server that a script starts; null if it starts none."""
     # A shell joins lines that end in a backslash.
-    joined = re.sub(r"\\\r?\n", " ", text)
-    for line in joined.splitlines():
+    for line in re.sub(r"\\\r?\n", " ", script).splitlines():
         if "vllm" in line and not line.lstrip().startswith("#"):
             words = _serve_arguments(_split(line, where=where), where=where)
             if words is not None:
-                return settings_from(_options(words, where=where), where=where, source="read")
-    raise UsageError(
-        "holds no `vllm serve` command", where=where, hint="give the line that starts the server"
-    )
+                return words
+    return None
 
 
 def _split(line: str, *, where: str) -> list[str]:

@@ -44,6 +44,7 @@ from tracefit.tables.runs import EVENT_TABLES, filled_attributes, missing_attrib
 from tracefit.tables.sources import RECORDS
 from tracefit.tables.stages import results_of, steps_of
 from tracefit.tables.store import write_table
+from tracefit.tables.unread import unread_requests
 from tracefit.tables.windows import Sieve, Window, window_bounds
 
 if TYPE_CHECKING:
@@ -355,6 +356,8 @@ def _collect(collected: _Collected, sieve: Sieve, starts: pl.DataFrame, window: 
     for tally, scope, count in collected.sums(window.every("other_scopes"), "scope"):
         tally.other_scopes[printable(scope or "unnamed")] += count
     collected.take("spans", other_spans)
+    read = window.every("values_read")
+    collected.frames["values_read"].append(read.with_columns(collected.job.run_of(read).cast(pl.UInt32)))
     steps, odd_steps = sieve.sift("steps", window.read("steps"))
     collected.take("steps", in_epoch(steps, starts, "ts_start_ns"))
     odd_records = _add_recorded(collected, sieve, starts, window)
@@ -477,10 +480,13 @@ def _finish(
     missing = missing_attributes(
         {name: collected.frames[name] for name in EVENT_TABLES}, writer.scan("rejects")
     )
+    unread: defaultdict[int, list[str]] = defaultdict(list)
+    for n, text in unread_requests(pl.concat(collected.frames["values_read"])):
+        unread[n].append(text)
     columns = [
         {"run": n, "run_id": run.run_id, **run.columns}
         | _run_columns(run, collected.tallies[n], spans_read.get(n, 0))
-        | {"missing_attributes": json.dumps(missing.get(run.run_id, {}))}
+        | {"missing_attributes": json.dumps(missing.get(run.run_id, {})), "unread": json.dumps(unread[n])}
         for n, run in enumerate(runs)
     ]
     of_run = pl.DataFrame(columns, infer_schema_length=None)

@@ -124,6 +124,12 @@ _REQUEST_KEYS = {
     "model": "gen_ai.response.model",
 }
 
+_RENAMED_LENGTHS = {
+    "api_prompt_tokens": "gen_ai.usage.input_tokens",
+    "api_completion_tokens": "gen_ai.usage.output_tokens",
+}
+"""Newer names of lengths in OpenTelemetry's conventions; vLLM's own count if a span has both."""
+
 _LATENCY_KEYS = {
     "queue_wait_us": "gen_ai.latency.time_in_queue",
     "time_in_queue_us": "gen_ai.latency.time_in_queue",
@@ -215,6 +221,7 @@ def _stock(scope: str) -> list[Spelling]:
     return [
         _times(STOCK, scope, FRONT_SPAN, "arrival_ns", "start"),
         *_attributes(STOCK, scope, FRONT_SPAN, _REQUEST_KEYS),
+        *_attributes(STOCK, scope, FRONT_SPAN, _RENAMED_LENGTHS),
         *_attributes(STOCK, scope, FRONT_SPAN, _LATENCY_KEYS, 1e6),
     ]
 
@@ -273,6 +280,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *_journey(_STEP_SCOPE, STEP_EVENT, "steps", _STEP_KEYS),
     *_journey(_STEP_SCOPE, SNAPSHOT_EVENT, "request_snapshots", _SNAPSHOT_KEYS),
     *_attributes(JOURNEY, _API_SCOPE, FRONT_SPAN, _REQUEST_KEYS),
+    *_attributes(JOURNEY, _API_SCOPE, FRONT_SPAN, _RENAMED_LENGTHS),
     Spelling(JOURNEY, _CORE_SCOPE, "llm_core", None, "gen_ai.request.id", "requests", "request_id"),
     *_stock("vllm.llm_engine"),
     # Newer servers trace from a separate module.
@@ -291,6 +299,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     _phase("vllm_decode", "decode_us", "duration"),
     _phase("vllm_prefill", "prefill_us", "duration"),
     *_attributes(SGLANG, SGLANG_SCOPE, None, _SGLANG_REQUEST),
+    *_attributes(SGLANG, SGLANG_SCOPE, None, _RENAMED_LENGTHS),
     *_attributes(SGLANG, SGLANG_SCOPE, None, _SGLANG_LATENCIES, 1e6),
     *(
         _times(SGLANG, SGLANG_SCOPE, span, column, take)

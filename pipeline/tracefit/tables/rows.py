@@ -17,9 +17,10 @@ import polars as pl
 
 from tracefit.tables import dialects, schema
 from tracefit.tables.clocks import CLOCK_FACTS, SAME_CLOCK_NS
+from tracefit.tables.unread import values_read
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from tracefit.options import IngestOptions
     from tracefit.otlp.decode import SpanBatch, Wanted
@@ -98,6 +99,7 @@ class SpanRows:
         other_scope_spans: Spans of other scopes, with the columns of the `spans` table, if they are kept.
         other_scopes: file, scope (cut), count of the spans of other scopes, kept or not.
         recorded_steps: Steps of recordings, columns as `RECORDED_STEPS`.
+        values_read: How many requests have lengths and times: see `unread.values_read`.
         counts: file, spans, other_spans (kept or not), rejects, steps (recorded ones), of files that have any.
     """
 
@@ -111,6 +113,7 @@ class SpanRows:
     other_scope_spans: pl.DataFrame
     other_scopes: pl.DataFrame
     recorded_steps: pl.DataFrame
+    values_read: pl.DataFrame
     counts: pl.DataFrame
 
     def frames(self) -> dict[str, pl.DataFrame]:
@@ -136,13 +139,19 @@ def _types(keys: Mapping[str, tuple[str, ...]], table: schema.TableSchema) -> di
     return {key: types[name] for name, spellings in keys.items() for key in spellings}
 
 
-def rows_of(batch: SpanBatch, options: IngestOptions, recorded: pl.DataFrame | None = None) -> SpanRows:
+def rows_of(
+    batch: SpanBatch,
+    options: IngestOptions,
+    recorded: pl.DataFrame | None = None,
+    lacking: Mapping[int, Collection[str]] = {},
+) -> SpanRows:
     """Return one batch as rows with the column names of the tables.
 
     Args:
         batch: Decoded spans, with the data of `wanted_of`.
         options: Which of them are kept.
         recorded: Steps of recordings, columns as `RECORDED_STEPS`.
+        lacking: File to the values that the requests of its format never have; see `unread.values_read`.
     """
     recorded = pl.DataFrame(schema=RECORDED_STEPS) if recorded is None else recorded
     spans = batch.spans.with_columns(
@@ -184,6 +193,7 @@ def rows_of(batch: SpanBatch, options: IngestOptions, recorded: pl.DataFrame | N
             "file", pl.col("scope").str.head(_MOST_SCOPE_CHARS), maintain_order=True
         ).agg(count=pl.len().cast(pl.Int64)),
         recorded_steps=recorded,
+        values_read=values_read(vllm_spans, batch.keys_of, lacking),
         counts=_counts(
             {
                 "spans": vllm_spans,

@@ -329,6 +329,10 @@ RUNS = TableSchema(
             "missing_attributes",
             "for each event name, the attributes that never have a usable value, in the whole run",
         ),
+        _json(
+            "unread",
+            "files of the run whose requests have no lengths or no times, with the keys they have instead",
+        ),
         _i("epochs", "engine starts in the traces"),
         _i("steps", "steps with a summary or a record"),
         _i("lost_steps", "for recorded steps, step numbers without a record; null for sampled steps"),
