@@ -746,3 +746,30 @@ def test_a_log_that_computed_fewer_prompt_tokens_saw_prefix_hits():
     # A log of another server has fewer prompts than the spans have requests.
     assert "microseconds" in context_remedy(846, 84_581, 300, 30_000)
     assert "spans of the same requests" in context_remedy(0, 0, 846, 84_581)
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("model: m\nenv:\n  OTEL_TRACES_SAMPLER: traceidratio\n  OTEL_TRACES_SAMPLER_ARG: '0.25'\n", 0.25),
+        (
+            (
+                "model: m\nenv:\n- name: OTEL_TRACES_SAMPLER\n  value: parentbased_traceidratio\n"
+                '- name: OTEL_TRACES_SAMPLER_ARG\n  value: "0.1"\n'
+            ),
+            0.1,
+        ),
+        ("model: m\nenvironment: [OTEL_TRACES_SAMPLER=always_off]\n", 0.0),
+        ("model: m\nenvironment: [OTEL_TRACES_SAMPLER=parentbased_always_on]\n", None),
+        ("model: m\n# OTEL_TRACES_SAMPLER=always_off\n", None),
+        ("model: m\nenvironment: [OTEL_TRACES_SAMPLER=traceidratio, OTEL_TRACES_SAMPLER_ARG=much]\n", None),
+        ("model: m\njourney_tracing_sample_rate: 0.5\nenv: {OTEL_TRACES_SAMPLER: always_off}\n", 0.5),
+    ],
+)
+def test_a_sampler_in_the_environment_is_the_share_of_traced_requests(text, share):
+    assert parse_settings(text, where="run.yaml").journey_tracing_sample_rate == share
+
+
+def test_a_sampler_before_the_command_counts():
+    command = "OTEL_TRACES_SAMPLER=traceidratio OTEL_TRACES_SAMPLER_ARG=0.2 vllm serve org/m"
+    assert parse_serve_command(command, where="serve.sh").journey_tracing_sample_rate == 0.2

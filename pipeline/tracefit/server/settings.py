@@ -25,6 +25,7 @@ from tracefit.server.documents import (
     Scalar,
     Text,
     WholeNumber,
+    as_text,
     excerpt,
     kind_of,
     parse_json_object,
@@ -381,10 +382,39 @@ def parse_settings(content: bytes | str, *, where: str, is_json: bool = False) -
     document = (parse_json_object if is_json else parse_yaml_object)(content, where=where)
     deployed = [] if _is_description(document) else _deployed(document, where=where)
     settings = settings_from(deployed or _stated(document, where=where), where=where, source="read")
+    settings = _with_sampler(settings, as_text(content, where=where), where=where)
     if settings.values() or not document:
         return settings
     keys = unread(plural(len(document), "key"), "of them a setting", list(filter(is_name, document)))
     return settings.model_copy(update={"unread": (f"{where}: {keys}",)})
+
+
+_SAMPLER = re.compile(
+    r"""OTEL_TRACES_SAMPLER(_ARG)?\b["']?[\s,]{0,80}(?:[=:]|["']?value["']?\s{0,8}:)\s{0,8}["']?([\w.]{1,40})"""
+)
+"""A sampler of the OpenTelemetry SDK in the environment of a server, as a shell, a compose file or a manifest writes it."""
+
+
+def traced_share(text: str) -> float | None:
+    """Return the share of requests that a sampler in a server's environment lets through; null where the text sets none."""
+    lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    found = dict(_SAMPLER.findall(lines))
+    sampler = found.get("", "").lower().removeprefix("parentbased_")
+    if sampler == "always_off":
+        return 0.0
+    if sampler != "traceidratio":
+        return None
+    try:
+        share = float(found.get("_ARG", "1"))
+    except ValueError:
+        return None
+    return share if 0 <= share <= 1 else None
+
+
+def _with_sampler(settings: ServerSettings, text: str, *, where: str) -> ServerSettings:
+    """Add the share of traced requests that a sampler leaves, unless a setting states it."""
+    share = traced_share(text) if "OTEL_TRACES_SAMPLER" in text else None
+    return merge(settings_from({"journey_tracing_sample_rate": share}, where=where, source="read"), settings)
 
 
 def _is_description(part: Mapping[str, object], depth: int = 0) -> bool:
@@ -509,7 +539,9 @@ def parse_serve_command(text: str, *, where: str) -> ServerSettings:
         raise UsageError(
             "holds no `vllm serve` command", where=where, hint="give the line that starts the server"
         )
-    return settings_from(_options(words, where=where), where=where, source="read")
+    return _with_sampler(
+        settings_from(_options(words, where=where), where=where, source="read"), text, where=where
+    )
 
 
 def _served(script: str, *, where: str) -> list[str] | None:
