@@ -40,6 +40,7 @@ from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSu
 from tracefit.server.context import RunContext, deployment_of, read_context
 from tracefit.server.documents import excerpt, parse_yaml, read_bytes
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
+from tracefit.tables.client_times import UNMATCHED
 from tracefit.tables.disk import disk_errors
 from tracefit.tables.rows import hash_of_kept
 from tracefit.tables.staging import staged_parts
@@ -186,7 +187,7 @@ def ingest_inputs(
         of_run = (
             [f"left out: {run.failed.line()}"]
             if run.failed
-            else _warnings_of(store, summaries[run.run_id], ahead.get(run.run_id, ()))
+            else _warnings_of(store, summaries[run.run_id], facts[run.run_id], ahead.get(run.run_id, ()))
         )
         for text in (*run.warnings, *of_run):
             progress.warn(text)
@@ -243,7 +244,9 @@ def _clocks_ahead(rows: pl.DataFrame) -> dict[str, list[tuple[str, float, float]
     return clocks_of
 
 
-def _warnings_of(store: TableStore, run: RunSummary, ahead: Iterable[tuple[str, float, float]]) -> list[str]:
+def _warnings_of(
+    store: TableStore, run: RunSummary, facts: Mapping[str, Any], ahead: Iterable[tuple[str, float, float]]
+) -> list[str]:
     run_id, texts = run.run_id, []
     if run.rejects:
         records = "1 record" if run.rejects == 1 else f"{run.rejects:,} records"
@@ -258,9 +261,12 @@ def _warnings_of(store: TableStore, run: RunSummary, ahead: Iterable[tuple[str, 
         )
     if run.implausible:
         texts.append(
-            f"{run_id}: {run.implausible} implausible values were left out; `tracefit inspect` counts them by rule, "
-            "the rejects table lists them"
+            f"{run_id}: {run.implausible:,} implausible values were left out ({_rules(facts['implausible'])}); "
+            "`tracefit inspect` counts them by rule, the rejects table lists them"
         )
+    unmatched = json.loads(facts["events"]).get(UNMATCHED, 0)
+    if unmatched and UNMATCHED not in (facts["implausible"] or ""):
+        texts.append(f"{run_id}: {unmatched:,} {UNMATCHED} were left out")
     if run.dropped_events:
         texts.append(
             f"{run_id}: the server's SDK dropped {run.dropped_events} events; "
@@ -274,6 +280,14 @@ def _warnings_of(store: TableStore, run: RunSummary, ahead: Iterable[tuple[str, 
             f"{run_id}: {run.lost_steps:,} numbers of the step counter have no record: these steps were lost, or left out of the file"
         )
     return texts
+
+
+def _rules(implausible: str) -> str:
+    """Sum up the rules that values break, those that most break first."""
+    rules: dict[str, int] = json.loads(implausible)
+    ordered = sorted(rules.items(), key=lambda rule: (-rule[1], rule[0]))
+    listed = [f"{count:,} {rule}" for rule, count in ordered[:_MOST_REASONS]]
+    return ", ".join([*listed, *(["…"] if len(ordered) > _MOST_REASONS else [])])
 
 
 def _reasons(store: TableStore, run_id: str) -> str:
