@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 UNIX_S = 1_800_000_000.0
@@ -48,11 +49,17 @@ def _gaps(request: Request) -> list[float]:
     return [after - before for before, after in zip(request.token_s, request.token_s[1:], strict=False)]
 
 
-def vllm_bench(requests: list[Request]) -> bytes:
+def date_of(requests: list[Request]) -> str:
+    """Return the date of a benchmark that ends with the last of its tokens: cut to whole seconds."""
+    end_s = UNIX_S + max(r.token_s[-1] for r in requests)
+    return f"{datetime.fromtimestamp(end_s, UTC):%Y%m%d-%H%M%S}"
+
+
+def vllm_bench(requests: list[Request], date: str = "20270115-080100") -> bytes:
     """Return the result of `vllm bench serve --save-detailed`; its clock begins at boot."""
     boot = 5000.0
     result = {
-        "date": "20270115-080100",
+        "date": date,
         "backend": "vllm",
         "num_prompts": len(requests),
         "completed": len(requests),

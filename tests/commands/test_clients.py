@@ -8,8 +8,9 @@ import random
 import pytest
 
 import clients
-from tracefit import TrainOptions, inspect, run
+from tracefit import TrainOptions, ingest, inspect, run
 from tracefit.reports.terminal_results import inspect_text
+from tracefit.tables.store import TableStore
 
 
 def models_of(tmp_path, options=None, **logs):
@@ -66,3 +67,97 @@ def test_times_without_a_date_give_none(tmp_path):
         max(r.sent_s for r in plan) - min(r.sent_s for r in plan), abs=0.01
     )
     assert "no date, " in inspect_text(inspect([tmp_path / "run"]))
+
+
+# -- a server's requests and those of its clients ----------------------------------------------------------------
+
+
+def ingested(tmp_path, **logs):
+    """Return the result of an ingest of some logs in one run, and its tables `requests` and `steps`."""
+    (tmp_path / "run").mkdir()
+    for name, content in logs.items():
+        (tmp_path / "run" / name).write_bytes(content)
+    result = ingest(tmp_path / "run", tmp_path / "tables")
+    store = TableStore(tmp_path / "tables")
+    return result, store.read("requests"), store.read("steps")
+
+
+@pytest.mark.parametrize("in_one_file", [True, False])
+def test_a_benchmark_given_twice_is_read_once(in_one_file, tmp_path):
+    plan = clients.planned(100)
+    bench = clients.vllm_bench(plan) + b"\n"
+    logs = {"a": bench + bench} if in_one_file else {"a": bench, "b": bench}
+    result, requests, _ = ingested(tmp_path, server=clients.request_log(plan), **logs)
+    assert (requests.height, requests["client_ttft_us"].count()) == (100, 100)
+    (one,) = result.runs
+    assert (one.requests, one.rejects, one.implausible) == (100, 0, 0)
+    assert result.exit_code == 3
+    assert any("were there twice and count once" in text for text in result.warnings)
+
+
+@pytest.mark.parametrize("in_one_file", [True, False])
+def test_the_benchmarks_of_a_sweep_are_one_load(in_one_file, tmp_path):
+    plan = clients.planned(200)
+    parts = [clients.vllm_bench(part, clients.date_of(part)) for part in (plan[:80], plan[80:])]
+    logs = {"all": b"\n".join(parts)} if in_one_file else dict(zip("ab", parts, strict=True))
+    result, requests, steps = ingested(tmp_path, server=clients.request_log(plan), **logs)
+    assert (requests.height, requests["network_us"].count()) == (200, 200)
+    # The server's spans show the steps: those that a client saw are not needed.
+    assert not steps.height
+    assert (result.exit_code, result.warnings) == (0, ())
+
+
+@pytest.mark.parametrize("in_one_file", [True, False])
+def test_a_sweep_without_spans_has_the_steps_of_each_benchmark(in_one_file, tmp_path):
+    plan = clients.planned(200)
+    parts = [clients.vllm_bench(part, clients.date_of(part)) for part in (plan[:80], plan[80:])]
+    logs = {"all": b"\n".join(parts)} if in_one_file else dict(zip("ab", parts, strict=True))
+    result, requests, steps = ingested(tmp_path, **logs)
+    assert requests.height == 200
+    assert steps["epoch"].unique().sort().to_list() == [0, 1]
+    assert steps["decode_tokens"].sum() == sum(r.output - 1 for r in plan)
+    assert (result.exit_code, result.warnings) == (0, ())
+
+
+def test_requests_of_another_run_are_no_load(tmp_path):
+    plan, others = clients.planned(100), clients.planned(100)
+    for n, request in enumerate(others):
+        sent_s = 0.31 * n + 0.2 * (7 * n % 5)
+        request.token_s = [sent_s + token - request.sent_s for token in request.token_s]
+        request.sent_s = sent_s
+    result, requests, _ = ingested(
+        tmp_path, server=clients.request_log(plan), client=clients.vllm_bench(others)
+    )
+    assert requests.height == 100
+    assert not requests["client_ttft_us"].count()
+    (one,) = result.runs
+    assert (one.requests, one.implausible, result.exit_code) == (100, 100, 3)
+    assert any("100 client requests that match no span: no offset" in text for text in result.warnings)
+
+
+def test_a_few_requests_without_a_span_are_said(tmp_path):
+    plan = clients.planned(200)
+    server = b"".join(clients.request_log(plan).splitlines(keepends=True)[:-1])
+    result, requests, _ = ingested(tmp_path, server=server, client=clients.vllm_bench(plan))
+    assert requests.height == 199
+    assert result.exit_code == 0
+    assert [
+        text
+        for text in result.warnings
+        if text.endswith("1 client requests that match no span were left out")
+    ]
+
+
+def test_a_client_in_ms_gives_no_times(tmp_path):
+    plan = clients.planned(100)
+    server = clients.request_log(plan)
+    bench = json.loads(clients.vllm_bench(plan))
+    bench["ttfts"] = [1e3 * s for s in bench["ttfts"]]
+    bench["itls"] = [[1e3 * s for s in gaps] for gaps in bench["itls"]]
+    result, requests, _ = ingested(tmp_path, server=server, client=json.dumps(bench).encode())
+    assert requests.height == 100
+    assert not requests.select("client_ttft_us", "client_e2e_us", "network_us").sum_horizontal().sum()
+    assert result.exit_code == 3
+    assert any(
+        "100 the client's TTFT is about 1,000 times the server's: is it in ms?" in w for w in result.warnings
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import polars as pl
@@ -15,6 +16,7 @@ from tracefit.inputs.blocks import Block, inspect_file
 from tracefit.inputs.files import TraceFile
 from tracefit.recordings import RECORDINGS
 from tracefit.tables import schema
+from tracefit.tables.arrivals import OTHER_RUN
 from tracefit.tables.client_times import with_asked_lengths, with_client_times
 from tracefit.tables.store import TableStore
 
@@ -179,6 +181,132 @@ def test_a_cut_file_is_a_reject_not_an_error(name, tmp_path):
     assert len(found.rejects) == 1
 
 
+def bench_with(plan, **changed):
+    """Return a benchmark of vLLM with some keys changed, as Python writes it: with NaN and Infinity."""
+    return json.dumps(json.loads(clients.vllm_bench(plan)) | changed).encode()
+
+
+@pytest.mark.parametrize(
+    ("key", "bad"),
+    [
+        ("ttfts", -0.1),
+        ("ttfts", float("nan")),
+        ("start_times", None),
+        ("output_lens", "x"),
+        ("itls", [-0.01]),
+    ],
+)
+def test_one_bad_value_of_a_benchmark_costs_its_request(key, bad, tmp_path):
+    plan = clients.planned(10)
+    values = json.loads(clients.vllm_bench(plan))[key]
+    found = decoded(bench_with(plan, **{key: [*values[:3], bad, *values[4:]]}), tmp_path)
+    assert len(found.rejects) == 1
+    assert found.spans["gen_ai.usage.prompt_tokens"].cast(pl.Int64).to_list() == [
+        r.prompt for r in plan[:3] + plan[4:]
+    ]
+
+
+@pytest.mark.parametrize("form", [*EVERY_FORM.values(), clients.request_log])
+def test_values_that_are_not_read_may_be_anything(form, tmp_path):
+    """Python writes NaN and Infinity, which are not JSON, and texts may contain them."""
+    content = form(clients.planned(10))
+    for odd in (b'"summary": NaN, ', b'"rate": Infinity, ', b'"texts": ["a \\"NaN, ", -Infinity], '):
+        at = content.rindex(b"{") + 1
+        content = content[:at] + odd + content[at:]
+    found = decoded(content, tmp_path)
+    assert (found.spans.height, len(found.rejects)) == (10, 0)
+
+
+def test_one_odd_benchmark_of_a_sweep_costs_itself(tmp_path):
+    report = json.loads(clients.guidellm(clients.planned(10)))
+    report["benchmarks"] += [{"requests": 3}, *report["benchmarks"]]
+    report["benchmarks"][0] = {"requests": {"successful": None, "errored": None}}
+    found = decoded(json.dumps(report).encode(), tmp_path)
+    assert (found.spans.height, len(found.rejects)) == (10, 1)
+
+
+@pytest.mark.parametrize(
+    ("factors", "fault"),
+    [
+        ({"ttfts": 1e3}, "the mean of ttfts is about 1,000 times mean_ttft_ms: is it in ms?"),
+        ({"itls": 1e6}, "the mean of itls is about 1,000,000 times mean_itl_ms: is it in us?"),
+        ({"start_times": 1e3}, "the range of start_times is about 1,000 times duration: is it in ms?"),
+    ],
+)
+def test_a_benchmark_whose_summary_has_another_unit_is_a_reject(factors, fault, tmp_path):
+    plan = clients.planned(40)
+    result = json.loads(clients.vllm_bench(plan))
+    gaps = [gap for gaps in result["itls"] for gap in gaps]
+    summary = {
+        "duration": max(r.token_s[-1] for r in plan),
+        "mean_ttft_ms": 1e3 * sum(result["ttfts"]) / len(plan),
+        "mean_itl_ms": 1e3 * sum(gaps) / len(gaps),
+    }
+    assert decoded(bench_with(plan, **summary), tmp_path).spans.height == 40
+    for key, factor in factors.items():
+        summary[key] = [
+            [v * factor for v in value] if isinstance(value, list) else value * factor
+            for value in result[key]
+        ]
+    found = decoded(bench_with(plan, **summary), tmp_path)
+    assert not found.spans.height
+    assert [r.reason for r in found.rejects] == [
+        f"no request of `vllm bench serve --save-detailed` ({fault})"
+    ]
+
+
+def in_ms(content, *keys):
+    """Return a log with the numbers of some keys in ms, not s."""
+    pattern = rb'("(?:%s)": )([0-9.]+)' % "|".join(keys).encode()
+    return re.sub(pattern, lambda match: match[1] + str(1e3 * float(match[2])).encode(), content)
+
+
+def test_a_time_later_than_any_in_seconds_names_its_unit(tmp_path):
+    for form, key in ((clients.guidellm, "request_start"), (clients.request_log, "arrival_time")):
+        found = decoded(in_ms(form(clients.planned(5)), key), tmp_path)
+        assert not found.spans.height
+        assert len(found.rejects) == 5
+        assert all("is it in ms, us or ns?" in reject.reason for reject in found.rejects)
+
+
+def test_a_duration_that_its_own_stamps_contradict_is_a_reject(tmp_path):
+    content = clients.aiperf(clients.planned(5)).replace(b'"unit": "ms"', b'"unit": "sec"')
+    found = decoded(content, tmp_path)
+    assert not found.spans.height
+    fault = "request_latency is about 1,000 times request_end_ns - request_start_ns: is it in ms?"
+    assert {reject.reason for reject in found.rejects} == {f"no request of AIPerf's records ({fault})"}
+
+
+def test_a_log_whose_clocks_run_at_other_rates_is_a_reject(tmp_path):
+    keys = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
+    found = decoded(in_ms(clients.request_log(clients.planned(20)), *keys), tmp_path)
+    assert not found.spans.height
+    assert [reject.reason for reject in found.rejects] == [
+        "no request of a log (the range of queued_ts is about 1,000 times that of arrival_time: is it in ms?)"
+    ]
+
+
+def test_a_benchmark_given_twice_counts_once(tmp_path):
+    content = clients.vllm_bench(clients.planned(40))
+    once, twice = (decoded(text, tmp_path) for text in (content, content + b"\n" + content + b"\n"))
+    assert twice.steps.equals(once.steps)
+    ids = ["trace_id", "span_id"]
+    assert twice.spans.height == 80
+    assert twice.spans[ids].unique().sort(ids).equals(once.spans[ids].sort(ids))
+    assert once.spans[ids].n_unique() == 40
+
+
+def test_benchmarks_of_one_file_are_on_one_clock(tmp_path):
+    """Each date is cut to a whole second, by which the second benchmark seems to begin before the first one ends."""
+    plan = clients.planned(80)
+    content = b"\n".join(
+        clients.vllm_bench(part, date=clients.date_of(part)) for part in (plan[:40], plan[40:])
+    )
+    starts = decoded(content, tmp_path).spans["start_unix_ns"]
+    between_s = (starts - starts[0]).to_numpy() / 1e9
+    assert between_s == pytest.approx([r.sent_s - plan[0].sent_s for r in plan], abs=1e-6)
+
+
 def test_lists_of_different_lengths_are_a_reject(tmp_path):
     content = clients.vllm_bench(clients.planned(3)).replace(b'"ttfts": [', b'"ttfts": [0.1, ')
     assert [r.reason for r in decoded(content, tmp_path).rejects] == [
@@ -259,8 +387,10 @@ def both_sides(plan, *, ids, ahead_s=0.0, way_us=700.0):
 @pytest.mark.parametrize(("ids", "ahead_s"), [(True, 0.0), (True, 3600.0), (False, 0.0), (False, 3600.0)])
 def test_a_client_s_times_stand_beside_the_server_s(ids, ahead_s):
     plan = clients.planned(100)
-    joined = with_client_times(both_sides(plan, ids=ids, ahead_s=ahead_s))
+    joined, unmatched, faults = with_client_times(both_sides(plan, ids=ids, ahead_s=ahead_s))
     assert joined.height == 100
+    assert not unmatched
+    assert not faults
     assert joined["dialect"].unique().to_list() == ["stock"]
     assert joined["network_us"].to_list() == pytest.approx([700.0] * 100)
 
@@ -272,9 +402,38 @@ def test_clients_of_other_requests_are_not_joined():
         request.name = f"other{n}"
     rows = both_sides(plan, ids=False).filter(dialect="stock")
     alone = both_sides(others, ids=False).filter(dialect="client")
-    joined = with_client_times(pl.concat([rows, alone]))
-    assert joined.height == 120
+    joined, unmatched, _ = with_client_times(pl.concat([rows, alone]))
+    # The server's requests are the load.
+    assert joined["dialect"].to_list() == ["stock"] * 60
     assert not joined["network_us"].count()
+    assert unmatched == {OTHER_RUN: 60}
+
+
+@pytest.mark.parametrize(
+    ("column", "factor", "fault"),
+    [
+        ("client_ttft_us", 1e3, "the client's TTFT is about 1,000 times the server's: is it in ms?"),
+        ("client_ttft_us", 1e6, "the client's TTFT is about 1,000,000 times the server's: is it in us?"),
+        ("client_e2e_us", 1e3, "the client's E2E is about 1,000 times the server's: is it in ms?"),
+    ],
+)
+def test_times_in_another_unit_than_the_server_s_are_left_out(column, factor, fault):
+    rows = both_sides(clients.planned(40), ids=True).with_columns(
+        e2e_us=pl.when(pl.col("dialect") == "stock").then(1e6)
+    )
+    joined, unmatched, faults = with_client_times(rows.with_columns(pl.col(column) * factor))
+    assert faults == {fault: 40}
+    assert not unmatched
+    assert not joined.select("client_ttft_us", "client_e2e_us", "network_us").to_series().count()
+
+
+def test_a_queue_before_the_server_is_no_other_unit():
+    rows = both_sides(clients.planned(40), ids=True)
+    # Each waits a second longer than the one before it, in front of a server that answers in some 20 ms.
+    queued = rows.with_columns(pl.col("client_ttft_us") + 1e6 * pl.int_range(pl.len()))
+    joined, _, faults = with_client_times(queued)
+    assert not faults
+    assert joined["client_ttft_us"].count() == 40
 
 
 @pytest.mark.parametrize(

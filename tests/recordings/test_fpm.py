@@ -27,6 +27,7 @@ from tracefit.inputs.framing import LENGTH_BYTES
 from tracefit.inputs.rejects import Reject
 from tracefit.options import IngestOptions
 from tracefit.recordings import fpm
+from tracefit.tables.store import TableStore
 
 BUSY = {"num_decode_requests": 4, "sum_decode_kv_tokens": 800}
 MIXED = BUSY | {"num_prefill_requests": 2, "sum_prefill_tokens": 96, "sum_prefill_kv_tokens": 32}
@@ -458,3 +459,112 @@ def test_the_same_records_in_two_runs_train_once(tmp_path):
     options = tracefit.TrainOptions(features="batch", fast=True)
     result = tracefit.run([tmp_path / "runs"], tmp_path / "out", options=options)
     assert any("200 of its spans are in run one too" in text for text in result.trained.warnings)
+
+
+# -- units --------------------------------------------------------------------------------------------------
+
+
+def stored(tmp_path, lines):
+    """Return the steps of some lines, and the rules that their values break."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/fpm.jsonl").write_bytes(b"".join(lines))
+    result = tracefit.ingest(tmp_path / "run", tmp_path / "tables")
+    store = TableStore(tmp_path / "tables")
+    return result, store.read("steps"), json.loads(store.read("runs")["implausible"][0])
+
+
+def busy(count, *, idle_every=10):
+    """Return records of an engine that decodes in steps of 8 to 12 ms, and idles for two seconds now and then."""
+    records = []
+    for step in range(count):
+        is_idle = step % idle_every == 0
+        records.append(
+            record(step, 2.0 if is_idle else 0.008 + 0.001 * (step % 5), **({} if is_idle else BUSY))
+        )
+    return records
+
+
+def in_unit(lines, *, wall=1.0, received=1):
+    """Return lines with their times in other units."""
+    for text in lines:
+        line = json.loads(text)
+        line["metrics"]["wall_time"] *= wall
+        line["received_at_ns"] //= received
+        yield json.dumps(line).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("wall", "received", "column", "fault"),
+    [
+        (1e3, 1, "cycle_us", "wall_time is about 1,000 times the time between the records: is it in ms?"),
+        (
+            1.0,
+            10**6,
+            "unix_ns",
+            "the range of received_at_ns is about 1/1,000,000 of the time of the steps: is it in ms?",
+        ),
+    ],
+)
+def test_times_in_another_unit_than_the_receipts_are_left_out(wall, received, column, fault, tmp_path):
+    lines = in_unit(json_lines(busy(200)), wall=wall, received=received)
+    result, steps, implausible = stored(tmp_path, lines)
+    assert implausible[fault] >= 180
+    assert result.exit_code == 3
+    assert any(fault in text for text in result.warnings)
+    assert steps.height == 200
+    assert not steps[column].count()
+
+
+@pytest.mark.parametrize("together", [1, 50])
+def test_receipts_in_batches_are_no_other_unit(together, tmp_path):
+    lines = json_lines(busy(200))
+    # A receiver that sleeps gets many records at once, with the time of the last one.
+    stamps = [json.loads(line)["received_at_ns"] for line in lines]
+    late = [stamps[min(n // together * together + together - 1, 199)] for n in range(200)]
+    held = [
+        json.dumps(json.loads(line) | {"received_at_ns": at}).encode() + b"\n"
+        for line, at in zip(lines, late, strict=True)
+    ]
+    result, steps, implausible = stored(tmp_path, held)
+    assert (result.exit_code, implausible) == (0, {})
+    assert steps["cycle_us"].count() == 200
+
+
+def test_a_clock_that_jumps_is_no_other_unit(tmp_path):
+    lines = json_lines(busy(200, idle_every=1000))
+    jumped = [
+        json.dumps(one | {"received_at_ns": one["received_at_ns"] + (n > 100) * 3600 * 10**9}).encode()
+        + b"\n"
+        for n, one in enumerate(map(json.loads, lines))
+    ]
+    _, steps, implausible = stored(tmp_path, jumped)
+    assert implausible == {}
+    assert steps["cycle_us"].count() == 200
+
+
+def test_a_variance_that_is_not_a_number_costs_nothing():
+    line = json_lines([record(1, 0.01, **BUSY)])[0].replace(
+        b'"var_prefill_length":0.0', b'"var_prefill_length":NaN'
+    )
+    found = fpm.decode(
+        Block("f", "lines", "json", 0, None, len(line), line), line, show_values=False, max_rejects=9
+    )
+    assert (found.steps.height, found.rejects) == (1, [])
+
+
+def test_steps_of_hours_name_their_unit(tmp_path):
+    with pytest.raises(DataError, match=r"200 rejected.*is it in ms, us or ns\?"):
+        stored(tmp_path, in_unit(json_lines(busy(200)), wall=1e6))
+
+
+def test_a_table_of_steps_of_hours_is_rejected(tmp_path):
+    header, *lines = csv_lines(busy(40))
+    hours = [line.replace(line.rpartition(b",")[2], b"7200000\n") for line in lines[:3]]
+    result, steps, _ = stored(tmp_path, [header, *hours, *lines[3:]])
+    assert steps.height == 37
+    assert result.runs[0].rejects == 3
+
+
+def test_a_run_whose_every_step_is_impossible_is_an_error_of_the_data(tmp_path):
+    with pytest.raises(DataError, match="every one of its records breaks a rule"):
+        stored(tmp_path, json_lines([record(n, 0.01, num_decode_requests=2**35) for n in range(9)]))

@@ -43,6 +43,7 @@ from tracefit.server.context import RunContext, deployment_of, read_context
 from tracefit.server.documents import excerpt, parse_yaml, read_bytes
 from tracefit.server.server_log import MARKS, starts_of
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
+from tracefit.tables.client_times import UNMATCHED
 from tracefit.tables.disk import disk_errors
 from tracefit.tables.record_servers import SHARED_NAME
 from tracefit.tables.rows import hash_of_kept
@@ -191,9 +192,7 @@ def ingest_inputs(
         of_run = (
             [f"left out: {run.failed.line()}"]
             if run.failed
-            else _warnings_of(
-                store, summaries[run.run_id], facts[run.run_id]["implausible"], ahead.get(run.run_id, ())
-            )
+            else _warnings_of(store, summaries[run.run_id], facts[run.run_id], ahead.get(run.run_id, ()))
         )
         for text in (*run.warnings, *of_run):
             progress.warn(text)
@@ -271,10 +270,10 @@ def _clocks_ahead(rows: pl.DataFrame) -> dict[str, list[tuple[str, float, float]
 
 
 def _warnings_of(
-    store: TableStore, run: RunSummary, implausible: str | None, ahead: Iterable[tuple[str, float, float]]
+    store: TableStore, run: RunSummary, facts: Mapping[str, Any], ahead: Iterable[tuple[str, float, float]]
 ) -> list[str]:
     run_id, texts = run.run_id, []
-    shared = json.loads(implausible or "{}").get(SHARED_NAME, 0)
+    shared = json.loads(facts["implausible"] or "{}").get(SHARED_NAME, 0)
     if shared:
         texts.append(f"{run_id}: {SHARED_NAME}; {shared:,} steps of them were left out")
     if run.rejects:
@@ -291,9 +290,12 @@ def _warnings_of(
         )
     if run.implausible > shared:
         texts.append(
-            f"{run_id}: {run.implausible - shared} implausible values were left out; `tracefit inspect` counts them by rule, "
-            "the rejects table lists them"
+            f"{run_id}: {run.implausible - shared:,} implausible values were left out ({_rules(facts['implausible'])}); "
+            "`tracefit inspect` counts them by rule, the rejects table lists them"
         )
+    unmatched = json.loads(facts["events"]).get(UNMATCHED, 0)
+    if unmatched and UNMATCHED not in (facts["implausible"] or ""):
+        texts.append(f"{run_id}: {unmatched:,} {UNMATCHED} were left out")
     if run.dropped_events:
         texts.append(
             f"{run_id}: the server's SDK dropped {run.dropped_events} events; "
@@ -307,6 +309,15 @@ def _warnings_of(
             f"{run_id}: {run.lost_steps:,} numbers of the step counter have no record: these steps were lost, or left out of the file"
         )
     return texts
+
+
+def _rules(implausible: str) -> str:
+    """Sum up the rules that values break, those that most break first; engines that share a name have a line of their own."""
+    rules: dict[str, int] = json.loads(implausible)
+    rules.pop(SHARED_NAME, None)
+    ordered = sorted(rules.items(), key=lambda rule: (-rule[1], rule[0]))
+    listed = [f"{count:,} {rule}" for rule, count in ordered[:_MOST_REASONS]]
+    return ", ".join([*listed, *(["…"] if len(ordered) > _MOST_REASONS else [])])
 
 
 def _reasons(store: TableStore, run_id: str) -> str:

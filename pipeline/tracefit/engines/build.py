@@ -18,12 +18,14 @@ from tracefit.errors import DataError, printable
 from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import TracedRun, UnlikeRunsError, build_tables
-from tracefit.tables.client_times import TEXT_COUNT, with_asked_lengths, with_client_times
+from tracefit.tables.client_times import TEXT_COUNT, UNMATCHED, with_asked_lengths, with_client_times
 from tracefit.tables.dialects import CLIENT
+from tracefit.tables.record_servers import SHARED_NAME
 from tracefit.tables.runs import COMPLETE_SHARE, with_implausible
 from tracefit.tables.sources import CycleSource
 from tracefit.tables.staging import read_staged
 from tracefit.tables.store import RunsWriter, put_parts
+from tracefit.tables.units import step_unit_faults, without_wrong_units
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +47,9 @@ _PLACED_SHARE = 0.9
 
 _COUNTED_TOKENS = 500_000
 """Output tokens of the runs whose steps are counted together: each may be a step, which takes a kilobyte while its row is built."""
+
+_FEW_UNMATCHED, _FEW_UNMATCHED_SHARE = 2, 0.01
+"""Requests of clients, and their share, up to which those that match no span are usual."""
 
 _MOST_NAMED = 5
 """Most other scopes that the error of a run without usable spans names."""
@@ -170,6 +175,11 @@ def _build(tasks: Sequence[RunTask], folder: Path, spread: Spread) -> dict[str, 
         )
         writer.complete()
         tables = writer.of(run_ids)
+        _require_rows(tasks, tables)
+        of_fpm = pl.col("cycle_source") == CycleSource.FPM.value
+        recorded = writer.scan("steps").select(pl.col("run_id").filter(of_fpm).unique())
+        for run_id in recorded.collect().to_series():
+            writer.replace([run_id], _with_step_units(writer.of([run_id])))
         client = pl.col("run_id").filter(pl.col("dialect") == CLIENT).unique()
         measured = writer.scan("requests").select(client).collect().to_series()
         for run_id in measured:
@@ -190,15 +200,81 @@ def _build(tasks: Sequence[RunTask], folder: Path, spread: Spread) -> dict[str, 
         return {run_id: BuiltRun(parts, {}, runs[run_id,]) for run_id, parts in writer.close().items()}
 
 
+def _require_rows(tasks: Sequence[RunTask], tables: WrittenTables) -> None:
+    """Refuse a run that has no row of any server, because every record breaks a rule."""
+    known = set(tables.read("runs", ("run_id",))["run_id"])
+    for task in tasks:
+        if task.run_id not in known:
+            rejects = tables.read("rejects").filter(run_id=task.run_id)
+            counts = rejects.group_by("reason").agg(pl.sum("count")).sort(-pl.col("count"), "reason")
+            broken = ", ".join(
+                f"{count:,} {reason}" for reason, count in counts.head(_MOST_NAMED).iter_rows()
+            )
+            # A reason may say itself what to do.
+            hint = "compare the units of its times with those in docs/reference/recordings.md"
+            if counts["reason"].first() == SHARED_NAME:
+                broken, _, hint = broken.partition(": ")
+            raise DataError(f"every one of its records breaks a rule ({broken})", where=task.name, hint=hint)
+
+
+def _with_step_units(tables: WrittenTables) -> dict[str, pl.DataFrame | Iterator[pl.DataFrame]]:
+    """Leave out the times of recorded steps that are in a wrong unit; no table changes if none is."""
+    faults = step_unit_faults(tables.pieces("steps"))
+    if not faults.height:
+        return {}
+    of_fpm = pl.col("cycle_source") == CycleSource.FPM.value
+    counted = tables.read("steps", ("run_id", "server", "cycle_source", "cycle_us", "unix_ns")).filter(of_fpm)
+    times = counted.unpivot(["cycle_us", "unix_ns"], index=["run_id", "server"], variable_name="column")
+    odd = times.drop_nulls().join(faults, on=["server", "column"]).group_by("run_id", "reason")
+    runs, rejects = with_implausible(
+        tables.read("runs"), tables.read("rejects"), odd.agg(count=pl.len().cast(pl.Int64)).sort("reason")
+    )
+    undated = pl.col("server").is_in(faults.filter(column="unix_ns")["server"].implode()) & (
+        pl.col("spans") == 0
+    )
+    runs = runs.with_columns(pl.when(~undated).then(c).alias(c) for c in ("first_unix_ns", "last_unix_ns"))
+    steps = without_wrong_units(tables.pieces("steps"), faults)
+    return {"steps": steps, "runs": runs, "rejects": rejects}
+
+
 def _with_clients(read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame]:
-    requests, changed = with_asked_lengths(with_client_times(read("requests")))
+    seen = read("requests")
+    matched, unmatched, faults = with_client_times(seen)
+    requests, changed = with_asked_lengths(matched)
     counts = requests.group_by("server").agg(requests=pl.len().cast(pl.Int64))
     runs = read("runs").drop("requests").join(counts, on="server", how="left")
-    runs, rejects = schema.RUNS.conform(runs.with_columns(pl.col("requests").fill_null(0))), read("rejects")
+    runs = runs.with_columns(pl.col("requests").fill_null(0))
+    steps = read("steps")
+    of_client = pl.col("cycle_source").eq_missing(CycleSource.CLIENT.value)
+    # The first benchmark is epoch 0.
+    number = pl.col("epoch").rank("dense").over("server").cast(pl.Int64) - 1
+    steps = steps.with_columns(epoch=pl.when(of_client).then(number).otherwise("epoch"))
+    if requests.height < seen.height:
+        # The server's requests are the load, and the steps that a client saw are not used.
+        is_seen = pl.col("server").is_in(steps.filter(of_client)["server"].unique().implode())
+        steps = steps.filter(~of_client)
+        runs = runs.with_columns(
+            *(pl.when(~is_seen).then(c).otherwise(0).alias(c) for c in ("steps", "epochs", "step_sampling")),
+            pl.when(pl.col("requests") > 0).then("arrival_rate_per_s").alias("arrival_rate_per_s"),
+        )
+    count = sum(unmatched.values())
+    if count:
+        runs = runs.with_columns(events=pl.lit(_with_event(runs["events"][0], UNMATCHED, count)))
+    left_out = dict(faults)
     if changed:
-        odd = pl.DataFrame({"run_id": runs["run_id"][0], "reason": TEXT_COUNT, "count": changed})
-        runs, rejects = with_implausible(runs, rejects, odd)
-    return {"requests": requests, "runs": runs, "rejects": rejects}
+        left_out[TEXT_COUNT] = changed
+    if count > max(_FEW_UNMATCHED, _FEW_UNMATCHED_SHARE * int((seen["dialect"] == CLIENT).sum())):
+        left_out |= {f"{UNMATCHED}: {reason}": n for reason, n in unmatched.items()}
+    runs, rejects = schema.RUNS.conform(runs), read("rejects")
+    if left_out:
+        columns = {"run_id": runs["run_id"][0], "reason": [*left_out], "count": [*left_out.values()]}
+        runs, rejects = with_implausible(runs, rejects, pl.DataFrame(columns))
+    return {"steps": steps, "requests": requests, "runs": runs, "rejects": rejects}
+
+
+def _with_event(events: str, name: str, count: int) -> str:
+    """Return the counts of events in the `runs` table with one more."""
+    return json.dumps({**json.loads(events), name: count}, sort_keys=True)
 
 
 def _kv_tables(task: RunTask, read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -20,9 +21,20 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of records that cannot be read."""
 
 
+MOST_S = 2**32
+"""Latest time in seconds, on any clock: in 2106."""
+MOST_STEP_S = 3600
+"""Longest time of a step in seconds."""
+_LATEST = re.compile(r"<=? (?:4294967296|9000000000|3600)\.0")
+"""The bound in the fault of a time in seconds: only a finer unit has larger numbers."""
+
+
 def fault_of(error: Exception) -> str:
     """Return the fault of a record that cannot be read: types and positions, never values."""
-    return str(error) if isinstance(error, msgspec.ValidationError) else "malformed"
+    if not isinstance(error, msgspec.ValidationError):
+        return "malformed"
+    fault = str(error)
+    return f"{fault}: is it in ms, us or ns?" if _LATEST.search(fault) else fault
 
 
 class RecordedBlock(NamedTuple):

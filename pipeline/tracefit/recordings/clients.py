@@ -11,51 +11,62 @@
 If every token has a time and the server has no other client, the tokens show the engine's steps: outputs of one step arrive at once,
 and steps arrive apart (`tables.stages`). A prompt is assumed to be computed by the step of its first token. If only the first and
 the last token have times, steps are counted, as for the spans of an unmodified server (`timeline.request_steps`).
+
+A file has one benchmark or several, and each may have a clock of its own. One that is given twice has the same ids and counts once.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from datetime import UTC, datetime
 from functools import partial
-from itertools import accumulate
+from hashlib import blake2b
+from itertools import accumulate, chain
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
+import numpy as np
 import polars as pl
 
 from tracefit.inputs.formats import Recording, register
-from tracefit.inputs.framing import BOM
-from tracefit.recordings.blocks import RecordedBlock, Rejects
+from tracefit.inputs.framing import records
+from tracefit.recordings.blocks import MOST_S, UNREADABLE, RecordedBlock, Rejects
 from tracefit.recordings.requests import (
     TokenCount,
     as_spans,
     first_keys,
+    from_json,
     lines_of,
     read_parts,
     seconds_to_ns,
 )
+from tracefit.tables.client_times import BENCHMARK_DIGITS
 from tracefit.tables.dialects import CLIENT_KEYS, CLIENT_SCOPE, NOT_SENT_S
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
 from tracefit.tables.sources import CycleSource
 from tracefit.tables.stages import batch_numbers, steps_of
+from tracefit.tables.units import unit_fault
 from tracefit.tables.unread import LENGTHS, TIMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from tracefit.inputs.blocks import Block
     from tracefit.inputs.framing import Shape
     from tracefit.inputs.rejects import Encoding
     from tracefit.recordings.requests import Parts
 
-_MOST_S, _MOST_LASTED_S, _MOST_TOKENS = 2**32, 1e6, 2**31
-_Seconds = Annotated[float, msgspec.Meta(ge=0, le=_MOST_S)]
+_MOST_LASTED_S, _MOST_TOKENS = 1e6, 2**31
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_S)]
 _MOST_ODD = 0.2
 """Largest share of requests that skip a step, or have two tokens in one, where all are of one engine."""
 
 _Row: TypeAlias = tuple[Any, ...]
 _REQUESTS: dict[str, Any] = {
+    "benchmark": pl.Int64,
+    "ended_s": pl.Float64,
     "request_id": pl.String,
     "start_s": pl.Float64,
     "token_s": pl.List(pl.Float64),
@@ -65,14 +76,16 @@ _REQUESTS: dict[str, Any] = {
     "output_tokens": pl.Int64,
     "error": pl.Boolean,
 }
-"""Requests of a client: when each was sent, on the client's clock; the times of its tokens since then, or only
-of the first and the last."""
+"""Requests of a client: the number of their benchmark in the file, and its end on the wall clock if only that is known; when each
+was sent, on the client's clock; the times of its tokens since then, or only of the first and the last."""
 
 
 def _request(
     start_s: float,
     request_id: str | None = None,
     *,
+    benchmark: int = 0,
+    ended_s: float | None = None,
     token_s: list[float] | None = None,
     first_s: float | None = None,
     last_s: float | None = None,
@@ -89,17 +102,24 @@ def _request(
     if since != sorted(since) or not all(0 <= time <= _MOST_LASTED_S for time in since):
         raise msgspec.ValidationError("times out of order or range")
     tokens = (prompt_tokens or 0, output_tokens or 0)
-    if not (0 <= start_s <= _MOST_S and all(0 <= count <= _MOST_TOKENS for count in tokens)):
+    if not (0 <= start_s <= MOST_S and all(0 <= count <= _MOST_TOKENS for count in tokens)):
         raise msgspec.ValidationError("out of range")
-    return request_id, start_s, token_s, first_s, last_s, prompt_tokens, output_tokens, error
+    times = (request_id, start_s, token_s, first_s, last_s)
+    return benchmark, ended_s, *times, prompt_tokens, output_tokens, error
 
 
 def _list(payload: bytes) -> list[msgspec.Raw]:
-    return msgspec.json.decode(payload.removeprefix(BOM), type=list[msgspec.Raw])
+    return from_json(payload, list[msgspec.Raw])
 
 
-def _one(read: Callable[[bytes], _Row]) -> Callable[[bytes], list[_Row]]:
-    return lambda record: [read(record)]
+def _require_unit(what: str, seconds: float, of: str, others_s: float) -> None:
+    """Refuse a time whose unit another one of the file contradicts.
+
+    Raises:
+        msgspec.ValidationError: It is off by a power of 1,000.
+    """
+    if others_s > 0 and (fault := unit_fault(what, of, seconds / others_s, "s")):
+        raise msgspec.ValidationError(fault)
 
 
 def _tokens_since(first_s: float, gaps_s: list[float]) -> list[float]:
@@ -110,46 +130,137 @@ def _tokens_since(first_s: float, gaps_s: list[float]) -> list[float]:
 
 
 class _Bench(msgspec.Struct):
-    start_times: list[_Seconds]
-    ttfts: list[_Seconds]
-    itls: list[list[_Seconds]]
-    input_lens: list[TokenCount]
-    output_lens: list[TokenCount]
-    errors: list[str | None] | None = None
-    date: str | None = None
+    start_times: list[msgspec.Raw]
+    ttfts: list[msgspec.Raw]
+    itls: list[msgspec.Raw]
+    input_lens: list[msgspec.Raw]
+    output_lens: list[msgspec.Raw]
+    errors: list[msgspec.Raw] | None = None
+    date: Any = None
+    duration: Any = None
+    mean_ttft_ms: Any = None
+    mean_itl_ms: Any = None
 
 
-def _bench(record: bytes) -> list[_Row]:
-    bench = msgspec.json.decode(record, type=_Bench)
-    errors = bench.errors or [""] * len(bench.ttfts)
-    columns = (bench.start_times, bench.ttfts, bench.itls, bench.input_lens, bench.output_lens, errors)
-    if len({len(column) for column in columns}) > 1:
+class _BenchRequest(msgspec.Struct, array_like=True):
+    start_time: _Seconds
+    ttft: _Seconds
+    itl: list[_Seconds]
+    input_len: TokenCount
+    output_len: TokenCount
+    error: str | None
+
+
+_MOST_COMPARED = 1_000
+"""Requests of a benchmark whose times are compared with its summary."""
+
+
+def _bench_parts(payload: bytes) -> Parts[_Row]:
+    """Yield the requests of each benchmark, or the whole benchmark if it cannot be divided."""
+    for number, line in enumerate(records(payload, "lines")):
+        try:
+            bench = _bench_of(line.payload)
+        except UNREADABLE as error:
+            yield line.offset, line.payload, partial(_refuse, error)
+            continue
+        errors = bench.errors or [msgspec.Raw(b'""')] * len(bench.ttfts)
+        columns = (bench.start_times, bench.ttfts, bench.itls, bench.input_lens, bench.output_lens, errors)
+        read = partial(_bench_request, benchmark=number, ended_s=_date_s(bench.date))
+        for values in zip(*columns, strict=True):
+            yield line.offset, b"[%b]" % b",".join(map(bytes, values)), read
+
+
+def _bench_of(record: bytes) -> _Bench:
+    """Return a benchmark whose lists fit together and whose times fit its summary.
+
+    Raises:
+        msgspec.DecodeError: It is not that of a benchmark.
+    """
+    bench = from_json(record, _Bench)
+    lists = (bench.start_times, bench.ttfts, bench.itls, bench.input_lens, bench.output_lens)
+    if len({len(column) for column in (*lists, bench.errors or bench.ttfts)}) > 1:
         raise msgspec.ValidationError("lists of different lengths")
-    tokens = list(map(_tokens_since, bench.ttfts, bench.itls))
-    ends = (start + times[-1] for start, times in zip(bench.start_times, tokens, strict=True))
-    ahead = _ahead_s(bench.date, max(ends, default=0.0))
-    return [
-        _request(
-            start + ahead,
-            token_s=times,
-            first_s=times[0],
-            last_s=times[-1],
-            prompt_tokens=prompt,
-            output_tokens=output,
-            error=bool(error),
-        )
-        for (start, _, _, prompt, output, error), times in zip(
-            zip(*columns, strict=True), tokens, strict=True
-        )
-    ]
+    starts, first = (_finite(raws[:: -(-len(raws) // _MOST_COMPARED) or 1]) for raws in lists[:2])
+    gaps = [*chain.from_iterable(map(_finite_list, bench.itls[:_MOST_COMPARED]))]
+    for what, seconds, of, other in (
+        ("the mean of ttfts", fmean(first or [0]), "mean_ttft_ms", bench.mean_ttft_ms),
+        ("the mean of itls", fmean(gaps or [0]), "mean_itl_ms", bench.mean_itl_ms),
+    ):
+        _require_unit(what, seconds, of, _number(other) / 1e3)
+    # Requests may all be sent at once, but not for longer than the benchmark lasts.
+    between = max(starts, default=0) - min(starts, default=0)
+    _require_unit(
+        "the range of start_times", max(between, _number(bench.duration)), "duration", _number(bench.duration)
+    )
+    return bench
 
 
-def _ahead_s(date: str | None, end_s: float) -> float:
-    """Return how far the wall clock is ahead of one that begins at boot: the benchmark ends at its date, local time in seconds."""
+def _refuse(error: Exception, _: bytes) -> _Row:
+    raise error
+
+
+def _number(value: Any) -> float:
+    """Return a positive number of seconds, or 0 for any other value."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 < value < MOST_S else 0.0
+
+
+def _finite(values: Iterable[msgspec.Raw]) -> list[float]:
+    decoded = (msgspec.json.decode(value) for value in values)
+    return [number for value in decoded if (number := _number(value))]
+
+
+def _finite_list(values: msgspec.Raw) -> list[float]:
+    decoded = msgspec.json.decode(values)
+    return [number for value in decoded if (number := _number(value))] if isinstance(decoded, list) else []
+
+
+def _bench_request(record: bytes, *, benchmark: int, ended_s: float | None) -> _Row:
+    request = msgspec.json.decode(record, type=_BenchRequest)
+    times = _tokens_since(request.ttft, request.itl)
+    return _request(
+        request.start_time,
+        benchmark=benchmark,
+        ended_s=ended_s,
+        token_s=times,
+        first_s=times[0],
+        last_s=times[-1],
+        prompt_tokens=request.input_len,
+        output_tokens=request.output_len,
+        error=bool(request.error),
+    )
+
+
+def _date_s(date: Any) -> float | None:
+    """Return the time at which a benchmark ends, from its date: local time in seconds."""
     try:
-        return datetime.strptime(date or "", "%Y%m%d-%H%M%S").replace(tzinfo=UTC).timestamp() - end_s
+        return datetime.strptime(str(date), "%Y%m%d-%H%M%S").replace(tzinfo=UTC).timestamp()
     except ValueError:
-        return 0.0
+        return None
+
+
+def _on_wall_clock(requests: pl.DataFrame) -> pl.DataFrame:
+    """Return requests (`_REQUESTS`) with their starts on the wall clock if the end of their benchmark is known.
+
+    Dates are cut to whole seconds. Benchmarks of a file whose dates allow one clock are on one clock, by the latest of them.
+    """
+    end = (pl.col("start_s") + pl.col("last_s").fill_null(0)).max()
+    ahead = (
+        requests.group_by("benchmark", maintain_order=True)
+        .agg(ahead_s=pl.col("ended_s").first() - end)
+        .drop_nulls()
+    )
+    if not ahead.height:
+        return requests
+    known = np.sort(ahead["ahead_s"].to_numpy())
+    latest = known[np.searchsorted(known, ahead["ahead_s"].to_numpy() + 1, "left") - 1]
+    joined = requests.join(
+        ahead.with_columns(ahead_s=pl.Series(latest)), on="benchmark", how="left", maintain_order="left"
+    )
+    moved = pl.col("start_s") + pl.col("ahead_s")
+    return joined.with_columns(
+        start_s=pl.when(moved.is_between(0, MOST_S)).then(moved).otherwise("start_s")
+    ).drop("ahead_s")
 
 
 # -- GuideLLM -----------------------------------------------------------------------------------------------
@@ -175,9 +286,9 @@ class _GuideRequest(msgspec.Struct):
 
 
 class _GuideRequests(msgspec.Struct):
-    successful: list[msgspec.Raw] = []
-    errored: list[msgspec.Raw] = []
-    incomplete: list[msgspec.Raw] = []
+    successful: list[msgspec.Raw] | None = None
+    errored: list[msgspec.Raw] | None = None
+    incomplete: list[msgspec.Raw] | None = None
 
 
 class _GuideBenchmark(msgspec.Struct):
@@ -185,10 +296,10 @@ class _GuideBenchmark(msgspec.Struct):
 
 
 class _Guide(msgspec.Struct):
-    benchmarks: list[_GuideBenchmark]
+    benchmarks: list[msgspec.Raw]
 
 
-def _guide(record: bytes, *, error: bool) -> _Row:
+def _guide(record: bytes, *, benchmark: int, error: bool) -> _Row:
     decoded = msgspec.json.decode(record, type=_GuideRequest)
     times = decoded.info.timings
     start = times.request_start
@@ -196,6 +307,7 @@ def _guide(record: bytes, *, error: bool) -> _Row:
     return _request(
         start,
         decoded.response_id or decoded.request_id,
+        benchmark=benchmark,
         first_s=None if first is None else first - start,
         last_s=None if last is None else last - start,
         prompt_tokens=decoded.prompt_tokens or None,  # GuideLLM writes 0 if it could not count them
@@ -204,12 +316,17 @@ def _guide(record: bytes, *, error: bool) -> _Row:
     )
 
 
-def _guide_parts(payload: bytes) -> Parts[list[_Row]]:
-    for benchmark in msgspec.json.decode(payload.removeprefix(BOM), type=_Guide).benchmarks:
-        lists = benchmark.requests
-        for requests, is_error in ((lists.successful, False), (lists.errored + lists.incomplete, True)):
-            for part in requests:
-                yield 0, bytes(part), _one(partial(_guide, error=is_error))
+def _guide_parts(payload: bytes) -> Parts[_Row]:
+    for number, text in enumerate(from_json(payload, _Guide).benchmarks):
+        try:
+            lists = msgspec.json.decode(text, type=_GuideBenchmark).requests
+        except UNREADABLE as error:
+            yield 0, bytes(text), partial(_refuse, error)
+            continue
+        failed = (lists.errored or []) + (lists.incomplete or [])
+        for requests, is_error in ((lists.successful or [], False), (failed, True)):
+            read = partial(_guide, benchmark=number, error=is_error)
+            yield from ((0, bytes(request), read) for request in requests)
 
 
 # -- inference-perf -----------------------------------------------------------------------------------------
@@ -286,7 +403,7 @@ _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "sec": 1.0, "s": 1.0, "tokens": 1.
 
 
 def _aiperf(record: bytes) -> _Row:
-    decoded = msgspec.json.decode(record, type=_AiRequest)
+    decoded = from_json(record, _AiRequest)
 
     def value(name: str) -> Any:
         if name not in decoded.metrics:
@@ -303,12 +420,16 @@ def _aiperf(record: bytes) -> _Row:
 
     ttft, gaps, latency = value("time_to_first_token"), value("inter_chunk_latency"), value("request_latency")
     tokens = _tokens_since(ttft, gaps or []) if isinstance(ttft, float) else None
+    lasted_ns = decoded.metadata.request_end_ns - decoded.metadata.request_start_ns
+    last_s = tokens[-1] if gaps and tokens else latency
+    if last_s is not None:
+        _require_unit("request_latency", last_s, "request_end_ns - request_start_ns", lasted_ns / 1e9)
     return _request(
         decoded.metadata.request_start_ns / 1e9,
         decoded.metadata.x_request_id,
         token_s=tokens if gaps is not None else None,
         first_s=ttft,
-        last_s=tokens[-1] if gaps and tokens else latency,
+        last_s=last_s,
         prompt_tokens=count("usage_prompt_tokens", "input_sequence_length"),
         output_tokens=count("usage_completion_tokens", "output_sequence_length"),
         error=decoded.error is not None or decoded.metadata.was_cancelled,
@@ -320,7 +441,7 @@ def _aiperf(record: bytes) -> _Row:
 
 class _Sent(msgspec.Struct):
     index: TokenCount
-    arrival_time_us: Annotated[float, msgspec.Meta(ge=0, le=_MOST_S * 1e6)]
+    arrival_time_us: Annotated[float, msgspec.Meta(ge=0, le=MOST_S * 1e6)]
     input_tokens: TokenCount
     output_tokens: TokenCount
     has_error: bool = False
@@ -354,7 +475,7 @@ def _received(record: bytes) -> _Row:
 
 
 def _experiment(payload: bytes) -> list[msgspec.Raw]:
-    return msgspec.json.decode(payload.removeprefix(BOM), type=_Experiment).requests
+    return from_json(payload, _Experiment).requests
 
 
 # -- blocks -------------------------------------------------------------------------------------------------
@@ -362,31 +483,57 @@ def _experiment(payload: bytes) -> list[msgspec.Raw]:
 
 def _items(
     split: Callable[[bytes], list[msgspec.Raw]], read: Callable[[bytes], _Row]
-) -> Callable[[bytes], Parts[list[_Row]]]:
+) -> Callable[[bytes], Parts[_Row]]:
     """Return a function that divides a document into the requests that `split` returns."""
-    return lambda payload: ((0, bytes(item), _one(read)) for item in split(payload))
+    return lambda payload: ((0, bytes(item), read) for item in split(payload))
 
 
-def _lines(read: Callable[[bytes], list[_Row]]) -> Callable[[bytes], Parts[list[_Row]]]:
+def _lines(read: Callable[[bytes], _Row]) -> Callable[[bytes], Parts[_Row]]:
     return lambda payload: lines_of(payload, read)
 
 
-def _decoder(name: str, parts: Callable[[bytes], Parts[list[_Row]]]) -> Callable[..., RecordedBlock]:
+def _decoder(name: str, parts: Callable[[bytes], Parts[_Row]]) -> Callable[..., RecordedBlock]:
     """Return the decoder of a program's files."""
 
     def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
         rejects = Rejects(block, show_values=show_values, max_rejects=max_rejects)
-        contents = read_parts(payload, parts, f"no request of {name}", rejects)
-        rows = [(offset, *row) for offset, rows in contents for row in rows]
-        requests = pl.DataFrame(rows, schema={"source_offset": pl.Int64, **_REQUESTS}, orient="row")
-        seen, keys = requests_seen(requests), partial(first_keys, payload, parts)
-        return RecordedBlock(steps_seen(requests), rejects.rejects, seen, keys)
+        rows = read_parts(payload, parts, f"no request of {name}", rejects)
+        digests = _digests([row for _, row in rows])
+        requests = pl.DataFrame(
+            [(offset, *row) for offset, row in rows],
+            schema={"source_offset": pl.Int64, **_REQUESTS},
+            orient="row",
+        )
+        # Of benchmarks with equal contents, the first one has steps.
+        different = {digest: number for number, digest in reversed(digests.items())}
+        digest = pl.Series([digests[row[0]] for _, row in rows], dtype=pl.String)
+        requests = _on_wall_clock(requests).with_columns(digest=digest)
+        once = requests.filter(pl.col("benchmark").is_in(list(different.values())))
+        keys = partial(first_keys, payload, parts)
+        return RecordedBlock(_steps_of_each(once), rejects.rejects, requests_seen(requests), keys)
 
     return decode
 
 
+def _digests(rows: list[_Row]) -> dict[int, str]:
+    """Return the number of each benchmark with a digest of its requests, in the order of the numbers."""
+    contents: dict[int, Any] = defaultdict(lambda: blake2b(digest_size=BENCHMARK_DIGITS // 2))
+    for benchmark, *request in rows:
+        contents[benchmark].update(msgspec.json.encode(request))
+    return {number: contents[number].hexdigest() for number in sorted(contents)}
+
+
+def _steps_of_each(requests: pl.DataFrame) -> pl.DataFrame:
+    """Return the steps of every benchmark, each numbered from 1."""
+    benchmarks = requests.partition_by("benchmark", maintain_order=True)
+    return pl.concat([steps_seen(requests.clear()), *map(steps_seen, benchmarks)])
+
+
 def requests_seen(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return requests of a client (`_REQUESTS`) as spans. One that failed has no times."""
+    """Return requests of a client (`_REQUESTS`, and the `digest` of their benchmark) as spans. One that failed has no times.
+
+    Their ids are those of the benchmark and of the request in it, wherever they are read.
+    """
     is_good = ~pl.col("error") & (pl.col("first_s") <= pl.col("last_s"))
     several = pl.col("output_tokens") > 1
     last = pl.when(is_good).then("last_s")
@@ -404,7 +551,9 @@ def requests_seen(requests: pl.DataFrame) -> pl.DataFrame:
         start_unix_ns=start,
         end_unix_ns=start + seconds_to_ns(last.fill_null(0.0)),
     )
-    return as_spans(rows, CLIENT_SCOPE, CLIENT_KEYS.values())
+    number = pl.int_range(pl.len()).over("benchmark")
+    spans = as_spans(rows, CLIENT_SCOPE, CLIENT_KEYS.values(), number)
+    return spans.with_columns(trace_id=rows["digest"] + spans["trace_id"])
 
 
 def steps_seen(requests: pl.DataFrame) -> pl.DataFrame:
@@ -468,7 +617,7 @@ for _name, _title, _keys, _parts, _clock, _more in (
         "vllm_bench",
         "`vllm bench serve --save-detailed`",
         (rb'"input_lens"\s*:\s*\[', rb'"ttfts"\s*:\s*\[|"output_lens"\s*:\s*\['),
-        _lines(_bench),
+        _bench_parts,
         "the client's, which begins at boot; the date at the end of the benchmark, local time in seconds, gives the wall clock",
         _STEPS,
     ),
@@ -492,7 +641,7 @@ for _name, _title, _keys, _parts, _clock, _more in (
         "aiperf",
         "AIPerf's records",
         (rb'"request_start_ns"\s*:', rb'"record_processor_id"\s*:'),
-        _lines(_one(_aiperf)),
+        _lines(_aiperf),
         "the client's wall clock",
         _STEPS,
     ),

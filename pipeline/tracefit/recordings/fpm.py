@@ -22,7 +22,8 @@ import polars as pl
 from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.framing import BOM, LENGTH_BYTES, message_bytes, records
 from tracefit.otlp.model import TooManyRejectsError
-from tracefit.recordings.blocks import UNREADABLE, RecordedBlock, Rejects, fault_of
+from tracefit.recordings.blocks import MOST_STEP_S, UNREADABLE, RecordedBlock, Rejects, fault_of
+from tracefit.recordings.requests import from_json
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
 from tracefit.tables.sources import RECORDS, CycleSource
 
@@ -86,7 +87,7 @@ def _fields_of(line: bytes) -> list[str]:
 _MOST = 2**40
 _MOST_NAME = 200
 _Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
-_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_STEP_S)]
 _Name = Annotated[str, msgspec.Meta(max_length=_MOST_NAME)]
 _UnixNs = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
@@ -94,9 +95,10 @@ _UnixNs = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 def _metrics_type(*, array_like: bool) -> Any:
     """Return the type of a record; arrays have the fields in this order."""
     tokens: list[Any] = [("num_prefill_requests", _Count), ("sum_prefill_tokens", _Count)]
-    tokens += [("var_prefill_length", float)]
+    # A variance is not read; one that Python could not compute is NaN.
+    tokens += [("var_prefill_length", Any)]
     decodes: list[Any] = [("num_decode_requests", _Count), ("sum_decode_kv_tokens", _Count)]
-    decodes += [("var_decode_kv_tokens", float, 0.0)]
+    decodes += [("var_decode_kv_tokens", Any, 0.0)]
     scheduled, queued = (
         msgspec.defstruct(name, fields, array_like=array_like, gc=False)
         for name, fields in (
@@ -239,12 +241,13 @@ def _of_json(payload: bytes, rejects: Rejects) -> Iterator[_Record]:
 
 
 def _line(text: bytes) -> Any:
-    decoded: Any
+    decoded: Any = None
     try:
         decoded = _DECODE_LINE(text)
     except UNREADABLE:
-        return None
-    return decoded if decoded.metrics.version == VERSION else None
+        with suppress(*UNREADABLE):
+            decoded = from_json(text, _LINE)
+    return decoded if decoded and decoded.metrics.version == VERSION else None
 
 
 def as_line(message: bytes, received_at_ns: int) -> tuple[bytes, float] | Literal["malformed", "version"]:
@@ -334,7 +337,8 @@ def _of_lines(columns: list[str], lines: list[tuple[int, bytes]], rejects: Rejec
         field = fields.list.get(position, null_on_oob=True).str.strip_chars('" \r')
         values[column] = value = field.cast(_TYPES[column], strict=False)
         size = value.str.len_chars() if column == "worker_id" else value
-        is_good = size.is_between(0, _MOST_NAME if column == "worker_id" else _MOST).fill_null(value=False)
+        most = {"worker_id": _MOST_NAME, "wall_time_s": 1e3 * MOST_STEP_S}.get(column, _MOST)
+        is_good = size.is_between(0, most).fill_null(value=False)
         is_empty = field.fill_null("") == "" if name in _CSV_OPTIONAL else pl.lit(value=False)
         faults.append(pl.when(~is_good & ~is_empty).then(pl.lit(f"{name} out of range, or no number")))
     numbers = text.to_frame().select(

@@ -12,20 +12,23 @@ import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+import numpy as np
 import polars as pl
 
 from tracefit.inputs.formats import Recording, register
-from tracefit.recordings.blocks import RecordedBlock, Rejects
+from tracefit.recordings.blocks import MOST_S, RecordedBlock, Rejects
 from tracefit.recordings.requests import (
     TokenCount,
     UnixSeconds,
     as_spans,
+    from_json,
     lines_of,
     read_parts,
     seconds_to_ns,
 )
 from tracefit.tables.dialects import LOG_SCOPE
 from tracefit.tables.rows import RECORDED_STEPS
+from tracefit.tables.units import unit_fault
 
 if TYPE_CHECKING:
     from tracefit.inputs.blocks import Block
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
 _TIMES = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
 _START = re.compile(rb'\{[^{}\[\]]{0,400}"queued_ts"\s*:[^,{}\[\]]{1,40},\s*"scheduled_ts"\s*:')
-_Seconds = Annotated[float, msgspec.Meta(ge=0, le=2**32)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_S)]
 
 
 class _Line(msgspec.Struct):
@@ -74,16 +77,31 @@ def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int)
     rejects = Rejects(block, show_values=show_values, max_rejects=max_rejects)
     records = read_parts(payload, lambda text: lines_of(text, _line), "no request of a log", rejects)
     rows = [(offset, *msgspec.structs.astuple(line)) for offset, line in records]
-    requests = _as_spans(pl.DataFrame(rows, schema=_TYPES, orient="row"))
+    lines = pl.DataFrame(rows, schema=_TYPES, orient="row")
+    if fault := _unit_fault(lines):
+        rejects.add(0, payload, f"no request of a log ({fault})")
+        lines = lines.clear()
+    requests = _as_spans(lines)
     return RecordedBlock(pl.DataFrame(schema=RECORDED_STEPS).drop("file"), rejects.rejects, requests)
 
 
 def _line(text: bytes) -> _Line:
-    line = msgspec.json.decode(text, type=_Line)
+    line = from_json(text, _Line)
     times = [getattr(line, name) for name in _TIMES]
     if times != sorted(times):
         raise msgspec.ValidationError("times out of order")
     return line
+
+
+def _unit_fault(lines: pl.DataFrame) -> str | None:
+    """Return the fault of a log whose two clocks do not run at one rate: one of them is in another unit."""
+    ranges = [lines[name].to_numpy() for name in ("queued_ts", "arrival_time")]
+    engine_s, wall_s = (float(times.max(initial=0) - times.min(initial=np.inf)) for times in ranges)
+    return (
+        unit_fault("the range of queued_ts", "that of arrival_time", engine_s / wall_s, "s")
+        if wall_s > 0
+        else None
+    )
 
 
 def _as_spans(lines: pl.DataFrame) -> pl.DataFrame:

@@ -6,16 +6,17 @@ that the record lacks stay null.
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 import msgspec
 import polars as pl
 
-from tracefit.inputs.framing import records
+from tracefit.inputs.framing import BOM, records
 from tracefit.inputs.rejects import keys_in
 from tracefit.otlp.model import TooManyRejectsError
-from tracefit.recordings.blocks import UNREADABLE, Rejects, fault_of
+from tracefit.recordings.blocks import MOST_S, UNREADABLE, Rejects, fault_of
 from tracefit.tables.dialects import FRONT_SPAN
 
 if TYPE_CHECKING:
@@ -23,13 +24,34 @@ if TYPE_CHECKING:
 
 
 TokenCount = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
-UnixSeconds = Annotated[float, msgspec.Meta(ge=10**9, le=2**32)]
+UnixSeconds = Annotated[float, msgspec.Meta(ge=10**9, le=MOST_S)]
 _MOST_OF_RECORD = 2**24
 """Requests in one record, for their ids."""
+
+# A text that does not end is one match too, so that no byte is read twice.
+_NOT_FINITE = re.compile(rb'"(?:[^"\\]|\\.)*+"?|-?\b(?:NaN|Infinity)\b', re.DOTALL)
 
 _T = TypeVar("_T")
 Parts: TypeAlias = "Iterable[tuple[int, bytes, Callable[[bytes], _T]]]"
 """Offset and bytes of each part of a block, and the function that reads it or raises one of `UNREADABLE`."""
+
+
+def from_json(text: bytes, kind: type[_T]) -> _T:
+    """Return a JSON value. `NaN` and `Infinity`, which Python writes and JSON lacks, are null: a field that is not read costs nothing.
+
+    Raises:
+        msgspec.DecodeError: It is another value, or not JSON.
+    """
+    text = text.removeprefix(BOM)
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        if b"NaN" not in text and b"Infinity" not in text:
+            raise
+        finite = _NOT_FINITE.sub(lambda match: match[0] if match[0][:1] == b'"' else b"null", text)
+        return msgspec.json.decode(finite, type=kind)
 
 
 def lines_of(payload: bytes, read: Callable[[bytes], _T]) -> Parts[_T]:
@@ -76,7 +98,9 @@ def seconds_to_ns(seconds: pl.Expr) -> pl.Expr:
     return (seconds * 1e9).round().cast(pl.Int64)
 
 
-def as_spans(requests: pl.DataFrame, scope: str, attributes: Iterable[str]) -> pl.DataFrame:
+def as_spans(
+    requests: pl.DataFrame, scope: str, attributes: Iterable[str], number: pl.Expr | None = None
+) -> pl.DataFrame:
     """Return requests as spans, columns as `otlp.decode.SPAN_COLUMNS` as far as the log has them.
 
     A request that is read twice has the same ids. They are not ids of a tracer and have another length.
@@ -85,9 +109,11 @@ def as_spans(requests: pl.DataFrame, scope: str, attributes: Iterable[str]) -> p
         requests: One row per request: source_offset, start_unix_ns, end_unix_ns, error (Boolean), and the attributes.
         scope: The scope whose spellings the attributes have.
         attributes: Those columns that are attributes.
+        number: The number of each request, for its id; its place in the file if not given.
     """
-    number = pl.int_range(pl.len()).over("source_offset")
-    span_number = pl.col("source_offset") * _MOST_OF_RECORD + number + 1
+    in_record = pl.int_range(pl.len()).over("source_offset")
+    place = pl.col("source_offset") * _MOST_OF_RECORD + in_record
+    span_number = (place if number is None else number) + 1
     return requests.select(
         "source_offset",
         trace_id=pl.col("start_unix_ns").map_batches(_digits, return_dtype=pl.String),

@@ -23,7 +23,15 @@ from tracefit.errors import printable
 from tracefit.statistics import divided
 from tracefit.tables import dialects, schema
 from tracefit.tables.clocks import api_clocks
-from tracefit.tables.epochs import MARKS, RECORDED_MARKS, in_epoch, marks_of, marks_of_records, scan_epochs
+from tracefit.tables.epochs import (
+    MARKS,
+    RECORDED_MARKS,
+    in_benchmark,
+    in_epoch,
+    marks_of,
+    marks_of_records,
+    scan_epochs,
+)
 from tracefit.tables.external_sort import ExternalSort, SortContents, SortSpace
 from tracefit.tables.qualified import run_of
 from tracefit.tables.record_servers import SHARED_NAME
@@ -384,7 +392,7 @@ def _add_recorded(collected: _Collected, sieve: Sieve, starts: pl.DataFrame, win
     for tally, source, count in collected.sums(counted, "cycle_source") if recorded.height else ():
         tally.events[RECORDS.get(source, source)] += count
     steps, broken = sieve.recorded().sift("steps", recorded.with_columns(no_clock))
-    collected.take("steps", in_epoch(steps, starts, "ts_start_ns"))
+    collected.take("steps", in_benchmark(in_epoch(steps, starts, "ts_start_ns")))
     broken = broken.join(recorded, on="row", how="inner")
     return _as_rejects(pl.concat([broken, shared.select(broken.columns)]))
 

@@ -1,29 +1,42 @@
 """Join the measurements of load generators with the server's record of the same requests.
 
 Requests match by their ids, as vLLM extends them (`cmpl-<id>-0`). If a client writes no ids, they match by length and
-order of arrival: the two clocks differ by one constant, on which most pairs of equal length agree.
+order of arrival (`tables.arrivals`). A request that matches none of the server's is left out and counted, because the server's
+requests are the load.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
+
 import polars as pl
 
+from tracefit.tables.arrivals import pairs_by_arrival
 from tracefit.tables.dialects import CLIENT
+from tracefit.tables.units import power_of, unit_fault
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BENCHMARK_DIGITS = 8
+"""Digits of a client's trace id that name its benchmark."""
 
 TIMES = ("client_ttft_us", "client_itl_us", "client_e2e_us")
 _SERVER_ID = r"^(?:chat)?cmpl-|-[0-9]{1,2}$"
-_MAX_PAIRED = 1_000
-"""Requests of each side whose arrivals are compared to find the difference of the clocks."""
-
-_SAME_NS = 100_000_000
-"""Largest scatter of the arrivals of one request between client and server."""
-
 _MIN_LATENCIES = 2
 """Fewest requests without lengths that make a log of latencies: a single one is the last request of a client."""
 
-_MIN_PAIRED_SHARE = 0.5
-"""Least share of the smaller side's requests that must agree on the difference of the clocks."""
+_BY_ID_SHARE = 0.5
+"""If at least this share of a benchmark's requests match by id, the ids are the server's, and the others match none."""
+
+_LEAST_COMPARED, _ALIKE_SHARE, _ALIKE = 3, 0.8, 3.0
+"""A unit is wrong if at least so many latencies of a benchmark, and this share of them, are off by a power of 1,000 within this factor:
+a queue before the server makes some of them long, in no proportion to the server's."""
+
+UNMATCHED = "client requests that match no span"
+NO_ID = "no span has their id"
+FAILED = "failed at the client"
+NO_LENGTH = "no length to match by"
 
 _NEAR, _MIN_NEAR = 0.05, 0.9
 """If at least this share of the requests have output lengths this close to the median, all were sent with one length."""
@@ -82,33 +95,90 @@ def with_clients_latencies(requests: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def with_client_times(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return requests with the times of their clients; client rows that match a server's request are left out.
+def with_client_times(requests: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, int], dict[str, int]]:
+    """Return requests with the times of their clients; client rows are left out if a server recorded requests.
 
     A run without requests of a server, or without a client, stays as it is.
 
     Args:
         requests: The `requests` table of a run.
+
+    Returns:
+        The requests; the number of the client's requests without a match, by likely reason; and of those whose times are left
+        out because their unit is wrong, by fault.
     """
     is_client = pl.col("dialect") == CLIENT
     requests = _with_latencies(requests)
-    numbered = requests.with_row_index("row")
+    numbered = requests.with_row_index("row").with_columns(
+        benchmark=pl.col("trace_id").str.head(BENCHMARK_DIGITS).fill_null("")
+    )
     client_rows = numbered.filter(is_client)
     # A server's request that never ended has an id but no lengths to compare.
     server_rows = numbered.filter(~is_client)
     if not client_rows.height or not server_rows.height:
-        return requests
-    pairs = _by_id(client_rows, server_rows)
-    left = [
-        side.join(pairs, left_on="row", right_on=name, how="anti")
-        for side, name in ((client_rows, "client"), (server_rows, "row"))
-    ]
-    pairs = pl.concat([pairs, _by_arrival(left[0], left[1])])
-    measured = pairs.join(client_rows.select("row", *TIMES), left_on="client", right_on="row").drop("client")
-    joined = numbered.join(measured, on="row", how="left", suffix="_of_client", maintain_order="left")
+        return requests, {}, {}
+    by_id = _by_id(client_rows, server_rows)
+    rest = client_rows.join(by_id, left_on="row", right_on="client", how="anti")
+    share = client_rows.group_by("benchmark").agg(share=pl.col("row").is_in(by_id["client"].implode()).mean())
+    has_ids = rest.join(share, on="benchmark", how="left")["share"] >= _BY_ID_SHARE
+    times, several = pl.col("client_ttft_us").is_not_null(), pl.col("output_tokens") > 0
+    known = rest.select("row", "benchmark", "arrival_ns", "output_tokens", "client_ttft_us").with_columns(
+        reason=pl.when(has_ids)
+        .then(pl.lit(NO_ID))
+        .when(~times)
+        .then(pl.lit(FAILED))
+        .when(~(several & pl.col("arrival_ns").is_not_null()).fill_null(value=False))
+        .then(pl.lit(NO_LENGTH))
+    )
+    columns = ["row", "arrival_ns", "output_tokens"]
+    received = server_rows.join(by_id, on="row", how="anti").select(columns).drop_nulls()
+    sought = known.filter(pl.col("reason").is_null()).select("benchmark", *columns)
+    by_arrival, unmatched = pairs_by_arrival(sought, received.filter(pl.col("output_tokens") > 0))
+    pairs = pl.concat([by_id, by_arrival])
+    reasons = pl.concat([known["reason"].drop_nulls(), unmatched["reason"]]).value_counts()
+    measured = client_rows.select("row", "benchmark", *TIMES)
+    joined = numbered.drop("benchmark").join(
+        pairs.join(measured, left_on="client", right_on="row").drop("client"),
+        on="row",
+        how="left",
+        suffix="_of_client",
+        maintain_order="left",
+    )
     filled = joined.with_columns(pl.coalesce(f"{name}_of_client", name).alias(name) for name in TIMES)
-    kept = filled.join(pairs, left_on="row", right_on="client", how="anti", maintain_order="left")
-    return kept.with_columns(network_us=pl.col("client_ttft_us") - pl.col("ttft_us")).select(requests.columns)
+    kept, faults = _without_wrong_units(filled.filter(~is_client.fill_null(value=False)))
+    kept = kept.with_columns(network_us=pl.col("client_ttft_us") - pl.col("ttft_us"))
+    return kept.select(requests.columns), dict(reasons.sort("reason").iter_rows()), faults
+
+
+def _without_wrong_units(requests: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, int]]:
+    """Return a server's requests without the times of benchmarks in another unit, and the number of these by fault."""
+    faults: dict[str, int] = {}
+    for (benchmark,), rows in requests.drop_nulls("benchmark").group_by("benchmark", maintain_order=True):
+        for fault in _unit_faults(rows):
+            faults[fault] = faults.get(fault, 0) + rows.height
+            is_off = (pl.col("benchmark") == benchmark).fill_null(value=False)
+            requests = requests.with_columns(pl.when(~is_off).then(name).alias(name) for name in TIMES)
+            break  # the first one says it
+    return requests, faults
+
+
+def _unit_faults(matched: pl.DataFrame) -> Iterator[str]:
+    """Yield the faults of a benchmark's times that are, request by request, a power of 1,000 above or below the server's."""
+    decode = {side: pl.col(f"{side}e2e_us") - pl.col(f"{side}ttft_us") for side in ("client_", "")}
+    for what, ratio in (
+        ("TTFT", pl.col("client_ttft_us") / pl.col("ttft_us")),
+        ("E2E", pl.col("client_e2e_us") / pl.col("e2e_us")),
+        ("ITL", decode["client_"] / decode[""]),
+    ):
+        ratios = matched.select(ratio=ratio).to_series().drop_nulls()
+        ratios = ratios.filter(ratios.is_finite() & (ratios > 0))
+        if ratios.len() < _LEAST_COMPARED:
+            continue
+        exact = 1000.0 ** power_of(float(ratios.median()))  # type: ignore[arg-type]  # of floats
+        is_alike = (ratios / exact).is_between(1 / _ALIKE, _ALIKE)
+        fault = unit_fault(f"the client's {what}", "the server's", exact, "s")
+        if fault and is_alike.mean() >= _ALIKE_SHARE:
+            yield fault
 
 
 def _with_latencies(requests: pl.DataFrame) -> pl.DataFrame:
@@ -149,41 +219,3 @@ def _by_id(client_rows: pl.DataFrame, server_rows: pl.DataFrame) -> pl.DataFrame
         for side, row in ((client_rows.rename({"row": "client"}), "client"), (server_rows, "row"))
     ]
     return sides[0].join(sides[1], on="id").select("client", "row")
-
-
-def _by_arrival(client_rows: pl.DataFrame, server_rows: pl.DataFrame) -> pl.DataFrame:
-    """Return pairs of equal output lengths and about equal arrivals, by the difference of the clocks: client, row."""
-    columns = ["row", "arrival_ns", "output_tokens"]
-    sent, received = (
-        side.select(columns).drop_nulls().filter(pl.col("output_tokens") > 0).sort("arrival_ns", "row")
-        for side in (client_rows.filter(pl.col("client_ttft_us").is_not_null()), server_rows)
-    )
-    if (ahead := _ahead(sent, received)) is None:
-        return pl.DataFrame(schema={"client": pl.UInt32, "row": pl.UInt32})
-    moved = sent.select(client="row", arrival_ns=pl.col("arrival_ns") + ahead, output_tokens="output_tokens")
-    joined = moved.sort("arrival_ns").join_asof(
-        received.rename({"arrival_ns": "at_ns"}).with_columns(arrival_ns="at_ns"),
-        on="arrival_ns",
-        by="output_tokens",
-        strategy="nearest",
-        tolerance=_SAME_NS,
-        check_sortedness=False,
-    )
-    apart = (pl.col("at_ns") - pl.col("arrival_ns")).abs()
-    nearest = joined.drop_nulls("row").sort(apart, "client").unique("row", keep="first", maintain_order=True)
-    return nearest.select("client", "row")
-
-
-def _ahead(sent: pl.DataFrame, received: pl.DataFrame) -> int | None:
-    """Return how far the server's clock is ahead of the client's in ns, on which most pairs of equal length agree."""
-    some = [side.head(_MAX_PAIRED) for side in (sent, received)]
-    pairs = some[0].join(some[1], on="output_tokens", suffix="_server")
-    apart = np.sort((pairs["arrival_ns_server"] - pairs["arrival_ns"]).to_numpy())
-    if not apart.size:
-        return None
-    until = np.searchsorted(apart, apart + _SAME_NS, side="right")
-    within = until - np.arange(apart.size)
-    best = int(np.argmax(within))
-    if within[best] < max(2.0, _MIN_PAIRED_SHARE * min(side.height for side in some)):
-        return None
-    return int(np.median(apart[best : until[best]]))

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
+from tracefit.tables.sources import CycleSource
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -64,8 +66,12 @@ RECORDED_MARKS = ("file", "server", "unix_ns", "step_id", "cycle_source")
 
 
 def marks_of_records(recorded: pl.DataFrame) -> pl.DataFrame:
-    """Return the recorded steps with a time as marks, inexact because they may arrive out of order."""
-    marks = recorded.select("server", "step_id", clock="unix_ns", exact=pl.lit(value=False))
+    """Return the recorded steps with a time as marks, inexact because they may arrive out of order.
+
+    Steps that a client saw do not count: every benchmark numbers its own.
+    """
+    of_server = ~pl.col("cycle_source").eq_missing(CycleSource.CLIENT.value)
+    marks = recorded.filter(of_server).select("server", "step_id", clock="unix_ns", exact=pl.lit(value=False))
     return marks.drop_nulls("clock").select(list(MARKS))
 
 
@@ -226,3 +232,16 @@ def in_epoch(frame: pl.DataFrame, starts: pl.DataFrame, clock: str | None) -> pl
         check_sortedness=False,
     )
     return joined.sort("_row").with_columns(pl.col("epoch").fill_null(0)).drop("_row", "clock", "epoch_start")
+
+
+def in_benchmark(steps: pl.DataFrame) -> pl.DataFrame:
+    """Return recorded steps with the second in which their benchmark begins as epoch, if a client saw them.
+
+    The clocks of benchmarks are known to the second, so that one may seem to begin before the one before it ends.
+
+    Args:
+        steps: source_file, source_offset, unix_ns, cycle_source, epoch; all steps of a benchmark.
+    """
+    of_client = pl.col("cycle_source").eq_missing(CycleSource.CLIENT.value)
+    begin_s = pl.col("unix_ns").min().over("source_file", "source_offset") // 10**9
+    return steps.with_columns(epoch=pl.when(of_client).then(begin_s.fill_null(0)).otherwise("epoch"))

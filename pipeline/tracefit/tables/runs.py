@@ -197,7 +197,8 @@ _SPANS = {
 _WITH_SPANS = (CycleSource.SGLANG.value, CycleSource.CLIENT.value)
 _IS_RECORDED = pl.col("cycle_source").is_not_null()
 _RECORDED = {
-    "recorded_steps": pl.len(),
+    # The steps that a client saw have numbers of ours.
+    "recorded_steps": (pl.col("cycle_source") != CycleSource.CLIENT.value).sum(),
     # Steps of SGLang and of clients come with spans, which have a dialect.
     "dialects": pl.col("cycle_source").filter(~pl.col("cycle_source").is_in(_WITH_SPANS)).first(),
     "first_unix_ns": pl.col("unix_ns").min(),

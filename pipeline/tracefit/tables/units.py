@@ -1,0 +1,120 @@
+"""Wrong units: times of a file that contradict each other by a power of 1,000.
+
+A file names no units, or names the wrong one, and its numbers are plausible in both. Another time of the file, or of its neighbour, shows
+the difference: no other fault is that large.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from tracefit.tables.sources import CycleSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_UNITS = ("ns", "us", "ms", "s")
+
+
+def power_of(ratio: float) -> int:
+    """Return the power of 1,000 by which two times differ, from their ratio; 0, for ratios up to 31, if their units are the same."""
+    return round(math.log10(ratio) / 3) if 0 < ratio < math.inf else 0
+
+
+def unit_fault(what: str, of: str, ratio: float, unit: str) -> str | None:
+    """Return the fault of a time that contradicts another by a power of 1,000; null if it does not.
+
+    Args:
+        what: Its name.
+        of: The name of the other one.
+        ratio: It in ratio to the other one.
+        unit: The unit in which it is read.
+
+    Examples:
+        >>> unit_fault("the mean of ttfts", "mean_ttft_ms", 1010.0, "s")
+        'the mean of ttfts is about 1,000 times mean_ttft_ms: is it in ms?'
+        >>> unit_fault("the mean of ttfts", "mean_ttft_ms", 1.3, "s")
+    """
+    power = power_of(ratio)
+    if not power:
+        return None
+    times = f"{1000**power:,} times" if power > 0 else f"1/{1000**-power:,} of"
+    at = _UNITS.index(unit) - power
+    question = f"is it in {_UNITS[at]}?" if 0 <= at < len(_UNITS) else f"is it in {unit}?"
+    return f"{what} is about {times} {of}: {question}"
+
+
+_LEAST_STEPS = 8
+"""Fewest steps of a server whose times are compared with the time that passed."""
+
+
+def step_unit_faults(pieces: Iterable[pl.DataFrame]) -> pl.DataFrame:
+    """Return the servers whose recorded step times do not fit the times at which the records were received.
+
+    Where a request decodes in two steps, one after the other, the engine does not idle between them, so that the time of the
+    second one is the time between the two records. Both the sum and the median have to differ: records that wait in a queue are
+    received together, and a clock may jump.
+
+    Args:
+        pieces: Rows of `steps` in their order.
+
+    Returns:
+        server, column (the one in the wrong unit), reason.
+    """
+    sums = pl.concat([_times_between(piece) for piece in pieces])
+    of_server = (
+        sums.group_by("server", maintain_order=True)
+        .agg(pl.sum("steps", "cycle_us", "passed_us"), pl.median("ratio"), pl.median("unix_ns"))
+        .filter(pl.col("steps") >= _LEAST_STEPS)
+    )
+    columns = ("server", "cycle_us", "passed_us", "ratio", "unix_ns")
+    rows = [
+        (server, *_step_fault(cycle_us / passed_us, unix_ns))
+        for server, cycle_us, passed_us, ratio, unix_ns in of_server.select(columns).iter_rows()
+        if passed_us > 0 and power_of(cycle_us / passed_us) == power_of(ratio) != 0
+    ]
+    return pl.DataFrame(rows, dict.fromkeys(("server", "column", "reason"), pl.String), orient="row")
+
+
+def _times_between(steps: pl.DataFrame) -> pl.DataFrame:
+    """Return sums over the busy steps of each server: server, steps, cycle_us, passed_us, and medians: ratio, unix_ns."""
+    engine = ["server", "epoch"]
+    passed_us = pl.col("unix_ns").diff().over(engine) / 1e3
+    is_next = (pl.col("step_id").diff().over(engine) == 1) & (pl.col("num_decode_reqs") > 0)
+    busy = (
+        steps.filter(pl.col("cycle_source") == CycleSource.FPM.value)
+        .with_columns(passed_us=passed_us, is_next=is_next)
+        .filter("is_next")
+        .drop_nulls(["cycle_us", "passed_us"])
+    )
+    return busy.group_by("server", maintain_order=True).agg(
+        pl.sum("cycle_us", "passed_us"),
+        pl.median("unix_ns"),
+        steps=pl.len(),
+        ratio=(pl.col("cycle_us") / pl.col("passed_us").clip(1e-3)).median(),
+    )
+
+
+_LEAST_UNIX_NS = 10**17
+"""No record is received before this time, in 1973: it is in a coarser unit than ns."""
+
+
+def _step_fault(ratio: float, unix_ns: float) -> tuple[str, str | None]:
+    """Return the column of `steps` that is in the wrong unit, and the fault."""
+    if unix_ns < _LEAST_UNIX_NS:
+        return "unix_ns", unit_fault("the range of received_at_ns", "the time of the steps", 1 / ratio, "ns")
+    return "cycle_us", unit_fault("wall_time", "the time between the records", ratio, "s")
+
+
+def without_wrong_units(pieces: Iterable[pl.DataFrame], faults: pl.DataFrame) -> Iterator[pl.DataFrame]:
+    """Yield rows of `steps` without the values that are in the wrong unit; `faults` is what `step_unit_faults` returned."""
+    for piece in pieces:
+        is_off = {
+            column: pl.col("server").is_in(faults.filter(column=column)["server"].implode())
+            & (pl.col("cycle_source") == CycleSource.FPM.value).fill_null(value=False)
+            for column in ("cycle_us", "unix_ns")
+        }
+        yield piece.with_columns(pl.when(~mark).then(name).alias(name) for name, mark in is_off.items())
