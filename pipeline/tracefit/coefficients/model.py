@@ -306,7 +306,7 @@ class Linear(Strict):
 
     form: Literal["linear"] = "linear"
     intercept: Number
-    terms: Terms = ()
+    terms: Terms
 
 
 class Regime(Strict):
@@ -315,14 +315,14 @@ class Regime(Strict):
     name: str
     when: Condition
     intercept: Number
-    terms: Terms = ()
+    terms: Terms
 
 
 class Work(Strict):
     """A linear amount of work."""
 
     intercept: Number
-    terms: Terms = ()
+    terms: Terms
 
 
 class Estimator(Strict):
@@ -474,7 +474,7 @@ class LinearModel(_ModelBase):
 
     form: Literal["linear"] = "linear"
     intercept: Number
-    terms: Terms = ()
+    terms: Terms
 
 
 def _each_name_once(regimes: tuple[Regime, ...]) -> tuple[Regime, ...]:
