@@ -15,9 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shapes import shapes_of
 from tracefit import evaluator
 from tracefit.coefficients.compiled import CompiledModel
 from tracefit.coefficients.files import read_coefficients
+from tracefit.coefficients.model import CoefficientFile
 from tracefit.coefficients.predict import predict_row
 from tracefit.coefficients.predict_frames import predict_rows
 from tracefit.errors import UsageError
@@ -293,7 +295,171 @@ def test_file_needs_only_the_standard_library(tmp_path):
     assert done.stdout.strip() == "[]"
 
 
-# -- both evaluators together, on files that anyone may have written ------------------------------------
+# -- both evaluators together, on files that anyone may have changed -------------------------------------
+
+
+def test_the_shapes_are_those_of_the_schema():
+    """`python tests/shapes.py` prints them."""
+    assert shapes_of(CoefficientFile.model_json_schema()) == evaluator.SHAPES
+
+
+def _published(form):
+    """Return the kind and the shortest published model of a form, with a validation and the most kinds of keys."""
+    found = [
+        (document["kind"], model)
+        for document in map(json.loads, (path.read_text() for path in FILES))
+        for model in document["models"]
+        if model["form"] == form and model.get("validation") and evaluator._terms_of(model)
+    ]
+    return min(found, key=lambda each: len(json.dumps(each)))
+
+
+def _document(form):
+    kind, model = _published(form)
+    own = json.loads(next(path for path in FILES if path.stem == "alpha").read_text())
+    others = {"not_fitted": [{"name": "n", "deployment_id": "d", "reason": "r", "remedy": None}]}
+    document = {**own, "kind": kind, "models": [model], **others, "requests": own["requests"][:1]}
+    return json.loads(json.dumps(document))
+
+
+REPLACEMENTS = (
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        2,
+        5.0,
+        0.5,
+        1e300,
+        10**400,
+        "5",
+        "",
+        "us",
+        "ms",
+        "x y",
+        "linear",
+        "alpha.m",
+        "beta.m",
+    ),
+    *(
+        "\ud800",
+        "x" * 201,
+        "x" * 401,
+        "x + 1",
+        [],
+        [1],
+        [2, 1],
+        [None, 1],
+        [1, 2, 3],
+        {},
+        {"x": 1},
+        {"value": 1.0},
+    ),
+)
+
+
+def _mutated(document):
+    """Yield a document with each of many changes, one at a time, and the place of the change.
+
+    In a list, only the first and the last item are changed.
+    """
+
+    def places(value, place):
+        inner = (
+            list(value.items())
+            if isinstance(value, dict)
+            else list(enumerate(value))
+            if isinstance(value, list)
+            else []
+        )
+        for key, item in inner if isinstance(value, dict) else [*inner[:1], *inner[1:][-1:]]:
+            yield value, key, f"{place}.{key}"
+            yield from places(item, f"{place}.{key}")
+
+    for holder, key, place in places(document, ""):
+        before = holder[key]
+        for value in REPLACEMENTS:
+            holder[key] = value
+            yield document, f"{place} = {value!r:.20}"
+        holder[key] = before
+        if isinstance(holder, dict):
+            order = list(holder.items())
+            del holder[key]
+            yield document, f"without {place}"
+            holder["_" + key] = before
+            yield document, f"{place} renamed"
+            holder.clear()
+            holder.update(order)
+        else:
+            holder.insert(key, before)
+            yield document, f"{place} twice"
+            del holder[key]
+            del holder[key]
+            yield document, f"without {place}"
+            holder.insert(key, before)
+
+
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.1, id="tenth"), pytest.param(1.0, id="all", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("form", ["linear", "regimes", "boundary"])
+def test_a_changed_file_is_refused_by_both_or_predicts_the_same(tmp_path, form, share):
+    document, path, rng = _document(form), tmp_path / "file.json", random.Random(1)
+    model = document["models"][0]
+    path.write_text(json.dumps(document))
+    names = sorted(CompiledModel(read_coefficients(path).models[0]).inputs)
+    features = {name: 1.0 + 7 * number for number, name in enumerate(names)}
+    outcomes = {"refused": 0, "same": 0}
+    for changed, change in _mutated(document):
+        # Only tracefit reads version 2, whose keys have other names.
+        if rng.random() > share or changed.get("version") == 2:
+            continue
+        path.write_text(json.dumps(changed))
+        try:
+            compiled = CompiledModel(read_coefficients(path).models[0])
+        except (UsageError, IndexError) as error:
+            with pytest.raises(ValueError, match=r"file\.json: "):
+                pytest.fail(f"{change}: {error}: {evaluator.load(path, model['name'])}")
+            outcomes["refused"] += 1
+            continue
+        plain = evaluator.load(path, compiled.model.name)
+        wanted = _outcome(lambda compiled=compiled: predict_row(compiled, features).interval.value_us)
+        assert _outcome(lambda plain=plain: evaluator.predict(plain, features)) == wanted, change
+        outcomes["same"] += 1
+    assert document == _document(form)
+    assert min(outcomes.values()) > 50
+
+
+def _without_terms(model):
+    del model["terms"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda model: model["target"].update(unit="ms"), "unit"),
+        (lambda model: model.update(name="alpha.cycle_time"), "kind beta"),
+        (_without_terms, "terms"),
+        (lambda model: model["training"].update(rows="5"), "rows is not a whole number"),
+        (lambda model: model["terms"][0].update(ci95=[1e9, 2e9]), "does not contain the value"),
+        (lambda model: model["terms"][0].update(training_range=[2, 1]), "begins above its end"),
+    ],
+)
+def test_a_model_that_is_not_as_published_is_refused_by_both(tmp_path, change, says):
+    document, path = _document("linear"), tmp_path / "beta.json"
+    document["kind"] = "beta"
+    document["models"][0]["name"] = "beta.cycle_time"
+    path.write_text(json.dumps(document))
+    evaluator.load(path, "beta.cycle_time")
+    change(document["models"][0])
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=says):
+        evaluator.load(path, document["models"][0]["name"])
+    with pytest.raises(UsageError, match=says):
+        read_coefficients(path)
+
 
 NAMES = st.sampled_from([*"abcx", "d0", "d1", "d2"])
 CONSTANTS = st.sampled_from(["0", "1", "0.5", "2", "4", "5", "1e308", "1e999", "3.", "True"])

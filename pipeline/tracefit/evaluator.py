@@ -8,9 +8,9 @@ tracefit has another evaluator, for rows and for frames, and takes the limits an
     model = load("beta.json", "beta.cycle_time")
     predict(model, {"prefill_tokens": 512, "decode_tokens": 24, ...})
 
-`load` refuses, with a ValueError, what tracefit refuses in the parts of a file that a prediction reads:
-numbers that are not finite, unknown or duplicate keys, formulas that are not allowed or build on themselves,
-and more of anything than a file may hold. Ranges, errors and provenance are not checked.
+`load` refuses, with a ValueError, what tracefit refuses: values of another kind than `SHAPES` says, unknown, missing or
+duplicate keys, parts that contradict each other (`CONTRADICTIONS`), and formulas that are not allowed or build on
+themselves. tracefit checks its files with `check` too, so that there is one list.
 
 `features` are values by name: columns of the tables, or features as the file names them. A value that is
 given wins over its formula; None and NaN are unknown: a comparison with it does not hold, and a sum with it
@@ -25,9 +25,13 @@ import json
 import math
 import operator
 import re
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq}
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
@@ -45,20 +49,92 @@ MAX_NAME_CHARS = 200
 MAX_FORMULA_CHARS = 400
 MAX_NESTED_CALLS = 4
 MAX_EXPONENT = 4
+ROUNDING = 1e-8  # a value may be outside its interval by as much of it: both are rounded
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 LEXICON = re.compile(
     r"(?:(?>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?![\w.])|[A-Za-z_]\w*+|[-+*/(), ])*+", re.ASCII
 )
 
-# Keys that an object must have, and keys that it may have.
-_FILE_KEYS = ("schema version kind models", "not_fitted requests provenance")
-_FORM_KEYS = {
-    "linear": ("name form intercept", "terms"),
-    "regimes": ("name form regimes", ""),
-    "boundary": ("name form boundary work offset without_clock", "queue expectation"),
+# -- the shape of a file ---------------------------------------------------------------------------------
+#
+# Keys of each object, and the kinds of their values: a key with `?` may be missing, `|` separates kinds, `[kind]2-9` is
+# a list of 2 to 9, `{key:kind}` an object with any keys of a kind, text in quotes is itself, and a capital begins the
+# name of a shape. `bounds` are two numbers, a `share` is a number from 0 to 1, a `model` is of the shape of its form.
+
+_FORM_SHAPES = {"linear": "LinearModel", "regimes": "RegimesModel", "boundary": "BoundaryModel"}
+_OF_MODEL = (
+    "name:text deployment_id?:text|null target?:TargetFacts|null estimator?:Estimator|null "
+    "features_left_out?:[OmittedFeature] training?:Training|null validation?:Validation|null "
+    f"deployment?:DeploymentFacts|null feature_set?:text|null definitions?:{{name:formula}}0-{MAX_TERMS} notes?:[text] "
+)
+_OF_LINE = f"intercept:Number terms:[Term]0-{MAX_TERMS}"
+_OF_METRICS = (
+    "n:integer mape_pct:number|null mdape_pct:number|null mae:number|null rmse:number|null r2:number|null "
+    "bias_pct:number|null p90_ape_pct:number|null p99_ape_pct:number|null zero_targets?:integer"
+)
+_SCALAR = "text|integer|number|bool|null"
+_SHAPES = {
+    "File": "schema?:'tracefit/coefficients' version?:3 kind:'alpha'|'beta' "
+    f"models:[model]0-{MAX_MODELS} not_fitted?:[NotFitted] requests?:[RequestRange] provenance?:Provenance|null",
+    "LinearModel": f"{_OF_MODEL}form?:'linear' {_OF_LINE}",
+    "RegimesModel": f"{_OF_MODEL}form:'regimes' regimes:[Regime]1-{MAX_REGIMES}",
+    "BoundaryModel": f"{_OF_MODEL}form:'boundary' boundary:'step_start' queue?:'one_at_a_time'|null work:Work "
+    "offset:Number without_clock:Linear expectation?:Expectation|null",
+    "Linear": f"form?:'linear' {_OF_LINE}",
+    "Regime": f"name:text when:Condition {_OF_LINE}",
+    "Work": _OF_LINE,
+    "Expectation": f"form?:'linear' {_OF_LINE} residual:Number busy_share:share",
+    "Number": "value:number ci95?:bounds|null",
+    "Term": "feature:name unit:text value:number ci95?:bounds|null sign?:'non_negative'|null "
+    "training_range?:bounds|null formula?:formula|null collinear_with?:[name]",
+    "Condition": f"any?:[Comparison]0-{MAX_COMPARISONS}|null all?:[Comparison]0-{MAX_COMPARISONS}|null",
+    "Comparison": "feature:name op:'<'|'<='|'>'|'>='|'==' value?:number|null feature2?:name|null",
+    "TargetFacts": "name?:text|null unit?:'us' definition:text source:text",
+    "Estimator": "name:text penalty:text strength:number huber?:number|null chosen_by:text cv_mae?:number|null folds?:integer",
+    "OmittedFeature": "feature:text reason:text training_range?:bounds|null collinear_with?:[text]",
+    "Training": "runs:[text] rows:integer rows_used:integer rows_holdout:integer exclusions:{text:integer} "
+    "time_range:[TimeRange] inputs_sha256:text inputs?:[RunInput]",
+    "TimeRange": "run_id:text server:text first_ns:integer holdout_from_ns:integer last_ns:integer",
+    "RunInput": "run_id:text traces_sha256:text context_sha256:text",
+    "DeploymentFacts": f"model:text|null gpu:text|null architecture:{{text:{_SCALAR}}} hardware:{{text:{_SCALAR}}} "
+    f"settings:{{text:{_SCALAR}}} assumed?:[text] workload?:Workload|null input_ranges?:{{'step'|'request':{{text:bounds}}}}",
+    "Workload": "requests:integer prompt_tokens:number cached_prompt_tokens:number output_tokens:number max_tokens:number|null "
+    "running_context_tokens?:number|null running_remaining_tokens?:number|null prompt_steps?:[PromptSteps]",
+    "PromptSteps": "tokens:number prompts:number",
+    "Validation": "unit:text n_features:integer train:Metrics holdout:Metrics baseline:Metrics gradient_boosting:Metrics|null "
+    "by_group?:{text:Metrics} by_phase?:[StepPhase] by_load?:{text:Metrics} held_out_equations?:EquationErrors|null "
+    "error_over_load?:ErrorOverLoad|null load_extrapolation?:LoadExtrapolation|null stretches?:Metrics|null "
+    "speed?:SpeedVariation|null candidates?:[Candidate] classifier?:Classifier|null within_5_pct?:number|null "
+    "extrapolated_rows?:integer extrapolated?:{text:integer} prediction_intervals?:[PredictionInterval] "
+    "interval_coverage_pct?:number|null prefill_reach_pct?:number|null collinearity?:[Collinearity] "
+    "learning_curve?:[LearningPoint] rows_by_source?:{text:integer} boundary_accuracy_pct?:number|null "
+    "boundary_accuracy_without_work_pct?:number|null bursts?:[Burst] skill:number|null",
+    "Metrics": _OF_METRICS,
+    "StepPhase": "run_id:text server:text from_s:number to_s:number arrivals_per_s:number requests:integer holdout:Metrics "
+    "baseline:Metrics",
+    "EquationErrors": "rows_by_source:{text:integer} per_equation:Metrics per_step:Metrics",
+    "ErrorOverLoad": "load:text training_range:bounds bins:[LoadBin]",
+    "LoadBin": "low:number high:number holdout:Metrics",
+    "LoadExtrapolation": f"{_OF_METRICS} load:text cut:number gradient_boosting?:Metrics|null",
+    "SpeedVariation": "stretch_s:number stretches:integer sd_pct:number fastest_pct:number slowest_pct:number "
+    "holdout_pct:number|null adjusted:bool",
+    "Candidate": "name:text features:integer inside_mae:number beyond_mae:number|null chosen?:bool reason?:text "
+    "inside_pct?:number|null beyond_pct?:number|null plain?:bool",
+    "Classifier": "balanced_accuracy:number|null confusion:{text:integer}",
+    "PredictionInterval": "regime:text level_pct:number kind:'ratio'|'difference' low:number high:number",
+    "Collinearity": "regime:text condition_number:number|null variance_inflation:{text:number}",
+    "LearningPoint": "share:number rows:integer mae:number mape_pct:number|null",
+    "Burst": "run_id:text server:text from_s:number to_s:number requests:integer holdout_requests:integer",
+    "NotFitted": "name:text deployment_id:text reason:text remedy?:text|null",
+    "RequestRange": "deployment_id:text latency:'ttft'|'itl'|'e2e' low_ratio:number|null high_ratio:number|null "
+    "requests:integer requests_held_out?:integer|null coverage_pct:number|null holdout:Metrics baseline:Metrics "
+    "gradient_boosting?:Metrics|null reason?:text|null",
+    "Provenance": f"tool:text version:text libraries:{{text:text}} options:{{text:{_SCALAR}}} files?:{{text:text}}",
 }
-_MODEL_KEYS = "deployment_id target estimator features_left_out training validation deployment feature_set definitions notes"
-_TERM_KEYS = ("feature unit value", "ci95 sign training_range formula collinear_with")
+SHAPES = {
+    shape: {key: kind for key, _, kind in (field.partition(":") for field in fields.split())}
+    for shape, fields in _SHAPES.items()
+}
 
 
 # -- reading a file --------------------------------------------------------------------------------------
@@ -102,20 +178,21 @@ def _document(path: str | Path) -> dict[str, Any]:
         document = json.loads(text, object_pairs_hook=_object, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
+    check(document)
+    return document  # type: ignore[no-any-return]  # an object, by the check
+
+
+def check(document: Any) -> None:
+    """Check a decoded file.
+
+    Raises:
+        ValueError: It is not a coefficient file, or something in it is not allowed.
+    """
     is_ours = isinstance(document, dict) and document.get("schema") == "tracefit/coefficients"
     # Its type too: 3.0 is equal to 3.
     version = document.get("version") if is_ours else None
     _require(type(version) is int and version == 3, "not a coefficient file of version 3")
-    _check_keys(document, *_FILE_KEYS)
-    _require(document["kind"] in ("alpha", "beta"), "kind is not alpha or beta")
-    for number, model in enumerate(_items(document, "models", MAX_MODELS)):
-        try:
-            _check_model(model)
-        except ValueError as error:
-            raise ValueError(f"models[{number}]: {error}") from None
-    names = {(model["name"], model.get("deployment_id")) for model in document["models"]}
-    _require(len(names) == len(document["models"]), "a deployment has two models of one name")
-    return document  # type: ignore[no-any-return]  # an object, by the check of its keys
+    _check_object("File", document, "")
 
 
 def _require(holds: bool, problem: str) -> None:
@@ -133,105 +210,192 @@ def _finite(text: str) -> float:
     return float(text)
 
 
-def _check_keys(value: Any, needed: str, allowed: str = "") -> None:
-    _require(isinstance(value, dict), f"{value!r:.40} is not an object")
-    if lacking := sorted(set(needed.split()) - value.keys()):
-        raise ValueError(f"{lacking[0]} is missing")
-    if unknown := sorted(value.keys() - set(f"{needed} {allowed}".split())):
-        raise ValueError(f"{unknown[0]!r:.80} is not a key here")
+def _check_object(shape: str, value: Any, what: str) -> None:
+    """Check an object, the values of its keys, and that they do not contradict each other."""
+    place = f"{what}: " if what else ""
+    _require(isinstance(value, dict), f"{place}{value!r:.40} is not an object")
+    needed, allowed = _keys(shape)
+    if lacking := sorted(needed - value.keys()):
+        raise ValueError(f"{place}{lacking[0]} is missing")
+    if unknown := sorted(value.keys() - allowed.keys()):
+        raise ValueError(f"{place}{unknown[0]!r:.80} is not a key here")
+    for key, inner in value.items():
+        _check_value(allowed[key], inner, f"{what}.{key}" if what else key)
+    for problem_of in CONTRADICTIONS.get(shape, ()):
+        problem = problem_of(value)
+        _require(problem is None, f"{place}{problem}")
 
 
-def _items(value: dict[str, Any], key: str, most: int) -> list[Any]:
-    items = value.get(key, [])
-    _require(isinstance(items, list) and len(items) <= most, f"{key} is not a list of up to {most:,} items")
-    return items  # type: ignore[no-any-return]  # a list, by the line above
+@cache
+def _keys(shape: str) -> tuple[frozenset[str], dict[str, str]]:
+    """Return the keys that an object must have, and the kinds of the values of all that it may have."""
+    fields = SHAPES[shape]
+    needed = frozenset(key for key in fields if not key.endswith("?"))
+    return needed, {key.rstrip("?"): kind for key, kind in fields.items()}
 
 
-def _check_text(value: Any, what: str, most: int | None = None) -> None:
-    _require(isinstance(value, str), f"{what} is not text")
-    _require(most is None or len(value) <= most, f"{what} has more than {most} characters")
-
-
-def _check_name(value: Any) -> None:
-    _check_text(value, "a name", MAX_NAME_CHARS)
-    _require(NAME.fullmatch(value) is not None, f"{value!r:.80} is not a name")
-
-
-def _check_number(value: Any, what: str) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    try:
-        _require(is_number and math.isfinite(value), f"{what} is not a finite number")
-    except OverflowError:  # an integer of hundreds of digits
-        raise ValueError(f"{what} is not a finite number") from None
-
-
-def _check_fitted(value: Any, what: str) -> None:
-    _check_keys(value, "value", "ci95")
-    _check_number(value["value"], what)
-
-
-def _check_model(model: Any) -> None:
-    form = model.get("form") if isinstance(model, dict) else None
-    _require(isinstance(form, str) and form in _FORM_KEYS, "form is not linear, regimes or boundary")
-    needed, allowed = _FORM_KEYS[str(form)]
-    _check_keys(model, needed, f"{allowed} {_MODEL_KEYS}")
-    _check_text(model["name"], "name")
-    if model.get("deployment_id") is not None:
-        _check_text(model["deployment_id"], "deployment_id")
-    definitions = model.get("definitions", {})
-    _require(isinstance(definitions, dict), "definitions is not an object")
-    _require(len(definitions) <= MAX_TERMS, f"definitions has more than {MAX_TERMS:,} names")
-    for name, text in definitions.items():
-        _check_name(name)
-        _check_text(text, f"the definition of {name}", MAX_FORMULA_CHARS)
-    if form == "linear":
-        _check_line(model)
-    elif form == "regimes":
-        regimes = _items(model, "regimes", MAX_REGIMES)
-        _require(bool(regimes), "regimes is empty")
-        for regime in regimes:
-            _check_keys(regime, "name when intercept", "terms")
-            _check_text(regime["name"], "the name of a regime")
-            _check_condition(regime["when"])
-            _check_line(regime)
-        _require(len({r["name"] for r in regimes}) == len(regimes), "two regimes have one name")
-    else:
-        _require(model["boundary"] == "step_start", "boundary is not step_start")
-        _require(model.get("queue") in (None, "one_at_a_time"), "queue is not one_at_a_time")
-        _check_fitted(model["offset"], "offset")
-        for key, keys in (("work", "terms"), ("without_clock", "form terms")):
-            _check_keys(model[key], "intercept", keys)
-            _check_line(model[key])
-        _require(model["without_clock"].get("form", "linear") == "linear", "without_clock is not linear")
-
-
-def _check_line(form: dict[str, Any]) -> None:
-    _check_fitted(form["intercept"], "intercept")
-    terms = _items(form, "terms", MAX_TERMS)
-    for term in terms:
-        _check_keys(term, *_TERM_KEYS)
-        _check_name(term["feature"])
-        _check_text(term["unit"], "unit")
-        _check_number(term["value"], f"the value of {term['feature']}")
-        if term.get("formula") is not None:
-            _check_text(term["formula"], f"the formula of {term['feature']}", MAX_FORMULA_CHARS)
-    _require(len({term["feature"] for term in terms}) == len(terms), "a feature has two terms")
-
-
-def _check_condition(when: Any) -> None:
-    _check_keys(when, "", "any all")
-    sides = [_items(when, key, MAX_COMPARISONS) for key in ("any", "all") if when.get(key) is not None]
-    _require(bool(sides), "a condition needs any or all")
-    for comparison in (c for side in sides for c in side):
-        _check_keys(comparison, "feature op", "value feature2")
-        _check_name(comparison["feature"])
-        op, value, other = (comparison.get(key) for key in ("op", "value", "feature2"))
-        _require(isinstance(op, str) and op in COMPARE, f"{op!r:.40} is not a comparison")
-        _require((value is None) != (other is None), "a comparison needs either value or feature2")
-        if value is None:
-            _check_name(other)
+@cache
+def _options(kind: str) -> tuple[str, ...]:
+    """Divide a kind at the `|` that are in no brackets."""
+    options, depth = [""], 0
+    for char in kind:
+        depth += (char in "[{") - (char in "]}")
+        if char == "|" and not depth:
+            options.append("")
         else:
-            _check_number(value, "what a feature is compared with")
+            options[-1] += char
+    return tuple(options)
+
+
+def _check_value(kind: str, value: Any, what: str) -> None:
+    options = _options(kind)
+    if value is None and "null" in options:
+        return
+    (first, *others) = (option for option in options if option != "null")
+    if others or first in _IS or first[0] in "'0123456789":
+        is_one = any(_is_scalar(option, value) for option in (first, *others))
+        _require(is_one, f"{what} is not {' or '.join(map(_in_words, (first, *others)))}")
+    elif first[0] in "[{":
+        _check_items(first, value, what)
+    elif first == "model":
+        form = value.get("form") if isinstance(value, dict) else None
+        is_known = isinstance(form, str) and form in _FORM_SHAPES
+        _require(is_known, f"{what}: form is not {', '.join(_FORM_SHAPES)}")
+        _check_object(_FORM_SHAPES[str(form)], value, what)
+    elif first == "bounds":
+        is_pair = isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+        _require(is_pair, f"{what} is not two finite numbers")
+    else:
+        _check_object(first, value, what)
+
+
+def _check_items(kind: str, value: Any, what: str) -> None:
+    """Check a list, or an object with any keys."""
+    inner, _, sizes = kind[1:].rpartition("]" if kind[0] == "[" else "}")
+    least, most = (int(size or 0) for size in (sizes or "0-").split("-"))
+    of, named = ("items", "a list") if kind[0] == "[" else ("names", "an object")
+    _require(isinstance(value, list if kind[0] == "[" else dict), f"{what} is not {named}")
+    _require(not most or len(value) <= most, f"{what} has more than {most:,} {of}")
+    _require(len(value) >= least, f"{what} is empty")
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            _check_value(inner, item, f"{what}[{number}]")
+        return
+    of_keys, _, of_values = inner.partition(":")
+    for key, item in value.items():
+        _check_value(of_keys, key, f"a key of {what}")
+        _check_value(of_values, item, f"{what}.{key:.80}")
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:  # half of a character
+        return False
+
+
+_IS: dict[str, Callable[[Any], bool]] = {
+    "text": _is_text,
+    "name": lambda value: (
+        isinstance(value, str) and len(value) <= MAX_NAME_CHARS and bool(NAME.fullmatch(value))
+    ),
+    "formula": lambda value: _is_text(value) and len(value) <= MAX_FORMULA_CHARS,
+    "number": _is_number,
+    "share": lambda value: _is_number(value) and 0 <= value <= 1,
+    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "bool": lambda value: isinstance(value, bool),
+}
+_WORDS = {
+    "name": f"a name of up to {MAX_NAME_CHARS} characters",
+    "formula": f"a formula of up to {MAX_FORMULA_CHARS} characters",
+    "number": "a finite number",
+    "share": "a number from 0 to 1",
+    "integer": "a whole number",
+    "bool": "true or false",
+}
+
+
+def _is_scalar(kind: str, value: Any) -> bool:
+    """Return whether a value is of a kind without inner ones: a word, or a text or number that stands for itself."""
+    if kind in _IS:
+        return _IS[kind](value)
+    return value == kind[1:-1] if kind[0] == "'" else type(value) is int and value == int(kind)
+
+
+def _in_words(kind: str) -> str:
+    return _WORDS.get(kind, kind)
+
+
+# -- contradictions --------------------------------------------------------------------------------------
+
+
+def _terms_of(model: dict[str, Any]) -> list[dict[str, Any]]:
+    forms = [model, *model.get("regimes", ()), model.get("work", {}), model.get("without_clock", {})]
+    return [term for form in forms for term in form.get("terms", ())]
+
+
+def _outside_interval(number: dict[str, Any]) -> str | None:
+    value, ci95 = number["value"], number.get("ci95")
+    if ci95 is None:
+        return None
+    # Each was rounded by itself.
+    room = ROUNDING * max(abs(value), abs(ci95[0]), abs(ci95[1]))
+    holds = ci95[0] - room <= value <= ci95[1] + room
+    return None if holds else f"ci95 {ci95} does not contain the value {value}"
+
+
+def _reversed_range(term: dict[str, Any]) -> str | None:
+    low, high = term.get("training_range") or (0, 0)
+    return f"training_range of {term['feature']} begins above its end" if low > high else None
+
+
+def _repeated_feature(form: dict[str, Any]) -> str | None:
+    features = [term["feature"] for term in form["terms"]]
+    return "a feature has two terms" if len(set(features)) < len(features) else None
+
+
+def _repeated_regime(model: dict[str, Any]) -> str | None:
+    names = [regime["name"] for regime in model["regimes"]]
+    return "two regimes have one name" if len(set(names)) < len(names) else None
+
+
+def _no_sides(when: dict[str, Any]) -> str | None:
+    return "a condition needs any or all" if when.get("any") is None and when.get("all") is None else None
+
+
+def _not_one_side(comparison: dict[str, Any]) -> str | None:
+    has_one = (comparison.get("value") is None) != (comparison.get("feature2") is None)
+    return None if has_one else "a comparison needs either value or feature2"
+
+
+def _repeated_model(document: dict[str, Any]) -> str | None:
+    names = {(model["name"], model.get("deployment_id")) for model in document["models"]}
+    return "a deployment has two models of one name" if len(names) < len(document["models"]) else None
+
+
+def _alpha_among_beta(document: dict[str, Any]) -> str | None:
+    # The models of a beta file are of step times; in an alpha file a model of step times is found by its name.
+    names = [model["name"] for model in document["models"] if model["name"].startswith("alpha.")]
+    return f"{names[0]:.80} is in a file of kind beta" if names and document["kind"] == "beta" else None
+
+
+CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], str | None], ...]] = {
+    "File": (_repeated_model, _alpha_among_beta),
+    "RegimesModel": (_repeated_regime,),
+    **dict.fromkeys(("LinearModel", "Linear", "Regime", "Work", "Expectation"), (_repeated_feature,)),
+    "Number": (_outside_interval,),
+    "Term": (_outside_interval, _reversed_range),
+    "Condition": (_no_sides,),
+    "Comparison": (_not_one_side,),
+}
+"""Shape to functions that return the problem of an object of that shape, if it has one."""
 
 
 # -- predicting ------------------------------------------------------------------------------------------
@@ -277,8 +441,7 @@ def predict(
 def _formulas(model: dict[str, Any]) -> dict[str, str]:
     """Return the formulas of a model by name; those of its terms win over its definitions."""
     formulas: dict[str, str] = dict(model.get("definitions") or {})
-    forms = [model, *model.get("regimes", ()), model.get("work", {}), model.get("without_clock", {})]
-    for term in (t for form in forms for t in form.get("terms", ())):
+    for term in _terms_of(model):
         # A term whose formula is its own name is a column.
         if term.get("formula") and term["formula"] != term["feature"]:
             formulas[term["feature"]] = term["formula"]
@@ -403,10 +566,7 @@ def _unsigned(node: ast.expr) -> tuple[ast.expr, bool]:
 
 
 def _constant(node: ast.Constant) -> float:
-    try:
-        _check_number(node.value, "a constant")
-    except ValueError:
-        raise ValueError("a formula has a constant that is not allowed") from None
+    _require(_is_number(node.value), "a formula has a constant that is not allowed")
     return float(node.value)  # type: ignore[arg-type]  # a number, by the check above
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from tracefit.coefficients.model import CoefficientFile, Evaluation
 from tracefit.errors import UsageError
-from tracefit.evaluator import MAX_FILE_BYTES
+from tracefit.evaluator import MAX_FILE_BYTES, check
 from tracefit.inputs.buckets import place_of
 from tracefit.options import RunOutOption, flag_of
 from tracefit.server.documents import parse_json_object, read_bytes
@@ -97,7 +97,14 @@ def read_coefficients(path: str | Path) -> CoefficientFile:
     Raises:
         UsageError: The file is missing, too large, not JSON, or not of the published shape.
     """
-    return _read(place_of(path), CoefficientFile)
+    plain = read_plain(path, CoefficientFile)
+    file = _as_model(plain, path, CoefficientFile)
+    try:
+        check(plain)  # pydantic takes "5" for a number, and some contradictions show only here
+    except ValueError as error:
+        message = str(error)[:MAX_MESSAGE_CHARS]
+        raise UsageError(message, where=str(path), hint=_schema_hint(CoefficientFile)) from None
+    return file
 
 
 def read_evaluation(path: str | Path) -> Evaluation:
@@ -106,7 +113,7 @@ def read_evaluation(path: str | Path) -> Evaluation:
     Raises:
         UsageError: The file is missing, too large, not JSON, or not of the published shape.
     """
-    return _read(place_of(path), Evaluation)
+    return _as_model(read_plain(path, Evaluation), path, Evaluation)
 
 
 def read_plain(path: str | Path, kind: type[BaseModel]) -> dict[str, Any]:
@@ -137,8 +144,7 @@ def _renamed(value: Any) -> Any:
     return [_renamed(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _read(path: Path, kind: type[_Document]) -> _Document:
-    plain = read_plain(path, kind)
+def _as_model(plain: dict[str, Any], path: str | Path, kind: type[_Document]) -> _Document:
     try:
         return kind.model_validate(plain)
     except ValidationError as error:

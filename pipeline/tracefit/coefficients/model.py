@@ -345,7 +345,7 @@ class Linear(Strict):
 
     form: Literal["linear"] = "linear"
     intercept: Number
-    terms: Terms = ()
+    terms: Terms
 
 
 class Regime(Strict):
@@ -354,14 +354,14 @@ class Regime(Strict):
     name: str
     when: Condition
     intercept: Number
-    terms: Terms = ()
+    terms: Terms
 
 
 class Work(Strict):
     """A linear amount of work."""
 
     intercept: Number
-    terms: Terms = ()
+    terms: Terms
 
 
 class Estimator(Strict):
@@ -513,7 +513,7 @@ class LinearModel(_ModelBase):
 
     form: Literal["linear"] = "linear"
     intercept: Number
-    terms: Terms = ()
+    terms: Terms
 
 
 def _each_name_once(regimes: tuple[Regime, ...]) -> tuple[Regime, ...]:

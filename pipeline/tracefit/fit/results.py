@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tracefit.evaluator import MAX_COMPARISONS, MAX_FORMULA_CHARS, MAX_NAME_CHARS, NAME
+from tracefit.evaluator import MAX_COMPARISONS, MAX_FORMULA_CHARS, MAX_NAME_CHARS, NAME, ROUNDING
 from tracefit.features.expressions import Algebra, Operand, Truth
 from tracefit.server.documents import FiniteNumber
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 
 # -- a fitted line ---------------------------------------------------------------------------------------
-
-_ROUNDING = 1e-8
-"""A written value and its written interval may differ by their last digit."""
 
 Relation = Literal["<", "<=", ">", ">=", "=="]
 Bounds = tuple[FiniteNumber, FiniteNumber]
@@ -106,7 +103,7 @@ def _check_interval(value: float, ci95: Bounds | None) -> None:
     if ci95 is None:
         return
     # Both were rounded to `files.DIGITS` digits, each by itself.
-    room = _ROUNDING * max(abs(value), abs(ci95[0]), abs(ci95[1]))
+    room = ROUNDING * max(abs(value), abs(ci95[0]), abs(ci95[1]))
     if not ci95[0] - room <= value <= ci95[1] + room:
         raise ValueError(f"ci95 {list(ci95)} does not contain the value {value}")
 
