@@ -252,6 +252,57 @@ def test_waits_of_almost_nothing_leave_whole_seconds_as_they_are(ingested):
     assert set(timeline["cycle_source"].drop_nulls()) == {"log_interval"}
 
 
+@pytest.mark.parametrize("elapsed_ms", [9.0, 0.02], ids=["waits", "asynchronous"])
+@pytest.mark.parametrize("hours", [1, 1 / 60, -1])
+def test_a_jump_of_the_clock_is_no_step(ingested, elapsed_ms, hours):
+    """The idle hour before step 80, whose request is new, is not a jump."""
+    texts = [
+        line(step, AT + step / 100 + 3600 * hours * (step >= 50) + 3600 * (step >= 80), elapsed_ms=elapsed_ms)
+        for step in range(120)
+    ]
+    texts[80] = line(80, AT + 0.8 + 3600 * hours + 3600, batch=(1, 50, 0, 0), elapsed_ms=elapsed_ms)
+    tables = ingested("".join(texts))
+    timeline = tables["timeline"]
+    times = timeline.filter(~pl.col("idle_after"))["cycle_us"].drop_nulls()
+    assert times.is_between(9_999, 10_001).all()
+    assert len(times) == 116
+    idle = timeline.filter("idle_after").select("step_id", (pl.col("cycle_us") / 1e6).round(2)).rows()
+    assert idle == [(80, 3600.01)]
+    assert tables["runs"]["epochs"].to_list() == [1]
+    reasons = {"steps.unix_ns jumps: the time to the next step is not a step's": 1}
+    if hours < 0:
+        moved = "the clock of the log was set back, and later times were moved"
+        reasons[f"steps.unix_ns goes back: {moved}"] = 1
+    assert json.loads(tables["runs"]["implausible"][0]) == reasons
+    assert tables["result"].exit_code == 3
+
+
+@pytest.mark.parametrize("back_s", [10.0, 3600.0])
+def test_two_halves_of_a_log_do_not_meet_where_the_clock_was_set_back(ingested, back_s):
+    """At the end of daylight saving the second half has the times of the first."""
+    texts = [line(step, AT + step / 10 - back_s * (step >= 150)) for step in range(300)]
+    tables = ingested("".join(texts))
+    assert tables["runs"].select("epochs", "steps", "lost_steps").rows() == [(1, 300, 0)]
+    assert tables["timeline"]["cycle_us"].drop_nulls().is_between(99_999, 100_001).all()
+    assert len(tables["timeline"]["cycle_us"].drop_nulls()) == 297
+
+
+@pytest.mark.parametrize("elapsed_ms", [100.0, 1.0])
+def test_a_jump_of_whole_seconds_is_no_step(ingested, elapsed_ms):
+    """With waits that add up, each step has its own time, but that at the jump."""
+    texts = [
+        FORMS["default"](message(step, elapsed_ms=elapsed_ms)).replace(
+            "08:55:49 ", of_the_time(int(AT) + step // 10 + 3600 * (step >= 205), "%H:%M:%S ")
+        )
+        for step in range(400)
+    ]
+    tables = ingested("\n".join(texts) + "\n")
+    times = tables["timeline"]["cycle_us"].drop_nulls()
+    assert times.is_between(40_000, 200_000).all()
+    assert len(times) > (390 if elapsed_ms == 100 else 30)
+    assert tables["runs"]["implausible"].is_not_null().all()
+
+
 def test_a_restart_is_an_epoch_and_engines_are_apart(ingested):
     first = "".join(line(step, AT + step / 100) for step in range(20))
     again = "".join(line(step, AT + 60 + step / 100) for step in range(20))

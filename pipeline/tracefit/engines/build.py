@@ -402,6 +402,7 @@ def _timeline_of(tables: WrittenTables, way: _Way) -> dict[str, pl.DataFrame | I
         log_clock,
         place_on_log,
         with_step_times,
+        without_jumps,
     )
 
     snapshots, journeys = tables.read("request_snapshots"), tables.read("journey_events")
@@ -409,7 +410,7 @@ def _timeline_of(tables: WrittenTables, way: _Way) -> dict[str, pl.DataFrame | I
     # Steps seen by a client are the last resort: any record of the server has more.
     if way.without_clients:
         steps = steps.filter(~pl.col("cycle_source").eq_missing(CycleSource.CLIENT.value))
-    counted = starts = None
+    counted = starts = jumps = None
     if way.is_counted:
         requests = tables.read("requests", COUNTED_COLUMNS)
         if not steps.height:
@@ -418,7 +419,7 @@ def _timeline_of(tables: WrittenTables, way: _Way) -> dict[str, pl.DataFrame | I
             complete = starts.height > 0
         else:
             clock = log_clock(steps)
-            steps, starts = clock.steps, clock.starts
+            steps, starts, jumps = clock.steps, clock.starts, clock.jumps
             counted = place_on_log(requests, clock, limits)
             if counted:
                 starts = counted.starts
@@ -434,6 +435,7 @@ def _timeline_of(tables: WrittenTables, way: _Way) -> dict[str, pl.DataFrame | I
     steps_built = build_timeline(
         steps, snapshots, journeys, limits, journeys_complete=complete, known_starts=starts
     )
+    steps_built, odd_times = without_jumps(steps_built, jumps)
     if way.is_sglang:
         gpu_time = pl.col("cycle_source", "composition_source").replace(
             {CycleSource.FPM.value: CycleSource.FPM_GPU.value}
@@ -447,7 +449,7 @@ def _timeline_of(tables: WrittenTables, way: _Way) -> dict[str, pl.DataFrame | I
         built["requests"] = _replaced(tables, counted.rows, schema.REQUESTS.shape(timed))
     else:
         built["requests"] = schema.REQUESTS.conform(timed)
-    odd = pl.concat([odd_steps, odd_requests])
+    odd = pl.concat([odd_steps, odd_requests, odd_times.cast(odd_steps.schema)])
     if odd.height:
         built["runs"], built["rejects"] = with_implausible(tables.read("runs"), tables.read("rejects"), odd)
     return built

@@ -34,7 +34,7 @@ from tracefit.tables.epochs import (
 )
 from tracefit.tables.external_sort import ExternalSort, SortContents, SortSpace
 from tracefit.tables.qualified import run_of
-from tracefit.tables.record_servers import SHARED_NAME
+from tracefit.tables.record_servers import CLOCK_SETBACK, SHARED_NAME
 from tracefit.tables.requests import (
     api_requests,
     cached_prompt_tokens,
@@ -394,7 +394,9 @@ def _add_recorded(collected: _Collected, sieve: Sieve, starts: pl.DataFrame, win
     steps, broken = sieve.recorded().sift("steps", recorded.with_columns(no_clock))
     collected.take("steps", in_benchmark(in_epoch(steps, starts, "ts_start_ns")))
     broken = broken.join(recorded, on="row", how="inner")
-    return _as_rejects(pl.concat([broken, shared.select(broken.columns)]))
+    after = recorded.join(window.clock_setbacks, on=["source_file", "source_offset"], how="semi")
+    after = after.with_columns(reason=pl.lit(CLOCK_SETBACK))
+    return _as_rejects(pl.concat([broken, *(rows.select(broken.columns) for rows in (shared, after))]))
 
 
 def _add_journeys(collected: _Collected, journeys: pl.DataFrame, spans: pl.DataFrame) -> None:

@@ -61,7 +61,7 @@ def marks_of(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
     ).drop_nulls("clock")
 
 
-RECORDED_MARKS = ("file", "server", "unix_ns", "step_id", "cycle_source")
+RECORDED_MARKS = ("file", "source_offset", "server", "unix_ns", "step_id", "cycle_source")
 """Columns of recorded steps that their servers and `marks_of_records` need."""
 
 

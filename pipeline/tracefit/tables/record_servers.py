@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 SHARED_NAME = "two engines share a name in one file: give one file each"
 """Reason of a record whose engine is not known."""
 
+CLOCK_SETBACK = "steps.unix_ns goes back: the clock of the log was set back, and later times were moved"
+"""Reason of a record after which times are moved."""
+
+_LEAST_SETBACK_NS = 2 * 10**9
+"""Stamps of whole seconds may go back by less between two lines."""
+
+_UNKNOWN_GAP_NS = 60 * 10**9
+
 _NEAR = 64
 """Records within which a counter that another one interrupts goes on."""
 
@@ -59,6 +67,41 @@ def record_servers(records: pl.DataFrame) -> pl.DataFrame:
     shared = _shared(first).with_columns(name=pl.lit(None, pl.String))
     apart = _by_file(records, first).join(shared, on=_KEY, how="anti")
     return pl.concat([unchanged, shared, apart])
+
+
+def clock_setbacks(records: pl.DataFrame) -> pl.DataFrame:
+    """Return where the clock of a log was set back: server, source_file, source_offset of the first record after it, moved_ns.
+
+    Times from there on are moved by `moved_ns`, the sum of all such jumps so far, so that they go on after the time before. The time
+    between is not known: it is made so long that it is not a step's.
+
+    Args:
+        records: As for `record_servers`.
+    """
+    ordered = records.sort("server", *_POSITION)
+    grown, follows = (pl.col(name).diff().over(_KEY) for name in ("unix_ns", "step_id"))
+    marked = ordered.with_columns(
+        back=pl.when((grown < -_LEAST_SETBACK_NS) & (follows == 1)).then(_UNKNOWN_GAP_NS - grown)
+    )
+    marked = marked.drop_nulls("back").with_columns(moved_ns=pl.col("back").cum_sum().over(_KEY))
+    return marked.select(*_KEY, "source_offset", "moved_ns")
+
+
+def with_one_clock(rows: pl.DataFrame, setbacks: pl.DataFrame) -> pl.DataFrame:
+    """Return recorded steps with times on the clock that the log began with.
+
+    Args:
+        rows: Columns server, source_file, source_offset, unix_ns.
+        setbacks: The result of `clock_setbacks`.
+    """
+    if not setbacks.height:
+        return rows
+    moved = rows.with_row_index("_row").sort("source_offset")
+    moved = moved.join_asof(
+        setbacks.sort("source_offset"), on="source_offset", by=_KEY, check_sortedness=False
+    )
+    later = pl.col("unix_ns") + pl.col("moved_ns").fill_null(0)
+    return moved.sort("_row").with_columns(unix_ns=later).drop("_row", "moved_ns")
 
 
 def with_names(rows: pl.DataFrame, renamed: pl.DataFrame) -> pl.DataFrame:

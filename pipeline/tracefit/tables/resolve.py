@@ -18,7 +18,7 @@ import pyarrow as pa
 from tracefit.tables import dialects
 from tracefit.tables.clocks import CLOCK_FACTS, clocks_of, split_engines, without_lone_clocks
 from tracefit.tables.qualified import qualified
-from tracefit.tables.record_servers import NAMED_RECORD, record_servers, with_names
+from tracefit.tables.record_servers import NAMED_RECORD, clock_setbacks, record_servers, with_names
 from tracefit.tables.rows import RECORDED_STEPS
 from tracefit.tables.sources import CycleSource
 from tracefit.tables.staging import read_staged
@@ -91,6 +91,7 @@ class ResolvedRuns:
         twins: row, twin: for spans without events, the trace whose events describe the same request.
         log_owners: Number of a run to the one server of its spans, if its log also has one engine.
         record_servers: New names of engines in recordings, as `record_servers` returns them.
+        clock_setbacks: Where the clocks of logs were set back, as `clock_setbacks` returns them.
         owners: row, owner: for spans of stages, the span of their request; null for spans that repeat another rank's.
     """
 
@@ -103,6 +104,7 @@ class ResolvedRuns:
     twins: pl.DataFrame
     log_owners: dict[int, str]
     record_servers: pl.DataFrame
+    clock_setbacks: pl.DataFrame
     owners: pl.DataFrame
 
 
@@ -152,7 +154,9 @@ def resolve(
     if owners.height:
         spans = spans.join(owners.select("row", "engine"), on="row", how="left", maintain_order="left")
         spans = spans.with_columns(server=pl.coalesce("engine", "server"))
-    renamed = record_servers(_named_records(place, parts, several=several))
+    records = _named_records(place, parts, several=several)
+    renamed, setbacks = record_servers(records), clock_setbacks(records)
+    del records
     numbers = pl.DataFrame({"row": np.arange(firsts[-1], dtype=np.uint32)})
     facts = numbers.join(_facts(spans), on="row", how="left", maintain_order="left").drop("row")
     return ResolvedRuns(
@@ -165,6 +169,7 @@ def resolve(
         twins.select("row", "twin"),
         _log_owners(place, parts, spans.select("run", "server").unique(), renamed, several=several),
         renamed,
+        setbacks,
         owners.drop_nulls("owner").select("row", "owner"),
     )
 

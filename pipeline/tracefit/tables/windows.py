@@ -12,7 +12,7 @@ from tracefit.tables import schema
 from tracefit.tables.clocks import is_off_clock, on_core_clock
 from tracefit.tables.epochs import BOUNDS, STRAY_STEPS, STRAYS
 from tracefit.tables.qualified import QUALIFIED, qualified
-from tracefit.tables.record_servers import with_names
+from tracefit.tables.record_servers import with_names, with_one_clock
 from tracefit.tables.rows import NO_CLOCK
 from tracefit.tables.sources import CycleSource
 from tracefit.tables.staging import read_staged, staged_bytes
@@ -95,7 +95,7 @@ class Window:
         parts: Each part with the number of its first row; row numbers continue from part to part.
         facts: server, core_zero, server_zero of each row; the server is null for spans that do not count.
         links: row, twin, owner: the twins and owners of `ResolvedRuns`.
-        several: As in `ResolvedRuns`, and `log_owners` and `record_servers` too.
+        several: As in `ResolvedRuns`, and `log_owners`, `record_servers` and `clock_setbacks` too.
     """
 
     place: Place
@@ -105,6 +105,7 @@ class Window:
     several: bool
     log_owners: Mapping[int, str]
     record_servers: pl.DataFrame
+    clock_setbacks: pl.DataFrame
 
     @classmethod
     def of(cls, place: Place, run: ResolvedRuns, begin: int, end: int) -> Window:
@@ -116,7 +117,8 @@ class Window:
         links = run.twins.join(run.owners, on="row", how="full", coalesce=True)
         links = links.filter(pl.col("row").is_between(first, run.firsts[end], closed="left"))
         links = links.with_columns(pl.col("row") - pl.lit(first, pl.UInt32))
-        return cls(place, parts, facts, links, run.several, run.log_owners, run.record_servers)
+        of_records = run.log_owners, run.record_servers, run.clock_setbacks
+        return cls(place, parts, facts, links, run.several, *of_records)
 
     def every(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the rows of all spans, counted or not; a file number is replaced by the name of the file.
@@ -139,7 +141,7 @@ class Window:
     def recorded(self, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the recorded steps, numbered, with the names of their servers; null where a file has two of one name."""
         rows = self.every("recorded_steps", columns).with_row_index("row")
-        rows = with_names(rows, self.record_servers)
+        rows = with_names(with_one_clock(rows, self.clock_setbacks), self.record_servers)
         if not self.log_owners:
             return rows
         of_log, run = (

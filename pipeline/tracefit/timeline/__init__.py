@@ -8,7 +8,7 @@ from tracefit.timeline.anchors import clock_disagreements, execution_lags
 from tracefit.timeline.build import build_timeline
 from tracefit.timeline.composition import EngineLimits
 from tracefit.timeline.logged_requests import place_on_log
-from tracefit.timeline.logged_steps import every_start, is_logged, log_clock
+from tracefit.timeline.logged_steps import every_start, is_logged, log_clock, without_jumps
 from tracefit.timeline.queue import queue_state
 from tracefit.timeline.request_evidence import longest_whole_prompt, unknown_batches
 from tracefit.timeline.request_steps import (
@@ -42,4 +42,5 @@ __all__ = [
     "requeue_waits",
     "unknown_batches",
     "with_step_times",
+    "without_jumps",
 ]

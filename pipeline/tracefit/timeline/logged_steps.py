@@ -36,6 +36,15 @@ _FAR_SD = 4.0
 """A step whose requests are all new comes after a pause if its time less its elapsed time is this many standard deviations above the
 usual."""
 
+CLOCK_JUMP = "steps.unix_ns jumps: the time to the next step is not a step's"
+"""Reason of a step time that is left out because the clock of the log jumped in it."""
+
+_FAR_RATIO, _LEAST_JUMP_US = 20.0, 2e6
+"""A time between two stamps that no pause explains is a jump of the clock if it is longer than so many times the usual, and by so much.
+
+The usual is the larger of the run's median time of a step, and its median ratio of time to printed waits: with asynchronous
+scheduling waits may be almost nothing."""
+
 _EVEN_SD = 12.0**-0.5
 """Standard deviation of an even distribution, as a share of its width."""
 
@@ -64,10 +73,12 @@ class LoggedSteps:
         steps: The `steps` table; `cycle_us` of a line is its wait and work if these are the time of the step, else null.
         starts: ENGINE, step_id, ts_start_ns, start_sd_us, start_source, and pause: whether there is idle time between the start
             and the next one.
+        jumps: ENGINE, step_id of the starts after which the clock jumped forward before the next one.
     """
 
     steps: pl.DataFrame
     starts: pl.DataFrame
+    jumps: pl.DataFrame
 
 
 def is_logged() -> pl.Expr:
@@ -108,8 +119,10 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     usual = pl.when(~may_pause).then(slack)
     most = (usual.median() + _FAR_SD * robust_sd_expr(usual)).over(SERVER)
     # If every interval may have a pause, there is no usual slack to detect pauses with.
-    starts = starts.with_columns(pause=may_pause & (slack > most).fill_null(value=True))
-    clean = starts.filter("is_coarse", ~may_pause, whole).partition_by(SERVER, as_dict=True)
+    starts = starts.with_columns(
+        pause=may_pause & (slack > most).fill_null(value=True), jump=_is_jump(whole & ~may_pause)
+    )
+    clean = starts.filter("is_coarse", ~may_pause, whole, ~pl.col("jump")).partition_by(SERVER, as_dict=True)
     works = pl.DataFrame(
         [(*server, *work) for server, part in clean.items() if (work := _work(part))],
         {**{name: steps.schema[name] for name in SERVER}, **{f"{name}_us": pl.Float64 for name in _WORK}},
@@ -128,11 +141,48 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
         cycle_us=pl.when(is_logged()).then(pl.col("cycle_us") + work_us).otherwise("cycle_us")
     )
     source = pl.when("is_coarse").then(pl.lit(CHANGE)).otherwise(pl.lit(FINE))
-    starts = starts.with_columns(start_sd_us=sd_us, start_source=source)
+    # The time of a jump is not the steps', as that of a pause is not.
+    starts = starts.with_columns(
+        start_sd_us=sd_us, start_source=source, pause=pl.col("pause") | pl.col("jump")
+    )
     return LoggedSteps(
         chosen.select(steps.columns),
         starts.select(*ENGINE, "step_id", "ts_start_ns", "start_sd_us", "start_source", "pause"),
+        starts.filter("jump").select(*ENGINE, "step_id"),
     )
+
+
+def _is_jump(comparable: pl.Expr) -> pl.Expr:
+    """Return after which starts the clock jumped: not a time of steps, and in no interval that may have a pause."""
+    time_us, wait_us, count = pl.col("time_us"), pl.col("wait"), pl.col("step")
+    step_us = pl.when(comparable).then(time_us / count).median().over(SERVER)
+    ratio = pl.when(comparable & (wait_us > 0)).then(time_us / wait_us).median().over(SERVER)
+    usual_us = pl.max_horizontal(step_us * count, ratio * wait_us)
+    is_far = (time_us > _FAR_RATIO * usual_us) & (time_us - usual_us > _LEAST_JUMP_US)
+    return (comparable & is_far).fill_null(value=False)
+
+
+def without_jumps(timeline: pl.DataFrame, jumps: pl.DataFrame | None) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Return the timeline without the step times in which the clock of the log jumped, and how many: run_id, reason, count.
+
+    Args:
+        timeline: The `timeline` table.
+        jumps: The `jumps` of `LoggedSteps`, if there is a log.
+    """
+    jumps = timeline.select(*ENGINE, "step_id").clear() if jumps is None else jumps
+    counts = jumps.group_by("run_id").agg(reason=pl.lit(CLOCK_JUMP), count=pl.len())
+    if not jumps.height:
+        return timeline, counts
+    jumped = jumps.with_columns(jump=pl.lit(value=True))
+    rows = timeline.join(jumped, on=[*ENGINE, "step_id"], how="left", maintain_order="left")
+    of_log = pl.col("cycle_source").is_in([CycleSource.LOG.value, CycleSource.LOG_INTERVAL.value])
+    is_jump = (pl.col("jump") & of_log).fill_null(value=False)
+    nothing = ("cycle_us", "cycle_source", "cycle_sd_us", "interval_steps")
+    without = rows.with_columns(
+        *(pl.when(~is_jump).then(name).alias(name) for name in nothing),
+        idle_after=pl.col("idle_after") & ~is_jump,
+    )
+    return without.select(timeline.columns), counts
 
 
 def _lines(steps: pl.DataFrame) -> pl.DataFrame:
