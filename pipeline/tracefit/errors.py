@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 
 EXIT_DONE = 0
@@ -22,28 +22,42 @@ EXIT_NOTHING = 1
 EXIT_QUARANTINE = 3
 """Done, with something in quarantine: rejects, dropped events, duplicate spans or refused requests."""
 
-_names_flags = False
+_owners: Mapping[str, str] | None = None
+"""Flags that the running command lacks, each with a command that has it; null in Python."""
 
 
 @contextmanager
-def naming_flags(*, flags: bool = True) -> Iterator[None]:
-    """Name options by their flags in this process: for the command line and its workers."""
-    global _names_flags  # noqa: PLW0603 - a process has one user, at a terminal or in Python
-    before, _names_flags = _names_flags, flags
+def naming_flags(*, flags: bool | Mapping[str, str] = True) -> Iterator[None]:
+    """Name options by their flags in this process: for the command line and its workers.
+
+    Args:
+        flags: Whether to do so; or the flags that the running command lacks, each with a command that has it.
+    """
+    global _owners  # noqa: PLW0603 - a process has one user, at a terminal or in Python
+    before = _owners
+    set_command(flags)
     try:
         yield
     finally:
-        _names_flags = before
+        _owners = before
 
 
-def names_flags() -> bool:
-    """Return whether options are named by their flags, not as parameters."""
-    return _names_flags
+def set_command(flags: bool | Mapping[str, str]) -> None:
+    """Name options as in `naming_flags`, from now on: a command is known only when its line is read."""
+    global _owners  # noqa: PLW0603 - as above
+    _owners = ({} if flags else None) if isinstance(flags, bool) else flags
+
+
+def names_flags() -> bool | Mapping[str, str]:
+    """Return how options are named, for `naming_flags` in another process."""
+    return False if _owners is None else _owners
 
 
 def either(flag: str, parameter: str) -> str:
-    """Name an option: by its flag on the command line, by its parameter in Python."""
-    return flag if _names_flags else parameter
+    """Name an option: by its parameter in Python, by its flag on the command line, with a command that has it if the running one lacks it."""
+    if _owners is None:
+        return parameter
+    return f"{flag} of `tracefit {_owners[flag]}`" if flag in _owners else flag
 
 
 class TracefitError(Exception):

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 import re
+from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
 import tracefit
+import tracefit.options
+import tracefit.receive.options
+import tracefit.synth.options
 from tracefit.cli import app, commands
 from tracefit.commands.generate import generate
 from tracefit.commands.receive import receive
-from tracefit.errors import did_you_mean
+from tracefit.errors import UsageError, did_you_mean, naming_flags
 from tracefit.options import (
     IngestOptions,
     LoadOptions,
     OptionFlag,
+    RunOption,
     ServerOptions,
     TrainOptions,
+    flag_of,
     from_flags,
+    named,
     options_of,
 )
 from tracefit.synth import SynthOptions
@@ -219,6 +228,79 @@ def test_texts_name_options_by_their_declaration():
         if flag in flags and str(path.relative_to(PACKAGE)) not in DECLARING
     }
     assert written == set()
+
+
+MODULES = (tracefit.options, tracefit.receive.options, tracefit.synth.options)
+DECLARATIONS = [
+    (value, name)
+    for module in MODULES
+    for value in vars(module).values()
+    for name in (
+        options_of(value)
+        if is_dataclass(value) and isinstance(value, type)
+        else [""] * any(getattr(one, "argument", "") for one in getattr(value, "__metadata__", ()))
+    )
+]
+"""Every alias of an option, and every class of options with its fields."""
+
+
+def flags_of(name):
+    """Return the flags of a command, and those before the name of any."""
+    return {text for one in (COMMANDS[name], get_command(app)) for p in one.params for text in p.opts}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_text_of_a_command_names_its_options_or_the_command_that_has_them(command):
+    """Every hint names options by `named`: whatever it names, the running command has the flag, or the text says which one has."""
+    assert len(DECLARATIONS) > 100
+    with naming_flags(flags=get_command(app).owners(command)):
+        texts = [named(declared, name) for declared, name in DECLARATIONS]
+    for text in texts:
+        flag, _, owner = text.partition(" of `tracefit ")
+        assert not flag.startswith("--") or flag in flags_of(owner.rstrip("`") or command), text
+    assert not any(" of `tracefit " in text for text in texts if text in flags_of(command))
+
+
+def test_a_command_is_known_once_its_line_is_read(tracefit, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise UsageError(f"{named(ServerOptions, 'gpu')}, {named(RunOption)}")
+
+    monkeypatch.setattr("tracefit.export", refuse)
+    monkeypatch.setattr("tracefit.inspect", refuse)
+    _, _, err = tracefit("export", tmp_path, "--to", "csv", "--out", tmp_path)
+    assert err == "tracefit: --gpu of `tracefit run`, --run\n"
+    _, _, err = tracefit("inspect", tmp_path)
+    assert err.startswith("tracefit: --gpu, --run of `tracefit ")
+    assert named(ServerOptions, "gpu") == "`ServerOptions.gpu`"
+
+
+def written_commands():
+    """Yield the texts of the package with the flags that `flag_of` gives, and their places."""
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join(("tracefit", *path.relative_to(PACKAGE).with_suffix("").parts))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr) and "flag_of(" in ast.unparse(node):
+                yield f"{path.name}:{node.lineno}", "".join(map(partial(written, module), node.values))
+
+
+def written(module, part):
+    """Return a part of a text: as it is, a flag, or X for another value."""
+    if isinstance(part, ast.Constant):
+        return part.value
+    match part.value:
+        case ast.Call(func=ast.Name(id="flag_of"), args=[ast.Name(id=declared), *name]):
+            return flag_of(getattr(importlib.import_module(module), declared), *(n.value for n in name))
+    return "X"
+
+
+def test_a_command_in_a_text_has_the_flags_it_is_written_with():
+    found = list(written_commands())
+    assert len(found) > 5
+    for place, text in found:
+        commands_in = re.findall(r"`tracefit ([a-z]+)([^`]*)`", text)
+        named_flags = [(name, flag) for name, rest in commands_in for flag in re.findall(r"--[a-z-]+", rest)]
+        assert named_flags, f"{place}: a flag without its command"
+        assert [each for each in named_flags if each[1] not in flags_of(each[0])] == [], place
 
 
 def test_no_option_is_named_before_it_is_known_who_reads():

@@ -22,7 +22,7 @@ from tracefit import console
 from tracefit._version import __version__
 from tracefit.cli.arguments import parameter_of, parameters_of
 from tracefit.console import CONFIG_FILE, LogLevel, set_log_level, warn
-from tracefit.errors import UsageError, did_you_mean
+from tracefit.errors import UsageError, did_you_mean, set_command
 
 PREFIX = "TRACEFIT_"
 
@@ -53,6 +53,15 @@ class Commands(TyperGroup):
         """Return the names of all environment variables that set an option."""
         holders = (self, *self.commands.values())
         return {str(o.envvar) for holder in holders for o in _options(holder) if o.envvar}
+
+    def owners(self, running: str | None) -> dict[str, str]:
+        """Return the flags that a command lacks, each with the first command that has it."""
+        flags = {
+            name: {f"--{flag(o)}" for o in _options(one)}
+            for name, one in (("", self), *self.commands.items())
+        }
+        here = flags[""] | flags.get(running or "", set())
+        return {text: name for name in reversed(flags) for text in flags[name] - here}
 
 
 def flag(option: TyperOption) -> str:
@@ -208,6 +217,7 @@ def _main(
     log_level: _LogLevel = None,
 ) -> None:
     if isinstance(context.command, Commands):
+        set_command(context.command.owners(context.invoked_subcommand))
         for text in unknown_variables(context.command):
             warn(text)
 

@@ -110,7 +110,7 @@ def _identity(source: Source) -> dict[str, str | int | bool]:
     if context.gpu is None:
         raise DataError(
             "AISimulate's tables are of a system, and the GPU is not known",
-            hint=f"name it with {named(ServerOptions, 'gpu')}",
+            hint=f"ingest the run again and name it with {named(ServerOptions, 'gpu')}",
         )
     name = context.gpu.name
     system = _SYSTEMS.get(name, name.lower().replace("-", "_") + ("_sxm" if name in {"B200", "B300"} else ""))

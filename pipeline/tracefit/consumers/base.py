@@ -20,8 +20,9 @@ from tracefit.errors import DataError
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted_rows, split_by_time, step_frame
 from tracefit.fit.validation import measure
+from tracefit.replay.closed_loop import block_tokens
 from tracefit.results.models import HeldOut
-from tracefit.server.settings import ALL_SPANS, JOURNEY_FLAGS
+from tracefit.server.settings import ALL_SPANS, DEFAULT_BLOCK_SIZE, JOURNEY_FLAGS
 from tracefit.tables.schema import ENGINE
 from tracefit.tables.sources import is_one_step
 from tracefit.timeline.step_sums import StepSums
@@ -201,6 +202,15 @@ def worse_than_baseline(errors: Iterable[HeldOut]) -> tuple[str, ...]:
 def commented(notes: Iterable[str], text: str) -> str:
     """Put notes above a YAML file as comments."""
     return "".join(f"# {note}\n" for note in notes) + text
+
+
+def block_size(source: Source) -> int:
+    """Return the tokens of a KV block: as the run's files state them; else vLLM's default, or what the steps show instead."""
+    settings = source.deployment.context.settings
+    stated = settings.block_size or DEFAULT_BLOCK_SIZE
+    if settings.block_size and settings.sources.get("block_size") != "assumed":
+        return stated
+    return block_tokens(source.tables.timeline.lazy(), kv_blocks(source), stated)
 
 
 def kv_blocks(source: Source) -> int | None:

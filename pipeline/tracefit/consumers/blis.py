@@ -19,6 +19,7 @@ from tracefit.consumers.base import (
     OUT,
     Export,
     Source,
+    block_size,
     commented,
     flags,
     kv_blocks,
@@ -143,7 +144,7 @@ def _server_flags(source: Source) -> str:
             "tp": settings.tensor_parallel or 1,
             "total-kv-blocks": kv_blocks(source),
             # Without these the simulator has its default limits, not those of the traced server.
-            "block-size-in-tokens": settings.block_size,
+            "block-size-in-tokens": block_size(source),
             "max-num-seqs": settings.max_num_seqs,
             "max-num-batched-tokens": settings.max_num_batched_tokens,
             "max-model-len": settings.max_model_len,

@@ -19,6 +19,7 @@ from tracefit.coefficients.model import BoundaryModel
 from tracefit.coefficients.predict_frames import evaluated_steps
 from tracefit.consumers.base import (
     Source,
+    block_size,
     held_out,
     kv_blocks,
     number,
@@ -45,7 +46,6 @@ from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import request_frame
 from tracefit.options import ServerOptions, named
 from tracefit.replay.engine import EngineSettings, StepBatch
-from tracefit.server.settings import DEFAULT_BLOCK_SIZE
 from tracefit.statistics import percentile
 from tracefit.tables.dialects import WITHOUT_EVENTS
 from tracefit.tables.schema import ENGINE, SERVER
@@ -587,7 +587,7 @@ def _replayed(
     limits = EngineSettings(
         settings.max_num_seqs or DEFAULT_SLOTS,
         settings.max_num_batched_tokens or DEFAULT_BUDGET,
-        settings.block_size or DEFAULT_BLOCK_SIZE,
+        block_size(source),
         kv_blocks(source),
     )
     replayed, preempted = [], False

@@ -18,6 +18,7 @@ from tracefit.consumers.base import (
     OUT,
     Export,
     Source,
+    block_size,
     flags,
     held_out,
     kv_blocks,
@@ -81,7 +82,7 @@ def _server_flags(source: Source) -> str:
         "planner-profile-data": f"{OUT}/perf_data.npz",
         "max-num-seqs": settings.max_num_seqs,
         "max-num-batched-tokens": settings.max_num_batched_tokens,
-        "block-size": settings.block_size,
+        "block-size": block_size(source),
         "num-gpu-blocks-override": kv_blocks(source),
     }
     switches = {

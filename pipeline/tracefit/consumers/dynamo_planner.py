@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.consumers.base import OUT, Export, Source, kv_blocks, train_and_holdout
+from tracefit.consumers.base import OUT, Export, Source, block_size, kv_blocks, train_and_holdout
 from tracefit.consumers.dynamo import COLUMNS, errors_of, grids_of
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def to_dynamo_planner(source: Source) -> Export:
         grids["decode_active_kv_tokens"], grids["decode_context_length"], indexing="ij"
     )
     whole = active >= context  # a request at least: the planner rounds the batch
-    blocks, block_size = kv_blocks(source), source.deployment.context.settings.block_size
-    most = blocks * block_size if blocks and block_size else int(active.max())
+    blocks = kv_blocks(source)
+    most = blocks * block_size(source) if blocks else int(active.max())
     prefill = {
         "prefill_isl": grids["prefill_isl"].tolist(),
         "prefill_ttft": grids["prefill_ttft_ms"].tolist(),

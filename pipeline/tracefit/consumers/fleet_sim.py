@@ -15,6 +15,7 @@ from tracefit.consumers.base import (
     OUT,
     Export,
     Source,
+    block_size,
     held_out,
     kv_blocks,
     model_name,
@@ -45,7 +46,7 @@ def to_fleet_sim(source: Source) -> Export:
     if missing := [name for name, value in needed.items() if not value]:
         raise DataError(
             f"the profile needs {', '.join(missing)}",
-            hint=f"name them with {named(ServerOptions, 'settings')}",
+            hint=f"ingest the run again and name them with {named(ServerOptions, 'settings')}",
         )
     sequences = pl.col("num_decode_reqs") + pl.col("num_prefill_reqs")
     rows = source.steps(_COLUMNS).with_columns(sequences=sequences.cast(pl.Float64))
@@ -61,7 +62,7 @@ def to_fleet_sim(source: Source) -> Export:
         "W": w_s,
         "H": h_s,
         "chunk": settings.max_num_batched_tokens,
-        "blk_size": settings.block_size or 16,
+        "blk_size": block_size(source),
         "total_kv_blks": blocks,
         "max_slots": settings.max_num_seqs,
         "cost_per_hr": 0.0,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.consumers.base import OUT, Export, Source, flags, kv_blocks, model_name
+from tracefit.consumers.base import OUT, Export, Source, block_size, flags, kv_blocks, model_name
 from tracefit.errors import DataError
 from tracefit.server.settings import ALL_SPANS
 from tracefit.tables.schema import ENGINE
@@ -56,7 +56,7 @@ def to_vcr(source: Source) -> Export:
             "max-num-seqs": settings.max_num_seqs,
             "max-num-batched-tokens": settings.max_num_batched_tokens,
             "max-model-len": settings.max_model_len,
-            "tokens-per-block": settings.block_size,
+            "tokens-per-block": block_size(source),
             "kv-cache-size": kv_blocks(source),
         }
     )

@@ -16,7 +16,7 @@ from tracefit.errors import DataError, TracefitError, naming_flags
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
 TASKS_PER_WORKER = 2
@@ -88,13 +88,15 @@ class TaskEngine(Protocol):
         """
 
 
-def attempt(function: Callable[[Any], Any], argument: Any, *, flags: bool) -> tuple[Any, Exception | None]:
+def attempt(
+    function: Callable[[Any], Any], argument: Any, *, flags: bool | Mapping[str, str]
+) -> tuple[Any, Exception | None]:
     """Call a function; return its result, or the error it raised on purpose, which is not a failure of the worker.
 
     Args:
         function: The work of the job.
         argument: Its input.
-        flags: Whether its texts name options by their flags, as those of the process that has the job do.
+        flags: How its texts name options, as those of the process that has the job do: see `naming_flags`.
     """
     try:
         with naming_flags(flags=flags):

@@ -16,7 +16,7 @@ from tracefit.errors import UsageError, names_flags
 from tracefit.options import EngineChoice, WorkersOption, named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from tracefit.engines.jobs import Job
@@ -168,7 +168,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 def _work(
-    function: Callable[[Any], Any], argument: Any, *, flags: bool, team: str | None = None
+    function: Callable[[Any], Any], argument: Any, *, flags: bool | Mapping[str, str], team: str | None = None
 ) -> tuple[Any, Exception | None]:
     """Do a job, in a worker that is set up as those of the local engine."""
     _set_up(team)

@@ -304,7 +304,7 @@ def engine_settings(
     settings = EngineSettings(
         max_num_seqs=int(server["max_num_seqs"] or 0),
         max_num_batched_tokens=budget,
-        block_size=_block_tokens(timeline, blocks, stated_tokens),
+        block_size=block_tokens(timeline, blocks, stated_tokens),
         num_blocks=blocks,
         by_priority=stated.get("scheduling_policy") == "priority",
         chunked_prefill=stated.get("enable_chunked_prefill") is not False,
@@ -321,7 +321,7 @@ def engine_settings(
     return settings, tuple(text for text, holds in notes.items() if holds)
 
 
-def _block_tokens(timeline: pl.LazyFrame, blocks: int | None, stated: int) -> int:
+def block_tokens(timeline: pl.LazyFrame, blocks: int | None, stated: int) -> int:
     """Return the tokens of a KV block: the stated ones, unless the steps show others, as a platform's default may be.
 
     Each request that decodes has its context in whole blocks, the last one half full on average. If the blocks in use are computed

@@ -459,7 +459,7 @@ _OF_VLLM = frozenset(SETTINGS) - {"model", "gpu", "dtype", "quantization"}
 _WORDS_KEYS = ("entrypoint", "command", "cmd", "args", "extra_args")
 """Keys of a container's words, in the order in which they are its command line."""
 
-_KSERVE_NAME = ("--model_name=", "--model-name=")
+_KSERVE_NAME = "model_name="
 """KServe's name of a model for its clients; the model itself is another argument."""
 
 
@@ -515,7 +515,7 @@ def _container_options(part: Mapping[Any, object], *, where: str) -> list[tuple[
     if served is not None:
         return list(_options(served, where=where))
     # The image, which is elsewhere, may start the server.
-    words = [word for word in words if not word.startswith(_KSERVE_NAME)]
+    words = [word for word in words if not word.lstrip("-").replace("-", "_").startswith(_KSERVE_NAME)]
     options = list(_options(list(dropwhile(lambda word: not _is_option(word), words)), where=where))
     return options if any(name in _OF_VLLM for name, _ in options) else []
 
