@@ -22,13 +22,13 @@ from tracefit.fit.results import SpeedVariation
 from tracefit.replay.closed_loop import (
     REQUEST_COLUMNS,
     RunTraces,
-    _block_tokens,
     _counting,
     _first,
     _gave_up,
     _quantities,
     _with_hits,
     _with_outputs,
+    block_tokens,
     held_out_from,
     missing_for_replay,
     replay_run,
@@ -258,13 +258,13 @@ def test_the_first_requests_are_compared_under_full_load():
 def test_blocks_of_a_platform_s_own_size_are_seen_in_the_steps():
     # Ten requests of 500 tokens in blocks of 128: 39 of them full, and on average half a block more for each.
     steps = {"num_prefill_reqs": 0, "num_decode_reqs": [10] * 3, "context_tokens": 5000, "kv_blocks_used": 44}
-    assert _block_tokens(pl.DataFrame(steps).lazy(), None, 16) == 128
-    assert _block_tokens(pl.DataFrame(steps | {"kv_blocks_used": 318}).lazy(), 400, 16) == 16
+    assert block_tokens(pl.DataFrame(steps).lazy(), None, 16) == 128
+    assert block_tokens(pl.DataFrame(steps | {"kv_blocks_used": 318}).lazy(), 400, 16) == 16
     # Half of the context is shared, and counted once.
-    assert _block_tokens(pl.DataFrame(steps | {"kv_blocks_used": 162}).lazy(), 400, 16) == 16
+    assert block_tokens(pl.DataFrame(steps | {"kv_blocks_used": 162}).lazy(), 400, 16) == 16
     # Nobody knows how many are used, but 100 of 16 tokens cannot hold 5,000.
     unknown = pl.DataFrame(steps).with_columns(kv_blocks_used=pl.lit(None, pl.Int64)).lazy()
-    assert [_block_tokens(unknown, blocks, 16) for blocks in (100, 300, None)] == [64, 16, 16]
+    assert [block_tokens(unknown, blocks, 16) for blocks in (100, 300, None)] == [64, 16, 16]
 
 
 ENGINE_OF = {"run_id": "r", "server": "s", "epoch": 0}
