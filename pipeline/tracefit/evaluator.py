@@ -104,7 +104,7 @@ _SHAPES = {
     "Validation": "unit:text n_features:integer train:Metrics holdout:Metrics baseline:Metrics gradient_boosting:Metrics|null "
     "by_group?:{text:Metrics} by_phase?:[StepPhase] by_load?:{text:Metrics} held_out_equations?:EquationErrors|null "
     "error_over_load?:ErrorOverLoad|null load_extrapolation?:LoadExtrapolation|null stretches?:Metrics|null "
-    "speed?:SpeedVariation|null candidates?:[Candidate] classifier?:Classifier|null within_5_pct?:number|null "
+    "speed?:SpeedVariation|null noise?:MachineNoise|null candidates?:[Candidate] classifier?:Classifier|null within_5_pct?:number|null "
     "extrapolated_rows?:integer extrapolated?:{text:integer} prediction_intervals?:[PredictionInterval] "
     "interval_coverage_pct?:number|null prefill_reach_pct?:number|null collinearity?:[Collinearity] "
     "learning_curve?:[LearningPoint] rows_by_source?:{text:integer} boundary_accuracy_pct?:number|null "
@@ -118,6 +118,7 @@ _SHAPES = {
     "LoadExtrapolation": f"{_OF_METRICS} load:text cut:number gradient_boosting?:Metrics|null",
     "SpeedVariation": "stretch_s:number stretches:integer sd_pct:number fastest_pct:number slowest_pct:number "
     "holdout_pct:number|null adjusted:bool",
+    "MachineNoise": "apart_s:bounds pairs:integer mape_pct:number mdape_pct:number p90_ape_pct:number",
     "Candidate": "name:text features:integer inside_mae:number beyond_mae:number|null chosen?:bool reason?:text "
     "inside_pct?:number|null beyond_pct?:number|null plain?:bool",
     "Classifier": "balanced_accuracy:number|null confusion:{text:integer}",
