@@ -228,4 +228,5 @@ def test_new_traces_of_another_server_are_one_line(tracefit, trained, tmp_path, 
     code, out, err = tracefit("compare", trained / "models", tables)
     assert (code, out) == (1, "")
     assert "no run of deployment" in err
+    assert "(enforce_eager False → True)" in err
     assert err.count("\n") == 1

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tracefit.coefficients.model import Model
+    from tracefit.coefficients.predict import DeploymentModels
     from tracefit.fit.fitted import DeploymentTables
     from tracefit.fit.results import Validation
     from tracefit.server.context import Deployment
@@ -133,13 +134,36 @@ def _drift(one: Path, tables: Path, old: Models, wanted: list[str], tolerance: T
         models = old.deployment(deployment_id).models.values()
         drifts += [_drift_of(model, deployment, loaded, tolerance) for model in models]
     if not drifts:
+        changed = {
+            text: None
+            for deployment_id in wanted
+            for other, _ in here.values()
+            if (text := _changes(old.deployment(deployment_id), other))
+        }
         raise DataError(
             f"no run of deployment {', '.join(wanted)} is here",
             where=str(tables),
-            hint=f"here are: {', '.join(here)}",
+            hint=f"here {'is' if len(here) == 1 else 'are'} {'; '.join(changed) or ', '.join(here)}: fit these runs by themselves",
         )
     verdict = min((d.verdict for d in drifts), key=_WORST_FIRST.index)
     return CompareResult(one, tables, drift=tuple(drifts), verdict=verdict, notes=tuple(notes))
+
+
+def _changes(models: DeploymentModels, other: Deployment) -> str:
+    """Name another deployment with the facts in which it differs, both values each; empty where the models state none."""
+    facts = next((m.deployment for m in models.models.values() if m.deployment is not None), None)
+    if facts is None:
+        return ""
+    context = other.context
+    then = {**facts.settings, "model": facts.model, "gpu": facts.gpu}
+    served = context.settings.model or (context.architecture.name if context.architecture else None)
+    now = {**context.settings.values(), "model": served, "gpu": context.gpu.name if context.gpu else None}
+    # A setting that one side does not state may be the same on both.
+    stated = {name: (then[name], value) for name, value in now.items() if None not in (then.get(name), value)}
+    listed = ", ".join(
+        f"{name} {before} → {after}" for name, (before, after) in stated.items() if before != after
+    )
+    return f"{other.deployment_id} ({listed})" if listed else ""
 
 
 _WORST_FIRST: tuple[DriftVerdict, ...] = ("drifted", "unknown", "good")
