@@ -18,7 +18,7 @@ COMMANDS = {
     "ingest": ("polars.DataFrame.with_columns", "ingest {runs} --out {out}/tables"),
     "inspect": ("polars.DataFrame.with_columns", "inspect {runs}"),
     "train": ("numpy.random.default_rng", "train {out} --out {out}/models --fast"),
-    "report": ("polars.LazyFrame.collect", "report {out}"),
+    "report": ("json.loads", "report {out}"),
     "compare": ("polars.DataFrame.filter", "compare {out} {out}"),
     "verify": ("polars.DataFrame.with_columns", "verify {out}"),
     "requests": ("polars.DataFrame.with_columns", "requests {out}"),

@@ -342,7 +342,10 @@ def test_contradicting_run_descriptions_are_refused(tmp_path, tracefit, small, r
 def test_named_run_description_stands_for_both(tmp_path, tracefit, small):
     folder = described(small(tmp_path / "run"), "note: b\n")
     named = ("--run-config", folder / "run.yaml")
-    assert tracefit("ingest", folder, "--out", tmp_path / "tables", *named)[0] == 0
+    code, _, stderr = tracefit("ingest", folder, "--out", tmp_path / "tables", *named)
+    # Its keys are not settings, and the other description is not read.
+    assert code == 3
+    assert "keys seen: note" in stderr
 
 
 @pytest.mark.parametrize("given", [".", "traces.json"], ids=["folder", "file"])

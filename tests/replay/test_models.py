@@ -72,8 +72,8 @@ def test_a_step_takes_what_its_line_says():
 def test_each_step_is_of_the_first_regime_that_holds():
     many = {"any": None, "all": [{"feature": "context_tokens", "op": ">", "value": 31}]}
     regimes = [
-        {"name": "many", "when": many, "intercept": value(500.0)},
-        {"name": "rest", "when": {"all": []}, "intercept": value(7.0)},
+        {"name": "many", "when": many, "intercept": value(500.0), "terms": []},
+        {"name": "rest", "when": {"all": []}, "intercept": value(7.0), "terms": []},
     ]
     times = FittedStepTimes(model(form="regimes", regimes=regimes), {})
     assert times.decoding(StepBatch(decode_reqs=2, context_tokens=30), 3, 2).tolist() == [7, 500, 500]
@@ -94,7 +94,7 @@ def test_work_of_the_api_begins_when_the_work_before_it_ends(queue, waits):
         queue=queue,
         work=work,
         offset=value(0.0),
-        without_clock={"intercept": value(0.0)},
+        without_clock={"intercept": value(0.0), "terms": []},
     )
     found = admission_us(alpha, np.array([0.0, 10.0, 1000.0]), np.array([10, 20, 10]))
     # The second comes at 10, and work on it begins at 110.

@@ -123,11 +123,16 @@ def test_waits_of_microseconds_are_no_facts_for_a_decision(trained):
     files = [read_coefficients(trained / "models" / f"{kind}.json") for kind in ("alpha", "beta")]
     (one,) = evaluation.deployments
     poor = replace(one.models["alpha.queue_wait"], skill=-0.1)
+    assert poor.is_unfelt
     worse = one.model_copy(update={"models": {**one.models, "alpha.queue_wait": poor}})
     made = report_of(evaluation.model_copy(update={"deployments": (worse,)}), *files, None)
     assert not [
         part for part in made.parts if isinstance(part, str) and "worse than the training median" in part
     ]
+    assert "worse than the training median" not in markdown_text(made)
+    long = replace(poor, holdout=replace(poor.holdout, mae=9_000.0))
+    felt = one.model_copy(update={"models": {**one.models, "alpha.queue_wait": long}})
+    made = report_of(evaluation.model_copy(update={"deployments": (felt,)}), *files, None)
     assert (
         "`alpha.queue_wait` is worse than the training median"
         in markdown_text(made).split("Errors on the hold-out")[1]

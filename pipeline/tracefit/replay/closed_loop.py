@@ -277,10 +277,9 @@ def engine_settings(
     """
     server = {**deployment.server, **changes}
     if unknown := [name for name in _NEEDED if not server[name]]:
-        flags = " ".join(f"{flag_of(ServerOptions, 'settings')} {name}=N" for name in unknown)
         raise UsageError(
             f"{' and '.join(unknown)} of the server {'are' if len(unknown) > 1 else 'is'} unknown",
-            hint=f"run again with {flags}, or with the server's log beside its traces",
+            hint=f"give them with `tracefit run RUNS {flag_of(ServerOptions, 'settings')} NAME=N`, or put the server's log beside its traces",
         )
     stated = deployment.step_model.deployment.settings if deployment.step_model.deployment else {}
     traced = timeline.select(pl.col("kv_blocks_total").max()).collect().item()
