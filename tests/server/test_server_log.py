@@ -153,3 +153,15 @@ def test_the_logging_configuration_of_the_docs_gives_microseconds():
         logging.Formatter(form).format(record)
         == "INFO 1795824076.095900 [loggers.py:198] Engine 000: Iteration(1)"
     )
+
+
+def test_only_settings_are_kept_of_the_arguments():
+    line = ARGUMENTS.replace("'max_num_seqs'", "'api_key': ['sk-secret'], 'max_num_seqs'")
+    found = context([line, engine()])
+    assert found.settings.max_num_seqs == 64
+    assert "sk-secret" not in repr(found)
+
+
+def test_a_logged_prompt_is_not_a_start():
+    prompt = "INFO Received request: prompt: '" + "x" * 900 + "non-default args: {'max_num_seqs': 2}'"
+    assert context([ARGUMENTS, engine(), prompt]).settings.max_num_seqs == 64

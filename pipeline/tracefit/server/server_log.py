@@ -29,6 +29,8 @@ MARKS = (
 MOST_CHARS = 64 * 1024
 """Longer lines of a log are something else, and slow for patterns."""
 
+_MOST_PREFIX_CHARS = 512
+
 _DICT = re.compile(r"non-default args:\s*(\{.*\})")
 _NAMESPACE = re.compile(r"\bargs: Namespace\((.*)\)")
 # Bounded digits: Python raises an error for integers of more than 4,300.
@@ -132,7 +134,8 @@ def _with_sizes(start: ServerStart, line: str) -> ServerStart:
 
 
 def _arguments(line: str) -> dict[str, object] | None:
-    if "args:" not in line:
+    # Further into a line it is the text of a request that is logged.
+    if not 0 <= line.find("args:") < _MOST_PREFIX_CHARS:
         return None
     if logged := _DICT.search(line):
         return _dict(logged[1])
