@@ -7,16 +7,12 @@ times. A recording on such a machine has a floor under every error, which more r
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
 from tracefit.fit.results import MachineNoise
 from tracefit.tables.schema import SERVER
-
-if TYPE_CHECKING:
-    from tracefit.statistics import Vector
 
 NEAR_S = (1.0, 20.0)
 """Seconds between two steps that are compared. Neighbouring steps share a disturbance and differ by half as much; further apart the
@@ -47,37 +43,29 @@ def machine_noise(rows: pl.DataFrame) -> MachineNoise | None:
         ["ts_ns", *_COUNTS]
     )
     amounts = [name for name in _AMOUNTS if name in used.columns and not used[name].null_count()]
-    equal = [
-        *SERVER,
+    equal = {
         # Intervals of about as many steps: their means scatter by about as much.
-        pl.col("interval_steps").log(2).round().alias("steps_class"),
-        *_COUNTS,
-        *(
-            (pl.col(name).clip(lower_bound=1).log() / math.log1p(_SAME_SHARE)).floor().alias(f"{name}_class")
+        "steps_class": pl.col("interval_steps").log(2).round(),
+        **{
+            f"{name}_class": (pl.col(name).clip(lower_bound=1).log() / math.log1p(_SAME_SHARE)).floor()
             for name in amounts
-        ),
-    ]
-    groups = (
-        used.sort("ts_ns")
-        .group_by(equal, maintain_order=True)
-        .agg("ts_ns", pl.col("y").log())
-        .filter(pl.col("y").list.len() > 1)
+        },
+    }
+    nearest_ns, furthest_ns = (int(1e9 * seconds) for seconds in NEAR_S)
+    steps = used.select(*SERVER, *_COUNTS, "ts_ns", log=pl.col("y").log(), **equal).sort("ts_ns")
+    pairs = steps.with_columns(from_ns=pl.col("ts_ns") + nearest_ns).join_asof(
+        steps,
+        left_on="from_ns",
+        right_on="ts_ns",
+        by=[*SERVER, *_COUNTS, *equal],
+        strategy="forward",
+        tolerance=furthest_ns - nearest_ns,
+        check_sortedness=False,
     )
-    times, logs = groups["ts_ns"].to_list(), groups["y"].to_list()
-    apart = np.concatenate([np.zeros(0), *map(_apart, map(np.asarray, times), map(np.asarray, logs))])
+    apart = (pairs["log_right"] - pairs["log"]).abs().drop_nulls().to_numpy()
     if apart.size < LEAST_PAIRS:
         return None
     # Errors are shares of the measured time, and what disturbs a step makes it longer.
     off = -100 * np.expm1(-apart / math.sqrt(2))
     middle, high = np.quantile(off, (0.5, 0.9))
     return MachineNoise(NEAR_S, int(apart.size), float(off.mean()), float(middle), float(high))
-
-
-def _apart(at_ns: Vector, logs: Vector) -> Vector:
-    """Return by how much each time differs from the next one that is not too near, as logarithms; times in ascending order."""
-    nearest, furthest = (1e9 * seconds for seconds in NEAR_S)
-    later = np.searchsorted(at_ns, at_ns + nearest)
-    first = np.flatnonzero(later < len(at_ns))
-    later = later[first]
-    is_near = at_ns[later] - at_ns[first] <= furthest
-    return np.asarray(np.abs(logs[later[is_near]] - logs[first[is_near]]))
