@@ -20,7 +20,6 @@ from tracefit.tables import dialects, schema
 from tracefit.tables.build import TracedRun, UnlikeRunsError, build_tables
 from tracefit.tables.client_times import TEXT_COUNT, UNMATCHED, with_asked_lengths, with_client_times
 from tracefit.tables.dialects import CLIENT
-from tracefit.tables.record_servers import SHARED_NAME
 from tracefit.tables.runs import COMPLETE_SHARE, with_implausible
 from tracefit.tables.sources import CycleSource
 from tracefit.tables.staging import read_staged
@@ -191,8 +190,6 @@ def _build(tasks: Sequence[RunTask], folder: Path, spread: Spread) -> dict[str, 
         for task in with_kv:
             writer.replace([task.run_id], _kv_tables(task, writer.of([task.run_id]).read))
         runs = tables.read("runs").partition_by("run_id", as_dict=True)
-        for task in (task for task in tasks if (task.run_id,) not in runs):
-            raise _without_rows(task, tables.read("rejects"))
         small = [t for t in tasks if is_small(runs[t.run_id,]["events"][0], t.options.build)]
         for some, built in timelines_of({t.run_id: t.context for t in small}, writer.of):
             writer.replace(some, built)
@@ -203,18 +200,17 @@ def _build(tasks: Sequence[RunTask], folder: Path, spread: Spread) -> dict[str, 
 def _require_rows(tasks: Sequence[RunTask], tables: WrittenTables) -> None:
     """Refuse a run that has no row of any server, because every record breaks a rule."""
     known = set(tables.read("runs", ("run_id",))["run_id"])
-    for task in tasks:
-        if task.run_id not in known:
-            rejects = tables.read("rejects").filter(run_id=task.run_id)
-            counts = rejects.group_by("reason").agg(pl.sum("count")).sort(-pl.col("count"), "reason")
-            broken = ", ".join(
-                f"{count:,} {reason}" for reason, count in counts.head(_MOST_NAMED).iter_rows()
-            )
-            # A reason may say itself what to do.
-            hint = "compare the units of its times with those in docs/reference/recordings.md"
-            if counts["reason"].first() == SHARED_NAME:
-                broken, _, hint = broken.partition(": ")
-            raise DataError(f"every one of its records breaks a rule ({broken})", where=task.name, hint=hint)
+    for task in (task for task in tasks if task.run_id not in known):
+        rejects = tables.read("rejects").filter(run_id=task.run_id)
+        counts = rejects.group_by("reason").agg(pl.sum("count")).sort(-pl.col("count"), "reason")
+        reason, count = counts.row(0)
+        # A reason may say what to do, or ask for the cause.
+        what, _, advice = reason.partition(": ")
+        raise DataError(
+            f"every one of its records breaks a rule ({count:,} {what})",
+            where=task.name,
+            hint=advice or "compare the units of its times with those in docs/reference/recordings.md",
+        )
 
 
 def _with_step_units(tables: WrittenTables) -> dict[str, pl.DataFrame | Iterator[pl.DataFrame]]:
@@ -488,16 +484,6 @@ def engine_limits(context: RunContext) -> EngineLimits:
         block_size=s.block_size or DEFAULT_BLOCK_SIZE,
         # vLLM reserves one block as the null block.
         num_blocks=s.num_gpu_blocks - 1 if s.num_gpu_blocks else None,
-    )
-
-
-def _without_rows(task: RunTask, rejects: pl.DataFrame) -> DataError:
-    """Return the error for a run whose records can all be read, and none of them used."""
-    counts = rejects.filter(run_id=task.run_id).group_by("reason").agg(pl.col("count").sum())
-    reason, count = counts.sort("count", "reason", descending=[True, False]).row(0)
-    what, _, advice = reason.partition(": ")
-    return DataError(
-        f"none of its records can be used ({count:,}: {what})", where=task.name, hint=advice or None
     )
 
 
