@@ -11,10 +11,12 @@ import pytest
 
 import tracefit as package
 from tracefit.commands.ingest import _starts_of
+from tracefit.inputs.blocks import lines_with
 from tracefit.inputs.discovery import open_inputs
+from tracefit.inputs.files import TraceFile
 from tracefit.server.context import read_context
-from tracefit.server.server_log import ServerStart, starts_of
-from tracefit.server.settings import ServerSettings, settings_from
+from tracefit.server.server_log import MARKS, ServerStart, starts_of
+from tracefit.server.settings import ServerSettings, read_settings, settings_from
 from tracefit.synth import SynthOptions, synth, write_run
 
 ARGUMENTS = "INFO 11-28 00:01:16 [api_utils.py:286] non-default args: {'model_tag': 'org/m', 'model': 'org/m', 'dtype': 'auto', 'max_num_seqs': 64}"
@@ -155,11 +157,22 @@ def test_the_logging_configuration_of_the_docs_gives_microseconds():
     )
 
 
-def test_only_settings_are_kept_of_the_arguments():
+def test_only_settings_are_kept_of_the_arguments(tmp_path):
     line = ARGUMENTS.replace("'max_num_seqs'", "'api_key': ['sk-secret'], 'max_num_seqs'")
-    found = context([line, engine()])
-    assert found.settings.max_num_seqs == 64
-    assert "sk-secret" not in repr(found)
+    (tmp_path / "server.log").write_text(line + "\n")
+    for settings in (context([line, engine()]).settings, read_settings(tmp_path / "server.log")):
+        assert settings.max_num_seqs == 64
+        assert "sk-secret" not in repr(settings)
+
+
+def test_lines_of_a_log_are_bounded(tmp_path):
+    """A small compressed file may have any number of lines: the last ones are kept, of so many bytes."""
+    line = b"x args: {}\n"
+    with gzip.open(tmp_path / "server.log.gz", "wb") as file:
+        file.write(line * 300_000)
+    file = TraceFile.local(tmp_path / "server.log.gz")
+    assert len(lines_with(file, MARKS, most_bytes=1 << 30)) == 10_000
+    assert not lines_with(file, MARKS, most_bytes=1 << 10)
 
 
 def test_a_logged_prompt_is_not_a_start():

@@ -8,6 +8,7 @@ most `IngestOptions.max_document_mib` MiB of one record.
 from __future__ import annotations
 
 import os
+from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _EXCERPT_BYTES, _EDGE_BYTES = 4096, 16
 
+_MOST_LINES = 10_000
 _LONGEST_REST = 1 << 20
 """Most bytes of a line that one piece begins and the next one ends."""
 
@@ -136,23 +138,26 @@ def inspect_file(file: TraceFile, bounds: Expansion = USUAL, *, is_shape_needed:
 def lines_with(
     file: TraceFile, marks: Sequence[bytes], *, most_bytes: int, bounds: Expansion = USUAL
 ) -> list[str]:
-    """Return the lines of a text file that contain one of some marks.
+    """Return the lines of a text file that contain one of some marks, at most the last 10,000.
 
     Args:
         file: The file; compressed or not.
         marks: Parts of a line that is wanted.
-        most_bytes: Bytes of the file that are read, as if it ended there.
+        most_bytes: Bytes of its content that are read, as if it ended there.
         bounds: Bounds on compressed content.
 
     Raises:
         UsageError: It cannot be opened or read.
     """
-    found: list[str] = []
-    rest = b""
+    found: deque[str] = deque(maxlen=_MOST_LINES)
+    rest, left = b"", most_bytes
     with file.open() as raw:
         for piece in pieces(raw, bounds, most_bytes=most_bytes):
             if isinstance(piece, Gap):
                 continue
+            left -= len(piece.data)
+            if left < 0:
+                break
             *lines, rest = (rest + piece.data).split(b"\n")
             found += [line.decode(errors="replace") for line in lines if any(mark in line for mark in marks)]
             rest = rest[-_LONGEST_REST:]

@@ -21,10 +21,9 @@ from tracefit.server.hardware import Gpu, UnknownGpuError, find_gpu, parse_gpu, 
 from tracefit.server.model_config import UnknownModelError, as_served, parse_architecture
 from tracefit.server.settings import (
     DEFAULT_BLOCK_SIZE,
-    SETTINGS,
     ServerSettings,
     assume_defaults,
-    canonical_name,
+    logged_settings,
     merge,
     read_all_settings,
     settings_from,
@@ -118,9 +117,7 @@ def read_context(
 def _logged(starts: Sequence[ServerStart], given: ServerSettings) -> tuple[ServerSettings, tuple[str, ...]]:
     """Return the settings of the last start in a log, and doubts: other starts, and files that say something else."""
     try:
-        # Arguments may be secrets, such as a key of the API: only known settings are kept.
-        known = [{n: v for n, v in start.stated.items() if canonical_name(n) in SETTINGS} for start in starts]
-        every = [settings_from(stated, where="the server's log", source="read") for stated in known]
+        every = [logged_settings(start, where="the server's log") for start in starts]
     except UsageError as error:
         return ServerSettings(), (f"settings in the server's log are not read: {error.what}",)
     if not every:

@@ -33,7 +33,7 @@ from tracefit.server.documents import (
     read_bytes,
     validated,
 )
-from tracefit.server.server_log import starts_of
+from tracefit.server.server_log import ServerStart, starts_of
 from tracefit.text import plural, unread
 
 if TYPE_CHECKING:
@@ -343,8 +343,18 @@ def read_settings(path: Path) -> ServerSettings:
     text = read_bytes(path, limit_bytes=_MAX_LOG_BYTES).decode("utf-8", errors="replace")
     if starts := starts_of(text.splitlines()):
         # A log can hold several starts: the last one counts.
-        return settings_from(starts[-1].stated, where=where, source="read")
+        return logged_settings(starts[-1], where=where)
     return parse_serve_command(text, where=where)
+
+
+def logged_settings(start: ServerStart, *, where: str) -> ServerSettings:
+    """Return what a server's log states. Its other arguments may be secrets, such as a key of the API, and are not kept.
+
+    Raises:
+        UsageError: A value is not allowed for its setting.
+    """
+    known = {name: value for name, value in start.stated.items() if canonical_name(name) in SETTINGS}
+    return settings_from(known, where=where, source="read")
 
 
 def read_all_settings(paths: Iterable[Path]) -> ServerSettings:
