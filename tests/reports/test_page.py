@@ -123,7 +123,7 @@ def test_waits_of_microseconds_are_no_facts_for_a_decision(trained):
     files = [read_coefficients(trained / "models" / f"{kind}.json") for kind in ("alpha", "beta")]
     (one,) = evaluation.deployments
     poor = replace(one.models["alpha.queue_wait"], skill=-0.1)
-    assert poor.is_unfelt
+    assert poor.is_negligible
     worse = one.model_copy(update={"models": {**one.models, "alpha.queue_wait": poor}})
     made = report_of(evaluation.model_copy(update={"deployments": (worse,)}), *files, None)
     assert not [

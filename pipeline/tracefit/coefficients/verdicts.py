@@ -134,7 +134,7 @@ _SKILLS_OF_WAITS = {*_REPLAYED, "queue_wait_skill"}
 _ABOUT = 1.15
 """An error of up to this many times the machine's noise is the machine's: both are measured on some hundreds of steps."""
 
-_IN_LATENCIES, _MOST_IN_LATENCIES = 2.0, 3.0
+_USUALLY_AMPLIFIED, _MOST_AMPLIFIED = 2.0, 3.0
 """A change of the speed changes a loaded server's latencies by about the first number times as much, as batches grow with it, and by at
 most the second below its capacity."""
 
@@ -153,8 +153,8 @@ def _machine_pct(
         errors = (r.worst_at_holdout_speed_pct(*_OF_REPLAYS[measure]) for r in measured.replays)
         worst = max((error for error in errors if error is not None), default=None)
         # Within the hold-out the speed goes on changing from stretch to stretch.
-        is_near = worst is not None and worst <= min(value, max(yes, _IN_LATENCIES * speed.sd_pct))
-        return abs(change) if is_near and value <= _MOST_IN_LATENCIES * abs(change) else None
+        is_near = worst is not None and worst <= min(value, max(yes, _USUALLY_AMPLIFIED * speed.sd_pct))
+        return abs(change) if is_near and value <= _MOST_AMPLIFIED * abs(change) else None
     noise = entry.noise
     floors = {
         "step_mape_pct": math.hypot(noise.mape_pct, change) if noise else 0.0,
@@ -247,7 +247,7 @@ def verdicts_of(
         of_waits = next((models[m] for m in MEASURES[threshold.measure].models if m in models), None)
         if is_replayed and threshold.measure in _REPLAYED:
             continue
-        if threshold.measure in _SKILLS_OF_WAITS and of_waits is not None and of_waits.is_unfelt:
+        if threshold.measure in _SKILLS_OF_WAITS and of_waits is not None and of_waits.is_negligible:
             continue
         criterion = _criterion(models, measured, threshold)
         if MEASURES[threshold.measure].needed or criterion.value is not None:

@@ -339,7 +339,7 @@ def _summary(deployment: FittedDeployment, model: FittedModel) -> ModelSummary:
         rows_used=model.fitted.rows_used,
         rows_holdout=model.fitted.rows_holdout,
         of_means=of_means(v),
-        is_unfelt=model.name.startswith("alpha.") and v.is_unfelt,
+        is_negligible=model.name.startswith("alpha.") and v.is_negligible,
         **_numbers(ModelSummary, parts),
     )
 

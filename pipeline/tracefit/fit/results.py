@@ -610,13 +610,13 @@ class Validation:
     skill: float | None
 
     @property
-    def is_unfelt(self) -> bool:
+    def is_negligible(self) -> bool:
         """Whether the model of a wait and a constant guess are both off by less than a millisecond on average: no use can tell."""
         errors = (self.holdout.mae, self.baseline.mae)
-        return all(error is not None and error < UNFELT_US for error in errors)
+        return all(error is not None and error < NEGLIGIBLE_US for error in errors)
 
 
-UNFELT_US = 1_000.0
+NEGLIGIBLE_US = 1_000.0
 """A latency of a request is never felt as this much longer or shorter."""
 
 TimeSource = Literal["clock", "duration"]

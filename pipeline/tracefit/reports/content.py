@@ -348,7 +348,7 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
         " ".join(filter(None, notes)) if errors.rows else "",
         _machine_noise(deployment),
         _machine_speed(deployment),
-        _unfelt(deployment),
+        _negligible(deployment),
         *(f"Note: {text}." for text in deployment.notes),
         *(_overload(o) for o in deployment.overloaded),
         *figures.first,
@@ -455,12 +455,12 @@ def _slowest(requests: Sequence[SlowRequest]) -> Section:
     return section("The slowest requests", table(head, rows))
 
 
-def _unfelt(deployment: published.DeploymentEvaluation) -> str:
+def _negligible(deployment: published.DeploymentEvaluation) -> str:
     """Name the models of waits that decide no verdict, as no use can tell their errors."""
     names = [
         f"`{name}`"
         for name, entry in deployment.models.items()
-        if name.startswith("alpha.") and entry.is_unfelt
+        if name.startswith("alpha.") and entry.is_negligible
     ]
     if not names:
         return ""

@@ -200,7 +200,9 @@ def worse_than_median(deployment: DeploymentEvaluation) -> list[str]:
         f"**`{name}` is worse than the training median** on the hold-out: it is off by {number(entry.holdout.mae)} us on average, "
         f"the median by {number(entry.baseline.mae)} us."
         for name, entry in deployment.models.items()
-        if entry.skill is not None and entry.skill < 0 and not (name.startswith("alpha.") and entry.is_unfelt)
+        if entry.skill is not None
+        and entry.skill < 0
+        and not (name.startswith("alpha.") and entry.is_negligible)
     ]
 
 

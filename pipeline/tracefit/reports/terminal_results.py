@@ -146,7 +146,7 @@ def _deployments(result: models.TrainResult) -> list[str]:
 def _warnings(m: models.ModelSummary) -> Iterator[str]:
     if mape_misleads(m.holdout_mape_pct, m.holdout_mdape_pct):
         yield f"the mean error of {_percent(m.holdout_mape_pct)} misleads: a few rows dominate it"
-    if m.skill is not None and m.skill < 0 and not m.is_unfelt:
+    if m.skill is not None and m.skill < 0 and not m.is_negligible:
         yield "worse than the training median, the baseline"
     if m.of_means:
         yield "these are errors of means over several steps, no single step was seen"

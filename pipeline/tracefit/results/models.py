@@ -54,7 +54,7 @@ class ModelSummary:
     rows_holdout: int
     of_means: bool = False
     """Whether the errors are of means over several steps, because no single step was measured."""
-    is_unfelt: bool = False
+    is_negligible: bool = False
     """Whether it is a model of waits whose errors are under a millisecond, as those of a constant guess are."""
 
 

@@ -71,16 +71,19 @@ _SHARED = "; or, if these servers are API processes of one engine, start it with
 _RECORD_ONE = "record a single engine: a server of one data-parallel rank with --api-server-count 1, under a separate OTEL_SERVICE_NAME"
 
 _LATE, _LATE_CHANCE = 0.4, 0.05
-"""A wait of this share of a short step is a wait for a step in progress; the number of such waits is too many where chance gives as many this seldom."""
+"""A wait of this share of a short step is a wait for a step in progress. There are too many of them if chance gives as many with a lower
+probability than this."""
 
 _FEW_LATE, _QUARTILES_LATE, _MOST_LATE, _MOST_LATE_SHORT, _SHORT_US = 0.02, 3.0, 0.15, 0.2, 10_000.0
 """Share of such waits in a complete recording: the first number, and the second times the lower quartile of all waits, in steps, as
-jitter of a front end makes them; at most the third, or the fourth if steps are shorter than the last number. Eleven complete
-recordings of real servers have up to 0.12, and 0.21 with steps of 4 ms; with 30 % of the requests removed it is 0.19 to 0.5."""
+jitter of a front end makes them; at most the third, or the fourth if steps are shorter than the last number. Complete
+recordings of real servers have up to 0.12, and 0.21 with steps of 4 ms; with 30 % of the requests removed they have 0.19 to 0.35, and
+generated ones, whose front end has no jitter, 0.12 to 0.5."""
 
 _MIN_PLAIN, _MAX_SKEW, _PROMPT_SHARE = 50, 1.5, 0.2
 """Fewest plain intervals that show a skew; how far long ones may be off, as a multiple of short ones; and the share of a prompt that is
-about as long as one. Complete recordings of noisy machines have a skew of 0.9 to 1.3, and 1.5 to 25 without 30 % of the requests."""
+about as long as one. Complete recordings of real servers have a skew of 0.65 to 1.3, and 2.6 with steps of 4 ms, whose noise is above `_NOISY`;
+with 30 % of the requests removed they have 1.5 to 4.6, and generated ones 1.3 to 13."""
 
 _NOISY = 0.48
 """Standard deviation of a step's time, as a share of it, above which a skew says nothing: a machine with other work stalls now and then."""
