@@ -282,7 +282,9 @@ def engine_settings(
             hint=f"give them with `tracefit run RUNS {flag_of(ServerOptions, 'settings')} NAME=N`, or put the server's log beside its traces",
         )
     stated = deployment.step_model.deployment.settings if deployment.step_model.deployment else {}
-    traced = timeline.select(pl.col("kv_blocks_total").max()).collect().item()
+    tokens_of_step = pl.col("prefill_tokens") + pl.col("decode_tokens")
+    seen = timeline.select(pl.col("kv_blocks_total").max(), fullest=tokens_of_step.max()).collect()
+    traced, fullest = seen.row(0)
     # A request decodes in as many steps as it has tokens after its first one, unless a step gives it several.
     steps = pl.col("finished_step") - pl.col("first_token_step")
     per_step = before.filter((steps > 0) & (pl.col("num_preemptions").fill_null(0) == 0)).select(
@@ -291,12 +293,9 @@ def engine_settings(
     tokens = per_step.item() or 1.0
     several = tokens > _SEVERAL_TOKENS
     budget = int(server["max_num_batched_tokens"] or 0)
-    fullest = (
-        timeline.select((pl.col("prefill_tokens") + pl.col("decode_tokens")).max()).collect().item() or 0
-    )
     assumed = deployment.step_model.deployment.assumed if deployment.step_model.deployment else ()
     # A default that no input states may be wrong; no step is fuller than the budget.
-    is_short = fullest > budget and any(text.startswith("max_num_batched_tokens ") for text in assumed)
+    is_short = (fullest or 0) > budget and any(text.startswith("max_num_batched_tokens ") for text in assumed)
     budget = int(fullest) if is_short else budget
     stated_blocks, stated_tokens = server["num_gpu_blocks"], int(server["block_size"] or 0)
     blocks = traced or (int(stated_blocks) - 1 if stated_blocks else None)
