@@ -96,7 +96,7 @@ def test_the_facts_for_a_decision_come_first(text, page):
         '<dl class="verdicts">',
         '<details class="section">',
     ]
-    marks += ['<pre class="commands"', "<figure id="]
+    marks += ['<pre class="scroll commands"', "<figure id="]
     places = [text.index(mark) for mark in marks]
     assert places == sorted(places)
     uses = [d["text"].split()[0] for d in page.all("dt")]
@@ -109,7 +109,7 @@ def test_the_facts_for_a_decision_come_first(text, page):
 def test_commands_to_copy_are_whole_and_as_in_the_evaluation(trained, page, text):
     (deployment,) = json.loads((trained / "evaluation.json").read_text())["deployments"]
     lines = deployment["record"]["command"]
-    (shown,) = re.findall(r'<pre class="commands" tabindex="0"><code>(.*?)</code></pre>', text, re.DOTALL)
+    (shown,) = re.findall(r'<pre class="scroll commands" tabindex="0"><code>(.*?)</code></pre>', text, re.DOTALL)
     assert html.unescape(shown).splitlines() == lines
     assert sum(line.startswith("  vllm bench serve ") for line in lines) == len(
         deployment["record"]["stretches"]
@@ -186,7 +186,7 @@ def test_plotly_takes_the_figures_as_they_are(text):
 
 def test_nothing_is_fetched_and_only_its_own_scripts_run(text):
     # Commands to copy have the address of a server.
-    outside = re.sub(r'<pre class="commands".*?</pre>', "", _without_scripts(text), flags=re.DOTALL)
+    outside = re.sub(r'<pre class="scroll commands".*?</pre>', "", _without_scripts(text), flags=re.DOTALL)
     assert not re.findall(r"https?://|//[a-z]|@import|url\(|\son\w+=", outside)
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     rules = dict(rule.strip().split(" ", 1) for rule in policy.replace("&#39;", "'").split(";"))
