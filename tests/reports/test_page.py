@@ -109,7 +109,9 @@ def test_the_facts_for_a_decision_come_first(text, page):
 def test_commands_to_copy_are_whole_and_as_in_the_evaluation(trained, page, text):
     (deployment,) = json.loads((trained / "evaluation.json").read_text())["deployments"]
     lines = deployment["record"]["command"]
-    (shown,) = re.findall(r'<pre class="scroll commands" tabindex="0"><code>(.*?)</code></pre>', text, re.DOTALL)
+    (shown,) = re.findall(
+        r'<pre class="scroll commands" tabindex="0"><code>(.*?)</code></pre>', text, re.DOTALL
+    )
     assert html.unescape(shown).splitlines() == lines
     assert sum(line.startswith("  vllm bench serve ") for line in lines) == len(
         deployment["record"]["stretches"]
