@@ -56,11 +56,11 @@ READY_S = float(os.environ.get("SERVER_READY_S", "150"))
 REQUEST_S = 60
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, config: dict = CONFIG) -> Path:
     """Write what `vllm serve --load-format dummy` reads of a model."""
     folder.mkdir(parents=True)
     documents = {
-        "config.json": CONFIG,
+        "config.json": config,
         "tokenizer.json": TOKENIZER,
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"},
     }
@@ -105,10 +105,12 @@ class Completion:
 
 
 class Server:
-    """`vllm serve` of a tiny model, whose output goes to a file; usable once it is made."""
+    """`vllm serve` of a small model, whose output goes to a file; usable once it is made."""
 
-    def __init__(self, folder: Path, otlp_port: int, *options: str, **environment: str) -> None:
-        self.model = write_model(folder / "model")
+    def __init__(
+        self, folder: Path, otlp_port: int, *options: str, config: dict = CONFIG, **environment: str
+    ) -> None:
+        self.model = write_model(folder / "model", config)
         self.log = folder / "server.log"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
