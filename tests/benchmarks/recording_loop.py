@@ -2,10 +2,10 @@
 
     SERVER_PYTHON=ENVIRONMENT/bin/python PYTHONPATH=tests python -m benchmarks.recording_loop FOLDER
 
-Half an hour on a machine where nothing else runs (`make bench-loop`). Both times `vllm serve` starts anew, with a small model of random
+Half an hour on a machine where nothing else runs (`make bench-loop`). Each time `vllm serve` is started again, with a small model of random
 weights, and its spans and its log are recorded. First one rate is sent for a minute. Then the commands of the report are run as they are,
-with the server's address and the model's folder put in. Each recording is fitted from its spans alone and with its log. What is printed
-is a table of the verdicts, and below it the criteria that are no yes. Recordings and reports stay in FOLDER.
+with the server's address and the model's folder put in. Each recording is fitted from only its spans, and with its log. It prints
+a table of the verdicts, and below it the criteria that lack a yes. Recordings and reports stay in FOLDER.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BADLY = (
     "--random-input-len 100 --random-output-len 40 --random-range-ratio 0.9 --ignore-eos"
 )
 USES = ("simulation", "capacity planning", "autoscaling", "alerting")
-SOURCES = ("spans alone", "spans and log")
+SOURCES = ("only spans", "spans and log")
 
 
 def record(folder: Path, lines: list[str]) -> Path:
@@ -81,7 +81,7 @@ def _send(lines: list[str], server: Server, folder: Path) -> None:
 
 
 def fit(run: Path, folder: Path) -> dict[str, dict]:
-    """Return what the report says of the spans alone, and of the spans with the log."""
+    """Return what the report says of only the spans, and of the spans with the log."""
     found = {}
     for source in SOURCES:
         recording = folder / source.replace(" ", "-")
@@ -124,7 +124,7 @@ def _step_error(deployment: dict) -> str:
 
 
 def reasons(found: dict[str, dict[str, dict]]) -> Iterator[str]:
-    """Yield a line for each criterion that is no yes."""
+    """Yield a line for each criterion without a yes."""
     for recording, sources in found.items():
         for source, deployment in sources.items():
             for use, verdict in deployment["verdicts"].items():
