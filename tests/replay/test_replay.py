@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -63,6 +65,13 @@ def test_preempted_request_recomputes_its_output():
     # and five outputs again, in one step that gives the sixth, and needs two more.
     assert found.last_us[0] == 8016
     assert found.last_us[1] - 8016 == pytest.approx(3000, abs=20)
+
+
+@pytest.mark.parametrize(("num_blocks", "first_us"), [(None, 1000.0), (2, 1000.0), (1, None), (0, None)])
+def test_a_cache_too_small_for_a_request_never_serves_it(num_blocks, first_us):
+    """A prompt of 8 tokens needs 2 blocks of 4; a cache of none is not one without an end."""
+    found = run([(0, 8, 1)], settings=EngineSettings(64, 100, 4, num_blocks=num_blocks))
+    assert found.first_us.tolist() == pytest.approx([math.nan if first_us is None else first_us], nan_ok=True)
 
 
 def test_a_prompt_that_is_wholly_cached_computes_its_last_block():

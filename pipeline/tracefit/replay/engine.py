@@ -194,7 +194,9 @@ class ReplayEngine:
             rules: Rules of the scheduler on which servers differ.
         """
         self.times, self.settings, self.rules = times, settings, rules
-        self.cache = _BlockCache(settings.num_blocks or most_blocks, settings)
+        self.cache = _BlockCache(
+            most_blocks if settings.num_blocks is None else settings.num_blocks, settings
+        )
         self.running: list[ReplayedRequest] = []
         self.waiting = deque[ReplayedRequest]()
         self.now = 0.0
