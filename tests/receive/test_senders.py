@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from google.rpc.error_details_pb2 import RetryInfo
 
@@ -14,6 +15,8 @@ from tracefit.receive.options import IntakeLimits, Rotation
 from tracefit.receive.senders import Senders
 from tracefit.receive.spans import PrivacyFilter, Sender
 from tracefit.receive.store import TraceStore
+from tracefit.reports.terminal_results import receive_text
+from tracefit.results.traces import ReceivedFrom, ReceiveResult
 
 LIMITS = IntakeLimits(senders=2, sender_idle_s=600)
 A, B, C, D = (Sender("vllm", name) for name in "abcd")
@@ -150,3 +153,27 @@ def test_long_names_are_cut_and_stay_apart(lib, tmp_path):
     assert len(set(found)) == 4
     assert {len(name) for name in found} == {256}
     assert len(list((tmp_path / "vllm").iterdir())) == 4
+
+
+def test_the_result_of_a_fleet_is_short_and_has_every_span():
+    """Fifty rows, and one for 10 others and 7 that were forgotten: 10 * 2 + 30 spans."""
+    heard = [ReceivedFrom("vllm", f"pod-{n}", 2) for n in range(60)]
+    result = ReceiveResult(
+        out=Path("out"),
+        files=(),
+        file_count=2000,
+        bytes=1,
+        spans=150,
+        exports=9,
+        refused=0,
+        refused_by_cause={},
+        dropped_events=0,
+        received_from=tuple(heard),
+        forgotten_senders=7,
+        forgotten_spans=30,
+    )
+    lines = receive_text(result).splitlines()
+    rows = [line.split() for line in lines[1:52]]
+    assert rows[0] == ["vllm", "pod-0", "2"]
+    assert rows[-2:] == [["vllm", "pod-49", "2"], ["17", "others", "50"]]
+    assert lines[-1].startswith("written   2,000 files")
