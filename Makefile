@@ -124,7 +124,7 @@ site: $(READY) ## make a web site of docs/ in build/site (installs mkdocs-materi
 	build/site-tools/bin/mkdocs build --strict
 
 bench: $(READY) ## measure speed and memory on generated traces (takes minutes)
-	for script in ingestion fleet timeline training receive unmodified request_sums iteration_log replay plan; do $(BIN)/python tests/benchmarks/$$script.py; done
+	for script in ingestion fleet timeline training receive receive_fleet unmodified request_sums iteration_log replay plan; do $(BIN)/python tests/benchmarks/$$script.py; done
 
 bench-scale: $(READY) ## measure one worker and two, local and on Ray (after make test-ray), on 2 GB as one run and as 2,000 (SCALE="--size 200MB --runs 200" for less)
 	$(firstword $(wildcard .venv-ray/bin/python) $(BIN)/python) tests/benchmarks/scale.py $(SCALE) --out build/scale.json

@@ -168,6 +168,7 @@ TOUCH_FILES = {
     "receive/connections.py",
     "receive/grpc_server.py",
     "receive/options.py",
+    "receive/runs.py",
     "receive/store.py",
     "recordings/kv_events.py",
     "reports/page.py",

@@ -98,7 +98,7 @@ def start():
 async def running(out, *, options=None, store=None, limits=None, token=None, privacy=None, has_metrics=False):
     """Run both ports in this process, with whatever the test puts in."""
     options = options or ReceiveOptions(grpc_port=0, http_port=0)
-    store = store or TraceStore(out, rotation=Rotation(), configs={})
+    store = store or TraceStore(out, rotation=Rotation())
     intake = Intake(store, privacy or PrivacyFilter(), Observed(), limits or IntakeLimits())
     token = token or Token(None)
     servers = (GrpcServer(intake, token), HttpServer(intake, token, has_metrics=has_metrics))

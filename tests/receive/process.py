@@ -27,6 +27,7 @@ class Process:
             before += line
         else:
             raise AssertionError(before)
+        self.before = before
         self.grpc_port, self.http_port = map(int, found)
 
     def end(self, number=signal.SIGTERM):

@@ -136,14 +136,25 @@ def test_descriptor_limit_is_raised():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-        connections.want_descriptors()
+        descriptors = connections.want_descriptors()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert (soft, hard) == (
             4096 if before[1] == resource.RLIM_INFINITY else min(4096, before[1]),
             before[1],
         )
+        assert descriptors == soft
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "found"),
+    [(4096, (1536, 1024, 512)), (1 << 20, (1536, 1024, 512)), (1024, (384, 256, 128)), (100, (1, 1, 1))],
+)
+def test_connections_leave_descriptors_for_files(descriptors, found):
+    """Of both ports, with 256 of them for the rest."""
+    limits = IntakeLimits().within(descriptors)
+    assert (limits.accepted, limits.connections, limits.connections_of_address) == found
 
 
 def test_only_sockets_of_the_port_are_closed():

@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,8 +28,9 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 
 from tracefit import ingest, inspect
 from tracefit.receive.options import Rotation
+from tracefit.receive.runs import RunFolders, folder_name
 from tracefit.receive.spans import Sender, SenderSpans
-from tracefit.receive.store import TraceStore, folder_name
+from tracefit.receive.store import TraceStore
 from tracefit.synth import SynthOptions, synth
 
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
@@ -45,8 +47,9 @@ def numbers_in(lib, folder):
     return sorted(int.from_bytes(trace_id, "big") for trace_id, _ in lib.span_ids(folder))
 
 
-def store_at(tmp_path, **rotation):
-    return TraceStore(tmp_path, rotation=Rotation(**rotation), configs={"exp-config.yaml": CONFIG})
+def store_at(tmp_path, clock=time.monotonic, **rotation):
+    runs = RunFolders(tmp_path, {"exp-config.yaml": CONFIG})
+    return TraceStore(tmp_path, rotation=Rotation(**rotation), runs=runs, clock=clock)
 
 
 @contextmanager
@@ -79,10 +82,14 @@ def fails(_):
 
 
 class Sending:
-    """Threads that send requests of ten spans until the receiver is gone, and note what was acknowledged."""
+    """Threads that send requests of ten spans until the receiver is gone, and note what was acknowledged.
 
-    def __init__(self, lib, port, first, threads=4):
+    They do it for as many instances as are given, one after another.
+    """
+
+    def __init__(self, lib, port, first, threads=4, instances=1):
         self.acknowledged = []
+        self._instances = instances
         self.enough = threading.Semaphore(0)
         self._lib, self._port = lib, port
         self._threads = [
@@ -98,7 +105,8 @@ class Sending:
             while True:
                 numbers = range(number, number + 10)
                 try:
-                    call(self._lib.request(*numbers).SerializeToString(), timeout=30)
+                    instance = f"i{number // 10 % self._instances}"
+                    call(self._lib.request(*numbers, instance=instance).SerializeToString(), timeout=30)
                 except grpc.RpcError:
                     return
                 self.acknowledged += numbers
@@ -111,14 +119,15 @@ class Sending:
 
 
 @pytest.mark.slow
-def test_kill_loses_nothing_acknowledged(lib, start, tmp_path):
+@pytest.mark.parametrize("instances", [1, 80], ids=["files stay open", "files are closed and opened again"])
+def test_kill_loses_nothing_acknowledged(lib, start, tmp_path, instances):
     """Five times over the same folder: every start goes on with new files."""
     rng, acknowledged = random.Random(), []
     for life in range(5):
         before = {path: path.read_bytes() for path in tmp_path.rglob("*.binpb")}
         receiver = start(tmp_path, "--rotate", "20KiB,1s")
-        sending = Sending(lib, receiver.grpc_port, first=1 + life * 10_000_000)
-        for _ in range(rng.randrange(1, 60)):
+        sending = Sending(lib, receiver.grpc_port, first=1 + life * 10_000_000, instances=instances)
+        for _ in range(rng.randrange(1, 60) * (1 if instances == 1 else 8)):
             assert sending.enough.acquire(timeout=30)
         receiver.end(signal.SIGKILL)
         sending.join()
@@ -227,7 +236,8 @@ def test_full_disk_collects_no_empty_files(lib, tmp_path):
     with file_size_limit(len(CONFIG)):  # the configuration fits, a record does not
         for _ in range(3):
             assert SENDER in store.commit([part(lib, 1)])
-    assert list(tmp_path.rglob("*.binpb")) == store.files == []
+    assert list(tmp_path.rglob("*.binpb")) == list(store.files) == []
+    assert store.file_count == 0
 
 
 def test_failing_sender_does_not_hold_up_another(lib, tmp_path):
@@ -298,7 +308,7 @@ def test_receiver_on_a_small_disk_goes_on_when_there_is_room(lib, start, small_d
 
 
 def test_record_cut_by_a_kill_is_one_reject(tmp_path, new_traces):
-    store = TraceStore(tmp_path / "runs", rotation=Rotation(), configs={})
+    store = TraceStore(tmp_path / "runs", rotation=Rotation())
     store.commit([SenderSpans(SENDER, new_traces().request(1, 0, step=1).protobuf(), 2)])
     store.close()
     (path,) = store.files
@@ -307,13 +317,13 @@ def test_record_cut_by_a_kill_is_one_reject(tmp_path, new_traces):
     assert (run.spans, run.rejects) == (2, 1)
 
 
-def test_files_rotate_by_size_and_are_never_opened_again(lib, tmp_path):
+def test_files_rotate_by_size_and_another_store_does_not_open_them(lib, tmp_path):
     store, again = store_at(tmp_path, size_bytes=100), store_at(tmp_path, size_bytes=100)
     for number in range(1, 6):
         store.commit([part(lib, *range(number * 100, number * 100 + 20))])
     again.commit([part(lib, 1)])
-    assert len(store.files) == 5
-    assert store.files == sorted(store.files)
+    assert len(store.files) == store.file_count == 5
+    assert list(store.files) == sorted(store.files)
     assert set(again.files).isdisjoint(store.files)
     assert len(numbers_in(lib, tmp_path)) == 5 * 20 + 1
 
@@ -323,22 +333,124 @@ def test_files_rotate_by_size_and_are_never_opened_again(lib, tmp_path):
     [([1000, 1299], 1), ([1000, 1300], 2), ([1000, 1300, 1301], 2)],
     ids=["younger", "as old", "age of the new file"],
 )
-def test_files_rotate_by_time(lib, tmp_path, monkeypatch, commits_at, files):
-    store = store_at(tmp_path, seconds=300)
-    for at in commits_at:
-        monkeypatch.setattr("tracefit.receive.store.time.monotonic", lambda at=at: float(at))
-        store.commit([part(lib, at)])
+def test_files_rotate_by_time(lib, tmp_path, commits_at, files):
+    now = [0.0]
+    store = store_at(tmp_path, lambda: now[0], seconds=300)
+    for now[0] in commits_at:
+        store.commit([part(lib, now[0])])
     assert len(store.files) == files
 
 
-@pytest.mark.slow
-def test_many_senders_hold_64_files_open(lib, tmp_path):
-    store = store_at(tmp_path)
-    store.commit([part(lib, n, sender=Sender("vllm", f"i{n}")) for n in range(1, 100)])
-    is_open = [path for path in Path("/proc/self/fd").iterdir() if tmp_path in path.resolve().parents]
-    assert len(is_open) == 64
+def fleet(lib, instances, first=1):
+    return [part(lib, first + n, sender=Sender("vllm", f"i{n}")) for n in range(instances)]
+
+
+def open_below(folder):
+    return [path for path in Path("/proc/self/fd").iterdir() if folder in path.resolve().parents]
+
+
+def test_many_senders_hold_64_files_open_and_have_one_each(lib, tmp_path):
+    """A file that was closed for another is opened again; its size and its age go on."""
+    now = [0.0]
+    store = store_at(tmp_path, lambda: now[0], seconds=300)
+    for now[0] in (0.0, 100.0, 299.0):
+        assert store.commit(fleet(lib, 70, first=1 + int(now[0]))) == {}
+        assert len(open_below(tmp_path)) == 64
+    assert len(list(tmp_path.rglob("*.binpb"))) == store.file_count == 70
+    now[0] = 300.0
+    assert store.commit(fleet(lib, 70, first=301)) == {}
     store.close()
-    assert numbers_in(lib, tmp_path) == list(range(1, 100))
+    assert open_below(tmp_path) == []
+    assert store.file_count == 140
+    firsts = [first for first in (1, 101, 300, 301) for _ in range(70)]
+    assert sorted(numbers_in(lib, tmp_path)) == sorted(
+        first + n for first, n in zip(firsts, [*range(70)] * 4, strict=True)
+    )
+
+
+def test_a_file_opened_again_rotates_by_size(lib, tmp_path):
+    """Each file is full with its second record."""
+    probe = store_at(tmp_path / "probe")
+    assert probe.commit(fleet(lib, 1)) == {}
+    store = store_at(tmp_path / "out", size_bytes=probe.written_bytes * 3 // 2)
+    for turn in range(6):
+        assert store.commit(fleet(lib, 65, first=1 + 100 * turn)) == {}
+    assert store.file_count == 65 * 3
+    assert {len(lib.records(path)) for path in store.files} == {2}
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def replace_by_another(path):
+    content = path.read_bytes()
+    path.rename(path.with_suffix(".moved"))
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        (cut, 2),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), 2),
+        (replace_by_another, 2),
+        (Path.unlink, 1),
+        (lambda path: path.rename(path.with_suffix(".moved")), 1),
+        (
+            lambda path: (
+                path.rename(path.with_suffix(".moved")),
+                path.symlink_to(path.with_suffix(".moved")),
+            ),
+            2,
+        ),
+    ],
+    ids=["cut", "longer", "replaced", "removed", "renamed", "a link"],
+)
+def test_a_closed_file_that_is_not_as_it_was_is_left_alone(lib, tmp_path, change, kept):
+    store = store_at(tmp_path)
+    assert store.commit([part(lib, 1)]) == {}
+    (path,) = store.files
+    assert store.commit(fleet(lib, 64)) == {}
+    assert open_below(tmp_path / "vllm" / "engine") == []
+    change(path)
+    before = path.read_bytes() if path.exists() else None
+    assert store.commit([part(lib, 2)]) == {}
+    assert (path.read_bytes() if path.exists() else None) == before
+    assert store.file_count == 66
+    assert 2 in numbers_in(lib, tmp_path / "vllm" / "engine")
+    assert len(list((tmp_path / "vllm" / "engine").glob("traces-*.binpb"))) == kept
+
+
+def test_a_failed_write_to_a_file_opened_again_is_taken_back(lib, tmp_path):
+    store = store_at(tmp_path)
+    assert store.commit([part(lib, 1)]) == {}
+    (path,) = store.files
+    assert store.commit(fleet(lib, 64, first=100)) == {}
+    before = path.read_bytes()
+    with file_size_limit(len(before) + 20):
+        assert store.commit([part(lib, 2)])[SENDER].errno == errno.EFBIG
+    assert path.read_bytes() == before
+    assert store.commit([part(lib, 2)]) == {}
+    assert path.read_bytes() == before
+    assert [n for n in numbers_in(lib, tmp_path) if n < 100] == [1, 2]
+
+
+def test_a_receiver_that_runs_for_long_keeps_few_names_of_files(lib, tmp_path, monkeypatch):
+    monkeypatch.setattr("tracefit.receive.store._NAMED_FILES", 3)
+    store = store_at(tmp_path, size_bytes=1)
+    for number in range(1, 8):
+        assert store.commit([part(lib, number)]) == {}
+    assert (len(store.files), store.file_count) == (3, 7)
+    assert list(store.files) == sorted(tmp_path.rglob("*.binpb"))[-3:]
+
+
+def test_a_folder_that_cannot_be_synced_costs_no_descriptor_and_leaves_no_file(lib, tmp_path, monkeypatch):
+    store = store_at(tmp_path)
+    monkeypatch.setattr("tracefit.receive.store.sync_folder", fails)
+    for _ in range(3):
+        assert store.commit([part(lib, 1)])[SENDER].errno == errno.EIO
+    assert open_below(tmp_path) == list(tmp_path.rglob("*.binpb")) == []
 
 
 @pytest.mark.parametrize("gone", ["vllm", "vllm/engine", "."])

@@ -19,6 +19,7 @@ from tracefit.errors import UsageError
 from tracefit.receive import forward_pass_metrics
 from tracefit.receive.forward_pass_metrics import MESSAGE_BYTES, StepRecorder
 from tracefit.receive.options import ReceiveOptions, Rotation
+from tracefit.receive.runs import RunFolders
 from tracefit.receive.store import TraceStore
 from tracefit.recordings.fpm import as_line
 
@@ -41,7 +42,9 @@ def publishing(lib, tmp_path, monkeypatch):
     @asynccontextmanager
     async def of(publishers=1, **options):
         store = options.pop("store", None) or TraceStore(
-            tmp_path, rotation=Rotation(), configs={"exp-config.yaml": b"model: m\n"}
+            tmp_path,
+            rotation=Rotation(),
+            runs=RunFolders(tmp_path, {"exp-config.yaml": b"model: m\n"}),
         )
         context = zmq.asyncio.Context()
         # Like PUB, and says when somebody subscribes: until then messages go nowhere.
@@ -187,7 +190,7 @@ def test_records_that_wait_for_the_disk_are_bounded(publishing, monkeypatch, tmp
             return super().commit(received)
 
     async def body():
-        async with publishing(store=Counting(tmp_path, rotation=Rotation(), configs={})) as at:
+        async with publishing(store=Counting(tmp_path, rotation=Rotation())) as at:
             await at.send(*numbered(maps(steps(200))))
             await at.done(200)
             assert at.recorder.publishers[0].lost_messages == 0
@@ -202,7 +205,7 @@ def test_records_that_the_disk_does_not_take_are_counted(publishing, tmp_path):
             return {spans.sender: OSError(28, "No space left on device") for spans in received}
 
     async def body():
-        async with publishing(store=Full(tmp_path, rotation=Rotation(), configs={})) as at:
+        async with publishing(store=Full(tmp_path, rotation=Rotation())) as at:
             await at.send(*numbered(maps(steps(3))))
             await at.done(3)
             assert at.recorder.publishers[0].refused == {"disk": 3}

@@ -81,8 +81,38 @@ def test_health_is_that_of_the_disk_and_needs_no_token(lib, tmp_path, monkeypatc
             found.append(await asyncio.to_thread(call, at.grpc_port, CHECK))
         return found
 
-    well, ill = ((200, "ok\n"), SERVING), ((503, "not ready\n"), NOT_SERVING)
-    assert asyncio.run(main()) == [well, ill, well, NOT_SERVING]
+    cause = "refused within the last minute: disk\n"
+    assert asyncio.run(main()) == [
+        ((200, "ok\n"), SERVING),
+        ((503, f"not ready\n{cause}"), NOT_SERVING),
+        ((200, f"ok\n{cause}"), SERVING),
+        NOT_SERVING,
+    ]
+
+
+@pytest.mark.parametrize(("path", "status"), [("/healthz", 200), ("/metrics", 404), ("/", 404)])
+def test_a_question_for_the_head_alone_is_answered(lib, tmp_path, path, status):
+    """Load balancers and monitors ask so. The connection stays open for the next request."""
+
+    async def main():
+        async with lib.running(tmp_path) as at:
+            return await asyncio.to_thread(heads, at.http_port, path), await asyncio.to_thread(
+                get, at.http_port, "/healthz"
+            )
+
+    def heads(port, path):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        found = []
+        for _ in range(2):
+            connection.request("HEAD", path)
+            answer = connection.getresponse()
+            found.append((answer.status, answer.read()))
+        connection.close()
+        return found
+
+    found, health = asyncio.run(main())
+    assert found == [(status, b"")] * 2
+    assert health[0] == 200
 
 
 def test_one_failing_sender_leaves_the_receiver_healthy(lib, tmp_path):
@@ -96,7 +126,7 @@ def test_one_failing_sender_leaves_the_receiver_healthy(lib, tmp_path):
 
     refused, health = asyncio.run(main())
     assert isinstance(refused, str)
-    assert health == (200, "ok\n")
+    assert health == (200, "ok\nrefused within the last minute: disk\n")
 
 
 @pytest.mark.parametrize(

@@ -318,17 +318,15 @@ def test_http_connections_have_a_limit(lib, tmp_path):
     assert asyncio.run(main()).startswith(b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n")
 
 
-def test_servers_have_a_limit(lib, tmp_path):
-    """A sender that makes up an instance for every request does not fill the disk with folders."""
+def test_more_servers_in_one_request_than_may_be_active_are_refused_for_good(lib, tmp_path):
+    body = b"".join(lib.request(1, instance=name).SerializeToString() for name in "abc")
 
     async def main():
-        async with lib.running(tmp_path, limits=IntakeLimits(folders=2)) as at:
-            names = ("a", "b", "c", "a")
-            requests = [lib.request(n, instance=name) for n, name in enumerate(names, 1)]
-            return [(await in_thread(export, at.grpc_port, message))[0] for message in requests]
+        async with lib.running(tmp_path, limits=IntakeLimits(senders=2)) as at:
+            return (await in_thread(export, at.grpc_port, body))[0], at.intake.observed.refusals
 
-    assert asyncio.run(main()) == ["OK", "OK", "INVALID_ARGUMENT", "OK"]
-    assert sorted(path.name for path in (tmp_path / "vllm").iterdir()) == ["a", "b"]
+    code, refusals = asyncio.run(main())
+    assert (code, dict(refusals.counts)) == ("INVALID_ARGUMENT", {"malformed": 1})
 
 
 def take(intake, message, order, name):
@@ -496,7 +494,7 @@ def test_a_port_that_is_taken_is_one_line(lib, tmp_path):
 def test_a_slow_disk_stops_the_senders_not_the_memory(lib, tmp_path, monkeypatch):
     """Nothing more is read while more waits for the disk than may; what was read is acknowledged in the end."""
     writes, gate = threading.Event(), threading.Event()
-    store = TraceStore(tmp_path, rotation=Rotation(), configs={})
+    store = TraceStore(tmp_path, rotation=Rotation())
     commit = store.commit
     monkeypatch.setattr(store, "commit", lambda parts: (writes.set(), gate.wait(30), commit(parts))[2])
     limits = IntakeLimits(pending_bytes=1000)

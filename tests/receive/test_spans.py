@@ -92,7 +92,7 @@ def test_more_is_written_on_request(secret):
 
 def test_other_spans_are_counted_as_in_a_file(secret, tmp_path):
     (part,) = at_once(PrivacyFilter().by_sender(secret, Observed()))
-    store = TraceStore(tmp_path / "received", rotation=Rotation(), configs={})
+    store = TraceStore(tmp_path / "received", rotation=Rotation())
     assert store.commit([part]) == {}
     store.close()
     (tmp_path / "file").mkdir()

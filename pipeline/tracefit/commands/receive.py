@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,20 +20,24 @@ from tracefit.coefficients.predict import published_mdape_pct
 from tracefit.commands.ingest import stated_settings
 from tracefit.errors import UsageError
 from tracefit.inputs.buckets import place_of
+from tracefit.inputs.folders import MODEL_CONFIG_NAME, RUN_CONFIG_NAMES
 from tracefit.options import DeploymentOption, ServerOptions
 from tracefit.progress import NullProgress, Progress
 from tracefit.receive.connections import keep_few, want_descriptors
 from tracefit.receive.intake import Intake
 from tracefit.receive.observed import Observed, ObservedStep, StepErrors, show_live
 from tracefit.receive.options import LiveOption, ReceiveOptions, ReceiveOutOption, Token, WatchedModelsOption
+from tracefit.receive.runs import OtherRun, RunFolders
 from tracefit.receive.spans import PrivacyFilter
 from tracefit.receive.store import TraceStore, require_writable
 from tracefit.results.traces import ReceivedFrom, ReceiveResult, RecordedFrom
 from tracefit.server.context import read_context
-from tracefit.server.settings import merge, read_all_settings
+from tracefit.server.documents import excerpt
+from tracefit.server.settings import merge, parse_settings, read_all_settings
+from tracefit.text import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tracefit.receive.forward_pass_metrics import StepRecorder
     from tracefit.receive.grpc_server import GrpcServer
@@ -43,6 +49,8 @@ _CONFIG_HEAD = """\
 # What tracefit has to know of the server behind these traces: fill in what is missing.
 # Every setting of `vllm serve` may stand here, under its own name.
 """
+_STATED = "# tracefit receive was started with: "
+"""Before the names of the settings that the user stated then, and did not fill in later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +95,31 @@ def receive(
     options.require_safe()
     step_model = None if models is None else _StepModel(models, deployment)
     token = Token(options.token_file)
-    configs = _configs(server or ServerOptions())
+    server = server or ServerOptions()
+    _configs(server)  # refused before anything is made
     root = place_of(out)
     try:
         root.mkdir(parents=True, exist_ok=True)
         require_writable(root)
-        store = TraceStore(root.resolve(), rotation=options.rotation, configs=configs)
+        runs = run_folders(root.resolve(), server)
+        store = TraceStore(root.resolve(), rotation=options.rotation, runs=runs)
+        others = list(runs.others())
     except OSError as error:
         raise UsageError(f"cannot be written ({error.strerror})", where=str(out)) from error
     receiver = _Receiver(store, options, token, step_model, progress or NullProgress())
+    receiver.warn_of_other_runs(others)
     asyncio.run(receiver.run(live=live, listening=listening or (lambda _: None)))
     return receiver.result(root)
+
+
+def run_folders(root: Path, server: ServerOptions) -> RunFolders:
+    """Return the run folders below a folder for what is stated of the servers.
+
+    Raises:
+        UsageError: A setting or a file is wrong.
+    """
+    configs = _configs(server)
+    return RunFolders(root, configs, partial(_difference, configs))
 
 
 def _configs(server: ServerOptions) -> dict[str, bytes]:
@@ -111,12 +133,61 @@ def _configs(server: ServerOptions) -> dict[str, bytes]:
     if server.gpu is not None:
         known["gpu"] = str(Path(server.gpu).resolve()) if server.gpu.endswith(".json") else server.gpu
     text = yaml.safe_dump(known, sort_keys=False) if known else ""
+    stated_names = f"{_STATED}{json.dumps(list(known))}\n" if known else ""
     blanks = "".join(f"# {name}:\n" for name in _TO_FILL_IN if name not in known)
-    configs = {"exp-config.yaml": f"{_CONFIG_HEAD}{text}{blanks}".encode()}
+    configs = {"exp-config.yaml": f"{_CONFIG_HEAD}{stated_names}{text}{blanks}".encode()}
     if server.model_config is not None:
         # Copied: the run folder then says all that is known of the server, wherever it is moved.
         configs["config.json"] = server.model_config.read_bytes()
     return configs
+
+
+def _difference(configs: Mapping[str, bytes], run: Path) -> str:
+    """Return how the configuration in a run folder differs from what this start of the receiver states.
+
+    Settings that a user has filled in there do not count. Those of an earlier start count if this one does not state
+    them, unless it states nothing at all.
+    """
+    ours = _settings_in(configs["exp-config.yaml"], "exp-config.yaml")
+    paths = [path for name in RUN_CONFIG_NAMES if (path := run / name).is_file()]
+    model_config = run / MODEL_CONFIG_NAME
+    has_both = MODEL_CONFIG_NAME in configs and model_config.is_file()
+    if has_both and model_config.read_bytes() != configs[MODEL_CONFIG_NAME]:
+        return f"another {MODEL_CONFIG_NAME}"
+    if not ours or not paths:
+        return ""
+    theirs: dict[str, object] = {}
+    stated: set[str] = set()
+    for path in paths:
+        try:
+            content = path.read_bytes()
+            theirs |= _settings_in(content, str(path))
+        except (OSError, UsageError):
+            return f"its {path.name} cannot be read"
+        stated |= _stated_names(content)
+    for name in [*ours, *sorted(stated - ours.keys())]:
+        there, now = ({name: settings[name]} if name in settings else {} for settings in (theirs, ours))
+        if there != now:
+            return f"{name}: {_shown(there)} there, {_shown(now)} now"
+    return ""
+
+
+def _stated_names(content: bytes) -> set[str]:
+    """Return the settings that an earlier start of the receiver stated; none if the file is not of a receiver."""
+    for line in content.decode(errors="replace").splitlines():
+        if line.startswith(_STATED):
+            with contextlib.suppress(ValueError, TypeError):
+                return set(map(str, json.loads(line.removeprefix(_STATED))))
+    return set()
+
+
+def _settings_in(content: bytes, where: str) -> dict[str, object]:
+    settings = parse_settings(content, where=where)
+    return {**settings.values(), **settings.other}
+
+
+def _shown(setting: Mapping[str, object]) -> str:
+    return "".join(map(excerpt, setting.values())) or "not stated"
 
 
 class _StepModel:
@@ -172,9 +243,19 @@ class _Receiver:
         self._step_model = step_model
         self._observed = Observed(step_errors=step_model.errors if step_model else None)
         privacy = PrivacyFilter(options.keep_attributes, all_spans=options.all_spans)
-        self._intake = Intake(store, privacy, self._observed, options.limits)
+        limits = options.limits.within(want_descriptors())
+        self._intake = Intake(store, privacy, self._observed, limits)
         self._warnings: list[str] = []
         self._recorder: StepRecorder | None = None
+
+    def warn_of_other_runs(self, others: Sequence[OtherRun]) -> None:
+        """Say in one line that services have runs with other settings, and where their spans go now."""
+        if others:
+            of_first = f"{others[0].folder.name}/ has other settings ({others[0].difference})"
+            used = f"what its service sends goes to {others[0].used.name}/, a run of its own"
+            more = f"; so it is with {plural(len(others) - 1, 'other run')}" if others[1:] else ""
+            self._warnings.append(f"{of_first}: {used}{more}")
+            self._progress.warn(self._warnings[-1])
 
     def _closed_silent(self, connections: int) -> None:
         for _ in range(connections):
@@ -183,7 +264,6 @@ class _Receiver:
 
     async def run(self, *, live: bool, listening: Callable[[Listening], None]) -> None:
         """Receive until a stop is requested, then finish open requests."""
-        want_descriptors()
         servers = _servers(self._intake, self._token, has_metrics=self._options.metrics)
         stop = asyncio.Event()
         if endpoints := self._options.forward_pass_metrics:
@@ -200,7 +280,7 @@ class _Receiver:
             ports = (grpc_port, http_port)
             watching = [
                 asyncio.create_task(self._watch()),
-                asyncio.create_task(keep_few(ports, self._options.limits, self._closed_silent)),
+                asyncio.create_task(keep_few(ports, self._intake.limits, self._closed_silent)),
             ]
             if live:
                 watching.append(asyncio.create_task(show_live(self._observed)))
@@ -232,25 +312,28 @@ class _Receiver:
             self._warnings.append(text)
             self._progress.warn(text)
         # A receiver that runs for months has many of these: the result has only their counts.
-        for text in self._observed.refusals.news():
-            self._progress.warn(text)
-
-        for text in self._recorder.news() if self._recorder is not None else ():
+        recorded = self._recorder.news() if self._recorder is not None else []
+        for text in (*self._observed.refusals.news(), *recorded):
             self._progress.warn(text)
 
     def result(self, out: Path) -> ReceiveResult:
         """Return the totals received, the most active senders first."""
-        senders = self._intake.spans_by_sender.most_common()
+        senders = self._intake.senders
         return ReceiveResult(
             out=out,
             files=tuple(self._store.files),
+            file_count=self._store.file_count,
             bytes=self._store.written_bytes,
             spans=self._observed.spans,
             exports=self._observed.exports,
             refused=self._observed.refusals.total,
             refused_by_cause=dict(self._observed.refusals.counts.items()),
             dropped_events=self._observed.dropped_events,
-            received_from=tuple(ReceivedFrom(s.service, s.instance, spans) for s, spans in senders),
+            received_from=tuple(
+                ReceivedFrom(s.service, s.instance, spans) for s, spans in senders.spans.most_common()
+            ),
+            forgotten_senders=senders.forgotten,
+            forgotten_spans=senders.forgotten_spans,
             warnings=tuple(self._warnings),
             recorded_from=tuple(
                 RecordedFrom(

@@ -28,13 +28,15 @@ _FOLDER = Path("/dev/fd")
 _LAST_DATA_RECEIVED = slice(52, 56)  # of Linux's tcp_info: milliseconds since the last data came
 
 
-def want_descriptors() -> None:
-    """Raise the limit of open descriptors above the usual 1,024 if the system allows it."""
+def want_descriptors() -> int:
+    """Raise the limit of open descriptors above the usual 1,024 if the system allows it; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):  # macOS has further limits
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return _DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
 async def keep_few(ports: Collection[int], limits: IntakeLimits, closed: Callable[[int], None]) -> None:

@@ -38,6 +38,8 @@ _TOO_MANY = (
 _READ_BYTES = 64 << 10
 # HTTP status to google.rpc.Code, which OTLP puts in the body of a refusal.
 _GRPC_CODES = {400: 3, 401: 16, 404: 12, 405: 12, 413: 3, 415: 3, 503: 14}
+_OWN_CAUSES: tuple[Cause, ...] = ("busy", "connections", "disk", "senders")
+"""Causes that lie with the receiver, and not with what is sent."""
 _CAUSES: dict[int, Cause] = {401: "token", 404: "other_signal", 405: "other_signal"}
 
 
@@ -131,6 +133,7 @@ class _Connection:
     _token: Token
     _has_metrics: bool
     _is_idle: bool = True
+    _is_head: bool = False
     _is_closing: bool = False
 
     def __post_init__(self) -> None:
@@ -165,6 +168,7 @@ class _Connection:
         if not isinstance(request, h11.Request):
             return False
         self._is_idle = False
+        self._is_head = request.method == b"HEAD"
         headers = {bytes(name).decode("latin-1"): bytes(value) for name, value in request.headers}
         kind = headers.get("content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
         encoding = _ENCODINGS.get(kind)
@@ -187,11 +191,10 @@ class _Connection:
     async def _page(self, request: h11.Request, headers: dict[str, bytes]) -> tuple[int, str, bytes] | None:
         """Return status, type and content of a page for programs that are not senders; null for other requests."""
         path = request.target.partition(b"?")[0]
-        if request.method != b"GET" or path not in (b"/healthz", b"/metrics"):
+        if request.method not in (b"GET", b"HEAD") or path not in (b"/healthz", b"/metrics"):
             return None
         if path == b"/healthz":  # without a token: it says nothing of the servers
-            is_ready = self._intake.is_ready
-            return (200, "text/plain", b"ok\n") if is_ready else (503, "text/plain", b"not ready\n")
+            return _health(self._intake)
         if not self._has_metrics:
             raise _RefusalError(404, f"metrics are off; {named(ReceiveOptions, 'metrics')} turns them on")
         self._require_token(headers)
@@ -291,7 +294,7 @@ class _Connection:
             headers.append(("connection", "close"))
         await self._write(
             h11.Response(status_code=code, headers=headers),
-            h11.Data(data=body),
+            h11.Data(data=b"" if self._is_head else body),
             h11.EndOfMessage(),
         )
 
@@ -299,3 +302,15 @@ class _Connection:
         self._writer.write(b"".join(self._http.send(event) or b"" for event in events))
         async with asyncio.timeout(self._intake.limits.read_s):
             await self._writer.drain()
+
+
+def _health(intake: Intake) -> tuple[int, str, bytes]:
+    """Return the page of a health check: whether requests are taken, and why some are refused although it is well.
+
+    A receiver that refuses only new servers is well: if it were not, a load balancer would keep all others from it.
+    """
+    text = "ok\n" if intake.is_ready else "not ready\n"
+    own = [cause for cause in intake.observed.refusals.lasting() if cause in _OWN_CAUSES]
+    if own:
+        text += f"refused within the last minute: {', '.join(own)}\n"
+    return 200 if intake.is_ready else 503, "text/plain", text.encode()

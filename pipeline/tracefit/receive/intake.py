@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, cast
 
 from tracefit.errors import DataError
+from tracefit.receive.senders import Senders
 from tracefit.receive.spans import RequestError, gunzip, protobuf_of_json, stated_bytes
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class BusyError(DataError):
     def __init__(self, what: str, cause: Cause = "busy") -> None:
         super().__init__(what)
         self.cause = cause
-        # A reader slot is free again in a moment; a disk that is full or slow takes longer.
-        self.retry_s = 5 if cause == "disk" else 1
+        # A reader slot is free again in a moment; a disk that is full or slow takes longer, and so does a fleet.
+        self.retry_s = 5 if cause in ("disk", "senders") else 1
 
 
 class _Pending(NamedTuple):
@@ -91,17 +91,21 @@ class Intake:
     """Takes requests in. `run` must be going on for any of them to be acknowledged."""
 
     def __init__(
-        self, store: TraceStore, privacy: PrivacyFilter, observed: Observed, limits: IntakeLimits
+        self,
+        store: TraceStore,
+        privacy: PrivacyFilter,
+        observed: Observed,
+        limits: IntakeLimits,
+        senders: Senders | None = None,
     ) -> None:
         self.observed = observed
         self.limits = limits
-        self.spans_by_sender: Counter[Sender] = Counter()
+        self.senders = Senders(limits) if senders is None else senders
         self.open_requests = 0
         self._store = store
         self._privacy = privacy
         self._slots = _Slots(limits.readers, limits)
         self._long = _Slots(1, limits)
-        self._senders: set[Sender] = set()
         self._pending: list[_Pending] = []
         self._pending_bytes = 0
         self._wake = asyncio.Event()
@@ -159,7 +163,7 @@ class Intake:
             refusal.__context__ = None
             raise refusal.with_traceback(None)
         for sender, _, count in received:
-            self.spans_by_sender[sender] += count
+            self.senders.count(sender, count)
             self.observed.spans += count
             self.observed.unnamed |= sender.is_unnamed
         self.observed.exports += 1
@@ -199,10 +203,11 @@ class Intake:
             body = yield from protobuf_of_json(body)
         received = yield from self._privacy.by_sender(body, self.observed)
         # A sender that makes up an instance per request must not fill the disk with folders.
-        senders = self._senders.union(spans.sender for spans in received)
-        if len(senders) > self.limits.folders:
-            raise RequestError(f"more than {self.limits.folders:,} different service.instance.ids")
-        self._senders = senders
+        most = self.limits.senders
+        if len(received) > most:
+            raise RequestError(f"more than {most:,} different service.instance.ids")
+        if not self.senders.admit([spans.sender for spans in received]):
+            raise BusyError(f"{most:,} servers are active, and no more may be", "senders")
         return received
 
     async def write(self, received: list[SenderSpans]) -> None:

@@ -30,6 +30,10 @@ class _Metrics(Collector):
         counters: dict[str, tuple[str, float]] = {
             "receive_spans": ("Spans acknowledged.", seen.spans),
             "receive_requests": ("Export requests acknowledged.", seen.exports),
+            "receive_forgotten_senders": (
+                "Senders forgotten after a silence.",
+                self._intake.senders.forgotten,
+            ),
             "receive_written_bytes": ("Bytes written to trace files.", self._intake.written_bytes),
             "server_requests": ("Requests of the servers that finished.", seen.requests),
             "server_steps": ("Engine steps traced.", seen.steps),
@@ -37,6 +41,8 @@ class _Metrics(Collector):
         }
         gauges: dict[str, tuple[str, float | None]] = {
             "receive_open_requests": ("Export requests in progress.", self._intake.open_requests),
+            "receive_senders": ("Senders that are active.", self._intake.senders.active()),
+            "receive_senders_limit": ("Senders that may be active at once.", self._intake.limits.senders),
             "receive_disk_free_bytes": ("Free on the disk that is written to.", self._disk_free_bytes),
         }
         histograms = {

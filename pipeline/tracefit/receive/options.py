@@ -23,6 +23,7 @@ _SIZE_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _TIME_UNITS = {"S": 1.0, "MIN": 60.0, "H": 3600.0}
 _AMOUNT = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*)")
 _ENDPOINT = re.compile(r"tcp://(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,255}):([0-9]{1,5})")
+_OTHER_DESCRIPTORS = 256  # trace files, and what is open anyway
 _MIN_TOKEN_BYTES, _MAX_TOKEN_BYTES = 16, 4096  # 16 hexadecimal digits are 64 bits; headers hold 16 KiB
 
 
@@ -55,7 +56,9 @@ class IntakeLimits:
         connections_of_address: The same for connections from one address.
         accepted: Connections of a port at any moment; more are refused at once.
         idle_s: How long a connection is kept without a request.
-        folders: Most folders that are made for different servers.
+        senders: Senders, each a pair of service and instance, that may be active at once; the requests of another one are
+            refused until one of them is silent.
+        sender_idle_s: Silence after which a sender is not active.
         drain_s: How long requests in progress may take to end when the receiver stops.
     """
 
@@ -63,17 +66,31 @@ class IntakeLimits:
     message_bytes: int = 16 << 20
     header_bytes: int = 16 << 10
     readers: int = 4
-    queued_requests: int = 256
+    queued_requests: int = 1024
     queue_s: float = 5.0
     read_s: float = 10.0
     pending_bytes: int = 64 << 20
-    connections: int = 256
-    connections_of_address: int = 128
-    # Of both ports, with the files and the rest, fewer than the 1,024 descriptors that a process has by default.
-    accepted: int = 384
+    # A fleet of some hundred servers, each with a connection for each of its processes.
+    connections: int = 1024
+    connections_of_address: int = 512
+    accepted: int = 1536
     idle_s: float = 75.0  # longer than the SDK's five seconds between exports: a sender keeps its connection
-    folders: int = 1024
+    senders: int = 4096  # two thousand servers of two processes each; each may fill the disk with a folder
+    sender_idle_s: float = (
+        600.0  # a server that is restarted under a new name stays active so long under the old one
+    )
     drain_s: float = 5.0  # less than the ten seconds of `docker stop`
+
+    def within(self, descriptors: int) -> IntakeLimits:
+        """Return limits of connections for which a process with so many descriptors has enough, in the same proportion."""
+        accepted = min(self.accepted, max((descriptors - _OTHER_DESCRIPTORS) // 2, 1))
+        part = accepted / self.accepted
+        return replace(
+            self,
+            accepted=accepted,
+            connections=max(int(self.connections * part), 1),
+            connections_of_address=max(int(self.connections_of_address * part), 1),
+        )
 
 
 ReceiveOutOption = Annotated[

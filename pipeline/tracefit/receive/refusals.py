@@ -6,13 +6,13 @@ import time
 from collections import Counter
 from typing import Literal
 
-Cause = Literal["busy", "connections", "disk", "malformed", "other_signal", "token"]
+Cause = Literal["busy", "connections", "disk", "malformed", "other_signal", "senders", "token"]
 """Why a request is refused.
 
 `busy`: too many at once, or not delivered in time. `connections`: too many of them. `disk`: the disk is full,
 slow or cannot be written. `malformed`: not a request of traces, or too long. `other_signal`: sent to a path
-or method that takes no traces.
-`token`: missing or wrong.
+or method that takes no traces. `senders`: from a new server while as many as may be are active. `token`: missing
+or wrong.
 """
 
 QUIET_S = 60.0
@@ -44,6 +44,10 @@ class Refusals:
     def is_lasting(self, cause: Cause) -> bool:
         """Return whether a request was refused for a cause that has not ended."""
         return time.monotonic() - self._last.get(cause, -QUIET_S) < QUIET_S
+
+    def lasting(self) -> list[Cause]:
+        """Return the causes that have not ended, in the order of the alphabet."""
+        return sorted(cause for cause in self._last if self.is_lasting(cause))
 
     def news(self) -> list[str]:
         """Return a line for each cause that has begun or ended since the last call."""

@@ -7,6 +7,7 @@ parameters); other spans keep only their existence. Dropped data never reach the
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import zlib
 from collections import Counter
@@ -48,6 +49,8 @@ _RESOURCE_KEYS = frozenset(
 _VLLM_SCOPES, _PHASE_SPANS = frozenset(dialects.READ_SCOPES), frozenset(dialects.PHASE_SPANS)
 _ID_KEYS = ("traceId", "trace_id", "spanId", "span_id", "parentSpanId", "parent_span_id")
 _UNNAMED = "unknown"
+_NAME_LENGTH, _HASH_LENGTH = 256, 16
+"""Longest name of a service or an instance that is kept as it is: every active sender's is in memory."""
 _GZIP_WINDOW = 31  # zlib's largest window, 15, and 16 for a gzip header
 
 MAX_ELEMENTS = 1 << 20
@@ -343,8 +346,15 @@ def _resource(encoded: bytes) -> tuple[Sender, bytes]:
     kept = [attribute for attribute in resource.attributes if attribute.key in _RESOURCE_KEYS]
     named = {attribute.key: attribute.value.string_value for attribute in kept}
     host = named.get("host.name") or named.get("host.id") or ""
-    sender = Sender(named.get("service.name") or _UNNAMED, named.get("service.instance.id") or host)
-    return sender, Resource(attributes=kept).SerializeToString()
+    service, instance = named.get("service.name") or _UNNAMED, named.get("service.instance.id") or host
+    return Sender(_short_name(service), _short_name(instance)), Resource(attributes=kept).SerializeToString()
+
+
+def _short_name(name: str) -> str:
+    """Return a name, or the beginning of a long one with a hash of all of it."""
+    if len(name) <= _NAME_LENGTH:
+        return name
+    return f"{name[: _NAME_LENGTH - _HASH_LENGTH]}{hashlib.sha256(name.encode()).hexdigest()[:_HASH_LENGTH]}"
 
 
 @_cached

@@ -1,20 +1,18 @@
 """Trace files on disk: a folder per sender, rotated files of length-prefixed zstd; all on disk when acknowledged.
 
-`OUT/<service.name>/exp-config.yaml` makes a run of everything below it; its files are in a folder for each
-service.instance.id, because the API process and the engine core of one server are two instances with newer
-SDKs, and belong to one run. A record is four bytes of length, big-endian, and one zstd frame with a
-`TracesData`; a file is never reopened, so that a record cut by a crash is the last of its file. Lines of
-recorded steps are zstd frames one after another, without lengths.
+A record is four bytes of length, big-endian, and one zstd frame with a
+`TracesData`. Lines of recorded steps are zstd frames one after another, without lengths.
+
+Few files are open at a time. One that was closed for another is opened again, as long as it is the file that
+this store wrote and every byte of it is acknowledged. So a record that a crash cut is the last of its file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import itertools
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -24,9 +22,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from tracefit.inputs.folders import clean_run_id
 from tracefit.inputs.framing import LENGTH_BYTES
-from tracefit.tables.disk import sync_folder, write_whole
+from tracefit.receive.runs import RunFolders
+from tracefit.tables.disk import sync_folder
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -34,7 +32,7 @@ else:
     from backports import zstd
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from tracefit.receive.options import Rotation
@@ -43,26 +41,14 @@ if TYPE_CHECKING:
 _RECORD_BYTES = 1 << 20
 """Messages are joined up to so many bytes: several in one frame compress better."""
 
-_OPEN_FILES = 64  # with up to 256 connections, fewer than the 1,024 descriptors that a process has by default
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_LIKE_OURS = re.compile(r".*(-[0-9a-f]{8}|\.(json|yaml))")
-"""Names with a hash, as cleaned ones have it, and names of files that commands look for, such as manifest.json."""
-
+_OPEN_FILES = 64
+_KNOWN_FILES = 4096
+"""Files, open or closed, that may get more records; as many as senders may be active."""
+_NAMED_FILES = 1000
 _ZSTD_LEVEL = 3  # the library's default
 
 _NAMES: dict[SentForm, tuple[str, str]] = {"spans": ("traces", ".binpb"), "steps": ("fpm", ".jsonl.zst")}
 """Prefix and suffix of the names of files."""
-
-
-def folder_name(text: str) -> str:
-    """Return the name of the folder for a service or an instance: the name itself, or a cleaned one with a hash of it.
-
-    Names come from the network: no folder is outside the root, is hidden or has the name of a file, and two different
-    names do not share a folder.
-    """
-    if _PLAIN_NAME.fullmatch(text) and not text.endswith(".") and not _LIKE_OURS.fullmatch(text):
-        return text
-    return f"{clean_run_id(text[:200])[:80]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def require_writable(root: Path) -> None:
@@ -76,31 +62,67 @@ def require_writable(root: Path) -> None:
 
 
 @dataclass(slots=True)
-class _OpenFile:
-    """A file that is being written; `durable_bytes` are on disk."""
+class _SenderFile:
+    """A file that gets the records of a sender; `durable_bytes` are on disk, `identity` is its device and inode."""
 
     path: Path
-    descriptor: int
-    opened_at: float
+    begun_at: float
+    identity: tuple[int, int]
     durable_bytes: int = 0
 
     def is_at_path(self) -> bool:
         """Return whether the path still names this file: a folder may have been removed, moved or replaced."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return os.path.samestat(self.path.stat(), os.fstat(self.descriptor))
+        with contextlib.suppress(OSError):
+            return _identity(self.path.stat()) == self.identity
         return False
+
+    def reopened(self) -> int | None:
+        """Return a new descriptor of the file; null if it is gone or has other bytes than this store wrote."""
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+            status = os.fstat(descriptor)
+            if _identity(status) == self.identity and status.st_size == self.durable_bytes:
+                return descriptor
+            os.close(descriptor)
+        return None
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 class TraceStore:
-    """Writes spans to the files of their senders; used by one thread at a time."""
+    """Writes spans to the files of their senders; used by one thread at a time.
 
-    def __init__(self, root: Path, *, rotation: Rotation, configs: Mapping[str, bytes]) -> None:
+    Args:
+        root: The folder of run folders.
+        rotation: When the next file of a sender begins.
+        runs: Its run folders; without any configuration if not given.
+        clock: Returns the time in seconds; tests pass their own.
+
+    Attributes:
+        files: The files begun last, at most a thousand.
+        file_count: How many were begun.
+        written_bytes: Bytes on disk.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        rotation: Rotation,
+        runs: RunFolders | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.root = root
-        self.files: list[Path] = []
+        self.files: deque[Path] = deque(maxlen=_NAMED_FILES)
+        self.file_count = 0
         self.written_bytes = 0
         self._rotation = rotation
-        self._configs = configs
-        self._open: OrderedDict[Sender, _OpenFile] = OrderedDict()
+        self._runs = runs or RunFolders(root, {})
+        self._clock = clock
+        self._known: OrderedDict[Sender, _SenderFile] = OrderedDict()  # the one written longest ago is first
+        self._open: OrderedDict[Sender, int] = OrderedDict()  # descriptors, in the same order
         self._numbers = itertools.count(1)
 
     def commit(self, received: Iterable[SenderSpans]) -> dict[Sender, OSError]:
@@ -129,17 +151,19 @@ class TraceStore:
     def close(self) -> None:
         """Close every file; committed data are on disk already."""
         while self._open:
-            os.close(self._open.popitem()[1].descriptor)
+            os.close(self._open.popitem()[1])
+        self._known.clear()
 
     def _append(self, sender: Sender, data: bytes) -> bool:
         """Write to the sender's file; return whether the path still names the file once the disk has the data."""
         file = self._file_of(sender)
+        descriptor = self._open[sender]
         try:
             # A write may take a part, as on a disk that fills up.
             view = memoryview(data)
             while view:
-                view = view[os.write(file.descriptor, view) :]
-            os.fsync(file.descriptor)
+                view = view[os.write(descriptor, view) :]
+            os.fsync(descriptor)
             is_at_path = file.is_at_path()
         except OSError:
             self._abandon(sender, file)
@@ -151,45 +175,46 @@ class TraceStore:
         self.written_bytes += len(data)
         return True
 
-    def _abandon(self, sender: Sender, file: _OpenFile) -> None:
+    def _abandon(self, sender: Sender, file: _SenderFile) -> None:
         """Truncate the file to its acknowledged records and close it: after an error its state is unknown."""
-        del self._open[sender]
+        del self._known[sender]
+        descriptor = self._open.pop(sender)
         with contextlib.suppress(OSError):
-            os.ftruncate(file.descriptor, file.durable_bytes)
+            os.ftruncate(descriptor, file.durable_bytes)
             if not file.durable_bytes:
                 self.files.remove(file.path)
+                self.file_count -= 1
                 if file.is_at_path():
                     file.path.unlink()
         with contextlib.suppress(OSError):
-            os.close(file.descriptor)
+            os.close(descriptor)
 
-    def _file_of(self, sender: Sender) -> _OpenFile:
-        now = time.monotonic()
-        file = self._open.get(sender)
+    def _file_of(self, sender: Sender) -> _SenderFile:
+        """Return the file of a sender, and have it open: the one begun last, if it may get more, or a new one."""
+        now = self._clock()
+        file = self._known.pop(sender, None)
+        descriptor = self._open.pop(sender, None)
         if file is not None:
             is_full = file.durable_bytes >= self._rotation.size_bytes
-            is_full |= now - file.opened_at >= self._rotation.seconds
-            if not is_full and file.is_at_path():
-                self._open.move_to_end(sender)
-                return file
-            os.close(self._open.pop(sender).descriptor)
-        elif len(self._open) >= _OPEN_FILES:
-            os.close(self._open.popitem(last=False)[1].descriptor)
-        self._open[sender] = self._new_file(self._folder_of(sender), sender.form, now)
-        return self._open[sender]
+            is_full |= now - file.begun_at >= self._rotation.seconds
+            if descriptor is not None and (is_full or not file.is_at_path()):
+                os.close(descriptor)
+                descriptor = None
+            elif descriptor is None and not is_full:
+                descriptor = file.reopened()
+        if len(self._open) >= _OPEN_FILES:
+            os.close(self._open.popitem(last=False)[1])
+        if file is None or descriptor is None:
+            file, descriptor = self._new_file(
+                self._runs.make(sender.service, sender.instance), sender.form, now
+            )
+        self._known[sender], self._open[sender] = file, descriptor
+        if len(self._known) > _KNOWN_FILES:
+            self._known.popitem(last=False)
+        return file
 
-    def _folder_of(self, sender: Sender) -> Path:
-        """Return the folder of a sender; make it with its configuration if it is missing."""
-        run = self.root / folder_name(sender.service)
-        folder = run / folder_name(sender.instance) if sender.instance else run
-        _make_folder(folder, self.root)
-        for name, content in self._configs.items():
-            # A user or an earlier start may have put one there.
-            if not (run / name).exists():
-                write_whole(run / name, content)
-        return folder
-
-    def _new_file(self, folder: Path, form: SentForm, now: float) -> _OpenFile:
+    def _new_file(self, folder: Path, form: SentForm, now: float) -> tuple[_SenderFile, int]:
+        """Begin a file; return it and its descriptor."""
         begin, end = _NAMES[form]
         while True:
             stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S.%f")[:-3]
@@ -197,9 +222,15 @@ class TraceStore:
             with contextlib.suppress(FileExistsError):
                 # Exclusive: a file that is there is another receiver's. Not for everyone: request ids are in it.
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o640)
-                sync_folder(folder)  # without it the name may be gone after a crash, with all records
+                try:
+                    sync_folder(folder)  # without it the name may be gone after a crash, with all records
+                except OSError:
+                    os.close(descriptor)
+                    path.unlink(missing_ok=True)
+                    raise
                 self.files.append(path)
-                return _OpenFile(path, descriptor, now)
+                self.file_count += 1
+                return _SenderFile(path, now, _identity(os.fstat(descriptor))), descriptor
 
 
 def _encoded(payloads: Iterable[bytes], form: SentForm) -> Iterator[bytes]:
@@ -217,12 +248,3 @@ def _encoded(payloads: Iterable[bytes], form: SentForm) -> Iterator[bytes]:
             record += left.popleft()
         frame = zstd.compress(record, level=_ZSTD_LEVEL)
         yield len(frame).to_bytes(LENGTH_BYTES, "big") + frame
-
-
-def _make_folder(folder: Path, root: Path) -> None:
-    """Make a folder below the root such that it survives a crash."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for made in (folder, *folder.parents):
-        sync_folder(made.parent)
-        if made == root:
-            break

@@ -153,6 +153,7 @@ def _warnings(m: models.ModelSummary) -> Iterator[str]:
 
 
 _MOST_RUNS = 3
+_MOST_SENDERS = 50
 
 
 def _served(runs: Sequence[RequestGroup]) -> list[str]:
@@ -234,8 +235,13 @@ def receive_text(result: traces.ReceiveResult) -> str:
     tables = []
     if result.received_from or not result.recorded_from:
         rows = [
-            (printable(r.service), printable(r.instance) or "-", count(r.spans)) for r in result.received_from
+            (printable(r.service), printable(r.instance) or "-", count(r.spans))
+            for r in result.received_from[:_MOST_SENDERS]
         ]
+        others = len(result.received_from[_MOST_SENDERS:]) + result.forgotten_senders
+        if others:
+            spans = sum(r.spans for r in result.received_from[_MOST_SENDERS:]) + result.forgotten_spans
+            rows.append((plural(others, "other"), "", count(spans)))
         head = ("service", "instance", "spans")
         tables.append(columns(head, rows, left={0, 1}) if rows else "nothing was received")
     if result.recorded_from:
@@ -243,7 +249,7 @@ def receive_text(result: traces.ReceiveResult) -> str:
             (r.endpoint, count(r.records), count(r.lost_messages), _refused(r)) for r in result.recorded_from
         ]
         tables.append(columns(("ForwardPassMetrics of", "records", "messages lost", "not kept"), recorded))
-    files = f"{plural(len(result.files), 'file')}, {count(result.bytes)} bytes"
+    files = f"{plural(result.file_count, 'file')}, {count(result.bytes)} bytes"
     requests = f"{count(result.exports)} acknowledged, {_refused(result, ' refused')}"
     return "\n\n".join([*tables, f"requests  {requests}\nwritten   {files}, below {result.out}"])
 

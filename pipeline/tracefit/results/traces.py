@@ -233,10 +233,19 @@ class RecordedFrom:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveResult:
-    """The received data: every counted span and record is on disk."""
+    """The received data: every counted span and record is on disk.
+
+    Attributes:
+        files: The trace files written last, at most a thousand.
+        file_count: How many were written.
+        received_from: The senders heard last, as many as may be active at once; the one with the most spans is first.
+        forgotten_senders: How often another sender was forgotten after a silence, because there was no room for a new one.
+        forgotten_spans: Spans of these; `spans` has all.
+    """
 
     out: Path
     files: tuple[Path, ...]
+    file_count: int
     bytes: int
     spans: int
     exports: int
@@ -244,6 +253,8 @@ class ReceiveResult:
     refused_by_cause: dict[str, int]
     dropped_events: int
     received_from: tuple[ReceivedFrom, ...]
+    forgotten_senders: int = 0
+    forgotten_spans: int = 0
     warnings: tuple[str, ...] = ()
     recorded_from: tuple[RecordedFrom, ...] = ()
 
