@@ -452,3 +452,71 @@ def test_short_texts_count_as_asked_where_times_say_so(short_us, dialect, change
     assert requests["output_tokens"].to_list() == ([100] if changed else [30]) * 4 + [100] * 196
     if changed:
         assert requests["client_itl_us"].to_list() == pytest.approx([1e6 / 99] * 200)
+
+
+def in_other_unit(result, factors):
+    """Return a benchmark with lists of times times a factor."""
+    for key, factor in factors.items():
+        result[key] = [
+            [v * factor for v in value] if isinstance(value, list) else value * factor
+            for value in result[key]
+        ]
+    return json.dumps(result).encode()
+
+
+@pytest.mark.parametrize("length", ["duration", "request_throughput"])
+@pytest.mark.parametrize(
+    ("factors", "fault"),
+    [
+        ({"ttfts": 1e3}, r"ttfts of \d+ requests add up to more than the benchmark took: is it in ms\?"),
+        ({"itls": 1e3}, r"itls of \d+ requests add up to more than the benchmark took: is it in ms\?"),
+        ({"itls": 1e6}, r"itls of \d+ requests add up to more than the benchmark took: is it in us\?"),
+        (
+            {"ttfts": 1e3, "itls": 1e3},
+            r"ttfts of \d+ requests add up to more than the benchmark took: is it in ms\?",
+        ),
+    ],
+)
+def test_requests_that_outlast_their_benchmark_are_in_another_unit(factors, fault, length, tmp_path):
+    plan = clients.planned(40)
+    lasted = max(r.token_s[-1] for r in plan)
+    summary = {"duration": lasted} if length == "duration" else {"request_throughput": 40 / lasted}
+    result = json.loads(bench_with(plan, **summary))
+    assert decoded(json.dumps(result).encode(), tmp_path).spans.height == 40
+    found = decoded(in_other_unit(result, factors), tmp_path)
+    assert not found.spans.height
+    (reject,) = found.rejects
+    assert re.search(fault, reject.reason)
+
+
+def test_more_requests_at_a_time_than_the_client_sends_are_in_another_unit(tmp_path):
+    # Each is far shorter than the benchmark, in ms too.
+    plan = clients.planned(400)
+    result = json.loads(bench_with(plan, duration=5_000.0, max_concurrency=4))
+    assert decoded(json.dumps(result).encode(), tmp_path).spans.height == 400
+    found = decoded(in_other_unit(result, {"ttfts": 1e3, "itls": 1e3}), tmp_path)
+    assert not found.spans.height
+    assert "more requests at a time than max_concurrency: is it in ms?" in found.rejects[0].reason
+
+
+def test_a_benchmark_without_a_summary_has_gaps_of_a_step(tmp_path):
+    plan = clients.planned(40)
+    assert decoded(clients.vllm_bench(plan), tmp_path).spans.height == 40
+    found = decoded(
+        in_other_unit(json.loads(clients.vllm_bench(plan)), {"ttfts": 1e3, "itls": 1e3}), tmp_path
+    )
+    assert not found.spans.height
+    assert re.search(r"the median of itls is 1\d, longer than a step: is it in ms\?", found.rejects[0].reason)
+
+
+def test_slow_steps_of_few_requests_are_in_seconds(tmp_path):
+    result = json.loads(bench_with(clients.planned(10)))
+    slow = in_other_unit(result, {"ttfts": 300, "itls": 300}).replace(b'{"', b'{"duration": 2000.0, "', 1)
+    assert decoded(slow, tmp_path).spans.height == 10
+
+
+def test_one_request_that_outlasts_its_benchmark_costs_not_the_others(tmp_path):
+    plan = clients.planned(40)
+    result = json.loads(bench_with(plan, duration=max(r.token_s[-1] for r in plan)))
+    result["itls"][7][0] = 5e4
+    assert decoded(json.dumps(result).encode(), tmp_path).spans.height == 40

@@ -568,3 +568,31 @@ def test_a_table_of_steps_of_hours_is_rejected(tmp_path):
 def test_a_run_whose_every_step_is_impossible_is_an_error_of_the_data(tmp_path):
     with pytest.raises(DataError, match="every one of its records breaks a rule"):
         stored(tmp_path, json_lines([record(n, 0.01, num_decode_requests=2**35) for n in range(9)]))
+
+
+@pytest.mark.parametrize(("factor", "shown"), [(1e3, "10 s"), (1e-3, "1e-05 s")])
+@pytest.mark.parametrize("write", [csv_lines, maps])
+def test_times_that_no_step_takes_are_left_out_where_records_have_no_receipt(write, factor, shown, tmp_path):
+    records = [one | {"wall_time": one["wall_time"] * factor} for one in busy(200, idle_every=1000)]
+    result, steps, implausible = stored(tmp_path, write(records))
+    fault = (
+        f"the median time of steps that only decode is {shown}, which no server takes: "
+        "wall_time is read in s, latency_ms in ms"
+    )
+    assert list(implausible) == [fault]
+    assert result.exit_code == 3
+    assert any(fault in text for text in result.warnings)
+    assert (steps.height, steps["cycle_us"].count()) == (200, 0)
+
+
+@pytest.mark.parametrize("factor", [300.0, 0.02])
+def test_slow_and_fast_servers_have_their_times(factor, tmp_path):
+    records = [one | {"wall_time": one["wall_time"] * factor} for one in busy(200, idle_every=1000)]
+    result, steps, implausible = stored(tmp_path, csv_lines(records))
+    assert (result.exit_code, implausible, steps["cycle_us"].count()) == (0, {}, 200)
+
+
+def test_long_prompts_are_no_other_unit(tmp_path):
+    prompt = {"num_prefill_requests": 1, "sum_prefill_tokens": 8192}
+    _, steps, implausible = stored(tmp_path, csv_lines([record(n, 9.0, **prompt) for n in range(40)]))
+    assert (implausible, steps["cycle_us"].count()) == ({}, 40)

@@ -255,25 +255,61 @@ def test_waits_of_almost_nothing_leave_whole_seconds_as_they_are(ingested):
 @pytest.mark.parametrize("elapsed_ms", [9.0, 0.02], ids=["waits", "asynchronous"])
 @pytest.mark.parametrize("hours", [1, 1 / 60, -1])
 def test_a_jump_of_the_clock_is_no_step(ingested, elapsed_ms, hours):
-    """The idle hour before step 80, whose request is new, is not a jump."""
+    """The idle 50 minutes before step 80, whose request is new, is not a jump."""
     texts = [
-        line(step, AT + step / 100 + 3600 * hours * (step >= 50) + 3600 * (step >= 80), elapsed_ms=elapsed_ms)
+        line(step, AT + step / 100 + 3600 * hours * (step >= 50) + 3000 * (step >= 80), elapsed_ms=elapsed_ms)
         for step in range(120)
     ]
-    texts[80] = line(80, AT + 0.8 + 3600 * hours + 3600, batch=(1, 50, 0, 0), elapsed_ms=elapsed_ms)
+    texts[80] = line(80, AT + 0.8 + 3600 * hours + 3000, batch=(1, 50, 0, 0), elapsed_ms=elapsed_ms)
     tables = ingested("".join(texts))
     timeline = tables["timeline"]
     times = timeline.filter(~pl.col("idle_after"))["cycle_us"].drop_nulls()
     assert times.is_between(9_999, 10_001).all()
     assert len(times) == 116
     idle = timeline.filter("idle_after").select("step_id", (pl.col("cycle_us") / 1e6).round(2)).rows()
-    assert idle == [(80, 3600.01)]
+    assert idle == [(80, 3000.01)]
     assert tables["runs"]["epochs"].to_list() == [1]
     reasons = {"steps.unix_ns jumps: the time to the next step is not a step's": 1}
     if hours < 0:
         moved = "the clock of the log was set back, and later times were moved"
         reasons[f"steps.unix_ns goes back: {moved}"] = 1
     assert json.loads(tables["runs"]["implausible"][0]) == reasons
+    assert tables["result"].exit_code == 3
+
+
+CHUNK, NEW = (1, 2048, 0, 0), (1, 50, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("before", "gap_s", "is_jump"),
+    [(CHUNK, 100.0, True), (CHUNK, 3600.0, True), (NEW, 100.0, False), (NEW, 3000.0, False)],
+)
+def test_a_jump_between_the_chunks_of_a_prompt_is_no_pause(ingested, before, gap_s, is_jump):
+    """A step of new requests only follows one that left a prompt unfinished: the engine did not idle."""
+    texts = [line(step, AT + step / 100 + gap_s * (step >= 60)) for step in range(120)]
+    texts[20] = line(20, AT + 0.2, batch=(2, 2048, 1, 1))
+    texts[59], texts[60] = line(59, AT + 0.59, batch=before), line(60, AT + 0.6 + gap_s, batch=NEW)
+    tables = ingested("".join(texts))
+    idle = tables["timeline"].filter("idle_after")["step_id"].to_list()
+    reasons = {"steps.unix_ns jumps: the time to the next step is not a step's": 1}
+    assert idle == ([] if is_jump else [60])
+    assert json.loads(tables["runs"]["implausible"][0] or "{}") == (reasons if is_jump else {})
+    assert (
+        tables["timeline"]["cycle_us"].filter(tables["timeline"]["step_id"] == 60).is_null().item() == is_jump
+    )
+
+
+@pytest.mark.parametrize("gap_s", [1800.0, 3600.0, 5 * 3600 + 1800.0])
+def test_a_gap_of_whole_half_hours_may_be_a_jump(ingested, gap_s):
+    texts = [line(step, AT + step / 100 + gap_s * (step >= 60)) for step in range(120)]
+    texts[60] = line(60, AT + 0.6 + gap_s, batch=NEW)
+    tables = ingested("".join(texts))
+    assert not tables["timeline"]["idle_after"].any()
+    times = tables["timeline"]["cycle_us"].drop_nulls()
+    assert times.is_between(9_999, 10_001).all()
+    assert len(times) == 117
+    (reason,) = json.loads(tables["runs"]["implausible"][0])
+    assert reason.startswith("steps.unix_ns may jump: a gap of whole half hours")
     assert tables["result"].exit_code == 3
 
 

@@ -45,6 +45,7 @@ from tracefit.server.server_log import MARKS, starts_of
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
 from tracefit.tables.client_times import UNMATCHED
 from tracefit.tables.disk import disk_errors
+from tracefit.tables.named_models import NamedModel, model_doubts
 from tracefit.tables.record_servers import SHARED_NAME
 from tracefit.tables.rows import hash_of_kept
 from tracefit.tables.staging import staged_parts
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from tracefit.engines.jobs import TaskEngine
     from tracefit.inputs.files import TraceFile
     from tracefit.server.server_log import ServerStart
+    from tracefit.tables.named_models import ModelDoubts
 
 _MOST_REASONS = 6
 
@@ -174,7 +176,17 @@ def ingest_inputs(
         raise failed[0]
     done = [run for run in runs if run.failed is None]
     unchanged = [run.run_id for run in done if run.rows is None]
-    columns = ("run_id", "server", "events", "implausible", "unread", *_CLOCK, *_OF_RUN, *_OF_SERVER)
+    columns = (
+        "run_id",
+        "server",
+        "events",
+        "implausible",
+        "unread",
+        "models",
+        *_CLOCK,
+        *_OF_RUN,
+        *_OF_SERVER,
+    )
     rows_before = store.read("runs", unchanged, columns)
     built = [run.rows.select(columns) for run in done if run.rows is not None]
     rows = pl.concat([rows_before.select(columns), *built])
@@ -192,7 +204,10 @@ def ingest_inputs(
         of_run = (
             [f"left out: {run.failed.line()}"]
             if run.failed
-            else _warnings_of(store, summaries[run.run_id], facts[run.run_id], ahead.get(run.run_id, ()))
+            else [
+                *_warnings_of(store, summaries[run.run_id], facts[run.run_id], ahead.get(run.run_id, ())),
+                *_model_warnings(run, facts[run.run_id]["models"]),
+            ]
         )
         for text in (*run.warnings, *of_run):
             progress.warn(text)
@@ -245,7 +260,7 @@ def _starts_of(source: RunSource) -> list[ServerStart]:
 def _by_run(rows: pl.DataFrame) -> pl.DataFrame:
     """Return the facts of each run from its rows of the `runs` table, a row per server."""
     return rows.group_by("run_id").agg(
-        pl.first("events", "implausible", "unread", *_OF_RUN), pl.sum(*_OF_SERVER), servers=pl.len()
+        pl.first("events", "implausible", "unread", "models", *_OF_RUN), pl.sum(*_OF_SERVER), servers=pl.len()
     )
 
 
@@ -257,8 +272,22 @@ def _summary(context: RunContext, facts: Mapping[str, Any]) -> RunSummary:
         deployment_id=deployment_of(context).deployment_id,
         implausible=implausible,
         unread=(*context.settings.unread, *json.loads(facts["unread"] or "[]")),
+        mixed=doubts_of_models(context, facts["models"]).mixed,
         **counts,
     )
+
+
+def doubts_of_models(context: RunContext, models: str | None) -> ModelDoubts:
+    """Return the doubts whether a run is of one model, from its server and `models` of its rows of the `runs` table."""
+    named = [NamedModel(*each) for each in json.loads(models or "[]")]
+    return model_doubts(
+        named, context.served_names(), context.config_name(), has_adapters=context.settings.has_adapters
+    )
+
+
+def _model_warnings(run: RunIngest, models: str | None) -> list[str]:
+    doubts = doubts_of_models(run.context, models)
+    return [f"{run.run_id}: {text}" for text in (*doubts.mixed, *doubts.possible)]
 
 
 def _clocks_ahead(rows: pl.DataFrame) -> dict[str, list[tuple[str, float, float]]]:

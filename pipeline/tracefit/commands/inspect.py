@@ -6,12 +6,13 @@ import json
 import os
 import tempfile
 from collections import Counter
+from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 import polars as pl
 
 from tracefit.commands.deployments import deployments_of, write_timelines
-from tracefit.commands.ingest import ingest_inputs
+from tracefit.commands.ingest import doubts_of_models, ingest_inputs
 from tracefit.commands.locate import as_list, find_tables, is_tables
 from tracefit.engines.local import LocalEngine
 from tracefit.errors import UsageError
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
     from tracefit.features.targets import Target
     from tracefit.inputs.files import TraceFile
     from tracefit.results.traces import Allowed
-    from tracefit.server.context import RunContext
+    from tracefit.server.context import Deployment, RunContext
 
 
 _READ = ("runs", "spans", "journey_events", "requests", "steps", "timeline", "request_snapshots")
@@ -154,7 +155,7 @@ def _inspect_tables(
         for run_id in members:
             progress.stage(f"inspecting {run_id}")
             tables = {name: store.read(name, [run_id]) for name in _READ}
-            facts[run_id] = _run_facts(run_id, deployment.deployment_id, tables, files.get(run_id, ()))
+            facts[run_id] = _run_facts(run_id, deployment, tables, files.get(run_id, ()))
             evidence.update(_evidence(tables))
             settings = deployment.context.settings
             batches = unknown_batches(
@@ -183,7 +184,7 @@ def _whole_prompts(tables: Mapping[str, pl.DataFrame]) -> dict[str, float]:
 
 
 def _run_facts(
-    run_id: str, deployment_id: str, tables: Mapping[str, pl.DataFrame], files: tuple[FileShape, ...]
+    run_id: str, deployment: Deployment, tables: Mapping[str, pl.DataFrame], files: tuple[FileShape, ...]
 ) -> RunFacts:
     rows, spans, journeys = tables["runs"], tables["spans"], tables["journey_events"]
     first = rows.row(0, named=True)
@@ -191,7 +192,7 @@ def _run_facts(
     clock = clock_disagreements(tables["timeline"], journeys)
     return RunFacts(
         run_id=run_id,
-        deployment_id=deployment_id,
+        deployment_id=deployment.deployment_id,
         bytes=first["bytes"],
         files=files,
         services=tuple(spans["service_name"].drop_nulls().unique().sort()),
@@ -204,6 +205,7 @@ def _run_facts(
         implausible=json.loads(first["implausible"] or "{}"),
         missing_attributes=json.loads(first["missing_attributes"] or "{}"),
         unread=tuple(json.loads(first["unread"] or "[]")),
+        models=tuple(chain(*doubts_of_models(deployment.context, first["models"]))),
         duplicate_spans=first["duplicate_spans"],
         checks=(*checks, _clock_check(clock)),
     )

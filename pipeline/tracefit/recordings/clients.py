@@ -17,13 +17,14 @@ A file has one benchmark or several, and each may have a clock of its own. One t
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from datetime import UTC, datetime
 from functools import partial
 from hashlib import blake2b
 from itertools import accumulate, chain
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
@@ -47,11 +48,12 @@ from tracefit.tables.dialects import CLIENT_KEYS, CLIENT_SCOPE, NOT_SENT_S
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
 from tracefit.tables.sources import CycleSource
 from tracefit.tables.stages import batch_numbers, steps_of
-from tracefit.tables.units import unit_fault
+from tracefit.tables.units import unit_fault, unit_question
 from tracefit.tables.unread import LENGTHS, TIMES
+from tracefit.text import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from tracefit.inputs.blocks import Block
     from tracefit.inputs.framing import Shape
@@ -140,6 +142,8 @@ class _Bench(msgspec.Struct):
     duration: Any = None
     mean_ttft_ms: Any = None
     mean_itl_ms: Any = None
+    request_throughput: Any = None
+    max_concurrency: Any = None
 
 
 class _BenchRequest(msgspec.Struct, array_like=True):
@@ -153,6 +157,15 @@ class _BenchRequest(msgspec.Struct, array_like=True):
 
 _MOST_COMPARED = 1_000
 """Requests of a benchmark whose times are compared with its summary."""
+
+_LONGER, _LEAST_LONGER, _LONGER_SHARE = 1.5, 2, 0.02
+"""A request is longer than its benchmark by this factor, so many of them, and such a share: one may be damaged."""
+
+_MOST_CROWD = 3.0
+"""Requests at a time, in ratio to the most that a client sends: a summary may count failed ones apart."""
+
+_LEAST_ODD_GAP_S, _LEAST_GAPS, _SLOW_CROWD = 3.0, 20, 64
+"""A median time between tokens that is longer than a step of any server, of so many; slower ones have fewer requests at a time."""
 
 
 def _bench_parts(payload: bytes) -> Parts[_Row]:
@@ -174,14 +187,16 @@ def _bench_of(record: bytes) -> _Bench:
     """Return a benchmark whose lists fit together and whose times fit its summary.
 
     Raises:
-        msgspec.DecodeError: It is not that of a benchmark.
+        msgspec.DecodeError: It is not that of a benchmark, or its times contradict each other.
     """
     bench = from_json(record, _Bench)
     lists = (bench.start_times, bench.ttfts, bench.itls, bench.input_lens, bench.output_lens)
     if len({len(column) for column in (*lists, bench.errors or bench.ttfts)}) > 1:
         raise msgspec.ValidationError("lists of different lengths")
-    starts, first = (_finite(raws[:: -(-len(raws) // _MOST_COMPARED) or 1]) for raws in lists[:2])
-    gaps = [*chain.from_iterable(map(_finite_list, bench.itls[:_MOST_COMPARED]))]
+    every = -(-len(bench.ttfts) // _MOST_COMPARED) or 1
+    starts, first = (_finite(raws[::every]) for raws in lists[:2])
+    gaps_of = [*map(_finite_list, bench.itls[::every])]
+    gaps = [*chain.from_iterable(gaps_of)]
     for what, seconds, of, other in (
         ("the mean of ttfts", fmean(first or [0]), "mean_ttft_ms", bench.mean_ttft_ms),
         ("the mean of itls", fmean(gaps or [0]), "mean_itl_ms", bench.mean_itl_ms),
@@ -192,7 +207,54 @@ def _bench_of(record: bytes) -> _Bench:
     _require_unit(
         "the range of start_times", max(between, _number(bench.duration)), "duration", _number(bench.duration)
     )
+    for what, times in (("ttfts", first), ("itls", gaps_of)):
+        fault = _lasting_fault(what, [t if isinstance(t, float) else sum(t) for t in times], bench)
+        if fault:
+            raise msgspec.ValidationError(fault)
+    if (
+        len(gaps) >= _LEAST_GAPS
+        and (typical := median(gaps)) >= _LEAST_ODD_GAP_S
+        and _is_crowded(gaps_of, bench)
+    ):
+        question = unit_question(_least_power(typical / _LEAST_ODD_GAP_S), "s")
+        raise msgspec.ValidationError(f"the median of itls is {typical:,.0f}, longer than a step: {question}")
     return bench
+
+
+def _lasting_fault(what: str, lasted_s: Sequence[float], bench: _Bench) -> str | None:
+    """Return the fault of times of requests that are longer than the benchmark, or too long for the requests at a time."""
+    lasts_s = _lasts_s(bench)
+    if not (lasts_s and lasted_s):
+        return None
+    longer = sorted(time / lasts_s for time in lasted_s if time > _LONGER * lasts_s)
+    if len(longer) >= min(len(lasted_s), max(_LEAST_LONGER, _LONGER_SHARE * len(lasted_s))):
+        question = unit_question(_least_power(longer[len(longer) // 2]), "s")
+        return (
+            f"{what} of {plural(len(longer), 'request')} add up to more than the benchmark took: {question}"
+        )
+    slots = _number(bench.max_concurrency)
+    at_once = len(bench.ttfts) * fmean(lasted_s) / lasts_s
+    if slots and at_once > _MOST_CROWD * slots:
+        question = unit_question(_least_power(at_once / slots), "s")
+        return f"{what} add up to more requests at a time than max_concurrency: {question}"
+    return None
+
+
+def _lasts_s(bench: _Bench) -> float:
+    """Return how long a benchmark took, as its summary says; 0 if it does not."""
+    rate = _number(bench.request_throughput)
+    return _number(bench.duration) or (len(bench.ttfts) / rate if rate else 0.0)
+
+
+def _least_power(ratio: float) -> int:
+    """Return the least power of 1,000 by which a time that is `ratio` times the largest possible one can be off."""
+    return max(1, math.ceil(math.log(ratio, 1000) - 1e-3))
+
+
+def _is_crowded(gaps_of: Sequence[Sequence[float]], bench: _Bench) -> bool:
+    """Return whether more requests decode at a time than slow steps serve; true where the length of the benchmark is not known."""
+    lasts_s = _lasts_s(bench)
+    return not lasts_s or len(bench.ttfts) * fmean(map(sum, gaps_of)) / lasts_s > _SLOW_CROWD
 
 
 def _refuse(error: Exception, _: bytes) -> _Row:

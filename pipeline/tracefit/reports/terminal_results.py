@@ -304,7 +304,7 @@ def _run(run: traces.RunFacts) -> str:
             indented(columns(("check", "holds"), checks)),
             *(_noted(f"{c.name}: {c.detail}") for c in run.checks if c.of and c.detail),
             *(_noted(without_attribute(*lacking)) for lacking in run.missing_attributes.items()),
-            *map(_noted, run.unread),
+            *map(_noted, (*run.unread, *run.models)),
         ]
     )
 

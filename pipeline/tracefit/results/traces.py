@@ -39,6 +39,8 @@ class RunSummary:
     """Numbers of the step counter between recorded steps that have no record."""
     unread: tuple[str, ...] = ()
     """Files that are recognised, but whose lengths, times or settings all stayed unread, each with the keys it has."""
+    mixed: tuple[str, ...] = ()
+    """Servers of different models that are read as one deployment, each in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,10 @@ class IngestResult(Shown):
 
     @property
     def exit_code(self) -> int:
-        """0, or 3 when something is in quarantine: runs, rejects, implausible or unread values, dropped events or duplicates."""
+        """0, or 3 when something is in quarantine: runs, rejects, implausible or unread values, dropped events, duplicates or servers of other models."""
         troubled = any(
-            r.rejects or r.implausible or r.unread or r.dropped_events or r.duplicate_spans for r in self.runs
+            r.rejects or r.implausible or r.unread or r.mixed or r.dropped_events or r.duplicate_spans
+            for r in self.runs
         )
         return EXIT_QUARANTINE if troubled or self.failed else EXIT_DONE
 
@@ -152,7 +155,7 @@ class RunFacts:
 
     `other_scopes` counts the spans of scopes that are not read. `implausible` counts the values left out, by
     the rule they broke; `missing_attributes` is event to its attributes without a usable value in any such
-    event; `unread` are files whose requests all lack lengths or times.
+    event; `unread` are files whose requests all lack lengths or times; `models` are doubts whether all spans are of one model.
     """
 
     run_id: str
@@ -170,6 +173,7 @@ class RunFacts:
     implausible: dict[str, int]
     missing_attributes: dict[str, list[str]]
     unread: tuple[str, ...]
+    models: tuple[str, ...]
     duplicate_spans: int
     checks: tuple[Check, ...]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -48,6 +49,20 @@ class RunContext:
     """config.json as it was read."""
     left_out: tuple[str, ...] = ()
     """A sentence for a stated but unknown model or GPU, with the features that are left out for it."""
+
+    def served_names(self) -> tuple[str, ...]:
+        """Return the names of the model that the run's files state: its own, and those that clients use."""
+        stated = self.settings.other.get("served_model_name")
+        aliases = str(stated).strip("[]").replace('"', "").replace(",", " ").split() if stated else []
+        return tuple(filter(None, (self.settings.model, *aliases)))
+
+    def config_name(self) -> str | None:
+        """Return the name in config.json; null where it has none."""
+        config = None
+        with suppress(ValueError):
+            config = json.loads(self.model_config or "null")
+        name = config.get("_name_or_path") if isinstance(config, dict) else None
+        return name if isinstance(name, str) and name.strip() else None
 
 
 @dataclass(frozen=True, slots=True)

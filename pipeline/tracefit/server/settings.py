@@ -126,6 +126,14 @@ class ServerSettings(BaseModel):
             for key, value in self.other.items()
         )
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the run's files name LoRA adapters, by a key such as `enable_lora` that is not false."""
+        return any(
+            "lora" in key and str(value).lower() not in {"false", "none", "null", "0", ""}
+            for key, value in self.other.items()
+        )
+
     def knobs(self) -> dict[str, Scalar]:
         """Return the stated settings that distinguish deployments, beyond model, GPU and tensor parallelism.
 
@@ -353,8 +361,16 @@ def logged_settings(start: ServerStart, *, where: str) -> ServerSettings:
     Raises:
         UsageError: A value is not allowed for its setting.
     """
-    known = {name: value for name, value in start.stated.items() if canonical_name(name) in SETTINGS}
+    known = {
+        name: value
+        for name, value in start.stated.items()
+        if canonical_name(name) in SETTINGS or name in _KEPT_ARGUMENTS
+    }
     return settings_from(known, where=where, source="read")
+
+
+_KEPT_ARGUMENTS = frozenset({"enable_lora", "served_model_name"})
+"""Arguments of a logged server that are kept beside the settings: the names of its models."""
 
 
 def read_all_settings(paths: Iterable[Path]) -> ServerSettings:

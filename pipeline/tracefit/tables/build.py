@@ -33,7 +33,8 @@ from tracefit.tables.epochs import (
     scan_epochs,
 )
 from tracefit.tables.external_sort import ExternalSort, SortContents, SortSpace
-from tracefit.tables.qualified import run_of
+from tracefit.tables.named_models import listed_models, named_models
+from tracefit.tables.qualified import plain, run_of
 from tracefit.tables.record_servers import CLOCK_SETBACK, SHARED_NAME
 from tracefit.tables.requests import (
     api_requests,
@@ -366,6 +367,9 @@ def _collect(collected: _Collected, sieve: Sieve, starts: pl.DataFrame, window: 
     collected.take("spans", other_spans)
     read = window.every("values_read")
     collected.frames["values_read"].append(read.with_columns(collected.job.run_of(read).cast(pl.UInt32)))
+    models = named_models(spans)
+    models = models.with_columns(collected.job.run_of(models).cast(pl.UInt32))
+    collected.frames["models"].append(plain(models) if collected.job.several else models)
     steps, odd_steps = sieve.sift("steps", window.read("steps"))
     collected.take("steps", in_epoch(steps, starts, "ts_start_ns"))
     odd_records = _add_recorded(collected, sieve, starts, window)
@@ -493,10 +497,12 @@ def _finish(
     unread: defaultdict[int, list[str]] = defaultdict(list)
     for n, text in unread_requests(pl.concat(collected.frames["values_read"])):
         unread[n].append(text)
+    models = pl.concat(collected.frames["models"])
     columns = [
         {"run": n, "run_id": run.run_id, **run.columns}
         | _run_columns(run, collected.tallies[n], spans_read.get(n, 0))
         | {"missing_attributes": json.dumps(missing.get(run.run_id, {})), "unread": json.dumps(unread[n])}
+        | {"models": json.dumps(listed_models(models.filter(run=n)))}
         for n, run in enumerate(runs)
     ]
     of_run = pl.DataFrame(columns, infer_schema_length=None)

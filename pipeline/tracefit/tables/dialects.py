@@ -124,6 +124,9 @@ _REQUEST_KEYS = {
     "model": "gen_ai.response.model",
 }
 
+_REQUESTED = {"model": "gen_ai.request.model"}
+"""The model that the client asked for, if the span does not say which one answered."""
+
 _RENAMED_LENGTHS = {
     "api_prompt_tokens": "gen_ai.usage.input_tokens",
     "api_completion_tokens": "gen_ai.usage.output_tokens",
@@ -221,7 +224,7 @@ def _stock(scope: str) -> list[Spelling]:
     return [
         _times(STOCK, scope, FRONT_SPAN, "arrival_ns", "start"),
         *_attributes(STOCK, scope, FRONT_SPAN, _REQUEST_KEYS),
-        *_attributes(STOCK, scope, FRONT_SPAN, _RENAMED_LENGTHS),
+        *_attributes(STOCK, scope, FRONT_SPAN, _RENAMED_LENGTHS | _REQUESTED),
         *_attributes(STOCK, scope, FRONT_SPAN, _LATENCY_KEYS, 1e6),
     ]
 
@@ -280,7 +283,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *_journey(_STEP_SCOPE, STEP_EVENT, "steps", _STEP_KEYS),
     *_journey(_STEP_SCOPE, SNAPSHOT_EVENT, "request_snapshots", _SNAPSHOT_KEYS),
     *_attributes(JOURNEY, _API_SCOPE, FRONT_SPAN, _REQUEST_KEYS),
-    *_attributes(JOURNEY, _API_SCOPE, FRONT_SPAN, _RENAMED_LENGTHS),
+    *_attributes(JOURNEY, _API_SCOPE, FRONT_SPAN, _RENAMED_LENGTHS | _REQUESTED),
     Spelling(JOURNEY, _CORE_SCOPE, "llm_core", None, "gen_ai.request.id", "requests", "request_id"),
     *_stock("vllm.llm_engine"),
     # Newer servers trace from a separate module.
@@ -299,7 +302,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     _phase("vllm_decode", "decode_us", "duration"),
     _phase("vllm_prefill", "prefill_us", "duration"),
     *_attributes(SGLANG, SGLANG_SCOPE, None, _SGLANG_REQUEST),
-    *_attributes(SGLANG, SGLANG_SCOPE, None, _RENAMED_LENGTHS),
+    *_attributes(SGLANG, SGLANG_SCOPE, None, _RENAMED_LENGTHS | _REQUESTED),
     *_attributes(SGLANG, SGLANG_SCOPE, None, _SGLANG_LATENCIES, 1e6),
     *(
         _times(SGLANG, SGLANG_SCOPE, span, column, take)
@@ -373,6 +376,9 @@ JOURNEY_KEYS, STEP_KEYS, SNAPSHOT_KEYS = (
 REQUEST_ATTRIBUTES = _by_column(s for s in _OF_SPANS if s.dialect in _WITH_EVENTS)
 """Column of an API span's row to the attributes that may hold it."""
 
+MODEL_KEYS = _by_column(_OF_SPANS)["model"]
+"""Attributes of a request's span that name the model."""
+
 TS_NS_KEYS, TS_S_KEYS = (
     _distinct(s.attribute for s in SPELLINGS if s.column == "ts_ns" and s.factor == factor)
     for factor in _CLOCK_KEYS
@@ -416,7 +422,6 @@ SPAN_ATTRIBUTES = tuple(
             *SPAN_KEYS,
             "gen_ai.request.choice.count",
             "gen_ai.request.frequency_penalty",
-            "gen_ai.request.model",
             "gen_ai.request.n",
             "gen_ai.request.presence_penalty",
             "gen_ai.request.seed",

@@ -72,7 +72,11 @@ def _kept_attributes(options: IngestOptions) -> frozenset[str]:
 
 def hash_of_kept(options: IngestOptions) -> str:
     """Return the hash of the options that decide which part of a span is kept."""
-    kept = (sorted(_kept_attributes(options)), options.all_spans, options.show_values, options.max_rejects)
+    columns = dialects.SPAN_KEYS
+    kept = (
+        *(sorted(_kept_attributes(options)), columns),
+        *(options.all_spans, options.show_values, options.max_rejects),
+    )
     return hashlib.sha256(repr(kept).encode()).hexdigest()
 
 

@@ -333,6 +333,10 @@ RUNS = TableSchema(
             "unread",
             "files of the run whose requests have no lengths or no times, with the keys they have instead",
         ),
+        _json(
+            "models",
+            "models that spans name, in the whole run: server, service.name, model and number of spans of each",
+        ),
         _i("epochs", "engine starts in the traces"),
         _i("steps", "steps with a summary or a record"),
         _i("lost_steps", "for recorded steps, step numbers without a record; null for sampled steps"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.tables.sources import CycleSource
+from tracefit.text import number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -42,13 +43,25 @@ def unit_fault(what: str, of: str, ratio: float, unit: str) -> str | None:
     if not power:
         return None
     times = f"{1000**power:,} times" if power > 0 else f"1/{1000**-power:,} of"
+    return f"{what} is about {times} {of}: {unit_question(power, unit)}"
+
+
+def unit_question(power: int, unit: str) -> str:
+    """Return the question after the unit of a time that is off by a power of 1,000.
+
+    Examples:
+        >>> unit_question(1, "s")
+        'is it in ms?'
+    """
     at = _UNITS.index(unit) - power
-    question = f"is it in {_UNITS[at]}?" if 0 <= at < len(_UNITS) else f"is it in {unit}?"
-    return f"{what} is about {times} {of}: {question}"
+    return f"is it in {_UNITS[at]}?" if 0 <= at < len(_UNITS) else f"is it in {unit}?"
 
 
 _LEAST_STEPS = 8
 """Fewest steps of a server whose times are compared with the time that passed."""
+
+_DECODE_STEP_US = (50.0, 5e6)
+"""Times that a step of output tokens alone takes on any server: launching its kernels takes longer, reading its weights takes less."""
 
 
 def step_unit_faults(pieces: Iterable[pl.DataFrame]) -> pl.DataFrame:
@@ -56,7 +69,8 @@ def step_unit_faults(pieces: Iterable[pl.DataFrame]) -> pl.DataFrame:
 
     Where a request decodes in two steps, one after the other, the engine does not idle between them, so that the time of the
     second one is the time between the two records. Both the sum and the median have to differ: records that wait in a queue are
-    received together, and a clock may jump.
+    received together, and a clock may jump. Records without times, such as those of a table, are compared with the times that a step of
+    output tokens can take.
 
     Args:
         pieces: Rows of `steps` in their order.
@@ -64,7 +78,11 @@ def step_unit_faults(pieces: Iterable[pl.DataFrame]) -> pl.DataFrame:
     Returns:
         server, column (the one in the wrong unit), reason.
     """
-    sums = pl.concat([_times_between(piece) for piece in pieces])
+    between, decodes = [], []
+    for piece in pieces:
+        between.append(_times_between(piece))
+        decodes.append(_decode_times(piece))
+    sums, untimed = pl.concat(between), pl.concat(decodes)
     of_server = (
         sums.group_by("server", maintain_order=True)
         .agg(pl.sum("steps", "cycle_us", "passed_us"), pl.median("ratio"), pl.median("unix_ns"))
@@ -76,6 +94,13 @@ def step_unit_faults(pieces: Iterable[pl.DataFrame]) -> pl.DataFrame:
         for server, cycle_us, passed_us, ratio, unix_ns in of_server.select(columns).iter_rows()
         if passed_us > 0 and power_of(cycle_us / passed_us) == power_of(ratio) != 0
     ]
+    of_untimed = untimed.group_by("server", maintain_order=True).agg(
+        pl.sum("steps", "timed"), pl.median("cycle_us")
+    )
+    for server, steps, timed, cycle_us in of_untimed.iter_rows():
+        least, most = _DECODE_STEP_US
+        if not timed and steps >= _LEAST_STEPS and not least <= cycle_us <= most:
+            rows.append((server, "cycle_us", _untimed_fault(cycle_us)))
     return pl.DataFrame(rows, dict.fromkeys(("server", "column", "reason"), pl.String), orient="row")
 
 
@@ -95,6 +120,24 @@ def _times_between(steps: pl.DataFrame) -> pl.DataFrame:
         pl.median("unix_ns"),
         steps=pl.len(),
         ratio=(pl.col("cycle_us") / pl.col("passed_us").clip(1e-3)).median(),
+    )
+
+
+def _decode_times(steps: pl.DataFrame) -> pl.DataFrame:
+    """Return the steps of each server that only decode: server, steps, timed (those with a time of receipt), median cycle_us."""
+    decodes = (pl.col("num_decode_reqs") > 0) & (pl.col("prefill_tokens").fill_null(0) == 0)
+    known = steps.filter(pl.col("cycle_source") == CycleSource.FPM.value, decodes).drop_nulls("cycle_us")
+    return (
+        known.group_by("server", maintain_order=True)
+        .agg(pl.median("cycle_us"), steps=pl.len(), timed=pl.col("unix_ns").count())
+        .select("server", "steps", "timed", "cycle_us")
+    )
+
+
+def _untimed_fault(cycle_us: float) -> str:
+    return (
+        f"the median time of steps that only decode is {number(cycle_us / 1e6)} s, which no server takes: "
+        "wall_time is read in s, latency_ms in ms"
     )
 
 

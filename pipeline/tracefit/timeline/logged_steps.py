@@ -39,11 +39,20 @@ usual."""
 CLOCK_JUMP = "steps.unix_ns jumps: the time to the next step is not a step's"
 """Reason of a step time that is left out because the clock of the log jumped in it."""
 
+MAYBE_JUMP = "steps.unix_ns may jump: a gap of whole half hours, to 2 s, before new requests is not taken for idle time"
+"""Reason of a gap that is left out because a change of the time zone, or of daylight saving, looks like it."""
+
+_HALF_HOUR_US, _NEAR_US = 1800e6, 2e6
+"""One in 450 true pauses of that length is so near to whole half hours."""
+
 _FAR_RATIO, _LEAST_JUMP_US = 20.0, 2e6
 """A time between two stamps that no pause explains is a jump of the clock if it is longer than so many times the usual, and by so much.
 
 The usual is the larger of the run's median time of a step, and its median ratio of time to printed waits: with asynchronous
 scheduling waits may be almost nothing."""
+
+_OUTPUTS_SHARE = 0.5
+"""Least share of the steps with output tokens in a run whose requests have several."""
 
 _EVEN_SD = 12.0**-0.5
 """Standard deviation of an even distribution, as a share of its width."""
@@ -73,7 +82,7 @@ class LoggedSteps:
         steps: The `steps` table; `cycle_us` of a line is its wait and work if these are the time of the step, else null.
         starts: ENGINE, step_id, ts_start_ns, start_sd_us, start_source, and pause: whether there is idle time between the start
             and the next one.
-        jumps: ENGINE, step_id of the starts after which the clock jumped forward before the next one.
+        jumps: ENGINE, step_id of the starts after which the clock jumped forward, or may have, before the next one; with the reason.
     """
 
     steps: pl.DataFrame
@@ -97,6 +106,7 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     inside = rows.group_by(*ENGINE, "interval").agg(
         *(column.sum().alias(name) for name, column in _WORK.items()),
         any_fresh=pl.col("is_fresh").any(),
+        any_open=(pl.col("is_fresh") & ~pl.col("continues")).any(),
     )
     starts = (
         rows.filter("is_mark")
@@ -110,18 +120,21 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
             time_us=(stamp.shift(-1).over(ENGINE) - stamp) / 1e3,
             count=step.shift(-1).over(ENGINE) - step,
             ends_fresh=pl.col("is_coarse") & pl.col("is_fresh").shift(-1).over(ENGINE),
+            ends_open=pl.col("is_coarse")
+            & (pl.col("is_fresh") & ~pl.col("continues")).shift(-1).over(ENGINE),
         )
         .join(inside, on=[*ENGINE, "interval"], how="left", maintain_order="left")
     )
     may_pause = (pl.col("any_fresh") | pl.col("ends_fresh")).fill_null(value=False)
+    is_open = (pl.col("any_open") | pl.col("ends_open")).fill_null(value=False)
     whole = (pl.col("count") == pl.col("step")) & (pl.col("time_us") > 0)
     slack = pl.when(whole).then((pl.col("time_us") - pl.col("wait")) / pl.col("step"))
     usual = pl.when(~may_pause).then(slack)
     most = (usual.median() + _FAR_SD * robust_sd_expr(usual)).over(SERVER)
     # If every interval may have a pause, there is no usual slack to detect pauses with.
     starts = starts.with_columns(
-        pause=may_pause & (slack > most).fill_null(value=True), jump=_is_jump(whole & ~may_pause)
-    )
+        pause=may_pause & (slack > most).fill_null(value=True), reason=_jump_reason(whole, may_pause, is_open)
+    ).with_columns(jump=pl.col("reason").is_not_null())
     clean = starts.filter("is_coarse", ~may_pause, whole, ~pl.col("jump")).partition_by(SERVER, as_dict=True)
     works = pl.DataFrame(
         [(*server, *work) for server, part in clean.items() if (work := _work(part))],
@@ -148,18 +161,30 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     return LoggedSteps(
         chosen.select(steps.columns),
         starts.select(*ENGINE, "step_id", "ts_start_ns", "start_sd_us", "start_source", "pause"),
-        starts.filter("jump").select(*ENGINE, "step_id"),
+        starts.filter("jump").select(*ENGINE, "step_id", "reason"),
     )
 
 
-def _is_jump(comparable: pl.Expr) -> pl.Expr:
-    """Return after which starts the clock jumped: not a time of steps, and in no interval that may have a pause."""
+def _jump_reason(whole: pl.Expr, may_pause: pl.Expr, is_open: pl.Expr) -> pl.Expr:
+    """Return why the time after a start is not a time of steps; null where it may be, or be a pause.
+
+    Args:
+        whole: Whether the interval has all of its lines.
+        may_pause: Whether one of its steps has only new requests: its time is not compared with.
+        is_open: Whether the engine may have idled before one of these.
+    """
+    comparable = whole & ~may_pause
     time_us, wait_us, count = pl.col("time_us"), pl.col("wait"), pl.col("step")
     step_us = pl.when(comparable).then(time_us / count).median().over(SERVER)
     ratio = pl.when(comparable & (wait_us > 0)).then(time_us / wait_us).median().over(SERVER)
     usual_us = pl.max_horizontal(step_us * count, ratio * wait_us)
     is_far = (time_us > _FAR_RATIO * usual_us) & (time_us - usual_us > _LEAST_JUMP_US)
-    return (comparable & is_far).fill_null(value=False)
+    away_us = (time_us - usual_us) % _HALF_HOUR_US
+    is_even = (time_us > _HALF_HOUR_US / 2) & (
+        pl.min_horizontal(away_us, _HALF_HOUR_US - away_us) <= _NEAR_US
+    )
+    reason = pl.when(~is_open).then(pl.lit(CLOCK_JUMP)).when(is_even).then(pl.lit(MAYBE_JUMP))
+    return pl.when(whole & is_far).then(reason)
 
 
 def without_jumps(timeline: pl.DataFrame, jumps: pl.DataFrame | None) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -169,11 +194,11 @@ def without_jumps(timeline: pl.DataFrame, jumps: pl.DataFrame | None) -> tuple[p
         timeline: The `timeline` table.
         jumps: The `jumps` of `LoggedSteps`, if there is a log.
     """
-    jumps = timeline.select(*ENGINE, "step_id").clear() if jumps is None else jumps
-    counts = jumps.group_by("run_id").agg(reason=pl.lit(CLOCK_JUMP), count=pl.len())
+    jumps = timeline.select(*ENGINE, "step_id", reason=pl.lit("")).clear() if jumps is None else jumps
+    counts = jumps.group_by("run_id", "reason").agg(count=pl.len()).sort("run_id", "reason")
     if not jumps.height:
         return timeline, counts
-    jumped = jumps.with_columns(jump=pl.lit(value=True))
+    jumped = jumps.drop("reason").with_columns(jump=pl.lit(value=True))
     rows = timeline.join(jumped, on=[*ENGINE, "step_id"], how="left", maintain_order="left")
     of_log = pl.col("cycle_source").is_in([CycleSource.LOG.value, CycleSource.LOG_INTERVAL.value])
     is_jump = (pl.col("jump") & of_log).fill_null(value=False)
@@ -203,9 +228,22 @@ def _lines(steps: pl.DataFrame) -> pl.DataFrame:
     # A line with a fine stamp ends an interval; a line at which a coarse stamp changes begins one.
     marks = (pl.col("grown") > 0) | (pl.col("grown").is_null() & ~pl.col("is_coarse"))
     ends = (pl.col("is_mark") & ~pl.col("is_coarse")).cast(pl.Int64)
-    return rows.with_columns(is_mark=marks.fill_null(value=False)).with_columns(
+    return rows.with_columns(is_mark=marks.fill_null(value=False), continues=_continues()).with_columns(
         interval=(pl.col("is_mark").cum_sum() - ends).over(ENGINE)
     )
+
+
+def _continues() -> pl.Expr:
+    """Return which lines go on with a prompt of the line before, so that the engine did not idle between the two.
+
+    A step whose prompts fill the largest budget leaves one unfinished: if all were complete, the next step would have output tokens, but
+    where requests have one output token only.
+    """
+    tokens = pl.col("prefill_tokens")
+    is_full = pl.col("is_fresh") & (tokens == tokens.max().over(SERVER))
+    have_outputs = (pl.col("num_decode_reqs") > 0).mean().over(SERVER) > _OUTPUTS_SHARE
+    follows = is_full.shift(1).over(ENGINE) & pl.col("follows")
+    return (pl.col("is_fresh") & follows & have_outputs).fill_null(value=False)
 
 
 def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
