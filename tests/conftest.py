@@ -29,7 +29,7 @@ from tracefit.cli import main
 from tracefit.commands.ingest import ingest
 from tracefit.commands.train import run
 from tracefit.options import BuildLimits, IngestOptions, TrainOptions
-from tracefit.server.architecture import Attention, Experts, Layer, ModelArchitecture, State
+from tracefit.server.architecture import Attention, Experts, Layer, LayerState, ModelArchitecture
 from tracefit.server.hardware import Gpu
 from tracefit.server.model_config import parse_architecture
 from tracefit.tables.store import TableStore
@@ -509,7 +509,7 @@ def with_attention() -> WithAttention:
     ) -> ModelArchitecture:
         first = arch.stack[0]
         attention = replace(first.attentions[0], **changes)
-        state = State("linear", attention.parameters(arch.hidden), 0)
+        state = LayerState("linear", attention.parameters(arch.hidden), 0)
         of_window = {
             n: replace(first, attentions=(), state=state)
             if n == 0

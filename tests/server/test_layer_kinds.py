@@ -19,7 +19,7 @@ FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def _every(n, count, others, last):
-    """Return names of layers, of which each n-th is `last`."""
+    """Return names of layers; each n-th is `last`."""
     return [others if (i + 1) % n else last for i in range(count)]
 
 
@@ -770,7 +770,7 @@ def test_layers_of_two_attentions_read_both(read, gpu):
 
     assert (arch.layers, arch.context_layers, arch.moe_layers, arch.dense_layers) == (28, 56, 28, 28)
     assert arch.all_reduces == 28 * 5
-    # 12 of 768 choices, of which 256 do nothing.
+    # 12 of 768 choices; 256 of them do nothing.
     assert arch.experts_per_token == 8
     assert arch.facts()["attention_layers"] == 56
 
@@ -930,7 +930,7 @@ def test_meta_params_json_has_a_rounded_width():
 
 
 def test_mistral_params_with_latent_attention_and_experts():
-    # Mistral Large 3, by its card 675 B of which the vision encoder has 2.5 B.
+    # Mistral Large 3, by its card 675 B with a vision encoder of 2.5 B.
     params = {
         "dim": 7168,
         "n_layers": 61,

@@ -34,7 +34,7 @@ from tracefit.server.hardware import Gpu
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tracefit.server.architecture import Experts, ModelArchitecture, Reading
+    from tracefit.server.architecture import Experts, ModelArchitecture, CacheRead
 
 ROOFLINE_COLUMNS = (
     "num_prefill_reqs",
@@ -153,7 +153,7 @@ def roofline_formulas(
     all_reduces = arch.all_reduces * arch.hidden * arch.dtype_bytes * 2 * (tp - 1) / tp / link_bytes_per_us
     prompt_tokens, decode_tokens = _HELPERS
 
-    def compute(phase: str, seen: str, flops_of: Callable[[Reading], int]) -> str:
+    def compute(phase: str, seen: str, flops_of: Callable[[CacheRead], int]) -> str:
         tokens = f"{phase}_tokens"
         pairs = _visible(readings, seen, lambda reading: flops_of(reading) / flops)
         attention = " + ".join(f"{tokens} * ({visible}) * {number(cost)}" for cost, visible in pairs) or "0"
@@ -202,7 +202,7 @@ def work_formulas(arch: ModelArchitecture, *, tp: int) -> dict[str, str]:
 
 
 def _visible(
-    readings: Sequence[tuple[Reading, int]], tokens: str, cost: Callable[[Reading], float]
+    readings: Sequence[tuple[CacheRead, int]], tokens: str, cost: Callable[[CacheRead], float]
 ) -> list[tuple[float, str]]:
     """Return each cost of a visible token, and a formula of the tokens that one token sees at it.
 

@@ -80,7 +80,7 @@ class Indexer:
         return self.head_dim + 4 * -(-self.head_dim // _INDEX_SCALE_ELEMENTS)
 
 
-class Reading(NamedTuple):
+class CacheRead(NamedTuple):
     """One kind of read of cached tokens: how far back it goes, and what a token in reach costs."""
 
     window: int | None
@@ -103,7 +103,7 @@ class Attention:
         gated: A gate as wide as the output multiplies it.
         query_rank: Width queries are compressed to, outside latent attention; None for none.
         latent: Sizes of latent attention; None for every other kind.
-        indexer: What chooses the tokens to read; None reads all.
+        indexer: The indexer that chooses the tokens to read; None reads all.
         indexed_tokens: How many tokens are chosen, whether by this layer's indexer or an earlier one's; None is all.
         is_cached: It has keys and values of its own; otherwise it reads those of an earlier layer.
         keys_are_values: One matrix makes keys and values, which are both cached.
@@ -204,19 +204,19 @@ class Attention:
         # The expansion is multiplied into queries and outputs instead (weight absorption of DeepSeek-V2).
         return 2 * self.heads * (self.latent.cached_elements + self.latent.kv_lora_rank)
 
-    def readings(self, kv_bytes: float, tp: int) -> tuple[Reading, ...]:
+    def readings(self, kv_bytes: float, tp: int) -> tuple[CacheRead, ...]:
         """Return what it reads of the cache: keys and values in its reach, and the keys of an indexer, of all tokens."""
         reaches = [n for n in (self.window, self.indexed_tokens) if n is not None]
         flops = self.prefill_pair_flops, self.decode_pair_flops
-        main = Reading(min(reaches, default=None), *flops, self.elements * kv_bytes, self.kv_shards(tp))
+        main = CacheRead(min(reaches, default=None), *flops, self.elements * kv_bytes, self.kv_shards(tp))
         if self.indexer is None:
             return (main,)
         scores = 2 * self.indexer.heads * self.indexer.head_dim
-        return (main, Reading(None, scores, scores, float(self.indexer.cached_bytes), 1))
+        return (main, CacheRead(None, scores, scores, float(self.indexer.cached_bytes), 1))
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class LayerState:
     """A state of fixed size per request, instead of keys and values per token: linear attention, Mamba, a short convolution.
 
     Attributes:
@@ -255,18 +255,18 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer: what of it mixes tokens, and what works on each token alone.
+    """One layer: attention and a state, which mix tokens, and FFNs and experts, which work on each token by itself.
 
     Attributes:
         attentions: Attentions, one after the other or beside a state.
-        state: What keeps a state per request; None for nothing.
+        state: The state that it keeps per request; None for no state.
         ffns: FFN widths of the dense FFNs.
         experts: Its experts; None for none.
         other: Parameters of other matrices that each token goes through.
     """
 
     attentions: tuple[Attention, ...] = ()
-    state: State | None = None
+    state: LayerState | None = None
     ffns: tuple[int, ...] = ()
     experts: Experts | None = None
     other: int = 0
@@ -356,7 +356,7 @@ class ModelArchitecture:
         return _counted((attention, n) for layer, n in self._kinds.items() for attention in layer.attentions)
 
     @cached_property
-    def states(self) -> Counter[State]:
+    def states(self) -> Counter[LayerState]:
         """The different states, and how many there are of each."""
         return _counted((layer.state, n) for layer, n in self._kinds.items() if layer.state is not None)
 
@@ -624,7 +624,7 @@ class ModelArchitecture:
         """FLOPs of one (query token, cached token) pair in one layer of a decode."""
         return self._main.decode_pair_flops if self._main else 0
 
-    def readings(self, tp: int) -> tuple[tuple[Reading, int], ...]:
+    def readings(self, tp: int) -> tuple[tuple[CacheRead, int], ...]:
         """Return the different reads of cached tokens on `tp` ranks, each with how many there are, in order of the layers."""
         reads = _counted(
             (reading, n)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tracefit.server.architecture import Attention, Experts, Indexer, LatentAttention, Layer, State
+from tracefit.server.architecture import Attention, Experts, Indexer, LatentAttention, Layer, LayerState
 from tracefit.server.documents import excerpt
 from tracefit.server.model_keys import (
     ALTERNATING,
@@ -50,7 +50,7 @@ _GATES = ("attn_output_gate", "attention_output_gate", "mla_use_output_gate")
 
 _READ = frozenset(
     {
-        # Which layers are of which kind. The first that is set counts; the others say the same.
+        # The kind of each layer. The first that is set counts; the others say the same.
         *(
             "hybrid_override_pattern",
             "layers_block_type",
@@ -76,7 +76,7 @@ _READ = frozenset(
             "moe_layer_freq",
         ),
         *("moe_layers", *_EXPERTS),
-        # What is unusual in attention.
+        # Attention that is not the usual one.
         *(
             "swa_num_attention_heads",
             "swa_num_key_value_heads",
@@ -106,7 +106,7 @@ class Stack(NamedTuple):
 
 
 class _Mix(NamedTuple):
-    """What mixes tokens in a layer: attention, in a window if it is not None, and a state."""
+    """The parts of a layer that mix tokens: attention, in a window if it is not None, and a state."""
 
     attention: bool
     window: int | None = None
@@ -120,7 +120,7 @@ class _Kinds(NamedTuple):
     """The kind of each layer.
 
     Attributes:
-        mixes: What mixes tokens in it.
+        mixes: The parts that mix tokens in it.
         ffns: `dense`, `moe` or nothing; None if other keys say it.
         stated: Whether keys say which layers have a state.
     """
@@ -521,7 +521,7 @@ def _indexer(config: Config, count: int) -> tuple[Indexer | None, int | None, Se
 # -- states ----------------------------------------------------------------------------------------------
 
 
-def _state(config: Config, hidden: int) -> State:
+def _state(config: Config, hidden: int) -> LayerState:
     """Return what keeps a state in the layers that have one, recognised by its keys."""
     if config.get("linear_num_value_heads") is not None:
         return _gated_delta(config, hidden)
@@ -530,7 +530,7 @@ def _state(config: Config, hidden: int) -> State:
     if config.get("conv_L_cache") is not None:
         kernel = config.required("conv_L_cache")
         # In with two gates, and out.
-        return State("conv", 4 * hidden * hidden + hidden * kernel, 0, hidden * (kernel - 1))
+        return LayerState("conv", 4 * hidden * hidden + hidden * kernel, 0, hidden * (kernel - 1))
     if any(config.get(key) is not None for key in _MAMBA_HEADS) or config.family == "mamba2":
         return _mamba2(config, hidden)
     if any(config.get(key) is not None for key in _MAMBA_STATE):
@@ -539,7 +539,7 @@ def _state(config: Config, hidden: int) -> State:
         heads = config.required(*HEADS, most=MOST_HEADS)
         head_dim = _head_dim(config, hidden, heads)
         # Queries, keys, values, a gate and the output.
-        return State("linear", 5 * hidden * heads * head_dim, heads * head_dim * head_dim)
+        return LayerState("linear", 5 * hidden * heads * head_dim, heads * head_dim * head_dim)
     raise UnknownModelError(
         "layers with a state are there, and no key that is known states its size",
         where=config.where,
@@ -547,7 +547,7 @@ def _state(config: Config, hidden: int) -> State:
     )
 
 
-def _gated_delta(config: Config, hidden: int) -> State:
+def _gated_delta(config: Config, hidden: int) -> LayerState:
     """Qwen3-Next: the gated delta rule."""
     key_heads = config.required("linear_num_key_heads", most=MOST_HEADS)
     value_heads = config.required("linear_num_value_heads", most=MOST_HEADS)
@@ -556,10 +556,10 @@ def _gated_delta(config: Config, hidden: int) -> State:
     columns = 2 * key_heads * key_dim + value_heads * (3 * value_dim + 2)
     kernel = config.integer("linear_conv_kernel_dim") or 1
     conv = (2 * key_heads * key_dim + value_heads * value_dim) * (kernel - 1)
-    return State("linear", hidden * columns, value_heads * key_dim * value_dim, conv)
+    return LayerState("linear", hidden * columns, value_heads * key_dim * value_dim, conv)
 
 
-def _kimi_delta(section: Config, hidden: int) -> State:
+def _kimi_delta(section: Config, hidden: int) -> LayerState:
     """Kimi delta attention: gates of decay and output through a low rank as wide as a head."""
     heads, head_dim = section.required("num_heads", most=MOST_HEADS), section.required("head_dim")
     kernel = section.usual(4, "short_conv_kernel_size")
@@ -567,7 +567,7 @@ def _kimi_delta(section: Config, hidden: int) -> State:
     low_rank = hidden * head_dim + head_dim * width
     gate = hidden * width if section.flag("use_full_rank_gate") else low_rank
     matrices = 4 * hidden * width + low_rank + gate + hidden * heads + 3 * width * kernel
-    return State("linear", matrices, heads * head_dim * head_dim, 3 * width * (kernel - 1))
+    return LayerState("linear", matrices, heads * head_dim * head_dim, 3 * width * (kernel - 1))
 
 
 _MAMBA_HEADS = ("mamba_n_heads", "mamba_num_heads")
@@ -579,7 +579,7 @@ _MAMBA_EXPAND = ("mamba_expand", "expand")
 _MAMBA_RANK = ("mamba_dt_rank", "time_step_rank")
 
 
-def _mamba2(config: Config, hidden: int) -> State:
+def _mamba2(config: Config, hidden: int) -> LayerState:
     # The model type mamba2 has the keys without a prefix, for it has no attention.
     bare = config.family == "mamba2"
     heads = config.required(*(("num_heads",) if bare else _MAMBA_HEADS), most=MOST_HEADS)
@@ -592,10 +592,10 @@ def _mamba2(config: Config, hidden: int) -> State:
     groups = config.usual(1, *_MAMBA_GROUPS, most=MOST_HEADS)
     convolved = inner + 2 * groups * state
     matrices = hidden * (inner + convolved + heads) + convolved * kernel + inner * hidden
-    return State("mamba", matrices, inner * state, convolved * (kernel - 1))
+    return LayerState("mamba", matrices, inner * state, convolved * (kernel - 1))
 
 
-def _mamba1(config: Config, hidden: int) -> State:
+def _mamba1(config: Config, hidden: int) -> LayerState:
     state, kernel = config.required(*_MAMBA_STATE), config.usual(4, *_MAMBA_CONV)
     stated = config.integer("intermediate_size") if config.family in ONLY_STATES else None
     inner = stated or hidden * config.usual(2, *_MAMBA_EXPAND)
@@ -603,7 +603,7 @@ def _mamba1(config: Config, hidden: int) -> State:
     is_auto = any(config.get(key) == "auto" for key in _MAMBA_RANK)
     rank = usual if is_auto else config.usual(usual, *_MAMBA_RANK)
     matrices = 3 * hidden * inner + inner * (kernel + rank + 2 * state) + rank * inner + inner * state
-    return State("mamba", matrices, inner * state, inner * (kernel - 1))
+    return LayerState("mamba", matrices, inner * state, inner * (kernel - 1))
 
 
 # -- FFNs ------------------------------------------------------------------------------------------------

@@ -277,7 +277,7 @@ class _Rule(NamedTuple):
 
 
 def _rules(section: Document, dtype_bytes: float, *, where: str) -> Iterator[_Rule]:
-    """Yield the rules of a section, the later of which count more: widths first, modules that are left out last."""
+    """Yield the rules of a section; a later one counts more: widths first, modules that are left out last."""
     for group in _groups(section):
         size = _size_of_part(_part(group, "weights"), where=where)
         yield from (_Rule(target, dtype_bytes if size is None else size) for target in _targets(group))
@@ -297,7 +297,7 @@ def _rules_of_methods(section: Document, dtype_bytes: float, *, where: str) -> I
         yield _Rule(name, dtype_bytes if size is None else size)
     for name, part in _named(_part(section, "quant_type"), "module_fqn_to_config"):  # torchao
         yield _Rule(name, _torchao_bytes(part) or dtype_bytes)
-    # auto-round; and GPTQModel's expressions, of which those that begin with a minus are left out.
+    # auto-round; and GPTQModel's expressions; a minus at the start leaves modules out.
     for name, part in (*_named(section, "extra_config"), *_named(section, "dynamic")):
         size = dtype_bytes if name.startswith("-:") else _size_of_part(part, where=where)
         expression = name.removeprefix("-:").removeprefix("+:")
