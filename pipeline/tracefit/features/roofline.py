@@ -34,7 +34,7 @@ from tracefit.server.hardware import Gpu
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tracefit.server.architecture import Experts, ModelArchitecture, CacheRead
+    from tracefit.server.architecture import CacheRead, Experts, ModelArchitecture
 
 ROOFLINE_COLUMNS = (
     "num_prefill_reqs",
@@ -144,11 +144,12 @@ def roofline_formulas(
     bytes_per_us = gpu.memory_bandwidth_gb_s * 1e3
     weights = arch.fixed_weight_bytes / tp / bytes_per_us
     readings = arch.readings(tp)
-    written = sum(
-        n * (attention.cached_bytes(arch.kv_bytes) / attention.kv_shards(tp) / bytes_per_us)
-        for attention, n in arch.attentions.items()
-    )
-    # A ring all-reduce, two per layer, moves 2 (tp - 1) / tp of the payload over each link (Patarasuk and Yuan 2009).
+    # Layers with equal costs are counted first, so that windows do not change the last digits of a sum.
+    writes: Counter[float] = Counter()
+    for attention, n in arch.attentions.items():
+        writes[attention.cached_bytes(arch.kv_bytes) / attention.kv_shards(tp) / bytes_per_us] += n
+    written = sum(n * cost for cost, n in writes.items())
+    # A ring all-reduce, one after each part of a layer, moves 2 (tp - 1) / tp of the payload over each link (Patarasuk and Yuan 2009).
     link_bytes_per_us = (gpu.link_gb_s or _PCIE_GB_S) / 2 * 1e3
     all_reduces = arch.all_reduces * arch.hidden * arch.dtype_bytes * 2 * (tp - 1) / tp / link_bytes_per_us
     prompt_tokens, decode_tokens = _HELPERS
