@@ -29,7 +29,7 @@ from tracefit.cli import main
 from tracefit.commands.ingest import ingest
 from tracefit.commands.train import run
 from tracefit.options import BuildLimits, IngestOptions, TrainOptions
-from tracefit.server.architecture import ModelArchitecture
+from tracefit.server.architecture import Attention, Experts, Layer, LayerState, ModelArchitecture
 from tracefit.server.hardware import Gpu
 from tracefit.server.model_config import parse_architecture
 from tracefit.tables.store import TableStore
@@ -479,11 +479,8 @@ def dense() -> ModelArchitecture:
         name="tiny",
         model_type="llama",
         hidden=8,
-        heads=2,
-        kv_heads=1,
-        head_dim=4,
+        stack=(Layer(attentions=(Attention(heads=2, kv_heads=1, head_dim=4),), ffns=(16,)),) * 2,
         ffn=16,
-        layer_windows=(None, None),
         vocabulary=10,
     )
 
@@ -491,17 +488,37 @@ def dense() -> ModelArchitecture:
 @pytest.fixture
 def moe(dense: ModelArchitecture) -> ModelArchitecture:
     """3 layers of attention 256; 1 dense FFN 384; 2 MoE: 4 experts of 144, shared 96, router 32; embedding 80."""
-    return replace(
-        dense,
-        kv_heads=2,
-        layer_windows=(None, None, None),
-        moe_layer_ids=(1, 2),
-        experts=4,
-        experts_per_token=2,
-        expert_ffn=6,
-        shared_ffn=4,
-        tied_embeddings=True,
-    )
+    attentions = (Attention(heads=2, kv_heads=2, head_dim=4),)
+    experts = Experts(count=4, per_token=2, ffn=6, shared_ffn=4)
+    first, other = Layer(attentions=attentions, ffns=(16,)), Layer(attentions=attentions, experts=experts)
+    return replace(dense, stack=(first, other, other), tied_embeddings=True)
+
+
+class WithAttention(Protocol):
+    def __call__(
+        self, arch: ModelArchitecture, *, windows: tuple[int | None, ...] = ..., **changes: Any
+    ) -> ModelArchitecture: ...
+
+
+@pytest.fixture
+def with_attention() -> WithAttention:
+    """Change the attention of every layer, and make one layer for each of several windows; 0 is a state of as many parameters."""
+
+    def changed(
+        arch: ModelArchitecture, *, windows: tuple[int | None, ...] = (None, None), **changes: Any
+    ) -> ModelArchitecture:
+        first = arch.stack[0]
+        attention = replace(first.attentions[0], **changes)
+        state = LayerState("linear", attention.parameters(arch.hidden), 0)
+        of_window = {
+            n: replace(first, attentions=(), state=state)
+            if n == 0
+            else replace(first, attentions=(replace(attention, window=n),))
+            for n in windows
+        }
+        return replace(arch, stack=tuple(of_window[n] for n in windows))
+
+    return changed
 
 
 @pytest.fixture

@@ -103,6 +103,39 @@ def test_model_configuration_without_a_key_is_left_out(tmp_path, traces, config_
     assert "beta.cycle_time" in [m.name for m in result.trained.fitted]
 
 
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"num_attention_heads": "many"}, "num_attention_heads must be a whole number"),
+        ({"intermediate_size": [8, 9]}, "intermediate_size must be a whole number"),
+        ({"hidden_size": 64.5}, "hidden_size must be a whole number"),
+        ({"vocab_size": -1}, "vocab_size must be greater"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be less"),
+        ({"torch_dtype": 16}, "torch_dtype must be text"),
+        ({"quantization_config": [1]}, "quantization_config is a list"),
+        ({"layer_types": ["hyena"]}, "layer_types must be a list"),
+        ({"mamba_d_state": 16}, "mamba_d_state is not understood, and describes layers with a state"),
+        (
+            {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 8},
+            "7 attention heads cannot be divided",
+        ),
+        (
+            {"peft_type": "LORA", "base_model_name_or_path": "org/base"},
+            "a LoRA adapter of org/base, not a model,",
+        ),
+    ],
+)
+def test_model_configuration_with_an_odd_value_is_left_out(
+    tmp_path, traces, config_json, quick, changes, warning
+):
+    folder = traces.load(steps=120).write(tmp_path / "run")
+    (folder / "config.json").write_text(json.dumps(config_json | changes))
+    result = run([folder], tmp_path / "out", server=ServerOptions(tp=2), options=quick)
+    (text,) = [text for text in result.ingested.warnings if "of the model are left out" in text]
+    assert f"of the model are left out: {warning}" in text
+    assert "beta.cycle_time" in [m.name for m in result.trained.fitted]
+
+
 def test_a_wrong_second_run_leaves_nothing_of_the_first(tmp_path, new_traces):
     good, bad = (new_traces().load(steps=60, requests=5).write(tmp_path / "runs" / n) for n in ("a", "b"))
     (bad / "config.json").write_text("[]")

@@ -88,8 +88,8 @@ def test_moe_step_reads_the_experts_it_is_expected_to_visit(moe, gpu, tokens):
     assert read_us == pytest.approx((2976 + 2 * 4 * (1 - 0.5**tokens) * 288) / 2 / 1000)
 
 
-def test_window_caps_reads_and_pairs_of_its_layers(step, dense, gpu):
-    computed = terms(step, replace(dense, layer_windows=(None, 4)), gpu)
+def test_window_caps_reads_and_pairs_of_its_layers(step, dense, gpu, with_attention):
+    computed = terms(step, with_attention(dense, windows=(None, 4)), gpu)
 
     assert computed["decode_kv_read_us"] == pytest.approx(3 * (10 + 4) * 16 / 1000)
     assert computed["prefill_compute_us"] == pytest.approx((20 * 2304 + 20 * (10 + 4) * 32 + 320) / 1000)
@@ -98,8 +98,10 @@ def test_window_caps_reads_and_pairs_of_its_layers(step, dense, gpu):
 
 
 @pytest.mark.parametrize(("windows", "context_layers"), [((0, None), 1), ((0, 0), 0)])
-def test_layers_of_linear_attention_have_no_context(step, dense, gpu, windows, context_layers):
-    computed = terms(step, replace(dense, layer_windows=windows), gpu)
+def test_layers_of_linear_attention_have_no_context(
+    step, dense, gpu, with_attention, windows, context_layers
+):
+    computed = terms(step, with_attention(dense, windows=windows), gpu)
 
     assert computed["prefill_kv_write_us"] == pytest.approx(context_layers * 20 * 16 / 1000)
     assert computed["decode_kv_read_us"] == pytest.approx(context_layers * 3 * 10 * 16 / 1000)
@@ -109,11 +111,11 @@ def test_layers_of_linear_attention_have_no_context(step, dense, gpu, windows, c
     assert computed["layers"] == 2.0
 
 
-def test_latent_attention_is_whole_on_every_rank(step, dense, gpu):
+def test_latent_attention_is_whole_on_every_rank(step, dense, gpu, with_attention):
     latent = LatentAttention(
         q_lora_rank=None, kv_lora_rank=6, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4
     )
-    arch = replace(dense, latent=latent, kv_heads=2, head_dim=5)
+    arch = with_attention(dense, latent=latent, kv_heads=2, head_dim=5)
     computed = terms(step, arch, gpu, tp=2)
     layer_flops = 2 * 2 * (292 + 384)
 

@@ -37,18 +37,18 @@ def test_moe_model_by_hand(moe):
     assert (moe.layers, moe.dense_layers, moe.moe_layers, moe.attention) == (3, 1, 2, "MHA")
 
 
-def test_windows_do_not_cap_the_written_kv_bytes(dense):
-    arch = replace(dense, layer_windows=(None, 4))
+def test_windows_do_not_cap_the_written_kv_bytes(dense, with_attention):
+    arch = with_attention(dense, windows=(None, 4))
 
     assert arch.kv_bytes_per_token == dense.kv_bytes_per_token
 
 
 @pytest.fixture
-def mla(dense):
+def mla(dense, with_attention):
     latent = LatentAttention(
         q_lora_rank=None, kv_lora_rank=6, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4
     )
-    return replace(dense, latent=latent, kv_heads=2, head_dim=5)
+    return with_attention(dense, latent=latent, kv_heads=2, head_dim=5)
 
 
 def test_latent_attention_by_hand(mla):
@@ -60,8 +60,8 @@ def test_latent_attention_by_hand(mla):
     assert mla.attention == "MLA"
 
 
-def test_latent_attention_with_compressed_queries(mla):
-    compressed = replace(mla, latent=replace(mla.latent, q_lora_rank=3))
+def test_latent_attention_with_compressed_queries(mla, with_attention):
+    compressed = with_attention(mla, latent=replace(mla.latent, q_lora_rank=3))
 
     assert compressed.attention_parameters == 3 * (8 + 10) + 64 + 84 + 64
 
@@ -98,8 +98,8 @@ def test_slug_is_short_and_plain(name, slug):
     assert slug_of(name) == slug
 
 
-def test_window_groups_begin_with_full_attention(dense):
-    arch = replace(dense, layer_windows=(8, None, 4, 8, None, None))
+def test_window_groups_begin_with_full_attention(dense, with_attention):
+    arch = with_attention(dense, windows=(8, None, 4, 8, None, None))
 
     assert arch.window_groups == ((None, 3), (4, 1), (8, 2))
 

@@ -396,11 +396,9 @@ def test_linear_attention_is_recognised_by_its_keys(parse, which):
     assert arch.facts()["windowed_layers"] == 0
 
 
-def test_linear_layers_without_sizes_are_noted(parse):
-    arch = parse(layer_types=["mamba"] * 2 + ["attention"] * 2)
-
-    assert (arch.layer_windows, arch.parameters) == ((0, 0, None, None), parse().parameters)
-    assert any("linear_* keys are absent" in note for note in arch.assumed)
+def test_a_state_whose_size_no_key_states_is_refused(parse):
+    with pytest.raises(UsageError, match="no key that is known states its size"):
+        parse(layer_types=["mamba"] * 2 + ["attention"] * 2)
 
 
 def test_gate_of_attention_is_as_wide_as_its_queries(parse):

@@ -100,6 +100,215 @@ def test_bits_that_cannot_be_are_refused(parse, bits):
         parse(quantization_config={"quant_method": "gptq", "bits": bits})
 
 
+# -- modules with a width of their own -------------------------------------------------------------------
+
+_NAMES = {
+    "by name": [f"model.layers.{i}.self_attn" for i in range(4)],
+    "by name and prefix": [f"language_model.model.layers.{i}.self_attn*" for i in range(4)],
+    "by matrix": [f"model.layers.{i}.self_attn.{m}_proj" for i in range(4) for m in "qkvo"],
+    "by wildcard": ["model.layers.*.self_attn*"],
+    "by leading wildcard": ["*self_attn*"],
+    "by expression": ["re:.*self_attn.*"],
+    "by numbered expression": [r"re:model\.layers\.[0-9]+\.self_attn\.(q|k|v|o)_proj$"],
+}
+
+
+@pytest.mark.parametrize("names", _NAMES.values(), ids=_NAMES)
+@pytest.mark.parametrize("key", ["ignore", "exclude_modules", "modules_to_not_convert", "exclude"])
+def test_attention_that_is_left_out_keeps_its_bits(parse, key, names):
+    arch = parse(
+        quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", key: [*names, "lm_head"]}
+    )
+
+    assert (arch.attention_weight_bytes, arch.ffn_weight_bytes) == (2.0, 0.5625)
+
+
+def test_attention_of_some_layers_counts_in_proportion(parse):
+    names = ["model.layers.0.self_attn", "model.layers.3.self_attn"]
+    arch = parse(quantization_config={"quant_method": "fp8", "ignored_layers": names})
+
+    assert arch.attention_weight_bytes == (2 * 2.0 + 2 * 1.0) / 4
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["vision_tower.encoder.layers.0.self_attn"] * 4,
+        [f"visual.blocks.{i}.attn" for i in range(4)],
+        ["model.layers.61.self_attn"],
+        ["gate", "lm_head", "e_score_correction_bias"],
+        ["model.layers.0.mlp.gate"],
+        ["re:(?<!x)self_attn"],  # an expression that is not known here
+        [None, 3, {}],
+    ],
+)
+def test_other_modules_that_are_left_out_change_nothing(parse, names):
+    arch = parse(quantization_config={"quant_method": "fp8", "ignore": names})
+
+    assert (arch.attention_weight_bytes, arch.ffn_weight_bytes) == (1.0, 1.0)
+
+
+def test_only_experts_of_kimi_k2_are_quantized(parse):
+    ignore = [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+    ]
+    section = _section(targets=["Linear"], weights=_INT4 | {"group_size": 32}) | {"ignore": ignore}
+    moe = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    arch = parse(moe_intermediate_size=16, **moe, quantization_config=section)
+
+    assert (arch.attention_weight_bytes, arch.ffn_weight_bytes, arch.shared_weight_bytes) == (2.0, 2.0, 2.0)
+    assert arch.expert_weight_bytes == 0.5
+
+
+def test_states_are_left_out_by_their_own_names(parse):
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    ignore = [f"model.layers.{i}.linear_attn*" for i in range(3)]
+    arch = parse(
+        **linear,
+        linear_value_head_dim=16,
+        layer_types=kinds,
+        quantization_config={"quant_method": "fp8", "ignore": ignore},
+    )
+
+    assert (arch.state_weight_bytes, arch.attention_weight_bytes, arch.ffn_weight_bytes) == (2.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("section", "ffn", "attention"),
+    [
+        # Quark.
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, 1.0, 1.0),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": {"dtype": "int4", "group_size": 128}},
+            },
+            0.5,
+            0.5,
+        ),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}},
+                "layer_quant_config": {"*self_attn*": {"weight": {"dtype": "fp8_e4m3"}}},
+            },
+            0.53125,
+            1.0,
+        ),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": {"dtype": "int8"}},
+                "exclude": ["*self_attn*"],
+            },
+            1.0,
+            2.0,
+        ),
+        # torchao.
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, 0.5, 0.5),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}},
+            },
+            1.0,
+            1.0,
+        ),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {"default": {"_type": "Int8DynamicActivationInt4WeightConfig"}},
+            },
+            0.5,
+            0.5,
+        ),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {"default": {"_type": "Float8DynamicActivationFloat8WeightConfig"}},
+            },
+            1.0,
+            1.0,
+        ),
+        # HQQ.
+        (
+            {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64}}},
+            0.5,
+            0.5,
+        ),
+        # EXL2 and EXL3.
+        ({"quant_method": "exl3", "bits": 4.25}, 4.25 / 8, 4.25 / 8),
+        ({"quant_method": "exl2", "bits": 3.0}, 3 / 8, 3 / 8),
+        # auto-round and GPTQModel.
+        ({"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}, 0.5, 0.5),
+        (
+            {
+                "quant_method": "auto-round",
+                "bits": 4,
+                "extra_config": {f"model.layers.{i}.self_attn": {"bits": 16} for i in range(4)},
+            },
+            0.5,
+            2.0,
+        ),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*self_attn.*": {}}}, 0.5, 2.0),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*self_attn.*": {"bits": 8}}}, 0.5, 1.0),
+        # bitnet, Quanto, NVFP4 of compressed-tensors, mixed ModelOpt.
+        (
+            {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"},
+            0.25,
+            0.25,
+        ),
+        ({"quant_method": "quanto", "weights": "int4"}, 0.5, 0.5),
+        (
+            _section(targets=["Linear"], weights={"num_bits": 4, "type": "float", "group_size": 16}),
+            0.5625,
+            0.5625,
+        ),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {
+                    f"model.layers.{i}.mlp.{m}_proj": {"quant_algo": "NVFP4"}
+                    for i in range(4)
+                    for m in ("gate", "up", "down")
+                },
+            },
+            0.5625,
+            2.0,
+        ),
+        # Two groups: all linear layers, and some with a width of their own.
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "a": {"targets": ["Linear"], "weights": _INT4},
+                    "b": {"targets": ["re:.*self_attn.*"], "weights": _FP8},
+                },
+            },
+            0.5,
+            1.0,
+        ),
+    ],
+)
+def test_each_method_counts_its_own_bits(parse, section, ffn, attention):
+    arch = parse(quantization_config=section)
+
+    assert (arch.ffn_weight_bytes, arch.attention_weight_bytes) == (ffn, attention)
+    assert not any("states no bits" in note for note in arch.assumed)
+
+
+def test_exl3_has_an_output_head_of_its_own_bits(parse):
+    plain, arch = parse(), parse(quantization_config={"quant_method": "exl3", "bits": 4.25, "head_bits": 6})
+    matrices = plain.parameters - 2 * 100 * 64
+
+    assert arch.weight_bytes == matrices * 4.25 / 8 + 100 * 64 * 6 / 8 + 100 * 64 * 2
+
+
 # -- as served -------------------------------------------------------------------------------------------
 
 

@@ -98,7 +98,7 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
     # Summed FFN widths that a token visits, and that are loaded.
     visited = moe_layers * (max(1, arch.experts_per_token) * arch.expert_ffn + shared) + dense_widths
     loaded = moe_layers * (arch.experts * arch.expert_ffn + shared) + dense_widths
-    head_dim = arch.hidden // arch.heads
+    head_dim = _head_dim(arch)
     kv_width = arch.kv_heads * head_dim
     projections = arch.layers * arch.hidden * (2 * arch.hidden + 2 * kv_width)
     # FLOPs of a token in the matrices, and of a (query, visible) pair.
@@ -133,6 +133,12 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
         "blis_decode_kv_us": _where(decode, (contexts + decode) * kv_us_per_token),
     }
     return frame.with_columns(term.cast(pl.Float64).alias(name) for name, term in terms.items())
+
+
+def _head_dim(arch: ModelArchitecture) -> int:
+    if not arch.heads:
+        raise UsageError("BLIS knows no model without attention", where=arch.name)
+    return arch.hidden // arch.heads
 
 
 def _is_llama4(arch: ModelArchitecture) -> bool:
@@ -201,7 +207,7 @@ class RooflineShape:
 def roofline_shape(arch: ModelArchitecture, gpu: Gpu, *, tp: int) -> RooflineShape:
     """Return what the backend `roofline` makes of a model, as served, on `tp` GPUs."""
     moe_layers = _moe_layers(arch)
-    hidden, kv_width = arch.hidden, arch.kv_heads * (arch.hidden // arch.heads)
+    hidden, kv_width = arch.hidden, arch.kv_heads * _head_dim(arch)
     projections = arch.layers * hidden * (2 * hidden + 2 * kv_width)
     dense = (arch.layers - moe_layers) * 2 * hidden * arch.ffn
     expert = moe_layers * 2 * hidden * arch.expert_ffn

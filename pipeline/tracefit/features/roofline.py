@@ -20,7 +20,9 @@ A term whose columns are unknown is null. Without requests, the cached tokens ar
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -30,7 +32,9 @@ from tracefit.features.expressions import parse_formula
 from tracefit.server.hardware import Gpu
 
 if TYPE_CHECKING:
-    from tracefit.server.architecture import ModelArchitecture
+    from collections.abc import Callable, Sequence
+
+    from tracefit.server.architecture import CacheRead, Experts, ModelArchitecture
 
 ROOFLINE_COLUMNS = (
     "num_prefill_reqs",
@@ -50,7 +54,7 @@ TERM_FORMULAS: dict[str, str] = {
     "decode_kv_read_us": "num_decode_reqs * sum over layers of min(visible tokens, WINDOW) * KV_BYTES_PER_TOKEN_AND_LAYER / "
     "KV_SHARDS / BYTES_PER_US",
     "weight_read_us": "min(prefill_tokens + decode_tokens, 1) * WEIGHT_BYTES / TP / BYTES_PER_US",
-    "tp_comm_us": "(prefill_tokens + decode_tokens) * 2 * LAYERS * HIDDEN_BYTES * 2 * (TP - 1) / TP / (LINK_BYTES_PER_US / 2)",
+    "tp_comm_us": "(prefill_tokens + decode_tokens) * ALL_REDUCES * HIDDEN_BYTES * 2 * (TP - 1) / TP / (LINK_BYTES_PER_US / 2)",
     "moe_expert_read_us": "MOE_LAYERS * expected distinct experts of prefill_tokens + decode_tokens * EXPERT_BYTES / TP / BYTES_PER_US",
     "moe_dispatch_us": "(prefill_tokens + decode_tokens) * MOE_LAYERS * 2 * EXPERTS_PER_TOKEN * HIDDEN_BYTES / BYTES_PER_US",
     "layers": "LAYERS",
@@ -139,36 +143,51 @@ def roofline_formulas(
     matrix, head = arch.layer_flops_per_token / fp8_flops, arch.head_flops_per_token / flops
     bytes_per_us = gpu.memory_bandwidth_gb_s * 1e3
     weights = arch.fixed_weight_bytes / tp / bytes_per_us
-    kv = arch.kv_bytes_per_token_per_layer / arch.kv_shards(tp) / bytes_per_us
-    # `experts * expert` below is the time to read all experts of all MoE layers.
-    expert = arch.moe_layers * arch.expert_bytes / tp / bytes_per_us
-    # A ring all-reduce, two per layer, moves 2 (tp - 1) / tp of the payload over each link (Patarasuk and Yuan 2009).
+    readings = arch.readings(tp)
+    # Layers with equal costs are counted first, so that windows do not change the last digits of a sum.
+    writes: Counter[float] = Counter()
+    for attention, n in arch.attentions.items():
+        writes[attention.cached_bytes(arch.kv_bytes) / attention.kv_shards(tp) / bytes_per_us] += n
+    written = sum(n * cost for cost, n in writes.items())
+    # A ring all-reduce, one after each part of a layer, moves 2 (tp - 1) / tp of the payload over each link (Patarasuk and Yuan 2009).
     link_bytes_per_us = (gpu.link_gb_s or _PCIE_GB_S) / 2 * 1e3
-    all_reduces = arch.layers * 2 * arch.hidden * arch.dtype_bytes * 2 * (tp - 1) / tp / link_bytes_per_us
-    prompt_visible, decode_visible = (_visible(arch, tokens) for tokens in _HELPERS)
+    all_reduces = arch.all_reduces * arch.hidden * arch.dtype_bytes * 2 * (tp - 1) / tp / link_bytes_per_us
+    prompt_tokens, decode_tokens = _HELPERS
 
-    def compute(phase: str, pair_flops: int, visible: str) -> str:
+    def compute(phase: str, seen: str, flops_of: Callable[[CacheRead], int]) -> str:
         tokens = f"{phase}_tokens"
-        attention = f"{tokens} * ({visible}) * {number(pair_flops / flops)}"
+        pairs = _visible(readings, seen, lambda reading: flops_of(reading) / flops)
+        attention = " + ".join(f"{tokens} * ({visible}) * {number(cost)}" for cost, visible in pairs) or "0"
         return f"{tokens} * {number(matrix)} + {attention} + min(num_{phase}_reqs, {tokens}) * {number(head)}"
 
-    # An expert is missed by one token with this probability (experts chosen evenly), by all T tokens with its power T:
-    # expected distinct experts = experts * (1 - missed ** T).
-    dispatch_bytes = arch.moe_layers * 2 * arch.experts_per_token * arch.hidden * arch.dtype_bytes
+    read = " + ".join(
+        f"num_decode_reqs * ({visible}) * {number(cost)}"
+        for cost, visible in _visible(
+            readings, decode_tokens, lambda reading: reading.cached_bytes / reading.shards / bytes_per_us
+        )
+    )
+
+    def experts_read(moe: Experts, layers: int) -> str:
+        # An expert is missed by one token with this probability (experts chosen evenly), by all T tokens with its power T:
+        # expected distinct experts = experts * (1 - missed ** T).
+        missed = 1 - moe.per_token / moe.count
+        all_of_them = moe.count * (layers * arch.bytes_of_expert(moe) / tp / bytes_per_us)
+        return f"{number(all_of_them)} * (1 - {number(missed)} ** {tokens})"
+
     tokens = "(prefill_tokens + decode_tokens)"
-    missed = 1 - arch.experts_per_token / arch.experts if arch.is_moe else 0.0
+    dispatch_bytes = sum(
+        n * 2 * moe.per_token * (moe.latent or arch.hidden) * arch.dtype_bytes for moe, n in arch.moes.items()
+    )
     return {
         "prompt_visible_tokens": "(prefill_context_tokens + prefill_tokens / 2) / num_prefill_reqs",
         "decode_visible_tokens": "context_tokens / num_decode_reqs",
-        "prefill_compute_us": compute("prefill", arch.prefill_pair_flops, prompt_visible),
-        "decode_compute_us": compute("decode", arch.decode_pair_flops, decode_visible),
-        "prefill_kv_write_us": f"prefill_tokens * {number(arch.context_layers * kv)}",
-        "decode_kv_read_us": f"num_decode_reqs * ({decode_visible}) * {number(kv)}",
+        "prefill_compute_us": compute("prefill", prompt_tokens, lambda r: r.prefill_pair_flops),
+        "decode_compute_us": compute("decode", decode_tokens, lambda r: r.decode_pair_flops),
+        "prefill_kv_write_us": f"prefill_tokens * {number(written)}",
+        "decode_kv_read_us": read or "0",
         "weight_read_us": f"min(prefill_tokens + decode_tokens, 1) * {number(weights)}",
         "tp_comm_us": f"{tokens} * {number(all_reduces)}",
-        "moe_expert_read_us": f"{number(arch.experts * expert)} * (1 - {number(missed)} ** {tokens})"
-        if arch.is_moe
-        else "0",
+        "moe_expert_read_us": " + ".join(starmap(experts_read, arch.moes.items())) or "0",
         "moe_dispatch_us": f"{tokens} * {number(dispatch_bytes / bytes_per_us)}",
         "layers": number(float(arch.layers)),
         "batch_requests": "num_prefill_reqs + num_decode_reqs",
@@ -183,12 +202,28 @@ def work_formulas(arch: ModelArchitecture, *, tp: int) -> dict[str, str]:
     return {**helpers, **{name: terms[term] for name, term in WORK_TERMS.items()}}
 
 
-def _visible(arch: ModelArchitecture, tokens: str) -> str:
-    """Return a formula of the tokens that one token attends to, summed over layers, each no more than its window."""
-    reached = (
-        (tokens if window is None else f"min({tokens}, {window})", n) for window, n in arch.window_groups
-    )
-    return " + ".join(f"{layers} * {one}" for one, layers in reached) or "0"
+def _visible(
+    readings: Sequence[tuple[CacheRead, int]], tokens: str, cost: Callable[[CacheRead], float]
+) -> list[tuple[float, str]]:
+    """Return each cost of a visible token, and a formula of the tokens that one token sees at it.
+
+    The tokens are summed over layers, each no more than its window.
+    """
+    groups: dict[float, Counter[int | None]] = {}
+    for reading, n in readings:
+        groups.setdefault(cost(reading), Counter())[reading.window] += n
+    return [
+        (
+            one,
+            " + ".join(
+                f"{layers} * {tokens if window is None else f'min({tokens}, {window})'}"
+                for window, layers in sorted(
+                    windows.items(), key=lambda item: (item[0] is not None, item[0] or 0)
+                )
+            ),
+        )
+        for one, windows in groups.items()
+    ]
 
 
 def number_text(value: float, digits: int = _FILE_DIGITS) -> str:

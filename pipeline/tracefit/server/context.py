@@ -99,7 +99,7 @@ def read_context(
         starts: Starts of the server in its log.
 
     Raises:
-        UsageError: A file is not valid, two of them contradict, or model and tensor parallelism contradict.
+        UsageError: A file is not valid, or two of them contradict. A configuration of a model that cannot be read is in `left_out`.
     """
     given = merge(read_all_settings(run_configs), overrides)
     logged, doubts = _logged(starts, given)
@@ -189,7 +189,12 @@ def _assemble(settings: ServerSettings, text: str | None, where: str, gpu: Gpu |
             kv_cache_dtype=settings.kv_cache_dtype,
             quantization=settings.quantization,
         )
-        architecture.check_tensor_parallel(settings.tensor_parallel or 1)
+        try:
+            architecture.check_tensor_parallel(settings.tensor_parallel or 1)
+        except UsageError as error:
+            # The server ran, so that one of the two describes another server.
+            left_out.append(f"features of the model are left out: {error.what}")
+            architecture = None
     return RunContext(settings, architecture, gpu, text, tuple(left_out))
 
 
