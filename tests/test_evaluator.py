@@ -436,12 +436,17 @@ def _without_terms(model):
     del model["terms"]
 
 
+def _without_a_term(model):
+    del model["terms"][0]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (lambda model: model["target"].update(unit="ms"), "unit"),
         (lambda model: model.update(name="alpha.cycle_time"), "kind beta"),
         (_without_terms, "terms"),
+        (_without_a_term, "its errors are those of"),
         (lambda model: model["training"].update(rows="5"), "rows is not a whole number"),
         (lambda model: model["terms"][0].update(ci95=[1e9, 2e9]), "does not contain the value"),
         (lambda model: model["terms"][0].update(training_range=[2, 1]), "begins above its end"),

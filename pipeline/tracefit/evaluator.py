@@ -362,6 +362,13 @@ def _repeated_feature(form: dict[str, Any]) -> str | None:
     return "a feature has two terms" if len(set(features)) < len(features) else None
 
 
+def _lost_term(model: dict[str, Any]) -> str | None:
+    terms, validation = len(_terms_of(model)), model.get("validation")
+    if validation is None or validation["n_features"] == terms:
+        return None
+    return f"has {terms} terms, and its errors are those of {validation['n_features']}"
+
+
 def _repeated_regime(model: dict[str, Any]) -> str | None:
     names = [regime["name"] for regime in model["regimes"]]
     return "two regimes have one name" if len(set(names)) < len(names) else None
@@ -389,8 +396,10 @@ def _alpha_among_beta(document: dict[str, Any]) -> str | None:
 
 CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], str | None], ...]] = {
     "File": (_repeated_model, _alpha_among_beta),
-    "RegimesModel": (_repeated_regime,),
-    **dict.fromkeys(("LinearModel", "Linear", "Regime", "Work", "Expectation"), (_repeated_feature,)),
+    "LinearModel": (_repeated_feature, _lost_term),
+    "RegimesModel": (_repeated_regime, _lost_term),
+    "BoundaryModel": (_lost_term,),
+    **dict.fromkeys(("Linear", "Regime", "Work", "Expectation"), (_repeated_feature,)),
     "Number": (_outside_interval,),
     "Term": (_outside_interval, _reversed_range),
     "Condition": (_no_sides,),
