@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from dataclasses import replace
 
 import polars as pl
@@ -11,6 +13,7 @@ import pytest
 from tracefit import TrainOptions, run
 from tracefit.commands.ingest import ingest
 from tracefit.synth import SynthOptions, synth, write_run
+from tracefit.synth.laws import AdmissionLaw, LinearLaw
 
 
 def _file(
@@ -230,3 +233,140 @@ def test_new_traces_of_another_server_are_one_line(tracefit, trained, tmp_path, 
     assert "no run of deployment" in err
     assert "(enforce_eager False → True)" in err
     assert err.count("\n") == 1
+
+
+# -- what users see: a generated server of 64 slots, and another run whose configuration says the same ------------------------
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """Return the folder of the models of a server at 14 requests per second."""
+    folder = tmp_path_factory.mktemp("served")
+    first = write_run(synth(SynthOptions(name="first", seed=1, requests=300)), folder)
+    run([first], folder / "out", options=TrainOptions(fast=True, features="batch"))
+    return folder / "out"
+
+
+@pytest.fixture
+def compared(tracefit, served, tmp_path):
+    """Return a function that compares models with a later run at 9 requests per second, whose configuration states 64 slots."""
+
+    def compare(models=None, **changes):
+        options = SynthOptions(name="later", seed=2, requests=250, rate_per_s=9.0)
+        later = write_run(synth(replace(options, **changes)), tmp_path)
+        config = later / "exp-config.yaml"
+        config.write_text(re.sub(r"max_num_seqs: \d+", "max_num_seqs: 64", config.read_text()))
+        ingest([later], tmp_path / "tables")
+        code, out, err = tracefit("compare", models or served, tmp_path / "tables", "--json")
+        return code, json.loads(out) if out else err
+
+    return compare
+
+
+def _slower(factor):
+    plain = LinearLaw()
+    return LinearLaw(**{name: factor * getattr(plain, name) for name in LinearLaw.__dataclass_fields__})
+
+
+def test_the_same_server_at_another_load_is_good(compared):
+    code, result = compared()
+    assert (code, result["verdict"], result["reasons"]) == (0, "good", [])
+    latencies = {each["name"]: each for each in result["latencies"]}
+    assert list(latencies) == [f"{name}_p{q}_us" for name in ("ttft", "itl", "e2e") for q in (50, 90)]
+    assert {each["verdict"] for each in latencies.values()} == {"good"}
+    e2e = latencies["e2e_p50_us"]
+    assert e2e["error_pct"] == pytest.approx(100 * (e2e["replayed"] / e2e["measured"] - 1))
+    assert e2e["low"] <= e2e["replayed"] <= e2e["high"]
+    assert e2e["requests"] == pytest.approx(225, abs=15), (
+        "all but the first tenth, and those whose client left"
+    )
+
+
+def test_a_limit_that_was_lowered_without_a_word_is_drift_by_what_users_see(
+    tracefit, served, compared, tmp_path
+):
+    """Eight slots instead of 64: steps take as long as before, and requests wait."""
+    code, result = compared(max_num_seqs=8)
+    assert (code, result["verdict"]) == (1, "drifted")
+    steps = next(d for d in result["drift"] if d["model"] == "beta.cycle_time")
+    assert steps["verdict"] == "good"
+    ttft = next(each for each in result["latencies"] if each["name"] == "ttft_p90_us")
+    assert ttft["verdict"] == "drifted"
+    assert ttft["measured"] > 5 * ttft["high"]
+    assert any(text.startswith("TTFT P90 of later") for text in result["reasons"])
+    text = tracefit("compare", served, tmp_path / "tables")[1]
+    assert re.search(r"TTFT P90 +[\d.,]+ .*drifted", text)
+    assert "verdict: the file has drifted" in text
+    assert "TTFT P90 of later" in text.split("verdict: the file has drifted")[1]
+
+
+def test_a_slower_machine_is_drift_of_its_steps(compared):
+    """The old file is 1 - 1/1.4 = 29 % low."""
+    code, result = compared(law=_slower(1.4))
+    assert (code, result["verdict"]) == (1, "drifted")
+    steps = next(d for d in result["drift"] if d["model"] == "beta.cycle_time")
+    assert (steps["verdict"], steps["now_mdape_pct"]) == ("drifted", pytest.approx(29, abs=1.5))
+    assert any(text.startswith("beta.cycle_time: the median error is 2") for text in result["reasons"])
+    itl = next(each for each in result["latencies"] if each["name"] == "itl_p50_us")
+    assert itl["error_pct"] == pytest.approx(-31, abs=3), "and batches grow with the steps"
+
+
+def test_a_few_milliseconds_more_before_the_queue_are_no_drift(compared):
+    """Admissions take 4 ms more, and the file's model is 40 % low; no user notices."""
+    code, result = compared(admission=AdmissionLaw(base_us=5_300.0))
+    admission = next(d for d in result["drift"] if d["model"] == "alpha.admission")
+    assert admission["now_mdape_pct"] > 10 * admission["limit_pct"]
+    assert (admission["verdict"] != "good", admission["decides"]) == (True, False)
+    assert (code, result["verdict"]) == (0, "good")
+
+
+def test_a_few_milliseconds_decide_nothing_without_a_replay_either(compared):
+    """Half of the requests are traced."""
+    code, result = compared(admission=AdmissionLaw(base_us=5_300.0), journey_sampling=0.5)
+    assert result["latencies"] == []
+    assert any(note.startswith("not replayed: later: journeys are a sample") for note in result["notes"])
+    admission = next(d for d in result["drift"] if d["model"] == "alpha.admission")
+    assert not admission["decides"]
+    assert (code, result["verdict"]) == (0, "good")
+
+
+def test_waits_that_users_feel_decide_where_nothing_is_replayed(compared, served, tmp_path):
+    """Only alpha.json: without step times there is no replay, and requests wait for seconds."""
+    alpha = shutil.copy(served / "models/alpha.json", tmp_path / "alpha.json")
+    code, result = compared(alpha, max_num_seqs=8)
+    assert (code, result["verdict"], result["latencies"]) == (1, "drifted", [])
+    assert any("without a model of step times" in note for note in result["notes"])
+    assert any(text.startswith("alpha.queue_wait") for text in result["reasons"])
+
+
+def test_a_speed_that_the_machine_is_known_to_have_is_no_drift(compared, served, tmp_path):
+    """Steps take 1.1 times as long; in the recording of the file the speed varied by 10 % between stretches."""
+    shutil.copytree(served, tmp_path / "noisy")
+    beta = tmp_path / "noisy/models/beta.json"
+    document = json.loads(beta.read_text())
+    document["models"][0]["validation"]["speed"] = {
+        "stretch_s": 30.0,
+        "stretches": 10,
+        "sd_pct": 10.0,
+        "fastest_pct": -15.0,
+        "slowest_pct": 15.0,
+        "holdout_pct": 0.0,
+        "adjusted": True,
+    }
+    beta.write_text(json.dumps(document))
+    code, result = compared(tmp_path / "noisy", law=_slower(1.1))
+    steps = next(d for d in result["drift"] if d["model"] == "beta.cycle_time")
+    assert (steps["verdict"], "its speed varies by as much" in steps["reason"]) == ("unknown", True)
+    assert (code, result["verdict"]) == (1, "unknown")
+    assert {each["verdict"] for each in result["latencies"]} == {"good", "unknown"}
+    assert not any("drifted" in each["verdict"] for each in result["latencies"])
+
+
+def test_a_load_beyond_the_training_range_cannot_tell(compared, served, tmp_path):
+    """The file claims to know batches of up to 4 only, and is wrong on any."""
+    document = json.loads((served / "models/beta.json").read_text())
+    document["models"][0]["deployment"]["input_ranges"]["step"]["batch"] = [0, 4]
+    (tmp_path / "narrow.json").write_text(json.dumps(document))
+    code, result = compared(tmp_path / "narrow.json", max_num_seqs=8)
+    assert (code, result["verdict"]) == (1, "unknown")
+    assert any("beyond the training range of the steps" in text for text in result["reasons"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracefit.coefficients.files import find_models
+from tracefit.coefficients.files import find_models, read_evaluation
 from tracefit.errors import UsageError, did_you_mean, known_names
 from tracefit.inputs.buckets import BucketPath, place_of
 from tracefit.options import DeploymentOption, TablesOption, named
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import polars as pl
 
     from tracefit.coefficients.models import Models
+    from tracefit.coefficients.predict import DeploymentModels
+    from tracefit.results.replays import RunReplay
     from tracefit.tables.store import TableStore
 
 
@@ -58,6 +60,22 @@ def tables_of(models: str | Path) -> Path:
         where=str(models),
         hint=f"give them with {named(TablesOption)}",
     )
+
+
+def published_replays(models: str | Path, deployment: DeploymentModels) -> tuple[RunReplay, ...]:
+    """Return the replays of a deployment's runs from the evaluation in the models' folder or beside it; none without one.
+
+    Raises:
+        UsageError: The evaluation is damaged.
+    """
+    path = find_models(models)
+    folder = path if path.is_dir() else path.parent
+    for evaluation in (folder / "evaluation.json", folder.parent / "evaluation.json"):
+        entries = read_evaluation(evaluation).deployments if evaluation.is_file() else ()
+        of_deployment = (s for s in entries if s.deployment_id == deployment.deployment_id)
+        if replays := tuple(r for s in of_deployment for r in s.replays if r.quantities):
+            return replays
+    return ()
 
 
 def trained_tables(models: str | Path, tables: str | Path | None) -> TableStore:

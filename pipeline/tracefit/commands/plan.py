@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import numpy as np
 import polars as pl
 
-from tracefit.coefficients.files import find_models, read_evaluation
+from tracefit.coefficients.files import find_models
 from tracefit.coefficients.models import load
-from tracefit.commands.locate import as_list, choose_deployment, tables_of
+from tracefit.commands.locate import as_list, choose_deployment, published_replays, tables_of
 from tracefit.commands.predict import read_rows
 from tracefit.commands.recorded import carried, complete_requests, is_whole
 from tracefit.errors import DataError, TracefitError, UsageError, did_you_mean
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from tracefit.statistics import Integers, Vector
 
 
+_NOT_REPLAYED = "no run was replayed in a closed loop: intervals come only from the step time"
 _POINTS = tuple(f"{latency}_p{q}_ms" for latency in LATENCIES for q in (50, 90, 99))
 _NAME = re.compile(r"(ttft|itl|e2e)_p(\d{1,2}(?:\.\d{1,3})?)")
 _ArrivalsOption = Literal["poisson", "traced"]
@@ -270,7 +271,8 @@ def _planned(folder: str | Path, deployment: DeploymentModels, asked: _Asked) ->
     changes = _changes(deployment, asked.settings)
     try:
         fleet, requests, notes = _fleet(_store(folder), deployment, asked.requests, changes)
-        replays, without = _replays(folder, deployment)
+        replays = published_replays(folder, deployment)
+        without = () if replays else (_NOT_REPLAYED,)
         plan_ = replace(plan_, arrivals=requests.arrivals, load=requests.load, notes=(*notes, *without))
         return _answered(plan_, fleet, asked, _errors(replays, _names(asked, fleet.sample)))
     except UsageError:
@@ -685,20 +687,6 @@ def _of_file(path: Path) -> tuple[pl.DataFrame, list[Integers]]:
 
 
 # -- errors of the replays of recorded runs --------------------------------------------------------------
-
-
-def _replays(
-    folder: str | Path, deployment: DeploymentModels
-) -> tuple[tuple[RunReplay, ...], tuple[str, ...]]:
-    """Return the replays of a deployment's runs from the evaluation beside its models, and a note if it has no replay."""
-    models = find_models(folder)
-    beside = models if models.is_dir() else models.parent
-    for path in (beside / "evaluation.json", beside.parent / "evaluation.json"):
-        entries = read_evaluation(path).deployments if path.is_file() else ()
-        of_deployment = (s for s in entries if s.deployment_id == deployment.deployment_id)
-        if replays := tuple(r for s in of_deployment for r in s.replays if r.quantities):
-            return replays, ()
-    return (), ("no run was replayed in a closed loop: intervals come only from the step time",)
 
 
 def _errors(replays: Sequence[RunReplay], names: Iterable[str]) -> dict[str, float]:

@@ -11,15 +11,24 @@ from tracefit.coefficients.models import load
 from tracefit.commands.locate import choose_deployment, tables_of
 from tracefit.errors import TracefitError, UsageError, known_names
 from tracefit.progress import NullProgress, Progress
-from tracefit.replay.closed_loop import LEFT, REQUEST_COLUMNS, RunTraces, held_out_from, replay_run
+from tracefit.replay.closed_loop import (
+    LEFT,
+    REQUEST_COLUMNS,
+    NewReplay,
+    RunTraces,
+    held_out_from,
+    replay_new_run,
+    replay_run,
+)
 from tracefit.results.models import ReplayResult
 from tracefit.results.replays import RunReplay
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tracefit.coefficients.models import Models
+    from tracefit.coefficients.predict import DeploymentModels
     from tracefit.options import ReplayedArgument, ReplayedRunOption
 
 MOST_READ = 40_000
@@ -86,6 +95,21 @@ def _run(store: TableStore, models: Models, run_id: str) -> RunReplay:
         store.read("runs", [run_id]), _requests_near(store, run_id, cuts), store.scan("timeline", [run_id])
     )
     return replay_run(run_id, traces, deployment)
+
+
+def replay_new(
+    store: TableStore, deployment: DeploymentModels, run_id: str, factors: Sequence[float]
+) -> NewReplay:
+    """Replay a run that a deployment's models were not fitted on, once for each factor on the step times."""
+    requests = store.scan("requests", [run_id])
+    arrivals = requests.select("server", "arrival_ns").drop_nulls().collect(engine="streaming")
+    if arrivals.height > MOST_READ:
+        ends = arrivals.group_by("server").agg(until=pl.col("arrival_ns").bottom_k(MOST_READ).max())
+        kept = pl.col("arrival_ns") <= pl.col("until")
+        requests = requests.join(ends.lazy(), on="server", how="left", nulls_equal=True).filter(kept)
+    rows = requests.select(REQUEST_COLUMNS).collect(engine="streaming")
+    traces = RunTraces(store.read("runs", [run_id]), rows, store.scan("timeline", [run_id]))
+    return replay_new_run(run_id, traces, deployment, factors)
 
 
 def _requests_near(store: TableStore, run_id: str, cuts: Mapping[str, int]) -> pl.DataFrame:

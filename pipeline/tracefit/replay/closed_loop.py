@@ -1,4 +1,4 @@
-"""Replay the held-out part of a run in a closed loop: arrivals and lengths in, replayed and measured latencies out."""
+"""Replay the held-out part of a run, or a new run, in a closed loop: arrivals and lengths in, replayed and measured latencies out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tracefit.errors import DataError, TracefitError, UsageError
 from tracefit.features.targets import LATENCIES
 from tracefit.options import ServerOptions, flag_of
 from tracefit.replay.engine import EngineSettings
-from tracefit.replay.models import FittedStepTimes, admission_us, departure_us
+from tracefit.replay.models import FittedStepTimes, admission_us, batch_at, departure_us
 from tracefit.replay.run import RequestLoad, replay
 from tracefit.results.replays import QueueWindow, Replayed, RunReplay
 from tracefit.statistics import percentile
@@ -34,6 +34,10 @@ LEAST_REQUESTS = 20
 """Fewest held-out requests for percentiles."""
 MOST_REQUESTS = 2_000
 """Most held-out requests of a run that are compared; as many again may load the server while these run."""
+
+PAST_SHARE = 0.1
+"""Share of the requests of a new run that come before the compared ones: they give the requests in flight, and a client's time around
+the engine."""
 
 ALL_JOURNEYS = 0.999
 _SEVERAL_TOKENS = 1.05
@@ -96,13 +100,72 @@ def replay_run(run_id: str, traces: RunTraces, deployment: DeploymentModels) -> 
     """
     try:
         cuts = held_out_from(deployment, run_id)
-        if traces.requests.height and (traces.requests["dialect"] == CLIENT).all() and len(cuts) == 1:
+        if _is_of_client(traces.requests) and len(cuts) == 1:
             traces = traces._replace(requests=_of_client(traces, *cuts))
         if missing := missing_for_replay(traces.runs, traces.requests, cuts):
             raise DataError(missing)
         return _compared(run_id, traces, deployment, cuts)
     except TracefitError as error:
         return RunReplay(run_id, deployment.deployment_id, reason=str(error))
+
+
+class NewReplay(NamedTuple):
+    """A run that the models were not fitted on, replayed at several speeds of the machine.
+
+    Attributes:
+        replays: One for each speed; a single one with its reason where no replay is possible.
+        beyond_pct: Percent of the compared requests that meet larger batches or have more prompt tokens than any step in training.
+    """
+
+    replays: tuple[RunReplay, ...]
+    beyond_pct: float = 0.0
+
+
+def replay_new_run(
+    run_id: str, traces: RunTraces, deployment: DeploymentModels, factors: Sequence[float]
+) -> NewReplay:
+    """Replay a run that the models were not fitted on, from the first tenth of its requests on, or say why that is not possible.
+
+    Args:
+        run_id: The run.
+        traces: Its traces.
+        deployment: The models.
+        factors: Factors on all step times, one for each replay.
+    """
+    try:
+        servers = traces.timeline.select(pl.col("server").unique(maintain_order=True)).collect()["server"]
+        if _is_of_client(traces.requests) and servers.len() == 1:
+            traces = traces._replace(requests=_of_client(traces, servers[0]))
+        past = traces.requests.group_by("server").agg(
+            pl.col("arrival_ns").quantile(PAST_SHARE, "higher").cast(pl.Int64)
+        )
+        cuts = dict(past.filter(pl.col("server").is_in(servers.to_list())).drop_nulls().iter_rows())
+        if missing := missing_for_replay(traces.runs, traces.requests, cuts):
+            raise DataError(missing)
+        prepared = _prepared(traces, deployment, cuts)
+        rows = [_replayed(prepared, deployment, factor) for factor in factors]
+        compared = [_counted(each, "the run after its first tenth") for each in rows]
+    except TracefitError as error:
+        return NewReplay((RunReplay(run_id, deployment.deployment_id, reason=str(error)),))
+    replays = (
+        RunReplay(
+            run_id,
+            deployment.deployment_id,
+            requests=each.height,
+            in_flight=int((all_rows["arrival"] < 0).sum()),
+            quantities=_quantities(each, prepared.before, each.clear()),
+            notes=prepared.notes,
+        )
+        for all_rows, each in zip(rows, compared, strict=True)
+    )
+    ranges = deployment.input_ranges("step")
+    fullest, longest = (ranges.get(name, (0.0, math.inf))[1] for name in ("batch", "prefill"))
+    is_beyond = (pl.col("batch") > fullest) | (pl.col("prompt") - pl.col("cached") > longest)
+    return NewReplay(tuple(replays), 100 * float(compared[0].select(is_beyond.mean()).item()))
+
+
+def _is_of_client(requests: pl.DataFrame) -> bool:
+    return requests.height > 0 and bool((requests["dialect"] == CLIENT).all())
 
 
 def _of_client(traces: RunTraces, server: str) -> pl.DataFrame:
@@ -169,9 +232,16 @@ def _gave_up() -> pl.Expr:
     return pl.col("left").is_not_null() & ~began
 
 
-def _compared(
-    run_id: str, traces: RunTraces, deployment: DeploymentModels, cuts: Mapping[str, int]
-) -> RunReplay:
+class _Prepared(NamedTuple):
+    """Requests of each engine, those that ended before the compared part, and the settings, with notes on these."""
+
+    engines: Sequence[pl.DataFrame]
+    before: pl.DataFrame
+    settings: EngineSettings
+    notes: tuple[str, ...]
+
+
+def _prepared(traces: RunTraces, deployment: DeploymentModels, cuts: Mapping[str, int]) -> _Prepared:
     runs_from = pl.col("server").replace_strict(cuts, default=None, return_dtype=pl.Int64)
     requests = traces.requests.drop_nulls(["arrival_ns", "prompt_tokens"]).with_columns(
         cut=runs_from, left=LEFT, is_complete=_is_complete()
@@ -181,20 +251,19 @@ def _compared(
     settings, notes = engine_settings(deployment, traces.timeline, before)
     requests = _counting(_with_outputs(_with_hits(requests, traces.timeline), before))
     engines = requests.drop_nulls("cut").sort("arrival_ns").partition_by(ENGINE, maintain_order=True)
+    return _Prepared(engines, before, settings, notes)
 
-    def replayed_at(factor: float) -> pl.DataFrame:
-        times = FittedStepTimes(deployment.step_model, deployment.server, factor)
-        return _replayed(engines, deployment, times, settings)
 
-    replayed = replayed_at(1.0)
-    compared = replayed.filter("counts")
-    if unserved := compared["replayed_last"].null_count():
-        raise DataError(f"the replay never serves {unserved} of {compared.height} requests")
-    if compared.height < LEAST_REQUESTS:
-        raise DataError(f"fewer than {LEAST_REQUESTS} requests end in the held-out part: {compared.height}")
+def _compared(
+    run_id: str, traces: RunTraces, deployment: DeploymentModels, cuts: Mapping[str, int]
+) -> RunReplay:
+    prepared = _prepared(traces, deployment, cuts)
+    before, notes = prepared.before, prepared.notes
+    replayed = _replayed(prepared, deployment, 1.0)
+    compared = _counted(replayed, "the held-out part")
     predicted = _predicted(traces, deployment, compared)
     change_pct = _speed_of_holdout_pct(deployment.step_model)
-    at_speed = replayed_at(1 + change_pct / 100).filter("counts") if change_pct else None
+    at_speed = _replayed(prepared, deployment, 1 + change_pct / 100).filter("counts") if change_pct else None
     return RunReplay(
         run_id,
         deployment.deployment_id,
@@ -207,23 +276,33 @@ def _compared(
     )
 
 
-def _replayed(
-    engines: Sequence[pl.DataFrame],
-    deployment: DeploymentModels,
-    times: FittedStepTimes,
-    settings: EngineSettings,
-) -> pl.DataFrame:
-    """Replay the requests of each engine, at most `MOST_REQUESTS` that are compared."""
+def _replayed(prepared: _Prepared, deployment: DeploymentModels, factor: float) -> pl.DataFrame:
+    """Replay the requests of each engine with a factor on the step times, at most `MOST_REQUESTS` that are compared."""
+    times = FittedStepTimes(deployment.step_model, deployment.server, factor)
     parts: list[pl.DataFrame] = []
     room = MOST_REQUESTS
     # A restart begins another engine: the later ones are left out where the first ones are enough.
-    for engine in engines:
+    for engine in prepared.engines:
         if room > 0:
-            parts.append(_engine(engine, deployment, times, settings, most=room))
+            parts.append(_engine(engine, deployment, times, prepared.settings, most=room))
             room -= int(parts[-1]["counts"].sum())
     if not parts:
         raise DataError("no request is of a server whose steps are known")
     return pl.concat(parts)
+
+
+def _counted(replayed: pl.DataFrame, part: str) -> pl.DataFrame:
+    """Return the compared requests of a part of a run.
+
+    Raises:
+        DataError: They are too few, or some are never served.
+    """
+    compared = replayed.filter("counts")
+    if unserved := compared["replayed_last"].null_count():
+        raise DataError(f"the replay never serves {unserved} of {compared.height} requests")
+    if compared.height < LEAST_REQUESTS:
+        raise DataError(f"fewer than {LEAST_REQUESTS} requests end in {part}: {compared.height}")
+    return compared
 
 
 def _speed_of_holdout_pct(model: Model) -> float:
@@ -455,7 +534,10 @@ def _engine(
         "last": simulated.last_us,
         "departed": simulated.last_us + departs,
     }
-    rows = rows.with_columns(pl.Series(f"replayed_{n}", v, nan_to_null=True) for n, v in replayed.items())
+    rows = rows.with_columns(
+        *(pl.Series(f"replayed_{n}", v, nan_to_null=True) for n, v in replayed.items()),
+        batch=batch_at(simulated.last_us, simulated),
+    )
     if is_client:
         # The time from the send to the queue and from the step's end to the client is a constant of requests before the cut.
         is_past = pl.col("is_before") & (pl.col("finished") < (cut - start) / 1e3)

@@ -178,6 +178,21 @@ def admission_us(model: Model | None, arrival_us: Vector, prompt_tokens: Integer
     return np.asarray(ends - arrival_us)
 
 
+def batch_at(at_us: Vector, times: ReplayedTimes) -> Vector:
+    """Return how many requests ran in the step that ends at each time, shape (n,); 0 where nothing was replayed.
+
+    Args:
+        at_us: Ends of steps of the replay.
+        times: The replay.
+    """
+    if not times.steps:
+        return np.zeros(len(at_us))
+    ends, running = (
+        np.array(column) for column in zip(*((s[0][-1], s[1]) for s in times.steps), strict=True)
+    )
+    return np.asarray(running[np.minimum(np.searchsorted(ends, at_us), len(ends) - 1)], dtype=float)
+
+
 def departure_us(model: Model | None, times: ReplayedTimes, output_tokens: Integers) -> Vector:
     """Return the API's time of each request after its last token, in us; shape (n,). NaN without a model or a last token.
 
@@ -189,10 +204,7 @@ def departure_us(model: Model | None, times: ReplayedTimes, output_tokens: Integ
     last = times.last_us
     if model is None or not times.steps:
         return np.full(len(last), np.nan)
-    ends, running = (
-        np.array(column) for column in zip(*((s[0][-1], s[1]) for s in times.steps), strict=True)
-    )
-    batch = running[np.minimum(np.searchsorted(ends, last), len(ends) - 1)].astype(float)
+    batch = batch_at(last, times)
     _, which, count = np.unique(last, return_inverse=True, return_counts=True)
     inputs: dict[str, Vector | Integers] = {
         "num_decode_reqs": batch,

@@ -631,18 +631,27 @@ def compare_text(result: models.CompareResult) -> str:
     if result.verdict is not None:
         for deployment_id in dict.fromkeys(d.deployment_id for d in result.drift):
             drifts = [d for d in result.drift if d.deployment_id == deployment_id]
-            lines += [
-                f"deployment {deployment_id}",
-                indented(columns(_DRIFT_HEAD, map(_drift_row, drifts))),
-                "",
-            ]
+            seen = [x for x in result.latencies if x.deployment_id == deployment_id]
+            lines += [f"deployment {deployment_id}"]
+            if seen:
+                lines += [indented(columns(_SEEN_HEAD, _seen_rows(seen))), ""]
+            lines += [indented(columns(_DRIFT_HEAD, map(_drift_row, drifts))), ""]
             lines += [_wrapped(f"{d.model}: cannot tell: {d.reason}", "  ") for d in drifts if d.reason]
+        if result.latencies:
+            lines += [
+                "replayed: the new requests, with the file's models and the stated settings",
+                "at its speeds: the same at the speeds that the machine has in the new run",
+            ]
         lines += [
             "in the file: the larger of its errors in training and on held-out rows",
             "outside: rows outside its training range, which say nothing of it",
-            "",
-            f"verdict: {_VERDICTS[result.verdict]}",
         ]
+        if not all(d.decides for d in result.drift):
+            lines += ["in parentheses: for information, the verdict does not depend on it"]
+        lines += ["", f"verdict: {_VERDICTS[result.verdict]}"]
+        lines += [_wrapped(f"  {text}", "    ") for text in result.reasons[:_MOST_REASONS]]
+        if (more := len(result.reasons) - _MOST_REASONS) > 0:
+            lines += [f"  and {plural(more, 'more reason')}"]
     return "\n".join([*lines, *(_wrapped(f"note: {text}", "  ") for text in result.notes)])
 
 
@@ -651,8 +660,34 @@ _DRIFT_HEAD = ("median error %", "in the file", "now", "limit", "bias % now", "r
 
 def _drift_row(d: models.Drift) -> tuple[str, ...]:
     errors = (d.then_mdape_pct, d.now_mdape_pct, d.limit_pct, d.now_bias_pct)
-    verdict = "cannot tell" if d.verdict == "unknown" else d.verdict
+    verdict = _WORDS[d.verdict] if d.decides else f"({_WORDS[d.verdict]})"
     return (d.model, *(number(v) for v in errors), count(d.rows), count(d.rows_outside), verdict)
+
+
+_SEEN_HEAD = ("ms", "measured", "replayed", "at its speeds", "error", "limit %", "verdict")
+_MOST_REASONS = 6
+
+
+def _seen_rows(latencies: Sequence[models.LatencyDrift]) -> Iterator[tuple[str, ...]]:
+    """Yield the latencies of the runs, the least exact runs first."""
+    runs: dict[str, list[models.LatencyDrift]] = {}
+    for each in latencies:
+        runs.setdefault(each.run_id, []).append(each)
+    worst = sorted(runs, key=lambda run_id: -max(abs(x.error_pct or 0.0) for x in runs[run_id]))
+    for run_id in worst[:_MOST_RUNS]:
+        for x in runs[run_id]:
+            name = x.name.removesuffix("_us").upper().replace("_", " ")
+            yield (
+                f"{name} {run_id}" if len(runs) > 1 else name,
+                *(number(value / 1e3) for value in (x.measured, x.replayed)),
+                f"{number(x.low / 1e3)} to {number(x.high / 1e3)}",
+                _signed(x.error_pct),
+                number(x.limit_pct),
+                _WORDS[x.verdict],
+            )
+
+
+_WORDS = {"good": "good", "drifted": "drifted", "unknown": "cannot tell"}
 
 
 _VERDICTS = {
