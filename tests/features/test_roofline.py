@@ -11,19 +11,21 @@ import pytest
 from tracefit.errors import UsageError
 from tracefit.features.expressions import evaluate, names_in, parse_formula
 from tracefit.features.roofline import (
+    LEAST_TIME,
     ROOFLINE_COLUMNS,
     ROOFLINE_TERMS,
     WORK_TERMS,
     add_roofline,
     add_work,
     roofline_formulas,
+    with_least_time,
     work_formulas,
 )
 from tracefit.features.training import definitions
 from tracefit.server.architecture import LatentAttention
 from tracefit.server.context import RunContext
 from tracefit.server.hardware import find_gpu
-from tracefit.server.settings import ServerSettings
+from tracefit.server.settings import ServerSettings, settings_from
 
 
 def terms(frame, arch, gpu, tp=1):
@@ -299,3 +301,82 @@ def test_names_are_defined_down_to_columns_and_no_further(load):
 
 def test_an_unknown_constant_is_not_defined():
     assert definitions(["max_num_seqs * layers"], RunContext(ServerSettings())) == {}
+
+
+# -- the least time of a step ------------------------------------------------------------------------------
+
+
+def least(step, arch, gpu, **stated):
+    context = RunContext(settings_from(stated, where="x"), arch, gpu)
+    timeline = step if "cycle_source" in step.columns else step.with_columns(cycle_source=pl.lit("fpm"))
+    return with_least_time(timeline, context)[LEAST_TIME].item()
+
+
+DENSE_FLOPS = 23 * 2304 + 5 * 160 + 2 * (20**2 / 4 * 32 + 30 * 32)
+"""Matrices, heads, and the pairs of two prompts as long as each other and of the cached tokens, in two layers."""
+
+
+def test_the_least_time_of_a_step_is_that_of_its_flops_or_of_its_bytes(step, dense, gpu):
+    assert least(step, dense, gpu) == pytest.approx(DENSE_FLOPS / 1000)
+    slow = replace(gpu, memory_bandwidth_gb_s=0.01)
+    assert least(step, dense, slow) == pytest.approx((2464 + 2 * 30 * 16) / 10)
+    assert least(step, dense, gpu, tp=2) == pytest.approx(DENSE_FLOPS / 2000)
+    assert least(step, dense, gpu, tp=2, pp=2) == pytest.approx(DENSE_FLOPS / 4000)
+    # Replicas of a dense model share nothing.
+    assert least(step, dense, gpu, dp=2) == pytest.approx(DENSE_FLOPS / 1000)
+
+
+def test_the_least_time_counts_the_experts_of_one_token(step, moe, gpu):
+    slow = replace(gpu, memory_bandwidth_gb_s=0.01)
+    read = moe.fixed_weight_bytes + moe.moe_layers * moe.experts_per_token * moe.expert_bytes
+    kv = moe.context_layers * 30 * moe.kv_bytes_per_token_per_layer
+
+    assert least(step, moe, slow) == pytest.approx((read + kv) / 10)
+    # Data-parallel ranks may share the experts.
+    assert least(step, moe, slow, dp=2) == pytest.approx((read + kv) / 2 / 10)
+
+
+def test_context_that_may_not_be_read_does_not_count(step, dense, gpu, with_attention):
+    slow = replace(gpu, memory_bandwidth_gb_s=0.01)
+    windows = with_attention(dense, windows=(None, 16))
+
+    assert least(step, windows, slow) == pytest.approx((2464 + 30 * 16) / 10)
+    assert least(step, with_attention(dense, indexed_tokens=2048), slow) == pytest.approx(2464 / 10)
+    estimated = step.with_columns(context_estimated=pl.lit(value=True))
+    assert least(estimated, dense, slow) == pytest.approx(2464 / 10)
+    unknown = step.with_columns(context_tokens=pl.lit(None, pl.Int64))
+    assert least(unknown, dense, slow) == pytest.approx(2464 / 10)
+
+
+@pytest.mark.parametrize(
+    ("weight_bytes", "fp8", "fp4", "rate"),
+    [(2.0, 0.002, 0.004, 1), (1.0, 0.002, 0.004, 2), (1.0, None, None, 2), (0.5, 0.002, 0.004, 4)],
+)
+def test_the_fastest_data_type_of_the_model_counts(step, dense, gpu, weight_bytes, fp8, fp4, rate):
+    arch = replace(
+        dense,
+        attention_weight_bytes=weight_bytes,
+        ffn_weight_bytes=weight_bytes,
+        expert_weight_bytes=weight_bytes,
+    )
+    fast = replace(gpu, compute_tflops_fp8=fp8, compute_tflops_fp4=fp4)
+
+    assert least(step, arch, fast) == pytest.approx(DENSE_FLOPS / 1000 / rate)
+
+
+@pytest.mark.parametrize(
+    ("source", "prefix_caching", "known"),
+    [("fpm", None, True), ("request", None, False), ("client", True, False), ("request", False, True)],
+)
+def test_a_batch_that_may_have_prefix_hits_has_no_least_time(step, dense, gpu, source, prefix_caching, known):
+    timeline = step.with_columns(cycle_source=pl.lit(source))
+
+    assert (least(timeline, dense, gpu, enable_prefix_caching=prefix_caching) is not None) is known
+
+
+def test_without_model_gpu_or_with_drafts_there_is_no_least_time(step, dense, gpu):
+    assert least(step, None, gpu) is None
+    assert least(step, dense, None) is None
+    assert least(step, dense, gpu, speculative_config="{}") is None
+    empty = step.with_columns(pl.lit(0).alias(name) for name in step.columns)
+    assert least(empty, dense, gpu) is None

@@ -35,10 +35,11 @@ from tracefit.engines.training import BYTES_PER_JOB, deployment_tables, each_run
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import feature_sets, is_feature_file
 from tracefit.features.targets import LATENCIES
-from tracefit.fit.deployments import fit_across, fit_deployment
+from tracefit.features.training import TOO_FAST
+from tracefit.fit.deployments import fit_across, fit_deployment, with_seen_limits
 from tracefit.fit.fitted import DeploymentOptions
 from tracefit.fit.load import runs_to_fit
-from tracefit.fit.splits import of_means
+from tracefit.fit.splits import is_excluded, of_means
 from tracefit.inputs.buckets import place_of
 from tracefit.options import (
     LOCAL,
@@ -229,6 +230,7 @@ def _result(
         quarantined=bool(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
             or evaluation.ingest.implausible
+            or any(TOO_FAST in counts for s in evaluation.deployments for counts in s.exclusions.values())
         ),
         served=tuple(run for s in evaluation.deployments for run in s.served),
         replays=tuple(one for s in evaluation.deployments for one in s.replays),
@@ -268,7 +270,19 @@ def fit_runs(
         frames.clear()
         # Memory that the frames took would add to the peak of the fits.
         memory.trim()
-        deployments.append(replace(fit_deployment(deployment, tables, sets, how), overloads=overloads))
+        seen, contradictions = with_seen_limits(deployment, tables.timeline)
+        for text in contradictions:
+            progress.warn(f"{deployment.deployment_id}: {text}")
+        fitted = replace(fit_deployment(seen, tables, sets, how), overloads=overloads)
+        deployments.append(fitted)
+        if fitted.beta_rows is not None and (
+            count := fitted.beta_rows.filter(is_excluded([TOO_FAST])).height
+        ):
+            progress.warn(
+                f"{deployment.deployment_id}: {count:,} of {fitted.beta_rows.height:,} step times are shorter than the rated speed of "
+                f"{deployment.context.gpu.name if deployment.context.gpu else 'the GPU'} allows, and are left out ({TOO_FAST}); check model, GPU and "
+                "tensor_parallel if they are many"
+            )
     return deployments
 
 

@@ -15,6 +15,7 @@ import polars as pl
 
 from tracefit.engines.build import engine_limits, timelines_of
 from tracefit.engines.jobs import Job, take_together
+from tracefit.features.roofline import with_least_time
 from tracefit.fit.fitted import DeploymentTables
 from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, overload_of
 from tracefit.recordings.kv_columns import with_kv_cache, with_prefix_hits
@@ -116,7 +117,7 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
     )
     tables = DeploymentTables(
         runs=runs,
-        timeline=with_prefix_hits(with_cache, requests),
+        timeline=with_least_time(with_prefix_hits(with_cache, requests), context),
         sampled_steps=steps.height,
         requests=requests,
         queue=queue_state(events, timeline, limits) if is_complete else None,

@@ -30,11 +30,13 @@ import polars as pl
 from tracefit.features.columns import to_polars
 from tracefit.features.expressions import parse_formula
 from tracefit.server.hardware import Gpu
+from tracefit.tables.sources import CycleSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tracefit.server.architecture import CacheRead, Experts, ModelArchitecture
+    from tracefit.server.context import RunContext
 
 ROOFLINE_COLUMNS = (
     "num_prefill_reqs",
@@ -193,6 +195,74 @@ def roofline_formulas(
         "batch_requests": "num_prefill_reqs + num_decode_reqs",
         "one": "1",
     }
+
+
+LEAST_TIME = "least_us"
+"""Column that `with_least_time` adds."""
+
+
+def with_least_time(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
+    """Add the least time of every step in us that the rated speed of the GPUs allows, as `LEAST_TIME`, Float64.
+
+    It is the time to read the weights and the cached keys and values once at the rated bandwidth, or to compute the tokens at the rated
+    speed, whichever is longer. It is a bound, not an estimate: of the experts it reads those of one token, layers with a window, or that choose the tokens they read, count no
+    context, prompts no context before them, and the fastest data type counts wherever any weight or the cache has fewer than two bytes. Stages of
+    a pipeline, and data-parallel ranks that may share experts, divide it.
+
+    Null where model or GPU is unknown, with speculative decoding, and where the batch itself is an
+    estimate: steps of requests and of clients that may have prefix-cache hits.
+    """
+    arch, gpu, settings = context.architecture, context.gpu, context.settings
+    is_speculative = any(name.startswith(("speculative", "num_speculative")) for name in settings.other)
+    if arch is None or gpu is None or is_speculative:
+        return timeline.with_columns(pl.lit(None, pl.Float64).alias(LEAST_TIME))
+    tp = settings.tensor_parallel or 1
+    ranks = tp * (settings.pipeline_parallel or 1) * ((settings.data_parallel or 1) if arch.is_moe else 1)
+    bytes_per_us = gpu.memory_bandwidth_gb_s * 1e3
+    whole = [(reading, n) for reading, n in arch.readings(tp) if reading.window is None]
+    prefill, decode = pl.col("prefill_tokens").fill_null(0), pl.col("decode_tokens").fill_null(0)
+    prompts, decodes = pl.col("num_prefill_reqs").fill_null(0), pl.col("num_decode_reqs").fill_null(0)
+    # Blocks in use are an estimate of the context.
+    is_counted = (
+        ~pl.col("context_estimated").fill_null(value=False)
+        if "context_estimated" in timeline.columns
+        else pl.lit(value=True)
+    )
+    context_tokens = pl.when(is_counted, decodes > 0).then("context_tokens").fill_null(0)
+    experts = sum(n * moe.per_token * arch.bytes_of_expert(moe) for moe, n in arch.moes.items())
+    kv_bytes = sum(n * reading.cached_bytes / reading.shards for reading, n in whole)
+    read_us = (
+        (arch.fixed_weight_bytes + experts) / ranks + context_tokens * (kv_bytes / (ranks // tp))
+    ) / bytes_per_us
+    # The sum of the squares of prompts is least where they are equally long.
+    pairs = pl.when(prompts > 0).then(prefill**2 / (2 * prompts)).otherwise(0.0)
+    heads = pl.min_horizontal(prompts, prefill) + pl.min_horizontal(decodes, decode)
+    flops = (
+        (prefill + decode) * arch.layer_flops_per_token
+        + heads * arch.head_flops_per_token
+        + pairs * sum(n * reading.prefill_pair_flops for reading, n in whole)
+        + context_tokens * sum(n * reading.decode_pair_flops for reading, n in whole)
+    )
+    least = pl.max_horizontal(read_us, flops / ranks / (_fastest_tflops(arch, gpu) * 1e6))
+    is_known = (prefill + decode) > 0
+    if settings.enable_prefix_caching is not False:
+        is_known &= ~pl.col("cycle_source").is_in(
+            [CycleSource.REQUEST.value, CycleSource.CLIENT.value]
+        ).fill_null(value=False)
+    return timeline.with_columns(pl.when(is_known).then(least.cast(pl.Float64)).alias(LEAST_TIME))
+
+
+def _fastest_tflops(arch: ModelArchitecture, gpu: Gpu) -> float:
+    """Return the highest rate at which a part of the model may compute."""
+    fewest = min(
+        *(arch.attention_weight_bytes, arch.state_weight_bytes, arch.ffn_weight_bytes),
+        *(arch.shared_weight_bytes, arch.expert_weight_bytes, arch.head_weight_bytes, arch.kv_bytes),
+    )
+    if fewest >= arch.dtype_bytes and arch.quantization is None and not arch.fp8_compute:
+        return gpu.compute_tflops_fp16
+    # GPUs without fp8 have int8, which is twice as fast as fp16.
+    fast = gpu.compute_tflops_fp8 or 2 * gpu.compute_tflops_fp16
+    return max(fast, gpu.compute_tflops_fp4 or 0.0) if fewest < 1 else fast
 
 
 def work_formulas(arch: ModelArchitecture, *, tp: int) -> dict[str, str]:

@@ -17,6 +17,7 @@ import polars as pl
 from tracefit.features.batches import add_batch_terms, batch_formulas
 from tracefit.features.expressions import names_in, parse_formula
 from tracefit.features.roofline import (
+    LEAST_TIME,
     ROOFLINE_TERMS,
     WORK_TERMS,
     add_roofline,
@@ -138,7 +139,20 @@ def step_rows(
         has_prefill=pl.col("prefill_tokens") > 0,
         is_empty=(pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0),
     )
-    return _shifted(rows, [*features.names, *_FLAGS], lags)
+    if LEAST_TIME not in rows.columns:
+        rows = rows.with_columns(pl.lit(None, pl.Float64).alias(LEAST_TIME))
+    return _shifted(rows, [*features.names, *_FLAGS, LEAST_TIME], lags)
+
+
+def _mean_if_known(name: str) -> pl.Expr:
+    return pl.when(pl.col(name).null_count() == 0).then(pl.col(name).mean()).alias(name)
+
+
+TOO_FAST = "faster_than_gpu"
+"""Reason to leave out a step that took less time than the rated speed of the GPU allows: its time, or its batch, is not its own."""
+
+_ROUNDING = 0.01
+"""Share by which a measured time may be below the least one: for times and rates that are rounded."""
 
 
 def beta_rows(
@@ -174,15 +188,19 @@ def beta_rows(
     rows = step_rows(timeline, features, constants, lags)
     # The mean of a linear model is the model of the means: one row per interval, however many steps it has.
     # Null if one of its steps is unknown.
-    means = [pl.when(pl.col(n).null_count() == 0).then(pl.col(n).mean()).alias(n) for n in features.names]
+    means = [_mean_if_known(n) for n in features.names]
     # An unknown value of a single step stays unknown; an interval takes the values of its known steps.
     flags = [pl.col(n).any(ignore_nulls=not is_duration).alias(n) for n in _FLAGS]
+    # A duration may be that of schedule(), which is not the GPU's.
+    least = pl.lit(None, pl.Float64) if is_duration else _mean_if_known(LEAST_TIME)
     recorded = pl.col("composition_source").is_in(RECORDED).fill_null(value=False)
     begins = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null() | recorded | is_duration
     other_engine = pl.any_horizontal(pl.col(name) != pl.col(name).shift(1) for name in ENGINE)
     # An interval begins at every step with a cycle or a known start, at every recorded step, and with every engine.
     steps = rows.with_columns(interval=(begins | other_engine.fill_null(value=False)).cum_sum())
     idle = (pl.col("idle_after") | pl.col("is_empty")).fill_null(value=False)
+    too_fast = (pl.col("y") < pl.col(LEAST_TIME) * (1 - _ROUNDING)).fill_null(value=False)
+    reason = pl.when(idle).then(pl.lit("idle_gap")).when(too_fast).then(pl.lit(TOO_FAST))
     # Only intervals with a known total time are rows of the fit; the others mark where the next one begins.
     return (
         steps.filter(pl.col("cycle_us").is_not_null())
@@ -192,9 +210,11 @@ def beta_rows(
             source="cycle_source",
             y="cycle_us",
         )
-        .join(steps.group_by("interval").agg(*means, *flags), on="interval", how="left")
-        .drop("interval")
-        .with_columns(excluded_reason=pl.when(idle).then(pl.lit("idle_gap")))
+        .join(
+            steps.group_by("interval").agg(*means, *flags, least.alias(LEAST_TIME)), on="interval", how="left"
+        )
+        .with_columns(excluded_reason=reason)
+        .drop("interval", LEAST_TIME)
         .sort(*ENGINE, "step_id")
     )
 

@@ -38,6 +38,8 @@ from tracefit.fit.results import AcrossResult, ComposedLatencies, LeftOutErrors,
 from tracefit.fit.splits import counted_rows, step_frame
 from tracefit.fit.train import fit_linear, fit_regimes
 from tracefit.fit.validation import measure
+from tracefit.server.settings import merge, settings_from
+from tracefit.tables.sources import CycleSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -95,6 +97,42 @@ def fit_deployment(
         summed=summed_holdout(beta.fitted) if beta else None,
         notes=_thinned(tables),
     )
+
+
+_SEEN = {
+    "max_num_batched_tokens": ("tokens", pl.col("prefill_tokens") + pl.col("decode_tokens")),
+    "max_num_seqs": ("requests", pl.col("num_prefill_reqs") + pl.col("num_decode_reqs")),
+}
+"""Limits of a step, and what shows that a server has higher ones."""
+
+
+def with_seen_limits(deployment: Deployment, timeline: pl.DataFrame) -> tuple[Deployment, tuple[str, ...]]:
+    """Return the deployment with the limits that its steps show where these are above the stated ones, and a sentence for each.
+
+    Batches that follow from requests do not count: they are worked out, and may include prefix-cache hits. The id of the deployment stays.
+    """
+    context, stated = deployment.context, deployment.context.settings.values()
+    inferred = pl.col("cycle_source").is_in([CycleSource.REQUEST.value, CycleSource.CLIENT.value])
+    fullest = timeline.filter(~inferred.fill_null(value=False)).select(
+        expression.max().alias(name) for name, (_, expression) in _SEEN.items()
+    )
+    above: dict[str, int] = {}
+    texts = []
+    for name, (unit, _) in _SEEN.items():
+        seen, limit = fullest[name].item(), stated.get(name)
+        if isinstance(limit, int) and isinstance(seen, int) and seen > limit:
+            above[name] = seen
+            is_stated = (
+                "the settings say" if context.settings.sources.get(name) != "assumed" else "vLLM's default is"
+            )
+            texts.append(
+                f"a step has {seen:,} {unit}, and {is_stated} {name} {limit:,}: what is seen counts; correct the settings"
+            )
+    if not above:
+        return deployment, ()
+    settings = merge(context.settings, settings_from(above, where="steps", source="read"))
+    changed = replace(context, settings=settings, left_out=(*context.left_out, *texts))
+    return replace(deployment, context=changed), tuple(texts)
 
 
 def _thinned(tables: DeploymentTables) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Training frames: which rows train, which are held out, and which are left out of either part, by the published rules.
 
 The first 70 % of each server's rows in time train, the rest is held out. Training rows also lose warm-up, outliers and steps
-that mostly repeat work after a preemption. Held-out rows lose idle gaps, epoch boundaries and times that are not positive,
+that mostly repeat work after a preemption. Held-out rows lose idle gaps, epoch boundaries, times that are not positive or faster than the GPU,
 and rows that no model can predict: steps of unknown batches, and intervals with a possible prefix-cache hit. They keep their
 hiccups: a user sees these too.
 """
@@ -38,7 +38,7 @@ OUTLIER = "outlier"
 PREEMPTION_HEAVY = "preemption_heavy"
 UNKNOWN_FEATURES = "unknown_features"
 
-ALWAYS = (IDLE_GAP, EPOCH_BOUNDARY, PREFIX_HIT, training.NOT_POSITIVE)
+ALWAYS = (IDLE_GAP, EPOCH_BOUNDARY, PREFIX_HIT, training.NOT_POSITIVE, training.TOO_FAST)
 """Reasons that apply to both parts."""
 
 NEVER_EVALUATED = (*ALWAYS, UNKNOWN_FEATURES)

@@ -18,7 +18,7 @@ from tracefit.errors import UsageError
 from tracefit.options import ServerOptions, named
 from tracefit.server.architecture import ModelArchitecture, slug_of
 from tracefit.server.documents import as_text, read_bytes
-from tracefit.server.hardware import Gpu, UnknownGpuError, find_gpu, parse_gpu, read_gpu
+from tracefit.server.hardware import Gpu, UnknownGpuError, find_gpu, find_gpus, parse_gpu, read_gpu
 from tracefit.server.model_config import UnknownModelError, as_served, parse_architecture
 from tracefit.server.settings import (
     DEFAULT_BLOCK_SIZE,
@@ -106,7 +106,7 @@ def read_context(
     settings = merge(logged, given)
     text = as_text(read_bytes(model_config), where=str(model_config)) if model_config else None
     name = settings.gpu if gpu is None else gpu
-    described = None
+    described, count = None, 1
     if gpu and "://" in gpu:
         # Refused without showing it: a URL may contain a password, and a GPU's name gets into tables and reports.
         raise UsageError(
@@ -119,14 +119,34 @@ def read_context(
     elif name:
         # A GPU may be newer than the catalogue: `_assemble` names it, and the features that are left out without it.
         try:
-            described = find_gpu(name)
+            described, count = find_gpus(name)
         except UnknownGpuError:
             if gpu:
                 settings = merge(settings, settings_from({"gpu": gpu}, where=named(ServerOptions, "gpu")))
     if starts:
         settings = merge(_unnamed(starts[-1], described, settings), settings)
-    context = _assemble(assume_defaults(settings), text, str(model_config), described)
-    return replace(context, left_out=(*doubts, *context.left_out))
+    context, more = _with_count(settings, name or "", count, text, str(model_config), described)
+    return replace(context, left_out=(*doubts, *more, *context.left_out))
+
+
+_RANKS = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+
+
+def _with_count(
+    settings: ServerSettings, name: str, count: int, text: str | None, where: str, gpu: Gpu | None
+) -> tuple[RunContext, tuple[str, ...]]:
+    """Return the context of a server whose GPU's name counts several (`8xH100`), and a doubt if only that name tells how many it has."""
+    if count > 1 and not any(getattr(settings, ranks) for ranks in _RANKS):
+        source = settings.sources.get("gpu", "given")
+        counted = merge(settings_from({"tensor_parallel": count}, where="gpu", source=source), settings)
+        said = f"{name} is {count} GPUs, and no setting divides the model"
+        context = _assemble(assume_defaults(counted), text, where, gpu)
+        alone = _assemble(assume_defaults(settings), text, where, gpu)
+        # The model cannot be divided so.
+        if context.architecture is None and alone.architecture is not None:
+            return alone, (f"{said}: state tensor_parallel",)
+        return context, (f"{said}: tensor_parallel {count} is taken",)
+    return _assemble(assume_defaults(settings), text, where, gpu), ()
 
 
 def _logged(starts: Sequence[ServerStart], given: ServerSettings) -> tuple[ServerSettings, tuple[str, ...]]:
@@ -221,8 +241,9 @@ def _restore_gpu(text: str | None, *, where: str) -> Gpu | None:
         listed = find_gpu(gpu.name)
     except UsageError:
         return gpu
-    # The column has only facts: a GPU of the catalogue gets its confidence back, an altered one does not.
-    return listed if listed.facts() == {**gpu.facts(), "gpu_confidence": listed.confidence} else gpu
+    # The column has only facts: a GPU of the catalogue gets its confidence back, an altered one does not. Older tables have no fp4 rate.
+    facts = {**listed.facts(), **gpu.facts(), "gpu_confidence": listed.confidence}
+    return listed if listed.facts() == facts else gpu
 
 
 @lru_cache(maxsize=64)  # the runs of a fleet share a context
@@ -231,7 +252,9 @@ def deployment_of(context: RunContext) -> Deployment:
     settings, architecture = context.settings, context.architecture
     parts = {
         "architecture": architecture.facts() if architecture else None,
-        "gpu": context.gpu.facts() if context.gpu else None,
+        "gpu": {k: v for k, v in context.gpu.facts().items() if k != "compute_tflops_fp4"}
+        if context.gpu
+        else None,
         # An unknown GPU also distinguishes deployments.
         **({"unknown_gpu": settings.gpu} if settings.gpu and context.gpu is None else {}),
         "knobs": settings.knobs(),

@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -36,6 +36,7 @@ Confidence = Literal["high", "low", "given"]
 
 _SUGGESTIONS = 3
 _MAX_NAME_CHARS = 64
+_MOST_NAME_CHARS = 128  # with maker, count and slice
 
 # A thousand times the largest GPU of today: a larger value has a wrong unit.
 _Rate = Annotated[FiniteNumber, Field(gt=0, le=1e6)]
@@ -49,6 +50,7 @@ class GpuValues:
         name: Name in the catalogue or in the user's file.
         compute_tflops_fp16: Dense fp16/bf16 rate, in 10^12 FLOP/s.
         compute_tflops_fp8: Dense fp8 rate; None for a GPU without it.
+        compute_tflops_fp4: Dense fp4 rate; None for a GPU without it.
         memory_gb: Memory, in 10^9 bytes.
         memory_bandwidth_gb_s: Memory bandwidth, in 10^9 bytes/s.
         link_gb_s: Bandwidth to the other GPUs, sum of both directions; None with PCIe only.
@@ -58,6 +60,7 @@ class GpuValues:
     name: Annotated[Text, Field(max_length=_MAX_NAME_CHARS)]
     compute_tflops_fp16: _Rate
     compute_tflops_fp8: _Rate | None = None
+    compute_tflops_fp4: _Rate | None = None
     memory_gb: _Rate
     memory_bandwidth_gb_s: _Rate
     link_gb_s: _Rate | None = None
@@ -99,7 +102,9 @@ class Gpu(GpuValues):
         """Return the GPU facts of a coefficient file, as a flat mapping in a fixed order."""
         return {
             "gpu": self.name,
-            **{key: getattr(self, key) for key in _VALUE_FIELDS},
+            **{key: getattr(self, key) for key in _VALUE_FIELDS if key != "compute_tflops_fp4"},
+            # Only where the GPU has it: no feature is computed from it.
+            **({} if self.compute_tflops_fp4 is None else {"compute_tflops_fp4": self.compute_tflops_fp4}),
             "compute_to_bandwidth": self.compute_to_bandwidth,
             "relative_performance": self.relative_performance,
             "gpu_confidence": self.confidence,
@@ -109,62 +114,83 @@ class Gpu(GpuValues):
 _VALUE_FIELDS = tuple(field.name for field in fields(GpuValues) if field.name != "name")
 
 
-# Columns: name, source, TFLOPS at fp16 and fp8, memory in GB and GB/s, link in GB/s, multiprocessors,
-# aliases; "-" means not published.
+# Columns: name, source, TFLOPS at fp16, fp8 and fp4, memory in GB and GB/s, link in GB/s, multiprocessors; "-" means that the GPU
+# has none, or that it is not published. Then what its names are made of, see `_Spelling`.
 #
-# Source:
-# - sheet: the vendor's datasheet, with dense rates. For RTX cards NVIDIA's architecture whitepapers, with
-#   sums in fp32, as inference uses them; for B300 and GB300 the sheets of HGX B300 and GB300 NVL72, which
-#   omit the multiprocessors in use.
-# - tables: the tables of serving simulators, which disagree with the datasheet.
-# - both: the datasheet and these tables, which agree.
+# Sources:
+# - sheet: the vendor's datasheet, with dense rates (half of a rate "with sparsity"). The particular ones:
+#   - RTX 3090, 4090, 5090, A6000, 6000 Ada, PRO 6000 and PRO 6000 Max-Q: NVIDIA's architecture whitepapers (GA102, Ada, RTX Blackwell, RTX
+#     Blackwell PRO), with sums in fp32, as inference uses them.
+#   - RTX PRO 6000 Server Edition: its product page, 1, 2 and 4 PFLOPS with sparsity, and its datasheet for the memory.
+#   - T4: the appendix of the Turing whitepaper. GH200: its datasheet, for HBM3 and HBM3e.
+#   - B200, GB200, B300 and GB300: the sheets of HGX B200, GB200 NVL72, HGX B300 and GB300 NVL72, divided by their GPUs; those of B300 omit the
+#     multiprocessors in use.
+#   - H800 and A800: the datasheets for China, which are those of H100 and A100 except the links.
+#   - MI300A: its datasheet; the link is the sum of two links to each of three others (CDNA 3 white paper).
+# - tables: no dense rate of the vendor's. A10G: the tables of serving simulators, which disagree with the datasheet. L20: the tables of xDiT and
+#   FLUX, which agree; NVIDIA publishes none. GB10: NVIDIA's sheet of DGX Spark has the memory and 1 PFLOPS at fp4 with sparsity; the others
+#   follow from the ratio 4:2:1 of the RTX Blackwell PRO whitepaper, and measured rates lie below.
+# - both: the datasheet and tables of serving simulators, which agree.
 #
-# The first alias is the common meaning of the bare name: the SXM board, and for the A100 the one with 80 GB.
-# Other aliases are spellings of drivers and clouds.
+# The first of the rows that a name fits counts: the bare name means the SXM board, and for the A100 the one with 80 GB.
 _TABLE = """\
-H100-SXM        both    989.5    1979   80  3350   900  132  H100 H100-80GB H100-SXM5 H100-80GB-HBM3 H100-SXM-80GB H100-SXM5-80GB
-H100-PCIe       both    756.5    1513   80  2000   600  114  H100-80GB-PCIe H100-PCIe-80GB
-H100-NVL        sheet   835.5  1670.5   94  3900   600  132  H100-94GB H100-NVL-94GB
-H200-SXM        both    989.5    1979  141  4800   900  132  H200 H200-141GB H200-SXM-141GB
-A100-40GB-SXM   sheet     312       -   40  1555   600  108  A100-40 A100-40GB A100-SXM4-40GB A100-SXM-40GB A100-40-SXM
-A100-80GB-SXM   both      312       -   80  2039   600  108  A100 A100-80 A100-80GB A100-SXM A100-SXM4 A100-SXM4-80GB A100-SXM-80GB A100-80-SXM
-A100-80GB-PCIe  both      312       -   80  1935   600  108  A100-PCIe A100-PCIe-80GB A100-80-PCIe
-L4              both      121     242   24   300     -   58  L4-24GB
-L40S            both      362     733   48   864     -  142  L40S-48GB
-H20             sheet     148     296   96  4000   900   78  H20-96GB H20-SXM H20-SXM5
-RTX-4090        sheet   165.2   330.3   24  1008     -  128  RTX-4090-24GB 4090
-RTX-5090        sheet   209.5     419   32  1792     -  170  RTX-5090-32GB 5090
-RTX-PRO-6000    sheet   503.8  1007.6   96  1792     -  188  RTX-PRO-6000-Blackwell RTX-PRO-6000-Blackwell-Workstation-Edition
-A10G            tables     70       -   24   600     -   80  A10G-24GB
-V100-16GB-SXM2  sheet     125       -   16   900   300   80  V100 V100-SXM2 V100-16GB V100-SXM2-16GB
-V100-32GB-SXM2  sheet     125       -   32   900   300   80  V100-32GB V100-SXM2-32GB
-B200            both     2250    4500  180  8000  1800  148  B200-180GB B200-SXM
-GB200           both     2500    5000  186  8000  1800  148  GB200-186GB
-B300            sheet    2250    4500  288  8000  1800    -  B300-288GB B300-SXM B300-SXM6 B300-SXM6-AC
-GB300           sheet    2500    5000  288  8000  1800    -  GB300-288GB
-MI300X          sheet    1307    2615  192  5300   896  304  MI300X-OAM MI300X-192GB
-MI325X          sheet    1307    2615  256  6000   896  304  MI325X-OAM MI325X-256GB
-MI350X          sheet    2307    4614  288  8000  1075  256  MI350X-OAM MI350X-288GB
-MI355X          sheet    2517    5033  288  8000  1075  256  MI355X-OAM MI355X-288GB
+H100-SXM             both    989.5    1979      -   80  3350   900  132  h100 / sxm5? hbm3 mega hgx dgx 80
+H100-PCIe            both    756.5    1513      -   80  2000   600  114  h100 / pcie hbm2e 80
+H100-NVL             sheet   835.5  1670.5      -   94  3900   600  132  h100 / nvl hbm3 94
+H200-SXM             both    989.5    1979      -  141  4800   900  132  h200 / sxm5? hbm3e hgx dgx 141
+H200-NVL             sheet   835.5  1670.5      -  141  4800   900  132  h200 / nvl pcie hbm3e 141
+GH200-96GB           sheet     990    1979      -   96  4000   900  132  gh200 / gracehopper superchip hbm3 96 120 480
+GH200-144GB          sheet     990    1979      -  144  4900   900  132  gh200 / gracehopper superchip hbm3e 144
+H800-SXM             sheet   989.5    1979      -   80  3350   400  132  h800 / sxm5? hbm3 hgx 80
+H800-PCIe            sheet   756.5    1513      -   80  2000   400  114  h800 / pcie hbm2e 80
+H20                  sheet     148     296      -   96  4000   900   78  h20 / sxm5? hbm3 hgx 96
+A100-80GB-SXM        both      312       -      -   80  2039   600  108  a100 / sxm4? hbm2e hgx dgx 80
+A100-40GB-SXM        sheet     312       -      -   40  1555   600  108  a100 / sxm4? hbm2 hgx dgx 40
+A100-80GB-PCIe       both      312       -      -   80  1935   600  108  a100 / pcie hbm2e 80
+A100-40GB-PCIe       sheet     312       -      -   40  1555   600  108  a100 / pcie hbm2 40
+A800-80GB-SXM        sheet     312       -      -   80  2039   400  108  a800 / sxm4? hbm2e hgx 80
+A800-80GB-PCIe       sheet     312       -      -   80  1935   400  108  a800 / pcie hbm2e 80
+A800-40GB-PCIe       sheet     312       -      -   40  1555   400  108  a800 / pcie active hbm2 40
+A30                  sheet     165       -      -   24   933   200   56  a30 / pcie hbm2 24
+A40                  sheet   149.7       -      -   48   696 112.5   84  a40 / pcie 48
+A10                  sheet     125       -      -   24   600     -   72  a10 / pcie 24
+A10G                 tables     70       -      -   24   600     -   80  a10g / pcie 24
+T4                   sheet      65       -      -   16   320     -   40  t4 / pcie 16
+L4                   both      121     242      -   24   300     -   58  l4 / pcie 24
+L20                  tables  119.5     239      -   48   864     -   92  l20 / pcie 48
+L40                  sheet     181     362      -   48   864     -  142  l40 / pcie 48
+L40S                 both      362     733      -   48   864     -  142  l40s / pcie 48
+RTX-3090             sheet    71.2       -      -   24   936 112.5   82  (?:rtx)?3090 / 24
+RTX-4090             sheet   165.2   330.3      -   24  1008     -  128  (?:rtx)?4090 / 24
+RTX-5090             sheet   209.5     419   1676   32  1792     -  170  (?:rtx)?5090 / 32
+RTX-A6000            sheet   154.8       -      -   48   768 112.5   84  (?:rtx)?a6000 / 48
+RTX-6000-Ada         sheet   364.2   728.5      -   48   960     -  142  (?:rtx)?6000ada / generation 48
+RTX-PRO-6000         sheet   503.8  1007.6 2015.2   96  1792     -  188  (?:rtx)?pro6000 / blackwell workstation edition 96
+RTX-PRO-6000-Server  sheet     500    1000   2000   96  1597     -  188  (?:rtx)?pro6000 / blackwell server edition se 96
+RTX-PRO-6000-Max-Q   sheet   438.9   877.9 1755.7   96  1792     -  188  (?:rtx)?pro6000 / blackwell maxq workstation edition 96
+V100-16GB-SXM2       sheet     125       -      -   16   900   300   80  v100 / sxm[23]? hbm2 16
+V100-32GB-SXM2       sheet     125       -      -   32   900   300   80  v100 / sxm[23]? hbm2 dgxs 32
+V100-16GB-PCIe       sheet     112       -      -   16   900     -   80  v100 / pcie hbm2 16
+V100-32GB-PCIe       sheet     112       -      -   32   900     -   80  v100 / pcie hbm2 32
+B200                 both     2250    4500   9000  180  8000  1800  148  b200 / sxm6? hbm3e hgx dgx blackwell 180 192
+GB200                both     2500    5000  10000  186  8000  1800  148  gb200 / graceblackwell superchip nvl4 nvl72 hbm3e 186 192
+B300                 sheet    2250    4500  13500  288  8000  1800    -  b300 / sxm6? ac hbm3e hgx dgx blackwell ultra 288 270
+GB300                sheet    2500    5000  15000  288  8000  1800    -  gb300 / graceblackwell superchip ultra nvl72 hbm3e 288 279
+GB10                 tables    125     250    500  128   273     -   48  (?:gb10|dgxspark) / graceblackwell superchip dgxspark 128
+MI300X               sheet    1307    2615      -  192  5300   896  304  mi300x / oam vf hbm3 192
+MI300A               sheet   980.6  1961.2      -  128  5300   768  228  mi300a / vf hbm3 128
+MI325X               sheet    1307    2615      -  256  6000   896  304  mi325x / oam vf hbm3e 256
+MI350X               sheet    2307    4614   9227  288  8000  1075  256  mi350x / oam vf hbm3e 288
+MI355X               sheet    2517    5033  10066  288  8000  1075  256  mi355x / oam vf hbm3e 288
 """
 
+# Drivers put the maker before the model, labels may have the shop: `NVIDIA H100 80GB HBM3`, `Tesla V100-SXM2-16GB`, `nvidia.com/gpu`.
+_MAKERS = re.compile(r"^(?:nvidia(?:com)?|tesla|geforce|quadro|amd(?:com)?|instinct|radeon|corporation)+")
 
-def _entry(row: str) -> tuple[Gpu, list[str]]:
-    """Return the GPU of a row of the table, and its aliases."""
-    name, source, *cells = row.split()
-    # As JSON: a whole number stays whole, as it is published.
-    values, aliases = cells[: len(_VALUE_FIELDS)], cells[len(_VALUE_FIELDS) :]
-    facts = {k: json.loads(cell) for k, cell in zip(_VALUE_FIELDS, values, strict=True) if cell != "-"}
-    return Gpu(name=name, **facts, confidence="low" if source == "tables" else "high"), aliases
+_AROUND = ("gpus?", "shared", "tensorcore", "accelerator", "vws", "nvidia", "amd")
+"""Words beside the model that say nothing of it; time-slicing appends `-SHARED`."""
 
-
-_ENTRIES = tuple(map(_entry, _TABLE.splitlines()))
-
-CATALOGUE: Mapping[str, Gpu] = {gpu.name: gpu for gpu, _ in _ENTRIES}
-"""GPUs by name."""
-
-# Drivers put the maker before the model: `NVIDIA H100 80GB HBM3`, `Tesla V100-SXM2-16GB`, `AMD Instinct MI300X`.
-_MAKERS = re.compile(r"^(nvidia|tesla|geforce|amd|instinct|radeon)+")
+_SIGNS = str.maketrans({"\N{MULTIPLICATION SIGN}": "x", "\N{REGISTERED SIGN}": "", "\N{TRADE MARK SIGN}": ""})
 
 
 def _key(name: str) -> str:
@@ -172,32 +198,180 @@ def _key(name: str) -> str:
     return _MAKERS.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))
 
 
-_NAMES: Mapping[str, Gpu] = {_key(name): gpu for gpu, aliases in _ENTRIES for name in (gpu.name, *aliases)}
-"""GPUs by their folded names and aliases."""
+@dataclass(frozen=True, slots=True)
+class _Spelling:
+    """How the names of a GPU are made: the model, then any of some words and memory sizes in any order, as patterns over `_key`.
+
+    A name with any other word is of another GPU: no name counts for a part of it.
+    """
+
+    gpu: Gpu
+    model: str
+    pattern: re.Pattern[str]
+
+
+def _spelling(row: str) -> _Spelling:
+    """Return the GPU of a row of the table, and its names."""
+    facts, _, words = row.partition(" / ")
+    name, source, *cells, model = facts.split()
+    # As JSON: a whole number stays whole, as it is published.
+    values = {k: json.loads(cell) for k, cell in zip(_VALUE_FIELDS, cells, strict=True) if cell != "-"}
+    gpu = Gpu(name=name, **values, confidence="low" if source == "tables" else "high")
+    beside = (rf"{word}(?:gi?b?)?" if word.isdigit() else word for word in (*words.split(), *_AROUND))
+    return _Spelling(gpu, model, re.compile(rf"(?:hgx|dgx|tensorcore)*{model}(?:{'|'.join(beside)})*"))
+
+
+_SPELLINGS = tuple(map(_spelling, _TABLE.splitlines()))
+
+CATALOGUE: Mapping[str, Gpu] = {spelling.gpu.name: spelling.gpu for spelling in _SPELLINGS}
+"""GPUs by name."""
+
+_CLOUD_LABELS = {"nvidia-tesla-a100": "A100-40GB-SXM", "nvidia-rtx-pro-6000": "RTX-PRO-6000-Server"}
+"""Labels of Google's Kubernetes, whose words alone mean another GPU."""
+
+_VARIANT = re.compile(r"-(?=SXM|PCIe|NVL|\d+GB|Server|Max)")
+_FAMILIES: dict[str, str] = {}
+"""Model to the name of its first GPU."""
+for _name in CATALOGUE:
+    _FAMILIES.setdefault(_VARIANT.split(_name)[0], _name)
+
+
+def _whole(name: str) -> Gpu | None:
+    """Return the GPU of a name without a count or slice."""
+    if label := _CLOUD_LABELS.get(name.strip().lower().removesuffix("-shared")):
+        return CATALOGUE[label]
+    key = _key(name)
+    listed = (spelling.gpu for spelling in _SPELLINGS if _key(spelling.gpu.name) == key)
+    fitting = (spelling.gpu for spelling in _SPELLINGS if spelling.pattern.fullmatch(key))
+    return next(listed, None) or next(fitting, None)
+
+
+# -- slices and counts -----------------------------------------------------------------------------------
+
+_SLICE = re.compile(
+    r"(?<![a-z0-9])(?:([12347])c\.)?([12347])g[._-](\d{1,3})gb(?:[+._-](?:me(?:\.all)?|gfx|all))*(?![a-z0-9])"
+)
+"""A MIG profile, such as `3g.40gb`, `1g.10gb+me` or `1c.3g.20gb`: its parts of the compute, and its memory."""
+
+_MIG = re.compile(r"(?<![a-z0-9])mig(?![a-z0-9])")
+_MIG_PARTS = {"A30": (4, 4), **{name: (4, 4) for name in CATALOGUE if name.startswith("RTX-PRO-6000")}}
+_MOST_MIG_PARTS = (7, 8)
+"""Parts of compute and of memory that MIG divides a GPU into (NVIDIA's MIG user guide)."""
+
+_WITH_MIG = (
+    "A100",
+    "A800",
+    "A30",
+    "H100",
+    "H800",
+    "H200",
+    "H20",
+    "GH200",
+    "B200",
+    "GB200",
+    "B300",
+    "GB300",
+    "RTX-PRO-6000",
+)
+_TOLERANCES = (0.4, 1.2)
+"""Parts of memory by which the size in the name of a slice, or of the whole GPU as a slice, is off at most: it is rounded, and leaves out reserved memory."""
+
+
+def _sliced(gpu: Gpu, profile: re.Match[str]) -> Gpu | None:
+    """Return a MIG slice as a GPU with its share of compute, memory and bandwidth; null if the GPU has no such slice."""
+    instance, compute, memory_gb = (int(part) if part else None for part in profile.groups())
+    most_compute, most_memory = _MIG_PARTS.get(gpu.name, _MOST_MIG_PARTS)
+    if compute is None or memory_gb is None or compute > most_compute or not gpu.name.startswith(_WITH_MIG):
+        return None
+    parts = most_memory * memory_gb / gpu.memory_gb
+    memory = most_memory if compute == most_compute else round(parts)
+    if not 1 <= memory <= most_memory or abs(parts - memory) > _TOLERANCES[compute == most_compute]:
+        return None
+    # A compute instance has a part of its slice's compute, and all of its memory.
+    share = (instance or compute) / most_compute
+    rates = {
+        key: getattr(gpu, key) for key in ("compute_tflops_fp16", "compute_tflops_fp8", "compute_tflops_fp4")
+    }
+    label = f"{instance}c." if instance else ""
+    return replace(
+        gpu,
+        name=f"{gpu.name} MIG {label}{compute}g.{memory_gb}gb",
+        **{key: rate * share for key, rate in rates.items() if rate is not None},
+        memory_gb=memory_gb,
+        memory_bandwidth_gb_s=gpu.memory_bandwidth_gb_s * memory / most_memory,
+        # Slices have no link to one another, and the multiprocessors of a part differ from GPU to GPU.
+        link_gb_s=None,
+        sm_count=None,
+    )
+
+
+def _one(name: str) -> Gpu | None:
+    """Return the GPU, or the slice of one, of a name without a count."""
+    lower = name.lower()
+    if not (profile := _SLICE.search(lower)):
+        return _whole(name)
+    whole = _whole(_MIG.sub(" ", f"{lower[: profile.start()]} {lower[profile.end() :]}"))
+    return whole and _sliced(whole, profile)
+
+
+_COUNTS = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"\s*(?P<n>\d{1,4})(?:\s*[x*]\s*|\s+)(?P<name>\S.*)",  # 8xH100, 8 x NVIDIA H100, 8 H100
+        r"\s*x(?P<n>\d{1,4})\s+(?P<name>\S.*)",
+        r"(?P<name>.*?\S)\s*[:*=]\s*(?P<n>\d{1,4})\s*",  # H100:8
+        r"(?P<name>.*?[^\s(])[\s_(-]*x\s*(?P<n>\d{1,4})[\s)]*",  # H100 x8
+        r"(?P<name>.*?[^\s(])[\s_(-]+(?P<n>\d{1,4})\s*(?:x|[\s_-]?gpus?)[\s)]*",  # H100 (8x), HGX H100 8-GPU
+    )
+)
 
 
 class UnknownGpuError(UsageError):
     """A GPU that is not in the catalogue."""
 
 
-def find_gpu(name: str) -> Gpu:
-    """Return a GPU of the catalogue by its name, a common alias, or the driver's name.
-
-    Letter case, spaces and dashes do not matter, and the maker's name may lead: `H100`, `h100 sxm`,
-    `NVIDIA H100 80GB HBM3`, `A100-SXM4-80GB`.
+def find_gpus(name: str) -> tuple[Gpu, int]:
+    """Return a GPU of the catalogue by any of its names, and how many of them the name counts (`8xH100`: 8).
 
     Raises:
-        UnknownGpuError: No such GPU; the line names the closest and all others of the catalogue.
+        UnknownGpuError: As `find_gpu`.
     """
-    if gpu := _NAMES.get(_key(name)):
-        return gpu
-    # Cut first: matching takes time with the square of the length.
-    close = difflib.get_close_matches(_key(name)[:_MAX_NAME_CHARS], _NAMES, n=_SUGGESTIONS, cutoff=0.6)
-    meant = dict.fromkeys(_NAMES[key].name for key in close)
+    # Patterns take time, and no GPU has so long a name.
+    written = name[:_MOST_NAME_CHARS].translate(_SIGNS) if len(name) <= _MOST_NAME_CHARS else ""
+    if gpu := _one(written):
+        return gpu, 1
+    for pattern in _COUNTS:
+        if (found := pattern.fullmatch(written)) and int(found["n"]) > 0 and (gpu := _one(found["name"])):
+            return gpu, int(found["n"])
+    raise _unknown(name)
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return a GPU of the catalogue by its name, a common alias, the driver's name, or a cloud's label.
+
+    Letter case, spaces and dashes do not matter; maker, form, memory and a count may surround the model: `H100`, `h100 sxm`,
+    `NVIDIA H100 80GB HBM3`, `nvidia-h100-mega-80gb`, `8xH100`. A MIG slice has its own memory and share of the rates.
+
+    Raises:
+        UnknownGpuError: No such GPU; the line names the closest and all models of the catalogue.
+    """
+    return find_gpus(name)[0]
+
+
+def _unknown(name: str) -> UnknownGpuError:
+    if _SLICE.search(name[:_MOST_NAME_CHARS].lower()):
+        return UnknownGpuError(
+            f"GPU {excerpt(name)!r} is not known",
+            hint="a MIG slice is known by its GPU and its profile, such as H100-SXM MIG 1g.10gb; or give a JSON file that describes it",
+        )
+    # Cut: matching takes time with the square of the length.
+    names = {_key(name): gpu for name, gpu in (*_FAMILIES.items(), *zip(CATALOGUE, CATALOGUE, strict=True))}
+    close = difflib.get_close_matches(_key(name)[:_MAX_NAME_CHARS], names, n=_SUGGESTIONS, cutoff=0.6)
+    meant = dict.fromkeys(names[key] for key in close)
     suggestion = f"did you mean {' or '.join(meant)}? " if meant else ""
-    raise UnknownGpuError(
+    return UnknownGpuError(
         f"GPU {excerpt(name)!r} is not known",
-        hint=f"{suggestion}known: {', '.join(CATALOGUE)}; or give a JSON file that describes it",
+        hint=f"{suggestion}known: {', '.join(_FAMILIES)}; or give a JSON file that describes it",
     )
 
 
@@ -205,7 +379,7 @@ def read_gpu(path: Path) -> Gpu:
     """Read a GPU of the user from a JSON file.
 
     The file holds one object with `memory_bandwidth_gb_s`, `compute_tflops_fp16`, `memory_gb` and `sm_count`
-    and optionally `compute_tflops_fp8`, `link_gb_s` and `name`; or a mapping of one name to such an object.
+    and optionally `compute_tflops_fp8`, `compute_tflops_fp4`, `link_gb_s` and `name`; or a mapping of one name to such an object.
 
     Raises:
         UsageError: The file cannot be read, lacks a value, or holds one that is not a finite positive number.
