@@ -18,6 +18,7 @@ from tracefit.server.settings import (
     merge,
     parse_serve_command,
     parse_settings,
+    read_all_settings,
     read_settings,
     settings_from,
     settings_from_json,
@@ -370,6 +371,73 @@ MANIFESTS = {
         """,
         {"model": "a-model", "gpu": "A10G", "max_model_len": 8192},
     ),
+    "a deployment with variables and a node's label": (
+        """
+        kind: Deployment
+        spec:
+          template:
+            spec:
+              nodeSelector: {cloud.google.com/gke-accelerator: nvidia-h100-80gb}
+              containers:
+              - image: vllm/vllm-openai:v0.19.0
+                command: [vllm, serve, org/a-model]
+                args: [--tensor-parallel-size, $(TP), --max-num-seqs=64, --no-enable-prefix-caching]
+                env: [{name: TP, value: "4"}, {name: TOKEN, valueFrom: {secretKeyRef: {name: t, key: k}}}]
+        """,
+        {
+            "model": "org/a-model",
+            "gpu": "nvidia-h100-80gb",
+            "tensor_parallel": 4,
+            "max_num_seqs": 64,
+            "enable_prefix_caching": False,
+        },
+    ),
+    "leader and workers": (
+        """
+        kind: LeaderWorkerSet
+        spec:
+          leaderWorkerTemplate:
+            leaderTemplate:
+              spec:
+                containers:
+                - image: vllm/vllm-openai:v0.19.0
+                  command:
+                  - sh
+                  - -c
+                  - "bash serve.sh leader --size=$(LWS_GROUP_SIZE); python3 -m vllm.entrypoints.openai.api_server
+                    --model org/a-model --tensor-parallel-size 8 --pipeline_parallel_size 2"
+            workerTemplate:
+              spec: {containers: [{image: "vllm/vllm-openai:v0.19.0", command: [sh, -c, bash serve.sh worker]}]}
+        """,
+        {"model": "org/a-model", "tensor_parallel": 8, "pipeline_parallel": 2},
+    ),
+    "values of llm-d": (
+        """
+        modelArtifacts: {uri: "hf://org/a-model", name: org/a-model}
+        decode:
+          parallelism: {tensor: 4}
+          containers:
+          - {image: ghcr.io/llm-d/llm-d:v0.2, modelCommand: vllmServe, args: [--max-num-seqs, "128", --block-size=64]}
+        """,
+        {"model": "org/a-model", "tensor_parallel": 4, "max_num_seqs": 128, "block_size": 64},
+    ),
+    "SGLang in a pod": (
+        """
+        spec:
+          containers:
+          - image: lmsysorg/sglang
+            command: [python3, -m, sglang.launch_server]
+            args: [--model-path, org/a-model, --tp-size, "2", --context-length, "4096"]
+        """,
+        {"model": "org/a-model", "tensor_parallel": 2, "max_model_len": 4096},
+    ),
+    "an engine's configuration with a line of arguments": (
+        """
+        inference:
+          engineConfig: {model: org/a-model, tensorParallelSize: 2, extraArgs: "--max-num-seqs 16 --max-model-len 4k"}
+        """,
+        {"model": "org/a-model", "tensor_parallel": 2, "max_num_seqs": 16, "max_model_len": 4000},
+    ),
     "groups in groups": ("{vllm: " * 8 + "{tp: 2}" + "}" * 8, {"tensor_parallel": 2}),
 }
 
@@ -382,6 +450,23 @@ def test_the_settings_of_a_manifest_are_the_arguments_of_vllm(name):
     assert not settings.unread
 
 
+def test_the_environment_of_a_compose_file_is_not_known():
+    text = """
+    services:
+      vllm:
+        image: vllm/vllm-openai
+        command: >
+          --model org/a-model --tensor-parallel-size ${TP:-2}
+          --max-num-seqs 32
+    """
+    settings = parse_settings(dedent(text), where="compose.yaml")
+
+    assert settings.values() == {"model": "org/a-model", "max_num_seqs": 32}
+    assert settings.unread == (
+        "compose.yaml: tensor_parallel is ${TP:-2}, whose value the file does not state",
+    )
+
+
 def test_servers_of_a_manifest_that_contradict_are_refused():
     two = "{a: {args: [--max-num-seqs=2]}, b: {args: [--max-num-seqs=4]}}"
     with pytest.raises(UsageError, match="max_num_seqs 2 and max_num_seqs 4 contradict"):
@@ -391,6 +476,104 @@ def test_servers_of_a_manifest_that_contradict_are_refused():
 def test_a_run_description_may_hold_commands_of_other_programs():
     text = "max_num_seqs: 8\nload: {command: [bench, --max-num-seqs, 64]}\n"
     assert parse_settings(text, where="x").max_num_seqs == 8
+
+
+CONFIGURATION = """
+max-model-len: "8k"
+tensor_parallel_size: "2"
+max-num-seqs: '256'
+gpu-memory-utilization: "0.85"
+enable-prefix-caching: "false"
+enforce-eager: true
+no-enable-chunked-prefill: true
+dtype: "bfloat16"
+"""
+
+
+def test_a_configuration_file_of_vllm_is_read_as_its_options():
+    assert parse_settings(CONFIGURATION, where="x").values() == {
+        "tensor_parallel": 2,
+        "max_model_len": 8000,
+        "max_num_seqs": 256,
+        "gpu_memory_utilization": 0.85,
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+    }
+
+
+UNRESOLVED = {
+    "a script": (
+        "TP=$(nvidia-smi -L | wc -l)\nvllm serve org/m -tp $TP --max-num-seqs ${SEQS:-8}\n",
+        {"model": "org/m"},
+    ),
+    "an output": (
+        "vllm serve org/m -tp $(nvidia-smi -L | wc -l) --max-num-seqs `nproc` --block-size 16\n",
+        {"model": "org/m", "block_size": 16},
+    ),
+    "two values": ("TP=2\nTP=4\nvllm serve org/m -tp $TP --max-num-seqs $SEQS\n", {"model": "org/m"}),
+    "one command's": ("TP=2 echo\nvllm serve org/m -tp $TP --max-num-seqs $SEQS\n", {"model": "org/m"}),
+}
+
+
+@pytest.mark.parametrize("name", UNRESOLVED)
+def test_a_variable_without_a_literal_value_is_unknown_and_said(name):
+    script, values = UNRESOLVED[name]
+    settings = parse_serve_command(script, where="serve.sh")
+
+    assert settings.values() == values
+    assert [text.split(" is ")[0] for text in settings.unread] == [
+        "serve.sh: tensor_parallel",
+        "serve.sh: max_num_seqs",
+    ]
+
+
+def test_variables_that_a_script_assigns_are_put_in():
+    script = """#!/bin/bash
+    #SBATCH --gres=gpu:h100:4
+    MODEL=org/m
+    export LEN="16k"  # tokens
+    readonly MORE='--max-num-seqs 8 --enforce-eager'
+    srun vllm serve $MODEL --tensor-parallel-size 4 \\
+        --max-model-len "${LEN}" $MORE; echo done
+    """
+    settings = parse_serve_command(script, where="run.slurm")
+
+    assert settings.values() == {
+        "model": "org/m",
+        "tensor_parallel": 4,
+        "max_model_len": 16_000,
+        "max_num_seqs": 8,
+        "enforce_eager": True,
+    }
+    assert not settings.unread
+
+
+def test_files_may_leave_one_setting_to_other_variables(tmp_path):
+    (tmp_path / "a.sh").write_text("vllm serve org/m -tp $TP")
+    (tmp_path / "b.sh").write_text("vllm serve org/m -tp $RANKS")
+
+    assert read_all_settings([tmp_path / "a.sh", tmp_path / "b.sh"]).values() == {"model": "org/m"}
+
+
+def test_sglang_s_options_are_read_under_vllm_s_names():
+    command = (
+        "python3 -m sglang.launch_server --model-path org/m --tp 4 --context-length 8192 --max-running-requests 64 "
+        "--mem-fraction-static 0.8 --disable-radix-cache --page-size 16"
+    )
+    settings = parse_serve_command(command, where="x")
+
+    assert settings.values() == {
+        "model": "org/m",
+        "tensor_parallel": 4,
+        "max_model_len": 8192,
+        "max_num_seqs": 64,
+        "enable_prefix_caching": False,
+        "block_size": 16,
+    }
+    assert settings.is_sglang
+    assert settings.other["mem_fraction_static"] == 0.8
 
 
 def test_counts_of_a_configuration_file_have_the_units_of_options():
@@ -422,7 +605,6 @@ def test_contradicting_statements_are_refused():
     [
         ("max_num_seqs: 0", "max_num_seqs must be greater than or equal to 1, not 0"),
         ("max_num_seqs: -4", "max_num_seqs must be greater than or equal to 1, not -4"),
-        ("max_num_seqs: '64'", "max_num_seqs must be a whole number.* not text '64'"),
         ("max_num_seqs: many", "max_num_seqs must be a whole number"),
         ("max_num_seqs: [64]", "max_num_seqs must be a single value, not a list"),
         ("model: {a: 1}", "model must be a single value, not an object"),
@@ -587,7 +769,6 @@ exec vllm serve org/m \\
         ("vllm serve m --max-num-seqs --enforce-eager", "--max-num-seqs has no value"),
         ("vllm serve m --max-num-seqs 0", "max_num_seqs must be greater than or equal to 1"),
         ("vllm serve m --max-num-seqs lots", "max_num_seqs must be a whole number"),
-        ("vllm serve m -tp $TP", "-tp is the shell variable \\$TP; write the value out"),
         ("vllm serve m n", "model m and model n contradict"),
         ("vllm serve " + "x" * 70_000, "has a line of more than"),
         ("vllm " * 300_000, "is larger than"),

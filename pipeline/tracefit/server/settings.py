@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import dropwhile, takewhile
+from itertools import dropwhile
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -192,6 +192,9 @@ ALIASES: Mapping[str, str] = {
     "prefix_caching": "enable_prefix_caching",
     "num_gpu_blocks_override": "num_gpu_blocks",
     "q": "quantization",
+    # Labels of the nodes that a manifest selects.
+    "cloud.google.com/gke_accelerator": "gpu",
+    "nvidia.com/gpu.product": "gpu",
 }
 """Other spellings of settings, dashes already turned into underscores."""
 
@@ -321,7 +324,33 @@ _MAX_NESTED = 4
 # vLLM reads counts this way: lower case is decimal, upper case binary.
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _COUNT = re.compile(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})([kmgKMG]?)", re.ASCII)
-_MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server")
+_SGLANG_MODULE = "sglang.launch_server"
+_MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server", _SGLANG_MODULE)
+_OF_SGLANG = {
+    "model_path": "model",
+    "context_length": "max_model_len",
+    "max_running_requests": "max_num_seqs",
+    "page_size": "block_size",
+}
+"""Options of SGLang that have another name in vLLM."""
+_SGLANG_SWITCHES = {
+    "disable_radix_cache": ("enable_prefix_caching", False),
+    "disable_cuda_graph": ("enforce_eager", True),
+}
+_OTHER_PROGRAMS = {
+    "sh",
+    "bash",
+    "dash",
+    "zsh",
+    "env",
+    "python",
+    "python3",
+    "ray",
+    "sleep",
+    "tail",
+    "torchrun",
+}
+"""Programs that a container with the server's image may start instead of the server."""
 _IMAGE = "vllm/vllm-openai"  # its entry point is the server: the rest are the server's arguments
 _ENDS = {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>", "&>"}  # of a command in a shell script
 # The server's switches without value; for an option that is not listed, the next word is its value.
@@ -385,7 +414,7 @@ def read_all_settings(paths: Iterable[Path]) -> ServerSettings:
         more = read_settings(path)
         for name, value in {**more.values(), **more.other}.items():
             first, where = stated.setdefault(name, (value, path))
-            if first != value:
+            if first != value and not name.startswith(_UNRESOLVED):
                 raise UsageError(
                     f"{name} {excerpt(value)} contradicts {excerpt(first)} in {where.name}",
                     where=str(path),
@@ -408,7 +437,7 @@ def parse_settings(content: bytes | str, *, where: str, is_json: bool = False) -
     document = (parse_json_object if is_json else parse_yaml_object)(content, where=where)
     deployed = [] if _is_description(document) else _deployed(document, where=where)
     settings = settings_from(deployed or _stated(document, where=where), where=where, source="read")
-    settings = _with_sampler(settings, as_text(content, where=where), where=where)
+    settings = _with_doubts(_with_sampler(settings, as_text(content, where=where), where=where), where=where)
     if settings.values() or not document:
         return settings
     keys = unread(plural(len(document), "key"), "of them a setting", list(filter(is_name, document)))
@@ -471,8 +500,14 @@ def _stated(part: Document, *, where: str, depth: int = 0) -> Iterator[tuple[str
             yield from _options(_split(value, where=where), where=where)
         elif name in SETTINGS and isinstance(value, Mapping | list):
             raise UsageError(f"{key} must be a single value, not {kind_of(value)}", where=where)
-        elif name in _COUNTS and isinstance(value, str) and value[-1:] in tuple("kmgKMG"):
-            yield str(key), _literal(value)  # vLLM reads `8k` in its configuration file too
+        elif name in SETTINGS and name not in TEXTS and isinstance(value, str):
+            # vLLM takes its configuration file as options: `8k` and quoted numbers are read as on a command line.
+            if _is_unresolved(value):
+                yield _unresolved(name), value
+            else:
+                yield str(key), _literal(value)
+        elif isinstance(value, bool) and name.startswith("no_") and canonical_name(name[3:]) in FLAGS:
+            yield canonical_name(name[3:]), not value
         else:
             yield str(key), value
 
@@ -499,7 +534,7 @@ def _deployed(part: object, *, where: str) -> list[tuple[str, object]]:
         return [pair for item in part for pair in _deployed(item, where=where)]
     if not isinstance(part, Mapping):
         return []
-    within = _container_options(part, where=where)
+    within = [*_container_options(part, where=where), *_parallelism(part)]
     for value in part.values():
         within += _deployed(value, where=where)
     own = list(_single(part))
@@ -513,6 +548,23 @@ def _deployed(part: object, *, where: str) -> list[tuple[str, object]]:
     return within + [around[name] for name in ("model", "gpu") if name in around and name not in stated]
 
 
+_DEGREES = {"tensor": "tensor_parallel", "pipeline": "pipeline_parallel", "data": "data_parallel"}
+"""Keys of llm-d's `parallelism`."""
+
+
+def _parallelism(part: Mapping[Any, object]) -> Iterator[tuple[str, object]]:
+    """Yield what llm-d's values state beside the containers: `parallelism`, and the model as `modelArtifacts`."""
+    degrees, artifacts = part.get("parallelism"), part.get("modelArtifacts")
+    if isinstance(degrees, Mapping):
+        for key, name in _DEGREES.items():
+            if isinstance(degrees.get(key), int):
+                yield name, degrees[key]
+    if isinstance(artifacts, Mapping):
+        uri = artifacts.get("uri")
+        if isinstance(uri, str) and uri.startswith("hf://"):
+            yield "model", uri.removeprefix("hf://")
+
+
 def _single(part: Mapping[Any, object]) -> Iterator[tuple[str, object]]:
     """Yield the settings of a mapping itself, as far as their values can be of a setting."""
     for key, value in part.items():
@@ -524,6 +576,7 @@ def _single(part: Mapping[Any, object]) -> Iterator[tuple[str, object]]:
 def _container_options(part: Mapping[Any, object], *, where: str) -> list[tuple[str, object]]:
     """Return the settings that the words of a container state; empty if they are not the server's."""
     texts = {_HUMP.sub("_", str(key)).lower(): value for key, value in part.items()}
+    variables = _environment(texts.get("env"))
     words: list[str] = []
     for key in _WORDS_KEYS:
         value = texts.get(key)
@@ -531,12 +584,13 @@ def _container_options(part: Mapping[Any, object], *, where: str) -> list[tuple[
             with suppress(UsageError):  # of another program, whose shell may read it
                 words += _split(value, where=where) if _served(value, where=where) is None else [value]
         elif isinstance(value, list):
-            words += [str(item) for item in value if isinstance(item, str | int | float)]
+            words += [_resolved(str(i), variables) for i in value if isinstance(i, str | int | float)]
     scripts = [_served(word, where=where) for word in words if len(word.split()) > 1]
     served = next((found for found in scripts if found is not None), None)
     if served is None:
         served = _serve_arguments(words, where=where)
-    if served is None and str(texts.get("image")).startswith(_IMAGE):
+    starts_another = bool(words) and words[0].rsplit("/", 1)[-1] in _OTHER_PROGRAMS
+    if served is None and str(texts.get("image")).startswith(_IMAGE) and not starts_another:
         served = words
     if served is not None:
         return list(_options(served, where=where))
@@ -546,6 +600,69 @@ def _container_options(part: Mapping[Any, object], *, where: str) -> list[tuple[
     return options if any(name in _OF_VLLM for name, _ in options) else []
 
 
+def _environment(entries: object) -> dict[str, str]:
+    """Return the variables of a container that have a literal value; Kubernetes writes `$(NAME)` for them."""
+    listed = entries if isinstance(entries, list) else []
+    named = [(e.get("name"), e.get("value")) for e in listed if isinstance(e, Mapping)]
+    return {n: v for n, v in named if isinstance(n, str) and isinstance(v, str) and not _is_unresolved(v)}
+
+
+# -- variables -------------------------------------------------------------------------------------------
+
+_ASSIGNMENT = re.compile(
+    r"""^[ \t]*(?:export[ \t]+|readonly[ \t]+|declare[ \t]+(?:-\w+[ \t]+)*)?([A-Za-z_]\w{0,99})=(.{0,1000})$""",
+    re.MULTILINE,
+)
+_PLAIN = re.compile(r"[\w./:@=,+%~ -]*", re.ASCII)
+"""Values of variables that mean the same wherever they are put in."""
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w{0,99})\}|\(([A-Za-z_]\w{0,99})\)|([A-Za-z_]\w{0,99}))")
+_SUBSTITUTION = re.compile(r"\$\((?!\w{1,100}\))[^()]{0,1000}\)|`[^`]{0,1000}`")
+"""The output of a command, which is not run."""
+
+
+def _variables(script: str) -> dict[str, str]:
+    """Return the variables to which a script assigns one literal value."""
+    values: dict[str, set[str | None]] = {}
+    for name, text in _ASSIGNMENT.findall(script):
+        try:
+            words = shlex.split(text, comments=True)
+        except ValueError:
+            words = []
+        # Words behind the value are a command, and the variable is of that one only.
+        is_literal = len(words) <= 1 and _PLAIN.fullmatch("".join(words)) is not None and "$" not in text
+        values.setdefault(name, set()).add("".join(words) if is_literal else None)
+    return {n: value for n, (value, *others) in values.items() if value is not None and not others}
+
+
+def _resolved(text: str, variables: Mapping[str, str]) -> str:
+    """Put in the variables that are known; the others stay as they are written, and so do lines that are too long for a command."""
+    if len(text) > _MAX_COMMAND_CHARS:
+        return text
+    return _VARIABLE.sub(lambda found: variables.get(found[1] or found[2] or found[3], found[0]), text)
+
+
+def _is_unresolved(word: str) -> bool:
+    return "$" in word or "{{" in word
+
+
+_UNRESOLVED = "unresolved_"
+
+
+def _unresolved(name: str) -> str:
+    return f"{_UNRESOLVED}{name}"
+
+
+def _with_doubts(settings: ServerSettings, *, where: str) -> ServerSettings:
+    """Add a sentence for each setting whose value is a variable that the file does not assign."""
+    texts = {n.removeprefix(_UNRESOLVED): v for n, v in settings.other.items() if n.startswith(_UNRESOLVED)}
+    unknown = [
+        f"{where}: {n} is {excerpt(v)}, whose value the file does not state"
+        for n, v in texts.items()
+        if n not in settings.values()
+    ]
+    return settings.model_copy(update={"unread": (*settings.unread, *unknown)})
+
+
 # -- command lines ---------------------------------------------------------------------------------------
 
 
@@ -553,7 +670,8 @@ def parse_serve_command(text: str, *, where: str) -> ServerSettings:
     """Read a `vllm serve MODEL --option value …` command line, or a shell script with one.
 
     Takes `--option value`, `--option=value`, `-tp 2`, switches and their `--no-` forms, and counts such as `16k`
-    (16,000) and `16K` (16,384), as vLLM does. Nothing is executed or expanded.
+    (16,000) and `16K` (16,384), as vLLM does. Nothing is executed. Variables that the script assigns literally are put in; a setting whose value is
+    another one is unknown, with a sentence in `unread`. `python -m sglang.launch_server` is read likewise.
 
     Raises:
         UsageError: The text has no such command, unclosed quotes, or an impossible value.
@@ -565,16 +683,18 @@ def parse_serve_command(text: str, *, where: str) -> ServerSettings:
         raise UsageError(
             "holds no `vllm serve` command", where=where, hint="give the line that starts the server"
         )
-    return _with_sampler(
-        settings_from(_options(words, where=where), where=where, source="read"), text, where=where
-    )
+    settings = settings_from(_options(words, where=where), where=where, source="read")
+    return _with_doubts(_with_sampler(settings, text, where=where), where=where)
 
 
 def _served(script: str, *, where: str) -> list[str] | None:
     """Return the arguments of the server that a script starts; null if it starts none."""
     # A shell joins lines that end in a backslash.
-    for line in re.sub(r"\\\r?\n", " ", script).splitlines():
-        if "vllm" in line and not line.lstrip().startswith("#"):
+    joined = re.sub(r"\\\r?\n", " ", script)
+    variables = _variables(joined)
+    for written in joined.splitlines():
+        line = _resolved(_SUBSTITUTION.sub("$()", written), variables)
+        if ("vllm" in line or _SGLANG_MODULE in line) and not line.lstrip().startswith("#"):
             words = _serve_arguments(_split(line, where=where), where=where)
             if words is not None:
                 return words
@@ -598,23 +718,42 @@ def _serve_arguments(words: list[str], *, where: str) -> list[str] | None:
         follows = words[index + 1 : index + 2]
         is_command = word.rsplit("/", 1)[-1] == "vllm" and follows == ["serve"]
         if is_command or word in _MODULES or word.startswith(_IMAGE):
-            return list(takewhile(lambda word: word not in _ENDS, words[index + 1 + is_command :]))
+            return [*([word] if word == _SGLANG_MODULE else []), *_until_end(words[index + 1 + is_command :])]
     return None
+
+
+def _until_end(words: list[str]) -> Iterator[str]:
+    """Yield the words of a command; the shell may end it right behind a word."""
+    for word in words:
+        if word in _ENDS:
+            return
+        yield word.removesuffix(";")
+        if word.endswith(";"):
+            return
 
 
 def _options(words: list[str], *, where: str) -> Iterator[tuple[str, object]]:
     """Yield the settings that words of a command line state; a word that belongs to no option is the model."""
     rest = list(words)
+    is_sglang = rest[:1] == [_SGLANG_MODULE]
+    if is_sglang:
+        rest.pop(0)
+        yield "engine", "sglang"
     while rest:
         word = rest.pop(0)
         if not _is_option(word):
-            yield "model", word
+            if not is_sglang:
+                yield (_unresolved("model") if _is_unresolved(word) else "model"), word
             continue
         flag, equals, attached = word.partition("=")
         value = attached if equals else None
         if value is None and rest and _takes(flag, rest[0]):
             value = rest.pop(0)
-        yield _option_value(flag, value, where=where)
+        name = canonical_name(flag)
+        if is_sglang and value is None and name in _SGLANG_SWITCHES:
+            yield _SGLANG_SWITCHES[name]
+        else:
+            yield _option_value(_OF_SGLANG.get(name, flag) if is_sglang else flag, value, where=where)
 
 
 def _is_option(word: str) -> bool:
@@ -638,11 +777,8 @@ def _option_value(flag: str, value: str | None, *, where: str) -> tuple[str, obj
         if name in SETTINGS and name not in FLAGS:
             raise UsageError(f"{flag} has no value", where=where)
         return name, True
-    # Variables are not expanded: their values are not in the script.
-    if value.startswith("$") and name in SETTINGS:
-        raise UsageError(
-            f"{flag} is the shell variable {excerpt(value)}", where=where, hint="write the value out"
-        )
+    if _is_unresolved(value) and name in SETTINGS:
+        return _unresolved(name), value
     return name, value if name in TEXTS else _literal(value)
 
 
