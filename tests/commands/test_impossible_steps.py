@@ -63,6 +63,14 @@ def test_steps_faster_than_the_gpu_are_left_out_counted_and_said(tmp_path):
     assert f"{FAST} of {STEPS} step times are shorter than the rated speed of gpu allows" in said
 
 
+def test_a_few_are_only_counted(tmp_path):
+    result = trained(tmp_path, fast=range(7, 7 + 8 * 3, 8))
+
+    (entry,) = json.loads((tmp_path / "out/evaluation.json").read_text())["deployments"]
+    assert entry["exclusions"]["beta.cycle_time"]["faster_than_gpu"] == 3
+    assert (result.trained.exit_code, result.trained.warnings) == (0, ())
+
+
 def test_without_a_gpu_or_fast_steps_nothing_is_left_out(tmp_path):
     for name, fast, gpu in (("a", (), True), ("b", (7, 15), False)):
         result = trained(tmp_path / name, fast=fast, gpu=gpu)

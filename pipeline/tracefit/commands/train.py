@@ -34,7 +34,7 @@ from tracefit.engines.local import LocalEngine, open_engine
 from tracefit.engines.training import BYTES_PER_JOB, deployment_tables, each_run, frames_of
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import feature_sets, is_feature_file
-from tracefit.features.targets import LATENCIES
+from tracefit.features.targets import LATENCIES, is_step_model
 from tracefit.features.training import TOO_FAST
 from tracefit.fit.deployments import fit_across, fit_deployment, with_seen_limits
 from tracefit.fit.fitted import DeploymentOptions
@@ -65,7 +65,7 @@ from tracefit.tables.store import TableStore
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.coefficients.model import Evaluation
+    from tracefit.coefficients.model import DeploymentEvaluation, Evaluation
     from tracefit.engines.jobs import TaskEngine
     from tracefit.fit.fitted import FittedDeployment, FittedModel
     from tracefit.fit.results import Latency, Metrics, Overload
@@ -230,7 +230,7 @@ def _result(
         quarantined=bool(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
             or evaluation.ingest.implausible
-            or any(TOO_FAST in counts for s in evaluation.deployments for counts in s.exclusions.values())
+            or any(map(_has_many_too_fast, evaluation.deployments))
         ),
         served=tuple(run for s in evaluation.deployments for run in s.served),
         replays=tuple(one for s in evaluation.deployments for one in s.replays),
@@ -244,6 +244,17 @@ def _result(
         ),
         tables=tables,
     )
+
+
+_FEW_TOO_FAST = 0.01
+"""Share of steps faster than the GPU up to which they are only counted: a stamp may be late now and then."""
+
+
+def _has_many_too_fast(deployment: DeploymentEvaluation) -> bool:
+    """Return whether more than a few of the step times are faster than the GPU."""
+    of_steps = [rows for rows in deployment.rows if is_step_model(rows.model)]
+    everything = sum(rows.trained + rows.held_out + sum(rows.left_out.values()) for rows in of_steps)
+    return sum(rows.left_out.get(TOO_FAST, 0) for rows in of_steps) > _FEW_TOO_FAST * everything
 
 
 def fit_runs(
@@ -275,13 +286,13 @@ def fit_runs(
             progress.warn(f"{deployment.deployment_id}: {text}")
         fitted = replace(fit_deployment(seen, tables, sets, how), overloads=overloads)
         deployments.append(fitted)
-        if fitted.beta_rows is not None and (
-            count := fitted.beta_rows.filter(is_excluded([TOO_FAST])).height
-        ):
+        rows = fitted.beta_rows
+        count = 0 if rows is None else rows.filter(is_excluded([TOO_FAST])).height
+        if rows is not None and count > _FEW_TOO_FAST * rows.height:
             progress.warn(
-                f"{deployment.deployment_id}: {count:,} of {fitted.beta_rows.height:,} step times are shorter than the rated speed of "
+                f"{deployment.deployment_id}: {count:,} of {rows.height:,} step times are shorter than the rated speed of "
                 f"{deployment.context.gpu.name if deployment.context.gpu else 'the GPU'} allows, and are left out ({TOO_FAST}); check model, GPU and "
-                "tensor_parallel if they are many"
+                "tensor_parallel"
             )
     return deployments
 
