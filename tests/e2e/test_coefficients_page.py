@@ -54,8 +54,9 @@ def test_the_worked_example_is_what_it_says(example):
 
 def test_the_numbers_of_the_drift_check_are_the_codes():
     tolerance, page = Tolerance(), (ROOT / "docs/how-to/drift-check.md").read_text().replace("\n", " ")
-    assert f"above both {tolerance.factor:g} times" in page
-    assert f"plus {tolerance.slack_pct:g} points" in page
+    assert f"at most {tolerance.factor:g} times the published one" in page
+    assert f"{tolerance.factor:g} times the error that the file was published with" in page
+    assert page.count(f"plus {tolerance.slack_pct:g} points") == 2
     assert f"fewer than {MIN_TRAIN_ROWS} rows" in page
 
 

@@ -67,6 +67,7 @@ def test_a_step_needs_no_more_than_the_log_knows(made, tmp_path):
     del model["deployment"]["settings"]["num_gpu_blocks"]
     usage = {"feature": "kv_usage_ratio", "unit": "us", "formula": "kv_usage_ratio", "value": 1_000.0}
     model["terms"].append({**model["terms"][0], **usage, "training_range": [0.2, 0.4], "ci95": None})
+    model["validation"]["n_features"] += 1
     unknown = {"feature": "context_tokens", "reason": "not known in these runs", "training_range": None}
     model["features_left_out"].append({**unknown, "collinear_with": []})
     (tmp_path / "beta.json").write_text(json.dumps(document))
