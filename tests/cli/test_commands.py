@@ -105,11 +105,11 @@ def test_loose_files_take_their_facts_from_options(tracefit, tmp_path, folder, q
 
 @pytest.mark.slow
 def test_options_win_over_the_runs_files(tracefit, tmp_path, folder, quick):
-    options = ("--gpu", "A100", "--tp", 2, "--set", "max_num_seqs=17", "--set", "enforce_eager=true")
+    options = ("--gpu", "A100", "--tp", 2, "--set", "max_num_seqs=97", "--set", "enforce_eager=true")
     assert tracefit("run", folder, "--out", tmp_path / "out", *options, "-q", *quick)[0] == 0
     model = json.loads((tmp_path / "out" / "models" / "beta.json").read_text())["models"][0]
     settings = model["deployment"]["settings"]
-    assert (settings["tensor_parallel"], settings["max_num_seqs"], settings["enforce_eager"]) == (2, 17, True)
+    assert (settings["tensor_parallel"], settings["max_num_seqs"], settings["enforce_eager"]) == (2, 97, True)
     assert settings["max_num_batched_tokens"] == 2048
     assert model["deployment"]["gpu"].startswith("A100")
     assert ".tp2." in model["deployment_id"]

@@ -71,6 +71,15 @@ def test_a_few_are_only_counted(tmp_path):
     assert (result.trained.exit_code, result.trained.warnings) == (0, ())
 
 
+def test_where_most_are_faster_the_settings_are_wrong_and_the_steps_count(tmp_path):
+    result = trained(tmp_path, fast=[step for step in range(STEPS) if step % 4])
+
+    (entry,) = json.loads((tmp_path / "out/evaluation.json").read_text())["deployments"]
+    assert "faster_than_gpu" not in entry["exclusions"]["beta.cycle_time"]
+    (said,) = [text for text in result.trained.warnings if "rated speed" in text]
+    assert "75% of the step times are shorter than the rated speed of gpu allows" in said
+
+
 def test_without_a_gpu_or_fast_steps_nothing_is_left_out(tmp_path):
     for name, fast, gpu in (("a", (), True), ("b", (7, 15), False)):
         result = trained(tmp_path / name, fast=fast, gpu=gpu)

@@ -151,8 +151,16 @@ def _mean_if_known(name: str) -> pl.Expr:
 TOO_FAST = "faster_than_gpu"
 """Reason to leave out a step that took less time than the rated speed of the GPU allows: its time, or its batch, is not its own."""
 
+MOST_TOO_FAST = 0.5
+"""Share of step times faster than the GPU from which on model, GPU or tensor parallelism are stated wrongly, and the steps count."""
+
 _ROUNDING = 0.01
 """Share by which a measured time may be below the least one: for times and rates that are rounded."""
+
+
+def is_too_fast(time_us: str) -> pl.Expr:
+    """Say whether a time is shorter than `LEAST_TIME`; false where that is unknown."""
+    return (pl.col(time_us) < pl.col(LEAST_TIME) * (1 - _ROUNDING)).fill_null(value=False)
 
 
 def beta_rows(
@@ -199,7 +207,8 @@ def beta_rows(
     # An interval begins at every step with a cycle or a known start, at every recorded step, and with every engine.
     steps = rows.with_columns(interval=(begins | other_engine.fill_null(value=False)).cum_sum())
     idle = (pl.col("idle_after") | pl.col("is_empty")).fill_null(value=False)
-    too_fast = (pl.col("y") < pl.col(LEAST_TIME) * (1 - _ROUNDING)).fill_null(value=False)
+    too_fast = is_too_fast("y")
+    too_fast &= too_fast.mean() <= MOST_TOO_FAST
     reason = pl.when(idle).then(pl.lit("idle_gap")).when(too_fast).then(pl.lit(TOO_FAST))
     # Only intervals with a known total time are rows of the fit; the others mark where the next one begins.
     return (

@@ -17,8 +17,10 @@ from threadpoolctl import threadpool_limits
 
 from tracefit.errors import unexpected
 from tracefit.features import targets, training
+from tracefit.features.roofline import LEAST_TIME
 from tracefit.features.sets import BUILT_IN, Feature, FeatureSet
 from tracefit.features.targets import CYCLE_TIME
+from tracefit.features.training import MOST_TOO_FAST, is_too_fast
 from tracefit.fit import splits
 from tracefit.fit.alpha import fit_target
 from tracefit.fit.beta import beta_options, duration_cover, fit_step_times
@@ -106,6 +108,20 @@ _SEEN = {
 """Limits of a step, and what shows that a server has higher ones."""
 
 
+def _contradiction(deployment: Deployment, timeline: pl.DataFrame) -> str | None:
+    """Say that most steps are faster than the stated GPU can be with the stated model; null if they are not."""
+    context = deployment.context
+    if LEAST_TIME not in timeline.columns or context.gpu is None:
+        return None
+    share = timeline.drop_nulls("cycle_us").select(is_too_fast("cycle_us").mean()).item() or 0.0
+    if share <= MOST_TOO_FAST:
+        return None
+    return (
+        f"{share:.0%} of the step times are shorter than the rated speed of {context.gpu.name} allows for this model and "
+        "tensor_parallel: one of the three is not the server's; the steps count, correct the settings"
+    )
+
+
 def with_seen_limits(deployment: Deployment, timeline: pl.DataFrame) -> tuple[Deployment, tuple[str, ...]]:
     """Return the deployment with the limits that its steps show where these are above the stated ones, and a sentence for each.
 
@@ -128,8 +144,10 @@ def with_seen_limits(deployment: Deployment, timeline: pl.DataFrame) -> tuple[De
             texts.append(
                 f"a step has {seen:,} {unit}, and {is_stated} {name} {limit:,}: what is seen counts; correct the settings"
             )
+    if contradiction := _contradiction(deployment, timeline):
+        texts.append(contradiction)
     if not above:
-        return deployment, ()
+        return deployment, tuple(texts)
     settings = merge(context.settings, settings_from(above, where="steps", source="read"))
     changed = replace(context, settings=settings, left_out=(*context.left_out, *texts))
     return replace(deployment, context=changed), tuple(texts)
