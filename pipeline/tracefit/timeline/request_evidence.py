@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
-from scipy.stats import binom
 
 from tracefit.statistics import robust_sd
 from tracefit.tables.dialects import STOCK
@@ -303,7 +302,9 @@ def _late_at_empty(arrays: RequestArrays, short_us: float) -> tuple[int, int] | 
 
 def _chance_of_more(successes: int, trials: int, share: float) -> float:
     """Return the chance of at least as many successes, of the binomial distribution."""
-    return float(binom.sf(successes - 1, trials, share))
+    from scipy.special import bdtrc  # noqa: PLC0415 - commands that fit nothing do without
+
+    return float(bdtrc(successes - 1, trials, share))
 
 
 def _unexplained_times(counts: Counts) -> str | None:
