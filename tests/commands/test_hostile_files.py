@@ -15,7 +15,7 @@ from containers import framed, zstd
 from tracefit.tables.store import TableStore
 
 SIZE = 60 << 20
-MEMORY_BYTES = 1_250 << 20  # a name of 60 MiB is copied some fifteen times
+MEMORY_BYTES = 1 << 30
 ENDS_WITHIN_S = 300
 """A command that takes longer is killed, and its test fails: a tenth of it is usual, a hostile file once took hours."""
 

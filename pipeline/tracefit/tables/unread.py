@@ -90,13 +90,16 @@ def values_read(
     Returns:
         Columns as `VALUES_READ`; `keys` are those of one request, if a count is 0.
     """
+    # Flags first: grouping the spans themselves copies their texts, which may be of any length.
+    flags = spans.select(
+        "file", "scope", "span_row", *(_is_there(need).alias(need) for need in _NEEDS), requests=_is_request()
+    )
     counted = (
-        spans.filter(pl.col("scope").is_in(list(_RULES)))
+        flags.filter(pl.col("scope").is_in(list(_RULES)))
         .group_by("file", "scope", maintain_order=True)
         .agg(
-            *(_is_there(need).sum().cast(pl.Int64).alias(need) for need in _NEEDS),
-            requests=_is_request().sum().cast(pl.Int64),
-            first=pl.col("span_row").filter(_is_request()).first(),
+            pl.col(*_NEEDS, "requests").sum().cast(pl.Int64),
+            first=pl.col("span_row").filter("requests").first(),
         )
     )
     rows = []
