@@ -34,6 +34,10 @@ def percentile_expr(column: pl.Expr, percent: float) -> pl.Expr:
     return column.quantile(percent / 100, "linear")
 
 
+SD_OF_MEDIAN = 1.2533
+"""Standard error of a median over that of a mean of normal values: sqrt(pi / 2)."""
+
+
 def robust_sd(values: Vector) -> float:
     """Return 1.4826 times the median absolute deviation from the median, in the unit of `values` of shape (n,).
 

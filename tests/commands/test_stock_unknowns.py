@@ -97,7 +97,7 @@ def test_of_data_parallel_ranks_behind_one_name(tmp_path):
 
 
 # Half of 320 requests are seen by each name, too few to be noticed as incomplete since spans count as complete.
-UNNOTICED = [pytest.mark.slow, pytest.mark.xfail(reason="160 of 320 requests show too little")]
+UNNOTICED = [pytest.mark.slow, pytest.mark.xfail(reason="160 of 320 requests show too little", strict=True)]
 
 
 @pytest.mark.parametrize("named", [False, pytest.param(True, marks=UNNOTICED)])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tracefit.coefficients.model import STEP_MODELS, Answer, Criterion, Verdict
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.features.targets import target_named
+from tracefit.fit.noise import ABOUT
 from tracefit.fit.splits import FEW_ROWS
 from tracefit.options import TrainOptions, named
 from tracefit.text import number
@@ -131,9 +132,6 @@ _REPLAYED = {"admission_mdape_pct", "admission_skill"}
 _SKILLS_OF_WAITS = {*_REPLAYED, "queue_wait_skill"}
 """Measures that decide nothing where the errors are under a millisecond: no use can tell the difference."""
 
-_ABOUT = 1.15
-"""An error of up to this many times the machine's noise is the machine's: both are measured on some hundreds of steps."""
-
 _USUALLY_AMPLIFIED, _MOST_AMPLIFIED = 2.0, 3.0
 """A change of the speed changes a loaded server's latencies by about the first number times as much, as batches grow with it, and by at
 most the second below its capacity."""
@@ -162,7 +160,7 @@ def _machine_pct(
         "step_bias_pct": abs(change),
     }
     floor = floors.get(measure, 0.0)
-    return floor if value <= _ABOUT * floor else None
+    return floor if value <= ABOUT * floor else None
 
 
 def _change_pct(summed: SummedTime | None, change_pct: float) -> float:

@@ -29,11 +29,11 @@ from tracefit.fit import splits
 from tracefit.fit.alpha import EXACT_QUEUE
 from tracefit.fit.boundary import admission_with_clock, api_waits, step_clock
 from tracefit.fit.fitted import target_of
-from tracefit.fit.noise import machine_noise
+from tracefit.fit.noise import ABOUT, machine_noise
 from tracefit.fit.splits import MIN_TRAIN_ROWS, of_means, request_frame, step_frame
 from tracefit.fit.validation import measure
 from tracefit.results.models import CompareResult, Drift, DriftVerdict, LatencyDrift
-from tracefit.statistics import robust_sd_expr
+from tracefit.statistics import SD_OF_MEDIAN, robust_sd_expr
 from tracefit.tables.schema import SERVER
 from tracefit.tables.sources import is_one_step
 from tracefit.tables.store import TableStore
@@ -62,9 +62,6 @@ MOST_COMPARED = 4_000
 
 _MOST_BEYOND_PCT = 10.0
 """Most requests beyond the training range for a replay that tells drift from extrapolation."""
-
-_ABOUT = 1.15
-"""An error of up to this many times the machine's noise is the machine's."""
 
 
 def drift_check(
@@ -252,7 +249,7 @@ def _speeds(alike: _Alike, published: Validation | None) -> dict[str, _Speed]:
     )
     wide = parts.filter(pl.col("rows") >= _LEAST_OF_TENTH)
     # A median of few rows scatters by chance.
-    chance = (_SD_OF_MEDIAN * pl.col("noise")) ** 2 / pl.col("rows")
+    chance = (SD_OF_MEDIAN * pl.col("noise")) ** 2 / pl.col("rows")
     sds = wide.group_by("run_id").agg(variance=pl.col("log").var().fill_null(0.0) - chance.mean())
     medians = logs.group_by("run_id").agg(pl.col("log").median(), rows=pl.len())
     of_runs = medians.filter(pl.col("rows") >= MIN_TRAIN_ROWS).join(sds, on="run_id", how="left")
@@ -263,8 +260,6 @@ def _speeds(alike: _Alike, published: Validation | None) -> dict[str, _Speed]:
 
 
 _LEAST_OF_TENTH = 10
-_SD_OF_MEDIAN = 1.2533
-"""Standard error of a median over that of a mean of normal values: sqrt(pi / 2)."""
 
 
 def _latencies(
@@ -435,7 +430,7 @@ def _drift_of(model: Model, alike: _Alike, tolerance: Tolerance, speeds: Mapping
     noise = machine_noise(alike.rows) if is_of_steps else None
     if limit is not None and noise is not None:
         # Steps of equal batches differ by as much: no file is better.
-        limit = max(limit, _ABOUT * noise.mdape_pct)
+        limit = max(limit, ABOUT * noise.mdape_pct)
     verdict: DriftVerdict = "unknown"
     reason = None
     if now.n < MIN_TRAIN_ROWS:

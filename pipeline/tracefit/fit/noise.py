@@ -18,6 +18,9 @@ NEAR_S = (1.0, 20.0)
 """Seconds between two steps that are compared. Neighbouring steps share a disturbance and differ by half as much; further apart the
 speed of the machine changes, which is measured by itself (`fit.speed`)."""
 
+ABOUT = 1.15
+"""An error of up to this many times the machine's noise is the machine's: both are measured on some hundreds of steps."""
+
 LEAST_PAIRS = 100
 """Fewest pairs whose differences are a measure."""
 

@@ -19,7 +19,7 @@ from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.results import SpeedVariation
 from tracefit.fit.select import usable_features
 from tracefit.fit.splits import MIN_TRAIN_ROWS
-from tracefit.statistics import robust_sd
+from tracefit.statistics import SD_OF_MEDIAN, robust_sd
 from tracefit.tables.schema import SERVER
 
 if TYPE_CHECKING:
@@ -46,8 +46,6 @@ does not suit the server looks like 1 to 2 % over a changing load."""
 _GROUPS = 12
 _ROUNDS = 25
 _SETTLED = 1e-4
-_SD_OF_MEDIAN = 1.2533
-"""Standard error of a median over that of a mean of normal values: sqrt(pi / 2)."""
 
 
 def with_speed(rows: pl.DataFrame, features: Sequence[Feature]) -> tuple[pl.DataFrame, SpeedVariation | None]:
@@ -81,7 +79,7 @@ def with_speed(rows: pl.DataFrame, features: Sequence[Feature]) -> tuple[pl.Data
     # Without training rows there is no mean that the speeds are relative to.
     if has_own.sum() < LEAST_STRETCHES or not trained[has_own].any():
         return plain, None
-    errors = _SD_OF_MEDIAN * noise / np.sqrt(np.maximum(counts, 1))
+    errors = SD_OF_MEDIAN * noise / np.sqrt(np.maximum(counts, 1))
     effects = np.where(has_own, effects - np.average(effects, weights=trained * has_own), 0.0)
     variance = float(np.mean(effects[has_own] ** 2) - np.mean(errors[has_own] ** 2))
     sd_pct = 100 * math.sqrt(max(variance, 0.0))

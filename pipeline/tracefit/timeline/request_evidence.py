@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.statistics import robust_sd
+from tracefit.statistics import SD_OF_MEDIAN, robust_sd
 from tracefit.tables.dialects import STOCK
 from tracefit.tables.schema import REQUESTS, SERVER
 from tracefit.timeline.request_counts import CountedRequests, Counts
@@ -393,7 +393,7 @@ def _falls(excess_us: Vector) -> bool:
     groups = np.array_split(excess_us, max(min(excess_us.size // _MIN_SAMPLES, _LENGTH_GROUPS), 1))
     middle = np.array([np.median(group) for group in groups])
     # The standard error of a median of normal values is sqrt(pi / 2) times that of their mean.
-    error = np.array([1.2533 * robust_sd(group) / np.sqrt(group.size) for group in groups])
+    error = np.array([SD_OF_MEDIAN * robust_sd(group) / np.sqrt(group.size) for group in groups])
     longest = np.maximum.accumulate(middle)
     error_of_longest = error[np.maximum.accumulate(np.where(middle == longest, np.arange(middle.size), 0))]
     return bool((longest - middle > _SURE_FALL_SD * np.hypot(error, error_of_longest)).any())
