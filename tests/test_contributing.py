@@ -104,7 +104,7 @@ from tracefit.tables.rows import RECORDED_STEPS
 def decode(block, payload, *, show_values, max_rejects):
     found = [json.loads(line) for line in payload.splitlines()]
     rows = [{"server": "s", "step_id": r["tick"], "cycle_us": r["us"], "cycle_source": "ticks"} for r in found]
-    return pl.DataFrame(rows, {n: t for n, t in RECORDED_STEPS.items() if n != "file"}), [], None
+    return pl.DataFrame(rows, {n: t for n, t in RECORDED_STEPS.items() if n != "file"}), [], None, list
 
 
 def find(head):
