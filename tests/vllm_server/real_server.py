@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-WORDS = 512
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -29,7 +28,7 @@ CONFIG = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "vocab_size": WORDS,
+    "vocab_size": 512,
     "max_position_embeddings": 2048,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
@@ -48,7 +47,6 @@ TOKENIZER = {
     "decoder": None,
     "truncation": None,
     "padding": None,
-    "model": {"type": "WordLevel", "vocab": {f"w{n}": n for n in range(WORDS)}, "unk_token": "w0"},
 }
 READY_S = float(os.environ.get("SERVER_READY_S", "150"))
 """Three imports of vLLM, and a model of no size."""
@@ -59,9 +57,14 @@ REQUEST_S = 60
 def write_model(folder: Path, config: dict = CONFIG) -> Path:
     """Write what `vllm serve --load-format dummy` reads of a model."""
     folder.mkdir(parents=True)
+    words = {
+        "type": "WordLevel",
+        "vocab": {f"w{n}": n for n in range(config["vocab_size"])},
+        "unk_token": "w0",
+    }
     documents = {
         "config.json": config,
-        "tokenizer.json": TOKENIZER,
+        "tokenizer.json": {**TOKENIZER, "model": words},
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"},
     }
     for name, document in documents.items():
