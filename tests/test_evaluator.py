@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import polars as pl
@@ -464,6 +465,24 @@ def test_a_model_that_is_not_as_published_is_refused_by_both(tmp_path, change, s
         evaluator.load(path, document["models"][0]["name"])
     with pytest.raises(UsageError, match=says):
         read_coefficients(path)
+
+
+@pytest.mark.parametrize(("counted", "refused"), [(1, False), (0, False), (2, True)])
+def test_terms_of_a_boundary_may_be_counted_without_its_work(tmp_path, counted, refused):
+    """Version 0.1 counts the terms of the form without a clock only."""
+    document, path = _document("boundary"), tmp_path / "alpha.json"
+    model = document["models"][0]
+    per_token = {**model["without_clock"]["terms"][0], "feature": "prompt_tokens"}
+    model["work"]["terms"] = [{**per_token, "value": 0.5, "ci95": None}]
+    model["validation"]["n_features"] = len(model["without_clock"]["terms"]) + counted
+    path.write_text(json.dumps(document))
+    for read in (read_coefficients, lambda path: evaluator.load(path, model["name"])):
+        with (
+            pytest.raises((UsageError, ValueError), match="its errors are those of")
+            if refused
+            else nullcontext()
+        ):
+            read(path)
 
 
 NAMES = st.sampled_from([*"abcx", "d0", "d1", "d2"])

@@ -364,7 +364,9 @@ def _repeated_feature(form: dict[str, Any]) -> str | None:
 
 def _lost_term(model: dict[str, Any]) -> str | None:
     terms, validation = len(_terms_of(model)), model.get("validation")
-    if validation is None or validation["n_features"] == terms:
+    # Files of earlier versions count only the terms of the form without a clock.
+    counts = (terms, len(model["without_clock"]["terms"])) if "without_clock" in model else (terms,)
+    if validation is None or validation["n_features"] in counts:
         return None
     return f"has {terms} terms, and its errors are those of {validation['n_features']}"
 

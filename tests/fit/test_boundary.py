@@ -13,7 +13,7 @@ from tracefit.commands.deployments import deployments_of, load_deployment
 from tracefit.features.sets import BUILT_IN, Feature
 from tracefit.features.targets import target_named
 from tracefit.features.training import constants_of
-from tracefit.fit import splits
+from tracefit.fit import boundary, splits
 from tracefit.fit.boundary import (
     admission_with_clock,
     clocks_of,
@@ -82,7 +82,7 @@ def test_the_expectation_is_published_with_its_error(trained):
     assert "| `alpha.admission`, expectation |" in (trained / "report.md").read_text()
 
 
-def test_bursts_are_named_and_do_not_move_the_api_work(tmp_path, new_traces):
+def test_bursts_are_named_and_do_not_move_the_api_work(tmp_path, new_traces, monkeypatch):
     """Thirty requests at once are named in the report; the work is that of the requests outside the burst."""
     trace = new_traces().load()
     spans = (one["scopeSpans"][0]["spans"][0] for one in trace.records)
@@ -109,6 +109,12 @@ def test_bursts_are_named_and_do_not_move_the_api_work(tmp_path, new_traces):
     assert 0 < fitted.work_us <= 1_100
     line = burst_line(fitted.validation.bursts)
     assert f"`bursty` {burst.from_s:.2f} to {burst.to_s:.2f} s: 25 requests" in line
+    assert fitted.validation.n_features == linear.validation.n_features
+    with monkeypatch.context() as patched:
+        patched.setattr(boundary, "_work_of_idle", lambda *_: (0.5, 900.0))
+        with_work = fit_boundary(linear, tables.timeline)
+    # The file says how many terms its errors are of: those without a clock, and the work per prompt token.
+    assert with_work.validation.n_features == linear.validation.n_features + 1
 
 
 WORK_US, STEP_US = 1_000, 10_000

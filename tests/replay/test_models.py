@@ -221,7 +221,7 @@ def test_a_machine_of_another_speed_is_replayed_at_it_too(tmp_path):
     package.run([folder], tmp_path / "out", options=package.TrainOptions(fast=True, features="batch"))
     store, deployment = TableStore(tmp_path / "out/tables"), package.load(tmp_path / "out").deployment()
     traces = RunTraces(store.read("runs"), store.read("requests"), store.scan("timeline", ["r"]))
-    assert not replay_run("r", traces, deployment).at_holdout_speed
+    assert not replay_run("r", traces, deployment).at_speeds
     step = deployment.step_model
     speed = SpeedVariation(30.0, 10, 8.0, -5.0, 20.0, 20.0, adjusted=True)
     changed = replace(
@@ -232,12 +232,13 @@ def test_a_machine_of_another_speed_is_replayed_at_it_too(tmp_path):
         },
     )
     found = replay_run("r", traces, changed)
-    (before,), (after,) = (
-        [q.replayed for q in part if q.name == "itl_p50_us"]
-        for part in (found.quantities, found.at_holdout_speed)
-    )
-    assert 1.17 < after / before < 1.5
-    assert found.worst_at_holdout_speed_pct("itl") > found.worst_pct("itl")
+    assert [round(at.slower_pct, 2) for at in found.at_speeds] == [10.4, 20.0, 29.6]
+    (before,) = (q.replayed for q in found.quantities if q.name == "itl_p50_us")
+    fast, middle, slow = (at.value_us("itl_p50_us") for at in found.at_speeds)
+    assert 1.17 < middle / before < 1.5
+    assert before < fast < middle < slow
+    # The true times are those of the unchanged speed, which is none of these.
+    assert found.beyond_speeds_pct(1, "itl") > found.worst_pct("itl")
 
 
 def test_if_few_come_after_the_split_all_that_end_count():

@@ -15,7 +15,7 @@ from tracefit.coefficients.model import STEP_MODELS, Answer, Criterion, Verdict
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.features.targets import target_named
 from tracefit.fit.noise import ABOUT
-from tracefit.fit.splits import FEW_ROWS
+from tracefit.fit.splits import FEW_ROWS, TRAIN_SHARE
 from tracefit.options import TrainOptions, named
 from tracefit.text import number
 
@@ -132,27 +132,21 @@ _REPLAYED = {"admission_mdape_pct", "admission_skill"}
 _SKILLS_OF_WAITS = {*_REPLAYED, "queue_wait_skill"}
 """Measures that decide nothing where the errors are under a millisecond: no use can tell the difference."""
 
-_USUALLY_AMPLIFIED, _MOST_AMPLIFIED = 2.0, 3.0
-"""A change of the speed changes a loaded server's latencies by about the first number times as much, as batches grow with it, and by at
-most the second below its capacity."""
-
-
 def _machine_pct(
     measure: str, yes: float, value: float, entry: Validation, measured: Measurements
 ) -> float | None:
     """Return the noise of the machine in percent, if it explains a value that is worse than `yes`; else null.
 
-    Steps of equal batches differ within seconds (`entry.noise`), and took longer or shorter in the hold-out than before it
-    (`entry.speed`): a model that is fitted before the hold-out knows neither.
+    Steps of equal batches differ within seconds (`entry.noise`), and took longer or shorter in the hold-out than before it, and in
+    one stretch of it than in another (`entry.speed`): a model that is fitted before the hold-out knows nothing of that.
     """
     speed = entry.speed if entry.speed is not None and entry.speed.adjusted else None
     change = _change_pct(measured.summed, speed.holdout_pct or 0.0 if speed else 0.0)
     if measure in _OF_REPLAYS and speed is not None:
-        errors = (r.worst_at_holdout_speed_pct(*_OF_REPLAYS[measure]) for r in measured.replays)
+        stretches = round(speed.stretches * (1 - TRAIN_SHARE))
+        errors = (r.beyond_speeds_pct(stretches, *_OF_REPLAYS[measure]) for r in measured.replays)
         worst = max((error for error in errors if error is not None), default=None)
-        # Within the hold-out the speed goes on changing from stretch to stretch.
-        is_near = worst is not None and worst <= min(value, max(yes, _USUALLY_AMPLIFIED * speed.sd_pct))
-        return abs(change) if is_near and value <= _MOST_AMPLIFIED * abs(change) else None
+        return max(abs(change), speed.sd_pct) if worst is not None and worst <= yes else None
     noise = entry.noise
     floors = {
         "step_mape_pct": math.hypot(noise.mape_pct, change) if noise else 0.0,

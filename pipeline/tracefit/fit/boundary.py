@@ -367,6 +367,7 @@ def _validated(
     names = [n for n in ("prompt_tokens", "step_residual_us") if train[n].is_not_null().any()]
     validation = replace(
         fitted.validation,
+        n_features=linear.n_features + (fitted.work_us_per_prompt_token != 0),
         train=measure(y_train, predicted_train),
         holdout=measured,
         gradient_boosting=reference(train, holdout, names) if linear.gradient_boosting else None,

@@ -16,7 +16,7 @@ from tracefit.options import ServerOptions, flag_of
 from tracefit.replay.engine import EngineSettings
 from tracefit.replay.models import FittedStepTimes, admission_us, batch_at, departure_us
 from tracefit.replay.run import RequestLoad, replay
-from tracefit.results.replays import QueueWindow, Replayed, RunReplay
+from tracefit.results.replays import QueueWindow, ReplayAtSpeed, Replayed, RunReplay
 from tracefit.statistics import percentile
 from tracefit.tables.client_times import TIMES, with_clients_latencies
 from tracefit.tables.dialects import CLIENT
@@ -262,8 +262,6 @@ def _compared(
     replayed = _replayed(prepared, deployment, 1.0)
     compared = _counted(replayed, "the held-out part")
     predicted = _predicted(traces, deployment, compared)
-    change_pct = _speed_of_holdout_pct(deployment.step_model)
-    at_speed = _replayed(prepared, deployment, 1 + change_pct / 100).filter("counts") if change_pct else None
     return RunReplay(
         run_id,
         deployment.deployment_id,
@@ -272,7 +270,15 @@ def _compared(
         quantities=_quantities(compared, before, predicted),
         queue=_queue(compared),
         notes=notes + _notes(replayed, deployment, is_full=compared.height >= MOST_REQUESTS),
-        at_holdout_speed=() if at_speed is None else _quantities(at_speed, before, predicted),
+        at_speeds=tuple(
+            ReplayAtSpeed(
+                slower_pct,
+                _quantities(
+                    _replayed(prepared, deployment, 1 + slower_pct / 100).filter("counts"), before, predicted
+                ),
+            )
+            for slower_pct in _speeds_of_holdout_pct(deployment.step_model)
+        ),
     )
 
 
@@ -305,10 +311,17 @@ def _counted(replayed: pl.DataFrame, part: str) -> pl.DataFrame:
     return compared
 
 
-def _speed_of_holdout_pct(model: Model) -> float:
-    """Return how much longer steps of equal batches took in the hold-out than in the training part, in percent; 0 if as long."""
+def _speeds_of_holdout_pct(model: Model) -> tuple[float, ...]:
+    """Return how much longer steps of equal batches took in the hold-out than the model says, in percent, from the fastest.
+
+    The middle one is the speed of the whole hold-out, the others are one standard deviation of a stretch of time from it. Empty where
+    the machine kept its speed.
+    """
     speed = model.validation.speed if model.validation else None
-    return speed.holdout_pct or 0.0 if speed is not None and speed.adjusted else 0.0
+    if speed is None or not speed.adjusted:
+        return ()
+    middle = 1 + (speed.holdout_pct or 0.0) / 100
+    return tuple(100 * (middle * (1 + side * speed.sd_pct / 100) - 1) for side in (-1, 0, 1))
 
 
 def _notes(replayed: pl.DataFrame, deployment: DeploymentModels, *, is_full: bool) -> tuple[str, ...]:

@@ -46,6 +46,23 @@ class QueueWindow:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplayAtSpeed:
+    """The held-out part of a run, replayed with step times of a machine at another speed.
+
+    Attributes:
+        slower_pct: How much longer every step takes than the model says, in percent.
+        quantities: Measured and replayed values.
+    """
+
+    slower_pct: float
+    quantities: tuple[Replayed, ...]
+
+    def value_us(self, name: str) -> float | None:
+        """Return a replayed value; null where it is unknown."""
+        return next((q.replayed for q in self.quantities if q.name == name), None)
+
+
+@dataclass(frozen=True, slots=True)
 class RunReplay:
     """The held-out part of a run, replayed.
 
@@ -58,8 +75,8 @@ class RunReplay:
         reason: Why a replay is not possible; null if it is.
         queue: The queue over time; empty if scheduling times of requests are unknown.
         notes: Assumptions of the replay.
-        at_holdout_speed: The quantities of another replay, with step times as much longer or shorter as those of equal batches were in
-            the held-out part; empty where the machine kept its speed.
+        at_speeds: Replays at speeds that the machine had: at the one of the held-out part as a whole, between two in which it is faster
+            and slower by the standard deviation of a stretch of time; empty where the machine kept its speed.
     """
 
     run_id: str
@@ -70,7 +87,7 @@ class RunReplay:
     reason: str | None = None
     queue: tuple[QueueWindow, ...] = ()
     notes: tuple[str, ...] = ()
-    at_holdout_speed: tuple[Replayed, ...] = ()
+    at_speeds: tuple[ReplayAtSpeed, ...] = ()
 
     @property
     def errors(self) -> dict[str, float]:
@@ -81,16 +98,44 @@ class RunReplay:
         """Return the largest error of latencies at P50 and P90 in percent; null if the run is not replayed."""
         return _worst_pct(self.quantities, latencies)
 
-    def worst_at_holdout_speed_pct(self, *latencies: str) -> float | None:
-        """Return this error for the replay at the speed of the held-out part; null where the machine kept its speed."""
-        return _worst_pct(self.at_holdout_speed, latencies)
+    def beyond_speeds_pct(self, stretches: int, *latencies: str) -> float | None:
+        """Return how far latencies at P50 and P90 are from those of replays at speeds that the machine had, in percent, for the worst.
+
+        A P90 comes from the slowest tenth of the time, in which the speed is one of a few stretches'. A P50 comes from half of the
+        stretches, whose mean differs less: by the standard deviation over the root of their number.
+
+        Args:
+            stretches: Stretches of time of the held-out part, each with a speed of its own.
+            latencies: Names without the percentile.
+
+        Returns:
+            0 where the measured values are between the replayed ones; null where the machine kept its speed.
+        """
+        if not self.at_speeds:
+            return None
+        worst = 0.0
+        for q in self.quantities:
+            latency, _, percentile = q.name.removesuffix("_us").rpartition("_p")
+            if latency not in latencies or percentile not in _PERCENTILES or q.error_pct is None:
+                continue
+            values = [value for at in self.at_speeds if (value := at.value_us(q.name)) is not None]
+            middle = values[len(values) // 2]
+            share = max(1.0, _PERCENTILES[percentile] * stretches) ** -0.5
+            ends = [middle + share * (value - middle) for value in values]
+            beyond = max(min(ends) - q.measured, q.measured - max(ends), 0.0)
+            worst = max(worst, 100 * beyond / q.measured)
+        return worst
 
     def of(self, latency: str) -> tuple[Replayed, ...]:
         """Return P50, P90 and P99 of a latency; empty if unknown."""
         return tuple(q for q in self.quantities if q.name.startswith(f"{latency}_p"))
 
 
+_PERCENTILES = {"50": 0.5, "90": 0.1}
+"""Percentiles that are judged, and the share of requests that is above."""
+
+
 def _worst_pct(quantities: tuple[Replayed, ...], latencies: tuple[str, ...]) -> float | None:
-    names = {f"{name}_p{q}_us" for name in latencies for q in (50, 90)}
+    names = {f"{name}_p{q}_us" for name in latencies for q in _PERCENTILES}
     errors = (abs(q.error_pct) for q in quantities if q.name in names and q.error_pct is not None)
     return max(errors, default=None)

@@ -87,6 +87,9 @@ with 30 % of the requests removed they have 1.5 to 4.6, and generated ones 1.3 t
 _NOISY = 0.48
 """Standard deviation of a step's time, as a share of it, above which a skew says nothing: a machine with other work stalls now and then."""
 
+_LONG_STEPS = 16
+"""Steps of an interval whose own noises are averaged out."""
+
 _SHORT_STEPS, _MAX_NOISE = 4, 0.45
 """Intervals of up to so many steps show whether tokens count the steps: above this standard deviation they do not. It is 0.08 to 0.27 in
 complete recordings, 0.35 with steps of 4 ms on a busy machine, and 0.55 or more where 5 % of the tokens come in pairs."""
@@ -362,11 +365,13 @@ def longest_whole_prompt(rows: pl.DataFrame) -> float | None:
     one = one[np.argsort(tokens[one], kind="stable")]
     decode_us = x @ robust_fit(x[without], time_us[without])
     excess_us, step_us = time_us - decode_us, decode_us / steps
-    noise = (excess_us / step_us / np.sqrt(steps))[without]
-    sd = robust_sd(noise)
+    noise = (excess_us / decode_us)[without]
+    of_step, of_interval = _noise_shares(noise, steps[without])
+    noise = noise / np.sqrt(of_step / steps[without] + of_interval)
     # The steps of an interval add up; the one with the prompt takes longer and scatters by as large a share.
     with_prompt_us = np.maximum(excess_us + step_us, step_us)
-    variance = (sd * step_us[one]) ** 2 * (steps[one] - 1) + (sd * with_prompt_us[one]) ** 2
+    variance = of_step * (step_us**2 * (steps - 1) + with_prompt_us**2)[one]
+    variance += of_interval * (step_us * (steps - 1) + with_prompt_us)[one] ** 2
     length, excess_us = tokens[one], excess_us[one]
     # Against the line between the next shorter and the next longer prompt.
     weight = np.diff(length)[:-1] / np.maximum(length[2:] - length[:-2], 1)
@@ -374,7 +379,7 @@ def longest_whole_prompt(rows: pl.DataFrame) -> float | None:
     variance = variance[1:-1] + (1 - weight) ** 2 * variance[:-2] + weight**2 * variance[2:]
     odd = np.abs(off_us) > _SCATTER_SD * np.sqrt(variance)
     # Disturbances of steps without a prompt also disturb steps with one.
-    usual = _USUAL_SCATTER + float((np.abs(noise - np.median(noise)) > _SCATTER_SD * sd).mean())
+    usual = _USUAL_SCATTER + float((np.abs(noise - np.median(noise)) > _SCATTER_SD).mean())
     if odd.mean() <= usual + _SURE_SHARE_SD * np.sqrt(usual / odd.size) and not _falls(excess_us):
         return None
     for most in 2.0 ** np.arange(int(np.log2(length[-1])), 3, -1):
@@ -386,6 +391,21 @@ def longest_whole_prompt(rows: pl.DataFrame) -> float | None:
         ):
             return float(most)
     return 0.0
+
+
+def _noise_shares(noise: Vector, steps: Vector) -> tuple[float, float]:
+    """Return the variance of a step by itself, and the one that the steps of an interval have in common; both of shares of the time.
+
+    A machine that is slow for a second is so for every step of an interval: in long ones, that does not average out.
+    """
+    is_long = steps > _LONG_STEPS
+    common = robust_sd(noise[is_long]) ** 2 if is_long.sum() >= _MIN_SAMPLES else 0.0
+    is_short = steps <= _SHORT_STEPS
+    if is_short.sum() < _MIN_SAMPLES:
+        is_short = np.ones(len(steps), dtype=bool)
+    # Of intervals that are not as long, each has this common part too.
+    own = robust_sd(noise[is_short] * np.sqrt(steps[is_short])) ** 2 - common * float(np.median(steps[is_short]))
+    return max(own, 0.0), common
 
 
 def _falls(excess_us: Vector) -> bool:
