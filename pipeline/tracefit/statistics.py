@@ -34,6 +34,9 @@ def percentile_expr(column: pl.Expr, percent: float) -> pl.Expr:
     return column.quantile(percent / 100, "linear")
 
 
+LIKELY_SDS = 2.0
+"""Standard deviations about a mean within which 95 % of normal values are: what is within may be chance."""
+
 SD_OF_MEDIAN = 1.2533
 """Standard error of a median over that of a mean of normal values: sqrt(pi / 2)."""
 

@@ -132,6 +132,7 @@ _REPLAYED = {"admission_mdape_pct", "admission_skill"}
 _SKILLS_OF_WAITS = {*_REPLAYED, "queue_wait_skill"}
 """Measures that decide nothing where the errors are under a millisecond: no use can tell the difference."""
 
+
 def _machine_pct(
     measure: str, yes: float, value: float, entry: Validation, measured: Measurements
 ) -> float | None:

@@ -33,7 +33,7 @@ from tracefit.fit.noise import ABOUT, machine_noise
 from tracefit.fit.splits import MIN_TRAIN_ROWS, of_means, request_frame, step_frame
 from tracefit.fit.validation import measure
 from tracefit.results.models import CompareResult, Drift, DriftVerdict, LatencyDrift
-from tracefit.statistics import SD_OF_MEDIAN, robust_sd_expr
+from tracefit.statistics import LIKELY_SDS, SD_OF_MEDIAN, robust_sd_expr
 from tracefit.tables.schema import SERVER
 from tracefit.tables.sources import is_one_step
 from tracefit.tables.store import TableStore
@@ -288,7 +288,7 @@ def _latencies(
             notes.setdefault(most, []).append(run_id)
             continue
         speed = speeds.get(run_id, _Speed())
-        ends = {speed.change + side * _SDS * speed.sd for side in (-1, 0, 1)}
+        ends = {speed.change + side * LIKELY_SDS * speed.sd for side in (-1, 0, 1)}
         made = replay_new(store, models, run_id, [1.0, *map(math.exp, sorted(ends - {0.0}))])
         first = made.replays[0]
         compared += first.requests
@@ -303,7 +303,6 @@ def _latencies(
 
 
 _MOST_RUNS = 50
-_SDS = 2.0
 _NAMED = 5
 
 
@@ -466,7 +465,7 @@ def _drift_of(model: Model, alike: _Alike, tolerance: Tolerance, speeds: Mapping
 
 def _speed_explains(alike: _Alike, actual: Vector, speeds: Mapping[str, _Speed], limit: float) -> str | None:
     """Say that the machine's speed explains larger errors of steps, where it varies by as much; null where it does not."""
-    if any(abs(speed.change) > _SDS * speed.sd for speed in speeds.values()):
+    if any(abs(speed.change) > LIKELY_SDS * speed.sd for speed in speeds.values()):
         return None
     change = alike.rows["run_id"].replace_strict(
         {run_id: speed.change for run_id, speed in speeds.items()}, default=0.0, return_dtype=pl.Float64
@@ -477,7 +476,7 @@ def _speed_explains(alike: _Alike, actual: Vector, speeds: Mapping[str, _Speed],
     most = max(speeds.values(), key=lambda speed: abs(speed.change))
     return (
         f"the error is larger because the machine is {number(100 * abs(math.expm1(most.change)))} % "
-        f"{'slower' if most.change > 0 else 'faster'}, and its speed varies by as much (± {number(100 * math.expm1(_SDS * most.sd))} %)"
+        f"{'slower' if most.change > 0 else 'faster'}, and its speed varies by as much (± {number(100 * math.expm1(LIKELY_SDS * most.sd))} %)"
     )
 
 

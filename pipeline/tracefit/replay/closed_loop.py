@@ -17,7 +17,7 @@ from tracefit.replay.engine import EngineSettings
 from tracefit.replay.models import FittedStepTimes, admission_us, batch_at, departure_us
 from tracefit.replay.run import RequestLoad, replay
 from tracefit.results.replays import QueueWindow, ReplayAtSpeed, Replayed, RunReplay
-from tracefit.statistics import percentile
+from tracefit.statistics import LIKELY_SDS, percentile
 from tracefit.tables.client_times import TIMES, with_clients_latencies
 from tracefit.tables.dialects import CLIENT
 from tracefit.tables.requests import latency_us
@@ -314,14 +314,14 @@ def _counted(replayed: pl.DataFrame, part: str) -> pl.DataFrame:
 def _speeds_of_holdout_pct(model: Model) -> tuple[float, ...]:
     """Return how much longer steps of equal batches took in the hold-out than the model says, in percent, from the fastest.
 
-    The middle one is the speed of the whole hold-out, the others are one standard deviation of a stretch of time from it. Empty where
-    the machine kept its speed.
+    The middle one is the speed of the whole hold-out, the others are two standard deviations of a stretch of time from it. Empty
+    where the machine kept its speed.
     """
     speed = model.validation.speed if model.validation else None
     if speed is None or not speed.adjusted:
         return ()
-    middle = 1 + (speed.holdout_pct or 0.0) / 100
-    return tuple(100 * (middle * (1 + side * speed.sd_pct / 100) - 1) for side in (-1, 0, 1))
+    middle, sd = math.log1p((speed.holdout_pct or 0.0) / 100), math.log1p(speed.sd_pct / 100)
+    return tuple(100 * math.expm1(middle + side * LIKELY_SDS * sd) for side in (-1, 0, 1))
 
 
 def _notes(replayed: pl.DataFrame, deployment: DeploymentModels, *, is_full: bool) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ class RunReplay:
         queue: The queue over time; empty if scheduling times of requests are unknown.
         notes: Assumptions of the replay.
         at_speeds: Replays at speeds that the machine had: at the one of the held-out part as a whole, between two in which it is faster
-            and slower by the standard deviation of a stretch of time; empty where the machine kept its speed.
+            and slower by two standard deviations of a stretch of time; empty where the machine kept its speed.
     """
 
     run_id: str
@@ -102,7 +102,7 @@ class RunReplay:
         """Return how far latencies at P50 and P90 are from those of replays at speeds that the machine had, in percent, for the worst.
 
         A P90 comes from the slowest tenth of the time, in which the speed is one of a few stretches'. A P50 comes from half of the
-        stretches, whose mean differs less: by the standard deviation over the root of their number.
+        stretches, whose mean differs less: by that of one over the root of their number.
 
         Args:
             stretches: Stretches of time of the held-out part, each with a speed of its own.

@@ -404,7 +404,9 @@ def _noise_shares(noise: Vector, steps: Vector) -> tuple[float, float]:
     if is_short.sum() < _MIN_SAMPLES:
         is_short = np.ones(len(steps), dtype=bool)
     # Of intervals that are not as long, each has this common part too.
-    own = robust_sd(noise[is_short] * np.sqrt(steps[is_short])) ** 2 - common * float(np.median(steps[is_short]))
+    own = robust_sd(noise[is_short] * np.sqrt(steps[is_short])) ** 2 - common * float(
+        np.median(steps[is_short])
+    )
     return max(own, 0.0), common
 
 
