@@ -33,7 +33,7 @@ def endpoint_of(scheme: str, options: str = "") -> str | None:
 
     Args:
         scheme: The scheme of a bucket's URL.
-        options: What is after the question mark of that URL: `endpoint_override` goes before the environment.
+        options: The text after the question mark of that URL: `endpoint_override` goes before the environment.
 
     Raises:
         ValueError: The endpoint is not a URL.

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from tracefit.server.documents import Document
 
 
-SettingSource = Literal["given", "read", "assumed"]
-"""given: by the user for this call. read: in the files of the run. assumed: vLLM's default."""
+SettingSource = Literal["given", "read", "measured", "assumed"]
+"""given: by the user for this call. read: in the files of the run. measured: by the server as it started. assumed: vLLM's default."""
 
 # Bounds are far above real settings: a larger value has a wrong unit or is damaged.
 Ranks = Annotated[WholeNumber, Field(ge=1, le=65_536)] | None
@@ -137,9 +137,15 @@ class ServerSettings(BaseModel):
     def knobs(self) -> dict[str, Scalar]:
         """Return the stated settings that distinguish deployments, beyond model, GPU and tensor parallelism.
 
-        The order is fixed, so that the mapping can be hashed.
+        Measured values are left out: they differ a little from start to start, and nobody chose them. The order is fixed, so that the mapping
+        can be hashed.
         """
-        return {name: value for name, value in self.values().items() if name in _KNOBS}
+        measured = self.measured()
+        return {n: value for n, value in self.values().items() if n in _KNOBS and n not in measured}
+
+    def measured(self) -> dict[str, Scalar]:
+        """Return the values that the server measured as it started, by field name."""
+        return {n: value for n, value in self.values().items() if self.sources.get(n) == "measured"}
 
 
 SETTINGS: tuple[str, ...] = tuple(
@@ -380,7 +386,10 @@ def read_settings(path: Path) -> ServerSettings:
     text = read_bytes(path, limit_bytes=_MAX_LOG_BYTES).decode("utf-8", errors="replace")
     if starts := starts_of(text.splitlines()):
         # A log can hold several starts: the last one counts.
-        return logged_settings(starts[-1], where=where)
+        blocks = {"num_gpu_blocks": starts[-1].cache_blocks}
+        return merge(
+            settings_from(blocks, where=where, source="measured"), logged_settings(starts[-1], where=where)
+        )
     return parse_serve_command(text, where=where)
 
 
