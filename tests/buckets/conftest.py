@@ -168,7 +168,7 @@ class _Requests:
                 found.append(key)
         page = sorted([*found, *folders])[:PAGE]
         more = len(found) + len(folders) > PAGE
-        texts = [f"<IsTruncated>{str(more).lower()}</IsTruncated>"]
+        texts = [f"<IsTruncated>{str(more).lower()}</IsTruncated><KeyCount>{len(page)}</KeyCount>"]
         texts += [f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>"] if more else []
         for name in page:
             if name in folders:
@@ -229,19 +229,35 @@ def _server(bucket):
 
 
 @pytest.fixture
-def bucket(monkeypatch, tmp_path_factory):
+def serve():
+    """Return a function that serves an empty bucket in this process and returns it with its endpoint."""
+    servers = []
+
+    def start():
+        bucket = Bucket()
+        server = _server(bucket)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        servers.append(server)
+        return bucket, f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def bucket(serve, monkeypatch, tmp_path_factory):
     """Return an empty bucket that a server in this process serves, and name it in the environment."""
-    bucket = Bucket()
-    server = _server(bucket)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    google = {"gcs_base_url": f"http://127.0.0.1:{server.server_port}", "disable_oauth": True}
+    bucket, endpoint = serve()
+    google = {"gcs_base_url": endpoint, "disable_oauth": True}
     account = tmp_path_factory.mktemp("google") / "account.json"
     account.write_text(
         json.dumps(google | dict.fromkeys(("client_email", "private_key", "private_key_id"), ""))
     )
     values = {
         "GOOGLE_SERVICE_ACCOUNT": str(account),
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
+        "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "never shown",
         "AWS_REGION": "eu-west-1",
@@ -251,6 +267,4 @@ def bucket(monkeypatch, tmp_path_factory):
         monkeypatch.setenv(name, value)
     buckets._opened.cache_clear()  # another server each time
     buckets._ANSWERED.clear()
-    yield bucket
-    server.shutdown()
-    server.server_close()
+    return bucket

@@ -484,6 +484,48 @@ def test_an_object_has_one_place_by_every_spelling(lay, bucket):
     assert list(runs_of(*urls, filesystem_of=opened)) == ["run"]
 
 
+@pytest.mark.parametrize(
+    ("scheme", "environment", "options", "host"),
+    [
+        ("s3", {"AWS_ENDPOINT_URL": "http://Minio.Corp:9000/"}, "", "http://minio.corp:9000"),
+        ("s3", {"AWS_ENDPOINT_URL": "https://minio.corp:443"}, "", "https://minio.corp"),
+        ("s3", {"AWS_ENDPOINT_URL_S3": "http://a", "AWS_ENDPOINT_URL": "http://b"}, "", "http://a"),
+        ("s3", {"AWS_ENDPOINT_URL": "http://a"}, "?endpoint_override=b:9&scheme=http", "http://b:9"),
+        ("s3", {"AWS_ENDPOINT_URL": "http://a"}, "?endpoint_override=http%3A%2F%2Fb%3A9", "http://b:9"),
+        ("s3", {"AWS_ENDPOINT_URL": "http://user:pw@[fd00::1]:9"}, "", "http://[fd00::1]:9"),
+        ("gs", {"CLOUD_STORAGE_EMULATOR_ENDPOINT": "http://localhost:4443"}, "", "http://localhost:4443"),
+        # The provider's own: a region or a private address is no other store.
+        ("s3", {}, "?region=eu-west-1", None),
+        ("s3", {"AWS_ENDPOINT_URL": ""}, "", None),
+        ("s3", {"AWS_ENDPOINT_URL": "https://s3.eu-west-1.amazonaws.com"}, "", None),
+        ("s3", {"AWS_ENDPOINT_URL": "https://storage.googleapis.com"}, "", "https://storage.googleapis.com"),
+        ("gs", {"AWS_ENDPOINT_URL": "http://minio.corp:9000"}, "", None),
+        ("gs", {"CLOUD_STORAGE_EMULATOR_ENDPOINT": "https://storage.googleapis.com"}, "", None),
+    ],
+)
+def test_an_object_at_an_endpoint_has_its_host_in_its_place(
+    lay, bucket, monkeypatch, scheme, environment, options, host
+):
+    opened, _ = bucket
+    lay("store/bucket/prod/run/traces.json")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with open_inputs([f"{scheme}://bucket/prod/run{options}"], filesystem_of=opened) as inputs:
+        (run,) = inputs.runs
+    (file,) = run.trace_files
+    url = f"{host or f'{scheme}:/'}/bucket/prod/run"
+    assert (file.place, run.folder) == (f"{url}/traces.json", url.replace("://", "/"))
+    assert file.name == f"{scheme}://bucket/prod/run/traces.json"
+
+
+def test_an_endpoint_that_is_no_url_is_one_line(bucket, monkeypatch):
+    opened, _ = bucket
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://host:port")
+    assert "cannot be read (Port could not be cast" in refused(
+        UsageError, "s3://bucket/run", filesystem_of=opened
+    )
+
+
 def test_places_on_disk_are_absolute_and_without_links(lay, tmp_path):
     lay("far/traces.json", "far/deep/exp-config.yaml", "far/deep/year=2026/traces.json", "run/traces-1.json")
     Path("run/link").symlink_to("../far")

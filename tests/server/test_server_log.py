@@ -7,17 +7,20 @@ import json
 import logging
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 import tracefit as package
+from tracefit.commands.deployments import deployments_of, write_timelines
 from tracefit.commands.ingest import _starts_of
 from tracefit.inputs.blocks import lines_with
 from tracefit.inputs.discovery import open_inputs
 from tracefit.inputs.files import TraceFile
-from tracefit.server.context import read_context
+from tracefit.server.context import deployment_of, read_context
 from tracefit.server.server_log import MARKS, ServerStart, starts_of
 from tracefit.server.settings import ServerSettings, read_settings, settings_from
 from tracefit.synth import SynthOptions, synth, write_run
+from tracefit.tables.store import TableStore
 
 ARGUMENTS = "INFO 11-28 00:01:16 [api_utils.py:286] non-default args: {'model_tag': 'org/m', 'model': 'org/m', 'dtype': 'auto', 'max_num_seqs': 64}"
 ENGINE = (
@@ -50,10 +53,10 @@ def test_arguments_and_the_engine_s_configuration_are_read():
         "enable_chunked_prefill": True,
         "enable_prefix_caching": False,
         "enforce_eager": True,
-        "num_gpu_blocks": 262_144 // 16,
         "dtype": "bfloat16",
         "kv_cache_dtype": "auto",
     }
+    assert settings.measured() == {"num_gpu_blocks": 262_144 // 16}
 
 
 @pytest.mark.parametrize(
@@ -106,6 +109,58 @@ def test_a_restart_with_other_settings_is_said():
     assert found.settings.max_num_seqs == 4
     assert any("max_num_seqs 64 → 4" in text and "folder" in text for text in found.left_out)
     assert not context([ARGUMENTS, engine(), ARGUMENTS, engine()]).left_out
+
+
+MORE_CACHE = CACHE.replace("262,144", "263,168")
+BLOCKS = "INFO 11-28 00:01:50 [executor_base.py:112] # GPU blocks: {}, # CPU blocks: 0"
+
+
+@pytest.mark.parametrize("caches", [(CACHE, MORE_CACHE), (BLOCKS.format(900), BLOCKS.format(905))])
+def test_what_the_server_measured_makes_no_other_deployment(caches):
+    """The memory that is left after loading differs a little from start to start."""
+    first, second = (context([ARGUMENTS, engine(), cache]) for cache in caches)
+    assert first.settings.num_gpu_blocks != second.settings.num_gpu_blocks
+    assert deployment_of(first).deployment_id == deployment_of(second).deployment_id
+    assert not context([ARGUMENTS, engine(), caches[0], ARGUMENTS, engine(), caches[1]]).left_out
+    # Blocks that the operator asked for are a setting.
+    asked = [ARGUMENTS.replace("'dtype'", f"'num_gpu_blocks_override': {n}, 'dtype'") for n in (900, 905)]
+    stated = [context([arguments, engine(), caches[0]]) for arguments in asked]
+    assert [one.settings.num_gpu_blocks for one in stated] == [900, 905]
+    assert len({deployment_of(one).deployment_id for one in (first, *stated)}) == 3
+
+
+def test_a_log_given_as_settings_has_the_measured_blocks(tmp_path):
+    (tmp_path / "server.log").write_text("\n".join([ARGUMENTS, engine(), BLOCKS.format(900)]))
+    settings = read_settings(tmp_path / "server.log")
+    assert settings.measured() == {"num_gpu_blocks": 900}
+    assert "num_gpu_blocks" not in settings.knobs()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ((16_160, 16_000, 16_080), []),
+        ((16_000, 17_600), ["the servers measured num_gpu_blocks from 1,000 to 1,100: the smallest counts"]),
+    ],
+)
+def test_starts_of_one_server_are_one_deployment_with_the_smallest_cache(tmp_path, tokens, said):
+    for number, count in enumerate(tokens):
+        options = SynthOptions(name=f"r{number}", requests=80, form="stock", seed=number)
+        folder = write_run(synth(options), tmp_path / "runs")
+        for name in ("exp-config.yaml", "run.yaml"):
+            (folder / name).unlink(missing_ok=True)
+        cache = CACHE.replace("262,144", f"{count:,}")
+        (folder / "stderr.txt").write_text(f"{ARGUMENTS}\n{engine()}\n{cache}\n")
+    package.ingest(tmp_path / "runs", tmp_path / "T")
+    store = TableStore(tmp_path / "T")
+    ((deployment, members),) = deployments_of(store.read("runs"), "T")
+    assert len(members) == len(tokens)
+    assert deployment.context.settings.num_gpu_blocks == 1_000
+    assert [text for text in deployment.assumed() if "measured" in text] == said
+    # Each run's own steps have its own cache.
+    write_timelines(store, members)
+    totals = store.read("timeline").group_by("run_id").agg(pl.col("kv_blocks_total").max())
+    assert dict(totals.iter_rows()) == {f"r{n}": count // 16 - 1 for n, count in enumerate(tokens)}
 
 
 def test_each_engine_of_a_server_prints_its_configuration_once():

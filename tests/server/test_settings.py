@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from textwrap import dedent
 
 import pytest
@@ -465,6 +466,67 @@ def test_the_environment_of_a_compose_file_is_not_known():
     assert settings.unread == (
         "compose.yaml: tensor_parallel is ${TP:-2}, whose value the file does not state",
     )
+
+
+SERVICE = "apiVersion: v1\nkind: Service\nmetadata: {name: m}\nspec: {ports: [{port: 8000}]}\n"
+SERVER = (
+    "kind: Deployment\nspec: {template: {spec: {containers: [{image: vllm/vllm-openai, "
+    'args: [--model, org/a-model, --max-num-seqs=%s, "--port=8000"]}]}}}\n'
+)
+KUBECTL = """
+apiVersion: v1
+items:
+- apiVersion: v1
+  kind: Service
+  spec: {ports: [{port: 8000}]}
+- apiVersion: apps/v1
+  kind: Deployment
+  metadata: {annotations: {deployment.kubernetes.io/revision: "1"}, managedFields: [{f:args: {}}]}
+  spec: {template: {spec: {containers: [{command: [vllm, serve, org/a-model], args: [--max-num-seqs, "8"]}]}}}
+  status: {replicas: 1}
+kind: List
+metadata: {resourceVersion: ""}
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{SERVER % 8}---\n{SERVICE}",
+        f"---\n# Source: m/templates/service.yaml\n{SERVICE}---\n---\n# Source: m\n{SERVER % 8}---\n",
+        f"{SERVER % 8}---\n{SERVER % 8}",
+        "model: org/a-model\nmax_num_seqs: 8\n---\n",
+        f"{SERVICE}---\nmodel: org/a-model\nmax_num_seqs: 8\n",
+        KUBECTL,
+        f"{SERVICE}---{KUBECTL}",
+    ],
+)
+def test_of_several_documents_those_that_start_the_server_count(text):
+    settings = parse_settings(text, where="x")
+    assert settings.values() == {"model": "org/a-model", "max_num_seqs": 8}
+    assert not settings.unread
+
+
+@pytest.mark.parametrize(
+    "text", [f"{SERVER % 2}---\n{SERVICE}---\n{SERVER % 4}", f"max_num_seqs: 2\n---\n{SERVER % 4}"]
+)
+def test_documents_that_contradict_are_refused(text):
+    with pytest.raises(UsageError, match=r"x: max_num_seqs 2 and (--)?max.num.seqs 4 contradict"):
+        parse_settings(text, where="x")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"{SERVICE}---\n{SERVICE}", "x: holds several YAML documents, and no arguments of vLLM in any"),
+        (f"{SERVER % 2}---\n- a\n", "x: holds a list where a mapping was expected"),
+        (f"{SERVER % 2}---\na: &b 1\nc: *b\n", "x: uses YAML aliases"),
+        (f"{SERVER % 2}---\na: 1\na: 2\n", "x: is not YAML at line 5"),
+    ],
+)
+def test_each_document_is_checked(text, says):
+    with pytest.raises(UsageError, match=re.escape(says)):
+        parse_settings(text, where="x")
 
 
 def test_servers_of_a_manifest_that_contradict_are_refused():

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.engines.local import LocalEngine
-from tracefit.server.context import context_from_json, deployment_of
+from tracefit.server.context import context_from_json, deployment_of, together
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ def write_timelines(store: TableStore, run_ids: Iterable[str], engine: TaskEngin
 
 def deployments_of(runs: pl.DataFrame, where: str) -> list[tuple[Deployment, list[str]]]:
     """Group the runs by deployment, in the order of deployment ids."""
-    deployments: dict[str, Deployment] = {}
+    deployments: dict[str, dict[Deployment, None]] = {}
     members: dict[str, list[str]] = {}
     # The table has a row per server; the settings are those of the run.
     one_per_run = runs.unique("run_id", keep="first", maintain_order=True)
@@ -48,9 +48,10 @@ def deployments_of(runs: pl.DataFrame, where: str) -> list[tuple[Deployment, lis
         if server not in read:
             folder = f"{where}/runs/run_id={run_id}"
             read[server] = deployment_of(context_from_json(settings, model_config, gpu, where=folder))
-        deployment = deployments.setdefault(read[server].deployment_id, read[server])
+        deployment = read[server]
+        deployments.setdefault(deployment.deployment_id, {})[deployment] = None
         members.setdefault(deployment.deployment_id, []).append(run_id)
-    return [(deployments[i], members[i]) for i in sorted(deployments)]
+    return [(together([*deployments[i]]), members[i]) for i in sorted(deployments)]
 
 
 def load_deployment(store: TableStore, run_ids: Sequence[str]) -> DeploymentTables:

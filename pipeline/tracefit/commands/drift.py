@@ -123,7 +123,9 @@ def _changes(models: DeploymentModels, other: Deployment) -> str:
     context = other.context
     then = {**facts.settings, "model": facts.model, "gpu": facts.gpu}
     served = context.settings.model or (context.architecture.name if context.architecture else None)
-    now = {**context.settings.values(), "model": served, "gpu": context.gpu.name if context.gpu else None}
+    measured = context.settings.measured()  # differs without a change
+    chosen = {n: value for n, value in context.settings.values().items() if n not in measured}
+    now = {**chosen, "model": served, "gpu": context.gpu.name if context.gpu else None}
     # A setting that one side does not state may be the same on both.
     stated = {name: (then[name], value) for name, value in now.items() if None not in (then.get(name), value)}
     listed = ", ".join(

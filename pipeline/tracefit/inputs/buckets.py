@@ -19,6 +19,7 @@ from pathlib import Path, PosixPath
 from typing import TYPE_CHECKING, BinaryIO, Concatenate, ParamSpec, TypeVar, cast
 
 from tracefit.errors import UsageError
+from tracefit.inputs.endpoints import named_endpoint
 from tracefit.inputs.files import shown_url, split_url, unknown_url
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from obstore import PutMode, UpdateVersion
-    from obstore.store import ObjectStore
+    from obstore.store import ObjectStore, S3Config
 
 _MAX_REQUESTS = 8
 """Most requests to a bucket at a time: a small request is little more than a round trip."""
@@ -154,7 +155,7 @@ def _request(
             try:
                 with _errors_of(path):
                     patience_s = PATIENCE_S if path.bucket in _ANSWERED else FIRST_ANSWER_S
-                    return work(_opened(path.bucket, patience_s), path, *arguments, **options)
+                    return work(_client_of(path, patience_s), path, *arguments, **options)
             except _BrokenOffError:
                 if time.monotonic() - began > FIRST_ANSWER_S:
                     raise
@@ -212,7 +213,7 @@ def put_if(path: BucketPath, data: bytes, version: Version | None) -> bool:
         mode: PutMode = "create" if version is None else cast("UpdateVersion", version)
         try:
             # The caller reads the newer version and tries again, so this call need not retry.
-            _opened(path.bucket, FIRST_ANSWER_S).put(path.key, data, mode=mode)
+            _client_of(path, FIRST_ANSWER_S).put(path.key, data, mode=mode)
         except (AlreadyExistsError, PreconditionError):
             return False
     return True
@@ -264,14 +265,21 @@ def map_concurrently(work: Callable[[_Item], _Result], items: Iterable[_Item]) -
         return list(pool.map(work, items))
 
 
+def _client_of(path: BucketPath, seconds: int) -> ObjectStore:
+    """Return the client of a bucket, at the endpoint that the environment names now."""
+    return _opened(path.bucket, seconds, named_endpoint("s3"))
+
+
 @cache  # a client keeps its connections open for the next request
-def _opened(bucket: str, seconds: int) -> ObjectStore:
+def _opened(bucket: str, seconds: int, endpoint: str | None) -> ObjectStore:
     from obstore.store import from_url  # noqa: PLC0415
 
-    # The endpoint has the name that the provider's tools use; as there, an http:// scheme allows plain HTTP.
-    plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
+    # As in the provider's tools, an http:// scheme allows plain HTTP.
+    plain = endpoint is not None and endpoint.startswith("http://")
+    named: S3Config = {"endpoint": endpoint} if endpoint and bucket.startswith("s3:") else {}
     return from_url(
         bucket,
+        config=named,
         client_options={"allow_http": True} if plain else None,
         retry_config={
             "max_retries": 1000,

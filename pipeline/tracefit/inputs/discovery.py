@@ -183,9 +183,9 @@ class _FileFinder:
         groups: dict[str, list[TraceFile]] = {}
         configs: dict[str, dict[str, TraceFile]] = {}
         for file in _without_repeats(files):
-            folder = "/".join(_folder_of(file))
+            folder = _folder_of(file)
             if folder not in configs:
-                configs[folder] = _configs_in(folder, file)
+                configs[folder] = _configs_in(file)
             beside = configs[folder]
             is_configured = any(name in beside for name in RUN_CONFIG_NAMES)
             groups.setdefault(folder if is_configured else "", []).append(file)
@@ -340,15 +340,20 @@ def _is_pipe(path: str) -> bool:
     return stat.S_ISFIFO(mode)
 
 
-def _folder_of(file: TraceFile) -> FolderParts:
-    """Return the path of the run folder that a file that was named lies in, without links."""
-    folder = os.path.dirname(file.path)  # noqa: PTH120 - of a link: where it lies
-    parts = tuple((folder if file.filesystem else os.path.realpath(folder)).split("/"))
-    return _without_dates(parts) or ("",)
+def _folder_of(file: TraceFile) -> str:
+    """Return the place of the run folder that a file that was named lies in; for a link, where the link lies."""
+    if file.filesystem is None:
+        return _above_dates(os.path.realpath(os.path.dirname(file.path)))  # noqa: PTH120 - of strings
+    return _above_dates((file.place or file.path).rpartition("/")[0])
 
 
-def _configs_in(folder: str, beside: TraceFile) -> dict[str, TraceFile]:
-    """Return the configuration files of the folder that a file is in, by their names."""
+def _above_dates(folder: str) -> str:
+    return "/".join(_without_dates(tuple(folder.split("/"))))
+
+
+def _configs_in(beside: TraceFile) -> dict[str, TraceFile]:
+    """Return the configuration files of the run folder that a file that was named lies in, by their names."""
+    folder = _folder_of(beside) if beside.filesystem is None else _above_dates(beside.path.rpartition("/")[0])
     paths = {name: f"{folder}/{name}" for name in CONFIG_NAMES}
     if beside.filesystem is None:
         there = {

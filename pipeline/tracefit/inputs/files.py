@@ -51,8 +51,8 @@ class TraceFile:
         modified_ns: Unix time of its last change, if known and long enough ago that a later change has another: in a
             bucket of its contents, on disk of its contents, name or rights, which nobody can set back.
         filesystem: Its file system; None is the local disk.
-        place: The name that it has wherever files are compared: its absolute path without links, or its URL; null for bytes
-            of a pipe, which are compared by content.
+        place: The name that it has wherever files are compared: its absolute path without links, or its URL, with the host of
+            an endpoint other than the provider's; null for bytes of a pipe, which are compared by content.
     """
 
     name: str

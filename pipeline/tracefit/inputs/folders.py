@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.errors import UsageError
+from tracefit.inputs.endpoints import endpoint_of, place_at
 from tracefit.inputs.files import TraceFile, cannot_open, canonical, display_name, reason_of
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Folder:
         parts: The names of the folders above it and its own; runs are named after them.
         files: Each file with its path below this folder, in parts; sorted, without hidden ones.
         irregular: Names that are not regular files, such as pipes and broken links.
-        places: The place of each folder below this one, on disk; see `TraceFile.place`.
+        places: The place of this folder and, on disk, of each one below it; see `TraceFile.place`.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Folder:
 
     def place_of(self, below: FolderParts) -> str:
         """Return the place of a folder, given by its path below this one."""
-        return self.places.get(below) or bucket_place("/".join([self.name.rstrip("/"), *below]))
+        return self.places.get(below) or "/".join([self.places[()], *below])
 
 
 def find_local(path: str) -> list[TraceFile | Folder]:
@@ -105,11 +106,6 @@ def _find_one(path: str) -> TraceFile | Folder:
     return Folder(
         display_name(path), tuple(filter(None, places[()].split("/"))), tuple(files), tuple(irregular), places
     )
-
-
-def bucket_place(url: str) -> str:
-    """Return the place of a folder in a bucket, given by its URL without credentials."""
-    return url.replace("://", "/", 1)
 
 
 def _is_link(path: str) -> bool:
@@ -171,7 +167,8 @@ def find_remote(scheme: str, rest: str, filesystem_of: FileSystemOf) -> list[Tra
     bucket = f"{scheme}://{location.rpartition('@')[2]}"  # credentials stand before an @
     key = "/".join(filter(None, key.split("/")))  # two slashes name the same object as one
     try:
-        return _find_in(bucket, key, *filesystem_of(f"{scheme}://{location}/{question}{options}"))
+        endpoint = endpoint_of(scheme, options)
+        return _find_in(bucket, key, endpoint, *filesystem_of(f"{scheme}://{location}/{question}{options}"))
     except (OSError, ValueError) as error:  # pyarrow's own errors are one of the two
         reason = reason_of(error) if isinstance(error, OSError) else str(error).partition("\n")[0]
         raise UsageError(
@@ -181,7 +178,9 @@ def find_remote(scheme: str, rest: str, filesystem_of: FileSystemOf) -> list[Tra
         ) from error
 
 
-def _find_in(bucket: str, key: str, filesystem: FileSystem, base: str) -> list[TraceFile | Folder]:
+def _find_in(
+    bucket: str, key: str, endpoint: str | None, filesystem: FileSystem, base: str
+) -> list[TraceFile | Folder]:
     from pyarrow.fs import FileSelector, FileType  # noqa: PLC0415
 
     base = base.rstrip("/")
@@ -192,7 +191,9 @@ def _find_in(bucket: str, key: str, filesystem: FileSystem, base: str) -> list[T
 
     def file_of(info: FileInfo) -> TraceFile:
         name = display_name(f"{bucket}/{info.path.removeprefix(base).lstrip('/')}")
-        return TraceFile(name, info.path, info.size, info.mtime_ns, filesystem, place=name)
+        return TraceFile(
+            name, info.path, info.size, info.mtime_ns, filesystem, place=place_at(endpoint, name)
+        )
 
     if info.type == FileType.NotFound:
         raise UsageError("no such file or folder", where=f"{bucket}/{key}")
@@ -200,18 +201,22 @@ def _find_in(bucket: str, key: str, filesystem: FileSystem, base: str) -> list[T
         return [file_of(info)]
     below = filesystem.get_file_info(FileSelector(info.path, recursive=True))
     files = sorted((file_of(i) for i in below if i.type == FileType.File), key=lambda file: file.name)
-    return (
-        _matching(bucket, key, files) if pattern else [_remote_folder(f"{bucket}/{key}".rstrip("/"), files)]
-    )
+    if pattern:
+        return _matching(bucket, key, endpoint, files)
+    return [_remote_folder(f"{bucket}/{key}".rstrip("/"), endpoint, files)]
 
 
-def _remote_folder(name: str, files: list[TraceFile]) -> Folder:
+def _remote_folder(name: str, endpoint: str | None, files: list[TraceFile]) -> Folder:
     below = [(tuple(f.name.removeprefix(name).strip("/").split("/")), f) for f in files]
     visible = tuple(item for item in below if not any(part.startswith(".") for part in item[0]))
-    return Folder(name, tuple(name.partition("://")[2].split("/")), visible)
+    # Without the colon, so that a folder never has the place of an object.
+    place = place_at(endpoint, name).replace("://", "/", 1)
+    return Folder(name, tuple(name.partition("://")[2].split("/")), visible, places={(): place})
 
 
-def _matching(bucket: str, key: str, files: list[TraceFile]) -> list[TraceFile | Folder]:
+def _matching(
+    bucket: str, key: str, endpoint: str | None, files: list[TraceFile]
+) -> list[TraceFile | Folder]:
     """Return the files that match a pattern, and the folders that match it, with all their files."""
     # Each special part has its regular expression; the text between two of them stands for itself.
     texts, specials = _GLOB_PART.split(key), _GLOB_PART.findall(key)
@@ -228,6 +233,6 @@ def _matching(bucket: str, key: str, files: list[TraceFile]) -> list[TraceFile |
     if not by_name:
         raise UsageError("matches no file or folder", where=f"{bucket}/{key}")
     return [
-        inside[0] if inside[0].name == name else _remote_folder(name, inside)
+        inside[0] if inside[0].name == name else _remote_folder(name, endpoint, inside)
         for name, inside in by_name.items()
     ]

@@ -178,17 +178,16 @@ def _changes(before: Mapping[str, Scalar], after: Mapping[str, Scalar], *, commo
 
 
 def _unnamed(start: ServerStart, gpu: Gpu | None, settings: ServerSettings) -> ServerSettings:
-    """Return what no line names: limits of a step as vLLM chooses them, and the blocks of a cache whose tokens the log counts."""
+    """Return what nobody set: limits of a step as vLLM chooses them, and the blocks of the cache as the server measured it."""
     memory_gib = gpu.memory_gb * 1e9 / 2**30 if gpu is not None else None
     is_a100 = gpu is not None and "a100" in gpu.name.lower()
     limits = settings_from(
         start.defaults(memory_gib, is_a100=is_a100), where="vLLM's defaults", source="assumed"
     )
     block_tokens = settings.block_size or limits.block_size or DEFAULT_BLOCK_SIZE
-    blocks = start.cache_tokens // block_tokens if start.cache_tokens else None
-    return merge(
-        limits, settings_from({"num_gpu_blocks": blocks or None}, where="the server's log", source="read")
-    )
+    blocks = start.cache_blocks or (start.cache_tokens or 0) // block_tokens
+    measured = {"num_gpu_blocks": blocks or None}
+    return merge(limits, settings_from(measured, where="the server's log", source="measured"))
 
 
 def _assemble(settings: ServerSettings, text: str | None, where: str, gpu: Gpu | None) -> RunContext:
@@ -265,3 +264,31 @@ def deployment_of(context: RunContext) -> Deployment:
     model = architecture.slug if architecture else slug_of(settings.model or "unknown-model")
     gpu = context.gpu.slug if context.gpu else slug_of(settings.gpu or "no-gpu")
     return Deployment(f"{model}.{gpu}.tp{settings.tensor_parallel or 1}.{digest}", context)
+
+
+_NOTABLE = 1.05
+"""Ratio of two measured values of one setting from which it is said that they differ."""
+
+
+def together(deployments: Sequence[Deployment]) -> Deployment:
+    """Return the deployment of runs of one id. Of what their servers measured, which may differ, the smallest value counts."""
+    first = deployments[0]
+    found: dict[str, list[float]] = {}
+    for settings in (deployment.context.settings for deployment in deployments):
+        for name, value in settings.measured().items():
+            found.setdefault(name, []).append(float(str(value)))
+    smallest = {name: int(min(values)) for name, values in found.items()}
+    if smallest == first.context.settings.measured():
+        settings = first.context.settings
+    else:
+        measured = settings_from(smallest, where="the servers' logs", source="measured")
+        settings = merge(first.context.settings, measured)
+    texts = [
+        f"the servers measured {name} from {min(values):,.0f} to {max(values):,.0f}: the smallest counts"
+        for name, values in found.items()
+        if max(values) > _NOTABLE * min(values)
+    ]
+    if not texts and settings is first.context.settings:
+        return first
+    left_out = (*first.context.left_out, *texts)
+    return replace(first, context=replace(first.context, settings=settings, left_out=left_out))

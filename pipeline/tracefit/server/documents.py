@@ -157,7 +157,19 @@ def parse_yaml_object(content: bytes | str, *, where: str) -> Document:
     Raises:
         UsageError: As `parse_yaml`, or not a mapping.
     """
-    value = parse_yaml(content, where=where)
+    return _mapping(parse_yaml(content, where=where), where=where)
+
+
+def parse_yaml_objects(content: bytes | str, *, where: str) -> list[Document]:
+    """Decode the documents of a YAML file, each a mapping, see `parse_yaml`; empty ones are left out.
+
+    Raises:
+        UsageError: As `parse_yaml`, except for several documents; or one is not a mapping.
+    """
+    return [_mapping(value, where=where) for value in _documents(content, where=where) if value is not None]
+
+
+def _mapping(value: object, *, where: str) -> Document:
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -166,7 +178,7 @@ def parse_yaml_object(content: bytes | str, *, where: str) -> Document:
 
 
 def parse_yaml(content: bytes | str, *, where: str) -> object:
-    """Decode one YAML document; every YAML text of a user, file or option, is decoded here.
+    """Decode one YAML document; every YAML text of a user, file or option, is decoded as here.
 
     Aliases are refused: no run description needs them, and a few lines of them expand without bound. Tags are refused
     too: they construct values that are not JSON (sets, bytes), and a tag whose text does not fit it makes the library
@@ -175,11 +187,18 @@ def parse_yaml(content: bytes | str, *, where: str) -> object:
     Raises:
         UsageError: The content is not YAML, has several documents, aliases or tags, or is nested too deeply.
     """
+    documents = _documents(content, where=where)
+    if len(documents) > 1:
+        raise UsageError("holds several YAML documents", where=where, hint="give one file per run")
+    return documents[0] if documents else None
+
+
+def _documents(content: bytes | str, *, where: str) -> list[object]:
     text = as_text(content, where=where)
     try:
         # Events are a flat stream: aliases and deep nesting are refused before anything is built.
         _check_yaml_events(text, where=where)
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of a safe loader
+        return list(yaml.load_all(text, Loader=_Loader))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark is not None else ""
@@ -215,8 +234,8 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def _check_yaml_events(text: str, *, where: str) -> None:
-    """Refuse aliases, tags, second documents and deep nesting before anything is built."""
-    depth = documents = 0
+    """Refuse aliases, tags and deep nesting before anything is built."""
+    depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, yaml.AliasEvent):
             raise UsageError("uses YAML aliases", where=where, hint="write the values out")
@@ -225,13 +244,10 @@ def _check_yaml_events(text: str, *, where: str) -> None:
             raise UsageError(
                 f"uses the YAML tag {excerpt(tag)!r}", where=where, hint="write the value without it"
             )
-        documents += isinstance(event, yaml.DocumentStartEvent)
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_NESTING:
             raise UsageError("is nested too deeply", where=where)
-    if documents > 1:
-        raise UsageError("holds several YAML documents", where=where, hint="give one file per run")
 
 
 # -- validating ------------------------------------------------------------------------------------------

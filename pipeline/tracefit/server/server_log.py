@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -72,12 +72,14 @@ class ServerStart:
     Attributes:
         stated: Settings under vLLM's names, as far as lines name them.
         device: `cpu`, `cuda`, …; null where no line says.
-        cache_tokens: Tokens that fit into the KV cache; null where no line says.
+        cache_tokens: Tokens that fit into the KV cache, as the server measured; null where no line says.
+        cache_blocks: The same in blocks, as older versions print it.
     """
 
     stated: dict[str, object] = field(default_factory=dict)
     device: str | None = None
     cache_tokens: int | None = None
+    cache_blocks: int | None = None
 
     def defaults(self, gpu_memory_gib: float | None, *, is_a100: bool = False) -> dict[str, object]:
         """Return the limits that no line names, as vLLM chooses them for the device; empty where the device is not known.
@@ -123,14 +125,14 @@ def starts_of(lines: Iterable[str]) -> list[ServerStart]:
 
 def _with_sizes(start: ServerStart, line: str) -> ServerStart:
     """Add the token budget and the size of the KV cache, if the line has them."""
-    stated, cache_tokens = dict(start.stated), start.cache_tokens
+    stated, cache_tokens, cache_blocks = dict(start.stated), start.cache_tokens, start.cache_blocks
     if budget := _BUDGET.search(line):
         stated.setdefault("max_num_batched_tokens", int(budget[1] or budget[2]))
-    if blocks := _BLOCKS.search(line):
-        stated.setdefault("num_gpu_blocks", int(blocks[1]))
+    if cache_blocks is None and (blocks := _BLOCKS.search(line)):
+        cache_blocks = int(blocks[1]) or None
     if cache_tokens is None and (cache := _CACHE.search(line)):
         cache_tokens = int(cache[1].replace(",", "") or 0) or None
-    return ServerStart(stated, start.device, cache_tokens)
+    return ServerStart(stated, start.device, cache_tokens, cache_blocks)
 
 
 def _arguments(line: str) -> dict[str, object] | None:
@@ -157,7 +159,7 @@ def _with_engine(start: ServerStart, text: str) -> ServerStart:
     found = {renamed.get(name, name): value for name, value in items.items() if value is not None}
     if isinstance(dtype, str):
         found["dtype"] = dtype.removeprefix("torch.")
-    return ServerStart({**found, **stated}, str(device) if device else None, start.cache_tokens)
+    return replace(start, stated={**found, **stated}, device=str(device) if device else None)
 
 
 def _word(text: str) -> object:

@@ -29,7 +29,7 @@ from tracefit.server.documents import (
     excerpt,
     kind_of,
     parse_json_object,
-    parse_yaml_object,
+    parse_yaml_objects,
     read_bytes,
     validated,
 )
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from tracefit.server.documents import Document
 
 
-SettingSource = Literal["given", "read", "assumed"]
-"""given: by the user for this call. read: in the files of the run. assumed: vLLM's default."""
+SettingSource = Literal["given", "read", "measured", "assumed"]
+"""given: by the user for this call. read: in the files of the run. measured: by the server as it started. assumed: vLLM's default."""
 
 # Bounds are far above real settings: a larger value has a wrong unit or is damaged.
 Ranks = Annotated[WholeNumber, Field(ge=1, le=65_536)] | None
@@ -137,9 +137,15 @@ class ServerSettings(BaseModel):
     def knobs(self) -> dict[str, Scalar]:
         """Return the stated settings that distinguish deployments, beyond model, GPU and tensor parallelism.
 
-        The order is fixed, so that the mapping can be hashed.
+        Measured values are left out: they differ a little from start to start, and nobody chose them. The order is fixed, so that the mapping
+        can be hashed.
         """
-        return {name: value for name, value in self.values().items() if name in _KNOBS}
+        measured = self.measured()
+        return {n: value for n, value in self.values().items() if n in _KNOBS and n not in measured}
+
+    def measured(self) -> dict[str, Scalar]:
+        """Return the values that the server measured as it started, by field name."""
+        return {n: value for n, value in self.values().items() if self.sources.get(n) == "measured"}
 
 
 SETTINGS: tuple[str, ...] = tuple(
@@ -380,7 +386,10 @@ def read_settings(path: Path) -> ServerSettings:
     text = read_bytes(path, limit_bytes=_MAX_LOG_BYTES).decode("utf-8", errors="replace")
     if starts := starts_of(text.splitlines()):
         # A log can hold several starts: the last one counts.
-        return logged_settings(starts[-1], where=where)
+        blocks = {"num_gpu_blocks": starts[-1].cache_blocks}
+        return merge(
+            settings_from(blocks, where=where, source="measured"), logged_settings(starts[-1], where=where)
+        )
     return parse_serve_command(text, where=where)
 
 
@@ -429,14 +438,24 @@ def parse_settings(content: bytes | str, *, where: str, is_json: bool = False) -
 
     Keys are vLLM's option names or the shorter ones of run descriptions, with dashes or underscores, at the top
     or under `vllm:`, `server:` or `args:`; `args` may also be a list or a line of options. A file without them may be
-    what starts the server, such as a manifest, a compose file or the values of a chart: see `_deployed`.
+    what starts the server, such as a manifest, a compose file or the values of a chart: see `_deployed`. Of several YAML
+    documents, as of a Deployment and its Service, those that state settings count.
 
     Raises:
         UsageError: The file is not a run description, or a value is not allowed for its setting.
     """
-    document = (parse_json_object if is_json else parse_yaml_object)(content, where=where)
-    deployed = [] if _is_description(document) else _deployed(document, where=where)
-    settings = settings_from(deployed or _stated(document, where=where), where=where, source="read")
+    documents = (
+        [parse_json_object(content, where=where)] if is_json else parse_yaml_objects(content, where=where)
+    )
+    found = [pair for document in documents for pair in _of_server(document, where=where)]
+    if not found and len(documents) > 1:
+        raise UsageError(
+            "holds several YAML documents, and no arguments of vLLM in any",
+            where=where,
+            hint="give one file per run",
+        )
+    document = documents[0] if documents else {}
+    settings = settings_from(found or _stated(document, where=where), where=where, source="read")
     settings = _with_doubts(_with_sampler(settings, as_text(content, where=where), where=where), where=where)
     if settings.values() or not document:
         return settings
@@ -470,6 +489,13 @@ def _with_sampler(settings: ServerSettings, text: str, *, where: str) -> ServerS
     """Add the share of traced requests that a sampler leaves, unless a setting states it."""
     share = traced_share(text) if "OTEL_TRACES_SAMPLER" in text else None
     return merge(settings_from({"journey_tracing_sample_rate": share}, where=where, source="read"), settings)
+
+
+def _of_server(document: Document, *, where: str) -> list[tuple[str, object]]:
+    """Return the settings of a document that describes a run or starts a server; empty for any other."""
+    if _is_description(document):
+        return list(_stated(document, where=where))
+    return _deployed(document, where=where)
 
 
 def _is_description(part: Mapping[str, object], depth: int = 0) -> bool:

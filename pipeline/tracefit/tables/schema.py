@@ -296,7 +296,7 @@ RUNS = TableSchema(
         *_RUN,
         _s("model", "model name as served"),
         _json("model_config", "config.json as it was read"),
-        _json("settings", "server settings, each with where it came from (given, read, assumed)"),
+        _json("settings", "server settings, each with where it came from (given, read, measured, assumed)"),
         _json("gpu", "GPU specification; null if unknown"),
         _s("dialects", "dialects of the trace, comma separated"),
         _i("files", "trace files read"),
