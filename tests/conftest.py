@@ -65,8 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Choose how many examples properties try, before the test modules read it."""
     quick = "not slow" in config.option.markexpr
     settings.register_profile("quick", deadline=None, max_examples=20)
-    settings.register_profile("full", deadline=None, max_examples=200)
-    settings.register_profile("whole-files", _WHOLE_FILES, max_examples=6 if quick else 60)
+    settings.register_profile("full", deadline=None, max_examples=80)
+    settings.register_profile("whole-files", _WHOLE_FILES, max_examples=6 if quick else 20)
     if not config.getoption("hypothesis_profile", None):
         settings.load_profile("quick" if quick else "full")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -33,16 +34,19 @@ OF_SPANS = (
     "gen_ai.usage.prompt_tokens",
     "http.route",
 )
-EVERYWHERE = sorted({key for _, key in _attributes()} | set(OF_SPANS))
+_EVENTS_OF = Counter(key for _, key in _attributes())
+EVERYWHERE = sorted({key for key, events in _EVENTS_OF.items() if events > 1} | set(OF_SPANS))
+"""Attributes of several events, and of spans: without one of the others, a run lacks what one event lacks."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("event", "key"), _attributes())
-def test_a_run_without_an_attribute_goes_through_every_command(odd, root, tmp_path, event, key):
+def test_a_run_without_an_attribute_goes_through_run(odd, root, tmp_path, event, key):
+    """The other commands read what it wrote; those below try them."""
     run = odd.run("preempted and aborted", root)
     if not run.strip(event, key):
         pytest.skip("this server does not write it")
-    odd.through(run.write(tmp_path / "odd"), tmp_path)
+    odd.through(run.write(tmp_path / "odd"), tmp_path, commands=())
 
 
 @pytest.mark.slow
@@ -55,7 +59,7 @@ def test_commands_work_without_an_attribute(odd, root, tmp_path, key):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_run_without_ten_attributes_goes_through_every_command(odd, root, tmp_path, seed):
     run = odd.run("preempted and aborted", root)
     for pair in random.Random(seed).sample(_attributes(), 10):
