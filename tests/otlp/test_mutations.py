@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 _BETWEEN = " \t\r,[]"
-FEW, MANY = 300, 5_000
+FEW, MANY = 300, 1_500
 RECORDS_PER_FILE = 6
 MAX_REJECTS_PER_FILE = 60
 
