@@ -594,7 +594,7 @@ MODELS = {
         },
         9.78,
         3 * 2 * 8 * 128 * 2,
-        _Source("ibm-ai-platform/Bamba-9B", "its layers of attention alone"),
+        _Source("ibm-ai-platform/Bamba-9B", "a test, only its layers of attention"),
     ),
     # Mistral's card of Mamba-Codestral-7B-v0.1: 7.29 B (7,285,403,648).
     "mamba-codestral-7b": (

@@ -94,7 +94,7 @@ def test_a_method_without_bits_keeps_the_weights_and_is_noted(parse):
     assert any("quantization aqlm states no bits" in note for note in arch.assumed)
 
 
-@pytest.mark.parametrize("bits", [0, -4, "4", 64, float("nan")])
+@pytest.mark.parametrize("bits", [0, -4, "four", 64, float("nan")])
 def test_bits_that_cannot_be_are_refused(parse, bits):
     with pytest.raises(UsageError, match=r"quantization_config bits must be (a whole number|greater|less)"):
         parse(quantization_config={"quant_method": "gptq", "bits": bits})

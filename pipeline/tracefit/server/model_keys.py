@@ -298,6 +298,7 @@ def open_config(document: Document, *, where: str) -> Config:
             where=where,
             hint="give the config.json of the model",
         )
+    document = {key: _unquoted(key, value) for key, value in document.items()}
     inner = _flat(next((part for path in _SECTIONS if (part := _at(document, path)) is not None), document))
     # The type of the text model comes first: it says more than the wrapper's.
     named = inner.get("model_type") or document.get("model_type")
@@ -310,6 +311,26 @@ def open_config(document: Document, *, where: str) -> Config:
             f"model_type {excerpt(model_type)} is not known: read by its keys as a usual decoder (gated FFNs, rotary positions)"
         )
     return config
+
+
+_WRITTEN_NUMBER = re.compile(r"-?\d{1,18}(?:(\.\d{1,18})?(e[+-]?\d{1,2})?)", re.ASCII | re.IGNORECASE)
+_WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+_TEXTS = frozenset({*DTYPE, "_name_or_path", "model_type", "moe_layers_enum"})
+"""Keys whose values are text, even if it is that of a number."""
+
+
+def _unquoted(key: str, value: object) -> object:
+    """Return a value with the numbers, booleans and nulls in it that a script wrote in quotes: `"64"` is 64."""
+    if isinstance(value, Mapping):
+        return {name: _unquoted(name, item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_unquoted(key, item) for item in value]
+    if not isinstance(value, str) or key in _TEXTS:
+        return value
+    if value in _WORDS:
+        return _WORDS[value]
+    number = _WRITTEN_NUMBER.fullmatch(value)
+    return value if number is None else float(value) if any(number.groups()) else int(value)
 
 
 def _at(document: Document, path: tuple[str, ...]) -> Document | None:
