@@ -755,6 +755,56 @@ MODELS = {
         64 * 2 * 8 * 128 * 2,
         _Source("ByteDance-Seed/Seed-OSS-36B-Instruct", "ml-explore/mlx-swift-lm's test"),
     ),
+    # The card: 8.05 B. FFNs without a gate.
+    "apertus-8b": (
+        _base("apertus", 32, 4096, 32, 8, 131072)
+        | {"hidden_act": "xielu", "intermediate_size": 21504, "post_norm": False, "qk_norm": True},
+        8.05,
+        32 * 2 * 8 * 128 * 2,
+        _Source("swiss-ai/Apertus-8B-Instruct-2509", "lablup/mlxcel, src/models/apertus_tests.rs"),
+    ),
+    # The card: 16.4 B, 1.6 B active. The last layer of each five is attention.
+    "ring-mini-linear-2.0": (
+        _base("bailing_moe_linear", 20, 2048, 16, 4, 157184)
+        | {
+            "hidden_act": "silu",
+            "head_dim": 128,
+            "layer_group_size": 5,
+            "group_norm_size": 4,
+            "linear_silu": False,
+            "first_k_dense_replace": 1,
+            "intermediate_size": 5120,
+            "moe_intermediate_size": 512,
+            "moe_shared_expert_intermediate_size": 512,
+            "n_group": 8,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+        },
+        16.4,
+        4 * 2 * 4 * 128 * 2,
+        _Source("inclusionAI/Ring-mini-linear-2.0", "lablup/mlxcel, src/models/bailing_moe_linear_tests.rs"),
+    ),
+    # The card: 33 B, 3 B active. Layers with a window have more heads.
+    "laguna-xs.2": (
+        _base("laguna", 40, 2048, 48, 8, 100352)
+        | {
+            "head_dim": 128,
+            "gating": True,
+            "intermediate_size": 8192,
+            "layer_types": [FULL if i % 4 == 0 else WINDOW for i in range(40)],
+            "sliding_window": 512,
+            "num_attention_heads_per_layer": [48 if i % 4 == 0 else 64 for i in range(40)],
+            "mlp_layer_types": ["dense"] + ["sparse"] * 39,
+            "moe_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "shared_expert_intermediate_size": 512,
+        },
+        33.4,
+        40 * 2 * 8 * 128 * 2,
+        _Source("poolside/Laguna-XS.2-FP8", _AIC),
+    ),
 }
 # 10^9 active parameters of the cards.
 ACTIVE = {
@@ -765,6 +815,8 @@ ACTIVE = {
     "dbrx": 36.0,
     "step3": 38.0,
     "jamba-1.5-mini": 12.0,
+    "ring-mini-linear-2.0": 1.6,
+    "laguna-xs.2": 3.0,
 }
 
 
@@ -901,6 +953,10 @@ def test_experts_on_a_narrow_vector_are_dispatched_as_such(read):
             "sparse_attention_config is not understood",
         ),
         ({"mb_per_layer": 2}, "mb_per_layer is not understood"),
+        ({"total_ut_steps": 4}, "total_ut_steps is not understood"),
+        ({"global_attn_every_n": 4}, "global_attn_every_n is not understood"),
+        ({"model_type": "rwkv6"}, "model_type rwkv6 is of a family whose layers are not read"),
+        ({"model_type": "new", "hidden_act": "xielu"}, "hidden_act xielu does not say whether FFNs of new"),
         (
             {"mamba_d_state": 16, "mamba_expand": 2},
             "mamba_d_state is not understood, and describes layers with a state",
@@ -959,6 +1015,51 @@ def test_blocks_without_attention_or_with_one_matrix(parse):
         (1, (), 64 * 64),
     ]
     assert arch.kv_bytes_per_token == (2 + 1) * 2 * 8 * 2
+
+
+def test_an_activation_that_only_gated_ffns_have_is_no_reason_to_refuse(parse):
+    assert parse(model_type="new", hidden_act="silu").parameters == parse(model_type="new").parameters
+
+
+def test_groks_layers_have_an_ffn_beside_their_experts(parse):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    beside = parse(**experts, residual_moe=True, global_attn_every_n=1)
+
+    assert beside.parameters - parse(**experts).parameters == 4 * 3 * 64 * 128
+    assert (beside.moe_layers, beside.dense_layers) == (4, 4)
+
+
+def test_command_a_plus_has_a_width_of_its_own_for_the_first_layers(parse):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    arch = parse(**experts, intermediate_size=16, prefix_dense_intermediate_size=32)
+
+    assert [layer.ffns for layer in arch.stack] == [(32,), (), (), ()]
+    assert arch.stack[1].experts.ffn == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "width"),
+    [
+        ({"block_ff_dim": 768, "block_auto_adjust_ff_dim": True}, 512),
+        # The class adjusts unless the key is false.
+        ({"block_ff_dim": 768}, 512),
+        ({"block_ff_dim": 768, "intermediate_size": 100}, 512),
+        ({"intermediate_size": 768}, 512),
+        ({"intermediate_size": 768, "block_auto_adjust_ff_dim": False}, 768),
+    ],
+)
+def test_widths_of_lfm2_are_those_of_its_class(parse, changes, width):
+    arch = parse(**({"model_type": "lfm2", "full_attn_idxs": [1], "conv_L_cache": 3} | changes))
+
+    assert arch.ffn == width
+
+
+def test_groups_of_mamba_have_several_names():
+    config = dict(MODELS["nemotron-nano-9b-v2"][0])
+    plain = parse_architecture(json.dumps(config), where="x")
+    config["mamba_num_groups"] = config.pop("n_groups")
+
+    assert parse_architecture(json.dumps(config), where="x").parameters == plain.parameters
 
 
 @pytest.mark.parametrize(
