@@ -49,7 +49,7 @@ WINDOWED = frozenset(["mistral", "mixtral", "phi3", "phi4mm", "phimoe", "starcod
 GATED = frozenset(["bitnet", "gemma", "kimi_linear"])
 """FFNs have a gate, with an activation that most families have without one."""
 
-_GATED_ACTIVATIONS = frozenset(["silu", "swish", "swiglu", "geglu", "gelu_pytorch_tanh"])
+_GATED_ACTIVATIONS = re.compile(r"glu|silu|swish|^gelu_pytorch_tanh$")
 """Activations that families have with a gate only."""
 
 ALTERNATING = frozenset(["gemma2", "gpt_oss"])
@@ -339,7 +339,7 @@ def _check_usual(config: Config) -> None:
             f"model_type {config.model_type}", "is of a family whose layers are not read"
         )
     activation = config.get("hidden_act")
-    if isinstance(activation, str) and activation.lower() not in _GATED_ACTIVATIONS:
+    if isinstance(activation, str) and not _GATED_ACTIVATIONS.search(activation.lower()):
         raise config.not_understood(
             f"hidden_act {activation}",
             f"does not say whether FFNs of {excerpt(config.model_type)} have a gate",
