@@ -74,8 +74,8 @@ class _Source(NamedTuple):
 
     Attributes:
         hub: The model on the Hugging Face hub, whose `config.json` the keys are those of.
-        compared: The public copy of that file that the keys were compared with; empty if none was found, and the keys are those of
-            the model's card and report.
+        compared: The public copy of that file that the keys were compared with, by repository where it is known; empty if none was
+            found, and the keys are those of the model's card and report.
     """
 
     hub: str
@@ -201,7 +201,7 @@ MODELS = {
         },
         51.6,
         4 * 2 * 8 * 128 * 2,
-        _Source("ai21labs/AI21-Jamba-1.5-Mini", "sdpython/experimental-experiment"),
+        _Source("ai21labs/AI21-Jamba-1.5-Mini", "a library of untrained models, which links it"),
     ),
     # TII's card: 7.6 B. Attention and Mamba in each layer.
     "falcon-h1-7b": (
@@ -218,7 +218,7 @@ MODELS = {
         },
         7.6,
         44 * 2 * 2 * 128 * 2,
-        _Source("tiiuae/Falcon-H1-7B-Instruct", "nanocad-lab/Rapid-LLM's test"),
+        _Source("tiiuae/Falcon-H1-7B-Instruct", "a simulator's test of its import"),
     ),
     # The card: 456 B, 45.9 B active. One layer of 8 is attention.
     "minimax-text-01": (
@@ -475,7 +475,7 @@ MODELS = {
         },
         6.87,
         20 * 2 * 2 * 256 * 2,
-        _Source("google/gemma-3n-E4B", "google-ai-edge/ai-edge-torch"),
+        _Source("google/gemma-3n-E4B", "a converter's model E4B and an estimator's test, in part"),
     ),
     # Databricks's card: 132 B, 36 B active.
     "dbrx": (
@@ -633,7 +633,7 @@ MODELS = {
         },
         7.27,
         0,
-        _Source("tiiuae/falcon-mamba-7b", "sdpython/experimental-experiment"),
+        _Source("tiiuae/falcon-mamba-7b", "a library of untrained models, which links it"),
     ),
     # Tencent's card: 80 B, 13 B active.
     "hunyuan-a13b": (
@@ -698,7 +698,7 @@ MODELS = {
         },
         355.0,
         92 * 2 * 8 * 128 * 2,
-        _Source("zai-org/GLM-4.5", "THUDM/slime, scripts/models/glm4.5-355B-A32B.sh"),
+        _Source("zai-org/GLM-4.5", "zyzshishui/slime, scripts/models/glm4.5-355B-A32B.sh"),
     ),
     # Baidu's card: 300 B, 47 B active.
     "ernie-4.5-300b-a47b": (
@@ -715,7 +715,7 @@ MODELS = {
         },
         300.0,
         54 * 2 * 8 * 128 * 2,
-        _Source("baidu/ERNIE-4.5-300B-A47B-PT", "Ascend/MindIE-LLM's test"),
+        _Source("baidu/ERNIE-4.5-300B-A47B-PT", "the test of atb_llm's ernie_moe"),
     ),
     # Liquid's card: 1.17 B. 6 of 16 layers are attention, the others short convolutions.
     "lfm2-1.2b": (
@@ -753,7 +753,7 @@ MODELS = {
         _base("seed_oss", 64, 5120, 80, 8, 155136) | {"head_dim": 128, "intermediate_size": 27648},
         36.2,
         64 * 2 * 8 * 128 * 2,
-        _Source("ByteDance-Seed/Seed-OSS-36B-Instruct", "ml-explore/mlx-swift-lm's test"),
+        _Source("ByteDance-Seed/Seed-OSS-36B-Instruct", "the test of a port to Swift"),
     ),
     # The card: 8.05 B. FFNs without a gate.
     "apertus-8b": (
