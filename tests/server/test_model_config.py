@@ -293,7 +293,9 @@ def test_half_a_latent_attention_is_refused(config_of, key):
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
-@pytest.mark.parametrize("value", [-1, 0, 10**30, 1.5, float("nan"), float("inf"), "64", True, [64], {}])
+@pytest.mark.parametrize(
+    "value", [-1, 0, 10**30, 1.5, float("nan"), float("inf"), "64 KB", "0x40", True, [64], {}]
+)
 def test_number_that_cannot_be_is_refused(parse, key, value):
     with pytest.raises(
         UsageError, match=rf"config\.json: {key} must be (a whole number|greater|less)"
@@ -302,6 +304,33 @@ def test_number_that_cannot_be_is_refused(parse, key, value):
 
     assert "\n" not in caught.value.line()
     assert len(caught.value.line()) < 200
+
+
+def test_numbers_booleans_and_nulls_in_quotes_are_read(config_of):
+    def quoted(value):
+        if isinstance(value, dict):
+            return {key: quoted(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [quoted(item) for item in value]
+        return value if isinstance(value, str) else json.dumps(value)
+
+    for name in ("llama-3.1-8b", "deepseek-v3"):
+        config = config_of(name) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+        plain = parse_architecture(json.dumps(config), where="x")
+
+        assert parse_architecture(json.dumps(quoted(config)), where="x") == plain
+
+
+@pytest.mark.parametrize("value", ["true", "null", "1e400", "64.5", "", "-64", "\u0664"])
+def test_text_in_quotes_that_is_no_such_number_is_refused(parse, value):
+    with pytest.raises(UsageError, match=r"hidden_size (must be|is missing)"):
+        parse(hidden_size=value)
+
+
+def test_a_name_of_digits_stays_text(parse):
+    arch = parse(_name_or_path="64")
+
+    assert arch.name == "64"
 
 
 @pytest.mark.parametrize(

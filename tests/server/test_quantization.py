@@ -59,6 +59,35 @@ def test_mxfp4_shrinks_only_experts(parse):
     assert arch.expert_weight_bytes == 0.53125
 
 
+def test_a_rule_for_the_ffn_of_gemma_4_is_none_for_the_experts_beside_it(parse):
+    # NVIDIA's checkpoint leaves out attention, the router and the FFN of each layer by name.
+    names = [
+        f"model.language_model.layers.{i}.{m}*" for i in range(4) for m in ("mlp", "router", "self_attn")
+    ]
+    arch = parse(
+        num_experts=4,
+        num_experts_per_tok=1,
+        enable_moe_block=True,
+        quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": names},
+    )
+
+    assert (arch.attention_weight_bytes, arch.ffn_weight_bytes, arch.expert_weight_bytes) == (
+        2.0,
+        2.0,
+        0.5625,
+    )
+
+
+def test_mlx_has_the_bits_of_modules_beside_its_own(parse):
+    section = {"group_size": 64, "bits": 4, "mode": "affine"}
+    for i in range(4):
+        section |= {f"model.layers.{i}.self_attn.{m}_proj": {"bits": 8, "group_size": 64} for m in "qkvo"}
+        section[f"model.layers.{i}.mlp"] = False
+    arch = parse(quantization=section)
+
+    assert (arch.attention_weight_bytes, arch.ffn_weight_bytes, arch.expert_weight_bytes) == (1.0, 2.0, 0.5)
+
+
 @pytest.mark.parametrize(
     ("patterns", "attention"),
     [
@@ -94,7 +123,7 @@ def test_a_method_without_bits_keeps_the_weights_and_is_noted(parse):
     assert any("quantization aqlm states no bits" in note for note in arch.assumed)
 
 
-@pytest.mark.parametrize("bits", [0, -4, "4", 64, float("nan")])
+@pytest.mark.parametrize("bits", [0, -4, "four", 64, float("nan")])
 def test_bits_that_cannot_be_are_refused(parse, bits):
     with pytest.raises(UsageError, match=r"quantization_config bits must be (a whole number|greater|less)"):
         parse(quantization_config={"quant_method": "gptq", "bits": bits})

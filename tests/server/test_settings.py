@@ -507,6 +507,99 @@ def test_of_several_documents_those_that_start_the_server_count(text):
     assert not settings.unread
 
 
+# -- servers for prefill and for decode ------------------------------------------------------------------
+
+OF_LLM_D = """
+modelArtifacts: {uri: "hf://org/a-model", name: org/a-model}
+routing: {servicePort: 8000}
+decode:
+  replicas: 1
+  parallelism: {tensor: 4}
+  containers:
+  - {name: vllm, image: ghcr.io/llm-d/llm-d:v0.2, args: [--max-model-len, "32000", --max-num-seqs=128]}
+prefill:
+  replicas: 2
+  parallelism: {tensor: 1}
+  containers:
+  - {name: vllm, image: ghcr.io/llm-d/llm-d:v0.2, args: [--max-model-len, "32000", --block-size=64]}
+"""
+OF_DYNAMO = """
+kind: DynamoGraphDeployment
+spec:
+  services:
+    Frontend: {replicas: 1}
+    VllmDecodeWorker:
+      extraPodSpec:
+        mainContainer: {command: [python3, -m, dynamo.vllm], args: [--model, org/a-model, --max-num-seqs, "128", -tp, "4", --max-model-len, "32000"]}
+    VllmPrefillWorker:
+      extraPodSpec:
+        mainContainer: {command: [python3, -m, dynamo.vllm], args: [--model, org/a-model, --block-size, "64", -tp, "1", --max-model-len, "32000"]}
+"""
+OF_KSERVE = """
+kind: LLMInferenceService
+spec:
+  model: {uri: "hf://org/a-model", name: org/a-model}
+  template:
+    containers:
+    - {name: main, args: [--model, org/a-model, --max-num-seqs=128, --tensor-parallel-size=4, --max-model-len=32000]}
+  prefill:
+    template:
+      containers:
+      - {name: main, args: [--model, org/a-model, --block-size=64, --tensor-parallel-size=1, --max-model-len=32000]}
+"""
+DECODE = {"model": "org/a-model", "tensor_parallel": 4, "max_model_len": 32000, "max_num_seqs": 128}
+PREFILL = {"model": "org/a-model", "tensor_parallel": 1, "max_model_len": 32000, "block_size": 64}
+
+
+@pytest.mark.parametrize("text", [OF_LLM_D, OF_DYNAMO, OF_KSERVE], ids=["llm-d", "dynamo", "kserve"])
+@pytest.mark.parametrize(
+    ("where", "values"),
+    [
+        ("runs/decode-0/values.yaml", DECODE),
+        ("runs/my-prefill/values.yaml", PREFILL),
+        ("runs/prefill-and-decode/values-decode.yaml", DECODE),
+    ],
+)
+def test_the_name_of_a_run_says_which_of_two_kinds_of_servers_it_is_of(text, where, values):
+    settings = parse_settings(text, where=where)
+
+    assert settings.values() == values
+    assert not settings.unread
+
+
+@pytest.mark.parametrize("text", [OF_LLM_D, OF_DYNAMO, OF_KSERVE], ids=["llm-d", "dynamo", "kserve"])
+@pytest.mark.parametrize("where", ["values.yaml", "decode/prefill-decode/values.yaml"])
+def test_only_what_servers_for_prefill_and_decode_share_is_taken(text, where):
+    settings = parse_settings(text, where=where)
+
+    assert settings.values() == {"model": "org/a-model", "max_model_len": 32000}
+    differing = "tensor_parallel 1 and 4, max_num_seqs none and 128, block_size 64 and none"
+    assert len(settings.unread) == 1
+    assert settings.unread[0].startswith(
+        f"{where}: its servers for prefill and for decode differ ({differing})"
+    )
+    assert (
+        "state them with `ServerOptions.settings`, or put prefill or decode into the name of the run's folder"
+        in settings.unread[0]
+    )
+
+
+@pytest.mark.parametrize("off", ["create: false", "replicas: 0", "enabled: false"])
+def test_a_section_whose_servers_are_not_started_is_not_read(off):
+    settings = parse_settings(OF_LLM_D.replace("replicas: 2", off), where="values.yaml")
+
+    assert settings.values() == DECODE
+    assert not settings.unread
+
+
+def test_equal_servers_for_prefill_and_decode_are_read_as_one():
+    section = "{args: [--model=org/a-model, --max-num-seqs=8]}"
+    settings = parse_settings(f"{{prefill: {section}, decode: {section}}}", where="x")
+
+    assert settings.values() == {"model": "org/a-model", "max_num_seqs": 8}
+    assert not settings.unread
+
+
 @pytest.mark.parametrize(
     "text", [f"{SERVER % 2}---\n{SERVICE}---\n{SERVER % 4}", f"max_num_seqs: 2\n---\n{SERVER % 4}"]
 )
@@ -527,6 +620,12 @@ def test_documents_that_contradict_are_refused(text):
 def test_each_document_is_checked(text, says):
     with pytest.raises(UsageError, match=re.escape(says)):
         parse_settings(text, where="x")
+
+
+def test_servers_of_one_role_that_contradict_are_refused():
+    two = "{decode: [{args: [--max-num-seqs=2]}, {args: [--max-num-seqs=4]}], prefill: {args: [--max-num-seqs=2]}}"
+    with pytest.raises(UsageError, match="max_num_seqs 2 and max_num_seqs 4 contradict"):
+        parse_settings(two, where="x")
 
 
 def test_servers_of_a_manifest_that_contradict_are_refused():

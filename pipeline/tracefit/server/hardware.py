@@ -124,12 +124,13 @@ _VALUE_FIELDS = tuple(field.name for field in fields(GpuValues) if field.name !=
 #   - RTX PRO 6000 Server Edition: its product page, 1, 2 and 4 PFLOPS with sparsity, and its datasheet for the memory.
 #   - T4: the appendix of the Turing whitepaper. GH200: its datasheet, for HBM3 and HBM3e.
 #   - B200, GB200, B300 and GB300: the sheets of HGX B200, GB200 NVL72, HGX B300 and GB300 NVL72, divided by their GPUs; those of B300 omit the
-#     multiprocessors in use.
+#     multiprocessors in use. Rates at fp4 without sparsity are 72, 720, 108 and 1080 PFLOPS there.
 #   - H800 and A800: the datasheets for China, which are those of H100 and A100 except the links.
 #   - MI300A: its datasheet; the link is the sum of two links to each of three others (CDNA 3 white paper).
-# - tables: no dense rate of the vendor's. A10G: the tables of serving simulators, which disagree with the datasheet. L20: the tables of xDiT and
-#   FLUX, which agree; NVIDIA publishes none. GB10: NVIDIA's sheet of DGX Spark has the memory and 1 PFLOPS at fp4 with sparsity; the others
-#   follow from the ratio 4:2:1 of the RTX Blackwell PRO whitepaper, and measured rates lie below.
+# - tables: no dense rate of the vendor's. A10G: the tables of serving simulators, which disagree with the datasheet. L20: NVIDIA publishes no
+#   sheet of it; databases of GPUs agree on 48 GB, 864 GB/s, 92 multiprocessors and 59.4 TFLOPS at fp32. The rates are twice and four times
+#   that, as in the sheet of the L40 and in the tables of xDiT and FLUX. GB10: NVIDIA's sheet of DGX Spark has the memory, 273 GB/s and
+#   1 PFLOPS at fp4 with sparsity; the others follow from the ratio 4:2:1 of the RTX Blackwell PRO whitepaper, and measured rates lie below.
 # - both: the datasheet and tables of serving simulators, which agree.
 #
 # The first of the rows that a name fits counts: the bare name means the SXM board, and for the A100 the one with 80 GB.

@@ -30,7 +30,7 @@ class UnknownModelError(UsageError):
 UNGATED = frozenset(
     [
         *("falcon", "gpt2", "gpt_bigcode", "gpt_neox", "opt", "phi", "starcoder2"),
-        *("arcee", "nemotron", "nemotron_h"),
+        *("apertus", "arcee", "jais2", "nanochat", "nemotron", "nemotron_h"),
     ]
 )
 """FFNs have two matrices, no gate; the width of those that do not state it is 4·hidden."""
@@ -45,6 +45,12 @@ TIED = frozenset(
 
 WINDOWED = frozenset(["mistral", "mixtral", "phi3", "phi4mm", "phimoe", "starcoder2"])
 """A window, if set, is one of every layer."""
+
+GATED = frozenset(["bitnet", "gemma", "kimi_linear"])
+"""FFNs have a gate, with an activation that most families have without one."""
+
+_GATED_ACTIVATIONS = re.compile(r"glu|silu|swish|^gelu_pytorch_tanh$")
+"""Activations that families have with a gate only."""
 
 ALTERNATING = frozenset(["gemma2", "gpt_oss"])
 """A window is one of layers 0, 2, 4, …"""
@@ -73,9 +79,10 @@ SINGLE_PART = frozenset(["nemotron_h"])
 """Each layer is one part: a state, attention, an FFN or experts."""
 
 KNOWN = frozenset().union(
-    *(UNGATED, TIED, WINDOWED, ALTERNATING, GATED_ATTENTION, BESIDE, ONLY_STATES, DOUBLE, LIGHTNING),
+    *(UNGATED, TIED, GATED, WINDOWED, ALTERNATING, GATED_ATTENTION, BESIDE, ONLY_STATES, DOUBLE, LIGHTNING),
     ("chatglm", "kimi_k2", "llama", "llama4", "olmo2", "olmo3", "seed_oss", "smollm3"),
     ("bailing_moe", "bailing_moe_v2", "dbrx", "dots1", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_moe", "step3"),
+    ("exaone4", "exaone4_5", "hunyuan_v1_dense", "laguna", "mimo", "ministral3", "step3p5"),
     ("bamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "nemotron-nas", "mimo_v2_flash"),
     ("deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32"),
     ("glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "minimax_m2"),
@@ -145,15 +152,19 @@ _SPELLINGS = {
     # Hunyuan and Nemotron-H; Hunyuan; LFM2 and OLMo.
     "attention_head_dim": "head_dim",
     "num_shared_expert": "n_shared_experts",
-    "block_ff_dim": "intermediate_size",
     "tie_embedding": "tie_word_embeddings",
     "weight_tying": "tie_word_embeddings",
-    # LFM2 and Trinity; LongCat; MiniMax-M3.
+    # LFM2 and Trinity; LongCat; MiniMax-M3; Command A+; Nemotron-Nano.
     "num_dense_layers": "first_k_dense_replace",
     "expert_ffn_hidden_size": "moe_intermediate_size",
     "dense_intermediate_size": "intermediate_size_mlp",
+    "prefix_dense_intermediate_size": "intermediate_size_mlp",
+    "mamba_num_groups": "n_groups",
 }
 """Keys of few families, by the key with the same meaning, which counts if both are set."""
+
+_WINNERS = {"block_ff_dim": "intermediate_size", "num_attention_heads_per_layer": "num_attention_heads"}
+"""Keys that count even if the key with the same meaning is set: of LFM2, and of Laguna's lists."""
 
 # Keys that multimodal configs have outside the nested text config.
 _OUTER_KEYS = frozenset(
@@ -298,6 +309,7 @@ def open_config(document: Document, *, where: str) -> Config:
             where=where,
             hint="give the config.json of the model",
         )
+    document = {key: _unquoted(key, value) for key, value in document.items()}
     inner = _flat(next((part for path in _SECTIONS if (part := _at(document, path)) is not None), document))
     # The type of the text model comes first: it says more than the wrapper's.
     named = inner.get("model_type") or document.get("model_type")
@@ -306,10 +318,52 @@ def open_config(document: Document, *, where: str) -> Config:
     model_type = validated(TEXT, named or "unknown", key="model_type", where=where)[:MOST_NAME]
     config = Config(inner, _flat(document), where, model_type)
     if config.family not in KNOWN:
+        _check_usual(config)
         config.assumed.append(
             f"model_type {excerpt(model_type)} is not known: read by its keys as a usual decoder (gated FFNs, rotary positions)"
         )
     return config
+
+
+_UNUSUAL_FAMILY = re.compile(r"rwkv|xlstm|retnet|mamba|griffin|hyena|recurrent")
+
+
+def _check_usual(config: Config) -> None:
+    """Refuse a family that is not known and cannot be read as a usual decoder.
+
+    Raises:
+        UnknownModelError: Its name or activation says that its layers may not be those of a usual decoder.
+    """
+    if _UNUSUAL_FAMILY.search(config.family):
+        raise config.not_understood(
+            f"model_type {config.model_type}", "is of a family whose layers are not read"
+        )
+    activation = config.get("hidden_act")
+    if isinstance(activation, str) and not _GATED_ACTIVATIONS.search(activation.lower()):
+        raise config.not_understood(
+            f"hidden_act {activation}",
+            f"does not say whether FFNs of {excerpt(config.model_type)} have a gate",
+        )
+
+
+_WRITTEN_NUMBER = re.compile(r"-?\d{1,18}(?:(\.\d{1,18})?(e[+-]?\d{1,2})?)", re.ASCII | re.IGNORECASE)
+_WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+_TEXTS = frozenset({*DTYPE, "_name_or_path", "model_type", "moe_layers_enum"})
+"""Keys whose values are text, even if it is that of a number."""
+
+
+def _unquoted(key: str, value: object) -> object:
+    """Return a value with the numbers, booleans and nulls in it that a script wrote in quotes: `"64"` is 64."""
+    if isinstance(value, Mapping):
+        return {name: _unquoted(name, item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_unquoted(key, item) for item in value]
+    if not isinstance(value, str) or key in _TEXTS:
+        return value
+    if value in _WORDS:
+        return _WORDS[value]
+    number = _WRITTEN_NUMBER.fullmatch(value)
+    return value if number is None else float(value) if any(number.groups()) else int(value)
 
 
 def _at(document: Document, path: tuple[str, ...]) -> Document | None:
@@ -332,7 +386,7 @@ def _flat(section: Document) -> dict[str, object]:
     for key, usual in _SPELLINGS.items():
         if flat.get(key) is not None and flat.get(usual) is None:
             flat[usual] = flat[key]
-    return flat
+    return flat | {usual: flat[key] for key, usual in _WINNERS.items() if flat.get(key) is not None}
 
 
 def _with_llama_ffn(inner: dict[str, object]) -> dict[str, object]:
@@ -356,7 +410,7 @@ _SHOWS_LAYERS = re.compile(
     r"(?<!activation_sparsity)_pattern$|layer_types$|block_types?$|block_configs?$|_type_list$|layer_(period|offset|indices|ids|idxs|group)"
     r"|layers_(enum|indices|ids)|attention_interval$|_every_n_layers$|mem(ory)?_blocks$|mb_per_layer|compress_ratios|sparse_attention"
     r"|ngram|_lora_adapter|o_groups|cla_share|share_q|^swa_|^global_(head|attn|attention)|^attention_other|layer_freq|kv_shared|cross_attention_layers$"
-    r"|_k_eq_v$|double_wide"
+    r"|_k_eq_v$|double_wide|ut_steps$|num_(loops|recurrences)$"
 )
 """Keys that say how layers differ, or what is unusual in them."""
 
@@ -389,7 +443,8 @@ def check_understood(config: Config, *, read: frozenset[str], has_experts: bool,
         UnknownModelError: There is such a key.
     """
     for key, value in config.inner.items():
-        if not value or key in read or _HARMLESS.search(key):
+        # Every first layer is every layer.
+        if not value or key in read or _HARMLESS.search(key) or (key == "global_attn_every_n" and value == 1):
             continue
         is_number = isinstance(value, int | float | list) and not isinstance(value, bool)
         if _SHOWS_LAYERS.search(key):

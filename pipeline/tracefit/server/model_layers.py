@@ -41,6 +41,7 @@ from tracefit.server.model_keys import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+_BESIDE_EXPERTS = ("enable_moe_block", "residual_moe")
 DENSE_FFN = "intermediate_size_mlp"  # of Llama 4, whose `intermediate_size` is the experts'
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "num_experts_per_token", "moe_k")
@@ -723,8 +724,8 @@ def _dense_widths(
 ) -> tuple[Sequence[int], int]:
     """Return the FFN width of each layer, 0 for one without a dense FFN, and the width that stands for the model."""
     count = len(experts)
-    # Gemma 4 has an FFN beside its experts, as LongCat has.
-    beside = config.family in DOUBLE or bool(config.flag("enable_moe_block"))
+    # Gemma 4 and Grok have an FFN beside their experts, as LongCat has.
+    beside = config.family in DOUBLE or any(config.flag(key) for key in _BESIDE_EXPERTS)
     if kinds.ffns is None:
         is_dense = [beside or one is None for one in experts]
     else:
@@ -751,8 +752,9 @@ def _stated_widths(config: Config, hidden: int, count: int, has_experts: bool) -
         return (4 * hidden,) * count
     if widths is None:
         raise config.missing(*FFN)
-    # LFM2 states the width of an FFN without a gate.
-    if config.flag("block_auto_adjust_ff_dim"):
+    # LFM2 states the width of an FFN without a gate, unless it says that it does not.
+    adjusts = config.flag("block_auto_adjust_ff_dim")
+    if adjusts or (adjusts is None and config.family == "lfm2"):
         rounding = config.usual(256, "block_multiple_of")
         return [rounding * -(-(2 * width // 3) // rounding) for width in widths]
     return widths

@@ -140,7 +140,8 @@ def quantization_of(config: Config, layers: Sequence[Layer], dtype_bytes: float)
     # DeepSeek-V4: the section describes the other matrices.
     if config.get("expert_dtype") == "fp4":
         weights["expert_weight_bytes"] = _MXFP4
-    weights.update(_by_rules(weights, list(_rules(section, dtype_bytes, where=where)), layers))
+    matrices = {**_MATRICES, **(_OF_GEMMA_4 if config.flag("enable_moe_block") else {})}
+    weights.update(_by_rules(weights, list(_rules(section, dtype_bytes, where=where)), layers, matrices))
     # EXL3 has a width of its own for the output head.
     if (head := _bits(section, "head_bits", where=where)) is not None:
         weights["head_weight_bytes"] = head / 8
@@ -295,6 +296,11 @@ def _rules_of_methods(section: Document, dtype_bytes: float, *, where: str) -> I
     for name, part in _named(section, "layer_quant_config"):  # Quark
         size = _size_of_part(_part(part, "weight"), where=where)
         yield _Rule(name, dtype_bytes if size is None else size)
+    # MLX names modules beside its own keys, with false for one that is left out.
+    for name, value in section.items():
+        if "layers." in name and (value is False or isinstance(value, Mapping)):
+            size = _size_of_part(value, where=where) if isinstance(value, Mapping) else None
+            yield _Rule(name, dtype_bytes if size is None else size)
     for name, part in _named(_part(section, "quant_type"), "module_fqn_to_config"):  # torchao
         yield _Rule(name, _torchao_bytes(part) or dtype_bytes)
     # auto-round; and GPTQModel's expressions; a minus at the start leaves modules out.
@@ -338,7 +344,7 @@ _MATRICES: Mapping[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
             ("qkv_proj", "out_proj"),
         ),
     ),
-    "ffn_weight_bytes": (("mlp", "feed_forward", "ffn", "mixer"), _PROJECTIONS),
+    "ffn_weight_bytes": (("mlp", "mlps.0", "feed_forward", "ffn", "mixer"), _PROJECTIONS),
     "shared_weight_bytes": (
         (
             *("mlp.shared_experts", "mlp.shared_expert", "block_sparse_moe.shared_experts", "shared_mlp"),
@@ -355,6 +361,12 @@ _MATRICES: Mapping[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
     ),
 }
 """Where the modules of a kind are in a layer, and the sets of matrices that they are made of, by the field they change."""
+
+_OF_GEMMA_4 = {
+    "ffn_weight_bytes": (("mlp",), _PROJECTIONS),
+    "expert_weight_bytes": (("experts.0", "experts", "moe.experts.0", "moe"), _PROJECTIONS),
+}
+"""Where Gemma 4 has its FFN and its experts: beside each other, so that a rule for `mlp` is not one for the experts."""
 
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "backbone.", "transformer.", "")
 _NUMBERED = re.compile(r"^(.*?)\b(?:layers|blocks|h)\.(\d{1,6}|\*)(?:\.(.+)|(\*)?)$", re.DOTALL)
@@ -381,7 +393,12 @@ def _has(field: str, layer: Layer) -> bool:
             return layer.experts is not None
 
 
-def _by_rules(weights: Weights, rules: Sequence[_Rule], layers: Sequence[Layer]) -> Weights:
+def _by_rules(
+    weights: Weights,
+    rules: Sequence[_Rule],
+    layers: Sequence[Layer],
+    matrices: Mapping[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]],
+) -> Weights:
     """Return the bytes of each kind of matrix with the rules applied: the mean over the layers that have it.
 
     A layer has the width of a rule if the rules cover all of its matrices of the kind; one matrix of several changes nothing.
@@ -390,7 +407,7 @@ def _by_rules(weights: Weights, rules: Sequence[_Rule], layers: Sequence[Layer])
     if not rules:
         return {}
     matcher = _Matcher(rules, len(layers))
-    for field, (roots, sets) in _MATRICES.items():
+    for field, (roots, sets) in matrices.items():
         usual = weights.get(field)
         ids = [i for i, layer in enumerate(layers) if _has(field, layer)]
         if not isinstance(usual, float) or not ids:

@@ -439,7 +439,8 @@ def parse_settings(content: bytes | str, *, where: str, is_json: bool = False) -
     Keys are vLLM's option names or the shorter ones of run descriptions, with dashes or underscores, at the top
     or under `vllm:`, `server:` or `args:`; `args` may also be a list or a line of options. A file without them may be
     what starts the server, such as a manifest, a compose file or the values of a chart: see `_deployed`. Of several YAML
-    documents, as of a Deployment and its Service, those that state settings count.
+    documents, as of a Deployment and its Service, those that state settings count. Where one starts servers for prefill and others for
+    decode, the name of the file or of its folder says which are meant, or else only what both have counts.
 
     Raises:
         UsageError: The file is not a run description, or a value is not allowed for its setting.
@@ -447,15 +448,18 @@ def parse_settings(content: bytes | str, *, where: str, is_json: bool = False) -
     documents = (
         [parse_json_object(content, where=where)] if is_json else parse_yaml_objects(content, where=where)
     )
-    found = [pair for document in documents for pair in _of_server(document, where=where)]
-    if not found and len(documents) > 1:
-        raise UsageError(
-            "holds several YAML documents, and no arguments of vLLM in any",
-            where=where,
-            hint="give one file per run",
-        )
+    of_roles = (_of_roles(each, where=where) for each in documents if not _is_description(each))
+    settings = next((each for each in of_roles if each is not None), None)
     document = documents[0] if documents else {}
-    settings = settings_from(found or _stated(document, where=where), where=where, source="read")
+    if settings is None:
+        found = [pair for each in documents for pair in _of_server(each, where=where)]
+        if not found and len(documents) > 1:
+            raise UsageError(
+                "holds several YAML documents, and no arguments of vLLM in any",
+                where=where,
+                hint="give one file per run",
+            )
+        settings = settings_from(found or _stated(document, where=where), where=where, source="read")
     settings = _with_doubts(_with_sampler(settings, as_text(content, where=where), where=where), where=where)
     if settings.values() or not document:
         return settings
@@ -550,19 +554,20 @@ _KSERVE_NAME = "model_name="
 """KServe's name of a model for its clients; the model itself is another argument."""
 
 
-def _deployed(part: object, *, where: str) -> list[tuple[str, object]]:
+def _deployed(part: object, *, where: str, role: str | None = None) -> list[tuple[str, object]]:
     """Return the settings that what starts a server states: arguments of vLLM, or mappings of its options, at any depth.
 
     Manifests of Kubernetes and KServe, compose files, values of charts and configurations of Ray Serve have them under
-    keys of their own. The name of a model or GPU in a mapping around them is theirs if they have none.
+    keys of their own. The name of a model or GPU in a mapping around them is theirs if they have none. Sections for servers
+    of another role are left out.
     """
     if isinstance(part, list):
-        return [pair for item in part for pair in _deployed(item, where=where)]
+        return [pair for item in part for pair in _deployed(item, where=where, role=role)]
     if not isinstance(part, Mapping):
         return []
     within = [*_container_options(part, where=where), *_parallelism(part)]
-    for value in part.values():
-        within += _deployed(value, where=where)
+    for value in _of_role(part, role):
+        within += _deployed(value, where=where, role=role)
     own = list(_single(part))
     if any(canonical_name(key) in _OF_VLLM for key, _ in own):
         return own + within
@@ -572,6 +577,104 @@ def _deployed(part: object, *, where: str) -> list[tuple[str, object]]:
     beside = [pair for value in part.values() if isinstance(value, Mapping) for pair in _single(value)]
     around = {canonical_name(key): (key, value) for key, value in (*beside, *own)}
     return within + [around[name] for name in ("model", "gpu") if name in around and name not in stated]
+
+
+_ROLES = ("prefill", "decode")
+_ROLE = re.compile(r"(?<![a-z])(prefill|decode)(?:er|r)?(?![a-z])")
+_NOT_STARTED = (("create", False), ("enabled", False), ("replicas", 0))
+"""Keys and values of a section whose servers are not started."""
+
+
+def _role_in(name: object) -> str | None:
+    """Return the role that a name has, such as `VllmPrefillWorker` or `decode-0`; null if it has none or both."""
+    found = set(_ROLE.findall(_HUMP.sub("_", str(name)).lower()))
+    return found.pop() if len(found) == 1 else None
+
+
+def _sections(part: Mapping[Any, object]) -> dict[str, list[object]]:
+    """Return the sections of servers that are started, by role; `` has those without."""
+    found: dict[str, list[object]] = {"": [], **{role: [] for role in _ROLES}}
+    for key, value in part.items():
+        role = _role_in(key) if isinstance(value, Mapping | list) else None
+        is_off = isinstance(value, Mapping) and any(
+            value.get(name) is off or (off == 0 and value.get(name) == 0) for name, off in _NOT_STARTED
+        )
+        if not (role and is_off):
+            found[role or ""].append(value)
+    return found
+
+
+def _of_role(part: Mapping[Any, object], role: str | None) -> list[object]:
+    """Return the values of a mapping without those of servers that are not started, or have another role.
+
+    KServe has a section for prefill beside the servers that decode.
+    """
+    found = _sections(part)
+    if role is None:
+        return [value for values in found.values() for value in values]
+    is_kserve = role == "prefill" and bool(found["prefill"]) and not found["decode"]
+    return found[role] if is_kserve else [*found[""], *(found[role] if role else ())]
+
+
+def _of_roles(document: Document, *, where: str) -> ServerSettings | None:
+    """Return the settings of servers that a document starts for prefill and for decode; null if it does not start both.
+
+    The name of the file or of its folder may have the role that is meant; else what both have counts.
+    """
+    if not any(_role_in(key) for key in _keys(document)):
+        return None
+    pairs = {role: _deployed(document, where=where, role=role) for role in _ROLES}
+    # The name of the model may be around both sections.
+    around = [
+        (key, value)
+        for key, value in _deployed(document, where=where, role="")
+        if canonical_name(key) in _NAMES
+    ]
+    first, second = (
+        settings_from([*own, *_missing(around, own)] if own else [], where=where, source="read")
+        for own in pairs.values()
+    )
+    if first.values() == second.values() or not (
+        first.values().keys() - _NAMES and second.values().keys() - _NAMES
+    ):
+        return None
+    *_, folder, file = ("", *where.replace("\\", "/").split("/"))
+    if role := _role_in(file) or _role_in(folder):
+        return first if role == _ROLES[0] else second
+    ours, theirs = first.values(), second.values()
+    differing = [n for n in SETTINGS if ours.get(n) != theirs.get(n)]
+    said = ", ".join(f"{n} {_said(ours.get(n))} and {_said(theirs.get(n))}" for n in differing)
+    common = {n: value for n, value in ours.items() if n not in differing}
+    common |= {n: value for n, value in first.other.items() if second.other.get(n) == value}
+    doubt = (
+        f"{where}: its servers for prefill and for decode differ ({said}), and these settings are taken as unknown: "
+        f"state them with {named(ServerOptions, 'settings')}, or put prefill or decode into the name of the run's folder"
+    )
+    return settings_from(common, where=where, source="read").model_copy(update={"unread": (doubt,)})
+
+
+_NAMES = frozenset({"model", "gpu"})
+
+
+def _missing(around: list[tuple[str, object]], own: list[tuple[str, object]]) -> list[tuple[str, object]]:
+    stated = {canonical_name(key) for key, _ in own}
+    return [(key, value) for key, value in around if canonical_name(key) not in stated]
+
+
+def _said(value: Scalar) -> str:
+    return "none" if value is None else excerpt(value)
+
+
+def _keys(part: object) -> Iterator[object]:
+    """Yield the keys of all sections of a document."""
+    if isinstance(part, list):
+        for item in part:
+            yield from _keys(item)
+    elif isinstance(part, Mapping):
+        for key, value in part.items():
+            if isinstance(value, Mapping | list):
+                yield key
+                yield from _keys(value)
 
 
 _DEGREES = {"tensor": "tensor_parallel", "pipeline": "pipeline_parallel", "data": "data_parallel"}
