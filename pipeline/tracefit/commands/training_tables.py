@@ -15,13 +15,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from tracefit.fit.fitted import FittedDeployment, FittedModel
-    from tracefit.tables.store import TableStore
+    from tracefit.tables.store import Manifest, TableStore
 
 
-def write_training_frames(store: TableStore, deployments: list[FittedDeployment]) -> None:
-    """Write the rows of every run, left out ones too; runs that were not trained on have none."""
+def write_training_frames(store: TableStore, deployments: list[FittedDeployment], read: Manifest) -> None:
+    """Write the rows of every run, left out ones too; runs that were not trained on have none.
+
+    Raises:
+        UsageError: The folder cannot be written, or another process has changed a run since the manifest was read.
+    """
     columns = {kind: _training_columns(kind, deployments) for kind in ("alpha", "beta")}
-    store.write_runs(_frames_of_runs(deployments, columns))
+    store.write_runs(_frames_of_runs(deployments, columns), read)
 
 
 def _frames_of_runs(
