@@ -28,7 +28,8 @@ _SYNC_THREADS = 2
 _MOST_SYNCS = 64
 """Files that are open at a time because the disk does not have them yet."""
 
-_ERRNO = re.compile(r"\[Errno (\d+)\]")
+_ERRNO = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
+"""The number of an error in the text of one that pyarrow or polars raises."""
 
 _HELD: set[tuple[int, int, int]] = set()
 """Folders that a thread of this process has locked: the thread, and the device and inode of the folder."""
@@ -45,8 +46,14 @@ def disk_errors(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         # An error raised through polars or pyarrow has its number only in its text.
-        match = _ERRNO.match(str(error))
-        number = error.errno or int(match[1] if match else 0)
+        match = _ERRNO.search(str(error))
+        number = error.errno or int((match[1] or match[2]) if match else 0)
+        if number in (errno.EEXIST, errno.ENOTDIR, errno.ELOOP):
+            raise UsageError(
+                "cannot be written (a file or a link to nothing stands where a folder is needed)",
+                where=str(root),
+                hint="choose another folder",
+            ) from error
         full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         raise UsageError(
             f"cannot be written ({os.strerror(number) if number else error})",
