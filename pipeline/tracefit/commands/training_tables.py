@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from tracefit.commands.requests import csv_text
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.features.training import WORKLOAD_COLUMNS
 from tracefit.fit.splits import step_frame
@@ -117,7 +118,7 @@ def sample_tables(deployments: Sequence[FittedDeployment]) -> dict[str, str]:
 
 def _csv(frames: list[pl.DataFrame], columns: tuple[str, ...]) -> str:
     empty = pl.DataFrame(schema=dict.fromkeys(columns, pl.String))
-    return (pl.concat(frames, how="vertical_relaxed") if frames else empty).write_csv()
+    return csv_text(pl.concat(frames, how="vertical_relaxed") if frames else empty)
 
 
 def _alpha(deployment: FittedDeployment) -> pl.DataFrame | None:
