@@ -168,7 +168,7 @@ class _Requests:
                 found.append(key)
         page = sorted([*found, *folders])[:PAGE]
         more = len(found) + len(folders) > PAGE
-        texts = [f"<IsTruncated>{str(more).lower()}</IsTruncated>"]
+        texts = [f"<KeyCount>{len(page)}</KeyCount>", f"<IsTruncated>{str(more).lower()}</IsTruncated>"]
         texts += [f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>"] if more else []
         for name in page:
             if name in folders:
