@@ -119,10 +119,14 @@ def unexpected(error: BaseException) -> str:
     return f"unexpected {type(error).__name__} ({' '.join(str(error).split())[:_SHOWN_CHARS]})"
 
 
+FORMULA_SIGNS = "=+-@\t\r\n\uff1d\uff0b\uff0d\uff20"
+"""First characters of a cell that a spreadsheet reads as a formula; some read the wide signs of East Asian fonts as the narrow ones."""
+
+
 def spreadsheet_safe(value: object) -> object:
     """Return a value for a cell of a CSV file that no spreadsheet reads as a formula."""
     # A leading quote makes it text in every spreadsheet.
-    is_formula = isinstance(value, str) and value[:1] in tuple("=+-@\t\r")
+    is_formula = isinstance(value, str) and value[:1] in tuple(FORMULA_SIGNS)
     return f"'{value}" if is_formula else value
 
 

@@ -220,3 +220,25 @@ def test_a_file_url_is_a_folder(tmp_path, small):
     result = ingest([small(1)], f"file://{tmp_path}/tables")
     assert result.tables == tmp_path / "tables"
     assert pl.read_parquet(tmp_path / "tables" / "requests").height == 1
+
+
+@pytest.mark.parametrize("name", ["a b", "a%2Fb", "a%20b", "a+b", "a#b", "ü-😀", "a'b\"c", "a\\b"])
+def test_odd_names_stay_as_they_are(bucket, small, name):
+    bucket.copy_of(small(1), f"{name}/run")
+    tables = f"s3://fleet/{name}/tables"
+    ingest([f"s3://fleet/{name}/run"], tables)
+    store = TableStore(tables)
+    assert str(store.root) == tables
+    assert {key.partition("/")[0] for key in bucket.objects} == {name}
+    assert store.read("spans")["source_file"].unique().to_list() == [f"s3://fleet/{name}/run/traces.json"]
+
+
+@pytest.mark.parametrize("name", ["..", "a/../b"])
+def test_a_way_out_of_the_bucket_is_refused(bucket, small, name):
+    for paths, out in (
+        ([small(1)], f"s3://fleet/{name}/tables"),
+        ([f"s3://fleet/{name}/run"], "s3://fleet/tables"),
+    ):
+        with pytest.raises(UsageError, match=r"^s3://fleet/[^\n]*$"):
+            ingest(paths, out)
+    assert not bucket.objects

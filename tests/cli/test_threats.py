@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import gzip
 import io
@@ -11,10 +12,13 @@ import re
 import shutil
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from containers import framed, record, span, to_json, to_protobuf, zstd
 from tracefit import IngestOptions, TrainOptions, ingest, run
+from tracefit.commands.requests import csv_text
+from tracefit.errors import spreadsheet_safe
 from tracefit.features.targets import TARGETS
 from tracefit.tables.store import TableStore
 
@@ -244,6 +248,13 @@ def test_id_is_no_formula_to_a_spreadsheet(tmp_path, tracefit, traces):
     tracefit("ingest", traces.write(tmp_path / "run"), "--out", tmp_path / "tables")
     _, stdout, _ = tracefit("requests", tmp_path / "tables", "--each")
     assert ",'=HYPERLINK(1)," in stdout
+
+
+@pytest.mark.parametrize("name", ["=1", "+1", "-1", "@A", "\t=1", "\n=1", "\uff1d1", "a=1"])
+def test_csv_files_have_no_formulas(name):
+    quoted = name if name == "a=1" else f"'{name}"
+    assert spreadsheet_safe(name) == quoted
+    assert list(csv.reader(io.StringIO(csv_text(pl.DataFrame({"hw": [name]}))))) == [["hw"], [quoted]]
 
 
 def test_prompt_quoted_by_an_error_is_not_kept(tmp_path, tracefit, traces):

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import polars as pl
 import pytest
+import yaml
 
 from tracefit.consumers import CONSUMERS
-from tracefit.consumers.base import block_size, timed_requests
+from tracefit.consumers.base import block_size, commented, timed_requests, yaml_text
 from tracefit.server.settings import assume_defaults, settings_from
 
 ENGINE = {"run_id": "r", "server": "s", "epoch": 0}
@@ -59,3 +60,21 @@ def test_the_tokens_of_a_block_are_stated_or_those_of_the_steps(stated, used, si
     context = SimpleNamespace(settings=settings)
     tables, deployment = SimpleNamespace(timeline=timeline), SimpleNamespace(context=context)
     assert block_size(SimpleNamespace(tables=tables, deployment=deployment)) == size
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "=1+1",
+        "- a: {b: 1} # c",
+        "!!python/object/apply:os.system [id]",
+        "\"'\\`",
+        "a\nevil: true",
+        "Ä-😀",
+        "\u2028\x85\x7f\x1b\t",
+        "1e5",
+        "no",
+    ],
+)
+def test_every_name_comes_back_from_yaml(name):
+    assert yaml.safe_load(commented([name], f"model: {yaml_text(name)}\n")) == {"model": name}

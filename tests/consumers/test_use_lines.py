@@ -336,3 +336,7 @@ def test_line_quotes_words_that_a_shell_would_split():
     given = {"model": "my model; rm -r /", "tp": 2, "gone": None, "folder": "{out}/a b"}
 
     assert flags(given) == "--model 'my model; rm -r /' --tp 2 --folder {out}'/a b'"
+
+
+def test_value_that_begins_like_an_option_is_a_value():
+    assert flags({"model": "-rf", "tp": 2}) == "--model=-rf --tp 2"

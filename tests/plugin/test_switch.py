@@ -87,3 +87,36 @@ def test_vllm_without_the_hook_is_served_untraced(config, monkeypatch, caplog):
     tracefit_vllm.register()
     (line,) = caplog.messages
     assert line.startswith("tracefit-vllm: no tracing, this version of vLLM is not known: ")
+
+
+def test_a_plugin_that_cannot_be_imported_is_one_line_and_the_server_goes_on(config, monkeypatch, caplog):
+    monkeypatch.setenv("TRACEFIT_VLLM", "1")
+    monkeypatch.setitem(sys.modules, "tracefit_vllm.scheduler", None)
+    tracefit_vllm.register()
+    (line,) = caplog.messages
+    assert line.startswith("tracefit-vllm: no tracing: ModuleNotFoundError: ")
+    assert config().get_scheduler_cls() is _Sync
+
+
+def test_another_plugin_around_ours_is_no_unknown_version(config, monkeypatch, caplog):
+    monkeypatch.setenv("TRACEFIT_VLLM", "1")
+    tracefit_vllm.register()
+    ours = config.get_scheduler_cls
+
+    def of_another_plugin(self):
+        return ours(self)
+
+    monkeypatch.setattr(config, "get_scheduler_cls", of_another_plugin)
+    tracefit_vllm.register()
+    assert config().get_scheduler_cls().__mro__[1] is _Sync
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("chosen", [None, "scheduler", bool, 7])
+def test_what_another_plugin_chooses_is_passed_on(config, monkeypatch, caplog, chosen):
+    monkeypatch.setenv("TRACEFIT_VLLM", "1")
+    config.scheduler_cls = chosen
+    tracefit_vllm.register()
+    assert config().get_scheduler_cls() is chosen
+    (line,) = caplog.messages
+    assert line.startswith("tracefit-vllm: no tracing")

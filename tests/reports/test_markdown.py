@@ -10,7 +10,7 @@ import pytest
 from tracefit.coefficients.files import read_coefficients
 from tracefit.coefficients.model import Evaluation
 from tracefit.commands.report import report_of
-from tracefit.reports.document import markdown_text
+from tracefit.reports.document import Bullets, Figure, Report, Section, Table, markdown_text
 from tracefit.tables.store import TableStore
 
 
@@ -230,3 +230,19 @@ def test_a_number_nobody_knows_is_a_dash(report):
 
     rows = {row[0]: row for row in _rows(report(change), "| model | n |")}
     assert rows["`beta.cycle_time`"][5] == "-"
+
+
+def test_a_line_break_in_a_name_begins_no_heading():
+    name = "a\n# b\n- c"
+    figure = Figure("f", "f", name, name, Table((name,), ((name,),)), (), {})
+    text = markdown_text(Report(name, name, (name, Bullets((name,)), Section(name, (figure,))), name))
+    assert {line for line in text.splitlines() if line} == {
+        "# a # b - c",
+        "a # b - c",
+        "**a # b - c**",
+        "- a # b - c",
+        "## a # b - c",
+        "**a # b - c.** a # b - c",
+        "| a # b - c |",
+        "| --- |",
+    }

@@ -311,6 +311,17 @@ def _raw_data(text):
     return re.findall(r'id="figures">(.*?)</script>', text, re.DOTALL)[0]
 
 
+def test_names_are_no_codes_to_a_terminal_that_prints_the_page():
+    name = "a\x1b[31m\x07\x9b"
+    table = Table((name,), ((name,),), folded=name)
+    section = Section(
+        name, (name, f"**{name}**", Figure("f", "f", name, name, table, (), {}), Bullets((name,)))
+    )
+    text = html_page(Report(name, name, (section,), name))
+    assert re.findall(r"[\x1b\x07\x9b]", _head_and_body(text)) == []
+    assert _Page(text).all("h1")[0]["text"] == r"a\x1b[31m\x07\x9b"
+
+
 def test_names_in_figures_are_no_links():
     """plotly makes links of its own out of `<a href=…>` in the texts of a figure."""
     assert (

@@ -5,6 +5,7 @@ Nothing happens until it is switched on: by `TRACEFIT_VLLM=1`, or by `--schedule
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,14 @@ def register() -> None:
     """Make the server's scheduler a traced one, whichever it is, if the environment says so; an entry point of vLLM."""
     if not settings.is_on():
         return
+    # vLLM ends with an error of a plugin.
+    try:
+        _register()
+    except Exception as error:  # noqa: BLE001 - as above
+        _say(error)
+
+
+def _register() -> None:
     from tracefit_vllm.scheduler import refuse, traced  # noqa: PLC0415 - vLLM loads this in all its processes
 
     try:
@@ -34,10 +43,24 @@ def register() -> None:
 
     def get_scheduler_cls(config: Any) -> Any:
         chosen = choose(config)
-        return chosen if chosen is Scheduler else traced(chosen)
+        # Another plugin may have wrapped an earlier registration, or choose anything.
+        try:
+            is_traced = chosen is Scheduler or hasattr(chosen, "_tracing")
+            return chosen if is_traced else traced(chosen)
+        except Exception as error:  # noqa: BLE001 - as above
+            _say(error)
+            return chosen
 
     get_scheduler_cls.is_traced = True  # type: ignore[attr-defined]  # marks the function, which must not be wrapped twice
     SchedulerConfig.get_scheduler_cls = get_scheduler_cls
+
+
+def _say(error: Exception) -> None:
+    """Say that a server is not traced."""
+    # The package's own modules may be what fails.
+    logging.getLogger(settings.LOGGER).warning(
+        "tracefit-vllm: no tracing: %s: %s", type(error).__name__, error
+    )
 
 
 def Scheduler(vllm_config: Any, *args: Any, **options: Any) -> Any:  # noqa: N802 - in place of a class

@@ -17,8 +17,7 @@ from tracefit_vllm import records, settings
 if TYPE_CHECKING:
     from tracefit_vllm.records import Header, Record
 
-# vLLM prints what loggers below its own name say.
-logger = logging.getLogger("vllm.tracefit_vllm")
+logger = logging.getLogger(settings.LOGGER)
 
 MOST_WEIGHT = 200_000
 """Requests in records that wait, about 100 bytes each: what a collector that stands still costs."""

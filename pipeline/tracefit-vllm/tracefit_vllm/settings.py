@@ -8,6 +8,9 @@ from dataclasses import dataclass
 PREFIX = "TRACEFIT_VLLM"
 SWITCH = PREFIX
 
+LOGGER = "vllm.tracefit_vllm"
+"""The name of the log: vLLM prints what loggers below its own name say."""
+
 
 class SettingError(Exception):
     """A variable has a value that it cannot have."""

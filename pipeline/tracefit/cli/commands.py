@@ -348,12 +348,12 @@ def requests(
 
     Example: `tracefit requests out/`
     """
-    from tracefit.commands.requests import seconds_csv, seconds_view
+    from tracefit.commands.requests import csv_text, seconds_view
     from tracefit.reports.terminal_results import requests_csv
 
     if each:
         rows = seconds_view(tables)
-        return rows, seconds_csv(rows)
+        return rows, csv_text(rows)
     summary = tracefit.requests(tables)
     return (summary, requests_csv(summary)) if csv else summary
 

@@ -112,14 +112,25 @@ def ingest(
         >>> [(run.run_id, run.requests) for run in result.runs]
         [('busy', 100)]
     """
+    return ingest_and_hold(
+        paths, out, None, server, options, engine=open_engine(engine, workers), progress=progress
+    )
+
+
+def ingest_and_hold(
+    paths: PathsArgument,
+    out: str | Path,
+    held: ExitStack | None,
+    server: ServerOptions | None,
+    options: IngestOptions | None,
+    *,
+    engine: AbstractContextManager[TaskEngine],
+    progress: Progress | None,
+) -> IngestResult:
+    """Ingest; see `ingest`. The folder stays locked until `held` is closed, so that what comes next is of these tables."""
     with open_inputs(paths, is_known=_known_traces(TableStore(out))) as inputs:
         return ingest_inputs(
-            inputs,
-            out,
-            server or ServerOptions(),
-            progress,
-            options=options,
-            engine=open_engine(engine, workers),
+            inputs, out, server or ServerOptions(), progress, options=options, engine=engine, held=held
         )
 
 
@@ -149,8 +160,9 @@ def ingest_inputs(
     *,
     engine: AbstractContextManager[TaskEngine],
     options: IngestOptions | None = None,
+    held: ExitStack | None = None,
 ) -> IngestResult:
-    """Write the tables of runs, in their order; see `ingest`. `engine` is opened here."""
+    """Write the tables of runs, in their order; see `ingest`. `engine` is opened here, and `held` keeps the folder locked."""
     progress, options = KeptWarnings(progress), options or IngestOptions()
     store = TableStore(out)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
@@ -161,11 +173,9 @@ def ingest_inputs(
     # workers that an interruption stops left what they were writing.
     with ExitStack() as folder, engine as workplace:
         folder.enter_context(disk_errors(store.root))
-        folder.enter_context(
-            store.lock(
-                lambda: progress.warn(f"{store.root}: another process is writing there; waiting for it")
-            )
-        )
+        # A bucket has no lock to hold, only copies of its objects.
+        owner = held if held is not None and store.place.has_lock else folder
+        owner.enter_context(store.lock(progress))
         folder.enter_context(store.removing_leftovers())
         runs = [RunIngest(source, context) for source, context in zip(inputs.runs, contexts, strict=True)]
         with store.place.scratch() as scratch:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 import polars as pl
 
 from tracefit.commands.locate import find_tables
-from tracefit.errors import DataError
+from tracefit.errors import FORMULA_SIGNS, DataError
 from tracefit.features import targets
 from tracefit.results.requests import PhaseSummary, Quantiles, RequestGroup, RequestSummary
 from tracefit.server.settings import ENDPOINT_FLAG
@@ -216,6 +217,7 @@ def _quantiles(us: pl.Series) -> Quantiles:
     return Quantiles(len(known), float(known.sum()) / len(known), p50, p90, p99)
 
 
-def seconds_csv(rows: pl.DataFrame) -> str:
-    """Return one line per request. Ids come from clients: none is a formula to a spreadsheet."""
-    return rows.with_columns(pl.col(pl.String).str.replace(r"^([=+\-@\t\r])", "'${1}")).write_csv()
+def csv_text(rows: pl.DataFrame) -> str:
+    """Return a frame as CSV. Ids and names come from elsewhere: none is a formula to a spreadsheet."""
+    formula = rf"^([{re.escape(FORMULA_SIGNS)}])"
+    return rows.with_columns(pl.col(pl.String).str.replace(formula, "'${1}")).write_csv()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from tracefit.commands.deployments import (
     sampling_note,
     write_timelines,
 )
-from tracefit.commands.ingest import ingest
+from tracefit.commands.ingest import ingest_and_hold
 from tracefit.commands.locate import find_tables
 from tracefit.commands.plan import rates_of
 from tracefit.commands.recorded import recorded_load
@@ -58,7 +59,7 @@ from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.models import DeploymentSummary, LatencySummary, ModelSummary, RunResult, TrainResult
 from tracefit.results.notebook import read_with
 from tracefit.server.documents import read_bytes
-from tracefit.tables.disk import write_files
+from tracefit.tables.disk import disk_errors, write_files
 from tracefit.tables.runs import find_overlaps
 from tracefit.tables.store import TableStore
 
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tracefit.coefficients.model import DeploymentEvaluation, Evaluation
+    from tracefit.coefficients.verdicts import Threshold
     from tracefit.engines.jobs import TaskEngine
     from tracefit.fit.fitted import FittedDeployment, FittedModel
     from tracefit.fit.results import Latency, Metrics, Overload
@@ -89,6 +91,9 @@ def train(
 ) -> TrainResult:
     """Fit every deployment in the tables and write models, evaluation and report.
 
+    On disk, the tables are locked meanwhile: another process that writes there waits. In a bucket, the training is refused if
+    another process changes one of its runs meanwhile.
+
     Args:
         tables: A folder that `ingest` or `run` wrote, or its URL; the training frames are added to its tables.
         out: Folder for alpha.json and beta.json, or an `s3://` or `gs://` URL.
@@ -100,7 +105,7 @@ def train(
         progress: Receives reports on the progress.
 
     Raises:
-        UsageError: A folder is not valid.
+        UsageError: A folder is not valid, or another process has changed a run in a bucket.
         DataError: No model can be fitted. Only the report is written, and only if no models of an earlier training are there.
 
     Examples:
@@ -115,6 +120,38 @@ def train(
     thresholds = override(options.thresholds)
     progress = KeptWarnings(progress)
     store = TableStore(find_tables(tables)).require()
+    with ExitStack() as held:
+        # To the end: frames, models and report are of the tables that were read.
+        with disk_errors(store.root):
+            held.enter_context(store.lock(progress))
+        return _trained(
+            store,
+            out,
+            options,
+            report_folder=report_folder,
+            run_ids=run_ids,
+            workers=workers,
+            engine=engine,
+            progress=progress,
+            thresholds=thresholds,
+            where=str(tables),
+        )
+
+
+def _trained(
+    store: TableStore,
+    out: str | Path,
+    options: TrainOptions,
+    *,
+    report_folder: str | Path | None,
+    run_ids: Sequence[str] | None,
+    workers: int | None,
+    engine: EngineChoice,
+    progress: KeptWarnings,
+    thresholds: tuple[Threshold, ...],
+    where: str,
+) -> TrainResult:
+    """Fit, and write; see `train`. The tables are locked."""
     runs = store.read("runs", None if run_ids is None else list(run_ids))
     runs, notes = _sampled(store, runs, progress)
     overlaps = find_overlaps(store, runs)
@@ -138,12 +175,14 @@ def train(
     with open_engine(engine, workers) as workplace:
         workplace.check(store.root.absolute() / "runs" if store.place.has_lock else None)
         workplace.limit(max(1, int(runs.unique("run_id", keep="first")["bytes"].sum()) // BYTES_PER_JOB))
+        write_timelines(store, runs["run_id"].unique(maintain_order=True), workplace)
+        read = store.manifest()
         deployments = [
             replace(fitted, notes=(*fitted.notes, *notes.get(fitted.deployment.deployment_id, ())))
             for fitted in fit_runs(store, runs, options, progress, workplace)
         ]
     models, report = place_of(out), place_of(report_folder or out)
-    nothing = _nothing_fitted(deployments, str(tables))
+    nothing = _nothing_fitted(deployments, where)
     # A failed training leaves the models and the report of an earlier one as they were.
     if nothing and any((models / name).exists() for name in ("alpha.json", "beta.json")):
         raise nothing
@@ -181,7 +220,7 @@ def train(
     }
     if options.sample_csv:
         texts.update({models / name: text for name, text in sample_tables(deployments).items()})
-    write_training_frames(store, deployments)
+    write_training_frames(store, deployments, read)
     result = _result(deployments, runs, evaluation, out=models, report=report, tables=store.root)
     # The report is drawn from the written tables: the frames of the fits are not kept in memory meanwhile.
     del deployments
@@ -406,6 +445,8 @@ def run(
 ) -> RunResult:
     """Ingest traces and train on them: OUT/tables, OUT/models, OUT/evaluation.json, OUT/report.md.
 
+    A second job with the same folder on disk waits until all of this is written.
+
     Args:
         paths: One path or several: run folders, folders of run folders, or trace files.
         out: Folder for all output, or its `s3://` or `gs://` URL.
@@ -432,33 +473,35 @@ def run(
         True
     """
     out = place_of(out)
-    ingested = ingest(
-        paths,
-        out / "tables",
-        server=server,
-        options=ingest_options,
-        workers=workers,
-        engine=engine,
-        progress=progress,
-    )
-    # Memory freed by ingestion would add to the peak of training.
-    memory.trim()
-    # The folder may hold runs of earlier jobs: train on those of this one only.
-    run_ids = [r.run_id for r in ingested.runs]
-    kept = KeptWarnings(progress)
-    if earlier := sorted({*TableStore(out / "tables").runs()} - {*run_ids}):
-        kept.warn(
-            f"{out / 'tables'} also has {_some(earlier)} of an earlier command; models and report are only of "
-            f"{_some(run_ids)} (`tracefit train {out} {flag_of(TrainOutOption)} MODELS` trains on all runs)"
+    # One after the other, in one hold of the tables: another job in between would leave models of its tables here.
+    with ExitStack() as held:
+        ingested = ingest_and_hold(
+            paths,
+            out / "tables",
+            held,
+            server,
+            ingest_options,
+            engine=open_engine(engine, workers),
+            progress=progress,
         )
-    trained = train(
-        out / "tables",
-        out / "models",
-        options=options,
-        report_folder=out,
-        run_ids=run_ids,
-        workers=workers,
-        engine=engine,
-        progress=progress,
-    )
+        # Memory freed by ingestion would add to the peak of training.
+        memory.trim()
+        # The folder may hold runs of earlier jobs: train on those of this one only.
+        run_ids = [r.run_id for r in ingested.runs]
+        kept = KeptWarnings(progress)
+        if earlier := sorted({*TableStore(out / "tables").runs()} - {*run_ids}):
+            kept.warn(
+                f"{out / 'tables'} also has {_some(earlier)} of an earlier command; models and report are only of "
+                f"{_some(run_ids)} (`tracefit train {out} {flag_of(TrainOutOption)} MODELS` trains on all runs)"
+            )
+        trained = train(
+            out / "tables",
+            out / "models",
+            options=options,
+            report_folder=out,
+            run_ids=run_ids,
+            workers=workers,
+            engine=engine,
+            progress=progress,
+        )
     return RunResult(ingested, replace(trained, warnings=(*kept.warnings, *trained.warnings)), out)

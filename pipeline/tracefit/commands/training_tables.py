@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from tracefit.commands.requests import csv_text
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.features.training import WORKLOAD_COLUMNS
 from tracefit.fit.splits import step_frame
@@ -15,13 +16,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from tracefit.fit.fitted import FittedDeployment, FittedModel
-    from tracefit.tables.store import TableStore
+    from tracefit.tables.store import Manifest, TableStore
 
 
-def write_training_frames(store: TableStore, deployments: list[FittedDeployment]) -> None:
-    """Write the rows of every run, left out ones too; runs that were not trained on have none."""
+def write_training_frames(store: TableStore, deployments: list[FittedDeployment], read: Manifest) -> None:
+    """Write the rows of every run, left out ones too; runs that were not trained on have none.
+
+    Raises:
+        UsageError: The folder cannot be written, or another process has changed a run since the manifest was read.
+    """
     columns = {kind: _training_columns(kind, deployments) for kind in ("alpha", "beta")}
-    store.write_runs(_frames_of_runs(deployments, columns))
+    store.write_runs(_frames_of_runs(deployments, columns), read)
 
 
 def _frames_of_runs(
@@ -113,7 +118,7 @@ def sample_tables(deployments: Sequence[FittedDeployment]) -> dict[str, str]:
 
 def _csv(frames: list[pl.DataFrame], columns: tuple[str, ...]) -> str:
     empty = pl.DataFrame(schema=dict.fromkeys(columns, pl.String))
-    return (pl.concat(frames, how="vertical_relaxed") if frames else empty).write_csv()
+    return csv_text(pl.concat(frames, how="vertical_relaxed") if frames else empty)
 
 
 def _alpha(deployment: FittedDeployment) -> pl.DataFrame | None:

@@ -7,6 +7,7 @@ from a `Source` (models and training tables of one deployment) to an `Export` (f
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import dataclass
 from decimal import Decimal
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.errors import DataError
+from tracefit.errors import DataError, printable
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted_rows, split_by_time, step_frame
 from tracefit.fit.validation import measure
@@ -179,7 +180,11 @@ def model_name(source: Source) -> str:
 
 def flags(values: Mapping[str, str | float | None]) -> str:
     """Write command-line options, quoted for a shell; an option of None is left out."""
-    return " ".join(f"--{name} {_quoted(str(value))}" for name, value in values.items() if value is not None)
+    given = {name: str(value) for name, value in values.items() if value is not None}
+    # A value that begins like an option would be read as one.
+    return " ".join(
+        f"--{name}{'=' if value.startswith('-') else ' '}{_quoted(value)}" for name, value in given.items()
+    )
 
 
 def _quoted(value: str) -> str:
@@ -200,8 +205,16 @@ def worse_than_baseline(errors: Iterable[HeldOut]) -> tuple[str, ...]:
 
 
 def commented(notes: Iterable[str], text: str) -> str:
-    """Put notes above a YAML file as comments."""
-    return "".join(f"# {note}\n" for note in notes) + text
+    """Put notes above a YAML file as comments; each is one line."""
+    return "".join(f"# {printable(note)}\n" for note in notes) + text
+
+
+def yaml_text(value: str) -> str:
+    """Write a text for a YAML file, so that every reader gets it back."""
+    # Like JSON, but readers of YAML 1.1 take the two halves that JSON makes of a rare character for two characters, and
+    # fold or refuse others.
+    quoted = json.dumps(value, ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
 
 
 def block_size(source: Source) -> int:

@@ -25,6 +25,7 @@ from tracefit.consumers.base import (
     kv_blocks,
     model_name,
     number,
+    yaml_text,
 )
 from tracefit.consumers.blis_fit import LENGTHS, fit_blis, stamped_requests, whole_us
 from tracefit.consumers.blis_roofline import ROOFLINE_TERMS
@@ -265,9 +266,7 @@ def to_blis_registry(source: Source) -> Export:
     # The registry writes chips in lower case.
     gpu = _chip(context.gpu).lower() if context.gpu else "unknown"
     ranks = context.settings.tensor_parallel or 1
-    deployment = (
-        f"{{hardware: [{json.dumps(gpu)}], model: [{json.dumps(model_name(source))}], tp: [{ranks}]}}"
-    )
+    deployment = f"{{hardware: [{yaml_text(gpu)}], model: [{yaml_text(model_name(source))}], tp: [{ranks}]}}"
     training = source.models.step_model.training
     inputs = training.inputs_sha256 if training else "unknown"
     cite = f"tracefit {__version__}, deployment {source.deployment.deployment_id}, traces sha256 {inputs}"
@@ -278,7 +277,7 @@ def to_blis_registry(source: Source) -> Export:
     entries = [_entry(name, units, value, deployment, cite, rationale) for (name, units), value in values]
     name = f"tracefit-{source.deployment.deployment_id}"
     notes = (*fitted.notes, _KERNEL_SETS, "the use line is for a clone of blis-registry")
-    text = "\n".join(["kind: CoefficientSet", f"name: {json.dumps(name)}", "coefficients:", *entries, ""])
+    text = "\n".join(["kind: CoefficientSet", f"name: {yaml_text(name)}", "coefficients:", *entries, ""])
     use = f"cp {OUT}/coefficient-set.yaml coefficients/"
     return Export({"coefficient-set.yaml": commented(notes, text)}, fitted.errors, notes, use)
 
@@ -286,10 +285,10 @@ def to_blis_registry(source: Source) -> Export:
 def _entry(name: str, units: str, value: float, deployment: str, cite: str, rationale: str) -> str:
     # Its rules: a value of zero is "not charged", and every other one names how and from what it was derived.
     method = "measured" if value else "not_charged"
-    source = f"sources: [{{kind: model, cite: {json.dumps(cite)}, role: primary}}]\n      " if value else ""
+    source = f"sources: [{{kind: model, cite: {yaml_text(cite)}, role: primary}}]\n      " if value else ""
     if not value:
         rationale = "The fit on these traces puts it at zero, or cannot tell it from the constant of a step."
     return (
         f"  - {name}:\n      value: {number(value)}\n      units: {units}\n      method: {method}\n"
-        f"      fitted: {str(bool(value)).lower()}\n      rationale: {json.dumps(rationale)}\n      {source}deployment: {deployment}"
+        f"      fitted: {str(bool(value)).lower()}\n      rationale: {yaml_text(rationale)}\n      {source}deployment: {deployment}"
     )

@@ -8,7 +8,6 @@ Up to v0.9.2 the simulator refuses a prefill-time-std-dev above 30 % of prefill-
 
 from __future__ import annotations
 
-import json
 import math
 from typing import TYPE_CHECKING
 
@@ -27,6 +26,7 @@ from tracefit.consumers.base import (
     train_and_holdout,
     worse_than_baseline,
     written,
+    yaml_text,
 )
 from tracefit.errors import DataError
 from tracefit.fit.estimators import fit_nonnegative
@@ -70,7 +70,7 @@ def to_llmd_sim(source: Source) -> Export:
     prefill_sd = _at_most(sd, per_token) if bounded else sd
     length, length_note = _model_length(source)
     values = {
-        "model": json.dumps(model_name(source)),
+        "model": yaml_text(model_name(source)),
         # The simulator refuses requests beyond its default of 1,024 tokens.
         "max-model-len": str(length),
         "max-num-seqs": str(slots),

@@ -212,16 +212,17 @@ def markdown_files(report: Report) -> dict[str, str]:
     for number, one in enumerate(sections, 1):
         title = re.sub(r"[^A-Za-z0-9.]+", "-", one.title).strip("-.").lower()[:60] or "section"
         name = f"{PARTS}/{number:02}-{title}.md"
-        files[name] = _document([f"# {one.title}", *_parts(one.parts, 2)])
+        files[name] = _document([f"# {_one_line(one.title)}", *_parts(one.parts, 2)])
         # Only the name of a file is in the link: titles hold names from traces, which come from elsewhere.
-        links.append(f"- {_harmless(one.title)}: [{name}]({name})")
+        links.append(f"- {_harmless(_one_line(one.title))}: [{name}]({name})")
     rest = [part for part in report.parts if not isinstance(part, Section)]
     summary = _document([*_head(report), *_parts(rest, 2)])
     return {"report.md": "\n".join([summary, *links]) + "\n"} | files
 
 
 def _head(report: Report) -> list[str]:
-    return list(filter(None, (f"# {report.title}", report.subject, report.lead and f"**{report.lead}**")))
+    head = (f"# {report.title}", report.subject, report.lead and f"**{report.lead}**")
+    return [_one_line(text) for text in head if text]
 
 
 def _document(parts: Iterable[str]) -> str:
@@ -232,9 +233,9 @@ def _parts(parts: Iterable[ReportPart], level: int) -> Iterator[str]:
     for part in parts:
         match part:
             case str():
-                yield part
+                yield _one_line(part)
             case Bullets(items):
-                yield "\n".join(f"- {item}" for item in items)
+                yield "\n".join(f"- {_one_line(item)}" for item in items)
             case ShellLines(lines):
                 yield "\n".join(["```bash", *lines, "```"])
             case Table():
@@ -243,12 +244,17 @@ def _parts(parts: Iterable[ReportPart], level: int) -> Iterator[str]:
                 rows = [(v.use, f"**{v.answer}**", v.sentence) for v in part.uses]
                 yield _table(table(("use", "verdict", "reason"), rows))
             case Figure():
-                yield from (f"**{part.title}.** {part.caption}", _table(part.summary))
+                yield from (_one_line(f"**{part.title}.** {part.caption}"), _table(part.summary))
             case Section():
-                yield f"{'#' * level} {part.title}"
+                yield f"{'#' * level} {_one_line(part.title)}"
                 yield from _parts(part.parts, level + 1)
             case _:
                 assert_never(part)
+
+
+def _one_line(text: str) -> str:
+    """Take line breaks out of a text: after one in a server's name, the rest could begin a heading or a list."""
+    return text.replace("\n", " ")
 
 
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
@@ -270,7 +276,7 @@ def _table(table: Table) -> str:
 
 def _row(cells: Iterable[str]) -> str:
     # A pipe in a run's or a model's name must not end the cell.
-    return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in cells) + " |"
+    return "| " + " | ".join(_one_line(c).replace("|", "\\|") for c in cells) + " |"
 
 
 _MARKS = re.compile(r"`([^`]*)`|\*\*([^*]+)\*\*|\*([^*]+)\*")

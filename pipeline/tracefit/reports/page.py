@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 _CODE = re.compile(r"`([^`]*)`")
 _EM = re.compile(r"(?<!\*)\*([^*]+)\*(?!\*)")
 _MARKED = re.compile(r"[*`%]")
+_CODES = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control codes, which HTML has no place for either."""
+
 _LONG = 60
 """Characters above which a cell is prose, which a narrow screen puts below its row."""
 
@@ -51,6 +54,7 @@ def html_page(report: Report) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_without_codes,
     )
     environment.globals.update(answers=_ANSWERS, long=_LONG)
     environment.filters.update(
@@ -124,8 +128,16 @@ def _anchors(parts: Iterable[ReportPart]) -> Iterator[tuple[int, str]]:
         yield id(section), f"section-{name}" if uses[name] == 1 else f"section-{name}-{uses[name]}"
 
 
+def _without_codes(value: object) -> object:
+    """Escape codes that a terminal would obey in a text of the report: someone may print the page there."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return _CODES.sub(lambda code: f"\\x{ord(code[0]):02x}", value)
+
+
 def inline(text: str) -> Markup:
     """Turn inline Markdown into HTML; everything else is escaped text."""
+    text = str(_without_codes(text))
     if not _MARKED.search(text):  # most cells of long tables
         return escape(text)
     pieces = _CODE.split(text)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
 import tempfile
+import threading
 from collections import deque
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,15 +18,21 @@ from tracefit.errors import UsageError
 from tracefit.inputs.buckets import BucketPath, place_of, put
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from concurrent.futures import Future
+
+    from tracefit.progress import Progress
 
 SCRATCH_PREFIX = ".writing-"
 _SYNC_THREADS = 2
 _MOST_SYNCS = 64
 """Files that are open at a time because the disk does not have them yet."""
 
-_ERRNO = re.compile(r"\[Errno (\d+)\]")
+_ERRNO = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
+"""The number of an error in the text of one that pyarrow or polars raises."""
+
+_HELD: set[tuple[int, int, int]] = set()
+"""Folders that a thread of this process has locked: the thread, and the device and inode of the folder."""
 
 
 @contextmanager
@@ -38,8 +46,14 @@ def disk_errors(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         # An error raised through polars or pyarrow has its number only in its text.
-        match = _ERRNO.match(str(error))
-        number = error.errno or int(match[1] if match else 0)
+        match = _ERRNO.search(str(error))
+        number = error.errno or int((match[1] or match[2]) if match else 0)
+        if number in (errno.EEXIST, errno.ENOTDIR, errno.ELOOP):
+            raise UsageError(
+                "cannot be written (a file or a link to nothing stands where a folder is needed)",
+                where=str(root),
+                hint="choose another folder",
+            ) from error
         full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         raise UsageError(
             f"cannot be written ({os.strerror(number) if number else error})",
@@ -48,6 +62,41 @@ def disk_errors(root: Path) -> Iterator[None]:
             if full
             else None,
         ) from error
+
+
+def warn_of_wait(folder: Path, progress: Progress | None) -> None:
+    """Say that this process waits for the one that has locked a folder."""
+    if progress is not None:
+        progress.warn(f"{folder}: another process is writing there; waiting for it")
+
+
+@contextmanager
+def folder_lock(folder: Path, waiting: Callable[[], None]) -> Iterator[bool]:
+    """Lock a folder that exists; if another process, or another thread, has locked it, call `waiting` and wait.
+
+    Returns:
+        Whether this call locked it; false if the thread had it locked already.
+    """
+    # The lock is on the folder itself: the system releases it with the process.
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        facts = os.fstat(handle)
+        key = threading.get_ident(), facts.st_dev, facts.st_ino
+        if key in _HELD:
+            yield False
+            return
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        _HELD.add(key)
+        try:
+            yield True
+        finally:
+            _HELD.discard(key)
+    finally:
+        os.close(handle)
 
 
 @contextmanager
@@ -119,7 +168,8 @@ def write_whole(path: Path, data: bytes) -> None:
 def write_files(contents: Mapping[Path, bytes | str]) -> None:
     """Write the files of one result; text as UTF-8. Each is whole or missing.
 
-    On disk, either all are written or none; in a bucket, the files before a failed one are written.
+    On disk, either all are written or none, and another process that writes to the same folders does so before or after;
+    in a bucket, the files before a failed one are written.
 
     Raises:
         UsageError: A file cannot be written.
@@ -134,6 +184,9 @@ def write_files(contents: Mapping[Path, bytes | str]) -> None:
             stack.enter_context(disk_errors(path))
             scratch = stack.enter_context(scratch_folder(path.parent))
             drafts.append((_draft(scratch, path, data), path))
+        # In one order, so that no two processes wait for each other.
+        for folder in sorted({path.parent.resolve() for _, path in drafts}):
+            stack.enter_context(folder_lock(folder, lambda: None))
         for draft, path in drafts:
             with disk_errors(path):
                 _put_in_place(draft, path)

@@ -8,7 +8,6 @@ manifest is replaced only if it is still the one that was read.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 from tracefit.errors import DataError, UsageError
 from tracefit.inputs import buckets
 from tracefit.inputs.buckets import BucketPath, Version, place_of
-from tracefit.tables.disk import SCRATCH_PREFIX, scratch_folder, write_whole
+from tracefit.tables.disk import SCRATCH_PREFIX, folder_lock, scratch_folder, write_whole
 
 if TYPE_CHECKING:
     import io
@@ -50,7 +49,7 @@ class Disk:
 
     @contextmanager
     def lock(self, waiting: Callable[[], None], own: Iterable[str]) -> Iterator[Disk]:
-        """Lock the folder for writing; if another process has locked it, call `waiting` and wait.
+        """Lock the folder for writing; if another process has locked it, call `waiting` and wait. A thread may lock it again.
 
         Args:
             waiting: Called before waiting.
@@ -60,14 +59,10 @@ class Disk:
             The place to write to.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        # The lock is on the folder itself: the system releases it with the process.
-        handle = os.open(self.root, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                waiting()
-                fcntl.flock(handle, fcntl.LOCK_EX)
+        with folder_lock(self.root, waiting) as is_first:
+            if not is_first:
+                yield self
+                return
             for place in self.root.iterdir():
                 if place.name in own or place.name.startswith(SCRATCH_PREFIX):
                     self._path(place.name)
@@ -79,8 +74,6 @@ class Disk:
                 yield self
             finally:
                 self._remove_scratch()
-        finally:
-            os.close(handle)
 
     def scratch(self) -> AbstractContextManager[Path]:
         """Make a folder for files that are not finished, and remove it afterwards."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, Protocol, Self
 
@@ -34,15 +34,16 @@ from tracefit.inputs.buckets import map_concurrently, place_of
 from tracefit.inputs.files import display_name
 from tracefit.options import IngestOutOption, flag_of
 from tracefit.tables import schema
-from tracefit.tables.disk import Syncs, create, disk_errors
+from tracefit.tables.disk import Syncs, create, disk_errors, warn_of_wait
 from tracefit.tables.places import Bucket, Disk, Place, digest_of, open_place
 from tracefit.tables.qualified import plain
 from tracefit.tables.staging import STAGE_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tracefit.inputs.buckets import Version
+    from tracefit.progress import Progress
 
 MANIFEST_NAME = "manifest.json"
 
@@ -237,19 +238,22 @@ class TableStore:
         self._pinned: Manifest | None = None
         self._known: tuple[tuple[int, ...] | None, Manifest] = None, Manifest()
 
-    def write_runs(self, runs: Iterable[tuple[str, Mapping[str, pl.DataFrame]]]) -> None:
+    def write_runs(
+        self, runs: Iterable[tuple[str, Mapping[str, pl.DataFrame]]], read: Manifest | None = None
+    ) -> None:
         """Replace the rows of runs in some tables, in one step.
 
         Everything is written to a temporary folder first; nothing of a run is touched before that succeeded.
 
         Args:
             runs: Each run, by its cleaned id, with table name to its conformed frame.
+            read: The manifest that the runs were read by; the current one if not given.
 
         Raises:
             UsageError: The folder cannot be written, or another process has changed a run meanwhile.
         """
         with disk_errors(self.root), self.lock(), self.place.scratch() as scratch:
-            runs_before = self.manifest().runs
+            runs_before = (read or self.manifest()).runs
             changes = {}
             for run_id, frames in runs:
                 with Syncs() as syncs, RunWriter(Path(tempfile.mkdtemp(dir=scratch)), syncs) as writer:
@@ -264,10 +268,10 @@ class TableStore:
                 self.commit(changes)
 
     @contextmanager
-    def lock(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-        """Lock the folder for writing; if it is locked, call `waiting` and wait. A bucket has no lock."""
+    def lock(self, progress: Progress | None = None) -> Iterator[None]:
+        """Lock the folder for writing; if it is locked, warn of that and wait. A bucket has no lock."""
         before = self.place
-        with before.lock(waiting or (lambda: None), _TOP_NAMES) as held:
+        with before.lock(partial(warn_of_wait, self.root, progress), _TOP_NAMES) as held:
             self.place = held
             try:
                 yield
@@ -318,17 +322,18 @@ class TableStore:
             UsageError: Another process has changed one of the runs meanwhile, or the place cannot be written.
         """
         after = {run_id: self._stamped(run_id, entry) for run_id, (_, entry) in changes.items()}
+        replaced = _parts_of({run_id: entry for run_id, (entry, _) in changes.items() if entry})
         try:
             self._commit(changes, after)
         except UsageError:
-            # Readers of a table folder that ignore the manifest would read these too.
-            self.place.remove(_parts_of(after) - _parts_of(self.manifest().runs))
+            # Readers of a table folder that ignore the manifest would read these too. The other process may have removed
+            # the parts that were there before.
+            self.place.remove(_parts_of(after) - replaced - _parts_of(self.manifest().runs))
             raise
         if self.place.has_lock:
             self._remove_unnamed(f"{name}/run_id={run_id}" for run_id in after for name in schema.TABLES)
         else:
             # Other unnamed files may be about to be published by another writer.
-            replaced = _parts_of({run_id: entry for run_id, (entry, _) in changes.items() if entry})
             self.place.remove(replaced - _parts_of(after))
         return after
 
