@@ -233,3 +233,17 @@ def test_lines_of_a_log_are_bounded(tmp_path):
 def test_a_logged_prompt_is_not_a_start():
     prompt = "INFO Received request: prompt: '" + "x" * 900 + "non-default args: {'max_num_seqs': 2}'"
     assert context([ARGUMENTS, engine(), prompt]).settings.max_num_seqs == 64
+
+
+def test_speculative_decoding_is_read_of_the_arguments_or_of_the_engine():
+    """Otherwise its steps, of several tokens for a request, would be those of a server without it."""
+    asked = "'speculative_config': {'method': 'ngram', 'num_speculative_tokens': 3}"
+    arguments = ARGUMENTS.replace("'max_num_seqs': 64", asked)
+    stated = "speculative_config=SpeculativeConfig(method='ngram', model=None, num_spec_tokens=3)"
+    of_engine = engine().replace("speculative_config=None", stated)
+    plain = context([ARGUMENTS, engine()])
+    assert "speculative_config" not in plain.settings.other
+    for lines in ([arguments, of_engine], [ARGUMENTS, of_engine]):
+        found = context(lines)
+        assert "ngram" in str(found.settings.other["speculative_config"])
+        assert deployment_of(found).deployment_id != deployment_of(plain).deployment_id

@@ -49,3 +49,12 @@ def test_what_is_no_folder_is_named_as_such(tmp_path, make, below):
             f"{where}: cannot be written (a file or a link to nothing stands where a folder is needed); "
             "choose another folder"
         )
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path):
+    for left in (tmp_path / ".writing-a", tmp_path / "models" / ".writing-b"):
+        left.mkdir(parents=True)
+        (left / "alpha.json").write_text("half")
+    write_files({tmp_path / "models" / "alpha.json": "{}", tmp_path / "report.md": "text"})
+    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    assert files == {"models", "models/alpha.json", "report.md"}

@@ -30,6 +30,7 @@ import polars as pl
 from tracefit.features.columns import to_polars
 from tracefit.features.expressions import parse_formula
 from tracefit.server.hardware import Gpu
+from tracefit.server.settings import SPECULATION
 from tracefit.tables.sources import CycleSource
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ def with_least_time(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame
     estimate: steps of requests and of clients that may have prefix-cache hits.
     """
     arch, gpu, settings = context.architecture, context.gpu, context.settings
-    is_speculative = any(name.startswith(("speculative", "num_speculative")) for name in settings.other)
+    is_speculative = any(name.startswith(SPECULATION) for name in settings.other)
     if arch is None or gpu is None or is_speculative:
         return timeline.with_columns(pl.lit(None, pl.Float64).alias(LEAST_TIME))
     tp = settings.tensor_parallel or 1

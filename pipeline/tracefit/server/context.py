@@ -22,6 +22,7 @@ from tracefit.server.hardware import Gpu, UnknownGpuError, find_gpu, find_gpus, 
 from tracefit.server.model_config import UnknownModelError, as_served, parse_architecture
 from tracefit.server.settings import (
     DEFAULT_BLOCK_SIZE,
+    SPECULATION,
     ServerSettings,
     assume_defaults,
     logged_settings,
@@ -249,6 +250,7 @@ def _restore_gpu(text: str | None, *, where: str) -> Gpu | None:
 def deployment_of(context: RunContext) -> Deployment:
     """Return the deployment of a run; its id is `<model>.<gpu>.tp<n>.<8 hex digits of a hash>`."""
     settings, architecture = context.settings, context.architecture
+    speculation = {name: value for name, value in settings.other.items() if name.startswith(SPECULATION)}
     parts = {
         "architecture": architecture.facts() if architecture else None,
         "gpu": {k: v for k, v in context.gpu.facts().items() if k != "compute_tflops_fp4"}
@@ -257,6 +259,8 @@ def deployment_of(context: RunContext) -> Deployment:
         # An unknown GPU also distinguishes deployments.
         **({"unknown_gpu": settings.gpu} if settings.gpu and context.gpu is None else {}),
         "knobs": settings.knobs(),
+        # Its steps compute several tokens of a request. Not there without it, so that ids of other servers stay.
+        **({"speculation": speculation} if speculation else {}),
         "tensor_parallel": settings.tensor_parallel,
     }
     # Everything that changes how a server behaves counts; the readable part before it names model, GPU and ranks only.

@@ -31,6 +31,7 @@ MOST_CHARS = 64 * 1024
 
 _MOST_PREFIX_CHARS = 512
 
+_SPECULATION = re.compile(r"\bspeculative_config=SpeculativeConfig\(([^()]*)\)")
 _DICT = re.compile(r"non-default args:\s*(\{.*\})")
 _NAMESPACE = re.compile(r"\bargs: Namespace\((.*)\)")
 # Bounded digits: Python raises an error for integers of more than 4,300.
@@ -151,6 +152,8 @@ def _with_engine(start: ServerStart, text: str) -> ServerStart:
     items = {name: _word(value) for name, value in _ENGINE_ITEM.findall(text)}
     device = items.pop("device_config", None)
     dtype = items.get("dtype")
+    if speculation := _SPECULATION.search(text):
+        items["speculative_config"] = speculation[1]
     stated = {
         name: value for name, value in start.stated.items() if not (name == "dtype" and value == "auto")
     }

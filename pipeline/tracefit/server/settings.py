@@ -402,13 +402,18 @@ def logged_settings(start: ServerStart, *, where: str) -> ServerSettings:
     known = {
         name: value
         for name, value in start.stated.items()
-        if canonical_name(name) in SETTINGS or name in _KEPT_ARGUMENTS
+        if canonical_name(name) in SETTINGS
+        or name in _KEPT_ARGUMENTS
+        or (name.startswith(SPECULATION) and value is not None)
     }
     return settings_from(known, where=where, source="read")
 
 
 _KEPT_ARGUMENTS = frozenset({"enable_lora", "served_model_name"})
 """Arguments of a logged server that are kept beside the settings: the names of its models."""
+
+SPECULATION = ("speculative", "num_speculative")
+"""How arguments about speculative decoding begin: a step then computes several tokens of a request."""
 
 
 def read_all_settings(paths: Iterable[Path]) -> ServerSettings:

@@ -110,6 +110,12 @@ def scratch_folder(root: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_scratch(folder: Path) -> None:
+    """Remove the scratch folders in a locked folder: those of writers that died."""
+    for scratch in folder.glob(f"{SCRATCH_PREFIX}*"):
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 def create(path: Path) -> BinaryIO:
     """Open a new file for writing. Every file of the tables folder is written through this function."""
     return path.open("wb")
@@ -174,19 +180,26 @@ def write_files(contents: Mapping[Path, bytes | str]) -> None:
     Raises:
         UsageError: A file cannot be written.
     """
+    data_of = {
+        place_of(name): content.encode() if isinstance(content, str) else content
+        for name, content in contents.items()
+    }
+    on_disk = [path for path in data_of if not isinstance(path, BucketPath)]
     with ExitStack() as stack:
+        # In one order, so that no two processes wait for each other.
+        for path in sorted(on_disk):
+            stack.enter_context(disk_errors(path))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if stack.enter_context(folder_lock(path.parent, lambda: None)):
+                remove_scratch(path.parent)
         drafts = []
-        for name, content in contents.items():
-            path, data = place_of(name), content.encode() if isinstance(content, str) else content
+        for path, data in data_of.items():
             if isinstance(path, BucketPath):
                 put(path, data)
                 continue
             stack.enter_context(disk_errors(path))
             scratch = stack.enter_context(scratch_folder(path.parent))
             drafts.append((_draft(scratch, path, data), path))
-        # In one order, so that no two processes wait for each other.
-        for folder in sorted({path.parent.resolve() for _, path in drafts}):
-            stack.enter_context(folder_lock(folder, lambda: None))
         for draft, path in drafts:
             with disk_errors(path):
                 _put_in_place(draft, path)

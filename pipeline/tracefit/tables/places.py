@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import shutil
 import stat
 import tempfile
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 from tracefit.errors import DataError, UsageError
 from tracefit.inputs import buckets
 from tracefit.inputs.buckets import BucketPath, Version, place_of
-from tracefit.tables.disk import SCRATCH_PREFIX, folder_lock, scratch_folder, write_whole
+from tracefit.tables.disk import SCRATCH_PREFIX, folder_lock, remove_scratch, scratch_folder, write_whole
 
 if TYPE_CHECKING:
     import io
@@ -69,11 +68,11 @@ class Disk:
                     if place.is_dir():
                         _refuse_links_in(place)
             # Scratch folders of writers that died, and of workers that an interruption stops.
-            self._remove_scratch()
+            remove_scratch(self.root)
             try:
                 yield self
             finally:
-                self._remove_scratch()
+                remove_scratch(self.root)
 
     def scratch(self) -> AbstractContextManager[Path]:
         """Make a folder for files that are not finished, and remove it afterwards."""
@@ -118,10 +117,6 @@ class Disk:
             path.rmdir() if path.is_dir() else path.unlink()
             while (path := path.parent) != self.root and not any(path.iterdir()):
                 path.rmdir()
-
-    def _remove_scratch(self) -> None:
-        for folder in self.root.glob(f"{SCRATCH_PREFIX}*"):
-            shutil.rmtree(folder, ignore_errors=True)
 
     def read_versioned(self, name: str) -> tuple[bytes, Version | None]:
         """Return a small file, and its version if the storage has versions.
