@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 from dataclasses import is_dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -246,6 +246,7 @@ DECLARATIONS = [
 """Every alias of an option, and every class of options with its fields."""
 
 
+@cache
 def flags_of(name):
     """Return the flags of a command, and those before the name of any."""
     return {text for one in (COMMANDS[name], get_command(app)) for p in one.params for text in p.opts}
