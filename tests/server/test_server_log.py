@@ -247,3 +247,14 @@ def test_speculative_decoding_is_read_of_the_arguments_or_of_the_engine():
         found = context(lines)
         assert "ngram" in str(found.settings.other["speculative_config"])
         assert deployment_of(found).deployment_id != deployment_of(plain).deployment_id
+
+
+def test_a_server_with_adapters_is_another_deployment():
+    """Its layers multiply by those, too: a step takes longer."""
+    with_adapters = context(
+        [ARGUMENTS.replace("'max_num_seqs'", "'enable_lora': True, 'max_num_seqs'"), engine()]
+    )
+    without = context([ARGUMENTS.replace("'max_num_seqs'", "'enable_lora': False, 'max_num_seqs'"), engine()])
+    plain = context([ARGUMENTS, engine()])
+    assert deployment_of(without).deployment_id == deployment_of(plain).deployment_id
+    assert deployment_of(with_adapters).deployment_id != deployment_of(plain).deployment_id

@@ -259,8 +259,10 @@ def deployment_of(context: RunContext) -> Deployment:
         # An unknown GPU also distinguishes deployments.
         **({"unknown_gpu": settings.gpu} if settings.gpu and context.gpu is None else {}),
         "knobs": settings.knobs(),
-        # Its steps compute several tokens of a request. Not there without it, so that ids of other servers stay.
+        # Its steps compute several tokens of a request. Only there with it, so that ids of other servers stay.
         **({"speculation": speculation} if speculation else {}),
+        # As are the products with adapters, which each of its layers adds.
+        **({"adapters": True} if settings.has_adapters else {}),
         "tensor_parallel": settings.tensor_parallel,
     }
     # Everything that changes how a server behaves counts; the readable part before it names model, GPU and ranks only.
