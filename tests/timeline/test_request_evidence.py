@@ -269,6 +269,13 @@ def test_prompt_times_that_follow_lengths_show_no_prefix_hit(law):
     assert longest_whole_prompt(_intervals(law)) is None
 
 
+def test_steps_without_any_noise_show_no_prefix_hit():
+    """As in a simulation: every step of a batch takes as long, so that there is nothing to divide by."""
+    rows = _intervals(_linear).with_columns(decodes=pl.lit(4.0), contexts=pl.lit(1_200.0))
+    exact = rows.with_columns(y=10_000 + 26 * pl.col("prompt_tokens"))
+    assert longest_whole_prompt(exact) is None
+
+
 def test_prefix_hits_show_in_unequal_times_of_equal_prompts():
     """A third of the prompts longer than 128 tokens found 128 of them in the cache."""
     rows = _intervals(_linear, lambda rng, tokens: 128 * ((tokens > 128) & (rng.random(600) < 0.33)))

@@ -21,10 +21,9 @@ def register() -> None:
     """Make the server's scheduler a traced one, whichever it is, if the environment says so; an entry point of vLLM."""
     if not settings.is_on():
         return
-    # vLLM ends with an error of a plugin.
     try:
         _register()
-    except Exception as error:  # noqa: BLE001 - as above
+    except Exception as error:  # noqa: BLE001 - vLLM would end with an error of a plugin
         _say(error)
 
 
@@ -47,7 +46,7 @@ def _register() -> None:
         try:
             is_traced = chosen is Scheduler or hasattr(chosen, "_tracing")
             return chosen if is_traced else traced(chosen)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - the server starts without tracing
             _say(error)
             return chosen
 

@@ -271,13 +271,9 @@ def _compared(
         queue=_queue(compared),
         notes=notes + _notes(replayed, deployment, is_full=compared.height >= MOST_REQUESTS),
         at_speeds=tuple(
-            ReplayAtSpeed(
-                slower_pct,
-                _quantities(
-                    _replayed(prepared, deployment, 1 + slower_pct / 100).filter("counts"), before, predicted
-                ),
-            )
+            ReplayAtSpeed(slower_pct, {q.name: q.replayed for q in _quantities(rows, before, predicted)})
             for slower_pct in _speeds_of_holdout_pct(deployment.step_model)
+            for rows in (_replayed(prepared, deployment, 1 + slower_pct / 100).filter("counts"),)
         ),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -51,15 +52,11 @@ class ReplayAtSpeed:
 
     Attributes:
         slower_pct: How much longer every step takes than the model says, in percent.
-        quantities: Measured and replayed values.
+        replayed: Name of a quantity of the run's replay to its value in this one; without latencies that have no end here.
     """
 
     slower_pct: float
-    quantities: tuple[Replayed, ...]
-
-    def value_us(self, name: str) -> float | None:
-        """Return a replayed value; null where it is unknown."""
-        return next((q.replayed for q in self.quantities if q.name == name), None)
+    replayed: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +96,18 @@ class RunReplay:
         return _worst_pct(self.quantities, latencies)
 
     def beyond_speeds_pct(self, stretches: int, *latencies: str) -> float | None:
-        """Return how far latencies at P50 and P90 are from those of replays at speeds that the machine had, in percent, for the worst.
+        """Return how far latencies at P50 and P90 are outside the replays at speeds that the machine had, in percent; the largest.
 
-        A P90 comes from the slowest tenth of the time, in which the speed is one of a few stretches'. A P50 comes from half of the
-        stretches, whose mean differs less: by that of one over the root of their number.
+        A P90 comes from the slowest tenth of the time, which is one stretch or a few. A P50 comes from half of the stretches: their mean
+        speed varies less than that of one, by the root of their number.
 
         Args:
             stretches: Stretches of time of the held-out part, each with a speed of its own.
             latencies: Names without the percentile.
 
         Returns:
-            0 where the measured values are between the replayed ones; null where the machine kept its speed.
+            0 where the measured values are between the replayed ones; null where the machine kept its speed, or a latency has no end
+            at one of its speeds.
         """
         if not self.at_speeds:
             return None
@@ -118,7 +116,9 @@ class RunReplay:
             latency, _, percentile = q.name.removesuffix("_us").rpartition("_p")
             if latency not in latencies or percentile not in _PERCENTILES or q.error_pct is None:
                 continue
-            values = [value for at in self.at_speeds if (value := at.value_us(q.name)) is not None]
+            values = [at.replayed[q.name] for at in self.at_speeds if q.name in at.replayed]
+            if len(values) < len(self.at_speeds):
+                return None
             middle = values[len(values) // 2]
             share = max(1.0, _PERCENTILES[percentile] * stretches) ** -0.5
             ends = [middle + share * (value - middle) for value in values]

@@ -88,7 +88,10 @@ _NOISY = 0.48
 """Standard deviation of a step's time, as a share of it, above which a skew says nothing: a machine with other work stalls now and then."""
 
 _LONG_STEPS = 16
-"""Steps of an interval whose own noises are averaged out."""
+"""In intervals of more steps, what disturbs single steps averages out."""
+
+_LEAST_NOISE = 1e-4
+"""Least noise of a step, as a share of its time: a simulator's steps have none, and stamps are whole microseconds."""
 
 _SHORT_STEPS, _MAX_NOISE = 4, 0.45
 """Intervals of up to so many steps show whether tokens count the steps: above this standard deviation they do not. It is 0.08 to 0.27 in
@@ -367,7 +370,7 @@ def longest_whole_prompt(rows: pl.DataFrame) -> float | None:
     excess_us, step_us = time_us - decode_us, decode_us / steps
     noise = (excess_us / decode_us)[without]
     of_step, of_interval = _noise_shares(noise, steps[without])
-    noise = noise / np.sqrt(of_step / steps[without] + of_interval)
+    usual_noise = np.sqrt(of_step / steps[without] + of_interval)
     # The steps of an interval add up; the one with the prompt takes longer and scatters by as large a share.
     with_prompt_us = np.maximum(excess_us + step_us, step_us)
     variance = of_step * (step_us**2 * (steps - 1) + with_prompt_us**2)[one]
@@ -379,7 +382,8 @@ def longest_whole_prompt(rows: pl.DataFrame) -> float | None:
     variance = variance[1:-1] + (1 - weight) ** 2 * variance[:-2] + weight**2 * variance[2:]
     odd = np.abs(off_us) > _SCATTER_SD * np.sqrt(variance)
     # Disturbances of steps without a prompt also disturb steps with one.
-    usual = _USUAL_SCATTER + float((np.abs(noise - np.median(noise)) > _SCATTER_SD).mean())
+    is_odd = np.abs(noise - np.median(noise)) > _SCATTER_SD * usual_noise
+    usual = _USUAL_SCATTER + float(is_odd.mean())
     if odd.mean() <= usual + _SURE_SHARE_SD * np.sqrt(usual / odd.size) and not _falls(excess_us):
         return None
     for most in 2.0 ** np.arange(int(np.log2(length[-1])), 3, -1):
@@ -403,11 +407,9 @@ def _noise_shares(noise: Vector, steps: Vector) -> tuple[float, float]:
     is_short = steps <= _SHORT_STEPS
     if is_short.sum() < _MIN_SAMPLES:
         is_short = np.ones(len(steps), dtype=bool)
-    # Of intervals that are not as long, each has this common part too.
-    own = robust_sd(noise[is_short] * np.sqrt(steps[is_short])) ** 2 - common * float(
-        np.median(steps[is_short])
-    )
-    return max(own, 0.0), common
+    # Short intervals have the common part, too.
+    both = robust_sd(noise[is_short] * np.sqrt(steps[is_short])) ** 2
+    return max(both - common * float(np.median(steps[is_short])), _LEAST_NOISE**2), common
 
 
 def _falls(excess_us: Vector) -> bool:
