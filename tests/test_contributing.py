@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tracefit.coefficients.workload import STEP_COLUMNS
 from tracefit.features.sets import BUILT_IN
-from tracefit.features.targets import TARGETS
 from tracefit.fit.alpha import FORMS
+from tracefit.models.describe import STEP_COLUMNS
+from tracefit.models.targets import TARGETS
 from tracefit.tables.schema import REQUESTS, TIMELINE
 
 ROOT = Path(__file__).parents[1]
@@ -134,7 +134,7 @@ def to_names(source):
         ),
     },
     "a target": {
-        "pipeline/tracefit/features/targets.py": (
+        "pipeline/tracefit/models/targets.py": (
             "TARGETS: tuple[Target, ...] = (\n",
             """
     Target("execution", "execution", "time in the engine", "first SCHEDULED to FIRST_TOKEN", "prefill_us",
@@ -151,7 +151,7 @@ def to_names(source):
             '        _n("running_after", "requests still running once the step\'s outputs are processed"),\n',
             '        _i("num_finished", "an example"),\n',
         ),
-        "pipeline/tracefit/coefficients/workload.py": (
+        "pipeline/tracefit/models/describe.py": (
             '    "waiting_depth": "waiting",\n',
             '    "num_finished": "batch / 100",\n',
         ),

@@ -24,6 +24,7 @@ ORDER = (
     ("tables",),
     ("results",),
     ("server",),
+    ("models",),
     ("recordings", "timeline", "receive"),
     ("features",),
     ("fit",),

@@ -16,7 +16,6 @@ from tracefit.commands.ingest import doubts_of_models, ingest_inputs
 from tracefit.commands.locate import as_list, find_tables, is_tables
 from tracefit.engines.local import LocalEngine
 from tracefit.errors import UsageError
-from tracefit.features import targets
 from tracefit.features.sets import FeatureSet
 from tracefit.features.training import beta_rows
 from tracefit.fit import splits
@@ -24,6 +23,7 @@ from tracefit.fit.results import COVERED_SHARE
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import open_inputs
+from tracefit.models import targets
 from tracefit.options import InspectedArgument, ServerOptions, named
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.traces import (
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from tracefit.features.targets import Target
     from tracefit.inputs.files import TraceFile
+    from tracefit.models.targets import Target
     from tracefit.results.traces import Allowed
     from tracefit.server.context import Deployment, RunContext
 

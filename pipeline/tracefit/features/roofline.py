@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.features.columns import to_polars
-from tracefit.features.expressions import parse_formula
+from tracefit.models.columns import with_formulas
+from tracefit.models.formulas import parse_formula
 from tracefit.server.hardware import Gpu
 from tracefit.server.settings import SPECULATION
 from tracefit.tables.sources import CycleSource
@@ -117,7 +117,7 @@ def add_roofline(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: 
     # Two rounds: the terms are formulas over the helpers.
     for names in (_HELPERS, ROOFLINE_TERMS):
         nodes = {name: parse_formula(formulas[name], where=name) for name in names}
-        columns = columns.with_columns(to_polars(node, {}).alias(name) for name, node in nodes.items())
+        columns = with_formulas(columns, nodes)
     return frame.with_columns(columns[name] for name in ROOFLINE_TERMS)
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, get_args
 import polars as pl
 
 from tracefit.features.batches import add_batch_terms, batch_formulas
-from tracefit.features.expressions import names_in, parse_formula
 from tracefit.features.roofline import (
     LEAST_TIME,
     ROOFLINE_TERMS,
@@ -27,6 +26,7 @@ from tracefit.features.roofline import (
     work_formulas,
 )
 from tracefit.features.sets import FeatureSet, add_features
+from tracefit.models.formulas import names_in, parse_formula
 from tracefit.server.architecture import AttentionKind
 from tracefit.statistics import divided
 from tracefit.tables.schema import ENGINE, SERVER
@@ -35,7 +35,7 @@ from tracefit.tables.sources import RECORDED, CycleSource
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from tracefit.features.targets import Target
+    from tracefit.models.targets import Target
     from tracefit.server.context import RunContext
 
 

@@ -18,7 +18,6 @@ import polars as pl
 
 from tracefit.features import training
 from tracefit.features.sets import POWER, WORK_MAX, FeatureSet
-from tracefit.features.targets import CYCLE_TIME, DURATION, RECORDED
 from tracefit.fit.fitted import (
     PENALTIES,
     DeploymentOptions,
@@ -42,11 +41,14 @@ from tracefit.fit.holdout import (
     with_load,
 )
 from tracefit.fit.noise import machine_noise
-from tracefit.fit.results import COVERED_SHARE, Candidate, Missing, StepTimeSource, TargetFacts
+from tracefit.fit.results import COVERED_SHARE, Missing, StepTimeSource
 from tracefit.fit.select import FOLDS
 from tracefit.fit.speed import with_speed
 from tracefit.fit.splits import PROMPT_FEATURES, counted_rows, mark_prefix_hits, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
+from tracefit.models.schema import TargetFacts
+from tracefit.models.targets import CYCLE_TIME, DURATION, RECORDED
+from tracefit.models.validation import Candidate
 from tracefit.server.settings import ALL_SPANS, NO_PREFIX_CACHE, SGLANG_STEPS, context_remedy, step_remedy
 from tracefit.tables.dialects import SGLANG, STEP_EVENT
 from tracefit.tables.schema import ENGINE

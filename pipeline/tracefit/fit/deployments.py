@@ -16,10 +16,9 @@ import polars as pl
 from threadpoolctl import threadpool_limits
 
 from tracefit.errors import unexpected
-from tracefit.features import targets, training
+from tracefit.features import training
 from tracefit.features.roofline import LEAST_TIME
 from tracefit.features.sets import BUILT_IN, Feature, FeatureSet
-from tracefit.features.targets import CYCLE_TIME
 from tracefit.features.training import MOST_TOO_FAST, is_too_fast
 from tracefit.fit import splits
 from tracefit.fit.alpha import fit_target
@@ -36,10 +35,18 @@ from tracefit.fit.fitted import (
 )
 from tracefit.fit.holdout import summed_holdout
 from tracefit.fit.latency import compose_latencies
-from tracefit.fit.results import AcrossResult, ComposedLatencies, LeftOutErrors, LeftOutKind, Missing
+from tracefit.fit.results import (
+    AcrossResult,
+    ComposedLatencies,
+    LeftOutErrors,
+    LeftOutKind,
+    Missing,
+)
 from tracefit.fit.splits import counted_rows, step_frame
 from tracefit.fit.train import fit_linear, fit_regimes
 from tracefit.fit.validation import measure
+from tracefit.models import targets
+from tracefit.models.targets import CYCLE_TIME
 from tracefit.server.settings import merge, settings_from
 from tracefit.tables.sources import CycleSource
 
@@ -47,7 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tracefit.fit.fitted import DeploymentOptions, DeploymentTables
-    from tracefit.fit.results import Metrics
+    from tracefit.models.validation import Metrics
     from tracefit.server.context import Deployment
 
 

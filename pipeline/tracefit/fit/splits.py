@@ -22,9 +22,9 @@ from tracefit.timeline import longest_whole_prompt
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.features.targets import Target
     from tracefit.fit.fitted import DeploymentTables
-    from tracefit.fit.results import Validation
+    from tracefit.models.targets import Target
+    from tracefit.models.validation import Validation
 
 TRAIN_SHARE = 0.7
 WARM_UP_STEPS = 20
