@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from tracefit.inputs.compression import Compression
     from tracefit.inputs.otlp_wire import Signal
-    from tracefit.inputs.rejects import Reject
 
 HEAD_BYTES = 4 << 20
 """Bytes examined. A file with a longer first record is recognised by its JSON keys, or not at all."""
@@ -62,10 +61,10 @@ class Recording:
         clock: Its clock, and how that compares with others.
         message_start: Pattern of the beginning of a message, if its shape is `messages`.
         header: Returns the last line of some content that names the columns, for tables; empty if no line does.
-        decode: Decodes a block and its bytes, given `show_values` and `max_rejects`, into rows of steps
-            (columns as `tables.rows.RECORDED_STEPS` without `file`), rejects, requests as spans, if it
-            has any, and a function that returns the keys of its first request. Null if its files are
-            read when the run's tables are built.
+        decode: Decodes a block and its bytes, given the `Rejects` that receive the records which cannot be read, into
+            rows of steps (columns as `tables.rows.RECORDED_STEPS` without `file`), requests as spans, if it has any,
+            and a function that returns the keys of its first request. Null if its files are read when the run's
+            tables are built.
         lacks: The values that its requests never have, of those that `tables.unread` counts.
     """
 
@@ -77,9 +76,7 @@ class Recording:
     clock: str
     message_start: re.Pattern[bytes] | None = None
     header: Callable[[bytes], bytes] | None = None
-    decode: (
-        Callable[..., tuple[pl.DataFrame, list[Reject], pl.DataFrame | None, Callable[[], list[str]]]] | None
-    ) = None
+    decode: Callable[..., tuple[pl.DataFrame, pl.DataFrame | None, Callable[[], list[str]]]] | None = None
     lacks: tuple[str, ...] = ()
 
 

@@ -33,7 +33,7 @@ import polars as pl
 
 from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.framing import records
-from tracefit.recordings.blocks import MOST_S, UNREADABLE, RecordedBlock, Rejects
+from tracefit.recordings.blocks import MOST_S, UNREADABLE, RecordedBlock
 from tracefit.recordings.requests import (
     TokenCount,
     as_spans,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from tracefit.inputs.blocks import Block
     from tracefit.inputs.framing import Shape
-    from tracefit.inputs.rejects import Encoding
+    from tracefit.inputs.rejects import Encoding, Rejects
     from tracefit.recordings.requests import Parts
 
 _MOST_LASTED_S, _MOST_TOKENS = 1e6, 2**31
@@ -557,9 +557,8 @@ def _lines(read: Callable[[bytes], _Row]) -> Callable[[bytes], Parts[_Row]]:
 def _decoder(name: str, parts: Callable[[bytes], Parts[_Row]]) -> Callable[..., RecordedBlock]:
     """Return the decoder of a program's files."""
 
-    def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
-        rejects = Rejects(block, show_values=show_values, max_rejects=max_rejects)
-        rows = read_parts(payload, parts, f"no request of {name}", rejects)
+    def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
+        rows = read_parts(block, payload, parts, f"no request of {name}", rejects)
         digests = _digests([row for _, row in rows])
         requests = pl.DataFrame(
             [(offset, *row) for offset, row in rows],
@@ -572,7 +571,7 @@ def _decoder(name: str, parts: Callable[[bytes], Parts[_Row]]) -> Callable[..., 
         requests = _on_wall_clock(requests).with_columns(digest=digest)
         once = requests.filter(pl.col("benchmark").is_in(list(different.values())))
         keys = partial(first_keys, payload, parts)
-        return RecordedBlock(_steps_of_each(once), rejects.rejects, requests_seen(requests), keys)
+        return RecordedBlock(_steps_of_each(once), requests_seen(requests), keys)
 
     return decode
 

@@ -21,8 +21,8 @@ import polars as pl
 
 from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.framing import BOM, LENGTH_BYTES, message_bytes, records
-from tracefit.otlp.model import TooManyRejectsError
-from tracefit.recordings.blocks import MOST_STEP_S, UNREADABLE, RecordedBlock, Rejects, fault_of
+from tracefit.inputs.rejects import TooManyRejectsError
+from tracefit.recordings.blocks import MOST_STEP_S, UNREADABLE, RecordedBlock, fault_of
 from tracefit.recordings.requests import from_json
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
 from tracefit.tables.sources import RECORDS, CycleSource
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from tracefit.inputs.blocks import Block
     from tracefit.inputs.framing import Shape
-    from tracefit.inputs.rejects import Encoding
+    from tracefit.inputs.rejects import Encoding, Rejects
 
 VERSION = 1
 _NO_RECORD = "not a record of ForwardPassMetrics"
@@ -198,16 +198,14 @@ _Record = tuple[int, int | None, Any]
 """Offset, time of receipt in unix ns, and metrics of a record."""
 
 
-def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
+def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
     """Decode a block of whole records; only bad ones are rejected.
 
     Args:
         block: The position of the bytes, and how they are encoded.
         payload: The bytes.
-        show_values: Whether excerpts of rejects may show values of records.
-        max_rejects: Rejects after which the rest is not decoded.
+        rejects: Receives the bad ones; once they are too many, the rest is not decoded.
     """
-    rejects = Rejects(block, show_values=show_values, max_rejects=max_rejects)
     frames: list[pl.DataFrame] = [pl.DataFrame(schema=_TYPES)]
     rows: list[tuple[Any, ...]] = []
     with suppress(TooManyRejectsError):
@@ -221,7 +219,7 @@ def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int)
                 queue = _fields_of_queue(queued) if queued else (None,) * len(_QUEUE_FIELDS)
                 rows.append((offset, unix_ns, *_fields_of_record(record), *queue))
     frames.append(pl.DataFrame(rows, schema=_TYPES, orient="row"))
-    return RecordedBlock(_as_steps(pl.concat(frames), block.offset), rejects.rejects)
+    return RecordedBlock(_as_steps(pl.concat(frames), block.offset))
 
 
 def _of_json(payload: bytes, rejects: Rejects) -> Iterator[_Record]:

@@ -13,6 +13,7 @@ A log may be of several servers: then each line begins with, or states, its cont
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ import polars as pl
 import pyarrow as pa
 
 from tracefit.inputs.formats import Recording, register
-from tracefit.inputs.rejects import Reject, excerpt
+from tracefit.inputs.rejects import TooManyRejectsError
 from tracefit.recordings.blocks import RecordedBlock
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
 from tracefit.tables.sources import RECORDS, CycleSource
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from tracefit.inputs.blocks import Block
     from tracefit.inputs.framing import Shape
-    from tracefit.inputs.rejects import Encoding
+    from tracefit.inputs.rejects import Encoding, Rejects
 
 _MARK = b"Iteration("
 _CUT = "iteration line cut, or not as vLLM writes it"
@@ -96,31 +97,24 @@ def _find(head: bytes) -> tuple[Shape, Encoding] | None:
     return ("lines", "text") if _IN_HEAD.search(head) else None
 
 
-def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
+def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
     """Decode a block of whole lines; only cut lines are rejected.
 
     Args:
         block: The position of the bytes.
         payload: The bytes.
-        show_values: Whether excerpts of rejects may show the text of lines.
-        max_rejects: Rejects after which no more are listed.
+        rejects: Receives the cut ones; once they are too many, no more are listed.
     """
     lines = _marked(payload)
     fields = pl.col("text").str.extract_groups(_LINE).struct.rename_fields(["engine", "step_id", *_FIELDS])
     parsed = lines.with_columns(fields.alias("fields")).unnest("fields")
     is_bad = pl.col("step_id").is_null()
     bad = parsed.filter(is_bad).select("source_offset", "length", "text")
-    rejects = [
-        Reject(
-            block.source_file,
-            block.offset + offset,
-            length,
-            _LONG if text is None else _CUT,
-            excerpt((text or "").encode(), "text", show_values=show_values),
-        )
-        for offset, length, text in bad.head(max_rejects).iter_rows()
-    ]
-    return RecordedBlock(_as_steps(parsed.filter(~is_bad), block.offset), rejects)
+    with suppress(TooManyRejectsError):
+        for offset, length, text in bad.iter_rows():
+            reason = _LONG if text is None else _CUT
+            rejects.add(offset, (text or "").encode(), reason, length=length)
+    return RecordedBlock(_as_steps(parsed.filter(~is_bad), block.offset))
 
 
 def _marked(payload: bytes) -> pl.DataFrame:
