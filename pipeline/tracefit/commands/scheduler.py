@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from tracefit._version import __version__
-from tracefit.engines.build import RunTask, build_runs
+from tracefit.engines.build import RunTask, build_runs, rows_beside
 from tracefit.engines.decode import Task, decode_task
 from tracefit.engines.jobs import Job, take_together
 from tracefit.errors import DataError
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from tracefit.inputs.rejects import Reject
     from tracefit.options import IngestOptions
     from tracefit.progress import Progress
-    from tracefit.recordings.kv_events import KvRows
     from tracefit.server.context import RunContext
     from tracefit.tables.store import TableStore
 
@@ -563,11 +562,8 @@ class IngestScheduler:
     def _run_task(self, run: RunIngest) -> RunTask:
         assert run.entry is not None  # noqa: S101 - a run that is ready has one
         files = run.source.kv_files
-        kv: tuple[TraceFile, ...] | KvRows = files
-        if files and (self._engine.carries_bytes or any(file.filesystem for file in files)):
-            from tracefit.recordings.kv_events import read_kv  # noqa: PLC0415 - most runs have none
-
-            kv = read_kv(files, self._options)
+        is_carried = self._engine.carries_bytes or any(file.filesystem for file in files)
+        kv = rows_beside(files, self._options) if files and is_carried else files
         return RunTask(
             run_id=run.run_id,
             name=run.source.name,

@@ -228,7 +228,10 @@ class _Splitter:
             return
         if self.contents.recording and not self.contents.recording.decode:
             yield Reject(
-                self._file.name, 0, self._file.size, f"{self.contents}: they are read from kv_events*"
+                self._file.name,
+                0,
+                self._file.size,
+                f"{self.contents}: they are read from {self.contents.recording.file_name}*",
             )
             return
         if shape == "empty":

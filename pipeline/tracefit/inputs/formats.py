@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tracefit.inputs import otlp_wire as wire
 from tracefit.inputs.framing import BOM, RECORD_START, Shape, next_record, records
@@ -33,6 +33,7 @@ JUNK_EDGE_BYTES = 64 << 10
 _TRACES_KEY = re.compile(rb'"(?:resourceSpans|resource_spans|batches)"\s*:')
 _OTHER_SIGNAL = re.compile(rb'(?:\xef\xbb\xbf)?[\s\[]*\{\s*"resource_?(logs|metrics)"\s*:', re.IGNORECASE)
 _EMPTY_JSON = re.compile(rb"(?:\xef\xbb\xbf)?(?:\s*(?:\{\s*\}|\[\s*\]))+\s*")
+_BESIDE_SUFFIX = re.compile(r"\.(jsonl|json|msgpack|bin)(\.(gz|zst))?$")
 _MAX_LINES = 1000
 
 _SHAPE_WORDS: dict[Shape, str] = {
@@ -65,6 +66,12 @@ class Recording:
             rows of steps (columns as `tables.rows.RECORDED_STEPS` without `file`), requests as spans, if it has any,
             and a function that returns the keys of its first request. Null if its files are read when the run's
             tables are built.
+        read: Reads such files of a run, given the `IngestOptions`.
+        fill: Adds what `read` returned to the run's tables, given those by name, `run_id` and `block_size`; returns the
+            tables that change.
+        sources: The sources of the times of its steps, as `tables.sources` declares them.
+        asked: A file of it in words, for a user who has none.
+        file_name: The beginning of the names of its files, where names count.
         lacks: The values that its requests never have, of those that `tables.unread` counts.
     """
 
@@ -78,10 +85,27 @@ class Recording:
     header: Callable[[bytes], bytes] | None = None
     decode: Callable[..., tuple[pl.DataFrame, pl.DataFrame | None, Callable[[], list[str]]]] | None = None
     lacks: tuple[str, ...] = ()
+    read: Callable[..., Any] | None = None
+    fill: Callable[..., dict[str, pl.DataFrame]] | None = None
+    sources: tuple[str, ...] = ()
+    asked: str = ""
+    file_name: str = ""
 
 
 RECORDINGS: dict[str, Recording] = {}
 """Formats of recordings by name, in the order they are tried."""
+
+
+def asked_for() -> str:
+    """Return the files of recordings in words, each once."""
+    *most, last = sorted({recording.asked for recording in RECORDINGS.values() if recording.asked})
+    return f"{', '.join(most)} or {last}"
+
+
+def is_beside(name: str) -> bool:
+    """Return whether a file has the name of a recording that is read when the run's tables are built."""
+    names = (recording.file_name for recording in RECORDINGS.values() if not recording.decode)
+    return any(name.startswith(begin) and _BESIDE_SUFFIX.search(name) for begin in names if begin)
 
 
 def register(recording: Recording) -> Recording:

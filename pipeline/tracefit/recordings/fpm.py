@@ -25,7 +25,7 @@ from tracefit.inputs.rejects import TooManyRejectsError
 from tracefit.recordings.blocks import MOST_STEP_S, UNREADABLE, RecordedBlock, fault_of
 from tracefit.recordings.requests import from_json
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
-from tracefit.tables.sources import RECORDS, CycleSource
+from tracefit.tables.sources import CycleSource, StepFields, declare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,6 +37,42 @@ if TYPE_CHECKING:
 VERSION = 1
 _NO_RECORD = "not a record of ForwardPassMetrics"
 _CUT = "record cut: another begins inside"
+_NO_TOKENS = "ForwardPassMetrics count no decode tokens: one for each decode request is assumed"
+
+# -- its steps ----------------------------------------------------------------------------------------------
+
+_TITLE = "ForwardPassMetrics"
+
+STEPS_OF_SGLANG = declare(
+    CycleSource(
+        name="fpm_gpu",
+        recorder=_TITLE,
+        interval="wall_time of ForwardPassMetrics: GPU time of the step, without what the engine does between steps",
+        error="the record has fractions of a microsecond; it leaves out the engine's work between steps",
+        target_source="forward_pass_metrics",
+        notes=(_NO_TOKENS,),
+        is_by_rank=True,
+    )
+)
+
+STEPS = declare(
+    CycleSource(
+        name="fpm",
+        recorder=_TITLE,
+        interval="wall_time of ForwardPassMetrics: output of a step to output of the next, after idling from schedule() to output",
+        error="the record has fractions of a microsecond",
+        target_source="forward_pass_metrics",
+        notes=(_NO_TOKENS,),
+        is_by_rank=True,
+        from_sglang=STEPS_OF_SGLANG.name,
+        has_sweep=True,
+        fields=StepFields(
+            time="wall_time",
+            stamp="received_at_ns",
+            units="wall_time is read in s, latency_ms in ms",
+        ),
+    )
+)
 
 # -- how it is recognised ----------------------------------------------------------------------------------
 
@@ -369,7 +405,7 @@ def _as_steps(records: pl.DataFrame, offset: int) -> pl.DataFrame:
         pl.col("source_offset") + offset,
         server=pl.concat_str(worker, pl.lit(".dp"), pl.col("dp_rank").fill_null(0)),
         cycle_us=pl.when(pl.col("wall_time_s") != 0).then(pl.col("wall_time_s") * 1e6),
-        cycle_source=pl.lit(CycleSource.FPM.value),
+        cycle_source=pl.lit(STEPS.name),
         decode_tokens=pl.col("num_decode_reqs"),
         scheduled_tokens=pl.col("prefill_tokens") + pl.col("num_decode_reqs"),
         running_depth=requests,
@@ -380,12 +416,15 @@ def _as_steps(records: pl.DataFrame, offset: int) -> pl.DataFrame:
 
 FORMAT = register(
     Recording(
-        name=CycleSource.FPM.value,
-        title=RECORDS[CycleSource.FPM.value],
+        name="fpm",
+        title=_TITLE,
+        asked="a recording of ForwardPassMetrics",
+        file_name="fpm",
         find=_find,
         fills="`steps`, and `timeline` with context tokens and the time of each step",
         units="s (`wall_time`), ms (`latency_ms`), ns (`received_at_ns`)",
         clock="the receiver's wall clock; the CSV has no times, only the order of steps",
+        sources=(STEPS.name, STEPS_OF_SGLANG.name),
         decode=decode,
         message_start=_MESSAGE_START,
         header=lambda content: _header_at(content, content.rfind(b"counter_id")),

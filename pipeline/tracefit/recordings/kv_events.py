@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,11 +23,13 @@ from tracefit.recordings.kv_batches import (
     ROW_COLUMNS,
     Batch,
     BlockAges,
+    KvRows,
     MessageEncoding,
     WholeBatch,
     decode_batch,
     event_rows,
 )
+from tracefit.recordings.kv_columns import kv_tables
 
 if TYPE_CHECKING:
     from tracefit.inputs.files import TraceFile
@@ -58,14 +59,6 @@ class RecordedBatch(NamedTuple):
 
 
 _Items = Generator[RecordedBatch | Reject, None, int]
-
-
-@dataclass(frozen=True, slots=True)
-class KvRows:
-    """Events of some recordings, columns as `ROW_COLUMNS`, in input order, and the rejects."""
-
-    rows: pl.DataFrame
-    rejects: list[Reject]
 
 
 def read_kv(files: Iterable[TraceFile], options: IngestOptions) -> KvRows:
@@ -160,6 +153,9 @@ FORMAT = register(
         fills="`kv_events`, and columns of `requests`, of `runs` and, in training, of steps",
         units="s (`ts` of a batch); blocks and tokens",
         clock="the server's wall clock",
+        file_name="kv_events",
+        read=read_kv,
+        fill=kv_tables,
     )
 )
 
