@@ -37,7 +37,7 @@ from tracefit.models import schema
 from tracefit.models.schema import Number, Term
 from tracefit.statistics import mean_of
 from tracefit.tables.schema import SERVER
-from tracefit.tables.sources import MEANS
+from tracefit.tables.sources import ADJACENT, is_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -400,12 +400,12 @@ def _rows(model: FittedModel) -> Iterator[documents.RowsEntry]:
 
 def _timeline(deployment: FittedDeployment) -> documents.TimelineEntry:
     tables, runs, timeline = deployment.tables, deployment.tables.runs, deployment.tables.timeline
-    intervals = timeline.filter(pl.col("cycle_source").is_in(MEANS))
+    intervals = timeline.filter(is_from(lambda source: not source.is_one_step))
     return documents.TimelineEntry(
         epochs=_sum(runs, "epochs"),
         servers=runs.height,
         steps_known=timeline.height,
-        adjacent_cycles=timeline.filter(cycle_source="adjacent").height,
+        adjacent_cycles=timeline.filter(cycle_source=ADJACENT.name).height,
         intervals=intervals.height,
         interval_steps=_sum(intervals, "interval_steps"),
         composition_agreement=mean_of(timeline["journey_agrees"].cast(pl.Float64)),

@@ -31,7 +31,7 @@ from tracefit.models.columns import with_formulas
 from tracefit.models.formulas import parse_formula
 from tracefit.server.hardware import Gpu
 from tracefit.server.settings import SPECULATION
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import is_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -247,9 +247,7 @@ def with_least_time(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame
     least = pl.max_horizontal(read_us, flops / ranks / (_fastest_tflops(arch, gpu) * 1e6))
     is_known = (prefill + decode) > 0
     if settings.enable_prefix_caching is not False:
-        is_known &= ~pl.col("cycle_source").is_in(
-            [CycleSource.REQUEST.value, CycleSource.CLIENT.value]
-        ).fill_null(value=False)
+        is_known &= ~is_from(lambda source: source.from_requests)
     return timeline.with_columns(pl.when(is_known).then(least.cast(pl.Float64)).alias(LEAST_TIME))
 
 

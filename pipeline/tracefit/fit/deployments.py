@@ -48,7 +48,7 @@ from tracefit.fit.validation import measure
 from tracefit.models import targets
 from tracefit.models.targets import CYCLE_TIME
 from tracefit.server.settings import merge, settings_from
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import is_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -135,8 +135,8 @@ def with_seen_limits(deployment: Deployment, timeline: pl.DataFrame) -> tuple[De
     Batches that follow from requests do not count: they are worked out, and may include prefix-cache hits. The id of the deployment stays.
     """
     context, stated = deployment.context, deployment.context.settings.values()
-    inferred = pl.col("cycle_source").is_in([CycleSource.REQUEST.value, CycleSource.CLIENT.value])
-    fullest = timeline.filter(~inferred.fill_null(value=False)).select(
+    inferred = is_from(lambda source: source.from_requests)
+    fullest = timeline.filter(~inferred).select(
         expression.max().alias(name) for name, (_, expression) in _SEEN.items()
     )
     above: dict[str, int] = {}

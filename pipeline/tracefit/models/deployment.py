@@ -21,7 +21,7 @@ from tracefit.models.evaluate import CompiledModel, middles
 from tracefit.models.formulas import Formulas
 from tracefit.models.predict import PredictedDuration, in_lines, predict_row
 from tracefit.models.schema import STEP_MODELS, LinearModel, terms_of
-from tracefit.models.targets import RECORDED, is_step_model
+from tracefit.models.targets import is_step_model
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -127,13 +127,11 @@ class DeploymentModels:
 
     @cached_property
     def usual_kv_usage(self) -> float | None:
-        """KV usage of a described step, where the models come from a server's log, which states neither context nor KV blocks."""
+        """KV usage of a described step, where no step that the model was trained on has its context, and the KV blocks are unknown."""
         model = self.step_model
-        definition = model.target.definition if model.target else ""
-        is_logged = any(RECORDED[kind] in definition for kind in ("log", "log_interval"))
         left_out = model.features_left_out if isinstance(model, LinearModel) else ()
         lacks_context = any(each.feature == "context_tokens" and not each.training_range for each in left_out)
-        if self.server["num_gpu_blocks"] or not (is_logged and lacks_context):
+        if self.server["num_gpu_blocks"] or not lacks_context:
             return None
         return middles(terms_of(model)).get("kv_usage_ratio")
 

@@ -249,7 +249,7 @@ def receive_text(result: traces.ReceiveResult) -> str:
         recorded = [
             (r.endpoint, count(r.records), count(r.lost_messages), _refused(r)) for r in result.recorded_from
         ]
-        tables.append(columns(("ForwardPassMetrics of", "records", "messages lost", "not kept"), recorded))
+        tables.append(columns(("engine", "records", "messages lost", "not kept"), recorded))
     files = f"{plural(result.file_count, 'file')}, {count(result.bytes)} bytes"
     requests = f"{count(result.exports)} acknowledged, {_refused(result, ' refused')}"
     return "\n\n".join([*tables, f"requests  {requests}\nwritten   {files}, below {result.out}"])
