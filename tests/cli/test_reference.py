@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 from typer.main import get_command
 
-from make_docs import PAGES
-from make_schemas import RESULTS
+from scripts.make_docs import PAGES
+from scripts.make_schemas import RESULTS
 from tracefit.cli import app
 
 ROOT = Path(__file__).parents[2]

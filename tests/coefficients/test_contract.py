@@ -9,7 +9,7 @@ import jsonschema
 import pydantic
 import pytest
 
-from make_schemas import schema_texts
+from scripts.make_schemas import schema_texts
 from tracefit.coefficients.documents import CoefficientFile
 from tracefit.coefficients.files import read_coefficients
 

@@ -315,7 +315,7 @@ def test_shared_prefixes_are_cached_as_in_blis(blis_rates, tmp_path):
 
 @pytest.mark.slow
 def test_check_without_blis_skips_and_counts(tmp_path):
-    words = [sys.executable, str(ROOT / "tests/check_consumers.py"), str(tmp_path)]
+    words = [sys.executable, str(ROOT / "tests/scripts/check_consumers.py"), str(tmp_path)]
     env = {**os.environ, "BLIS": str(tmp_path)}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0

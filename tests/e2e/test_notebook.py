@@ -23,7 +23,7 @@ def _printed(notebook):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # those of Jupyter's own libraries
 def test_every_cell_runs_and_prints_what_the_notebook_shows(tmp_path):
-    from make_notebook import execute  # noqa: PLC0415 - under the filter of warnings
+    from scripts.make_notebook import execute  # noqa: PLC0415 - under the filter of warnings
 
     (tmp_path / "fixtures").symlink_to(ROOT / "fixtures")
     executed = execute(NOTEBOOK, tmp_path)

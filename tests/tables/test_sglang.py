@@ -1,4 +1,4 @@
-"""Spans of SGLang's own tracing module (`make_sglang_fixture.py`) against the plan that it was called with."""
+"""Spans of SGLang's own tracing module (`scripts/make_sglang_fixture.py`) against the plan that it was called with."""
 
 from __future__ import annotations
 

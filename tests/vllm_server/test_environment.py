@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "vllm_environment.sh"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "vllm_environment.sh"
 
 
 @pytest.mark.parametrize(

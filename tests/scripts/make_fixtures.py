@@ -2,7 +2,7 @@
 
 The real runs in `fixtures/runs/` stay as they are.
 
-`python tests/make_fixtures.py FOLDER`
+`python tests/scripts/make_fixtures.py FOLDER`
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import polars as pl
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what it shares with the tests
 from recorded import json_lines, log_lines, records_of
 from recorded import record as no_step
 from tracefit.synth import SynthOptions, SynthRun, synth, write_run

@@ -1,6 +1,6 @@
 """Write `fixtures/sglang/` again: spans that SGLang's own tracing module makes, of requests and steps that are planned here.
 
-`python tests/make_sglang_fixture.py WHEEL FOLDER`, with WHEEL the unpacked wheel of SGLang 0.5.23 (`pip download --no-deps
+`python tests/scripts/make_sglang_fixture.py WHEEL FOLDER`, with WHEEL the unpacked wheel of SGLang 0.5.23 (`pip download --no-deps
 sglang==0.5.23`, unzipped). `sglang.srt.observability.trace` and `.req_time_stats` run as they are, on a clock of the plan, in one
 process per role, with the OpenTelemetry SDK; what else they import of SGLang (settings, forward modes, metrics) is stood in
 for. They are called where SGLang's tokenizer manager and scheduler call them. The plan is in `truth.json` of each run.

@@ -3,7 +3,7 @@
 # tracefit. It is a test tool alone. Ends with 1 and one line where it cannot be made: another platform, no room on the
 # disk, an index without the packages, or one that takes too long; and where the machine is too slow.
 set -euo pipefail
-folder=$1 lock="$(dirname "$0")/../requirements-vllm.lock" python=${PYTHON:-python3}
+folder=$1 lock="$(dirname "$0")/../../requirements-vllm.lock" python=${PYTHON:-python3}
 refuse() { rm -rf "$folder"; echo "no environment of vLLM: $*" >&2; exit 1; }
 
 # A server imports this three times, one after the other.

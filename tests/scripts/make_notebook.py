@@ -1,6 +1,6 @@
 """Run the cells of a notebook in a folder, and write their outputs into it; figures, which are large, are left out.
 
-`python tests/make_notebook.py docs/notebook.ipynb .`
+`python tests/scripts/make_notebook.py docs/notebook.ipynb .`
 """
 
 from __future__ import annotations

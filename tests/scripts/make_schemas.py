@@ -1,6 +1,6 @@
 """Write `schemas/`: the published, language-neutral contract, generated from the code.
 
-`python tests/make_schemas.py FOLDER` writes a JSON Schema (2020-12) per file and one file per Parquet table.
+`python tests/scripts/make_schemas.py FOLDER` writes a JSON Schema (2020-12) per file and one file per Parquet table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Replay runs in BLIS with the exported coefficients and with its defaults, and hold both against the trace.
 
-`python tests/check_consumers.py BUILD [--picture FILE] [--also]`, BLIS=folder with `blis`, `defaults.yaml` (../shared/tools)
+`python tests/scripts/check_consumers.py BUILD [--picture FILE] [--also]`, BLIS=folder with `blis`, `defaults.yaml` (../shared/tools)
 
 Runs: those in fixtures/generated/ and three draws each of three other models; `--also` adds other loads and models. A run
 may be known not to meet what is asked: the reason is printed with it. Coefficients come from the first 70 % of the steps; errors are those of requests that arrived in the last 30 %
@@ -30,7 +30,7 @@ from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.synth.laws import GPUS, MODELS, RooflineLaw, ServedModel
 from tracefit.synth.options import LoadPhase
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PERCENTILES = (50, 90, 99)
 MIN_STRICT = 30
 

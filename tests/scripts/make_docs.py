@@ -1,6 +1,6 @@
 """Write the generated pages of `docs/reference/`: Python API, command line, tables, feature sets.
 
-`python tests/make_docs.py docs/reference`
+`python tests/scripts/make_docs.py docs/reference`
 """
 
 from __future__ import annotations
