@@ -44,6 +44,7 @@ def _errors(out):
     return {name: m["holdout"]["mae"] for name, m in models.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(o, marks=[pytest.mark.slow] if n else []) for n, o in enumerate(ODD)]
 )

@@ -197,6 +197,7 @@ def test_frame_uses_only_the_next_step_start():
     assert compiled.columns_with_clock == {"step_residual_us", "prompt_tokens"}
 
 
+@pytest.mark.slow
 def test_row_is_evaluated_without_polars_and_numpy(small):
     code = (
         "import sys, tracefit\n"

@@ -25,6 +25,7 @@ def allows():
     return of
 
 
+@pytest.mark.slow
 def test_facts_of_a_run_are_those_that_went_in(tmp_path, traces):
     traces.load(steps=120, requests=60)
     folder = traces.write(tmp_path / "busy")
@@ -57,12 +58,14 @@ def test_protobuf_is_detected_by_its_content(tmp_path, traces):
     assert [f.shape for f in inspected.files] == ["one OTLP protobuf message"]
 
 
+@pytest.mark.slow
 def test_a_single_trace_file_is_a_run_too(tmp_path, traces):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
     (inspected,) = inspect([folder / "traces.json"]).runs
     assert inspected.events["api.ARRIVED"] == 1
 
 
+@pytest.mark.slow
 def test_copies_of_a_run_are_one_run(tmp_path, traces):
     traces.load(steps=120, requests=60)
     folders = [traces.write(tmp_path / copy / "busy") for copy in ("a", "b")]
@@ -92,6 +95,7 @@ def test_dropped_events_and_servers_are_reported(tmp_path, traces):
     }
 
 
+@pytest.mark.slow
 def test_events_outside_their_steps_are_counted(tmp_path, traces):
     """Request 1 says SCHEDULED in step 2, which began at 3,000 us, but 1,990 us before that."""
     traces.steps(*(traces.summary(k, 1000 + 2000 * (k - 1)) for k in range(1, 8)))
@@ -149,6 +153,7 @@ def test_runs_of_one_deployment_count_together(tmp_path, new_traces, allows, qui
     }
 
 
+@pytest.mark.slow
 def test_three_requests_allow_nothing(tmp_path, traces, allows):
     for number in (1, 2, 3):
         traces.request(number, 20_000 * number, step=6 * number)
@@ -164,6 +169,7 @@ def test_no_vllm_spans_at_all_is_an_error(tmp_path):
         inspect([tmp_path])
 
 
+@pytest.mark.slow
 def test_evidence_of_steps_alone(tmp_path, traces, allows):
     found = allows(inspect([traces.load(steps=120, requests=0).write(tmp_path / "run")]))
     assert {what: a.verdict for what, a in found.items()} == {
@@ -190,6 +196,7 @@ def test_durations_that_are_the_step_time_are_reported_as_such(tmp_path, traces,
     assert allows(inspect([folder]))["step.duration_us"].verdict == "yes"
 
 
+@pytest.mark.slow
 def test_complete_journeys_make_queue_and_composition_exact(tmp_path, traces, allows):
     folder = traces.load(steps=0, requests=90).write(tmp_path / "run")
     found = allows(inspect([folder]))

@@ -67,6 +67,7 @@ def test_a_run_without_ten_attributes_goes_through_every_command(odd, root, tmp_
     odd.through(run.write(tmp_path / "odd"), tmp_path)
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(
     ("event", "key", "named", "flag"),
     [
@@ -101,6 +102,7 @@ def test_model_names_its_missing_events(odd, root, tmp_path):
     assert "--enable-journey-tracing" in missing["remedy"]
 
 
+@pytest.mark.slow
 def test_step_model_names_its_missing_attribute(odd, root, tmp_path):
     run = odd.run("busy", root)
     run.strip(dialects.STEP_EVENT, "step.ts_start_ns")

@@ -519,6 +519,7 @@ def test_plain_name_is_kept():
     assert folder_name("7b8b12f1-d6ca-4761-95c1-357ffa2c3a31") == "7b8b12f1-d6ca-4761-95c1-357ffa2c3a31"
 
 
+@pytest.mark.slow
 def test_inspect_reads_a_service_named_manifest_json(tmp_path, new_traces):
     """A folder with a manifest.json is a folder of tables."""
     store = store_at(tmp_path)

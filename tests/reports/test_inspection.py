@@ -14,6 +14,7 @@ def text_of(tmp_path):
     return lambda trace: inspect_text(inspect([trace.write(tmp_path / "busy")]))
 
 
+@pytest.mark.slow
 def test_run_servers_events_checks_and_allowed_models(traces, text_of):
     traces.load(steps=120, requests=0)
     traces.records[0]["scopeSpans"][0]["spans"][0]["droppedEventsCount"] = 4321

@@ -120,6 +120,7 @@ def test_rows_are_listed_by_run_and_model_with_exclusions(trained, report):
     assert set(rows) == {f"`{name}`" for name in evaluation["models"]}
 
 
+@pytest.mark.slow
 def test_several_deployments_have_their_verdicts_side_by_side(report):
     def change(evaluation):
         (deployment,) = evaluation["deployments"]
@@ -180,6 +181,7 @@ def test_a_machine_of_several_speeds_is_named(report):
     assert "several speeds" not in report(lambda evaluation: change(evaluation, adjusted=False))
 
 
+@pytest.mark.slow
 def test_dropped_events_are_shouted(report):
     assert "were dropped" not in report()
 

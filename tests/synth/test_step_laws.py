@@ -71,6 +71,7 @@ def test_an_empty_step_takes_the_time_of_its_option(busy_options):
     assert set(empty["law_us"]) == {300.0}
 
 
+@pytest.mark.slow
 def test_truth_has_the_law_of_its_composition(busy_run):
     for row in _busy_steps(busy_run).head(200).iter_rows(named=True):
         step = Composition(

@@ -43,6 +43,7 @@ def _refused(link):
     return pytest.raises(UsageError, match=f"^{link}: is a symbolic link")
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize("place", WRITTEN)
 def test_nothing_behind_a_link_is_written_or_removed(received, place):
     run, tables, link, behind = received(place)
@@ -54,6 +55,7 @@ def test_nothing_behind_a_link_is_written_or_removed(received, place):
     assert link.is_symlink()
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("place", READ)
 def test_nothing_behind_a_link_is_read(received, place):
     _, tables, link, _ = received(place)
